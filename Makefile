@@ -1,0 +1,51 @@
+# Everything a newcomer needs: `make serve`, `make test`, `make bench`.
+
+PORT ?= 8000
+ARGS ?=
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+
+.PHONY: help
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: serve
+serve:  ## Fetch the default model, build, serve it on PORT (8000); more flags in ARGS
+	@model=$$(scripts/fetch-default-model) && \
+	cargo build --release --locked -p plimsoll-cli && \
+	exec target/release/plimsoll serve "$$model" --served-model-name SmolLM2-135M-Instruct \
+		--generation-config config/SmolLM2-135M-Instruct --port $(PORT) $(ARGS)
+
+.PHONY: bench
+bench:  ## Latency and throughput of the default model, in release
+	@model=$$(scripts/fetch-default-model) && \
+	cargo build --release --locked -p plimsoll-cli && \
+	target/release/plimsoll bench latency "$$model" --batch-size 1 $(ARGS) && \
+	target/release/plimsoll bench throughput "$$model" $(ARGS)
+
+.PHONY: test
+test: lint test-rust test-http  ## Everything CI checks
+
+.PHONY: lint
+lint:  ## Format, clippy, docs
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
+
+.PHONY: test-rust
+test-rust: $(VENV)/ready  ## Unit, property, simulation, architecture and licence tests
+	scripts/fetch-test-data
+	scripts/fetch-default-model >/dev/null
+	$(PYTHON) scripts/render-templates
+	cargo test --locked --workspace
+
+.PHONY: test-http
+test-http: $(VENV)/ready  ## Black-box tests over HTTP, with the official OpenAI client
+	cargo build --locked -p plimsoll-cli
+	scripts/fetch-default-model >/dev/null
+	$(PYTHON) -m pytest tests/http $(PYTEST_ARGS)
+
+$(VENV)/ready: tests/requirements.txt
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --disable-pip-version-check --quiet --requirement tests/requirements.txt
+	touch $@

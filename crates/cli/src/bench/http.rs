@@ -1,0 +1,483 @@
+//! `plimsoll bench serve`: load on a running server, with vLLM's options and vLLM's definitions.
+//!
+//! Of one request that streams: TTFT = first chunk - send; ITL = gaps between chunks; E2E = last chunk - send;
+//! TPOT = (E2E - TTFT) / (output tokens - 1), for requests of more than one output token. Waiting for a place under
+//! `--max-concurrency` is not part of any of them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use futures::StreamExt;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+
+use super::dataset::{RandomDataset, Sample};
+use super::report::Report;
+use super::stats::Summary;
+use crate::args::positive;
+use crate::error::Error;
+use crate::progress::count_bar;
+
+/// `plimsoll bench serve`.
+#[derive(Clone, Debug, Args)]
+pub struct ServeBenchArgs {
+    /// Where the server is
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    base_url: String,
+    /// Model to ask for [default: the first that the server lists]
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// What is sent: random (tokens, of the lengths below)
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "NAME",
+        hide_possible_values = true
+    )]
+    dataset_name: DatasetName,
+    /// Requests to send
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
+    num_prompts: usize,
+    /// Mean prompt length in tokens
+    #[arg(long, value_name = "TOKENS", default_value_t = 1024, value_parser = positive)]
+    random_input_len: usize,
+    /// Mean output length in tokens
+    #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = positive)]
+    random_output_len: usize,
+    /// Lengths vary by this part around their mean, in [0, 1)
+    #[arg(long, value_name = "RATIO", default_value_t = 0.0, value_parser = ratio)]
+    random_range_ratio: f64,
+    /// Tokens that all prompts begin with, on top of their length
+    #[arg(long, value_name = "TOKENS", default_value_t = 0)]
+    random_prefix_len: usize,
+    /// Token ids are drawn below this; at most the model's vocabulary
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
+    random_vocab_size: usize,
+    /// Requests per second, arriving as a Poisson process; inf sends all at once
+    #[arg(long, value_name = "RATE", default_value = "inf", value_parser = rate)]
+    request_rate: f64,
+    /// Most requests under way at once [default: no limit]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    max_concurrency: Option<usize>,
+    /// Same seed, same prompts, lengths and arrivals
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    seed: u64,
+    /// Generate the full output length even where the model would stop
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Sampling temperature
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f64,
+    /// Series to show, of ttft, tpot, itl, e2el
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "ttft,tpot,itl,e2el",
+        value_name = "LIST"
+    )]
+    percentile_metrics: Vec<Metric>,
+    /// Percentiles to show
+    #[arg(long, value_delimiter = ',', default_value = "90,99", value_name = "LIST", value_parser = percent)]
+    metric_percentiles: Vec<f64>,
+    /// Write everything measured to this file, as JSON
+    #[arg(long, value_name = "FILE")]
+    output_json: Option<PathBuf>,
+}
+
+/// `--dataset-name`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum DatasetName {
+    /// Random tokens of given lengths.
+    #[default]
+    Random,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Metric {
+    Ttft,
+    Tpot,
+    Itl,
+    E2el,
+}
+
+impl Metric {
+    fn title(self) -> &'static str {
+        match self {
+            Self::Ttft => "Time to First Token",
+            Self::Tpot => "Time per Output Token (excl. 1st token)",
+            Self::Itl => "Inter-token Latency",
+            Self::E2el => "End-to-end Latency",
+        }
+    }
+
+    fn key(self) -> &'static str {
+        match self {
+            Self::Ttft => "ttft",
+            Self::Tpot => "tpot",
+            Self::Itl => "itl",
+            Self::E2el => "e2el",
+        }
+    }
+}
+
+pub(super) fn ratio(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|r| (0.0..1.0).contains(r))
+        .ok_or_else(|| "a number in [0, 1) is expected".to_owned())
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|&r| r > 0.0)
+        .ok_or_else(|| "a number above 0, or inf, is expected".to_owned())
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|p| (0.0..=100.0).contains(p))
+        .ok_or_else(|| "a number in [0, 100] is expected".to_owned())
+}
+
+/// What one request took.
+#[derive(Clone, Debug, Default)]
+struct Outcome {
+    ttft: Duration,
+    gaps: Vec<Duration>,
+    total: Duration,
+    prompt_tokens: usize,
+    output_tokens: usize,
+}
+
+impl Outcome {
+    /// TPOT in seconds; `None` for a single token.
+    fn tpot(&self) -> Option<f64> {
+        let decode = (self.total - self.ttft).as_secs_f64();
+        (self.output_tokens > 1).then(|| decode / (self.output_tokens - 1) as f64)
+    }
+}
+
+/// Runs the benchmark.
+pub async fn run(args: ServeBenchArgs) -> Result<(), Error> {
+    let client = Client::connect(&args).await?;
+    let dataset = RandomDataset {
+        input_len: args.random_input_len,
+        output_len: args.random_output_len,
+        range_ratio: args.random_range_ratio,
+        prefix_len: args.random_prefix_len,
+        vocab_size: args.random_vocab_size,
+        seed: args.seed,
+    };
+    let samples = dataset.generate(args.num_prompts);
+    // One request outside the measurement: it must work before a thousand are sent.
+    client
+        .complete(&samples[0])
+        .await
+        .map_err(|e| Error::Bench(format!("a first request failed: {e}")))?;
+
+    let bar = count_bar("requests", samples.len() as u64);
+    let begin = Instant::now();
+    let results = send_all(Arc::new(client), samples, &args, &bar).await;
+    let duration = begin.elapsed();
+    bar.finish_and_clear();
+
+    let (outcomes, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    let outcomes: Vec<Outcome> = outcomes.into_iter().flatten().collect();
+    let errors: Vec<String> = errors.into_iter().filter_map(Result::err).collect();
+    report(&args, &outcomes, &errors, duration)
+        .publish(" Serving Benchmark Result ", args.output_json.as_deref())?;
+    match errors.first() {
+        Some(first) => Err(Error::Bench(format!(
+            "{} requests failed, the first: {first}",
+            errors.len()
+        ))),
+        None => Ok(()),
+    }
+}
+
+async fn send_all(
+    client: Arc<Client>,
+    samples: Vec<Sample>,
+    args: &ServeBenchArgs,
+    bar: &indicatif::ProgressBar,
+) -> Vec<Result<Outcome, String>> {
+    let places = args.max_concurrency.map(|n| Arc::new(Semaphore::new(n)));
+    let mut rng = StdRng::seed_from_u64(args.seed);
+    let begin = tokio::time::Instant::now();
+    let mut due = Duration::ZERO;
+    let mut tasks = Vec::with_capacity(samples.len());
+    for sample in samples {
+        if args.request_rate.is_finite() {
+            tokio::time::sleep_until(begin + due).await;
+            // Exponential gaps make a Poisson process.
+            let uniform: f64 = rng.random();
+            due += Duration::from_secs_f64(-(1.0 - uniform).ln() / args.request_rate);
+        }
+        let (client, places, bar) = (Arc::clone(&client), places.clone(), bar.clone());
+        tasks.push(tokio::spawn(async move {
+            let _place = match &places {
+                Some(places) => Some(places.acquire().await.map_err(|e| e.to_string())?),
+                None => None,
+            };
+            let result = client.complete(&sample).await;
+            bar.inc(1);
+            result
+        }));
+    }
+    let mut results = Vec::with_capacity(tasks.len());
+    for task in tasks {
+        results.push(task.await.unwrap_or_else(|error| Err(error.to_string())));
+    }
+    results
+}
+
+struct Client {
+    http: reqwest::Client,
+    url: String,
+    model: String,
+    ignore_eos: bool,
+    temperature: f64,
+}
+
+impl Client {
+    async fn connect(args: &ServeBenchArgs) -> Result<Self, Error> {
+        let http = reqwest::Client::builder()
+            .no_proxy()
+            .build()
+            .map_err(|e| Error::Bench(e.to_string()))?;
+        let base = args.base_url.trim_end_matches('/').trim_end_matches("/v1");
+        let model = match &args.model {
+            Some(model) => model.clone(),
+            None => {
+                let listed = async {
+                    let response = http.get(format!("{base}/v1/models")).send().await?;
+                    response.error_for_status()?.json::<Value>().await
+                };
+                let hint = "is the server running? --base-url names another one";
+                let models = listed
+                    .await
+                    .map_err(|e| Error::Bench(format!("no answer from {base}: {e}; {hint}")))?;
+                let first = models["data"][0]["id"].as_str();
+                first
+                    .ok_or_else(|| Error::Bench(format!("{base} lists no model; name one with --model")))?
+                    .to_owned()
+            }
+        };
+        let url = format!("{base}/v1/completions");
+        Ok(Self {
+            http,
+            url,
+            model,
+            ignore_eos: args.ignore_eos,
+            temperature: args.temperature,
+        })
+    }
+
+    async fn complete(&self, sample: &Sample) -> Result<Outcome, String> {
+        let mut body = json!({
+            "model": self.model,
+            "prompt": sample.prompt,
+            "max_tokens": sample.output_len,
+            "temperature": self.temperature,
+            "stream": true,
+            "stream_options": {"include_usage": true},
+        });
+        if self.ignore_eos {
+            body["ignore_eos"] = true.into();
+        }
+        let begin = Instant::now();
+        let response = self
+            .http
+            .post(&self.url)
+            .json(&body)
+            .send()
+            .await
+            .map_err(|e| e.to_string())?;
+        if !response.status().is_success() {
+            let status = response.status();
+            return Err(format!(
+                "{status}: {}",
+                response.text().await.unwrap_or_default().trim()
+            ));
+        }
+        let mut outcome = Outcome::default();
+        let mut last = None;
+        let mut lines = Lines::default();
+        let mut stream = response.bytes_stream();
+        while let Some(bytes) = stream.next().await {
+            let now = Instant::now();
+            lines.push(&bytes.map_err(|e| e.to_string())?);
+            while let Some(line) = lines.next() {
+                let Some(data) = line.strip_prefix("data:").map(str::trim) else {
+                    continue;
+                };
+                if data == "[DONE]" {
+                    continue;
+                }
+                let chunk: Value =
+                    serde_json::from_str(data).map_err(|e| format!("a chunk is not JSON: {e}"))?;
+                if let Some(error) = chunk.get("error") {
+                    return Err(error.to_string());
+                }
+                if chunk["choices"]
+                    .as_array()
+                    .is_some_and(|choices| !choices.is_empty())
+                {
+                    match last.replace(now) {
+                        None => outcome.ttft = now - begin,
+                        Some(before) => outcome.gaps.push(now - before),
+                    }
+                    outcome.total = now - begin;
+                }
+                if let Some(tokens) = chunk["usage"]["completion_tokens"].as_u64() {
+                    outcome.output_tokens = tokens as usize;
+                    outcome.prompt_tokens = chunk["usage"]["prompt_tokens"].as_u64().unwrap_or(0) as usize;
+                }
+            }
+        }
+        match last {
+            Some(_) if outcome.output_tokens > 0 => Ok(outcome),
+            Some(_) => Err("the server sent no usage".to_owned()),
+            None => Err("the server sent no token".to_owned()),
+        }
+    }
+}
+
+/// Splits a byte stream into lines.
+#[derive(Default)]
+struct Lines {
+    buffer: Vec<u8>,
+    read: usize,
+}
+
+impl Lines {
+    fn push(&mut self, bytes: &[u8]) {
+        self.buffer.drain(..std::mem::take(&mut self.read));
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    fn next(&mut self) -> Option<String> {
+        let length = self.buffer[self.read..].iter().position(|&b| b == b'\n')?;
+        let line = String::from_utf8_lossy(&self.buffer[self.read..self.read + length]).into_owned();
+        self.read += length + 1;
+        Some(line)
+    }
+}
+
+fn report(args: &ServeBenchArgs, outcomes: &[Outcome], errors: &[String], duration: Duration) -> Report {
+    let seconds = duration.as_secs_f64();
+    let sum = |f: fn(&Outcome) -> usize| outcomes.iter().map(f).sum::<usize>();
+    let (input, output) = (sum(|o| o.prompt_tokens), sum(|o| o.output_tokens));
+    let mut report = Report::new("serve");
+    report.detail("base_url", args.base_url.clone());
+    report.detail(
+        "request_rate",
+        if args.request_rate.is_finite() {
+            json!(args.request_rate)
+        } else {
+            json!("inf")
+        },
+    );
+    report.detail("max_concurrency", json!(args.max_concurrency));
+    report.detail("errors", errors.to_vec());
+    report.count("Successful requests", "completed", outcomes.len());
+    report.count("Failed requests", "failed", errors.len());
+    report.number("Benchmark duration (s)", "duration", seconds);
+    report.count("Total input tokens", "total_input_tokens", input);
+    report.count("Total generated tokens", "total_output_tokens", output);
+    report.number(
+        "Request throughput (req/s)",
+        "request_throughput",
+        outcomes.len() as f64 / seconds,
+    );
+    report.number(
+        "Output token throughput (tok/s)",
+        "output_throughput",
+        output as f64 / seconds,
+    );
+    report.number(
+        "Total token throughput (tok/s)",
+        "total_token_throughput",
+        (input + output) as f64 / seconds,
+    );
+    for metric in [Metric::Ttft, Metric::Tpot, Metric::Itl, Metric::E2el] {
+        let values: Vec<f64> = match metric {
+            Metric::Ttft => outcomes.iter().map(|o| o.ttft.as_secs_f64()).collect(),
+            Metric::Tpot => outcomes.iter().filter_map(Outcome::tpot).collect(),
+            Metric::Itl => outcomes
+                .iter()
+                .flat_map(|o| &o.gaps)
+                .map(Duration::as_secs_f64)
+                .collect(),
+            Metric::E2el => outcomes.iter().map(|o| o.total.as_secs_f64()).collect(),
+        };
+        let milliseconds = values.into_iter().map(|v| v * 1e3).collect();
+        if !args.percentile_metrics.contains(&metric) {
+            continue;
+        }
+        let summary = Summary::of(milliseconds, &args.metric_percentiles);
+        let (key, name) = (metric.key(), metric.key().to_uppercase());
+        report.section(metric.title());
+        report.number(
+            &format!("Mean {name} (ms)"),
+            &format!("mean_{key}_ms"),
+            summary.mean,
+        );
+        report.number(
+            &format!("Median {name} (ms)"),
+            &format!("median_{key}_ms"),
+            summary.median,
+        );
+        report.detail(&format!("std_{key}_ms"), json!(summary.std));
+        for (p, value) in summary.percentiles {
+            report.number(&format!("P{p} {name} (ms)"), &format!("p{p}_{key}_ms"), value);
+        }
+    }
+    report
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_survive_any_cut() {
+        let text = "data: a\n\ndata: caf\u{e9}\n";
+        for cut in 0..text.len() {
+            let mut lines = Lines::default();
+            let mut seen = Vec::new();
+            for part in [&text.as_bytes()[..cut], &text.as_bytes()[cut..]] {
+                lines.push(part);
+                seen.extend(std::iter::from_fn(|| lines.next()));
+            }
+            assert_eq!(seen, ["data: a", "", "data: caf\u{e9}"], "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn tpot_leaves_the_first_token_out() {
+        let ms = Duration::from_millis;
+        let outcome = Outcome {
+            ttft: ms(100),
+            total: ms(400),
+            output_tokens: 4,
+            ..Outcome::default()
+        };
+        assert!((outcome.tpot().unwrap() - 0.1).abs() < 1e-9);
+        assert_eq!(
+            Outcome {
+                output_tokens: 1,
+                ..outcome
+            }
+            .tpot(),
+            None
+        );
+    }
+}

@@ -1,0 +1,10 @@
+//! `plimsoll bench`.
+
+mod dataset;
+mod http;
+mod offline;
+mod report;
+mod stats;
+
+pub use http::{ServeBenchArgs, run as serve};
+pub use offline::{LatencyArgs, ThroughputArgs, latency, throughput};

@@ -1,0 +1,253 @@
+//! `plimsoll bench latency` and `throughput`: the engine in this process, without HTTP, with vLLM's options.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use futures::StreamExt;
+use futures::future::try_join_all;
+use plimsoll_core::{Event, Request, RequestOptions, SamplingOptions};
+use plimsoll_engine::EngineHandle;
+
+use super::dataset::{RandomDataset, Sample};
+use super::http::ratio;
+use super::report::Report;
+use super::stats::Summary;
+use crate::args::{EngineArgs, positive};
+use crate::error::Error;
+use crate::logging;
+use crate::progress::count_bar;
+use crate::source::resolve;
+use crate::start::{Loaded, budget};
+
+/// `plimsoll bench latency`.
+#[derive(Clone, Debug, Args)]
+pub struct LatencyArgs {
+    /// The engine under test.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Prompt length in tokens
+    #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = positive)]
+    input_len: usize,
+    /// Output length in tokens
+    #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = positive)]
+    output_len: usize,
+    /// Requests that run at once
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = positive)]
+    batch_size: usize,
+    /// Batches before the measurement
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    num_iters_warmup: usize,
+    /// Batches measured
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = positive)]
+    num_iters: usize,
+    /// Write everything measured to this file, as JSON
+    #[arg(long, value_name = "FILE")]
+    output_json: Option<PathBuf>,
+}
+
+/// `plimsoll bench throughput`.
+#[derive(Clone, Debug, Args)]
+pub struct ThroughputArgs {
+    /// The engine under test.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Mean prompt length in tokens
+    #[arg(long, value_name = "TOKENS", default_value_t = 256, value_parser = positive)]
+    input_len: usize,
+    /// Mean output length in tokens
+    #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = positive)]
+    output_len: usize,
+    /// Lengths vary by this part around their mean, in [0, 1)
+    #[arg(long, value_name = "RATIO", default_value_t = 0.0, value_parser = ratio)]
+    random_range_ratio: f64,
+    /// Requests, all there from the start
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
+    num_prompts: usize,
+    /// Write everything measured to this file, as JSON
+    #[arg(long, value_name = "FILE")]
+    output_json: Option<PathBuf>,
+}
+
+/// Latency of batches, one after the other.
+pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
+    let mut engine_args = args.engine;
+    engine_args.limits.max_num_seqs = engine_args.limits.max_num_seqs.max(args.batch_size);
+    let bench = Bench::start(engine_args, args.batch_size).await?;
+    let dataset = bench.dataset(args.input_len, args.output_len, 0.0);
+    let iterations = args.num_iters_warmup + args.num_iters;
+    // Prompts of their own for every batch: no prefix cache flatters the result.
+    let samples = dataset.generate(iterations * args.batch_size);
+    let bar = count_bar("batches", iterations as u64);
+    let mut totals = Vec::with_capacity(args.num_iters);
+    let mut prefills = Vec::with_capacity(args.num_iters);
+    for (iteration, batch) in samples.chunks(args.batch_size).enumerate() {
+        let timing = bench.run(batch, &indicatif::ProgressBar::hidden()).await?;
+        bar.inc(1);
+        if iteration >= args.num_iters_warmup {
+            totals.push(timing.total.as_secs_f64());
+            prefills.push(timing.first_tokens.as_secs_f64());
+        }
+    }
+    bar.finish_and_clear();
+
+    let prefill: f64 = prefills.iter().sum();
+    let decode = totals.iter().sum::<f64>() - prefill;
+    let batches = (args.num_iters * args.batch_size) as f64;
+    let mut report = Report::new("latency");
+    report.count("Batch size", "batch_size", args.batch_size);
+    report.count("Prompt tokens per request", "input_len", args.input_len);
+    report.count("Generated tokens per request", "output_len", args.output_len);
+    report.count("Batches", "num_iters", args.num_iters);
+    report.number(
+        "Prompt throughput (tok/s)",
+        "prompt_throughput",
+        batches * args.input_len as f64 / prefill,
+    );
+    if args.output_len > 1 {
+        let tokens = batches * (args.output_len - 1) as f64;
+        report.number(
+            "Generation throughput (tok/s)",
+            "generation_throughput",
+            tokens / decode,
+        );
+    }
+    report.detail("latencies", totals.clone());
+    let summary = Summary::of(totals, &[10.0, 25.0, 50.0, 75.0, 90.0, 99.0]);
+    report.section("Latency of a batch");
+    report.number("Mean (s)", "avg_latency", summary.mean);
+    for (p, value) in summary.percentiles {
+        report.number(&format!("P{p} (s)"), &format!("p{p}_latency"), value);
+    }
+    report.publish(" Latency Benchmark Result ", args.output_json.as_deref())
+}
+
+/// Throughput of many requests that are all there from the start.
+pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
+    let bench = Bench::start(args.engine, args.num_prompts).await?;
+    let samples = bench
+        .dataset(args.input_len, args.output_len, args.random_range_ratio)
+        .generate(args.num_prompts);
+    let bar = count_bar("requests", args.num_prompts as u64);
+    let timing = bench.run(&samples, &bar).await?;
+    bar.finish_and_clear();
+
+    let seconds = timing.total.as_secs_f64();
+    let prompt: usize = samples.iter().map(|sample| sample.prompt.len()).sum();
+    let output: usize = samples.iter().map(|sample| sample.output_len).sum();
+    let mut report = Report::new("throughput");
+    report.count("Requests", "num_requests", samples.len());
+    report.number("Elapsed time (s)", "elapsed_time", seconds);
+    report.count("Prompt tokens", "total_prompt_tokens", prompt);
+    report.count("Generated tokens", "total_output_tokens", output);
+    report.number(
+        "Requests (req/s)",
+        "requests_per_second",
+        samples.len() as f64 / seconds,
+    );
+    report.number(
+        "Prompt throughput (tok/s)",
+        "prompt_throughput",
+        prompt as f64 / seconds,
+    );
+    report.number(
+        "Generation throughput (tok/s)",
+        "output_throughput",
+        output as f64 / seconds,
+    );
+    report.number(
+        "Total throughput (tok/s)",
+        "tokens_per_second",
+        (prompt + output) as f64 / seconds,
+    );
+    report.publish(" Throughput Benchmark Result ", args.output_json.as_deref())
+}
+
+struct Bench {
+    engine: EngineHandle,
+    seed: u64,
+}
+
+/// How long requests that were submitted together took.
+struct Timing {
+    /// Until every request had its first token.
+    first_tokens: Duration,
+    /// Until every request was done.
+    total: Duration,
+}
+
+impl Bench {
+    async fn start(args: EngineArgs, queue: usize) -> Result<Self, Error> {
+        logging::init(args.log_format);
+        let source = resolve(&args.model).await?;
+        let budget = budget(&source, &args)?;
+        let seed = args.limits.fixed_seed();
+        let work = move || Ok::<_, Error>(Loaded::new(&source, &args, budget)?.start(&args, queue)?.engine);
+        let engine = tokio::task::spawn_blocking(work)
+            .await
+            .map_err(std::io::Error::other)??;
+        Ok(Self { engine, seed })
+    }
+
+    fn dataset(&self, input_len: usize, output_len: usize, range_ratio: f64) -> RandomDataset {
+        let vocab_size = self.engine.limits().vocab_size;
+        RandomDataset {
+            input_len,
+            output_len,
+            range_ratio,
+            prefix_len: 0,
+            vocab_size,
+            seed: self.seed,
+        }
+    }
+
+    /// Submits all at once; every request generates its full length.
+    async fn run(&self, samples: &[Sample], bar: &indicatif::ProgressBar) -> Result<Timing, Error> {
+        let begin = Instant::now();
+        let requests = samples.iter().map(|sample| self.request(sample, begin, bar));
+        let times = try_join_all(requests).await?;
+        let latest = |pick: fn(&Timing) -> Duration| times.iter().map(pick).max().unwrap_or_default();
+        Ok(Timing {
+            first_tokens: latest(|t| t.first_tokens),
+            total: latest(|t| t.total),
+        })
+    }
+
+    async fn request(
+        &self,
+        sample: &Sample,
+        begin: Instant,
+        bar: &indicatif::ProgressBar,
+    ) -> Result<Timing, Error> {
+        let options = RequestOptions {
+            prompt: sample.prompt.clone(),
+            max_tokens: Some(sample.output_len),
+            // Greedy, and without stop tokens: the work is the same whatever the model says.
+            sampling: SamplingOptions {
+                temperature: Some(0.0),
+                ..SamplingOptions::default()
+            },
+            seed: self.seed,
+            stop_token_ids: Vec::new(),
+        };
+        let failed = |error: &dyn std::fmt::Display| Error::Bench(error.to_string());
+        let request =
+            Request::new(self.engine.next_id(), options, &self.engine.limits()).map_err(|e| failed(&e))?;
+        let mut events = self.engine.submit(request).map_err(|e| failed(&e))?;
+        let mut first_tokens = None;
+        while let Some(event) = events.next().await {
+            match event {
+                Event::Admitted { .. } => {}
+                Event::Token(_) => {
+                    first_tokens.get_or_insert_with(|| begin.elapsed());
+                }
+                Event::Failed(error) => return Err(failed(&error)),
+            }
+        }
+        bar.inc(1);
+        Ok(Timing {
+            first_tokens: first_tokens.unwrap_or_default(),
+            total: begin.elapsed(),
+        })
+    }
+}

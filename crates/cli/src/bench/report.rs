@@ -1,0 +1,146 @@
+//! What every benchmark prints: a table for people on stdout, JSON with commit, hardware and flags in a file.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use crate::error::Error;
+use crate::version;
+
+/// Rows of a table, in order, and the JSON object beside it.
+#[derive(Debug, Default)]
+pub(super) struct Report {
+    rows: Vec<(String, String)>,
+    json: Map<String, Value>,
+}
+
+impl Report {
+    /// A report that knows the machine, the build and the command line.
+    pub(super) fn new(benchmark: &str) -> Self {
+        let mut json = Map::new();
+        json.insert("benchmark".into(), benchmark.into());
+        json.insert("version".into(), env!("CARGO_PKG_VERSION").into());
+        json.insert("commit".into(), version::COMMIT.into());
+        json.insert("hardware".into(), hardware());
+        json.insert("command".into(), command_line(std::env::args()).into());
+        Self {
+            rows: Vec::new(),
+            json,
+        }
+    }
+
+    /// A heading in the table.
+    pub(super) fn section(&mut self, title: &str) {
+        self.rows.push((title.to_owned(), String::new()));
+    }
+
+    /// A number in the table and in the JSON.
+    pub(super) fn number(&mut self, label: &str, key: &str, value: f64) {
+        self.rows.push((label.to_owned(), format!("{value:.2}")));
+        self.json.insert(key.to_owned(), json!(value));
+    }
+
+    /// A count in the table and in the JSON.
+    pub(super) fn count(&mut self, label: &str, key: &str, value: usize) {
+        self.rows.push((label.to_owned(), value.to_string()));
+        self.json.insert(key.to_owned(), json!(value));
+    }
+
+    /// Something that only the JSON holds.
+    pub(super) fn detail(&mut self, key: &str, value: impl Into<Value>) {
+        self.json.insert(key.to_owned(), value.into());
+    }
+
+    /// The table.
+    pub(super) fn table(&self, title: &str) -> String {
+        const WIDTH: usize = 58;
+        let mut text = format!("{title:=^WIDTH$}\n");
+        for (label, value) in &self.rows {
+            if value.is_empty() {
+                text += &format!("{label:-^WIDTH$}\n");
+            } else {
+                text += &format!("{:<42} {value:>15}\n", format!("{label}:"));
+            }
+        }
+        text + &"=".repeat(WIDTH)
+    }
+
+    /// Prints the table, and writes the JSON where a file is given.
+    #[allow(clippy::print_stdout, reason = "the table is what the command is for")]
+    pub(super) fn publish(&self, title: &str, file: Option<&Path>) -> Result<(), Error> {
+        println!("{}", self.table(title));
+        let Some(file) = file else { return Ok(()) };
+        let mut text = serde_json::to_string_pretty(&self.json).expect("a map of values is JSON");
+        text.push('\n');
+        std::fs::write(file, text).map_err(|source| Error::Write {
+            path: file.to_owned(),
+            source,
+        })
+    }
+}
+
+/// The command line, without secrets.
+fn command_line(args: impl Iterator<Item = String>) -> Vec<String> {
+    let mut hide_next = false;
+    args.map(|arg| {
+        let hidden = std::mem::replace(&mut hide_next, arg == "--hf-token");
+        match arg.split_once('=') {
+            _ if hidden => "***".to_owned(),
+            Some(("--hf-token", _)) => "--hf-token=***".to_owned(),
+            _ => arg,
+        }
+    })
+    .collect()
+}
+
+fn hardware() -> Value {
+    let field = |file: &str, key: &str| {
+        let text = std::fs::read_to_string(file).ok()?;
+        let line = text.lines().find(|line| line.starts_with(key))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    };
+    json!({
+        "cpu": field("/proc/cpuinfo", "model name"),
+        "threads": std::thread::available_parallelism().map(usize::from).ok(),
+        "memory": field("/proc/meminfo", "MemTotal"),
+        "os": std::env::consts::OS,
+        "arch": std::env::consts::ARCH,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_stay_out() {
+        let args = ["plimsoll", "--hf-token", "hf_a", "--hf-token=hf_b", "--seed", "1"].map(str::to_owned);
+        let shown = command_line(args.into_iter());
+        assert_eq!(
+            shown,
+            ["plimsoll", "--hf-token", "***", "--hf-token=***", "--seed", "1"]
+        );
+    }
+
+    #[test]
+    fn the_file_holds_what_the_table_shows() {
+        let mut report = Report::new("test");
+        report.section("Section");
+        report.number("Throughput (tok/s)", "throughput", 12.345);
+        report.count("Requests", "requests", 7);
+        assert!(
+            report
+                .table(" Title ")
+                .contains("Throughput (tok/s):                                  12.35")
+        );
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("out.json");
+        report.publish(" Title ", Some(&file)).unwrap();
+        let json: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+        assert_eq!(
+            (&json["throughput"], &json["requests"]),
+            (&json!(12.345), &json!(7))
+        );
+        assert!(json["commit"].is_string() && json["hardware"]["threads"].is_u64());
+    }
+}

@@ -1,0 +1,130 @@
+//! What can go wrong, and with which exit code the process then ends.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use plimsoll_core::Oom;
+use plimsoll_device::capacity::CapacityError;
+use plimsoll_model::ModelError;
+use plimsoll_profiler::ProfileError;
+use plimsoll_server::ServeError;
+use plimsoll_text::TextError;
+
+use crate::hub::HubError;
+
+/// Everything that ends `plimsoll`.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The command line; clap prints it, `--help` and `--version` included.
+    #[error(transparent)]
+    Clap(clap::Error),
+    /// A layer below the command line, or values that do not go together.
+    #[error("{origin}: {message}")]
+    Configuration {
+        /// The file, the variable or the flag.
+        origin: String,
+        /// What is wrong and what would be right.
+        message: String,
+    },
+    /// MODEL is neither a path nor the name of a repository.
+    #[error("there is no {model}: give a directory, a .gguf file, a Hub id such as owner/name, or sim")]
+    NoSuchModel {
+        /// MODEL as given.
+        model: String,
+    },
+    /// The files at MODEL are not what `--load-format` asks for.
+    #[error("{}: expected {expected}", path.display())]
+    WrongFormat {
+        /// Directory or file.
+        path: PathBuf,
+        /// What was looked for.
+        expected: &'static str,
+    },
+    /// The Hub.
+    #[error(transparent)]
+    Hub(#[from] HubError),
+    /// The model.
+    #[error(transparent)]
+    Model(ModelError),
+    /// The weights alone are too large.
+    #[error(
+        "the weights do not fit: {0}; give more with --device-memory, or choose a smaller or quantised model"
+    )]
+    WeightsDoNotFit(Oom),
+    /// The tokenizer or the chat template.
+    #[error(transparent)]
+    Text(#[from] TextError),
+    /// The machine does not say how much memory it has.
+    #[error(transparent)]
+    Capacity(#[from] CapacityError),
+    /// The auto-profile.
+    #[error(transparent)]
+    Profile(#[from] ProfileError),
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {source}; choose another with --host and --port")]
+    Bind {
+        /// As given.
+        address: String,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// The server stopped by itself.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+    /// Requests were cut off at shutdown.
+    #[error("{requests} requests were cut off after {} s; --drain-timeout gives them longer", timeout.as_secs_f64())]
+    CutOff {
+        /// How many.
+        requests: usize,
+        /// How long the drain lasted.
+        timeout: Duration,
+    },
+    /// A benchmark.
+    #[error("{0}")]
+    Bench(String),
+    /// A file that is needed cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// A file that was asked for cannot be written.
+    #[error("cannot write {}: {source}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// Threads, signals, sockets.
+    #[error("the operating system refuses: {0}")]
+    System(#[from] std::io::Error),
+}
+
+impl Error {
+    /// As `plimsoll --help` lists them.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Clap(error) => u8::try_from(error.exit_code()).unwrap_or(2),
+            Self::Configuration { .. } => 2,
+            Self::WeightsDoNotFit(_) | Self::Profile(ProfileError::DoesNotFit(_)) => 4,
+            Self::NoSuchModel { .. } | Self::WrongFormat { .. } => 3,
+            Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
+            Self::Bind { .. } => 5,
+            Self::CutOff { .. } => 6,
+            Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) | Self::Bench(_) => 1,
+            Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
+        }
+    }
+}
+
+impl From<ModelError> for Error {
+    fn from(error: ModelError) -> Self {
+        match error {
+            ModelError::Oom(oom) => Self::WeightsDoNotFit(oom),
+            error => Self::Model(error),
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Which files of a repository are needed.
+
+use super::{HubError, RemoteFile, RepoId, Weights};
+
+/// Small files that are taken wherever a repository has them.
+const SIDE_FILES: [&str; 8] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+/// Names the shards of a model of several files.
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+
+/// The files of a repository that are needed, in a stable order.
+pub(super) fn select(
+    files: &[RemoteFile],
+    repo: &RepoId,
+    weights: Weights,
+) -> Result<Vec<RemoteFile>, HubError> {
+    let side = || files.iter().filter(|file| SIDE_FILES.contains(&&*file.path));
+    if weights == Weights::None {
+        return Ok(side().cloned().collect());
+    }
+    let safetensors = safetensors(files);
+    if weights != Weights::Gguf && repo.quant.is_none() && !safetensors.is_empty() {
+        return Ok(side().chain(safetensors).cloned().collect());
+    }
+    let no_weights = |wanted, found: &str| HubError::NoWeights {
+        repo: repo.id.clone(),
+        wanted,
+        found: found.to_owned(),
+    };
+    if weights == Weights::Safetensors {
+        return Err(no_weights("safetensors weights", "see --load-format"));
+    }
+    let ggufs: Vec<_> = files.iter().filter(|file| file.path.ends_with(".gguf")).collect();
+    let matching: Vec<_> = ggufs
+        .iter()
+        .copied()
+        .filter(|file| matches_quant(&file.path, repo))
+        .collect();
+    let names = |files: &[&RemoteFile]| {
+        files
+            .iter()
+            .map(|file| &*file.path)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    match matching[..] {
+        [file] if is_split(&file.path) => Err(no_weights(
+            "whole GGUF file",
+            "split ones are not supported: join them",
+        )),
+        [file] => Ok(vec![file.clone()]),
+        [] if ggufs.is_empty() => {
+            let found = if files.iter().any(|file| file.path.ends_with(".bin")) {
+                "pickled weights (*.bin) are not loaded: convert them to safetensors"
+            } else {
+                "name a model repository that has some"
+            };
+            Err(no_weights("safetensors or GGUF weights", found))
+        }
+        [] => Err(no_weights(
+            "GGUF file of that name",
+            &format!("it has {}", names(&ggufs)),
+        )),
+        _ => {
+            let file_name = matching[0].path.rsplit('/').next().unwrap_or_default();
+            let stem = file_name.trim_end_matches(".gguf");
+            let example = stem.rsplit(['.', '-']).next().unwrap_or(stem).to_owned();
+            Err(HubError::WhichGguf {
+                repo: repo.id.clone(),
+                example,
+                files: names(&matching),
+            })
+        }
+    }
+}
+
+/// `model*.safetensors` (with its index) where there are any: repositories keep copies under other names.
+fn safetensors(files: &[RemoteFile]) -> Vec<&RemoteFile> {
+    let all: Vec<_> = files
+        .iter()
+        .filter(|f| f.path.ends_with(".safetensors") && !f.path.contains('/'))
+        .collect();
+    let named: Vec<_> = all
+        .iter()
+        .copied()
+        .filter(|f| f.path.starts_with("model"))
+        .collect();
+    let chosen = if named.is_empty() { all } else { named };
+    let index = files.iter().filter(|f| f.path == INDEX && !chosen.is_empty());
+    index.chain(chosen.iter().copied()).collect()
+}
+
+fn matches_quant(path: &str, repo: &RepoId) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
+    repo.quant.as_ref().is_none_or(|quant| {
+        let quant = quant.to_ascii_lowercase();
+        let stem = name.trim_end_matches(".gguf");
+        // Whole words: Q4_K must not match Q4_K_M.
+        stem == quant || stem.split(['.', '-']).any(|word| word == quant)
+    })
+}
+
+fn is_split(path: &str) -> bool {
+    path.trim_end_matches(".gguf")
+        .rsplit_once("-of-")
+        .is_some_and(|(_, n)| n.chars().all(|c| c.is_ascii_digit()))
+}
+
+/// `path` as a pattern that matches nothing else.
+pub(super) fn glob_escape(path: &str) -> String {
+    path.chars()
+        .map(|c| {
+            if "[]{}*?\\!".contains(c) {
+                format!("[{c}]")
+            } else {
+                c.to_string()
+            }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(names: &[&str]) -> Vec<RemoteFile> {
+        names
+            .iter()
+            .map(|&name| RemoteFile {
+                path: name.to_owned(),
+                size: 1,
+            })
+            .collect()
+    }
+
+    fn selected(names: &[&str], repo: &str, weights: Weights) -> Result<Vec<String>, String> {
+        let repo = RepoId::parse(repo).unwrap();
+        let chosen = select(&files(names), &repo, weights).map_err(|e| e.to_string())?;
+        Ok(chosen.into_iter().map(|file| file.path).collect())
+    }
+
+    #[test]
+    fn names_of_repositories() {
+        let id = |text| RepoId::parse(text).map(|repo| (repo.id, repo.quant));
+        assert_eq!(id("gpt2"), Some(("gpt2".into(), None)));
+        assert_eq!(
+            id("Qwen/Qwen2.5-0.5B:Q4_K_M"),
+            Some(("Qwen/Qwen2.5-0.5B".into(), Some("Q4_K_M".into())))
+        );
+        for wrong in [
+            "", "a/b/c", "../x", "./x", "a b", "/abs", "owner/", "owner/..", "a:b:c",
+        ] {
+            assert_eq!(RepoId::parse(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn only_what_is_needed() {
+        let llama = [
+            ".gitattributes",
+            "README.md",
+            "config.json",
+            "consolidated.safetensors",
+            "generation_config.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            INDEX,
+            "original/consolidated.00.pth",
+            "pytorch_model.bin",
+            "tokenizer.json",
+        ];
+        let chosen = selected(&llama, "a/b", Weights::Any).unwrap();
+        let expected = [
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            INDEX,
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+        ];
+        assert_eq!(chosen, expected);
+        let chosen = selected(&llama, "a/b", Weights::None).unwrap();
+        assert_eq!(
+            chosen,
+            ["config.json", "generation_config.json", "tokenizer.json"]
+        );
+        assert_eq!(
+            selected(&["x.safetensors"], "a/b", Weights::Any).unwrap(),
+            ["x.safetensors"]
+        );
+        assert!(
+            selected(&["pytorch_model.bin"], "a/b", Weights::Any)
+                .unwrap_err()
+                .contains("convert")
+        );
+        assert!(
+            selected(&["a.gguf"], "a/b", Weights::Safetensors)
+                .unwrap_err()
+                .contains("--load-format")
+        );
+    }
+
+    #[test]
+    fn one_gguf_file() {
+        let names = ["M-Q4_K.gguf", "M-Q4_K_M.gguf", "M.Q8_0.gguf", "README.md"];
+        assert_eq!(
+            selected(&names, "a/b:q4_k", Weights::Any).unwrap(),
+            ["M-Q4_K.gguf"]
+        );
+        assert_eq!(
+            selected(&names, "a/b:Q8_0", Weights::Gguf).unwrap(),
+            ["M.Q8_0.gguf"]
+        );
+        assert_eq!(
+            selected(&["only.gguf"], "a/b", Weights::Any).unwrap(),
+            ["only.gguf"]
+        );
+        assert!(
+            selected(&names, "a/b", Weights::Any)
+                .unwrap_err()
+                .contains("such as a/b:Q4_K.")
+        );
+        assert!(
+            selected(&names, "a/b:Q2_K", Weights::Any)
+                .unwrap_err()
+                .contains("M.Q8_0.gguf")
+        );
+        assert!(
+            selected(&["x-00001-of-00003.gguf"], "a/b", Weights::Any)
+                .unwrap_err()
+                .contains("join")
+        );
+    }
+
+    #[test]
+    fn patterns_mean_themselves() {
+        assert_eq!(glob_escape("a[1]*.json"), "a[[]1[]][*].json");
+    }
+}

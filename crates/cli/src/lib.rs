@@ -1,0 +1,19 @@
+//! The `plimsoll` binary as a library, so that tests can start a server in their own process: arguments, configuration,
+//! the Hub, and the wiring of all other crates. Nothing depends on this crate.
+
+pub mod args;
+pub mod bench;
+mod bytes;
+pub mod error;
+pub mod hub;
+pub mod layers;
+pub mod logging;
+mod progress;
+pub mod serve;
+pub mod source;
+pub mod start;
+mod target;
+mod version;
+
+pub use bytes::Bytes;
+pub use error::Error;

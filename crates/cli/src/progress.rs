@@ -1,0 +1,132 @@
+//! Progress for people, on stderr; nothing where stderr is not a terminal.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use hf_hub::progress::{DownloadEvent, Progress, ProgressEvent, ProgressHandler};
+use indicatif::{ProgressBar, ProgressStyle};
+use plimsoll_profiler::{Observer, PhaseRecord};
+
+use crate::bytes::Bytes;
+use crate::hub::RemoteFile;
+
+/// A bar over bytes.
+pub(crate) fn bytes_bar(what: &str, total: u64) -> ProgressBar {
+    let style = "{msg} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+    bar(what, total, style)
+}
+
+/// A bar over things.
+pub(crate) fn count_bar(what: &str, total: u64) -> ProgressBar {
+    bar(what, total, "{msg} [{bar:30}] {pos}/{len} {per_sec} {eta}")
+}
+
+fn bar(what: &str, total: u64, style: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template(style)
+        .expect("the template is constant")
+        .progress_chars("=> ");
+    ProgressBar::new(total)
+        .with_style(style)
+        .with_message(what.to_owned())
+}
+
+/// Progress of one download from the Hub.
+#[derive(Debug)]
+pub(crate) struct DownloadBar {
+    bar: ProgressBar,
+    files: usize,
+}
+
+impl DownloadBar {
+    /// `missing`: the files to come with their sizes; with none of them, nothing is shown.
+    pub(crate) fn new(repo: &str, missing: &[RemoteFile]) -> Self {
+        let total = missing.iter().map(|file| file.size).sum();
+        if missing.is_empty() {
+            return Self {
+                bar: ProgressBar::hidden(),
+                files: 0,
+            };
+        }
+        tracing::info!("downloading {} files of {repo}, {}", missing.len(), Bytes(total));
+        Self {
+            bar: bytes_bar(repo, total),
+            files: missing.len(),
+        }
+    }
+
+    pub(crate) fn handler(&self) -> Progress {
+        Arc::new(Handler {
+            bar: self.bar.clone(),
+            done: Mutex::default(),
+        })
+        .into()
+    }
+
+    pub(crate) fn finish(&self) {
+        self.bar.finish_and_clear();
+        if self.files > 0 {
+            tracing::debug!(
+                files = self.files,
+                seconds = self.bar.elapsed().as_secs_f64(),
+                "download ended"
+            );
+        }
+    }
+}
+
+struct Handler {
+    bar: ProgressBar,
+    /// Bytes by file; what xet transfers is known only in sum and stands under the empty name.
+    done: Mutex<HashMap<String, u64>>,
+}
+
+impl ProgressHandler for Handler {
+    fn on_progress(&self, event: &ProgressEvent) {
+        let ProgressEvent::Download(event) = event else {
+            return;
+        };
+        let mut done = self.done.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        match event {
+            DownloadEvent::Progress { files } => {
+                for file in files {
+                    done.insert(file.filename.clone(), file.bytes_completed);
+                }
+            }
+            DownloadEvent::AggregateProgress { bytes_completed, .. } => {
+                done.insert(String::new(), *bytes_completed);
+            }
+            DownloadEvent::Start { .. } | DownloadEvent::Complete => return,
+        }
+        self.bar.set_position(done.values().sum());
+    }
+}
+
+/// The auto-profile: a log line per phase, a bar over its worst steps.
+pub(crate) struct ProfileProgress {
+    bar: ProgressBar,
+}
+
+impl ProfileProgress {
+    pub(crate) fn new() -> Self {
+        Self {
+            bar: count_bar("auto-profile", 0),
+        }
+    }
+
+    pub(crate) fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+impl Observer for ProfileProgress {
+    fn phase(&mut self, record: &PhaseRecord) {
+        self.bar.suspend(|| tracing::info!("{record}"));
+    }
+
+    fn progress(&mut self, progress: plimsoll_profiler::Progress) {
+        self.bar
+            .set_message(format!("auto-profile {} {}", progress.phase, progress.scenario));
+        self.bar.set_length(progress.of as u64);
+        self.bar.set_position(progress.done as u64);
+    }
+}

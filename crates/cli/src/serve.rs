@@ -1,0 +1,326 @@
+//! `plimsoll serve` and `plimsoll profile`.
+
+use std::future::Future;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+
+use plimsoll_core::Meters;
+use plimsoll_device::Budget;
+use plimsoll_engine::Drained;
+use plimsoll_model::GenerationConfig;
+use plimsoll_profiler::Report;
+use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};
+use plimsoll_text::ChatTemplate;
+use tokio::net::{TcpSocket, lookup_host};
+
+use crate::args::{EngineArgs, ServeArgs, ServerArgs};
+use crate::error::Error;
+use crate::source::{Source, resolve};
+use crate::start::{Loaded, Ready, Text, budget};
+
+/// Connections the operating system may hold before they are accepted.
+const BACKLOG: u32 = 1024;
+
+/// Serves until a signal says stop.
+pub async fn serve(args: ServeArgs) -> Result<(), Error> {
+    // An address that is taken is found out now, not after minutes of loading; it refuses connections until it listens.
+    let socket = bind(&args.server).await?;
+    let source = resolve(&args.engine.model).await?;
+    let budget = budget(&source, &args.engine)?;
+    let (state, report) = {
+        let (args, budget) = (args.clone(), budget.clone());
+        let work = move || prepare(&source, &args, budget);
+        tokio::task::spawn_blocking(work)
+            .await
+            .map_err(std::io::Error::other)??
+    };
+    say(&report.table());
+
+    let address = args.server.host.clone();
+    let listen = |source| Error::Bind {
+        address: format!("{address}:{}", args.server.port),
+        source,
+    };
+    let listener = socket.listen(BACKLOG).map_err(listen)?;
+    let bound = listener.local_addr()?;
+    let signal = shutdown_signal()?;
+    announce(bound, &args.server.served_names(&args.engine.model)[0]);
+    match plimsoll_server::serve(listener, state, signal).await? {
+        Drained::Complete => Ok(()),
+        Drained::Failed(requests) => Err(Error::CutOff {
+            requests,
+            timeout: args.server.drain_timeout,
+        }),
+    }
+}
+
+/// Measures what fits, and says so.
+pub async fn profile(args: EngineArgs) -> Result<(), Error> {
+    let source = resolve(&args.model).await?;
+    let budget = budget(&source, &args)?;
+    let work = move || Loaded::new(&source, &args, budget)?.profile(&args);
+    let report = tokio::task::spawn_blocking(work)
+        .await
+        .map_err(std::io::Error::other)??;
+    say(&report.table());
+    Ok(())
+}
+
+/// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
+pub fn prepare(source: &Source, args: &ServeArgs, budget: Budget) -> Result<(AppState, Report), Error> {
+    let loaded = Loaded::new(source, &args.engine, budget.clone())?;
+    let Ready { engine, report, .. } = loaded.start(&args.engine, args.server.max_queue)?;
+    let Text {
+        tokenizer,
+        template,
+        eos_token_ids,
+        generation,
+    } = loaded.text;
+    let template = match &args.server.chat_template {
+        None => template,
+        Some(given) => Some(ChatTemplate::new(
+            &chat_template(given)?,
+            tokenizer.special_tokens(),
+        )?),
+    };
+    let mut names = args.server.served_names(&args.engine.model);
+    let model = ModelInfo {
+        id: names.remove(0),
+        aliases: names,
+        tokenizer,
+        template,
+        eos_token_ids,
+        defaults: generation_defaults(&args.server.generation_config, &generation)?,
+    };
+    let memory = DeviceMemory {
+        report: serde_json::to_value(&report).expect("a report is JSON"),
+        budget,
+    };
+    let options = ServerOptions {
+        max_body_bytes: usize::try_from(args.server.max_body_size.0).unwrap_or(usize::MAX),
+        drain_timeout: args.server.drain_timeout,
+        seed: args.engine.limits.seed,
+        allowed_origins: args.server.allowed_origins.clone().unwrap_or_default(),
+        ..ServerOptions::default()
+    };
+    Ok((AppState::new(engine, model, Arc::new(memory), options), report))
+}
+
+/// What `/memory` shows.
+struct DeviceMemory {
+    report: serde_json::Value,
+    budget: Budget,
+}
+
+impl Memory for DeviceMemory {
+    fn report(&self) -> serde_json::Value {
+        self.report.clone()
+    }
+
+    fn meters(&self) -> Meters {
+        self.budget.meters()
+    }
+}
+
+/// A file, or the template itself, which is told by its braces.
+fn chat_template(given: &str) -> Result<String, Error> {
+    let path = Path::new(given);
+    if !path.exists() && given.contains('{') {
+        return Ok(given.to_owned());
+    }
+    std::fs::read_to_string(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// `--generation-config`, with vLLM's values.
+fn generation_defaults(given: &str, of_model: &GenerationConfig) -> Result<GenerationDefaults, Error> {
+    let read;
+    let config = match given {
+        "vllm" => return Ok(GenerationDefaults::default()),
+        "auto" => of_model,
+        directory => {
+            let path = Path::new(directory).join("generation_config.json");
+            let text = std::fs::read_to_string(&path).map_err(|source| Error::Read {
+                path: path.clone(),
+                source,
+            })?;
+            let wrong = |e: serde_json::Error| Error::Configuration {
+                origin: path.display().to_string(),
+                message: e.to_string(),
+            };
+            read = serde_json::from_str(&text).map_err(wrong)?;
+            &read
+        }
+    };
+    Ok(GenerationDefaults {
+        // transformers samples greedily, whatever the temperature, where sampling is off.
+        temperature: if config.do_sample == Some(false) {
+            Some(0.0)
+        } else {
+            config.temperature
+        },
+        top_p: config.top_p,
+        top_k: config.top_k,
+        min_p: config.min_p,
+        repetition_penalty: config.repetition_penalty,
+        max_new_tokens: None,
+    })
+}
+
+async fn bind(args: &ServerArgs) -> Result<TcpSocket, Error> {
+    let failed = |source| Error::Bind {
+        address: format!("{}:{}", args.host, args.port),
+        source,
+    };
+    let mut last = std::io::Error::other("the name has no address");
+    for address in lookup_host((&*args.host, args.port)).await.map_err(failed)? {
+        match bind_to(address) {
+            Ok(socket) => return Ok(socket),
+            Err(error) => last = error,
+        }
+    }
+    Err(failed(last))
+}
+
+fn bind_to(address: SocketAddr) -> std::io::Result<TcpSocket> {
+    let socket = if address.is_ipv4() {
+        TcpSocket::new_v4()?
+    } else {
+        TcpSocket::new_v6()?
+    };
+    // A port whose last server just ended is free.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    Ok(socket)
+}
+
+/// Ready at the first Ctrl-C or SIGTERM; the second ends the process there and then.
+fn shutdown_signal() -> Result<impl Future<Output = ()>, Error> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let (sender, receiver) = tokio::sync::oneshot::channel::<()>();
+    tokio::spawn(async move {
+        let mut sender = Some(sender);
+        loop {
+            let number = tokio::select! { _ = interrupt.recv() => 2, _ = terminate.recv() => 15 };
+            match sender.take() {
+                Some(sender) => {
+                    tracing::info!("stopping: requests may finish; once more to stop at once");
+                    // Nobody waits any more where the server ended by itself.
+                    let _ = sender.send(());
+                }
+                // As a shell reports a process that a signal ended.
+                None => std::process::exit(128 + number),
+            }
+        }
+    });
+    Ok(async move {
+        let _ = receiver.await;
+    })
+}
+
+/// Tells people how to talk to the server.
+fn announce(address: SocketAddr, model: &str) {
+    let host = if address.ip().is_unspecified() {
+        "127.0.0.1".to_owned()
+    } else {
+        address.ip().to_string()
+    };
+    let host = if host.contains(':') {
+        format!("[{host}]")
+    } else {
+        host
+    };
+    say(&format!(
+        "ready: {model} at http://{address}\n\n  \
+         curl http://{host}:{port}/v1/chat/completions -H 'content-type: application/json' \\\n    \
+         -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}]}}'\n",
+        port = address.port(),
+    ));
+}
+
+/// What the command is for, on stdout. A server does not end because nobody reads it.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[test]
+    fn generation_configs() {
+        let model: GenerationConfig =
+            serde_json::from_str(r#"{"temperature": 0.6, "top_k": 20, "do_sample": true}"#).unwrap();
+        let auto = generation_defaults("auto", &model).unwrap();
+        assert_eq!((auto.temperature, auto.top_k), (Some(0.6), Some(20)));
+        assert_eq!(
+            generation_defaults("vllm", &model).unwrap(),
+            GenerationDefaults::default()
+        );
+
+        let dir = tempfile::tempdir().unwrap();
+        let dir_name = dir.path().to_str().unwrap();
+        assert!(matches!(
+            generation_defaults(dir_name, &model),
+            Err(Error::Read { .. })
+        ));
+        let file = dir.path().join("generation_config.json");
+        std::fs::write(&file, r#"{"temperature": 0.6, "do_sample": false}"#).unwrap();
+        assert_eq!(
+            generation_defaults(dir_name, &model).unwrap().temperature,
+            Some(0.0)
+        );
+        std::fs::write(&file, r#"{"temperature": "hot"}"#).unwrap();
+        assert!(matches!(
+            generation_defaults(dir_name, &model),
+            Err(Error::Configuration { .. })
+        ));
+    }
+
+    #[test]
+    fn templates_are_files_or_text() {
+        assert_eq!(chat_template("{{ messages }}").unwrap(), "{{ messages }}");
+        assert!(chat_template("/no/such/template.jinja").is_err());
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "{{ bos_token }}").unwrap();
+        assert_eq!(
+            chat_template(file.path().to_str().unwrap()).unwrap(),
+            "{{ bos_token }}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_port_that_is_taken_is_found_out_at_once() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let args = |host: &str, port: u16| {
+            let argv = ["plimsoll", "serve", "--host", host, "--port", &port.to_string()];
+            match crate::args::Cli::try_parse_from(argv).unwrap().command {
+                crate::args::Command::Serve(args) => args.server,
+                other => panic!("not serve: {other:?}"),
+            }
+        };
+        assert!(matches!(
+            bind(&args("127.0.0.1", port)).await,
+            Err(Error::Bind { .. })
+        ));
+        assert!(matches!(
+            bind(&args("no-such-host.invalid", 1)).await,
+            Err(Error::Bind { .. })
+        ));
+        // Until it listens it refuses connections.
+        let socket = bind(&args("127.0.0.1", 0)).await.unwrap();
+        let address = socket.local_addr().unwrap();
+        assert!(tokio::net::TcpStream::connect(address).await.is_err());
+        let _listener = socket.listen(1).unwrap();
+        assert!(tokio::net::TcpStream::connect(address).await.is_ok());
+    }
+}

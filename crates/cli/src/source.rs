@@ -1,0 +1,172 @@
+//! From MODEL to files: a directory, a GGUF file, a repository of the Hub, or the simulated model.
+
+use std::path::{Path, PathBuf};
+
+use crate::args::{LoadFormat, ModelArgs, SIM_MODEL};
+use crate::error::Error;
+use crate::hub::{self, HubOptions, RepoId, Weights};
+
+/// What MODEL turned out to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// The simulated model.
+    Sim,
+    /// Files on this machine.
+    Files {
+        /// A directory with config.json, or a GGUF file.
+        model: PathBuf,
+        /// Directory, or GGUF file, that the tokenizer comes from.
+        tokenizer: PathBuf,
+    },
+}
+
+/// Finds MODEL, downloading it where it is a repository.
+pub async fn resolve(args: &ModelArgs) -> Result<Source, Error> {
+    if args.model() == SIM_MODEL {
+        return Ok(Source::Sim);
+    }
+    let model = locate(args.model(), args, weights_wanted(args.load_format)).await?;
+    let model = pick(&model, args.load_format)?;
+    let tokenizer = match &args.tokenizer {
+        None => model.clone(),
+        Some(path) => {
+            let path = locate(path, args, Weights::None).await?;
+            if path.ends_with("tokenizer.json") {
+                path.parent().unwrap_or(Path::new(".")).to_owned()
+            } else {
+                path
+            }
+        }
+    };
+    Ok(Source::Files { model, tokenizer })
+}
+
+/// Whether resolving `args` may need the network.
+pub fn is_remote(args: &ModelArgs) -> bool {
+    let remote = |text: &str| text != SIM_MODEL && !Path::new(text).exists();
+    remote(args.model()) || args.tokenizer.as_deref().is_some_and(remote)
+}
+
+fn weights_wanted(format: LoadFormat) -> Weights {
+    match format {
+        LoadFormat::Auto => Weights::Any,
+        LoadFormat::Dummy => Weights::None,
+        LoadFormat::Safetensors => Weights::Safetensors,
+        LoadFormat::Gguf => Weights::Gguf,
+    }
+}
+
+async fn locate(text: &str, args: &ModelArgs, weights: Weights) -> Result<PathBuf, Error> {
+    let path = Path::new(text);
+    if path.exists() {
+        return Ok(path.to_owned());
+    }
+    let looks_like_a_path = text.starts_with(['/', '.', '~', '\\']) || text.ends_with(".gguf");
+    let repo = RepoId::parse(text).filter(|_| !looks_like_a_path);
+    let Some(repo) = repo else {
+        return Err(Error::NoSuchModel {
+            model: text.to_owned(),
+        });
+    };
+    let options = HubOptions {
+        endpoint: None,
+        cache_dir: args.download_dir.clone(),
+        token: args.hf_token.clone(),
+        revision: args.revision.clone(),
+        offline: truthy("HF_HUB_OFFLINE"),
+    };
+    Ok(hub::fetch(&repo, weights, &options).await?)
+}
+
+/// As huggingface_hub reads its switches.
+fn truthy(variable: &str) -> bool {
+    let value = std::env::var(variable).unwrap_or_default();
+    ["1", "on", "yes", "true"].contains(&&*value.to_ascii_lowercase())
+}
+
+/// The directory or the GGUF file in it, as `--load-format` says.
+fn pick(path: &Path, format: LoadFormat) -> Result<PathBuf, Error> {
+    let wrong = |expected: &'static str| Error::WrongFormat {
+        path: path.to_owned(),
+        expected,
+    };
+    if path.is_file() {
+        let is_gguf = path
+            .extension()
+            .is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+        return match format {
+            LoadFormat::Safetensors => Err(wrong("a directory with *.safetensors, as --load-format says")),
+            _ if !is_gguf => Err(wrong("a directory, or a file that ends in .gguf")),
+            _ => Ok(path.to_owned()),
+        };
+    }
+    let mut ggufs = Vec::new();
+    let mut safetensors = false;
+    let entries = std::fs::read_dir(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    for entry in entries {
+        let entry = entry
+            .map_err(|source| Error::Read {
+                path: path.to_owned(),
+                source,
+            })?
+            .path();
+        match entry.extension().and_then(|extension| extension.to_str()) {
+            Some("gguf") => ggufs.push(entry),
+            Some("safetensors") => safetensors = true,
+            _ => {}
+        }
+    }
+    let has_config = path.join("config.json").is_file();
+    match (format, &ggufs[..]) {
+        (LoadFormat::Dummy, _) if has_config => Ok(path.to_owned()),
+        (LoadFormat::Auto | LoadFormat::Safetensors, _) if has_config && safetensors => Ok(path.to_owned()),
+        (LoadFormat::Safetensors, _) => Err(wrong("config.json and *.safetensors in it")),
+        (_, [gguf]) => Ok(gguf.clone()),
+        (_, []) if has_config => Err(wrong(
+            "*.safetensors or a .gguf file beside config.json (or --load-format dummy)",
+        )),
+        (_, []) => Err(wrong("config.json and *.safetensors, or a .gguf file, in it")),
+        (_, _) => Err(wrong(
+            "only one .gguf file in it; give the path of the one to load",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn picked(files: &[&str], format: LoadFormat) -> Result<String, String> {
+        let dir = tempfile::tempdir().unwrap();
+        for file in files {
+            std::fs::write(dir.path().join(file), "").unwrap();
+        }
+        let path = pick(dir.path(), format).map_err(|e| e.to_string())?;
+        Ok(path.strip_prefix(dir.path()).unwrap().display().to_string())
+    }
+
+    #[test]
+    fn directories_hold_one_model() {
+        let both = ["config.json", "model.safetensors", "m.gguf"];
+        assert_eq!(picked(&both, LoadFormat::Auto).unwrap(), "");
+        assert_eq!(picked(&both, LoadFormat::Safetensors).unwrap(), "");
+        assert_eq!(picked(&both, LoadFormat::Gguf).unwrap(), "m.gguf");
+        assert_eq!(picked(&["m.gguf"], LoadFormat::Auto).unwrap(), "m.gguf");
+        assert_eq!(picked(&["config.json"], LoadFormat::Dummy).unwrap(), "");
+        assert!(
+            picked(&["config.json"], LoadFormat::Auto)
+                .unwrap_err()
+                .contains("dummy")
+        );
+        assert!(picked(&["m.gguf"], LoadFormat::Safetensors).is_err());
+        assert!(
+            picked(&["a.gguf", "b.gguf"], LoadFormat::Auto)
+                .unwrap_err()
+                .contains("only one")
+        );
+        assert!(picked(&[], LoadFormat::Auto).is_err());
+    }
+}

@@ -1,0 +1,7 @@
+//! The devices, as the auto-profile sees them.
+
+mod model;
+mod sim;
+
+pub(crate) use model::ModelTarget;
+pub(crate) use sim::{KV_BYTES_PER_TOKEN as SIM_KV_BYTES_PER_TOKEN, SimTarget};

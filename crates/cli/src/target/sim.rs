@@ -1,0 +1,123 @@
+use std::time::Duration;
+
+use plimsoll_core::{
+    Component, Executor, Meters, Oom, Scratch, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
+};
+use plimsoll_device::{Budget, Charge};
+use plimsoll_profiler::Target;
+use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
+
+/// The simulated model on a device whose bytes are only counted.
+pub(crate) struct SimTarget {
+    pub(crate) limits: StepLimits,
+    pub(crate) budget: Budget,
+}
+
+/// Made up, of the order of a small model's.
+pub(crate) const KV_BYTES_PER_TOKEN: u64 = 16 << 10;
+const SCRATCH_BYTES_PER_TOKEN: u64 = 32 << 10;
+
+/// Long enough that requests meet each other, as they do on a real device.
+const STEP_TIME: StepTime = StepTime {
+    base: Duration::from_micros(150),
+    per_token: Duration::from_micros(1),
+};
+
+/// What a real engine state owns, as charges.
+pub(crate) struct SimState {
+    executor: SimExecutor,
+    budget: Budget,
+    scratch: Scratch,
+    /// Grows with the steps where the scratch is growable.
+    arena: Charge,
+    arena_high: u64,
+    canary: Option<Charge>,
+    _kv: Charge,
+}
+
+impl SimState {
+    /// What the step needs at once, as a real arena would find out.
+    fn take_scratch(&mut self, plan: &StepPlan) -> Result<(), Oom> {
+        let bytes = plan.num_tokens() as u64 * SCRATCH_BYTES_PER_TOKEN;
+        if bytes > self.arena.bytes() {
+            match self.scratch {
+                Scratch::Fixed(_) => return Err(self.budget.oom(Component::Arena, bytes)),
+                Scratch::Growable => {
+                    let more = bytes - self.arena.bytes();
+                    // A growing arena holds its old chunks until the step is over.
+                    drop(self.budget.charge(Component::Arena, more)?);
+                    self.arena = self.budget.charge(Component::Arena, bytes)?;
+                }
+            }
+        }
+        self.arena_high = self.arena_high.max(bytes);
+        Ok(())
+    }
+}
+
+impl Executor for SimState {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        self.take_scratch(plan)?;
+        self.executor.launch(plan)
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        self.executor.finish()
+    }
+}
+
+impl Target for SimTarget {
+    type State = SimState;
+
+    fn build(&mut self, config: &StateConfig) -> Result<SimState, Oom> {
+        let budget = self.budget.clone();
+        let charge = |component, bytes| budget.charge(component, bytes);
+        let kv = charge(
+            Component::Kv,
+            config.kv.capacity_tokens() as u64 * KV_BYTES_PER_TOKEN,
+        )?;
+        let canary = (config.canary_bytes > 0)
+            .then(|| charge(Component::Canary, config.canary_bytes))
+            .transpose()?;
+        let arena = match config.scratch {
+            Scratch::Fixed(bytes) => charge(Component::Arena, bytes)?,
+            Scratch::Growable => charge(Component::Arena, 0)?,
+        };
+        let mut executor = SimExecutor::new(SimConfig {
+            kv: config.kv,
+            limits: self.limits,
+            model: SimModel::text(),
+            step_time: STEP_TIME,
+        });
+        executor.allow_synthetic(true);
+        Ok(SimState {
+            executor,
+            scratch: config.scratch,
+            arena,
+            arena_high: 0,
+            canary,
+            _kv: kv,
+            budget,
+        })
+    }
+
+    fn meters(&self) -> Meters {
+        self.budget.meters()
+    }
+
+    fn reset_high_water(&mut self) {
+        self.budget.reset_high_water();
+    }
+
+    fn trim(&mut self) {}
+
+    fn take_scratch_high_water(&mut self, state: &mut SimState) -> u64 {
+        std::mem::take(&mut state.arena_high)
+    }
+
+    /// The last thing before serving: from here on plans are checked in earnest.
+    fn release_canary(&mut self, state: &mut SimState) {
+        state.canary = None;
+        state.executor.allow_synthetic(false);
+    }
+}

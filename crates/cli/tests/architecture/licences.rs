@@ -1,0 +1,170 @@
+//! Licences, sources and bans of all dependencies: what `cargo deny` checks offline, from the same deny.toml.
+
+use crate::packages::metadata;
+use crate::{assert_none, root};
+
+/// What a rule looks at of one package.
+struct Package<'a> {
+    name: &'a str,
+    licence: Option<&'a str>,
+    source: Option<&'a str>,
+}
+
+fn packages() -> Vec<Package<'static>> {
+    let all = metadata()["packages"].as_array().expect("packages");
+    let package = |p: &'static serde_json::Value| Package {
+        name: p["name"].as_str().expect("a name"),
+        licence: p["license"].as_str(),
+        source: p["source"].as_str(),
+    };
+    all.iter().map(package).collect()
+}
+
+fn deny() -> toml::Table {
+    let text = std::fs::read_to_string(root().join("deny.toml")).expect("deny.toml exists");
+    text.parse().expect("deny.toml is TOML")
+}
+
+fn strings<'a>(table: &'a toml::Table, section: &str, key: &str) -> Vec<&'a str> {
+    let list = table[section][key].as_array().expect("a list");
+    list.iter()
+        .map(|item| item.as_str().or_else(|| item["crate"].as_str()).expect("a name"))
+        .collect()
+}
+
+fn licences(packages: &[Package<'_>], allowed: &[&str]) -> Vec<String> {
+    let wrong = packages
+        .iter()
+        .filter(|p| !p.licence.is_some_and(|text| satisfied(text, allowed)));
+    wrong
+        .map(|p| format!("{}: licence {:?} is not allowed by deny.toml", p.name, p.licence))
+        .collect()
+}
+
+/// Dependencies come from the registry, never from a branch somewhere; ours from the checkout.
+fn origins(packages: &[Package<'_>]) -> Vec<String> {
+    let wrong = packages
+        .iter()
+        .filter(|p| p.source.is_some_and(|source| !source.starts_with("registry+")));
+    wrong
+        .map(|p| format!("{}: comes from {:?}", p.name, p.source))
+        .collect()
+}
+
+fn bans(packages: &[Package<'_>], banned: &[&str]) -> Vec<String> {
+    packages
+        .iter()
+        .filter(|p| banned.contains(&p.name))
+        .map(|p| format!("{} is banned by deny.toml", p.name))
+        .collect()
+}
+
+/// Whether an SPDX expression can be fulfilled with the allowed licences; `/` is an old spelling of OR.
+fn satisfied(expression: &str, allowed: &[&str]) -> bool {
+    let spaced = expression
+        .replace('/', " OR ")
+        .replace('(', " ( ")
+        .replace(')', " ) ");
+    let tokens: Vec<&str> = spaced.split_whitespace().collect();
+    let mut at = 0;
+    let value = any(&tokens, &mut at, allowed);
+    value && at == tokens.len()
+}
+
+fn any(tokens: &[&str], at: &mut usize, allowed: &[&str]) -> bool {
+    let mut value = all(tokens, at, allowed);
+    while tokens.get(*at) == Some(&"OR") {
+        *at += 1;
+        value |= all(tokens, at, allowed);
+    }
+    value
+}
+
+fn all(tokens: &[&str], at: &mut usize, allowed: &[&str]) -> bool {
+    let mut value = one(tokens, at, allowed);
+    while tokens.get(*at) == Some(&"AND") {
+        *at += 1;
+        value &= one(tokens, at, allowed);
+    }
+    value
+}
+
+fn one(tokens: &[&str], at: &mut usize, allowed: &[&str]) -> bool {
+    let Some(&token) = tokens.get(*at) else {
+        return false;
+    };
+    *at += 1;
+    if token == "(" {
+        let value = any(tokens, at, allowed);
+        let closed = tokens.get(*at) == Some(&")");
+        *at += 1;
+        return value && closed;
+    }
+    if tokens.get(*at) == Some(&"WITH") {
+        let exception = tokens.get(*at + 1).unwrap_or(&"");
+        *at += 2;
+        return allowed.contains(&&*format!("{token} WITH {exception}"));
+    }
+    allowed.contains(&token)
+}
+
+#[test]
+fn licences_are_allowed() {
+    let deny = deny();
+    assert_none(licences(&packages(), &strings(&deny, "licenses", "allow")));
+}
+
+#[test]
+fn dependencies_come_from_the_registry() {
+    assert_none(origins(&packages()));
+}
+
+#[test]
+fn nothing_banned_is_built() {
+    assert_none(bans(&packages(), &strings(&deny(), "bans", "deny")));
+}
+
+#[test]
+fn every_rule_can_fail() {
+    let package = |licence, source| {
+        [Package {
+            name: "x",
+            licence,
+            source,
+        }]
+    };
+    assert_eq!(licences(&package(Some("GPL-3.0"), None), &["MIT"]).len(), 1);
+    assert_eq!(licences(&package(None, None), &["MIT"]).len(), 1);
+    assert_none(licences(&package(Some("GPL-3.0 OR MIT"), None), &["MIT"]));
+    assert_eq!(
+        origins(&package(None, Some("git+https://example.org/x"))).len(),
+        1
+    );
+    assert_none(origins(&package(None, Some("registry+x"))));
+    assert_eq!(bans(&package(None, None), &["x"]).len(), 1);
+}
+
+#[test]
+fn expressions_mean_what_spdx_says() {
+    let allowed = ["MIT", "Apache-2.0", "Apache-2.0 WITH LLVM-exception"];
+    for good in [
+        "MIT",
+        "GPL-2.0 OR MIT",
+        "MIT/GPL",
+        "(MIT OR X) AND Apache-2.0",
+        "Apache-2.0 WITH LLVM-exception OR X",
+    ] {
+        assert!(satisfied(good, &allowed), "{good}");
+    }
+    for bad in [
+        "",
+        "GPL-2.0",
+        "MIT AND X",
+        "(MIT OR X) AND X",
+        "MIT WITH X",
+        "MIT MIT",
+        "(MIT",
+    ] {
+        assert!(!satisfied(bad, &allowed), "{bad}");
+    }
+}

@@ -1,0 +1,329 @@
+//! Rules about the text of the repository.
+
+use std::fs;
+use std::path::Path;
+
+use crate::lexer::{Piece, code, pieces};
+use crate::{assert_none, root};
+
+/// One file: path from the root, text.
+#[derive(Clone, Debug)]
+struct Source {
+    path: String,
+    text: String,
+}
+
+/// Longer files are split.
+const MAX_LINES: usize = 600;
+
+const UNSAFE_CRATES: [&str; 3] = ["device", "kernels", "model"];
+const FEATURE_CRATES: [&str; 2] = ["device", "kernels"];
+const METRICS_FILE: &str = "crates/server/src/metrics.rs";
+const SKIPPED: [&str; 6] = [
+    "target",
+    ".git",
+    ".venv",
+    ".cache",
+    "__pycache__",
+    ".pytest_cache",
+];
+
+fn sources() -> Vec<Source> {
+    let mut found = Vec::new();
+    walk(&root(), &root(), &mut found);
+    assert!(
+        found.iter().any(|source| source.path == "crates/core/src/lib.rs"),
+        "the walk finds the sources"
+    );
+    found
+}
+
+fn walk(root: &Path, dir: &Path, found: &mut Vec<Source>) {
+    for entry in fs::read_dir(dir).expect("directories are readable") {
+        let path = entry.expect("entries are readable").path();
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        if SKIPPED.contains(&&*name) || path.is_symlink() {
+            continue;
+        }
+        if path.is_dir() {
+            walk(root, &path, found);
+        } else if let Ok(text) = fs::read_to_string(&path) {
+            let path = path
+                .strip_prefix(root)
+                .expect("below the root")
+                .to_string_lossy()
+                .into_owned();
+            found.push(Source { path, text });
+        }
+    }
+}
+
+/// The crate a Rust file belongs to.
+fn crate_of(path: &str) -> Option<&str> {
+    path.strip_prefix("crates/")?
+        .split('/')
+        .next()
+        .filter(|_| path.ends_with(".rs"))
+}
+
+fn is_test(path: &str) -> bool {
+    path.contains("/tests/") || path.starts_with("tests/")
+}
+
+fn words(code: &str) -> impl Iterator<Item = &str> {
+    code.split(|c: char| !c.is_alphanumeric() && c != '_')
+}
+
+fn unsafe_code(sources: &[Source]) -> Vec<String> {
+    let outside = |path: &str| crate_of(path).is_some_and(|name| !UNSAFE_CRATES.contains(&name));
+    let guilty = sources
+        .iter()
+        .filter(|s| outside(&s.path) && words(&code(&s.text)).any(|word| word == "unsafe"));
+    guilty
+        .map(|s| format!("{}: `unsafe` may stand only in {UNSAFE_CRATES:?}", s.path))
+        .collect()
+}
+
+fn features(sources: &[Source]) -> Vec<String> {
+    let outside = |path: &str| crate_of(path).is_some_and(|name| !FEATURE_CRATES.contains(&name));
+    let uses = |text: &str| {
+        let code: String = code(text).split_whitespace().collect();
+        code.contains("feature=\"\"")
+    };
+    let guilty = sources.iter().filter(|s| outside(&s.path) && uses(&s.text));
+    guilty
+        .map(|s| format!("{}: `cfg(feature)` may stand only in {FEATURE_CRATES:?}", s.path))
+        .collect()
+}
+
+fn environment(sources: &[Source]) -> Vec<String> {
+    let outside = |path: &str| crate_of(path).is_some_and(|name| name != "cli");
+    let reads = |text: &str| {
+        let code: String = code(text).split_whitespace().collect();
+        ["env::var(", "env::var_os(", "env::vars(", "env::vars_os("]
+            .iter()
+            .any(|read| code.contains(read))
+    };
+    let guilty = sources.iter().filter(|s| outside(&s.path) && reads(&s.text));
+    guilty
+        .map(|s| format!("{}: the environment is read in crates/cli alone", s.path))
+        .collect()
+}
+
+fn metric_names(sources: &[Source]) -> Vec<String> {
+    let is_name = |literal: &str| {
+        let own = literal
+            .strip_prefix("plimsoll_")
+            .or_else(|| literal.strip_prefix("plimsoll:"));
+        let rest = own.or_else(|| literal.strip_prefix("vllm:"));
+        rest.is_some_and(|rest| !rest.is_empty() && rest.chars().all(|c| c.is_ascii_lowercase() || c == '_'))
+    };
+    let mut complaints = Vec::new();
+    for source in sources {
+        let outside =
+            crate_of(&source.path).is_some() && source.path != METRICS_FILE && !is_test(&source.path);
+        for piece in pieces(&source.text).into_iter().filter(|_| outside) {
+            if let Piece::Literal(literal) = piece
+                && is_name(literal)
+            {
+                complaints.push(format!(
+                    "{}: metric {literal} belongs into {METRICS_FILE}",
+                    source.path
+                ));
+            }
+        }
+    }
+    complaints
+}
+
+fn lengths(sources: &[Source]) -> Vec<String> {
+    let is_code = |path: &str| {
+        [".rs", ".py", ".sh", ".cu", ".cuh"]
+            .iter()
+            .any(|end| path.ends_with(end))
+    };
+    let long = sources
+        .iter()
+        .filter(|s| is_code(&s.path))
+        .map(|s| (s, s.text.lines().count()));
+    let long = long.filter(|&(_, lines)| lines > MAX_LINES);
+    long.map(|(s, lines)| format!("{}: {lines} lines, more than {MAX_LINES}: split it", s.path))
+        .collect()
+}
+
+/// Tests that do not run prove nothing.
+fn skipped_tests(sources: &[Source]) -> Vec<String> {
+    let skips = |source: &Source| match source.path.rsplit('.').next() {
+        Some("rs") => code(&source.text)
+            .split_whitespace()
+            .collect::<String>()
+            .contains("#[ignore"),
+        Some("py") => {
+            source.text.contains(concat!("pytest.mark.", "skip"))
+                || source.text.contains(concat!("xfai", "l"))
+        }
+        _ => false,
+    };
+    sources
+        .iter()
+        .filter(|s| skips(s))
+        .map(|s| format!("{}: a test that is skipped", s.path))
+        .collect()
+}
+
+/// Packages come from whatever index the machine is set to, and nothing lies outside the checkout.
+fn outside_places(sources: &[Source]) -> Vec<String> {
+    // Written apart so that this file does not break its own rule.
+    let places = [
+        concat!("pypi", ".org"),
+        concat!("pythonhosted", ".org"),
+        concat!("registry.npmjs", ".org"),
+        concat!("index.crates", ".io"),
+        concat!("static.crates", ".io"),
+        concat!("/wo", "rk/"),
+        concat!("/ro", "ot/"),
+    ];
+    let mut complaints = Vec::new();
+    for source in sources.iter().filter(|s| s.path != "Cargo.lock") {
+        let named = places.iter().filter(|place| source.text.contains(**place));
+        complaints.extend(named.map(|place| format!("{}: names {place}", source.path)));
+    }
+    complaints
+}
+
+#[test]
+fn unsafe_stands_only_where_it_must() {
+    assert_none(unsafe_code(&sources()));
+}
+
+#[test]
+fn features_stay_at_the_device() {
+    assert_none(features(&sources()));
+}
+
+#[test]
+fn only_the_cli_reads_the_environment() {
+    assert_none(environment(&sources()));
+}
+
+#[test]
+fn metric_names_stand_in_one_file() {
+    assert_none(metric_names(&sources()));
+}
+
+#[test]
+fn files_are_short() {
+    assert_none(lengths(&sources()));
+}
+
+#[test]
+fn no_test_is_skipped() {
+    assert_none(skipped_tests(&sources()));
+}
+
+#[test]
+fn nothing_points_outside() {
+    assert_none(outside_places(&sources()));
+}
+
+/// A path and a text.
+type Example<'a> = (&'a str, &'a str);
+type Rule = fn(&[Source]) -> Vec<String>;
+
+/// A rule, the example that breaks it, and two that do not.
+#[test]
+fn every_rule_can_fail() {
+    let long = "\n".repeat(MAX_LINES + 1);
+    let host = format!("pip --index https://{}", concat!("pypi", ".org"));
+    let cases: [(Rule, &str, &str, [Example<'_>; 2]); 8] = [
+        (
+            unsafe_code,
+            "crates/kv/src/lib.rs",
+            "fn f() { unsafe { g() } }",
+            [
+                ("crates/device/src/lib.rs", "unsafe {}"),
+                (
+                    "crates/kv/src/a.rs",
+                    "// unsafe\nlet x = \"unsafe\"; not_unsafe();",
+                ),
+            ],
+        ),
+        (
+            features,
+            "crates/engine/src/lib.rs",
+            "#[cfg(all(test, feature = \"cuda\"))]",
+            [
+                ("crates/device/src/lib.rs", "#[cfg(feature = \"cuda\")]"),
+                ("crates/kv/src/a.rs", "#[cfg(test)]"),
+            ],
+        ),
+        (
+            environment,
+            "crates/model/src/lib.rs",
+            "let home = std::env::var(\"HOME\");",
+            [
+                ("crates/cli/src/lib.rs", "std::env::var(\"HOME\")"),
+                ("crates/kv/src/a.rs", "env!(\"CARGO_PKG_VERSION\")"),
+            ],
+        ),
+        (
+            metric_names,
+            "crates/engine/src/lib.rs",
+            "gauge(\"vllm:num_requests_running\")",
+            [
+                (METRICS_FILE, "\"plimsoll_steps_total\""),
+                ("crates/server/tests/api.rs", "\"vllm:num_requests_running\""),
+            ],
+        ),
+        (
+            lengths,
+            "crates/kv/src/lib.rs",
+            &long,
+            [("README.md", &long), ("crates/kv/src/a.rs", "fn f() {}")],
+        ),
+        (
+            skipped_tests,
+            "crates/kv/tests/a.rs",
+            "#[test]\n#[ignore = \"slow\"]\nfn f() {}",
+            [
+                ("crates/kv/src/a.rs", "// #[ignore]"),
+                ("crates/kv/src/b.rs", "#[test]\nfn f() {}"),
+            ],
+        ),
+        (
+            skipped_tests,
+            "tests/http/test_a.py",
+            concat!("@pytest.mark.", "skip\ndef test_a(): pass"),
+            [
+                ("tests/http/test_b.py", "def test_b(): pass"),
+                ("README.md", "skip"),
+            ],
+        ),
+        (
+            outside_places,
+            "scripts/fetch",
+            &host,
+            [("scripts/fetch", "pip download x"), ("Cargo.lock", &host)],
+        ),
+    ];
+    for (rule, path, bad, good) in cases {
+        let source = |path: &str, text: &str| {
+            [Source {
+                path: path.to_owned(),
+                text: text.to_owned(),
+            }]
+        };
+        assert_eq!(
+            rule(&source(path, bad)).len(),
+            1,
+            "{path}: {bad:?} must break the rule"
+        );
+        for (path, text) in good {
+            assert_none(rule(&source(path, text)));
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! Real starts on a tiny random model: what a failing allocation, a pinned size and a small budget lead to.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Parser;
+use futures::StreamExt;
+use plimsoll_cli::Error;
+use plimsoll_cli::args::{Cli, Command, EngineArgs};
+use plimsoll_cli::source::Source;
+use plimsoll_cli::start::{Loaded, Ready};
+use plimsoll_core::{Event, Request, RequestOptions, SamplingOptions, TokenId};
+use plimsoll_device::Budget;
+use plimsoll_engine::{Drained, EngineHandle};
+use plimsoll_profiler::{Cause, ProfileError};
+
+const BUDGET: u64 = 24 << 20;
+
+/// Two layers, random weights.
+const CONFIG: &str = r#"{
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "vocab_size": 260,
+    "max_position_embeddings": 4096, "tie_word_embeddings": false
+}"#;
+
+struct Model {
+    dir: tempfile::TempDir,
+}
+
+impl Model {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+        Self { dir }
+    }
+
+    fn source(&self) -> Source {
+        let path: PathBuf = self.dir.path().to_owned();
+        Source::Files {
+            model: path.clone(),
+            tokenizer: path,
+        }
+    }
+
+    fn start(&self, flags: &str, budget: &Budget) -> Result<Ready, Error> {
+        let args = engine_args(self.dir.path(), flags);
+        Loaded::new(&self.source(), &args, budget.clone())?.start(&args, 4)
+    }
+}
+
+fn engine_args(model: &Path, flags: &str) -> EngineArgs {
+    let fixed = "--load-format dummy --seed 7 --max-num-seqs 4 --max-num-batched-tokens 32 --max-model-len 256 --threads 2";
+    let argv = ["plimsoll", "serve", model.to_str().unwrap()].into_iter();
+    // The first of two flags loses.
+    let argv = argv
+        .chain(fixed.split(' '))
+        .chain(flags.split(' ').filter(|flag| !flag.is_empty()));
+    match Cli::try_parse_from(argv).unwrap().command {
+        Command::Serve(args) => args.engine,
+        other => panic!("not serve: {other:?}"),
+    }
+}
+
+/// What the engine answers to four prompts at once.
+async fn answers(engine: &EngineHandle) -> Vec<Vec<TokenId>> {
+    let ask = |first: TokenId| async move {
+        let options = RequestOptions {
+            prompt: (first..first + 40).collect(),
+            max_tokens: Some(24),
+            sampling: SamplingOptions {
+                temperature: Some(0.0),
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        let request = Request::new(engine.next_id(), options, &engine.limits()).unwrap();
+        let events: Vec<_> = engine.submit(request).unwrap().collect().await;
+        let token = |event| match event {
+            Event::Token(token) => Some(token.token),
+            Event::Admitted { .. } => None,
+            Event::Failed(error) => panic!("a step failed: {error}"),
+        };
+        events.into_iter().filter_map(token).collect::<Vec<_>>()
+    };
+    futures::future::join_all([0, 50, 100, 150].map(ask)).await
+}
+
+async fn stop(ready: Ready, budget: &Budget) {
+    assert_eq!(
+        ready.engine.drain(Duration::from_secs(10)).await,
+        Drained::Complete
+    );
+    drop(ready);
+    // The engine's thread frees its state as it ends.
+    for _ in 0..1000 {
+        if budget.meters().reserved == 0 {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("{} bytes are still held after the end", budget.meters().reserved);
+}
+
+/// A50: whichever allocation of a start fails, the end is a smaller server that works, or an error with its own exit code
+/// and nothing held.
+#[tokio::test(flavor = "multi_thread")]
+async fn every_allocation_of_a_start_may_fail() {
+    let model = Model::new();
+    let budget = Budget::new(BUDGET);
+    let clean = model.start("", &budget).unwrap();
+    let expected = answers(&clean.engine).await;
+    assert!(expected.iter().all(|tokens| tokens.len() == 24));
+    let full = clean.report.kv_tokens;
+    let allocations = budget.meters().allocations;
+    stop(clean, &budget).await;
+
+    let (mut served, mut refused, mut smaller) = (0, 0, 0);
+    for n in 1..=allocations {
+        let budget = Budget::new(BUDGET);
+        budget.fail_allocation(n);
+        match model.start("", &budget) {
+            Ok(ready) => {
+                assert!(ready.report.kv_tokens <= full, "allocation {n}");
+                smaller += usize::from(ready.report.kv_tokens < full);
+                served += 1;
+                assert_eq!(answers(&ready.engine).await, expected, "allocation {n}");
+                stop(ready, &budget).await;
+            }
+            Err(error) => {
+                let typed = matches!(
+                    error,
+                    Error::WeightsDoNotFit(_) | Error::Profile(ProfileError::DoesNotFit(_))
+                );
+                assert!(typed && error.exit_code() == 4, "allocation {n}: {error:?}");
+                assert_eq!(budget.meters().reserved, 0, "allocation {n}");
+                refused += 1;
+            }
+        }
+    }
+    // Both ends occur: weights and probe cannot be made smaller, the final state can.
+    assert!(
+        smaller > 0 && refused > 0,
+        "{served} served, {smaller} of them smaller, {refused} refused"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pinned_size_is_proved_or_refused_with_the_largest_that_fits() {
+    let model = Model::new();
+    let budget = Budget::new(BUDGET);
+    let error = model
+        .start("--max-total-token-num 10000000", &budget)
+        .unwrap_err();
+    let Error::Profile(ProfileError::DoesNotFit(diagnostic)) = &error else {
+        panic!("{error:?}")
+    };
+    let Cause::PinnedTooLarge {
+        asked_tokens,
+        largest_tokens,
+        ..
+    } = diagnostic.cause
+    else {
+        panic!("{error}")
+    };
+    assert_eq!(asked_tokens, 10_000_000);
+    assert!(error.to_string().contains(&largest_tokens.to_string()), "{error}");
+    assert_eq!((error.exit_code(), budget.meters().reserved), (4, 0));
+
+    let ready = model
+        .start(&format!("--max-total-token-num {largest_tokens}"), &budget)
+        .unwrap();
+    assert_eq!(ready.report.kv_tokens, largest_tokens);
+    assert_eq!(answers(&ready.engine).await.len(), 4);
+    stop(ready, &budget).await;
+
+    let ready = model.start("--kv-cache-memory-bytes 1MiB", &budget).unwrap();
+    assert!(
+        ready.report.kv_bytes <= 1 << 20 && ready.report.kv_bytes > 900 << 10,
+        "{}",
+        ready.report.kv_bytes
+    );
+    stop(ready, &budget).await;
+    let error = model.start("--kv-cache-memory-bytes 1GiB", &budget).unwrap_err();
+    assert!(
+        matches!(&error, Error::Profile(ProfileError::DoesNotFit(_))),
+        "{error:?}"
+    );
+    // One request of full length must fit (A17).
+    let error = model.start("--max-total-token-num 64", &budget).unwrap_err();
+    assert!(
+        matches!(&error, Error::Profile(ProfileError::DoesNotFit(_))),
+        "{error:?}"
+    );
+}
+
+/// A8: the fraction is of the room for KV.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_fraction_scales_the_cache() {
+    let model = Model::new();
+    let budget = Budget::new(BUDGET);
+    // So many tokens would be of use that memory is the bound.
+    let tokens = |fraction: &str| {
+        let flags = format!("--mem-fraction {fraction} --max-num-seqs 32 --max-model-len 4096");
+        let ready = model.start(&flags, &budget).unwrap();
+        let tokens = ready.report.kv_tokens;
+        (ready, tokens)
+    };
+    let (ready, whole) = tokens("1.0");
+    stop(ready, &budget).await;
+    let (ready, half) = tokens("0.5");
+    stop(ready, &budget).await;
+    assert!(half.abs_diff(whole / 2) <= 16, "{half} is not half of {whole}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_budget_that_is_too_small_is_an_error_with_advice() {
+    let model = Model::new();
+    let weights = model.start("", &Budget::new(10 << 10)).unwrap_err();
+    assert!(matches!(weights, Error::WeightsDoNotFit(_)), "{weights:?}");
+    assert!(weights.to_string().contains("--device-memory"), "{weights}");
+    // The smaller one cannot hold even a part of the step, so that nothing is measured.
+    for budget in [400 << 10, 1 << 20] {
+        let probe = model.start("", &Budget::new(budget)).unwrap_err();
+        assert!(
+            matches!(&probe, Error::Profile(ProfileError::DoesNotFit(_))),
+            "{probe:?}"
+        );
+        let text = probe.to_string();
+        let (_, advice) = text.split_once("--device-memory=").expect(&text);
+        let digits: String = advice.chars().take_while(char::is_ascii_digit).collect();
+        assert!(digits.parse::<u64>().unwrap() > budget, "{budget}: {text}");
+    }
+}
+
+#[test]
+fn limits_that_contradict_each_other_are_refused() {
+    let model = Model::new();
+    for flags in ["--max-model-len 4097", "--max-num-seqs 33"] {
+        let error = model.start(flags, &Budget::new(BUDGET)).unwrap_err();
+        assert_eq!(error.exit_code(), 2, "{flags}: {error:?}");
+    }
+}

@@ -1,0 +1,34 @@
+use crate::{Oom, StepOutput, StepPlan};
+
+/// The device half, as the pure half sees it: it runs plans.
+///
+/// A step has two halves so that the scheduler can plan the next step while the device works: `launch` hands the plan over
+/// and may return before the work is done, `finish` waits for the oldest launched step and returns its output. Steps finish
+/// in the order in which they were launched. An error from either half concerns that step alone: the executor stays usable.
+pub trait Executor: Send {
+    /// Starts `plan`.
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError>;
+
+    /// Waits for the oldest launched step.
+    fn finish(&mut self) -> Result<StepOutput, StepError>;
+
+    /// `launch` then `finish`.
+    fn execute(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
+        self.launch(plan)?;
+        self.finish()
+    }
+}
+
+/// Why a step failed. Its requests get this; the engine lives on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StepError {
+    /// Device memory ran out.
+    #[error(transparent)]
+    Oom(#[from] Oom),
+    /// The executor reported a defect.
+    #[error("the step failed: {0}")]
+    Failed(String),
+    /// The executor panicked.
+    #[error("the step panicked: {0}")]
+    Panicked(String),
+}

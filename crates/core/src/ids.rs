@@ -1,0 +1,26 @@
+use std::fmt;
+
+/// A token of the model's vocabulary.
+pub type TokenId = u32;
+
+/// Names one request for as long as the process lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+impl fmt::Display for RequestId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "request {}", self.0)
+    }
+}
+
+/// Index of one physical block of the paged KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(transparent)]
+pub struct BlockId(pub u32);
+
+impl BlockId {
+    /// The block's index, for addressing storage.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}

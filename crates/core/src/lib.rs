@@ -1,0 +1,24 @@
+//! The vocabulary every other crate speaks: ids, requests, step plans, events, memory meters, and the one trait
+//! between the pure half (scheduler, KV manager, profiler) and the device half (model, simulator).
+//!
+//! Nothing here does any work; this crate depends on `thiserror` alone.
+
+mod config;
+mod event;
+mod executor;
+mod ids;
+mod memory;
+mod metadata;
+mod plan;
+mod request;
+mod sampling;
+
+pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
+pub use event::{Event, FinishReason, Logprobs, TokenEvent, TokenLogprob};
+pub use executor::{Executor, StepError};
+pub use ids::{BlockId, RequestId, TokenId};
+pub use memory::{Component, ComponentBytes, Meters, Oom};
+pub use metadata::{MetaValue, Metadata};
+pub use plan::{Run, RunInput, SampleSpec, Sampled, StepOutput, StepPlan};
+pub use request::{Limits, Request, RequestError, RequestOptions};
+pub use sampling::{ParamError, SamplingOptions, SamplingParams};

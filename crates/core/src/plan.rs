@@ -1,0 +1,101 @@
+use std::sync::Arc;
+
+use crate::{BlockId, Logprobs, RequestId, SamplingParams, TokenId};
+
+/// One step: what the device does between two decisions of the scheduler. Pure data.
+#[derive(Clone, Debug, Default)]
+pub struct StepPlan {
+    /// Counts the steps of this process.
+    pub step: u64,
+    /// At most one run per request.
+    pub runs: Vec<Run>,
+}
+
+impl StepPlan {
+    /// Tokens over all runs.
+    pub fn num_tokens(&self) -> usize {
+        self.runs.iter().map(|run| run.input.len()).sum()
+    }
+
+    /// True where there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+}
+
+/// Consecutive tokens of one request. Prefill, a chunk of it and decode differ only in length.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// Whose tokens.
+    pub request: RequestId,
+    /// Position of the first token = tokens of this request already in the KV cache.
+    pub start: usize,
+    /// The tokens to compute.
+    pub input: RunInput,
+    /// The request's block table, long enough for `start + input.len()` tokens.
+    pub blocks: Vec<BlockId>,
+    /// Sample after the last token of the run; `None` where the prompt goes on in a later step.
+    pub sample: Option<SampleSpec>,
+}
+
+impl Run {
+    /// Tokens of the request in the KV cache after this run.
+    pub fn end(&self) -> usize {
+        self.start + self.input.len()
+    }
+}
+
+/// Where a run's tokens come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RunInput {
+    /// The scheduler knows them.
+    Known(Vec<TokenId>),
+    /// One token: the one sampled for this request in the step before, which may still be on the device.
+    LastSampled,
+}
+
+impl RunInput {
+    /// Number of tokens, at least 1.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Known(tokens) => tokens.len(),
+            Self::LastSampled => 1,
+        }
+    }
+
+    /// True where there are no tokens, which no plan of the scheduler contains.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// How to choose the token after a run.
+#[derive(Clone, Debug)]
+pub struct SampleSpec {
+    /// The request's parameters.
+    pub params: Arc<SamplingParams>,
+    /// The request's seed. A draw depends on `(seed, index)` alone, never on the batch.
+    pub seed: u64,
+    /// Index of the token to be sampled among the request's output tokens.
+    pub index: usize,
+    /// Prompt then output tokens so far; filled only where `params.needs_history()`.
+    pub history: Vec<TokenId>,
+    /// How many of `history` are the prompt's.
+    pub prompt_len: usize,
+}
+
+/// What a step produced.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepOutput {
+    /// One entry per run of the plan, in its order; `None` where the run did not sample.
+    pub samples: Vec<Option<Sampled>>,
+}
+
+/// One sampled token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    /// The token.
+    pub token: TokenId,
+    /// Present where the request asked for logprobs.
+    pub logprobs: Option<Logprobs>,
+}

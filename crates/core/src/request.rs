@@ -1,0 +1,214 @@
+use std::sync::Arc;
+
+use crate::{ParamError, RequestId, SamplingOptions, SamplingParams, TokenId};
+
+/// What a server can accept: known once the KV cache has its proved size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Prompt plus output tokens of one request.
+    pub max_model_len: usize,
+    /// Tokens the whole KV cache holds; one request can use no more.
+    pub kv_capacity_tokens: usize,
+    /// Size of the vocabulary; token ids lie below it.
+    pub vocab_size: usize,
+}
+
+impl Limits {
+    /// Prompt plus output tokens that one request may really reach.
+    pub fn max_request_tokens(&self) -> usize {
+        self.max_model_len.min(self.kv_capacity_tokens)
+    }
+}
+
+/// A request as a client sent it, tokenized: anything may be wrong.
+#[derive(Clone, Debug, Default)]
+pub struct RequestOptions {
+    /// The prompt's tokens.
+    pub prompt: Vec<TokenId>,
+    /// Most tokens to generate; as many as fit if absent.
+    pub max_tokens: Option<usize>,
+    /// Sampling parameters.
+    pub sampling: SamplingOptions,
+    /// Same seed, same prompt, same parameters: same text. Required: the caller draws one if the client gave none.
+    pub seed: u64,
+    /// Generation ends after any of these (end-of-sequence tokens included by the caller unless ignored).
+    pub stop_token_ids: Vec<TokenId>,
+}
+
+/// Why a request can never be served by this server.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// There is nothing to continue.
+    #[error("the prompt is empty: at least one token is needed")]
+    EmptyPrompt,
+    /// The prompt alone, or with `max_tokens`, does not fit.
+    #[error(
+        "this server's maximum context length is {limit} tokens, but {prompt} prompt tokens and {output} output \
+         tokens were requested"
+    )]
+    TooLong {
+        /// Prompt tokens.
+        prompt: usize,
+        /// Output tokens asked for, at least 1.
+        output: usize,
+        /// [`Limits::max_request_tokens`].
+        limit: usize,
+    },
+    /// A token id outside the vocabulary.
+    #[error("token id {token} is outside the vocabulary of {vocab_size} tokens")]
+    UnknownToken {
+        /// The offending id.
+        token: TokenId,
+        /// Size of the vocabulary.
+        vocab_size: usize,
+    },
+    /// A parameter outside its range.
+    #[error(transparent)]
+    Param(#[from] ParamError),
+}
+
+/// A request that this server can serve to its end: lengths and parameters are proved legal.
+#[derive(Clone, Debug)]
+pub struct Request {
+    id: RequestId,
+    prompt: Arc<[TokenId]>,
+    max_tokens: usize,
+    sampling: Arc<SamplingParams>,
+    seed: u64,
+    stop_token_ids: Vec<TokenId>,
+}
+
+impl Request {
+    /// Checks `options` against `limits`.
+    pub fn new(id: RequestId, options: RequestOptions, limits: &Limits) -> Result<Self, RequestError> {
+        let RequestOptions {
+            prompt,
+            max_tokens,
+            sampling,
+            seed,
+            stop_token_ids,
+        } = options;
+        let limit = limits.max_request_tokens();
+        if prompt.is_empty() {
+            return Err(RequestError::EmptyPrompt);
+        }
+        let vocab_size = limits.vocab_size;
+        if let Some(&token) = prompt
+            .iter()
+            .chain(&stop_token_ids)
+            .find(|&&t| t as usize >= vocab_size)
+        {
+            return Err(RequestError::UnknownToken { token, vocab_size });
+        }
+        if max_tokens == Some(0) {
+            return Err(ParamError::new("max_tokens", "max_tokens must be at least 1").into());
+        }
+        let room = limit.saturating_sub(prompt.len());
+        let output = max_tokens.unwrap_or(room.max(1));
+        if output > room {
+            return Err(RequestError::TooLong {
+                prompt: prompt.len(),
+                output,
+                limit,
+            });
+        }
+        Ok(Self {
+            id,
+            prompt: prompt.into(),
+            max_tokens: output,
+            sampling: Arc::new(SamplingParams::new(&sampling, vocab_size)?),
+            seed,
+            stop_token_ids,
+        })
+    }
+
+    /// The request's name.
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    /// The prompt's tokens, never empty.
+    pub fn prompt(&self) -> &[TokenId] {
+        &self.prompt
+    }
+
+    /// Tokens to generate at most, at least 1; prompt plus these fit the model and the KV cache.
+    pub fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+
+    /// How to choose tokens.
+    pub fn sampling(&self) -> &Arc<SamplingParams> {
+        &self.sampling
+    }
+
+    /// Seed of this request's random draws.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// Generation ends after any of these.
+    pub fn stop_token_ids(&self) -> &[TokenId] {
+        &self.stop_token_ids
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        max_model_len: 16,
+        kv_capacity_tokens: 12,
+        vocab_size: 10,
+    };
+
+    fn request(prompt: usize, max_tokens: Option<usize>) -> Result<Request, RequestError> {
+        let options = RequestOptions {
+            prompt: vec![1; prompt],
+            max_tokens,
+            ..Default::default()
+        };
+        Request::new(RequestId(0), options, &LIMITS)
+    }
+
+    #[test]
+    fn lengths_are_bounded_by_model_and_kv() {
+        assert_eq!(request(4, None).unwrap().max_tokens(), 8);
+        assert_eq!(request(4, Some(8)).unwrap().max_tokens(), 8);
+        assert_eq!(
+            request(4, Some(9)).unwrap_err(),
+            RequestError::TooLong {
+                prompt: 4,
+                output: 9,
+                limit: 12
+            }
+        );
+        assert_eq!(
+            request(12, None).unwrap_err(),
+            RequestError::TooLong {
+                prompt: 12,
+                output: 1,
+                limit: 12
+            }
+        );
+        assert_eq!(request(0, None).unwrap_err(), RequestError::EmptyPrompt);
+        assert!(matches!(request(4, Some(0)), Err(RequestError::Param(e)) if e.param == "max_tokens"));
+    }
+
+    #[test]
+    fn tokens_must_be_in_the_vocabulary() {
+        let options = RequestOptions {
+            prompt: vec![10],
+            ..Default::default()
+        };
+        let error = Request::new(RequestId(0), options, &LIMITS).unwrap_err();
+        assert_eq!(
+            error,
+            RequestError::UnknownToken {
+                token: 10,
+                vocab_size: 10
+            }
+        );
+    }
+}

@@ -1,0 +1,465 @@
+use std::cell::{Cell, RefCell};
+use std::fmt;
+
+use bytemuck::Pod;
+use plimsoll_core::{Component, Oom, Scratch};
+
+use crate::{Budget, Slab};
+
+/// Alignment of every allocation, in bytes: a cache line, and the widest SIMD register.
+const ALIGN: usize = 64;
+
+/// Least size of a chunk of a growable arena, in bytes.
+const MIN_CHUNK: usize = 64 << 10;
+
+/// The memory of one step, handed out by bumping an offset; [`Arena::reset`] takes all of it back at once.
+///
+/// ```
+/// # use plimsoll_core::Scratch;
+/// # use plimsoll_device::{Arena, Budget};
+/// # fn main() -> Result<(), plimsoll_core::Oom> {
+/// let mut arena = Arena::new(&Budget::new(1 << 20), Scratch::Growable)?;
+/// let hidden: &mut [f32] = arena.alloc(1024)?;
+/// let logits: &mut [f32] = arena.alloc(512)?;
+/// hidden[0] = 1.0;
+/// logits[0] = hidden[0];
+/// arena.reset(); // Borrows exclusively: nothing can still point into the arena.
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A growable arena adds chunks as they are needed, and a reset joins them into one. Its high-water mark is the size with
+/// which a fixed arena can repeat the same steps: offsets depend on the sizes asked for alone.
+///
+/// Contents are whatever was there before; debug builds fill every allocation with ones, which are NaN as `f32`, `f16` and
+/// `bf16` and out of range as an index.
+pub struct Arena {
+    budget: Budget,
+    growable: bool,
+    chunks: RefCell<Vec<Chunk>>,
+    position: Cell<Position>,
+    high_water: Cell<usize>,
+    /// The same, since it was last taken.
+    recent_high_water: Cell<usize>,
+    /// Frames open now. Only the innermost may allocate.
+    depth: Cell<usize>,
+}
+
+struct Chunk {
+    slab: Slab,
+    /// The slab's address, taken once: no reference to the whole slab is made again while parts are lent out.
+    base: *mut u8,
+}
+
+// SAFETY: `base` points into `slab`, which the chunk owns and which is not tied to a thread.
+unsafe impl Send for Chunk {}
+
+#[derive(Clone, Copy, Default)]
+struct Position {
+    chunk: usize,
+    offset: usize,
+    /// Bytes handed out, without the unused ends of chunks.
+    used: usize,
+}
+
+impl Arena {
+    /// An arena of nothing that grows, or of a fixed size that never does.
+    ///
+    /// # Errors
+    /// [`Oom`] if a fixed arena does not fit.
+    pub fn new(budget: &Budget, scratch: Scratch) -> Result<Self, Oom> {
+        let mut chunks = Vec::new();
+        if let Scratch::Fixed(bytes) = scratch {
+            let bytes_usize = usize::try_from(bytes).map_err(|_| budget.oom(Component::Arena, bytes))?;
+            chunks.push(Chunk::new(budget, bytes_usize)?);
+        }
+        Ok(Self {
+            budget: budget.clone(),
+            growable: scratch == Scratch::Growable,
+            chunks: RefCell::new(chunks),
+            position: Cell::default(),
+            high_water: Cell::new(0),
+            recent_high_water: Cell::new(0),
+            depth: Cell::new(0),
+        })
+    }
+
+    /// `len` elements of any content, until the next reset.
+    ///
+    /// # Errors
+    /// [`Oom`] if a fixed arena is full or the budget refuses to let a growable one grow.
+    ///
+    /// # Panics
+    /// If a [`Frame`] of this arena is open.
+    #[allow(
+        clippy::mut_from_ref,
+        reason = "each call returns memory that no other call returned since the last reset"
+    )]
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<&mut [T], Oom> {
+        self.alloc_at_depth(0, len)
+    }
+
+    /// Memory for a part of the step, given back when the frame is dropped.
+    ///
+    /// # Panics
+    /// If a frame of this arena is open: open the inner one on the outer one.
+    pub fn frame(&self) -> Frame<'_> {
+        self.frame_at_depth(0)
+    }
+
+    /// Takes everything back.
+    pub fn reset(&mut self) {
+        // Frames borrow the arena, so those still counted were leaked, and their borrows have ended.
+        self.depth.set(0);
+        self.position.set(Position::default());
+        let chunks = self.chunks.get_mut();
+        if self.growable && chunks.len() > 1 {
+            // The next allocation makes one chunk of the high-water mark's size.
+            chunks.clear();
+        }
+    }
+
+    /// Most bytes handed out at once since the arena was made: the size a fixed arena needs for the same steps.
+    pub fn high_water(&self) -> usize {
+        self.high_water.get()
+    }
+
+    /// Most bytes handed out at once since this was last called: what one step takes, if called after each.
+    pub fn take_high_water(&mut self) -> usize {
+        self.recent_high_water.replace(0)
+    }
+
+    /// Bytes handed out now.
+    pub fn used(&self) -> usize {
+        self.position.get().used
+    }
+
+    /// Bytes the arena holds.
+    pub fn capacity(&self) -> usize {
+        self.chunks.borrow().iter().map(|chunk| chunk.slab.bytes()).sum()
+    }
+
+    #[allow(clippy::mut_from_ref, reason = "as alloc")]
+    fn alloc_at_depth<T: Pod>(&self, depth: usize, len: usize) -> Result<&mut [T], Oom> {
+        const { assert!(align_of::<T>() <= ALIGN) };
+        assert_eq!(
+            self.depth.get(),
+            depth,
+            "an arena frame is open: allocate from the innermost one"
+        );
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .and_then(|bytes| bytes.checked_next_multiple_of(ALIGN));
+        let Some(bytes) = bytes.filter(|&bytes| bytes <= isize::MAX as usize) else {
+            return Err(self.budget.oom(Component::Arena, u64::MAX));
+        };
+        if bytes == 0 {
+            return Ok(&mut []);
+        }
+        let start = self.bump(bytes)?;
+        // SAFETY: `bump` returned the start of `bytes` writable bytes inside a live chunk that no reference points to:
+        // positions only grow until a reset or the end of a frame, and both need every borrow of what they take back to
+        // have ended. All bytes of a chunk are initialised (it was zeroed), every bit pattern is a `T`, and chunks and
+        // sizes are multiples of ALIGN, so `start` is aligned. The lifetime is that of `&self`, which keeps the chunk.
+        unsafe {
+            if cfg!(debug_assertions) {
+                start.write_bytes(0xFF, bytes);
+            }
+            Ok(std::slice::from_raw_parts_mut(start.cast(), len))
+        }
+    }
+
+    /// Moves the position past `bytes` bytes, a multiple of ALIGN above 0, and returns where they start.
+    fn bump(&self, bytes: usize) -> Result<*mut u8, Oom> {
+        let mut chunks = self.chunks.borrow_mut();
+        let mut position = self.position.get();
+        let fits = |chunk: &Chunk, offset: usize| chunk.slab.bytes() - offset >= bytes;
+        while chunks
+            .get(position.chunk)
+            .is_some_and(|chunk| !fits(chunk, position.offset))
+        {
+            (position.chunk, position.offset) = (position.chunk + 1, 0);
+        }
+        if position.chunk == chunks.len() {
+            if !self.growable {
+                return Err(self.budget.oom(Component::Arena, bytes as u64));
+            }
+            let size = if chunks.is_empty() {
+                self.high_water.get().max(MIN_CHUNK)
+            } else {
+                MIN_CHUNK
+            };
+            chunks.push(Chunk::new(&self.budget, size.max(bytes))?);
+        }
+        // SAFETY: the chunk has at least `bytes` bytes from this offset on.
+        let start = unsafe { chunks[position.chunk].base.add(position.offset) };
+        position.offset += bytes;
+        position.used += bytes;
+        for mark in [&self.high_water, &self.recent_high_water] {
+            mark.set(mark.get().max(position.used));
+        }
+        self.position.set(position);
+        Ok(start)
+    }
+
+    fn frame_at_depth(&self, depth: usize) -> Frame<'_> {
+        assert_eq!(
+            self.depth.get(),
+            depth,
+            "an arena frame is open: open this one on the innermost"
+        );
+        self.depth.set(depth + 1);
+        Frame {
+            arena: self,
+            depth: depth + 1,
+            start: self.position.get(),
+        }
+    }
+}
+
+impl Chunk {
+    fn new(budget: &Budget, bytes: usize) -> Result<Self, Oom> {
+        let mut slab = Slab::new(budget, Component::Arena, bytes)?;
+        let base = slab.as_mut_ptr();
+        Ok(Self { slab, base })
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena")
+            .field("growable", &self.growable)
+            .field("capacity", &self.capacity())
+            .field("used", &self.used())
+            .field("high_water", &self.high_water())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Part of an [`Arena`] that ends before the step does: scratch of one layer or one operation. While it is open only it, or
+/// a frame opened on it, can allocate; that is checked when it happens, as `RefCell` checks borrows.
+pub struct Frame<'a> {
+    arena: &'a Arena,
+    depth: usize,
+    start: Position,
+}
+
+impl Frame<'_> {
+    /// `len` elements of any content, until the frame is dropped; see [`Arena::alloc`].
+    ///
+    /// # Errors
+    /// [`Oom`] as [`Arena::alloc`].
+    ///
+    /// # Panics
+    /// If a frame is open on this one.
+    #[allow(clippy::mut_from_ref, reason = "as Arena::alloc")]
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<&mut [T], Oom> {
+        self.arena.alloc_at_depth(self.depth, len)
+    }
+
+    /// A frame inside this one.
+    ///
+    /// # Panics
+    /// If a frame is open on this one.
+    pub fn frame(&self) -> Frame<'_> {
+        self.arena.frame_at_depth(self.depth)
+    }
+}
+
+impl Drop for Frame<'_> {
+    fn drop(&mut self) {
+        // A frame leaked inside this one has lost its borrows by now, so this one closes it too.
+        self.arena.depth.set(self.depth - 1);
+        self.arena.position.set(self.start);
+    }
+}
+
+impl fmt::Debug for Frame<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Frame")
+            .field("depth", &self.depth)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+
+    fn growable(total: u64) -> (Budget, Arena) {
+        let budget = Budget::new(total);
+        let arena = Arena::new(&budget, Scratch::Growable).unwrap();
+        (budget, arena)
+    }
+
+    /// Allocations, frames and resets at random: nothing overlaps, everything is aligned, and a fixed arena of the
+    /// high-water mark's size repeats the run while one that is a cache line smaller does not.
+    #[test]
+    fn random_steps_never_overlap_and_repeat_in_a_fixed_arena() {
+        let seeds = if cfg!(miri) { 0..3 } else { 0..100 };
+        for seed in seeds {
+            let (budget, mut arena) = growable(1 << 30);
+            run(&mut arena, seed).unwrap();
+            let high = arena.high_water() as u64;
+            drop(arena);
+            assert_eq!(budget.meters().reserved, 0);
+            let mut fixed = Arena::new(&budget, Scratch::Fixed(high)).unwrap();
+            let before = budget.meters().allocations;
+            run(&mut fixed, seed).unwrap();
+            assert_eq!(
+                budget.meters().allocations,
+                before,
+                "seed {seed}: a fixed arena allocates nothing"
+            );
+            let mut small = Arena::new(&budget, Scratch::Fixed(high - ALIGN as u64)).unwrap();
+            assert!(run(&mut small, seed).is_err(), "seed {seed}");
+        }
+    }
+
+    fn run(arena: &mut Arena, seed: u64) -> Result<(), Oom> {
+        let mut rng = StdRng::seed_from_u64(seed);
+        for _ in 0..4 {
+            let mut held: Vec<&mut [u32]> = Vec::new();
+            for mark in 0..12_u32 {
+                let slice = arena.alloc::<u32>(rng.random_range(1..20_000))?;
+                assert_eq!(slice.as_ptr().addr() % ALIGN, 0);
+                slice.fill(mark);
+                held.push(slice);
+                let frame = arena.frame();
+                let scratch = frame.alloc::<u64>(rng.random_range(1..9_000))?;
+                scratch.fill(u64::MAX);
+                let inner = frame.frame();
+                inner.alloc::<u8>(rng.random_range(1..9_000))?.fill(0xEE);
+            }
+            for (mark, slice) in held.iter().enumerate() {
+                assert!(slice.iter().all(|&value| value == mark as u32), "seed {seed}");
+            }
+            arena.reset();
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_reset_joins_the_chunks() {
+        let (budget, mut arena) = growable(1 << 20);
+        for _ in 0..4 {
+            arena.alloc::<u8>(40_000).unwrap();
+        }
+        assert_eq!(arena.capacity(), 4 * MIN_CHUNK);
+        arena.reset();
+        assert_eq!(budget.meters().reserved, 0);
+        arena.alloc::<u8>(1).unwrap();
+        assert_eq!((arena.capacity(), arena.used()), (160_000, 64));
+        let before = budget.meters().allocations;
+        for _ in 0..3 {
+            arena.alloc::<u8>(40_000).unwrap();
+        }
+        arena.reset();
+        assert_eq!(budget.meters().allocations, before);
+    }
+
+    #[test]
+    fn a_full_arena_is_a_typed_error_and_stays_usable() {
+        let budget = Budget::new(1 << 20);
+        let mut arena = Arena::new(&budget, Scratch::Fixed(1024)).unwrap();
+        arena.alloc::<f32>(200).unwrap();
+        let oom = arena.alloc::<f32>(57).unwrap_err();
+        assert_eq!((oom.requested, oom.component), (256, Component::Arena));
+        arena.alloc::<f32>(48).unwrap();
+        assert!(arena.alloc::<u64>(usize::MAX).is_err() && arena.alloc::<u8>(usize::MAX).is_err());
+        assert!(arena.alloc::<f32>(0).unwrap().is_empty());
+        arena.reset();
+        assert_eq!(arena.alloc::<f32>(256).unwrap().len(), 256);
+        assert_eq!(arena.high_water(), 1024);
+        assert!(Arena::new(&budget, Scratch::Fixed(1 << 20)).is_err());
+        assert!(
+            Arena::new(&budget, Scratch::Fixed(0))
+                .unwrap()
+                .alloc::<u8>(1)
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn growth_is_charged_and_may_be_refused() {
+        let (budget, arena) = growable(100_000);
+        arena.alloc::<u8>(MIN_CHUNK).unwrap();
+        assert!(arena.alloc::<u8>(40_000).is_err());
+        assert_eq!(
+            budget.meters().by_component.get(Component::Arena),
+            MIN_CHUNK as u64
+        );
+        drop(arena);
+        assert_eq!(budget.meters().reserved, 0);
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn fresh_memory_is_poisoned() {
+        let (_, mut arena) = growable(1 << 20);
+        arena.alloc::<f32>(100).unwrap().fill(0.0);
+        arena.reset();
+        assert!(arena.alloc::<f32>(10).unwrap().iter().all(|value| value.is_nan()));
+        assert!(arena.alloc::<f16>(10).unwrap().iter().all(|value| value.is_nan()));
+        assert!(
+            arena
+                .alloc::<bf16>(10)
+                .unwrap()
+                .iter()
+                .all(|value| value.is_nan())
+        );
+        assert_eq!(arena.alloc::<u32>(1).unwrap(), [u32::MAX]);
+    }
+
+    #[test]
+    fn frames_give_back_and_nest() {
+        let (_, arena) = growable(1 << 20);
+        let outer = arena.alloc::<u8>(64).unwrap();
+        outer.fill(1);
+        let first = {
+            let frame = arena.frame();
+            frame.alloc::<u8>(100).unwrap().as_ptr()
+        };
+        assert_eq!(arena.used(), 64);
+        assert_eq!(arena.alloc::<u8>(100).unwrap().as_ptr(), first);
+        assert_eq!(outer, [1; 64]);
+    }
+
+    #[test]
+    fn each_step_has_its_own_mark() {
+        let (_, mut arena) = growable(1 << 20);
+        for (bytes, overall) in [(640, 640), (128, 640), (1280, 1280), (64, 1280)] {
+            arena.reset();
+            arena.alloc::<u8>(bytes).unwrap();
+            assert_eq!((arena.take_high_water(), arena.high_water()), (bytes, overall));
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "allocate from the innermost")]
+    fn an_open_frame_blocks_its_arena() {
+        let (_, arena) = growable(1 << 20);
+        let _frame = arena.frame();
+        let _ = arena.alloc::<u8>(1);
+    }
+
+    #[test]
+    #[should_panic(expected = "on the innermost")]
+    fn frames_cannot_be_siblings() {
+        let (_, arena) = growable(1 << 20);
+        let _first = arena.frame();
+        let _second = arena.frame();
+    }
+
+    #[test]
+    fn a_leaked_frame_is_closed_by_the_next_reset() {
+        let (_, mut arena) = growable(1 << 20);
+        std::mem::forget(arena.frame());
+        arena.reset();
+        arena.alloc::<u8>(1).unwrap();
+    }
+}

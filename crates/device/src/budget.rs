@@ -1,0 +1,299 @@
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use plimsoll_core::{Component, ComponentBytes, Meters, Oom};
+
+/// An account of device memory. Clones share it.
+///
+/// The account holds this process's charges, the neighbours' memory ([`Budget::set_peers`]) and, for tests, faults. It only
+/// counts; [`Slab`](crate::Slab) is what counts and allocates.
+#[derive(Clone, Debug)]
+pub struct Budget(Arc<Mutex<Account>>);
+
+#[derive(Debug)]
+struct Account {
+    total: u64,
+    /// Never charge beyond this, although `total` is reported: a device that promises more than it has.
+    cap: u64,
+    peers: u64,
+    by_component: ComponentBytes,
+    reserved: u64,
+    reserved_high: u64,
+    allocations: u64,
+    /// Value of `allocations` at which one charge fails.
+    fault_at: Option<u64>,
+}
+
+impl Budget {
+    /// An empty account of `total` bytes.
+    pub fn new(total: u64) -> Self {
+        Self(Arc::new(Mutex::new(Account {
+            total,
+            cap: u64::MAX,
+            peers: 0,
+            by_component: ComponentBytes::default(),
+            reserved: 0,
+            reserved_high: 0,
+            allocations: 0,
+            fault_at: None,
+        })))
+    }
+
+    /// Takes `bytes` until the charge is dropped. Every call counts as one allocation, failed ones too.
+    ///
+    /// # Errors
+    /// [`Oom`] if fewer than `bytes` bytes are free, or a fault was injected here.
+    pub fn charge(&self, component: Component, bytes: u64) -> Result<Charge, Oom> {
+        let mut account = self.lock();
+        account.allocations += 1;
+        let faulty = account.fault_at == Some(account.allocations);
+        let room = account
+            .total
+            .min(account.cap)
+            .saturating_sub(account.peers)
+            .saturating_sub(account.reserved);
+        if faulty || bytes > room {
+            return Err(account.oom(component, bytes));
+        }
+        account.reserved += bytes;
+        account.reserved_high = account.reserved_high.max(account.reserved);
+        *account.by_component.get_mut(component) += bytes;
+        drop(account);
+        Ok(Charge {
+            budget: self.clone(),
+            component,
+            bytes,
+        })
+    }
+
+    /// The error that a request for `bytes` bytes deserves now.
+    pub fn oom(&self, component: Component, bytes: u64) -> Oom {
+        self.lock().oom(component, bytes)
+    }
+
+    /// Reads the meters. A charge is used as long as it is reserved, so the two are the same here.
+    pub fn meters(&self) -> Meters {
+        self.lock().meters()
+    }
+
+    /// Sets the high-water marks to what is in use now.
+    pub fn reset_high_water(&self) {
+        let mut account = self.lock();
+        account.reserved_high = account.reserved;
+    }
+
+    /// Says how much of the device other processes use. May exceed what is left: then nothing more can be charged.
+    pub fn set_peers(&self, bytes: u64) {
+        self.lock().peers = bytes;
+    }
+
+    /// Fault injection: the `n`-th charge from now (1 is the next) fails, once. 0 takes a planned fault back.
+    pub fn fail_allocation(&self, n: u64) {
+        let mut account = self.lock();
+        account.fault_at = (n > 0).then(|| account.allocations + n);
+    }
+
+    /// Fault injection: nothing can be charged beyond `bytes`, whatever the capacity; `None` lifts the cap.
+    pub fn set_cap(&self, bytes: Option<u64>) {
+        self.lock().cap = bytes.unwrap_or(u64::MAX);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Account> {
+        // Every critical section leaves the account whole, so a panic elsewhere does not spoil it.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Account {
+    fn meters(&self) -> Meters {
+        Meters {
+            total: self.total,
+            free: self
+                .total
+                .saturating_sub(self.reserved)
+                .saturating_sub(self.peers),
+            used: self.reserved,
+            reserved: self.reserved,
+            used_high: self.reserved_high,
+            reserved_high: self.reserved_high,
+            by_component: self.by_component,
+            allocations: self.allocations,
+        }
+    }
+
+    fn oom(&self, component: Component, requested: u64) -> Oom {
+        Oom {
+            requested,
+            component,
+            meters: Box::new(self.meters()),
+        }
+    }
+}
+
+/// Bytes taken from a [`Budget`], given back on drop.
+#[derive(Debug)]
+#[must_use = "a dropped charge is given back at once"]
+pub struct Charge {
+    budget: Budget,
+    component: Component,
+    bytes: u64,
+}
+
+impl Charge {
+    /// Bytes taken.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// What they are for.
+    pub fn component(&self) -> Component {
+        self.component
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let mut account = self.budget.lock();
+        account.reserved -= self.bytes;
+        *account.by_component.get_mut(self.component) -= self.bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+
+    #[test]
+    fn meters_follow_charges() {
+        let budget = Budget::new(100);
+        let weights = budget.charge(Component::Weights, 40).unwrap();
+        let kv = budget.charge(Component::Kv, 50).unwrap();
+        drop(kv);
+        let meters = budget.meters();
+        assert_eq!(
+            (meters.total, meters.free, meters.used, meters.reserved),
+            (100, 60, 40, 40)
+        );
+        assert_eq!(
+            (meters.used_high, meters.reserved_high, meters.allocations),
+            (90, 90, 2)
+        );
+        assert_eq!(meters.by_component.get(Component::Weights), 40);
+        assert_eq!(meters.by_component.get(Component::Kv), 0);
+        budget.reset_high_water();
+        assert_eq!(budget.meters().reserved_high, 40);
+        assert_eq!((weights.bytes(), weights.component()), (40, Component::Weights));
+    }
+
+    #[test]
+    fn a_full_budget_refuses_and_says_so() {
+        let budget = Budget::new(100);
+        let _held = budget.charge(Component::Weights, 60).unwrap();
+        let oom = budget.charge(Component::Kv, 41).unwrap_err();
+        assert_eq!(
+            (oom.requested, oom.component, oom.meters.free),
+            (41, Component::Kv, 40)
+        );
+        assert!(budget.charge(Component::Kv, u64::MAX).is_err());
+        let exact = budget.charge(Component::Kv, 40).unwrap();
+        assert_eq!(budget.meters().free, 0);
+        assert!(budget.charge(Component::Kv, 0).is_ok());
+        drop(exact);
+    }
+
+    #[test]
+    fn neighbours_take_room_but_are_not_ours() {
+        let budget = Budget::new(100);
+        let held = budget.charge(Component::Weights, 60).unwrap();
+        budget.set_peers(30);
+        let meters = budget.meters();
+        assert_eq!((meters.free, meters.reserved, meters.peers()), (10, 60, 30));
+        assert!(budget.charge(Component::Kv, 11).is_err());
+        budget.set_peers(90);
+        assert_eq!(budget.meters().free, 0);
+        assert!(budget.charge(Component::Kv, 1).is_err());
+        drop(held);
+        assert_eq!(budget.meters().free, 10);
+    }
+
+    #[test]
+    fn the_planned_charge_fails_once() {
+        let budget = Budget::new(100);
+        budget.fail_allocation(2);
+        let first = budget.charge(Component::Kv, 1).unwrap();
+        assert_eq!(budget.charge(Component::Kv, 1).unwrap_err().meters.free, 99);
+        let third = budget.charge(Component::Kv, 1).unwrap();
+        assert_eq!(budget.meters().allocations, 3);
+        budget.fail_allocation(1);
+        budget.fail_allocation(0);
+        drop((first, third, budget.charge(Component::Kv, 1).unwrap()));
+    }
+
+    #[test]
+    fn a_capped_device_has_less_than_it_says() {
+        let budget = Budget::new(100);
+        budget.set_cap(Some(50));
+        assert_eq!(budget.meters().free, 100);
+        assert!(budget.charge(Component::Kv, 51).is_err());
+        drop(budget.charge(Component::Kv, 50).unwrap());
+        budget.set_cap(None);
+        drop(budget.charge(Component::Kv, 100).unwrap());
+    }
+
+    /// Against a model that keeps a plain list of what is held.
+    #[test]
+    fn random_charges_add_up() {
+        for seed in 0..200 {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let total = rng.random_range(1..2000);
+            let budget = Budget::new(total);
+            let mut held: Vec<Charge> = Vec::new();
+            let mut high = 0;
+            for call in 0..100 {
+                if rng.random_bool(0.4) && !held.is_empty() {
+                    let _dropped = held.swap_remove(rng.random_range(0..held.len()));
+                }
+                let sum: u64 = held.iter().map(Charge::bytes).sum();
+                let component = Component::ALL[rng.random_range(0..Component::ALL.len())];
+                let bytes = rng.random_range(0..300);
+                let charge = budget.charge(component, bytes);
+                assert_eq!(charge.is_ok(), sum + bytes <= total, "seed {seed}");
+                held.extend(charge.ok());
+                let meters = budget.meters();
+                high = high.max(meters.reserved);
+                assert_eq!(
+                    meters.reserved,
+                    held.iter().map(Charge::bytes).sum::<u64>(),
+                    "seed {seed}"
+                );
+                assert_eq!(
+                    (meters.reserved_high, meters.allocations),
+                    (high, call + 1),
+                    "seed {seed}"
+                );
+                assert_eq!(meters.by_component.total(), meters.reserved, "seed {seed}");
+                assert_eq!(meters.free + meters.reserved, total, "seed {seed}");
+            }
+            drop(held);
+            assert_eq!(budget.meters().reserved, 0, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn threads_share_the_account() {
+        let budget = Budget::new(1 << 20);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for bytes in 0..500 {
+                        drop(budget.charge(Component::Staging, bytes).unwrap());
+                    }
+                });
+            }
+        });
+        let meters = budget.meters();
+        assert_eq!((meters.reserved, meters.allocations), (0, 2000));
+    }
+}

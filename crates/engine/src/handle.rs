@@ -1,0 +1,236 @@
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use plimsoll_core::{Executor, KvConfig, Limits, Request, RequestId, StepError};
+use plimsoll_profiler::{Proved, ProvedParts};
+use plimsoll_scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
+use tokio::sync::mpsc::unbounded_channel;
+
+use crate::shared::{Command, Link, Shared};
+use crate::thread::EngineThread;
+use crate::{EngineStats, Health, Phase, RequestStream};
+
+/// What the engine is told besides what the profile proved.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Requests that may wait beyond those that can run (`--max-num-seqs`); one more is refused.
+    pub max_queue: usize,
+    /// Size of the model's vocabulary.
+    pub vocab_size: usize,
+    /// Keep KV of finished requests for later ones with the same beginning.
+    pub enable_prefix_caching: bool,
+    /// Steps launched and not finished, 1 or 2. 2 hides the scheduler behind an executor that works on its own; with one
+    /// that computes inside `launch` it only delays tokens by a step.
+    pub steps_in_flight: usize,
+}
+
+/// Why a request was not admitted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// As many requests are in as may be.
+    #[error("the server is at its limit of {limit} requests; try again in {} s", retry_after.as_secs())]
+    QueueFull {
+        /// Requests that may be in at once, running and waiting.
+        limit: usize,
+        /// When the queue will have moved, from the present throughput.
+        retry_after: Duration,
+    },
+    /// The engine finishes its last requests.
+    #[error("the server is shutting down")]
+    ShuttingDown,
+    /// The engine thread has ended by a defect.
+    #[error("the engine is dead: {0}; restart the server")]
+    Dead(String),
+    /// The id belongs to a request that is in; use [`EngineHandle::next_id`].
+    #[error("{0} is already in")]
+    DuplicateId(RequestId),
+}
+
+/// How a drain ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drained {
+    /// Every request ran to its end.
+    Complete,
+    /// Time was up: this many requests were failed.
+    Failed(usize),
+}
+
+/// The engine as seen by everybody else; clones share it. When the last handle and the last stream are dropped, the thread
+/// ends.
+#[derive(Clone, Debug)]
+pub struct EngineHandle {
+    link: Link,
+    limits: Limits,
+    kv: KvConfig,
+    capacity: usize,
+    next_id: Arc<AtomicU64>,
+}
+
+impl EngineHandle {
+    /// Starts the thread over a state that the auto-profile proved; there is no other way in.
+    ///
+    /// # Errors
+    /// Where the operating system gives no thread.
+    pub fn spawn<S: Executor + 'static>(proved: Proved<S>, config: &EngineConfig) -> std::io::Result<Self> {
+        let ProvedParts {
+            state,
+            config: built,
+            limits,
+            report: _,
+        } = proved.into_parts();
+        let enable_prefix_caching = config.enable_prefix_caching;
+        Self::start(
+            state,
+            SchedulerConfig {
+                limits,
+                kv: built.kv,
+                enable_prefix_caching,
+            },
+            config,
+        )
+    }
+
+    pub(crate) fn start<S: Executor + 'static>(
+        executor: S,
+        scheduler: SchedulerConfig,
+        config: &EngineConfig,
+    ) -> std::io::Result<Self> {
+        let limits = Limits {
+            max_model_len: scheduler.limits.max_model_len,
+            kv_capacity_tokens: scheduler.kv.capacity_tokens(),
+            vocab_size: config.vocab_size,
+        };
+        let capacity = scheduler.limits.max_num_seqs + config.max_queue;
+        let kv = scheduler.kv;
+        let scheduler = Scheduler::new(scheduler);
+        let (sender, commands) = mpsc::channel();
+        let shared = Arc::new(Shared::new(scheduler.stats()));
+        let link = Link {
+            shared: Arc::clone(&shared),
+            commands: sender,
+        };
+        let depth = config.steps_in_flight.clamp(1, MAX_IN_FLIGHT);
+        let in_flight = VecDeque::with_capacity(depth);
+        let thread = EngineThread {
+            scheduler,
+            executor,
+            commands,
+            shared,
+            in_flight,
+            depth,
+        };
+        std::thread::Builder::new()
+            .name("plimsoll-engine".into())
+            .spawn(move || thread.run())?;
+        Ok(Self {
+            link,
+            limits,
+            kv,
+            capacity,
+            next_id: Arc::default(),
+        })
+    }
+
+    /// What a request may ask for.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// The KV cache.
+    pub fn kv(&self) -> KvConfig {
+        self.kv
+    }
+
+    /// Requests that may be in at once, running and waiting.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// An id that no other request has.
+    pub fn next_id(&self) -> RequestId {
+        RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Admits `request` or refuses it; never waits.
+    pub fn submit(&self, request: Request) -> Result<RequestStream, SubmitError> {
+        let id = request.id();
+        let (sender, receiver) = unbounded_channel();
+        {
+            let mut state = self.link.shared.lock();
+            match state.phase {
+                Phase::Running => {}
+                Phase::Draining | Phase::Stopped => return Err(SubmitError::ShuttingDown),
+                Phase::Dead => return Err(SubmitError::Dead(state.last_error.clone().unwrap_or_default())),
+            }
+            if state.clients.contains_key(&id) {
+                return Err(SubmitError::DuplicateId(id));
+            }
+            if state.clients.len() >= self.capacity {
+                state.stats.refused += 1;
+                let waiting = state.stats.scheduler.waiting.max(1);
+                return Err(SubmitError::QueueFull {
+                    limit: self.capacity,
+                    retry_after: state.retry_after(waiting),
+                });
+            }
+            state.enter(id, sender);
+            // Under the lock, so that requests reach the scheduler in the order in which they were admitted. If the thread
+            // dies meanwhile, it fails every entered request.
+            self.link.send(Command::Submit(request));
+        }
+        Ok(RequestStream::new(id, receiver, self.link.clone()))
+    }
+
+    /// What the engine did so far.
+    pub fn stats(&self) -> EngineStats {
+        let state = self.link.shared.lock();
+        EngineStats {
+            in_flight: state.clients.len(),
+            ..state.stats.clone()
+        }
+    }
+
+    /// Whether the engine lives and moves.
+    pub fn health(&self) -> Health {
+        self.link.shared.lock().health()
+    }
+
+    /// Ends when the engine thread has ended, for whatever reason; [`Self::health`] then says why.
+    pub async fn ended(&self) {
+        // The sender lives in `shared`, so waiting cannot fail.
+        let _ = self.link.shared.ended.subscribe().wait_for(|&ended| ended).await;
+    }
+
+    /// Accepts nothing more, lets what is in finish for at most `timeout`, fails the rest and ends the thread. Returns soon
+    /// after `timeout` even if a step hangs.
+    pub async fn drain(&self, timeout: Duration) -> Drained {
+        {
+            let mut state = self.link.shared.lock();
+            if state.phase == Phase::Running {
+                state.phase = Phase::Draining;
+            }
+            state.deadline = Some(Instant::now() + timeout);
+            self.link.send(Command::Drain);
+        }
+        if tokio::time::timeout(timeout, self.ended()).await.is_err() {
+            self.link
+                .shared
+                .lock()
+                .fail_all(&StepError::Failed(SHUT_DOWN.into()));
+            // A thread that is not stuck in a step ends now.
+            let _ = tokio::time::timeout(GRACE, self.ended()).await;
+        }
+        match self.link.shared.lock().abandoned {
+            0 => Drained::Complete,
+            left => Drained::Failed(left),
+        }
+    }
+}
+
+/// What requests hear that a shutdown cuts off.
+pub(crate) const SHUT_DOWN: &str = "the server shut down before the request was done";
+
+/// How long a drain waits for the thread after its time was up.
+const GRACE: Duration = Duration::from_secs(1);

@@ -1,0 +1,22 @@
+//! The engine: one thread that owns the scheduler and the executor. Requests enter and events leave by channels.
+//!
+//! - [`EngineHandle::submit`] admits a request or refuses it at once ([`SubmitError`]); nothing waits unbounded.
+//! - The [`RequestStream`] it returns yields [`plimsoll_core::Event`]s and always ends: with a finished token or with
+//!   `Failed`, whatever happens to the engine. Dropping it cancels the request, at any moment.
+//! - An error or a panic of the executor fails the requests of that step alone; [`EngineHandle::health`] shows it.
+//! - The thread sleeps while there is nothing to do. Text is none of its business: it deals in tokens.
+
+mod handle;
+mod histogram;
+mod shared;
+mod stats;
+mod stream;
+mod thread;
+
+#[cfg(test)]
+mod tests;
+
+pub use handle::{Drained, EngineConfig, EngineHandle, SubmitError};
+pub use histogram::Histogram;
+pub use stats::{EngineStats, Health, Phase};
+pub use stream::RequestStream;

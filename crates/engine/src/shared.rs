@@ -1,0 +1,230 @@
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use plimsoll_core::{Event, Request, RequestId, StepError};
+use plimsoll_scheduler::SchedulerStats;
+use tokio::sync::{mpsc::UnboundedSender, watch};
+
+use crate::stream::is_last;
+use crate::{EngineStats, Health, Histogram, Phase};
+
+/// What the engine thread is told.
+#[derive(Debug)]
+pub(crate) enum Command {
+    Submit(Request),
+    Cancel(RequestId),
+    /// Look at [`State::deadline`].
+    Drain,
+}
+
+/// How handles and streams reach the thread, which ends when the last link is dropped.
+#[derive(Clone, Debug)]
+pub(crate) struct Link {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) commands: mpsc::Sender<Command>,
+}
+
+impl Link {
+    /// A thread that is gone has failed all requests and needs no command.
+    pub(crate) fn send(&self, command: Command) {
+        let _ = self.commands.send(command);
+    }
+}
+
+/// What handles, streams and the engine thread share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    /// Tells whoever waits that the thread has ended.
+    pub(crate) ended: watch::Sender<bool>,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) phase: Phase,
+    /// While draining: when what is left is failed.
+    pub(crate) deadline: Option<Instant>,
+    /// Where the events of each request go; as many entries as requests are in.
+    pub(crate) clients: HashMap<RequestId, UnboundedSender<Event>>,
+    pub(crate) stats: EngineStats,
+    /// Requests that [`Self::fail_all`] ended.
+    pub(crate) abandoned: usize,
+    failures_in_a_row: u64,
+    pub(crate) last_error: Option<String>,
+    step_began: Option<Instant>,
+    step_ended: Option<Instant>,
+    busy_since: Option<Instant>,
+    /// When the latest requests of this busy time left, for the estimate of how fast the queue moves.
+    departures: VecDeque<Instant>,
+}
+
+/// From a decode step of a tiny model to a full prefill on a slow machine.
+const STEP_SECONDS: &[f64] = &[
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+];
+/// vLLM's buckets of `iteration_tokens_total`.
+const STEP_TOKENS: &[f64] = &[
+    1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
+];
+/// Departures that the estimate of throughput looks back on.
+const DEPARTURES: usize = 32;
+
+impl Shared {
+    pub(crate) fn new(scheduler: SchedulerStats) -> Self {
+        let stats = EngineStats {
+            scheduler,
+            in_flight: 0,
+            steps: 0,
+            failed_steps: 0,
+            submitted: 0,
+            refused: 0,
+            step_seconds: Histogram::new(STEP_SECONDS),
+            step_tokens: Histogram::new(STEP_TOKENS),
+        };
+        let state = State {
+            phase: Phase::Running,
+            deadline: None,
+            clients: HashMap::new(),
+            stats,
+            abandoned: 0,
+            failures_in_a_row: 0,
+            last_error: None,
+            step_began: None,
+            step_ended: None,
+            busy_since: None,
+            departures: VecDeque::new(),
+        };
+        Self {
+            state: Mutex::new(state),
+            ended: watch::Sender::new(false),
+        }
+    }
+
+    /// A panic elsewhere leaves the state usable: every critical section is a few plain assignments.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Enters a request.
+    pub(crate) fn enter(&mut self, id: RequestId, events: UnboundedSender<Event>) {
+        self.busy_since.get_or_insert_with(Instant::now);
+        self.clients.insert(id, events);
+        self.stats.submitted += 1;
+    }
+
+    /// Sends `event` to its client; the last one ends the request here too.
+    pub(crate) fn deliver(&mut self, id: RequestId, event: Event) {
+        if is_last(&event) {
+            if let Some(client) = self.leave(id) {
+                // A client that is gone has dropped its stream, which is no error.
+                let _ = client.send(event);
+            }
+        } else if let Some(client) = self.clients.get(&id) {
+            let _ = client.send(event);
+        }
+    }
+
+    /// Ends a request without an event.
+    pub(crate) fn leave(&mut self, id: RequestId) -> Option<UnboundedSender<Event>> {
+        let client = self.clients.remove(&id)?;
+        self.departures.push_back(Instant::now());
+        if self.departures.len() > DEPARTURES {
+            self.departures.pop_front();
+        }
+        if self.clients.is_empty() {
+            self.busy_since = None;
+            // An idle time says nothing about the speed of the next busy one.
+            self.departures.clear();
+        }
+        Some(client)
+    }
+
+    /// Ends every request with `error`.
+    pub(crate) fn fail_all(&mut self, error: &StepError) {
+        self.busy_since = None;
+        self.abandoned += self.clients.len();
+        for (_, client) in self.clients.drain() {
+            let _ = client.send(Event::Failed(error.clone()));
+        }
+    }
+
+    pub(crate) fn begin_step(&mut self) {
+        self.step_began.get_or_insert_with(Instant::now);
+    }
+
+    /// Ends the oldest step; with `more` behind it, the next begins now.
+    pub(crate) fn end_step(&mut self, tokens: usize, more: bool, failure: Option<String>) {
+        let now = Instant::now();
+        if let Some(began) = self.step_began.take() {
+            self.stats.step_seconds.observe((now - began).as_secs_f64());
+            self.stats.step_tokens.observe(tokens as f64);
+        }
+        self.step_ended = Some(now);
+        self.step_began = more.then_some(now);
+        if failure.is_some() {
+            self.stats.failed_steps += 1;
+            self.failures_in_a_row += 1;
+            self.last_error = failure;
+        } else {
+            self.stats.steps += 1;
+            self.failures_in_a_row = 0;
+        }
+    }
+
+    pub(crate) fn health(&self) -> Health {
+        let progress = self
+            .busy_since
+            .map(|busy| self.step_ended.map_or(busy, |step| step.max(busy)));
+        Health {
+            phase: self.phase,
+            last_step_age: self.step_ended.map(|at| at.elapsed()),
+            step_in_progress: self.step_began.map(|at| at.elapsed()),
+            stalled_for: progress.map(|at| at.elapsed()),
+            failures_in_a_row: self.failures_in_a_row,
+            last_error: self.last_error.clone(),
+        }
+    }
+
+    /// When a client that finds `waiting` requests in the queue should come back: when, at the present rate of departures,
+    /// these have been admitted.
+    pub(crate) fn retry_after(&self, waiting: usize) -> Duration {
+        // Early in a busy time it counts from its beginning, later from the oldest departure that is remembered.
+        let (since, departures) = match self.departures.len() {
+            DEPARTURES => (self.departures.front().copied(), DEPARTURES - 1),
+            fewer => (self.busy_since, fewer),
+        };
+        let (Some(since), 1..) = (since, departures) else {
+            return MIN_RETRY;
+        };
+        let per_departure = since.elapsed() / departures as u32;
+        per_departure
+            .saturating_mul(waiting as u32)
+            .clamp(MIN_RETRY, MAX_RETRY)
+    }
+}
+
+const MIN_RETRY: Duration = Duration::from_secs(1);
+const MAX_RETRY: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn retry_after_follows_the_rate_of_departures() {
+        let shared = Shared::new(SchedulerStats::default());
+        let mut state = shared.lock();
+        assert_eq!(state.retry_after(100), MIN_RETRY, "nothing is known");
+        state.busy_since = Some(Instant::now() - Duration::from_secs(20));
+        state.departures.extend([Instant::now(); 10]);
+        // One leaves every 2 s.
+        assert_eq!(state.retry_after(4).as_secs(), 8);
+        assert_eq!(state.retry_after(100), MAX_RETRY);
+        // With a full memory the beginning does not count.
+        state.departures = vec![Instant::now() - Duration::from_secs(31); DEPARTURES].into();
+        assert_eq!(state.retry_after(4).as_secs(), 4);
+    }
+}

@@ -1,0 +1,63 @@
+use std::time::Duration;
+
+use plimsoll_scheduler::SchedulerStats;
+
+use crate::Histogram;
+
+/// What the engine did so far; a copy, cheap to take.
+#[derive(Clone, Debug)]
+pub struct EngineStats {
+    /// Queue, KV cache, preemptions, prefix cache, tokens, as of the end of the last step.
+    pub scheduler: SchedulerStats,
+    /// Requests admitted and not yet ended.
+    pub in_flight: usize,
+    /// Steps that ended well.
+    pub steps: u64,
+    /// Steps that failed.
+    pub failed_steps: u64,
+    /// Requests admitted.
+    pub submitted: u64,
+    /// Requests refused because the queue was full.
+    pub refused: u64,
+    /// Wall-clock seconds of each step.
+    pub step_seconds: Histogram,
+    /// Tokens computed in each step.
+    pub step_tokens: Histogram,
+}
+
+/// Where the engine stands in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Accepts requests.
+    Running,
+    /// Finishes what it has and accepts nothing.
+    Draining,
+    /// Ended as asked.
+    Stopped,
+    /// The thread ended by a defect; nothing is served any more.
+    Dead,
+}
+
+/// Whether the engine lives and moves.
+#[derive(Clone, Debug)]
+pub struct Health {
+    /// Where the engine stands in its life.
+    pub phase: Phase,
+    /// Since the last step ended; `None` before the first.
+    pub last_step_age: Option<Duration>,
+    /// Since the step that is being executed began.
+    pub step_in_progress: Option<Duration>,
+    /// For how long there has been work and no step has ended; `None` where there is no work.
+    pub stalled_for: Option<Duration>,
+    /// Steps that failed since the last one that ended well.
+    pub failures_in_a_row: u64,
+    /// What the last failed step, or the engine's death, said.
+    pub last_error: Option<String>,
+}
+
+impl Health {
+    /// True where requests are accepted, and those that are in have seen progress within `patience`.
+    pub fn is_moving(&self, patience: Duration) -> bool {
+        self.phase == Phase::Running && self.stalled_for.is_none_or(|stalled| stalled < patience)
+    }
+}

@@ -1,0 +1,71 @@
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use futures::Stream;
+use plimsoll_core::{Event, RequestId, StepError};
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use crate::shared::{Command, Link};
+
+/// The events of one request. It always ends: with a token that has `finish`, or with `Failed`. Dropping it before cancels
+/// the request.
+#[derive(Debug)]
+pub struct RequestStream {
+    id: RequestId,
+    events: UnboundedReceiver<Event>,
+    link: Link,
+    ended: bool,
+}
+
+impl RequestStream {
+    pub(crate) fn new(id: RequestId, events: UnboundedReceiver<Event>, link: Link) -> Self {
+        Self {
+            id,
+            events,
+            link,
+            ended: false,
+        }
+    }
+
+    /// The request's name.
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    /// Events that the engine has sent and nobody has read.
+    pub fn unread(&self) -> usize {
+        self.events.len()
+    }
+}
+
+impl Stream for RequestStream {
+    type Item = Event;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        if self.ended {
+            return Poll::Ready(None);
+        }
+        self.events.poll_recv(context).map(|event| {
+            let event =
+                event.unwrap_or_else(|| Event::Failed(StepError::Failed("the engine stopped".into())));
+            self.ended = is_last(&event);
+            Some(event)
+        })
+    }
+}
+
+impl Drop for RequestStream {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.link.send(Command::Cancel(self.id));
+        }
+    }
+}
+
+pub(crate) fn is_last(event: &Event) -> bool {
+    match event {
+        Event::Admitted { .. } => false,
+        Event::Token(token) => token.finish.is_some(),
+        Event::Failed(_) => true,
+    }
+}

@@ -1,0 +1,543 @@
+//! The engine over an executor that can be told to be slow, to fail, to panic or to lie.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use futures::{FutureExt, StreamExt};
+use plimsoll_core::{
+    BlockSize, Event, Executor, FinishReason, KvConfig, Request, RequestOptions, Sampled, StepError,
+    StepLimits, StepOutput, StepPlan,
+};
+use plimsoll_scheduler::SchedulerConfig;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::{Drained, EngineConfig, EngineHandle, Phase, RequestStream, SubmitError};
+
+/// Longer than anything here takes on a busy machine; a test that waits this long hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What the executor shall do; the test changes it while the engine runs.
+#[derive(Debug, Default)]
+struct Script {
+    step_micros: AtomicU64,
+    /// The next step ends with an error.
+    fail: AtomicBool,
+    /// The next step panics in `launch`.
+    panic_in_launch: AtomicBool,
+    /// The next step panics in `finish`.
+    panic_in_finish: AtomicBool,
+    /// The next step answers fewer runs than there are.
+    lie: AtomicBool,
+    steps: AtomicUsize,
+    most_in_flight: AtomicUsize,
+    /// Set when the executor is dropped.
+    dropped: AtomicBool,
+}
+
+struct Fake {
+    script: Arc<Script>,
+    launched: VecDeque<StepPlan>,
+}
+
+/// The token of a request depends on nothing but the request and the position.
+fn token(seed: u64, index: usize) -> u32 {
+    (seed.wrapping_mul(31).wrapping_add(index as u64 * 7) % 97) as u32
+}
+
+impl Executor for Fake {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        assert!(
+            !self.script.panic_in_launch.swap(false, Ordering::SeqCst),
+            "told to panic in launch"
+        );
+        self.launched.push_back(plan.clone());
+        self.script
+            .most_in_flight
+            .fetch_max(self.launched.len(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        let plan = self.launched.pop_front().expect("a step was launched");
+        self.script.steps.fetch_add(1, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_micros(
+            self.script.step_micros.load(Ordering::SeqCst),
+        ));
+        assert!(
+            !self.script.panic_in_finish.swap(false, Ordering::SeqCst),
+            "told to panic in finish"
+        );
+        if self.script.fail.swap(false, Ordering::SeqCst) {
+            return Err(StepError::Failed("told to fail".into()));
+        }
+        let sample = |run: &plimsoll_core::Run| {
+            let spec = run.sample.as_ref()?;
+            Some(Sampled {
+                token: token(spec.seed, spec.index),
+                logprobs: None,
+            })
+        };
+        let mut samples: Vec<_> = plan.runs.iter().map(sample).collect();
+        if self.script.lie.swap(false, Ordering::SeqCst) {
+            samples.pop();
+        }
+        Ok(StepOutput { samples })
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        self.script.dropped.store(true, Ordering::SeqCst);
+    }
+}
+
+struct Rig {
+    engine: EngineHandle,
+    script: Arc<Script>,
+}
+
+struct Shape {
+    max_num_seqs: usize,
+    max_queue: usize,
+    num_blocks: usize,
+    steps_in_flight: usize,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self {
+            max_num_seqs: 8,
+            max_queue: 2000,
+            num_blocks: 256,
+            steps_in_flight: 1,
+        }
+    }
+}
+
+impl Rig {
+    fn new(shape: Shape) -> Self {
+        let script = Arc::new(Script::default());
+        let executor = Fake {
+            script: Arc::clone(&script),
+            launched: VecDeque::new(),
+        };
+        let scheduler = SchedulerConfig {
+            limits: StepLimits {
+                max_num_batched_tokens: 64,
+                max_num_seqs: shape.max_num_seqs,
+                max_model_len: 256,
+            },
+            kv: KvConfig {
+                block_size: BlockSize::default(),
+                num_blocks: shape.num_blocks,
+            },
+            enable_prefix_caching: true,
+        };
+        let config = EngineConfig {
+            max_queue: shape.max_queue,
+            vocab_size: 100,
+            enable_prefix_caching: true,
+            steps_in_flight: shape.steps_in_flight,
+        };
+        let engine = EngineHandle::start(executor, scheduler, &config).unwrap();
+        Self { engine, script }
+    }
+
+    /// A request of `len` output tokens; its seed is its prompt.
+    fn submit(&self, seed: u64, len: usize) -> Result<RequestStream, SubmitError> {
+        let options = RequestOptions {
+            prompt: (0..5).map(|i| token(seed, i + 1000)).collect(),
+            max_tokens: Some(len),
+            seed,
+            ..Default::default()
+        };
+        let request = Request::new(self.engine.next_id(), options, &self.engine.limits()).unwrap();
+        self.engine.submit(request)
+    }
+
+    fn set(&self, flag: impl Fn(&Script) -> &AtomicBool) {
+        flag(&self.script).store(true, Ordering::SeqCst);
+    }
+
+    fn set_step(&self, duration: Duration) {
+        self.script
+            .step_micros
+            .store(duration.as_micros() as u64, Ordering::SeqCst);
+    }
+
+    /// Waits until `condition` holds.
+    async fn until(&self, what: &str, condition: impl Fn(&Self) -> bool) {
+        let began = Instant::now();
+        while !condition(self) {
+            assert!(
+                began.elapsed() < PATIENCE,
+                "{what} did not happen: {:?}",
+                self.engine.stats()
+            );
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    /// Nothing is in, waits, runs or holds a block.
+    async fn until_empty(&self) {
+        self.until("emptiness", |rig| {
+            let stats = rig.engine.stats();
+            stats.in_flight + stats.scheduler.running + stats.scheduler.waiting + stats.scheduler.blocks_used
+                == 0
+        })
+        .await;
+    }
+}
+
+/// Reads a stream to its end: its tokens, and how it ended.
+async fn read(mut stream: RequestStream) -> (Vec<u32>, Result<FinishReason, StepError>) {
+    let mut tokens = Vec::new();
+    loop {
+        let event = tokio::time::timeout(PATIENCE, stream.next())
+            .await
+            .expect("the stream hangs");
+        match event.expect("a stream ends with an event that says so") {
+            Event::Admitted { .. } => {}
+            Event::Token(event) => {
+                tokens.push(event.token);
+                if let Some(reason) = event.finish {
+                    assert!(stream.next().await.is_none());
+                    return (tokens, Ok(reason));
+                }
+            }
+            Event::Failed(error) => {
+                assert!(stream.next().await.is_none());
+                return (tokens, Err(error));
+            }
+        }
+    }
+}
+
+fn expected(seed: u64, len: usize) -> Vec<u32> {
+    (0..len).map(|index| token(seed, index)).collect()
+}
+
+#[tokio::test]
+async fn a_thousand_streams_get_their_own_tokens_with_little_kv() {
+    for steps_in_flight in [1, 2] {
+        let shape = Shape {
+            num_blocks: 24,
+            max_num_seqs: 16,
+            steps_in_flight,
+            ..Default::default()
+        };
+        let rig = Rig::new(shape);
+        let streams: Vec<_> = (0..1000)
+            .map(|i| (i, rig.submit(i, 1 + i as usize % 40).unwrap()))
+            .collect();
+        let reads = streams
+            .into_iter()
+            .map(|(i, stream)| async move { (i, read(stream).await) });
+        for (i, (tokens, end)) in futures::future::join_all(reads).await {
+            assert_eq!(
+                (tokens, end),
+                (expected(i, 1 + i as usize % 40), Ok(FinishReason::Length)),
+                "request {i}"
+            );
+        }
+        rig.until_empty().await;
+        let stats = rig.engine.stats();
+        assert!(
+            stats.scheduler.preemptions > 0,
+            "KV was meant to be scarce: {stats:?}"
+        );
+        assert_eq!(stats.submitted, 1000);
+        assert_eq!(stats.step_seconds.count(), stats.steps);
+        assert_eq!(rig.script.most_in_flight.load(Ordering::SeqCst), steps_in_flight);
+        assert!(
+            rig.engine.health().is_moving(Duration::ZERO),
+            "there is no work to stall"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_step_that_fails_takes_its_own_requests_along_and_no_others() {
+    type Flag = fn(&Script) -> &AtomicBool;
+    let flags: [(Flag, &str); 4] = [
+        (|s| &s.fail, "told to fail"),
+        (|s| &s.panic_in_launch, "told to panic in launch"),
+        (|s| &s.panic_in_finish, "told to panic in finish"),
+        (|s| &s.lie, "results for"),
+    ];
+    for (flag, message) in flags {
+        let rig = Rig::new(Shape {
+            max_num_seqs: 2,
+            ..Default::default()
+        });
+        rig.set_step(Duration::from_millis(20));
+        rig.set(flag);
+        // Two run, one waits: only the two are in the step that fails.
+        let [a, b, c] = [1, 2, 3].map(|seed| rig.submit(seed, 3).unwrap());
+        let (a, b, c) = tokio::join!(read(a), read(b), read(c));
+        let failed = [&a, &b, &c].into_iter().filter(|(_, end)| end.is_err()).count();
+        assert!((1..=2).contains(&failed), "{failed} failed");
+        assert!(a.1.unwrap_err().to_string().contains(message), "{message}");
+        assert_eq!(c, (expected(3, 3), Ok(FinishReason::Length)));
+        rig.until_empty().await;
+        let health = rig.engine.health();
+        assert_eq!((health.phase, health.failures_in_a_row), (Phase::Running, 0));
+        assert!(health.last_error.unwrap().contains(message));
+        assert_eq!(rig.engine.stats().failed_steps, 1);
+        assert_eq!(
+            read(rig.submit(4, 5).unwrap()).await,
+            (expected(4, 5), Ok(FinishReason::Length))
+        );
+    }
+}
+
+#[tokio::test]
+async fn failures_in_a_row_are_counted() {
+    let rig = Rig::new(Shape::default());
+    for n in 1..=3 {
+        rig.set(|s| &s.fail);
+        assert!(read(rig.submit(n, 3).unwrap()).await.1.is_err());
+        assert_eq!(rig.engine.health().failures_in_a_row, n);
+    }
+    assert!(read(rig.submit(9, 1).unwrap()).await.1.is_ok());
+    assert_eq!(rig.engine.health().failures_in_a_row, 0);
+}
+
+#[tokio::test]
+async fn a_storm_of_cancellations_disturbs_nobody() {
+    let seed = rand::random::<u64>();
+    let mut random = StdRng::seed_from_u64(seed);
+    for steps_in_flight in [1, 2] {
+        let rig = Rig::new(Shape {
+            num_blocks: 32,
+            steps_in_flight,
+            ..Default::default()
+        });
+        let mut readers = Vec::new();
+        for i in 0..400 {
+            let mut stream = rig.submit(i, 30).unwrap();
+            // One in four stays; the others leave at once, after some events, or after some time.
+            match random.random_range(0..4) {
+                0 => readers.push((i, tokio::spawn(read(stream)))),
+                1 => drop(stream),
+                2 => {
+                    let events = random.random_range(0..20);
+                    tokio::spawn(async move {
+                        for _ in 0..events {
+                            stream.next().await;
+                        }
+                    });
+                }
+                _ => {
+                    let time = Duration::from_micros(random.random_range(0..5000));
+                    tokio::spawn(async move {
+                        tokio::time::sleep(time).await;
+                        drop(stream);
+                    });
+                }
+            }
+            tokio::task::yield_now().await;
+        }
+        for (i, reader) in readers {
+            let (tokens, end) = reader.await.unwrap();
+            assert_eq!(
+                (tokens, end),
+                (expected(i, 30), Ok(FinishReason::Length)),
+                "request {i}, seed {seed}"
+            );
+        }
+        rig.until_empty().await;
+        assert!(rig.engine.stats().scheduler.cancelled > 0, "seed {seed}");
+    }
+}
+
+#[tokio::test]
+async fn admission_is_bounded_and_says_when_to_come_back() {
+    let rig = Rig::new(Shape {
+        max_num_seqs: 2,
+        max_queue: 3,
+        ..Default::default()
+    });
+    rig.set_step(Duration::from_millis(5));
+    let mut streams: Vec<_> = (0..5).map(|i| rig.submit(i, 20).unwrap()).collect();
+    let refused = rig.submit(5, 20).unwrap_err();
+    let SubmitError::QueueFull {
+        limit: 5,
+        retry_after,
+    } = refused
+    else {
+        panic!("{refused:?}")
+    };
+    assert!((1..=60).contains(&retry_after.as_secs()), "{retry_after:?}");
+    assert_eq!(rig.engine.stats().refused, 1);
+    // One that leaves makes room for one.
+    drop(streams.remove(3));
+    rig.until("a free place", |rig| rig.engine.stats().in_flight == 4)
+        .await;
+    streams.push(rig.submit(6, 20).unwrap());
+    assert!(matches!(rig.submit(7, 20), Err(SubmitError::QueueFull { .. })));
+    for stream in streams {
+        assert!(read(stream).await.1.is_ok());
+    }
+}
+
+#[tokio::test]
+async fn an_id_that_is_in_is_refused() {
+    let rig = Rig::new(Shape::default());
+    rig.set_step(Duration::from_millis(5));
+    let options = RequestOptions {
+        prompt: vec![1],
+        max_tokens: Some(20),
+        ..Default::default()
+    };
+    let request = Request::new(rig.engine.next_id(), options, &rig.engine.limits()).unwrap();
+    let stream = rig.engine.submit(request.clone()).unwrap();
+    assert_eq!(
+        rig.engine.submit(request.clone()).unwrap_err(),
+        SubmitError::DuplicateId(request.id())
+    );
+    assert!(read(stream).await.1.is_ok());
+}
+
+#[tokio::test]
+async fn a_drain_finishes_what_is_in_and_refuses_the_rest() {
+    let rig = Rig::new(Shape::default());
+    rig.set_step(Duration::from_millis(2));
+    let reader = tokio::spawn(read(rig.submit(1, 50).unwrap()));
+    let draining = tokio::spawn({
+        let engine = rig.engine.clone();
+        async move { engine.drain(PATIENCE).await }
+    });
+    rig.until("the drain", |rig| rig.engine.health().phase != Phase::Running)
+        .await;
+    assert_eq!(rig.submit(2, 1).unwrap_err(), SubmitError::ShuttingDown);
+    assert!(!rig.engine.health().is_moving(PATIENCE));
+    assert_eq!(reader.await.unwrap(), (expected(1, 50), Ok(FinishReason::Length)));
+    assert_eq!(draining.await.unwrap(), Drained::Complete);
+    assert!(
+        rig.script.dropped.load(Ordering::SeqCst),
+        "the executor's memory is free"
+    );
+    assert_eq!(rig.engine.health().phase, Phase::Stopped);
+    assert_eq!(rig.submit(3, 1).unwrap_err(), SubmitError::ShuttingDown);
+    assert_eq!(rig.engine.drain(PATIENCE).await, Drained::Complete);
+}
+
+#[tokio::test]
+async fn a_drain_fails_what_is_left_when_time_is_up() {
+    let rig = Rig::new(Shape {
+        max_num_seqs: 1,
+        ..Default::default()
+    });
+    rig.set_step(Duration::from_millis(10));
+    let readers: Vec<_> = (0..3)
+        .map(|i| tokio::spawn(read(rig.submit(i, 200).unwrap())))
+        .collect();
+    assert_eq!(
+        rig.engine.drain(Duration::from_millis(50)).await,
+        Drained::Failed(3)
+    );
+    for reader in readers {
+        let (_, end) = reader.await.unwrap();
+        assert!(end.unwrap_err().to_string().contains("shut down"));
+    }
+    assert!(rig.script.dropped.load(Ordering::SeqCst));
+}
+
+#[tokio::test]
+async fn a_drain_returns_though_a_step_hangs() {
+    let rig = Rig::new(Shape::default());
+    rig.set_step(Duration::from_secs(4));
+    let reader = tokio::spawn(read(rig.submit(1, 5).unwrap()));
+    rig.until("a step", |rig| rig.engine.health().step_in_progress.is_some())
+        .await;
+    let began = Instant::now();
+    assert_eq!(
+        rig.engine.drain(Duration::from_millis(20)).await,
+        Drained::Failed(1)
+    );
+    assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
+    assert!(reader.await.unwrap().1.is_err());
+}
+
+#[tokio::test]
+async fn a_stall_is_seen() {
+    let rig = Rig::new(Shape::default());
+    assert!(rig.engine.health().stalled_for.is_none());
+    rig.set_step(Duration::from_millis(300));
+    let stream = rig.submit(1, 1).unwrap();
+    rig.until("a stall", |rig| {
+        !rig.engine.health().is_moving(Duration::from_millis(100))
+    })
+    .await;
+    let health = rig.engine.health();
+    assert_eq!(health.phase, Phase::Running);
+    assert!(
+        health.step_in_progress.unwrap() >= Duration::from_millis(50),
+        "{health:?}"
+    );
+    assert!(read(stream).await.1.is_ok());
+    assert!(rig.engine.health().is_moving(Duration::from_millis(100)));
+}
+
+#[tokio::test]
+async fn a_dead_engine_is_no_silent_hang() {
+    let rig = Rig::new(Shape {
+        num_blocks: 4,
+        ..Default::default()
+    });
+    rig.set_step(Duration::from_millis(5));
+    let innocent = rig.submit(1, 50).unwrap();
+    // A request made with other limits breaks the scheduler's contract, which ends the thread.
+    let limits = plimsoll_core::Limits {
+        kv_capacity_tokens: 10_000,
+        ..rig.engine.limits()
+    };
+    let options = RequestOptions {
+        prompt: vec![1; 100],
+        max_tokens: Some(100),
+        ..Default::default()
+    };
+    let guilty = rig
+        .engine
+        .submit(Request::new(rig.engine.next_id(), options, &limits).unwrap())
+        .unwrap();
+    tokio::time::timeout(PATIENCE, rig.engine.ended())
+        .await
+        .expect("the end is announced");
+    for stream in [innocent, guilty] {
+        assert!(matches!(read(stream).await.1, Err(StepError::Panicked(m)) if m.contains("other limits")));
+    }
+    assert_eq!(rig.engine.health().phase, Phase::Dead);
+    assert!(matches!(rig.submit(2, 1), Err(SubmitError::Dead(m)) if m.contains("other limits")));
+    rig.engine
+        .drain(PATIENCE)
+        .now_or_never()
+        .expect("a dead engine needs no drain");
+}
+
+#[tokio::test]
+async fn an_idle_engine_takes_no_steps_and_ends_with_its_last_handle() {
+    let Rig { engine, script } = Rig::new(Shape::default());
+    let rig = Rig {
+        engine,
+        script: Arc::clone(&script),
+    };
+    assert!(read(rig.submit(1, 3).unwrap()).await.1.is_ok());
+    rig.until_empty().await;
+    let steps = script.steps.load(Ordering::SeqCst);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(script.steps.load(Ordering::SeqCst), steps);
+    let stream = rig.submit(2, 100).unwrap();
+    drop(rig);
+    // The stream alone keeps the engine alive.
+    assert_eq!(read(stream).await.0, expected(2, 100));
+    let began = Instant::now();
+    while !script.dropped.load(Ordering::SeqCst) {
+        assert!(began.elapsed() < PATIENCE, "the thread outlives its handles");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}

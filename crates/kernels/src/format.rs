@@ -1,0 +1,216 @@
+//! The packed block formats, one for each of ggml's.
+
+use crate::dtype::WeightType;
+use crate::linear::PANEL;
+
+/// How codes are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Codes {
+    /// Four bits: per 8 inputs 64 bytes, the low nibbles inputs 0..4 of the sixteen outputs, the high ones 4..8.
+    U4,
+    /// Six bits (also for 5-bit types): per 16 inputs two blocks of nibbles as above, then 64 bytes of upper bit pairs, pair
+    /// `i` belonging to inputs `4i..4i + 4`.
+    U6,
+    /// Eight bits, plus 128: per 4 inputs 64 bytes.
+    I8,
+}
+
+/// A packed block format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Spec {
+    pub(crate) codes: Codes,
+    /// Inputs that share a scale.
+    pub(crate) group: usize,
+    /// Groups with integer scales that share a float scale, as in the k-quants; 1 where each group has its own f16.
+    pub(crate) groups: usize,
+    /// Groups have a minimum; otherwise `offset` is subtracted from each code.
+    pub(crate) min: bool,
+    pub(crate) offset: i32,
+}
+
+/// The packed formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(non_camel_case_types)]
+pub(crate) enum Format {
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    /// Also Q8_1, whose sums are redundant.
+    Q8_0,
+    Q2K,
+    Q3K,
+    Q4K,
+    Q5K,
+    Q6K,
+    Q8K,
+}
+
+impl Format {
+    pub(crate) fn of(dtype: WeightType) -> Option<Self> {
+        Some(match dtype {
+            WeightType::F32 | WeightType::F16 | WeightType::Bf16 => return None,
+            WeightType::Q4_0 => Self::Q4_0,
+            WeightType::Q4_1 => Self::Q4_1,
+            WeightType::Q5_0 => Self::Q5_0,
+            WeightType::Q5_1 => Self::Q5_1,
+            WeightType::Q8_0 | WeightType::Q8_1 => Self::Q8_0,
+            WeightType::Q2K => Self::Q2K,
+            WeightType::Q3K => Self::Q3K,
+            WeightType::Q4K => Self::Q4K,
+            WeightType::Q5K => Self::Q5K,
+            WeightType::Q6K => Self::Q6K,
+            WeightType::Q8K => Self::Q8K,
+        })
+    }
+
+    pub(crate) const fn spec(self) -> Spec {
+        match self {
+            Self::Q4_0 => Spec {
+                codes: Codes::U4,
+                group: 32,
+                groups: 1,
+                min: false,
+                offset: 8,
+            },
+            Self::Q4_1 => Spec {
+                codes: Codes::U4,
+                group: 32,
+                groups: 1,
+                min: true,
+                offset: 0,
+            },
+            Self::Q5_0 => Spec {
+                codes: Codes::U6,
+                group: 32,
+                groups: 1,
+                min: false,
+                offset: 16,
+            },
+            Self::Q5_1 => Spec {
+                codes: Codes::U6,
+                group: 32,
+                groups: 1,
+                min: true,
+                offset: 0,
+            },
+            Self::Q8_0 => Spec {
+                codes: Codes::I8,
+                group: 32,
+                groups: 1,
+                min: false,
+                offset: 128,
+            },
+            Self::Q2K => Spec {
+                codes: Codes::U4,
+                group: 16,
+                groups: 16,
+                min: true,
+                offset: 0,
+            },
+            Self::Q3K => Spec {
+                codes: Codes::U4,
+                group: 16,
+                groups: 16,
+                min: false,
+                offset: 4,
+            },
+            Self::Q4K => Spec {
+                codes: Codes::U4,
+                group: 32,
+                groups: 8,
+                min: true,
+                offset: 0,
+            },
+            Self::Q5K => Spec {
+                codes: Codes::U6,
+                group: 32,
+                groups: 8,
+                min: true,
+                offset: 0,
+            },
+            Self::Q6K => Spec {
+                codes: Codes::U6,
+                group: 16,
+                groups: 16,
+                min: false,
+                offset: 32,
+            },
+            Self::Q8K => Spec {
+                codes: Codes::I8,
+                group: 32,
+                groups: 8,
+                min: false,
+                offset: 128,
+            },
+        }
+    }
+
+    pub(crate) fn group(self) -> usize {
+        self.spec().group
+    }
+}
+
+impl Spec {
+    /// Inputs of a block.
+    pub(crate) const fn block(&self) -> usize {
+        self.group * self.groups
+    }
+
+    pub(crate) const fn is_super(&self) -> bool {
+        self.groups > 1
+    }
+
+    /// Bytes of the float scales before the groups of a block: scale, then minimum.
+    pub(crate) const fn header_bytes(&self) -> usize {
+        if self.is_super() {
+            (1 + self.min as usize) * 4 * PANEL
+        } else {
+            0
+        }
+    }
+
+    /// Bytes of the scales (and again of the minima) of one group.
+    pub(crate) const fn scale_bytes(&self) -> usize {
+        if self.is_super() { PANEL } else { 2 * PANEL }
+    }
+
+    /// Bytes before the codes of a group.
+    pub(crate) const fn group_header_bytes(&self) -> usize {
+        (1 + self.min as usize) * self.scale_bytes()
+    }
+
+    const fn code_bytes(&self) -> usize {
+        let bits = match self.codes {
+            Codes::U4 => 4,
+            Codes::U6 => 6,
+            Codes::I8 => 8,
+        };
+        self.group * PANEL * bits / 8
+    }
+
+    /// Bytes of one group of a panel.
+    pub(crate) const fn group_bytes(&self) -> usize {
+        self.group_header_bytes() + self.code_bytes()
+    }
+
+    /// Bytes of one block of a panel.
+    pub(crate) const fn block_bytes(&self) -> usize {
+        self.header_bytes() + self.groups * self.group_bytes()
+    }
+}
+
+/// By discriminant.
+pub(crate) const FORMATS: [Format; 11] = [
+    Format::Q4_0,
+    Format::Q4_1,
+    Format::Q5_0,
+    Format::Q5_1,
+    Format::Q8_0,
+    Format::Q2K,
+    Format::Q3K,
+    Format::Q4K,
+    Format::Q5K,
+    Format::Q6K,
+    Format::Q8K,
+];

@@ -1,0 +1,46 @@
+//! The operations of a step, on the CPU: slices in, slices out, `f32` activations.
+//!
+//! All matrices are row-major; `[tokens, n]` is one row of `n` per token. Operations that need scratch take it from the step
+//! [`Arena`](plimsoll_device::Arena) in a frame of their own, so no other frame of that arena may be open.
+//!
+//! Two promises hold for every operation here, and make a model's text independent of scheduling:
+//! - a row's result depends on that row (and its context) alone, never on the rows it is batched with: matrix products,
+//!   norms and attention accumulate in an order fixed by position, whatever the tile;
+//! - all instruction sets give the same bits (see `simd`).
+
+#![allow(
+    clippy::needless_range_loop,
+    reason = "register tiles are several arrays under one index"
+)]
+
+mod activation;
+mod attention;
+mod dense;
+mod dtype;
+mod embedding;
+mod format;
+mod kv;
+mod linear;
+mod norm;
+mod pack;
+mod parallel;
+mod philox;
+mod quantize;
+mod quantized;
+mod rope;
+mod sample;
+mod simd;
+#[cfg(test)]
+mod testing;
+
+pub use activation::silu_mul;
+pub use attention::{AttentionOptions, attention};
+pub use dtype::{Matrix, WeightError, WeightType};
+pub use embedding::Embedding;
+pub use kv::{KvElement, KvLayout, PagedKv, PagedKvMut, RunMeta};
+pub use linear::Linear;
+pub use norm::{add_rms_norm, rms_norm};
+pub use parallel::{set_threads, threads};
+pub use rope::{QkNorm, qk_norm_rope_kv_write, rope_angles};
+pub use sample::{SampleError, sample};
+pub use simd::instruction_set;

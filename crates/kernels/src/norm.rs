@@ -1,0 +1,147 @@
+use crate::parallel::{Disjoint, run_ranges};
+use crate::simd::{Kernel, LANES, Level, Simd, dispatch};
+
+/// [RMSNorm](https://arxiv.org/abs/1910.07467): `x / sqrt(mean(x²) + eps) × weight` for each row; `x` and `out` are
+/// `[tokens, n]`, `weight` is `[n]`.
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    assert_eq!(x.len(), out.len());
+    norm_rows(Level::detect(), Source::Plain(x), weight, eps, out);
+}
+
+/// `residual += x`, then [`rms_norm`] of the new residual into `out`; all three are `[tokens, n]`.
+pub fn add_rms_norm(residual: &mut [f32], x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    assert_eq!((x.len(), residual.len()), (out.len(), out.len()));
+    norm_rows(
+        Level::detect(),
+        Source::Sum(Disjoint::new(residual), x),
+        weight,
+        eps,
+        out,
+    );
+}
+
+/// Elements below which another thread costs more than it brings.
+const GRAIN: usize = 8192;
+
+enum Source<'a> {
+    Plain(&'a [f32]),
+    /// Residual and what is added to it.
+    Sum(Disjoint<'a, f32>, &'a [f32]),
+}
+
+fn norm_rows(level: Level, source: Source<'_>, weight: &[f32], eps: f32, out: &mut [f32]) {
+    let n = weight.len();
+    assert!(
+        n > 0 && out.len().is_multiple_of(n),
+        "{} elements are not rows of {n}",
+        out.len()
+    );
+    let rows = out.len() / n;
+    let out = Disjoint::new(out);
+    run_ranges(rows, (GRAIN / n).max(1), &|rows| {
+        for row in rows {
+            // SAFETY: rows are disjoint.
+            let out = unsafe { out.part(row * n, n) };
+            let row = row * n..(row + 1) * n;
+            match &source {
+                Source::Plain(x) => dispatch(
+                    level,
+                    RmsNorm {
+                        x: &x[row],
+                        weight,
+                        eps,
+                        out,
+                    },
+                ),
+                Source::Sum(residual, x) => {
+                    // SAFETY: rows are disjoint.
+                    let residual = unsafe { residual.part(row.start, n) };
+                    for (r, x) in residual.iter_mut().zip(&x[row]) {
+                        *r += x;
+                    }
+                    dispatch(
+                        level,
+                        RmsNorm {
+                            x: residual,
+                            weight,
+                            eps,
+                            out,
+                        },
+                    );
+                }
+            }
+        }
+    });
+}
+
+/// One row; also the per-head norm of q and k.
+pub(crate) struct RmsNorm<'a> {
+    pub(crate) x: &'a [f32],
+    pub(crate) weight: &'a [f32],
+    pub(crate) eps: f32,
+    pub(crate) out: &'a mut [f32],
+}
+
+impl Kernel for RmsNorm<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { x, weight, eps, out } = self;
+        let n = x.len();
+        assert!(weight.len() == n && out.len() == n);
+        // SAFETY: the features are there by the caller's promise, the array has sixteen elements.
+        let sum = unsafe {
+            let mut squares = S::splat(0.0);
+            let mut chunks = x.chunks_exact(LANES);
+            for chunk in &mut chunks {
+                let v = S::load(chunk.as_ptr());
+                squares = S::fma(v, v, squares);
+            }
+            let mut rest = [0f32; LANES];
+            rest[..n % LANES].copy_from_slice(chunks.remainder());
+            let rest = S::load(rest.as_ptr());
+            S::sum(S::fma(rest, rest, squares))
+        };
+        let scale = 1.0 / (sum / n as f32 + eps).sqrt();
+        for i in 0..n {
+            out[i] = x[i] * scale * weight[i];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{assert_close, assert_same_bits, normal, rng, seeds};
+    use rand::Rng;
+
+    #[test]
+    fn matches_the_definition_on_every_instruction_set() {
+        for seed in seeds(8) {
+            let mut rng = rng(seed);
+            let (rows, n) = (rng.random_range(1..40), rng.random_range(1..700));
+            let (x, y, weight) = (
+                normal(&mut rng, rows * n),
+                normal(&mut rng, rows * n),
+                normal(&mut rng, n),
+            );
+            let mut want = Vec::new();
+            for row in 0..rows {
+                let sum = |i: usize| f64::from(x[row * n + i] + y[row * n + i]);
+                let square = (0..n).map(|i| sum(i).powi(2)).sum::<f64>() / n as f64;
+                want.extend((0..n).map(|i| sum(i) / (square + 1e-5).sqrt() * f64::from(weight[i])));
+            }
+            let (mut residual, mut out) = (x.clone(), vec![f32::NAN; rows * n]);
+            add_rms_norm(&mut residual, &y, &weight, 1e-5, &mut out);
+            assert_close(&out, &want, 1e-6, &format!("seed {seed}"));
+            let sums: Vec<f32> = x.iter().zip(&y).map(|(x, y)| x + y).collect();
+            assert_same_bits(&residual, &sums, "residual");
+            for level in Level::available() {
+                let mut again = vec![f32::NAN; rows * n];
+                norm_rows(level, Source::Plain(&residual), &weight, 1e-5, &mut again);
+                assert_same_bits(&again, &out, &format!("seed {seed} {level:?}"));
+            }
+        }
+    }
+}

@@ -1,0 +1,146 @@
+use crate::kv::{KvElement, PagedKvMut, RunMeta};
+use crate::norm::RmsNorm;
+use crate::parallel::{Disjoint, run_ranges};
+use crate::simd::{Level, dispatch};
+
+/// Cosines and sines of the rotary angles of a step's rows: `out` is `[tokens, 2 × pairs]`, each row the cosines and then
+/// the sines; `frequencies` is `[pairs]`, in radians per position. Once per step, for all layers.
+pub fn rope_angles(frequencies: &[f32], runs: &[RunMeta<'_>], out: &mut [f32]) {
+    let pairs = frequencies.len();
+    for run in runs {
+        for i in 0..run.len {
+            let row = &mut out[(run.first_row + i) * 2 * pairs..][..2 * pairs];
+            let (cos, sin) = row.split_at_mut(pairs);
+            for (pair, &frequency) in frequencies.iter().enumerate() {
+                // In f64: at position 100,000 an f32 angle is off by 0.004.
+                let angle = (run.start + i) as f64 * f64::from(frequency);
+                (sin[pair], cos[pair]) = (angle.sin() as f32, angle.cos() as f32);
+            }
+        }
+    }
+}
+
+/// Norms of the heads of q and k before the rotation (Qwen3).
+#[derive(Clone, Copy, Debug)]
+pub struct QkNorm<'a> {
+    /// Of every query head, `[head_dim]`.
+    pub q: &'a [f32],
+    /// Of every key head, `[head_dim]`.
+    pub k: &'a [f32],
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// From the fused projection to attention's inputs: normalises the heads of q and k if asked to, rotates them
+/// ([RoFormer](https://arxiv.org/abs/2104.09864), the "NeoX" pairing of element `i` with `i + pairs`) and writes k and v
+/// into the cache and q into `q`.
+///
+/// `qkv` is `[tokens, (heads + 2 × kv_heads) × head_dim]`, `angles` is [`rope_angles`]' (elements beyond `2 × pairs` of a
+/// head are not rotated), `q` is `[tokens, heads × head_dim]`. Every row must belong to one of `runs`.
+pub fn qk_norm_rope_kv_write<E: KvElement>(
+    qkv: &[f32],
+    norm: Option<QkNorm<'_>>,
+    angles: &[f32],
+    runs: &[RunMeta<'_>],
+    kv: &mut PagedKvMut<'_, E>,
+    q: &mut [f32],
+) {
+    let tokens: usize = runs.iter().map(|run| run.len).sum();
+    if tokens == 0 {
+        return;
+    }
+    let layout = kv.layout;
+    let dim = layout.head_dim;
+    let heads = q.len() / (tokens * dim);
+    let width = (heads + 2 * layout.kv_heads) * dim;
+    assert_eq!(
+        q.len(),
+        tokens * heads * dim,
+        "q is not [tokens, heads, head_dim]"
+    );
+    assert_eq!(
+        qkv.len(),
+        tokens * width,
+        "qkv is not [tokens, heads + 2 kv_heads, head_dim]"
+    );
+    let pairs = angles.len() / (2 * tokens);
+    assert!(
+        angles.len() == tokens * 2 * pairs && 2 * pairs <= dim,
+        "angles are not [tokens, 2, pairs]"
+    );
+    runs.iter()
+        .for_each(|run| run.check(&layout, kv.k.len().min(kv.v.len())));
+
+    let level = Level::detect();
+    let (q, k_cache, v_cache) = (Disjoint::new(q), Disjoint::new(kv.k), Disjoint::new(kv.v));
+    let block_size = layout.block_size.tokens();
+    let write = |run: &RunMeta<'_>, i: usize| {
+        let row = run.first_row + i;
+        let (cos, sin) = angles[row * 2 * pairs..(row + 1) * 2 * pairs].split_at(pairs);
+        let (q_in, kv_in) = qkv[row * width..(row + 1) * width].split_at(heads * dim);
+        let (k_in, v_in) = kv_in.split_at(layout.kv_heads * dim);
+        // SAFETY: rows are disjoint.
+        let q_out = unsafe { q.part(row * heads * dim, heads * dim) };
+        for (head, out) in q_in.chunks_exact(dim).zip(q_out.chunks_exact_mut(dim)) {
+            norm_and_rotate(level, head, norm.map(|n| (n.q, n.eps)), cos, sin, out);
+        }
+        let (block, slot) = ((run.start + i) / block_size, (run.start + i) % block_size);
+        let mut rotated = [0f32; MAX_HEAD_DIM];
+        let rotated = &mut rotated[..dim];
+        for head in 0..layout.kv_heads {
+            let offset = layout.head_offset(run.blocks[block], head);
+            norm_and_rotate(
+                level,
+                &k_in[head * dim..][..dim],
+                norm.map(|n| (n.k, n.eps)),
+                cos,
+                sin,
+                rotated,
+            );
+            // SAFETY: this element is of this row's slot; slots of different rows are disjoint because the scheduler
+            // gives each writable block to one request.
+            let put = |cache: &Disjoint<'_, E>, at: usize, value: f32| unsafe {
+                cache.part(at, 1)[0] = E::from_f32(value);
+            };
+            for (d, &value) in rotated.iter().enumerate() {
+                put(&k_cache, offset + d * block_size + slot, value);
+            }
+            for (d, &value) in v_in[head * dim..][..dim].iter().enumerate() {
+                put(&v_cache, offset + slot * dim + d, value);
+            }
+        }
+    };
+    for run in runs {
+        run_ranges(run.len, 16, &|rows| rows.for_each(|i| write(run, i)));
+    }
+}
+
+/// Largest head this crate handles; those of known models end at 256.
+pub(crate) const MAX_HEAD_DIM: usize = 1024;
+
+fn norm_and_rotate(
+    level: Level,
+    head: &[f32],
+    norm: Option<(&[f32], f32)>,
+    cos: &[f32],
+    sin: &[f32],
+    out: &mut [f32],
+) {
+    match norm {
+        Some((weight, eps)) => dispatch(
+            level,
+            RmsNorm {
+                x: head,
+                weight,
+                eps,
+                out,
+            },
+        ),
+        None => out.copy_from_slice(head),
+    }
+    let pairs = cos.len();
+    let (first, rest) = out.split_at_mut(pairs);
+    for (i, (a, b)) in first.iter_mut().zip(rest).enumerate() {
+        (*a, *b) = (*a * cos[i] - *b * sin[i], *b * cos[i] + *a * sin[i]);
+    }
+}

@@ -1,0 +1,91 @@
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use super::{Kernel, Simd};
+
+/// AVX-512 with VNNI.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+/// # Safety
+/// The CPU has the features named here.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Out {
+    // SAFETY: the caller's promise.
+    unsafe { kernel.run::<Avx512>() }
+}
+
+/// Bodies of intrinsics: every function of the trait is unsafe for the same two reasons.
+macro_rules! op {
+    ($name:ident$(<const $c:ident: usize>)?($($arg:ident: $ty:ty),*) $(-> $out:ty)? $body:block) => {
+        #[inline(always)]
+        unsafe fn $name$(<const $c: usize>)?($($arg: $ty),*) $(-> $out)? {
+            // SAFETY: the caller promised the CPU features and valid pointers.
+            unsafe { $body }
+        }
+    };
+}
+
+impl Simd for Avx512 {
+    type F = __m512;
+    type I = __m512i;
+    const ACCUMULATORS: usize = 16;
+    const DOT_IS_BIASED: bool = true;
+
+    op!(prefetch(from: *const u8) { _mm_prefetch::<_MM_HINT_T0>(from.cast()) });
+    op!(splat(value: f32) -> __m512 { _mm512_set1_ps(value) });
+    op!(load(from: *const f32) -> __m512 { _mm512_loadu_ps(from) });
+    op!(load_f16(from: *const f16) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) });
+    op!(load_bf16(from: *const bf16) -> __m512 {
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()))))
+    });
+    op!(load_i8(from: *const i8) -> __m512 {
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
+    });
+    op!(store(to: *mut f32, value: __m512) { _mm512_storeu_ps(to, value) });
+    op!(store_i8(to: *mut i8, value: __m512) {
+        _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(value)))
+    });
+    op!(add(a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) });
+    op!(sub(a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) });
+    op!(mul(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) });
+    op!(div(a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) });
+    op!(fma(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) });
+    op!(max(a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) });
+    op!(min(a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) });
+    op!(zero_below(a: __m512, b: __m512, value: __m512) -> __m512 {
+        _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b), value)
+    });
+    op!(pow2(n: __m512) -> __m512 {
+        let n = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<23>(n))
+    });
+    op!(round(a: __m512) -> __m512 { _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(a) });
+    op!(keep_below(a: __m512, n: usize, fill: __m512) -> __m512 {
+        _mm512_mask_blend_ps(((1u32 << n.min(16)) - 1) as __mmask16, fill, a)
+    });
+    op!(splat_i(value: i32) -> __m512i { _mm512_set1_epi32(value) });
+    op!(load_bytes(from: *const u8) -> __m512i { _mm512_loadu_si512(from.cast()) });
+    op!(low_nibbles(v: __m512i) -> __m512i { _mm512_and_si512(v, _mm512_set1_epi8(15)) });
+    op!(high_nibbles(v: __m512i) -> __m512i {
+        _mm512_and_si512(_mm512_srli_epi16::<4>(v), _mm512_set1_epi8(15))
+    });
+    op!(bit_pair_to_4<const PAIR: usize>(v: __m512i) -> __m512i {
+        let moved = match PAIR {
+            0 => _mm512_slli_epi16::<4>(v),
+            1 => _mm512_slli_epi16::<2>(v),
+            2 => v,
+            _ => _mm512_srli_epi16::<2>(v),
+        };
+        _mm512_and_si512(moved, _mm512_set1_epi8(0x30))
+    });
+    op!(add_i(a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) });
+    op!(times_128(a: __m512i) -> __m512i { _mm512_slli_epi32::<7>(a) });
+    op!(or(a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) });
+    op!(dot4(acc: __m512i, w: __m512i, x: i32) -> __m512i { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)) });
+    op!(dot4_biased(acc: __m512i, w: __m512i, x: i32) -> __m512i {
+        _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x))
+    });
+    op!(to_f32(a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) });
+}

@@ -1,0 +1,151 @@
+//! What the manager promises, one promise at a time.
+
+use plimsoll_core::{BlockSize, KvConfig, TokenId};
+use plimsoll_kv::{BlockTable, KvManager, OutOfBlocks};
+
+fn manager(num_blocks: usize) -> KvManager {
+    KvManager::new(
+        KvConfig {
+            block_size: BlockSize::new(8).expect("8 is legal"),
+            num_blocks,
+        },
+        true,
+    )
+}
+
+/// `n` tokens that begin with those of any shorter prompt of the same kind.
+fn tokens(kind: TokenId, n: usize) -> Vec<TokenId> {
+    (0..n as TokenId).map(|i| 1000 * kind + i).collect()
+}
+
+fn compute(manager: &mut KvManager, tokens: &[TokenId]) -> BlockTable {
+    let mut table = manager.open(tokens, 0).expect("there is room");
+    manager.commit(&mut table, tokens);
+    table
+}
+
+#[test]
+fn blocks_are_shared_once_computed_and_counted() {
+    let mut manager = manager(8);
+    let mut first = manager.open(&tokens(1, 20), 0).unwrap();
+    let second = manager.open(&tokens(1, 20), 0).unwrap();
+    assert_eq!(
+        (first.computed(), second.computed(), manager.stats().used),
+        (0, 0, 6),
+        "nothing is computed yet"
+    );
+    manager.commit(&mut first, &tokens(1, 17));
+    let third = manager.open(&tokens(1, 20), 0).unwrap();
+    assert_eq!((third.computed(), manager.stats().used), (16, 7));
+    assert_eq!(third.blocks()[..2], first.blocks()[..2]);
+    assert_ne!(third.blocks()[2], first.blocks()[2]);
+    manager.release(first);
+    manager.release(second);
+    assert_eq!(manager.stats().used, 3);
+    manager.check_invariants([&third]).unwrap();
+    manager.release(third);
+    assert_eq!((manager.stats().used, manager.stats().cached), (0, 2));
+}
+
+#[test]
+fn the_last_token_is_always_computed() {
+    let mut manager = manager(8);
+    let table = compute(&mut manager, &tokens(1, 16));
+    manager.release(table);
+    let table = manager.open(&tokens(1, 16), 0).unwrap();
+    assert_eq!(table.computed(), 8, "the second block holds the last token");
+    manager.release(table);
+    assert_eq!(manager.open(&tokens(1, 17), 0).unwrap().computed(), 16);
+}
+
+#[test]
+fn all_or_nothing() {
+    let mut manager = manager(4);
+    let mut table = compute(&mut manager, &tokens(1, 16));
+    assert_eq!(
+        manager.open(&tokens(2, 17), 0).unwrap_err(),
+        OutOfBlocks {
+            needed: 3,
+            available: 2
+        }
+    );
+    assert_eq!(
+        manager.open(&tokens(2, 9), 1).unwrap_err(),
+        OutOfBlocks {
+            needed: 3,
+            available: 2
+        }
+    );
+    assert_eq!(
+        manager.reserve(&mut table, 40).unwrap_err(),
+        OutOfBlocks {
+            needed: 3,
+            available: 2
+        }
+    );
+    assert_eq!((manager.available(), table.blocks().len()), (2, 2));
+    manager.reserve(&mut table, 32).unwrap();
+    assert_eq!(manager.available(), 0);
+}
+
+#[test]
+fn the_least_recently_used_goes_first_and_ends_before_beginnings() {
+    let mut manager = manager(4);
+    for kind in [1, 2] {
+        let table = compute(&mut manager, &tokens(kind, 16));
+        manager.release(table);
+    }
+    // Used again: now 2 is the oldest.
+    let table = manager.open(&tokens(1, 17), 0).unwrap();
+    assert_eq!(
+        (table.computed(), manager.stats().evictions),
+        (16, 1),
+        "the third block was the end of 2"
+    );
+    manager.release(table);
+    assert_eq!(manager.open(&tokens(2, 17), 0).unwrap().computed(), 8);
+}
+
+#[test]
+fn a_block_whose_beginning_is_gone_is_not_found_after_another() {
+    let mut manager = manager(4);
+    let (a, b, rest) = (tokens(1, 8), tokens(2, 8), tokens(3, 9));
+    let then_rest = |first: &[TokenId]| [first, &rest].concat();
+    // Both compute `a`; one copy is cached and its owner leaves, the other goes on and caches what follows `a`.
+    let mut short = manager.open(&a, 0).unwrap();
+    let mut long = manager.open(&then_rest(&a), 0).unwrap();
+    manager.commit(&mut short, &a);
+    manager.commit(&mut long, &then_rest(&a)[..16]);
+    let reused = short.blocks()[0];
+    manager.release(short);
+    // `b` takes the block that held `a`.
+    let table = compute(&mut manager, &b);
+    assert_eq!(table.blocks(), [reused]);
+    manager.release(long);
+    let table = manager.open(&then_rest(&b), 0).unwrap();
+    assert_eq!(
+        table.computed(),
+        8,
+        "what is cached after `a` is not what comes after `b`"
+    );
+}
+
+#[test]
+fn without_prefix_caching_nothing_is_kept() {
+    let mut manager = KvManager::new(
+        KvConfig {
+            block_size: BlockSize::default(),
+            num_blocks: 4,
+        },
+        false,
+    );
+    let table = compute(&mut manager, &tokens(1, 40));
+    manager.release(table);
+    assert_eq!(
+        (
+            manager.stats().cached,
+            manager.open(&tokens(1, 40), 0).unwrap().computed()
+        ),
+        (0, 0)
+    );
+}

@@ -1,0 +1,149 @@
+//! From a step plan to the rows of a batch.
+
+use std::collections::{HashMap, HashSet};
+
+use plimsoll_core::{BlockId, KvConfig, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan, TokenId};
+use plimsoll_kernels::RunMeta;
+
+/// What one step computes: rows of tokens, and which of them belong together.
+#[derive(Debug)]
+pub(crate) struct Batch<'a> {
+    /// Ids, run after run.
+    pub(crate) tokens: &'a [TokenId],
+    pub(crate) runs: Vec<RunMeta<'a>>,
+}
+
+/// The bounds inside which a plan is legal.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bounds {
+    pub(crate) limits: StepLimits,
+    pub(crate) kv: KvConfig,
+    pub(crate) vocab_size: usize,
+}
+
+impl Bounds {
+    /// Says what is wrong with a plan. The kernels rely on all of this.
+    pub(crate) fn check(&self, plan: &StepPlan, last: &HashMap<RequestId, TokenId>) -> Result<(), String> {
+        let (limits, tokens) = (&self.limits, plan.num_tokens());
+        if plan.runs.len() > limits.max_num_seqs {
+            return Err(format!(
+                "{} runs in a step of at most {}",
+                plan.runs.len(),
+                limits.max_num_seqs
+            ));
+        }
+        if tokens > limits.max_num_batched_tokens {
+            return Err(format!(
+                "{tokens} tokens in a step of at most {}",
+                limits.max_num_batched_tokens
+            ));
+        }
+        let mut requests = HashSet::new();
+        for run in &plan.runs {
+            let unique = requests
+                .insert(run.request)
+                .then_some(())
+                .ok_or("it is in the plan twice".to_owned());
+            unique
+                .and_then(|()| self.check_input(run, last))
+                .and_then(|()| self.check_blocks(run))
+                .and_then(|()| {
+                    run.sample
+                        .as_ref()
+                        .map_or(Ok(()), |sample| self.check_sample(sample))
+                })
+                .map_err(|message| format!("{}: {message}", run.request))?;
+        }
+        Ok(())
+    }
+
+    fn check_input(&self, run: &Run, last: &HashMap<RequestId, TokenId>) -> Result<(), String> {
+        match &run.input {
+            RunInput::Known(tokens) if tokens.is_empty() => Err("a run without tokens".to_owned()),
+            RunInput::Known(tokens) => self.check_tokens(tokens),
+            RunInput::LastSampled if last.contains_key(&run.request) => Ok(()),
+            RunInput::LastSampled => Err("nothing was sampled for it in the step before".to_owned()),
+        }
+    }
+
+    fn check_tokens(&self, tokens: &[TokenId]) -> Result<(), String> {
+        match tokens.iter().find(|&&token| token as usize >= self.vocab_size) {
+            Some(token) => Err(format!("token {token} of a vocabulary of {}", self.vocab_size)),
+            None => Ok(()),
+        }
+    }
+
+    fn check_blocks(&self, run: &Run) -> Result<(), String> {
+        let limit = self.limits.max_model_len;
+        let end = run.start.checked_add(run.input.len()).filter(|&end| end <= limit);
+        let Some(end) = end else {
+            return Err(format!(
+                "{} tokens from {} on exceed the longest context, {limit}",
+                run.input.len(),
+                run.start
+            ));
+        };
+        let block_size = self.kv.block_size;
+        let needed = block_size.blocks_for(end);
+        let Some(blocks) = run.blocks.get(..needed) else {
+            return Err(format!(
+                "{} blocks for {end} tokens; {needed} are needed",
+                run.blocks.len()
+            ));
+        };
+        if let Some(block) = blocks.iter().find(|block| block.index() >= self.kv.num_blocks) {
+            return Err(format!("block {} of {}", block.0, self.kv.num_blocks));
+        }
+        // The rows of a run are written in parallel.
+        let written = &blocks[run.start / block_size.tokens()..];
+        let distinct: HashSet<BlockId> = written.iter().copied().collect();
+        match distinct.len() == written.len() {
+            true => Ok(()),
+            false => Err("a block to be written is in its table twice".to_owned()),
+        }
+    }
+
+    fn check_sample(&self, sample: &SampleSpec) -> Result<(), String> {
+        if sample.params.needs_history() && sample.prompt_len > sample.history.len() {
+            return Err(format!(
+                "a prompt of {} tokens in a history of {}",
+                sample.prompt_len,
+                sample.history.len()
+            ));
+        }
+        self.check_tokens(&sample.history)
+    }
+}
+
+impl<'a> Batch<'a> {
+    /// Packs a checked plan: token ids go to `tokens`, which has room for exactly the plan's.
+    pub(crate) fn pack(
+        plan: &'a StepPlan,
+        last: &HashMap<RequestId, TokenId>,
+        tokens: &'a mut [TokenId],
+    ) -> Self {
+        let mut first_row = 0;
+        let mut runs = Vec::with_capacity(plan.runs.len());
+        for run in &plan.runs {
+            let len = run.input.len();
+            let rows = &mut tokens[first_row..first_row + len];
+            match &run.input {
+                RunInput::Known(known) => rows.copy_from_slice(known),
+                RunInput::LastSampled => rows[0] = last[&run.request],
+            }
+            runs.push(RunMeta {
+                first_row,
+                len,
+                start: run.start,
+                blocks: &run.blocks,
+            });
+            first_row += len;
+        }
+        Self { tokens, runs }
+    }
+
+    /// The last row of run `index`.
+    pub(crate) fn last_row(&self, index: usize) -> usize {
+        self.runs[index].first_row + self.runs[index].len - 1
+    }
+}

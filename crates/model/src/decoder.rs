@@ -1,0 +1,212 @@
+//! The network: pre-norm blocks of grouped-query attention over a paged KV cache and a SwiGLU MLP.
+
+use std::sync::Arc;
+
+use half::f16;
+use plimsoll_core::Oom;
+use plimsoll_device::Arena;
+use plimsoll_kernels::{
+    AttentionOptions, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm, attention,
+    qk_norm_rope_kv_write, rope_angles, silu_mul,
+};
+
+use crate::batch::Batch;
+use crate::state::{KvCache, KvElementType};
+use crate::weights::Loader;
+use crate::{DecoderSpec, ModelError};
+
+/// The decoder's weights.
+#[derive(Debug)]
+pub(crate) struct Decoder {
+    spec: DecoderSpec,
+    /// Radians per position of each pair of a head's elements.
+    frequencies: Vec<f32>,
+    embedding: Embedding,
+    layers: Vec<Layer>,
+    final_norm: Vec<f32>,
+    /// Shares the embedding's memory where tied.
+    lm_head: Arc<Linear>,
+}
+
+#[derive(Debug)]
+struct Layer {
+    attention_norm: Vec<f32>,
+    /// q, k and v, stacked.
+    qkv: Linear,
+    qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    output: Linear,
+    mlp_norm: Vec<f32>,
+    /// Gate and up, stacked.
+    gate_up: Linear,
+    down: Linear,
+    /// Tokens attention sees.
+    window: Option<usize>,
+}
+
+impl Decoder {
+    pub(crate) fn load(spec: &DecoderSpec, loader: &mut Loader<'_>) -> Result<Self, ModelError> {
+        let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
+        let mut frequencies = spec.rope.frequencies(spec.head_dim);
+        // GGUF files of Llama 3 spell out the scaling, one divisor per frequency.
+        if let Some(factors) = loader.optional_vector("rope_freqs.weight", frequencies.len())? {
+            frequencies
+                .iter_mut()
+                .zip(&factors)
+                .for_each(|(frequency, factor)| *frequency /= factor);
+        }
+        let embedding = loader.embedding("model.embed_tokens", vocab, hidden)?;
+        let lm_head = match spec.tied_embeddings {
+            true => embedding.tied(),
+            false => Arc::new(loader.linear(&[("lm_head".to_owned(), vocab)], hidden, false)?),
+        };
+        Ok(Self {
+            embedding,
+            lm_head,
+            layers: (0..spec.num_layers)
+                .map(|i| Layer::load(spec, i, loader))
+                .collect::<Result<_, _>>()?,
+            final_norm: loader.vector("model.norm.weight", hidden)?,
+            spec: spec.clone(),
+            frequencies,
+        })
+    }
+
+    /// Runs the batch through all blocks and extends its requests' KV. Returns the given rows of it, ascending, ready for
+    /// [`Self::logits`]: `[rows, hidden_size]`.
+    pub(crate) fn forward<'a>(
+        &self,
+        batch: &Batch<'_>,
+        rows: &[usize],
+        kv: &mut KvCache,
+        arena: &'a Arena,
+    ) -> Result<&'a [f32], Oom> {
+        match kv.element {
+            KvElementType::F32 => self.forward_as::<f32>(batch, rows, kv, arena),
+            KvElementType::F16 => self.forward_as::<f16>(batch, rows, kv, arena),
+        }
+    }
+
+    fn forward_as<'a, E: KvElement>(
+        &self,
+        batch: &Batch<'_>,
+        rows: &[usize],
+        kv: &mut KvCache,
+        arena: &'a Arena,
+    ) -> Result<&'a [f32], Oom> {
+        let spec = &self.spec;
+        let (n, eps) = (batch.tokens.len(), spec.rms_norm_eps);
+        let (width, inner, q_size) = (spec.hidden_size, spec.intermediate_size, spec.q_size());
+        let scale = 1.0 / (spec.head_dim as f32).sqrt();
+        let mut hidden = arena.alloc::<f32>(n * width)?;
+        let mut delta = arena.alloc::<f32>(n * width)?;
+        let mut normed = arena.alloc::<f32>(n * width)?;
+        let angles = arena.alloc::<f32>(n * spec.head_dim)?;
+        let qkv = arena.alloc::<f32>(n * (q_size + 2 * spec.kv_size()))?;
+        let q = arena.alloc::<f32>(n * q_size)?;
+        let mut attended = arena.alloc::<f32>(n * q_size)?;
+        let mut gate_up = arena.alloc::<f32>(n * 2 * inner)?;
+        let mut activated = arena.alloc::<f32>(n * inner)?;
+
+        rope_angles(&self.frequencies, &batch.runs, angles);
+        self.embedding.forward(batch.tokens, hidden);
+        delta.fill(0.0);
+        for (index, (layer, mut kv)) in self.layers.iter().zip(kv_layers::<E>(spec, kv)).enumerate() {
+            add_rms_norm(hidden, delta, &layer.attention_norm, eps, normed);
+            layer.qkv.forward(normed, qkv, arena)?;
+            qk_norm_rope_kv_write(qkv, layer.qk_norm(eps), angles, &batch.runs, &mut kv, q);
+            let options = AttentionOptions {
+                scale,
+                window: layer.window,
+            };
+            attention(q, kv.as_ref(), &batch.runs, options, attended, arena)?;
+
+            if index + 1 == self.layers.len() {
+                // The KV is complete; from here on only the rows that are asked for matter.
+                let m = rows.len();
+                hidden = keep_rows(hidden, width, rows);
+                attended = keep_rows(attended, q_size, rows);
+                (delta, normed) = (&mut delta[..m * width], &mut normed[..m * width]);
+                (gate_up, activated) = (&mut gate_up[..m * 2 * inner], &mut activated[..m * inner]);
+                if rows.is_empty() {
+                    break;
+                }
+            }
+            layer.output.forward(attended, delta, arena)?;
+            add_rms_norm(hidden, delta, &layer.mlp_norm, eps, normed);
+            layer.gate_up.forward(normed, gate_up, arena)?;
+            silu_mul(gate_up, inner, activated);
+            layer.down.forward(activated, delta, arena)?;
+        }
+        add_rms_norm(hidden, delta, &self.final_norm, eps, normed);
+        Ok(normed)
+    }
+
+    /// Logits, `[rows, vocab_size]`, of normalised rows.
+    pub(crate) fn logits(&self, normed: &[f32], out: &mut [f32], arena: &Arena) -> Result<(), Oom> {
+        self.lm_head.forward(normed, out, arena)
+    }
+}
+
+impl Layer {
+    fn load(spec: &DecoderSpec, index: usize, loader: &mut Loader<'_>) -> Result<Self, ModelError> {
+        let name = |part: &str| format!("model.layers.{index}.{part}");
+        let (hidden, inner) = (spec.hidden_size, spec.intermediate_size);
+        let (q, kv) = (spec.q_size(), spec.kv_size());
+        let qkv = [
+            (name("self_attn.q_proj"), q),
+            (name("self_attn.k_proj"), kv),
+            (name("self_attn.v_proj"), kv),
+        ];
+        let gate_up = [(name("mlp.gate_proj"), inner), (name("mlp.up_proj"), inner)];
+        let qk_norm = match spec.qk_norm {
+            false => None,
+            true => Some((
+                loader.vector(&name("self_attn.q_norm.weight"), spec.head_dim)?,
+                loader.vector(&name("self_attn.k_norm.weight"), spec.head_dim)?,
+            )),
+        };
+        Ok(Self {
+            attention_norm: loader.vector(&name("input_layernorm.weight"), hidden)?,
+            qkv: loader.linear(&qkv, hidden, spec.qkv_bias)?,
+            qk_norm,
+            output: loader.linear(&[(name("self_attn.o_proj"), hidden)], q, false)?,
+            mlp_norm: loader.vector(&name("post_attention_layernorm.weight"), hidden)?,
+            gate_up: loader.linear(&gate_up, hidden, false)?,
+            down: loader.linear(&[(name("mlp.down_proj"), hidden)], inner, false)?,
+            window: spec.window(index),
+        })
+    }
+
+    fn qk_norm(&self, eps: f32) -> Option<QkNorm<'_>> {
+        self.qk_norm.as_ref().map(|(q, k)| QkNorm { q, k, eps })
+    }
+}
+
+/// The cache, layer by layer.
+fn kv_layers<'a, E: KvElement>(
+    spec: &DecoderSpec,
+    kv: &'a mut KvCache,
+) -> impl Iterator<Item = PagedKvMut<'a, E>> + use<'a, E> {
+    let KvCache { slab, config, .. } = kv;
+    let layout = KvLayout {
+        kv_heads: spec.num_kv_heads,
+        head_dim: spec.head_dim,
+        block_size: config.block_size,
+    };
+    let elements = layout.elements(config.num_blocks);
+    // At least 1, as a cache without blocks has nothing to chunk.
+    slab.as_mut_slice::<E>()
+        .chunks_exact_mut((2 * elements).max(1))
+        .map(move |layer| {
+            let (k, v) = layer.split_at_mut(elements);
+            PagedKvMut { k, v, layout }
+        })
+}
+
+/// Moves the given rows, ascending, to the front and returns them.
+fn keep_rows<'a>(matrix: &'a mut [f32], width: usize, rows: &[usize]) -> &'a mut [f32] {
+    for (to, &from) in rows.iter().enumerate() {
+        matrix.copy_within(from * width..(from + 1) * width, to * width);
+    }
+    &mut matrix[..rows.len() * width]
+}

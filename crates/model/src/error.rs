@@ -1,0 +1,147 @@
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use plimsoll_core::Oom;
+
+/// Why a model could not be loaded. Every message names the thing at fault.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file could not be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// The path holds no model we can load.
+    #[error("{} is not a model: {expected}", path.display())]
+    NotAModel {
+        /// The path as given.
+        path: PathBuf,
+        /// What was looked for.
+        expected: &'static str,
+    },
+    /// A file is truncated, corrupt or not what its name says.
+    #[error("{} is corrupt or incomplete: {message}; download it again", path.display())]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        message: String,
+    },
+    /// A configuration does not parse, or two of its fields contradict each other.
+    #[error("{}: {message}", path.display())]
+    Config {
+        /// config.json, generation_config.json or the GGUF file.
+        path: PathBuf,
+        /// What is wrong; names the field.
+        message: String,
+    },
+    /// No family of ours has this name.
+    #[error("architecture `{found}` is not supported; supported are {supported}")]
+    UnknownArchitecture {
+        /// As the model calls it.
+        found: String,
+        /// What would have been right.
+        supported: String,
+    },
+    /// The configuration asks for something this decoder does not do.
+    #[error("configuration field `{field}` is {value}, which is not supported; {supported}")]
+    Unsupported {
+        /// The field.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What would have been right.
+        supported: String,
+    },
+    /// The weights lack a tensor.
+    #[error("tensor `{name}` is missing (expected shape {expected})")]
+    MissingTensor {
+        /// As the file would call it.
+        name: String,
+        /// Shape the configuration implies.
+        expected: Shape,
+    },
+    /// A tensor does not fit the configuration.
+    #[error("tensor `{name}` has shape {found}, the configuration implies {expected}")]
+    MisshapenTensor {
+        /// As the file calls it.
+        name: String,
+        /// Shape the configuration implies.
+        expected: Shape,
+        /// Shape in the file.
+        found: Shape,
+    },
+    /// A tensor is stored in a way we cannot compute with.
+    #[error("tensor `{name}` has type {found}; supported are {supported}")]
+    TensorType {
+        /// As the file calls it.
+        name: String,
+        /// Type in the file.
+        found: String,
+        /// What would have been right.
+        supported: &'static str,
+    },
+    /// The kernels cannot use a tensor.
+    #[error("tensor `{name}`: {message}")]
+    Weights {
+        /// As the file calls it.
+        name: String,
+        /// What the kernels said.
+        message: String,
+    },
+    /// The weights hold decoder tensors that the configuration gives no place, so the output would be wrong.
+    #[error("the weights hold tensors that this architecture does not use: {names}")]
+    UnusedTensors {
+        /// The first few names.
+        names: String,
+    },
+    /// The weights do not fit the device.
+    #[error(transparent)]
+    Oom(#[from] Oom),
+}
+
+impl ModelError {
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_owned();
+        |source| Self::Io { path, source }
+    }
+
+    pub(crate) fn corrupt(path: &Path, message: impl fmt::Display) -> Self {
+        Self::Corrupt {
+            path: path.to_owned(),
+            message: message.to_string(),
+        }
+    }
+
+    pub(crate) fn config(path: &Path, message: impl fmt::Display) -> Self {
+        Self::Config {
+            path: path.to_owned(),
+            message: message.to_string(),
+        }
+    }
+
+    pub(crate) fn unsupported(
+        field: impl Into<String>,
+        value: impl fmt::Display,
+        supported: impl Into<String>,
+    ) -> Self {
+        Self::Unsupported {
+            field: field.into(),
+            value: value.to_string(),
+            supported: supported.into(),
+        }
+    }
+}
+
+/// A tensor's shape, outermost dimension first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape(pub Vec<usize>);
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.0)
+    }
+}

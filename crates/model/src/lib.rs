@@ -1,0 +1,28 @@
+//! Models: configuration, weights, the decoder, the runner.
+//!
+//! [`Model::load`] reads a directory or a GGUF file into charged, packed weights; [`Model::build_state`] makes a [`Runner`],
+//! the [`plimsoll_core::Executor`] that turns step plans into sampled tokens.
+
+pub mod arch;
+mod batch;
+mod config;
+mod decoder;
+mod error;
+mod generation;
+mod gguf;
+mod model;
+pub mod rope;
+mod runner;
+mod spec;
+mod state;
+mod weights;
+
+pub use arch::Architecture;
+pub use config::ModelConfig;
+pub use error::{ModelError, Shape};
+pub use generation::GenerationConfig;
+pub use gguf::GgufFile;
+pub use model::{KvCacheDtype, LoadFormat, LoadOptions, Model};
+pub use runner::Runner;
+pub use spec::{DecoderSpec, SlidingWindow};
+pub use weights::Progress;

@@ -1,0 +1,182 @@
+use std::path::Path;
+use std::sync::Arc;
+
+use plimsoll_core::{BlockSize, Oom, StateConfig, StepLimits, TokenId};
+use plimsoll_device::{Budget, Charge};
+use plimsoll_kernels::WeightType;
+
+use crate::decoder::Decoder;
+use crate::state::KvElementType;
+use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
+use crate::{DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress, Runner};
+
+/// How to load a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Where the weights come from.
+    pub format: LoadFormat,
+    /// Element of the KV cache.
+    pub kv_cache_dtype: KvCacheDtype,
+}
+
+/// Where weights come from (`--load-format`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LoadFormat {
+    /// From the files: safetensors in a directory, or a GGUF file.
+    #[default]
+    Auto,
+    /// Random, for benchmarks and tests that need a configuration alone.
+    Dummy {
+        /// The same seed gives the same weights.
+        seed: u64,
+    },
+}
+
+/// Element of the KV cache (`--kv-cache-dtype`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvCacheDtype {
+    /// f32 for weights stored as f32, otherwise f16.
+    #[default]
+    Auto,
+    /// 4 bytes.
+    F32,
+    /// 2 bytes.
+    F16,
+}
+
+/// A model's configuration and weights. States that serve it are built with [`Model::build_state`].
+#[derive(Debug)]
+pub struct Model {
+    config: ModelConfig,
+    generation: GenerationConfig,
+    pub(crate) decoder: Decoder,
+    pub(crate) kv_element: KvElementType,
+    /// Given back after the weights: fields are dropped in order.
+    _charges: Vec<Charge>,
+}
+
+impl Model {
+    /// Loads a model directory (config.json, safetensors) or a GGUF file. Every weight is charged to `budget` before it is
+    /// allocated; `progress` hears about every tensor.
+    ///
+    /// # Errors
+    /// [`ModelError`], which names what is at fault. [`ModelError::Oom`] if the weights do not fit.
+    pub fn load(
+        path: &Path,
+        options: LoadOptions,
+        budget: &Budget,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Arc<Self>, ModelError> {
+        let description = Description::read(path)?;
+        let spec = &description.config.spec;
+        let source: Box<dyn Source + '_> = match (options.format, &description.gguf) {
+            (LoadFormat::Dummy { seed }, _) => Box::new(DummyWeights {
+                seed,
+                dtype: description.config.dtype.unwrap_or(WeightType::F32),
+            }),
+            (LoadFormat::Auto, Some(file)) => {
+                Box::new(GgufWeights::new(file, description.config.architecture, spec))
+            }
+            (LoadFormat::Auto, None) => Box::new(Checkpoint::open(path)?),
+        };
+        let mut loader = Loader::new(&*source, budget, progress);
+        let decoder = Decoder::load(spec, &mut loader)?;
+        let kv_element = match options.kv_cache_dtype {
+            KvCacheDtype::F32 => KvElementType::F32,
+            KvCacheDtype::Auto if loader.all_f32() => KvElementType::F32,
+            KvCacheDtype::F16 | KvCacheDtype::Auto => KvElementType::F16,
+        };
+        let charges = loader.finish()?;
+        drop(source);
+        let Description {
+            config, generation, ..
+        } = description;
+        Ok(Arc::new(Self {
+            config,
+            generation,
+            decoder,
+            kv_element,
+            _charges: charges,
+        }))
+    }
+
+    /// Everything that serves: KV cache, step arena, staging, canary, as one value that is dropped whole.
+    ///
+    /// # Errors
+    /// [`Oom`], with everything given back.
+    pub fn build_state(
+        self: &Arc<Self>,
+        config: &StateConfig,
+        limits: &StepLimits,
+        budget: &Budget,
+    ) -> Result<Runner, Oom> {
+        Runner::new(Arc::clone(self), config, limits, budget)
+    }
+
+    /// What the model says about itself.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The network.
+    pub fn spec(&self) -> &DecoderSpec {
+        &self.config.spec
+    }
+
+    /// Sampling defaults that the model brings along.
+    pub fn generation(&self) -> &GenerationConfig {
+        &self.generation
+    }
+
+    /// Tokens that end a text: those of config.json, generation_config.json or the GGUF metadata.
+    pub fn eos_token_ids(&self) -> Vec<TokenId> {
+        let mut ids = self.config.eos_token_ids.clone();
+        ids.extend(&self.generation.eos_token_ids);
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    /// Bytes of KV cache per token.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        let spec = self.spec();
+        (2 * spec.num_layers * spec.kv_size() * self.kv_element.bytes()) as u64
+    }
+
+    /// Bytes of one block of the KV cache.
+    pub fn kv_bytes_per_block(&self, block_size: BlockSize) -> u64 {
+        self.kv_bytes_per_token() * block_size.tokens() as u64
+    }
+
+    /// `f32` or `f16`: the element of the KV cache.
+    pub fn kv_cache_dtype(&self) -> &'static str {
+        self.kv_element.name()
+    }
+}
+
+/// All that is known before the weights are read.
+struct Description {
+    config: ModelConfig,
+    generation: GenerationConfig,
+    gguf: Option<GgufFile>,
+}
+
+impl Description {
+    fn read(path: &Path) -> Result<Self, ModelError> {
+        if path.is_dir() {
+            let config = ModelConfig::read_json(&path.join("config.json"))?;
+            return Ok(Self {
+                config,
+                generation: GenerationConfig::read(path)?,
+                gguf: None,
+            });
+        }
+        let file = GgufFile::open(path)?;
+        let config = file.config()?;
+        Ok(Self {
+            config,
+            generation: GenerationConfig::default(),
+            gguf: Some(file),
+        })
+    }
+}

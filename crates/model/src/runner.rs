@@ -1,0 +1,177 @@
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use plimsoll_core::{
+    Component, Executor, Oom, RequestId, SampleSpec, Sampled, StateConfig, StepError, StepLimits, StepOutput,
+    StepPlan, TokenId,
+};
+use plimsoll_device::{Arena, Budget, Slab};
+use plimsoll_kernels::sample;
+
+use crate::Model;
+use crate::batch::{Batch, Bounds};
+use crate::decoder::Decoder;
+use crate::state::{KvCache, Staging};
+
+/// Rows whose logits exist at one time. Their memory, rows × vocabulary, would otherwise be the largest of the step.
+const LOGIT_ROWS: usize = 32;
+
+/// One engine state: everything that serves a model besides its weights. Dropped whole.
+#[derive(Debug)]
+pub struct Runner {
+    model: Arc<Model>,
+    bounds: Bounds,
+    kv: KvCache,
+    arena: Arena,
+    staging: Staging,
+    canary: Option<Slab>,
+    /// What the step before sampled.
+    last: HashMap<RequestId, TokenId>,
+    /// Launched and done: on a CPU, launching computes.
+    done: VecDeque<StepOutput>,
+}
+
+impl Runner {
+    pub(crate) fn new(
+        model: Arc<Model>,
+        config: &StateConfig,
+        limits: &StepLimits,
+        budget: &Budget,
+    ) -> Result<Self, Oom> {
+        let spec = model.spec();
+        let canary = usize::try_from(config.canary_bytes)
+            .map_err(|_| budget.oom(Component::Canary, config.canary_bytes))
+            .and_then(|bytes| {
+                (bytes > 0)
+                    .then(|| Slab::new(budget, Component::Canary, bytes))
+                    .transpose()
+            })?;
+        Ok(Self {
+            bounds: Bounds {
+                limits: *limits,
+                kv: config.kv,
+                vocab_size: spec.vocab_size,
+            },
+            kv: KvCache::new(budget, spec, model.kv_element, config.kv)?,
+            arena: Arena::new(budget, config.scratch)?,
+            staging: Staging::new(budget, limits)?,
+            canary,
+            last: HashMap::new(),
+            done: VecDeque::new(),
+            model,
+        })
+    }
+
+    /// Gives the canary's memory back.
+    pub fn release_canary(&mut self) {
+        self.canary = None;
+    }
+
+    /// The model that runs.
+    pub fn model(&self) -> &Arc<Model> {
+        &self.model
+    }
+
+    /// Most bytes of the step arena used at once: with a fixed arena of this size the same steps fit.
+    pub fn arena_high_water(&self) -> u64 {
+        self.arena.high_water() as u64
+    }
+
+    /// The same since it was last taken: what one step needs, if taken after each.
+    pub fn take_arena_high_water(&mut self) -> u64 {
+        self.arena.take_high_water() as u64
+    }
+
+    /// Runs `plan` and returns the logits of the given rows of its batch (tokens, run after run), ascending, as
+    /// `[rows, vocab_size]`, in place of sampling. For oracles.
+    ///
+    /// # Errors
+    /// As [`Executor::launch`].
+    pub fn logits(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Vec<f32>, StepError> {
+        let tokens = plan.num_tokens();
+        if !rows.is_sorted_by(|a, b| a < b) || rows.last().is_some_and(|&row| row >= tokens) {
+            return Err(StepError::Failed(format!(
+                "rows {rows:?} of a batch of {tokens} are not ascending rows of it"
+            )));
+        }
+        let mut out = Vec::with_capacity(rows.len() * self.bounds.vocab_size);
+        self.run(
+            plan,
+            |_| rows.to_vec(),
+            |_, logits, _| {
+                out.extend_from_slice(logits);
+                Ok(())
+            },
+        )?;
+        Ok(out)
+    }
+
+    fn step(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
+        // Which run each row of logits belongs to.
+        let sampling = plan
+            .runs
+            .iter()
+            .enumerate()
+            .filter_map(|(index, run)| Some((index, run.sample.as_ref()?)));
+        let (sampling, specs): (Vec<usize>, Vec<&SampleSpec>) = sampling.unzip();
+        let vocab = self.bounds.vocab_size;
+        let mut samples: Vec<Option<Sampled>> = vec![None; plan.runs.len()];
+        let rows = |batch: &Batch<'_>| sampling.iter().map(|&index| batch.last_row(index)).collect();
+        self.run(plan, rows, |first, logits, arena| {
+            let rows = first..first + logits.len() / vocab;
+            let sampled = sample(logits, &specs[rows.clone()], arena)?;
+            for (&index, sampled) in sampling[rows].iter().zip(sampled) {
+                let failed = |error| StepError::Failed(format!("{}: {error}", plan.runs[index].request));
+                samples[index] = Some(sampled.map_err(failed)?);
+            }
+            Ok(())
+        })?;
+        let sampled = plan.runs.iter().zip(&samples);
+        self.last = sampled
+            .filter_map(|(run, sample)| Some((run.request, sample.as_ref()?.token)))
+            .collect();
+        Ok(StepOutput { samples })
+    }
+
+    /// Runs `plan` through the decoder and hands the logits of the rows that `rows` picks to `consume`, chunk after chunk,
+    /// with the index of the chunk's first.
+    fn run(
+        &mut self,
+        plan: &StepPlan,
+        rows: impl FnOnce(&Batch<'_>) -> Vec<usize>,
+        mut consume: impl FnMut(usize, &mut [f32], &Arena) -> Result<(), StepError>,
+    ) -> Result<(), StepError> {
+        self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
+        if plan.is_empty() {
+            return Ok(());
+        }
+        self.arena.reset();
+        let Self { arena, kv, .. } = self;
+        let decoder: &Decoder = &self.model.decoder;
+        let batch = Batch::pack(plan, &self.last, self.staging.tokens(plan.num_tokens()));
+        let rows = rows(&batch);
+        let normed = decoder.forward(&batch, &rows, kv, arena)?;
+        let (width, vocab) = (self.model.spec().hidden_size, self.bounds.vocab_size);
+        let logits = arena.alloc::<f32>(rows.len().min(LOGIT_ROWS) * vocab)?;
+        for (chunk, normed) in normed.chunks(LOGIT_ROWS * width).enumerate() {
+            let logits = &mut logits[..normed.len() / width * vocab];
+            decoder.logits(normed, logits, arena)?;
+            consume(chunk * LOGIT_ROWS, logits, arena)?;
+        }
+        Ok(())
+    }
+}
+
+impl Executor for Runner {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        let output = self.step(plan)?;
+        self.done.push_back(output);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        self.done
+            .pop_front()
+            .ok_or_else(|| StepError::Failed("no step was launched".to_owned()))
+    }
+}

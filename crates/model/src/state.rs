@@ -1,0 +1,81 @@
+//! What a state owns besides the weights.
+
+use plimsoll_core::{Component, KvConfig, Oom, StepLimits, TokenId};
+use plimsoll_device::{Budget, Slab};
+
+use crate::DecoderSpec;
+
+/// Element of the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KvElementType {
+    F32,
+    F16,
+}
+
+impl KvElementType {
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 => 2,
+        }
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+        }
+    }
+}
+
+/// The paged KV cache: per layer K then V, each `[num_blocks][kv_heads][block_size][head_dim]`.
+#[derive(Debug)]
+pub(crate) struct KvCache {
+    pub(crate) slab: Slab,
+    pub(crate) config: KvConfig,
+    pub(crate) element: KvElementType,
+}
+
+impl KvCache {
+    pub(crate) fn new(
+        budget: &Budget,
+        spec: &DecoderSpec,
+        element: KvElementType,
+        config: KvConfig,
+    ) -> Result<Self, Oom> {
+        let bytes = [
+            2,
+            spec.num_layers,
+            spec.kv_size(),
+            element.bytes(),
+            config.block_size.tokens(),
+        ]
+        .into_iter()
+        .try_fold(config.num_blocks, usize::checked_mul)
+        .ok_or_else(|| budget.oom(Component::Kv, u64::MAX))?;
+        Ok(Self {
+            slab: Slab::new(budget, Component::Kv, bytes)?,
+            config,
+            element,
+        })
+    }
+}
+
+/// Input of a step, in memory that is there before the first one: the ids of all tokens of the batch.
+#[derive(Debug)]
+pub(crate) struct Staging(Slab);
+
+impl Staging {
+    pub(crate) fn new(budget: &Budget, limits: &StepLimits) -> Result<Self, Oom> {
+        let bytes = limits
+            .max_num_batched_tokens
+            .checked_mul(size_of::<TokenId>())
+            .ok_or_else(|| budget.oom(Component::Staging, u64::MAX))?;
+        Slab::new(budget, Component::Staging, bytes).map(Self)
+    }
+
+    /// Room for `len` tokens, at most as many as the limits allow.
+    pub(crate) fn tokens(&mut self, len: usize) -> &mut [TokenId] {
+        &mut self.0.as_mut_slice()[..len]
+    }
+}

@@ -1,0 +1,79 @@
+//! Random weights for any shape: benchmarks and tests need a config.json alone.
+
+use plimsoll_kernels::WeightType;
+use rayon::prelude::*;
+
+use half::{bf16, f16};
+
+use super::{Source, Tensor};
+use crate::{ModelError, Shape};
+
+/// Makes each tensor up when it is asked for. The same seed gives the same weights.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DummyWeights {
+    pub(crate) seed: u64,
+    pub(crate) dtype: WeightType,
+}
+
+impl Source for DummyWeights {
+    fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
+        let stream = name
+            .bytes()
+            .fold(self.seed, |hash, byte| mix(hash ^ u64::from(byte)));
+        let len: usize = expected.iter().product();
+        // Norms scale by about 1; matrices keep the variance of what they are applied to.
+        let (centre, spread) = match expected {
+            [_] if name.ends_with("norm.weight") => (1.0, 0.1),
+            [_] => (0.0, 0.1),
+            [.., inputs] => (0.0, (3.0 / *inputs as f32).sqrt()),
+            [] => (0.0, 1.0),
+        };
+        let value = |index: usize| centre + spread * unit(stream, index);
+        let data = match self.dtype {
+            WeightType::F16 => bytes(len, |index| f16::from_f32(value(index)).to_le_bytes()),
+            WeightType::Bf16 => bytes(len, |index| bf16::from_f32(value(index)).to_le_bytes()),
+            _ => bytes(len, |index| value(index).to_le_bytes()),
+        };
+        let dtype = match self.dtype {
+            dtype @ (WeightType::F16 | WeightType::Bf16) => dtype,
+            _ => WeightType::F32,
+        };
+        Ok(Some(Tensor {
+            name: name.to_owned(),
+            dtype,
+            shape: Shape(expected.to_vec()),
+            data: data.into(),
+        }))
+    }
+
+    fn names(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn total_bytes(&self) -> u64 {
+        0
+    }
+}
+
+fn bytes<const N: usize>(len: usize, value: impl Fn(usize) -> [u8; N] + Sync) -> Vec<u8> {
+    let mut out = vec![0; len * N];
+    out.par_chunks_exact_mut(N)
+        .with_min_len(1 << 12)
+        .enumerate()
+        .for_each(|(i, out)| out.copy_from_slice(&value(i)));
+    out
+}
+
+/// Uniform in [-1, 1).
+fn unit(stream: u64, index: usize) -> f32 {
+    let bits = mix(stream.wrapping_add(index as u64)) >> 40;
+    bits as f32 / (1 << 23) as f32 - 1.0
+}
+
+/// One step of [SplitMix64](https://doi.org/10.1145/2714064.2660195).
+fn mix(state: u64) -> u64 {
+    let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,142 @@
+//! What the tests of this crate share: golden models, plans, a request that drives itself.
+#![allow(dead_code, unreachable_pub, reason = "every test binary uses another part")]
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use plimsoll_core::{
+    BlockId, BlockSize, Executor, KvConfig, RequestId, Run, RunInput, SampleSpec, SamplingParams, Scratch,
+    StateConfig, StepLimits, StepPlan, TokenId,
+};
+use plimsoll_device::Budget;
+use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
+use serde::Deserialize;
+
+/// Every tiny model of `scripts/make-goldens`.
+pub const MODELS: [&str; 8] = [
+    "llama",
+    "llama-linear-rope",
+    "llama3-tied-bf16",
+    "mistral-window",
+    "qwen2",
+    "qwen2-window",
+    "qwen3-f16",
+    "qwen3-sharded",
+];
+
+pub const LIMITS: StepLimits = StepLimits {
+    max_num_batched_tokens: 256,
+    max_num_seqs: 16,
+    max_model_len: 128,
+};
+
+/// What transformers computed.
+#[derive(Deserialize)]
+pub struct Golden {
+    pub cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+pub struct Case {
+    pub prompt: Vec<TokenId>,
+    /// Of the last (at most eight) positions of the prompt.
+    pub last_logits: Vec<Vec<f32>>,
+    pub greedy: Vec<TokenId>,
+}
+
+pub fn repository() -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+pub fn golden_path(name: &str) -> PathBuf {
+    repository().join("tests/golden").join(name)
+}
+
+pub fn golden(name: &str) -> Golden {
+    let path = golden_path(name).join("golden.json");
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    serde_json::from_str(&text).unwrap()
+}
+
+pub fn budget() -> Budget {
+    Budget::new(1 << 32)
+}
+
+pub fn load(name: &str, kv_cache_dtype: KvCacheDtype) -> Arc<Model> {
+    let options = LoadOptions {
+        kv_cache_dtype,
+        ..Default::default()
+    };
+    Model::load(&golden_path(name), options, &budget(), &mut |_| ()).unwrap()
+}
+
+pub fn state_config(block_size: usize, num_blocks: usize) -> StateConfig {
+    StateConfig {
+        kv: KvConfig {
+            block_size: BlockSize::new(block_size).unwrap(),
+            num_blocks,
+        },
+        scratch: Scratch::Growable,
+        canary_bytes: 0,
+    }
+}
+
+pub fn runner(model: &Arc<Model>, block_size: usize, num_blocks: usize) -> Runner {
+    model
+        .build_state(&state_config(block_size, num_blocks), &LIMITS, &budget())
+        .unwrap()
+}
+
+/// Greedy sampling.
+pub fn greedy_spec(index: usize) -> SampleSpec {
+    SampleSpec {
+        params: Arc::new(SamplingParams::greedy()),
+        seed: 0,
+        index,
+        history: Vec::new(),
+        prompt_len: 0,
+    }
+}
+
+pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[BlockId]) -> Run {
+    Run {
+        request: RequestId(request),
+        start,
+        input: RunInput::Known(tokens.to_vec()),
+        blocks: blocks.to_vec(),
+        sample: None,
+    }
+}
+
+pub fn plan(runs: Vec<Run>) -> StepPlan {
+    StepPlan { step: 0, runs }
+}
+
+pub fn blocks(range: std::ops::Range<u32>) -> Vec<BlockId> {
+    range.map(BlockId).collect()
+}
+
+/// Continues `prompt` alone in `runner`: the whole prompt in one step, then token after token.
+pub fn greedy_alone(runner: &mut Runner, prompt: &[TokenId], blocks: &[BlockId], len: usize) -> Vec<TokenId> {
+    let mut out = Vec::new();
+    let mut step = run(7, 0, prompt, blocks);
+    for index in 0..len {
+        step.sample = Some(greedy_spec(index));
+        let token = runner.execute(&plan(vec![step])).unwrap().samples[0]
+            .as_ref()
+            .unwrap()
+            .token;
+        out.push(token);
+        step = run(7, prompt.len() + index, &[token], blocks);
+    }
+    out
+}
+
+/// Distance by norm, relative to the expected.
+pub fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let difference: f64 = found.iter().zip(expected).map(|(a, b)| square(a - b)).sum();
+    let norm: f64 = expected.iter().map(|&x| square(x)).sum();
+    (difference / norm).sqrt()
+}

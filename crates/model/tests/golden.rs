@@ -1,0 +1,76 @@
+//! Every family against Hugging Face transformers.
+
+mod common;
+
+use common::*;
+use plimsoll_model::KvCacheDtype;
+
+fn logits_error(name: &str, kv_cache_dtype: KvCacheDtype) -> f64 {
+    let model = load(name, kv_cache_dtype);
+    let mut worst: f64 = 0.0;
+    for case in golden(name).cases {
+        let mut runner = runner(&model, 16, 8);
+        let table = blocks(0..8);
+        let rows: Vec<usize> = (case.prompt.len() - case.last_logits.len()..case.prompt.len()).collect();
+        let found = runner
+            .logits(&plan(vec![run(1, 0, &case.prompt, &table)]), &rows)
+            .unwrap();
+        worst = worst.max(relative_error(&found, &case.last_logits.concat()));
+    }
+    worst
+}
+
+#[test]
+fn logits_equal_transformers() {
+    for name in MODELS {
+        let error = logits_error(name, KvCacheDtype::F32);
+        assert!(error < 1e-5, "{name}: relative error {error:e}");
+    }
+}
+
+/// f16 rounds K and V to 11 bits.
+#[test]
+fn logits_with_an_f16_cache_are_close() {
+    for name in MODELS {
+        let error = logits_error(name, KvCacheDtype::F16);
+        assert!(error < 3e-3, "{name}: relative error {error:e}");
+        assert!(error > 1e-6, "{name}: the cache is not f16 at all");
+    }
+}
+
+/// The golden prompts were chosen without near-ties, so both element types of the cache give the same text.
+#[test]
+fn greedy_continuations_equal_transformers() {
+    for name in MODELS {
+        for kv_cache_dtype in [KvCacheDtype::F32, KvCacheDtype::F16, KvCacheDtype::Auto] {
+            let model = load(name, kv_cache_dtype);
+            for case in golden(name).cases {
+                let mut runner = runner(&model, 16, 8);
+                let found = greedy_alone(&mut runner, &case.prompt, &blocks(0..8), case.greedy.len());
+                assert_eq!(
+                    found, case.greedy,
+                    "{name}, {kv_cache_dtype:?}, prompt {:?}",
+                    case.prompt
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn auto_caches_f32_only_for_f32_weights() {
+    let dtype = |name| load(name, KvCacheDtype::Auto).kv_cache_dtype();
+    assert_eq!(
+        (dtype("llama"), dtype("llama3-tied-bf16"), dtype("qwen3-f16")),
+        ("f32", "f16", "f16")
+    );
+}
+
+#[test]
+fn end_tokens_come_from_both_configurations() {
+    assert_eq!(load("llama", KvCacheDtype::Auto).eos_token_ids(), [2]);
+    assert_eq!(
+        load("llama3-tied-bf16", KvCacheDtype::Auto).eos_token_ids(),
+        [2, 3]
+    );
+}

@@ -1,0 +1,110 @@
+//! The default model against transformers, which computed with the same file's weights dequantised to f32.
+//!
+//! We multiply with activations rounded to 15 bits and cache f16, so logits differ by 1 to 2 parts in 10,000 of their norm.
+//! Where the best token leads by more than that it must be chosen; where two tokens nearly tie either may be.
+
+mod common;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use common::*;
+use plimsoll_core::TokenId;
+use plimsoll_model::{LoadOptions, Model};
+use serde::Deserialize;
+
+/// In logits; their standard deviation over the vocabulary is about 4.
+const NEAR_TIE: f32 = 0.01;
+
+#[derive(Deserialize)]
+struct SmolGolden {
+    cases: Vec<SmolCase>,
+}
+
+#[derive(Deserialize)]
+struct SmolCase {
+    prompt: Vec<TokenId>,
+    /// The 64 best after the prompt.
+    top_tokens: Vec<usize>,
+    top_logits: Vec<f32>,
+    greedy: Vec<TokenId>,
+    /// Lead of each greedy token over the second best.
+    leads: Vec<f32>,
+}
+
+fn file() -> PathBuf {
+    let path = repository().join(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    assert!(
+        path.exists(),
+        "{} is missing: run scripts/fetch-default-model",
+        path.display()
+    );
+    path
+}
+
+#[test]
+fn chooses_the_tokens_that_transformers_chooses() {
+    let model = Model::load(&file(), LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
+    assert_eq!(model.eos_token_ids(), [0, 2]);
+    assert_eq!(
+        (model.kv_bytes_per_token(), model.kv_cache_dtype()),
+        (2 * 30 * 192 * 2, "f16")
+    );
+    let text = std::fs::read_to_string(golden_path("smollm2/golden.json")).unwrap();
+    let golden: SmolGolden = serde_json::from_str(&text).unwrap();
+    for case in golden.cases {
+        let mut runner = runner(&model, 16, 8);
+        let table = blocks(0..8);
+        // The golden text is given, so that one near-tie does not end the comparison.
+        let text = [case.prompt.as_slice(), &case.greedy[..case.greedy.len() - 1]].concat();
+        let rows: Vec<usize> = (case.prompt.len() - 1..text.len()).collect();
+        let logits = runner
+            .logits(&plan(vec![run(1, 0, &text, &table)]), &rows)
+            .unwrap();
+        let vocab = model.spec().vocab_size;
+
+        let found: Vec<f32> = case.top_tokens.iter().map(|&token| logits[token]).collect();
+        let error = relative_error(&found, &case.top_logits);
+        assert!(error < 1e-3, "relative error {error} after {:?}", case.prompt);
+
+        let mut decided = 0;
+        for (index, logits) in logits.chunks(vocab).enumerate() {
+            let best = (0..vocab)
+                .max_by(|&a, &b| logits[a].total_cmp(&logits[b]))
+                .unwrap();
+            let expected = case.greedy[index] as usize;
+            if case.leads[index] > NEAR_TIE {
+                assert_eq!(best, expected, "token {index} after {:?}", case.prompt);
+                decided += 1;
+            } else {
+                assert!(
+                    logits[best] - logits[expected] < NEAR_TIE,
+                    "token {index} after {:?}",
+                    case.prompt
+                );
+            }
+        }
+        assert!(
+            decided >= 20,
+            "only {decided} of {} tokens were no near-tie",
+            case.greedy.len()
+        );
+
+        let certain = case.leads.iter().take_while(|&&lead| lead > NEAR_TIE).count();
+        let found = greedy_alone(&mut runner, &case.prompt, &table, certain);
+        assert_eq!(found, case.greedy[..certain]);
+    }
+}
+
+#[test]
+fn loads_quickly() {
+    let file = file();
+    let start = Instant::now();
+    Model::load(&file, LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
+    // Half a second is usual in a release build on two cores; this is for a debug build on a busy machine.
+    assert!(
+        start.elapsed() < Duration::from_secs(10),
+        "loading took {:?}",
+        start.elapsed()
+    );
+}

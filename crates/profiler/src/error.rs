@@ -1,0 +1,37 @@
+use plimsoll_core::StepError;
+
+use crate::{Diagnostic, Phase, ScenarioKind};
+
+/// Why there is no proved state. Everything the profile built is freed by then.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum ProfileError {
+    /// The spec makes no sense.
+    #[error("{0}")]
+    InvalidSpec(&'static str),
+    /// Memory that a dropped state held did not come back (A11, A52): a defect, never retried.
+    #[error(
+        "TEARDOWN LEAK after {phase}: {expected} bytes should have come back, {returned} did; this is a defect of the \
+         server: please report it with this line"
+    )]
+    TeardownLeak {
+        /// The phase whose state was dropped.
+        phase: Phase,
+        /// Bytes that should have come back.
+        expected: u64,
+        /// Bytes by which `reserved` dropped; below 0 if it rose.
+        returned: i128,
+    },
+    /// A worst step failed, and not for want of memory.
+    #[error("the worst step {scenario} of phase {phase} failed: {error}")]
+    Step {
+        /// Probe or validate.
+        phase: Phase,
+        /// Which worst step.
+        scenario: ScenarioKind,
+        /// Why.
+        error: StepError,
+    },
+    /// There is no size that fits, or the pinned one does not.
+    #[error("{0}")]
+    DoesNotFit(Box<Diagnostic>),
+}

@@ -1,0 +1,38 @@
+//! The two-pass auto-profile: the server runs the worst steps it will ever run, measures, rebuilds at the size that fits,
+//! proves that size with the same worst steps, and only then is ready. Nothing is guessed and there is no fraction to tune.
+//!
+//! [`profile`] drives a [`Target`] (a device that builds engine states and has meters) through the phases:
+//!
+//! | phase | does |
+//! |---|---|
+//! | baseline | reads the meters: weights, runtime, neighbours |
+//! | probe | a small KV cache, a growable step arena, and every worst step: the [`scenarios`] |
+//! | compute | [`Arithmetic`]: what the peak leaves for KV |
+//! | rebuild | drops the probe's state whole, checks that its memory came back, builds the final state and a canary |
+//! | validate | the same worst steps at the final size with the canary held, then frees the canary |
+//!
+//! A typed out-of-memory in the last two shrinks the target by 5 %, at most three times; then [`ProfileError::DoesNotFit`]
+//! says what would fit, as flags. The result, [`Proved`], cannot be made in any other way.
+
+mod arithmetic;
+mod diagnostic;
+mod error;
+mod observer;
+mod phases;
+mod proved;
+mod report;
+mod scenario;
+mod spec;
+mod stress;
+mod target;
+
+pub use arithmetic::{Arithmetic, Measured};
+pub use diagnostic::{Cause, Diagnostic, Knob};
+pub use error::ProfileError;
+pub use observer::{Observer, Phase, PhaseRecord, Progress};
+pub use phases::profile;
+pub use proved::{Proved, ProvedParts};
+pub use report::{Attempt, Bound, ComponentLine, Memory, Outcome, Report, ScenarioResult, Suggestion};
+pub use scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
+pub use spec::{CANARY_BYTES, KvSize, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec};
+pub use target::Target;

@@ -1,0 +1,88 @@
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::ScenarioKind;
+
+/// A phase of the profile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// What is there before any state is built.
+    Baseline,
+    /// The worst steps with a small KV cache.
+    Probe,
+    /// From measurements to a size.
+    Compute,
+    /// A state of that size.
+    Rebuild,
+    /// The worst steps at that size.
+    Validate,
+    /// Probe and rebuild were skipped: the size is given.
+    Skip,
+}
+
+impl Phase {
+    /// Name in log lines.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Baseline => "baseline",
+            Self::Probe => "probe",
+            Self::Compute => "compute",
+            Self::Rebuild => "rebuild",
+            Self::Validate => "validate",
+            Self::Skip => "skip",
+        }
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What one phase found; its `Display` is the log line `auto-profile phase=... key=value ...` (A16).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PhaseRecord {
+    /// Which phase.
+    pub phase: Phase,
+    /// Keys and values in a fixed order; bytes are plain numbers.
+    pub fields: Vec<(&'static str, String)>,
+}
+
+impl fmt::Display for PhaseRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "auto-profile phase={}", self.phase)?;
+        self.fields
+            .iter()
+            .try_for_each(|(key, value)| write!(f, " {key}={value}"))
+    }
+}
+
+/// Where the profile stands, for a progress display.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Probe or validate.
+    pub phase: Phase,
+    /// The worst step that starts now.
+    pub scenario: ScenarioKind,
+    /// Worst steps done in this phase.
+    pub done: usize,
+    /// Worst steps of this phase.
+    pub of: usize,
+}
+
+/// Hears what the profile does.
+pub trait Observer {
+    /// A phase ended.
+    fn phase(&mut self, record: &PhaseRecord);
+
+    /// A worst step starts.
+    fn progress(&mut self, _progress: Progress) {}
+}
+
+/// Hears nothing.
+impl Observer for () {
+    fn phase(&mut self, _record: &PhaseRecord) {}
+}

@@ -1,0 +1,46 @@
+use plimsoll_core::{StateConfig, StepLimits};
+
+use crate::Report;
+
+/// An engine state that has run the worst steps of its limits at its final size. [`profile`](crate::profile) makes it after
+/// a passed validation and nothing else does, so whoever holds one may serve.
+#[derive(Debug)]
+#[must_use = "dropping the proof frees the state"]
+pub struct Proved<S> {
+    pub(crate) parts: ProvedParts<S>,
+}
+
+/// What a [`Proved`] consists of.
+#[derive(Debug)]
+pub struct ProvedParts<S> {
+    /// Ready to serve; its canary is free, its KV cache holds nothing of value.
+    pub state: S,
+    /// With what to build the same again: the arena fixed, no canary.
+    pub config: StateConfig,
+    /// The steps it was proved for; larger ones must not be planned.
+    pub limits: StepLimits,
+    /// How it came to this size.
+    pub report: Report,
+}
+
+impl<S> Proved<S> {
+    /// With what to build the same state again; `config().kv` is the KV cache in use.
+    pub fn config(&self) -> StateConfig {
+        self.parts.config
+    }
+
+    /// The steps the state was proved for.
+    pub fn limits(&self) -> StepLimits {
+        self.parts.limits
+    }
+
+    /// How the state came to this size.
+    pub fn report(&self) -> &Report {
+        &self.parts.report
+    }
+
+    /// Takes the proof apart, to serve.
+    pub fn into_parts(self) -> ProvedParts<S> {
+        self.parts
+    }
+}

@@ -1,0 +1,399 @@
+use std::fmt::Write;
+
+use plimsoll_core::{Meters, Oom, StepLimits};
+use serde::Serialize;
+
+use crate::{Arithmetic, LeftOut, Margins, Measured, Phase, ProfileSpec, ScenarioKind};
+
+/// Everything the profile found, for `GET /memory`, `--profile-report`, metrics and people.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// Tokens the KV cache holds.
+    pub kv_tokens: usize,
+    /// Blocks it has.
+    pub kv_blocks: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// Bytes of the KV cache.
+    pub kv_bytes: u64,
+    /// Bytes of the step arena.
+    pub scratch_bytes: u64,
+    /// What decided the size (U35).
+    pub bound: Bound,
+    /// `--max-model-len`.
+    pub max_model_len: usize,
+    /// `--max-num-seqs`.
+    pub max_num_seqs: usize,
+    /// `--max-num-batched-tokens`.
+    pub max_num_batched_tokens: usize,
+    /// Requests of full length that fit at once.
+    pub full_length_requests: f64,
+    /// What was kept free.
+    pub margins: Margins,
+    /// Before any state was built.
+    pub baseline: Memory,
+    /// Ready to serve, the canary freed.
+    pub ready: Memory,
+    /// Absent where the size was pinned.
+    pub probe: Option<Measured>,
+    /// The probe's worst steps.
+    pub probe_scenarios: Vec<ScenarioResult>,
+    /// Absent where the size was pinned.
+    pub arithmetic: Option<Arithmetic>,
+    /// Sizes that were tried, the last of them proved.
+    pub attempts: Vec<Attempt>,
+    /// Worst cases that these limits or this size cannot reach.
+    pub left_out: Vec<LeftOut>,
+    /// Flags for the next run (B1-B6).
+    pub suggestions: Vec<Suggestion>,
+    /// Time of the whole profile.
+    pub seconds: f64,
+}
+
+/// What decides the size of the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Bound {
+    /// Memory, times `--mem-fraction`.
+    Memory,
+    /// More would be of no use.
+    Useful,
+    /// `--max-total-token-num`.
+    PinnedTokens,
+    /// `--kv-cache-memory-bytes`.
+    PinnedBytes,
+}
+
+impl Bound {
+    /// Name in logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Useful => "useful",
+            Self::PinnedTokens => "max-total-token-num",
+            Self::PinnedBytes => "kv-cache-memory-bytes",
+        }
+    }
+}
+
+/// One reading of the meters, in bytes. `components` + `unattributed` = `reserved`; with `peers` and `free` that is `total`
+/// unless the device is overdrawn.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Memory {
+    /// Capacity of the device.
+    pub total: u64,
+    /// Used by nobody.
+    pub free: u64,
+    /// Held by other processes.
+    pub peers: u64,
+    /// Held by this process.
+    pub reserved: u64,
+    /// Live in what is held.
+    pub used: u64,
+    /// `reserved` by purpose.
+    pub components: Vec<ComponentLine>,
+    /// The part of `reserved` that no component claims.
+    pub unattributed: u64,
+}
+
+/// Bytes of one purpose.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ComponentLine {
+    /// [`plimsoll_core::Component::name`].
+    pub name: &'static str,
+    /// Its bytes.
+    pub bytes: u64,
+}
+
+impl From<&Meters> for Memory {
+    fn from(meters: &Meters) -> Self {
+        let lines = meters.by_component.iter().map(|(c, bytes)| ComponentLine {
+            name: c.name(),
+            bytes,
+        });
+        Self {
+            total: meters.total,
+            free: meters.free,
+            peers: meters.peers(),
+            reserved: meters.reserved,
+            used: meters.used,
+            components: lines.collect(),
+            unattributed: meters.reserved.saturating_sub(meters.by_component.total()),
+        }
+    }
+}
+
+/// One worst step that ran.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ScenarioResult {
+    /// Which worst case.
+    pub kind: ScenarioKind,
+    /// Rows in the step.
+    pub rows: usize,
+    /// Tokens in the step.
+    pub tokens: usize,
+    /// Its time, the first run of these shapes.
+    pub seconds: f64,
+    /// Most bytes of the step arena in use at once.
+    pub scratch_bytes: u64,
+    /// Highest `reserved` of the phase so far.
+    pub peak_reserved: u64,
+}
+
+/// One size that was tried.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Attempt {
+    /// Tokens of the KV cache.
+    pub kv_tokens: usize,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// The worst steps that passed.
+    pub scenarios: Vec<ScenarioResult>,
+    /// Highest `reserved`.
+    pub peak_reserved: u64,
+    /// Its time.
+    pub seconds: f64,
+}
+
+/// How an attempt ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
+pub enum Outcome {
+    /// Every worst step ran.
+    Proved,
+    /// Memory ran out.
+    OutOfMemory {
+        /// Rebuild or validate.
+        phase: Phase,
+        /// The worst step, in validate.
+        scenario: Option<ScenarioKind>,
+        /// Bytes asked for.
+        requested: u64,
+        /// What they were for.
+        component: &'static str,
+        /// Free at that moment.
+        free: u64,
+        /// Other processes at that moment.
+        peers: u64,
+    },
+}
+
+impl Outcome {
+    pub(crate) fn out_of_memory(phase: Phase, scenario: Option<ScenarioKind>, oom: &Oom) -> Self {
+        Self::OutOfMemory {
+            phase,
+            scenario,
+            requested: oom.requested,
+            component: oom.component.name(),
+            free: oom.meters.free,
+            peers: oom.meters.peers(),
+        }
+    }
+}
+
+/// A flag that would make the next start skip the search, or use more of the device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Suggestion {
+    /// Such as `--kv-cache-memory-bytes=1073741824`.
+    pub flag: String,
+    /// What it does.
+    pub effect: String,
+}
+
+/// What a finished profile hands to its report.
+pub(crate) struct Findings {
+    pub(crate) baseline: Memory,
+    pub(crate) ready: Memory,
+    pub(crate) bound: Bound,
+    pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
+    pub(crate) attempts: Vec<Attempt>,
+    pub(crate) left_out: Vec<LeftOut>,
+    pub(crate) kv_blocks: usize,
+    pub(crate) seconds: f64,
+}
+
+impl Report {
+    pub(crate) fn new(spec: &ProfileSpec, findings: Findings) -> Self {
+        let StepLimits {
+            max_num_batched_tokens,
+            max_num_seqs,
+            max_model_len,
+        } = spec.limits;
+        let Findings {
+            baseline,
+            ready,
+            bound,
+            probe,
+            attempts,
+            left_out,
+            kv_blocks,
+            seconds,
+        } = findings;
+        let (probe, probe_scenarios, arithmetic) = match probe {
+            Some((measured, scenarios, arithmetic)) => (Some(measured), scenarios, Some(arithmetic)),
+            None => (None, Vec::new(), None),
+        };
+        let component = |name: &str| {
+            ready
+                .components
+                .iter()
+                .find(|line| line.name == name)
+                .map_or(0, |l| l.bytes)
+        };
+        let kv_bytes = component("kv");
+        let suggestions = suggestions(&arithmetic, kv_bytes, spec);
+        Self {
+            kv_tokens: kv_blocks * spec.block_size.tokens(),
+            kv_blocks,
+            block_size: spec.block_size.tokens(),
+            kv_bytes,
+            scratch_bytes: component("arena"),
+            bound,
+            max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens,
+            full_length_requests: kv_blocks as f64 / spec.request_blocks() as f64,
+            margins: spec.margins,
+            baseline,
+            ready,
+            probe,
+            probe_scenarios,
+            arithmetic,
+            attempts,
+            left_out,
+            suggestions,
+            seconds,
+        }
+    }
+
+    /// Where every byte went, for people: one line a component with a bar, the sum of the parts last.
+    pub fn table(&self) -> String {
+        let Memory {
+            total,
+            free,
+            peers,
+            unattributed,
+            ref components,
+            ..
+        } = self.ready;
+        let ours = components.iter().map(|line| (line.name, line.bytes));
+        let others = [
+            ("allocator slack", unattributed),
+            ("other processes", peers),
+            ("free", free),
+        ];
+        let rows: Vec<_> = ours
+            .chain(others)
+            .filter(|&(name, bytes)| bytes > 0 || name == "free")
+            .collect();
+        let mut text = String::new();
+        for &(name, bytes) in &rows {
+            let share = if total == 0 {
+                0.0
+            } else {
+                bytes as f64 / total as f64
+            };
+            let bar = "#".repeat((share * BAR as f64).round() as usize);
+            // Writing to a string cannot fail.
+            let _ = writeln!(
+                text,
+                "  {name:<16}{:>12} {:>6.1} %  {bar}",
+                human(bytes),
+                share * 100.0
+            );
+        }
+        let sum = rows.iter().map(|row| row.1).sum();
+        let _ = writeln!(text, "  {:<16}{:>12}", "total", human(sum));
+        let _ = write!(
+            text,
+            "  {} tokens of KV ({} blocks of {}): {:.1} requests of {} tokens; bound by {}",
+            self.kv_tokens,
+            self.kv_blocks,
+            self.block_size,
+            self.full_length_requests,
+            self.max_model_len,
+            self.bound.name()
+        );
+        text
+    }
+}
+
+/// Width of a full bar.
+const BAR: usize = 40;
+
+/// Bytes in binary units, for people.
+pub(crate) fn human(bytes: u64) -> String {
+    match bytes {
+        0..1024 => format!("{bytes} B"),
+        1024..0x10_0000 => format!("{:.1} KiB", bytes as f64 / 1024.0),
+        0x10_0000..0x4000_0000 => format!("{:.1} MiB", bytes as f64 / 1048576.0),
+        _ => format!("{:.2} GiB", bytes as f64 / 1073741824.0),
+    }
+}
+
+fn suggestions(arithmetic: &Option<Arithmetic>, kv_bytes: u64, spec: &ProfileSpec) -> Vec<Suggestion> {
+    let flag = |bytes: u64| format!("--kv-cache-memory-bytes={bytes}");
+    let again = Suggestion {
+        flag: flag(kv_bytes),
+        effect: "this size again, without the search".to_owned(),
+    };
+    let full = arithmetic
+        .as_ref()
+        .map(|a| a.full_blocks() as u64 * a.block_bytes)
+        .filter(|&b| b > kv_bytes);
+    let full = full.map(|bytes| {
+        let effect = format!(
+            "all of the device but the margins ({} more)",
+            human(bytes - kv_bytes)
+        );
+        Suggestion {
+            flag: flag(bytes),
+            effect,
+        }
+    });
+    // A pinned size needs no suggestion to pin it.
+    let again = (spec.size == crate::KvSize::Auto).then_some(again);
+    again.into_iter().chain(full).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_core::Component;
+
+    use super::*;
+
+    #[test]
+    fn memory_shows_what_no_component_claims() {
+        let mut meters = Meters {
+            total: 100,
+            free: 30,
+            used: 40,
+            reserved: 50,
+            ..Meters::default()
+        };
+        *meters.by_component.get_mut(Component::Weights) = 35;
+        *meters.by_component.get_mut(Component::Kv) = 10;
+        let memory = Memory::from(&meters);
+        assert_eq!((memory.unattributed, memory.peers), (5, 20));
+        assert_eq!(memory.components.len(), Component::ALL.len());
+        let json = serde_json::to_value(&memory).unwrap();
+        assert_eq!(
+            json["components"][0],
+            serde_json::json!({ "name": "weights", "bytes": 35 })
+        );
+    }
+
+    #[test]
+    fn bytes_for_people() {
+        let cases = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1536, "1.5 KiB"),
+            (150 << 20, "150.0 MiB"),
+            (3 << 29, "1.50 GiB"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(human(bytes), text);
+        }
+    }
+}

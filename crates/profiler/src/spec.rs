@@ -1,0 +1,246 @@
+use plimsoll_core::{BlockSize, KvConfig, StepLimits};
+use serde::Serialize;
+
+use crate::ProfileError;
+
+/// What the profile has to find a size for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ProfileSpec {
+    /// The largest step; the worst cases are derived from it.
+    pub limits: StepLimits,
+    /// Size of the vocabulary.
+    pub vocab_size: usize,
+    /// Tokens per KV block.
+    pub block_size: BlockSize,
+    /// Bytes one token takes in the KV cache, over all layers.
+    pub kv_bytes_per_token: u64,
+    /// Who decides the size.
+    pub size: KvSize,
+    /// Part of the room for KV that is used.
+    pub mem_fraction: MemFraction,
+    /// Most tokens the KV cache is given even if more fit: more would be of no use. `None`: as many as fit.
+    pub useful_tokens: Option<usize>,
+    /// What is kept free.
+    pub margins: Margins,
+}
+
+impl ProfileSpec {
+    /// A spec that measures, with default fraction and margins and no bound but memory.
+    pub fn new(
+        limits: StepLimits,
+        vocab_size: usize,
+        block_size: BlockSize,
+        kv_bytes_per_token: u64,
+    ) -> Self {
+        Self {
+            limits,
+            vocab_size,
+            block_size,
+            kv_bytes_per_token,
+            size: KvSize::Auto,
+            mem_fraction: MemFraction::default(),
+            useful_tokens: None,
+            margins: Margins::default(),
+        }
+    }
+
+    /// Tokens of the probe's KV cache (A1): enough for the largest step and its padding, at least 8192, and whatever the
+    /// context length is (A2). The largest graph batch is `max_num_seqs`. A step writes each row to blocks of its own, the
+    /// first and the last of them perhaps in part, so there must be blocks for that too.
+    pub fn probe_tokens(&self) -> usize {
+        let StepLimits {
+            max_num_batched_tokens,
+            max_num_seqs,
+            ..
+        } = self.limits;
+        (max_num_batched_tokens + max_num_seqs)
+            .max(PROBE_TOKENS)
+            .max(self.written_tokens())
+    }
+
+    /// Capacity of a KV cache that holds what any one step writes.
+    pub(crate) fn written_tokens(&self) -> usize {
+        let StepLimits {
+            max_num_batched_tokens,
+            max_num_seqs,
+            ..
+        } = self.limits;
+        let rows = max_num_seqs.min(max_num_batched_tokens);
+        (self.block_size.blocks_for(max_num_batched_tokens) + 2 * rows) * self.block_size.tokens()
+    }
+
+    pub(crate) fn check(&self) -> Result<(), ProfileError> {
+        let StepLimits {
+            max_num_batched_tokens,
+            max_num_seqs,
+            max_model_len,
+        } = self.limits;
+        let wrong = if max_num_batched_tokens == 0 {
+            "--max-num-batched-tokens must be at least 1"
+        } else if max_num_seqs == 0 {
+            "--max-num-seqs must be at least 1"
+        } else if max_model_len == 0 {
+            "--max-model-len must be at least 1"
+        } else if self.vocab_size == 0 {
+            "the model has an empty vocabulary"
+        } else if self.kv_bytes_per_token == 0 {
+            "the model keeps no KV cache, so there is nothing to size"
+        } else {
+            return Ok(());
+        };
+        Err(ProfileError::InvalidSpec(wrong))
+    }
+
+    /// KV cache of `num_blocks` blocks.
+    pub(crate) fn kv(&self, num_blocks: usize) -> KvConfig {
+        KvConfig {
+            block_size: self.block_size,
+            num_blocks,
+        }
+    }
+
+    /// Blocks that one request of `--max-model-len` needs (A17).
+    pub(crate) fn request_blocks(&self) -> usize {
+        self.block_size.blocks_for(self.limits.max_model_len)
+    }
+
+    /// Bytes of one block, as declared.
+    pub(crate) fn block_bytes(&self) -> u64 {
+        self.kv_bytes_per_token * self.block_size.tokens() as u64
+    }
+}
+
+/// Least tokens of the probe's KV cache.
+const PROBE_TOKENS: usize = 8192;
+
+/// Who decides the size of the KV cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvSize {
+    /// The profile: as much as is proved to fit.
+    #[default]
+    Auto,
+    /// `--max-total-token-num`: this many tokens, proved to fit or refused (A3).
+    Tokens(usize),
+    /// `--kv-cache-memory-bytes`: this many bytes, proved to fit or refused (A3).
+    Bytes(u64),
+}
+
+/// `--mem-fraction`: multiplies the room for KV only, not the device's total (A8).
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize)]
+#[serde(transparent)]
+pub struct MemFraction(f64);
+
+impl MemFraction {
+    /// `None` unless `fraction` is above 0 and at most 1.
+    pub fn new(fraction: f64) -> Option<Self> {
+        (fraction > 0.0 && fraction <= 1.0).then_some(Self(fraction))
+    }
+
+    /// The number.
+    pub fn get(self) -> f64 {
+        self.0
+    }
+}
+
+impl Default for MemFraction {
+    fn default() -> Self {
+        Self(0.95)
+    }
+}
+
+/// Bytes kept free of KV. Smaller ones suit small budgets, where the defaults would be most of the memory; the report says
+/// which were used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Margins {
+    /// Held while a size is proved, then freed: really free when serving starts (A12, A51).
+    pub canary_bytes: u64,
+    /// Least allowance for what allocators hold without using it (C1).
+    pub min_fragmentation_bytes: u64,
+}
+
+/// Canary of a device: 256 MiB.
+pub const CANARY_BYTES: u64 = 256 << 20;
+
+/// Least fragmentation buffer of a device: 150 MiB. The buffer is the larger of this and twice the measured fragmentation.
+pub const MIN_FRAGMENTATION_BYTES: u64 = 150 << 20;
+
+impl Default for Margins {
+    fn default() -> Self {
+        Self {
+            canary_bytes: CANARY_BYTES,
+            min_fragmentation_bytes: MIN_FRAGMENTATION_BYTES,
+        }
+    }
+}
+
+impl Margins {
+    /// The defaults, or in their proportion less: together at most an eighth of a device of `total` bytes.
+    pub fn scaled_to(total: u64) -> Self {
+        let full = Self::default();
+        let sum = full.canary_bytes + full.min_fragmentation_bytes;
+        let scale = |bytes: u64| {
+            let scaled = u128::from(bytes) * u128::from(total / 8) / u128::from(sum);
+            bytes.min(u64::try_from(scaled).unwrap_or(u64::MAX))
+        };
+        Self {
+            canary_bytes: scale(full.canary_bytes),
+            min_fragmentation_bytes: scale(full.min_fragmentation_bytes),
+        }
+    }
+
+    /// What is set aside for a measured `fragmentation` (C2).
+    pub fn fragmentation_buffer(&self, fragmentation: u64) -> u64 {
+        self.min_fragmentation_bytes.max(fragmentation.saturating_mul(2))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(batched: usize, seqs: usize, model_len: usize) -> ProfileSpec {
+        let limits = StepLimits {
+            max_num_batched_tokens: batched,
+            max_num_seqs: seqs,
+            max_model_len: model_len,
+        };
+        ProfileSpec::new(limits, 100, BlockSize::default(), 1)
+    }
+
+    #[test]
+    fn a1_a2_the_probe_holds_the_largest_step_whatever_the_context() {
+        assert_eq!(spec(512, 64, 2048).probe_tokens(), 8192);
+        assert_eq!(spec(512, 64, 1 << 20).probe_tokens(), 8192);
+        assert_eq!(spec(16384, 4, 2048).probe_tokens(), 16384 + 8 * 16);
+        // 1024 rows write to 1024 blocks and more.
+        assert_eq!(spec(2048, 1024, 2048).probe_tokens(), 2048 + 2048 * 16);
+    }
+
+    #[test]
+    fn a8_the_fraction_is_at_most_one() {
+        assert_eq!(MemFraction::default().get(), 0.95);
+        assert!(MemFraction::new(1.0).is_some());
+        for wrong in [0.0, -0.5, 1.01, f64::NAN, f64::INFINITY] {
+            assert_eq!(MemFraction::new(wrong), None);
+        }
+    }
+
+    #[test]
+    fn c1_the_buffer_is_150_mib_or_twice_the_fragmentation() {
+        let margins = Margins::default();
+        assert_eq!(margins.fragmentation_buffer(0), 150 << 20);
+        assert_eq!(margins.fragmentation_buffer(75 << 20), 150 << 20);
+        assert_eq!(margins.fragmentation_buffer(100 << 20), 200 << 20);
+        assert_eq!(margins.fragmentation_buffer(u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn small_devices_have_small_margins() {
+        assert_eq!(Margins::scaled_to(8 << 30), Margins::default());
+        assert_eq!(Margins::scaled_to(u64::MAX), Margins::default());
+        let small = Margins::scaled_to(800 << 20);
+        assert!(small.canary_bytes + small.min_fragmentation_bytes <= 100 << 20);
+        assert!(small.canary_bytes > 60 << 20 && small.min_fragmentation_bytes > 36 << 20);
+        assert_eq!(Margins::scaled_to(0).canary_bytes, 0);
+    }
+}

@@ -1,0 +1,31 @@
+use plimsoll_core::{Executor, Meters, Oom, StateConfig};
+
+/// The device, as the profile sees it: it builds engine states, and it has meters.
+///
+/// A state is one value that owns everything a [`StateConfig`] decides (KV, step arena, staging, graphs, canary) and frees
+/// all of it when dropped, so that nothing can be forgotten between two attempts (A40, A41). Weights stay outside.
+pub trait Target {
+    /// What serves once it is proved.
+    type State: Executor;
+
+    /// Builds a state. On failure everything taken so far must have been given back.
+    ///
+    /// # Errors
+    /// [`Oom`] if the device cannot hold it.
+    fn build(&mut self, config: &StateConfig) -> Result<Self::State, Oom>;
+
+    /// Reads the meters.
+    fn meters(&self) -> Meters;
+
+    /// Sets the high-water marks to what is in use now.
+    fn reset_high_water(&mut self);
+
+    /// Waits for the device and returns what allocators hold without using it.
+    fn trim(&mut self);
+
+    /// Most bytes of the step arena in use at once since the state was built or this was last called.
+    fn take_scratch_high_water(&mut self, state: &mut Self::State) -> u64;
+
+    /// Frees the state's canary.
+    fn release_canary(&mut self, state: &mut Self::State);
+}

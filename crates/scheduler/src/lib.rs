@@ -1,0 +1,22 @@
+//! Continuous batching: what runs in the next step. Pure: no device, no threads, no clock.
+//!
+//! Every step is a list of runs, each some consecutive tokens of one request; a prompt, a chunk of one and a single new
+//! token are the same thing. Requests are served in the order of their arrival: at any moment all running requests
+//! arrived before all waiting ones, the oldest are planned first, and where blocks run out the latest is preempted.
+//! A preempted request gives up its blocks and waits, first in line, to be computed again from what the prefix cache kept.
+//!
+//! Why this cannot thrash: a preemption happens with no block available, and admission needs all blocks of the request
+//! plus one for each that runs. So a preempted request does not return on the blocks it gave up, only after others ended
+//! (or when it can share blocks that it held alone). And it cannot starve: the oldest request is never preempted, and
+//! [`plimsoll_core::Request::new`] only makes requests that fit the cache alone.
+//!
+//! A step can be planned while the one before is in flight: its runs continue tokens whose value is not known yet
+//! ([`plimsoll_core::RunInput::LastSampled`]). If such a token turns out to end its request, the run behind it was in
+//! vain: its token is discarded, and the blocks go back when no step in flight uses them any more.
+
+mod scheduler;
+mod sequence;
+mod stats;
+
+pub use scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
+pub use stats::SchedulerStats;

@@ -1,0 +1,383 @@
+use std::collections::{BTreeMap, HashMap};
+
+use plimsoll_core::{
+    Event, FinishReason, KvConfig, Request, RequestId, Run, Sampled, StepError, StepLimits, StepOutput,
+    StepPlan, TokenEvent,
+};
+use plimsoll_kv::{BlockTable, KvManager};
+
+use crate::{
+    SchedulerStats,
+    sequence::{Running, Sequence},
+};
+
+/// Steps that may be planned and not yet applied: one on the device, one behind it.
+pub const MAX_IN_FLIGHT: usize = 2;
+
+/// What a scheduler needs to know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// The largest step.
+    pub limits: StepLimits,
+    /// The KV cache.
+    pub kv: KvConfig,
+    /// Share blocks between requests that begin with the same tokens.
+    pub enable_prefix_caching: bool,
+}
+
+/// Position in the order of arrival.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Arrival(u64);
+
+/// Blocks of an ended request that steps in flight still use.
+#[derive(Debug)]
+struct Leaving {
+    table: BlockTable,
+    in_flight: usize,
+}
+
+/// Decides what each step computes and owns the KV bookkeeping. A request is in exactly one of the maps below, and only
+/// those that run have a block table.
+///
+/// The caller repeats [`plan`](Self::plan), execute, [`apply`](Self::apply) (or [`fail`](Self::fail)). It may plan one
+/// step while another is in flight, up to [`MAX_IN_FLIGHT`], and applies them in order.
+#[derive(Debug)]
+pub struct Scheduler {
+    limits: StepLimits,
+    kv: KvManager,
+    waiting: BTreeMap<Arrival, Sequence>,
+    running: BTreeMap<Arrival, Running>,
+    leaving: HashMap<RequestId, Leaving>,
+    /// All requests that wait or run.
+    arrivals: HashMap<RequestId, Arrival>,
+    next_arrival: u64,
+    /// Steps planned and not yet applied or failed.
+    in_flight: Vec<u64>,
+    counters: SchedulerStats,
+}
+
+impl Scheduler {
+    /// Nothing waits, nothing runs.
+    ///
+    /// # Panics
+    /// Where the limits allow no token or no run: no request would ever end.
+    pub fn new(config: SchedulerConfig) -> Self {
+        let StepLimits {
+            max_num_batched_tokens,
+            max_num_seqs,
+            ..
+        } = config.limits;
+        assert!(
+            max_num_batched_tokens > 0 && max_num_seqs > 0,
+            "{:?} allow no step",
+            config.limits
+        );
+        Self {
+            limits: config.limits,
+            kv: KvManager::new(config.kv, config.enable_prefix_caching),
+            waiting: BTreeMap::new(),
+            running: BTreeMap::new(),
+            leaving: HashMap::new(),
+            arrivals: HashMap::new(),
+            next_arrival: 0,
+            in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
+            counters: SchedulerStats::default(),
+        }
+    }
+
+    /// Queues `request` behind all others.
+    ///
+    /// # Panics
+    /// Where its id is in use, or it was made with limits larger than this scheduler's.
+    pub fn submit(&mut self, request: Request) {
+        let longest = request.prompt().len() + request.max_tokens();
+        let fits = longest <= self.limits.max_model_len.min(self.kv.config().capacity_tokens());
+        assert!(
+            fits,
+            "{} of {longest} tokens was made with other limits than the scheduler's",
+            request.id()
+        );
+        let arrival = Arrival(self.next_arrival);
+        self.next_arrival += 1;
+        let used = self.arrivals.insert(request.id(), arrival);
+        assert!(used.is_none(), "{} is already known", request.id());
+        self.waiting.insert(arrival, Sequence::new(request));
+    }
+
+    /// Ends a request without further events. False where there is none: it may just have ended by itself.
+    pub fn cancel(&mut self, id: RequestId) -> bool {
+        let Some(arrival) = self.arrivals.get(&id).copied() else {
+            return false;
+        };
+        if self.waiting.remove(&arrival).is_some() {
+            self.arrivals.remove(&id);
+        } else {
+            self.retire(arrival);
+        }
+        self.counters.cancelled += 1;
+        true
+    }
+
+    /// True where no request waits, runs or leaves.
+    pub fn is_idle(&self) -> bool {
+        self.arrivals.is_empty() && self.leaving.is_empty()
+    }
+
+    /// The next step. Empty where there is nothing to do before new requests come or a step in flight is applied; an
+    /// empty plan is not to be executed or applied.
+    pub fn plan(&mut self) -> StepPlan {
+        let mut runs = Vec::new();
+        let mut budget = self.limits.max_num_batched_tokens;
+        if self.in_flight.len() < MAX_IN_FLIGHT && self.plan_running(&mut runs, &mut budget) {
+            self.plan_waiting(&mut runs, budget);
+        }
+        if runs.is_empty() {
+            return StepPlan::default();
+        }
+        let plan = StepPlan {
+            step: self.counters.steps,
+            runs,
+        };
+        self.in_flight.push(plan.step);
+        self.counters.steps += 1;
+        self.counters.computed_tokens += plan.num_tokens() as u64;
+        plan
+    }
+
+    /// Takes in what a step produced. The oldest step in flight comes first.
+    pub fn apply(&mut self, plan: &StepPlan, output: StepOutput) -> Vec<(RequestId, Event)> {
+        if let Some(defect) = defect(plan, &output) {
+            return self.fail(plan, &StepError::Failed(defect));
+        }
+        self.land(plan);
+        let mut events = Vec::with_capacity(plan.runs.len());
+        for (run, sampled) in plan.runs.iter().zip(output.samples) {
+            self.apply_run(run, sampled, &mut events);
+        }
+        events
+    }
+
+    /// Ends all requests of a step that failed, whatever was computed.
+    pub fn fail(&mut self, plan: &StepPlan, error: &StepError) -> Vec<(RequestId, Event)> {
+        self.land(plan);
+        let mut events = Vec::new();
+        for run in &plan.runs {
+            let id = run.request;
+            let Some((arrival, running)) = self.running_mut(id) else {
+                self.leave(id);
+                continue;
+            };
+            running.in_flight -= 1;
+            self.retire(arrival);
+            self.counters.failed += 1;
+            events.push((id, Event::Failed(error.clone())));
+        }
+        events
+    }
+
+    /// Current numbers.
+    pub fn stats(&self) -> SchedulerStats {
+        let kv = self.kv.stats();
+        SchedulerStats {
+            waiting: self.waiting.len(),
+            running: self.running.len(),
+            leaving: self.leaving.len(),
+            blocks_total: kv.total,
+            blocks_used: kv.used,
+            blocks_cached: kv.cached,
+            evictions: kv.evictions,
+            ..self.counters
+        }
+    }
+
+    /// Audits the bookkeeping, blocks included; see [`KvManager::check_invariants`]. For tests and leak audits.
+    pub fn check_invariants(&self) -> Result<(), String> {
+        let (oldest_waiting, latest_running) = (self.waiting.keys().next(), self.running.keys().next_back());
+        if oldest_waiting.is_some() && oldest_waiting < latest_running {
+            return Err("a request runs while an older one waits".into());
+        }
+        if self.arrivals.len() != self.waiting.len() + self.running.len() {
+            return Err("a request is lost or in two places".into());
+        }
+        for running in self.running.values() {
+            let known = running.sequence.tokens.len() + usize::from(running.sampling);
+            let computed = running.table.computed();
+            let settled = running.in_flight > 0 || (!running.sampling && computed == running.planned);
+            if !(computed <= running.planned && running.planned <= known && settled) {
+                return Err(format!("inconsistent: {running:?}"));
+            }
+        }
+        if let Some((id, _)) = self.leaving.iter().find(|(_, leaving)| leaving.in_flight == 0) {
+            return Err(format!("{id} has left and keeps its blocks"));
+        }
+        let tables = self.running.values().map(|running| &running.table);
+        self.kv
+            .check_invariants(tables.chain(self.leaving.values().map(|leaving| &leaving.table)))
+    }
+
+    /// Plans runs of running requests, oldest first. False where blocks ran out.
+    fn plan_running(&mut self, runs: &mut Vec<Run>, budget: &mut usize) -> bool {
+        let mut from = Arrival(0);
+        while let Some((&arrival, running)) = self.running.range(from..).next() {
+            from = Arrival(arrival.0 + 1);
+            let len = running.ready().min(*budget);
+            if len == 0 {
+                continue;
+            }
+            let end = running.planned + len;
+            if !self.make_room(arrival, end) {
+                return false;
+            }
+            let running = self.running.get_mut(&arrival).expect("room was made for it");
+            runs.push(running.next_run(len, self.kv.config().block_size));
+            *budget -= len;
+        }
+        true
+    }
+
+    /// Reserves blocks for `tokens` tokens of a running request, preempting later ones as needed. False where it was
+    /// itself the latest and preempted, or where the latest is in flight and cannot be.
+    fn make_room(&mut self, arrival: Arrival, tokens: usize) -> bool {
+        loop {
+            let Some(running) = self.running.get_mut(&arrival) else {
+                return false;
+            };
+            if self.kv.reserve(&mut running.table, tokens).is_ok() {
+                return true;
+            }
+            // Nothing later than a request that lacks blocks is planned, so the latest soon is out of flight.
+            let Some(latest) = self
+                .running
+                .last_entry()
+                .filter(|entry| entry.get().in_flight == 0)
+            else {
+                return false;
+            };
+            let (latest, Running { sequence, table, .. }) = latest.remove_entry();
+            self.kv.release(table);
+            self.waiting.insert(latest, sequence);
+            self.counters.preemptions += 1;
+        }
+    }
+
+    /// Admits waiting requests, oldest first, while tokens, runs and blocks last.
+    fn plan_waiting(&mut self, runs: &mut Vec<Run>, mut budget: usize) {
+        while budget > 0 && self.running.len() < self.limits.max_num_seqs {
+            let Some(first) = self.waiting.first_entry() else {
+                return;
+            };
+            // One more block for each that runs, lest the newcomer be preempted as soon as they grow.
+            let Ok(table) = self.kv.open(&first.get().tokens, self.running.len()) else {
+                return;
+            };
+            let (arrival, sequence) = first.remove_entry();
+            self.counters.admissions += 1;
+            self.counters.prefix_queried_tokens += sequence.tokens.len() as u64;
+            self.counters.prefix_hit_tokens += table.computed() as u64;
+            let mut running = Running::new(sequence, table);
+            let len = running.ready().min(budget);
+            runs.push(running.next_run(len, self.kv.config().block_size));
+            budget -= len;
+            self.running.insert(arrival, running);
+        }
+    }
+
+    fn apply_run(&mut self, run: &Run, sampled: Option<Sampled>, events: &mut Vec<(RequestId, Event)>) {
+        let id = run.request;
+        let Some(&arrival) = self.arrivals.get(&id) else {
+            self.counters.discarded_tokens += u64::from(sampled.is_some());
+            return self.leave(id);
+        };
+        let running = self
+            .running
+            .get_mut(&arrival)
+            .expect("a request in flight is not preempted");
+        running.in_flight -= 1;
+        if let Some(cached_tokens) = running.admitted.take() {
+            events.push((id, Event::Admitted { cached_tokens }));
+        }
+        self.kv
+            .commit(&mut running.table, &running.sequence.tokens[..run.end()]);
+        let Some(Sampled { token, logprobs }) = sampled else {
+            return;
+        };
+        // A later step in flight may already sample the next token.
+        running.sampling = running.planned > running.sequence.tokens.len();
+        let finish = running.sequence.push(token);
+        self.counters.generated_tokens += 1;
+        events.push((
+            id,
+            Event::Token(TokenEvent {
+                token,
+                logprobs,
+                finish,
+            }),
+        ));
+        match finish {
+            None => return,
+            Some(FinishReason::Stop) => self.counters.finished_stop += 1,
+            Some(FinishReason::Length) => self.counters.finished_length += 1,
+        }
+        self.retire(arrival);
+    }
+
+    /// Takes a request out of the running ones; its blocks go now, or with the last step in flight that uses them.
+    fn retire(&mut self, arrival: Arrival) {
+        let Some(Running {
+            sequence,
+            table,
+            in_flight,
+            ..
+        }) = self.running.remove(&arrival)
+        else {
+            return;
+        };
+        let id = sequence.request.id();
+        self.arrivals.remove(&id);
+        if in_flight == 0 {
+            self.kv.release(table);
+        } else {
+            self.leaving.insert(id, Leaving { table, in_flight });
+        }
+    }
+
+    /// One step in flight with a run of an ended request is over.
+    fn leave(&mut self, id: RequestId) {
+        let Some(leaving) = self.leaving.get_mut(&id) else {
+            return;
+        };
+        leaving.in_flight -= 1;
+        if leaving.in_flight == 0
+            && let Some(Leaving { table, .. }) = self.leaving.remove(&id)
+        {
+            self.kv.release(table);
+        }
+    }
+
+    fn running_mut(&mut self, id: RequestId) -> Option<(Arrival, &mut Running)> {
+        let arrival = *self.arrivals.get(&id)?;
+        Some((arrival, self.running.get_mut(&arrival)?))
+    }
+
+    fn land(&mut self, plan: &StepPlan) {
+        let known = self.in_flight.iter().position(|&step| step == plan.step);
+        let position = known.unwrap_or_else(|| panic!("step {} is not in flight", plan.step));
+        self.in_flight.remove(position);
+    }
+}
+
+/// How `output` fails to answer `plan`, if it does.
+fn defect(plan: &StepPlan, output: &StepOutput) -> Option<String> {
+    let (runs, samples) = (plan.runs.len(), output.samples.len());
+    if runs != samples {
+        return Some(format!("{samples} results for {runs} runs"));
+    }
+    let mut pairs = plan.runs.iter().zip(&output.samples);
+    let (run, sampled) = pairs.find(|(run, sampled)| run.sample.is_some() != sampled.is_some())?;
+    let what = if sampled.is_some() {
+        "a token that was not asked for"
+    } else {
+        "no token"
+    };
+    Some(format!("{what} for {}", run.request))
+}

@@ -1,0 +1,115 @@
+use plimsoll_core::{BlockSize, FinishReason, Request, Run, RunInput, SampleSpec, TokenId};
+use plimsoll_kv::BlockTable;
+
+/// A request and its tokens so far.
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub(crate) request: Request,
+    /// Prompt, then output.
+    pub(crate) tokens: Vec<TokenId>,
+}
+
+impl Sequence {
+    pub(crate) fn new(request: Request) -> Self {
+        let mut tokens = Vec::with_capacity(request.prompt().len() + request.max_tokens());
+        tokens.extend_from_slice(request.prompt());
+        Self { request, tokens }
+    }
+
+    pub(crate) fn outputs(&self) -> usize {
+        self.tokens.len() - self.request.prompt().len()
+    }
+
+    /// Appends a sampled token; `Some` where it is the last.
+    pub(crate) fn push(&mut self, token: TokenId) -> Option<FinishReason> {
+        self.tokens.push(token);
+        if self.request.stop_token_ids().contains(&token) {
+            Some(FinishReason::Stop)
+        } else if self.outputs() == self.request.max_tokens() {
+            Some(FinishReason::Length)
+        } else {
+            None
+        }
+    }
+}
+
+/// A sequence that holds KV.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub(crate) sequence: Sequence,
+    pub(crate) table: BlockTable,
+    /// Tokens computed or in flight: where the next run starts.
+    pub(crate) planned: usize,
+    /// Steps in flight that have a run of this request.
+    pub(crate) in_flight: usize,
+    /// A token is being sampled in flight: it counts, but its value is not known here yet.
+    pub(crate) sampling: bool,
+    /// Prompt tokens found in the prefix cache, until the client has been told.
+    pub(crate) admitted: Option<usize>,
+}
+
+impl Running {
+    pub(crate) fn new(sequence: Sequence, table: BlockTable) -> Self {
+        let cached = table.computed();
+        let admitted = Some(cached.min(sequence.request.prompt().len()));
+        Self {
+            sequence,
+            table,
+            planned: cached,
+            in_flight: 0,
+            sampling: false,
+            admitted,
+        }
+    }
+
+    /// Tokens that a run could compute now, 0 where the request must wait for a step in flight.
+    pub(crate) fn ready(&self) -> usize {
+        if self.sampling {
+            let request = &self.sequence.request;
+            let ends = self.sequence.outputs() + 1 == request.max_tokens();
+            usize::from(!ends && !request.sampling().needs_history())
+        } else {
+            self.sequence.tokens.len() - self.planned
+        }
+    }
+
+    /// Plans the next `len` tokens, at most [`Self::ready`]; the table has room for them.
+    pub(crate) fn next_run(&mut self, len: usize, block_size: BlockSize) -> Run {
+        let start = self.planned;
+        let end = start + len;
+        let input = if self.sampling {
+            RunInput::LastSampled
+        } else {
+            RunInput::Known(self.sequence.tokens[start..end].to_vec())
+        };
+        let known = self.sequence.tokens.len() + usize::from(self.sampling);
+        let sample = (end == known).then(|| self.sample_spec());
+        self.planned = end;
+        self.in_flight += 1;
+        self.sampling = sample.is_some();
+        Run {
+            request: self.sequence.request.id(),
+            start,
+            input,
+            blocks: self.table.blocks()[..block_size.blocks_for(end)].to_vec(),
+            sample,
+        }
+    }
+
+    fn sample_spec(&self) -> SampleSpec {
+        let Sequence { request, tokens } = &self.sequence;
+        let params = request.sampling().clone();
+        let history = if params.needs_history() {
+            tokens.clone()
+        } else {
+            Vec::new()
+        };
+        SampleSpec {
+            params,
+            seed: request.seed(),
+            index: self.sequence.outputs() + usize::from(self.sampling),
+            history,
+            prompt_len: request.prompt().len(),
+        }
+    }
+}

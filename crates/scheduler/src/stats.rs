@@ -1,0 +1,42 @@
+/// Numbers for metrics, logs and tests. Counters count since the scheduler was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerStats {
+    /// Requests without blocks.
+    pub waiting: usize,
+    /// Requests with blocks that go on.
+    pub running: usize,
+    /// Ended requests whose blocks a step in flight still uses.
+    pub leaving: usize,
+    /// KV blocks in all.
+    pub blocks_total: usize,
+    /// KV blocks that a request holds.
+    pub blocks_used: usize,
+    /// KV blocks whose content the prefix cache can share, whether held or not.
+    pub blocks_cached: usize,
+    /// Cached blocks given up because their memory was needed.
+    pub evictions: u64,
+    /// Non-empty steps planned.
+    pub steps: u64,
+    /// Admissions, those after a preemption included.
+    pub admissions: u64,
+    /// Requests sent back to wait because no block was available.
+    pub preemptions: u64,
+    /// Requests that ended with a stop token.
+    pub finished_stop: u64,
+    /// Requests that generated `max_tokens`.
+    pub finished_length: u64,
+    /// Requests cancelled before they ended.
+    pub cancelled: u64,
+    /// Requests whose step failed.
+    pub failed: u64,
+    /// Tokens of admitted requests that were looked up in the prefix cache.
+    pub prefix_queried_tokens: u64,
+    /// Of these, tokens found.
+    pub prefix_hit_tokens: u64,
+    /// Tokens planned to be computed.
+    pub computed_tokens: u64,
+    /// Tokens sampled and delivered.
+    pub generated_tokens: u64,
+    /// Tokens sampled for requests that had ended meanwhile.
+    pub discarded_tokens: u64,
+}

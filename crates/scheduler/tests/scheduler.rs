@@ -1,0 +1,289 @@
+//! What the scheduler promises, one promise at a time; the simulator tests them all together.
+
+use plimsoll_core::{
+    BlockSize, Event, FinishReason, KvConfig, Limits, Request, RequestId, RequestOptions, RunInput, Sampled,
+    SamplingOptions, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+};
+use plimsoll_scheduler::{Scheduler, SchedulerConfig};
+
+const STOP: TokenId = 99;
+
+fn scheduler(max_num_batched_tokens: usize, max_num_seqs: usize, num_blocks: usize) -> Scheduler {
+    Scheduler::new(SchedulerConfig {
+        limits: StepLimits {
+            max_num_batched_tokens,
+            max_num_seqs,
+            max_model_len: 1000,
+        },
+        kv: KvConfig {
+            block_size: BlockSize::new(8).expect("8 is legal"),
+            num_blocks,
+        },
+        enable_prefix_caching: true,
+    })
+}
+
+/// A request whose prompt begins with its id.
+fn request(id: u64, prompt: usize, max_tokens: usize) -> Request {
+    with_sampling(id, prompt, max_tokens, SamplingOptions::default())
+}
+
+fn with_sampling(id: u64, prompt: usize, max_tokens: usize, sampling: SamplingOptions) -> Request {
+    let limits = Limits {
+        max_model_len: 1000,
+        kv_capacity_tokens: 1000,
+        vocab_size: 100,
+    };
+    let prompt = (0..prompt as u32)
+        .map(|i| if i == 0 { id as u32 } else { i % 90 })
+        .collect();
+    let stop_token_ids = vec![STOP];
+    let options = RequestOptions {
+        prompt,
+        max_tokens: Some(max_tokens),
+        sampling,
+        seed: id,
+        stop_token_ids,
+    };
+    Request::new(RequestId(id), options, &limits).expect("the request is legal")
+}
+
+/// Every run that samples gets `token`.
+fn output(plan: &StepPlan, token: TokenId) -> StepOutput {
+    let samples = plan.runs.iter().map(|run| {
+        run.sample.as_ref().map(|_| Sampled {
+            token,
+            logprobs: None,
+        })
+    });
+    StepOutput {
+        samples: samples.collect(),
+    }
+}
+
+/// (request, start, tokens, samples) of each run.
+fn shape(plan: &StepPlan) -> Vec<(u64, usize, usize, bool)> {
+    plan.runs
+        .iter()
+        .map(|run| (run.request.0, run.start, run.input.len(), run.sample.is_some()))
+        .collect()
+}
+
+fn step(scheduler: &mut Scheduler, token: TokenId) -> (StepPlan, Vec<(RequestId, Event)>) {
+    let plan = scheduler.plan();
+    let events = if plan.is_empty() {
+        Vec::new()
+    } else {
+        scheduler.apply(&plan, output(&plan, token))
+    };
+    scheduler.check_invariants().expect("the bookkeeping is sound");
+    (plan, events)
+}
+
+#[test]
+fn chunks_of_a_prompt_run_beside_new_tokens_of_older_requests() {
+    let mut scheduler = scheduler(10, 4, 20);
+    scheduler.submit(request(1, 4, 9));
+    scheduler.submit(request(2, 18, 9));
+    scheduler.submit(request(3, 2, 9));
+    assert_eq!(
+        shape(&step(&mut scheduler, 0).0),
+        [(1, 0, 4, true), (2, 0, 6, false)]
+    );
+    assert_eq!(
+        shape(&step(&mut scheduler, 0).0),
+        [(1, 4, 1, true), (2, 6, 9, false)]
+    );
+    assert_eq!(
+        shape(&step(&mut scheduler, 0).0),
+        [(1, 5, 1, true), (2, 15, 3, true), (3, 0, 2, true)]
+    );
+    let (plan, _) = step(&mut scheduler, 7);
+    assert_eq!(shape(&plan), [(1, 6, 1, true), (2, 18, 1, true), (3, 2, 1, true)]);
+    let index = |run: &plimsoll_core::Run| run.sample.as_ref().map(|spec| spec.index);
+    assert_eq!(
+        plan.runs.iter().map(index).collect::<Vec<_>>(),
+        [Some(3), Some(1), Some(1)]
+    );
+}
+
+#[test]
+fn events_tell_the_whole_story() {
+    let mut scheduler = scheduler(100, 4, 20);
+    scheduler.submit(request(1, 20, 2));
+    let (_, events) = step(&mut scheduler, 5);
+    assert!(matches!(
+        &events[0],
+        (RequestId(1), Event::Admitted { cached_tokens: 0 })
+    ));
+    assert!(matches!(&events[1], (_, Event::Token(token)) if token.token == 5 && token.finish.is_none()));
+    let (_, events) = step(&mut scheduler, 6);
+    assert!(matches!(&events[..], [(_, Event::Token(t))] if t.finish == Some(FinishReason::Length)));
+    // The same beginning again.
+    scheduler.submit(with_sampling(1, 20, 9, SamplingOptions::default()));
+    let (plan, events) = step(&mut scheduler, STOP);
+    assert_eq!(shape(&plan), [(1, 16, 4, true)]);
+    assert!(matches!(&events[0], (_, Event::Admitted { cached_tokens: 16 })));
+    assert!(matches!(&events[1], (_, Event::Token(t)) if t.finish == Some(FinishReason::Stop)));
+    assert!(scheduler.is_idle());
+    let stats = scheduler.stats();
+    assert_eq!(
+        (stats.finished_length, stats.finished_stop, stats.blocks_used),
+        (1, 1, 0)
+    );
+    assert_eq!(
+        (
+            stats.prefix_queried_tokens,
+            stats.prefix_hit_tokens,
+            stats.computed_tokens
+        ),
+        (40, 16, 25)
+    );
+}
+
+#[test]
+fn the_latest_is_preempted_and_returns_after_an_end() {
+    // Two requests of two blocks each grow into a third: there are five.
+    let mut scheduler = scheduler(100, 4, 5);
+    scheduler.submit(request(1, 10, 14));
+    scheduler.submit(request(2, 12, 12));
+    scheduler.submit(request(3, 1, 1));
+    let mut plans = Vec::new();
+    while !scheduler.is_idle() {
+        plans.push(shape(&step(&mut scheduler, 3).0));
+    }
+    // Request 2 reaches the last free block first, then 1 takes it away; nothing overtakes 2 meanwhile.
+    assert_eq!(scheduler.stats().preemptions, 1);
+    let without_2: Vec<_> = plans
+        .iter()
+        .filter(|plan| plan.iter().all(|run| run.0 == 1))
+        .collect();
+    assert!(!without_2.is_empty());
+    let last_of_1 = plans
+        .iter()
+        .rposition(|plan| plan.iter().any(|run| run.0 == 1))
+        .expect("1 ran");
+    assert_eq!(
+        (plans[last_of_1 + 1][0].0, plans[last_of_1 + 1][1].0),
+        (2, 3),
+        "{plans:?}"
+    );
+    assert_eq!(scheduler.stats().finished_length, 3);
+}
+
+#[test]
+fn a_step_in_flight_does_not_hold_up_the_next() {
+    let mut scheduler = scheduler(100, 4, 20);
+    scheduler.submit(request(1, 4, 4));
+    let mut before = scheduler.plan();
+    for start in [4, 5, 6] {
+        let plan = scheduler.plan();
+        assert_eq!(shape(&plan), [(1, start, 1, true)]);
+        assert_eq!(plan.runs[0].input, RunInput::LastSampled);
+        scheduler.apply(&before, output(&before, 3));
+        before = plan;
+    }
+    assert!(
+        scheduler.plan().is_empty(),
+        "the fourth token, in flight, is the last"
+    );
+    scheduler.apply(&before, output(&before, 3));
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn a_sampler_that_needs_history_waits_for_it() {
+    let mut scheduler = scheduler(100, 4, 20);
+    let sampling = SamplingOptions {
+        presence_penalty: Some(1.0),
+        ..Default::default()
+    };
+    scheduler.submit(with_sampling(1, 4, 4, sampling));
+    let first = scheduler.plan();
+    assert!(scheduler.plan().is_empty());
+    scheduler.apply(&first, output(&first, 7));
+    let plan = scheduler.plan();
+    let spec = plan.runs[0].sample.as_ref().expect("one token is asked for");
+    assert_eq!(
+        (spec.history.as_slice(), spec.prompt_len),
+        (&[1, 1, 2, 3, 7][..], 4)
+    );
+}
+
+#[test]
+fn a_stop_discards_the_step_behind_it_and_keeps_its_blocks_till_then() {
+    let mut scheduler = scheduler(100, 4, 20);
+    scheduler.submit(request(1, 4, 9));
+    let (first, second) = (scheduler.plan(), scheduler.plan());
+    assert_eq!(scheduler.apply(&first, output(&first, STOP)).len(), 2);
+    assert_eq!((scheduler.stats().leaving, scheduler.stats().blocks_used), (1, 1));
+    assert!(!scheduler.cancel(RequestId(1)), "it has ended by itself");
+    assert!(scheduler.apply(&second, output(&second, 5)).is_empty());
+    assert!(scheduler.is_idle());
+    assert_eq!(
+        (scheduler.stats().discarded_tokens, scheduler.stats().blocks_used),
+        (1, 0)
+    );
+}
+
+#[test]
+fn cancel_works_at_any_moment() {
+    let mut scheduler = scheduler(4, 1, 20);
+    for id in 1..=3 {
+        scheduler.submit(request(id, 6, 9));
+    }
+    assert!(!scheduler.cancel(RequestId(9)));
+    assert!(scheduler.cancel(RequestId(2)), "waiting");
+    let plan = scheduler.plan();
+    assert!(scheduler.cancel(RequestId(1)), "in flight");
+    assert!(!scheduler.cancel(RequestId(1)));
+    assert!(scheduler.apply(&plan, output(&plan, 5)).is_empty());
+    step(&mut scheduler, 5);
+    assert!(scheduler.cancel(RequestId(3)), "running");
+    assert!(scheduler.is_idle());
+    assert_eq!(
+        (scheduler.stats().cancelled, scheduler.stats().blocks_used),
+        (3, 0)
+    );
+}
+
+#[test]
+fn a_failed_step_ends_its_requests_and_no_others() {
+    let mut scheduler = scheduler(6, 4, 20);
+    scheduler.submit(request(1, 6, 9));
+    scheduler.submit(request(2, 6, 9));
+    let plan = scheduler.plan();
+    let error = StepError::Failed("it broke".into());
+    let events = scheduler.fail(&plan, &error);
+    assert!(matches!(&events[..], [(RequestId(1), Event::Failed(e))] if *e == error));
+    assert_eq!(
+        (
+            scheduler.stats().failed,
+            scheduler.stats().blocks_used,
+            scheduler.stats().blocks_cached
+        ),
+        (1, 0, 0)
+    );
+    assert_eq!(shape(&step(&mut scheduler, 0).0), [(2, 0, 6, true)]);
+}
+
+#[test]
+fn an_output_that_does_not_answer_the_plan_is_a_failure() {
+    let mut scheduler = scheduler(100, 4, 20);
+    for (id, samples) in [(1, vec![]), (2, vec![None])] {
+        scheduler.submit(request(id, 6, 9));
+        let plan = scheduler.plan();
+        let events = scheduler.apply(&plan, StepOutput { samples });
+        assert!(
+            matches!(&events[..], [(_, Event::Failed(StepError::Failed(_)))]),
+            "{events:?}"
+        );
+    }
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+#[should_panic(expected = "made with other limits")]
+fn a_request_that_can_never_fit_is_a_mistake_of_the_caller() {
+    scheduler(100, 4, 2).submit(request(1, 10, 10));
+}

@@ -1,0 +1,138 @@
+//! The routes, and what all of them share.
+
+use std::any::Any;
+use std::future::Future;
+use std::io;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::DefaultBodyLimit;
+use axum::http::{HeaderName, Method, Uri};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use plimsoll_engine::{Drained, Phase};
+use tokio::net::TcpListener;
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_http::cors::{AllowOrigin, Any as AnyOf, CorsLayer};
+use tower_http::request_id::{MakeRequestUuid, PropagateRequestIdLayer, SetRequestIdLayer};
+use tower_http::trace::TraceLayer;
+
+use crate::error::ApiError;
+use crate::state::{AppState, ServerOptions};
+use crate::{admin, chat, completions, text};
+
+/// The whole API.
+pub fn router(state: AppState) -> Router {
+    let options = state.options().clone();
+    let layers = tower::ServiceBuilder::new()
+        .layer(SetRequestIdLayer::x_request_id(MakeRequestUuid))
+        // Errors log themselves.
+        .layer(TraceLayer::new_for_http().on_failure(()))
+        .layer(PropagateRequestIdLayer::x_request_id())
+        .option_layer(cors(&options))
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(DefaultBodyLimit::max(options.max_body_bytes));
+    Router::new()
+        .route("/v1/chat/completions", post(chat::handle))
+        .route("/v1/completions", post(completions::handle))
+        .route("/v1/models", get(admin::models))
+        .route("/v1/models/{*id}", get(admin::model))
+        .route("/tokenize", post(text::tokenize))
+        .route("/detokenize", post(text::detokenize))
+        .route("/health", get(admin::health))
+        .route("/ready", get(admin::ready))
+        .route("/metrics", get(admin::metrics))
+        .route("/memory", get(admin::memory))
+        .route("/version", get(admin::version))
+        .fallback(|uri: Uri| async move { ApiError::PathNotFound(uri.path().to_owned()) })
+        .method_not_allowed_fallback(|method: Method| async move {
+            ApiError::MethodNotAllowed(method.to_string())
+        })
+        .layer(layers)
+        .with_state(state)
+}
+
+fn cors(options: &ServerOptions) -> Option<CorsLayer> {
+    let origins = &options.allowed_origins;
+    let allow = match origins.as_slice() {
+        [] => return None,
+        [all] if all == "*" => AllowOrigin::any(),
+        list => AllowOrigin::list(list.iter().cloned()),
+    };
+    Some(
+        CorsLayer::new()
+            .allow_origin(allow)
+            .allow_methods(AnyOf)
+            .allow_headers(AnyOf)
+            .expose_headers([REQUEST_ID]),
+    )
+}
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+fn panicked(panic: Box<dyn Any + Send>) -> Response {
+    let text = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    tracing::error!(panic = text.unwrap_or("no message"), "a handler panicked");
+    ApiError::Internal("a handler panicked; the log says where".into()).into_response()
+}
+
+/// Why serving ended other than by the shutdown that was asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The listener failed.
+    #[error("cannot serve: {0}")]
+    Io(#[from] io::Error),
+    /// The engine ended by a defect.
+    #[error("the engine died: {0}")]
+    EngineDied(String),
+}
+
+/// Serves until `shutdown` is ready, then drains: `/ready` fails and new requests get a 503 while those that are in may
+/// finish for [`ServerOptions::drain_timeout`]; what is left is failed, and the connections are closed. Also ends, with an
+/// error, where the engine dies: a supervisor shall start a new process.
+pub async fn serve(
+    listener: TcpListener,
+    state: AppState,
+    shutdown: impl Future<Output = ()>,
+) -> Result<Drained, ServeError> {
+    let (close, closed) = tokio::sync::oneshot::channel::<()>();
+    let app = axum::serve(listener, router(state.clone())).with_graceful_shutdown(async {
+        // A dropped sender closes just as well.
+        let _ = closed.await;
+    });
+    let mut server = tokio::spawn(app.into_future());
+    let upkeep = tokio::spawn(upkeep(state.clone()));
+    let engine = state.engine();
+    tokio::select! {
+        () = shutdown => {}
+        () = engine.ended() => {}
+        result = &mut server => result.map_err(io::Error::other)??,
+    }
+    let drained = engine.drain(state.options().drain_timeout).await;
+    let _ = close.send(());
+    // Responses are complete; what remains are clients that do not read them.
+    match tokio::time::timeout(FLUSH, &mut server).await {
+        Ok(result) => result.map_err(io::Error::other)??,
+        Err(_) => server.abort(),
+    }
+    upkeep.abort();
+    let health = engine.health();
+    match health.phase {
+        Phase::Dead => Err(ServeError::EngineDied(health.last_error.unwrap_or_default())),
+        _ => Ok(drained),
+    }
+}
+
+/// How long responses that are complete may take to reach their clients at shutdown.
+const FLUSH: Duration = Duration::from_secs(5);
+
+async fn upkeep(state: AppState) {
+    let mut every = tokio::time::interval(Duration::from_secs(5));
+    loop {
+        every.tick().await;
+        state.metrics().run_upkeep();
+    }
+}

@@ -1,0 +1,135 @@
+use axum::body::Bytes;
+use axum::extract::{FromRequest, Request};
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use serde::de::{DeserializeOwned, Deserializer, Error as _, Visitor};
+use serde_json::{Map, Value};
+
+use crate::error::ApiError;
+use crate::fields::{Unsupported, check_rest};
+use crate::state::AppState;
+
+/// A request type of the API.
+pub(crate) trait Wire: Sized {
+    /// Fields that are refused by name unless their value is harmless.
+    const UNSUPPORTED: &[&[Unsupported]];
+
+    /// Takes the fields it knows out of `object`, with [`take`].
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError>;
+}
+
+/// A body that was read and parsed, or a 4xx that says what is wrong with it.
+#[derive(Debug)]
+pub(crate) struct Body<T>(pub(crate) T);
+
+impl<T: Wire> FromRequest<AppState> for Body<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &AppState) -> Result<Self, ApiError> {
+        check_media_type(&request)?;
+        let options = state.options();
+        let body = tokio::time::timeout(options.body_timeout, Bytes::from_request(request, state))
+            .await
+            .map_err(|_| ApiError::BodyTimeout(options.body_timeout))?
+            .map_err(|rejection| {
+                let message = rejection.body_text();
+                match rejection.into_response().status() {
+                    StatusCode::PAYLOAD_TOO_LARGE => ApiError::BodyTooLarge(options.max_body_bytes),
+                    _ => ApiError::Invalid { message, param: None },
+                }
+            })?;
+        parse(&body).map(Self)
+    }
+}
+
+fn check_media_type(request: &Request) -> Result<(), ApiError> {
+    let Some(value) = request.headers().get(header::CONTENT_TYPE) else {
+        return Ok(());
+    };
+    let value = String::from_utf8_lossy(value.as_bytes());
+    let essence = value
+        .split(';')
+        .next()
+        .unwrap_or_default()
+        .trim()
+        .to_ascii_lowercase();
+    if essence == "application/json" || essence.ends_with("+json") {
+        return Ok(());
+    }
+    Err(ApiError::MediaType(essence))
+}
+
+/// Parses a body: JSON, then the fields that the struct does not have, then the struct. `null` means absent throughout.
+pub(crate) fn parse<T: Wire>(body: &[u8]) -> Result<T, ApiError> {
+    let whole = |message: String| ApiError::Invalid { message, param: None };
+    let text = std::str::from_utf8(body).map_err(|e| whole(format!("the body is not UTF-8: {e}")))?;
+    let value: Value =
+        serde_json::from_str(text).map_err(|e| whole(format!("the body is not valid JSON: {e}")))?;
+    let Value::Object(mut object) = value else {
+        return Err(whole("the body must be a JSON object".into()));
+    };
+    object.retain(|_, value| !value.is_null());
+    let request = T::take_from(&mut object)?;
+    check_rest(&object, T::UNSUPPORTED)?;
+    Ok(request)
+}
+
+/// Moves the fields that `T` has from `object` into a `T`.
+pub(crate) fn take<T: DeserializeOwned>(object: &mut Map<String, Value>) -> Result<T, ApiError> {
+    let fields = field_names::<T>();
+    let own = fields
+        .iter()
+        .filter_map(|&name| object.shift_remove(name).map(|value| (name.to_owned(), value)));
+    serde_path_to_error::deserialize(Value::Object(own.collect())).map_err(|error| {
+        let path = error.path().to_string();
+        let inner = error.into_inner().to_string();
+        if path != "." {
+            return ApiError::invalid(path.clone(), format!("`{path}`: {inner}"));
+        }
+        // A missing field has the path of its parent: its name stands in the message alone.
+        let param = inner
+            .strip_prefix("missing field `")
+            .and_then(|rest| rest.split('`').next())
+            .map(str::to_owned);
+        ApiError::Invalid {
+            param,
+            message: inner,
+        }
+    })
+}
+
+/// The field names of a struct, as its `Deserialize` asks for them, so that they stand in one place.
+fn field_names<T: DeserializeOwned>() -> &'static [&'static str] {
+    struct Ask<'a>(&'a mut &'static [&'static str]);
+
+    impl<'de> Deserializer<'de> for Ask<'_> {
+        type Error = serde::de::value::Error;
+
+        fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Self::Error> {
+            Err(Self::Error::custom("not a struct"))
+        }
+
+        fn deserialize_struct<V: Visitor<'de>>(
+            self,
+            _: &'static str,
+            fields: &'static [&'static str],
+            _: V,
+        ) -> Result<V::Value, Self::Error> {
+            *self.0 = fields;
+            Err(Self::Error::custom("only the names were wanted"))
+        }
+
+        serde::forward_to_deserialize_any! {
+            bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit
+            unit_struct newtype_struct seq tuple tuple_struct map enum identifier ignored_any
+        }
+    }
+
+    let mut fields: &'static [&'static str] = &[];
+    let asked = T::deserialize(Ask(&mut fields));
+    debug_assert!(
+        asked.is_err() && !fields.is_empty(),
+        "request types are structs without `flatten`"
+    );
+    fields
+}

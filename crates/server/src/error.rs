@@ -1,0 +1,185 @@
+use std::time::Duration;
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use plimsoll_core::{ParamError, RequestError, StepError};
+use plimsoll_engine::SubmitError;
+use serde_json::{Value, json};
+
+/// Everything that can go wrong with a request. The one place where errors become statuses: `ApiError::class`.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum ApiError {
+    /// A field, or the whole body, is wrong.
+    #[error("{message}")]
+    Invalid {
+        /// What is wrong and what would be right.
+        message: String,
+        /// The field's name.
+        param: Option<String>,
+    },
+    /// A field that no version of the API has.
+    #[error("unknown field `{0}`")]
+    UnknownField(String),
+    /// A field of the API that this server does not support.
+    #[error("`{field}` is not supported by this server{}", hint.map(|h| format!(": {h}")).unwrap_or_default())]
+    Unsupported {
+        /// The field's name.
+        field: String,
+        /// What is supported instead.
+        hint: Option<&'static str>,
+    },
+    /// The request can never fit.
+    #[error("{message}")]
+    ContextLength {
+        /// All the numbers.
+        message: String,
+        /// The field that holds the prompt.
+        param: &'static str,
+    },
+    /// A model this server does not serve.
+    #[error("the model `{0}` does not exist; this server serves `{1}`")]
+    ModelNotFound(String, String),
+    /// No such path.
+    #[error("no such path: {0}")]
+    PathNotFound(String),
+    /// The path exists, the method does not.
+    #[error("{0} is not allowed here")]
+    MethodNotAllowed(String),
+    /// The body is larger than allowed.
+    #[error("the request body is larger than {0} bytes")]
+    BodyTooLarge(usize),
+    /// The body took too long to arrive.
+    #[error("the request body did not arrive within {} s", .0.as_secs())]
+    BodyTimeout(Duration),
+    /// The body is not JSON by its own account.
+    #[error("the Content-Type `{0}` is not supported; send application/json")]
+    MediaType(String),
+    /// The engine did not admit the request.
+    #[error(transparent)]
+    Refused(#[from] SubmitError),
+    /// The step that worked on the request failed.
+    #[error("{0}")]
+    Step(#[from] StepError),
+    /// A defect of the server.
+    #[error("internal error: {0}")]
+    Internal(String),
+}
+
+impl ApiError {
+    /// A wrong value of `param`.
+    pub(crate) fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::Invalid {
+            message: message.into(),
+            param: Some(param.into()),
+        }
+    }
+
+    /// A request that can never be served; `prompt` is the field that holds the prompt.
+    pub(crate) fn from_request(error: RequestError, prompt: &'static str) -> Self {
+        match error {
+            RequestError::EmptyPrompt | RequestError::UnknownToken { .. } => {
+                Self::invalid(prompt, error.to_string())
+            }
+            RequestError::TooLong { .. } => Self::ContextLength {
+                message: error.to_string(),
+                param: prompt,
+            },
+            RequestError::Param(error) => error.into(),
+        }
+    }
+
+    /// Status, OpenAI's `type` and OpenAI's `code`.
+    fn class(&self) -> (StatusCode, &'static str, Option<&'static str>) {
+        const INVALID: &str = "invalid_request_error";
+        match self {
+            Self::Invalid { .. } => (StatusCode::BAD_REQUEST, INVALID, None),
+            Self::UnknownField(_) => (StatusCode::BAD_REQUEST, INVALID, Some("unknown_parameter")),
+            Self::Unsupported { .. } => (StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter")),
+            Self::ContextLength { .. } => (StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded")),
+            Self::ModelNotFound(..) => (StatusCode::NOT_FOUND, INVALID, Some("model_not_found")),
+            Self::PathNotFound(_) => (StatusCode::NOT_FOUND, INVALID, Some("unknown_url")),
+            Self::MethodNotAllowed(_) => (
+                StatusCode::METHOD_NOT_ALLOWED,
+                INVALID,
+                Some("method_not_supported"),
+            ),
+            Self::BodyTooLarge(_) => (StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large")),
+            Self::BodyTimeout(_) => (StatusCode::REQUEST_TIMEOUT, INVALID, Some("request_timeout")),
+            Self::MediaType(_) => (
+                StatusCode::UNSUPPORTED_MEDIA_TYPE,
+                INVALID,
+                Some("unsupported_media_type"),
+            ),
+            Self::Refused(SubmitError::QueueFull { .. }) => (
+                StatusCode::TOO_MANY_REQUESTS,
+                "rate_limit_error",
+                Some("queue_full"),
+            ),
+            Self::Refused(SubmitError::ShuttingDown) => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "server_error",
+                Some("shutting_down"),
+            ),
+            Self::Refused(SubmitError::Dead(_)) => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "server_error",
+                Some("engine_dead"),
+            ),
+            Self::Step(_) => (
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "server_error",
+                Some("step_failed"),
+            ),
+            Self::Refused(SubmitError::DuplicateId(_)) | Self::Internal(_) => (
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "server_error",
+                Some("internal_error"),
+            ),
+        }
+    }
+
+    fn param(&self) -> Option<&str> {
+        match self {
+            Self::Invalid { param, .. } => param.as_deref(),
+            Self::UnknownField(field) | Self::Unsupported { field, .. } => Some(field),
+            Self::ContextLength { param, .. } => Some(param),
+            Self::ModelNotFound(..) => Some("model"),
+            _ => None,
+        }
+    }
+
+    /// The body of the response, and of an event in the middle of a stream.
+    pub fn body(&self) -> Value {
+        let (_, kind, code) = self.class();
+        json!({ "error": { "message": self.to_string(), "type": kind, "param": self.param(), "code": code } })
+    }
+
+    /// The status of the response.
+    pub fn status(&self) -> StatusCode {
+        self.class().0
+    }
+}
+
+impl From<ParamError> for ApiError {
+    fn from(error: ParamError) -> Self {
+        Self::invalid(error.param, error.message)
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let status = self.status();
+        if status.is_server_error() {
+            tracing::warn!(%status, error = %self, "request failed");
+        }
+        let mut response = (status, Json(self.body())).into_response();
+        if let Self::Refused(SubmitError::QueueFull { retry_after, .. }) = self {
+            let seconds = retry_after.as_secs_f64().ceil() as u64;
+            response
+                .headers_mut()
+                .insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}

@@ -1,0 +1,221 @@
+//! What the server knows about fields it does not act on: accepted, harmless with one value, or refused by name.
+
+use serde_json::{Map, Value};
+
+use crate::error::ApiError;
+
+/// A field that is refused, with its harmless value.
+pub(crate) type Unsupported = (&'static str, Harmless);
+
+/// The values of a field that ask for nothing.
+#[derive(Debug)]
+pub(crate) enum Harmless {
+    /// None: the field's presence asks for something.
+    Never,
+    /// `false`.
+    False,
+    /// `true`.
+    True,
+    /// 0.
+    Zero,
+    /// 1.
+    One,
+    /// An empty list, object or string.
+    Empty,
+    /// One of these words.
+    Word(&'static [&'static str]),
+    /// An object whose `type` is this word, or the like.
+    Type(&'static str),
+    /// A list of this word alone.
+    Only(&'static str),
+}
+
+impl Harmless {
+    fn allows(&self, value: &Value) -> bool {
+        match self {
+            Self::Never => false,
+            Self::False => value == &Value::Bool(false),
+            Self::True => value == &Value::Bool(true),
+            Self::Zero => value.as_f64() == Some(0.0),
+            Self::One => value.as_f64() == Some(1.0),
+            Self::Empty => match value {
+                Value::Array(list) => list.is_empty(),
+                Value::Object(map) => map.is_empty(),
+                Value::String(text) => text.is_empty(),
+                _ => false,
+            },
+            Self::Word(words) => value.as_str().is_some_and(|word| words.contains(&word)),
+            Self::Type(word) => value.get("type").and_then(Value::as_str) == Some(word),
+            Self::Only(word) => value
+                .as_array()
+                .is_some_and(|list| list.iter().all(|v| v == word)),
+        }
+    }
+}
+
+/// Checks the fields that no struct took: an error names the first that is neither accepted nor harmless.
+pub(crate) fn check_rest(rest: &Map<String, Value>, unsupported: &[&[Unsupported]]) -> Result<(), ApiError> {
+    for (name, value) in rest {
+        match unsupported
+            .iter()
+            .flat_map(|list| list.iter())
+            .find(|(field, _)| field == name)
+        {
+            Some((_, harmless)) if harmless.allows(value) => {}
+            Some((_, harmless)) => {
+                return Err(ApiError::Unsupported {
+                    field: name.clone(),
+                    hint: harmless.hint(),
+                });
+            }
+            None if ACCEPTED.contains(&name.as_str()) => {}
+            None => return Err(ApiError::UnknownField(name.clone())),
+        }
+    }
+    Ok(())
+}
+
+impl Harmless {
+    fn hint(&self) -> Option<&'static str> {
+        match self {
+            Self::False => Some("only false is"),
+            Self::True => Some("only true is"),
+            Self::Zero => Some("only 0 is"),
+            Self::One => Some("only 1 is"),
+            Self::Type("text") => Some("only the type `text` is"),
+            Self::Only("text") => Some("only `text` is"),
+            _ => None,
+        }
+    }
+}
+
+/// OpenAI's fields that mean nothing to a server of one's own.
+const ACCEPTED: &[&str] = &[
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+];
+
+/// Refused in chat and completions alike; most are vLLM's.
+pub(crate) const UNSUPPORTED: &[Unsupported] = &[
+    ("response_format", Harmless::Type("text")),
+    ("structured_outputs", Harmless::Never),
+    ("guided_json", Harmless::Never),
+    ("guided_regex", Harmless::Never),
+    ("guided_choice", Harmless::Never),
+    ("guided_grammar", Harmless::Never),
+    ("guided_decoding_backend", Harmless::Never),
+    ("guided_whitespace_pattern", Harmless::Never),
+    ("structural_tag", Harmless::Never),
+    ("prompt_logprobs", Harmless::Never),
+    ("min_tokens", Harmless::Zero),
+    ("use_beam_search", Harmless::False),
+    ("length_penalty", Harmless::One),
+    ("skip_special_tokens", Harmless::True),
+    ("spaces_between_special_tokens", Harmless::True),
+    ("include_stop_str_in_output", Harmless::False),
+    ("truncate_prompt_tokens", Harmless::Never),
+    ("allowed_token_ids", Harmless::Never),
+    ("bad_words", Harmless::Empty),
+    ("priority", Harmless::Zero),
+    ("logits_processors", Harmless::Empty),
+    ("return_tokens_as_token_ids", Harmless::False),
+    ("return_token_ids", Harmless::False),
+    ("kv_transfer_params", Harmless::Never),
+    ("vllm_xargs", Harmless::Never),
+    ("thinking_token_budget", Harmless::Never),
+    ("cache_salt", Harmless::Never),
+];
+
+/// Refused in chat.
+pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
+    ("tools", Harmless::Empty),
+    ("tool_choice", Harmless::Word(&["none", "auto"])),
+    ("functions", Harmless::Empty),
+    ("function_call", Harmless::Word(&["none", "auto"])),
+    ("audio", Harmless::Never),
+    ("modalities", Harmless::Only("text")),
+    ("prediction", Harmless::Never),
+    ("reasoning_effort", Harmless::Word(&["none"])),
+    ("include_reasoning", Harmless::True),
+    ("verbosity", Harmless::Word(&["medium"])),
+    ("web_search_options", Harmless::Never),
+    ("moderation", Harmless::Never),
+    ("echo", Harmless::False),
+    ("add_special_tokens", Harmless::False),
+    ("continue_final_message", Harmless::False),
+    ("documents", Harmless::Empty),
+    ("chat_template", Harmless::Never),
+    ("mm_processor_kwargs", Harmless::Empty),
+    ("media_io_kwargs", Harmless::Empty),
+];
+
+/// Refused in `/tokenize`.
+pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[
+    ("continue_final_message", Harmless::False),
+    ("tools", Harmless::Empty),
+    ("chat_template", Harmless::Never),
+    ("mm_processor_kwargs", Harmless::Empty),
+];
+
+/// Refused in completions.
+pub(crate) const COMPLETION_UNSUPPORTED: &[Unsupported] = &[
+    ("best_of", Harmless::One),
+    ("suffix", Harmless::Empty),
+    ("prompt_embeds", Harmless::Never),
+    ("add_special_tokens", Harmless::True),
+    ("mm_processor_kwargs", Harmless::Empty),
+];
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn check(value: Value) -> Result<(), String> {
+        let Value::Object(object) = value else {
+            panic!("an object")
+        };
+        check_rest(&object, &[UNSUPPORTED, CHAT_UNSUPPORTED]).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn lets_the_harmless_pass() {
+        let body = json!({
+            "user": "u", "tools": [], "tool_choice": "none", "response_format": {"type": "text"},
+            "min_tokens": 0, "modalities": ["text"], "skip_special_tokens": true, "length_penalty": 1.0,
+        });
+        assert_eq!(check(body), Ok(()));
+    }
+
+    #[test]
+    fn names_what_it_refuses() {
+        for (name, value) in [
+            ("tools", json!([{"type": "function"}])),
+            ("tool_choice", json!("required")),
+            ("tool_choice", json!({"type": "function"})),
+            ("response_format", json!({"type": "json_object"})),
+            ("response_format", json!("text")),
+            ("min_tokens", json!(3)),
+            ("prompt_logprobs", json!(0)),
+            ("use_beam_search", json!(true)),
+            ("guided_json", json!({})),
+        ] {
+            let error = check(json!({ name: value })).unwrap_err();
+            assert!(
+                error.starts_with(&format!("`{name}` is not supported")),
+                "{error}"
+            );
+        }
+        assert_eq!(
+            check(json!({ "temprature": 1 })),
+            Err("unknown field `temprature`".into())
+        );
+    }
+}

@@ -1,0 +1,297 @@
+use futures::{FutureExt, Stream, StreamExt, stream};
+use plimsoll_core::{
+    Event, FinishReason, Logprobs, Request, RequestOptions, SamplingOptions, StepError, TokenEvent, TokenId,
+};
+use plimsoll_engine::RequestStream;
+use plimsoll_text::{Detokenizer, StopMatcher, TextError};
+
+use crate::error::ApiError;
+use crate::metrics::Timer;
+use crate::state::AppState;
+use crate::wire::common::{Common, Usage};
+
+/// What a client wants generated, whichever endpoint it came through.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) prompts: Vec<Vec<TokenId>>,
+    /// Choices per prompt.
+    pub(crate) n: usize,
+    pub(crate) max_tokens: Option<usize>,
+    pub(crate) sampling: SamplingOptions,
+    pub(crate) seed: u64,
+    pub(crate) stop: Vec<String>,
+    pub(crate) stop_token_ids: Vec<TokenId>,
+    /// The API field that holds the prompt, for errors.
+    pub(crate) prompt_field: &'static str,
+}
+
+impl Job {
+    /// The common fields of a request; `prompts` and `max_tokens` are the endpoint's.
+    pub(crate) fn new(
+        state: &AppState,
+        common: &Common,
+        logprobs: Option<u32>,
+        prompt_field: &'static str,
+    ) -> Result<Self, ApiError> {
+        let model = state.model();
+        let mut stop_token_ids = common.stop_token_ids.clone().unwrap_or_default();
+        let vocab_size = state.engine().limits().vocab_size;
+        if let Some(token) = stop_token_ids.iter().find(|&&token| token as usize >= vocab_size) {
+            let message = format!("stop_token_ids: {token} is outside the vocabulary of {vocab_size} tokens");
+            return Err(ApiError::invalid("stop_token_ids", message));
+        }
+        if !common.ignore_eos {
+            stop_token_ids.extend(&model.eos_token_ids);
+        }
+        Ok(Self {
+            prompts: Vec::new(),
+            n: common.n()?,
+            max_tokens: common.max_tokens,
+            sampling: common.sampling(&model.defaults, logprobs)?,
+            seed: common.seed.map_or_else(|| state.draw_seed(), |seed| seed as u64),
+            stop: common.stop()?,
+            stop_token_ids,
+            prompt_field,
+        })
+    }
+
+    /// Checks the job against the engine's limits and submits all its choices, or none: one that is refused cancels those
+    /// before it.
+    pub(crate) fn submit(self, state: &AppState) -> Result<Vec<Choice>, ApiError> {
+        let engine = state.engine();
+        let choices = self.prompts.len() * self.n;
+        if choices > engine.capacity() {
+            let message = format!(
+                "{} prompts with n = {} make {choices} sequences, but this server takes at most {} at once",
+                self.prompts.len(),
+                self.n,
+                engine.capacity()
+            );
+            return Err(ApiError::invalid("n", message));
+        }
+        let mut requests = Vec::with_capacity(choices);
+        for prompt in &self.prompts {
+            for i in 0..self.n {
+                let options = RequestOptions {
+                    prompt: prompt.clone(),
+                    max_tokens: self.max_tokens,
+                    sampling: self.sampling.clone(),
+                    seed: self.seed.wrapping_add(i as u64),
+                    stop_token_ids: self.stop_token_ids.clone(),
+                };
+                let request = Request::new(engine.next_id(), options, &engine.limits())
+                    .map_err(|error| ApiError::from_request(error, self.prompt_field))?;
+                requests.push(request);
+            }
+        }
+        let stop =
+            StopMatcher::new(&self.stop, false).map_err(|e| ApiError::invalid("stop", e.to_string()))?;
+        requests
+            .into_iter()
+            .enumerate()
+            .map(|(i, request)| Choice::submit(state, i, &self, &stop, request))
+            .collect()
+    }
+}
+
+/// One choice of a response while it is generated: tokens in, text out. Dropping it cancels.
+#[derive(Debug)]
+pub(crate) struct Choice {
+    index: usize,
+    /// `None` once a stop string ended the choice, which cancels the request.
+    events: Option<RequestStream>,
+    detokenizer: Detokenizer,
+    stop: StopMatcher,
+    timer: Timer,
+    /// Counted once per prompt, not once per choice.
+    prompt_tokens: usize,
+    generated: usize,
+    cached_tokens: Option<usize>,
+    /// Tokens whose text has not been given out.
+    held: Vec<TokenLogprobs>,
+}
+
+/// A token with the logprobs that were asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct TokenLogprobs {
+    pub(crate) token: TokenId,
+    pub(crate) logprobs: Logprobs,
+}
+
+/// What a choice gained since the last piece; the last one has `finish`.
+#[derive(Debug, Default)]
+pub(crate) struct Piece {
+    /// Which choice.
+    pub(crate) index: usize,
+    pub(crate) text: String,
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    pub(crate) finish: Option<FinishReason>,
+    /// With `finish`: what the choice adds to the usage of the response.
+    pub(crate) usage: Usage,
+}
+
+impl Choice {
+    fn submit(
+        state: &AppState,
+        index: usize,
+        job: &Job,
+        stop: &StopMatcher,
+        request: Request,
+    ) -> Result<Self, ApiError> {
+        let timer = Timer::start(
+            &state.metrics().per_request,
+            request.prompt().len(),
+            request.max_tokens(),
+        );
+        let prompt_tokens = if index.is_multiple_of(job.n) {
+            request.prompt().len()
+        } else {
+            0
+        };
+        Ok(Self {
+            index,
+            events: Some(state.engine().submit(request)?),
+            detokenizer: state.model().tokenizer.detokenizer(true).continuing(),
+            stop: stop.clone(),
+            timer,
+            prompt_tokens,
+            generated: 0,
+            cached_tokens: None,
+            held: Vec::new(),
+        })
+    }
+
+    /// Pieces as they come; an error is the last item.
+    pub(crate) fn pieces(self) -> impl Stream<Item = Result<Piece, StepError>> + Send {
+        stream::unfold(self, |mut choice| async {
+            choice.next().await.map(|piece| (piece, choice))
+        })
+    }
+
+    /// The next piece: one token, or as many as have arrived since the last call.
+    async fn next(&mut self) -> Option<Result<Piece, StepError>> {
+        let mut piece = Piece {
+            index: self.index,
+            ..Default::default()
+        };
+        loop {
+            // Waits until there is something to tell; takes more only if it is there.
+            let event = if piece.text.is_empty() {
+                self.events.as_mut()?.next().await
+            } else {
+                match self.events.as_mut()?.next().now_or_never() {
+                    Some(event) => event,
+                    None => return Some(Ok(piece)),
+                }
+            };
+            match event? {
+                Event::Admitted { cached_tokens } => {
+                    self.timer.admitted();
+                    self.cached_tokens.get_or_insert(cached_tokens);
+                }
+                Event::Failed(error) => {
+                    self.timer.failed();
+                    self.events = None;
+                    return Some(Err(error));
+                }
+                Event::Token(token) => {
+                    self.take(token, &mut piece);
+                    if piece.finish.is_some() {
+                        return Some(Ok(piece));
+                    }
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, token: TokenEvent, piece: &mut Piece) {
+        self.generated += 1;
+        self.timer.token();
+        let mut finish = token.finish;
+        // The token that stops generation is no part of the text.
+        if finish != Some(FinishReason::Stop) {
+            let text = self.detokenizer.push(token.token);
+            self.held.extend(token.logprobs.map(|logprobs| TokenLogprobs {
+                token: token.token,
+                logprobs,
+            }));
+            self.scan(&text, piece, &mut finish);
+        }
+        if finish.is_some() {
+            let text = self.detokenizer.flush();
+            self.scan(&text, piece, &mut finish);
+            piece.text += &self.stop.flush();
+        }
+        if finish.is_some() || !piece.text.is_empty() {
+            piece.logprobs.append(&mut self.held);
+        }
+        if let Some(reason) = finish {
+            self.events = None;
+            self.timer.finished(reason == FinishReason::Length);
+            let cached_tokens = if self.prompt_tokens > 0 {
+                self.cached_tokens.unwrap_or(0)
+            } else {
+                0
+            };
+            piece.usage = Usage::new(self.prompt_tokens, self.generated, cached_tokens);
+            piece.finish = finish;
+        }
+    }
+
+    /// Moves `text` through the stop strings into `piece`.
+    fn scan(&mut self, text: &str, piece: &mut Piece, finish: &mut Option<FinishReason>) {
+        let scanned = self.stop.push(text);
+        piece.text += &scanned.text;
+        if scanned.stop.is_some() {
+            *finish = Some(FinishReason::Stop);
+        }
+    }
+}
+
+/// All choices of a response, piece by piece, in the order in which they arrive.
+pub(crate) fn merge(choices: Vec<Choice>) -> impl Stream<Item = Result<Piece, StepError>> + Send {
+    stream::select_all(choices.into_iter().map(|choice| choice.pieces().boxed()))
+}
+
+/// All choices of a response, whole, in order. The first error ends the others.
+pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, StepError> {
+    let mut whole: Vec<Piece> = choices
+        .iter()
+        .map(|c| Piece {
+            index: c.index,
+            ..Default::default()
+        })
+        .collect();
+    let mut pieces = merge(choices);
+    while let Some(piece) = pieces.next().await {
+        let piece = piece?;
+        let into = &mut whole[piece.index];
+        into.text += &piece.text;
+        into.logprobs.extend(piece.logprobs);
+        into.finish = piece.finish;
+        into.usage = piece.usage;
+    }
+    Ok(whole)
+}
+
+/// Work on text that may take long goes to the blocking pool.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|panic| Err(ApiError::Internal(panic.to_string())))
+}
+
+impl From<TextError> for ApiError {
+    fn from(error: TextError) -> Self {
+        if error.is_client_error() {
+            Self::Invalid {
+                message: error.to_string(),
+                param: None,
+            }
+        } else {
+            Self::Internal(error.to_string())
+        }
+    }
+}

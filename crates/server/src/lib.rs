@@ -1,0 +1,24 @@
+//! The OpenAI API over HTTP.
+//!
+//! A request goes through `body` (JSON, fields), its endpoint (`chat`, `completions`), `prompt` (template and tokenizer, on
+//! the blocking pool), `generate` (engine requests; tokens to text), and `respond` (whole, or as server-sent events).
+//! Errors become statuses in `error` alone, metric names stand in `metrics` alone.
+
+mod admin;
+mod app;
+mod body;
+mod chat;
+mod completions;
+mod error;
+mod fields;
+mod generate;
+mod metrics;
+mod prompt;
+mod respond;
+mod state;
+mod text;
+mod wire;
+
+pub use app::{ServeError, router, serve};
+pub use error::ApiError;
+pub use state::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};

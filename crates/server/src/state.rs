@@ -1,0 +1,215 @@
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::http::HeaderValue;
+use plimsoll_core::{Meters, TokenId};
+use plimsoll_engine::EngineHandle;
+use plimsoll_text::{ChatTemplate, Tokenizer};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use serde_json::Value;
+
+use crate::error::ApiError;
+use crate::metrics::Metrics;
+
+/// The model, as far as the API knows it.
+#[derive(Debug)]
+pub struct ModelInfo {
+    /// The name under which it is served; the first of `/v1/models`, and what responses say.
+    pub id: String,
+    /// Further names that requests may use.
+    pub aliases: Vec<String>,
+    /// Text to tokens and back.
+    pub tokenizer: Tokenizer,
+    /// Messages to text; without it there are only completions.
+    pub template: Option<ChatTemplate>,
+    /// Tokens that end generation unless the request says `ignore_eos`.
+    pub eos_token_ids: Vec<TokenId>,
+    /// What a request gets that does not say.
+    pub defaults: GenerationDefaults,
+}
+
+/// Sampling defaults of the model (`generation_config.json`); absent ones are the API's.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct GenerationDefaults {
+    /// Default `temperature`.
+    pub temperature: Option<f64>,
+    /// Default `top_p`.
+    pub top_p: Option<f64>,
+    /// Default `top_k`.
+    pub top_k: Option<i64>,
+    /// Default `min_p`.
+    pub min_p: Option<f64>,
+    /// Default `repetition_penalty`.
+    pub repetition_penalty: Option<f64>,
+    /// Default `max_tokens` of chats, as far as it fits.
+    pub max_new_tokens: Option<usize>,
+}
+
+/// Where `/memory` and the memory metrics come from.
+pub trait Memory: Send + Sync + 'static {
+    /// The profile's report.
+    fn report(&self) -> Value;
+
+    /// The device's meters, now.
+    fn meters(&self) -> Meters;
+}
+
+/// Knobs of the HTTP side.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Larger bodies get a 413.
+    pub max_body_bytes: usize,
+    /// Bodies that arrive more slowly get a 408.
+    pub body_timeout: Duration,
+    /// A streaming client that reads nothing for this long is cut off and its request cancelled.
+    pub slow_client_timeout: Duration,
+    /// `/ready` fails once there has been work and no step has ended for this long.
+    pub ready_patience: Duration,
+    /// How long a shutdown lets requests finish.
+    pub drain_timeout: Duration,
+    /// Seeds the requests that bring no seed; a random one if absent.
+    pub seed: Option<u64>,
+    /// Web pages of these origins may use the server from a browser; `*` for all.
+    pub allowed_origins: Vec<HeaderValue>,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            max_body_bytes: 32 << 20,
+            body_timeout: Duration::from_secs(60),
+            slow_client_timeout: Duration::from_secs(60),
+            ready_patience: Duration::from_secs(60),
+            drain_timeout: Duration::from_secs(30),
+            seed: None,
+            allowed_origins: Vec::new(),
+        }
+    }
+}
+
+/// Everything the handlers share; cheap to clone.
+#[derive(Clone)]
+pub struct AppState(Arc<Inner>);
+
+struct Inner {
+    engine: EngineHandle,
+    model: Arc<ModelInfo>,
+    memory: Arc<dyn Memory>,
+    options: ServerOptions,
+    metrics: Metrics,
+    seeds: Mutex<StdRng>,
+    started: u64,
+    allocations_at_ready: u64,
+}
+
+impl fmt::Debug for AppState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AppState")
+            .field("model", &self.0.model.id)
+            .field("options", &self.0.options)
+            .finish()
+    }
+}
+
+impl AppState {
+    /// Made once the engine is ready: device allocations count from here.
+    pub fn new(
+        engine: EngineHandle,
+        model: ModelInfo,
+        memory: Arc<dyn Memory>,
+        options: ServerOptions,
+    ) -> Self {
+        let metrics = Metrics::new(&model.id, engine.kv());
+        let allocations_at_ready = memory.meters().allocations;
+        let model = Arc::new(model);
+        let seeds = Mutex::new(
+            options
+                .seed
+                .map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64),
+        );
+        Self(Arc::new(Inner {
+            engine,
+            model,
+            memory,
+            options,
+            metrics,
+            seeds,
+            started: unix_seconds(),
+            allocations_at_ready,
+        }))
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &EngineHandle {
+        &self.0.engine
+    }
+
+    pub(crate) fn model(&self) -> &Arc<ModelInfo> {
+        &self.0.model
+    }
+
+    pub(crate) fn memory(&self) -> &dyn Memory {
+        self.0.memory.as_ref()
+    }
+
+    pub(crate) fn options(&self) -> &ServerOptions {
+        &self.0.options
+    }
+
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.0.metrics
+    }
+
+    /// A seed for a request that brings none.
+    pub(crate) fn draw_seed(&self) -> u64 {
+        self.0
+            .seeds
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .random()
+    }
+
+    /// When the server started, in seconds since 1970.
+    pub(crate) fn started(&self) -> u64 {
+        self.0.started
+    }
+
+    /// Device allocations since the server is ready.
+    pub(crate) fn allocations_after_ready(&self, meters: &Meters) -> u64 {
+        meters.allocations.saturating_sub(self.0.allocations_at_ready)
+    }
+
+    /// The model's own default of `max_tokens`, as far as it fits behind `prompt`.
+    pub(crate) fn default_max_tokens(&self, prompt: &[TokenId]) -> Option<usize> {
+        let room = self
+            .engine()
+            .limits()
+            .max_request_tokens()
+            .saturating_sub(prompt.len());
+        self.model()
+            .defaults
+            .max_new_tokens
+            .map(|tokens| tokens.min(room.max(1)))
+    }
+
+    /// A request may leave the model out; a wrong one is an error.
+    pub(crate) fn check_model(&self, wanted: Option<&str>) -> Result<(), ApiError> {
+        let model = self.model();
+        match wanted {
+            Some(name) if name != model.id && !model.aliases.iter().any(|alias| alias == name) => {
+                Err(ApiError::ModelNotFound(name.to_owned(), model.id.clone()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+pub(crate) fn unix_seconds() -> u64 {
+    // A clock before 1970 shows as 0.
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
+}

@@ -1,0 +1,65 @@
+//! `/tokenize` and `/detokenize`, in vLLM's shapes.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+
+use crate::body::Body;
+use crate::error::ApiError;
+use crate::generate::blocking;
+use crate::prompt;
+use crate::state::AppState;
+use crate::wire::tokenize::{DetokenizeRequest, Detokenized, TokenizeInput, TokenizeRequest, Tokenized};
+
+pub(crate) async fn tokenize(
+    State(state): State<AppState>,
+    Body(request): Body<TokenizeRequest>,
+) -> Result<Json<Tokenized>, ApiError> {
+    let TokenizeRequest { own, input } = request;
+    state.check_model(own.model.as_deref())?;
+    let model = Arc::clone(state.model());
+    let max_model_len = state.engine().limits().max_model_len;
+    blocking(move || {
+        let tokens = match input {
+            TokenizeInput::Prompt(text) => model
+                .tokenizer
+                .encode(&text, own.add_special_tokens.unwrap_or(true))?,
+            TokenizeInput::Chat(chat) => {
+                prompt::chat(&model, &chat, own.add_special_tokens.unwrap_or(false))?
+            }
+        };
+        let token_strs = own.return_token_strs.then(|| {
+            tokens
+                .iter()
+                .map(|&token| model.tokenizer.token_str(token))
+                .collect()
+        });
+        Ok(Json(Tokenized {
+            count: tokens.len(),
+            max_model_len,
+            tokens,
+            token_strs,
+        }))
+    })
+    .await
+}
+
+pub(crate) async fn detokenize(
+    State(state): State<AppState>,
+    Body(request): Body<DetokenizeRequest>,
+) -> Result<Json<Detokenized>, ApiError> {
+    state.check_model(request.model.as_deref())?;
+    let model = Arc::clone(state.model());
+    let vocab_size = state.engine().limits().vocab_size;
+    blocking(move || {
+        if let Some(token) = request.tokens.iter().find(|&&token| token as usize >= vocab_size) {
+            let message = format!("token id {token} is outside the vocabulary of {vocab_size} tokens");
+            return Err(ApiError::invalid("tokens", message));
+        }
+        Ok(Json(Detokenized {
+            prompt: model.tokenizer.decode(&request.tokens, false),
+        }))
+    })
+    .await
+}

@@ -1,0 +1,183 @@
+use std::collections::BTreeMap;
+
+use plimsoll_core::{FinishReason, SamplingOptions, TokenId};
+use serde::{Deserialize, Serialize};
+
+use crate::error::ApiError;
+use crate::state::GenerationDefaults;
+
+/// Most choices per prompt (OpenAI's limit).
+const MAX_N: usize = 128;
+/// Most stop strings; each costs a comparison per token.
+const MAX_STOPS: usize = 64;
+
+/// One value or several.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum OneOrMany<T> {
+    One(T),
+    Many(Vec<T>),
+}
+
+impl<T> OneOrMany<T> {
+    pub(crate) fn into_vec(self) -> Vec<T> {
+        match self {
+            Self::One(one) => vec![one],
+            Self::Many(many) => many,
+        }
+    }
+}
+
+/// The fields that chat and completions share.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub(crate) struct Common {
+    pub(crate) model: Option<String>,
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    top_k: Option<i64>,
+    min_p: Option<f64>,
+    presence_penalty: Option<f64>,
+    frequency_penalty: Option<f64>,
+    repetition_penalty: Option<f64>,
+    logit_bias: Option<BTreeMap<String, f64>>,
+    pub(crate) seed: Option<i64>,
+    pub(crate) max_tokens: Option<usize>,
+    n: Option<usize>,
+    stop: Option<OneOrMany<String>>,
+    pub(crate) stop_token_ids: Option<Vec<TokenId>>,
+    #[serde(default)]
+    pub(crate) ignore_eos: bool,
+    #[serde(default)]
+    pub(crate) stream: bool,
+    stream_options: Option<StreamOptions>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+    /// Padding against side channels of the network; there is none to remove.
+    #[serde(rename = "include_obfuscation")]
+    _include_obfuscation: Option<bool>,
+    /// vLLM's: only `false` is supported.
+    continuous_usage_stats: Option<bool>,
+}
+
+impl Common {
+    /// Sampling parameters with the model's defaults where the client is silent.
+    pub(crate) fn sampling(
+        &self,
+        defaults: &GenerationDefaults,
+        logprobs: Option<u32>,
+    ) -> Result<SamplingOptions, ApiError> {
+        let mut logit_bias = Vec::new();
+        for (token, &bias) in self.logit_bias.iter().flatten() {
+            let token = token.parse().map_err(|_| {
+                ApiError::invalid("logit_bias", format!("logit_bias: `{token}` is not a token id"))
+            })?;
+            logit_bias.push((token, bias));
+        }
+        Ok(SamplingOptions {
+            temperature: self.temperature.or(defaults.temperature),
+            top_p: self.top_p.or(defaults.top_p),
+            top_k: self.top_k.or(defaults.top_k),
+            min_p: self.min_p.or(defaults.min_p),
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            repetition_penalty: self.repetition_penalty.or(defaults.repetition_penalty),
+            logit_bias,
+            logprobs,
+        })
+    }
+
+    /// Choices per prompt.
+    pub(crate) fn n(&self) -> Result<usize, ApiError> {
+        match self.n.unwrap_or(1) {
+            n @ 1..=MAX_N => Ok(n),
+            n => Err(ApiError::invalid(
+                "n",
+                format!("n must be between 1 and {MAX_N}, not {n}"),
+            )),
+        }
+    }
+
+    /// Stop strings, none of them empty.
+    pub(crate) fn stop(&self) -> Result<Vec<String>, ApiError> {
+        let stop = self.stop.clone().map(OneOrMany::into_vec).unwrap_or_default();
+        if stop.len() > MAX_STOPS {
+            let message = format!(
+                "at most {MAX_STOPS} stop strings are supported, not {}",
+                stop.len()
+            );
+            return Err(ApiError::invalid("stop", message));
+        }
+        if stop.iter().any(String::is_empty) {
+            return Err(ApiError::invalid("stop", "a stop string must not be empty"));
+        }
+        Ok(stop)
+    }
+
+    /// Whether a stream ends with a chunk that holds the usage.
+    pub(crate) fn include_usage(&self) -> Result<bool, ApiError> {
+        let Some(options) = &self.stream_options else {
+            return Ok(false);
+        };
+        if !self.stream {
+            let message = "stream_options is only allowed with stream = true";
+            return Err(ApiError::invalid("stream_options", message));
+        }
+        if options.continuous_usage_stats == Some(true) {
+            let field = "stream_options.continuous_usage_stats".into();
+            return Err(ApiError::Unsupported {
+                field,
+                hint: Some("only false is"),
+            });
+        }
+        Ok(options.include_usage.unwrap_or(false))
+    }
+}
+
+/// Tokens read and written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Usage {
+    pub(crate) prompt_tokens: usize,
+    pub(crate) completion_tokens: usize,
+    pub(crate) total_tokens: usize,
+    pub(crate) prompt_tokens_details: PromptTokensDetails,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct PromptTokensDetails {
+    pub(crate) cached_tokens: usize,
+}
+
+impl Usage {
+    pub(crate) fn new(prompt_tokens: usize, completion_tokens: usize, cached_tokens: usize) -> Self {
+        Self {
+            prompt_tokens,
+            completion_tokens,
+            total_tokens: prompt_tokens + completion_tokens,
+            prompt_tokens_details: PromptTokensDetails { cached_tokens },
+        }
+    }
+}
+
+impl Usage {
+    /// The usage of both.
+    pub(crate) fn plus(self, other: &Self) -> Self {
+        let cached = self.prompt_tokens_details.cached_tokens + other.prompt_tokens_details.cached_tokens;
+        let completion = self.completion_tokens + other.completion_tokens;
+        Self::new(self.prompt_tokens + other.prompt_tokens, completion, cached)
+    }
+}
+
+/// OpenAI's word for why a choice ended.
+pub(crate) fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+    }
+}
+
+/// Serialized as absent, `null`, or the value: streams show `usage: null` before the last chunk, if asked for at all.
+pub(crate) type MaybeUsage = Option<Option<Usage>>;

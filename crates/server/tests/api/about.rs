@@ -1,0 +1,78 @@
+//! What the server says about itself.
+
+use crate::CHAT;
+use crate::chat;
+use crate::rig::{Rig, Setup};
+
+#[tokio::test]
+async fn metrics_are_prometheus_text_under_both_names() {
+    let rig = Rig::new(Setup::default());
+    assert_eq!(rig.post(CHAT, chat("x")).await.status, 200);
+    let page = rig.get("/metrics").await;
+    assert_eq!(
+        page.headers["content-type"],
+        "text/plain; version=0.0.4; charset=utf-8"
+    );
+    let mut families = std::collections::HashMap::new();
+    for line in page.text.lines().filter(|line| !line.is_empty()) {
+        if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').unwrap();
+            assert_eq!(
+                families.insert(name.to_owned(), kind.to_owned()),
+                None,
+                "{name} twice"
+            );
+        } else if !line.starts_with("# HELP ") {
+            let (series, value) = line.rsplit_once(' ').unwrap();
+            assert!(value.parse::<f64>().is_ok(), "{line}");
+            let name = series.split('{').next().unwrap();
+            let family = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| {
+                let family = name.strip_suffix(suffix)?;
+                (families.get(family)? == "histogram").then_some(family)
+            });
+            assert!(
+                families.contains_key(family.unwrap_or(name)),
+                "{line} has no type"
+            );
+        }
+    }
+    for (name, kind) in [
+        ("vllm:num_requests_running", "gauge"),
+        ("vllm:num_requests_waiting", "gauge"),
+        ("vllm:kv_cache_usage_perc", "gauge"),
+        ("vllm:cache_config_info", "gauge"),
+        ("vllm:prompt_tokens_total", "counter"),
+        ("vllm:generation_tokens_total", "counter"),
+        ("vllm:num_preemptions_total", "counter"),
+        ("vllm:request_success_total", "counter"),
+        ("vllm:time_to_first_token_seconds", "histogram"),
+        ("vllm:inter_token_latency_seconds", "histogram"),
+        ("vllm:e2e_request_latency_seconds", "histogram"),
+        ("vllm:iteration_tokens_total", "histogram"),
+        ("plimsoll_device_memory_bytes", "gauge"),
+        ("plimsoll_device_allocs_after_ready_total", "counter"),
+    ] {
+        assert_eq!(families.get(name).map(String::as_str), Some(kind), "{name}");
+    }
+    let value = |series: &str| {
+        let line = page
+            .text
+            .lines()
+            .find(|line| line.starts_with(series))
+            .unwrap_or_else(|| panic!("{series}"));
+        line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()
+    };
+    assert_eq!(value("vllm:generation_tokens_total"), 20.0);
+    assert_eq!(value("vllm:time_to_first_token_seconds_count"), 1.0);
+    assert_eq!(value("vllm:inter_token_latency_seconds_count"), 19.0);
+    assert_eq!(value("plimsoll_request_generation_tokens_sum"), 20.0);
+}
+
+#[tokio::test]
+async fn memory_shows_report_and_meters() {
+    let rig = Rig::new(Setup::default());
+    let memory = rig.get("/memory").await.json();
+    assert_eq!(memory["profile"]["phase"], "validate");
+    assert_eq!(memory["now"]["components"]["kv"], 16384 * 64);
+    assert_eq!(memory["device_allocs_after_ready"], 0);
+}

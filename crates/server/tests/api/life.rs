@@ -1,0 +1,227 @@
+//! Failing steps, clients that leave or do not read, stalls, shutdown.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use plimsoll_server::{ServerOptions, serve};
+use serde_json::{Value, json};
+
+use crate::rig::{PATIENCE, Rig, Setup, post};
+use crate::{CHAT, chat, with};
+
+#[tokio::test]
+async fn a_failed_step_is_an_error_and_the_server_lives_on() {
+    let rig = Rig::new(Setup::default());
+    rig.script.panic.store(true, Ordering::SeqCst);
+    let error = rig.post(CHAT, chat("x")).await.error(500);
+    assert_eq!(
+        (&error["type"], &error["code"]),
+        (&json!("server_error"), &json!("step_failed"))
+    );
+    assert!(error["message"].as_str().unwrap().contains("told to panic"));
+
+    rig.set_step(Duration::from_millis(5));
+    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(500));
+    let mut stream = rig
+        .send(post(CHAT, body.to_string()))
+        .await
+        .into_body()
+        .into_data_stream();
+    let mut text = String::from_utf8(stream.next().await.unwrap().unwrap().to_vec()).unwrap();
+    rig.script.panic.store(true, Ordering::SeqCst);
+    while let Some(part) = stream.next().await {
+        text += std::str::from_utf8(&part.unwrap()).unwrap();
+    }
+    let events: Vec<_> = text
+        .trim()
+        .split("\n\n")
+        .map(|event| event.strip_prefix("data: ").unwrap())
+        .collect();
+    assert_eq!(events.last(), Some(&"[DONE]"));
+    let error: Value = serde_json::from_str(events[events.len() - 2]).unwrap();
+    assert_eq!(error["error"]["code"], "step_failed");
+
+    rig.set_step(Duration::ZERO);
+    assert_eq!(rig.post(CHAT, chat("x")).await.status, 200);
+    let health = rig.get("/health").await;
+    assert_eq!(
+        (health.status.as_u16(), &health.json()["status"]),
+        (200, &json!("ok"))
+    );
+    assert!(
+        health.json()["last_error"]
+            .as_str()
+            .unwrap()
+            .contains("told to panic")
+    );
+    assert!(
+        rig.get("/metrics")
+            .await
+            .text
+            .contains("plimsoll_steps_failed_total{model_name=\"sim\",engine=\"0\"} 2")
+    );
+}
+
+#[tokio::test]
+async fn a_client_that_reads_nothing_is_cut_off() {
+    let options = ServerOptions {
+        slow_client_timeout: Duration::from_millis(200),
+        ..Default::default()
+    };
+    let rig = Rig::new(Setup {
+        options,
+        max_model_len: 8192,
+        ..Default::default()
+    });
+    rig.set_step(Duration::from_millis(1));
+    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(8000));
+    let response = rig.send(post(CHAT, body.to_string())).await;
+    rig.until("the cut", |rig| {
+        rig.state.engine().stats().scheduler.cancelled == 1
+    })
+    .await;
+    rig.until_in_flight(0).await;
+    drop(response);
+}
+
+#[tokio::test]
+async fn a_handler_that_is_dropped_cancels() {
+    let rig = Rig::new(Setup::default());
+    rig.set_step(Duration::from_millis(5));
+    let body = with(with(chat("x"), "max_tokens", json!(500)), "n", json!(3)).to_string();
+    let waiting = rig.send(post(CHAT, body));
+    assert!(
+        tokio::time::timeout(Duration::from_millis(100), waiting)
+            .await
+            .is_err()
+    );
+    rig.until_in_flight(0).await;
+    assert_eq!(rig.state.engine().stats().scheduler.cancelled, 3);
+}
+
+#[tokio::test]
+async fn a_stall_shows_in_ready_and_not_in_health() {
+    let options = ServerOptions {
+        ready_patience: Duration::from_millis(50),
+        ..Default::default()
+    };
+    let rig = Rig::new(Setup {
+        options,
+        ..Default::default()
+    });
+    assert_eq!(rig.get("/ready").await.json()["status"], "ready");
+    rig.set_step(Duration::from_millis(400));
+    let response = rig
+        .send(post(CHAT, with(chat("x"), "stream", json!(true)).to_string()))
+        .await;
+    tokio::time::sleep(Duration::from_millis(150)).await;
+    let ready = rig.get("/ready").await;
+    assert_eq!(
+        (ready.status.as_u16(), &ready.json()["status"]),
+        (503, &json!("stalled"))
+    );
+    assert_eq!(rig.get("/health").await.status, 200);
+    drop(response);
+}
+
+#[tokio::test]
+async fn a_panic_in_a_handler_is_a_500_in_openais_shape() {
+    let rig = Rig::new(Setup::default());
+    rig.script.meters_panic.store(true, Ordering::SeqCst);
+    assert_eq!(rig.get("/memory").await.error(500)["code"], "internal_error");
+    assert_eq!(rig.get("/version").await.status, 200);
+}
+
+/// Serves on a real socket; gives the address, the trigger of the shutdown and the result.
+async fn served(
+    rig: &Rig,
+) -> (
+    String,
+    tokio::sync::oneshot::Sender<()>,
+    tokio::task::JoinHandle<Result<plimsoll_engine::Drained, plimsoll_server::ServeError>>,
+) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let state = rig.state.clone();
+    let server = tokio::spawn(serve(listener, state, async {
+        let _ = stopped.await;
+    }));
+    (address, stop, server)
+}
+
+/// One request over a connection of its own; the response, whole.
+async fn raw(address: &str, request: &str) -> String {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut connection = tokio::net::TcpStream::connect(address).await.unwrap();
+    connection.write_all(request.as_bytes()).await.unwrap();
+    let mut response = String::new();
+    tokio::time::timeout(PATIENCE, connection.read_to_string(&mut response))
+        .await
+        .unwrap()
+        .unwrap();
+    response
+}
+
+fn http(path: &str, body: &str) -> String {
+    let length = body.len();
+    let head = "Host: x\r\nConnection: close\r\nContent-Type: application/json";
+    format!("POST {path} HTTP/1.1\r\n{head}\r\nContent-Length: {length}\r\n\r\n{body}")
+}
+
+#[tokio::test]
+async fn a_shutdown_drains_and_refuses() {
+    let rig = Rig::new(Setup::default());
+    rig.set_step(Duration::from_millis(10));
+    let (address, stop, server) = served(&rig).await;
+    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(100)).to_string();
+    let streaming = tokio::spawn({
+        let address = address.clone();
+        async move { raw(&address, &http(CHAT, &body)).await }
+    });
+    rig.until_in_flight(1).await;
+    stop.send(()).unwrap();
+    rig.until("the drain", |rig| {
+        !rig.state.engine().health().is_moving(PATIENCE)
+    })
+    .await;
+    let refused = raw(&address, &http(CHAT, &chat("x").to_string())).await;
+    assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
+    assert!(refused.contains("shutting_down"), "{refused}");
+    assert_eq!(rig.get("/ready").await.json()["status"], "draining");
+    assert_eq!(rig.get("/health").await.status, 200);
+    assert!(streaming.await.unwrap().contains("data: [DONE]"));
+    assert_eq!(server.await.unwrap().unwrap(), plimsoll_engine::Drained::Complete);
+    assert!(
+        tokio::net::TcpStream::connect(&address).await.is_err(),
+        "the port is closed"
+    );
+}
+
+#[tokio::test]
+async fn a_shutdown_does_not_wait_for_clients_that_do_not_read() {
+    let options = ServerOptions {
+        drain_timeout: Duration::from_millis(300),
+        ..Default::default()
+    };
+    let rig = Rig::new(Setup {
+        options,
+        ..Default::default()
+    });
+    rig.set_step(Duration::from_millis(20));
+    let (address, stop, server) = served(&rig).await;
+    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(1000)).to_string();
+    let mut idle = tokio::net::TcpStream::connect(&address).await.unwrap();
+    tokio::io::AsyncWriteExt::write_all(&mut idle, http(CHAT, &body).as_bytes())
+        .await
+        .unwrap();
+    rig.until_in_flight(1).await;
+    let began = Instant::now();
+    stop.send(()).unwrap();
+    assert_eq!(
+        server.await.unwrap().unwrap(),
+        plimsoll_engine::Drained::Failed(1)
+    );
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+}

@@ -1,0 +1,61 @@
+//! The API in one process: every way a request can go wrong, and the shapes of what goes well.
+
+mod about;
+mod answers;
+mod life;
+mod refusals;
+mod rig;
+
+use plimsoll_core::{Limits, Request, RequestId, RequestOptions, SamplingOptions};
+use plimsoll_sim::{SimModel, oracle};
+use serde_json::{Value, json};
+
+const CHAT: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
+
+/// What the simulated model says to `prompt`, by definition.
+fn oracle_text(prompt: &str, max_tokens: usize, seed: u64) -> String {
+    let options = RequestOptions {
+        prompt: prompt.bytes().map(u32::from).collect(),
+        max_tokens: Some(max_tokens),
+        sampling: SamplingOptions::default(),
+        seed,
+        stop_token_ids: vec![],
+    };
+    let limits = Limits {
+        max_model_len: 1 << 20,
+        kv_capacity_tokens: 1 << 20,
+        vocab_size: 257,
+    };
+    let request = Request::new(RequestId(0), options, &limits).unwrap();
+    let tokens = oracle(&SimModel::text(), &request).into_iter();
+    String::from_utf8(
+        tokens
+            .filter(|&token| token < 256)
+            .map(|token| token as u8)
+            .collect(),
+    )
+    .unwrap()
+}
+
+fn chat(content: &str) -> Value {
+    json!({ "messages": [{ "role": "user", "content": content }], "max_tokens": 20, "ignore_eos": true, "seed": 1 })
+}
+
+fn with(mut body: Value, field: &str, value: Value) -> Value {
+    body[field] = value;
+    body
+}
+
+/// The text of each choice of a chat stream.
+fn streamed(events: &[Value], n: usize) -> Vec<String> {
+    let mut texts = vec![String::new(); n];
+    for choice in events
+        .iter()
+        .flat_map(|event| event["choices"].as_array().unwrap())
+    {
+        texts[choice["index"].as_u64().unwrap() as usize] +=
+            choice["delta"]["content"].as_str().unwrap_or("");
+    }
+    texts
+}

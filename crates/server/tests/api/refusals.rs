@@ -1,0 +1,254 @@
+//! What is refused, and how the client learns why.
+
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use plimsoll_server::ServerOptions;
+use serde_json::json;
+
+use crate::rig::{Rig, Setup, post};
+use crate::{CHAT, COMPLETIONS, chat, with};
+
+#[tokio::test]
+async fn wrong_requests_name_the_field() {
+    let rig = Rig::new(Setup::default());
+    let cases = [
+        (CHAT, json!({}), "messages", "missing field `messages`"),
+        (CHAT, json!({ "messages": [] }), "messages", "must not be empty"),
+        (
+            CHAT,
+            with(chat("x"), "temprature", json!(1)),
+            "temprature",
+            "unknown field `temprature`",
+        ),
+        (
+            CHAT,
+            with(chat("x"), "tools", json!([{}])),
+            "tools",
+            "`tools` is not supported",
+        ),
+        (CHAT, with(chat("x"), "max_tokens", json!(-1)), "max_tokens", "-1"),
+        (
+            CHAT,
+            with(chat("x"), "temperature", json!(-1)),
+            "temperature",
+            "between 0 and 100",
+        ),
+        (
+            CHAT,
+            with(chat("x"), "logit_bias", json!({ "a": 1 })),
+            "logit_bias",
+            "not a token id",
+        ),
+        (
+            CHAT,
+            with(chat("x"), "stop", json!([""])),
+            "stop",
+            "must not be empty",
+        ),
+        (
+            CHAT,
+            with(chat("x"), "top_logprobs", json!(3)),
+            "top_logprobs",
+            "needs logprobs",
+        ),
+        (CHAT, with(chat("x"), "n", json!(100)), "n", "at most 80 at once"),
+        (
+            CHAT,
+            with(chat("x"), "stream_options", json!({ "include_usage": true })),
+            "stream_options",
+            "stream = true",
+        ),
+        (
+            CHAT,
+            json!({ "messages": [{ "role": "user", "content": null }] }),
+            "messages[0].content",
+            "needs content",
+        ),
+        (
+            CHAT,
+            json!({ "messages": [{ "role": "user", "content": "x", "mood": 1 }] }),
+            "messages[0].mood",
+            "unknown field",
+        ),
+        (COMPLETIONS, json!({ "prompt": "" }), "prompt", "empty"),
+        (
+            COMPLETIONS,
+            json!({ "prompt": [400] }),
+            "prompt",
+            "outside the vocabulary",
+        ),
+        (
+            COMPLETIONS,
+            json!({ "prompt": "x", "echo": true, "logprobs": 1 }),
+            "echo",
+            "not together with logprobs",
+        ),
+        (
+            COMPLETIONS,
+            json!({ "prompt": "x", "logprobs": 30 }),
+            "top_logprobs",
+            "at most 20",
+        ),
+        ("/tokenize", json!({ "messages": "x" }), "messages", "`messages`"),
+        (
+            "/detokenize",
+            json!({ "tokens": [999] }),
+            "tokens",
+            "outside the vocabulary",
+        ),
+    ];
+    for (path, body, param, message) in cases {
+        let error = rig.post(path, body.clone()).await.error(400);
+        assert_eq!(error["param"], param, "{body}: {error}");
+        assert_eq!(error["type"], "invalid_request_error");
+        assert!(
+            error["message"].as_str().unwrap().contains(message),
+            "{body}: {error}"
+        );
+    }
+    assert_eq!(
+        rig.state.engine().stats().submitted,
+        0,
+        "nothing wrong reaches the engine"
+    );
+}
+
+#[tokio::test]
+async fn parts_that_are_no_text_are_refused_by_name() {
+    let rig = Rig::new(Setup::default());
+    let part = json!({ "type": "image_url", "image_url": { "url": "http://x/y.png" } });
+    let body = json!({ "messages": [{ "role": "user", "content": [part] }] });
+    let error = rig.post(CHAT, body).await.error(400);
+    assert!(
+        error["message"].as_str().unwrap().contains("image_url"),
+        "{error}"
+    );
+    let call = json!([{ "id": "1", "type": "function", "function": { "name": "f", "arguments": "{}" } }]);
+    let body = json!({ "messages": [{ "role": "assistant", "tool_calls": call }] });
+    assert_eq!(
+        rig.post(CHAT, body).await.error(400)["param"],
+        "messages[0].tool_calls"
+    );
+}
+
+#[tokio::test]
+async fn bodies_that_are_no_requests_get_a_4xx() {
+    let rig = Rig::new(Setup::default());
+    let bodies: [&[u8]; 9] = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"{\"prompt\": NaN}",
+        b"{\"prompt\": \"\xff\"}",
+        b"\x00",
+        b"{} {}",
+        &[b'['; 5000],
+    ];
+    for body in bodies {
+        for path in [CHAT, COMPLETIONS, "/tokenize", "/detokenize"] {
+            let error = rig.post_raw(path, body.to_vec()).await.error(400);
+            assert_eq!(error["type"], "invalid_request_error", "{body:?}");
+        }
+    }
+    let error = rig
+        .post_raw(COMPLETIONS, vec![b' '; (1 << 20) + 1])
+        .await
+        .error(413);
+    assert_eq!(error["code"], "request_too_large");
+    let text = axum::http::Request::post(CHAT)
+        .header("content-type", "text/plain")
+        .body(Body::from("{}"))
+        .unwrap();
+    assert_eq!(rig.send(text).await.status(), 415);
+    assert_eq!(rig.get("/nothing").await.error(404)["code"], "unknown_url");
+    assert_eq!(rig.get(CHAT).await.error(405)["code"], "method_not_supported");
+    let error = rig
+        .post(CHAT, with(chat("x"), "model", json!("gpt")))
+        .await
+        .error(404);
+    assert_eq!(
+        (&error["code"], &error["param"]),
+        (&json!("model_not_found"), &json!("model"))
+    );
+    assert_eq!(
+        rig.post(CHAT, with(chat("x"), "model", json!("org/sim")))
+            .await
+            .status,
+        200
+    );
+    assert_eq!(rig.get("/v1/models/org/sim").await.json()["id"], "org/sim");
+}
+
+#[tokio::test]
+async fn a_body_that_does_not_arrive_is_408() {
+    let options = ServerOptions {
+        body_timeout: Duration::from_millis(50),
+        ..Default::default()
+    };
+    let rig = Rig::new(Setup {
+        options,
+        ..Default::default()
+    });
+    let never = futures::stream::pending::<Result<Bytes, std::io::Error>>();
+    assert_eq!(
+        rig.post_raw(CHAT, Body::from_stream(never)).await.error(408)["code"],
+        "request_timeout"
+    );
+}
+
+#[tokio::test]
+async fn a_request_that_cannot_fit_says_so() {
+    let rig = Rig::new(Setup::default());
+    for (path, body, param) in [
+        (COMPLETIONS, json!({ "prompt": "x".repeat(1024) }), "prompt"),
+        (
+            COMPLETIONS,
+            json!({ "prompt": "x".repeat(1000), "max_tokens": 25 }),
+            "prompt",
+        ),
+        (CHAT, chat(&"x".repeat(2000)), "messages"),
+    ] {
+        let error = rig.post(path, body).await.error(400);
+        assert_eq!(
+            (&error["code"], &error["param"]),
+            (&json!("context_length_exceeded"), &json!(param))
+        );
+    }
+    // Without max_tokens a completion takes what room there is.
+    let usage = rig
+        .post(
+            COMPLETIONS,
+            json!({ "prompt": "x".repeat(1020), "ignore_eos": true }),
+        )
+        .await
+        .json();
+    assert_eq!(usage["usage"]["completion_tokens"], 4);
+}
+
+#[tokio::test]
+async fn a_full_queue_is_429_with_retry_after() {
+    let rig = Rig::new(Setup {
+        max_num_seqs: 1,
+        max_queue: 2,
+        ..Default::default()
+    });
+    rig.set_step(Duration::from_millis(5));
+    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(500));
+    let first = rig
+        .send(post(CHAT, with(body.clone(), "n", json!(2)).to_string()))
+        .await;
+    assert_eq!(first.status(), 200);
+    // Two are in, one more fits: of a request for two, none is taken.
+    let refused = rig.post(CHAT, with(body.clone(), "n", json!(2))).await;
+    assert_eq!(refused.error(429)["code"], "queue_full");
+    let retry_after: u64 = refused.headers["retry-after"].to_str().unwrap().parse().unwrap();
+    assert!((1..=60).contains(&retry_after));
+    rig.until_in_flight(2).await;
+    let third = rig.send(post(CHAT, body.to_string())).await;
+    assert_eq!(third.status(), 200);
+    // Unread responses that are dropped cancel.
+    drop((first, third));
+    rig.until_in_flight(0).await;
+}

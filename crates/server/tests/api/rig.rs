@@ -1,0 +1,331 @@
+//! A server in this process, over a simulated model whose executor the test can slow down and break.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::http::{HeaderMap, Request, StatusCode};
+use plimsoll_core::{
+    BlockSize, Component, Executor, Meters, Oom, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
+};
+use plimsoll_engine::{EngineConfig, EngineHandle};
+use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Target, profile};
+use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, router};
+use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
+use plimsoll_text::{ChatTemplate, Tokenizer};
+use serde_json::{Value, json};
+use tower::ServiceExt;
+
+/// Longer than anything here takes on a busy machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+const TOTAL: u64 = 1 << 30;
+const BYTES_PER_TOKEN: u64 = 64;
+
+/// What the executor shall do; the test changes it while the server runs.
+#[derive(Debug, Default)]
+pub(crate) struct Script {
+    pub(crate) step_micros: AtomicU64,
+    /// The next step panics.
+    pub(crate) panic: AtomicBool,
+    reserved: AtomicU64,
+    /// `/memory` panics.
+    pub(crate) meters_panic: AtomicBool,
+}
+
+impl Script {
+    fn meters(&self) -> Meters {
+        assert!(!self.meters_panic.load(Ordering::SeqCst), "told to panic");
+        let reserved = self.reserved.load(Ordering::SeqCst);
+        let mut meters = Meters {
+            total: TOTAL,
+            free: TOTAL - reserved,
+            used: reserved,
+            reserved,
+            used_high: reserved,
+            reserved_high: reserved,
+            ..Default::default()
+        };
+        *meters.by_component.get_mut(Component::Kv) = reserved;
+        meters
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Rigged {
+    inner: SimExecutor,
+    script: Arc<Script>,
+    bytes: u64,
+}
+
+impl Executor for Rigged {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        assert!(!self.script.panic.swap(false, Ordering::SeqCst), "told to panic");
+        std::thread::sleep(Duration::from_micros(
+            self.script.step_micros.load(Ordering::SeqCst),
+        ));
+        self.inner.launch(plan)
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        self.inner.finish()
+    }
+}
+
+impl Drop for Rigged {
+    fn drop(&mut self) {
+        self.script.reserved.fetch_sub(self.bytes, Ordering::SeqCst);
+    }
+}
+
+struct Device {
+    limits: StepLimits,
+    script: Arc<Script>,
+}
+
+impl Target for Device {
+    type State = Rigged;
+
+    fn build(&mut self, config: &StateConfig) -> Result<Rigged, Oom> {
+        let bytes = config.kv.capacity_tokens() as u64 * BYTES_PER_TOKEN;
+        self.script.reserved.fetch_add(bytes, Ordering::SeqCst);
+        let (kv, limits) = (config.kv, self.limits);
+        let mut inner = SimExecutor::new(SimConfig {
+            kv,
+            limits,
+            model: SimModel::text(),
+            step_time: StepTime::default(),
+        });
+        inner.allow_synthetic(true);
+        Ok(Rigged {
+            inner,
+            script: Arc::clone(&self.script),
+            bytes,
+        })
+    }
+
+    fn meters(&self) -> Meters {
+        self.script.meters()
+    }
+
+    fn reset_high_water(&mut self) {}
+
+    fn trim(&mut self) {}
+
+    fn take_scratch_high_water(&mut self, _: &mut Rigged) -> u64 {
+        0
+    }
+
+    fn release_canary(&mut self, state: &mut Rigged) {
+        state.inner.allow_synthetic(false);
+    }
+}
+
+struct Reader(Arc<Script>);
+
+impl Memory for Reader {
+    fn report(&self) -> Value {
+        json!({ "phase": "validate" })
+    }
+
+    fn meters(&self) -> Meters {
+        self.0.meters()
+    }
+}
+
+/// What differs between tests.
+pub(crate) struct Setup {
+    pub(crate) max_num_seqs: usize,
+    pub(crate) max_queue: usize,
+    pub(crate) max_model_len: usize,
+    pub(crate) kv_tokens: usize,
+    pub(crate) template: Option<&'static str>,
+    pub(crate) defaults: GenerationDefaults,
+    pub(crate) options: ServerOptions,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            max_num_seqs: 16,
+            max_queue: 64,
+            max_model_len: 1024,
+            kv_tokens: 16384,
+            template: Some(
+                "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}\
+                 {% if add_generation_prompt %}<assistant>{% endif %}{{ suffix }}",
+            ),
+            defaults: GenerationDefaults::default(),
+            options: ServerOptions {
+                max_body_bytes: 1 << 20,
+                ..Default::default()
+            },
+        }
+    }
+}
+
+pub(crate) struct Rig {
+    pub(crate) state: AppState,
+    pub(crate) script: Arc<Script>,
+    router: Router,
+}
+
+/// A response read to its end.
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) headers: HeaderMap,
+    pub(crate) text: String,
+}
+
+impl Answer {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|e| panic!("{e}: {}", self.text))
+    }
+
+    /// The error object, whose shape is checked.
+    pub(crate) fn error(&self, status: u16) -> Value {
+        assert_eq!(self.status, status, "{}", self.text);
+        let mut body = self.json();
+        let keys: Vec<_> = body.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, ["error"]);
+        let error = body["error"].take();
+        let keys: Vec<_> = error.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, ["message", "type", "param", "code"]);
+        error
+    }
+
+    /// The data of server-sent events; the last, `[DONE]`, is checked and left out.
+    pub(crate) fn events(&self) -> Vec<Value> {
+        assert_eq!(self.status, 200, "{}", self.text);
+        assert_eq!(self.headers["content-type"], "text/event-stream");
+        let events = self
+            .text
+            .split_terminator("\n\n")
+            .filter(|event| !event.starts_with(':'));
+        let mut data: Vec<_> = events
+            .map(|event| event.strip_prefix("data: ").expect("data alone"))
+            .collect();
+        assert_eq!(data.pop(), Some("[DONE]"));
+        data.into_iter()
+            .map(|data| serde_json::from_str(data).unwrap())
+            .collect()
+    }
+}
+
+impl Rig {
+    pub(crate) fn new(setup: Setup) -> Self {
+        let script = Arc::new(Script::default());
+        let limits = StepLimits {
+            max_num_batched_tokens: 256,
+            max_num_seqs: setup.max_num_seqs,
+            max_model_len: setup.max_model_len,
+        };
+        let vocab_size = SimModel::text().vocab_size();
+        let mut spec = ProfileSpec::new(limits, vocab_size, BlockSize::default(), BYTES_PER_TOKEN);
+        spec.size = KvSize::Tokens(setup.kv_tokens);
+        spec.margins = Margins {
+            canary_bytes: 0,
+            min_fragmentation_bytes: 0,
+        };
+        let mut device = Device {
+            limits,
+            script: Arc::clone(&script),
+        };
+        let proved = profile(&mut device, &spec, &mut ()).expect("the simulated device is large");
+        let config = EngineConfig {
+            max_queue: setup.max_queue,
+            vocab_size,
+            enable_prefix_caching: true,
+            steps_in_flight: 1,
+        };
+        let engine = EngineHandle::spawn(proved, &config).unwrap();
+        let tokenizer = Tokenizer::bytes();
+        let model = ModelInfo {
+            id: "sim".into(),
+            aliases: vec!["org/sim".into()],
+            template: setup
+                .template
+                .map(|t| ChatTemplate::new(t, tokenizer.special_tokens()).unwrap()),
+            eos_token_ids: tokenizer.eos_ids().to_vec(),
+            tokenizer,
+            defaults: setup.defaults,
+        };
+        let state = AppState::new(
+            engine,
+            model,
+            Arc::new(Reader(Arc::clone(&script))),
+            setup.options,
+        );
+        let router = router(state.clone());
+        Self {
+            state,
+            script,
+            router,
+        }
+    }
+
+    pub(crate) async fn send(&self, request: Request<Body>) -> axum::response::Response {
+        self.router.clone().oneshot(request).await.unwrap()
+    }
+
+    async fn read(&self, request: Request<Body>) -> Answer {
+        let response = self.send(request).await;
+        let (parts, body) = response.into_parts();
+        let bytes = tokio::time::timeout(PATIENCE, to_bytes(body, usize::MAX))
+            .await
+            .expect("a response hangs");
+        let text = String::from_utf8(bytes.unwrap().to_vec()).unwrap();
+        Answer {
+            status: parts.status,
+            headers: parts.headers,
+            text,
+        }
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> Answer {
+        self.read(Request::get(path).body(Body::empty()).unwrap()).await
+    }
+
+    pub(crate) async fn post(&self, path: &str, body: Value) -> Answer {
+        self.read(post(path, body.to_string())).await
+    }
+
+    pub(crate) async fn post_raw(&self, path: &str, body: impl Into<Body>) -> Answer {
+        self.read(post(path, body)).await
+    }
+
+    pub(crate) fn set_step(&self, duration: Duration) {
+        self.script
+            .step_micros
+            .store(duration.as_micros() as u64, Ordering::SeqCst);
+    }
+
+    /// Waits until `condition` holds.
+    pub(crate) async fn until(&self, what: &str, condition: impl Fn(&Self) -> bool) {
+        let began = Instant::now();
+        while !condition(self) {
+            assert!(
+                began.elapsed() < PATIENCE,
+                "{what} did not happen: {:?}",
+                self.state.engine().stats()
+            );
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    pub(crate) async fn until_in_flight(&self, requests: usize) {
+        self.until("the number of requests", |rig| {
+            rig.state.engine().stats().in_flight == requests
+        })
+        .await;
+    }
+}
+
+pub(crate) fn post(path: &str, body: impl Into<Body>) -> Request<Body> {
+    Request::post(path)
+        .header("content-type", "application/json")
+        .body(body.into())
+        .unwrap()
+}

@@ -1,0 +1,393 @@
+//! A device that exists on paper: for proving the profiler against everything that goes wrong on real ones.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use plimsoll_core::{
+    Component, ComponentBytes, Executor, Meters, Oom, Run, Sampled, Scratch, StateConfig, StepError,
+    StepOutput, StepPlan,
+};
+use plimsoll_profiler::Target;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+/// What a virtual device is like. Sizes are in bytes.
+#[derive(Clone, Debug)]
+pub struct DeviceModel {
+    /// Capacity.
+    pub total: u64,
+    /// What allocations say cannot be had although `total` promises it.
+    pub missing: u64,
+    /// Weights, there from the start.
+    pub weights: u64,
+    /// Runtime, there from the start.
+    pub runtime: u64,
+    /// One KV block.
+    pub block_bytes: u64,
+    /// Inputs and outputs of a step, owned by a state.
+    pub staging: u64,
+    /// Step memory.
+    pub step: StepMemory,
+    /// Allocations are rounded up to this, and freed ones are kept for others of their size until a trim: fragmentation.
+    pub granularity: u64,
+    /// A step takes up to this much outside the arena, at random.
+    pub jitter: u64,
+    /// Neighbours change by up to this much at each of our allocations.
+    pub peer_swing: u64,
+    /// Neighbours at the start.
+    pub peers: u64,
+    /// Dropping a state of this number (0 is the first) keeps its KV: a defect.
+    pub leak_at: Option<usize>,
+    /// Seeds everything random.
+    pub seed: u64,
+}
+
+/// Step memory as a function of the step's shape, in bytes per unit. Real devices weigh these differently, and each term is
+/// the dominant one somewhere.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepMemory {
+    /// Per token: activations.
+    pub token: u64,
+    /// Per sampled row: logits.
+    pub row: u64,
+    /// Per row that sorts its whole vocabulary.
+    pub sort: u64,
+    /// Per row that keeps a top-k below the vocabulary.
+    pub top_k: u64,
+    /// Per token of the longest row: padding to it.
+    pub longest: u64,
+    /// Per token and 64 positions it looks back, of rows of several tokens that start beyond 0: attention to a prefix.
+    pub prefix: u64,
+    /// Per token of the longest row that starts at 0: attention within a prompt.
+    pub prompt: u64,
+    /// Per row of one token that samples greedily: a fast path with buffers of its own.
+    pub greedy: u64,
+}
+
+impl StepMemory {
+    /// Bytes of the step arena that `plan` takes.
+    pub fn bytes(&self, plan: &StepPlan) -> u64 {
+        let sum = |of: &dyn Fn(&Run) -> u64| plan.runs.iter().map(of).sum::<u64>();
+        let longest = |of: &dyn Fn(&&Run) -> bool| {
+            plan.runs
+                .iter()
+                .filter(of)
+                .map(|run| run.input.len() as u64)
+                .max()
+                .unwrap_or(0)
+        };
+        let sorts = |run: &Run| run.sample.as_ref().is_some_and(|s| s.params.top_p() < 1.0);
+        let keeps = |run: &Run| {
+            run.sample
+                .as_ref()
+                .is_some_and(|s| !s.params.is_greedy() && s.params.top_p() == 1.0)
+        };
+        let greedy =
+            |run: &Run| run.input.len() == 1 && run.sample.as_ref().is_some_and(|s| s.params.is_greedy());
+        let looks_back = |run: &Run| {
+            if run.input.len() > 1 && run.start > 0 {
+                (run.input.len() * run.end() / 64) as u64
+            } else {
+                0
+            }
+        };
+        self.token * plan.num_tokens() as u64
+            + self.row * sum(&|run| u64::from(run.sample.is_some()))
+            + self.sort * sum(&|run| u64::from(sorts(run)))
+            + self.top_k * sum(&|run| u64::from(keeps(run)))
+            + self.greedy * sum(&|run| u64::from(greedy(run)))
+            + self.longest * longest(&|_| true)
+            + self.prefix * sum(&looks_back)
+            + self.prompt * longest(&|run| run.start == 0)
+    }
+}
+
+/// The device. Clones share it.
+#[derive(Clone, Debug)]
+pub struct VirtualDevice(Arc<Mutex<Pool>>);
+
+#[derive(Debug)]
+struct Pool {
+    model: DeviceModel,
+    rng: StdRng,
+    used: u64,
+    used_high: u64,
+    reserved_high: u64,
+    /// Rounded sizes of live allocations.
+    by_component: ComponentBytes,
+    /// Freed, not returned.
+    cached: Vec<u64>,
+    peers: u64,
+    allocations: u64,
+    fault_at: Option<u64>,
+    states_dropped: usize,
+}
+
+impl VirtualDevice {
+    /// A device with its weights loaded, if they fit.
+    ///
+    /// # Panics
+    /// If they do not.
+    pub fn new(model: DeviceModel) -> Self {
+        let mut by_component = ComponentBytes::default();
+        *by_component.get_mut(Component::Weights) = model.weights;
+        *by_component.get_mut(Component::Runtime) = model.runtime;
+        let fixed = model.weights + model.runtime;
+        let room = model
+            .total
+            .checked_sub(model.missing + fixed)
+            .expect("weights and runtime fit");
+        Self(Arc::new(Mutex::new(Pool {
+            rng: StdRng::seed_from_u64(model.seed),
+            used: fixed,
+            used_high: fixed,
+            reserved_high: fixed,
+            by_component,
+            cached: Vec::new(),
+            peers: model.peers.min(room),
+            allocations: 0,
+            fault_at: None,
+            states_dropped: 0,
+            model,
+        })))
+    }
+
+    /// The `n`-th allocation from now fails, once.
+    pub fn fail_allocation(&self, n: u64) {
+        let mut pool = self.pool();
+        pool.fault_at = Some(pool.allocations + n);
+    }
+
+    /// Sets the neighbours' memory, as far as there is room.
+    pub fn set_peers(&self, bytes: u64) {
+        let mut pool = self.pool();
+        pool.peers = bytes.min(pool.model.total - pool.reserved());
+    }
+
+    fn pool(&self) -> MutexGuard<'_, Pool> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn allocate(&self, component: Component, bytes: u64) -> Result<Block, Oom> {
+        let mut pool = self.pool();
+        let rounded = pool.allocate(component, bytes)?;
+        Ok(Block {
+            device: self.clone(),
+            component,
+            bytes,
+            rounded,
+            leaked: false,
+        })
+    }
+}
+
+impl Pool {
+    fn reserved(&self) -> u64 {
+        self.by_component.total() + self.cached.iter().sum::<u64>()
+    }
+
+    fn meters(&self) -> Meters {
+        let reserved = self.reserved();
+        Meters {
+            total: self.model.total,
+            free: self.model.total - reserved - self.peers,
+            used: self.used,
+            reserved,
+            used_high: self.used_high,
+            reserved_high: self.reserved_high,
+            by_component: self.by_component,
+            allocations: self.allocations,
+        }
+    }
+
+    fn neighbours_move(&mut self) {
+        let swing = self.model.peer_swing;
+        if swing > 0 {
+            let target = (self.peers + self.rng.random_range(0..=2 * swing)).saturating_sub(swing);
+            // Nobody can take what is not free.
+            self.peers = target.min(self.model.total - self.reserved());
+        }
+    }
+
+    /// Takes `bytes`; returns what they were rounded up to.
+    fn allocate(&mut self, component: Component, bytes: u64) -> Result<u64, Oom> {
+        self.neighbours_move();
+        self.allocations += 1;
+        let rounded = bytes.next_multiple_of(self.model.granularity);
+        let limit = self.model.total - self.model.missing;
+        let fits = |pool: &Self| {
+            (pool.reserved() + pool.peers)
+                .checked_add(rounded)
+                .is_some_and(|all| all <= limit)
+        };
+        let reusable = self.cached.iter().position(|&size| size == rounded);
+        if self.fault_at == Some(self.allocations) {
+            return Err(self.oom(component, bytes));
+        }
+        if let Some(index) = reusable {
+            self.cached.swap_remove(index);
+        } else if !fits(self) {
+            self.cached.clear();
+            if !fits(self) {
+                return Err(self.oom(component, bytes));
+            }
+        }
+        *self.by_component.get_mut(component) += rounded;
+        self.used += bytes;
+        self.used_high = self.used_high.max(self.used);
+        self.reserved_high = self.reserved_high.max(self.reserved());
+        assert!(
+            self.reserved() + self.peers <= self.model.total,
+            "the device is overcommitted"
+        );
+        Ok(rounded)
+    }
+
+    fn oom(&self, component: Component, requested: u64) -> Oom {
+        Oom {
+            requested,
+            component,
+            meters: Box::new(self.meters()),
+        }
+    }
+}
+
+/// One allocation.
+#[derive(Debug)]
+struct Block {
+    device: VirtualDevice,
+    component: Component,
+    bytes: u64,
+    rounded: u64,
+    leaked: bool,
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if self.leaked {
+            return;
+        }
+        let mut pool = self.device.pool();
+        pool.used -= self.bytes;
+        *pool.by_component.get_mut(self.component) -= self.rounded;
+        if self.rounded > 0 {
+            pool.cached.push(self.rounded);
+        }
+    }
+}
+
+/// An engine state on a virtual device: it computes nothing, and takes what a real one would.
+#[derive(Debug)]
+pub struct VirtualState {
+    device: VirtualDevice,
+    scratch: Scratch,
+    kv: Block,
+    arena: Block,
+    _staging: Block,
+    canary: Option<Block>,
+    arena_high: u64,
+    launched: Option<StepPlan>,
+}
+
+impl Executor for VirtualState {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        let (step, jitter) = {
+            let mut pool = self.device.pool();
+            let most = pool.model.jitter;
+            (pool.model.step, pool.rng.random_range(0..=most))
+        };
+        let bytes = step.bytes(plan);
+        if bytes > self.arena.bytes {
+            if self.scratch != Scratch::Growable {
+                return Err(self.device.pool().oom(Component::Arena, bytes).into());
+            }
+            self.arena = self.device.allocate(Component::Arena, bytes)?;
+        }
+        self.arena_high = self.arena_high.max(bytes);
+        drop(self.device.allocate(Component::Graphs, jitter)?);
+        self.launched = Some(plan.clone());
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        let plan = self
+            .launched
+            .take()
+            .ok_or_else(|| StepError::Failed("nothing was launched".into()))?;
+        let sampled = || Sampled {
+            token: 0,
+            logprobs: None,
+        };
+        Ok(StepOutput {
+            samples: plan
+                .runs
+                .iter()
+                .map(|run| run.sample.as_ref().map(|_| sampled()))
+                .collect(),
+        })
+    }
+}
+
+impl Drop for VirtualState {
+    fn drop(&mut self) {
+        let mut pool = self.device.pool();
+        self.kv.leaked = pool.model.leak_at == Some(pool.states_dropped);
+        pool.states_dropped += 1;
+    }
+}
+
+impl Target for VirtualDevice {
+    type State = VirtualState;
+
+    fn build(&mut self, config: &StateConfig) -> Result<VirtualState, Oom> {
+        let (block_bytes, staging) = {
+            let pool = self.pool();
+            (pool.model.block_bytes, pool.model.staging)
+        };
+        let kv = self.allocate(
+            Component::Kv,
+            block_bytes.saturating_mul(config.kv.num_blocks as u64),
+        )?;
+        let arena = match config.scratch {
+            Scratch::Fixed(bytes) => bytes,
+            Scratch::Growable => 0,
+        };
+        let arena = self.allocate(Component::Arena, arena)?;
+        let staging = self.allocate(Component::Staging, staging)?;
+        let canary = (config.canary_bytes > 0)
+            .then(|| self.allocate(Component::Canary, config.canary_bytes))
+            .transpose()?;
+        Ok(VirtualState {
+            device: self.clone(),
+            scratch: config.scratch,
+            kv,
+            arena,
+            _staging: staging,
+            canary,
+            arena_high: 0,
+            launched: None,
+        })
+    }
+
+    fn meters(&self) -> Meters {
+        self.pool().meters()
+    }
+
+    fn reset_high_water(&mut self) {
+        let mut pool = self.pool();
+        pool.used_high = pool.used;
+        pool.reserved_high = pool.reserved();
+    }
+
+    fn trim(&mut self) {
+        self.pool().cached.clear();
+    }
+
+    fn take_scratch_high_water(&mut self, state: &mut VirtualState) -> u64 {
+        std::mem::take(&mut state.arena_high)
+    }
+
+    fn release_canary(&mut self, state: &mut VirtualState) {
+        state.canary = None;
+        self.trim();
+    }
+}

@@ -1,0 +1,303 @@
+use std::{
+    collections::{HashMap, HashSet, VecDeque},
+    thread,
+    time::Duration,
+};
+
+use plimsoll_core::{
+    BlockId, Executor, KvConfig, RequestId, Run, RunInput, Sampled, StepError, StepLimits, StepOutput,
+    StepPlan, TokenId,
+};
+
+use crate::model::{Context, SimModel};
+
+/// How long simulated steps take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTime {
+    /// Of any step.
+    pub base: Duration,
+    /// Added for each token.
+    pub per_token: Duration,
+}
+
+/// What a simulated device is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct SimConfig {
+    /// The KV cache.
+    pub kv: KvConfig,
+    /// Larger steps are refused.
+    pub limits: StepLimits,
+    /// Decides the text.
+    pub model: SimModel,
+    /// Zero in tests.
+    pub step_time: StepTime,
+}
+
+/// Half of a step at which a failure is injected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// `launch` fails, nothing is computed.
+    Launch,
+    /// `finish` fails, and what the step wrote is garbage.
+    Finish,
+}
+
+/// A device that stores, in each KV slot, the whole context up to that token. A wrong block table, start or stale block thus
+/// changes the text; and every plan is checked before it runs: a violation is an error that names it.
+#[derive(Debug)]
+pub struct SimExecutor {
+    config: SimConfig,
+    slots: Vec<Slot>,
+    launched: VecDeque<Launched>,
+    /// Tokens that the step before sampled.
+    last_sampled: HashMap<RequestId, TokenId>,
+    faults: HashMap<u64, Fault>,
+    synthetic: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    before: Context,
+    after: Context,
+}
+
+#[derive(Debug)]
+struct Launched {
+    plan: StepPlan,
+    /// Requests whose KV an earlier step left as garbage after this one was planned.
+    ruined: HashSet<RequestId>,
+}
+
+impl SimExecutor {
+    /// Failures made by [`Self::inject`] say this.
+    pub const INJECTED: &str = "injected";
+
+    /// A device with an empty cache.
+    pub fn new(config: SimConfig) -> Self {
+        Self {
+            config,
+            slots: vec![GARBAGE; config.kv.capacity_tokens()],
+            launched: VecDeque::new(),
+            last_sampled: HashMap::new(),
+            faults: HashMap::new(),
+            synthetic: false,
+        }
+    }
+
+    /// Makes step number `step` fail.
+    pub fn inject(&mut self, step: u64, fault: Fault) {
+        self.faults.insert(step, fault);
+    }
+
+    /// While true, plans may refer to KV that was never computed and share blocks at will, as a profile's worst cases do.
+    pub fn allow_synthetic(&mut self, allow: bool) {
+        self.synthetic = allow;
+    }
+
+    fn check(&self, plan: &StepPlan) -> Result<(), String> {
+        let limits = &self.config.limits;
+        let block_size = self.config.kv.block_size;
+        if plan.runs.len() > limits.max_num_seqs || plan.num_tokens() > limits.max_num_batched_tokens {
+            return Err(format!(
+                "{} runs of {} tokens exceed {limits:?}",
+                plan.runs.len(),
+                plan.num_tokens()
+            ));
+        }
+        let mut requests = HashSet::new();
+        for run in &plan.runs {
+            let id = run.request;
+            if !requests.insert(id) {
+                return Err(format!("{id} has two runs"));
+            }
+            if run.input.is_empty() || run.end() > limits.max_model_len {
+                return Err(format!(
+                    "{id} computes tokens {}..{} of {}",
+                    run.start,
+                    run.end(),
+                    limits.max_model_len
+                ));
+            }
+            if run.blocks.len() < block_size.blocks_for(run.end()) {
+                return Err(format!(
+                    "{id} has {} blocks for {} tokens",
+                    run.blocks.len(),
+                    run.end()
+                ));
+            }
+            if let Some(block) = run
+                .blocks
+                .iter()
+                .find(|block| block.index() >= self.config.kv.num_blocks)
+            {
+                return Err(format!("{id} names block {}", block.0));
+            }
+            let vocab_size = self.config.model.vocab_size();
+            if matches!(&run.input, RunInput::Known(tokens) if tokens.iter().any(|&t| t as usize >= vocab_size))
+            {
+                return Err(format!("{id} holds a token outside the vocabulary"));
+            }
+        }
+        if self.synthetic {
+            Ok(())
+        } else {
+            self.check_sharing(plan)
+        }
+    }
+
+    /// A block that a run writes is in no other table, of this step or of one in flight, and twice in none.
+    fn check_sharing(&self, plan: &StepPlan) -> Result<(), String> {
+        let mut writers = HashMap::new();
+        let in_flight = self.launched.iter().flat_map(|launched| &launched.plan.runs);
+        for run in in_flight.chain(&plan.runs) {
+            for block in self.written(run) {
+                if *writers.entry(block).or_insert(run.request) != run.request {
+                    return Err(format!("two requests write block {}", block.0));
+                }
+            }
+        }
+        for run in &plan.runs {
+            let mut seen = HashSet::new();
+            for block in &run.blocks {
+                if writers.get(block).is_some_and(|&writer| writer != run.request) || !seen.insert(block) {
+                    return Err(format!(
+                        "{} uses block {}, which is written meanwhile",
+                        run.request, block.0
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn written<'a>(&self, run: &'a Run) -> &'a [BlockId] {
+        let block_size = self.config.kv.block_size;
+        &run.blocks[run.start / block_size.tokens()..block_size.blocks_for(run.end())]
+    }
+
+    fn slot(&self, run: &Run, position: usize) -> usize {
+        let block_size = self.config.kv.block_size.tokens();
+        run.blocks[position / block_size].index() * block_size + position % block_size
+    }
+
+    fn execute_run(&mut self, run: &Run) -> Result<Option<Sampled>, String> {
+        let mut context = self.context_before(run)?;
+        let last;
+        let tokens = match &run.input {
+            RunInput::Known(tokens) => tokens.as_slice(),
+            RunInput::LastSampled => {
+                let sampled = self.last_sampled.get(&run.request);
+                last = [*sampled.ok_or_else(|| format!("no token of {} was sampled last", run.request))?];
+                &last
+            }
+        };
+        for (position, &token) in (run.start..).zip(tokens) {
+            let slot = self.slot(run, position);
+            let after = context.then(token);
+            self.slots[slot] = Slot {
+                before: context,
+                after,
+            };
+            context = after;
+        }
+        let Some(spec) = &run.sample else { return Ok(None) };
+        let history: &[TokenId] = &spec.history;
+        let right = if spec.params.needs_history() {
+            self.synthetic || (history.len() == run.end() && Context::of(history) == context)
+        } else {
+            history.is_empty()
+        };
+        if !right || (!self.synthetic && spec.prompt_len + spec.index != run.end()) {
+            return Err(format!(
+                "{} samples output {} with a wrong history",
+                run.request, spec.index
+            ));
+        }
+        Ok(Some(self.config.model.sample(context, spec)))
+    }
+
+    /// The context up to the run, after making sure that each earlier slot continues the one before it.
+    fn context_before(&self, run: &Run) -> Result<Context, String> {
+        if self.synthetic {
+            return Ok(run
+                .start
+                .checked_sub(1)
+                .map_or(Context::EMPTY, |last| self.slots[self.slot(run, last)].after));
+        }
+        let mut context = Context::EMPTY;
+        for position in 0..run.start {
+            let Slot { before, after } = self.slots[self.slot(run, position)];
+            if before != context {
+                return Err(format!(
+                    "the KV of {} at {position} belongs to another context",
+                    run.request
+                ));
+            }
+            context = after;
+        }
+        Ok(context)
+    }
+
+    /// A failed step leaves garbage wherever it was to write.
+    fn ruin(&mut self, run: &Run) {
+        for position in run.start..run.end() {
+            let slot = self.slot(run, position);
+            self.slots[slot] = GARBAGE;
+        }
+        for later in &mut self.launched {
+            later.ruined.insert(run.request);
+        }
+    }
+}
+
+const GARBAGE: Slot = Slot {
+    before: Context::GARBAGE,
+    after: Context::GARBAGE,
+};
+
+impl Executor for SimExecutor {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        if self.faults.get(&plan.step) == Some(&Fault::Launch) {
+            return Err(StepError::Failed(Self::INJECTED.into()));
+        }
+        self.check(plan).map_err(StepError::Failed)?;
+        self.launched.push_back(Launched {
+            plan: plan.clone(),
+            ruined: HashSet::new(),
+        });
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        let Some(Launched { plan, ruined }) = self.launched.pop_front() else {
+            return Err(StepError::Failed("no step is in flight".into()));
+        };
+        let StepTime { base, per_token } = self.config.step_time;
+        let time = base + per_token * u32::try_from(plan.num_tokens()).unwrap_or(u32::MAX);
+        if !time.is_zero() {
+            thread::sleep(time);
+        }
+        let failed = self.faults.get(&plan.step) == Some(&Fault::Finish);
+        let mut samples = Vec::with_capacity(plan.runs.len());
+        let mut last_sampled = HashMap::new();
+        for run in &plan.runs {
+            let sampled = if failed || ruined.contains(&run.request) {
+                self.ruin(run);
+                run.sample.as_ref().map(|_| Sampled {
+                    token: 0,
+                    logprobs: None,
+                })
+            } else {
+                self.execute_run(run).map_err(StepError::Failed)?
+            };
+            last_sampled.extend(sampled.iter().map(|sampled| (run.request, sampled.token)));
+            samples.push(sampled);
+        }
+        self.last_sampled = last_sampled;
+        if failed {
+            Err(StepError::Failed(Self::INJECTED.into()))
+        } else {
+            Ok(StepOutput { samples })
+        }
+    }
+}

@@ -1,0 +1,370 @@
+use std::collections::{BTreeMap, VecDeque};
+
+use plimsoll_core::{Event, Executor, FinishReason, Request, RequestId, StepError, StepPlan, TokenId};
+use plimsoll_scheduler::{Scheduler, SchedulerStats};
+
+use crate::{
+    executor::{SimConfig, SimExecutor, StepTime},
+    model::oracle,
+    workload::{Cancel, Workload},
+};
+
+/// What a workload led to.
+#[derive(Debug)]
+pub struct Report {
+    /// Text of each request, whole where it ended by itself.
+    pub texts: BTreeMap<RequestId, Vec<TokenId>>,
+    /// The scheduler's numbers at the end.
+    pub stats: SchedulerStats,
+}
+
+/// Lives through `workload` with up to `depth` steps in flight and holds the scheduler to its promises:
+///
+/// - each text is the oracle's, however requests were scheduled;
+/// - nothing is computed twice but after a preemption, nothing at all that the prefix cache held;
+/// - older requests come first, in admission and in every step; a preempted one does not return on the blocks it gave up;
+/// - the life ends, within a bounded number of steps, with all blocks free and every request accounted for;
+/// - every plan passes the executor's checks; with `audit`, the bookkeeping is sound after every move.
+///
+/// The error says what was broken.
+pub fn simulate(workload: &Workload, depth: usize, audit: bool) -> Result<Report, String> {
+    let mut life = Life::new(workload, depth, audit);
+    let mut arrivals = workload.arrivals.iter().peekable();
+    let mut tick = 0;
+    loop {
+        while let Some((_, request)) = arrivals.next_if(|(at, _)| *at <= tick) {
+            life.submit(request);
+        }
+        life.cancel(tick, false)?;
+        let launched = life.launch()?;
+        life.cancel(tick, true)?;
+        let finished = life.finish()?;
+        if !launched && !finished {
+            if !life.scheduler.is_idle() {
+                return Err("requests wait and nothing is planned".into());
+            }
+            match arrivals.peek() {
+                Some((next, _)) => tick = tick.max(next - 1),
+                None => break,
+            }
+        }
+        tick += 1;
+        if tick > life.patience {
+            return Err(format!("not done after {tick} steps"));
+        }
+    }
+    life.end()
+}
+
+/// One engine, its clients, and what is known about them.
+struct Life<'a> {
+    workload: &'a Workload,
+    depth: usize,
+    audit: bool,
+    scheduler: Scheduler,
+    executor: SimExecutor,
+    /// Plans, each with the number of requests whose blocks had been given back when it was made.
+    in_flight: VecDeque<(StepPlan, u64)>,
+    clients: BTreeMap<RequestId, Client<'a>>,
+    latest_admitted: Option<RequestId>,
+    /// Requests that ended, however they did.
+    ended: u64,
+    patience: u64,
+}
+
+struct Client<'a> {
+    request: &'a Request,
+    oracle: Vec<TokenId>,
+    text: Vec<TokenId>,
+    state: ClientState,
+    admissions: u32,
+    cached: usize,
+    computed: usize,
+    /// Requests whose blocks were back when this one was last admitted.
+    freed_at_admission: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ClientState {
+    Open,
+    Finished(FinishReason),
+    Cancelled,
+    Failed,
+}
+
+impl<'a> Life<'a> {
+    fn new(workload: &'a Workload, depth: usize, audit: bool) -> Self {
+        let Workload {
+            scheduler: config,
+            model,
+            arrivals,
+            faults,
+            ..
+        } = workload;
+        let step_time = StepTime::default();
+        let config = SimConfig {
+            kv: config.kv,
+            limits: config.limits,
+            model: *model,
+            step_time,
+        };
+        let mut executor = SimExecutor::new(config);
+        for &(step, fault) in faults {
+            executor.inject(step, fault);
+        }
+        // Every step computes a token; a request starts anew at most once for each other that ends.
+        let tokens = |request: &Request| (request.prompt().len() + request.max_tokens()) as u64;
+        let total: u64 = arrivals.iter().map(|(_, request)| tokens(request)).sum();
+        let last = arrivals.last().map_or(0, |(tick, _)| *tick);
+        Self {
+            workload,
+            depth,
+            audit,
+            scheduler: Scheduler::new(workload.scheduler),
+            executor,
+            in_flight: VecDeque::new(),
+            clients: BTreeMap::new(),
+            latest_admitted: None,
+            ended: 0,
+            patience: last + total * (arrivals.len() as u64 + 1) + 100,
+        }
+    }
+
+    fn submit(&mut self, request: &'a Request) {
+        self.scheduler.submit(request.clone());
+        let client = Client {
+            request,
+            oracle: oracle(&self.workload.model, request),
+            text: Vec::new(),
+            state: ClientState::Open,
+            admissions: 0,
+            cached: 0,
+            computed: 0,
+            freed_at_admission: 0,
+        };
+        self.clients.insert(request.id(), client);
+    }
+
+    fn cancel(&mut self, tick: u64, in_flight: bool) -> Result<(), String> {
+        let now = |cancel: &&Cancel| cancel.tick == tick && cancel.in_flight == in_flight;
+        for cancel in self.workload.cancels.iter().filter(now) {
+            let open = match self.clients.get_mut(&cancel.request) {
+                Some(client) if client.state == ClientState::Open => {
+                    client.state = ClientState::Cancelled;
+                    self.ended += 1;
+                    true
+                }
+                _ => false,
+            };
+            if self.scheduler.cancel(cancel.request) != open {
+                return Err(format!("{} was cancelled wrongly", cancel.request));
+            }
+            self.audit()?;
+        }
+        Ok(())
+    }
+
+    /// Plans and launches as many steps as may be in flight. True where at least one was planned.
+    fn launch(&mut self) -> Result<bool, String> {
+        let mut planned = false;
+        while self.in_flight.len() < self.depth {
+            let freed = self.ended - self.scheduler.stats().leaving as u64;
+            let plan = self.scheduler.plan();
+            self.audit()?;
+            if plan.is_empty() {
+                break;
+            }
+            planned = true;
+            if !plan.runs.is_sorted_by_key(|run| run.request) {
+                return Err(format!("a later request comes before an older one: {plan:?}"));
+            }
+            match self.executor.launch(&plan) {
+                Ok(()) => {
+                    for run in &plan.runs {
+                        self.client(run.request)?.computed += run.input.len();
+                    }
+                    self.in_flight.push_back((plan, freed));
+                }
+                Err(error) => self.fail(&plan, &error)?,
+            }
+        }
+        Ok(planned)
+    }
+
+    /// Waits for the oldest step in flight. False where there is none.
+    fn finish(&mut self) -> Result<bool, String> {
+        let Some((plan, freed)) = self.in_flight.pop_front() else {
+            return Ok(false);
+        };
+        match self.executor.finish() {
+            Ok(output) => {
+                let events = self.scheduler.apply(&plan, output);
+                self.deliver(events, freed)?;
+            }
+            Err(error) => self.fail(&plan, &error)?,
+        }
+        Ok(true)
+    }
+
+    fn fail(&mut self, plan: &StepPlan, error: &StepError) -> Result<(), String> {
+        if *error != StepError::Failed(SimExecutor::INJECTED.into()) {
+            return Err(error.to_string());
+        }
+        let events = self.scheduler.fail(plan, error);
+        self.deliver(events, 0)
+    }
+
+    /// Hands out the events of a step before whose plan the blocks of `freed` requests had come back.
+    fn deliver(&mut self, events: Vec<(RequestId, Event)>, freed: u64) -> Result<(), String> {
+        for (id, event) in events {
+            let ended = self.ended;
+            let client = self.client(id)?;
+            if client.state != ClientState::Open {
+                return Err(format!("{id} has ended ({:?}) and gets {event:?}", client.state));
+            }
+            match event {
+                Event::Admitted { cached_tokens } => self.admitted(id, cached_tokens, freed)?,
+                Event::Token(_) if client.admissions == 0 => {
+                    return Err(format!("{id} runs without admission"));
+                }
+                Event::Token(token) => {
+                    let asked = client.request.sampling().logprobs();
+                    if token.logprobs.as_ref().map(|logprobs| logprobs.top.len()) != asked {
+                        return Err(format!(
+                            "{id} asked for {asked:?} logprobs and got {:?}",
+                            token.logprobs
+                        ));
+                    }
+                    client.text.push(token.token);
+                    if !client.oracle.starts_with(&client.text) {
+                        return Err(format!("{id} says {:?}, not {:?}", client.text, client.oracle));
+                    }
+                    if let Some(reason) = token.finish {
+                        client.state = ClientState::Finished(reason);
+                        self.ended = ended + 1;
+                    }
+                }
+                Event::Failed(_) => {
+                    client.state = ClientState::Failed;
+                    self.ended = ended + 1;
+                }
+            }
+        }
+        self.audit()
+    }
+
+    fn admitted(&mut self, id: RequestId, cached: usize, freed: u64) -> Result<(), String> {
+        let latest = self.latest_admitted;
+        let caching = self.workload.scheduler.enable_prefix_caching;
+        let client = self.client(id)?;
+        client.admissions += 1;
+        if client.admissions == 1 {
+            client.cached = cached;
+            if latest.is_some_and(|latest| latest > id) {
+                return Err(format!("{id} was overtaken by {latest:?}"));
+            }
+        } else if !caching && client.freed_at_admission == freed {
+            // With the prefix cache it may return earlier, to share blocks that it held alone before.
+            return Err(format!(
+                "{id} was preempted and returned though no request had ended"
+            ));
+        }
+        client.freed_at_admission = freed;
+        if (cached > 0 && !caching) || cached >= client.request.prompt().len() && client.admissions == 1 {
+            return Err(format!("{id} has {cached} cached tokens"));
+        }
+        self.latest_admitted = self.latest_admitted.max(Some(id));
+        Ok(())
+    }
+
+    fn end(self) -> Result<Report, String> {
+        self.scheduler.check_invariants()?;
+        let stats = self.scheduler.stats();
+        if stats.blocks_used != 0 || stats.waiting + stats.running + stats.leaving != 0 {
+            return Err(format!("something is left: {stats:?}"));
+        }
+        let count = |state| {
+            self.clients
+                .values()
+                .filter(|client| client.state == state)
+                .count() as u64
+        };
+        let ends = [
+            (
+                stats.finished_stop,
+                count(ClientState::Finished(FinishReason::Stop)),
+            ),
+            (
+                stats.finished_length,
+                count(ClientState::Finished(FinishReason::Length)),
+            ),
+            (stats.cancelled, count(ClientState::Cancelled)),
+            (stats.failed, count(ClientState::Failed)),
+        ];
+        let requests = self.clients.len() as u64;
+        if ends.iter().any(|(counted, seen)| counted != seen) || self.ended != requests {
+            return Err(format!("{requests} requests ended as {ends:?}"));
+        }
+        if stats.preemptions > requests * requests {
+            return Err(format!(
+                "{} preemptions of {requests} requests",
+                stats.preemptions
+            ));
+        }
+        for (id, client) in &self.clients {
+            client
+                .check(self.depth)
+                .map_err(|broken| format!("{id}: {broken}"))?;
+        }
+        let texts = self
+            .clients
+            .into_iter()
+            .map(|(id, client)| (id, client.text))
+            .collect();
+        Ok(Report { texts, stats })
+    }
+
+    fn client(&mut self, id: RequestId) -> Result<&mut Client<'a>, String> {
+        self.clients
+            .get_mut(&id)
+            .ok_or_else(|| format!("nobody knows {id}"))
+    }
+
+    fn audit(&self) -> Result<(), String> {
+        if self.audit {
+            self.scheduler.check_invariants()
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl Client<'_> {
+    fn check(&self, depth: usize) -> Result<(), String> {
+        let ClientState::Finished(reason) = self.state else {
+            return Ok(());
+        };
+        let stopped = self
+            .text
+            .last()
+            .is_some_and(|token| self.request.stop_token_ids().contains(token));
+        let expected = if stopped {
+            FinishReason::Stop
+        } else {
+            FinishReason::Length
+        };
+        if self.text != self.oracle || reason != expected {
+            return Err(format!(
+                "ends with {:?} and {reason:?}, not {:?}",
+                self.text, self.oracle
+            ));
+        }
+        // The last token is never computed, and the step planned before a stop was known is lost.
+        let needed = self.request.prompt().len() + self.text.len() - 1 - self.cached;
+        let lost = usize::from(depth > 1 && stopped);
+        if self.admissions == 1 && !(needed..=needed + lost).contains(&self.computed) {
+            return Err(format!("computed {} tokens of {needed} needed", self.computed));
+        }
+        Ok(())
+    }
+}

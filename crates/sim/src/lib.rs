@@ -1,0 +1,13 @@
+//! An engine without a device, and the oracles that check the real one.
+
+mod device;
+mod executor;
+mod harness;
+mod model;
+mod workload;
+
+pub use device::{DeviceModel, StepMemory, VirtualDevice, VirtualState};
+pub use executor::{Fault, SimConfig, SimExecutor, StepTime};
+pub use harness::{Report, simulate};
+pub use model::{Context, SimModel, oracle};
+pub use workload::{Cancel, Workload};

@@ -1,0 +1,169 @@
+use plimsoll_core::{Logprobs, Request, SampleSpec, Sampled, SamplingParams, TokenId, TokenLogprob};
+
+/// All tokens up to some position, as one number: what a KV slot of the simulated device holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Context(u64);
+
+impl Context {
+    /// No token yet.
+    pub const EMPTY: Self = Self(0x706c_696d_736f_6c6c);
+
+    /// What no sequence of tokens leads to, but by chance.
+    pub(crate) const GARBAGE: Self = Self(0);
+
+    /// The context after `tokens`.
+    pub fn of(tokens: &[TokenId]) -> Self {
+        tokens
+            .iter()
+            .fold(Self::EMPTY, |context, &token| context.then(token))
+    }
+
+    /// This context with one more token.
+    pub fn then(self, token: TokenId) -> Self {
+        Self(mix(self.0 ^ (u64::from(token) + 1)))
+    }
+}
+
+/// A language model whose next token is a pure function of the whole context and of how it is sampled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SimModel {
+    vocab_size: usize,
+    /// Bytes to draw from; all tokens where empty.
+    alphabet: &'static [u8],
+}
+
+/// Letters by their frequency in English, and what stands between words.
+const LETTERS: &[u8] = b"eeeeeetttttaaaaooooiiinnnsssrrhhddllucmwfgypbvk          ,.";
+
+impl SimModel {
+    /// Ends a text: the token after the 256 bytes.
+    pub const END: TokenId = 256;
+    /// Tokens of a simulated text on average; then comes [`Self::END`].
+    const MEAN_TEXT: u64 = 64;
+
+    /// Every token is as likely as any other.
+    pub fn uniform(vocab_size: usize) -> Self {
+        Self {
+            vocab_size,
+            alphabet: &[],
+        }
+    }
+
+    /// Speaks printable bytes, and [`Self::END`] now and then: for serving with a byte tokenizer.
+    pub fn text() -> Self {
+        Self {
+            vocab_size: Self::END as usize + 1,
+            alphabet: LETTERS,
+        }
+    }
+
+    /// Token ids lie below it.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The token after `context`. A `logit_bias` of 100 forces and one of -100 bans a token; logprobs are made up.
+    pub fn sample(&self, context: Context, spec: &SampleSpec) -> Sampled {
+        let params = &spec.params;
+        let mut draw = mix(context.0 ^ mix(spec.index as u64 + 1) ^ fingerprint(params));
+        if !params.is_greedy() {
+            draw = mix(draw ^ spec.seed);
+        }
+        let forced: Vec<_> = params
+            .logit_bias()
+            .iter()
+            .filter(|(_, bias)| *bias >= 100.0)
+            .collect();
+        let mut token = self.token(draw);
+        if forced.is_empty() {
+            let banned = |token| {
+                params
+                    .logit_bias()
+                    .iter()
+                    .any(|&(t, bias)| t == token && bias <= -100.0)
+            };
+            // Who bans everything gets something.
+            for _ in 0..64 {
+                if !banned(token) {
+                    break;
+                }
+                draw = mix(draw);
+                token = self.token(draw);
+            }
+        } else {
+            token = forced[(draw % forced.len() as u64) as usize].0;
+        }
+        let logprobs = params.logprobs().map(|k| self.logprobs(token, k));
+        Sampled { token, logprobs }
+    }
+
+    fn token(&self, draw: u64) -> TokenId {
+        if self.alphabet.is_empty() {
+            (draw % self.vocab_size as u64) as TokenId
+        } else if draw.is_multiple_of(Self::MEAN_TEXT) {
+            Self::END
+        } else {
+            TokenId::from(self.alphabet[(draw / Self::MEAN_TEXT) as usize % self.alphabet.len()])
+        }
+    }
+
+    /// The sampled token is the likeliest, its successors follow at falling odds.
+    fn logprobs(&self, token: TokenId, k: usize) -> Logprobs {
+        let logprob = |rank: usize| -0.5 - rank as f32;
+        let vocab = self.vocab_size;
+        let top = (0..k.min(vocab)).map(|i| TokenLogprob {
+            token: ((token as usize + i) % vocab) as TokenId,
+            logprob: logprob(i),
+        });
+        Logprobs {
+            sampled: logprob(0),
+            top: top.collect(),
+        }
+    }
+}
+
+/// What `model` answers to `request`, by the definition: token after token, with no scheduler, batch or cache.
+pub fn oracle(model: &SimModel, request: &Request) -> Vec<TokenId> {
+    let mut context = Context::of(request.prompt());
+    let mut output = Vec::new();
+    while output.len() < request.max_tokens() {
+        let spec = SampleSpec {
+            params: request.sampling().clone(),
+            seed: request.seed(),
+            index: output.len(),
+            history: Vec::new(),
+            prompt_len: request.prompt().len(),
+        };
+        let token = model.sample(context, &spec).token;
+        output.push(token);
+        if request.stop_token_ids().contains(&token) {
+            break;
+        }
+        context = context.then(token);
+    }
+    output
+}
+
+/// Parameters change the text, so that a mix-up between requests shows.
+fn fingerprint(params: &SamplingParams) -> u64 {
+    [
+        params.temperature(),
+        params.top_p(),
+        params.min_p(),
+        params.presence_penalty(),
+        params.frequency_penalty(),
+        params.repetition_penalty(),
+    ]
+    .iter()
+    .fold(params.top_k() as u64, |hash, value| {
+        mix(hash ^ u64::from(value.to_bits()))
+    })
+}
+
+/// The finalizer of SplitMix64 (Steele, Lea and Flood 2014): each bit of the input moves half of the output's.
+fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}

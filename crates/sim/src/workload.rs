@@ -1,0 +1,176 @@
+use plimsoll_core::{
+    BlockSize, KvConfig, Limits, Request, RequestId, RequestOptions, SamplingOptions, StepLimits, TokenId,
+};
+use plimsoll_scheduler::SchedulerConfig;
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+
+use crate::{
+    executor::Fault,
+    model::{SimModel, oracle},
+};
+
+/// Everything that happens to an engine in one simulated life, drawn from a seed.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// The engine.
+    pub scheduler: SchedulerConfig,
+    /// The model.
+    pub model: SimModel,
+    /// Requests in the order of arrival, each with the tick (turn of the engine's loop) at which it arrives.
+    pub arrivals: Vec<(u64, Request)>,
+    /// Cancellations, at any time: before the request, while it waits, runs or is in flight, and after its end.
+    pub cancels: Vec<Cancel>,
+    /// Steps that fail.
+    pub faults: Vec<(u64, Fault)>,
+}
+
+/// A client goes away.
+#[derive(Clone, Copy, Debug)]
+pub struct Cancel {
+    /// At which turn of the engine's loop.
+    pub tick: u64,
+    /// Between launch and finish rather than before the plan.
+    pub in_flight: bool,
+    /// Who.
+    pub request: RequestId,
+}
+
+impl Workload {
+    /// A random small engine, so small that it often runs out of everything, and its clients.
+    pub fn random(seed: u64) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let rng = &mut rng;
+        let block_size = *[8, 16, 32].choose(rng).expect("there are sizes");
+        let block_size = BlockSize::new(block_size).expect("these sizes are legal");
+        let num_blocks = if rng.random_bool(0.7) {
+            rng.random_range(2..=12)
+        } else {
+            rng.random_range(12..=80)
+        };
+        let kv = KvConfig {
+            block_size,
+            num_blocks,
+        };
+        let limits = StepLimits {
+            max_num_batched_tokens: *[1, 3, 8, 17, 64, 500].choose(rng).expect("there are limits"),
+            max_num_seqs: rng.random_range(1..=10),
+            max_model_len: rng.random_range(16..=256),
+        };
+        let scheduler = SchedulerConfig {
+            limits,
+            kv,
+            enable_prefix_caching: rng.random_bool(0.75),
+        };
+        // A tiny vocabulary makes prompts collide by chance.
+        let model = SimModel::uniform(*[3, 8, 50].choose(rng).expect("there are sizes"));
+        let arrivals = arrivals(rng, &scheduler, &model);
+        let last = arrivals.last().map_or(0, |(tick, _)| tick + 60);
+        let mut cancels = Vec::new();
+        if rng.random_bool(0.5) {
+            for _ in 0..rng.random_range(1..=arrivals.len()) {
+                let request = arrivals.choose(rng).expect("there are requests").1.id();
+                let tick = rng.random_range(0..=last);
+                cancels.push(Cancel {
+                    tick,
+                    in_flight: rng.random(),
+                    request,
+                });
+            }
+        }
+        let mut faults = Vec::new();
+        if rng.random_bool(0.2) {
+            for _ in 0..rng.random_range(1..=3) {
+                let fault = if rng.random() {
+                    Fault::Launch
+                } else {
+                    Fault::Finish
+                };
+                faults.push((rng.random_range(0..=last), fault));
+            }
+        }
+        Self {
+            scheduler,
+            model,
+            arrivals,
+            cancels,
+            faults,
+        }
+    }
+}
+
+fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec<(u64, Request)> {
+    let limits = Limits {
+        max_model_len: config.limits.max_model_len,
+        kv_capacity_tokens: config.kv.capacity_tokens(),
+        vocab_size: model.vocab_size(),
+    };
+    let longest = limits.max_request_tokens();
+    let pause = *[0, 0, 2, 20].choose(rng).expect("there are pauses");
+    let documents: [Vec<TokenId>; 3] =
+        std::array::from_fn(|_| random_tokens(rng, model, config.kv.block_size.tokens()));
+    // Many short requests about the documents alone keep their blocks coming and going.
+    let library = rng.random_bool(0.25);
+    let (most_requests, most_words, most_tokens) = if library { (40, 4, 24) } else { (16, 40, longest) };
+    let mut tick = 0;
+    let mut requests: Vec<(u64, Request)> = Vec::new();
+    for id in 0..rng.random_range(1..=most_requests) {
+        tick += rng.random_range(0..=pause);
+        let mut prompt = match requests.choose(rng) {
+            // The next turn of a conversation, the same prompt again, or one with the same beginning.
+            Some((_, earlier)) if !library && rng.random_bool(0.5) => {
+                let mut prompt = earlier.prompt().to_vec();
+                match rng.random_range(0..4) {
+                    0 => {}
+                    1 => prompt.truncate(rng.random_range(0..=prompt.len())),
+                    _ => prompt.extend(oracle(model, earlier)),
+                }
+                prompt
+            }
+            // Known documents in any order: equal blocks after different beginnings.
+            _ if library || rng.random_bool(0.5) => {
+                let count = rng.random_range(1..=3);
+                (0..count)
+                    .flat_map(|_| documents.choose(rng).expect("there are documents").clone())
+                    .collect()
+            }
+            _ => Vec::new(),
+        };
+        if prompt.is_empty() || rng.random_bool(0.7) {
+            let more = rng.random_range(1..=longest.min(most_words));
+            prompt.extend(random_tokens(rng, model, more));
+        }
+        prompt.truncate(longest - 1);
+        let room = longest - prompt.len();
+        let max_tokens = (!rng.random_bool(0.1)).then(|| rng.random_range(1..=room.min(most_tokens)));
+        let options = RequestOptions {
+            prompt,
+            max_tokens,
+            sampling: sampling(rng),
+            seed: rng.random(),
+            stop_token_ids: if rng.random_bool(0.3) {
+                random_tokens(rng, model, 1)
+            } else {
+                Vec::new()
+            },
+        };
+        let request =
+            Request::new(RequestId(id), options, &limits).expect("the workload keeps to the limits");
+        requests.push((tick, request));
+    }
+    requests
+}
+
+fn random_tokens(rng: &mut StdRng, model: &SimModel, count: usize) -> Vec<TokenId> {
+    (0..count)
+        .map(|_| rng.random_range(0..model.vocab_size()) as TokenId)
+        .collect()
+}
+
+fn sampling(rng: &mut StdRng) -> SamplingOptions {
+    SamplingOptions {
+        temperature: rng.random_bool(0.5).then_some(0.0),
+        presence_penalty: rng.random_bool(0.2).then_some(1.0),
+        logprobs: rng.random_bool(0.1).then_some(2),
+        ..Default::default()
+    }
+}

@@ -1,0 +1,301 @@
+/// A bug made by hand.
+pub(crate) struct Mutation {
+    /// What is wrong.
+    pub(crate) name: &'static str,
+    /// Where.
+    pub(crate) edits: &'static [Edit],
+}
+
+/// One change of the source.
+pub(crate) struct Edit {
+    /// Crate and file.
+    pub(crate) file: &'static str,
+    /// A piece of the source that stands there once, with the part to replace «so».
+    pub(crate) site: &'static str,
+    /// Stands instead.
+    pub(crate) bug: &'static str,
+}
+
+const fn bug(name: &'static str, edits: &'static [Edit]) -> Mutation {
+    Mutation { name, edits }
+}
+
+const fn edit(file: &'static str, site: &'static str, bug: &'static str) -> Edit {
+    Edit { file, site, bug }
+}
+
+const MANAGER: &str = "kv/manager.rs";
+const PREFIX: &str = "kv/prefix.rs";
+const SCHEDULER: &str = "scheduler/scheduler.rs";
+const SEQUENCE: &str = "scheduler/sequence.rs";
+
+pub(crate) const MUTATIONS: [Mutation; 37] = [
+    bug(
+        "a shared block is not counted",
+        &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
+    ),
+    bug(
+        "a shared block stays in the free list",
+        &[edit(MANAGER, "«self.free.remove(block);»", "{}")],
+    ),
+    bug(
+        "a block is given up by all at once",
+        &[edit(MANAGER, "«*references -= 1;»", "*references = 0;")],
+    ),
+    bug(
+        "a freed block is lost",
+        &[edit(MANAGER, "«self.free.push_front(block);»", "{}")],
+    ),
+    bug(
+        "an evicted block stays in the cache",
+        &[edit(MANAGER, "if «self.index.remove(block)»", "false")],
+    ),
+    bug(
+        "the whole prompt is taken from the cache",
+        &[edit(
+            MANAGER,
+            "&tokens[..«tokens.len().saturating_sub(1)»]",
+            "tokens.len()",
+        )],
+    ),
+    bug(
+        "a table is one block short now and then",
+        &[edit(
+            MANAGER,
+            "let total = self.config.block_size.blocks_for(«tokens»);",
+            "tokens - 1",
+        )],
+    ),
+    bug(
+        "blocks are cached at the wrong offset",
+        &[edit(MANAGER, "tokens[«full * block_size»..]", "0")],
+    ),
+    bug(
+        "more blocks are promised than are free",
+        &[edit(MANAGER, "blocks.len() + «idle» + headroom", "0")],
+    ),
+    bug(
+        "the tokens of a block are not compared",
+        &[edit(
+            PREFIX,
+            "&& «self.tokens[block.index() * self.block_size..].starts_with(tokens)»",
+            "true",
+        )],
+    ),
+    bug(
+        "a block is known by its own tokens alone",
+        &[
+            edit(
+                PREFIX,
+                "is_some_and(|entry| «entry.before == before»)",
+                "{ let _ = entry; true }",
+            ),
+            edit(
+                PREFIX,
+                "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.0)»",
+                "xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed)",
+            ),
+        ],
+    ),
+    bug(
+        "a block is cached twice",
+        &[edit(PREFIX, "«return name;»", "{ let _ = name; }")],
+    ),
+    bug(
+        "a run starts too early",
+        &[edit(SEQUENCE, "planned: «cached»,", "cached.saturating_sub(1)")],
+    ),
+    bug(
+        "a run starts too late",
+        &[edit(
+            SEQUENCE,
+            "«self.planned = end;»",
+            "self.planned = end + usize::from(len > 3);",
+        )],
+    ),
+    bug(
+        "the table misses its last block",
+        &[edit(
+            SEQUENCE,
+            "blocks: «self.table.blocks()[..block_size.blocks_for(end)].to_vec()»,",
+            "self.table.blocks()[..block_size.blocks_for(end - 1)].to_vec()",
+        )],
+    ),
+    bug(
+        "the table repeats its first block",
+        &[edit(
+            SEQUENCE,
+            "blocks: «self.table.blocks()[..block_size.blocks_for(end)].to_vec()»,",
+            "vec![self.table.blocks()[0]; block_size.blocks_for(end)]",
+        )],
+    ),
+    bug(
+        "a token in flight is not counted",
+        &[edit(
+            SEQUENCE,
+            "index: self.sequence.outputs() + «usize::from(self.sampling)»,",
+            "0",
+        )],
+    ),
+    bug(
+        "a step goes past max_tokens",
+        &[edit(
+            SEQUENCE,
+            "usize::from(«!ends» && ",
+            "{ let _ = ends; true }",
+        )],
+    ),
+    bug(
+        "a sampler with history runs ahead of it",
+        &[edit(SEQUENCE, "&& «!request.sampling().needs_history()»", "true")],
+    ),
+    bug(
+        "history is left out",
+        &[edit(
+            SEQUENCE,
+            "let history = if «params.needs_history()»",
+            "false",
+        )],
+    ),
+    bug(
+        "stop tokens are ignored",
+        &[edit(
+            SEQUENCE,
+            "if «self.request.stop_token_ids().contains(&token)»",
+            "false",
+        )],
+    ),
+    bug(
+        "max_tokens is ignored",
+        &[edit(
+            SEQUENCE,
+            "else if «self.outputs() == self.request.max_tokens()»",
+            "false",
+        )],
+    ),
+    bug(
+        "blocks are cached before the step that computes them",
+        &[edit(
+            SCHEDULER,
+            "«self.running.insert(arrival, running);»",
+            "let end = running.planned; self.kv.commit(&mut running.table, &running.sequence.tokens[..end]); \
+             self.running.insert(arrival, running);",
+        )],
+    ),
+    bug(
+        "a step commits what the next is still computing",
+        &[edit(
+            SCHEDULER,
+            "running.sequence.tokens[..«run.end()»]",
+            "running.planned.min(running.sequence.tokens.len())",
+        )],
+    ),
+    bug(
+        "a failed step is committed",
+        &[edit(
+            SCHEDULER,
+            "«self.retire(arrival);»\n            self.counters.failed += 1;",
+            "if let Some(r) = self.running.get_mut(&arrival) { let end = run.end().min(r.sequence.tokens.len()); \
+             self.kv.commit(&mut r.table, &r.sequence.tokens[..end]); } self.retire(arrival);",
+        )],
+    ),
+    bug(
+        "a failed request goes on",
+        &[edit(
+            SCHEDULER,
+            "«self.retire(arrival);»\n            self.counters.failed += 1;",
+            "{}",
+        )],
+    ),
+    bug(
+        "a cancelled request's blocks go while a step uses them",
+        &[edit(SCHEDULER, "if «in_flight == 0» {", "true")],
+    ),
+    bug(
+        "a cancelled request in flight is forgotten",
+        &[edit(
+            SCHEDULER,
+            "«self.leaving.insert(id, Leaving { table, in_flight });»",
+            "drop(table);",
+        )],
+    ),
+    bug(
+        "a request is preempted in flight",
+        &[edit(
+            SCHEDULER,
+            "|entry| «entry.get().in_flight == 0»",
+            "{ let _ = entry; true }",
+        )],
+    ),
+    bug(
+        "the oldest is preempted",
+        &[edit(
+            SCHEDULER,
+            "= «latest.remove_entry()»;",
+            "drop(latest); self.running.pop_first().expect(\"one runs\")",
+        )],
+    ),
+    bug(
+        "a preempted request goes to the back of the queue",
+        &[edit(
+            SCHEDULER,
+            "«self.waiting.insert(latest, sequence);»",
+            "let last = Arrival(self.next_arrival); self.next_arrival += 1; let _ = latest; \
+             self.arrivals.insert(sequence.request.id(), last); self.waiting.insert(last, sequence);",
+        )],
+    ),
+    bug(
+        "a preempted request loses its blocks",
+        &[edit(
+            SCHEDULER,
+            "«self.kv.release(table);»\n            self.waiting",
+            "drop(table);",
+        )],
+    ),
+    bug(
+        "a step has too many tokens",
+        &[edit(
+            SCHEDULER,
+            "«running.ready().min(budget)»",
+            "running.ready()",
+        )],
+    ),
+    bug(
+        "a step has too many runs",
+        &[edit(
+            SCHEDULER,
+            "«self.running.len() < self.limits.max_num_seqs»",
+            "true",
+        )],
+    ),
+    bug(
+        "a token is waited for after it came",
+        &[edit(
+            SCHEDULER,
+            "«running.planned > running.sequence.tokens.len()»",
+            "true",
+        )],
+    ),
+    bug(
+        "a cancelled request keeps waiting",
+        &[edit(
+            SCHEDULER,
+            "«self.waiting.remove(&arrival).is_some()»",
+            "self.waiting.contains_key(&arrival)",
+        )],
+    ),
+    bug(
+        "an ended request never leaves",
+        &[edit(SCHEDULER, "«leaving.in_flight -= 1;»", "{}")],
+    ),
+];
+
+/// Changes that make nothing wrong: if these were noticed, the check itself would be.
+pub(crate) const EQUIVALENT: [Mutation; 1] = [bug(
+    "all hashes collide",
+    &[edit(
+        PREFIX,
+        "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.0)»",
+        "0",
+    )],
+)];

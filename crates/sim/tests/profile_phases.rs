@@ -1,0 +1,569 @@
+//! The auto-profile over the virtual device: one test a requirement.
+
+use plimsoll_core::{BlockSize, Component, StepLimits};
+use plimsoll_profiler::{
+    Bound, Cause, Diagnostic, KvSize, Margins, MemFraction, Observer, Outcome, PhaseRecord, ProfileError,
+    ProfileSpec, Proved, ScenarioKind, Target, profile, scenarios,
+};
+use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice, VirtualState};
+
+const MIB: u64 = 1 << 20;
+const BLOCK: u64 = 256 << 10;
+
+fn limits(batched: usize, seqs: usize, model_len: usize) -> StepLimits {
+    StepLimits {
+        max_num_batched_tokens: batched,
+        max_num_seqs: seqs,
+        max_model_len: model_len,
+    }
+}
+
+fn spec() -> ProfileSpec {
+    ProfileSpec::new(limits(512, 16, 2048), 1000, BlockSize::default(), BLOCK / 16)
+}
+
+fn step_memory() -> StepMemory {
+    StepMemory {
+        token: 40 << 10,
+        row: 200 << 10,
+        sort: 300 << 10,
+        top_k: 100 << 10,
+        ..Default::default()
+    }
+}
+
+fn model() -> DeviceModel {
+    DeviceModel {
+        total: 2048 * MIB,
+        missing: 0,
+        weights: 300 * MIB,
+        runtime: 20 * MIB,
+        block_bytes: BLOCK,
+        staging: MIB,
+        step: step_memory(),
+        granularity: 1,
+        jitter: 0,
+        peer_swing: 0,
+        peers: 0,
+        leak_at: None,
+        seed: 1,
+    }
+}
+
+fn run(model: DeviceModel, spec: &ProfileSpec) -> Result<Proved<VirtualState>, ProfileError> {
+    profile(&mut VirtualDevice::new(model), spec, &mut ())
+}
+
+fn refused(result: Result<Proved<VirtualState>, ProfileError>) -> Diagnostic {
+    match result {
+        Err(ProfileError::DoesNotFit(diagnostic)) => *diagnostic,
+        Err(other) => panic!("refused for another reason: {other}"),
+        Ok(proved) => panic!("proved {:?}", proved.config()),
+    }
+}
+
+#[derive(Default)]
+struct Lines(Vec<String>);
+
+impl Observer for Lines {
+    fn phase(&mut self, record: &PhaseRecord) {
+        self.0.push(record.to_string());
+    }
+}
+
+#[test]
+fn a7_the_size_is_the_formulas() {
+    let mut device = VirtualDevice::new(model());
+    let spec = spec();
+    let proved = profile(&mut device, &spec, &mut ()).unwrap();
+    let worst = step_memory().token * 512 + (step_memory().row + step_memory().sort) * 16;
+    let non_kv = 321 * MIB + worst;
+    let room = 2048 * MIB - non_kv - 256 * MIB - 150 * MIB;
+    let blocks = (room as f64 * 0.95) as u64 / BLOCK;
+    let report = proved.report();
+    let arithmetic = report.arithmetic.as_ref().unwrap();
+    assert_eq!((arithmetic.non_kv, arithmetic.room), (non_kv, i128::from(room)));
+    assert_eq!(proved.config().kv.num_blocks as u64, blocks);
+    assert_eq!(
+        (report.bound, report.scratch_bytes, report.attempts.len()),
+        (Bound::Memory, worst, 1)
+    );
+    // A51: the canary is free now, and its bytes with it.
+    assert_eq!(proved.config().canary_bytes, 0);
+    let meters = device.meters();
+    assert_eq!(meters.by_component.get(Component::Canary), 0);
+    assert!(meters.free >= 256 * MIB + 150 * MIB);
+    drop(proved);
+    device.trim();
+    assert_eq!(device.meters().reserved, 320 * MIB);
+}
+
+#[test]
+fn a16_there_is_one_line_a_phase() {
+    let mut lines = Lines::default();
+    let _proved = profile(&mut VirtualDevice::new(model()), &spec(), &mut lines).unwrap();
+    let phases: Vec<_> = lines
+        .0
+        .iter()
+        .map(|line| line.split(' ').take(2).collect::<Vec<_>>().join(" "))
+        .collect();
+    let expected = ["baseline", "probe", "compute", "rebuild", "validate"];
+    assert_eq!(
+        phases,
+        expected.map(|phase| format!("auto-profile phase={phase}"))
+    );
+    for line in &lines.0 {
+        assert!(
+            line.split(' ').skip(1).all(|field| field
+                .split_once('=')
+                .is_some_and(|(k, v)| !k.is_empty() && !v.is_empty())),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn the_report_adds_up_and_shows_every_byte() {
+    let mut device_model = model();
+    device_model.peers = 100 * MIB;
+    device_model.granularity = 2 * MIB;
+    let proved = run(device_model, &spec()).unwrap();
+    let report = proved.report();
+    let ready = &report.ready;
+    let components: u64 = ready.components.iter().map(|line| line.bytes).sum();
+    assert_eq!(components + ready.unattributed, ready.reserved);
+    assert_eq!(ready.reserved + ready.peers + ready.free, ready.total);
+    let table = report.table();
+    for part in [
+        "weights",
+        "kv",
+        "arena",
+        "staging",
+        "other processes",
+        "free",
+        "total",
+        "2.00 GiB",
+        "bound by memory",
+    ] {
+        assert!(table.contains(part), "{part} is missing:\n{table}");
+    }
+    assert_eq!(report.kv_tokens, report.kv_blocks * 16);
+    // B1-B6: this size again, and all of the device.
+    let flags: Vec<_> = report.suggestions.iter().map(|s| s.flag.as_str()).collect();
+    assert_eq!(flags.len(), 2, "{flags:?}");
+    assert!(
+        flags
+            .iter()
+            .all(|flag| flag.starts_with("--kv-cache-memory-bytes="))
+    );
+}
+
+#[test]
+fn a_suggested_pin_is_accepted() {
+    let proved = run(model(), &spec()).unwrap();
+    for suggestion in &proved.report().suggestions {
+        let bytes = suggestion.flag.split_once('=').unwrap().1.parse().unwrap();
+        let pinned = run(
+            model(),
+            &ProfileSpec {
+                size: KvSize::Bytes(bytes),
+                ..spec()
+            },
+        )
+        .unwrap();
+        assert_eq!(pinned.report().kv_bytes, bytes);
+    }
+}
+
+#[test]
+fn a8_the_fraction_multiplies_the_room_alone() {
+    let blocks = |fraction: f64| {
+        let spec = ProfileSpec {
+            mem_fraction: MemFraction::new(fraction).unwrap(),
+            ..spec()
+        };
+        run(model(), &spec).unwrap().config().kv.num_blocks as f64
+    };
+    assert!((blocks(0.5) / blocks(1.0) - 0.5).abs() < 0.001);
+}
+
+#[test]
+fn u35_no_more_than_is_useful() {
+    let useful = ProfileSpec {
+        useful_tokens: Some(4000),
+        ..spec()
+    };
+    let proved = run(model(), &useful).unwrap();
+    assert_eq!(
+        (proved.config().kv.capacity_tokens(), proved.report().bound),
+        (4000, Bound::Useful)
+    );
+    let plenty = ProfileSpec {
+        useful_tokens: Some(1 << 40),
+        ..spec()
+    };
+    assert_eq!(run(model(), &plenty).unwrap().report().bound, Bound::Memory);
+}
+
+#[test]
+fn a14_a_device_that_has_less_than_it_says_gets_a_smaller_cache() {
+    // The margins are 406 MiB, so a device that lacks a little more still serves, smaller.
+    let (mut seen, mut advised) = (Vec::new(), 0);
+    for missing in (150..700).step_by(25) {
+        let device = DeviceModel {
+            missing: missing * MIB,
+            ..model()
+        };
+        match run(device, &spec()) {
+            Ok(proved) => seen.push(proved.report().attempts.len()),
+            Err(error) => {
+                let Err(ProfileError::DoesNotFit(diagnostic)) = Err::<(), _>(error) else {
+                    panic!("wrong error")
+                };
+                assert_eq!(diagnostic.cause, Cause::Exhausted { attempts: 4 });
+                // U6: one advice at most, with a number that works; none where the device hardly gave anything.
+                match &*diagnostic.knobs {
+                    [] => assert!(missing > 500, "{diagnostic}"),
+                    [knob] => {
+                        let tokens = knob.flag.strip_prefix("--max-total-token-num=").unwrap();
+                        let size = KvSize::Tokens(tokens.parse().unwrap());
+                        let device = DeviceModel {
+                            missing: missing * MIB,
+                            ..model()
+                        };
+                        drop(run(device, &ProfileSpec { size, ..spec() }).unwrap());
+                        advised += 1;
+                    }
+                    _ => panic!("{diagnostic}"),
+                }
+                seen.push(5);
+            }
+        }
+    }
+    assert!(seen.is_sorted() && advised > 0, "{seen:?}, {advised}");
+    for attempts in 1..=5 {
+        assert!(seen.contains(&attempts), "{seen:?}");
+    }
+}
+
+#[test]
+fn a14_targets_shrink_by_five_percent() {
+    let proved = run(
+        DeviceModel {
+            missing: 300 * MIB,
+            ..model()
+        },
+        &spec(),
+    )
+    .unwrap();
+    let report = proved.report();
+    let first = report.attempts[0].kv_tokens as f64;
+    assert!(report.attempts.len() > 1);
+    for (retry, attempt) in report.attempts.iter().enumerate() {
+        assert!((attempt.kv_tokens as f64 / first - 0.95_f64.powi(retry as i32)).abs() < 0.005);
+        let last = retry + 1 == report.attempts.len();
+        assert_eq!(matches!(attempt.outcome, Outcome::Proved), last);
+    }
+}
+
+#[test]
+fn a11_a52_a_leak_is_fatal_at_every_teardown() {
+    let leak = |leak_at, missing| {
+        let device = DeviceModel {
+            leak_at: Some(leak_at),
+            missing: missing * MIB,
+            ..model()
+        };
+        run(device, &spec()).unwrap_err()
+    };
+    // The first teardown is the probe's, later ones are those of attempts that failed in validation.
+    assert!(
+        matches!(leak(0, 0), ProfileError::TeardownLeak { expected, .. } if expected == 8192 / 16 * BLOCK)
+    );
+    assert!(leak(0, 0).to_string().starts_with("TEARDOWN LEAK"));
+}
+
+#[test]
+fn a11_a_leak_after_a_failed_validation_is_fatal_too() {
+    // Jitter makes validation fail after the state was built.
+    let mut leaks = 0;
+    for seed in 0..40 {
+        let device = DeviceModel {
+            leak_at: Some(1),
+            missing: 380 * MIB,
+            jitter: 80 * MIB,
+            seed,
+            ..model()
+        };
+        match run(device, &spec()) {
+            Err(ProfileError::TeardownLeak { expected, .. }) => {
+                assert!(expected > 256 * MIB, "the canary is held during validation");
+                leaks += 1;
+            }
+            Ok(proved) => assert!(proved.report().attempts.iter().all(|attempt| {
+                !matches!(
+                    attempt.outcome,
+                    Outcome::OutOfMemory {
+                        scenario: Some(_),
+                        ..
+                    }
+                )
+            })),
+            Err(ProfileError::DoesNotFit(_)) => {}
+            Err(other) => panic!("{other}"),
+        }
+    }
+    assert!(leaks > 0);
+}
+
+#[test]
+fn a17_one_full_length_request_must_fit() {
+    let long = |model_len| ProfileSpec {
+        limits: limits(512, 16, model_len),
+        ..spec()
+    };
+    let fits = run(model(), &spec()).unwrap().config().kv.capacity_tokens();
+    drop(run(model(), &long(fits)).unwrap());
+    let diagnostic = refused(run(model(), &long(fits + 1)));
+    assert_eq!(diagnostic.cause, Cause::ContextDoesNotFit);
+    assert_advice_works(&diagnostic, model(), &long(fits + 1));
+    let names: Vec<_> = diagnostic
+        .knobs
+        .iter()
+        .map(|knob| knob.flag.split('=').next().unwrap())
+        .collect();
+    assert!(
+        names.contains(&"--max-model-len") && names.contains(&"--device-memory"),
+        "{names:?}"
+    );
+}
+
+#[test]
+fn a15_u6_a_step_that_does_not_fit_names_values_that_do() {
+    for total in [500, 560, 600, 640] {
+        let device = || DeviceModel {
+            total: total * MIB,
+            ..model()
+        };
+        let spec = ProfileSpec {
+            margins: Margins::scaled_to(total * MIB),
+            ..self::spec()
+        };
+        let wide = ProfileSpec {
+            limits: limits(8192, 128, 2048),
+            ..spec
+        };
+        let diagnostic = refused(run(device(), &wide));
+        assert!(!diagnostic.knobs.is_empty(), "{total}: {diagnostic}");
+        assert_advice_works(&diagnostic, device(), &wide);
+    }
+}
+
+/// Every knob of a diagnostic, turned alone, leads to a proof.
+fn assert_advice_works(diagnostic: &Diagnostic, device: DeviceModel, spec: &ProfileSpec) {
+    for knob in &diagnostic.knobs {
+        let (flag, value) = knob.flag.split_once('=').unwrap();
+        let (mut device, mut spec) = (device.clone(), spec.clone());
+        let value: u64 = value.parse().unwrap();
+        match flag {
+            "--device-memory" => {
+                assert!(value > device.total, "{diagnostic}");
+                device.total = value;
+            }
+            "--max-model-len" => spec.limits.max_model_len = value as usize,
+            "--max-num-batched-tokens" => spec.limits.max_num_batched_tokens = value as usize,
+            "--max-num-seqs" => spec.limits.max_num_seqs = value as usize,
+            "--max-total-token-num" => spec.size = KvSize::Tokens(value as usize),
+            "--kv-cache-memory-bytes" => spec.size = KvSize::Bytes(value),
+            other => panic!("unknown knob {other}"),
+        }
+        if let Err(error) = run(device, &spec) {
+            panic!("{flag}={value} does not help: {error}\nwas advised by: {diagnostic}");
+        }
+    }
+}
+
+#[test]
+fn a3_a_pinned_size_is_validated_or_refused_with_the_largest() {
+    let largest = run(
+        model(),
+        &ProfileSpec {
+            mem_fraction: MemFraction::new(1.0).unwrap(),
+            ..spec()
+        },
+    );
+    let largest = largest.unwrap().config().kv;
+    let pin = |size| ProfileSpec { size, ..spec() };
+    let mut lines = Lines::default();
+    let spec_pinned = pin(KvSize::Tokens(3000));
+    let proved = profile(&mut VirtualDevice::new(model()), &spec_pinned, &mut lines).unwrap();
+    assert_eq!(
+        (proved.config().kv.num_blocks, proved.report().bound),
+        (188, Bound::PinnedTokens)
+    );
+    assert_eq!(proved.report().attempts[0].scenarios.len(), 6);
+    let phases: Vec<_> = lines
+        .0
+        .iter()
+        .map(|line| line.split([' ', '=']).nth(2).unwrap())
+        .collect();
+    assert_eq!(phases, ["baseline", "skip", "rebuild", "validate"]);
+
+    let bytes = proved.report().kv_bytes;
+    assert_eq!(
+        run(model(), &pin(KvSize::Bytes(bytes))).unwrap().report().bound,
+        Bound::PinnedBytes
+    );
+    for size in [
+        KvSize::Tokens(1 << 20),
+        KvSize::Tokens(usize::MAX),
+        KvSize::Bytes(1 << 40),
+        KvSize::Bytes(u64::MAX),
+    ] {
+        let diagnostic = refused(run(model(), &pin(size)));
+        let Cause::PinnedTooLarge { largest_tokens, .. } = diagnostic.cause else {
+            panic!("{diagnostic}")
+        };
+        assert_eq!(largest_tokens, largest.capacity_tokens());
+        assert_advice_works(&diagnostic, model(), &pin(size));
+    }
+    for size in [KvSize::Tokens(2047 - 15), KvSize::Tokens(1), KvSize::Bytes(BLOCK)] {
+        let diagnostic = refused(run(model(), &pin(size)));
+        assert!(
+            matches!(diagnostic.cause, Cause::PinnedTooSmall { .. }),
+            "{diagnostic}"
+        );
+        assert_advice_works(&diagnostic, model(), &pin(size));
+    }
+}
+
+#[test]
+fn u9_neighbours_do_not_corrupt_the_measurement() {
+    let alone = run(model(), &spec())
+        .unwrap()
+        .report()
+        .arithmetic
+        .clone()
+        .unwrap();
+    let peers = DeviceModel {
+        peers: 500 * MIB,
+        ..model()
+    };
+    let beside = run(peers, &spec()).unwrap().report().arithmetic.clone().unwrap();
+    assert_eq!((alone.non_kv, beside.peers), (beside.non_kv, 500 * MIB));
+    assert_eq!(alone.room - beside.room, i128::from(500 * MIB));
+}
+
+#[test]
+fn c1_fragmentation_is_measured_and_doubled() {
+    let device = DeviceModel {
+        granularity: 128 * MIB,
+        total: 8192 * MIB,
+        ..model()
+    };
+    let proved = run(device, &spec()).unwrap();
+    let report = proved.report();
+    let fragmentation = report.probe.as_ref().unwrap().fragmentation();
+    assert!(fragmentation > 150 * MIB);
+    assert_eq!(
+        report.arithmetic.as_ref().unwrap().fragmentation_buffer,
+        2 * fragmentation
+    );
+}
+
+/// A50: the n-th allocation fails, for every n of a start.
+#[test]
+fn a50_every_allocation_of_a_start_may_fail() {
+    for size in [KvSize::Auto, KvSize::Tokens(4096)] {
+        let spec = ProfileSpec { size, ..spec() };
+        let mut device = VirtualDevice::new(model());
+        let undisturbed = profile(&mut device, &spec, &mut ()).unwrap();
+        let allocations = device.meters().allocations;
+        assert!(allocations > 10);
+        let (mut smaller, mut refused) = (0, 0);
+        for n in 1..=allocations {
+            let mut device = VirtualDevice::new(model());
+            device.fail_allocation(n);
+            match profile(&mut device, &spec, &mut ()) {
+                Ok(proved) => {
+                    assert!(
+                        proved.config().kv.num_blocks < undisturbed.config().kv.num_blocks,
+                        "{n}"
+                    );
+                    assert_eq!(proved.report().attempts.len(), 2, "{n}");
+                    smaller += 1;
+                    drop(proved);
+                }
+                Err(ProfileError::DoesNotFit(diagnostic)) => {
+                    assert!(diagnostic.oom.is_some(), "{n}: {diagnostic}");
+                    refused += 1;
+                }
+                Err(other) => panic!("{n}: {other}"),
+            }
+            device.trim();
+            assert_eq!(
+                device.meters().reserved,
+                320 * MIB,
+                "allocation {n}: something leaked"
+            );
+        }
+        assert!(refused > 0 && (smaller > 0) == (size == KvSize::Auto));
+    }
+}
+
+/// A4: what each worst case is for. Without it, some device would have been measured too small.
+#[test]
+fn removing_any_scenario_lowers_the_peak_somewhere() {
+    let devices = [
+        step_memory(),
+        StepMemory {
+            prompt: 1000,
+            ..Default::default()
+        },
+        StepMemory {
+            prefix: 10,
+            ..Default::default()
+        },
+        StepMemory {
+            greedy: 1000,
+            ..Default::default()
+        },
+        StepMemory {
+            top_k: 1000,
+            ..Default::default()
+        },
+        StepMemory {
+            sort: 1000,
+            ..Default::default()
+        },
+    ];
+    let shapes = [
+        limits(512, 16, 2048),
+        limits(16, 16, 2048),
+        limits(512, 1, 300),
+        limits(8, 64, 4096),
+    ];
+    for removed in ScenarioKind::ALL {
+        let lowers = shapes.iter().any(|limits| {
+            let probe = ProfileSpec {
+                limits: *limits,
+                ..spec()
+            };
+            let kv = plimsoll_core::KvConfig {
+                block_size: probe.block_size,
+                num_blocks: probe.probe_tokens().div_ceil(16),
+            };
+            let (all, _) = scenarios(limits, 1000, kv);
+            devices.iter().any(|device| {
+                let peak = |keep: &dyn Fn(ScenarioKind) -> bool| {
+                    all.iter()
+                        .filter(|s| keep(s.kind))
+                        .map(|s| device.bytes(&s.plan))
+                        .max()
+                };
+                peak(&|kind| kind != removed) < peak(&|_| true)
+            })
+        });
+        assert!(lowers, "{removed} is never the worst");
+    }
+}

@@ -1,0 +1,82 @@
+//! Thousands of random workloads through the real scheduler and KV manager.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    thread,
+};
+
+use plimsoll_scheduler::SchedulerStats;
+use plimsoll_sim::{Workload, simulate};
+
+const WORKLOADS: u64 = 6_000;
+const THREADS: u64 = 4;
+
+/// Simulates fresh workloads at `depth` and adds up what happened.
+fn simulate_all(depth: usize) -> SchedulerStats {
+    let base = RandomState::new().hash_one(depth);
+    let worker = |first: u64| {
+        let mut total = SchedulerStats::default();
+        for i in (first..WORKLOADS).step_by(THREADS as usize) {
+            let seed = base.wrapping_add(i);
+            let audit = i % 16 < THREADS;
+            match simulate(&Workload::random(seed), depth, audit) {
+                Ok(report) => add(&mut total, &report.stats),
+                Err(broken) => panic!("workload {seed} at depth {depth}: {broken}"),
+            }
+        }
+        total
+    };
+    let mut total = SchedulerStats::default();
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..THREADS)
+            .map(|first| scope.spawn(move || worker(first)))
+            .collect();
+        for worker in workers {
+            add(
+                &mut total,
+                &worker.join().expect("every workload keeps the promises"),
+            );
+        }
+    });
+    total
+}
+
+fn add(total: &mut SchedulerStats, stats: &SchedulerStats) {
+    total.steps += stats.steps;
+    total.preemptions += stats.preemptions;
+    total.evictions += stats.evictions;
+    total.prefix_hit_tokens += stats.prefix_hit_tokens;
+    total.finished_stop += stats.finished_stop;
+    total.finished_length += stats.finished_length;
+    total.cancelled += stats.cancelled;
+    total.failed += stats.failed;
+    total.discarded_tokens += stats.discarded_tokens;
+}
+
+/// A proof by simulation is worth what it visits.
+fn assert_everything_happened(total: &SchedulerStats) {
+    let counts = [
+        total.preemptions,
+        total.evictions,
+        total.prefix_hit_tokens,
+        total.finished_stop,
+        total.finished_length,
+        total.cancelled,
+        total.failed,
+        total.discarded_tokens,
+    ];
+    assert!(
+        counts.iter().all(|&count| count > 500),
+        "too little happened: {total:?}"
+    );
+}
+
+#[test]
+fn every_promise_is_kept_step_by_step() {
+    assert_everything_happened(&simulate_all(1));
+}
+
+#[test]
+fn every_promise_is_kept_with_a_step_in_flight() {
+    assert_everything_happened(&simulate_all(2));
+}

@@ -1,0 +1,74 @@
+use std::path::{Path, PathBuf};
+
+/// Why text could not be turned into tokens, tokens into text, or messages into a prompt.
+#[derive(Debug, thiserror::Error)]
+pub enum TextError {
+    /// A file could not be read.
+    #[error("cannot read {path}: {source}", path = path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// A file or a metadata field does not hold what it should.
+    #[error("{place}: {problem}")]
+    Invalid {
+        /// File, or GGUF metadata key.
+        place: String,
+        /// What is wrong with it, and what would be right.
+        problem: String,
+    },
+    /// A kind of tokenizer that this server does not have.
+    #[error("{place}: {what} {found:?} is not supported; supported are {supported}")]
+    Unsupported {
+        /// File, or GGUF metadata key.
+        place: String,
+        /// Kind of thing.
+        what: &'static str,
+        /// Its name.
+        found: String,
+        /// The names that would be understood.
+        supported: String,
+    },
+    /// Tokenizing failed.
+    #[error("cannot tokenize the text: {0}")]
+    Encode(String),
+    /// There is no chat template where one is needed.
+    #[error("this model has no chat template; pass one with --chat-template, or use /v1/completions")]
+    NoChatTemplate,
+    /// The chat template does not compile.
+    #[error("the chat template is not valid Jinja: {0}")]
+    Template(String),
+    /// The chat template itself refused these messages, with `raise_exception`.
+    #[error("{0}")]
+    Refused(String),
+    /// The chat template failed on these messages.
+    #[error("the chat template cannot render these messages: {0}")]
+    Render(String),
+    /// A stop string is empty.
+    #[error("a stop string must not be empty")]
+    EmptyStop,
+}
+
+impl TextError {
+    pub(crate) fn invalid(place: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Invalid {
+            place: place.into(),
+            problem: problem.into(),
+        }
+    }
+
+    pub(crate) fn read(path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self::Read { path, source }
+    }
+
+    /// True where the client's messages or text are at fault, not the model's files: a 4xx.
+    pub fn is_client_error(&self) -> bool {
+        matches!(
+            self,
+            Self::Encode(_) | Self::NoChatTemplate | Self::Refused(_) | Self::Render(_) | Self::EmptyStop
+        )
+    }
+}

@@ -1,0 +1,20 @@
+//! Text in, tokens out, and back: tokenizers (`tokenizer.json`, GGUF metadata, plain bytes), incremental detokenization,
+//! stop strings, and chat templates rendered as Hugging Face transformers renders them.
+//!
+//! No device code and no network: everything is a pure function of files and metadata.
+
+mod detokenizer;
+mod directory;
+mod error;
+mod gguf;
+mod pipeline;
+mod stop;
+mod template;
+mod tokenizer;
+mod vocab;
+
+pub use detokenizer::Detokenizer;
+pub use error::TextError;
+pub use stop::{Scanned, StopMatcher};
+pub use template::{ChatInput, ChatTemplate, Clock};
+pub use tokenizer::{SpecialTokens, Tokenizer};

@@ -1,0 +1,119 @@
+//! From OpenAI's messages to those that a template reads.
+
+use serde_json::{Map, Value, json};
+
+use super::{ChatInput, ChatTemplate};
+use crate::TextError;
+
+/// How a template reads `message.content`. Found out by trying, as templates do not say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ContentFormat {
+    /// Only as a text: parts are joined.
+    Text,
+    /// Only as a list of parts: a text becomes one part.
+    Parts,
+    /// As either: content stays as it came.
+    Both,
+}
+
+impl ContentFormat {
+    pub(super) fn detect(template: &ChatTemplate) -> Self {
+        const PROBE: &str = "plimsoll-probe";
+        let parts = json!([{"type": "text", "text": PROBE}]);
+        // A template that reads texts alone may fail on a list, ignore it, or print it as Python would.
+        let reads = |content: Value| {
+            let messages = [json!({"role": "user", "content": content})];
+            let input = ChatInput {
+                messages: &messages,
+                add_generation_prompt: true,
+                ..Default::default()
+            };
+            template.render_as_given(&input).is_ok_and(|text| {
+                text.contains(PROBE) && !text.contains("'type'") && !text.contains("\"type\"")
+            })
+        };
+        match (reads(PROBE.into()), reads(parts)) {
+            (true, true) => Self::Both,
+            (false, true) => Self::Parts,
+            (_, false) => Self::Text,
+        }
+    }
+}
+
+pub(super) fn normalize(messages: &[Value], format: ContentFormat) -> Result<Vec<Value>, TextError> {
+    messages
+        .iter()
+        .enumerate()
+        .map(|(index, message)| normalize_one(index, message, format))
+        .collect()
+}
+
+fn normalize_one(index: usize, message: &Value, format: ContentFormat) -> Result<Value, TextError> {
+    let wrong = |problem: String| TextError::Render(format!("messages[{index}]: {problem}"));
+    let Value::Object(message) = message else {
+        return Err(wrong("not an object".to_owned()));
+    };
+    let mut message = message.clone();
+    let content = content(message.get("content").unwrap_or(&Value::Null), format).map_err(wrong)?;
+    message.insert("content".to_owned(), content);
+    if let Some(calls) = message.get_mut("tool_calls").and_then(Value::as_array_mut) {
+        for call in calls {
+            if let Some(function) = call.get_mut("function").and_then(Value::as_object_mut) {
+                parse_arguments(function).map_err(wrong)?;
+            }
+        }
+    }
+    Ok(Value::Object(message))
+}
+
+fn content(content: &Value, format: ContentFormat) -> Result<Value, String> {
+    match content {
+        // An assistant's message that only calls tools.
+        Value::Null => Ok(if format == ContentFormat::Parts {
+            json!([])
+        } else {
+            "".into()
+        }),
+        Value::String(text) if format == ContentFormat::Parts => Ok(json!([{"type": "text", "text": text}])),
+        Value::String(_) => Ok(content.clone()),
+        Value::Array(parts) => {
+            let texts = parts.iter().map(part_text).collect::<Result<Vec<_>, _>>()?;
+            Ok(match format {
+                ContentFormat::Text => texts.join("\n").into(),
+                _ => texts
+                    .iter()
+                    .map(|text| json!({"type": "text", "text": text}))
+                    .collect(),
+            })
+        }
+        _ => Err("content must be a string or a list of parts".to_owned()),
+    }
+}
+
+fn part_text(part: &Value) -> Result<&str, String> {
+    match (part, part["type"].as_str()) {
+        (Value::String(text), _) => Ok(text),
+        (_, Some("text")) => part["text"]
+            .as_str()
+            .ok_or_else(|| "a part of type \"text\" has no text".to_owned()),
+        (_, Some(kind)) => Err(format!(
+            "content of type {kind:?} is not supported; supported is \"text\""
+        )),
+        (_, None) => Err("a part of the content has no type".to_owned()),
+    }
+}
+
+/// Arguments travel as JSON in a string, but templates read them as an object.
+fn parse_arguments(function: &mut Map<String, Value>) -> Result<(), String> {
+    let Some(Value::String(text)) = function.get("arguments") else {
+        return Ok(());
+    };
+    let arguments = match text.trim() {
+        "" => Ok(json!({})),
+        text => serde_json::from_str::<Map<String, Value>>(text).map(Value::Object),
+    };
+    let arguments =
+        arguments.map_err(|e| format!("the arguments of a tool call are not a JSON object: {e}"))?;
+    function.insert("arguments".to_owned(), arguments);
+    Ok(())
+}

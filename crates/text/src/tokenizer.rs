@@ -1,0 +1,197 @@
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use plimsoll_core::{Metadata, TokenId};
+
+use crate::vocab::Vocab;
+use crate::{Detokenizer, TextError, directory, gguf};
+
+/// Special tokens by role (`bos_token`, `eos_token`, ...), as text, the way chat templates name them.
+pub type SpecialTokens = BTreeMap<String, String>;
+
+/// Turns text into the tokens of one model and back. Cheap to clone.
+#[derive(Clone)]
+pub struct Tokenizer(Arc<Parts>);
+
+pub(crate) struct Parts {
+    pub(crate) encoder: Box<dyn Encode>,
+    pub(crate) wrap: Wrap,
+    pub(crate) vocab: Vocab,
+    pub(crate) special_tokens: SpecialTokens,
+    pub(crate) bos: Option<TokenId>,
+    /// Without duplicates, the tokenizer's own first.
+    pub(crate) eos: Vec<TokenId>,
+}
+
+/// What a model expects around a plain text.
+pub(crate) enum Wrap {
+    /// The encoder knows.
+    Encoder,
+    /// These tokens.
+    Explicit {
+        bos: Option<TokenId>,
+        eos: Option<TokenId>,
+    },
+}
+
+/// The algorithm of one kind of tokenizer.
+pub(crate) trait Encode: Send + Sync {
+    /// With `parse_special` the text of a special token becomes that token, without it ordinary text. `add_special` is for
+    /// encoders behind [`Wrap::Encoder`].
+    fn encode(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<TokenId>, TextError>;
+}
+
+impl Tokenizer {
+    /// From a model directory: `tokenizer.json`, with what `tokenizer_config.json`, `special_tokens_map.json` and
+    /// `generation_config.json` say about special tokens.
+    pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
+        directory::load(dir).map(Self::new)
+    }
+
+    /// From the `tokenizer.ggml.*` keys of a GGUF file.
+    pub fn from_gguf(metadata: &Metadata) -> Result<Self, TextError> {
+        gguf::load(metadata).map(Self::new)
+    }
+
+    /// Ids 0 to 255 are bytes, 256 ends a text: the simulated model's tokenizer.
+    pub fn bytes() -> Self {
+        let mut vocab = Vocab::default();
+        (0..=255).for_each(|byte| vocab.push(&[byte], false));
+        vocab.push(Bytes::EOS_TEXT.as_bytes(), true);
+        let special_tokens = [("eos_token".to_owned(), Bytes::EOS_TEXT.to_owned())].into();
+        Self::new(Parts {
+            encoder: Box::new(Bytes),
+            wrap: Wrap::Encoder,
+            vocab,
+            special_tokens,
+            bos: None,
+            eos: vec![Bytes::EOS],
+        })
+    }
+
+    fn new(parts: Parts) -> Self {
+        Self(Arc::new(parts))
+    }
+
+    /// Tokens of `text`; the text of a special token becomes that token, as prompts rendered by a chat template need.
+    /// `add_special` adds what the model expects around a plain text, such as BOS; a chat template writes these itself.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, TextError> {
+        self.encode_with(text, add_special, true)
+    }
+
+    /// Like [`Tokenizer::encode`], but the text of a special token is ordinary text: for text that must not be able to end
+    /// a turn.
+    pub fn encode_literal(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, TextError> {
+        self.encode_with(text, add_special, false)
+    }
+
+    fn encode_with(
+        &self,
+        text: &str,
+        add_special: bool,
+        parse_special: bool,
+    ) -> Result<Vec<TokenId>, TextError> {
+        let Parts { encoder, wrap, .. } = &*self.0;
+        match *wrap {
+            Wrap::Explicit { bos, eos } if add_special => {
+                let tokens = encoder.encode(text, false, parse_special)?;
+                Ok(bos.into_iter().chain(tokens).chain(eos).collect())
+            }
+            _ => encoder.encode(text, add_special, parse_special),
+        }
+    }
+
+    /// Number of tokens [`Tokenizer::encode`] gives.
+    pub fn count(&self, text: &str, add_special: bool) -> Result<usize, TextError> {
+        self.encode(text, add_special).map(|tokens| tokens.len())
+    }
+
+    /// Text of `tokens`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary nothing.
+    pub fn decode(&self, tokens: &[TokenId], skip_special: bool) -> String {
+        let mut detokenizer = self.detokenizer(skip_special);
+        let mut text = String::new();
+        tokens
+            .iter()
+            .for_each(|&token| detokenizer.push_to(token, &mut text));
+        text + &detokenizer.flush()
+    }
+
+    /// Decodes token by token.
+    pub fn detokenizer(&self, skip_special: bool) -> Detokenizer {
+        Detokenizer::new(self.clone(), skip_special)
+    }
+
+    /// Bytes of one token within a text (not at its start); empty outside the vocabulary.
+    pub fn token_bytes(&self, id: TokenId) -> &[u8] {
+        self.0.vocab.bytes(id)
+    }
+
+    /// [`Tokenizer::token_bytes`] as text; bytes that are no UTF-8 on their own become U+FFFD.
+    pub fn token_str(&self, id: TokenId) -> String {
+        String::from_utf8_lossy(self.token_bytes(id)).into_owned()
+    }
+
+    /// Number of ids the tokenizer knows; the model's output layer may be padded beyond it.
+    pub fn vocab_size(&self) -> usize {
+        self.0.vocab.len()
+    }
+
+    /// Tokens that end a text or a turn, without duplicates.
+    pub fn eos_ids(&self) -> &[TokenId] {
+        &self.0.eos
+    }
+
+    /// The token that begins a text, if the model has one.
+    pub fn bos_id(&self) -> Option<TokenId> {
+        self.0.bos
+    }
+
+    /// True for tokens that structure a text and are not part of it; decoding can skip them.
+    pub fn is_special(&self, id: TokenId) -> bool {
+        self.0.vocab.is_special(id)
+    }
+
+    /// Special tokens by role, for chat templates.
+    pub fn special_tokens(&self) -> &SpecialTokens {
+        &self.0.special_tokens
+    }
+
+    pub(crate) fn vocab(&self) -> &Vocab {
+        &self.0.vocab
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Parts {
+            special_tokens,
+            bos,
+            eos,
+            ..
+        } = &*self.0;
+        let mut out = f.debug_struct("Tokenizer");
+        out.field("vocab_size", &self.vocab_size())
+            .field("special_tokens", special_tokens);
+        out.field("bos", bos).field("eos", eos).finish_non_exhaustive()
+    }
+}
+
+struct Bytes;
+
+impl Bytes {
+    const EOS: TokenId = 256;
+    const EOS_TEXT: &str = "<|end|>";
+}
+
+impl Encode for Bytes {
+    fn encode(&self, text: &str, _add_special: bool, parse_special: bool) -> Result<Vec<TokenId>, TextError> {
+        let bytes = |text: &str| text.bytes().map(TokenId::from).collect::<Vec<_>>();
+        if !parse_special {
+            return Ok(bytes(text));
+        }
+        let pieces: Vec<_> = text.split(Self::EOS_TEXT).map(bytes).collect();
+        Ok(pieces.join(&Self::EOS))
+    }
+}

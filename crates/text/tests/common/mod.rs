@@ -1,0 +1,99 @@
+//! What the integration tests share: where the fetched data lies, and a reader of GGUF metadata. The server's reader is
+//! candle's, which this crate must not depend on.
+
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+use std::fs::File;
+use std::io::{self, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use plimsoll_core::{MetaValue, Metadata};
+
+/// `relative` to the repository's `.cache`, which `script` fills.
+pub(crate) fn cached(relative: &str, script: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../.cache")
+        .join(relative);
+    assert!(
+        path.exists(),
+        "{} is missing: run {script} first (`make test` does)",
+        path.display()
+    );
+    path
+}
+
+pub(crate) fn vocabulary(name: &str) -> Metadata {
+    read_metadata(&cached(
+        &format!("test-data/llama.cpp/vocab/{name}.gguf"),
+        "scripts/fetch-test-data",
+    ))
+}
+
+pub(crate) fn smollm2() -> Metadata {
+    read_metadata(&cached(
+        "models/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "scripts/fetch-default-model",
+    ))
+}
+
+fn read_metadata(path: &Path) -> Metadata {
+    let mut file = BufReader::new(File::open(path).unwrap());
+    read(&mut file).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// Version 2 and 3: magic, version, number of tensors, then the key-value pairs.
+fn read(file: &mut impl Read) -> io::Result<Metadata> {
+    assert_eq!(&bytes::<4>(file)?, b"GGUF");
+    assert!(
+        matches!(u32::from_le_bytes(bytes(file)?), 2 | 3),
+        "another version of GGUF"
+    );
+    let _tensors = u64::from_le_bytes(bytes(file)?);
+    let pairs = u64::from_le_bytes(bytes(file)?);
+    (0..pairs)
+        .map(|_| {
+            let key = string(file)?;
+            let kind = u32::from_le_bytes(bytes(file)?);
+            Ok((key, value(file, kind)?))
+        })
+        .collect()
+}
+
+fn bytes<const N: usize>(file: &mut impl Read) -> io::Result<[u8; N]> {
+    let mut buffer = [0; N];
+    file.read_exact(&mut buffer)?;
+    Ok(buffer)
+}
+
+fn string(file: &mut impl Read) -> io::Result<String> {
+    let mut buffer = vec![0; u64::from_le_bytes(bytes(file)?) as usize];
+    file.read_exact(&mut buffer)?;
+    String::from_utf8(buffer).map_err(io::Error::other)
+}
+
+fn value(file: &mut impl Read, kind: u32) -> io::Result<MetaValue> {
+    Ok(match kind {
+        0 => MetaValue::UInt(u8::from_le_bytes(bytes(file)?).into()),
+        1 => MetaValue::Int(i8::from_le_bytes(bytes(file)?).into()),
+        2 => MetaValue::UInt(u16::from_le_bytes(bytes(file)?).into()),
+        3 => MetaValue::Int(i16::from_le_bytes(bytes(file)?).into()),
+        4 => MetaValue::UInt(u32::from_le_bytes(bytes(file)?).into()),
+        5 => MetaValue::Int(i32::from_le_bytes(bytes(file)?).into()),
+        6 => MetaValue::Float(f32::from_le_bytes(bytes(file)?).into()),
+        7 => MetaValue::Bool(bytes::<1>(file)?[0] != 0),
+        8 => MetaValue::Str(string(file)?),
+        9 => {
+            let kind = u32::from_le_bytes(bytes(file)?);
+            let length = u64::from_le_bytes(bytes(file)?);
+            MetaValue::List(
+                (0..length)
+                    .map(|_| value(file, kind))
+                    .collect::<io::Result<_>>()?,
+            )
+        }
+        10 => MetaValue::UInt(u64::from_le_bytes(bytes(file)?)),
+        11 => MetaValue::Int(i64::from_le_bytes(bytes(file)?)),
+        12 => MetaValue::Float(f64::from_le_bytes(bytes(file)?)),
+        _ => return Err(io::Error::other(format!("value of kind {kind}"))),
+    })
+}

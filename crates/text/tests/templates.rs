@@ -1,0 +1,283 @@
+//! Real chat templates against Jinja2: `scripts/render-templates` rendered what is expected here.
+
+mod common;
+
+use std::fs;
+use std::time::{Duration, SystemTime};
+
+use plimsoll_text::{ChatInput, ChatTemplate, SpecialTokens, TextError};
+use serde_json::{Value, json};
+
+/// Templates that do not render as in Jinja2, on which conversations, and why.
+const DIFFERENT: &[(&str, &[&str], &str)] = &[
+    ("Cohere2MoE", &["documents"], NONE),
+    ("CohereForAI-c4ai-command-r-plus-tool_use", WITHOUT_TOOLS, NONE),
+    ("CohereForAI-c4ai-command-r-plus-tool_use", &["parts"], NONE),
+    (
+        "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+        &["documents"],
+        NONE,
+    ),
+    ("LFM2.5-8B-A1B", &["parallel_tool_calls"], NONE),
+    (
+        "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+        WITHOUT_TOOLS,
+        NONE,
+    ),
+    (
+        "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+        &["no_messages"],
+        NONE,
+    ),
+    ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", WITHOUT_TOOLS, NONE),
+    (
+        "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+        &["no_messages"],
+        NONE,
+    ),
+    (
+        "llama-cpp-deepseek-r1",
+        WITH_TOOLS,
+        "`generator | tojson` fails in Python, here it is a list",
+    ),
+    (
+        "Reka-Edge",
+        &["no_messages"],
+        "`[][::-1]` panics in minijinja 3.0.5; the error says so",
+    ),
+    (
+        "meetkai-functionary-medium-v3.1",
+        WITH_TOOLS,
+        "Jinja2 escapes for HTML what is added to a `| safe` text",
+    ),
+];
+const NONE: &str = "iterating over none fails in Python, here it is empty";
+const WITH_TOOLS: &[&str] = &["tools", "tool_results", "parallel_tool_calls"];
+const WITHOUT_TOOLS: &[&str] = &[
+    "user",
+    "system_and_user",
+    "no_generation_prompt",
+    "many_turns",
+    "reasoning",
+    "thinking",
+    "roles_do_not_alternate",
+    "documents",
+];
+
+/// 2026-02-03 04:05:06 UTC, the time in `scripts/render-templates`.
+fn clock() -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(1_770_091_506)
+}
+
+#[test]
+fn real_templates_render_as_in_jinja2() {
+    let expected = fs::read(common::cached(
+        "test-data/templates-expected.json",
+        "scripts/render-templates",
+    ))
+    .unwrap();
+    let expected: Value = serde_json::from_slice(&expected).unwrap();
+    let special_tokens: SpecialTokens = serde_json::from_value(expected["special_tokens"].clone()).unwrap();
+    let results = expected["results"].as_object().unwrap();
+    assert_eq!(results.len(), 70, "templates");
+
+    let (mut failures, mut equal) = (Vec::new(), 0);
+    for (name, results) in results {
+        let path = common::cached(
+            &format!("test-data/llama.cpp/templates/{name}.jinja"),
+            "scripts/fetch-test-data",
+        );
+        let template = ChatTemplate::new(&fs::read_to_string(path).unwrap(), &special_tokens);
+        let template = match template {
+            Ok(template) => template.with_clock(clock),
+            Err(error) => {
+                failures.push(format!("{name}: {error}"));
+                continue;
+            }
+        };
+        for (conversation, result) in results.as_object().unwrap() {
+            let rendered = template.render_as_given(&input(&expected["conversations"][conversation]));
+            let excused = DIFFERENT
+                .iter()
+                .any(|(t, c, _)| t == name && c.contains(&conversation.as_str()));
+            match (compare(result, rendered), excused) {
+                (Ok(()), false) => equal += 1,
+                (Ok(()), true) => {
+                    failures.push(format!("{name}, {conversation}: equal, but listed as different"))
+                }
+                (Err(_), true) => {}
+                (Err(problem), false) => failures.push(format!("{name}, {conversation}: {problem}")),
+            }
+        }
+    }
+    assert!(
+        failures.is_empty(),
+        "{} differ, {equal} are equal:\n{}",
+        failures.len(),
+        failures.join("\n")
+    );
+}
+
+fn input(conversation: &Value) -> ChatInput<'_> {
+    let list = |name: &str| conversation[name].as_array().map(Vec::as_slice);
+    ChatInput {
+        messages: list("messages").unwrap(),
+        tools: list("tools"),
+        documents: list("documents"),
+        add_generation_prompt: conversation["add_generation_prompt"].as_bool().unwrap(),
+        kwargs: conversation["kwargs"].as_object(),
+    }
+}
+
+/// Equal texts, or the same exception raised by the template, or a failure in both.
+fn compare(expected: &Value, rendered: Result<String, TextError>) -> Result<(), String> {
+    match (expected["text"].as_str(), expected["raised"].as_str(), rendered) {
+        (Some(expected), _, Ok(text)) if expected == text => Ok(()),
+        (Some(expected), _, Ok(text)) => Err(first_difference(expected, &text)),
+        (_, Some(expected), Err(TextError::Refused(message))) if expected == message => Ok(()),
+        (None, None, Err(TextError::Render(_))) => Ok(()),
+        (_, _, rendered) => Err(format!("{rendered:?} instead of {expected}")),
+    }
+}
+
+fn first_difference(expected: &str, text: &str) -> String {
+    let same = expected
+        .chars()
+        .zip(text.chars())
+        .take_while(|(a, b)| a == b)
+        .count();
+    let from = |text: &str| {
+        text.chars()
+            .skip(same.saturating_sub(30))
+            .take(90)
+            .collect::<String>()
+    };
+    format!(
+        "after {same} characters\n  expected {:?}\n  got      {:?}",
+        from(expected),
+        from(text)
+    )
+}
+
+fn template(source: &str) -> ChatTemplate {
+    let special_tokens = SpecialTokens::from([("eos_token".to_owned(), "</s>".to_owned())]);
+    ChatTemplate::new(source, &special_tokens)
+        .unwrap()
+        .with_clock(clock)
+}
+
+fn render(source: &str, messages: Value) -> Result<String, TextError> {
+    let messages = messages.as_array().unwrap();
+    template(source).render(&ChatInput {
+        messages,
+        ..Default::default()
+    })
+}
+
+#[test]
+fn a_refusal_carries_the_templates_own_message() {
+    let source = "{% if messages|length > 1 %}{{ raise_exception('One <message> at a time!') }}{% endif %}ok";
+    let message = json!({"role": "user", "content": "x"});
+    assert_eq!(render(source, json!([message])).unwrap(), "ok");
+    let error = render(source, json!([message, message])).unwrap_err();
+    assert!(
+        matches!(&error, TextError::Refused(m) if m == "One <message> at a time!"),
+        "{error}"
+    );
+    assert!(error.is_client_error());
+
+    let error = render("{{ messages[0].content.missing.deeper }}", json!([message])).unwrap_err();
+    assert!(matches!(&error, TextError::Render(_)), "{error:?}");
+    let error = ChatTemplate::new("{% if %}", &SpecialTokens::new()).unwrap_err();
+    assert!(
+        matches!(&error, TextError::Template(_)) && !error.is_client_error(),
+        "{error:?}"
+    );
+    let error = render("{{ strftime_now('%Q!') }}", json!([message])).unwrap_err();
+    assert!(error.to_string().contains("%Q!"), "{error}");
+}
+
+#[test]
+fn what_transformers_adds_to_jinja() {
+    let source = "{%- generation -%} {{ messages[0].content }}{{ eos_token }} {%- endgeneration -%}\n\
+                  {% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}\n\
+                  {{ strftime_now('%d %b %Y %H:%M:%S') }} {{ none }} {{ true }} {{ {'a': [1, 'é<']}|tojson }}\n\
+                  {{ {'b': 1.0, 'a': 1e-5}|tojson(indent=2, sort_keys=true) }} {{ 'é'|tojson(ensure_ascii=true) }}";
+    let messages = json!([{"role": "user", "content": "<&>"}, {"role": "other", "content": ""}]);
+    let expected = "<&></s>user03 Feb 2026 04:05:06 None True {\"a\": [1, \"é<\"]}\n\
+                    {\n  \"a\": 1e-05,\n  \"b\": 1.0\n} \"\\u00e9\"";
+    assert_eq!(render(source, messages).unwrap(), expected);
+}
+
+#[test]
+fn content_takes_the_shape_that_the_template_reads() {
+    let text = "{% for m in messages %}[{{ m.content }}]{% endfor %}";
+    let parts =
+        "{% for m in messages %}[{% for part in m.content %}{{ part.text }};{% endfor %}]{% endfor %}";
+    let both = "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}\
+                {% for part in m.content %}{{ part.text }};{% endfor %}{% endif %}]{% endfor %}";
+    let messages = json!([
+        {"role": "user", "content": "one"},
+        {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}]},
+        {"role": "assistant", "content": null},
+        {"role": "assistant"},
+    ]);
+    assert_eq!(render(text, messages.clone()).unwrap(), "[one][two\nthree][][]");
+    assert_eq!(render(parts, messages.clone()).unwrap(), "[one;][two;three;][][]");
+    assert_eq!(render(both, messages).unwrap(), "[one][two;three;][][]");
+}
+
+#[test]
+fn arguments_of_tool_calls_are_parsed() {
+    let source = "{% for call in messages[0].tool_calls %}{{ call.function.arguments|tojson }}{% endfor %}";
+    let call = |arguments: &str| json!([{"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}]);
+    assert_eq!(
+        render(source, call("{\"b\":1,\"a\":[]}")).unwrap(),
+        "{\"b\": 1, \"a\": []}"
+    );
+    assert_eq!(render(source, call("")).unwrap(), "{}");
+    let error = render(source, call("[1]")).unwrap_err().to_string();
+    assert!(
+        error.contains("messages[0]") && error.contains("arguments"),
+        "{error}"
+    );
+}
+
+#[test]
+fn tools_choose_the_template_for_tools() {
+    let directory = tempfile::tempdir().unwrap();
+    assert!(ChatTemplate::from_dir(directory.path()).unwrap().is_none());
+    let named = json!([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools|length }}"}]);
+    let config = json!({"chat_template": named, "bos_token": {"content": "<s>"}});
+    fs::write(directory.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    let template = ChatTemplate::from_dir(directory.path()).unwrap().unwrap();
+    assert_eq!(template.render(&ChatInput::default()).unwrap(), "plain");
+    let tools = [json!({})];
+    assert_eq!(
+        template
+            .render(&ChatInput {
+                tools: Some(&tools),
+                ..Default::default()
+            })
+            .unwrap(),
+        "1"
+    );
+
+    // A file of its own wins.
+    fs::write(
+        directory.path().join("chat_template.jinja"),
+        "{{ bos_token }}{{ x }}",
+    )
+    .unwrap();
+    let template = ChatTemplate::from_dir(directory.path()).unwrap().unwrap();
+    let kwargs = json!({"x": 5});
+    assert_eq!(
+        template
+            .render(&ChatInput {
+                kwargs: kwargs.as_object(),
+                ..Default::default()
+            })
+            .unwrap(),
+        "<s>5"
+    );
+}

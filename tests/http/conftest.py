@@ -1,0 +1,141 @@
+"""Starts `plimsoll serve` for the tests, which see nothing of it but HTTP, signals and its exit code."""
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx2 as httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BINARY = Path(os.environ.get("SERVER_BINARY", ROOT / "target/debug/plimsoll"))
+SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+# A debug build on a busy machine loads, measures and proves a model in this time.
+START_TIMEOUT = 240
+
+
+class Server:
+    """One running server."""
+
+    def __init__(self, process: subprocess.Popen, port: int, log: Path):
+        self.process = process
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+        # No retries: a 429 or a 503 is what some tests want to see.
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Value of the one metric with this name that has these labels."""
+        page = self.http.get("/metrics").raise_for_status().text
+        found = []
+        for line in page.splitlines():
+            match = re.fullmatch(r"([a-z_:]+)(?:\{(.*)\})? (\S+)", line)
+            if match and match[1] == name:
+                has = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+                if labels.items() <= has.items():
+                    found.append(float(match[3]))
+        assert len(found) == 1, f"{name}{labels}: {found} in\n{page}"
+        return found[0]
+
+    def wait_for(self, what: str, condition, timeout: float = 60) -> None:
+        """Returns once `condition()` is true."""
+        end = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < end, f"{what} did not happen within {timeout} s\n{self.tail()}"
+            time.sleep(0.02)
+
+    def wait_until_empty(self) -> None:
+        """Returns once no request is in and none holds KV."""
+        self.wait_for(
+            "an empty engine",
+            lambda: self.metric("plimsoll_requests_in_flight") == 0
+            and self.metric("plimsoll_kv_blocks", state="used") == 0,
+        )
+
+    def tail(self) -> str:
+        """The end of the log, for messages of failed tests."""
+        return "--- server log ---\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
+
+    def stop(self, sig: int = signal.SIGTERM, timeout: float = 60) -> int:
+        """Asks the server to end; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            pytest.fail(f"the server did not end within {timeout} s of signal {sig}\n{self.tail()}")
+        finally:
+            self.http.close()
+            self.openai.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serve(directory: Path, *args: str, expected_code: int = 0):
+    """A server that is ready; it ends with the block, with `expected_code`."""
+    assert BINARY.exists(), f"{BINARY} does not exist: run `make test-http`, or set SERVER_BINARY"
+    port = free_port()
+    log = directory / f"server-{port}.log"
+    command = [str(BINARY), "serve", *args, "--port", str(port)]
+    # The server takes settings from PLIMSOLL_*: those of the caller's shell are not for the tests.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PLIMSOLL_")}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+    server = Server(process, port, log)
+    try:
+        end = time.monotonic() + START_TIMEOUT
+        while True:
+            code = process.poll()
+            assert code is None, f"{command} ended with {code} before it was ready\n{server.tail()}"
+            assert time.monotonic() < end, f"{command} was not ready after {START_TIMEOUT} s\n{server.tail()}"
+            with contextlib.suppress(httpx.TransportError):
+                if server.http.get("/ready").status_code == 200:
+                    break
+            time.sleep(0.05)
+        yield server
+    except BaseException:
+        print(server.tail())
+        process.kill()
+        server.stop()
+        raise
+    code = server.stop()
+    assert code == expected_code, f"the server ended with {code}\n{server.tail()}"
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """Starts further servers, as a context manager."""
+    directory = tmp_path_factory.mktemp("servers")
+    return functools.partial(serve, directory)
+
+
+@pytest.fixture(scope="session")
+def sim(start):
+    """A simulated model with room for everybody."""
+    with start("sim", "--max-model-len", "4096", "--served-model-name", "sim", "simulated") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def smollm2(start):
+    """The default model."""
+    if not SMOLLM2.exists():
+        pytest.fail(f"{SMOLLM2} does not exist: run scripts/fetch-default-model")
+    with start(str(SMOLLM2), "--served-model-name", "smollm2", "--max-model-len", "1024", "--max-num-seqs", "8") as server:
+        yield server
