@@ -6,11 +6,13 @@
 //! - [`Budget`], [`Charge`]: the account and one entry in it. Clones of a budget share the account.
 //! - [`Slab`]: charged, zeroed memory whose pages really exist.
 //! - [`Arena`], [`Frame`]: the memory of one step, handed out by bumping an offset.
+//! - [`cuda`]: an NVIDIA GPU with the same account, and its own slabs and arena.
 //! - [`capacity`]: how much memory a server may sensibly take by default.
 
 mod arena;
 mod budget;
 pub mod capacity;
+pub mod cuda;
 mod slab;
 
 pub use arena::{Arena, Frame};

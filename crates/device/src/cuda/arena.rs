@@ -1,0 +1,138 @@
+use std::cell::{Cell, RefCell};
+use std::fmt;
+
+use bytemuck::Pod;
+use plimsoll_core::{Component, Oom, Scratch};
+
+use super::mapping::{Mapping, Reservation};
+use super::{Gpu, GpuSlice};
+
+/// Alignment of every allocation, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
+const ALIGN: usize = 256;
+
+/// Least growth, in bytes.
+const MIN_GROWTH: usize = 32 << 20;
+
+/// The memory of one step on the GPU, handed out by bumping an offset; [`GpuArena::reset`] takes all of it back at once.
+///
+/// Addresses for all of the device's memory are reserved at first, and a growable arena maps memory at its end as needed. So
+/// an offset keeps its address for the arena's life, and graphs captured before it grew stay valid. The high-water mark is
+/// the size with which a fixed arena can repeat the same steps: offsets depend on the sizes asked for alone.
+///
+/// Slices borrow the arena, and a reset borrows it exclusively; the work launched on them may still run, which is right as
+/// long as what comes next is launched on the same stream.
+pub struct GpuArena {
+    gpu: Gpu,
+    growable: bool,
+    mappings: RefCell<Vec<Mapping>>,
+    /// After the mappings: addresses go last.
+    reservation: Reservation,
+    reserved: usize,
+    mapped: Cell<usize>,
+    offset: Cell<usize>,
+    high_water: Cell<usize>,
+    /// The same, since it was last taken.
+    recent_high_water: Cell<usize>,
+}
+
+impl GpuArena {
+    /// An arena of nothing that grows, or of a fixed size that never does.
+    ///
+    /// # Errors
+    /// [`Oom`] if a fixed arena does not fit.
+    pub fn new(gpu: &Gpu, scratch: Scratch) -> Result<Self, Oom> {
+        let total = gpu.info().total_bytes;
+        let reserved = usize::try_from(total)
+            .unwrap_or(usize::MAX / 2)
+            .next_multiple_of(gpu.granularity());
+        let reservation =
+            Reservation::new(gpu, reserved).map_err(|error| gpu.oom(Component::Arena, total, &error))?;
+        let arena = Self {
+            gpu: gpu.clone(),
+            growable: scratch == Scratch::Growable,
+            mappings: RefCell::default(),
+            reservation,
+            reserved,
+            mapped: Cell::new(0),
+            offset: Cell::new(0),
+            high_water: Cell::new(0),
+            recent_high_water: Cell::new(0),
+        };
+        if let Scratch::Fixed(bytes) = scratch {
+            let bytes = usize::try_from(bytes).map_err(|_| gpu.budget().oom(Component::Arena, bytes))?;
+            arena.grow(bytes)?;
+        }
+        Ok(arena)
+    }
+
+    /// `len` elements of any content, until the next reset.
+    ///
+    /// # Errors
+    /// [`Oom`] if a fixed arena is full or the device refuses to let a growable one grow.
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<GpuSlice<'_, T>, Oom> {
+        let overflow = || self.gpu.budget().oom(Component::Arena, u64::MAX);
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .and_then(|bytes| bytes.checked_next_multiple_of(ALIGN))
+            .ok_or_else(overflow)?;
+        let start = self.offset.get();
+        let end = start.checked_add(bytes).ok_or_else(overflow)?;
+        if end > self.mapped.get() {
+            if !self.growable {
+                return Err(self.gpu.budget().oom(Component::Arena, bytes as u64));
+            }
+            self.grow((end - self.mapped.get()).max(MIN_GROWTH))?;
+        }
+        self.offset.set(end);
+        self.high_water.set(self.high_water.get().max(end));
+        self.recent_high_water.set(self.recent_high_water.get().max(end));
+        Ok(GpuSlice::new(self.reservation.ptr + start as u64, len))
+    }
+
+    /// Takes everything back.
+    pub fn reset(&mut self) {
+        self.offset.set(0);
+    }
+
+    /// Bytes of memory it holds.
+    pub fn mapped(&self) -> usize {
+        self.mapped.get()
+    }
+
+    /// Most bytes handed out at once since the arena was made: the size a fixed arena needs for the same steps.
+    pub fn high_water(&self) -> usize {
+        self.high_water.get()
+    }
+
+    /// Most bytes handed out at once since this was last called: what one step takes, if called after each.
+    pub fn take_high_water(&mut self) -> usize {
+        self.recent_high_water.replace(0)
+    }
+
+    fn grow(&self, bytes: usize) -> Result<(), Oom> {
+        let overflow = || self.gpu.budget().oom(Component::Arena, bytes as u64);
+        let bytes = bytes
+            .checked_next_multiple_of(self.gpu.granularity())
+            .ok_or_else(overflow)?;
+        let mapped = self.mapped.get();
+        if bytes > self.reserved - mapped {
+            return Err(overflow());
+        }
+        self.gpu.count_allocation();
+        let at = self.reservation.ptr + mapped as u64;
+        let mapping = Mapping::new(&self.gpu, Component::Arena, at, bytes)?;
+        self.mappings.borrow_mut().push(mapping);
+        self.mapped.set(mapped + bytes);
+        Ok(())
+    }
+}
+
+impl fmt::Debug for GpuArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GpuArena")
+            .field("growable", &self.growable)
+            .field("mapped", &self.mapped)
+            .field("high_water", &self.high_water)
+            .finish_non_exhaustive()
+    }
+}

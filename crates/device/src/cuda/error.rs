@@ -1,0 +1,110 @@
+use std::ffi::CStr;
+
+use cudarc::driver::sys;
+
+/// Why a GPU cannot be used, or what it refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GpuError {
+    /// The driver library is not on this machine.
+    #[error(
+        "no NVIDIA driver: libcuda.so.1 was not found; install the driver, or run on the CPU with --device cpu"
+    )]
+    NoDriver,
+    /// The driver is older than the kernels of this binary.
+    #[error(
+        "the NVIDIA driver supports CUDA {}.{}, but this binary needs CUDA {}.{}: update the driver",
+        found / 1000, found % 1000 / 10, needed / 1000, needed % 1000 / 10
+    )]
+    OldDriver {
+        /// CUDA version of the driver, as 1000 × major + 10 × minor.
+        found: i32,
+        /// The least that will do.
+        needed: i32,
+    },
+    /// There is no such GPU.
+    #[error("there is no GPU {ordinal}: the driver shows {count}; check --device and CUDA_VISIBLE_DEVICES")]
+    NoDevice {
+        /// What was asked for.
+        ordinal: usize,
+        /// GPUs there are.
+        count: usize,
+    },
+    /// The GPU is too old for the kernels.
+    #[error("{name} has compute capability {major}.{minor}, but 8.0 (Ampere) or newer is needed")]
+    OldDevice {
+        /// The GPU.
+        name: String,
+        /// Compute capability.
+        major: u32,
+        /// Compute capability.
+        minor: u32,
+    },
+    /// The binary was built without device code.
+    #[error(
+        "this binary was built without CUDA kernels: build it with `make cuda`, or run with --device cpu"
+    )]
+    NoKernels,
+    /// The binary's device code is for other GPUs.
+    #[error(
+        "this binary carries no CUDA kernels for {name} (compute capability {major}.{minor}): build it with CUDA_ARCHS={major}{minor}"
+    )]
+    NoKernelsFor {
+        /// The GPU.
+        name: String,
+        /// Compute capability.
+        major: u32,
+        /// Compute capability.
+        minor: u32,
+    },
+    /// A library that ships with CUDA is not on this machine.
+    #[error(
+        "{library} was not found: install it (it is part of the CUDA toolkit) or add its folder to LD_LIBRARY_PATH"
+    )]
+    NoLibrary {
+        /// Its file name.
+        library: String,
+    },
+    /// A call failed.
+    #[error("{call} failed: {code} ({message})")]
+    Call {
+        /// The function of the driver or of a library.
+        call: &'static str,
+        /// Name of the error.
+        code: String,
+        /// What the library says about it.
+        message: String,
+    },
+}
+
+impl GpuError {
+    /// True if there was no memory for the call.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::Call { code, .. } if code == "CUDA_ERROR_OUT_OF_MEMORY")
+    }
+}
+
+/// Turns a driver call's code into an error that names the call.
+pub(crate) fn check(call: &'static str, result: sys::CUresult) -> Result<(), GpuError> {
+    match result {
+        sys::CUresult::CUDA_SUCCESS => Ok(()),
+        error => Err(GpuError::Call {
+            call,
+            code: text(error, sys::cuGetErrorName),
+            message: text(error, sys::cuGetErrorString),
+        }),
+    }
+}
+
+fn text(
+    error: sys::CUresult,
+    describe: unsafe fn(sys::CUresult, *mut *const std::ffi::c_char) -> sys::CUresult,
+) -> String {
+    let mut text = std::ptr::null();
+    // SAFETY: the driver stores the address of a static string, or leaves null for a code it does not know.
+    unsafe {
+        if describe(error, &mut text) == sys::CUresult::CUDA_SUCCESS && !text.is_null() {
+            return CStr::from_ptr(text).to_string_lossy().into_owned();
+        }
+    }
+    format!("{error:?}")
+}

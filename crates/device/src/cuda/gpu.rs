@@ -1,0 +1,513 @@
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytemuck::Pod;
+use cudarc::driver::sys;
+use plimsoll_core::{Component, Oom};
+
+use super::{Function, GpuError, GpuSlab, GpuSlice, Graph, Launch, Module, PinnedSlab, check};
+use crate::Budget;
+use crate::cuda::launch::Arg;
+
+/// CUDA version of the compiler that the kernels are built with: an older driver cannot load them.
+const NEEDED_DRIVER: i32 = 13000;
+
+/// One GPU: a context, one stream that everything runs on, and the account of its memory. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Gpu(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    pool: sys::CUmemoryPool,
+    granularity: usize,
+    info: GpuInfo,
+    budget: Budget,
+    /// Device allocations made so far, by whatever means.
+    allocations: AtomicU64,
+}
+
+// SAFETY: the handles belong to the driver, whose functions may be called from any thread.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+/// What a GPU is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuInfo {
+    /// Which of the visible GPUs.
+    pub ordinal: usize,
+    /// As the driver calls it.
+    pub name: String,
+    /// Bytes of device memory.
+    pub total_bytes: u64,
+    /// Major and minor.
+    pub compute_capability: (u32, u32),
+    /// Streaming multiprocessors.
+    pub sm_count: usize,
+    /// Bytes of L2 cache.
+    pub l2_bytes: usize,
+    /// Bytes of shared memory one block may ask for.
+    pub max_shared_bytes: usize,
+    /// CUDA version of the driver: 1000 × major + 10 × minor.
+    pub driver_version: i32,
+}
+
+/// How to open a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuOptions {
+    /// Most bytes this process may take, for tests that must run out of memory without filling the GPU.
+    pub cap: Option<u64>,
+}
+
+/// What the driver says about the device's memory, whoever uses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Bytes nobody uses.
+    pub free: u64,
+    /// Bytes of the device.
+    pub total: u64,
+}
+
+impl Gpu {
+    /// Opens a GPU.
+    ///
+    /// # Errors
+    /// [`GpuError`] if there is no driver, a driver too old, no such GPU, or one that is too old.
+    pub fn open(ordinal: usize) -> Result<Self, GpuError> {
+        Self::open_with(ordinal, GpuOptions::default())
+    }
+
+    /// As [`Self::open`], with options.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_with(ordinal: usize, options: GpuOptions) -> Result<Self, GpuError> {
+        let driver_version = driver_version()?;
+        let device = device(ordinal)?;
+        let info = describe(ordinal, device, driver_version)?;
+        let (major, minor) = info.compute_capability;
+        if major < 8 {
+            return Err(GpuError::OldDevice {
+                name: info.name,
+                major,
+                minor,
+            });
+        }
+        let mut context = std::ptr::null_mut();
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: plain calls with places to write to.
+        unsafe {
+            check(
+                "cuDevicePrimaryCtxRetain",
+                sys::cuDevicePrimaryCtxRetain(&mut context, device),
+            )?;
+            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
+            let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            check("cuStreamCreate", sys::cuStreamCreate(&mut stream, non_blocking))?;
+        }
+        let budget = Budget::new(info.total_bytes);
+        budget.set_cap(options.cap);
+        Ok(Self(Arc::new(Inner {
+            device,
+            context,
+            stream,
+            pool: create_pool(device, options.cap)?,
+            granularity: granularity(device)?,
+            info,
+            budget,
+            allocations: AtomicU64::new(0),
+        })))
+    }
+
+    /// What it is.
+    pub fn info(&self) -> &GpuInfo {
+        &self.0.info
+    }
+
+    /// The account of what this process has allocated, rounded as the device rounds.
+    pub fn budget(&self) -> &Budget {
+        &self.0.budget
+    }
+
+    /// `bytes` of device memory for `component`, of any content.
+    ///
+    /// # Errors
+    /// [`Oom`] if the device or the account has no room.
+    pub fn alloc(&self, component: Component, bytes: usize) -> Result<GpuSlab, Oom> {
+        self.count_allocation();
+        GpuSlab::new(self, component, bytes)
+    }
+
+    /// The typed error for a request that the driver refused.
+    pub(super) fn oom(&self, component: Component, bytes: u64, error: &GpuError) -> Oom {
+        if !error.is_out_of_memory() {
+            tracing::error!(%error, %component, bytes, "device memory could not be allocated");
+        }
+        let mut oom = self.budget().oom(component, bytes);
+        // The account knows of this process alone; the driver sees the neighbours too.
+        if let Ok(info) = self.memory_info() {
+            oom.meters.free = oom.meters.free.min(info.free);
+        }
+        oom
+    }
+
+    /// Counts an allocation made beside [`Self::alloc`].
+    pub(super) fn count_allocation(&self) {
+        self.0.allocations.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Device allocations made so far, by whatever means.
+    pub fn allocations(&self) -> u64 {
+        self.0.allocations.load(Ordering::Relaxed)
+    }
+
+    /// Free and total bytes, as the driver sees them.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    pub fn memory_info(&self) -> Result<MemoryInfo, GpuError> {
+        self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: places to write to.
+        check("cuMemGetInfo", unsafe {
+            sys::cuMemGetInfo_v2(&mut free, &mut total)
+        })?;
+        Ok(MemoryInfo {
+            free: free as u64,
+            total: total as u64,
+        })
+    }
+
+    /// Waits until all launched work is done.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver, or of work that failed.
+    pub fn synchronize(&self) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the stream is alive.
+        check("cuStreamSynchronize", unsafe {
+            sys::cuStreamSynchronize(self.0.stream)
+        })
+    }
+
+    /// The stream, for libraries that launch on it.
+    pub fn stream(&self) -> sys::CUstream {
+        self.0.stream
+    }
+
+    /// The pool that allocations outside the mapped ones come from, for its meters.
+    pub fn pool(&self) -> sys::CUmemoryPool {
+        self.0.pool
+    }
+
+    /// The driver's handle.
+    pub fn device(&self) -> sys::CUdevice {
+        self.0.device
+    }
+
+    /// Bytes that mapped allocations are multiples of.
+    pub(crate) fn granularity(&self) -> usize {
+        self.0.granularity
+    }
+
+    /// Makes the context current on this thread, as every driver call needs.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    pub fn bind(&self) -> Result<(), GpuError> {
+        thread_local! {
+            static CURRENT: Cell<sys::CUcontext> = const { Cell::new(std::ptr::null_mut()) };
+        }
+        CURRENT.with(|current| {
+            if current.get() == self.0.context {
+                return Ok(());
+            }
+            // SAFETY: the context is retained as long as `self` lives.
+            check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.0.context) })?;
+            current.set(self.0.context);
+            Ok(())
+        })
+    }
+
+    /// Loads a cubin, fatbin or PTX image.
+    ///
+    /// # Errors
+    /// [`GpuError::NoKernelsFor`] if the image has nothing for this GPU.
+    pub fn load_module(&self, image: &[u8]) -> Result<Module, GpuError> {
+        self.bind()?;
+        Module::load(self, image)
+    }
+
+    /// Launches `function` on the stream.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    ///
+    /// # Safety
+    /// `args` must be what the kernel declares, in order, and point to memory that it may access until it ends.
+    pub unsafe fn launch(&self, function: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the caller's promise.
+        unsafe { launch.run(function, self.0.stream, args) }
+    }
+
+    /// Copies to the device and waits.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn upload<T: Pod>(&self, from: &[T], to: GpuSlice<'_, T>) -> Result<(), GpuError> {
+        assert_eq!(from.len(), to.len(), "upload");
+        self.bind()?;
+        // SAFETY: both have that many bytes, and this waits before it returns.
+        unsafe {
+            check(
+                "cuMemcpyHtoDAsync",
+                sys::cuMemcpyHtoDAsync_v2(to.ptr(), from.as_ptr().cast(), size_of_val(from), self.0.stream),
+            )?;
+        }
+        self.synchronize()
+    }
+
+    /// Copies from the device, after all launched work.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver, or of work that failed.
+    pub fn download<T: Pod>(&self, from: GpuSlice<'_, T>) -> Result<Vec<T>, GpuError> {
+        self.bind()?;
+        let mut to = vec![T::zeroed(); from.len()];
+        // SAFETY: both have that many bytes, and this waits before it returns.
+        unsafe {
+            check(
+                "cuMemcpyDtoHAsync",
+                sys::cuMemcpyDtoHAsync_v2(
+                    to.as_mut_ptr().cast(),
+                    from.ptr(),
+                    size_of_val(to.as_slice()),
+                    self.0.stream,
+                ),
+            )?;
+        }
+        self.synchronize()?;
+        Ok(to)
+    }
+
+    /// Starts a copy to the device.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    ///
+    /// # Panics
+    /// If `from` has not as many bytes as `to` from `offset` on.
+    ///
+    /// # Safety
+    /// `from` must live and stay unchanged until the copy is done (an [`Event`](super::Event) recorded after it passed).
+    pub unsafe fn upload_async(
+        &self,
+        from: &PinnedSlab,
+        offset: usize,
+        to: GpuSlice<'_, u8>,
+    ) -> Result<(), GpuError> {
+        self.bind()?;
+        let from = &from.as_slice::<u8>()[offset..offset + to.len()];
+        // SAFETY: the lengths agree; the caller keeps the source.
+        check("cuMemcpyHtoDAsync", unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to.ptr(), from.as_ptr().cast(), from.len(), self.0.stream)
+        })
+    }
+
+    /// Starts a copy from the device to the front of `to`.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    ///
+    /// # Panics
+    /// If `to` has fewer bytes than `from`.
+    ///
+    /// # Safety
+    /// `to` must live and not be read until the copy is done (an [`Event`](super::Event) recorded after it passed).
+    pub unsafe fn download_async(&self, from: GpuSlice<'_, u8>, to: &mut PinnedSlab) -> Result<(), GpuError> {
+        self.bind()?;
+        let to = &mut to.as_mut_slice::<u8>()[..from.len()];
+        // SAFETY: the lengths agree; the caller keeps the destination.
+        check("cuMemcpyDtoHAsync", unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from.ptr(), to.len(), self.0.stream)
+        })
+    }
+
+    /// Starts a copy within the device.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy<T: Pod>(&self, from: GpuSlice<'_, T>, to: GpuSlice<'_, T>) -> Result<(), GpuError> {
+        assert_eq!(from.len(), to.len(), "copy");
+        self.bind()?;
+        // SAFETY: the lengths agree, and a slice cannot outlive its memory.
+        check("cuMemcpyDtoDAsync", unsafe {
+            sys::cuMemcpyDtoDAsync_v2(to.ptr(), from.ptr(), from.len() * size_of::<T>(), self.0.stream)
+        })
+    }
+
+    /// Starts to set every byte.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    pub fn fill(&self, to: GpuSlice<'_, u8>, byte: u8) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: a slice cannot outlive its memory.
+        check("cuMemsetD8Async", unsafe {
+            sys::cuMemsetD8Async(to.ptr(), byte, to.len(), self.0.stream)
+        })
+    }
+
+    /// Records what `record` launches as a graph, without running it.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver or of `record`.
+    pub fn capture(&self, record: impl FnOnce() -> Result<(), GpuError>) -> Result<Graph, GpuError> {
+        self.bind()?;
+        Graph::capture(self, record)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: nothing can use the handles any more. A failure means that the driver is gone with everything in it.
+        unsafe {
+            if sys::cuCtxSetCurrent(self.context) == sys::CUresult::CUDA_SUCCESS {
+                let _ = sys::cuStreamSynchronize(self.stream);
+                let _ = sys::cuMemPoolDestroy(self.pool);
+                let _ = sys::cuStreamDestroy_v2(self.stream);
+            }
+        }
+    }
+}
+
+/// Opens the driver library and asks for its version.
+fn driver_version() -> Result<i32, GpuError> {
+    let mut found = 0;
+    // SAFETY: the functions are only called once the library is known to be there.
+    unsafe {
+        if !sys::is_culib_present() {
+            return Err(GpuError::NoDriver);
+        }
+        check("cuDriverGetVersion", sys::cuDriverGetVersion(&mut found))?;
+        if found < NEEDED_DRIVER {
+            return Err(GpuError::OldDriver {
+                found,
+                needed: NEEDED_DRIVER,
+            });
+        }
+        match sys::cuInit(0) {
+            sys::CUresult::CUDA_ERROR_NO_DEVICE => Err(GpuError::NoDevice { ordinal: 0, count: 0 }),
+            result => check("cuInit", result),
+        }?;
+    }
+    Ok(found)
+}
+
+fn device(ordinal: usize) -> Result<sys::CUdevice, GpuError> {
+    let (mut count, mut device) = (0, 0);
+    // SAFETY: places to write to.
+    unsafe {
+        check("cuDeviceGetCount", sys::cuDeviceGetCount(&mut count))?;
+        let count = count as usize;
+        if ordinal >= count {
+            return Err(GpuError::NoDevice { ordinal, count });
+        }
+        check("cuDeviceGet", sys::cuDeviceGet(&mut device, ordinal as i32))?;
+    }
+    Ok(device)
+}
+
+fn describe(ordinal: usize, device: sys::CUdevice, driver_version: i32) -> Result<GpuInfo, GpuError> {
+    use sys::CUdevice_attribute as A;
+    let attribute = |attribute: A| {
+        let mut value = 0;
+        // SAFETY: a place to write to.
+        check("cuDeviceGetAttribute", unsafe {
+            sys::cuDeviceGetAttribute(&mut value, attribute, device)
+        })
+        .map(|()| value as usize)
+    };
+    let mut name = [0u8; 256];
+    let mut total = 0;
+    // SAFETY: places to write to, with their length.
+    unsafe {
+        check(
+            "cuDeviceGetName",
+            sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device),
+        )?;
+        check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&mut total, device))?;
+    }
+    let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
+    Ok(GpuInfo {
+        ordinal,
+        name: String::from_utf8_lossy(&name[..end]).into_owned(),
+        total_bytes: total as u64,
+        compute_capability: (
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
+        ),
+        sm_count: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        l2_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+        max_shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        driver_version,
+    })
+}
+
+/// A pool that keeps what is freed until it is trimmed, so that its meters say what this process really holds.
+fn create_pool(device: sys::CUdevice, cap: Option<u64>) -> Result<sys::CUmemoryPool, GpuError> {
+    let mut pool = std::ptr::null_mut();
+    // SAFETY: all-zero is valid for this struct of integers and pointers; places to write to.
+    unsafe {
+        let mut props: sys::CUmemPoolProps = std::mem::zeroed();
+        props.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        props.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        props.location.id = device;
+        props.maxSize = cap.unwrap_or(0) as usize;
+        check("cuMemPoolCreate", sys::cuMemPoolCreate(&mut pool, &props))?;
+        let mut threshold = u64::MAX;
+        check(
+            "cuMemPoolSetAttribute",
+            sys::cuMemPoolSetAttribute(
+                pool,
+                sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                (&raw mut threshold).cast(),
+            ),
+        )?;
+    }
+    Ok(pool)
+}
+
+/// Where mapped memory lies: on the device, in units of the granularity.
+pub(crate) fn allocation_prop(device: sys::CUdevice) -> sys::CUmemAllocationProp {
+    // SAFETY: all-zero is valid for this struct of integers and pointers.
+    let mut prop: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    prop.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    prop.location.id = device;
+    prop
+}
+
+fn granularity(device: sys::CUdevice) -> Result<usize, GpuError> {
+    let mut granularity = 0;
+    // SAFETY: a place to write to.
+    check("cuMemGetAllocationGranularity", unsafe {
+        sys::cuMemGetAllocationGranularity(
+            &mut granularity,
+            &allocation_prop(device),
+            sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+        )
+    })?;
+    Ok(granularity)
+}

@@ -1,0 +1,247 @@
+use std::ffi::{CString, c_void};
+
+use bytemuck::Pod;
+use cudarc::driver::sys;
+
+use super::{Gpu, GpuError, GpuSlice, check};
+
+/// Loaded device code; its functions stay valid as long as it lives.
+#[derive(Debug)]
+pub struct Module {
+    gpu: Gpu,
+    handle: sys::CUmodule,
+}
+
+// SAFETY: the handle belongs to the driver, whose functions may be called from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    pub(super) fn load(gpu: &Gpu, image: &[u8]) -> Result<Self, GpuError> {
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the image says itself how long it is; it was made by the compiler.
+        match unsafe { sys::cuModuleLoadData(&mut handle, image.as_ptr().cast()) } {
+            sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {
+                let info = gpu.info();
+                let (major, minor) = info.compute_capability;
+                Err(GpuError::NoKernelsFor {
+                    name: info.name.clone(),
+                    major,
+                    minor,
+                })
+            }
+            result => check("cuModuleLoadData", result),
+        }?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            handle,
+        })
+    }
+
+    /// The kernel of that (unmangled) name.
+    ///
+    /// # Errors
+    /// [`GpuError`] if there is none.
+    pub fn function(&self, name: &str) -> Result<Function, GpuError> {
+        self.gpu.bind()?;
+        let symbol = CString::new(name).map_err(|_| GpuError::Call {
+            call: "cuModuleGetFunction",
+            code: "CUDA_ERROR_INVALID_VALUE".to_owned(),
+            message: format!("{name:?} holds a zero byte"),
+        })?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the module is loaded, the name ends with a zero.
+        check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&mut handle, self.handle, symbol.as_ptr())
+        })
+        .map_err(|error| match error {
+            GpuError::Call { call, code, message } => GpuError::Call {
+                call,
+                code,
+                message: format!("{name}: {message}"),
+            },
+            other => other,
+        })?;
+        Ok(Function { handle })
+    }
+}
+
+/// One kernel. Modules are loaded once and never unloaded, so it is valid as long as the process lives.
+#[derive(Clone, Copy, Debug)]
+pub struct Function {
+    handle: sys::CUfunction,
+}
+
+// SAFETY: as for `Module`.
+unsafe impl Send for Function {}
+// SAFETY: as for `Module`.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Lets the kernel be launched with up to `bytes` of dynamic shared memory; 48 KiB are allowed without.
+    ///
+    /// # Errors
+    /// [`GpuError`] if the GPU has less.
+    pub fn allow_shared(&self, bytes: usize) -> Result<(), GpuError> {
+        // SAFETY: the function is loaded.
+        check("cuFuncSetAttribute", unsafe {
+            sys::cuFuncSetAttribute(
+                self.handle,
+                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                bytes as i32,
+            )
+        })
+    }
+
+    /// Blocks of `threads` threads and `shared` bytes of dynamic shared memory that run on one multiprocessor at once.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    pub fn blocks_per_sm(&self, threads: usize, shared: usize) -> Result<usize, GpuError> {
+        let mut blocks = 0;
+        // SAFETY: the function is loaded; a place to write to.
+        check("cuOccupancyMaxActiveBlocksPerMultiprocessor", unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut blocks, self.handle, threads as i32, shared)
+        })?;
+        Ok(blocks as usize)
+    }
+}
+
+/// Shape of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Blocks in x, y, z.
+    pub grid: [u32; 3],
+    /// Threads per block.
+    pub block: u32,
+    /// Bytes of dynamic shared memory per block.
+    pub shared: u32,
+    /// May start before the kernel ahead of it has ended (programmatic dependent launch): it waits itself, by `pdl_wait`.
+    pub pdl: bool,
+    /// Blocks in x that form a cluster; 1 for none.
+    pub cluster: u32,
+}
+
+impl Launch {
+    /// A grid of blocks of `block` threads.
+    pub fn new(grid: [u32; 3], block: u32) -> Self {
+        Self {
+            grid,
+            block,
+            shared: 0,
+            pdl: false,
+            cluster: 1,
+        }
+    }
+
+    /// With that much dynamic shared memory.
+    pub fn shared(self, bytes: usize) -> Self {
+        Self {
+            shared: bytes as u32,
+            ..self
+        }
+    }
+
+    /// With programmatic dependent launch or without.
+    pub fn pdl(self, pdl: bool) -> Self {
+        Self { pdl, ..self }
+    }
+
+    /// In clusters of `blocks` blocks.
+    pub fn cluster(self, blocks: u32) -> Self {
+        Self {
+            cluster: blocks,
+            ..self
+        }
+    }
+
+    /// # Safety
+    /// As [`Gpu::launch`].
+    pub(super) unsafe fn run(
+        self,
+        function: &Function,
+        stream: sys::CUstream,
+        args: &[Arg],
+    ) -> Result<(), GpuError> {
+        let mut attributes = [const { std::mem::MaybeUninit::<sys::CUlaunchAttribute>::zeroed() }; 2];
+        let mut count = 0;
+        if self.pdl {
+            // SAFETY: all-zero is valid for this struct.
+            let attribute = unsafe { attributes[count].assume_init_mut() };
+            attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attribute.value.programmaticStreamSerializationAllowed = 1;
+            count += 1;
+        }
+        if self.cluster > 1 {
+            // SAFETY: all-zero is valid for this struct.
+            let attribute = unsafe { attributes[count].assume_init_mut() };
+            attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            attribute.value.clusterDim.x = self.cluster;
+            attribute.value.clusterDim.y = 1;
+            attribute.value.clusterDim.z = 1;
+            count += 1;
+        }
+        let config = sys::CUlaunchConfig {
+            gridDimX: self.grid[0],
+            gridDimY: self.grid[1],
+            gridDimZ: self.grid[2],
+            blockDimX: self.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared,
+            hStream: stream,
+            attrs: attributes.as_mut_ptr().cast(),
+            numAttrs: count as u32,
+        };
+        const MAX_ARGS: usize = 32;
+        assert!(args.len() <= MAX_ARGS, "{} kernel arguments", args.len());
+        let mut params = [std::ptr::null_mut::<c_void>(); MAX_ARGS];
+        for (param, arg) in params.iter_mut().zip(args) {
+            *param = (&raw const arg.0).cast_mut().cast();
+        }
+        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
+        check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(
+                &config,
+                function.handle,
+                params.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        })
+    }
+}
+
+/// One kernel argument of up to eight bytes: the driver reads as many of them as the kernel declares.
+#[derive(Clone, Copy, Debug)]
+pub struct Arg(u64);
+
+impl From<u32> for Arg {
+    fn from(value: u32) -> Self {
+        Self(u64::from(value))
+    }
+}
+
+impl From<i32> for Arg {
+    fn from(value: i32) -> Self {
+        Self(u64::from(value.cast_unsigned()))
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(value: f32) -> Self {
+        Self(u64::from(value.to_bits()))
+    }
+}
+
+impl From<u64> for Arg {
+    fn from(value: u64) -> Self {
+        Self(value)
+    }
+}
+
+impl<T: Pod> From<GpuSlice<'_, T>> for Arg {
+    fn from(slice: GpuSlice<'_, T>) -> Self {
+        Self(slice.ptr())
+    }
+}

@@ -1,0 +1,27 @@
+//! One NVIDIA GPU: context, memory, launches, graphs, through the driver library, which is opened when the first GPU is.
+//! Nothing is linked, so the same binary runs on machines without a driver.
+//!
+//! Work goes to one stream and runs in the order it was launched in. [`GpuSlice`] is a plain view of device memory: copies
+//! of it may be read and written by kernels in that order, so nothing here prevents two views of the same bytes.
+
+mod arena;
+mod error;
+mod event;
+mod gpu;
+mod graph;
+mod launch;
+mod mapping;
+mod pinned;
+mod slab;
+
+pub use cudarc::driver::sys;
+
+pub use arena::GpuArena;
+pub use error::GpuError;
+pub(crate) use error::check;
+pub use event::Event;
+pub use gpu::{Gpu, GpuInfo, GpuOptions, MemoryInfo};
+pub use graph::Graph;
+pub use launch::{Arg, Function, Launch, Module};
+pub use pinned::PinnedSlab;
+pub use slab::{GpuSlab, GpuSlice};

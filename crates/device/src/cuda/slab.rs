@@ -1,0 +1,188 @@
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use bytemuck::Pod;
+use cudarc::driver::sys;
+use plimsoll_core::{Component, Oom};
+
+use super::mapping::{Mapping, Reservation};
+use super::{Gpu, GpuError, check};
+use crate::Charge;
+
+/// Device memory, charged to the GPU's account and given back on drop.
+///
+/// The KV cache is mapped page by page, exactly as large as asked for (rounded to the granularity, 2 MiB); everything else
+/// comes from the stream-ordered pool.
+pub struct GpuSlab {
+    bytes: usize,
+    memory: Memory,
+}
+
+/// Fields are dropped in order: the memory before its addresses or its charge.
+enum Memory {
+    Mapped {
+        _mapping: Mapping,
+        reservation: Reservation,
+    },
+    Pooled {
+        pooled: Pooled,
+        _charge: Charge,
+    },
+}
+
+struct Pooled {
+    gpu: Gpu,
+    ptr: sys::CUdeviceptr,
+}
+
+impl GpuSlab {
+    pub(super) fn new(gpu: &Gpu, component: Component, bytes: usize) -> Result<Self, Oom> {
+        let oom = |error: GpuError| gpu.oom(component, bytes as u64, &error);
+        let mapped = component == Component::Kv;
+        let unit = if mapped { gpu.granularity() } else { 512 };
+        let rounded = bytes
+            .max(1)
+            .checked_next_multiple_of(unit)
+            .ok_or_else(|| gpu.budget().oom(component, u64::MAX))?;
+        let memory = if mapped {
+            let reservation = Reservation::new(gpu, rounded).map_err(oom)?;
+            Memory::Mapped {
+                _mapping: Mapping::new(gpu, component, reservation.ptr, rounded)?,
+                reservation,
+            }
+        } else {
+            let charge = gpu.budget().charge(component, rounded as u64)?;
+            Memory::Pooled {
+                pooled: Pooled::new(gpu, rounded).map_err(oom)?,
+                _charge: charge,
+            }
+        };
+        Ok(Self { bytes, memory })
+    }
+
+    /// Bytes asked for.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// All of it, as elements; a rest smaller than one is left out.
+    pub fn slice<T: Pod>(&self) -> GpuSlice<'_, T> {
+        let ptr = match &self.memory {
+            Memory::Mapped { reservation, .. } => reservation.ptr,
+            Memory::Pooled { pooled, .. } => pooled.ptr,
+        };
+        GpuSlice::new(ptr, self.bytes / size_of::<T>())
+    }
+}
+
+impl Pooled {
+    fn new(gpu: &Gpu, bytes: usize) -> Result<Self, GpuError> {
+        gpu.bind()?;
+        let mut ptr = 0;
+        // SAFETY: a place to write to.
+        check("cuMemAllocFromPoolAsync", unsafe {
+            sys::cuMemAllocFromPoolAsync(&mut ptr, bytes, gpu.pool(), gpu.stream())
+        })?;
+        let pooled = Self {
+            gpu: gpu.clone(),
+            ptr,
+        };
+        // Other streams may use it from now on.
+        gpu.synchronize()?;
+        Ok(pooled)
+    }
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        let freed = self.gpu.bind().and_then(|()| {
+            // SAFETY: the memory is this slab's; the stream orders the free after what was launched.
+            check("cuMemFreeAsync", unsafe {
+                sys::cuMemFreeAsync(self.ptr, self.gpu.stream())
+            })
+        });
+        if let Err(error) = freed {
+            tracing::error!(%error, "device memory could not be given back");
+        }
+    }
+}
+
+impl fmt::Debug for GpuSlab {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GpuSlab({} bytes)", self.bytes)
+    }
+}
+
+/// A view of elements in device memory. Copies may overlap; kernels on the stream run in order.
+pub struct GpuSlice<'a, T> {
+    ptr: sys::CUdeviceptr,
+    len: usize,
+    of: PhantomData<&'a [T]>,
+}
+
+impl<T> Clone for GpuSlice<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for GpuSlice<'_, T> {}
+
+impl<T> fmt::Debug for GpuSlice<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GpuSlice({} x {})", self.len, std::any::type_name::<T>())
+    }
+}
+
+impl<'a, T: Pod> GpuSlice<'a, T> {
+    pub(crate) fn new(ptr: sys::CUdeviceptr, len: usize) -> Self {
+        Self {
+            ptr,
+            len,
+            of: PhantomData,
+        }
+    }
+
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Device address of the first.
+    pub fn ptr(&self) -> u64 {
+        self.ptr
+    }
+
+    /// Bytes.
+    pub fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    /// A part.
+    ///
+    /// # Panics
+    /// If it is not within this slice.
+    pub fn range(&self, range: Range<usize>) -> Self {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "{range:?} of {} elements",
+            self.len
+        );
+        Self::new(self.ptr + (range.start * size_of::<T>()) as u64, range.len())
+    }
+
+    /// The same bytes as other elements; a rest smaller than one is left out.
+    ///
+    /// # Panics
+    /// If the address is not aligned for them.
+    pub fn cast<U: Pod>(&self) -> GpuSlice<'a, U> {
+        assert!(self.ptr.is_multiple_of(align_of::<U>() as u64), "misaligned cast");
+        GpuSlice::new(self.ptr, self.bytes() / size_of::<U>())
+    }
+}

@@ -1,0 +1,108 @@
+//! The CUDA half of the crate, on a real GPU: `make test-gpu`.
+
+use plimsoll_core::{Component, Scratch};
+use plimsoll_device::cuda::{Gpu, GpuArena, GpuOptions, PinnedSlab};
+
+const MIB: usize = 1 << 20;
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn bytes_survive_every_kind_of_copy() {
+    let gpu = Gpu::open(0).unwrap();
+    println!("{:?}", gpu.info());
+    for component in [Component::Kv, Component::Weights] {
+        let data: Vec<u32> = (0..1_000_003).map(|i| i * 7 + 1).collect();
+        let slab = gpu.alloc(component, data.len() * 8).unwrap();
+        let all = slab.slice::<u32>();
+        let (front, back) = (all.range(0..data.len()), all.range(data.len()..2 * data.len()));
+        gpu.upload(&data, front).unwrap();
+        gpu.copy(front, back).unwrap();
+        gpu.fill(front.cast(), 0xff).unwrap();
+        assert_eq!(gpu.download(back).unwrap(), data);
+        assert!(gpu.download(front).unwrap().iter().all(|&x| x == u32::MAX));
+
+        let mut pinned = PinnedSlab::new(&gpu, data.len() * 4).unwrap();
+        pinned.as_mut_slice().copy_from_slice(&data);
+        let mut answer = PinnedSlab::new(&gpu, data.len() * 4).unwrap();
+        // SAFETY: both live and stay untouched until the event has passed.
+        unsafe {
+            gpu.upload_async(&pinned, 0, front.cast()).unwrap();
+            gpu.download_async(front.cast(), &mut answer).unwrap();
+        }
+        let done = gpu.event().unwrap();
+        done.record().unwrap();
+        done.synchronize().unwrap();
+        assert!(done.is_reached().unwrap());
+        assert_eq!(answer.as_slice::<u32>(), data);
+    }
+    assert_eq!(gpu.budget().meters().reserved, 0);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn an_arena_keeps_its_addresses_while_it_grows() {
+    let gpu = Gpu::open(0).unwrap();
+    let mut arena = GpuArena::new(&gpu, Scratch::Growable).unwrap();
+    let (first, high_water) = {
+        let small = arena.alloc::<u32>(1000).unwrap();
+        gpu.upload(&[42; 1000], small).unwrap();
+        let large = arena.alloc::<u8>(300 * MIB).unwrap();
+        gpu.fill(large, 1).unwrap();
+        assert_eq!(gpu.download(small).unwrap(), [42; 1000]);
+        (small.ptr(), arena.high_water())
+    };
+    arena.reset();
+    assert_eq!(arena.alloc::<u8>(1).unwrap().ptr(), first);
+    drop(arena);
+
+    let arena = GpuArena::new(&gpu, Scratch::Fixed(high_water as u64)).unwrap();
+    arena.alloc::<u32>(1000).unwrap();
+    arena.alloc::<u8>(300 * MIB).unwrap();
+    let oom = arena.alloc::<u8>(1).unwrap_err();
+    assert_eq!(oom.component, Component::Arena);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_cap_is_an_oom_and_not_the_end() {
+    let cap = Some(512 * MIB as u64);
+    let gpu = Gpu::open_with(0, GpuOptions { cap }).unwrap();
+    for component in [Component::Kv, Component::Weights] {
+        let half = gpu.alloc(component, 256 * MIB).unwrap();
+        let oom = gpu.alloc(component, 300 * MIB).unwrap_err();
+        assert_eq!((oom.component, oom.requested > 0), (component, true));
+        drop(half);
+        drop(gpu.alloc(component, 500 * MIB).unwrap());
+    }
+    // The device itself has no such room, and says so without harm.
+    let gpu = Gpu::open(0).unwrap();
+    let all = gpu.info().total_bytes as usize;
+    for component in [Component::Kv, Component::Weights] {
+        assert!(gpu.alloc(component, all).is_err());
+        drop(gpu.alloc(component, 64 * MIB).unwrap());
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_graph_replays_what_was_recorded() {
+    let gpu = Gpu::open(0).unwrap();
+    let slab = gpu.alloc(Component::Arena, 2 * MIB).unwrap();
+    let (a, b) = (
+        slab.slice::<u8>().range(0..MIB),
+        slab.slice::<u8>().range(MIB..2 * MIB),
+    );
+    gpu.fill(slab.slice(), 0).unwrap();
+    let graph = gpu
+        .capture(|| {
+            gpu.fill(a, 7)?;
+            gpu.copy(a, b)
+        })
+        .unwrap();
+    assert!(
+        gpu.download(b).unwrap().iter().all(|&x| x == 0),
+        "recording runs nothing"
+    );
+    graph.launch().unwrap();
+    assert!(gpu.download(b).unwrap().iter().all(|&x| x == 7));
+}

@@ -1,0 +1,30 @@
+//! Timing that all benchmarks share.
+
+use plimsoll_device::cuda::{Gpu, GpuError};
+
+/// Bytes per second one H200 reads, measured.
+pub(crate) const READ_BANDWIDTH: f64 = 4.04e12;
+/// Dense bf16 operations per second of one H200, measured on random data.
+pub(crate) const BF16_RATE: f64 = 790e12;
+
+/// Median microseconds of one call of `op`, which gets the index of the call (to rotate buffers past the L2 cache):
+/// `calls` of them in one CUDA graph, replayed.
+pub(crate) fn time_us(gpu: &Gpu, calls: usize, mut op: impl FnMut(usize) -> Result<(), GpuError>) -> f64 {
+    op(0).expect("a warm-up");
+    gpu.synchronize().expect("the warm-up ends");
+    let graph = gpu
+        .capture(|| (0..calls).try_for_each(&mut op))
+        .expect("a capture");
+    let (start, end) = (gpu.event().expect("an event"), gpu.event().expect("an event"));
+    let mut times: Vec<f32> = (0..9)
+        .map(|_| {
+            start.record().expect("a record");
+            graph.launch().expect("a launch");
+            end.record().expect("a record");
+            end.synchronize().expect("the replay ends");
+            start.elapsed_ms(&end).expect("both are recorded")
+        })
+        .collect();
+    times.sort_unstable_by(f32::total_cmp);
+    f64::from(times[times.len() / 2]) * 1e3 / calls as f64
+}

@@ -1,0 +1,16 @@
+//! Microbenchmarks of the GPU kernels against the floor: `gpu-bench [OP...]`, all by default.
+
+mod common;
+
+fn main() {
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    let gpu = plimsoll_device::cuda::Gpu::open(0).expect("an NVIDIA GPU");
+    // One entry per operation: name and benchmark.
+    let all: [(&str, fn(&plimsoll_device::cuda::Gpu)); 0] = [];
+    for (name, bench) in all {
+        if wanted.is_empty() || wanted.iter().any(|w| w == name) {
+            println!("== {name}");
+            bench(&gpu);
+        }
+    }
+}

@@ -1,0 +1,19 @@
+use plimsoll_device::cuda::{Gpu, GpuError, Module};
+
+// `static IMAGES: &[(&str, &[u8])]`: name and fatbin of each file of `kernels/`; empty without the feature `cuda`.
+include!(concat!(env!("OUT_DIR"), "/images.rs"));
+
+/// Whether this binary carries GPU code: it was built with the feature `cuda`.
+pub fn has_images() -> bool {
+    !IMAGES.is_empty()
+}
+
+/// Loads the kernels of `kernels/NAME.cu`.
+///
+/// # Errors
+/// [`GpuError`] if this binary carries no GPU code or none for this GPU.
+pub fn load(gpu: &Gpu, name: &str) -> Result<Module, GpuError> {
+    let image = IMAGES.iter().find(|(image, _)| *image == name);
+    let (_, bytes) = image.ok_or(GpuError::NoKernels)?;
+    gpu.load_module(bytes)
+}

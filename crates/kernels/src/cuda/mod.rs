@@ -1,0 +1,16 @@
+//! The operations of a step on an NVIDIA GPU: the kernels of the top-level `kernels/` directory and cuBLAS, behind one
+//! struct per operation. Activations, weights and KV are `bf16`, sums `f32`, logits `f32`; matrices are row-major.
+//!
+//! A method launches on the GPU's one stream and returns; nothing allocates or waits. Methods check lengths, not contents:
+//! indices in device memory (tokens, slots, block tables) are the caller's promise.
+
+mod attention_decode;
+mod attention_prefill;
+mod fused;
+mod image;
+mod linear;
+mod meta;
+mod sample;
+
+pub use image::{has_images, load};
+pub use meta::RunMeta as GpuRun;

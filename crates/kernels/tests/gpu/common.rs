@@ -1,0 +1,70 @@
+//! Inputs, references and comparisons that all operations share.
+
+use half::bf16;
+use plimsoll_core::Component;
+use plimsoll_device::Pod;
+use plimsoll_device::cuda::{Gpu, GpuSlab};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+/// The first GPU.
+pub(crate) fn gpu() -> Gpu {
+    Gpu::open(0).expect("an NVIDIA GPU")
+}
+
+/// Fresh random inputs in every run; the seed is printed, so a failure can be repeated with `SEED`.
+pub(crate) fn rng(test: &str) -> StdRng {
+    let seed = option_env!("SEED").map_or_else(rand::random, |seed| seed.parse().expect("a number"));
+    println!("{test}: seed {seed}");
+    StdRng::seed_from_u64(seed)
+}
+
+/// Values in -1..1, exact in bf16.
+pub(crate) fn random(rng: &mut StdRng, len: usize) -> Vec<bf16> {
+    (0..len)
+        .map(|_| bf16::from_f32(rng.random_range(-1.0..1.0)))
+        .collect()
+}
+
+pub(crate) fn widen(values: &[bf16]) -> Vec<f32> {
+    values.iter().map(|x| x.to_f32()).collect()
+}
+
+/// Device memory that holds `values`.
+pub(crate) fn upload<T: Pod>(gpu: &Gpu, values: &[T]) -> GpuSlab {
+    let slab = gpu
+        .alloc(Component::Arena, size_of_val(values).max(1))
+        .expect("room on the GPU");
+    gpu.upload(values, slab.slice::<T>().range(0..values.len()))
+        .expect("a copy to the GPU");
+    slab
+}
+
+/// Device memory of `len` elements, poisoned: NaN as bf16 and f32, -1 as an integer.
+pub(crate) fn poisoned<T: Pod>(gpu: &Gpu, len: usize) -> GpuSlab {
+    let slab = gpu
+        .alloc(Component::Arena, (len * size_of::<T>()).max(1))
+        .expect("room on the GPU");
+    gpu.fill(slab.slice::<u8>(), 0xff).expect("a fill");
+    slab
+}
+
+/// The first `len` elements.
+pub(crate) fn download<T: Pod>(gpu: &Gpu, slab: &GpuSlab, len: usize) -> Vec<T> {
+    gpu.download(slab.slice::<T>().range(0..len))
+        .expect("a copy from the GPU")
+}
+
+/// ‖out − reference‖ / ‖reference‖ is at most `tolerance`, and no element is NaN.
+#[track_caller]
+pub(crate) fn assert_close(what: &str, out: &[f32], reference: &[f64], tolerance: f64) {
+    assert_eq!(out.len(), reference.len(), "{what}: lengths");
+    if let Some(at) = out.iter().position(|x| !x.is_finite()) {
+        panic!("{what}: element {at} is {}", out[at]);
+    }
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let error = norm(&mut out.iter().zip(reference).map(|(&x, y)| f64::from(x) - y));
+    let size = norm(&mut reference.iter().copied());
+    let relative = if size == 0.0 { error } else { error / size };
+    assert!(relative <= tolerance, "{what}: relative error {relative:.2e} over {tolerance:.0e}");
+}

@@ -1,0 +1,10 @@
+//! Every kernel and its CPU twin against a reference in `f64`: one test body, two backends.
+//!
+//! The GPU halves need an NVIDIA GPU: `make test-gpu`.
+
+mod attention_decode;
+mod attention_prefill;
+mod common;
+mod fused;
+mod linear;
+mod sample;
