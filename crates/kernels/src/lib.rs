@@ -1,9 +1,10 @@
-//! The operations of a step, on the CPU: slices in, slices out, `f32` activations.
+//! The operations of a step: on the CPU at the top level, on an NVIDIA GPU in [`cuda`].
 //!
-//! All matrices are row-major; `[tokens, n]` is one row of `n` per token. Operations that need scratch take it from the step
-//! [`Arena`](plimsoll_device::Arena) in a frame of their own, so no other frame of that arena may be open.
+//! On the CPU: slices in, slices out, `f32` activations. All matrices are row-major; `[tokens, n]` is one row of `n` per
+//! token. Operations that need scratch take it from the step [`Arena`](plimsoll_device::Arena) in a frame of their own, so
+//! no other frame of that arena may be open.
 //!
-//! Two promises hold for every operation here, and make a model's text independent of scheduling:
+//! Two promises hold for every operation on the CPU, and make a model's text independent of scheduling:
 //! - a row's result depends on that row (and its context) alone, never on the rows it is batched with: matrix products,
 //!   norms and attention accumulate in an order fixed by position, whatever the tile;
 //! - all instruction sets give the same bits (see `simd`).
@@ -15,6 +16,7 @@
 
 mod activation;
 mod attention;
+pub mod cuda;
 mod dense;
 mod dtype;
 mod embedding;
