@@ -17,5 +17,5 @@ mod slab;
 
 pub use arena::{Arena, Frame};
 pub use budget::{Budget, Charge};
-pub use bytemuck::Pod;
+pub use bytemuck::{Pod, cast_slice_mut};
 pub use slab::Slab;

@@ -94,6 +94,17 @@ impl GpuArena {
         self.offset.set(0);
     }
 
+    /// What is handed out from here on can be taken back by [`Self::rewind`].
+    pub fn mark(&self) -> usize {
+        self.offset.get()
+    }
+
+    /// Takes back what was handed out since `mark`: what is launched later may use that memory again.
+    pub fn rewind(&self, mark: usize) {
+        assert!(mark <= self.offset.get(), "a mark of another step");
+        self.offset.set(mark);
+    }
+
     /// Bytes of memory it holds.
     pub fn mapped(&self) -> usize {
         self.mapped.get()
