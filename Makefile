@@ -16,6 +16,11 @@ serve:  ## Fetch the default model, build, serve it on PORT (8000); more flags i
 	exec target/release/plimsoll serve "$$model" --served-model-name SmolLM2-135M-Instruct \
 		--generation-config config/SmolLM2-135M-Instruct --port $(PORT) $(ARGS)
 
+.PHONY: cuda
+cuda:  ## target/release/plimsoll for NVIDIA GPUs too; CUDA_ARCHS=90a builds for one kind alone
+	@scripts/install-cuda >/dev/null
+	cargo build --release --locked -p plimsoll-cli --features cuda
+
 .PHONY: bench
 bench:  ## Latency and throughput of the default model, in release
 	@model=$$(scripts/fetch-default-model) && \
@@ -24,7 +29,7 @@ bench:  ## Latency and throughput of the default model, in release
 	target/release/plimsoll bench throughput "$$model" $(ARGS)
 
 .PHONY: test
-test: lint test-rust test-http  ## Everything CI checks
+test: lint test-rust test-http  ## Everything CI checks, but for the CUDA build
 
 .PHONY: lint
 lint:  ## Format, clippy, docs
@@ -44,6 +49,18 @@ test-http: $(VENV)/ready  ## Black-box tests over HTTP, with the official OpenAI
 	cargo build --locked -p plimsoll-cli
 	scripts/fetch-default-model >/dev/null
 	$(PYTHON) -m pytest tests/http $(PYTEST_ARGS)
+
+.PHONY: test-cuda
+test-cuda: $(VENV)/ready  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU
+	@scripts/install-cuda >/dev/null
+	CUDA_ARCHS=$${CUDA_ARCHS:-90a} cargo build --locked -p plimsoll-cli --features cuda
+	$(PYTHON) -m pytest tests/http/test_device.py $(PYTEST_ARGS)
+
+.PHONY: test-gpu
+test-gpu:  ## The tests that need an NVIDIA GPU
+	@scripts/install-cuda >/dev/null
+	cargo test --locked --features plimsoll-cli/cuda -p plimsoll-device -p plimsoll-kernels -p plimsoll-model \
+		-p plimsoll-cli --tests -- --ignored --test-threads=1
 
 $(VENV)/ready: tests/requirements.txt
 	python3 -m venv $(VENV)

@@ -40,6 +40,7 @@ const MAY_USE: [(&str, &[&str]); 12] = [
 ];
 
 const CANDLE_CRATES: [&str; 3] = ["plimsoll-device", "plimsoll-kernels", "plimsoll-model"];
+const CUDARC_CRATES: [&str; 2] = ["plimsoll-device", "plimsoll-kernels"];
 
 /// Package name -> names of what it needs to be built, dev-dependencies left out.
 type Graph = BTreeMap<String, BTreeSet<String>>;
@@ -114,14 +115,23 @@ fn direction(graph: &Graph) -> Vec<String> {
     complaints
 }
 
-fn candle(graph: &Graph) -> Vec<String> {
+/// Complaints about crates of ours, other than `allowed`, that need a package whose name begins with `what`.
+fn confined(graph: &Graph, what: &str, allowed: &[&str]) -> Vec<String> {
     let outside = graph
         .iter()
-        .filter(|(package, _)| !CANDLE_CRATES.contains(&&***package));
-    let guilty = outside.filter(|(_, needed)| needed.iter().any(|name| name.starts_with("candle")));
+        .filter(|(package, _)| !allowed.contains(&package.as_str()));
+    let guilty = outside.filter(|(_, needed)| needed.iter().any(|name| name.starts_with(what)));
     guilty
-        .map(|(package, _)| format!("{package} must not see candle"))
+        .map(|(package, _)| format!("{package} must not see {what}"))
         .collect()
+}
+
+fn candle(graph: &Graph) -> Vec<String> {
+    confined(graph, "candle", &CANDLE_CRATES)
+}
+
+fn cudarc(graph: &Graph) -> Vec<String> {
+    confined(graph, "cudarc", &CUDARC_CRATES)
 }
 
 fn vocabulary(graph: &Graph) -> Vec<String> {
@@ -142,6 +152,11 @@ fn candle_stays_behind_three_crates() {
 }
 
 #[test]
+fn the_driver_stays_behind_two_crates() {
+    assert_none(cudarc(&members()));
+}
+
+#[test]
 fn the_vocabulary_depends_on_nothing() {
     assert_none(vocabulary(&members()));
 }
@@ -156,6 +171,8 @@ fn every_rule_can_fail() {
     assert_none(direction(&graph("plimsoll-scheduler", "plimsoll-kv")));
     assert_eq!(candle(&graph("plimsoll-engine", "candle-core")).len(), 1);
     assert_none(candle(&graph("plimsoll-model", "candle-core")));
+    assert_eq!(cudarc(&graph("plimsoll-model", "cudarc")).len(), 1);
+    assert_none(cudarc(&graph("plimsoll-kernels", "cudarc")));
     assert_eq!(vocabulary(&graph("plimsoll-core", "serde")).len(), 1);
     assert_none(vocabulary(&graph("plimsoll-core", "thiserror")));
 }
