@@ -1,0 +1,443 @@
+use half::{bf16, f16};
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
+
+/// Elements of one 16-byte access; rows are multiples of it.
+const VEC: usize = 8;
+const MAX_THREADS: usize = 1024;
+const WARP: usize = 32;
+/// Longest row of a norm.
+const MAX_NORM: usize = 2 * VEC * MAX_THREADS;
+
+/// The element-wise steps of a decoder layer, and the kernels that make weights: `kernels/fused.cu`.
+#[derive(Debug)]
+pub struct FusedKernels {
+    gpu: Gpu,
+    embedding: Function,
+    rms_norm: [Function; 2],
+    add_rms_norm: [Function; 2],
+    add_rms_norm_gathered: [Function; 2],
+    qk_norm_rope_kv_write: Function,
+    silu_mul: Function,
+    gather_rows: Function,
+    fill_random: Function,
+    convert_f32: Function,
+    convert_f16: Function,
+    _module: Module,
+}
+
+/// Input tokens of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuTokens<'a> {
+    /// Per row: a token, or `-1 - i` for element `i` of `prev_sampled`.
+    pub tokens: GpuSlice<'a, i32>,
+    /// Tokens the step before sampled.
+    pub prev_sampled: GpuSlice<'a, i32>,
+    /// Out: the token each row stands for. May be `tokens` itself.
+    pub resolved: GpuSlice<'a, i32>,
+}
+
+/// Weight `[n]` of a norm and what is added to the mean square.
+///
+/// The weight is `f32`: it costs nothing beside the rows (a block reads it once for many), and weights that are stored as
+/// their difference from 1 lose nothing when the 1 is added.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuNorm<'a> {
+    /// `[n]`.
+    pub weight: GpuSlice<'a, f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Norms of the heads of q and k before the rotation (Qwen3), with one `eps`.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuQkNorm<'a> {
+    /// Of every query head, `[head_dim]`.
+    pub q: GpuSlice<'a, f32>,
+    /// Of every key head, `[head_dim]`.
+    pub k: GpuSlice<'a, f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Rotary embedding of a step's rows.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuRope<'a> {
+    /// Position of each row.
+    pub positions: GpuSlice<'a, i32>,
+    /// `[pairs, 2]`: [`rope_turns`] of the frequencies. Elements beyond `2 × pairs` of a head are not rotated.
+    pub turns: GpuSlice<'a, f32>,
+}
+
+/// Where a layer's keys and values go.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuKvWrite<'a> {
+    /// `[blocks][kv_heads][block_size][head_dim]`.
+    pub k: GpuSlice<'a, bf16>,
+    /// As `k`.
+    pub v: GpuSlice<'a, bf16>,
+    /// Per row: block × block size + offset, or -1 to write nothing.
+    pub slots: GpuSlice<'a, i32>,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// Elements per head: a multiple of 16.
+    pub head_dim: usize,
+}
+
+/// Frequencies in turns per position instead of radians, each as a sum of two `f32` (`[pairs, 2]`, large part first), for
+/// [`GpuRope`]: so the kernel can take the fraction of a turn at any position without `f64`, and needs no table of angles.
+pub fn rope_turns(frequencies: &[f32]) -> Vec<f32> {
+    let split = |&frequency: &f32| {
+        let turns = f64::from(frequency) / std::f64::consts::TAU;
+        let large = turns as f32;
+        [large, (turns - f64::from(large)) as f32]
+    };
+    frequencies.iter().flat_map(split).collect()
+}
+
+impl FusedKernels {
+    /// Loads `kernels/fused.cu`.
+    ///
+    /// # Errors
+    /// [`GpuError`] if this binary carries no code for this GPU.
+    pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        let module = super::load(gpu, "fused")?;
+        let both = |name: &str| -> Result<[Function; 2], GpuError> {
+            Ok([
+                module.function(&format!("{name}_1"))?,
+                module.function(&format!("{name}_2"))?,
+            ])
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            embedding: module.function("embedding")?,
+            rms_norm: both("rms_norm")?,
+            add_rms_norm: both("add_rms_norm")?,
+            add_rms_norm_gathered: both("add_rms_norm_gathered")?,
+            qk_norm_rope_kv_write: module.function("qk_norm_rope_kv_write")?,
+            silu_mul: module.function("silu_mul")?,
+            gather_rows: module.function("gather_rows")?,
+            fill_random: module.function("fill_random")?,
+            convert_f32: module.function("convert_f32")?,
+            convert_f16: module.function("convert_f16")?,
+            _module: module,
+        })
+    }
+
+    /// Rows of `table`, `[vocab, n]`, by token into `out`, `[tokens, n]`. Tokens outside the vocabulary (of padding rows, or
+    /// sampled from damaged logits) are taken for the nearest in it.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn embedding(
+        &self,
+        table: GpuSlice<'_, bf16>,
+        tokens: GpuTokens<'_>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        let rows = tokens.tokens.len();
+        let n = row_len(out, rows);
+        assert_eq!(tokens.resolved.len(), rows, "one resolved token per row");
+        assert!(
+            n > 0 && table.len().is_multiple_of(n),
+            "the table is not [vocab, n]"
+        );
+        let args = [
+            table.into(),
+            tokens.tokens.into(),
+            tokens.prev_sampled.into(),
+            tokens.resolved.into(),
+            out.into(),
+            int(table.len() / n),
+            int(n),
+        ];
+        self.launch(&self.embedding, per_row(rows, n / VEC), &args)
+    }
+
+    /// Root mean square norm of the rows of `x` into `out`, both `[tokens, n]`; sums in `f32`, one rounding. Twin of
+    /// [`rms_norm`](crate::rms_norm).
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn rms_norm(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        norm: GpuNorm<'_>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert_eq!(x.len(), out.len(), "x and out differ");
+        let sources = [x.into(), 0u64.into(), 0u64.into()];
+        self.norm(&self.rms_norm, sources, norm, out)
+    }
+
+    /// `hidden += delta`, rounded to `bf16`, then its norm into `out`; all `[tokens, n]`. Twin of
+    /// [`add_rms_norm`](crate::add_rms_norm).
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn add_rms_norm(
+        &self,
+        hidden: GpuSlice<'_, bf16>,
+        delta: GpuSlice<'_, bf16>,
+        norm: GpuNorm<'_>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert_eq!(
+            (hidden.len(), delta.len()),
+            (out.len(), out.len()),
+            "lengths differ"
+        );
+        let sources = [hidden.into(), delta.into(), 0u64.into()];
+        self.norm(&self.add_rms_norm, sources, norm, out)
+    }
+
+    /// The norm of `hidden + delta` (rounded to `bf16`; both `[tokens, n]`, left alone) for the given rows only, into `out`,
+    /// `[rows, n]`.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn add_rms_norm_gathered(
+        &self,
+        hidden: GpuSlice<'_, bf16>,
+        delta: GpuSlice<'_, bf16>,
+        rows: GpuSlice<'_, i32>,
+        norm: GpuNorm<'_>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert_eq!(hidden.len(), delta.len(), "hidden and delta differ");
+        assert_eq!(out.len(), rows.len() * norm.weight.len(), "out is not [rows, n]");
+        let sources = [hidden.into(), delta.into(), rows.into()];
+        self.norm(&self.add_rms_norm_gathered, sources, norm, out)
+    }
+
+    fn norm(
+        &self,
+        kernels: &[Function; 2],
+        [hidden, delta, gather]: [Arg; 3],
+        norm: GpuNorm<'_>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        let n = norm.weight.len();
+        assert!(n > 0 && out.len().is_multiple_of(n), "out is not [rows, n]");
+        assert!(
+            n.is_multiple_of(VEC) && n <= MAX_NORM,
+            "norms are of a multiple of {VEC} elements up to {MAX_NORM}, not {n}"
+        );
+        let rows = out.len() / n;
+        let vecs = if n / VEC <= MAX_THREADS { 1 } else { 2 };
+        let threads = (n / VEC).div_ceil(vecs).next_multiple_of(WARP);
+        // As many blocks as run at once: each reads the weight once.
+        let resident = self.gpu.info().sm_count * (RESIDENT_THREADS / threads).max(1);
+        let launch = Launch::new([rows.min(resident) as u32, 1, 1], threads as u32);
+        let args = [
+            hidden,
+            delta,
+            gather,
+            norm.weight.into(),
+            out.into(),
+            int(rows),
+            int(n),
+            norm.eps.into(),
+        ];
+        self.launch(&kernels[vecs - 1], launch, &args)
+    }
+
+    /// From the fused projection to attention's inputs: normalises the heads of q and k if asked to, rotates them (element
+    /// `i` with `i + pairs`), leaves q in its place and writes k and v into the cache. Twin of
+    /// [`qk_norm_rope_kv_write`](crate::qk_norm_rope_kv_write).
+    ///
+    /// `qkv` is `[tokens, (heads + 2 × kv_heads) × head_dim]`; its k and v columns are left as they were.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn qk_norm_rope_kv_write(
+        &self,
+        qkv: GpuSlice<'_, bf16>,
+        norm: Option<GpuQkNorm<'_>>,
+        rope: GpuRope<'_>,
+        kv: GpuKvWrite<'_>,
+    ) -> Result<(), GpuError> {
+        let (rows, dim) = (rope.positions.len(), kv.head_dim);
+        let width = row_len(qkv, rows);
+        let pairs = rope.turns.len() / 2;
+        assert_eq!(kv.slots.len(), rows, "one slot per row");
+        assert!(
+            dim > 0 && width.is_multiple_of(dim) && width / dim > 2 * kv.kv_heads,
+            "qkv is not [tokens, heads + 2 kv_heads, head_dim]"
+        );
+        assert!(
+            dim.is_multiple_of(2 * VEC)
+                && dim <= 2 * VEC * WARP
+                && pairs.is_multiple_of(VEC)
+                && 2 * pairs <= dim,
+            "heads of {dim} with {pairs} rotated pairs are not supported"
+        );
+        let block = kv.kv_heads * kv.block_size * dim;
+        assert!(
+            block > 0 && kv.k.len() == kv.v.len() && kv.k.len().is_multiple_of(block),
+            "k and v are not [blocks, kv_heads, block_size, head_dim]"
+        );
+        let heads = width / dim;
+        let lanes = (dim / (2 * VEC)).next_power_of_two();
+        let threads = (heads * lanes).next_multiple_of(WARP).min(MAX_THREADS);
+        let (q_norm, k_norm, eps) = match norm {
+            Some(norm) => {
+                assert_eq!(
+                    (norm.q.len(), norm.k.len()),
+                    (dim, dim),
+                    "norms are not [head_dim]"
+                );
+                (norm.q.ptr(), norm.k.ptr(), norm.eps)
+            }
+            None => (0, 0, 0.0),
+        };
+        let args = [
+            qkv.into(),
+            rope.positions.into(),
+            kv.slots.into(),
+            rope.turns.into(),
+            q_norm.into(),
+            k_norm.into(),
+            eps.into(),
+            kv.k.into(),
+            kv.v.into(),
+            int(heads - 2 * kv.kv_heads),
+            int(kv.kv_heads),
+            int(dim),
+            int(pairs),
+            int(kv.block_size),
+            int(lanes.trailing_zeros() as usize),
+        ];
+        let launch = Launch::new([rows as u32, 1, 1], threads as u32).shared(pairs * size_of::<[f32; 2]>());
+        self.launch(&self.qk_norm_rope_kv_write, launch, &args)
+    }
+
+    /// `silu(gate) × up`: `gate_up` is `[tokens, 2 × inner]`, gate first, `out` `[tokens, inner]`; one rounding. Twin of
+    /// [`silu_mul`](crate::silu_mul).
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn silu_mul(
+        &self,
+        gate_up: GpuSlice<'_, bf16>,
+        inner: usize,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert!(
+            inner > 0 && inner.is_multiple_of(VEC),
+            "rows of {inner} are not a multiple of {VEC}"
+        );
+        let rows = out.len() / inner;
+        assert_eq!(
+            (out.len(), gate_up.len()),
+            (rows * inner, 2 * rows * inner),
+            "gate_up is not [tokens, 2, inner]"
+        );
+        // Small blocks, so that a single row is spread over many multiprocessors.
+        let threads = if rows < 16 { 64 } else { 256 };
+        let blocks_per_row = (inner / VEC).div_ceil(threads);
+        let launch = Launch::new([(rows * blocks_per_row) as u32, 1, 1], threads as u32);
+        let args = [gate_up.into(), out.into(), int(inner), int(blocks_per_row)];
+        self.launch(&self.silu_mul, launch, &args)
+    }
+
+    /// The given rows of `x`, `[tokens, n]`, into `out`, `[rows, n]`.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn gather_rows(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        rows: GpuSlice<'_, i32>,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        let n = row_len(out, rows.len());
+        assert!(n == 0 || x.len().is_multiple_of(n), "x is not [tokens, n]");
+        let args = [x.into(), rows.into(), out.into(), int(n)];
+        self.launch(&self.gather_rows, per_row(rows.len(), n / VEC), &args)
+    }
+
+    /// Roughly normal values of standard deviation `scale`, the same for the same seed: weights where speed matters and
+    /// text does not.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn fill_random(&self, out: GpuSlice<'_, bf16>, seed: u64, scale: f32) -> Result<(), GpuError> {
+        let len = out.len() as u64;
+        let args = [out.into(), len.into(), seed.into(), scale.into()];
+        self.launch(&self.fill_random, self.all_of(out.len()), &args)
+    }
+
+    /// Rounds to nearest.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn convert_f32(&self, from: GpuSlice<'_, f32>, to: GpuSlice<'_, bf16>) -> Result<(), GpuError> {
+        assert_eq!(from.len(), to.len(), "lengths differ");
+        let args = [from.into(), to.into(), (to.len() as u64).into()];
+        self.launch(&self.convert_f32, self.all_of(to.len()), &args)
+    }
+
+    /// Rounds to nearest.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn convert_f16(&self, from: GpuSlice<'_, f16>, to: GpuSlice<'_, bf16>) -> Result<(), GpuError> {
+        assert_eq!(from.len(), to.len(), "lengths differ");
+        let args = [from.into(), to.into(), (to.len() as u64).into()];
+        self.launch(&self.convert_f16, self.all_of(to.len()), &args)
+    }
+
+    /// A grid whose threads stride over `len` elements.
+    fn all_of(&self, len: usize) -> Launch {
+        let blocks = len.div_ceil(256 * VEC).min(self.gpu.info().sm_count * 16);
+        Launch::new([blocks as u32, 1, 1], 256)
+    }
+
+    fn launch(&self, kernel: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {
+        if launch.grid[0] == 0 {
+            return Ok(());
+        }
+        // SAFETY: the methods pass what the kernels declare and check the lengths; indices are the caller's promise.
+        unsafe { self.gpu.launch(kernel, launch.pdl(true), args) }
+    }
+}
+
+/// Threads that norms keep on one multiprocessor.
+const RESIDENT_THREADS: usize = 1536;
+
+/// One block per row, one thread per vector as far as there are threads.
+fn per_row(rows: usize, vecs: usize) -> Launch {
+    let threads = vecs.next_multiple_of(WARP).clamp(WARP, MAX_THREADS);
+    Launch::new([rows as u32, 1, 1], threads as u32)
+}
+
+/// Elements per row of `rows` rows.
+fn row_len(matrix: GpuSlice<'_, bf16>, rows: usize) -> usize {
+    let n = matrix.len().checked_div(rows).unwrap_or(0);
+    assert_eq!(matrix.len(), rows * n, "the matrix does not have {rows} rows");
+    assert!(n.is_multiple_of(VEC), "rows of {n} are not a multiple of {VEC}");
+    n
+}
+
+fn int(value: usize) -> Arg {
+    i32::try_from(value)
+        .expect("sizes of a step are below 2^31")
+        .into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rope_turns;
+
+    #[test]
+    fn turns_are_frequencies_to_48_bits() {
+        let frequencies = [1.0f32, 0.333, 1.2e-6, 0.0];
+        for (turns, &frequency) in rope_turns(&frequencies).chunks_exact(2).zip(&frequencies) {
+            let sum = f64::from(turns[0]) + f64::from(turns[1]);
+            let exact = f64::from(frequency) / std::f64::consts::TAU;
+            assert!((sum - exact).abs() <= exact * 2f64.powi(-47), "{frequency}");
+        }
+    }
+}

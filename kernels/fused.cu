@@ -1,0 +1,381 @@
+// The element-wise steps of a decoder layer, each in one pass over its rows, and the two that make weights: random ones and
+// converted ones. All rows are a multiple of eight elements and 16-byte aligned, so every access is 16 bytes wide.
+//
+// Weights (tables, norms, frequencies) are read before `pdl_wait`: no kernel of a step writes them.
+
+#include <cuda_fp16.h>
+
+#include "common.cuh"
+#include "philox.cuh"
+
+namespace {
+
+constexpr int kVec = 8;
+
+struct Float8 {
+    float at[kVec];
+};
+
+__device__ __forceinline__ Float8 widen(const Bf16x8& packed) {
+    Float8 wide;
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i) {
+        const float2 pair = __bfloat1622float2(packed.pair[i]);
+        wide.at[2 * i] = pair.x;
+        wide.at[2 * i + 1] = pair.y;
+    }
+    return wide;
+}
+
+__device__ __forceinline__ Bf16x8 narrow(const Float8& wide) {
+    Bf16x8 packed;
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i) packed.pair[i] = __floats2bfloat162_rn(wide.at[2 * i], wide.at[2 * i + 1]);
+    return packed;
+}
+
+__device__ __forceinline__ Float8 load_floats(const float* from) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+}
+
+__device__ __forceinline__ float sum_of_squares(const Float8& x) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sum = fmaf(x.at[i], x.at[i], sum);
+    return sum;
+}
+
+// What the rows of a norm are.
+enum class Rows {
+    kPlain,    // hidden
+    kAdd,      // hidden += delta, stored
+    kGathered  // hidden[rows[i]] + delta[rows[i]], not stored
+};
+
+struct Norm {
+    bf16* hidden;
+    const bf16* delta;
+    const int* gather;
+    const float* weight;
+    bf16* out;
+    int rows;
+    int n;
+    float eps;
+};
+
+// Each block keeps its part of the weight in registers and takes every gridDim.x-th row; a thread has `kVecs` vectors of it.
+template <Rows kRows, int kVecs>
+__device__ __forceinline__ void norm_rows(const Norm& norm) {
+    // Two, used in turn, so that one barrier a row is enough.
+    __shared__ float partial[2][kWarp];
+    pdl_launch();
+    const int vecs = norm.n / kVec;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    Float8 weight[kVecs];
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+        const int vec = threadIdx.x + v * blockDim.x;
+        if (vec < vecs) weight[v] = load_floats(norm.weight + vec * kVec);
+    }
+    pdl_wait();
+    int buffer = 0;
+    for (int row = blockIdx.x; row < norm.rows; row += gridDim.x, buffer ^= 1) {
+        const int64_t source = static_cast<int64_t>(kRows == Rows::kGathered ? norm.gather[row] : row) * norm.n;
+        Bf16x8 x[kVecs];
+        float squares = 0.0f;
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+            const int vec = threadIdx.x + v * blockDim.x;
+            if (vec >= vecs) continue;
+            x[v] = load8(norm.hidden + source + vec * kVec);
+            if (kRows != Rows::kPlain) {
+                Float8 sum = widen(x[v]);
+                const Float8 delta = widen(load8(norm.delta + source + vec * kVec));
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) sum.at[i] += delta.at[i];
+                x[v] = narrow(sum);
+                if (kRows == Rows::kAdd) store8(norm.hidden + source + vec * kVec, x[v]);
+            }
+            squares += sum_of_squares(widen(x[v]));
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) partial[buffer][warp] = squares;
+        __syncthreads();
+        squares = warp_sum(lane < static_cast<int>(blockDim.x) / kWarp ? partial[buffer][lane] : 0.0f);
+        const float scale = rsqrtf(squares / static_cast<float>(norm.n) + norm.eps);
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+            const int vec = threadIdx.x + v * blockDim.x;
+            if (vec >= vecs) continue;
+            Float8 wide = widen(x[v]);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) wide.at[i] *= scale * weight[v].at[i];
+            store8(norm.out + static_cast<int64_t>(row) * norm.n + vec * kVec, narrow(wide));
+        }
+    }
+}
+
+// Cosine and sine of `position` times a frequency given in turns per position as a sum of two floats. The product is exact
+// up to about 2^-48 of itself, so the fraction of a turn is as good at position 10^6 as at 1, where the product in radians
+// as one float would be off by 0.06.
+__device__ __forceinline__ float2 cos_sin(int position, float2 frequency) {
+    const float p = static_cast<float>(position);
+    const float turns = __fmul_rn(p, frequency.x);
+    const float rest = fmaf(p, frequency.x, -turns) + p * frequency.y;
+    float2 result;
+    sincospif(2.0f * (turns - rintf(turns) + rest), &result.y, &result.x);
+    return result;
+}
+
+struct Rotation {
+    // Of the head's vector `first` with vector `second`; a head's vectors beyond the rotated ones go in pairs too.
+    int first;
+    int second;
+    bool rotated;
+};
+
+// The `unit`-th pair of vectors of a head of which elements below `2 * pairs` are rotated.
+__device__ __forceinline__ Rotation rotation(int unit, int pairs) {
+    const int half = pairs / kVec;
+    if (unit < half) return {unit, unit + half, true};
+    return {2 * unit, 2 * unit + 1, false};
+}
+
+struct HeadPair {
+    Bf16x8 first;
+    Bf16x8 second;
+};
+
+struct KvCache {
+    bf16* k;
+    bf16* v;
+    int kv_heads;
+    int block_size;
+    int dim;
+};
+
+__device__ __forceinline__ int64_t cache_offset(const KvCache& cache, int slot, int kv_head) {
+    const int block = slot / cache.block_size, token = slot % cache.block_size;
+    return ((static_cast<int64_t>(block) * cache.kv_heads + kv_head) * cache.block_size + token) * cache.dim;
+}
+
+}  // namespace
+
+// out[row] = table[token], where a negative token -1 - i stands for prev_sampled[i]; resolved[row] = token. `resolved` may
+// be `tokens`. Tokens outside the vocabulary (padding rows) are taken for the nearest in it. One block a row.
+extern "C" __global__ void __launch_bounds__(1024)
+    embedding(const bf16* table, const int* tokens, const int* prev_sampled, int* resolved, bf16* out, int vocab, int n) {
+    pdl_launch();
+    pdl_wait();
+    const int row = blockIdx.x;
+    int token = tokens[row];
+    if (token < 0) token = prev_sampled[-1 - token];
+    token = min(max(token, 0), vocab - 1);
+    for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
+        store8(out + static_cast<int64_t>(row) * n + i, load8(table + static_cast<int64_t>(token) * n + i));
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) resolved[row] = token;
+}
+
+#define NORM_KERNELS(NAME, ROWS)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        NAME##_1(bf16* hidden, const bf16* delta, const int* gather, const float* weight, bf16* out, int rows, int n,   \
+                 float eps) {                                                                                           \
+        norm_rows<ROWS, 1>({hidden, delta, gather, weight, out, rows, n, eps});                                         \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        NAME##_2(bf16* hidden, const bf16* delta, const int* gather, const float* weight, bf16* out, int rows, int n,   \
+                 float eps) {                                                                                           \
+        norm_rows<ROWS, 2>({hidden, delta, gather, weight, out, rows, n, eps});                                         \
+    }
+
+// out = x * rsqrt(mean(x^2) + eps) * weight, where x is hidden, or hidden + delta rounded to bf16 (and then stored to
+// hidden), or that sum for row gather[i]. The suffix is the vectors a thread keeps: blocks have n / 8 / suffix threads.
+NORM_KERNELS(rms_norm, Rows::kPlain)
+NORM_KERNELS(add_rms_norm, Rows::kAdd)
+NORM_KERNELS(add_rms_norm_gathered, Rows::kGathered)
+
+// From a row of the fused projection, [heads + 2 kv_heads][dim]: q and k normalised per head (unless the weights are null)
+// and rotated, element i with i + pairs; q back into its place, k and v into the cache at the row's slot. One block a row;
+// `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs float2.
+extern "C" __global__ void __launch_bounds__(1024)
+    qk_norm_rope_kv_write(bf16* qkv, const int* positions, const int* slots, const float2* frequencies,
+                          const float* q_weight, const float* k_weight, float eps, bf16* k_cache, bf16* v_cache, int heads,
+                          int kv_heads, int dim, int pairs, int block_size, int lanes_log2) {
+    extern __shared__ float2 angles[];
+    pdl_launch();
+    const KvCache cache{k_cache, v_cache, kv_heads, block_size, dim};
+    const int lanes = 1 << lanes_log2;
+    const int group = threadIdx.x >> lanes_log2, groups = blockDim.x >> lanes_log2;
+    const int unit = threadIdx.x & (lanes - 1);
+    const bool in_head = unit < dim / (2 * kVec);
+    const Rotation at = rotation(unit, pairs);
+    const int all_heads = heads + 2 * kv_heads;
+    float2 frequency = make_float2(0.0f, 0.0f);
+    if (threadIdx.x < pairs) frequency = frequencies[threadIdx.x];
+    pdl_wait();
+
+    const int row = blockIdx.x;
+    bf16* const heads_of_row = qkv + static_cast<int64_t>(row) * all_heads * dim;
+    const int position = positions[row], slot = slots[row];
+    const auto load = [&](int head) {
+        HeadPair pair{};
+        if (in_head && head < all_heads) {
+            pair = {load8(heads_of_row + head * dim + at.first * kVec), load8(heads_of_row + head * dim + at.second * kVec)};
+        }
+        return pair;
+    };
+    HeadPair next = load(group);
+    if (threadIdx.x < pairs) angles[threadIdx.x] = cos_sin(position, frequency);
+    for (int pair = threadIdx.x + blockDim.x; pair < pairs; pair += blockDim.x) {
+        angles[pair] = cos_sin(position, frequencies[pair]);
+    }
+    __syncthreads();
+
+    // All lanes of a warp make the same number of turns, for the shuffles.
+    for (int base = 0; base < all_heads; base += groups) {
+        const int head = base + group;
+        HeadPair current = next;
+        next = load(head + groups);
+        const bool is_v = head >= heads + kv_heads;
+        if (q_weight != nullptr || !is_v) {
+            Float8 a = widen(current.first), b = widen(current.second);
+            if (q_weight != nullptr) {
+                float squares = sum_of_squares(a) + sum_of_squares(b);
+                for (int offset = lanes / 2; offset > 0; offset /= 2) {
+                    squares += __shfl_xor_sync(kAllLanes, squares, offset);
+                }
+                const float scale = rsqrtf(squares / static_cast<float>(dim) + eps);
+                if (in_head && !is_v) {
+                    const float* weight = head < heads ? q_weight : k_weight;
+                    const Float8 wa = load_floats(weight + at.first * kVec), wb = load_floats(weight + at.second * kVec);
+#pragma unroll
+                    for (int i = 0; i < kVec; ++i) {
+                        a.at[i] *= scale * wa.at[i];
+                        b.at[i] *= scale * wb.at[i];
+                    }
+                }
+            }
+            if (!is_v) {
+                if (at.rotated) {
+#pragma unroll
+                    for (int i = 0; i < kVec; ++i) {
+                        const float2 angle = angles[at.first * kVec + i];
+                        const float x = a.at[i], y = b.at[i];
+                        a.at[i] = x * angle.x - y * angle.y;
+                        b.at[i] = y * angle.x + x * angle.y;
+                    }
+                }
+                current = {narrow(a), narrow(b)};
+            }
+        }
+        if (!in_head || head >= all_heads) continue;
+        bf16* to;
+        if (head < heads) {
+            to = heads_of_row + head * dim;
+        } else if (slot < 0) {
+            continue;
+        } else if (is_v) {
+            to = cache.v + cache_offset(cache, slot, head - heads - kv_heads);
+        } else {
+            to = cache.k + cache_offset(cache, slot, head - heads);
+        }
+        store8(to + at.first * kVec, current.first);
+        store8(to + at.second * kVec, current.second);
+    }
+}
+
+// out[row][i] = silu(gate_up[row][i]) * gate_up[row][inner + i]. Blocks of a row follow each other: gridDim.x is rows times
+// ceil(inner / 8 / blockDim.x).
+extern "C" __global__ void __launch_bounds__(256) silu_mul(const bf16* gate_up, bf16* out, int inner, int blocks_per_row) {
+    pdl_launch();
+    const int row = blockIdx.x / blocks_per_row;
+    const int i = ((blockIdx.x - row * blocks_per_row) * blockDim.x + threadIdx.x) * kVec;
+    pdl_wait();
+    if (i >= inner) return;
+    const bf16* gate = gate_up + static_cast<int64_t>(row) * 2 * inner + i;
+    Float8 g = widen(load8(gate));
+    const Float8 u = widen(load8(gate + inner));
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) g.at[j] = __fdividef(g.at[j], 1.0f + __expf(-g.at[j])) * u.at[j];
+    store8(out + static_cast<int64_t>(row) * inner + i, narrow(g));
+}
+
+// out[i] = x[rows[i]]. One block a row.
+extern "C" __global__ void __launch_bounds__(1024) gather_rows(const bf16* x, const int* rows, bf16* out, int n) {
+    pdl_launch();
+    pdl_wait();
+    const int64_t from = static_cast<int64_t>(rows[blockIdx.x]) * n, to = static_cast<int64_t>(blockIdx.x) * n;
+    for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) store8(out + to + i, load8(x + from + i));
+}
+
+// Roughly normal values of standard deviation `scale`: sums of four random bytes, a function of seed and place alone.
+extern "C" __global__ void __launch_bounds__(256) fill_random(bf16* out, uint64_t len, uint64_t seed, float scale) {
+    pdl_wait();
+    const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+    // Mean and standard deviation of the sum of four uniform bytes.
+    constexpr float kMean = 510.0f, kDeviation = 147.80054f;
+    const float factor = scale / kDeviation;
+    const auto value = [&](uint32_t word) {
+        return (static_cast<float>(__dp4a(word, 0x01010101u, 0u)) - kMean) * factor;
+    };
+    for (uint64_t vec = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; vec * kVec < len; vec += stride) {
+        const uint2 counter = words(vec);
+        const uint4 a = philox4x32_10(make_uint4(counter.x, counter.y, 0, 0), words(seed));
+        const uint4 b = philox4x32_10(make_uint4(counter.x, counter.y, 1, 0), words(seed));
+        const Bf16x8 packed = narrow({{value(a.x), value(a.y), value(a.z), value(a.w), value(b.x), value(b.y), value(b.z),
+                                       value(b.w)}});
+        if ((vec + 1) * kVec <= len) {
+            store8(out + vec * kVec, packed);
+        } else {
+            const bf162 pairs[] = {packed.pair[0], packed.pair[1], packed.pair[2], packed.pair[3]};
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                if (vec * kVec + i < len) out[vec * kVec + i] = i % 2 == 0 ? pairs[i / 2].x : pairs[i / 2].y;
+            }
+        }
+    }
+}
+
+namespace {
+
+__device__ __forceinline__ Float8 load_wide(const float* from) { return load_floats(from); }
+
+__device__ __forceinline__ Float8 load_wide(const __half* from) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(from);
+    const uint32_t pairs[] = {raw.x, raw.y, raw.z, raw.w};
+    Float8 wide;
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i) {
+        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(pairs[i]));
+        wide.at[2 * i] = pair.x;
+        wide.at[2 * i + 1] = pair.y;
+    }
+    return wide;
+}
+
+template <typename T>
+__device__ __forceinline__ void convert(const T* from, bf16* to, uint64_t len) {
+    pdl_wait();
+    const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+    for (uint64_t vec = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; vec * kVec < len; vec += stride) {
+        if ((vec + 1) * kVec <= len) {
+            store8(to + vec * kVec, narrow(load_wide(from + vec * kVec)));
+        } else {
+            for (uint64_t i = vec * kVec; i < len; ++i) to[i] = __float2bfloat16_rn(static_cast<float>(from[i]));
+        }
+    }
+}
+
+}  // namespace
+
+// Rounded to nearest.
+extern "C" __global__ void __launch_bounds__(256) convert_f32(const float* from, bf16* to, uint64_t len) {
+    convert(from, to, len);
+}
+
+extern "C" __global__ void __launch_bounds__(256) convert_f16(const __half* from, bf16* to, uint64_t len) {
+    convert(from, to, len);
+}
