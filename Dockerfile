@@ -1,25 +1,50 @@
 # syntax=docker/dockerfile:1
-# docker build -t plimsoll . && docker run --rm -p 8000:8000 -v plimsoll-hub:/hub plimsoll HuggingFaceTB/SmolLM2-135M-Instruct
+#
+# NVIDIA GPUs (the NVIDIA Container Toolkit gives them to containers; without --gpus this image serves on the CPU):
+#   docker build -t plimsoll . && docker run --rm --gpus all -p 8000:8000 -v plimsoll-hub:/hub plimsoll Qwen/Qwen3-8B
+# For one kind of GPU, several times as fast to build: --build-arg CUDA_ARCHS=90a (kernels/README.md).
+#
+# CPUs alone, a much smaller image:
+#   docker build -t plimsoll:cpu --build-arg FEATURES= --build-arg BUILD_IMAGE=ubuntu:24.04 \
+#       --build-arg RUN_IMAGE=ubuntu:24.04 .
 
-FROM rust:1.95-slim-bookworm AS build
+ARG BUILD_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
+# Without cuBLAS, which nvidia/cuda has from the `runtime` images on, beside much that is not used here: its two libraries
+# are copied from the build image instead.
+ARG RUN_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
+
+FROM rust:1.95.0-slim-bookworm AS rust
+
+FROM ${BUILD_IMAGE} AS build
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc g++ make git \
+    && apt-get install --yes --no-install-recommends ca-certificates g++ git make \
     && rm -rf /var/lib/apt/lists/*
+COPY --from=rust /usr/local/rustup /usr/local/rustup
+COPY --from=rust /usr/local/cargo /usr/local/cargo
+# The toolchain is named so that rustup does not fetch clippy and rustfmt, which rust-toolchain.toml asks for.
+ENV RUSTUP_HOME=/usr/local/rustup CARGO_HOME=/usr/local/cargo RUSTUP_TOOLCHAIN=1.95.0 PATH=/usr/local/cargo/bin:${PATH}
 WORKDIR /src
 COPY . .
+ARG FEATURES=cuda
+ARG CUDA_ARCHS=
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/src/target \
-    cargo build --release --locked -p plimsoll-cli \
-    && install -D target/release/plimsoll /out/plimsoll
+    cargo build --release --locked -p plimsoll-cli --features "${FEATURES}" \
+    && install -D target/release/plimsoll /out/bin/plimsoll
+RUN mkdir --parents /out/lib \
+    && if [ -n "${FEATURES}" ]; then \
+        cp --dereference /usr/local/cuda/lib64/libcublas.so.13 /usr/local/cuda/lib64/libcublasLt.so.13 /out/lib/; \
+    fi
 
-FROM debian:bookworm-slim
+FROM ${RUN_IMAGE}
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates curl \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 plimsoll \
     && install --directory --owner plimsoll /hub
-COPY --from=build /out/plimsoll /usr/local/bin/plimsoll
-USER plimsoll
+COPY --from=build /out/ /usr/local/
+RUN ldconfig
+USER 10001
 # The Hub's cache outlives the container.
 ENV HF_HOME=/hub
 VOLUME /hub
