@@ -1,12 +1,17 @@
 //! Microbenchmarks of the GPU kernels against the floor: `gpu-bench [OP...]`, all by default.
 
+#![allow(clippy::print_stdout, reason = "tables for the terminal")]
+
+mod attention_prefill;
 mod common;
+
+type Bench = fn(&plimsoll_device::cuda::Gpu);
 
 fn main() {
     let wanted: Vec<String> = std::env::args().skip(1).collect();
     let gpu = plimsoll_device::cuda::Gpu::open(0).expect("an NVIDIA GPU");
     // One entry per operation: name and benchmark.
-    let all: [(&str, fn(&plimsoll_device::cuda::Gpu)); 0] = [];
+    let all: [(&str, Bench); 1] = [("attention_prefill", attention_prefill::bench)];
     for (name, bench) in all {
         if wanted.is_empty() || wanted.iter().any(|w| w == name) {
             println!("== {name}");

@@ -1,0 +1,382 @@
+use std::cmp::Reverse;
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable};
+use half::bf16;
+use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
+
+use super::{GpuRun, load};
+use crate::KvLayout;
+
+/// Keys by which the planner measures work and cuts contexts; a multiple of what a kernel takes at once.
+const UNIT: usize = 128;
+/// A split of a context is worth its partial result from this many units on.
+const SHORTEST_SPLIT: usize = 2;
+/// Splits of about this many units cost next to nothing.
+const LONG_SPLIT: usize = 16;
+/// Partial results for each block of threads that runs at once; `LONG_SPLIT` and the divisor of `PrefillPlanner::target`
+/// keep to it.
+const PARTIALS_PER_SLOT: usize = 4;
+const THREADS: usize = 128;
+const MERGE_THREADS: usize = 256;
+
+/// One piece of the work list of [`PrefillKernels`], in device memory: query rows of one run and the keys they are attended
+/// over. `Item` of `kernels/attention_prefill.cu`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C, align(16))]
+pub struct PrefillItem {
+    run: i32,
+    /// First row: token of the run × query heads of a KV head + query head.
+    row: i32,
+    /// Keys `begin..end`, or for a merge partial results `begin..end`.
+    begin: i32,
+    end: i32,
+    /// Which partial result this is; -1: the whole one.
+    partial: i32,
+    padding: [i32; 3],
+}
+
+/// How much of a work list [`PrefillPlanner::plan`] has filled: pieces of work, then merges of partial results.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefillPlan {
+    items: usize,
+    merges: usize,
+}
+
+impl PrefillPlan {
+    /// Entries of the work list that the device must see.
+    pub fn entries(&self) -> usize {
+        self.items + self.merges
+    }
+}
+
+/// Cuts the attention of a step into pieces of about equal work, on the host. Plain arithmetic: a layer of another window
+/// needs another planner, all other layers share a plan.
+#[derive(Clone, Copy, Debug)]
+pub struct PrefillPlanner {
+    layout: KvLayout,
+    heads: usize,
+    window: Option<usize>,
+    /// Blocks of threads that the GPU runs at once.
+    slots: usize,
+}
+
+impl PrefillPlanner {
+    /// For `heads` query heads over a cache of `layout`, each token seeing `window` tokens, itself included (`None`: all);
+    /// `slots` blocks of threads run at once.
+    ///
+    /// # Panics
+    /// If the heads are not a multiple of the KV heads, or the head size is not 64, 96, 128 or 256.
+    pub fn new(layout: KvLayout, heads: usize, window: Option<usize>, slots: usize) -> Self {
+        assert!(
+            heads.is_multiple_of(layout.kv_heads),
+            "{heads} query heads, {} KV heads",
+            layout.kv_heads
+        );
+        assert!(
+            HEAD_DIMS.contains(&layout.head_dim),
+            "head size {}",
+            layout.head_dim
+        );
+        assert!(window != Some(0) && slots > 0);
+        Self {
+            layout,
+            heads,
+            window,
+            slots,
+        }
+    }
+
+    /// Entries of a work list that is long enough for every step of up to `max_runs` runs and `max_tokens` tokens.
+    pub fn max_entries(&self, max_tokens: usize, max_runs: usize) -> usize {
+        let tiles = max_tokens * self.group() / tile_rows(self.layout.head_dim) + max_runs;
+        tiles + self.max_partials() * 3 / 2
+    }
+
+    /// Floats of scratch that are enough for every step.
+    pub fn scratch_floats(&self) -> usize {
+        self.partial_floats() * self.max_partials()
+    }
+
+    /// Fills `items`, longest pieces first. Every run has at least one token and a context no shorter than itself.
+    ///
+    /// # Panics
+    /// If `items` is shorter than [`Self::max_entries`] demands.
+    pub fn plan(&self, runs: &[GpuRun], items: &mut [PrefillItem]) -> PrefillPlan {
+        let target = self.target(runs);
+        let (mut count, mut partials) = (0, 0);
+        for tile in self.tiles(runs) {
+            let splits = splits(tile.units().len(), target);
+            for split in 0..splits {
+                let partial = if splits > 1 { (partials + split) as i32 } else { -1 };
+                items[count] = tile.item(split, splits, partial);
+                count += 1;
+            }
+            partials += if splits > 1 { splits } else { 0 };
+        }
+        assert!(partials <= self.max_partials(), "{partials} partial results");
+        items[..count].sort_unstable_by_key(|item| Reverse(item.end - item.begin));
+
+        let (mut merges, mut first) = (0, 0);
+        for tile in self.tiles(runs) {
+            let splits = splits(tile.units().len(), target);
+            if splits > 1 {
+                items[count + merges] = tile.merge(first..first + splits);
+                first += splits;
+                merges += 1;
+            }
+        }
+        PrefillPlan { items: count, merges }
+    }
+
+    /// Query heads of one KV head.
+    fn group(&self) -> usize {
+        self.heads / self.layout.kv_heads
+    }
+
+    /// Most partial results of a step, each for all KV heads.
+    fn max_partials(&self) -> usize {
+        (PARTIALS_PER_SLOT * self.slots).div_ceil(self.layout.kv_heads)
+    }
+
+    /// Floats of one partial result of all KV heads: sums, and maximum and weight of each row.
+    fn partial_floats(&self) -> usize {
+        self.layout.kv_heads * tile_rows(self.layout.head_dim) * (self.layout.head_dim + 2)
+    }
+
+    /// Units that a piece should have. An even share of the work is `fair`; pieces of a third of it leave little to wait for
+    /// at the end, but very short ones cost more than they save.
+    fn target(&self, runs: &[GpuRun]) -> usize {
+        let work: usize = self.tiles(runs).map(|tile| tile.units().len()).sum();
+        let fair = (work * self.layout.kv_heads).div_ceil(self.slots);
+        fair.min(LONG_SPLIT).max(fair.div_ceil(3)).max(SHORTEST_SPLIT)
+    }
+
+    fn tiles<'a>(&'a self, runs: &'a [GpuRun]) -> impl Iterator<Item = Tile> + 'a {
+        let rows = tile_rows(self.layout.head_dim);
+        runs.iter().enumerate().flat_map(move |(index, run)| {
+            (0..run.len as usize * self.group())
+                .step_by(rows)
+                .map(move |row| self.tile(index, run, row..row + rows))
+        })
+    }
+
+    fn tile(&self, index: usize, run: &GpuRun, rows: Range<usize>) -> Tile {
+        let (len, end) = (run.len as usize, run.context_end as usize);
+        let last = rows.end.min(len * self.group()) - 1;
+        let position = |row| end - len + row / self.group();
+        let seen_from = |at: usize| self.window.map_or(0, |window| (at + 1).saturating_sub(window));
+        Tile {
+            run: index,
+            row: rows.start,
+            keys: seen_from(position(rows.start))..position(last) + 1,
+        }
+    }
+}
+
+/// Rows of one run that are worked on together, and the keys that any of them sees.
+struct Tile {
+    run: usize,
+    row: usize,
+    keys: Range<usize>,
+}
+
+impl Tile {
+    /// The units its keys lie in.
+    fn units(&self) -> Range<usize> {
+        self.keys.start / UNIT..self.keys.end.div_ceil(UNIT)
+    }
+
+    fn item(&self, split: usize, splits: usize, partial: i32) -> PrefillItem {
+        let units = self.units();
+        let cut = |split: usize| (units.start + units.len() * split / splits) * UNIT;
+        PrefillItem {
+            run: self.run as i32,
+            row: self.row as i32,
+            begin: cut(split).max(self.keys.start) as i32,
+            end: cut(split + 1).min(self.keys.end) as i32,
+            partial,
+            padding: [0; 3],
+        }
+    }
+
+    fn merge(&self, partials: Range<usize>) -> PrefillItem {
+        PrefillItem {
+            run: self.run as i32,
+            row: self.row as i32,
+            begin: partials.start as i32,
+            end: partials.end as i32,
+            partial: -1,
+            padding: [0; 3],
+        }
+    }
+}
+
+/// Into how many pieces a tile of that many units is cut: rounded, so at least two mean at least 1.5 times the target and all
+/// pieces of a step number at most 4/3 of its work over the target.
+fn splits(units: usize, target: usize) -> usize {
+    ((units + target / 2) / target).max(1)
+}
+
+/// Query rows of one piece of work.
+fn tile_rows(head_dim: usize) -> usize {
+    if head_dim <= 128 { 128 } else { 64 }
+}
+
+const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+
+/// What one call of [`PrefillKernels::forward`] works on.
+#[derive(Clone, Copy, Debug)]
+pub struct PrefillArgs<'a> {
+    /// Queries: a row of `heads × head_dim` for every token, [`Self::q_stride`] apart.
+    pub q: GpuSlice<'a, bf16>,
+    /// Elements from one token's queries to the next token's.
+    pub q_stride: usize,
+    /// Keys of one layer, `[blocks][kv_heads][block_size][head_dim]`; those of the runs themselves are in it.
+    pub k: GpuSlice<'a, bf16>,
+    /// Values, likewise.
+    pub v: GpuSlice<'a, bf16>,
+    /// The step's runs, as planned.
+    pub runs: GpuSlice<'a, GpuRun>,
+    /// Their block tables.
+    pub blocks: GpuSlice<'a, i32>,
+    /// What the planner wrote, on the device.
+    pub items: GpuSlice<'a, PrefillItem>,
+    /// `[tokens, heads × head_dim]`: the rows of the runs are written.
+    pub out: GpuSlice<'a, bf16>,
+    /// At least [`PrefillPlanner::scratch_floats`].
+    pub scratch: GpuSlice<'a, f32>,
+    /// Multiplies the scores, usually `1 / sqrt(head_dim)`; more than 0.
+    pub scale: f32,
+}
+
+/// Causal grouped-query attention of runs of any length over the paged cache.
+#[derive(Debug)]
+pub struct PrefillKernels {
+    gpu: Gpu,
+    /// For each of [`HEAD_DIMS`].
+    attention: [Function; 4],
+    merge: Function,
+}
+
+impl PrefillKernels {
+    /// Loads the kernels.
+    ///
+    /// # Errors
+    /// [`GpuError`] if this binary has none for this GPU.
+    pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        let module = load(gpu, "attention_prefill")?;
+        let attention = |head_dim: usize| {
+            let function = module.function(&format!("attention_prefill_{head_dim}"))?;
+            function.allow_shared(shared_bytes(head_dim))?;
+            Ok(function)
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            attention: [attention(64)?, attention(96)?, attention(128)?, attention(256)?],
+            merge: module.function("attention_prefill_merge")?,
+        })
+    }
+
+    /// A planner for this GPU; see [`PrefillPlanner::new`].
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    pub fn planner(
+        &self,
+        layout: KvLayout,
+        heads: usize,
+        window: Option<usize>,
+    ) -> Result<PrefillPlanner, GpuError> {
+        let function = self.function(layout.head_dim);
+        let per_sm = function.blocks_per_sm(THREADS, shared_bytes(layout.head_dim))?;
+        let slots = per_sm * self.gpu.info().sm_count;
+        Ok(PrefillPlanner::new(layout, heads, window, slots))
+    }
+
+    /// Attends as `planner` has planned.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    ///
+    /// # Panics
+    /// If a length in `args` does not fit `planner` and `plan`.
+    pub fn forward(
+        &self,
+        planner: &PrefillPlanner,
+        plan: PrefillPlan,
+        args: &PrefillArgs<'_>,
+    ) -> Result<(), GpuError> {
+        let PrefillPlanner { layout, heads, .. } = *planner;
+        let (dim, kv_heads) = (layout.head_dim, layout.kv_heads);
+        if plan.items == 0 {
+            return Ok(());
+        }
+        assert!(
+            args.q_stride >= heads * dim && args.q_stride.is_multiple_of(8),
+            "rows of q"
+        );
+        assert!(args.out.len().is_multiple_of(heads * dim), "rows of out");
+        assert_eq!(args.k.len(), args.v.len());
+        assert!(args.items.len() >= plan.entries(), "entries of the work list");
+        assert!(
+            args.scratch.len() >= planner.scratch_floats(),
+            "floats of scratch"
+        );
+        assert!(args.scale > 0.0);
+
+        let window = planner
+            .window
+            .map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX));
+        let merges = args.items.range(plan.items..plan.entries());
+        let mut params = [
+            args.q.into(),
+            args.k.into(),
+            args.v.into(),
+            args.runs.into(),
+            args.blocks.into(),
+            args.items.into(),
+            args.out.into(),
+            args.scratch.into(),
+            (args.q_stride as i32).into(),
+            (kv_heads as i32).into(),
+            (planner.group() as i32).into(),
+            layout.block_size.tokens().ilog2().into(),
+            window.into(),
+            (args.scale * LOG2_E).into(),
+            // What only the merge takes.
+            (dim as i32).into(),
+            (tile_rows(dim) as i32).into(),
+        ];
+        let launch = Launch::new([(plan.items * kv_heads) as u32, 1, 1], THREADS as u32)
+            .shared(shared_bytes(dim))
+            .pdl(true);
+        // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
+        unsafe { self.gpu.launch(self.function(dim), launch, &params[..14])? };
+        if plan.merges == 0 {
+            return Ok(());
+        }
+        params[5] = merges.into();
+        let rows_of_block = MERGE_THREADS / 32;
+        let grid = [
+            (plan.merges * kv_heads) as u32,
+            (tile_rows(dim) / rows_of_block) as u32,
+            1,
+        ];
+        let launch = Launch::new(grid, MERGE_THREADS as u32).pdl(true);
+        // SAFETY: as above.
+        unsafe { self.gpu.launch(&self.merge, launch, &params) }
+    }
+
+    fn function(&self, head_dim: usize) -> &Function {
+        let at = HEAD_DIMS.iter().position(|&dim| dim == head_dim);
+        &self.attention[at.expect("the planner has checked the head size")]
+    }
+}
+
+/// Shared memory of a block: its queries and three tiles of keys or values, padded, and two lists of cache rows.
+fn shared_bytes(head_dim: usize) -> usize {
+    let keys = if head_dim <= 128 { 64 } else { 32 };
+    (tile_rows(head_dim) + 3 * keys) * (head_dim + 8) * size_of::<bf16>() + 2 * (keys / 8) * size_of::<i32>()
+}

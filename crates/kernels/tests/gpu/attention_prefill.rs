@@ -1,0 +1,328 @@
+//! Attention of prompts and chunks over the paged cache.
+
+use half::bf16;
+use plimsoll_core::{BlockId, BlockSize, Scratch};
+use plimsoll_device::{Arena, Budget};
+use plimsoll_kernels::cuda::{GpuRun, PrefillArgs, PrefillItem, PrefillKernels};
+use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, attention};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+
+use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
+
+/// One step: queries with padding beside and between the runs, and a cache that is NaN where no token is.
+#[derive(Debug)]
+struct Case {
+    heads: usize,
+    layout: KvLayout,
+    window: Option<usize>,
+    scale: f32,
+    runs: Vec<GpuRun>,
+    blocks: Vec<i32>,
+    rows: usize,
+    q_stride: usize,
+}
+
+struct Data {
+    q: Vec<bf16>,
+    k: Vec<bf16>,
+    v: Vec<bf16>,
+}
+
+impl Case {
+    /// Runs of `(len, context)`.
+    fn new(rng: &mut StdRng, heads: usize, layout: KvLayout, runs: &[(usize, usize)]) -> Self {
+        let tables: Vec<usize> = runs
+            .iter()
+            .map(|&(_, context)| layout.block_size.blocks_for(context))
+            .collect();
+        let used: usize = tables.iter().sum();
+        let mut blocks: Vec<i32> = (0..used as i32 + 3).collect();
+        blocks.shuffle(rng);
+        let (mut rows, mut block_offset) = (0, 0);
+        let mut metas = Vec::new();
+        for (&(len, context), table) in runs.iter().zip(&tables) {
+            rows += rng.random_range(0..2);
+            metas.push(GpuRun {
+                first_row: rows as i32,
+                len: len as i32,
+                context_end: context as i32,
+                block_offset: block_offset as i32,
+            });
+            rows += len;
+            block_offset += table;
+        }
+        let sharpness = [1.0, 8.0][rng.random_range(0..2)];
+        Self {
+            heads,
+            layout,
+            window: None,
+            scale: sharpness / (layout.head_dim as f32).sqrt(),
+            runs: metas,
+            blocks,
+            rows: rows + rng.random_range(0..2),
+            q_stride: heads * layout.head_dim + [0, 24, 512][rng.random_range(0..3)],
+        }
+    }
+
+    fn random(rng: &mut StdRng, head_dim: usize) -> Self {
+        let pick = |rng: &mut StdRng, from: &[usize]| from[rng.random_range(0..from.len())];
+        let layout = KvLayout {
+            kv_heads: pick(rng, &[1, 2, 3]),
+            head_dim,
+            block_size: BlockSize::new(pick(rng, &[8, 16, 32])).expect("a block size"),
+        };
+        let heads = layout.kv_heads * pick(rng, &[1, 2, 3, 4, 7, 8]);
+        let runs: Vec<(usize, usize)> = (0..rng.random_range(1..6))
+            .map(|_| {
+                let most = pick(rng, &[1, 5, 70, 400]);
+                let len = rng.random_range(1..=most);
+                let most = pick(rng, &[0, 40, 900]);
+                (len, len + rng.random_range(0..=most))
+            })
+            .collect();
+        let mut case = Self::new(rng, heads, layout, &runs);
+        case.window = [None, Some(1), Some(50), Some(300), Some(1 << 40)][rng.random_range(0..5)];
+        case
+    }
+
+    fn width(&self) -> usize {
+        self.heads * self.layout.head_dim
+    }
+
+    /// Where the key or value of a position of a run lies.
+    fn slot(&self, run: &GpuRun, kv_head: usize, position: usize) -> usize {
+        let size = self.layout.block_size.tokens();
+        let block = self.blocks[run.block_offset as usize + position / size] as usize;
+        ((block * self.layout.kv_heads + kv_head) * size + position % size) * self.layout.head_dim
+    }
+
+    fn data(&self, rng: &mut StdRng) -> Data {
+        let dim = self.layout.head_dim;
+        let elements = self.layout.elements(self.blocks.len());
+        let mut cache = || {
+            let mut cache = vec![bf16::NAN; elements];
+            for run in &self.runs {
+                for position in 0..run.context_end as usize {
+                    for head in 0..self.layout.kv_heads {
+                        let at = self.slot(run, head, position);
+                        cache[at..at + dim].copy_from_slice(&random(rng, dim));
+                    }
+                }
+            }
+            cache
+        };
+        let (k, v) = (cache(), cache());
+        let mut q = vec![bf16::NAN; self.rows * self.q_stride];
+        for row in self.covered() {
+            q[row * self.q_stride..][..self.width()].copy_from_slice(&random(rng, self.width()));
+        }
+        Data { q, k, v }
+    }
+
+    /// Rows that belong to a run.
+    fn covered(&self) -> Vec<usize> {
+        let rows = |run: &GpuRun| run.first_row as usize..(run.first_row + run.len) as usize;
+        self.runs.iter().flat_map(rows).collect()
+    }
+
+    /// One row, all heads, in f64.
+    fn naive(&self, data: &Data, row: usize) -> Vec<f64> {
+        let dim = self.layout.head_dim;
+        let holds = |run: &&GpuRun| (run.first_row..run.first_row + run.len).contains(&(row as i32));
+        let run = self.runs.iter().find(holds).expect("a covered row");
+        let position = (run.context_end - run.len) as usize + row - run.first_row as usize;
+        let first = self
+            .window
+            .map_or(0, |window| (position + 1).saturating_sub(window));
+        let mut out = Vec::new();
+        for head in 0..self.heads {
+            let kv_head = head / (self.heads / self.layout.kv_heads);
+            let q = &data.q[row * self.q_stride + head * dim..][..dim];
+            let score = |position| {
+                let k = &data.k[self.slot(run, kv_head, position)..][..dim];
+                let dot: f64 = q.iter().zip(k).map(|(a, b)| a.to_f64() * b.to_f64()).sum();
+                dot * f64::from(self.scale)
+            };
+            let scores: Vec<f64> = (first..=position).map(score).collect();
+            let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            let mut sum = vec![0.0; dim];
+            for (i, weight) in weights.iter().enumerate() {
+                let v = &data.v[self.slot(run, kv_head, first + i)..][..dim];
+                sum.iter_mut()
+                    .zip(v)
+                    .for_each(|(sum, v)| *sum += weight * v.to_f64());
+            }
+            out.extend(sum.iter().map(|sum| sum / total));
+        }
+        out
+    }
+
+    fn on_gpu(&self, data: &Data) -> Vec<f32> {
+        let gpu = gpu();
+        let kernels = PrefillKernels::load(&gpu).expect("kernels for this GPU");
+        let planner = kernels
+            .planner(self.layout, self.heads, self.window)
+            .expect("an occupancy");
+        let mut items = vec![PrefillItem::default(); planner.max_entries(self.rows, self.runs.len())];
+        let plan = planner.plan(&self.runs, &mut items);
+        items.truncate(plan.entries());
+        let (q, k, v) = (
+            upload(&gpu, &data.q),
+            upload(&gpu, &data.k),
+            upload(&gpu, &data.v),
+        );
+        let (runs, blocks, items) = (
+            upload(&gpu, &self.runs),
+            upload(&gpu, &self.blocks),
+            upload(&gpu, &items),
+        );
+        let scratch = poisoned::<f32>(&gpu, planner.scratch_floats());
+        let out = poisoned::<bf16>(&gpu, self.rows * self.width());
+        let args = PrefillArgs {
+            q: q.slice().range(0..data.q.len()),
+            q_stride: self.q_stride,
+            k: k.slice().range(0..data.k.len()),
+            v: v.slice().range(0..data.v.len()),
+            runs: runs.slice().range(0..self.runs.len()),
+            blocks: blocks.slice().range(0..self.blocks.len()),
+            items: items.slice().range(0..plan.entries()),
+            out: out.slice().range(0..self.rows * self.width()),
+            scratch: scratch.slice(),
+            scale: self.scale,
+        };
+        kernels.forward(&planner, plan, &args).expect("launches");
+        gpu.synchronize().expect("the kernels end");
+        widen(&download(&gpu, &out, self.rows * self.width()))
+    }
+
+    /// Its cache holds keys transposed, and its queries are packed.
+    fn on_cpu(&self, data: &Data) -> Vec<f32> {
+        let (dim, size) = (self.layout.head_dim, self.layout.block_size.tokens());
+        let v = widen(&data.v);
+        let mut k = widen(&data.k);
+        for (head, from) in k
+            .chunks_exact_mut(dim * size)
+            .zip(data.k.chunks_exact(dim * size))
+        {
+            for (i, x) in head.iter_mut().enumerate() {
+                *x = from[i % size * dim + i / size].to_f32();
+            }
+        }
+        let blocks: Vec<BlockId> = self.blocks.iter().map(|&block| BlockId(block as u32)).collect();
+        let (mut q, mut runs, mut rows) = (Vec::new(), Vec::new(), 0);
+        for run in &self.runs {
+            for row in run.first_row..run.first_row + run.len {
+                q.extend(widen(&data.q[row as usize * self.q_stride..][..self.width()]));
+            }
+            let len = run.len as usize;
+            runs.push(RunMeta {
+                first_row: rows,
+                len,
+                start: run.context_end as usize - len,
+                blocks: &blocks[run.block_offset as usize..],
+            });
+            rows += len;
+        }
+        let arena = Arena::new(&Budget::new(1 << 32), Scratch::Growable).expect("an empty arena");
+        let options = AttentionOptions {
+            scale: self.scale,
+            window: self.window,
+        };
+        let kv = PagedKv {
+            k: &k,
+            v: &v,
+            layout: self.layout,
+        };
+        let mut packed = vec![f32::NAN; q.len()];
+        attention::<f32>(&q, kv, &runs, options, &mut packed, &arena).expect("room");
+        let mut out = vec![f32::NAN; self.rows * self.width()];
+        for (row, packed) in self.covered().into_iter().zip(packed.chunks_exact(self.width())) {
+            out[row * self.width()..][..self.width()].copy_from_slice(packed);
+        }
+        out
+    }
+
+    /// Every row of a run is written and no other; some of them (all of a small step) against the reference.
+    fn check(&self, rng: &mut StdRng, tolerance: f64, attend: impl Fn(&Self, &Data) -> Vec<f32>) {
+        let data = self.data(rng);
+        let out = attend(self, &data);
+        let mut covered = self.covered();
+        let what = format!(
+            "{} heads, {:?}, window {:?}, scale {}, {:?}",
+            self.heads, self.layout, self.window, self.scale, self.runs
+        );
+        for (row, values) in out.chunks_exact(self.width()).enumerate() {
+            if covered.contains(&row) {
+                assert!(values.iter().all(|x| x.is_finite()), "row {row}: {what}");
+            } else {
+                assert!(values.iter().all(|x| x.is_nan()), "row {row} is no run's: {what}");
+            }
+        }
+        covered.shuffle(rng);
+        covered.truncate(100);
+        let of = |row: &usize| out[row * self.width()..][..self.width()].to_vec();
+        let got: Vec<f32> = covered.iter().flat_map(of).collect();
+        let reference: Vec<f64> = covered.iter().flat_map(|&row| self.naive(&data, row)).collect();
+        assert_close(&what, &got, &reference, tolerance);
+    }
+}
+
+fn random_steps(name: &str, steps: usize, tolerance: f64, attend: impl Fn(&Case, &Data) -> Vec<f32>) {
+    let mut rng = rng(name);
+    for _ in 0..steps {
+        for head_dim in [64, 96, 128, 256] {
+            Case::random(&mut rng, head_dim).check(&mut rng, tolerance, &attend);
+        }
+    }
+}
+
+#[test]
+fn attention_prefill_of_random_steps_on_the_cpu() {
+    random_steps("attention_prefill", 2, 1e-5, Case::on_cpu);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn attention_prefill_of_random_steps() {
+    random_steps("attention_prefill", 15, 6e-3, Case::on_gpu);
+}
+
+/// Few rows, much context: the context is split.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn attention_prefill_of_short_chunks_over_long_prefixes() {
+    let mut rng = rng("attention_prefill long");
+    for head_dim in [64, 96, 128, 256] {
+        for (len, context) in [(1, 3000), (33, 9000), (64, 20_011)] {
+            let layout = KvLayout {
+                kv_heads: 2,
+                head_dim,
+                block_size: BlockSize::new(16).expect("a block size"),
+            };
+            let mut case = Case::new(&mut rng, 8, layout, &[(len, context), (40, 40), (7, 500)]);
+            case.check(&mut rng, 6e-3, Case::on_gpu);
+            case.window = Some(4097);
+            case.check(&mut rng, 6e-3, Case::on_gpu);
+        }
+    }
+}
+
+/// Enough pieces of work that none is split.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn attention_prefill_of_long_prompts() {
+    let mut rng = rng("attention_prefill prompts");
+    for head_dim in [64, 96, 128, 256] {
+        let layout = KvLayout {
+            kv_heads: 4,
+            head_dim,
+            block_size: BlockSize::new(32).expect("a block size"),
+        };
+        let case = Case::new(&mut rng, 16, layout, &[(4001, 4001), (2048, 6000), (3, 3)]);
+        case.check(&mut rng, 6e-3, Case::on_gpu);
+    }
+}
