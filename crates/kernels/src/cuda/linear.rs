@@ -1,6 +1,7 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 
 mod cublas;
+mod stream;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -12,6 +13,7 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
 use cublas::{Algorithm, CublasLt, Operands, Shape};
+use stream::{Cut, Output, StreamKernels};
 
 /// Weights in a slab that is shared with others and lives as long as any of them.
 #[derive(Clone, Debug)]
@@ -74,13 +76,43 @@ impl GpuLinear {
     }
 }
 
+/// How products of a shape are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Choice {
+    Stream(Cut),
+    Lt(Algorithm),
+}
+
+/// Products that are computed alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    shape: Shape,
+    output: Output,
+}
+
 /// What computes linear layers.
 ///
 /// A row's result depends on that row alone and is the same in every run, but not to the bit on how many rows there are.
 #[derive(Debug)]
 pub struct Linears {
     lt: CublasLt,
-    algorithms: RefCell<HashMap<Shape, Algorithm>>,
+    stream: StreamKernels,
+    choices: RefCell<HashMap<Key, Choice>>,
+    fixed: Option<LinearPath>,
+}
+
+/// A way to compute linear layers, to be fixed in tests and benchmarks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinearPath {
+    /// cuBLASLt, with its own first choice.
+    CublasLt,
+    /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
+    Stream {
+        /// Warps of a thread block side by side along the features: 1, 2, 4 or 8.
+        row_warps: usize,
+        /// Thread blocks that share the inputs: 1, 2, 4 or 8.
+        cluster: usize,
+    },
 }
 
 impl Linears {
@@ -90,12 +122,20 @@ impl Linears {
     /// Opens cuBLASLt and loads the kernels. `workspace` is used by every product.
     ///
     /// # Errors
-    /// [`GpuError`] if the library is missing or does not start.
+    /// [`GpuError`] if the library is missing or does not start, or there are no kernels for this GPU.
     pub fn load(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
         Ok(Self {
             lt: CublasLt::open(gpu, workspace)?,
-            algorithms: RefCell::default(),
+            stream: StreamKernels::load(gpu)?,
+            choices: RefCell::default(),
+            fixed: None,
         })
+    }
+
+    /// Computes everything in one way from now on, for tests and benchmarks.
+    pub fn fix(&mut self, path: Option<LinearPath>) {
+        self.fixed = path;
+        self.choices.borrow_mut().clear();
     }
 
     /// `x` `[m, k]` to `out` `[m, n]`.
@@ -111,7 +151,7 @@ impl Linears {
         linear: &GpuLinear,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
-        self.run(x, linear, out, false)
+        self.run(x, linear, out, Output::Bf16)
     }
 
     /// As [`Self::forward`] with `f32` outputs: logits.
@@ -128,13 +168,34 @@ impl Linears {
         out: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
         assert!(linear.bias.is_none(), "a bias with f32 outputs");
-        self.run(x, linear, out, true)
+        self.run(x, linear, out, Output::F32)
     }
 
-    /// Whether [`Self::forward_silu_mul`] can be used for `m` rows.
-    pub fn fuses_silu_mul(&self, m: usize, linear: &GpuLinear) -> bool {
-        let _ = (m, linear);
-        false
+    /// Whether [`Self::forward_silu_mul`] can, and should, be used for `m` rows; if not, [`Self::forward`] and then
+    /// `silu_mul`.
+    pub fn fuses_silu_mul(&self, m: usize, gate_up: &GpuLinear) -> bool {
+        let key = gate_up.key(m, Output::SiluMul);
+        gate_up.bias.is_none()
+            && gate_up.n.is_multiple_of(2)
+            && matches!(self.choice(&key), Ok(Choice::Stream(_)))
+    }
+
+    /// `silu(gate) * up` of `x` `[m, k]` to `out` `[m, n / 2]`, for the rows for which [`Self::fuses_silu_mul`]. `gate_up` is
+    /// `[n, k]`: gate, then up.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit, or for other numbers of rows.
+    pub fn forward_silu_mul(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        gate_up: &GpuLinear,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert!(gate_up.bias.is_none(), "a bias before silu");
+        self.run(x, gate_up, out, Output::SiluMul)
     }
 
     fn run<T: Pod>(
@@ -142,12 +203,13 @@ impl Linears {
         x: GpuSlice<'_, bf16>,
         linear: &GpuLinear,
         out: GpuSlice<'_, T>,
-        wide: bool,
+        output: Output,
     ) -> Result<(), GpuError> {
-        let shape = linear.shape(x.len(), wide);
-        assert_eq!(x.len(), shape.m * shape.k, "x of [m, {}]", shape.k);
-        assert_eq!(out.len(), shape.m * shape.n, "out of [{}, {}]", shape.m, shape.n);
-        if shape.m == 0 {
+        let key = linear.key(x.len() / linear.k, output);
+        let Shape { m, n, k, .. } = key.shape;
+        assert_eq!(x.len(), m * k, "x of [m, {k}]");
+        assert_eq!(out.len(), m * n, "out of [{m}, {n}]");
+        if m == 0 {
             return Ok(());
         }
         let operands = Operands {
@@ -156,29 +218,61 @@ impl Linears {
             bias: linear.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),
             out: out.ptr(),
         };
-        let algorithm = self.algorithm(&shape)?;
+        let choice = self.choice(&key)?;
         // SAFETY: the lengths were checked; slices cannot outlive their memory, and what follows on the stream is ordered.
-        unsafe { self.lt.run(&shape, &algorithm, &operands) }
+        unsafe { self.launch(&key, choice, &operands) }
     }
 
-    fn algorithm(&self, shape: &Shape) -> Result<Algorithm, GpuError> {
-        if let Some(known) = self.algorithms.borrow().get(shape) {
+    /// # Safety
+    /// As [`CublasLt::run`].
+    unsafe fn launch(&self, key: &Key, choice: Choice, operands: &Operands) -> Result<(), GpuError> {
+        // SAFETY: the caller's promise; a cut is only chosen for products that it can compute.
+        unsafe {
+            match choice {
+                Choice::Stream(cut) => self.stream.run(&key.shape, key.output, cut, operands),
+                Choice::Lt(algorithm) => {
+                    assert!(key.output != Output::SiluMul, "cuBLASLt has no silu_mul");
+                    self.lt.run(&key.shape, &algorithm, operands)
+                }
+            }
+        }
+    }
+
+    fn choice(&self, key: &Key) -> Result<Choice, GpuError> {
+        if let Some(known) = self.choices.borrow().get(key) {
             return Ok(*known);
         }
-        let best = self.lt.algorithms(shape, 1)?[0];
-        self.algorithms.borrow_mut().insert(*shape, best);
-        Ok(best)
+        let cut = match self.fixed {
+            None => self.stream.cuts(&key.shape, key.output).first().copied(),
+            Some(LinearPath::CublasLt) => None,
+            Some(LinearPath::Stream { row_warps, cluster }) => {
+                let cut = Cut { row_warps, cluster };
+                self.stream.can(&key.shape, key.output, cut).then_some(cut)
+            }
+        };
+        let choice = match cut {
+            Some(cut) => Choice::Stream(cut),
+            None => Choice::Lt(self.lt.algorithms(&key.shape, 1)?[0]),
+        };
+        self.choices.borrow_mut().insert(*key, choice);
+        Ok(choice)
     }
 }
 
 impl GpuLinear {
-    fn shape(&self, elements: usize, wide: bool) -> Shape {
-        Shape {
-            m: elements / self.k,
-            n: self.n,
+    fn key(&self, m: usize, output: Output) -> Key {
+        let n = if output == Output::SiluMul {
+            self.n / 2
+        } else {
+            self.n
+        };
+        let shape = Shape {
+            m,
+            n,
             k: self.k,
-            wide,
+            wide: output == Output::F32,
             bias: self.bias.is_some(),
-        }
+        };
+        Key { shape, output }
     }
 }

@@ -15,5 +15,5 @@ mod sample;
 pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner};
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 pub use image::{has_images, load};
-pub use linear::{GpuLinear, GpuWeight, Linears};
+pub use linear::{GpuLinear, GpuWeight, LinearPath, Linears};
 pub use meta::RunMeta as GpuRun;

@@ -1,0 +1,137 @@
+//! Our own kernels for few rows (`kernels/linear.cu`), which are bound by reading the weights.
+
+use plimsoll_device::cuda::{Function, Gpu, GpuError, Launch};
+
+use super::cublas::{Operands, Shape};
+
+/// Most rows the kernels take.
+pub(super) const MAX_ROWS: usize = 32;
+
+/// Constants of `kernels/linear.cu`.
+const WARPS: usize = 8;
+const TILE: usize = 16;
+const CHUNK: usize = 64;
+const RING_BYTES: usize = 64 << 10;
+const INPUT_BYTES: usize = 32 << 10;
+const PAD: usize = 4;
+const MOST_PARTS: usize = 8;
+
+/// What becomes of the sums; `Mode` of `kernels/linear.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Output {
+    Bf16 = 0,
+    F32 = 1,
+    /// `silu(gate) * up` of stacked weights.
+    SiluMul = 2,
+}
+
+/// How a product is cut into thread blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Cut {
+    /// Warps of a block side by side along the features, each with 16; the rest of its 8 warps share k. A power of two.
+    pub(super) row_warps: usize,
+    /// Blocks that share k. A power of two; more than 1 needs compute capability 9.0.
+    pub(super) cluster: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct StreamKernels {
+    gpu: Gpu,
+    /// For up to 8, 16 and 32 rows.
+    functions: [Function; 3],
+}
+
+impl StreamKernels {
+    pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        let module = crate::cuda::load(gpu, "linear")?;
+        let functions = [
+            module.function("linear_8")?,
+            module.function("linear_16")?,
+            module.function("linear_32")?,
+        ];
+        for function in &functions {
+            function.allow_shared(gpu.info().max_shared_bytes)?;
+        }
+        Ok(Self {
+            gpu: gpu.clone(),
+            functions,
+        })
+    }
+
+    /// The cuts that can compute a product, the likeliest first.
+    pub(super) fn cuts(&self, shape: &Shape, output: Output) -> Vec<Cut> {
+        if shape.m > MAX_ROWS || !shape.k.is_multiple_of(CHUNK) {
+            return Vec::new();
+        }
+        let all = [(2, 1), (4, 2), (8, 4), (8, 8), (8, 2), (4, 1), (4, 4), (8, 1)];
+        let mut cuts: Vec<_> = all
+            .map(|(row_warps, cluster)| Cut { row_warps, cluster })
+            .into_iter()
+            .filter(|cut| self.can(shape, output, *cut))
+            .collect();
+        // A block's part of x should fit, and no block should read more of x than it must.
+        let fits = |cut: &Cut| shape.m * shape.k.div_ceil(cut.cluster) * 2 <= INPUT_BYTES;
+        cuts.sort_by_key(|cut| !fits(cut));
+        cuts
+    }
+
+    /// Whether a cut can compute a product.
+    pub(super) fn can(&self, shape: &Shape, output: Output, cut: Cut) -> bool {
+        let parts = WARPS / cut.row_warps;
+        shape.m <= MAX_ROWS
+            && shape.k.is_multiple_of(CHUNK)
+            && (output != Output::SiluMul || cut.row_warps >= 2)
+            && (cut.cluster == 1 || self.gpu.info().compute_capability >= (9, 0))
+            && parts * cut.cluster <= MOST_PARTS
+            && 2 * shape.m * parts * CHUNK * 2 <= INPUT_BYTES
+            && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
+    }
+
+    /// Launches a product. `shape.n` counts outputs, of which [`Output::SiluMul`] has half as many as rows of weights.
+    ///
+    /// # Safety
+    /// As [`CublasLt::run`](super::cublas::CublasLt::run); the cut must be one that [`Self::can`] compute the product.
+    pub(super) unsafe fn run(
+        &self,
+        shape: &Shape,
+        output: Output,
+        cut: Cut,
+        operands: &Operands,
+    ) -> Result<(), GpuError> {
+        let Operands { x, weight, bias, out } = *operands;
+        let args = [
+            x.into(),
+            weight.into(),
+            bias.into(),
+            out.into(),
+            (shape.m as i32).into(),
+            (shape.n as i32).into(),
+            (shape.k as i32).into(),
+            (cut.row_warps as i32).into(),
+            (output as i32).into(),
+        ];
+        let features = cut.row_warps * TILE / if output == Output::SiluMul { 2 } else { 1 };
+        let blocks = shape.n.div_ceil(features);
+        // One wave, in which every cluster gets as many blocks of features as any other, give or take one.
+        let clusters = (self.gpu.info().sm_count / cut.cluster).max(1);
+        let rounds = blocks.div_ceil(clusters);
+        let grid = blocks.div_ceil(rounds) * cut.cluster;
+        let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
+            .shared(shared_bytes(shape.m, cut))
+            .cluster(cut.cluster as u32)
+            .pdl(true);
+        let function = &self.functions[tiles(shape.m).trailing_zeros() as usize];
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu.
+        unsafe { self.gpu.launch(function, launch, &args) }
+    }
+}
+
+/// Tiles of 8 rows of the kernel for `m` rows.
+fn tiles(m: usize) -> usize {
+    m.div_ceil(8).next_power_of_two()
+}
+
+fn shared_bytes(m: usize, cut: Cut) -> usize {
+    let parts = WARPS / cut.row_warps;
+    RING_BYTES + INPUT_BYTES + parts * tiles(m) * 8 * (cut.row_warps * TILE + PAD) * 4
+}

@@ -1,0 +1,356 @@
+// Linear layers for a few rows, out[m, n] = x[m, k] . weight[n, k]^T (+ bias), at the speed of reading the weights.
+//
+// A warp multiplies 16 output features with all rows by mma.m16n8k16: the weights are the 16-row operand, the rows of x
+// the columns of the other. The order of k within a product is free as long as both operands agree, so a lane takes 8
+// consecutive inputs where the instruction's layout would have it take 4 pairs: every access is 16 bytes wide.
+//
+// Weights pass through a ring in shared memory that works as a deeper register file: a lane copies exactly what it
+// reads itself, so a warp never waits for another one. The first stages, and prefetches to L2 behind them, are
+// requested before the wait for the kernel ahead: weights never change, and the memory stays busy between kernels.
+//
+// The 8 warps of a block are `row_warps` groups of features times as many parts of k as that leaves. The blocks of a
+// cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
+// are added in a fixed order.
+#include "mma.cuh"
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kTile = 16;            // output features of a warp
+constexpr int kChunk = 64;           // inputs of a stage
+constexpr int kStages = 4;           // of a warp's ring
+constexpr int kLanePieces = 4;       // 16-byte pieces of a stage that a lane copies
+constexpr int kRowPieces = kChunk / 8;  // and of a chunk of a row of x
+constexpr int kRingBytes = kWarps * kStages * kLanePieces * kWarp * 16;
+constexpr int kInputBytes = 32 << 10;
+constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
+constexpr int kPrefetchBytes = 64 << 10;
+constexpr int kMostParts = 8;
+
+enum Mode { kBf16 = 0, kF32 = 1, kSiluMul = 2 };
+
+struct Problem {
+    const bf16* x;
+    const bf16* weight;  // of kSiluMul [2 n, k]: gate, up
+    const bf16* bias;    // null for none; never of kSiluMul
+    void* out;
+    int m, n, k;
+    int row_warps;
+    int mode;
+};
+
+__device__ __forceinline__ int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+#else
+    return 0;
+#endif
+}
+
+__device__ __forceinline__ int cluster_size() {
+#if __CUDA_ARCH__ >= 900
+    int size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+#else
+    return 1;
+#endif
+}
+
+// The two halves of a barrier among the threads of a cluster.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
+// Two floats from the shared memory of a block of the cluster, at the address that `from` has in this one.
+__device__ __forceinline__ float2 load_remote(const float* from, int rank) {
+    float2 v;
+#if __CUDA_ARCH__ >= 900
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(from)), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+#else
+    v = *reinterpret_cast<const float2*>(from);
+#endif
+    return v;
+}
+
+__device__ __forceinline__ void prefetch(const bf16* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_all_async() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// How a problem is cut: the same in all threads of a cluster but for the warp's own coordinates.
+struct Cut {
+    int blocks;         // of output features
+    int outputs;        // of a block
+    int begin, end;     // chunks of k of this thread block
+    int phase;          // chunks of x that are in shared memory at once
+    int row_warp;
+    int part, parts;    // of k, among this block's warps
+
+    __device__ Cut(const Problem& p, int warp) {
+        row_warp = warp & (p.row_warps - 1);
+        part = warp / p.row_warps;
+        parts = kWarps / p.row_warps;
+        outputs = p.row_warps * kTile / (p.mode == kSiluMul ? 2 : 1);
+        blocks = (p.n + outputs - 1) / outputs;
+        const int chunks = p.k / kChunk, size = cluster_size(), rank = cluster_rank();
+        begin = chunks * rank / size;
+        end = chunks * (rank + 1) / size;
+        // All of it, if that fits, or two buffers.
+        const int chunk_bytes = p.m * kChunk * int(sizeof(bf16));
+        const int largest = (chunks + size - 1) / size;
+        phase = largest;
+        if (largest * chunk_bytes > kInputBytes) phase = max(kInputBytes / 2 / chunk_bytes / parts, 1) * parts;
+    }
+
+    // First weight of a row of this warp's tile; rows past the end repeat the last one and are not stored.
+    __device__ const bf16* weights(const Problem& p, int block, int row) const {
+        int at = block * outputs;
+        if (p.mode == kSiluMul) {
+            at = min(at + (row_warp >> 1) * kTile + row, p.n - 1) + (row_warp & 1) * p.n;
+        } else {
+            at = min(at + row_warp * kTile + row, p.n - 1);
+        }
+        return p.weight + size_t(at) * p.k;
+    }
+};
+
+// Starts to copy a phase of x: [m][phase chunks], with the halves of a chunk swapped in odd rows against bank conflicts.
+__device__ __forceinline__ void copy_inputs(bf16* to, const Problem& p, const Cut& cut, int first) {
+    const int pieces = (min(first + cut.phase, cut.end) - first) * kRowPieces;
+    for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
+        const int row = i / pieces, piece = i % pieces;
+        const int swapped = piece ^ ((row & 1) * (kRowPieces / 2));
+        copy_async(to + (row * cut.phase * kRowPieces + swapped) * 8,
+                   p.x + size_t(row) * p.k + first * kChunk + piece * 8, true);
+    }
+}
+
+// Adds the parts of a pair of outputs: `sums` is that pair in the first part of each block.
+__device__ __forceinline__ float2 add_parts(const float* sums, int parts, int stride) {
+    const int count = parts * cluster_size();
+    float2 value[kMostParts];
+#pragma unroll
+    for (int i = 0; i < kMostParts; ++i) {
+        if (i < count) value[i] = load_remote(sums + (i & (parts - 1)) * stride, i / parts);
+    }
+    float2 sum = value[0];
+#pragma unroll
+    for (int i = 1; i < kMostParts; ++i) {
+        if (i < count) sum.x += value[i].x, sum.y += value[i].y;
+    }
+    return sum;
+}
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+
+// One or two neighbouring outputs of a row.
+__device__ __forceinline__ void store(const Problem& p, int row, int column, float2 v) {
+    if (p.bias != nullptr) {
+        v.x += __bfloat162float(p.bias[column]);
+        if (column + 1 < p.n) v.y += __bfloat162float(p.bias[column + 1]);
+    }
+    const size_t at = size_t(row) * p.n + column;
+    const bool pair = (p.n & 1) == 0;
+    if (p.mode == kF32) {
+        float* out = static_cast<float*>(p.out) + at;
+        if (pair) {
+            *reinterpret_cast<float2*>(out) = v;
+        } else {
+            out[0] = v.x;
+            if (column + 1 < p.n) out[1] = v.y;
+        }
+    } else {
+        bf16* out = static_cast<bf16*>(p.out) + at;
+        if (pair) {
+            *reinterpret_cast<bf162*>(out) = __floats2bfloat162_rn(v.x, v.y);
+        } else {
+            out[0] = __float2bfloat16(v.x);
+            if (column + 1 < p.n) out[1] = __float2bfloat16(v.y);
+        }
+    }
+}
+
+// Up to 8 * Tiles rows.
+template <int Tiles>
+__device__ __forceinline__ void run(const Problem& p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int group = lane / 4, quad = lane % 4;
+    uint4* ring = reinterpret_cast<uint4*>(shared) + warp * kStages * kLanePieces * kWarp + lane;
+    bf16* inputs = reinterpret_cast<bf16*>(shared + kRingBytes);
+    float* sums = reinterpret_cast<float*>(shared + kRingBytes + kInputBytes);
+
+    pdl_launch();
+    const Cut cut(p, warp);
+    const int size = cluster_size(), rank = cluster_rank();
+    const int first_block = blockIdx.x / size, stride = gridDim.x / size;
+
+    // What this lane requests next.
+    int next_block = first_block, next_chunk = cut.begin + cut.part, next_stage = 0;
+    const bf16 *low = nullptr, *high = nullptr;
+    auto enter_block = [&] {
+        low = cut.weights(p, next_block, group) + quad * 8;
+        high = cut.weights(p, next_block, group + 8) + quad * 8;
+    };
+    auto request = [&] {
+        if (next_block < cut.blocks && next_chunk >= cut.end) {
+            next_block += stride;
+            next_chunk = cut.begin + cut.part;
+            if (next_block < cut.blocks) enter_block();
+        }
+        if (next_block < cut.blocks && next_chunk < cut.end) {
+            uint4* to = ring + next_stage * kLanePieces * kWarp;
+            const int at = next_chunk * kChunk;
+            copy_async(to, low + at, true);
+            copy_async(to + kWarp, high + at, true);
+            copy_async(to + 2 * kWarp, low + at + kChunk / 2, true);
+            copy_async(to + 3 * kWarp, high + at + kChunk / 2, true);
+            next_chunk += cut.parts;
+        }
+        next_stage = (next_stage + 1) % kStages;
+        commit_async();
+    };
+    if (next_block < cut.blocks) enter_block();
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) request();
+
+    // Behind the ring's part of the first block, by one thread a row.
+    if (first_block < cut.blocks && cut.part == 0 && lane < kTile) {
+        const int from = cut.begin + kStages * cut.parts;
+        const int wanted = kPrefetchBytes / (p.row_warps * kTile * kChunk * int(sizeof(bf16)));
+        const int count = min(cut.end - from, wanted);
+        if (count > 0) {
+            prefetch(cut.weights(p, first_block, lane) + from * kChunk, count * kChunk * int(sizeof(bf16)));
+        }
+    }
+
+    pdl_wait();
+    const bool resident = cut.phase >= cut.end - cut.begin;
+    const int buffer = resident ? 0 : p.m * cut.phase * kChunk;
+    int odd = 0;
+    bool fresh = true;
+    int consumed = kStages;
+    if (first_block < cut.blocks) copy_inputs(inputs, p, cut, cut.begin);
+    wait_all_async();
+    __syncthreads();
+
+    const bf16* row[Tiles];
+    int swap[Tiles];
+#pragma unroll
+    for (int j = 0; j < Tiles; ++j) {
+        // Rows past the end repeat the last one: a column of a product reaches no other.
+        const int token = min(j * 8 + group, p.m - 1);
+        row[j] = inputs + token * cut.phase * kChunk + quad * 8;
+        swap[j] = (token & 1) * (kChunk / 2);
+    }
+
+    const int rows = p.row_warps * kTile + kPad;
+    int stage = 0;
+    for (int block = first_block; block < cut.blocks; block += stride) {
+        float acc[Tiles][4] = {};
+        for (int first = cut.begin; first < cut.end; first += cut.phase) {
+            if (!resident) {
+                if (!fresh) {
+                    // This phase of x was requested before the request of the stage `consumed` stages back.
+                    if (consumed >= kStages) {
+                        wait_async<kStages - 1>();
+                    } else {
+                        wait_all_async();
+                    }
+                    __syncthreads();
+                    odd ^= 1;
+                }
+                fresh = false;
+                consumed = 0;
+                const bool wraps = first + cut.phase >= cut.end;
+                if (!wraps || block + stride < cut.blocks) {
+                    copy_inputs(inputs + (odd ^ 1) * buffer, p, cut, wraps ? cut.begin : first + cut.phase);
+                }
+            }
+            const int last = min(first + cut.phase, cut.end);
+            for (int chunk = first + cut.part; chunk < last; chunk += cut.parts) {
+                wait_async<kStages - 1>();
+                const uint4* from = ring + stage * kLanePieces * kWarp;
+                uint4 w[kLanePieces];
+#pragma unroll
+                for (int i = 0; i < kLanePieces; ++i) w[i] = from[i * kWarp];
+                stage = (stage + 1) % kStages;
+                request();
+                ++consumed;
+                const int at = odd * buffer + (chunk - first) * kChunk;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint4 l = w[half * 2], h = w[half * 2 + 1];
+                    const uint32_t even[4] = {l.x, h.x, l.y, h.y}, second[4] = {l.z, h.z, l.w, h.w};
+#pragma unroll
+                    for (int j = 0; j < Tiles; ++j) {
+                        const int swapped = (half * (kChunk / 2)) ^ swap[j];
+                        const uint4 v = *reinterpret_cast<const uint4*>(row[j] + at + swapped);
+                        mma(acc[j], even, v.x, v.y);
+                        mma(acc[j], second, v.z, v.w);
+                    }
+                }
+            }
+        }
+
+        // The block before may still be read by the cluster.
+        if (block != first_block) cluster_wait();
+        float* mine = sums + cut.part * Tiles * 8 * rows + cut.row_warp * kTile + group;
+#pragma unroll
+        for (int j = 0; j < Tiles; ++j) {
+            float* to = mine + (j * 8 + quad * 2) * rows;
+            to[0] = acc[j][0];
+            to[rows] = acc[j][1];
+            to[8] = acc[j][2];
+            to[rows + 8] = acc[j][3];
+        }
+        cluster_arrive();
+        cluster_wait();
+        const int pairs = cut.outputs / 2;
+        for (int i = rank * kThreads + threadIdx.x; i < p.m * pairs; i += size * kThreads) {
+            const int token = i / pairs, column = i % pairs * 2;
+            if (block * cut.outputs + column >= p.n) continue;
+            const float* from = sums + token * rows;
+            float2 v;
+            if (p.mode == kSiluMul) {
+                from += column / kTile * 2 * kTile + column % kTile;
+                const float2 gate = add_parts(from, cut.parts, Tiles * 8 * rows);
+                v = add_parts(from + kTile, cut.parts, Tiles * 8 * rows);
+                v.x *= silu(gate.x);
+                v.y *= silu(gate.y);
+            } else {
+                v = add_parts(from + column, cut.parts, Tiles * 8 * rows);
+            }
+            store(p, token, block * cut.outputs + column, v);
+        }
+        cluster_arrive();
+    }
+    if (first_block < cut.blocks) cluster_wait();
+}
+
+#define LINEAR(NAME, TILES)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
+        NAME(const bf16* x, const bf16* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps, int mode) { \
+        run<TILES>(Problem{x, weight, bias, out, m, n, k, row_warps, mode});                                            \
+    }
+
+LINEAR(linear_8, 1)
+LINEAR(linear_16, 2)
+LINEAR(linear_32, 4)
