@@ -4,6 +4,7 @@
 
 mod attention_prefill;
 mod common;
+mod linear;
 
 type Bench = fn(&plimsoll_device::cuda::Gpu);
 
@@ -11,7 +12,10 @@ fn main() {
     let wanted: Vec<String> = std::env::args().skip(1).collect();
     let gpu = plimsoll_device::cuda::Gpu::open(0).expect("an NVIDIA GPU");
     // One entry per operation: name and benchmark.
-    let all: [(&str, Bench); 1] = [("attention_prefill", attention_prefill::bench)];
+    let all: [(&str, Bench); 2] = [
+        ("attention_prefill", attention_prefill::bench),
+        ("linear", linear::bench),
+    ];
     for (name, bench) in all {
         if wanted.is_empty() || wanted.iter().any(|w| w == name) {
             println!("== {name}");

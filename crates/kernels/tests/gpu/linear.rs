@@ -1,0 +1,307 @@
+//! Linear layers: every way to compute them against `x Wᵀ + b` in `f64`.
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_core::{Component, Scratch};
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
+use plimsoll_device::{Arena, Budget, Pod};
+use plimsoll_kernels::cuda::{GpuLinear, GpuWeight, LinearPath, Linears};
+use plimsoll_kernels::{Linear, Matrix, WeightType, silu_mul};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+
+use crate::common;
+
+/// Sums of products are within this of the reference, rounded to bf16 once.
+const TOLERANCE: f64 = 4e-3;
+
+struct Case {
+    m: usize,
+    n: usize,
+    k: usize,
+    x: Vec<bf16>,
+    weight: Vec<bf16>,
+    bias: Option<Vec<bf16>>,
+}
+
+impl Case {
+    fn random(rng: &mut StdRng, m: usize, n: usize, k: usize, bias: bool) -> Self {
+        Self {
+            m,
+            n,
+            k,
+            x: common::random(rng, m * k),
+            weight: common::random(rng, n * k),
+            bias: bias.then(|| common::random(rng, n)),
+        }
+    }
+
+    fn reference(&self) -> Vec<f64> {
+        let dot =
+            |x: &[bf16], w: &[bf16]| -> f64 { x.iter().zip(w).map(|(x, w)| x.to_f64() * w.to_f64()).sum() };
+        let rows = self.x.chunks_exact(self.k);
+        rows.flat_map(|x| {
+            let outputs = self.weight.chunks_exact(self.k).enumerate();
+            outputs.map(move |(at, w)| dot(x, w) + self.bias.as_ref().map_or(0.0, |bias| bias[at].to_f64()))
+        })
+        .collect()
+    }
+
+    /// `silu(gate) * up` of the reference.
+    fn reference_silu_mul(&self) -> Vec<f64> {
+        let rows = self.reference();
+        let rows = rows.chunks_exact(self.n);
+        rows.flat_map(|row| {
+            let (gate, up) = row.split_at(self.n / 2);
+            let pairs: Vec<f64> = gate
+                .iter()
+                .zip(up)
+                .map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up)
+                .collect();
+            pairs
+        })
+        .collect()
+    }
+
+    fn what(&self, way: &str) -> String {
+        let Self { m, n, k, bias, .. } = self;
+        format!("{way} [{m}, {k}] x [{n}, {k}] bias {}", bias.is_some())
+    }
+
+    fn layer(&self, gpu: &Gpu) -> GpuLinear {
+        let mut elements = self.weight.clone();
+        elements.extend(self.bias.iter().flatten());
+        let slab = Arc::new(common::upload(gpu, &elements));
+        let split = self.n * self.k;
+        let bias = self
+            .bias
+            .as_ref()
+            .map(|_| GpuWeight::new(&slab, split..split + self.n));
+        GpuLinear::new(GpuWeight::new(&slab, 0..split), bias, self.n, self.k)
+    }
+}
+
+fn linears(gpu: &Gpu) -> Linears {
+    let workspace = gpu
+        .alloc(Component::Arena, Linears::WORKSPACE_BYTES)
+        .expect("room");
+    Linears::load(gpu, workspace).expect("cuBLASLt and kernels")
+}
+
+/// Runs `run` on poisoned memory of `len` elements and some more, which must stay as they are.
+fn written<T: Pod>(gpu: &Gpu, len: usize, run: impl FnOnce(&GpuSlab) -> Result<(), GpuError>) -> Vec<T> {
+    let guard = 512 / size_of::<T>();
+    let slab = common::poisoned::<T>(gpu, len + guard);
+    run(&slab).expect("a launch");
+    let mut all: Vec<T> = common::download(gpu, &slab, len + guard);
+    let beyond = all.split_off(len);
+    assert!(
+        bytemuck::cast_slice::<T, u8>(&beyond)
+            .iter()
+            .all(|byte| *byte == 0xff),
+        "written past the end"
+    );
+    all
+}
+
+fn forward(gpu: &Gpu, linears: &Linears, case: &Case) -> Vec<bf16> {
+    let (layer, x) = (case.layer(gpu), common::upload(gpu, &case.x));
+    let len = case.m * case.n;
+    written(gpu, len, |out| {
+        linears.forward(x.slice(), &layer, out.slice().range(0..len))
+    })
+}
+
+fn check(gpu: &Gpu, linears: &Linears, case: &Case, way: &str) {
+    let reference = case.reference();
+    let out = forward(gpu, linears, case);
+    common::assert_close(&case.what(way), &common::widen(&out), &reference, TOLERANCE);
+    if case.bias.is_some() {
+        return;
+    }
+    let (layer, x) = (case.layer(gpu), common::upload(gpu, &case.x));
+    let len = case.m * case.n;
+    let out: Vec<f32> = written(gpu, len, |out| {
+        linears.forward_f32(x.slice(), &layer, out.slice().range(0..len))
+    });
+    common::assert_close(&case.what(way), &out, &reference, 1e-5);
+    if case.n.is_multiple_of(2) && linears.fuses_silu_mul(case.m, &layer) {
+        let len = len / 2;
+        let out: Vec<bf16> = written(gpu, len, |out| {
+            linears.forward_silu_mul(x.slice(), &layer, out.slice().range(0..len))
+        });
+        let what = case.what(&format!("{way} silu_mul"));
+        common::assert_close(&what, &common::widen(&out), &case.reference_silu_mul(), TOLERANCE);
+    }
+}
+
+fn paths() -> Vec<Option<LinearPath>> {
+    let sizes = [1, 2, 4, 8];
+    let cuts = sizes.iter().flat_map(|&row_warps| {
+        let clusters = sizes.into_iter().filter(move |cluster| *cluster <= row_warps);
+        clusters.map(move |cluster| Some(LinearPath::Stream { row_warps, cluster }))
+    });
+    [None, Some(LinearPath::CublasLt)]
+        .into_iter()
+        .chain(cuts)
+        .collect()
+}
+
+#[test]
+fn cpu_matches_reference() {
+    let mut rng = common::rng("linear on the CPU");
+    for (m, n, k) in [(1, 48, 64), (5, 33, 96), (17, 130, 256)] {
+        let case = Case::random(&mut rng, m, n, k, true);
+        let bytes = bytemuck::cast_slice(&case.weight);
+        let matrix = Matrix::new(WeightType::Bf16, n, k, bytes).expect("a matrix");
+        let bias = case.bias.as_deref().map(common::widen);
+        let budget = Budget::new(1 << 30);
+        let linear = Linear::new(&[matrix], bias.as_deref(), &budget).expect("a layer");
+        let arena = Arena::new(&budget, Scratch::Growable).expect("an arena");
+        let mut out = vec![f32::NAN; m * n];
+        linear
+            .forward(&common::widen(&case.x), &mut out, &arena)
+            .expect("room");
+        common::assert_close(&case.what("CPU"), &out, &case.reference(), 1e-5);
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn gpu_matches_reference() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear");
+    let mut linears = linears(&gpu);
+    for path in paths() {
+        linears.fix(path);
+        let way = path.map_or("default".to_owned(), |path| format!("{path:?}"));
+        for (n, k) in [(16, 64), (96, 192), (130, 576), (257, 1024), (1000, 4096)] {
+            let m = *[1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 70]
+                .choose(&mut rng)
+                .expect("one");
+            for bias in [false, true] {
+                check(&gpu, &linears, &Case::random(&mut rng, m, n, k, bias), &way);
+            }
+        }
+    }
+}
+
+/// Inputs that do not fit in shared memory pass through it in phases.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn wide_inputs() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, wide inputs");
+    let mut linears = linears(&gpu);
+    for path in paths() {
+        linears.fix(path);
+        let way = path.map_or("default".to_owned(), |path| format!("{path:?}"));
+        let m = *[1, 4, 8, 13, 16, 23, 32].choose(&mut rng).expect("one");
+        let k = *[8960, 14336, 18944].choose(&mut rng).expect("one");
+        check(&gpu, &linears, &Case::random(&mut rng, m, 150, k, false), &way);
+    }
+}
+
+/// More features than one wave of thread blocks takes.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn many_outputs() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, many outputs");
+    let mut linears = linears(&gpu);
+    for path in paths() {
+        linears.fix(path);
+        let way = path.map_or("default".to_owned(), |path| format!("{path:?}"));
+        for (m, n, k) in [(1, 49_152, 64), (11, 20_002, 128), (29, 9_999, 320)] {
+            check(&gpu, &linears, &Case::random(&mut rng, m, n, k, false), &way);
+        }
+    }
+}
+
+/// Same bits in every run, whatever the other rows hold.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn rows_are_independent() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, rows");
+    let mut linears = linears(&gpu);
+    for path in paths() {
+        linears.fix(path);
+        for m in [2, 8, 16, 32, 40] {
+            let mut case = Case::random(&mut rng, m, 200, 1024, true);
+            let bits = |out: &[bf16]| -> Vec<u16> { out[..200].iter().map(|x| x.to_bits()).collect() };
+            let first = forward(&gpu, &linears, &case);
+            assert_eq!(
+                bits(&first),
+                bits(&forward(&gpu, &linears, &case)),
+                "{path:?}: two runs"
+            );
+            case.x[1024..].fill(bf16::NAN);
+            assert_eq!(
+                bits(&first),
+                bits(&forward(&gpu, &linears, &case)),
+                "{path:?}: NaN in other rows"
+            );
+        }
+    }
+}
+
+/// A chain in a graph, where kernels start before the ones ahead have ended: every layer sees the whole output of the one
+/// before.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn chain_in_a_graph() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, chain");
+    let linears = linears(&gpu);
+    const WIDTH: usize = 1024;
+    const LAYERS: usize = 24;
+    for m in [1, 8, 16, 32, 64] {
+        let mut cases: Vec<Case> = (0..LAYERS)
+            .map(|_| Case::random(&mut rng, m, WIDTH, WIDTH, false))
+            .collect();
+        let layers: Vec<GpuLinear> = cases.iter().map(|case| case.layer(&gpu)).collect();
+        let x = common::upload(&gpu, &cases[0].x);
+        let outs: Vec<GpuSlab> = (0..LAYERS)
+            .map(|_| common::poisoned::<bf16>(&gpu, m * WIDTH))
+            .collect();
+        let out = |at: usize| outs[at].slice::<bf16>().range(0..m * WIDTH);
+        let graph = gpu.capture(|| {
+            (0..LAYERS).try_for_each(|at| {
+                let x = if at == 0 { x.slice() } else { out(at - 1) };
+                linears.forward(x.range(0..m * WIDTH), &layers[at], out(at))
+            })
+        });
+        let graph = graph.expect("a capture");
+        for _ in 0..20 {
+            for slab in &outs {
+                gpu.fill(slab.slice(), 0xff).expect("a fill");
+            }
+            graph.launch().expect("a launch");
+        }
+        for at in 0..LAYERS {
+            let got: Vec<bf16> = common::download(&gpu, &outs[at], m * WIDTH);
+            common::assert_close(
+                &cases[at].what(&format!("layer {at}")),
+                &common::widen(&got),
+                &cases[at].reference(),
+                TOLERANCE,
+            );
+            // The next layer's input is this one's output as it was rounded; weights of 1 make it grow by about 18 a layer.
+            if at + 1 < LAYERS {
+                cases[at + 1].x = got;
+            }
+        }
+    }
+}
+
+#[test]
+fn cpu_silu_mul_is_the_twin_of_the_fused_one() {
+    let mut rng = common::rng("linear, silu_mul on the CPU");
+    let case = Case::random(&mut rng, 3, 64, 64, false);
+    let gate_up: Vec<f32> = case.reference().iter().map(|x| *x as f32).collect();
+    let mut out = vec![f32::NAN; 3 * 32];
+    silu_mul(&gate_up, 32, &mut out);
+    common::assert_close("silu_mul", &out, &case.reference_silu_mul(), 1e-5);
+}

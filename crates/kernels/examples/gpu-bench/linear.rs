@@ -1,0 +1,167 @@
+//! The linear layers of Llama-3.1-8B's shape: one by one, and as the chain of a decode step.
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_core::Component;
+use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_kernels::cuda::{GpuLinear, GpuWeight, LinearPath, Linears};
+
+use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
+
+const LAYERS: usize = 32;
+const MAX_ROWS: usize = 256;
+
+/// Name, n, k.
+const SHAPES: [(&str, usize, usize); 5] = [
+    ("qkv", 6144, 4096),
+    ("o", 4096, 4096),
+    ("gate_up", 28672, 4096),
+    ("down", 4096, 14336),
+    ("lm_head", 128_256, 4096),
+];
+
+struct Model {
+    /// Of each shape, all layers.
+    layers: Vec<Vec<GpuLinear>>,
+    x: GpuSlab,
+    out: GpuSlab,
+}
+
+impl Model {
+    fn new(gpu: &Gpu) -> Self {
+        let per_layer: usize = SHAPES[..4].iter().map(|(_, n, k)| n * k).sum();
+        let (_, vocab, hidden) = SHAPES[4];
+        let total = per_layer * LAYERS + vocab * hidden;
+        let slab = Arc::new(
+            gpu.alloc(Component::Weights, total * 2)
+                .expect("room for weights"),
+        );
+        noise(gpu, &slab);
+        let mut at = 0;
+        let mut layers: Vec<Vec<GpuLinear>> = SHAPES.iter().map(|_| Vec::new()).collect();
+        for layer in 0..LAYERS {
+            for (shape, &(_, n, k)) in SHAPES.iter().enumerate() {
+                if shape < 4 || layer == 0 {
+                    let weight = GpuWeight::new(&slab, at..at + n * k);
+                    layers[shape].push(GpuLinear::new(weight, None, n, k));
+                    at += n * k;
+                }
+            }
+        }
+        let x = gpu.alloc(Component::Arena, MAX_ROWS * 28672 * 2).expect("room");
+        noise(gpu, &x);
+        let out = gpu.alloc(Component::Arena, MAX_ROWS * vocab * 4).expect("room");
+        Self { layers, x, out }
+    }
+}
+
+/// Fills a slab with pseudo-random values of about 0.01, repeated.
+fn noise(gpu: &Gpu, slab: &GpuSlab) {
+    const BLOCK: usize = 1 << 22;
+    let mut state = 1_u32;
+    let values: Vec<bf16> = (0..BLOCK)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            bf16::from_f32(((state >> 8) as f32 / (1 << 24) as f32 - 0.5) * 0.02)
+        })
+        .collect();
+    let all = slab.slice::<bf16>();
+    let first = BLOCK.min(all.len());
+    gpu.upload(&values[..first], all.range(0..first))
+        .expect("an upload");
+    for at in (BLOCK..all.len()).step_by(BLOCK) {
+        let end = (at + BLOCK).min(all.len());
+        gpu.copy(all.range(0..end - at), all.range(at..end))
+            .expect("a copy");
+    }
+}
+
+pub(crate) fn bench(gpu: &Gpu) {
+    let workspace = gpu
+        .alloc(Component::Runtime, Linears::WORKSPACE_BYTES)
+        .expect("room");
+    let mut linears = Linears::load(gpu, workspace).expect("cuBLASLt and kernels");
+    let model = Model::new(gpu);
+    println!("one kind of layer after another, us; % of the floor");
+    println!(
+        "{:8} {:>4} {:>7} {:>14}  row_warps x cluster",
+        "layer", "m", "floor", "cuBLASLt"
+    );
+    for (shape, (name, n, k)) in SHAPES.iter().enumerate() {
+        for m in [1, 8, 16, 32] {
+            let floor = floor_us(m, *n, *k);
+            print!("{name:8} {m:4} {floor:7.1}");
+            linears.fix(Some(LinearPath::CublasLt));
+            let us = time_layer(gpu, &linears, &model, shape, m);
+            print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
+            for (row_warps, cluster) in [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (8, 8)] {
+                if m * (8 / row_warps) > 128 {
+                    continue;
+                }
+                linears.fix(Some(LinearPath::Stream { row_warps, cluster }));
+                let us = time_layer(gpu, &linears, &model, shape, m);
+                print!(" {row_warps}x{cluster} {us:.1} {:.0}%", 100.0 * floor / us);
+            }
+            println!();
+        }
+    }
+    linears.fix(None);
+    println!(
+        "qkv, o, gate_up (+ silu_mul where fused), down of {LAYERS} layers and lm_head, ms; % of the floor"
+    );
+    for m in [1, 2, 4, 8, 16, 24, 32, 64, 128, 256] {
+        let floor: f64 = SHAPES
+            .iter()
+            .zip(&model.layers)
+            .map(|((_, n, k), layers)| floor_us(m, *n, *k) * layers.len() as f64)
+            .sum();
+        print!("m {m:4} floor {:7.3}", floor / 1e3);
+        for (name, path) in [("ours", None), ("cuBLASLt", Some(LinearPath::CublasLt))] {
+            linears.fix(path);
+            let us = time_us(gpu, 1, |_| chain(&linears, &model, m));
+            print!("   {name} {:7.3} {:5.1}%", us / 1e3, 100.0 * floor / us);
+        }
+        println!();
+    }
+}
+
+fn floor_us(m: usize, n: usize, k: usize) -> f64 {
+    let bytes = 2 * (n * k + m * k + m * n);
+    let operations = 2 * m * n * k;
+    1e6 * (bytes as f64 / READ_BANDWIDTH).max(operations as f64 / BF16_RATE)
+}
+
+fn time_layer(gpu: &Gpu, linears: &Linears, model: &Model, shape: usize, m: usize) -> f64 {
+    let layers = &model.layers[shape];
+    let calls = if layers.len() == 1 { 4 } else { 2 * layers.len() };
+    time_us(gpu, calls, |call| {
+        let layer = &layers[call % layers.len()];
+        let x = model.x.slice().range(0..m * layer.inputs());
+        let len = m * layer.outputs();
+        if layers.len() == 1 {
+            linears.forward_f32(x, layer, model.out.slice().range(0..len))
+        } else {
+            linears.forward(x, layer, model.out.slice().range(0..len))
+        }
+    })
+}
+
+/// All products of a decode step, each reading what the one before wrote.
+fn chain(linears: &Linears, model: &Model, m: usize) -> Result<(), plimsoll_device::cuda::GpuError> {
+    let x = model.x.slice::<bf16>();
+    let out = model.out.slice::<bf16>();
+    for layer in 0..LAYERS {
+        let [qkv, o, gate_up, down] = std::array::from_fn(|shape| &model.layers[shape][layer]);
+        linears.forward(x.range(0..m * 4096), qkv, out.range(0..m * 6144))?;
+        linears.forward(out.range(0..m * 4096), o, x.range(0..m * 4096))?;
+        if linears.fuses_silu_mul(m, gate_up) {
+            linears.forward_silu_mul(x.range(0..m * 4096), gate_up, out.range(0..m * 14336))?;
+        } else {
+            linears.forward(x.range(0..m * 4096), gate_up, out.range(0..m * 28672))?;
+        }
+        linears.forward(out.range(0..m * 14336), down, x.range(0..m * 4096))?;
+    }
+    let logits = model.out.slice::<f32>().range(0..m * 128_256);
+    linears.forward_f32(x.range(0..m * 4096), &model.layers[4][0], logits)
+}
