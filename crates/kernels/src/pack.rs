@@ -3,7 +3,7 @@
 use half::f16;
 
 use crate::dtype::WeightType;
-use crate::format::{Codes, Spec};
+use crate::format::{Codes, Format, Spec};
 use crate::linear::PANEL;
 
 /// Most inputs in a block.
@@ -21,15 +21,21 @@ struct Block {
     codes: [u8; MAX_BLOCK],
 }
 
+impl Block {
+    fn new() -> Self {
+        Self {
+            scale: 0.0,
+            min: 0.0,
+            scales: [1; MAX_GROUPS],
+            mins: [1; MAX_GROUPS],
+            codes: [0; MAX_BLOCK],
+        }
+    }
+}
+
 /// Writes one row of ggml blocks into lane `lane` of a panel.
 pub(crate) fn pack_row(dtype: WeightType, spec: &Spec, row: &[u8], lane: usize, panel: &mut [u8]) {
-    let mut block = Block {
-        scale: 0.0,
-        min: 0.0,
-        scales: [1; MAX_GROUPS],
-        mins: [1; MAX_GROUPS],
-        codes: [0; MAX_BLOCK],
-    };
+    let mut block = Block::new();
     let packed = panel.chunks_exact_mut(spec.block_bytes());
     // A block of ours is a block of ggml's for every type.
     for (source, packed) in row.chunks_exact(dtype.block_bytes()).zip(packed) {
@@ -103,6 +109,26 @@ pub(crate) fn unpack_row(spec: &Spec, panel: &[u8], lane: usize, out: &mut [f32]
                     code |= if bits == 2 { part << 4 } else { part };
                 }
                 *y = scale * (code - spec.offset) as f32 + min;
+            }
+        }
+    }
+}
+
+/// Elements of one row of ggml blocks.
+pub(crate) fn dequantize_row(dtype: WeightType, row: &[u8], out: &mut [f32]) {
+    let spec = Format::of(dtype).expect("floats are not packed in blocks").spec();
+    let mut block = Block::new();
+    let sources = row.chunks_exact(dtype.block_bytes());
+    for (source, out) in sources.zip(out.chunks_exact_mut(spec.block())) {
+        decode(dtype, source, &mut block);
+        let groups = out
+            .chunks_exact_mut(spec.group)
+            .zip(block.codes.chunks_exact(spec.group));
+        for (g, (out, codes)) in groups.enumerate() {
+            let scale = block.scale * f32::from(block.scales[g]);
+            let min = block.min * f32::from(block.mins[g]);
+            for (y, &code) in out.iter_mut().zip(codes) {
+                *y = scale * (i32::from(code) - spec.offset) as f32 + min;
             }
         }
     }

@@ -12,7 +12,7 @@ use plimsoll_kernels::{
 
 use crate::batch::Batch;
 use crate::state::{KvCache, KvElementType};
-use crate::weights::Loader;
+use crate::weights::{LayerTensors, Loader, OuterTensors};
 use crate::{DecoderSpec, ModelError};
 
 /// The decoder's weights.
@@ -45,19 +45,12 @@ struct Layer {
 
 impl Decoder {
     pub(crate) fn load(spec: &DecoderSpec, loader: &mut Loader<'_>) -> Result<Self, ModelError> {
-        let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
-        let mut frequencies = spec.rope.frequencies(spec.head_dim);
-        // GGUF files of Llama 3 spell out the scaling, one divisor per frequency.
-        if let Some(factors) = loader.optional_vector("rope_freqs.weight", frequencies.len())? {
-            frequencies
-                .iter_mut()
-                .zip(&factors)
-                .for_each(|(frequency, factor)| *frequency /= factor);
-        }
-        let embedding = loader.embedding("model.embed_tokens", vocab, hidden)?;
-        let lm_head = match spec.tied_embeddings {
-            true => embedding.tied(),
-            false => Arc::new(loader.linear(&[("lm_head".to_owned(), vocab)], hidden, false)?),
+        let tensors = OuterTensors::new(spec);
+        let factors = loader.optional_vector(&tensors.rope_factors)?;
+        let embedding = loader.embedding(&tensors.embedding)?;
+        let lm_head = match &tensors.lm_head {
+            None => embedding.tied(),
+            Some(stack) => Arc::new(loader.linear(stack)?),
         };
         Ok(Self {
             embedding,
@@ -65,9 +58,9 @@ impl Decoder {
             layers: (0..spec.num_layers)
                 .map(|i| Layer::load(spec, i, loader))
                 .collect::<Result<_, _>>()?,
-            final_norm: loader.vector("model.norm.weight", hidden)?,
+            final_norm: loader.vector(&tensors.final_norm)?,
             spec: spec.clone(),
-            frequencies,
+            frequencies: spec.rope.scaled_frequencies(spec.head_dim, factors.as_deref()),
         })
     }
 
@@ -149,30 +142,19 @@ impl Decoder {
 
 impl Layer {
     fn load(spec: &DecoderSpec, index: usize, loader: &mut Loader<'_>) -> Result<Self, ModelError> {
-        let name = |part: &str| format!("model.layers.{index}.{part}");
-        let (hidden, inner) = (spec.hidden_size, spec.intermediate_size);
-        let (q, kv) = (spec.q_size(), spec.kv_size());
-        let qkv = [
-            (name("self_attn.q_proj"), q),
-            (name("self_attn.k_proj"), kv),
-            (name("self_attn.v_proj"), kv),
-        ];
-        let gate_up = [(name("mlp.gate_proj"), inner), (name("mlp.up_proj"), inner)];
-        let qk_norm = match spec.qk_norm {
-            false => None,
-            true => Some((
-                loader.vector(&name("self_attn.q_norm.weight"), spec.head_dim)?,
-                loader.vector(&name("self_attn.k_norm.weight"), spec.head_dim)?,
-            )),
+        let tensors = LayerTensors::new(spec, index);
+        let qk_norm = match &tensors.qk_norm {
+            None => None,
+            Some([q, k]) => Some((loader.vector(q)?, loader.vector(k)?)),
         };
         Ok(Self {
-            attention_norm: loader.vector(&name("input_layernorm.weight"), hidden)?,
-            qkv: loader.linear(&qkv, hidden, spec.qkv_bias)?,
+            attention_norm: loader.vector(&tensors.attention_norm)?,
+            qkv: loader.linear(&tensors.qkv)?,
             qk_norm,
-            output: loader.linear(&[(name("self_attn.o_proj"), hidden)], q, false)?,
-            mlp_norm: loader.vector(&name("post_attention_layernorm.weight"), hidden)?,
-            gate_up: loader.linear(&gate_up, hidden, false)?,
-            down: loader.linear(&[(name("mlp.down_proj"), hidden)], inner, false)?,
+            output: loader.linear(&tensors.output)?,
+            mlp_norm: loader.vector(&tensors.mlp_norm)?,
+            gate_up: loader.linear(&tensors.gate_up)?,
+            down: loader.linear(&tensors.down)?,
             window: spec.window(index),
         })
     }

@@ -2,6 +2,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use plimsoll_core::Oom;
+use plimsoll_device::cuda::GpuError;
 
 /// Why a model could not be loaded. Every message names the thing at fault.
 #[derive(Debug, thiserror::Error)]
@@ -98,6 +99,9 @@ pub enum ModelError {
         /// The first few names.
         names: String,
     },
+    /// The GPU or its driver refused.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     /// The weights do not fit the device.
     #[error(transparent)]
     Oom(#[from] Oom),

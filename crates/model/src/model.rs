@@ -1,4 +1,4 @@
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, Oom, StateConfig, StepLimits, TokenId};
@@ -69,16 +69,7 @@ impl Model {
     ) -> Result<Arc<Self>, ModelError> {
         let description = Description::read(path)?;
         let spec = &description.config.spec;
-        let source: Box<dyn Source + '_> = match (options.format, &description.gguf) {
-            (LoadFormat::Dummy { seed }, _) => Box::new(DummyWeights {
-                seed,
-                dtype: description.config.dtype.unwrap_or(WeightType::F32),
-            }),
-            (LoadFormat::Auto, Some(file)) => {
-                Box::new(GgufWeights::new(file, description.config.architecture, spec))
-            }
-            (LoadFormat::Auto, None) => Box::new(Checkpoint::open(path)?),
-        };
+        let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, progress);
         let decoder = Decoder::load(spec, &mut loader)?;
         let kv_element = match options.kv_cache_dtype {
@@ -155,17 +146,19 @@ impl Model {
 }
 
 /// All that is known before the weights are read.
-struct Description {
-    config: ModelConfig,
-    generation: GenerationConfig,
+pub(crate) struct Description {
+    path: PathBuf,
+    pub(crate) config: ModelConfig,
+    pub(crate) generation: GenerationConfig,
     gguf: Option<GgufFile>,
 }
 
 impl Description {
-    fn read(path: &Path) -> Result<Self, ModelError> {
+    pub(crate) fn read(path: &Path) -> Result<Self, ModelError> {
         if path.is_dir() {
             let config = ModelConfig::read_json(&path.join("config.json"))?;
             return Ok(Self {
+                path: path.to_owned(),
                 config,
                 generation: GenerationConfig::read(path)?,
                 gguf: None,
@@ -174,9 +167,30 @@ impl Description {
         let file = GgufFile::open(path)?;
         let config = file.config()?;
         Ok(Self {
+            path: path.to_owned(),
             config,
             generation: GenerationConfig::default(),
             gguf: Some(file),
         })
+    }
+
+    /// Where the weights come from.
+    pub(crate) fn source(&self, format: LoadFormat) -> Result<Box<dyn Source + '_>, ModelError> {
+        Ok(match (format, &self.gguf) {
+            (LoadFormat::Dummy { seed }, _) => Box::new(self.dummy(seed)),
+            (LoadFormat::Auto, Some(file)) => Box::new(GgufWeights::new(
+                file,
+                self.config.architecture,
+                &self.config.spec,
+            )),
+            (LoadFormat::Auto, None) => Box::new(Checkpoint::open(&self.path)?),
+        })
+    }
+
+    fn dummy(&self, seed: u64) -> DummyWeights {
+        DummyWeights {
+            seed,
+            dtype: self.config.dtype.unwrap_or(WeightType::F32),
+        }
     }
 }

@@ -42,6 +42,15 @@ impl RopeSpec {
             .map(|pair| self.scaling.apply(frequency(pair)) as f32)
             .collect()
     }
+
+    /// The same, each divided by its factor, where a file spells out the scaling.
+    pub(crate) fn scaled_frequencies(&self, head_dim: usize, factors: Option<&[f32]>) -> Vec<f32> {
+        let mut frequencies = self.frequencies(head_dim);
+        for (frequency, factor) in frequencies.iter_mut().zip(factors.unwrap_or_default()) {
+            *frequency /= factor;
+        }
+        frequencies
+    }
 }
 
 impl RopeScaling {

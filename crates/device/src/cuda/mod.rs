@@ -13,6 +13,7 @@ mod launch;
 mod mapping;
 mod pinned;
 mod slab;
+mod upload;
 
 pub use cudarc::driver::sys;
 
@@ -25,3 +26,4 @@ pub use graph::Graph;
 pub use launch::{Arg, Function, Launch, Module};
 pub use pinned::PinnedSlab;
 pub use slab::{GpuSlab, GpuSlice};
+pub use upload::Uploader;

@@ -1,14 +1,25 @@
 //! The decoder's weights in device memory.
 
+mod convert;
 mod layout;
+mod transfer;
+
+use std::path::Path;
 
 use half::bf16;
-use plimsoll_device::cuda::{GpuSlab, GpuSlice};
+use plimsoll_core::Component;
+use plimsoll_device::Pod;
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
+use plimsoll_kernels::cuda::{FusedKernels, rope_turns};
 
-use crate::DecoderSpec;
-use layout::{Layout, Span};
+use crate::model::Description;
+use crate::weights::{Checked, OuterTensors, Vector};
+use crate::{DecoderSpec, LoadFormat, ModelError, Progress};
+use convert::Job;
+use layout::{Layout, Part, Span};
+use transfer::transfer;
 
-/// All weights of a decoder on a GPU, in one piece of memory: `bf16`, matrices row-major, `[outputs, inputs]`.
+/// All weights of a decoder on a GPU, in one piece of memory. Matrices are row-major, `[outputs, inputs]`.
 #[derive(Debug)]
 pub struct GpuWeights {
     spec: DecoderSpec,
@@ -20,17 +31,17 @@ pub struct GpuWeights {
 #[derive(Clone, Copy, Debug)]
 pub struct GpuLayer<'a> {
     /// `[hidden]`.
-    pub attention_norm: GpuSlice<'a, bf16>,
+    pub attention_norm: GpuSlice<'a, f32>,
     /// q, k and v, stacked: `[q_size + 2 * kv_size, hidden]`.
     pub qkv: GpuSlice<'a, bf16>,
     /// `[q_size + 2 * kv_size]`.
     pub qkv_bias: Option<GpuSlice<'a, bf16>>,
     /// Norms of the heads of q and of k, `[head_dim]` each.
-    pub qk_norm: Option<[GpuSlice<'a, bf16>; 2]>,
+    pub qk_norm: Option<[GpuSlice<'a, f32>; 2]>,
     /// `[hidden, q_size]`.
     pub output: GpuSlice<'a, bf16>,
     /// `[hidden]`.
-    pub mlp_norm: GpuSlice<'a, bf16>,
+    pub mlp_norm: GpuSlice<'a, f32>,
     /// Gate and up, stacked: `[2 * inner, hidden]`.
     pub gate_up: GpuSlice<'a, bf16>,
     /// `[hidden, inner]`.
@@ -40,6 +51,89 @@ pub struct GpuLayer<'a> {
 }
 
 impl GpuWeights {
+    /// Loads the weights of a model directory or a GGUF file; `progress` hears of every few megabytes.
+    ///
+    /// # Errors
+    /// [`ModelError`], which names what is at fault. [`ModelError::Oom`] if the weights do not fit.
+    pub fn load(
+        path: &Path,
+        format: LoadFormat,
+        gpu: &Gpu,
+        kernels: &FusedKernels,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Self, ModelError> {
+        Self::load_described(&Description::read(path)?, format, gpu, kernels, progress)
+    }
+
+    /// As [`Self::load`], of a model that is already described.
+    pub(crate) fn load_described(
+        description: &Description,
+        format: LoadFormat,
+        gpu: &Gpu,
+        kernels: &FusedKernels,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Self, ModelError> {
+        let spec = &description.config.spec;
+        let source = description.source(format)?;
+        let mut tensors = Checked::new(&*source);
+        let mut done = Progress {
+            done: 0,
+            total: tensors.total_bytes(),
+        };
+        let layout = Layout::new(spec);
+        let bytes = layout.as_ref().map_or(u64::MAX, |layout| layout.bytes as u64);
+        let Some(layout) = layout.filter(|_| bytes <= gpu.info().total_bytes) else {
+            return Err(gpu.budget().oom(Component::Weights, bytes).into());
+        };
+        let jobs = match format {
+            LoadFormat::Auto => jobs(&mut tensors, layout.parts(spec)),
+            // Matrices are made on the device.
+            LoadFormat::Dummy { .. } => jobs(
+                &mut tensors,
+                layout.parts(spec).filter(|part| part.cols.is_none()),
+            ),
+        }?;
+        let factors = rope_factors(&mut tensors, spec)?;
+        tensors.finish()?;
+
+        let slab = gpu.alloc(Component::Weights, layout.bytes)?;
+        let weights = Self {
+            spec: spec.clone(),
+            layout,
+            slab,
+        };
+        let frequencies = spec.rope.scaled_frequencies(spec.head_dim, factors.as_deref());
+        gpu.upload(&rope_turns(&frequencies), weights.turns())?;
+        if let LoadFormat::Dummy { seed } = format {
+            weights.fill_matrices(kernels, seed)?;
+            gpu.synchronize()?;
+        }
+        transfer(gpu, &weights.slab, &jobs, |bytes| {
+            done.done += bytes as u64;
+            progress(done);
+        })?;
+        Ok(weights)
+    }
+
+    /// Random matrices that keep the variance of what they are applied to.
+    fn fill_matrices(&self, kernels: &FusedKernels, seed: u64) -> Result<(), GpuError> {
+        let matrices = self.layout.parts(&self.spec);
+        for (index, part) in (0_u64..).zip(matrices) {
+            if let Some(inputs) = part.cols {
+                let span = Span {
+                    start: part.start,
+                    len: part.bytes(),
+                };
+                kernels.fill_random(
+                    self.view(span),
+                    seed.wrapping_add(index),
+                    1.0 / (inputs as f32).sqrt(),
+                )?;
+            }
+        }
+        Ok(())
+    }
+
     /// The network.
     pub fn spec(&self) -> &DecoderSpec {
         &self.spec
@@ -61,13 +155,13 @@ impl GpuWeights {
     }
 
     /// `[hidden]`.
-    pub fn final_norm(&self) -> GpuSlice<'_, bf16> {
+    pub fn final_norm(&self) -> GpuSlice<'_, f32> {
         self.view(self.layout.final_norm)
     }
 
-    /// Radians per position of each pair of a head's elements, `[head_dim / 2]`.
-    pub fn frequencies(&self) -> GpuSlice<'_, f32> {
-        self.slab.slice::<u8>().range(self.layout.frequencies.range()).cast()
+    /// The rotary frequencies as [`rope_turns`], `[head_dim / 2, 2]`.
+    pub fn turns(&self) -> GpuSlice<'_, f32> {
+        self.view(self.layout.turns)
     }
 
     /// Block `index`.
@@ -75,22 +169,43 @@ impl GpuWeights {
     /// # Panics
     /// If there is none.
     pub fn layer(&self, index: usize) -> GpuLayer<'_> {
-        let layer = &self.layout.layers[index];
-        let view = |span: Span| self.view(span);
+        assert!(
+            index < self.spec.num_layers,
+            "block {index} of {}",
+            self.spec.num_layers
+        );
+        let (layer, base) = (&self.layout.layer, self.layout.layer_start(index));
+        let matrix = |span: Span| self.view(span.after(base));
+        let norm = |span: Span| self.view(span.after(base));
         GpuLayer {
-            attention_norm: view(layer.attention_norm),
-            qkv: view(layer.qkv),
-            qkv_bias: layer.qkv_bias.map(view),
-            qk_norm: layer.qk_norm.map(|norms| norms.map(view)),
-            output: view(layer.output),
-            mlp_norm: view(layer.mlp_norm),
-            gate_up: view(layer.gate_up),
-            down: view(layer.down),
+            attention_norm: norm(layer.attention_norm),
+            qkv: matrix(layer.qkv),
+            qkv_bias: layer.qkv_bias.map(matrix),
+            qk_norm: layer.qk_norm.map(|norms| norms.map(norm)),
+            output: matrix(layer.output),
+            mlp_norm: norm(layer.mlp_norm),
+            gate_up: matrix(layer.gate_up),
+            down: matrix(layer.down),
             window: self.spec.window(index),
         }
     }
 
-    fn view(&self, span: Span) -> GpuSlice<'_, bf16> {
+    fn view<T: Pod>(&self, span: Span) -> GpuSlice<'_, T> {
         self.slab.slice::<u8>().range(span.range()).cast()
     }
+}
+
+fn jobs<'a>(
+    tensors: &mut Checked<'a>,
+    parts: impl Iterator<Item = Part>,
+) -> Result<Vec<Job<'a>>, ModelError> {
+    parts
+        .map(|part| Job::new(tensors.tensor(&part.name, &part.shape())?, part))
+        .collect()
+}
+
+fn rope_factors(tensors: &mut Checked<'_>, spec: &DecoderSpec) -> Result<Option<Vec<f32>>, ModelError> {
+    let Vector { name, len } = OuterTensors::new(spec).rope_factors;
+    let tensor = tensors.optional(&name, &[len])?;
+    tensor.map(|tensor| tensor.widen()).transpose()
 }

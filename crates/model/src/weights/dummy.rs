@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use half::{bf16, f16};
 
-use super::{Source, Tensor};
+use super::{RowOrder, Source, Tensor};
 use crate::{ModelError, Shape};
 
 /// Makes each tensor up when it is asked for. The same seed gives the same weights.
@@ -42,6 +42,7 @@ impl Source for DummyWeights {
             name: name.to_owned(),
             dtype,
             shape: Shape(expected.to_vec()),
+            order: RowOrder::Plain,
             data: data.into(),
         }))
     }

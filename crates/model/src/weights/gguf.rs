@@ -1,11 +1,10 @@
 //! Weights of a GGUF file under the names of Hugging Face checkpoints.
 
 use std::borrow::Cow;
-use std::path::Path;
 
 use plimsoll_kernels::WeightType;
 
-use super::{Source, Tensor};
+use super::{RowOrder, Source, Tensor};
 use crate::gguf::GgufFile;
 use crate::{Architecture, DecoderSpec, ModelError, Shape};
 
@@ -53,16 +52,24 @@ impl Source for GgufWeights<'_> {
         let Some((info, data)) = self.file.tensor(&name) else {
             return Ok(None);
         };
-        let data = match self.interleaved_heads(&name) {
-            Some(heads) => Cow::Owned(halves_from_pairs(self.file.path(), data, info.shape[0], heads)?),
-            None => Cow::Borrowed(data),
+        let rows = info.shape[0];
+        let order = match self.interleaved_heads(&name) {
+            None => RowOrder::Plain,
+            Some(heads) if rows > 0 && rows.is_multiple_of(2 * heads) => RowOrder::Interleaved {
+                head_dim: rows / heads,
+            },
+            Some(heads) => {
+                let message = format!("{rows} rows of q or k are not {heads} heads of even size");
+                return Err(ModelError::corrupt(self.file.path(), message));
+            }
         };
         let shape = Shape(info.shape.clone());
         Ok(Some(Tensor {
             name,
             dtype: WeightType::from(info.dtype),
             shape,
-            data,
+            order,
+            data: Cow::Borrowed(data),
         }))
     }
 
@@ -77,27 +84,6 @@ impl Source for GgufWeights<'_> {
     fn stored_name(&self, name: &str) -> String {
         gguf_name(name)
     }
-}
-
-/// Reorders the rows of each head from (0, d/2, 1, d/2 + 1, ...) back to (0, 1, 2, ...). Rows are whole blocks in every
-/// quantised type, so this moves bytes.
-fn halves_from_pairs(path: &Path, data: &[u8], rows: usize, heads: usize) -> Result<Vec<u8>, ModelError> {
-    if rows == 0 || !rows.is_multiple_of(2 * heads) {
-        return Err(ModelError::corrupt(
-            path,
-            format!("{rows} rows of q or k are not {heads} heads of even size"),
-        ));
-    }
-    let row_bytes = data.len() / rows;
-    let head_dim = rows / heads;
-    let mut out = Vec::with_capacity(data.len());
-    for head in data.chunks_exact(head_dim * row_bytes) {
-        for row in 0..head_dim {
-            let stored = 2 * (row % (head_dim / 2)) + row / (head_dim / 2);
-            out.extend_from_slice(&head[stored * row_bytes..(stored + 1) * row_bytes]);
-        }
-    }
-    Ok(out)
 }
 
 /// GGUF's name of a tensor; a name without a counterpart stays as it is.
@@ -145,22 +131,5 @@ mod tests {
         );
         assert_eq!(gguf_name("lm_head.weight"), "output.weight");
         assert_eq!(gguf_name("rope_freqs.weight"), "rope_freqs.weight");
-    }
-
-    /// The converter's own words: `w.reshape(heads, 2, d / 2).swapaxes(1, 2)`.
-    #[test]
-    fn undoes_the_converters_permutation() {
-        let (heads, half) = (3_u8, 4_u8);
-        let original: Vec<u8> = (0..heads * 2 * half).collect();
-        let row = |head: u8, pair: u8, side: u8| head * 2 * half + side * half + pair;
-        let pairs = (0..heads).flat_map(|h| (0..half).flat_map(move |p| [row(h, p, 0), row(h, p, 1)]));
-        let converted: Vec<u8> = pairs.collect();
-        assert_ne!(converted, original);
-        let rows = usize::from(heads * 2 * half);
-        assert_eq!(
-            halves_from_pairs(Path::new(""), &converted, rows, 3).unwrap(),
-            original
-        );
-        assert!(halves_from_pairs(Path::new(""), &converted, rows, 5).is_err());
     }
 }

@@ -9,7 +9,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata};
 use serde::Deserialize;
 
-use super::{Source, Tensor};
+use super::{RowOrder, Source, Tensor};
 use crate::gguf::map_file;
 use crate::{ModelError, Shape};
 
@@ -133,6 +133,7 @@ impl Source for Checkpoint {
             name: name.to_owned(),
             dtype,
             shape: Shape(info.shape.clone()),
+            order: RowOrder::Plain,
             data: data.into(),
         }))
     }

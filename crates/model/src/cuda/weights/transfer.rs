@@ -1,0 +1,119 @@
+//! Stored tensors to device memory, at the speed of storage: threads that read, convert and copy at the same time.
+
+use std::num::NonZero;
+use std::ops::Range;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+
+use plimsoll_device::cuda::{Gpu, GpuSlab, Uploader};
+
+use super::convert::Job;
+use super::layout::Part;
+use crate::ModelError;
+
+/// Bytes of device memory that are filled at once: enough that a copy's start does not matter.
+const PIECE_BYTES: usize = 8 << 20;
+
+/// Most threads: more do not read faster, and each has pinned memory of its own.
+const MOST_THREADS: usize = 16;
+
+/// Rows of one job that are copied at once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Piece {
+    job: usize,
+    rows: Range<usize>,
+}
+
+/// Fills and copies all jobs; `advance` hears of stored bytes that are dealt with.
+pub(super) fn transfer(
+    gpu: &Gpu,
+    slab: &GpuSlab,
+    jobs: &[Job<'_>],
+    mut advance: impl FnMut(usize),
+) -> Result<(), ModelError> {
+    let mut order: Vec<usize> = (0..jobs.len()).collect();
+    // Files are read from front to back.
+    order.sort_by_key(|&job| jobs[job].address());
+    let pieces: Vec<Piece> = order
+        .into_iter()
+        .flat_map(|job| pieces(jobs[job].part()).map(move |rows| Piece { job, rows }))
+        .collect();
+    let threads = thread::available_parallelism()
+        .map_or(1, NonZero::get)
+        .min(MOST_THREADS)
+        .min(pieces.len());
+    let (sender, advanced) = mpsc::channel();
+    let next = AtomicUsize::new(0);
+    let work = Work {
+        gpu,
+        slab,
+        jobs,
+        pieces: &pieces,
+        next: &next,
+    };
+    thread::scope(|scope| {
+        let work = &work;
+        let start = |_| {
+            let sender = sender.clone();
+            scope.spawn(move || work.run(&sender))
+        };
+        let workers: Vec<_> = (0..threads).map(start).collect();
+        drop(sender);
+        advanced.into_iter().for_each(&mut advance);
+        // All have ended, so that the first error does not leave others running.
+        workers
+            .into_iter()
+            .map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic)))
+            .collect()
+    })
+}
+
+/// What the threads share.
+struct Work<'a> {
+    gpu: &'a Gpu,
+    slab: &'a GpuSlab,
+    jobs: &'a [Job<'a>],
+    pieces: &'a [Piece],
+    /// The first piece that nobody has taken.
+    next: &'a AtomicUsize,
+}
+
+impl Work<'_> {
+    /// Takes pieces until there are none.
+    fn run(&self, advanced: &Sender<usize>) -> Result<(), ModelError> {
+        self.upload(advanced).inspect_err(|_| {
+            // The others need not go on.
+            self.next.store(self.pieces.len(), Ordering::Relaxed);
+        })
+    }
+
+    fn upload(&self, advanced: &Sender<usize>) -> Result<(), ModelError> {
+        let bytes = |piece: &Piece| piece.rows.len() * row_bytes(self.jobs[piece.job].part());
+        let most = self.pieces.iter().map(bytes).max().unwrap_or(0);
+        let mut uploader = Uploader::new(self.gpu, most)?;
+        let memory = self.slab.slice::<u8>();
+        while let Some(piece) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            let job = &self.jobs[piece.job];
+            let start = job.part().start + piece.rows.start * row_bytes(job.part());
+            let to = memory.range(start..start + bytes(piece));
+            uploader.upload(to, |out| job.write_rows(piece.rows.clone(), out))?;
+            // Nobody listens any more only if the caller panics.
+            let _ = advanced.send(job.stored_bytes(piece.rows.len()));
+        }
+        Ok(uploader.finish()?)
+    }
+}
+
+fn row_bytes(part: &Part) -> usize {
+    part.bytes() / part.rows
+}
+
+/// Ranges of rows of up to [`PIECE_BYTES`] each, at least one row.
+fn pieces(part: &Part) -> impl Iterator<Item = Range<usize>> + use<> {
+    let (rows, step) = (part.rows, (PIECE_BYTES / row_bytes(part)).max(1));
+    (0..rows)
+        .step_by(step)
+        .map(move |first| first..rows.min(first + step))
+}

@@ -1,0 +1,78 @@
+use std::collections::HashSet;
+
+use super::{Source, Tensor};
+use crate::{ModelError, Shape};
+
+/// Takes tensors from a source and checks that they are what the configuration implies, all of it and nothing else.
+pub(crate) struct Checked<'a> {
+    source: &'a dyn Source,
+    /// Names of those not yet taken, as the source calls them.
+    left: HashSet<String>,
+}
+
+impl<'a> Checked<'a> {
+    pub(crate) fn new(source: &'a dyn Source) -> Self {
+        let left = source.names().into_iter().collect();
+        Self { source, left }
+    }
+
+    /// Bytes of all tensors; 0 if unknown.
+    pub(crate) fn total_bytes(&self) -> u64 {
+        self.source.total_bytes()
+    }
+
+    /// The tensor, which must be there and have the expected shape.
+    pub(crate) fn tensor(&mut self, name: &str, expected: &[usize]) -> Result<Tensor<'a>, ModelError> {
+        let shape = || Shape(expected.to_vec());
+        let tensor = self
+            .source
+            .tensor(name, expected)?
+            .ok_or_else(|| ModelError::MissingTensor {
+                name: self.source.stored_name(name),
+                expected: shape(),
+            })?;
+        if tensor.shape.0 != expected {
+            return Err(ModelError::MisshapenTensor {
+                name: tensor.name,
+                expected: shape(),
+                found: tensor.shape,
+            });
+        }
+        self.left.remove(&tensor.name);
+        Ok(tensor)
+    }
+
+    /// A tensor that a model may do without, not taken before.
+    pub(crate) fn optional(
+        &mut self,
+        name: &str,
+        expected: &[usize],
+    ) -> Result<Option<Tensor<'a>>, ModelError> {
+        match self.left.contains(&self.source.stored_name(name)) {
+            true => self.tensor(name, expected).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Checks that no tensor was left that would have changed the output.
+    pub(crate) fn finish(self) -> Result<(), ModelError> {
+        let mut left: Vec<_> = self.left.into_iter().collect();
+        left.sort_unstable();
+        let (in_decoder, others): (Vec<_>, Vec<_>) = left
+            .into_iter()
+            // Tables that old checkpoints store and everybody computes.
+            .filter(|name| !name.ends_with("rotary_emb.inv_freq"))
+            .partition(|name| name.starts_with("model.layers.") || name.starts_with("blk."));
+        if !others.is_empty() {
+            tracing::info!(tensors = ?others, "the weights hold tensors outside the decoder; they are not loaded");
+        }
+        if in_decoder.is_empty() {
+            return Ok(());
+        }
+        let names = match in_decoder.as_slice() {
+            [a, b, c, _, ..] => format!("{a}, {b}, {c} and {} more", in_decoder.len() - 3),
+            names => names.join(", "),
+        };
+        Err(ModelError::UnusedTensors { names })
+    }
+}

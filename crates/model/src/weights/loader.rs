@@ -1,0 +1,112 @@
+use plimsoll_core::Component;
+use plimsoll_device::{Budget, Charge};
+use plimsoll_kernels::{Embedding, Linear, WeightType};
+
+use super::{Checked, Progress, Source, Stack, Tensor, Vector, weight_error};
+use crate::ModelError;
+
+/// Turns tensors into weights of the CPU, charged to the budget.
+pub(crate) struct Loader<'a> {
+    tensors: Checked<'a>,
+    budget: &'a Budget,
+    progress: &'a mut dyn FnMut(Progress),
+    done: Progress,
+    charges: Vec<Charge>,
+    /// Every matrix so far was stored as f32.
+    all_f32: bool,
+}
+
+impl<'a> Loader<'a> {
+    pub(crate) fn new(
+        source: &'a dyn Source,
+        budget: &'a Budget,
+        progress: &'a mut dyn FnMut(Progress),
+    ) -> Self {
+        let tensors = Checked::new(source);
+        let done = Progress {
+            done: 0,
+            total: tensors.total_bytes(),
+        };
+        Self {
+            tensors,
+            budget,
+            progress,
+            done,
+            charges: Vec::new(),
+            all_f32: true,
+        }
+    }
+
+    /// Stacked projections.
+    pub(crate) fn linear(&mut self, stack: &Stack) -> Result<Linear, ModelError> {
+        let tensors = stack
+            .weights()
+            .map(|(name, outputs)| self.tensor(&name, &[outputs, stack.inputs]))
+            .collect::<Result<Vec<_>, _>>()?;
+        let matrices = tensors
+            .iter()
+            .map(Tensor::matrix)
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut bias = Vec::new();
+        for part in stack.biases() {
+            bias.extend(self.vector(&part)?);
+        }
+        self.all_f32 &= tensors.iter().all(|tensor| tensor.dtype == WeightType::F32);
+        Linear::new(&matrices, stack.bias.then_some(&bias), self.budget)
+            .map_err(|error| weight_error(error, &tensors[0].name))
+    }
+
+    /// One row per token of the vocabulary.
+    pub(crate) fn embedding(&mut self, stack: &Stack) -> Result<Embedding, ModelError> {
+        let (name, rows) = stack.weights().next().expect("a stack has a part");
+        let tensor = self.tensor(&name, &[rows, stack.inputs])?;
+        Embedding::new(tensor.matrix()?, self.budget).map_err(|error| weight_error(error, &tensor.name))
+    }
+
+    /// A vector that scales activations.
+    pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.tensor(&vector.name, &[vector.len])?;
+        self.keep(&tensor)
+    }
+
+    /// A vector that a model may do without.
+    pub(crate) fn optional_vector(&mut self, vector: &Vector) -> Result<Option<Vec<f32>>, ModelError> {
+        let tensor = self.tensors.optional(&vector.name, &[vector.len])?;
+        tensor
+            .map(|tensor| {
+                self.advance(&tensor);
+                self.keep(&tensor)
+            })
+            .transpose()
+    }
+
+    /// True if every matrix was stored as f32.
+    pub(crate) fn all_f32(&self) -> bool {
+        self.all_f32
+    }
+
+    /// Checks that no tensor was left that would have changed the output. Returns the account of all vectors; matrices
+    /// keep their own.
+    pub(crate) fn finish(self) -> Result<Vec<Charge>, ModelError> {
+        self.tensors.finish()?;
+        Ok(self.charges)
+    }
+
+    fn tensor(&mut self, name: &str, expected: &[usize]) -> Result<Tensor<'a>, ModelError> {
+        let tensor = self.tensors.tensor(name, expected)?;
+        self.advance(&tensor);
+        Ok(tensor.in_order())
+    }
+
+    fn advance(&mut self, tensor: &Tensor<'_>) {
+        self.done.done += tensor.data.len() as u64;
+        (self.progress)(self.done);
+    }
+
+    fn keep(&mut self, tensor: &Tensor<'_>) -> Result<Vec<f32>, ModelError> {
+        let bytes = tensor.shape.0[0] * size_of::<f32>();
+        self.charges
+            .push(self.budget.charge(Component::Weights, bytes as u64)?);
+        tensor.widen()
+    }
+}
