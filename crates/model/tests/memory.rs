@@ -48,9 +48,9 @@ fn components_are_what_they_say() {
     let budget = Budget::new(1 << 26);
     let (model, mut runner) = start("llama", &config(), &budget).unwrap();
     let bytes = |component| budget.meters().by_component.get(component);
-    // 2 (K and V) x 2 layers x 2 heads x 16 elements x 4 bytes.
-    assert_eq!(model.kv_bytes_per_token(), 512);
-    assert_eq!(bytes(Component::Kv), 512 * 16 * 8);
+    // 2 (K and V) x 2 layers x 1 head x 128 elements x 4 bytes.
+    assert_eq!(model.kv_bytes_per_token(), 2048);
+    assert_eq!(bytes(Component::Kv), 2048 * 16 * 8);
     assert_eq!(
         (bytes(Component::Arena), bytes(Component::Canary)),
         (1 << 20, 1 << 16)
@@ -78,7 +78,8 @@ fn tied_embeddings_are_shared() {
         budget.meters().reserved
     };
     // Biases apart, qwen2 is llama with tied embeddings.
-    assert!(weights("llama") - weights("qwen2") > 160 * 64 * 4 - 2048);
+    let biases = 2 * (4 + 1 + 1) * 128 * 4;
+    assert!(weights("llama") + biases - weights("qwen2") > 160 * 64 * 4 - 1024);
 }
 
 #[test]
