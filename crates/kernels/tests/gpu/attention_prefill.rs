@@ -2,6 +2,7 @@
 
 use half::bf16;
 use plimsoll_core::{BlockId, BlockSize, Scratch};
+use plimsoll_device::cuda::Gpu;
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::cuda::{GpuRun, PrefillArgs, PrefillItem, PrefillKernels};
 use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, attention};
@@ -161,27 +162,22 @@ impl Case {
         out
     }
 
-    fn on_gpu(&self, data: &Data) -> Vec<f32> {
-        let gpu = gpu();
-        let kernels = PrefillKernels::load(&gpu).expect("kernels for this GPU");
+    fn on_gpu(&self, gpu: &Gpu, data: &Data) -> Vec<f32> {
+        let kernels = PrefillKernels::load(gpu).expect("kernels for this GPU");
         let planner = kernels
             .planner(self.layout, self.heads, self.window)
             .expect("an occupancy");
         let mut items = vec![PrefillItem::default(); planner.max_entries(self.rows, self.runs.len())];
         let plan = planner.plan(&self.runs, &mut items);
         items.truncate(plan.entries());
-        let (q, k, v) = (
-            upload(&gpu, &data.q),
-            upload(&gpu, &data.k),
-            upload(&gpu, &data.v),
-        );
+        let (q, k, v) = (upload(gpu, &data.q), upload(gpu, &data.k), upload(gpu, &data.v));
         let (runs, blocks, items) = (
-            upload(&gpu, &self.runs),
-            upload(&gpu, &self.blocks),
-            upload(&gpu, &items),
+            upload(gpu, &self.runs),
+            upload(gpu, &self.blocks),
+            upload(gpu, &items),
         );
-        let scratch = poisoned::<f32>(&gpu, planner.scratch_floats());
-        let out = poisoned::<bf16>(&gpu, self.rows * self.width());
+        let scratch = poisoned::<f32>(gpu, planner.scratch_floats());
+        let out = poisoned::<bf16>(gpu, self.rows * self.width());
         let args = PrefillArgs {
             q: q.slice().range(0..data.q.len()),
             q_stride: self.q_stride,
@@ -196,7 +192,7 @@ impl Case {
         };
         kernels.forward(&planner, plan, &args).expect("launches");
         gpu.synchronize().expect("the kernels end");
-        widen(&download(&gpu, &out, self.rows * self.width()))
+        widen(&download(gpu, &out, self.rows * self.width()))
     }
 
     /// Its cache holds keys transposed, and its queries are packed.
@@ -288,14 +284,18 @@ fn attention_prefill_of_random_steps_on_the_cpu() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn attention_prefill_of_random_steps() {
-    random_steps("attention_prefill", 15, 6e-3, Case::on_gpu);
+    let gpu = gpu();
+    random_steps("attention_prefill", 15, 6e-3, |case, data| {
+        case.on_gpu(&gpu, data)
+    });
 }
 
 /// Few rows, much context: the context is split.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn attention_prefill_of_short_chunks_over_long_prefixes() {
-    let mut rng = rng("attention_prefill long");
+    let (gpu, mut rng) = (gpu(), rng("attention_prefill long"));
+    let attend = |case: &Case, data: &Data| case.on_gpu(&gpu, data);
     for head_dim in [64, 96, 128, 256] {
         for (len, context) in [(1, 3000), (33, 9000), (64, 20_011)] {
             let layout = KvLayout {
@@ -304,9 +304,9 @@ fn attention_prefill_of_short_chunks_over_long_prefixes() {
                 block_size: BlockSize::new(16).expect("a block size"),
             };
             let mut case = Case::new(&mut rng, 8, layout, &[(len, context), (40, 40), (7, 500)]);
-            case.check(&mut rng, 6e-3, Case::on_gpu);
+            case.check(&mut rng, 6e-3, attend);
             case.window = Some(4097);
-            case.check(&mut rng, 6e-3, Case::on_gpu);
+            case.check(&mut rng, 6e-3, attend);
         }
     }
 }
@@ -315,7 +315,7 @@ fn attention_prefill_of_short_chunks_over_long_prefixes() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn attention_prefill_of_long_prompts() {
-    let mut rng = rng("attention_prefill prompts");
+    let (gpu, mut rng) = (gpu(), rng("attention_prefill prompts"));
     for head_dim in [64, 96, 128, 256] {
         let layout = KvLayout {
             kv_heads: 4,
@@ -323,6 +323,6 @@ fn attention_prefill_of_long_prompts() {
             block_size: BlockSize::new(32).expect("a block size"),
         };
         let case = Case::new(&mut rng, 16, layout, &[(4001, 4001), (2048, 6000), (3, 3)]);
-        case.check(&mut rng, 6e-3, Case::on_gpu);
+        case.check(&mut rng, 6e-3, |case, data| case.on_gpu(&gpu, data));
     }
 }
