@@ -4,6 +4,7 @@
 
 mod attention_prefill;
 mod common;
+mod fused;
 mod linear;
 
 type Bench = fn(&plimsoll_device::cuda::Gpu);
@@ -12,11 +13,12 @@ fn main() {
     let wanted: Vec<String> = std::env::args().skip(1).collect();
     let gpu = plimsoll_device::cuda::Gpu::open(0).expect("an NVIDIA GPU");
     // One entry per operation: name and benchmark.
-    let all: [(&str, Bench); 2] = [
+    let all: &[(&str, Bench)] = &[
         ("attention_prefill", attention_prefill::bench),
+        ("fused", fused::bench),
         ("linear", linear::bench),
     ];
-    for (name, bench) in all {
+    for &(name, bench) in all {
         if wanted.is_empty() || wanted.iter().any(|w| w == name) {
             println!("== {name}");
             bench(&gpu);

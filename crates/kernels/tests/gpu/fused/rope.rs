@@ -1,0 +1,257 @@
+//! Norm of q and k, rotation, write to the cache.
+
+use super::*;
+
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    pairs: usize,
+    block_size: usize,
+    qkv: Vec<bf16>,
+    positions: Vec<i32>,
+    /// A slot per row, or -1.
+    slots: Vec<i32>,
+    blocks: usize,
+    norm: Option<(Vec<f32>, Vec<f32>)>,
+    frequencies: Vec<f32>,
+}
+
+/// Rotated q `[tokens, heads, dim]`, and of each row with a slot k and v `[rows, 2, kv_heads, dim]`.
+struct Out {
+    q: Vec<f32>,
+    kv: Vec<f32>,
+}
+
+impl Case {
+    fn new(rng: &mut StdRng, [heads, kv_heads, dim, pairs]: [usize; 4], norm: bool) -> Self {
+        let tokens: usize = rng.random_range(1..50);
+        let block_size = [8, 16, 32][rng.random_range(0..3)];
+        let blocks = tokens.div_ceil(block_size) + 2;
+        // Consecutive positions of one request in blocks of decreasing number, far from the start; some rows are padding.
+        let start = [0, 131_000, 1_000_000][rng.random_range(0..3)] / block_size * block_size;
+        let slot = |i: usize| (blocks - 1 - i / block_size) * block_size + i % block_size;
+        let theta = [1e4f32, 5e5][rng.random_range(0..2)];
+        Self {
+            heads,
+            kv_heads,
+            dim,
+            pairs,
+            block_size,
+            qkv: random(rng, tokens * (heads + 2 * kv_heads) * dim),
+            positions: (0..tokens).map(|i| (start + i) as i32).collect(),
+            slots: (0..tokens)
+                .map(|i| if rng.random_bool(0.2) { -1 } else { slot(i) as i32 })
+                .collect(),
+            blocks,
+            norm: norm.then(|| (random_f32(rng, dim), random_f32(rng, dim))),
+            frequencies: (0..pairs)
+                .map(|i| theta.powf(-(i as f32) / pairs as f32))
+                .collect(),
+        }
+    }
+
+    fn width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.dim
+    }
+
+    fn reference(&self) -> (Vec<f64>, Vec<f64>) {
+        let (mut q, mut kv) = (Vec::new(), Vec::new());
+        for (row, x) in self.qkv.chunks_exact(self.width()).enumerate() {
+            let mut heads: Vec<Vec<f64>> = x
+                .chunks_exact(self.dim)
+                .map(|head| head.iter().map(|&x| f64::from(x)).collect())
+                .collect();
+            for (i, head) in heads[..self.heads + self.kv_heads].iter_mut().enumerate() {
+                if let Some((q, k)) = &self.norm {
+                    let weight = if i < self.heads { q } else { k };
+                    let mean = head.iter().map(|x| x * x).sum::<f64>() / self.dim as f64;
+                    let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+                    head.iter_mut()
+                        .zip(weight)
+                        .for_each(|(x, &w)| *x *= scale * f64::from(w));
+                }
+                for (pair, &frequency) in self.frequencies.iter().enumerate() {
+                    let (sin, cos) = (f64::from(self.positions[row]) * f64::from(frequency)).sin_cos();
+                    let (a, b) = (head[pair], head[pair + self.pairs]);
+                    head[pair] = a * cos - b * sin;
+                    head[pair + self.pairs] = b * cos + a * sin;
+                }
+            }
+            q.extend(heads[..self.heads].concat());
+            if self.slots[row] >= 0 {
+                kv.extend(heads[self.heads..].concat());
+            }
+        }
+        (q, kv)
+    }
+
+    /// Rows with a slot from a cache whose element `(kv_head, token, element)` of a block is at `index`.
+    fn gather(
+        &self,
+        k: &[f32],
+        v: &[f32],
+        index: impl Fn(usize, usize, usize, usize) -> [usize; 2],
+    ) -> Vec<f32> {
+        let mut out = Vec::new();
+        for &slot in self.slots.iter().filter(|&&slot| slot >= 0) {
+            let (block, token) = (slot as usize / self.block_size, slot as usize % self.block_size);
+            for (cache, which) in [(k, 0), (v, 1)] {
+                for head in 0..self.kv_heads {
+                    out.extend((0..self.dim).map(|d| cache[index(block, head, token, d)[which]]));
+                }
+            }
+        }
+        out
+    }
+
+    fn check(&self, name: &str, out: &Out) {
+        let (q, kv) = self.reference();
+        let shape = format!(
+            "{name}: {} + 2 x {} heads of {}, {} pairs, {} rows from position {}",
+            self.heads,
+            self.kv_heads,
+            self.dim,
+            self.pairs,
+            self.positions.len(),
+            self.positions[0]
+        );
+        assert_close(&format!("{shape}: q"), &out.q, &q, BF16);
+        assert_close(&format!("{shape}: kv"), &out.kv, &kv, BF16);
+    }
+}
+
+const SHAPES: [[usize; 4]; 9] = [
+    [32, 8, 128, 64],
+    [9, 3, 64, 32],
+    [1, 1, 96, 48],
+    [8, 1, 256, 128],
+    [3, 3, 80, 40],
+    [4, 2, 128, 48],
+    [2, 1, 64, 8],
+    [64, 8, 128, 64],
+    [128, 16, 128, 64],
+];
+
+fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
+    let (tokens, dim) = (case.positions.len(), case.dim);
+    let mut padded = case.qkv.clone();
+    padded.extend([bf16::from_bits(0xffff); GUARD]);
+    let qkv = upload(gpu, &padded);
+    let (positions, slots) = (upload(gpu, &case.positions), upload(gpu, &case.slots));
+    let turns = upload(gpu, &rope_turns(&case.frequencies));
+    let len = case.blocks * case.kv_heads * case.block_size * dim;
+    let (k, v) = (guarded::<bf16>(gpu, len), guarded::<bf16>(gpu, len));
+    let norms = case.norm.as_ref().map(|(q, k)| (upload(gpu, q), upload(gpu, k)));
+    let norm = norms.as_ref().map(|(q, k)| GpuQkNorm {
+        q: q.slice().range(0..dim),
+        k: k.slice().range(0..dim),
+        eps: EPS,
+    });
+    let rope = GpuRope {
+        positions: positions.slice().range(0..tokens),
+        turns: turns.slice().range(0..2 * case.pairs),
+    };
+    let kv = GpuKvWrite {
+        k: k.slice().range(0..len),
+        v: v.slice().range(0..len),
+        slots: slots.slice().range(0..tokens),
+        kv_heads: case.kv_heads,
+        block_size: case.block_size,
+        head_dim: dim,
+    };
+    kernels
+        .qk_norm_rope_kv_write(qkv.slice().range(0..case.qkv.len()), norm, rope, kv)
+        .unwrap();
+
+    let after = widen(&written::<bf16>(gpu, &qkv, case.qkv.len()));
+    let q: Vec<f32> = after
+        .chunks_exact(case.width())
+        .flat_map(|row| &row[..case.heads * dim])
+        .copied()
+        .collect();
+    let (k, v) = (
+        widen(&written::<bf16>(gpu, &k, len)),
+        widen(&written::<bf16>(gpu, &v, len)),
+    );
+    let used = case.slots.iter().filter(|&&slot| slot >= 0).count() * case.kv_heads * dim;
+    for cache in [&k, &v] {
+        assert_eq!(
+            cache.iter().filter(|x| !x.is_nan()).count(),
+            used,
+            "only the slots are written"
+        );
+    }
+    let index = |block: usize, head: usize, token: usize, d: usize| {
+        [((block * case.kv_heads + head) * case.block_size + token) * dim + d; 2]
+    };
+    Out {
+        q,
+        kv: case.gather(&k, &v, index),
+    }
+}
+
+/// The CPU's runs have no padding: every row gets its slot, in the block the case has for it.
+fn run_on_cpu(case: &Case) -> Out {
+    let tokens = case.positions.len();
+    let layout = cpu::KvLayout {
+        kv_heads: case.kv_heads,
+        head_dim: case.dim,
+        block_size: BlockSize::new(case.block_size).unwrap(),
+    };
+    let (mut k, mut v) = (
+        vec![f32::NAN; layout.elements(case.blocks)],
+        vec![f32::NAN; layout.elements(case.blocks)],
+    );
+    let start = case.positions[0] as usize;
+    // Blocks before the first row's are never touched; the table repeats any.
+    let mut table = vec![BlockId(0); start / case.block_size];
+    table.extend((0..tokens.div_ceil(case.block_size)).map(|i| BlockId((case.blocks - 1 - i) as u32)));
+    let runs = [cpu::RunMeta {
+        start,
+        len: tokens,
+        first_row: 0,
+        blocks: &table,
+    }];
+    let mut angles = vec![f32::NAN; tokens * 2 * case.pairs];
+    cpu::rope_angles(&case.frequencies, &runs, &mut angles);
+    let mut q = vec![f32::NAN; tokens * case.heads * case.dim];
+    let norm = case.norm.as_ref().map(|(q, k)| cpu::QkNorm { q, k, eps: EPS });
+    let mut kv = cpu::PagedKvMut {
+        layout,
+        k: &mut k,
+        v: &mut v,
+    };
+    cpu::qk_norm_rope_kv_write(&widen(&case.qkv), norm, &angles, &runs, &mut kv, &mut q);
+    let index = |block: usize, head: usize, token: usize, d: usize| {
+        let base = (block * case.kv_heads + head) * case.block_size * case.dim;
+        [base + d * case.block_size + token, base + token * case.dim + d]
+    };
+    Out {
+        q,
+        kv: case.gather(&k, &v, index),
+    }
+}
+
+fn check(name: &str, run: impl Fn(&Case) -> Out) {
+    let mut rng = rng(name);
+    for shape in SHAPES {
+        for norm in [false, true] {
+            let case = Case::new(&mut rng, shape, norm);
+            case.check(name, &run(&case));
+        }
+    }
+}
+
+#[test]
+fn qk_norm_rope_kv_write_on_the_cpu() {
+    check("qk_norm_rope_kv_write on the CPU", run_on_cpu);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn fused_qk_norm_rope_kv_write() {
+    let gpu = gpu();
+    let kernels = FusedKernels::load(&gpu).unwrap();
+    check("qk_norm_rope_kv_write", |case| run_on_gpu(&gpu, &kernels, case));
+}
