@@ -161,8 +161,8 @@ fn profile_reports_and_exits() {
     assert!(report["kv_tokens"].as_u64().unwrap() > 0);
 }
 
-#[test]
-fn the_load_generator_measures_every_request() {
+#[tokio::test]
+async fn the_load_generator_measures_every_request() {
     let server = Server::start(&["--max-num-seqs", "4"]);
     let dir = tempfile::tempdir().unwrap();
     let json = dir.path().join("result.json");
@@ -189,7 +189,17 @@ fn the_load_generator_measures_every_request() {
         let text = std::fs::read_to_string(&json).unwrap();
         serde_json::from_str::<Value>(&text).unwrap()
     };
-    let all_at_once = run(&[]);
+    let all_at_once = run(&["--num-warmups", "6"]);
+    let metrics = reqwest::get(server.url("/metrics"))
+        .await
+        .unwrap()
+        .text()
+        .await
+        .unwrap();
+    let submitted = metrics
+        .lines()
+        .find(|line| line.starts_with("plimsoll_requests_submitted_total"));
+    assert!(submitted.unwrap().ends_with(" 26"), "{submitted:?}");
     assert_eq!(all_at_once["completed"], 20);
     assert_eq!(all_at_once["total_input_tokens"], 20 * 50);
     assert_eq!(all_at_once["total_output_tokens"], 20 * 7);
@@ -267,6 +277,8 @@ fn offline_benchmarks_measure() {
         "5",
         "--input-len",
         "40",
+        "--num-warmups",
+        "4",
     ];
     let output = plimsoll(&[&throughput[..], &["--output-json", file]].concat());
     assert!(

@@ -43,6 +43,9 @@ pub struct ServeBenchArgs {
     /// Requests to send
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
     num_prompts: usize,
+    /// Requests before the measurement, with prompts of their own
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive)]
+    num_warmups: usize,
     /// Mean prompt length in tokens
     #[arg(long, value_name = "TOKENS", default_value_t = 1024, value_parser = positive)]
     random_input_len: usize,
@@ -175,16 +178,24 @@ pub async fn run(args: ServeBenchArgs) -> Result<(), Error> {
         vocab_size: args.random_vocab_size,
         seed: args.seed,
     };
-    let samples = dataset.generate(args.num_prompts);
-    // One request outside the measurement: it must work before a thousand are sent.
-    client
-        .complete(&samples[0])
-        .await
-        .map_err(|e| Error::Bench(format!("a first request failed: {e}")))?;
+    let mut warmups = dataset.generate(args.num_warmups + args.num_prompts);
+    let samples = warmups.split_off(args.num_warmups);
+    // One request alone: it must work before a thousand are sent.
+    let first = warmups.swap_remove(0);
+    client.complete(&first).await.map_err(failed_warmup)?;
+    let client = Arc::new(client);
+    let at_once = ServeBenchArgs {
+        request_rate: f64::INFINITY,
+        ..args.clone()
+    };
+    let hidden = indicatif::ProgressBar::hidden();
+    for result in send_all(Arc::clone(&client), warmups, &at_once, &hidden).await {
+        result.map_err(failed_warmup)?;
+    }
 
     let bar = count_bar("requests", samples.len() as u64);
     let begin = Instant::now();
-    let results = send_all(Arc::new(client), samples, &args, &bar).await;
+    let results = send_all(client, samples, &args, &bar).await;
     let duration = begin.elapsed();
     bar.finish_and_clear();
 
@@ -200,6 +211,10 @@ pub async fn run(args: ServeBenchArgs) -> Result<(), Error> {
         ))),
         None => Ok(()),
     }
+}
+
+fn failed_warmup(error: String) -> Error {
+    Error::Bench(format!("a first request failed: {error}"))
 }
 
 async fn send_all(

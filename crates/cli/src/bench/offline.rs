@@ -64,6 +64,9 @@ pub struct ThroughputArgs {
     /// Requests, all there from the start
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
     num_prompts: usize,
+    /// Requests before the measurement, with prompts of their own
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    num_warmups: usize,
     /// Write everything measured to this file, as JSON
     #[arg(long, value_name = "FILE")]
     output_json: Option<PathBuf>,
@@ -124,10 +127,12 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
 
 /// Throughput of many requests that are all there from the start.
 pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
-    let bench = Bench::start(args.engine, args.num_prompts).await?;
-    let samples = bench
+    let bench = Bench::start(args.engine, args.num_prompts.max(args.num_warmups)).await?;
+    let mut warmups = bench
         .dataset(args.input_len, args.output_len, args.random_range_ratio)
-        .generate(args.num_prompts);
+        .generate(args.num_warmups + args.num_prompts);
+    let samples = warmups.split_off(args.num_warmups);
+    bench.run(&warmups, &indicatif::ProgressBar::hidden()).await?;
     let bar = count_bar("requests", args.num_prompts as u64);
     let timing = bench.run(&samples, &bar).await?;
     bar.finish_and_clear();
