@@ -2,6 +2,7 @@
 
 #![allow(clippy::print_stdout, reason = "tables for the terminal")]
 
+mod attention_decode;
 mod attention_prefill;
 mod common;
 mod fused;
@@ -14,6 +15,7 @@ fn main() {
     let gpu = plimsoll_device::cuda::Gpu::open(0).expect("an NVIDIA GPU");
     // One entry per operation: name and benchmark.
     let all: &[(&str, Bench)] = &[
+        ("attention_decode", attention_decode::bench),
         ("attention_prefill", attention_prefill::bench),
         ("fused", fused::bench),
         ("linear", linear::bench),

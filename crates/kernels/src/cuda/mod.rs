@@ -12,6 +12,7 @@ mod linear;
 mod meta;
 mod sample;
 
+pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
 pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner};
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 pub use image::{has_images, load};

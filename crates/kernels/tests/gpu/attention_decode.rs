@@ -1,0 +1,383 @@
+//! Attention of one row per request over the paged cache.
+
+use half::bf16;
+use plimsoll_core::{BlockId, BlockSize, Scratch};
+use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_device::{Arena, Budget};
+use plimsoll_kernels::cuda::{DecodeArgs, DecodeItem, DecodeKernels, DecodePlanner, GpuRun};
+use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, attention};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+
+use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
+
+/// One step: runs of one row with other rows between them, and a cache that is NaN where no token is.
+struct Case {
+    layout: KvLayout,
+    heads: usize,
+    window: Option<usize>,
+    scale: f32,
+    runs: Vec<GpuRun>,
+    blocks: Vec<i32>,
+    rows: usize,
+    /// Elements of a row of `q`, more than its heads have.
+    q_stride: usize,
+    q: Vec<bf16>,
+    k: Vec<bf16>,
+    v: Vec<bf16>,
+}
+
+impl Case {
+    fn new(
+        rng: &mut StdRng,
+        layout: KvLayout,
+        heads: usize,
+        window: Option<usize>,
+        contexts: &[usize],
+    ) -> Self {
+        let tables = contexts
+            .iter()
+            .map(|&context| layout.block_size.blocks_for(context));
+        let used: usize = tables.clone().sum();
+        let total = used + 3;
+        let mut blocks: Vec<i32> = (0..total as i32).collect();
+        blocks.shuffle(rng);
+        blocks.truncate(used);
+        let (mut rows, mut block_offset) = (0, 0);
+        let mut runs = Vec::new();
+        for (&context, table) in contexts.iter().zip(tables) {
+            rows += rng.random_range(0..3);
+            runs.push(GpuRun {
+                first_row: rows as i32,
+                len: 1,
+                context_end: context as i32,
+                block_offset: block_offset as i32,
+            });
+            rows += 1;
+            block_offset += table;
+        }
+        rows += 1;
+        runs.shuffle(rng);
+        let row = heads * layout.head_dim;
+        let q_stride = row + 8 * rng.random_range(0..5);
+        let mut case = Self {
+            layout,
+            heads,
+            window,
+            scale: rng.random_range(0.5..4.0) / (layout.head_dim as f32).sqrt(),
+            runs,
+            blocks,
+            rows,
+            q_stride,
+            q: random(rng, rows * q_stride),
+            k: vec![bf16::NAN; layout.elements(total)],
+            v: vec![bf16::NAN; layout.elements(total)],
+        };
+        for run in case.runs.clone() {
+            for position in 0..run.context_end as usize {
+                for kv_head in 0..layout.kv_heads {
+                    let at = case.offset(&run, kv_head, position);
+                    case.k[at..at + layout.head_dim].copy_from_slice(&random(rng, layout.head_dim));
+                    case.v[at..at + layout.head_dim].copy_from_slice(&random(rng, layout.head_dim));
+                }
+            }
+        }
+        case
+    }
+
+    /// Where the key or value of a position lies.
+    fn offset(&self, run: &GpuRun, kv_head: usize, position: usize) -> usize {
+        let size = self.layout.block_size.tokens();
+        let block = self.blocks[run.block_offset as usize + position / size] as usize;
+        ((block * self.layout.kv_heads + kv_head) * size + position % size) * self.layout.head_dim
+    }
+
+    fn group(&self) -> usize {
+        self.heads / self.layout.kv_heads
+    }
+
+    /// The query of a head.
+    fn query(&self, run: &GpuRun, head: usize) -> &[bf16] {
+        let dim = self.layout.head_dim;
+        &self.q[run.first_row as usize * self.q_stride + head * dim..][..dim]
+    }
+
+    /// Rows of the runs, in their order.
+    fn reference(&self) -> Vec<f64> {
+        let mut out = Vec::new();
+        let dim = self.layout.head_dim;
+        for run in &self.runs {
+            let end = run.context_end as usize;
+            let start = self.window.map_or(0, |window| end.saturating_sub(window));
+            for head in 0..self.heads {
+                let at = |position| self.offset(run, head / self.group(), position);
+                let score = |position| {
+                    let key = &self.k[at(position)..][..dim];
+                    let products = self
+                        .query(run, head)
+                        .iter()
+                        .zip(key)
+                        .map(|(q, k)| q.to_f64() * k.to_f64());
+                    products.sum::<f64>() * f64::from(self.scale)
+                };
+                let scores: Vec<f64> = (start..end).map(score).collect();
+                let largest = scores.iter().copied().fold(f64::MIN, f64::max);
+                let total: f64 = scores.iter().map(|s| (s - largest).exp()).sum();
+                let mut row = vec![0.0; dim];
+                for (position, s) in (start..end).zip(&scores) {
+                    let weight = (s - largest).exp() / total;
+                    for (sum, value) in row.iter_mut().zip(&self.v[at(position)..]) {
+                        *sum += weight * value.to_f64();
+                    }
+                }
+                out.extend(row);
+            }
+        }
+        out
+    }
+
+    fn contexts(&self) -> impl Iterator<Item = (usize, usize)> + Clone {
+        self.runs
+            .iter()
+            .enumerate()
+            .map(|(index, run)| (index, run.context_end as usize))
+    }
+}
+
+/// A case in device memory.
+struct OnGpu {
+    q_stride: usize,
+    scale: f32,
+    q: GpuSlab,
+    k: GpuSlab,
+    v: GpuSlab,
+    runs: GpuSlab,
+    blocks: GpuSlab,
+    header: GpuSlab,
+    items: GpuSlab,
+    out: GpuSlab,
+    scratch: GpuSlab,
+    counters: GpuSlab,
+}
+
+impl OnGpu {
+    fn new(gpu: &Gpu, case: &Case, planner: &DecodePlanner) -> Self {
+        let mut items = vec![DecodeItem::default(); planner.max_items()];
+        let header = planner.plan(case.contexts(), &mut items);
+        Self {
+            q: upload(gpu, &case.q),
+            k: upload(gpu, &case.k),
+            v: upload(gpu, &case.v),
+            runs: upload(gpu, &case.runs),
+            blocks: upload(gpu, &case.blocks),
+            header: upload(gpu, &[header]),
+            items: upload(gpu, &items),
+            out: poisoned::<bf16>(gpu, case.rows * case.heads * case.layout.head_dim),
+            scratch: poisoned::<f32>(gpu, planner.scratch_floats()),
+            counters: upload(gpu, &vec![0u32; planner.counters()]),
+            q_stride: case.q_stride,
+            scale: case.scale,
+        }
+    }
+
+    fn args(&self) -> DecodeArgs<'_> {
+        DecodeArgs {
+            q: self.q.slice(),
+            q_stride: self.q_stride,
+            k: self.k.slice(),
+            v: self.v.slice(),
+            runs: self.runs.slice(),
+            blocks: self.blocks.slice(),
+            header: self.header.slice(),
+            items: self.items.slice(),
+            out: self.out.slice(),
+            scratch: self.scratch.slice(),
+            counters: self.counters.slice(),
+            scale: self.scale,
+        }
+    }
+
+    /// Rows of the runs, in their order; all other rows are untouched.
+    fn rows(&self, gpu: &Gpu, case: &Case) -> Vec<f32> {
+        let row = case.heads * case.layout.head_dim;
+        let all: Vec<bf16> = download(gpu, &self.out, case.rows * row);
+        for (index, values) in all.chunks_exact(row).enumerate() {
+            if !case.runs.iter().any(|run| run.first_row as usize == index) {
+                assert!(
+                    values.iter().all(|x| x.to_bits() == 0xffff),
+                    "row {index} was written"
+                );
+            }
+        }
+        let of = |run: &GpuRun| widen(&all[run.first_row as usize * row..][..row]);
+        case.runs.iter().flat_map(of).collect()
+    }
+}
+
+fn on_gpu(gpu: &Gpu, kernels: &DecodeKernels, case: &Case) -> Vec<f32> {
+    let Case {
+        layout,
+        heads,
+        window,
+        ..
+    } = *case;
+    let planner = kernels
+        .planner(layout, heads, window, case.runs.len())
+        .expect("a planner");
+    let memory = OnGpu::new(gpu, case, &planner);
+    kernels.forward(&planner, &memory.args()).expect("a launch");
+    let first = memory.rows(gpu, case);
+    // Counters are as they were, and splits are merged in one order.
+    kernels.forward(&planner, &memory.args()).expect("a launch");
+    assert_eq!(memory.rows(gpu, case), first, "the second launch");
+    let counters: Vec<u32> = download(gpu, &memory.counters, planner.counters());
+    assert!(counters.iter().all(|&c| c == 0), "counters");
+    first
+}
+
+fn on_cpu(case: &Case) -> Vec<f32> {
+    let KvLayout {
+        kv_heads,
+        head_dim,
+        block_size,
+    } = case.layout;
+    let size = block_size.tokens();
+    let v = widen(&case.v);
+    // The CPU's keys are transposed within a block.
+    let mut k = vec![0.0; v.len()];
+    for (from, to) in case
+        .k
+        .chunks_exact(size * head_dim)
+        .zip(k.chunks_exact_mut(size * head_dim))
+    {
+        for (index, value) in from.iter().enumerate() {
+            to[index % head_dim * size + index / head_dim] = value.to_f32();
+        }
+    }
+    assert_eq!(v.len() % (kv_heads * size * head_dim), 0);
+    let blocks: Vec<BlockId> = case.blocks.iter().map(|&b| BlockId(b as u32)).collect();
+    let runs: Vec<RunMeta<'_>> = case
+        .runs
+        .iter()
+        .enumerate()
+        .map(|(row, run)| RunMeta {
+            first_row: row,
+            len: 1,
+            start: run.context_end as usize - 1,
+            blocks: &blocks[run.block_offset as usize..],
+        })
+        .collect();
+    let q: Vec<f32> = case
+        .runs
+        .iter()
+        .flat_map(|run| (0..case.heads).flat_map(|head| widen(case.query(run, head))))
+        .collect();
+    let mut out = vec![f32::NAN; q.len()];
+    let budget = Budget::new(1 << 32);
+    let arena = Arena::new(&budget, Scratch::Growable).expect("an empty arena");
+    let kv = PagedKv {
+        k: &k,
+        v: &v,
+        layout: case.layout,
+    };
+    let options = AttentionOptions {
+        scale: case.scale,
+        window: case.window,
+    };
+    attention(&q, kv, &runs, options, &mut out, &arena).expect("room in the arena");
+    out
+}
+
+/// All head sizes, block sizes, groups and edges of contexts and windows, and a few at random.
+fn check(test: &str, run: impl Fn(&Case) -> Vec<f32>, tolerance: f64) {
+    let mut rng = rng(test);
+    let groups = [1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 40];
+    for head_dim in [64, 96, 128, 256] {
+        for block_size in [8, 16, 32] {
+            for round in 0..3 {
+                let layout = KvLayout {
+                    kv_heads: rng.random_range(1..4),
+                    head_dim,
+                    block_size: BlockSize::new(block_size).expect("a size offered"),
+                };
+                let group = groups[rng.random_range(0..groups.len())];
+                let contexts: Vec<usize> = match round {
+                    0 => vec![1, 15, 16, 17, 63, 64, 65, 129],
+                    1 => vec![rng.random_range(1000..5000)],
+                    _ => (0..rng.random_range(1..20))
+                        .map(|_| rng.random_range(1..700))
+                        .collect(),
+                };
+                let window = [None, Some(1), Some(rng.random_range(2..300)), Some(100_000)];
+                let window = window[rng.random_range(0..window.len())];
+                let case = Case::new(&mut rng, layout, layout.kv_heads * group, window, &contexts);
+                let what = format!("{layout:?}, group {group}, window {window:?}, contexts {contexts:?}");
+                assert_close(&what, &run(&case), &case.reference(), tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn decode_attention_on_the_cpu() {
+    check("decode_attention_on_the_cpu", on_cpu, 1e-5);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn decode_attention_on_the_gpu() {
+    let gpu = gpu();
+    let kernels = DecodeKernels::load(&gpu).expect("kernels for this GPU");
+    check(
+        "decode_attention_on_the_gpu",
+        |case| on_gpu(&gpu, &kernels, case),
+        8e-3,
+    );
+}
+
+/// A graph captured once serves other contexts, batches and splits.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn decode_attention_in_a_graph() {
+    let mut rng = rng("decode_attention_in_a_graph");
+    let gpu = gpu();
+    let kernels = DecodeKernels::load(&gpu).expect("kernels for this GPU");
+    let layout = KvLayout {
+        kv_heads: 2,
+        head_dim: 128,
+        block_size: BlockSize::default(),
+    };
+    let (heads, max_runs) = (8, 12);
+    let planner = kernels.planner(layout, heads, None, max_runs).expect("a planner");
+    let large = Case::new(&mut rng, layout, heads, None, &[4000; 12]);
+    let memory = OnGpu::new(&gpu, &large, &planner);
+    let graph = gpu
+        .capture(|| kernels.forward(&planner, &memory.args()))
+        .expect("a capture");
+    for contexts in [vec![1], vec![3000], vec![70; 4], vec![4000, 1, 600]] {
+        let mut case = Case::new(&mut rng, layout, heads, None, &contexts);
+        // What is part of the graph stays.
+        case.scale = large.scale;
+        case.q_stride = large.q_stride;
+        case.q = random(&mut rng, case.rows * case.q_stride);
+        let other = OnGpu::new(&gpu, &case, &planner);
+        for (from, to) in [
+            (&other.q, &memory.q),
+            (&other.k, &memory.k),
+            (&other.v, &memory.v),
+            (&other.runs, &memory.runs),
+            (&other.blocks, &memory.blocks),
+            (&other.header, &memory.header),
+            (&other.items, &memory.items),
+        ] {
+            let bytes = from.bytes();
+            gpu.copy(from.slice::<u8>(), to.slice::<u8>().range(0..bytes))
+                .expect("a copy");
+        }
+        gpu.fill(memory.out.slice(), 0xff).expect("a fill");
+        graph.launch().expect("a replay");
+        let out = memory.rows(&gpu, &case);
+        assert_close(&format!("contexts {contexts:?}"), &out, &case.reference(), 8e-3);
+    }
+}

@@ -1,0 +1,460 @@
+// Attention of one query row per request over the paged cache: decode.
+//
+// Flash decoding: a context is cut into splits, so that few long contexts fill the GPU as well as many short ones. A unit of
+// work is a split for one KV head; its query heads are the rows of a tensor-core tile, so keys and values are read once.
+// Each warp streams its own tiles of 16 keys through its own ring in shared memory and shares nothing with the others until
+// the split is done. The last block of threads to finish a split of a run merges them all, in order.
+//
+// The grid is fixed: blocks walk over the units that the work list in device memory names, so one captured graph serves all
+// contexts.
+#include "common.cuh"
+#include "mma.cuh"
+
+namespace {
+
+// See `DecodeHeader` and `DecodeItem` in crates/kernels/src/cuda/attention_decode.rs.
+struct __align__(16) Header {
+    int items;
+    int chunk;
+    int runs;
+    int padding;
+};
+
+struct __align__(8) Item {
+    int run;
+    int split;
+};
+
+struct Args {
+    const bf16* q;
+    const bf16* k;
+    const bf16* v;
+    const Run* runs;
+    const int* blocks;
+    const Header* header;
+    const Item* items;
+    bf16* out;
+    float* scratch;
+    unsigned* counters;
+    int q_stride;  // elements from one request's queries to the next one's
+    int kv_heads;
+    int group;        // query heads of one KV head
+    int block_shift;  // log2 of the tokens of a block
+    int window;       // tokens seen, the current one included
+    float scale;      // times log2(e): weights are powers of two
+};
+
+constexpr int kRows = 16;  // query heads of a unit
+constexpr int kKeys = 16;  // keys of a tile
+
+template <int D>
+struct Shape {
+    static constexpr int kWarps = D <= 128 ? 4 : 2;
+    static constexpr int kThreads = kWarps * kWarp;
+    static constexpr int kStages = D < 128 ? 4 : D == 128 ? 3 : 2;
+    static constexpr int kTile = kKeys * D;  // of keys or of values
+    static constexpr int kStage = 2 * kTile;
+    static constexpr int kRing = kStages * kStage;
+    // Large queries stay in shared memory: registers hold the sums.
+    static constexpr bool kSharedQueries = D > 128;
+    // Tiles whose cache rows the lanes of a warp hold, one lane for each eight keys.
+    static constexpr int kLot = kWarp * 8 / kKeys;
+};
+
+// A float row of a partial result: the sums, then maximum and sum of weights, padded to 16 bytes.
+__host__ __device__ constexpr int partial_row(int head_dim) { return head_dim + 4; }
+
+// Where 8 elements of a row lie in a tile, such that eight rows of a column lie in different banks.
+template <int D>
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+    const int key = D % 64 == 0 ? row & 7 : row >> 1 & 3;
+    return row * D + (chunk ^ key) * 8;
+}
+
+// One split of one run for one tile of heads.
+struct Unit {
+    int item;
+    int tile;
+    int run;
+    int split;
+    int splits;
+    int first_row;
+    int block_offset;
+    int begin;  // keys begin..end, begin rounded down to a tile
+    int end;
+    int seen;     // first key that is seen
+    int kv_head;
+    int head;  // first query head
+    int rows;  // query heads
+};
+
+template <int D>
+struct Decode {
+    using S = Shape<D>;
+    static constexpr int kSteps = D / 16;
+    static constexpr int kHeld = S::kSharedQueries ? 1 : kSteps;  // of the queries' operands in registers
+    static constexpr int kD = D / 8;
+
+    const Args args;
+    bf16* const rings;
+    bf16* const ring;  // this warp's
+    const int warp;
+    const int lane;
+    const int passes;  // tiles of query heads for one KV head
+    const int tiles;
+
+    __device__ __forceinline__ Decode(const Args& args, char* shared)
+        : args(args),
+          rings(reinterpret_cast<bf16*>(shared)),
+          ring(rings + threadIdx.x / kWarp * S::kRing),
+          warp(threadIdx.x / kWarp),
+          lane(threadIdx.x % kWarp),
+          passes((args.group + kRows - 1) / kRows),
+          tiles(args.kv_heads * passes) {}
+
+    // Unit `index` of the work list; one without keys if there is none.
+    __device__ __forceinline__ Unit fetch(const Header& header, int index) const {
+        Unit unit = {};
+        unit.item = index / tiles;
+        unit.tile = index % tiles;
+        if (unit.item >= header.items) return unit;
+        const Item item = args.items[unit.item];
+        const Run run = args.runs[item.run];
+        unit.run = item.run;
+        unit.split = item.split;
+        unit.first_row = run.first_row;
+        unit.block_offset = run.block_offset;
+        unit.kv_head = unit.tile / passes;
+        const int head = unit.tile % passes * kRows;
+        unit.head = unit.kv_head * args.group + head;
+        unit.rows = min(kRows, args.group - head);
+
+        unit.seen = max(run.context_end - args.window, 0);
+        const int start = unit.seen / kKeys * kKeys;
+        const int keys = run.context_end - start;
+        unit.splits = (keys + header.chunk - 1) / header.chunk;
+        // A list made for a longer window has splits that nobody needs.
+        if (unit.split >= unit.splits) return unit;
+        const int share = (keys + unit.splits - 1) / unit.splits;
+        const int size = (share + kKeys - 1) / kKeys * kKeys;
+        unit.begin = start + unit.split * size;
+        unit.end = min(unit.begin + size, run.context_end);
+        return unit;
+    }
+
+    // This warp's tiles of the unit: each `kWarps`th.
+    __device__ __forceinline__ int count(const Unit& unit) const {
+        return max((unit.end - unit.begin + kKeys - 1) / kKeys - warp + S::kWarps - 1, 0) / S::kWarps;
+    }
+
+    __device__ __forceinline__ int first_key(const Unit& unit, int tile) const {
+        return unit.begin + (tile * S::kWarps + warp) * kKeys;
+    }
+
+    // For this lane's eight keys of the lot that starts with `tile`: their row of the cache, in units of a head.
+    __device__ __forceinline__ int cache_row(const Unit& unit, int tile) const {
+        const int key = first_key(unit, tile + lane / 2) + lane % 2 * 8;
+        if (key + 8 <= unit.seen || key >= unit.end) return 0;
+        const int block = args.blocks[unit.block_offset + (key >> args.block_shift)];
+        return ((block * args.kv_heads + unit.kv_head) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
+    }
+
+    // Begins to copy keys and values of a tile. Those that are not seen become zero: what a block's unused slots hold must
+    // not even be multiplied by zero.
+    __device__ __forceinline__ void load(const Unit& unit, int tile, int& rows) const {
+        if (tile % S::kLot == 0 && tile > 0) rows = cache_row(unit, tile);
+        const int key = first_key(unit, tile);
+        bf16* const to = ring + tile % S::kStages * S::kStage;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const size_t from = size_t(__shfl_sync(kAllLanes, rows, tile % S::kLot * 2 + half)) * D;
+#pragma unroll
+            for (int i = 0; i < D / kWarp; ++i) {
+                const int chunk = i * kWarp + lane;
+                const int row = half * 8 + chunk / kD;
+                const bool wanted = key + row >= unit.seen && key + row < unit.end;
+                const int at = swizzled<D>(row, chunk % kD);
+                copy_async(to + at, args.k + from + chunk * 8, wanted);
+                copy_async(to + S::kTile + at, args.v + from + chunk * 8, wanted);
+            }
+        }
+    }
+
+    // Begins the first copies; the last stage stays free.
+    __device__ __forceinline__ void start(const Unit& unit, int& rows) const {
+        const int tiles = count(unit);
+#pragma unroll
+        for (int i = 0; i < S::kStages - 1; ++i) {
+            if (i < tiles) load(unit, i, rows);
+            commit_async();
+        }
+    }
+
+    __device__ __forceinline__ void operator()(float2 (*states)[kRows], unsigned& arrived) const {
+        const Header header = *args.header;
+        Unit unit = fetch(header, blockIdx.x);
+        int rows = cache_row(unit, 0);
+        start(unit, rows);
+        for (int index = blockIdx.x; index < header.items * tiles;) {
+            uint32_t queries[kHeld][4];
+            if constexpr (S::kSharedQueries) {
+                share_queries(unit);
+            } else {
+                load_queries(unit, queries);
+            }
+            index += gridDim.x;
+            const Unit next = fetch(header, index);
+            const int next_rows = cache_row(next, 0);
+
+            float sums[kD][4] = {};
+            float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {};
+            const int tiles = count(unit);
+            for (int tile = 0; tile < tiles; ++tile) {
+                wait_async<S::kStages - 2>();
+                __syncwarp();
+                if (tile + S::kStages - 1 < tiles) load(unit, tile + S::kStages - 1, rows);
+                commit_async();
+                attend(unit, tile, queries, sums, maximum, total);
+            }
+            __syncwarp();
+
+            rows = next_rows;
+            start(next, rows);
+            if (unit.end > 0) finish(unit, sums, maximum, total, states, arrived);
+            unit = next;
+        }
+    }
+
+    // The rows of the unit in shared memory; those beyond are zero.
+    __device__ __forceinline__ void share_queries(const Unit& unit) const {
+        const bf16* from = args.q + size_t(unit.first_row) * args.q_stride + unit.head * D;
+        bf16* to = rings + S::kWarps * S::kRing;
+#pragma unroll
+        for (int i = 0; i < kRows * kD / S::kThreads; ++i) {
+            const int at = i * S::kThreads + threadIdx.x;
+            const Bf16x8 zero = {};
+            store8(to + swizzled<D>(at / kD, at % kD), at / kD < unit.rows ? load8(from + at * 8) : zero);
+        }
+        __syncthreads();
+    }
+
+    // The rows of the unit as the left operand; those beyond are zero.
+    __device__ __forceinline__ void load_queries(const Unit& unit, uint32_t (&queries)[kHeld][4]) const {
+        const bf16* from = args.q + size_t(unit.first_row) * args.q_stride + unit.head * D + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = i % 2 * 8 + lane / 4;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                const bf16* at = from + row * D + step * 16 + i / 2 * 8;
+                queries[step][i] = row < unit.rows ? *reinterpret_cast<const uint32_t*>(at) : 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void attend(const Unit& unit, int tile, const uint32_t (&queries)[kHeld][4],
+                                           float (&sums)[kD][4], float (&maximum)[2], float (&total)[2]) const {
+        const bf16* keys = ring + tile % S::kStages * S::kStage;
+        // Four chains of products instead of two: the tensor cores' latency is what a short context waits for.
+        float chains[2][2][4] = {};
+#pragma unroll(S::kSharedQueries ? 4 : kSteps)
+        for (int step = 0; step < kSteps; ++step) {
+            uint32_t b[4];
+            load_matrices(b, keys + swizzled<D>(lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
+            if constexpr (S::kSharedQueries) {
+                uint32_t a[4];
+                load_matrices(a, rings + S::kWarps * S::kRing + swizzled<D>(lane % 16, step * 2 + lane / 16));
+                mma(chains[step % 2][0], a, b[0], b[1]);
+                mma(chains[step % 2][1], a, b[2], b[3]);
+            } else {
+                mma(chains[step % 2][0], queries[step], b[0], b[1]);
+                mma(chains[step % 2][1], queries[step], b[2], b[3]);
+            }
+        }
+        float weights[2][4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[n][i] = (chains[0][n][i] + chains[1][n][i]) * args.scale;
+        }
+        const int key = first_key(unit, tile);
+        if (key < unit.seen || key + kKeys > unit.end) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int at = key + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                if (at < unit.seen || at >= unit.end) weights[i / 4][i % 4] = -INFINITY;
+            }
+        }
+        soften(weights, sums, maximum, total);
+
+        const uint32_t a[4] = {pack(weights[0][0], weights[0][1]), pack(weights[0][2], weights[0][3]),
+                               pack(weights[1][0], weights[1][1]), pack(weights[1][2], weights[1][3])};
+        const bf16* values = keys + S::kTile;
+#pragma unroll
+        for (int d = 0; d < kD; d += 2) {
+            uint32_t b[4];
+            load_matrices_transposed(b, values + swizzled<D>(lane % 16, d + lane / 16));
+            mma(sums[d], a, b[0], b[1]);
+            mma(sums[d + 1], a, b[2], b[3]);
+        }
+    }
+
+    // Scores become weights relative to the running maximum, and what came before is scaled to it. Each tile has a key that
+    // is seen, so the maximum is finite.
+    __device__ __forceinline__ static void soften(float (&weights)[2][4], float (&sums)[kD][4], float (&maximum)[2],
+                                                  float (&total)[2]) {
+        float factor[2];
+        bool grown = false;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int i = h * 2;
+            float largest = fmaxf(fmaxf(weights[0][i], weights[0][i + 1]), fmaxf(weights[1][i], weights[1][i + 1]));
+            largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+            largest = fmaxf(largest, maximum[h]);
+            grown |= largest > maximum[h];
+            factor[h] = exp2_fast(maximum[h] - largest);
+            maximum[h] = largest;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                weights[n][i] = exp2_fast(weights[n][i] - largest);
+                weights[n][i + 1] = exp2_fast(weights[n][i + 1] - largest);
+            }
+            total[h] = total[h] * factor[h] + (weights[0][i] + weights[0][i + 1]) + (weights[1][i] + weights[1][i + 1]);
+        }
+        if (__any_sync(kAllLanes, grown)) {
+#pragma unroll
+            for (int d = 0; d < kD; ++d) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[d][i] *= factor[i / 2];
+            }
+        }
+    }
+
+    // Combines the warps' results and stores the unit's: the output if there is only one split, else a partial result.
+    __device__ __forceinline__ void finish(const Unit& unit, const float (&sums)[kD][4], const float (&maximum)[2],
+                                           float (&total)[2], float2 (*states)[kRows], unsigned& arrived) const {
+        // A stage has room for a float of each row and column; the last one is not being loaded yet. Columns are permuted so
+        // that the lanes' stores go to different banks.
+        constexpr int kExchange = (S::kStages - 1) * S::kStage;
+        static_assert(S::kStage * sizeof(bf16) == kRows * D * sizeof(float), "a stage holds the sums of a warp");
+        float* mine = reinterpret_cast<float*>(ring + kExchange);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            total[h] += __shfl_xor_sync(kAllLanes, total[h], 1);
+            total[h] += __shfl_xor_sync(kAllLanes, total[h], 2);
+            const int row = h * 8 + lane / 4;
+            if (row < unit.rows) {
+                if (lane % 4 == 0) states[warp][row] = make_float2(maximum[h], total[h]);
+#pragma unroll
+                for (int d = 0; d < kD; ++d) {
+                    *reinterpret_cast<float2*>(mine + row * D + (d * 8 + lane % 4 * 2 ^ (row & 3) * 8)) =
+                        make_float2(sums[d][h * 2], sums[d][h * 2 + 1]);
+                }
+            }
+        }
+        __syncthreads();
+        const float* warps = reinterpret_cast<const float*>(rings + kExchange);
+        for (int at = threadIdx.x; at < unit.rows * (D / 4); at += S::kThreads) {
+            const int row = at / (D / 4), column = at % (D / 4) * 4;
+            float largest = states[0][row].x;
+#pragma unroll
+            for (int w = 1; w < S::kWarps; ++w) largest = fmaxf(largest, states[w][row].x);
+            float4 sum = {};
+            float weight = 0.0f;
+#pragma unroll
+            for (int w = 0; w < S::kWarps; ++w) {
+                const float factor = exp2_fast(states[w][row].x - largest);
+                const float4 part =
+                    *reinterpret_cast<const float4*>(warps + w * (S::kRing / 2) + row * D + (column ^ (row & 3) * 8));
+                add(sum, weight, factor, part, states[w][row].y);
+            }
+            if (unit.splits == 1) {
+                store(unit, row, column, sum, weight);
+            } else {
+                float* to = partial(unit, unit.split) + row * partial_row(D);
+                *reinterpret_cast<float4*>(to + column) = sum;
+                if (column == 0) *reinterpret_cast<float2*>(to + D) = make_float2(largest, weight);
+            }
+        }
+        __syncthreads();
+        if (unit.splits == 1) return;
+
+        if (threadIdx.x == 0) {
+            __threadfence();
+            // Wraps to zero with the last one: ready for the next launch.
+            arrived = atomicInc(args.counters + unit.run * tiles + unit.tile, unit.splits - 1);
+            __threadfence();
+        }
+        __syncthreads();
+        if (arrived == unit.splits - 1) merge(unit);
+    }
+
+    // Merges the splits of a run in their order, whoever was last.
+    __device__ __forceinline__ void merge(const Unit& unit) const {
+        const size_t step = partial(unit, 1) - partial(unit, 0);
+        for (int at = threadIdx.x; at < unit.rows * (D / 4); at += S::kThreads) {
+            const int row = at / (D / 4), column = at % (D / 4) * 4;
+            const float* from = partial(unit, 0) + row * partial_row(D);
+            float largest = -INFINITY, weight = 0.0f;
+            float4 sum = {};
+#pragma unroll 4
+            for (int split = 0; split < unit.splits; ++split, from += step) {
+                const float4 part = __ldcg(reinterpret_cast<const float4*>(from + column));
+                const float2 state = __ldcg(reinterpret_cast<const float2*>(from + D));
+                const float grown = fmaxf(largest, state.x);
+                const float factor = exp2_fast(largest - grown);
+                sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+                weight *= factor;
+                largest = grown;
+                add(sum, weight, exp2_fast(state.x - grown), part, state.y);
+            }
+            store(unit, row, column, sum, weight);
+        }
+    }
+
+    __device__ __forceinline__ static void add(float4& sum, float& weight, float factor, const float4& part, float total) {
+        sum.x += factor * part.x;
+        sum.y += factor * part.y;
+        sum.z += factor * part.z;
+        sum.w += factor * part.w;
+        weight += factor * total;
+    }
+
+    __device__ __forceinline__ void store(const Unit& unit, int row, int column, const float4& sum, float weight) const {
+        const float inverse = 1.0f / weight;
+        bf16* to = args.out + (size_t(unit.first_row) * args.kv_heads * args.group + unit.head + row) * D + column;
+        *reinterpret_cast<uint2*>(to) =
+            make_uint2(pack(sum.x * inverse, sum.y * inverse), pack(sum.z * inverse, sum.w * inverse));
+    }
+
+    // The partial result of a split of the unit's run; its splits are neighbours in the work list.
+    __device__ __forceinline__ float* partial(const Unit& unit, int split) const {
+        const size_t at = size_t(unit.item - unit.split + split) * tiles + unit.tile;
+        return args.scratch + at * min(kRows, args.group) * partial_row(D);
+    }
+};
+
+}  // namespace
+
+extern __shared__ __align__(128) char shared[];
+
+// Grid: any number of blocks.
+#define DECODE(D)                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) attention_decode_##D(                            \
+        const bf16* q, const bf16* k, const bf16* v, const Run* runs, const int* blocks, const Header* header,           \
+        const Item* items, bf16* out, float* scratch, unsigned* counters, int q_stride, int kv_heads, int group,         \
+        int block_shift, int window, float scale) {                                                                      \
+        __shared__ float2 states[Shape<D>::kWarps][kRows];                                                               \
+        __shared__ unsigned arrived;                                                                                     \
+        pdl_wait();                                                                                                      \
+        pdl_launch();                                                                                                    \
+        const Args args = {q,       k,        v,        runs,     blocks, header,      items,  out,                      \
+                           scratch, counters, q_stride, kv_heads, group,  block_shift, window, scale};                   \
+        Decode<D>(args, shared)(states, arrived);                                                                        \
+    }
+
+DECODE(64)
+DECODE(96)
+DECODE(128)
+DECODE(256)
