@@ -1,8 +1,8 @@
 //! The engine over an executor that can be told to be slow, to fail, to panic or to lie.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use futures::{FutureExt, StreamExt};
@@ -23,6 +23,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 struct Script {
     step_micros: AtomicU64,
+    /// No step begins while the test holds it for writing.
+    gate: RwLock<()>,
     /// The next step ends with an error.
     fail: AtomicBool,
     /// The next step panics in `launch`.
@@ -49,6 +51,7 @@ fn token(seed: u64, index: usize) -> u32 {
 
 impl Executor for Fake {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        drop(self.script.gate.read().unwrap());
         assert!(
             !self.script.panic_in_launch.swap(false, Ordering::SeqCst),
             "told to panic in launch"
@@ -230,9 +233,12 @@ async fn a_thousand_streams_get_their_own_tokens_with_little_kv() {
             ..Default::default()
         };
         let rig = Rig::new(shape);
+        // Else a fast engine ends requests as fast as they come, and never has many at once.
+        let gate = rig.script.gate.write().unwrap();
         let streams: Vec<_> = (0..1000)
             .map(|i| (i, rig.submit(i, 1 + i as usize % 40).unwrap()))
             .collect();
+        drop(gate);
         let reads = streams
             .into_iter()
             .map(|(i, stream)| async move { (i, read(stream).await) });
