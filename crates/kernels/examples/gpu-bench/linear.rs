@@ -1,6 +1,7 @@
 //! The linear layers of Llama-3.1-8B's shape: one by one, and as the chain of a decode step.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use half::bf16;
 use plimsoll_core::Component;
@@ -81,20 +82,27 @@ pub(crate) fn bench(gpu: &Gpu) {
     let workspace = gpu
         .alloc(Component::Runtime, Linears::WORKSPACE_BYTES)
         .expect("room");
+    let start = Instant::now();
     let mut linears = Linears::load(gpu, workspace).expect("cuBLASLt and kernels");
+    println!(
+        "libraries and kernels loaded in {:.0} ms",
+        start.elapsed().as_secs_f64() * 1e3
+    );
     let model = Model::new(gpu);
     println!("one kind of layer after another, us; % of the floor");
     println!(
-        "{:8} {:>4} {:>7} {:>14}  row_warps x cluster",
-        "layer", "m", "floor", "cuBLASLt"
+        "{:8} {:>4} {:>7} {:>14} {:>14} row_warps x cluster",
+        "layer", "m", "floor", "cuBLASLt", "cuBLAS"
     );
     for (shape, (name, n, k)) in SHAPES.iter().enumerate() {
         for m in [1, 8, 16, 32] {
             let floor = floor_us(m, *n, *k);
             print!("{name:8} {m:4} {floor:7.1}");
-            linears.fix(Some(LinearPath::CublasLt));
-            let us = time_layer(gpu, &linears, &model, shape, m);
-            print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
+            for path in [LinearPath::CublasLt, LinearPath::Cublas] {
+                linears.fix(Some(path));
+                let us = time_layer(gpu, &linears, &model, shape, m);
+                print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
+            }
             for (row_warps, cluster) in [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (8, 8)] {
                 if m * (8 / row_warps) > 128 {
                     continue;
@@ -117,7 +125,11 @@ pub(crate) fn bench(gpu: &Gpu) {
             .map(|((_, n, k), layers)| floor_us(m, *n, *k) * layers.len() as f64)
             .sum();
         print!("m {m:4} floor {:7.3}", floor / 1e3);
-        for (name, path) in [("ours", None), ("cuBLASLt", Some(LinearPath::CublasLt))] {
+        for (name, path) in [
+            ("ours", None),
+            ("cuBLASLt", Some(LinearPath::CublasLt)),
+            ("cuBLAS", Some(LinearPath::Cublas)),
+        ] {
             linears.fix(path);
             let us = time_us(gpu, 1, |_| chain(&linears, &model, m));
             print!("   {name} {:7.3} {:5.1}%", us / 1e3, 100.0 * floor / us);

@@ -1,6 +1,7 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 
 mod cublas;
+mod cublas_lt;
 mod stream;
 
 use std::cell::RefCell;
@@ -12,7 +13,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
-use cublas::{Algorithm, CublasLt, Operands, Shape};
+use cublas::Cublas;
+use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, Output, StreamKernels};
 
 /// Weights in a slab that is shared with others and lives as long as any of them.
@@ -81,6 +83,7 @@ impl GpuLinear {
 enum Choice {
     Stream(Cut),
     Lt(Algorithm),
+    Cublas,
 }
 
 /// Products that are computed alike.
@@ -95,6 +98,8 @@ struct Key {
 /// A row's result depends on that row alone and is the same in every run, but not to the bit on how many rows there are.
 #[derive(Debug)]
 pub struct Linears {
+    /// Before `lt`, whose workspace it uses.
+    cublas: Option<Cublas>,
     lt: CublasLt,
     stream: StreamKernels,
     choices: RefCell<HashMap<Key, Choice>>,
@@ -106,6 +111,8 @@ pub struct Linears {
 pub enum LinearPath {
     /// cuBLASLt, with its own first choice.
     CublasLt,
+    /// cuBLAS, where it is installed and there is no bias; cuBLASLt otherwise.
+    Cublas,
     /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
     Stream {
         /// Warps of a thread block side by side along the features: 1, 2, 4 or 8.
@@ -117,14 +124,16 @@ pub enum LinearPath {
 
 impl Linears {
     /// Bytes of device memory that [`Self::load`] wants.
-    pub const WORKSPACE_BYTES: usize = cublas::WORKSPACE;
+    pub const WORKSPACE_BYTES: usize = cublas_lt::WORKSPACE;
 
     /// Opens cuBLASLt and loads the kernels. `workspace` is used by every product.
     ///
     /// # Errors
     /// [`GpuError`] if the library is missing or does not start, or there are no kernels for this GPU.
     pub fn load(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
+        let cublas = Cublas::open(gpu, &workspace)?;
         Ok(Self {
+            cublas,
             lt: CublasLt::open(gpu, workspace)?,
             stream: StreamKernels::load(gpu)?,
             choices: RefCell::default(),
@@ -230,9 +239,13 @@ impl Linears {
         unsafe {
             match choice {
                 Choice::Stream(cut) => self.stream.run(&key.shape, key.output, cut, operands),
-                Choice::Lt(algorithm) => {
-                    assert!(key.output != Output::SiluMul, "cuBLASLt has no silu_mul");
-                    self.lt.run(&key.shape, &algorithm, operands)
+                Choice::Lt(_) | Choice::Cublas if key.output == Output::SiluMul => {
+                    panic!("cuBLAS has no silu_mul: ask `fuses_silu_mul`")
+                }
+                Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
+                Choice::Cublas => {
+                    let cublas = self.cublas.as_ref().expect("chosen because it is there");
+                    cublas.run(&key.shape, operands)
                 }
             }
         }
@@ -242,17 +255,21 @@ impl Linears {
         if let Some(known) = self.choices.borrow().get(key) {
             return Ok(*known);
         }
-        let cut = match self.fixed {
-            None => self.stream.cuts(&key.shape, key.output).first().copied(),
-            Some(LinearPath::CublasLt) => None,
+        let lt = || Ok::<_, GpuError>(Choice::Lt(self.lt.algorithms(&key.shape, 1)?[0]));
+        let choice = match self.fixed {
+            None => match self.stream.cuts(&key.shape, key.output).first() {
+                Some(cut) => Choice::Stream(*cut),
+                None => lt()?,
+            },
+            Some(LinearPath::Cublas) if self.cublas.is_some() && !key.shape.bias => Choice::Cublas,
+            Some(LinearPath::CublasLt | LinearPath::Cublas) => lt()?,
             Some(LinearPath::Stream { row_warps, cluster }) => {
                 let cut = Cut { row_warps, cluster };
-                self.stream.can(&key.shape, key.output, cut).then_some(cut)
+                match self.stream.can(&key.shape, key.output, cut) {
+                    true => Choice::Stream(cut),
+                    false => lt()?,
+                }
             }
-        };
-        let choice = match cut {
-            Some(cut) => Choice::Stream(cut),
-            None => Choice::Lt(self.lt.algorithms(&key.shape, 1)?[0]),
         };
         self.choices.borrow_mut().insert(*key, choice);
         Ok(choice)

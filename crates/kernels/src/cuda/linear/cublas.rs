@@ -1,278 +1,107 @@
-//! Matrix products by cuBLASLt, which is opened at run time.
-//!
-//! cuBLAS thinks in columns: the row-major `[m, n]` output is its `n x m` matrix, the weights `[n, k]` its `k x n` one, which
-//! it transposes. So `n` is its first dimension and a bias runs along it.
+//! Matrix products by `cublasGemmEx`, which chooses its kernels otherwise than cuBLASLt does. Optional.
 
 use std::ffi::c_void;
 
-use cudarc::cublas::sys::cublasOperation_t;
-use cudarc::cublaslt::sys;
+use cudarc::cublas::sys;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 
-/// Bytes of workspace that cuBLAS wants on recent GPUs.
-pub(super) const WORKSPACE: usize = 32 << 20;
+use super::cublas_lt::{Operands, Shape};
 
-/// One matrix product: `out[m, n] = x[m, k] · weight[n, k]ᵀ + bias[n]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Shape {
-    pub(super) m: usize,
-    pub(super) n: usize,
-    pub(super) k: usize,
-    /// `f32` output instead of `bf16`.
-    pub(super) wide: bool,
-    pub(super) bias: bool,
-}
-
-/// Device addresses of a product's matrices.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Operands {
-    pub(super) x: u64,
-    pub(super) weight: u64,
-    /// 0 for none.
-    pub(super) bias: u64,
-    pub(super) out: u64,
-}
-
-/// How cuBLASLt computes a product; good for other `m` too, unless it says no.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Algorithm(sys::cublasLtMatmulAlgo_t);
-
-/// The library, opened for one GPU.
+/// The library, opened for one GPU and its stream.
 #[derive(Debug)]
-pub(super) struct CublasLt {
+pub(super) struct Cublas {
     gpu: Gpu,
-    handle: sys::cublasLtHandle_t,
-    workspace: GpuSlab,
+    handle: sys::cublasHandle_t,
 }
 
-// SAFETY: cuBLASLt's functions may be called from any thread.
-unsafe impl Send for CublasLt {}
+// SAFETY: a handle may be used from any thread, by one at a time.
+unsafe impl Send for Cublas {}
 
-impl CublasLt {
-    /// Opens the library.
-    pub(super) fn open(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
+impl Cublas {
+    /// Opens the library; none if it is not on this machine. The workspace must live as long.
+    pub(super) fn open(gpu: &Gpu, workspace: &GpuSlab) -> Result<Option<Self>, GpuError> {
         gpu.bind()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: functions are called once the library is known to be there; a place to write to.
         unsafe {
             if !sys::is_culib_present() {
-                return Err(GpuError::NoLibrary {
-                    library: "libcublasLt.so.13".to_owned(),
-                });
+                return Ok(None);
             }
-            check("cublasLtCreate", sys::cublasLtCreate(&mut handle))?;
+            check("cublasCreate", sys::cublasCreate_v2(&mut handle))?;
         }
-        Ok(Self {
+        let this = Self {
             gpu: gpu.clone(),
             handle,
-            workspace,
-        })
-    }
-
-    /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; at least one.
-    pub(super) fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
-        self.gpu.bind()?;
-        let product = Product::new(shape, 0)?;
-        let preference = Preference::new(self.workspace.bytes())?;
-        // SAFETY: all-zero is valid for this struct.
-        let mut found =
-            vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; most.max(1)];
-        let mut count = 0;
-        // SAFETY: all handles are alive; `found` has as many places as asked for.
-        check("cublasLtMatmulAlgoGetHeuristic", unsafe {
-            sys::cublasLtMatmulAlgoGetHeuristic(
-                self.handle,
-                product.operation.0,
-                product.weight.0,
-                product.x.0,
-                product.out.0,
-                product.out.0,
-                preference.0,
-                found.len() as i32,
-                found.as_mut_ptr(),
-                &mut count,
-            )
-        })?;
-        found.truncate(usize::try_from(count).unwrap_or(0));
-        found.retain(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
-        if found.is_empty() {
-            return Err(GpuError::Call {
-                call: "cublasLtMatmulAlgoGetHeuristic",
-                code: "CUBLAS_STATUS_NOT_SUPPORTED".to_owned(),
-                message: format!("no algorithm for {shape:?}"),
-            });
+        };
+        let workspace = workspace.slice::<u8>();
+        // SAFETY: the handle and the stream are alive, the workspace has that many bytes. It is set after the stream, which
+        // would reset it.
+        unsafe {
+            check(
+                "cublasSetStream",
+                sys::cublasSetStream_v2(handle, gpu.stream().cast()),
+            )?;
+            check(
+                "cublasSetWorkspace",
+                sys::cublasSetWorkspace_v2(handle, pointer(workspace.ptr()), workspace.bytes()),
+            )?;
         }
-        Ok(found.iter().map(|result| Algorithm(result.algo)).collect())
+        Ok(Some(this))
     }
 
-    /// Launches a product on the GPU's stream.
+    /// Launches a product without a bias on the GPU's stream.
     ///
     /// # Safety
-    /// The operands must have the shape's sizes, be aligned to 16 bytes and live until the product is done.
-    pub(super) unsafe fn run(
-        &self,
-        shape: &Shape,
-        algorithm: &Algorithm,
-        operands: &Operands,
-    ) -> Result<(), GpuError> {
+    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run).
+    pub(super) unsafe fn run(&self, shape: &Shape, operands: &Operands) -> Result<(), GpuError> {
+        assert!(!shape.bias, "cublasGemmEx adds no bias");
         self.gpu.bind()?;
-        let product = Product::new(shape, operands.bias)?;
         let (alpha, beta) = (1.0_f32, 0.0_f32);
-        let workspace = self.workspace.slice::<u8>();
-        let address = |ptr: u64| ptr as usize as *mut c_void;
-        // SAFETY: all handles are alive, the scale type is f32, the operands are the caller's promise; with beta 0 the output is
-        // not read.
-        check("cublasLtMatmul", unsafe {
-            sys::cublasLtMatmul(
-                self.handle,
-                product.operation.0,
-                (&raw const alpha).cast(),
-                address(operands.weight),
-                product.weight.0,
-                address(operands.x),
-                product.x.0,
-                (&raw const beta).cast(),
-                address(operands.out),
-                product.out.0,
-                address(operands.out),
-                product.out.0,
-                &algorithm.0,
-                address(workspace.ptr()),
-                workspace.bytes(),
-                self.gpu.stream().cast(),
-            )
-        })
-    }
-}
-
-impl Drop for CublasLt {
-    fn drop(&mut self) {
-        if self.gpu.synchronize().is_ok() {
-            // SAFETY: nothing uses the handle any more. A failure means that the context is gone.
-            let _ = unsafe { sys::cublasLtDestroy(self.handle) };
-        }
-    }
-}
-
-/// The library's descriptions of a product.
-struct Product {
-    operation: Operation,
-    weight: Layout,
-    x: Layout,
-    out: Layout,
-}
-
-impl Product {
-    fn new(shape: &Shape, bias: u64) -> Result<Self, GpuError> {
-        let &Shape { m, n, k, wide, .. } = shape;
-        let half = sys::cudaDataType_t::CUDA_R_16BF;
-        let out = if wide {
-            sys::cudaDataType_t::CUDA_R_32F
+        let (m, n, k) = (shape.m as i32, shape.n as i32, shape.k as i32);
+        let half = sys::cudaDataType::CUDA_R_16BF;
+        let out = if shape.wide {
+            sys::cudaDataType::CUDA_R_32F
         } else {
             half
         };
-        Ok(Self {
-            operation: Operation::new(shape.bias.then_some(bias))?,
-            weight: Layout::new(half, k, n)?,
-            x: Layout::new(half, k, m)?,
-            out: Layout::new(out, n, m)?,
-        })
-    }
-}
-
-struct Operation(sys::cublasLtMatmulDesc_t);
-
-impl Operation {
-    fn new(bias: Option<u64>) -> Result<Self, GpuError> {
-        use sys::cublasLtMatmulDescAttributes_t as attribute;
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: a place to write to.
-        check("cublasLtMatmulDescCreate", unsafe {
-            sys::cublasLtMatmulDescCreate(
-                &mut handle,
+        // SAFETY: the operands are the caller's promise; the scales are f32 as the compute type says.
+        check("cublasGemmEx", unsafe {
+            sys::cublasGemmEx(
+                self.handle,
+                sys::cublasOperation_t::CUBLAS_OP_T,
+                sys::cublasOperation_t::CUBLAS_OP_N,
+                n,
+                m,
+                k,
+                (&raw const alpha).cast(),
+                pointer(operands.weight),
+                half,
+                k,
+                pointer(operands.x),
+                half,
+                k,
+                (&raw const beta).cast(),
+                pointer(operands.out),
+                out,
+                n,
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                sys::cudaDataType_t::CUDA_R_32F,
+                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
-        })?;
-        let this = Self(handle);
-        this.set(
-            attribute::CUBLASLT_MATMUL_DESC_TRANSA,
-            &cublasOperation_t::CUBLAS_OP_T,
-        )?;
-        if let Some(bias) = bias {
-            this.set(
-                attribute::CUBLASLT_MATMUL_DESC_EPILOGUE,
-                &sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
-            )?;
-            this.set(attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
-        }
-        Ok(this)
-    }
-
-    fn set<T>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: &T) -> Result<(), GpuError> {
-        // SAFETY: the library copies a value of that size.
-        check("cublasLtMatmulDescSetAttribute", unsafe {
-            sys::cublasLtMatmulDescSetAttribute(self.0, attribute, (&raw const *value).cast(), size_of::<T>())
         })
     }
 }
 
-impl Drop for Operation {
+impl Drop for Cublas {
     fn drop(&mut self) {
-        // SAFETY: it is this value's; freeing host memory cannot fail.
-        let _ = unsafe { sys::cublasLtMatmulDescDestroy(self.0) };
+        if self.gpu.synchronize().is_ok() {
+            // SAFETY: nothing uses the handle any more. A failure means that the context is gone.
+            let _ = unsafe { sys::cublasDestroy_v2(self.handle) };
+        }
     }
 }
 
-struct Layout(sys::cublasLtMatrixLayout_t);
-
-impl Layout {
-    /// A dense matrix, by columns.
-    fn new(element: sys::cudaDataType_t, rows: usize, cols: usize) -> Result<Self, GpuError> {
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: a place to write to.
-        check("cublasLtMatrixLayoutCreate", unsafe {
-            sys::cublasLtMatrixLayoutCreate(&mut handle, element, rows as u64, cols as u64, rows as i64)
-        })?;
-        Ok(Self(handle))
-    }
-}
-
-impl Drop for Layout {
-    fn drop(&mut self) {
-        // SAFETY: it is this value's; freeing host memory cannot fail.
-        let _ = unsafe { sys::cublasLtMatrixLayoutDestroy(self.0) };
-    }
-}
-
-struct Preference(sys::cublasLtMatmulPreference_t);
-
-impl Preference {
-    fn new(workspace: usize) -> Result<Self, GpuError> {
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: a place to write to.
-        check("cublasLtMatmulPreferenceCreate", unsafe {
-            sys::cublasLtMatmulPreferenceCreate(&mut handle)
-        })?;
-        let this = Self(handle);
-        // SAFETY: the library copies a value of that size.
-        check("cublasLtMatmulPreferenceSetAttribute", unsafe {
-            sys::cublasLtMatmulPreferenceSetAttribute(
-                this.0,
-                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                (&raw const workspace).cast(),
-                size_of::<usize>(),
-            )
-        })?;
-        Ok(this)
-    }
-}
-
-impl Drop for Preference {
-    fn drop(&mut self) {
-        // SAFETY: it is this value's; freeing host memory cannot fail.
-        let _ = unsafe { sys::cublasLtMatmulPreferenceDestroy(self.0) };
-    }
+fn pointer(address: u64) -> *mut c_void {
+    address as usize as *mut c_void
 }
 
 fn check(call: &'static str, status: sys::cublasStatus_t) -> Result<(), GpuError> {
@@ -281,7 +110,7 @@ fn check(call: &'static str, status: sys::cublasStatus_t) -> Result<(), GpuError
         error => Err(GpuError::Call {
             call,
             code: format!("{error:?}"),
-            message: "cuBLASLt".to_owned(),
+            message: "cuBLAS".to_owned(),
         }),
     }
 }

@@ -2,7 +2,7 @@
 
 use plimsoll_device::cuda::{Function, Gpu, GpuError, Launch};
 
-use super::cublas::{Operands, Shape};
+use super::cublas_lt::{Operands, Shape};
 
 /// Most rows the kernels take.
 pub(super) const MAX_ROWS: usize = 32;
@@ -90,7 +90,7 @@ impl StreamKernels {
     /// Launches a product. `shape.n` counts outputs, of which [`Output::SiluMul`] has half as many as rows of weights.
     ///
     /// # Safety
-    /// As [`CublasLt::run`](super::cublas::CublasLt::run); the cut must be one that [`Self::can`] compute the product.
+    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); the cut must be one that [`Self::can`] compute the product.
     pub(super) unsafe fn run(
         &self,
         shape: &Shape,
