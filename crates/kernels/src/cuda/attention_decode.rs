@@ -359,3 +359,6 @@ impl DecodeKernels {
             .expect("the planner has checked the head size")
     }
 }
+
+#[cfg(test)]
+mod tests;
