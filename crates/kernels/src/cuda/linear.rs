@@ -3,11 +3,12 @@
 mod cublas;
 mod cublas_lt;
 mod stream;
+mod tune;
 
-use std::cell::RefCell;
 use std::collections::HashMap;
+use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
 use plimsoll_device::Pod;
@@ -15,7 +16,11 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
 use cublas::Cublas;
 use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
-use stream::{Cut, Output, StreamKernels};
+use stream::{Cut, StreamKernels};
+use tune::Measurements;
+
+pub use stream::LinearOutput;
+pub use tune::{LinearChoice, LinearScratch, LinearUse};
 
 /// Weights in a slab that is shared with others and lives as long as any of them.
 #[derive(Clone, Debug)]
@@ -86,11 +91,21 @@ enum Choice {
     Cublas,
 }
 
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Stream(Cut { row_warps, cluster }) => write!(f, "own {row_warps} x {cluster}"),
+            Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
+            Self::Cublas => write!(f, "cuBLAS"),
+        }
+    }
+}
+
 /// Products that are computed alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     shape: Shape,
-    output: Output,
+    output: LinearOutput,
 }
 
 /// What computes linear layers.
@@ -98,11 +113,12 @@ struct Key {
 /// A row's result depends on that row alone and is the same in every run, but not to the bit on how many rows there are.
 #[derive(Debug)]
 pub struct Linears {
+    gpu: Gpu,
     /// Before `lt`, whose workspace it uses.
-    cublas: Option<Cublas>,
+    cublas: Option<Mutex<Cublas>>,
     lt: CublasLt,
     stream: StreamKernels,
-    choices: RefCell<HashMap<Key, Choice>>,
+    choices: Mutex<HashMap<Key, Choice>>,
     fixed: Option<LinearPath>,
 }
 
@@ -131,12 +147,13 @@ impl Linears {
     /// # Errors
     /// [`GpuError`] if the library is missing or does not start, or there are no kernels for this GPU.
     pub fn load(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
-        let cublas = Cublas::open(gpu, &workspace)?;
+        let cublas = Cublas::open(gpu, &workspace)?.map(Mutex::new);
         Ok(Self {
+            gpu: gpu.clone(),
             cublas,
             lt: CublasLt::open(gpu, workspace)?,
             stream: StreamKernels::load(gpu)?,
-            choices: RefCell::default(),
+            choices: Mutex::default(),
             fixed: None,
         })
     }
@@ -144,7 +161,7 @@ impl Linears {
     /// Computes everything in one way from now on, for tests and benchmarks.
     pub fn fix(&mut self, path: Option<LinearPath>) {
         self.fixed = path;
-        self.choices.borrow_mut().clear();
+        self.choices().clear();
     }
 
     /// `x` `[m, k]` to `out` `[m, n]`.
@@ -160,7 +177,7 @@ impl Linears {
         linear: &GpuLinear,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
-        self.run(x, linear, out, Output::Bf16)
+        self.run(x, linear, out, LinearOutput::Bf16)
     }
 
     /// As [`Self::forward`] with `f32` outputs: logits.
@@ -177,16 +194,14 @@ impl Linears {
         out: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
         assert!(linear.bias.is_none(), "a bias with f32 outputs");
-        self.run(x, linear, out, Output::F32)
+        self.run(x, linear, out, LinearOutput::F32)
     }
 
     /// Whether [`Self::forward_silu_mul`] can, and should, be used for `m` rows; if not, [`Self::forward`] and then
     /// `silu_mul`.
     pub fn fuses_silu_mul(&self, m: usize, gate_up: &GpuLinear) -> bool {
-        let key = gate_up.key(m, Output::SiluMul);
-        gate_up.bias.is_none()
-            && gate_up.n.is_multiple_of(2)
-            && matches!(self.choice(&key), Ok(Choice::Stream(_)))
+        let key = gate_up.key(m, LinearOutput::SiluMul);
+        gate_up.bias.is_none() && gate_up.n.is_multiple_of(2) && self.own(&key).is_some()
     }
 
     /// `silu(gate) * up` of `x` `[m, k]` to `out` `[m, n / 2]`, for the rows for which [`Self::fuses_silu_mul`]. `gate_up` is
@@ -204,7 +219,7 @@ impl Linears {
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
         assert!(gate_up.bias.is_none(), "a bias before silu");
-        self.run(x, gate_up, out, Output::SiluMul)
+        self.run(x, gate_up, out, LinearOutput::SiluMul)
     }
 
     fn run<T: Pod>(
@@ -212,7 +227,7 @@ impl Linears {
         x: GpuSlice<'_, bf16>,
         linear: &GpuLinear,
         out: GpuSlice<'_, T>,
-        output: Output,
+        output: LinearOutput,
     ) -> Result<(), GpuError> {
         let key = linear.key(x.len() / linear.k, output);
         let Shape { m, n, k, .. } = key.shape;
@@ -223,9 +238,8 @@ impl Linears {
         }
         let operands = Operands {
             x: x.ptr(),
-            weight: linear.weight.slice().ptr(),
-            bias: linear.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),
             out: out.ptr(),
+            ..linear.operands()
         };
         let choice = self.choice(&key)?;
         // SAFETY: the lengths were checked; slices cannot outlive their memory, and what follows on the stream is ordered.
@@ -239,46 +253,75 @@ impl Linears {
         unsafe {
             match choice {
                 Choice::Stream(cut) => self.stream.run(&key.shape, key.output, cut, operands),
-                Choice::Lt(_) | Choice::Cublas if key.output == Output::SiluMul => {
+                Choice::Lt(_) | Choice::Cublas if key.output == LinearOutput::SiluMul => {
                     panic!("cuBLAS has no silu_mul: ask `fuses_silu_mul`")
                 }
                 Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
                 Choice::Cublas => {
                     let cublas = self.cublas.as_ref().expect("chosen because it is there");
+                    let cublas = cublas.lock().unwrap_or_else(PoisonError::into_inner);
                     cublas.run(&key.shape, operands)
                 }
             }
         }
     }
 
+    fn choices(&self) -> MutexGuard<'_, HashMap<Key, Choice>> {
+        // Whole after every call, so a panic elsewhere does not spoil it.
+        self.choices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn choice(&self, key: &Key) -> Result<Choice, GpuError> {
+        if let Some(cut) = self.own(key) {
+            return Ok(Choice::Stream(cut));
+        }
         if let Some(known) = self.choices.borrow().get(key) {
             return Ok(*known);
         }
-        let lt = || Ok::<_, GpuError>(Choice::Lt(self.lt.algorithms(&key.shape, 1)?[0]));
-        let choice = match self.fixed {
-            None => match self.stream.cuts(&key.shape, key.output).first() {
-                Some(cut) => Choice::Stream(*cut),
-                None => lt()?,
-            },
-            Some(LinearPath::Cublas) if self.cublas.is_some() && !key.shape.bias => Choice::Cublas,
-            Some(LinearPath::CublasLt | LinearPath::Cublas) => lt()?,
-            Some(LinearPath::Stream { row_warps, cluster }) => {
-                let cut = Cut { row_warps, cluster };
-                match self.stream.can(&key.shape, key.output, cut) {
-                    true => Choice::Stream(cut),
-                    false => lt()?,
-                }
-            }
+        let measured = match self.fixed {
+            None => self.measurements.find(key).and_then(|measured| measured.choice),
+            Some(LinearPath::Cublas) => Some(Choice::Cublas),
+            Some(_) => None,
+        };
+        let choice = match measured {
+            Some(Choice::Cublas) if self.cublas.is_some() && !key.shape.bias => Choice::Cublas,
+            Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape, &algorithm) => Choice::Lt(algorithm),
+            _ => Choice::Lt(self.lt.algorithms(&key.shape, 1)?[0]),
         };
         self.choices.borrow_mut().insert(*key, choice);
         Ok(choice)
     }
+
+    /// The cut for our own kernels, if they are what computes this.
+    fn own(&self, key: &Key) -> Option<Cut> {
+        let can = |cut: &Cut| self.stream.can(&key.shape, key.output, *cut);
+        match self.fixed {
+            None => match self.measurements.find(key) {
+                Some(measured) => match measured.choice {
+                    Some(Choice::Stream(cut)) => Some(cut).filter(can),
+                    _ => None,
+                },
+                None => self.stream.cuts(&key.shape, key.output).first().copied(),
+            },
+            Some(LinearPath::Stream { row_warps, cluster }) => Some(Cut { row_warps, cluster }).filter(can),
+            Some(LinearPath::CublasLt | LinearPath::Cublas) => None,
+        }
+    }
 }
 
 impl GpuLinear {
-    fn key(&self, m: usize, output: Output) -> Key {
-        let n = if output == Output::SiluMul {
+    /// Without input and output.
+    fn operands(&self) -> Operands {
+        Operands {
+            x: 0,
+            weight: self.weight.slice().ptr(),
+            bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),
+            out: 0,
+        }
+    }
+
+    fn key(&self, m: usize, output: LinearOutput) -> Key {
+        let n = if output == LinearOutput::SiluMul {
             self.n / 2
         } else {
             self.n
@@ -287,7 +330,7 @@ impl GpuLinear {
             m,
             n,
             k: self.k,
-            wide: output == Output::F32,
+            wide: output == LinearOutput::F32,
             bias: self.bias.is_some(),
         };
         Key { shape, output }

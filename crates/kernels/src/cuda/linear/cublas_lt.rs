@@ -4,6 +4,7 @@
 //! it transposes. So `n` is its first dimension and a bias runs along it.
 
 use std::ffi::c_void;
+use std::fmt;
 
 use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
@@ -37,6 +38,27 @@ pub(super) struct Operands {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Algorithm(sys::cublasLtMatmulAlgo_t);
 
+impl fmt::Display for Algorithm {
+    /// Kind, tile, stages and parts of k, by the library's numbers.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use sys::cublasLtMatmulAlgoConfigAttributes_t as attribute;
+        let value = |attribute| {
+            let (mut value, mut written) = (0_u32, 0);
+            // SAFETY: the library writes at most the size given; the value stays 0 if it refuses.
+            unsafe {
+                let to = (&raw mut value).cast();
+                let _ = sys::cublasLtMatmulAlgoConfigGetAttribute(&self.0, attribute, to, 4, &mut written);
+            }
+            value
+        };
+        let kind = value(attribute::CUBLASLT_ALGO_CONFIG_ID);
+        let tile = value(attribute::CUBLASLT_ALGO_CONFIG_TILE_ID);
+        let stages = value(attribute::CUBLASLT_ALGO_CONFIG_STAGES_ID);
+        let parts = value(attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
+        write!(f, "{kind} tile {tile} stages {stages} parts {parts}")
+    }
+}
+
 /// The library, opened for one GPU.
 #[derive(Debug)]
 pub(super) struct CublasLt {
@@ -47,6 +69,8 @@ pub(super) struct CublasLt {
 
 // SAFETY: cuBLASLt's functions may be called from any thread.
 unsafe impl Send for CublasLt {}
+// SAFETY: by several at a time, too.
+unsafe impl Sync for CublasLt {}
 
 impl CublasLt {
     /// Opens the library.
@@ -103,6 +127,29 @@ impl CublasLt {
             });
         }
         Ok(found.iter().map(|result| Algorithm(result.algo)).collect())
+    }
+
+    /// Whether an algorithm, perhaps found for another number of rows, can compute a product.
+    pub(super) fn can(&self, shape: &Shape, algorithm: &Algorithm) -> bool {
+        let Ok(product) = Product::new(shape, 0) else {
+            return false;
+        };
+        // SAFETY: all-zero is valid for this struct; all handles are alive.
+        let (status, result) = unsafe {
+            let mut result = std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>();
+            let status = sys::cublasLtMatmulAlgoCheck(
+                self.handle,
+                product.operation.0,
+                product.weight.0,
+                product.x.0,
+                product.out.0,
+                product.out.0,
+                &algorithm.0,
+                &mut result,
+            );
+            (status, result)
+        };
+        status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= self.workspace.bytes()
     }
 
     /// Launches a product on the GPU's stream.

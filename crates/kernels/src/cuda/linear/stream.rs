@@ -18,8 +18,10 @@ const MOST_PARTS: usize = 8;
 
 /// What becomes of the sums; `Mode` of `kernels/linear.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Output {
+pub enum LinearOutput {
+    /// Rounded.
     Bf16 = 0,
+    /// As they are.
     F32 = 1,
     /// `silu(gate) * up` of stacked weights.
     SiluMul = 2,
@@ -59,7 +61,7 @@ impl StreamKernels {
     }
 
     /// The cuts that can compute a product, the likeliest first.
-    pub(super) fn cuts(&self, shape: &Shape, output: Output) -> Vec<Cut> {
+    pub(super) fn cuts(&self, shape: &Shape, output: LinearOutput) -> Vec<Cut> {
         if shape.m > MAX_ROWS || !shape.k.is_multiple_of(CHUNK) {
             return Vec::new();
         }
@@ -76,25 +78,25 @@ impl StreamKernels {
     }
 
     /// Whether a cut can compute a product.
-    pub(super) fn can(&self, shape: &Shape, output: Output, cut: Cut) -> bool {
+    pub(super) fn can(&self, shape: &Shape, output: LinearOutput, cut: Cut) -> bool {
         let parts = WARPS / cut.row_warps;
         shape.m <= MAX_ROWS
             && shape.k.is_multiple_of(CHUNK)
-            && (output != Output::SiluMul || cut.row_warps >= 2)
+            && (output != LinearOutput::SiluMul || cut.row_warps >= 2)
             && (cut.cluster == 1 || self.gpu.info().compute_capability >= (9, 0))
             && parts * cut.cluster <= MOST_PARTS
             && 2 * shape.m * parts * CHUNK * 2 <= INPUT_BYTES
             && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
     }
 
-    /// Launches a product. `shape.n` counts outputs, of which [`Output::SiluMul`] has half as many as rows of weights.
+    /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::SiluMul`] has half as many as rows of weights.
     ///
     /// # Safety
     /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); the cut must be one that [`Self::can`] compute the product.
     pub(super) unsafe fn run(
         &self,
         shape: &Shape,
-        output: Output,
+        output: LinearOutput,
         cut: Cut,
         operands: &Operands,
     ) -> Result<(), GpuError> {
@@ -110,7 +112,7 @@ impl StreamKernels {
             (cut.row_warps as i32).into(),
             (output as i32).into(),
         ];
-        let features = cut.row_warps * TILE / if output == Output::SiluMul { 2 } else { 1 };
+        let features = cut.row_warps * TILE / if output == LinearOutput::SiluMul { 2 } else { 1 };
         let blocks = shape.n.div_ceil(features);
         // One wave, in which every cluster gets as many blocks of features as any other, give or take one.
         let clusters = (self.gpu.info().sm_count / cut.cluster).max(1);

@@ -1,0 +1,283 @@
+//! What computes which layers fastest, measured at start.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use half::bf16;
+use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
+
+use super::cublas_lt::{Operands, Shape};
+use super::{Choice, GpuLinear, Key, LinearOutput, Linears};
+
+/// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for the clock.
+const BYTES: usize = 256 << 20;
+const MOST_CALLS: usize = 8;
+/// From so many rows on, one product is long enough.
+const MANY_ROWS: usize = 512;
+/// Candidates.
+const MOST_CUTS: usize = 5;
+const MOST_ALGORITHMS: usize = 3;
+/// What a kernel that computes `silu(gate) * up` takes at least.
+const SILU_MUL_US: f32 = 2.0;
+
+/// Layers of one shape, and the numbers of rows they will see.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearUse<'a> {
+    /// They are measured in turn, so several keep the weights out of the cache, as in a step.
+    pub layers: &'a [&'a GpuLinear],
+    /// What becomes of their sums.
+    pub output: LinearOutput,
+    /// Rows to measure for; other numbers are computed as the next larger one of these is.
+    pub rows: &'a [usize],
+}
+
+/// Device memory to measure in, overwritten: as much as the most rows need.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearScratch<'a> {
+    /// Inputs.
+    pub x: GpuSlice<'a, bf16>,
+    /// Outputs.
+    pub out: GpuSlice<'a, u8>,
+}
+
+/// The way that was fastest.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinearChoice {
+    /// Rows.
+    pub rows: usize,
+    /// Outputs.
+    pub n: usize,
+    /// Inputs.
+    pub k: usize,
+    /// What becomes of the sums.
+    pub output: LinearOutput,
+    /// The way, in words.
+    pub path: String,
+    /// Microseconds it took.
+    pub us: f32,
+}
+
+impl fmt::Display for LinearChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            rows,
+            n,
+            k,
+            output,
+            path,
+            us,
+        } = self;
+        write!(f, "[{rows}, {k}] -> {n} {output:?}: {path}, {us:.1} us")
+    }
+}
+
+/// Layers that are computed alike, but for the number of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Kind {
+    n: usize,
+    k: usize,
+    bias: bool,
+    output: LinearOutput,
+}
+
+impl From<&Key> for Kind {
+    fn from(key: &Key) -> Self {
+        let Shape { n, k, bias, .. } = key.shape;
+        Self {
+            n,
+            k,
+            bias,
+            output: key.output,
+        }
+    }
+}
+
+/// The fastest way for some number of rows; none where `silu(gate) * up` should be a kernel of its own.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measured {
+    rows: usize,
+    pub(super) choice: Option<Choice>,
+    us: f32,
+}
+
+/// What was measured, by rising number of rows.
+#[derive(Debug, Default)]
+pub(super) struct Measurements(HashMap<Kind, Vec<Measured>>);
+
+impl Measurements {
+    /// The entry for the next larger number of rows, or else for the most.
+    pub(super) fn find(&self, key: &Key) -> Option<&Measured> {
+        let rows = self.0.get(&key.into())?;
+        rows.iter()
+            .find(|entry| entry.rows >= key.shape.m)
+            .or(rows.last())
+    }
+
+    fn insert(&mut self, key: &Key, choice: Option<Choice>, us: f32) {
+        let entries = self.0.entry(key.into()).or_default();
+        let rows = key.shape.m;
+        entries.retain(|entry| entry.rows != rows);
+        let at = entries.partition_point(|entry| entry.rows < rows);
+        entries.insert(at, Measured { rows, choice, us });
+    }
+
+    fn list(&self) -> Vec<LinearChoice> {
+        let entries = self.0.iter().flat_map(|(kind, entries)| {
+            entries.iter().map(|entry| LinearChoice {
+                rows: entry.rows,
+                n: kind.n,
+                k: kind.k,
+                output: kind.output,
+                path: entry
+                    .choice
+                    .map_or("silu_mul on its own".to_owned(), |choice| choice.to_string()),
+                us: entry.us,
+            })
+        });
+        let mut list: Vec<_> = entries.collect();
+        list.sort_by_key(|choice| (choice.n, choice.k, choice.output as u32, choice.rows));
+        list
+    }
+}
+
+impl Linears {
+    /// Measures which way is fastest for each use; what does not fit in `scratch` is left out.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the device.
+    ///
+    /// # Panics
+    /// If the layers of a use differ in shape or there are none.
+    pub fn measure(&mut self, uses: &[LinearUse<'_>], scratch: LinearScratch<'_>) -> Result<(), GpuError> {
+        // Zeros would run faster than real data does.
+        self.gpu.fill(scratch.x.cast(), 0x3c)?;
+        let clock = Clock {
+            linears: self,
+            scratch,
+            start: self.gpu.event()?,
+            end: self.gpu.event()?,
+        };
+        let mut found = Vec::new();
+        for one in uses {
+            for &rows in one.rows {
+                clock.measure(one, rows, &mut found)?;
+            }
+        }
+        for (key, choice, us) in found {
+            self.measurements.insert(&key, choice, us);
+        }
+        self.choices.borrow_mut().clear();
+        Ok(())
+    }
+
+    /// What [`Self::measure`] found.
+    pub fn choices(&self) -> Vec<LinearChoice> {
+        self.measurements.list()
+    }
+}
+
+struct Clock<'a> {
+    linears: &'a Linears,
+    scratch: LinearScratch<'a>,
+    start: Event,
+    end: Event,
+}
+
+impl Clock<'_> {
+    fn measure(
+        &self,
+        one: &LinearUse<'_>,
+        rows: usize,
+        found: &mut Vec<(Key, Option<Choice>, f32)>,
+    ) -> Result<(), GpuError> {
+        let first = one.layers.first().expect("a layer to measure");
+        let key = first.key(rows, one.output);
+        assert!(
+            one.layers.iter().all(|layer| layer.key(rows, one.output) == key),
+            "layers of one shape"
+        );
+        let width = if one.output == LinearOutput::F32 { 4 } else { 2 };
+        if rows * first.k > self.scratch.x.len()
+            || rows * first.n * width > self.scratch.out.len()
+            || rows == 0
+        {
+            return Ok(());
+        }
+        if one.output != LinearOutput::SiluMul {
+            let (choice, us) = self.fastest(one, &key)?;
+            found.push((key, Some(choice), us));
+            return Ok(());
+        }
+        let plain = first.key(rows, LinearOutput::Bf16);
+        let (choice, apart) = self.fastest(one, &plain)?;
+        found.push((plain, Some(choice), apart));
+        let fused = self.linears.stream.cuts(&key.shape, key.output);
+        let fused = match fused.is_empty() {
+            true => None,
+            false => Some(self.fastest(one, &key)?),
+        };
+        found.push(match fused {
+            Some((choice, us)) if us < apart + SILU_MUL_US => (key, Some(choice), us),
+            _ => (key, None, apart),
+        });
+        Ok(())
+    }
+
+    fn fastest(&self, one: &LinearUse<'_>, key: &Key) -> Result<(Choice, f32), GpuError> {
+        let Self { linears, .. } = self;
+        let cuts = linears
+            .stream
+            .cuts(&key.shape, key.output)
+            .into_iter()
+            .take(MOST_CUTS);
+        let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
+        if key.output != LinearOutput::SiluMul {
+            let algorithms = linears.lt.algorithms(&key.shape, MOST_ALGORITHMS)?;
+            candidates.extend(algorithms.into_iter().map(Choice::Lt));
+            if linears.cublas.is_some() && !key.shape.bias {
+                candidates.push(Choice::Cublas);
+            }
+        }
+        let mut best: Option<(Choice, f32)> = None;
+        let mut failure = None;
+        for choice in candidates {
+            match self.time(one, key, choice) {
+                Ok(us) if best.is_none_or(|(_, least)| us < least) => best = Some((choice, us)),
+                Ok(_) => {}
+                Err(error) => failure = Some(error),
+            }
+        }
+        match (best, failure) {
+            (Some(best), _) => Ok(best),
+            (None, Some(error)) => Err(error),
+            (None, None) => unreachable!("cuBLASLt has an algorithm or says why not"),
+        }
+    }
+
+    /// Microseconds of one product, among others like it in a graph.
+    fn time(&self, one: &LinearUse<'_>, key: &Key, choice: Choice) -> Result<f32, GpuError> {
+        let Shape { m, n, k, .. } = key.shape;
+        let calls = match m < MANY_ROWS {
+            true => (BYTES / (2 * n * k)).clamp(2, MOST_CALLS),
+            false => 1,
+        };
+        let graph = self.linears.gpu.capture(|| {
+            (0..calls).try_for_each(|call| {
+                let layer = one.layers[call % one.layers.len()];
+                let operands = Operands {
+                    x: self.scratch.x.ptr(),
+                    out: self.scratch.out.ptr(),
+                    ..layer.operands()
+                };
+                // SAFETY: the scratch was found large enough; the stream orders what follows.
+                unsafe { self.linears.launch(key, choice, &operands) }
+            })
+        })?;
+        graph.launch()?;
+        self.start.record()?;
+        graph.launch()?;
+        self.end.record()?;
+        self.end.synchronize()?;
+        Ok(self.start.elapsed_ms(&self.end)? * 1e3 / calls as f32)
+    }
+}
