@@ -6,6 +6,7 @@
 pub mod arch;
 mod batch;
 mod config;
+pub mod cuda;
 mod decoder;
 mod error;
 mod generation;

@@ -225,6 +225,9 @@ fn embeddings_are_the_dequantised_rows_and_share_a_tied_head() {
         let tokens = [34, 0, 17, 17];
         let mut out = vec![f32::NAN; 4 * 256];
         embedding.forward(&tokens, &mut out);
+        let mut row = vec![f32::NAN; 256];
+        weights.matrix().widen_row(17, &mut row);
+        assert_same_bits(&row, &out[2 * 256..3 * 256], &format!("{dtype:?}"));
         let want: Vec<f64> = tokens
             .iter()
             .flat_map(|&t| weights.values[t as usize * 256..][..256].iter().copied())

@@ -1,6 +1,8 @@
 //! What the tests of this crate share: golden models, plans, a request that drives itself.
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses another part")]
 
+pub mod convert;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 

@@ -266,3 +266,105 @@ impl Cursor {
         Some(Span { start, len })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+    use crate::rope::{RopeScaling, RopeSpec};
+
+    fn random_spec(rng: &mut StdRng) -> DecoderSpec {
+        let num_kv_heads = rng.random_range(1..4);
+        DecoderSpec {
+            vocab_size: rng.random_range(1..300),
+            hidden_size: rng.random_range(1..100),
+            intermediate_size: rng.random_range(1..100),
+            num_layers: rng.random_range(1..5),
+            num_heads: num_kv_heads * rng.random_range(1..4),
+            num_kv_heads,
+            head_dim: 2 * rng.random_range(1..20),
+            rms_norm_eps: 1e-5,
+            rope: RopeSpec {
+                theta: 1e4,
+                scaling: RopeScaling::None,
+            },
+            qkv_bias: rng.random(),
+            qk_norm: rng.random(),
+            sliding_window: None,
+            tied_embeddings: rng.random(),
+            max_position_embeddings: 100,
+        }
+    }
+
+    /// Every tensor has a place of its own; what lies between two is less than the alignment, but for the table of turns,
+    /// which no tensor holds.
+    #[test]
+    fn parts_cover_the_memory_without_overlap() {
+        for seed in (0..200).chain([rand::random()]) {
+            let spec = random_spec(&mut StdRng::seed_from_u64(seed));
+            let layout = Layout::new(&spec).unwrap();
+            let places = layout.parts(&spec).map(|part| (part.start, part.bytes()));
+            let mut places: Vec<_> = places.chain([(layout.turns.start, layout.turns.len)]).collect();
+            places.sort_unstable();
+            let mut end = 0;
+            for (start, bytes) in places {
+                assert!(start >= end && start - end < ALIGN, "seed {seed}");
+                end = start + bytes;
+            }
+            assert!(layout.bytes >= end && layout.bytes - end < ALIGN, "seed {seed}");
+            let whole = [
+                layout.embedding,
+                layout.lm_head,
+                layout.final_norm,
+                layout.layer.down.after(layout.layer_start(spec.num_layers - 1)),
+            ];
+            assert!(whole.iter().all(|span| span.start % ALIGN == 0), "seed {seed}");
+            assert_eq!(
+                layout.embedding == layout.lm_head,
+                spec.tied_embeddings,
+                "seed {seed}"
+            );
+        }
+    }
+
+    #[test]
+    fn stacked_tensors_follow_each_other() {
+        let mut spec = random_spec(&mut StdRng::seed_from_u64(1));
+        (spec.qkv_bias, spec.num_layers) = (true, 2);
+        let layout = Layout::new(&spec).unwrap();
+        let start = |name: &str| {
+            let part = layout.parts(&spec).find(|part| part.name == name);
+            part.unwrap().start - layout.layer_start(1)
+        };
+        let (hidden, q, kv) = (spec.hidden_size, spec.q_size(), spec.kv_size());
+        let (qkv, gate_up) = (layout.layer.qkv, layout.layer.gate_up);
+        let bias = layout.layer.qkv_bias.unwrap();
+        let expected = [
+            ("self_attn.q_proj.weight", qkv.start),
+            ("self_attn.k_proj.weight", qkv.start + q * hidden * 2),
+            ("self_attn.v_proj.weight", qkv.start + (q + kv) * hidden * 2),
+            ("self_attn.v_proj.bias", bias.start + (q + kv) * 2),
+            ("mlp.gate_proj.weight", gate_up.start),
+            (
+                "mlp.up_proj.weight",
+                gate_up.start + spec.intermediate_size * hidden * 2,
+            ),
+        ];
+        for (name, at) in expected {
+            assert_eq!(start(&format!("model.layers.1.{name}")), at, "{name}");
+        }
+        assert_eq!(qkv.len, (q + 2 * kv) * hidden * 2);
+    }
+
+    #[test]
+    fn what_no_memory_holds_is_no_layout() {
+        let mut spec = random_spec(&mut StdRng::seed_from_u64(1));
+        spec.num_layers = 1 << 28;
+        assert!(Layout::new(&spec).is_some());
+        (spec.hidden_size, spec.num_heads, spec.num_kv_heads) = (1 << 28, 1 << 28, 1 << 28);
+        spec.head_dim = 256;
+        assert_eq!(Layout::new(&spec), None);
+    }
+}

@@ -117,3 +117,35 @@ fn pieces(part: &Part) -> impl Iterator<Item = Range<usize>> + use<> {
         .step_by(step)
         .map(move |first| first..rows.min(first + step))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::layout::Element;
+    use super::*;
+
+    #[test]
+    fn pieces_are_all_rows_in_order() {
+        for (rows, cols) in [
+            (1, Some(1)),
+            (7, Some(64 << 20)),
+            (5000, Some(4096)),
+            (1024, Some(4096)),
+            (9 << 20, None),
+        ] {
+            let part = Part {
+                name: String::new(),
+                rows,
+                cols,
+                element: Element::Bf16,
+                start: 0,
+            };
+            let mut next = 0;
+            for piece in pieces(&part) {
+                assert!(piece.start == next && !piece.is_empty());
+                assert!(piece.len() == 1 || piece.len() * row_bytes(&part) <= PIECE_BYTES);
+                next = piece.end;
+            }
+            assert_eq!(next, rows);
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Models on NVIDIA GPUs.
+
+mod weights;
+
+pub use weights::{GpuLayer, GpuWeights};
