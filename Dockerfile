@@ -17,7 +17,7 @@ FROM rust:1.95.0-slim-bookworm AS rust
 
 FROM ${BUILD_IMAGE} AS build
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ca-certificates g++ git make \
+    && apt-get install --yes --no-install-recommends ca-certificates g++ make \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=rust /usr/local/rustup /usr/local/rustup
 COPY --from=rust /usr/local/cargo /usr/local/cargo
