@@ -118,7 +118,9 @@ pub struct Linears {
     cublas: Option<Mutex<Cublas>>,
     lt: CublasLt,
     stream: StreamKernels,
-    choices: Mutex<HashMap<Key, Choice>>,
+    measurements: Measurements,
+    /// Libraries' ways for the numbers of rows seen so far.
+    chosen: Mutex<HashMap<Key, Choice>>,
     fixed: Option<LinearPath>,
 }
 
@@ -153,7 +155,8 @@ impl Linears {
             cublas,
             lt: CublasLt::open(gpu, workspace)?,
             stream: StreamKernels::load(gpu)?,
-            choices: Mutex::default(),
+            measurements: Measurements::default(),
+            chosen: Mutex::default(),
             fixed: None,
         })
     }
@@ -161,7 +164,7 @@ impl Linears {
     /// Computes everything in one way from now on, for tests and benchmarks.
     pub fn fix(&mut self, path: Option<LinearPath>) {
         self.fixed = path;
-        self.choices().clear();
+        self.known().clear();
     }
 
     /// `x` `[m, k]` to `out` `[m, n]`.
@@ -266,16 +269,16 @@ impl Linears {
         }
     }
 
-    fn choices(&self) -> MutexGuard<'_, HashMap<Key, Choice>> {
+    fn known(&self) -> MutexGuard<'_, HashMap<Key, Choice>> {
         // Whole after every call, so a panic elsewhere does not spoil it.
-        self.choices.lock().unwrap_or_else(PoisonError::into_inner)
+        self.chosen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn choice(&self, key: &Key) -> Result<Choice, GpuError> {
         if let Some(cut) = self.own(key) {
             return Ok(Choice::Stream(cut));
         }
-        if let Some(known) = self.choices.borrow().get(key) {
+        if let Some(known) = self.known().get(key) {
             return Ok(*known);
         }
         let measured = match self.fixed {
@@ -288,7 +291,7 @@ impl Linears {
             Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape, &algorithm) => Choice::Lt(algorithm),
             _ => Choice::Lt(self.lt.algorithms(&key.shape, 1)?[0]),
         };
-        self.choices.borrow_mut().insert(*key, choice);
+        self.known().insert(*key, choice);
         Ok(choice)
     }
 

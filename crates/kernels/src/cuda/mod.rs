@@ -16,5 +16,7 @@ pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, 
 pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner};
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 pub use image::{has_images, load};
-pub use linear::{GpuLinear, GpuWeight, LinearPath, Linears};
+pub use linear::{
+    GpuLinear, GpuWeight, LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+};
 pub use meta::RunMeta as GpuRun;

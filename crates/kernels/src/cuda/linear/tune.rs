@@ -166,7 +166,7 @@ impl Linears {
         for (key, choice, us) in found {
             self.measurements.insert(&key, choice, us);
         }
-        self.choices.borrow_mut().clear();
+        self.known().clear();
         Ok(())
     }
 
