@@ -6,12 +6,14 @@ use std::time::Instant;
 use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels::cuda::{GpuLinear, GpuWeight, LinearPath, Linears};
+use plimsoll_kernels::cuda::{
+    GpuLinear, GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+};
 
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
 
 const LAYERS: usize = 32;
-const MAX_ROWS: usize = 256;
+const MAX_ROWS: usize = 8192;
 
 /// Name, n, k.
 const SHAPES: [(&str, usize, usize); 5] = [
@@ -50,9 +52,9 @@ impl Model {
                 }
             }
         }
-        let x = gpu.alloc(Component::Arena, MAX_ROWS * 28672 * 2).expect("room");
+        let x = gpu.alloc(Component::Arena, MAX_ROWS * 14336 * 2).expect("room");
         noise(gpu, &x);
-        let out = gpu.alloc(Component::Arena, MAX_ROWS * vocab * 4).expect("room");
+        let out = gpu.alloc(Component::Arena, MAX_ROWS * 28672 * 2).expect("room");
         Self { layers, x, out }
     }
 }
@@ -118,24 +120,65 @@ pub(crate) fn bench(gpu: &Gpu) {
     println!(
         "qkv, o, gate_up (+ silu_mul where fused), down of {LAYERS} layers and lm_head, ms; % of the floor"
     );
+    for (name, path) in [
+        ("own", None),
+        ("cuBLASLt", Some(LinearPath::CublasLt)),
+        ("cuBLAS", Some(LinearPath::Cublas)),
+    ] {
+        linears.fix(path);
+        time_chain(gpu, &linears, &model, name);
+    }
+    linears.fix(None);
+    let start = Instant::now();
+    measure(&mut linears, &model);
+    println!("measured in {:.0} ms", start.elapsed().as_secs_f64() * 1e3);
+    for choice in linears.choices() {
+        println!("{choice}");
+    }
+    time_chain(gpu, &linears, &model, "fastest");
+}
+
+fn measure(linears: &mut Linears, model: &Model) {
+    let rows = [
+        1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192,
+    ];
+    let layers: Vec<Vec<&GpuLinear>> = model
+        .layers
+        .iter()
+        .map(|layers| layers.iter().collect())
+        .collect();
+    let uses: Vec<_> = layers
+        .iter()
+        .zip(SHAPES)
+        .map(|(layers, (name, ..))| match name {
+            "gate_up" => (layers, LinearOutput::SiluMul),
+            "lm_head" => (layers, LinearOutput::F32),
+            _ => (layers, LinearOutput::Bf16),
+        })
+        .map(|(layers, output)| LinearUse {
+            layers,
+            output,
+            rows: &rows,
+        })
+        .collect();
+    let scratch = LinearScratch {
+        x: model.x.slice(),
+        out: model.out.slice(),
+    };
+    linears.measure(&uses, scratch).expect("measurements");
+}
+
+fn time_chain(gpu: &Gpu, linears: &Linears, model: &Model, name: &str) {
+    print!("{name:8}");
     for m in [1, 2, 4, 8, 16, 24, 32, 64, 128, 256] {
-        let floor: f64 = SHAPES
-            .iter()
-            .zip(&model.layers)
+        let shapes = SHAPES.iter().zip(&model.layers);
+        let floor: f64 = shapes
             .map(|((_, n, k), layers)| floor_us(m, *n, *k) * layers.len() as f64)
             .sum();
-        print!("m {m:4} floor {:7.3}", floor / 1e3);
-        for (name, path) in [
-            ("ours", None),
-            ("cuBLASLt", Some(LinearPath::CublasLt)),
-            ("cuBLAS", Some(LinearPath::Cublas)),
-        ] {
-            linears.fix(path);
-            let us = time_us(gpu, 1, |_| chain(&linears, &model, m));
-            print!("   {name} {:7.3} {:5.1}%", us / 1e3, 100.0 * floor / us);
-        }
-        println!();
+        let us = time_us(gpu, 1, |_| chain(linears, model, m));
+        print!("  m {m}: {:.3} {:.1}%", us / 1e3, 100.0 * floor / us);
     }
+    println!();
 }
 
 fn floor_us(m: usize, n: usize, k: usize) -> f64 {

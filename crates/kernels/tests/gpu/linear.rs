@@ -6,7 +6,9 @@ use half::bf16;
 use plimsoll_core::{Component, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use plimsoll_device::{Arena, Budget, Pod};
-use plimsoll_kernels::cuda::{GpuLinear, GpuWeight, LinearPath, Linears};
+use plimsoll_kernels::cuda::{
+    GpuLinear, GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+};
 use plimsoll_kernels::{Linear, Matrix, WeightType, silu_mul};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -16,6 +18,7 @@ use crate::common;
 /// Sums of products are within this of the reference, rounded to bf16 once.
 const TOLERANCE: f64 = 4e-3;
 
+#[derive(Clone)]
 struct Case {
     m: usize,
     n: usize,
@@ -293,6 +296,46 @@ fn chain_in_a_graph() {
                 cases[at + 1].x = got;
             }
         }
+    }
+}
+
+/// Whatever is measured to be fastest, for the measured numbers of rows and those between.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn measured_choices() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, measured");
+    let mut linears = linears(&gpu);
+    let (n, k) = (1040, 512);
+    let rows = [1, 8, 32, 64, 256];
+    let (x, out) = (
+        common::poisoned::<bf16>(&gpu, 256 * k),
+        common::poisoned::<f32>(&gpu, 256 * n),
+    );
+    let case = Case::random(&mut rng, 1, n, k, false);
+    let layer = case.layer(&gpu);
+    let layers = [&layer];
+    let outputs = [LinearOutput::SiluMul, LinearOutput::F32];
+    let uses = outputs.map(|output| LinearUse {
+        layers: &layers,
+        output,
+        rows: &rows,
+    });
+    let scratch = LinearScratch {
+        x: x.slice(),
+        out: out.slice(),
+    };
+    linears.measure(&uses, scratch).expect("measurements");
+    // Unfused and fused gate and up, and logits.
+    let choices = linears.choices();
+    assert_eq!(choices.len(), 3 * rows.len(), "{choices:?}");
+    for m in [1, 5, 8, 30, 33, 100, 256, 300] {
+        let case = Case {
+            m,
+            x: common::random(&mut rng, m * k),
+            ..case.clone()
+        };
+        check(&gpu, &linears, &case, "measured");
     }
 }
 
