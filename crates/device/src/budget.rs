@@ -54,15 +54,23 @@ impl Budget {
         if faulty || bytes > room {
             return Err(account.oom(component, bytes));
         }
-        account.reserved += bytes;
-        account.reserved_high = account.reserved_high.max(account.reserved);
-        *account.by_component.get_mut(component) += bytes;
+        account.take(component, bytes);
         drop(account);
         Ok(Charge {
             budget: self.clone(),
             component,
             bytes,
         })
+    }
+
+    /// As [`Self::charge`], for bytes that are gone already: it never fails, and is no allocation.
+    pub fn record(&self, component: Component, bytes: u64) -> Charge {
+        self.lock().take(component, bytes);
+        Charge {
+            budget: self.clone(),
+            component,
+            bytes,
+        }
     }
 
     /// The error that a request for `bytes` bytes deserves now.
@@ -104,6 +112,12 @@ impl Budget {
 }
 
 impl Account {
+    fn take(&mut self, component: Component, bytes: u64) {
+        self.reserved += bytes;
+        self.reserved_high = self.reserved_high.max(self.reserved);
+        *self.by_component.get_mut(component) += bytes;
+    }
+
     fn meters(&self) -> Meters {
         Meters {
             total: self.total,
@@ -201,6 +215,20 @@ mod tests {
         assert_eq!(budget.meters().free, 0);
         assert!(budget.charge(Component::Kv, 0).is_ok());
         drop(exact);
+    }
+
+    #[test]
+    fn what_is_gone_is_recorded_even_beyond_the_total() {
+        let budget = Budget::new(100);
+        let gone = budget.record(Component::Runtime, 120);
+        let meters = budget.meters();
+        assert_eq!((meters.reserved, meters.free, meters.allocations), (120, 0, 0));
+        assert!(budget.charge(Component::Kv, 1).is_err());
+        drop(gone);
+        assert_eq!(
+            (budget.meters().reserved, budget.meters().reserved_high),
+            (0, 120)
+        );
     }
 
     #[test]

@@ -23,6 +23,8 @@ const MIN_GROWTH: usize = 32 << 20;
 /// long as what comes next is launched on the same stream.
 pub struct GpuArena {
     gpu: Gpu,
+    /// Most bytes to hand out; what is mapped beyond is a rest of the granularity.
+    limit: usize,
     growable: bool,
     mappings: RefCell<Vec<Mapping>>,
     /// After the mappings: addresses go last.
@@ -47,8 +49,15 @@ impl GpuArena {
             .next_multiple_of(gpu.granularity());
         let reservation =
             Reservation::new(gpu, reserved).map_err(|error| gpu.oom(Component::Arena, total, &error))?;
+        let limit = match scratch {
+            Scratch::Growable => reserved,
+            Scratch::Fixed(bytes) => {
+                usize::try_from(bytes).map_err(|_| gpu.budget().oom(Component::Arena, bytes))?
+            }
+        };
         let arena = Self {
             gpu: gpu.clone(),
+            limit,
             growable: scratch == Scratch::Growable,
             mappings: RefCell::default(),
             reservation,
@@ -58,9 +67,8 @@ impl GpuArena {
             high_water: Cell::new(0),
             recent_high_water: Cell::new(0),
         };
-        if let Scratch::Fixed(bytes) = scratch {
-            let bytes = usize::try_from(bytes).map_err(|_| gpu.budget().oom(Component::Arena, bytes))?;
-            arena.grow(bytes)?;
+        if !arena.growable {
+            arena.grow(limit)?;
         }
         Ok(arena)
     }
@@ -77,10 +85,10 @@ impl GpuArena {
             .ok_or_else(overflow)?;
         let start = self.offset.get();
         let end = start.checked_add(bytes).ok_or_else(overflow)?;
+        if end > self.limit {
+            return Err(self.gpu.budget().oom(Component::Arena, bytes as u64));
+        }
         if end > self.mapped.get() {
-            if !self.growable {
-                return Err(self.gpu.budget().oom(Component::Arena, bytes as u64));
-            }
             self.grow((end - self.mapped.get()).max(MIN_GROWTH))?;
         }
         self.offset.set(end);

@@ -6,6 +6,7 @@ use bytemuck::Pod;
 use cudarc::driver::sys;
 use plimsoll_core::{Component, Oom};
 
+use super::meters::{self, Runtime};
 use super::{Function, GpuError, GpuSlab, GpuSlice, Graph, Launch, Module, PinnedSlab, check};
 use crate::Budget;
 use crate::cuda::launch::Arg;
@@ -26,6 +27,7 @@ struct Inner {
     granularity: usize,
     info: GpuInfo,
     budget: Budget,
+    runtime: Runtime,
     /// Device allocations made so far, by whatever means.
     allocations: AtomicU64,
 }
@@ -59,7 +61,9 @@ pub struct GpuInfo {
 /// How to open a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuOptions {
-    /// Most bytes this process may take, for tests that must run out of memory without filling the GPU.
+    /// Most bytes this process plans with and takes (`--device-memory`); all of the GPU if absent.
+    pub limit: Option<u64>,
+    /// Most bytes it really gets, whatever the meters promise: for tests that must run out of memory without filling the GPU.
     pub cap: Option<u64>,
 }
 
@@ -109,15 +113,17 @@ impl Gpu {
             let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             check("cuStreamCreate", sys::cuStreamCreate(&mut stream, non_blocking))?;
         }
-        let budget = Budget::new(info.total_bytes);
+        let budget = Budget::new(info.total_bytes.min(options.limit.unwrap_or(u64::MAX)));
         budget.set_cap(options.cap);
+        let pool = create_pool(device, options.cap)?;
         Ok(Self(Arc::new(Inner {
             device,
             context,
             stream,
-            pool: create_pool(device, options.cap)?,
+            pool,
             granularity: granularity(device)?,
             info,
+            runtime: Runtime::of_context(&budget, device)?,
             budget,
             allocations: AtomicU64::new(0),
         })))
@@ -147,12 +153,12 @@ impl Gpu {
         if !error.is_out_of_memory() {
             tracing::error!(%error, %component, bytes, "device memory could not be allocated");
         }
-        let mut oom = self.budget().oom(component, bytes);
-        // The account knows of this process alone; the driver sees the neighbours too.
-        if let Ok(info) = self.memory_info() {
-            oom.meters.free = oom.meters.free.min(info.free);
+        // The account knows of this process alone; the meters see the neighbours too.
+        Oom {
+            requested: bytes,
+            component,
+            meters: Box::new(self.meters()),
         }
-        oom
     }
 
     /// Counts an allocation made beside [`Self::alloc`].
@@ -171,15 +177,7 @@ impl Gpu {
     /// [`GpuError`] of the driver.
     pub fn memory_info(&self) -> Result<MemoryInfo, GpuError> {
         self.bind()?;
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: places to write to.
-        check("cuMemGetInfo", unsafe {
-            sys::cuMemGetInfo_v2(&mut free, &mut total)
-        })?;
-        Ok(MemoryInfo {
-            free: free as u64,
-            total: total as u64,
-        })
+        meters::memory_info()
     }
 
     /// Waits until all launched work is done.
@@ -207,6 +205,11 @@ impl Gpu {
     /// The driver's handle.
     pub fn device(&self) -> sys::CUdevice {
         self.0.device
+    }
+
+    /// What the driver took without being asked.
+    pub(super) fn runtime(&self) -> &Runtime {
+        &self.0.runtime
     }
 
     /// Bytes that mapped allocations are multiples of.
@@ -373,7 +376,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`GpuError`] of the driver or of `record`.
-    pub fn capture(&self, record: impl FnOnce() -> Result<(), GpuError>) -> Result<Graph, GpuError> {
+    pub fn capture<E: From<GpuError>>(&self, record: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         self.bind()?;
         Graph::capture(self, record)
     }

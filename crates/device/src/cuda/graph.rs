@@ -13,10 +13,10 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    pub(super) fn capture(
+    pub(super) fn capture<E: From<GpuError>>(
         gpu: &Gpu,
-        record: impl FnOnce() -> Result<(), GpuError>,
-    ) -> Result<Self, GpuError> {
+        record: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Self, E> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let stream = gpu.stream();
         let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -25,11 +25,9 @@ impl Graph {
             check("cuStreamBeginCapture", sys::cuStreamBeginCapture_v2(stream, mode))?;
             let recorded = record();
             let ended = check("cuStreamEndCapture", sys::cuStreamEndCapture(stream, &mut graph));
-            let instantiated = recorded.and(ended).and_then(|()| {
-                check(
-                    "cuGraphInstantiate",
-                    sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0),
-                )
+            let instantiated = recorded.and(ended.map_err(E::from)).and_then(|()| {
+                let result = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
+                Ok(check("cuGraphInstantiate", result)?)
             });
             if !graph.is_null() {
                 check("cuGraphDestroy", sys::cuGraphDestroy(graph))?;

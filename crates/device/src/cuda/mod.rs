@@ -11,6 +11,7 @@ mod gpu;
 mod graph;
 mod launch;
 mod mapping;
+mod meters;
 mod pinned;
 mod slab;
 mod upload;
