@@ -20,3 +20,4 @@ pub use linear::{
     GpuLinear, GpuWeight, LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
 };
 pub use meta::RunMeta as GpuRun;
+pub use sample::{RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias};

@@ -1,0 +1,245 @@
+use bytemuck::{Pod, Zeroable};
+use plimsoll_core::{Logprobs, SampleSpec, TokenId, TokenLogprob};
+use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch, Module};
+
+/// Threads of a block: `kSampleThreads` of `kernels/include/select.cuh`.
+const THREADS: u32 = 512;
+/// Blocks that share a row where blocks can.
+const PARTS: u32 = 8;
+/// Most likeliest tokens of a row.
+const MAX_LOGPROBS: usize = 20;
+
+/// Choosing tokens on the GPU: `kernels/sample.cu`, the twin of [`sample`](crate::sample()).
+#[derive(Debug)]
+pub struct SampleKernels {
+    gpu: Gpu,
+    sample: Function,
+    parts: u32,
+    _module: Module,
+}
+
+/// Parameters of one row, as the kernel reads them.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct SampleRow {
+    seed: u64,
+    index: u64,
+    /// 0 is greedy.
+    temperature: f32,
+    top_p: f32,
+    min_p: f32,
+    repetition: f32,
+    frequency: f32,
+    presence: f32,
+    top_k: u32,
+    /// -1: none.
+    logprobs: i32,
+    /// First of its tokens in the flat array.
+    history: i32,
+    history_len: i32,
+    prompt_len: i32,
+    /// First of its pairs in the flat array.
+    bias: i32,
+    bias_len: i32,
+    flags: u32,
+}
+
+const SKIP: u32 = 1;
+const MASKED: u32 = 2;
+
+/// Something added to the logit of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct TokenBias {
+    token: i32,
+    bias: f32,
+}
+
+/// What the rows of a step refer to: flat arrays that are uploaded with them.
+#[derive(Clone, Debug, Default)]
+pub struct SampleLists {
+    /// Tokens before, of rows with penalties.
+    pub history: Vec<i32>,
+    /// Logit biases.
+    pub biases: Vec<TokenBias>,
+}
+
+impl SampleLists {
+    /// Empties both and keeps their memory.
+    pub fn clear(&mut self) {
+        self.history.clear();
+        self.biases.clear();
+    }
+}
+
+impl SampleRow {
+    /// The row of `spec`. What it refers to is added to `lists`.
+    ///
+    /// `pending` is for a history whose last token is not known yet: the row of this step's inputs that holds it (it is
+    /// read from [`SampleArgs::resolved`]); `spec.history` then ends before it.
+    pub fn new(spec: &SampleSpec, pending: Option<usize>, lists: &mut SampleLists) -> Self {
+        let params = &*spec.params;
+        let (history, bias) = (lists.history.len(), lists.biases.len());
+        if params.needs_history() {
+            let tokens = spec.history.iter().map(|&token| token as i32);
+            lists
+                .history
+                .extend(tokens.chain(pending.map(|row| -1 - row as i32)));
+        }
+        lists
+            .biases
+            .extend(params.logit_bias().iter().map(|&(token, bias)| TokenBias {
+                token: token as i32,
+                bias,
+            }));
+        // The kernel adds the pairs of one token in their order.
+        lists.biases[bias..].sort_by_key(|pair| pair.token);
+        Self {
+            seed: spec.seed,
+            index: spec.index as u64,
+            temperature: params.temperature(),
+            top_p: params.top_p(),
+            min_p: params.min_p(),
+            repetition: params.repetition_penalty(),
+            frequency: params.frequency_penalty(),
+            presence: params.presence_penalty(),
+            top_k: u32::try_from(params.top_k()).unwrap_or(u32::MAX),
+            logprobs: params.logprobs().map_or(-1, |k| k.min(MAX_LOGPROBS) as i32),
+            history: history as i32,
+            history_len: (lists.history.len() - history) as i32,
+            prompt_len: spec.prompt_len as i32,
+            bias: bias as i32,
+            bias_len: (lists.biases.len() - bias) as i32,
+            flags: 0,
+        }
+    }
+
+    /// A row whose logits are not looked at; its token is 0.
+    pub fn padding() -> Self {
+        Self {
+            flags: SKIP,
+            ..Self::zeroed()
+        }
+    }
+
+    /// The same row, choosing only among the tokens of its mask.
+    pub fn masked(self) -> Self {
+        Self {
+            flags: self.flags | MASKED,
+            ..self
+        }
+    }
+}
+
+/// Log-probabilities of a row, where asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct RowLogprobs {
+    sampled: f32,
+    len: u32,
+    tokens: [TokenId; MAX_LOGPROBS],
+    logprobs: [f32; MAX_LOGPROBS],
+}
+
+impl From<&RowLogprobs> for Logprobs {
+    fn from(row: &RowLogprobs) -> Self {
+        let pairs = row.tokens.iter().zip(&row.logprobs).take(row.len as usize);
+        Self {
+            sampled: row.sampled,
+            top: pairs
+                .map(|(&token, &logprob)| TokenLogprob { token, logprob })
+                .collect(),
+        }
+    }
+}
+
+/// Inputs and outputs of a step's sampling, all in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleArgs<'a> {
+    /// `[rows, vocab]`; changed in place.
+    pub logits: GpuSlice<'a, f32>,
+    /// One per row of logits.
+    pub rows: GpuSlice<'a, SampleRow>,
+    /// [`SampleLists::history`], as long as any of the rows needs.
+    pub history: GpuSlice<'a, i32>,
+    /// [`SampleLists::biases`].
+    pub biases: GpuSlice<'a, TokenBias>,
+    /// The step's input tokens, for histories whose last token is pending.
+    pub resolved: GpuSlice<'a, i32>,
+    /// `[rows, ceil(vocab / 32)]`: bit `t % 32` of word `t / 32` is 1 if token `t` is allowed. Read for masked rows only.
+    pub masks: Option<GpuSlice<'a, u32>>,
+    /// Out: the token per row, or -1 where the logits are not numbers
+    /// ([`SampleError::NotFinite`](crate::SampleError::NotFinite)).
+    pub sampled: GpuSlice<'a, i32>,
+    /// Out, for rows that asked: their log-probabilities.
+    pub logprobs: GpuSlice<'a, RowLogprobs>,
+}
+
+impl SampleKernels {
+    /// Loads `kernels/sample.cu`.
+    ///
+    /// # Errors
+    /// [`GpuError`] if this binary carries no code for this GPU.
+    pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        let module = super::load(gpu, "sample")?;
+        let clusters = gpu.info().compute_capability >= (9, 0);
+        Ok(Self {
+            gpu: gpu.clone(),
+            sample: module.function("sample")?,
+            parts: if clusters { PARTS } else { 1 },
+            _module: module,
+        })
+    }
+
+    /// With one block per row, as on GPUs without clusters.
+    pub fn without_clusters(self) -> Self {
+        Self { parts: 1, ..self }
+    }
+
+    /// Samples one token per row, with the meaning and the order of [`sample`](crate::sample()). Masks apply before all else.
+    ///
+    /// Given the same logits the token is the same, except where the draw falls so close to the boundary between two
+    /// tokens that the rounding of the twin's sums decides (here they are exact).
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn sample(&self, args: &SampleArgs<'_>) -> Result<(), GpuError> {
+        let rows = args.rows.len();
+        if rows == 0 {
+            return Ok(());
+        }
+        let vocab = args.logits.len() / rows;
+        assert!(
+            vocab > 0 && args.logits.len() == rows * vocab && i32::try_from(vocab).is_ok(),
+            "logits are not [rows, vocab]"
+        );
+        assert_eq!(
+            (args.sampled.len(), args.logprobs.len()),
+            (rows, rows),
+            "one output per row"
+        );
+        if let Some(masks) = args.masks {
+            assert_eq!(masks.len(), rows * vocab.div_ceil(32), "one mask per row");
+        }
+        // The mass of weight 1: all weights together stay below 2^63.
+        let unit = (1u64 << (62 - vocab.ilog2())) as f32;
+        let launch = Launch::new([rows as u32 * self.parts, 1, 1], THREADS)
+            .cluster(self.parts)
+            .pdl(true);
+        let values = [
+            args.logits.into(),
+            (vocab as u32).into(),
+            self.parts.into(),
+            unit.into(),
+            args.rows.into(),
+            args.history.into(),
+            args.resolved.into(),
+            args.biases.into(),
+            args.masks.map_or(0, |masks| masks.ptr()).into(),
+            args.sampled.into(),
+            args.logprobs.into(),
+        ];
+        // SAFETY: these are the arguments the kernel declares; lengths are checked, indices in the rows are `SampleRow`'s.
+        unsafe { self.gpu.launch(&self.sample, launch, &values) }
+    }
+}

@@ -1,0 +1,50 @@
+// Blocks that work on one thing together: a cluster whose blocks reach each other's shared memory (sm_90 and newer), or a
+// single block.
+#pragma once
+
+#include "common.cuh"
+
+struct Group {
+    // Blocks; 1 is a block alone, whatever cluster it is in.
+    int parts;
+    // This block among them.
+    int rank;
+
+    // All threads of all blocks; writes before it, to shared and global memory, are seen after it.
+    __device__ __forceinline__ void sync() const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        if (parts > 1) {
+            arrive();
+            wait();
+            return;
+        }
+#endif
+        __syncthreads();
+    }
+
+    // The halves of `sync` for a cluster. The first time, it says that a block runs, so that its memory may be touched.
+    __device__ __forceinline__ void arrive() const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        if (parts > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+    }
+
+    __device__ __forceinline__ void wait() const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        if (parts > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+    }
+
+    // The same shared variable in block `other`.
+    template <typename T>
+    __device__ __forceinline__ T* at(T* mine, int other) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        if (parts > 1) {
+            uint64_t theirs;
+            asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(other));
+            return reinterpret_cast<T*>(theirs);
+        }
+#endif
+        return mine;
+    }
+};
