@@ -35,7 +35,8 @@ fn bytes_survive_every_kind_of_copy() {
         assert!(done.is_reached().unwrap());
         assert_eq!(answer.as_slice::<u32>(), data);
     }
-    assert_eq!(gpu.budget().meters().reserved, 0);
+    let meters = gpu.budget().meters();
+    assert_eq!(meters.reserved, meters.by_component.get(Component::Runtime));
 }
 
 #[test]
@@ -65,8 +66,11 @@ fn an_arena_keeps_its_addresses_while_it_grows() {
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_cap_is_an_oom_and_not_the_end() {
-    let cap = Some(512 * MIB as u64);
-    let gpu = Gpu::open_with(0, GpuOptions { cap }).unwrap();
+    let options = GpuOptions {
+        cap: Some(512 * MIB as u64),
+        ..Default::default()
+    };
+    let gpu = Gpu::open_with(0, options).unwrap();
     for component in [Component::Kv, Component::Weights] {
         let half = gpu.alloc(component, 256 * MIB).unwrap();
         let oom = gpu.alloc(component, 300 * MIB).unwrap_err();
@@ -81,6 +85,70 @@ fn a_cap_is_an_oom_and_not_the_end() {
         assert!(gpu.alloc(component, all).is_err());
         drop(gpu.alloc(component, 64 * MIB).unwrap());
     }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn meters_say_what_is_held_and_what_came_back() {
+    let gpu = Gpu::open(0).unwrap();
+    let read = || {
+        gpu.trim().unwrap();
+        gpu.settle_runtime().unwrap();
+        gpu.reset_high_water().unwrap();
+        gpu.meters()
+    };
+    let before = read();
+    let runtime = before.by_component.get(Component::Runtime);
+    println!("context {runtime} peers {}", before.peers());
+    assert!(runtime > 100 * MIB as u64, "a context takes memory: {before:?}");
+    assert_eq!((before.used, before.used_high), (runtime, runtime));
+    {
+        let kv = gpu.alloc(Component::Kv, 300 * MIB + 1).unwrap();
+        let canary = gpu.alloc(Component::Canary, 256 * MIB).unwrap();
+        let held = gpu.meters();
+        assert!(held.reserved - before.reserved >= (556 * MIB) as u64, "{held:?}");
+        assert_eq!(
+            before.free - held.free,
+            held.reserved - before.reserved,
+            "the driver agrees: {held:?}"
+        );
+        assert_eq!(held.allocations, before.allocations + 2);
+        drop(canary);
+        // The pool keeps what was freed until it is trimmed.
+        let freed = gpu.meters();
+        assert_eq!(
+            (freed.reserved, held.used - freed.used),
+            (held.reserved, (256 * MIB) as u64)
+        );
+        drop(kv);
+    }
+    let high = gpu.meters().reserved_high;
+    assert!(high - before.reserved >= (556 * MIB) as u64, "{high}");
+    let after = read();
+    assert_eq!(
+        (after.used, after.reserved),
+        (before.used, before.reserved),
+        "{after:?}"
+    );
+    assert_eq!(
+        (after.used_high, after.reserved_high),
+        (after.used, after.reserved)
+    );
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_limit_is_all_there_is() {
+    let options = GpuOptions {
+        limit: Some(4 << 30),
+        ..Default::default()
+    };
+    let gpu = Gpu::open_with(0, options).unwrap();
+    let meters = gpu.meters();
+    assert_eq!((meters.total, meters.peers()), (4 << 30, 0));
+    let free = meters.free as usize;
+    assert!(gpu.alloc(Component::Kv, free + MIB).is_err());
+    drop(gpu.alloc(Component::Kv, free - 4 * MIB).unwrap());
 }
 
 #[test]

@@ -63,7 +63,7 @@ pub struct GpuInfo {
 pub struct GpuOptions {
     /// Most bytes this process plans with and takes (`--device-memory`); all of the GPU if absent.
     pub limit: Option<u64>,
-    /// Most bytes it really gets, whatever the meters promise: for tests that must run out of memory without filling the GPU.
+    /// Most bytes that can be allocated, whatever the meters promise: for tests that must run out of memory without filling the GPU.
     pub cap: Option<u64>,
 }
 
@@ -114,7 +114,8 @@ impl Gpu {
             check("cuStreamCreate", sys::cuStreamCreate(&mut stream, non_blocking))?;
         }
         let budget = Budget::new(info.total_bytes.min(options.limit.unwrap_or(u64::MAX)));
-        budget.set_cap(options.cap);
+        let runtime = Runtime::of_context(&budget, device)?;
+        budget.set_cap(options.cap.map(|cap| cap + budget.meters().reserved));
         let pool = create_pool(device, options.cap)?;
         Ok(Self(Arc::new(Inner {
             device,
@@ -123,7 +124,7 @@ impl Gpu {
             pool,
             granularity: granularity(device)?,
             info,
-            runtime: Runtime::of_context(&budget, device)?,
+            runtime,
             budget,
             allocations: AtomicU64::new(0),
         })))
