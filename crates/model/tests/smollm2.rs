@@ -5,42 +5,14 @@
 
 mod common;
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use common::smollm2::{cases, file};
 use common::*;
-use plimsoll_core::TokenId;
 use plimsoll_model::{LoadOptions, Model};
-use serde::Deserialize;
 
 /// In logits; their standard deviation over the vocabulary is about 4.
 const NEAR_TIE: f32 = 0.01;
-
-#[derive(Deserialize)]
-struct SmolGolden {
-    cases: Vec<SmolCase>,
-}
-
-#[derive(Deserialize)]
-struct SmolCase {
-    prompt: Vec<TokenId>,
-    /// The 64 best after the prompt.
-    top_tokens: Vec<usize>,
-    top_logits: Vec<f32>,
-    greedy: Vec<TokenId>,
-    /// Lead of each greedy token over the second best.
-    leads: Vec<f32>,
-}
-
-fn file() -> PathBuf {
-    let path = repository().join(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf");
-    assert!(
-        path.exists(),
-        "{} is missing: run scripts/fetch-default-model",
-        path.display()
-    );
-    path
-}
 
 #[test]
 fn chooses_the_tokens_that_transformers_chooses() {
@@ -50,9 +22,7 @@ fn chooses_the_tokens_that_transformers_chooses() {
         (model.kv_bytes_per_token(), model.kv_cache_dtype()),
         (2 * 30 * 192 * 2, "f16")
     );
-    let text = std::fs::read_to_string(golden_path("smollm2/golden.json")).unwrap();
-    let golden: SmolGolden = serde_json::from_str(&text).unwrap();
-    for case in golden.cases {
+    for case in cases() {
         let mut runner = runner(&model, 16, 8);
         let table = blocks(0..8);
         // The golden text is given, so that one near-tie does not end the comparison.

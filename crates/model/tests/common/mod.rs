@@ -2,13 +2,16 @@
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses another part")]
 
 pub mod convert;
+pub mod malformed;
+pub mod requests;
+pub mod smollm2;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use plimsoll_core::{
     BlockId, BlockSize, Executor, KvConfig, RequestId, Run, RunInput, SampleSpec, SamplingParams, Scratch,
-    StateConfig, StepLimits, StepPlan, TokenId,
+    StateConfig, StepError, StepLimits, StepPlan, TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
@@ -43,11 +46,20 @@ pub struct Case {
     pub prompt: Vec<TokenId>,
     /// Of the last (at most eight) positions of the prompt.
     pub last_logits: Vec<Vec<f32>>,
+    /// How far they are off in bf16, by norm, relative.
+    pub bf16_error: f64,
     pub greedy: Vec<TokenId>,
+    /// Of each greedy token over the second best.
+    pub leads: Vec<f32>,
 }
 
+/// Where this was built, or else the working directory: a binary for GPUs may run on another machine.
 pub fn repository() -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+    let built = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    match built.exists() {
+        true => built,
+        false => PathBuf::from("."),
+    }
 }
 
 pub fn golden_path(name: &str) -> PathBuf {
@@ -89,6 +101,18 @@ pub fn runner(model: &Arc<Model>, block_size: usize, num_blocks: usize) -> Runne
         .unwrap()
 }
 
+/// What computes, on a CPU or a GPU.
+pub trait Oracle: Executor {
+    /// As [`Runner::logits`].
+    fn logits(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Vec<f32>, StepError>;
+}
+
+impl Oracle for Runner {
+    fn logits(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Vec<f32>, StepError> {
+        Self::logits(self, plan, rows)
+    }
+}
+
 /// Greedy sampling.
 pub fn greedy_spec(index: usize) -> SampleSpec {
     SampleSpec {
@@ -119,7 +143,12 @@ pub fn blocks(range: std::ops::Range<u32>) -> Vec<BlockId> {
 }
 
 /// Continues `prompt` alone in `runner`: the whole prompt in one step, then token after token.
-pub fn greedy_alone(runner: &mut Runner, prompt: &[TokenId], blocks: &[BlockId], len: usize) -> Vec<TokenId> {
+pub fn greedy_alone(
+    runner: &mut impl Executor,
+    prompt: &[TokenId],
+    blocks: &[BlockId],
+    len: usize,
+) -> Vec<TokenId> {
     let mut out = Vec::new();
     let mut step = run(7, 0, prompt, blocks);
     for index in 0..len {
