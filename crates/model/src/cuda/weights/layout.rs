@@ -268,14 +268,14 @@ impl Cursor {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
     use super::*;
     use crate::rope::{RopeScaling, RopeSpec};
 
-    fn random_spec(rng: &mut StdRng) -> DecoderSpec {
+    pub(in super::super) fn random_spec(rng: &mut StdRng) -> DecoderSpec {
         let num_kv_heads = rng.random_range(1..4);
         DecoderSpec {
             vocab_size: rng.random_range(1..300),

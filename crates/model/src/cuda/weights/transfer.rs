@@ -120,8 +120,18 @@ fn pieces(part: &Part) -> impl Iterator<Item = Range<usize>> + use<> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::layout::Element;
+    use half::bf16;
+    use plimsoll_device::cast_slice_mut;
+    use plimsoll_kernels::WeightType;
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::super::jobs;
+    use super::super::layout::tests::random_spec;
+    use super::super::layout::{Element, Layout};
     use super::*;
+    use crate::Shape;
+    use crate::weights::{Checked, DummyWeights, RowOrder, Source, Tensor};
 
     #[test]
     fn pieces_are_all_rows_in_order() {
@@ -147,5 +157,89 @@ mod tests {
             }
             assert_eq!(next, rows);
         }
+    }
+
+    /// Tensors of mixed types, in mixed orders of rows.
+    struct Mixed([DummyWeights; 3]);
+
+    impl Mixed {
+        fn new() -> Self {
+            let types = [WeightType::F32, WeightType::F16, WeightType::Bf16];
+            Self(types.map(|dtype| DummyWeights { seed: 1, dtype }))
+        }
+    }
+
+    impl Source for Mixed {
+        fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
+            let dummy = &self.0[name.len() % self.0.len()];
+            let mut tensor = dummy.tensor(name, expected)?.expect("one is made up");
+            if let [rows, cols] = *expected {
+                if rows % 4 == 0 {
+                    tensor.order = RowOrder::Interleaved { head_dim: rows / 2 };
+                }
+                if cols % 32 == 0 {
+                    let bytes = (0..rows * cols / 32 * 34).map(|i| (i * 7 % 61) as u8);
+                    (tensor.dtype, tensor.data) = (WeightType::Q8_0, bytes.collect());
+                }
+            }
+            tensor.shape = Shape(expected.to_vec());
+            Ok(Some(tensor))
+        }
+
+        fn names(&self) -> Vec<String> {
+            Vec::new()
+        }
+
+        fn total_bytes(&self) -> u64 {
+            0
+        }
+    }
+
+    /// Into host memory, piece by piece, as the threads do it.
+    #[test]
+    fn every_row_is_rounded_into_its_place() {
+        for seed in 0..20 {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let mut spec = random_spec(&mut rng);
+            spec.hidden_size = 32 * rng.random_range(1..3);
+            let layout = Layout::new(&spec).unwrap();
+            let mixed = Mixed::new();
+            let jobs = jobs(&mut Checked::new(&mixed), layout.parts(&spec)).unwrap();
+            let mut aligned = vec![u64::MAX; layout.bytes / 8];
+            let memory: &mut [u8] = cast_slice_mut(&mut aligned);
+            for job in &jobs {
+                for rows in pieces(job.part()) {
+                    let row_bytes = row_bytes(job.part());
+                    let start = job.part().start + rows.start * row_bytes;
+                    let out = &mut memory[start..start + rows.len() * row_bytes];
+                    job.write_rows(rows, out).unwrap();
+                }
+            }
+            for part in layout.parts(&spec) {
+                let tensor = mixed.tensor(&part.name, &part.shape()).unwrap().unwrap();
+                let found = &mut memory[part.start..part.start + part.bytes()];
+                let context = format!("seed {seed}: {} as {:?}", part.name, tensor.dtype);
+                let Some(cols) = part.cols else {
+                    let want = tensor.widen().unwrap();
+                    match part.element {
+                        Element::F32 => assert_eq!(cast_slice_mut::<_, f32>(found), want, "{context}"),
+                        Element::Bf16 => {
+                            assert_eq!(cast_slice_mut::<_, bf16>(found), rounded(&want), "{context}")
+                        }
+                    }
+                    continue;
+                };
+                let tensor = tensor.in_order();
+                let mut want = vec![f32::NAN; part.rows * cols];
+                for (row, out) in want.chunks_exact_mut(cols).enumerate() {
+                    tensor.matrix().unwrap().widen_row(row, out);
+                }
+                assert_eq!(cast_slice_mut::<_, bf16>(found), rounded(&want), "{context}");
+            }
+        }
+    }
+
+    fn rounded(values: &[f32]) -> Vec<bf16> {
+        values.iter().map(|&value| bf16::from_f32(value)).collect()
     }
 }
