@@ -62,11 +62,9 @@ pub(super) fn transfer(
         let workers: Vec<_> = (0..threads).map(start).collect();
         drop(sender);
         advanced.into_iter().for_each(&mut advance);
-        // All have ended, so that the first error does not leave others running.
         workers
             .into_iter()
-            .map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic)))
-            .collect()
+            .try_for_each(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic)))
     })
 }
 
