@@ -12,11 +12,28 @@ pub trait Executor: Send {
     /// Waits for the oldest launched step.
     fn finish(&mut self) -> Result<StepOutput, StepError>;
 
+    /// There is no work: what passes until the next launch is not the executor's idleness.
+    fn rest(&mut self) {}
+
+    /// How a device that works on its own spent its time; `None` where nobody measures it.
+    fn device_time(&self) -> Option<DeviceTime> {
+        None
+    }
+
     /// `launch` then `finish`.
     fn execute(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
         self.launch(plan)?;
         self.finish()
     }
+}
+
+/// Seconds of a device, by its own clock, since the executor was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DeviceTime {
+    /// It computed steps.
+    pub busy_seconds: f64,
+    /// There was work, but it waited for the next step to be launched.
+    pub idle_seconds: f64,
 }
 
 /// Why a step failed. Its requests get this; the engine lives on.

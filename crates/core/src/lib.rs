@@ -15,7 +15,7 @@ mod sampling;
 
 pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
 pub use event::{Event, FinishReason, Logprobs, TokenEvent, TokenLogprob};
-pub use executor::{Executor, StepError};
+pub use executor::{DeviceTime, Executor, StepError};
 pub use ids::{BlockId, RequestId, TokenId};
 pub use memory::{Component, ComponentBytes, Meters, Oom};
 pub use metadata::{MetaValue, Metadata};

@@ -81,6 +81,7 @@ impl Shared {
             refused: 0,
             step_seconds: Histogram::new(STEP_SECONDS),
             step_tokens: Histogram::new(STEP_TOKENS),
+            device_time: None,
         };
         let state = State {
             phase: Phase::Running,

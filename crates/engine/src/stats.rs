@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use plimsoll_core::DeviceTime;
 use plimsoll_scheduler::SchedulerStats;
 
 use crate::Histogram;
@@ -23,6 +24,8 @@ pub struct EngineStats {
     pub step_seconds: Histogram,
     /// Tokens computed in each step.
     pub step_tokens: Histogram,
+    /// How the device spent its time, if it works on its own.
+    pub device_time: Option<DeviceTime>,
 }
 
 /// Where the engine stands in its life.

@@ -91,6 +91,7 @@ impl<E: Executor> EngineThread<E> {
                     if has_work {
                         return true;
                     }
+                    self.executor.rest();
                     match self.commands.recv() {
                         Ok(command) => self.obey(command),
                         Err(_) => return false,
@@ -149,6 +150,7 @@ impl<E: Executor> EngineThread<E> {
             failure.map(|error| error.to_string()),
         );
         state.stats.scheduler = self.scheduler.stats();
+        state.stats.device_time = self.executor.device_time();
         for (id, event) in events {
             state.deliver(id, event);
         }

@@ -1,13 +1,17 @@
 //! `/metrics`. Every metric name of the project stands in this file: our own `plimsoll_*`, and for those that dashboards,
 //! autoscalers and the Gateway API inference extension already know, vLLM's name as well.
 
+mod timer;
+
 use std::fmt::Write;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use metrics::{Counter, Gauge, Key, Label, Metadata, Recorder, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use plimsoll_core::{KvConfig, Meters};
 use plimsoll_engine::{EngineStats, Health, Histogram, Phase};
+
+pub(crate) use timer::Timer;
 
 /// A metric under our name and, where there is one, vLLM's.
 struct Name(&'static str, Option<&'static str>, &'static str);
@@ -113,6 +117,16 @@ const STEP_TOKENS: Name = Name(
     "plimsoll_step_tokens",
     Some("vllm:iteration_tokens_total"),
     "Tokens computed in a step.",
+);
+const GPU_BUSY: Name = Name(
+    "plimsoll_gpu_busy_seconds_total",
+    None,
+    "Time the GPU computed steps, by its own clock.",
+);
+const GPU_IDLE: Name = Name(
+    "plimsoll_gpu_idle_seconds_total",
+    None,
+    "Time the GPU waited for its next step although there was work, by its own clock.",
 );
 const HEALTHY: Name = Name(
     "plimsoll_engine_healthy",
@@ -406,17 +420,31 @@ impl Metrics {
         let mut page = self.handle.render();
         self.write_histogram(&mut page, &STEP_SECONDS, &stats.step_seconds);
         self.write_histogram(&mut page, &STEP_TOKENS, &stats.step_tokens);
+        if let Some(time) = stats.device_time {
+            self.write_seconds(&mut page, &GPU_BUSY, time.busy_seconds);
+            self.write_seconds(&mut page, &GPU_IDLE, time.idle_seconds);
+        }
         page
+    }
+
+    /// The recorder's counters are whole numbers.
+    fn write_seconds(&self, page: &mut String, name: &Name, seconds: f64) {
+        let Name(text, _, help) = name;
+        let labels = self.label_text();
+        let _ = writeln!(
+            page,
+            "# HELP {text} {help}\n# TYPE {text} counter\n{text}{{{labels}}} {seconds}\n"
+        );
+    }
+
+    fn label_text(&self) -> String {
+        let labels = self.labels.iter().map(|l| format!("{}={:?}", l.key(), l.value()));
+        labels.collect::<Vec<_>>().join(",")
     }
 
     /// The engine counts into buckets itself, which the recorder cannot take over.
     fn write_histogram(&self, page: &mut String, name: &Name, histogram: &Histogram) {
-        let labels: Vec<String> = self
-            .labels
-            .iter()
-            .map(|l| format!("{}={:?}", l.key(), l.value()))
-            .collect();
-        let labels = labels.join(",");
+        let labels = self.label_text();
         for text in [Some(name.0), name.1].into_iter().flatten() {
             let _ = writeln!(page, "# HELP {text} {}\n# TYPE {text} histogram", name.2);
             for (bound, count) in histogram.cumulative() {
@@ -483,94 +511,4 @@ fn set_memory(maker: &Maker<'_>, memory: &Meters, allocations: u64) {
     maker.set(&MEMORY_PEERS, &[], memory.peers() as f64);
     maker.set(&MEMORY_HIGH, &[], memory.reserved_high as f64);
     maker.count(&ALLOCATIONS, allocations);
-}
-
-/// The clock of one request: it starts with its submission.
-#[derive(Debug)]
-pub(crate) struct Timer {
-    metrics: PerRequest,
-    prompt_tokens: usize,
-    submitted: Instant,
-    admitted: Option<Instant>,
-    first_token: Option<Instant>,
-    last_token: Instant,
-    tokens: usize,
-}
-
-impl Timer {
-    pub(crate) fn start(metrics: &PerRequest, prompt_tokens: usize, max_tokens: usize) -> Self {
-        metrics
-            .prompt
-            .each(|histogram| histogram.record(prompt_tokens as f64));
-        metrics
-            .max_tokens
-            .each(|histogram| histogram.record(max_tokens as f64));
-        let now = Instant::now();
-        Self {
-            metrics: metrics.clone(),
-            prompt_tokens,
-            submitted: now,
-            admitted: None,
-            first_token: None,
-            last_token: now,
-            tokens: 0,
-        }
-    }
-
-    /// The request got KV; called again after a preemption, which counts as running.
-    pub(crate) fn admitted(&mut self) {
-        if self.admitted.is_none() {
-            self.admitted = Some(Instant::now());
-            self.metrics.queue.record(self.submitted.elapsed());
-            self.metrics
-                .prompt_tokens
-                .each(|counter| counter.increment(self.prompt_tokens as u64));
-        }
-    }
-
-    /// One more token.
-    pub(crate) fn token(&mut self) {
-        let now = Instant::now();
-        if self.first_token.is_none() {
-            self.first_token = Some(now);
-            self.metrics.ttft.record(now - self.submitted);
-            self.metrics
-                .prefill
-                .record(now - self.admitted.unwrap_or(self.submitted));
-        } else {
-            self.metrics.itl.record(now - self.last_token);
-        }
-        self.last_token = now;
-        self.tokens += 1;
-    }
-
-    /// The request ended well, at its `max_tokens` or not.
-    pub(crate) fn finished(&self, at_length: bool) {
-        let metrics = &self.metrics;
-        if at_length {
-            &metrics.length
-        } else {
-            &metrics.stopped
-        }
-        .each(|counter| counter.increment(1));
-        metrics
-            .generated
-            .each(|histogram| histogram.record(self.tokens as f64));
-        metrics.e2e.record(self.last_token - self.submitted);
-        metrics
-            .inference
-            .record(self.last_token - self.admitted.unwrap_or(self.submitted));
-        if let Some(first) = self.first_token {
-            let decode = self.last_token - first;
-            metrics.decode.record(decode);
-            if self.tokens > 1 {
-                metrics.tpot.record(decode / (self.tokens as u32 - 1));
-            }
-        }
-    }
-
-    /// The request's step failed.
-    pub(crate) fn failed(&self) {
-        self.metrics.failed.each(|counter| counter.increment(1));
-    }
 }

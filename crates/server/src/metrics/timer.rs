@@ -1,0 +1,93 @@
+use std::time::Instant;
+
+use super::PerRequest;
+
+/// The clock of one request: it starts with its submission.
+#[derive(Debug)]
+pub(crate) struct Timer {
+    metrics: PerRequest,
+    prompt_tokens: usize,
+    submitted: Instant,
+    admitted: Option<Instant>,
+    first_token: Option<Instant>,
+    last_token: Instant,
+    tokens: usize,
+}
+
+impl Timer {
+    pub(crate) fn start(metrics: &PerRequest, prompt_tokens: usize, max_tokens: usize) -> Self {
+        metrics
+            .prompt
+            .each(|histogram| histogram.record(prompt_tokens as f64));
+        metrics
+            .max_tokens
+            .each(|histogram| histogram.record(max_tokens as f64));
+        let now = Instant::now();
+        Self {
+            metrics: metrics.clone(),
+            prompt_tokens,
+            submitted: now,
+            admitted: None,
+            first_token: None,
+            last_token: now,
+            tokens: 0,
+        }
+    }
+
+    /// The request got KV; called again after a preemption, which counts as running.
+    pub(crate) fn admitted(&mut self) {
+        if self.admitted.is_none() {
+            self.admitted = Some(Instant::now());
+            self.metrics.queue.record(self.submitted.elapsed());
+            self.metrics
+                .prompt_tokens
+                .each(|counter| counter.increment(self.prompt_tokens as u64));
+        }
+    }
+
+    /// One more token.
+    pub(crate) fn token(&mut self) {
+        let now = Instant::now();
+        if self.first_token.is_none() {
+            self.first_token = Some(now);
+            self.metrics.ttft.record(now - self.submitted);
+            self.metrics
+                .prefill
+                .record(now - self.admitted.unwrap_or(self.submitted));
+        } else {
+            self.metrics.itl.record(now - self.last_token);
+        }
+        self.last_token = now;
+        self.tokens += 1;
+    }
+
+    /// The request ended well, at its `max_tokens` or not.
+    pub(crate) fn finished(&self, at_length: bool) {
+        let metrics = &self.metrics;
+        if at_length {
+            &metrics.length
+        } else {
+            &metrics.stopped
+        }
+        .each(|counter| counter.increment(1));
+        metrics
+            .generated
+            .each(|histogram| histogram.record(self.tokens as f64));
+        metrics.e2e.record(self.last_token - self.submitted);
+        metrics
+            .inference
+            .record(self.last_token - self.admitted.unwrap_or(self.submitted));
+        if let Some(first) = self.first_token {
+            let decode = self.last_token - first;
+            metrics.decode.record(decode);
+            if self.tokens > 1 {
+                metrics.tpot.record(decode / (self.tokens as u32 - 1));
+            }
+        }
+    }
+
+    /// The request's step failed.
+    pub(crate) fn failed(&self) {
+        self.metrics.failed.each(|counter| counter.increment(1));
+    }
+}
