@@ -7,6 +7,7 @@ mod attention_prefill;
 mod common;
 mod fused;
 mod linear;
+mod sample;
 
 type Bench = fn(&plimsoll_device::cuda::Gpu);
 
@@ -19,6 +20,7 @@ fn main() {
         ("attention_prefill", attention_prefill::bench),
         ("fused", fused::bench),
         ("linear", linear::bench),
+        ("sample", sample::bench),
     ];
     for &(name, bench) in all {
         if wanted.is_empty() || wanted.iter().any(|w| w == name) {
