@@ -121,11 +121,7 @@ impl Model {
 
     /// Tokens that end a text: those of config.json, generation_config.json or the GGUF metadata.
     pub fn eos_token_ids(&self) -> Vec<TokenId> {
-        let mut ids = self.config.eos_token_ids.clone();
-        ids.extend(&self.generation.eos_token_ids);
-        ids.sort_unstable();
-        ids.dedup();
-        ids
+        eos_token_ids(&self.config, &self.generation)
     }
 
     /// Bytes of KV cache per token.
@@ -143,6 +139,15 @@ impl Model {
     pub fn kv_cache_dtype(&self) -> &'static str {
         self.kv_element.name()
     }
+}
+
+/// What either configuration says ends a text, ascending.
+pub(crate) fn eos_token_ids(config: &ModelConfig, generation: &GenerationConfig) -> Vec<TokenId> {
+    let mut ids = config.eos_token_ids.clone();
+    ids.extend(&generation.eos_token_ids);
+    ids.sort_unstable();
+    ids.dedup();
+    ids
 }
 
 /// All that is known before the weights are read.

@@ -1,5 +1,184 @@
-//! Models on NVIDIA GPUs.
+//! A model on an NVIDIA GPU: the same specification and weights' names as on the CPU, `bf16` throughout.
+//!
+//! A step is packed on the host into pinned memory, sent in one copy, and computed without the host: a decode step as one
+//! CUDA graph, others by launches. What it samples stays on the device for the next step and is copied to the host
+//! beside it. So the host prepares step N + 1 while the GPU computes step N.
 
+mod clock;
+mod decoder;
+mod graphs;
+mod input;
+mod output;
+mod runner;
+mod staging;
 mod weights;
 
+use std::path::Path;
+use std::sync::Arc;
+
+use plimsoll_core::{BlockSize, Oom, StateConfig, StepLimits, TokenId};
+use plimsoll_device::cuda::{Gpu, GpuError};
+use plimsoll_kernels::KvLayout;
+use plimsoll_kernels::cuda::FusedKernels;
+
+use crate::model::{Description, LoadOptions};
+use crate::{DecoderSpec, GenerationConfig, ModelConfig, ModelError, Progress};
+use decoder::{Decoder, LaunchError};
+use input::{Planners, WindowPlanners};
+pub use runner::GpuRunner;
 pub use weights::{GpuLayer, GpuWeights};
+
+/// Bytes of an element of the KV cache, `bf16`.
+const KV_ELEMENT: usize = 2;
+
+/// How a state on a GPU works.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuOptions {
+    /// Launch every kernel of a decode step instead of replaying a CUDA graph (`--enforce-eager`).
+    pub enforce_eager: bool,
+}
+
+/// A model's configuration, and its weights on a GPU. States that serve it are built with [`GpuModel::build_state`].
+#[derive(Debug)]
+pub struct GpuModel {
+    config: ModelConfig,
+    generation: GenerationConfig,
+    decoder: Decoder,
+}
+
+impl GpuModel {
+    /// Loads a model directory (config.json, safetensors) or a GGUF file to `gpu`, converted to `bf16`. `progress` hears
+    /// about every tensor.
+    ///
+    /// # Errors
+    /// [`ModelError`], which names what is at fault. [`ModelError::Oom`] if the weights do not fit.
+    pub fn load(
+        path: &Path,
+        options: LoadOptions,
+        gpu: &Gpu,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Arc<Self>, ModelError> {
+        let description = Description::read(path)?;
+        check(&description.config.spec)?;
+        let fused = FusedKernels::load(gpu)?;
+        let weights = GpuWeights::load_described(&description, options.format, gpu, &fused, progress)?;
+        let decoder = Decoder::new(gpu, weights, fused).map_err(|error| match error {
+            LaunchError::Oom(oom) => ModelError::Oom(oom),
+            LaunchError::Gpu(error) => ModelError::Gpu(error),
+        })?;
+        let Description {
+            config, generation, ..
+        } = description;
+        Ok(Arc::new(Self {
+            config,
+            generation,
+            decoder,
+        }))
+    }
+
+    /// Everything that serves: KV cache, step arena, staging, graphs, canary, as one value that is dropped whole.
+    ///
+    /// # Errors
+    /// [`Oom`], with everything given back.
+    pub fn build_state(
+        self: &Arc<Self>,
+        config: &StateConfig,
+        limits: &StepLimits,
+        options: GpuOptions,
+    ) -> Result<GpuRunner, Oom> {
+        GpuRunner::new(Arc::clone(self), config, limits, options)
+    }
+
+    /// What the model says about itself.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The network.
+    pub fn spec(&self) -> &DecoderSpec {
+        &self.config.spec
+    }
+
+    /// Sampling defaults that the model brings along.
+    pub fn generation(&self) -> &GenerationConfig {
+        &self.generation
+    }
+
+    /// Tokens that end a text: those of config.json, generation_config.json or the GGUF metadata.
+    pub fn eos_token_ids(&self) -> Vec<TokenId> {
+        crate::model::eos_token_ids(&self.config, &self.generation)
+    }
+
+    /// Where it runs.
+    pub fn gpu(&self) -> &Gpu {
+        self.decoder.gpu()
+    }
+
+    /// Bytes of KV cache per token.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        let spec = self.spec();
+        (2 * spec.num_layers * spec.kv_size() * KV_ELEMENT) as u64
+    }
+
+    /// Bytes of one block of the KV cache.
+    pub fn kv_bytes_per_block(&self, block_size: BlockSize) -> u64 {
+        self.kv_bytes_per_token() * block_size.tokens() as u64
+    }
+
+    /// Element of the KV cache.
+    pub fn kv_cache_dtype(&self) -> &'static str {
+        "bfloat16"
+    }
+
+    fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    /// How attention's work is cut for a cache of that block size.
+    fn planners(&self, block_size: BlockSize, max_runs: usize) -> Result<Planners, GpuError> {
+        let (spec, decoder) = (self.spec(), &self.decoder);
+        let layout = KvLayout {
+            kv_heads: spec.num_kv_heads,
+            head_dim: spec.head_dim,
+            block_size,
+        };
+        let mut planners = Planners::new();
+        for window in (0..spec.num_layers).map(|layer| spec.window(layer)) {
+            if planners.iter().all(|known| known.window != window) {
+                planners.push(WindowPlanners {
+                    window,
+                    decode: decoder.decode.planner(layout, spec.num_heads, window, max_runs)?,
+                    prefill: decoder.prefill.planner(layout, spec.num_heads, window)?,
+                });
+            }
+        }
+        Ok(planners)
+    }
+}
+
+/// Head sizes the attention kernels are built for.
+const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+
+/// What the kernels ask of a model beyond what the CPU does.
+fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
+    let unsupported = |field: &str, value: usize, supported: String| ModelError::Unsupported {
+        field: field.to_owned(),
+        value: value.to_string(),
+        supported: format!("on a GPU {supported}; --device cpu has no such bound"),
+    };
+    if !HEAD_DIMS.contains(&spec.head_dim) {
+        return Err(unsupported(
+            "head_dim",
+            spec.head_dim,
+            format!("it is one of {HEAD_DIMS:?}"),
+        ));
+    }
+    let widths = [
+        ("hidden_size", spec.hidden_size),
+        ("intermediate_size", spec.intermediate_size),
+    ];
+    match widths.into_iter().find(|(_, width)| !width.is_multiple_of(8)) {
+        Some((field, width)) => Err(unsupported(field, width, "it is a multiple of 8".to_owned())),
+        None => Ok(()),
+    }
+}

@@ -5,12 +5,13 @@ mod layout;
 mod transfer;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
-use plimsoll_kernels::cuda::{FusedKernels, rope_turns};
+use plimsoll_kernels::cuda::{FusedKernels, GpuLinear, GpuWeight, rope_turns};
 
 use crate::model::Description;
 use crate::weights::{Checked, OuterTensors, Vector};
@@ -24,7 +25,7 @@ use transfer::transfer;
 pub struct GpuWeights {
     spec: DecoderSpec,
     layout: Layout,
-    slab: GpuSlab,
+    slab: Arc<GpuSlab>,
 }
 
 /// Views of one block's weights.
@@ -48,6 +49,15 @@ pub struct GpuLayer<'a> {
     pub down: GpuSlice<'a, bf16>,
     /// Tokens attention sees; `None` is all.
     pub window: Option<usize>,
+}
+
+/// The linear layers of one block.
+#[derive(Debug)]
+pub(super) struct GpuLinears {
+    pub(super) qkv: GpuLinear,
+    pub(super) output: GpuLinear,
+    pub(super) gate_up: GpuLinear,
+    pub(super) down: GpuLinear,
 }
 
 impl GpuWeights {
@@ -100,7 +110,7 @@ impl GpuWeights {
         let weights = Self {
             spec: spec.clone(),
             layout,
-            slab,
+            slab: Arc::new(slab),
         };
         let frequencies = spec.rope.scaled_frequencies(spec.head_dim, factors.as_deref());
         gpu.upload(&rope_turns(&frequencies), weights.turns())?;
@@ -188,6 +198,37 @@ impl GpuWeights {
             down: matrix(layer.down),
             window: self.spec.window(index),
         }
+    }
+
+    /// The linear layers of block `index`.
+    pub(super) fn linears(&self, index: usize) -> GpuLinears {
+        let (layer, base) = (&self.layout.layer, self.layout.layer_start(index));
+        let spec = &self.spec;
+        let (hidden, inner, q) = (spec.hidden_size, spec.intermediate_size, spec.q_size());
+        let linear = |weight: Span, bias: Option<Span>, n, k| {
+            let part = |span: Span| self.weight(span.after(base));
+            GpuLinear::new(part(weight), bias.map(part), n, k)
+        };
+        GpuLinears {
+            qkv: linear(layer.qkv, layer.qkv_bias, q + 2 * spec.kv_size(), hidden),
+            output: linear(layer.output, None, hidden, q),
+            gate_up: linear(layer.gate_up, None, 2 * inner, hidden),
+            down: linear(layer.down, None, hidden, inner),
+        }
+    }
+
+    /// The linear layer from the last norm to logits.
+    pub(super) fn head(&self) -> GpuLinear {
+        let (vocab, hidden) = (self.spec.vocab_size, self.spec.hidden_size);
+        GpuLinear::new(self.weight(self.layout.lm_head), None, vocab, hidden)
+    }
+
+    fn weight(&self, span: Span) -> GpuWeight {
+        let element = size_of::<bf16>();
+        GpuWeight::new(
+            &self.slab,
+            span.start / element..(span.start + span.len) / element,
+        )
     }
 
     fn view<T: Pod>(&self, span: Span) -> GpuSlice<'_, T> {

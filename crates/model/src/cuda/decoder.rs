@@ -1,0 +1,433 @@
+use half::bf16;
+use plimsoll_core::{Component, KvConfig, Oom, StepError};
+use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
+use plimsoll_kernels::cuda::{
+    DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuRope, GpuTokens,
+    LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, SampleArgs, SampleKernels,
+};
+
+use super::input::{StepInput, StepInputs};
+use super::output::Outputs;
+use super::weights::{GpuLayer, GpuLinears, GpuWeights};
+use crate::DecoderSpec;
+
+/// What the kernels of a step work on.
+#[derive(Debug)]
+pub(super) struct StepState {
+    pub(super) kv: GpuSlab,
+    pub(super) kv_config: KvConfig,
+    pub(super) inputs: StepInputs,
+    pub(super) outputs: Outputs,
+    /// Of the attention of decoding runs; zero between launches.
+    pub(super) counters: GpuSlab,
+}
+
+impl StepState {
+    /// K and V of block `index`: `[num_blocks][kv_heads][block_size][head_dim]` each.
+    fn layer_kv(&self, spec: &DecoderSpec, index: usize) -> (GpuSlice<'_, bf16>, GpuSlice<'_, bf16>) {
+        let len = self.kv_config.capacity_tokens() * spec.kv_size();
+        let (all, start) = (self.kv.slice(), 2 * index * len);
+        (
+            all.range(start..start + len),
+            all.range(start + len..start + 2 * len),
+        )
+    }
+}
+
+/// Why a step could not be launched.
+#[derive(Debug)]
+pub(super) enum LaunchError {
+    Oom(Oom),
+    Gpu(GpuError),
+}
+
+impl From<Oom> for LaunchError {
+    fn from(oom: Oom) -> Self {
+        Self::Oom(oom)
+    }
+}
+
+impl From<GpuError> for LaunchError {
+    fn from(error: GpuError) -> Self {
+        Self::Gpu(error)
+    }
+}
+
+impl From<LaunchError> for StepError {
+    fn from(error: LaunchError) -> Self {
+        match error {
+            LaunchError::Oom(oom) => Self::Oom(oom),
+            LaunchError::Gpu(error) => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+/// The network on a GPU: the launches of a step, in order.
+#[derive(Debug)]
+pub(super) struct Decoder {
+    gpu: Gpu,
+    weights: GpuWeights,
+    /// Views of `weights`, by block.
+    blocks: Vec<GpuLinears>,
+    head: GpuLinear,
+    fused: FusedKernels,
+    linears: Linears,
+    pub(super) decode: DecodeKernels,
+    pub(super) prefill: PrefillKernels,
+    sampler: SampleKernels,
+}
+
+/// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
+const MEASURED_ROWS: [usize; 15] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048];
+/// Most rows that are sampled from are fewer.
+const MEASURED_HEAD_ROWS: usize = 256;
+
+/// Activations of a step, in its arena; `[rows, n]` each.
+#[derive(Clone, Copy)]
+struct Activations<'a> {
+    /// The residual stream.
+    hidden: GpuSlice<'a, bf16>,
+    normed: GpuSlice<'a, bf16>,
+    /// What is to be added to the residual stream.
+    delta: GpuSlice<'a, bf16>,
+    qkv: GpuSlice<'a, bf16>,
+    attended: GpuSlice<'a, bf16>,
+    gate_up: GpuSlice<'a, bf16>,
+    activated: GpuSlice<'a, bf16>,
+    /// Partial results of attention, `f32`, not by row.
+    scratch: GpuSlice<'a, f32>,
+}
+
+impl<'a> Activations<'a> {
+    /// The first `rows` rows of all.
+    fn front(&self, spec: &DecoderSpec, rows: usize) -> Self {
+        let (width, inner) = (spec.hidden_size, spec.intermediate_size);
+        Self {
+            hidden: self.hidden.range(0..rows * width),
+            normed: self.normed.range(0..rows * width),
+            delta: self.delta.range(0..rows * width),
+            qkv: self.qkv.range(0..rows * qkv_size(spec)),
+            attended: self.attended.range(0..rows * spec.q_size()),
+            gate_up: self.gate_up.range(0..rows * 2 * inner),
+            activated: self.activated.range(0..rows * inner),
+            scratch: self.scratch,
+        }
+    }
+}
+
+/// Outputs of the fused projection.
+fn qkv_size(spec: &DecoderSpec) -> usize {
+    spec.q_size() + 2 * spec.kv_size()
+}
+
+impl Decoder {
+    /// Loads the other kernels.
+    pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, LaunchError> {
+        let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
+        let mut decoder = Self {
+            gpu: gpu.clone(),
+            blocks: (0..weights.spec().num_layers)
+                .map(|index| weights.linears(index))
+                .collect(),
+            head: weights.head(),
+            weights,
+            fused,
+            linears: Linears::load(gpu, workspace)?,
+            decode: DecodeKernels::load(gpu)?,
+            prefill: PrefillKernels::load(gpu)?,
+            sampler: SampleKernels::load(gpu)?,
+        };
+        decoder.measure_linears()?;
+        Ok(decoder)
+    }
+
+    /// Finds the fastest way for each linear layer and number of rows.
+    fn measure_linears(&mut self) -> Result<(), LaunchError> {
+        let spec = self.weights.spec();
+        let widest = spec.hidden_size.max(spec.intermediate_size).max(spec.q_size());
+        let outputs = (2 * spec.intermediate_size)
+            .max(qkv_size(spec))
+            .max(spec.hidden_size);
+        let most = MEASURED_ROWS[MEASURED_ROWS.len() - 1];
+        let bytes =
+            (most * outputs * size_of::<bf16>()).max(MEASURED_HEAD_ROWS * spec.vocab_size * size_of::<f32>());
+        // Beside the weights there is room for this, or there would be none for KV.
+        let x = self
+            .gpu
+            .alloc(Component::Arena, most * widest * size_of::<bf16>())?;
+        let out = self.gpu.alloc(Component::Arena, bytes)?;
+        let scratch = LinearScratch {
+            x: x.slice(),
+            out: out.slice(),
+        };
+        let all = |pick: fn(&GpuLinears) -> &GpuLinear| self.blocks.iter().map(pick).collect::<Vec<_>>();
+        let (qkv, output) = (all(|block| &block.qkv), all(|block| &block.output));
+        let (gate_up, down) = (all(|block| &block.gate_up), all(|block| &block.down));
+        let head = [&self.head];
+        let plain = |layers, output| LinearUse {
+            layers,
+            output,
+            rows: &MEASURED_ROWS,
+        };
+        let uses = [
+            plain(&qkv, LinearOutput::Bf16),
+            plain(&output, LinearOutput::Bf16),
+            plain(&gate_up, LinearOutput::Bf16),
+            plain(&gate_up, LinearOutput::SiluMul),
+            plain(&down, LinearOutput::Bf16),
+            LinearUse {
+                rows: MEASURED_ROWS
+                    .split_at(MEASURED_ROWS.partition_point(|&rows| rows <= MEASURED_HEAD_ROWS))
+                    .0,
+                ..plain(&head, LinearOutput::F32)
+            },
+        ];
+        self.linears.measure(&uses, scratch)?;
+        for choice in self.linears.choices() {
+            tracing::debug!(%choice, "linear layer");
+        }
+        Ok(())
+    }
+
+    /// Where it runs.
+    pub(super) fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Launches a whole step: the batch through all blocks, its KV into the cache, logits and samples of the rows that are
+    /// asked for. With `logits` those are taken out instead of sampled from, which waits for them.
+    pub(super) fn step(
+        &self,
+        input: &StepInput,
+        state: &mut StepState,
+        arena: &mut GpuArena,
+        logits: Option<&mut Vec<f32>>,
+    ) -> Result<(), LaunchError> {
+        arena.reset();
+        let (spec, arena) = (self.weights.spec(), &*arena);
+        let (rows, inner) = (input.rows, spec.intermediate_size);
+        let hidden = arena.alloc(rows * spec.hidden_size)?;
+        let normed = arena.alloc(rows * spec.hidden_size)?;
+        let after = arena.mark();
+        let act = Activations {
+            hidden,
+            normed,
+            delta: arena.alloc(rows * spec.hidden_size)?,
+            qkv: arena.alloc(rows * qkv_size(spec))?,
+            attended: arena.alloc(rows * spec.q_size())?,
+            gate_up: arena.alloc(rows * 2 * inner)?,
+            activated: arena.alloc(rows * inner)?,
+            scratch: arena.alloc(state.inputs.attention_scratch())?,
+        };
+        let Some(normed) = self.forward(input, state, &act)? else {
+            return Ok(());
+        };
+        // The layers' activations are not needed any more.
+        arena.rewind(after);
+        let found: GpuSlice<'_, f32> = arena.alloc(input.samples * spec.vocab_size)?;
+        self.linears.forward_f32(normed, &self.head, found)?;
+        match logits {
+            Some(out) => *out = self.gpu.download(found)?,
+            None => self.sample(input, state, found)?,
+        }
+        Ok(())
+    }
+
+    /// Runs all blocks. Returns the normalised rows to sample from, if there are any.
+    fn forward<'a>(
+        &self,
+        input: &StepInput,
+        state: &StepState,
+        act: &Activations<'a>,
+    ) -> Result<Option<GpuSlice<'a, bf16>>, LaunchError> {
+        let spec = self.weights.spec();
+        let tokens = state.inputs.device(input.tokens);
+        let tokens = GpuTokens {
+            tokens,
+            prev_sampled: state.outputs.sampled(),
+            resolved: tokens,
+        };
+        self.fused
+            .embedding(self.weights.embedding(), tokens, act.hidden)?;
+        let mut layer = self.weights.layer(0);
+        self.fused
+            .rms_norm(act.hidden, self.norm(layer.attention_norm), act.normed)?;
+        for next in 1..spec.num_layers {
+            self.write_kv(input, state, &layer, next - 1, act)?;
+            self.attend(input, state, &layer, next - 1, act)?;
+            self.finish_block(&layer, next - 1, act)?;
+            layer = self.weights.layer(next);
+            let norm = self.norm(layer.attention_norm);
+            self.fused.add_rms_norm(act.hidden, act.delta, norm, act.normed)?;
+        }
+        let last = spec.num_layers - 1;
+        self.write_kv(input, state, &layer, last, act)?;
+        // The KV is complete; from here on only the rows that are sampled from matter.
+        if input.samples == 0 {
+            return Ok(None);
+        }
+        self.attend(input, state, &layer, last, act)?;
+        let act = match input.sample_at {
+            None => *act,
+            Some(at) => {
+                let at = state.inputs.device(at);
+                let rows = act.front(spec, at.len());
+                // Each into memory that this layer has no more use for.
+                self.fused.gather_rows(act.hidden, at, rows.normed)?;
+                let attended = act.qkv.range(0..rows.attended.len());
+                self.fused.gather_rows(act.attended, at, attended)?;
+                Activations {
+                    hidden: rows.normed,
+                    normed: rows.hidden,
+                    attended,
+                    ..rows
+                }
+            }
+        };
+        self.finish_block(&layer, last, &act)?;
+        let norm = self.norm(self.weights.final_norm());
+        self.fused.add_rms_norm(act.hidden, act.delta, norm, act.normed)?;
+        Ok(Some(act.normed))
+    }
+
+    /// From the normalised rows to q (in its place in `act.qkv`) and to k and v in the cache of block `index`.
+    fn write_kv(
+        &self,
+        input: &StepInput,
+        state: &StepState,
+        layer: &GpuLayer<'_>,
+        index: usize,
+        act: &Activations<'_>,
+    ) -> Result<(), GpuError> {
+        let spec = self.weights.spec();
+        self.linears
+            .forward(act.normed, &self.blocks[index].qkv, act.qkv)?;
+        let eps = spec.rms_norm_eps;
+        let norm = layer.qk_norm.map(|[q, k]| GpuQkNorm { q, k, eps });
+        let rope = GpuRope {
+            positions: state.inputs.device(input.positions),
+            turns: self.weights.turns(),
+        };
+        let (k, v) = state.layer_kv(spec, index);
+        let write = GpuKvWrite {
+            k,
+            v,
+            slots: state.inputs.device(input.slots),
+            kv_heads: spec.num_kv_heads,
+            block_size: state.kv_config.block_size.tokens(),
+            head_dim: spec.head_dim,
+        };
+        self.fused.qk_norm_rope_kv_write(act.qkv, norm, rope, write)
+    }
+
+    /// From q in `act.qkv` to `act.attended`.
+    fn attend(
+        &self,
+        input: &StepInput,
+        state: &StepState,
+        layer: &GpuLayer<'_>,
+        index: usize,
+        act: &Activations<'_>,
+    ) -> Result<(), GpuError> {
+        let spec = self.weights.spec();
+        let scale = 1.0 / (spec.head_dim as f32).sqrt();
+        let (k, v) = state.layer_kv(spec, index);
+        let (inputs, planners) = (&state.inputs, state.inputs.planners());
+        let blocks = inputs.device(input.blocks);
+        let at = planners
+            .iter()
+            .position(|planners| planners.window == layer.window)
+            .expect("there is a planner for every window");
+        if let Some(decode) = &input.decode {
+            let (header, items) = decode.work[at];
+            let args = DecodeArgs {
+                q: act.qkv,
+                q_stride: qkv_size(spec),
+                k,
+                v,
+                runs: inputs.device(decode.runs),
+                blocks,
+                header: inputs.device(header),
+                items: inputs.device(items),
+                out: act.attended,
+                scratch: act.scratch,
+                counters: state.counters.slice(),
+                scale,
+            };
+            self.decode.forward(&planners[at].decode, &args)?;
+        }
+        if let Some(prefill) = &input.prefill {
+            let (plan, items) = prefill.work[at];
+            let args = PrefillArgs {
+                q: act.qkv,
+                q_stride: qkv_size(spec),
+                k,
+                v,
+                runs: inputs.device(prefill.runs),
+                blocks,
+                items: inputs.device(items),
+                out: act.attended,
+                scratch: act.scratch,
+                scale,
+            };
+            self.prefill.forward(&planners[at].prefill, plan, &args)?;
+        }
+        Ok(())
+    }
+
+    /// From `act.attended` to what the block adds to the residual stream, `act.delta`.
+    fn finish_block(
+        &self,
+        layer: &GpuLayer<'_>,
+        index: usize,
+        act: &Activations<'_>,
+    ) -> Result<(), GpuError> {
+        let (spec, block) = (self.weights.spec(), &self.blocks[index]);
+        self.linears.forward(act.attended, &block.output, act.delta)?;
+        self.fused
+            .add_rms_norm(act.hidden, act.delta, self.norm(layer.mlp_norm), act.normed)?;
+        let rows = act.hidden.len() / spec.hidden_size;
+        if self.linears.fuses_silu_mul(rows, &block.gate_up) {
+            self.linears
+                .forward_silu_mul(act.normed, &block.gate_up, act.activated)?;
+        } else {
+            self.linears.forward(act.normed, &block.gate_up, act.gate_up)?;
+            self.fused
+                .silu_mul(act.gate_up, spec.intermediate_size, act.activated)?;
+        }
+        self.linears.forward(act.activated, &block.down, act.delta)
+    }
+
+    fn sample(
+        &self,
+        input: &StepInput,
+        state: &mut StepState,
+        logits: GpuSlice<'_, f32>,
+    ) -> Result<(), GpuError> {
+        let vocab = self.weights.spec().vocab_size;
+        for (index, (rows, _)) in input.sample_parts.iter().enumerate() {
+            if index > 0 {
+                state.inputs.send_part(&self.gpu, input, index)?;
+            }
+            let (inputs, outputs) = (&state.inputs, &state.outputs);
+            self.sampler.sample(&SampleArgs {
+                logits: logits.range(rows.start * vocab..rows.end * vocab),
+                rows: inputs.device(input.sample_rows).range(rows.clone()),
+                history: inputs.device(input.history),
+                biases: inputs.device(input.biases),
+                resolved: inputs.device(input.tokens),
+                masks: None,
+                sampled: outputs.sampled().range(rows.clone()),
+                logprobs: outputs.logprobs().range(rows.clone()),
+            })?;
+        }
+        Ok(())
+    }
+
+    fn norm<'a>(&self, weight: GpuSlice<'a, f32>) -> GpuNorm<'a> {
+        GpuNorm {
+            weight,
+            eps: self.weights.spec().rms_norm_eps,
+        }
+    }
+}

@@ -1,0 +1,434 @@
+use std::collections::HashMap;
+
+use std::ops::Range;
+
+use plimsoll_core::{KvConfig, Oom, RequestId, RunInput, SampleSpec, StepLimits, StepPlan};
+use plimsoll_device::Pod;
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
+use plimsoll_kernels::cuda::{
+    DecodeHeader, DecodeItem, DecodePlanner, GpuRun, PrefillItem, PrefillPlan, PrefillPlanner, SampleLists,
+    SampleRow, TokenBias,
+};
+
+use super::runner::STEPS_IN_FLIGHT;
+use super::staging::{Layout, Section, Staging};
+
+/// What the kernels of a step read, besides weights and KV: sections of the staging memory.
+#[derive(Debug)]
+pub(super) struct StepInput {
+    /// Rows of the batch, padding included.
+    pub(super) rows: usize,
+    /// Rows that are sampled from, padding included.
+    pub(super) samples: usize,
+    pub(super) tokens: Section<i32>,
+    pub(super) positions: Section<i32>,
+    pub(super) slots: Section<i32>,
+    /// The rows that are sampled from; `None` if all are, in order.
+    pub(super) sample_at: Option<Section<i32>>,
+    pub(super) sample_rows: Section<SampleRow>,
+    pub(super) decode: Option<DecodeInput>,
+    pub(super) prefill: Option<PrefillInput>,
+    pub(super) blocks: Section<i32>,
+    pub(super) history: Section<i32>,
+    pub(super) biases: Section<TokenBias>,
+    /// Rows that are sampled together, and what they refer to. Only the first part is packed with the rest.
+    pub(super) sample_parts: Vec<(Range<usize>, SampleLists)>,
+    /// Where it was packed.
+    pub(super) slot: usize,
+    /// Bytes in use.
+    pub(super) bytes: usize,
+}
+
+/// Runs of one token, or longer ones, and the work of the layers of each window, in the order of [`Planners`].
+#[derive(Debug)]
+pub(super) struct DecodeInput {
+    pub(super) runs: Section<GpuRun>,
+    pub(super) work: Vec<(Section<DecodeHeader>, Section<DecodeItem>)>,
+}
+
+/// As [`DecodeInput`].
+#[derive(Debug)]
+pub(super) struct PrefillInput {
+    pub(super) runs: Section<GpuRun>,
+    pub(super) work: Vec<(PrefillPlan, Section<PrefillItem>)>,
+}
+
+/// How attention's work is cut up: one entry per window that layers have.
+pub(super) type Planners = Vec<WindowPlanners>;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WindowPlanners {
+    pub(super) window: Option<usize>,
+    pub(super) decode: DecodePlanner,
+    pub(super) prefill: PrefillPlanner,
+}
+
+/// Size of a step's batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum BatchShape {
+    /// A graph's: one row per run, each sampled from, padded to so many.
+    Decode(usize),
+    /// As many rows as there are tokens, and those sampled from.
+    Exact(Vec<i32>),
+}
+
+/// Elements of the lists that rows to sample refer to: room for any one row. Steps of more are sampled in parts.
+#[derive(Clone, Copy, Debug)]
+struct ListRoom {
+    history: usize,
+    biases: usize,
+}
+
+/// Packs step plans.
+#[derive(Debug)]
+pub(super) struct StepInputs {
+    staging: Staging,
+    planners: Planners,
+    kv: KvConfig,
+    room: ListRoom,
+    /// Runs of the step being packed.
+    decode_runs: Vec<GpuRun>,
+    prefill_runs: Vec<GpuRun>,
+}
+
+impl StepInputs {
+    /// Room for every step within `limits`.
+    pub(super) fn new(
+        gpu: &Gpu,
+        limits: &StepLimits,
+        kv: KvConfig,
+        vocab_size: usize,
+        planners: Planners,
+    ) -> Result<Self, Oom> {
+        let room = ListRoom {
+            history: (256 << 10).max(limits.max_model_len),
+            biases: (64 << 10).max(vocab_size),
+        };
+        let blocks = limits.max_num_seqs * kv.block_size.blocks_for(limits.max_model_len);
+        let counts = Counts {
+            rows: limits.max_num_batched_tokens.max(limits.max_num_seqs),
+            samples: limits.max_num_seqs,
+            gather: true,
+            decode_runs: limits.max_num_seqs,
+            prefill_runs: limits.max_num_seqs,
+            blocks,
+            history: room.history,
+            biases: room.biases,
+        };
+        let most = layout(&counts, &planners);
+        Ok(Self {
+            staging: Staging::new(gpu, most.bytes, STEPS_IN_FLIGHT)?,
+            planners,
+            kv,
+            room,
+            decode_runs: Vec::new(),
+            prefill_runs: Vec::new(),
+        })
+    }
+
+    /// A decode step of `size` padding rows in slot 0.
+    pub(super) fn padding(&mut self, size: usize) -> StepInput {
+        self.pack(
+            0,
+            &StepPlan::default(),
+            &HashMap::new(),
+            &BatchShape::Decode(size),
+        )
+    }
+
+    /// Packs a checked plan into the memory of step slot `slot`, whose last copy is done.
+    pub(super) fn pack(
+        &mut self,
+        slot: usize,
+        plan: &StepPlan,
+        last: &HashMap<RequestId, u32>,
+        shape: &BatchShape,
+    ) -> StepInput {
+        self.split_runs(plan, shape);
+        let (sample_rows, sample_parts) = self.sample_rows(plan, shape);
+        let lists = &sample_parts[0].1;
+        let mut counts = self.counts(plan, shape);
+        // Later parts take the place of the first.
+        counts.history = lists.history.len();
+        counts.biases = lists.biases.len();
+        if sample_parts.len() > 1 {
+            (counts.history, counts.biases) = (self.room.history, self.room.biases);
+        }
+        let mut input = layout(&counts, &self.planners);
+        self.write_tokens(slot, plan, last, &input);
+        self.write_attention(slot, &mut input);
+        self.write_blocks(slot, plan, &input);
+        if let (BatchShape::Exact(at), Some(section)) = (shape, input.sample_at) {
+            self.staging.host(slot, section).copy_from_slice(at);
+        }
+        self.staging
+            .host(slot, input.sample_rows)
+            .copy_from_slice(&sample_rows);
+        self.write_lists(slot, lists, &input);
+        (input.sample_parts, input.slot) = (sample_parts, slot);
+        input
+    }
+
+    /// Sends what a later part of the sampling refers to, in place of the part before, and waits for that first.
+    pub(super) fn send_part(&mut self, gpu: &Gpu, input: &StepInput, part: usize) -> Result<(), GpuError> {
+        gpu.synchronize()?;
+        self.write_lists(input.slot, &input.sample_parts[part].1, input);
+        // SAFETY: the copy is waited for.
+        unsafe { self.staging.send(input.slot, input.bytes)? };
+        gpu.synchronize()
+    }
+
+    fn write_lists(&mut self, slot: usize, lists: &SampleLists, input: &StepInput) {
+        self.staging.host(slot, input.history)[..lists.history.len()].copy_from_slice(&lists.history);
+        self.staging.host(slot, input.biases)[..lists.biases.len()].copy_from_slice(&lists.biases);
+    }
+
+    /// One entry per row to sample from, padded as `shape` wants.
+    fn sample_rows(
+        &self,
+        plan: &StepPlan,
+        shape: &BatchShape,
+    ) -> (Vec<SampleRow>, Vec<(Range<usize>, SampleLists)>) {
+        let (mut rows, mut parts) = (Vec::new(), Vec::new());
+        let (mut first, mut lists) = (0, SampleLists::default());
+        for spec in plan.runs.iter().filter_map(|run| run.sample.as_ref()) {
+            if !self.room.fits(&lists, spec) {
+                parts.push((first..rows.len(), std::mem::take(&mut lists)));
+                first = rows.len();
+            }
+            rows.push(SampleRow::new(spec, None, &mut lists));
+        }
+        if let BatchShape::Decode(size) = *shape {
+            rows.resize(size, SampleRow::padding());
+        }
+        parts.push((first..rows.len(), lists));
+        (rows, parts)
+    }
+
+    /// The device's side of a section.
+    pub(super) fn device<T: Pod>(&self, section: Section<T>) -> GpuSlice<'_, T> {
+        self.staging.device(section)
+    }
+
+    /// Starts to send what was packed.
+    ///
+    /// # Safety
+    /// Slot `slot` must not be packed again until the copy is done.
+    pub(super) unsafe fn send(&self, slot: usize, input: &StepInput) -> Result<(), GpuError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.staging.send(slot, input.bytes) }
+    }
+
+    /// Floats of scratch that attention needs in any step.
+    pub(super) fn attention_scratch(&self) -> usize {
+        let most = |planners: &WindowPlanners| {
+            planners
+                .decode
+                .scratch_floats()
+                .max(planners.prefill.scratch_floats())
+        };
+        self.planners.iter().map(most).max().unwrap_or(0)
+    }
+
+    /// Counters that the attention of decoding runs needs.
+    pub(super) fn counters(&self) -> usize {
+        let all = self.planners.iter().map(|planners| planners.decode.counters());
+        all.max().unwrap_or(0)
+    }
+
+    pub(super) fn planners(&self) -> &[WindowPlanners] {
+        &self.planners
+    }
+
+    /// Runs of one token, padded as `shape` wants, and the others.
+    fn split_runs(&mut self, plan: &StepPlan, shape: &BatchShape) {
+        self.decode_runs.clear();
+        self.prefill_runs.clear();
+        let (mut first_row, mut block_offset) = (0, 0);
+        for run in &plan.runs {
+            let meta = GpuRun {
+                first_row: first_row as i32,
+                len: run.input.len() as i32,
+                context_end: run.end() as i32,
+                block_offset: block_offset as i32,
+            };
+            match meta.len {
+                1 => self.decode_runs.push(meta),
+                _ => self.prefill_runs.push(meta),
+            }
+            first_row += run.input.len();
+            block_offset += self.kv.block_size.blocks_for(run.end());
+        }
+        if let BatchShape::Decode(size) = *shape {
+            let padding = |row: usize| GpuRun {
+                first_row: row as i32,
+                ..Default::default()
+            };
+            self.decode_runs
+                .extend((self.decode_runs.len()..size).map(padding));
+        }
+    }
+
+    fn counts(&self, plan: &StepPlan, shape: &BatchShape) -> Counts {
+        let blocks = plan
+            .runs
+            .iter()
+            .map(|run| self.kv.block_size.blocks_for(run.end()));
+        let (rows, samples, gather) = match shape {
+            BatchShape::Decode(size) => (*size, *size, false),
+            BatchShape::Exact(at) => (plan.num_tokens(), at.len(), true),
+        };
+        Counts {
+            rows,
+            samples,
+            gather,
+            decode_runs: self.decode_runs.len(),
+            prefill_runs: self.prefill_runs.len(),
+            blocks: blocks.sum(),
+            history: 0,
+            biases: 0,
+        }
+    }
+
+    fn write_tokens(
+        &mut self,
+        slot: usize,
+        plan: &StepPlan,
+        last: &HashMap<RequestId, u32>,
+        input: &StepInput,
+    ) {
+        let tokens = self.staging.host(slot, input.tokens);
+        let mut row = 0;
+        for run in &plan.runs {
+            match &run.input {
+                RunInput::Known(known) => {
+                    for (to, &token) in tokens[row..].iter_mut().zip(known) {
+                        *to = token as i32;
+                    }
+                }
+                // Row `i` of what the step before samples.
+                RunInput::LastSampled => tokens[row] = -1 - last[&run.request] as i32,
+            }
+            row += run.input.len();
+        }
+        tokens[row..].fill(0);
+
+        let positions = self.staging.host(slot, input.positions);
+        let mut row = 0;
+        for position in plan.runs.iter().flat_map(|run| run.start..run.end()) {
+            positions[row] = position as i32;
+            row += 1;
+        }
+        positions[row..].fill(0);
+
+        let block_size = self.kv.block_size.tokens();
+        let slots = self.staging.host(slot, input.slots);
+        let mut row = 0;
+        for run in &plan.runs {
+            for position in run.start..run.end() {
+                let block = run.blocks[position / block_size];
+                slots[row] = (block.index() * block_size + position % block_size) as i32;
+                row += 1;
+            }
+        }
+        slots[row..].fill(-1);
+    }
+
+    fn write_attention(&mut self, slot: usize, input: &mut StepInput) {
+        let Self {
+            staging,
+            planners,
+            decode_runs,
+            prefill_runs,
+            ..
+        } = self;
+        if let Some(decode) = &input.decode {
+            staging.host(slot, decode.runs).copy_from_slice(decode_runs);
+            // Padding has no context, and no work.
+            let contexts = decode_runs.iter().map(|run| run.context_end as usize);
+            let contexts = contexts.enumerate().filter(|&(_, context)| context > 0);
+            for (planners, &(header, items)) in planners.iter().zip(&decode.work) {
+                let planned = planners.decode.plan(contexts.clone(), staging.host(slot, items));
+                staging.host(slot, header)[0] = planned;
+            }
+        }
+        if let Some(prefill) = &mut input.prefill {
+            staging.host(slot, prefill.runs).copy_from_slice(prefill_runs);
+            for (planners, (plan, items)) in planners.iter().zip(&mut prefill.work) {
+                *plan = planners.prefill.plan(prefill_runs, staging.host(slot, *items));
+            }
+        }
+    }
+
+    fn write_blocks(&mut self, slot: usize, plan: &StepPlan, input: &StepInput) {
+        let blocks = self.staging.host(slot, input.blocks);
+        let mut at = 0;
+        for run in &plan.runs {
+            for block in &run.blocks[..self.kv.block_size.blocks_for(run.end())] {
+                blocks[at] = block.0 as i32;
+                at += 1;
+            }
+        }
+    }
+}
+
+impl ListRoom {
+    fn fits(&self, lists: &SampleLists, more: &SampleSpec) -> bool {
+        lists.history.len() + more.history.len() <= self.history
+            && lists.biases.len() + more.params.logit_bias().len() <= self.biases
+    }
+}
+
+/// Elements of a step's sections.
+struct Counts {
+    rows: usize,
+    samples: usize,
+    gather: bool,
+    decode_runs: usize,
+    prefill_runs: usize,
+    blocks: usize,
+    history: usize,
+    biases: usize,
+}
+
+/// Where the sections lie. Those of a graph come first and depend on its size alone; the rest may be of any length.
+fn layout(counts: &Counts, planners: &[WindowPlanners]) -> StepInput {
+    let mut layout = Layout::default();
+    let mut input = StepInput {
+        rows: counts.rows,
+        samples: counts.samples,
+        tokens: layout.section(counts.rows),
+        positions: layout.section(counts.rows),
+        slots: layout.section(counts.rows),
+        sample_at: counts.gather.then(|| layout.section(counts.samples)),
+        sample_rows: layout.section(counts.samples),
+        decode: (counts.decode_runs > 0).then(|| DecodeInput {
+            runs: layout.section(counts.decode_runs),
+            work: planners
+                .iter()
+                .map(|planners| {
+                    let items = layout.section(planners.decode.max_items());
+                    (layout.section(1), items)
+                })
+                .collect(),
+        }),
+        prefill: (counts.prefill_runs > 0).then(|| PrefillInput {
+            runs: layout.section(counts.prefill_runs),
+            work: planners
+                .iter()
+                .map(|planners| {
+                    let entries = planners.prefill.max_entries(counts.rows, counts.prefill_runs);
+                    (PrefillPlan::default(), layout.section(entries))
+                })
+                .collect(),
+        }),
+        blocks: layout.section(counts.blocks),
+        history: layout.section(counts.history),
+        biases: layout.section(counts.biases),
+        sample_parts: Vec::new(),
+        slot: 0,
+        bytes: 0,
+    };
+    input.bytes = layout.bytes();
+    input
+}

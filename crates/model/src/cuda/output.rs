@@ -1,0 +1,74 @@
+use plimsoll_core::{Component, Logprobs, Oom, Sampled, StepLimits};
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
+use plimsoll_kernels::SampleError;
+use plimsoll_kernels::cuda::RowLogprobs;
+
+use super::runner::STEPS_IN_FLIGHT;
+use super::staging::{Layout, Section};
+
+/// What steps sample: on the device, where the next step reads it, and copies on the host, one per step in flight.
+#[derive(Debug)]
+pub(super) struct Outputs {
+    gpu: Gpu,
+    device: GpuSlab,
+    host: Vec<[PinnedSlab; 2]>,
+    tokens: Section<i32>,
+    logprobs: Section<RowLogprobs>,
+}
+
+impl Outputs {
+    pub(super) fn new(gpu: &Gpu, limits: &StepLimits) -> Result<Self, Oom> {
+        let mut layout = Layout::default();
+        let tokens = layout.section(limits.max_num_seqs);
+        let logprobs = layout.section(limits.max_num_seqs);
+        let pinned = |bytes| {
+            PinnedSlab::new(gpu, bytes).map_err(|error| {
+                tracing::error!(%error, bytes, "host memory could not be pinned");
+                gpu.budget().oom(Component::Staging, bytes as u64)
+            })
+        };
+        let host = (0..STEPS_IN_FLIGHT).map(|_| Ok([pinned(tokens.bytes())?, pinned(logprobs.bytes())?]));
+        Ok(Self {
+            gpu: gpu.clone(),
+            host: host.collect::<Result<_, Oom>>()?,
+            device: gpu.alloc(Component::Staging, layout.bytes())?,
+            tokens,
+            logprobs,
+        })
+    }
+
+    /// The token of each sampled row, or -1: no logit was a number.
+    pub(super) fn sampled(&self) -> GpuSlice<'_, i32> {
+        self.tokens.of(&self.device)
+    }
+
+    /// Of each sampled row that asks for them.
+    pub(super) fn logprobs(&self) -> GpuSlice<'_, RowLogprobs> {
+        self.logprobs.of(&self.device)
+    }
+
+    /// Starts to copy the first `samples` rows for step slot `slot`, which nobody reads until the step has ended.
+    pub(super) fn fetch(&mut self, slot: usize, samples: usize, logprobs: bool) -> Result<(), GpuError> {
+        let tokens = self.tokens.of(&self.device).range(0..samples).cast();
+        let rows = self.logprobs.of(&self.device).range(0..samples).cast();
+        let [host_tokens, host_rows] = &mut self.host[slot];
+        // SAFETY: the slot's last step has ended and was read; whoever drops this waits for the stream.
+        unsafe {
+            if samples > 0 {
+                self.gpu.download_async(tokens, host_tokens)?;
+            }
+            if logprobs {
+                self.gpu.download_async(rows, host_rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What row `row` of the ended step in slot `slot` sampled, with log-probabilities if it asked for them.
+    pub(super) fn sampled_at(&self, slot: usize, row: usize, logprobs: bool) -> Result<Sampled, SampleError> {
+        let [tokens, rows] = &self.host[slot];
+        let token = u32::try_from(tokens.as_slice::<i32>()[row]).map_err(|_| SampleError::NotFinite)?;
+        let logprobs = logprobs.then(|| Logprobs::from(&rows.as_slice::<RowLogprobs>()[row]));
+        Ok(Sampled { token, logprobs })
+    }
+}

@@ -1,0 +1,326 @@
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use plimsoll_core::{
+    Component, Executor, Oom, RequestId, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
+};
+use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
+
+use super::clock::Clocks;
+use super::decoder::{LaunchError, StepState};
+use super::graphs::Graphs;
+use super::input::{BatchShape, StepInputs};
+use super::output::Outputs;
+use super::{GpuModel, GpuOptions};
+use crate::batch::Bounds;
+
+/// Steps launched and not finished at most: while the GPU runs one, the host prepares the next.
+pub(super) const STEPS_IN_FLIGHT: usize = 2;
+
+/// One engine state on a GPU: everything that serves a model besides its weights. Dropped whole.
+#[derive(Debug)]
+pub struct GpuRunner {
+    model: Arc<GpuModel>,
+    bounds: Bounds,
+    state: StepState,
+    arena: GpuArena,
+    graphs: Graphs,
+    canary: Option<GpuSlab>,
+    /// Rows of `sampled` that the step launched last fills, by request.
+    last: HashMap<RequestId, u32>,
+    in_flight: VecDeque<InFlight>,
+    /// Steps launched so far.
+    launched: usize,
+    clocks: Clocks,
+}
+
+/// A step that was launched.
+#[derive(Debug)]
+struct InFlight {
+    step: usize,
+    runs: Vec<LaunchedRun>,
+}
+
+impl GpuRunner {
+    pub(super) fn new(
+        model: Arc<GpuModel>,
+        config: &StateConfig,
+        limits: &StepLimits,
+        options: GpuOptions,
+    ) -> Result<Self, Oom> {
+        let (gpu, spec) = (model.gpu(), model.spec());
+        let canary = match usize::try_from(config.canary_bytes) {
+            Ok(0) => None,
+            Ok(bytes) => Some(gpu.alloc(Component::Canary, bytes)?),
+            Err(_) => return Err(gpu.budget().oom(Component::Canary, config.canary_bytes)),
+        };
+        let kv_bytes = model
+            .kv_bytes_per_block(config.kv.block_size)
+            .checked_mul(config.kv.num_blocks as u64)
+            .and_then(|bytes| usize::try_from(bytes).ok())
+            .ok_or_else(|| gpu.budget().oom(Component::Kv, u64::MAX))?;
+        let planners = model
+            .planners(config.kv.block_size, limits.max_num_seqs)
+            .map_err(|error| driver_oom(gpu, &error))?;
+        let inputs = StepInputs::new(gpu, limits, config.kv, spec.vocab_size, planners)?;
+        let counters = gpu.alloc(Component::Staging, inputs.counters() * size_of::<u32>())?;
+        gpu.fill(counters.slice(), 0)
+            .map_err(|error| driver_oom(gpu, &error))?;
+        let state = StepState {
+            kv: gpu.alloc(Component::Kv, kv_bytes)?,
+            kv_config: config.kv,
+            inputs,
+            outputs: Outputs::new(gpu, limits)?,
+            counters,
+        };
+        let clocks = Clocks::new(gpu).map_err(|error| driver_oom(gpu, &error))?;
+        let mut runner = Self {
+            bounds: Bounds {
+                limits: *limits,
+                kv: config.kv,
+                vocab_size: spec.vocab_size,
+            },
+            state,
+            arena: GpuArena::new(gpu, config.scratch)?,
+            graphs: Graphs::default(),
+            canary,
+            last: HashMap::new(),
+            in_flight: VecDeque::new(),
+            launched: 0,
+            clocks,
+            model,
+        };
+        if !options.enforce_eager {
+            runner.capture_graphs()?;
+        }
+        Ok(runner)
+    }
+
+    /// Records a decode step of each batch size of the ladder.
+    fn capture_graphs(&mut self) -> Result<(), Oom> {
+        let Self {
+            model, state, arena, ..
+        } = self;
+        let (gpu, decoder) = (model.gpu(), model.decoder());
+        let captured = Graphs::capture(gpu, self.bounds.limits.max_num_seqs, |size| {
+            let input = state.inputs.padding(size);
+            // SAFETY: nothing is in flight.
+            unsafe { state.inputs.send(0, &input)? };
+            // Once for real: libraries settle, and the arena grows to what this size needs.
+            decoder.step(&input, state, arena, None)?;
+            gpu.synchronize()?;
+            gpu.capture(|| decoder.step(&input, state, arena, None))
+        });
+        self.graphs = captured.map_err(|error| match error {
+            LaunchError::Oom(oom) => oom,
+            LaunchError::Gpu(error) => driver_oom(gpu, &error),
+        })?;
+        Ok(())
+    }
+
+    /// Gives the canary's memory back.
+    pub fn release_canary(&mut self) {
+        self.canary = None;
+    }
+
+    /// The model that runs.
+    pub fn model(&self) -> &Arc<GpuModel> {
+        &self.model
+    }
+
+    /// Most bytes of the step arena used at once: with a fixed arena of this size the same steps fit.
+    pub fn arena_high_water(&self) -> u64 {
+        self.arena.high_water() as u64
+    }
+
+    /// The same since it was last taken: what one step needs, if taken after each.
+    pub fn take_arena_high_water(&mut self) -> u64 {
+        self.arena.take_high_water() as u64
+    }
+
+    /// Runs `plan` and returns the logits of the given rows of its batch (tokens, run after run), ascending, as
+    /// `[rows, vocab_size]`, in place of sampling. For oracles.
+    ///
+    /// # Errors
+    /// As [`Executor::launch`].
+    pub fn logits(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Vec<f32>, StepError> {
+        if !self.in_flight.is_empty() {
+            return Err(StepError::Failed("logits beside steps in flight".to_owned()));
+        }
+        let tokens = plan.num_tokens();
+        if !rows.is_sorted_by(|a, b| a < b) || rows.last().is_some_and(|&row| row >= tokens) {
+            return Err(StepError::Failed(format!(
+                "rows {rows:?} of a batch of {tokens} are not ascending rows of it"
+            )));
+        }
+        self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
+        let mut logits = Vec::new();
+        if plan.is_empty() {
+            return Ok(logits);
+        }
+        let shape = BatchShape::Exact(rows.iter().map(|&row| row as i32).collect());
+        let input = self.state.inputs.pack(0, plan, &self.last, &shape);
+        self.last.clear();
+        // SAFETY: nothing is in flight.
+        unsafe { self.state.inputs.send(0, &input) }.map_err(failed)?;
+        let decoder = self.model.decoder();
+        decoder.step(&input, &mut self.state, &mut self.arena, Some(&mut logits))?;
+        self.model.gpu().synchronize().map_err(failed)?;
+        Ok(logits)
+    }
+
+    /// Seconds the GPU had nothing to do although there was work.
+    pub fn idle_seconds(&self) -> f64 {
+        self.clocks.idle_seconds()
+    }
+
+    /// Seconds the GPU worked on steps.
+    pub fn busy_seconds(&self) -> f64 {
+        self.clocks.busy_seconds()
+    }
+
+    /// Launches all of a checked plan that is not empty, as step `step`.
+    fn launch_step(&mut self, step: usize, plan: &StepPlan, batch: &Batch) -> Result<(), LaunchError> {
+        let slot = step % STEPS_IN_FLIGHT;
+        let graph = match batch.shape {
+            BatchShape::Decode(size) => self.graphs.get(size),
+            BatchShape::Exact(_) => None,
+        };
+        let input = self.state.inputs.pack(slot, plan, &self.last, &batch.shape);
+        // SAFETY: the slot is packed again two steps from now, when this step has ended.
+        unsafe { self.state.inputs.send(slot, &input)? };
+        match graph {
+            Some(graph) => graph.launch()?,
+            None => self
+                .model
+                .decoder()
+                .step(&input, &mut self.state, &mut self.arena, None)?,
+        }
+        let logprobs = batch.runs.iter().any(|run| matches!(run.sample, Some((_, true))));
+        self.state.outputs.fetch(slot, batch.samples, logprobs)?;
+        Ok(())
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct LaunchedRun {
+    request: RequestId,
+    /// The row of its sample, and whether it wants log-probabilities.
+    sample: Option<(u32, bool)>,
+}
+
+/// How the rows of a step are laid out.
+struct Batch {
+    shape: BatchShape,
+    /// Rows that are sampled from, padding left out.
+    samples: usize,
+    runs: Vec<LaunchedRun>,
+}
+
+impl Batch {
+    /// A step of decoding requests takes the graph of its size, unless it needs inputs that graphs have no room for.
+    fn new(plan: &StepPlan, graphs: &Graphs) -> Self {
+        let specs = || plan.runs.iter().filter_map(|run| run.sample.as_ref());
+        let decodes = plan
+            .runs
+            .iter()
+            .all(|run| run.input.len() == 1 && run.sample.is_some());
+        let plain = specs().all(|spec| !spec.params.needs_history() && spec.params.logit_bias().is_empty());
+        let size = graphs.size_for(plan.runs.len()).filter(|_| decodes && plain);
+        let (mut row, mut at) = (0, Vec::new());
+        let runs = plan.runs.iter().map(|run| {
+            row += run.input.len();
+            let sample = run.sample.as_ref().map(|spec| {
+                at.push((row - 1) as i32);
+                ((at.len() - 1) as u32, spec.params.logprobs().is_some())
+            });
+            LaunchedRun {
+                request: run.request,
+                sample,
+            }
+        });
+        let runs = runs.collect();
+        Self {
+            samples: at.len(),
+            runs,
+            shape: size.map_or(BatchShape::Exact(at), BatchShape::Decode),
+        }
+    }
+}
+
+fn failed(error: GpuError) -> StepError {
+    StepError::Failed(error.to_string())
+}
+
+/// The profile plans with memory alone, and a driver that cannot set a state up for want of anything else is as final.
+fn driver_oom(gpu: &Gpu, error: &GpuError) -> Oom {
+    tracing::error!(%error, "the driver could not set up a state");
+    gpu.budget().oom(Component::Runtime, 0)
+}
+
+impl Executor for GpuRunner {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        if self.in_flight.len() == STEPS_IN_FLIGHT {
+            return Err(StepError::Failed(format!(
+                "{STEPS_IN_FLIGHT} steps are in flight already"
+            )));
+        }
+        self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
+        let batch = Batch::new(plan, &self.graphs);
+        let step = self.launched;
+        self.launched += 1;
+        self.clocks.begin(step).map_err(failed)?;
+        let launched = match plan.is_empty() {
+            true => Ok(()),
+            false => self.launch_step(step, plan, &batch),
+        };
+        // Also behind half a step, so that whoever waits for it finds an end.
+        self.clocks.end(step).map_err(failed)?;
+        self.last.clear();
+        if let Err(error) = launched {
+            self.clocks.wait(step).map_err(failed)?;
+            return Err(error.into());
+        }
+        self.last.extend(
+            batch
+                .runs
+                .iter()
+                .filter_map(|run| Some((run.request, run.sample?.0))),
+        );
+        self.in_flight.push_back(InFlight {
+            step,
+            runs: batch.runs,
+        });
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        let InFlight { step, runs } = self
+            .in_flight
+            .pop_front()
+            .ok_or_else(|| StepError::Failed("no step was launched".to_owned()))?;
+        self.clocks.wait(step).map_err(failed)?;
+        let outputs = &self.state.outputs;
+        let sampled = |run: LaunchedRun| {
+            run.sample
+                .map(|(row, logprobs)| outputs.sampled_at(step % STEPS_IN_FLIGHT, row as usize, logprobs))
+                .transpose()
+                .map_err(|error| StepError::Failed(format!("{}: {error}", run.request)))
+        };
+        let samples = runs.into_iter().map(sampled).collect::<Result<_, _>>()?;
+        Ok(StepOutput { samples })
+    }
+
+    fn rest(&mut self) {
+        self.clocks.rest();
+    }
+}
+
+impl Drop for GpuRunner {
+    /// What the GPU still reads must not be freed under it.
+    fn drop(&mut self) {
+        if let Err(error) = self.model.gpu().synchronize() {
+            tracing::error!(%error, "the last steps did not end");
+        }
+    }
+}

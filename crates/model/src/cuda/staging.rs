@@ -1,0 +1,112 @@
+//! Step inputs: packed on the host into pinned memory, sent in one copy.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use plimsoll_core::{Component, Oom};
+use plimsoll_device::Pod;
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
+
+/// Alignment of every section, in bytes.
+const ALIGN: usize = 16;
+
+/// Where a section of a step's input lies, in bytes, on the host as on the device.
+#[derive(Debug)]
+pub(crate) struct Section<T> {
+    start: usize,
+    len: usize,
+    of: PhantomData<T>,
+}
+
+impl<T> Clone for Section<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Section<T> {}
+
+impl<T: Pod> Section<T> {
+    fn range(&self) -> Range<usize> {
+        self.start..self.start + self.len * size_of::<T>()
+    }
+
+    /// Bytes of its elements.
+    pub(crate) fn bytes(&self) -> usize {
+        self.range().len()
+    }
+
+    /// The section of memory that was laid out so.
+    pub(crate) fn of<'a>(&self, memory: &'a GpuSlab) -> GpuSlice<'a, T> {
+        memory.slice::<u8>().range(self.range()).cast()
+    }
+}
+
+/// Hands out sections one after another.
+#[derive(Debug, Default)]
+pub(crate) struct Layout {
+    end: usize,
+}
+
+impl Layout {
+    pub(crate) fn section<T: Pod>(&mut self, len: usize) -> Section<T> {
+        let start = self.end.next_multiple_of(ALIGN.max(align_of::<T>()));
+        self.end = start + len * size_of::<T>();
+        Section {
+            start,
+            len,
+            of: PhantomData,
+        }
+    }
+
+    /// Bytes so far.
+    pub(crate) fn bytes(&self) -> usize {
+        self.end
+    }
+}
+
+/// Pinned memory for each step in flight, and the one copy on the device that the steps use in turn: the stream orders the
+/// next step's copy after the last use.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    gpu: Gpu,
+    host: Vec<PinnedSlab>,
+    device: GpuSlab,
+}
+
+impl Staging {
+    /// Room for `bytes` of input for each of `steps` steps in flight.
+    pub(crate) fn new(gpu: &Gpu, bytes: usize, steps: usize) -> Result<Self, Oom> {
+        let device = gpu.alloc(Component::Staging, bytes)?;
+        let host = (0..steps).map(|_| PinnedSlab::new(gpu, bytes));
+        let host = host.collect::<Result<_, _>>().map_err(|error| {
+            tracing::error!(%error, bytes, "host memory could not be pinned");
+            gpu.budget().oom(Component::Staging, bytes as u64)
+        })?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            host,
+            device,
+        })
+    }
+
+    /// The host's side of a section of step `slot`, whose last use has ended.
+    pub(crate) fn host<T: Pod>(&mut self, slot: usize, section: Section<T>) -> &mut [T] {
+        plimsoll_device::cast_slice_mut(&mut self.host[slot].as_mut_slice::<u8>()[section.range()])
+    }
+
+    /// The device's side of a section.
+    pub(crate) fn device<T: Pod>(&self, section: Section<T>) -> GpuSlice<'_, T> {
+        section.of(&self.device)
+    }
+
+    /// Starts to send the first `bytes` of step `slot`.
+    ///
+    /// # Safety
+    /// The host's side of `slot` must not be written until the copy is done.
+    pub(crate) unsafe fn send(&self, slot: usize, bytes: usize) -> Result<(), GpuError> {
+        let to = self.device.slice::<u8>().range(0..bytes);
+        // SAFETY: the caller's promise; the memory lives as long as `self`, whose drop waits for the stream.
+        unsafe { self.gpu.upload_async(&self.host[slot], 0, to) }
+    }
+}
