@@ -27,8 +27,15 @@ pub(crate) fn bench(gpu: &Gpu) {
         "{:>9} {:>4} {:>6} {:>6} {:>8} {:>10} {:>8} {:>10} {:>6}",
         "heads", "dim", "runs", "len", "context", "us", "TFLOP/s", "floor us", "ratio"
     );
-    let kernels = PrefillKernels::load(gpu).expect("kernels for this GPU");
-    for (heads, kv_heads, head_dim) in [(32, 8, 128), (32, 8, 64), (32, 8, 96), (16, 8, 256)] {
+    let own = PrefillKernels::load(gpu).expect("kernels for this GPU");
+    let portable = PrefillKernels::load_portable(gpu).expect("kernels for all GPUs");
+    for (kernels, heads, kv_heads, head_dim) in [
+        (&portable, 32, 8, 128),
+        (&own, 32, 8, 128),
+        (&portable, 32, 8, 64),
+        (&portable, 32, 8, 96),
+        (&portable, 16, 8, 256),
+    ] {
         let shapes = [
             (16, 512, 512),
             (1, 512, 512),
@@ -49,7 +56,7 @@ pub(crate) fn bench(gpu: &Gpu) {
         for &(count, len, context) in shapes {
             run(
                 gpu,
-                &kernels,
+                kernels,
                 &Shape {
                     heads,
                     kv_heads,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
-use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
+use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
 use super::{GpuRun, load};
 use crate::KvLayout;
@@ -18,7 +18,6 @@ const LONG_SPLIT: usize = 16;
 /// Partial results for each block of threads that runs at once; `LONG_SPLIT` and the divisor of `PrefillPlanner::target`
 /// keep to it.
 const PARTIALS_PER_SLOT: usize = 4;
-const THREADS: usize = 128;
 const MERGE_THREADS: usize = 256;
 
 /// One piece of the work list of [`PrefillKernels`], in device memory: query rows of one run and the keys they are attended
@@ -58,39 +57,37 @@ pub struct PrefillPlanner {
     layout: KvLayout,
     heads: usize,
     window: Option<usize>,
+    tiling: Tiling,
+}
+
+/// What a plan needs to know of the kernel that runs it.
+#[derive(Clone, Copy, Debug)]
+struct Tiling {
+    /// Query rows of one piece of work.
+    rows: usize,
     /// Blocks of threads that the GPU runs at once.
     slots: usize,
 }
 
 impl PrefillPlanner {
-    /// For `heads` query heads over a cache of `layout`, each token seeing `window` tokens, itself included (`None`: all);
-    /// `slots` blocks of threads run at once.
-    ///
-    /// # Panics
-    /// If the heads are not a multiple of the KV heads, or the head size is not 64, 96, 128 or 256.
-    pub fn new(layout: KvLayout, heads: usize, window: Option<usize>, slots: usize) -> Self {
+    fn new(layout: KvLayout, heads: usize, window: Option<usize>, tiling: Tiling) -> Self {
         assert!(
             heads.is_multiple_of(layout.kv_heads),
             "{heads} query heads, {} KV heads",
             layout.kv_heads
         );
-        assert!(
-            HEAD_DIMS.contains(&layout.head_dim),
-            "head size {}",
-            layout.head_dim
-        );
-        assert!(window != Some(0) && slots > 0);
+        assert!(window != Some(0), "a token sees at least itself");
         Self {
             layout,
             heads,
             window,
-            slots,
+            tiling,
         }
     }
 
     /// Entries of a work list that is long enough for every step of up to `max_runs` runs and `max_tokens` tokens.
     pub fn max_entries(&self, max_tokens: usize, max_runs: usize) -> usize {
-        let tiles = max_tokens * self.group() / tile_rows(self.layout.head_dim) + max_runs;
+        let tiles = max_tokens * self.group() / self.tiling.rows + max_runs;
         tiles + self.max_partials() * 3 / 2
     }
 
@@ -137,24 +134,24 @@ impl PrefillPlanner {
 
     /// Most partial results of a step, each for all KV heads.
     fn max_partials(&self) -> usize {
-        (PARTIALS_PER_SLOT * self.slots).div_ceil(self.layout.kv_heads)
+        (PARTIALS_PER_SLOT * self.tiling.slots).div_ceil(self.layout.kv_heads)
     }
 
     /// Floats of one partial result of all KV heads: sums, and maximum and weight of each row.
     fn partial_floats(&self) -> usize {
-        self.layout.kv_heads * tile_rows(self.layout.head_dim) * (self.layout.head_dim + 2)
+        self.layout.kv_heads * self.tiling.rows * (self.layout.head_dim + 2)
     }
 
     /// Units that a piece should have. An even share of the work is `fair`; pieces of a third of it leave little to wait for
     /// at the end, but very short ones cost more than they save.
     fn target(&self, runs: &[GpuRun]) -> usize {
         let work: usize = self.tiles(runs).map(|tile| tile.units().len()).sum();
-        let fair = (work * self.layout.kv_heads).div_ceil(self.slots);
+        let fair = (work * self.layout.kv_heads).div_ceil(self.tiling.slots);
         fair.min(LONG_SPLIT).max(fair.div_ceil(3)).max(SHORTEST_SPLIT)
     }
 
     fn tiles<'a>(&'a self, runs: &'a [GpuRun]) -> impl Iterator<Item = Tile> + 'a {
-        let rows = tile_rows(self.layout.head_dim);
+        let rows = self.tiling.rows;
         runs.iter().enumerate().flat_map(move |(index, run)| {
             (0..run.len as usize * self.group())
                 .step_by(rows)
@@ -219,11 +216,6 @@ fn splits(units: usize, target: usize) -> usize {
     ((units + target / 2) / target).max(1)
 }
 
-/// Query rows of one piece of work.
-fn tile_rows(head_dim: usize) -> usize {
-    if head_dim <= 128 { 128 } else { 64 }
-}
-
 const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
 
 /// What one call of [`PrefillKernels::forward`] works on.
@@ -256,43 +248,74 @@ pub struct PrefillArgs<'a> {
 pub struct PrefillKernels {
     gpu: Gpu,
     /// For each of [`HEAD_DIMS`].
-    attention: [Function; 4],
+    attention: [Kernel; 4],
     merge: Function,
 }
 
+#[derive(Debug)]
+struct Kernel {
+    function: Function,
+    threads: usize,
+    shared: usize,
+    rows: usize,
+}
+
 impl PrefillKernels {
-    /// Loads the kernels.
+    /// Loads the fastest kernels for this GPU.
     ///
     /// # Errors
-    /// [`GpuError`] if this binary has none for this GPU.
+    /// [`GpuError`] if this binary has none for it.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        // The instructions of those kernels exist in this generation alone.
+        Self::load_with(gpu, gpu.info().compute_capability == (9, 0))
+    }
+
+    /// Loads the kernels that run on all GPUs.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_portable(gpu: &Gpu) -> Result<Self, GpuError> {
+        Self::load_with(gpu, false)
+    }
+
+    fn load_with(gpu: &Gpu, hopper: bool) -> Result<Self, GpuError> {
         let module = load(gpu, "attention_prefill")?;
-        let attention = |head_dim: usize| {
-            let function = module.function(&format!("attention_prefill_{head_dim}"))?;
-            function.allow_shared(shared_bytes(head_dim))?;
-            Ok(function)
+        let attention = |head_dim| {
+            if hopper && head_dim != 96 {
+                Kernel::hopper(&module, head_dim)
+            } else {
+                Kernel::portable(&module, head_dim)
+            }
         };
+        let [a, b, c, d] = HEAD_DIMS.map(attention);
         Ok(Self {
             gpu: gpu.clone(),
-            attention: [attention(64)?, attention(96)?, attention(128)?, attention(256)?],
+            attention: [a?, b?, c?, d?],
             merge: module.function("attention_prefill_merge")?,
         })
     }
 
-    /// A planner for this GPU; see [`PrefillPlanner::new`].
+    /// A planner for `heads` query heads over a cache of `layout`, each token seeing `window` tokens, itself included
+    /// (`None`: all).
     ///
     /// # Errors
     /// [`GpuError`] of the driver.
+    ///
+    /// # Panics
+    /// If the heads are not a multiple of the KV heads, or the head size is not 64, 96, 128 or 256.
     pub fn planner(
         &self,
         layout: KvLayout,
         heads: usize,
         window: Option<usize>,
     ) -> Result<PrefillPlanner, GpuError> {
-        let function = self.function(layout.head_dim);
-        let per_sm = function.blocks_per_sm(THREADS, shared_bytes(layout.head_dim))?;
-        let slots = per_sm * self.gpu.info().sm_count;
-        Ok(PrefillPlanner::new(layout, heads, window, slots))
+        let kernel = self.kernel(layout.head_dim);
+        let per_sm = kernel.function.blocks_per_sm(kernel.threads, kernel.shared)?;
+        let tiling = Tiling {
+            rows: kernel.rows,
+            slots: per_sm * self.gpu.info().sm_count,
+        };
+        Ok(PrefillPlanner::new(layout, heads, window, tiling))
     }
 
     /// Attends as `planner` has planned.
@@ -325,6 +348,8 @@ impl PrefillKernels {
             "floats of scratch"
         );
         assert!(args.scale > 0.0);
+        let kernel = self.kernel(dim);
+        assert_eq!(planner.tiling.rows, kernel.rows, "another kernel's planner");
 
         let window = planner
             .window
@@ -347,13 +372,13 @@ impl PrefillKernels {
             (args.scale * LOG2_E).into(),
             // What only the merge takes.
             (dim as i32).into(),
-            (tile_rows(dim) as i32).into(),
+            (kernel.rows as i32).into(),
         ];
-        let launch = Launch::new([(plan.items * kv_heads) as u32, 1, 1], THREADS as u32)
-            .shared(shared_bytes(dim))
+        let launch = Launch::new([(plan.items * kv_heads) as u32, 1, 1], kernel.threads as u32)
+            .shared(kernel.shared)
             .pdl(true);
         // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
-        unsafe { self.gpu.launch(self.function(dim), launch, &params[..14])? };
+        unsafe { self.gpu.launch(&kernel.function, launch, &params[..14])? };
         if plan.merges == 0 {
             return Ok(());
         }
@@ -361,7 +386,7 @@ impl PrefillKernels {
         let rows_of_block = MERGE_THREADS / 32;
         let grid = [
             (plan.merges * kv_heads) as u32,
-            (tile_rows(dim) / rows_of_block) as u32,
+            (kernel.rows / rows_of_block) as u32,
             1,
         ];
         let launch = Launch::new(grid, MERGE_THREADS as u32).pdl(true);
@@ -369,14 +394,44 @@ impl PrefillKernels {
         unsafe { self.gpu.launch(&self.merge, launch, &params) }
     }
 
-    fn function(&self, head_dim: usize) -> &Function {
+    fn kernel(&self, head_dim: usize) -> &Kernel {
         let at = HEAD_DIMS.iter().position(|&dim| dim == head_dim);
-        &self.attention[at.expect("the planner has checked the head size")]
+        let at = at.unwrap_or_else(|| panic!("no attention kernel for head size {head_dim}"));
+        &self.attention[at]
     }
 }
 
-/// Shared memory of a block: its queries and three tiles of keys or values, padded, and two lists of cache rows.
-fn shared_bytes(head_dim: usize) -> usize {
-    let keys = if head_dim <= 128 { 64 } else { 32 };
-    (tile_rows(head_dim) + 3 * keys) * (head_dim + 8) * size_of::<bf16>() + 2 * (keys / 8) * size_of::<i32>()
+impl Kernel {
+    /// `PortablePrefill`: queries and three tiles of keys or values in padded rows, two lists of cache rows.
+    fn portable(module: &Module, head_dim: usize) -> Result<Self, GpuError> {
+        let (rows, keys) = if head_dim <= 128 { (128, 64) } else { (64, 32) };
+        let lists = 2 * (keys / 8) * size_of::<i32>();
+        Self::new(Self {
+            function: module.function(&format!("attention_prefill_{head_dim}"))?,
+            threads: 128,
+            shared: (rows + 3 * keys) * (head_dim + 8) * size_of::<bf16>() + lists,
+            rows,
+        })
+    }
+
+    /// `HopperPrefill`: alignment, queries in rows that are padded when they are results, four tiles of keys or values, eight
+    /// barriers.
+    fn hopper(module: &Module, head_dim: usize) -> Result<Self, GpuError> {
+        let (rows, keys) = (128, if head_dim <= 128 { 128 } else { 64 });
+        let elements = rows * (head_dim + 8) + 4 * keys * head_dim;
+        Self::new(Self {
+            function: module.function(&format!("attention_prefill_hopper_{head_dim}"))?,
+            threads: 384,
+            shared: 1024 + elements * size_of::<bf16>() + 64,
+            rows,
+        })
+    }
+
+    fn new(kernel: Self) -> Result<Self, GpuError> {
+        kernel.function.allow_shared(kernel.shared)?;
+        Ok(kernel)
+    }
 }
+
+#[cfg(test)]
+mod tests;

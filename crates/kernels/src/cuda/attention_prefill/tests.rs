@@ -1,0 +1,123 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use plimsoll_core::BlockSize;
+use rand::Rng;
+use rand::rngs::StdRng;
+
+use super::*;
+use crate::testing::{rng, seeds};
+
+fn random_planner(rng: &mut StdRng) -> PrefillPlanner {
+    let pick = |rng: &mut StdRng, from: &[usize]| from[rng.random_range(0..from.len())];
+    let layout = KvLayout {
+        kv_heads: pick(rng, &[1, 2, 3, 8]),
+        head_dim: pick(rng, &HEAD_DIMS),
+        block_size: BlockSize::new(pick(rng, &[8, 16, 32])).unwrap(),
+    };
+    let tiling = Tiling {
+        rows: pick(rng, &[64, 128]),
+        slots: pick(rng, &[1, 20, 132, 264]),
+    };
+    let window = [None, Some(1), Some(100), Some(5000)][rng.random_range(0..4)];
+    let heads = layout.kv_heads * pick(rng, &[1, 3, 4, 8]);
+    PrefillPlanner::new(layout, heads, window, tiling)
+}
+
+fn random_runs(rng: &mut StdRng) -> Vec<GpuRun> {
+    let run = |rng: &mut StdRng| {
+        let most = [1, 10, 300, 3000][rng.random_range(0..4)];
+        let len = rng.random_range(1..=most);
+        let most = [0, 500, 20_000, 200_000][rng.random_range(0..4)];
+        GpuRun {
+            len,
+            context_end: len + rng.random_range(0..=most),
+            ..GpuRun::default()
+        }
+    };
+    (0..rng.random_range(1..20)).map(|_| run(rng)).collect()
+}
+
+/// Every row meets every key that it sees exactly once, within the promised sizes.
+#[test]
+fn plans_cover_every_row_and_key_once() {
+    for seed in seeds(200) {
+        let mut rng = rng(seed);
+        let planner = random_planner(&mut rng);
+        let runs = random_runs(&mut rng);
+        let tokens = runs.iter().map(|run| run.len as usize).sum();
+        let mut items = vec![PrefillItem::default(); planner.max_entries(tokens, runs.len())];
+        let plan = planner.plan(&runs, &mut items);
+        let (items, merges) = items[..plan.entries()].split_at(plan.items);
+
+        let work = |item: &PrefillItem| item.end - item.begin;
+        assert!(items.is_sorted_by_key(|item| Reverse(work(item))), "seed {seed}");
+
+        let mut pieces: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for item in items {
+            pieces.entry((item.run, item.row)).or_default().push(*item);
+        }
+        let mut expected = BTreeSet::new();
+        for (index, run) in runs.iter().enumerate() {
+            for row in (0..run.len * planner.group() as i32).step_by(planner.tiling.rows) {
+                expected.insert((index as i32, row));
+            }
+        }
+        assert!(pieces.keys().eq(&expected), "seed {seed}");
+
+        let mut partials = 0..0;
+        for (&(index, row), pieces) in &mut pieces {
+            pieces.sort_by_key(|piece| piece.begin);
+            let run = &runs[index as usize];
+            let position = |row: i32| run.context_end - run.len + row / planner.group() as i32;
+            let seen = |position: i32| planner.window.map_or(0, |w| (position + 1 - w as i32).max(0));
+            let last = (row + planner.tiling.rows as i32).min(run.len * planner.group() as i32) - 1;
+            assert_eq!(pieces[0].begin, seen(position(row)), "seed {seed}");
+            assert_eq!(pieces[pieces.len() - 1].end, position(last) + 1, "seed {seed}");
+            for pair in pieces.windows(2) {
+                assert_eq!(pair[0].end, pair[1].begin, "seed {seed}");
+                assert_eq!(pair[0].end as usize % UNIT, 0, "seed {seed}");
+            }
+            let merge = merges.iter().find(|merge| (merge.run, merge.row) == (index, row));
+            if pieces.len() == 1 {
+                assert_eq!((pieces[0].partial, merge), (-1, None), "seed {seed}");
+                continue;
+            }
+            partials = partials.end..partials.end + pieces.len() as i32;
+            let merge = merge.expect("a merge of the pieces");
+            assert_eq!((merge.begin..merge.end).len(), pieces.len(), "seed {seed}");
+            let own: Vec<i32> = pieces.iter().map(|piece| piece.partial).collect();
+            assert!(own.iter().copied().eq(merge.begin..merge.end), "seed {seed}");
+        }
+        let all: BTreeSet<i32> = items
+            .iter()
+            .map(|item| item.partial)
+            .filter(|&p| p >= 0)
+            .collect();
+        assert_eq!(all.len() as i32, partials.end, "seed {seed}");
+        assert!(partials.end as usize <= planner.max_partials(), "seed {seed}");
+    }
+}
+
+/// A short chunk over a long prefix occupies the whole GPU.
+#[test]
+fn a_short_chunk_is_split() {
+    let layout = KvLayout {
+        kv_heads: 8,
+        head_dim: 128,
+        block_size: BlockSize::new(16).unwrap(),
+    };
+    let tiling = Tiling {
+        rows: 128,
+        slots: 132,
+    };
+    let planner = PrefillPlanner::new(layout, 32, None, tiling);
+    let run = GpuRun {
+        len: 64,
+        context_end: 100_000,
+        ..GpuRun::default()
+    };
+    let mut items = vec![PrefillItem::default(); planner.max_entries(64, 1)];
+    let plan = planner.plan(&[run], &mut items);
+    assert!(plan.items * layout.kv_heads >= 2 * tiling.slots, "{plan:?}");
+    assert_eq!(plan.merges, 2);
+}

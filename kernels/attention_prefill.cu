@@ -1,0 +1,275 @@
+// Causal attention of many query rows over the paged cache: prompts, and chunks of prompts over what is cached already.
+//
+// Flash attention: a block of threads holds a tile of query rows, streams tiles of keys and values through shared memory and
+// keeps a running maximum and sum for each row. A run's rows are its tokens times the query heads of one KV head, token by
+// token, so one read of the keys serves all those heads and short runs still fill a tile. An item may cover only a part of
+// the context; then its unnormalised result goes to scratch, and `attention_prefill_merge` combines the parts.
+#include "attention_prefill.cuh"
+#include "attention_prefill_hopper.cuh"
+
+namespace {
+
+template <int D>
+struct Shape {
+    static constexpr int kRows = D <= 128 ? 128 : 64;
+    static constexpr int kKeys = D <= 128 ? 64 : 32;
+    static constexpr int kWarps = 4;
+    static constexpr int kThreads = kWarps * kWarp;
+    static constexpr int kStages = 3;
+    // Padded so that the eight rows of an 8x8 matrix lie in different banks.
+    static constexpr int kStride = D + 8;
+    static constexpr int kTile = kKeys * kStride;
+    static constexpr int kGroups = kKeys / 8;
+};
+
+// By the matrix instructions of a warp, from compute capability 8.0 on. Keys and values take turns in a ring of tiles.
+template <int D>
+struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
+    using S = Shape<D>;
+    using Base = QueryTile<D, S::kRows>;
+    static constexpr int kM = S::kRows / S::kWarps / 16;  // tiles of 16 rows of a warp
+    static constexpr int kN = S::kKeys / 8;
+    static constexpr int kD = D / 8;
+    using Warp = WarpRows<D, S::kRows, kM, kN>;
+    using Base::args, Base::item;
+
+    bf16* const q_tile;
+    bf16* const ring;
+    int* const groups;  // for the tile being loaded and the next: cache row of each eight keys
+
+    __device__ __forceinline__ PortablePrefill(const PrefillArgs& args, char* shared)
+        : Base(args),
+          q_tile(reinterpret_cast<bf16*>(shared)),
+          ring(q_tile + S::kRows * S::kStride),
+          groups(reinterpret_cast<int*>(ring + S::kStages * S::kTile)) {}
+
+    // Begins to copy a tile of keys or values.
+    __device__ __forceinline__ void load(const bf16* cache, int tile, int stage) const {
+        constexpr int kChunks = D / 8;
+        const int* from = groups + (tile & 1) * S::kGroups;
+        bf16* to = ring + stage * S::kTile;
+        // Not all at once: their addresses would take the registers of the sums.
+#pragma unroll 2
+        for (int i = 0; i < S::kKeys * kChunks / S::kThreads; ++i) {
+            const int chunk = threadIdx.x + i * S::kThreads;
+            const int row = chunk / kChunks, column = chunk % kChunks * 8;
+            copy_async(to + row * S::kStride + column, cache + size_t(from[row / 8] + row % 8) * D + column,
+                       this->wanted(tile * S::kKeys + row));
+        }
+    }
+
+    __device__ __forceinline__ void load_queries() const {
+        constexpr int kChunks = D / 8;
+        const int count = this->rows();
+#pragma unroll 4
+        for (int i = 0; i < S::kRows * kChunks / S::kThreads; ++i) {
+            const int chunk = threadIdx.x + i * S::kThreads;
+            const int row = chunk / kChunks, column = chunk % kChunks * 8;
+            const bf16* from = args.q + (row < count ? this->offset(row, args.q_stride) + column : 0);
+            copy_async(q_tile + row * S::kStride + column, from, row < count);
+        }
+    }
+
+    __device__ __forceinline__ void operator()() const {
+        const int first = item.begin / S::kKeys, last = (item.end + S::kKeys - 1) / S::kKeys;
+
+        if (threadIdx.x < 2 * S::kGroups) {
+            const int tile = first + threadIdx.x / S::kGroups;
+            groups[(tile & 1) * S::kGroups + threadIdx.x % S::kGroups] =
+                this->cache_row(tile * S::kKeys + threadIdx.x % S::kGroups * 8);
+        }
+        __syncthreads();
+        load_queries();
+        load(args.k, first, 0);
+        commit_async();
+        load(args.v, first, 1);
+        commit_async();
+
+        Warp warp(threadIdx.x / kWarp * kM * 16);
+        const bool idle = warp.row >= this->rows();
+        const int lowest = this->position(warp.row);
+        const int highest = this->position(min(warp.row + kM * 16, this->rows()) - 1);
+        float sums[kM][kD][4] = {};
+        float weights[kM][kN][4];
+
+        int stage = 0;
+        for (int tile = first; tile < last; ++tile) {
+            const int key = tile * S::kKeys;
+            const bool skip = idle || key > highest || key + S::kKeys <= lowest - (args.window - 1);
+
+            // The keys have arrived, and everyone is done with the stage that is loaded next.
+            wait_async<1>();
+            __syncthreads();
+            int next = stage == 0 ? 2 : stage - 1;
+            if (tile + 1 < last) load(args.k, tile + 1, next);
+            commit_async();
+            const int g = threadIdx.x;
+            const int ahead = g < S::kGroups ? this->cache_row(key + 2 * S::kKeys + g * 8) : 0;
+            if (!skip) {
+                score(warp.row, stage, weights);
+                if (key + S::kKeys - 1 > lowest || key <= highest - args.window) warp.mask(*this, key, weights);
+                float factor[kM][2];
+                warp.soften(args.scale, weights, factor);
+                warp.rescale(factor, sums);
+            }
+            if (g < S::kGroups) groups[(tile & 1) * S::kGroups + g] = ahead;
+            stage = stage == 2 ? 0 : stage + 1;
+
+            wait_async<1>();
+            __syncthreads();
+            next = stage == 0 ? 2 : stage - 1;
+            if (tile + 1 < last) load(args.v, tile + 1, next);
+            commit_async();
+            if (!skip) accumulate(weights, stage, sums);
+            stage = stage == 2 ? 0 : stage + 1;
+        }
+        if (idle) return;
+        warp.finish_total();
+        if (item.partial < 0) {
+            warp.template write<S::kStride>(*this, sums, q_tile + warp.row * S::kStride);
+        } else {
+            warp.write_partial(*this, sums);
+        }
+    }
+
+    // weights = queries x keys
+    __device__ __forceinline__ void score(int warp_row, int stage, float (&weights)[kM][kN][4]) const {
+        const int lane = threadIdx.x % kWarp;
+        const bf16* q = q_tile + (warp_row + lane % 16) * S::kStride + lane / 16 * 8;
+        const bf16* k = ring + stage * S::kTile + (lane % 8 + lane / 16 * 8) * S::kStride + lane / 8 % 2 * 8;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int n = 0; n < kN; ++n) weights[m][n][0] = weights[m][n][1] = weights[m][n][2] = weights[m][n][3] = 0.0f;
+        }
+#pragma unroll
+        for (int d = 0; d < D; d += 16) {
+            uint32_t a[kM][4];
+#pragma unroll
+            for (int m = 0; m < kM; ++m) load_matrices(a[m], q + m * 16 * S::kStride + d);
+#pragma unroll
+            for (int n = 0; n < kN; n += 2) {
+                uint32_t b[4];
+                load_matrices(b, k + n * 8 * S::kStride + d);
+#pragma unroll
+                for (int m = 0; m < kM; ++m) {
+                    mma(weights[m][n], a[m], b[0], b[1]);
+                    mma(weights[m][n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // sums += weights x values
+    __device__ __forceinline__ void accumulate(const float (&weights)[kM][kN][4], int stage, float (&sums)[kM][kD][4]) const {
+        const int lane = threadIdx.x % kWarp;
+        const bf16* v = ring + stage * S::kTile + lane % 16 * S::kStride + lane / 16 * 8;
+#pragma unroll
+        for (int n = 0; n < kN; n += 2) {
+            uint32_t a[kM][4];
+#pragma unroll
+            for (int m = 0; m < kM; ++m) {
+                a[m][0] = pack(weights[m][n][0], weights[m][n][1]);
+                a[m][1] = pack(weights[m][n][2], weights[m][n][3]);
+                a[m][2] = pack(weights[m][n + 1][0], weights[m][n + 1][1]);
+                a[m][3] = pack(weights[m][n + 1][2], weights[m][n + 1][3]);
+            }
+#pragma unroll
+            for (int d = 0; d < kD; d += 2) {
+                uint32_t b[4];
+                load_matrices_transposed(b, v + n * 8 * S::kStride + d * 8);
+#pragma unroll
+                for (int m = 0; m < kM; ++m) {
+                    mma(sums[m][d], a[m], b[0], b[1]);
+                    mma(sums[m][d + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+};
+
+// Combines the partial results of a tile: a warp for each row.
+__device__ __forceinline__ void merge(const PrefillArgs& args, int head_dim, int tile_rows) {
+    const int kv_head = blockIdx.x % args.kv_heads;
+    const Item item = args.items[blockIdx.x / args.kv_heads];
+    const Run run = args.runs[item.run];
+    const int row = blockIdx.y * (blockDim.x / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (row >= min(tile_rows, run.len * args.group - item.row)) return;
+
+    const size_t step = size_t(args.kv_heads) * partial_floats(tile_rows, head_dim);
+    const float* part = args.scratch + item.begin * step + size_t(kv_head) * partial_floats(tile_rows, head_dim);
+    const float* states = part + tile_rows * head_dim + row * 2;
+    const int count = item.end - item.begin;
+    float largest = -INFINITY;
+    for (int i = lane; i < count; i += kWarp) largest = fmaxf(largest, states[i * step]);
+    largest = warp_max(largest);
+    float total = 0.0f;
+    for (int i = lane; i < count; i += kWarp) total += states[i * step + 1] * exp2_fast(states[i * step] - largest);
+    const float inverse = 1.0f / warp_sum(total);
+
+    const int at = item.row + row;
+    bf16* out = args.out + (size_t(run.first_row + at / args.group) * args.kv_heads + kv_head) * args.group * head_dim +
+                at % args.group * head_dim;
+    for (int column = lane * 4; column < head_dim; column += kWarp * 4) {
+        float4 sum = {};
+        for (int i = 0; i < count; ++i) {
+            const float weight = exp2_fast(states[i * step] - largest);
+            const float4 x = *reinterpret_cast<const float4*>(part + i * step + row * head_dim + column);
+            sum.x += weight * x.x;
+            sum.y += weight * x.y;
+            sum.z += weight * x.z;
+            sum.w += weight * x.w;
+        }
+        *reinterpret_cast<uint2*>(out + column) =
+            make_uint2(pack(sum.x * inverse, sum.y * inverse), pack(sum.z * inverse, sum.w * inverse));
+    }
+}
+
+}  // namespace
+
+extern __shared__ __align__(16) char shared[];
+
+#define ARGS                                                                                                           \
+    const bf16 *q, const bf16 *k, const bf16 *v, const Run *runs, const int *blocks, const Item *items, bf16 *out,      \
+        float *scratch, int q_stride, int kv_heads, int group, int block_shift, int window, float scale
+#define PACKED_ARGS \
+    PrefillArgs { q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, block_shift, window, scale }
+
+// Grid: items x KV heads.
+#define PREFILL(D)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) attention_prefill_##D(ARGS) { \
+        pdl_wait();                                                                                   \
+        pdl_launch();                                                                                 \
+        PortablePrefill<D>(PACKED_ARGS, shared)();                                                            \
+    }
+
+PREFILL(64)
+PREFILL(96)
+PREFILL(128)
+PREFILL(256)
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HOPPER_BODY(D) \
+    pdl_wait();        \
+    pdl_launch();      \
+    HopperPrefill<D>(PACKED_ARGS, shared + (-shared_address(shared) & 1023))();
+#else
+#define HOPPER_BODY(D)
+#endif
+
+// Grid as above; on compute capability 9.0 alone.
+#define HOPPER_PREFILL(D)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kHopperThreads, 1) attention_prefill_hopper_##D(ARGS) {   \
+        HOPPER_BODY(D)                                                                                     \
+    }
+
+HOPPER_PREFILL(64)
+HOPPER_PREFILL(128)
+HOPPER_PREFILL(256)
+
+// Grid: merges x KV heads, rows of a tile / warps of a block.
+extern "C" __global__ void __launch_bounds__(256) attention_prefill_merge(ARGS, int head_dim, int tile_rows) {
+    pdl_wait();
+    pdl_launch();
+    merge(PACKED_ARGS, head_dim, tile_rows);
+}

@@ -1,0 +1,229 @@
+// What the ways to compute attention of many query rows share: the work list, and the softmax of a warp's tile of scores.
+#pragma once
+
+#include "common.cuh"
+#include "mma.cuh"
+
+// What a block of threads works on; see `PrefillItem` in crates/kernels/src/cuda/attention_prefill.rs.
+struct __align__(16) Item {
+    int run;
+    int row;      // first row of the tile: token of the run * group + query head
+    int begin;    // keys begin..end, or for a merge partial results begin..end
+    int end;
+    int partial;  // where the partial result goes, -1: it is the whole result
+    int padding[3];
+};
+
+struct PrefillArgs {
+    const bf16* q;
+    const bf16* k;
+    const bf16* v;
+    const Run* runs;
+    const int* blocks;
+    const Item* items;
+    bf16* out;
+    float* scratch;
+    int q_stride;  // elements from one token's queries to the next token's
+    int kv_heads;
+    int group;        // query heads of one KV head
+    int block_shift;  // log2 of the tokens of a block
+    int window;       // tokens seen, the current one included
+    float scale;      // times log2(e): weights are powers of two
+};
+
+// Floats of one partial result: the rows' sums, then maximum and sum of weights of each row.
+constexpr __host__ __device__ int partial_floats(int rows, int head_dim) { return rows * (head_dim + 2); }
+
+// A row's running maximum may be this much too small (log2) before the sums are scaled anew: scaling is rare, and nothing
+// comes near to overflow.
+constexpr float kSlack = 8.0f;
+
+// The tile of query rows of this block of threads: `Rows` rows of `D` elements.
+template <int D, int Rows>
+struct QueryTile {
+    const PrefillArgs args;
+    const Item item;
+    const Run run;
+    const int kv_head;
+
+    __device__ __forceinline__ explicit QueryTile(const PrefillArgs& args)
+        : args(args),
+          item(args.items[blockIdx.x / args.kv_heads]),
+          run(args.runs[item.run]),
+          kv_head(blockIdx.x % args.kv_heads) {}
+
+    // Rows that exist.
+    __device__ __forceinline__ int rows() const { return min(Rows, run.len * args.group - item.row); }
+
+    __device__ __forceinline__ int position(int row) const {
+        return run.context_end - run.len + (item.row + row) / args.group;
+    }
+
+    // Offset of a row of the tile in a matrix of tokens.
+    __device__ __forceinline__ size_t offset(int row, int stride) const {
+        const int at = item.row + row;
+        return size_t(run.first_row + at / args.group) * stride + (kv_head * args.group + at % args.group) * D;
+    }
+
+    // Row of the cache, in units of a head, of the eight keys from `key` on; keys that nothing may read have none.
+    __device__ __forceinline__ int cache_row(int key) const {
+        if (key + 8 <= item.begin || key >= item.end) return 0;
+        const int block = args.blocks[run.block_offset + (key >> args.block_shift)];
+        return ((block * args.kv_heads + kv_head) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
+    }
+
+    // Whether a key is the item's. Others become zero in shared memory: what a block's unused slots hold must not even be
+    // multiplied by zero.
+    __device__ __forceinline__ bool wanted(int key) const { return key >= item.begin && key < item.end; }
+
+    __device__ __forceinline__ float* partial() const {
+        return args.scratch + (size_t(item.partial) * args.kv_heads + kv_head) * partial_floats(Rows, D);
+    }
+};
+
+// A warp's share of a tile: `M` times 16 rows from `row` on, scores of `N` times 8 keys, as the matrix instructions lay
+// them out: a lane holds columns `lane % 4 * 2` and the next of rows `lane / 4` and `lane / 4 + 8`.
+template <int D, int Rows, int M, int N>
+struct WarpRows {
+    using Tile = QueryTile<D, Rows>;
+    using Weights = float[M][N][4];
+    using Sums = float[M][D / 8][4];
+
+    const int row;
+    float maximum[M][2];
+    float total[M][2];
+
+    __device__ __forceinline__ explicit WarpRows(int row) : row(row) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                maximum[m][h] = -INFINITY;
+                total[m][h] = 0.0f;
+            }
+        }
+    }
+
+    // Scores of keys that a row does not see become -inf.
+    __device__ __forceinline__ void mask(const Tile& tile, int key, Weights& weights) const {
+        const int lane = threadIdx.x % kWarp;
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int ahead = tile.position(row + m * 16 + h * 8 + lane / 4) - (key + lane % 4 * 2);
+#pragma unroll
+                for (int i = 0; i < N * 2; ++i) {
+                    const int behind = ahead - (i / 2 * 8 + i % 2);
+                    if (behind < 0 || behind >= tile.args.window) weights[m][i / 2][h * 2 + i % 2] = -INFINITY;
+                }
+            }
+        }
+    }
+
+    // Scores become weights relative to the running maximum; `factor` is what the sums so far must be multiplied by.
+    __device__ __forceinline__ void soften(float scale, Weights& weights, float (&factor)[M][2]) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float largest = -INFINITY;
+#pragma unroll
+                for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(weights[m][n][h * 2], weights[m][n][h * 2 + 1]));
+                largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+                largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2)) * scale;
+                factor[m][h] = 1.0f;
+                if (largest > maximum[m][h] + kSlack) {
+                    factor[m][h] = exp2_fast(maximum[m][h] - largest);
+                    maximum[m][h] = largest;
+                }
+                // A row that has seen nothing yet keeps weights of zero.
+                const float base = maximum[m][h] == -INFINITY ? 0.0f : maximum[m][h];
+                float sum = 0.0f;
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+#pragma unroll
+                    for (int i = h * 2; i < h * 2 + 2; ++i) {
+                        weights[m][n][i] = exp2_fast(fmaf(weights[m][n][i], scale, -base));
+                        sum += weights[m][n][i];
+                    }
+                }
+                total[m][h] = total[m][h] * factor[m][h] + sum;
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void rescale(const float (&factor)[M][2], Sums& sums) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            if (!__any_sync(kAllLanes, factor[m][0] != 1.0f || factor[m][1] != 1.0f)) continue;
+#pragma unroll
+            for (int d = 0; d < D / 8; ++d) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[m][d][i] *= factor[m][i / 2];
+            }
+        }
+    }
+
+    // The four lanes of a row have summed different columns.
+    __device__ __forceinline__ void finish_total() {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                total[m][h] += __shfl_xor_sync(kAllLanes, total[m][h], 1);
+                total[m][h] += __shfl_xor_sync(kAllLanes, total[m][h], 2);
+            }
+        }
+    }
+
+    // Normalises and stores, by way of `staging`, rows of `Stride` elements that are this warp's, so that stores are 16 bytes
+    // wide.
+    template <int Stride>
+    __device__ __forceinline__ void write(const Tile& tile, const Sums& sums, bf16* staging) const {
+        const int lane = threadIdx.x % kWarp;
+        __syncwarp();
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float inverse = 1.0f / total[m][h];
+                bf16* to = staging + (m * 16 + h * 8 + lane / 4) * Stride + lane % 4 * 2;
+#pragma unroll
+                for (int d = 0; d < D / 8; ++d) {
+                    *reinterpret_cast<uint32_t*>(to + d * 8) =
+                        pack(sums[m][d][h * 2] * inverse, sums[m][d][h * 2 + 1] * inverse);
+                }
+            }
+        }
+        __syncwarp();
+        constexpr int kChunks = D / 8;
+        const int count = min(M * 16, tile.rows() - row), stride = tile.args.kv_heads * tile.args.group * D;
+        for (int chunk = lane; chunk < count * kChunks; chunk += kWarp) {
+            const int at = chunk / kChunks, column = chunk % kChunks * 8;
+            store8(tile.args.out + tile.offset(row + at, stride) + column, load8(staging + at * Stride + column));
+        }
+    }
+
+    // Stores what `attention_prefill_merge` needs.
+    __device__ __forceinline__ void write_partial(const Tile& tile, const Sums& sums) const {
+        const int lane = threadIdx.x % kWarp;
+        float* to = tile.partial();
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int at = row + m * 16 + h * 8 + lane / 4;
+                if (at >= tile.rows()) continue;
+                float* columns = to + at * D + lane % 4 * 2;
+#pragma unroll
+                for (int d = 0; d < D / 8; ++d) {
+                    *reinterpret_cast<float2*>(columns + d * 8) = make_float2(sums[m][d][h * 2], sums[m][d][h * 2 + 1]);
+                }
+                if (lane % 4 == 0) {
+                    *reinterpret_cast<float2*>(to + Rows * D + at * 2) = make_float2(maximum[m][h], total[m][h]);
+                }
+            }
+        }
+    }
+};

@@ -1,0 +1,139 @@
+// Matrix products of a warp group (sm_90a): operands in shared memory in rows of 128 bytes, swizzled; and its barriers.
+#pragma once
+
+#include "mma.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kWarpGroup = 128;
+
+// Element (row, 8 x chunk) of a panel: rows of 64 elements whose 16-byte chunks are permuted within each eight rows, so that
+// both a row and a column of chunks touch all banks. Panels start at multiples of 1024 bytes.
+__device__ __forceinline__ bf16* swizzled(bf16* panel, int row, int chunk) {
+    return panel + row * 64 + ((chunk ^ (row & 7)) << 3);
+}
+
+// An operand whose rows run along the summed dimension: up to 16 elements of 64 from `at` on. Eight rows are 1024 bytes.
+__device__ __forceinline__ uint64_t rows_operand(const bf16* at) {
+    return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// An operand whose rows are steps of the summed dimension: 16 rows from `at` on, of as many panels as the product is wide,
+// `panel_bytes` apart.
+__device__ __forceinline__ uint64_t columns_operand(const bf16* at, int panel_bytes) {
+    return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(panel_bytes >> 4) << 16 | uint64_t(1024 >> 4) << 32 |
+           uint64_t(1) << 62;
+}
+
+// Before the first product of a sequence, and after registers of one were touched.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// Tells the compiler that registers change where it cannot see it: products are asynchronous.
+template <int N>
+__device__ __forceinline__ void touch(float (&c)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
+    }
+}
+
+// The registers of a result of 16, 64 and more elements for each thread, as operands and by name.
+#define WGMMA_4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define WGMMA_16(n) WGMMA_4(n), WGMMA_4(n + 1), WGMMA_4(n + 2), WGMMA_4(n + 3)
+#define WGMMA_32(n) WGMMA_16(n), WGMMA_16(n + 4)
+#define WGMMA_64(n) WGMMA_32(n), WGMMA_32(n + 8)
+#define WGMMA_128(n) WGMMA_64(n), WGMMA_64(n + 16)
+#define WGMMA_NAMES_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+    "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_NAMES_MORE_64 \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_64 WGMMA_NAMES_32 ", " WGMMA_NAMES_MORE_64
+#define WGMMA_NAMES_MORE_128 \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
+    "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
+    "%124, %125, %126, %127"
+#define WGMMA_NAMES_128 WGMMA_NAMES_64 ", " WGMMA_NAMES_MORE_128
+
+// Products with a right operand of `N` columns. Results are laid out as those of `mma`, eight columns after eight, warp `i` of
+// the group having rows 16 x i on.
+template <int N>
+struct Wgmma;
+
+#define WGMMA(N, C, NAMES, P0, P1, P2, P3, P4, P5)                                                                       \
+    template <>                                                                                                         \
+    struct Wgmma<N> {                                                                                                   \
+        /* c (+)= a x b: a is 64x16 by rows, b 16xN with rows along the sum. */                                         \
+        __device__ __forceinline__ static void rows(float (&c)[N / 8][4], uint64_t a, uint64_t b, int add) {            \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P2 ", 0;\n"                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, " P0 ", " P1            \
+                         ", add, 1, 1, 0, 0;\n}"                                                                        \
+                         : C                                                                                            \
+                         : "l"(a), "l"(b), "r"(add));                                                                   \
+        }                                                                                                               \
+        /* c += a x b: a in registers, b 16xN with rows of columns. */                                                  \
+        __device__ __forceinline__ static void columns(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {      \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P5 ", 0;\n"                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, {" P0 ", " P1 ", " P2   \
+                         ", " P3 "}, " P4 ", add, 1, 1, 1;\n}"                                                          \
+                         : C                                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                                 \
+        }                                                                                                               \
+    }
+
+WGMMA(64, WGMMA_32(0), WGMMA_NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37");
+WGMMA(128, WGMMA_64(0), WGMMA_NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69");
+WGMMA(256, WGMMA_128(0), WGMMA_NAMES_128, "%128", "%129", "%130", "%131", "%132", "%133");
+
+// What this thread has written to shared memory becomes visible to products, once a barrier has told others.
+__device__ __forceinline__ void fence_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Whether the phase of that parity has completed.
+__device__ __forceinline__ bool barrier_done(uint64_t* barrier, int parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done;
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+    while (!barrier_done(barrier, parity)) {
+    }
+}
+
+// A barrier of one warp group.
+__device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kWarpGroup) : "memory"); }
+
+template <int Registers>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+#endif
