@@ -1,7 +1,7 @@
 //! The CUDA half of the crate, on a real GPU: `make test-gpu`.
 
 use plimsoll_core::{Component, Scratch};
-use plimsoll_device::cuda::{Gpu, GpuArena, GpuOptions, PinnedSlab};
+use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuOptions, PinnedSlab, Uploader};
 
 const MIB: usize = 1 << 20;
 
@@ -37,6 +37,43 @@ fn bytes_survive_every_kind_of_copy() {
     }
     let meters = gpu.budget().meters();
     assert_eq!(meters.reserved, meters.by_component.get(Component::Runtime));
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn threads_upload_side_by_side() {
+    const PIECE: usize = 999_999;
+    const PIECES: usize = 24;
+    let gpu = Gpu::open(0).unwrap();
+    let byte = |i: usize| (i / 7 % 251) as u8;
+    let slab = gpu.alloc(Component::Weights, PIECE * PIECES).unwrap();
+    let all = slab.slice::<u8>();
+    gpu.fill(all, 0xff).unwrap();
+    gpu.synchronize().unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let gpu = &gpu;
+            scope.spawn(move || {
+                let mut uploader = Uploader::new(gpu, PIECE).unwrap();
+                for piece in (thread..PIECES).step_by(4) {
+                    let range = piece * PIECE..(piece + 1) * PIECE;
+                    let fill = |out: &mut [u8]| {
+                        out.iter_mut()
+                            .zip(range.clone())
+                            .for_each(|(out, i)| *out = byte(i));
+                        Ok::<_, GpuError>(())
+                    };
+                    uploader.upload(all.range(range.clone()), fill).unwrap();
+                    // What could not be filled is not copied.
+                    let failed = uploader.upload(all.range(range), |_| Err(GpuError::NoKernels));
+                    assert_eq!(failed, Err(GpuError::NoKernels));
+                }
+                // The drop waits.
+            });
+        }
+    });
+    let found = gpu.download(all).unwrap();
+    assert!(found.iter().enumerate().all(|(i, &found)| found == byte(i)));
 }
 
 #[test]
@@ -140,7 +177,7 @@ fn meters_say_what_is_held_and_what_came_back() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_limit_is_all_there_is() {
     let options = GpuOptions {
-        limit: Some(4 << 30),
+        limit: GpuLimit::Bytes(4 << 30),
         ..Default::default()
     };
     let gpu = Gpu::open_with(0, options).unwrap();
