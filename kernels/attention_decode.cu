@@ -3,7 +3,8 @@
 // Flash decoding: a context is cut into splits, so that few long contexts fill the GPU as well as many short ones. A unit of
 // work is a split for one KV head; its query heads are the rows of a tensor-core tile, so keys and values are read once.
 // Each warp streams its own tiles of 16 keys through its own ring in shared memory and shares nothing with the others until
-// the split is done. The last block of threads to finish a split of a run merges them all, in order.
+// the split is done. Who finishes the last of up to `kFanIn` neighbouring splits merges them in order, and who finishes the
+// last of several such merges merges those.
 //
 // The grid is fixed: blocks walk over the units that the work list in device memory names, so one captured graph serves all
 // contexts.
@@ -46,6 +47,8 @@ struct Args {
 
 constexpr int kRows = 16;  // query heads of a unit
 constexpr int kKeys = 16;  // keys of a tile
+constexpr int kFanIn = 16;  // partial results that are merged at once
+constexpr int kBatch = 8;   // of these, loaded at once
 
 template <int D>
 struct Shape {
@@ -61,14 +64,30 @@ struct Shape {
     static constexpr int kLot = kWarp * 8 / kKeys;
 };
 
-// A float row of a partial result: the sums, then maximum and sum of weights, padded to 16 bytes.
-__host__ __device__ constexpr int partial_row(int head_dim) { return head_dim + 4; }
+// Floats of a row of a partial result: the sums, then maximum and sum of weights of a split, then those of several merged.
+__host__ __device__ constexpr int partial_floats(int head_dim) { return head_dim + 4; }
 
 // Where 8 elements of a row lie in a tile, such that eight rows of a column lie in different banks.
 template <int D>
 __device__ __forceinline__ int swizzled(int row, int chunk) {
     const int key = D % 64 == 0 ? row & 7 : row >> 1 & 3;
     return row * D + (chunk ^ key) * 8;
+}
+
+// What other multiprocessors have just written.
+__device__ __forceinline__ float4 load_fresh4(const float* from) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_fresh2(const float* from) {
+    float2 v;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
+    return v;
 }
 
 // One split of one run for one tile of heads.
@@ -82,7 +101,8 @@ struct Unit {
     int block_offset;
     int begin;  // keys begin..end, begin rounded down to a tile
     int end;
-    int seen;     // first key that is seen
+    int seen;  // first key that is seen
+    int context_end;
     int kv_head;
     int head;  // first query head
     int rows;  // query heads
@@ -124,6 +144,7 @@ struct Decode {
         unit.split = item.split;
         unit.first_row = run.first_row;
         unit.block_offset = run.block_offset;
+        unit.context_end = run.context_end;
         unit.kv_head = unit.tile / passes;
         const int head = unit.tile % passes * kRows;
         unit.head = unit.kv_head * args.group + head;
@@ -142,9 +163,11 @@ struct Decode {
         return unit;
     }
 
-    // This warp's tiles of the unit: each `kWarps`th.
+    // How many of the unit's first tiles are this warp's: each `kWarps`th.
+    __device__ __forceinline__ int share(int tiles) const { return max(tiles - warp + S::kWarps - 1, 0) / S::kWarps; }
+
     __device__ __forceinline__ int count(const Unit& unit) const {
-        return max((unit.end - unit.begin + kKeys - 1) / kKeys - warp + S::kWarps - 1, 0) / S::kWarps;
+        return share((unit.end - unit.begin + kKeys - 1) / kKeys);
     }
 
     __device__ __forceinline__ int first_key(const Unit& unit, int tile) const {
@@ -180,21 +203,28 @@ struct Decode {
         }
     }
 
-    // Begins the first copies; the last stage stays free.
-    __device__ __forceinline__ void start(const Unit& unit, int& rows) const {
+    // Begins the copies of the first tiles, from the `from`th up to the `to`th; the last stage stays free.
+    __device__ __forceinline__ void start(const Unit& unit, int& rows, int from, int to) const {
         const int tiles = count(unit);
 #pragma unroll
         for (int i = 0; i < S::kStages - 1; ++i) {
+            if (i < from || i >= to) continue;
             if (i < tiles) load(unit, i, rows);
             commit_async();
         }
     }
 
     __device__ __forceinline__ void operator()(float2 (*states)[kRows], unsigned& arrived) const {
+        // The work list, runs and block tables come from the host, and all keys and values but the newest from earlier steps:
+        // no kernel that may still run writes them.
         const Header header = *args.header;
         Unit unit = fetch(header, blockIdx.x);
         int rows = cache_row(unit, 0);
-        start(unit, rows);
+        const int old = share((min(unit.end, unit.context_end - 1) - unit.begin) / kKeys);
+        start(unit, rows, 0, old);
+        pdl_wait();
+        pdl_launch();
+        start(unit, rows, old, S::kStages);
         for (int index = blockIdx.x; index < header.items * tiles;) {
             uint32_t queries[kHeld][4];
             if constexpr (S::kSharedQueries) {
@@ -219,7 +249,7 @@ struct Decode {
             __syncwarp();
 
             rows = next_rows;
-            start(next, rows);
+            start(next, rows, 0, S::kStages);
             if (unit.end > 0) finish(unit, sums, maximum, total, states, arrived);
             unit = next;
         }
@@ -372,44 +402,71 @@ struct Decode {
             if (unit.splits == 1) {
                 store(unit, row, column, sum, weight);
             } else {
-                float* to = partial(unit, unit.split) + row * partial_row(D);
-                *reinterpret_cast<float4*>(to + column) = sum;
-                if (column == 0) *reinterpret_cast<float2*>(to + D) = make_float2(largest, weight);
+                store_partial(unit, unit.split, 0, row, column, sum, make_float2(largest, weight));
             }
         }
-        __syncthreads();
-        if (unit.splits == 1) return;
+        if (unit.splits > 1) {
+            merge(unit, arrived);
+        } else {
+            __syncthreads();
+        }
+    }
 
+    // Merges what is complete with this unit.
+    __device__ __forceinline__ void merge(const Unit& unit, unsigned& arrived) const {
+        const int first = unit.split / kFanIn * kFanIn;
+        const int merges = (unit.splits + kFanIn - 1) / kFanIn;
+        if (!last(unit, first, 0, min(kFanIn, unit.splits - first), arrived)) return;
+        merge(unit, first, 1, min(kFanIn, unit.splits - first), 0, merges > 1);
+        if (merges > 1 && last(unit, 0, 1, merges, arrived)) merge(unit, 0, kFanIn, merges, 1, false);
+    }
+
+    // Counts one of `count` results as written; whether it was the last. Counters wrap to zero with the last one: ready for
+    // the next launch.
+    __device__ __forceinline__ bool last(const Unit& unit, int split, int level, int count, unsigned& arrived) const {
+        __syncthreads();
         if (threadIdx.x == 0) {
             __threadfence();
-            // Wraps to zero with the last one: ready for the next launch.
-            arrived = atomicInc(args.counters + unit.run * tiles + unit.tile, unit.splits - 1);
+            arrived = atomicInc(args.counters + partial(unit, split) * 2 + level, count - 1);
             __threadfence();
         }
         __syncthreads();
-        if (arrived == unit.splits - 1) merge(unit);
+        return arrived == count - 1;
     }
 
-    // Merges the splits of a run in their order, whoever was last.
-    __device__ __forceinline__ void merge(const Unit& unit) const {
-        const size_t step = partial(unit, 1) - partial(unit, 0);
+    // Merges `count` results of a level, `step` splits apart, into the output, or into the first one's place.
+    __device__ __forceinline__ void merge(const Unit& unit, int first, int step, int count, int level, bool again) const {
         for (int at = threadIdx.x; at < unit.rows * (D / 4); at += S::kThreads) {
             const int row = at / (D / 4), column = at % (D / 4) * 4;
-            const float* from = partial(unit, 0) + row * partial_row(D);
             float largest = -INFINITY, weight = 0.0f;
             float4 sum = {};
-#pragma unroll 4
-            for (int split = 0; split < unit.splits; ++split, from += step) {
-                const float4 part = __ldcg(reinterpret_cast<const float4*>(from + column));
-                const float2 state = __ldcg(reinterpret_cast<const float2*>(from + D));
-                const float grown = fmaxf(largest, state.x);
+            for (int i = 0; i < count; i += kBatch) {
+                float4 parts[kBatch];
+                float2 states[kBatch];
+                float grown = largest;
+#pragma unroll
+                for (int j = 0; j < kBatch; ++j) {
+                    // Repeating the last one changes no maximum.
+                    const float* from = partial_row(unit, first + min(i + j, count - 1) * step, row);
+                    parts[j] = load_fresh4(from + column);
+                    states[j] = load_fresh2(from + D + level * 2);
+                }
+#pragma unroll
+                for (int j = 0; j < kBatch; ++j) grown = fmaxf(grown, states[j].x);
                 const float factor = exp2_fast(largest - grown);
                 sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
                 weight *= factor;
                 largest = grown;
-                add(sum, weight, exp2_fast(state.x - grown), part, state.y);
+#pragma unroll
+                for (int j = 0; j < kBatch; ++j) {
+                    if (i + j < count) add(sum, weight, exp2_fast(states[j].x - grown), parts[j], states[j].y);
+                }
             }
-            store(unit, row, column, sum, weight);
+            if (again) {
+                store_partial(unit, first, 1, row, column, sum, make_float2(largest, weight));
+            } else {
+                store(unit, row, column, sum, weight);
+            }
         }
     }
 
@@ -428,10 +485,20 @@ struct Decode {
             make_uint2(pack(sum.x * inverse, sum.y * inverse), pack(sum.z * inverse, sum.w * inverse));
     }
 
-    // The partial result of a split of the unit's run; its splits are neighbours in the work list.
-    __device__ __forceinline__ float* partial(const Unit& unit, int split) const {
-        const size_t at = size_t(unit.item - unit.split + split) * tiles + unit.tile;
-        return args.scratch + at * min(kRows, args.group) * partial_row(D);
+    __device__ __forceinline__ void store_partial(const Unit& unit, int split, int level, int row, int column,
+                                                  const float4& sum, float2 state) const {
+        float* to = partial_row(unit, split, row);
+        *reinterpret_cast<float4*>(to + column) = sum;
+        if (column == 0) *reinterpret_cast<float2*>(to + D + level * 2) = state;
+    }
+
+    // Which partial result a split of the unit's run has; its splits are neighbours in the work list.
+    __device__ __forceinline__ size_t partial(const Unit& unit, int split) const {
+        return size_t(unit.item - unit.split + split) * tiles + unit.tile;
+    }
+
+    __device__ __forceinline__ float* partial_row(const Unit& unit, int split, int row) const {
+        return args.scratch + (partial(unit, split) * min(kRows, args.group) + row) * partial_floats(D);
     }
 };
 
@@ -447,8 +514,6 @@ extern __shared__ __align__(128) char shared[];
         int block_shift, int window, float scale) {                                                                      \
         __shared__ float2 states[Shape<D>::kWarps][kRows];                                                               \
         __shared__ unsigned arrived;                                                                                     \
-        pdl_wait();                                                                                                      \
-        pdl_launch();                                                                                                    \
         const Args args = {q,       k,        v,        runs,     blocks, header,      items,  out,                      \
                            scratch, counters, q_stride, kv_heads, group,  block_shift, window, scale};                   \
         Decode<D>(args, shared)(states, arrived);                                                                        \

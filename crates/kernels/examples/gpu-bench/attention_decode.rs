@@ -6,6 +6,8 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::KvLayout;
 use plimsoll_kernels::cuda::{DecodeArgs, DecodeItem, DecodeKernels, GpuRun};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
 use crate::common::{READ_BANDWIDTH, time_us};
 
@@ -114,9 +116,9 @@ fn run(gpu: &Gpu, kernels: &DecodeKernels, shape: &Shape) {
         gpu.fill(slab.slice(), 0).expect("a fill");
         slab
     };
-    let cache = layout.elements(total) * size_of::<bf16>();
-    let (k, v) = (zeros(cache), zeros(cache));
-    let (q, out) = (zeros(batch * width * 2), zeros(batch * width * 2));
+    let cache = layout.elements(total);
+    let (k, v, q) = (random(gpu, cache), random(gpu, cache), random(gpu, batch * width));
+    let out = zeros(batch * width * size_of::<bf16>());
     let scratch = zeros(planner.scratch_floats() * size_of::<f32>());
     let counters = zeros(planner.counters() * size_of::<u32>());
     let (runs, blocks, list) = (upload(gpu, &runs), upload(gpu, &blocks), upload(gpu, &items));
@@ -150,6 +152,28 @@ fn run(gpu: &Gpu, kernels: &DecodeKernels, shape: &Shape) {
         header.chunk,
         us / floor
     );
+}
+
+/// Values in -1..1, some thousands of them over and over.
+fn random(gpu: &Gpu, len: usize) -> GpuSlab {
+    let mut rng = StdRng::seed_from_u64(len as u64);
+    let values: Vec<bf16> = (0..len.min(100_003))
+        .map(|_| bf16::from_f32(rng.random_range(-1.0..1.0)))
+        .collect();
+    let slab = gpu
+        .alloc(Component::Arena, len * size_of::<bf16>())
+        .expect("room on the GPU");
+    let all = slab.slice::<bf16>();
+    let mut filled = values.len();
+    gpu.upload(&values, all.range(0..filled))
+        .expect("a copy to the GPU");
+    while filled < len {
+        let more = filled.min(len - filled);
+        gpu.copy(all.range(0..more), all.range(filled..filled + more))
+            .expect("a copy");
+        filled += more;
+    }
+    slab
 }
 
 fn upload<T: Pod>(gpu: &Gpu, values: &[T]) -> GpuSlab {

@@ -133,7 +133,8 @@ impl DecodePlanner {
 
     /// Counters that are enough for every step.
     pub fn counters(&self) -> usize {
-        self.max_runs * self.tiles()
+        // Two levels of merges for each split.
+        2 * self.max_items() * self.tiles()
     }
 
     /// Blocks of threads of a launch: the same for every step.
@@ -220,6 +221,10 @@ fn candidates(shortest: usize, longest: usize) -> impl Iterator<Item = usize> {
 }
 
 /// What [`DecodeKernels::forward`] works on.
+///
+/// `header`, `items`, `runs` and `blocks`, and `k` and `v` of all positions but each run's last, are read while kernels ahead
+/// of this one may still run, back to the last that was launched without programmatic dependent launch, copy or graph. The
+/// same step must not write them in kernels: copies and earlier steps do.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeArgs<'a> {
     /// Queries, `heads * head_dim` elements at the start of each row.
