@@ -137,6 +137,18 @@ impl Case {
         out
     }
 
+    fn check(&self, run: &impl Fn(&Case) -> Vec<f32>, tolerance: f64) {
+        let Self {
+            layout,
+            heads,
+            window,
+            ..
+        } = self;
+        let contexts: Vec<usize> = self.contexts().map(|(_, context)| context).collect();
+        let what = format!("{layout:?}, {heads} heads, window {window:?}, contexts {contexts:?}");
+        assert_close(&what, &run(self), &self.reference(), tolerance);
+    }
+
     fn contexts(&self) -> impl Iterator<Item = (usize, usize)> + Clone {
         self.runs
             .iter()
@@ -309,10 +321,19 @@ fn check(test: &str, run: impl Fn(&Case) -> Vec<f32>, tolerance: f64) {
                 let window = [None, Some(1), Some(rng.random_range(2..300)), Some(100_000)];
                 let window = window[rng.random_range(0..window.len())];
                 let case = Case::new(&mut rng, layout, layout.kv_heads * group, window, &contexts);
-                let what = format!("{layout:?}, group {group}, window {window:?}, contexts {contexts:?}");
-                assert_close(&what, &run(&case), &case.reference(), tolerance);
+                case.check(&run, tolerance);
             }
         }
+    }
+    // Many splits, merged in two levels.
+    for (head_dim, group) in [(64, 9), (128, 4)] {
+        let layout = KvLayout {
+            kv_heads: 1,
+            head_dim,
+            block_size: BlockSize::default(),
+        };
+        let contexts = [rng.random_range(140_000..200_000), 300];
+        Case::new(&mut rng, layout, group, None, &contexts).check(&run, tolerance);
     }
 }
 
