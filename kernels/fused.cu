@@ -59,60 +59,59 @@ struct Norm {
     const int* gather;
     const float* weight;
     bf16* out;
-    int rows;
     int n;
     float eps;
 };
 
-// Each block keeps its part of the weight in registers and takes every gridDim.x-th row; a thread has `kVecs` vectors of it.
+// One block a row, `kVecs` vectors of it a thread: one for few rows, where latency counts (the weight is then read ahead of
+// the wait), two for long rows and for many, where it is bytes under way that count.
 template <Rows kRows, int kVecs>
-__device__ __forceinline__ void norm_rows(const Norm& norm) {
-    // Two, used in turn, so that one barrier a row is enough.
-    __shared__ float partial[2][kWarp];
+__device__ __forceinline__ void norm_row(const Norm& norm) {
+    constexpr bool kReadAhead = kVecs == 1;
+    __shared__ float partial[kWarp];
     pdl_launch();
     const int vecs = norm.n / kVec;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    Float8 weight[kVecs];
+    const auto at = [&](int v) { return static_cast<int>(threadIdx.x + v * blockDim.x); };
+    Float8 weight{};
+    if (kReadAhead && at(0) < vecs) weight = load_floats(norm.weight + at(0) * kVec);
+    pdl_wait();
+    const int row = blockIdx.x;
+    const int64_t source = static_cast<int64_t>(kRows == Rows::kGathered ? norm.gather[row] : row) * norm.n;
+    // All loads before the first store, which might be to the same place for all the compiler knows.
+    Bf16x8 x[kVecs]{}, delta[kVecs];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
-        const int vec = threadIdx.x + v * blockDim.x;
-        if (vec < vecs) weight[v] = load_floats(norm.weight + vec * kVec);
+        if (at(v) >= vecs) continue;
+        x[v] = load8(norm.hidden + source + at(v) * kVec);
+        if (kRows != Rows::kPlain) delta[v] = load8(norm.delta + source + at(v) * kVec);
     }
-    pdl_wait();
-    int buffer = 0;
-    for (int row = blockIdx.x; row < norm.rows; row += gridDim.x, buffer ^= 1) {
-        const int64_t source = static_cast<int64_t>(kRows == Rows::kGathered ? norm.gather[row] : row) * norm.n;
-        Bf16x8 x[kVecs];
-        float squares = 0.0f;
+    float squares = 0.0f;
 #pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
-            const int vec = threadIdx.x + v * blockDim.x;
-            if (vec >= vecs) continue;
-            x[v] = load8(norm.hidden + source + vec * kVec);
-            if (kRows != Rows::kPlain) {
-                Float8 sum = widen(x[v]);
-                const Float8 delta = widen(load8(norm.delta + source + vec * kVec));
+    for (int v = 0; v < kVecs; ++v) {
+        if (kRows != Rows::kPlain && at(v) < vecs) {
+            Float8 sum = widen(x[v]);
+            const Float8 added = widen(delta[v]);
 #pragma unroll
-                for (int i = 0; i < kVec; ++i) sum.at[i] += delta.at[i];
-                x[v] = narrow(sum);
-                if (kRows == Rows::kAdd) store8(norm.hidden + source + vec * kVec, x[v]);
-            }
-            squares += sum_of_squares(widen(x[v]));
+            for (int i = 0; i < kVec; ++i) sum.at[i] += added.at[i];
+            x[v] = narrow(sum);
+            if (kRows == Rows::kAdd) store8(norm.hidden + source + at(v) * kVec, x[v]);
         }
-        squares = warp_sum(squares);
-        if (lane == 0) partial[buffer][warp] = squares;
-        __syncthreads();
-        squares = warp_sum(lane < static_cast<int>(blockDim.x) / kWarp ? partial[buffer][lane] : 0.0f);
-        const float scale = rsqrtf(squares / static_cast<float>(norm.n) + norm.eps);
+        squares += sum_of_squares(widen(x[v]));
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) partial[warp] = squares;
+    __syncthreads();
+    squares = warp_sum(lane < static_cast<int>(blockDim.x) / kWarp ? partial[lane] : 0.0f);
+    const float scale = rsqrtf(squares / static_cast<float>(norm.n) + norm.eps);
 #pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
-            const int vec = threadIdx.x + v * blockDim.x;
-            if (vec >= vecs) continue;
-            Float8 wide = widen(x[v]);
+    for (int v = 0; v < kVecs; ++v) {
+        if (at(v) >= vecs) continue;
+        if (!kReadAhead) weight = load_floats(norm.weight + at(v) * kVec);
+        Float8 wide = widen(x[v]);
 #pragma unroll
-            for (int i = 0; i < kVec; ++i) wide.at[i] *= scale * weight[v].at[i];
-            store8(norm.out + static_cast<int64_t>(row) * norm.n + vec * kVec, narrow(wide));
-        }
+        for (int i = 0; i < kVec; ++i) wide.at[i] *= scale * weight.at[i];
+        store8(norm.out + static_cast<int64_t>(row) * norm.n + at(v) * kVec, narrow(wide));
     }
 }
 
@@ -142,9 +141,23 @@ __device__ __forceinline__ Rotation rotation(int unit, int pairs) {
     return {2 * unit, 2 * unit + 1, false};
 }
 
-struct HeadPair {
-    Bf16x8 first;
-    Bf16x8 second;
+struct Projection {
+    bf16* qkv;
+    int heads;
+    int lanes_log2;
+    int pairs;
+};
+
+struct RowPlace {
+    const int* positions;
+    const int* slots;
+    const float2* frequencies;
+};
+
+struct HeadNorm {
+    const float* q_weight;
+    const float* k_weight;
+    float eps;
 };
 
 struct KvCache {
@@ -158,6 +171,86 @@ struct KvCache {
 __device__ __forceinline__ int64_t cache_offset(const KvCache& cache, int slot, int kv_head) {
     const int block = slot / cache.block_size, token = slot % cache.block_size;
     return ((static_cast<int64_t>(block) * cache.kv_heads + kv_head) * cache.block_size + token) * cache.dim;
+}
+
+// Normalises two vectors of a head whose others are in the `lanes` neighbouring lanes.
+__device__ __forceinline__ void norm_head(Float8& a, Float8& b, const float* weight, const Rotation& at, int lanes, int dim,
+                                          float eps) {
+    float squares = sum_of_squares(a) + sum_of_squares(b);
+    for (int offset = lanes / 2; offset > 0; offset /= 2) squares += __shfl_xor_sync(kAllLanes, squares, offset);
+    if (weight == nullptr) return;
+    const float scale = rsqrtf(squares / static_cast<float>(dim) + eps);
+    const Float8 wa = load_floats(weight + at.first * kVec), wb = load_floats(weight + at.second * kVec);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+        a.at[i] *= scale * wa.at[i];
+        b.at[i] *= scale * wb.at[i];
+    }
+}
+
+template <bool kNorm>
+__device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace& place, const HeadNorm& norm,
+                                           const KvCache& cache) {
+    extern __shared__ float2 angles[];
+    pdl_launch();
+    const int lanes = 1 << in.lanes_log2;
+    const int group = threadIdx.x >> in.lanes_log2, groups = blockDim.x >> in.lanes_log2;
+    const int unit = threadIdx.x & (lanes - 1);
+    const bool in_head = unit < cache.dim / (2 * kVec);
+    const Rotation at = rotation(unit, in.pairs);
+    const int rotated_heads = in.heads + cache.kv_heads, all_heads = rotated_heads + cache.kv_heads;
+    float2 frequency = make_float2(0.0f, 0.0f);
+    if (threadIdx.x < in.pairs) frequency = place.frequencies[threadIdx.x];
+    pdl_wait();
+
+    const int row = blockIdx.x;
+    bf16* const heads_of_row = in.qkv + static_cast<int64_t>(row) * all_heads * cache.dim;
+    const int slot = place.slots[row], position = place.positions[row];
+    if (threadIdx.x < in.pairs) angles[threadIdx.x] = cos_sin(position, frequency);
+    for (int pair = threadIdx.x + blockDim.x; pair < in.pairs; pair += blockDim.x) {
+        angles[pair] = cos_sin(position, place.frequencies[pair]);
+    }
+
+    // All lanes of a warp make the same number of turns, for the shuffles.
+    for (int base = 0; base < all_heads; base += groups) {
+        const int head = base + group;
+        const bool mine = in_head && head < all_heads;
+        bf16* const from = heads_of_row + head * cache.dim;
+        Bf16x8 first{}, second{};
+        if (mine) {
+            first = load8(from + at.first * kVec);
+            second = load8(from + at.second * kVec);
+        }
+        // The first head's loads are under way while the angles are made.
+        if (base == 0) __syncthreads();
+        if (kNorm || head < rotated_heads) {
+            Float8 a = widen(first), b = widen(second);
+            if (kNorm) {
+                const float* weight = head < in.heads ? norm.q_weight : norm.k_weight;
+                norm_head(a, b, mine && head < rotated_heads ? weight : nullptr, at, lanes, cache.dim, norm.eps);
+            }
+            if (mine && at.rotated && head < rotated_heads) {
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    const float2 angle = angles[at.first * kVec + i];
+                    const float x = a.at[i], y = b.at[i];
+                    a.at[i] = x * angle.x - y * angle.y;
+                    b.at[i] = y * angle.x + x * angle.y;
+                }
+            }
+            first = narrow(a);
+            second = narrow(b);
+        }
+        bf16* to = from;
+        if (head >= in.heads) {
+            if (slot < 0) continue;
+            const bool is_v = head >= rotated_heads;
+            to = (is_v ? cache.v : cache.k) + cache_offset(cache, slot, head - (is_v ? rotated_heads : in.heads));
+        }
+        if (!mine) continue;
+        store8(to + at.first * kVec, first);
+        store8(to + at.second * kVec, second);
+    }
 }
 
 }  // namespace
@@ -181,14 +274,14 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 #define NORM_KERNELS(NAME, ROWS)                                                                                        \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        NAME##_1(bf16* hidden, const bf16* delta, const int* gather, const float* weight, bf16* out, int rows, int n,   \
+        NAME##_1(bf16* hidden, const bf16* delta, const int* gather, const float* weight, bf16* out, int n,             \
                  float eps) {                                                                                           \
-        norm_rows<ROWS, 1>({hidden, delta, gather, weight, out, rows, n, eps});                                         \
+        norm_row<ROWS, 1>({hidden, delta, gather, weight, out, n, eps});                                                \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        NAME##_2(bf16* hidden, const bf16* delta, const int* gather, const float* weight, bf16* out, int rows, int n,   \
+        NAME##_2(bf16* hidden, const bf16* delta, const int* gather, const float* weight, bf16* out, int n,             \
                  float eps) {                                                                                           \
-        norm_rows<ROWS, 2>({hidden, delta, gather, weight, out, rows, n, eps});                                         \
+        norm_row<ROWS, 2>({hidden, delta, gather, weight, out, n, eps});                                                \
     }
 
 // out = x * rsqrt(mean(x^2) + eps) * weight, where x is hidden, or hidden + delta rounded to bf16 (and then stored to
@@ -197,95 +290,21 @@ NORM_KERNELS(rms_norm, Rows::kPlain)
 NORM_KERNELS(add_rms_norm, Rows::kAdd)
 NORM_KERNELS(add_rms_norm_gathered, Rows::kGathered)
 
-// From a row of the fused projection, [heads + 2 kv_heads][dim]: q and k normalised per head (unless the weights are null)
-// and rotated, element i with i + pairs; q back into its place, k and v into the cache at the row's slot. One block a row;
-// `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs float2.
-extern "C" __global__ void __launch_bounds__(1024)
-    qk_norm_rope_kv_write(bf16* qkv, const int* positions, const int* slots, const float2* frequencies,
-                          const float* q_weight, const float* k_weight, float eps, bf16* k_cache, bf16* v_cache, int heads,
-                          int kv_heads, int dim, int pairs, int block_size, int lanes_log2) {
-    extern __shared__ float2 angles[];
-    pdl_launch();
-    const KvCache cache{k_cache, v_cache, kv_heads, block_size, dim};
-    const int lanes = 1 << lanes_log2;
-    const int group = threadIdx.x >> lanes_log2, groups = blockDim.x >> lanes_log2;
-    const int unit = threadIdx.x & (lanes - 1);
-    const bool in_head = unit < dim / (2 * kVec);
-    const Rotation at = rotation(unit, pairs);
-    const int all_heads = heads + 2 * kv_heads;
-    float2 frequency = make_float2(0.0f, 0.0f);
-    if (threadIdx.x < pairs) frequency = frequencies[threadIdx.x];
-    pdl_wait();
-
-    const int row = blockIdx.x;
-    bf16* const heads_of_row = qkv + static_cast<int64_t>(row) * all_heads * dim;
-    const int position = positions[row], slot = slots[row];
-    const auto load = [&](int head) {
-        HeadPair pair{};
-        if (in_head && head < all_heads) {
-            pair = {load8(heads_of_row + head * dim + at.first * kVec), load8(heads_of_row + head * dim + at.second * kVec)};
-        }
-        return pair;
-    };
-    HeadPair next = load(group);
-    if (threadIdx.x < pairs) angles[threadIdx.x] = cos_sin(position, frequency);
-    for (int pair = threadIdx.x + blockDim.x; pair < pairs; pair += blockDim.x) {
-        angles[pair] = cos_sin(position, frequencies[pair]);
+#define ROPE_KERNEL(NAME, NORM, REGISTERS)                                                                              \
+    extern "C" __global__ void __maxnreg__(REGISTERS)                                                                   \
+        NAME(bf16* qkv, const int* positions, const int* slots, const float2* frequencies, const float* q_weight,       \
+             const float* k_weight, float eps, bf16* k_cache, bf16* v_cache, int heads, int kv_heads, int dim,          \
+             int pairs, int block_size, int lanes_log2) {                                                               \
+        rotate_row<NORM>({qkv, heads, lanes_log2, pairs}, {positions, slots, frequencies}, {q_weight, k_weight, eps},   \
+                         {k_cache, v_cache, kv_heads, block_size, dim});                                                \
     }
-    __syncthreads();
 
-    // All lanes of a warp make the same number of turns, for the shuffles.
-    for (int base = 0; base < all_heads; base += groups) {
-        const int head = base + group;
-        HeadPair current = next;
-        next = load(head + groups);
-        const bool is_v = head >= heads + kv_heads;
-        if (q_weight != nullptr || !is_v) {
-            Float8 a = widen(current.first), b = widen(current.second);
-            if (q_weight != nullptr) {
-                float squares = sum_of_squares(a) + sum_of_squares(b);
-                for (int offset = lanes / 2; offset > 0; offset /= 2) {
-                    squares += __shfl_xor_sync(kAllLanes, squares, offset);
-                }
-                const float scale = rsqrtf(squares / static_cast<float>(dim) + eps);
-                if (in_head && !is_v) {
-                    const float* weight = head < heads ? q_weight : k_weight;
-                    const Float8 wa = load_floats(weight + at.first * kVec), wb = load_floats(weight + at.second * kVec);
-#pragma unroll
-                    for (int i = 0; i < kVec; ++i) {
-                        a.at[i] *= scale * wa.at[i];
-                        b.at[i] *= scale * wb.at[i];
-                    }
-                }
-            }
-            if (!is_v) {
-                if (at.rotated) {
-#pragma unroll
-                    for (int i = 0; i < kVec; ++i) {
-                        const float2 angle = angles[at.first * kVec + i];
-                        const float x = a.at[i], y = b.at[i];
-                        a.at[i] = x * angle.x - y * angle.y;
-                        b.at[i] = y * angle.x + x * angle.y;
-                    }
-                }
-                current = {narrow(a), narrow(b)};
-            }
-        }
-        if (!in_head || head >= all_heads) continue;
-        bf16* to;
-        if (head < heads) {
-            to = heads_of_row + head * dim;
-        } else if (slot < 0) {
-            continue;
-        } else if (is_v) {
-            to = cache.v + cache_offset(cache, slot, head - heads - kv_heads);
-        } else {
-            to = cache.k + cache_offset(cache, slot, head - heads);
-        }
-        store8(to + at.first * kVec, current.first);
-        store8(to + at.second * kVec, current.second);
-    }
-}
+// From a row of the fused projection, [heads + 2 kv_heads][dim]: q and k rotated, element i with i + pairs, or normalised per
+// head and then rotated; q back into its place, k and v into the cache at the row's slot. One block a row;
+// `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs float2. The registers are
+// capped for more rows at once.
+ROPE_KERNEL(rope_kv_write, false, 40)
+ROPE_KERNEL(qk_norm_rope_kv_write, true, 40)
 
 // out[row][i] = silu(gate_up[row][i]) * gate_up[row][inner + i]. Blocks of a row follow each other: gridDim.x is rows times
 // ceil(inner / 8 / blockDim.x).

@@ -16,6 +16,7 @@ pub struct FusedKernels {
     rms_norm: [Function; 2],
     add_rms_norm: [Function; 2],
     add_rms_norm_gathered: [Function; 2],
+    rope_kv_write: Function,
     qk_norm_rope_kv_write: Function,
     silu_mul: Function,
     gather_rows: Function,
@@ -38,8 +39,8 @@ pub struct GpuTokens<'a> {
 
 /// Weight `[n]` of a norm and what is added to the mean square.
 ///
-/// The weight is `f32`: it costs nothing beside the rows (a block reads it once for many), and weights that are stored as
-/// their difference from 1 lose nothing when the 1 is added.
+/// The weight is `f32`: read from the cache it costs little beside the rows, and weights that are stored as their difference
+/// from 1 lose nothing when the 1 is added.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuNorm<'a> {
     /// `[n]`.
@@ -115,6 +116,7 @@ impl FusedKernels {
             rms_norm: both("rms_norm")?,
             add_rms_norm: both("add_rms_norm")?,
             add_rms_norm_gathered: both("add_rms_norm_gathered")?,
+            rope_kv_write: module.function("rope_kv_write")?,
             qk_norm_rope_kv_write: module.function("qk_norm_rope_kv_write")?,
             silu_mul: module.function("silu_mul")?,
             gather_rows: module.function("gather_rows")?,
@@ -225,18 +227,16 @@ impl FusedKernels {
             "norms are of a multiple of {VEC} elements up to {MAX_NORM}, not {n}"
         );
         let rows = out.len() / n;
-        let vecs = if n / VEC <= MAX_THREADS { 1 } else { 2 };
+        let many = rows > 4 * self.gpu.info().sm_count;
+        let vecs = if n / VEC > MAX_THREADS || many { 2 } else { 1 };
         let threads = (n / VEC).div_ceil(vecs).next_multiple_of(WARP);
-        // As many blocks as run at once: each reads the weight once.
-        let resident = self.gpu.info().sm_count * (RESIDENT_THREADS / threads).max(1);
-        let launch = Launch::new([rows.min(resident) as u32, 1, 1], threads as u32);
+        let launch = Launch::new([rows as u32, 1, 1], threads as u32);
         let args = [
             hidden,
             delta,
             gather,
             norm.weight.into(),
             out.into(),
-            int(rows),
             int(n),
             norm.eps.into(),
         ];
@@ -281,16 +281,16 @@ impl FusedKernels {
         let heads = width / dim;
         let lanes = (dim / (2 * VEC)).next_power_of_two();
         let threads = (heads * lanes).next_multiple_of(WARP).min(MAX_THREADS);
-        let (q_norm, k_norm, eps) = match norm {
+        let (kernel, q_norm, k_norm, eps) = match norm {
             Some(norm) => {
                 assert_eq!(
                     (norm.q.len(), norm.k.len()),
                     (dim, dim),
                     "norms are not [head_dim]"
                 );
-                (norm.q.ptr(), norm.k.ptr(), norm.eps)
+                (&self.qk_norm_rope_kv_write, norm.q.ptr(), norm.k.ptr(), norm.eps)
             }
-            None => (0, 0, 0.0),
+            None => (&self.rope_kv_write, 0, 0, 0.0),
         };
         let args = [
             qkv.into(),
@@ -310,7 +310,7 @@ impl FusedKernels {
             int(lanes.trailing_zeros() as usize),
         ];
         let launch = Launch::new([rows as u32, 1, 1], threads as u32).shared(pairs * size_of::<[f32; 2]>());
-        self.launch(&self.qk_norm_rope_kv_write, launch, &args)
+        self.launch(kernel, launch, &args)
     }
 
     /// `silu(gate) × up`: `gate_up` is `[tokens, 2 × inner]`, gate first, `out` `[tokens, inner]`; one rounding. Twin of
@@ -403,9 +403,6 @@ impl FusedKernels {
         unsafe { self.gpu.launch(kernel, launch.pdl(true), args) }
     }
 }
-
-/// Threads that norms keep on one multiprocessor.
-const RESIDENT_THREADS: usize = 1536;
 
 /// One block per row, one thread per vector as far as there are threads.
 fn per_row(rows: usize, vecs: usize) -> Launch {
