@@ -94,7 +94,6 @@ __device__ __forceinline__ float2 load_fresh2(const float* from) {
 struct Unit {
     int item;
     int tile;
-    int run;
     int split;
     int splits;
     int first_row;
@@ -140,7 +139,6 @@ struct Decode {
         if (unit.item >= header.items) return unit;
         const Item item = args.items[unit.item];
         const Run run = args.runs[item.run];
-        unit.run = item.run;
         unit.split = item.split;
         unit.first_row = run.first_row;
         unit.block_offset = run.block_offset;
