@@ -4,9 +4,9 @@
 // the columns of the other. The order of k within a product is free as long as both operands agree, so a lane takes 8
 // consecutive inputs where the instruction's layout would have it take 4 pairs: every access is 16 bytes wide.
 //
-// Weights pass through a ring in shared memory that works as a deeper register file: a lane copies exactly what it
-// reads itself, so a warp never waits for another one. The first stages, and prefetches to L2 behind them, are
-// requested before the wait for the kernel ahead: weights never change, and the memory stays busy between kernels.
+// Each warp has a ring of stages in shared memory for its weights, so warps never wait for each other but for the sums.
+// The first stages, and prefetches to L2 behind them, are requested before the wait for the kernel ahead: weights never
+// change, and the memory stays busy between kernels. Two kernels must fit on a multiprocessor for that.
 //
 // The 8 warps of a block are `row_warps` groups of features times as many parts of k as that leaves. The blocks of a
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
@@ -19,12 +19,17 @@ constexpr int kTile = 16;            // output features of a warp
 constexpr int kChunk = 64;           // inputs of a stage
 constexpr int kStages = 4;           // of a warp's ring
 constexpr int kLanePieces = 4;       // 16-byte pieces of a stage that a lane copies
-constexpr int kRowPieces = kChunk / 8;  // and of a chunk of a row of x
-constexpr int kRingBytes = kWarps * kStages * kLanePieces * kWarp * 16;
+constexpr int kRowPieces = kChunk / 8;  // and that a chunk of a row has
+constexpr int kRowBytes = kChunk * 2;
+constexpr int kRowsAtOnce = kWarp / kRowPieces;
+constexpr int kStageBytes = kTile * kRowBytes;
+constexpr int kRingBytes = kWarps * kStages * kStageBytes;
 constexpr int kInputBytes = 32 << 10;
+constexpr int kBuffers = 4;          // of x, where not all of it fits
 constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
 constexpr int kPrefetchBytes = 64 << 10;
 constexpr int kMostParts = 8;
+constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a phase
 
 enum Mode { kBf16 = 0, kF32 = 1, kSiluMul = 2 };
 
@@ -92,6 +97,11 @@ __device__ __forceinline__ void prefetch(const bf16* from, int bytes) {
 #endif
 }
 
+// Where a piece of a row of a chunk lies: the halves are swapped in odd rows against bank conflicts.
+__device__ __forceinline__ int swizzled(int row, int piece) {
+    return row * kRowBytes + (piece ^ ((row & 1) * (kRowPieces / 2))) * 16;
+}
+
 __device__ __forceinline__ void wait_all_async() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // How a problem is cut: the same in all threads of a cluster but for the warp's own coordinates.
@@ -116,7 +126,10 @@ struct Cut {
         const int chunk_bytes = p.m * kChunk * int(sizeof(bf16));
         const int largest = (chunks + size - 1) / size;
         phase = largest;
-        if (largest * chunk_bytes > kInputBytes) phase = max(kInputBytes / 2 / chunk_bytes / parts, 1) * parts;
+        if (largest * chunk_bytes > kInputBytes) {
+            phase = max(kInputBytes / kBuffers / chunk_bytes / parts, 1) * parts;
+            while (phase > parts && (end - begin) % phase != 0) phase -= parts;
+        }
     }
 
     // First weight of a row of this warp's tile; rows past the end repeat the last one and are not stored.
@@ -193,7 +206,7 @@ __device__ __forceinline__ void run(const Problem& p) {
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int group = lane / 4, quad = lane % 4;
-    uint4* ring = reinterpret_cast<uint4*>(shared) + warp * kStages * kLanePieces * kWarp + lane;
+    uint8_t* ring = shared + warp * kStages * kStageBytes;
     bf16* inputs = reinterpret_cast<bf16*>(shared + kRingBytes);
     float* sums = reinterpret_cast<float*>(shared + kRingBytes + kInputBytes);
 
@@ -202,12 +215,16 @@ __device__ __forceinline__ void run(const Problem& p) {
     const int size = cluster_size(), rank = cluster_rank();
     const int first_block = blockIdx.x / size, stride = gridDim.x / size;
 
-    // What this lane requests next.
+    // What this lane requests next: a piece of every fourth row, so that 8 lanes read whole lines.
     int next_block = first_block, next_chunk = cut.begin + cut.part, next_stage = 0;
-    const bf16 *low = nullptr, *high = nullptr;
+    const int fetch_row = lane / kRowPieces, fetch_piece = lane % kRowPieces;
+    uint8_t* const fetch_to = ring + swizzled(fetch_row, fetch_piece);
+    const bf16* rows_from[kLanePieces];
     auto enter_block = [&] {
-        low = cut.weights(p, next_block, group) + quad * 8;
-        high = cut.weights(p, next_block, group + 8) + quad * 8;
+#pragma unroll
+        for (int i = 0; i < kLanePieces; ++i) {
+            rows_from[i] = cut.weights(p, next_block, fetch_row + i * kRowsAtOnce) + fetch_piece * 8;
+        }
     };
     auto request = [&] {
         if (next_block < cut.blocks && next_chunk >= cut.end) {
@@ -216,15 +233,14 @@ __device__ __forceinline__ void run(const Problem& p) {
             if (next_block < cut.blocks) enter_block();
         }
         if (next_block < cut.blocks && next_chunk < cut.end) {
-            uint4* to = ring + next_stage * kLanePieces * kWarp;
-            const int at = next_chunk * kChunk;
-            copy_async(to, low + at, true);
-            copy_async(to + kWarp, high + at, true);
-            copy_async(to + 2 * kWarp, low + at + kChunk / 2, true);
-            copy_async(to + 3 * kWarp, high + at + kChunk / 2, true);
+            uint8_t* to = fetch_to + next_stage * kStageBytes;
+#pragma unroll
+            for (int i = 0; i < kLanePieces; ++i) {
+                copy_async(to + i * kRowsAtOnce * kRowBytes, rows_from[i] + next_chunk * kChunk, true);
+            }
             next_chunk += cut.parts;
         }
-        next_stage = (next_stage + 1) % kStages;
+        next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
         commit_async();
     };
     if (next_block < cut.blocks) enter_block();
@@ -242,14 +258,26 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
 
     pdl_wait();
+    // Phases of x: all in one, or a ring of buffers.
     const bool resident = cut.phase >= cut.end - cut.begin;
-    const int buffer = resident ? 0 : p.m * cut.phase * kChunk;
-    int odd = 0;
-    bool fresh = true;
-    int consumed = kStages;
-    if (first_block < cut.blocks) copy_inputs(inputs, p, cut, cut.begin);
+    const bool even = (cut.end - cut.begin) % cut.phase == 0;
+    const int buffer = p.m * cut.phase * kChunk;
+    int input_block = first_block, input_chunk = cut.begin, input_to = 0;
+    auto request_inputs = [&] {
+        if (input_block >= cut.blocks) return;
+        copy_inputs(inputs + input_to * buffer, p, cut, input_chunk);
+        input_to = (input_to + 1) % kBuffers;
+        input_chunk += cut.phase;
+        if (input_chunk >= cut.end) input_chunk = cut.begin, input_block += stride;
+    };
+    request_inputs();
+    if (!resident) {
+        for (int i = 2; i < kBuffers; ++i) request_inputs();
+    }
     wait_all_async();
     __syncthreads();
+    int odd = 0;
+    bool fresh = true;
 
     const bf16* row[Tiles];
     int swap[Tiles];
@@ -267,33 +295,34 @@ __device__ __forceinline__ void run(const Problem& p) {
         float acc[Tiles][4] = {};
         for (int first = cut.begin; first < cut.end; first += cut.phase) {
             if (!resident) {
+                // It was requested kBuffers - 1 phases ago, before that phase's first stage.
                 if (!fresh) {
-                    // This phase of x was requested before the request of the stage `consumed` stages back.
-                    if (consumed >= kStages) {
+                    if (!even) {
+                        wait_all_async();
+                    } else if (cut.phase >= kEnough * cut.parts) {
                         wait_async<kStages - 1>();
                     } else {
-                        wait_all_async();
+                        wait_async<kBuffers - 2>();
                     }
                     __syncthreads();
-                    odd ^= 1;
+                    odd = odd + 1 == kBuffers ? 0 : odd + 1;
                 }
                 fresh = false;
-                consumed = 0;
-                const bool wraps = first + cut.phase >= cut.end;
-                if (!wraps || block + stride < cut.blocks) {
-                    copy_inputs(inputs + (odd ^ 1) * buffer, p, cut, wraps ? cut.begin : first + cut.phase);
-                }
+                request_inputs();
             }
             const int last = min(first + cut.phase, cut.end);
             for (int chunk = first + cut.part; chunk < last; chunk += cut.parts) {
                 wait_async<kStages - 1>();
-                const uint4* from = ring + stage * kLanePieces * kWarp;
+                __syncwarp();
+                const uint8_t* from = ring + stage * kStageBytes;
                 uint4 w[kLanePieces];
 #pragma unroll
-                for (int i = 0; i < kLanePieces; ++i) w[i] = from[i * kWarp];
-                stage = (stage + 1) % kStages;
+                for (int i = 0; i < kLanePieces; ++i) {
+                    w[i] = *reinterpret_cast<const uint4*>(from + swizzled(group, quad + i / 2 * 4) + i % 2 * 8 * kRowBytes);
+                }
+                __syncwarp();
+                stage = stage + 1 == kStages ? 0 : stage + 1;
                 request();
-                ++consumed;
                 const int at = odd * buffer + (chunk - first) * kChunk;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {

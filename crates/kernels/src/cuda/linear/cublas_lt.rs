@@ -72,20 +72,25 @@ unsafe impl Send for CublasLt {}
 // SAFETY: by several at a time, too.
 unsafe impl Sync for CublasLt {}
 
+/// Whether the library is on this machine.
+pub(in crate::cuda) fn find() -> Result<(), GpuError> {
+    // SAFETY: it opens the library and calls nothing.
+    match unsafe { sys::is_culib_present() } {
+        true => Ok(()),
+        false => Err(GpuError::NoLibrary {
+            library: "libcublasLt.so.13".to_owned(),
+        }),
+    }
+}
+
 impl CublasLt {
     /// Opens the library.
     pub(super) fn open(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
         gpu.bind()?;
+        find()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: functions are called once the library is known to be there; a place to write to.
-        unsafe {
-            if !sys::is_culib_present() {
-                return Err(GpuError::NoLibrary {
-                    library: "libcublasLt.so.13".to_owned(),
-                });
-            }
-            check("cublasLtCreate", sys::cublasLtCreate(&mut handle))?;
-        }
+        // SAFETY: the library is there; a place to write to.
+        check("cublasLtCreate", unsafe { sys::cublasLtCreate(&mut handle) })?;
         Ok(Self {
             gpu: gpu.clone(),
             handle,

@@ -13,6 +13,7 @@ const TILE: usize = 16;
 const CHUNK: usize = 64;
 const RING_BYTES: usize = 64 << 10;
 const INPUT_BYTES: usize = 32 << 10;
+const BUFFERS: usize = 4;
 const PAD: usize = 4;
 const MOST_PARTS: usize = 8;
 
@@ -65,7 +66,7 @@ impl StreamKernels {
         if shape.m > MAX_ROWS || !shape.k.is_multiple_of(CHUNK) {
             return Vec::new();
         }
-        let all = [(2, 1), (4, 2), (8, 4), (8, 8), (8, 2), (4, 1), (4, 4), (8, 1)];
+        let all = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8)];
         let mut cuts: Vec<_> = all
             .map(|(row_warps, cluster)| Cut { row_warps, cluster })
             .into_iter()
@@ -85,7 +86,7 @@ impl StreamKernels {
             && (output != LinearOutput::SiluMul || cut.row_warps >= 2)
             && (cut.cluster == 1 || self.gpu.info().compute_capability >= (9, 0))
             && parts * cut.cluster <= MOST_PARTS
-            && 2 * shape.m * parts * CHUNK * 2 <= INPUT_BYTES
+            && BUFFERS * shape.m * parts * CHUNK * 2 <= INPUT_BYTES
             && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
     }
 
@@ -114,10 +115,10 @@ impl StreamKernels {
         ];
         let features = cut.row_warps * TILE / if output == LinearOutput::SiluMul { 2 } else { 1 };
         let blocks = shape.n.div_ceil(features);
-        // One wave, in which every cluster gets as many blocks of features as any other, give or take one.
+        // One wave over the whole GPU, even if fewer would do: two blocks on one multiprocessor while another has none would
+        // take twice as long.
         let clusters = (self.gpu.info().sm_count / cut.cluster).max(1);
-        let rounds = blocks.div_ceil(clusters);
-        let grid = blocks.div_ceil(rounds) * cut.cluster;
+        let grid = clusters.min(blocks) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
             .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
