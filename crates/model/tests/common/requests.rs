@@ -39,7 +39,7 @@ impl Request {
         let prompt = (0..rng.random_range(1..longest))
             .map(|_| rng.random_range(0..vocab as u32))
             .collect();
-        let options = match rng.random_range(0..3) {
+        let options = match rng.random_range(0..4) {
             0 => SamplingOptions {
                 temperature: Some(0.0),
                 ..Default::default()
@@ -49,8 +49,8 @@ impl Request {
                 top_p: Some(0.9),
                 ..Default::default()
             },
-            _ => SamplingOptions {
-                temperature: Some(1.2),
+            kind => SamplingOptions {
+                temperature: Some(if kind == 2 { 0.0 } else { 1.2 }),
                 top_k: Some(20),
                 repetition_penalty: Some(1.3),
                 frequency_penalty: Some(0.5),
@@ -202,10 +202,10 @@ pub fn serve(
             flights.push_back(flight);
             steps += 1;
         }
-        if flights.len() == how.depth || rng.random_bool(0.2) {
-            if let Some(flight) = flights.pop_front() {
-                finish(runner, requests, flight, &mut free, judge);
-            }
+        if (flights.len() == how.depth || rng.random_bool(0.2))
+            && let Some(flight) = flights.pop_front()
+        {
+            finish(runner, requests, flight, &mut free, judge);
         }
     }
     steps

@@ -2,4 +2,12 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod golden;
+mod memory;
+mod reference;
+mod rows;
+mod sampling;
+mod scheduling;
+mod setup;
+mod smollm2;
 mod weights;

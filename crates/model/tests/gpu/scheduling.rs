@@ -1,0 +1,149 @@
+//! Text must not depend on scheduling, as far as bf16 allows: see `reference`.
+
+use plimsoll_core::{Executor, RunInput, Scratch, StepLimits, TokenId};
+
+use crate::common::malformed::refuses_malformed_plans;
+use crate::common::requests::{Disturbance, Request, serve};
+use crate::common::{blocks, greedy_spec, plan, run};
+use crate::reference::{Judge, VOCAB, expected_texts};
+use crate::setup::{LIMITS, MODELS, Setup, gpu, load};
+
+/// Random batches of random chunks over random blocks, with preemptions; each step finished before the next is launched,
+/// or two in flight, the second continuing what the first samples.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn text_does_not_depend_on_scheduling() {
+    let gpu = gpu();
+    for (seed, name) in MODELS.iter().enumerate() {
+        let seed = seed as u64;
+        let model = load(&gpu, name);
+        let requests = Request::random(14, seed, VOCAB, 200);
+        let expected = expected_texts(name, &requests);
+        let mut judge = Judge::default();
+        for setup in Setup::all(1600) {
+            for depth in [1, 2] {
+                let how = Disturbance {
+                    block_size: setup.block_size,
+                    num_blocks: setup.num_blocks() as u32,
+                    max_tokens: LIMITS.max_num_batched_tokens,
+                    seed: seed + setup.block_size as u64,
+                    depth,
+                };
+                serve(
+                    &mut setup.build(&model),
+                    &mut requests.clone(),
+                    how,
+                    &mut |request, sampled| {
+                        let index = request.output.len();
+                        let what = format!(
+                            "{name}, {setup:?}, {depth} in flight, request {}, token {index}, {:?}",
+                            request.id, request.params
+                        );
+                        judge.judge(&what, sampled, &expected[request.id as usize][index])
+                    },
+                );
+            }
+        }
+        judge.finish(name);
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_malformed_plan_is_an_error_and_nothing_more() {
+    let model = load(&gpu(), "llama");
+    for enforce_eager in [false, true] {
+        let setup = Setup {
+            block_size: 8,
+            tokens: 64,
+            enforce_eager,
+        };
+        refuses_malformed_plans(&mut setup.build_for(&model, &crate::common::LIMITS, Scratch::Growable));
+    }
+}
+
+/// Steps finish in the order in which they were launched; the second may continue what the first samples; a third must
+/// wait.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn two_steps_may_be_in_flight() {
+    let gpu = gpu();
+    for name in MODELS {
+        let model = load(&gpu, name);
+        for setup in Setup::all(256) {
+            let prompt = [5, 6, 7];
+            let table = blocks(0..setup.num_blocks() as u32);
+            let step = |start: usize, index: usize, known: Option<TokenId>| {
+                let mut step = run(1, start, known.as_slice(), &table);
+                if known.is_none() {
+                    step.input = RunInput::LastSampled;
+                }
+                step.sample = Some(greedy_spec(index));
+                plan(vec![step])
+            };
+            let mut first = run(1, 0, &prompt, &table);
+            first.sample = Some(greedy_spec(0));
+            let first = plan(vec![first]);
+            let token =
+                |runner: &mut dyn Executor| runner.finish().unwrap().samples[0].as_ref().unwrap().token;
+
+            // One step after the other, its token known: the same arithmetic, so the same text.
+            let mut alone = setup.build(&model);
+            alone.launch(&first).unwrap();
+            let mut expected = vec![token(&mut alone)];
+            for index in 1..20 {
+                let known = Some(expected[index - 1]);
+                alone.launch(&step(2 + index, index, known)).unwrap();
+                expected.push(token(&mut alone));
+            }
+
+            let mut ahead = setup.build(&model);
+            ahead.launch(&first).unwrap();
+            let mut found = Vec::new();
+            for index in 1..20 {
+                ahead.launch(&step(2 + index, index, None)).unwrap();
+                let third = ahead
+                    .launch(&step(3 + index, index, None))
+                    .unwrap_err()
+                    .to_string();
+                assert!(third.contains("in flight"), "{third}");
+                assert!(ahead.logits(&first, &[]).is_err(), "beside a step in flight");
+                found.push(token(&mut ahead));
+            }
+            found.push(token(&mut ahead));
+            assert_eq!(found, expected, "{name}, {setup:?}");
+            assert!(ahead.finish().is_err(), "nothing is in flight");
+        }
+    }
+}
+
+/// More sampling rows than logits exist at one time, and more than the largest graph has.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn every_row_of_a_full_batch_samples() {
+    let gpu = gpu();
+    let model = load(&gpu, "llama");
+    for setup in Setup::all(4096) {
+        let limits = StepLimits {
+            max_num_seqs: 100,
+            ..LIMITS
+        };
+        let mut runner = setup.build_for(&model, &limits, Scratch::Growable);
+        let prompt = |id: u64| [id as TokenId + 3, 9];
+        let runs = (0..100).map(|id| {
+            let mut run = run(id, 0, &prompt(id), &blocks(id as u32..id as u32 + 1));
+            run.sample = Some(greedy_spec(0));
+            run
+        });
+        let all = runner.execute(&plan(runs.collect())).unwrap();
+        let requests: Vec<Request> = (0..100)
+            .map(|id| Request::greedy(id, prompt(id).to_vec(), 1))
+            .collect();
+        let expected = expected_texts("llama", &requests);
+        let mut judge = Judge::default();
+        for (sample, expected) in all.samples.iter().zip(&expected) {
+            judge.judge(&format!("{setup:?}"), sample.as_ref().unwrap(), &expected[0]);
+        }
+        judge.finish("a full batch");
+    }
+}

@@ -1,0 +1,102 @@
+//! Models and states on the GPU.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use plimsoll_core::{Scratch, StateConfig, StepError, StepLimits, StepPlan};
+use plimsoll_device::cuda::Gpu;
+use plimsoll_model::LoadOptions;
+use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
+
+use crate::common::{Oracle, golden_path, state_config};
+
+/// The tiny models whose heads have a size that the kernels know.
+pub(crate) const MODELS: [&str; 7] = [
+    "llama",
+    "llama3-tied-bf16",
+    "mistral-window",
+    "qwen2",
+    "qwen2-window",
+    "qwen3-f16",
+    "qwen3-sharded",
+];
+
+pub(crate) const BLOCK_SIZES: [usize; 3] = [8, 16, 32];
+
+/// Contexts of more than one tile of keys, batches between and on the sizes of graphs.
+pub(crate) const LIMITS: StepLimits = StepLimits {
+    max_num_batched_tokens: 512,
+    max_num_seqs: 24,
+    max_model_len: 256,
+};
+
+/// What was measured; a passing test shows it with `--nocapture`.
+#[expect(clippy::print_stdout, reason = "measurements, when asked for")]
+pub(crate) fn report(what: std::fmt::Arguments<'_>) {
+    println!("{what}");
+}
+
+/// The first GPU.
+pub(crate) fn gpu() -> Gpu {
+    Gpu::open(0).expect("an NVIDIA GPU")
+}
+
+pub(crate) fn load(gpu: &Gpu, name: &str) -> Arc<GpuModel> {
+    load_file(gpu, &golden_path(name))
+}
+
+pub(crate) fn load_file(gpu: &Gpu, path: &Path) -> Arc<GpuModel> {
+    GpuModel::load(path, LoadOptions::default(), gpu, &mut |_| ()).unwrap()
+}
+
+/// How to build a state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Setup {
+    pub(crate) block_size: usize,
+    /// Tokens that fit the cache.
+    pub(crate) tokens: usize,
+    pub(crate) enforce_eager: bool,
+}
+
+impl Setup {
+    pub(crate) fn num_blocks(&self) -> usize {
+        self.tokens / self.block_size
+    }
+
+    pub(crate) fn build(&self, model: &Arc<GpuModel>) -> GpuRunner {
+        self.build_for(model, &LIMITS, Scratch::Growable)
+    }
+
+    pub(crate) fn build_for(
+        &self,
+        model: &Arc<GpuModel>,
+        limits: &StepLimits,
+        scratch: Scratch,
+    ) -> GpuRunner {
+        let config = StateConfig {
+            scratch,
+            ..state_config(self.block_size, self.num_blocks())
+        };
+        let options = GpuOptions {
+            enforce_eager: self.enforce_eager,
+        };
+        model.build_state(&config, limits, options).unwrap()
+    }
+
+    /// Every block size, with graphs and without.
+    pub(crate) fn all(tokens: usize) -> impl Iterator<Item = Self> {
+        BLOCK_SIZES.into_iter().flat_map(move |block_size| {
+            [false, true].map(|enforce_eager| Self {
+                block_size,
+                tokens,
+                enforce_eager,
+            })
+        })
+    }
+}
+
+impl Oracle for GpuRunner {
+    fn logits(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Vec<f32>, StepError> {
+        Self::logits(self, plan, rows)
+    }
+}
