@@ -125,10 +125,12 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
         }
         if (idle) return;
         warp.finish_total();
-        if (item.partial < 0) {
-            warp.template write<S::kStride>(*this, sums, q_tile + warp.row * S::kStride);
+        // Read anew rather than kept in registers all the time.
+        const Base tile(args);
+        if (tile.item.partial < 0) {
+            warp.template write<S::kStride>(tile, sums, q_tile + warp.row * S::kStride);
         } else {
-            warp.write_partial(*this, sums);
+            warp.write_partial(tile, sums);
         }
     }
 
@@ -190,10 +192,10 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
 
 // Combines the partial results of a tile: a warp for each row.
 __device__ __forceinline__ void merge(const PrefillArgs& args, int head_dim, int tile_rows) {
-    const int kv_head = blockIdx.x % args.kv_heads;
-    const Item item = args.items[blockIdx.x / args.kv_heads];
+    const int kv_head = blockIdx.x;
+    const Item item = args.items[blockIdx.y];
     const Run run = args.runs[item.run];
-    const int row = blockIdx.y * (blockDim.x / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int row = blockIdx.z * (blockDim.x / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (row >= min(tile_rows, run.len * args.group - item.row)) return;
 
     const size_t step = size_t(args.kv_heads) * partial_floats(tile_rows, head_dim);
@@ -235,7 +237,7 @@ extern __shared__ __align__(16) char shared[];
 #define PACKED_ARGS \
     PrefillArgs { q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, block_shift, window, scale }
 
-// Grid: items x KV heads.
+// Grid: KV heads x items.
 #define PREFILL(D)                                                                                    \
     extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) attention_prefill_##D(ARGS) { \
         pdl_wait();                                                                                   \
@@ -267,7 +269,7 @@ HOPPER_PREFILL(64)
 HOPPER_PREFILL(128)
 HOPPER_PREFILL(256)
 
-// Grid: merges x KV heads, rows of a tile / warps of a block.
+// Grid: KV heads x merges x (rows of a tile / warps of a block).
 extern "C" __global__ void __launch_bounds__(256) attention_prefill_merge(ARGS, int head_dim, int tile_rows) {
     pdl_wait();
     pdl_launch();

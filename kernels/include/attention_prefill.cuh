@@ -44,32 +44,42 @@ struct QueryTile {
     const PrefillArgs args;
     const Item item;
     const Run run;
-    const int kv_head;
+    const int origin;  // what its first row would be if the run began at position 0
 
     __device__ __forceinline__ explicit QueryTile(const PrefillArgs& args)
         : args(args),
-          item(args.items[blockIdx.x / args.kv_heads]),
+          item(args.items[blockIdx.y]),
           run(args.runs[item.run]),
-          kv_head(blockIdx.x % args.kv_heads) {}
+          origin((run.context_end - run.len) * args.group + item.row) {}
+
+    // Read where it is used (volatile): the large kernels have no register to keep it in.
+    __device__ __forceinline__ static int kv_head() {
+        int x;
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+        return x;
+    }
 
     // Rows that exist.
     __device__ __forceinline__ int rows() const { return min(Rows, run.len * args.group - item.row); }
 
     __device__ __forceinline__ int position(int row) const {
-        return run.context_end - run.len + (item.row + row) / args.group;
+        int group = args.group;
+        // Hidden from the compiler, which would keep the group's reciprocal in registers throughout.
+        asm volatile("" : "+r"(group));
+        return (origin + row) / group;
     }
 
     // Offset of a row of the tile in a matrix of tokens.
     __device__ __forceinline__ size_t offset(int row, int stride) const {
         const int at = item.row + row;
-        return size_t(run.first_row + at / args.group) * stride + (kv_head * args.group + at % args.group) * D;
+        return size_t(run.first_row + at / args.group) * stride + (kv_head() * args.group + at % args.group) * D;
     }
 
     // Row of the cache, in units of a head, of the eight keys from `key` on; keys that nothing may read have none.
     __device__ __forceinline__ int cache_row(int key) const {
         if (key + 8 <= item.begin || key >= item.end) return 0;
         const int block = args.blocks[run.block_offset + (key >> args.block_shift)];
-        return ((block * args.kv_heads + kv_head) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
+        return ((block * args.kv_heads + kv_head()) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
     }
 
     // Whether a key is the item's. Others become zero in shared memory: what a block's unused slots hold must not even be
@@ -77,7 +87,7 @@ struct QueryTile {
     __device__ __forceinline__ bool wanted(int key) const { return key >= item.begin && key < item.end; }
 
     __device__ __forceinline__ float* partial() const {
-        return args.scratch + (size_t(item.partial) * args.kv_heads + kv_head) * partial_floats(Rows, D);
+        return args.scratch + (size_t(item.partial) * args.kv_heads + kv_head()) * partial_floats(Rows, D);
     }
 };
 

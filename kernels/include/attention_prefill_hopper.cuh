@@ -93,7 +93,7 @@ struct HopperPrefill : QueryTile<D, 128> {
     __device__ __forceinline__ void load(const bf16* cache, int tile, int rows, bf16* to) const {
         constexpr int kChunks = D / 8, kRowsAtOnce = kWarpGroup / kChunks;
         const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-#pragma unroll 4
+#pragma unroll 2
         for (int i = row; i < kKeys; i += kRowsAtOnce) {
             const bf16* from = cache + size_t(__shfl_sync(kAllLanes, rows, i / 8) + i % 8) * D + chunk * 8;
             copy_async(swizzled(to + chunk / 8 * kPanel, i, chunk % 8), from, this->wanted(tile * kKeys + i));

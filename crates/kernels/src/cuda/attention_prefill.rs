@@ -374,7 +374,7 @@ impl PrefillKernels {
             (dim as i32).into(),
             (kernel.rows as i32).into(),
         ];
-        let launch = Launch::new([(plan.items * kv_heads) as u32, 1, 1], kernel.threads as u32)
+        let launch = Launch::new([kv_heads as u32, plan.items as u32, 1], kernel.threads as u32)
             .shared(kernel.shared)
             .pdl(true);
         // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
@@ -385,9 +385,9 @@ impl PrefillKernels {
         params[5] = merges.into();
         let rows_of_block = MERGE_THREADS / 32;
         let grid = [
-            (plan.merges * kv_heads) as u32,
+            kv_heads as u32,
+            plan.merges as u32,
             (kernel.rows / rows_of_block) as u32,
-            1,
         ];
         let launch = Launch::new(grid, MERGE_THREADS as u32).pdl(true);
         // SAFETY: as above.
