@@ -10,6 +10,7 @@ use reqwest::header::HeaderValue;
 
 use crate::bench::{LatencyArgs, ServeBenchArgs, ThroughputArgs};
 use crate::bytes::Bytes;
+use crate::device::DeviceChoice;
 
 /// Where `plimsoll serve` without MODEL gets its model.
 pub const DEFAULT_MODEL: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
@@ -22,7 +23,8 @@ Every flag of serve can also stand in the file given by --config (TOML, key = fl
 environment (PLIMSOLL_MAX_NUM_SEQS=8). The later wins: defaults, file, environment, flags.
 
 Exit codes: 0 done, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
-4 it does not fit the memory, 5 the address cannot be bound, 6 requests were cut off by the drain timeout.";
+4 it does not fit the memory, 5 the address cannot be bound, 6 requests were cut off by the drain timeout, \
+7 the GPU cannot be used.";
 
 /// Serves large language models, and measures its own load line first.
 #[derive(Debug, Parser)]
@@ -88,6 +90,9 @@ pub struct EngineArgs {
     /// Which model.
     #[command(flatten)]
     pub model: ModelArgs,
+    /// Where it runs.
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// How much at once.
     #[command(flatten)]
     pub limits: LimitArgs,
@@ -157,6 +162,37 @@ impl ModelArgs {
     }
 }
 
+/// Where the model runs.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Device")]
+pub struct DeviceArgs {
+    /// Where the model runs: cpu, cuda, cuda:N (the N-th GPU from 0), or auto (the first GPU if it can be used)
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    pub device: DeviceChoice,
+    /// Number format of weights and activations; auto: bfloat16 on a GPU, what the model has on a CPU
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "DTYPE",
+        hide_possible_values = true
+    )]
+    pub dtype: DType,
+    /// Launch every kernel by itself instead of replaying CUDA graphs: slower, but starts at once
+    #[arg(long, overrides_with = "no_enforce_eager")]
+    enforce_eager: bool,
+    /// Replay decode steps as CUDA graphs (the default)
+    #[arg(long, overrides_with = "enforce_eager", hide = true)]
+    no_enforce_eager: bool,
+}
+
+impl DeviceArgs {
+    /// Whether there shall be no CUDA graphs.
+    pub fn enforce_eager(&self) -> bool {
+        self.enforce_eager
+    }
+}
+
 /// How much is worked on at once.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Limits")]
@@ -164,12 +200,12 @@ pub struct LimitArgs {
     /// Prompt plus output tokens of one request [default: what the model was trained for]
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     pub max_model_len: Option<usize>,
-    /// Requests that run at once
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = positive)]
-    pub max_num_seqs: usize,
-    /// Tokens computed in one step; longer prompts are computed in chunks
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = positive)]
-    pub max_num_batched_tokens: usize,
+    /// Requests that run at once [default: 32; 256 on a GPU]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub max_num_seqs: Option<usize>,
+    /// Tokens computed in one step; longer prompts are computed in chunks [default: 512; 8192 on a GPU]
+    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    pub max_num_batched_tokens: Option<usize>,
     /// Tokens per block of the KV cache: 8, 16 or 32
     #[arg(long, value_name = "TOKENS", default_value_t, value_parser = block_size)]
     pub block_size: BlockSize,
@@ -179,7 +215,8 @@ pub struct LimitArgs {
     /// Compute every prompt anew
     #[arg(long, overrides_with = "enable_prefix_caching")]
     no_enable_prefix_caching: bool,
-    /// Number format of the KV cache: float16, float32, or auto (float16 unless all weights are float32)
+    /// Number format of the KV cache: float16, float32, or auto (float16 unless all weights are float32); on a GPU
+    /// bfloat16
     #[arg(
         long,
         value_enum,
@@ -191,9 +228,12 @@ pub struct LimitArgs {
     /// Seeds dummy weights, benchmark prompts and requests without a seed [default: 0; requests: random]
     #[arg(long, value_name = "SEED")]
     pub seed: Option<u64>,
-    /// Threads that compute [default: as many as this process may use]
+    /// Threads that compute on a CPU [default: as many as this process may use]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
+    /// Raises what `--max-num-seqs` comes to, for who knows how many requests there will be.
+    #[arg(skip)]
+    pub least_num_seqs: usize,
 }
 
 impl LimitArgs {
@@ -212,9 +252,13 @@ impl LimitArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Memory")]
 pub struct MemoryArgs {
-    /// Bytes this server may use, such as 8GiB [default: measured: cgroup limit or available memory]
+    /// Bytes this server may use, such as 8GiB [default: the whole GPU; on a CPU measured: cgroup limit or available
+    /// memory]
     #[arg(long, value_name = "BYTES")]
     pub device_memory: Option<Bytes>,
+    /// The same as a part of the GPU's memory, at most 1.0
+    #[arg(long, value_name = "FRACTION", value_parser = fraction, conflicts_with = "device_memory")]
+    pub gpu_memory_utilization: Option<MemFraction>,
     /// Part of the memory left after weights and worst step that the KV cache gets, at most 1.0
     #[arg(long, value_name = "FRACTION", default_value = "0.95", value_parser = fraction)]
     pub mem_fraction: MemFraction,
@@ -296,6 +340,24 @@ pub enum KvDtype {
     Float32,
     /// 16 bits, IEEE.
     Float16,
+    /// 16 bits with the range of 32.
+    Bfloat16,
+}
+
+/// `--dtype`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum DType {
+    /// What suits the device.
+    #[default]
+    Auto,
+    /// 16 bits with the range of 32.
+    Bfloat16,
+    /// 16 bits, IEEE.
+    #[value(alias = "half")]
+    Float16,
+    /// 32 bits.
+    #[value(alias = "float")]
+    Float32,
 }
 
 /// `--log-format`.

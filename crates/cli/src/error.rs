@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use plimsoll_core::Oom;
 use plimsoll_device::capacity::CapacityError;
+use plimsoll_device::cuda::GpuError;
 use plimsoll_model::ModelError;
 use plimsoll_profiler::ProfileError;
 use plimsoll_server::ServeError;
@@ -48,9 +49,12 @@ pub enum Error {
     Model(ModelError),
     /// The weights alone are too large.
     #[error(
-        "the weights do not fit: {0}; give more with --device-memory, or choose a smaller or quantised model"
+        "the weights do not fit: {0}; choose a smaller or quantised model, or give it more memory (--device-memory, --device)"
     )]
     WeightsDoNotFit(Oom),
+    /// The GPU.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     /// The tokenizer or the chat template.
     #[error(transparent)]
     Text(#[from] TextError),
@@ -114,6 +118,7 @@ impl Error {
             Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
             Self::Bind { .. } => 5,
             Self::CutOff { .. } => 6,
+            Self::Gpu(_) => 7,
             Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) | Self::Bench(_) => 1,
             Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
         }
@@ -124,6 +129,7 @@ impl From<ModelError> for Error {
     fn from(error: ModelError) -> Self {
         match error {
             ModelError::Oom(oom) => Self::WeightsDoNotFit(oom),
+            ModelError::Gpu(error) => Self::Gpu(error),
             error => Self::Model(error),
         }
     }

@@ -218,10 +218,10 @@ mod tests {
         let argv = format!("plimsoll serve --port 3 --config {}", file.path().display());
         let args = serve(&argv, &[("PLIMSOLL_PORT", "2"), ("PLIMSOLL_MAX_NUM_SEQS", "2")]).unwrap();
         assert_eq!(args.server.port, 3);
-        assert_eq!(args.engine.limits.max_num_seqs, 2);
+        assert_eq!(args.engine.limits.max_num_seqs, Some(2));
         assert_eq!(args.engine.limits.block_size.tokens(), 8);
         assert_eq!(args.server.served_model_name.unwrap(), ["a", "b"]);
-        assert_eq!(args.engine.limits.max_num_batched_tokens, 512);
+        assert_eq!(args.engine.limits.max_num_batched_tokens, None);
     }
 
     #[test]
@@ -296,7 +296,7 @@ mod tests {
         let args::Command::Profile(args) = parse(argv, environment).unwrap().command else {
             panic!("not profile")
         };
-        assert_eq!(args.limits.max_num_seqs, 2);
+        assert_eq!(args.limits.max_num_seqs, Some(2));
     }
 
     #[test]

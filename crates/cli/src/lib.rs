@@ -4,6 +4,7 @@
 pub mod args;
 pub mod bench;
 mod bytes;
+pub mod device;
 pub mod error;
 pub mod hub;
 pub mod layers;

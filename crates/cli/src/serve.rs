@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_core::Meters;
-use plimsoll_device::Budget;
 use plimsoll_engine::Drained;
 use plimsoll_model::GenerationConfig;
 use plimsoll_profiler::Report;
@@ -16,9 +15,10 @@ use plimsoll_text::ChatTemplate;
 use tokio::net::{TcpSocket, lookup_host};
 
 use crate::args::{EngineArgs, ServeArgs, ServerArgs};
+use crate::device::Device;
 use crate::error::Error;
 use crate::source::{Source, resolve};
-use crate::start::{Loaded, Ready, Text, budget};
+use crate::start::{Loaded, Ready, Text};
 
 /// Connections the operating system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
@@ -28,10 +28,9 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     // An address that is taken is found out now, not after minutes of loading; it refuses connections until it listens.
     let socket = bind(&args.server).await?;
     let source = resolve(&args.engine.model).await?;
-    let budget = budget(&source, &args.engine)?;
     let (state, report) = {
-        let (args, budget) = (args.clone(), budget.clone());
-        let work = move || prepare(&source, &args, budget);
+        let args = args.clone();
+        let work = move || prepare(&source, &args);
         tokio::task::spawn_blocking(work)
             .await
             .map_err(std::io::Error::other)??
@@ -59,8 +58,10 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
 /// Measures what fits, and says so.
 pub async fn profile(args: EngineArgs) -> Result<(), Error> {
     let source = resolve(&args.model).await?;
-    let budget = budget(&source, &args)?;
-    let work = move || Loaded::new(&source, &args, budget)?.profile(&args);
+    let work = move || {
+        let device = Device::open(&source, &args)?;
+        Loaded::new(&source, &args, device)?.profile(&args)
+    };
     let report = tokio::task::spawn_blocking(work)
         .await
         .map_err(std::io::Error::other)??;
@@ -69,8 +70,9 @@ pub async fn profile(args: EngineArgs) -> Result<(), Error> {
 }
 
 /// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
-pub fn prepare(source: &Source, args: &ServeArgs, budget: Budget) -> Result<(AppState, Report), Error> {
-    let loaded = Loaded::new(source, &args.engine, budget.clone())?;
+pub fn prepare(source: &Source, args: &ServeArgs) -> Result<(AppState, Report), Error> {
+    let device = Device::open(source, &args.engine)?;
+    let loaded = Loaded::new(source, &args.engine, device.clone())?;
     let Ready { engine, report, .. } = loaded.start(&args.engine, args.server.max_queue)?;
     let Text {
         tokenizer,
@@ -96,7 +98,7 @@ pub fn prepare(source: &Source, args: &ServeArgs, budget: Budget) -> Result<(App
     };
     let memory = DeviceMemory {
         report: serde_json::to_value(&report).expect("a report is JSON"),
-        budget,
+        device,
     };
     let options = ServerOptions {
         max_body_bytes: usize::try_from(args.server.max_body_size.0).unwrap_or(usize::MAX),
@@ -111,7 +113,7 @@ pub fn prepare(source: &Source, args: &ServeArgs, budget: Budget) -> Result<(App
 /// What `/memory` shows.
 struct DeviceMemory {
     report: serde_json::Value,
-    budget: Budget,
+    device: Device,
 }
 
 impl Memory for DeviceMemory {
@@ -120,7 +122,7 @@ impl Memory for DeviceMemory {
     }
 
     fn meters(&self) -> Meters {
-        self.budget.meters()
+        self.device.meters()
     }
 }
 

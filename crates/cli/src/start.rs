@@ -4,30 +4,51 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use plimsoll_core::{Component, Executor, KvConfig, StepLimits, TokenId};
-use plimsoll_device::{Budget, capacity};
+use plimsoll_core::{Executor, KvConfig, StepLimits, TokenId};
+use plimsoll_device::Budget;
 use plimsoll_engine::{EngineConfig, EngineHandle};
-use plimsoll_model::{GenerationConfig, GgufFile, KvCacheDtype, LoadOptions, Model};
+use plimsoll_kernels::WeightType;
+use plimsoll_model::cuda::{GpuModel, GpuOptions};
+use plimsoll_model::{GenerationConfig, GgufFile, KvCacheDtype, LoadOptions, Model, ModelConfig};
 use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Proved, Report, Target, profile};
 use plimsoll_sim::SimModel;
 use plimsoll_text::{ChatTemplate, Tokenizer};
 
 use crate::args::{EngineArgs, KvDtype, LoadFormat};
 use crate::bytes::Bytes;
+use crate::device::Device;
 use crate::error::Error;
 use crate::progress::{ProfileProgress, bytes_bar};
 use crate::source::Source;
-use crate::target::{ModelTarget, SIM_KV_BYTES_PER_TOKEN, SimTarget};
+use crate::target::{GpuTarget, ModelTarget, SIM_KV_BYTES_PER_TOKEN, SimTarget};
 
 /// Context length of the simulated model.
 const SIM_MODEL_LEN: usize = 8192;
 
-/// Bytes the simulated device has unless `--device-memory` says more or less.
-const SIM_DEVICE_BYTES: u64 = 4 << 30;
-
 /// A KV cache of more tokens than this is of no use at the speed of a CPU, but would take the machine's memory from
 /// everybody else. `--max-total-token-num` may ask for more.
 const USEFUL_TOKENS: usize = 1 << 17;
+
+/// What suits a device where nobody says.
+#[derive(Clone, Copy, Debug)]
+struct Defaults {
+    max_num_seqs: usize,
+    max_num_batched_tokens: usize,
+    /// One where the executor computes inside `launch`; on a GPU the host prepares the next step meanwhile.
+    steps_in_flight: usize,
+}
+
+const CPU: Defaults = Defaults {
+    max_num_seqs: 32,
+    max_num_batched_tokens: 512,
+    steps_in_flight: 1,
+};
+
+const GPU: Defaults = Defaults {
+    max_num_seqs: 256,
+    max_num_batched_tokens: 8192,
+    steps_in_flight: 2,
+};
 
 /// Turns messages and text into tokens and back, the way the model was trained.
 #[derive(Debug)]
@@ -61,137 +82,150 @@ pub struct Loaded {
     limits: StepLimits,
     vocab_size: usize,
     weights: Weights,
-    budget: Budget,
 }
 
+/// Weights, and the account of the memory that they and the engine take.
 #[derive(Debug)]
 enum Weights {
-    Model(Arc<Model>),
-    Sim,
+    Cpu(Arc<Model>, Budget),
+    Gpu(Arc<GpuModel>),
+    Sim(Budget),
 }
 
-/// The memory that `--device-memory` grants, or what this machine can spare.
-pub fn budget(source: &Source, args: &EngineArgs) -> Result<Budget, Error> {
-    let bytes = match (args.memory.device_memory, source) {
-        (Some(Bytes(bytes)), _) => bytes,
-        (None, Source::Sim) => SIM_DEVICE_BYTES,
-        (None, Source::Files { .. }) => {
-            let capacity = capacity::default_capacity()?;
-            tracing::info!("device memory: {}, {}", Bytes(capacity.bytes), capacity.bound);
-            capacity.bytes
+impl Weights {
+    fn account(&self) -> &Budget {
+        match self {
+            Self::Cpu(_, budget) | Self::Sim(budget) => budget,
+            Self::Gpu(model) => model.gpu().budget(),
         }
-    };
-    Ok(Budget::new(bytes))
+    }
+
+    fn kv_bytes_per_token(&self) -> u64 {
+        match self {
+            Self::Cpu(model, _) => model.kv_bytes_per_token(),
+            Self::Gpu(model) => model.kv_bytes_per_token(),
+            Self::Sim(_) => SIM_KV_BYTES_PER_TOKEN,
+        }
+    }
+
+    fn defaults(&self) -> Defaults {
+        match self {
+            Self::Cpu(..) | Self::Sim(_) => CPU,
+            Self::Gpu(_) => GPU,
+        }
+    }
 }
 
 impl Loaded {
-    /// Reads the model; its weights are charged to `budget`.
-    pub fn new(source: &Source, args: &EngineArgs, budget: Budget) -> Result<Self, Error> {
+    /// Reads the model; its weights are charged to `device`.
+    pub fn new(source: &Source, args: &EngineArgs, device: impl Into<Device>) -> Result<Self, Error> {
         if let Some(threads) = args.limits.threads {
             plimsoll_kernels::set_threads(threads);
         }
-        match source {
-            Source::Sim => {
-                let text = Text::simulated()?;
-                let limits = step_limits(args, SIM_MODEL_LEN)?;
-                let vocab_size = SimModel::text().vocab_size();
-                Ok(Self {
-                    text,
-                    limits,
-                    vocab_size,
-                    weights: Weights::Sim,
-                    budget,
-                })
-            }
-            Source::Files { model, tokenizer } => {
+        let (text, weights, trained_for, vocab_size) = match (source, device.into()) {
+            (Source::Files { model, tokenizer }, device) => {
                 let mut text = Text::read(tokenizer, args.model.load_format)?;
-                let model = load_weights(model, args, &budget)?;
-                text.generation = model.generation().clone();
-                text.eos_token_ids.extend(model.eos_token_ids());
+                let (weights, about) = load_weights(model, args, device)?;
+                text.generation = about.generation;
+                text.eos_token_ids.extend(about.eos_token_ids);
                 text.eos_token_ids.sort_unstable();
                 text.eos_token_ids.dedup();
-                let limits = step_limits(args, model.spec().max_position_embeddings)?;
-                let vocab_size = model.spec().vocab_size;
-                Ok(Self {
-                    text,
-                    limits,
-                    vocab_size,
-                    weights: Weights::Model(model),
-                    budget,
-                })
+                let spec = &about.config.spec;
+                (text, weights, spec.max_position_embeddings, spec.vocab_size)
             }
-        }
+            (Source::Sim, device) => {
+                let budget = device.account().clone();
+                let vocab_size = SimModel::text().vocab_size();
+                (
+                    Text::simulated()?,
+                    Weights::Sim(budget),
+                    SIM_MODEL_LEN,
+                    vocab_size,
+                )
+            }
+        };
+        Ok(Self {
+            text,
+            limits: step_limits(args, trained_for, weights.defaults())?,
+            vocab_size,
+            weights,
+        })
     }
 
     /// Measures and proves, without an engine.
     pub fn profile(&self, args: &EngineArgs) -> Result<Report, Error> {
         Ok(match &self.weights {
-            Weights::Model(model) => self
-                .prove(self.model_target(model), model.kv_bytes_per_token(), args)?
-                .report()
-                .clone(),
-            Weights::Sim => self
-                .prove(self.sim_target(), SIM_KV_BYTES_PER_TOKEN, args)?
-                .report()
-                .clone(),
+            Weights::Cpu(model, budget) => self.prove(self.cpu(model, budget), args)?.report().clone(),
+            Weights::Gpu(model) => self.prove(self.gpu(model, args), args)?.report().clone(),
+            Weights::Sim(budget) => self.prove(self.sim(budget), args)?.report().clone(),
         })
     }
 
     /// Measures, proves, and starts the engine; at most `max_queue` requests may wait there.
     pub fn start(&self, args: &EngineArgs, max_queue: usize) -> Result<Ready, Error> {
         match &self.weights {
-            Weights::Model(model) => self.spawn(
-                self.prove(self.model_target(model), model.kv_bytes_per_token(), args)?,
-                args,
-                max_queue,
-            ),
-            Weights::Sim => self.spawn(
-                self.prove(self.sim_target(), SIM_KV_BYTES_PER_TOKEN, args)?,
-                args,
-                max_queue,
-            ),
+            Weights::Cpu(model, budget) => {
+                self.spawn(self.prove(self.cpu(model, budget), args)?, args, max_queue)
+            }
+            Weights::Gpu(model) => self.spawn(self.prove(self.gpu(model, args), args)?, args, max_queue),
+            Weights::Sim(budget) => self.spawn(self.prove(self.sim(budget), args)?, args, max_queue),
         }
     }
 
-    fn model_target(&self, model: &Arc<Model>) -> ModelTarget {
+    fn cpu(&self, model: &Arc<Model>, budget: &Budget) -> ModelTarget {
         ModelTarget {
             model: Arc::clone(model),
             limits: self.limits,
-            budget: self.budget.clone(),
+            budget: budget.clone(),
         }
     }
 
-    fn sim_target(&self) -> SimTarget {
+    fn gpu(&self, model: &Arc<GpuModel>, args: &EngineArgs) -> GpuTarget {
+        GpuTarget {
+            model: Arc::clone(model),
+            limits: self.limits,
+            options: GpuOptions {
+                enforce_eager: args.device.enforce_eager(),
+            },
+        }
+    }
+
+    fn sim(&self, budget: &Budget) -> SimTarget {
         SimTarget {
             limits: self.limits,
-            budget: self.budget.clone(),
+            budget: budget.clone(),
         }
     }
 
-    fn prove<T: Target>(
-        &self,
-        mut target: T,
-        kv_bytes_per_token: u64,
-        args: &EngineArgs,
-    ) -> Result<Proved<T::State>, Error> {
-        let limits = self.limits;
-        let useful = limits.max_num_seqs.saturating_mul(limits.max_model_len);
+    fn spec(&self, args: &EngineArgs) -> ProfileSpec {
+        let (limits, total) = (self.limits, self.weights.account().meters().total);
         let mut spec = ProfileSpec::new(
             limits,
             self.vocab_size,
             args.limits.block_size,
-            kv_bytes_per_token,
+            self.weights.kv_bytes_per_token(),
         );
-        spec.useful_tokens = Some(useful.min(USEFUL_TOKENS.max(limits.max_model_len)));
-        spec.margins = Margins::scaled_to(self.budget.meters().total);
+        spec.margins = Margins::scaled_to(total);
         spec.mem_fraction = args.memory.mem_fraction;
         spec.size = match (args.memory.max_total_token_num, args.memory.kv_cache_memory_bytes) {
             (Some(tokens), _) => KvSize::Tokens(tokens),
             (None, Some(Bytes(bytes))) => KvSize::Bytes(bytes),
             (None, None) => KvSize::Auto,
         };
+        match &self.weights {
+            // Nobody else has a use for the GPU's memory, and a prefix cache is never too large.
+            Weights::Gpu(model) => spec.largest_device = Some(model.gpu().info().total_bytes),
+            Weights::Cpu(..) | Weights::Sim(_) => {
+                let useful = limits.max_num_seqs.saturating_mul(limits.max_model_len);
+                spec.useful_tokens = Some(useful.min(USEFUL_TOKENS.max(limits.max_model_len)));
+            }
+        }
+        spec
+    }
+
+    fn prove<T: Target>(&self, mut target: T, args: &EngineArgs) -> Result<Proved<T::State>, Error> {
         let mut progress = ProfileProgress::new();
-        let proved = profile(&mut target, &spec, &mut progress);
+        let proved = profile(&mut target, &self.spec(args), &mut progress);
         progress.finish();
         let proved = proved?;
         if let Some(path) = &args.memory.profile_report {
@@ -211,8 +245,7 @@ impl Loaded {
             max_queue,
             vocab_size: self.vocab_size,
             enable_prefix_caching: args.limits.prefix_caching(),
-            // Both executors compute inside `launch`.
-            steps_in_flight: 1,
+            steps_in_flight: self.weights.defaults().steps_in_flight,
         };
         Ok(Ready {
             engine: EngineHandle::spawn(proved, &config)?,
@@ -263,8 +296,13 @@ impl Text {
 const SIM_TEMPLATE: &str = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}\
     {% if add_generation_prompt %}assistant: {% endif %}";
 
-fn step_limits(args: &EngineArgs, trained_for: usize) -> Result<StepLimits, Error> {
+fn step_limits(args: &EngineArgs, trained_for: usize, defaults: Defaults) -> Result<StepLimits, Error> {
     let limits = &args.limits;
+    let max_num_seqs = limits.max_num_seqs.unwrap_or(defaults.max_num_seqs);
+    let max_num_seqs = max_num_seqs.max(limits.least_num_seqs);
+    let max_num_batched_tokens = limits
+        .max_num_batched_tokens
+        .unwrap_or(defaults.max_num_batched_tokens);
     let max_model_len = limits.max_model_len.unwrap_or(trained_for);
     if max_model_len > trained_for {
         let message =
@@ -274,10 +312,10 @@ fn step_limits(args: &EngineArgs, trained_for: usize) -> Result<StepLimits, Erro
             message,
         });
     }
-    if limits.max_num_batched_tokens < limits.max_num_seqs {
+    if max_num_batched_tokens < max_num_seqs {
         let message = format!(
-            "{} tokens per step cannot hold one of each of {} requests; raise it or lower --max-num-seqs",
-            limits.max_num_batched_tokens, limits.max_num_seqs
+            "{max_num_batched_tokens} tokens per step cannot hold one of each of {max_num_seqs} requests; raise it or \
+             lower --max-num-seqs"
         );
         return Err(Error::Configuration {
             origin: "--max-num-batched-tokens".to_owned(),
@@ -285,13 +323,20 @@ fn step_limits(args: &EngineArgs, trained_for: usize) -> Result<StepLimits, Erro
         });
     }
     Ok(StepLimits {
-        max_num_batched_tokens: limits.max_num_batched_tokens,
-        max_num_seqs: limits.max_num_seqs,
+        max_num_batched_tokens,
+        max_num_seqs,
         max_model_len,
     })
 }
 
-fn load_weights(path: &Path, args: &EngineArgs, budget: &Budget) -> Result<Arc<Model>, Error> {
+/// What a model says about itself.
+struct About {
+    config: ModelConfig,
+    generation: GenerationConfig,
+    eos_token_ids: Vec<TokenId>,
+}
+
+fn load_weights(path: &Path, args: &EngineArgs, device: Device) -> Result<(Weights, About), Error> {
     let options = LoadOptions {
         format: match args.model.load_format {
             LoadFormat::Dummy => plimsoll_model::LoadFormat::Dummy {
@@ -300,27 +345,59 @@ fn load_weights(path: &Path, args: &EngineArgs, budget: &Budget) -> Result<Arc<M
             LoadFormat::Auto | LoadFormat::Safetensors | LoadFormat::Gguf => plimsoll_model::LoadFormat::Auto,
         },
         kv_cache_dtype: match args.limits.kv_cache_dtype {
-            KvDtype::Auto => KvCacheDtype::Auto,
+            // A GPU knows no other than bfloat16, and a CPU refused it.
+            KvDtype::Auto | KvDtype::Bfloat16 => KvCacheDtype::Auto,
             KvDtype::Float32 => KvCacheDtype::F32,
             KvDtype::Float16 => KvCacheDtype::F16,
         },
     };
     let bar = bytes_bar("weights", 0);
     let begin = Instant::now();
-    let model = Model::load(path, options, budget, &mut |progress| {
+    let progress = &mut |progress: plimsoll_model::Progress| {
         bar.set_length(progress.total);
         bar.set_position(progress.done);
-    });
+    };
+    let loaded = match &device {
+        Device::Cpu(budget) => Model::load(path, options, budget, progress).map(|model| {
+            let about = About {
+                config: model.config().clone(),
+                generation: model.generation().clone(),
+                eos_token_ids: model.eos_token_ids(),
+            };
+            (Weights::Cpu(model, budget.clone()), about)
+        }),
+        Device::Gpu(gpu) => GpuModel::load(path, options, gpu, progress).map(|model| {
+            let about = About {
+                config: model.config().clone(),
+                generation: model.generation().clone(),
+                eos_token_ids: model.eos_token_ids(),
+            };
+            (Weights::Gpu(model), about)
+        }),
+    };
     bar.finish_and_clear();
-    let model = model?;
-    let weights = budget.meters().by_component.get(Component::Weights);
+    let (weights, about) = loaded?;
+    if let (Weights::Gpu(_), Some(stored)) = (&weights, stored_as(path, args, &about.config)) {
+        tracing::info!("weights are stored as {stored}: a GPU computes with them as bfloat16");
+    }
     tracing::info!(
         "loaded {}: {} in {:.1} s",
         path.display(),
-        Bytes(weights),
+        Bytes(device.weights_bytes()),
         begin.elapsed().as_secs_f64()
     );
-    Ok(model)
+    Ok((weights, about))
+}
+
+/// The number format of weights that become bfloat16 as they are loaded.
+fn stored_as(path: &Path, args: &EngineArgs, config: &ModelConfig) -> Option<&'static str> {
+    match config.dtype {
+        _ if args.model.load_format == LoadFormat::Dummy => None,
+        _ if path.is_file() => Some("GGUF"),
+        Some(WeightType::F32) => Some("float32"),
+        Some(WeightType::F16) => Some("float16"),
+        _ => None,
+    }
 }
 
 fn write_json(path: &Path, report: &Report) -> Result<(), Error> {

@@ -217,11 +217,9 @@ impl Evidence<'_> {
                 effect: effect.into(),
             })
         };
-        if larger_device {
-            knob(
-                format!("--device-memory={}", predictor.total_needed(spec)),
-                "a larger budget",
-            );
+        let needed = predictor.total_needed(spec);
+        if larger_device && spec.largest_device.is_none_or(|largest| needed <= largest) {
+            knob(format!("--device-memory={needed}"), "a larger budget");
         }
         let StepLimits {
             max_num_batched_tokens,

@@ -22,6 +22,8 @@ pub struct ProfileSpec {
     pub useful_tokens: Option<usize>,
     /// What is kept free.
     pub margins: Margins,
+    /// Most bytes `--device-memory` could grant, where that is known: more is no advice.
+    pub largest_device: Option<u64>,
 }
 
 impl ProfileSpec {
@@ -41,6 +43,7 @@ impl ProfileSpec {
             mem_fraction: MemFraction::default(),
             useful_tokens: None,
             margins: Margins::default(),
+            largest_device: None,
         }
     }
 

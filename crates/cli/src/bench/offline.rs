@@ -14,11 +14,12 @@ use super::http::ratio;
 use super::report::Report;
 use super::stats::Summary;
 use crate::args::{EngineArgs, positive};
+use crate::device::Device;
 use crate::error::Error;
 use crate::logging;
 use crate::progress::count_bar;
 use crate::source::resolve;
-use crate::start::{Loaded, budget};
+use crate::start::Loaded;
 
 /// `plimsoll bench latency`.
 #[derive(Clone, Debug, Args)]
@@ -75,7 +76,7 @@ pub struct ThroughputArgs {
 /// Latency of batches, one after the other.
 pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     let mut engine_args = args.engine;
-    engine_args.limits.max_num_seqs = engine_args.limits.max_num_seqs.max(args.batch_size);
+    engine_args.limits.least_num_seqs = args.batch_size;
     let bench = Bench::start(engine_args, args.batch_size).await?;
     let dataset = bench.dataset(args.input_len, args.output_len, 0.0);
     let iterations = args.num_iters_warmup + args.num_iters;
@@ -185,9 +186,11 @@ impl Bench {
     async fn start(args: EngineArgs, queue: usize) -> Result<Self, Error> {
         logging::init(args.log_format);
         let source = resolve(&args.model).await?;
-        let budget = budget(&source, &args)?;
         let seed = args.limits.fixed_seed();
-        let work = move || Ok::<_, Error>(Loaded::new(&source, &args, budget)?.start(&args, queue)?.engine);
+        let work = move || {
+            let device = Device::open(&source, &args)?;
+            Ok::<_, Error>(Loaded::new(&source, &args, device)?.start(&args, queue)?.engine)
+        };
         let engine = tokio::task::spawn_blocking(work)
             .await
             .map_err(std::io::Error::other)??;

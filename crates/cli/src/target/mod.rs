@@ -1,7 +1,9 @@
 //! The devices, as the auto-profile sees them.
 
+mod gpu;
 mod model;
 mod sim;
 
+pub(crate) use gpu::GpuTarget;
 pub(crate) use model::ModelTarget;
 pub(crate) use sim::{KV_BYTES_PER_TOKEN as SIM_KV_BYTES_PER_TOKEN, SimTarget};

@@ -59,12 +59,34 @@ pub struct GpuInfo {
 }
 
 /// How to open a GPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GpuOptions {
-    /// Most bytes this process plans with and takes (`--device-memory`); all of the GPU if absent.
-    pub limit: Option<u64>,
+    /// Most of the GPU that this process plans with and takes.
+    pub limit: GpuLimit,
     /// Most bytes that can be allocated, whatever the meters promise: for tests that must run out of memory without filling the GPU.
     pub cap: Option<u64>,
+}
+
+/// Most of a GPU's memory that a process takes, context and libraries included.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum GpuLimit {
+    /// What is there.
+    #[default]
+    All,
+    /// So many bytes, if there are as many.
+    Bytes(u64),
+    /// This part of it, at most 1.
+    Fraction(f64),
+}
+
+impl GpuLimit {
+    fn of(self, total: u64) -> u64 {
+        match self {
+            Self::All => total,
+            Self::Bytes(bytes) => bytes.min(total),
+            Self::Fraction(fraction) => ((total as f64 * fraction) as u64).min(total),
+        }
+    }
 }
 
 /// What the driver says about the device's memory, whoever uses it.
@@ -113,7 +135,7 @@ impl Gpu {
             let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             check("cuStreamCreate", sys::cuStreamCreate(&mut stream, non_blocking))?;
         }
-        let budget = Budget::new(info.total_bytes.min(options.limit.unwrap_or(u64::MAX)));
+        let budget = Budget::new(options.limit.of(info.total_bytes));
         let runtime = Runtime::of_context(&budget, device)?;
         budget.set_cap(options.cap.map(|cap| cap + budget.meters().reserved));
         let pool = create_pool(device, options.cap)?;

@@ -22,7 +22,7 @@ pub use arena::GpuArena;
 pub use error::GpuError;
 pub(crate) use error::check;
 pub use event::Event;
-pub use gpu::{Gpu, GpuInfo, GpuOptions, MemoryInfo};
+pub use gpu::{Gpu, GpuInfo, GpuLimit, GpuOptions, MemoryInfo};
 pub use graph::Graph;
 pub use launch::{Arg, Function, Launch, Module};
 pub use pinned::PinnedSlab;

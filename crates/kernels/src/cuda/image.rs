@@ -8,6 +8,16 @@ pub fn has_images() -> bool {
     !IMAGES.is_empty()
 }
 
+/// Whether this binary can compute on `gpu`: it carries GPU code for it, and cuBLAS is on this machine.
+///
+/// # Errors
+/// [`GpuError`] that says what is missing.
+pub fn check(gpu: &Gpu) -> Result<(), GpuError> {
+    let (_, image) = IMAGES.first().ok_or(GpuError::NoKernels)?;
+    gpu.load_module(image)?;
+    super::linear::find_cublas()
+}
+
 /// Loads the kernels of `kernels/NAME.cu`.
 ///
 /// # Errors

@@ -15,6 +15,7 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
 use cublas::Cublas;
+pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, StreamKernels};
 use tune::Measurements;

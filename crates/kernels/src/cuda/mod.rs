@@ -15,7 +15,7 @@ mod sample;
 pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
 pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner};
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
-pub use image::{has_images, load};
+pub use image::{check, has_images, load};
 pub use linear::{
     GpuLinear, GpuWeight, LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
 };

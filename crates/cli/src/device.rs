@@ -1,0 +1,377 @@
+//! `--device`: the machine's GPU, or its CPU within a budget of bytes.
+
+use std::fmt;
+use std::str::FromStr;
+
+use plimsoll_core::{Component, Meters};
+use plimsoll_device::cuda::{Gpu, GpuError, GpuLimit, GpuOptions};
+use plimsoll_device::{Budget, capacity};
+
+use crate::args::{DType, DeviceArgs, EngineArgs, KvDtype};
+use crate::bytes::Bytes;
+use crate::error::Error;
+use crate::source::Source;
+
+/// Bytes the simulated device has unless `--device-memory` says more or less.
+const SIM_BYTES: u64 = 4 << 30;
+
+/// `--device`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The first GPU if it can be used, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU of this number among those that the driver shows.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "auto" => Some(Self::Auto),
+            None if text == "cpu" => Some(Self::Cpu),
+            None if text == "cuda" => Some(Self::Cuda(0)),
+            Some(("cuda", number)) => number.parse().map(Self::Cuda).ok(),
+            _ => None,
+        }
+        .ok_or_else(|| "auto, cpu, cuda or cuda:N is expected".to_owned())
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(number) => write!(f, "cuda:{number}"),
+        }
+    }
+}
+
+/// Where the model runs, with the account of its memory. Clones share it.
+#[derive(Clone, Debug)]
+pub enum Device {
+    /// The CPU, within a budget.
+    Cpu(Budget),
+    /// A GPU.
+    Gpu(Gpu),
+}
+
+impl From<Budget> for Device {
+    fn from(budget: Budget) -> Self {
+        Self::Cpu(budget)
+    }
+}
+
+impl Device {
+    /// The device that `args` ask for, open; says in the log which it is and why.
+    ///
+    /// # Errors
+    /// Where a GPU was asked for and cannot be used, or flags do not suit the device.
+    pub fn open(source: &Source, args: &EngineArgs) -> Result<Self, Error> {
+        let choice = match (source, args.device.device) {
+            (Source::Sim, DeviceChoice::Cuda(_)) => {
+                return Err(wrong("--device", "the simulated model runs on the CPU"));
+            }
+            (Source::Sim, _) => DeviceChoice::Cpu,
+            (Source::Files { .. }, choice) => choice,
+        };
+        let options = GpuOptions {
+            limit: limit(args),
+            cap: None,
+        };
+        let open = |ordinal| {
+            let gpu = Gpu::open_with(ordinal, options)?;
+            plimsoll_kernels::cuda::check(&gpu)?;
+            Ok(gpu)
+        };
+        let Chosen { gpu, why } = choose(choice, open)?;
+        let device = match gpu {
+            Some(gpu) => {
+                check_gpu(args)?;
+                let info = gpu.info();
+                let (major, minor) = info.compute_capability;
+                tracing::info!(
+                    "device: cuda:{}, {}, compute capability {major}.{minor}, {}",
+                    info.ordinal,
+                    info.name,
+                    Bytes(gpu.budget().meters().total)
+                );
+                Self::Gpu(gpu)
+            }
+            None => {
+                check_cpu(args)?;
+                match why {
+                    Some(why) if is_absent(&why) => tracing::info!("device: cpu: {why}"),
+                    Some(why) => tracing::warn!("device: cpu, although there is a GPU: {why}"),
+                    None => tracing::info!("device: cpu"),
+                }
+                Self::Cpu(budget(source, args)?)
+            }
+        };
+        Ok(device)
+    }
+
+    /// The device's meters, now.
+    pub fn meters(&self) -> Meters {
+        match self {
+            Self::Cpu(budget) => budget.meters(),
+            Self::Gpu(gpu) => gpu.meters(),
+        }
+    }
+
+    /// What this process has allocated there.
+    pub(crate) fn account(&self) -> &Budget {
+        match self {
+            Self::Cpu(budget) => budget,
+            Self::Gpu(gpu) => gpu.budget(),
+        }
+    }
+
+    /// Bytes of the weights that were loaded.
+    pub(crate) fn weights_bytes(&self) -> u64 {
+        self.account().meters().by_component.get(Component::Weights)
+    }
+}
+
+/// What a choice came to.
+#[derive(Debug)]
+struct Chosen<G> {
+    /// The GPU; without one it is the CPU.
+    gpu: Option<G>,
+    /// Why there is no GPU, where one was looked for.
+    why: Option<GpuError>,
+}
+
+/// Follows `choice`; `open` gives the GPU of a number ready for use.
+fn choose<G>(
+    choice: DeviceChoice,
+    open: impl FnOnce(usize) -> Result<G, GpuError>,
+) -> Result<Chosen<G>, GpuError> {
+    let (gpu, why) = match choice {
+        DeviceChoice::Cpu => (None, None),
+        DeviceChoice::Cuda(ordinal) => (Some(open(ordinal)?), None),
+        DeviceChoice::Auto => match open(0) {
+            Ok(gpu) => (Some(gpu), None),
+            Err(why) => (None, Some(why)),
+        },
+    };
+    Ok(Chosen { gpu, why })
+}
+
+/// There is no GPU to wonder about.
+fn is_absent(why: &GpuError) -> bool {
+    matches!(why, GpuError::NoDriver | GpuError::NoDevice { .. })
+}
+
+fn limit(args: &EngineArgs) -> GpuLimit {
+    match (args.memory.device_memory, args.memory.gpu_memory_utilization) {
+        (Some(Bytes(bytes)), _) => GpuLimit::Bytes(bytes),
+        (None, Some(fraction)) => GpuLimit::Fraction(fraction.get()),
+        (None, None) => GpuLimit::All,
+    }
+}
+
+/// What `--device-memory` grants, or what this machine can spare.
+fn budget(source: &Source, args: &EngineArgs) -> Result<Budget, Error> {
+    let bytes = match (args.memory.device_memory, source) {
+        (Some(Bytes(bytes)), _) => bytes,
+        (None, Source::Sim) => SIM_BYTES,
+        (None, Source::Files { .. }) => {
+            let capacity = capacity::default_capacity()?;
+            tracing::info!("device memory: {}, {}", Bytes(capacity.bytes), capacity.bound);
+            capacity.bytes
+        }
+    };
+    Ok(Budget::new(bytes))
+}
+
+/// Refuses what only a CPU can do.
+fn check_gpu(args: &EngineArgs) -> Result<(), Error> {
+    let DeviceArgs { dtype, .. } = args.device;
+    if !matches!(dtype, DType::Auto | DType::Bfloat16) {
+        return Err(wrong(
+            "--dtype",
+            "a GPU computes in bfloat16, with sums in float32; give auto or bfloat16, or --device cpu",
+        ));
+    }
+    if !matches!(args.limits.kv_cache_dtype, KvDtype::Auto | KvDtype::Bfloat16) {
+        return Err(wrong(
+            "--kv-cache-dtype",
+            "the KV cache of a GPU is bfloat16; give auto or bfloat16, or --device cpu",
+        ));
+    }
+    if args.limits.threads.is_some() {
+        return Err(wrong(
+            "--threads",
+            "a GPU computes; --device cpu has threads to count",
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses what only a GPU can do.
+fn check_cpu(args: &EngineArgs) -> Result<(), Error> {
+    if args.device.dtype != DType::Auto {
+        return Err(wrong(
+            "--dtype",
+            "a CPU keeps weights as the model stores them and computes in float32; leave it at auto",
+        ));
+    }
+    if args.limits.kv_cache_dtype == KvDtype::Bfloat16 {
+        return Err(wrong(
+            "--kv-cache-dtype",
+            "the KV cache of a CPU is float16 or float32; bfloat16 needs a GPU",
+        ));
+    }
+    if args.memory.gpu_memory_utilization.is_some() {
+        return Err(wrong(
+            "--gpu-memory-utilization",
+            "there is no GPU in use; --device-memory limits the memory of a CPU",
+        ));
+    }
+    Ok(())
+}
+
+fn wrong(flag: &str, message: &str) -> Error {
+    Error::Configuration {
+        origin: flag.to_owned(),
+        message: message.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+
+    fn args(flags: &str) -> EngineArgs {
+        let argv = ["plimsoll", "profile"]
+            .into_iter()
+            .chain(flags.split_whitespace());
+        match Cli::try_parse_from(argv).unwrap().command {
+            Command::Profile(args) => *args,
+            other => panic!("not profile: {other:?}"),
+        }
+    }
+
+    fn old() -> GpuError {
+        GpuError::OldDevice {
+            name: "Old".into(),
+            major: 7,
+            minor: 5,
+        }
+    }
+
+    #[test]
+    fn auto_takes_the_first_gpu_that_can_be_used() {
+        let chosen = choose(DeviceChoice::Auto, Ok).unwrap();
+        assert_eq!((chosen.gpu, chosen.why), (Some(0), None));
+        let absent = [GpuError::NoDriver, GpuError::NoDevice { ordinal: 0, count: 0 }];
+        let unusable = [
+            GpuError::NoKernels,
+            old(),
+            GpuError::OldDriver {
+                found: 12020,
+                needed: 13000,
+            },
+        ];
+        for (why, expected) in absent
+            .map(|why| (why, true))
+            .into_iter()
+            .chain(unusable.map(|why| (why, false)))
+        {
+            let chosen = choose::<()>(DeviceChoice::Auto, |_| Err(why.clone())).unwrap();
+            assert_eq!((chosen.gpu, chosen.why), (None, Some(why.clone())));
+            assert_eq!(is_absent(&why), expected, "{why}");
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_was_asked_for_is_that_gpu_or_an_error() {
+        assert_eq!(choose(DeviceChoice::Cuda(3), Ok).unwrap().gpu, Some(3));
+        let error = choose::<()>(DeviceChoice::Cuda(0), |_| Err(old())).unwrap_err();
+        assert!(error.to_string().contains("7.5"), "{error}");
+        let error = Error::from(error);
+        assert_eq!(error.exit_code(), 7);
+        let never = |_| -> Result<(), _> { panic!("the CPU needs no GPU") };
+        assert!(choose(DeviceChoice::Cpu, never).unwrap().gpu.is_none());
+    }
+
+    #[test]
+    fn devices_have_names() {
+        for (text, choice) in [
+            ("auto", DeviceChoice::Auto),
+            ("cpu", DeviceChoice::Cpu),
+            ("cuda:0", DeviceChoice::Cuda(0)),
+            ("cuda:11", DeviceChoice::Cuda(11)),
+        ] {
+            assert_eq!(text.parse(), Ok(choice));
+            assert_eq!(choice.to_string(), text);
+        }
+        assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
+        for wrong in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "auto:1"] {
+            assert!(wrong.parse::<DeviceChoice>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn flags_that_do_not_suit_the_device_are_refused_by_name() {
+        let on_gpu = [
+            ("--dtype float16", "--dtype"),
+            ("--dtype float32", "--dtype"),
+            ("--kv-cache-dtype float16", "--kv-cache-dtype"),
+            ("--threads 2", "--threads"),
+        ];
+        let on_cpu = [
+            ("--dtype bfloat16", "--dtype"),
+            ("--kv-cache-dtype bfloat16", "--kv-cache-dtype"),
+            ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization"),
+        ];
+        let refused = |result: Result<(), Error>, flag: &str| {
+            let error = result.unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.to_string().starts_with(flag), "{error}");
+        };
+        for (flags, flag) in on_gpu {
+            refused(check_gpu(&args(flags)), flag);
+        }
+        for (flags, flag) in on_cpu {
+            refused(check_cpu(&args(flags)), flag);
+        }
+        check_gpu(&args(
+            "--dtype bfloat16 --kv-cache-dtype bfloat16 --enforce-eager",
+        ))
+        .unwrap();
+        check_cpu(&args("--kv-cache-dtype float32 --threads 2 --enforce-eager")).unwrap();
+        for flags in ["", "--dtype auto --kv-cache-dtype auto"] {
+            check_gpu(&args(flags)).unwrap();
+            check_cpu(&args(flags)).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_limit_is_in_bytes_or_a_part() {
+        assert_eq!(limit(&args("")), GpuLimit::All);
+        assert_eq!(limit(&args("--device-memory 8GiB")), GpuLimit::Bytes(8 << 30));
+        assert_eq!(
+            limit(&args("--gpu-memory-utilization 0.9")),
+            GpuLimit::Fraction(0.9)
+        );
+    }
+
+    #[test]
+    fn the_simulated_model_needs_no_gpu() {
+        let device = Device::open(&Source::Sim, &args("sim")).unwrap();
+        assert!(matches!(&device, Device::Cpu(_)));
+        assert_eq!(device.meters().total, SIM_BYTES);
+        let error = Device::open(&Source::Sim, &args("sim --device cuda")).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+    }
+}

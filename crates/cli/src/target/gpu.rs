@@ -1,0 +1,52 @@
+use std::sync::Arc;
+
+use plimsoll_core::{Meters, Oom, StateConfig, StepLimits};
+use plimsoll_device::cuda::GpuError;
+use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
+use plimsoll_profiler::Target;
+
+/// A loaded model on its GPU.
+pub(crate) struct GpuTarget {
+    pub(crate) model: Arc<GpuModel>,
+    pub(crate) limits: StepLimits,
+    pub(crate) options: GpuOptions,
+}
+
+impl Target for GpuTarget {
+    type State = GpuRunner;
+
+    fn build(&mut self, config: &StateConfig) -> Result<GpuRunner, Oom> {
+        self.model.build_state(config, &self.limits, self.options)
+    }
+
+    fn meters(&self) -> Meters {
+        self.model.gpu().meters()
+    }
+
+    /// Between two states, and so the time to see what the runtime has grown by.
+    fn reset_high_water(&mut self) {
+        let gpu = self.model.gpu();
+        report(gpu.settle_runtime().and_then(|()| gpu.reset_high_water()));
+    }
+
+    fn trim(&mut self) {
+        report(self.model.gpu().trim());
+    }
+
+    fn take_scratch_high_water(&mut self, state: &mut GpuRunner) -> u64 {
+        state.take_arena_high_water()
+    }
+
+    /// The pool keeps what is freed until it is trimmed.
+    fn release_canary(&mut self, state: &mut GpuRunner) {
+        state.release_canary();
+        self.trim();
+    }
+}
+
+/// A GPU that fails here fails at the next step too, which says so to whoever asked.
+fn report(result: Result<(), GpuError>) {
+    if let Err(error) = result {
+        tracing::error!(%error, "the GPU failed between two steps");
+    }
+}
