@@ -1,10 +1,46 @@
-//! Nothing is allocated from the device after ready.
+//! A start takes what it needs or nothing, and nothing is allocated after it.
 
-use plimsoll_core::Scratch;
+use plimsoll_core::{Scratch, StateConfig};
+use plimsoll_device::cuda::Gpu;
+use plimsoll_model::cuda::{GpuModel, GpuOptions};
+use plimsoll_model::{LoadOptions, ModelError};
 
 use crate::common::requests::{Disturbance, Request, serve};
+use crate::common::{golden_path, state_config};
 use crate::reference::VOCAB;
 use crate::setup::{LIMITS, MODELS, Setup, gpu, load};
+
+fn start(gpu: &Gpu) -> Result<(), ModelError> {
+    let path = golden_path("llama3-tied-bf16");
+    let model = GpuModel::load(&path, LoadOptions::default(), gpu, &mut |_| ())?;
+    let config = StateConfig {
+        canary_bytes: 1 << 16,
+        ..state_config(16, 8)
+    };
+    model.build_state(&config, &LIMITS, GpuOptions::default())?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn any_allocation_of_a_start_may_fail() {
+    let gpu = gpu();
+    let meters = || gpu.budget().meters();
+    // Libraries settle.
+    start(&gpu).unwrap();
+    let before = meters();
+    start(&gpu).unwrap();
+    let allocations = meters().allocations - before.allocations;
+    assert_eq!(meters().reserved, before.reserved);
+    assert!(allocations > 10, "{allocations} allocations");
+    for n in 1..=allocations {
+        gpu.budget().fail_allocation(n);
+        let error = start(&gpu).unwrap_err();
+        assert!(matches!(error, ModelError::Oom(_)), "allocation {n}: {error}");
+        assert_eq!(meters().reserved, before.reserved, "allocation {n}");
+    }
+    start(&gpu).unwrap();
+}
 
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
