@@ -53,7 +53,9 @@ test-http: $(VENV)/ready  ## Black-box tests over HTTP, with the official OpenAI
 .PHONY: test-cuda
 test-cuda: $(VENV)/ready  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU
 	@scripts/install-cuda >/dev/null
+	scripts/fetch-default-model >/dev/null
 	CUDA_ARCHS=$${CUDA_ARCHS:-90a} cargo build --locked -p plimsoll-cli --features cuda
+	target/debug/plimsoll --version | grep CUDA
 	$(PYTHON) -m pytest tests/http/test_device.py $(PYTEST_ARGS)
 
 .PHONY: test-gpu

@@ -28,7 +28,7 @@ Exit codes: 0 done, 1 unexpected failure, 2 wrong flag or configuration, 3 the m
 
 /// Serves large language models, and measures its own load line first.
 #[derive(Debug, Parser)]
-#[command(name = "plimsoll", version = crate::version::LONG, max_term_width = 110, after_help = EXIT_CODES)]
+#[command(name = "plimsoll", version = crate::version::long(), max_term_width = 110, after_help = EXIT_CODES)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
