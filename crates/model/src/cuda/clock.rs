@@ -1,3 +1,4 @@
+use plimsoll_core::DeviceTime;
 use plimsoll_device::cuda::{Event, Gpu, GpuError};
 
 /// Steps whose events are kept: the gap before a step is known once it has ended, when the one after it and the one before
@@ -11,8 +12,7 @@ pub(super) struct Clocks {
     /// Whether the time before a step counts as idle: there was work, and the host was late.
     counted: [bool; KEPT],
     resting: bool,
-    idle_seconds: f64,
-    busy_seconds: f64,
+    time: DeviceTime,
 }
 
 impl Clocks {
@@ -22,8 +22,7 @@ impl Clocks {
             events: [pair()?, pair()?, pair()?],
             counted: [false; KEPT],
             resting: true,
-            idle_seconds: 0.0,
-            busy_seconds: 0.0,
+            time: DeviceTime::default(),
         })
     }
 
@@ -47,21 +46,16 @@ impl Clocks {
     pub(super) fn wait(&mut self, step: usize) -> Result<(), GpuError> {
         let (begin, end) = &self.events[step % KEPT];
         end.synchronize()?;
-        self.busy_seconds += f64::from(begin.elapsed_ms(end)?) / 1e3;
+        self.time.busy_seconds += f64::from(begin.elapsed_ms(end)?) / 1e3;
         if step > 0 && self.counted[step % KEPT] {
             let (_, before) = &self.events[(step - 1) % KEPT];
-            self.idle_seconds += f64::from(before.elapsed_ms(begin)?.max(0.0)) / 1e3;
+            self.time.idle_seconds += f64::from(before.elapsed_ms(begin)?.max(0.0)) / 1e3;
         }
         Ok(())
     }
 
-    /// Seconds the device had nothing to do although there was work.
-    pub(super) fn idle_seconds(&self) -> f64 {
-        self.idle_seconds
-    }
-
-    /// Seconds the device worked on steps.
-    pub(super) fn busy_seconds(&self) -> f64 {
-        self.busy_seconds
+    /// So far.
+    pub(super) fn time(&self) -> DeviceTime {
+        self.time
     }
 }

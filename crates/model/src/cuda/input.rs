@@ -198,9 +198,12 @@ impl StepInputs {
             }
             rows.push(SampleRow::new(spec, None, &mut lists));
         }
-        if let BatchShape::Decode(size) = *shape {
-            rows.resize(size, SampleRow::padding());
-        }
+        let len = match shape {
+            BatchShape::Decode(size) => *size,
+            // Fewer specs than rows where logits are asked for, and nothing is sampled.
+            BatchShape::Exact(at) => at.len(),
+        };
+        rows.resize(len, SampleRow::padding());
         parts.push((first..rows.len(), lists));
         (rows, parts)
     }

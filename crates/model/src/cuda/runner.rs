@@ -2,7 +2,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, Executor, Oom, RequestId, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
+    Component, DeviceTime, Executor, Oom, RequestId, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
 
@@ -169,16 +169,6 @@ impl GpuRunner {
         Ok(logits)
     }
 
-    /// Seconds the GPU had nothing to do although there was work.
-    pub fn idle_seconds(&self) -> f64 {
-        self.clocks.idle_seconds()
-    }
-
-    /// Seconds the GPU worked on steps.
-    pub fn busy_seconds(&self) -> f64 {
-        self.clocks.busy_seconds()
-    }
-
     /// Launches all of a checked plan that is not empty, as step `step`.
     fn launch_step(&mut self, step: usize, plan: &StepPlan, batch: &Batch) -> Result<(), LaunchError> {
         let slot = step % STEPS_IN_FLIGHT;
@@ -313,6 +303,10 @@ impl Executor for GpuRunner {
 
     fn rest(&mut self) {
         self.clocks.rest();
+    }
+
+    fn device_time(&self) -> Option<DeviceTime> {
+        Some(self.clocks.time())
     }
 }
 
