@@ -45,7 +45,7 @@ fn text_does_not_depend_on_scheduling() {
                 let how = Disturbance {
                     block_size,
                     num_blocks: NUM_BLOCKS,
-                    max_tokens: LIMITS.max_num_batched_tokens,
+                    limits: LIMITS,
                     seed,
                     depth,
                 };

@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockId, Executor, Run, RunInput, SampleSpec, Sampled, SamplingOptions, SamplingParams, TokenId,
+    BlockId, Executor, Run, RunInput, SampleSpec, Sampled, SamplingOptions, SamplingParams, StepLimits,
+    TokenId,
 };
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -162,7 +163,7 @@ impl Request {
 pub struct Disturbance {
     pub block_size: usize,
     pub num_blocks: u32,
-    pub max_tokens: usize,
+    pub limits: StepLimits,
     pub seed: u64,
     /// Steps in flight at once.
     pub depth: usize,
@@ -220,11 +221,11 @@ fn next_step(
     let mut order: Vec<usize> = (0..requests.len()).collect();
     order.shuffle(rng);
     let (mut runs, mut flight) = (Vec::new(), Vec::new());
-    let mut room = how.max_tokens;
+    let mut room = how.limits.max_num_batched_tokens;
     for index in order {
         let request = &mut requests[index];
         let ready = request.ready().min(room);
-        if ready == 0 || rng.random_bool(0.3) {
+        if ready == 0 || runs.len() == how.limits.max_num_seqs || rng.random_bool(0.3) {
             continue;
         }
         // All of it as often as a part.

@@ -25,7 +25,7 @@ fn text_does_not_depend_on_scheduling() {
                 let how = Disturbance {
                     block_size: setup.block_size,
                     num_blocks: setup.num_blocks() as u32,
-                    max_tokens: LIMITS.max_num_batched_tokens,
+                    limits: LIMITS,
                     seed: seed + setup.block_size as u64,
                     depth,
                 };
