@@ -67,6 +67,12 @@ impl From<Budget> for Device {
     }
 }
 
+impl From<Gpu> for Device {
+    fn from(gpu: Gpu) -> Self {
+        Self::Gpu(gpu)
+    }
+}
+
 impl Device {
     /// The device that `args` ask for, open; says in the log which it is and why.
     ///

@@ -113,7 +113,7 @@ fn a_port_that_is_taken_ends_with_its_own_code() {
 
 #[test]
 fn wrong_flags_models_and_sizes_have_their_codes() {
-    let cases: [(&[&str], i32, &str); 8] = [
+    let cases: [(&[&str], i32, &str); 9] = [
         (&["serve", "--no-such-flag"], 2, "--no-such-flag"),
         (&["serve", "sim", "--mem-fraction", "1.1"], 2, "at most 1.0"),
         (&["serve", "sim", "--block-size", "12"], 2, "8, 16 or 32"),
@@ -122,6 +122,7 @@ fn wrong_flags_models_and_sizes_have_their_codes() {
             2,
             "--max-model-len",
         ),
+        (&["serve", "sim", "--device", "gpu"], 2, "cuda:N"),
         (&["serve", "./no/such/model"], 3, "./no/such/model"),
         (&["serve", "/etc/hostname"], 3, ".gguf"),
         (
@@ -141,6 +142,18 @@ fn wrong_flags_models_and_sizes_have_their_codes() {
         assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
         assert!(stderr.contains(text), "{args:?}: {stderr}");
     }
+}
+
+/// No machine has so many GPUs; most have not even a driver.
+#[test]
+fn a_gpu_that_cannot_be_used_has_its_own_code() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+    let model = dir.path().to_str().unwrap();
+    let output = plimsoll(&["profile", model, "--load-format", "dummy", "--device", "cuda:99"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(7), "{stderr}");
+    assert!(stderr.contains("--device"), "{stderr}");
 }
 
 #[test]

@@ -14,8 +14,8 @@ use crate::{Budget, Charge};
 /// Most bytes that are taken for a context of ours. A GPU with more in use before anything was allocated has neighbours.
 const MAX_CONTEXT: u64 = 1 << 30;
 
-/// Most bytes that are taken for growth of the runtime between two looks; what is above is a neighbour's.
-const MAX_GROWTH: u64 = 512 << 20;
+/// Most bytes that are ever taken for the runtime; what is above is a neighbour's.
+const MAX_RUNTIME: u64 = 3 << 29;
 
 /// What the driver took without being asked, as charges.
 #[derive(Debug)]
@@ -163,7 +163,8 @@ impl Gpu {
         let held = combine(account, &self.readings()?).reserved;
         let unclaimed = info.total.saturating_sub(info.free).saturating_sub(held);
         let mut settled = self.runtime().0.lock().unwrap_or_else(PoisonError::into_inner);
-        let grown = unclaimed.saturating_sub(settled.unclaimed).min(MAX_GROWTH);
+        let most = MAX_RUNTIME.saturating_sub(account.by_component.get(Component::Runtime));
+        let grown = unclaimed.saturating_sub(settled.unclaimed).min(most);
         if grown > 0 {
             let charge = self.budget().record(Component::Runtime, grown);
             settled.charges.push(charge);

@@ -1,5 +1,7 @@
 //! Real starts on a tiny random model: what a failing allocation, a pinned size and a small budget lead to.
 
+mod gpu;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -7,6 +9,7 @@ use clap::Parser;
 use futures::StreamExt;
 use plimsoll_cli::Error;
 use plimsoll_cli::args::{Cli, Command, EngineArgs};
+use plimsoll_cli::device::Device;
 use plimsoll_cli::source::Source;
 use plimsoll_cli::start::{Loaded, Ready};
 use plimsoll_core::{Event, Request, RequestOptions, SamplingOptions, TokenId};
@@ -30,8 +33,12 @@ struct Model {
 
 impl Model {
     fn new() -> Self {
+        Self::of(CONFIG)
+    }
+
+    fn of(config: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
         Self { dir }
     }
 
@@ -44,13 +51,18 @@ impl Model {
     }
 
     fn start(&self, flags: &str, budget: &Budget) -> Result<Ready, Error> {
+        self.start_on(&format!("{flags} --threads 2"), budget.clone())
+    }
+
+    fn start_on(&self, flags: &str, device: impl Into<Device>) -> Result<Ready, Error> {
         let args = engine_args(self.dir.path(), flags);
-        Loaded::new(&self.source(), &args, budget.clone())?.start(&args, 4)
+        Loaded::new(&self.source(), &args, device)?.start(&args, 4)
     }
 }
 
 fn engine_args(model: &Path, flags: &str) -> EngineArgs {
-    let fixed = "--load-format dummy --seed 7 --max-num-seqs 4 --max-num-batched-tokens 32 --max-model-len 256 --threads 2";
+    let fixed =
+        "--load-format dummy --seed 7 --max-num-seqs 4 --max-num-batched-tokens 32 --max-model-len 256";
     let argv = ["plimsoll", "serve", model.to_str().unwrap()].into_iter();
     // The first of two flags loses.
     let argv = argv

@@ -1,0 +1,134 @@
+//! The same on a GPU that gives less than it promises, so that nothing has to fill it: `make test-gpu`.
+
+use plimsoll_cli::Error;
+use plimsoll_cli::start::Ready;
+use plimsoll_core::{Component, Meters};
+use plimsoll_device::cuda::{Gpu, GpuLimit, GpuOptions};
+use plimsoll_engine::Drained;
+use plimsoll_profiler::{Outcome, ProfileError};
+
+use crate::{CONFIG, Model, answers};
+
+/// What the GPU says it has.
+const LIMIT: u64 = 4 << 30;
+
+fn model() -> Model {
+    Model::of(&CONFIG.replace(r#""head_dim": 8"#, r#""head_dim": 64"#))
+}
+
+/// A GPU that says it has [`LIMIT`] bytes and lets no more than `cap` be allocated.
+fn gpu(cap: Option<u64>) -> Gpu {
+    let options = GpuOptions {
+        limit: GpuLimit::Bytes(LIMIT),
+        cap,
+    };
+    Gpu::open_with(0, options).unwrap()
+}
+
+/// What a state and weights hold.
+fn held(meters: &Meters) -> u64 {
+    meters.reserved - meters.by_component.get(Component::Runtime)
+}
+
+async fn stop(ready: Ready, gpu: &Gpu) {
+    let patience = std::time::Duration::from_secs(10);
+    assert_eq!(ready.engine.drain(patience).await, Drained::Complete);
+    drop(ready);
+    gpu.trim().unwrap();
+    assert_eq!(held(&gpu.meters()), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn the_size_that_is_proved_is_what_the_gpu_holds() {
+    let model = model();
+    let gpu = gpu(None);
+    let ready = model.start_on("--mem-fraction 1.0", gpu.clone()).unwrap();
+    let (report, meters) = (&ready.report, gpu.meters());
+    assert_eq!(report.attempts.len(), 1, "{:?}", report.attempts);
+    assert_eq!(report.baseline.total, LIMIT);
+    assert!(report.kv_bytes > LIMIT / 2, "{report:?}");
+    // The canary and the buffer are free, as promised.
+    assert!(meters.free >= report.margins.canary_bytes, "{meters:?}");
+    assert!(meters.free <= LIMIT / 4, "{meters:?}");
+    let allocations = meters.allocations;
+    let expected = answers(&ready.engine).await;
+    assert!(expected.iter().all(|tokens| tokens.len() == 24));
+    assert_eq!(answers(&ready.engine).await, expected);
+    assert_eq!(gpu.meters().allocations, allocations, "serving allocates nothing");
+    stop(ready, &gpu).await;
+    // Without graphs the text is the same.
+    let ready = model.start_on("--enforce-eager", gpu.clone()).unwrap();
+    assert_eq!(answers(&ready.engine).await, expected);
+    stop(ready, &gpu).await;
+}
+
+/// A14: a GPU that gives a little less than it promises gets a smaller cache.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn a_gpu_that_gives_less_gets_a_smaller_cache() {
+    let model = model();
+    let clean = gpu(None);
+    let ready = model.start_on("", clean.clone()).unwrap();
+    let (full, peak) = (ready.report.kv_tokens, ready.report.attempts[0].peak_reserved);
+    let runtime = clean.meters().by_component.get(Component::Runtime);
+    let expected = answers(&ready.engine).await;
+    stop(ready, &clean).await;
+
+    let capped = gpu(Some((peak - runtime) / 100 * 97));
+    let ready = model.start_on("", capped.clone()).unwrap();
+    let outcomes: Vec<_> = ready
+        .report
+        .attempts
+        .iter()
+        .map(|attempt| &attempt.outcome)
+        .collect();
+    assert!(matches!(outcomes[0], Outcome::OutOfMemory { .. }), "{outcomes:?}");
+    assert_eq!(outcomes.last(), Some(&&Outcome::Proved));
+    assert!(ready.report.kv_tokens < full && ready.report.kv_tokens > full / 5 * 4);
+    assert_eq!(answers(&ready.engine).await, expected);
+    stop(ready, &capped).await;
+}
+
+/// A15: one that gives far less is diagnosed, and holds nothing.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn a_gpu_that_gives_far_less_is_diagnosed() {
+    let model = model();
+    let capped = gpu(Some(LIMIT / 4));
+    let error = model.start_on("", capped.clone()).unwrap_err();
+    assert!(
+        matches!(&error, Error::Profile(ProfileError::DoesNotFit(_))),
+        "{error:?}"
+    );
+    capped.trim().unwrap();
+    assert_eq!((error.exit_code(), held(&capped.meters())), (4, 0));
+    let tiny = gpu(Some(1 << 20));
+    let error = model.start_on("", tiny.clone()).unwrap_err();
+    assert_eq!((error.exit_code(), held(&tiny.meters())), (4, 0), "{error}");
+}
+
+/// A50 on the real path, with graphs.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn every_allocation_of_a_start_on_a_gpu_may_fail() {
+    let model = model();
+    let gpu = gpu(None);
+    let flags = "--max-total-token-num 4096";
+    let ready = model.start_on(flags, gpu.clone()).unwrap();
+    let before = gpu.budget().meters().allocations;
+    stop(ready, &gpu).await;
+    let ready = model.start_on(flags, gpu.clone()).unwrap();
+    let allocations = gpu.budget().meters().allocations - before;
+    stop(ready, &gpu).await;
+    for n in 1..=allocations {
+        gpu.budget().fail_allocation(n);
+        match model.start_on(flags, gpu.clone()) {
+            Ok(ready) => stop(ready, &gpu).await,
+            Err(error) => assert_eq!(error.exit_code(), 4, "allocation {n}: {error:?}"),
+        }
+        gpu.budget().fail_allocation(0);
+        gpu.trim().unwrap();
+        assert_eq!(held(&gpu.meters()), 0, "allocation {n}");
+    }
+}
