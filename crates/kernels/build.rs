@@ -18,17 +18,19 @@ fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {
-            eprintln!("error: {message}");
+            for line in message.lines() {
+                println!("cargo::error={line}");
+            }
             ExitCode::FAILURE
         }
     }
 }
 
 fn run() -> Result<(), String> {
-    let out = PathBuf::from(env::var("OUT_DIR").map_err(|e| format!("OUT_DIR: {e}"))?);
+    let out = directory("OUT_DIR")?;
     let mut images = Vec::new();
     if env::var_os("CARGO_FEATURE_CUDA").is_some() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let root = directory("CARGO_MANIFEST_DIR")?.join("../..");
         let kernels = root.join("kernels");
         println!("cargo::rerun-if-changed={}", kernels.display());
         println!("cargo::rerun-if-env-changed=CUDA_HOME");
@@ -38,6 +40,12 @@ fn run() -> Result<(), String> {
     }
     let path = out.join("images.rs");
     fs::write(&path, list(&images)).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+/// A directory that cargo names. Asked for at run time: checkouts that share a target directory share this program.
+fn directory(variable: &str) -> Result<PathBuf, String> {
+    let path = env::var_os(variable).ok_or_else(|| format!("{variable} is not set"))?;
+    Ok(PathBuf::from(path))
 }
 
 /// `images.rs`: `static IMAGES: &[(&str, &[u8])]`, name and bytes of each file.
