@@ -12,9 +12,10 @@ pub(crate) fn gpu() -> Gpu {
     Gpu::open(0).expect("an NVIDIA GPU")
 }
 
-/// Fresh random inputs in every run; the seed is printed, so a failure can be repeated with `SEED`.
+/// Fresh random inputs in every run; the seed is printed, so a failure can be repeated with the variable `SEED`.
+#[allow(clippy::print_stdout, reason = "shown where a test fails")]
 pub(crate) fn rng(test: &str) -> StdRng {
-    let seed = option_env!("SEED").map_or_else(rand::random, |seed| seed.parse().expect("a number"));
+    let seed = std::env::var("SEED").map_or_else(|_| rand::random(), |seed| seed.parse().expect("a number"));
     println!("{test}: seed {seed}");
     StdRng::seed_from_u64(seed)
 }
@@ -66,5 +67,8 @@ pub(crate) fn assert_close(what: &str, out: &[f32], reference: &[f64], tolerance
     let error = norm(&mut out.iter().zip(reference).map(|(&x, y)| f64::from(x) - y));
     let size = norm(&mut reference.iter().copied());
     let relative = if size == 0.0 { error } else { error / size };
-    assert!(relative <= tolerance, "{what}: relative error {relative:.2e} over {tolerance:.0e}");
+    assert!(
+        relative <= tolerance,
+        "{what}: relative error {relative:.2e} over {tolerance:.0e}"
+    );
 }
