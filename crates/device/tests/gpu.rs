@@ -1,7 +1,7 @@
 //! The CUDA half of the crate, on a real GPU: `make test-gpu`.
 
 use plimsoll_core::{Component, Scratch};
-use plimsoll_device::cuda::{Gpu, GpuArena, GpuLimit, GpuOptions, PinnedSlab};
+use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuLimit, GpuOptions, PinnedSlab, Uploader};
 
 const MIB: usize = 1 << 20;
 
