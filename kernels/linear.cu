@@ -5,12 +5,12 @@
 // consecutive inputs where the instruction's layout would have it take 4 pairs: every access is 16 bytes wide.
 //
 // Each warp has a ring of stages in shared memory for its weights, so warps never wait for each other but for the sums.
-// The first stages, and prefetches to L2 behind them, are requested before the wait for the kernel ahead: weights never
-// change, and the memory stays busy between kernels. Two kernels must fit on a multiprocessor for that.
+// All stages are requested before the wait for the kernel ahead: weights never change, and the memory stays busy between
+// kernels. Two kernels must fit on a multiprocessor for that.
 //
 // The 8 warps of a block are `row_warps` groups of features times as many parts of k as that leaves. The blocks of a
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
-// are added in a fixed order.
+// are added in a fixed order, one block of features later: nobody waits for the slowest.
 #include "mma.cuh"
 
 constexpr int kWarps = 8;
@@ -27,7 +27,6 @@ constexpr int kRingBytes = kWarps * kStages * kStageBytes;
 constexpr int kInputBytes = 32 << 10;
 constexpr int kBuffers = 4;          // of x, where not all of it fits
 constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
-constexpr int kPrefetchBytes = 64 << 10;
 constexpr int kMostParts = 8;
 constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a phase
 
@@ -91,12 +90,6 @@ __device__ __forceinline__ float2 load_remote(const float* from, int rank) {
     return v;
 }
 
-__device__ __forceinline__ void prefetch(const bf16* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // Where a piece of a row of a chunk lies: the halves are swapped in odd rows against bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * kRowBytes + (piece ^ ((row & 1) * (kRowPieces / 2))) * 16;
@@ -122,7 +115,7 @@ struct Cut {
         const int chunks = p.k / kChunk, size = cluster_size(), rank = cluster_rank();
         begin = chunks * rank / size;
         end = chunks * (rank + 1) / size;
-        // All of it, if that fits, or two buffers.
+        // All of it, if that fits, or a ring of buffers.
         const int chunk_bytes = p.m * kChunk * int(sizeof(bf16));
         const int largest = (chunks + size - 1) / size;
         phase = largest;
@@ -200,6 +193,28 @@ __device__ __forceinline__ void store(const Problem& p, int row, int column, flo
     }
 }
 
+// Adds and stores the outputs of a block, each thread block of the cluster some of them.
+template <int Tiles>
+__device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const float* sums, int block, int rows) {
+    const int pairs = cut.outputs / 2;
+    for (int i = cluster_rank() * kThreads + threadIdx.x; i < p.m * pairs; i += cluster_size() * kThreads) {
+        const int token = i / pairs, column = i % pairs * 2;
+        if (block * cut.outputs + column >= p.n) continue;
+        const float* from = sums + token * rows;
+        float2 v;
+        if (p.mode == kSiluMul) {
+            from += column / kTile * 2 * kTile + column % kTile;
+            const float2 gate = add_parts(from, cut.parts, Tiles * 8 * rows);
+            v = add_parts(from + kTile, cut.parts, Tiles * 8 * rows);
+            v.x *= silu(gate.x);
+            v.y *= silu(gate.y);
+        } else {
+            v = add_parts(from + column, cut.parts, Tiles * 8 * rows);
+        }
+        store(p, token, block * cut.outputs + column, v);
+    }
+}
+
 // Up to 8 * Tiles rows.
 template <int Tiles>
 __device__ __forceinline__ void run(const Problem& p) {
@@ -212,7 +227,7 @@ __device__ __forceinline__ void run(const Problem& p) {
 
     pdl_launch();
     const Cut cut(p, warp);
-    const int size = cluster_size(), rank = cluster_rank();
+    const int size = cluster_size();
     const int first_block = blockIdx.x / size, stride = gridDim.x / size;
 
     // What this lane requests next: a piece of every fourth row, so that 8 lanes read whole lines.
@@ -247,16 +262,6 @@ __device__ __forceinline__ void run(const Problem& p) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) request();
 
-    // Behind the ring's part of the first block, by one thread a row.
-    if (first_block < cut.blocks && cut.part == 0 && lane < kTile) {
-        const int from = cut.begin + kStages * cut.parts;
-        const int wanted = kPrefetchBytes / (p.row_warps * kTile * kChunk * int(sizeof(bf16)));
-        const int count = min(cut.end - from, wanted);
-        if (count > 0) {
-            prefetch(cut.weights(p, first_block, lane) + from * kChunk, count * kChunk * int(sizeof(bf16)));
-        }
-    }
-
     pdl_wait();
     // Phases of x: all in one, or a ring of buffers.
     const bool resident = cut.phase >= cut.end - cut.begin;
@@ -290,6 +295,8 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
 
     const int rows = p.row_warps * kTile + kPad;
+    const int buffer_floats = cut.parts * Tiles * 8 * rows;
+    int turn = 0, last_block = first_block;
     int stage = 0;
     for (int block = first_block; block < cut.blocks; block += stride) {
         float acc[Tiles][4] = {};
@@ -339,9 +346,12 @@ __device__ __forceinline__ void run(const Problem& p) {
             }
         }
 
-        // The block before may still be read by the cluster.
-        if (block != first_block) cluster_wait();
-        float* mine = sums + cut.part * Tiles * 8 * rows + cut.row_warp * kTile + group;
+        // The sums of the block before are added now, when the other blocks of the cluster have long written them.
+        if (block != first_block) {
+            cluster_wait();
+            add_up<Tiles>(p, cut, sums + (turn ^ 1) * buffer_floats, block - stride, rows);
+        }
+        float* mine = sums + turn * buffer_floats + cut.part * Tiles * 8 * rows + cut.row_warp * kTile + group;
 #pragma unroll
         for (int j = 0; j < Tiles; ++j) {
             float* to = mine + (j * 8 + quad * 2) * rows;
@@ -351,27 +361,16 @@ __device__ __forceinline__ void run(const Problem& p) {
             to[rows + 8] = acc[j][3];
         }
         cluster_arrive();
-        cluster_wait();
-        const int pairs = cut.outputs / 2;
-        for (int i = rank * kThreads + threadIdx.x; i < p.m * pairs; i += size * kThreads) {
-            const int token = i / pairs, column = i % pairs * 2;
-            if (block * cut.outputs + column >= p.n) continue;
-            const float* from = sums + token * rows;
-            float2 v;
-            if (p.mode == kSiluMul) {
-                from += column / kTile * 2 * kTile + column % kTile;
-                const float2 gate = add_parts(from, cut.parts, Tiles * 8 * rows);
-                v = add_parts(from + kTile, cut.parts, Tiles * 8 * rows);
-                v.x *= silu(gate.x);
-                v.y *= silu(gate.y);
-            } else {
-                v = add_parts(from + column, cut.parts, Tiles * 8 * rows);
-            }
-            store(p, token, block * cut.outputs + column, v);
-        }
-        cluster_arrive();
+        turn ^= 1;
+        last_block = block;
     }
-    if (first_block < cut.blocks) cluster_wait();
+    if (first_block < cut.blocks) {
+        cluster_wait();
+        add_up<Tiles>(p, cut, sums + (turn ^ 1) * buffer_floats, last_block, rows);
+        // Other blocks may still read this one's.
+        cluster_arrive();
+        cluster_wait();
+    }
 }
 
 #define LINEAR(NAME, TILES)                                                                                             \

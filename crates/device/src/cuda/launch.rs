@@ -106,6 +106,40 @@ impl Function {
         })?;
         Ok(blocks as usize)
     }
+
+    /// Clusters of `cluster` blocks of `threads` threads and `shared` bytes of dynamic shared memory that the GPU runs at
+    /// once. A cluster lies within one part of the chip, so this is less than multiprocessors suggest.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver; GPUs before compute capability 9.0 have no clusters.
+    pub fn clusters_at_once(&self, cluster: usize, threads: usize, shared: usize) -> Result<usize, GpuError> {
+        // SAFETY: all-zero is valid for these structs.
+        let (mut attribute, mut config) = unsafe {
+            (
+                std::mem::zeroed::<sys::CUlaunchAttribute>(),
+                std::mem::zeroed::<sys::CUlaunchConfig>(),
+            )
+        };
+        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attribute.value.clusterDim.x = cluster as u32;
+        attribute.value.clusterDim.y = 1;
+        attribute.value.clusterDim.z = 1;
+        config.gridDimX = cluster as u32;
+        config.gridDimY = 1;
+        config.gridDimZ = 1;
+        config.blockDimX = threads as u32;
+        config.blockDimY = 1;
+        config.blockDimZ = 1;
+        config.sharedMemBytes = shared as u32;
+        config.attrs = &mut attribute;
+        config.numAttrs = 1;
+        let mut clusters = 0;
+        // SAFETY: the function is loaded; a place to write to; the attribute outlives the call.
+        check("cuOccupancyMaxActiveClusters", unsafe {
+            sys::cuOccupancyMaxActiveClusters(&mut clusters, self.handle, &config)
+        })?;
+        Ok(clusters as usize)
+    }
 }
 
 /// Shape of a launch.

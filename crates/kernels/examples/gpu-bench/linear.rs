@@ -105,7 +105,7 @@ pub(crate) fn bench(gpu: &Gpu) {
                 let us = time_layer(gpu, &linears, &model, shape, m);
                 print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
             }
-            for (row_warps, cluster) in [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8)] {
+            for (row_warps, cluster) in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)] {
                 if m * (8 / row_warps) > 64 {
                     continue;
                 }

@@ -42,6 +42,8 @@ pub(super) struct StreamKernels {
     gpu: Gpu,
     /// For up to 8, 16 and 32 rows.
     functions: [Function; 3],
+    /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
+    clusters: [usize; 4],
 }
 
 impl StreamKernels {
@@ -55,9 +57,17 @@ impl StreamKernels {
         for function in &functions {
             function.allow_shared(gpu.info().max_shared_bytes)?;
         }
+        let mut clusters = [gpu.info().sm_count, 0, 0, 0];
+        if gpu.info().compute_capability >= (9, 0) {
+            for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
+                let whole = gpu.info().max_shared_bytes;
+                *clusters = functions[0].clusters_at_once(1 << shift, WARPS * 32, whole)?;
+            }
+        }
         Ok(Self {
             gpu: gpu.clone(),
             functions,
+            clusters,
         })
     }
 
@@ -66,7 +76,7 @@ impl StreamKernels {
         if shape.m > MAX_ROWS || !shape.k.is_multiple_of(CHUNK) {
             return Vec::new();
         }
-        let all = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8)];
+        let all = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)];
         let mut cuts: Vec<_> = all
             .map(|(row_warps, cluster)| Cut { row_warps, cluster })
             .into_iter()
@@ -84,7 +94,7 @@ impl StreamKernels {
         shape.m <= MAX_ROWS
             && shape.k.is_multiple_of(CHUNK)
             && (output != LinearOutput::SiluMul || cut.row_warps >= 2)
-            && (cut.cluster == 1 || self.gpu.info().compute_capability >= (9, 0))
+            && self.clusters[cut.cluster.trailing_zeros() as usize] > 0
             && parts * cut.cluster <= MOST_PARTS
             && BUFFERS * shape.m * parts * CHUNK * 2 <= INPUT_BYTES
             && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
@@ -115,10 +125,8 @@ impl StreamKernels {
         ];
         let features = cut.row_warps * TILE / if output == LinearOutput::SiluMul { 2 } else { 1 };
         let blocks = shape.n.div_ceil(features);
-        // One wave over the whole GPU, even if fewer would do: two blocks on one multiprocessor while another has none would
-        // take twice as long.
-        let clusters = (self.gpu.info().sm_count / cut.cluster).max(1);
-        let grid = clusters.min(blocks) * cut.cluster;
+        // Not more at once than have a multiprocessor each: two blocks on one would take twice as long.
+        let grid = self.clusters[cut.cluster.trailing_zeros() as usize].min(blocks) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
             .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
@@ -136,5 +144,5 @@ fn tiles(m: usize) -> usize {
 
 fn shared_bytes(m: usize, cut: Cut) -> usize {
     let parts = WARPS / cut.row_warps;
-    RING_BYTES + INPUT_BYTES + parts * tiles(m) * 8 * (cut.row_warps * TILE + PAD) * 4
+    RING_BYTES + INPUT_BYTES + 2 * parts * tiles(m) * 8 * (cut.row_warps * TILE + PAD) * 4
 }

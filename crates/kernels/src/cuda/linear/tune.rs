@@ -15,7 +15,7 @@ const MOST_CALLS: usize = 8;
 /// From so many rows on, one product is long enough.
 const MANY_ROWS: usize = 512;
 /// Candidates.
-const MOST_CUTS: usize = 5;
+const MOST_CUTS: usize = 6;
 const MOST_ALGORITHMS: usize = 3;
 /// What a kernel that computes `silu(gate) * up` takes at least.
 const SILU_MUL_US: f32 = 2.0;
