@@ -11,12 +11,22 @@ use crate::KvLayout;
 const TILE: usize = 16;
 /// Query heads that share a read of the keys.
 const ROWS: usize = 16;
-/// The shortest split: shorter ones cost more to merge than they save.
+/// Partial results that are merged at once.
+const FAN_IN: usize = 16;
+/// The shortest split: with shorter ones warps have nothing to do.
 const SHORTEST_SPLIT: usize = 64;
-/// Keys that take as long as it takes to begin and end a split.
-const SPLIT_COST: usize = 64;
 /// Units of work for each block of threads that runs at once; with more, neither balance nor anything else improves.
 const UNITS_PER_SLOT: usize = 8;
+
+/// What it costs to split, measured on an H200: in keys of 128 elements that a block of threads takes while all others run
+/// too. A block that is alone needs this fraction of the time for a key.
+const ALONE: f32 = 0.4;
+/// To go on to another unit, whose context is split or not.
+const NEXT_SPLIT: f32 = 120.0;
+const NEXT_WHOLE: f32 = 25.0;
+/// To merge, for each level, and for each partial result of a row.
+const MERGE: f32 = 30.0;
+const MERGE_ROW: f32 = 0.125;
 
 /// Head sizes with a kernel.
 const SHAPES: [Shape; 4] = [
@@ -174,20 +184,46 @@ impl DecodePlanner {
         }
     }
 
-    /// The split length that is done soonest, if every block of threads takes its turn.
+    /// The split length that is done soonest.
     fn chunk(&self, keys: impl Iterator<Item = usize> + Clone) -> usize {
         let (total, longest) = keys.clone().fold((0, 0), |(total, longest): (usize, usize), k| {
             (total + k, longest.max(k))
         });
         // From here on there are at most `max_items` splits: each run has at most one that is not full.
-        let shortest = total.div_ceil(self.spare_items()).max(SHORTEST_SPLIT);
-        let turns = |chunk: usize| {
-            let splits: usize = keys.clone().map(|k| k.div_ceil(chunk)).sum();
-            (splits * self.tiles()).div_ceil(self.slots)
-        };
+        let shortest = total
+            .div_ceil(self.spare_items())
+            .max(SHORTEST_SPLIT)
+            .next_multiple_of(TILE);
         candidates(shortest, longest)
-            .min_by_key(|&chunk| turns(chunk) * (chunk.min(longest) + SPLIT_COST))
-            .unwrap_or(SHORTEST_SPLIT)
+            .min_by(|&a, &b| self.cost(a, keys.clone()).total_cmp(&self.cost(b, keys.clone())))
+            .unwrap_or(shortest)
+    }
+
+    /// Estimated time of a step beside what all splits have in common, in the unit of [`ALONE`].
+    fn cost(&self, chunk: usize, keys: impl Iterator<Item = usize>) -> f32 {
+        let (mut units, mut of_split, mut longest, mut most) = (0, 0, 0, 0);
+        for k in keys {
+            let splits = k.div_ceil(chunk);
+            units += splits;
+            of_split += if splits > 1 { splits } else { 0 };
+            longest = longest.max(k.div_ceil(splits.max(1)));
+            most = most.max(splits);
+        }
+        let turns = (units * self.tiles()) as f32 / self.slots as f32;
+        // In the last turn, only some of the GPU's memory bandwidth may be in use.
+        let last = turns + 1.0 - turns.ceil();
+        let idle = longest as f32 * (ALONE - last).max(0.0);
+        let next = if of_split * 2 > units {
+            NEXT_SPLIT
+        } else {
+            NEXT_WHOLE
+        };
+        let mut overhead = (turns - 1.0).max(0.0) * next;
+        if most > 1 {
+            let levels = if most > FAN_IN { 2.0 } else { 1.0 };
+            overhead += levels * MERGE + (most * self.group().min(ROWS)) as f32 * MERGE_ROW;
+        }
+        idle + overhead * 128.0 / self.layout.head_dim as f32
     }
 
     /// Keys of a run's splits: those seen, from the start of a tile on.
@@ -212,12 +248,11 @@ impl DecodePlanner {
     }
 }
 
-/// Split lengths from `shortest` to the first that holds `longest`, each about a quarter longer than the one before.
+/// Split lengths no shorter than `shortest` that cut `longest` into more and more splits.
 fn candidates(shortest: usize, longest: usize) -> impl Iterator<Item = usize> {
-    let first = shortest.next_multiple_of(TILE);
-    std::iter::successors(Some(first), move |&chunk| {
-        (chunk < longest).then(|| (chunk + chunk / 4).next_multiple_of(TILE))
-    })
+    std::iter::successors(Some(1), |splits| Some(splits + (splits / 8).max(1)))
+        .map(move |splits: usize| longest.div_ceil(splits).next_multiple_of(TILE))
+        .take_while(move |&chunk| chunk >= shortest)
 }
 
 /// What [`DecodeKernels::forward`] works on.

@@ -85,11 +85,7 @@ fn a_long_context_fills_the_gpu() {
         let mut items = vec![DecodeItem::default(); planner.max_items()];
         let header = planner.plan([(0, context)].into_iter(), &mut items);
         let units = header.items as usize * kv_heads;
-        let turns = units.div_ceil(slots);
-        assert!(
-            units * 100 >= turns * slots * 85,
-            "{units} units in {turns} turns of {slots}: {header:?}"
-        );
+        assert!(units as f32 >= ALONE * slots as f32, "{units} units: {header:?}");
     }
 }
 
