@@ -12,8 +12,8 @@ use crate::Charge;
 
 /// Device memory, charged to the GPU's account and given back on drop.
 ///
-/// The KV cache is mapped page by page, exactly as large as asked for (rounded to the granularity, 2 MiB); everything else
-/// comes from the stream-ordered pool.
+/// The KV cache and the canary are mapped, exactly as large as asked for (rounded to the granularity, 2 MiB); everything
+/// else comes from the stream-ordered pool.
 pub struct GpuSlab {
     bytes: usize,
     memory: Memory,
@@ -39,7 +39,8 @@ struct Pooled {
 impl GpuSlab {
     pub(super) fn new(gpu: &Gpu, component: Component, bytes: usize) -> Result<Self, Oom> {
         let oom = |error: GpuError| gpu.oom(component, bytes as u64, &error);
-        let mapped = component == Component::Kv;
+        // What has to come back to the last byte: the pool keeps a chunk as long as any part of it is in use.
+        let mapped = matches!(component, Component::Kv | Component::Canary);
         let unit = if mapped { gpu.granularity() } else { 512 };
         let rounded = bytes
             .max(1)
