@@ -14,12 +14,16 @@ __device__ __forceinline__ void add64(uint32_t* low, uint32_t* high, uint64_t x)
     if (carry != 0) atomicAdd(high, carry);
 }
 
+__device__ __forceinline__ void clear(SampleShared& shared) {
+    uint4* const words = reinterpret_cast<uint4*>(shared.marks);
+    for (int i = threadIdx.x; i < kMarks / 4; i += kSampleThreads) words[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+}
+
 // Counts and weighs the candidates with `key >> (shift + bits) == prefix` by their next `bits` bits, for the whole group.
 __device__ __forceinline__ void fill(SampleShared& shared, const Group& group, const Source& source, uint64_t prefix,
                                      int shift, int bits) {
-    uint32_t* const words = shared.marks;
-    for (int i = threadIdx.x; i < kMarks; i += kSampleThreads) words[i] = 0;
-    __syncthreads();
+    clear(shared);
     const uint32_t mask = (1u << bits) - 1;
     source.each([&](const Token& token) {
         if (token.key == 0 || static_cast<uint64_t>(token.key) >> (shift + bits) != prefix) return;
@@ -37,10 +41,8 @@ constexpr int kOwn = 4;
 // The group's histogram: each block has a range of buckets, each thread four of them, from the best down.
 struct Merged {
     Weight own[kOwn];
-    // In better buckets of this block.
+    // In better buckets, and in all.
     Weight before;
-    // Of better blocks, and of all.
-    Weight better_parts;
     Weight total;
     uint32_t first_bucket;
 };
@@ -53,6 +55,7 @@ __device__ __forceinline__ Merged merge(SampleShared& shared, const Group& group
     Weight sum{0, 0};
     if (static_cast<int>(threadIdx.x) * kOwn < per_part) {
         const int base = merged.first_bucket - (kOwn - 1);
+#pragma unroll 1
         for (int part = 0; part < group.parts; ++part) {
             const Histogram* theirs = group.at(&shared.histogram, part);
             const uint4 count = *reinterpret_cast<const uint4*>(theirs->count + base);
@@ -78,7 +81,7 @@ __device__ __forceinline__ Merged merge(SampleShared& shared, const Group& group
     __syncthreads();
     Weight block{0, 0};
     merged.before = {through.count - sum.count, through.mass - sum.mass};
-#pragma unroll
+#pragma unroll 4
     for (int w = 0; w < kSampleWarps; ++w) {
         if (w < warp) merged.before = merged.before + shared.warp_weight[w];
         block = block + shared.warp_weight[w];
@@ -86,7 +89,7 @@ __device__ __forceinline__ Merged merge(SampleShared& shared, const Group& group
     if (threadIdx.x < group.parts) group.at(shared.part_weight, threadIdx.x)[group.rank] = block;
     group.sync();
     for (int part = 0; part < group.parts; ++part) {
-        if (part < group.rank) merged.better_parts = merged.better_parts + shared.part_weight[part];
+        if (part < group.rank) merged.before = merged.before + shared.part_weight[part];
         merged.total = merged.total + shared.part_weight[part];
     }
     return merged;
@@ -99,7 +102,7 @@ enum class By { kCount, kMass };
 __device__ __forceinline__ Crossing cross(SampleShared& shared, const Group& group, const Merged& merged, By by,
                                           uint64_t target) {
     const auto amount = [&](const Weight& weight) { return by == By::kCount ? weight.count : weight.mass; };
-    Weight before = merged.better_parts + merged.before;
+    Weight before = merged.before;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
         if (amount(before) <= target && target - amount(before) < amount(merged.own[i])) {
@@ -120,7 +123,7 @@ struct Cut {
 };
 
 // The key of the token at which the running sum over tokens by rank passes `target`, which is below the total.
-__device__ __noinline__ Cut descend(SampleShared& shared, const Group& group, const Source& source, By by,
+__device__ __forceinline__ Cut descend(SampleShared& shared, const Group& group, const Source& source, By by,
                                     uint64_t target) {
     uint32_t key = 0;
     Weight before{0, 0};
@@ -137,4 +140,29 @@ __device__ __noinline__ Cut descend(SampleShared& shared, const Group& group, co
         equal = crossing.in.count;
     }
     return {key, before, equal};
+}
+
+// Bits below those of the first level.
+constexpr int kTopShift = 21;
+
+// From now on only keys from `least` on are candidates.
+__device__ __forceinline__ void raise_least(SampleShared& shared, uint32_t least) {
+    __syncthreads();
+    if (threadIdx.x == 0 && least > shared.row.least_key) shared.row.least_key = least;
+    __syncthreads();
+}
+
+// Leaves out tokens that are certainly not among the best `n`: those that rank below the n-th best of the threads' own best,
+// given by their logits. Returns whether there are as many threads, and so at least `n` candidates left.
+__device__ __forceinline__ bool bound(SampleShared& shared, const Group& group, const Source& source, uint32_t n) {
+    clear(shared);
+    const bool has_any = source.begin + static_cast<int>(threadIdx.x % kWarp) * 4 < source.end;
+    const uint32_t key = has_any ? source.key(shared.own_best[threadIdx.x]) : 0;
+    if (key != 0) atomicAdd(&shared.histogram.count[key >> kTopShift], 1u);
+    group.sync();
+    const Merged merged = merge(shared, group);
+    if (merged.total.count < n) return false;
+    const Crossing crossing = cross(shared, group, merged, By::kCount, n - 1);
+    raise_least(shared, crossing.bucket << kTopShift);
+    return true;
 }

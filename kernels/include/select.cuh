@@ -44,34 +44,25 @@ struct Histogram {
     uint32_t high[kBuckets];
 };
 
-struct SampleShared {
-    union {
-        Histogram histogram;
-        uint32_t marks[kMarks];
-    };
-    Token listed[kListed];
-    uint64_t warp_sum[kSampleWarps];
-    Weight warp_weight[kSampleWarps];
-    // One per block of the group.
-    uint64_t best[kMaxParts];
-    uint64_t part_sum[kMaxParts];
-    Weight part_weight[kMaxParts];
-    Crossing crossing;
-    uint32_t picked;
-    uint32_t token;
-};
-
 // Orders as floats do, -0 and 0 alike; never 0.
 __device__ __forceinline__ uint32_t ordered(float x) {
     const uint32_t bits = __float_as_uint(x + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// The number that `ordered` was made from.
+__device__ __forceinline__ float from_ordered(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
 // `e^x` for x <= 0 with the same operations as the twin in crates/kernels/src/simd/math.rs, so the same bits.
 __device__ __forceinline__ float exp_twin(float x) {
     constexpr float kLowest = -87.3f;
+    // Adding this rounds to an integer, which is then the low bits of the sum: conversions are slow.
+    constexpr float kRound = 12582912.0f;
     const float clamped = fmaxf(x, kLowest);
-    const float n = rintf(__fmul_rn(clamped, 1.44269504088896340736f));
+    const float shifted = __fadd_rn(__fmul_rn(clamped, 1.44269504088896340736f), kRound);
+    const float n = __fadd_rn(shifted, -kRound);
     float r = fmaf(n, -0.6933594f, clamped);
     r = fmaf(n, 2.1219444e-4f, r);
     float p = 1.9875691e-4f;
@@ -81,63 +72,111 @@ __device__ __forceinline__ float exp_twin(float x) {
     p = fmaf(p, r, 1.6666665e-1f);
     p = fmaf(p, r, 0.5f);
     p = fmaf(__fmul_rn(r, r), p, __fadd_rn(r, 1.0f));
-    const float result = __fmul_rn(p, __int_as_float((static_cast<int>(n) + 127) << 23));
-    return x < kLowest ? 0.0f : result;
+    const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
+    return x < kLowest ? 0.0f : __fmul_rn(p, power);
 }
 
 // Where keys come from.
 enum class Keys {
     kLogits,   // the logits, in order
-    kWeights,  // e^((logit - max) / temperature), a number in 0..1, times 4 as bits; 0 if below min_p
+    kWeights,  // e^((logit - max) / temperature), a number in 0..1, its bits times 4
     kListed    // SampleShared::listed
 };
 
-struct Source {
-    Keys keys;
+// Tokens by rank.
+struct Ranked {
+    uint64_t mass[kSampleThreads];
+    uint32_t id[kSampleThreads];
+};
+
+// What keys are made from, the same for all threads.
+struct RowLogits {
+    // In shared memory where there is room, else the logits themselves.
     const float* logits;
+    // Those may be read four at a time.
     bool aligned;
-    const Token* listed;
-    // Of this warp.
-    int begin;
-    int end;
     float max;
     float temperature;
-    float min_p;
+    // 1 / temperature.
+    float inverse;
     // Mass of weight 1: a power of two.
     float unit;
+    // Tokens of lower keys are no candidates.
+    uint32_t least_key;
+};
 
-    __device__ __forceinline__ float4 load_logits(int i) const {
-        if (aligned && i + 4 <= end) return *reinterpret_cast<const float4*>(logits + i);
-        float4 x;
-        x.x = i < end ? logits[i] : -kInfinity;
-        x.y = i + 1 < end ? logits[i + 1] : -kInfinity;
-        x.z = i + 2 < end ? logits[i + 2] : -kInfinity;
-        x.w = i + 3 < end ? logits[i + 3] : -kInfinity;
-        return x;
-    }
+// All of it in shared memory: registers are few.
+struct SampleShared {
+    RowLogits row;
+    int row_index;
+    union {
+        Histogram histogram;
+        uint32_t marks[kMarks];
+        Ranked ranked;
+    };
+    Token listed[kListed];
+    // The largest logit that each thread saw.
+    float own_best[kSampleThreads];
+    uint64_t warp_sum[kSampleWarps];
+    Weight warp_weight[kSampleWarps];
+    // One per block of the group.
+    uint64_t best[kMaxParts];
+    uint64_t part_sum[kMaxParts];
+    Weight part_weight[kMaxParts];
+    Crossing crossing;
+    uint32_t picked;
+    uint32_t token;
+    uint64_t passed;
+};
+
+// Logits i to i + 3 of those before `end`, -inf beyond.
+__device__ __forceinline__ float4 load_logits(const float* logits, bool aligned, int i, int end) {
+    if (aligned && i + 4 <= end) return *reinterpret_cast<const float4*>(logits + i);
+    float4 x;
+    x.x = i < end ? logits[i] : -kInfinity;
+    x.y = i + 1 < end ? logits[i + 1] : -kInfinity;
+    x.z = i + 2 < end ? logits[i + 2] : -kInfinity;
+    x.w = i + 3 < end ? logits[i + 3] : -kInfinity;
+    return x;
+}
+
+// This warp's tokens of a row, or of the list.
+struct Source {
+    const SampleShared& shared;
+    Keys keys;
+    int begin;
+    int end;
 
     __device__ __forceinline__ uint32_t key(float logit) const {
-        if (keys == Keys::kLogits) return ordered(logit);
-        const float below = __fadd_rn(logit, -max);
-        const float weight = exp_twin(temperature == 1.0f ? below : __fdiv_rn(below, temperature));
-        return weight >= min_p ? __float_as_uint(weight) << 2 : 0;
+        uint32_t key;
+        if (keys == Keys::kLogits) {
+            key = ordered(logit);
+        } else {
+            // The twin's quotient: one step of Newton's from the product with the inverse rounds as the division does.
+            const float below = __fadd_rn(logit, -shared.row.max);
+            const float near = __fmul_rn(below, shared.row.inverse);
+            const float rest = fmaf(-near, shared.row.temperature, below);
+            const float weight = exp_twin(fmaf(rest, shared.row.inverse, near));
+            key = near < -88.0f ? 0 : __float_as_uint(weight) << 2;
+        }
+        return key >= shared.row.least_key ? key : 0;
     }
 
     // Tokens i to i + 3 of this warp's range; beyond its end there are no candidates.
     __device__ __forceinline__ void load(int i, Token (&tokens)[4]) const {
         if (keys == Keys::kListed) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) tokens[j] = i + j < end ? listed[i + j] : Token{0, 0};
+            for (int j = 0; j < 4; ++j) tokens[j] = i + j < end ? shared.listed[i + j] : Token{0, 0};
             return;
         }
-        const float4 x = load_logits(i);
+        const float4 x = load_logits(shared.row.logits, shared.row.aligned, i, end);
         const float logit[] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) tokens[j] = {i + j < end ? key(logit[j]) : 0, static_cast<uint32_t>(i + j)};
     }
 
     __device__ __forceinline__ uint64_t mass(uint32_t key) const {
-        return __float2ull_rz(__uint_as_float(key >> 2) * unit);
+        return __float2ull_rz(__uint_as_float(key >> 2) * shared.row.unit);
     }
 
     // `use(token)` for each of this warp's tokens, four in a row per lane.
@@ -199,7 +238,7 @@ __device__ __forceinline__ Sums sum(SampleShared& shared, const Group& group, co
     if (threadIdx.x % kWarp == 0) shared.warp_sum[warp] = own;
     __syncthreads();
     uint64_t before = 0, block = 0;
-#pragma unroll
+#pragma unroll 4
     for (int w = 0; w < kSampleWarps; ++w) {
         if (w < warp) before += shared.warp_sum[w];
         block += shared.warp_sum[w];
@@ -259,11 +298,10 @@ __device__ __forceinline__ uint32_t nth_of_key(SampleShared& shared, const Group
     return find(shared, group, source, sum(shared, group, source, equal), n, equal);
 }
 
-// Lists the tokens that satisfy `keep` in order of id in the first block's `listed`; no more than fit. Returns their number.
+// Lists the tokens that satisfy `keep` in order of id in the first block's `listed`. `sums` counts them; they must fit.
 template <typename Keep>
-__device__ __forceinline__ int list(SampleShared& shared, const Group& group, const Source& source, Keep keep) {
-    const auto one = [&](const Token& token) -> uint64_t { return keep(token); };
-    const Sums sums = sum(shared, group, source, one);
+__device__ __forceinline__ void list(SampleShared& shared, const Group& group, const Source& source, const Sums& sums,
+                                     Keep keep) {
     const int lane = threadIdx.x % kWarp;
     Token* const to = group.at(shared.listed, 0);
     uint64_t before = sums.before;
@@ -272,15 +310,14 @@ __device__ __forceinline__ int list(SampleShared& shared, const Group& group, co
         source.load(i + lane * 4, tokens);
         uint64_t lane_sum = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) lane_sum += one(tokens[j]);
+        for (int j = 0; j < 4; ++j) lane_sum += keep(tokens[j]);
         const uint64_t through = before + warp_scan64(lane_sum);
         uint64_t at = through - lane_sum;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            if (keep(tokens[j]) && at < kListed) to[at++] = tokens[j];
+            if (keep(tokens[j])) to[at++] = tokens[j];
         }
         before = __shfl_sync(kAllLanes, through, kWarp - 1);
     }
     group.sync();
-    return static_cast<int>(sums.total);
 }

@@ -6,6 +6,10 @@ use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch, Module};
 const THREADS: u32 = 512;
 /// Blocks that share a row where blocks can.
 const PARTS: u32 = 8;
+/// Bytes of shared memory a block has anyway, and what the driver keeps of it.
+const STATIC_SHARED: usize = 45 << 10;
+/// Colder rows are as good as greedy, and this has an inverse.
+const LEAST_TEMPERATURE: f32 = 1e-30;
 /// Most likeliest tokens of a row.
 const MAX_LOGPROBS: usize = 20;
 
@@ -15,6 +19,8 @@ pub struct SampleKernels {
     gpu: Gpu,
     sample: Function,
     parts: u32,
+    /// Bytes of shared memory that may hold logits.
+    cache: usize,
     _module: Module,
 }
 
@@ -97,7 +103,10 @@ impl SampleRow {
         Self {
             seed: spec.seed,
             index: spec.index as u64,
-            temperature: params.temperature(),
+            temperature: match params.temperature() {
+                0.0 => 0.0,
+                above => above.max(LEAST_TEMPERATURE),
+            },
             top_p: params.top_p(),
             min_p: params.min_p(),
             repetition: params.repetition_penalty(),
@@ -182,11 +191,15 @@ impl SampleKernels {
     /// [`GpuError`] if this binary carries no code for this GPU.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = super::load(gpu, "sample")?;
+        let sample = module.function("sample")?;
         let clusters = gpu.info().compute_capability >= (9, 0);
+        let cache = gpu.info().max_shared_bytes.saturating_sub(STATIC_SHARED);
+        sample.allow_shared(cache)?;
         Ok(Self {
             gpu: gpu.clone(),
-            sample: module.function("sample")?,
+            sample,
             parts: if clusters { PARTS } else { 1 },
+            cache,
             _module: module,
         })
     }
@@ -223,14 +236,21 @@ impl SampleKernels {
         }
         // The mass of weight 1: all weights together stay below 2^63.
         let unit = (1u64 << (62 - vocab.ilog2())) as f32;
+        // What a block reads again and again: the logits of its warps, each a multiple of 32.
+        let warps = self.parts * THREADS / 32;
+        let range = vocab.div_ceil(warps as usize).next_multiple_of(32) * THREADS as usize / 32;
+        let bytes = range * size_of::<f32>();
+        let cached = bytes <= self.cache;
         let launch = Launch::new([rows as u32 * self.parts, 1, 1], THREADS)
             .cluster(self.parts)
+            .shared(if cached { bytes } else { 0 })
             .pdl(true);
         let values = [
             args.logits.into(),
             (vocab as u32).into(),
             self.parts.into(),
             unit.into(),
+            u32::from(cached).into(),
             args.rows.into(),
             args.history.into(),
             args.resolved.into(),
