@@ -1,8 +1,8 @@
 //! The engine over an executor that can be told to be slow, to fail, to panic or to lie.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use futures::{FutureExt, StreamExt};
@@ -14,6 +14,8 @@ use plimsoll_scheduler::SchedulerConfig;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+mod overlap;
+
 use crate::{Drained, EngineConfig, EngineHandle, Phase, RequestStream, SubmitError};
 
 /// Longer than anything here takes on a busy machine; a test that waits this long hangs.
@@ -23,8 +25,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 struct Script {
     step_micros: AtomicU64,
-    /// No step begins while the test holds it for writing.
-    gate: RwLock<()>,
+    /// Steps wait in `launch`.
+    hold: AtomicBool,
     /// The next step ends with an error.
     fail: AtomicBool,
     /// The next step panics in `launch`.
@@ -51,7 +53,9 @@ fn token(seed: u64, index: usize) -> u32 {
 
 impl Executor for Fake {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
-        drop(self.script.gate.read().unwrap());
+        while self.script.hold.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
         assert!(
             !self.script.panic_in_launch.swap(false, Ordering::SeqCst),
             "told to panic in launch"
@@ -227,18 +231,21 @@ fn expected(seed: u64, len: usize) -> Vec<u32> {
 async fn a_thousand_streams_get_their_own_tokens_with_little_kv() {
     for steps_in_flight in [1, 2] {
         let shape = Shape {
-            num_blocks: 24,
+            num_blocks: 12,
             max_num_seqs: 16,
             steps_in_flight,
             ..Default::default()
         };
         let rig = Rig::new(shape);
-        // Else a fast engine ends requests as fast as they come, and never has many at once.
-        let gate = rig.script.gate.write().unwrap();
-        let streams: Vec<_> = (0..1000)
-            .map(|i| (i, rig.submit(i, 1 + i as usize % 40).unwrap()))
-            .collect();
-        drop(gate);
+        // All the others come while the first is held in its step, so that the plans are the same in every run: an engine
+        // that ends requests as fast as they come never has many at once.
+        rig.set(|s| &s.hold);
+        let first = (0, rig.submit(0, 1).unwrap());
+        rig.until("a step", |rig| rig.engine.health().step_in_progress.is_some())
+            .await;
+        let others = (1..1000).map(|i| (i, rig.submit(i, 1 + i as usize % 40).unwrap()));
+        let streams: Vec<_> = std::iter::once(first).chain(others).collect();
+        rig.script.hold.store(false, Ordering::SeqCst);
         let reads = streams
             .into_iter()
             .map(|(i, stream)| async move { (i, read(stream).await) });
