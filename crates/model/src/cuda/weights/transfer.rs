@@ -13,8 +13,9 @@ use super::convert::Job;
 use super::layout::Part;
 use crate::ModelError;
 
-/// Bytes of device memory that are filled at once: enough that a copy's start does not matter.
-const PIECE_BYTES: usize = 8 << 20;
+/// Bytes of device memory that are filled at once: enough that a copy's start does not matter, and little to pin, which
+/// takes a millisecond per megabyte.
+const PIECE_BYTES: usize = 2 << 20;
 
 /// Most threads: more do not read faster, and each has pinned memory of its own.
 const MOST_THREADS: usize = 16;
