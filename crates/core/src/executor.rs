@@ -36,6 +36,16 @@ pub struct DeviceTime {
     pub idle_seconds: f64,
 }
 
+impl DeviceTime {
+    /// What passed since `earlier`.
+    pub fn since(self, earlier: Self) -> Self {
+        Self {
+            busy_seconds: self.busy_seconds - earlier.busy_seconds,
+            idle_seconds: self.idle_seconds - earlier.idle_seconds,
+        }
+    }
+}
+
 /// Why a step failed. Its requests get this; the engine lives on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {

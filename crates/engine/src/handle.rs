@@ -115,6 +115,7 @@ impl EngineHandle {
         let in_flight = VecDeque::with_capacity(depth);
         let thread = EngineThread {
             scheduler,
+            device_time_before: executor.device_time().unwrap_or_default(),
             executor,
             commands,
             shared,

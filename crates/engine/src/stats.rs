@@ -24,7 +24,7 @@ pub struct EngineStats {
     pub step_seconds: Histogram,
     /// Tokens computed in each step.
     pub step_tokens: Histogram,
-    /// How the device spent its time, if it works on its own.
+    /// How the device spent its time since the engine started, if it works on its own.
     pub device_time: Option<DeviceTime>,
 }
 

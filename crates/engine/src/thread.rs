@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
-use plimsoll_core::{Event, Executor, StepError, StepOutput, StepPlan};
+use plimsoll_core::{DeviceTime, Event, Executor, StepError, StepOutput, StepPlan};
 use plimsoll_scheduler::Scheduler;
 
 use crate::Phase;
@@ -22,6 +22,8 @@ pub(crate) struct EngineThread<E> {
     pub(crate) in_flight: VecDeque<StepPlan>,
     /// Most steps in flight, at least 1.
     pub(crate) depth: usize,
+    /// What the profile's steps took.
+    pub(crate) device_time_before: DeviceTime,
 }
 
 impl<E: Executor> EngineThread<E> {
@@ -150,7 +152,8 @@ impl<E: Executor> EngineThread<E> {
             failure.map(|error| error.to_string()),
         );
         state.stats.scheduler = self.scheduler.stats();
-        state.stats.device_time = self.executor.device_time();
+        let device_time = self.executor.device_time();
+        state.stats.device_time = device_time.map(|time| time.since(self.device_time_before));
         for (id, event) in events {
             state.deliver(id, event);
         }

@@ -51,6 +51,8 @@ async fn metrics_are_prometheus_text_under_both_names() {
         ("vllm:iteration_tokens_total", "histogram"),
         ("plimsoll_device_memory_bytes", "gauge"),
         ("plimsoll_device_allocs_after_ready_total", "counter"),
+        ("plimsoll_gpu_busy_seconds_total", "counter"),
+        ("plimsoll_gpu_idle_seconds_total", "counter"),
     ] {
         assert_eq!(families.get(name).map(String::as_str), Some(kind), "{name}");
     }
@@ -63,6 +65,15 @@ async fn metrics_are_prometheus_text_under_both_names() {
         line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()
     };
     assert_eq!(value("vllm:generation_tokens_total"), 20.0);
+    // Half a second of each step, those of the profile left out.
+    assert_eq!(
+        value("plimsoll_gpu_busy_seconds_total"),
+        value("plimsoll_steps_total") / 2.0
+    );
+    assert_eq!(
+        value("plimsoll_gpu_idle_seconds_total"),
+        value("plimsoll_steps_total") / 4.0
+    );
     assert_eq!(value("vllm:time_to_first_token_seconds_count"), 1.0);
     assert_eq!(value("vllm:inter_token_latency_seconds_count"), 19.0);
     assert_eq!(value("plimsoll_request_generation_tokens_sum"), 20.0);

@@ -8,7 +8,8 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request, StatusCode};
 use plimsoll_core::{
-    BlockSize, Component, Executor, Meters, Oom, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
+    BlockSize, Component, DeviceTime, Executor, Meters, Oom, StateConfig, StepError, StepLimits, StepOutput,
+    StepPlan,
 };
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Target, profile};
@@ -58,6 +59,7 @@ pub(crate) struct Rigged {
     inner: SimExecutor,
     script: Arc<Script>,
     bytes: u64,
+    steps: u32,
 }
 
 impl Executor for Rigged {
@@ -70,7 +72,15 @@ impl Executor for Rigged {
     }
 
     fn finish(&mut self) -> Result<StepOutput, StepError> {
+        self.steps += 1;
         self.inner.finish()
+    }
+
+    fn device_time(&self) -> Option<DeviceTime> {
+        Some(DeviceTime {
+            busy_seconds: f64::from(self.steps) * 0.5,
+            idle_seconds: f64::from(self.steps) * 0.25,
+        })
     }
 }
 
@@ -103,6 +113,7 @@ impl Target for Device {
             inner,
             script: Arc::clone(&self.script),
             bytes,
+            steps: 0,
         })
     }
 
