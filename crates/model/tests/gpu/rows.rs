@@ -1,93 +1,172 @@
 //! What a row of a batch may depend on.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_core::{Executor, Run, SampleSpec, Sampled, SamplingOptions, SamplingParams, TokenId};
-use plimsoll_model::cuda::GpuModel;
+use plimsoll_core::{
+    BlockId, Executor, Run, SampleSpec, Sampled, SamplingOptions, SamplingParams, Scratch, StepLimits,
+    TokenId,
+};
+use plimsoll_device::cuda::Gpu;
+use plimsoll_model::cuda::{GpuModel, GpuRunner};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::common::{blocks, greedy_spec, plan, relative_error, run};
 use crate::reference::VOCAB;
-use crate::setup::{MODELS, Setup, gpu, load, report};
+use crate::setup::{LIMITS, MODELS, Setup, gpu, load, load_dummy, report};
 
-/// Lengths of the neighbours' contexts: none is a whole number of blocks or of attention's tiles.
-const NEIGHBOURS: [usize; 5] = [5, 33, 64, 130, 1];
-/// Length of the context of the request that is watched.
-const OWN: usize = 90;
-/// Blocks of a request, in tokens.
-const ROOM: usize = 160;
+/// Rows at the end of a run whose logits are compared.
+const WATCHED: usize = 8;
+
+/// A model, and the lengths of the contexts of a watched request and its neighbours.
+struct Case {
+    name: &'static str,
+    model: Arc<GpuModel>,
+    limits: StepLimits,
+    own: usize,
+    /// None is a whole number of blocks or of attention's tiles, but for one.
+    neighbours: [usize; 5],
+    /// Tokens that the blocks of a request hold.
+    room: usize,
+}
+
+impl Case {
+    fn tiny(gpu: &Gpu) -> impl Iterator<Item = Self> {
+        MODELS.into_iter().map(|name| Self {
+            name,
+            model: load(gpu, name),
+            limits: LIMITS,
+            own: 90,
+            neighbours: [5, 33, 64, 130, 1],
+            room: 160,
+        })
+    }
+
+    /// Linear layers of Llama 3.1 8B, two blocks of them, where libraries and kernels have more than one way to sum.
+    fn large(gpu: &Gpu) -> Self {
+        let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+            "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256, "max_position_embeddings": 2048,
+            "tie_word_embeddings": true}"#;
+        Self {
+            name: "Llama 3.1 8B's layers",
+            model: load_dummy(gpu, config),
+            limits: StepLimits {
+                max_num_batched_tokens: 4096,
+                max_num_seqs: 256,
+                max_model_len: 2048,
+            },
+            own: 900,
+            neighbours: [5, 333, 640, 1300, 1],
+            room: 1600,
+        }
+    }
+
+    fn setups(&self) -> Vec<Setup> {
+        let all = Setup::all((self.neighbours.len() + 1) * self.room);
+        match self.limits == LIMITS {
+            true => all.collect(),
+            // Every graph of a large model takes time and memory.
+            false => all.filter(|setup| setup.block_size == 16).collect(),
+        }
+    }
+
+    fn table(&self, setup: &Setup, slot: u32) -> Vec<BlockId> {
+        let blocks_each = (self.room / setup.block_size) as u32;
+        blocks(slot * blocks_each..(slot + 1) * blocks_each)
+    }
+
+    /// A prompt step, a step of chunks and decoding runs, and a decode step, of the watched request at `place` among
+    /// neighbours whose tokens are random.
+    fn watch(&self, setup: &Setup, place: usize, neighbours: u64) -> Seen {
+        let mut rng = StdRng::seed_from_u64(neighbours);
+        let mut own = StdRng::seed_from_u64(1000);
+        let mut lengths = self.neighbours.to_vec();
+        lengths.insert(place, self.own);
+        let text = |(at, len): (usize, &usize)| {
+            let rng = if at == place { &mut own } else { &mut rng };
+            random_tokens(rng, len + 4)
+        };
+        let texts: Vec<Vec<TokenId>> = lengths.iter().enumerate().map(text).collect();
+        let runs = |range: &dyn Fn(usize, usize) -> Range<usize>| -> Vec<Run> {
+            let one = |(at, text): (usize, &Vec<TokenId>)| {
+                let range = range(at, lengths[at]);
+                // Everyone has the same blocks wherever the watched request's place is.
+                let slot = match at == place {
+                    true => self.neighbours.len(),
+                    false => at - usize::from(at > place),
+                };
+                let table = self.table(setup, slot as u32);
+                run(at as u64, range.start, &text[range], &table)
+            };
+            texts.iter().enumerate().map(one).collect()
+        };
+        let mut runner = setup.build_for(&self.model, &self.limits, Scratch::Growable);
+        let mut logits = |runs: &[Run]| {
+            let end: usize = runs[..=place].iter().map(|run| run.input.len()).sum();
+            let rows = end - runs[place].input.len().min(WATCHED)..end;
+            runner
+                .logits(&plan(runs.to_vec()), &rows.collect::<Vec<_>>())
+                .unwrap()
+        };
+        let prompts = runs(&|_, len| 0..len);
+        // Every second one decodes, but not the watched one.
+        let chunks = runs(&|at, len| len..len + 1 + 3 * usize::from(at % 2 == place % 2));
+        let decode = runs(&|_, len| len..len + 1);
+        let logits = [logits(&prompts), logits(&chunks), logits(&decode)];
+        Seen {
+            logits,
+            sampled: sample(&mut runner, decode).swap_remove(place),
+        }
+    }
+}
 
 /// What the watched request gets to see.
 #[derive(Clone, Debug, PartialEq)]
 struct Seen {
-    /// Of its rows, step after step: prompt, chunk, decode.
-    logits: Vec<Vec<f32>>,
+    /// Of its last rows: prompt, chunk, decode.
+    logits: [Vec<f32>; 3],
     /// Of the decode step, with a graph where there are graphs.
     sampled: Sampled,
 }
 
-/// A prompt step, a step of chunks and decoding runs, and a decode step, of the watched request at `place` among
-/// neighbours with random tokens.
-fn watch(model: &Arc<GpuModel>, setup: Setup, place: usize, neighbours: u64) -> Seen {
-    let mut rng = StdRng::seed_from_u64(neighbours);
-    let mut own = StdRng::seed_from_u64(1000);
-    let mut lengths = NEIGHBOURS.to_vec();
-    lengths.insert(place, OWN);
-    let texts: Vec<Vec<TokenId>> = lengths
-        .iter()
-        .enumerate()
-        .map(|(at, &len)| {
-            let rng = if at == place { &mut own } else { &mut rng };
-            (0..len + 5)
-                .map(|_| rng.random_range(0..VOCAB as TokenId))
-                .collect()
-        })
-        .collect();
-    let per_request = (ROOM / setup.block_size) as u32;
-    let runs = |from: &dyn Fn(usize, usize) -> std::ops::Range<usize>| -> Vec<Run> {
-        let one = |(at, text): (usize, &Vec<TokenId>)| {
-            let range = from(at, lengths[at]);
-            // The same blocks wherever its place is.
-            let slot = if at == place {
-                5
-            } else {
-                (at - usize::from(at > place)) as u32
-            };
-            let table = blocks(slot * per_request..(slot + 1) * per_request);
-            run(at as u64, range.start, &text[range], &table)
-        };
-        texts.iter().enumerate().map(one).collect()
-    };
-    let mut runner = setup.build(model);
-    let mut logits = |runs: &[Run]| {
-        let before: usize = runs[..place].iter().map(|run| run.input.len()).sum();
-        let rows: Vec<usize> = (before..before + runs[place].input.len()).collect();
-        runner.logits(&plan(runs.to_vec()), &rows).unwrap()
-    };
-    let prompts = runs(&|_, len| 0..len);
-    let chunks = runs(&|at, len| len..len + 1 + 3 * usize::from(at % 2 == place % 2));
-    let decode = runs(&|_, len| len..len + 1);
-    let logits = vec![logits(&prompts), logits(&chunks), logits(&decode)];
+fn random_tokens(rng: &mut StdRng, len: usize) -> Vec<TokenId> {
+    (0..len).map(|_| rng.random_range(0..VOCAB as TokenId)).collect()
+}
+
+/// Greedy, with the most log-probabilities that there can be.
+fn sample(runner: &mut GpuRunner, mut runs: Vec<Run>) -> Vec<Sampled> {
     let options = SamplingOptions {
         temperature: Some(0.0),
         logprobs: Some(20),
         ..Default::default()
     };
     let params = Arc::new(SamplingParams::new(&options, VOCAB).unwrap());
-    let with_sample = |mut run: Run| {
+    for run in &mut runs {
         run.sample = Some(SampleSpec {
             params: Arc::clone(&params),
             ..greedy_spec(0)
         });
-        run
-    };
-    let output = runner
-        .execute(&plan(decode.into_iter().map(with_sample).collect()))
-        .unwrap();
-    Seen {
-        logits,
-        sampled: output.samples[place].clone().unwrap(),
+    }
+    let output = runner.execute(&plan(runs)).unwrap();
+    output.samples.into_iter().map(Option::unwrap).collect()
+}
+
+fn check_neighbours(case: &Case) {
+    for setup in case.setups() {
+        for place in [0, 3, 5] {
+            let what = format!("{}, {setup:?}, place {place}", case.name);
+            let expected = case.watch(&setup, place, 1);
+            assert!(
+                case.watch(&setup, place, 1) == expected,
+                "{what}: not even the same step again"
+            );
+            for neighbours in 2..4 {
+                let found = case.watch(&setup, place, neighbours);
+                assert!(found == expected, "{what}, neighbours {neighbours}");
+            }
+        }
     }
 }
 
@@ -96,23 +175,31 @@ fn watch(model: &Arc<GpuModel>, setup: Setup, place: usize, neighbours: u64) -> 
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_row_does_not_see_its_neighbours() {
     let gpu = gpu();
-    for name in MODELS {
-        let model = load(&gpu, name);
-        for setup in Setup::all(1024) {
-            for place in [0, 3, 5] {
-                let expected = watch(&model, setup, place, 1);
-                assert!(
-                    watch(&model, setup, place, 1) == expected,
-                    "{name}, {setup:?}, place {place}: not even the same step again"
-                );
-                for neighbours in 2..5 {
-                    let found = watch(&model, setup, place, neighbours);
-                    assert!(
-                        found == expected,
-                        "{name}, {setup:?}, place {place}, neighbours {neighbours}"
-                    );
-                }
-            }
+    Case::tiny(&gpu).for_each(|case| check_neighbours(&case));
+    check_neighbours(&Case::large(&gpu));
+}
+
+/// Relative, by norm: what other orders of summation make of a model in bf16.
+const ROUNDING: f64 = 0.03;
+
+fn check_places(case: &Case) {
+    for setup in case.setups() {
+        let expected = case.watch(&setup, 0, 1);
+        for place in 1..=case.neighbours.len() {
+            let found = case.watch(&setup, place, 1);
+            let pairs = found.logits.iter().zip(&expected.logits);
+            let errors: Vec<f64> = pairs
+                .map(|(found, expected)| relative_error(found, expected))
+                .collect();
+            report(format_args!(
+                "{}, {setup:?}, place {place}: prompt, chunk, decode {errors:.6?}",
+                case.name
+            ));
+            assert!(
+                errors.iter().all(|&error| error < ROUNDING),
+                "{}, {setup:?}, place {place}: {errors:?}",
+                case.name
+            );
         }
     }
 }
@@ -122,68 +209,58 @@ fn a_row_does_not_see_its_neighbours() {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_place_in_the_batch_changes_nothing_but_rounding() {
     let gpu = gpu();
-    for name in MODELS {
-        let model = load(&gpu, name);
-        for setup in Setup::all(1024) {
-            // Chunks go to places of the same parity, so the watched request always has one.
-            let expected = watch(&model, setup, 0, 1);
-            for place in 1..=NEIGHBOURS.len() {
-                let found = watch(&model, setup, place, 1);
-                let errors: Vec<f64> = found
-                    .logits
-                    .iter()
-                    .zip(&expected.logits)
-                    .map(|(found, expected)| relative_error(found, expected))
-                    .collect();
-                report(format_args!(
-                    "{name}, {setup:?}, place {place}: prompt, chunk, decode {errors:.5?}"
-                ));
-                assert!(
-                    errors.iter().all(|&error| error < ROUNDING),
-                    "{name}, {setup:?}, place {place}: {errors:?}"
-                );
-            }
-        }
-    }
+    Case::tiny(&gpu).for_each(|case| check_places(&case));
+    check_places(&Case::large(&gpu));
 }
 
-/// Relative, by norm: what other orders of summation make of a model in bf16.
-const ROUNDING: f64 = 0.03;
+fn check_sizes(case: &Case) {
+    let most = case.limits.max_num_seqs as u32;
+    let setup = Setup {
+        block_size: 16,
+        tokens: 16 + most as usize * 16 + case.room,
+        enforce_eager: true,
+    };
+    let text = random_tokens(&mut StdRng::seed_from_u64(3), case.own);
+    let mut runner = setup.build_for(&case.model, &case.limits, Scratch::Growable);
+    let own = case.table(&setup, 0);
+    let prompt = run(0, 0, &text[..case.own - 1], &own);
+    runner.logits(&plan(vec![prompt]), &[]).unwrap();
+    let first_free = own.len() as u32;
+    let mut decode = |size: u32| {
+        let own = run(0, case.own - 1, &text[case.own - 1..], &own);
+        let other = |at: u32| {
+            run(
+                u64::from(at),
+                0,
+                &[7],
+                &blocks(first_free + at..first_free + at + 1),
+            )
+        };
+        let runs = std::iter::once(own).chain((1..size).map(other));
+        runner.logits(&plan(runs.collect()), &[0]).unwrap()
+    };
+    let alone = decode(1);
+    let sizes = (2..=24).chain([32, 48, 64, 96, 128, 200, 256]);
+    let errors: Vec<(u32, f64)> = sizes
+        .filter(|&size| size <= most)
+        .map(|size| (size, relative_error(&decode(size), &alone)))
+        .collect();
+    report(format_args!(
+        "{}: batch size, and distance to a batch of one {errors:.6?}",
+        case.name
+    ));
+    assert!(
+        errors.iter().all(|&(_, error)| error < ROUNDING),
+        "{}: {errors:?}",
+        case.name
+    );
+}
 
 /// A decoding request in batches of all sizes.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn the_size_of_the_batch_changes_nothing_but_rounding() {
     let gpu = gpu();
-    for name in MODELS {
-        let model = load(&gpu, name);
-        let setup = Setup {
-            block_size: 16,
-            tokens: 24 * ROOM,
-            enforce_eager: true,
-        };
-        let mut rng = StdRng::seed_from_u64(3);
-        let text: Vec<TokenId> = (0..OWN).map(|_| rng.random_range(0..VOCAB as TokenId)).collect();
-        let mut runner = setup.build(&model);
-        let table = |slot: u32| blocks(slot * (ROOM / 16) as u32..(slot + 1) * (ROOM / 16) as u32);
-        for slot in 0..24 {
-            let prompt = run(u64::from(slot), 0, &text[..OWN - 1], &table(slot));
-            runner.logits(&plan(vec![prompt]), &[]).unwrap();
-        }
-        let mut decode = |size: u32| {
-            let runs = (0..size).map(|slot| run(u64::from(slot), OWN - 1, &text[OWN - 1..], &table(slot)));
-            runner.logits(&plan(runs.collect()), &[0]).unwrap()
-        };
-        let expected = decode(1);
-        let errors: Vec<(u32, f64)> = (2..=24)
-            .map(|size| (size, relative_error(&decode(size), &expected)))
-            .collect();
-        report(format_args!(
-            "{name}: batch size and relative distance to a batch of one {errors:.5?}"
-        ));
-        assert!(
-            errors.iter().all(|&(_, error)| error < ROUNDING),
-            "{name}: {errors:?}"
-        );
-    }
+    Case::tiny(&gpu).for_each(|case| check_sizes(&case));
+    check_sizes(&Case::large(&gpu));
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use plimsoll_core::{Scratch, StateConfig, StepError, StepLimits, StepPlan};
 use plimsoll_device::cuda::Gpu;
-use plimsoll_model::LoadOptions;
 use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
+use plimsoll_model::{LoadFormat, LoadOptions};
 
 use crate::common::{Oracle, golden_path, state_config};
 
@@ -47,6 +47,17 @@ pub(crate) fn load(gpu: &Gpu, name: &str) -> Arc<GpuModel> {
 
 pub(crate) fn load_file(gpu: &Gpu, path: &Path) -> Arc<GpuModel> {
     GpuModel::load(path, LoadOptions::default(), gpu, &mut |_| ()).unwrap()
+}
+
+/// A model of this configuration with random weights.
+pub(crate) fn load_dummy(gpu: &Gpu, config: &str) -> Arc<GpuModel> {
+    let directory = tempfile::TempDir::new().unwrap();
+    std::fs::write(directory.path().join("config.json"), config).unwrap();
+    let options = LoadOptions {
+        format: LoadFormat::Dummy { seed: 1 },
+        ..Default::default()
+    };
+    GpuModel::load(directory.path(), options, gpu, &mut |_| ()).unwrap()
 }
 
 /// How to build a state.
