@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use futures::StreamExt;
 use futures::future::try_join_all;
-use plimsoll_core::{Event, Request, RequestOptions, SamplingOptions};
+use plimsoll_core::{DeviceTime, Event, Request, RequestOptions, SamplingOptions};
+use plimsoll_device::cuda::Gpu;
 use plimsoll_engine::EngineHandle;
 
 use super::dataset::{RandomDataset, Sample};
@@ -42,6 +43,9 @@ pub struct LatencyArgs {
     /// Batches measured
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = positive)]
     num_iters: usize,
+    /// On a GPU: let a profiler that was started with `ncu --profile-from-start off` watch the measured batches alone
+    #[arg(long)]
+    profile: bool,
     /// Write everything measured to this file, as JSON
     #[arg(long, value_name = "FILE")]
     output_json: Option<PathBuf>,
@@ -85,7 +89,14 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     let bar = count_bar("batches", iterations as u64);
     let mut totals = Vec::with_capacity(args.num_iters);
     let mut prefills = Vec::with_capacity(args.num_iters);
+    let mut idle_before = None;
     for (iteration, batch) in samples.chunks(args.batch_size).enumerate() {
+        if iteration == args.num_iters_warmup {
+            idle_before = bench.device_time();
+            if args.profile {
+                bench.watch(true)?;
+            }
+        }
         let timing = bench.run(batch, &indicatif::ProgressBar::hidden()).await?;
         bar.inc(1);
         if iteration >= args.num_iters_warmup {
@@ -94,6 +105,9 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
         }
     }
     bar.finish_and_clear();
+    if args.profile {
+        bench.watch(false)?;
+    }
 
     let prefill: f64 = prefills.iter().sum();
     let decode = totals.iter().sum::<f64>() - prefill;
@@ -116,6 +130,7 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
             tokens / decode,
         );
     }
+    bench.report_idle(&mut report, idle_before);
     report.detail("latencies", totals.clone());
     let summary = Summary::of(totals, &[10.0, 25.0, 50.0, 75.0, 90.0, 99.0]);
     report.section("Latency of a batch");
@@ -134,6 +149,7 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
         .generate(args.num_warmups + args.num_prompts);
     let samples = warmups.split_off(args.num_warmups);
     bench.run(&warmups, &indicatif::ProgressBar::hidden()).await?;
+    let idle_before = bench.device_time();
     let bar = count_bar("requests", args.num_prompts as u64);
     let timing = bench.run(&samples, &bar).await?;
     bar.finish_and_clear();
@@ -166,11 +182,13 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
         "tokens_per_second",
         (prompt + output) as f64 / seconds,
     );
+    bench.report_idle(&mut report, idle_before);
     report.publish(" Throughput Benchmark Result ", args.output_json.as_deref())
 }
 
 struct Bench {
     engine: EngineHandle,
+    gpu: Option<Gpu>,
     seed: u64,
 }
 
@@ -189,12 +207,43 @@ impl Bench {
         let seed = args.limits.fixed_seed();
         let work = move || {
             let device = Device::open(&source, &args)?;
-            Ok::<_, Error>(Loaded::new(&source, &args, device)?.start(&args, queue)?.engine)
+            let gpu = match &device {
+                Device::Gpu(gpu) => Some(gpu.clone()),
+                Device::Cpu(_) => None,
+            };
+            let ready = Loaded::new(&source, &args, device)?.start(&args, queue)?;
+            Ok::<_, Error>((ready.engine, gpu))
         };
-        let engine = tokio::task::spawn_blocking(work)
+        let (engine, gpu) = tokio::task::spawn_blocking(work)
             .await
             .map_err(std::io::Error::other)??;
-        Ok(Self { engine, seed })
+        Ok(Self { engine, gpu, seed })
+    }
+
+    /// How a GPU has spent its time so far.
+    fn device_time(&self) -> Option<DeviceTime> {
+        self.engine.stats().device_time
+    }
+
+    /// The part of its time that a GPU has waited for the next step since `before`.
+    fn report_idle(&self, report: &mut Report, before: Option<DeviceTime>) {
+        if let (Some(now), Some(before)) = (self.device_time(), before) {
+            let DeviceTime {
+                busy_seconds: busy,
+                idle_seconds: idle,
+            } = now.since(before);
+            report.number(
+                "GPU idle (%)",
+                "gpu_idle_percent",
+                100.0 * idle / (busy + idle).max(1e-9),
+            );
+        }
+    }
+
+    fn watch(&self, on: bool) -> Result<(), Error> {
+        let gpu = self.gpu.as_ref();
+        let gpu = gpu.ok_or_else(|| Error::Bench("--profile is for models on a GPU".to_owned()))?;
+        gpu.watch(on).map_err(|error| Error::Bench(error.to_string()))
     }
 
     fn dataset(&self, input_len: usize, output_len: usize, range_ratio: f64) -> RandomDataset {

@@ -395,6 +395,21 @@ impl Gpu {
         })
     }
 
+    /// Tells a profiler that runs this process with `--profile-from-start off` (Nsight Compute) to watch, or no longer.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    pub fn watch(&self, on: bool) -> Result<(), GpuError> {
+        self.synchronize()?;
+        // SAFETY: the context is current.
+        unsafe {
+            match on {
+                true => check("cuProfilerStart", sys::cuProfilerStart()),
+                false => check("cuProfilerStop", sys::cuProfilerStop()),
+            }
+        }
+    }
+
     /// Records what `record` launches as a graph, without running it.
     ///
     /// # Errors
