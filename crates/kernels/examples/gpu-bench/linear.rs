@@ -93,18 +93,16 @@ pub(crate) fn bench(gpu: &Gpu) {
     let model = Model::new(gpu);
     println!("one kind of layer after another, us; % of the floor");
     println!(
-        "{:8} {:>4} {:>7} {:>14} {:>14} row_warps x cluster",
-        "layer", "m", "floor", "cuBLASLt", "cuBLAS"
+        "{:8} {:>4} {:>7} {:>14}  row_warps x cluster",
+        "layer", "m", "floor", "cuBLASLt"
     );
     for (shape, (name, n, k)) in SHAPES.iter().enumerate() {
         for m in [1, 8, 16, 32] {
             let floor = floor_us(m, *n, *k);
             print!("{name:8} {m:4} {floor:7.1}");
-            for path in [LinearPath::CublasLt, LinearPath::Cublas] {
-                linears.fix(Some(path));
-                let us = time_layer(gpu, &linears, &model, shape, m);
-                print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
-            }
+            linears.fix(Some(LinearPath::CublasLt));
+            let us = time_layer(gpu, &linears, &model, shape, m);
+            print!(" {us:7.1} {:5.1}%", 100.0 * floor / us);
             for (row_warps, cluster) in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)] {
                 if m * (8 / row_warps) > 64 {
                     continue;
@@ -120,11 +118,7 @@ pub(crate) fn bench(gpu: &Gpu) {
     println!(
         "qkv, o, gate_up (+ silu_mul where fused), down of {LAYERS} layers and lm_head, ms; % of the floor"
     );
-    for (name, path) in [
-        ("own", None),
-        ("cuBLASLt", Some(LinearPath::CublasLt)),
-        ("cuBLAS", Some(LinearPath::Cublas)),
-    ] {
+    for (name, path) in [("own", None), ("cuBLASLt", Some(LinearPath::CublasLt))] {
         linears.fix(path);
         time_chain(gpu, &linears, &model, name);
     }

@@ -1,6 +1,5 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 
-mod cublas;
 mod cublas_lt;
 mod stream;
 mod tune;
@@ -14,7 +13,6 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
-use cublas::Cublas;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, StreamKernels};
@@ -89,7 +87,6 @@ impl GpuLinear {
 enum Choice {
     Stream(Cut),
     Lt(Algorithm),
-    Cublas,
 }
 
 impl fmt::Display for Choice {
@@ -97,7 +94,6 @@ impl fmt::Display for Choice {
         match self {
             Self::Stream(Cut { row_warps, cluster }) => write!(f, "own {row_warps} x {cluster}"),
             Self::Lt(algorithm) => write!(f, "cuBLASLt {algorithm}"),
-            Self::Cublas => write!(f, "cuBLAS"),
         }
     }
 }
@@ -115,8 +111,6 @@ struct Key {
 #[derive(Debug)]
 pub struct Linears {
     gpu: Gpu,
-    /// Before `lt`, whose workspace it uses.
-    cublas: Option<Mutex<Cublas>>,
     lt: CublasLt,
     stream: StreamKernels,
     measurements: Measurements,
@@ -130,8 +124,6 @@ pub struct Linears {
 pub enum LinearPath {
     /// cuBLASLt, with its own first choice.
     CublasLt,
-    /// cuBLAS, where it is installed and there is no bias; cuBLASLt otherwise.
-    Cublas,
     /// Our kernels for few rows, cut in one of the ways there are; where that one cannot be used, cuBLASLt.
     Stream {
         /// Warps of a thread block side by side along the features: 1, 2, 4 or 8.
@@ -150,10 +142,8 @@ impl Linears {
     /// # Errors
     /// [`GpuError`] if the library is missing or does not start, or there are no kernels for this GPU.
     pub fn load(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
-        let cublas = Cublas::open(gpu, &workspace)?.map(Mutex::new);
         Ok(Self {
             gpu: gpu.clone(),
-            cublas,
             lt: CublasLt::open(gpu, workspace)?,
             stream: StreamKernels::load(gpu)?,
             measurements: Measurements::default(),
@@ -257,15 +247,10 @@ impl Linears {
         unsafe {
             match choice {
                 Choice::Stream(cut) => self.stream.run(&key.shape, key.output, cut, operands),
-                Choice::Lt(_) | Choice::Cublas if key.output == LinearOutput::SiluMul => {
+                Choice::Lt(_) if key.output == LinearOutput::SiluMul => {
                     panic!("cuBLAS has no silu_mul: ask `fuses_silu_mul`")
                 }
                 Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
-                Choice::Cublas => {
-                    let cublas = self.cublas.as_ref().expect("chosen because it is there");
-                    let cublas = cublas.lock().unwrap_or_else(PoisonError::into_inner);
-                    cublas.run(&key.shape, operands)
-                }
             }
         }
     }
@@ -284,11 +269,9 @@ impl Linears {
         }
         let measured = match self.fixed {
             None => self.measurements.find(key).and_then(|measured| measured.choice),
-            Some(LinearPath::Cublas) => Some(Choice::Cublas),
             Some(_) => None,
         };
         let choice = match measured {
-            Some(Choice::Cublas) if self.cublas.is_some() && !key.shape.bias => Choice::Cublas,
             Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape, &algorithm) => Choice::Lt(algorithm),
             _ => Choice::Lt(self.lt.algorithms(&key.shape, 1)?[0]),
         };
@@ -308,7 +291,7 @@ impl Linears {
                 None => self.stream.cuts(&key.shape, key.output).first().copied(),
             },
             Some(LinearPath::Stream { row_warps, cluster }) => Some(Cut { row_warps, cluster }).filter(can),
-            Some(LinearPath::CublasLt | LinearPath::Cublas) => None,
+            Some(LinearPath::CublasLt) => None,
         }
     }
 }

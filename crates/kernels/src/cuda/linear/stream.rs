@@ -42,6 +42,8 @@ pub(super) struct StreamKernels {
     gpu: Gpu,
     /// For up to 8, 16 and 32 rows.
     functions: [Function; 3],
+    /// Does nothing.
+    pause: Function,
     /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
     clusters: [usize; 4],
 }
@@ -67,6 +69,7 @@ impl StreamKernels {
         Ok(Self {
             gpu: gpu.clone(),
             functions,
+            pause: module.function("linear_pause")?,
             clusters,
         })
     }
@@ -82,8 +85,13 @@ impl StreamKernels {
             .into_iter()
             .filter(|cut| self.can(shape, output, *cut))
             .collect();
-        // A block's part of x should fit, and no block should read more of x than it must.
+        // A block's part of x should fit, and no multiprocessor should be without a block: one that is gets two of the next
+        // kernel's.
         let fits = |cut: &Cut| shape.m * shape.k.div_ceil(cut.cluster) * 2 <= INPUT_BYTES;
+        let fills = |cut: &Cut| 16 * blocks(shape.n, output, *cut) >= 15 * self.clusters(*cut);
+        if cuts.iter().any(fills) {
+            cuts.retain(fills);
+        }
         cuts.sort_by_key(|cut| !fits(cut));
         cuts
     }
@@ -94,10 +102,21 @@ impl StreamKernels {
         shape.m <= MAX_ROWS
             && shape.k.is_multiple_of(CHUNK)
             && (output != LinearOutput::SiluMul || cut.row_warps >= 2)
-            && self.clusters[cut.cluster.trailing_zeros() as usize] > 0
+            && self.clusters(cut) > 0
             && parts * cut.cluster <= MOST_PARTS
             && BUFFERS * shape.m * parts * CHUNK * 2 <= INPUT_BYTES
             && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
+    }
+
+    fn clusters(&self, cut: Cut) -> usize {
+        self.clusters[cut.cluster.trailing_zeros() as usize]
+    }
+
+    /// Launches a kernel that does nothing.
+    pub(super) fn pause(&self) -> Result<(), GpuError> {
+        let launch = Launch::new([1, 1, 1], 32).pdl(true);
+        // SAFETY: it takes no arguments.
+        unsafe { self.gpu.launch(&self.pause, launch, &[]) }
     }
 
     /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::SiluMul`] has half as many as rows of weights.
@@ -123,10 +142,8 @@ impl StreamKernels {
             (cut.row_warps as i32).into(),
             (output as i32).into(),
         ];
-        let features = cut.row_warps * TILE / if output == LinearOutput::SiluMul { 2 } else { 1 };
-        let blocks = shape.n.div_ceil(features);
         // Not more at once than have a multiprocessor each: two blocks on one would take twice as long.
-        let grid = self.clusters[cut.cluster.trailing_zeros() as usize].min(blocks) * cut.cluster;
+        let grid = self.clusters(cut).min(blocks(shape.n, output, cut)) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
             .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
@@ -135,6 +152,12 @@ impl StreamKernels {
         // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu.
         unsafe { self.gpu.launch(function, launch, &args) }
     }
+}
+
+/// Blocks of features.
+fn blocks(n: usize, output: LinearOutput, cut: Cut) -> usize {
+    let of_silu = output == LinearOutput::SiluMul;
+    n.div_ceil(cut.row_warps * TILE / if of_silu { 2 } else { 1 })
 }
 
 /// Tiles of 8 rows of the kernel for `m` rows.
