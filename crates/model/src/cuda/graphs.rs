@@ -58,10 +58,11 @@ fn ladder(max: usize) -> Vec<usize> {
     while size < max {
         sizes.push(size);
         size += match size {
-            1 | 2 => size,
-            ..8 => 4,
-            ..256 => 8,
-            ..512 => 16,
+            1 => 1,
+            2 => 2,
+            3..8 => 4,
+            8..256 => 8,
+            256..512 => 16,
             _ => 32,
         };
     }
