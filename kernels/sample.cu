@@ -1,11 +1,12 @@
 // Chooses a token per row of logits: the twin of crates/kernels/src/sample.rs, in the same order and with the same meaning.
 //
-// A row belongs to a cluster of up to eight blocks (one before sm_90), each with a contiguous range of the vocabulary. All
-// parameters are read from device memory, so one launch serves any mix of rows:
-// - greedy rows read their logits once;
-// - plain sampling reads them two times: the largest, then the sum of the weights; a warp walks to the drawn token;
-// - truncated rows (top_k, top_p) find the histogram bucket that the cut lies in, and list the few tokens at or above it in
-//   one block, which finishes alone; where too many are left, all blocks go on over the logits.
+// A row belongs to a cluster of up to eight blocks (one before sm_90), each with a contiguous range of the vocabulary, which it
+// reads once, into shared memory if there is room. All parameters are read from device memory, so one launch serves any mix
+// of rows:
+// - greedy rows need the largest logit alone;
+// - plain sampling sums the weights, and a warp walks to the drawn token;
+// - truncated rows (top_k, top_p) leave out tokens that are certainly cut, until the rest fits a list in one block, which
+//   finishes alone; where too many are left, all blocks go on together.
 //
 // Weights have the twin's bits; their sums are integers (63 bits for the whole row), exact in any order, where the twin's are
 // `double`. So the choice differs only where a draw falls within 2^-40 or so of a boundary between two tokens.
@@ -39,7 +40,7 @@ struct Slice {
 
 // Bias and penalties, in place. Pairs of one token follow each other and are added in their order.
 __device__ __forceinline__ void adjust(SampleShared& shared, const Slice& slice, const SampleRow& row, const Bias* biases,
-                       const int* history, const int* resolved, const uint32_t* mask) {
+                                       const int* history, const int* resolved, const uint32_t* mask) {
     if (row.flags & kMasked) {
         for (int i = slice.begin + threadIdx.x; i < slice.end; i += kSampleThreads) {
             if (!(mask[i / 32] >> (i % 32) & 1)) slice.logits[i] = -kInfinity;
@@ -135,7 +136,7 @@ __device__ __forceinline__ uint64_t best_token(SampleShared& shared, const Group
 #pragma unroll 4
     for (int w = 0; w < kSampleWarps; ++w) best = max64(best, shared.warp_sum[w]);
     group.wait();
-    if (threadIdx.x < group.parts) group.at(shared.best, threadIdx.x)[group.rank] = best;
+    if (threadIdx.x < group.parts) group.at(shared.best, threadIdx.x)[group.rank()] = best;
     group.sync();
     best = 0;
     for (int part = 0; part < group.parts; ++part) best = max64(best, shared.best[part]);
@@ -143,7 +144,8 @@ __device__ __forceinline__ uint64_t best_token(SampleShared& shared, const Group
 }
 
 // The `n` likeliest tokens, best first.
-__device__ __forceinline__ void likeliest(SampleShared& shared, const Group& group, const Source& source, int n, float log_sum, RowLogprobs* out) {
+__device__ __forceinline__ void likeliest(SampleShared& shared, const Group& group, const Source& source, int n,
+                                          float log_sum, RowLogprobs* out) {
     bound(shared, group, source, n);
     Sums counts = sum(shared, group, source, [](const Token& t) -> uint64_t { return t.key != 0; });
     uint32_t key = 1, last_equal = 0xffffffffu;
@@ -157,7 +159,7 @@ __device__ __forceinline__ void likeliest(SampleShared& shared, const Group& gro
     }
     list(shared, group, source, counts, keep);
     const int len = static_cast<int>(counts.total);
-    if (group.rank != 0 || static_cast<int>(threadIdx.x) >= len) return;
+    if (group.rank() != 0 || static_cast<int>(threadIdx.x) >= len) return;
     const Token token = shared.listed[threadIdx.x];
     const int rank = rank_among(shared, len, token);
     if (rank < n) {
@@ -177,7 +179,7 @@ __device__ __forceinline__ void logprobs(SampleShared& shared, const Group& grou
     __syncthreads();
     const Sums sums = sum(shared, group, source, [&](const Token& t) { return source.mass(t.key); });
     const float log_sum = logf(__ull2float_rn(sums.total) / shared.row.unit);
-    if (group.rank == 0 && threadIdx.x == 0) {
+    if (group.rank() == 0 && threadIdx.x == 0) {
         // Past L1: another block may have changed it.
         out->sampled = __ldcg(logit) - shared.row.max - log_sum;
         out->len = row.logprobs;
@@ -198,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads, 2)
     __shared__ SampleShared shared;
     pdl_launch();
     const int index = blockIdx.x / parts;
-    const Group group{parts, static_cast<int>(blockIdx.x) - index * parts};
+    const Group group{parts};
     pdl_wait();
     // In shared memory: registers are few.
     __shared__ SampleRow row;
@@ -208,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads, 2)
     }
     __syncthreads();
     if (row.flags & kSkip) {
-        if (group.rank == 0 && threadIdx.x == 0) sampled[index] = 0;
+        if (group.rank() == 0 && threadIdx.x == 0) sampled[index] = 0;
         return;
     }
     group.arrive();
@@ -218,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads, 2)
     // Where the logits are read again and again, from shared memory.
     extern __shared__ float4 cache_memory[];
     const bool again = cached && (row.temperature > 0.0f || row.logprobs >= 0);
-    float* const cache = again ? reinterpret_cast<float*>(cache_memory) - group.rank * step : nullptr;
+    float* const cache = again ? reinterpret_cast<float*>(cache_memory) - group.rank() * step : nullptr;
     if (threadIdx.x == 0) {
         shared.row = {again ? cache : logits, again || aligned, 0.0f, row.temperature, 1.0f / row.temperature, unit,
                       __float_as_uint(row.min_p) << 2};
@@ -228,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads, 2)
     set_range(source, group, vocab);
 
     if (row.flags & kMasked || row.bias_len > 0 || row.history_len > 0) {
-        const Slice slice{logits, min(group.rank * step, vocab), min((group.rank + 1) * step, vocab)};
+        const Slice slice{logits, min(group.rank() * step, vocab), min((group.rank() + 1) * step, vocab)};
         adjust(shared, slice, row, biases, history, resolved, masks + static_cast<int64_t>(index) * ((vocab + 31) / 32));
         __syncthreads();
     }
@@ -253,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads, 2)
             logprobs(shared, group, source, row, logit, all_logprobs + shared.row_index);
         }
     }
-    if (group.rank == 0 && threadIdx.x == 0) sampled[shared.row_index] = finite ? static_cast<int>(token) : -1;
+    if (group.rank() == 0 && threadIdx.x == 0) sampled[shared.row_index] = finite ? static_cast<int>(token) : -1;
     // No block may end while another writes to its memory.
     group.sync();
 }

@@ -5,10 +5,18 @@
 #include "common.cuh"
 
 struct Group {
-    // Blocks; 1 is a block alone, whatever cluster it is in.
+    // Blocks; 1 is a block alone, be it the first of a cluster.
     int parts;
+
     // This block among them.
-    int rank;
+    __device__ __forceinline__ int rank() const {
+        int rank = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        // Volatile, so that it is read again rather than kept: registers are few.
+        asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+        return rank;
+    }
 
     // All threads of all blocks; writes before it, to shared and global memory, are seen after it.
     __device__ __forceinline__ void sync() const {
@@ -46,5 +54,12 @@ struct Group {
         }
 #endif
         return mine;
+    }
+
+    // One thread writes a shared variable of all blocks.
+    template <typename T>
+    __device__ __forceinline__ void tell(T* mine, const T& value) const {
+#pragma unroll 1
+        for (int part = 0; part < parts; ++part) *at(mine, part) = value;
     }
 };

@@ -51,7 +51,7 @@ __device__ __forceinline__ Merged merge(SampleShared& shared, const Group& group
     Merged merged{};
     const int per_part = kBuckets / group.parts;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    merged.first_bucket = kBuckets - 1 - group.rank * per_part - threadIdx.x * kOwn;
+    merged.first_bucket = kBuckets - 1 - group.rank() * per_part - threadIdx.x * kOwn;
     Weight sum{0, 0};
     if (static_cast<int>(threadIdx.x) * kOwn < per_part) {
         const int base = merged.first_bucket - (kOwn - 1);
@@ -86,10 +86,10 @@ __device__ __forceinline__ Merged merge(SampleShared& shared, const Group& group
         if (w < warp) merged.before = merged.before + shared.warp_weight[w];
         block = block + shared.warp_weight[w];
     }
-    if (threadIdx.x < group.parts) group.at(shared.part_weight, threadIdx.x)[group.rank] = block;
+    if (threadIdx.x < group.parts) group.at(shared.part_weight, threadIdx.x)[group.rank()] = block;
     group.sync();
     for (int part = 0; part < group.parts; ++part) {
-        if (part < group.rank) merged.before = merged.before + shared.part_weight[part];
+        if (part < group.rank()) merged.before = merged.before + shared.part_weight[part];
         merged.total = merged.total + shared.part_weight[part];
     }
     return merged;
@@ -106,8 +106,7 @@ __device__ __forceinline__ Crossing cross(SampleShared& shared, const Group& gro
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
         if (amount(before) <= target && target - amount(before) < amount(merged.own[i])) {
-            const Crossing crossing{before, merged.own[i], merged.first_bucket - i};
-            for (int part = 0; part < group.parts; ++part) *group.at(&shared.crossing, part) = crossing;
+            group.tell(&shared.crossing, Crossing{before, merged.own[i], merged.first_bucket - i});
         }
         before = before + merged.own[i];
     }

@@ -122,13 +122,19 @@ __device__ __forceinline__ uint32_t draw_by_descent(SampleShared& shared, const 
     }
     // The draw is among the tokens by rank, of which the nucleus is the first few: exactly those it takes to have enough.
     const uint64_t least = enough(row, mass);
-    const Cut last = descend(shared, group, source, By::kMass, least - 1);
-    const uint64_t each = source.mass(last.key);
-    const uint64_t equal = (least - last.before.mass + each - 1) / each;
-    const uint64_t target = draw(row, last.before.mass + equal * each);
-    const Cut drawn = target < last.before.mass ? descend(shared, group, source, By::kMass, target) : last;
-    const uint32_t n = static_cast<uint32_t>((target - drawn.before.mass) / source.mass(drawn.key));
-    return nth_of_key(shared, group, source, drawn.key, n);
+    uint64_t target = least - 1;
+    Cut cut;
+#pragma unroll 1
+    for (bool drawn = false;; drawn = true) {
+        cut = descend(shared, group, source, By::kMass, target);
+        if (drawn) break;
+        const uint64_t each = source.mass(cut.key);
+        const uint64_t equal = (least - cut.before.mass + each - 1) / each;
+        target = draw(row, cut.before.mass + equal * each);
+        if (target >= cut.before.mass) break;
+    }
+    const uint32_t n = static_cast<uint32_t>((target - cut.before.mass) / source.mass(cut.key));
+    return nth_of_key(shared, group, source, cut.key, n);
 }
 
 // Draws from the row's logits where top_k or top_p cut. Tokens that are certainly cut are left out step by step until the
@@ -155,23 +161,23 @@ __device__ __forceinline__ uint32_t draw_truncated(SampleShared& shared, const G
             const Crossing crossing =
                 cross(shared, group, merged, by, by_count ? row.top_k - 1 : enough(row, mass) - 1);
             raise_least(shared, crossing.bucket << kTopShift);
-            counts = sum(shared, group, source, one);
         }
+        counts = sum(shared, group, source, one);
     }
     const uint32_t count = static_cast<uint32_t>(counts.total);
     const bool listed = count <= kListed;
     if (listed) list(shared, group, source, counts, [](const Token& token) { return token.key != 0; });
-    if (!listed || group.rank == 0) {
+    if (!listed || group.rank() == 0) {
         uint32_t token;
         if (count <= kSampleThreads) {
             token = draw_listed(shared, source, row, count, mass);
         } else {
-            const Group drawers{listed ? 1 : group.parts, group.rank};
+            const Group drawers{listed ? 1 : group.parts};
             Source candidates{shared, listed ? Keys::kListed : source.keys, 0, 0};
             set_range(candidates, drawers, listed ? count : vocab);
             token = draw_by_descent(shared, drawers, candidates, row, count, mass);
         }
-        if (group.rank == 0 && static_cast<int>(threadIdx.x) < group.parts) *group.at(&shared.token, threadIdx.x) = token;
+        if (group.rank() == 0 && static_cast<int>(threadIdx.x) < group.parts) *group.at(&shared.token, threadIdx.x) = token;
     }
     group.sync();
     return shared.token;

@@ -217,7 +217,7 @@ __device__ __forceinline__ int per_warp(const Group& group, int len) {
 // The contiguous range of `len` elements that belongs to this warp of the group.
 __device__ __forceinline__ void set_range(Source& source, const Group& group, int len) {
     const int step = per_warp(group, len);
-    source.begin = min((group.rank * kSampleWarps + static_cast<int>(threadIdx.x) / kWarp) * step, len);
+    source.begin = min((group.rank() * kSampleWarps + static_cast<int>(threadIdx.x) / kWarp) * step, len);
     source.end = min(source.begin + step, len);
 }
 
@@ -243,11 +243,11 @@ __device__ __forceinline__ Sums sum(SampleShared& shared, const Group& group, co
         if (w < warp) before += shared.warp_sum[w];
         block += shared.warp_sum[w];
     }
-    if (threadIdx.x < group.parts) group.at(shared.part_sum, threadIdx.x)[group.rank] = block;
+    if (threadIdx.x < group.parts) group.at(shared.part_sum, threadIdx.x)[group.rank()] = block;
     group.sync();
     uint64_t total = 0;
     for (int part = 0; part < group.parts; ++part) {
-        if (part < group.rank) before += shared.part_sum[part];
+        if (part < group.rank()) before += shared.part_sum[part];
         total += shared.part_sum[part];
     }
     return {total, before, own};
@@ -282,7 +282,7 @@ __device__ __forceinline__ uint32_t find(SampleShared& shared, const Group& grou
                         done = true;
                     }
                 }
-                for (int part = 0; part < group.parts; ++part) *group.at(&shared.picked, part) = id;
+                group.tell(&shared.picked, id);
             }
             break;
         }
