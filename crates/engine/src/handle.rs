@@ -106,7 +106,10 @@ impl EngineHandle {
         let kv = scheduler.kv;
         let scheduler = Scheduler::new(scheduler);
         let (sender, commands) = mpsc::channel();
+        let device_time = executor.device_time();
         let shared = Arc::new(Shared::new(scheduler.stats()));
+        // There from the first look on, where it is measured at all.
+        shared.lock().stats.device_time = device_time.map(|time| time.since(time));
         let link = Link {
             shared: Arc::clone(&shared),
             commands: sender,
@@ -115,7 +118,7 @@ impl EngineHandle {
         let in_flight = VecDeque::with_capacity(depth);
         let thread = EngineThread {
             scheduler,
-            device_time_before: executor.device_time().unwrap_or_default(),
+            device_time_before: device_time.unwrap_or_default(),
             executor,
             commands,
             shared,
