@@ -139,6 +139,7 @@ __device__ __forceinline__ uint64_t best_token(SampleShared& shared, const Group
     if (threadIdx.x < group.parts) group.at(shared.best, threadIdx.x)[group.rank()] = best;
     group.sync();
     best = 0;
+#pragma unroll 2
     for (int part = 0; part < group.parts; ++part) best = max64(best, shared.best[part]);
     return best;
 }

@@ -88,6 +88,7 @@ __device__ __forceinline__ Merged merge(SampleShared& shared, const Group& group
     }
     if (threadIdx.x < group.parts) group.at(shared.part_weight, threadIdx.x)[group.rank()] = block;
     group.sync();
+#pragma unroll 2
     for (int part = 0; part < group.parts; ++part) {
         if (part < group.rank()) merged.before = merged.before + shared.part_weight[part];
         merged.total = merged.total + shared.part_weight[part];

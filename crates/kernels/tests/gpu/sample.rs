@@ -123,7 +123,7 @@ impl OnGpu {
     }
 }
 
-/// Logits of a language model's kind: a bulk, and a few that stand out; sometimes flat, with ties or with holes.
+/// Logits of a language model's kind: a bulk, and a few that stand out; sometimes flat, with ties, with holes or all the same.
 fn random_logits(rng: &mut StdRng, vocab: usize) -> Vec<f32> {
     let spread = [0.1, 1.0, 3.0, 8.0][rng.random_range(0..4)];
     let mut bell = || (0..4).map(|_| rng.random_range(-1.0f32..1.0)).sum::<f32>();
@@ -131,13 +131,14 @@ fn random_logits(rng: &mut StdRng, vocab: usize) -> Vec<f32> {
     for _ in 0..rng.random_range(0..12) {
         logits[rng.random_range(0..vocab)] += rng.random_range(0.0..12.0);
     }
-    match rng.random_range(0..8) {
+    match rng.random_range(0..10) {
         0 => logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0),
         1 => logits.iter_mut().for_each(|x| {
             if rng.random_bool(0.3) {
                 *x = [f32::NAN, f32::NEG_INFINITY][rng.random_range(0..2)];
             }
         }),
+        2 => logits.fill(1.5),
         _ => {}
     }
     logits
