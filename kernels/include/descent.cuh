@@ -49,9 +49,9 @@ struct Merged {
 
 __device__ __forceinline__ Merged merge(SampleShared& shared, const Group& group) {
     Merged merged{};
-    const int per_part = kBuckets / group.parts;
+    const int per_part = kBuckets / group.parts, rank = group.rank();
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    merged.first_bucket = kBuckets - 1 - group.rank() * per_part - threadIdx.x * kOwn;
+    merged.first_bucket = kBuckets - 1 - rank * per_part - threadIdx.x * kOwn;
     Weight sum{0, 0};
     if (static_cast<int>(threadIdx.x) * kOwn < per_part) {
         const int base = merged.first_bucket - (kOwn - 1);
@@ -86,11 +86,11 @@ __device__ __forceinline__ Merged merge(SampleShared& shared, const Group& group
         if (w < warp) merged.before = merged.before + shared.warp_weight[w];
         block = block + shared.warp_weight[w];
     }
-    if (threadIdx.x < group.parts) group.at(shared.part_weight, threadIdx.x)[group.rank()] = block;
+    if (threadIdx.x < group.parts) group.at(shared.part_weight, threadIdx.x)[rank] = block;
     group.sync();
 #pragma unroll 2
     for (int part = 0; part < group.parts; ++part) {
-        if (part < group.rank()) merged.before = merged.before + shared.part_weight[part];
+        if (part < rank) merged.before = merged.before + shared.part_weight[part];
         merged.total = merged.total + shared.part_weight[part];
     }
     return merged;

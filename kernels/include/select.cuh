@@ -243,12 +243,13 @@ __device__ __forceinline__ Sums sum(SampleShared& shared, const Group& group, co
         if (w < warp) before += shared.warp_sum[w];
         block += shared.warp_sum[w];
     }
-    if (threadIdx.x < group.parts) group.at(shared.part_sum, threadIdx.x)[group.rank()] = block;
+    const int rank = group.rank();
+    if (threadIdx.x < group.parts) group.at(shared.part_sum, threadIdx.x)[rank] = block;
     group.sync();
     uint64_t total = 0;
 #pragma unroll 2
     for (int part = 0; part < group.parts; ++part) {
-        if (part < group.rank()) before += shared.part_sum[part];
+        if (part < rank) before += shared.part_sum[part];
         total += shared.part_sum[part];
     }
     return {total, before, own};
