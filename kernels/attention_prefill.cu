@@ -30,7 +30,7 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
     static constexpr int kM = S::kRows / S::kWarps / 16;  // tiles of 16 rows of a warp
     static constexpr int kN = S::kKeys / 8;
     static constexpr int kD = D / 8;
-    using Warp = WarpRows<D, S::kRows, kM, kN>;
+    using Warp = WarpRows<Base, kM, kN>;
     using Base::args, Base::item;
 
     bf16* const q_tile;
@@ -38,7 +38,7 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
     int* const groups;  // for the tile being loaded and the next: cache row of each eight keys
 
     __device__ __forceinline__ PortablePrefill(const PrefillArgs& args, char* shared)
-        : Base(args),
+        : Base(args, blockIdx.y, HeadOfBlock()),
           q_tile(reinterpret_cast<bf16*>(shared)),
           ring(q_tile + S::kRows * S::kStride),
           groups(reinterpret_cast<int*>(ring + S::kStages * S::kTile)) {}
@@ -126,7 +126,7 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
         if (idle) return;
         warp.finish_total();
         // Read anew rather than kept in registers all the time.
-        const Base tile(args);
+        const Base tile(args, blockIdx.y, HeadOfBlock());
         if (tile.item.partial < 0) {
             warp.template write<S::kStride>(tile, sums, q_tile + warp.row * S::kStride);
         } else {
@@ -209,9 +209,9 @@ __device__ __forceinline__ void merge(const PrefillArgs& args, int head_dim, int
     for (int i = lane; i < count; i += kWarp) total += states[i * step + 1] * exp2_fast(states[i * step] - largest);
     const float inverse = 1.0f / warp_sum(total);
 
-    const int at = item.row + row;
-    bf16* out = args.out + (size_t(run.first_row + at / args.group) * args.kv_heads + kv_head) * args.group * head_dim +
-                at % args.group * head_dim;
+    const int token = args.token(item.row + row), head = item.row + row - token * args.group;
+    bf16* out =
+        args.out + ((size_t(run.first_row + token) * args.kv_heads + kv_head) * args.group + head) * head_dim;
     for (int column = lane * 4; column < head_dim; column += kWarp * 4) {
         float4 sum = {};
         for (int i = 0; i < count; ++i) {
@@ -233,9 +233,13 @@ extern __shared__ __align__(16) char shared[];
 
 #define ARGS                                                                                                           \
     const bf16 *q, const bf16 *k, const bf16 *v, const Run *runs, const int *blocks, const Item *items, bf16 *out,      \
-        float *scratch, int q_stride, int kv_heads, int group, int block_shift, int window, float scale
+        float *scratch, int q_stride, int kv_heads, int group, unsigned group_inverse, int block_shift, int window,  \
+        float scale, int work
 #define PACKED_ARGS \
-    PrefillArgs { q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, block_shift, window, scale }
+    PrefillArgs {                                                                                                       \
+        q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, group_inverse, block_shift, window, scale, \
+            work                                                                                                        \
+    }
 
 // Grid: KV heads x items.
 #define PREFILL(D)                                                                                    \
@@ -254,12 +258,12 @@ PREFILL(256)
 #define HOPPER_BODY(D) \
     pdl_wait();        \
     pdl_launch();      \
-    HopperPrefill<D>(PACKED_ARGS, shared + (-shared_address(shared) & 1023))();
+    HopperPrefill<D>{PACKED_ARGS, *reinterpret_cast<HopperPrefill<D>::Shared*>(shared + (-shared_address(shared) & 1023))}();
 #else
 #define HOPPER_BODY(D)
 #endif
 
-// Grid as above; on compute capability 9.0 alone.
+// Grid: as many blocks as run at once; on compute capability 9.0 alone.
 #define HOPPER_PREFILL(D)                                                                                  \
     extern "C" __global__ void __launch_bounds__(kHopperThreads, 1) attention_prefill_hopper_##D(ARGS) {   \
         HOPPER_BODY(D)                                                                                     \

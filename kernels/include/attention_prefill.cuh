@@ -26,9 +26,14 @@ struct PrefillArgs {
     int q_stride;  // elements from one token's queries to the next token's
     int kv_heads;
     int group;        // query heads of one KV head
+    unsigned group_inverse;  // 2^32 / group, rounded up; 0 for a group of one
     int block_shift;  // log2 of the tokens of a block
     int window;       // tokens seen, the current one included
     float scale;      // times log2(e): weights are powers of two
+    int work;         // items x KV heads
+
+    // Token of a row; exact for rows below 2^32 / group.
+    __device__ __forceinline__ int token(int row) const { return group_inverse == 0 ? row : __umulhi(row, group_inverse); }
 };
 
 // Floats of one partial result: the rows' sums, then maximum and sum of weights of each row.
@@ -38,48 +43,52 @@ constexpr __host__ __device__ int partial_floats(int rows, int head_dim) { retur
 // comes near to overflow.
 constexpr float kSlack = 8.0f;
 
-// The tile of query rows of this block of threads: `Rows` rows of `D` elements.
-template <int D, int Rows>
-struct QueryTile {
-    const PrefillArgs args;
-    const Item item;
-    const Run run;
-    const int origin;  // what its first row would be if the run began at position 0
-
-    __device__ __forceinline__ explicit QueryTile(const PrefillArgs& args)
-        : args(args),
-          item(args.items[blockIdx.y]),
-          run(args.runs[item.run]),
-          origin((run.context_end - run.len) * args.group + item.row) {}
-
-    // Read where it is used (volatile): the large kernels have no register to keep it in.
-    __device__ __forceinline__ static int kv_head() {
+// The KV head of a block of threads that has one; read where it is used, for the large kernels have no register to keep it in.
+struct HeadOfBlock {
+    __device__ __forceinline__ operator int() const {
         int x;
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
         return x;
     }
+};
+
+// A tile of query rows: `Rows` rows of `D` elements.
+template <int D, int Rows, typename Head = HeadOfBlock>
+struct QueryTile {
+    static constexpr int kDim = D, kRows = Rows;
+
+    const PrefillArgs args;
+    const Item item;
+    const Run run;
+    const Head kv_head;
+    const int origin;  // what its first row would be if the run began at position 0
+
+    __device__ __forceinline__ QueryTile(const PrefillArgs& args, const Item& item, const Run& run, Head kv_head)
+        : args(args),
+          item(item),
+          run(run),
+          kv_head(kv_head),
+          origin((run.context_end - run.len) * args.group + item.row) {}
+
+    __device__ __forceinline__ QueryTile(const PrefillArgs& args, int index, Head kv_head)
+        : QueryTile(args, args.items[index], args.runs[args.items[index].run], kv_head) {}
 
     // Rows that exist.
     __device__ __forceinline__ int rows() const { return min(Rows, run.len * args.group - item.row); }
 
-    __device__ __forceinline__ int position(int row) const {
-        int group = args.group;
-        // Hidden from the compiler, which would keep the group's reciprocal in registers throughout.
-        asm volatile("" : "+r"(group));
-        return (origin + row) / group;
-    }
+    __device__ __forceinline__ int position(int row) const { return args.token(origin + row); }
 
     // Offset of a row of the tile in a matrix of tokens.
     __device__ __forceinline__ size_t offset(int row, int stride) const {
-        const int at = item.row + row;
-        return size_t(run.first_row + at / args.group) * stride + (kv_head() * args.group + at % args.group) * D;
+        const int token = args.token(item.row + row), head = item.row + row - token * args.group;
+        return size_t(run.first_row + token) * stride + (int(kv_head) * args.group + head) * D;
     }
 
     // Row of the cache, in units of a head, of the eight keys from `key` on; keys that nothing may read have none.
     __device__ __forceinline__ int cache_row(int key) const {
         if (key + 8 <= item.begin || key >= item.end) return 0;
         const int block = args.blocks[run.block_offset + (key >> args.block_shift)];
-        return ((block * args.kv_heads + kv_head()) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
+        return ((block * args.kv_heads + int(kv_head)) << args.block_shift) + (key & ((1 << args.block_shift) - 1));
     }
 
     // Whether a key is the item's. Others become zero in shared memory: what a block's unused slots hold must not even be
@@ -87,15 +96,15 @@ struct QueryTile {
     __device__ __forceinline__ bool wanted(int key) const { return key >= item.begin && key < item.end; }
 
     __device__ __forceinline__ float* partial() const {
-        return args.scratch + (size_t(item.partial) * args.kv_heads + kv_head()) * partial_floats(Rows, D);
+        return args.scratch + (size_t(item.partial) * args.kv_heads + int(kv_head)) * partial_floats(Rows, D);
     }
 };
 
 // A warp's share of a tile: `M` times 16 rows from `row` on, scores of `N` times 8 keys, as the matrix instructions lay
 // them out: a lane holds columns `lane % 4 * 2` and the next of rows `lane / 4` and `lane / 4 + 8`.
-template <int D, int Rows, int M, int N>
+template <typename Tile, int M, int N>
 struct WarpRows {
-    using Tile = QueryTile<D, Rows>;
+    static constexpr int D = Tile::kDim, Rows = Tile::kRows;
     using Weights = float[M][N][4];
     using Sums = float[M][D / 8][4];
 

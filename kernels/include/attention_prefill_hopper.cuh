@@ -11,194 +11,268 @@ constexpr int kHopperThreads = 3 * 128;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <int D>
-struct HopperPrefill : QueryTile<D, 128> {
-    using Base = QueryTile<D, 128>;
-    using Base::args, Base::item;
+struct HopperPrefill {
+    using Tile = QueryTile<D, 128, int>;
     static constexpr int kKeys = D <= 128 ? 128 : 64;
     static constexpr int kStages = 4;  // keys, values, the next keys, the next values
     static constexpr int kPanel = kKeys * 64;
     static constexpr int kTile = kKeys * D;
+    static constexpr int kConsumers = 2;
     static constexpr int kGroupRows = 64;
     static constexpr int kStride = D + 8;  // of results on their way out, which take the place of the queries
-    static constexpr int kQueries = kGroupRows * kStride;
-    static constexpr int kConsumers = 2;
-    using Warp = WarpRows<D, 128, 1, kKeys / 8>;
+    static constexpr int kQueries = kConsumers * kGroupRows * kStride;
+    static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
+    using Warp = WarpRows<Tile, 1, kKeys / 8>;
     using Weights = float[1][kKeys / 8][4];
     using Packed = uint32_t[kKeys / 16][4];
 
-    bf16* const queries;  // for each consumer two panels
-    bf16* const ring;
-    uint64_t* const full;
-    uint64_t* const empty;
-    const int first, last;  // tiles of keys
+    // What the producer tells the consumers of a piece of work.
+    struct Work {
+        Item item;
+        Run run;
+        int kv_head;
+    };
 
-    __device__ __forceinline__ HopperPrefill(const PrefillArgs& args, char* shared)
-        : Base(args),
-          queries(reinterpret_cast<bf16*>(shared)),
-          ring(queries + kConsumers * kQueries),
-          full(reinterpret_cast<uint64_t*>(ring + kStages * kTile)),
-          empty(full + kStages),
-          first(item.begin / kKeys),
-          last((item.end + kKeys - 1) / kKeys) {}
+    // Barriers of `N` places in shared memory that are filled and emptied in turns.
+    template <int N>
+    struct Places {
+        uint64_t full[N];
+        uint64_t empty[N];
+
+        __device__ __forceinline__ void init(int producers) {
+            for (int i = 0; i < N; ++i) {
+                barrier_init(full + i, producers);
+                barrier_init(empty + i, kConsumers * kWarpGroup / kWarp);
+            }
+        }
+        // For the `n`th time any place is used.
+        __device__ __forceinline__ void wait_empty(int n) {
+            if (n >= N) barrier_wait(empty + n % N, (n / N - 1) & 1);
+            __syncwarp();
+        }
+        __device__ __forceinline__ void arrive(int n) { barrier_arrive_after_copies(full + n % N); }
+        __device__ __forceinline__ void wait_full(int n) {
+            barrier_wait(full + n % N, n / N & 1);
+            fence_for_products();
+        }
+        __device__ __forceinline__ void release(int n) {
+            if (threadIdx.x % kWarp == 0) barrier_arrive(empty + n % N);
+        }
+    };
+
+    struct __align__(1024) Shared {
+        bf16 ring[kStages][kTile];
+        bf16 queries[kBuffers][kQueries];  // of a consumer after the other, in panels of 64 rows
+        Work work[kBuffers];
+        Places<kStages> tiles;
+        Places<kBuffers> buffers;
+    };
+
+    const PrefillArgs args;
+    Shared& shared;
 
     __device__ __forceinline__ void operator()() const {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < kStages; ++i) {
-                barrier_init(full + i, kWarpGroup);
-                barrier_init(empty + i, kConsumers * kWarpGroup / kWarp);
-            }
+            shared.tiles.init(kWarpGroup);
+            shared.buffers.init(kWarpGroup + 1);  // One more for what is not copied.
         }
         __syncthreads();
         // The compiler must see that it is the same for all lanes.
         const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
         if (group == 0) {
-            give_registers<40>();
+            give_registers<56>();
             produce();
         } else {
-            take_registers<232>();
+            take_registers<224>();
             consume(group - 1);
         }
     }
 
-    // Copies keys and values in turns into the ring.
+    // This block's work, forth and back through the list, which is sorted by length.
+    __device__ __forceinline__ int index(int round) const {
+        return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    }
+
+    // Copies queries, and keys and values in turns.
     __device__ __forceinline__ void produce() const {
-        const int steps = 2 * (last - first);
-        int arrived = 0;
-        int rows = lookup(first);
-        for (int step = 0; step < steps; ++step) {
-            const int stage = step % kStages, tile = first + step / 2;
-            if (step >= kStages) {
-                const int parity = (step / kStages - 1) & 1;
-                if (!barrier_done(empty + stage, parity)) {
-                    // Nothing to copy for a while: hand over what is under way as soon as it is there.
-                    hand_over<0>(arrived, step);
-                    barrier_wait(empty + stage, parity);
-                }
-                __syncwarp();
+        Work work = fetch(0);
+        int step = 0, rows = lookup(work, work.item.begin / kKeys);
+        for (int round = 0; index(round) < args.work; ++round) {
+            const Tile tile(args, work.item, work.run, work.kv_head);
+            shared.buffers.wait_empty(round);
+            if (threadIdx.x == 0) {
+                shared.work[round % kBuffers] = work;
+                barrier_arrive(shared.buffers.full + round % kBuffers);
             }
-            load(step % 2 == 0 ? args.k : args.v, tile, rows, ring + stage * kTile);
-            commit_async();
-            hand_over<1>(arrived, step);
-            if (step % 2 == 1 && tile + 1 < last) rows = lookup(tile + 1);
+            load_queries(tile, shared.queries[round % kBuffers]);
+            shared.buffers.arrive(round);
+            const int first = tile.item.begin / kKeys, last = (tile.item.end + kKeys - 1) / kKeys;
+            for (int at = first; at < last; ++at) {
+                // What the next tile needs is asked for ahead, for reading it takes as long as copying this one.
+                const int next = at + 1 < last ? lookup(work, at + 1) : 0;
+                shared.tiles.wait_empty(step);
+                load(tile, args.k, at, rows, shared.ring[step % kStages]);
+                shared.tiles.arrive(step++);
+                shared.tiles.wait_empty(step);
+                load(tile, args.v, at, rows, shared.ring[step % kStages]);
+                shared.tiles.arrive(step++);
+                rows = next;
+            }
+            work = fetch(round + 1);
+            rows = lookup(work, work.item.begin / kKeys);
         }
-        hand_over<0>(arrived, steps);
+    }
+
+    // A piece of work, or the last one if there is none.
+    __device__ __forceinline__ Work fetch(int round) const {
+        const int at = min(index(round), args.work - 1);
+        const Item item = args.items[at / args.kv_heads];
+        return {item, args.runs[item.run], at % args.kv_heads};
     }
 
     // The cache row of eight keys of a tile for every lane.
-    __device__ __forceinline__ int lookup(int tile) const {
-        return this->cache_row(tile * kKeys + threadIdx.x % (kKeys / 8) * 8);
+    __device__ __forceinline__ int lookup(const Work& work, int at) const {
+        return Tile(args, work.item, work.run, work.kv_head).cache_row(at * kKeys + threadIdx.x % (kKeys / 8) * 8);
     }
 
     // Begins to copy a tile: a thread copies the same chunk of every `kRowsAtOnce`th row.
-    __device__ __forceinline__ void load(const bf16* cache, int tile, int rows, bf16* to) const {
-        constexpr int kChunks = D / 8, kRowsAtOnce = kWarpGroup / kChunks;
-        const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-#pragma unroll 2
-        for (int i = row; i < kKeys; i += kRowsAtOnce) {
-            const bf16* from = cache + size_t(__shfl_sync(kAllLanes, rows, i / 8) + i % 8) * D + chunk * 8;
-            copy_async(swizzled(to + chunk / 8 * kPanel, i, chunk % 8), from, this->wanted(tile * kKeys + i));
+    __device__ __forceinline__ static void load(const Tile& tile, const bf16* cache, int at, int rows, bf16* to) {
+        if (tile.item.begin <= at * kKeys && at * kKeys + kKeys <= tile.item.end) {
+            load<true>(tile, cache, at, rows, to);
+        } else {
+            load<false>(tile, cache, at, rows, to);
         }
     }
 
-    // Tells the consumers of all tiles before `end` but the last `Pending`, which may still be under way.
-    template <int Pending>
-    __device__ __forceinline__ void hand_over(int& arrived, int end) const {
-        wait_async<Pending>();
-        fence_for_products();
-        for (; arrived < end; ++arrived) barrier_arrive(full + arrived % kStages);
+    template <bool Inner>
+    __device__ __forceinline__ static void load(const Tile& tile, const bf16* cache, int at, int rows, bf16* to) {
+        constexpr int kChunks = D / 8, kRowsAtOnce = kWarpGroup / kChunks;
+        const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+        cache += row % 8 * D + chunk * 8;
+        to += chunk / 8 * kPanel;
+#pragma unroll(Inner ? 8 : 2)
+        for (int i = 0; i < kKeys; i += kRowsAtOnce) {
+            const int more = i % 8;  // 0 unless fewer than eight rows are copied at once
+            const bf16* from = cache + size_t(__shfl_sync(kAllLanes, rows, (row + i) / 8) + more) * D;
+            copy_async(swizzled(to + (i - more) * 64, row + more, chunk % 8), from,
+                       Inner || tile.wanted(at * kKeys + row + i));
+        }
     }
 
-    // Rows `64 * group` on.
-    __device__ __forceinline__ void consume(int group) const {
-        const int group_row = group * kGroupRows, count = this->rows();
-        Warp warp(group_row + threadIdx.x % kWarpGroup / kWarp * 16);
-        bf16* const q = queries + group * kQueries;
-        load_queries(q, group_row);
+    __device__ __forceinline__ void load_queries(const Tile& tile, bf16* to) const {
+        constexpr int kChunks = D / 8;
+        const int chunk = threadIdx.x % kChunks, count = tile.rows();
+#pragma unroll 4
+        for (int row = threadIdx.x / kChunks; row < kConsumers * kGroupRows; row += kWarpGroup / kChunks) {
+            const bf16* from = args.q + (row < count ? tile.offset(row, args.q_stride) + chunk * 8 : 0);
+            bf16* panel = to + row / kGroupRows * (kGroupRows * kStride) + chunk / 8 * kGroupRows * 64;
+            copy_async(swizzled(panel, row % kGroupRows, chunk % 8), from, row < count);
+        }
+    }
 
+    // Rows `64 * group` on of every piece of work.
+    __device__ __forceinline__ void consume(int group) const {
+        int step = 0;
+        for (int round = 0; index(round) < args.work; ++round) {
+            shared.buffers.wait_full(round);
+            const Work& work = shared.work[round % kBuffers];
+            const Tile tile(args, work.item, work.run, work.kv_head);
+            bf16* const q = shared.queries[round % kBuffers] + group * kGroupRows * kStride;
+            step = consume(tile, group, q, step);
+            __syncwarp();
+            shared.buffers.release(round);
+        }
+    }
+
+    // Returns the step after its last.
+    __device__ __forceinline__ int consume(const Tile& tile, int group, bf16* q, int step) const {
+        const int group_row = group * kGroupRows, count = tile.rows();
+        const int first = tile.item.begin / kKeys, last = (tile.item.end + kKeys - 1) / kKeys;
         // The tiles that any row of the group sees; the others are for the other group.
         int begin = last, end = last;
         if (group_row < count) {
-            begin = min(max(this->position(group_row) - (args.window - 1), first * kKeys) / kKeys, last);
-            end = max(min(this->position(min(group_row + kGroupRows, count) - 1) / kKeys + 1, last), begin);
+            begin = min(max(tile.position(group_row) - (args.window - 1), first * kKeys) / kKeys, last);
+            end = max(min(tile.position(min(group_row + kGroupRows, count) - 1) / kKeys + 1, last), begin);
         }
-        for (int tile = first; tile < begin; ++tile) skip(tile);
+        step = skip(step, 2 * (begin - first));
+        Warp warp(group_row + threadIdx.x % kWarpGroup / kWarp * 16);
         float sums[1][D / 8][4] = {};
-        if (begin < end) attend(warp, q, begin, end, sums);
-        for (int tile = end; tile < last; ++tile) skip(tile);
-        if (group_row >= count) return;
+        if (begin < end) step = attend(tile, warp, q, begin, end, step, sums);
+        step = skip(step, 2 * (last - end));
+        if (group_row >= count) return step;
         warp.finish_total();
-        if (item.partial < 0) {
+        if (tile.item.partial < 0) {
             group_sync(1 + group);
-            warp.template write<kStride>(*this, sums, q + (warp.row - group_row) * kStride);
+            warp.template write<kStride>(tile, sums, q + (warp.row - group_row) * kStride);
         } else {
-            warp.write_partial(*this, sums);
+            warp.write_partial(tile, sums);
         }
+        return step;
     }
 
-    __device__ __forceinline__ void load_queries(bf16* to, int group_row) const {
-        constexpr int kChunks = D / 8;
-        const int chunk = threadIdx.x % kChunks, count = this->rows();
-#pragma unroll 4
-        for (int row = threadIdx.x % kWarpGroup / kChunks; row < kGroupRows; row += kWarpGroup / kChunks) {
-            const bool exists = group_row + row < count;
-            const bf16* from = args.q + (exists ? this->offset(group_row + row, args.q_stride) + chunk * 8 : 0);
-            copy_async(swizzled(to + chunk / 8 * kGroupRows * 64, row, chunk % 8), from, exists);
-        }
-        commit_async();
-        wait_async<0>();
-        fence_for_products();
-        group_sync(1 + group_row / kGroupRows);
-    }
-
-    __device__ __forceinline__ void attend(Warp& warp, const bf16* q, int begin, int end, float (&sums)[1][D / 8][4]) const {
+    __device__ __forceinline__ int attend(const Tile& tile, Warp& warp, const bf16* q, int begin, int end, int step,
+                                          float (&sums)[1][D / 8][4]) const {
         Weights weights;
         Packed packed;
         float factor[1][2];
-        wait_for(begin, 0);
+        shared.tiles.wait_full(step);
         wgmma_fence();
-        score(q, stage(begin, 0), weights[0]);
+        score(q, shared.ring[step % kStages], weights[0]);
         wgmma_commit();
         wgmma_wait<0>();
         touch(weights[0]);
-        release(begin, 0);
-        soften(warp, begin, weights, factor);
+        shared.tiles.release(step);
+        soften(tile, warp, begin, weights, factor);
         pack_all(weights, packed);
-        for (int tile = begin + 1; tile < end; ++tile) {
+        for (int at = begin + 1; at < end; ++at) {
             // The scores of this tile and the sums of the one before run on the tensor cores; the softmax of this tile waits
             // for the former alone.
-            wait_for(tile, 0);
+            const int keys = step + 2, values = step + 1;
+            shared.tiles.wait_full(keys);
             wgmma_fence();
             touch(weights[0]);
-            score(q, stage(tile, 0), weights[0]);
+            score(q, shared.ring[keys % kStages], weights[0]);
             wgmma_commit();
-            wait_for(tile - 1, 1);
+            shared.tiles.wait_full(values);
             wgmma_fence();
-            accumulate(packed, stage(tile - 1, 1), sums[0]);
+            accumulate(packed, shared.ring[values % kStages], sums[0]);
             wgmma_commit();
             wgmma_wait<1>();
             touch(weights[0]);
-            release(tile, 0);
-            soften(warp, tile, weights, factor);
-            wgmma_wait<0>();
-            touch(sums[0]);
-            release(tile - 1, 1);
-            warp.rescale(factor, sums);
+            shared.tiles.release(keys);
+            soften(tile, warp, at, weights, factor);
+            // The wait stands in branches of a condition that all weights enter, or the compiler would move the softmax behind
+            // it; sums of weights are never negative.
+            const float(&total)[2] = warp.total[0];
+            if (__any_sync(kAllLanes, factor[0][0] != 1.0f || factor[0][1] != 1.0f || total[0] < 0.0f || total[1] < 0.0f)) {
+                wgmma_wait<0>();
+                touch(sums[0]);
+                warp.rescale(factor, sums);
+            } else {
+                asm volatile("wgmma.wait_group.sync.aligned 0;  // not merged with the other" ::: "memory");
+                touch(sums[0]);
+            }
+            shared.tiles.release(values);
             pack_all(weights, packed);
+            step += 2;
         }
-        wait_for(end - 1, 1);
+        const int values = step + 1;
+        shared.tiles.wait_full(values);
         wgmma_fence();
         touch(sums[0]);
-        accumulate(packed, stage(end - 1, 1), sums[0]);
+        accumulate(packed, shared.ring[values % kStages], sums[0]);
         wgmma_commit();
         wgmma_wait<0>();
         touch(sums[0]);
-        release(end - 1, 1);
+        shared.tiles.release(values);
+        return step + 2;
     }
 
-    __device__ __forceinline__ void soften(Warp& warp, int tile, Weights& weights, float (&factor)[1][2]) const {
-        const int key = tile * kKeys;
-        if (key + kKeys - 1 > this->position(warp.row) || key <= this->position(warp.row + 15) - args.window) {
-            warp.mask(*this, key, weights);
+    __device__ __forceinline__ void soften(const Tile& tile, Warp& warp, int at, Weights& weights,
+                                           float (&factor)[1][2]) const {
+        const int key = at * kKeys;
+        if (key + kKeys - 1 > tile.position(warp.row) || key <= tile.position(warp.row + 15) - args.window) {
+            warp.mask(tile, key, weights);
         }
         warp.soften(args.scale, weights, factor);
     }
@@ -229,25 +303,13 @@ struct HopperPrefill : QueryTile<D, 128> {
         }
     }
 
-    // Keys (0) or values (1) of a tile in the ring.
-    __device__ __forceinline__ int step(int tile, int kind) const { return (tile - first) * 2 + kind; }
-
-    __device__ __forceinline__ const bf16* stage(int tile, int kind) const { return ring + step(tile, kind) % kStages * kTile; }
-
-    __device__ __forceinline__ void wait_for(int tile, int kind) const {
-        barrier_wait(full + step(tile, kind) % kStages, step(tile, kind) / kStages & 1);
-    }
-
-    __device__ __forceinline__ void release(int tile, int kind) const {
-        if (threadIdx.x % kWarp == 0) barrier_arrive(empty + step(tile, kind) % kStages);
-    }
-
-    __device__ __forceinline__ void skip(int tile) const {
-        for (int kind = 0; kind < 2; ++kind) {
-            wait_for(tile, kind);
+    __device__ __forceinline__ int skip(int step, int count) const {
+        for (const int end = step + count; step < end; ++step) {
+            shared.tiles.wait_full(step);
             __syncwarp();
-            release(tile, kind);
+            shared.tiles.release(step);
         }
+        return step;
     }
 };
 

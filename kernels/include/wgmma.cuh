@@ -107,6 +107,11 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// Arrives once this thread's copies so far are done.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // Whether the phase of that parity has completed.
 __device__ __forceinline__ bool barrier_done(uint64_t* barrier, int parity) {
     uint32_t done;

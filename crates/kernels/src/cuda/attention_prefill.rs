@@ -257,7 +257,10 @@ struct Kernel {
     function: Function,
     threads: usize,
     shared: usize,
+    /// Query rows of a piece of work.
     rows: usize,
+    /// Its blocks take pieces of work until none is left, others have one each.
+    persistent: bool,
 }
 
 impl PrefillKernels {
@@ -354,6 +357,14 @@ impl PrefillKernels {
         let window = planner
             .window
             .map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX));
+        let work = plan.items * kv_heads;
+        let group = planner.group();
+        // See `PrefillArgs::token`.
+        let inverse = if group == 1 {
+            0
+        } else {
+            u32::MAX / group as u32 + 1
+        };
         let merges = args.items.range(plan.items..plan.entries());
         let mut params = [
             args.q.into(),
@@ -366,19 +377,26 @@ impl PrefillKernels {
             args.scratch.into(),
             (args.q_stride as i32).into(),
             (kv_heads as i32).into(),
-            (planner.group() as i32).into(),
+            (group as i32).into(),
+            inverse.into(),
             layout.block_size.tokens().ilog2().into(),
             window.into(),
             (args.scale * LOG2_E).into(),
+            (work as i32).into(),
             // What only the merge takes.
             (dim as i32).into(),
             (kernel.rows as i32).into(),
         ];
-        let launch = Launch::new([kv_heads as u32, plan.items as u32, 1], kernel.threads as u32)
+        let grid = if kernel.persistent {
+            [work.min(planner.tiling.slots) as u32, 1, 1]
+        } else {
+            [kv_heads as u32, plan.items as u32, 1]
+        };
+        let launch = Launch::new(grid, kernel.threads as u32)
             .shared(kernel.shared)
             .pdl(true);
         // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
-        unsafe { self.gpu.launch(&kernel.function, launch, &params[..14])? };
+        unsafe { self.gpu.launch(&kernel.function, launch, &params[..16])? };
         if plan.merges == 0 {
             return Ok(());
         }
@@ -411,19 +429,25 @@ impl Kernel {
             threads: 128,
             shared: (rows + 3 * keys) * (head_dim + 8) * size_of::<bf16>() + lists,
             rows,
+            persistent: false,
         })
     }
 
-    /// `HopperPrefill`: alignment, queries in rows that are padded when they are results, four tiles of keys or values, eight
-    /// barriers.
+    /// `HopperPrefill`: four tiles of keys or values, queries (the next ones too where there is room) in rows that are padded
+    /// when they are results; less than a kilobyte of barriers and notes; alignment to as much.
     fn hopper(module: &Module, head_dim: usize) -> Result<Self, GpuError> {
-        let (rows, keys) = (128, if head_dim <= 128 { 128 } else { 64 });
-        let elements = rows * (head_dim + 8) + 4 * keys * head_dim;
+        let (rows, keys, buffers) = if head_dim <= 128 {
+            (128, 128, 2)
+        } else {
+            (128, 64, 1)
+        };
+        let elements = 4 * keys * head_dim + buffers * rows * (head_dim + 8);
         Self::new(Self {
             function: module.function(&format!("attention_prefill_hopper_{head_dim}"))?,
             threads: 384,
-            shared: 1024 + elements * size_of::<bf16>() + 64,
+            shared: elements * size_of::<bf16>() + 2 * 1024,
             rows,
+            persistent: true,
         })
     }
 
