@@ -32,6 +32,14 @@ constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a 
 
 enum Mode { kBf16 = 0, kF32 = 1, kSiluMul = 2 };
 
+// The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
+struct Norm {
+    const bf16* delta;    // [m, k], added to x
+    const float* weight;  // [k]; null for none of this
+    bf16* sum;            // [m, k]: x + delta, rounded; another place than x, which blocks read at any time
+    float eps;
+};
+
 struct Problem {
     const bf16* x;
     const bf16* weight;  // of kSiluMul [2 n, k]: gate, up
@@ -40,6 +48,7 @@ struct Problem {
     int m, n, k;
     int row_warps;
     int mode;
+    Norm norm;
 };
 
 __device__ __forceinline__ int cluster_rank() {
@@ -88,6 +97,10 @@ __device__ __forceinline__ float2 load_remote(const float* from, int rank) {
     v = *reinterpret_cast<const float2*>(from);
 #endif
     return v;
+}
+
+__device__ __forceinline__ void prefetch_line(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
 // Where a piece of a row of a chunk lies: the halves are swapped in odd rows against bank conflicts.
@@ -146,6 +159,65 @@ __device__ __forceinline__ void copy_inputs(bf16* to, const Problem& p, const Cu
         copy_async(to + (row * cut.phase * kRowPieces + swapped) * 8,
                    p.x + size_t(row) * p.k + first * kChunk + piece * 8, true);
     }
+}
+
+// As copy_inputs for all of this block's x, normalised. `partial` is room for kWarps floats a row.
+__device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, const Cut& cut, float* partial) {
+    constexpr int kAtOnce = 2;  // loads before the first store, which might be to the same place for all the compiler knows
+    const int pieces = p.k / 8, low = cut.begin * kRowPieces, high = cut.end * kRowPieces;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const auto place = [&](int row, int piece) {
+        return to + (row * cut.phase * kRowPieces + ((piece - low) ^ ((row & 1) * (kRowPieces / 2)))) * 8;
+    };
+    for (int row = 0; row < p.m; ++row) {
+        float squares = 0.0f;
+        for (int first = threadIdx.x; first < pieces; first += kAtOnce * kThreads) {
+            Bf16x8 x[kAtOnce], delta[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int piece = first + i * kThreads;
+                if (piece >= pieces) continue;
+                x[i] = load8(p.x + size_t(row) * p.k + piece * 8);
+                delta[i] = load8(p.norm.delta + size_t(row) * p.k + piece * 8);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int piece = first + i * kThreads;
+                if (piece >= pieces) continue;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 a = __bfloat1622float2(x[i].pair[j]), b = __bfloat1622float2(delta[i].pair[j]);
+                    x[i].pair[j] = __floats2bfloat162_rn(a.x + b.x, a.y + b.y);
+                    const float2 sum = __bfloat1622float2(x[i].pair[j]);
+                    squares = fmaf(sum.x, sum.x, fmaf(sum.y, sum.y, squares));
+                }
+                if (blockIdx.x == 0) store8(p.norm.sum + size_t(row) * p.k + piece * 8, x[i]);
+                if (piece >= low && piece < high) store8(place(row, piece), x[i]);
+            }
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) partial[row * kWarps + warp] = squares;
+    }
+    __syncthreads();
+    for (int row = 0; row < p.m; ++row) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i) squares += partial[row * kWarps + i];
+        const float scale = rsqrtf(squares / float(p.k) + p.norm.eps);
+        // What this thread wrote itself.
+        for (int piece = threadIdx.x; piece < high; piece += kThreads) {
+            if (piece < low) continue;
+            Bf16x8 x = load8(place(row, piece));
+            const float2* weight = reinterpret_cast<const float2*>(p.norm.weight + piece * 8);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 v = __bfloat1622float2(x.pair[j]), w = weight[j];
+                x.pair[j] = __floats2bfloat162_rn(v.x * scale * w.x, v.y * scale * w.y);
+            }
+            store8(place(row, piece), x);
+        }
+    }
+    __syncthreads();
 }
 
 // Adds the parts of a pair of outputs: `sums` is that pair in the first part of each block.
@@ -262,6 +334,9 @@ __device__ __forceinline__ void run(const Problem& p) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) request();
 
+    const bool normalise = Tiles == 1 && p.norm.weight != nullptr;
+    if (normalise && threadIdx.x * 32 < p.k) prefetch_line(p.norm.weight + threadIdx.x * 32);
+
     pdl_wait();
     // Phases of x: all in one, or a ring of buffers.
     const bool resident = cut.phase >= cut.end - cut.begin;
@@ -275,12 +350,16 @@ __device__ __forceinline__ void run(const Problem& p) {
         input_chunk += cut.phase;
         if (input_chunk >= cut.end) input_chunk = cut.begin, input_block += stride;
     };
-    request_inputs();
-    if (!resident) {
-        for (int i = 2; i < kBuffers; ++i) request_inputs();
+    if (normalise) {
+        normalise_inputs(inputs, p, cut, sums);
+    } else {
+        request_inputs();
+        if (!resident) {
+            for (int i = 2; i < kBuffers; ++i) request_inputs();
+        }
+        wait_all_async();
+        __syncthreads();
     }
-    wait_all_async();
-    __syncthreads();
     int odd = 0;
     bool fresh = true;
 
@@ -375,8 +454,9 @@ __device__ __forceinline__ void run(const Problem& p) {
 
 #define LINEAR(NAME, TILES)                                                                                             \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
-        NAME(const bf16* x, const bf16* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps, int mode) { \
-        run<TILES>(Problem{x, weight, bias, out, m, n, k, row_warps, mode});                                            \
+        NAME(const bf16* x, const bf16* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,        \
+             int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps) {                             \
+        run<TILES>(Problem{x, weight, bias, out, m, n, k, row_warps, mode, {delta, norm_weight, sum, eps}});            \
     }
 
 LINEAR(linear_8, 1)

@@ -5,9 +5,10 @@ use std::time::Instant;
 
 use half::bf16;
 use plimsoll_core::Component;
-use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+    FusedKernels, GpuLinear, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch,
+    LinearUse, Linears,
 };
 
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
@@ -130,6 +131,80 @@ pub(crate) fn bench(gpu: &Gpu) {
         println!("{choice}");
     }
     time_chain(gpu, &linears, &model, "fastest");
+    let norms = Norms::new(gpu);
+    println!("as above with the norms ahead of qkv and gate_up: kernels of their own; in the product");
+    for m in [1, 2, 4, 8, 16, 32, 64, 256] {
+        let times = [false, true].map(|fuse| time_us(gpu, 1, |_| norms.chain(&linears, &model, m, fuse)));
+        println!("m {m:4}: {:.3} {:.3}", times[0] / 1e3, times[1] / 1e3);
+    }
+}
+
+/// What the norms between linear layers need.
+struct Norms {
+    kernels: FusedKernels,
+    weight: GpuSlab,
+    hidden: [GpuSlab; 2],
+    normed: GpuSlab,
+}
+
+impl Norms {
+    fn new(gpu: &Gpu) -> Self {
+        let alloc = |bytes| {
+            let slab = gpu.alloc(Component::Arena, bytes).expect("room");
+            noise(gpu, &slab);
+            slab
+        };
+        let rows = || alloc(256 * 4096 * 2);
+        Self {
+            kernels: FusedKernels::load(gpu).expect("kernels"),
+            weight: alloc(4096 * 4),
+            hidden: [rows(), rows()],
+            normed: rows(),
+        }
+    }
+
+    /// The products of a decode step with their norms.
+    fn chain(&self, linears: &Linears, model: &Model, m: usize, fuse: bool) -> Result<(), GpuError> {
+        let (delta, out) = (model.x.slice::<bf16>(), model.out.slice::<bf16>());
+        let delta = delta.range(0..m * 4096);
+        let mut hidden = [0, 1].map(|at| self.hidden[at].slice::<bf16>().range(0..m * 4096));
+        let normed = self.normed.slice::<bf16>().range(0..m * 4096);
+        let norm = GpuNorm {
+            weight: self.weight.slice(),
+            eps: 1e-5,
+        };
+        let mut product = |layer: &GpuLinear, output: LinearOutput, out: GpuSlice<'_, bf16>| {
+            if fuse && linears.fuses_norm(m, layer, output) {
+                let [from, to] = hidden;
+                let input = GpuResidual {
+                    hidden: from,
+                    delta,
+                    norm,
+                    sum: to,
+                };
+                hidden = [to, from];
+                return linears.forward_norm(&input, layer, output, out);
+            }
+            self.kernels.add_rms_norm(hidden[0], delta, norm, normed)?;
+            match output {
+                LinearOutput::SiluMul => linears.forward_silu_mul(normed, layer, out),
+                _ => linears.forward(normed, layer, out),
+            }
+        };
+        for layer in 0..LAYERS {
+            let [qkv, o, gate_up, down] = std::array::from_fn(|shape| &model.layers[shape][layer]);
+            product(qkv, LinearOutput::Bf16, out.range(0..m * 6144))?;
+            linears.forward(out.range(0..m * 4096), o, delta)?;
+            if linears.fuses_silu_mul(m, gate_up) {
+                product(gate_up, LinearOutput::SiluMul, out.range(0..m * 14336))?;
+            } else {
+                product(gate_up, LinearOutput::Bf16, out.range(0..m * 28672))?;
+            }
+            linears.forward(out.range(0..m * 14336), down, delta)?;
+        }
+        let logits = model.out.slice::<f32>().range(0..m * 128_256);
+        linears.forward_f32(delta, &model.layers[4][0], logits)
+    }
 }
 
 fn measure(linears: &mut Linears, model: &Model) {
@@ -197,7 +272,7 @@ fn time_layer(gpu: &Gpu, linears: &Linears, model: &Model, shape: usize, m: usiz
 }
 
 /// All products of a decode step, each reading what the one before wrote.
-fn chain(linears: &Linears, model: &Model, m: usize) -> Result<(), plimsoll_device::cuda::GpuError> {
+fn chain(linears: &Linears, model: &Model, m: usize) -> Result<(), GpuError> {
     let x = model.x.slice::<bf16>();
     let out = model.out.slice::<bf16>();
     for layer in 0..LAYERS {

@@ -13,9 +13,10 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
+use super::GpuNorm;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
-use stream::{Cut, StreamKernels};
+use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
 pub use stream::LinearOutput;
@@ -119,6 +120,19 @@ pub struct Linears {
     fixed: Option<LinearPath>,
 }
 
+/// A layer's input before its norm, all `[m, k]`.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuResidual<'a> {
+    /// The residual stream.
+    pub hidden: GpuSlice<'a, bf16>,
+    /// What is added to it.
+    pub delta: GpuSlice<'a, bf16>,
+    /// Of the sum.
+    pub norm: GpuNorm<'a>,
+    /// Takes the sum, rounded; not the memory of `hidden`.
+    pub sum: GpuSlice<'a, bf16>,
+}
+
 /// A way to compute linear layers, to be fixed in tests and benchmarks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinearPath {
@@ -216,6 +230,76 @@ impl Linears {
         self.run(x, gate_up, out, LinearOutput::SiluMul)
     }
 
+    /// Whether [`Self::forward_norm`] can be used for `m` rows; if not, `add_rms_norm` and then [`Self::forward`] or
+    /// [`Self::forward_silu_mul`].
+    pub fn fuses_norm(&self, m: usize, linear: &GpuLinear, output: LinearOutput) -> bool {
+        let key = linear.key(m, output);
+        let fuses = output != LinearOutput::SiluMul || self.fuses_silu_mul(m, linear);
+        fuses
+            && self
+                .own(&key)
+                .is_some_and(|cut| StreamKernels::can_norm(&key.shape, cut))
+    }
+
+    /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::SiluMul`], for the rows for which
+    /// [`Self::fuses_norm`].
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// If a length does not fit, for other numbers of rows or for `f32` outputs.
+    pub fn forward_norm(
+        &self,
+        input: &GpuResidual<'_>,
+        linear: &GpuLinear,
+        output: LinearOutput,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        let GpuResidual {
+            hidden,
+            delta,
+            norm,
+            sum,
+        } = *input;
+        let key = linear.key(hidden.len() / linear.k, output);
+        let Shape { m, n, k, .. } = key.shape;
+        assert!(output != LinearOutput::F32, "logits are not normalised here");
+        assert_eq!(
+            (hidden.len(), norm.weight.len()),
+            (m * k, k),
+            "hidden of [m, {k}]"
+        );
+        assert_eq!(
+            (delta.len(), sum.len()),
+            (m * k, m * k),
+            "delta and sum of [{m}, {k}]"
+        );
+        assert_eq!(out.len(), m * n, "out of [{m}, {n}]");
+        assert!(
+            sum.ptr() != hidden.ptr(),
+            "the sum overwrites what other blocks read"
+        );
+        if m == 0 {
+            return Ok(());
+        }
+        assert!(self.fuses_norm(m, linear, output), "ask `fuses_norm`");
+        let cut = self.own(&key).expect("as `fuses_norm` says");
+        let operands = Operands {
+            x: hidden.ptr(),
+            out: out.ptr(),
+            ..linear.operands()
+        };
+        let norm = NormOperands {
+            delta: delta.ptr(),
+            weight: norm.weight.ptr(),
+            sum: sum.ptr(),
+            eps: norm.eps,
+        };
+        // SAFETY: the lengths were checked; slices cannot outlive their memory, and what follows on the stream is ordered.
+        unsafe { self.stream.run(&key.shape, output, cut, &operands, &norm) }
+    }
+
     fn run<T: Pod>(
         &self,
         x: GpuSlice<'_, bf16>,
@@ -246,7 +330,10 @@ impl Linears {
         // SAFETY: the caller's promise; a cut is only chosen for products that it can compute.
         unsafe {
             match choice {
-                Choice::Stream(cut) => self.stream.run(&key.shape, key.output, cut, operands),
+                Choice::Stream(cut) => {
+                    let none = NormOperands::default();
+                    self.stream.run(&key.shape, key.output, cut, operands, &none)
+                }
                 Choice::Lt(_) if key.output == LinearOutput::SiluMul => {
                     panic!("cuBLAS has no silu_mul: ask `fuses_silu_mul`")
                 }

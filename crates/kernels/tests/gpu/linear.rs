@@ -7,7 +7,7 @@ use plimsoll_core::{Component, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use plimsoll_device::{Arena, Budget, Pod};
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+    GpuLinear, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
 };
 use plimsoll_kernels::{Linear, Matrix, WeightType, silu_mul};
 use rand::rngs::StdRng;
@@ -188,6 +188,71 @@ fn gpu_matches_reference() {
             }
         }
     }
+}
+
+/// Add and RMSNorm ahead of a product, in its own kernel.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn normalised_inputs() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("linear, normalised");
+    let mut linears = linears(&gpu);
+    let mut fused = 0;
+    for path in paths() {
+        linears.fix(path);
+        for (m, k) in [(1, 4096), (1, 576), (2, 2048), (3, 960), (4, 4096)] {
+            let mut case = Case::random(&mut rng, m, 96, k, false);
+            let (hidden, delta) = (common::random(&mut rng, m * k), common::random(&mut rng, m * k));
+            let weight: Vec<f32> = common::widen(&common::random(&mut rng, k));
+            let sum: Vec<bf16> = hidden
+                .iter()
+                .zip(&delta)
+                .map(|(x, y)| bf16::from_f32(x.to_f32() + y.to_f32()))
+                .collect();
+            const EPS: f32 = 1e-5;
+            for (x, sum) in case.x.chunks_exact_mut(k).zip(sum.chunks_exact(k)) {
+                let square: f64 = sum.iter().map(|x| x.to_f64().powi(2)).sum::<f64>() / k as f64;
+                let scale = 1.0 / (square + f64::from(EPS)).sqrt();
+                for ((x, sum), weight) in x.iter_mut().zip(sum).zip(&weight) {
+                    *x = bf16::from_f64(sum.to_f64() * scale * f64::from(*weight));
+                }
+            }
+            let layer = case.layer(&gpu);
+            let [hidden, delta] = [&hidden, &delta].map(|x| common::upload(&gpu, x));
+            let weight = common::upload(&gpu, &weight);
+            for output in [LinearOutput::Bf16, LinearOutput::SiluMul] {
+                if !linears.fuses_norm(m, &layer, output) {
+                    continue;
+                }
+                fused += 1;
+                let (len, reference) = match output {
+                    LinearOutput::SiluMul => (m * 48, case.reference_silu_mul()),
+                    _ => (m * 96, case.reference()),
+                };
+                let mut sums: Vec<bf16> = Vec::new();
+                let out: Vec<bf16> = written(&gpu, len, |out| {
+                    sums = written(&gpu, m * k, |sum| {
+                        let input = GpuResidual {
+                            hidden: hidden.slice(),
+                            delta: delta.slice(),
+                            norm: GpuNorm {
+                                weight: weight.slice(),
+                                eps: EPS,
+                            },
+                            sum: sum.slice().range(0..m * k),
+                        };
+                        linears.forward_norm(&input, &layer, output, out.slice().range(0..len))
+                    });
+                    Ok(())
+                });
+                let what = case.what(&format!("{path:?} normalised {output:?}"));
+                assert_eq!(sums, sum, "{what}: sums");
+                // The inputs are rounded to bf16 here and there, perhaps differently.
+                common::assert_close(&what, &common::widen(&out), &reference, 2.0 * TOLERANCE);
+            }
+        }
+    }
+    assert!(fused > 0, "no way to compute norms");
 }
 
 /// Inputs that do not fit in shared memory pass through it in phases.

@@ -4,6 +4,9 @@ use plimsoll_device::cuda::{Function, Gpu, GpuError, Launch};
 
 use super::cublas_lt::{Operands, Shape};
 
+/// Most rows of which every block computes the norm for itself: more than that is slower than a kernel of its own.
+const MAX_NORM_ROWS: usize = 4;
+
 /// Most rows the kernels take.
 pub(super) const MAX_ROWS: usize = 32;
 
@@ -26,6 +29,16 @@ pub enum LinearOutput {
     F32 = 1,
     /// `silu(gate) * up` of stacked weights.
     SiluMul = 2,
+}
+
+/// The add and RMSNorm ahead of a product; `Norm` of `kernels/linear.cu`. Device addresses.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct NormOperands {
+    pub(super) delta: u64,
+    /// 0 for none of this.
+    pub(super) weight: u64,
+    pub(super) sum: u64,
+    pub(super) eps: f32,
 }
 
 /// How a product is cut into thread blocks.
@@ -108,6 +121,12 @@ impl StreamKernels {
             && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
     }
 
+    /// Whether a cut that can compute a product can compute a norm ahead of it.
+    pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
+        let chunks = (shape.k / CHUNK).div_ceil(cut.cluster);
+        shape.m <= MAX_NORM_ROWS && shape.m * chunks * CHUNK * 2 <= INPUT_BYTES
+    }
+
     fn clusters(&self, cut: Cut) -> usize {
         self.clusters[cut.cluster.trailing_zeros() as usize]
     }
@@ -122,13 +141,15 @@ impl StreamKernels {
     /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::SiluMul`] has half as many as rows of weights.
     ///
     /// # Safety
-    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); the cut must be one that [`Self::can`] compute the product.
+    /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); the cut must be one that [`Self::can`] compute the product, and
+    /// [`Self::can_norm`] if there is one.
     pub(super) unsafe fn run(
         &self,
         shape: &Shape,
         output: LinearOutput,
         cut: Cut,
         operands: &Operands,
+        norm: &NormOperands,
     ) -> Result<(), GpuError> {
         let Operands { x, weight, bias, out } = *operands;
         let args = [
@@ -141,6 +162,10 @@ impl StreamKernels {
             (shape.k as i32).into(),
             (cut.row_warps as i32).into(),
             (output as i32).into(),
+            norm.delta.into(),
+            norm.weight.into(),
+            norm.sum.into(),
+            norm.eps.into(),
         ];
         // Not more at once than have a multiprocessor each: two blocks on one would take twice as long.
         let grid = self.clusters(cut).min(blocks(shape.n, output, cut)) * cut.cluster;
