@@ -109,7 +109,7 @@ struct RowLogits {
 struct SampleShared {
     RowLogits row;
     int row_index;
-    union {
+    union alignas(16) {
         Histogram histogram;
         uint32_t marks[kMarks];
         Ranked ranked;
