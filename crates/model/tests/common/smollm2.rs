@@ -18,8 +18,6 @@ pub struct SmolCase {
     /// The 64 best after the prompt.
     pub top_tokens: Vec<usize>,
     pub top_logits: Vec<f32>,
-    /// How far the logits after the prompt are off in bf16, by norm, relative.
-    pub bf16_error: f64,
     pub greedy: Vec<TokenId>,
     /// Lead of each greedy token over the second best.
     pub leads: Vec<f32>,

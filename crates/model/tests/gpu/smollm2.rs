@@ -1,14 +1,15 @@
 //! The default model, its 4-bit weights dequantised to bf16, against transformers, which dequantised them to f32.
 //!
-//! In bf16 transformers' own logits are off by 2 to 3 % by norm on average and 10 % at worst, the lead of one token over
-//! another by 0.1 to 0.2 and 0.45 at worst, and it chooses another token at leads of up to 0.16.
+//! In bf16 transformers' own leads of one token over the next are off by 0.1 to 0.2 on average and 0.45 at worst, and it
+//! chooses another token at leads of up to 0.16. Ours are closer, for sums are kept in f32: the likeliest tokens' logits are
+//! off by 0.5 to 1.4 % by norm.
 
 use crate::common::smollm2::{cases, file};
 use crate::common::{blocks, greedy_alone, plan, relative_error, run};
 use crate::setup::{Setup, gpu, load_file, report};
 
 /// In logits; their standard deviation over the vocabulary is about 7.
-const NEAR_TIE: f32 = 0.6;
+const NEAR_TIE: f32 = 0.45;
 
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
@@ -31,12 +32,9 @@ fn chooses_the_tokens_that_transformers_chooses() {
 
             let found: Vec<f32> = case.top_tokens.iter().map(|&token| logits[token]).collect();
             let error = relative_error(&found, &case.top_logits);
-            report(format_args!(
-                "{setup:?}: relative error {error:.4}, transformers {}",
-                case.bf16_error
-            ));
+            report(format_args!("{setup:?}: relative error {error:.4}"));
             assert!(
-                error < 0.1,
+                error < 0.03,
                 "{setup:?}: relative error {error} after {:?}",
                 case.prompt
             );
