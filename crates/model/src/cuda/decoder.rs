@@ -2,8 +2,9 @@ use half::bf16;
 use plimsoll_core::{Component, KvConfig, Oom, StepError};
 use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuRope, GpuTokens,
-    LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, SampleArgs, SampleKernels,
+    DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope,
+    GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, SampleArgs,
+    SampleKernels,
 };
 
 use super::input::{StepInput, StepInputs};
@@ -219,7 +220,7 @@ impl Decoder {
             activated: arena.alloc(rows * inner)?,
             scratch: arena.alloc(state.inputs.attention_scratch())?,
         };
-        let Some(normed) = self.forward(input, state, &act)? else {
+        let Some(normed) = self.forward(input, state, act)? else {
             return Ok(());
         };
         // The layers' activations are not needed any more.
@@ -238,7 +239,7 @@ impl Decoder {
         &self,
         input: &StepInput,
         state: &StepState,
-        act: &Activations<'a>,
+        mut act: Activations<'a>,
     ) -> Result<Option<GpuSlice<'a, bf16>>, LaunchError> {
         let spec = self.weights.spec();
         let tokens = state.inputs.device(input.tokens);
@@ -249,26 +250,31 @@ impl Decoder {
         };
         self.fused
             .embedding(self.weights.embedding(), tokens, act.hidden)?;
-        let mut layer = self.weights.layer(0);
-        self.fused
-            .rms_norm(act.hidden, self.norm(layer.attention_norm), act.normed)?;
-        for next in 1..spec.num_layers {
-            self.write_kv(input, state, &layer, next - 1, act)?;
-            self.attend(input, state, &layer, next - 1, act)?;
-            self.finish_block(&layer, next - 1, act)?;
-            layer = self.weights.layer(next);
-            let norm = self.norm(layer.attention_norm);
-            self.fused.add_rms_norm(act.hidden, act.delta, norm, act.normed)?;
-        }
         let last = spec.num_layers - 1;
-        self.write_kv(input, state, &layer, last, act)?;
+        for index in 0..=last {
+            let layer = self.weights.layer(index);
+            let norm = self.norm(layer.attention_norm);
+            let (qkv, out) = (&self.blocks[index].qkv, act.qkv);
+            if index == 0 {
+                self.fused.rms_norm(act.hidden, norm, act.normed)?;
+                self.linears.forward(act.normed, qkv, out)?;
+            } else {
+                self.add_norm_linear(&mut act, norm, qkv, LinearOutput::Bf16, out)?;
+            }
+            self.write_kv(input, state, &layer, index, &act)?;
+            if index < last {
+                self.attend(input, state, &layer, index, &act)?;
+                self.finish_block(&layer, index, &mut act)?;
+            }
+        }
         // The KV is complete; from here on only the rows that are sampled from matter.
         if input.samples == 0 {
             return Ok(None);
         }
-        self.attend(input, state, &layer, last, act)?;
-        let act = match input.sample_at {
-            None => *act,
+        let layer = self.weights.layer(last);
+        self.attend(input, state, &layer, last, &act)?;
+        let mut act = match input.sample_at {
+            None => act,
             Some(at) => {
                 let at = state.inputs.device(at);
                 let rows = act.front(spec, at.len());
@@ -284,13 +290,41 @@ impl Decoder {
                 }
             }
         };
-        self.finish_block(&layer, last, &act)?;
+        self.finish_block(&layer, last, &mut act)?;
         let norm = self.norm(self.weights.final_norm());
         self.fused.add_rms_norm(act.hidden, act.delta, norm, act.normed)?;
         Ok(Some(act.normed))
     }
 
-    /// From the normalised rows to q (in its place in `act.qkv`) and to k and v in the cache of block `index`.
+    /// `act.hidden += act.delta`, and the linear layer of its norm to `out`.
+    fn add_norm_linear(
+        &self,
+        act: &mut Activations<'_>,
+        norm: GpuNorm<'_>,
+        linear: &GpuLinear,
+        output: LinearOutput,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        let rows = act.hidden.len() / self.weights.spec().hidden_size;
+        if self.linears.fuses_norm(rows, linear, output) {
+            let residual = GpuResidual {
+                hidden: act.hidden,
+                delta: act.delta,
+                norm,
+                sum: act.normed,
+            };
+            self.linears.forward_norm(&residual, linear, output, out)?;
+            std::mem::swap(&mut act.hidden, &mut act.normed);
+            return Ok(());
+        }
+        self.fused.add_rms_norm(act.hidden, act.delta, norm, act.normed)?;
+        match output {
+            LinearOutput::SiluMul => self.linears.forward_silu_mul(act.normed, linear, out),
+            _ => self.linears.forward(act.normed, linear, out),
+        }
+    }
+
+    /// Rotates q in its place in `act.qkv` and writes k and v to the cache of block `index`.
     fn write_kv(
         &self,
         input: &StepInput,
@@ -300,8 +334,6 @@ impl Decoder {
         act: &Activations<'_>,
     ) -> Result<(), GpuError> {
         let spec = self.weights.spec();
-        self.linears
-            .forward(act.normed, &self.blocks[index].qkv, act.qkv)?;
         let eps = spec.rms_norm_eps;
         let norm = layer.qk_norm.map(|[q, k]| GpuQkNorm { q, k, eps });
         let rope = GpuRope {
@@ -380,22 +412,20 @@ impl Decoder {
         &self,
         layer: &GpuLayer<'_>,
         index: usize,
-        act: &Activations<'_>,
+        act: &mut Activations<'_>,
     ) -> Result<(), GpuError> {
         let (spec, block) = (self.weights.spec(), &self.blocks[index]);
         self.linears.forward(act.attended, &block.output, act.delta)?;
-        self.fused
-            .add_rms_norm(act.hidden, act.delta, self.norm(layer.mlp_norm), act.normed)?;
+        let norm = self.norm(layer.mlp_norm);
         let rows = act.hidden.len() / spec.hidden_size;
+        let (gate_up, activated) = (act.gate_up, act.activated);
         if self.linears.fuses_silu_mul(rows, &block.gate_up) {
-            self.linears
-                .forward_silu_mul(act.normed, &block.gate_up, act.activated)?;
+            self.add_norm_linear(act, norm, &block.gate_up, LinearOutput::SiluMul, activated)?;
         } else {
-            self.linears.forward(act.normed, &block.gate_up, act.gate_up)?;
-            self.fused
-                .silu_mul(act.gate_up, spec.intermediate_size, act.activated)?;
+            self.add_norm_linear(act, norm, &block.gate_up, LinearOutput::Bf16, gate_up)?;
+            self.fused.silu_mul(gate_up, spec.intermediate_size, activated)?;
         }
-        self.linears.forward(act.activated, &block.down, act.delta)
+        self.linears.forward(activated, &block.down, act.delta)
     }
 
     fn sample(
