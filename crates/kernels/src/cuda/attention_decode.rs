@@ -20,10 +20,11 @@ const UNITS_PER_SLOT: usize = 8;
 
 /// What it costs to split, measured on an H200: in keys of 128 elements that a block of threads takes while all others run
 /// too. A block that is alone needs this fraction of the time for a key.
-const ALONE: f32 = 0.4;
-/// To go on to another unit, whose context is split or not.
-const NEXT_SPLIT: f32 = 120.0;
-const NEXT_WHOLE: f32 = 25.0;
+const ALONE: f32 = 0.3;
+/// To begin a unit.
+const BEGIN: f32 = 30.0;
+/// To store a part of a context, and go on to another.
+const NEXT: f32 = 90.0;
 /// To merge, for each level, and for each partial result of a row.
 const MERGE: f32 = 30.0;
 const MERGE_ROW: f32 = 0.125;
@@ -210,15 +211,13 @@ impl DecodePlanner {
             most = most.max(splits);
         }
         let turns = (units * self.tiles()) as f32 / self.slots as f32;
-        // In the last turn, only some of the GPU's memory bandwidth may be in use.
+        // The fewer blocks the last turn has, the faster is each, but all together take longer.
         let last = turns + 1.0 - turns.ceil();
-        let idle = longest as f32 * (ALONE - last).max(0.0);
-        let next = if of_split * 2 > units {
-            NEXT_SPLIT
-        } else {
-            NEXT_WHOLE
-        };
-        let mut overhead = (turns - 1.0).max(0.0) * next;
+        let idle = longest as f32 * (ALONE.hypot(last) - last);
+        let mut overhead = turns * BEGIN;
+        if of_split * 2 > units {
+            overhead += (turns - 1.0).max(0.0) * NEXT;
+        }
         if most > 1 {
             let levels = if most > FAN_IN { 2.0 } else { 1.0 };
             overhead += levels * MERGE + (most * self.group().min(ROWS)) as f32 * MERGE_ROW;
