@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{SampleSpec, Sampled, Scratch, TokenId};
+use plimsoll_core::{SampleSpec, Sampled, Scratch, StepLimits, TokenId};
 use plimsoll_device::Arena;
 use plimsoll_kernels::sample;
 use plimsoll_model::{KvCacheDtype, Model};
@@ -15,7 +15,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::common::requests::Request;
 use crate::common::{blocks, budget, load, plan, state_config};
-use crate::setup::{LIMITS, report};
+use crate::setup::report;
 
 /// Relative to the logits' root mean square. In bf16 transformers' logits of these models are off by 0.8 to 3.6 % by norm
 /// (`bf16_error` in the golden files), 1.5 % on average.
@@ -31,20 +31,21 @@ pub(crate) struct Expected {
     pub(crate) scale: f32,
 }
 
-/// The text of each of `requests` alone on the CPU.
-pub(crate) fn expected_texts(name: &str, requests: &[Request]) -> Vec<Vec<Expected>> {
+/// The text of each of `requests`, which fit `limits`, alone on the CPU.
+pub(crate) fn expected_texts(name: &str, requests: &[Request], limits: &StepLimits) -> Vec<Vec<Expected>> {
     let model = load(name, KvCacheDtype::F32);
     let texts = requests
         .iter()
-        .map(|request| expected_text(&model, request.clone()));
+        .map(|request| expected_text(&model, request.clone(), limits));
     texts.collect()
 }
 
-fn expected_text(model: &Arc<Model>, mut request: Request) -> Vec<Expected> {
+fn expected_text(model: &Arc<Model>, mut request: Request, limits: &StepLimits) -> Vec<Expected> {
+    let num_blocks = limits.max_model_len.div_ceil(16);
     let mut runner = model
-        .build_state(&state_config(16, 16), &LIMITS, &budget())
+        .build_state(&state_config(16, num_blocks), limits, &budget())
         .unwrap();
-    request.blocks = blocks(0..16);
+    request.blocks = blocks(0..num_blocks as u32);
     let mut text = Vec::new();
     while !request.is_done() {
         let len = request.tokens().len() - request.computed;
@@ -140,7 +141,7 @@ impl Judge {
             self.decided, self.samples
         ));
         assert!(
-            4 * self.decided > self.samples,
+            5 * self.decided > self.samples,
             "{what}: only {} of {} tokens are decided",
             self.decided,
             self.samples

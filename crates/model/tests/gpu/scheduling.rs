@@ -1,50 +1,89 @@
 //! Text must not depend on scheduling, as far as bf16 allows: see `reference`.
 
 use plimsoll_core::{Executor, RunInput, Scratch, StepLimits, TokenId};
+use plimsoll_device::cuda::Gpu;
 
 use crate::common::malformed::refuses_malformed_plans;
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::{blocks, greedy_spec, plan, run};
 use crate::reference::{Judge, VOCAB, expected_texts};
-use crate::setup::{LIMITS, MODELS, Setup, gpu, load};
+use crate::setup::{self, LIMITS, MODELS, Setup, gpu, load};
 
-/// Random batches of random chunks over random blocks, with preemptions; each step finished before the next is launched,
-/// or two in flight, the second continuing what the first samples.
+/// Serves random requests in batches of random chunks over random blocks, with preemptions, each step finished before the
+/// next is launched, or two in flight, the second continuing what the first samples.
+fn check_texts(gpu: &Gpu, (seed, name): (u64, &str), load: &Load) {
+    let model = setup::load(gpu, name);
+    let requests = Request::random(load.requests, seed, VOCAB, load.longest);
+    let expected = expected_texts(name, &requests, &load.limits);
+    let mut judge = Judge::default();
+    for setup in Setup::all(load.cached) {
+        for depth in [1, 2] {
+            let how = Disturbance {
+                block_size: setup.block_size,
+                num_blocks: setup.num_blocks() as u32,
+                limits: load.limits,
+                seed: seed + setup.block_size as u64,
+                depth,
+            };
+            let mut runner = setup.build_for(&model, &load.limits, Scratch::Growable);
+            serve(
+                &mut runner,
+                &mut requests.clone(),
+                how,
+                &mut |request, sampled| {
+                    let index = request.output.len();
+                    let what = format!(
+                        "{name}, {setup:?}, {depth} in flight, request {}, token {index}, {:?}",
+                        request.id, request.params
+                    );
+                    judge.judge(&what, sampled, &expected[request.id as usize][index])
+                },
+            );
+        }
+    }
+    judge.finish(name);
+}
+
+/// So many requests with prompts of up to so many tokens, more together than the cache holds.
+struct Load {
+    requests: u64,
+    longest: usize,
+    cached: usize,
+    limits: StepLimits,
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn text_does_not_depend_on_scheduling() {
     let gpu = gpu();
-    for (seed, name) in MODELS.iter().enumerate() {
-        let seed = seed as u64;
-        let model = load(&gpu, name);
-        let requests = Request::random(14, seed, VOCAB, 200);
-        let expected = expected_texts(name, &requests);
-        let mut judge = Judge::default();
-        for setup in Setup::all(1600) {
-            for depth in [1, 2] {
-                let how = Disturbance {
-                    block_size: setup.block_size,
-                    num_blocks: setup.num_blocks() as u32,
-                    limits: LIMITS,
-                    seed: seed + setup.block_size as u64,
-                    depth,
-                };
-                serve(
-                    &mut setup.build(&model),
-                    &mut requests.clone(),
-                    how,
-                    &mut |request, sampled| {
-                        let index = request.output.len();
-                        let what = format!(
-                            "{name}, {setup:?}, {depth} in flight, request {}, token {index}, {:?}",
-                            request.id, request.params
-                        );
-                        judge.judge(&what, sampled, &expected[request.id as usize][index])
-                    },
-                );
-            }
-        }
-        judge.finish(name);
+    let load = Load {
+        requests: 14,
+        longest: 200,
+        cached: 1280,
+        limits: LIMITS,
+    };
+    for model in (0..).zip(MODELS) {
+        check_texts(&gpu, model, &load);
+    }
+}
+
+/// Contexts that attention cuts into parts.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn text_of_long_contexts_does_not_depend_on_scheduling() {
+    let gpu = gpu();
+    let load = Load {
+        requests: 8,
+        longest: 2500,
+        cached: 8192,
+        limits: StepLimits {
+            max_num_batched_tokens: 4096,
+            max_num_seqs: 8,
+            max_model_len: 2560,
+        },
+    };
+    for model in (10..).zip(MODELS) {
+        check_texts(&gpu, model, &load);
     }
 }
 
@@ -139,7 +178,7 @@ fn every_row_of_a_full_batch_samples() {
         let requests: Vec<Request> = (0..100)
             .map(|id| Request::greedy(id, prompt(id).to_vec(), 1))
             .collect();
-        let expected = expected_texts("llama", &requests);
+        let expected = expected_texts("llama", &requests, &LIMITS);
         let mut judge = Judge::default();
         for (sample, expected) in all.samples.iter().zip(&expected) {
             judge.judge(&format!("{setup:?}"), sample.as_ref().unwrap(), &expected[0]);
