@@ -79,7 +79,7 @@ pub(super) struct Decoder {
 }
 
 /// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
-const MEASURED_ROWS: [usize; 15] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048];
+const MEASURED_ROWS: [usize; 16] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192];
 /// Most rows that are sampled from are fewer.
 const MEASURED_HEAD_ROWS: usize = 256;
 
