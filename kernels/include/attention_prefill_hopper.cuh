@@ -1,6 +1,6 @@
-// Attention of many query rows by products of warp groups (sm_90a). One warp group copies keys and values, two
-// work on 64 rows each: while one takes exponentials the tensor cores run the products of the other, and within each the
-// scores of the next keys are computed beside the sums of these.
+// Attention of many query rows by products of warp groups (sm_90a). A block of threads stays and takes one piece of work after
+// the other. One warp group copies, ahead of the two that work on 64 rows each: while one of these takes exponentials the tensor
+// cores run the products of the other, and within each the scores of the next keys are computed beside the sums of these.
 #pragma once
 
 #include "attention_prefill.cuh"
@@ -26,7 +26,7 @@ struct HopperPrefill {
     using Weights = float[1][kKeys / 8][4];
     using Packed = uint32_t[kKeys / 16][4];
 
-    // What the producer tells the consumers of a piece of work.
+    // What the copying group tells the others of a piece of work.
     struct Work {
         Item item;
         Run run;

@@ -32,9 +32,9 @@ pub(crate) fn bench(gpu: &Gpu) {
     for (kernels, heads, kv_heads, head_dim) in [
         (&portable, 32, 8, 128),
         (&own, 32, 8, 128),
-        (&portable, 32, 8, 64),
-        (&portable, 32, 8, 96),
-        (&portable, 16, 8, 256),
+        (&own, 32, 8, 64),
+        (&own, 32, 8, 96),
+        (&own, 16, 8, 256),
     ] {
         let shapes = [
             (16, 512, 512),
