@@ -200,7 +200,7 @@ pub struct LimitArgs {
     /// Prompt plus output tokens of one request [default: what the model was trained for]
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     pub max_model_len: Option<usize>,
-    /// Requests that run at once [default: 32; 256 on a GPU]
+    /// Requests that run at once [default: 32; 512 on a GPU]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
     /// Tokens computed in one step; longer prompts are computed in chunks [default: 512; 8192 on a GPU]

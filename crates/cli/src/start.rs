@@ -45,7 +45,7 @@ const CPU: Defaults = Defaults {
 };
 
 const GPU: Defaults = Defaults {
-    max_num_seqs: 256,
+    max_num_seqs: 512,
     max_num_batched_tokens: 8192,
     steps_in_flight: 2,
 };

@@ -105,6 +105,7 @@ async fn a_gpu_that_gives_far_less_is_diagnosed() {
     assert_eq!((error.exit_code(), held(&capped.meters())), (4, 0));
     let tiny = gpu(Some(1 << 20));
     let error = model.start_on("", tiny.clone()).unwrap_err();
+    tiny.trim().unwrap();
     assert_eq!((error.exit_code(), held(&tiny.meters())), (4, 0), "{error}");
 }
 
