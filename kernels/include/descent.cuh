@@ -147,8 +147,9 @@ constexpr int kTopShift = 21;
 
 // From now on only keys from `least` on are candidates.
 __device__ __forceinline__ void raise_least(SampleShared& shared, uint32_t least) {
+    least = max(least, shared.row.least_key);
     __syncthreads();
-    if (threadIdx.x == 0 && least > shared.row.least_key) shared.row.least_key = least;
+    if (threadIdx.x == 0) shared.row.least_key = least;
     __syncthreads();
 }
 
