@@ -101,7 +101,8 @@ impl StreamKernels {
         // A block's part of x should fit, and no multiprocessor should be without a block: one that is gets two of the next
         // kernel's.
         let fits = |cut: &Cut| shape.m * shape.k.div_ceil(cut.cluster) * 2 <= INPUT_BYTES;
-        let fills = |cut: &Cut| 16 * blocks(shape.n, output, *cut) >= 15 * self.clusters(*cut);
+        let sms = self.gpu.info().sm_count;
+        let fills = |cut: &Cut| 16 * cut.cluster * self.clusters_of(shape.n, output, *cut) >= 15 * sms;
         if cuts.iter().any(fills) {
             cuts.retain(fills);
         }
@@ -129,6 +130,13 @@ impl StreamKernels {
 
     fn clusters(&self, cut: Cut) -> usize {
         self.clusters[cut.cluster.trailing_zeros() as usize]
+    }
+
+    /// Clusters that compute `n` outputs. Not more at once than have a multiprocessor for each block: two on one would take
+    /// twice as long.
+    fn clusters_of(&self, n: usize, output: LinearOutput, cut: Cut) -> usize {
+        let features = cut.row_warps * TILE / if output == LinearOutput::SiluMul { 2 } else { 1 };
+        self.clusters(cut).min(n.div_ceil(features))
     }
 
     /// Launches a kernel that does nothing.
@@ -167,8 +175,7 @@ impl StreamKernels {
             norm.sum.into(),
             norm.eps.into(),
         ];
-        // Not more at once than have a multiprocessor each: two blocks on one would take twice as long.
-        let grid = self.clusters(cut).min(blocks(shape.n, output, cut)) * cut.cluster;
+        let grid = self.clusters_of(shape.n, output, cut) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
             .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
@@ -177,12 +184,6 @@ impl StreamKernels {
         // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu.
         unsafe { self.gpu.launch(function, launch, &args) }
     }
-}
-
-/// Blocks of features.
-fn blocks(n: usize, output: LinearOutput, cut: Cut) -> usize {
-    let of_silu = output == LinearOutput::SiluMul;
-    n.div_ceil(cut.row_warps * TILE / if of_silu { 2 } else { 1 })
 }
 
 /// Tiles of 8 rows of the kernel for `m` rows.
