@@ -2,7 +2,8 @@
 //!
 //! The expected logits are computed in f32. `bf16_error` of a case is how far transformers' own are off when it computes in
 //! bf16: 0.8 to 3.6 % by norm for these models, whose random weights make attention sharp, and 1.5 % on average. Ours
-//! accumulates in f32 wherever it sums, so it may not be worse than that.
+//! keeps sums in f32, so it may not be worse than that: 0.9 to 1.4 % over all prompts of a model where transformers has 1.2
+//! to 2.7 %, 2.3 % for the worst prompt (on an H200).
 
 use plimsoll_core::{Executor, RunInput, TokenId};
 use plimsoll_model::cuda::GpuRunner;
@@ -12,8 +13,8 @@ use crate::reference::root_mean_square;
 use crate::setup::{MODELS, Setup, gpu, load, report};
 
 /// Against transformers in bf16: over all prompts of a model, and for the worst one.
-const WORSE_TOGETHER: f64 = 1.3;
-const WORSE_ALONE: f64 = 2.0;
+const WORSE_TOGETHER: f64 = 1.0;
+const WORSE_ALONE: f64 = 1.5;
 
 /// Logits of the prompt's last positions, the prompt cut into chunks of `len`.
 fn in_chunks(runner: &mut GpuRunner, setup: &Setup, case: &Case, len: usize) -> Vec<f32> {
@@ -41,7 +42,7 @@ fn logits_are_as_close_to_transformers_as_bf16_allows() {
         let together =
             (cases.iter().map(|case| case.bf16_error.powi(2)).sum::<f64>() / cases.len() as f64).sqrt();
         for setup in Setup::all(256).filter(|setup| setup.enforce_eager) {
-            for len in [usize::MAX, 17, 5, 1] {
+            for len in [128, 17, 5, 1] {
                 let mut runner = setup.build(&model);
                 let what = format!("{name}, {setup:?}, chunks of {len}");
                 let errors: Vec<f64> = cases

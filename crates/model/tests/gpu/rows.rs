@@ -179,8 +179,9 @@ fn a_row_does_not_see_its_neighbours() {
     check_neighbours(&Case::large(&gpu));
 }
 
-/// Relative, by norm: what other orders of summation make of a model in bf16.
-const ROUNDING: f64 = 0.03;
+/// Relative, by norm: what other orders of summation make of a model in bf16. A sum that is off by the last bit of an f32
+/// now and then rounds to another bf16, and a few layers later all roundings are others.
+const ROUNDING: f64 = 0.015;
 
 fn check_places(case: &Case) {
     for setup in case.setups() {
@@ -204,7 +205,7 @@ fn check_places(case: &Case) {
     }
 }
 
-/// Another place in the same batch may change the order of sums, so not every bit, but nothing beyond rounding.
+/// Another place in the same batch. On an H200 it changes not one bit, but libraries do not promise that.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_place_in_the_batch_changes_nothing_but_rounding() {
@@ -240,23 +241,34 @@ fn check_sizes(case: &Case) {
         runner.logits(&plan(runs.collect()), &[0]).unwrap()
     };
     let alone = decode(1);
-    let sizes = (2..=24).chain([32, 48, 64, 96, 128, 200, 256]);
-    let errors: Vec<(u32, f64)> = sizes
-        .filter(|&size| size <= most)
-        .map(|size| (size, relative_error(&decode(size), &alone)))
-        .collect();
+    // Neighbouring sizes with the same logits, and their distance to a batch of one.
+    let mut groups: Vec<(Vec<u32>, f64)> = vec![(vec![1], 0.0)];
+    let mut last = alone.clone();
+    for size in (2..=24).chain([32, 48, 64, 96, 128, 200, 256]) {
+        if size > most {
+            break;
+        }
+        let found = decode(size);
+        if found == last {
+            groups.last_mut().unwrap().0.push(size);
+            continue;
+        }
+        groups.push((vec![size], relative_error(&found, &alone)));
+        last = found;
+    }
     report(format_args!(
-        "{}: batch size, and distance to a batch of one {errors:.6?}",
+        "{}: batch sizes, and distance to a batch of one {groups:.5?}",
         case.name
     ));
     assert!(
-        errors.iter().all(|&(_, error)| error < ROUNDING),
-        "{}: {errors:?}",
+        groups.iter().all(|&(_, error)| error < ROUNDING),
+        "{}: {groups:?}",
         case.name
     );
 }
 
-/// A decoding request in batches of all sizes.
+/// A decoding request in batches of all sizes. On an H200 the tiny models' logits are the same to a few digits in all of
+/// them; with Llama 3.1 8B's linear layers, which sum in other orders for other sizes, they are 0.8 % apart.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn the_size_of_the_batch_changes_nothing_but_rounding() {
