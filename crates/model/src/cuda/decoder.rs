@@ -157,6 +157,7 @@ impl Decoder {
             .gpu
             .alloc(Component::Arena, most * widest * size_of::<bf16>())?;
         let out = self.gpu.alloc(Component::Arena, bytes)?;
+        self.fused.fill_random(x.slice(), 0, 1.0)?;
         let scratch = LinearScratch {
             x: x.slice(),
             out: out.slice(),
