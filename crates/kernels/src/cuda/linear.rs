@@ -375,7 +375,7 @@ impl Linears {
                     Some(Choice::Stream(cut)) => Some(cut).filter(can),
                     _ => None,
                 },
-                None => self.stream.cuts(&key.shape, key.output).first().copied(),
+                None => self.stream.default_cut(&key.shape, key.output),
             },
             Some(LinearPath::Stream { row_warps, cluster }) => Some(Cut { row_warps, cluster }).filter(can),
             Some(LinearPath::CublasLt) => None,

@@ -100,14 +100,19 @@ impl StreamKernels {
             .collect();
         // A block's part of x should fit, and no multiprocessor should be without a block: one that is gets two of the next
         // kernel's.
-        let fits = |cut: &Cut| shape.m * shape.k.div_ceil(cut.cluster) * 2 <= INPUT_BYTES;
         let sms = self.gpu.info().sm_count;
         let fills = |cut: &Cut| 16 * cut.cluster * self.clusters_of(shape.n, output, *cut) >= 15 * sms;
         if cuts.iter().any(fills) {
             cuts.retain(fills);
         }
-        cuts.sort_by_key(|cut| !fits(cut));
+        cuts.sort_by_key(|cut| !fits(shape, *cut));
         cuts
+    }
+
+    /// The cut to use where nothing was measured, if these kernels should be.
+    pub(super) fn default_cut(&self, shape: &Shape, output: LinearOutput) -> Option<Cut> {
+        let first = self.cuts(shape, output).first().copied();
+        first.filter(|cut| fits(shape, *cut))
     }
 
     /// Whether a cut can compute a product.
@@ -124,8 +129,7 @@ impl StreamKernels {
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
     pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
-        let chunks = (shape.k / CHUNK).div_ceil(cut.cluster);
-        shape.m <= MAX_NORM_ROWS && shape.m * chunks * CHUNK * 2 <= INPUT_BYTES
+        shape.m <= MAX_NORM_ROWS && fits(shape, cut)
     }
 
     fn clusters(&self, cut: Cut) -> usize {
@@ -184,6 +188,12 @@ impl StreamKernels {
         // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu.
         unsafe { self.gpu.launch(function, launch, &args) }
     }
+}
+
+/// Whether a block's part of x stays in shared memory.
+fn fits(shape: &Shape, cut: Cut) -> bool {
+    let chunks = (shape.k / CHUNK).div_ceil(cut.cluster);
+    shape.m * chunks * CHUNK * 2 <= INPUT_BYTES
 }
 
 /// Tiles of 8 rows of the kernel for `m` rows.
