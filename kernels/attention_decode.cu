@@ -216,14 +216,17 @@ struct Decode {
         // The work list, runs and block tables come from the host, and all keys and values but the newest from earlier steps:
         // no kernel that may still run writes them.
         const Header header = *args.header;
+        const int units = header.items * tiles;
+        // Who has no work makes room for the next kernel, but for one: this one must not end before the one ahead of it.
+        if (blockIdx.x > 0 && int(blockIdx.x) >= units) return;
         Unit unit = fetch(header, blockIdx.x);
         int rows = cache_row(unit, 0);
         const int old = share((min(unit.end, unit.context_end - 1) - unit.begin) / kKeys);
         start(unit, rows, 0, old);
-        pdl_wait();
         pdl_launch();
+        pdl_wait();
         start(unit, rows, old, S::kStages);
-        for (int index = blockIdx.x; index < header.items * tiles;) {
+        for (int index = blockIdx.x; index < units;) {
             uint32_t queries[kHeld][4];
             if constexpr (S::kSharedQueries) {
                 share_queries(unit);
