@@ -16,6 +16,8 @@ const MOST_CALLS: usize = 8;
 const MANY_ROWS: usize = 512;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
+/// Up to so many rows our own kernels compute what they can.
+const OWN_ROWS: usize = 2;
 /// Candidates.
 const MOST_CUTS: usize = 6;
 const MOST_ALGORITHMS: usize = 3;
@@ -238,7 +240,9 @@ impl Clock<'_> {
             .into_iter()
             .take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
-        if key.output != LinearOutput::SiluMul {
+        // A row or two: alone, cuBLASLt can be as fast, but in a chain our kernels fetch weights while others end.
+        let own = key.shape.m <= OWN_ROWS && !candidates.is_empty();
+        if key.output != LinearOutput::SiluMul && !own {
             let algorithms = linears.lt.algorithms(&key.shape, MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
@@ -274,12 +278,7 @@ impl Clock<'_> {
                     ..layer.operands()
                 };
                 // SAFETY: the scratch was found large enough; the stream orders what follows.
-                unsafe { self.linears.launch(key, choice, &operands)? };
-                // In a step small kernels lie between products, and products that start early gain from it.
-                match m < MANY_ROWS {
-                    true => self.linears.stream.pause(),
-                    false => Ok(()),
-                }
+                unsafe { self.linears.launch(key, choice, &operands) }
             })
         })?;
         graph.launch()?;
