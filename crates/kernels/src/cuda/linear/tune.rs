@@ -16,7 +16,7 @@ const MOST_CALLS: usize = 8;
 const MANY_ROWS: usize = 512;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
-/// Up to so many rows our own kernels compute what they can.
+/// Up to so many rows our own kernels compute what they can, cut in the way that suits chains.
 const OWN_ROWS: usize = 2;
 /// Candidates.
 const MOST_CUTS: usize = 6;
@@ -240,9 +240,11 @@ impl Clock<'_> {
             .into_iter()
             .take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
-        // A row or two: alone, cuBLASLt can be as fast, but in a chain our kernels fetch weights while others end.
-        let own = key.shape.m <= OWN_ROWS && !candidates.is_empty();
-        if key.output != LinearOutput::SiluMul && !own {
+        if key.shape.m <= OWN_ROWS {
+            // What is fastest alone is not in a chain, where a kernel fetches its weights while the one before it ends.
+            candidates.truncate(1);
+        }
+        if key.output != LinearOutput::SiluMul && (key.shape.m > OWN_ROWS || candidates.is_empty()) {
             let algorithms = linears.lt.algorithms(&key.shape, MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
