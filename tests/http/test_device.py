@@ -24,7 +24,7 @@ def run(*args):
 def test_without_a_gpu_the_cpu_serves_and_the_log_says_why(start):
     with start(str(SMOLLM2), "--max-model-len", "256", "--max-num-seqs", "2") as server:
         (line,) = [line for line in server.log.read_text().splitlines() if "device: " in line]
-        assert "device: cpu: " in line and ("no NVIDIA driver" in line or "no GPU" in line), line
+        assert "device: cpu (no NVIDIA " in line, line
         model = server.openai.models.list().data[0].id
         answer = server.openai.completions.create(model=model, prompt="The capital of France is", max_tokens=1, temperature=0)
         assert answer.choices[0].text == " Paris"
