@@ -56,6 +56,7 @@ pub(super) struct StreamKernels {
     /// For up to 8, 16 and 32 rows.
     functions: [Function; 3],
     /// Does nothing.
+    pause: Function,
     /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
     clusters: [usize; 4],
 }
@@ -81,6 +82,7 @@ impl StreamKernels {
         Ok(Self {
             gpu: gpu.clone(),
             functions,
+            pause: module.function("linear_pause")?,
             clusters,
         })
     }
@@ -139,6 +141,13 @@ impl StreamKernels {
     fn clusters_of(&self, n: usize, output: LinearOutput, cut: Cut) -> usize {
         let features = cut.row_warps * TILE / if output == LinearOutput::SiluMul { 2 } else { 1 };
         self.clusters(cut).min(n.div_ceil(features))
+    }
+
+    /// Launches a kernel that does nothing.
+    pub(super) fn pause(&self) -> Result<(), GpuError> {
+        let launch = Launch::new([1, 1, 1], 32).pdl(true);
+        // SAFETY: it takes no arguments.
+        unsafe { self.gpu.launch(&self.pause, launch, &[]) }
     }
 
     /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::SiluMul`] has half as many as rows of weights.

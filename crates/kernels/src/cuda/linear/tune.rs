@@ -12,12 +12,12 @@ use super::{Choice, GpuLinear, Key, LinearOutput, Linears};
 /// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for the clock.
 const BYTES: usize = 192 << 20;
 const MOST_CALLS: usize = 8;
+/// Up to so many rows, products are measured with a small kernel after each.
+const FEW_ROWS: usize = 2;
 /// From so many rows on, one product is long enough.
 const MANY_ROWS: usize = 512;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
-/// Up to so many rows our own kernels compute what they can, cut in the way that suits chains.
-const OWN_ROWS: usize = 2;
 /// Candidates.
 const MOST_CUTS: usize = 6;
 const MOST_ALGORITHMS: usize = 3;
@@ -240,11 +240,7 @@ impl Clock<'_> {
             .into_iter()
             .take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
-        if key.shape.m <= OWN_ROWS {
-            // What is fastest alone is not in a chain, where a kernel fetches its weights while the one before it ends.
-            candidates.truncate(1);
-        }
-        if key.output != LinearOutput::SiluMul && (key.shape.m > OWN_ROWS || candidates.is_empty()) {
+        if key.output != LinearOutput::SiluMul {
             let algorithms = linears.lt.algorithms(&key.shape, MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
@@ -280,7 +276,13 @@ impl Clock<'_> {
                     ..layer.operands()
                 };
                 // SAFETY: the scratch was found large enough; the stream orders what follows.
-                unsafe { self.linears.launch(key, choice, &operands) }
+                unsafe { self.linears.launch(key, choice, &operands)? };
+                // In a step small kernels lie between products, and with a row or two products that start early gain from
+                // it. With more, what is fastest without them was fastest in a step, as measured.
+                match m <= FEW_ROWS {
+                    true => self.linears.stream.pause(),
+                    false => Ok(()),
+                }
             })
         })?;
         graph.launch()?;
