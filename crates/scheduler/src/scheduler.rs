@@ -53,6 +53,8 @@ pub struct Scheduler {
     next_arrival: u64,
     /// Steps planned and not yet applied or failed.
     in_flight: Vec<u64>,
+    /// A request was preempted and no blocks came back since: whoever is admitted now would soon be preempted in turn.
+    short_of_blocks: bool,
     counters: SchedulerStats,
 }
 
@@ -81,6 +83,7 @@ impl Scheduler {
             arrivals: HashMap::new(),
             next_arrival: 0,
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
+            short_of_blocks: false,
             counters: SchedulerStats::default(),
         }
     }
@@ -255,6 +258,7 @@ impl Scheduler {
             };
             let (latest, Running { sequence, table, .. }) = latest.remove_entry();
             self.kv.release(table);
+            self.short_of_blocks = true;
             self.waiting.insert(latest, sequence);
             self.counters.preemptions += 1;
         }
@@ -262,7 +266,7 @@ impl Scheduler {
 
     /// Admits waiting requests, oldest first, while tokens, runs and blocks last.
     fn plan_waiting(&mut self, runs: &mut Vec<Run>, mut budget: usize) {
-        while budget > 0 && self.running.len() < self.limits.max_num_seqs {
+        while budget > 0 && !self.short_of_blocks && self.running.len() < self.limits.max_num_seqs {
             let Some(first) = self.waiting.first_entry() else {
                 return;
             };
@@ -335,7 +339,7 @@ impl Scheduler {
         let id = sequence.request.id();
         self.arrivals.remove(&id);
         if in_flight == 0 {
-            self.kv.release(table);
+            self.give_back(table);
         } else {
             self.leaving.insert(id, Leaving { table, in_flight });
         }
@@ -350,8 +354,14 @@ impl Scheduler {
         if leaving.in_flight == 0
             && let Some(Leaving { table, .. }) = self.leaving.remove(&id)
         {
-            self.kv.release(table);
+            self.give_back(table);
         }
+    }
+
+    /// Blocks of a request that has ended.
+    fn give_back(&mut self, table: BlockTable) {
+        self.kv.release(table);
+        self.short_of_blocks = false;
     }
 
     fn running_mut(&mut self, id: RequestId) -> Option<(Arrival, &mut Running)> {

@@ -263,8 +263,7 @@ impl<'a> Life<'a> {
             if latest.is_some_and(|latest| latest > id) {
                 return Err(format!("{id} was overtaken by {latest:?}"));
             }
-        } else if !caching && client.freed_at_admission == freed {
-            // With the prefix cache it may return earlier, to share blocks that it held alone before.
+        } else if client.freed_at_admission == freed {
             return Err(format!(
                 "{id} was preempted and returned though no request had ended"
             ));

@@ -196,7 +196,7 @@ rand.workspace = true
 const MAIN: &str = r#"
 use std::{panic, sync::atomic::Ordering};
 
-const WORKLOADS: u64 = 1_000;
+const WORKLOADS: u64 = 2_000;
 
 fn main() {
     if let Some(broken) = verdict() {

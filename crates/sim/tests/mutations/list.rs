@@ -29,7 +29,7 @@ const PREFIX: &str = "kv/prefix.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 37] = [
+pub(crate) const MUTATIONS: [Mutation; 39] = [
     bug(
         "a shared block is not counted",
         &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
@@ -248,9 +248,17 @@ pub(crate) const MUTATIONS: [Mutation; 37] = [
         "a preempted request loses its blocks",
         &[edit(
             SCHEDULER,
-            "«self.kv.release(table);»\n            self.waiting",
+            "«self.kv.release(table);»\n            self.short_of_blocks = true;",
             "drop(table);",
         )],
+    ),
+    bug(
+        "a preempted request returns to be preempted again",
+        &[edit(SCHEDULER, "budget > 0 && «!self.short_of_blocks»", "true")],
+    ),
+    bug(
+        "nobody returns after a preemption",
+        &[edit(SCHEDULER, "«self.short_of_blocks = false;»", "{}")],
     ),
     bug(
         "a step has too many tokens",
