@@ -1,0 +1,81 @@
+//! What is asked of the auto-profile: the flags, over what suits the device.
+
+use plimsoll_core::StepLimits;
+use plimsoll_profiler::{KvSize, Margins, ProfileSpec};
+
+use super::weights::{Defaults, Weights};
+use crate::args::EngineArgs;
+use crate::bytes::Bytes;
+use crate::error::Error;
+
+/// A KV cache of more tokens than this is of no use at the speed of a CPU, but would take the machine's memory from
+/// everybody else. `--max-total-token-num` may ask for more.
+const USEFUL_TOKENS: usize = 1 << 17;
+
+pub(super) fn step_limits(
+    args: &EngineArgs,
+    trained_for: usize,
+    defaults: Defaults,
+) -> Result<StepLimits, Error> {
+    let limits = &args.limits;
+    let max_num_seqs = limits.max_num_seqs.unwrap_or(defaults.max_num_seqs);
+    let max_num_seqs = max_num_seqs.max(limits.least_num_seqs);
+    let max_num_batched_tokens = limits
+        .max_num_batched_tokens
+        .unwrap_or(defaults.max_num_batched_tokens);
+    let max_model_len = limits.max_model_len.unwrap_or(trained_for);
+    if max_model_len > trained_for {
+        let message =
+            format!("the model was made for at most {trained_for} tokens, {max_model_len} were asked for");
+        return Err(Error::Configuration {
+            origin: "--max-model-len".to_owned(),
+            message,
+        });
+    }
+    if max_num_batched_tokens < max_num_seqs {
+        let message = format!(
+            "{max_num_batched_tokens} tokens per step cannot hold one of each of {max_num_seqs} requests; raise it or \
+             lower --max-num-seqs"
+        );
+        return Err(Error::Configuration {
+            origin: "--max-num-batched-tokens".to_owned(),
+            message,
+        });
+    }
+    Ok(StepLimits {
+        max_num_batched_tokens,
+        max_num_seqs,
+        max_model_len,
+    })
+}
+
+pub(super) fn profile_spec(
+    weights: &Weights,
+    limits: StepLimits,
+    vocab_size: usize,
+    args: &EngineArgs,
+) -> ProfileSpec {
+    let total = weights.account().meters().total;
+    let mut spec = ProfileSpec::new(
+        limits,
+        vocab_size,
+        args.limits.block_size,
+        weights.kv_bytes_per_token(),
+    );
+    spec.margins = Margins::scaled_to(total);
+    spec.mem_fraction = args.memory.mem_fraction;
+    spec.size = match (args.memory.max_total_token_num, args.memory.kv_cache_memory_bytes) {
+        (Some(tokens), _) => KvSize::Tokens(tokens),
+        (None, Some(Bytes(bytes))) => KvSize::Bytes(bytes),
+        (None, None) => KvSize::Auto,
+    };
+    match weights {
+        // Nobody else has a use for the GPU's memory, and a prefix cache is never too large.
+        Weights::Gpu(model) => spec.largest_device = Some(model.gpu().info().total_bytes),
+        Weights::Cpu(..) | Weights::Sim(_) => {
+            let useful = limits.max_num_seqs.saturating_mul(limits.max_model_len);
+            spec.useful_tokens = Some(useful.min(USEFUL_TOKENS.max(limits.max_model_len)));
+        }
+    }
+    spec
+}

@@ -1,0 +1,64 @@
+//! Text in and out of a model: tokenizer, chat template, and what ends a text.
+
+use std::path::Path;
+
+use plimsoll_core::TokenId;
+use plimsoll_model::{GenerationConfig, GgufFile};
+use plimsoll_text::{ChatTemplate, Tokenizer};
+
+use crate::args::LoadFormat;
+use crate::error::Error;
+
+/// Turns messages and text into tokens and back, the way the model was trained.
+#[derive(Debug)]
+pub struct Text {
+    /// Text to tokens and back.
+    pub tokenizer: Tokenizer,
+    /// Messages to text, if the model says how.
+    pub template: Option<ChatTemplate>,
+    /// Tokens that end a text.
+    pub eos_token_ids: Vec<TokenId>,
+    /// Sampling defaults the model brings along.
+    pub generation: GenerationConfig,
+}
+
+impl Text {
+    pub(super) fn simulated() -> Result<Self, Error> {
+        let tokenizer = Tokenizer::bytes();
+        let template = Some(ChatTemplate::new(SIM_TEMPLATE, tokenizer.special_tokens())?);
+        let eos_token_ids = tokenizer.eos_ids().to_vec();
+        Ok(Self {
+            tokenizer,
+            template,
+            eos_token_ids,
+            generation: GenerationConfig::default(),
+        })
+    }
+
+    /// From a directory or a GGUF file. Dummy weights need no tokenizer: without one, bytes are tokens.
+    pub(super) fn read(path: &Path, format: LoadFormat) -> Result<Self, Error> {
+        let (tokenizer, template) = if path.is_dir() {
+            if format == LoadFormat::Dummy && !path.join("tokenizer.json").exists() {
+                tracing::warn!("{} has no tokenizer.json: every byte is a token", path.display());
+                return Self::simulated();
+            }
+            (Tokenizer::from_dir(path)?, ChatTemplate::from_dir(path)?)
+        } else {
+            let file = GgufFile::open(path)?;
+            let tokenizer = Tokenizer::from_gguf(file.metadata())?;
+            let template = ChatTemplate::from_gguf(file.metadata(), tokenizer.special_tokens())?;
+            (tokenizer, template)
+        };
+        let eos_token_ids = tokenizer.eos_ids().to_vec();
+        Ok(Self {
+            tokenizer,
+            template,
+            eos_token_ids,
+            generation: GenerationConfig::default(),
+        })
+    }
+}
+
+/// For a model that was trained on no chats.
+const SIM_TEMPLATE: &str = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}\
+    {% if add_generation_prompt %}assistant: {% endif %}";

@@ -1,0 +1,142 @@
+//! The weights of a model on its device.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use plimsoll_core::TokenId;
+use plimsoll_device::Budget;
+use plimsoll_kernels::WeightType;
+use plimsoll_model::cuda::GpuModel;
+use plimsoll_model::{GenerationConfig, KvCacheDtype, LoadOptions, Model, ModelConfig};
+
+use crate::args::{EngineArgs, KvDtype, LoadFormat};
+use crate::bytes::Bytes;
+use crate::device::Device;
+use crate::error::Error;
+use crate::progress::bytes_bar;
+use crate::target::SIM_KV_BYTES_PER_TOKEN;
+
+/// What suits a device where nobody says.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Defaults {
+    pub(super) max_num_seqs: usize,
+    pub(super) max_num_batched_tokens: usize,
+    /// One where the executor computes inside `launch`; on a GPU the host prepares the next step meanwhile.
+    pub(super) steps_in_flight: usize,
+}
+
+const CPU: Defaults = Defaults {
+    max_num_seqs: 32,
+    max_num_batched_tokens: 512,
+    steps_in_flight: 1,
+};
+
+const GPU: Defaults = Defaults {
+    max_num_seqs: 512,
+    max_num_batched_tokens: 8192,
+    steps_in_flight: 2,
+};
+
+/// Weights, and the account of the memory that they and the engine take.
+#[derive(Debug)]
+pub(super) enum Weights {
+    Cpu(Arc<Model>, Budget),
+    Gpu(Arc<GpuModel>),
+    Sim(Budget),
+}
+
+impl Weights {
+    pub(super) fn account(&self) -> &Budget {
+        match self {
+            Self::Cpu(_, budget) | Self::Sim(budget) => budget,
+            Self::Gpu(model) => model.gpu().budget(),
+        }
+    }
+
+    pub(super) fn kv_bytes_per_token(&self) -> u64 {
+        match self {
+            Self::Cpu(model, _) => model.kv_bytes_per_token(),
+            Self::Gpu(model) => model.kv_bytes_per_token(),
+            Self::Sim(_) => SIM_KV_BYTES_PER_TOKEN,
+        }
+    }
+
+    pub(super) fn defaults(&self) -> Defaults {
+        match self {
+            Self::Cpu(..) | Self::Sim(_) => CPU,
+            Self::Gpu(_) => GPU,
+        }
+    }
+}
+
+/// What a model says about itself.
+pub(super) struct About {
+    pub(super) config: ModelConfig,
+    pub(super) generation: GenerationConfig,
+    pub(super) eos_token_ids: Vec<TokenId>,
+}
+
+pub(super) fn load(path: &Path, args: &EngineArgs, device: Device) -> Result<(Weights, About), Error> {
+    let options = LoadOptions {
+        format: match args.model.load_format {
+            LoadFormat::Dummy => plimsoll_model::LoadFormat::Dummy {
+                seed: args.limits.fixed_seed(),
+            },
+            LoadFormat::Auto | LoadFormat::Safetensors | LoadFormat::Gguf => plimsoll_model::LoadFormat::Auto,
+        },
+        kv_cache_dtype: match args.limits.kv_cache_dtype {
+            // A GPU knows no other than bfloat16, and a CPU refused it.
+            KvDtype::Auto | KvDtype::Bfloat16 => KvCacheDtype::Auto,
+            KvDtype::Float32 => KvCacheDtype::F32,
+            KvDtype::Float16 => KvCacheDtype::F16,
+        },
+    };
+    let bar = bytes_bar("weights", 0);
+    let begin = Instant::now();
+    let progress = &mut |progress: plimsoll_model::Progress| {
+        bar.set_length(progress.total);
+        bar.set_position(progress.done);
+    };
+    let loaded = match &device {
+        Device::Cpu(budget) => Model::load(path, options, budget, progress).map(|model| {
+            let about = About {
+                config: model.config().clone(),
+                generation: model.generation().clone(),
+                eos_token_ids: model.eos_token_ids(),
+            };
+            (Weights::Cpu(model, budget.clone()), about)
+        }),
+        Device::Gpu(gpu) => GpuModel::load(path, options, gpu, progress).map(|model| {
+            let about = About {
+                config: model.config().clone(),
+                generation: model.generation().clone(),
+                eos_token_ids: model.eos_token_ids(),
+            };
+            (Weights::Gpu(model), about)
+        }),
+    };
+    bar.finish_and_clear();
+    let (weights, about) = loaded?;
+    if let (Weights::Gpu(_), Some(stored)) = (&weights, stored_as(path, args, &about.config)) {
+        tracing::info!("weights are stored as {stored}: a GPU computes with them as bfloat16");
+    }
+    tracing::info!(
+        "loaded {}: {} in {:.1} s",
+        path.display(),
+        Bytes(device.weights_bytes()),
+        begin.elapsed().as_secs_f64()
+    );
+    Ok((weights, about))
+}
+
+/// The number format of weights that become bfloat16 as they are loaded.
+fn stored_as(path: &Path, args: &EngineArgs, config: &ModelConfig) -> Option<&'static str> {
+    match config.dtype {
+        _ if args.model.load_format == LoadFormat::Dummy => None,
+        _ if path.is_file() => Some("GGUF"),
+        Some(WeightType::F32) => Some("float32"),
+        Some(WeightType::F16) => Some("float16"),
+        _ => None,
+    }
+}
