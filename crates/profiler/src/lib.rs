@@ -24,6 +24,7 @@ mod report;
 mod scenario;
 mod spec;
 mod stress;
+mod table;
 mod target;
 
 pub use arithmetic::{Arithmetic, Measured};

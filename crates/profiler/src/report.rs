@@ -1,5 +1,3 @@
-use std::fmt::Write;
-
 use plimsoll_core::{Meters, Oom, StepLimits};
 use serde::Serialize;
 
@@ -94,6 +92,10 @@ pub struct Memory {
     pub components: Vec<ComponentLine>,
     /// The part of `reserved` that no component claims.
     pub unattributed: u64,
+    /// Sum of `components`: what this process knows the purpose of.
+    pub attributed: u64,
+    /// What the device says is in use, by whomever: `total` - `free`. That is `attributed` + `peers`, within 64 MiB.
+    pub device_used: u64,
 }
 
 /// Bytes of one purpose.
@@ -119,6 +121,8 @@ impl From<&Meters> for Memory {
             used: meters.used,
             components: lines.collect(),
             unattributed: meters.reserved.saturating_sub(meters.by_component.total()),
+            attributed: meters.by_component.total(),
+            device_used: meters.total.saturating_sub(meters.free),
         }
     }
 }
@@ -265,61 +269,7 @@ impl Report {
             seconds,
         }
     }
-
-    /// Where every byte went, for people: one line a component with a bar, the sum of the parts last.
-    pub fn table(&self) -> String {
-        let Memory {
-            total,
-            free,
-            peers,
-            unattributed,
-            ref components,
-            ..
-        } = self.ready;
-        let ours = components.iter().map(|line| (line.name, line.bytes));
-        let others = [
-            ("allocator slack", unattributed),
-            ("other processes", peers),
-            ("free", free),
-        ];
-        let rows: Vec<_> = ours
-            .chain(others)
-            .filter(|&(name, bytes)| bytes > 0 || name == "free")
-            .collect();
-        let mut text = String::new();
-        for &(name, bytes) in &rows {
-            let share = if total == 0 {
-                0.0
-            } else {
-                bytes as f64 / total as f64
-            };
-            let bar = "#".repeat((share * BAR as f64).round() as usize);
-            // Writing to a string cannot fail.
-            let _ = writeln!(
-                text,
-                "  {name:<16}{:>12} {:>6.1} %  {bar}",
-                human(bytes),
-                share * 100.0
-            );
-        }
-        let sum = rows.iter().map(|row| row.1).sum();
-        let _ = writeln!(text, "  {:<16}{:>12}", "total", human(sum));
-        let _ = write!(
-            text,
-            "  {} tokens of KV ({} blocks of {}): {:.1} requests of {} tokens; bound by {}",
-            self.kv_tokens,
-            self.kv_blocks,
-            self.block_size,
-            self.full_length_requests,
-            self.max_model_len,
-            self.bound.name()
-        );
-        text
-    }
 }
-
-/// Width of a full bar.
-const BAR: usize = 40;
 
 /// Bytes in binary units, for people.
 pub(crate) fn human(bytes: u64) -> String {
@@ -375,6 +325,7 @@ mod tests {
         *meters.by_component.get_mut(Component::Kv) = 10;
         let memory = Memory::from(&meters);
         assert_eq!((memory.unattributed, memory.peers), (5, 20));
+        assert_eq!((memory.attributed, memory.device_used), (45, 70));
         assert_eq!(memory.components.len(), Component::ALL.len());
         let json = serde_json::to_value(&memory).unwrap();
         assert_eq!(

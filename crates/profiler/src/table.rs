@@ -1,0 +1,186 @@
+//! A report for people: the device's memory as one bar, and where every byte of it went.
+
+use std::fmt::Write;
+
+use crate::Report;
+use crate::report::{Memory, human};
+
+/// Cells of the bar.
+const CELLS: u64 = 80;
+
+/// Names of parts, in the order of the bar, each with the letter that fills its cells. No letter stands for two.
+const LETTERS: [(&str, char); 10] = [
+    ("weights", 'w'),
+    ("kv", 'K'),
+    ("arena", 'a'),
+    ("staging", 's'),
+    ("graphs", 'g'),
+    ("canary", 'c'),
+    ("runtime", 'r'),
+    (SLACK, '-'),
+    (PEERS, 'x'),
+    (FREE, '.'),
+];
+
+const SLACK: &str = "allocator slack";
+const PEERS: &str = "other processes";
+const FREE: &str = "free";
+
+/// A part of the device's memory.
+struct Part {
+    name: &'static str,
+    letter: char,
+    bytes: u64,
+}
+
+impl Report {
+    /// Where every byte went, for people: a bar of the device's memory, one line a component, the sum of the parts, and what
+    /// that is in requests.
+    pub fn table(&self) -> String {
+        format!(
+            "{}\n  {} tokens of KV ({} blocks of {}): {:.1} requests of {} tokens; bound by {}",
+            self.ready.table(),
+            self.kv_tokens,
+            self.kv_blocks,
+            self.block_size,
+            self.full_length_requests,
+            self.max_model_len,
+            self.bound.name()
+        )
+    }
+}
+
+impl Memory {
+    /// A bar of the device's memory, then one line a component, the sum of the parts last. ASCII, without a newline at the
+    /// end.
+    pub fn table(&self) -> String {
+        let parts = self.parts();
+        let total: u64 = parts.iter().map(|part| part.bytes).sum();
+        let mut text = format!("  [{}]", bar(&parts, total));
+        for part in &parts {
+            let share = 100.0 * part.bytes as f64 / total.max(1) as f64;
+            // Writing to a string cannot fail.
+            let _ = write!(
+                text,
+                "\n  {} {:<16}{:>12} {share:>6.1} %",
+                part.letter,
+                part.name,
+                human(part.bytes)
+            );
+        }
+        let _ = write!(text, "\n    {:<16}{:>12}", "total", human(total));
+        text
+    }
+
+    /// What takes bytes, and what is free even if that is none.
+    fn parts(&self) -> Vec<Part> {
+        let bytes = |name: &str| match name {
+            SLACK => self.unattributed,
+            PEERS => self.peers,
+            FREE => self.free,
+            _ => {
+                let line = self.components.iter().find(|line| line.name == name);
+                line.map_or(0, |line| line.bytes)
+            }
+        };
+        let parts = LETTERS.map(|(name, letter)| Part {
+            name,
+            letter,
+            bytes: bytes(name),
+        });
+        parts
+            .into_iter()
+            .filter(|part| part.bytes > 0 || part.name == FREE)
+            .collect()
+    }
+}
+
+/// Cells in proportion, at least one for a part that is there; the largest part makes up for that.
+fn bar(parts: &[Part], total: u64) -> String {
+    let share = |bytes: u64| (u128::from(bytes) * u128::from(CELLS) / u128::from(total.max(1))) as u64;
+    let mut cells: Vec<u64> = parts
+        .iter()
+        .map(|part| share(part.bytes).max(u64::from(part.bytes > 0)))
+        .collect();
+    if let Some(largest) = (0..parts.len()).max_by_key(|&at| parts[at].bytes) {
+        let others = cells.iter().sum::<u64>() - cells[largest];
+        cells[largest] = CELLS.saturating_sub(others);
+    }
+    parts
+        .iter()
+        .zip(cells)
+        .flat_map(|(part, cells)| (0..cells).map(|_| part.letter))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use plimsoll_core::{Component, Meters};
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+
+    fn memory(parts: &[(Component, u64)], peers: u64, free: u64) -> Memory {
+        let mut meters = Meters::default();
+        for &(component, bytes) in parts {
+            *meters.by_component.get_mut(component) = bytes;
+        }
+        meters.reserved = meters.by_component.total();
+        (meters.total, meters.free) = (meters.reserved + peers + free, free);
+        Memory::from(&meters)
+    }
+
+    #[test]
+    fn every_component_has_a_letter_of_its_own() {
+        let letters: HashSet<char> = LETTERS.iter().map(|&(_, letter)| letter).collect();
+        assert_eq!(letters.len(), LETTERS.len());
+        for component in Component::ALL {
+            assert!(
+                LETTERS.iter().any(|&(name, _)| name == component.name()),
+                "{component}"
+            );
+        }
+    }
+
+    #[test]
+    fn u27_a_bar_and_a_line_for_each_part() {
+        let parts = [
+            (Component::Weights, 30 << 20),
+            (Component::Kv, 50 << 20),
+            (Component::Arena, 1),
+        ];
+        let table = memory(&parts, 10 << 20, (10 << 20) - 1).table();
+        let lines: Vec<&str> = table.lines().collect();
+        let expected = format!(
+            "  [{}{}a{}{}]",
+            "w".repeat(24),
+            "K".repeat(40),
+            "x".repeat(8),
+            ".".repeat(7)
+        );
+        assert_eq!(lines[0], expected);
+        assert_eq!(lines[2], "  K kv                  50.0 MiB   50.0 %");
+        assert_eq!(lines[6], "    total              100.0 MiB");
+        assert!(table.is_ascii());
+    }
+
+    /// Whatever the sizes, the bar is as wide, and nothing that takes memory is missing from it.
+    #[test]
+    fn the_bar_shows_every_part() {
+        for seed in (0..300).chain([rand::random()]) {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let mut bytes = || rng.random::<u64>() >> rng.random_range(8..64);
+            let parts = Component::ALL.map(|component| (component, bytes()));
+            let memory = memory(&parts, bytes(), bytes());
+            let parts = memory.parts();
+            let bar = bar(&parts, memory.total);
+            assert_eq!(bar.len() as u64, CELLS, "seed {seed}");
+            for part in parts.iter().filter(|part| part.bytes > 0) {
+                assert!(bar.contains(part.letter), "seed {seed}: {}", part.name);
+            }
+        }
+    }
+}
