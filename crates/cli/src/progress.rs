@@ -120,7 +120,10 @@ impl ProfileProgress {
 
 impl Observer for ProfileProgress {
     fn phase(&mut self, record: &PhaseRecord) {
-        self.bar.suspend(|| tracing::info!("{record}"));
+        self.bar.suspend(|| match record.warning {
+            true => tracing::warn!("{record}"),
+            false => tracing::info!("{record}"),
+        });
     }
 
     fn progress(&mut self, progress: plimsoll_profiler::Progress) {

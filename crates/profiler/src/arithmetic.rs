@@ -1,12 +1,13 @@
 //! From what the probe measured to the size of the KV cache, and back: what a size would need.
 
 use plimsoll_core::{Meters, StepLimits};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::{Bound, ProfileSpec};
 
 /// What the stress of a state measured.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Measured {
     /// Highest `reserved`.
     pub peak_reserved: u64,

@@ -12,13 +12,14 @@
 //! | validate | the same worst steps at the final size with the canary held, then frees the canary |
 //!
 //! A typed out-of-memory in the last two shrinks the target by 5 %, at most three times; then [`ProfileError::DoesNotFit`]
-//! says what would fit, as flags. The result, [`Proved`], cannot be made in any other way.
+//! says what would fit, as flags. A [`Plan`] of an earlier start replaces the probe, never the validation. The result, [`Proved`], cannot be made in any other way.
 
 mod arithmetic;
 mod diagnostic;
 mod error;
 mod observer;
 mod phases;
+mod plan;
 mod proved;
 mod report;
 mod scenario;
@@ -32,8 +33,11 @@ pub use diagnostic::{Cause, Diagnostic, Knob};
 pub use error::ProfileError;
 pub use observer::{Observer, Phase, PhaseRecord, Progress};
 pub use phases::profile;
+pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
 pub use proved::{Proved, ProvedParts};
-pub use report::{Attempt, Bound, ComponentLine, Memory, Outcome, Report, ScenarioResult, Suggestion};
+pub use report::{
+    Attempt, Bound, ComponentLine, Memory, Origin, Outcome, Report, ScenarioResult, Suggestion,
+};
 pub use scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
 pub use spec::{CANARY_BYTES, KvSize, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec};
 pub use target::Target;

@@ -18,7 +18,7 @@ pub enum Phase {
     Rebuild,
     /// The worst steps at that size.
     Validate,
-    /// Probe and rebuild were skipped: the size is given.
+    /// The probe is skipped, or would have been: the size is pinned, or there is a plan.
     Skip,
 }
 
@@ -49,6 +49,8 @@ pub struct PhaseRecord {
     pub phase: Phase,
     /// Keys and values in a fixed order; bytes are plain numbers.
     pub fields: Vec<(&'static str, String)>,
+    /// Worth somebody's attention.
+    pub warning: bool,
 }
 
 impl fmt::Display for PhaseRecord {

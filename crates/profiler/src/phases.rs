@@ -8,8 +8,9 @@ use crate::report::{Findings, Memory};
 use crate::scenario::{LeftOut, ScenarioKind};
 use crate::stress::{Exhausted, Stopped, Stress};
 use crate::{
-    Arithmetic, Attempt, Bound, Cause, KvSize, Measured, Observer, Outcome, Phase, PhaseRecord, ProfileError,
-    ProfileSpec, Proved, ProvedParts, Report, ScenarioResult, Target,
+    Arithmetic, Attempt, Bound, Cause, DRIFT_WARNING, DiscardReason, DiscardedPlan, KvSize, Measured,
+    Observer, Origin, Outcome, Phase, PhaseRecord, Plan, Probed, ProfileError, ProfileSpec, Proved,
+    ProvedParts, Report, ScenarioResult, Target,
 };
 
 /// Finds the size of the KV cache, or checks a pinned one, and proves it.
@@ -30,7 +31,7 @@ pub fn profile<T: Target>(
     };
     let baseline = profiler.baseline();
     let found = match spec.size {
-        KvSize::Auto => profiler.measured()?,
+        KvSize::Auto => profiler.automatic(&baseline)?,
         KvSize::Tokens(tokens) => {
             profiler.pinned(spec.block_size.blocks_for(tokens), tokens, Bound::PinnedTokens)?
         }
@@ -53,6 +54,8 @@ pub fn profile<T: Target>(
         left_out,
         kv_blocks: found.blocks,
         bound: found.bound,
+        origin: found.origin,
+        discarded_plan: found.discarded_plan,
         seconds: started.elapsed().as_secs_f64(),
     };
     let report = Report::new(spec, findings);
@@ -68,6 +71,7 @@ pub fn profile<T: Target>(
             limits: spec.limits,
             report,
         },
+        plan: found.plan,
     })
 }
 
@@ -75,12 +79,6 @@ pub(crate) struct Profiler<'a, T> {
     pub(crate) target: &'a mut T,
     pub(crate) spec: &'a ProfileSpec,
     pub(crate) observer: &'a mut dyn Observer,
-}
-
-/// A measured probe.
-struct Probed {
-    measured: Measured,
-    scenarios: Vec<ScenarioResult>,
 }
 
 /// A state whose size passed; only [`Profiler::attempt`] makes it.
@@ -95,11 +93,30 @@ struct Found<S> {
     validated: Validated<S>,
     blocks: usize,
     bound: Bound,
+    origin: Origin,
+    discarded_plan: Option<DiscardedPlan>,
     probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
+    plan: Option<Plan>,
     attempts: Vec<Attempt>,
 }
 
 impl<T: Target> Profiler<'_, T> {
+    fn log(&mut self, phase: Phase, fields: Vec<(&'static str, String)>) {
+        self.observer.phase(&PhaseRecord {
+            phase,
+            fields,
+            warning: false,
+        });
+    }
+
+    fn warn(&mut self, phase: Phase, fields: Vec<(&'static str, String)>) {
+        self.observer.phase(&PhaseRecord {
+            phase,
+            fields,
+            warning: true,
+        });
+    }
+
     fn baseline(&mut self) -> Meters {
         self.target.trim();
         self.target.reset_high_water();
@@ -112,11 +129,84 @@ impl<T: Target> Profiler<'_, T> {
             ("ours", meters.reserved.to_string()),
             ("peers", meters.peers().to_string()),
         ];
-        self.observer.phase(&PhaseRecord {
-            phase: Phase::Baseline,
-            fields,
-        });
+        self.log(Phase::Baseline, fields);
         meters
+    }
+
+    /// From the plan if there is one that holds, or else measured.
+    fn automatic(&mut self, baseline: &Meters) -> Result<Found<T::State>, ProfileError> {
+        let mut discarded_plan = None;
+        if let Some(plan) = &self.spec.plan {
+            match self.planned(plan, baseline)? {
+                Ok(found) => return Ok(found),
+                Err(discarded) => {
+                    let fields = vec![
+                        ("reason", "cached".to_owned()),
+                        ("outcome", "discarded".to_owned()),
+                        ("because", discarded.reason.to_string()),
+                    ];
+                    self.warn(Phase::Skip, fields);
+                    discarded_plan = Some(discarded);
+                }
+            }
+        }
+        let found = self.measured()?;
+        Ok(Found {
+            discarded_plan,
+            ..found
+        })
+    }
+
+    /// An earlier probe and today's meters: no probe, no second build, but the same proof.
+    fn planned(
+        &mut self,
+        plan: &Plan,
+        baseline: &Meters,
+    ) -> Result<Result<Found<T::State>, DiscardedPlan>, ProfileError> {
+        let discarded = |reason| {
+            Ok(Err(DiscardedPlan {
+                reason,
+                attempt: None,
+            }))
+        };
+        if !plan.is_plausible(self.spec, baseline.total) {
+            return discarded(DiscardReason::Implausible);
+        }
+        let measured = plan.probe.on_top_of(baseline);
+        let arithmetic = Arithmetic::new(self.spec, &measured, baseline);
+        let blocks = shrunk(arithmetic.blocks, plan.cuts);
+        let drift = plan.drift(blocks);
+        let fields = vec![
+            ("reason", "cached".to_owned()),
+            ("tokens", self.spec.kv(blocks).capacity_tokens().to_string()),
+            ("drift", format!("{drift:.4}")),
+        ];
+        if drift.abs() > DRIFT_WARNING {
+            self.warn(Phase::Skip, fields);
+        } else {
+            self.log(Phase::Skip, fields);
+        }
+        if blocks < self.spec.request_blocks() {
+            return discarded(DiscardReason::TooSmall);
+        }
+        self.log_arithmetic(&arithmetic);
+        let (attempt, outcome) = self.attempt(blocks, Scratch::Fixed(measured.scratch_bytes))?;
+        Ok(match outcome {
+            Ok(validated) => Ok(Found {
+                validated,
+                blocks,
+                bound: arithmetic.bound,
+                origin: Origin::Cached { drift },
+                discarded_plan: None,
+                probe: Some((measured, plan.probe.scenarios.clone(), arithmetic)),
+                plan: Some(plan.clone()),
+                attempts: vec![attempt],
+            }),
+            Err(exhausted) => Err(DiscardedPlan {
+                reason: exhausted.discards(),
+                attempt: Some(attempt),
+            }),
+        })
     }
 
     /// The whole search: probe, compute, then attempts until one is proved.
@@ -134,13 +224,19 @@ impl<T: Target> Profiler<'_, T> {
             attempts.push(attempt);
             match outcome {
                 Ok(validated) => {
-                    let bound = arithmetic.bound;
-                    let probe = Some((probed.measured, probed.scenarios, arithmetic));
+                    let (measured, scenarios) = (probed.measured.clone(), probed.scenarios.clone());
                     return Ok(Found {
                         validated,
                         blocks,
-                        bound,
-                        probe,
+                        bound: arithmetic.bound,
+                        origin: Origin::Measured,
+                        discarded_plan: None,
+                        probe: Some((measured, scenarios, arithmetic)),
+                        plan: Some(Plan {
+                            probe: probed,
+                            kv_blocks: blocks,
+                            cuts: retry,
+                        }),
                         attempts,
                     });
                 }
@@ -171,12 +267,12 @@ impl<T: Target> Profiler<'_, T> {
         asked_tokens: usize,
         bound: Bound,
     ) -> Result<Found<T::State>, ProfileError> {
-        let tokens = asked_tokens.to_string();
-        let fields = vec![("bound", bound.name().to_owned()), ("tokens", tokens)];
-        self.observer.phase(&PhaseRecord {
-            phase: Phase::Skip,
-            fields,
-        });
+        let fields = vec![
+            ("reason", "pinned".to_owned()),
+            ("bound", bound.name().to_owned()),
+            ("tokens", asked_tokens.to_string()),
+        ];
+        self.log(Phase::Skip, fields);
         let too_small = blocks < self.spec.request_blocks();
         let bytes = u128::from(self.spec.block_bytes()) * blocks as u128;
         let conceivable = bytes <= u128::from(self.target.meters().total);
@@ -189,7 +285,10 @@ impl<T: Target> Profiler<'_, T> {
                         validated,
                         blocks,
                         bound,
+                        origin: Origin::Pinned,
+                        discarded_plan: None,
                         probe: None,
+                        plan: None,
                         attempts: vec![attempt],
                     });
                 }
@@ -227,12 +326,16 @@ impl<T: Target> Profiler<'_, T> {
     }
 
     fn probe_and_compute(&mut self, spec: &ProfileSpec) -> Result<(Probed, Arithmetic), ProfileError> {
-        let kv = spec.kv(spec.block_size.blocks_for(spec.probe_tokens()));
-        let probed = match self.probe(spec, kv)? {
+        let probed = match self.probe(spec, spec.probe_kv())? {
             Ok(probed) => probed,
             Err(exhausted) => return Err(self.probe_failed(&exhausted)),
         };
         let arithmetic = Arithmetic::new(spec, &probed.measured, &self.target.meters());
+        self.log_arithmetic(&arithmetic);
+        Ok((probed, arithmetic))
+    }
+
+    fn log_arithmetic(&mut self, arithmetic: &Arithmetic) {
         let fields = vec![
             ("total", arithmetic.total.to_string()),
             ("non_kv", arithmetic.non_kv.to_string()),
@@ -245,15 +348,14 @@ impl<T: Target> Profiler<'_, T> {
             ("room", arithmetic.room.to_string()),
             ("mem_fraction", arithmetic.mem_fraction.to_string()),
             ("bytes_per_block", arithmetic.block_bytes.to_string()),
-            ("tokens", spec.kv(arithmetic.blocks).capacity_tokens().to_string()),
+            (
+                "tokens",
+                self.spec.kv(arithmetic.blocks).capacity_tokens().to_string(),
+            ),
             ("bound", arithmetic.bound.name().to_owned()),
             ("clamped", arithmetic.clamped.to_string()),
         ];
-        self.observer.phase(&PhaseRecord {
-            phase: Phase::Compute,
-            fields,
-        });
-        Ok((probed, arithmetic))
+        self.log(Phase::Compute, fields);
     }
 
     /// The worst steps of `spec` with a KV cache of `kv` and an arena that grows.
@@ -302,13 +404,12 @@ impl<T: Target> Profiler<'_, T> {
             ("left_out", stress.left_out.len().to_string()),
             ("seconds", seconds(started)),
         ];
-        self.observer.phase(&PhaseRecord {
-            phase: Phase::Probe,
-            fields,
-        });
+        self.log(Phase::Probe, fields);
         Ok(Ok(Probed {
             measured,
             scenarios: stress.results,
+            weights: meters.by_component.get(Component::Weights),
+            runtime: meters.by_component.get(Component::Runtime),
         }))
     }
 
@@ -403,10 +504,7 @@ impl<T: Target> Profiler<'_, T> {
             ("free", meters.free.to_string()),
             ("seconds", seconds(started)),
         ];
-        self.observer.phase(&PhaseRecord {
-            phase: Phase::Rebuild,
-            fields,
-        });
+        self.log(Phase::Rebuild, fields);
         let started = Instant::now();
         let mut stress = self.stress(Phase::Validate, self.spec, kv, &mut state);
         if scratch == Scratch::Growable
@@ -453,10 +551,7 @@ impl<T: Target> Profiler<'_, T> {
             ("free", after.free.to_string()),
             ("seconds", seconds(started)),
         ];
-        self.observer.phase(&PhaseRecord {
-            phase: Phase::Validate,
-            fields,
-        });
+        self.log(Phase::Validate, fields);
         attempt.scenarios = stress.results;
         let Stress {
             scratch_bytes,
@@ -484,7 +579,7 @@ impl<T: Target> Profiler<'_, T> {
             ("peers", oom.meters.peers().to_string()),
         ];
         fields.extend(scenario.map(|kind| ("scenario", kind.to_string())));
-        self.observer.phase(&PhaseRecord { phase, fields });
+        self.log(phase, fields);
     }
 }
 

@@ -1,6 +1,6 @@
 use plimsoll_core::{StateConfig, StepLimits};
 
-use crate::Report;
+use crate::{Plan, Report};
 
 /// An engine state that has run the worst steps of its limits at its final size. [`profile`](crate::profile) makes it after
 /// a passed validation and nothing else does, so whoever holds one may serve.
@@ -8,6 +8,7 @@ use crate::Report;
 #[must_use = "dropping the proof frees the state"]
 pub struct Proved<S> {
     pub(crate) parts: ProvedParts<S>,
+    pub(crate) plan: Option<Plan>,
 }
 
 /// What a [`Proved`] consists of.
@@ -37,6 +38,11 @@ impl<S> Proved<S> {
     /// How the state came to this size.
     pub fn report(&self) -> &Report {
         &self.parts.report
+    }
+
+    /// With what the next start can skip the probe; `None` where the size was pinned.
+    pub fn plan(&self) -> Option<&Plan> {
+        self.plan.as_ref()
     }
 
     /// Takes the proof apart, to serve.

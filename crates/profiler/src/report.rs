@@ -1,7 +1,7 @@
 use plimsoll_core::{Meters, Oom, StepLimits};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::{Arithmetic, LeftOut, Margins, Measured, Phase, ProfileSpec, ScenarioKind};
+use crate::{Arithmetic, DiscardedPlan, LeftOut, Margins, Measured, Phase, ProfileSpec, ScenarioKind};
 
 /// Everything the profile found, for `GET /memory`, `--profile-report`, metrics and people.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -32,7 +32,11 @@ pub struct Report {
     pub baseline: Memory,
     /// Ready to serve, the canary freed.
     pub ready: Memory,
-    /// Absent where the size was pinned.
+    /// Where the numbers come from.
+    pub origin: Origin,
+    /// A plan that was given and was of no use.
+    pub discarded_plan: Option<DiscardedPlan>,
+    /// Absent where the size was pinned; where it was planned, as the probe would measure on today's baseline.
     pub probe: Option<Measured>,
     /// The probe's worst steps.
     pub probe_scenarios: Vec<ScenarioResult>,
@@ -46,6 +50,21 @@ pub struct Report {
     pub suggestions: Vec<Suggestion>,
     /// Time of the whole profile.
     pub seconds: f64,
+}
+
+/// Where the size of the KV cache comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(tag = "from", rename_all = "snake_case")]
+pub enum Origin {
+    /// This start's probe.
+    Measured,
+    /// An earlier start's probe and today's meters.
+    Cached {
+        /// Relative difference of the size computed now to the planned one.
+        drift: f64,
+    },
+    /// A flag.
+    Pinned,
 }
 
 /// What decides the size of the KV cache.
@@ -128,7 +147,8 @@ impl From<&Meters> for Memory {
 }
 
 /// One worst step that ran.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ScenarioResult {
     /// Which worst case.
     pub kind: ScenarioKind,
@@ -209,6 +229,8 @@ pub(crate) struct Findings {
     pub(crate) baseline: Memory,
     pub(crate) ready: Memory,
     pub(crate) bound: Bound,
+    pub(crate) origin: Origin,
+    pub(crate) discarded_plan: Option<DiscardedPlan>,
     pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
     pub(crate) attempts: Vec<Attempt>,
     pub(crate) left_out: Vec<LeftOut>,
@@ -227,6 +249,8 @@ impl Report {
             baseline,
             ready,
             bound,
+            origin,
+            discarded_plan,
             probe,
             attempts,
             left_out,
@@ -260,6 +284,8 @@ impl Report {
             margins: spec.margins,
             baseline,
             ready,
+            origin,
+            discarded_plan,
             probe,
             probe_scenarios,
             arithmetic,

@@ -5,10 +5,10 @@ use plimsoll_core::{
     BlockId, KvConfig, RequestId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams, StepLimits,
     StepPlan, TokenId,
 };
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A worst case of the steps the scheduler can plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScenarioKind {
     /// One new prompt that fills the step.
@@ -97,6 +97,23 @@ pub fn scenarios(limits: &StepLimits, vocab_size: usize, kv: KvConfig) -> (Vec<S
         }
     }
     (reached, left_out)
+}
+
+/// The worst steps of [`scenarios`] in outline: kind, rows and tokens.
+pub(crate) fn shapes(
+    limits: &StepLimits,
+    kv: KvConfig,
+) -> impl Iterator<Item = (ScenarioKind, usize, usize)> {
+    let shapes = Shapes {
+        limits: *limits,
+        kv,
+        vocab_size: 0,
+    };
+    ScenarioKind::ALL.into_iter().filter_map(move |kind| {
+        let rows = shapes.rows(kind).ok()?;
+        let tokens = rows.iter().map(|row| row.end - row.start).sum();
+        Some((kind, rows.len(), tokens))
+    })
 }
 
 struct Shapes {

@@ -1,7 +1,7 @@
 use plimsoll_core::{BlockSize, KvConfig, StepLimits};
 use serde::Serialize;
 
-use crate::ProfileError;
+use crate::{Plan, ProfileError};
 
 /// What the profile has to find a size for.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +24,8 @@ pub struct ProfileSpec {
     pub margins: Margins,
     /// Most bytes `--device-memory` could grant, where that is known: more is no advice.
     pub largest_device: Option<u64>,
+    /// What an earlier search found: skips the probe, not the proof. One that does not fit this start is thrown away.
+    pub plan: Option<Plan>,
 }
 
 impl ProfileSpec {
@@ -44,6 +46,7 @@ impl ProfileSpec {
             useful_tokens: None,
             margins: Margins::default(),
             largest_device: None,
+            plan: None,
         }
     }
 
@@ -59,6 +62,11 @@ impl ProfileSpec {
         (max_num_batched_tokens + max_num_seqs)
             .max(PROBE_TOKENS)
             .max(self.written_tokens())
+    }
+
+    /// The probe's KV cache.
+    pub(crate) fn probe_kv(&self) -> KvConfig {
+        self.kv(self.block_size.blocks_for(self.probe_tokens()))
     }
 
     /// Capacity of a KV cache that holds what any one step writes.

@@ -6,13 +6,23 @@ use plimsoll_core::{Component, Executor, KvConfig, Meters, Oom, StepError};
 
 use crate::phases::Profiler;
 use crate::scenario::{LeftOut, ScenarioKind, scenarios};
-use crate::{Phase, ProfileError, ProfileSpec, Progress, ScenarioResult, Target};
+use crate::{DiscardReason, Phase, ProfileError, ProfileSpec, Progress, ScenarioResult, Target};
 
 /// Where memory ran out.
 pub(crate) struct Exhausted {
     pub(crate) phase: Phase,
     pub(crate) scenario: Option<ScenarioKind>,
     pub(crate) oom: Oom,
+}
+
+impl Exhausted {
+    /// What it says about the plan whose size was tried.
+    pub(crate) fn discards(&self) -> DiscardReason {
+        match (self.scenario, self.oom.component) {
+            (Some(_), Component::Arena) => DiscardReason::ArenaTooSmall,
+            _ => DiscardReason::OutOfMemory,
+        }
+    }
 }
 
 /// What every worst step left on the meters.

@@ -1,4 +1,4 @@
-//! The auto-profile over thousands of random virtual devices: too small, lying, fragmenting, leaking, shared with neighbours
+//! Thousands of random virtual devices: too small, lying, fragmenting, leaking, shared with neighbours
 //! that grow and shrink. Whatever happens, it ends with a proof at the size in use or with a typed error, and frees the rest.
 
 use plimsoll_core::{BlockSize, Component, Executor, StepError, StepLimits};
@@ -10,7 +10,8 @@ use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-const MIB: u64 = 1 << 20;
+use crate::MIB;
+
 const SEEDS: u64 = 3000;
 
 /// Up to one of `most`: small, middling and large values alike are common.

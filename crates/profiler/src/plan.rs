@@ -1,0 +1,130 @@
+//! What a finished search found, in a form that outlives the process: the next start skips the probe with it.
+
+use std::fmt;
+
+use plimsoll_core::{Component, Meters};
+use serde::{Deserialize, Serialize};
+
+use crate::arithmetic::MAX_ATTEMPTS;
+use crate::scenario::shapes;
+use crate::{Attempt, Measured, ProfileSpec, ScenarioResult};
+
+/// What a search measured and the size it led to: whoever has one skips the probe, never the proof.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    /// What the probe measured.
+    pub probe: Probed,
+    /// Blocks of KV that were proved.
+    pub kv_blocks: usize,
+    /// Cuts of 5 % between the size that was computed and the one that was proved.
+    pub cuts: u32,
+}
+
+/// A measured probe.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Probed {
+    /// Its meters.
+    pub measured: Measured,
+    /// Its worst steps.
+    pub scenarios: Vec<ScenarioResult>,
+    /// Bytes of weights, in `measured` too.
+    pub weights: u64,
+    /// Bytes of the runtime when the last step had run, in `measured` too.
+    pub runtime: u64,
+}
+
+/// A plan that was given, tried and thrown away: the full search followed.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DiscardedPlan {
+    /// Why.
+    pub reason: DiscardReason,
+    /// Its attempt, where it came to one.
+    pub attempt: Option<Attempt>,
+}
+
+/// Why a plan was thrown away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DiscardReason {
+    /// Its numbers contradict each other, or this start's worst steps.
+    Implausible,
+    /// It leaves less than one request of full length needs.
+    TooSmall,
+    /// A worst step needed more than the step arena it gives.
+    ArenaTooSmall,
+    /// Memory ran out at its size.
+    OutOfMemory,
+}
+
+impl DiscardReason {
+    /// Name in logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Implausible => "implausible",
+            Self::TooSmall => "too_small",
+            Self::ArenaTooSmall => "arena_too_small",
+            Self::OutOfMemory => "out_of_memory",
+        }
+    }
+}
+
+impl fmt::Display for DiscardReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A cached size that differs by more than this part from the recomputed one is worth a warning (U11).
+pub const DRIFT_WARNING: f64 = 0.02;
+
+impl Plan {
+    /// Relative difference of a size computed now to the planned one.
+    pub(crate) fn drift(&self, blocks: usize) -> f64 {
+        let planned = self.kv_blocks.max(1) as f64;
+        (blocks as f64 - self.kv_blocks as f64) / planned
+    }
+
+    /// Whether the numbers can be a probe of `spec` on a device of `total` bytes. What passes is still only believed after
+    /// a proof; what does not is not worth an attempt.
+    pub(crate) fn is_plausible(&self, spec: &ProfileSpec, total: u64) -> bool {
+        let Probed {
+            measured,
+            scenarios,
+            weights,
+            runtime,
+        } = &self.probe;
+        let kv = spec.probe_kv();
+        let planned = shapes(&spec.limits, kv);
+        let steps = scenarios.iter().map(|s| (s.kind, s.rows, s.tokens));
+        let held = [measured.kv_bytes, *weights, *runtime].map(u128::from);
+        self.kv_blocks > 0
+            && self.cuts < MAX_ATTEMPTS
+            && measured.kv_tokens == kv.capacity_tokens()
+            && u128::from(measured.kv_bytes) >= u128::from(spec.block_bytes()) * kv.num_blocks as u128
+            && u128::from(measured.peak_reserved) >= held.iter().sum()
+            && measured.peak_used <= measured.peak_reserved
+            && measured.scratch_bytes <= total
+            && steps.eq(planned)
+    }
+}
+
+impl Probed {
+    /// What the same probe would measure on top of what `now` shows before any state is built. The runtime loads more of
+    /// itself when first used: it is as large as the probe saw it, or larger by now.
+    pub(crate) fn on_top_of(&self, now: &Meters) -> Measured {
+        let weights = i128::from(now.by_component.get(Component::Weights)) - i128::from(self.weights);
+        let runtime = now
+            .by_component
+            .get(Component::Runtime)
+            .saturating_sub(self.runtime);
+        let shift = weights + i128::from(runtime);
+        let shifted = |bytes: u64| u64::try_from((i128::from(bytes) + shift).max(0)).unwrap_or(u64::MAX);
+        Measured {
+            peak_reserved: shifted(self.measured.peak_reserved),
+            peak_used: shifted(self.measured.peak_used),
+            ..self.measured.clone()
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! The auto-profile over the virtual device.
+
+mod phases;
+mod plans;
+mod simulation;
+
+use plimsoll_core::{BlockSize, StepLimits};
+use plimsoll_profiler::{Diagnostic, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, profile};
+use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice, VirtualState};
+
+const MIB: u64 = 1 << 20;
+const BLOCK: u64 = 256 << 10;
+
+fn limits(batched: usize, seqs: usize, model_len: usize) -> StepLimits {
+    StepLimits {
+        max_num_batched_tokens: batched,
+        max_num_seqs: seqs,
+        max_model_len: model_len,
+    }
+}
+
+fn spec() -> ProfileSpec {
+    ProfileSpec::new(limits(512, 16, 2048), 1000, BlockSize::default(), BLOCK / 16)
+}
+
+fn step_memory() -> StepMemory {
+    StepMemory {
+        token: 40 << 10,
+        row: 200 << 10,
+        sort: 300 << 10,
+        top_k: 100 << 10,
+        ..Default::default()
+    }
+}
+
+fn model() -> DeviceModel {
+    DeviceModel {
+        total: 2048 * MIB,
+        missing: 0,
+        weights: 300 * MIB,
+        runtime: 20 * MIB,
+        block_bytes: BLOCK,
+        staging: MIB,
+        step: step_memory(),
+        granularity: 1,
+        jitter: 0,
+        peer_swing: 0,
+        peers: 0,
+        leak_at: None,
+        seed: 1,
+    }
+}
+
+fn run(model: DeviceModel, spec: &ProfileSpec) -> Result<Proved<VirtualState>, ProfileError> {
+    profile(&mut VirtualDevice::new(model), spec, &mut ())
+}
+
+fn refused(result: Result<Proved<VirtualState>, ProfileError>) -> Diagnostic {
+    match result {
+        Err(ProfileError::DoesNotFit(diagnostic)) => *diagnostic,
+        Err(other) => panic!("refused for another reason: {other}"),
+        Ok(proved) => panic!("proved {:?}", proved.config()),
+    }
+}
+
+/// Log lines, and how many of them warn.
+#[derive(Default)]
+struct Lines(Vec<String>, usize);
+
+impl Observer for Lines {
+    fn phase(&mut self, record: &PhaseRecord) {
+        self.0.push(record.to_string());
+        self.1 += usize::from(record.warning);
+    }
+}
