@@ -131,6 +131,26 @@ impl Device {
         }
     }
 
+    /// Allocations made there so far.
+    pub(crate) fn allocations(&self) -> u64 {
+        match self {
+            Self::Cpu(budget) => budget.meters().allocations,
+            Self::Gpu(gpu) => gpu.allocations(),
+        }
+    }
+
+    /// Sets the high-water marks to what is in use now.
+    pub(crate) fn reset_high_water(&self) {
+        match self {
+            Self::Cpu(budget) => budget.reset_high_water(),
+            Self::Gpu(gpu) => {
+                if let Err(error) = gpu.reset_high_water() {
+                    tracing::error!(%error, "the GPU's high-water marks could not be reset");
+                }
+            }
+        }
+    }
+
     /// What this process has allocated there.
     pub(crate) fn account(&self) -> &Budget {
         match self {

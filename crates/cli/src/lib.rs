@@ -12,6 +12,7 @@ pub mod logging;
 mod progress;
 pub mod serve;
 pub mod source;
+pub mod standing;
 pub mod start;
 mod target;
 mod version;

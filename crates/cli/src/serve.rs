@@ -4,13 +4,11 @@ use std::future::Future;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::Arc;
 
-use plimsoll_core::Meters;
 use plimsoll_engine::Drained;
 use plimsoll_model::GenerationConfig;
 use plimsoll_profiler::Report;
-use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};
+use plimsoll_server::{AppState, GenerationDefaults, ModelInfo, ServerOptions};
 use plimsoll_text::ChatTemplate;
 use tokio::net::{TcpSocket, lookup_host};
 
@@ -72,8 +70,13 @@ pub async fn profile(args: EngineArgs) -> Result<(), Error> {
 /// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
 pub fn prepare(source: &Source, args: &ServeArgs) -> Result<(AppState, Report), Error> {
     let device = Device::open(source, &args.engine)?;
-    let loaded = Loaded::new(source, &args.engine, device.clone())?;
-    let Ready { engine, report, .. } = loaded.start(&args.engine, args.server.max_queue)?;
+    let loaded = Loaded::new(source, &args.engine, device)?;
+    let Ready {
+        engine,
+        report,
+        standing,
+        ..
+    } = loaded.start(&args.engine, args.server.max_queue)?;
     let Text {
         tokenizer,
         template,
@@ -96,10 +99,6 @@ pub fn prepare(source: &Source, args: &ServeArgs) -> Result<(AppState, Report), 
         eos_token_ids,
         defaults: generation_defaults(&args.server.generation_config, &generation)?,
     };
-    let memory = DeviceMemory {
-        report: serde_json::to_value(&report).expect("a report is JSON"),
-        device,
-    };
     let options = ServerOptions {
         max_body_bytes: usize::try_from(args.server.max_body_size.0).unwrap_or(usize::MAX),
         drain_timeout: args.server.drain_timeout,
@@ -107,23 +106,7 @@ pub fn prepare(source: &Source, args: &ServeArgs) -> Result<(AppState, Report), 
         allowed_origins: args.server.allowed_origins.clone().unwrap_or_default(),
         ..ServerOptions::default()
     };
-    Ok((AppState::new(engine, model, Arc::new(memory), options), report))
-}
-
-/// What `/memory` shows.
-struct DeviceMemory {
-    report: serde_json::Value,
-    device: Device,
-}
-
-impl Memory for DeviceMemory {
-    fn report(&self) -> serde_json::Value {
-        self.report.clone()
-    }
-
-    fn meters(&self) -> Meters {
-        self.device.meters()
-    }
+    Ok((AppState::new(engine, model, standing, options), report))
 }
 
 /// A file, or the template itself, which is told by its braces.

@@ -104,6 +104,19 @@ impl Meters {
     pub fn peers(&self) -> u64 {
         self.total.saturating_sub(self.free).saturating_sub(self.reserved)
     }
+
+    /// Bytes that allocators hold from the device without using them.
+    pub fn fragmentation(&self) -> u64 {
+        self.reserved.saturating_sub(self.used)
+    }
+
+    /// Bytes that this process could still take: what neither it nor its neighbours hold, the margins that were kept free
+    /// when the KV cache was sized included.
+    pub fn headroom(&self) -> u64 {
+        self.total
+            .saturating_sub(self.reserved)
+            .saturating_sub(self.peers())
+    }
 }
 
 /// Device memory ran out. A type from the allocator up, never a string.

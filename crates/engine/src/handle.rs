@@ -10,7 +10,7 @@ use tokio::sync::mpsc::unbounded_channel;
 
 use crate::shared::{Command, Link, Shared};
 use crate::thread::EngineThread;
-use crate::{EngineStats, Health, Phase, RequestStream};
+use crate::{EngineStats, Health, Phase, RequestStream, StateSource};
 
 /// What the engine is told besides what the profile proved.
 #[derive(Clone, Debug)]
@@ -69,11 +69,15 @@ pub struct EngineHandle {
 }
 
 impl EngineHandle {
-    /// Starts the thread over a state that the auto-profile proved; there is no other way in.
+    /// Starts the thread over a state that the auto-profile proved, which came from `source`; there is no other way in.
     ///
     /// # Errors
     /// Where the operating system gives no thread.
-    pub fn spawn<S: Executor + 'static>(proved: Proved<S>, config: &EngineConfig) -> std::io::Result<Self> {
+    pub fn spawn<S: Executor + 'static>(
+        proved: Proved<S>,
+        source: impl StateSource<S> + 'static,
+        config: &EngineConfig,
+    ) -> std::io::Result<Self> {
         let ProvedParts {
             state,
             config: built,
@@ -83,6 +87,7 @@ impl EngineHandle {
         let enable_prefix_caching = config.enable_prefix_caching;
         Self::start(
             state,
+            Box::new(source),
             SchedulerConfig {
                 limits,
                 kv: built.kv,
@@ -94,6 +99,7 @@ impl EngineHandle {
 
     pub(crate) fn start<S: Executor + 'static>(
         executor: S,
+        source: Box<dyn StateSource<S>>,
         scheduler: SchedulerConfig,
         config: &EngineConfig,
     ) -> std::io::Result<Self> {
@@ -120,6 +126,8 @@ impl EngineHandle {
             scheduler,
             device_time_before: device_time.unwrap_or_default(),
             executor,
+            highest: source.proved_peak(),
+            source,
             commands,
             shared,
             in_flight,

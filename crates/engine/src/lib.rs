@@ -8,7 +8,9 @@
 
 mod handle;
 mod histogram;
+mod shape;
 mod shared;
+mod source;
 mod stats;
 mod stream;
 mod thread;
@@ -18,5 +20,7 @@ mod tests;
 
 pub use handle::{Drained, EngineConfig, EngineHandle, SubmitError};
 pub use histogram::Histogram;
+pub use shape::StepShape;
+pub use source::StateSource;
 pub use stats::{EngineStats, Health, Phase};
 pub use stream::RequestStream;

@@ -81,6 +81,7 @@ impl Shared {
             refused: 0,
             step_seconds: Histogram::new(STEP_SECONDS),
             step_tokens: Histogram::new(STEP_TOKENS),
+            high_water_above_proof: 0,
             device_time: None,
         };
         let state = State {

@@ -24,6 +24,8 @@ pub struct EngineStats {
     pub step_seconds: Histogram,
     /// Tokens computed in each step.
     pub step_tokens: Histogram,
+    /// Times that the memory held rose above the peak that was proved, or above the last such rise.
+    pub high_water_above_proof: u64,
     /// How the device spent its time since the engine started, if it works on its own.
     pub device_time: Option<DeviceTime>,
 }

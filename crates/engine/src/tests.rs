@@ -16,7 +16,7 @@ use rand::{Rng, SeedableRng};
 
 mod overlap;
 
-use crate::{Drained, EngineConfig, EngineHandle, Phase, RequestStream, SubmitError};
+use crate::{Drained, EngineConfig, EngineHandle, Phase, RequestStream, StateSource, SubmitError};
 
 /// Longer than anything here takes on a busy machine; a test that waits this long hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -101,6 +101,19 @@ impl Drop for Fake {
     }
 }
 
+/// A device that nobody watches.
+struct Unmetered;
+
+impl<S> StateSource<S> for Unmetered {
+    fn high_water(&self) -> u64 {
+        0
+    }
+
+    fn proved_peak(&self) -> u64 {
+        0
+    }
+}
+
 struct Rig {
     engine: EngineHandle,
     script: Arc<Script>,
@@ -149,7 +162,7 @@ impl Rig {
             enable_prefix_caching: true,
             steps_in_flight: shape.steps_in_flight,
         };
-        let engine = EngineHandle::start(executor, scheduler, &config).unwrap();
+        let engine = EngineHandle::start(executor, Box::new(Unmetered), scheduler, &config).unwrap();
         Self { engine, script }
     }
 

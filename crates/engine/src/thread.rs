@@ -8,14 +8,17 @@ use std::time::Instant;
 use plimsoll_core::{DeviceTime, Event, Executor, StepError, StepOutput, StepPlan};
 use plimsoll_scheduler::Scheduler;
 
-use crate::Phase;
 use crate::handle::SHUT_DOWN;
 use crate::shared::{Command, Shared};
+use crate::{Phase, StateSource, StepShape};
 
 /// What the engine thread owns: nobody else touches the scheduler or the executor.
 pub(crate) struct EngineThread<E> {
     pub(crate) scheduler: Scheduler,
     pub(crate) executor: E,
+    pub(crate) source: Box<dyn StateSource<E>>,
+    /// Most bytes of the device held so far, at least what was proved.
+    pub(crate) highest: u64,
     pub(crate) commands: Receiver<Command>,
     pub(crate) shared: Arc<Shared>,
     /// Launched and not finished, oldest first.
@@ -145,7 +148,9 @@ impl<E: Executor> EngineThread<E> {
         if let Some(error) = &failure {
             tracing::error!(step = plan.step, runs = plan.runs.len(), tokens = plan.num_tokens(), %error, "step failed");
         }
+        let above_proof = self.rises_above_proof(plan);
         let mut state = self.shared.lock();
+        state.stats.high_water_above_proof += u64::from(above_proof);
         state.end_step(
             plan.num_tokens(),
             !self.in_flight.is_empty(),
@@ -157,6 +162,23 @@ impl<E: Executor> EngineThread<E> {
         for (id, event) in events {
             state.deliver(id, event);
         }
+    }
+
+    /// Whether the memory held rose above all that was proved or seen before while `plan` ran.
+    fn rises_above_proof(&mut self, plan: &StepPlan) -> bool {
+        let high_water = self.source.high_water();
+        let above = high_water > self.highest;
+        if above {
+            tracing::warn!(
+                step = plan.step,
+                shape = %StepShape::from(plan),
+                high_water,
+                proved = self.source.proved_peak(),
+                "a step held more memory than was proved"
+            );
+            self.highest = high_water;
+        }
+        above
     }
 }
 

@@ -50,12 +50,10 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
 }
 
 pub(crate) async fn metrics(State(state): State<AppState>) -> Response {
-    let meters = state.memory().meters();
-    let allocations = state.allocations_after_ready(&meters);
     let engine = state.engine();
     let page = state
         .metrics()
-        .render(&engine.stats(), &engine.health(), &meters, allocations);
+        .render(&engine.stats(), &engine.health(), state.memory());
     (
         [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],
         page,
@@ -64,15 +62,16 @@ pub(crate) async fn metrics(State(state): State<AppState>) -> Response {
 }
 
 pub(crate) async fn memory(State(state): State<AppState>) -> Json<Value> {
-    let meters = state.memory().meters();
+    let memory = state.memory();
     Json(json!({
-        "profile": state.memory().report(),
-        "now": live(&meters),
-        "device_allocs_after_ready": state.allocations_after_ready(&meters),
+        "profile": memory.report(),
+        "now": live(&memory.meters(), memory.proved_peak()),
+        "device_allocs_after_ready": memory.allocations_after_ready(),
+        "high_water_above_proof": state.engine().stats().high_water_above_proof,
     }))
 }
 
-fn live(meters: &Meters) -> Value {
+fn live(meters: &Meters, proved_peak: u64) -> Value {
     let components: Map<String, Value> = meters
         .by_component
         .iter()
@@ -85,6 +84,9 @@ fn live(meters: &Meters) -> Value {
         "used": meters.used,
         "reserved_high": meters.reserved_high,
         "used_high": meters.used_high,
+        "proved_peak": proved_peak,
+        "fragmentation": meters.fragmentation(),
+        "headroom": meters.headroom(),
         "peers": meters.peers(),
         "components": components,
     })

@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use metrics::{Counter, Gauge, Key, Label, Metadata, Recorder, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
-use plimsoll_core::{KvConfig, Meters};
+use plimsoll_core::KvConfig;
 use plimsoll_engine::{EngineStats, Health, Histogram, Phase};
+
+use crate::state::Memory;
 
 pub(crate) use timer::Timer;
 
@@ -216,7 +218,32 @@ const MEMORY_PEERS: Name = Name(
 const MEMORY_HIGH: Name = Name(
     "plimsoll_device_memory_high_bytes",
     None,
-    "Highest device memory held since the marks were reset.",
+    "Highest device memory held since the server is ready.",
+);
+const MEMORY_USED_HIGH: Name = Name(
+    "plimsoll_device_memory_used_high_bytes",
+    None,
+    "Highest device memory in use since the server is ready.",
+);
+const PROVED_PEAK: Name = Name(
+    "plimsoll_device_memory_proved_peak_bytes",
+    None,
+    "Highest device memory held while the worst steps were proved, by the server's own account.",
+);
+const ABOVE_PROOF: Name = Name(
+    "plimsoll_high_water_above_proof_total",
+    None,
+    "Times a step raised the memory held above the proved peak; 0 in a steady state.",
+);
+const FRAGMENTATION: Name = Name(
+    "plimsoll_fragmentation_bytes",
+    None,
+    "Device memory that allocators hold without using it.",
+);
+const HEADROOM: Name = Name(
+    "plimsoll_headroom_bytes",
+    None,
+    "Device memory that the server could still take, the margins kept free included.",
 );
 const ALLOCATIONS: Name = Name(
     "plimsoll_device_allocs_after_ready_total",
@@ -404,19 +431,14 @@ impl Metrics {
     }
 
     /// The whole page.
-    pub(crate) fn render(
-        &self,
-        stats: &EngineStats,
-        health: &Health,
-        memory: &Meters,
-        allocations: u64,
-    ) -> String {
+    pub(crate) fn render(&self, stats: &EngineStats, health: &Health, memory: &dyn Memory) -> String {
         let maker = Maker {
             recorder: &self.recorder,
             labels: &self.labels,
         };
         set_engine(&maker, stats, health);
-        set_memory(&maker, memory, allocations);
+        set_memory(&maker, memory);
+        maker.count(&ABOVE_PROOF, stats.high_water_above_proof);
         let mut page = self.handle.render();
         self.write_histogram(&mut page, &STEP_SECONDS, &stats.step_seconds);
         self.write_histogram(&mut page, &STEP_TOKENS, &stats.step_tokens);
@@ -498,17 +520,27 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     );
 }
 
-fn set_memory(maker: &Maker<'_>, memory: &Meters, allocations: u64) {
-    for (component, bytes) in memory.by_component.iter() {
+fn set_memory(maker: &Maker<'_>, memory: &dyn Memory) {
+    let meters = memory.meters();
+    for (component, bytes) in meters.by_component.iter() {
         maker.set(
             &MEMORY,
             &[Label::from_static_parts("component", component.name())],
             bytes as f64,
         );
     }
-    maker.set(&MEMORY_TOTAL, &[], memory.total as f64);
-    maker.set(&MEMORY_FREE, &[], memory.free as f64);
-    maker.set(&MEMORY_PEERS, &[], memory.peers() as f64);
-    maker.set(&MEMORY_HIGH, &[], memory.reserved_high as f64);
-    maker.count(&ALLOCATIONS, allocations);
+    let gauges = [
+        (&MEMORY_TOTAL, meters.total),
+        (&MEMORY_FREE, meters.free),
+        (&MEMORY_PEERS, meters.peers()),
+        (&MEMORY_HIGH, meters.reserved_high),
+        (&MEMORY_USED_HIGH, meters.used_high),
+        (&PROVED_PEAK, memory.proved_peak()),
+        (&FRAGMENTATION, meters.fragmentation()),
+        (&HEADROOM, meters.headroom()),
+    ];
+    for (name, bytes) in gauges {
+        maker.set(name, &[], bytes as f64);
+    }
+    maker.count(&ALLOCATIONS, memory.allocations_after_ready());
 }

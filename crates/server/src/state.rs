@@ -54,6 +54,12 @@ pub trait Memory: Send + Sync + 'static {
 
     /// The device's meters, now.
     fn meters(&self) -> Meters;
+
+    /// Allocations that were made since the server is ready, those for building its state again left out.
+    fn allocations_after_ready(&self) -> u64;
+
+    /// Highest bytes that were held while the worst steps ran, without the canary, by the process's own account.
+    fn proved_peak(&self) -> u64;
 }
 
 /// Knobs of the HTTP side.
@@ -101,7 +107,6 @@ struct Inner {
     metrics: Metrics,
     seeds: Mutex<StdRng>,
     started: u64,
-    allocations_at_ready: u64,
 }
 
 impl fmt::Debug for AppState {
@@ -114,7 +119,7 @@ impl fmt::Debug for AppState {
 }
 
 impl AppState {
-    /// Made once the engine is ready: device allocations count from here.
+    /// Made once the engine is ready.
     pub fn new(
         engine: EngineHandle,
         model: ModelInfo,
@@ -122,7 +127,6 @@ impl AppState {
         options: ServerOptions,
     ) -> Self {
         let metrics = Metrics::new(&model.id, engine.kv());
-        let allocations_at_ready = memory.meters().allocations;
         let model = Arc::new(model);
         let seeds = Mutex::new(
             options
@@ -137,7 +141,6 @@ impl AppState {
             metrics,
             seeds,
             started: unix_seconds(),
-            allocations_at_ready,
         }))
     }
 
@@ -174,11 +177,6 @@ impl AppState {
     /// When the server started, in seconds since 1970.
     pub(crate) fn started(&self) -> u64 {
         self.0.started
-    }
-
-    /// Device allocations since the server is ready.
-    pub(crate) fn allocations_after_ready(&self, meters: &Meters) -> u64 {
-        meters.allocations.saturating_sub(self.0.allocations_at_ready)
     }
 
     /// The model's own default of `max_tokens`, as far as it fits behind `prompt`.

@@ -1,5 +1,6 @@
 //! From files to an engine that is proved: load, profile, spawn. Nothing listens yet.
 
+mod keeper;
 mod spec;
 mod text;
 mod weights;
@@ -20,8 +21,10 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::progress::ProfileProgress;
 use crate::source::Source;
+use crate::standing::Standing;
 use crate::target::{GpuTarget, ModelTarget, SimTarget};
 
+use keeper::Keeper;
 pub use text::Text;
 use weights::Weights;
 
@@ -37,6 +40,8 @@ pub struct Ready {
     pub kv: KvConfig,
     /// How it came to that size.
     pub report: Report,
+    /// The same and the device's meters, as they are from now on.
+    pub standing: Arc<Standing>,
 }
 
 /// A model that is loaded: weights and text, but no engine yet.
@@ -155,10 +160,15 @@ impl Loaded {
             enable_prefix_caching: args.limits.prefix_caching(),
             steps_in_flight: self.weights.defaults().steps_in_flight,
         };
+        let standing = Arc::new(Standing::new(self.weights.device(), report.clone()));
+        let keeper = Keeper {
+            standing: Arc::clone(&standing),
+        };
         Ok(Ready {
-            engine: EngineHandle::spawn(proved, &config)?,
+            engine: EngineHandle::spawn(proved, keeper, &config)?,
             kv,
             report,
+            standing,
         })
     }
 }

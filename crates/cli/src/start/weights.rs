@@ -54,6 +54,13 @@ impl Weights {
         }
     }
 
+    pub(super) fn device(&self) -> Device {
+        match self {
+            Self::Cpu(_, budget) | Self::Sim(budget) => Device::Cpu(budget.clone()),
+            Self::Gpu(model) => Device::Gpu(model.gpu().clone()),
+        }
+    }
+
     pub(super) fn kv_bytes_per_token(&self) -> u64 {
         match self {
             Self::Cpu(model, _) => model.kv_bytes_per_token(),

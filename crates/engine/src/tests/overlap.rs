@@ -9,7 +9,7 @@ use plimsoll_core::{
 };
 use plimsoll_scheduler::SchedulerConfig;
 
-use super::{expected, read, token};
+use super::{Unmetered, expected, read, token};
 use crate::{EngineConfig, EngineHandle, EngineStats};
 
 const STEP: Duration = Duration::from_millis(10);
@@ -84,7 +84,7 @@ async fn serve(steps_in_flight: usize) -> EngineStats {
         enable_prefix_caching: true,
         steps_in_flight,
     };
-    let engine = EngineHandle::start(device, scheduler, &config).unwrap();
+    let engine = EngineHandle::start(device, Box::new(Unmetered), scheduler, &config).unwrap();
     for round in 0..2 {
         let submit = |seed: u64| {
             let options = RequestOptions {

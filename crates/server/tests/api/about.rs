@@ -1,5 +1,7 @@
 //! What the server says about itself.
 
+use std::sync::atomic::Ordering;
+
 use crate::CHAT;
 use crate::chat;
 use crate::rig::{Rig, Setup};
@@ -51,6 +53,11 @@ async fn metrics_are_prometheus_text_under_both_names() {
         ("vllm:iteration_tokens_total", "histogram"),
         ("plimsoll_device_memory_bytes", "gauge"),
         ("plimsoll_device_allocs_after_ready_total", "counter"),
+        ("plimsoll_device_memory_used_high_bytes", "gauge"),
+        ("plimsoll_device_memory_proved_peak_bytes", "gauge"),
+        ("plimsoll_fragmentation_bytes", "gauge"),
+        ("plimsoll_headroom_bytes", "gauge"),
+        ("plimsoll_high_water_above_proof_total", "counter"),
         ("plimsoll_gpu_busy_seconds_total", "counter"),
         ("plimsoll_gpu_idle_seconds_total", "counter"),
     ] {
@@ -86,4 +93,28 @@ async fn memory_shows_report_and_meters() {
     assert_eq!(memory["profile"]["phase"], "validate");
     assert_eq!(memory["now"]["components"]["kv"], 16384 * 64);
     assert_eq!(memory["device_allocs_after_ready"], 0);
+    assert_eq!(memory["high_water_above_proof"], 0);
+    let now = &memory["now"];
+    assert_eq!(now["proved_peak"], now["reserved"]);
+    assert_eq!(
+        (&now["fragmentation"], &now["headroom"]),
+        (&0.into(), &now["free"])
+    );
+}
+
+/// U18: memory that creeps is counted, once for each new height.
+#[tokio::test]
+async fn u18_a_step_that_holds_more_than_was_proved_is_counted() {
+    let rig = Rig::new(Setup::default());
+    let counted = async || rig.get("/memory").await.json()["high_water_above_proof"].clone();
+    let body = || crate::with(chat("x"), "max_tokens", 1.into());
+    assert_eq!(rig.post(CHAT, body()).await.status, 200);
+    assert_eq!(counted().await, 0);
+    for rises in 1..=2 {
+        rig.script.high_water.fetch_add(1, Ordering::SeqCst);
+        assert_eq!(rig.post(CHAT, chat("x")).await.status, 200);
+        assert_eq!(counted().await, rises);
+    }
+    let page = rig.get("/metrics").await.text;
+    assert!(page.contains(r#"plimsoll_high_water_above_proof_total{model_name="sim",engine="0"} 2"#));
 }

@@ -11,7 +11,7 @@ use plimsoll_core::{
     BlockSize, Component, DeviceTime, Executor, Meters, Oom, StateConfig, StepError, StepLimits, StepOutput,
     StepPlan,
 };
-use plimsoll_engine::{EngineConfig, EngineHandle};
+use plimsoll_engine::{EngineConfig, EngineHandle, StateSource};
 use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Target, profile};
 use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, router};
 use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
@@ -32,6 +32,9 @@ pub(crate) struct Script {
     /// The next step panics.
     pub(crate) panic: AtomicBool,
     reserved: AtomicU64,
+    /// What the account shows.
+    pub(crate) high_water: AtomicU64,
+    proved_peak: AtomicU64,
     /// `/memory` panics.
     pub(crate) meters_panic: AtomicBool,
 }
@@ -144,6 +147,24 @@ impl Memory for Reader {
     fn meters(&self) -> Meters {
         self.0.meters()
     }
+
+    fn allocations_after_ready(&self) -> u64 {
+        0
+    }
+
+    fn proved_peak(&self) -> u64 {
+        self.0.proved_peak.load(Ordering::SeqCst)
+    }
+}
+
+impl StateSource<Rigged> for Reader {
+    fn high_water(&self) -> u64 {
+        self.0.high_water.load(Ordering::SeqCst)
+    }
+
+    fn proved_peak(&self) -> u64 {
+        Memory::proved_peak(self)
+    }
 }
 
 /// What differs between tests.
@@ -245,13 +266,16 @@ impl Rig {
             script: Arc::clone(&script),
         };
         let proved = profile(&mut device, &spec, &mut ()).expect("the simulated device is large");
+        for mark in [&script.high_water, &script.proved_peak] {
+            mark.store(script.reserved.load(Ordering::SeqCst), Ordering::SeqCst);
+        }
         let config = EngineConfig {
             max_queue: setup.max_queue,
             vocab_size,
             enable_prefix_caching: true,
             steps_in_flight: 1,
         };
-        let engine = EngineHandle::spawn(proved, &config).unwrap();
+        let engine = EngineHandle::spawn(proved, Reader(Arc::clone(&script)), &config).unwrap();
         let tokenizer = Tokenizer::bytes();
         let model = ModelInfo {
             id: "sim".into(),

@@ -1,0 +1,77 @@
+//! What is known of the engine's state in use: its proof, and where the device's meters stood when it was ready.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use plimsoll_core::Meters;
+use plimsoll_profiler::Report;
+use plimsoll_server::Memory;
+
+use crate::device::Device;
+
+/// The proof of the state in use, on its device. Shared by the engine, which has it replaced, and the API, which shows it.
+#[derive(Debug)]
+pub struct Standing {
+    device: Device,
+    proof: Mutex<Proof>,
+}
+
+#[derive(Debug)]
+struct Proof {
+    report: Report,
+    /// By the process's own account.
+    peak: u64,
+    /// Allocations before the server was ready, or for states built later.
+    allocations: u64,
+}
+
+impl Standing {
+    /// Taken at ready: the device's marks still show the proof, and start anew here.
+    pub(crate) fn new(device: Device, report: Report) -> Self {
+        let proof = Proof {
+            peak: proved_peak(&device, &report),
+            allocations: device.allocations(),
+            report,
+        };
+        device.reset_high_water();
+        Self {
+            device,
+            proof: Mutex::new(proof),
+        }
+    }
+
+    /// Highest bytes held since the server is ready, by the process's own account.
+    pub(crate) fn high_water(&self) -> u64 {
+        self.device.account().meters().reserved_high
+    }
+
+    fn proof(&self) -> MutexGuard<'_, Proof> {
+        // Every critical section leaves the proof whole.
+        self.proof.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the account shows of the attempt that passed, in which the canary was held from the first byte to the last.
+fn proved_peak(device: &Device, report: &Report) -> u64 {
+    let meters = device.account().meters();
+    let without_canary = meters.reserved_high.saturating_sub(report.margins.canary_bytes);
+    without_canary.max(meters.reserved)
+}
+
+impl Memory for Standing {
+    fn report(&self) -> serde_json::Value {
+        serde_json::to_value(&self.proof().report).expect("a report is JSON")
+    }
+
+    fn meters(&self) -> Meters {
+        self.device.meters()
+    }
+
+    fn allocations_after_ready(&self) -> u64 {
+        let before = self.proof().allocations;
+        self.device.allocations().saturating_sub(before)
+    }
+
+    fn proved_peak(&self) -> u64 {
+        self.proof().peak
+    }
+}

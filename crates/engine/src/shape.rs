@@ -1,0 +1,115 @@
+use std::collections::BTreeSet;
+use std::fmt;
+
+use plimsoll_core::{SamplingParams, StepPlan};
+
+/// What a step was made of, to tell it from others in a log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// Requests in the step.
+    pub rows: usize,
+    /// Tokens it computed.
+    pub tokens: usize,
+    /// Tokens of its longest request, those before the step included.
+    pub longest_context: usize,
+    /// Kinds of sampling, sorted: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`.
+    pub sampling: BTreeSet<&'static str>,
+}
+
+impl From<&StepPlan> for StepShape {
+    fn from(plan: &StepPlan) -> Self {
+        let specs = plan.runs.iter().filter_map(|run| run.sample.as_ref());
+        Self {
+            rows: plan.runs.len(),
+            tokens: plan.num_tokens(),
+            longest_context: plan.runs.iter().map(|run| run.end()).max().unwrap_or(0),
+            sampling: specs.flat_map(|spec| kinds(&spec.params)).collect(),
+        }
+    }
+}
+
+fn kinds(params: &SamplingParams) -> impl Iterator<Item = &'static str> {
+    // `top_k` is the vocabulary's size where it is off, which only the model knows.
+    let top = params.top_p() < 1.0 || params.min_p() > 0.0;
+    [
+        (params.is_greedy(), "greedy"),
+        (!params.is_greedy(), "random"),
+        (!params.is_greedy() && top, "top"),
+        (params.needs_history(), "penalties"),
+        (!params.logit_bias().is_empty(), "bias"),
+        (params.logprobs().is_some(), "logprobs"),
+    ]
+    .into_iter()
+    .filter_map(|(is, kind)| is.then_some(kind))
+}
+
+impl fmt::Display for StepShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            rows,
+            tokens,
+            longest_context,
+            sampling,
+        } = self;
+        let sampling: Vec<_> = sampling.iter().copied().collect();
+        write!(
+            f,
+            "rows={rows} tokens={tokens} longest_context={longest_context} sampling={}",
+            sampling.join("+")
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_core::{RequestId, Run, RunInput, SampleSpec, SamplingOptions};
+
+    use super::*;
+
+    fn run(start: usize, tokens: usize, sampling: Option<SamplingOptions>) -> Run {
+        let sample = sampling.map(|options| SampleSpec {
+            params: SamplingParams::new(&options, 100).unwrap().into(),
+            seed: 0,
+            index: 0,
+            history: Vec::new(),
+            prompt_len: 1,
+        });
+        Run {
+            request: RequestId(0),
+            start,
+            input: RunInput::Known(vec![1; tokens]),
+            blocks: Vec::new(),
+            sample,
+        }
+    }
+
+    #[test]
+    fn a_shape_names_everything_that_takes_memory() {
+        let greedy = SamplingOptions {
+            temperature: Some(0.0),
+            presence_penalty: Some(1.0),
+            ..Default::default()
+        };
+        let random = SamplingOptions {
+            top_p: Some(0.5),
+            logprobs: Some(3),
+            ..Default::default()
+        };
+        let plan = StepPlan {
+            step: 0,
+            runs: vec![
+                run(500, 1, Some(greedy)),
+                run(0, 30, Some(random)),
+                run(7, 2, None),
+            ],
+        };
+        assert_eq!(
+            StepShape::from(&plan).to_string(),
+            "rows=3 tokens=33 longest_context=501 sampling=greedy+logprobs+penalties+random+top"
+        );
+        assert_eq!(
+            StepShape::from(&StepPlan::default()).to_string(),
+            "rows=0 tokens=0 longest_context=0 sampling="
+        );
+    }
+}
