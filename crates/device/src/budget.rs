@@ -2,12 +2,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::{Component, ComponentBytes, Meters, Oom};
 
+use crate::Supply;
+
 /// An account of device memory. Clones share it.
 ///
-/// The account holds this process's charges, the neighbours' memory ([`Budget::set_peers`]) and, for tests, faults. It only
-/// counts; [`Slab`](crate::Slab) is what counts and allocates.
+/// The account holds this process's charges, what neighbours took of the total at the last look, and, for tests, faults. It
+/// only counts; [`Slab`](crate::Slab) is what counts and allocates.
 #[derive(Clone, Debug)]
-pub struct Budget(Arc<Mutex<Account>>);
+pub struct Budget(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    account: Mutex<Account>,
+    /// Where the total is only promised: who gives it.
+    supply: Option<Arc<dyn Supply>>,
+}
 
 #[derive(Debug)]
 struct Account {
@@ -24,9 +33,19 @@ struct Account {
 }
 
 impl Budget {
-    /// An empty account of `total` bytes.
+    /// An empty account of `total` bytes that are this process's own.
     pub fn new(total: u64) -> Self {
-        Self(Arc::new(Mutex::new(Account {
+        Self::with(total, None)
+    }
+
+    /// An empty account of `total` bytes of a device that others use too. What `supply` can no longer give of them is the
+    /// neighbours' (U7).
+    pub fn shared(total: u64, supply: Arc<dyn Supply>) -> Self {
+        Self::with(total, Some(supply))
+    }
+
+    fn with(total: u64, supply: Option<Arc<dyn Supply>>) -> Self {
+        let account = Mutex::new(Account {
             total,
             cap: u64::MAX,
             peers: 0,
@@ -35,14 +54,17 @@ impl Budget {
             reserved_high: 0,
             allocations: 0,
             fault_at: None,
-        })))
+        });
+        Self(Arc::new(Inner { account, supply }))
     }
 
-    /// Takes `bytes` until the charge is dropped. Every call counts as one allocation, failed ones too.
+    /// Takes `bytes` until the charge is dropped. Every call counts as one allocation, failed ones too. Asks the supply
+    /// first: nobody charges while serving.
     ///
     /// # Errors
     /// [`Oom`] if fewer than `bytes` bytes are free, or a fault was injected here.
     pub fn charge(&self, component: Component, bytes: u64) -> Result<Charge, Oom> {
+        self.look();
         let mut account = self.lock();
         account.allocations += 1;
         let faulty = account.fault_at == Some(account.allocations);
@@ -78,7 +100,8 @@ impl Budget {
         self.lock().oom(component, bytes)
     }
 
-    /// Reads the meters. A charge is used as long as it is reserved, so the two are the same here.
+    /// Reads the meters, the neighbours as of the last look. A charge is used as long as it is reserved, so the two are the
+    /// same here.
     pub fn meters(&self) -> Meters {
         self.lock().meters()
     }
@@ -89,9 +112,18 @@ impl Budget {
         account.reserved_high = account.reserved;
     }
 
-    /// Says how much of the device other processes use. May exceed what is left: then nothing more can be charged.
-    pub fn set_peers(&self, bytes: u64) {
-        self.lock().peers = bytes;
+    /// Asks the supply how much is left, and takes what is missing from the total for the neighbours'. Reads files of the
+    /// operating system: not for the step path.
+    pub fn look(&self) {
+        let Some(supply) = &self.0.supply else {
+            return;
+        };
+        let reserved = self.lock().reserved;
+        // Where nobody knows, the last answer stands.
+        if let Some(left) = supply.left(reserved) {
+            let mut account = self.lock();
+            account.peers = account.total.saturating_sub(reserved).saturating_sub(left);
+        }
     }
 
     /// Fault injection: the `n`-th charge from now (1 is the next) fails, once. 0 takes a planned fault back.
@@ -107,7 +139,7 @@ impl Budget {
 
     fn lock(&self) -> MutexGuard<'_, Account> {
         // Every critical section leaves the account whole, so a panic elsewhere does not spoil it.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.account.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -174,6 +206,8 @@ impl Drop for Charge {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
@@ -231,19 +265,47 @@ mod tests {
         );
     }
 
+    /// A machine of so many bytes, less what neighbours hold; 0 does not say.
+    #[derive(Debug, Default)]
+    struct Shared(AtomicU64);
+
+    impl Supply for Shared {
+        fn left(&self, reserved: u64) -> Option<u64> {
+            let machine = self.0.load(Ordering::Relaxed);
+            (machine > 0).then(|| machine.saturating_sub(reserved))
+        }
+    }
+
     #[test]
-    fn neighbours_take_room_but_are_not_ours() {
-        let budget = Budget::new(100);
+    fn u7_neighbours_are_what_the_total_promises_and_the_machine_lacks() {
+        let machine = Arc::new(Shared::default());
+        let has = |bytes| machine.0.store(bytes, Ordering::Relaxed);
+        let budget = Budget::shared(100, machine.clone());
         let held = budget.charge(Component::Weights, 60).unwrap();
-        budget.set_peers(30);
-        let meters = budget.meters();
-        assert_eq!((meters.free, meters.reserved, meters.peers()), (10, 60, 30));
-        assert!(budget.charge(Component::Kv, 11).is_err());
-        budget.set_peers(90);
-        assert_eq!(budget.meters().free, 0);
+        let seen = || {
+            budget.look();
+            let meters = budget.meters();
+            (meters.free, meters.reserved, meters.peers())
+        };
+        has(70);
+        assert_eq!(budget.meters().free, 40, "nothing is read without a look");
+        assert_eq!(seen(), (10, 60, 30));
+        has(80);
+        drop(budget.charge(Component::Kv, 20).unwrap());
+        assert_eq!(budget.charge(Component::Kv, 21).unwrap_err().meters.peers(), 20);
+        // A machine that has more than the total promises gives no more than that; one that is silent changes nothing.
+        has(1000);
+        assert_eq!(seen(), (40, 60, 0));
+        has(75);
+        assert_eq!(seen(), (15, 60, 25));
+        has(0);
+        assert_eq!(seen(), (15, 60, 25));
+        // It has less than what we hold already.
+        has(10);
+        assert_eq!(seen(), (0, 60, 40));
         assert!(budget.charge(Component::Kv, 1).is_err());
         drop(held);
-        assert_eq!(budget.meters().free, 10);
+        assert_eq!(seen(), (10, 0, 90));
     }
 
     #[test]

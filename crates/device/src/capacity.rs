@@ -7,8 +7,8 @@
 //!   passing it means death.
 
 use std::fmt;
-use std::fs;
-use std::path::{Path, PathBuf};
+
+use crate::{CapacityError, Machine};
 
 /// Bytes a budget should have, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,37 +43,22 @@ impl fmt::Display for Bound {
     }
 }
 
-/// The machine does not say how much memory it has.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "cannot read how much memory is available from {path} ({reason}); say it with --device-memory, such as 8GiB"
-)]
-pub struct CapacityError {
-    path: PathBuf,
-    reason: String,
-}
-
 /// Asks the operating system (Linux: `/proc` and `/sys/fs/cgroup`).
 ///
 /// # Errors
 /// [`CapacityError`] where there is no readable `/proc/meminfo`. An absent or unlimited control group is no error.
 pub fn default_capacity() -> Result<Capacity, CapacityError> {
-    detect(Path::new("/"))
+    on(&Machine::this())
 }
 
-fn detect(root: &Path) -> Result<Capacity, CapacityError> {
-    let path = root.join("proc/meminfo");
-    let error = |reason: String| CapacityError {
-        path: path.clone(),
-        reason,
-    };
-    let meminfo = fs::read_to_string(&path).map_err(|e| error(e.to_string()))?;
-    let available = mem_available(&meminfo).ok_or_else(|| error("there is no MemAvailable line".into()))?;
+fn on(machine: &Machine) -> Result<Capacity, CapacityError> {
+    let room = machine.room()?;
     let host = Capacity {
-        bytes: available / 2,
-        bound: Bound::Available(available),
+        bytes: room.machine / 2,
+        bound: Bound::Available(room.machine),
     };
-    let group = control_group_room(root)
+    let group = room
+        .group
         .map(|room| Capacity {
             bytes: room / 4 * 3,
             bound: Bound::ControlGroup(room),
@@ -82,78 +67,16 @@ fn detect(root: &Path) -> Result<Capacity, CapacityError> {
     Ok(group.unwrap_or(host))
 }
 
-/// `MemAvailable` in bytes.
-fn mem_available(meminfo: &str) -> Option<u64> {
-    let value = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    value
-        .trim()
-        .strip_suffix("kB")?
-        .trim_end()
-        .parse::<u64>()
-        .ok()?
-        .checked_mul(1024)
-}
-
-/// Least room below the limits of this process's control group and its ancestors; `None` without a limit.
-fn control_group_room(root: &Path) -> Option<u64> {
-    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    groups.lines().filter_map(|line| group_room(root, line)).min()
-}
-
-/// Names of the files of one version of the memory controller.
-struct Files {
-    limit: &'static str,
-    usage: &'static str,
-    inactive: &'static str,
-}
-
-const V1: Files = Files {
-    limit: "memory.limit_in_bytes",
-    usage: "memory.usage_in_bytes",
-    inactive: "total_inactive_file",
-};
-const V2: Files = Files {
-    limit: "memory.max",
-    usage: "memory.current",
-    inactive: "inactive_file",
-};
-
-/// `line` is `hierarchy:controllers:path` (cgroups(7)); v2 is hierarchy 0 without controllers.
-fn group_room(root: &Path, line: &str) -> Option<u64> {
-    let mut fields = line.splitn(3, ':');
-    let (hierarchy, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-    let (mount, files) = if hierarchy == "0" && controllers.is_empty() {
-        (root.join("sys/fs/cgroup"), V2)
-    } else if controllers.split(',').any(|controller| controller == "memory") {
-        (root.join("sys/fs/cgroup/memory"), V1)
-    } else {
-        return None;
-    };
-    // Inside a container the path may be the host's and absent here; the mount point itself is then the group.
-    let own = mount.join(path.trim_start_matches('/'));
-    let levels = own.ancestors().take_while(|level| level.starts_with(&mount));
-    levels.filter_map(|level| level_room(level, &files)).min()
-}
-
-/// Limit minus what cannot be reclaimed, of one group.
-fn level_room(group: &Path, files: &Files) -> Option<u64> {
-    let read = |name: &str| fs::read_to_string(group.join(name)).ok();
-    let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-    // "max" (v2) is no number; v1 says a huge one, which no machine has and the minimum with the machine's memory ignores.
-    let limit = number(files.limit)?;
-    let usage = number(files.usage).unwrap_or(0);
-    let stat = read("memory.stat").unwrap_or_default();
-    let inactive = stat
-        .lines()
-        .find_map(|line| line.strip_prefix(files.inactive)?.trim().parse::<u64>().ok());
-    Some(limit.saturating_sub(usage.saturating_sub(inactive.unwrap_or(0))))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::Path;
+
     use super::*;
+
+    fn detect(root: &Path) -> Result<Capacity, CapacityError> {
+        on(&Machine::at(root))
+    }
 
     const MEMINFO: &str =
         "MemTotal:       24684096 kB\nMemFree:        19252144 kB\nMemAvailable:   16777216 kB\n";
@@ -202,7 +125,7 @@ mod tests {
             ("sys/fs/cgroup/kubepods/memory.current", "2147483648\n"),
             (
                 "sys/fs/cgroup/kubepods/memory.stat",
-                "anon 7\ninactive_file 1073741824\nactive_file 5\n",
+                "anon 7\ninactive_file 1073741824\nshmem 5\n",
             ),
             ("sys/fs/cgroup/kubepods/pod7/memory.max", "max\n"),
         ]);
@@ -257,8 +180,6 @@ mod tests {
                 "{message}"
             );
         }
-        assert_eq!(mem_available("MemAvailable: 12 MB"), None);
-        assert_eq!(mem_available("MemAvailable: 99999999999999999999 kB"), None);
     }
 
     #[test]
