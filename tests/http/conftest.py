@@ -95,6 +95,8 @@ def serve(directory: Path, *args: str, expected_code: int = 0):
     command = [str(BINARY), "serve", *args, "--port", str(port)]
     # The server takes settings from PLIMSOLL_*: those of the caller's shell are not for the tests.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PLIMSOLL_")}
+    # Servers outside these tests need not wait for ours, nor ours for them.
+    environment["PLIMSOLL_DEVICE_LOCK_DIR"] = str(directory)
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
     server = Server(process, port, log)

@@ -24,7 +24,7 @@ environment (PLIMSOLL_MAX_NUM_SEQS=8). The later wins: defaults, file, environme
 
 Exit codes: 0 done, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
 4 it does not fit the memory, 5 the address cannot be bound, 6 requests were cut off by the drain timeout, \
-7 the GPU cannot be used.";
+7 the GPU cannot be used, 8 another server was measuring the device for too long.";
 
 /// Serves large language models, and measures its own load line first.
 #[derive(Debug, Parser)]
@@ -178,6 +178,14 @@ pub struct DeviceArgs {
         hide_possible_values = true
     )]
     pub dtype: DType,
+    /// Where servers leave their lock files: while one of them measures a device, others that start on it wait.
+    /// Containers that share a device must share this directory [default: /run/lock/plimsoll, or plimsoll in the temporary
+    /// directory]
+    #[arg(long, value_name = "DIR")]
+    pub device_lock_dir: Option<PathBuf>,
+    /// How long to wait for another server that measures the device, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds)]
+    pub device_lock_timeout: Duration,
     /// Launch every kernel by itself instead of replaying CUDA graphs: slower, but starts at once
     #[arg(long, overrides_with = "no_enforce_eager")]
     enforce_eager: bool,

@@ -2,14 +2,16 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use plimsoll_core::{Component, Meters};
-use plimsoll_device::cuda::{Gpu, GpuError, GpuLimit, GpuOptions};
-use plimsoll_device::{Budget, capacity};
+use plimsoll_device::cuda::{self, Gpu, GpuError, GpuLimit, GpuOptions};
+use plimsoll_device::{Budget, Machine, capacity};
 
 use crate::args::{DType, DeviceArgs, EngineArgs, KvDtype};
 use crate::bytes::Bytes;
 use crate::error::Error;
+use crate::lock::{DeviceLock, Locks};
 use crate::source::Source;
 
 /// Bytes the simulated device has unless `--device-memory` says more or less.
@@ -39,6 +41,17 @@ impl FromStr for DeviceChoice {
             _ => None,
         }
         .ok_or_else(|| "auto, cpu, cuda or cuda:N is expected".to_owned())
+    }
+}
+
+impl DeviceChoice {
+    /// Number of the GPU to look for, if one is.
+    fn ordinal(self) -> Option<usize> {
+        match self {
+            Self::Auto => Some(0),
+            Self::Cpu => None,
+            Self::Cuda(number) => Some(number),
+        }
     }
 }
 
@@ -74,11 +87,12 @@ impl From<Gpu> for Device {
 }
 
 impl Device {
-    /// The device that `args` ask for, open; says in the log which it is and why.
+    /// The device that `args` ask for, open; says in the log which it is and why. Nobody else may measure it until the
+    /// lock is dropped, which is to be kept until this process has taken all that it will ever take.
     ///
     /// # Errors
-    /// Where a GPU was asked for and cannot be used, or flags do not suit the device.
-    pub fn open(source: &Source, args: &EngineArgs) -> Result<Self, Error> {
+    /// Where a GPU was asked for and cannot be used, flags do not suit the device, or another start works on it.
+    pub fn open(source: &Source, args: &EngineArgs) -> Result<(Self, DeviceLock), Error> {
         let choice = match (source, args.device.device) {
             (Source::Sim, DeviceChoice::Cuda(_)) => {
                 return Err(wrong("--device", "the simulated model runs on the CPU"));
@@ -95,8 +109,15 @@ impl Device {
             plimsoll_kernels::cuda::check(&gpu)?;
             Ok(gpu)
         };
+        let locks = Locks::new(args);
+        let gpu_lock = choice.ordinal().map(cuda::uuid).transpose();
+        // What keeps a GPU from having a name keeps it from being opened too, which says so.
+        let gpu_lock = match gpu_lock {
+            Ok(Some(uuid)) => locks.take(&uuid)?,
+            Ok(None) | Err(_) => DeviceLock::none(),
+        };
         let Chosen { gpu, why } = choose(choice, open)?;
-        let device = match gpu {
+        let opened = match gpu {
             Some(gpu) => {
                 check_gpu(args)?;
                 let info = gpu.info();
@@ -107,9 +128,10 @@ impl Device {
                     info.name,
                     Bytes(gpu.budget().meters().total)
                 );
-                Self::Gpu(gpu)
+                (Self::Gpu(gpu), gpu_lock)
             }
             None => {
+                drop(gpu_lock);
                 check_cpu(args)?;
                 match why {
                     None => tracing::info!("device: cpu"),
@@ -117,16 +139,23 @@ impl Device {
                     Some(GpuError::NoDevice { .. }) => tracing::info!("device: cpu (no NVIDIA GPU)"),
                     Some(why) => tracing::warn!("device: cpu, although there is a GPU: {why}"),
                 }
-                Self::Cpu(budget(source, args)?)
+                let lock = match source {
+                    Source::Sim => DeviceLock::none(),
+                    Source::Files { .. } => locks.take("cpu")?,
+                };
+                (Self::Cpu(budget(source, args)?), lock)
             }
         };
-        Ok(device)
+        Ok(opened)
     }
 
-    /// The device's meters, now.
+    /// The device's meters, now. Asks the device or the operating system: not for the step path.
     pub fn meters(&self) -> Meters {
         match self {
-            Self::Cpu(budget) => budget.meters(),
+            Self::Cpu(budget) => {
+                budget.look();
+                budget.meters()
+            }
             Self::Gpu(gpu) => gpu.meters(),
         }
     }
@@ -198,18 +227,21 @@ fn limit(args: &EngineArgs) -> GpuLimit {
     }
 }
 
-/// What `--device-memory` grants, or what this machine can spare.
+/// What `--device-memory` grants, or what this machine can spare. The simulated device is nobody else's.
 fn budget(source: &Source, args: &EngineArgs) -> Result<Budget, Error> {
-    let bytes = match (args.memory.device_memory, source) {
-        (Some(Bytes(bytes)), _) => bytes,
-        (None, Source::Sim) => SIM_BYTES,
-        (None, Source::Files { .. }) => {
+    let given = args.memory.device_memory.map(|Bytes(bytes)| bytes);
+    if let Source::Sim = source {
+        return Ok(Budget::new(given.unwrap_or(SIM_BYTES)));
+    }
+    let bytes = match given {
+        Some(bytes) => bytes,
+        None => {
             let capacity = capacity::default_capacity()?;
             tracing::info!("device memory: {}, {}", Bytes(capacity.bytes), capacity.bound);
             capacity.bytes
         }
     };
-    Ok(Budget::new(bytes))
+    Ok(Budget::shared(bytes, Arc::new(Machine::this())))
 }
 
 /// Refuses what only a CPU can do.
@@ -382,8 +414,9 @@ mod tests {
 
     #[test]
     fn the_simulated_model_needs_no_gpu() {
-        let device = Device::open(&Source::Sim, &args("sim")).unwrap();
+        let (device, lock) = Device::open(&Source::Sim, &args("sim")).unwrap();
         assert!(matches!(&device, Device::Cpu(_)));
+        assert!(!lock.is_held(), "the simulated device is this process's own");
         assert_eq!(device.meters().total, SIM_BYTES);
         let error = Device::open(&Source::Sim, &args("sim --device cuda")).unwrap_err();
         assert_eq!(error.exit_code(), 2);

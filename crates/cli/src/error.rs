@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use plimsoll_core::Oom;
-use plimsoll_device::capacity::CapacityError;
+use plimsoll_device::CapacityError;
 use plimsoll_device::cuda::GpuError;
 use plimsoll_model::ModelError;
 use plimsoll_profiler::ProfileError;
@@ -55,6 +55,22 @@ pub enum Error {
     /// The GPU.
     #[error(transparent)]
     Gpu(#[from] GpuError),
+    /// Another start holds the device's lock.
+    #[error(
+        "{device} is still being measured by {holder} after {:.0} s: wait for it to be ready, give it longer with \
+         --device-lock-timeout, or end it (lock file: {})",
+        timeout.as_secs_f64(), path.display()
+    )]
+    DeviceBusy {
+        /// The device, as its lock file is called.
+        device: String,
+        /// What the holder says about itself.
+        holder: String,
+        /// How long it was waited for.
+        timeout: Duration,
+        /// The lock file.
+        path: PathBuf,
+    },
     /// The tokenizer or the chat template.
     #[error(transparent)]
     Text(#[from] TextError),
@@ -119,6 +135,7 @@ impl Error {
             Self::Bind { .. } => 5,
             Self::CutOff { .. } => 6,
             Self::Gpu(_) => 7,
+            Self::DeviceBusy { .. } => 8,
             Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) | Self::Bench(_) => 1,
             Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
         }

@@ -8,6 +8,7 @@ pub mod device;
 pub mod error;
 pub mod hub;
 pub mod layers;
+pub mod lock;
 pub mod logging;
 mod progress;
 pub mod serve;

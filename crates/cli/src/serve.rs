@@ -57,7 +57,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
 pub async fn profile(args: EngineArgs) -> Result<(), Error> {
     let source = resolve(&args.model).await?;
     let work = move || {
-        let device = Device::open(&source, &args)?;
+        let (device, _lock) = Device::open(&source, &args)?;
         Loaded::new(&source, &args, device)?.profile(&args)
     };
     let report = tokio::task::spawn_blocking(work)
@@ -69,7 +69,7 @@ pub async fn profile(args: EngineArgs) -> Result<(), Error> {
 
 /// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
 pub fn prepare(source: &Source, args: &ServeArgs) -> Result<(AppState, Report), Error> {
-    let device = Device::open(source, &args.engine)?;
+    let (device, lock) = Device::open(source, &args.engine)?;
     let loaded = Loaded::new(source, &args.engine, device)?;
     let Ready {
         engine,
@@ -77,6 +77,8 @@ pub fn prepare(source: &Source, args: &ServeArgs) -> Result<(AppState, Report), 
         standing,
         ..
     } = loaded.start(&args.engine, args.server.max_queue)?;
+    // All memory is taken: whoever starts next sees what is left.
+    drop(lock);
     let Text {
         tokenizer,
         template,

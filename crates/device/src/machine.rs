@@ -81,7 +81,7 @@ impl Machine {
     /// Least room below the limits of this process's control group and its ancestors; `None` without a limit.
     fn group_room(&self) -> Option<u64> {
         let groups = fs::read_to_string(self.root.join("proc/self/cgroup")).ok()?;
-        let groups = groups.lines().filter_map(|line| Group::parse(line));
+        let groups = groups.lines().filter_map(Group::parse);
         groups.filter_map(|group| group.room(&self.root)).min()
     }
 

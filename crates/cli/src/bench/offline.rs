@@ -206,7 +206,7 @@ impl Bench {
         let source = resolve(&args.model).await?;
         let seed = args.limits.fixed_seed();
         let work = move || {
-            let device = Device::open(&source, &args)?;
+            let (device, _lock) = Device::open(&source, &args)?;
             let gpu = match &device {
                 Device::Gpu(gpu) => Some(gpu.clone()),
                 Device::Cpu(_) => None,

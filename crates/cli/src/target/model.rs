@@ -20,6 +20,7 @@ impl Target for ModelTarget {
     }
 
     fn meters(&self) -> Meters {
+        self.budget.look();
         self.budget.meters()
     }
 

@@ -434,7 +434,7 @@ impl Drop for Inner {
 }
 
 /// Opens the driver library and asks for its version.
-fn driver_version() -> Result<i32, GpuError> {
+pub(super) fn driver_version() -> Result<i32, GpuError> {
     let mut found = 0;
     // SAFETY: the functions are only called once the library is known to be there.
     unsafe {
@@ -456,7 +456,7 @@ fn driver_version() -> Result<i32, GpuError> {
     Ok(found)
 }
 
-fn device(ordinal: usize) -> Result<sys::CUdevice, GpuError> {
+pub(super) fn device(ordinal: usize) -> Result<sys::CUdevice, GpuError> {
     let (mut count, mut device) = (0, 0);
     // SAFETY: places to write to.
     unsafe {
