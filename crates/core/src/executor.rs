@@ -52,6 +52,17 @@ pub enum StepError {
     /// Device memory ran out.
     #[error(transparent)]
     Oom(#[from] Oom),
+    /// The KV cache had to be built again after the request was admitted, and is too small for it now.
+    #[error(
+        "device memory became scarce and the KV cache was built again with {capacity} tokens, but this request may need \
+         {needed}; ask for fewer tokens, or try again later"
+    )]
+    KvTooSmall {
+        /// Prompt plus output tokens of the request.
+        needed: usize,
+        /// Tokens the KV cache holds now.
+        capacity: usize,
+    },
     /// The executor reported a defect.
     #[error("the step failed: {0}")]
     Failed(String),

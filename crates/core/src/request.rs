@@ -137,6 +137,11 @@ impl Request {
         self.max_tokens
     }
 
+    /// Prompt plus output tokens at most.
+    pub fn longest(&self) -> usize {
+        self.prompt.len() + self.max_tokens
+    }
+
     /// How to choose tokens.
     pub fn sampling(&self) -> &Arc<SamplingParams> {
         &self.sampling

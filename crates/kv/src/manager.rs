@@ -54,6 +54,14 @@ impl KvManager {
         }
     }
 
+    /// Starts over with an empty cache of `config`. Whatever table was open is void.
+    pub fn reset(&mut self, config: KvConfig) {
+        *self = Self {
+            evictions: self.evictions,
+            ..Self::new(config, self.prefix_caching)
+        };
+    }
+
     /// The cache's size.
     pub fn config(&self) -> KvConfig {
         self.config

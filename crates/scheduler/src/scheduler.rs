@@ -88,17 +88,22 @@ impl Scheduler {
         }
     }
 
+    /// Whether the KV cache can hold all of `request`. After a [`reset`](Self::reset) it may be smaller than the limits that
+    /// the request was made with.
+    pub fn fits(&self, request: &Request) -> bool {
+        request.longest() <= self.limits.max_model_len.min(self.kv.config().capacity_tokens())
+    }
+
     /// Queues `request` behind all others.
     ///
     /// # Panics
-    /// Where its id is in use, or it was made with limits larger than this scheduler's.
+    /// Where its id is in use, or it does not fit.
     pub fn submit(&mut self, request: Request) {
-        let longest = request.prompt().len() + request.max_tokens();
-        let fits = longest <= self.limits.max_model_len.min(self.kv.config().capacity_tokens());
         assert!(
-            fits,
-            "{} of {longest} tokens was made with other limits than the scheduler's",
-            request.id()
+            self.fits(&request),
+            "{} of {} tokens was made with other limits than the scheduler's",
+            request.id(),
+            request.longest()
         );
         let arrival = Arrival(self.next_arrival);
         self.next_arrival += 1;
@@ -174,6 +179,44 @@ impl Scheduler {
             self.retire(arrival);
             self.counters.failed += 1;
             events.push((id, Event::Failed(error.clone())));
+        }
+        events
+    }
+
+    /// Starts over with an empty KV cache of `kv`, the old one being gone. Requests keep what they have said: those that ran
+    /// wait again, before all others, and are computed anew. The events end those for which `kv` is too small.
+    ///
+    /// # Panics
+    /// Where a step is in flight: what it will say is about the old cache.
+    pub fn reset(&mut self, kv: KvConfig) -> Vec<(RequestId, Event)> {
+        assert!(
+            self.in_flight.is_empty(),
+            "steps {:?} are in flight",
+            self.in_flight
+        );
+        self.kv.reset(kv);
+        self.short_of_blocks = false;
+        while let Some((arrival, Running { sequence, .. })) = self.running.pop_first() {
+            self.waiting.insert(arrival, sequence);
+            self.counters.restarts += 1;
+        }
+        let too_long = self
+            .waiting
+            .iter()
+            .filter(|(_, waiting)| !self.fits(&waiting.request));
+        let too_long: Vec<Arrival> = too_long.map(|(&arrival, _)| arrival).collect();
+        let lost = too_long
+            .into_iter()
+            .filter_map(|arrival| self.waiting.remove(&arrival));
+        let mut events = Vec::new();
+        for Sequence { request, .. } in lost {
+            self.arrivals.remove(&request.id());
+            self.counters.failed += 1;
+            let error = StepError::KvTooSmall {
+                needed: request.longest(),
+                capacity: kv.capacity_tokens(),
+            };
+            events.push((request.id(), Event::Failed(error)));
         }
         events
     }

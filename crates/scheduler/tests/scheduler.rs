@@ -287,3 +287,51 @@ fn an_output_that_does_not_answer_the_plan_is_a_failure() {
 fn a_request_that_can_never_fit_is_a_mistake_of_the_caller() {
     scheduler(100, 4, 2).submit(request(1, 10, 10));
 }
+
+/// U21: a lost KV cache costs the requests in it time, not their text.
+#[test]
+fn u21_a_lost_cache_sends_everybody_back_with_their_tokens() {
+    let mut scheduler = scheduler(100, 2, 20);
+    for (id, prompt, max_tokens) in [(1, 8, 20), (2, 8, 60), (3, 4, 4)] {
+        scheduler.submit(request(id, prompt, max_tokens));
+    }
+    for token in [5, 6] {
+        step(&mut scheduler, token);
+    }
+    let kv = |num_blocks| KvConfig {
+        block_size: BlockSize::new(8).expect("8 is legal"),
+        num_blocks,
+    };
+    // 68 tokens no longer fit, 28 do.
+    let events = scheduler.reset(kv(5));
+    let needed = StepError::KvTooSmall {
+        needed: 68,
+        capacity: 40,
+    };
+    assert!(matches!(&events[..], [(RequestId(2), Event::Failed(error))] if *error == needed));
+    assert!(scheduler.fits(&request(9, 20, 20)) && !scheduler.fits(&request(9, 20, 21)));
+    let stats = scheduler.stats();
+    assert_eq!((stats.waiting, stats.running, stats.restarts), (2, 0, 2));
+    assert_eq!((stats.blocks_total, stats.blocks_used, stats.failed), (5, 0, 1));
+    // The first computes its prompt and what it has said, and goes on with its third token.
+    let (plan, _) = step(&mut scheduler, 7);
+    assert_eq!(shape(&plan), [(1, 0, 10, true), (3, 0, 4, true)]);
+    assert_eq!(plan.runs[0].sample.as_ref().map(|spec| spec.index), Some(2));
+    assert_eq!(
+        plan.runs[0].input,
+        RunInput::Known(vec![1, 1, 2, 3, 4, 5, 6, 7, 5, 6])
+    );
+}
+
+#[test]
+#[should_panic(expected = "in flight")]
+fn a_cache_is_not_replaced_under_a_step() {
+    let mut scheduler = scheduler(100, 4, 20);
+    scheduler.submit(request(1, 4, 9));
+    let _plan = scheduler.plan();
+    let kv = KvConfig {
+        block_size: BlockSize::default(),
+        num_blocks: 20,
+    };
+    scheduler.reset(kv);
+}

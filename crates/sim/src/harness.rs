@@ -1,12 +1,14 @@
 use std::collections::{BTreeMap, VecDeque};
 
-use plimsoll_core::{Event, Executor, FinishReason, Request, RequestId, StepError, StepPlan, TokenId};
+use plimsoll_core::{
+    Event, Executor, FinishReason, KvConfig, Request, RequestId, StepError, StepPlan, TokenId,
+};
 use plimsoll_scheduler::{Scheduler, SchedulerStats};
 
 use crate::{
     executor::{SimConfig, SimExecutor, StepTime},
     model::oracle,
-    workload::{Cancel, Workload},
+    workload::{Cancel, Reset, Workload},
 };
 
 /// What a workload led to.
@@ -21,7 +23,8 @@ pub struct Report {
 /// Lives through `workload` with up to `depth` steps in flight and holds the scheduler to its promises:
 ///
 /// - each text is the oracle's, however requests were scheduled;
-/// - nothing is computed twice but after a preemption, nothing at all that the prefix cache held;
+/// - nothing is computed twice but after a preemption or a loss of the KV cache, nothing at all that the prefix cache held;
+/// - where the KV cache is lost, no request is, but those for which the new one is too small;
 /// - older requests come first, in admission and in every step; a preempted one does not return on the blocks it gave up;
 /// - the life ends, within a bounded number of steps, with all blocks free and every request accounted for;
 /// - every plan passes the executor's checks; with `audit`, the bookkeeping is sound after every move.
@@ -30,12 +33,16 @@ pub struct Report {
 pub fn simulate(workload: &Workload, depth: usize, audit: bool) -> Result<Report, String> {
     let mut life = Life::new(workload, depth, audit);
     let mut arrivals = workload.arrivals.iter().peekable();
+    let mut resets = workload.resets.iter().peekable();
     let mut tick = 0;
     loop {
         while let Some((_, request)) = arrivals.next_if(|(at, _)| *at <= tick) {
-            life.submit(request);
+            life.submit(request)?;
         }
         life.cancel(tick, false)?;
+        while let Some(reset) = resets.next_if(|reset| reset.tick <= tick) {
+            life.reset(reset)?;
+        }
         let launched = life.launch()?;
         life.cancel(tick, true)?;
         let finished = life.finish()?;
@@ -63,6 +70,7 @@ struct Life<'a> {
     audit: bool,
     scheduler: Scheduler,
     executor: SimExecutor,
+    kv: KvConfig,
     /// Plans, each with the number of requests whose blocks had been given back when it was made.
     in_flight: VecDeque<(StepPlan, u64)>,
     clients: BTreeMap<RequestId, Client<'a>>,
@@ -94,43 +102,37 @@ enum ClientState {
 
 impl<'a> Life<'a> {
     fn new(workload: &'a Workload, depth: usize, audit: bool) -> Self {
-        let Workload {
-            scheduler: config,
-            model,
-            arrivals,
-            faults,
-            ..
-        } = workload;
-        let step_time = StepTime::default();
-        let config = SimConfig {
-            kv: config.kv,
-            limits: config.limits,
-            model: *model,
-            step_time,
-        };
-        let mut executor = SimExecutor::new(config);
-        for &(step, fault) in faults {
-            executor.inject(step, fault);
-        }
-        // Every step computes a token; a request starts anew at most once for each other that ends.
-        let tokens = |request: &Request| (request.prompt().len() + request.max_tokens()) as u64;
-        let total: u64 = arrivals.iter().map(|(_, request)| tokens(request)).sum();
+        let arrivals = &workload.arrivals;
+        // Every step computes a token; a request starts anew at most once for each other that ends, and all do with a new
+        // KV cache.
+        let total: u64 = arrivals.iter().map(|(_, request)| request.longest() as u64).sum();
+        let lives = 1 + workload.resets.len() as u64;
         let last = arrivals.last().map_or(0, |(tick, _)| *tick);
+        let kv = workload.scheduler.kv;
         Self {
             workload,
             depth,
             audit,
             scheduler: Scheduler::new(workload.scheduler),
-            executor,
+            executor: executor(workload, kv),
+            kv,
             in_flight: VecDeque::new(),
             clients: BTreeMap::new(),
             latest_admitted: None,
             ended: 0,
-            patience: last + total * (arrivals.len() as u64 + 1) + 100,
+            patience: last + lives * total * (arrivals.len() as u64 + 1) + 100,
         }
     }
 
-    fn submit(&mut self, request: &'a Request) {
+    /// A request that a smaller KV cache cannot hold is turned away.
+    fn submit(&mut self, request: &'a Request) -> Result<(), String> {
+        let fits = self.fits(request);
+        if self.scheduler.fits(request) != fits {
+            return Err(format!("{} fits {:?}: {fits}", request.id(), self.kv));
+        }
+        if !fits {
+            return Ok(());
+        }
         self.scheduler.submit(request.clone());
         let client = Client {
             request,
@@ -143,6 +145,34 @@ impl<'a> Life<'a> {
             freed_at_admission: 0,
         };
         self.clients.insert(request.id(), client);
+        Ok(())
+    }
+
+    /// The device loses everything, once the steps in flight are over.
+    fn reset(&mut self, reset: &Reset) -> Result<(), String> {
+        while self.finish()? {}
+        self.kv.num_blocks = reset.num_blocks;
+        self.executor = executor(self.workload, self.kv);
+        for client in self.clients.values_mut() {
+            // Whoever ran may return at once.
+            client.freed_at_admission = NEVER;
+        }
+        let events = self.scheduler.reset(self.kv);
+        self.deliver(events, 0)?;
+        let open = |client: &&Client<'_>| client.state == ClientState::Open;
+        match self
+            .clients
+            .values()
+            .filter(open)
+            .find(|client| !self.fits(client.request))
+        {
+            Some(client) => Err(format!("{} does not fit and waits", client.request.id())),
+            None => Ok(()),
+        }
+    }
+
+    fn fits(&self, request: &Request) -> bool {
+        request.longest() <= self.kv.capacity_tokens()
     }
 
     fn cancel(&mut self, tick: u64, in_flight: bool) -> Result<(), String> {
@@ -244,6 +274,9 @@ impl<'a> Life<'a> {
                         self.ended = ended + 1;
                     }
                 }
+                Event::Failed(StepError::KvTooSmall { needed, capacity }) if needed <= capacity => {
+                    return Err(format!("{id} of {needed} tokens fits {capacity}"));
+                }
                 Event::Failed(_) => {
                     client.state = ClientState::Failed;
                     self.ended = ended + 1;
@@ -336,6 +369,23 @@ impl<'a> Life<'a> {
             Ok(())
         }
     }
+}
+
+/// No number of requests whose blocks are back.
+const NEVER: u64 = u64::MAX;
+
+/// An empty device.
+fn executor(workload: &Workload, kv: KvConfig) -> SimExecutor {
+    let mut executor = SimExecutor::new(SimConfig {
+        kv,
+        limits: workload.scheduler.limits,
+        model: workload.model,
+        step_time: StepTime::default(),
+    });
+    for &(step, fault) in &workload.faults {
+        executor.inject(step, fault);
+    }
+    executor
 }
 
 impl Client<'_> {

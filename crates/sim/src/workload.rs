@@ -22,6 +22,17 @@ pub struct Workload {
     pub cancels: Vec<Cancel>,
     /// Steps that fail.
     pub faults: Vec<(u64, Fault)>,
+    /// Losses of the KV cache, in the order of time.
+    pub resets: Vec<Reset>,
+}
+
+/// The KV cache is lost and built again, perhaps at another size.
+#[derive(Clone, Copy, Debug)]
+pub struct Reset {
+    /// At which turn of the engine's loop.
+    pub tick: u64,
+    /// Blocks of the new one.
+    pub num_blocks: usize,
 }
 
 /// A client goes away.
@@ -88,12 +99,26 @@ impl Workload {
                 faults.push((rng.random_range(0..=last), fault));
             }
         }
+        let mut resets = Vec::new();
+        if rng.random_bool(0.2) {
+            for _ in 0..rng.random_range(1..=3) {
+                let num_blocks = if rng.random() {
+                    num_blocks
+                } else {
+                    rng.random_range(1..=num_blocks + 4)
+                };
+                let tick = rng.random_range(0..=last);
+                resets.push(Reset { tick, num_blocks });
+            }
+            resets.sort_by_key(|reset| reset.tick);
+        }
         Self {
             scheduler,
             model,
             arrivals,
             cancels,
             faults,
+            resets,
         }
     }
 }

@@ -44,6 +44,7 @@ fn simulate_all(depth: usize) -> SchedulerStats {
 fn add(total: &mut SchedulerStats, stats: &SchedulerStats) {
     total.steps += stats.steps;
     total.preemptions += stats.preemptions;
+    total.restarts += stats.restarts;
     total.evictions += stats.evictions;
     total.prefix_hit_tokens += stats.prefix_hit_tokens;
     total.finished_stop += stats.finished_stop;
@@ -57,6 +58,7 @@ fn add(total: &mut SchedulerStats, stats: &SchedulerStats) {
 fn assert_everything_happened(total: &SchedulerStats) {
     let counts = [
         total.preemptions,
+        total.restarts,
         total.evictions,
         total.prefix_hit_tokens,
         total.finished_stop,

@@ -29,7 +29,7 @@ const PREFIX: &str = "kv/prefix.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 39] = [
+pub(crate) const MUTATIONS: [Mutation; 44] = [
     bug(
         "a shared block is not counted",
         &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
@@ -258,7 +258,47 @@ pub(crate) const MUTATIONS: [Mutation; 39] = [
     ),
     bug(
         "nobody returns after a preemption",
-        &[edit(SCHEDULER, "«self.short_of_blocks = false;»", "{}")],
+        &[edit(
+            SCHEDULER,
+            "self.kv.release(table);\n        «self.short_of_blocks = false;»",
+            "{}",
+        )],
+    ),
+    bug(
+        "a lost cache is still in use",
+        &[edit(SCHEDULER, "«self.kv.reset(kv);»", "let _ = kv;")],
+    ),
+    bug(
+        "a cache of another size is taken for the old one",
+        &[edit(
+            MANAGER,
+            "..Self::new(«config», self.prefix_caching)",
+            "{ let _ = config; self.config }",
+        )],
+    ),
+    bug(
+        "nobody is admitted after a loss",
+        &[edit(
+            SCHEDULER,
+            "self.kv.reset(kv);\n        «self.short_of_blocks = false;»",
+            "{}",
+        )],
+    ),
+    bug(
+        "a loss makes requests forget what they said",
+        &[edit(
+            SCHEDULER,
+            "«self.waiting.insert(arrival, sequence);»\n            self.counters.restarts += 1;",
+            "let request = sequence.request; self.waiting.insert(arrival, Sequence::new(request));",
+        )],
+    ),
+    bug(
+        "a request too long for the new cache waits for ever",
+        &[edit(
+            SCHEDULER,
+            ".filter(|(_, waiting)| «!self.fits(&waiting.request)»)",
+            "{ let _ = waiting; false }",
+        )],
     ),
     bug(
         "a step has too many tokens",
