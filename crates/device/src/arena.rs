@@ -4,13 +4,8 @@ use std::fmt;
 use bytemuck::Pod;
 use plimsoll_core::{Component, Oom, Scratch};
 
+use crate::placement::{ALIGN, Placement, Position, rounded_bytes};
 use crate::{Budget, Slab};
-
-/// Alignment of every allocation, in bytes: a cache line, and the widest SIMD register.
-const ALIGN: usize = 64;
-
-/// Least size of a chunk of a growable arena, in bytes.
-const MIN_CHUNK: usize = 64 << 10;
 
 /// The memory of one step, handed out by bumping an offset; [`Arena::reset`] takes all of it back at once.
 ///
@@ -37,30 +32,20 @@ pub struct Arena {
     budget: Budget,
     growable: bool,
     chunks: RefCell<Vec<Chunk>>,
-    position: Cell<Position>,
-    high_water: Cell<usize>,
-    /// The same, since it was last taken.
-    recent_high_water: Cell<usize>,
+    /// Of the same chunks.
+    placement: RefCell<Placement>,
     /// Frames open now. Only the innermost may allocate.
     depth: Cell<usize>,
 }
 
 struct Chunk {
-    slab: Slab,
+    _slab: Slab,
     /// The slab's address, taken once: no reference to the whole slab is made again while parts are lent out.
     base: *mut u8,
 }
 
-// SAFETY: `base` points into `slab`, which the chunk owns and which is not tied to a thread.
+// SAFETY: `base` points into `_slab`, which the chunk owns and which is not tied to a thread.
 unsafe impl Send for Chunk {}
-
-#[derive(Clone, Copy, Default)]
-struct Position {
-    chunk: usize,
-    offset: usize,
-    /// Bytes handed out, without the unused ends of chunks.
-    used: usize,
-}
 
 impl Arena {
     /// An arena of nothing that grows, or of a fixed size that never does.
@@ -68,18 +53,17 @@ impl Arena {
     /// # Errors
     /// [`Oom`] if a fixed arena does not fit.
     pub fn new(budget: &Budget, scratch: Scratch) -> Result<Self, Oom> {
-        let mut chunks = Vec::new();
+        let (mut chunks, mut placement) = (Vec::new(), Placement::default());
         if let Scratch::Fixed(bytes) = scratch {
             let bytes_usize = usize::try_from(bytes).map_err(|_| budget.oom(Component::Arena, bytes))?;
             chunks.push(Chunk::new(budget, bytes_usize)?);
+            placement = Placement::fixed(bytes_usize);
         }
         Ok(Self {
             budget: budget.clone(),
             growable: scratch == Scratch::Growable,
             chunks: RefCell::new(chunks),
-            position: Cell::default(),
-            high_water: Cell::new(0),
-            recent_high_water: Cell::new(0),
+            placement: RefCell::new(placement),
             depth: Cell::new(0),
         })
     }
@@ -111,32 +95,30 @@ impl Arena {
     pub fn reset(&mut self) {
         // Frames borrow the arena, so those still counted were leaked, and their borrows have ended.
         self.depth.set(0);
-        self.position.set(Position::default());
-        let chunks = self.chunks.get_mut();
-        if self.growable && chunks.len() > 1 {
+        if self.placement.get_mut().reset() {
             // The next allocation makes one chunk of the high-water mark's size.
-            chunks.clear();
+            self.chunks.get_mut().clear();
         }
     }
 
     /// Most bytes handed out at once since the arena was made: the size a fixed arena needs for the same steps.
     pub fn high_water(&self) -> usize {
-        self.high_water.get()
+        self.placement.borrow().high_water()
     }
 
     /// Most bytes handed out at once since this was last called: what one step takes, if called after each.
     pub fn take_high_water(&mut self) -> usize {
-        self.recent_high_water.replace(0)
+        self.placement.get_mut().take_high_water()
     }
 
     /// Bytes handed out now.
     pub fn used(&self) -> usize {
-        self.position.get().used
+        self.placement.borrow().used()
     }
 
     /// Bytes the arena holds.
     pub fn capacity(&self) -> usize {
-        self.chunks.borrow().iter().map(|chunk| chunk.slab.bytes()).sum()
+        self.placement.borrow().capacity()
     }
 
     #[allow(clippy::mut_from_ref, reason = "as alloc")]
@@ -147,10 +129,7 @@ impl Arena {
             depth,
             "an arena frame is open: allocate from the innermost one"
         );
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .and_then(|bytes| bytes.checked_next_multiple_of(ALIGN));
-        let Some(bytes) = bytes.filter(|&bytes| bytes <= isize::MAX as usize) else {
+        let Some(bytes) = rounded_bytes::<T>(len) else {
             return Err(self.budget.oom(Component::Arena, u64::MAX));
         };
         if bytes == 0 {
@@ -171,34 +150,17 @@ impl Arena {
 
     /// Moves the position past `bytes` bytes, a multiple of ALIGN above 0, and returns where they start.
     fn bump(&self, bytes: usize) -> Result<*mut u8, Oom> {
-        let mut chunks = self.chunks.borrow_mut();
-        let mut position = self.position.get();
-        let fits = |chunk: &Chunk, offset: usize| chunk.slab.bytes() - offset >= bytes;
-        while chunks
-            .get(position.chunk)
-            .is_some_and(|chunk| !fits(chunk, position.offset))
-        {
-            (position.chunk, position.offset) = (position.chunk + 1, 0);
-        }
-        if position.chunk == chunks.len() {
+        let (mut chunks, mut placement) = (self.chunks.borrow_mut(), self.placement.borrow_mut());
+        let place = placement.find(bytes);
+        if let Some(size) = place.new_chunk {
             if !self.growable {
                 return Err(self.budget.oom(Component::Arena, bytes as u64));
             }
-            let size = if chunks.is_empty() {
-                self.high_water.get().max(MIN_CHUNK)
-            } else {
-                MIN_CHUNK
-            };
-            chunks.push(Chunk::new(&self.budget, size.max(bytes))?);
+            chunks.push(Chunk::new(&self.budget, size)?);
         }
         // SAFETY: the chunk has at least `bytes` bytes from this offset on.
-        let start = unsafe { chunks[position.chunk].base.add(position.offset) };
-        position.offset += bytes;
-        position.used += bytes;
-        for mark in [&self.high_water, &self.recent_high_water] {
-            mark.set(mark.get().max(position.used));
-        }
-        self.position.set(position);
+        let start = unsafe { chunks[place.chunk].base.add(place.offset) };
+        placement.take(place);
         Ok(start)
     }
 
@@ -212,7 +174,7 @@ impl Arena {
         Frame {
             arena: self,
             depth: depth + 1,
-            start: self.position.get(),
+            start: self.placement.borrow().position(),
         }
     }
 }
@@ -221,7 +183,7 @@ impl Chunk {
     fn new(budget: &Budget, bytes: usize) -> Result<Self, Oom> {
         let mut slab = Slab::new(budget, Component::Arena, bytes)?;
         let base = slab.as_mut_ptr();
-        Ok(Self { slab, base })
+        Ok(Self { _slab: slab, base })
     }
 }
 
@@ -270,7 +232,7 @@ impl Drop for Frame<'_> {
     fn drop(&mut self) {
         // A frame leaked inside this one has lost its borrows by now, so this one closes it too.
         self.arena.depth.set(self.depth - 1);
-        self.arena.position.set(self.start);
+        self.arena.placement.borrow_mut().rewind(self.start);
     }
 }
 
@@ -289,6 +251,8 @@ mod tests {
     use rand::{Rng, SeedableRng};
 
     use super::*;
+    use crate::DryArena;
+    use crate::placement::MIN_CHUNK;
 
     fn growable(total: u64) -> (Budget, Arena) {
         let budget = Budget::new(total);
@@ -317,6 +281,40 @@ mod tests {
             );
             let mut small = Arena::new(&budget, Scratch::Fixed(high - ALIGN as u64)).unwrap();
             assert!(run(&mut small, seed).is_err(), "seed {seed}");
+        }
+    }
+
+    /// Steps of any sizes: the dry arena counts what a real one holds at most, and hands out.
+    #[test]
+    fn a_dry_arena_counts_what_a_real_one_holds() {
+        for seed in (0..200).chain([rand::random()]) {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let (budget, mut arena) = growable(1 << 30);
+            let mut dry = DryArena::default();
+            for step in 0..rng.random_range(1..6) {
+                arena.reset();
+                dry.reset();
+                for _ in 0..rng.random_range(0..8) {
+                    let len = rng.random_range(0..60_000);
+                    arena.alloc::<u32>(len).unwrap();
+                    dry.alloc::<u32>(len).unwrap();
+                    let lens = [rng.random_range(0..90_000), rng.random_range(0..200)];
+                    let frame = arena.frame();
+                    lens.iter()
+                        .for_each(|&len| assert_eq!(frame.alloc::<u8>(len).unwrap().len(), len));
+                    dry.frame(|dry| lens.iter().for_each(|&len| dry.alloc::<u8>(len).unwrap()));
+                }
+                assert_eq!(
+                    dry.take_high_water(),
+                    arena.take_high_water(),
+                    "seed {seed}, step {step}"
+                );
+                assert_eq!(
+                    dry.peak_capacity() as u64,
+                    budget.meters().reserved_high,
+                    "seed {seed}, step {step}"
+                );
+            }
         }
     }
 

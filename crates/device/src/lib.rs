@@ -5,7 +5,7 @@
 //!
 //! - [`Budget`], [`Charge`]: the account and one entry in it. Clones of a budget share the account.
 //! - [`Slab`]: charged, zeroed memory whose pages really exist.
-//! - [`Arena`], [`Frame`]: the memory of one step, handed out by bumping an offset.
+//! - [`Arena`], [`Frame`]: the memory of one step, handed out by bumping an offset; [`DryArena`] only counts it.
 //! - [`cuda`]: an NVIDIA GPU with the same account, and its own slabs and arena.
 //! - [`Machine`], [`Supply`]: what the machine around us can still give, so that neighbours are seen.
 //! - [`capacity`]: how much memory a server may sensibly take by default.
@@ -15,10 +15,12 @@ mod budget;
 pub mod capacity;
 pub mod cuda;
 mod machine;
+mod placement;
 mod slab;
 
 pub use arena::{Arena, Frame};
 pub use budget::{Budget, Charge};
 pub use bytemuck::{Pod, cast_slice_mut};
 pub use machine::{CapacityError, Machine, Room, Supply};
+pub use placement::DryArena;
 pub use slab::Slab;

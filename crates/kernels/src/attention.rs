@@ -9,7 +9,7 @@ mod state;
 mod tile;
 
 use plimsoll_core::Oom;
-use plimsoll_device::Arena;
+use plimsoll_device::{Arena, DryArena};
 
 use crate::kv::{KvElement, PagedKv, RunMeta};
 use crate::parallel::{Disjoint, run, threads};
@@ -79,10 +79,9 @@ fn attention_at<E: KvElement>(
     let job = Job::new(q, kv, runs, options, group, level);
     let items = job.items();
     let frame = arena.frame();
-    let workers: &mut [f32] = frame.alloc(threads() * job.worker_floats())?;
-    // Taken whatever the shape: if a small step needed more than a large one, the profile's worst steps would not be the
-    // worst.
-    let splits: &mut [f32] = frame.alloc((MAX_PARTIALS + 2 * threads()) * job.state_len())?;
+    let [workers, splits] = scratch_floats(job.rows(), job.width);
+    let workers: &mut [f32] = frame.alloc(workers)?;
+    let splits: &mut [f32] = frame.alloc(splits)?;
     let workers = Disjoint::new(workers);
     let out = Disjoint::new(out);
     if items < 2 * threads() {
@@ -107,6 +106,44 @@ fn attention_at<E: KvElement>(
     Ok(())
 }
 
+/// Counts what [`attention`] takes for any step that has tokens, with `group` query heads to a KV head, in a frame of its
+/// own.
+pub fn attention_scratch(head_dim: usize, group: usize, arena: &mut DryArena) -> Option<()> {
+    let [workers, splits] = scratch_floats(tile_tokens(group) * group, padded_width(head_dim));
+    arena.frame(|frame| {
+        frame.alloc::<f32>(workers)?;
+        frame.alloc::<f32>(splits)
+    })
+}
+
+/// Floats for the workers, and for the splits of a step of few query tiles. Taken whatever the shape: if a small step needed
+/// more than a large one, the profile's worst steps would not be the worst.
+fn scratch_floats(rows: usize, width: usize) -> [usize; 2] {
+    [
+        threads() * worker_floats(rows, width),
+        (MAX_PARTIALS + 2 * threads()) * State::len(rows, width),
+    ]
+}
+
+/// Two states and a [`Workspace`].
+fn worker_floats(rows: usize, width: usize) -> usize {
+    2 * State::len(rows, width) + Workspace::len(rows, width)
+}
+
+/// Tokens of one query tile: prefer whole groups of four rows, the height of the register tile.
+fn tile_tokens(group: usize) -> usize {
+    let most = (MAX_ROWS / group).max(1);
+    (1..=most)
+        .rev()
+        .find(|tokens| (tokens * group).is_multiple_of(4))
+        .unwrap_or(most)
+}
+
+/// Head size rounded up to whole vectors.
+fn padded_width(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(LANES)
+}
+
 /// The call's arguments and what follows from them.
 struct Job<'a, E> {
     q: &'a [f32],
@@ -117,7 +154,7 @@ struct Job<'a, E> {
     group: usize,
     /// Tokens of one query tile.
     tile_tokens: usize,
-    /// Head size rounded up to whole vectors.
+    /// [`padded_width`].
     width: usize,
     level: Level,
 }
@@ -153,21 +190,14 @@ impl<'a, E: KvElement> Job<'a, E> {
         group: usize,
         level: Level,
     ) -> Self {
-        // Prefer whole groups of four rows, the height of the register tile.
-        let most = (MAX_ROWS / group).max(1);
-        let tile_tokens = (1..=most)
-            .rev()
-            .find(|t| (t * group).is_multiple_of(4))
-            .unwrap_or(most);
-        let width = kv.layout.head_dim.next_multiple_of(LANES);
         Self {
             q,
             kv,
             runs,
             options,
             group,
-            tile_tokens,
-            width,
+            tile_tokens: tile_tokens(group),
+            width: padded_width(kv.layout.head_dim),
             level,
         }
     }
@@ -220,14 +250,9 @@ impl<'a, E: KvElement> Job<'a, E> {
         State::len(self.rows(), self.width)
     }
 
-    /// Two states and a [`Workspace`].
-    fn worker_floats(&self) -> usize {
-        2 * self.state_len() + Workspace::len(self)
-    }
-
     /// Scratch of one worker: memory of two states, and the workspace.
     fn scratch<'w>(&self, workers: &Disjoint<'w, f32>, worker: usize) -> (&'w mut [f32], Workspace<'w>) {
-        let size = self.worker_floats();
+        let size = worker_floats(self.rows(), self.width);
         // SAFETY: one task at a time runs on a worker.
         let floats = unsafe { workers.part(worker * size, size) };
         let (states, rest) = floats.split_at_mut(2 * self.state_len());

@@ -3,6 +3,7 @@ use plimsoll_core::Component;
 use plimsoll_device::{Budget, Slab};
 
 use crate::dtype::{Matrix, WeightError, WeightType};
+use crate::format::panel_bytes;
 use crate::linear::{PANEL, Target};
 use crate::parallel::{Disjoint, run};
 use crate::simd::{Kernel, Level, Simd, dispatch};
@@ -22,7 +23,7 @@ impl Dense {
         let (dtype, inputs) = (matrix.dtype(), matrix.cols());
         let panels = matrix.rows().div_ceil(PANEL);
         let size = dtype.block_bytes();
-        let panel_bytes = inputs * PANEL * size;
+        let panel_bytes = panel_bytes(dtype, inputs).expect("the matrix is in memory");
         let mut data = Slab::new(budget, Component::Weights, panels * panel_bytes)?;
         let packed = Disjoint::new(data.as_mut_slice::<u8>());
         run(panels, &|_, panel| {

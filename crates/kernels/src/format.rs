@@ -151,6 +151,17 @@ impl Format {
     }
 }
 
+/// Bytes of a panel of sixteen outputs of `inputs` whole blocks, packed.
+pub(crate) fn panel_bytes(dtype: WeightType, inputs: usize) -> Option<usize> {
+    match Format::of(dtype) {
+        None => inputs.checked_mul(PANEL * dtype.block_bytes()),
+        Some(format) => {
+            let spec = format.spec();
+            (inputs / spec.block()).checked_mul(spec.block_bytes())
+        }
+    }
+}
+
 impl Spec {
     /// Inputs of a block.
     pub(crate) const fn block(&self) -> usize {

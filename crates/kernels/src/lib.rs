@@ -36,13 +36,13 @@ mod simd;
 mod testing;
 
 pub use activation::silu_mul;
-pub use attention::{AttentionOptions, attention};
+pub use attention::{AttentionOptions, attention, attention_scratch};
 pub use dtype::{Matrix, WeightError, WeightType};
 pub use embedding::Embedding;
 pub use kv::{KvElement, KvLayout, PagedKv, PagedKvMut, RunMeta};
-pub use linear::Linear;
+pub use linear::{Linear, LinearShape};
 pub use norm::{add_rms_norm, rms_norm};
 pub use parallel::{set_threads, threads};
 pub use rope::{QkNorm, qk_norm_rope_kv_write, rope_angles};
-pub use sample::{SampleError, sample};
+pub use sample::{SampleError, sample, sample_scratch};
 pub use simd::instruction_set;

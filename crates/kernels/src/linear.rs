@@ -1,3 +1,5 @@
+mod shape;
+
 use std::fmt;
 
 use plimsoll_core::Oom;
@@ -10,6 +12,8 @@ use crate::parallel::{Disjoint, run_ranges};
 use crate::quantize::Activations;
 use crate::quantized::Quantized;
 use crate::simd::Level;
+
+pub use shape::LinearShape;
 
 /// Outputs of one panel of packed weights: the lanes of a vector.
 pub(crate) const PANEL: usize = crate::simd::LANES;
@@ -102,15 +106,9 @@ impl Linear {
         assert_eq!(x.len(), rows * self.inputs, "x is not [m, {}]", self.inputs);
         assert_eq!(out.len(), rows * self.outputs, "out is not [m, {}]", self.outputs);
         let frame = arena.frame();
-        let formats = || self.parts.iter().filter_map(|part| part.weights.format());
-        let activations = match formats().next() {
-            Some(_) => Some(Activations::quantize(
-                level,
-                x,
-                self.inputs,
-                formats().any(|f| f.group() == 16),
-                &frame,
-            )?),
+        let formats = self.parts.iter().filter_map(|part| part.weights.format());
+        let activations = match shape::quantised_input(formats) {
+            Some(halves) => Some(Activations::quantize(level, x, self.inputs, halves, &frame)?),
             None => None,
         };
         let out = Disjoint::new(out);

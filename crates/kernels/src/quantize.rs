@@ -1,7 +1,7 @@
 //! Inputs of a quantised layer, rounded to 15 bits in two planes of 8.
 
 use plimsoll_core::Oom;
-use plimsoll_device::Frame;
+use plimsoll_device::{DryArena, Frame};
 
 use crate::parallel::{Disjoint, run_ranges};
 use crate::simd::{Kernel, LANES, Level, Simd, dispatch};
@@ -43,10 +43,9 @@ impl<'a> Activations<'a> {
         frame: &'a Frame<'_>,
     ) -> Result<Self, Oom> {
         let rows = x.len() / inputs;
-        let groups = inputs / X_GROUP;
-        let half_groups = if halves { 2 * groups } else { 0 };
-        let high: &'a mut [i8] = frame.alloc(rows * inputs)?;
-        let low: &'a mut [i8] = frame.alloc(rows * inputs)?;
+        let [codes, groups, half_groups] = row_lens(inputs, halves);
+        let high: &'a mut [i8] = frame.alloc(rows * codes)?;
+        let low: &'a mut [i8] = frame.alloc(rows * codes)?;
         let scales: &'a mut [f32] = frame.alloc(rows * groups)?;
         let exact: &'a mut [i32] = frame.alloc(rows * groups)?;
         let scaled: &'a mut [f32] = frame.alloc(rows * groups)?;
@@ -91,6 +90,27 @@ impl<'a> Activations<'a> {
             sums,
         })
     }
+}
+
+/// Codes, groups and half groups of a row.
+fn row_lens(inputs: usize, halves: bool) -> [usize; 3] {
+    let groups = inputs / X_GROUP;
+    [inputs, groups, if halves { 2 * groups } else { 0 }]
+}
+
+/// Counts what [`Activations::quantize`] takes for `rows` rows.
+pub(crate) fn quantize_scratch(rows: usize, inputs: usize, halves: bool, arena: &mut DryArena) -> Option<()> {
+    let [codes, groups, half_groups] = row_lens(inputs, halves);
+    for _ in 0..2 {
+        arena.alloc::<i8>(rows.checked_mul(codes)?)?;
+    }
+    for _ in 0..3 {
+        arena.alloc::<f32>(rows.checked_mul(groups)?)?;
+    }
+    for _ in 0..2 {
+        arena.alloc::<f32>(rows.checked_mul(half_groups)?)?;
+    }
+    Some(())
 }
 
 struct QuantizeRow<'a> {

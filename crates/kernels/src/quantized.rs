@@ -14,7 +14,7 @@ use plimsoll_core::Component;
 use plimsoll_device::{Budget, Slab};
 
 use crate::dtype::{Matrix, WeightError};
-use crate::format::{Codes, FORMATS, Format, Spec};
+use crate::format::{Codes, FORMATS, Format, Spec, panel_bytes};
 use crate::linear::{PANEL, Target};
 use crate::pack;
 use crate::parallel::{Disjoint, run};
@@ -38,7 +38,7 @@ impl Quantized {
         let spec = format.spec();
         let blocks = matrix.cols() / spec.block();
         let panels = matrix.rows().div_ceil(PANEL);
-        let panel_bytes = blocks * spec.block_bytes();
+        let panel_bytes = panel_bytes(matrix.dtype(), matrix.cols()).expect("the matrix is in memory");
         let mut data = Slab::new(budget, Component::Weights, panels * panel_bytes)?;
         let packed = Disjoint::new(data.as_mut_slice::<u8>());
         run(panels, &|_, panel| {

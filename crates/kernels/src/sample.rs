@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use plimsoll_core::{Logprobs, Oom, SampleSpec, Sampled, TokenId, TokenLogprob};
-use plimsoll_device::Arena;
+use plimsoll_device::{Arena, DryArena};
 
 use crate::parallel::{Disjoint, run, threads};
 use crate::philox::uniform;
@@ -39,8 +39,8 @@ pub fn sample(
     let vocab = logits.len() / specs.len();
     assert_eq!(logits.len(), specs.len() * vocab, "logits are not [rows, vocab]");
     let frame = arena.frame();
-    let weights: &mut [f32] = frame.alloc(threads() * vocab)?;
-    let tokens: &mut [u32] = frame.alloc(threads() * vocab)?;
+    let weights: &mut [f32] = frame.alloc(scratch_len(vocab))?;
+    let tokens: &mut [u32] = frame.alloc(scratch_len(vocab))?;
     let (weights, tokens) = (Disjoint::new(weights), Disjoint::new(tokens));
     let logits = Disjoint::new(logits);
     let mut results = vec![Err(SampleError::NotFinite); specs.len()];
@@ -57,6 +57,19 @@ pub fn sample(
         sampled[0] = sample_row(Level::detect(), logits, specs[row], scratch);
     });
     Ok(results)
+}
+
+/// Counts what [`sample`] takes for any number of rows, in a frame of its own.
+pub fn sample_scratch(vocab: usize, arena: &mut DryArena) -> Option<()> {
+    arena.frame(|frame| {
+        frame.alloc::<f32>(scratch_len(vocab))?;
+        frame.alloc::<u32>(scratch_len(vocab))
+    })
+}
+
+/// Weights, and tokens, of all workers.
+fn scratch_len(vocab: usize) -> usize {
+    threads() * vocab
 }
 
 /// A vocabulary's worth of memory.

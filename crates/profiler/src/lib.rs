@@ -38,6 +38,6 @@ pub use proved::{Proved, ProvedParts};
 pub use report::{
     Attempt, Bound, ComponentLine, Memory, Origin, Outcome, Report, ScenarioResult, Suggestion,
 };
-pub use scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
+pub use scenario::{LeftOut, Scenario, ScenarioKind, ScenarioShape, scenario_shapes, scenarios};
 pub use spec::{CANARY_BYTES, KvSize, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec};
 pub use target::Target;

@@ -6,8 +6,7 @@ use plimsoll_core::{Component, Meters};
 use serde::{Deserialize, Serialize};
 
 use crate::arithmetic::MAX_ATTEMPTS;
-use crate::scenario::shapes;
-use crate::{Attempt, Measured, ProfileSpec, ScenarioResult};
+use crate::{Attempt, Measured, ProfileSpec, ScenarioResult, ScenarioShape, scenario_shapes};
 
 /// What a search measured and the size it led to: whoever has one skips the probe, never the proof.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -96,8 +95,8 @@ impl Plan {
             runtime,
         } = &self.probe;
         let kv = spec.probe_kv();
-        let planned = shapes(&spec.limits, kv);
-        let steps = scenarios.iter().map(|s| (s.kind, s.rows, s.tokens));
+        let (planned, _) = scenario_shapes(&spec.limits, kv);
+        let steps = scenarios.iter().map(ScenarioShape::from);
         let held = [measured.kv_bytes, *weights, *runtime].map(u128::from);
         self.kv_blocks > 0
             && self.cuts < MAX_ATTEMPTS

@@ -1,7 +1,9 @@
 use plimsoll_core::{Meters, Oom, StepLimits};
 use serde::{Deserialize, Serialize};
 
-use crate::{Arithmetic, DiscardedPlan, LeftOut, Margins, Measured, Phase, ProfileSpec, ScenarioKind};
+use crate::{
+    Arithmetic, DiscardedPlan, LeftOut, Margins, Measured, Phase, ProfileSpec, ScenarioKind, ScenarioShape,
+};
 
 /// Everything the profile found, for `GET /memory`, `--profile-report`, metrics and people.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -162,6 +164,16 @@ pub struct ScenarioResult {
     pub scratch_bytes: u64,
     /// Highest `reserved` of the phase so far.
     pub peak_reserved: u64,
+}
+
+impl From<&ScenarioResult> for ScenarioShape {
+    fn from(result: &ScenarioResult) -> Self {
+        Self {
+            kind: result.kind,
+            rows: result.rows,
+            tokens: result.tokens,
+        }
+    }
 }
 
 /// One size that was tried.

@@ -85,35 +85,42 @@ pub fn scenarios(limits: &StepLimits, vocab_size: usize, kv: KvConfig) -> (Vec<S
         kv,
         vocab_size,
     };
-    let mut reached = Vec::new();
-    let mut left_out = Vec::new();
-    for kind in ScenarioKind::ALL {
-        match shapes.rows(kind) {
-            Ok(rows) => {
-                let plan = shapes.plan(reached.len() as u64, &rows, &shapes.sampling(kind));
-                reached.push(Scenario { kind, plan });
-            }
-            Err(reason) => left_out.push(LeftOut { kind, reason }),
-        }
-    }
-    (reached, left_out)
+    let (reached, left_out) = shapes.reached();
+    let scenarios = reached
+        .into_iter()
+        .enumerate()
+        .map(|(step, (kind, rows))| Scenario {
+            kind,
+            plan: shapes.plan(step as u64, &rows, &shapes.sampling(kind)),
+        });
+    (scenarios.collect(), left_out)
 }
 
-/// The worst steps of [`scenarios`] in outline: kind, rows and tokens.
-pub(crate) fn shapes(
-    limits: &StepLimits,
-    kv: KvConfig,
-) -> impl Iterator<Item = (ScenarioKind, usize, usize)> {
+/// How large a worst step is; each of its rows is sampled from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct ScenarioShape {
+    /// Which worst case.
+    pub kind: ScenarioKind,
+    /// Rows in the step.
+    pub rows: usize,
+    /// Tokens in the step.
+    pub tokens: usize,
+}
+
+/// The sizes of what [`scenarios`] returns, without the steps.
+pub fn scenario_shapes(limits: &StepLimits, kv: KvConfig) -> (Vec<ScenarioShape>, Vec<LeftOut>) {
     let shapes = Shapes {
         limits: *limits,
         kv,
         vocab_size: 0,
     };
-    ScenarioKind::ALL.into_iter().filter_map(move |kind| {
-        let rows = shapes.rows(kind).ok()?;
-        let tokens = rows.iter().map(|row| row.end - row.start).sum();
-        Some((kind, rows.len(), tokens))
-    })
+    let (reached, left_out) = shapes.reached();
+    let sizes = reached.into_iter().map(|(kind, rows)| ScenarioShape {
+        kind,
+        rows: rows.len(),
+        tokens: rows.iter().map(|row| row.end - row.start).sum(),
+    });
+    (sizes.collect(), left_out)
 }
 
 struct Shapes {
@@ -149,6 +156,18 @@ impl Shapes {
         max_num_batched_tokens
             .min(max_model_len)
             .min(self.kv.capacity_tokens())
+    }
+
+    /// The rows of each worst case that can be reached, and the others.
+    fn reached(&self) -> (Vec<(ScenarioKind, Vec<Row>)>, Vec<LeftOut>) {
+        let (mut reached, mut left_out) = (Vec::new(), Vec::new());
+        for kind in ScenarioKind::ALL {
+            match self.rows(kind) {
+                Ok(rows) => reached.push((kind, rows)),
+                Err(reason) => left_out.push(LeftOut { kind, reason }),
+            }
+        }
+        (reached, left_out)
     }
 
     fn rows(&self, kind: ScenarioKind) -> Result<Vec<Row>, String> {
@@ -430,8 +449,20 @@ mod tests {
                     block_size,
                     num_blocks,
                 };
-                let (all, _) = scenarios(&limits, vocab, kv);
-                for Scenario { kind, plan } in &all {
+                let (all, left_out) = scenarios(&limits, vocab, kv);
+                let (sizes, left_out_sizes) = scenario_shapes(&limits, kv);
+                assert_eq!(
+                    (sizes.len(), left_out_sizes),
+                    (all.len(), left_out),
+                    "seed {seed}"
+                );
+                for (Scenario { kind, plan }, size) in all.iter().zip(&sizes) {
+                    let expected = ScenarioShape {
+                        kind: *kind,
+                        rows: plan.runs.iter().filter(|run| run.sample.is_some()).count(),
+                        tokens: plan.num_tokens(),
+                    };
+                    assert_eq!(*size, expected, "seed {seed}");
                     check(plan, &limits, kv, vocab, &format!("seed {seed}, {kind}"));
                 }
                 if num_blocks == probe {

@@ -37,8 +37,8 @@ pub(super) struct Workspace<'a> {
 
 impl<'a> Workspace<'a> {
     /// Floats of a workspace, whole vectors.
-    pub(super) fn len<E: KvElement>(job: &Job<'_, E>) -> usize {
-        (job.rows() * (job.width + TILE + 1) + TILE * job.width).next_multiple_of(LANES)
+    pub(super) fn len(rows: usize, width: usize) -> usize {
+        (rows * (width + TILE + 1) + TILE * width).next_multiple_of(LANES)
     }
 
     pub(super) fn new<E: KvElement>(job: &Job<'_, E>, memory: &'a mut [f32]) -> Self {
