@@ -1,6 +1,6 @@
 use plimsoll_core::StepError;
 
-use crate::{Diagnostic, Phase, ScenarioKind};
+use crate::{Diagnostic, Phase, RankLost, ScenarioKind};
 
 /// Why there is no proved state. Everything the profile built is freed by then.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -31,6 +31,17 @@ pub enum ProfileError {
         /// Why.
         error: StepError,
     },
+    /// Another rank could not go on, so none does (A9).
+    #[error("rank {rank} could not go on in phase {phase}: its own log says why")]
+    OtherRank {
+        /// Which one.
+        rank: usize,
+        /// Where.
+        phase: Phase,
+    },
+    /// The ranks cannot agree on anything any more.
+    #[error(transparent)]
+    RankLost(#[from] RankLost),
     /// There is no size that fits, or the pinned one does not.
     #[error("{0}")]
     DoesNotFit(Box<Diagnostic>),

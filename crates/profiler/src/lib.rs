@@ -15,12 +15,15 @@
 //! says what would fit, as flags. A [`Plan`] of an earlier start replaces the probe, never the validation. The result, [`Proved`], cannot be made in any other way.
 
 mod arithmetic;
+mod attempt;
 mod diagnostic;
 mod error;
 mod observer;
 mod phases;
 mod plan;
+mod probe;
 mod proved;
+mod ranks;
 mod report;
 mod scenario;
 mod spec;
@@ -32,9 +35,10 @@ pub use arithmetic::{Arithmetic, Measured};
 pub use diagnostic::{Cause, Diagnostic, Knob};
 pub use error::ProfileError;
 pub use observer::{Observer, Phase, PhaseRecord, Progress};
-pub use phases::profile;
+pub use phases::{profile, profile_rank};
 pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
 pub use proved::{Proved, ProvedParts};
+pub use ranks::{RankLost, Ranks, Solo, Verdict};
 pub use report::{
     Attempt, Bound, ComponentLine, Memory, Origin, Outcome, Report, ScenarioResult, Suggestion,
 };

@@ -55,6 +55,17 @@ pub enum DiscardReason {
     ArenaTooSmall,
     /// Memory ran out at its size.
     OutOfMemory,
+    /// Another rank has none, or none of use.
+    OtherRank,
+}
+
+impl From<DiscardReason> for DiscardedPlan {
+    fn from(reason: DiscardReason) -> Self {
+        Self {
+            reason,
+            attempt: None,
+        }
+    }
 }
 
 impl DiscardReason {
@@ -65,6 +76,7 @@ impl DiscardReason {
             Self::TooSmall => "too_small",
             Self::ArenaTooSmall => "arena_too_small",
             Self::OutOfMemory => "out_of_memory",
+            Self::OtherRank => "other_rank",
         }
     }
 }

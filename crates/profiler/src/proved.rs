@@ -1,5 +1,6 @@
 use plimsoll_core::{StateConfig, StepLimits};
 
+use crate::attempt::Validated;
 use crate::{Plan, Report};
 
 /// An engine state that has run the worst steps of its limits at its final size. [`profile`](crate::profile) makes it after
@@ -7,8 +8,8 @@ use crate::{Plan, Report};
 #[derive(Debug)]
 #[must_use = "dropping the proof frees the state"]
 pub struct Proved<S> {
-    pub(crate) parts: ProvedParts<S>,
-    pub(crate) plan: Option<Plan>,
+    parts: ProvedParts<S>,
+    plan: Option<Plan>,
 }
 
 /// What a [`Proved`] consists of.
@@ -25,6 +26,23 @@ pub struct ProvedParts<S> {
 }
 
 impl<S> Proved<S> {
+    pub(crate) fn new(
+        validated: Validated<S>,
+        limits: StepLimits,
+        report: Report,
+        plan: Option<Plan>,
+    ) -> Self {
+        Self {
+            plan,
+            parts: ProvedParts {
+                config: validated.config(),
+                state: validated.into_state(),
+                limits,
+                report,
+            },
+        }
+    }
+
     /// With what to build the same state again; `config().kv` is the KV cache in use.
     pub fn config(&self) -> StateConfig {
         self.parts.config

@@ -34,6 +34,10 @@ pub struct Report {
     pub baseline: Memory,
     /// Ready to serve, the canary freed.
     pub ready: Memory,
+    /// The rank that reports, from 0.
+    pub rank: usize,
+    /// Ranks that serve together, all with the same KV blocks.
+    pub ranks: usize,
     /// Where the numbers come from.
     pub origin: Origin,
     /// A plan that was given and was of no use.
@@ -81,6 +85,8 @@ pub enum Bound {
     PinnedTokens,
     /// `--kv-cache-memory-bytes`.
     PinnedBytes,
+    /// The device of another rank holds less (A9).
+    OtherRank,
 }
 
 impl Bound {
@@ -91,6 +97,7 @@ impl Bound {
             Self::Useful => "useful",
             Self::PinnedTokens => "max-total-token-num",
             Self::PinnedBytes => "kv-cache-memory-bytes",
+            Self::OtherRank => "other-rank",
         }
     }
 }
@@ -212,6 +219,11 @@ pub enum Outcome {
         /// Other processes at that moment.
         peers: u64,
     },
+    /// Another rank ran out of memory.
+    OtherRank {
+        /// Which one.
+        rank: usize,
+    },
 }
 
 impl Outcome {
@@ -240,6 +252,8 @@ pub struct Suggestion {
 pub(crate) struct Findings {
     pub(crate) baseline: Memory,
     pub(crate) ready: Memory,
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
     pub(crate) bound: Bound,
     pub(crate) origin: Origin,
     pub(crate) discarded_plan: Option<DiscardedPlan>,
@@ -260,6 +274,8 @@ impl Report {
         let Findings {
             baseline,
             ready,
+            rank,
+            ranks,
             bound,
             origin,
             discarded_plan,
@@ -296,6 +312,8 @@ impl Report {
             margins: spec.margins,
             baseline,
             ready,
+            rank,
+            ranks,
             origin,
             discarded_plan,
             probe,

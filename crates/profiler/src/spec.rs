@@ -1,3 +1,5 @@
+use std::hash::Hash;
+
 use plimsoll_core::{BlockSize, KvConfig, StepLimits};
 use serde::Serialize;
 
@@ -100,6 +102,22 @@ impl ProfileSpec {
             return Ok(());
         };
         Err(ProfileError::InvalidSpec(wrong))
+    }
+
+    /// What ranks must have in common to run the same steps.
+    pub(crate) fn shape(&self) -> impl Hash {
+        let StepLimits {
+            max_num_batched_tokens,
+            max_num_seqs,
+            max_model_len,
+        } = self.limits;
+        let size = match self.size {
+            KvSize::Auto => (0, 0),
+            KvSize::Tokens(tokens) => (1, tokens as u64),
+            KvSize::Bytes(bytes) => (2, bytes),
+        };
+        let limits = (max_num_batched_tokens, max_num_seqs, max_model_len);
+        (limits, self.block_size, self.vocab_size, size)
     }
 
     /// KV cache of `num_blocks` blocks.

@@ -1,57 +1,205 @@
-//! What happens to one built state: the worst steps, then the leak guard.
+//! What every built state goes through, on all ranks or on none: the worst steps, then the leak guard.
 
 use std::time::Instant;
 
-use plimsoll_core::{Component, Executor, KvConfig, Meters, Oom, StepError};
+use plimsoll_core::{Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError};
 
 use crate::phases::Profiler;
-use crate::scenario::{LeftOut, ScenarioKind, scenarios};
-use crate::{DiscardReason, Phase, ProfileError, ProfileSpec, Progress, ScenarioResult, Target};
+use crate::scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
+use crate::{
+    Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, Progress, RankLost,
+    ScenarioResult, Target, Verdict,
+};
+
+/// Why a phase has no result.
+pub(crate) enum Stop {
+    /// Memory ran out: a smaller size may do.
+    Exhausted(Exhausted),
+    /// No size helps.
+    Failed(ProfileError),
+}
 
 /// Where memory ran out.
 pub(crate) struct Exhausted {
-    pub(crate) phase: Phase,
-    pub(crate) scenario: Option<ScenarioKind>,
-    pub(crate) oom: Oom,
+    phase: Phase,
+    scenario: Option<ScenarioKind>,
+    shortage: Shortage,
+}
+
+/// Whose memory ran out.
+pub(crate) enum Shortage {
+    /// This rank's.
+    Here(Oom),
+    /// Another rank's.
+    Rank(usize),
+}
+
+impl From<ProfileError> for Stop {
+    fn from(error: ProfileError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl From<RankLost> for Stop {
+    fn from(lost: RankLost) -> Self {
+        Self::Failed(lost.into())
+    }
+}
+
+impl Stop {
+    fn of_step(phase: Phase, scenario: ScenarioKind, error: StepError) -> Self {
+        match error {
+            StepError::Oom(oom) => Self::exhausted(phase, Some(scenario), Shortage::Here(oom)),
+            error => Self::Failed(ProfileError::Step {
+                phase,
+                scenario,
+                error,
+            }),
+        }
+    }
+
+    fn exhausted(phase: Phase, scenario: Option<ScenarioKind>, shortage: Shortage) -> Self {
+        Self::Exhausted(Exhausted {
+            phase,
+            scenario,
+            shortage,
+        })
+    }
+
+    fn verdict(&self) -> Verdict {
+        match self {
+            Self::Exhausted(_) => Verdict::OutOfMemory,
+            Self::Failed(_) => Verdict::Failed,
+        }
+    }
+}
+
+/// Tells what a smaller size may cure from what ends everything.
+pub(crate) fn or_exhausted<X>(result: Result<X, Stop>) -> Result<Result<X, Exhausted>, ProfileError> {
+    match result {
+        Ok(value) => Ok(Ok(value)),
+        Err(Stop::Exhausted(exhausted)) => Ok(Err(exhausted)),
+        Err(Stop::Failed(error)) => Err(error),
+    }
 }
 
 impl Exhausted {
-    /// What it says about the plan whose size was tried.
-    pub(crate) fn discards(&self) -> DiscardReason {
-        match (self.scenario, self.oom.component) {
-            (Some(_), Component::Arena) => DiscardReason::ArenaTooSmall,
-            _ => DiscardReason::OutOfMemory,
+    /// The allocation that failed; or, if none did on this rank, why it ends nevertheless.
+    pub(crate) fn oom(&self) -> Result<&Oom, ProfileError> {
+        match &self.shortage {
+            Shortage::Here(oom) => Ok(oom),
+            &Shortage::Rank(rank) => Err(ProfileError::OtherRank {
+                rank,
+                phase: self.phase,
+            }),
+        }
+    }
+
+    /// The plan whose numbers were tried in these attempts is of no use.
+    pub(crate) fn discarded(&self, mut attempts: Vec<Attempt>) -> DiscardedPlan {
+        let reason = match &self.shortage {
+            Shortage::Rank(_) => DiscardReason::OtherRank,
+            Shortage::Here(oom) if self.scenario.is_some() && oom.component == Component::Arena => {
+                DiscardReason::ArenaTooSmall
+            }
+            Shortage::Here(_) => DiscardReason::OutOfMemory,
+        };
+        DiscardedPlan {
+            reason,
+            attempt: attempts.pop(),
+        }
+    }
+
+    /// The log record of the phase.
+    pub(crate) fn record(&self) -> (Phase, Vec<(&'static str, String)>) {
+        let mut fields = match &self.shortage {
+            Shortage::Here(oom) => vec![
+                ("outcome", "out_of_memory".to_owned()),
+                ("requested", oom.requested.to_string()),
+                ("component", oom.component.to_string()),
+                ("free", oom.meters.free.to_string()),
+                ("peers", oom.meters.peers().to_string()),
+            ],
+            Shortage::Rank(rank) => vec![
+                ("outcome", "out_of_memory".to_owned()),
+                ("rank", rank.to_string()),
+            ],
+        };
+        fields.extend(self.scenario.map(|kind| ("scenario", kind.to_string())));
+        (self.phase, fields)
+    }
+
+    pub(crate) fn outcome(&self) -> Outcome {
+        match &self.shortage {
+            Shortage::Here(oom) => Outcome::out_of_memory(self.phase, self.scenario, oom),
+            &Shortage::Rank(rank) => Outcome::OtherRank { rank },
         }
     }
 }
 
 /// What every worst step left on the meters.
 pub(crate) struct Stress {
-    pub(crate) results: Vec<ScenarioResult>,
     pub(crate) left_out: Vec<LeftOut>,
     pub(crate) scratch_bytes: u64,
 }
 
-/// Why the stress stopped: the results so far come along.
-pub(crate) enum Stopped {
-    Exhausted(Exhausted, Vec<ScenarioResult>),
-    Broken(ProfileError),
-}
-
 impl<T: Target> Profiler<'_, T> {
-    /// Runs every worst step once.
+    /// Hears from all ranks how it went, and goes by the worst.
+    pub(crate) fn agree(
+        &mut self,
+        phase: Phase,
+        scenario: Option<ScenarioKind>,
+        here: Result<(), Stop>,
+    ) -> Result<(), Stop> {
+        let verdict = here.as_ref().err().map_or(Verdict::Passed, Stop::verdict);
+        let (worst, rank) = match (self.ranks.worst(verdict), &here) {
+            (Ok(worst), _) => worst,
+            // The reason at hand says more than that nobody hears it.
+            (Err(_), Err(Stop::Failed(_))) => return here,
+            (Err(lost), _) => return Err(lost.into()),
+        };
+        if worst >= verdict {
+            return here;
+        }
+        Err(match worst {
+            Verdict::OutOfMemory => Stop::exhausted(phase, scenario, Shortage::Rank(rank)),
+            _ => Stop::Failed(ProfileError::OtherRank { rank, phase }),
+        })
+    }
+
+    /// Builds a state on every rank.
+    pub(crate) fn build(&mut self, phase: Phase, config: &StateConfig) -> Result<T::State, Stop> {
+        let before = self.target.meters();
+        self.target.reset_high_water();
+        let built = self.target.build(config).map_err(|oom| {
+            let nothing_left = self.check_nothing_left(phase, &before);
+            let oom = Stop::exhausted(phase, None, Shortage::Here(oom));
+            nothing_left.err().map_or(oom, Stop::Failed)
+        });
+        let (state, here) = match built {
+            Ok(state) => (Some(state), Ok(())),
+            Err(stop) => (None, Err(stop)),
+        };
+        match (self.agree(phase, None, here), state) {
+            (Ok(()), Some(state)) => Ok(state),
+            (Err(stop), state) => Err(self.give_up(phase, state, stop)),
+            (Ok(()), None) => unreachable!("who has no state does not agree"),
+        }
+    }
+
+    /// Runs every worst step once; what passes is added to `passed`.
     pub(crate) fn stress(
         &mut self,
         phase: Phase,
         spec: &ProfileSpec,
         kv: KvConfig,
         state: &mut T::State,
-    ) -> Result<Stress, Stopped> {
+        passed: &mut Vec<ScenarioResult>,
+    ) -> Result<Stress, Stop> {
         let (scenarios, left_out) = scenarios(&spec.limits, spec.vocab_size, kv);
         let of = scenarios.len();
-        let mut results = Vec::with_capacity(of);
-        for (done, scenario) in scenarios.into_iter().enumerate() {
-            let kind = scenario.kind;
+        let mut scratch_bytes = 0;
+        for (done, Scenario { kind, plan }) in scenarios.into_iter().enumerate() {
             self.observer.progress(Progress {
                 phase,
                 scenario: kind,
@@ -59,45 +207,35 @@ impl<T: Target> Profiler<'_, T> {
                 of,
             });
             let started = Instant::now();
-            match state.execute(&scenario.plan) {
-                Ok(_) => {}
-                Err(StepError::Oom(oom)) => {
-                    return Err(Stopped::Exhausted(
-                        Exhausted {
-                            phase,
-                            scenario: Some(kind),
-                            oom,
-                        },
-                        results,
-                    ));
-                }
-                Err(error) => {
-                    return Err(Stopped::Broken(ProfileError::Step {
-                        phase,
-                        scenario: kind,
-                        error,
-                    }));
-                }
-            }
-            results.push(ScenarioResult {
+            let stop = |error| Stop::of_step(phase, kind, error);
+            // Whoever finished a step that is not launched everywhere would wait for ever.
+            let launched = state.launch(&plan).map_err(stop);
+            self.agree(phase, Some(kind), launched)?;
+            let finished = state.finish().map(drop).map_err(stop);
+            self.agree(phase, Some(kind), finished)?;
+            let seconds = started.elapsed().as_secs_f64();
+            let scratch = self.target.take_scratch_high_water(state);
+            scratch_bytes = scratch.max(scratch_bytes);
+            passed.push(ScenarioResult {
                 kind,
-                rows: scenario.plan.runs.len(),
-                tokens: scenario.plan.num_tokens(),
-                seconds: started.elapsed().as_secs_f64(),
-                scratch_bytes: self.target.take_scratch_high_water(state),
+                rows: plan.runs.len(),
+                tokens: plan.num_tokens(),
+                seconds,
+                scratch_bytes: scratch,
                 peak_reserved: self.target.meters().reserved_high,
             });
         }
-        let scratch_bytes = results
-            .iter()
-            .map(|result| result.scratch_bytes)
-            .max()
-            .unwrap_or(0);
         Ok(Stress {
-            results,
             left_out,
             scratch_bytes,
         })
+    }
+
+    /// Drops the states of all ranks, where they have one: if any leaks, that is what stops all.
+    pub(crate) fn give_up(&mut self, phase: Phase, state: Option<T::State>, stop: Stop) -> Stop {
+        let torn = state.map_or(Ok(()), |state| self.tear_down(phase, state));
+        let agreed = self.agree(phase, None, torn.map_err(Stop::Failed));
+        agreed.err().unwrap_or(stop)
     }
 
     /// Drops a state and checks that what it held came back.
@@ -119,7 +257,7 @@ impl<T: Target> Profiler<'_, T> {
     }
 
     /// Checks that a build which failed kept nothing. The runtime may have grown: it loads things when first used.
-    pub(crate) fn check_nothing_left(&mut self, phase: Phase, before: &Meters) -> Result<(), ProfileError> {
+    fn check_nothing_left(&mut self, phase: Phase, before: &Meters) -> Result<(), ProfileError> {
         self.target.trim();
         let state_bytes = |meters: &Meters| meters.reserved - meters.by_component.get(Component::Runtime);
         let (before, after) = (state_bytes(before), state_bytes(&self.target.meters()));

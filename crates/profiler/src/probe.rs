@@ -1,0 +1,181 @@
+//! The measurement: baseline, the worst steps with a small KV cache, and the size they lead to.
+
+use std::time::Instant;
+
+use plimsoll_core::{Component, KvConfig, Meters, Scratch, StateConfig};
+
+use crate::arithmetic::shrunk;
+use crate::diagnostic::Evidence;
+use crate::phases::{Profiler, seconds};
+use crate::stress::{Exhausted, Stop, or_exhausted};
+use crate::{Arithmetic, Bound, Cause, Measured, Phase, Probed, ProfileError, ProfileSpec, Target};
+
+/// The meters before any state is built.
+pub(crate) struct Baseline(pub(crate) Meters);
+
+/// The size that a probe leads to, the same on every rank.
+pub(crate) struct Sized {
+    /// This rank's sum.
+    pub(crate) arithmetic: Arithmetic,
+    /// The least that any rank can hold.
+    pub(crate) blocks: usize,
+    /// What decided it.
+    pub(crate) bound: Bound,
+}
+
+impl<T: Target> Profiler<'_, T> {
+    pub(crate) fn baseline(&mut self) -> Baseline {
+        self.target.trim();
+        self.target.reset_high_water();
+        let meters = self.target.meters();
+        let fields = vec![
+            ("total", meters.total.to_string()),
+            ("free", meters.free.to_string()),
+            ("weights", meters.by_component.get(Component::Weights).to_string()),
+            ("runtime", meters.by_component.get(Component::Runtime).to_string()),
+            ("ours", meters.reserved.to_string()),
+            ("peers", meters.peers().to_string()),
+        ];
+        self.log(Phase::Baseline, fields);
+        Baseline(meters)
+    }
+
+    /// The whole probe and what it leads to, or why it does not fit.
+    pub(crate) fn measure(&mut self) -> Result<(Probed, Sized), ProfileError> {
+        let probed = match or_exhausted(self.probe(self.spec, self.spec.probe_kv()))? {
+            Ok(probed) => probed,
+            Err(exhausted) => return Err(self.probe_failed(&exhausted)),
+        };
+        let meters = self.target.meters();
+        let sized = self.size(&probed.measured, &meters, 0)?;
+        self.log_size(&sized);
+        Ok((probed, sized))
+    }
+
+    /// What `measured` leaves for KV on today's `meters`, after `cuts` cuts of 5 %; then the least of all ranks.
+    pub(crate) fn size(
+        &mut self,
+        measured: &Measured,
+        meters: &Meters,
+        cuts: u32,
+    ) -> Result<Sized, ProfileError> {
+        let arithmetic = Arithmetic::new(self.spec, measured, meters);
+        let own = shrunk(arithmetic.blocks, cuts);
+        let blocks = self.ranks.min(own)?;
+        let bound = match blocks < own {
+            true => Bound::OtherRank,
+            false => arithmetic.bound,
+        };
+        Ok(Sized {
+            arithmetic,
+            blocks,
+            bound,
+        })
+    }
+
+    pub(crate) fn log_size(&mut self, sized: &Sized) {
+        let Sized {
+            arithmetic,
+            blocks,
+            bound,
+        } = sized;
+        let fields = vec![
+            ("total", arithmetic.total.to_string()),
+            ("non_kv", arithmetic.non_kv.to_string()),
+            ("peers", arithmetic.peers.to_string()),
+            ("canary", arithmetic.canary.to_string()),
+            (
+                "fragmentation_buffer",
+                arithmetic.fragmentation_buffer.to_string(),
+            ),
+            ("room", arithmetic.room.to_string()),
+            ("mem_fraction", arithmetic.mem_fraction.to_string()),
+            ("bytes_per_block", arithmetic.block_bytes.to_string()),
+            ("tokens", self.spec.kv(*blocks).capacity_tokens().to_string()),
+            ("bound", bound.name().to_owned()),
+            ("clamped", arithmetic.clamped.to_string()),
+        ];
+        self.log(Phase::Compute, fields);
+    }
+
+    /// The worst steps of `spec` with a KV cache of `kv` and an arena that grows.
+    fn probe(&mut self, spec: &ProfileSpec, kv: KvConfig) -> Result<Probed, Stop> {
+        let started = Instant::now();
+        let config = StateConfig {
+            kv,
+            scratch: Scratch::Growable,
+            canary_bytes: 0,
+        };
+        let mut state = self.build(Phase::Probe, &config)?;
+        let mut scenarios = Vec::new();
+        let stress = match self.stress(Phase::Probe, spec, kv, &mut state, &mut scenarios) {
+            Ok(stress) => stress,
+            Err(stop) => return Err(self.give_up(Phase::Probe, Some(state), stop)),
+        };
+        let meters = self.target.meters();
+        let torn = self.tear_down(Phase::Probe, state).map_err(Stop::Failed);
+        self.agree(Phase::Probe, None, torn)?;
+        let measured = Measured {
+            peak_reserved: meters.reserved_high,
+            peak_used: meters.used_high,
+            kv_bytes: meters.by_component.get(Component::Kv),
+            kv_tokens: kv.capacity_tokens(),
+            scratch_bytes: stress.scratch_bytes,
+        };
+        let fields = vec![
+            ("kv_tokens", measured.kv_tokens.to_string()),
+            ("kv_bytes", measured.kv_bytes.to_string()),
+            ("peak_reserved", measured.peak_reserved.to_string()),
+            ("peak_used", measured.peak_used.to_string()),
+            ("scratch", measured.scratch_bytes.to_string()),
+            ("scenarios", scenarios.len().to_string()),
+            ("left_out", stress.left_out.len().to_string()),
+            ("seconds", seconds(started)),
+        ];
+        self.log(Phase::Probe, fields);
+        Ok(Probed {
+            measured,
+            scenarios,
+            weights: meters.by_component.get(Component::Weights),
+            runtime: meters.by_component.get(Component::Runtime),
+        })
+    }
+
+    /// The probe did not fit: measures a part of the step, so that the diagnostic can compute what the whole needs. Every
+    /// rank takes part: the steps are everyone's.
+    fn probe_failed(&mut self, exhausted: &Exhausted) -> ProfileError {
+        let mut part = None;
+        for divisor in PROBE_PARTS {
+            let mut spec = self.spec.clone();
+            spec.limits.max_num_batched_tokens = (spec.limits.max_num_batched_tokens / divisor).max(1);
+            spec.limits.max_num_seqs = (spec.limits.max_num_seqs / divisor).max(1);
+            let kv = spec.kv(spec.block_size.blocks_for(spec.written_tokens()));
+            match or_exhausted(self.probe(&spec, kv)) {
+                Ok(Ok(probed)) => {
+                    part = Some((probed, spec.limits));
+                    break;
+                }
+                Ok(Err(_)) => {}
+                Err(error) => return error,
+            }
+        }
+        let oom = match exhausted.oom() {
+            Ok(oom) => oom,
+            Err(error) => return error,
+        };
+        let evidence = Evidence {
+            spec: self.spec,
+            probe: part
+                .as_ref()
+                .map(|(probed, limits)| (&probed.measured, &*probed.scenarios, *limits)),
+            arithmetic: None,
+            oom: Some(oom),
+            last_tokens: None,
+            meters: self.target.meters(),
+        };
+        evidence.diagnose(Cause::ProbeDoesNotFit)
+    }
+}
+
+/// By what the limits are divided when the whole probe does not fit.
+const PROBE_PARTS: [usize; 3] = [4, 16, 64];
