@@ -45,8 +45,8 @@ RUN apt-get update \
 COPY --from=build /out/ /usr/local/
 RUN ldconfig
 USER 10001
-# The Hub's cache outlives the container.
-ENV HF_HOME=/hub
+# What the Hub sent and what earlier starts measured outlive the container.
+ENV HF_HOME=/hub PLIMSOLL_PROFILE_CACHE_DIR=/hub/plimsoll/profiles
 VOLUME /hub
 EXPOSE 8000
 # Loading and profiling a model takes a while; nothing listens before it is proved.

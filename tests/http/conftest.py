@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = Path(os.environ.get("SERVER_BINARY", ROOT / "target/debug/plimsoll"))
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+# Tests measure anew, and leave the user's cache alone.
+NO_PROFILE_CACHE = {"PLIMSOLL_NO_PROFILE_CACHE": "true"}
 # A debug build on a busy machine loads, measures and proves a model in this time.
 START_TIMEOUT = 240
 
@@ -95,6 +97,7 @@ def serve(directory: Path, *args: str, expected_code: int = 0):
     command = [str(BINARY), "serve", *args, "--port", str(port)]
     # The server takes settings from PLIMSOLL_*: those of the caller's shell are not for the tests.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PLIMSOLL_")}
+    environment |= NO_PROFILE_CACHE
     # Servers outside these tests need not wait for ours, nor ours for them.
     environment["PLIMSOLL_DEVICE_LOCK_DIR"] = str(directory)
     with log.open("wb") as out:

@@ -279,6 +279,24 @@ pub struct MemoryArgs {
     /// Write the auto-profile's report to this file, as JSON
     #[arg(long, value_name = "FILE")]
     pub profile_report: Option<PathBuf>,
+    /// Where what a start measured is kept for the next one [default: $XDG_CACHE_HOME/plimsoll/profiles, or
+    /// ~/.cache/plimsoll/profiles]
+    #[arg(long, value_name = "DIR")]
+    pub profile_cache_dir: Option<PathBuf>,
+    /// Measure at this start too, and keep nothing for the next
+    #[arg(long, overrides_with = "profile_cache")]
+    no_profile_cache: bool,
+    /// Skip the measurement where this model, build, device and shape were measured before; still prove the size (the
+    /// default)
+    #[arg(long, overrides_with = "no_profile_cache", hide = true)]
+    profile_cache: bool,
+}
+
+impl MemoryArgs {
+    /// Whether starts may learn from each other.
+    pub fn profile_cache(&self) -> bool {
+        !self.no_profile_cache
+    }
 }
 
 /// The API.

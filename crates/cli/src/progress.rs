@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use hf_hub::progress::{DownloadEvent, Progress, ProgressEvent, ProgressHandler};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -9,6 +10,7 @@ use plimsoll_profiler::{Observer, PhaseRecord};
 
 use crate::bytes::Bytes;
 use crate::hub::RemoteFile;
+use crate::start::StartTimes;
 
 /// A bar over bytes.
 pub(crate) fn bytes_bar(what: &str, total: u64) -> ProgressBar {
@@ -104,12 +106,18 @@ impl ProgressHandler for Handler {
 /// The auto-profile: a log line per phase, a bar over its worst steps.
 pub(crate) struct ProfileProgress {
     bar: ProgressBar,
+    times: StartTimes,
+    /// When the last phase ended.
+    since: Instant,
 }
 
 impl ProfileProgress {
-    pub(crate) fn new() -> Self {
+    /// Phases are stages of the start that `times` counts.
+    pub(crate) fn new(times: StartTimes) -> Self {
         Self {
             bar: count_bar("auto-profile", 0),
+            times,
+            since: Instant::now(),
         }
     }
 
@@ -120,6 +128,9 @@ impl ProfileProgress {
 
 impl Observer for ProfileProgress {
     fn phase(&mut self, record: &PhaseRecord) {
+        let now = Instant::now();
+        self.times.add(record.phase.name(), now - self.since);
+        self.since = now;
         self.bar.suspend(|| match record.warning {
             true => tracing::warn!("{record}"),
             false => tracing::info!("{record}"),

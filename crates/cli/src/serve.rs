@@ -4,31 +4,41 @@ use std::future::Future;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use plimsoll_engine::Drained;
 use plimsoll_model::GenerationConfig;
 use plimsoll_profiler::Report;
-use plimsoll_server::{AppState, GenerationDefaults, ModelInfo, ServerOptions};
+use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};
 use plimsoll_text::ChatTemplate;
 use tokio::net::{TcpSocket, lookup_host};
 
 use crate::args::{EngineArgs, ServeArgs, ServerArgs};
 use crate::device::Device;
 use crate::error::Error;
+use crate::plan_cache::PlanCache;
 use crate::source::{Source, resolve};
-use crate::start::{Loaded, Ready, Text};
+use crate::standing::Standing;
+use crate::start::{Loaded, Ready, StartContext, StartTimes, Text, report_json, write_report};
 
 /// Connections the operating system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
 
 /// Serves until a signal says stop.
 pub async fn serve(args: ServeArgs) -> Result<(), Error> {
+    let context = StartContext::new(PlanCache::from_flags(&args.engine.memory));
+    let times = context.times.clone();
     // An address that is taken is found out now, not after minutes of loading; it refuses connections until it listens.
     let socket = bind(&args.server).await?;
-    let source = resolve(&args.engine.model).await?;
-    let (state, report) = {
+    let source = resolve_timed(&args.engine, &times).await?;
+    let Prepared {
+        state,
+        report,
+        standing,
+    } = {
         let args = args.clone();
-        let work = move || prepare(&source, &args);
+        let work = move || prepare(&source, &args, context);
         tokio::task::spawn_blocking(work)
             .await
             .map_err(std::io::Error::other)??
@@ -40,10 +50,14 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         address: format!("{address}:{}", args.server.port),
         source,
     };
-    let listener = socket.listen(BACKLOG).map_err(listen)?;
+    let listener = times
+        .measure("listen", || socket.listen(BACKLOG))
+        .map_err(listen)?;
     let bound = listener.local_addr()?;
     let signal = shutdown_signal()?;
-    announce(bound, &args.server.served_names(&args.engine.model)[0]);
+    let total = times.ready();
+    write_report(&args.engine, &standing.report())?;
+    announce(bound, &args.server.served_names(&args.engine.model)[0], total);
     match plimsoll_server::serve(listener, state, signal).await? {
         Drained::Complete => Ok(()),
         Drained::Failed(requests) => Err(Error::CutOff {
@@ -55,10 +69,16 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
 
 /// Measures what fits, and says so.
 pub async fn profile(args: EngineArgs) -> Result<(), Error> {
-    let source = resolve(&args.model).await?;
+    // It is asked to measure; the next server profits.
+    let context = StartContext::new(PlanCache::from_flags(&args.memory).write_only());
+    let times = context.times.clone();
+    let source = resolve_timed(&args, &times).await?;
     let work = move || {
-        let (device, _lock) = Device::open(&source, &args)?;
-        Loaded::new(&source, &args, device)?.profile(&args)
+        let (device, _lock) = times.measure("device", || Device::open(&source, &args))?;
+        let report = Loaded::with(&source, &args, device, context)?.profile(&args)?;
+        times.ready();
+        write_report(&args, &report_json(&report, &times))?;
+        Ok::<_, Error>(report)
     };
     let report = tokio::task::spawn_blocking(work)
         .await
@@ -67,10 +87,26 @@ pub async fn profile(args: EngineArgs) -> Result<(), Error> {
     Ok(())
 }
 
+async fn resolve_timed(args: &EngineArgs, times: &StartTimes) -> Result<Source, Error> {
+    let begin = Instant::now();
+    let source = resolve(&args.model).await?;
+    times.add("resolve", begin.elapsed());
+    Ok(source)
+}
+
+/// Everything the HTTP server needs, and what is to be said about it.
+struct Prepared {
+    state: AppState,
+    report: Report,
+    standing: Arc<Standing>,
+}
+
 /// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
-pub fn prepare(source: &Source, args: &ServeArgs) -> Result<(AppState, Report), Error> {
-    let (device, lock) = Device::open(source, &args.engine)?;
-    let loaded = Loaded::new(source, &args.engine, device)?;
+fn prepare(source: &Source, args: &ServeArgs, context: StartContext) -> Result<Prepared, Error> {
+    let (device, lock) = context
+        .times
+        .measure("device", || Device::open(source, &args.engine))?;
+    let loaded = Loaded::with(source, &args.engine, device, context)?;
     let Ready {
         engine,
         report,
@@ -108,7 +144,11 @@ pub fn prepare(source: &Source, args: &ServeArgs) -> Result<(AppState, Report), 
         allowed_origins: args.server.allowed_origins.clone().unwrap_or_default(),
         ..ServerOptions::default()
     };
-    Ok((AppState::new(engine, model, standing, options), report))
+    Ok(Prepared {
+        state: AppState::new(engine, model, Arc::clone(&standing) as _, options),
+        report,
+        standing,
+    })
 }
 
 /// A file, or the template itself, which is told by its braces.
@@ -212,7 +252,7 @@ fn shutdown_signal() -> Result<impl Future<Output = ()>, Error> {
 }
 
 /// Tells people how to talk to the server.
-fn announce(address: SocketAddr, model: &str) {
+fn announce(address: SocketAddr, model: &str, after: Duration) {
     let host = if address.ip().is_unspecified() {
         "127.0.0.1".to_owned()
     } else {
@@ -224,10 +264,11 @@ fn announce(address: SocketAddr, model: &str) {
         host
     };
     say(&format!(
-        "ready: {model} at http://{address}\n\n  \
+        "ready: {model} after {seconds:.1} s at http://{address}\n\n  \
          curl http://{host}:{port}/v1/chat/completions -H 'content-type: application/json' \\\n    \
          -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}]}}'\n",
         port = address.port(),
+        seconds = after.as_secs_f64(),
     ));
 }
 

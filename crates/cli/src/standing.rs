@@ -7,11 +7,13 @@ use plimsoll_profiler::Report;
 use plimsoll_server::Memory;
 
 use crate::device::Device;
+use crate::start::{StartTimes, report_json};
 
 /// The proof of the state in use, on its device. Shared by the engine, which has it replaced, and the API, which shows it.
 #[derive(Debug)]
 pub struct Standing {
     device: Device,
+    times: StartTimes,
     proof: Mutex<Proof>,
 }
 
@@ -26,7 +28,7 @@ struct Proof {
 
 impl Standing {
     /// Taken at ready: the device's marks still show the proof, and start anew here.
-    pub(crate) fn new(device: Device, report: Report) -> Self {
+    pub(crate) fn new(device: Device, report: Report, times: StartTimes) -> Self {
         let proof = Proof {
             peak: proved_peak(&device, &report),
             allocations: device.allocations(),
@@ -35,6 +37,7 @@ impl Standing {
         device.reset_high_water();
         Self {
             device,
+            times,
             proof: Mutex::new(proof),
         }
     }
@@ -59,7 +62,7 @@ fn proved_peak(device: &Device, report: &Report) -> u64 {
 
 impl Memory for Standing {
     fn report(&self) -> serde_json::Value {
-        serde_json::to_value(&self.proof().report).expect("a report is JSON")
+        report_json(&self.proof().report, &self.times)
     }
 
     fn meters(&self) -> Meters {

@@ -13,10 +13,21 @@ struct Server {
     address: String,
 }
 
+/// A command that leaves the user's caches alone.
+fn command() -> Command {
+    let mut command = Command::new(BINARY);
+    command.env("PLIMSOLL_NO_PROFILE_CACHE", "true");
+    command
+}
+
 impl Server {
     /// `plimsoll serve sim` on a free port, ready.
     fn start(flags: &[&str]) -> Self {
-        let mut child = Command::new(BINARY)
+        Self::start_as(&mut command(), flags)
+    }
+
+    fn start_as(command: &mut Command, flags: &[&str]) -> Self {
+        let mut child = command
             .args(["serve", "sim", "--port", "0"])
             .args(flags)
             .stdout(Stdio::piped())
@@ -66,7 +77,7 @@ impl Drop for Server {
 }
 
 fn plimsoll(args: &[&str]) -> Output {
-    Command::new(BINARY).args(args).output().unwrap()
+    command().args(args).output().unwrap()
 }
 
 #[tokio::test]
@@ -172,6 +183,37 @@ fn profile_reports_and_exits() {
     }
     let report: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
     assert!(report["kv_tokens"].as_u64().unwrap() > 0);
+}
+
+/// U22: the cache lies where the environment says, and each start says how long it took.
+#[tokio::test]
+async fn u22_the_second_start_is_cached_unless_a_flag_says_no() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("report.json");
+    let mut origins = Vec::new();
+    for flags in [&[][..], &[], &["--no-profile-cache"]] {
+        let flags = [flags, &["--profile-report", file.to_str().unwrap()]].concat();
+        let mut command = Command::new(BINARY);
+        let server = Server::start_as(command.env("XDG_CACHE_HOME", dir.path()), &flags);
+        let report: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+        let memory: Value = reqwest::get(server.url("/memory"))
+            .await
+            .unwrap()
+            .json()
+            .await
+            .unwrap();
+        assert_eq!(memory["profile"]["start"], report["start"]);
+        let total = report["start"]["seconds"].as_f64().unwrap();
+        let stages = report["start"]["stages"].as_array().unwrap();
+        for name in ["resolve", "device", "validate", "engine", "listen"] {
+            let stage = stages.iter().find(|stage| stage["stage"] == name).expect(name);
+            assert!(stage["seconds"].as_f64().unwrap() <= total, "{name}: {report}");
+        }
+        origins.push(report["origin"]["from"].clone());
+    }
+    assert_eq!(origins, ["measured", "cached", "measured"]);
+    let plans = std::fs::read_dir(dir.path().join("plimsoll/profiles")).unwrap();
+    assert_eq!(plans.count(), 1);
 }
 
 #[tokio::test]

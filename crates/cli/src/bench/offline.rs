@@ -9,6 +9,7 @@ use futures::future::try_join_all;
 use plimsoll_core::{DeviceTime, Event, Request, RequestOptions, SamplingOptions};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_engine::EngineHandle;
+use plimsoll_server::Memory;
 
 use super::dataset::{RandomDataset, Sample};
 use super::http::ratio;
@@ -18,9 +19,10 @@ use crate::args::{EngineArgs, positive};
 use crate::device::Device;
 use crate::error::Error;
 use crate::logging;
+use crate::plan_cache::PlanCache;
 use crate::progress::count_bar;
 use crate::source::resolve;
-use crate::start::Loaded;
+use crate::start::{Loaded, StartContext, write_report};
 
 /// `plimsoll bench latency`.
 #[derive(Clone, Debug, Args)]
@@ -203,6 +205,7 @@ struct Timing {
 impl Bench {
     async fn start(args: EngineArgs, queue: usize) -> Result<Self, Error> {
         logging::init(args.log_format);
+        let context = StartContext::new(PlanCache::from_flags(&args.memory));
         let source = resolve(&args.model).await?;
         let seed = args.limits.fixed_seed();
         let work = move || {
@@ -211,7 +214,8 @@ impl Bench {
                 Device::Gpu(gpu) => Some(gpu.clone()),
                 Device::Cpu(_) => None,
             };
-            let ready = Loaded::new(&source, &args, device)?.start(&args, queue)?;
+            let ready = Loaded::with(&source, &args, device, context)?.start(&args, queue)?;
+            write_report(&args, &ready.standing.report())?;
             Ok::<_, Error>((ready.engine, gpu))
         };
         let (engine, gpu) = tokio::task::spawn_blocking(work)

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::error::Error;
+use crate::hardware;
 use crate::version;
 
 /// Rows of a table, in order, and the JSON object beside it.
@@ -94,15 +95,10 @@ fn command_line(args: impl Iterator<Item = String>) -> Vec<String> {
 }
 
 fn hardware() -> Value {
-    let field = |file: &str, key: &str| {
-        let text = std::fs::read_to_string(file).ok()?;
-        let line = text.lines().find(|line| line.starts_with(key))?;
-        Some(line.split_once(':')?.1.trim().to_owned())
-    };
     json!({
-        "cpu": field("/proc/cpuinfo", "model name"),
+        "cpu": hardware::cpu(),
         "threads": std::thread::available_parallelism().map(usize::from).ok(),
-        "memory": field("/proc/meminfo", "MemTotal"),
+        "memory": hardware::field("/proc/meminfo", "MemTotal"),
         "os": std::env::consts::OS,
         "arch": std::env::consts::ARCH,
     })

@@ -1,24 +1,29 @@
 //! From files to an engine that is proved: load, profile, spawn. Nothing listens yet.
 
 mod keeper;
+mod plans;
 mod spec;
 mod text;
+mod times;
 mod weights;
 
-use std::path::Path;
+use std::panic::resume_unwind;
 use std::sync::Arc;
+use std::thread;
 
 use plimsoll_core::{Executor, KvConfig, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_model::Model;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
-use plimsoll_profiler::{Proved, Report, Target, profile};
+use plimsoll_profiler::{KvSize, Origin, Proved, Report, Target, profile};
 use plimsoll_sim::SimModel;
+use serde_json::Value;
 
 use crate::args::EngineArgs;
 use crate::device::Device;
 use crate::error::Error;
+use crate::plan_cache::{ModelKey, PlanCache};
 use crate::progress::ProfileProgress;
 use crate::source::Source;
 use crate::standing::Standing;
@@ -26,6 +31,7 @@ use crate::target::{GpuTarget, ModelTarget, SimTarget};
 
 use keeper::Keeper;
 pub use text::Text;
+pub use times::StartTimes;
 use weights::Weights;
 
 /// Context length of the simulated model.
@@ -44,6 +50,31 @@ pub struct Ready {
     pub standing: Arc<Standing>,
 }
 
+/// What a start goes by beside its flags. By default it learns from no other start.
+#[derive(Clone, Debug)]
+pub struct StartContext {
+    /// Plans of earlier starts.
+    pub plans: PlanCache,
+    /// The start's clock.
+    pub times: StartTimes,
+}
+
+impl StartContext {
+    /// A start that begins now.
+    pub fn new(plans: PlanCache) -> Self {
+        Self {
+            plans,
+            times: StartTimes::begin(),
+        }
+    }
+}
+
+impl Default for StartContext {
+    fn default() -> Self {
+        Self::new(PlanCache::off())
+    }
+}
+
 /// A model that is loaded: weights and text, but no engine yet.
 #[derive(Debug)]
 pub struct Loaded {
@@ -52,18 +83,41 @@ pub struct Loaded {
     limits: StepLimits,
     vocab_size: usize,
     weights: Weights,
+    context: StartContext,
+    /// Where plans are kept.
+    model_key: Option<ModelKey>,
 }
 
 impl Loaded {
     /// Reads the model; its weights are charged to `device`.
     pub fn new(source: &Source, args: &EngineArgs, device: impl Into<Device>) -> Result<Self, Error> {
+        Self::with(source, args, device, StartContext::default())
+    }
+
+    /// The same in a start that has begun already.
+    pub fn with(
+        source: &Source,
+        args: &EngineArgs,
+        device: impl Into<Device>,
+        context: StartContext,
+    ) -> Result<Self, Error> {
+        let times = &context.times;
+        let is_kept = context.plans.is_on();
+        let model_key = is_kept.then(|| plans::model_key(source, args)).flatten();
         if let Some(threads) = args.limits.threads {
             plimsoll_kernels::set_threads(threads);
         }
         let (text, weights, trained_for, vocab_size) = match (source, device.into()) {
             (Source::Files { model, tokenizer }, device) => {
-                let mut text = Text::read(tokenizer, args.model.load_format)?;
-                let (weights, about) = weights::load(model, args, device)?;
+                // Neither needs the other, and a large vocabulary takes a second.
+                let (text, loaded) = thread::scope(|scope| {
+                    let text = scope
+                        .spawn(|| times.measure("text", || Text::read(tokenizer, args.model.load_format)));
+                    let loaded = times.measure("weights", || weights::load(model, args, device));
+                    (text.join().unwrap_or_else(|panic| resume_unwind(panic)), loaded)
+                });
+                let mut text = text?;
+                let (weights, about) = loaded?;
                 text.generation = about.generation;
                 text.eos_token_ids.extend(about.eos_token_ids);
                 text.eos_token_ids.sort_unstable();
@@ -87,6 +141,8 @@ impl Loaded {
             limits: spec::step_limits(args, trained_for, weights.defaults())?,
             vocab_size,
             weights,
+            context,
+            model_key,
         })
     }
 
@@ -136,13 +192,18 @@ impl Loaded {
     }
 
     fn prove<T: Target>(&self, mut target: T, args: &EngineArgs) -> Result<Proved<T::State>, Error> {
-        let spec = spec::profile_spec(&self.weights, self.limits, self.vocab_size, args);
-        let mut progress = ProfileProgress::new();
+        let StartContext { plans, times } = &self.context;
+        let mut spec = spec::profile_spec(&self.weights, self.limits, self.vocab_size, args);
+        // A pinned size needs no measurement.
+        let model_key = self.model_key.clone().filter(|_| spec.size == KvSize::Auto);
+        let key = model_key.map(|model| plans::key(model, &self.weights, self.limits, args));
+        spec.plan = key.as_ref().and_then(|key| plans::find(plans, key));
+        let mut progress = ProfileProgress::new(times.clone());
         let proved = profile(&mut target, &spec, &mut progress);
         progress.finish();
         let proved = proved?;
-        if let Some(path) = &args.memory.profile_report {
-            write_json(path, proved.report())?;
+        if let (Some(key), Some(plan), Origin::Measured) = (&key, proved.plan(), proved.report().origin) {
+            plans::keep(plans, key, plan);
         }
         Ok(proved)
     }
@@ -153,6 +214,7 @@ impl Loaded {
         args: &EngineArgs,
         max_queue: usize,
     ) -> Result<Ready, Error> {
+        let times = &self.context.times;
         let (kv, report) = (proved.config().kv, proved.report().clone());
         let config = EngineConfig {
             max_queue,
@@ -160,12 +222,16 @@ impl Loaded {
             enable_prefix_caching: args.limits.prefix_caching(),
             steps_in_flight: self.weights.defaults().steps_in_flight,
         };
-        let standing = Arc::new(Standing::new(self.weights.device(), report.clone()));
+        let standing = Arc::new(Standing::new(
+            self.weights.device(),
+            report.clone(),
+            times.clone(),
+        ));
         let keeper = Keeper {
             standing: Arc::clone(&standing),
         };
         Ok(Ready {
-            engine: EngineHandle::spawn(proved, keeper, &config)?,
+            engine: times.measure("engine", || EngineHandle::spawn(proved, keeper, &config))?,
             kv,
             report,
             standing,
@@ -173,9 +239,19 @@ impl Loaded {
     }
 }
 
-fn write_json(path: &Path, report: &Report) -> Result<(), Error> {
-    let mut text = serde_json::to_string_pretty(report).expect("a report is JSON");
-    text.push('\n');
+/// What the profile found, and how long the start took.
+pub(crate) fn report_json(report: &Report, times: &StartTimes) -> Value {
+    let mut json = serde_json::to_value(report).expect("a report is JSON");
+    json["start"] = times.to_json();
+    json
+}
+
+/// `--profile-report`.
+pub(crate) fn write_report(args: &EngineArgs, report: &Value) -> Result<(), Error> {
+    let Some(path) = &args.memory.profile_report else {
+        return Ok(());
+    };
+    let text = format!("{report:#}\n");
     std::fs::write(path, text).map_err(|source| Error::Write {
         path: path.to_owned(),
         source,

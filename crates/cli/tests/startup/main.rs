@@ -1,6 +1,7 @@
 //! Real starts on a tiny random model: what a failing allocation, a pinned size and a small budget lead to.
 
 mod gpu;
+mod plan_cache;
 mod recovery;
 
 use std::path::{Path, PathBuf};

@@ -1,0 +1,352 @@
+use std::os::unix::fs::PermissionsExt;
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::*;
+
+/// Stands for a plan: what is read must be what was written.
+type Plan = Vec<u64>;
+
+fn key() -> Key {
+    let device = DeviceKey {
+        name: "GPU".to_owned(),
+        cores: 132,
+        total: Some(140 << 30),
+        granted: Some(140 << 30),
+        driver: Some("580.1".to_owned()),
+        cuda: Some(13000),
+        compute_capability: Some((9, 0)),
+    };
+    let shape = ShapeKey {
+        max_num_batched_tokens: 8192,
+        max_num_seqs: 512,
+        max_model_len: 4096,
+        block_size: 16,
+        kv_bytes_per_token: 131_072,
+        kv_cache_dtype: "auto".to_owned(),
+        dtype: "auto".to_owned(),
+        enforce_eager: false,
+        threads: None,
+        ranks: 1,
+    };
+    Key::new(ModelKey::simulated(), device, shape)
+}
+
+fn cache() -> (tempfile::TempDir, PlanCache) {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = PlanCache::at(dir.path().join("plimsoll/profiles"));
+    (dir, cache)
+}
+
+fn load(cache: &PlanCache, key: &Key) -> Lookup<Plan> {
+    cache.load(key).expect("the cache is on")
+}
+
+fn hit(lookup: &Lookup<Plan>) -> Option<&Plan> {
+    match lookup {
+        Lookup::Hit { plan, .. } => Some(plan),
+        Lookup::Miss(_) => None,
+    }
+}
+
+#[test]
+fn u22_a_plan_comes_back_for_its_key_and_is_replaced_by_the_next() {
+    let (_dir, cache) = cache();
+    assert_eq!(load(&cache, &key()), Lookup::Miss(Miss::NoneStored));
+    for plan in [vec![1, 2], vec![3]] {
+        let path = cache.store(&key(), &plan).unwrap().unwrap();
+        assert_eq!(hit(&load(&cache, &key())), Some(&plan));
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        let dir = path.parent().unwrap();
+        assert_eq!(fs::metadata(dir).unwrap().permissions().mode() & 0o777, 0o700);
+        assert_eq!(fs::read_dir(dir).unwrap().count(), 1);
+    }
+    let off = PlanCache::off();
+    assert_eq!(off.store(&key(), &vec![1]).unwrap(), None);
+    assert_eq!(off.load::<Plan>(&key()), None);
+}
+
+/// Changes one part of a key.
+type Change = fn(&mut Key);
+
+#[test]
+fn u22_each_changed_part_of_the_key_is_a_miss_that_names_it() {
+    let changes: [(&str, Change); 19] = [
+        ("build.bytes", |k| k.build.bytes = Some(1)),
+        ("build.modified", |k| k.build.modified = None),
+        ("build.version", |k| k.build.version = "0.0.1".to_owned()),
+        ("device.compute_capability", |k| {
+            k.device.compute_capability = Some((10, 0));
+        }),
+        ("device.cores", |k| k.device.cores = 66),
+        ("device.cuda", |k| k.device.cuda = Some(12090)),
+        ("device.driver", |k| k.device.driver = None),
+        ("device.granted", |k| k.device.granted = Some(1)),
+        ("device.total", |k| k.device.total = Some(1)),
+        ("shape.block_size", |k| k.shape.block_size = 8),
+        ("shape.dtype", |k| k.shape.dtype = "bfloat16".to_owned()),
+        ("shape.enforce_eager", |k| k.shape.enforce_eager = true),
+        ("shape.kv_bytes_per_token", |k| k.shape.kv_bytes_per_token = 1),
+        ("shape.kv_cache_dtype", |k| {
+            k.shape.kv_cache_dtype = "float32".to_owned()
+        }),
+        ("shape.max_model_len", |k| k.shape.max_model_len = 1),
+        ("shape.max_num_batched_tokens", |k| {
+            k.shape.max_num_batched_tokens = 1
+        }),
+        ("shape.max_num_seqs", |k| k.shape.max_num_seqs = 1),
+        ("shape.ranks", |k| k.shape.ranks = 2),
+        ("shape.threads", |k| k.shape.threads = Some(2)),
+    ];
+    let (_dir, cache) = cache();
+    cache.store(&key(), &vec![7]).unwrap();
+    for (part, change) in changes {
+        let mut other = key();
+        change(&mut other);
+        let Lookup::Miss(Miss::Changed(parts)) = load(&cache, &other) else {
+            panic!("{part}: not a miss")
+        };
+        assert_eq!(parts.len(), 1, "{part}: {parts:?}");
+        assert!(parts[0].starts_with(part), "{part}: {parts:?}");
+    }
+    // Another model or device has nothing to be compared with.
+    let mut other = key();
+    other.device.name = "another".to_owned();
+    assert_eq!(load(&cache, &other), Lookup::Miss(Miss::NoneStored));
+    assert_eq!(hit(&load(&cache, &key())), Some(&vec![7]));
+}
+
+#[test]
+fn a_miss_is_compared_with_the_most_similar_plan() {
+    let (_dir, cache) = cache();
+    let mut far = key();
+    (far.shape.max_num_seqs, far.shape.block_size) = (1, 8);
+    cache.store(&far, &vec![1]).unwrap();
+    let mut near = key();
+    near.shape.max_num_seqs = 64;
+    cache.store(&near, &vec![2]).unwrap();
+    let Lookup::Miss(miss) = load(&cache, &key()) else {
+        panic!("not a miss")
+    };
+    let expected = "reason=changed parts=\"shape.max_num_seqs (then 64, now 512)\"";
+    assert_eq!(miss.to_string(), expected);
+}
+
+fn model(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text) in files {
+        fs::write(dir.path().join(name), text).unwrap();
+    }
+    dir
+}
+
+/// A header of the length it says, and data.
+const SAFETENSORS: &str = "\u{2}\0\0\0\0\0\0\0{}data";
+
+#[test]
+fn u22_the_model_is_told_by_its_files() {
+    let dir = model(&[("config.json", "{}"), ("a.safetensors", SAFETENSORS)]);
+    let of = |path: &Path, seed| ModelKey::of_files(path, seed).unwrap();
+    let before = of(dir.path(), None);
+    assert_eq!(of(dir.path(), None), before);
+    // A tokenizer has no say.
+    fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+    assert_eq!(of(dir.path(), None), before);
+
+    let weights = dir.path().join("a.safetensors");
+    let time = fs::metadata(&weights).unwrap().modified().unwrap();
+    let rewrite = |text: &str, time: SystemTime| {
+        fs::write(&weights, text).unwrap();
+        File::open(&weights).unwrap().set_modified(time).unwrap();
+        of(dir.path(), None)
+    };
+    assert_ne!(
+        rewrite(SAFETENSORS, time + Duration::from_secs(1)),
+        before,
+        "time"
+    );
+    assert_ne!(rewrite("\u{2}\0\0\0\0\0\0\0{}more data", time), before, "size");
+    assert_ne!(rewrite("\u{2}\0\0\0\0\0\0\0[]data", time), before, "head");
+    assert_eq!(rewrite(SAFETENSORS, time), before);
+    fs::write(dir.path().join("b.safetensors"), SAFETENSORS).unwrap();
+    assert_ne!(of(dir.path(), None), before, "one more file");
+    fs::remove_file(dir.path().join("b.safetensors")).unwrap();
+    fs::write(dir.path().join("config.json"), "[]").unwrap();
+    assert_ne!(of(dir.path(), None), before, "config");
+
+    // Random weights are those of the seed, whatever lies there.
+    let dummy = of(dir.path(), Some(1));
+    assert_ne!(of(dir.path(), Some(2)), dummy);
+    fs::remove_file(&weights).unwrap();
+    assert_eq!(of(dir.path(), Some(1)), dummy);
+
+    let gguf = model(&[("m.gguf", "GGUF head")]);
+    let path = gguf.path().join("m.gguf");
+    let before = of(&path, None);
+    let time = fs::metadata(&path).unwrap().modified().unwrap();
+    fs::write(&path, "GGUF HEAD").unwrap();
+    File::open(&path).unwrap().set_modified(time).unwrap();
+    assert_ne!(of(&path, None), before, "head");
+
+    for missing in [Path::new("/no/such/model"), dir.path()] {
+        fs::remove_file(dir.path().join("config.json")).ok();
+        assert!(ModelKey::of_files(missing, None).is_err());
+    }
+}
+
+/// What is left of a file after a crash, a full disk or a bad sector is a miss that says so, or the whole plan.
+#[test]
+fn u22_a_damaged_file_is_a_miss() {
+    let (_dir, cache) = cache();
+    let plan: Plan = (0..20).collect();
+    let path = cache.store(&key(), &plan).unwrap().unwrap();
+    let whole = fs::read(&path).unwrap();
+    let damaged = |what: &str| match load(&cache, &key()) {
+        Lookup::Miss(Miss::Damaged { reason, .. }) => reason,
+        other => panic!("{what}: {other:?}"),
+    };
+    for length in 0..whole.len() {
+        fs::write(&path, &whole[..length]).unwrap();
+        damaged(&format!("the first {length} bytes"));
+    }
+    for seed in 0..500 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let mut bytes = whole.clone();
+        let flipped: Vec<usize> = (0..random.random_range(1..4))
+            .map(|_| random.random_range(0..bytes.len()))
+            .collect();
+        for &at in &flipped {
+            bytes[at] ^= random.random_range(1..=255u8);
+        }
+        fs::write(&path, &bytes).unwrap();
+        if bytes != whole {
+            damaged(&format!("seed {seed}, bytes {flipped:?}"));
+        }
+    }
+    fs::write(&path, &whole).unwrap();
+    assert_eq!(hit(&load(&cache, &key())), Some(&plan));
+
+    // A right checksum is not enough.
+    let rewrite = |content: &str| {
+        fs::write(
+            &path,
+            format!("plimsoll-profile 1 {}\n{content}", key::hex(content.as_bytes())),
+        )
+        .unwrap();
+    };
+    let json = key().to_json();
+    for (content, problem) in [
+        (
+            format!("{{\"key\": {json}, \"plan\": [1], \"more\": 1}}"),
+            "unknown field",
+        ),
+        (format!("{{\"key\": {json}}}"), "missing field"),
+        (format!("{{\"key\": {json}, \"plan\": [-1]}}"), "invalid value"),
+        ("{\"key\": {}, \"plan\": [1]}".to_owned(), "not that of its name"),
+        ("[]".to_owned(), "invalid length"),
+    ] {
+        rewrite(&content);
+        let reason = damaged(&content);
+        assert!(reason.contains(problem), "{content}: {reason}");
+    }
+    let text = String::from_utf8(whole.clone()).unwrap();
+    fs::write(&path, text.replacen("profile 1", "profile 2", 1)).unwrap();
+    assert!(damaged("version").contains("another format"));
+    fs::write(&path, vec![b' '; (1 << 20) + 1]).unwrap();
+    assert!(damaged("length").contains("too long"));
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    damaged("a directory");
+
+    // The next plan takes the place of what is damaged.
+    fs::remove_dir(&path).unwrap();
+    fs::write(&path, "").unwrap();
+    cache.store(&key(), &plan).unwrap();
+    assert_eq!(hit(&load(&cache, &key())), Some(&plan));
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_an_error_that_names_it() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let cache = PlanCache::at(file.path().join("profiles"));
+    assert!(hit(&load(&cache, &key())).is_none());
+    let error = cache.store(&key(), &vec![1]).unwrap_err().to_string();
+    assert!(error.contains(file.path().to_str().unwrap()), "{error}");
+}
+
+#[test]
+fn the_directory_stays_small_and_keeps_what_is_used() {
+    let (_dir, cache) = cache();
+    let numbered = |n: usize| {
+        let mut key = key();
+        key.shape.max_num_seqs = n;
+        key
+    };
+    let long_ago = SystemTime::now() - Duration::from_secs(7 * 24 * 3600);
+    let mut dir = PathBuf::new();
+    for n in 0..MAX_PLANS {
+        let path = cache.store(&numbered(n), &vec![n as u64]).unwrap().unwrap();
+        let then = long_ago + Duration::from_secs(n as u64);
+        File::open(&path).unwrap().set_modified(then).unwrap();
+        dir = path.parent().unwrap().to_owned();
+    }
+    let abandoned = dir.join(format!("{UNFINISHED}dead"));
+    fs::write(&abandoned, "").unwrap();
+    File::open(&abandoned).unwrap().set_modified(long_ago).unwrap();
+    let in_work = dir.join(format!("{UNFINISHED}alive"));
+    fs::write(&in_work, "").unwrap();
+    // A hit makes the oldest the newest.
+    assert_eq!(hit(&load(&cache, &numbered(0))), Some(&vec![0]));
+    cache.store(&numbered(MAX_PLANS), &vec![99]).unwrap();
+    assert_eq!(plans(&dir).len(), MAX_PLANS);
+    assert_eq!(hit(&load(&cache, &numbered(0))), Some(&vec![0]));
+    assert!(hit(&load(&cache, &numbered(1))).is_none());
+    assert!(!abandoned.exists() && in_work.exists());
+}
+
+/// Two servers that start at the same moment.
+#[test]
+fn many_writers_and_readers_see_whole_plans() {
+    let (_dir, cache) = cache();
+    let plans: Vec<Plan> = (0..4).map(|n| vec![n; 200]).collect();
+    cache.store(&key(), &plans[0]).unwrap();
+    std::thread::scope(|scope| {
+        for plan in &plans {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    cache.store(&key(), plan).unwrap();
+                    let found = load(&cache, &key());
+                    assert!(plans.contains(hit(&found).expect("a plan is always there")));
+                }
+            });
+        }
+    });
+    let dir = cache.dir.as_ref().unwrap();
+    assert_eq!(fs::read_dir(dir).unwrap().count(), 1);
+}
+
+#[test]
+fn flags_choose_the_directory() {
+    use clap::Parser;
+    let of = |flags: &str| {
+        let argv = ["plimsoll", "profile"]
+            .into_iter()
+            .chain(flags.split_whitespace());
+        match crate::args::Cli::try_parse_from(argv).unwrap().command {
+            crate::args::Command::Profile(args) => PlanCache::from_flags(&args.memory),
+            other => panic!("not profile: {other:?}"),
+        }
+    };
+    assert_eq!(of("--profile-cache-dir /a/b"), PlanCache::at("/a/b"));
+    assert_eq!(
+        of("--profile-cache-dir /a/b --no-profile-cache"),
+        PlanCache::off()
+    );
+    assert_eq!(
+        of("--no-profile-cache --profile-cache --profile-cache-dir c"),
+        PlanCache::at("c")
+    );
+    // Whatever the environment of the tests is, it names a place for caches.
+    assert!(of("").dir.is_some_and(|dir| dir.ends_with("plimsoll/profiles")));
+}

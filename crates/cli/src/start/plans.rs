@@ -1,0 +1,79 @@
+//! The plan of an earlier start of the same model, build, device and shape.
+
+use plimsoll_core::StepLimits;
+use plimsoll_profiler::Plan;
+
+use super::weights::Weights;
+use crate::args::{EngineArgs, LoadFormat};
+use crate::plan_cache::{DeviceKey, Key, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
+use crate::source::Source;
+
+/// Tells the model before its weights are read: if somebody replaces the files meanwhile, the plan is kept for the old ones.
+pub(super) fn model_key(source: &Source, args: &EngineArgs) -> Option<ModelKey> {
+    let seed = (args.model.load_format == LoadFormat::Dummy).then(|| args.limits.fixed_seed());
+    match source {
+        Source::Sim => Some(ModelKey::simulated()),
+        Source::Files { model, .. } => match ModelKey::of_files(model, seed) {
+            Ok(key) => Some(key),
+            Err(error) => {
+                tracing::warn!(
+                    "profile-cache outcome=off problem=\"{}: {error}\"",
+                    model.display()
+                );
+                None
+            }
+        },
+    }
+}
+
+pub(super) fn key(model: ModelKey, weights: &Weights, limits: StepLimits, args: &EngineArgs) -> Key {
+    let granted = args.memory.device_memory.map(|bytes| bytes.0);
+    let (device, threads) = match weights {
+        Weights::Gpu(model) => (DeviceKey::gpu(model.gpu()), None),
+        Weights::Cpu(..) => (DeviceKey::cpu(granted), Some(plimsoll_kernels::threads())),
+        Weights::Sim(_) => (DeviceKey::simulated(granted), None),
+    };
+    let shape = ShapeKey {
+        max_num_batched_tokens: limits.max_num_batched_tokens,
+        max_num_seqs: limits.max_num_seqs,
+        max_model_len: limits.max_model_len,
+        block_size: args.limits.block_size.tokens(),
+        kv_bytes_per_token: weights.kv_bytes_per_token(),
+        kv_cache_dtype: format!("{:?}", args.limits.kv_cache_dtype),
+        dtype: format!("{:?}", args.device.dtype),
+        enforce_eager: args.device.enforce_eager(),
+        threads,
+        ranks: 1,
+    };
+    Key::new(model, device, shape)
+}
+
+/// What is known, with a line in the log that says so.
+pub(super) fn find(plans: &PlanCache, key: &Key) -> Option<Plan> {
+    match plans.load(key)? {
+        Lookup::Hit { plan, path } => {
+            tracing::info!("profile-cache outcome=hit file={}", path.display());
+            Some(plan)
+        }
+        Lookup::Miss(miss @ Miss::Damaged { .. }) => {
+            tracing::warn!("profile-cache outcome=miss {miss}");
+            None
+        }
+        Lookup::Miss(miss) => {
+            tracing::info!("profile-cache outcome=miss {miss}");
+            None
+        }
+    }
+}
+
+/// Keeps what was measured. That it cannot be kept is no reason not to serve.
+pub(super) fn keep(plans: &PlanCache, key: &Key, plan: &Plan) {
+    match plans.store(key, plan) {
+        Ok(Some(path)) => tracing::info!("profile-cache outcome=stored file={}", path.display()),
+        Ok(None) => {}
+        Err(error) => tracing::warn!(
+            "profile-cache outcome=not-stored problem=\"{error}\": the next start measures again; --profile-cache-dir names \
+             another directory, --no-profile-cache keeps nothing"
+        ),
+    }
+}
