@@ -188,7 +188,7 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "DIR")]
     pub device_lock_dir: Option<PathBuf>,
     /// How long to wait for another server that measures the device, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = duration)]
     pub device_lock_timeout: Duration,
     /// Launch every kernel by itself instead of replaying CUDA graphs: slower, but starts at once
     #[arg(long, overrides_with = "no_enforce_eager")]

@@ -39,7 +39,7 @@ pub struct SelftestArgs {
     /// How long to load it, such as 60s or 8m: a fresh KV cache has to be filled once in half of this time
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
     duration: Duration,
-    /// How long to wait until the server is ready and idle
+    /// How long to wait until the server is ready and has nothing to do
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration)]
     wait: Duration,
     /// A request that has no answer after this time hangs
