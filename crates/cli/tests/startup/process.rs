@@ -24,6 +24,7 @@ impl Process {
             .arg(command)
             .arg(model)
             .args(["--load-format", "dummy", "--device", "cpu", "--threads", "2"])
+            .arg("--no-profile-cache")
             .arg("--device-lock-dir")
             .arg(locks)
             .args(flags)
