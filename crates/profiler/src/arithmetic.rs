@@ -3,7 +3,7 @@
 use plimsoll_core::{Meters, StepLimits};
 use serde::{Deserialize, Serialize};
 
-use crate::{Bound, ProfileSpec};
+use crate::{Bound, Margins, ProfileSpec, ScenarioKind, ScenarioResult};
 
 /// What the stress of a state measured.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,7 +72,7 @@ impl Arithmetic {
         let fitting_blocks = blocks_in(room, spec.mem_fraction.get(), block_bytes);
         let useful = spec
             .useful_tokens
-            .map(|tokens| spec.block_size.blocks_for(tokens));
+            .map(|tokens| spec.block_size.blocks_for(tokens).max(spec.request_blocks()));
         let useful = useful.filter(|&blocks| blocks < fitting_blocks);
         Self {
             total: meters.total,
@@ -94,18 +94,14 @@ impl Arithmetic {
         }
     }
 
-    /// Blocks for which `usable` bytes of ours suffice, margins included.
-    pub(crate) fn blocks_within(&self, usable: u64) -> usize {
-        let taken = self
-            .non_kv
-            .saturating_add(self.canary)
-            .saturating_add(self.fragmentation_buffer);
-        blocks_in(i128::from(usable.saturating_sub(taken)), 1.0, self.block_bytes)
+    /// Blocks that would fit if that part of the room were KV.
+    pub(crate) fn blocks_of(&self, fraction: f64) -> usize {
+        blocks_in(self.room, fraction, self.block_bytes)
     }
 
     /// Blocks that would fit if the whole room were KV.
     pub fn full_blocks(&self) -> usize {
-        blocks_in(self.room, 1.0, self.block_bytes)
+        self.blocks_of(1.0)
     }
 }
 
@@ -147,27 +143,110 @@ pub(crate) struct Slope {
 #[derive(Clone, Debug)]
 pub(crate) struct Predictor {
     /// Limits that were measured.
-    pub(crate) at: StepLimits,
+    at: StepLimits,
+    /// Before any state was built.
+    before: u64,
     /// `non_kv` there.
-    pub(crate) non_kv: u64,
+    non_kv: u64,
     /// Step memory of one more token in a step; `None` if it could not be told apart.
-    pub(crate) bytes_per_token: Option<Slope>,
+    bytes_per_token: Option<Slope>,
     /// Step memory of one more row in a step, likewise.
-    pub(crate) bytes_per_row: Option<Slope>,
-    /// Margins and neighbours.
-    pub(crate) set_aside: u64,
-    pub(crate) block_bytes: u64,
+    bytes_per_row: Option<Slope>,
+    fragmentation: u64,
+    /// Most bytes of the step arena.
+    scratch: u64,
+    /// What a larger device might have kept: an arena that grows leaves its former sizes behind, and an allocator gives them
+    /// back where it must.
+    given_back: u64,
+    peers: u64,
+    block_bytes: u64,
 }
 
 impl Predictor {
-    /// Device memory with which `spec` would pass both the probe and the strict check that one request fits.
-    pub(crate) fn total_needed(&self, spec: &ProfileSpec) -> u64 {
-        let kv = |blocks: usize| self.block_bytes as f64 * blocks as f64;
-        let probe = kv(spec.block_size.blocks_for(spec.probe_tokens())) as u64;
-        let request = (kv(spec.request_blocks()) / spec.mem_fraction.get()).ceil() as u64 + self.block_bytes;
-        self.non_kv_of(&spec.limits)
-            .saturating_add(self.set_aside)
-            .saturating_add(probe.max(request))
+    /// From a probe of `spec`; `meters` are those after it was dropped.
+    pub(crate) fn new(
+        spec: &ProfileSpec,
+        measured: &Measured,
+        scenarios: &[ScenarioResult],
+        meters: &Meters,
+    ) -> Self {
+        let spare = meters
+            .total
+            .saturating_sub(meters.peers())
+            .saturating_sub(measured.peak_reserved);
+        let left_behind = left_behind(scenarios);
+        Self {
+            at: spec.limits,
+            given_back: if spare < left_behind { left_behind } else { 0 },
+            before: meters.reserved,
+            non_kv: measured.peak_reserved.saturating_sub(measured.kv_bytes),
+            bytes_per_token: slope_per_token(scenarios),
+            bytes_per_row: slope_per_row(scenarios),
+            fragmentation: measured.fragmentation(),
+            scratch: measured.scratch_bytes,
+            peers: meters.peers(),
+            block_bytes: measured_block_bytes(spec, measured),
+        }
+    }
+
+    /// Bytes that a start with `spec` needs, without margins and neighbours: for the probe, and for what must fit after it.
+    fn needed(&self, spec: &ProfileSpec, non_kv: u64) -> u64 {
+        let kv = |blocks: usize| self.block_bytes.saturating_mul(blocks as u64);
+        let request = kv(spec.request_blocks());
+        let kv = match spec.pinned_blocks() {
+            // No probe.
+            Some(blocks) => kv(blocks).max(request),
+            None => {
+                let probe = kv(spec.block_size.blocks_for(spec.probe_tokens()));
+                let part = (request as f64 / spec.mem_fraction.get()).ceil() as u64;
+                probe.max(part.saturating_add(self.block_bytes))
+            }
+        };
+        non_kv.saturating_add(kv)
+    }
+
+    fn set_aside(&self, margins: &Margins, fragmentation: u64) -> u64 {
+        margins.canary_bytes + margins.fragmentation_buffer(fragmentation) + self.peers
+    }
+
+    /// Whether `spec` is predicted to start on a device of `total` bytes.
+    pub(crate) fn fits(&self, spec: &ProfileSpec, total: u64) -> bool {
+        self.needed(spec, self.non_kv_of(&spec.limits))
+            .saturating_add(self.set_aside(&spec.margins, self.fragmentation))
+            <= total
+    }
+
+    /// Device memory that is enough for `spec`.
+    pub(crate) fn device_for(&self, spec: &ProfileSpec) -> u64 {
+        let non_kv = self.most_non_kv_of(&spec.limits);
+        let needed = self.needed(spec, non_kv);
+        let with = |margins: &Margins| {
+            needed.saturating_add(self.set_aside(margins, self.fragmentation + self.given_back))
+        };
+        // A larger device may have larger margins, which need a larger device.
+        let mut total = with(&spec.margins);
+        loop {
+            let scaled = Margins::scaled_to(total);
+            let margins = Margins {
+                canary_bytes: scaled.canary_bytes.max(spec.margins.canary_bytes),
+                min_fragmentation_bytes: scaled
+                    .min_fragmentation_bytes
+                    .max(spec.margins.min_fragmentation_bytes),
+            };
+            let more = with(&margins);
+            if more <= total {
+                return total;
+            }
+            total = more;
+        }
+    }
+
+    /// Blocks that are predicted to fit beside the steps of `spec` if we may have `usable` bytes.
+    pub(crate) fn blocks(&self, spec: &ProfileSpec, usable: u64) -> usize {
+        let taken = self
+            .non_kv_of(&spec.limits)
+            .saturating_add(self.set_aside(&spec.margins, self.fragmentation) - self.peers);
+        blocks_in(i128::from(usable) - i128::from(taken), 1.0, self.block_bytes)
     }
 
     fn non_kv_of(&self, limits: &StepLimits) -> u64 {
@@ -181,24 +260,41 @@ impl Predictor {
             self.bytes_per_token,
         );
         let rows = grow(limits.max_num_seqs, self.at.max_num_seqs, self.bytes_per_row);
-        u64::try_from((i128::from(self.non_kv) + tokens + rows).max(0)).unwrap_or(u64::MAX)
+        let sum = i128::from(self.non_kv) + tokens + rows;
+        u64::try_from(sum.max(i128::from(self.before))).unwrap_or(u64::MAX)
     }
 
-    /// The largest value below `now` with which the spec fits `total`, where `set` writes the value into a spec.
+    /// The same, and enough: whatever a state took grows with the limits at most in proportion.
+    fn most_non_kv_of(&self, limits: &StepLimits) -> u64 {
+        let mut grown = u128::from(self.non_kv.saturating_sub(self.before) + self.given_back);
+        if *limits != self.at {
+            // Steps of another size may leave an arena behind where these did not.
+            grown += u128::from(self.scratch);
+        }
+        let in_proportion = |to: usize, from: usize| (grown * to as u128).div_ceil(from as u128);
+        let most = in_proportion(limits.max_num_batched_tokens, self.at.max_num_batched_tokens)
+            .max(in_proportion(limits.max_num_seqs, self.at.max_num_seqs))
+            .max(grown);
+        let most = u64::try_from(most).unwrap_or(u64::MAX);
+        self.before.saturating_add(most).max(self.non_kv_of(limits))
+    }
+
+    /// The largest value of `least..now` with which the spec is predicted to fit `total`, where `set` writes the value into a
+    /// spec.
     pub(crate) fn largest(
         &self,
         spec: &ProfileSpec,
         total: u64,
-        now: usize,
-        set: impl Fn(&mut ProfileSpec, usize),
+        values: std::ops::Range<usize>,
+        set: &impl Fn(&mut ProfileSpec, usize),
     ) -> Option<usize> {
         let fits = |value: usize| {
             let mut changed = spec.clone();
             set(&mut changed, value);
-            self.total_needed(&changed) <= total
+            self.fits(&changed, total)
         };
-        let (mut low, mut high) = (1, now);
-        if now <= 1 || !fits(low) {
+        let (mut low, mut high) = (values.start, values.end);
+        if low >= high || !fits(low) {
             return None;
         }
         while high - low > 1 {
@@ -207,4 +303,52 @@ impl Predictor {
         }
         Some(low)
     }
+}
+
+/// Sizes that an arena grew out of, in the order in which the steps ran.
+fn left_behind(scenarios: &[ScenarioResult]) -> u64 {
+    let (mut largest, mut records) = (0, 0);
+    for result in scenarios {
+        if result.scratch_bytes > largest {
+            largest = result.scratch_bytes;
+            records += largest;
+        }
+    }
+    records - largest
+}
+
+fn result(scenarios: &[ScenarioResult], kind: ScenarioKind) -> Option<&ScenarioResult> {
+    scenarios.iter().find(|result| result.kind == kind)
+}
+
+/// Two steps with the same rows and the same sampling that differ in tokens only: many rows, or one. The steeper of the two.
+fn slope_per_token(scenarios: &[ScenarioResult]) -> Option<Slope> {
+    let of = |more: ScenarioKind, less: ScenarioKind| {
+        let (more, less) = (result(scenarios, more)?, result(scenarios, less)?);
+        let tokens = more
+            .tokens
+            .checked_sub(less.tokens)
+            .filter(|&tokens| tokens > 0)? as u64;
+        let bytes = more.scratch_bytes.saturating_sub(less.scratch_bytes);
+        Some(Slope {
+            low: bytes / tokens,
+            high: bytes.div_ceil(tokens),
+        })
+    };
+    let many = of(ScenarioKind::Mixed, ScenarioKind::SampleSort);
+    let one = of(ScenarioKind::Prefill, ScenarioKind::Decode);
+    many.into_iter().chain(one).max_by_key(|slope| slope.high)
+}
+
+/// Two steps with about the same tokens: one plain row, and many rows that sample with everything.
+fn slope_per_row(scenarios: &[ScenarioResult]) -> Option<Slope> {
+    let mixed = result(scenarios, ScenarioKind::Mixed)?;
+    let one = result(scenarios, ScenarioKind::Prefill)?;
+    let more = mixed.rows.checked_sub(one.rows)? as u64;
+    let bytes = mixed.scratch_bytes.saturating_sub(one.scratch_bytes);
+    // The plain row samples greedily, so `bytes` holds between `more` and `more + 1` rows of full sampling.
+    (more > 0).then(|| Slope {
+        low: bytes / (more + 1),
+        high: bytes.div_ceil(more),
+    })
 }

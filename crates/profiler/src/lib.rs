@@ -14,20 +14,24 @@
 //! A typed out-of-memory in the last two shrinks the target by 5 %, at most three times; then [`ProfileError::DoesNotFit`]
 //! says what would fit, as flags. A [`Plan`] of an earlier start replaces the probe, never the validation. The result, [`Proved`], cannot be made in any other way.
 
+mod advice;
 mod arithmetic;
 mod attempt;
 mod diagnostic;
 mod error;
 mod observer;
 mod phases;
+mod pinned;
 mod plan;
 mod probe;
 mod proved;
 mod ranks;
 mod report;
 mod scenario;
+mod setting;
 mod spec;
 mod stress;
+mod suggestion;
 mod table;
 mod target;
 
@@ -39,9 +43,9 @@ pub use phases::{profile, profile_rank};
 pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
 pub use proved::{Proved, ProvedParts};
 pub use ranks::{RankLost, Ranks, Solo, Verdict};
-pub use report::{
-    Attempt, Bound, ComponentLine, Memory, Origin, Outcome, Report, ScenarioResult, Suggestion,
-};
+pub use report::{Attempt, Bound, ComponentLine, Disabled, Memory, Origin, Outcome, Report, ScenarioResult};
 pub use scenario::{LeftOut, Scenario, ScenarioKind, ScenarioShape, scenario_shapes, scenarios};
+pub use setting::Setting;
 pub use spec::{CANARY_BYTES, KvSize, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec};
+pub use suggestion::Suggestion;
 pub use target::Target;

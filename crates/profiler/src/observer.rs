@@ -20,6 +20,8 @@ pub enum Phase {
     Validate,
     /// The probe is skipped, or would have been: the size is pinned, or there is a plan.
     Skip,
+    /// Nothing fits: other flags are tried, for the diagnostic.
+    Advise,
 }
 
 impl Phase {
@@ -32,6 +34,7 @@ impl Phase {
             Self::Rebuild => "rebuild",
             Self::Validate => "validate",
             Self::Skip => "skip",
+            Self::Advise => "advise",
         }
     }
 }

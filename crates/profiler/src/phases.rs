@@ -4,17 +4,17 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::time::Instant;
 
-use plimsoll_core::{Oom, Scratch};
+use plimsoll_core::Scratch;
 
+use crate::advice::Evidence;
 use crate::arithmetic::{MAX_ATTEMPTS, shrunk};
 use crate::attempt::Validated;
-use crate::diagnostic::{Evidence, given};
-use crate::probe::{Baseline, Sized};
+use crate::probe::Baseline;
 use crate::report::{Findings, Memory};
-use crate::stress::{Exhausted, Stop, or_exhausted};
+use crate::stress::{Stop, or_exhausted};
 use crate::{
     Arithmetic, Attempt, Bound, Cause, DRIFT_WARNING, DiscardReason, DiscardedPlan, KvSize, Measured,
-    Observer, Origin, Phase, PhaseRecord, Plan, Probed, ProfileError, ProfileSpec, Proved, Ranks, Report,
+    Observer, Origin, Phase, PhaseRecord, Plan, ProfileError, ProfileSpec, Proved, Ranks, Report,
     ScenarioResult, Solo, Target, Verdict,
 };
 
@@ -52,13 +52,8 @@ pub fn profile_rank<T: Target>(
     let baseline = profiler.baseline();
     let found = match spec.size {
         KvSize::Auto => profiler.automatic(&baseline)?,
-        KvSize::Tokens(tokens) => {
-            profiler.pinned(&baseline, spec.block_size.blocks_for(tokens), Bound::PinnedTokens)?
-        }
-        KvSize::Bytes(bytes) => {
-            let blocks = usize::try_from(bytes / spec.block_bytes()).unwrap_or(usize::MAX);
-            profiler.pinned(&baseline, blocks, Bound::PinnedBytes)?
-        }
+        KvSize::Tokens(_) => profiler.pinned(&baseline, Bound::PinnedTokens)?,
+        KvSize::Bytes(_) => profiler.pinned(&baseline, Bound::PinnedBytes)?,
     };
     let findings = Findings {
         baseline: Memory::from(&baseline.0),
@@ -86,14 +81,14 @@ pub(crate) struct Profiler<'a, T> {
 }
 
 /// The end of a successful search.
-struct Found<S> {
-    validated: Validated<S>,
-    bound: Bound,
-    origin: Origin,
-    discarded_plan: Option<DiscardedPlan>,
-    probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
-    plan: Option<Plan>,
-    attempts: Vec<Attempt>,
+pub(crate) struct Found<S> {
+    pub(crate) validated: Validated<S>,
+    pub(crate) bound: Bound,
+    pub(crate) origin: Origin,
+    pub(crate) discarded_plan: Option<DiscardedPlan>,
+    pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
+    pub(crate) plan: Option<Plan>,
+    pub(crate) attempts: Vec<Attempt>,
 }
 
 impl<'a, T: Target> Profiler<'a, T> {
@@ -151,7 +146,7 @@ impl<'a, T: Target> Profiler<'a, T> {
     }
 
     /// The plan, if every rank has one to use; or why this one's is of no use.
-    fn usable_plan(
+    pub(crate) fn usable_plan(
         &mut self,
         baseline: &Baseline,
     ) -> Result<Result<&'a Plan, Option<DiscardReason>>, ProfileError> {
@@ -166,7 +161,7 @@ impl<'a, T: Target> Profiler<'a, T> {
         })
     }
 
-    fn log_discarded(&mut self, discarded: &DiscardedPlan) {
+    pub(crate) fn log_discarded(&mut self, discarded: &DiscardedPlan) {
         let fields = vec![
             ("reason", "cached".to_owned()),
             ("outcome", "discarded".to_owned()),
@@ -220,12 +215,11 @@ impl<'a, T: Target> Profiler<'a, T> {
 
     /// The whole search: probe, compute, then attempts until one is proved.
     fn search(&mut self) -> Result<Found<T::State>, ProfileError> {
-        let (probed, mut sized) = self.measure()?;
+        let (probed, sized) = self.measure()?;
         let scratch = Scratch::Fixed(probed.measured.scratch_bytes);
         let mut attempts = Vec::new();
         let mut last = None;
-        let mut cuts = 0;
-        while attempts.len() < MAX_ATTEMPTS as usize {
+        for cuts in 0..MAX_ATTEMPTS {
             let blocks = shrunk(sized.blocks, cuts);
             if blocks < self.spec.request_blocks() {
                 break;
@@ -247,30 +241,21 @@ impl<'a, T: Target> Profiler<'a, T> {
                         attempts,
                     });
                 }
-                Err(exhausted) => {
-                    cuts += 1;
-                    let again = self.size_again(&probed.measured, exhausted.oom().ok())?;
-                    if again.blocks < shrunk(sized.blocks, cuts) {
-                        self.log_size(&again);
-                        (sized, cuts) = (again, 0);
-                    }
-                    last = Some((blocks, exhausted));
-                }
+                Err(exhausted) => last = Some((blocks, exhausted)),
             }
         }
         let Some((blocks, exhausted)) = last else {
             self.own_shortage(sized.arithmetic.blocks)?;
-            return Err(self
-                .evidence(&probed, &sized.arithmetic, None)
-                .diagnose(Cause::ContextDoesNotFit));
+            let evidence = Evidence::of(self.spec, &probed, &sized.arithmetic);
+            return Err(self.refuse(Cause::ContextDoesNotFit, &evidence));
         };
         let evidence = Evidence {
+            oom: Some(exhausted.oom()?),
             last_tokens: Some(self.spec.kv(blocks).capacity_tokens()),
-            ..self.evidence(&probed, &sized.arithmetic, Some(exhausted.oom()?))
+            ..Evidence::of(self.spec, &probed, &sized.arithmetic)
         };
-        Err(evidence.diagnose(Cause::Exhausted {
-            attempts: attempts.len(),
-        }))
+        let attempts = attempts.len();
+        Err(self.refuse(Cause::Exhausted { attempts }, &evidence))
     }
 
     /// One request of full length fits no more on some rank: the error of the others names it.
@@ -288,113 +273,6 @@ impl<'a, T: Target> Profiler<'a, T> {
                 phase: Phase::Compute,
             }),
         }
-    }
-
-    fn evidence<'e>(
-        &self,
-        probed: &'e Probed,
-        arithmetic: &'e Arithmetic,
-        oom: Option<&'e Oom>,
-    ) -> Evidence<'e>
-    where
-        'a: 'e,
-    {
-        Evidence {
-            spec: self.spec,
-            probe: Some((&probed.measured, &probed.scenarios, self.spec.limits)),
-            arithmetic: Some(arithmetic),
-            oom,
-            last_tokens: None,
-            meters: self.target.meters(),
-        }
-    }
-
-    /// A size somebody chose: no probe, no rebuild, but the same proof.
-    fn pinned(
-        &mut self,
-        baseline: &Baseline,
-        blocks: usize,
-        bound: Bound,
-    ) -> Result<Found<T::State>, ProfileError> {
-        // Ranks may differ in the bytes of a block.
-        let blocks = self.ranks.min(blocks)?;
-        let asked_tokens = match self.spec.size {
-            KvSize::Tokens(tokens) => tokens,
-            _ => blocks.saturating_mul(self.spec.block_size.tokens()),
-        };
-        let fields = vec![
-            ("reason", "pinned".to_owned()),
-            ("bound", bound.name().to_owned()),
-            ("tokens", asked_tokens.to_string()),
-        ];
-        self.log(Phase::Skip, fields);
-        let too_small = blocks < self.spec.request_blocks();
-        let bytes = u128::from(self.spec.block_bytes()) * blocks as u128;
-        let conceivable = usize::from(bytes <= u128::from(baseline.0.total));
-        let mut last = None;
-        if self.ranks.min(conceivable)? == 1 && !too_small {
-            match self.pinned_attempts(baseline, blocks, bound)? {
-                Ok(found) => return Ok(found),
-                Err(exhausted) => last = exhausted.oom().ok().cloned(),
-            }
-        }
-        // Refused: say what would fit, which only a measurement can.
-        let (probed, Sized { arithmetic, .. }) = self.measure()?;
-        let largest = match &last {
-            // It should have fitted, so the device gives less than it promises.
-            Some(oom) if arithmetic.full_blocks() >= blocks => arithmetic.blocks_within(given(oom)),
-            _ => arithmetic.full_blocks(),
-        };
-        let largest = self.ranks.min(largest)?;
-        let largest_tokens = self.spec.kv(largest).capacity_tokens();
-        let evidence = self.evidence(&probed, &arithmetic, last.as_ref());
-        Err(evidence.diagnose(match too_small {
-            true => Cause::PinnedTooSmall {
-                bound,
-                asked_tokens,
-                largest_tokens,
-            },
-            false => Cause::PinnedTooLarge {
-                bound,
-                asked_tokens,
-                largest_tokens,
-            },
-        }))
-    }
-
-    /// With the arena of the plan, if there is one; or else, or if that does not do, with one that grows and settles.
-    fn pinned_attempts(
-        &mut self,
-        baseline: &Baseline,
-        blocks: usize,
-        bound: Bound,
-    ) -> Result<Result<Found<T::State>, Exhausted>, ProfileError> {
-        let found = |validated, attempts, discarded_plan| Found {
-            validated,
-            bound,
-            origin: Origin::Pinned,
-            discarded_plan,
-            probe: None,
-            plan: None,
-            attempts,
-        };
-        let discarded_plan = match self.usable_plan(baseline)? {
-            Ok(plan) => {
-                let scratch = Scratch::Fixed(plan.probe.measured.scratch_bytes);
-                let mut attempts = Vec::new();
-                match or_exhausted(self.attempt(blocks, scratch, &mut attempts))? {
-                    Ok(validated) => return Ok(Ok(found(validated, attempts, None))),
-                    Err(exhausted) => Some(exhausted.discarded(attempts)),
-                }
-            }
-            Err(reason) => reason.map(DiscardedPlan::from),
-        };
-        if let Some(discarded) = &discarded_plan {
-            self.log_discarded(discarded);
-        }
-        let mut attempts = Vec::new();
-        let outcome = or_exhausted(self.attempt(blocks, Scratch::Growable, &mut attempts))?;
-        Ok(outcome.map(|validated| found(validated, attempts, discarded_plan)))
     }
 }
 

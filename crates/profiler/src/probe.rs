@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use plimsoll_core::{Component, KvConfig, Meters, Oom, Scratch, StateConfig};
+use plimsoll_core::{Component, KvConfig, Meters, Scratch, StateConfig};
 
+use crate::advice::{Evidence, PARTS};
 use crate::arithmetic::shrunk;
-use crate::diagnostic::Evidence;
 use crate::phases::{Profiler, seconds};
 use crate::stress::{Exhausted, Stop, or_exhausted};
 use crate::{Arithmetic, Bound, Cause, Measured, Phase, Probed, ProfileError, ProfileSpec, Target};
@@ -73,19 +73,6 @@ impl<T: Target> Profiler<'_, T> {
         })
     }
 
-    /// The size once an attempt failed: less than before where neighbours have grown meanwhile (U10). Those that gave back
-    /// what they held when memory ran out may take it again.
-    pub(crate) fn size_again(
-        &mut self,
-        measured: &Measured,
-        oom: Option<&Oom>,
-    ) -> Result<Sized, ProfileError> {
-        let now = self.target.meters();
-        let then = oom.map(|oom| *oom.meters);
-        let meters = then.filter(|then| then.peers() > now.peers()).unwrap_or(now);
-        self.size(measured, &meters, 0)
-    }
-
     pub(crate) fn log_size(&mut self, sized: &Sized) {
         let Sized {
             arithmetic,
@@ -112,7 +99,7 @@ impl<T: Target> Profiler<'_, T> {
     }
 
     /// The worst steps of `spec` with a KV cache of `kv` and an arena that grows.
-    fn probe(&mut self, spec: &ProfileSpec, kv: KvConfig) -> Result<Probed, Stop> {
+    pub(crate) fn probe(&mut self, spec: &ProfileSpec, kv: KvConfig) -> Result<Probed, Stop> {
         let started = Instant::now();
         let config = StateConfig {
             kv,
@@ -158,14 +145,12 @@ impl<T: Target> Profiler<'_, T> {
     /// rank takes part: the steps are everyone's.
     fn probe_failed(&mut self, exhausted: &Exhausted) -> ProfileError {
         let mut part = None;
-        for divisor in PROBE_PARTS {
-            let mut spec = self.spec.clone();
-            spec.limits.max_num_batched_tokens = (spec.limits.max_num_batched_tokens / divisor).max(1);
-            spec.limits.max_num_seqs = (spec.limits.max_num_seqs / divisor).max(1);
+        for divisor in PARTS {
+            let spec = self.spec.part(divisor);
             let kv = spec.kv(spec.block_size.blocks_for(spec.written_tokens()));
             match or_exhausted(self.probe(&spec, kv)) {
                 Ok(Ok(probed)) => {
-                    part = Some((probed, spec.limits));
+                    part = Some((probed, spec));
                     break;
                 }
                 Ok(Err(_)) => {}
@@ -177,18 +162,11 @@ impl<T: Target> Profiler<'_, T> {
             Err(error) => return error,
         };
         let evidence = Evidence {
-            spec: self.spec,
-            probe: part
-                .as_ref()
-                .map(|(probed, limits)| (&probed.measured, &*probed.scenarios, *limits)),
+            probe: part.as_ref().map(|(probed, spec)| (probed, spec)),
             arithmetic: None,
             oom: Some(oom),
             last_tokens: None,
-            meters: self.target.meters(),
         };
-        evidence.diagnose(Cause::ProbeDoesNotFit)
+        self.refuse(Cause::ProbeDoesNotFit, &evidence)
     }
 }
-
-/// By what the limits are divided when the whole probe does not fit.
-const PROBE_PARTS: [usize; 3] = [4, 16, 64];

@@ -1,8 +1,10 @@
 use plimsoll_core::{Meters, Oom, StepLimits};
 use serde::{Deserialize, Serialize};
 
+use crate::suggestion::suggestions;
 use crate::{
     Arithmetic, DiscardedPlan, LeftOut, Margins, Measured, Phase, ProfileSpec, ScenarioKind, ScenarioShape,
+    Suggestion,
 };
 
 /// Everything the profile found, for `GET /memory`, `--profile-report`, metrics and people.
@@ -52,6 +54,8 @@ pub struct Report {
     pub attempts: Vec<Attempt>,
     /// Worst cases that these limits or this size cannot reach.
     pub left_out: Vec<LeftOut>,
+    /// What this start does without, and why (U33).
+    pub disabled: Vec<Disabled>,
     /// Flags for the next run (B1-B6).
     pub suggestions: Vec<Suggestion>,
     /// Time of the whole profile.
@@ -239,13 +243,13 @@ impl Outcome {
     }
 }
 
-/// A flag that would make the next start skip the search, or use more of the device.
+/// A faster or larger path that a start does without (U33).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Suggestion {
-    /// Such as `--kv-cache-memory-bytes=1073741824`.
-    pub flag: String,
-    /// What it does.
-    pub effect: String,
+pub struct Disabled {
+    /// Which path, such as `CUDA graphs`.
+    pub path: &'static str,
+    /// What is done instead, and why.
+    pub reason: String,
 }
 
 /// What a finished profile hands to its report.
@@ -271,6 +275,7 @@ impl Report {
             max_num_seqs,
             max_model_len,
         } = spec.limits;
+        let suggestions = suggestions(spec, &findings);
         let Findings {
             baseline,
             ready,
@@ -297,7 +302,6 @@ impl Report {
                 .map_or(0, |l| l.bytes)
         };
         let kv_bytes = component("kv");
-        let suggestions = suggestions(&arithmetic, kv_bytes, spec);
         Self {
             kv_tokens: kv_blocks * spec.block_size.tokens(),
             kv_blocks,
@@ -321,6 +325,7 @@ impl Report {
             arithmetic,
             attempts,
             left_out,
+            disabled: spec.disabled.clone(),
             suggestions,
             seconds,
         }
@@ -335,31 +340,6 @@ pub(crate) fn human(bytes: u64) -> String {
         0x10_0000..0x4000_0000 => format!("{:.1} MiB", bytes as f64 / 1048576.0),
         _ => format!("{:.2} GiB", bytes as f64 / 1073741824.0),
     }
-}
-
-fn suggestions(arithmetic: &Option<Arithmetic>, kv_bytes: u64, spec: &ProfileSpec) -> Vec<Suggestion> {
-    let flag = |bytes: u64| format!("--kv-cache-memory-bytes={bytes}");
-    let again = Suggestion {
-        flag: flag(kv_bytes),
-        effect: "this size again, without the search".to_owned(),
-    };
-    let full = arithmetic
-        .as_ref()
-        .map(|a| a.full_blocks() as u64 * a.block_bytes)
-        .filter(|&b| b > kv_bytes);
-    let full = full.map(|bytes| {
-        let effect = format!(
-            "all of the device but the margins ({} more)",
-            human(bytes - kv_bytes)
-        );
-        Suggestion {
-            flag: flag(bytes),
-            effect,
-        }
-    });
-    // A pinned size needs no suggestion to pin it.
-    let again = (spec.size == crate::KvSize::Auto).then_some(again);
-    again.into_iter().chain(full).collect()
 }
 
 #[cfg(test)]

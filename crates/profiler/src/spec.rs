@@ -3,7 +3,7 @@ use std::hash::Hash;
 use plimsoll_core::{BlockSize, KvConfig, StepLimits};
 use serde::Serialize;
 
-use crate::{Plan, ProfileError};
+use crate::{Disabled, Plan, ProfileError};
 
 /// What the profile has to find a size for.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,6 +28,8 @@ pub struct ProfileSpec {
     pub largest_device: Option<u64>,
     /// What an earlier search found: skips the probe, not the proof. One that does not fit this start is thrown away.
     pub plan: Option<Plan>,
+    /// What this start does without; the report lists it.
+    pub disabled: Vec<Disabled>,
 }
 
 impl ProfileSpec {
@@ -49,6 +51,7 @@ impl ProfileSpec {
             margins: Margins::default(),
             largest_device: None,
             plan: None,
+            disabled: Vec::new(),
         }
     }
 
@@ -125,6 +128,15 @@ impl ProfileSpec {
         KvConfig {
             block_size: self.block_size,
             num_blocks,
+        }
+    }
+
+    /// Blocks of a size that is not the profile's to choose.
+    pub(crate) fn pinned_blocks(&self) -> Option<usize> {
+        match self.size {
+            KvSize::Auto => None,
+            KvSize::Tokens(tokens) => Some(self.block_size.blocks_for(tokens)),
+            KvSize::Bytes(bytes) => Some(usize::try_from(bytes / self.block_bytes()).unwrap_or(usize::MAX)),
         }
     }
 

@@ -1,0 +1,133 @@
+//! A size that somebody chose (A3).
+
+use plimsoll_core::{Oom, Scratch};
+
+use crate::advice::Evidence;
+use crate::phases::{Found, Profiler};
+use crate::probe::{Baseline, Sized};
+use crate::stress::or_exhausted;
+use crate::{Attempt, Bound, Cause, DiscardedPlan, KvSize, Origin, Phase, ProfileError, Target};
+
+/// What came of a pinned size so far.
+struct Tried {
+    attempts: Vec<Attempt>,
+    discarded_plan: Option<DiscardedPlan>,
+    /// The last allocation that failed here.
+    oom: Option<Oom>,
+}
+
+impl<T: Target> Profiler<'_, T> {
+    /// A size somebody chose: no probe, no rebuild, but the same proof.
+    pub(crate) fn pinned(
+        &mut self,
+        baseline: &Baseline,
+        bound: Bound,
+    ) -> Result<Found<T::State>, ProfileError> {
+        // Ranks may differ in the bytes of a block.
+        let blocks = self.ranks.min(self.spec.pinned_blocks().unwrap_or(0))?;
+        let asked_tokens = match self.spec.size {
+            KvSize::Tokens(tokens) => tokens,
+            _ => blocks.saturating_mul(self.spec.block_size.tokens()),
+        };
+        let fields = vec![
+            ("reason", "pinned".to_owned()),
+            ("bound", bound.name().to_owned()),
+            ("tokens", asked_tokens.to_string()),
+        ];
+        self.log(Phase::Skip, fields);
+        let too_small = blocks < self.spec.request_blocks();
+        let bytes = u128::from(self.spec.block_bytes()) * blocks as u128;
+        let conceivable = usize::from(bytes <= u128::from(baseline.0.total));
+        let mut tried = None;
+        if self.ranks.min(conceivable)? == 1 && !too_small {
+            match self.pinned_attempts(baseline, blocks, bound)? {
+                Ok(found) => return Ok(found),
+                Err(failed) => tried = Some(failed),
+            }
+        }
+        // What would fit only a measurement can say.
+        let (probed, Sized { arithmetic, .. }) = self.measure()?;
+        let fits = self.ranks.min(arithmetic.full_blocks())?;
+        if let Some(failed) = &mut tried
+            && blocks <= fits
+        {
+            // An arena takes more while it grows than one of the final size.
+            let fixed = Scratch::Fixed(probed.measured.scratch_bytes);
+            match or_exhausted(self.attempt(blocks, fixed, &mut failed.attempts))? {
+                Ok(validated) => {
+                    return Ok(Found {
+                        validated,
+                        bound,
+                        origin: Origin::Pinned,
+                        discarded_plan: failed.discarded_plan.take(),
+                        probe: None,
+                        plan: None,
+                        attempts: std::mem::take(&mut failed.attempts),
+                    });
+                }
+                Err(exhausted) => failed.oom = exhausted.oom().ok().cloned(),
+            }
+        }
+        let evidence = Evidence {
+            oom: tried.as_ref().and_then(|failed| failed.oom.as_ref()),
+            ..Evidence::of(self.spec, &probed, &arithmetic)
+        };
+        let largest_tokens = self.spec.kv(fits).capacity_tokens();
+        let cause = match too_small {
+            true => Cause::PinnedTooSmall {
+                bound,
+                asked_tokens,
+                largest_tokens,
+            },
+            false => Cause::PinnedTooLarge {
+                bound,
+                asked_tokens,
+                largest_tokens,
+            },
+        };
+        Err(self.refuse(cause, &evidence))
+    }
+
+    /// With the arena of the plan, if there is one; or else, or if that does not do, with one that grows and settles.
+    fn pinned_attempts(
+        &mut self,
+        baseline: &Baseline,
+        blocks: usize,
+        bound: Bound,
+    ) -> Result<Result<Found<T::State>, Tried>, ProfileError> {
+        let found = |validated, attempts, discarded_plan| Found {
+            validated,
+            bound,
+            origin: Origin::Pinned,
+            discarded_plan,
+            probe: None,
+            plan: None,
+            attempts,
+        };
+        let discarded_plan = match self.usable_plan(baseline)? {
+            Ok(plan) => {
+                let scratch = Scratch::Fixed(plan.probe.measured.scratch_bytes);
+                let mut attempts = Vec::new();
+                match or_exhausted(self.attempt(blocks, scratch, &mut attempts))? {
+                    Ok(validated) => return Ok(Ok(found(validated, attempts, None))),
+                    Err(exhausted) => Some(exhausted.discarded(attempts)),
+                }
+            }
+            Err(reason) => reason.map(DiscardedPlan::from),
+        };
+        if let Some(discarded) = &discarded_plan {
+            self.log_discarded(discarded);
+        }
+        let mut attempts = Vec::new();
+        Ok(
+            match or_exhausted(self.attempt(blocks, Scratch::Growable, &mut attempts))? {
+                Ok(validated) => Ok(found(validated, attempts, discarded_plan)),
+                Err(exhausted) => Err(Tried {
+                    attempts,
+                    discarded_plan,
+                    oom: exhausted.oom().ok().cloned(),
+                }),
+            },
+        )
+    }
+}

@@ -1,0 +1,301 @@
+//! What the profile advises works: every flag of a diagnostic (A15, U6), every suggestion for the next run (B1-B6), the
+//! largest size that a refused pin is told (A3, U8).
+
+use plimsoll_core::BlockSize;
+use plimsoll_profiler::{
+    Bound, Cause, Diagnostic, KvSize, Margins, MemFraction, Origin, ProfileError, ProfileSpec, Report,
+    Setting, profile,
+};
+use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::{BLOCK, MIB, limits, model, refused, run, spec, step_memory};
+
+/// Every knob of a diagnostic, turned alone, leads to a proof.
+pub(crate) fn assert_advice_works(diagnostic: &Diagnostic, device: DeviceModel, spec: &ProfileSpec) {
+    for knob in &diagnostic.knobs {
+        // More of a device that gives less than it promises: nobody can know.
+        if device.missing > 0 && matches!(knob.settings[..], [Setting::DeviceMemory(_), ..]) {
+            continue;
+        }
+        let (mut device, mut spec) = (device.clone(), spec.with(&knob.settings));
+        for setting in &knob.settings {
+            if let Setting::DeviceMemory(bytes) = *setting {
+                assert!(bytes > device.total, "{diagnostic}");
+                device.total = bytes;
+                // As a real start does: small devices have small margins.
+                if spec.margins != Margins::default() {
+                    spec.margins = Margins::scaled_to(bytes);
+                }
+            }
+        }
+        assert!(
+            spec.limits.max_num_batched_tokens >= spec.limits.max_num_seqs,
+            "the command line refuses this: {diagnostic}"
+        );
+        if let Err(error) = run(device, &spec) {
+            panic!(
+                "{} does not help: {error}\nwas advised by: {diagnostic}",
+                knob.flags()
+            );
+        }
+    }
+}
+
+/// Every size that is suggested is proved, without a probe; the larger one only where the device has what it promises.
+fn assert_suggestions_work(report: &Report, device: &DeviceModel, spec: &ProfileSpec) -> usize {
+    let suggestions = &report.suggestions[..if device.missing == 0 {
+        report.suggestions.len()
+    } else {
+        0
+    }];
+    for suggestion in suggestions {
+        let pinned = match run(device.clone(), &spec.with(&[suggestion.flag])) {
+            Ok(proved) => proved.report().clone(),
+            Err(error) => panic!("{} is refused: {error}", suggestion.flag),
+        };
+        assert_eq!(
+            (pinned.origin, pinned.bound, pinned.probe),
+            (Origin::Pinned, Bound::PinnedBytes, None),
+            "{}",
+            suggestion.flag
+        );
+        assert_eq!(pinned.attempts.len(), 1, "{}", suggestion.flag);
+    }
+    suggestions.len()
+}
+
+#[test]
+fn b1_b6_what_is_suggested_is_accepted() {
+    let proved = run(model(), &spec()).unwrap();
+    let report = proved.report();
+    assert_eq!(assert_suggestions_work(report, &model(), &spec()), 2);
+    let Setting::KvCacheMemoryBytes(full) = report.suggestions[1].flag else {
+        panic!("{:?}", report.suggestions)
+    };
+    // The device is full then: what is free are the margins.
+    let pinned = run(model(), &spec().with(&[Setting::KvCacheMemoryBytes(full)])).unwrap();
+    let ready = &pinned.report().ready;
+    let margins = pinned.report().margins;
+    let kept = margins.canary_bytes + margins.min_fragmentation_bytes;
+    assert!(
+        (kept..kept + 2 * BLOCK + MIB).contains(&ready.free),
+        "{}",
+        ready.free
+    );
+    // From a smaller pin, the proof itself says how much more would fit.
+    let small = run(model(), &spec().with(&[Setting::MaxTotalTokenNum(8192)])).unwrap();
+    assert_eq!(small.report().suggestions.len(), 1);
+    assert_eq!(
+        small.report().suggestions[0].flag,
+        Setting::KvCacheMemoryBytes(full)
+    );
+}
+
+/// A3, U8: the largest size starts. What is above it by no more than the fragmentation buffer passes its proof too: a pin
+/// may use that margin, the canary it may not.
+#[test]
+fn a3_u8_the_largest_pin_is_the_largest_but_for_the_margin() {
+    let pin = |blocks: u64| spec().with(&[Setting::KvCacheMemoryBytes(blocks * BLOCK)]);
+    let diagnostic = refused(run(model(), &pin(1 << 30)));
+    let Cause::PinnedTooLarge { largest_tokens, .. } = diagnostic.cause else {
+        panic!("{diagnostic}")
+    };
+    let largest = largest_tokens as u64 / 16;
+    let margin = Margins::default().min_fragmentation_bytes / BLOCK;
+    drop(run(model(), &pin(largest)).unwrap());
+    drop(run(model(), &pin(largest + margin)).unwrap());
+    let again = refused(run(model(), &pin(largest + margin + 1)));
+    assert_eq!(
+        again.cause,
+        Cause::PinnedTooLarge {
+            bound: Bound::PinnedBytes,
+            asked_tokens: (largest + margin + 1) as usize * 16,
+            largest_tokens,
+        }
+    );
+}
+
+#[test]
+fn a15_u6_a_step_that_does_not_fit_names_values_that_do() {
+    for total in [500, 560, 600, 640] {
+        let device = || DeviceModel {
+            total: total * MIB,
+            ..model()
+        };
+        let spec = ProfileSpec {
+            margins: Margins::scaled_to(total * MIB),
+            limits: limits(8192, 128, 2048),
+            ..spec()
+        };
+        let diagnostic = refused(run(device(), &spec));
+        assert!(!diagnostic.knobs.is_empty(), "{total}: {diagnostic}");
+        assert_advice_works(&diagnostic, device(), &spec);
+    }
+}
+
+/// U6: a device that is as large as it gets is not told to grow, but how much would be enough.
+#[test]
+fn a15_u6_what_cannot_be_had_is_no_advice() {
+    let limited = ProfileSpec {
+        largest_device: Some(model().total),
+        limits: limits(512, 16, 200_000),
+        ..spec()
+    };
+    let diagnostic = refused(run(model(), &limited));
+    let larger = |setting: &Setting| matches!(setting, Setting::DeviceMemory(_));
+    assert!(
+        !diagnostic
+            .knobs
+            .iter()
+            .any(|knob| knob.settings.iter().any(larger))
+    );
+    let enough = diagnostic.out_of_reach.unwrap();
+    let device = DeviceModel {
+        total: enough,
+        ..model()
+    };
+    drop(run(device, &limited).unwrap());
+    assert!(diagnostic.to_string().contains("would be enough"), "{diagnostic}");
+}
+
+#[test]
+fn a15_a_device_that_gives_less_than_it_promises_is_told_a_size_it_gives() {
+    // The canary, the buffer and 400 MiB of nothing.
+    let device = DeviceModel {
+        missing: 1200 * MIB,
+        ..model()
+    };
+    let spec = ProfileSpec {
+        limits: limits(512, 16, 8192),
+        ..spec()
+    };
+    let diagnostic = refused(run(device.clone(), &spec));
+    assert_eq!(diagnostic.cause, Cause::Exhausted { attempts: 4 });
+    assert_eq!(diagnostic.knobs.len(), 1, "{diagnostic}");
+    assert_advice_works(&diagnostic, device, &spec);
+}
+
+fn random_device(rng: &mut StdRng, block_bytes: u64) -> DeviceModel {
+    let total = rng.random_range(64..4096) * MIB;
+    let mut term = |most: u64| {
+        let present = rng.random_bool(0.5);
+        if present { rng.random_range(0..=most) } else { 0 }
+    };
+    let step = StepMemory {
+        token: term(20 << 10),
+        row: term(200 << 10),
+        sort: term(200 << 10),
+        top_k: term(200 << 10),
+        longest: term(20 << 10),
+        prompt: term(20 << 10),
+        greedy: term(200 << 10),
+        ..step_memory()
+    };
+    let weights = rng.random_range(0..total / 2);
+    let runtime = rng.random_range(0..total / 16);
+    let lies = rng.random_bool(0.25);
+    DeviceModel {
+        total,
+        missing: if lies {
+            rng.random_range(0..=(total - weights - runtime) / 2)
+        } else {
+            0
+        },
+        weights,
+        runtime,
+        block_bytes,
+        staging: rng.random_range(0..MIB),
+        step,
+        granularity: [1, 64 << 10, 2 * MIB][rng.random_range(0..3)],
+        peers: if rng.random_bool(0.5) {
+            rng.random_range(0..=total / 4)
+        } else {
+            0
+        },
+        ..model()
+    }
+}
+
+fn random_spec(rng: &mut StdRng, total: u64) -> ProfileSpec {
+    let mut up_to = |most: [usize; 3]| {
+        let most = most[rng.random_range(0..3)];
+        rng.random_range(1..=most)
+    };
+    let seqs = up_to([1, 20, 200]);
+    let limits = limits(up_to([8, 600, 9000]).max(seqs), seqs, up_to([40, 900, 20_000]));
+    let block_size = BlockSize::new([8, 16, 32][rng.random_range(0..3)]).unwrap();
+    let per_token = rng.random_range(1..40 << 10);
+    let mut spec = ProfileSpec::new(limits, rng.random_range(1..500), block_size, per_token);
+    let largest_pin = [400, 200_000][rng.random_range(0..2)];
+    let pin = rng.random_range(1..largest_pin);
+    spec.size = match rng.random_range(0..5) {
+        0 => KvSize::Tokens(pin),
+        1 => KvSize::Bytes(rng.random_range(0..=2 * total)),
+        _ => KvSize::Auto,
+    };
+    spec.mem_fraction = MemFraction::new(rng.random_range(0.05..=1.0)).unwrap();
+    spec.useful_tokens = rng.random_bool(0.3).then(|| rng.random_range(1..100_000));
+    if rng.random_bool(0.5) {
+        spec.margins = Margins::scaled_to(total);
+    }
+    spec
+}
+
+#[derive(Debug, Default)]
+struct Tally {
+    suggestions: usize,
+    knobs: usize,
+    silent: usize,
+    causes: [usize; 5],
+}
+
+/// A15, B1-B6, U6, U8 over random devices: with less than they promise, with neighbours, fragmenting.
+#[test]
+fn a15_b1_u6_u8_whatever_is_advised_works() {
+    let mut tally = Tally::default();
+    for seed in (0..1500).chain([rand::random()]) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let (per_total, mut spec) = {
+            let hint = rng.random_range(64..4096) * MIB;
+            (hint, random_spec(&mut rng, hint))
+        };
+        let block_bytes = spec.kv_bytes_per_token * spec.block_size.tokens() as u64;
+        let device = random_device(&mut rng, block_bytes);
+        if spec.margins == Margins::scaled_to(per_total) {
+            spec.margins = Margins::scaled_to(device.total);
+        }
+        let outcome = std::panic::catch_unwind(|| {
+            match profile(&mut VirtualDevice::new(device.clone()), &spec, &mut ()) {
+                Ok(proved) => Ok(assert_suggestions_work(proved.report(), &device, &spec)),
+                Err(ProfileError::DoesNotFit(diagnostic)) => {
+                    assert_advice_works(&diagnostic, device.clone(), &spec);
+                    Err(diagnostic)
+                }
+                Err(other) => panic!("{other}"),
+            }
+        });
+        match outcome {
+            Ok(Ok(suggestions)) => tally.suggestions += suggestions,
+            Ok(Err(diagnostic)) => {
+                tally.knobs += diagnostic.knobs.len();
+                tally.silent += usize::from(diagnostic.knobs.is_empty());
+                let cause = match diagnostic.cause {
+                    Cause::ProbeDoesNotFit => 0,
+                    Cause::ContextDoesNotFit => 1,
+                    Cause::Exhausted { .. } => 2,
+                    Cause::PinnedTooLarge { .. } => 3,
+                    Cause::PinnedTooSmall { .. } => 4,
+                };
+                tally.causes[cause] += 1;
+            }
+            // The assertion that failed is printed above.
+            Err(_) => panic!("failed with seed {seed}"),
+        }
+    }
+    assert!(tally.causes.iter().all(|&count| count > 10), "{tally:?}");
+    assert!(tally.suggestions > 500 && tally.knobs > 500, "{tally:?}");
+    // Where not one token of one row fits beside the weights there is nothing to measure.
+    assert!(tally.silent * 20 < tally.causes.iter().sum(), "{tally:?}");
+}
