@@ -16,7 +16,7 @@ use plimsoll_device::Budget;
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_model::Model;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
-use plimsoll_profiler::{KvSize, Origin, Proved, Report, Target, profile};
+use plimsoll_profiler::{KvSize, Proved, Report, Target, profile};
 use plimsoll_sim::SimModel;
 use serde_json::Value;
 
@@ -202,8 +202,8 @@ impl Loaded {
         let proved = profile(&mut target, &spec, &mut progress);
         progress.finish();
         let proved = proved?;
-        if let (Some(key), Some(plan), Origin::Measured) = (&key, proved.plan(), proved.report().origin) {
-            plans::keep(plans, key, plan);
+        if let (Some(key), Some(plan)) = (&key, proved.plan()) {
+            plans::keep(plans, key, plan, proved.report());
         }
         Ok(proved)
     }

@@ -1,7 +1,7 @@
 //! The plan of an earlier start of the same model, build, device and shape.
 
 use plimsoll_core::StepLimits;
-use plimsoll_profiler::Plan;
+use plimsoll_profiler::{Origin, Plan, Report};
 
 use super::weights::Weights;
 use crate::args::{EngineArgs, LoadFormat};
@@ -66,14 +66,25 @@ pub(super) fn find(plans: &PlanCache, key: &Key) -> Option<Plan> {
     }
 }
 
-/// Keeps what was measured. That it cannot be kept is no reason not to serve.
-pub(super) fn keep(plans: &PlanCache, key: &Key, plan: &Plan) {
-    match plans.store(key, plan) {
-        Ok(Some(path)) => tracing::info!("profile-cache outcome=stored file={}", path.display()),
-        Ok(None) => {}
-        Err(error) => tracing::warn!(
-            "profile-cache outcome=not-stored problem=\"{error}\": the next start measures again; --profile-cache-dir names \
-             another directory, --no-profile-cache keeps nothing"
-        ),
+/// Keeps what was measured, or the size that an older measurement led to now: drift is the change since the last start, so
+/// a flag or a neighbour that stays is told once. That a plan cannot be kept is no reason not to serve.
+pub(super) fn keep(plans: &PlanCache, key: &Key, plan: &Plan, report: &Report) {
+    if plan.kv_blocks != report.kv_blocks {
+        let plan = Plan {
+            kv_blocks: report.kv_blocks,
+            ..plan.clone()
+        };
+        if let Err(error) = plans.store(key, &plan) {
+            tracing::debug!("profile-cache outcome=not-updated problem=\"{error}\"");
+        }
+    } else if report.origin == Origin::Measured {
+        match plans.store(key, plan) {
+            Ok(Some(path)) => tracing::info!("profile-cache outcome=stored file={}", path.display()),
+            Ok(None) => {}
+            Err(error) => tracing::warn!(
+                "profile-cache outcome=not-stored problem=\"{error}\": the next start measures again; --profile-cache-dir \
+                 names another directory, --no-profile-cache keeps nothing"
+            ),
+        }
     }
 }
