@@ -11,6 +11,7 @@ use reqwest::header::HeaderValue;
 use crate::bench::{LatencyArgs, ServeBenchArgs, ThroughputArgs};
 use crate::bytes::Bytes;
 use crate::device::DeviceChoice;
+use crate::selftest::SelftestArgs;
 
 /// Where `plimsoll serve` without MODEL gets its model.
 pub const DEFAULT_MODEL: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
@@ -24,7 +25,8 @@ environment (PLIMSOLL_MAX_NUM_SEQS=8). The later wins: defaults, file, environme
 
 Exit codes: 0 done, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
 4 it does not fit the memory, 5 the address cannot be bound, 6 requests were cut off by the drain timeout, \
-7 the GPU cannot be used, 8 another server was measuring the device for too long.";
+7 the GPU cannot be used, 8 another server was measuring the device for too long, 9 selftest: no server answers, or it is \
+not ready or not idle, 10 selftest: inconclusive, its time was too short to reach every limit.";
 
 /// Serves large language models, and measures its own load line first.
 #[derive(Debug, Parser)]
@@ -45,6 +47,8 @@ pub enum Command {
     /// Measure latency or throughput
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Drive a running server at its proved limits and say whether it holds
+    Selftest(Box<SelftestArgs>),
 }
 
 impl Command {
@@ -55,7 +59,7 @@ impl Command {
             Self::Profile(args) => Some(&args.model),
             Self::Bench(BenchCommand::Latency(args)) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Throughput(args)) => Some(&args.engine.model),
-            Self::Bench(BenchCommand::Serve(_)) => None,
+            Self::Bench(BenchCommand::Serve(_)) | Self::Selftest(_) => None,
         }
     }
 }
@@ -184,7 +188,7 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "DIR")]
     pub device_lock_dir: Option<PathBuf>,
     /// How long to wait for another server that measures the device, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = duration)]
     pub device_lock_timeout: Duration,
     /// Launch every kernel by itself instead of replaying CUDA graphs: slower, but starts at once
     #[arg(long, overrides_with = "no_enforce_eager")]
@@ -328,7 +332,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "ORIGIN", num_args = 1.., action = ArgAction::Set, value_parser = origin)]
     pub allowed_origins: Option<Vec<HeaderValue>>,
     /// How long a stop (Ctrl-C, SIGTERM) waits for running requests, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = duration)]
     pub drain_timeout: Duration,
 }
 
@@ -420,11 +424,36 @@ fn fraction(text: &str) -> Result<MemFraction, String> {
     fraction.ok_or_else(|| "a number above 0 and at most 1.0 is expected".to_owned())
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
-    let number = text.strip_suffix('s').unwrap_or(text);
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    const UNITS: [(char, f64); 3] = [('s', 1.0), ('m', 60.0), ('h', 3600.0)];
+    let with_unit = UNITS
+        .iter()
+        .find_map(|&(suffix, unit)| Some((text.strip_suffix(suffix)?, unit)));
+    let (number, unit) = with_unit.unwrap_or((text, 1.0));
     number
-        .parse()
+        .parse::<f64>()
         .ok()
-        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
-        .ok_or_else(|| "a number of seconds is expected".to_owned())
+        .and_then(|number| Duration::try_from_secs_f64(number * unit).ok())
+        .ok_or_else(|| "a time is expected, such as 30, 30s, 8m or 1h".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times() {
+        for (text, seconds) in [
+            ("0", 0.0),
+            ("1.5", 1.5),
+            ("30s", 30.0),
+            ("8m", 480.0),
+            ("1h", 3600.0),
+        ] {
+            assert_eq!(duration(text), Ok(Duration::from_secs_f64(seconds)), "{text}");
+        }
+        for wrong in ["", "s", "-1", "1d", "nan", "inf", "1e300h"] {
+            assert!(duration(wrong).is_err(), "{wrong}");
+        }
+    }
 }

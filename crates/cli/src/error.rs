@@ -102,6 +102,15 @@ pub enum Error {
     /// A benchmark.
     #[error("{0}")]
     Bench(String),
+    /// The selftest found something; the verdict says what.
+    #[error("the selftest failed: {0}")]
+    SelftestFailed(String),
+    /// There is nothing to test.
+    #[error("{0}")]
+    NothingToTest(String),
+    /// The selftest found nothing, but did not reach every limit.
+    #[error("the selftest is inconclusive: {0}")]
+    Inconclusive(String),
     /// A file that is needed cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
@@ -136,7 +145,10 @@ impl Error {
             Self::CutOff { .. } => 6,
             Self::Gpu(_) => 7,
             Self::DeviceBusy { .. } => 8,
-            Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) | Self::Bench(_) => 1,
+            Self::NothingToTest(_) => 9,
+            Self::Inconclusive(_) => 10,
+            Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) => 1,
+            Self::Bench(_) | Self::SelftestFailed(_) => 1,
             Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
         }
     }

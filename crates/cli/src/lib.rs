@@ -4,6 +4,7 @@
 pub mod args;
 pub mod bench;
 mod bytes;
+mod client;
 pub mod device;
 pub mod error;
 mod hardware;
@@ -13,6 +14,7 @@ pub mod lock;
 pub mod logging;
 pub mod plan_cache;
 mod progress;
+pub mod selftest;
 pub mod serve;
 pub mod source;
 pub mod standing;

@@ -120,14 +120,14 @@ impl Locks {
             }
             thread::sleep(POLL.min(self.timeout - waited));
         }
+        if let Err(error) = sign(&mut file, &self.holder) {
+            tracing::debug!(%error, "the lock file does not say who holds it");
+        }
         tracing::info!(
             "device lock: {} after {:.1} s",
             path.display(),
             begin.elapsed().as_secs_f64()
         );
-        if let Err(error) = sign(&mut file, &self.holder) {
-            tracing::debug!(%error, "the lock file does not say who holds it");
-        }
         Ok(DeviceLock(Some(file)))
     }
 }

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use plimsoll_cli::args::{BenchCommand, Cli, Command};
-use plimsoll_cli::{Error, bench, hub, layers, logging, serve, source};
+use plimsoll_cli::{Error, bench, hub, layers, logging, selftest, serve, source};
 
 fn main() -> ExitCode {
     match start() {
@@ -36,6 +36,7 @@ async fn run(cli: Cli) -> Result<(), Error> {
         Command::Bench(BenchCommand::Serve(args)) => bench::serve(*args).await,
         Command::Bench(BenchCommand::Latency(args)) => bench::latency(*args).await,
         Command::Bench(BenchCommand::Throughput(args)) => bench::throughput(*args).await,
+        Command::Selftest(args) => selftest::run(*args).await,
     }
 }
 

@@ -23,6 +23,11 @@ pub(crate) fn count_bar(what: &str, total: u64) -> ProgressBar {
     bar(what, total, "{msg} [{bar:30}] {pos}/{len} {per_sec} {eta}")
 }
 
+/// A bar over seconds; what happens stands behind it.
+pub(crate) fn seconds_bar(total: u64) -> ProgressBar {
+    bar("", total, "[{bar:30}] {pos}/{len} s {msg}")
+}
+
 fn bar(what: &str, total: u64, style: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(style)
         .expect("the template is constant")

@@ -1,6 +1,7 @@
 //! The binary from outside: start, ready, signals, exit codes, and the load generator against it.
 
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -214,6 +215,63 @@ async fn u22_the_second_start_is_cached_unless_a_flag_says_no() {
     assert_eq!(origins, ["measured", "cached", "measured"]);
     let plans = std::fs::read_dir(dir.path().join("plimsoll/profiles")).unwrap();
     assert_eq!(plans.count(), 1);
+}
+
+/// U22: whether a start learned from another, and if not why, is in its log.
+#[test]
+fn u22_the_log_says_hit_or_miss_and_what_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = |cache: &Path, flags: &[&str]| {
+        let bench = [
+            "bench",
+            "latency",
+            "sim",
+            "--batch-size",
+            "1",
+            "--num-iters",
+            "1",
+            "--output-len",
+            "2",
+        ];
+        let mut command = Command::new(BINARY);
+        let output = command
+            .env("XDG_CACHE_HOME", cache)
+            .args(bench)
+            .args(flags)
+            .output()
+            .unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{stderr}");
+        let lines = stderr
+            .lines()
+            .filter_map(|line| Some(line.split_once("profile-cache ")?.1.to_owned()));
+        lines.collect::<Vec<_>>()
+    };
+    let lines = start(dir.path(), &[]);
+    assert_eq!(lines[0], "outcome=miss reason=none-stored");
+    let file = lines[1].strip_prefix("outcome=stored file=").unwrap().to_owned();
+    assert_eq!(start(dir.path(), &[]), [format!("outcome=hit file={file}")]);
+    let changed = start(dir.path(), &["--max-num-seqs", "9"]);
+    assert_eq!(
+        changed[0],
+        "outcome=miss reason=changed parts=\"shape.max_num_seqs (then 32, now 9)\""
+    );
+    std::fs::write(&file, "").unwrap();
+    let damaged = start(dir.path(), &[]);
+    assert_eq!(
+        damaged,
+        [
+            format!("outcome=miss reason=damaged file={file} problem=\"it has another format\""),
+            format!("outcome=stored file={file}")
+        ]
+    );
+    let unwritable = start(Path::new("/proc"), &[]);
+    assert_eq!(unwritable.len(), 2, "{unwritable:?}");
+    assert!(
+        unwritable[1].starts_with("outcome=not-stored") && unwritable[1].contains("--profile-cache-dir"),
+        "{unwritable:?}"
+    );
+    assert!(start(dir.path(), &["--no-profile-cache"]).is_empty());
 }
 
 #[tokio::test]

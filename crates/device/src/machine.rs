@@ -70,12 +70,20 @@ impl Machine {
             reason,
         };
         let meminfo = fs::read_to_string(&path).map_err(|e| error(e.to_string()))?;
-        let machine = kilobytes(&meminfo, "MemAvailable")
+        let available = kilobytes(&meminfo, "MemAvailable")
             .ok_or_else(|| error("there is no MemAvailable line".into()))?;
         Ok(Room {
-            machine,
+            machine: available.saturating_add(self.at_hand().unwrap_or(0)),
             group: self.group_room(),
         })
+    }
+
+    /// Bytes of free pages that CPUs keep at hand. `MemAvailable` leaves them out, and since Linux 6.7 they may be an eighth of
+    /// the memory after somebody freed a lot: they would look like a neighbour's.
+    fn at_hand(&self) -> Option<u64> {
+        let zones = fs::read_to_string(self.root.join("proc/zoneinfo")).ok()?;
+        let page = page_size(&fs::read(self.root.join("proc/self/auxv")).ok()?)?;
+        pages_at_hand(&zones).checked_mul(page)
     }
 
     /// Least room below the limits of this process's control group and its ancestors; `None` without a limit.
@@ -121,6 +129,28 @@ fn kilobytes(text: &str, key: &str) -> Option<u64> {
         .parse::<u64>()
         .ok()?
         .checked_mul(1024)
+}
+
+/// Sum of the lines `count: value` of `zoneinfo`: pages on the lists of each CPU, zone by zone.
+fn pages_at_hand(zones: &str) -> u64 {
+    let counts = zones
+        .lines()
+        .filter_map(|line| line.trim_start().strip_prefix("count:"));
+    counts
+        .filter_map(|count| count.trim().parse::<u64>().ok())
+        .fold(0, u64::saturating_add)
+}
+
+/// Bytes of a page, from the pairs of words that the kernel hands to a process (getauxval(3)).
+fn page_size(auxv: &[u8]) -> Option<u64> {
+    const AT_PAGESZ: usize = 6;
+    const WORD: usize = size_of::<usize>();
+    let words = auxv
+        .chunks_exact(WORD)
+        .map(|bytes| usize::from_ne_bytes(bytes.try_into().expect("a chunk is a word")));
+    let words: Vec<usize> = words.collect();
+    let pair = words.chunks_exact(2).find(|pair| pair[0] == AT_PAGESZ)?;
+    Some(pair[1] as u64)
 }
 
 /// Names of one version of the memory controller's files, and of the lines of its `memory.stat`.
@@ -234,6 +264,37 @@ mod tests {
         ] {
             assert_eq!(kilobytes(wrong, "Key"), None, "{wrong}");
         }
+    }
+
+    #[test]
+    fn pages_that_cpus_keep_at_hand() {
+        const ZONES: &str = "Node 0, zone   Normal\n  pages free     2637196\n        min      14563\n  pagesets\n    \
+            cpu: 0\n              count:    16902\n              high:     34009\n  vm stats threshold: 36\n    cpu: 1\n\
+            \x20             count:    38123\n  node_unreclaimable:  0\n  start_pfn:           1048576\n";
+        assert_eq!(pages_at_hand(ZONES), 16902 + 38123);
+        assert_eq!(pages_at_hand("count: x\ncounts: 5\n"), 0);
+        let auxv = |words: &[usize]| {
+            words
+                .iter()
+                .flat_map(|word| word.to_ne_bytes())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(page_size(&auxv(&[16, 6, 6, 4096, 0, 0])), Some(4096));
+        assert_eq!(page_size(&auxv(&[16, 6, 0, 0])), None);
+        assert_eq!(page_size(&[6]), None);
+
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("proc/self")).unwrap();
+        fs::write(root.path().join("proc/meminfo"), MEMINFO).unwrap();
+        fs::write(root.path().join("proc/zoneinfo"), ZONES).unwrap();
+        let machine = Machine::at(root.path());
+        let available = 24_206_312 << 10;
+        assert_eq!(machine.room().unwrap().machine, available);
+        fs::write(root.path().join("proc/self/auxv"), auxv(&[6, 16384])).unwrap();
+        assert_eq!(
+            machine.room().unwrap().machine,
+            available + (16902 + 38123) * 16384
+        );
     }
 
     #[test]

@@ -215,11 +215,12 @@ impl<'a, T: Target> Profiler<'a, T> {
 
     /// The whole search: probe, compute, then attempts until one is proved.
     fn search(&mut self) -> Result<Found<T::State>, ProfileError> {
-        let (probed, sized) = self.measure()?;
+        let (probed, mut sized) = self.measure()?;
         let scratch = Scratch::Fixed(probed.measured.scratch_bytes);
         let mut attempts = Vec::new();
         let mut last = None;
-        for cuts in 0..MAX_ATTEMPTS {
+        let mut cuts = 0;
+        while attempts.len() < MAX_ATTEMPTS as usize {
             let blocks = shrunk(sized.blocks, cuts);
             if blocks < self.spec.request_blocks() {
                 break;
@@ -241,7 +242,15 @@ impl<'a, T: Target> Profiler<'a, T> {
                         attempts,
                     });
                 }
-                Err(exhausted) => last = Some((blocks, exhausted)),
+                Err(exhausted) => {
+                    cuts += 1;
+                    let again = self.size_again(&probed.measured, exhausted.oom().ok())?;
+                    if again.blocks < shrunk(sized.blocks, cuts) {
+                        self.log_size(&again);
+                        (sized, cuts) = (again, 0);
+                    }
+                    last = Some((blocks, exhausted));
+                }
             }
         }
         let Some((blocks, exhausted)) = last else {

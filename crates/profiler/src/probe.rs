@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use plimsoll_core::{Component, KvConfig, Meters, Scratch, StateConfig};
+use plimsoll_core::{Component, KvConfig, Meters, Oom, Scratch, StateConfig};
 
 use crate::advice::{Evidence, PARTS};
 use crate::arithmetic::shrunk;
@@ -71,6 +71,19 @@ impl<T: Target> Profiler<'_, T> {
             blocks,
             bound,
         })
+    }
+
+    /// The size once an attempt failed: less than before where neighbours have grown meanwhile (U10). Those that gave back
+    /// what they held when memory ran out may take it again.
+    pub(crate) fn size_again(
+        &mut self,
+        measured: &Measured,
+        oom: Option<&Oom>,
+    ) -> Result<Sized, ProfileError> {
+        let now = self.target.meters();
+        let then = oom.map(|oom| *oom.meters);
+        let meters = then.filter(|then| then.peers() > now.peers()).unwrap_or(now);
+        self.size(measured, &meters, 0)
     }
 
     pub(crate) fn log_size(&mut self, sized: &Sized) {

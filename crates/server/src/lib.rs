@@ -21,4 +21,5 @@ mod wire;
 
 pub use app::{ServeError, router, serve};
 pub use error::ApiError;
+pub use metrics::names as metric_names;
 pub use state::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};

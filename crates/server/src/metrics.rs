@@ -1,6 +1,7 @@
 //! `/metrics`. Every metric name of the project stands in this file: our own `plimsoll_*`, and for those that dashboards,
 //! autoscalers and the Gateway API inference extension already know, vLLM's name as well.
 
+pub mod names;
 mod timer;
 
 use std::fmt::Write;

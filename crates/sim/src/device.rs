@@ -10,6 +10,8 @@ use plimsoll_profiler::Target;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::ranks::{Member, Seat};
+
 /// What a virtual device is like. Sizes are in bytes.
 #[derive(Clone, Debug)]
 pub struct DeviceModel {
@@ -29,14 +31,24 @@ pub struct DeviceModel {
     pub step: StepMemory,
     /// Allocations are rounded up to this, and freed ones are kept for others of their size until a trim: fragmentation.
     pub granularity: u64,
+    /// What is kept serves smaller allocations too, down to half its size, and is then taken whole.
+    pub reuses_larger: bool,
+    /// What the allocator holds for itself, for no purpose it could name, and never returns.
+    pub slack: u64,
+    /// Runtime that is loaded by the first step and stays.
+    pub lazy_runtime: u64,
     /// A step takes up to this much outside the arena, at random.
     pub jitter: u64,
     /// Neighbours change by up to this much at each of our allocations.
     pub peer_swing: u64,
     /// Neighbours at the start.
     pub peers: u64,
+    /// At which of our allocations neighbours come to use how much: they start, grow, free or end.
+    pub peer_steps: Vec<(u64, u64)>,
     /// Dropping a state of this number (0 is the first) keeps its KV: a defect.
     pub leak_at: Option<usize>,
+    /// The step of this number (0 is the first) fails, for another reason than memory.
+    pub broken_step: Option<u64>,
     /// Seeds everything random.
     pub seed: u64,
 }
@@ -120,26 +132,28 @@ struct Pool {
     allocations: u64,
     fault_at: Option<u64>,
     states_dropped: usize,
+    steps: u64,
+    seat: Option<Seat>,
 }
 
 impl VirtualDevice {
-    /// A device with its weights loaded, if they fit.
+    /// A device with its weights loaded.
     ///
     /// # Panics
-    /// If they do not.
+    /// If they do not fit.
     pub fn new(model: DeviceModel) -> Self {
         let mut by_component = ComponentBytes::default();
         *by_component.get_mut(Component::Weights) = model.weights;
         *by_component.get_mut(Component::Runtime) = model.runtime;
-        let fixed = model.weights + model.runtime;
+        let fixed = model.weights + model.runtime + model.slack;
         let room = model
             .total
             .checked_sub(model.missing + fixed)
-            .expect("weights and runtime fit");
+            .expect("what is there from the start fits");
         Self(Arc::new(Mutex::new(Pool {
             rng: StdRng::seed_from_u64(model.seed),
-            used: fixed,
-            used_high: fixed,
+            used: fixed - model.slack,
+            used_high: fixed - model.slack,
             reserved_high: fixed,
             by_component,
             cached: Vec::new(),
@@ -147,6 +161,8 @@ impl VirtualDevice {
             allocations: 0,
             fault_at: None,
             states_dropped: 0,
+            steps: 0,
+            seat: None,
             model,
         })))
     }
@@ -155,6 +171,11 @@ impl VirtualDevice {
     pub fn fail_allocation(&self, n: u64) {
         let mut pool = self.pool();
         pool.fault_at = Some(pool.allocations + n);
+    }
+
+    /// From now on every step is computed together with the devices of the other ranks.
+    pub fn join(&self, member: &Member) {
+        self.pool().seat = Some(member.seat());
     }
 
     /// Sets the neighbours' memory, as far as there is room.
@@ -182,7 +203,7 @@ impl VirtualDevice {
 
 impl Pool {
     fn reserved(&self) -> u64 {
-        self.by_component.total() + self.cached.iter().sum::<u64>()
+        self.by_component.total() + self.model.slack + self.cached.iter().sum::<u64>()
     }
 
     fn meters(&self) -> Meters {
@@ -206,9 +227,28 @@ impl Pool {
             // Nobody can take what is not free.
             self.peers = target.min(self.model.total - self.reserved());
         }
+        let now = self.allocations;
+        let step = self.model.peer_steps.iter().find(|&&(at, _)| at == now);
+        if let Some(&(_, bytes)) = step {
+            self.peers = bytes.min(self.model.total - self.reserved());
+        }
     }
 
-    /// Takes `bytes`; returns what they were rounded up to.
+    /// The step's memory, and how much of it is outside the arena.
+    fn begin_step(&mut self) -> Result<(StepMemory, u64), StepError> {
+        if self.steps == 0 && self.model.lazy_runtime > 0 {
+            // Stays to the end: nobody gives it back.
+            self.allocate(Component::Runtime, self.model.lazy_runtime)?;
+        }
+        self.steps += 1;
+        if self.model.broken_step == Some(self.steps - 1) {
+            return Err(StepError::Failed("the device is broken".into()));
+        }
+        let most = self.model.jitter;
+        Ok((self.model.step, self.rng.random_range(0..=most)))
+    }
+
+    /// Takes `bytes`; returns what they really take.
     fn allocate(&mut self, component: Component, bytes: u64) -> Result<u64, Oom> {
         self.neighbours_move();
         self.allocations += 1;
@@ -219,19 +259,26 @@ impl Pool {
                 .checked_add(rounded)
                 .is_some_and(|all| all <= limit)
         };
-        let reusable = self.cached.iter().position(|&size| size == rounded);
+        let largest = match self.model.reuses_larger {
+            true => rounded.saturating_mul(2),
+            false => rounded,
+        };
+        let fitting = self.cached.iter().enumerate();
+        let fitting = fitting.filter(|&(_, size)| (rounded..=largest).contains(size));
+        let reusable = fitting.min_by_key(|&(_, size)| size).map(|(index, _)| index);
         if self.fault_at == Some(self.allocations) {
             return Err(self.oom(component, bytes));
         }
+        let mut taken = rounded;
         if let Some(index) = reusable {
-            self.cached.swap_remove(index);
+            taken = self.cached.swap_remove(index);
         } else if !fits(self) {
             self.cached.clear();
             if !fits(self) {
                 return Err(self.oom(component, bytes));
             }
         }
-        *self.by_component.get_mut(component) += rounded;
+        *self.by_component.get_mut(component) += taken;
         self.used += bytes;
         self.used_high = self.used_high.max(self.used);
         self.reserved_high = self.reserved_high.max(self.reserved());
@@ -239,7 +286,7 @@ impl Pool {
             self.reserved() + self.peers <= self.model.total,
             "the device is overcommitted"
         );
-        Ok(rounded)
+        Ok(taken)
     }
 
     fn oom(&self, component: Component, requested: u64) -> Oom {
@@ -286,15 +333,19 @@ pub struct VirtualState {
     canary: Option<Block>,
     arena_high: u64,
     launched: Option<StepPlan>,
+    steps_beside_canary: usize,
+}
+
+impl VirtualState {
+    /// Steps that ran while the canary was held.
+    pub fn steps_beside_canary(&self) -> usize {
+        self.steps_beside_canary
+    }
 }
 
 impl Executor for VirtualState {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
-        let (step, jitter) = {
-            let mut pool = self.device.pool();
-            let most = pool.model.jitter;
-            (pool.model.step, pool.rng.random_range(0..=most))
-        };
+        let (step, jitter) = self.device.pool().begin_step()?;
         let bytes = step.bytes(plan);
         if bytes > self.arena.bytes {
             if self.scratch != Scratch::Growable {
@@ -313,6 +364,11 @@ impl Executor for VirtualState {
             .launched
             .take()
             .ok_or_else(|| StepError::Failed("nothing was launched".into()))?;
+        let seat = self.device.pool().seat.clone();
+        if let Some(seat) = seat {
+            seat.meet().map_err(|lost| StepError::Failed(lost.to_string()))?;
+        }
+        self.steps_beside_canary += usize::from(self.canary.is_some());
         let sampled = || Sampled {
             token: 0,
             logprobs: None,
@@ -365,6 +421,7 @@ impl Target for VirtualDevice {
             canary,
             arena_high: 0,
             launched: None,
+            steps_beside_canary: 0,
         })
     }
 

@@ -4,10 +4,12 @@ mod device;
 mod executor;
 mod harness;
 mod model;
+mod ranks;
 mod workload;
 
 pub use device::{DeviceModel, StepMemory, VirtualDevice, VirtualState};
 pub use executor::{Fault, SimConfig, SimExecutor, StepTime};
 pub use harness::{Report, simulate};
 pub use model::{Context, SimModel, oracle};
+pub use ranks::{Member, World};
 pub use workload::{Cancel, Workload};

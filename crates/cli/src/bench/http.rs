@@ -19,6 +19,7 @@ use super::dataset::{RandomDataset, Sample};
 use super::report::Report;
 use super::stats::Summary;
 use crate::args::positive;
+use crate::client::{self, LAST_EVENT, Lines, event_data};
 use crate::error::Error;
 use crate::progress::count_bar;
 
@@ -263,11 +264,8 @@ struct Client {
 
 impl Client {
     async fn connect(args: &ServeBenchArgs) -> Result<Self, Error> {
-        let http = reqwest::Client::builder()
-            .no_proxy()
-            .build()
-            .map_err(|e| Error::Bench(e.to_string()))?;
-        let base = args.base_url.trim_end_matches('/').trim_end_matches("/v1");
+        let http = client::http().map_err(|e| Error::Bench(e.to_string()))?;
+        let base = client::base(&args.base_url);
         let model = match &args.model {
             Some(model) => model.clone(),
             None => {
@@ -330,12 +328,9 @@ impl Client {
             let now = Instant::now();
             lines.push(&bytes.map_err(|e| e.to_string())?);
             while let Some(line) = lines.next() {
-                let Some(data) = line.strip_prefix("data:").map(str::trim) else {
+                let Some(data) = event_data(&line).filter(|&data| data != LAST_EVENT) else {
                     continue;
                 };
-                if data == "[DONE]" {
-                    continue;
-                }
                 let chunk: Value =
                     serde_json::from_str(data).map_err(|e| format!("a chunk is not JSON: {e}"))?;
                 if let Some(error) = chunk.get("error") {
@@ -362,27 +357,6 @@ impl Client {
             Some(_) => Err("the server sent no usage".to_owned()),
             None => Err("the server sent no token".to_owned()),
         }
-    }
-}
-
-/// Splits a byte stream into lines.
-#[derive(Default)]
-struct Lines {
-    buffer: Vec<u8>,
-    read: usize,
-}
-
-impl Lines {
-    fn push(&mut self, bytes: &[u8]) {
-        self.buffer.drain(..std::mem::take(&mut self.read));
-        self.buffer.extend_from_slice(bytes);
-    }
-
-    fn next(&mut self) -> Option<String> {
-        let length = self.buffer[self.read..].iter().position(|&b| b == b'\n')?;
-        let line = String::from_utf8_lossy(&self.buffer[self.read..self.read + length]).into_owned();
-        self.read += length + 1;
-        Some(line)
     }
 }
 
@@ -461,20 +435,6 @@ fn report(args: &ServeBenchArgs, outcomes: &[Outcome], errors: &[String], durati
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lines_survive_any_cut() {
-        let text = "data: a\n\ndata: caf\u{e9}\n";
-        for cut in 0..text.len() {
-            let mut lines = Lines::default();
-            let mut seen = Vec::new();
-            for part in [&text.as_bytes()[..cut], &text.as_bytes()[cut..]] {
-                lines.push(part);
-                seen.extend(std::iter::from_fn(|| lines.next()));
-            }
-            assert_eq!(seen, ["data: a", "", "data: caf\u{e9}"], "cut at {cut}");
-        }
-    }
 
     #[test]
     fn tpot_leaves_the_first_token_out() {

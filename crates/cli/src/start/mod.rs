@@ -109,13 +109,19 @@ impl Loaded {
         }
         let (text, weights, trained_for, vocab_size) = match (source, device.into()) {
             (Source::Files { model, tokenizer }, device) => {
-                // Neither needs the other, and a large vocabulary takes a second.
-                let (text, loaded) = thread::scope(|scope| {
-                    let text = scope
-                        .spawn(|| times.measure("text", || Text::read(tokenizer, args.model.load_format)));
-                    let loaded = times.measure("weights", || weights::load(model, args, device));
-                    (text.join().unwrap_or_else(|panic| resume_unwind(panic)), loaded)
-                });
+                let read_text = || times.measure("text", || Text::read(tokenizer, args.model.load_format));
+                let load_weights = || times.measure("weights", || weights::load(model, args, device));
+                let (text, loaded) = if Text::is_absent(tokenizer) {
+                    // That is to be found out now, not after minutes of loading.
+                    (Ok(read_text()?), load_weights())
+                } else {
+                    // Neither needs the other, and a large vocabulary takes a second.
+                    thread::scope(|scope| {
+                        let text = scope.spawn(read_text);
+                        let loaded = load_weights();
+                        (text.join().unwrap_or_else(|panic| resume_unwind(panic)), loaded)
+                    })
+                };
                 let mut text = text?;
                 let (weights, about) = loaded?;
                 text.generation = about.generation;

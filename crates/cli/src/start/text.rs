@@ -9,6 +9,9 @@ use plimsoll_text::{ChatTemplate, Tokenizer};
 use crate::args::LoadFormat;
 use crate::error::Error;
 
+/// Where a directory has its tokenizer.
+const FILE: &str = "tokenizer.json";
+
 /// Turns messages and text into tokens and back, the way the model was trained.
 #[derive(Debug)]
 pub struct Text {
@@ -35,11 +38,16 @@ impl Text {
         })
     }
 
+    /// Whether there is nothing to read from.
+    pub(super) fn is_absent(path: &Path) -> bool {
+        path.is_dir() && !path.join(FILE).exists()
+    }
+
     /// From a directory or a GGUF file. Dummy weights need no tokenizer: without one, bytes are tokens.
     pub(super) fn read(path: &Path, format: LoadFormat) -> Result<Self, Error> {
         let (tokenizer, template) = if path.is_dir() {
-            if format == LoadFormat::Dummy && !path.join("tokenizer.json").exists() {
-                tracing::warn!("{} has no tokenizer.json: every byte is a token", path.display());
+            if format == LoadFormat::Dummy && Self::is_absent(path) {
+                tracing::warn!("{} has no {FILE}: every byte is a token", path.display());
                 return Self::simulated();
             }
             (Tokenizer::from_dir(path)?, ChatTemplate::from_dir(path)?)

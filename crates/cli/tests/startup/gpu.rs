@@ -1,13 +1,14 @@
 //! The same on a GPU that gives less than it promises, so that nothing has to fill it: `make test-gpu`.
 
 use plimsoll_cli::Error;
-use plimsoll_cli::start::Ready;
+use plimsoll_cli::plan_cache::PlanCache;
+use plimsoll_cli::start::{Loaded, Ready, StartContext};
 use plimsoll_core::{Component, Meters};
 use plimsoll_device::cuda::{Gpu, GpuLimit, GpuOptions};
 use plimsoll_engine::Drained;
-use plimsoll_profiler::{Outcome, ProfileError};
+use plimsoll_profiler::{Origin, Outcome, ProfileError};
 
-use crate::{CONFIG, Model, answers};
+use crate::{CONFIG, Model, answers, engine_args};
 
 /// What the GPU says it has.
 const LIMIT: u64 = 4 << 30;
@@ -61,6 +62,40 @@ async fn the_size_that_is_proved_is_what_the_gpu_holds() {
     let ready = model.start_on("--enforce-eager", gpu.clone()).unwrap();
     assert_eq!(answers(&ready.engine).await, expected);
     stop(ready, &gpu).await;
+}
+
+/// U22: with CUDA graphs too, the second start captures them once instead of twice.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn u22_the_second_start_on_a_gpu_skips_the_probe() {
+    let model = model();
+    let gpu = gpu(None);
+    let plans = tempfile::tempdir().unwrap();
+    let args = engine_args(model.dir.path(), "--mem-fraction 1.0");
+    let mut allocations = vec![gpu.budget().meters().allocations];
+    let mut starts = Vec::new();
+    for _ in 0..2 {
+        let context = StartContext::new(PlanCache::at(plans.path()));
+        let loaded = Loaded::with(&model.source(), &args, gpu.clone(), context).unwrap();
+        let ready = loaded.start(&args, 4).unwrap();
+        drop(loaded);
+        allocations.push(gpu.budget().meters().allocations);
+        starts.push((ready.report.clone(), answers(&ready.engine).await));
+        stop(ready, &gpu).await;
+    }
+    let [(first, expected), (second, found)] = &starts[..] else {
+        panic!("{} starts", starts.len())
+    };
+    assert_eq!((first.origin, found), (Origin::Measured, expected));
+    let Origin::Cached { drift } = second.origin else {
+        panic!("{:?}", second.origin)
+    };
+    // The runtime has loaded by now what it loads once.
+    assert!(drift.abs() < 0.02, "{drift}");
+    assert!(second.kv_blocks.abs_diff(first.kv_blocks) <= first.kv_blocks / 50);
+    assert_eq!(second.attempts.len(), 1, "{:?}", second.attempts);
+    let [first, second] = [0, 1].map(|n| allocations[n + 1] - allocations[n]);
+    assert!(second < first, "{second} allocations instead of {first}");
 }
 
 /// A14: a GPU that gives a little less than it promises gets a smaller cache.

@@ -1,8 +1,12 @@
 //! Real starts on a tiny random model: what a failing allocation, a pinned size and a small budget lead to.
 
+mod ballast;
 mod gpu;
+mod neighbours;
 mod plan_cache;
+mod process;
 mod recovery;
+mod two_servers;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -1,8 +1,11 @@
 //! The auto-profile over the virtual device.
 
 mod advice;
+mod cases;
+mod check;
 mod phases;
 mod plans;
+mod ranks;
 mod simulation;
 
 use plimsoll_core::{BlockSize, StepLimits};
@@ -44,10 +47,15 @@ fn model() -> DeviceModel {
         staging: MIB,
         step: step_memory(),
         granularity: 1,
+        reuses_larger: false,
+        slack: 0,
+        lazy_runtime: 0,
         jitter: 0,
         peer_swing: 0,
         peers: 0,
+        peer_steps: Vec::new(),
         leak_at: None,
+        broken_step: None,
         seed: 1,
     }
 }

@@ -1,0 +1,579 @@
+//! What is sent: every worst case that the profile proved, and every feature. All follows from the seed but the timing.
+
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use serde_json::{Map, Value, json};
+
+use super::answer::Expected;
+use super::limits::Limits;
+
+/// One kind of load, in the order in which they run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Stage {
+    /// Every feature of the API, once with each endpoint, whole and as a stream.
+    Features,
+    /// Prompt plus output of the full length.
+    Longest,
+    /// More short requests than there are rows.
+    Rows,
+    /// Long prompts that arrive while all rows generate.
+    Mixed,
+    /// Many requests that begin alike.
+    Prefixes,
+    /// Clients that go away in the middle.
+    Disconnects,
+    /// Rows and KV cache full at the same time.
+    Full,
+    /// All of it by chance.
+    Mix,
+}
+
+impl Stage {
+    pub(super) const ALL: [Self; 8] = [
+        Self::Features,
+        Self::Longest,
+        Self::Rows,
+        Self::Mixed,
+        Self::Prefixes,
+        Self::Disconnects,
+        Self::Full,
+        Self::Mix,
+    ];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Features => "features",
+            Self::Longest => "longest",
+            Self::Rows => "rows",
+            Self::Mixed => "mixed",
+            Self::Prefixes => "prefixes",
+            Self::Disconnects => "disconnects",
+            Self::Full => "full",
+            Self::Mix => "mix",
+        }
+    }
+
+    /// Part of the time, in percent.
+    pub(super) fn share(self) -> u32 {
+        match self {
+            Self::Features | Self::Disconnects => 5,
+            Self::Longest | Self::Rows | Self::Mixed | Self::Prefixes => 10,
+            Self::Full => 20,
+            Self::Mix => 30,
+        }
+    }
+
+    /// Requests under way at once.
+    pub(super) fn concurrency(self, limits: &Limits) -> usize {
+        let rows = limits.max_num_seqs;
+        match self {
+            Self::Features => rows.min(8),
+            Self::Longest => rows.min(4),
+            Self::Prefixes | Self::Disconnects => rows,
+            // Some wait.
+            Self::Rows | Self::Mixed | Self::Full | Self::Mix => rows + rows.div_ceil(8) + 1,
+        }
+    }
+}
+
+/// How a client goes away before it has its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Leave {
+    /// After so many events of a stream.
+    Events(usize),
+    /// After so many milliseconds.
+    Millis(u64),
+}
+
+/// One request.
+#[derive(Clone, Debug)]
+pub(super) struct Job {
+    pub(super) stage: Stage,
+    /// What is special about it.
+    pub(super) label: &'static str,
+    pub(super) path: &'static str,
+    pub(super) body: Value,
+    pub(super) expected: Expected,
+    pub(super) leave: Option<Leave>,
+}
+
+impl Job {
+    pub(super) fn streams(&self) -> bool {
+        self.body["stream"] == true
+    }
+
+    /// The request, for people who want to send it again.
+    pub(super) fn describe(&self) -> String {
+        let kind = if self.streams() { "streamed" } else { "whole" };
+        let Expected {
+            prompt_tokens,
+            max_tokens,
+            ..
+        } = self.expected;
+        let prompt = prompt_tokens.map_or("a chat".to_owned(), |tokens| format!("{tokens} prompt tokens"));
+        format!(
+            "{} ({}, {kind}, {prompt}, {max_tokens} to generate)",
+            self.stage.name(),
+            self.label
+        )
+    }
+}
+
+/// What a feature adds to a request.
+struct Feature {
+    name: &'static str,
+    endpoint: Option<Endpoint>,
+    fields: fn(&mut Draw<'_>) -> Value,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Endpoint {
+    Completions,
+    Chat,
+}
+
+impl Endpoint {
+    const BOTH: [Self; 2] = [Self::Completions, Self::Chat];
+
+    fn path(self) -> &'static str {
+        match self {
+            Self::Completions => "/v1/completions",
+            Self::Chat => "/v1/chat/completions",
+        }
+    }
+}
+
+/// Chance, and what it may draw from.
+struct Draw<'a> {
+    rng: StdRng,
+    load: &'a Load,
+}
+
+const fn feature(name: &'static str, fields: fn(&mut Draw<'_>) -> Value) -> Feature {
+    Feature {
+        name,
+        endpoint: None,
+        fields,
+    }
+}
+
+const fn of(endpoint: Endpoint, name: &'static str, fields: fn(&mut Draw<'_>) -> Value) -> Feature {
+    Feature {
+        name,
+        endpoint: Some(endpoint),
+        fields,
+    }
+}
+
+/// Every sampling feature of the API, and every form of a request.
+const FEATURES: [Feature; 18] = [
+    feature("greedy", |_| json!({"temperature": 0})),
+    feature(
+        "temperature",
+        |d| json!({"temperature": d.rng.random_range(0.1..2.0)}),
+    ),
+    feature("top_p", |d| json!({"top_p": d.rng.random_range(0.1..1.0)})),
+    feature("top_k", |d| json!({"top_k": d.rng.random_range(1..100)})),
+    feature("min_p", |d| json!({"min_p": d.rng.random_range(0.0..0.3)})),
+    feature(
+        "presence_penalty",
+        |d| json!({"presence_penalty": d.rng.random_range(-2.0..2.0)}),
+    ),
+    feature(
+        "frequency_penalty",
+        |d| json!({"frequency_penalty": d.rng.random_range(-2.0..2.0)}),
+    ),
+    feature(
+        "repetition_penalty",
+        |d| json!({"repetition_penalty": d.rng.random_range(0.5..2.0)}),
+    ),
+    feature("logit_bias", |d| {
+        let biases = (0..8).map(|_| (d.token().to_string(), json!(d.rng.random_range(-50.0..50.0))));
+        json!({"logit_bias": biases.collect::<Map<_, _>>()})
+    }),
+    feature("seed", |d| json!({"seed": d.rng.random_range(0..1 << 30)})),
+    feature("stop", |_| json!({"stop": ["e", "\n", "ing"]})),
+    feature(
+        "stop_token_ids",
+        |d| json!({"stop_token_ids": [d.token(), d.token()]}),
+    ),
+    feature("eos", |_| json!({"ignore_eos": false})),
+    feature("n", |d| json!({"n": d.load.limits.max_num_seqs.min(3)})),
+    of(Endpoint::Completions, "logprobs", |_| json!({"logprobs": TOP})),
+    of(Endpoint::Completions, "echo", |_| json!({"echo": true})),
+    of(
+        Endpoint::Chat,
+        "logprobs",
+        |_| json!({"logprobs": true, "top_logprobs": TOP}),
+    ),
+    feature("all at once", |d| {
+        json!({
+            "temperature": 0.8, "top_p": 0.95, "top_k": 50, "min_p": 0.02, "presence_penalty": 0.4,
+            "frequency_penalty": 0.2, "repetition_penalty": 1.1, "seed": 7, "logit_bias": {d.token().to_string(): -5},
+        })
+    }),
+];
+
+/// Most `logprobs` that the API gives.
+const TOP: usize = 20;
+/// Prompts that begin alike.
+const PREFIXES: u64 = 2;
+/// Tokens generated where only the feature counts.
+const SHORT: usize = 4;
+
+/// Draws of their own, apart from those of a stage's requests.
+const APART: u64 = 1 << 48;
+
+/// Makes requests for one server.
+#[derive(Clone, Debug)]
+pub(super) struct Load {
+    pub(super) limits: Limits,
+    /// Name of the model in requests.
+    pub(super) model: String,
+    /// Prompt tokens are drawn below it.
+    pub(super) vocab_size: u32,
+    /// Whether there is a chat template, and room for what it adds.
+    pub(super) chat: bool,
+    pub(super) seed: u64,
+}
+
+impl Load {
+    /// The `index`-th request of a stage; `None` where it has no more.
+    pub(super) fn job(&self, stage: Stage, index: u64) -> Option<Job> {
+        let mut draw = self.draw(stage, index);
+        let longest = self.limits.longest();
+        let job = match stage {
+            Stage::Features => return self.feature_jobs(index, &mut draw),
+            Stage::Longest => {
+                let output = [1, SHORT, 32][index as usize % 3].min(longest / 2).max(1);
+                draw.completion(stage, longest.saturating_sub(output), output)
+            }
+            Stage::Rows => {
+                // One block each, so that every row gets one.
+                let prompt = draw.up_to(self.limits.block_size / 2);
+                let output = draw.rng.random_range(16..=64).min(longest / 2);
+                draw.completion(stage, prompt, output)
+            }
+            Stage::Mixed if index.is_multiple_of(8) => {
+                let prompt = draw.rng.random_range(longest / 2..=longest);
+                draw.completion(stage, prompt, SHORT)
+            }
+            Stage::Mixed => {
+                let prompt = draw.up_to(32);
+                let output = draw.rng.random_range(16..=128).min(longest / 2);
+                draw.completion(stage, prompt, output)
+            }
+            Stage::Prefixes => draw.prefixed(stage),
+            Stage::Disconnects => {
+                let mut job = draw.mix();
+                job.leave = Some(match job.streams() {
+                    true => Leave::Events(draw.rng.random_range(0..8)),
+                    false => Leave::Millis(draw.rng.random_range(0..300)),
+                });
+                job
+            }
+            Stage::Full => {
+                let filling = self.limits.filling();
+                draw.completion(stage, filling.prompt, filling.output)
+            }
+            Stage::Mix => {
+                let mut job = draw.mix();
+                if draw.rng.random_bool(0.05) && job.streams() {
+                    job.leave = Some(Leave::Events(draw.rng.random_range(0..32)));
+                }
+                job
+            }
+        };
+        Some(Job { stage, ..job })
+    }
+
+    /// Requests of [`Stage::Features`]: each feature at each endpoint that has it, whole and as a stream.
+    pub(super) fn feature_count(&self) -> u64 {
+        self.feature_list().count() as u64 * 2
+    }
+
+    /// Short requests, to be sent twice with nobody else there: chance is theirs alone. Too short to share KV.
+    pub(super) fn repeatable(&self) -> Vec<Job> {
+        let fields = [
+            json!({"temperature": 0}),
+            json!({"temperature": 1.0, "top_p": 0.9, "seed": 11}),
+        ];
+        let jobs = (0..).zip(fields).map(|(index, fields)| {
+            let mut draw = self.draw(Stage::Mix, APART + index);
+            let mut job = draw.completion(Stage::Mix, self.limits.block_size - 1, 2 * SHORT);
+            job.label = "repeated";
+            draw.apply(&mut job, fields);
+            job
+        });
+        jobs.collect()
+    }
+
+    fn feature_list(&self) -> impl Iterator<Item = (&'static Feature, Endpoint)> {
+        let chat = self.chat;
+        FEATURES.iter().flat_map(move |feature| {
+            let endpoints = Endpoint::BOTH.into_iter();
+            endpoints
+                .filter(move |&endpoint| feature.endpoint.is_none_or(|only| only == endpoint))
+                .filter(move |&endpoint| chat || endpoint == Endpoint::Completions)
+                .map(move |endpoint| (feature, endpoint))
+        })
+    }
+
+    fn feature_jobs(&self, index: u64, draw: &mut Draw<'_>) -> Option<Job> {
+        let (feature, endpoint) = self.feature_list().nth((index / 2) as usize)?;
+        let mut job = draw.short(Stage::Features, endpoint, SHORT);
+        draw.stream(&mut job, !index.is_multiple_of(2));
+        draw.with(&mut job, feature);
+        Some(job)
+    }
+
+    fn draw(&self, stage: Stage, index: u64) -> Draw<'_> {
+        // Odd multipliers keep stages and requests apart.
+        let mixed = (index + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ ((stage as u64) << 56);
+        Draw {
+            rng: StdRng::seed_from_u64(self.seed ^ mixed),
+            load: self,
+        }
+    }
+}
+
+impl Draw<'_> {
+    fn token(&mut self) -> u32 {
+        self.rng.random_range(0..self.load.vocab_size)
+    }
+
+    fn tokens(&mut self, count: usize) -> Vec<u32> {
+        (0..count).map(|_| self.token()).collect()
+    }
+
+    fn up_to(&mut self, most: usize) -> usize {
+        self.rng.random_range(1..=most.max(1))
+    }
+
+    /// A completion of exact lengths, greedy or not, whole or a stream.
+    fn completion(&mut self, stage: Stage, prompt: usize, output: usize) -> Job {
+        let (prompt, output) = self.load.limits.fit(prompt, output);
+        let prompt = self.tokens(prompt);
+        self.continuing(stage, prompt, output)
+    }
+
+    fn continuing(&mut self, stage: Stage, prompt: Vec<u32>, output: usize) -> Job {
+        let temperature = if self.rng.random_bool(0.5) { 0.0 } else { 1.0 };
+        let mut job = Job {
+            stage,
+            label: "completion",
+            path: Endpoint::Completions.path(),
+            expected: Expected {
+                prompt_tokens: Some(prompt.len()),
+                choices: 1,
+                max_tokens: output,
+                may_stop: false,
+                logprobs: None,
+            },
+            body: json!({
+                "model": self.load.model, "prompt": prompt, "max_tokens": output, "temperature": temperature,
+                "ignore_eos": true,
+            }),
+            leave: None,
+        };
+        let streams = self.rng.random_bool(0.5);
+        self.stream(&mut job, streams);
+        job
+    }
+
+    fn short(&mut self, stage: Stage, endpoint: Endpoint, output: usize) -> Job {
+        if endpoint == Endpoint::Completions {
+            let prompt = self.up_to(32);
+            return self.completion(stage, prompt, output);
+        }
+        let content = format!("Say {}", self.rng.random_range(0..1000));
+        let mut job = self.completion(stage, 1, output);
+        job.label = "chat";
+        job.path = Endpoint::Chat.path();
+        job.expected.prompt_tokens = None;
+        if let Value::Object(body) = &mut job.body {
+            body.remove("prompt");
+            body.insert("messages".into(), json!([{"role": "user", "content": content}]));
+        }
+        job
+    }
+
+    /// One of few long beginnings, the same for all stages, and an end of its own.
+    fn prefixed(&mut self, stage: Stage) -> Job {
+        let which = self.rng.random_range(0..PREFIXES);
+        let limits = &self.load.limits;
+        let mut prompt = self
+            .load
+            .draw(Stage::Prefixes, APART + which)
+            .tokens(limits.longest() / 2);
+        let end = self.up_to((limits.longest() / 4).min(64));
+        prompt.extend(self.tokens(end));
+        let (length, output) = limits.fit(prompt.len(), 16);
+        prompt.truncate(length);
+        let mut job = self.continuing(stage, prompt, output);
+        job.label = "cached prefix";
+        job
+    }
+
+    /// Anything.
+    fn mix(&mut self) -> Job {
+        let longest = self.load.limits.longest();
+        let mut job = match self.rng.random_range(0..10) {
+            0 => self.prefixed(Stage::Mix),
+            1 if self.load.chat => self.short(Stage::Mix, Endpoint::Chat, SHORT),
+            2 => self.completion(Stage::Mix, longest - SHORT.min(longest - 1), SHORT),
+            3 => {
+                let prompt = self.up_to(longest);
+                self.completion(Stage::Mix, prompt, 64)
+            }
+            _ => {
+                let (prompt, output) = (self.up_to((longest / 8).max(32)), self.up_to(128));
+                self.completion(Stage::Mix, prompt, output)
+            }
+        };
+        let chat = job.path == Endpoint::Chat.path();
+        for _ in 0..*[0, 0, 1, 2].choose(&mut self.rng).unwrap_or(&0) {
+            // An echoed prompt cannot have log-probabilities.
+            let fits = |feature: &&Feature| match feature.endpoint {
+                Some(endpoint) => (endpoint == Endpoint::Chat) == chat && feature.name != "echo",
+                None => true,
+            };
+            let all: Vec<_> = FEATURES.iter().filter(fits).collect();
+            if let Some(feature) = all.choose(&mut self.rng) {
+                self.with(&mut job, feature);
+            }
+        }
+        job
+    }
+
+    fn with(&mut self, job: &mut Job, feature: &Feature) {
+        job.label = feature.name;
+        let fields = (feature.fields)(self);
+        self.apply(job, fields);
+    }
+
+    /// Writes fields into a request, and what follows from them into what is expected.
+    fn apply(&self, job: &mut Job, fields: Value) {
+        let (Value::Object(fields), Value::Object(body)) = (fields, &mut job.body) else {
+            return;
+        };
+        for (name, value) in fields {
+            match (name.as_str(), &value) {
+                ("stop" | "stop_token_ids", _) | ("ignore_eos", Value::Bool(false)) => {
+                    job.expected.may_stop = true;
+                }
+                ("n", _) => job.expected.choices = value.as_u64().unwrap_or(1) as usize,
+                ("logprobs" | "top_logprobs", Value::Number(count)) => {
+                    job.expected.logprobs = count.as_u64().map(|count| count as usize);
+                }
+                _ => {}
+            }
+            body.insert(name, value);
+        }
+    }
+
+    fn stream(&self, job: &mut Job, streams: bool) {
+        let Value::Object(body) = &mut job.body else {
+            return;
+        };
+        if streams {
+            body.insert("stream".into(), true.into());
+            body.insert("stream_options".into(), json!({"include_usage": true}));
+        } else {
+            body.remove("stream");
+            body.remove("stream_options");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn load(longest: usize, chat: bool) -> Load {
+        Load {
+            limits: Limits {
+                max_model_len: longest,
+                max_num_seqs: 4,
+                max_num_batched_tokens: 64,
+                kv_tokens: 4 * longest,
+                block_size: 16,
+            },
+            model: "m".into(),
+            vocab_size: 50,
+            chat,
+            seed: 3,
+        }
+    }
+
+    #[test]
+    fn every_request_is_legal() {
+        for longest in [16, 64, 1000] {
+            let load = load(longest, true);
+            for stage in Stage::ALL {
+                for job in (0..300).map_while(|index| load.job(stage, index)) {
+                    let Expected {
+                        prompt_tokens,
+                        max_tokens,
+                        ..
+                    } = job.expected;
+                    let prompt = prompt_tokens.unwrap_or(1);
+                    assert!(prompt >= 1 && max_tokens >= 1, "{job:?}");
+                    assert!(prompt + max_tokens <= longest, "{job:?}");
+                    assert_eq!(job.stage, stage);
+                    let tokens = job.body["prompt"].as_array();
+                    assert_eq!(tokens.map(Vec::len), prompt_tokens, "{job:?}");
+                    assert_eq!(job.body["stream"].is_null(), job.body["stream_options"].is_null());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_seed_decides() {
+        let body = |load: &Load, stage, index| load.job(stage, index).map(|job| job.body);
+        let (one, same) = (load(100, true), load(100, true));
+        let other = Load {
+            seed: 4,
+            ..one.clone()
+        };
+        for stage in Stage::ALL {
+            assert_eq!(body(&one, stage, 5), body(&same, stage, 5));
+            assert_ne!(body(&one, stage, 5), body(&other, stage, 5));
+            assert_ne!(body(&one, stage, 5), body(&one, stage, 6));
+        }
+    }
+
+    #[test]
+    fn each_feature_goes_to_each_endpoint_that_has_it() {
+        for (chat, endpoints) in [(false, 17), (true, 33)] {
+            let load = load(100, chat);
+            assert_eq!(load.feature_count(), 2 * endpoints);
+            let jobs = (0..).map_while(|index| load.job(Stage::Features, index));
+            let seen: BTreeSet<_> = jobs.map(|job| (job.path, job.label, job.streams())).collect();
+            assert_eq!(seen.len() as u64, load.feature_count());
+        }
+    }
+
+    #[test]
+    fn the_longest_are_of_full_length_and_prefixes_are_shared() {
+        let load = load(1000, true);
+        for index in 0..9 {
+            let Expected {
+                prompt_tokens,
+                max_tokens,
+                ..
+            } = load.job(Stage::Longest, index).unwrap().expected;
+            assert_eq!(prompt_tokens.unwrap() + max_tokens, 1000);
+        }
+        let begins = (0..40).filter_map(|index| {
+            let job = load.job(Stage::Prefixes, index)?;
+            Some(job.body["prompt"].as_array()?[..500].to_vec())
+        });
+        let distinct: BTreeSet<_> = begins.map(|begin| format!("{begin:?}")).collect();
+        assert_eq!(distinct.len() as u64, PREFIXES);
+    }
+}

@@ -1,0 +1,380 @@
+//! `plimsoll selftest`: drives a running server at the limits it proved, and says whether it held.
+//!
+//! It passes where every request was answered as it should be, the server's own meters say that no step allocated, failed or
+//! went above what was there before, and everything was given back; and where the limits were really reached. A test that did
+//! not get there is inconclusive, which is no pass.
+
+mod answer;
+mod limits;
+mod load;
+mod page;
+mod server;
+mod verdict;
+mod watch;
+
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::ProgressBar;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout_at};
+
+use self::load::{Job, Load, Stage};
+use self::server::{Outcome, Server};
+use self::verdict::{Goal, Measurements, Requests, Subject, Verdict};
+use self::watch::{Reading, Watch};
+use crate::args::duration;
+use crate::error::Error;
+use crate::progress::seconds_bar;
+
+/// `plimsoll selftest`.
+#[derive(Clone, Debug, Args)]
+pub struct SelftestArgs {
+    /// Where the server is; it should have nothing else to do
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    url: String,
+    /// How long to load it, such as 60s or 8m: a fresh KV cache has to be filled once in half of this time
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
+    duration: Duration,
+    /// How long to wait until the server is ready and has nothing to do
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration)]
+    wait: Duration,
+    /// A request that has no answer after this time hangs
+    #[arg(long, value_name = "TIME", default_value = "10m", value_parser = duration)]
+    request_timeout: Duration,
+    /// Same seed, same requests
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    seed: u64,
+}
+
+/// Between two looks at whether a stage is over.
+const TICK: Duration = Duration::from_millis(50);
+/// What a request that failed waits before the next, lest a dead server be asked in a tight loop.
+const AFTER_FAILURE: Duration = Duration::from_millis(200);
+/// How long the server may take to give everything back: at least, for a step that is under way.
+const SETTLE: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
+/// A chat that tells how many tokens the template adds.
+const SHORT_CHAT: &str = "Say 100";
+
+/// Runs the test and prints the verdict: for people on stderr, as one line of JSON on stdout.
+pub async fn run(args: SelftestArgs) -> Result<(), Error> {
+    let server = Server::new(&args.url).map_err(Error::NothingToTest)?;
+    let watch = Watch::default();
+    let before = wait_until_idle(&server, &watch, args.wait).await?;
+    let load = learn(&server, args.seed).await.map_err(Error::NothingToTest)?;
+    let test = Arc::new(Test {
+        server,
+        load,
+        watch,
+        tally: Mutex::default(),
+        request_timeout: args.request_timeout,
+    });
+    let verdict = test.drive(&args, before).await;
+    #[allow(clippy::print_stderr, reason = "for people; stdout is for machines")]
+    {
+        eprintln!("{}", verdict.table());
+    }
+    // The verdict is the exit code, whether or not anybody reads the line.
+    let _ = writeln!(std::io::stdout(), "{}", verdict.json());
+    verdict.into_result()
+}
+
+async fn wait_until_idle(server: &Server, watch: &Watch, patience: Duration) -> Result<Reading, Error> {
+    let end = Instant::now() + patience;
+    loop {
+        let state = match server.ready().await {
+            Ok(()) => watch.look(server).await,
+            Err(problem) => Err(problem),
+        };
+        let problem = match state {
+            Ok(reading) if reading.is_idle() => return Ok(reading),
+            Ok(reading) => format!(
+                "it has {} requests of others: a selftest needs the server for itself",
+                reading.in_flight
+            ),
+            Err(problem) => problem,
+        };
+        if Instant::now() >= end {
+            let message = format!(
+                "no server to test within {} s: {problem}; --url names another one, --wait waits longer",
+                patience.as_secs_f64()
+            );
+            return Err(Error::NothingToTest(message));
+        }
+        sleep(TICK).await;
+    }
+}
+
+/// What the server proved, and what requests need to know.
+async fn learn(server: &Server, seed: u64) -> Result<Load, String> {
+    let limits = server.limits().await?;
+    let chat = server.chat_tokens(SHORT_CHAT).await?;
+    Ok(Load {
+        limits,
+        model: server.model().await?,
+        vocab_size: server.vocab_size().await?,
+        chat: chat.is_some_and(|tokens| 2 * tokens <= limits.longest()),
+        seed,
+    })
+}
+
+/// One run.
+struct Test {
+    server: Server,
+    load: Load,
+    watch: Watch,
+    tally: Mutex<Tally>,
+    request_timeout: Duration,
+}
+
+/// What became of the requests.
+#[derive(Debug, Default)]
+struct Tally {
+    started: u64,
+    requests: Requests,
+    /// Answered requests whose prompt and output together were as long as can be.
+    longest: u64,
+}
+
+/// Where the workers of a stage get their requests.
+#[derive(Debug)]
+struct Feed {
+    stage: Stage,
+    next: AtomicU64,
+    over: AtomicBool,
+}
+
+impl Test {
+    async fn drive(self: &Arc<Self>, args: &SelftestArgs, before: Reading) -> Verdict {
+        let begin = Instant::now();
+        let deadline = begin + args.duration;
+        let watcher = tokio::spawn({
+            let test = Arc::clone(self);
+            async move { test.watch.run(&test.server).await }
+        });
+        let bar = seconds_bar(args.duration.as_secs().max(1));
+        let mut workers = JoinSet::new();
+        let all = async {
+            self.repeat().await;
+            for stage in Stage::ALL {
+                self.stage(stage, deadline, &mut workers, &bar).await;
+            }
+        };
+        // What is not done by then is cut off.
+        let _ = timeout_at(deadline, all).await;
+        workers.shutdown().await;
+        bar.finish_and_clear();
+        let seconds = begin.elapsed();
+        watcher.abort();
+
+        let settle = args.duration.clamp(SETTLE[0], SETTLE[1]);
+        let after = match self.watch.until_idle(&self.server, settle).await {
+            Ok(after) => {
+                after
+                    .complaints(&before)
+                    .into_iter()
+                    .chain(after.leak())
+                    .for_each(|what| self.watch.found(what));
+                after
+            }
+            Err(problem) => {
+                self.watch.found(format!("at the end: {problem}"));
+                self.watch.last()
+            }
+        };
+        if let Err(problem) = self.server.ready().await {
+            self.watch.found(format!("at the end: {problem}"));
+        }
+        let measured = Measurements {
+            seconds,
+            before,
+            after,
+            peaks: self.watch.peaks(),
+        };
+        let subject = Subject {
+            url: args.url.clone(),
+            model: self.load.model.clone(),
+            seed: args.seed,
+            limits: self.load.limits,
+        };
+        Verdict::new(
+            subject,
+            &measured,
+            self.requests(),
+            self.goals(),
+            self.watch.findings(),
+        )
+    }
+
+    /// The same request twice, alone both times: the same text.
+    async fn repeat(&self) {
+        for job in self.load.repeatable() {
+            let texts = [self.complete(&job).await, self.complete(&job).await];
+            if let [Some(first), Some(second)] = &texts
+                && first != second
+            {
+                self.watch.found(format!(
+                    "the same request with the same seed, alone twice, has two texts: {first:?} and {second:?}"
+                ));
+            }
+        }
+    }
+
+    /// Loads the server with one stage until its time is over and its requests are answered.
+    async fn stage(
+        self: &Arc<Self>,
+        stage: Stage,
+        deadline: Instant,
+        workers: &mut JoinSet<()>,
+        bar: &ProgressBar,
+    ) {
+        let later = Stage::ALL.iter().filter(|&&other| other >= stage);
+        let shares: u32 = later.map(|other| other.share()).sum();
+        let end =
+            Instant::now() + deadline.saturating_duration_since(Instant::now()) * stage.share() / shares;
+        let feed = Arc::new(Feed {
+            stage,
+            next: AtomicU64::new(0),
+            over: AtomicBool::new(false),
+        });
+        for _ in 0..stage.concurrency(&self.load.limits) {
+            let (test, feed) = (Arc::clone(self), Arc::clone(&feed));
+            workers.spawn(async move {
+                while let Some(job) = test.next(&feed) {
+                    test.complete(&job).await;
+                }
+            });
+        }
+        while !workers.is_empty() {
+            sleep(TICK).await;
+            while workers.try_join_next().is_some() {}
+            self.show(stage, deadline, bar);
+            let over = Instant::now() >= end && self.may_end(stage);
+            feed.over.store(over, Ordering::Relaxed);
+        }
+    }
+
+    /// Every feature is asked for, and a cache that is not yet full is filled on, on the time of what comes after.
+    fn may_end(&self, stage: Stage) -> bool {
+        match stage {
+            Stage::Features => false,
+            Stage::Full => self.watch.peaks().kv_usage >= self.load.limits.filling().usage,
+            _ => true,
+        }
+    }
+
+    fn next(&self, feed: &Feed) -> Option<Job> {
+        if feed.over.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.load
+            .job(feed.stage, feed.next.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Sends a request until it is not refused for want of room; the text of its choices.
+    async fn complete(&self, job: &Job) -> Option<Vec<String>> {
+        self.tally(|tally| tally.started += 1);
+        let end = Instant::now() + self.request_timeout;
+        loop {
+            let outcome = timeout_at(end, self.server.send(job)).await;
+            let outcome = outcome.unwrap_or_else(|_| {
+                Outcome::Wrong(format!(
+                    "no answer within {} s",
+                    self.request_timeout.as_secs_f64()
+                ))
+            });
+            match outcome {
+                Outcome::Busy(wait) => {
+                    self.tally(|tally| tally.requests.busy += 1);
+                    sleep(wait).await;
+                }
+                Outcome::Done(answer) => {
+                    self.tally(|tally| tally.answered(job, self.load.limits.longest()));
+                    return Some(answer.choices.into_iter().map(|choice| choice.text).collect());
+                }
+                Outcome::Left => {
+                    self.tally(|tally| {
+                        tally.requests.left += 1;
+                        *tally.requests.by_stage.entry(job.stage.name()).or_default() += 1;
+                    });
+                    return None;
+                }
+                Outcome::Wrong(what) => {
+                    self.tally(|tally| tally.requests.wrong += 1);
+                    self.watch.found(format!("{}: {what}", job.describe()));
+                    sleep(AFTER_FAILURE).await;
+                    return None;
+                }
+            }
+        }
+    }
+
+    fn requests(&self) -> Requests {
+        self.tally(|tally| {
+            let Requests {
+                done, left, wrong, ..
+            } = tally.requests;
+            Requests {
+                cut_off: tally.started.saturating_sub(done + left + wrong),
+                ..tally.requests.clone()
+            }
+        })
+    }
+
+    /// The limits of the server, and whether the load really went there.
+    fn goals(&self) -> Vec<Goal> {
+        let (limits, peaks) = (self.load.limits, self.watch.peaks());
+        let (by_stage, left, longest) = self.tally(|tally| {
+            let requests = &tally.requests;
+            (requests.by_stage.clone(), requests.left, tally.longest)
+        });
+        let goal = |limit, wanted, reached| Goal {
+            limit,
+            wanted,
+            reached,
+        };
+        let count = |stage: Stage| by_stage.get(stage.name()).copied().unwrap_or(0) as f64;
+        vec![
+            goal("rows at once", limits.rows() as f64, peaks.running as f64),
+            goal("KV cache in use", limits.filling().usage, peaks.kv_usage),
+            goal("full length", 1.0, longest as f64),
+            goal(
+                "features",
+                self.load.feature_count() as f64,
+                count(Stage::Features),
+            ),
+            goal("mixed", 1.0, count(Stage::Mixed)),
+            goal("shared prefixes", 1.0, count(Stage::Prefixes)),
+            goal("disconnects", 1.0, left as f64),
+        ]
+    }
+
+    fn show(&self, stage: Stage, deadline: Instant, bar: &ProgressBar) {
+        let left = deadline.saturating_duration_since(Instant::now()).as_secs();
+        bar.set_position(bar.length().unwrap_or(0).saturating_sub(left));
+        let last = self.watch.last();
+        let (done, wrong) = self.tally(|tally| (tally.requests.done, tally.requests.wrong));
+        let kv = 100.0 * last.kv_used as f64 / last.kv_total.max(1) as f64;
+        let running = last.running;
+        bar.set_message(format!(
+            "{}: {done} answered, {wrong} wrong, {running} running, KV {kv:.0} %",
+            stage.name()
+        ));
+    }
+
+    fn tally<T>(&self, act: impl FnOnce(&mut Tally) -> T) -> T {
+        act(&mut self.tally.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Tally {
+    fn answered(&mut self, job: &Job, longest: usize) {
+        self.requests.done += 1;
+        *self.requests.by_stage.entry(job.stage.name()).or_default() += 1;
+        let length = job.expected.prompt_tokens.unwrap_or(0) + job.expected.max_tokens;
+        self.longest += u64::from(length == longest && !job.expected.may_stop);
+    }
+}

@@ -1,0 +1,212 @@
+//! The server under test, as HTTP shows it.
+
+use std::time::Duration;
+
+use futures::StreamExt;
+use reqwest::header::RETRY_AFTER;
+use reqwest::{Response, StatusCode};
+use serde_json::{Value, json};
+
+use super::answer::Answer;
+use super::limits::Limits;
+use super::load::{Job, Leave};
+use super::page::Page;
+use crate::client::{self, LAST_EVENT, Lines, event_data};
+
+/// How long a question about the server itself may take, however busy it is.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Characters of an error that are worth showing.
+const SHOWN: usize = 300;
+
+/// One server.
+#[derive(Clone, Debug)]
+pub(super) struct Server {
+    http: reqwest::Client,
+    base: String,
+}
+
+/// How a request ended.
+#[derive(Debug)]
+pub(super) enum Outcome {
+    /// Answered, as it should be.
+    Done(Answer),
+    /// The client went away, as it was told to.
+    Left,
+    /// 429: to be sent again after this time.
+    Busy(Duration),
+    /// Anything else, in words.
+    Wrong(String),
+}
+
+impl Server {
+    pub(super) fn new(url: &str) -> Result<Self, String> {
+        Ok(Self {
+            http: client::http().map_err(|error| error.to_string())?,
+            base: client::base(url).to_owned(),
+        })
+    }
+
+    /// Whether requests are accepted and move; the error says why not.
+    pub(super) async fn ready(&self) -> Result<(), String> {
+        self.get("/ready").await.map(drop)
+    }
+
+    pub(super) async fn page(&self) -> Result<Page, String> {
+        Ok(Page::parse(&self.get("/metrics").await?))
+    }
+
+    /// What the server proved.
+    pub(super) async fn limits(&self) -> Result<Limits, String> {
+        let memory = self.get_json("/memory").await?;
+        serde_json::from_value(memory["profile"].clone())
+            .map_err(|error| format!("{}/memory shows no profile: {error}", self.base))
+    }
+
+    /// The first name of the model.
+    pub(super) async fn model(&self) -> Result<String, String> {
+        let models = self.get_json("/v1/models").await?;
+        let first = models["data"][0]["id"].as_str();
+        first
+            .map(str::to_owned)
+            .ok_or_else(|| format!("{} lists no model", self.base))
+    }
+
+    /// The number of tokens there are, found by asking for the text of some.
+    pub(super) async fn vocab_size(&self) -> Result<u32, String> {
+        let (mut known, mut beyond) = (0, 1 << 24);
+        while beyond - known > 1 {
+            let middle = known + (beyond - known) / 2;
+            let (status, text) = self.post("/detokenize", &json!({"tokens": [middle]})).await?;
+            match status {
+                StatusCode::OK => known = middle,
+                StatusCode::BAD_REQUEST => beyond = middle,
+                _ => return Err(format!("{}/detokenize: {status}: {}", self.base, short(&text))),
+            }
+        }
+        Ok(beyond)
+    }
+
+    /// Tokens of a short chat, where there is a chat template.
+    pub(super) async fn chat_tokens(&self, content: &str) -> Result<Option<usize>, String> {
+        let body = json!({"messages": [{"role": "user", "content": content}]});
+        let (status, text) = self.post("/tokenize", &body).await?;
+        let count = serde_json::from_str::<Value>(&text)
+            .ok()
+            .and_then(|value| value["count"].as_u64());
+        match (status, count) {
+            (StatusCode::OK, Some(count)) => Ok(Some(count as usize)),
+            (StatusCode::BAD_REQUEST, _) => Ok(None),
+            _ => Err(format!("{}/tokenize: {status}: {}", self.base, short(&text))),
+        }
+    }
+
+    /// Sends one request and reads its answer, or as much of it as it was told to.
+    pub(super) async fn send(&self, job: &Job) -> Outcome {
+        match job.leave {
+            Some(Leave::Millis(millis)) => {
+                let time = Duration::from_millis(millis);
+                let result = tokio::time::timeout(time, self.answer(job, usize::MAX)).await;
+                result.unwrap_or(Ok(Outcome::Left))
+            }
+            Some(Leave::Events(events)) => self.answer(job, events).await,
+            None => self.answer(job, usize::MAX).await,
+        }
+        .unwrap_or_else(Outcome::Wrong)
+    }
+
+    async fn answer(&self, job: &Job, most_events: usize) -> Result<Outcome, String> {
+        let request = self.http.post(self.url(job.path)).json(&job.body);
+        let response = request.send().await.map_err(|error| connection(&error))?;
+        let status = response.status();
+        if status == StatusCode::TOO_MANY_REQUESTS {
+            return Ok(Outcome::Busy(retry_after(&response)?));
+        }
+        if status != StatusCode::OK {
+            let text = response.text().await.unwrap_or_default();
+            return Err(format!("{status}: {}", short(&text)));
+        }
+        let mut answer = Answer::default();
+        if job.streams() {
+            if !read_stream(response, most_events, &mut answer).await? {
+                return Ok(Outcome::Left);
+            }
+        } else {
+            let whole = response.json::<Value>().await;
+            answer.add(&whole.map_err(|error| format!("not JSON: {error}"))?)?;
+        }
+        answer.check(&job.expected)?;
+        Ok(Outcome::Done(answer))
+    }
+
+    async fn get(&self, path: &str) -> Result<String, String> {
+        let request = self.http.get(self.url(path)).timeout(PATIENCE);
+        let response = request.send().await.map_err(|error| connection(&error))?;
+        let status = response.status();
+        let text = response.text().await.map_err(|error| connection(&error))?;
+        match status {
+            StatusCode::OK => Ok(text),
+            _ => Err(format!("{path}: {status}: {}", short(&text))),
+        }
+    }
+
+    async fn get_json(&self, path: &str) -> Result<Value, String> {
+        let text = self.get(path).await?;
+        serde_json::from_str(&text).map_err(|error| format!("{}: not JSON: {error}", self.url(path)))
+    }
+
+    async fn post(&self, path: &str, body: &Value) -> Result<(StatusCode, String), String> {
+        let request = self.http.post(self.url(path)).json(body).timeout(PATIENCE);
+        let response = request.send().await.map_err(|error| connection(&error))?;
+        let status = response.status();
+        Ok((status, response.text().await.map_err(|error| connection(&error))?))
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("{}{path}", self.base)
+    }
+}
+
+/// Reads a stream to its end; false where `most_events` came before.
+async fn read_stream(response: Response, most_events: usize, answer: &mut Answer) -> Result<bool, String> {
+    let mut lines = Lines::default();
+    let mut events = 0;
+    let mut stream = response.bytes_stream();
+    while let Some(bytes) = stream.next().await {
+        lines.push(&bytes.map_err(|error| connection(&error))?);
+        while let Some(line) = lines.next() {
+            match event_data(&line) {
+                None => {}
+                Some(LAST_EVENT) => return Ok(true),
+                Some(_) if events >= most_events => return Ok(false),
+                Some(data) => {
+                    events += 1;
+                    let chunk = serde_json::from_str(data);
+                    answer.add(&chunk.map_err(|error| format!("an event that is not JSON: {error}"))?)?;
+                }
+            }
+        }
+    }
+    Err("a stream without an end".to_owned())
+}
+
+/// When a server that is busy wants to be asked again.
+fn retry_after(response: &Response) -> Result<Duration, String> {
+    let header = response.headers().get(RETRY_AFTER);
+    let seconds = header.and_then(|value| value.to_str().ok()?.parse().ok());
+    seconds
+        .map(Duration::from_secs)
+        .ok_or_else(|| "429 without Retry-After in seconds".to_owned())
+}
+
+/// The innermost cause says what happened.
+fn connection(error: &reqwest::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    format!("no answer: {cause}")
+}
+
+fn short(text: &str) -> String {
+    text.trim().chars().take(SHOWN).collect()
+}

@@ -1,0 +1,310 @@
+//! What came out: a table for people, one line of JSON for machines, and how the process ends.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::limits::Limits;
+use super::watch::{Peaks, Reading};
+use crate::bytes::Bytes;
+use crate::error::Error;
+
+/// The three ways to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Judgement {
+    Passed,
+    Failed,
+    Inconclusive,
+}
+
+/// A limit, and how near the load came to it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Goal {
+    pub(super) limit: &'static str,
+    pub(super) wanted: f64,
+    pub(super) reached: f64,
+}
+
+impl Goal {
+    pub(super) fn is_reached(&self) -> bool {
+        self.reached >= self.wanted
+    }
+}
+
+/// How the requests ended.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Requests {
+    /// Answered as they should be.
+    pub(super) done: u64,
+    /// Clients that went away, as planned.
+    pub(super) left: u64,
+    /// Answered otherwise, or not at all.
+    pub(super) wrong: u64,
+    /// Times the server said 429.
+    pub(super) busy: u64,
+    /// Under way when the time was over.
+    pub(super) cut_off: u64,
+    /// Those that were answered, and where a client's leaving is the point those that were left.
+    pub(super) by_stage: BTreeMap<&'static str, u64>,
+}
+
+/// Where the test went.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Subject {
+    pub(super) url: String,
+    pub(super) model: String,
+    pub(super) seed: u64,
+    pub(super) limits: Limits,
+}
+
+/// What was measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measurements {
+    pub(super) seconds: Duration,
+    pub(super) before: Reading,
+    pub(super) after: Reading,
+    pub(super) peaks: Peaks,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Verdict {
+    selftest: Judgement,
+    #[serde(flatten)]
+    subject: Subject,
+    seconds: f64,
+    findings: Vec<String>,
+    goals: Vec<Goal>,
+    requests: Requests,
+    requests_per_second: f64,
+    generated_tokens_per_second: f64,
+    computed_tokens_per_second: f64,
+    preemptions: u64,
+    prefix_hit_tokens: u64,
+    cancelled: u64,
+    most_waiting: u64,
+    device_allocs_after_ready: u64,
+    memory_high_bytes: u64,
+    kv_blocks_at_end: u64,
+    /// A time in which every limit should be within reach.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    suggested_duration: Option<u64>,
+}
+
+impl Verdict {
+    pub(super) fn new(
+        subject: Subject,
+        measured: &Measurements,
+        requests: Requests,
+        goals: Vec<Goal>,
+        findings: Vec<String>,
+    ) -> Self {
+        let Measurements {
+            seconds,
+            before,
+            after,
+            peaks,
+        } = measured;
+        let per_second = |count: u64| count as f64 / seconds.as_secs_f64().max(1e-9);
+        let computed = after.computed_tokens.saturating_sub(before.computed_tokens);
+        let reached = goals.iter().all(Goal::is_reached);
+        let selftest = match (findings.is_empty(), reached) {
+            (false, _) => Judgement::Failed,
+            (true, true) => Judgement::Passed,
+            (true, false) => Judgement::Inconclusive,
+        };
+        let suggested_duration = (selftest == Judgement::Inconclusive)
+            .then(|| longer(*seconds, subject.limits.kv_tokens, per_second(computed)));
+        Self {
+            selftest,
+            subject,
+            seconds: seconds.as_secs_f64(),
+            requests_per_second: per_second(requests.done),
+            generated_tokens_per_second: per_second(
+                after.generated_tokens.saturating_sub(before.generated_tokens),
+            ),
+            computed_tokens_per_second: per_second(computed),
+            preemptions: after.preemptions.saturating_sub(before.preemptions),
+            prefix_hit_tokens: after.prefix_hits.saturating_sub(before.prefix_hits),
+            cancelled: after.cancelled.saturating_sub(before.cancelled),
+            most_waiting: peaks.waiting,
+            device_allocs_after_ready: after.allocations,
+            memory_high_bytes: after.memory_high,
+            kv_blocks_at_end: after.kv_used,
+            findings,
+            goals,
+            requests,
+            suggested_duration,
+        }
+    }
+
+    /// For people; the last line is the verdict.
+    pub(super) fn table(&self) -> String {
+        let mut text = String::new();
+        let mut line = |label: &str, value: String| {
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "  {label:<16} {value}");
+        };
+        for goal in &self.goals {
+            let state = if goal.is_reached() { "" } else { ", NOT REACHED" };
+            line(
+                goal.limit,
+                format!(
+                    "{} (at least {}){state}",
+                    number(goal.reached),
+                    number(goal.wanted)
+                ),
+            );
+        }
+        let Requests {
+            done,
+            left,
+            wrong,
+            busy,
+            cut_off,
+            ..
+        } = &self.requests;
+        line(
+            "requests",
+            format!(
+                "{done} answered, {wrong} wrong, {left} left by their clients, {cut_off} cut off at the end; \
+                 {busy} times told to wait (429)"
+            ),
+        );
+        line(
+            "rates",
+            format!(
+                "{:.1} requests, {:.0} tokens generated, {:.0} tokens computed a second",
+                self.requests_per_second, self.generated_tokens_per_second, self.computed_tokens_per_second
+            ),
+        );
+        line(
+            "scheduler",
+            format!(
+                "{} preemptions, {} cancelled, at most {} waiting, {} prompt tokens from the prefix cache",
+                self.preemptions, self.cancelled, self.most_waiting, self.prefix_hit_tokens
+            ),
+        );
+        line(
+            "memory",
+            format!(
+                "high water {}, {} device allocations after ready, {} KV blocks in use at the end",
+                Bytes(self.memory_high_bytes),
+                self.device_allocs_after_ready,
+                self.kv_blocks_at_end
+            ),
+        );
+        for finding in &self.findings {
+            line("FOUND", finding.clone());
+        }
+        text += &match self.selftest {
+            Judgement::Passed => format!("selftest passed in {:.0} s", self.seconds),
+            Judgement::Failed => format!("selftest FAILED: {} findings", self.findings.len()),
+            Judgement::Inconclusive => {
+                let longer = self.suggested_duration.unwrap_or_default();
+                format!("selftest inconclusive: give it more time, such as --duration {longer}s")
+            }
+        };
+        text
+    }
+
+    /// For machines, in one line.
+    pub(super) fn json(&self) -> String {
+        serde_json::to_string(self).expect("a verdict is JSON")
+    }
+
+    /// How the process ends.
+    pub(super) fn into_result(self) -> Result<(), Error> {
+        match self.selftest {
+            Judgement::Passed => Ok(()),
+            Judgement::Failed => Err(Error::SelftestFailed(
+                self.findings.into_iter().next().unwrap_or_default(),
+            )),
+            Judgement::Inconclusive => {
+                let missing = self.goals.iter().filter(|goal| !goal.is_reached());
+                let missing: Vec<_> = missing.map(|goal| goal.limit).collect();
+                Err(Error::Inconclusive(format!(
+                    "not reached: {}",
+                    missing.join(", ")
+                )))
+            }
+        }
+    }
+}
+
+/// Filling the cache has half of the time; at this rate that is enough, twice over.
+fn longer(seconds: Duration, kv_tokens: usize, tokens_per_second: f64) -> u64 {
+    let filling = kv_tokens as f64 / tokens_per_second.max(1.0);
+    (4.0 * filling).max(2.0 * seconds.as_secs_f64()).ceil() as u64
+}
+
+/// Counts as counts, parts with two places.
+fn number(value: f64) -> String {
+    if value.fract() == 0.0 {
+        format!("{value}")
+    } else {
+        format!("{value:.2}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn verdict(reached: f64, findings: &[&str]) -> Verdict {
+        let subject = Subject {
+            url: "http://127.0.0.1:1".into(),
+            model: "m".into(),
+            seed: 0,
+            limits: Limits {
+                max_model_len: 64,
+                max_num_seqs: 4,
+                max_num_batched_tokens: 64,
+                kv_tokens: 1000,
+                block_size: 16,
+            },
+        };
+        let measured = Measurements {
+            seconds: Duration::from_secs(10),
+            before: Reading::default(),
+            after: Reading {
+                computed_tokens: 200,
+                ..Reading::default()
+            },
+            peaks: Peaks::default(),
+        };
+        let goal = Goal {
+            limit: "rows",
+            wanted: 4.0,
+            reached,
+        };
+        let findings = findings.iter().map(|&finding| finding.to_owned()).collect();
+        Verdict::new(subject, &measured, Requests::default(), vec![goal], findings)
+    }
+
+    #[test]
+    fn what_was_not_reached_is_no_pass() {
+        assert!(verdict(4.0, &[]).into_result().is_ok());
+        let short = verdict(3.0, &[]);
+        assert!(
+            short
+                .table()
+                .contains("rows             3 (at least 4), NOT REACHED"),
+            "{}",
+            short.table()
+        );
+        // 50 s to compute 1000 tokens at 20 a second, four times over.
+        assert!(short.table().ends_with("--duration 200s"), "{}", short.table());
+        assert!(matches!(short.into_result(), Err(Error::Inconclusive(what)) if what.contains("rows")));
+        let failed = verdict(3.0, &["a leak"]);
+        assert!(
+            failed.json().starts_with(r#"{"selftest":"failed","#),
+            "{}",
+            failed.json()
+        );
+        assert!(matches!(failed.into_result(), Err(Error::SelftestFailed(what)) if what == "a leak"));
+    }
+}
