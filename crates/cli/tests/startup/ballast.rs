@@ -97,18 +97,18 @@ fn profile(model: &Model, memory: Option<u64>, when: When) -> Value {
     read(&report)
 }
 
-fn read(path: &Path) -> Value {
+pub(crate) fn read(path: &Path) -> Value {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-fn number(value: &Value) -> u64 {
+pub(crate) fn number(value: &Value) -> u64 {
     value
         .as_u64()
         .unwrap_or_else(|| panic!("{value} is no number of bytes"))
 }
 
 /// The KV cache is what the meters of this very start justify, within one block.
-fn assert_justified(report: &Value, name: &str) {
+pub(crate) fn assert_justified(report: &Value, name: &str) {
     let sum = &report["arithmetic"];
     let taken: u64 = ["non_kv", "peers", "canary", "fragmentation_buffer"]
         .iter()

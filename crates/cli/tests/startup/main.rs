@@ -2,6 +2,7 @@
 
 mod ballast;
 mod gpu;
+mod gpu_neighbours;
 mod neighbours;
 mod plan_cache;
 mod process;

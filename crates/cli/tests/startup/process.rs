@@ -18,13 +18,12 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Runs `command MODEL` with random weights on the CPU. `locks`: where its lock files go.
+    /// Runs `command MODEL` with random weights, on the CPU unless `flags` say otherwise. `locks`: where its lock files go.
     pub(crate) fn start(command: &str, model: &Path, locks: &Path, flags: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
             .arg(command)
             .arg(model)
-            .args(["--load-format", "dummy", "--device", "cpu", "--threads", "2"])
-            .arg("--no-profile-cache")
+            .args(["--load-format", "dummy", "--device", "cpu", "--no-profile-cache"])
             .arg("--device-lock-dir")
             .arg(locks)
             .args(flags)
