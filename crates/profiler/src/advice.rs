@@ -127,7 +127,14 @@ impl<T: Target> Profiler<'_, T> {
         arithmetic: &Arithmetic,
         evidence: &Evidence<'_>,
     ) -> Result<Advice, ProfileError> {
-        let (full, request) = (arithmetic.full_blocks(), self.spec.request_blocks());
+        let request = self.spec.request_blocks();
+        let full = match cause {
+            // Of all ranks.
+            Cause::PinnedTooLarge { largest_tokens, .. } | Cause::PinnedTooSmall { largest_tokens, .. } => {
+                *largest_tokens / self.spec.block_size.tokens()
+            }
+            _ => arithmetic.full_blocks(),
+        };
         match cause {
             Cause::ProbeDoesNotFit => self.smaller_steps(basis),
             Cause::ContextDoesNotFit => self.shorter_requests(basis, arithmetic),
@@ -135,14 +142,25 @@ impl<T: Target> Profiler<'_, T> {
                 let failed = evidence.last_tokens.unwrap_or(0) / self.spec.block_size.tokens();
                 Advice::of(self.what_is_given(basis, failed)?)
             }
-            Cause::PinnedTooLarge { largest_tokens, .. } => {
-                let asked = self.spec.pinned_blocks().unwrap_or(0);
+            Cause::PinnedTooLarge {
+                asked_tokens,
+                largest_tokens,
+                ..
+            } => {
+                let asked = self.spec.block_size.blocks_for(*asked_tokens);
                 let advice = match asked > full {
                     true => self.smaller_pin(basis, full)?,
                     false => Advice::of(self.what_is_given(basis, asked)?)?,
                 };
-                let largest = advice.knobs.first().and_then(|knob| self.pinned_tokens(knob));
-                *largest_tokens = largest.unwrap_or(0);
+                if self.ranks.count() == 1 {
+                    let largest = advice.knobs.first().and_then(|knob| self.pinned_tokens(knob));
+                    *largest_tokens = largest.unwrap_or(0);
+                } else if asked <= full {
+                    // Only all ranks together could try it.
+                    let given = basis.predictor.blocks(self.spec, self.usable(basis.oom));
+                    let largest = given.min(asked.saturating_sub(1));
+                    *largest_tokens = self.spec.kv(largest).capacity_tokens();
+                }
                 Ok(advice)
             }
             Cause::PinnedTooSmall { asked_tokens, .. } => {

@@ -65,7 +65,7 @@ impl<T: Target> Profiler<'_, T> {
                         attempts: std::mem::take(&mut failed.attempts),
                     });
                 }
-                Err(exhausted) => failed.oom = exhausted.oom().ok().cloned(),
+                Err(exhausted) => failed.oom = Some(exhausted.oom()?.clone()),
             }
         }
         let evidence = Evidence {

@@ -4,8 +4,9 @@ use std::thread;
 
 use plimsoll_core::{Component, Executor, Meters, StepError};
 use plimsoll_profiler::{
-    Bound, Cause, KvSize, Observer, Origin, Outcome, Phase, PhaseRecord, Plan, ProfileError, ProfileSpec,
-    Progress, Proved, RankLost, Ranks, Report, ScenarioKind, Solo, Target, Verdict, profile_rank, scenarios,
+    Bound, Cause, Diagnostic, KvSize, Observer, Origin, Outcome, Phase, PhaseRecord, Plan, ProfileError,
+    ProfileSpec, Progress, Proved, RankLost, Ranks, Report, ScenarioKind, Solo, Target, Verdict,
+    profile_rank, scenarios,
 };
 use plimsoll_sim::{Member, VirtualDevice, VirtualState, World};
 
@@ -262,7 +263,10 @@ fn check_error(
             ..
         } => rank.device.broken_step.is_some() && why == "the device is broken",
         ProfileError::DoesNotFit(diagnostic) => {
+            // What was computed to fit and did not is each rank's own estimate.
+            let estimated = |of: &Diagnostic| of.oom.is_some();
             let same = |other: &ProfileError| match other {
+                ProfileError::DoesNotFit(other) if estimated(other) || estimated(diagnostic) => true,
                 ProfileError::DoesNotFit(other) => other.cause == diagnostic.cause,
                 _ => true,
             };
