@@ -1,0 +1,170 @@
+//! What the documents say exists: every flag is one of the command line, every picture is that of its report.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::CommandFactory;
+use plimsoll_cli::args::Cli;
+
+/// Flags of other programs that the documents show.
+const FOREIGN: [&str; 2] = ["rm", "gpus"];
+/// Below this heading flags are those of other servers, up to the next heading.
+const OTHERS: &str = "## How other servers size memory";
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// `README.md` and all of `docs/`, as path and text.
+fn documents() -> Vec<(PathBuf, String)> {
+    let docs = std::fs::read_dir(root().join("docs")).unwrap();
+    let docs = docs.map(|entry| entry.unwrap().path());
+    let mut paths: Vec<_> = docs
+        .filter(|path| path.extension().is_some_and(|e| e == "md"))
+        .collect();
+    assert!(!paths.is_empty(), "docs/ holds documents");
+    paths.push(root().join("README.md"));
+    let read = |path: PathBuf| {
+        let text = std::fs::read_to_string(&path).unwrap();
+        (path, text)
+    };
+    paths.into_iter().map(read).collect()
+}
+
+/// Every long flag of a command and of those below it.
+fn flags(command: &clap::Command, all: &mut BTreeSet<String>) {
+    for argument in command.get_arguments() {
+        all.extend(
+            argument
+                .get_long_and_visible_aliases()
+                .into_iter()
+                .flatten()
+                .map(str::to_owned),
+        );
+    }
+    command.get_subcommands().for_each(|inner| flags(inner, all));
+}
+
+/// The flags that a line names, without their dashes.
+fn named(line: &str) -> impl Iterator<Item = &str> {
+    let starts = line.match_indices("--").map(|(at, _)| at);
+    starts.filter_map(|at| {
+        let before = line[..at].chars().next_back();
+        let rest = &line[at + 2..];
+        let end = rest
+            .find(|c: char| !(c.is_ascii_alphanumeric() || c == '-' || c == '_'))
+            .unwrap_or(rest.len());
+        let is_flag =
+            before.is_none_or(|c| " `(=".contains(c)) && rest.starts_with(|c: char| c.is_ascii_lowercase());
+        is_flag.then_some(&rest[..end])
+    })
+}
+
+/// What a document says wrongly.
+fn complaints(text: &str, known: &dyn Fn(&[&str]) -> BTreeSet<String>) -> Vec<String> {
+    let mut complaints = Vec::new();
+    let mut others = false;
+    for line in text.lines() {
+        if line.starts_with("## ") {
+            others = line == OTHERS;
+        }
+        if others {
+            continue;
+        }
+        // A command line has the flags of its own subcommand, any other line those of all.
+        let words: Vec<_> = line
+            .trim_start_matches(['$', ' ', '`'])
+            .split_whitespace()
+            .collect();
+        let subcommands: Vec<_> = match words.as_slice() {
+            ["plimsoll", rest @ ..] => rest
+                .iter()
+                .copied()
+                .take_while(|word| word.chars().all(char::is_alphabetic))
+                .collect(),
+            _ => Vec::new(),
+        };
+        let known = known(&subcommands);
+        let wrong = named(line).filter(|flag| !known.contains(*flag) && !FOREIGN.contains(flag));
+        complaints.extend(wrong.map(|flag| format!("there is no --{flag}: {line}")));
+    }
+    complaints
+}
+
+/// The flags of `plimsoll PATH`, as far as the path names subcommands.
+fn known(path: &[&str]) -> BTreeSet<String> {
+    let mut command = Cli::command();
+    for name in path {
+        match command.find_subcommand(name) {
+            Some(inner) => command = inner.clone(),
+            None => break,
+        }
+    }
+    let mut all = BTreeSet::from(["help".to_owned(), "version".to_owned()]);
+    flags(&command, &mut all);
+    all
+}
+
+#[test]
+fn every_flag_in_the_documents_exists() {
+    for (path, text) in documents() {
+        let complaints = complaints(&text, &known);
+        assert!(
+            complaints.is_empty(),
+            "{}:\n{}",
+            path.display(),
+            complaints.join("\n")
+        );
+    }
+}
+
+#[test]
+fn a_flag_that_does_not_exist_is_found() {
+    let wrong = "Use `--mem-fraction`, `--no-such-flag=3` or --neither.";
+    assert_eq!(complaints(wrong, &known).len(), 2);
+    // --url is a flag of another subcommand.
+    assert_eq!(
+        complaints("plimsoll serve sim --url http://a --port 1", &known).len(),
+        1
+    );
+    assert_eq!(complaints("plimsoll selftest --url http://a", &known).len(), 0);
+    assert_eq!(complaints("docker run --rm --gpus all x", &known).len(), 0);
+    let others = format!("{OTHERS}\n`--theirs`\n## Ours\n`--theirs`");
+    assert_eq!(complaints(&others, &known).len(), 1);
+    assert_eq!(complaints("| a --- b | c--d | -- |", &known).len(), 0);
+}
+
+#[test]
+fn pictures_are_drawn_from_their_reports() {
+    let pictures = [
+        (
+            "tests/bench/h200/kv-full.json",
+            "docs/auto-profile-h200.svg",
+            "Llama 3.1 8B's shape on an H200, --mem-fraction 1.0",
+        ),
+        (
+            "tests/bench/cpu/profile.json",
+            "docs/auto-profile-cpu.svg",
+            "SmolLM2-135M-Instruct (Q4_1) on a CPU, --device-memory 1GiB",
+        ),
+    ];
+    for (report, picture, title) in pictures {
+        let output = Command::new("python3")
+            .args(["scripts/draw-report", report, "--title", title])
+            .current_dir(root())
+            .output()
+            .unwrap();
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        let drawn = String::from_utf8(output.stdout).unwrap();
+        let stored = std::fs::read_to_string(root().join(picture)).unwrap();
+        assert!(
+            drawn == stored,
+            "{picture} is not that of {report}: scripts/draw-report {report} --title \"{title}\" > {picture}"
+        );
+    }
+}
