@@ -331,12 +331,23 @@ pub struct ServerArgs {
     /// Web pages of these origins may use the server from a browser; * for all [default: none]
     #[arg(long, value_name = "ORIGIN", num_args = 1.., action = ArgAction::Set, value_parser = origin)]
     pub allowed_origins: Option<Vec<HeaderValue>>,
+    /// Offer POST /sleep and /wake_up, which give the memory of everything but the weights back for a time
+    #[arg(long, overrides_with = "no_enable_sleep_mode")]
+    enable_sleep_mode: bool,
+    /// Never give memory back (the default)
+    #[arg(long, overrides_with = "enable_sleep_mode", hide = true)]
+    no_enable_sleep_mode: bool,
     /// How long a stop (Ctrl-C, SIGTERM) waits for running requests, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = duration)]
     pub drain_timeout: Duration,
 }
 
 impl ServerArgs {
+    /// Whether there is a sleep mode.
+    pub fn enable_sleep_mode(&self) -> bool {
+        self.enable_sleep_mode
+    }
+
     /// The names the API knows the model by, at least one.
     pub fn served_names(&self, model: &ModelArgs) -> Vec<String> {
         match &self.served_model_name {

@@ -141,6 +141,7 @@ fn prepare(source: &Source, args: &ServeArgs, context: StartContext) -> Result<P
         max_body_bytes: usize::try_from(args.server.max_body_size.0).unwrap_or(usize::MAX),
         drain_timeout: args.server.drain_timeout,
         seed: args.engine.limits.seed,
+        enable_sleep_mode: args.server.enable_sleep_mode(),
         allowed_origins: args.server.allowed_origins.clone().unwrap_or_default(),
         ..ServerOptions::default()
     };

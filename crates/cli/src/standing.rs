@@ -24,6 +24,8 @@ struct Proof {
     peak: u64,
     /// Allocations before the server was ready, or for states built later.
     allocations: u64,
+    /// While a state is built: allocations when that began.
+    rebuilding_since: Option<u64>,
 }
 
 impl Standing {
@@ -32,6 +34,7 @@ impl Standing {
         let proof = Proof {
             peak: proved_peak(&device, &report),
             allocations: device.allocations(),
+            rebuilding_since: None,
             report,
         };
         device.reset_high_water();
@@ -39,6 +42,25 @@ impl Standing {
             device,
             times,
             proof: Mutex::new(proof),
+        }
+    }
+
+    /// What is allocated from here on is for another state.
+    pub(crate) fn rebuild_begins(&self) {
+        let now = self.device.allocations();
+        self.proof().rebuilding_since.get_or_insert(now);
+    }
+
+    /// There is a state with that report in place of the former, or there is none.
+    pub(crate) fn rebuild_ends(&self, report: Option<&Report>) {
+        let now = self.device.allocations();
+        let mut proof = self.proof();
+        let since = proof.rebuilding_since.take().unwrap_or(now);
+        proof.allocations += now - since;
+        if let Some(report) = report {
+            proof.peak = proved_peak(&self.device, report);
+            proof.report = report.clone();
+            self.device.reset_high_water();
         }
     }
 
@@ -70,8 +92,11 @@ impl Memory for Standing {
     }
 
     fn allocations_after_ready(&self) -> u64 {
-        let before = self.proof().allocations;
-        self.device.allocations().saturating_sub(before)
+        let proof = self.proof();
+        let now = proof
+            .rebuilding_since
+            .unwrap_or_else(|| self.device.allocations());
+        now.saturating_sub(proof.allocations)
     }
 
     fn proved_peak(&self) -> u64 {

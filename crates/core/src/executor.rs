@@ -1,10 +1,13 @@
+use std::time::Duration;
+
 use crate::{Oom, StepOutput, StepPlan};
 
 /// The device half, as the pure half sees it: it runs plans.
 ///
 /// A step has two halves so that the scheduler can plan the next step while the device works: `launch` hands the plan over
 /// and may return before the work is done, `finish` waits for the oldest launched step and returns its output. Steps finish
-/// in the order in which they were launched. An error from either half concerns that step alone: the executor stays usable.
+/// in the order in which they were launched. An error from either half concerns that step alone, and what else is in flight can
+/// still be finished.
 pub trait Executor: Send {
     /// Starts `plan`.
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError>;
@@ -37,6 +40,14 @@ pub struct DeviceTime {
 }
 
 impl DeviceTime {
+    /// Both together.
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            busy_seconds: self.busy_seconds + other.busy_seconds,
+            idle_seconds: self.idle_seconds + other.idle_seconds,
+        }
+    }
+
     /// What passed since `earlier`.
     pub fn since(self, earlier: Self) -> Self {
         Self {
@@ -49,7 +60,7 @@ impl DeviceTime {
 /// Why a step failed. Its requests get this; the engine lives on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
-    /// Device memory ran out.
+    /// Device memory ran out: the executor is no longer of use.
     #[error(transparent)]
     Oom(#[from] Oom),
     /// The KV cache had to be built again after the request was admitted, and is too small for it now.
@@ -62,6 +73,12 @@ pub enum StepError {
         needed: usize,
         /// Tokens the KV cache holds now.
         capacity: usize,
+    },
+    /// There was no memory for a KV cache for so long that the request did not wait on.
+    #[error("the server has had too little device memory for a KV cache for {} s; try again later", patience.as_secs())]
+    NoState {
+        /// How long requests wait.
+        patience: Duration,
     },
     /// The executor reported a defect.
     #[error("the step failed: {0}")]

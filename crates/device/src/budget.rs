@@ -30,6 +30,8 @@ struct Account {
     allocations: u64,
     /// Value of `allocations` at which one charge fails.
     fault_at: Option<u64>,
+    /// Steps until one finds no memory; 0 for none.
+    steps_to_fault: u64,
 }
 
 impl Budget {
@@ -54,6 +56,7 @@ impl Budget {
             reserved_high: 0,
             allocations: 0,
             fault_at: None,
+            steps_to_fault: 0,
         });
         Self(Arc::new(Inner { account, supply }))
     }
@@ -136,6 +139,27 @@ impl Budget {
     pub fn fail_allocation(&self, n: u64) {
         let mut account = self.lock();
         account.fault_at = (n > 0).then(|| account.allocations + n);
+    }
+
+    /// A step begins. Nothing is taken: what steps need was taken with their state. Fails only where that was planned.
+    ///
+    /// # Errors
+    /// [`Oom`] of a fault injected here.
+    pub fn begin_step(&self) -> Result<(), Oom> {
+        let mut account = self.lock();
+        match account.steps_to_fault {
+            0 => return Ok(()),
+            steps => account.steps_to_fault = steps - 1,
+        }
+        match account.steps_to_fault {
+            0 => Err(account.oom(Component::Arena, account.meters().free + 1)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Fault injection: the `n`-th step from now (1 is the next) finds no memory, once. 0 takes a planned fault back.
+    pub fn fail_step(&self, n: u64) {
+        self.lock().steps_to_fault = n;
     }
 
     /// Fault injection: nothing can be charged beyond `bytes`, whatever the capacity; `None` lifts the cap.
@@ -325,6 +349,20 @@ mod tests {
         budget.fail_allocation(1);
         budget.fail_allocation(0);
         drop((first, third, budget.charge(Component::Kv, 1).unwrap()));
+    }
+
+    #[test]
+    fn the_planned_step_fails_once() {
+        let budget = Budget::new(100);
+        budget.begin_step().unwrap();
+        budget.fail_step(2);
+        budget.begin_step().unwrap();
+        assert_eq!(budget.begin_step().unwrap_err().requested, 101);
+        budget.begin_step().unwrap();
+        budget.fail_step(1);
+        budget.fail_step(0);
+        budget.begin_step().unwrap();
+        assert_eq!(budget.meters().allocations, 0);
     }
 
     #[test]

@@ -7,9 +7,10 @@ use plimsoll_core::{Executor, KvConfig, Limits, Request, RequestId, StepError};
 use plimsoll_profiler::{Proved, ProvedParts};
 use plimsoll_scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 use tokio::sync::mpsc::unbounded_channel;
+use tokio::sync::oneshot;
 
 use crate::shared::{Command, Link, Shared};
-use crate::thread::EngineThread;
+use crate::thread::{Clock, EngineThread};
 use crate::{EngineStats, Health, Phase, RequestStream, StateSource};
 
 /// What the engine is told besides what the profile proved.
@@ -24,6 +25,8 @@ pub struct EngineConfig {
     /// Steps launched and not finished, 1 or 2. 2 hides the scheduler behind an executor that works on its own; with one
     /// that computes inside `launch` it only delays tokens by a step.
     pub steps_in_flight: usize,
+    /// How long requests wait where the state is lost and memory for a new one is missing.
+    pub outage_patience: Duration,
 }
 
 /// Why a request was not admitted.
@@ -37,6 +40,15 @@ pub enum SubmitError {
         /// When the queue will have moved, from the present throughput.
         retry_after: Duration,
     },
+    /// There is too little memory for a KV cache at the moment.
+    #[error("the server builds its KV cache again: device memory ran out; try again in {} s", retry_after.as_secs())]
+    Rebuilding {
+        /// When memory is looked for again.
+        retry_after: Duration,
+    },
+    /// The engine sleeps, or is about to.
+    #[error("the server sleeps: its KV cache is given back until POST /wake_up")]
+    Asleep,
     /// The engine finishes its last requests.
     #[error("the server is shutting down")]
     ShuttingDown,
@@ -46,6 +58,36 @@ pub enum SubmitError {
     /// The id belongs to a request that is in; use [`EngineHandle::next_id`].
     #[error("{0} is already in")]
     DuplicateId(RequestId),
+}
+
+/// Why the engine does not sleep.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SleepError {
+    /// Requests took longer than was waited for them.
+    #[error("{requests} requests still run; the server stays awake")]
+    Busy {
+        /// Requests that are in.
+        requests: usize,
+    },
+    /// It builds its state, already falls asleep, or ends.
+    #[error("the server cannot be put to sleep while it is {0}")]
+    NotNow(Phase),
+}
+
+/// Why the engine is not awake.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WakeError {
+    /// The state does not fit at the moment; it is tried again until it does.
+    #[error("the server tries to wake, but memory is missing: {why}")]
+    NoMemory {
+        /// What the auto-profile said.
+        why: String,
+        /// When it is tried again.
+        retry_after: Duration,
+    },
+    /// It builds its state already, falls asleep, or ends.
+    #[error("the server cannot be woken while it is {0}")]
+    NotNow(Phase),
 }
 
 /// How a drain ended.
@@ -62,8 +104,6 @@ pub enum Drained {
 #[derive(Clone, Debug)]
 pub struct EngineHandle {
     link: Link,
-    limits: Limits,
-    kv: KvConfig,
     capacity: usize,
     next_id: Arc<AtomicU64>,
 }
@@ -113,9 +153,11 @@ impl EngineHandle {
         let scheduler = Scheduler::new(scheduler);
         let (sender, commands) = mpsc::channel();
         let device_time = executor.device_time();
-        let shared = Arc::new(Shared::new(scheduler.stats()));
+        let shared = Arc::new(Shared::new(scheduler.stats(), limits, kv));
+        let mut clock = Clock::default();
+        clock.start(device_time);
         // There from the first look on, where it is measured at all.
-        shared.lock().stats.device_time = device_time.map(|time| time.since(time));
+        shared.lock().stats.device_time = clock.read(device_time);
         let link = Link {
             shared: Arc::clone(&shared),
             commands: sender,
@@ -124,35 +166,37 @@ impl EngineHandle {
         let in_flight = VecDeque::with_capacity(depth);
         let thread = EngineThread {
             scheduler,
-            device_time_before: device_time.unwrap_or_default(),
-            executor,
             highest: source.proved_peak(),
+            peers_at_ready: source.meters().peers(),
             source,
+            kv,
             commands,
             shared,
             in_flight,
             depth,
+            outage_patience: config.outage_patience,
+            clock,
+            lost: false,
+            sleeper: None,
         };
         std::thread::Builder::new()
             .name("plimsoll-engine".into())
-            .spawn(move || thread.run())?;
+            .spawn(move || thread.run(executor))?;
         Ok(Self {
             link,
-            limits,
-            kv,
             capacity,
             next_id: Arc::default(),
         })
     }
 
-    /// What a request may ask for.
+    /// What a request may ask for, with the KV cache in use.
     pub fn limits(&self) -> Limits {
-        self.limits
+        self.link.shared.lock().limits
     }
 
-    /// The KV cache.
+    /// The KV cache in use.
     pub fn kv(&self) -> KvConfig {
-        self.kv
+        self.link.shared.lock().kv
     }
 
     /// Requests that may be in at once, running and waiting.
@@ -173,6 +217,11 @@ impl EngineHandle {
             let mut state = self.link.shared.lock();
             match state.phase {
                 Phase::Running => {}
+                Phase::Rebuilding => {
+                    let retry_after = state.retry_in();
+                    return Err(SubmitError::Rebuilding { retry_after });
+                }
+                Phase::FallingAsleep | Phase::Asleep => return Err(SubmitError::Asleep),
                 Phase::Draining | Phase::Stopped => return Err(SubmitError::ShuttingDown),
                 Phase::Dead => return Err(SubmitError::Dead(state.last_error.clone().unwrap_or_default())),
             }
@@ -215,12 +264,66 @@ impl EngineHandle {
         let _ = self.link.shared.ended.subscribe().wait_for(|&ended| ended).await;
     }
 
+    /// Accepts nothing more, lets what is in finish for at most `timeout`, and gives the memory of the state back; weights
+    /// stay. Whoever is not asleep by then stays awake, and no request is cut off. Nothing happens to one that sleeps.
+    ///
+    /// # Errors
+    /// [`SleepError`] where it does not sleep.
+    pub async fn sleep(&self, timeout: Duration) -> Result<(), SleepError> {
+        let (sleeper, mut asleep) = oneshot::channel();
+        {
+            let mut state = self.link.shared.lock();
+            match state.phase {
+                Phase::Running => state.phase = Phase::FallingAsleep,
+                Phase::Asleep => return Ok(()),
+                other => return Err(SleepError::NotNow(other)),
+            }
+            self.link.send(Command::Sleep(sleeper));
+        }
+        let slept = match tokio::time::timeout(timeout, &mut asleep).await {
+            Ok(slept) => slept,
+            Err(_) => {
+                if let Some(requests) = self.link.shared.lock().stay_awake() {
+                    return Err(SleepError::Busy { requests });
+                }
+                // It sleeps as soon as its memory is free, or it ends.
+                asleep.await
+            }
+        };
+        slept.map_err(|_| SleepError::NotNow(self.health().phase))
+    }
+
+    /// Builds and proves a state again after a sleep, and accepts requests. Nothing happens to one that is awake.
+    ///
+    /// # Errors
+    /// [`WakeError::NoMemory`] if there is no room at the moment; the engine wakes by itself when there is.
+    pub async fn wake(&self) -> Result<(), WakeError> {
+        let (waker, awake) = oneshot::channel();
+        {
+            let mut state = self.link.shared.lock();
+            match state.phase {
+                Phase::Asleep => state.phase = Phase::Rebuilding,
+                Phase::Running => return Ok(()),
+                other => return Err(WakeError::NotNow(other)),
+            }
+            self.link.send(Command::Wake(waker));
+        }
+        match awake.await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(why)) => Err(WakeError::NoMemory {
+                why,
+                retry_after: self.health().retry_after,
+            }),
+            Err(_) => Err(WakeError::NotNow(self.health().phase)),
+        }
+    }
+
     /// Accepts nothing more, lets what is in finish for at most `timeout`, fails the rest and ends the thread. Returns soon
     /// after `timeout` even if a step hangs.
     pub async fn drain(&self, timeout: Duration) -> Drained {
         {
             let mut state = self.link.shared.lock();
-            if state.phase == Phase::Running {
+            if !matches!(state.phase, Phase::Stopped | Phase::Dead) {
                 state.phase = Phase::Draining;
             }
             state.deadline = Some(Instant::now() + timeout);

@@ -3,11 +3,15 @@
 //! - [`EngineHandle::submit`] admits a request or refuses it at once ([`SubmitError`]); nothing waits unbounded.
 //! - The [`RequestStream`] it returns yields [`plimsoll_core::Event`]s and always ends: with a finished token or with
 //!   `Failed`, whatever happens to the engine. Dropping it cancels the request, at any moment.
+//! - A step that runs out of device memory costs its own requests and the state: a new one is proved, at the same size or
+//!   what fits by then, and the other requests go on ([`StateSource`]). Sleep gives the state back and wakes the same way.
 //! - An error or a panic of the executor fails the requests of that step alone; [`EngineHandle::health`] shows it.
 //! - The thread sleeps while there is nothing to do. Text is none of its business: it deals in tokens.
 
 mod handle;
 mod histogram;
+mod outage;
+mod recovery;
 mod shape;
 mod shared;
 mod source;
@@ -18,8 +22,9 @@ mod thread;
 #[cfg(test)]
 mod tests;
 
-pub use handle::{Drained, EngineConfig, EngineHandle, SubmitError};
+pub use handle::{Drained, EngineConfig, EngineHandle, SleepError, SubmitError, WakeError};
 pub use histogram::Histogram;
+pub use outage::OutOfMemory;
 pub use shape::StepShape;
 pub use source::StateSource;
 pub use stats::{EngineStats, Health, Phase};

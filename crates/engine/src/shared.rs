@@ -2,12 +2,13 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{Event, Request, RequestId, StepError};
+use plimsoll_core::{Event, KvConfig, Limits, Request, RequestId, StepError};
 use plimsoll_scheduler::SchedulerStats;
 use tokio::sync::{mpsc::UnboundedSender, watch};
 
+use crate::recovery::{Sleeper, Waker};
 use crate::stream::is_last;
-use crate::{EngineStats, Health, Histogram, Phase};
+use crate::{EngineStats, Health, Histogram, OutOfMemory, Phase};
 
 /// What the engine thread is told.
 #[derive(Debug)]
@@ -16,6 +17,9 @@ pub(crate) enum Command {
     Cancel(RequestId),
     /// Look at [`State::deadline`].
     Drain,
+    /// Sleep once there is no work, unless the phase is another by then.
+    Sleep(Sleeper),
+    Wake(Waker),
 }
 
 /// How handles and streams reach the thread, which ends when the last link is dropped.
@@ -43,6 +47,13 @@ pub(crate) struct Shared {
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) phase: Phase,
+    /// What requests may ask for, with the KV cache in use.
+    pub(crate) limits: Limits,
+    pub(crate) kv: KvConfig,
+    /// While there is no state for want of memory: why.
+    pub(crate) outage: Option<String>,
+    /// When it is tried again.
+    pub(crate) retry_at: Option<Instant>,
     /// While draining: when what is left is failed.
     pub(crate) deadline: Option<Instant>,
     /// Where the events of each request go; as many entries as requests are in.
@@ -71,7 +82,7 @@ const STEP_TOKENS: &[f64] = &[
 const DEPARTURES: usize = 32;
 
 impl Shared {
-    pub(crate) fn new(scheduler: SchedulerStats) -> Self {
+    pub(crate) fn new(scheduler: SchedulerStats, limits: Limits, kv: KvConfig) -> Self {
         let stats = EngineStats {
             scheduler,
             in_flight: 0,
@@ -82,10 +93,17 @@ impl Shared {
             step_seconds: Histogram::new(STEP_SECONDS),
             step_tokens: Histogram::new(STEP_TOKENS),
             high_water_above_proof: 0,
+            rebuilds_oom: 0,
+            rebuilds_wake: 0,
+            last_oom: None,
             device_time: None,
         };
         let state = State {
             phase: Phase::Running,
+            limits,
+            kv,
+            outage: None,
+            retry_at: None,
             deadline: None,
             clients: HashMap::new(),
             stats,
@@ -187,7 +205,46 @@ impl State {
             stalled_for: progress.map(|at| at.elapsed()),
             failures_in_a_row: self.failures_in_a_row,
             last_error: self.last_error.clone(),
+            outage: self.outage.clone(),
+            retry_after: self.retry_in(),
         }
+    }
+
+    /// How long until a state is tried again, at least a second.
+    pub(crate) fn retry_in(&self) -> Duration {
+        let left = self
+            .retry_at
+            .map(|at| at.saturating_duration_since(Instant::now()));
+        left.unwrap_or_default().max(MIN_RETRY)
+    }
+
+    /// A step ran out of memory: there is no state until another is proved.
+    pub(crate) fn lose_state(&mut self, outage: OutOfMemory) {
+        if self.phase == Phase::Running {
+            self.phase = Phase::Rebuilding;
+        }
+        self.outage = Some(format!(
+            "a step ran out of device memory: {} bytes for {} were not there",
+            outage.requested, outage.component
+        ));
+        self.stats.last_oom = Some(Arc::new(outage));
+    }
+
+    /// Takes a sleep back that has not begun, where requests are in: how many.
+    pub(crate) fn stay_awake(&mut self) -> Option<usize> {
+        if self.phase != Phase::FallingAsleep {
+            return None;
+        }
+        self.phase = match self.outage {
+            Some(_) => Phase::Rebuilding,
+            None => Phase::Running,
+        };
+        Some(self.clients.len())
+    }
+
+    /// Nobody could have seen progress before now.
+    pub(crate) fn restart_progress(&mut self) {
+        self.busy_since = self.busy_since.map(|_| Instant::now());
     }
 
     /// When a client that finds `waiting` requests in the queue should come back: when, at the present rate of departures,
@@ -213,11 +270,22 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
+    use plimsoll_core::BlockSize;
+
     use super::*;
 
     #[test]
     fn retry_after_follows_the_rate_of_departures() {
-        let shared = Shared::new(SchedulerStats::default());
+        let limits = Limits {
+            max_model_len: 1,
+            kv_capacity_tokens: 16,
+            vocab_size: 1,
+        };
+        let kv = KvConfig {
+            block_size: BlockSize::default(),
+            num_blocks: 1,
+        };
+        let shared = Shared::new(SchedulerStats::default(), limits, kv);
         let mut state = shared.lock();
         assert_eq!(state.retry_after(100), MIN_RETRY, "nothing is known");
         state.busy_since = Some(Instant::now() - Duration::from_secs(20));

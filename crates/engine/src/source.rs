@@ -1,11 +1,25 @@
-/// What the engine asks of the device besides steps.
-///
-/// Highest means: since the state in use was proved. Both readings come from an account that this process keeps of its own
-/// memory, never from the driver, since one of them is read after every step.
+use plimsoll_core::Meters;
+use plimsoll_profiler::{ProfileError, Proved};
+
+/// What the engine asks of the device besides steps: how its memory stands, and a new state in place of one that is lost or
+/// was given back.
 pub trait StateSource<S>: Send {
-    /// Highest bytes of the device that this process held at once.
+    /// Highest bytes of the device that this process held since the state in use was proved. Read after every step, so from
+    /// an account of the process's own, without a call of the driver.
     fn high_water(&self) -> u64;
 
     /// The same while the worst steps ran, without the canary: serving shall stay at or below it.
     fn proved_peak(&self) -> u64;
+
+    /// The device's meters, neighbours included. Not read while all is well.
+    fn meters(&self) -> Meters;
+
+    /// Waits for the device and returns what allocators hold without using it.
+    fn trim(&mut self);
+
+    /// Builds a state of the size of the start, or of what fits by now, and proves it. The former state is dropped by then.
+    ///
+    /// # Errors
+    /// [`ProfileError::DoesNotFit`] if there is too little memory, which may change; any other is a defect.
+    fn rebuild(&mut self) -> Result<Proved<S>, ProfileError>;
 }

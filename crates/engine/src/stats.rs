@@ -1,9 +1,11 @@
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use plimsoll_core::DeviceTime;
 use plimsoll_scheduler::SchedulerStats;
 
-use crate::Histogram;
+use crate::{Histogram, OutOfMemory};
 
 /// What the engine did so far; a copy, cheap to take.
 #[derive(Clone, Debug)]
@@ -26,6 +28,12 @@ pub struct EngineStats {
     pub step_tokens: Histogram,
     /// Times that the memory held rose above the peak that was proved, or above the last such rise.
     pub high_water_above_proof: u64,
+    /// States that were built again after a step ran out of device memory.
+    pub rebuilds_oom: u64,
+    /// States that were built again after a sleep.
+    pub rebuilds_wake: u64,
+    /// The latest step that ran out of device memory.
+    pub last_oom: Option<Arc<OutOfMemory>>,
     /// How the device spent its time since the engine started, if it works on its own.
     pub device_time: Option<DeviceTime>,
 }
@@ -35,12 +43,32 @@ pub struct EngineStats {
 pub enum Phase {
     /// Accepts requests.
     Running,
+    /// Has no state for want of memory, or just woke: builds one and accepts nothing.
+    Rebuilding,
+    /// Finishes what it has to sleep then, and accepts nothing.
+    FallingAsleep,
+    /// Has given its memory back and accepts nothing.
+    Asleep,
     /// Finishes what it has and accepts nothing.
     Draining,
     /// Ended as asked.
     Stopped,
     /// The thread ended by a defect; nothing is served any more.
     Dead,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Running => "running",
+            Self::Rebuilding => "building its state",
+            Self::FallingAsleep => "falling asleep",
+            Self::Asleep => "asleep",
+            Self::Draining => "draining",
+            Self::Stopped => "stopped",
+            Self::Dead => "dead",
+        })
+    }
 }
 
 /// Whether the engine lives and moves.
@@ -58,6 +86,10 @@ pub struct Health {
     pub failures_in_a_row: u64,
     /// What the last failed step, or the engine's death, said.
     pub last_error: Option<String>,
+    /// Why there is no state, while there is none for want of memory.
+    pub outage: Option<String>,
+    /// When a refused client may try again.
+    pub retry_after: Duration,
 }
 
 impl Health {

@@ -2,117 +2,27 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use futures::{FutureExt, StreamExt};
 use plimsoll_core::{
-    BlockSize, Event, Executor, FinishReason, KvConfig, Request, RequestOptions, Sampled, StepError,
-    StepLimits, StepOutput, StepPlan,
+    BlockSize, Event, FinishReason, KvConfig, Request, RequestOptions, StepError, StepLimits,
 };
 use plimsoll_scheduler::SchedulerConfig;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+mod fake;
 mod overlap;
+mod recovery;
 
-use crate::{Drained, EngineConfig, EngineHandle, Phase, RequestStream, StateSource, SubmitError};
+use fake::{Fake, Script, Unmetered, token};
+
+use crate::{Drained, EngineConfig, EngineHandle, Phase, RequestStream, SubmitError};
 
 /// Longer than anything here takes on a busy machine; a test that waits this long hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// What the executor shall do; the test changes it while the engine runs.
-#[derive(Debug, Default)]
-struct Script {
-    step_micros: AtomicU64,
-    /// Steps wait in `launch`.
-    hold: AtomicBool,
-    /// The next step ends with an error.
-    fail: AtomicBool,
-    /// The next step panics in `launch`.
-    panic_in_launch: AtomicBool,
-    /// The next step panics in `finish`.
-    panic_in_finish: AtomicBool,
-    /// The next step answers fewer runs than there are.
-    lie: AtomicBool,
-    steps: AtomicUsize,
-    most_in_flight: AtomicUsize,
-    /// Set when the executor is dropped.
-    dropped: AtomicBool,
-}
-
-struct Fake {
-    script: Arc<Script>,
-    launched: VecDeque<StepPlan>,
-}
-
-/// The token of a request depends on nothing but the request and the position.
-fn token(seed: u64, index: usize) -> u32 {
-    (seed.wrapping_mul(31).wrapping_add(index as u64 * 7) % 97) as u32
-}
-
-impl Executor for Fake {
-    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
-        while self.script.hold.load(Ordering::SeqCst) {
-            std::thread::sleep(Duration::from_micros(100));
-        }
-        assert!(
-            !self.script.panic_in_launch.swap(false, Ordering::SeqCst),
-            "told to panic in launch"
-        );
-        self.launched.push_back(plan.clone());
-        self.script
-            .most_in_flight
-            .fetch_max(self.launched.len(), Ordering::SeqCst);
-        Ok(())
-    }
-
-    fn finish(&mut self) -> Result<StepOutput, StepError> {
-        let plan = self.launched.pop_front().expect("a step was launched");
-        self.script.steps.fetch_add(1, Ordering::SeqCst);
-        std::thread::sleep(Duration::from_micros(
-            self.script.step_micros.load(Ordering::SeqCst),
-        ));
-        assert!(
-            !self.script.panic_in_finish.swap(false, Ordering::SeqCst),
-            "told to panic in finish"
-        );
-        if self.script.fail.swap(false, Ordering::SeqCst) {
-            return Err(StepError::Failed("told to fail".into()));
-        }
-        let sample = |run: &plimsoll_core::Run| {
-            let spec = run.sample.as_ref()?;
-            Some(Sampled {
-                token: token(spec.seed, spec.index),
-                logprobs: None,
-            })
-        };
-        let mut samples: Vec<_> = plan.runs.iter().map(sample).collect();
-        if self.script.lie.swap(false, Ordering::SeqCst) {
-            samples.pop();
-        }
-        Ok(StepOutput { samples })
-    }
-}
-
-impl Drop for Fake {
-    fn drop(&mut self) {
-        self.script.dropped.store(true, Ordering::SeqCst);
-    }
-}
-
-/// A device that nobody watches.
-struct Unmetered;
-
-impl<S> StateSource<S> for Unmetered {
-    fn high_water(&self) -> u64 {
-        0
-    }
-
-    fn proved_peak(&self) -> u64 {
-        0
-    }
-}
 
 struct Rig {
     engine: EngineHandle,
@@ -161,6 +71,7 @@ impl Rig {
             vocab_size: 100,
             enable_prefix_caching: true,
             steps_in_flight: shape.steps_in_flight,
+            outage_patience: PATIENCE,
         };
         let engine = EngineHandle::start(executor, Box::new(Unmetered), scheduler, &config).unwrap();
         Self { engine, script }
@@ -516,8 +427,31 @@ async fn a_dead_engine_is_no_silent_hang() {
         ..Default::default()
     });
     rig.set_step(Duration::from_millis(5));
+    let others = [rig.submit(1, 50).unwrap(), rig.submit(2, 5).unwrap()];
+    rig.set(|s| &s.panic_between);
+    tokio::time::timeout(PATIENCE, rig.engine.ended())
+        .await
+        .expect("the end is announced");
+    for stream in others {
+        assert!(matches!(read(stream).await.1, Err(StepError::Panicked(m)) if m.contains("between steps")));
+    }
+    assert_eq!(rig.engine.health().phase, Phase::Dead);
+    assert!(matches!(rig.submit(2, 1), Err(SubmitError::Dead(m)) if m.contains("between steps")));
+    rig.engine
+        .drain(PATIENCE)
+        .now_or_never()
+        .expect("a dead engine needs no drain");
+}
+
+/// The KV cache may become smaller between the check of a request and its admission.
+#[tokio::test]
+async fn a_request_made_with_larger_limits_fails_alone() {
+    let rig = Rig::new(Shape {
+        num_blocks: 4,
+        ..Default::default()
+    });
+    rig.set_step(Duration::from_millis(5));
     let innocent = rig.submit(1, 50).unwrap();
-    // A request made with other limits breaks the scheduler's contract, which ends the thread.
     let limits = plimsoll_core::Limits {
         kv_capacity_tokens: 10_000,
         ..rig.engine.limits()
@@ -531,18 +465,12 @@ async fn a_dead_engine_is_no_silent_hang() {
         .engine
         .submit(Request::new(rig.engine.next_id(), options, &limits).unwrap())
         .unwrap();
-    tokio::time::timeout(PATIENCE, rig.engine.ended())
-        .await
-        .expect("the end is announced");
-    for stream in [innocent, guilty] {
-        assert!(matches!(read(stream).await.1, Err(StepError::Panicked(m)) if m.contains("other limits")));
-    }
-    assert_eq!(rig.engine.health().phase, Phase::Dead);
-    assert!(matches!(rig.submit(2, 1), Err(SubmitError::Dead(m)) if m.contains("other limits")));
-    rig.engine
-        .drain(PATIENCE)
-        .now_or_never()
-        .expect("a dead engine needs no drain");
+    let too_small = StepError::KvTooSmall {
+        needed: 200,
+        capacity: 64,
+    };
+    assert_eq!(read(guilty).await, (vec![], Err(too_small)));
+    assert_eq!(read(innocent).await.0, expected(1, 50));
 }
 
 #[tokio::test]

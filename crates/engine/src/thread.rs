@@ -3,43 +3,62 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use plimsoll_core::{DeviceTime, Event, Executor, StepError, StepOutput, StepPlan};
+use plimsoll_core::{
+    DeviceTime, Event, Executor, KvConfig, Request, RequestId, StepError, StepOutput, StepPlan,
+};
 use plimsoll_scheduler::Scheduler;
 
 use crate::handle::SHUT_DOWN;
+use crate::recovery::Sleeper;
 use crate::shared::{Command, Shared};
-use crate::{Phase, StateSource, StepShape};
+use crate::{OutOfMemory, Phase, StateSource, StepShape};
 
-/// What the engine thread owns: nobody else touches the scheduler or the executor.
+/// What the engine thread owns besides the executor: nobody else touches the scheduler.
 pub(crate) struct EngineThread<E> {
     pub(crate) scheduler: Scheduler,
-    pub(crate) executor: E,
     pub(crate) source: Box<dyn StateSource<E>>,
-    /// Most bytes of the device held so far, at least what was proved.
-    pub(crate) highest: u64,
+    pub(crate) kv: KvConfig,
     pub(crate) commands: Receiver<Command>,
     pub(crate) shared: Arc<Shared>,
     /// Launched and not finished, oldest first.
     pub(crate) in_flight: VecDeque<StepPlan>,
     /// Most steps in flight, at least 1.
     pub(crate) depth: usize,
-    /// What the profile's steps took.
-    pub(crate) device_time_before: DeviceTime,
+    /// How long requests wait for a state.
+    pub(crate) outage_patience: Duration,
+    pub(crate) clock: Clock,
+    /// Most bytes of the device held so far, at least what was proved.
+    pub(crate) highest: u64,
+    pub(crate) peers_at_ready: u64,
+    /// A step found no memory: its executor is to be replaced.
+    pub(crate) lost: bool,
+    /// Who waits until the engine sleeps.
+    pub(crate) sleeper: Option<Sleeper>,
+}
+
+/// Why no steps are taken for now.
+pub(crate) enum Pause {
+    /// It is time to end.
+    Stop,
+    /// The state is lost.
+    Lost,
+    /// The state shall be given back.
+    Sleep(Sleeper),
 }
 
 impl<E: Executor> EngineThread<E> {
     /// Serves until told to end, until nobody can talk to it any more, or until a defect of the scheduler ends it. However
     /// it ends, every request gets its last event and [`Shared::ended`] is announced.
-    pub(crate) fn run(self) {
+    pub(crate) fn run(self, executor: E) {
         // Dropped last: whoever waits for the end finds the executor's memory freed, even if its destructor panics.
         let _announce = Announce(Arc::clone(&self.shared));
-        self.serve_and_settle();
+        self.live_and_settle(executor);
     }
 
-    fn serve_and_settle(mut self) {
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.serve()));
+    fn live_and_settle(mut self, executor: E) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.live(executor)));
         let mut state = self.shared.lock();
         let error = match outcome {
             Ok(()) => {
@@ -57,19 +76,41 @@ impl<E: Executor> EngineThread<E> {
         state.fail_all(&error);
     }
 
-    fn serve(&mut self) {
-        while self.take_commands() {
+    /// From one executor to the next.
+    fn live(&mut self, mut executor: E) {
+        loop {
+            let pause = self.serve(&mut executor);
+            self.clock.stop(executor.device_time());
+            // Its memory is what the next one is made of.
+            drop(executor);
+            let next = match pause {
+                Pause::Stop => None,
+                Pause::Lost => self.recover(),
+                Pause::Sleep(sleeper) => self.sleep(sleeper),
+            };
+            match next {
+                Some(next) => executor = next,
+                None => return,
+            }
+        }
+    }
+
+    fn serve(&mut self, executor: &mut E) -> Pause {
+        loop {
+            if let Some(pause) = self.take_commands(executor) {
+                return pause;
+            }
             let mut launched = 0;
-            while self.in_flight.len() < self.depth {
+            while !self.lost && self.in_flight.len() < self.depth {
                 let plan = self.scheduler.plan();
                 if plan.is_empty() {
                     break;
                 }
                 launched += 1;
-                self.launch(plan);
+                self.launch(executor, plan);
             }
             match self.in_flight.pop_front() {
-                Some(plan) => self.finish(&plan),
+                Some(plan) => self.finish(executor, &plan),
                 // Work without a plan would be a silent hang.
                 None => assert!(
                     launched > 0,
@@ -77,62 +118,88 @@ impl<E: Executor> EngineThread<E> {
                     self.scheduler.stats()
                 ),
             }
+            if self.lost {
+                // What was launched beside the step that failed may still end well.
+                while let Some(plan) = self.in_flight.pop_front() {
+                    self.finish(executor, &plan);
+                }
+                self.lost = false;
+                return Pause::Lost;
+            }
         }
     }
 
-    /// Obeys all commands; sleeps while there is nothing to do. False where it is time to end.
-    fn take_commands(&mut self) -> bool {
+    /// Obeys all commands; sleeps while there is nothing to do.
+    fn take_commands(&mut self, executor: &mut E) -> Option<Pause> {
         loop {
             match self.commands.try_recv() {
                 Ok(command) => self.obey(command),
                 // Every stream holds a sender, so there are no clients left.
-                Err(TryRecvError::Disconnected) => return false,
+                Err(TryRecvError::Disconnected) => return Some(Pause::Stop),
                 Err(TryRecvError::Empty) => {
                     let deadline = self.shared.lock().deadline;
                     let has_work = !self.scheduler.is_idle();
                     if deadline.is_some_and(|deadline| Instant::now() >= deadline || !has_work) {
-                        return false;
+                        return Some(Pause::Stop);
                     }
                     if has_work {
-                        return true;
+                        return None;
                     }
-                    self.executor.rest();
+                    if let Some(sleeper) = self.take_sleeper() {
+                        return Some(Pause::Sleep(sleeper));
+                    }
+                    executor.rest();
                     match self.commands.recv() {
                         Ok(command) => self.obey(command),
-                        Err(_) => return false,
+                        Err(_) => return Some(Pause::Stop),
                     }
                 }
             }
         }
     }
 
-    fn obey(&mut self, command: Command) {
+    pub(crate) fn obey(&mut self, command: Command) {
         match command {
-            Command::Submit(request) => self.scheduler.submit(request),
+            Command::Submit(request) => self.submit(request),
             Command::Cancel(id) => {
                 self.scheduler.cancel(id);
                 self.shared.lock().leave(id);
             }
             Command::Drain => {}
+            Command::Sleep(sleeper) => self.sleeper = Some(sleeper),
+            // Whoever asks learns from the phase that it is awake.
+            Command::Wake(_) => {}
         }
         self.shared.lock().stats.scheduler = self.scheduler.stats();
     }
 
-    fn launch(&mut self, plan: StepPlan) {
+    fn submit(&mut self, request: Request) {
+        if self.scheduler.fits(&request) {
+            return self.scheduler.submit(request);
+        }
+        // It was made before the KV cache became smaller.
+        let error = StepError::KvTooSmall {
+            needed: request.longest(),
+            capacity: self.kv.capacity_tokens(),
+        };
+        self.shared.lock().deliver(request.id(), Event::Failed(error));
+    }
+
+    fn launch(&mut self, executor: &mut E, plan: StepPlan) {
         self.shared.lock().begin_step();
-        match guard(|| self.executor.launch(&plan)) {
+        match guard(|| executor.launch(&plan)) {
             Ok(()) => self.in_flight.push_back(plan),
-            Err(error) => self.settle(&plan, Err(error)),
+            Err(error) => self.settle(executor, &plan, Err(error)),
         }
     }
 
     /// Waits for the oldest step in flight and hands out what it produced.
-    fn finish(&mut self, plan: &StepPlan) {
-        let output = guard(|| self.executor.finish());
-        self.settle(plan, output);
+    fn finish(&mut self, executor: &mut E, plan: &StepPlan) {
+        let output = guard(|| executor.finish());
+        self.settle(executor, plan, output);
     }
 
-    fn settle(&mut self, plan: &StepPlan, output: Result<StepOutput, StepError>) {
+    fn settle(&mut self, executor: &E, plan: &StepPlan, output: Result<StepOutput, StepError>) {
         let mut failure = output.as_ref().err().cloned();
         let events = match output {
             Ok(output) => self.scheduler.apply(plan, output),
@@ -146,7 +213,7 @@ impl<E: Executor> EngineThread<E> {
             });
         }
         if let Some(error) = &failure {
-            tracing::error!(step = plan.step, runs = plan.runs.len(), tokens = plan.num_tokens(), %error, "step failed");
+            self.report(plan, error);
         }
         let above_proof = self.rises_above_proof(plan);
         let mut state = self.shared.lock();
@@ -157,11 +224,30 @@ impl<E: Executor> EngineThread<E> {
             failure.map(|error| error.to_string()),
         );
         state.stats.scheduler = self.scheduler.stats();
-        let device_time = self.executor.device_time();
-        state.stats.device_time = device_time.map(|time| time.since(self.device_time_before));
+        state.stats.device_time = self.clock.read(executor.device_time());
         for (id, event) in events {
             state.deliver(id, event);
         }
+    }
+
+    /// Says which step failed; for want of memory, also who has it, and that the state is lost.
+    fn report(&mut self, plan: &StepPlan, error: &StepError) {
+        let shape = StepShape::from(plan);
+        let StepError::Oom(oom) = error else {
+            tracing::error!(step = plan.step, %shape, %error, "step failed");
+            return;
+        };
+        let outage = OutOfMemory {
+            shape,
+            requested: oom.requested,
+            component: oom.component,
+            meters: self.source.meters(),
+            peers_at_ready: self.peers_at_ready,
+        };
+        tracing::error!(step = plan.step, "device memory ran out in a step: {outage}");
+        self.lost = true;
+        // Whoever hears that the step failed finds the server unready.
+        self.shared.lock().lose_state(outage);
     }
 
     /// Whether the memory held rose above all that was proved or seen before while `plan` ran.
@@ -179,6 +265,39 @@ impl<E: Executor> EngineThread<E> {
             self.highest = high_water;
         }
         above
+    }
+
+    /// Hands out events that no step made.
+    pub(crate) fn deliver(&mut self, events: Vec<(RequestId, Event)>) {
+        let mut state = self.shared.lock();
+        state.stats.scheduler = self.scheduler.stats();
+        for (id, event) in events {
+            state.deliver(id, event);
+        }
+    }
+}
+
+/// Adds up the time of one executor after the other, from when each begins to serve.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Clock {
+    /// Of executors that are gone.
+    past: DeviceTime,
+    /// What the profile's steps took of the present one's.
+    before: DeviceTime,
+}
+
+impl Clock {
+    /// A new executor takes over.
+    pub(crate) fn start(&mut self, now: Option<DeviceTime>) {
+        self.before = now.unwrap_or_default();
+    }
+
+    pub(crate) fn read(&self, now: Option<DeviceTime>) -> Option<DeviceTime> {
+        now.map(|now| self.past.plus(now.since(self.before)))
+    }
+
+    fn stop(&mut self, now: Option<DeviceTime>) {
+        self.past = self.read(now).unwrap_or(self.past);
     }
 }
 

@@ -25,6 +25,7 @@ pub struct Runner {
     arena: Arena,
     staging: Staging,
     canary: Option<Slab>,
+    budget: Budget,
     /// What the step before sampled.
     last: HashMap<RequestId, TokenId>,
     /// Launched and done: on a CPU, launching computes.
@@ -56,6 +57,7 @@ impl Runner {
             arena: Arena::new(budget, config.scratch)?,
             staging: Staging::new(budget, limits)?,
             canary,
+            budget: budget.clone(),
             last: HashMap::new(),
             done: VecDeque::new(),
             model,
@@ -164,6 +166,7 @@ impl Runner {
 
 impl Executor for Runner {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        self.budget.begin_step()?;
         let output = self.step(plan)?;
         self.done.push_back(output);
         Ok(())

@@ -114,6 +114,13 @@ impl Scheduler {
 
     /// Ends a request without further events. False where there is none: it may just have ended by itself.
     pub fn cancel(&mut self, id: RequestId) -> bool {
+        let known = self.remove(id);
+        self.counters.cancelled += u64::from(known);
+        known
+    }
+
+    /// Takes a request out, wherever it is. False where there is none.
+    fn remove(&mut self, id: RequestId) -> bool {
         let Some(arrival) = self.arrivals.get(&id).copied() else {
             return false;
         };
@@ -122,7 +129,6 @@ impl Scheduler {
         } else {
             self.retire(arrival);
         }
-        self.counters.cancelled += 1;
         true
     }
 
@@ -218,6 +224,28 @@ impl Scheduler {
             };
             events.push((request.id(), Event::Failed(error)));
         }
+        events
+    }
+
+    /// Ends every request with `error`.
+    ///
+    /// # Panics
+    /// Where a step is in flight.
+    pub fn fail_all(&mut self, error: &StepError) -> Vec<(RequestId, Event)> {
+        assert!(
+            self.in_flight.is_empty(),
+            "steps {:?} are in flight",
+            self.in_flight
+        );
+        let running = self.running.values().map(|running| &running.sequence);
+        let all = running.chain(self.waiting.values());
+        let events: Vec<_> = all
+            .map(|sequence| (sequence.request.id(), Event::Failed(error.clone())))
+            .collect();
+        for (id, _) in &events {
+            self.remove(*id);
+        }
+        self.counters.failed += events.len() as u64;
         events
     }
 

@@ -5,10 +5,10 @@ use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use plimsoll_core::Meters;
-use plimsoll_engine::{Health, Phase};
+use plimsoll_engine::{Health, OutOfMemory, Phase};
 use serde_json::{Map, Value, json};
 
-use crate::error::ApiError;
+use crate::error::{ApiError, whole_seconds};
 use crate::state::AppState;
 
 /// 200 while the engine lives, drains included: what a liveness probe asks.
@@ -24,6 +24,8 @@ pub(crate) async fn ready(State(state): State<AppState>) -> Response {
     let status = match health.phase {
         Phase::Running if health.is_moving(state.options().ready_patience) => "ready",
         Phase::Running => "stalled",
+        Phase::Rebuilding => "rebuilding",
+        Phase::FallingAsleep | Phase::Asleep => "sleeping",
         Phase::Draining => "draining",
         Phase::Stopped => "stopped",
         Phase::Dead => "dead",
@@ -40,20 +42,27 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
         "stalled_seconds": seconds(health.stalled_for),
         "failures_in_a_row": health.failures_in_a_row,
         "last_error": health.last_error,
+        "reason": health.outage,
     });
     let code = if good {
         StatusCode::OK
     } else {
         StatusCode::SERVICE_UNAVAILABLE
     };
-    (code, Json(body)).into_response()
+    let mut response = (code, Json(body)).into_response();
+    if !good && health.phase == Phase::Rebuilding {
+        response
+            .headers_mut()
+            .insert(header::RETRY_AFTER, whole_seconds(health.retry_after));
+    }
+    response
 }
 
 pub(crate) async fn metrics(State(state): State<AppState>) -> Response {
     let engine = state.engine();
     let page = state
         .metrics()
-        .render(&engine.stats(), &engine.health(), state.memory());
+        .render(&engine.stats(), &engine.health(), engine.kv(), state.memory());
     (
         [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],
         page,
@@ -63,12 +72,43 @@ pub(crate) async fn metrics(State(state): State<AppState>) -> Response {
 
 pub(crate) async fn memory(State(state): State<AppState>) -> Json<Value> {
     let memory = state.memory();
+    let stats = state.engine().stats();
     Json(json!({
         "profile": memory.report(),
         "now": live(&memory.meters(), memory.proved_peak()),
         "device_allocs_after_ready": memory.allocations_after_ready(),
-        "high_water_above_proof": state.engine().stats().high_water_above_proof,
+        "high_water_above_proof": stats.high_water_above_proof,
+        "rebuilds": { "oom": stats.rebuilds_oom, "wake": stats.rebuilds_wake },
+        "last_oom": stats.last_oom.map(|outage| last_oom(&outage)),
     }))
+}
+
+/// Which step ran out of memory, and who had it.
+fn last_oom(outage: &OutOfMemory) -> Value {
+    let OutOfMemory {
+        shape,
+        requested,
+        component,
+        meters,
+        peers_at_ready,
+    } = outage;
+    json!({
+        "step": {
+            "rows": shape.rows,
+            "tokens": shape.tokens,
+            "longest_context": shape.longest_context,
+            "sampling": shape.sampling,
+        },
+        "requested": requested,
+        "component": component.name(),
+        "total": meters.total,
+        "free": meters.free,
+        "reserved": meters.reserved,
+        "used": meters.used,
+        "peers": meters.peers(),
+        "peers_at_ready": peers_at_ready,
+        "peers_delta": outage.peers_delta() as i64,
+    })
 }
 
 fn live(meters: &Meters, proved_peak: u64) -> Value {

@@ -19,7 +19,7 @@ use tower_http::trace::TraceLayer;
 
 use crate::error::ApiError;
 use crate::state::{AppState, ServerOptions};
-use crate::{admin, chat, completions, text};
+use crate::{admin, chat, completions, sleep, text};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
@@ -32,7 +32,12 @@ pub fn router(state: AppState) -> Router {
         .option_layer(cors(&options))
         .layer(CatchPanicLayer::custom(panicked))
         .layer(DefaultBodyLimit::max(options.max_body_bytes));
+    let sleep = match options.enable_sleep_mode {
+        true => sleep::routes(),
+        false => Router::new(),
+    };
     Router::new()
+        .merge(sleep)
         .route("/v1/chat/completions", post(chat::handle))
         .route("/v1/completions", post(completions::handle))
         .route("/v1/models", get(admin::models))

@@ -4,7 +4,7 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use plimsoll_core::{ParamError, RequestError, StepError};
-use plimsoll_engine::SubmitError;
+use plimsoll_engine::{SleepError, SubmitError, WakeError};
 use serde_json::{Value, json};
 
 /// Everything that can go wrong with a request. The one place where errors become statuses: `ApiError::class`.
@@ -58,6 +58,12 @@ pub enum ApiError {
     /// The engine did not admit the request.
     #[error(transparent)]
     Refused(#[from] SubmitError),
+    /// The server stays awake.
+    #[error(transparent)]
+    Sleep(#[from] SleepError),
+    /// The server does not wake.
+    #[error(transparent)]
+    Wake(#[from] WakeError),
     /// The step that worked on the request failed.
     #[error("{0}")]
     Step(#[from] StepError),
@@ -116,16 +122,15 @@ impl ApiError {
                 "rate_limit_error",
                 Some("queue_full"),
             ),
-            Self::Refused(SubmitError::ShuttingDown) => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                "server_error",
-                Some("shutting_down"),
-            ),
-            Self::Refused(SubmitError::Dead(_)) => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                "server_error",
-                Some("engine_dead"),
-            ),
+            Self::Refused(SubmitError::ShuttingDown) => unavailable("shutting_down"),
+            Self::Refused(SubmitError::Dead(_)) => unavailable("engine_dead"),
+            Self::Refused(SubmitError::Rebuilding { .. }) | Self::Wake(WakeError::NoMemory { .. }) => {
+                unavailable("rebuilding")
+            }
+            Self::Refused(SubmitError::Asleep) => unavailable("sleeping"),
+            Self::Sleep(_) | Self::Wake(_) => (StatusCode::CONFLICT, INVALID, Some("not_now")),
+            Self::Step(StepError::Oom(_) | StepError::NoState { .. }) => unavailable("out_of_memory"),
+            Self::Step(StepError::KvTooSmall { .. }) => unavailable("kv_cache_too_small"),
             Self::Step(_) => (
                 StatusCode::INTERNAL_SERVER_ERROR,
                 "server_error",
@@ -136,6 +141,18 @@ impl ApiError {
                 "server_error",
                 Some("internal_error"),
             ),
+        }
+    }
+
+    /// When it is worth trying again, where that is known.
+    fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Refused(
+                SubmitError::QueueFull { retry_after, .. } | SubmitError::Rebuilding { retry_after },
+            )
+            | Self::Wake(WakeError::NoMemory { retry_after, .. }) => Some(*retry_after),
+            Self::Refused(SubmitError::Asleep) => Some(RETRY_ASLEEP),
+            _ => None,
         }
     }
 
@@ -174,12 +191,24 @@ impl IntoResponse for ApiError {
             tracing::warn!(%status, error = %self, "request failed");
         }
         let mut response = (status, Json(self.body())).into_response();
-        if let Self::Refused(SubmitError::QueueFull { retry_after, .. }) = self {
-            let seconds = retry_after.as_secs_f64().ceil() as u64;
+        if let Some(after) = self.retry_after() {
             response
                 .headers_mut()
-                .insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+                .insert(header::RETRY_AFTER, whole_seconds(after));
         }
         response
     }
 }
+
+/// The server cannot answer now, which may pass.
+fn unavailable(code: &'static str) -> (StatusCode, &'static str, Option<&'static str>) {
+    (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some(code))
+}
+
+/// The value of a Retry-After header.
+pub(crate) fn whole_seconds(duration: Duration) -> HeaderValue {
+    HeaderValue::from(duration.as_secs_f64().ceil() as u64)
+}
+
+/// When to ask a server that sleeps: nobody knows when it is woken.
+const RETRY_ASLEEP: Duration = Duration::from_secs(30);

@@ -15,6 +15,7 @@ mod generate;
 mod metrics;
 mod prompt;
 mod respond;
+mod sleep;
 mod state;
 mod text;
 mod wire;

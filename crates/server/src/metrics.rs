@@ -131,6 +131,11 @@ const GPU_IDLE: Name = Name(
     None,
     "Time the GPU waited for its next step although there was work, by its own clock.",
 );
+const REBUILDS: Name = Name(
+    "plimsoll_engine_rebuilds_total",
+    None,
+    "States built and proved again in the running server, by reason: a step ran out of device memory, or a sleep ended.",
+);
 const HEALTHY: Name = Name(
     "plimsoll_engine_healthy",
     Some("vllm:engine_healthy"),
@@ -376,8 +381,8 @@ impl Maker<'_> {
 }
 
 impl Metrics {
-    /// Metrics of a server of `model` with this KV cache.
-    pub(crate) fn new(model: &str, kv: KvConfig) -> Self {
+    /// Metrics of a server of `model`.
+    pub(crate) fn new(model: &str) -> Self {
         let mut builder = PrometheusBuilder::new();
         for (name, buckets) in BUCKETS {
             for name in [Some(name.0), name.1].into_iter().flatten() {
@@ -413,11 +418,6 @@ impl Metrics {
             generated: maker.histogram(&REQUEST_GENERATED),
             max_tokens: maker.histogram(&REQUEST_MAX_TOKENS),
         };
-        let shape = [
-            Label::new("block_size", kv.block_size.to_string()),
-            Label::new("num_gpu_blocks", kv.num_blocks.to_string()),
-        ];
-        maker.set(&CACHE_CONFIG, &shape, 1.0);
         Self {
             handle: recorder.handle(),
             recorder,
@@ -432,7 +432,13 @@ impl Metrics {
     }
 
     /// The whole page.
-    pub(crate) fn render(&self, stats: &EngineStats, health: &Health, memory: &dyn Memory) -> String {
+    pub(crate) fn render(
+        &self,
+        stats: &EngineStats,
+        health: &Health,
+        kv: KvConfig,
+        memory: &dyn Memory,
+    ) -> String {
         let maker = Maker {
             recorder: &self.recorder,
             labels: &self.labels,
@@ -441,6 +447,7 @@ impl Metrics {
         set_memory(&maker, memory);
         maker.count(&ABOVE_PROOF, stats.high_water_above_proof);
         let mut page = self.handle.render();
+        self.write_cache_config(&mut page, kv);
         self.write_histogram(&mut page, &STEP_SECONDS, &stats.step_seconds);
         self.write_histogram(&mut page, &STEP_TOKENS, &stats.step_tokens);
         if let Some(time) = stats.device_time {
@@ -448,6 +455,20 @@ impl Metrics {
             self.write_seconds(&mut page, &GPU_IDLE, time.idle_seconds);
         }
         page
+    }
+
+    /// The recorder would remember the shape of every cache there ever was.
+    fn write_cache_config(&self, page: &mut String, kv: KvConfig) {
+        let Name(ours, other, help) = CACHE_CONFIG;
+        let labels = self.label_text();
+        let (size, blocks) = (kv.block_size, kv.num_blocks);
+        for text in [Some(ours), other].into_iter().flatten() {
+            let _ = writeln!(
+                page,
+                "# HELP {text} {help}\n# TYPE {text} gauge\n{text}{{{labels},block_size=\"{size}\",\
+                 num_gpu_blocks=\"{blocks}\"}} 1\n"
+            );
+        }
     }
 
     /// The recorder's counters are whole numbers.
@@ -513,6 +534,12 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     maker.count(&REFUSED, stats.refused);
     maker.count(&STEPS, stats.steps);
     maker.count(&FAILED_STEPS, stats.failed_steps);
+    for (reason, rebuilds) in [("oom", stats.rebuilds_oom), ("wake", stats.rebuilds_wake)] {
+        let reason = [Label::from_static_parts("reason", reason)];
+        maker
+            .counter(&REBUILDS, &reason)
+            .each(|counter| counter.absolute(rebuilds));
+    }
     maker.set(&HEALTHY, &[], f64::from(u8::from(health.phase != Phase::Dead)));
     maker.set(
         &STALLED,

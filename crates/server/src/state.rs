@@ -77,6 +77,8 @@ pub struct ServerOptions {
     pub drain_timeout: Duration,
     /// Seeds the requests that bring no seed; a random one if absent.
     pub seed: Option<u64>,
+    /// `/sleep`, `/wake_up` and `/is_sleeping` exist.
+    pub enable_sleep_mode: bool,
     /// Web pages of these origins may use the server from a browser; `*` for all.
     pub allowed_origins: Vec<HeaderValue>,
 }
@@ -90,6 +92,7 @@ impl Default for ServerOptions {
             ready_patience: Duration::from_secs(60),
             drain_timeout: Duration::from_secs(30),
             seed: None,
+            enable_sleep_mode: false,
             allowed_origins: Vec::new(),
         }
     }
@@ -126,7 +129,7 @@ impl AppState {
         memory: Arc<dyn Memory>,
         options: ServerOptions,
     ) -> Self {
-        let metrics = Metrics::new(&model.id, engine.kv());
+        let metrics = Metrics::new(&model.id);
         let model = Arc::new(model);
         let seeds = Mutex::new(
             options

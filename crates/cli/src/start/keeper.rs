@@ -1,23 +1,78 @@
-//! What the engine gets along with its state.
+//! What the engine gets along with its state: how that stands, and another in its place.
 
 use std::sync::Arc;
 
+use plimsoll_core::Meters;
 use plimsoll_engine::StateSource;
+use plimsoll_profiler::{KvSize, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, Target, profile};
 use plimsoll_server::Memory;
 
 use crate::standing::Standing;
 
-/// Knows how the state in use stands.
-pub(super) struct Keeper {
+/// Proves the state of a running server again. Weights stay where they are.
+pub(super) struct Keeper<T> {
+    pub(super) target: T,
+    /// That of the start, with what its probe measured.
+    pub(super) spec: ProfileSpec,
     pub(super) standing: Arc<Standing>,
 }
 
-impl<S> StateSource<S> for Keeper {
+impl<T: Target + Send> StateSource<T::State> for Keeper<T> {
     fn high_water(&self) -> u64 {
         self.standing.high_water()
     }
 
     fn proved_peak(&self) -> u64 {
         self.standing.proved_peak()
+    }
+
+    fn meters(&self) -> Meters {
+        self.standing.meters()
+    }
+
+    fn trim(&mut self) {
+        self.target.trim();
+    }
+
+    fn rebuild(&mut self) -> Result<Proved<T::State>, ProfileError> {
+        self.standing.rebuild_begins();
+        let mut proved = profile(&mut self.target, &self.spec, &mut Log);
+        if let (Err(ProfileError::DoesNotFit(_)), Some(spec)) = (&proved, self.what_fits()) {
+            proved = profile(&mut self.target, &spec, &mut Log);
+        }
+        self.standing
+            .rebuild_ends(proved.as_ref().ok().map(Proved::report));
+        proved
+    }
+}
+
+impl<T> Keeper<T> {
+    /// Where the start's size was pinned: a search for as much of it as there is room for.
+    fn what_fits(&self) -> Option<ProfileSpec> {
+        let pinned = match self.spec.size {
+            KvSize::Auto => return None,
+            KvSize::Tokens(tokens) => tokens,
+            KvSize::Bytes(bytes) => {
+                usize::try_from(bytes / self.spec.kv_bytes_per_token.max(1)).unwrap_or(usize::MAX)
+            }
+        };
+        Some(ProfileSpec {
+            size: KvSize::Auto,
+            useful_tokens: Some(pinned),
+            ..self.spec.clone()
+        })
+    }
+}
+
+/// A log line per phase, as at the start.
+struct Log;
+
+impl Observer for Log {
+    fn phase(&mut self, record: &PhaseRecord) {
+        if record.warning {
+            tracing::warn!("{record}");
+        } else {
+            tracing::info!("{record}");
+        }
     }
 }

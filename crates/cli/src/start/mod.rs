@@ -10,13 +10,14 @@ mod weights;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
-use plimsoll_core::{Executor, KvConfig, StepLimits};
+use plimsoll_core::{KvConfig, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_model::Model;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
-use plimsoll_profiler::{KvSize, Proved, Report, Target, profile};
+use plimsoll_profiler::{KvSize, ProfileSpec, Proved, Report, Target, profile};
 use plimsoll_sim::SimModel;
 use serde_json::Value;
 
@@ -36,6 +37,9 @@ use weights::Weights;
 
 /// Context length of the simulated model.
 const SIM_MODEL_LEN: usize = 8192;
+
+/// How long requests wait where device memory ran out and too little of it comes back for a KV cache.
+const OUTAGE_PATIENCE: Duration = Duration::from_secs(30);
 
 /// An engine that may serve.
 #[derive(Debug)]
@@ -155,21 +159,23 @@ impl Loaded {
     /// Measures and proves, without an engine.
     pub fn profile(&self, args: &EngineArgs) -> Result<Report, Error> {
         Ok(match &self.weights {
-            Weights::Cpu(model, budget) => self.prove(self.cpu(model, budget), args)?.report().clone(),
-            Weights::Gpu(model) => self.prove(self.gpu(model, args), args)?.report().clone(),
-            Weights::Sim(budget) => self.prove(self.sim(budget), args)?.report().clone(),
+            Weights::Cpu(model, budget) => self.measure(self.cpu(model, budget), args)?,
+            Weights::Gpu(model) => self.measure(self.gpu(model, args), args)?,
+            Weights::Sim(budget) => self.measure(self.sim(budget), args)?,
         })
     }
 
     /// Measures, proves, and starts the engine; at most `max_queue` requests may wait there.
     pub fn start(&self, args: &EngineArgs, max_queue: usize) -> Result<Ready, Error> {
         match &self.weights {
-            Weights::Cpu(model, budget) => {
-                self.spawn(self.prove(self.cpu(model, budget), args)?, args, max_queue)
-            }
-            Weights::Gpu(model) => self.spawn(self.prove(self.gpu(model, args), args)?, args, max_queue),
-            Weights::Sim(budget) => self.spawn(self.prove(self.sim(budget), args)?, args, max_queue),
+            Weights::Cpu(model, budget) => self.spawn(self.cpu(model, budget), args, max_queue),
+            Weights::Gpu(model) => self.spawn(self.gpu(model, args), args, max_queue),
+            Weights::Sim(budget) => self.spawn(self.sim(budget), args, max_queue),
         }
+    }
+
+    fn measure<T: Target>(&self, mut target: T, args: &EngineArgs) -> Result<Report, Error> {
+        Ok(self.prove(&mut target, args)?.report().clone())
     }
 
     fn cpu(&self, model: &Arc<Model>, budget: &Budget) -> ModelTarget {
@@ -197,15 +203,15 @@ impl Loaded {
         }
     }
 
-    fn prove<T: Target>(&self, mut target: T, args: &EngineArgs) -> Result<Proved<T::State>, Error> {
+    fn prove<T: Target>(&self, target: &mut T, args: &EngineArgs) -> Result<Proved<T::State>, Error> {
         let StartContext { plans, times } = &self.context;
-        let mut spec = spec::profile_spec(&self.weights, self.limits, self.vocab_size, args);
+        let mut spec = self.spec(args);
         // A pinned size needs no measurement.
         let model_key = self.model_key.clone().filter(|_| spec.size == KvSize::Auto);
         let key = model_key.map(|model| plans::key(model, &self.weights, self.limits, args));
         spec.plan = key.as_ref().and_then(|key| plans::find(plans, key));
         let mut progress = ProfileProgress::new(times.clone());
-        let proved = profile(&mut target, &spec, &mut progress);
+        let proved = profile(target, &spec, &mut progress);
         progress.finish();
         let proved = proved?;
         if let (Some(key), Some(plan)) = (&key, proved.plan()) {
@@ -214,12 +220,15 @@ impl Loaded {
         Ok(proved)
     }
 
-    fn spawn<S: Executor + 'static>(
-        &self,
-        proved: Proved<S>,
-        args: &EngineArgs,
-        max_queue: usize,
-    ) -> Result<Ready, Error> {
+    fn spec(&self, args: &EngineArgs) -> ProfileSpec {
+        spec::profile_spec(&self.weights, self.limits, self.vocab_size, args)
+    }
+
+    fn spawn<T>(&self, mut target: T, args: &EngineArgs, max_queue: usize) -> Result<Ready, Error>
+    where
+        T: Target<State: 'static> + Send + 'static,
+    {
+        let proved = self.prove(&mut target, args)?;
         let times = &self.context.times;
         let (kv, report) = (proved.config().kv, proved.report().clone());
         let config = EngineConfig {
@@ -227,6 +236,7 @@ impl Loaded {
             vocab_size: self.vocab_size,
             enable_prefix_caching: args.limits.prefix_caching(),
             steps_in_flight: self.weights.defaults().steps_in_flight,
+            outage_patience: OUTAGE_PATIENCE,
         };
         let standing = Arc::new(Standing::new(
             self.weights.device(),
@@ -234,6 +244,11 @@ impl Loaded {
             times.clone(),
         ));
         let keeper = Keeper {
+            target,
+            spec: ProfileSpec {
+                plan: proved.plan().cloned(),
+                ..self.spec(args)
+            },
             standing: Arc::clone(&standing),
         };
         Ok(Ready {

@@ -57,6 +57,7 @@ impl SimState {
 
 impl Executor for SimState {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        self.budget.begin_step()?;
         self.take_scratch(plan)?;
         self.executor.launch(plan)
     }

@@ -1,9 +1,61 @@
-//! What happens to a live server when its device's memory goes away.
+//! What happens to a live server when its device's memory goes away, or is to go.
 
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use plimsoll_core::{Component, Event, Request, RequestOptions, SamplingOptions, StepError, TokenId};
 use plimsoll_device::Budget;
+use plimsoll_engine::{EngineHandle, Phase, RequestStream};
 use plimsoll_server::Memory;
 
 use crate::{BUDGET, Model, answers, stop};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !condition() {
+        assert!(began.elapsed() < PATIENCE, "{what} did not happen");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// A greedy request whose text depends on its first token.
+fn submit(engine: &EngineHandle, first: TokenId, max_tokens: usize) -> RequestStream {
+    let options = RequestOptions {
+        prompt: (first..first + 40).collect(),
+        max_tokens: Some(max_tokens),
+        sampling: SamplingOptions {
+            temperature: Some(0.0),
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let request = Request::new(engine.next_id(), options, &engine.limits()).unwrap();
+    engine.submit(request).unwrap()
+}
+
+async fn read(mut stream: RequestStream) -> Result<Vec<TokenId>, StepError> {
+    let mut tokens = Vec::new();
+    while let Some(event) = stream.next().await {
+        match event {
+            Event::Admitted { .. } => {}
+            Event::Token(token) => tokens.push(token.token),
+            Event::Failed(error) => return Err(error),
+        }
+    }
+    Ok(tokens)
+}
+
+/// Serves again, with nothing in.
+async fn until_ready(engine: &EngineHandle) {
+    until("readiness", || engine.health().phase == Phase::Running).await;
+    until("emptiness", || {
+        let stats = engine.stats();
+        stats.in_flight == 0 && stats.scheduler.blocks_used == 0
+    })
+    .await;
+}
 
 /// U18: serving takes nothing from the device, so a neighbour that takes all of it disturbs nobody.
 #[tokio::test(flavor = "multi_thread")]
@@ -29,4 +81,131 @@ async fn u18_a_neighbour_that_takes_all_memory_disturbs_no_request() {
         assert_eq!(ready.engine.stats().high_water_above_proof, 0);
         stop(ready, &budget).await;
     }
+}
+
+/// U21: only the requests of the step without memory fail; the others wait for the new state and say what they would have.
+#[tokio::test(flavor = "multi_thread")]
+async fn u21_one_step_without_memory_costs_its_requests_alone() {
+    let model = Model::new();
+    for flags in ["", "--max-total-token-num 1024", "--no-enable-prefix-caching"] {
+        let budget = Budget::new(BUDGET);
+        let ready = model.start(flags, &budget).unwrap();
+        let (engine, standing) = (ready.engine.clone(), ready.standing.clone());
+        let expected = answers(&engine).await;
+        let asked = [0, 50, 100, 150];
+        until_ready(&engine).await;
+        let before = budget.meters();
+        for step in [1, 2, 5, 20] {
+            budget.fail_step(step);
+            // Four run, four wait.
+            let streams = [asked, asked].concat();
+            let streams: Vec<_> = streams.iter().map(|&first| submit(&engine, first, 24)).collect();
+            let mut failed = 0;
+            for (i, stream) in streams.into_iter().enumerate() {
+                match read(stream).await {
+                    Ok(tokens) => assert_eq!(tokens, expected[i % 4], "step {step}"),
+                    Err(StepError::Oom(oom)) => {
+                        failed += 1;
+                        assert_eq!(oom.component, Component::Arena);
+                    }
+                    Err(other) => panic!("step {step}: {other}"),
+                }
+            }
+            assert!((1..=4).contains(&failed), "{failed} failed in step {step}");
+            until_ready(&engine).await;
+            let after = budget.meters();
+            assert_eq!(after.by_component, before.by_component, "step {step}");
+            assert_eq!(after.reserved_high, after.reserved, "marks start anew");
+        }
+        let stats = engine.stats();
+        assert_eq!((stats.rebuilds_oom, stats.high_water_above_proof), (4, 0));
+        assert_eq!(standing.allocations_after_ready(), 0, "a rebuild is no step");
+        assert_eq!(engine.limits().kv_capacity_tokens, ready.report.kv_tokens);
+        assert_eq!(answers(&engine).await, expected);
+        drop(engine);
+        stop(ready, &budget).await;
+    }
+}
+
+/// U21: a neighbour that keeps the memory leaves a smaller server, or none until it goes.
+#[tokio::test(flavor = "multi_thread")]
+async fn u21_a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
+    let model = Model::new();
+    for flags in ["", "--max-total-token-num 16384"] {
+        let budget = Budget::new(BUDGET);
+        let ready = model.start(flags, &budget).unwrap();
+        let (engine, standing) = (ready.engine.clone(), ready.standing.clone());
+        let expected = answers(&engine).await;
+        until_ready(&engine).await;
+        let held = budget.meters();
+        let full = engine.limits().kv_capacity_tokens;
+
+        // It takes what is free, and part of the KV cache as soon as that is given back.
+        let margin = ready.report.margins.canary_bytes + ready.report.margins.min_fragmentation_bytes;
+        let kv = held.by_component.get(Component::Kv);
+        budget.set_peers(BUDGET - held.reserved - margin + kv / 2);
+        budget.fail_step(1);
+        assert!(matches!(
+            read(submit(&engine, 0, 24)).await,
+            Err(StepError::Oom(_))
+        ));
+        until_ready(&engine).await;
+        let smaller = engine.limits().kv_capacity_tokens;
+        assert!(smaller < full && smaller >= 256, "{flags}: {smaller} of {full}");
+        assert_eq!(standing.report()["kv_tokens"], smaller);
+        assert!(budget.meters().reserved + budget.meters().peers() <= BUDGET);
+        assert_eq!(answers(&engine).await, expected);
+        let outage = engine.stats().last_oom.unwrap();
+        assert!(outage.peers_delta() > 0, "{outage}");
+
+        // It takes everything, then leaves.
+        budget.set_peers(BUDGET);
+        budget.fail_step(1);
+        assert!(matches!(
+            read(submit(&engine, 0, 24)).await,
+            Err(StepError::Oom(_))
+        ));
+        until("an attempt that failed", || {
+            engine.health().outage.is_some_and(|why| !why.contains("a step"))
+        })
+        .await;
+        assert_eq!(engine.health().phase, Phase::Rebuilding);
+        let weights = held.by_component.get(Component::Weights);
+        assert_eq!(
+            budget.meters().reserved,
+            weights,
+            "weights stay, nothing else does"
+        );
+        budget.set_peers(0);
+        until_ready(&engine).await;
+        assert_eq!(engine.limits().kv_capacity_tokens, full, "{flags}");
+        assert_eq!(answers(&engine).await, expected);
+        assert_eq!(standing.allocations_after_ready(), 0);
+        drop(engine);
+        stop(ready, &budget).await;
+    }
+}
+
+/// U37: asleep, there is nothing but the weights; awake, everything is as it was.
+#[tokio::test(flavor = "multi_thread")]
+async fn u37_sleep_gives_everything_back_but_the_weights() {
+    let model = Model::new();
+    let budget = Budget::new(BUDGET);
+    let ready = model.start("", &budget).unwrap();
+    let engine = ready.engine.clone();
+    let expected = answers(&engine).await;
+    until_ready(&engine).await;
+    let awake = budget.meters();
+    for _ in 0..2 {
+        engine.sleep(PATIENCE).await.unwrap();
+        let asleep = budget.meters();
+        assert_eq!(asleep.reserved, awake.by_component.get(Component::Weights));
+        engine.wake().await.unwrap();
+        assert_eq!(budget.meters().by_component, awake.by_component);
+        assert_eq!(answers(&engine).await, expected);
+    }
+    assert_eq!(engine.stats().rebuilds_wake, 2);
+    assert_eq!(ready.standing.allocations_after_ready(), 0);
+    drop(engine);
+    stop(ready, &budget).await;
 }

@@ -83,6 +83,7 @@ async fn serve(steps_in_flight: usize) -> EngineStats {
         vocab_size: 100,
         enable_prefix_caching: true,
         steps_in_flight,
+        outage_patience: super::PATIENCE,
     };
     let engine = EngineHandle::start(device, Box::new(Unmetered), scheduler, &config).unwrap();
     for round in 0..2 {

@@ -244,7 +244,7 @@ fn failed(error: GpuError) -> StepError {
 
 /// The profile plans with memory alone, and a driver that cannot set a state up for want of anything else is as final.
 fn driver_oom(gpu: &Gpu, error: &GpuError) -> Oom {
-    tracing::error!(%error, "the driver could not set up a state");
+    tracing::error!(%error, "the driver has no room for a state or a step");
     gpu.budget().oom(Component::Runtime, 0)
 }
 
@@ -255,6 +255,7 @@ impl Executor for GpuRunner {
                 "{STEPS_IN_FLIGHT} steps are in flight already"
             )));
         }
+        self.model.gpu().budget().begin_step()?;
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         let batch = Batch::new(plan, &self.graphs);
         let step = self.launched;
@@ -269,7 +270,13 @@ impl Executor for GpuRunner {
         self.last.clear();
         if let Err(error) = launched {
             self.clocks.wait(step).map_err(failed)?;
-            return Err(error.into());
+            return Err(match error {
+                // A driver that lacks memory for a launch is not broken.
+                LaunchError::Gpu(error) if error.is_out_of_memory() => {
+                    StepError::Oom(driver_oom(self.model.gpu(), &error))
+                }
+                other => other.into(),
+            });
         }
         self.last.extend(
             batch

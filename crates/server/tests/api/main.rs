@@ -3,6 +3,7 @@
 mod about;
 mod answers;
 mod life;
+mod memory;
 mod refusals;
 mod rig;
 

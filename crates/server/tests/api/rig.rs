@@ -12,7 +12,7 @@ use plimsoll_core::{
     StepPlan,
 };
 use plimsoll_engine::{EngineConfig, EngineHandle, StateSource};
-use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Target, profile};
+use plimsoll_profiler::{KvSize, Margins, ProfileError, ProfileSpec, Proved, Target, profile};
 use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, router};
 use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
 use plimsoll_text::{ChatTemplate, Tokenizer};
@@ -31,6 +31,10 @@ pub(crate) struct Script {
     pub(crate) step_micros: AtomicU64,
     /// The next step panics.
     pub(crate) panic: AtomicBool,
+    /// The next step finds no memory.
+    pub(crate) oom: AtomicBool,
+    /// Nothing can be built.
+    pub(crate) full: AtomicBool,
     reserved: AtomicU64,
     /// What the account shows.
     pub(crate) high_water: AtomicU64,
@@ -68,6 +72,9 @@ pub(crate) struct Rigged {
 impl Executor for Rigged {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
         assert!(!self.script.panic.swap(false, Ordering::SeqCst), "told to panic");
+        if self.script.oom.swap(false, Ordering::SeqCst) {
+            return Err(oom(&self.script, 4096).into());
+        }
         std::thread::sleep(Duration::from_micros(
             self.script.step_micros.load(Ordering::SeqCst),
         ));
@@ -93,7 +100,17 @@ impl Drop for Rigged {
     }
 }
 
+fn oom(script: &Script, requested: u64) -> Oom {
+    Oom {
+        requested,
+        component: Component::Arena,
+        meters: Box::new(script.meters()),
+    }
+}
+
+#[derive(Clone)]
 struct Device {
+    spec: ProfileSpec,
     limits: StepLimits,
     script: Arc<Script>,
 }
@@ -103,6 +120,9 @@ impl Target for Device {
 
     fn build(&mut self, config: &StateConfig) -> Result<Rigged, Oom> {
         let bytes = config.kv.capacity_tokens() as u64 * BYTES_PER_TOKEN;
+        if self.script.full.load(Ordering::SeqCst) {
+            return Err(oom(&self.script, bytes));
+        }
         self.script.reserved.fetch_add(bytes, Ordering::SeqCst);
         let (kv, limits) = (config.kv, self.limits);
         let mut inner = SimExecutor::new(SimConfig {
@@ -157,13 +177,24 @@ impl Memory for Reader {
     }
 }
 
-impl StateSource<Rigged> for Reader {
+impl StateSource<Rigged> for Device {
     fn high_water(&self) -> u64 {
-        self.0.high_water.load(Ordering::SeqCst)
+        self.script.high_water.load(Ordering::SeqCst)
     }
 
     fn proved_peak(&self) -> u64 {
-        Memory::proved_peak(self)
+        self.script.proved_peak.load(Ordering::SeqCst)
+    }
+
+    fn meters(&self) -> Meters {
+        self.script.meters()
+    }
+
+    fn trim(&mut self) {}
+
+    fn rebuild(&mut self) -> Result<Proved<Rigged>, ProfileError> {
+        let spec = self.spec.clone();
+        profile(self, &spec, &mut ())
     }
 }
 
@@ -175,6 +206,7 @@ pub(crate) struct Setup {
     pub(crate) kv_tokens: usize,
     pub(crate) template: Option<&'static str>,
     pub(crate) defaults: GenerationDefaults,
+    pub(crate) outage_patience: Duration,
     pub(crate) options: ServerOptions,
 }
 
@@ -190,6 +222,7 @@ impl Default for Setup {
                  {% if add_generation_prompt %}<assistant>{% endif %}{{ suffix }}",
             ),
             defaults: GenerationDefaults::default(),
+            outage_patience: PATIENCE,
             options: ServerOptions {
                 max_body_bytes: 1 << 20,
                 ..Default::default()
@@ -262,6 +295,7 @@ impl Rig {
             min_fragmentation_bytes: 0,
         };
         let mut device = Device {
+            spec: spec.clone(),
             limits,
             script: Arc::clone(&script),
         };
@@ -274,8 +308,9 @@ impl Rig {
             vocab_size,
             enable_prefix_caching: true,
             steps_in_flight: 1,
+            outage_patience: setup.outage_patience,
         };
-        let engine = EngineHandle::spawn(proved, Reader(Arc::clone(&script)), &config).unwrap();
+        let engine = EngineHandle::spawn(proved, device, &config).unwrap();
         let tokenizer = Tokenizer::bytes();
         let model = ModelInfo {
             id: "sim".into(),

@@ -1,0 +1,179 @@
+//! Between two executors: the state is lost or was given back, and a new one is proved.
+
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::{Duration, Instant};
+
+use plimsoll_core::{Executor, StepError};
+use plimsoll_profiler::{ProfileError, Proved, ProvedParts};
+use tokio::sync::oneshot;
+
+use crate::Phase;
+use crate::shared::Command;
+use crate::thread::EngineThread;
+
+/// Hears when the engine sleeps.
+pub(crate) type Sleeper = oneshot::Sender<()>;
+
+/// Hears whether the engine woke, or why it has not yet.
+pub(crate) type Waker = oneshot::Sender<Result<(), String>>;
+
+/// Until a state that did not fit is tried again, doubled each time up to the last.
+const FIRST_RETRY: Duration = Duration::from_secs(1);
+const LAST_RETRY: Duration = Duration::from_secs(30);
+
+/// What ended a wait for commands.
+enum Waited {
+    Elapsed,
+    Woken(Waker),
+    Stop,
+}
+
+impl<E: Executor> EngineThread<E> {
+    /// A new state in place of one that ran out of memory; requests that were not in the step wait for it. `None` where the
+    /// engine is to end.
+    pub(crate) fn recover(&mut self) -> Option<E> {
+        self.forget_kv();
+        let executor = self.renew(None)?;
+        self.shared.lock().stats.rebuilds_oom += 1;
+        Some(executor)
+    }
+
+    /// Sleeps, without a state, until woken. `None` where the engine is to end.
+    pub(crate) fn sleep(&mut self, sleeper: Sleeper) -> Option<E> {
+        self.forget_kv();
+        self.source.trim();
+        tracing::info!("asleep: the memory of KV cache and steps is given back, weights stay");
+        // A client that is gone asked for it nevertheless.
+        let _ = sleeper.send(());
+        let Waited::Woken(waker) = self.wait(None) else {
+            return None;
+        };
+        let executor = self.renew(Some(waker))?;
+        self.shared.lock().stats.rebuilds_wake += 1;
+        Some(executor)
+    }
+
+    /// Who waits until the engine sleeps, if it is still to sleep; from here on it does.
+    pub(crate) fn take_sleeper(&mut self) -> Option<Sleeper> {
+        let sleeper = self.sleeper.take()?;
+        let mut state = self.shared.lock();
+        // Whoever asked may have lost patience.
+        (state.phase == Phase::FallingAsleep).then(|| {
+            state.phase = Phase::Asleep;
+            sleeper
+        })
+    }
+
+    /// Tries until a state is proved. `None` where the engine is to end.
+    fn renew(&mut self, mut waker: Option<Waker>) -> Option<E> {
+        let began = Instant::now();
+        let mut pause = FIRST_RETRY;
+        loop {
+            if self.shared.lock().deadline.is_some() {
+                return None;
+            }
+            let why = match self.source.rebuild() {
+                Ok(proved) => {
+                    let executor = self.take_over(proved);
+                    tracing::info!(
+                        tokens = self.kv.capacity_tokens(),
+                        seconds = began.elapsed().as_secs_f64(),
+                        "the state is built again and proved"
+                    );
+                    if let Some(waker) = waker {
+                        let _ = waker.send(Ok(()));
+                    }
+                    return Some(executor);
+                }
+                Err(error @ ProfileError::DoesNotFit(_)) => error.to_string(),
+                // Trying again would not help, a new process may.
+                Err(defect) => panic!("the state could not be built again: {defect}"),
+            };
+            tracing::warn!(
+                retry_seconds = pause.as_secs_f64(),
+                "the state cannot be built again: {why}"
+            );
+            if let Some(waker) = waker.take() {
+                let _ = waker.send(Err(why.clone()));
+            }
+            {
+                let mut state = self.shared.lock();
+                state.outage = Some(why);
+                state.retry_at = Some(Instant::now() + pause);
+            }
+            if began.elapsed() + pause > self.outage_patience {
+                self.turn_away();
+            }
+            if let Waited::Stop = self.wait(Some(Instant::now() + pause)) {
+                return None;
+            }
+            pause = (2 * pause).min(LAST_RETRY);
+        }
+    }
+
+    /// Nobody waits for memory for ever.
+    fn turn_away(&mut self) {
+        let error = StepError::NoState {
+            patience: self.outage_patience,
+        };
+        let events = self.scheduler.fail_all(&error);
+        if !events.is_empty() {
+            tracing::error!(requests = events.len(), %error, "requests that waited for memory failed");
+        }
+        self.deliver(events);
+    }
+
+    /// The KV cache is gone, and with it what requests had in it.
+    fn forget_kv(&mut self) {
+        let events = self.scheduler.reset(self.kv);
+        self.deliver(events);
+    }
+
+    /// Serves with a new state from here on.
+    fn take_over(&mut self, proved: Proved<E>) -> E {
+        let ProvedParts {
+            state: executor,
+            config,
+            ..
+        } = proved.into_parts();
+        self.kv = config.kv;
+        self.highest = self.source.proved_peak();
+        self.peers_at_ready = self.source.meters().peers();
+        self.clock.start(executor.device_time());
+        {
+            let mut state = self.shared.lock();
+            state.kv = config.kv;
+            state.limits.kv_capacity_tokens = config.kv.capacity_tokens();
+            state.outage = None;
+            state.retry_at = None;
+            state.restart_progress();
+            if state.phase == Phase::Rebuilding {
+                state.phase = Phase::Running;
+            }
+        }
+        let events = self.scheduler.reset(config.kv);
+        self.deliver(events);
+        executor
+    }
+
+    /// Obeys commands until `until`, or for ever.
+    fn wait(&mut self, until: Option<Instant>) -> Waited {
+        loop {
+            if self.shared.lock().deadline.is_some() {
+                return Waited::Stop;
+            }
+            let received = match until {
+                Some(until) => self
+                    .commands
+                    .recv_timeout(until.saturating_duration_since(Instant::now())),
+                None => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match received {
+                Ok(Command::Wake(waker)) if until.is_none() => return Waited::Woken(waker),
+                Ok(command) => self.obey(command),
+                Err(RecvTimeoutError::Timeout) => return Waited::Elapsed,
+                Err(RecvTimeoutError::Disconnected) => return Waited::Stop,
+            }
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! A device whose memory goes away, in a step or by request, and may come back.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use plimsoll_core::{
+    BlockSize, Component, FinishReason, Meters, Oom, Request, RequestOptions, SamplingOptions, StateConfig,
+    StepError, StepLimits,
+};
+use plimsoll_profiler::{KvSize, Margins, ProfileError, ProfileSpec, Proved, Target, profile};
+
+use super::{Fake, PATIENCE, Rig, Script, expected, read, token};
+use crate::{
+    Drained, EngineConfig, EngineHandle, Phase, RequestStream, SleepError, StateSource, SubmitError,
+    WakeError,
+};
+
+const LIMITS: StepLimits = StepLimits {
+    max_num_batched_tokens: 64,
+    max_num_seqs: 4,
+    max_model_len: 256,
+};
+
+/// Tokens of KV at the start.
+const TOKENS: usize = 512;
+
+/// A device with room for so many tokens of KV.
+#[derive(Clone)]
+struct Device {
+    script: Arc<Script>,
+    room: Arc<AtomicUsize>,
+}
+
+impl Device {
+    fn meters_now(&self) -> Meters {
+        let total = 2 * TOKENS as u64;
+        Meters {
+            total,
+            free: self.room.load(Ordering::SeqCst) as u64,
+            ..Default::default()
+        }
+    }
+
+    fn prove(&self) -> Result<Proved<Fake>, ProfileError> {
+        let mut spec = ProfileSpec::new(LIMITS, 100, BlockSize::default(), 1);
+        spec.size = KvSize::Tokens(self.room.load(Ordering::SeqCst).min(TOKENS));
+        spec.margins = Margins {
+            canary_bytes: 0,
+            min_fragmentation_bytes: 0,
+        };
+        profile(&mut self.clone(), &spec, &mut ())
+    }
+}
+
+impl Target for Device {
+    type State = Fake;
+
+    fn build(&mut self, config: &StateConfig) -> Result<Fake, Oom> {
+        if config.kv.capacity_tokens() > self.room.load(Ordering::SeqCst) {
+            return Err(oom());
+        }
+        self.script.dropped.store(false, Ordering::SeqCst);
+        Ok(Fake {
+            script: Arc::clone(&self.script),
+            launched: VecDeque::new(),
+        })
+    }
+
+    fn meters(&self) -> Meters {
+        self.meters_now()
+    }
+
+    fn reset_high_water(&mut self) {}
+
+    fn trim(&mut self) {}
+
+    fn take_scratch_high_water(&mut self, _: &mut Fake) -> u64 {
+        0
+    }
+
+    fn release_canary(&mut self, _: &mut Fake) {}
+}
+
+impl StateSource<Fake> for Device {
+    fn high_water(&self) -> u64 {
+        0
+    }
+
+    fn proved_peak(&self) -> u64 {
+        0
+    }
+
+    fn meters(&self) -> Meters {
+        self.meters_now()
+    }
+
+    fn trim(&mut self) {}
+
+    fn rebuild(&mut self) -> Result<Proved<Fake>, ProfileError> {
+        assert!(
+            self.script.dropped.load(Ordering::SeqCst),
+            "the old state makes room first"
+        );
+        self.prove()
+    }
+}
+
+fn oom() -> Oom {
+    Oom {
+        requested: 77,
+        component: Component::Arena,
+        meters: Box::default(),
+    }
+}
+
+/// The steps that shall find no memory say so.
+pub(super) fn told_oom() -> StepError {
+    StepError::Oom(oom())
+}
+
+fn start(steps_in_flight: usize, outage_patience: Duration) -> (Rig, Device) {
+    let device = Device {
+        script: Arc::default(),
+        room: Arc::new(AtomicUsize::new(TOKENS)),
+    };
+    let config = EngineConfig {
+        max_queue: 100,
+        vocab_size: 100,
+        enable_prefix_caching: true,
+        steps_in_flight,
+        outage_patience,
+    };
+    let engine = EngineHandle::spawn(device.prove().unwrap(), device.clone(), &config).unwrap();
+    let script = Arc::clone(&device.script);
+    script.steps.store(0, Ordering::SeqCst);
+    (Rig { engine, script }, device)
+}
+
+/// A request that takes part in every second step alone, as its sampling needs to know the last token.
+fn submit_slow(rig: &Rig, seed: u64, len: usize) -> RequestStream {
+    let options = RequestOptions {
+        prompt: (0..5).map(|i| token(seed, i + 1000)).collect(),
+        max_tokens: Some(len),
+        seed,
+        sampling: SamplingOptions {
+            presence_penalty: Some(1.0),
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let request = Request::new(rig.engine.next_id(), options, &rig.engine.limits()).unwrap();
+    rig.engine.submit(request).unwrap()
+}
+
+async fn until_steps(rig: &Rig, steps: usize) {
+    let more = rig.script.steps.load(Ordering::SeqCst) + steps;
+    rig.until("steps", |rig| rig.script.steps.load(Ordering::SeqCst) >= more)
+        .await;
+}
+
+/// A step waits; whoever comes now is not in it.
+async fn hold(rig: &Rig) {
+    rig.set(|s| &s.hold);
+    rig.until("a held step", |rig| rig.script.holding.load(Ordering::SeqCst))
+        .await;
+}
+
+#[tokio::test]
+async fn u21_a_step_without_memory_costs_its_own_requests_and_the_state_is_built_again() {
+    for (steps_in_flight, in_launch) in [(1, false), (1, true), (2, false), (2, true)] {
+        let (rig, _device) = start(steps_in_flight, PATIENCE);
+        rig.set_step(Duration::from_millis(5));
+        // Two steps in flight hold one each, if the second comes between two steps of the first.
+        let first = submit_slow(&rig, 1, 60);
+        until_steps(&rig, 2).await;
+        let second = submit_slow(&rig, 2, 60);
+        until_steps(&rig, 6).await;
+        rig.set(|s| if in_launch { &s.oom_in_launch } else { &s.oom });
+        let waiting: Vec<_> = (3..9).map(|seed| rig.submit(seed, 20).unwrap()).collect();
+        let ends = [(1, read(first).await), (2, read(second).await)];
+        let lost = ends.iter().filter(|(_, (_, end))| end.is_err()).count();
+        assert!(lost > 0, "{ends:?}");
+        for (seed, (tokens, end)) in ends {
+            match end {
+                Ok(reason) => assert_eq!((tokens, reason), (expected(seed, 60), FinishReason::Length)),
+                Err(error) => assert_eq!(error, told_oom()),
+            }
+        }
+        for (seed, stream) in (3..).zip(waiting) {
+            let (tokens, end) = read(stream).await;
+            match end {
+                Ok(_) => assert_eq!(tokens, expected(seed, 20)),
+                Err(error) => assert_eq!(error, told_oom()),
+            }
+        }
+        rig.until_empty().await;
+        let stats = rig.engine.stats();
+        assert_eq!((stats.rebuilds_oom, stats.failed_steps), (1, 1), "{stats:?}");
+        let outage = stats.last_oom.unwrap();
+        assert_eq!((outage.requested, outage.component), (77, Component::Arena));
+        assert!(outage.shape.rows > 0 && outage.shape.longest_context > 5);
+        let again = read(rig.submit(9, 30).unwrap()).await;
+        assert_eq!(again, (expected(9, 30), Ok(FinishReason::Length)));
+        assert!(rig.engine.health().is_moving(PATIENCE));
+    }
+}
+
+/// With two steps in flight, only one of them fails: whoever was in the other alone goes on where it was.
+#[tokio::test]
+async fn u21_the_step_beside_the_failed_one_ends_well() {
+    let (rig, _device) = start(2, PATIENCE);
+    rig.set_step(Duration::from_millis(5));
+    // One is in every step, the other in every second.
+    let in_all = rig.submit(1, 100).unwrap();
+    let in_some = submit_slow(&rig, 2, 40);
+    until_steps(&rig, 6).await;
+    rig.set(|s| &s.oom_of_one);
+    assert_eq!(read(in_all).await.1, Err(told_oom()));
+    assert_eq!(read(in_some).await, (expected(2, 40), Ok(FinishReason::Length)));
+    rig.until_empty().await;
+    let stats = rig.engine.stats();
+    assert_eq!(
+        (stats.failed_steps, stats.scheduler.restarts),
+        (1, 1),
+        "{stats:?}"
+    );
+    assert_eq!(stats.last_oom.unwrap().shape.rows, 1);
+}
+
+#[tokio::test]
+async fn u21_a_smaller_state_serves_what_fits_it() {
+    let (rig, device) = start(1, PATIENCE);
+    rig.set_step(Duration::from_millis(5));
+    let guilty = rig.submit(1, 100).unwrap();
+    until_steps(&rig, 3).await;
+    hold(&rig).await;
+    let long = rig.submit(2, 251).unwrap();
+    let short = rig.submit(3, 30).unwrap();
+    device.room.store(256 - 16, Ordering::SeqCst);
+    rig.set(|s| &s.oom_in_launch);
+    rig.script.hold.store(false, Ordering::SeqCst);
+    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    // One full request does not fit, so there is no state, until there is room for one.
+    rig.until("the outage", |rig| rig.engine.health().outage.is_some())
+        .await;
+    let refused = rig.submit(4, 1).unwrap_err();
+    assert!(
+        matches!(refused, SubmitError::Rebuilding { retry_after } if retry_after >= Duration::from_secs(1))
+    );
+    assert_eq!(rig.engine.health().phase, Phase::Rebuilding);
+    assert!(!rig.engine.health().is_moving(PATIENCE));
+    device.room.store(256, Ordering::SeqCst);
+    assert_eq!(read(short).await, (expected(3, 30), Ok(FinishReason::Length)));
+    assert_eq!(read(long).await, (expected(2, 251), Ok(FinishReason::Length)));
+    assert_eq!(rig.engine.limits().kv_capacity_tokens, 256);
+    assert_eq!(rig.engine.kv().num_blocks, 16);
+    let health = rig.engine.health();
+    assert_eq!((health.phase, health.outage), (Phase::Running, None));
+}
+
+#[tokio::test]
+async fn u21_nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
+    let (rig, device) = start(1, Duration::ZERO);
+    rig.set_step(Duration::from_millis(5));
+    let guilty = rig.submit(1, 100).unwrap();
+    until_steps(&rig, 3).await;
+    hold(&rig).await;
+    let waiting = rig.submit(2, 10).unwrap();
+    device.room.store(0, Ordering::SeqCst);
+    rig.set(|s| &s.oom_in_launch);
+    rig.script.hold.store(false, Ordering::SeqCst);
+    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    let patience = Duration::ZERO;
+    assert_eq!(read(waiting).await.1, Err(StepError::NoState { patience }));
+    rig.until_empty().await;
+    let began = Instant::now();
+    assert_eq!(rig.engine.drain(PATIENCE).await, Drained::Complete);
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    assert_eq!(rig.engine.health().phase, Phase::Stopped);
+}
+
+#[tokio::test]
+async fn u37_sleep_gives_the_state_back_and_waking_proves_it_again() {
+    let (rig, device) = start(1, PATIENCE);
+    rig.set_step(Duration::from_millis(5));
+    let before = read(rig.submit(1, 20).unwrap()).await;
+    // Whoever asks too early is told, and nothing has happened.
+    let running = rig.submit(2, 60).unwrap();
+    assert_eq!(
+        rig.engine.sleep(Duration::from_millis(20)).await,
+        Err(SleepError::Busy { requests: 1 })
+    );
+    assert_eq!(rig.engine.health().phase, Phase::Running);
+    let sleeping = tokio::spawn({
+        let engine = rig.engine.clone();
+        async move { engine.sleep(PATIENCE).await }
+    });
+    rig.until("falling asleep", |rig| {
+        rig.engine.health().phase == Phase::FallingAsleep
+    })
+    .await;
+    assert_eq!(rig.submit(3, 1).unwrap_err(), SubmitError::Asleep);
+    assert_eq!(
+        rig.engine.wake().await,
+        Err(WakeError::NotNow(Phase::FallingAsleep))
+    );
+    assert_eq!(read(running).await, (expected(2, 60), Ok(FinishReason::Length)));
+    assert_eq!(sleeping.await.unwrap(), Ok(()));
+    assert!(rig.script.dropped.load(Ordering::SeqCst), "the memory is free");
+    assert_eq!(rig.engine.health().phase, Phase::Asleep);
+    assert_eq!(rig.submit(3, 1).unwrap_err(), SubmitError::Asleep);
+    assert_eq!(rig.engine.sleep(PATIENCE).await, Ok(()), "it sleeps already");
+
+    device.room.store(0, Ordering::SeqCst);
+    let error = rig.engine.wake().await.unwrap_err();
+    assert!(matches!(&error, WakeError::NoMemory { .. }), "{error}");
+    assert_eq!(rig.engine.health().phase, Phase::Rebuilding);
+    device.room.store(TOKENS, Ordering::SeqCst);
+    rig.until("waking", |rig| rig.engine.health().phase == Phase::Running)
+        .await;
+    assert_eq!(rig.engine.wake().await, Ok(()), "it is awake already");
+    assert_eq!(read(rig.submit(1, 20).unwrap()).await, before);
+    let stats = rig.engine.stats();
+    assert_eq!((stats.rebuilds_wake, stats.rebuilds_oom), (1, 0));
+    assert_eq!(stats.scheduler.blocks_total, TOKENS / 16);
+
+    // A shutdown finds a sleeper asleep.
+    assert_eq!(rig.engine.sleep(PATIENCE).await, Ok(()));
+    let began = Instant::now();
+    assert_eq!(rig.engine.drain(PATIENCE).await, Drained::Complete);
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+}

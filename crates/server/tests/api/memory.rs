@@ -1,0 +1,216 @@
+//! Device memory that runs out while serving, or is given back for a time.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use plimsoll_engine::Phase;
+use plimsoll_server::ServerOptions;
+use serde_json::{Value, json};
+
+use crate::rig::{Rig, Setup};
+use crate::{CHAT, chat, oracle_text, with};
+
+fn content(answer: &Value) -> &str {
+    answer["choices"][0]["message"]["content"].as_str().unwrap()
+}
+
+/// What the model says to `chat("x")`.
+fn expected() -> String {
+    oracle_text("<user>x</><assistant>", 20, 1)
+}
+
+#[tokio::test]
+async fn u21_out_of_memory_is_a_503_and_the_next_request_is_served() {
+    let rig = Rig::new(Setup::default());
+    rig.script.oom.store(true, Ordering::SeqCst);
+    let error = rig.post(CHAT, chat("x")).await.error(503);
+    assert_eq!(
+        (&error["type"], &error["code"]),
+        (&json!("server_error"), &json!("out_of_memory"))
+    );
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("out of device memory"), "{message}");
+    rig.until("readiness", |rig| {
+        rig.state.engine().health().phase == Phase::Running
+    })
+    .await;
+    let answer = rig.post(CHAT, chat("x")).await;
+    assert_eq!(content(&answer.json()), expected());
+    let memory = rig.get("/memory").await.json();
+    assert_eq!(memory["rebuilds"], json!({ "oom": 1, "wake": 0 }));
+    assert_eq!(memory["now"]["components"]["kv"], 16384 * 64);
+    let last = &memory["last_oom"];
+    assert_eq!(
+        (&last["requested"], &last["component"]),
+        (&json!(4096), &json!("arena"))
+    );
+    assert_eq!(
+        (&last["step"]["rows"], &last["peers_delta"]),
+        (&json!(1), &json!(0))
+    );
+    let page = rig.get("/metrics").await.text;
+    for series in [
+        r#"plimsoll_engine_rebuilds_total{model_name="sim",engine="0",reason="oom"} 1"#,
+        r#"plimsoll_engine_rebuilds_total{model_name="sim",engine="0",reason="wake"} 0"#,
+        r#"plimsoll_requests_failed_total{model_name="sim",engine="0"} 1"#,
+    ] {
+        assert!(page.contains(series), "{series} is not in {page}");
+    }
+}
+
+#[tokio::test]
+async fn u21_a_stream_that_loses_its_memory_ends_with_an_error_event() {
+    let rig = Rig::new(Setup::default());
+    rig.set_step(Duration::from_millis(2));
+    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(900));
+    let (answer, ()) = tokio::join!(rig.post(CHAT, body), async {
+        rig.until_in_flight(1).await;
+        rig.until("tokens", |rig| {
+            rig.state.engine().stats().scheduler.generated_tokens > 3
+        })
+        .await;
+        rig.script.oom.store(true, Ordering::SeqCst);
+    });
+    let events = answer.events();
+    assert!(events.len() > 3);
+    assert_eq!(events.last().unwrap()["error"]["code"], "out_of_memory");
+}
+
+#[tokio::test]
+async fn u21_without_memory_the_server_is_alive_and_not_ready() {
+    let rig = Rig::new(Setup {
+        outage_patience: Duration::ZERO,
+        ..Default::default()
+    });
+    rig.script.full.store(true, Ordering::SeqCst);
+    rig.script.oom.store(true, Ordering::SeqCst);
+    rig.post(CHAT, chat("x")).await.error(503);
+    rig.until("an attempt that failed", |rig| {
+        let outage = rig.state.engine().health().outage;
+        outage.is_some_and(|why| !why.contains("a step"))
+    })
+    .await;
+    let ready = rig.get("/ready").await;
+    assert_eq!(
+        (ready.status.as_u16(), &ready.json()["status"]),
+        (503, &json!("rebuilding"))
+    );
+    assert!(
+        ready.headers["retry-after"]
+            .to_str()
+            .unwrap()
+            .parse::<u64>()
+            .unwrap()
+            >= 1
+    );
+    assert!(
+        ready.json()["reason"].as_str().unwrap().contains("memory"),
+        "{}",
+        ready.text
+    );
+    assert_eq!(rig.get("/health").await.status, 200);
+    let refused = rig.post(CHAT, chat("x")).await;
+    assert_eq!(refused.error(503)["code"], "rebuilding");
+    assert!(refused.headers.contains_key("retry-after"));
+    rig.script.full.store(false, Ordering::SeqCst);
+    rig.until("memory", |rig| {
+        rig.state.engine().health().phase == Phase::Running
+    })
+    .await;
+    assert_eq!(rig.get("/ready").await.status, 200);
+    assert_eq!(content(&rig.post(CHAT, chat("x")).await.json()), expected());
+}
+
+fn sleepy() -> Rig {
+    let options = ServerOptions {
+        enable_sleep_mode: true,
+        ..Default::default()
+    };
+    Rig::new(Setup {
+        options,
+        ..Default::default()
+    })
+}
+
+#[tokio::test]
+async fn u37_sleep_frees_the_state_and_waking_brings_it_back() {
+    let rig = sleepy();
+    let before = rig.get("/memory").await.json()["now"]["reserved"].clone();
+    let post = async |path: &str| rig.post_raw(path, "").await;
+    let is_sleeping = async || rig.get("/is_sleeping").await.json()["is_sleeping"].clone();
+    assert_eq!(is_sleeping().await, false);
+    assert_eq!(post("/wake_up").await.json(), json!({ "is_sleeping": false }));
+    assert_eq!(
+        post("/sleep?level=1").await.json(),
+        json!({ "is_sleeping": true })
+    );
+    assert_eq!(is_sleeping().await, true);
+    assert_eq!(rig.get("/memory").await.json()["now"]["reserved"], 0);
+    let ready = rig.get("/ready").await;
+    assert_eq!(
+        (ready.status.as_u16(), &ready.json()["status"]),
+        (503, &json!("sleeping"))
+    );
+    assert_eq!(rig.get("/health").await.status, 200);
+    let refused = rig.post(CHAT, chat("x")).await;
+    assert_eq!(refused.error(503)["code"], "sleeping");
+    assert!(refused.headers.contains_key("retry-after"));
+
+    rig.script.full.store(true, Ordering::SeqCst);
+    let refused = post("/wake_up").await;
+    assert_eq!(refused.error(503)["code"], "rebuilding");
+    assert!(refused.headers.contains_key("retry-after"));
+    rig.script.full.store(false, Ordering::SeqCst);
+    rig.until("waking", |rig| {
+        rig.state.engine().health().phase == Phase::Running
+    })
+    .await;
+    assert_eq!(rig.get("/memory").await.json()["now"]["reserved"], before);
+    assert_eq!(content(&rig.post(CHAT, chat("x")).await.json()), expected());
+    assert_eq!(post("/sleep").await.status, 200);
+    assert_eq!(post("/wake_up").await.json(), json!({ "is_sleeping": false }));
+    assert_eq!(content(&rig.post(CHAT, chat("x")).await.json()), expected());
+}
+
+#[tokio::test]
+async fn u37_a_server_with_work_stays_awake() {
+    let rig = sleepy();
+    rig.set_step(Duration::from_millis(2));
+    let body = with(chat("x"), "max_tokens", json!(500));
+    let (answer, refused) = tokio::join!(rig.post(CHAT, body), async {
+        rig.until_in_flight(1).await;
+        rig.post_raw("/sleep?timeout=0.01", "").await
+    });
+    let error = refused.error(409);
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("1 requests still run")
+    );
+    assert_eq!(answer.status, 200);
+    assert_eq!(rig.get("/ready").await.status, 200);
+}
+
+#[tokio::test]
+async fn u37_what_is_not_supported_is_named() {
+    let rig = sleepy();
+    for (path, named) in [
+        ("/sleep?level=2", "level must be 1"),
+        ("/sleep?level=x", "level"),
+        ("/sleep?mode=wait", "mode"),
+        ("/sleep?timeout=-1", "timeout"),
+        ("/wake_up?tags=weights", "tags"),
+    ] {
+        let error = rig.post_raw(path, "").await.error(400);
+        assert!(
+            error["message"].as_str().unwrap().contains(named),
+            "{path}: {error}"
+        );
+    }
+    assert_eq!(rig.get("/ready").await.status, 200);
+    let off = Rig::new(Setup::default());
+    off.post_raw("/sleep", "").await.error(404);
+    off.post_raw("/wake_up", "").await.error(404);
+    off.get("/is_sleeping").await.error(404);
+}
