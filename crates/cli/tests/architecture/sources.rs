@@ -201,6 +201,22 @@ fn skipped_tests(sources: &[Source]) -> Vec<String> {
         .collect()
 }
 
+/// What a test measures is nothing for the user's own servers.
+fn user_caches(sources: &[Source]) -> Vec<String> {
+    // Written apart so that this file does not break its own rule.
+    let binary = concat!("CARGO_BIN_", "EXE_plimsoll");
+    let careless = |text: &str| {
+        let text = text.to_lowercase().replace('_', "-");
+        !text.contains("no-profile-cache")
+    };
+    let guilty = sources
+        .iter()
+        .filter(|s| s.text.contains(binary) && careless(&s.text));
+    guilty
+        .map(|s| format!("{}: starts the binary without --no-profile-cache", s.path))
+        .collect()
+}
+
 /// Packages come from whatever index the machine is set to, and nothing lies outside the checkout.
 fn outside_places(sources: &[Source]) -> Vec<String> {
     // Written apart so that this file does not break its own rule.
@@ -252,6 +268,11 @@ fn no_test_is_skipped() {
 }
 
 #[test]
+fn tests_leave_the_users_caches_alone() {
+    assert_none(user_caches(&sources()));
+}
+
+#[test]
 fn nothing_points_outside() {
     assert_none(outside_places(&sources()));
 }
@@ -266,8 +287,10 @@ fn every_rule_can_fail() {
     let long = "\n".repeat(MAX_LINES + 1);
     let host = format!("pip --index https://{}", concat!("pypi", ".org"));
     let gpu_test = format!("#[ignore = {NEEDS_GPU:?}]\nfn f() {{}}");
+    let binary = concat!("env!(\"CARGO_BIN_", "EXE_plimsoll\")");
+    let careful = format!("{binary}.env(\"PLIMSOLL_NO_PROFILE_CACHE\", \"true\")");
     let mixed = format!("{gpu_test}\n#[ignore]\nfn g() {{}}");
-    let cases: [(Rule, &str, &str, [Example<'_>; 2]); 9] = [
+    let cases: [(Rule, &str, &str, [Example<'_>; 2]); 10] = [
         (
             unsafe_code,
             "crates/kv/src/lib.rs",
@@ -342,6 +365,12 @@ fn every_rule_can_fail() {
                 ("tests/http/test_b.py", "def test_b(): pass"),
                 ("README.md", "skip"),
             ],
+        ),
+        (
+            user_caches,
+            "crates/cli/tests/a.rs",
+            binary,
+            [("crates/cli/tests/b.rs", &careful), ("crates/cli/tests/c.rs", "")],
         ),
         (
             outside_places,
