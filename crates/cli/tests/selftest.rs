@@ -133,6 +133,10 @@ enum Spoil {
     Answer(StatusCode, &'static str),
     /// What stands in whole answers.
     Text(&'static str, &'static str),
+    /// Every seventh completion is refused for now, as a full queue does.
+    Later,
+    /// Every seventh completion is never answered.
+    Silence,
     /// `/ready`, once requests were answered.
     Ready,
     /// `/metrics` always says that somebody else's request is in.
@@ -162,13 +166,16 @@ impl Proxy {
         url
     }
 
-    fn spoiled_status(&self, path: &str) -> Option<(StatusCode, &'static str)> {
+    /// The answer in place of the server's, if there is one; never, for a silence.
+    async fn spoiled_status(&self, path: &str) -> Option<(StatusCode, &'static str)> {
         let is_completion = path.ends_with("completions");
         let before = self
             .completions
             .fetch_add(usize::from(is_completion), Ordering::SeqCst);
         match self.spoil {
             Spoil::Answer(status, text) if is_completion && before % 7 == 6 => Some((status, text)),
+            Spoil::Later if is_completion && before % 7 == 6 => Some((StatusCode::TOO_MANY_REQUESTS, "")),
+            Spoil::Silence if is_completion && before % 7 == 6 => std::future::pending().await,
             Spoil::Ready if path == "/ready" && before > 0 => {
                 Some((StatusCode::SERVICE_UNAVAILABLE, "stalled"))
             }
@@ -196,8 +203,12 @@ impl Proxy {
 
 async fn pass(State(proxy): State<Arc<Proxy>>, request: Request) -> Response<Body> {
     let path = request.uri().path().to_owned();
-    if let Some((status, text)) = proxy.spoiled_status(&path) {
-        return Response::builder().status(status).body(text.into()).unwrap();
+    if let Some((status, text)) = proxy.spoiled_status(&path).await {
+        let mut answer = Response::builder().status(status);
+        if matches!(proxy.spoil, Spoil::Later) {
+            answer = answer.header(header::RETRY_AFTER, "1");
+        }
+        return answer.body(text.into()).unwrap();
     }
     let (parts, body) = request.into_parts();
     let body: Bytes = axum::body::to_bytes(body, usize::MAX).await.unwrap();
@@ -259,10 +270,13 @@ async fn a_server_that_misbehaves_fails_with_what_it_did() {
             "finished with Some(\"stop\")",
         ),
         (Spoil::Ready, "/ready: 503"),
+        (Spoil::Silence, "no answer within 1 s"),
     ];
     for (spoil, finding) in cases {
         let url = Proxy::start(&sim.url, spoil).await;
-        let output = tokio::task::spawn_blocking(move || selftest(&url, &["--duration", "2s"]));
+        let output = tokio::task::spawn_blocking(move || {
+            selftest(&url, &["--duration", "2s", "--request-timeout", "1"])
+        });
         let output = output.await.unwrap();
         let verdict = verdict(&output);
         assert_eq!(output.status.code(), Some(1), "{spoil:?}: {verdict:#}");
@@ -290,4 +304,19 @@ async fn a_server_with_other_clients_is_not_tested() {
     assert_eq!(output.status.code(), Some(9));
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(text.contains("1 requests of others"), "{text}");
+}
+
+/// A full queue is no defect: the request comes again when it was told to.
+#[tokio::test]
+async fn u26_a_server_that_is_full_is_asked_again() {
+    let sim = Sim::start();
+    let url = Proxy::start(&sim.url, Spoil::Later).await;
+    let output = tokio::task::spawn_blocking(move || selftest(&url, &["--duration", "3s"]));
+    let verdict = verdict(&output.await.unwrap());
+    assert_eq!(verdict["findings"], serde_json::json!([]), "{verdict:#}");
+    let requests = &verdict["requests"];
+    assert!(
+        requests["busy"].as_u64() > Some(0) && requests["done"].as_u64() > requests["busy"].as_u64(),
+        "{requests}"
+    );
 }
