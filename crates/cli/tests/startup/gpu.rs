@@ -3,11 +3,13 @@
 use plimsoll_cli::Error;
 use plimsoll_cli::plan_cache::PlanCache;
 use plimsoll_cli::start::{Loaded, Ready, StartContext};
-use plimsoll_core::{Component, Meters};
+use plimsoll_core::{Component, Meters, StepError};
 use plimsoll_device::cuda::{Gpu, GpuLimit, GpuOptions};
 use plimsoll_engine::Drained;
 use plimsoll_profiler::{Origin, Outcome, ProfileError};
+use plimsoll_server::Memory;
 
+use crate::recovery::{PATIENCE, read, submit, until_ready};
 use crate::{CONFIG, Model, answers, engine_args};
 
 /// What the GPU says it has.
@@ -167,4 +169,81 @@ async fn every_allocation_of_a_start_on_a_gpu_may_fail() {
         gpu.trim().unwrap();
         assert_eq!(held(&gpu.meters()), 0, "allocation {n}");
     }
+}
+
+/// U21 with graphs and two steps in flight: the state goes while they run, and comes back; smaller, where the GPU gives less.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn u21_a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
+    let model = model();
+    let gpu = gpu(None);
+    let ready = model.start_on("", gpu.clone()).unwrap();
+    let (engine, full) = (ready.engine.clone(), ready.report.kv_tokens);
+    let expected = answers(&engine).await;
+    until_ready(&engine).await;
+    let before = gpu.budget().meters();
+    for step in [1, 2, 9] {
+        gpu.budget().fail_step(step);
+        let streams: Vec<_> = [0, 50, 100, 150, 0, 50, 100, 150]
+            .map(|first| submit(&engine, first, 24))
+            .into();
+        let mut failed = 0;
+        for (i, stream) in streams.into_iter().enumerate() {
+            match read(stream).await {
+                Ok(tokens) => assert_eq!(tokens, expected[i % 4], "step {step}"),
+                Err(StepError::Oom(_)) => failed += 1,
+                Err(other) => panic!("step {step}: {other}"),
+            }
+        }
+        assert!((1..=4).contains(&failed), "{failed} failed in step {step}");
+        until_ready(&engine).await;
+        let after = gpu.budget().meters();
+        for component in [Component::Weights, Component::Arena, Component::Staging] {
+            let held = [&before, &after].map(|meters| meters.by_component.get(component));
+            assert_eq!(held[0], held[1], "{component} after step {step}");
+        }
+        assert_eq!(answers(&engine).await, expected);
+    }
+    assert_eq!(ready.standing.allocations_after_ready(), 0);
+
+    // There is room for the state, and none for the canary beside it.
+    gpu.budget().set_cap(Some(gpu.budget().meters().reserved));
+    gpu.budget().fail_step(1);
+    assert!(matches!(
+        read(submit(&engine, 0, 24)).await,
+        Err(StepError::Oom(_))
+    ));
+    until_ready(&engine).await;
+    let smaller = engine.limits().kv_capacity_tokens;
+    assert!(smaller < full && smaller > full / 5 * 4, "{smaller} of {full}");
+    assert_eq!(answers(&engine).await, expected);
+    assert_eq!(engine.stats().rebuilds_oom, 4);
+    drop(engine);
+    stop(ready, &gpu).await;
+}
+
+/// U37: the pool is trimmed too.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn u37_a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
+    let model = model();
+    let gpu = gpu(None);
+    let ready = model.start_on("", gpu.clone()).unwrap();
+    let engine = ready.engine.clone();
+    let expected = answers(&engine).await;
+    until_ready(&engine).await;
+    let weights = gpu.meters().by_component.get(Component::Weights);
+    for _ in 0..2 {
+        engine.sleep(PATIENCE).await.unwrap();
+        let asleep = gpu.meters();
+        // The pool gives back whole chunks of 2 MiB.
+        let slack = held(&asleep) - weights;
+        assert!(slack < 64 << 20, "{slack} bytes beside the weights: {asleep:?}");
+        assert_eq!(asleep.by_component.get(Component::Kv), 0);
+        engine.wake().await.unwrap();
+        assert_eq!(answers(&engine).await, expected);
+    }
+    assert_eq!(ready.standing.allocations_after_ready(), 0);
+    drop(engine);
+    stop(ready, &gpu).await;
 }

@@ -10,7 +10,7 @@ use plimsoll_server::Memory;
 
 use crate::{BUDGET, Model, answers, stop};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 async fn until(what: &str, condition: impl Fn() -> bool) {
     let began = Instant::now();
@@ -21,7 +21,7 @@ async fn until(what: &str, condition: impl Fn() -> bool) {
 }
 
 /// A greedy request whose text depends on its first token.
-fn submit(engine: &EngineHandle, first: TokenId, max_tokens: usize) -> RequestStream {
+pub(crate) fn submit(engine: &EngineHandle, first: TokenId, max_tokens: usize) -> RequestStream {
     let options = RequestOptions {
         prompt: (first..first + 40).collect(),
         max_tokens: Some(max_tokens),
@@ -35,7 +35,7 @@ fn submit(engine: &EngineHandle, first: TokenId, max_tokens: usize) -> RequestSt
     engine.submit(request).unwrap()
 }
 
-async fn read(mut stream: RequestStream) -> Result<Vec<TokenId>, StepError> {
+pub(crate) async fn read(mut stream: RequestStream) -> Result<Vec<TokenId>, StepError> {
     let mut tokens = Vec::new();
     while let Some(event) = stream.next().await {
         match event {
@@ -48,7 +48,7 @@ async fn read(mut stream: RequestStream) -> Result<Vec<TokenId>, StepError> {
 }
 
 /// Serves again, with nothing in.
-async fn until_ready(engine: &EngineHandle) {
+pub(crate) async fn until_ready(engine: &EngineHandle) {
     until("readiness", || engine.health().phase == Phase::Running).await;
     until("emptiness", || {
         let stats = engine.stats();
