@@ -35,23 +35,34 @@ pub struct Locks {
 /// Held while a device is measured; dropping it lets the next start go on.
 #[derive(Debug)]
 #[must_use = "a dropped lock is free at once"]
-pub struct DeviceLock(Option<File>);
+pub struct DeviceLock {
+    file: Option<File>,
+    waited: Duration,
+}
 
 impl DeviceLock {
     /// For a device that nobody else can use, or whose starts cannot be kept apart.
     pub fn none() -> Self {
-        Self(None)
+        Self {
+            file: None,
+            waited: Duration::ZERO,
+        }
     }
 
     /// Whether there is a lock.
     pub fn is_held(&self) -> bool {
-        self.0.is_some()
+        self.file.is_some()
+    }
+
+    /// How long others had it first.
+    pub fn waited(&self) -> Duration {
+        self.waited
     }
 }
 
 impl Drop for DeviceLock {
     fn drop(&mut self) {
-        if let Some(file) = &self.0 {
+        if let Some(file) = &self.file {
             // For people alone; the kernel frees the lock with the file.
             let _ = file.set_len(0);
         }
@@ -123,12 +134,16 @@ impl Locks {
         if let Err(error) = sign(&mut file, &self.holder) {
             tracing::debug!(%error, "the lock file does not say who holds it");
         }
+        let waited = begin.elapsed();
         tracing::info!(
             "device lock: {} after {:.1} s",
             path.display(),
-            begin.elapsed().as_secs_f64()
+            waited.as_secs_f64()
         );
-        Ok(DeviceLock(Some(file)))
+        Ok(DeviceLock {
+            file: Some(file),
+            waited,
+        })
     }
 }
 
@@ -269,11 +284,15 @@ mod tests {
         let held = locks.take("cpu").unwrap();
         let begin = Instant::now();
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| locks.take("cpu").unwrap().is_held());
+            let waiting = scope.spawn(|| locks.take("cpu").unwrap());
             thread::sleep(Duration::from_millis(300));
             assert!(!waiting.is_finished());
             drop(held);
-            assert!(waiting.join().unwrap());
+            let lock = waiting.join().unwrap();
+            assert!(
+                lock.is_held() && lock.waited() > Duration::from_millis(200),
+                "{lock:?}"
+            );
         });
         assert!(begin.elapsed() < Duration::from_secs(30), "it was told nothing");
     }

@@ -17,6 +17,7 @@ use tokio::net::{TcpSocket, lookup_host};
 use crate::args::{EngineArgs, ServeArgs, ServerArgs};
 use crate::device::Device;
 use crate::error::Error;
+use crate::lock::DeviceLock;
 use crate::plan_cache::PlanCache;
 use crate::source::{Source, resolve};
 use crate::standing::Standing;
@@ -74,7 +75,7 @@ pub async fn profile(args: EngineArgs) -> Result<(), Error> {
     let times = context.times.clone();
     let source = resolve_timed(&args, &times).await?;
     let work = move || {
-        let (device, _lock) = times.measure("device", || Device::open(&source, &args))?;
+        let (device, _lock) = open_timed(&source, &args, &times)?;
         let report = Loaded::with(&source, &args, device, context)?.profile(&args)?;
         times.ready();
         write_report(&args, &report_json(&report, &times))?;
@@ -94,6 +95,15 @@ async fn resolve_timed(args: &EngineArgs, times: &StartTimes) -> Result<Source, 
     Ok(source)
 }
 
+/// The device, open. To wait for others that measure it is a stage of its own.
+fn open_timed(source: &Source, args: &EngineArgs, times: &StartTimes) -> Result<(Device, DeviceLock), Error> {
+    let begin = Instant::now();
+    let (device, lock) = Device::open(source, args)?;
+    times.add("wait", lock.waited());
+    times.add("device", begin.elapsed().saturating_sub(lock.waited()));
+    Ok((device, lock))
+}
+
 /// Everything the HTTP server needs, and what is to be said about it.
 struct Prepared {
     state: AppState,
@@ -103,9 +113,7 @@ struct Prepared {
 
 /// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
 fn prepare(source: &Source, args: &ServeArgs, context: StartContext) -> Result<Prepared, Error> {
-    let (device, lock) = context
-        .times
-        .measure("device", || Device::open(source, &args.engine))?;
+    let (device, lock) = open_timed(source, &args.engine, &context.times)?;
     let loaded = Loaded::with(source, &args.engine, device, context)?;
     let Ready {
         engine,

@@ -206,7 +206,7 @@ async fn u22_the_second_start_is_cached_unless_a_flag_says_no() {
         assert_eq!(memory["profile"]["start"], report["start"]);
         let total = report["start"]["seconds"].as_f64().unwrap();
         let stages = report["start"]["stages"].as_array().unwrap();
-        for name in ["resolve", "device", "validate", "engine", "listen"] {
+        for name in ["resolve", "wait", "device", "validate", "engine", "listen"] {
             let stage = stages.iter().find(|stage| stage["stage"] == name).expect(name);
             assert!(stage["seconds"].as_f64().unwrap() <= total, "{name}: {report}");
         }
