@@ -120,7 +120,8 @@ impl Locks {
                     path: path.to_owned(),
                 });
             }
-            if said.is_none_or(|at| waited - at >= REMIND) {
+            // A holder needs a moment to say who it is.
+            if waited >= POLL && said.is_none_or(|at| waited - at >= REMIND) {
                 said = Some(waited);
                 tracing::info!(
                     "waiting for {device}: {} measures it; waited {:.0} s of at most {:.0} s",
