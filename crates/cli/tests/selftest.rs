@@ -241,6 +241,10 @@ async fn a_server_that_misbehaves_fails_with_what_it_did() {
             "3 KV blocks are in use",
         ),
         (
+            Spoil::Metric("plimsoll_engine_rebuilds_total", "1"),
+            "states built again rose",
+        ),
+        (
             Spoil::Metric("plimsoll_steps_failed_total", "1"),
             "failed steps rose",
         ),

@@ -35,6 +35,7 @@ pub(super) struct Reading {
     pub(super) memory_high: u64,
     pub(super) allocations: u64,
     pub(super) above_proof: u64,
+    pub(super) rebuilds: u64,
 }
 
 impl Reading {
@@ -63,6 +64,7 @@ impl Reading {
             memory_high: get(names::MEMORY_HIGH)?,
             allocations: get(names::ALLOCATIONS)?,
             above_proof: get(names::ABOVE_PROOF)?,
+            rebuilds: get(names::REBUILDS)?,
         })
     }
 
@@ -88,6 +90,7 @@ impl Reading {
                 before.above_proof,
                 self.above_proof,
             ),
+            ("states built again", before.rebuilds, self.rebuilds),
             ("failed steps", before.failed_steps, self.failed_steps),
             (
                 "requests whose step failed",

@@ -30,3 +30,5 @@ pub const MEMORY_HIGH: &str = super::MEMORY_HIGH.0;
 pub const ALLOCATIONS: &str = super::ALLOCATIONS.0;
 /// Steps after which more memory was held than was proved.
 pub const ABOVE_PROOF: &str = super::ABOVE_PROOF.0;
+/// States built again since the server is ready.
+pub const REBUILDS: &str = super::REBUILDS.0;
