@@ -175,6 +175,11 @@ impl DryArena {
         self.placement.take_high_water()
     }
 
+    /// Bytes the arena would hold now.
+    pub fn capacity(&self) -> usize {
+        self.placement.capacity()
+    }
+
     /// Most bytes the arena would ever have held.
     pub fn peak_capacity(&self) -> usize {
         self.peak_capacity

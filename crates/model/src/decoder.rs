@@ -90,15 +90,20 @@ impl Decoder {
         let (n, eps) = (batch.tokens.len(), spec.rms_norm_eps);
         let (width, inner, q_size) = (spec.hidden_size, spec.intermediate_size, spec.q_size());
         let scale = 1.0 / (spec.head_dim as f32).sqrt();
-        let mut hidden = arena.alloc::<f32>(n * width)?;
-        let mut delta = arena.alloc::<f32>(n * width)?;
-        let mut normed = arena.alloc::<f32>(n * width)?;
-        let angles = arena.alloc::<f32>(n * spec.head_dim)?;
-        let qkv = arena.alloc::<f32>(n * (q_size + 2 * spec.kv_size()))?;
-        let q = arena.alloc::<f32>(n * q_size)?;
-        let mut attended = arena.alloc::<f32>(n * q_size)?;
-        let mut gate_up = arena.alloc::<f32>(n * 2 * inner)?;
-        let mut activated = arena.alloc::<f32>(n * inner)?;
+        let [
+            hidden,
+            delta,
+            normed,
+            angles,
+            qkv,
+            q,
+            attended,
+            gate_up,
+            activated,
+        ] = activation_widths(spec).map(|width| arena.alloc::<f32>(n * width));
+        let (mut hidden, mut delta, mut normed, angles) = (hidden?, delta?, normed?, angles?);
+        let (qkv, q, mut attended) = (qkv?, q?, attended?);
+        let (mut gate_up, mut activated) = (gate_up?, activated?);
 
         rope_angles(&self.frequencies, &batch.runs, angles);
         self.embedding.forward(batch.tokens, hidden);
@@ -162,6 +167,24 @@ impl Layer {
     fn qk_norm(&self, eps: f32) -> Option<QkNorm<'_>> {
         self.qk_norm.as_ref().map(|(q, k)| QkNorm { q, k, eps })
     }
+}
+
+/// Elements of a row of each activation that a step takes from the arena for all of its rows: the residual stream, what is
+/// to be added to it, its norm; angles; q, k and v, rotated q, attention's output; gate and up, their product.
+pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 9] {
+    let (width, inner, q_size) = (spec.hidden_size, spec.intermediate_size, spec.q_size());
+    let qkv = q_size + 2 * spec.kv_size();
+    [
+        width,
+        width,
+        width,
+        spec.head_dim,
+        qkv,
+        q_size,
+        q_size,
+        2 * inner,
+        inner,
+    ]
 }
 
 /// The cache, layer by layer.

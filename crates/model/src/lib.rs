@@ -1,7 +1,7 @@
 //! Models: configuration, weights, the decoder, the runner.
 //!
 //! [`Model::load`] reads a directory or a GGUF file into charged, packed weights; [`Model::build_state`] makes a [`Runner`],
-//! the [`plimsoll_core::Executor`] that turns step plans into sampled tokens.
+//! the [`plimsoll_core::Executor`] that turns step plans into sampled tokens. A [`Footprint`] says what both would take.
 
 pub mod arch;
 mod batch;
@@ -9,6 +9,7 @@ mod config;
 pub mod cuda;
 mod decoder;
 mod error;
+mod footprint;
 mod generation;
 mod gguf;
 mod model;
@@ -21,6 +22,7 @@ mod weights;
 pub use arch::Architecture;
 pub use config::ModelConfig;
 pub use error::{ModelError, Shape};
+pub use footprint::{ArenaUse, Footprint, StepSize};
 pub use generation::GenerationConfig;
 pub use gguf::GgufFile;
 pub use model::{KvCacheDtype, LoadFormat, LoadOptions, Model};

@@ -1,3 +1,4 @@
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -72,11 +73,7 @@ impl Model {
         let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, progress);
         let decoder = Decoder::load(spec, &mut loader)?;
-        let kv_element = match options.kv_cache_dtype {
-            KvCacheDtype::F32 => KvElementType::F32,
-            KvCacheDtype::Auto if loader.all_f32() => KvElementType::F32,
-            KvCacheDtype::F16 | KvCacheDtype::Auto => KvElementType::F16,
-        };
+        let kv_element = KvElementType::choose(options.kv_cache_dtype, loader.all_f32());
         let charges = loader.finish()?;
         drop(source);
         let Description {
@@ -126,8 +123,7 @@ impl Model {
 
     /// Bytes of KV cache per token.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        let spec = self.spec();
-        (2 * spec.num_layers * spec.kv_size() * self.kv_element.bytes()) as u64
+        self.kv_element.bytes_per_token(self.spec())
     }
 
     /// Bytes of one block of the KV cache.
@@ -192,7 +188,18 @@ impl Description {
         })
     }
 
-    fn dummy(&self, seed: u64) -> DummyWeights {
+    /// Where the weights are, as far as their headers go; [`None`] where a directory has none, or not all, as a download of
+    /// the configuration alone leaves it.
+    pub(crate) fn stored(&self) -> Result<Option<Box<dyn Source + '_>>, ModelError> {
+        match self.source(LoadFormat::Auto) {
+            Ok(source) => Ok(Some(source)),
+            Err(ModelError::NotAModel { .. }) => Ok(None),
+            Err(ModelError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(crate) fn dummy(&self, seed: u64) -> DummyWeights {
         DummyWeights {
             seed,
             dtype: self.config.dtype.unwrap_or(WeightType::F32),

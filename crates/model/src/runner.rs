@@ -14,7 +14,7 @@ use crate::decoder::Decoder;
 use crate::state::{KvCache, Staging};
 
 /// Rows whose logits exist at one time. Their memory, rows × vocabulary, would otherwise be the largest of the step.
-const LOGIT_ROWS: usize = 32;
+pub(crate) const LOGIT_ROWS: usize = 32;
 
 /// One engine state: everything that serves a model besides its weights. Dropped whole.
 #[derive(Debug)]

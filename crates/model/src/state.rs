@@ -3,7 +3,7 @@
 use plimsoll_core::{Component, KvConfig, Oom, StepLimits, TokenId};
 use plimsoll_device::{Budget, Slab};
 
-use crate::DecoderSpec;
+use crate::{DecoderSpec, KvCacheDtype};
 
 /// Element of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +13,20 @@ pub(crate) enum KvElementType {
 }
 
 impl KvElementType {
+    /// What `dtype` comes to, for a model of which `all_f32` says whether every projection is stored as f32.
+    pub(crate) fn choose(dtype: KvCacheDtype, all_f32: bool) -> Self {
+        match dtype {
+            KvCacheDtype::F32 => Self::F32,
+            KvCacheDtype::Auto if all_f32 => Self::F32,
+            KvCacheDtype::F16 | KvCacheDtype::Auto => Self::F16,
+        }
+    }
+
+    /// Bytes of KV cache per token of a model.
+    pub(crate) fn bytes_per_token(self, spec: &DecoderSpec) -> u64 {
+        (2 * spec.num_layers * spec.kv_size() * self.bytes()) as u64
+    }
+
     pub(crate) fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -67,11 +81,13 @@ pub(crate) struct Staging(Slab);
 
 impl Staging {
     pub(crate) fn new(budget: &Budget, limits: &StepLimits) -> Result<Self, Oom> {
-        let bytes = limits
-            .max_num_batched_tokens
-            .checked_mul(size_of::<TokenId>())
-            .ok_or_else(|| budget.oom(Component::Staging, u64::MAX))?;
+        let bytes = Self::bytes(limits).ok_or_else(|| budget.oom(Component::Staging, u64::MAX))?;
         Slab::new(budget, Component::Staging, bytes).map(Self)
+    }
+
+    /// What it takes; `None` if no memory could hold it.
+    pub(crate) fn bytes(limits: &StepLimits) -> Option<usize> {
+        limits.max_num_batched_tokens.checked_mul(size_of::<TokenId>())
     }
 
     /// Room for `len` tokens, at most as many as the limits allow.

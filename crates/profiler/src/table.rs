@@ -1,9 +1,9 @@
 //! A report for people: the device's memory as one bar, and where every byte of it went.
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
-use crate::Report;
 use crate::report::{Memory, human};
+use crate::{Bound, Compared, Prediction, Report};
 
 /// Cells of the bar.
 const CELLS: u64 = 80;
@@ -37,17 +37,86 @@ impl Report {
     /// Where every byte went, for people: a bar of the device's memory, one line a component, the sum of the parts, and what
     /// that is in requests.
     pub fn table(&self) -> String {
-        format!(
-            "{}\n  {} tokens of KV ({} blocks of {}): {:.1} requests of {} tokens; bound by {}",
-            self.ready.table(),
-            self.kv_tokens,
-            self.kv_blocks,
-            self.block_size,
-            self.full_length_requests,
-            self.max_model_len,
-            self.bound.name()
+        let size = Size {
+            tokens: self.kv_tokens,
+            blocks: self.kv_blocks,
+            block_size: self.block_size,
+            requests: self.full_length_requests,
+            max_model_len: self.max_model_len,
+            bound: self.bound,
+        };
+        format!("{}\n{size}", self.ready.table())
+    }
+}
+
+impl Prediction {
+    /// As [`Report::table`].
+    pub fn table(&self) -> String {
+        let size = Size {
+            tokens: self.kv_tokens,
+            blocks: self.kv_blocks,
+            block_size: self.block_size,
+            requests: self.full_length_requests,
+            max_model_len: self.max_model_len,
+            bound: self.bound,
+        };
+        format!("{}\n{size}", self.ready.table())
+    }
+}
+
+/// A KV cache, in requests.
+struct Size {
+    tokens: usize,
+    blocks: usize,
+    block_size: usize,
+    requests: f64,
+    max_model_len: usize,
+    bound: Bound,
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            tokens,
+            blocks,
+            block_size,
+            requests,
+            max_model_len,
+            bound,
+        } = self;
+        write!(
+            f,
+            "  {tokens} tokens of KV ({blocks} blocks of {block_size}): {requests:.1} requests of {max_model_len} tokens; \
+             bound by {}",
+            bound.name()
         )
     }
+}
+
+/// For people: a line for each number, with the error in percent.
+pub fn comparison_table(compared: &[Compared]) -> String {
+    let mut text = format!("  {:<26}{:>14}{:>14}{:>9}", "", "predicted", "measured", "error");
+    for Compared {
+        name,
+        predicted,
+        measured,
+        error,
+    } in compared
+    {
+        let number = |value: u64| match name.ends_with("tokens") {
+            true => value.to_string(),
+            false => human(value),
+        };
+        let error = error.map_or("-".to_owned(), |error| format!("{:+.2} %", error * 100.0));
+        // Writing to a string cannot fail.
+        let _ = write!(
+            text,
+            "\n  {name:<26}{:>14}{:>14}{error:>9}",
+            number(*predicted),
+            number(*measured)
+        );
+    }
+    text
 }
 
 impl Memory {

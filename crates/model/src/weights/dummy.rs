@@ -15,6 +15,16 @@ pub(crate) struct DummyWeights {
     pub(crate) dtype: WeightType,
 }
 
+impl DummyWeights {
+    /// As what every tensor is made.
+    pub(crate) fn stored_type(&self) -> WeightType {
+        match self.dtype {
+            dtype @ (WeightType::F16 | WeightType::Bf16) => dtype,
+            _ => WeightType::F32,
+        }
+    }
+}
+
 impl Source for DummyWeights {
     fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
         let stream = name
@@ -29,14 +39,11 @@ impl Source for DummyWeights {
             [] => (0.0, 1.0),
         };
         let value = |index: usize| centre + spread * unit(stream, index);
-        let data = match self.dtype {
+        let dtype = self.stored_type();
+        let data = match dtype {
             WeightType::F16 => bytes(len, |index| f16::from_f32(value(index)).to_le_bytes()),
             WeightType::Bf16 => bytes(len, |index| bf16::from_f32(value(index)).to_le_bytes()),
             _ => bytes(len, |index| value(index).to_le_bytes()),
-        };
-        let dtype = match self.dtype {
-            dtype @ (WeightType::F16 | WeightType::Bf16) => dtype,
-            _ => WeightType::F32,
         };
         Ok(Some(Tensor {
             name: name.to_owned(),
