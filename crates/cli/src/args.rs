@@ -43,7 +43,10 @@ pub enum Command {
     /// Serve a model over HTTP with the OpenAI API
     Serve(Box<ServeArgs>),
     /// Measure what a model needs and how much KV cache fits, without serving
-    Profile(Box<EngineArgs>),
+    Profile(Box<ProfileArgs>),
+    /// Predict what a model would need and how much KV cache would fit, from its configuration alone: no weights are
+    /// downloaded or read
+    Plan(Box<PlanArgs>),
     /// Measure latency or throughput
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -56,7 +59,8 @@ impl Command {
     pub fn model(&self) -> Option<&ModelArgs> {
         match self {
             Self::Serve(args) => Some(&args.engine.model),
-            Self::Profile(args) => Some(&args.model),
+            Self::Profile(args) => Some(&args.engine.model),
+            Self::Plan(args) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Latency(args)) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Throughput(args)) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Serve(_)) | Self::Selftest(_) => None,
@@ -86,6 +90,34 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub server: ServerArgs,
 }
+
+/// `plimsoll profile`.
+#[derive(Clone, Debug, Args)]
+#[command(args_override_self = true)]
+pub struct ProfileArgs {
+    /// Model, limits and memory.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print one JSON document in place of the tables: the report, and the prediction beside it
+    #[arg(long, help_heading = "General")]
+    pub json: bool,
+}
+
+/// `plimsoll plan`.
+#[derive(Clone, Debug, Args)]
+#[command(args_override_self = true, after_help = PLAN_HELP)]
+pub struct PlanArgs {
+    /// Model, limits and memory.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print one JSON document in place of the table
+    #[arg(long, help_heading = "General")]
+    pub json: bool,
+}
+
+const PLAN_HELP: &str = "\
+A GPU that this machine does not have can be planned for: --device cuda --device-memory 80GiB. Exit code 4: it would not \
+fit, with the flags that would make it. `plimsoll profile` measures instead, and says how far off the plan is.";
 
 /// Everything that decides what is loaded and how it runs.
 #[derive(Clone, Debug, Args)]

@@ -86,6 +86,74 @@ impl From<Gpu> for Device {
     }
 }
 
+/// Where a model is planned to run.
+#[derive(Clone, Debug)]
+pub enum Site {
+    /// On a device of this machine.
+    There(Device),
+    /// On a GPU with so many bytes, which this machine does not have.
+    AssumedGpu(u64),
+}
+
+impl Site {
+    /// The device that `args` ask for, as [`Device::open`], but nobody is waited for: it is only looked at. A GPU that is not
+    /// there is assumed, if `--device cuda` asks for one and `--device-memory` says how large it is.
+    ///
+    /// # Errors
+    /// As [`Device::open`].
+    pub fn look(source: &Source, args: &EngineArgs) -> Result<Self, Error> {
+        let choice = choice(source, args)?;
+        match (
+            choose(choice, |ordinal| open_gpu(ordinal, args)),
+            args.memory.device_memory,
+        ) {
+            (Ok(Chosen { gpu: Some(gpu), .. }), _) => {
+                check_gpu(args)?;
+                Ok(Self::There(Device::Gpu(gpu)))
+            }
+            (Ok(Chosen { gpu: None, .. }), _) => {
+                check_cpu(args)?;
+                Ok(Self::There(Device::Cpu(budget(source, args)?)))
+            }
+            (
+                Err(GpuError::NoDriver | GpuError::NoDevice { .. } | GpuError::NoKernels),
+                Some(Bytes(bytes)),
+            ) => {
+                check_gpu(args)?;
+                Ok(Self::AssumedGpu(bytes))
+            }
+            (Err(error @ (GpuError::NoDriver | GpuError::NoDevice { .. } | GpuError::NoKernels)), None) => {
+                Err(wrong(
+                    "--device",
+                    &format!(
+                        "{error}; to plan for a GPU that is not here, say how large it is: --device-memory 80GiB"
+                    ),
+                ))
+            }
+            (Err(error), _) => Err(error.into()),
+        }
+    }
+}
+
+/// `--device`, for a model that may have no choice.
+fn choice(source: &Source, args: &EngineArgs) -> Result<DeviceChoice, Error> {
+    match (source, args.device.device) {
+        (Source::Sim, DeviceChoice::Cuda(_)) => Err(wrong("--device", "the simulated model runs on the CPU")),
+        (Source::Sim, _) => Ok(DeviceChoice::Cpu),
+        (Source::Files { .. }, choice) => Ok(choice),
+    }
+}
+
+fn open_gpu(ordinal: usize, args: &EngineArgs) -> Result<Gpu, GpuError> {
+    let options = GpuOptions {
+        limit: limit(args),
+        cap: None,
+    };
+    let gpu = Gpu::open_with(ordinal, options)?;
+    plimsoll_kernels::cuda::check(&gpu)?;
+    Ok(gpu)
+}
+
 impl Device {
     /// The device that `args` ask for, open; says in the log which it is and why. Nobody else may measure it until the
     /// lock is dropped, which is to be kept until this process has taken all that it will ever take.
@@ -93,22 +161,7 @@ impl Device {
     /// # Errors
     /// Where a GPU was asked for and cannot be used, flags do not suit the device, or another start works on it.
     pub fn open(source: &Source, args: &EngineArgs) -> Result<(Self, DeviceLock), Error> {
-        let choice = match (source, args.device.device) {
-            (Source::Sim, DeviceChoice::Cuda(_)) => {
-                return Err(wrong("--device", "the simulated model runs on the CPU"));
-            }
-            (Source::Sim, _) => DeviceChoice::Cpu,
-            (Source::Files { .. }, choice) => choice,
-        };
-        let options = GpuOptions {
-            limit: limit(args),
-            cap: None,
-        };
-        let open = |ordinal| {
-            let gpu = Gpu::open_with(ordinal, options)?;
-            plimsoll_kernels::cuda::check(&gpu)?;
-            Ok(gpu)
-        };
+        let choice = choice(source, args)?;
         let locks = Locks::new(args);
         let gpu_lock = choice.ordinal().map(cuda::uuid).transpose();
         // What keeps a GPU from having a name keeps it from being opened too, which says so.
@@ -116,7 +169,7 @@ impl Device {
             Ok(Some(uuid)) => locks.take(&uuid)?,
             Ok(None) | Err(_) => DeviceLock::none(),
         };
-        let Chosen { gpu, why } = choose(choice, open)?;
+        let Chosen { gpu, why } = choose(choice, |ordinal| open_gpu(ordinal, args))?;
         let opened = match gpu {
             Some(gpu) => {
                 check_gpu(args)?;
@@ -310,7 +363,7 @@ mod tests {
             .into_iter()
             .chain(flags.split_whitespace());
         match Cli::try_parse_from(argv).unwrap().command {
-            Command::Profile(args) => *args,
+            Command::Profile(args) => args.engine,
             other => panic!("not profile: {other:?}"),
         }
     }

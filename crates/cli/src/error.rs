@@ -41,6 +41,15 @@ pub enum Error {
         /// What was looked for.
         expected: &'static str,
     },
+    /// A repository whose weights alone would tell what it is.
+    #[error(
+        "{model} has no config.json on the Hub, and its weights would have to be downloaded to know it: give the path of a \
+         .gguf file, or let `plimsoll profile` download and measure it"
+    )]
+    OnlyWeights {
+        /// MODEL as given.
+        model: String,
+    },
     /// The Hub.
     #[error(transparent)]
     Hub(#[from] HubError),
@@ -80,6 +89,9 @@ pub enum Error {
     /// The auto-profile.
     #[error(transparent)]
     Profile(#[from] ProfileError),
+    /// What a start would end with, by its prediction.
+    #[error("predicted from configuration and device, nothing was measured: {0}")]
+    Predicted(Box<Self>),
     /// The address cannot be listened on.
     #[error("cannot listen on {address}: {source}; choose another with --host and --port")]
     Bind {
@@ -137,9 +149,10 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Clap(error) => u8::try_from(error.exit_code()).unwrap_or(2),
+            Self::Predicted(error) => error.exit_code(),
             Self::Configuration { .. } => 2,
             Self::WeightsDoNotFit(_) | Self::Profile(ProfileError::DoesNotFit(_)) => 4,
-            Self::NoSuchModel { .. } | Self::WrongFormat { .. } => 3,
+            Self::NoSuchModel { .. } | Self::WrongFormat { .. } | Self::OnlyWeights { .. } => 3,
             Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
             Self::Bind { .. } => 5,
             Self::CutOff { .. } => 6,

@@ -296,7 +296,7 @@ mod tests {
         let args::Command::Profile(args) = parse(argv, environment).unwrap().command else {
             panic!("not profile")
         };
-        assert_eq!(args.limits.max_num_seqs, Some(2));
+        assert_eq!(args.engine.limits.max_num_seqs, Some(2));
     }
 
     #[test]

@@ -12,6 +12,7 @@ pub mod hub;
 pub mod layers;
 pub mod lock;
 pub mod logging;
+pub mod plan;
 pub mod plan_cache;
 mod progress;
 pub mod selftest;

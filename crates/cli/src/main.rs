@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use plimsoll_cli::args::{BenchCommand, Cli, Command};
-use plimsoll_cli::{Error, bench, hub, layers, logging, selftest, serve, source};
+use plimsoll_cli::{Error, bench, hub, layers, logging, plan, selftest, serve, source};
 
 fn main() -> ExitCode {
     match start() {
@@ -30,8 +30,12 @@ async fn run(cli: Cli) -> Result<(), Error> {
             serve::serve(*args).await
         }
         Command::Profile(args) => {
-            logging::init(args.log_format);
-            serve::profile(*args).await
+            logging::init(args.engine.log_format);
+            plan::profile(*args).await
+        }
+        Command::Plan(args) => {
+            logging::init(args.engine.log_format);
+            plan::plan(*args, std::env::args()).await
         }
         Command::Bench(BenchCommand::Serve(args)) => bench::serve(*args).await,
         Command::Bench(BenchCommand::Latency(args)) => bench::latency(*args).await,

@@ -1,4 +1,4 @@
-//! `plimsoll serve` and `plimsoll profile`.
+//! `plimsoll serve`.
 
 use std::future::Future;
 use std::io::Write;
@@ -21,7 +21,7 @@ use crate::lock::DeviceLock;
 use crate::plan_cache::PlanCache;
 use crate::source::{Source, resolve};
 use crate::standing::Standing;
-use crate::start::{Loaded, Ready, StartContext, StartTimes, Text, report_json, write_report};
+use crate::start::{Loaded, Ready, StartContext, StartTimes, Text, write_report};
 
 /// Connections the operating system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
@@ -68,27 +68,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     }
 }
 
-/// Measures what fits, and says so.
-pub async fn profile(args: EngineArgs) -> Result<(), Error> {
-    // It is asked to measure; the next server profits.
-    let context = StartContext::new(PlanCache::from_flags(&args.memory).write_only());
-    let times = context.times.clone();
-    let source = resolve_timed(&args, &times).await?;
-    let work = move || {
-        let (device, _lock) = open_timed(&source, &args, &times)?;
-        let report = Loaded::with(&source, &args, device, context)?.profile(&args)?;
-        times.ready();
-        write_report(&args, &report_json(&report, &times))?;
-        Ok::<_, Error>(report)
-    };
-    let report = tokio::task::spawn_blocking(work)
-        .await
-        .map_err(std::io::Error::other)??;
-    say(&report.table());
-    Ok(())
-}
-
-async fn resolve_timed(args: &EngineArgs, times: &StartTimes) -> Result<Source, Error> {
+pub(crate) async fn resolve_timed(args: &EngineArgs, times: &StartTimes) -> Result<Source, Error> {
     let begin = Instant::now();
     let source = resolve(&args.model).await?;
     times.add("resolve", begin.elapsed());
@@ -96,7 +76,11 @@ async fn resolve_timed(args: &EngineArgs, times: &StartTimes) -> Result<Source, 
 }
 
 /// The device, open. To wait for others that measure it is a stage of its own.
-fn open_timed(source: &Source, args: &EngineArgs, times: &StartTimes) -> Result<(Device, DeviceLock), Error> {
+pub(crate) fn open_timed(
+    source: &Source,
+    args: &EngineArgs,
+    times: &StartTimes,
+) -> Result<(Device, DeviceLock), Error> {
     let begin = Instant::now();
     let (device, lock) = Device::open(source, args)?;
     times.add("wait", lock.waited());
@@ -282,7 +266,7 @@ fn announce(address: SocketAddr, model: &str, after: Duration) {
 }
 
 /// What the command is for, on stdout. A server does not end because nobody reads it.
-fn say(text: &str) {
+pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stdout(), "{text}");
 }
 

@@ -41,6 +41,32 @@ pub async fn resolve(args: &ModelArgs) -> Result<Source, Error> {
     Ok(Source::Files { model, tokenizer })
 }
 
+/// Finds what tells about MODEL without its weights: config.json, or a GGUF file that is here.
+pub async fn resolve_config(args: &ModelArgs) -> Result<Source, Error> {
+    if args.model() == SIM_MODEL {
+        return Ok(Source::Sim);
+    }
+    let is_here = Path::new(args.model()).exists();
+    let only_weights = || Error::OnlyWeights {
+        model: args.model().to_owned(),
+    };
+    if !is_here && RepoId::parse(args.model()).is_some_and(|repo| repo.quant.is_some()) {
+        return Err(only_weights());
+    }
+    let path = locate(args.model(), args, Weights::None).await?;
+    let has_config = path.join("config.json").is_file();
+    let model = match pick(&path, args.load_format) {
+        // Weights may be missing.
+        Err(_) if has_config && args.load_format != LoadFormat::Gguf => path,
+        Err(_) if !is_here => return Err(only_weights()),
+        picked => picked?,
+    };
+    Ok(Source::Files {
+        tokenizer: model.clone(),
+        model,
+    })
+}
+
 /// Whether resolving `args` may need the network.
 pub fn is_remote(args: &ModelArgs) -> bool {
     let remote = |text: &str| text != SIM_MODEL && !Path::new(text).exists();

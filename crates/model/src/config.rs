@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::arch::Architecture;
 use crate::generation::token_ids;
+use crate::model::Description;
 use crate::{DecoderSpec, ModelError};
 
 /// What a model says about itself.
@@ -25,6 +26,14 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// Reads the config.json of a model directory, or the header of a GGUF file.
+    ///
+    /// # Errors
+    /// [`ModelError`], which names what is at fault.
+    pub fn read(path: &Path) -> Result<Self, ModelError> {
+        Description::read(path).map(|description| description.config)
+    }
+
     /// Reads a Hugging Face config.json.
     pub fn read_json(path: &Path) -> Result<Self, ModelError> {
         let text = std::fs::read_to_string(path).map_err(ModelError::io(path))?;

@@ -1,28 +1,36 @@
 //! What the profile would find, told without a device state: the same sum over computed numbers.
 
+mod advice;
+
 use plimsoll_core::{Component, KvConfig, Meters, StepLimits};
 use serde::Serialize;
 
-use crate::diagnostic::Evidence;
 use crate::report::Memory;
 use crate::{
-    Arithmetic, Bound, Cause, KvSize, LeftOut, Margins, Measured, ProfileError, ProfileSpec, Report,
-    ScenarioResult, ScenarioShape, scenario_shapes,
+    Arithmetic, Bound, Cause, Diagnostic, KvSize, LeftOut, Margins, Measured, ProfileError, ProfileSpec,
+    Report, ScenarioShape, scenario_shapes,
 };
 
-/// What a model and its states take on a device, by the formulas with which the real ones take it.
+/// What a model and its states for the limits of one profile take on a device, by the formulas with which the real ones take
+/// it.
 pub trait Footprint {
     /// The meters before any state is built.
     fn idle(&self) -> Meters;
 
-    /// The meters beside a state for `limits`, without a canary, whose arena holds `arena` bytes.
-    fn with_state(&self, limits: &StepLimits, kv: KvConfig, arena: u64) -> Meters;
+    /// The meters beside a state without a canary, whose arena holds `arena` bytes.
+    fn with_state(&self, kv: KvConfig, arena: u64) -> Meters;
 
     /// What a growing arena takes for worst steps, one after the other.
-    fn arena(&self, limits: &StepLimits, steps: &[ScenarioShape]) -> ArenaUse;
+    fn arena(&self, steps: &[ScenarioShape]) -> ArenaUse;
 
     /// Bytes that a fixed arena of `scratch` bytes holds.
     fn fixed_arena(&self, scratch: u64) -> u64;
+
+    /// The same for other limits.
+    fn for_limits(&self, limits: &StepLimits) -> Box<dyn Footprint>;
+
+    /// The same on a device of `total` bytes.
+    fn on_device_of(&self, total: u64) -> Box<dyn Footprint>;
 }
 
 /// What steps take from a growing arena, in bytes.
@@ -93,18 +101,19 @@ pub struct PredictedScenario {
 /// [`ProfileError`], where the profile would not succeed: [`ProfileError::DoesNotFit`] with the same advice.
 pub fn predict(spec: &ProfileSpec, footprint: &dyn Footprint) -> Result<Prediction, ProfileError> {
     spec.check()?;
-    let predictor = Predicted::new(spec, footprint);
-    match spec.size {
-        KvSize::Auto => predictor.automatic(),
-        KvSize::Tokens(tokens) => {
-            predictor.pinned(spec.block_size.blocks_for(tokens), tokens, Bound::PinnedTokens)
-        }
-        KvSize::Bytes(bytes) => {
-            let blocks = usize::try_from(bytes / spec.block_bytes()).unwrap_or(usize::MAX);
-            let tokens = blocks.saturating_mul(spec.block_size.tokens());
-            predictor.pinned(blocks, tokens, Bound::PinnedBytes)
-        }
+    let predicted = Predicted::new(spec, footprint);
+    match predicted.size() {
+        Ok(size) => Ok(predicted.prediction(size)),
+        Err(cause) => Err(predicted.refuse(cause)),
     }
+}
+
+/// Of the state that would serve.
+struct Size {
+    blocks: usize,
+    bound: Bound,
+    /// Bytes its arena holds.
+    arena: u64,
 }
 
 /// A computed probe.
@@ -113,7 +122,7 @@ struct Predicted<'a> {
     footprint: &'a dyn Footprint,
     idle: Meters,
     measured: Measured,
-    scenarios: Vec<ScenarioResult>,
+    scenarios: Vec<PredictedScenario>,
     left_out: Vec<LeftOut>,
     arithmetic: Arithmetic,
 }
@@ -123,8 +132,8 @@ impl<'a> Predicted<'a> {
         let idle = footprint.idle();
         let kv = spec.probe_kv();
         let (shapes, left_out) = scenario_shapes(&spec.limits, kv);
-        let arena = footprint.arena(&spec.limits, &shapes);
-        let peak = footprint.with_state(&spec.limits, kv, arena.peak);
+        let arena = footprint.arena(&shapes);
+        let peak = footprint.with_state(kv, arena.peak);
         let measured = Measured {
             peak_reserved: peak.reserved,
             peak_used: peak.used,
@@ -132,17 +141,11 @@ impl<'a> Predicted<'a> {
             kv_tokens: kv.capacity_tokens(),
             scratch_bytes: arena.scratch.iter().copied().max().unwrap_or(0),
         };
-        let result = |(shape, &scratch_bytes): (&ScenarioShape, &u64)| ScenarioResult {
-            kind: shape.kind,
-            rows: shape.rows,
-            tokens: shape.tokens,
-            seconds: 0.0,
-            scratch_bytes,
-            peak_reserved: peak.reserved,
-        };
+        let scenarios = shapes.iter().zip(&arena.scratch);
+        let scenarios = scenarios.map(|(&shape, &scratch_bytes)| PredictedScenario { shape, scratch_bytes });
         Self {
             arithmetic: Arithmetic::new(spec, &measured, &idle),
-            scenarios: shapes.iter().zip(&arena.scratch).map(result).collect(),
+            scenarios: scenarios.collect(),
             spec,
             footprint,
             idle,
@@ -151,54 +154,68 @@ impl<'a> Predicted<'a> {
         }
     }
 
-    fn automatic(self) -> Result<Prediction, ProfileError> {
-        if self.measured.peak_reserved > self.available() {
-            return Err(self.diagnose(Cause::ProbeDoesNotFit));
-        }
-        let blocks = self.arithmetic.blocks;
-        if blocks < self.spec.request_blocks() {
-            return Err(self.diagnose(Cause::ContextDoesNotFit));
-        }
-        let arena = self.footprint.fixed_arena(self.measured.scratch_bytes);
-        let bound = self.arithmetic.bound;
-        Ok(self.prediction(blocks, bound, arena))
-    }
-
-    fn pinned(self, blocks: usize, asked_tokens: usize, bound: Bound) -> Result<Prediction, ProfileError> {
-        let spec = self.spec;
-        let largest_tokens = spec.kv(self.arithmetic.full_blocks()).capacity_tokens();
+    /// The size of the state that would serve, or why there is none.
+    fn size(&self) -> Result<Size, Cause> {
+        let (spec, arithmetic) = (self.spec, &self.arithmetic);
+        let fixed = self.footprint.fixed_arena(self.measured.scratch_bytes);
+        let (blocks, bound, asked_tokens) = match (spec.pinned_blocks(), spec.size) {
+            (None, _) if self.measured.peak_reserved > self.available() => {
+                return Err(Cause::ProbeDoesNotFit);
+            }
+            (None, _) if arithmetic.blocks < spec.request_blocks() => return Err(Cause::ContextDoesNotFit),
+            (None, _) => {
+                return Ok(Size {
+                    blocks: arithmetic.blocks,
+                    bound: arithmetic.bound,
+                    arena: fixed,
+                });
+            }
+            (Some(blocks), KvSize::Tokens(tokens)) => (blocks, Bound::PinnedTokens, tokens),
+            (Some(blocks), _) => {
+                let tokens = blocks.saturating_mul(spec.block_size.tokens());
+                (blocks, Bound::PinnedBytes, tokens)
+            }
+        };
+        let largest_tokens = spec.kv(arithmetic.full_blocks()).capacity_tokens();
         if blocks < spec.request_blocks() {
-            return Err(self.diagnose(Cause::PinnedTooSmall {
+            return Err(Cause::PinnedTooSmall {
                 bound,
                 asked_tokens,
                 largest_tokens,
-            }));
+            });
         }
         let bytes = u128::from(spec.block_bytes()) * blocks as u128;
-        let fits = bytes <= u128::from(self.available()) && {
-            let arena = self.pinned_arena(blocks);
-            let peak = self
-                .footprint
-                .with_state(&spec.limits, spec.kv(blocks), arena.peak)
-                .reserved;
-            peak.saturating_add(spec.margins.canary_bytes) <= self.available()
-        };
-        if !fits {
-            return Err(self.diagnose(Cause::PinnedTooLarge {
-                bound,
-                asked_tokens,
-                largest_tokens,
-            }));
+        if bytes <= u128::from(self.available()) {
+            let growing = self.pinned_arena(blocks);
+            let peak = self.footprint.with_state(spec.kv(blocks), growing.peak).reserved;
+            if peak.saturating_add(spec.margins.canary_bytes) <= self.available() {
+                return Ok(Size {
+                    blocks,
+                    bound,
+                    arena: growing.held,
+                });
+            }
+            // An arena takes more while it grows than one of the final size.
+            if blocks <= arithmetic.full_blocks() {
+                return Ok(Size {
+                    blocks,
+                    bound,
+                    arena: fixed,
+                });
+            }
         }
-        let held = self.pinned_arena(blocks).held;
-        Ok(self.prediction(blocks, bound, held))
+        Err(Cause::PinnedTooLarge {
+            bound,
+            asked_tokens,
+            largest_tokens,
+        })
     }
 
     /// A pinned size is proved in two passes over its worst steps, the arena growing in the first.
     fn pinned_arena(&self, blocks: usize) -> ArenaUse {
         let (mut steps, _) = scenario_shapes(&self.spec.limits, self.spec.kv(blocks));
         steps.extend_from_within(..);
-        self.footprint.arena(&self.spec.limits, &steps)
+        self.footprint.arena(&steps)
     }
 
     /// What this process could hold.
@@ -206,19 +223,28 @@ impl<'a> Predicted<'a> {
         self.idle.total.saturating_sub(self.idle.peers())
     }
 
-    fn diagnose(&self, cause: Cause) -> ProfileError {
-        let evidence = Evidence {
-            spec: self.spec,
-            probe: Some((&self.measured, &self.scenarios, self.spec.limits)),
-            arithmetic: Some(&self.arithmetic),
-            oom: None,
+    fn refuse(&self, mut cause: Cause) -> ProfileError {
+        let (knobs, out_of_reach) = self.knobs(&mut cause);
+        ProfileError::DoesNotFit(Box::new(Diagnostic {
+            cause,
+            initial_tokens: Some(self.spec.kv(self.arithmetic.blocks).capacity_tokens()),
             last_tokens: None,
-            meters: self.idle,
-        };
-        evidence.diagnose(cause)
+            measured_peak: Some(self.measured.peak_reserved),
+            total: self.idle.total,
+            canary: self.spec.margins.canary_bytes,
+            peers: self.idle.peers(),
+            oom: None,
+            knobs,
+            out_of_reach,
+        }))
     }
 
-    fn prediction(self, kv_blocks: usize, bound: Bound, arena: u64) -> Prediction {
+    fn prediction(self, size: Size) -> Prediction {
+        let Size {
+            blocks: kv_blocks,
+            bound,
+            arena,
+        } = size;
         let Self {
             spec,
             footprint,
@@ -229,11 +255,7 @@ impl<'a> Predicted<'a> {
             arithmetic,
         } = self;
         let kv = spec.kv(kv_blocks);
-        let ready = footprint.with_state(&spec.limits, kv, arena);
-        let scenarios = scenarios.iter().map(|result| PredictedScenario {
-            shape: ScenarioShape::from(result),
-            scratch_bytes: result.scratch_bytes,
-        });
+        let ready = footprint.with_state(kv, arena);
         Prediction {
             kv_tokens: kv.capacity_tokens(),
             kv_blocks,
@@ -250,7 +272,7 @@ impl<'a> Predicted<'a> {
             baseline: Memory::from(&idle),
             ready: Memory::from(&ready),
             probe: measured,
-            probe_scenarios: scenarios.collect(),
+            probe_scenarios: scenarios,
             arithmetic,
             left_out,
         }

@@ -8,3 +8,4 @@ mod stats;
 
 pub use http::{ServeBenchArgs, run as serve};
 pub use offline::{LatencyArgs, ThroughputArgs, latency, throughput};
+pub(crate) use report::command_line;

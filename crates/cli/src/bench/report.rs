@@ -81,7 +81,7 @@ impl Report {
 }
 
 /// The command line, without secrets.
-fn command_line(args: impl Iterator<Item = String>) -> Vec<String> {
+pub(crate) fn command_line(args: impl Iterator<Item = String>) -> Vec<String> {
     let mut hide_next = false;
     args.map(|arg| {
         let hidden = std::mem::replace(&mut hide_next, arg == "--hf-token");

@@ -334,7 +334,7 @@ fn flags_choose_the_directory() {
             .into_iter()
             .chain(flags.split_whitespace());
         match crate::args::Cli::try_parse_from(argv).unwrap().command {
-            crate::args::Command::Profile(args) => PlanCache::from_flags(&args.memory),
+            crate::args::Command::Profile(args) => PlanCache::from_flags(&args.engine.memory),
             other => panic!("not profile: {other:?}"),
         }
     };

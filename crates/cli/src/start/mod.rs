@@ -1,6 +1,7 @@
 //! From files to an engine that is proved: load, profile, spawn. Nothing listens yet.
 
 mod keeper;
+mod outline;
 mod plans;
 mod spec;
 mod text;
@@ -31,6 +32,8 @@ use crate::standing::Standing;
 use crate::target::{GpuTarget, ModelTarget, SimTarget};
 
 use keeper::Keeper;
+pub use outline::Outline;
+use spec::Subject;
 pub use text::Text;
 pub use times::StartTimes;
 use weights::Weights;
@@ -203,6 +206,17 @@ impl Loaded {
         }
     }
 
+    fn subject(&self) -> Subject {
+        Subject {
+            limits: self.limits,
+            vocab_size: self.vocab_size,
+            kv_bytes_per_token: self.weights.kv_bytes_per_token(),
+            total: self.weights.account().meters().total,
+            is_gpu: self.weights.gpu_bytes().is_some(),
+            largest: self.weights.gpu_bytes(),
+        }
+    }
+
     fn prove<T: Target>(&self, target: &mut T, args: &EngineArgs) -> Result<Proved<T::State>, Error> {
         let StartContext { plans, times } = &self.context;
         let mut spec = self.spec(args);
@@ -221,7 +235,7 @@ impl Loaded {
     }
 
     fn spec(&self, args: &EngineArgs) -> ProfileSpec {
-        spec::profile_spec(&self.weights, self.limits, self.vocab_size, args)
+        spec::profile_spec(&self.subject(), args)
     }
 
     fn spawn<T>(&self, mut target: T, args: &EngineArgs, max_queue: usize) -> Result<Ready, Error>

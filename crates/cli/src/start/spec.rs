@@ -3,7 +3,7 @@
 use plimsoll_core::StepLimits;
 use plimsoll_profiler::{KvSize, Margins, ProfileSpec};
 
-use super::weights::{Defaults, Weights};
+use super::weights::Defaults;
 use crate::args::EngineArgs;
 use crate::bytes::Bytes;
 use crate::error::Error;
@@ -49,33 +49,40 @@ pub(super) fn step_limits(
     })
 }
 
-pub(super) fn profile_spec(
-    weights: &Weights,
-    limits: StepLimits,
-    vocab_size: usize,
-    args: &EngineArgs,
-) -> ProfileSpec {
-    let total = weights.account().meters().total;
+/// What the profile has to find a size for, apart from the flags.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Subject {
+    pub(super) limits: StepLimits,
+    pub(super) vocab_size: usize,
+    pub(super) kv_bytes_per_token: u64,
+    /// Bytes of the device, as far as they are granted.
+    pub(super) total: u64,
+    /// It is a GPU, whose memory nobody else has a use for.
+    pub(super) is_gpu: bool,
+    /// Most bytes that could be granted, where that is known.
+    pub(super) largest: Option<u64>,
+}
+
+pub(super) fn profile_spec(subject: &Subject, args: &EngineArgs) -> ProfileSpec {
+    let limits = subject.limits;
     let mut spec = ProfileSpec::new(
         limits,
-        vocab_size,
+        subject.vocab_size,
         args.limits.block_size,
-        weights.kv_bytes_per_token(),
+        subject.kv_bytes_per_token,
     );
-    spec.margins = Margins::scaled_to(total);
+    spec.margins = Margins::scaled_to(subject.total);
     spec.mem_fraction = args.memory.mem_fraction;
     spec.size = match (args.memory.max_total_token_num, args.memory.kv_cache_memory_bytes) {
         (Some(tokens), _) => KvSize::Tokens(tokens),
         (None, Some(Bytes(bytes))) => KvSize::Bytes(bytes),
         (None, None) => KvSize::Auto,
     };
-    match weights {
-        // Nobody else has a use for the GPU's memory, and a prefix cache is never too large.
-        Weights::Gpu(model) => spec.largest_device = Some(model.gpu().info().total_bytes),
-        Weights::Cpu(..) | Weights::Sim(_) => {
-            let useful = limits.max_num_seqs.saturating_mul(limits.max_model_len);
-            spec.useful_tokens = Some(useful.min(USEFUL_TOKENS.max(limits.max_model_len)));
-        }
+    spec.largest_device = subject.largest;
+    // A prefix cache is never too large.
+    if !subject.is_gpu {
+        let useful = limits.max_num_seqs.saturating_mul(limits.max_model_len);
+        spec.useful_tokens = Some(useful.min(USEFUL_TOKENS.max(limits.max_model_len)));
     }
     spec
 }

@@ -26,13 +26,13 @@ pub(super) struct Defaults {
     pub(super) steps_in_flight: usize,
 }
 
-const CPU: Defaults = Defaults {
+pub(super) const CPU: Defaults = Defaults {
     max_num_seqs: 32,
     max_num_batched_tokens: 512,
     steps_in_flight: 1,
 };
 
-const GPU: Defaults = Defaults {
+pub(super) const GPU: Defaults = Defaults {
     max_num_seqs: 512,
     max_num_batched_tokens: 8192,
     steps_in_flight: 2,
@@ -69,6 +69,14 @@ impl Weights {
         }
     }
 
+    /// Bytes of the GPU, if it is one.
+    pub(super) fn gpu_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Cpu(..) | Self::Sim(_) => None,
+            Self::Gpu(model) => Some(model.gpu().info().total_bytes),
+        }
+    }
+
     pub(super) fn defaults(&self) -> Defaults {
         match self {
             Self::Cpu(..) | Self::Sim(_) => CPU,
@@ -84,8 +92,9 @@ pub(super) struct About {
     pub(super) eos_token_ids: Vec<TokenId>,
 }
 
-pub(super) fn load(path: &Path, args: &EngineArgs, device: Device) -> Result<(Weights, About), Error> {
-    let options = LoadOptions {
+/// How the flags say to load.
+pub(super) fn load_options(args: &EngineArgs) -> LoadOptions {
+    LoadOptions {
         format: match args.model.load_format {
             LoadFormat::Dummy => plimsoll_model::LoadFormat::Dummy {
                 seed: args.limits.fixed_seed(),
@@ -98,7 +107,11 @@ pub(super) fn load(path: &Path, args: &EngineArgs, device: Device) -> Result<(We
             KvDtype::Float32 => KvCacheDtype::F32,
             KvDtype::Float16 => KvCacheDtype::F16,
         },
-    };
+    }
+}
+
+pub(super) fn load(path: &Path, args: &EngineArgs, device: Device) -> Result<(Weights, About), Error> {
+    let options = load_options(args);
     let bar = bytes_bar("weights", 0);
     let begin = Instant::now();
     let progress = &mut |progress: plimsoll_model::Progress| {

@@ -23,6 +23,11 @@ const STEP_TIME: StepTime = StepTime {
     per_token: Duration::from_micros(1),
 };
 
+/// What a step takes from its arena.
+pub(crate) fn scratch_bytes(tokens: usize) -> u64 {
+    tokens as u64 * SCRATCH_BYTES_PER_TOKEN
+}
+
 /// What a real engine state owns, as charges.
 pub(crate) struct SimState {
     executor: SimExecutor,
@@ -38,7 +43,7 @@ pub(crate) struct SimState {
 impl SimState {
     /// What the step needs at once, as a real arena would find out.
     fn take_scratch(&mut self, plan: &StepPlan) -> Result<(), Oom> {
-        let bytes = plan.num_tokens() as u64 * SCRATCH_BYTES_PER_TOKEN;
+        let bytes = scratch_bytes(plan.num_tokens());
         if bytes > self.arena.bytes() {
             match self.scratch {
                 Scratch::Fixed(_) => return Err(self.budget.oom(Component::Arena, bytes)),

@@ -1,8 +1,9 @@
 //! The same on a GPU that gives less than it promises, so that nothing has to fill it: `make test-gpu`.
 
 use plimsoll_cli::Error;
+use plimsoll_cli::device::{Device, Site};
 use plimsoll_cli::plan_cache::PlanCache;
-use plimsoll_cli::start::{Loaded, Ready, StartContext};
+use plimsoll_cli::start::{Loaded, Outline, Ready, StartContext};
 use plimsoll_core::{Component, Meters, StepError};
 use plimsoll_device::cuda::{Gpu, GpuLimit, GpuOptions};
 use plimsoll_engine::Drained;
@@ -246,4 +247,32 @@ async fn u37_a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
     assert_eq!(ready.standing.allocations_after_ready(), 0);
     drop(engine);
     stop(ready, &gpu).await;
+}
+
+/// U27: the parts sum to what the device reports used; U5: and the prediction is near.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn u27_parts_sum_to_what_the_gpu_reports_and_are_predicted() {
+    let model = model();
+    let gpu = gpu(None);
+    let args = crate::engine_args(
+        model.dir.path(),
+        "--max-num-seqs 64 --max-num-batched-tokens 2048",
+    );
+    let site = Site::There(Device::Gpu(gpu.clone()));
+    let prediction = Outline::new(&model.source(), &args, &site)
+        .unwrap()
+        .predict()
+        .unwrap();
+    let report = Loaded::new(&model.source(), &args, gpu)
+        .unwrap()
+        .profile(&args)
+        .unwrap();
+    for memory in [&report.baseline, &report.ready] {
+        // Others on the GPU are not ours to explain, and a limit hides what is beyond it.
+        let parts = memory.attributed + memory.peers;
+        assert!(parts.abs_diff(memory.device_used) <= 64 << 20, "{memory:?}");
+    }
+    let tokens = prediction.kv_tokens as f64 / report.kv_tokens as f64;
+    assert!((tokens - 1.0).abs() < 0.03, "{:?}", prediction.compare(&report));
 }

@@ -5,6 +5,7 @@ mod gpu;
 mod gpu_neighbours;
 mod neighbours;
 mod plan_cache;
+mod prediction;
 mod process;
 mod recovery;
 mod two_servers;

@@ -79,17 +79,14 @@ impl GpuArena {
     /// [`Oom`] if a fixed arena is full or the device refuses to let a growable one grow.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<GpuSlice<'_, T>, Oom> {
         let overflow = || self.gpu.budget().oom(Component::Arena, u64::MAX);
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .and_then(|bytes| bytes.checked_next_multiple_of(ALIGN))
-            .ok_or_else(overflow)?;
+        let bytes = rounded_bytes::<T>(len).ok_or_else(overflow)?;
         let start = self.offset.get();
         let end = start.checked_add(bytes).ok_or_else(overflow)?;
         if end > self.limit {
             return Err(self.gpu.budget().oom(Component::Arena, bytes as u64));
         }
         if end > self.mapped.get() {
-            self.grow((end - self.mapped.get()).max(MIN_GROWTH))?;
+            self.grow(growth(end, self.mapped.get()))?;
         }
         self.offset.set(end);
         self.high_water.set(self.high_water.get().max(end));
@@ -143,6 +140,65 @@ impl GpuArena {
         self.mappings.borrow_mut().push(mapping);
         self.mapped.set(mapped + bytes);
         Ok(())
+    }
+}
+
+/// Bytes that `len` elements take in an arena; `None` if they fit no memory.
+fn rounded_bytes<T>(len: usize) -> Option<usize> {
+    len.checked_mul(size_of::<T>())?.checked_next_multiple_of(ALIGN)
+}
+
+/// By how much an arena of `mapped` bytes grows to hold `end`, which is beyond them; before it is rounded.
+fn growth(end: usize, mapped: usize) -> usize {
+    (end - mapped).max(MIN_GROWTH)
+}
+
+/// A growable [`GpuArena`] without memory, on a GPU that maps memory in pieces of [`DryGpuArena::GRANULARITY`]: it counts what
+/// the arena would hold for the same allocations.
+#[derive(Debug, Default)]
+pub struct DryGpuArena {
+    offset: usize,
+    mapped: usize,
+    recent_high_water: usize,
+}
+
+impl DryGpuArena {
+    /// Bytes in which memory is mapped: that of all GPUs so far.
+    pub const GRANULARITY: usize = 2 << 20;
+
+    /// As [`GpuArena::alloc`]; `None` if no memory could hold it.
+    pub fn alloc<T>(&mut self, len: usize) -> Option<()> {
+        let end = self.offset.checked_add(rounded_bytes::<T>(len)?)?;
+        if end > self.mapped {
+            let more = growth(end, self.mapped).checked_next_multiple_of(Self::GRANULARITY)?;
+            self.mapped = self.mapped.checked_add(more)?;
+        }
+        self.offset = end;
+        self.recent_high_water = self.recent_high_water.max(end);
+        Some(())
+    }
+
+    /// As [`GpuArena::reset`].
+    pub fn reset(&mut self) {
+        self.offset = 0;
+    }
+
+    /// What `work` takes is given back when it returns, as by [`GpuArena::rewind`].
+    pub fn frame<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
+        let start = self.offset;
+        let result = work(self);
+        self.offset = start;
+        result
+    }
+
+    /// As [`GpuArena::take_high_water`].
+    pub fn take_high_water(&mut self) -> usize {
+        std::mem::take(&mut self.recent_high_water)
+    }
+
+    /// As [`GpuArena::mapped`].
+    pub fn mapped(&self) -> usize {
+        self.mapped
     }
 }
 

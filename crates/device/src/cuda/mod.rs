@@ -19,7 +19,7 @@ mod upload;
 
 pub use cudarc::driver::sys;
 
-pub use arena::GpuArena;
+pub use arena::{DryGpuArena, GpuArena};
 pub use error::GpuError;
 pub(crate) use error::check;
 pub use event::Event;
@@ -28,5 +28,5 @@ pub use graph::Graph;
 pub use identity::uuid;
 pub use launch::{Arg, Function, Launch, Module};
 pub use pinned::PinnedSlab;
-pub use slab::{GpuSlab, GpuSlice};
+pub use slab::{GpuSlab, GpuSlice, POOL_CHUNK, POOL_UNIT};
 pub use upload::Uploader;

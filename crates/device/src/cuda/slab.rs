@@ -10,6 +10,12 @@ use super::mapping::{Mapping, Reservation};
 use super::{Gpu, GpuError, check};
 use crate::Charge;
 
+/// The pool's allocations are multiples of this many bytes.
+pub const POOL_UNIT: usize = 512;
+
+/// What the pool holds is a multiple of this many bytes.
+pub const POOL_CHUNK: usize = 32 << 20;
+
 /// Device memory, charged to the GPU's account and given back on drop.
 ///
 /// The KV cache and the canary are mapped, exactly as large as asked for (rounded to the granularity, 2 MiB); everything
@@ -41,7 +47,7 @@ impl GpuSlab {
         let oom = |error: GpuError| gpu.oom(component, bytes as u64, &error);
         // What has to come back to the last byte: the pool keeps a chunk as long as any part of it is in use.
         let mapped = matches!(component, Component::Kv | Component::Canary);
-        let unit = if mapped { gpu.granularity() } else { 512 };
+        let unit = if mapped { gpu.granularity() } else { POOL_UNIT };
         let rounded = bytes
             .max(1)
             .checked_next_multiple_of(unit)

@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::{GpuRun, load};
+use super::{AssumedGpu, GpuRun, load};
 use crate::KvLayout;
 
 /// Keys that a warp takes at once; splits begin at multiples of it.
@@ -129,6 +129,28 @@ impl DecodePlanner {
             slots,
             max_runs,
         }
+    }
+
+    /// As [`DecodeKernels::planner`] would make it on that GPU.
+    ///
+    /// # Panics
+    /// As [`Self::new`].
+    pub fn assumed(
+        layout: KvLayout,
+        heads: usize,
+        window: Option<usize>,
+        gpu: AssumedGpu,
+        max_runs: usize,
+    ) -> Self {
+        let shape = SHAPES.into_iter().find(|shape| shape.head_dim == layout.head_dim);
+        let shared = shape.map_or(0, Shape::shared_bytes);
+        Self::new(layout, heads, window, gpu.slots(shared), max_runs)
+    }
+
+    /// The same for steps of up to `max_runs` runs.
+    #[must_use]
+    pub fn for_runs(self, max_runs: usize) -> Self {
+        Self { max_runs, ..self }
     }
 
     /// Entries of a work list that is long enough for every step.

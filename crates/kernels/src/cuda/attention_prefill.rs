@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
-use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch, Module};
+use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::{GpuRun, load};
+use super::{AssumedGpu, GpuRun, load};
 use crate::KvLayout;
 
 /// Keys by which the planner measures work and cuts contexts; a multiple of what a kernel takes at once.
@@ -83,6 +83,19 @@ impl PrefillPlanner {
             window,
             tiling,
         }
+    }
+
+    /// As [`PrefillKernels::planner`] would make it on that GPU, of the generation of the H200.
+    ///
+    /// # Panics
+    /// If the heads are not a multiple of the KV heads.
+    pub fn assumed(layout: KvLayout, heads: usize, window: Option<usize>, gpu: AssumedGpu) -> Self {
+        let shape = Shape::fastest(layout.head_dim, true);
+        let tiling = Tiling {
+            rows: shape.rows,
+            slots: gpu.slots(shape.shared),
+        };
+        Self::new(layout, heads, window, tiling)
     }
 
     /// Entries of a work list that is long enough for every step of up to `max_runs` runs and `max_tokens` tokens.
@@ -255,6 +268,12 @@ pub struct PrefillKernels {
 #[derive(Debug)]
 struct Kernel {
     function: Function,
+    shape: Shape,
+}
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
     threads: usize,
     shared: usize,
     /// Query rows of a piece of work.
@@ -284,11 +303,14 @@ impl PrefillKernels {
     fn load_with(gpu: &Gpu, hopper: bool) -> Result<Self, GpuError> {
         let module = load(gpu, "attention_prefill")?;
         let attention = |head_dim| {
-            if hopper && head_dim != 96 {
-                Kernel::hopper(&module, head_dim)
-            } else {
-                Kernel::portable(&module, head_dim)
-            }
+            let shape = Shape::fastest(head_dim, hopper);
+            let name = match shape.persistent {
+                true => format!("attention_prefill_hopper_{head_dim}"),
+                false => format!("attention_prefill_{head_dim}"),
+            };
+            let function = module.function(&name)?;
+            function.allow_shared(shape.shared)?;
+            Ok::<_, GpuError>(Kernel { function, shape })
         };
         let [a, b, c, d] = HEAD_DIMS.map(attention);
         Ok(Self {
@@ -313,9 +335,11 @@ impl PrefillKernels {
         window: Option<usize>,
     ) -> Result<PrefillPlanner, GpuError> {
         let kernel = self.kernel(layout.head_dim);
-        let per_sm = kernel.function.blocks_per_sm(kernel.threads, kernel.shared)?;
+        let per_sm = kernel
+            .function
+            .blocks_per_sm(kernel.shape.threads, kernel.shape.shared)?;
         let tiling = Tiling {
-            rows: kernel.rows,
+            rows: kernel.shape.rows,
             slots: per_sm * self.gpu.info().sm_count,
         };
         Ok(PrefillPlanner::new(layout, heads, window, tiling))
@@ -352,7 +376,7 @@ impl PrefillKernels {
         );
         assert!(args.scale > 0.0);
         let kernel = self.kernel(dim);
-        assert_eq!(planner.tiling.rows, kernel.rows, "another kernel's planner");
+        assert_eq!(planner.tiling.rows, kernel.shape.rows, "another kernel's planner");
 
         let window = planner
             .window
@@ -385,15 +409,15 @@ impl PrefillKernels {
             (work as i32).into(),
             // What only the merge takes.
             (dim as i32).into(),
-            (kernel.rows as i32).into(),
+            (kernel.shape.rows as i32).into(),
         ];
-        let grid = if kernel.persistent {
+        let grid = if kernel.shape.persistent {
             [work.min(planner.tiling.slots) as u32, 1, 1]
         } else {
             [kv_heads as u32, plan.items as u32, 1]
         };
-        let launch = Launch::new(grid, kernel.threads as u32)
-            .shared(kernel.shared)
+        let launch = Launch::new(grid, kernel.shape.threads as u32)
+            .shared(kernel.shape.shared)
             .pdl(true);
         // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
         unsafe { self.gpu.launch(&kernel.function, launch, &params[..16])? };
@@ -405,7 +429,7 @@ impl PrefillKernels {
         let grid = [
             kv_heads as u32,
             plan.merges as u32,
-            (kernel.rows / rows_of_block) as u32,
+            (kernel.shape.rows / rows_of_block) as u32,
         ];
         let launch = Launch::new(grid, MERGE_THREADS as u32).pdl(true);
         // SAFETY: as above.
@@ -419,41 +443,42 @@ impl PrefillKernels {
     }
 }
 
-impl Kernel {
+impl Shape {
+    /// The fastest kernel for a head size, on a GPU of the generation of the H200 or on any.
+    fn fastest(head_dim: usize, hopper: bool) -> Self {
+        match hopper && head_dim != 96 {
+            true => Self::hopper(head_dim),
+            false => Self::portable(head_dim),
+        }
+    }
+
     /// `PortablePrefill`: queries and three tiles of keys or values in padded rows, two lists of cache rows.
-    fn portable(module: &Module, head_dim: usize) -> Result<Self, GpuError> {
+    fn portable(head_dim: usize) -> Self {
         let (rows, keys) = if head_dim <= 128 { (128, 64) } else { (64, 32) };
         let lists = 2 * (keys / 8) * size_of::<i32>();
-        Self::new(Self {
-            function: module.function(&format!("attention_prefill_{head_dim}"))?,
+        Self {
             threads: 128,
             shared: (rows + 3 * keys) * (head_dim + 8) * size_of::<bf16>() + lists,
             rows,
             persistent: false,
-        })
+        }
     }
 
     /// `HopperPrefill`: four tiles of keys or values, queries (the next ones too where there is room) in rows that are padded
     /// when they are results; less than a kilobyte of barriers and notes; alignment to as much.
-    fn hopper(module: &Module, head_dim: usize) -> Result<Self, GpuError> {
+    fn hopper(head_dim: usize) -> Self {
         let (rows, keys, buffers) = if head_dim <= 128 {
             (128, 128, 2)
         } else {
             (128, 64, 1)
         };
         let elements = 4 * keys * head_dim + buffers * rows * (head_dim + 8);
-        Self::new(Self {
-            function: module.function(&format!("attention_prefill_hopper_{head_dim}"))?,
+        Self {
             threads: 384,
             shared: elements * size_of::<bf16>() + 2 * 1024,
             rows,
             persistent: true,
-        })
-    }
-
-    fn new(kernel: Self) -> Result<Self, GpuError> {
-        kernel.function.allow_shared(kernel.shared)?;
-        Ok(kernel)
+        }
     }
 }
 

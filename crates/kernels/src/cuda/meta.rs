@@ -1,5 +1,30 @@
 use bytemuck::{Pod, Zeroable};
 
+/// A GPU that is not there, as far as planners ask: how many blocks of threads it runs at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AssumedGpu {
+    /// Streaming multiprocessors.
+    pub sm_count: usize,
+    /// Bytes of shared memory of each.
+    pub sm_shared_bytes: usize,
+}
+
+/// What each block of threads takes of the shared memory beside its own.
+const BLOCK_SHARED_BYTES: usize = 1024;
+
+impl AssumedGpu {
+    /// An NVIDIA H200 (and an H100 SXM), by NVIDIA's CUDA programming guide.
+    pub const H200: Self = Self {
+        sm_count: 132,
+        sm_shared_bytes: 228 << 10,
+    };
+
+    /// Blocks that run at once where shared memory is what limits them.
+    pub(super) fn slots(self, shared_bytes: usize) -> usize {
+        (self.sm_shared_bytes / (shared_bytes + BLOCK_SHARED_BYTES)).max(1) * self.sm_count
+    }
+}
+
 /// Where the rows of one request lie in a step: rows `first_row..first_row + len` are the positions up to `context_end` of
 /// a request whose block table begins at `block_offset` of the step's flat array of blocks. `Run` of
 /// `kernels/include/common.cuh`.

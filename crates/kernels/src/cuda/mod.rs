@@ -20,5 +20,5 @@ pub use linear::{
     GpuLinear, GpuResidual, GpuWeight, LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse,
     Linears,
 };
-pub use meta::RunMeta as GpuRun;
+pub use meta::{AssumedGpu, RunMeta as GpuRun};
 pub use sample::{RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias};

@@ -1,13 +1,13 @@
 use half::bf16;
 use plimsoll_core::{Component, KvConfig, Oom, StepError};
-use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
+use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
     DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope,
     GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, SampleArgs,
     SampleKernels,
 };
 
-use super::input::{StepInput, StepInputs};
+use super::input::{StepInput, StepInputs, WindowPlanners, attention_scratch};
 use super::output::Outputs;
 use super::weights::{GpuLayer, GpuLinears, GpuWeights};
 use crate::DecoderSpec;
@@ -121,6 +121,38 @@ fn qkv_size(spec: &DecoderSpec) -> usize {
     spec.q_size() + 2 * spec.kv_size()
 }
 
+/// Elements of a row of each activation that outlives the blocks: the residual stream, its norm.
+fn lasting_widths(spec: &DecoderSpec) -> [usize; 2] {
+    [spec.hidden_size; 2]
+}
+
+/// Elements of a row of each other activation, in the order in which a step takes them from its arena.
+fn layer_widths(spec: &DecoderSpec) -> [usize; 5] {
+    let inner = spec.intermediate_size;
+    [spec.hidden_size, qkv_size(spec), spec.q_size(), 2 * inner, inner]
+}
+
+/// Counts the allocations of [`Decoder::step`] for `rows` rows, `samples` of which are sampled from; `None` if no memory
+/// could hold them.
+pub(super) fn count_step(
+    spec: &DecoderSpec,
+    [rows, samples]: [usize; 2],
+    planners: &[WindowPlanners],
+    arena: &mut DryGpuArena,
+) -> Option<()> {
+    arena.reset();
+    for width in lasting_widths(spec) {
+        arena.alloc::<bf16>(rows.checked_mul(width)?)?;
+    }
+    arena.frame(|arena| {
+        for width in layer_widths(spec) {
+            arena.alloc::<bf16>(rows.checked_mul(width)?)?;
+        }
+        arena.alloc::<f32>(attention_scratch(planners))
+    })?;
+    arena.alloc::<f32>(samples.checked_mul(spec.vocab_size)?)
+}
+
 impl Decoder {
     /// Loads the other kernels.
     pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, LaunchError> {
@@ -207,19 +239,20 @@ impl Decoder {
     ) -> Result<(), LaunchError> {
         arena.reset();
         let (spec, arena) = (self.weights.spec(), &*arena);
-        let (rows, inner) = (input.rows, spec.intermediate_size);
-        let hidden = arena.alloc(rows * spec.hidden_size)?;
-        let normed = arena.alloc(rows * spec.hidden_size)?;
+        let take = |width| arena.alloc(input.rows * width);
+        let [hidden, normed] = lasting_widths(spec).map(take);
+        let (hidden, normed) = (hidden?, normed?);
         let after = arena.mark();
+        let [delta, qkv, attended, gate_up, activated] = layer_widths(spec).map(take);
         let act = Activations {
             hidden,
             normed,
-            delta: arena.alloc(rows * spec.hidden_size)?,
-            qkv: arena.alloc(rows * qkv_size(spec))?,
-            attended: arena.alloc(rows * spec.q_size())?,
-            gate_up: arena.alloc(rows * 2 * inner)?,
-            activated: arena.alloc(rows * inner)?,
-            scratch: arena.alloc(state.inputs.attention_scratch())?,
+            delta: delta?,
+            qkv: qkv?,
+            attended: attended?,
+            gate_up: gate_up?,
+            activated: activated?,
+            scratch: arena.alloc(attention_scratch(state.inputs.planners()))?,
         };
         let Some(normed) = self.forward(input, state, act)? else {
             return Ok(());

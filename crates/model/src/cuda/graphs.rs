@@ -23,14 +23,17 @@ impl Graphs {
         mut capture: impl FnMut(usize) -> Result<Graph, E>,
     ) -> Result<Self, E> {
         gpu.synchronize()?;
-        let before = gpu.memory_info()?.free;
+        // The arena grows meanwhile, which is in the account already.
+        let held = || gpu.budget().meters().reserved;
+        let (before, held_before) = (gpu.memory_info()?.free, held());
         let mut graphs = Vec::new();
         for size in ladder(max_num_seqs).into_iter().rev() {
             graphs.push((size, capture(size)?));
         }
         graphs.reverse();
         gpu.synchronize()?;
-        let taken = before.saturating_sub(gpu.memory_info()?.free);
+        let gone = before.saturating_sub(gpu.memory_info()?.free);
+        let taken = gone.saturating_sub(held().saturating_sub(held_before));
         Ok(Self {
             ladder: graphs,
             _charge: Some(gpu.budget().charge(Component::Graphs, taken)?),
@@ -52,7 +55,7 @@ impl Graphs {
 
 /// Batch sizes that get a graph: 1, 2, 4, then multiples of 8 up to 256, of 16 up to 512 and of 32 from there on, and `max`
 /// itself. So at most an eighth of a step's rows is padding from 64 requests on.
-fn ladder(max: usize) -> Vec<usize> {
+pub(super) fn ladder(max: usize) -> Vec<usize> {
     let mut sizes = Vec::new();
     let mut size = 1;
     while size < max {

@@ -2,7 +2,7 @@ use std::collections::HashMap;
 
 use std::ops::Range;
 
-use plimsoll_core::{KvConfig, Oom, RequestId, RunInput, SampleSpec, StepLimits, StepPlan};
+use plimsoll_core::{BlockSize, KvConfig, Oom, RequestId, RunInput, SampleSpec, StepLimits, StepPlan};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
@@ -100,24 +100,10 @@ impl StepInputs {
         vocab_size: usize,
         planners: Planners,
     ) -> Result<Self, Oom> {
-        let room = ListRoom {
-            history: (256 << 10).max(limits.max_model_len),
-            biases: (64 << 10).max(vocab_size),
-        };
-        let blocks = limits.max_num_seqs * kv.block_size.blocks_for(limits.max_model_len);
-        let counts = Counts {
-            rows: limits.max_num_batched_tokens.max(limits.max_num_seqs),
-            samples: limits.max_num_seqs,
-            gather: true,
-            decode_runs: limits.max_num_seqs,
-            prefill_runs: limits.max_num_seqs,
-            blocks,
-            history: room.history,
-            biases: room.biases,
-        };
-        let most = layout(&counts, &planners);
+        let room = ListRoom::new(limits, vocab_size);
+        let bytes = most_bytes(limits, kv.block_size, &room, &planners);
         Ok(Self {
-            staging: Staging::new(gpu, most.bytes, STEPS_IN_FLIGHT)?,
+            staging: Staging::new(gpu, bytes, STEPS_IN_FLIGHT)?,
             planners,
             kv,
             room,
@@ -222,21 +208,14 @@ impl StepInputs {
         unsafe { self.staging.send(slot, input.bytes) }
     }
 
-    /// Floats of scratch that attention needs in any step.
-    pub(super) fn attention_scratch(&self) -> usize {
-        let most = |planners: &WindowPlanners| {
-            planners
-                .decode
-                .scratch_floats()
-                .max(planners.prefill.scratch_floats())
-        };
-        self.planners.iter().map(most).max().unwrap_or(0)
-    }
-
-    /// Counters that the attention of decoding runs needs.
-    pub(super) fn counters(&self) -> usize {
-        let all = self.planners.iter().map(|planners| planners.decode.counters());
-        all.max().unwrap_or(0)
+    /// Bytes of device memory that it takes.
+    pub(super) fn bytes(
+        limits: &StepLimits,
+        block_size: BlockSize,
+        vocab_size: usize,
+        planners: &[WindowPlanners],
+    ) -> usize {
+        most_bytes(limits, block_size, &ListRoom::new(limits, vocab_size), planners)
     }
 
     pub(super) fn planners(&self) -> &[WindowPlanners] {
@@ -375,7 +354,51 @@ impl StepInputs {
     }
 }
 
+/// Bytes of the largest step.
+fn most_bytes(
+    limits: &StepLimits,
+    block_size: BlockSize,
+    room: &ListRoom,
+    planners: &[WindowPlanners],
+) -> usize {
+    let counts = Counts {
+        rows: limits.max_num_batched_tokens.max(limits.max_num_seqs),
+        samples: limits.max_num_seqs,
+        gather: true,
+        decode_runs: limits.max_num_seqs,
+        prefill_runs: limits.max_num_seqs,
+        blocks: limits.max_num_seqs * block_size.blocks_for(limits.max_model_len),
+        history: room.history,
+        biases: room.biases,
+    };
+    layout(&counts, planners).bytes
+}
+
+/// Floats of scratch that attention needs in any step.
+pub(super) fn attention_scratch(planners: &[WindowPlanners]) -> usize {
+    let most = |planners: &WindowPlanners| {
+        planners
+            .decode
+            .scratch_floats()
+            .max(planners.prefill.scratch_floats())
+    };
+    planners.iter().map(most).max().unwrap_or(0)
+}
+
+/// Counters that the attention of decoding runs needs.
+pub(super) fn attention_counters(planners: &[WindowPlanners]) -> usize {
+    let all = planners.iter().map(|planners| planners.decode.counters());
+    all.max().unwrap_or(0)
+}
+
 impl ListRoom {
+    fn new(limits: &StepLimits, vocab_size: usize) -> Self {
+        Self {
+            history: (256 << 10).max(limits.max_model_len),
+            biases: (64 << 10).max(vocab_size),
+        }
+    }
+
     fn fits(&self, lists: &SampleLists, more: &SampleSpec) -> bool {
         lists.history.len() + more.history.len() <= self.history
             && lists.biases.len() + more.params.logit_bias().len() <= self.biases

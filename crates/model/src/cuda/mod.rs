@@ -6,6 +6,7 @@
 
 mod clock;
 mod decoder;
+mod footprint;
 mod graphs;
 mod input;
 mod output;
@@ -24,12 +25,17 @@ use plimsoll_kernels::cuda::FusedKernels;
 use crate::model::{Description, LoadOptions};
 use crate::{DecoderSpec, GenerationConfig, ModelConfig, ModelError, Progress};
 use decoder::{Decoder, LaunchError};
+pub use footprint::{GpuFootprint, GpuStateShape};
 use input::{Planners, WindowPlanners};
 pub use runner::GpuRunner;
 pub use weights::{GpuLayer, GpuWeights};
 
 /// Bytes of an element of the KV cache, `bf16`.
 const KV_ELEMENT: usize = 2;
+
+fn kv_bytes_per_token(spec: &DecoderSpec) -> u64 {
+    (2 * spec.num_layers * spec.kv_size() * KV_ELEMENT) as u64
+}
 
 /// How a state on a GPU works.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -116,8 +122,7 @@ impl GpuModel {
 
     /// Bytes of KV cache per token.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        let spec = self.spec();
-        (2 * spec.num_layers * spec.kv_size() * KV_ELEMENT) as u64
+        kv_bytes_per_token(self.spec())
     }
 
     /// Bytes of one block of the KV cache.
@@ -137,23 +142,34 @@ impl GpuModel {
     /// How attention's work is cut for a cache of that block size.
     fn planners(&self, block_size: BlockSize, max_runs: usize) -> Result<Planners, GpuError> {
         let (spec, decoder) = (self.spec(), &self.decoder);
-        let layout = KvLayout {
-            kv_heads: spec.num_kv_heads,
-            head_dim: spec.head_dim,
-            block_size,
-        };
-        let mut planners = Planners::new();
-        for window in (0..spec.num_layers).map(|layer| spec.window(layer)) {
-            if planners.iter().all(|known| known.window != window) {
-                planners.push(WindowPlanners {
-                    window,
-                    decode: decoder.decode.planner(layout, spec.num_heads, window, max_runs)?,
-                    prefill: decoder.prefill.planner(layout, spec.num_heads, window)?,
-                });
-            }
-        }
-        Ok(planners)
+        planners(spec, block_size, |layout, window| {
+            Ok(WindowPlanners {
+                window,
+                decode: decoder.decode.planner(layout, spec.num_heads, window, max_runs)?,
+                prefill: decoder.prefill.planner(layout, spec.num_heads, window)?,
+            })
+        })
     }
+}
+
+/// One entry for every window that layers have.
+fn planners<E>(
+    spec: &DecoderSpec,
+    block_size: BlockSize,
+    planner: impl Fn(KvLayout, Option<usize>) -> Result<WindowPlanners, E>,
+) -> Result<Planners, E> {
+    let layout = KvLayout {
+        kv_heads: spec.num_kv_heads,
+        head_dim: spec.head_dim,
+        block_size,
+    };
+    let mut planners = Planners::new();
+    for window in (0..spec.num_layers).map(|layer| spec.window(layer)) {
+        if planners.iter().all(|known| known.window != window) {
+            planners.push(planner(layout, window)?);
+        }
+    }
+    Ok(planners)
 }
 
 /// Head sizes the attention kernels are built for.

@@ -18,9 +18,7 @@ pub(super) struct Outputs {
 
 impl Outputs {
     pub(super) fn new(gpu: &Gpu, limits: &StepLimits) -> Result<Self, Oom> {
-        let mut layout = Layout::default();
-        let tokens = layout.section(limits.max_num_seqs);
-        let logprobs = layout.section(limits.max_num_seqs);
+        let (tokens, logprobs, bytes) = Self::layout(limits);
         let pinned = |bytes| {
             PinnedSlab::new(gpu, bytes).map_err(|error| {
                 tracing::error!(%error, bytes, "host memory could not be pinned");
@@ -31,10 +29,23 @@ impl Outputs {
         Ok(Self {
             gpu: gpu.clone(),
             host: host.collect::<Result<_, Oom>>()?,
-            device: gpu.alloc(Component::Staging, layout.bytes())?,
+            device: gpu.alloc(Component::Staging, bytes)?,
             tokens,
             logprobs,
         })
+    }
+
+    /// Where tokens and log-probabilities lie, and the bytes of both.
+    fn layout(limits: &StepLimits) -> (Section<i32>, Section<RowLogprobs>, usize) {
+        let mut layout = Layout::default();
+        let tokens = layout.section(limits.max_num_seqs);
+        let logprobs = layout.section(limits.max_num_seqs);
+        (tokens, logprobs, layout.bytes())
+    }
+
+    /// Bytes of device memory that it takes.
+    pub(super) fn bytes(limits: &StepLimits) -> usize {
+        Self::layout(limits).2
     }
 
     /// The token of each sampled row, or -1: no logit was a number.

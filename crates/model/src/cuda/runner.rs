@@ -9,7 +9,7 @@ use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
 use super::clock::Clocks;
 use super::decoder::{LaunchError, StepState};
 use super::graphs::Graphs;
-use super::input::{BatchShape, StepInputs};
+use super::input::{BatchShape, StepInputs, attention_counters};
 use super::output::Outputs;
 use super::{GpuModel, GpuOptions};
 use crate::batch::Bounds;
@@ -63,7 +63,10 @@ impl GpuRunner {
             .planners(config.kv.block_size, limits.max_num_seqs)
             .map_err(|error| driver_oom(gpu, &error))?;
         let inputs = StepInputs::new(gpu, limits, config.kv, spec.vocab_size, planners)?;
-        let counters = gpu.alloc(Component::Staging, inputs.counters() * size_of::<u32>())?;
+        let counters = gpu.alloc(
+            Component::Staging,
+            attention_counters(inputs.planners()) * size_of::<u32>(),
+        )?;
         gpu.fill(counters.slice(), 0)
             .map_err(|error| driver_oom(gpu, &error))?;
         let state = StepState {

@@ -51,6 +51,11 @@ pub struct GpuLayer<'a> {
     pub window: Option<usize>,
 }
 
+/// Bytes of a model's weights; `None` if no memory could hold them.
+pub(super) fn weights_bytes(spec: &DecoderSpec) -> Option<usize> {
+    Layout::new(spec).map(|layout| layout.bytes)
+}
+
 /// The linear layers of one block.
 #[derive(Debug)]
 pub(super) struct GpuLinears {

@@ -1,0 +1,215 @@
+//! `plimsoll plan`: what a server would need and how large its KV cache would be, without loading a model; and
+//! `plimsoll profile`, which measures that and says how far off the plan is.
+
+use plimsoll_core::Component;
+use plimsoll_profiler::{Compared, Prediction, Report, comparison_table};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::args::{EngineArgs, PlanArgs, ProfileArgs};
+use crate::bench::command_line;
+use crate::bytes::Bytes;
+use crate::device::{Device, Site};
+use crate::error::Error;
+use crate::plan_cache::PlanCache;
+use crate::serve::{open_timed, resolve_timed, say};
+use crate::source::{Source, resolve_config};
+use crate::start::{Loaded, Outline, StartContext, report_json, write_report};
+
+/// The exit code that says so.
+const DOES_NOT_FIT: u8 = 4;
+
+/// Predicts what fits, and says so. `argv` is the command line, to say how to serve.
+///
+/// # Errors
+/// As [`profile`] would end with, as far as configuration and device tell.
+pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = String>) -> Result<(), Error> {
+    let source = resolve_config(&args.engine.model).await?;
+    let serve = serve_command(argv);
+    let work = move || {
+        let site = Site::look(&source, &args.engine)?;
+        let predicted = Outline::new(&source, &args.engine, &site).and_then(|outline| outline.predict());
+        if args.json {
+            say(&format!(
+                "{:#}",
+                plan_json(&args.engine, &site, &predicted, &serve)
+            ));
+        } else if let Ok(prediction) = &predicted {
+            say(&plan_text(&args.engine, &site, prediction, &serve));
+        }
+        predicted.map(|_| ())
+    };
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(std::io::Error::other)?
+}
+
+/// Measures what fits, and says so.
+///
+/// # Errors
+/// Where the model cannot be loaded or does not fit.
+pub async fn profile(args: ProfileArgs) -> Result<(), Error> {
+    let ProfileArgs { engine: args, json } = args;
+    // It is asked to measure; the next server profits.
+    let context = StartContext::new(PlanCache::from_flags(&args.memory).write_only());
+    let times = context.times.clone();
+    let source = resolve_timed(&args, &times).await?;
+    let work = move || {
+        let (device, _lock) = open_timed(&source, &args, &times)?;
+        let prediction = times.measure("prediction", || predicted(&source, &args, &device));
+        let report = Loaded::with(&source, &args, device, context)?.profile(&args)?;
+        times.ready();
+        let whole = profile_json(report_json(&report, &times), prediction.as_ref(), &report);
+        write_report(&args, &whole)?;
+        say(&match json {
+            true => format!("{whole:#}"),
+            false => profile_text(prediction.as_ref(), &report),
+        });
+        Ok(())
+    };
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(std::io::Error::other)?
+}
+
+/// What [`plan`] would say on this device. A prediction that fails is no reason not to measure.
+fn predicted(source: &Source, args: &EngineArgs, device: &Device) -> Option<Prediction> {
+    let outline = Outline::new(source, args, &Site::There(device.clone()));
+    match outline.and_then(|outline| outline.predict()) {
+        Ok(prediction) => Some(prediction),
+        Err(error) => {
+            tracing::warn!(%error, "the profile is predicted not to succeed");
+            None
+        }
+    }
+}
+
+fn plan_text(args: &EngineArgs, site: &Site, prediction: &Prediction, serve: &str) -> String {
+    let weights = prediction.baseline.components.iter();
+    let weights = weights.filter(|line| line.name == Component::Weights.name());
+    let weights: u64 = weights.map(|line| line.bytes).sum();
+    format!(
+        "predicted for {} on {}\n  no weights were read and nothing was measured; `plimsoll profile` does\n{}\n  \
+         {} of weights, {} bytes of KV a token\n{serve}",
+        args.model.model(),
+        site_name(site),
+        prediction.table(),
+        Bytes(weights),
+        prediction.kv_bytes_per_token,
+    )
+}
+
+fn profile_text(prediction: Option<&Prediction>, report: &Report) -> String {
+    let compared = match prediction {
+        Some(prediction) => comparison_table(&prediction.compare(report)),
+        None => "  it was predicted not to fit".to_owned(),
+    };
+    format!("{}\n{compared}", report.table())
+}
+
+/// Where it would run, for people.
+fn site_name(site: &Site) -> String {
+    match site {
+        Site::There(Device::Cpu(_)) => "cpu".to_owned(),
+        Site::There(Device::Gpu(gpu)) => format!("cuda:{} ({})", gpu.info().ordinal, gpu.info().name),
+        Site::AssumedGpu(bytes) => {
+            format!(
+                "a GPU of {} (not here; taken for an H200 otherwise)",
+                Bytes(*bytes)
+            )
+        }
+    }
+}
+
+fn plan_json(args: &EngineArgs, site: &Site, predicted: &Result<Prediction, Error>, serve: &str) -> Value {
+    let kind = match site {
+        Site::There(Device::Cpu(_)) => "cpu",
+        Site::There(Device::Gpu(_)) | Site::AssumedGpu(_) => "cuda",
+    };
+    let mut whole = match predicted {
+        Ok(prediction) => json!(prediction),
+        Err(error) => json!({ "error": error.to_string() }),
+    };
+    whole["model"] = json!(args.model.model());
+    whole["device"] = json!({
+        "kind": kind,
+        "name": site_name(site),
+        "assumed": matches!(site, Site::AssumedGpu(_)),
+    });
+    whole["fits"] = match predicted {
+        Ok(_) => json!(true),
+        Err(error) if error.exit_code() == DOES_NOT_FIT => json!(false),
+        Err(_) => Value::Null,
+    };
+    whole["command"] = json!(serve);
+    whole
+}
+
+/// The report, with the prediction beside it.
+fn profile_json(mut report_json: Value, prediction: Option<&Prediction>, report: &Report) -> Value {
+    #[derive(Serialize)]
+    struct Beside<'a> {
+        #[serde(flatten)]
+        prediction: &'a Prediction,
+        compared: Vec<Compared>,
+    }
+    report_json["prediction"] = json!(prediction.map(|prediction| Beside {
+        prediction,
+        compared: prediction.compare(report),
+    }));
+    report_json
+}
+
+/// The command line that serves what this one plans.
+fn serve_command(argv: impl Iterator<Item = String>) -> String {
+    let mut args = command_line(argv).into_iter();
+    let program = args.next().unwrap_or_else(|| "plimsoll".to_owned());
+    let mut planned = false;
+    let args = args.filter(|arg| arg != "--json").map(|arg| {
+        // The first is the subcommand; whatever else is called so is a value.
+        match arg == "plan" && !std::mem::replace(&mut planned, true) {
+            true => "serve".to_owned(),
+            false => arg,
+        }
+    });
+    std::iter::once(program)
+        .chain(args)
+        .map(|arg| quoted(&arg))
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// For a shell.
+fn quoted(arg: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
+    match !arg.is_empty() && arg.chars().all(plain) {
+        true => arg.to_owned(),
+        false => format!("'{}'", arg.replace('\'', r"'\''")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_to_serve_is_this_one() {
+        let command = |line: &[&str]| serve_command(line.iter().map(|&arg| arg.to_owned()));
+        assert_eq!(
+            command(&["plimsoll", "plan", "--json", "a/b", "--max-num-seqs=4"]),
+            "plimsoll serve a/b --max-num-seqs=4"
+        );
+        assert_eq!(
+            command(&[
+                "./plimsoll",
+                "plan",
+                "it's here",
+                "--tokenizer",
+                "plan",
+                "--hf-token",
+                "secret"
+            ]),
+            r"./plimsoll serve 'it'\''s here' --tokenizer plan --hf-token '***'"
+        );
+    }
+}

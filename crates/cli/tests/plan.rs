@@ -1,0 +1,228 @@
+//! `plimsoll plan` and `plimsoll profile`, from outside.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_plimsoll");
+
+/// The shape of Llama 3.1 8B.
+const LLAMA_8B: &str = r#"{
+    "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_act": "silu", "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+    "tie_word_embeddings": false
+}"#;
+
+/// Two layers.
+const TINY: &str = r#"{
+    "architectures": ["Qwen2ForCausalLM"], "dtype": "float16", "hidden_act": "silu", "vocab_size": 300,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048,
+    "tie_word_embeddings": true
+}"#;
+
+fn model(config: &str) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), config).unwrap();
+    dir
+}
+
+fn default_model() -> PathBuf {
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache/models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    assert!(
+        path.exists(),
+        "{} is missing: run scripts/fetch-default-model",
+        path.display()
+    );
+    path
+}
+
+fn plimsoll(command: &str, model: &Path, flags: &str) -> Output {
+    let locks = tempfile::tempdir().unwrap();
+    Command::new(BINARY)
+        .arg(command)
+        .arg(model)
+        .args(flags.split_whitespace())
+        .arg("--device-lock-dir")
+        .arg(locks.path())
+        .env("XDG_CACHE_HOME", locks.path())
+        .output()
+        .unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// The one document on stdout.
+fn json(output: &Output) -> Value {
+    serde_json::from_str(&stdout(output)).unwrap()
+}
+
+fn number(document: &Value, pointer: &str) -> f64 {
+    let value = document.pointer(pointer).and_then(Value::as_f64);
+    value.unwrap_or_else(|| panic!("no {pointer} in {document:#}"))
+}
+
+#[test]
+fn a_plan_says_what_fits_and_how_to_serve_it() {
+    let dir = model(TINY);
+    let text = stdout(&plimsoll(
+        "plan",
+        dir.path(),
+        "--device cpu --device-memory 24MiB --max-model-len 512 --max-num-seqs 100",
+    ));
+    for part in [
+        "predicted for",
+        "KiB of weights",
+        "256 bytes of KV a token",
+        "requests of 512 tokens",
+        "bound by useful",
+        "free",
+        "nothing was measured",
+    ] {
+        assert!(text.contains(part), "{part} is missing:\n{text}");
+    }
+    let serve = text.lines().last().unwrap();
+    assert!(
+        serve.contains(" serve ") && serve.contains("--max-model-len 512"),
+        "{serve}"
+    );
+    assert!(text.is_ascii(), "it survives pipes");
+}
+
+#[test]
+fn u5_a_gpu_that_is_not_here_can_be_planned_for() {
+    let dir = model(LLAMA_8B);
+    let flags = "--device cuda --max-model-len 4096 --mem-fraction 1.0 --json --device-memory";
+    let plan = json(&plimsoll("plan", dir.path(), &format!("{flags} 150109880320")));
+    // Where there is a GPU, it is looked at, and is smaller or larger.
+    if plan["device"]["assumed"] == true {
+        // What an H200 of so many bytes was measured to hold.
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/bench/h200/kv-full.json");
+        let recorded: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let recorded = &recorded["plimsoll"]["profile"];
+        for pointer in [
+            "/kv_tokens",
+            "/kv_bytes",
+            "/scratch_bytes",
+            "/arithmetic/non_kv",
+            "/ready/reserved",
+        ] {
+            let error = number(&plan, pointer) / number(recorded, pointer) - 1.0;
+            assert!(error.abs() < 0.03, "{pointer}: {error}");
+        }
+        assert!(plan["device"]["name"].as_str().unwrap().contains("not here"));
+    }
+    // Too small for the model, and it says with which exit code.
+    let output = plimsoll("plan", dir.path(), &format!("{flags} 8GiB"));
+    assert_eq!(output.status.code(), Some(4));
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(document["fits"], false);
+    assert!(
+        document["error"].as_str().unwrap().contains("predicted"),
+        "{document}"
+    );
+}
+
+#[test]
+fn a_plan_and_a_profile_of_the_same_model_agree() {
+    let dir = model(TINY);
+    let limits = "--device cpu --max-num-seqs 3 --max-num-batched-tokens 24 --max-model-len 128 --json";
+    let cases = [
+        (PathBuf::from("sim"), "--json".to_owned()),
+        (
+            dir.path().to_owned(),
+            format!("{limits} --load-format dummy --device-memory 24MiB"),
+        ),
+        (default_model(), format!("{limits} --device-memory 1GiB")),
+    ];
+    for (model, flags) in cases {
+        let plan = json(&plimsoll("plan", &model, &flags));
+        let profile = json(&plimsoll("profile", &model, &flags));
+        for pointer in ["/kv_tokens", "/kv_bytes", "/ready/reserved", "/arithmetic/non_kv"] {
+            let error = number(&plan, pointer) / number(&profile, pointer) - 1.0;
+            assert!(error.abs() < 0.03, "{}: {pointer}: {error}", model.display());
+        }
+        // The plan is complete,
+        assert_eq!(
+            (&plan["fits"], &plan["device"]["kind"]),
+            (&true.into(), &"cpu".into())
+        );
+        for pointer in [
+            "/full_length_requests",
+            "/kv_bytes_per_token",
+            "/margins/canary_bytes",
+            "/probe/peak_reserved",
+        ] {
+            assert!(number(&plan, pointer) > 0.0, "{pointer}");
+        }
+        assert!(plan["command"].as_str().unwrap().contains(" serve "));
+        // and the profile has it beside what it measured.
+        assert_eq!(profile["prediction"]["kv_tokens"], plan["kv_tokens"]);
+        let compared = profile["prediction"]["compared"].as_array().unwrap();
+        assert_eq!(compared[0]["name"], "kv tokens");
+        assert!(
+            compared
+                .iter()
+                .all(|line| line["error"].as_f64().is_none_or(|error| error.abs() < 0.03))
+        );
+    }
+}
+
+#[test]
+fn a_profile_prints_how_far_off_the_prediction_is() {
+    let text = stdout(&plimsoll("profile", Path::new("sim"), ""));
+    assert!(text.contains("predicted") && text.contains("+0.00 %"), "{text}");
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_the_same_advice() {
+    let dir = model(TINY);
+    let flags =
+        "--device cpu --load-format dummy --max-num-seqs 3 --max-num-batched-tokens 24 --device-memory";
+    for memory in ["100KiB", "1MiB", "2MiB"] {
+        let [plan, profile] =
+            ["plan", "profile"].map(|command| plimsoll(command, dir.path(), &format!("{flags} {memory}")));
+        assert_eq!(
+            (plan.status.code(), profile.status.code()),
+            (Some(4), Some(4)),
+            "{memory}"
+        );
+        assert!(plan.stdout.is_empty(), "{memory}");
+        let advice = |output: &Output| String::from_utf8_lossy(&output.stderr).contains("--device-memory");
+        assert!(advice(&plan) && advice(&profile), "{memory}: {plan:?}");
+    }
+}
+
+#[test]
+fn what_is_no_model_is_said_with_its_exit_code() {
+    let empty = tempfile::tempdir().unwrap();
+    let unknown = model(&TINY.replace("Qwen2ForCausalLM", "NobodyForCausalLM"));
+    let cases = [
+        (Path::new("./nowhere"), 3),
+        (empty.path(), 3),
+        (unknown.path(), 3),
+        (Path::new("owner/name:Q4_K_M"), 3),
+    ];
+    for (model, code) in cases {
+        let output = plimsoll("plan", model, "");
+        assert_eq!(
+            output.status.code(),
+            Some(code),
+            "{}: {output:?}",
+            model.display()
+        );
+    }
+    let output = plimsoll("plan", Path::new("sim"), "--device cuda");
+    assert_eq!(output.status.code(), Some(2));
+}

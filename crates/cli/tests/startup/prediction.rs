@@ -1,0 +1,155 @@
+//! What is predicted of a start is what it measures: on the CPU to the byte, whatever the model and the limits.
+
+use clap::Parser;
+use plimsoll_cli::Error;
+use plimsoll_cli::args::{Cli, Command, EngineArgs};
+use plimsoll_cli::device::{Device, Site};
+use plimsoll_cli::start::{Loaded, Outline};
+use plimsoll_device::Budget;
+use plimsoll_profiler::{Bound, Prediction, Report};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use serde_json::json;
+
+use crate::Model;
+
+/// The prediction and the measurement of the same start.
+fn both(model: &Model, flags: &str, bytes: u64) -> (Result<Prediction, Error>, Result<Report, Error>) {
+    let argv = ["plimsoll", "profile", "--load-format", "dummy", "--threads", "2"];
+    let argv = argv.into_iter().chain(flags.split_whitespace());
+    let args: EngineArgs = match Cli::try_parse_from(argv).unwrap().command {
+        Command::Profile(args) => args.engine,
+        other => panic!("not profile: {other:?}"),
+    };
+    let site = Site::There(Device::Cpu(Budget::new(bytes)));
+    let outline = Outline::new(&model.source(), &args, &site);
+    let predicted = outline.and_then(|outline| outline.predict());
+    let loaded = Loaded::new(&model.source(), &args, Budget::new(bytes));
+    (predicted, loaded.and_then(|loaded| loaded.profile(&args)))
+}
+
+fn compare(prediction: &Prediction, report: &Report, context: &str) {
+    assert_eq!(
+        (prediction.kv_tokens, prediction.bound),
+        (report.kv_tokens, report.bound),
+        "{context}"
+    );
+    assert_eq!(prediction.baseline, report.baseline, "{context}");
+    assert_eq!(prediction.ready, report.ready, "{context}");
+    for compared in prediction.compare(report) {
+        let error = compared.error.unwrap_or(0.0);
+        assert!(error.abs() < 0.03, "{context}: {compared:?}");
+    }
+    if let Some(probe) = &report.probe {
+        assert_eq!(prediction.probe, *probe, "{context}");
+        assert_eq!(
+            Some(&prediction.arithmetic),
+            report.arithmetic.as_ref(),
+            "{context}"
+        );
+        let predicted: Vec<_> = prediction
+            .probe_scenarios
+            .iter()
+            .map(|s| (s.shape.kind, s.scratch_bytes))
+            .collect();
+        let measured: Vec<_> = report
+            .probe_scenarios
+            .iter()
+            .map(|s| (s.kind, s.scratch_bytes))
+            .collect();
+        assert_eq!(predicted, measured, "{context}");
+    }
+}
+
+/// U5: random models of all families, limits and budgets; some do not fit, and then both say so.
+#[test]
+fn u5_the_prediction_is_what_the_profile_measures() {
+    let (mut fit, mut memory_bound, mut pinned, mut unfit) = (0, 0, 0, 0);
+    for seed in (0..48).chain([rand::random()]) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let config = random_config(&mut rng);
+        let (flags, bytes) = random_flags(&mut rng);
+        let context = format!("seed {seed}: {flags}, {bytes} bytes, {config}");
+        let model = Model::of(&config);
+        match both(&model, &flags, bytes) {
+            (Ok(prediction), Ok(report)) => {
+                compare(&prediction, &report, &context);
+                fit += 1;
+                memory_bound += usize::from(report.bound == Bound::Memory);
+                pinned += usize::from(report.bound == Bound::PinnedTokens);
+            }
+            (Err(predicted), Err(measured)) => {
+                assert_eq!((predicted.exit_code(), measured.exit_code()), (4, 4), "{context}");
+                unfit += 1;
+            }
+            (predicted, measured) => panic!("{context}: {predicted:?} but {measured:?}"),
+        }
+    }
+    assert!(
+        fit > 20 && memory_bound > 5 && pinned > 2 && unfit > 2,
+        "{fit} {memory_bound} {pinned} {unfit}"
+    );
+}
+
+fn random_flags(rng: &mut StdRng) -> (String, u64) {
+    let seqs = rng.random_range(1..24);
+    let mut flags = format!(
+        "--max-num-seqs {seqs} --max-num-batched-tokens {} --max-model-len {} --block-size {} --mem-fraction {}",
+        rng.random_range(seqs..100),
+        rng.random_range(1..4096),
+        [8, 16, 32][rng.random_range(0..3)],
+        rng.random_range(0.3..1.0),
+    );
+    match rng.random_range(0..6) {
+        0 => flags += &format!(" --max-total-token-num {}", rng.random_range(500..40_000)),
+        1 => flags += " --kv-cache-dtype float32",
+        _ => {}
+    }
+    (flags, rng.random_range(1..24) << 20)
+}
+
+fn random_config(rng: &mut StdRng) -> String {
+    let families = [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    ];
+    let dtypes = ["float32", "float16", "bfloat16"];
+    let kv_heads = rng.random_range(1..3);
+    json!({
+        "architectures": [families[rng.random_range(0..families.len())]],
+        "dtype": dtypes[rng.random_range(0..dtypes.len())],
+        "hidden_act": "silu",
+        "hidden_size": rng.random_range(8..130),
+        "intermediate_size": rng.random_range(8..200),
+        "num_hidden_layers": rng.random_range(1..4),
+        "num_attention_heads": kv_heads * rng.random_range(1..4),
+        "num_key_value_heads": kv_heads,
+        "head_dim": 2 * rng.random_range(2..20),
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "vocab_size": rng.random_range(258..1500),
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": rng.random::<bool>(),
+        "sliding_window": null,
+    })
+    .to_string()
+}
+
+/// The parts sum to what the device says is in use.
+#[test]
+fn u27_parts_sum_to_what_the_device_reports_used() {
+    let (_, report) = both(
+        &Model::new(),
+        "--max-num-seqs 4 --max-num-batched-tokens 32 --max-model-len 256",
+        24 << 20,
+    );
+    for memory in [
+        &report.as_ref().unwrap().baseline,
+        &report.as_ref().unwrap().ready,
+    ] {
+        assert_eq!(memory.attributed + memory.peers, memory.device_used);
+        assert_eq!(memory.device_used + memory.free, memory.total);
+    }
+}

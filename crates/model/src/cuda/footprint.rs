@@ -1,0 +1,265 @@
+//! What a model and its states take on a GPU, told without loading it: see [`crate::Footprint`].
+
+use std::convert::Infallible;
+use std::path::Path;
+use std::sync::Arc;
+
+use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
+use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuError, POOL_CHUNK, POOL_UNIT};
+use plimsoll_kernels::cuda::{
+    AssumedGpu, DecodeKernels, DecodePlanner, FusedKernels, Linears, PrefillKernels, PrefillPlanner,
+    SampleKernels,
+};
+
+use super::decoder::{LaunchError, count_step};
+use super::graphs::ladder;
+use super::input::{Planners, StepInputs, WindowPlanners, attention_counters};
+use super::output::Outputs;
+use super::weights::weights_bytes;
+use super::{GpuOptions, check, kv_bytes_per_token, planners};
+use crate::footprint::{ArenaUse, StepSize};
+use crate::{ModelConfig, ModelError};
+
+/// Context, kernels and libraries with their workspace on an H200, as measured there (tests/bench/h200/kv-full.json).
+const H200_RUNTIME_BYTES: u64 = 568 << 20;
+
+/// What a graph takes for each block of the decoder: 48 MiB for the 51 graphs of 32 blocks each, as measured there.
+const GRAPH_LAYER_BYTES: u64 = 30 << 10;
+
+/// What a state on a GPU is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuStateShape {
+    /// The largest step.
+    pub limits: StepLimits,
+    /// Tokens of a block of the KV cache.
+    pub block_size: BlockSize,
+    /// How it works.
+    pub options: GpuOptions,
+}
+
+/// A model on a GPU, without its weights, or without the GPU.
+#[derive(Debug)]
+pub struct GpuFootprint {
+    config: ModelConfig,
+    shape: GpuStateShape,
+    /// Bytes; `u64::MAX` if they fit no memory.
+    weights: u64,
+    planners: Planners,
+    /// What a loaded model would have loaded too.
+    kernels: Option<Arc<Kernels>>,
+}
+
+#[derive(Debug)]
+struct Kernels {
+    decode: DecodeKernels,
+    prefill: PrefillKernels,
+    _fused: FusedKernels,
+    _linears: Linears,
+    _sampler: SampleKernels,
+}
+
+impl GpuFootprint {
+    /// For a GPU that is there, onto which the kernels are loaded and nothing else: as long as this lives, its meters show
+    /// what the runtime takes.
+    ///
+    /// # Errors
+    /// As [`super::GpuModel::load`], as far as the configuration tells.
+    pub fn on(gpu: &Gpu, path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
+        let config = read_config(path)?;
+        let kernels = Kernels::load(gpu).map_err(|error| match error {
+            LaunchError::Oom(oom) => ModelError::Oom(oom),
+            LaunchError::Gpu(error) => ModelError::Gpu(error),
+        })?;
+        let (heads, runs) = (config.spec.num_heads, shape.limits.max_num_seqs);
+        let planners = planners::<GpuError>(&config.spec, shape.block_size, |layout, window| {
+            Ok(WindowPlanners {
+                window,
+                decode: kernels.decode.planner(layout, heads, window, runs)?,
+                prefill: kernels.prefill.planner(layout, heads, window)?,
+            })
+        });
+        let planners = planners.map_err(ModelError::Gpu)?;
+        Ok(Self::new(config, shape, planners, Some(kernels)))
+    }
+
+    /// For a GPU that is not there: like an H200, but for the size of its memory.
+    ///
+    /// # Errors
+    /// As [`Self::on`].
+    pub fn assumed(path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
+        let config = read_config(path)?;
+        let (heads, runs) = (config.spec.num_heads, shape.limits.max_num_seqs);
+        let gpu = AssumedGpu::H200;
+        let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, |layout, window| {
+            Ok(WindowPlanners {
+                window,
+                decode: DecodePlanner::assumed(layout, heads, window, gpu, runs),
+                prefill: PrefillPlanner::assumed(layout, heads, window, gpu),
+            })
+        });
+        Ok(Self::new(config, shape, planners, None))
+    }
+
+    fn new(config: ModelConfig, shape: GpuStateShape, planners: Planners, kernels: Option<Kernels>) -> Self {
+        Self {
+            weights: weights_bytes(&config.spec).map_or(u64::MAX, pooled),
+            config,
+            shape,
+            planners,
+            kernels: kernels.map(Arc::new),
+        }
+    }
+
+    /// The same for other limits.
+    #[must_use]
+    pub fn for_limits(&self, limits: &StepLimits) -> Self {
+        let planners = self.planners.iter().map(|planners| WindowPlanners {
+            decode: planners.decode.for_runs(limits.max_num_seqs),
+            ..*planners
+        });
+        Self {
+            config: self.config.clone(),
+            shape: GpuStateShape {
+                limits: *limits,
+                ..self.shape
+            },
+            weights: self.weights,
+            planners: planners.collect(),
+            kernels: self.kernels.clone(),
+        }
+    }
+
+    /// What the model says about itself.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// What a state is made for.
+    pub fn shape(&self) -> &GpuStateShape {
+        &self.shape
+    }
+
+    /// Bytes of the runtime of a GPU that is not there.
+    pub const ASSUMED_RUNTIME_BYTES: u64 = H200_RUNTIME_BYTES;
+
+    /// Bytes of the weights; `u64::MAX` if they fit no memory.
+    pub fn weights_bytes(&self) -> u64 {
+        self.weights
+    }
+
+    /// As [`super::GpuModel::kv_bytes_per_token`].
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        kv_bytes_per_token(&self.config.spec)
+    }
+
+    /// Bytes of a KV cache.
+    pub fn kv_bytes(&self, config: KvConfig) -> u64 {
+        let tokens = (config.num_blocks as u64).saturating_mul(config.block_size.tokens() as u64);
+        mapped(self.kv_bytes_per_token().saturating_mul(tokens))
+    }
+
+    /// Bytes of a fixed arena of `scratch` bytes.
+    pub fn fixed_arena(&self, scratch: u64) -> u64 {
+        mapped(scratch)
+    }
+
+    /// Bytes of a state's staging.
+    pub fn staging_bytes(&self) -> u64 {
+        let GpuStateShape {
+            limits, block_size, ..
+        } = &self.shape;
+        let parts = [
+            StepInputs::bytes(limits, *block_size, self.config.spec.vocab_size, &self.planners),
+            attention_counters(&self.planners) * size_of::<u32>(),
+            Outputs::bytes(limits),
+        ];
+        parts.into_iter().map(pooled).sum()
+    }
+
+    /// Bytes that the pool holds without using them, beside weights, the libraries' workspace and `staging` bytes.
+    pub fn slack_bytes(&self, staging: u64) -> u64 {
+        let used = self
+            .weights
+            .saturating_add(staging)
+            .saturating_add(pooled(Linears::WORKSPACE_BYTES));
+        used.checked_next_multiple_of(POOL_CHUNK as u64)
+            .map_or(0, |held| held - used)
+    }
+
+    /// Bytes of a state's graphs.
+    pub fn graph_bytes(&self) -> u64 {
+        mapped(GRAPH_LAYER_BYTES * (self.graphs().len() * self.config.spec.num_layers) as u64)
+    }
+
+    /// What capturing the graphs, and then `steps`, take from the arena; of each step whether it runs as a graph.
+    pub fn arena(&self, steps: &[(StepSize, bool)]) -> ArenaUse {
+        let counted = self.count(steps);
+        counted.unwrap_or_else(|| ArenaUse::boundless(steps.len()))
+    }
+
+    fn count(&self, steps: &[(StepSize, bool)]) -> Option<ArenaUse> {
+        let (spec, graphs) = (&self.config.spec, self.graphs());
+        let mut arena = DryGpuArena::default();
+        for &size in graphs.iter().rev() {
+            count_step(spec, [size, size], &self.planners, &mut arena)?;
+        }
+        let mut scratch = Vec::with_capacity(steps.len());
+        for &(StepSize { tokens, samples }, graph) in steps {
+            if graphs.is_empty() || !graph {
+                count_step(spec, [tokens, samples], &self.planners, &mut arena)?;
+            }
+            scratch.push(arena.take_high_water() as u64);
+        }
+        let mapped = arena.mapped() as u64;
+        Some(ArenaUse {
+            scratch,
+            peak: mapped,
+            held: mapped,
+        })
+    }
+
+    /// Batch sizes that have a graph.
+    fn graphs(&self) -> Vec<usize> {
+        match self.shape.options.enforce_eager {
+            true => Vec::new(),
+            false => ladder(self.shape.limits.max_num_seqs),
+        }
+    }
+}
+
+fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
+    let config = ModelConfig::read(path)?;
+    check(&config.spec)?;
+    Ok(config)
+}
+
+impl Kernels {
+    /// Everything that the runtime loads for a model, as far as it can be without one.
+    fn load(gpu: &Gpu) -> Result<Self, LaunchError> {
+        let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
+        let kernels = Self {
+            _linears: Linears::load(gpu, workspace)?,
+            _fused: FusedKernels::load(gpu)?,
+            _sampler: SampleKernels::load(gpu)?,
+            decode: DecodeKernels::load(gpu)?,
+            prefill: PrefillKernels::load(gpu)?,
+        };
+        gpu.settle_runtime()?;
+        Ok(kernels)
+    }
+}
+
+/// Bytes of the pool that an allocation takes.
+fn pooled(bytes: usize) -> u64 {
+    bytes.max(1).next_multiple_of(POOL_UNIT) as u64
+}
+
+/// Bytes that are mapped for as many.
+fn mapped(bytes: u64) -> u64 {
+    bytes
+        .checked_next_multiple_of(DryGpuArena::GRANULARITY as u64)
+        .unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,103 @@
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use super::*;
+
+/// The shape of Llama 3.1 8B.
+const CONFIG: &str = r#"{
+    "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_act": "silu", "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+    "tie_word_embeddings": false
+}"#;
+
+/// What `plimsoll profile` reported on an H200.
+fn recorded(name: &str) -> Value {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/bench/h200")
+        .join(name);
+    let text = std::fs::read_to_string(path).unwrap();
+    serde_json::from_str::<Value>(&text).unwrap()["plimsoll"]["profile"].clone()
+}
+
+fn footprint(report: &Value) -> GpuFootprint {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+    let number = |name: &str| report[name].as_u64().unwrap() as usize;
+    let shape = GpuStateShape {
+        limits: StepLimits {
+            max_num_batched_tokens: number("max_num_batched_tokens"),
+            max_num_seqs: number("max_num_seqs"),
+            max_model_len: number("max_model_len"),
+        },
+        block_size: BlockSize::new(number("block_size")).unwrap(),
+        options: GpuOptions::default(),
+    };
+    GpuFootprint::assumed(dir.path(), shape).unwrap()
+}
+
+fn component(report: &Value, name: &str) -> u64 {
+    let lines = report["ready"]["components"].as_array().unwrap();
+    let line = lines.iter().find(|line| line["name"] == name).unwrap();
+    line["bytes"].as_u64().unwrap()
+}
+
+/// To the byte, what an H200 was measured to hold.
+#[test]
+fn u5_formulas_give_what_an_h200_measured() {
+    for name in ["kv-full.json", "kv-default.json"] {
+        let report = recorded(name);
+        let footprint = footprint(&report);
+        assert_eq!(footprint.weights_bytes(), component(&report, "weights"));
+        assert_eq!(footprint.staging_bytes(), component(&report, "staging"));
+        assert_eq!(
+            footprint.slack_bytes(footprint.staging_bytes()),
+            report["ready"]["unattributed"].as_u64().unwrap()
+        );
+        let kv = KvConfig {
+            block_size: footprint.shape.block_size,
+            num_blocks: report["kv_blocks"].as_u64().unwrap() as usize,
+        };
+        assert_eq!(footprint.kv_bytes(kv), component(&report, "kv"));
+
+        let scenarios = report["probe_scenarios"].as_array().unwrap();
+        let number = |scenario: &Value, name: &str| scenario[name].as_u64().unwrap();
+        let steps: Vec<_> = scenarios
+            .iter()
+            .map(|scenario| {
+                let step = StepSize {
+                    tokens: number(scenario, "tokens") as usize,
+                    samples: number(scenario, "rows") as usize,
+                };
+                (step, scenario["kind"] == "decode")
+            })
+            .collect();
+        let arena = footprint.arena(&steps);
+        let measured: Vec<_> = scenarios
+            .iter()
+            .map(|scenario| number(scenario, "scratch_bytes"))
+            .collect();
+        assert_eq!(arena.scratch, measured);
+        let scratch = arena.scratch.into_iter().max().unwrap();
+        assert_eq!(footprint.fixed_arena(scratch), component(&report, "arena"));
+        // The driver keeps what graphs took and counts it as its own: the runtime grew by so much.
+        let runtime = GpuFootprint::ASSUMED_RUNTIME_BYTES + footprint.graph_bytes();
+        let measured = component(&report, "runtime");
+        assert!(runtime.abs_diff(measured) <= 4 << 20, "{runtime} {measured}");
+    }
+}
+
+#[test]
+fn without_graphs_there_is_nothing_to_capture() {
+    let mut footprint = footprint(&recorded("kv-full.json"));
+    let step = StepSize {
+        tokens: 1,
+        samples: 1,
+    };
+    let with_graphs = footprint.arena(&[(step, true)]);
+    footprint.shape.options.enforce_eager = true;
+    assert_eq!(footprint.graph_bytes(), 0);
+    let without = footprint.arena(&[(step, true)]);
+    assert!(without.peak < with_graphs.peak && without.scratch[0] > 0);
+}
