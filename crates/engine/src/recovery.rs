@@ -31,26 +31,26 @@ enum Waited {
 impl<E: Executor> EngineThread<E> {
     /// A new state in place of one that ran out of memory; requests that were not in the step wait for it. `None` where the
     /// engine is to end.
-    pub(crate) fn recover(&mut self) -> Option<E> {
+    pub(crate) fn recover(&mut self) -> Result<Option<E>, ProfileError> {
         self.forget_kv();
         let executor = self.renew(None)?;
-        self.shared.lock().stats.rebuilds_oom += 1;
-        Some(executor)
+        self.shared.lock().stats.rebuilds_oom += u64::from(executor.is_some());
+        Ok(executor)
     }
 
     /// Sleeps, without a state, until woken. `None` where the engine is to end.
-    pub(crate) fn sleep(&mut self, sleeper: Sleeper) -> Option<E> {
+    pub(crate) fn sleep(&mut self, sleeper: Sleeper) -> Result<Option<E>, ProfileError> {
         self.forget_kv();
         self.source.trim();
         tracing::info!("asleep: the memory of KV cache and steps is given back, weights stay");
         // A client that is gone asked for it nevertheless.
         let _ = sleeper.send(());
         let Waited::Woken(waker) = self.wait(None) else {
-            return None;
+            return Ok(None);
         };
         let executor = self.renew(Some(waker))?;
-        self.shared.lock().stats.rebuilds_wake += 1;
-        Some(executor)
+        self.shared.lock().stats.rebuilds_wake += u64::from(executor.is_some());
+        Ok(executor)
     }
 
     /// Who waits until the engine sleeps, if it is still to sleep; from here on it does.
@@ -64,13 +64,13 @@ impl<E: Executor> EngineThread<E> {
         })
     }
 
-    /// Tries until a state is proved. `None` where the engine is to end.
-    fn renew(&mut self, mut waker: Option<Waker>) -> Option<E> {
+    /// Tries until a state is proved. `None` where the engine is to end; an error where trying again would not help.
+    fn renew(&mut self, mut waker: Option<Waker>) -> Result<Option<E>, ProfileError> {
         let began = Instant::now();
         let mut pause = FIRST_RETRY;
         loop {
             if self.shared.lock().deadline.is_some() {
-                return None;
+                return Ok(None);
             }
             let why = match self.source.rebuild() {
                 Ok(proved) => {
@@ -83,11 +83,10 @@ impl<E: Executor> EngineThread<E> {
                     if let Some(waker) = waker {
                         let _ = waker.send(Ok(()));
                     }
-                    return Some(executor);
+                    return Ok(Some(executor));
                 }
                 Err(error @ ProfileError::DoesNotFit(_)) => error.to_string(),
-                // Trying again would not help, a new process may.
-                Err(defect) => panic!("the state could not be built again: {defect}"),
+                Err(defect) => return Err(defect),
             };
             tracing::warn!(
                 retry_seconds = pause.as_secs_f64(),
@@ -105,7 +104,7 @@ impl<E: Executor> EngineThread<E> {
                 self.turn_away();
             }
             if let Waited::Stop = self.wait(Some(Instant::now() + pause)) {
-                return None;
+                return Ok(None);
             }
             pause = (2 * pause).min(LAST_RETRY);
         }

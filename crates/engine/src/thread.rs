@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use plimsoll_core::{
     DeviceTime, Event, Executor, KvConfig, Request, RequestId, StepError, StepOutput, StepPlan,
 };
+use plimsoll_profiler::ProfileError;
 use plimsoll_scheduler::Scheduler;
 
 use crate::handle::SHUT_DOWN;
@@ -61,9 +62,16 @@ impl<E: Executor> EngineThread<E> {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.live(executor)));
         let mut state = self.shared.lock();
         let error = match outcome {
-            Ok(()) => {
+            Ok(Ok(())) => {
                 state.phase = Phase::Stopped;
                 StepError::Failed(SHUT_DOWN.into())
+            }
+            Ok(Err(defect)) => {
+                let message = format!("the state could not be built again: {defect}");
+                tracing::error!(%message, "nothing is served any more");
+                state.phase = Phase::Dead;
+                state.last_error = Some(message.clone());
+                StepError::Failed(message)
             }
             Err(panic) => {
                 let message = message(panic.as_ref());
@@ -76,8 +84,8 @@ impl<E: Executor> EngineThread<E> {
         state.fail_all(&error);
     }
 
-    /// From one executor to the next.
-    fn live(&mut self, mut executor: E) {
+    /// From one executor to the next. An error is a defect that only a new process can be rid of.
+    fn live(&mut self, mut executor: E) -> Result<(), ProfileError> {
         loop {
             let pause = self.serve(&mut executor);
             self.clock.stop(executor.device_time());
@@ -85,12 +93,12 @@ impl<E: Executor> EngineThread<E> {
             drop(executor);
             let next = match pause {
                 Pause::Stop => None,
-                Pause::Lost => self.recover(),
-                Pause::Sleep(sleeper) => self.sleep(sleeper),
+                Pause::Lost => self.recover()?,
+                Pause::Sleep(sleeper) => self.sleep(sleeper)?,
             };
             match next {
                 Some(next) => executor = next,
-                None => return,
+                None => return Ok(()),
             }
         }
     }

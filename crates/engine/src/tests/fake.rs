@@ -31,6 +31,8 @@ pub(super) struct Script {
     pub(super) oom_of_one: AtomicBool,
     /// The same in `launch`.
     pub(super) oom_in_launch: AtomicBool,
+    /// The state cannot be built again, memory or not.
+    pub(super) defect: AtomicBool,
     /// The engine panics between two steps.
     pub(super) panic_between: AtomicBool,
     /// The next step answers fewer runs than there are.

@@ -103,6 +103,9 @@ impl StateSource<Fake> for Device {
             self.script.dropped.load(Ordering::SeqCst),
             "the old state makes room first"
         );
+        if self.script.defect.load(Ordering::SeqCst) {
+            return Err(ProfileError::InvalidSpec("told to be defective"));
+        }
         self.prove()
     }
 }
@@ -279,6 +282,26 @@ async fn u21_nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
     assert_eq!(rig.engine.drain(PATIENCE).await, Drained::Complete);
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     assert_eq!(rig.engine.health().phase, Phase::Stopped);
+}
+
+/// What more memory would not mend ends the engine, so that a supervisor starts another.
+#[tokio::test]
+async fn a_state_that_cannot_be_built_for_a_defect_ends_the_engine() {
+    let (rig, _device) = start(1, PATIENCE);
+    rig.set_step(Duration::from_millis(5));
+    let guilty = rig.submit(1, 100).unwrap();
+    hold(&rig).await;
+    let waiting = rig.submit(2, 10).unwrap();
+    rig.set(|s| &s.defect);
+    rig.set(|s| &s.oom_in_launch);
+    rig.script.hold.store(false, Ordering::SeqCst);
+    rig.engine.ended().await;
+    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    let error = read(waiting).await.1.unwrap_err();
+    assert!(error.to_string().contains("told to be defective"), "{error}");
+    let health = rig.engine.health();
+    assert_eq!(health.phase, Phase::Dead);
+    assert!(health.last_error.unwrap().contains("could not be built again"));
 }
 
 #[tokio::test]
