@@ -244,8 +244,14 @@ impl<T: Target> Profiler<'_, T> {
         drop(state);
         self.target.trim();
         let left = self.target.meters();
-        let expected = held.by_component.get(Component::Kv) + held.by_component.get(Component::Canary);
-        let returned = i128::from(held.reserved) - i128::from(left.reserved);
+        let kept = |meters: &Meters| {
+            let bytes = |component| meters.by_component.get(component);
+            bytes(Component::Kv) + bytes(Component::Canary)
+        };
+        let expected = kept(&held);
+        let dropped = |before: u64, after: u64| i128::from(before) - i128::from(after);
+        // An arena that comes back must not hide a KV cache that does not.
+        let returned = dropped(held.reserved, left.reserved).min(dropped(kept(&held), kept(&left)));
         if returned < i128::from(expected) {
             return Err(ProfileError::TeardownLeak {
                 phase,

@@ -49,6 +49,8 @@ pub struct DeviceModel {
     pub leak_at: Option<usize>,
     /// The step of this number (0 is the first) fails, for another reason than memory.
     pub broken_step: Option<u64>,
+    /// That shows only when the step is waited for.
+    pub breaks_late: bool,
     /// Seeds everything random.
     pub seed: u64,
 }
@@ -178,6 +180,14 @@ impl VirtualDevice {
         self.pool().seat = Some(member.seat());
     }
 
+    /// A state was dropped whose KV stayed.
+    pub fn has_leaked(&self) -> bool {
+        let pool = self.pool();
+        pool.model
+            .leak_at
+            .is_some_and(|state| state < pool.states_dropped)
+    }
+
     /// Sets the neighbours' memory, as far as there is room.
     pub fn set_peers(&self, bytes: u64) {
         let mut pool = self.pool();
@@ -234,6 +244,14 @@ impl Pool {
         }
     }
 
+    fn check_step(&self, late: bool) -> Result<(), StepError> {
+        let broken = self.model.broken_step.is_some_and(|step| step + 1 == self.steps);
+        match broken && self.model.breaks_late == late {
+            true => Err(StepError::Failed("the device is broken".into())),
+            false => Ok(()),
+        }
+    }
+
     /// The step's memory, and how much of it is outside the arena.
     fn begin_step(&mut self) -> Result<(StepMemory, u64), StepError> {
         if self.steps == 0 && self.model.lazy_runtime > 0 {
@@ -241,9 +259,7 @@ impl Pool {
             self.allocate(Component::Runtime, self.model.lazy_runtime)?;
         }
         self.steps += 1;
-        if self.model.broken_step == Some(self.steps - 1) {
-            return Err(StepError::Failed("the device is broken".into()));
-        }
+        self.check_step(false)?;
         let most = self.model.jitter;
         Ok((self.model.step, self.rng.random_range(0..=most)))
     }
@@ -368,6 +384,7 @@ impl Executor for VirtualState {
         if let Some(seat) = seat {
             seat.meet().map_err(|lost| StepError::Failed(lost.to_string()))?;
         }
+        self.device.pool().check_step(true)?;
         self.steps_beside_canary += usize::from(self.canary.is_some());
         let sampled = || Sampled {
             token: 0,

@@ -1,5 +1,5 @@
-//! Who tests the simulation? Bugs are put by hand into copies of the scheduler and the KV manager, and the simulation must
-//! notice each. The crates themselves know nothing of this.
+//! Who tests the simulations? Bugs are put by hand into copies of the scheduler, the KV manager and the profiler, and the
+//! simulations must notice each. The crates themselves know nothing of this.
 //!
 //! All bugs are compiled into one program, each behind a switch (mutant schemata: Untch, Offutt and Harrold 1993).
 
@@ -12,82 +12,171 @@ use std::{
 
 #[path = "mutations/list.rs"]
 mod list;
+#[path = "mutations/profile.rs"]
+mod profile;
 
-use list::{EQUIVALENT, Edit, MUTATIONS};
+use list::{EQUIVALENT, Edit, MUTATIONS, Mutation};
+use profile::PROFILE_MUTATIONS;
 
 const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
+/// A program of bugs, and what looks for them.
+struct Program {
+    name: &'static str,
+    /// The crates that it is built from.
+    crates: &'static [&'static str],
+    /// Modules of the program: files of this crate.
+    modules: &'static [&'static str],
+    dependencies: &'static str,
+    /// The rest of `main.rs`: `broken` says what a seed shows.
+    main: &'static str,
+    mutations: &'static [Mutation],
+    equivalent: &'static [Mutation],
+}
+
+const SCHEDULING: Program = Program {
+    name: "mutants",
+    crates: &["core", "kv", "scheduler"],
+    modules: &[
+        "src/executor.rs",
+        "src/harness.rs",
+        "src/model.rs",
+        "src/workload.rs",
+    ],
+    dependencies: "",
+    main: SCHEDULING_MAIN,
+    mutations: &MUTATIONS,
+    equivalent: &EQUIVALENT,
+};
+
+const PROFILE: Program = Program {
+    name: "profile-mutants",
+    crates: &["core", "kv", "scheduler", "profiler", "sim"],
+    modules: &["tests/profile/cases.rs", "tests/profile/check.rs"],
+    dependencies: "plimsoll-profiler.workspace = true\nplimsoll-sim.workspace = true\n",
+    main: PROFILE_MAIN,
+    mutations: &PROFILE_MUTATIONS,
+    equivalent: &[],
+};
+
 #[test]
 fn the_simulation_notices_every_bug() {
-    let names: Vec<_> = MUTATIONS
-        .iter()
-        .chain(&EQUIVALENT)
-        .map(|mutation| mutation.name)
-        .collect();
-    let output = run(&build_workspace());
-    let verdicts: Vec<_> = output.lines().collect();
-    assert_eq!(verdicts.len(), names.len(), "{output}");
-    let mut report = String::new();
-    for (name, verdict) in names.iter().zip(&verdicts) {
-        writeln!(report, "{name}: {verdict}").expect("writing to a string works");
-    }
-    for (i, verdict) in verdicts.iter().enumerate() {
-        assert_eq!(
-            *verdict == "unnoticed",
-            i >= MUTATIONS.len(),
-            "{}\n\n{report}",
-            names[i]
-        );
-    }
+    SCHEDULING.notices_every_bug();
 }
 
-/// Copies the crates, puts the bugs in, and adds a program that looks for a workload that shows each.
-fn build_workspace() -> PathBuf {
-    let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mutants");
-    let repository = Path::new(REPOSITORY);
-    let crates = repository.join("crates");
-    for file in ["Cargo.toml", "Cargo.lock"] {
-        write(&root.join(file), &read(&repository.join(file)));
+#[test]
+fn the_simulation_of_the_profile_notices_every_bug() {
+    PROFILE.notices_every_bug();
+}
+
+impl Program {
+    fn all(&self) -> impl Iterator<Item = &'static Mutation> {
+        self.mutations.iter().chain(self.equivalent)
     }
-    for name in ["core", "kv", "scheduler"] {
-        let from = crates.join(name);
-        let to = root.join("crates").join(name);
-        let manifest = read(&from.join("Cargo.toml"));
-        // Tests and benchmarks stay behind.
-        let library = manifest.split("\n[dev-dependencies]").next().unwrap_or(&manifest);
-        write(&to.join("Cargo.toml"), library);
-        for entry in fs::read_dir(from.join("src")).expect("a crate has sources") {
-            let path = entry.expect("sources can be listed").path();
-            let file = path
-                .file_name()
-                .and_then(|name| name.to_str())
-                .expect("sources have plain names");
-            let mut source = mutate(&read(&path), &format!("{name}/{file}"));
-            if (name, file) == ("core", "lib.rs") {
-                source.push_str(SWITCH);
-            }
-            write(&to.join("src").join(file), &source);
+
+    fn notices_every_bug(&self) {
+        let names: Vec<_> = self.all().map(|mutation| mutation.name).collect();
+        let output = run(&self.build_workspace(), self.name);
+        let verdicts: Vec<_> = output.lines().collect();
+        assert_eq!(verdicts.len(), names.len(), "{output}");
+        let mut report = String::new();
+        for (name, verdict) in names.iter().zip(&verdicts) {
+            writeln!(report, "{name}: {verdict}").expect("writing to a string works");
+        }
+        for (i, verdict) in verdicts.iter().enumerate() {
+            assert_eq!(
+                *verdict == "unnoticed",
+                i >= self.mutations.len(),
+                "{}\n\n{report}",
+                names[i]
+            );
         }
     }
-    let program = root.join("crates/mutants");
-    write(&program.join("Cargo.toml"), MANIFEST);
-    let sources = crates.join("sim/src");
-    let modules = ["executor", "harness", "model", "workload"].map(|module| {
-        format!(
-            "#[path = {:?}]\nmod {module};\n",
-            sources.join(format!("{module}.rs"))
-        )
-    });
-    let mutants = MUTATIONS.len() + EQUIVALENT.len();
-    let main = format!("{}const MUTANTS: usize = {mutants};\n{MAIN}", modules.concat());
-    write(&program.join("src/main.rs"), &main);
-    root
+
+    /// Copies the crates, puts the bugs in, and adds a program that looks for a seed that shows each.
+    fn build_workspace(&self) -> PathBuf {
+        let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(self.name);
+        let repository = Path::new(REPOSITORY);
+        let crates = repository.join("crates");
+        for file in ["Cargo.toml", "Cargo.lock"] {
+            write(&root.join(file), &read(&repository.join(file)));
+        }
+        for name in self.crates {
+            let from = crates.join(name);
+            let to = root.join("crates").join(name);
+            let manifest = read(&from.join("Cargo.toml"));
+            // Tests and benchmarks stay behind.
+            let library = manifest.split("\n[dev-dependencies]").next().unwrap_or(&manifest);
+            write(&to.join("Cargo.toml"), library);
+            for entry in fs::read_dir(from.join("src")).expect("a crate has sources") {
+                let path = entry.expect("sources can be listed").path();
+                let file = path
+                    .file_name()
+                    .and_then(|name| name.to_str())
+                    .expect("sources have plain names");
+                let mut source = self.mutate(&read(&path), &format!("{name}/{file}"));
+                if (*name, file) == ("core", "lib.rs") {
+                    source.push_str(SWITCH);
+                }
+                write(&to.join("src").join(file), &source);
+            }
+        }
+        let program = root.join("crates").join(self.name);
+        let manifest = MANIFEST.replace("NAME", self.name) + self.dependencies;
+        write(&program.join("Cargo.toml"), &manifest);
+        let modules = self.modules.iter().map(|file| {
+            let path = crates.join("sim").join(file);
+            let name = path.file_stem().and_then(|name| name.to_str());
+            let name = name.expect("sources have plain names");
+            format!("#[path = {path:?}]\nmod {name};\n")
+        });
+        let mutants = self.mutations.len() + self.equivalent.len();
+        let modules: String = modules.collect();
+        let main = format!("{modules}const MUTANTS: usize = {mutants};\n{MAIN}{}", self.main);
+        write(&program.join("src/main.rs"), &main);
+        root
+    }
+
+    /// Puts all bugs that belong to `file` into `source`.
+    fn mutate(&self, source: &str, file: &str) -> String {
+        let mut edits = Vec::new();
+        for (i, mutation) in self.all().enumerate() {
+            for edit in mutation.edits.iter().filter(|edit| edit.file == file) {
+                let (start, end) = locate(source, edit, mutation.name);
+                edits.push((start, end, i + 1, edit.bug));
+            }
+        }
+        edits.sort();
+        let mut mutated = String::new();
+        let mut done = 0;
+        for group in edits.chunk_by(|a, b| a.1 > b.0) {
+            let (start, end, ..) = group[0];
+            assert!(
+                group.iter().all(|edit| (edit.0, edit.1) == (start, end)),
+                "bugs overlap in {file}: {group:?}"
+            );
+            mutated.push_str(&source[done..start]);
+            let (right, mut switch) = (&source[start..end], String::new());
+            for (.., mutant, bug) in group {
+                switch += &format!("if ::plimsoll_core::mutant({mutant}) {{ {bug} }} else ");
+            }
+            switch += &format!("{{ {right} }}");
+            // An expression may stand within another, a statement may not stand in parentheses.
+            mutated += &if right.ends_with(';') {
+                switch
+            } else {
+                format!("({switch})")
+            };
+            done = end;
+        }
+        mutated + &source[done..]
+    }
 }
 
-fn run(workspace: &Path) -> String {
+fn run(workspace: &Path, program: &str) -> String {
     let mut cargo = Command::new(env!("CARGO"));
     cargo
-        .args(["run", "--quiet", "--offline", "--package", "mutants"])
+        .args(["run", "--quiet", "--offline", "--package", program])
         .current_dir(workspace);
     let output = cargo
         .env("CARGO_TARGET_DIR", workspace.join("target"))
@@ -99,41 +188,6 @@ fn run(workspace: &Path) -> String {
         String::from_utf8_lossy(&output.stderr)
     );
     String::from_utf8(output.stdout).expect("verdicts are text")
-}
-
-/// Puts all bugs that belong to `file` into `source`.
-fn mutate(source: &str, file: &str) -> String {
-    let mut edits = Vec::new();
-    for (i, mutation) in MUTATIONS.iter().chain(&EQUIVALENT).enumerate() {
-        for edit in mutation.edits.iter().filter(|edit| edit.file == file) {
-            let (start, end) = locate(source, edit, mutation.name);
-            edits.push((start, end, i + 1, edit.bug));
-        }
-    }
-    edits.sort();
-    let mut mutated = String::new();
-    let mut done = 0;
-    for group in edits.chunk_by(|a, b| a.1 > b.0) {
-        let (start, end, ..) = group[0];
-        assert!(
-            group.iter().all(|edit| (edit.0, edit.1) == (start, end)),
-            "bugs overlap in {file}: {group:?}"
-        );
-        mutated.push_str(&source[done..start]);
-        let (right, mut switch) = (&source[start..end], String::new());
-        for (.., mutant, bug) in group {
-            switch += &format!("if ::plimsoll_core::mutant({mutant}) {{ {bug} }} else ");
-        }
-        switch += &format!("{{ {right} }}");
-        // An expression may stand within another, a statement may not stand in parentheses.
-        mutated += &if right.ends_with(';') {
-            switch
-        } else {
-            format!("({switch})")
-        };
-        done = end;
-    }
-    mutated + &source[done..]
 }
 
 /// The marked part of an edit's site, which must stand in the source once.
@@ -182,7 +236,7 @@ pub fn mutant(number: usize) -> bool {
 
 const MANIFEST: &str = r#"
 [package]
-name = "mutants"
+name = "NAME"
 version = "0.0.0"
 edition = "2024"
 
@@ -194,9 +248,7 @@ rand.workspace = true
 "#;
 
 const MAIN: &str = r#"
-use std::{panic, sync::atomic::Ordering};
-
-const WORKLOADS: u64 = 2_000;
+use std::{any::Any, panic, sync::atomic::Ordering};
 
 fn main() {
     if let Some(broken) = verdict() {
@@ -209,6 +261,23 @@ fn main() {
     }
 }
 
+/// What went wrong, in a line.
+fn complaint<T>(life: Result<Result<T, String>, Box<dyn Any + Send>>) -> Option<String> {
+    let what = match life {
+        Ok(Ok(_)) => return None,
+        Ok(Err(what)) => what.replace('\n', " "),
+        Err(panic) => match panic.downcast_ref::<String>() {
+            Some(message) => format!("panic: {}", message.replace('\n', " ")),
+            None => "panic".into(),
+        },
+    };
+    Some(what.chars().take(100).collect())
+}
+"#;
+
+const SCHEDULING_MAIN: &str = r#"
+const WORKLOADS: u64 = 2_000;
+
 /// What is broken, first without and then with audits of the bookkeeping.
 fn verdict() -> Option<String> {
     [false, true].into_iter().find_map(|audit| (0..WORKLOADS).find_map(|seed| broken(seed, audit)))
@@ -217,17 +286,20 @@ fn verdict() -> Option<String> {
 fn broken(seed: u64, audit: bool) -> Option<String> {
     let workload = workload::Workload::random(seed);
     [1, 2].into_iter().find_map(|depth| {
-        let life = panic::catch_unwind(|| harness::simulate(&workload, depth, audit));
-        let what = match life {
-            Ok(Ok(_)) => return None,
-            Ok(Err(what)) => what.replace('\n', " "),
-            Err(panic) => match panic.downcast_ref::<String>() {
-                Some(message) => format!("panic: {}", message.replace('\n', " ")),
-                None => "panic".into(),
-            },
-        };
-        let what: String = what.chars().take(100).collect();
+        let what = complaint(panic::catch_unwind(|| harness::simulate(&workload, depth, audit)))?;
         Some(format!("workload {seed}, depth {depth}{}: {what}", if audit { ", audited" } else { "" }))
+    })
+}
+"#;
+
+const PROFILE_MAIN: &str = r#"
+const MIB: u64 = 1 << 20;
+const SERVERS: u64 = 4_000;
+
+fn verdict() -> Option<String> {
+    (0..SERVERS).find_map(|seed| {
+        let what = complaint(panic::catch_unwind(|| check::judge(seed)))?;
+        Some(format!("server {seed}: {what}"))
     })
 }
 "#;

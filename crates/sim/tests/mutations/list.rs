@@ -16,11 +16,11 @@ pub(crate) struct Edit {
     pub(crate) bug: &'static str,
 }
 
-const fn bug(name: &'static str, edits: &'static [Edit]) -> Mutation {
+pub(crate) const fn bug(name: &'static str, edits: &'static [Edit]) -> Mutation {
     Mutation { name, edits }
 }
 
-const fn edit(file: &'static str, site: &'static str, bug: &'static str) -> Edit {
+pub(crate) const fn edit(file: &'static str, site: &'static str, bug: &'static str) -> Edit {
     Edit { file, site, bug }
 }
 

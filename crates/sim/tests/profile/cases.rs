@@ -87,7 +87,7 @@ impl Case {
         let spec = random_spec(rng, total);
         let block_bytes = spec.kv_bytes_per_token * spec.block_size.tokens() as u64;
         let first = random_device(rng, total, block_bytes);
-        let calm = rng.random_bool(0.3);
+        let calm = rng.random_bool(0.4);
         let ranks = (0..count).map(|rank| RankCase {
             device: match rank {
                 0 => first.clone(),
@@ -119,7 +119,7 @@ impl Case {
         for (rank, plan) in self.ranks.iter_mut().zip(fresh) {
             rank.plan = Some(plan);
         }
-        if rng.random_bool(0.3) {
+        if rng.random_bool(0.4) {
             return;
         }
         self.plans = Plans::Doubtful;
@@ -190,12 +190,15 @@ fn random_device(rng: &mut StdRng, total: u64, block_bytes: u64) -> DeviceModel 
         true => rng.random_range(1..5),
         false => 0,
     };
+    // Often no more than the margins and a few cuts make up for.
+    let divisor = *[3, 8].choose(rng).unwrap();
+    let missing = part(rng, 0.3, divisor);
     // Before, during and after the probe: a start makes some 20 to 70 allocations.
     let peer_steps = (0..steps).map(|_| (rng.random_range(1..60), rng.random_range(0..=total / 3)));
     let device = DeviceModel {
         total,
         peer_steps: peer_steps.collect(),
-        missing: part(rng, 0.3, 3),
+        missing,
         weights: rng.random_range(0..total / 2),
         runtime: rng.random_range(0..total / 16),
         lazy_runtime: part(rng, 0.3, 16),
@@ -209,7 +212,8 @@ fn random_device(rng: &mut StdRng, total: u64, block_bytes: u64) -> DeviceModel 
         peer_swing: part(rng, 0.3, 8),
         peers: part(rng, 0.5, 4),
         leak_at: rng.random_bool(0.08).then(|| rng.random_range(0..3)),
-        broken_step: rng.random_bool(0.05).then(|| rng.random_range(0..20)),
+        broken_step: rng.random_bool(0.08).then(|| rng.random_range(0..20)),
+        breaks_late: rng.random_bool(0.5),
         seed: rng.random(),
     };
     loadable(device)

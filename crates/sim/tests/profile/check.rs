@@ -217,6 +217,10 @@ pub(crate) fn check(case: &Case, reduction: Reduction) -> Result<End, String> {
         match rank_end.result {
             Ok(proved) => {
                 ensure!(
+                    !rank_end.device.has_leaked(),
+                    "rank {index} is ready although it leaks"
+                );
+                ensure!(
                     rank_end.watch.phases.last() == Some(&Phase::Validate),
                     "rank {index} is ready without a validation"
                 );

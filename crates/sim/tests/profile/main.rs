@@ -56,6 +56,7 @@ fn model() -> DeviceModel {
         peer_steps: Vec::new(),
         leak_at: None,
         broken_step: None,
+        breaks_late: false,
         seed: 1,
     }
 }

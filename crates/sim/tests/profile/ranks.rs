@@ -90,8 +90,12 @@ fn a56_a_failure_ends_all_and_names_the_rank() {
         total: 400 * MIB,
         ..model()
     };
+    let late = DeviceModel {
+        breaks_late: true,
+        ..broken(3)
+    };
     // In the probe, in validation, at a teardown, and for want of room.
-    for bad in [broken(2), broken(8), leaking, small] {
+    for bad in [broken(2), late, broken(8), leaking, small] {
         let ends = start(&same([model(), model(), bad, model()]));
         for (rank, end) in ends.into_iter().enumerate() {
             match end.unwrap_err() {
