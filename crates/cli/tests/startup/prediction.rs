@@ -6,7 +6,7 @@ use plimsoll_cli::args::{Cli, Command, EngineArgs};
 use plimsoll_cli::device::{Device, Site};
 use plimsoll_cli::start::{Loaded, Outline};
 use plimsoll_device::Budget;
-use plimsoll_profiler::{Bound, Prediction, Report};
+use plimsoll_profiler::{Bound, Prediction, ProfileError, Report, Setting};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -64,7 +64,7 @@ fn compare(prediction: &Prediction, report: &Report, context: &str) {
 /// U5: random models of all families, limits and budgets; some do not fit, and then both say so.
 #[test]
 fn u5_the_prediction_is_what_the_profile_measures() {
-    let (mut fit, mut memory_bound, mut pinned, mut unfit) = (0, 0, 0, 0);
+    let (mut fit, mut memory_bound, mut pinned, mut unfit, mut advised) = (0, 0, 0, 0, 0);
     for seed in (0..48).chain([rand::random()]) {
         let mut rng = StdRng::seed_from_u64(seed);
         let config = random_config(&mut rng);
@@ -81,14 +81,37 @@ fn u5_the_prediction_is_what_the_profile_measures() {
             (Err(predicted), Err(measured)) => {
                 assert_eq!((predicted.exit_code(), measured.exit_code()), (4, 4), "{context}");
                 unfit += 1;
+                advised += follow(&predicted, &model, &flags, bytes, &context);
             }
             (predicted, measured) => panic!("{context}: {predicted:?} but {measured:?}"),
         }
     }
     assert!(
-        fit > 20 && memory_bound > 5 && pinned > 2 && unfit > 2,
-        "{fit} {memory_bound} {pinned} {unfit}"
+        fit > 20 && memory_bound > 5 && pinned > 2 && unfit > 2 && advised > 4,
+        "{fit} {memory_bound} {pinned} {unfit} {advised}"
     );
+}
+
+/// Each advice of a prediction starts when it is followed; returns how many there were.
+fn follow(error: &Error, model: &Model, flags: &str, bytes: u64, context: &str) -> usize {
+    let Error::Predicted(error) = error else {
+        panic!("{context}: {error:?}")
+    };
+    // Weights that do not fit have no advice but other weights.
+    let Error::Profile(ProfileError::DoesNotFit(diagnostic)) = &**error else {
+        return 0;
+    };
+    for knob in &diagnostic.knobs {
+        let device = knob.settings.iter().find_map(|setting| match setting {
+            Setting::DeviceMemory(bytes) => Some(*bytes),
+            _ => None,
+        });
+        let flags = format!("{flags} {}", knob.flags());
+        let (predicted, measured) = both(model, &flags, device.unwrap_or(bytes));
+        assert!(predicted.is_ok(), "{context}: {knob:?}: {predicted:?}");
+        assert!(measured.is_ok(), "{context}: {knob:?}: {measured:?}");
+    }
+    diagnostic.knobs.len()
 }
 
 fn random_flags(rng: &mut StdRng) -> (String, u64) {
