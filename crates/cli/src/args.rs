@@ -296,9 +296,9 @@ impl LimitArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Memory")]
 pub struct MemoryArgs {
-    /// Bytes this server may use, such as 8GiB [default: the whole GPU; on a CPU measured: cgroup limit or available
-    /// memory]
-    #[arg(long, value_name = "BYTES")]
+    /// Most bytes this server may use, such as 8GiB: weights, KV cache, steps and graphs together [default: the whole GPU; on
+    /// a CPU measured: cgroup limit or available memory]
+    #[arg(long, visible_alias = "max-device-memory", value_name = "BYTES")]
     pub device_memory: Option<Bytes>,
     /// The same as a part of the GPU's memory, at most 1.0
     #[arg(long, value_name = "FRACTION", value_parser = fraction, conflicts_with = "device_memory")]

@@ -7,7 +7,7 @@ use plimsoll_core::Oom;
 use plimsoll_device::CapacityError;
 use plimsoll_device::cuda::GpuError;
 use plimsoll_model::ModelError;
-use plimsoll_profiler::ProfileError;
+use plimsoll_profiler::{Diagnostic, ProfileError};
 use plimsoll_server::ServeError;
 use plimsoll_text::TextError;
 
@@ -163,6 +163,16 @@ impl Error {
             Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) => 1,
             Self::Bench(_) | Self::SelftestFailed(_) => 1,
             Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
+        }
+    }
+}
+
+impl Error {
+    /// Why it does not fit, and what would.
+    pub fn diagnostic(&self) -> Option<&Diagnostic> {
+        match self {
+            Self::Profile(ProfileError::DoesNotFit(diagnostic)) => Some(diagnostic),
+            _ => None,
         }
     }
 }

@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use clap::{Arg, ArgAction, Command, CommandFactory, Parser};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, Parser};
 
 use crate::args::{Cli, ServeArgs};
 use crate::error::Error;
@@ -44,20 +45,72 @@ pub fn parse(argv: Vec<OsString>, environment: BTreeMap<String, OsString>) -> Re
         return Cli::try_parse_from(argv).map_err(Error::Clap);
     }
     let layers = Layers { command };
-    let environment_flags = layers.environment(&environment)?;
+    let mut environment_flags = layers.environment(&environment)?;
     let file = at
         .get_one::<PathBuf>("config")
         .cloned()
         .or_else(|| environment.get("PLIMSOLL_CONFIG").map(Into::into));
-    let file_flags = file.map_or(Ok(Vec::new()), |file| layers.file(&file))?;
+    let mut file_flags = file.map_or(Ok(Vec::new()), |file| layers.file(&file))?;
+    // The later layer wins over what it contradicts, too.
+    let typed = layers.typed(at);
+    environment_flags.retain(|flag| !flag.contradicts(&typed));
+    let above: Vec<String> = environment_flags
+        .iter()
+        .map(|flag| flag.name.clone())
+        .chain(typed)
+        .collect();
+    file_flags.retain(|flag| !flag.contradicts(&above));
+    let words = |flags: Vec<LayerFlag>| flags.into_iter().flat_map(|flag| flag.words);
     let (head, tail) = argv.split_at(1 + path.len());
     let all = head
         .iter()
         .cloned()
-        .chain(file_flags)
-        .chain(environment_flags)
+        .chain(words(file_flags))
+        .chain(words(environment_flags))
         .chain(tail.iter().cloned());
     Cli::try_parse_from(all).map_err(Error::Clap)
+}
+
+/// A flag that a layer below the command line sets.
+struct LayerFlag {
+    /// Without dashes.
+    name: String,
+    /// As on a command line.
+    words: Vec<OsString>,
+}
+
+impl LayerFlag {
+    /// Whether a later layer that sets `names` says something else about the same thing.
+    fn contradicts(&self, names: &[String]) -> bool {
+        let others = contradicted_by(&self.name);
+        names
+            .iter()
+            .any(|name| *name != self.name && others.contains(name))
+    }
+}
+
+/// Names of the flag `name` and of those that cannot stand beside it, aliases included.
+pub(crate) fn contradicted_by(name: &str) -> Vec<String> {
+    let command = <ServeArgs as clap::Args>::augment_args(Command::new("serve"));
+    let Ok(flag) = known(name) else {
+        return vec![name.to_owned()];
+    };
+    let conflict = |of: &Arg, with: &Arg| {
+        let conflicts = command.get_arg_conflicts_with(of);
+        conflicts.iter().any(|arg| arg.get_id() == with.get_id())
+    };
+    command
+        .get_arguments()
+        .filter(|arg| arg.get_id() == flag.get_id() || conflict(arg, &flag) || conflict(&flag, arg))
+        .flat_map(names)
+        .collect()
+}
+
+/// Every name of a flag.
+fn names(arg: &Arg) -> Vec<String> {
+    let aliases = arg.get_all_aliases().unwrap_or_default();
+    let names = arg.get_long().into_iter().chain(aliases);
+    names.map(str::to_owned).collect()
 }
 
 /// The flags that the layers below the command line may set.
@@ -67,7 +120,15 @@ struct Layers {
 }
 
 impl Layers {
-    fn environment(&self, variables: &BTreeMap<String, OsString>) -> Result<Vec<OsString>, Error> {
+    /// Flags that were typed, without dashes.
+    fn typed(&self, matches: &ArgMatches) -> Vec<String> {
+        let typed =
+            |arg: &&Arg| matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
+        let typed = self.command.get_arguments().filter(typed);
+        typed.filter_map(Arg::get_long).map(str::to_owned).collect()
+    }
+
+    fn environment(&self, variables: &BTreeMap<String, OsString>) -> Result<Vec<LayerFlag>, Error> {
         let mut flags = Vec::new();
         for (variable, value) in variables {
             let error = |message: String| Error::Configuration {
@@ -90,7 +151,7 @@ impl Layers {
         Ok(flags)
     }
 
-    fn file(&self, path: &Path) -> Result<Vec<OsString>, Error> {
+    fn file(&self, path: &Path) -> Result<Vec<LayerFlag>, Error> {
         let error = |message: String| Error::Configuration {
             origin: path.display().to_string(),
             message,
@@ -113,8 +174,9 @@ impl Layers {
     }
 
     /// `key = value` as flags, alone on a command line they are legal on.
-    fn checked(&self, key: &str, value: &toml::Value) -> Result<Vec<OsString>, String> {
-        let flags = flags(key, value)?;
+    fn checked(&self, key: &str, value: &toml::Value) -> Result<Option<LayerFlag>, String> {
+        let name = known(key)?.get_long().unwrap_or(key).to_owned();
+        let flags = flags(&name, value)?;
         let alone = ["plimsoll", "serve"]
             .iter()
             .map(OsString::from)
@@ -123,15 +185,18 @@ impl Layers {
         let applies = self
             .command
             .get_arguments()
-            .any(|arg| arg.get_long() == Some(key));
-        Ok(if applies { flags } else { Vec::new() })
+            .any(|arg| arg.get_long() == Some(&*name));
+        Ok(applies.then_some(LayerFlag { name, words: flags }))
     }
 }
 
 /// The flag of that name, or what is wrong with the name.
 fn known(key: &str) -> Result<Arg, String> {
     let command = <ServeArgs as clap::Args>::augment_args(Command::new("serve"));
-    if let Some(arg) = command.get_arguments().find(|arg| arg.get_long() == Some(key)) {
+    if let Some(arg) = command
+        .get_arguments()
+        .find(|arg| names(arg).iter().any(|name| name == key))
+    {
         return Ok(arg.clone());
     }
     let similar = command
@@ -222,6 +287,34 @@ mod tests {
         assert_eq!(args.engine.limits.block_size.tokens(), 8);
         assert_eq!(args.server.served_model_name.unwrap(), ["a", "b"]);
         assert_eq!(args.engine.limits.max_num_batched_tokens, None);
+    }
+
+    #[test]
+    fn a_later_layer_wins_over_what_it_contradicts() {
+        let file = config("max-total-token-num = 64\ngpu-memory-utilization = 0.5\n");
+        let file = format!("--config={}", file.path().display());
+        let memory = |argv: &str, environment: &[(&str, &str)]| {
+            let args = serve(&format!("plimsoll serve {file} {argv}"), environment).unwrap();
+            args.engine.memory
+        };
+        let pins = |memory: &args::MemoryArgs| (memory.max_total_token_num, memory.kv_cache_memory_bytes);
+        assert_eq!(pins(&memory("", &[])).0, Some(64));
+        let bytes = Some(crate::bytes::Bytes(9));
+        assert_eq!(pins(&memory("--kv-cache-memory-bytes 9", &[])), (None, bytes));
+        let variable = [("PLIMSOLL_KV_CACHE_MEMORY_BYTES", "9")];
+        assert_eq!(pins(&memory("", &variable)), (None, bytes));
+        assert_eq!(
+            pins(&memory("--max-total-token-num 3", &variable)),
+            (Some(3), None)
+        );
+        let typed = memory("--max-device-memory 1GiB", &[]);
+        assert_eq!(typed.device_memory, Some(crate::bytes::Bytes(1 << 30)));
+        assert_eq!(typed.gpu_memory_utilization, None);
+        // U34: the alias is a name in every layer. What contradicts itself within one is an error.
+        let alias = [("PLIMSOLL_MAX_DEVICE_MEMORY", "7")];
+        assert_eq!(memory("", &alias).device_memory, Some(crate::bytes::Bytes(7)));
+        let both = "plimsoll serve --max-total-token-num 3 --kv-cache-memory-bytes 9";
+        assert!(matches!(serve(both, &[]), Err(Error::Clap(_))));
     }
 
     #[test]

@@ -5,6 +5,7 @@ pub mod args;
 pub mod bench;
 mod bytes;
 mod client;
+pub mod command_line;
 pub mod device;
 pub mod error;
 mod hardware;

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use plimsoll_cli::args::{BenchCommand, Cli, Command};
+use plimsoll_cli::command_line::CommandLine;
 use plimsoll_cli::{Error, bench, hub, layers, logging, plan, selftest, serve, source};
 
 fn main() -> ExitCode {
@@ -54,6 +55,6 @@ fn report(error: &Error) {
         Error::Clap(error) => {
             let _ = error.print();
         }
-        error => eprintln!("error: {error}"),
+        error => eprintln!("error: {}", CommandLine::of_process().explain(error)),
     }
 }

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use crate::args::{EngineArgs, PlanArgs, ProfileArgs};
 use crate::bench::command_line;
 use crate::bytes::Bytes;
+use crate::command_line::quoted;
 use crate::device::{Device, Site};
 use crate::error::Error;
 use crate::plan_cache::PlanCache;
@@ -177,15 +178,6 @@ fn serve_command(argv: impl Iterator<Item = String>) -> String {
         .map(|arg| quoted(&arg))
         .collect::<Vec<_>>()
         .join(" ")
-}
-
-/// For a shell.
-fn quoted(arg: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,+@%".contains(c);
-    match !arg.is_empty() && arg.chars().all(plain) {
-        true => arg.to_owned(),
-        false => format!("'{}'", arg.replace('\'', r"'\''")),
-    }
 }
 
 #[cfg(test)]

@@ -16,8 +16,8 @@ use crate::{
 /// Tries of one flag at most; each runs the worst steps.
 const TRIES: usize = 4;
 
-/// Sizes of the KV cache that are tried at most, each an eighth smaller than the one before: the last is a twelfth of the first.
-const SIZES: usize = 20;
+/// Sizes of the KV cache that are tried at most, each an eighth smaller than the one before: down to a 200th.
+const SIZES: usize = 40;
 
 /// By what the limits are divided where the whole step does not fit; the last leaves one token of one row.
 pub(crate) const PARTS: [usize; 5] = [4, 16, 64, 256, usize::MAX];

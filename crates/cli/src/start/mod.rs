@@ -1,9 +1,11 @@
 //! From files to an engine that is proved: load, profile, spawn. Nothing listens yet.
 
+mod disabled;
 mod keeper;
 mod outline;
 mod plans;
 mod spec;
+mod summary;
 mod text;
 mod times;
 mod weights;
@@ -18,7 +20,7 @@ use plimsoll_device::Budget;
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_model::Model;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
-use plimsoll_profiler::{KvSize, ProfileSpec, Proved, Report, Target, profile};
+use plimsoll_profiler::{Disabled, KvSize, ProfileSpec, Proved, Report, Target, profile};
 use plimsoll_sim::SimModel;
 use serde_json::Value;
 
@@ -90,6 +92,8 @@ pub struct Loaded {
     limits: StepLimits,
     vocab_size: usize,
     weights: Weights,
+    /// What it does without.
+    disabled: Vec<Disabled>,
     context: StartContext,
     /// Where plans are kept.
     model_key: Option<ModelKey>,
@@ -114,7 +118,7 @@ impl Loaded {
         if let Some(threads) = args.limits.threads {
             plimsoll_kernels::set_threads(threads);
         }
-        let (text, weights, trained_for, vocab_size) = match (source, device.into()) {
+        let (text, weights, trained_for, vocab_size, stored_as) = match (source, device.into()) {
             (Source::Files { model, tokenizer }, device) => {
                 let read_text = || times.measure("text", || Text::read(tokenizer, args.model.load_format));
                 let load_weights = || times.measure("weights", || weights::load(model, args, device));
@@ -136,7 +140,8 @@ impl Loaded {
                 text.eos_token_ids.sort_unstable();
                 text.eos_token_ids.dedup();
                 let spec = &about.config.spec;
-                (text, weights, spec.max_position_embeddings, spec.vocab_size)
+                let (trained_for, vocab_size) = (spec.max_position_embeddings, spec.vocab_size);
+                (text, weights, trained_for, vocab_size, about.stored_as)
             }
             (Source::Sim, device) => {
                 let budget = device.account().clone();
@@ -146,6 +151,7 @@ impl Loaded {
                     Weights::Sim(budget),
                     SIM_MODEL_LEN,
                     vocab_size,
+                    None,
                 )
             }
         };
@@ -153,6 +159,7 @@ impl Loaded {
             text,
             limits: spec::step_limits(args, trained_for, weights.defaults())?,
             vocab_size,
+            disabled: disabled::disabled(&weights, stored_as, args),
             weights,
             context,
             model_key,
@@ -220,6 +227,9 @@ impl Loaded {
     fn prove<T: Target>(&self, target: &mut T, args: &EngineArgs) -> Result<Proved<T::State>, Error> {
         let StartContext { plans, times } = &self.context;
         let mut spec = self.spec(args);
+        for Disabled { path, reason } in &spec.disabled {
+            tracing::info!("without {path}: {reason}");
+        }
         // A pinned size needs no measurement.
         let model_key = self.model_key.clone().filter(|_| spec.size == KvSize::Auto);
         let key = model_key.map(|model| plans::key(model, &self.weights, self.limits, args));
@@ -231,11 +241,14 @@ impl Loaded {
         if let (Some(key), Some(plan)) = (&key, proved.plan()) {
             plans::keep(plans, key, plan, proved.report());
         }
+        summary::log(proved.report());
         Ok(proved)
     }
 
     fn spec(&self, args: &EngineArgs) -> ProfileSpec {
-        spec::profile_spec(&self.subject(), args)
+        let mut spec = spec::profile_spec(&self.subject(), args);
+        spec.disabled.clone_from(&self.disabled);
+        spec
     }
 
     fn spawn<T>(&self, mut target: T, args: &EngineArgs, max_queue: usize) -> Result<Ready, Error>

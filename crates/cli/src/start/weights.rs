@@ -90,6 +90,8 @@ pub(super) struct About {
     pub(super) config: ModelConfig,
     pub(super) generation: GenerationConfig,
     pub(super) eos_token_ids: Vec<TokenId>,
+    /// The number format of stored weights, where they became another as they were loaded.
+    pub(super) stored_as: Option<&'static str>,
 }
 
 /// How the flags say to load.
@@ -124,6 +126,7 @@ pub(super) fn load(path: &Path, args: &EngineArgs, device: Device) -> Result<(We
                 config: model.config().clone(),
                 generation: model.generation().clone(),
                 eos_token_ids: model.eos_token_ids(),
+                stored_as: None,
             };
             (Weights::Cpu(model, budget.clone()), about)
         }),
@@ -132,14 +135,15 @@ pub(super) fn load(path: &Path, args: &EngineArgs, device: Device) -> Result<(We
                 config: model.config().clone(),
                 generation: model.generation().clone(),
                 eos_token_ids: model.eos_token_ids(),
+                stored_as: None,
             };
             (Weights::Gpu(model), about)
         }),
     };
     bar.finish_and_clear();
-    let (weights, about) = loaded?;
-    if let (Weights::Gpu(_), Some(stored)) = (&weights, stored_as(path, args, &about.config)) {
-        tracing::info!("weights are stored as {stored}: a GPU computes with them as bfloat16");
+    let (weights, mut about) = loaded?;
+    if let Weights::Gpu(_) = &weights {
+        about.stored_as = stored_as(path, args, &about.config);
     }
     tracing::info!(
         "loaded {}: {} in {:.1} s",

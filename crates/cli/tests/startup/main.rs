@@ -1,5 +1,6 @@
 //! Real starts on a tiny random model: what a failing allocation, a pinned size and a small budget lead to.
 
+mod advice;
 mod ballast;
 mod gpu;
 mod gpu_neighbours;

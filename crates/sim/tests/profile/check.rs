@@ -208,8 +208,8 @@ pub(crate) fn check(case: &Case, reduction: Reduction) -> Result<End, String> {
     for (index, (rank, rank_end)) in case.ranks.iter().zip(ends).enumerate() {
         let in_rank = |what| format!("rank {index}: {what}");
         // The probe, its parts, a plan's attempt and four of two passes; and for the advice at most four tries each of three
-        // limits, and twenty sizes beside the step and each of its parts.
-        let (steps, tries) = (rank_end.watch.steps.len(), 4 * 3 + 20 * (1 + 5));
+        // limits, and forty sizes beside the step and each of its parts.
+        let (steps, tries) = (rank_end.watch.steps.len(), 4 * 3 + 40 * (1 + 5));
         ensure!(
             steps <= 6 * (1 + 5 + 1 + 2 * (4 + tries)),
             "rank {index}: {steps} steps"
