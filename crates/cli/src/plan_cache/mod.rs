@@ -1,7 +1,7 @@
 //! What the auto-profile measured, kept on disk: the next start of the same model, build, device and shape need not measure
 //! again. It still proves the size.
 //!
-//! One file per [`Key`], named by its hash. Nothing in a file is believed without its checksum, and nothing that goes wrong
+//! One file per key, named by its hash. Nothing in a file is believed without its checksum, and nothing that goes wrong
 //! here ends a start: a file that cannot be used is a miss, a directory that cannot be written a warning.
 
 mod file;
