@@ -116,8 +116,8 @@ pub struct PlanArgs {
 }
 
 const PLAN_HELP: &str = "\
-A GPU that this machine does not have can be planned for: --device cuda --device-memory 80GiB. Exit code 4: it would not \
-fit, with the flags that would make it. `plimsoll profile` measures instead, and says how far off the plan is.";
+The flags are those of profile; the ones that do not change what fits are left to it. A GPU that this machine does not \
+have can be planned for: --device cuda --device-memory 80GiB. Exit code 4: it would not fit, with the flags that would make it. `plimsoll profile` measures instead, and says how far off the plan is.";
 
 /// Everything that decides what is loaded and how it runs.
 #[derive(Clone, Debug, Args)]
