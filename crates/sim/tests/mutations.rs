@@ -108,12 +108,10 @@ impl Program {
             // Tests and benchmarks stay behind.
             let library = manifest.split("\n[dev-dependencies]").next().unwrap_or(&manifest);
             write(&to.join("Cargo.toml"), library);
-            for entry in fs::read_dir(from.join("src")).expect("a crate has sources") {
-                let path = entry.expect("sources can be listed").path();
-                let file = path
-                    .file_name()
-                    .and_then(|name| name.to_str())
-                    .expect("sources have plain names");
+            let sources = from.join("src");
+            for path in files(&sources) {
+                let file = path.strip_prefix(&sources).expect("it lies there");
+                let file = file.to_str().expect("sources have plain names");
                 let mut source = self.mutate(&read(&path), &format!("{name}/{file}"));
                 if (*name, file) == ("core", "lib.rs") {
                     source.push_str(SWITCH);
@@ -211,6 +209,18 @@ fn locate(source: &str, edit: &Edit, name: &str) -> (usize, usize) {
 
 fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// All files below `folder`.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let paths = entries.map(|entry| entry.expect("sources can be listed").path());
+    paths
+        .flat_map(|path| match path.is_dir() {
+            true => files(&path),
+            false => vec![path],
+        })
+        .collect()
 }
 
 /// Leaves what is already so alone, lest it be compiled again.
