@@ -61,9 +61,19 @@ impl CommandLine {
 
     /// `error` as the last word of this process: what would work instead comes as commands (A15).
     pub fn explain(&self, error: &Error) -> String {
-        match error.diagnostic() {
-            Some(diagnostic) => self.advice(diagnostic),
-            None => error.to_string(),
+        match error {
+            Error::Predicted(error) => format!(
+                "predicted from configuration and device, nothing was measured: {}",
+                self.explain(error)
+            ),
+            Error::NeedsLargerDevice { error, bytes } => {
+                let command = self.with(&[Setting::DeviceMemory(*bytes)]);
+                format!("{error}\npredicted to fit:\n  # a larger budget\n  {command}")
+            }
+            _ => match error.diagnostic() {
+                Some(diagnostic) => self.advice(diagnostic),
+                None => error.to_string(),
+            },
         }
     }
 

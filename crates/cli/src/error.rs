@@ -61,6 +61,14 @@ pub enum Error {
         "the weights do not fit: {0}; choose a smaller or quantised model, or give it more memory (--device-memory, --device)"
     )]
     WeightsDoNotFit(Oom),
+    /// The same, or too little to measure anything; and the device on which everything is predicted to fit.
+    #[error("{error}")]
+    NeedsLargerDevice {
+        /// Without that number.
+        error: Box<Error>,
+        /// Its bytes.
+        bytes: u64,
+    },
     /// The GPU.
     #[error(transparent)]
     Gpu(#[from] GpuError),
@@ -151,6 +159,7 @@ impl Error {
             Self::Clap(error) => u8::try_from(error.exit_code()).unwrap_or(2),
             Self::Predicted(error) => error.exit_code(),
             Self::Configuration { .. } => 2,
+            Self::NeedsLargerDevice { error, .. } => error.exit_code(),
             Self::WeightsDoNotFit(_) | Self::Profile(ProfileError::DoesNotFit(_)) => 4,
             Self::NoSuchModel { .. } | Self::WrongFormat { .. } | Self::OnlyWeights { .. } => 3,
             Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
@@ -172,6 +181,7 @@ impl Error {
     pub fn diagnostic(&self) -> Option<&Diagnostic> {
         match self {
             Self::Profile(ProfileError::DoesNotFit(diagnostic)) => Some(diagnostic),
+            Self::Predicted(error) => error.diagnostic(),
             _ => None,
         }
     }

@@ -58,7 +58,9 @@ pub async fn profile(args: ProfileArgs) -> Result<(), Error> {
     let work = move || {
         let (device, _lock) = open_timed(&source, &args, &times)?;
         let prediction = times.measure("prediction", || predicted(&source, &args, &device));
-        let report = Loaded::with(&source, &args, device, context)?.profile(&args)?;
+        let report = Loaded::with(&source, &args, device.clone(), context)
+            .and_then(|loaded| loaded.profile(&args))
+            .map_err(|error| Outline::enough_for(&source, &args, &device, error))?;
         times.ready();
         let whole = profile_json(report_json(&report, &times), prediction.as_ref(), &report);
         write_report(&args, &whole)?;

@@ -21,7 +21,7 @@ use crate::lock::DeviceLock;
 use crate::plan_cache::PlanCache;
 use crate::source::{Source, resolve};
 use crate::standing::Standing;
-use crate::start::{Loaded, Ready, StartContext, StartTimes, Text, write_report};
+use crate::start::{Loaded, Outline, Ready, StartContext, StartTimes, Text, write_report};
 
 /// Connections the operating system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
@@ -98,13 +98,15 @@ struct Prepared {
 /// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
 fn prepare(source: &Source, args: &ServeArgs, context: StartContext) -> Result<Prepared, Error> {
     let (device, lock) = open_timed(source, &args.engine, &context.times)?;
-    let loaded = Loaded::with(source, &args.engine, device, context)?;
+    let enough = |error| Outline::enough_for(source, &args.engine, &device, error);
+    let loaded = Loaded::with(source, &args.engine, device.clone(), context).map_err(enough)?;
+    let started = loaded.start(&args.engine, args.server.max_queue);
     let Ready {
         engine,
         report,
         standing,
         ..
-    } = loaded.start(&args.engine, args.server.max_queue)?;
+    } = started.map_err(enough)?;
     // All memory is taken: whoever starts next sees what is left.
     drop(lock);
     let Text {

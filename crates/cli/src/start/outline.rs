@@ -7,7 +7,7 @@ use plimsoll_core::{Component, Meters, Oom};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuFootprint, GpuOptions, GpuStateShape};
 use plimsoll_model::{ModelConfig, ModelError};
-use plimsoll_profiler::{Footprint, Prediction, ProfileSpec, predict};
+use plimsoll_profiler::{Footprint, Prediction, ProfileError, ProfileSpec, Setting, predict};
 use plimsoll_sim::SimModel;
 
 use super::SIM_MODEL_LEN;
@@ -68,6 +68,38 @@ impl Outline {
             false => predict(&self.spec, &*self.footprint).map_err(Error::from),
         };
         predicted.map_err(|error| Error::Predicted(Box::new(error)))
+    }
+
+    /// `error` of a start of this, with the size of the device that would be enough where nothing could be measured.
+    pub(crate) fn enough_for(source: &Source, args: &EngineArgs, device: &Device, error: Error) -> Error {
+        let unmeasured = match &error {
+            Error::WeightsDoNotFit(_) => true,
+            error => error
+                .diagnostic()
+                .is_some_and(|diagnostic| diagnostic.knobs.is_empty() && diagnostic.measured_peak.is_none()),
+        };
+        if !unmeasured {
+            return error;
+        }
+        let outline = Self::new(source, args, &Site::There(device.clone()));
+        let refused = outline
+            .ok()
+            .and_then(|outline| predict(&outline.spec, &*outline.footprint).err());
+        let knobs = match refused {
+            Some(ProfileError::DoesNotFit(diagnostic)) => diagnostic.knobs,
+            _ => Vec::new(),
+        };
+        let bytes = knobs.iter().find_map(|knob| match knob.settings[..] {
+            [Setting::DeviceMemory(bytes)] => Some(bytes),
+            _ => None,
+        });
+        match bytes {
+            Some(bytes) => Error::NeedsLargerDevice {
+                error: Box::new(error),
+                bytes,
+            },
+            None => error,
+        }
     }
 
     fn on_cpu(path: &Path, args: &EngineArgs, device: Meters) -> Result<Self, Error> {

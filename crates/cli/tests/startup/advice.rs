@@ -137,6 +137,9 @@ fn a15_u6_every_command_that_a_failed_start_prints_starts() {
             &[],
             "worst step",
         ),
+        // Not even the weights, or nothing beside them: predicted.
+        (&tiny("--device-memory 100KiB"), "", &[], "weights do not fit"),
+        (&tiny("--device-memory 300KiB"), "", &[], "worst step"),
         // Pinned too large, pinned too small, one way or the other.
         (
             "sim --device-memory 1GiB --max-total-token-num 10000000",
