@@ -9,6 +9,7 @@ use plimsoll_scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::oneshot;
 
+use crate::recovery::Sleeper;
 use crate::shared::{Command, Link, Shared};
 use crate::thread::{Clock, EngineThread};
 use crate::{EngineStats, Health, Phase, RequestStream, StateSource};
@@ -270,15 +271,20 @@ impl EngineHandle {
     /// # Errors
     /// [`SleepError`] where it does not sleep.
     pub async fn sleep(&self, timeout: Duration) -> Result<(), SleepError> {
-        let (sleeper, mut asleep) = oneshot::channel();
+        let (sender, mut asleep) = oneshot::channel();
         {
             let mut state = self.link.shared.lock();
             match state.phase {
-                Phase::Running => state.phase = Phase::FallingAsleep,
+                Phase::Running => {
+                    let attempt = state.fall_asleep();
+                    self.link.send(Command::Sleep(Sleeper {
+                        attempt,
+                        asleep: sender,
+                    }));
+                }
                 Phase::Asleep => return Ok(()),
                 other => return Err(SleepError::NotNow(other)),
             }
-            self.link.send(Command::Sleep(sleeper));
         }
         let slept = match tokio::time::timeout(timeout, &mut asleep).await {
             Ok(slept) => slept,

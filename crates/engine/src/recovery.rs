@@ -1,6 +1,6 @@
 //! Between two executors: the state is lost or was given back, and a new one is proved.
 
-use std::sync::mpsc::RecvTimeoutError;
+use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{Executor, StepError};
@@ -12,7 +12,12 @@ use crate::shared::Command;
 use crate::thread::EngineThread;
 
 /// Hears when the engine sleeps.
-pub(crate) type Sleeper = oneshot::Sender<()>;
+#[derive(Debug)]
+pub(crate) struct Sleeper {
+    /// Of [`crate::shared::State::fall_asleep`]: one that lost patience must not answer for the next.
+    pub(crate) attempt: u64,
+    pub(crate) asleep: oneshot::Sender<()>,
+}
 
 /// Hears whether the engine woke, or why it has not yet.
 pub(crate) type Waker = oneshot::Sender<Result<(), String>>;
@@ -44,7 +49,7 @@ impl<E: Executor> EngineThread<E> {
         self.source.trim();
         tracing::info!("asleep: the memory of KV cache and steps is given back, weights stay");
         // A client that is gone asked for it nevertheless.
-        let _ = sleeper.send(());
+        let _ = sleeper.asleep.send(());
         let Waited::Woken(waker) = self.wait(None) else {
             return Ok(None);
         };
@@ -57,8 +62,9 @@ impl<E: Executor> EngineThread<E> {
     pub(crate) fn take_sleeper(&mut self) -> Option<Sleeper> {
         let sleeper = self.sleeper.take()?;
         let mut state = self.shared.lock();
-        // Whoever asked may have lost patience.
-        (state.phase == Phase::FallingAsleep).then(|| {
+        // Whoever asked may have lost patience; until the command of who asked after that is here, requests may be before it.
+        let asked = state.phase == Phase::FallingAsleep && state.sleep_attempts == sleeper.attempt;
+        asked.then(|| {
             state.phase = Phase::Asleep;
             sleeper
         })
@@ -69,7 +75,8 @@ impl<E: Executor> EngineThread<E> {
         let began = Instant::now();
         let mut pause = FIRST_RETRY;
         loop {
-            if self.shared.lock().deadline.is_some() {
+            // Also obeys what came meanwhile.
+            if let Waited::Stop = self.wait(Some(Instant::now())) {
                 return Ok(None);
             }
             let why = match self.source.rebuild() {
@@ -155,24 +162,35 @@ impl<E: Executor> EngineThread<E> {
         executor
     }
 
-    /// Obeys commands until `until`, or for ever.
+    /// Obeys commands until `until`, or for ever, but no longer than the engine is to live.
     fn wait(&mut self, until: Option<Instant>) -> Waited {
         loop {
-            if self.shared.lock().deadline.is_some() {
-                return Waited::Stop;
-            }
-            let received = match until {
-                Some(until) => self
-                    .commands
-                    .recv_timeout(until.saturating_duration_since(Instant::now())),
-                None => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            let received = match self.commands.try_recv() {
+                Err(TryRecvError::Empty) if self.is_over() => return Waited::Stop,
+                Err(TryRecvError::Empty) => self.receive(until),
+                received => received.map_err(|_| RecvTimeoutError::Disconnected),
             };
             match received {
                 Ok(Command::Wake(waker)) if until.is_none() => return Waited::Woken(waker),
                 Ok(command) => self.obey(command),
-                Err(RecvTimeoutError::Timeout) => return Waited::Elapsed,
+                Err(RecvTimeoutError::Timeout) => {
+                    if until.is_some_and(|until| Instant::now() >= until) {
+                        return Waited::Elapsed;
+                    }
+                }
                 Err(RecvTimeoutError::Disconnected) => return Waited::Stop,
             }
+        }
+    }
+
+    /// The next command, if it comes before `until` and before the engine's end.
+    fn receive(&self, until: Option<Instant>) -> Result<Command, RecvTimeoutError> {
+        let deadline = self.shared.lock().deadline;
+        match until.into_iter().chain(deadline).min() {
+            Some(end) => self
+                .commands
+                .recv_timeout(end.saturating_duration_since(Instant::now())),
+            None => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
         }
     }
 }

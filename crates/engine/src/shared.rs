@@ -54,6 +54,8 @@ pub(crate) struct State {
     pub(crate) outage: Option<String>,
     /// When it is tried again.
     pub(crate) retry_at: Option<Instant>,
+    /// How often it was told to sleep.
+    pub(crate) sleep_attempts: u64,
     /// While draining: when what is left is failed.
     pub(crate) deadline: Option<Instant>,
     /// Where the events of each request go; as many entries as requests are in.
@@ -104,6 +106,7 @@ impl Shared {
             kv,
             outage: None,
             retry_at: None,
+            sleep_attempts: 0,
             deadline: None,
             clients: HashMap::new(),
             stats,
@@ -228,6 +231,13 @@ impl State {
             outage.requested, outage.component
         ));
         self.stats.last_oom = Some(Arc::new(outage));
+    }
+
+    /// Accepts nothing more, and returns which sleep it is that begins once nothing is left.
+    pub(crate) fn fall_asleep(&mut self) -> u64 {
+        self.phase = Phase::FallingAsleep;
+        self.sleep_attempts += 1;
+        self.sleep_attempts
     }
 
     /// Takes a sleep back that has not begun, where requests are in: how many.

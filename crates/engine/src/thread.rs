@@ -145,12 +145,10 @@ impl<E: Executor> EngineThread<E> {
                 // Every stream holds a sender, so there are no clients left.
                 Err(TryRecvError::Disconnected) => return Some(Pause::Stop),
                 Err(TryRecvError::Empty) => {
-                    let deadline = self.shared.lock().deadline;
-                    let has_work = !self.scheduler.is_idle();
-                    if deadline.is_some_and(|deadline| Instant::now() >= deadline || !has_work) {
+                    if self.is_over() {
                         return Some(Pause::Stop);
                     }
-                    if has_work {
+                    if !self.scheduler.is_idle() {
                         return None;
                     }
                     if let Some(sleeper) = self.take_sleeper() {
@@ -164,6 +162,12 @@ impl<E: Executor> EngineThread<E> {
                 }
             }
         }
+    }
+
+    /// Whether it drains, and either nothing is left or the time for it is over.
+    pub(crate) fn is_over(&self) -> bool {
+        let deadline = self.shared.lock().deadline;
+        deadline.is_some_and(|deadline| self.scheduler.is_idle() || Instant::now() >= deadline)
     }
 
     pub(crate) fn obey(&mut self, command: Command) {

@@ -1,17 +1,23 @@
 //! A device whose memory goes away, in a step or by request, and may come back.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    BlockSize, Component, FinishReason, Meters, Oom, Request, RequestOptions, SamplingOptions, StateConfig,
-    StepError, StepLimits,
+    BlockSize, Component, FinishReason, Limits, Meters, Oom, Request, RequestOptions, SamplingOptions,
+    StateConfig, StepError, StepLimits,
 };
 use plimsoll_profiler::{KvSize, Margins, ProfileError, ProfileSpec, Proved, Target, profile};
+use plimsoll_scheduler::{Scheduler, SchedulerConfig};
+use tokio::sync::oneshot;
 
 use super::{Fake, PATIENCE, Rig, Script, expected, read, token};
+use crate::handle::SHUT_DOWN;
+use crate::recovery::Sleeper;
+use crate::shared::{Command, Shared};
+use crate::thread::{Clock, EngineThread};
 use crate::{
     Drained, EngineConfig, EngineHandle, Phase, RequestStream, SleepError, StateSource, SubmitError,
     WakeError,
@@ -278,10 +284,62 @@ async fn u21_nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
     let patience = Duration::ZERO;
     assert_eq!(read(waiting).await.1, Err(StepError::NoState { patience }));
     rig.until_empty().await;
-    let began = Instant::now();
-    assert_eq!(rig.engine.drain(PATIENCE).await, Drained::Complete);
-    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    // It would take a second to look again, and a minute to give up.
+    ends_at_once(&rig).await;
     assert_eq!(rig.engine.health().phase, Phase::Stopped);
+}
+
+/// Drains with nothing in; far from its timeout, on however busy a machine.
+async fn ends_at_once(rig: &Rig) {
+    let began = Instant::now();
+    assert_eq!(rig.engine.drain(10 * PATIENCE).await, Drained::Complete);
+    assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+}
+
+/// Requests that wait for memory get the time of the drain too.
+#[tokio::test]
+async fn u21_a_drain_lets_requests_wait_for_memory_until_its_time_is_over() {
+    for comes_back in [true, false] {
+        let (rig, device) = start(1, PATIENCE);
+        let guilty = rig.submit(1, 100).unwrap();
+        hold(&rig).await;
+        let waiting = rig.submit(2, 10).unwrap();
+        device.room.store(0, Ordering::SeqCst);
+        rig.set(|s| &s.oom_in_launch);
+        rig.script.hold.store(false, Ordering::SeqCst);
+        assert_eq!(read(guilty).await.1, Err(told_oom()));
+        until_refused(&rig).await;
+        let draining = tokio::spawn({
+            let engine = rig.engine.clone();
+            // Whoever waits in vain need not wait long.
+            let time = if comes_back {
+                PATIENCE
+            } else {
+                Duration::from_millis(1)
+            };
+            async move { engine.drain(time).await }
+        });
+        rig.until("draining", |rig| rig.engine.health().phase != Phase::Rebuilding)
+            .await;
+        if comes_back {
+            device.room.store(TOKENS, Ordering::SeqCst);
+            assert_eq!(read(waiting).await, (expected(2, 10), Ok(FinishReason::Length)));
+            assert_eq!(draining.await.unwrap(), Drained::Complete);
+        } else {
+            assert_eq!(read(waiting).await.1, Err(StepError::Failed(SHUT_DOWN.into())));
+            assert_eq!(draining.await.unwrap(), Drained::Failed(1));
+        }
+        assert_eq!(rig.engine.health().phase, Phase::Stopped);
+    }
+}
+
+/// An attempt has failed.
+async fn until_refused(rig: &Rig) {
+    let refused = |why: String| !why.contains("a step ran out");
+    rig.until("a failed attempt", |rig| {
+        rig.engine.health().outage.is_some_and(refused)
+    })
+    .await;
 }
 
 /// What more memory would not mend ends the engine, so that a supervisor starts another.
@@ -311,8 +369,9 @@ async fn u37_sleep_gives_the_state_back_and_waking_proves_it_again() {
     let before = read(rig.submit(1, 20).unwrap()).await;
     // Whoever asks too early is told, and nothing has happened.
     let running = rig.submit(2, 60).unwrap();
+    hold(&rig).await;
     assert_eq!(
-        rig.engine.sleep(Duration::from_millis(20)).await,
+        rig.engine.sleep(Duration::from_millis(1)).await,
         Err(SleepError::Busy { requests: 1 })
     );
     assert_eq!(rig.engine.health().phase, Phase::Running);
@@ -329,6 +388,7 @@ async fn u37_sleep_gives_the_state_back_and_waking_proves_it_again() {
         rig.engine.wake().await,
         Err(WakeError::NotNow(Phase::FallingAsleep))
     );
+    rig.script.hold.store(false, Ordering::SeqCst);
     assert_eq!(read(running).await, (expected(2, 60), Ok(FinishReason::Length)));
     assert_eq!(sleeping.await.unwrap(), Ok(()));
     assert!(rig.script.dropped.load(Ordering::SeqCst), "the memory is free");
@@ -351,7 +411,58 @@ async fn u37_sleep_gives_the_state_back_and_waking_proves_it_again() {
 
     // A shutdown finds a sleeper asleep.
     assert_eq!(rig.engine.sleep(PATIENCE).await, Ok(()));
-    let began = Instant::now();
-    assert_eq!(rig.engine.drain(PATIENCE).await, Drained::Complete);
-    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    ends_at_once(&rig).await;
+}
+
+/// A second sleep that is asked for while the engine is about to sleep for the first, which lost patience: what was submitted
+/// in between is in its queue, and is not slept over.
+#[test]
+fn u37_a_sleep_that_was_given_up_does_not_answer_for_the_next() {
+    let device = Device {
+        script: Arc::default(),
+        room: Arc::new(AtomicUsize::new(TOKENS)),
+    };
+    let parts = device.prove().unwrap().into_parts();
+    let scheduler = Scheduler::new(SchedulerConfig {
+        limits: LIMITS,
+        kv: parts.config.kv,
+        enable_prefix_caching: false,
+    });
+    let limits = Limits {
+        max_model_len: 256,
+        kv_capacity_tokens: TOKENS,
+        vocab_size: 100,
+    };
+    let (_link, commands) = mpsc::channel();
+    let mut thread = EngineThread {
+        shared: Arc::new(Shared::new(scheduler.stats(), limits, parts.config.kv)),
+        scheduler,
+        source: Box::new(device),
+        kv: parts.config.kv,
+        commands,
+        in_flight: VecDeque::new(),
+        depth: 1,
+        outage_patience: PATIENCE,
+        clock: Clock::default(),
+        highest: 0,
+        peers_at_ready: 0,
+        lost: false,
+        sleeper: None,
+    };
+    let ask = |thread: &EngineThread<Fake>| {
+        let (asleep, told) = oneshot::channel();
+        let attempt = thread.shared.lock().fall_asleep();
+        (Command::Sleep(Sleeper { attempt, asleep }), told)
+    };
+    let (first, _gone) = ask(&thread);
+    thread.obey(first);
+    assert_eq!(thread.shared.lock().stay_awake(), Some(0));
+    let (second, mut told) = ask(&thread);
+    assert!(thread.take_sleeper().is_none());
+    assert_eq!(thread.shared.lock().phase, Phase::FallingAsleep);
+    thread.obey(second);
+    let sleeper = thread.take_sleeper().unwrap();
+    assert_eq!(thread.shared.lock().phase, Phase::Asleep);
+    sleeper.asleep.send(()).unwrap();
+    assert_eq!(told.try_recv(), Ok(()));
 }
