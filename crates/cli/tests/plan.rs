@@ -49,7 +49,7 @@ fn plimsoll(command: &str, model: &Path, flags: &str) -> Output {
         .args(flags.split_whitespace())
         .arg("--device-lock-dir")
         .arg(locks.path())
-        .env("XDG_CACHE_HOME", locks.path())
+        .arg("--no-profile-cache")
         .output()
         .unwrap()
 }
