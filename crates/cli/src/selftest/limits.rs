@@ -37,10 +37,10 @@ impl Limits {
         self.max_model_len.min(self.kv_tokens)
     }
 
-    /// Rows that can run at once: each has a block, and the scheduler keeps one more for each that runs.
+    /// Rows that are sure to run at once: each grows into its second block, and the scheduler keeps one back for each.
     pub(super) fn rows(&self) -> usize {
         let blocks = self.kv_tokens / self.block_size.max(1);
-        self.max_num_seqs.min(blocks.div_ceil(2)).max(1)
+        self.max_num_seqs.min(blocks / 3).max(1)
     }
 
     /// Prompt and output lengths that are as near to those wanted as one request may have.
@@ -111,7 +111,7 @@ mod tests {
             kv_tokens: 512,
             ..CPU
         };
-        assert_eq!((CPU.rows(), small.rows()), (32, 16));
+        assert_eq!((CPU.rows(), small.rows()), (32, 10));
         let filling = small.filling();
         assert!(
             filling.prompt > 0 && filling.prompt + filling.output <= 512,

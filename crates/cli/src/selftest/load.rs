@@ -250,9 +250,10 @@ impl Load {
                 draw.completion(stage, longest.saturating_sub(output), output)
             }
             Stage::Rows => {
-                // One block each, so that every row gets one.
+                // Short, so that every row gets its blocks, and of two tokens for each row: in most steps nobody ends.
                 let prompt = draw.up_to(self.limits.block_size / 2);
-                let output = draw.rng.random_range(16..=64).min(longest / 2);
+                let least = (2 * self.limits.max_num_seqs).max(32);
+                let output = draw.rng.random_range(least..=least + least / 2).min(longest / 2);
                 draw.completion(stage, prompt, output)
             }
             Stage::Mixed if index.is_multiple_of(8) => {

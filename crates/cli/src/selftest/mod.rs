@@ -52,6 +52,10 @@ pub struct SelftestArgs {
 
 /// Between two looks at whether a stage is over.
 const TICK: Duration = Duration::from_millis(50);
+/// How long new clients have before there may be more of them.
+const GROW: Duration = Duration::from_millis(500);
+/// Clients at once, well below the sockets that a process may have by default.
+const MOST_CLIENTS: usize = 600;
 /// What a request that failed waits before the next, lest a dead server be asked in a tight loop.
 const AFTER_FAILURE: Duration = Duration::from_millis(200);
 /// How long the server may take to give everything back: at least, for a step that is under way.
@@ -212,7 +216,10 @@ impl Test {
     /// The same request twice, alone both times: the same text.
     async fn repeat(&self) {
         for job in self.load.repeatable() {
-            let texts = [self.complete(&job).await, self.complete(&job).await];
+            let texts = [
+                self.complete(&job, || false).await,
+                self.complete(&job, || false).await,
+            ];
             if let [Some(first), Some(second)] = &texts
                 && first != second
             {
@@ -240,27 +247,51 @@ impl Test {
             next: AtomicU64::new(0),
             over: AtomicBool::new(false),
         });
-        for _ in 0..stage.concurrency(&self.load.limits) {
-            let (test, feed) = (Arc::clone(self), Arc::clone(&feed));
-            workers.spawn(async move {
-                while let Some(job) = test.next(&feed) {
-                    test.complete(&job).await;
-                }
-            });
-        }
+        let mut clients = stage.concurrency(&self.load.limits);
+        self.employ(clients, &feed, workers);
+        let mut grown = Instant::now();
         while !workers.is_empty() {
             sleep(TICK).await;
             while workers.try_join_next().is_some() {}
             self.show(stage, deadline, bar);
+            if stage == Stage::Rows && grown.elapsed() > GROW && self.has_room() && clients < MOST_CLIENTS {
+                let more = self.load.limits.max_num_seqs.div_ceil(4);
+                self.employ(more, &feed, workers);
+                clients += more;
+                grown = Instant::now();
+            }
             let over = Instant::now() >= end && self.may_end(stage);
             feed.over.store(over, Ordering::Relaxed);
         }
     }
 
-    /// Every feature is asked for, and a cache that is not yet full is filled on, on the time of what comes after.
+    /// Clients that send the requests of `feed` one after the other until it has no more.
+    fn employ(self: &Arc<Self>, clients: usize, feed: &Arc<Feed>, workers: &mut JoinSet<()>) {
+        for _ in 0..clients {
+            let (test, feed) = (Arc::clone(self), Arc::clone(feed));
+            workers.spawn(async move {
+                while let Some(job) = test.next(&feed) {
+                    test.complete(&job, || feed.over.load(Ordering::Relaxed)).await;
+                }
+            });
+        }
+    }
+
+    /// Whether rows are free and nobody waits for them: a server this fast needs more clients.
+    fn has_room(&self) -> bool {
+        let last = self.watch.last();
+        last.waiting == 0 && !self.rows_are_full()
+    }
+
+    fn rows_are_full(&self) -> bool {
+        self.watch.peaks().running >= self.load.limits.rows() as u64
+    }
+
+    /// Every feature is asked for, and what is not yet full is filled on, on the time of what comes after.
     fn may_end(&self, stage: Stage) -> bool {
         match stage {
             Stage::Features => false,
+            Stage::Rows => self.rows_are_full(),
             Stage::Full => self.watch.peaks().kv_usage >= self.load.limits.filling().usage,
             _ => true,
         }
@@ -274,8 +305,8 @@ impl Test {
             .job(feed.stage, feed.next.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Sends a request until it is not refused for want of room; the text of its choices.
-    async fn complete(&self, job: &Job) -> Option<Vec<String>> {
+    /// Sends a request until it is not refused for want of room, or is not wanted any more; the text of its choices.
+    async fn complete(&self, job: &Job, give_up: impl Fn() -> bool) -> Option<Vec<String>> {
         self.tally(|tally| tally.started += 1);
         let end = Instant::now() + self.request_timeout;
         loop {
@@ -289,7 +320,13 @@ impl Test {
             match outcome {
                 Outcome::Busy(wait) => {
                     self.tally(|tally| tally.requests.busy += 1);
-                    sleep(wait).await;
+                    let again = Instant::now() + wait;
+                    while Instant::now() < again {
+                        if give_up() {
+                            return None;
+                        }
+                        sleep(TICK).await;
+                    }
                 }
                 Outcome::Done(answer) => {
                     self.tally(|tally| tally.answered(job, self.load.limits.longest()));
