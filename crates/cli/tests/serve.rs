@@ -244,7 +244,7 @@ fn u22_the_log_says_hit_or_miss_and_what_changed() {
         assert!(output.status.success(), "{stderr}");
         let lines = stderr
             .lines()
-            .filter_map(|line| Some(line.split_once("profile-cache ")?.1.to_owned()));
+            .filter_map(|line| Some(line.split_once(" profile-cache ")?.1.to_owned()));
         lines.collect::<Vec<_>>()
     };
     let lines = start(dir.path(), &[]);
