@@ -12,7 +12,9 @@
 //! | validate | the same worst steps at the final size with the canary held, then frees the canary |
 //!
 //! A typed out-of-memory in the last two shrinks the target by 5 %, at most three times; then [`ProfileError::DoesNotFit`]
-//! says what would fit, as flags. A [`Plan`] of an earlier start replaces the probe, never the validation. The result, [`Proved`], cannot be made in any other way.
+//! says what would fit, as flags. A [`Plan`] of an earlier start replaces the probe, never the validation. Several [`Ranks`]
+//! go through the phases together: each measures its own device, all serve the least of their sizes, and after everything that
+//! can fail all go by the worst outcome. The result, [`Proved`], cannot be made in any other way.
 
 mod advice;
 mod arithmetic;
