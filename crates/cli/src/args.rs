@@ -467,6 +467,9 @@ fn fraction(text: &str) -> Result<MemFraction, String> {
     fraction.ok_or_else(|| "a number above 0 and at most 1.0 is expected".to_owned())
 }
 
+/// Longest time a flag gives: clocks can still add it to now.
+const MAX_DURATION: Duration = Duration::from_secs(366 * 24 * 3600);
+
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     const UNITS: [(char, f64); 3] = [('s', 1.0), ('m', 60.0), ('h', 3600.0)];
     let with_unit = UNITS
@@ -477,7 +480,8 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         .parse::<f64>()
         .ok()
         .and_then(|number| Duration::try_from_secs_f64(number * unit).ok())
-        .ok_or_else(|| "a time is expected, such as 30, 30s, 8m or 1h".to_owned())
+        .filter(|time| *time <= MAX_DURATION)
+        .ok_or_else(|| "a time of at most a year is expected, such as 30, 30s, 8m or 1h".to_owned())
 }
 
 #[cfg(test)]
@@ -492,10 +496,11 @@ mod tests {
             ("30s", 30.0),
             ("8m", 480.0),
             ("1h", 3600.0),
+            ("8784h", 366.0 * 86400.0),
         ] {
             assert_eq!(duration(text), Ok(Duration::from_secs_f64(seconds)), "{text}");
         }
-        for wrong in ["", "s", "-1", "1d", "nan", "inf", "1e300h"] {
+        for wrong in ["", "s", "-1", "1d", "nan", "inf", "1e300h", "1e19", "8785h"] {
             assert!(duration(wrong).is_err(), "{wrong}");
         }
     }

@@ -10,6 +10,7 @@ use plimsoll_model::ModelError;
 use plimsoll_profiler::{Diagnostic, ProfileError};
 use plimsoll_server::ServeError;
 use plimsoll_text::TextError;
+use tokio::task::JoinError;
 
 use crate::hub::HubError;
 
@@ -147,6 +148,9 @@ pub enum Error {
         /// What the operating system said.
         source: std::io::Error,
     },
+    /// A defect of this program.
+    #[error("internal error: {0}; this is a defect of plimsoll, please report it with the log above")]
+    Internal(String),
     /// Threads, signals, sockets.
     #[error("the operating system refuses: {0}")]
     System(#[from] std::io::Error),
@@ -170,7 +174,7 @@ impl Error {
             Self::NothingToTest(_) => 9,
             Self::Inconclusive(_) => 10,
             Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) => 1,
-            Self::Bench(_) | Self::SelftestFailed(_) => 1,
+            Self::Bench(_) | Self::SelftestFailed(_) | Self::Internal(_) => 1,
             Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
         }
     }
@@ -187,12 +191,48 @@ impl Error {
     }
 }
 
+impl From<JoinError> for Error {
+    /// A task ends without a result where it panicked; the log says where.
+    fn from(error: JoinError) -> Self {
+        let panic = match error.try_into_panic() {
+            Ok(panic) => panic,
+            Err(cancelled) => return Self::Internal(cancelled.to_string()),
+        };
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        Self::Internal(text.unwrap_or("a task panicked").to_owned())
+    }
+}
+
 impl From<ModelError> for Error {
     fn from(error: ModelError) -> Self {
         match error {
             ModelError::Oom(oom) => Self::WeightsDoNotFit(oom),
             ModelError::Gpu(error) => Self::Gpu(error),
             error => Self::Model(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_is_a_defect_and_not_the_operating_systems() {
+        for message in ["constant", &format!("computed {}", 1)] {
+            let message = message.to_owned();
+            let work = move || match message.as_str() {
+                "constant" => panic!("constant"),
+                computed => panic!("{computed}"),
+            };
+            let error = Error::from(tokio::task::spawn_blocking(work).await.unwrap_err());
+            assert_eq!(error.exit_code(), 1);
+            let text = error.to_string();
+            assert!(
+                text.starts_with("internal error: co") && text.contains("defect"),
+                "{text}"
+            );
         }
     }
 }

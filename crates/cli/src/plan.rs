@@ -40,9 +40,7 @@ pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = String>) -> Result<
         }
         predicted.map(|_| ())
     };
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(std::io::Error::other)?
+    tokio::task::spawn_blocking(work).await?
 }
 
 /// Measures what fits, and says so.
@@ -70,9 +68,7 @@ pub async fn profile(args: ProfileArgs) -> Result<(), Error> {
         });
         Ok(())
     };
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(std::io::Error::other)?
+    tokio::task::spawn_blocking(work).await?
 }
 
 /// What [`plan`] would say on this device. A prediction that fails is no reason not to measure.

@@ -40,9 +40,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     } = {
         let args = args.clone();
         let work = move || prepare(&source, &args, context);
-        tokio::task::spawn_blocking(work)
-            .await
-            .map_err(std::io::Error::other)??
+        tokio::task::spawn_blocking(work).await??
     };
     say(&report.table());
 

@@ -125,7 +125,7 @@ fn a_port_that_is_taken_ends_with_its_own_code() {
 
 #[test]
 fn wrong_flags_models_and_sizes_have_their_codes() {
-    let cases: [(&[&str], i32, &str); 9] = [
+    let cases: [(&[&str], i32, &str); 11] = [
         (&["serve", "--no-such-flag"], 2, "--no-such-flag"),
         (&["serve", "sim", "--mem-fraction", "1.1"], 2, "at most 1.0"),
         (&["serve", "sim", "--block-size", "12"], 2, "8, 16 or 32"),
@@ -134,6 +134,17 @@ fn wrong_flags_models_and_sizes_have_their_codes() {
             2,
             "--max-model-len",
         ),
+        (
+            &[
+                "profile",
+                "sim",
+                "--max-num-batched-tokens",
+                "18446744073709551615",
+            ],
+            2,
+            "--max-num-batched-tokens",
+        ),
+        (&["serve", "sim", "--drain-timeout", "1e19"], 2, "at most a year"),
         (&["serve", "sim", "--device", "gpu"], 2, "cuda:N"),
         (&["serve", "./no/such/model"], 3, "./no/such/model"),
         (&["serve", "/etc/hostname"], 3, ".gguf"),

@@ -50,7 +50,9 @@ pub use ranks::{RankLost, Ranks, Solo, Verdict};
 pub use report::{Attempt, Bound, ComponentLine, Disabled, Memory, Origin, Outcome, Report, ScenarioResult};
 pub use scenario::{LeftOut, Scenario, ScenarioKind, ScenarioShape, scenario_shapes, scenarios};
 pub use setting::Setting;
-pub use spec::{CANARY_BYTES, KvSize, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec};
+pub use spec::{
+    CANARY_BYTES, KvSize, MAX_STEP, MAX_TOKENS, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec,
+};
 pub use suggestion::Suggestion;
 pub use table::comparison_table;
 pub use target::Target;

@@ -218,9 +218,7 @@ impl Bench {
             write_report(&args, &ready.standing.report())?;
             Ok::<_, Error>((ready.engine, gpu))
         };
-        let (engine, gpu) = tokio::task::spawn_blocking(work)
-            .await
-            .map_err(std::io::Error::other)??;
+        let (engine, gpu) = tokio::task::spawn_blocking(work).await??;
         Ok(Self { engine, gpu, seed })
     }
 

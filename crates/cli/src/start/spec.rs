@@ -1,7 +1,7 @@
 //! What is asked of the auto-profile: the flags, over what suits the device.
 
 use plimsoll_core::StepLimits;
-use plimsoll_profiler::{KvSize, Margins, ProfileSpec};
+use plimsoll_profiler::{KvSize, MAX_STEP, MAX_TOKENS, Margins, ProfileSpec};
 
 use super::weights::Defaults;
 use crate::args::EngineArgs;
@@ -24,6 +24,20 @@ pub(super) fn step_limits(
         .max_num_batched_tokens
         .unwrap_or(defaults.max_num_batched_tokens);
     let max_model_len = limits.max_model_len.unwrap_or(trained_for);
+    let pinned = args.memory.max_total_token_num.unwrap_or(0);
+    for (flag, value, most) in [
+        ("--max-model-len", max_model_len, MAX_TOKENS),
+        ("--max-num-seqs", max_num_seqs, MAX_STEP),
+        ("--max-num-batched-tokens", max_num_batched_tokens, MAX_STEP),
+        ("--max-total-token-num", pinned, MAX_TOKENS),
+    ] {
+        if value > most {
+            return Err(Error::Configuration {
+                origin: flag.to_owned(),
+                message: format!("{value} is more than any device holds; give at most {most}"),
+            });
+        }
+    }
     if max_model_len > trained_for {
         let message =
             format!("the model was made for at most {trained_for} tokens, {max_model_len} were asked for");
