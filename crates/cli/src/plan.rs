@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::plan_cache::PlanCache;
 use crate::serve::{open_timed, resolve_timed, say};
 use crate::source::{Source, resolve_config};
-use crate::start::{Loaded, Outline, StartContext, report_json, write_report};
+use crate::start::{Loaded, Outline, ReportFile, StartContext, report_json};
 
 /// The exit code that says so.
 const DOES_NOT_FIT: u8 = 4;
@@ -49,6 +49,7 @@ pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = String>) -> Result<
 /// Where the model cannot be loaded or does not fit.
 pub async fn profile(args: ProfileArgs) -> Result<(), Error> {
     let ProfileArgs { engine: args, json } = args;
+    let report_file = ReportFile::new(&args.memory)?;
     // It is asked to measure; the next server profits.
     let context = StartContext::new(PlanCache::from_flags(&args.memory).write_only());
     let times = context.times.clone();
@@ -61,7 +62,7 @@ pub async fn profile(args: ProfileArgs) -> Result<(), Error> {
             .map_err(|error| Outline::enough_for(&source, &args, &device, error))?;
         times.ready();
         let whole = profile_json(report_json(&report, &times), prediction.as_ref(), &report);
-        write_report(&args, &whole)?;
+        report_file.write(&whole)?;
         say(&match json {
             true => format!("{whole:#}"),
             false => profile_text(prediction.as_ref(), &report),

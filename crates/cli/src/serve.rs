@@ -11,7 +11,7 @@ use plimsoll_engine::Drained;
 use plimsoll_model::GenerationConfig;
 use plimsoll_profiler::Report;
 use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};
-use plimsoll_text::ChatTemplate;
+use plimsoll_text::{ChatTemplate, SpecialTokens};
 use tokio::net::{TcpSocket, lookup_host};
 
 use crate::args::{EngineArgs, ServeArgs, ServerArgs};
@@ -21,15 +21,17 @@ use crate::lock::DeviceLock;
 use crate::plan_cache::PlanCache;
 use crate::source::{Source, resolve};
 use crate::standing::Standing;
-use crate::start::{Loaded, Outline, Ready, StartContext, StartTimes, Text, write_report};
+use crate::start::{Loaded, Outline, Ready, ReportFile, StartContext, StartTimes, Text};
 
 /// Connections the operating system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
 
 /// Serves until a signal says stop.
 pub async fn serve(args: ServeArgs) -> Result<(), Error> {
+    let report_file = ReportFile::new(&args.engine.memory)?;
     let context = StartContext::new(PlanCache::from_flags(&args.engine.memory));
     let times = context.times.clone();
+    let given = Given::read(&args.server)?;
     // An address that is taken is found out now, not after minutes of loading; it refuses connections until it listens.
     let socket = bind(&args.server).await?;
     let source = resolve_timed(&args.engine, &times).await?;
@@ -39,7 +41,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         standing,
     } = {
         let args = args.clone();
-        let work = move || prepare(&source, &args, context);
+        let work = move || prepare(&source, &args, given, context);
         tokio::task::spawn_blocking(work).await??
     };
     say(&report.table());
@@ -55,7 +57,10 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let bound = listener.local_addr()?;
     let signal = shutdown_signal()?;
     let total = times.ready();
-    write_report(&args.engine, &standing.report())?;
+    // Clients are connected by now: no reason to end.
+    if let Err(error) = report_file.write(&standing.report()) {
+        tracing::error!("no --profile-report: {error}");
+    }
     announce(bound, &args.server.served_names(&args.engine.model)[0], total);
     match plimsoll_server::serve(listener, state, signal).await? {
         Drained::Complete => Ok(()),
@@ -94,7 +99,12 @@ struct Prepared {
 }
 
 /// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
-fn prepare(source: &Source, args: &ServeArgs, context: StartContext) -> Result<Prepared, Error> {
+fn prepare(
+    source: &Source,
+    args: &ServeArgs,
+    given: Given,
+    context: StartContext,
+) -> Result<Prepared, Error> {
     let (device, lock) = open_timed(source, &args.engine, &context.times)?;
     let enough = |error| Outline::enough_for(source, &args.engine, &device, error);
     let loaded = Loaded::with(source, &args.engine, device.clone(), context).map_err(enough)?;
@@ -113,12 +123,9 @@ fn prepare(source: &Source, args: &ServeArgs, context: StartContext) -> Result<P
         eos_token_ids,
         generation,
     } = loaded.text;
-    let template = match &args.server.chat_template {
+    let template = match &given.template {
         None => template,
-        Some(given) => Some(ChatTemplate::new(
-            &chat_template(given)?,
-            tokenizer.special_tokens(),
-        )?),
+        Some(source) => Some(ChatTemplate::new(source, tokenizer.special_tokens())?),
     };
     let mut names = args.server.served_names(&args.engine.model);
     let model = ModelInfo {
@@ -127,7 +134,7 @@ fn prepare(source: &Source, args: &ServeArgs, context: StartContext) -> Result<P
         tokenizer,
         template,
         eos_token_ids,
-        defaults: generation_defaults(&args.server.generation_config, &generation)?,
+        defaults: given.defaults.unwrap_or_else(|| defaults_of(&generation)),
     };
     let options = ServerOptions {
         max_body_bytes: usize::try_from(args.server.max_body_size.0).unwrap_or(usize::MAX),
@@ -144,6 +151,28 @@ fn prepare(source: &Source, args: &ServeArgs, context: StartContext) -> Result<P
     })
 }
 
+/// What flags name in place of the model's own, read before anything is loaded: a typo is told at once.
+struct Given {
+    /// Source of the chat template, which compiles.
+    template: Option<String>,
+    /// Sampling defaults; the model's where there are none.
+    defaults: Option<GenerationDefaults>,
+}
+
+impl Given {
+    fn read(args: &ServerArgs) -> Result<Self, Error> {
+        let template = args.chat_template.as_deref().map(chat_template).transpose()?;
+        if let Some(source) = &template {
+            // The special tokens are the model's; they are no matter of syntax.
+            ChatTemplate::new(source, &SpecialTokens::new())?;
+        }
+        Ok(Self {
+            template,
+            defaults: generation_defaults(&args.generation_config)?,
+        })
+    }
+}
+
 /// A file, or the template itself, which is told by its braces.
 fn chat_template(given: &str) -> Result<String, Error> {
     let path = Path::new(given);
@@ -156,12 +185,11 @@ fn chat_template(given: &str) -> Result<String, Error> {
     })
 }
 
-/// `--generation-config`, with vLLM's values.
-fn generation_defaults(given: &str, of_model: &GenerationConfig) -> Result<GenerationDefaults, Error> {
-    let read;
-    let config = match given {
-        "vllm" => return Ok(GenerationDefaults::default()),
-        "auto" => of_model,
+/// `--generation-config`, with vLLM's values. `None`: the model's.
+fn generation_defaults(given: &str) -> Result<Option<GenerationDefaults>, Error> {
+    Ok(match given {
+        "vllm" => Some(GenerationDefaults::default()),
+        "auto" => None,
         directory => {
             let path = Path::new(directory).join("generation_config.json");
             let text = std::fs::read_to_string(&path).map_err(|source| Error::Read {
@@ -172,11 +200,13 @@ fn generation_defaults(given: &str, of_model: &GenerationConfig) -> Result<Gener
                 origin: path.display().to_string(),
                 message: e.to_string(),
             };
-            read = serde_json::from_str(&text).map_err(wrong)?;
-            &read
+            Some(defaults_of(&serde_json::from_str(&text).map_err(wrong)?))
         }
-    };
-    Ok(GenerationDefaults {
+    })
+}
+
+fn defaults_of(config: &GenerationConfig) -> GenerationDefaults {
+    GenerationDefaults {
         // transformers samples greedily, whatever the temperature, where sampling is off.
         temperature: if config.do_sample == Some(false) {
             Some(0.0)
@@ -188,7 +218,7 @@ fn generation_defaults(given: &str, of_model: &GenerationConfig) -> Result<Gener
         min_p: config.min_p,
         repetition_penalty: config.repetition_penalty,
         max_new_tokens: None,
-    })
+    }
 }
 
 async fn bind(args: &ServerArgs) -> Result<TcpSocket, Error> {
@@ -280,28 +310,26 @@ mod tests {
     fn generation_configs() {
         let model: GenerationConfig =
             serde_json::from_str(r#"{"temperature": 0.6, "top_k": 20, "do_sample": true}"#).unwrap();
-        let auto = generation_defaults("auto", &model).unwrap();
+        assert_eq!(generation_defaults("auto").unwrap(), None);
+        let auto = defaults_of(&model);
         assert_eq!((auto.temperature, auto.top_k), (Some(0.6), Some(20)));
         assert_eq!(
-            generation_defaults("vllm", &model).unwrap(),
-            GenerationDefaults::default()
+            generation_defaults("vllm").unwrap(),
+            Some(GenerationDefaults::default())
         );
 
         let dir = tempfile::tempdir().unwrap();
         let dir_name = dir.path().to_str().unwrap();
-        assert!(matches!(
-            generation_defaults(dir_name, &model),
-            Err(Error::Read { .. })
-        ));
+        assert!(matches!(generation_defaults(dir_name), Err(Error::Read { .. })));
         let file = dir.path().join("generation_config.json");
         std::fs::write(&file, r#"{"temperature": 0.6, "do_sample": false}"#).unwrap();
         assert_eq!(
-            generation_defaults(dir_name, &model).unwrap().temperature,
+            generation_defaults(dir_name).unwrap().unwrap().temperature,
             Some(0.0)
         );
         std::fs::write(&file, r#"{"temperature": "hot"}"#).unwrap();
         assert!(matches!(
-            generation_defaults(dir_name, &model),
+            generation_defaults(dir_name),
             Err(Error::Configuration { .. })
         ));
     }

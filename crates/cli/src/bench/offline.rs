@@ -22,7 +22,7 @@ use crate::logging;
 use crate::plan_cache::PlanCache;
 use crate::progress::count_bar;
 use crate::source::resolve;
-use crate::start::{Loaded, StartContext, write_report};
+use crate::start::{Loaded, ReportFile, StartContext};
 
 /// `plimsoll bench latency`.
 #[derive(Clone, Debug, Args)]
@@ -205,6 +205,7 @@ struct Timing {
 impl Bench {
     async fn start(args: EngineArgs, queue: usize) -> Result<Self, Error> {
         logging::init(args.log_format);
+        let report_file = ReportFile::new(&args.memory)?;
         let context = StartContext::new(PlanCache::from_flags(&args.memory));
         let source = resolve(&args.model).await?;
         let seed = args.limits.fixed_seed();
@@ -215,7 +216,7 @@ impl Bench {
                 Device::Cpu(_) => None,
             };
             let ready = Loaded::with(&source, &args, device, context)?.start(&args, queue)?;
-            write_report(&args, &ready.standing.report())?;
+            report_file.write(&ready.standing.report())?;
             Ok::<_, Error>((ready.engine, gpu))
         };
         let (engine, gpu) = tokio::task::spawn_blocking(work).await??;

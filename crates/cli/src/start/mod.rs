@@ -4,6 +4,7 @@ mod disabled;
 mod keeper;
 mod outline;
 mod plans;
+mod report_file;
 mod spec;
 mod summary;
 mod text;
@@ -35,6 +36,7 @@ use crate::target::{GpuTarget, ModelTarget, SimTarget};
 
 use keeper::Keeper;
 pub use outline::Outline;
+pub(crate) use report_file::ReportFile;
 use spec::Subject;
 pub use text::Text;
 pub use times::StartTimes;
@@ -292,16 +294,4 @@ pub(crate) fn report_json(report: &Report, times: &StartTimes) -> Value {
     let mut json = serde_json::to_value(report).expect("a report is JSON");
     json["start"] = times.to_json();
     json
-}
-
-/// `--profile-report`.
-pub(crate) fn write_report(args: &EngineArgs, report: &Value) -> Result<(), Error> {
-    let Some(path) = &args.memory.profile_report else {
-        return Ok(());
-    };
-    let text = format!("{report:#}\n");
-    std::fs::write(path, text).map_err(|source| Error::Write {
-        path: path.to_owned(),
-        source,
-    })
 }
