@@ -53,6 +53,8 @@ pub(crate) enum Miss {
     NoneStored,
     /// The most similar plan of this model on this device differs in these parts.
     Changed(Vec<String>),
+    /// The file of this key belongs to another user, who keeps it private.
+    NotAllowed { path: PathBuf },
     /// The file of this key is not whole.
     Damaged { path: PathBuf, reason: String },
 }
@@ -62,6 +64,11 @@ impl fmt::Display for Miss {
         match self {
             Self::NoneStored => f.write_str("reason=none-stored"),
             Self::Changed(parts) => write!(f, "reason=changed parts=\"{}\"", parts.join(", ")),
+            Self::NotAllowed { path } => write!(
+                f,
+                "reason=not-allowed file={} problem=\"this user may not read it\"",
+                path.display()
+            ),
             Self::Damaged { path, reason } => {
                 write!(f, "reason=damaged file={} problem=\"{reason}\"", path.display())
             }
@@ -132,7 +139,7 @@ impl PlanCache {
                     nearest(dir, key).map_or(Miss::NoneStored, Miss::Changed),
                 ));
             }
-            Err(error) => return Some(damaged(error.to_string())),
+            Err(error) => return Some(Lookup::Miss(unreadable(path, &error))),
         };
         if stored.key != key.to_json() {
             return Some(damaged("the key in it is not that of its name".to_owned()));
@@ -168,6 +175,17 @@ impl PlanCache {
         unfinished.persist(&path).map_err(|e| named(e.error))?;
         prune(dir);
         Ok(Some(path))
+    }
+}
+
+/// A file that is there and cannot be read.
+fn unreadable(path: PathBuf, error: &io::Error) -> Miss {
+    match error.kind() {
+        ErrorKind::PermissionDenied => Miss::NotAllowed { path },
+        _ => Miss::Damaged {
+            path,
+            reason: error.to_string(),
+        },
     }
 }
 

@@ -350,3 +350,14 @@ fn flags_choose_the_directory() {
     // Whatever the environment of the tests is, it names a place for caches.
     assert!(of("").dir.is_some_and(|dir| dir.ends_with("plimsoll/profiles")));
 }
+
+/// The superuser may read everything, so no file is needed here.
+#[test]
+fn a_plan_of_another_user_is_not_damaged() {
+    let denied = unreadable(PathBuf::from("a.plan"), &ErrorKind::PermissionDenied.into());
+    let text = denied.to_string();
+    assert!(matches!(denied, Miss::NotAllowed { .. }), "{text}");
+    assert!(text.starts_with("reason=not-allowed file=a.plan"), "{text}");
+    let other = unreadable(PathBuf::from("a.plan"), &ErrorKind::InvalidData.into());
+    assert!(matches!(other, Miss::Damaged { .. }), "{other}");
+}

@@ -55,7 +55,7 @@ pub(super) fn find(plans: &PlanCache, key: &Key) -> Option<Plan> {
             tracing::info!("profile-cache outcome=hit file={}", path.display());
             Some(plan)
         }
-        Lookup::Miss(miss @ Miss::Damaged { .. }) => {
+        Lookup::Miss(miss @ (Miss::Damaged { .. } | Miss::NotAllowed { .. })) => {
             tracing::warn!("profile-cache outcome=miss {miss}");
             None
         }
