@@ -215,8 +215,8 @@ pub struct DeviceArgs {
     )]
     pub dtype: DType,
     /// Where servers leave their lock files: while one of them measures a device, others that start on it wait.
-    /// Containers that share a device must share this directory [default: /run/lock/plimsoll, or plimsoll in the temporary
-    /// directory]
+    /// Containers that share a device must share this directory [default: /run/lock/plimsoll and /tmp/plimsoll, as far as
+    /// this user may use them]
     #[arg(long, value_name = "DIR")]
     pub device_lock_dir: Option<PathBuf>,
     /// How long to wait for another server that measures the device, in seconds

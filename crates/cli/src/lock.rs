@@ -5,7 +5,7 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -19,13 +19,17 @@ const POLL: Duration = Duration::from_millis(100);
 /// How often the log says that it still waits.
 const REMIND: Duration = Duration::from_secs(10);
 
+/// Begins the names of what is not everybody's yet.
+const UNFINISHED: &str = ".unfinished-";
+
 /// Longest description of a holder that is believed.
 const HOLDER_BYTES: u64 = 200;
 
 /// How the starts on one device are kept apart.
 #[derive(Clone, Debug)]
 pub struct Locks {
-    /// Directories for lock files; the first that can be used is.
+    /// Directories for lock files, in the order of all processes. A lock is taken in each that can be used: which ones
+    /// differs between users, and two of them shall meet in one at least.
     dirs: Vec<PathBuf>,
     timeout: Duration,
     /// What others shall read about this process.
@@ -36,7 +40,7 @@ pub struct Locks {
 #[derive(Debug)]
 #[must_use = "a dropped lock is free at once"]
 pub struct DeviceLock {
-    file: Option<File>,
+    files: Vec<File>,
     waited: Duration,
 }
 
@@ -44,14 +48,14 @@ impl DeviceLock {
     /// For a device that nobody else can use, or whose starts cannot be kept apart.
     pub fn none() -> Self {
         Self {
-            file: None,
+            files: Vec::new(),
             waited: Duration::ZERO,
         }
     }
 
     /// Whether there is a lock.
     pub fn is_held(&self) -> bool {
-        self.file.is_some()
+        !self.files.is_empty()
     }
 
     /// How long others had it first.
@@ -62,7 +66,7 @@ impl DeviceLock {
 
 impl Drop for DeviceLock {
     fn drop(&mut self) {
-        if let Some(file) = &self.file {
+        for file in &self.files {
             // For people alone; the kernel frees the lock with the file.
             let _ = file.set_len(0);
         }
@@ -88,34 +92,55 @@ impl Locks {
     /// # Errors
     /// [`Error::DeviceBusy`] if another start holds it for longer than `--device-lock-timeout`.
     pub fn take(&self, device: &str) -> Result<DeviceLock, Error> {
-        let mut refused = String::new();
+        let begin = Instant::now();
+        let (mut paths, mut files, mut refused) = (Vec::new(), Vec::<File>::new(), Vec::new());
         for dir in &self.dirs {
             match open(dir, device) {
-                Ok((path, file)) => return self.wait(device, &path, file),
-                Err(error) => refused = format!("{}: {error}", dir.display()),
+                // A directory that leads to another has the same file, whose lock would be waited for by its holder.
+                Ok((_, file)) if files.iter().any(|held| is_same(held, &file)) => {}
+                Ok((path, mut file)) => match self.wait(device, &path, &mut file, begin)? {
+                    Ok(()) => {
+                        paths.push(path.display().to_string());
+                        files.push(file);
+                    }
+                    Err(error) => refused.push(format!("{}: {error}", path.display())),
+                },
+                Err(error) => refused.push(format!("{}: {error}", dir.display())),
             }
         }
-        no_lock(&refused);
-        Ok(DeviceLock::none())
+        if files.is_empty() {
+            no_lock(&refused.join(", "));
+            return Ok(DeviceLock::none());
+        }
+        let waited = begin.elapsed();
+        tracing::info!(
+            "device lock: {} after {:.1} s",
+            paths.join(", "),
+            waited.as_secs_f64()
+        );
+        Ok(DeviceLock { files, waited })
     }
 
-    fn wait(&self, device: &str, path: &Path, mut file: File) -> Result<DeviceLock, Error> {
-        let begin = Instant::now();
+    /// Waits for one file's lock; `Ok(Err)`: it cannot be locked at all.
+    fn wait(
+        &self,
+        device: &str,
+        path: &Path,
+        file: &mut File,
+        begin: Instant,
+    ) -> Result<io::Result<()>, Error> {
         let mut said = None;
         loop {
             match file.try_lock() {
                 Ok(()) => break,
                 Err(TryLockError::WouldBlock) => {}
-                Err(TryLockError::Error(error)) => {
-                    no_lock(&format!("{}: {error}", path.display()));
-                    return Ok(DeviceLock::none());
-                }
+                Err(TryLockError::Error(error)) => return Ok(Err(error)),
             }
             let waited = begin.elapsed();
             if waited >= self.timeout {
                 return Err(Error::DeviceBusy {
                     device: device.to_owned(),
-                    holder: holder(&mut file),
+                    holder: holder(file),
                     timeout: self.timeout,
                     path: path.to_owned(),
                 });
@@ -125,27 +150,27 @@ impl Locks {
                 said = Some(waited);
                 tracing::info!(
                     "waiting for {device}: {} measures it; waited {:.0} s of at most {:.0} s",
-                    holder(&mut file),
+                    holder(file),
                     waited.as_secs_f64(),
                     self.timeout.as_secs_f64()
                 );
             }
             thread::sleep(POLL.min(self.timeout - waited));
         }
-        if let Err(error) = sign(&mut file, &self.holder) {
+        if let Err(error) = sign(file, &self.holder) {
             tracing::debug!(%error, "the lock file does not say who holds it");
         }
-        let waited = begin.elapsed();
-        tracing::info!(
-            "device lock: {} after {:.1} s",
-            path.display(),
-            waited.as_secs_f64()
-        );
-        Ok(DeviceLock {
-            file: Some(file),
-            waited,
-        })
+        Ok(Ok(()))
     }
+}
+
+fn is_same(a: &File, b: &File) -> bool {
+    let id = |file: &File| {
+        file.metadata()
+            .map(|metadata| (metadata.dev(), metadata.ino()))
+            .ok()
+    };
+    id(a).is_some() && id(a) == id(b)
 }
 
 fn no_lock(reason: &str) {
@@ -155,12 +180,10 @@ fn no_lock(reason: &str) {
     );
 }
 
-/// Where all users of a machine can meet.
+/// Where all users of a machine can meet: in some systems only the superuser may write to the first, and not everybody's
+/// `TMPDIR` is the same.
 fn default_dirs() -> Vec<PathBuf> {
-    vec![
-        PathBuf::from("/run/lock/plimsoll"),
-        std::env::temp_dir().join("plimsoll"),
-    ]
+    ["/run/lock/plimsoll", "/tmp/plimsoll"].map(PathBuf::from).into()
 }
 
 /// Name of the machine or the container, which makes a process id mean something.
@@ -175,25 +198,26 @@ fn open(dir: &Path, device: &str) -> io::Result<(PathBuf, File)> {
         make(dir)?;
     }
     let path = dir.join(format!("{device}.lock"));
-    let with = |create_new: bool| {
+    let existing = || {
         OpenOptions::new()
             .read(true)
             .write(true)
-            .create_new(create_new)
             // Others may write to the directory: a link would make us write where they like.
             .custom_flags(libc::O_NOFOLLOW)
             .open(&path)
     };
-    // Linux refuses to "create" a file of another user's that is there already in a directory of everybody's.
-    let file = match with(false) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => match with(true) {
-            Ok(file) => {
-                file.set_permissions(fs::Permissions::from_mode(0o666))?;
-                file
+    let file = match existing() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            // Under its name it is everybody's from the first moment on: who comes between must not be turned away.
+            let unfinished = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(dir)?;
+            let permissions = fs::Permissions::from_mode(0o666);
+            unfinished.as_file().set_permissions(permissions)?;
+            match unfinished.persist_noclobber(&path) {
+                Ok(file) => file,
+                Err(error) if error.error.kind() == io::ErrorKind::AlreadyExists => existing()?,
+                Err(error) => return Err(error.error),
             }
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => with(false)?,
-            Err(error) => return Err(error),
-        },
+        }
         other => other?,
     };
     Ok((path, file))
@@ -204,9 +228,18 @@ fn make(dir: &Path) -> io::Result<()> {
     if let Some(parent) = dir.parent() {
         fs::create_dir_all(parent)?;
     }
-    match fs::create_dir(dir) {
-        Ok(()) => fs::set_permissions(dir, fs::Permissions::from_mode(0o1777)),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+    let unfinished = tempfile::Builder::new()
+        .prefix(UNFINISHED)
+        .tempdir_in(dir.parent().unwrap_or(dir))?;
+    fs::set_permissions(unfinished.path(), fs::Permissions::from_mode(0o1777))?;
+    match fs::rename(unfinished.path(), dir) {
+        Ok(()) => {
+            // It has another name now, and stays.
+            let _ = unfinished.keep();
+            Ok(())
+        }
+        // Somebody else was first.
+        Err(_) if dir.is_dir() => Ok(()),
         Err(error) => Err(error),
     }
 }
@@ -310,6 +343,57 @@ mod tests {
         let mut both = locks(&file, Duration::ZERO);
         both.dirs.push(dir.path().join("usable"));
         assert!(both.take("cpu").unwrap().is_held());
+    }
+
+    /// One user may write to both directories, the other to the second alone.
+    #[test]
+    fn u9_users_who_share_one_directory_of_two_meet_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, second) = (dir.path().join("first"), dir.path().join("second"));
+        let all = Locks {
+            dirs: vec![first.clone(), second.clone()],
+            ..locks(&first, Duration::ZERO)
+        };
+        let some = locks(&second, Duration::ZERO);
+        let held = some.take("cpu").unwrap();
+        assert_eq!(all.take("cpu").unwrap_err().exit_code(), 8);
+        drop(held);
+        let held = all.take("cpu").unwrap();
+        assert_eq!(some.take("cpu").unwrap_err().exit_code(), 8);
+        drop(held);
+        assert!(some.take("cpu").unwrap().is_held());
+        // The same directory by two names is one.
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&first, &link).unwrap();
+        let twice = Locks {
+            dirs: vec![first.clone(), link],
+            ..locks(&first, Duration::ZERO)
+        };
+        assert!(twice.take("cpu").unwrap().is_held());
+    }
+
+    /// Whoever sees a file or directory may use it: there is no moment between its creation and its permissions.
+    #[test]
+    fn nothing_is_there_before_it_is_everybodys() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().join("plimsoll");
+        let done = std::sync::atomic::AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for device in 0..200 {
+                    drop(locks(&dir, Duration::ZERO).take(&device.to_string()).unwrap());
+                }
+                done.store(true, std::sync::atomic::Ordering::Relaxed);
+            });
+            while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+                    let path = entry.path();
+                    let seen = path.extension().is_some_and(|extension| extension == "lock");
+                    assert!(!seen || mode(&path) == 0o666, "{}", path.display());
+                }
+            }
+        });
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 200, "nothing is left behind");
     }
 
     #[test]
