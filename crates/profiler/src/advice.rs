@@ -90,11 +90,14 @@ struct Basis<'a> {
 impl<T: Target> Profiler<'_, T> {
     /// The error that ends this profile, with what would not end in one.
     pub(crate) fn refuse(&mut self, mut cause: Cause, evidence: &Evidence<'_>) -> ProfileError {
-        let basis = evidence.probe.map(|(probed, spec)| Basis {
-            predictor: self.predictor(probed, spec),
-            whole: evidence.arithmetic.map(|_| &probed.measured),
-            oom: evidence.oom,
-        });
+        let basis = evidence
+            .probe
+            .filter(|_| self.spec.gives_advice)
+            .map(|(probed, spec)| Basis {
+                predictor: self.predictor(probed, spec),
+                whole: evidence.arithmetic.map(|_| &probed.measured),
+                oom: evidence.oom,
+            });
         let advice = match (basis, evidence.arithmetic) {
             (Some(basis), Some(arithmetic)) => self.advice(&mut cause, &basis, arithmetic, evidence),
             (Some(basis), None) => self.smaller_steps(&basis),

@@ -158,7 +158,8 @@ impl<T: Target> Profiler<'_, T> {
     /// rank takes part: the steps are everyone's.
     fn probe_failed(&mut self, exhausted: &Exhausted) -> ProfileError {
         let mut part = None;
-        for divisor in PARTS {
+        let parts: &[usize] = if self.spec.gives_advice { &PARTS } else { &[] };
+        for &divisor in parts {
             let spec = self.spec.part(divisor);
             let kv = spec.kv(spec.block_size.blocks_for(spec.written_tokens()));
             match or_exhausted(self.probe(&spec, kv)) {

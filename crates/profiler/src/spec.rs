@@ -26,6 +26,9 @@ pub struct ProfileSpec {
     pub margins: Margins,
     /// Most bytes `--device-memory` could grant, where that is known: more is no advice.
     pub largest_device: Option<u64>,
+    /// Whether an error says what would fit instead. To find out takes many more tries, which a server that only wants its
+    /// state back is not to make.
+    pub gives_advice: bool,
     /// What an earlier search found: skips the probe, not the proof. One that does not fit this start is thrown away.
     pub plan: Option<Plan>,
     /// What this start does without; the report lists it.
@@ -50,6 +53,7 @@ impl ProfileSpec {
             useful_tokens: None,
             margins: Margins::default(),
             largest_device: None,
+            gives_advice: true,
             plan: None,
             disabled: Vec::new(),
         }
@@ -132,7 +136,7 @@ impl ProfileSpec {
             KvSize::Bytes(bytes) => (2, bytes),
         };
         let limits = (max_num_batched_tokens, max_num_seqs, max_model_len);
-        (limits, self.block_size, self.vocab_size, size)
+        (limits, self.block_size, self.vocab_size, size, self.gives_advice)
     }
 
     /// KV cache of `num_blocks` blocks.

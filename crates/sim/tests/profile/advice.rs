@@ -4,7 +4,7 @@
 use plimsoll_core::BlockSize;
 use plimsoll_profiler::{
     Bound, Cause, Diagnostic, KvSize, Margins, MemFraction, Origin, ProfileError, ProfileSpec, Report,
-    Setting, profile,
+    Setting, Target, profile,
 };
 use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice};
 use rand::rngs::StdRng;
@@ -298,4 +298,38 @@ fn a15_b1_u6_u8_whatever_is_advised_works() {
     assert!(tally.suggestions > 500 && tally.knobs > 500, "{tally:?}");
     // Where not one token of one row fits beside the weights there is nothing to measure.
     assert!(tally.silent * 20 < tally.causes.iter().sum(), "{tally:?}");
+}
+
+/// A server that wants its state back fails as soon as it knows, with the same facts.
+#[test]
+fn u21_without_advice_a_profile_that_fails_tries_nothing_more() {
+    let cases = [
+        (limits(8192, 128, 2048), KvSize::Auto, 400 * MIB),
+        (limits(512, 16, 200_000), KvSize::Auto, model().total),
+        (limits(512, 16, 2048), KvSize::Tokens(1 << 24), model().total),
+    ];
+    for (limits, size, total) in cases {
+        let end = |gives_advice: bool| {
+            let spec = ProfileSpec {
+                limits,
+                size,
+                gives_advice,
+                ..spec()
+            };
+            let device = VirtualDevice::new(DeviceModel { total, ..model() });
+            let diagnostic = refused(profile(&mut device.clone(), &spec, &mut ()));
+            (diagnostic, device.meters().allocations)
+        };
+        let ((advised, with), (plain, without)) = (end(true), end(false));
+        assert!(!advised.knobs.is_empty(), "{advised}");
+        assert!(plain.knobs.is_empty() && plain.out_of_reach.is_none(), "{plain}");
+        assert_eq!(
+            std::mem::discriminant(&plain.cause),
+            std::mem::discriminant(&advised.cause)
+        );
+        assert!(
+            without < with,
+            "{without} allocations, and {with} with advice: {plain}"
+        );
+    }
 }
