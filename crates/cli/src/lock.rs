@@ -42,6 +42,25 @@ pub struct Locks {
 pub struct DeviceLock {
     files: Vec<File>,
     waited: Duration,
+    relock: Relock,
+}
+
+/// Takes a device's lock once more in the same process, for a state that is built again. The default is for a device that
+/// nobody else can use.
+#[derive(Clone, Debug, Default)]
+pub struct Relock(Option<(Locks, String)>);
+
+impl Relock {
+    /// Takes the lock if it is free. Where there can be no lock, a warning says so.
+    ///
+    /// # Errors
+    /// [`Error::DeviceBusy`] if anybody else holds it.
+    pub fn try_take(&self) -> Result<DeviceLock, Error> {
+        match &self.0 {
+            Some((locks, device)) => locks.take(device),
+            None => Ok(DeviceLock::none()),
+        }
+    }
 }
 
 impl DeviceLock {
@@ -50,7 +69,13 @@ impl DeviceLock {
         Self {
             files: Vec::new(),
             waited: Duration::ZERO,
+            relock: Relock::default(),
         }
+    }
+
+    /// How to take the same lock later.
+    pub fn relock(&self) -> Relock {
+        self.relock.clone()
     }
 
     /// Whether there is a lock.
@@ -118,7 +143,15 @@ impl Locks {
             paths.join(", "),
             waited.as_secs_f64()
         );
-        Ok(DeviceLock { files, waited })
+        let at_once = Self {
+            timeout: Duration::ZERO,
+            ..self.clone()
+        };
+        Ok(DeviceLock {
+            files,
+            waited,
+            relock: Relock(Some((at_once, device.to_owned()))),
+        })
     }
 
     /// Waits for one file's lock; `Ok(Err)`: it cannot be locked at all.
@@ -292,10 +325,16 @@ mod tests {
         for part in ["process 7 on here (m)", "--device-lock-timeout", "cpu.lock"] {
             assert!(text.contains(part), "{text}");
         }
+        let again = held.relock();
+        assert!(matches!(again.try_take(), Err(Error::DeviceBusy { .. })));
         let other = locks.take("GPU-1").unwrap();
         assert!(other.is_held(), "another device is free");
         drop(held);
+        let held = again.try_take().unwrap();
+        assert!(held.is_held() && locks.take("cpu").is_err());
+        drop(held);
         assert!(locks.take("cpu").unwrap().is_held());
+        assert!(!DeviceLock::none().relock().try_take().unwrap().is_held());
     }
 
     #[test]

@@ -103,9 +103,10 @@ fn prepare(
     source: &Source,
     args: &ServeArgs,
     given: Given,
-    context: StartContext,
+    mut context: StartContext,
 ) -> Result<Prepared, Error> {
     let (device, lock) = open_timed(source, &args.engine, &context.times)?;
+    context.relock = lock.relock();
     let enough = |error| Outline::enough_for(source, &args.engine, &device, error);
     let loaded = Loaded::with(source, &args.engine, device.clone(), context).map_err(enough)?;
     let started = loaded.start(&args.engine, args.server.max_queue);

@@ -17,7 +17,7 @@ pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
 pub use event::{Event, FinishReason, Logprobs, TokenEvent, TokenLogprob};
 pub use executor::{DeviceTime, Executor, StepError};
 pub use ids::{BlockId, RequestId, TokenId};
-pub use memory::{Component, ComponentBytes, Meters, Oom};
+pub use memory::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 pub use metadata::{MetaValue, Metadata};
 pub use plan::{Run, RunInput, SampleSpec, Sampled, StepOutput, StepPlan};
 pub use request::{Limits, Request, RequestError, RequestOptions};

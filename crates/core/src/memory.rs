@@ -130,6 +130,18 @@ pub struct Oom {
     pub requested: u64,
     /// What they were for.
     pub component: Component,
+    /// Who had no room.
+    pub refused_by: RefusedBy,
     /// The meters at that moment.
     pub meters: Box<Meters>,
+}
+
+/// What had no room for an allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RefusedBy {
+    /// The device, or what is granted of it: with fewer bytes held there, it may succeed.
+    Device,
+    /// The scratch of a state, whose size is fixed ([`crate::Scratch::Fixed`]): the same step fails again, however much of
+    /// the device is free, and all others run as before.
+    FixedScratch,
 }

@@ -2,7 +2,7 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 
 use bytemuck::Pod;
-use plimsoll_core::{Component, Oom, Scratch};
+use plimsoll_core::{Component, Oom, RefusedBy, Scratch};
 
 use crate::placement::{ALIGN, Placement, Position, rounded_bytes};
 use crate::{Budget, Slab};
@@ -130,7 +130,7 @@ impl Arena {
             "an arena frame is open: allocate from the innermost one"
         );
         let Some(bytes) = rounded_bytes::<T>(len) else {
-            return Err(self.budget.oom(Component::Arena, u64::MAX));
+            return Err(self.full(u64::MAX));
         };
         if bytes == 0 {
             return Ok(&mut []);
@@ -154,7 +154,7 @@ impl Arena {
         let place = placement.find(bytes);
         if let Some(size) = place.new_chunk {
             if !self.growable {
-                return Err(self.budget.oom(Component::Arena, bytes as u64));
+                return Err(self.full(bytes as u64));
             }
             chunks.push(Chunk::new(&self.budget, size)?);
         }
@@ -162,6 +162,17 @@ impl Arena {
         let start = unsafe { chunks[place.chunk].base.add(place.offset) };
         placement.take(place);
         Ok(start)
+    }
+
+    /// No room for `bytes` bytes in the arena itself.
+    fn full(&self, bytes: u64) -> Oom {
+        Oom {
+            refused_by: match self.growable {
+                true => RefusedBy::Device,
+                false => RefusedBy::FixedScratch,
+            },
+            ..self.budget.oom(Component::Arena, bytes)
+        }
     }
 
     fn frame_at_depth(&self, depth: usize) -> Frame<'_> {
@@ -367,13 +378,17 @@ mod tests {
         arena.alloc::<f32>(200).unwrap();
         let oom = arena.alloc::<f32>(57).unwrap_err();
         assert_eq!((oom.requested, oom.component), (256, Component::Arena));
+        assert_eq!(oom.refused_by, RefusedBy::FixedScratch);
+        let beyond = arena.alloc::<u64>(usize::MAX).unwrap_err();
+        assert_eq!(beyond.refused_by, RefusedBy::FixedScratch);
         arena.alloc::<f32>(48).unwrap();
         assert!(arena.alloc::<u64>(usize::MAX).is_err() && arena.alloc::<u8>(usize::MAX).is_err());
         assert!(arena.alloc::<f32>(0).unwrap().is_empty());
         arena.reset();
         assert_eq!(arena.alloc::<f32>(256).unwrap().len(), 256);
         assert_eq!(arena.high_water(), 1024);
-        assert!(Arena::new(&budget, Scratch::Fixed(1 << 20)).is_err());
+        let oom = Arena::new(&budget, Scratch::Fixed(1 << 20)).unwrap_err();
+        assert_eq!(oom.refused_by, RefusedBy::Device);
         assert!(
             Arena::new(&budget, Scratch::Fixed(0))
                 .unwrap()
@@ -386,7 +401,8 @@ mod tests {
     fn growth_is_charged_and_may_be_refused() {
         let (budget, arena) = growable(100_000);
         arena.alloc::<u8>(MIN_CHUNK).unwrap();
-        assert!(arena.alloc::<u8>(40_000).is_err());
+        let oom = arena.alloc::<u8>(40_000).unwrap_err();
+        assert_eq!(oom.refused_by, RefusedBy::Device);
         assert_eq!(
             budget.meters().by_component.get(Component::Arena),
             MIN_CHUNK as u64

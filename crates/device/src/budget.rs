@@ -1,6 +1,6 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use plimsoll_core::{Component, ComponentBytes, Meters, Oom};
+use plimsoll_core::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 
 use crate::Supply;
 
@@ -200,6 +200,7 @@ impl Account {
         Oom {
             requested,
             component,
+            refused_by: RefusedBy::Device,
             meters: Box::new(self.meters()),
         }
     }

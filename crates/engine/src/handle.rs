@@ -78,10 +78,10 @@ pub enum SleepError {
 /// Why the engine is not awake.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WakeError {
-    /// The state does not fit at the moment; it is tried again until it does.
-    #[error("the server tries to wake, but memory is missing: {why}")]
+    /// The state does not fit at the moment, or another process measures the device; it is tried again until it does.
+    #[error("the server cannot wake yet, and tries again: {why}")]
     NoMemory {
-        /// What the auto-profile said.
+        /// What kept it from being built.
         why: String,
         /// When it is tried again.
         retry_after: Duration,

@@ -26,6 +26,6 @@ pub use handle::{Drained, EngineConfig, EngineHandle, SleepError, SubmitError, W
 pub use histogram::Histogram;
 pub use outage::OutOfMemory;
 pub use shape::StepShape;
-pub use source::StateSource;
+pub use source::{RebuildError, StateSource};
 pub use stats::{EngineStats, Health, Phase};
 pub use stream::RequestStream;

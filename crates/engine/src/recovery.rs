@@ -5,11 +5,12 @@ use std::time::{Duration, Instant};
 
 use plimsoll_core::{Executor, StepError};
 use plimsoll_profiler::{ProfileError, Proved, ProvedParts};
+use plimsoll_scheduler::Scheduler;
 use tokio::sync::oneshot;
 
-use crate::Phase;
-use crate::shared::Command;
+use crate::shared::{Command, Shared};
 use crate::thread::EngineThread;
+use crate::{Phase, RebuildError};
 
 /// Hears when the engine sleeps.
 #[derive(Debug)]
@@ -79,7 +80,7 @@ impl<E: Executor> EngineThread<E> {
             if let Waited::Stop = self.wait(Some(Instant::now())) {
                 return Ok(None);
             }
-            let why = match self.source.rebuild() {
+            let why = match self.rebuild(began) {
                 Ok(proved) => {
                     let executor = self.take_over(proved);
                     tracing::info!(
@@ -92,8 +93,8 @@ impl<E: Executor> EngineThread<E> {
                     }
                     return Ok(Some(executor));
                 }
-                Err(error @ ProfileError::DoesNotFit(_)) => error.to_string(),
-                Err(defect) => return Err(defect),
+                Err(RebuildError::NotNow(why)) => why,
+                Err(RebuildError::Defect(defect)) => return Err(defect),
             };
             tracing::warn!(
                 retry_seconds = pause.as_secs_f64(),
@@ -108,7 +109,7 @@ impl<E: Executor> EngineThread<E> {
                 state.retry_at = Some(Instant::now() + pause);
             }
             if began.elapsed() + pause > self.outage_patience {
-                self.turn_away();
+                turn_away(&mut self.scheduler, &self.shared, self.outage_patience);
             }
             if let Waited::Stop = self.wait(Some(Instant::now() + pause)) {
                 return Ok(None);
@@ -117,16 +118,20 @@ impl<E: Executor> EngineThread<E> {
         }
     }
 
-    /// Nobody waits for memory for ever.
-    fn turn_away(&mut self) {
-        let error = StepError::NoState {
-            patience: self.outage_patience,
-        };
-        let events = self.scheduler.fail_all(&error);
-        if !events.is_empty() {
-            tracing::error!(requests = events.len(), %error, "requests that waited for memory failed");
-        }
-        self.deliver(events);
+    /// One try. Whoever waits since `began` is not kept longer by one that takes long.
+    fn rebuild(&mut self, began: Instant) -> Result<Proved<E>, RebuildError> {
+        let Self {
+            source,
+            scheduler,
+            shared,
+            outage_patience,
+            ..
+        } = self;
+        source.rebuild(&mut || {
+            if began.elapsed() > *outage_patience {
+                turn_away(scheduler, shared, *outage_patience);
+            }
+        })
     }
 
     /// The KV cache is gone, and with it what requests had in it.
@@ -193,4 +198,15 @@ impl<E: Executor> EngineThread<E> {
             None => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
         }
     }
+}
+
+/// Nobody waits for memory for ever.
+fn turn_away(scheduler: &mut Scheduler, shared: &Shared, patience: Duration) {
+    let error = StepError::NoState { patience };
+    let events = scheduler.fail_all(&error);
+    if events.is_empty() {
+        return;
+    }
+    tracing::error!(requests = events.len(), %error, "requests that waited for memory failed");
+    shared.deliver(scheduler.stats(), events);
 }

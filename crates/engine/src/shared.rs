@@ -128,6 +128,15 @@ impl Shared {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Hands out events that no step made.
+    pub(crate) fn deliver(&self, scheduler: SchedulerStats, events: Vec<(RequestId, Event)>) {
+        let mut state = self.lock();
+        state.stats.scheduler = scheduler;
+        for (id, event) in events {
+            state.deliver(id, event);
+        }
+    }
 }
 
 impl State {

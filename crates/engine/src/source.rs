@@ -18,8 +18,29 @@ pub trait StateSource<S>: Send {
     fn trim(&mut self);
 
     /// Builds a state of the size of the start, or of what fits by now, and proves it. The former state is dropped by then.
+    /// That may take long: `meanwhile` is to be called every few steps.
     ///
     /// # Errors
-    /// [`ProfileError::DoesNotFit`] if there is too little memory, which may change; any other is a defect.
-    fn rebuild(&mut self) -> Result<Proved<S>, ProfileError>;
+    /// [`RebuildError`]; nothing is held by then.
+    fn rebuild(&mut self, meanwhile: &mut dyn FnMut()) -> Result<Proved<S>, RebuildError>;
+}
+
+/// Why there is no new state.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum RebuildError {
+    /// There is too little memory, or another process measures it: that may change.
+    #[error("{0}")]
+    NotNow(String),
+    /// The next try would end the same way.
+    #[error(transparent)]
+    Defect(ProfileError),
+}
+
+impl From<ProfileError> for RebuildError {
+    fn from(error: ProfileError) -> Self {
+        match error {
+            ProfileError::DoesNotFit(diagnostic) => Self::NotNow(diagnostic.facts()),
+            defect => Self::Defect(defect),
+        }
+    }
 }

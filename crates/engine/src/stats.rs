@@ -26,7 +26,8 @@ pub struct EngineStats {
     pub step_seconds: Histogram,
     /// Tokens computed in each step.
     pub step_tokens: Histogram,
-    /// Times that the memory held rose above the peak that was proved, or above the last such rise.
+    /// Times that the memory held rose above the peak that was proved, or above the last such rise, and steps that failed
+    /// because they needed more scratch than was proved.
     pub high_water_above_proof: u64,
     /// States that were built again after a step ran out of device memory.
     pub rebuilds_oom: u64,

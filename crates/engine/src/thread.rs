@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    DeviceTime, Event, Executor, KvConfig, Request, RequestId, StepError, StepOutput, StepPlan,
+    DeviceTime, Event, Executor, KvConfig, RefusedBy, Request, RequestId, StepError, StepOutput, StepPlan,
 };
 use plimsoll_profiler::ProfileError;
 use plimsoll_scheduler::Scheduler;
@@ -227,7 +227,7 @@ impl<E: Executor> EngineThread<E> {
         if let Some(error) = &failure {
             self.report(plan, error);
         }
-        let above_proof = self.rises_above_proof(plan);
+        let above_proof = self.rises_above_proof(plan) || failure.as_ref().is_some_and(needs_more_scratch);
         let mut state = self.shared.lock();
         state.stats.high_water_above_proof += u64::from(above_proof);
         state.end_step(
@@ -245,9 +245,18 @@ impl<E: Executor> EngineThread<E> {
     /// Says which step failed; for want of memory, also who has it, and that the state is lost.
     fn report(&mut self, plan: &StepPlan, error: &StepError) {
         let shape = StepShape::from(plan);
-        let StepError::Oom(oom) = error else {
-            tracing::error!(step = plan.step, %shape, %error, "step failed");
-            return;
+        let oom = match error {
+            StepError::Oom(oom) if !needs_more_scratch(error) => oom,
+            StepError::Oom(oom) => {
+                // The next state would have no more of it, and this one serves all other steps.
+                let requested = oom.requested;
+                tracing::error!(step = plan.step, %shape, requested, "a step needs more scratch than was proved");
+                return;
+            }
+            _ => {
+                tracing::error!(step = plan.step, %shape, %error, "step failed");
+                return;
+            }
         };
         let outage = OutOfMemory {
             shape,
@@ -281,11 +290,7 @@ impl<E: Executor> EngineThread<E> {
 
     /// Hands out events that no step made.
     pub(crate) fn deliver(&mut self, events: Vec<(RequestId, Event)>) {
-        let mut state = self.shared.lock();
-        state.stats.scheduler = self.scheduler.stats();
-        for (id, event) in events {
-            state.deliver(id, event);
-        }
+        self.shared.deliver(self.scheduler.stats(), events);
     }
 }
 
@@ -311,6 +316,11 @@ impl Clock {
     fn stop(&mut self, now: Option<DeviceTime>) {
         self.past = self.read(now).unwrap_or(self.past);
     }
+}
+
+/// Whether a step failed for what it takes itself, and not for want of the device's memory.
+fn needs_more_scratch(error: &StepError) -> bool {
+    matches!(error, StepError::Oom(oom) if oom.refused_by == RefusedBy::FixedScratch)
 }
 
 /// A panic of the executor becomes the error of its step.

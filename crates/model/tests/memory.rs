@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::*;
-use plimsoll_core::{Component, Executor, Oom, Scratch, StateConfig, StepError};
+use plimsoll_core::{Component, Executor, Oom, RefusedBy, Scratch, StateConfig, StepError};
 use plimsoll_device::Budget;
 use plimsoll_model::{LoadOptions, Model, ModelError, Progress, Runner};
 
@@ -117,6 +117,7 @@ fn the_high_water_mark_is_the_size_of_a_fixed_arena() {
             error,
             StepError::Oom(Oom {
                 component: Component::Arena,
+                refused_by: RefusedBy::FixedScratch,
                 ..
             })
         ),

@@ -9,6 +9,7 @@ use plimsoll_engine::{Health, OutOfMemory, Phase};
 use serde_json::{Map, Value, json};
 
 use crate::error::{ApiError, whole_seconds};
+use crate::generate::blocking;
 use crate::state::AppState;
 
 /// 200 while the engine lives, drains included: what a liveness probe asks.
@@ -58,29 +59,36 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
     response
 }
 
-pub(crate) async fn metrics(State(state): State<AppState>) -> Response {
-    let engine = state.engine();
-    let page = state
-        .metrics()
-        .render(&engine.stats(), &engine.health(), engine.kv(), state.memory());
-    (
-        [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],
-        page,
-    )
-        .into_response()
+/// Off the server's threads, as [`memory`]: a driver that is busy must not hold up the answers to others (U20).
+pub(crate) async fn metrics(State(state): State<AppState>) -> Result<Response, ApiError> {
+    let page = blocking(move || {
+        let engine = state.engine();
+        let (stats, health) = (engine.stats(), engine.health());
+        Ok(state
+            .metrics()
+            .render(&stats, &health, engine.kv(), state.memory()))
+    })
+    .await?;
+    let header = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
+    Ok((header, page).into_response())
 }
 
-pub(crate) async fn memory(State(state): State<AppState>) -> Json<Value> {
+pub(crate) async fn memory(State(state): State<AppState>) -> Result<Json<Value>, ApiError> {
+    blocking(move || Ok(Json(memory_now(&state)))).await
+}
+
+/// Asks the device.
+fn memory_now(state: &AppState) -> Value {
     let memory = state.memory();
     let stats = state.engine().stats();
-    Json(json!({
+    json!({
         "profile": memory.report(),
         "now": live(&memory.meters(), memory.proved_peak()),
         "device_allocs_after_ready": memory.allocations_after_ready(),
         "high_water_above_proof": stats.high_water_above_proof,
         "rebuilds": { "oom": stats.rebuilds_oom, "wake": stats.rebuilds_wake },
         "last_oom": stats.last_oom.map(|outage| last_oom(&outage)),
-    }))
+    })
 }
 
 /// Which step ran out of memory, and who had it.

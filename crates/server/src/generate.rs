@@ -1,3 +1,5 @@
+use std::panic::resume_unwind;
+
 use futures::{FutureExt, Stream, StreamExt, stream};
 use plimsoll_core::{
     Event, FinishReason, Logprobs, Request, RequestOptions, SamplingOptions, StepError, TokenEvent, TokenId,
@@ -274,13 +276,16 @@ pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, StepErro
     Ok(whole)
 }
 
-/// Work on text that may take long goes to the blocking pool.
+/// Work that may take long goes to the blocking pool. A panic there is one here.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     tokio::task::spawn_blocking(work)
         .await
-        .unwrap_or_else(|panic| Err(ApiError::Internal(panic.to_string())))
+        .unwrap_or_else(|error| match error.try_into_panic() {
+            Ok(panic) => resume_unwind(panic),
+            Err(cancelled) => Err(ApiError::Internal(cancelled.to_string())),
+        })
 }
 
 impl From<TextError> for ApiError {

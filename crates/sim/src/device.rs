@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::{
-    Component, ComponentBytes, Executor, Meters, Oom, Run, Sampled, Scratch, StateConfig, StepError,
-    StepOutput, StepPlan,
+    Component, ComponentBytes, Executor, Meters, Oom, RefusedBy, Run, Sampled, Scratch, StateConfig,
+    StepError, StepOutput, StepPlan,
 };
 use plimsoll_profiler::Target;
 use rand::rngs::StdRng;
@@ -309,6 +309,7 @@ impl Pool {
         Oom {
             requested,
             component,
+            refused_by: RefusedBy::Device,
             meters: Box::new(self.meters()),
         }
     }

@@ -3,10 +3,14 @@
 use std::sync::Arc;
 
 use plimsoll_core::Meters;
-use plimsoll_engine::StateSource;
-use plimsoll_profiler::{KvSize, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, Target, profile};
+use plimsoll_engine::{RebuildError, StateSource};
+use plimsoll_profiler::{
+    KvSize, Observer, PhaseRecord, ProfileError, ProfileSpec, Progress, Proved, Target, profile,
+};
 use plimsoll_server::Memory;
 
+use crate::error::Error;
+use crate::lock::Relock;
 use crate::standing::Standing;
 
 /// Proves the state of a running server again. Weights stay where they are.
@@ -15,6 +19,8 @@ pub(super) struct Keeper<T> {
     /// That of the start, with what its probe measured.
     pub(super) spec: ProfileSpec,
     pub(super) standing: Arc<Standing>,
+    /// As at the start, nobody else measures the device meanwhile (U9).
+    pub(super) relock: Relock,
 }
 
 impl<T: Target + Send> StateSource<T::State> for Keeper<T> {
@@ -34,15 +40,22 @@ impl<T: Target + Send> StateSource<T::State> for Keeper<T> {
         self.target.trim();
     }
 
-    fn rebuild(&mut self) -> Result<Proved<T::State>, ProfileError> {
+    fn rebuild(&mut self, meanwhile: &mut dyn FnMut()) -> Result<Proved<T::State>, RebuildError> {
+        let _lock = self.relock.try_take().map_err(|error| match error {
+            Error::DeviceBusy { device, holder, .. } => {
+                RebuildError::NotNow(format!("{holder} measures {device} at the moment"))
+            }
+            other => RebuildError::NotNow(other.to_string()),
+        })?;
         self.standing.rebuild_begins();
-        let mut proved = profile(&mut self.target, &self.spec, &mut Log);
+        let mut log = Log { meanwhile };
+        let mut proved = profile(&mut self.target, &self.spec, &mut log);
         if let (Err(ProfileError::DoesNotFit(_)), Some(spec)) = (&proved, self.what_fits()) {
-            proved = profile(&mut self.target, &spec, &mut Log);
+            proved = profile(&mut self.target, &spec, &mut log);
         }
         self.standing
             .rebuild_ends(proved.as_ref().ok().map(Proved::report));
-        proved
+        Ok(proved?)
     }
 }
 
@@ -64,15 +77,21 @@ impl<T> Keeper<T> {
     }
 }
 
-/// A log line per phase, as at the start.
-struct Log;
+/// A log line per phase, as at the start; those who wait are not forgotten.
+struct Log<'a> {
+    meanwhile: &'a mut dyn FnMut(),
+}
 
-impl Observer for Log {
+impl Observer for Log<'_> {
     fn phase(&mut self, record: &PhaseRecord) {
+        (self.meanwhile)();
         if record.warning {
             tracing::warn!("{record}");
         } else {
             tracing::info!("{record}");
         }
+    }
+    fn progress(&mut self, _progress: Progress) {
+        (self.meanwhile)();
     }
 }

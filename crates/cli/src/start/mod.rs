@@ -28,6 +28,7 @@ use serde_json::Value;
 use crate::args::EngineArgs;
 use crate::device::Device;
 use crate::error::Error;
+use crate::lock::Relock;
 use crate::plan_cache::{ModelKey, PlanCache};
 use crate::progress::ProfileProgress;
 use crate::source::Source;
@@ -68,6 +69,8 @@ pub struct StartContext {
     pub plans: PlanCache,
     /// The start's clock.
     pub times: StartTimes,
+    /// Keeps others from the device while a state is built again.
+    pub relock: Relock,
 }
 
 impl StartContext {
@@ -76,6 +79,7 @@ impl StartContext {
         Self {
             plans,
             times: StartTimes::begin(),
+            relock: Relock::default(),
         }
     }
 }
@@ -227,7 +231,7 @@ impl Loaded {
     }
 
     fn prove<T: Target>(&self, target: &mut T, args: &EngineArgs) -> Result<Proved<T::State>, Error> {
-        let StartContext { plans, times } = &self.context;
+        let StartContext { plans, times, .. } = &self.context;
         let mut spec = self.spec(args);
         for Disabled { path, reason } in &spec.disabled {
             tracing::info!("without {path}: {reason}");
@@ -275,10 +279,12 @@ impl Loaded {
         let keeper = Keeper {
             target,
             spec: ProfileSpec {
+                gives_advice: false,
                 plan: proved.plan().cloned(),
                 ..self.spec(args)
             },
             standing: Arc::clone(&standing),
+            relock: self.context.relock.clone(),
         };
         Ok(Ready {
             engine: times.measure("engine", || EngineHandle::spawn(proved, keeper, &config))?,

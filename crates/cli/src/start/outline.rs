@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::rc::Rc;
 
-use plimsoll_core::{Component, Meters, Oom};
+use plimsoll_core::{Component, Meters, Oom, RefusedBy};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuFootprint, GpuOptions, GpuStateShape};
 use plimsoll_model::{ModelConfig, ModelError};
@@ -63,6 +63,7 @@ impl Outline {
             true => Err(Error::WeightsDoNotFit(Oom {
                 requested: weights,
                 component: Component::Weights,
+                refused_by: RefusedBy::Device,
                 meters: Box::new(idle),
             })),
             false => predict(&self.spec, &*self.footprint).map_err(Error::from),

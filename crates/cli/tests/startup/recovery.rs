@@ -3,12 +3,14 @@
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
+use plimsoll_cli::device::Device;
+use plimsoll_cli::start::{Loaded, StartContext};
 use plimsoll_core::{Component, Event, Request, RequestOptions, SamplingOptions, StepError, TokenId};
 use plimsoll_device::Budget;
-use plimsoll_engine::{EngineHandle, Phase, RequestStream};
+use plimsoll_engine::{EngineHandle, Phase, RequestStream, SubmitError, WakeError};
 use plimsoll_server::Memory;
 
-use crate::{BUDGET, Model, answers, stop};
+use crate::{BUDGET, Model, answers, engine_args, stop};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -20,7 +22,8 @@ async fn until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// A greedy request whose text depends on its first token.
+/// A greedy request whose text depends on its first token. One that comes too late for the state that is about to be lost
+/// waits for the next.
 pub(crate) fn submit(engine: &EngineHandle, first: TokenId, max_tokens: usize) -> RequestStream {
     let options = RequestOptions {
         prompt: (first..first + 40).collect(),
@@ -32,7 +35,15 @@ pub(crate) fn submit(engine: &EngineHandle, first: TokenId, max_tokens: usize) -
         ..Default::default()
     };
     let request = Request::new(engine.next_id(), options, &engine.limits()).unwrap();
-    engine.submit(request).unwrap()
+    let began = Instant::now();
+    loop {
+        match engine.submit(request.clone()) {
+            Err(SubmitError::Rebuilding { .. }) if began.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            submitted => return submitted.unwrap(),
+        }
+    }
 }
 
 pub(crate) async fn read(mut stream: RequestStream) -> Result<Vec<TokenId>, StepError> {
@@ -208,4 +219,39 @@ async fn u37_sleep_gives_everything_back_but_the_weights() {
     assert_eq!(ready.standing.allocations_after_ready(), 0);
     drop(engine);
     stop(ready, &budget).await;
+}
+
+/// U9: who wakes measures the device as a start does, so not while another start does.
+#[tokio::test(flavor = "multi_thread")]
+async fn u9_a_server_wakes_once_no_other_measures_its_device() {
+    let (model, locks) = (Model::new(), tempfile::tempdir().unwrap());
+    let flags = format!(
+        "--device-lock-dir {} --device-memory 24MiB",
+        locks.path().display()
+    );
+    let args = engine_args(model.dir.path(), &flags);
+    let source = model.source();
+    let (device, lock) = Device::open(&source, &args).unwrap();
+    let relock = lock.relock();
+    let context = StartContext {
+        relock: relock.clone(),
+        ..Default::default()
+    };
+    let loaded = Loaded::with(&source, &args, device, context).unwrap();
+    let ready = loaded.start(&args, 4).unwrap();
+    drop(lock);
+    let engine = ready.engine.clone();
+    let expected = answers(&engine).await;
+    until_ready(&engine).await;
+    engine.sleep(PATIENCE).await.unwrap();
+    let other = relock.try_take().unwrap();
+    let error = engine.wake().await.unwrap_err();
+    assert!(matches!(error, WakeError::NoMemory { .. }), "{error}");
+    let name = format!("process {}", std::process::id());
+    assert!(error.to_string().contains(&name), "{error}");
+    assert_eq!(engine.health().phase, Phase::Rebuilding);
+    drop(other);
+    until_ready(&engine).await;
+    assert_eq!(answers(&engine).await, expected);
+    assert!(relock.try_take().unwrap().is_held(), "it is free again");
 }

@@ -2,7 +2,7 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 
 use bytemuck::Pod;
-use plimsoll_core::{Component, Oom, Scratch};
+use plimsoll_core::{Component, Oom, RefusedBy, Scratch};
 
 use super::mapping::{Mapping, Reservation};
 use super::{Gpu, GpuSlice};
@@ -78,12 +78,12 @@ impl GpuArena {
     /// # Errors
     /// [`Oom`] if a fixed arena is full or the device refuses to let a growable one grow.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<GpuSlice<'_, T>, Oom> {
-        let overflow = || self.gpu.budget().oom(Component::Arena, u64::MAX);
+        let overflow = || self.full(u64::MAX);
         let bytes = rounded_bytes::<T>(len).ok_or_else(overflow)?;
         let start = self.offset.get();
         let end = start.checked_add(bytes).ok_or_else(overflow)?;
         if end > self.limit {
-            return Err(self.gpu.budget().oom(Component::Arena, bytes as u64));
+            return Err(self.full(bytes as u64));
         }
         if end > self.mapped.get() {
             self.grow(growth(end, self.mapped.get()))?;
@@ -123,6 +123,17 @@ impl GpuArena {
     /// Most bytes handed out at once since this was last called: what one step takes, if called after each.
     pub fn take_high_water(&mut self) -> usize {
         self.recent_high_water.replace(0)
+    }
+
+    /// No room for `bytes` bytes in the arena itself.
+    fn full(&self, bytes: u64) -> Oom {
+        Oom {
+            refused_by: match self.growable {
+                true => RefusedBy::Device,
+                false => RefusedBy::FixedScratch,
+            },
+            ..self.gpu.budget().oom(Component::Arena, bytes)
+        }
     }
 
     fn grow(&self, bytes: usize) -> Result<(), Oom> {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
-use plimsoll_core::{Component, Oom};
+use plimsoll_core::{Component, Oom, RefusedBy};
 
 use super::meters::{self, Runtime};
 use super::{Function, GpuError, GpuSlab, GpuSlice, Graph, Launch, Module, PinnedSlab, check};
@@ -180,6 +180,7 @@ impl Gpu {
         Oom {
             requested: bytes,
             component,
+            refused_by: RefusedBy::Device,
             meters: Box::new(self.meters()),
         }
     }

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use plimsoll_core::{DeviceTime, Executor, Meters, Run, Sampled, StepError, StepOutput, StepPlan};
-use plimsoll_profiler::{ProfileError, Proved};
+use plimsoll_profiler::Proved;
 
 use super::recovery;
-use crate::StateSource;
+use crate::{RebuildError, StateSource};
 
 /// What the executor shall do; the test changes it while the engine runs.
 #[derive(Debug, Default)]
@@ -31,6 +31,10 @@ pub(super) struct Script {
     pub(super) oom_of_one: AtomicBool,
     /// The same in `launch`.
     pub(super) oom_in_launch: AtomicBool,
+    /// The next step needs more scratch than its state has.
+    pub(super) overflow: AtomicBool,
+    /// A state that is built again is not ready yet.
+    pub(super) hold_rebuild: AtomicBool,
     /// The state cannot be built again, memory or not.
     pub(super) defect: AtomicBool,
     /// The engine panics between two steps.
@@ -86,6 +90,9 @@ impl Executor for Fake {
         if self.script.fail.swap(false, Ordering::SeqCst) {
             return Err(StepError::Failed("told to fail".into()));
         }
+        if self.script.overflow.swap(false, Ordering::SeqCst) {
+            return Err(recovery::told_overflow());
+        }
         let alone = plan.runs.len() == 1 && self.script.oom_of_one.swap(false, Ordering::SeqCst);
         if alone || self.script.oom.swap(false, Ordering::SeqCst) {
             return Err(recovery::told_oom());
@@ -137,7 +144,7 @@ impl<S> StateSource<S> for Unmetered {
 
     fn trim(&mut self) {}
 
-    fn rebuild(&mut self) -> Result<Proved<S>, ProfileError> {
+    fn rebuild(&mut self, _: &mut dyn FnMut()) -> Result<Proved<S>, RebuildError> {
         unreachable!("memory never runs out")
     }
 }

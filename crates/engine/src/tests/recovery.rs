@@ -6,8 +6,8 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    BlockSize, Component, FinishReason, Limits, Meters, Oom, Request, RequestOptions, SamplingOptions,
-    StateConfig, StepError, StepLimits,
+    BlockSize, Component, FinishReason, Limits, Meters, Oom, RefusedBy, Request, RequestOptions,
+    SamplingOptions, StateConfig, StepError, StepLimits,
 };
 use plimsoll_profiler::{KvSize, Margins, ProfileError, ProfileSpec, Proved, Target, profile};
 use plimsoll_scheduler::{Scheduler, SchedulerConfig};
@@ -19,8 +19,8 @@ use crate::recovery::Sleeper;
 use crate::shared::{Command, Shared};
 use crate::thread::{Clock, EngineThread};
 use crate::{
-    Drained, EngineConfig, EngineHandle, Phase, RequestStream, SleepError, StateSource, SubmitError,
-    WakeError,
+    Drained, EngineConfig, EngineHandle, Phase, RebuildError, RequestStream, SleepError, StateSource,
+    SubmitError, WakeError,
 };
 
 const LIMITS: StepLimits = StepLimits {
@@ -104,15 +104,19 @@ impl StateSource<Fake> for Device {
 
     fn trim(&mut self) {}
 
-    fn rebuild(&mut self) -> Result<Proved<Fake>, ProfileError> {
+    fn rebuild(&mut self, meanwhile: &mut dyn FnMut()) -> Result<Proved<Fake>, RebuildError> {
         assert!(
             self.script.dropped.load(Ordering::SeqCst),
             "the old state makes room first"
         );
         if self.script.defect.load(Ordering::SeqCst) {
-            return Err(ProfileError::InvalidSpec("told to be defective"));
+            return Err(ProfileError::InvalidSpec("told to be defective").into());
         }
-        self.prove()
+        while self.script.hold_rebuild.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_micros(100));
+            meanwhile();
+        }
+        Ok(self.prove()?)
     }
 }
 
@@ -120,6 +124,7 @@ fn oom() -> Oom {
     Oom {
         requested: 77,
         component: Component::Arena,
+        refused_by: RefusedBy::Device,
         meters: Box::default(),
     }
 }
@@ -127,6 +132,14 @@ fn oom() -> Oom {
 /// The steps that shall find no memory say so.
 pub(super) fn told_oom() -> StepError {
     StepError::Oom(oom())
+}
+
+/// So does the step that shall be too large.
+pub(super) fn told_overflow() -> StepError {
+    StepError::Oom(Oom {
+        refused_by: RefusedBy::FixedScratch,
+        ..oom()
+    })
 }
 
 fn start(steps_in_flight: usize, outage_patience: Duration) -> (Rig, Device) {
@@ -171,6 +184,7 @@ async fn until_steps(rig: &Rig, steps: usize) {
 
 /// A step waits; whoever comes now is not in it.
 async fn hold(rig: &Rig) {
+    rig.script.holding.store(false, Ordering::SeqCst);
     rig.set(|s| &s.hold);
     rig.until("a held step", |rig| rig.script.holding.load(Ordering::SeqCst))
         .await;
@@ -214,6 +228,31 @@ async fn u21_a_step_without_memory_costs_its_own_requests_and_the_state_is_built
         assert_eq!(again, (expected(9, 30), Ok(FinishReason::Length)));
         assert!(rig.engine.health().is_moving(PATIENCE));
     }
+}
+
+/// Another state would have as little scratch: a request that comes again and again must not take the server down each time.
+#[tokio::test]
+async fn u21_a_step_that_needs_more_scratch_than_was_proved_costs_itself_alone() {
+    let (rig, _device) = start(1, PATIENCE);
+    rig.set_step(Duration::from_millis(1));
+    let before = rig.engine.kv();
+    for again in 1..=3 {
+        let guilty = rig.submit(1, 100).unwrap();
+        hold(&rig).await;
+        let waiting = rig.submit(2, 10).unwrap();
+        rig.set(|s| &s.overflow);
+        rig.script.hold.store(false, Ordering::SeqCst);
+        assert_eq!(read(guilty).await.1, Err(told_overflow()));
+        let health = rig.engine.health();
+        assert_eq!((health.phase, health.outage), (Phase::Running, None));
+        assert_eq!(read(waiting).await, (expected(2, 10), Ok(FinishReason::Length)));
+        rig.until_empty().await;
+        let stats = rig.engine.stats();
+        assert_eq!((stats.rebuilds_oom, stats.failed_steps), (0, again), "{stats:?}");
+        assert_eq!(stats.high_water_above_proof, again);
+        assert!(stats.last_oom.is_none() && !rig.script.dropped.load(Ordering::SeqCst));
+    }
+    assert_eq!(rig.engine.kv(), before);
 }
 
 /// With two steps in flight, only one of them fails: whoever was in the other alone goes on where it was.
@@ -287,6 +326,27 @@ async fn u21_nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
     // It would take a second to look again, and a minute to give up.
     ends_at_once(&rig).await;
     assert_eq!(rig.engine.health().phase, Phase::Stopped);
+}
+
+/// An attempt may take longer than requests wait.
+#[tokio::test]
+async fn u21_requests_are_turned_away_while_a_state_is_built() {
+    let (rig, _device) = start(1, Duration::from_millis(1));
+    let guilty = rig.submit(1, 100).unwrap();
+    hold(&rig).await;
+    let waiting = rig.submit(2, 10).unwrap();
+    rig.set(|s| &s.hold_rebuild);
+    rig.set(|s| &s.oom_in_launch);
+    rig.script.hold.store(false, Ordering::SeqCst);
+    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    let patience = Duration::from_millis(1);
+    assert_eq!(read(waiting).await.1, Err(StepError::NoState { patience }));
+    assert_eq!(rig.engine.health().phase, Phase::Rebuilding);
+    rig.script.hold_rebuild.store(false, Ordering::SeqCst);
+    rig.until("readiness", |rig| rig.engine.health().phase == Phase::Running)
+        .await;
+    let again = read(rig.submit(3, 10).unwrap()).await;
+    assert_eq!(again, (expected(3, 10), Ok(FinishReason::Length)));
 }
 
 /// Drains with nothing in; far from its timeout, on however busy a machine.

@@ -133,6 +133,23 @@ async fn a_panic_in_a_handler_is_a_500_in_openais_shape() {
     assert_eq!(rig.get("/version").await.status, 200);
 }
 
+/// U20: a driver that answers late holds up nobody who does not ask it, on however few threads.
+#[tokio::test]
+async fn u20_health_answers_while_the_device_does_not() {
+    let rig = Rig::new(Setup::default());
+    rig.script.meters_hold.store(true, Ordering::SeqCst);
+    let (memory, metrics, ()) = tokio::join!(rig.get("/memory"), rig.get("/metrics"), async {
+        rig.until("questions", |rig| {
+            rig.script.meters_waiting.load(Ordering::SeqCst) == 2
+        })
+        .await;
+        assert_eq!(rig.get("/health").await.status, 200);
+        assert_eq!(rig.get("/ready").await.status, 200);
+        rig.script.meters_hold.store(false, Ordering::SeqCst);
+    });
+    assert_eq!((memory.status.as_u16(), metrics.status.as_u16()), (200, 200));
+}
+
 /// Serves on a real socket; gives the address, the trigger of the shutdown and the result.
 async fn served(
     rig: &Rig,

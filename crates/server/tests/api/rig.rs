@@ -1,18 +1,18 @@
 //! A server in this process, over a simulated model whose executor the test can slow down and break.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request, StatusCode};
 use plimsoll_core::{
-    BlockSize, Component, DeviceTime, Executor, Meters, Oom, StateConfig, StepError, StepLimits, StepOutput,
-    StepPlan,
+    BlockSize, Component, DeviceTime, Executor, Meters, Oom, RefusedBy, StateConfig, StepError, StepLimits,
+    StepOutput, StepPlan,
 };
-use plimsoll_engine::{EngineConfig, EngineHandle, StateSource};
-use plimsoll_profiler::{KvSize, Margins, ProfileError, ProfileSpec, Proved, Target, profile};
+use plimsoll_engine::{EngineConfig, EngineHandle, RebuildError, StateSource};
+use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Proved, Target, profile};
 use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, router};
 use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
 use plimsoll_text::{ChatTemplate, Tokenizer};
@@ -41,11 +41,22 @@ pub(crate) struct Script {
     proved_peak: AtomicU64,
     /// `/memory` panics.
     pub(crate) meters_panic: AtomicBool,
+    /// The driver does not answer.
+    pub(crate) meters_hold: AtomicBool,
+    /// So many wait for it.
+    pub(crate) meters_waiting: AtomicUsize,
 }
 
 impl Script {
     fn meters(&self) -> Meters {
         assert!(!self.meters_panic.load(Ordering::SeqCst), "told to panic");
+        let began = Instant::now();
+        self.meters_waiting.fetch_add(1, Ordering::SeqCst);
+        while self.meters_hold.load(Ordering::SeqCst) {
+            assert!(began.elapsed() < PATIENCE, "nobody lets go");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.meters_waiting.fetch_sub(1, Ordering::SeqCst);
         let reserved = self.reserved.load(Ordering::SeqCst);
         let mut meters = Meters {
             total: TOTAL,
@@ -104,6 +115,7 @@ fn oom(script: &Script, requested: u64) -> Oom {
     Oom {
         requested,
         component: Component::Arena,
+        refused_by: RefusedBy::Device,
         meters: Box::new(script.meters()),
     }
 }
@@ -192,9 +204,9 @@ impl StateSource<Rigged> for Device {
 
     fn trim(&mut self) {}
 
-    fn rebuild(&mut self) -> Result<Proved<Rigged>, ProfileError> {
+    fn rebuild(&mut self, _: &mut dyn FnMut()) -> Result<Proved<Rigged>, RebuildError> {
         let spec = self.spec.clone();
-        profile(self, &spec, &mut ())
+        Ok(profile(self, &spec, &mut ())?)
     }
 }
 
