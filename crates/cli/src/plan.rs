@@ -78,7 +78,12 @@ fn predicted(source: &Source, args: &EngineArgs, device: &Device) -> Option<Pred
     match outline.and_then(|outline| outline.predict()) {
         Ok(prediction) => Some(prediction),
         Err(error) => {
-            tracing::warn!(%error, "the profile is predicted not to succeed");
+            // What to do about it is better said by who measured.
+            let text = error.to_string();
+            tracing::warn!(
+                "{}; measuring all the same",
+                text.lines().next().unwrap_or_default()
+            );
             None
         }
     }

@@ -130,11 +130,14 @@ pub(crate) fn rounded_bytes<T>(len: usize) -> Option<usize> {
 ///
 /// ```
 /// # use plimsoll_device::DryArena;
+/// # fn count() -> Option<()> {
 /// let mut arena = DryArena::default();
 /// arena.alloc::<f32>(1 << 20)?;
 /// arena.frame(|frame| frame.alloc::<f32>(1 << 10))?;
 /// assert_eq!(arena.take_high_water(), (4 << 20) + (4 << 10));
 /// # Some(())
+/// # }
+/// # count().expect("it fits");
 /// ```
 #[derive(Debug, Default)]
 pub struct DryArena {
