@@ -220,6 +220,8 @@ impl<'a, T: Target> Profiler<'a, T> {
         let mut attempts = Vec::new();
         let mut last = None;
         let mut cuts = 0;
+        // The device itself gave less than it promises: so it will at the next start.
+        let mut lasting = true;
         while attempts.len() < MAX_ATTEMPTS as usize {
             let blocks = shrunk(sized.blocks, cuts);
             if blocks < self.spec.request_blocks() {
@@ -237,17 +239,21 @@ impl<'a, T: Target> Profiler<'a, T> {
                         plan: Some(Plan {
                             probe: probed,
                             kv_blocks: blocks,
-                            cuts,
+                            cuts: if lasting { cuts } else { 0 },
                         }),
                         attempts,
                     });
                 }
                 Err(exhausted) => {
                     cuts += 1;
+                    let planned_peers = sized.arithmetic.peers;
+                    lasting &= exhausted
+                        .oom()
+                        .is_ok_and(|oom| oom.meters.peers() <= planned_peers);
                     let again = self.size_again(&probed.measured, exhausted.oom().ok())?;
                     if again.blocks < shrunk(sized.blocks, cuts) {
                         self.log_size(&again);
-                        (sized, cuts) = (again, 0);
+                        (sized, cuts, lasting) = (again, 0, true);
                     }
                     last = Some((blocks, exhausted));
                 }

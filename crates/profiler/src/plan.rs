@@ -16,7 +16,7 @@ pub struct Plan {
     pub probe: Probed,
     /// Blocks of KV that were proved.
     pub kv_blocks: usize,
-    /// Cuts of 5 % between the size that was computed and the one that was proved.
+    /// Cuts of 5 % between the size that was computed and the one that was proved, where no neighbour was their cause.
     pub cuts: u32,
 }
 

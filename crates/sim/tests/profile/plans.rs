@@ -1,7 +1,9 @@
 //! A19, U11: a plan of an earlier start skips the probe and nothing else; a useless one costs time, never the start.
 
 use plimsoll_core::Component;
-use plimsoll_profiler::{DiscardReason, KvSize, Origin, Plan, ProfileSpec, Report, Target, profile};
+use plimsoll_profiler::{
+    DiscardReason, KvSize, Margins, MemFraction, Origin, Plan, ProfileSpec, Report, Target, profile,
+};
 use plimsoll_sim::{DeviceModel, VirtualDevice};
 
 use crate::{Lines, MIB, limits, model, run, spec};
@@ -121,6 +123,38 @@ fn a_plan_remembers_the_cuts() {
         (report.kv_blocks, report.attempts.len()),
         (first.config().kv.num_blocks, 1)
     );
+}
+
+/// U10: a neighbour that comes for a moment, at any allocation, costs that start its cut and no other.
+#[test]
+fn u10_a_plan_forgets_the_cuts_of_a_neighbour() {
+    let spec = ProfileSpec {
+        mem_fraction: MemFraction::new(1.0).unwrap(),
+        margins: Margins {
+            min_fragmentation_bytes: 0,
+            ..Margins::default()
+        },
+        ..spec()
+    };
+    let mut device = VirtualDevice::new(model());
+    let undisturbed = profile(&mut device, &spec, &mut ()).unwrap();
+    let full = undisturbed.config().kv.num_blocks;
+    let mut cut = 0;
+    for n in 1..=device.meters().allocations {
+        let disturbed = DeviceModel {
+            peer_steps: vec![(n, 10 * MIB), (n + 1, 0)],
+            ..model()
+        };
+        let first = run(disturbed, &spec).unwrap();
+        cut += usize::from(first.report().attempts.len() > 1);
+        let second = ProfileSpec {
+            plan: first.plan().cloned(),
+            ..spec.clone()
+        };
+        let (report, _) = start(model(), &second);
+        assert_eq!(report.kv_blocks, full, "{n}");
+    }
+    assert!(cut > 0, "the neighbour never mattered");
 }
 
 #[test]
