@@ -4,7 +4,7 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::time::Instant;
 
-use plimsoll_core::Scratch;
+use plimsoll_core::{Component, Scratch};
 
 use crate::advice::Evidence;
 use crate::arithmetic::{MAX_ATTEMPTS, shrunk};
@@ -62,6 +62,7 @@ pub fn profile_rank<T: Target>(
         ranks: profiler.ranks.count(),
         origin: found.origin,
         discarded_plan: found.discarded_plan,
+        plan_error: found.plan_error,
         probe: found.probe,
         attempts: found.attempts,
         left_out: found.validated.left_out().to_vec(),
@@ -88,6 +89,7 @@ pub(crate) struct Found<S> {
     pub(crate) discarded_plan: Option<DiscardedPlan>,
     pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
     pub(crate) plan: Option<Plan>,
+    pub(crate) plan_error: Option<f64>,
     pub(crate) attempts: Vec<Attempt>,
 }
 
@@ -200,17 +202,49 @@ impl<'a, T: Target> Profiler<'a, T> {
         let mut attempts = Vec::new();
         let outcome = or_exhausted(self.attempt(sized.blocks, scratch, &mut attempts))?;
         Ok(match outcome {
-            Ok(validated) => Ok(Found {
-                validated,
-                bound: sized.bound,
-                origin: Origin::Cached { drift },
-                discarded_plan: None,
-                probe: Some((measured, plan.probe.scenarios.clone(), sized.arithmetic)),
-                plan: Some(plan.clone()),
-                attempts,
-            }),
+            Ok(validated) => {
+                let error = self.plan_error(&measured, &attempts);
+                Ok(Found {
+                    validated,
+                    bound: sized.bound,
+                    origin: Origin::Cached { drift },
+                    discarded_plan: None,
+                    probe: Some((measured, plan.probe.scenarios.clone(), sized.arithmetic)),
+                    // One that promised too much memory is not handed on: the next start measures.
+                    plan: (error <= DRIFT_WARNING).then(|| plan.clone()),
+                    plan_error: Some(error),
+                    attempts,
+                })
+            }
             Err(exhausted) => Err(exhausted.discarded(attempts)),
         })
+    }
+
+    /// Relative difference of the peak that was just measured to the one the plan predicts: the size itself comes from the
+    /// plan, and cannot tell whether that is right (U11).
+    fn plan_error(&mut self, measured: &Measured, attempts: &[Attempt]) -> f64 {
+        let kv = self.target.meters().by_component.get(Component::Kv);
+        let predicted = [
+            measured.peak_reserved.saturating_sub(measured.kv_bytes),
+            kv,
+            self.spec.margins.canary_bytes,
+        ];
+        let predicted = predicted
+            .iter()
+            .fold(0_u64, |sum, &bytes| sum.saturating_add(bytes));
+        let peak = attempts.last().map_or(0, |attempt| attempt.peak_reserved);
+        let error = (peak as f64 - predicted as f64) / predicted.max(1) as f64;
+        if error.abs() > DRIFT_WARNING {
+            let fields = vec![
+                ("reason", "cached".to_owned()),
+                ("outcome", "inexact".to_owned()),
+                ("planned_peak", predicted.to_string()),
+                ("peak_reserved", peak.to_string()),
+                ("error", format!("{error:.4}")),
+            ];
+            self.warn(Phase::Validate, fields);
+        }
+        error
     }
 
     /// The whole search: probe, compute, then attempts until one is proved.
@@ -241,6 +275,7 @@ impl<'a, T: Target> Profiler<'a, T> {
                             kv_blocks: blocks,
                             cuts: if lasting { cuts } else { 0 },
                         }),
+                        plan_error: None,
                         attempts,
                     });
                 }

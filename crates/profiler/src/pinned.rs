@@ -62,6 +62,7 @@ impl<T: Target> Profiler<'_, T> {
                         discarded_plan: failed.discarded_plan.take(),
                         probe: None,
                         plan: None,
+                        plan_error: None,
                         attempts: std::mem::take(&mut failed.attempts),
                     });
                 }
@@ -102,6 +103,7 @@ impl<T: Target> Profiler<'_, T> {
             discarded_plan,
             probe: None,
             plan: None,
+            plan_error: None,
             attempts,
         };
         let discarded_plan = match self.usable_plan(baseline)? {

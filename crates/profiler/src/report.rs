@@ -44,6 +44,8 @@ pub struct Report {
     pub origin: Origin,
     /// A plan that was given and was of no use.
     pub discarded_plan: Option<DiscardedPlan>,
+    /// Where the size was planned: relative difference of the proved peak to the one the plan predicts (U11).
+    pub plan_error: Option<f64>,
     /// Absent where the size was pinned; where it was planned, as the probe would measure on today's baseline.
     pub probe: Option<Measured>,
     /// The probe's worst steps.
@@ -261,6 +263,7 @@ pub(crate) struct Findings {
     pub(crate) bound: Bound,
     pub(crate) origin: Origin,
     pub(crate) discarded_plan: Option<DiscardedPlan>,
+    pub(crate) plan_error: Option<f64>,
     pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
     pub(crate) attempts: Vec<Attempt>,
     pub(crate) left_out: Vec<LeftOut>,
@@ -284,6 +287,7 @@ impl Report {
             bound,
             origin,
             discarded_plan,
+            plan_error,
             probe,
             attempts,
             left_out,
@@ -320,6 +324,7 @@ impl Report {
             ranks,
             origin,
             discarded_plan,
+            plan_error,
             probe,
             probe_scenarios,
             arithmetic,

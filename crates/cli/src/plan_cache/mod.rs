@@ -153,6 +153,15 @@ impl PlanCache {
         })
     }
 
+    /// Keeps nothing for `key`.
+    pub(crate) fn remove(&self, key: &Key) -> io::Result<()> {
+        let removed = self.dir.as_ref().map(|dir| fs::remove_file(file_of(dir, key)));
+        match removed {
+            Some(Err(error)) if error.kind() != ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Keeps `plan` for the next start with `key`, in the place of what was there. The path, or `None` where the cache is off.
     pub(crate) fn store<P: Serialize>(&self, key: &Key, plan: &P) -> io::Result<Option<PathBuf>> {
         let Some(dir) = &self.dir else {

@@ -244,8 +244,10 @@ impl Loaded {
         let proved = profile(target, &spec, &mut progress);
         progress.finish();
         let proved = proved?;
-        if let (Some(key), Some(plan)) = (&key, proved.plan()) {
-            plans::keep(plans, key, plan, proved.report());
+        match (&key, proved.plan()) {
+            (Some(key), Some(plan)) => plans::keep(plans, key, plan, proved.report()),
+            (Some(key), None) => plans::forget(plans, key),
+            (None, _) => {}
         }
         summary::log(proved.report());
         Ok(proved)

@@ -88,3 +88,13 @@ pub(super) fn keep(plans: &PlanCache, key: &Key, plan: &Plan, report: &Report) {
         }
     }
 }
+
+/// The proof contradicts what the plan predicts: the next start measures.
+pub(super) fn forget(plans: &PlanCache, key: &Key) {
+    match plans.remove(key) {
+        Ok(()) => tracing::warn!(
+            "profile-cache outcome=removed: memory is not as it was measured; the next start measures"
+        ),
+        Err(error) => tracing::warn!("profile-cache outcome=not-removed problem=\"{error}\""),
+    }
+}

@@ -174,6 +174,41 @@ fn u11_drift_above_two_percent_is_a_warning() {
     }
 }
 
+/// The size comes from the plan, so only the proof tells that what the plan says of memory is wrong.
+#[test]
+fn u11_a_plan_is_held_against_the_proof() {
+    let exact = run(model(), &with(plan())).unwrap();
+    assert!(
+        exact.report().plan_error.unwrap().abs() < 0.001,
+        "{:?}",
+        exact.report()
+    );
+    let mut grown = plan();
+    grown.probe.measured.peak_reserved += 300 * MIB;
+    grown.probe.measured.peak_used += 300 * MIB;
+    let hungrier = DeviceModel {
+        lazy_runtime: 100 * MIB,
+        ..model()
+    };
+    for (device, plan, above) in [(model(), grown, false), (hungrier, plan(), true)] {
+        let mut lines = Lines::default();
+        let proved = profile(&mut VirtualDevice::new(device), &with(plan), &mut lines).unwrap();
+        assert!(matches!(proved.report().origin, Origin::Cached { .. }));
+        let error = proved.report().plan_error.unwrap();
+        assert!(error.abs() > 0.02 && (error > 0.0) == above, "{error}");
+        assert!(
+            lines.0.iter().any(|line| line.contains("outcome=inexact")),
+            "{:?}",
+            lines.0
+        );
+        assert_eq!(
+            proved.plan().is_none(),
+            above,
+            "what takes more than planned is not handed on"
+        );
+    }
+}
+
 /// The full search follows, with its result; the report says why.
 #[test]
 fn a_useless_plan_is_thrown_away() {
