@@ -95,18 +95,12 @@ impl ProfileSpec {
             max_num_seqs,
             max_model_len,
         } = self.limits;
-        let pinned = match self.size {
-            KvSize::Tokens(tokens) => tokens,
-            KvSize::Auto | KvSize::Bytes(_) => 0,
-        };
         let wrong = if max_num_batched_tokens > MAX_STEP {
             "--max-num-batched-tokens must be at most 4194304"
         } else if max_num_seqs > MAX_STEP {
             "--max-num-seqs must be at most 4194304"
         } else if max_model_len > MAX_TOKENS {
             "--max-model-len must be at most 4294967296"
-        } else if pinned > MAX_TOKENS {
-            "--max-total-token-num must be at most 4294967296"
         } else if max_num_batched_tokens == 0 {
             "--max-num-batched-tokens must be at least 1"
         } else if max_num_seqs == 0 {
@@ -170,7 +164,7 @@ impl ProfileSpec {
 /// Most tokens or requests in one step: beyond any device, and a step that a host can still describe.
 pub const MAX_STEP: usize = 1 << 22;
 
-/// Most tokens of one request or of a pinned KV cache: beyond any device, and sums of such numbers cannot overflow.
+/// Most tokens of one request: beyond any device, and sums of such numbers cannot overflow.
 pub const MAX_TOKENS: usize = 1 << 32;
 
 /// Least tokens of the probe's KV cache.
@@ -284,17 +278,11 @@ mod tests {
         let (step, most) = (MAX_STEP, MAX_TOKENS);
         spec(step, step, most).check().unwrap();
         assert!(spec(step, step, most).probe_tokens() > step);
-        let pinned = |tokens| ProfileSpec {
-            size: KvSize::Tokens(tokens),
-            ..spec(1, 1, 1)
-        };
-        pinned(most).check().unwrap();
         let cases = [
             (spec(step + 1, 1, 1), "--max-num-batched-tokens", step),
             (spec(usize::MAX, 1, 1), "--max-num-batched-tokens", step),
             (spec(1, usize::MAX, 1), "--max-num-seqs", step),
             (spec(1, 1, usize::MAX), "--max-model-len", most),
-            (pinned(usize::MAX), "--max-total-token-num", most),
         ];
         for (spec, flag, most) in cases {
             let error = spec.check().unwrap_err().to_string();

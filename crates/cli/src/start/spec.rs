@@ -24,12 +24,10 @@ pub(super) fn step_limits(
         .max_num_batched_tokens
         .unwrap_or(defaults.max_num_batched_tokens);
     let max_model_len = limits.max_model_len.unwrap_or(trained_for);
-    let pinned = args.memory.max_total_token_num.unwrap_or(0);
     for (flag, value, most) in [
         ("--max-model-len", max_model_len, MAX_TOKENS),
         ("--max-num-seqs", max_num_seqs, MAX_STEP),
         ("--max-num-batched-tokens", max_num_batched_tokens, MAX_STEP),
-        ("--max-total-token-num", pinned, MAX_TOKENS),
     ] {
         if value > most {
             return Err(Error::Configuration {
