@@ -53,6 +53,18 @@ fn selftest(url: &str, more: &[&str]) -> Output {
     command.output().unwrap()
 }
 
+/// A verdict on the server: a machine too slow for `seconds` gets the time that the verdict itself says is enough.
+fn conclusive(url: &str, seconds: u64, more: &[&str]) -> Output {
+    let run = |seconds: u64| selftest(url, &[&["--duration", &seconds.to_string()], more].concat());
+    let mut output = run(seconds);
+    for _ in 0..2 {
+        if output.status.code() == Some(10) {
+            output = run(verdict(&output)["suggested_duration"].as_u64().unwrap());
+        }
+    }
+    output
+}
+
 /// The verdict, whose line is all of stdout.
 fn verdict(output: &Output) -> Value {
     let text = String::from_utf8_lossy(&output.stdout);
@@ -66,7 +78,7 @@ fn u18_u19_a_server_that_holds_passes() {
     let sim = Sim::start();
     // With the version in the address, as clients of the API have it.
     let url = format!("{}/v1/", sim.url);
-    let output = selftest(&url, &["--duration", "6s", "--seed", "5"]);
+    let output = conclusive(&url, 6, &["--seed", "5"]);
     let verdict = verdict(&output);
     assert_eq!(output.status.code(), Some(0), "{verdict:#}");
     let table = String::from_utf8_lossy(&output.stderr);
@@ -278,9 +290,7 @@ async fn a_server_that_misbehaves_fails_with_what_it_did() {
     ];
     for (spoil, finding) in cases {
         let url = Proxy::start(&sim.url, spoil).await;
-        let output = tokio::task::spawn_blocking(move || {
-            selftest(&url, &["--duration", "2s", "--request-timeout", "1"])
-        });
+        let output = tokio::task::spawn_blocking(move || conclusive(&url, 2, &["--request-timeout", "1"]));
         let output = output.await.unwrap();
         let verdict = verdict(&output);
         assert_eq!(output.status.code(), Some(1), "{spoil:?}: {verdict:#}");

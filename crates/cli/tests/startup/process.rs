@@ -53,10 +53,6 @@ impl Process {
         }
     }
 
-    pub(crate) fn id(&self) -> u32 {
-        self.child.id()
-    }
-
     /// Waits for a line with all of `parts`; panics if none comes.
     pub(crate) fn expect(&mut self, parts: &[&str]) -> String {
         let has = |line: &String| parts.iter().all(|part| line.contains(part));
@@ -99,14 +95,6 @@ impl Process {
             assert!(Instant::now() < end, "it still runs:\n{}", self.log.join("\n"));
             std::thread::sleep(Duration::from_millis(5));
         }
-    }
-
-    pub(crate) fn signal(&self, name: &str) {
-        let status = Command::new("kill")
-            .args(["-s", name, &self.id().to_string()])
-            .status()
-            .unwrap();
-        assert!(status.success());
     }
 }
 

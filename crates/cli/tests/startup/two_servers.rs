@@ -1,9 +1,11 @@
 //! Servers that start at the same moment on one device (U9): real processes and their lock file.
 
+use std::fs::File;
+use std::io::Write;
 use std::time::{Duration, Instant};
 
+use crate::Model;
 use crate::process::Process;
-use crate::{Model, ballast};
 
 const FLAGS: [&str; 4] = ["--device-memory", "48MiB", "--max-model-len", "1024"];
 const SERVE: [&str; 6] = [
@@ -53,17 +55,11 @@ fn u9_servers_that_start_together_measure_one_after_the_other() {
 #[test]
 fn u9_whoever_waits_gives_up_in_time_or_goes_on_when_the_holder_dies() {
     let (model, locks) = (Model::new(), tempfile::tempdir().unwrap());
-    // Slow enough to be stopped on the way.
-    let slow = Model::of(ballast::CONFIG);
-    let flags = [
-        &ballast::LIMITS.split(' ').collect::<Vec<_>>()[..],
-        &["--kv-cache-memory-bytes", "256MiB", "--port", "0"],
-    ]
-    .concat();
-    let mut holder = Process::start("serve", slow.dir.path(), locks.path(), &flags);
-    holder.expect(&["device lock:"]);
-    holder.signal("STOP");
-    let name = format!("process {}", holder.id());
+    // This test holds it: no process could be stopped at the right moment on every machine.
+    let mut holder = File::create(locks.path().join("cpu.lock")).unwrap();
+    holder.lock().unwrap();
+    let name = format!("process {}", std::process::id());
+    write!(holder, "{name}").unwrap();
 
     let mut impatient = Process::start(
         "profile",
@@ -86,9 +82,10 @@ fn u9_whoever_waits_gives_up_in_time_or_goes_on_when_the_holder_dies() {
     let mut patient = Process::start("profile", model.dir.path(), locks.path(), &FLAGS);
     let waiting = patient.expect(&["waiting for cpu"]);
     assert!(waiting.contains(&name) && waiting.contains("600 s"), "{waiting}");
-    let killed = Instant::now();
-    holder.signal("KILL");
+    let freed = Instant::now();
+    // As the kernel does for a process that ends, however it ends.
+    drop(holder);
     patient.expect(&["device lock:"]);
-    assert!(killed.elapsed() < Duration::from_secs(60));
+    assert!(freed.elapsed() < Duration::from_secs(60));
     assert_eq!(patient.finish(), Some(0), "{:?}", patient.log);
 }
