@@ -127,24 +127,49 @@ async fn stop(ready: Ready, budget: &Budget) {
 /// and nothing held.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_allocation_of_a_start_may_fail() {
+    // Weights and probe cannot be made smaller, the final state can.
+    let Ends { smaller, refused, .. } = fail_each_allocation("").await;
+    assert!(smaller > 0 && refused > 0, "{smaller} smaller, {refused} refused");
+}
+
+/// A3, A50: a pinned size is that size or an error.
+#[tokio::test(flavor = "multi_thread")]
+async fn every_allocation_of_a_pinned_start_may_fail() {
+    let Ends { smaller, refused, .. } = fail_each_allocation("--max-total-token-num 4096").await;
+    assert!(
+        smaller == 0 && refused > 0,
+        "{smaller} smaller, {refused} refused"
+    );
+}
+
+/// How the starts ended of which one allocation failed.
+#[derive(Debug, Default)]
+struct Ends {
+    served: usize,
+    /// Of those served: with less KV than where nothing fails.
+    smaller: usize,
+    refused: usize,
+}
+
+async fn fail_each_allocation(flags: &str) -> Ends {
     let model = Model::new();
     let budget = Budget::new(BUDGET);
-    let clean = model.start("", &budget).unwrap();
+    let clean = model.start(flags, &budget).unwrap();
     let expected = answers(&clean.engine).await;
     assert!(expected.iter().all(|tokens| tokens.len() == 24));
     let full = clean.report.kv_tokens;
     let allocations = budget.meters().allocations;
     stop(clean, &budget).await;
 
-    let (mut served, mut refused, mut smaller) = (0, 0, 0);
+    let mut ends = Ends::default();
     for n in 1..=allocations {
         let budget = Budget::new(BUDGET);
         budget.fail_allocation(n);
-        match model.start("", &budget) {
+        match model.start(flags, &budget) {
             Ok(ready) => {
                 assert!(ready.report.kv_tokens <= full, "allocation {n}");
-                smaller += usize::from(ready.report.kv_tokens < full);
-                served += 1;
+                ends.smaller += usize::from(ready.report.kv_tokens < full);
+                ends.served += 1;
                 assert_eq!(answers(&ready.engine).await, expected, "allocation {n}");
                 stop(ready, &budget).await;
             }
@@ -155,15 +180,12 @@ async fn every_allocation_of_a_start_may_fail() {
                 );
                 assert!(typed && error.exit_code() == 4, "allocation {n}: {error:?}");
                 assert_eq!(budget.meters().reserved, 0, "allocation {n}");
-                refused += 1;
+                ends.refused += 1;
             }
         }
     }
-    // Both ends occur: weights and probe cannot be made smaller, the final state can.
-    assert!(
-        smaller > 0 && refused > 0,
-        "{served} served, {smaller} of them smaller, {refused} refused"
-    );
+    assert_eq!(ends.served + ends.refused, allocations as usize, "{ends:?}");
+    ends
 }
 
 #[tokio::test(flavor = "multi_thread")]
