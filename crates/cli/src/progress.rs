@@ -131,15 +131,20 @@ impl ProfileProgress {
     }
 }
 
+/// The log line of a phase (A16).
+pub(crate) fn log_phase(record: &PhaseRecord) {
+    match record.warning {
+        true => tracing::warn!("{record}"),
+        false => tracing::info!("{record}"),
+    }
+}
+
 impl Observer for ProfileProgress {
     fn phase(&mut self, record: &PhaseRecord) {
         let now = Instant::now();
         self.times.add(record.phase.name(), now - self.since);
         self.since = now;
-        self.bar.suspend(|| match record.warning {
-            true => tracing::warn!("{record}"),
-            false => tracing::info!("{record}"),
-        });
+        self.bar.suspend(|| log_phase(record));
     }
 
     fn progress(&mut self, progress: plimsoll_profiler::Progress) {

@@ -11,6 +11,7 @@ use plimsoll_server::Memory;
 
 use crate::error::Error;
 use crate::lock::Relock;
+use crate::progress::log_phase;
 use crate::standing::Standing;
 
 /// Proves the state of a running server again. Weights stay where they are.
@@ -85,12 +86,9 @@ struct Log<'a> {
 impl Observer for Log<'_> {
     fn phase(&mut self, record: &PhaseRecord) {
         (self.meanwhile)();
-        if record.warning {
-            tracing::warn!("{record}");
-        } else {
-            tracing::info!("{record}");
-        }
+        log_phase(record);
     }
+
     fn progress(&mut self, _progress: Progress) {
         (self.meanwhile)();
     }

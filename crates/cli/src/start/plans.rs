@@ -41,7 +41,8 @@ pub(super) fn key(model: ModelKey, weights: &Weights, limits: StepLimits, args: 
         kv_bytes_per_token: weights.kv_bytes_per_token(),
         kv_cache_dtype: format!("{:?}", args.limits.kv_cache_dtype),
         dtype: format!("{:?}", args.device.dtype),
-        enforce_eager: args.device.enforce_eager(),
+        // There are no graphs to do without on a CPU.
+        enforce_eager: matches!(weights, Weights::Gpu(_)) && args.device.enforce_eager(),
         threads,
         ranks: 1,
     };
