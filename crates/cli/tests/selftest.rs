@@ -145,7 +145,7 @@ enum Spoil {
     Answer(StatusCode, &'static str),
     /// What stands in whole answers.
     Text(&'static str, &'static str),
-    /// Every seventh completion is refused for now, as a full queue does.
+    /// Every seventh completion gets a 429, as from a full queue.
     Later,
     /// Every seventh completion is never answered.
     Silence,

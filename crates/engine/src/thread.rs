@@ -39,7 +39,7 @@ pub(crate) struct EngineThread<E> {
     pub(crate) sleeper: Option<Sleeper>,
 }
 
-/// Why no steps are taken for now.
+/// Why the engine takes no steps.
 pub(crate) enum Pause {
     /// It is time to end.
     Stop,

@@ -29,13 +29,7 @@ impl Text {
     pub(super) fn simulated() -> Result<Self, Error> {
         let tokenizer = Tokenizer::bytes();
         let template = Some(ChatTemplate::new(SIM_TEMPLATE, tokenizer.special_tokens())?);
-        let eos_token_ids = tokenizer.eos_ids().to_vec();
-        Ok(Self {
-            tokenizer,
-            template,
-            eos_token_ids,
-            generation: GenerationConfig::default(),
-        })
+        Ok(Self::new(tokenizer, template))
     }
 
     /// Whether there is nothing to read from.
@@ -57,13 +51,17 @@ impl Text {
             let template = ChatTemplate::from_gguf(file.metadata(), tokenizer.special_tokens())?;
             (tokenizer, template)
         };
-        let eos_token_ids = tokenizer.eos_ids().to_vec();
-        Ok(Self {
+        Ok(Self::new(tokenizer, template))
+    }
+
+    /// What the weights' files say comes later.
+    fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>) -> Self {
+        Self {
+            eos_token_ids: tokenizer.eos_ids().to_vec(),
             tokenizer,
             template,
-            eos_token_ids,
             generation: GenerationConfig::default(),
-        })
+        }
     }
 }
 
