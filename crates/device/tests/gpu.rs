@@ -150,12 +150,21 @@ fn meters_say_what_is_held_and_what_came_back() {
             "{taken}: {held:?}"
         );
         assert_eq!(held.allocations, before.allocations + 2);
+        // Mapped memory goes back at once,
         drop(canary);
-        // The pool keeps what was freed until it is trimmed.
         let freed = gpu.meters();
         assert_eq!(
-            (freed.reserved, held.used - freed.used),
-            (held.reserved, (256 * MIB) as u64)
+            (held.reserved - freed.reserved, held.used - freed.used),
+            ((256 * MIB) as u64, (256 * MIB) as u64)
+        );
+        // the pool keeps what was freed until it is trimmed.
+        let weights = gpu.alloc(Component::Weights, 64 * MIB).unwrap();
+        let pooled = gpu.meters();
+        drop(weights);
+        let freed = gpu.meters();
+        assert_eq!(
+            (freed.reserved, pooled.used - freed.used),
+            (pooled.reserved, (64 * MIB) as u64)
         );
         drop(kv);
     }
