@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 
 use plimsoll_core::{FinishReason, SamplingOptions, TokenId};
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::state::GenerationDefaults;
@@ -12,7 +13,7 @@ const MAX_N: usize = 128;
 const MAX_STOPS: usize = 64;
 
 /// One value or several.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub(crate) enum OneOrMany<T> {
     One(T),
@@ -29,32 +30,62 @@ impl<T> OneOrMany<T> {
 }
 
 /// The fields that chat and completions share.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct Common {
+    /// A name of `/v1/models`; the served model if left out.
     pub(crate) model: Option<String>,
+    /// Flattens (above 1) or sharpens the distribution; 0 takes the likeliest token. Default: the model's, else 1.
+    #[schema(minimum = 0, maximum = 100)]
     temperature: Option<f64>,
+    /// Samples among the likeliest tokens that hold this much probability together.
+    #[schema(exclusive_minimum = 0, maximum = 1)]
     top_p: Option<f64>,
+    /// Samples among this many of the likeliest tokens; 0 or -1 for all.
+    #[schema(minimum = -1)]
     top_k: Option<i64>,
+    /// Leaves out tokens less likely than this share of the likeliest one.
+    #[schema(minimum = 0, maximum = 1)]
     min_p: Option<f64>,
+    /// Taken off the logits of tokens that were generated before.
+    #[schema(minimum = -2, maximum = 2)]
     presence_penalty: Option<f64>,
+    /// Taken off the logits of generated tokens as often as they were generated.
+    #[schema(minimum = -2, maximum = 2)]
     frequency_penalty: Option<f64>,
+    /// Divides the logits of tokens of the prompt and the text so far; 1 changes nothing.
+    #[schema(exclusive_minimum = 0, maximum = 100)]
     repetition_penalty: Option<f64>,
+    /// Added to the logits of tokens, named by their ids.
     logit_bias: Option<BTreeMap<String, f64>>,
+    /// The same seed, request and model give the same text.
     pub(crate) seed: Option<i64>,
+    /// Most tokens to generate.
+    #[schema(minimum = 1)]
     pub(crate) max_tokens: Option<usize>,
+    /// Choices per prompt.
+    #[schema(minimum = 1, maximum = 128)]
     n: Option<usize>,
+    /// Strings that end the text; they are not part of it.
+    #[schema(value_type = Option<OneOrMany<String>>)]
     stop: Option<OneOrMany<String>>,
+    /// Tokens that end the text.
+    #[schema(value_type = Option<Vec<u32>>)]
     pub(crate) stop_token_ids: Option<Vec<TokenId>>,
+    /// Goes on behind the model's own end of text.
     #[serde(default)]
     pub(crate) ignore_eos: bool,
+    /// Answers with server-sent events.
     #[serde(default)]
     pub(crate) stream: bool,
+    /// Only with `stream`.
     stream_options: Option<StreamOptions>,
 }
 
-#[derive(Clone, Debug, Default, Deserialize)]
+/// What a stream holds besides text.
+#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct StreamOptions {
+    /// A last chunk with the usage.
     include_usage: Option<bool>,
     /// Padding against side channels of the network; there is none to remove.
     #[serde(rename = "include_obfuscation")]
@@ -138,16 +169,21 @@ impl Common {
 }
 
 /// Tokens read and written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct Usage {
+    /// Tokens of the prompts.
     pub(crate) prompt_tokens: usize,
+    /// Tokens of the answers.
     pub(crate) completion_tokens: usize,
+    /// Both.
     pub(crate) total_tokens: usize,
     pub(crate) prompt_tokens_details: PromptTokensDetails,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+/// What is known of the prompts' tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct PromptTokensDetails {
+    /// Tokens whose KV was there already.
     pub(crate) cached_tokens: usize,
 }
 

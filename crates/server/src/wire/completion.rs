@@ -1,8 +1,9 @@
 use plimsoll_core::TokenId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use utoipa::ToSchema;
 
-use super::common::{Common, MaybeUsage};
+use super::common::{Common, MaybeUsage, Usage};
 use crate::body::{Wire, take};
 use crate::error::ApiError;
 use crate::fields::{COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported};
@@ -15,11 +16,15 @@ pub(crate) struct CompletionRequest {
 }
 
 /// The fields that only completions have.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct CompletionFields {
+    /// The beginning of the text, or several.
     pub(crate) prompt: Prompts,
+    /// Begins each text with its prompt.
     #[serde(default)]
     pub(crate) echo: bool,
+    /// Reports the log probabilities of each token and of this many of the likeliest.
+    #[schema(maximum = 20)]
     pub(crate) logprobs: Option<u32>,
 }
 
@@ -35,15 +40,17 @@ impl Wire for CompletionRequest {
 }
 
 /// One prompt or several, as text or as tokens.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 #[serde(
     untagged,
     expecting = "expected a string, a list of strings, a list of token ids or a list of lists of token ids"
 )]
 pub(crate) enum Prompts {
     Text(String),
+    #[schema(value_type = Vec<u32>)]
     Tokens(Vec<TokenId>),
     Texts(Vec<String>),
+    #[schema(value_type = Vec<Vec<u32>>)]
     TokenLists(Vec<Vec<TokenId>>),
 }
 
@@ -66,19 +73,22 @@ impl Prompts {
 }
 
 /// The response, whole or one chunk of a stream.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Completion {
     pub(crate) id: String,
     pub(crate) object: &'static str,
     pub(crate) created: u64,
     pub(crate) model: String,
     pub(crate) choices: Vec<CompletionChoice>,
+    /// Of a stream, only where `stream_options.include_usage` asks for it: `null`, but for the last chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Usage>)]
     pub(crate) usage: MaybeUsage,
     pub(crate) system_fingerprint: &'static str,
 }
 
-#[derive(Debug, Serialize)]
+/// One of the texts, or what a chunk adds to it.
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct CompletionChoice {
     pub(crate) index: usize,
     pub(crate) text: String,
@@ -86,11 +96,15 @@ pub(crate) struct CompletionChoice {
     pub(crate) finish_reason: Option<&'static str>,
 }
 
-#[derive(Debug, Default, Serialize)]
+/// Log probabilities of the text's tokens.
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct CompletionLogprobs {
     /// Characters before each token, from the beginning of the choice's text.
     pub(crate) text_offset: Vec<usize>,
+    /// Log probability of each token (-9999: never).
     pub(crate) token_logprobs: Vec<f32>,
+    /// The tokens' texts; `bytes:\x..` where they are none by themselves.
     pub(crate) tokens: Vec<String>,
+    /// The likeliest tokens at each place.
     pub(crate) top_logprobs: Vec<Map<String, Value>>,
 }

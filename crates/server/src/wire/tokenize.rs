@@ -1,6 +1,7 @@
 use plimsoll_core::TokenId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use utoipa::ToSchema;
 
 use super::chat::ChatPrompt;
 use crate::body::{Wire, take};
@@ -20,17 +21,22 @@ pub(crate) enum TokenizeInput {
     Chat(ChatPrompt),
 }
 
-#[derive(Debug, Deserialize)]
+/// What both kinds of input share.
+#[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct TokenizeFields {
+    /// A name of `/v1/models`; the served model if left out.
     pub(crate) model: Option<String>,
     /// Default: true for a prompt, false for a conversation, whose template has them.
     pub(crate) add_special_tokens: Option<bool>,
+    /// Returns the tokens' texts too.
     #[serde(default)]
     pub(crate) return_token_strs: bool,
 }
 
-#[derive(Debug, Deserialize)]
+/// A prompt.
+#[derive(Debug, Deserialize, ToSchema)]
 struct PromptField {
+    /// The text.
     prompt: String,
 }
 
@@ -48,18 +54,27 @@ impl Wire for TokenizeRequest {
     }
 }
 
-#[derive(Debug, Serialize)]
+/// The tokens of a text.
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Tokenized {
+    /// How many tokens there are.
     pub(crate) count: usize,
+    /// Most tokens of prompt and answer together.
     pub(crate) max_model_len: usize,
+    /// The tokens' ids.
+    #[schema(value_type = Vec<u32>)]
     pub(crate) tokens: Vec<TokenId>,
+    /// The tokens' texts, where `return_token_strs` asks for them.
     pub(crate) token_strs: Option<Vec<String>>,
 }
 
 /// `POST /detokenize`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct DetokenizeRequest {
+    /// A name of `/v1/models`; the served model if left out.
     pub(crate) model: Option<String>,
+    /// Token ids.
+    #[schema(value_type = Vec<u32>)]
     pub(crate) tokens: Vec<TokenId>,
 }
 
@@ -71,7 +86,9 @@ impl Wire for DetokenizeRequest {
     }
 }
 
-#[derive(Debug, Serialize)]
+/// The text of tokens.
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Detokenized {
+    /// The text.
     pub(crate) prompt: String,
 }
