@@ -6,20 +6,42 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use plimsoll_core::Meters;
 use plimsoll_engine::{Health, OutOfMemory, Phase};
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use crate::error::{ApiError, whole_seconds};
 use crate::generate::blocking;
 use crate::state::AppState;
+use crate::wire::about::{
+    HealthReport, LastOom, MemoryNow, MemoryReport, ModelCard, ModelList, OomStep, Rebuilds, Version,
+};
+use crate::wire::error::ErrorBody;
 
+/// Liveness
+///
 /// 200 while the engine lives, drains included: what a liveness probe asks.
+#[utoipa::path(
+    get, path = "/health", tag = "Operation",
+    responses(
+        (status = 200, description = "The engine lives.", body = HealthReport),
+        (status = 503, description = "The engine is dead.", body = HealthReport),
+    )
+)]
 pub(crate) async fn health(State(state): State<AppState>) -> Response {
     let health = state.engine().health();
     let alive = health.phase != Phase::Dead;
     report(alive, if alive { "ok" } else { "dead" }, &health)
 }
 
+/// Readiness
+///
 /// 200 where requests are accepted and move: what a readiness probe asks.
+#[utoipa::path(
+    get, path = "/ready", tag = "Operation",
+    responses(
+        (status = 200, description = "Requests are accepted, and steps advance.", body = HealthReport),
+        (status = 503, description = "Not now; `status` says why.", body = HealthReport),
+    )
+)]
 pub(crate) async fn ready(State(state): State<AppState>) -> Response {
     let health = state.engine().health();
     let status = match health.phase {
@@ -36,15 +58,15 @@ pub(crate) async fn ready(State(state): State<AppState>) -> Response {
 
 fn report(good: bool, status: &str, health: &Health) -> Response {
     let seconds = |age: Option<std::time::Duration>| age.map(|age| age.as_secs_f64());
-    let body = json!({
-        "status": status,
-        "last_step_age_seconds": seconds(health.last_step_age),
-        "step_in_progress_seconds": seconds(health.step_in_progress),
-        "stalled_seconds": seconds(health.stalled_for),
-        "failures_in_a_row": health.failures_in_a_row,
-        "last_error": health.last_error,
-        "reason": health.outage,
-    });
+    let body = HealthReport {
+        status,
+        last_step_age_seconds: seconds(health.last_step_age),
+        step_in_progress_seconds: seconds(health.step_in_progress),
+        stalled_seconds: seconds(health.stalled_for),
+        failures_in_a_row: health.failures_in_a_row,
+        last_error: health.last_error.as_deref(),
+        reason: health.outage.as_deref(),
+    };
     let code = if good {
         StatusCode::OK
     } else {
@@ -59,7 +81,14 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
     response
 }
 
-/// Off the server's threads, as [`memory`]: a driver that is busy must not hold up the answers to others (U20).
+/// Metrics
+///
+/// Prometheus' text format, under our own names and vLLM's.
+// Off the server's threads, as `memory`: a driver that is busy must not hold up the answers to others (U20).
+#[utoipa::path(
+    get, path = "/metrics", tag = "Operation",
+    responses((status = 200, description = "All metrics.", body = String, content_type = "text/plain"))
+)]
 pub(crate) async fn metrics(State(state): State<AppState>) -> Result<Response, ApiError> {
     let page = blocking(move || {
         let engine = state.engine();
@@ -73,26 +102,35 @@ pub(crate) async fn metrics(State(state): State<AppState>) -> Result<Response, A
     Ok((header, page).into_response())
 }
 
-pub(crate) async fn memory(State(state): State<AppState>) -> Result<Json<Value>, ApiError> {
-    blocking(move || Ok(Json(memory_now(&state)))).await
+/// Memory
+///
+/// What the device's memory holds now, and what the profile measured and proved.
+#[utoipa::path(
+    get, path = "/memory", tag = "Operation",
+    responses((status = 200, description = "All sizes in bytes.", body = MemoryReport))
+)]
+pub(crate) async fn memory(State(state): State<AppState>) -> Result<Response, ApiError> {
+    blocking(move || Ok(Json(memory_now(&state)).into_response())).await
 }
 
 /// Asks the device.
-fn memory_now(state: &AppState) -> Value {
+fn memory_now(state: &AppState) -> MemoryReport {
     let memory = state.memory();
     let stats = state.engine().stats();
-    json!({
-        "profile": memory.report(),
-        "now": live(&memory.meters(), memory.proved_peak()),
-        "device_allocs_after_ready": memory.allocations_after_ready(),
-        "high_water_above_proof": stats.high_water_above_proof,
-        "rebuilds": { "oom": stats.rebuilds_oom, "wake": stats.rebuilds_wake },
-        "last_oom": stats.last_oom.map(|outage| last_oom(&outage)),
-    })
+    MemoryReport {
+        profile: memory.report(),
+        now: live(&memory.meters(), memory.proved_peak()),
+        device_allocs_after_ready: memory.allocations_after_ready(),
+        high_water_above_proof: stats.high_water_above_proof,
+        rebuilds: Rebuilds {
+            oom: stats.rebuilds_oom,
+            wake: stats.rebuilds_wake,
+        },
+        last_oom: stats.last_oom.map(|outage| last_oom(&outage)),
+    }
 }
 
-/// Which step ran out of memory, and who had it.
-fn last_oom(outage: &OutOfMemory) -> Value {
+fn last_oom(outage: &OutOfMemory) -> LastOom {
     let OutOfMemory {
         shape,
         requested,
@@ -100,74 +138,100 @@ fn last_oom(outage: &OutOfMemory) -> Value {
         meters,
         peers_at_ready,
     } = outage;
-    json!({
-        "step": {
-            "rows": shape.rows,
-            "tokens": shape.tokens,
-            "longest_context": shape.longest_context,
-            "sampling": shape.sampling,
+    LastOom {
+        step: OomStep {
+            rows: shape.rows,
+            tokens: shape.tokens,
+            longest_context: shape.longest_context,
+            sampling: shape.sampling.iter().copied().collect(),
         },
-        "requested": requested,
-        "component": component.name(),
-        "total": meters.total,
-        "free": meters.free,
-        "reserved": meters.reserved,
-        "used": meters.used,
-        "peers": meters.peers(),
-        "peers_at_ready": peers_at_ready,
-        "peers_delta": outage.peers_delta() as i64,
+        requested: *requested,
+        component: component.name(),
+        total: meters.total,
+        free: meters.free,
+        reserved: meters.reserved,
+        used: meters.used,
+        peers: meters.peers(),
+        peers_at_ready: *peers_at_ready,
+        peers_delta: outage.peers_delta() as i64,
+    }
+}
+
+fn live(meters: &Meters, proved_peak: u64) -> MemoryNow {
+    MemoryNow {
+        total: meters.total,
+        free: meters.free,
+        reserved: meters.reserved,
+        used: meters.used,
+        reserved_high: meters.reserved_high,
+        used_high: meters.used_high,
+        proved_peak,
+        fragmentation: meters.fragmentation(),
+        headroom: meters.headroom(),
+        peers: meters.peers(),
+        components: meters
+            .by_component
+            .iter()
+            .map(|(component, bytes)| (component.name().into(), json!(bytes)))
+            .collect(),
+    }
+}
+
+/// Version
+#[utoipa::path(
+    get, path = "/version", tag = "Operation",
+    responses((status = 200, description = "The server's version.", body = Version))
+)]
+pub(crate) async fn version() -> Json<Version> {
+    Json(Version {
+        version: env!("CARGO_PKG_VERSION"),
     })
 }
 
-fn live(meters: &Meters, proved_peak: u64) -> Value {
-    let components: Map<String, Value> = meters
-        .by_component
-        .iter()
-        .map(|(component, bytes)| (component.name().into(), json!(bytes)))
-        .collect();
-    json!({
-        "total": meters.total,
-        "free": meters.free,
-        "reserved": meters.reserved,
-        "used": meters.used,
-        "reserved_high": meters.reserved_high,
-        "used_high": meters.used_high,
-        "proved_peak": proved_peak,
-        "fragmentation": meters.fragmentation(),
-        "headroom": meters.headroom(),
-        "peers": meters.peers(),
-        "components": components,
-    })
-}
-
-pub(crate) async fn version() -> Json<Value> {
-    Json(json!({ "version": env!("CARGO_PKG_VERSION") }))
-}
-
-pub(crate) async fn models(State(state): State<AppState>) -> Json<Value> {
+/// List models
+///
+/// The served model, once under each of its names.
+#[utoipa::path(
+    get, path = "/v1/models", tag = "Models",
+    responses((status = 200, description = "The first name is the one that answers carry.", body = ModelList))
+)]
+pub(crate) async fn models(State(state): State<AppState>) -> Response {
     let model = state.model();
     let names = std::iter::once(&model.id).chain(&model.aliases);
-    let data: Vec<Value> = names.map(|name| card(&state, name)).collect();
-    Json(json!({ "object": "list", "data": data }))
+    let list = ModelList {
+        object: "list",
+        data: names.map(|name| card(&state, name)).collect(),
+    };
+    Json(list).into_response()
 }
 
+/// Get a model
+///
 /// The id may hold slashes, as those of the Hub do.
+#[utoipa::path(
+    get, path = "/v1/models/{*id}", tag = "Models",
+    params(("id" = String, Path, description = "A name of the served model.")),
+    responses(
+        (status = 200, description = "The served model under this name.", body = ModelCard),
+        (status = 404, description = "This server serves no such model.", body = ErrorBody),
+    )
+)]
 pub(crate) async fn model(
     State(state): State<AppState>,
     Path(id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Response, ApiError> {
     state.check_model(Some(&id))?;
-    Ok(Json(card(&state, &id)))
+    Ok(Json(card(&state, &id)).into_response())
 }
 
-fn card(state: &AppState, name: &str) -> Value {
-    json!({
-        "id": name,
-        "object": "model",
-        "created": state.started(),
-        "owned_by": "plimsoll",
-        "root": state.model().id,
-        "parent": null,
-        "max_model_len": state.engine().limits().max_model_len,
-    })
+fn card<'a>(state: &'a AppState, name: &'a str) -> ModelCard<'a> {
+    ModelCard {
+        id: name,
+        object: "model",
+        created: state.started(),
+        owned_by: "plimsoll",
+        root: &state.model().id,
+        parent: None,
+        max_model_len: state.engine().limits().max_model_len,
+    }
 }

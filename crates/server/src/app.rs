@@ -5,21 +5,22 @@ use std::future::Future;
 use std::io;
 use std::time::Duration;
 
-use axum::Router;
 use axum::extract::DefaultBodyLimit;
 use axum::http::{HeaderName, Method, Uri};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::{Extension, Router};
 use plimsoll_engine::{Drained, Phase};
 use tokio::net::TcpListener;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::cors::{AllowOrigin, Any as AnyOf, CorsLayer};
 use tower_http::request_id::{MakeRequestUuid, PropagateRequestIdLayer, SetRequestIdLayer};
 use tower_http::trace::TraceLayer;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use crate::error::ApiError;
 use crate::state::{AppState, ServerOptions};
-use crate::{admin, chat, completions, sleep, text};
+use crate::{admin, chat, completions, openapi, pages, sleep, text};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
@@ -32,29 +33,39 @@ pub fn router(state: AppState) -> Router {
         .option_layer(cors(&options))
         .layer(CatchPanicLayer::custom(panicked))
         .layer(DefaultBodyLimit::max(options.max_body_bytes));
-    let sleep = match options.enable_sleep_mode {
-        true => sleep::routes(),
-        false => Router::new(),
-    };
-    Router::new()
-        .merge(sleep)
-        .route("/v1/chat/completions", post(chat::handle))
-        .route("/v1/completions", post(completions::handle))
-        .route("/v1/models", get(admin::models))
-        .route("/v1/models/{*id}", get(admin::model))
-        .route("/tokenize", post(text::tokenize))
-        .route("/detokenize", post(text::detokenize))
-        .route("/health", get(admin::health))
-        .route("/ready", get(admin::ready))
-        .route("/metrics", get(admin::metrics))
-        .route("/memory", get(admin::memory))
-        .route("/version", get(admin::version))
+    let (router, api) = routes(&options).split_for_parts();
+    router
+        .layer(Extension(openapi::Document::new(api)))
         .fallback(|uri: Uri| async move { ApiError::PathNotFound(uri.path().to_owned()) })
         .method_not_allowed_fallback(|method: Method| async move {
             ApiError::MethodNotAllowed(method.to_string())
         })
         .layer(layers)
         .with_state(state)
+}
+
+/// Every route with its description: there is no other way to add one.
+fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
+    let routes = OpenApiRouter::with_openapi(openapi::about())
+        .routes(routes!(chat::handle))
+        .routes(routes!(completions::handle))
+        .routes(routes!(admin::models))
+        .routes(routes!(admin::model))
+        .routes(routes!(text::tokenize))
+        .routes(routes!(text::detokenize))
+        .routes(routes!(admin::health))
+        .routes(routes!(admin::ready))
+        .routes(routes!(admin::metrics))
+        .routes(routes!(admin::memory))
+        .routes(routes!(admin::version))
+        .routes(routes!(openapi::openapi));
+    [
+        (options.enable_sleep_mode, sleep::routes as fn() -> _),
+        (options.pages, pages::routes),
+    ]
+    .into_iter()
+    .filter(|(enabled, _)| *enabled)
+    .fold(routes, |routes, (_, further)| routes.merge(further()))
 }
 
 fn cors(options: &ServerOptions) -> Option<CorsLayer> {
@@ -139,5 +150,45 @@ async fn upkeep(state: AppState) {
     loop {
         every.tick().await;
         state.metrics().run_upkeep();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// The paths of a router, as its `Debug` shows them.
+    fn paths(router: &Router<AppState>) -> BTreeSet<String> {
+        let debug = format!("{router:?}");
+        let quoted = debug
+            .split("RouteId(")
+            .filter_map(|part| part.split_once("): \"/"));
+        quoted
+            .map(|(_, rest)| format!("/{}", rest.split('"').next().unwrap()))
+            .collect()
+    }
+
+    #[test]
+    fn every_route_is_described() {
+        let options = ServerOptions {
+            enable_sleep_mode: true,
+            ..Default::default()
+        };
+        let (router, api) = routes(&options).split_for_parts();
+        let routed = paths(&router);
+        let described: BTreeSet<String> = api.paths.paths.keys().cloned().collect();
+        assert!(routed.contains("/v1/chat/completions"), "{routed:?}");
+        assert_eq!(routed, described);
+        for (path, item) in &api.paths.paths {
+            for operation in [&item.get, &item.post, &item.delete].into_iter().flatten() {
+                assert!(operation.summary.is_some(), "{path} has no summary");
+                assert!(
+                    !operation.responses.responses.is_empty(),
+                    "{path} has no responses"
+                );
+            }
+        }
     }
 }

@@ -11,6 +11,7 @@ use serde::Serialize;
 use crate::body::Body;
 use crate::error::ApiError;
 use crate::generate::{Job, Piece, TokenLogprobs, blocking, collect};
+use crate::openapi::Errors;
 use crate::prompt;
 use crate::respond::{Chunks, FINGERPRINT, Identity, stream};
 use crate::state::AppState;
@@ -22,6 +23,28 @@ use crate::wire::common::{Usage, finish_reason};
 
 const PROMPT: &str = "messages";
 
+/// Chat
+///
+/// An answer to a conversation, whole or as server-sent events. The data of each event is one chunk, that of the last is
+/// `[DONE]`.
+#[utoipa::path(
+    post, path = "/v1/chat/completions", tag = "Generation",
+    request_body(content = ChatRequest, examples(
+        ("A question" = (value = json!({ "messages": [{ "role": "user", "content": "What is a load line?" }] }))),
+        ("A stream" = (value = json!({
+            "messages": [
+                { "role": "system", "content": "Answer in one sentence." },
+                { "role": "user", "content": "What is a load line?" },
+            ],
+            "max_completion_tokens": 64, "temperature": 0, "stream": true,
+        }))),
+    )),
+    responses(
+        (status = 200, description = "The answer.",
+            content((ChatCompletion = "application/json"), (ChatChunk = "text/event-stream"))),
+        Errors,
+    )
+)]
 pub(crate) async fn handle(
     State(state): State<AppState>,
     Body(request): Body<ChatRequest>,

@@ -14,6 +14,7 @@ use crate::body::Body;
 use crate::chat::LOWEST_LOGPROB;
 use crate::error::ApiError;
 use crate::generate::{Job, Piece, TokenLogprobs, blocking, collect};
+use crate::openapi::Errors;
 use crate::prompt;
 use crate::respond::{Chunks, FINGERPRINT, Identity, stream};
 use crate::state::AppState;
@@ -26,6 +27,22 @@ const PROMPT: &str = "prompt";
 /// OpenAI's default of `max_tokens` for completions.
 const DEFAULT_MAX_TOKENS: usize = 16;
 
+/// Completions
+///
+/// Text that goes on from a prompt, whole or as server-sent events. The data of each event is one chunk, that of the last
+/// is `[DONE]`.
+#[utoipa::path(
+    post, path = "/v1/completions", tag = "Generation",
+    request_body(content = CompletionRequest, examples(
+        ("A text" = (value = json!({ "prompt": "A load line is", "max_tokens": 32 }))),
+        ("Two at once" = (value = json!({ "prompt": ["A load line is", "A Plimsoll mark is"], "max_tokens": 32 }))),
+    )),
+    responses(
+        (status = 200, description = "The text.",
+            content((Completion = "application/json"), (Completion = "text/event-stream"))),
+        Errors,
+    )
+)]
 pub(crate) async fn handle(
     State(state): State<AppState>,
     Body(request): Body<CompletionRequest>,

@@ -7,6 +7,8 @@ use plimsoll_core::{ParamError, RequestError, StepError};
 use plimsoll_engine::{SleepError, SubmitError, WakeError};
 use serde_json::{Value, json};
 
+use crate::wire::error::{ErrorBody, ErrorObject};
+
 /// Everything that can go wrong with a request. The one place where errors become statuses: `ApiError::class`.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ApiError {
@@ -169,7 +171,13 @@ impl ApiError {
     /// The body of the response, and of an event in the middle of a stream.
     pub fn body(&self) -> Value {
         let (_, kind, code) = self.class();
-        json!({ "error": { "message": self.to_string(), "type": kind, "param": self.param(), "code": code } })
+        let error = ErrorObject {
+            message: self.to_string(),
+            r#type: kind,
+            param: self.param(),
+            code,
+        };
+        json!(ErrorBody { error })
     }
 
     /// The status of the response.

@@ -90,7 +90,7 @@ impl Harmless {
 }
 
 /// OpenAI's fields that mean nothing to a server of one's own.
-const ACCEPTED: &[&str] = &[
+pub(crate) const ACCEPTED: &[&str] = &[
     "user",
     "metadata",
     "store",

@@ -13,6 +13,8 @@ mod error;
 mod fields;
 mod generate;
 mod metrics;
+mod openapi;
+mod pages;
 mod prompt;
 mod respond;
 mod sleep;

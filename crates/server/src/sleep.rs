@@ -3,38 +3,42 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::Router;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
 use plimsoll_engine::Phase;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use crate::error::ApiError;
 use crate::state::AppState;
+use crate::wire::about::{SleepQuery, SleepState};
+use crate::wire::error::ErrorBody;
 
 /// The routes of `--enable-sleep-mode`.
-pub(crate) fn routes() -> Router<AppState> {
-    Router::new()
-        .route("/sleep", post(sleep))
-        .route("/wake_up", post(wake_up))
-        .route("/is_sleeping", get(is_sleeping))
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SleepQuery {
-    level: Option<u32>,
-    /// Seconds that running requests are waited for.
-    timeout: Option<f64>,
+pub(crate) fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::default()
+        .routes(routes!(sleep))
+        .routes(routes!(wake_up))
+        .routes(routes!(is_sleeping))
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct NoQuery {}
 
+/// Sleep
+///
+/// Gives the memory of everything but the weights back, once running requests have ended.
+#[utoipa::path(
+    post, path = "/sleep", tag = "Operation", params(SleepQuery),
+    responses(
+        (status = 200, description = "The server sleeps.", body = SleepState),
+        (status = 400, description = "A parameter is wrong.", body = ErrorBody),
+        (status = 409, description = "Not now.", body = ErrorBody),
+    )
+)]
 async fn sleep(
     State(state): State<AppState>,
     query: Result<Query<SleepQuery>, QueryRejection>,
@@ -64,6 +68,18 @@ async fn sleep(
     Ok(sleeping(&state).into_response())
 }
 
+/// Wake up
+///
+/// Takes the memory again and proves it.
+#[utoipa::path(
+    post, path = "/wake_up", tag = "Operation",
+    responses(
+        (status = 200, description = "Requests are accepted.", body = SleepState),
+        (status = 400, description = "There are no parameters.", body = ErrorBody),
+        (status = 409, description = "Not now.", body = ErrorBody),
+        (status = 503, description = "The memory is not there; trying goes on.", body = ErrorBody),
+    )
+)]
 async fn wake_up(
     State(state): State<AppState>,
     query: Result<Query<NoQuery>, QueryRejection>,
@@ -73,13 +89,18 @@ async fn wake_up(
     Ok(sleeping(&state).into_response())
 }
 
-async fn is_sleeping(State(state): State<AppState>) -> Json<Value> {
+/// Is the server asleep
+#[utoipa::path(
+    get, path = "/is_sleeping", tag = "Operation",
+    responses((status = 200, description = "Whether the server sleeps.", body = SleepState))
+)]
+async fn is_sleeping(State(state): State<AppState>) -> Json<SleepState> {
     sleeping(&state)
 }
 
-fn sleeping(state: &AppState) -> Json<Value> {
-    let asleep = state.engine().health().phase == Phase::Asleep;
-    Json(json!({ "is_sleeping": asleep }))
+fn sleeping(state: &AppState) -> Json<SleepState> {
+    let is_sleeping = state.engine().health().phase == Phase::Asleep;
+    Json(SleepState { is_sleeping })
 }
 
 fn wrong_query(rejection: QueryRejection) -> ApiError {

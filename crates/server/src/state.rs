@@ -79,6 +79,8 @@ pub struct ServerOptions {
     pub seed: Option<u64>,
     /// `/sleep`, `/wake_up` and `/is_sleeping` exist.
     pub enable_sleep_mode: bool,
+    /// The pages for browsers, `/` and `/docs`, exist.
+    pub pages: bool,
     /// Web pages of these origins may use the server from a browser; `*` for all.
     pub allowed_origins: Vec<HeaderValue>,
 }
@@ -93,6 +95,7 @@ impl Default for ServerOptions {
             drain_timeout: Duration::from_secs(30),
             seed: None,
             enable_sleep_mode: false,
+            pages: true,
             allowed_origins: Vec::new(),
         }
     }

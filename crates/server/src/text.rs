@@ -8,10 +8,22 @@ use axum::extract::State;
 use crate::body::Body;
 use crate::error::ApiError;
 use crate::generate::blocking;
+use crate::openapi::Errors;
 use crate::prompt;
 use crate::state::AppState;
 use crate::wire::tokenize::{DetokenizeRequest, Detokenized, TokenizeInput, TokenizeRequest, Tokenized};
 
+/// Tokenize
+///
+/// The tokens of a prompt, or of a conversation behind the model's chat template.
+#[utoipa::path(
+    post, path = "/tokenize", tag = "Tokens",
+    request_body(content = TokenizeRequest, examples(
+        ("A prompt" = (value = json!({ "prompt": "A load line", "return_token_strs": true }))),
+        ("A conversation" = (value = json!({ "messages": [{ "role": "user", "content": "Ahoy!" }] }))),
+    )),
+    responses((status = 200, description = "The tokens.", body = Tokenized), Errors)
+)]
 pub(crate) async fn tokenize(
     State(state): State<AppState>,
     Body(request): Body<TokenizeRequest>,
@@ -45,6 +57,14 @@ pub(crate) async fn tokenize(
     .await
 }
 
+/// Detokenize
+///
+/// The text of tokens, special ones included.
+#[utoipa::path(
+    post, path = "/detokenize", tag = "Tokens",
+    request_body(content = DetokenizeRequest, example = json!({ "tokens": [65, 32, 108, 111, 97, 100] })),
+    responses((status = 200, description = "The text.", body = Detokenized), Errors)
+)]
 pub(crate) async fn detokenize(
     State(state): State<AppState>,
     Body(request): Body<DetokenizeRequest>,

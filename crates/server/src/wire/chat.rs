@@ -6,6 +6,7 @@ use super::common::{Common, MaybeUsage, Usage};
 use crate::body::{Wire, take};
 use crate::error::ApiError;
 use crate::fields::{CHAT_UNSUPPORTED, UNSUPPORTED, Unsupported};
+use crate::openapi::body::body;
 
 /// `POST /v1/chat/completions`.
 #[derive(Debug)]
@@ -53,6 +54,14 @@ impl Wire for ChatRequest {
         })
     }
 }
+
+body!(
+    ChatRequest,
+    "A conversation, and how to answer it.",
+    Common,
+    ChatPrompt,
+    ChatFields
+);
 
 /// One message of the conversation.
 #[derive(Clone, Debug, Deserialize, ToSchema)]

@@ -7,6 +7,7 @@ use super::common::{Common, MaybeUsage, Usage};
 use crate::body::{Wire, take};
 use crate::error::ApiError;
 use crate::fields::{COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported};
+use crate::openapi::body::body;
 
 /// `POST /v1/completions`.
 #[derive(Debug)]
@@ -38,6 +39,13 @@ impl Wire for CompletionRequest {
         })
     }
 }
+
+body!(
+    CompletionRequest,
+    "A prompt, and how to go on from it.",
+    Common,
+    CompletionFields
+);
 
 /// One prompt or several, as text or as tokens.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -106,5 +114,6 @@ pub(crate) struct CompletionLogprobs {
     /// The tokens' texts; `bytes:\x..` where they are none by themselves.
     pub(crate) tokens: Vec<String>,
     /// The likeliest tokens at each place.
+    #[schema(value_type = Vec<std::collections::BTreeMap<String, f32>>)]
     pub(crate) top_logprobs: Vec<Map<String, Value>>,
 }

@@ -1,6 +1,8 @@
 //! The types of the API as they go over the wire, and nothing else.
 
+pub(crate) mod about;
 pub(crate) mod chat;
 pub(crate) mod common;
 pub(crate) mod completion;
+pub(crate) mod error;
 pub(crate) mod tokenize;

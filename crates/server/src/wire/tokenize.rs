@@ -1,12 +1,14 @@
 use plimsoll_core::TokenId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use utoipa::ToSchema;
+use utoipa::openapi::{OneOfBuilder, RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
 
 use super::chat::ChatPrompt;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
 use crate::fields::{TOKENIZE_UNSUPPORTED, Unsupported};
+use crate::openapi::body;
 
 /// `POST /tokenize`: a prompt or a conversation, as in vLLM.
 #[derive(Debug)]
@@ -54,6 +56,25 @@ impl Wire for TokenizeRequest {
     }
 }
 
+impl PartialSchema for TokenizeRequest {
+    fn schema() -> RefOr<Schema> {
+        let of = |description, input| {
+            body::schema(description, [TokenizeFields::schema(), input], Self::UNSUPPORTED)
+        };
+        OneOfBuilder::new()
+            .item(of("A prompt.", PromptField::schema()))
+            .item(of("A conversation.", ChatPrompt::schema()))
+            .into()
+    }
+}
+
+impl ToSchema for TokenizeRequest {
+    fn schemas(all: &mut Vec<(String, RefOr<Schema>)>) {
+        TokenizeFields::schemas(all);
+        ChatPrompt::schemas(all);
+    }
+}
+
 /// The tokens of a text.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Tokenized {
@@ -70,6 +91,7 @@ pub(crate) struct Tokenized {
 
 /// `POST /detokenize`.
 #[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct DetokenizeRequest {
     /// A name of `/v1/models`; the served model if left out.
     pub(crate) model: Option<String>,

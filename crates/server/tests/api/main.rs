@@ -4,6 +4,8 @@ mod about;
 mod answers;
 mod life;
 mod memory;
+mod openapi;
+mod pages;
 mod refusals;
 mod rig;
 

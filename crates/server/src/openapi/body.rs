@@ -1,0 +1,126 @@
+//! Schemas of request bodies that `Wire::take_from` takes apart.
+
+use serde_json::{Value, json};
+use utoipa::openapi::schema::{AdditionalProperties, AnyOfBuilder, Object, Schema, SchemaType, Type};
+use utoipa::openapi::{ObjectBuilder, RefOr};
+
+use crate::fields::{ACCEPTED, Harmless, Unsupported};
+
+/// The schema of a body whose fields are those of `parts`, then those with but one harmless value; all else is refused.
+/// `null` means absent, as in `body::parse`.
+pub(crate) fn schema(
+    description: &str,
+    parts: impl IntoIterator<Item = RefOr<Schema>>,
+    unsupported: &[&[Unsupported]],
+) -> RefOr<Schema> {
+    let mut whole = ObjectBuilder::new()
+        .schema_type(Type::Object)
+        .description(Some(description))
+        .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(false)))
+        .build();
+    for part in parts {
+        let RefOr::T(Schema::Object(part)) = part else {
+            unreachable!("parts of a body are structs");
+        };
+        whole.required.extend(part.required);
+        whole.properties.extend(part.properties);
+    }
+    for (name, harmless) in unsupported.iter().flat_map(|list| list.iter()) {
+        if let Some(schema) = harmless.schema() {
+            whole
+                .properties
+                .entry((*name).to_owned())
+                .or_insert_with(|| schema.into());
+        }
+    }
+    for name in ACCEPTED {
+        let any = ObjectBuilder::new()
+            .schema_type(SchemaType::AnyValue)
+            .description(Some("Accepted for clients that send it; has no effect."));
+        whole
+            .properties
+            .entry((*name).to_owned())
+            .or_insert_with(|| any.into());
+    }
+    for (name, schema) in &mut whole.properties {
+        if !whole.required.contains(name) {
+            *schema = or_null(std::mem::take(schema));
+        }
+    }
+    whole.into()
+}
+
+/// `ToSchema` for a body: the structs that its `Wire::take_from` takes out of it, one after the other.
+macro_rules! body {
+    ($body:ty, $description:literal, $($part:ty),+) => {
+        impl utoipa::PartialSchema for $body {
+            fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::Schema> {
+                let parts = [$(<$part as utoipa::PartialSchema>::schema()),+];
+                $crate::openapi::body::schema($description, parts, <Self as $crate::body::Wire>::UNSUPPORTED)
+            }
+        }
+
+        impl utoipa::ToSchema for $body {
+            fn schemas(all: &mut Vec<(String, utoipa::openapi::RefOr<utoipa::openapi::Schema>)>) {
+                $(<$part as utoipa::ToSchema>::schemas(all);)+
+            }
+        }
+    };
+}
+pub(crate) use body;
+
+/// What `schema` allows, or `null`.
+fn or_null(mut schema: RefOr<Schema>) -> RefOr<Schema> {
+    match &mut schema {
+        RefOr::T(Schema::Object(object)) => {
+            add_null(&mut object.schema_type);
+            if let Some(values) = &mut object.enum_values {
+                values.push(Value::Null);
+            }
+        }
+        RefOr::T(Schema::Array(array)) => add_null(&mut array.schema_type),
+        // An optional field of a type of its own has it already.
+        RefOr::T(Schema::OneOf(_)) => {}
+        _ => return AnyOfBuilder::new().item(null()).item(schema).into(),
+    }
+    schema
+}
+
+fn add_null(schema: &mut SchemaType) {
+    match schema {
+        SchemaType::Type(kind) => *schema = SchemaType::Array(vec![kind.clone(), Type::Null]),
+        SchemaType::Array(kinds) if !kinds.contains(&Type::Null) => kinds.push(Type::Null),
+        SchemaType::Array(_) | SchemaType::AnyValue => {}
+    }
+}
+
+fn null() -> Object {
+    Object::with_type(Type::Null)
+}
+
+impl Harmless {
+    /// The values that are accepted, where there are any.
+    fn schema(&self) -> Option<Schema> {
+        let any = || ObjectBuilder::new().schema_type(SchemaType::AnyValue);
+        let one = |value: Value| any().enum_values(Some([value]));
+        let builder = match self {
+            Self::Never => return None,
+            Self::False => one(false.into()),
+            Self::True => one(true.into()),
+            Self::Zero => one(0.into()),
+            Self::One => one(1.into()),
+            Self::Empty => any().enum_values(Some([json!([]), json!({}), json!("")])),
+            Self::Word(words) => any().enum_values(Some(words.iter().map(|&word| Value::from(word)))),
+            Self::Type(word) => ObjectBuilder::new()
+                .schema_type(Type::Object)
+                .property("type", one((*word).into()))
+                .required("type"),
+            Self::Only(word) => {
+                let items = one((*word).into());
+                return Some(utoipa::openapi::ArrayBuilder::new().items(items).build().into());
+            }
+        };
+        let builder = builder.description(Some("No other value is supported."));
+        Some(builder.build().into())
+    }
+}

@@ -1,0 +1,69 @@
+// The server's API, as the page uses it.
+
+// What the server answered in place of what was asked for.
+export class ApiError extends Error {
+  constructor(status, error = {}) {
+    super(error.message ?? `The server answered with status ${status}.`);
+    this.status = status;
+    this.param = error.param;
+  }
+}
+
+export class Client {
+  // In no storage: it is gone when the page is.
+  key = "";
+
+  async #fetch(path, options = {}) {
+    const headers = { ...options.headers };
+    if (this.key) headers.authorization = `Bearer ${this.key}`;
+    let response;
+    try {
+      response = await fetch(path, { ...options, headers });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new ApiError(0, { message: "The server cannot be reached." });
+    }
+    if (!response.ok) {
+      const body = await response.json().catch(() => ({}));
+      throw new ApiError(response.status, body.error);
+    }
+    return response;
+  }
+
+  async get(path) {
+    return (await this.#fetch(path)).json();
+  }
+
+  // The chunks of a streamed answer.
+  async *chat(body, signal) {
+    const response = await this.#fetch("v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+      signal,
+    });
+    for await (const data of events(response.body)) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ApiError(200, chunk.error);
+      yield chunk;
+    }
+    throw new ApiError(200, { message: "The connection ended before the answer did." });
+  }
+}
+
+// The data of server-sent events.
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (held + value).split("\n\n");
+    held = parts.pop();
+    for (const part of parts) {
+      const lines = part.split("\n").filter((line) => line.startsWith("data:"));
+      if (lines.length > 0) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
+    }
+  }
+}

@@ -1,0 +1,81 @@
+//! The OpenAPI document: whole, and true.
+
+use serde_json::Value;
+
+use crate::rig::{Rig, Setup};
+
+async fn document(rig: &Rig) -> Value {
+    let answer = rig.get("/openapi.json").await;
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.headers["content-type"], "application/json");
+    answer.json()
+}
+
+/// Every `$ref` below `value`.
+fn references<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
+    match value {
+        Value::Object(map) => {
+            found.extend(map.get("$ref").and_then(Value::as_str));
+            map.values().for_each(|inner| references(inner, found));
+        }
+        Value::Array(list) => list.iter().for_each(|inner| references(inner, found)),
+        _ => {}
+    }
+}
+
+#[tokio::test]
+async fn every_reference_leads_somewhere() {
+    let rig = Rig::new(Setup::default());
+    let document = document(&rig).await;
+    assert_eq!(document["openapi"], "3.1.0");
+    let mut found = Vec::new();
+    references(&document, &mut found);
+    assert!(found.len() > 20, "{found:?}");
+    for reference in found {
+        let pointer = reference.strip_prefix('#').expect("all is in the document");
+        assert!(document.pointer(pointer).is_some(), "{reference}");
+    }
+}
+
+#[tokio::test]
+async fn requests_list_what_is_supported_and_refuse_all_else() {
+    let rig = Rig::new(Setup::default());
+    let document = document(&rig).await;
+    let chat = &document["components"]["schemas"]["ChatRequest"];
+    assert_eq!(chat["additionalProperties"], false);
+    assert_eq!(chat["required"], serde_json::json!(["messages"]));
+    let fields = &chat["properties"];
+    assert_eq!(
+        fields["temperature"]["type"],
+        serde_json::json!(["number", "null"])
+    );
+    assert!(fields["temperature"]["description"].is_string());
+    // Means nothing to this server; its harmless value is all there is.
+    assert_eq!(
+        fields["use_beam_search"]["enum"],
+        serde_json::json!([false, null])
+    );
+    assert!(fields["user"].is_object() && fields["kv_transfer_params"].is_null());
+    assert!(fields["prompt"].is_null() && fields["messages"].is_object());
+}
+
+/// The examples are requests that the server accepts.
+#[tokio::test]
+async fn examples_work() {
+    let rig = Rig::new(Setup::default());
+    let document = document(&rig).await;
+    let mut tried = 0;
+    for (path, item) in document["paths"].as_object().unwrap() {
+        let content = &item["post"]["requestBody"]["content"]["application/json"];
+        let several = content["examples"].as_object().into_iter().flatten();
+        let several = several.map(|(_, example)| &example["value"]);
+        for example in several.chain(content.get("example")) {
+            let answer = rig.post(path, example.clone()).await;
+            assert_eq!(answer.status, 200, "{path} {example}: {}", answer.text);
+            tried += 1;
+        }
+        let has_body = !item["post"]["requestBody"].is_null();
+        assert_eq!(has_body, !content.is_null(), "{path}");
+    }
+    assert!(tried >= 6, "{tried} examples");
+}
