@@ -50,6 +50,15 @@ test-http: $(VENV)/ready  ## Black-box tests over HTTP, with the official OpenAI
 	scripts/fetch-default-model >/dev/null
 	$(PYTHON) -m pytest tests/http $(PYTEST_ARGS)
 
+.PHONY: fuzz
+fuzz:  ## Every fuzz target for a minute each, with libFuzzer
+	@for target in $$(scripts/fuzz); do echo "== $$target"; scripts/fuzz $$target $${SECONDS_EACH:-60} || exit 1; done
+
+.PHONY: bench-front
+bench-front:  ## What the server costs beside the model, in release, into tests/bench/cpu/front.json
+	cargo build --release --locked -p plimsoll-cli
+	scripts/bench-front --output-json tests/bench/cpu/front.json $(ARGS)
+
 .PHONY: test-cuda
 test-cuda: $(VENV)/ready  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU
 	@scripts/install-cuda >/dev/null

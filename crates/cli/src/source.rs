@@ -1,8 +1,9 @@
 //! From MODEL to files: a directory, a GGUF file, a repository of the Hub, or the simulated model.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use crate::args::{LoadFormat, ModelArgs, SIM_MODEL};
+use crate::args::{LoadFormat, ModelArgs, SIM_MODEL, duration};
 use crate::error::Error;
 use crate::hub::{self, HubOptions, RepoId, Weights};
 
@@ -20,9 +21,20 @@ pub enum Source {
     },
 }
 
+/// Whether MODEL is the simulated one, as it is or with the seconds that its steps shall take (`sim:0.02`).
+pub(crate) fn is_sim(model: &str) -> bool {
+    model == SIM_MODEL || sim_step_time(model).is_some()
+}
+
+/// How long a step of the simulated model takes, where MODEL says so.
+pub(crate) fn sim_step_time(model: &str) -> Option<Duration> {
+    let seconds = model.strip_prefix(SIM_MODEL)?.strip_prefix(':')?;
+    duration(seconds).ok()
+}
+
 /// Finds MODEL, downloading it where it is a repository.
 pub async fn resolve(args: &ModelArgs) -> Result<Source, Error> {
-    if args.model() == SIM_MODEL {
+    if is_sim(args.model()) {
         return Ok(Source::Sim);
     }
     let model = locate(args.model(), args, weights_wanted(args.load_format)).await?;
@@ -43,7 +55,7 @@ pub async fn resolve(args: &ModelArgs) -> Result<Source, Error> {
 
 /// Finds what tells about MODEL without its weights: config.json, or a GGUF file that is here.
 pub async fn resolve_config(args: &ModelArgs) -> Result<Source, Error> {
-    if args.model() == SIM_MODEL {
+    if is_sim(args.model()) {
         return Ok(Source::Sim);
     }
     let is_here = Path::new(args.model()).exists();
@@ -69,7 +81,7 @@ pub async fn resolve_config(args: &ModelArgs) -> Result<Source, Error> {
 
 /// Whether resolving `args` may need the network.
 pub fn is_remote(args: &ModelArgs) -> bool {
-    let remote = |text: &str| text != SIM_MODEL && !Path::new(text).exists();
+    let remote = |text: &str| !is_sim(text) && !Path::new(text).exists();
     remote(args.model()) || args.tokenizer.as_deref().is_some_and(remote)
 }
 
@@ -172,6 +184,15 @@ mod tests {
         }
         let path = pick(dir.path(), format).map_err(|e| e.to_string())?;
         Ok(path.strip_prefix(dir.path()).unwrap().display().to_string())
+    }
+
+    #[test]
+    fn the_simulated_model_may_say_how_long_its_steps_take() {
+        assert!(is_sim("sim") && is_sim("sim:0.02"));
+        assert_eq!(sim_step_time("sim:0.02"), Some(Duration::from_millis(20)));
+        for other in ["sim:", "sim:fast", "sims", "sim/one", "org/sim"] {
+            assert!(!is_sim(other), "{other}");
+        }
     }
 
     #[test]

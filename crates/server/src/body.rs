@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::error::ApiError;
 use crate::fields::{Unsupported, check_rest};
+use crate::generate::blocking;
 use crate::state::AppState;
 
 /// A request type of the API.
@@ -22,7 +23,7 @@ pub(crate) trait Wire: Sized {
 #[derive(Debug)]
 pub(crate) struct Body<T>(pub(crate) T);
 
-impl<T: Wire> FromRequest<AppState> for Body<T> {
+impl<T: Wire + Send + 'static> FromRequest<AppState> for Body<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &AppState) -> Result<Self, ApiError> {
@@ -38,8 +39,69 @@ impl<T: Wire> FromRequest<AppState> for Body<T> {
                     _ => ApiError::Invalid { message, param: None },
                 }
             })?;
-        parse(&body).map(Self)
+        if body.len() < LARGE {
+            return parse(&body).map(Self);
+        }
+        // One at a time: parsed JSON takes many times its bytes.
+        let turn = state.large_body().await;
+        let most = MAX_VALUES + 4 * state.engine().limits().max_model_len;
+        let parsed = blocking(move || {
+            let _turn = turn;
+            check_values(&body, most)?;
+            parse(&body)
+        });
+        parsed.await.map(Self)
     }
+}
+
+/// Bytes from which on parsing takes long enough to hold up what else the thread has to do.
+const LARGE: usize = 256 << 10;
+
+/// JSON values that a body may hold, beside a few whole prompts as token ids. Each takes hundreds of bytes until it is a
+/// prompt, so the size in bytes alone would let one body take gigabytes.
+const MAX_VALUES: usize = 512 << 10;
+
+/// An error where `body` is JSON with more than `most` values and keys.
+fn check_values(body: &[u8], most: usize) -> Result<(), ApiError> {
+    match count_values(body) {
+        count if count <= most => Ok(()),
+        count => Err(ApiError::Invalid {
+            message: format!(
+                "the body holds {count} JSON values, but this server takes at most {most}: split the request"
+            ),
+            param: None,
+        }),
+    }
+}
+
+/// Values and keys of a JSON text, lists and objects counted too; an empty one counts twice. Anything for other texts.
+fn count_values(body: &[u8]) -> usize {
+    let (mut count, mut rest) = (1, body);
+    while let Some((&byte, after)) = rest.split_first() {
+        rest = after;
+        match byte {
+            b',' | b':' | b'[' | b'{' => count += 1,
+            b'"' => {
+                let end = string_end(rest);
+                rest = &rest[end..];
+            }
+            _ => {}
+        }
+    }
+    count
+}
+
+/// Bytes up to the end of a string whose opening quote is behind us, the closing one included.
+fn string_end(text: &[u8]) -> usize {
+    let mut at = 0;
+    while let Some(&byte) = text.get(at) {
+        match byte {
+            b'"' => return at + 1,
+            b'\\' => at += 2,
+            _ => at += 1,
+        }
+    }
+    text.len()
 }
 
 fn check_media_type(request: &Request) -> Result<(), ApiError> {
@@ -132,4 +194,59 @@ fn field_names<T: DeserializeOwned>() -> &'static [&'static str] {
         "request types are structs without `flatten`"
     );
     fields
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    fn values() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<f64>().prop_map(Value::from),
+            "[a\"\\\\,:\\[\\]{}é]{0,6}".prop_map(Value::from),
+        ];
+        leaf.prop_recursive(4, 40, 5, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..5).prop_map(Value::from),
+                prop::collection::vec(("[a\",:{]{0,4}", inner), 0..5)
+                    .prop_map(|fields| Value::Object(fields.into_iter().collect())),
+            ]
+        })
+    }
+
+    /// By the definition.
+    fn naive(value: &Value) -> usize {
+        let inside = match value {
+            Value::Array(items) => items.iter().map(naive).sum::<usize>().max(1),
+            Value::Object(fields) => fields.values().map(|v| 1 + naive(v)).sum::<usize>().max(1),
+            _ => 0,
+        };
+        1 + inside
+    }
+
+    proptest! {
+        #[test]
+        fn counts_what_a_parser_makes(value in values()) {
+            prop_assert_eq!(count_values(value.to_string().as_bytes()), naive(&value));
+        }
+    }
+
+    #[test]
+    fn a_body_with_too_many_values_is_refused() {
+        let body = json!({ "prompt": vec![0; 100] }).to_string();
+        assert!(check_values(body.as_bytes(), 103).is_ok());
+        let error = check_values(body.as_bytes(), 102).unwrap_err().to_string();
+        assert!(
+            error.contains("103 JSON values") && error.contains("at most 102"),
+            "{error}"
+        );
+        // What is no JSON is for the parser to refuse.
+        assert_eq!(count_values(b"\"abc"), 1);
+        assert_eq!(count_values(b"\"\\"), 1);
+    }
 }

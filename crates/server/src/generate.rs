@@ -86,6 +86,7 @@ impl Job {
                 requests.push(request);
             }
         }
+        state.metrics().per_request.submitted(self.n);
         let stop =
             StopMatcher::new(&self.stop, false).map_err(|e| ApiError::invalid("stop", e.to_string()))?;
         requests
@@ -140,19 +141,18 @@ impl Choice {
         stop: &StopMatcher,
         request: Request,
     ) -> Result<Self, ApiError> {
-        let timer = Timer::start(
-            &state.metrics().per_request,
-            request.prompt().len(),
-            request.max_tokens(),
-        );
+        let (prompt_len, max_tokens) = (request.prompt().len(), request.max_tokens());
+        let events = state.engine().submit(request)?;
+        // Of an admitted request alone: one that is refused is not aborted.
+        let timer = Timer::start(&state.metrics().per_request, prompt_len, max_tokens);
         let prompt_tokens = if index.is_multiple_of(job.n) {
-            request.prompt().len()
+            prompt_len
         } else {
             0
         };
         Ok(Self {
             index,
-            events: Some(state.engine().submit(request)?),
+            events: Some(events),
             detokenizer: state.model().tokenizer.detokenizer(true).continuing(),
             stop: stop.clone(),
             timer,

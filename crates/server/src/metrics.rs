@@ -1,6 +1,7 @@
-//! `/metrics`. Every metric name of the project stands in this file: our own `plimsoll_*`, and for those that dashboards,
+//! `/metrics`. Every metric name of the project stands in [`catalog`]: our own `plimsoll_*`, and for those that dashboards,
 //! autoscalers and the Gateway API inference extension already know, vLLM's name as well.
 
+mod catalog;
 pub mod names;
 mod timer;
 
@@ -12,273 +13,10 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, 
 use plimsoll_core::KvConfig;
 use plimsoll_engine::{EngineStats, Health, Histogram, Phase};
 
-use crate::state::Memory;
+use crate::state::{Memory, unix_seconds};
 
+use catalog::*;
 pub(crate) use timer::Timer;
-
-/// A metric under our name and, where there is one, vLLM's.
-struct Name(&'static str, Option<&'static str>, &'static str);
-
-const RUNNING: Name = Name(
-    "plimsoll_requests_running",
-    Some("vllm:num_requests_running"),
-    "Requests that have KV and run.",
-);
-const WAITING: Name = Name(
-    "plimsoll_requests_waiting",
-    Some("vllm:num_requests_waiting"),
-    "Requests that wait to run.",
-);
-const IN_FLIGHT: Name = Name(
-    "plimsoll_requests_in_flight",
-    None,
-    "Requests admitted and not yet ended.",
-);
-const KV_USAGE: Name = Name(
-    "plimsoll_kv_cache_usage_ratio",
-    Some("vllm:kv_cache_usage_perc"),
-    "Part of the KV blocks in use, 0 to 1.",
-);
-const KV_BLOCKS: Name = Name("plimsoll_kv_blocks", None, "KV blocks by state.");
-const CACHE_CONFIG: Name = Name(
-    "plimsoll_kv_cache_info",
-    Some("vllm:cache_config_info"),
-    "Shape of the KV cache, as labels.",
-);
-const PREEMPTIONS: Name = Name(
-    "plimsoll_preemptions_total",
-    Some("vllm:num_preemptions_total"),
-    "Times a running request gave up its KV.",
-);
-const PREFIX_QUERIES: Name = Name(
-    "plimsoll_prefix_cache_queries_total",
-    Some("vllm:prefix_cache_queries_total"),
-    "Prompt tokens looked up in the prefix cache.",
-);
-const PREFIX_HITS: Name = Name(
-    "plimsoll_prefix_cache_hits_total",
-    Some("vllm:prefix_cache_hits_total"),
-    "Prompt tokens found in the prefix cache.",
-);
-const PROMPT_TOKENS: Name = Name(
-    "plimsoll_prompt_tokens_total",
-    Some("vllm:prompt_tokens_total"),
-    "Prompt tokens of requests that ran.",
-);
-const GENERATED_TOKENS: Name = Name(
-    "plimsoll_generation_tokens_total",
-    Some("vllm:generation_tokens_total"),
-    "Tokens generated.",
-);
-const COMPUTED_TOKENS: Name = Name(
-    "plimsoll_computed_tokens_total",
-    None,
-    "Tokens computed, those after a preemption again.",
-);
-const EVICTIONS: Name = Name(
-    "plimsoll_prefix_cache_evictions_total",
-    None,
-    "Cached KV blocks given up for other requests.",
-);
-const SUBMITTED: Name = Name(
-    "plimsoll_requests_submitted_total",
-    None,
-    "Requests admitted by the engine.",
-);
-const REFUSED: Name = Name(
-    "plimsoll_requests_refused_total",
-    None,
-    "Requests refused because the queue was full.",
-);
-const CANCELLED: Name = Name(
-    "plimsoll_requests_cancelled_total",
-    None,
-    "Requests ended early: the client went away, or a stop string was found.",
-);
-const FINISHED: Name = Name(
-    "plimsoll_requests_finished_total",
-    Some("vllm:request_success_total"),
-    "Requests that ended well, by reason.",
-);
-const FAILED: Name = Name(
-    "plimsoll_requests_failed_total",
-    None,
-    "Requests whose step failed.",
-);
-const STEPS: Name = Name(
-    "plimsoll_steps_total",
-    None,
-    "Steps of the engine that ended well.",
-);
-const FAILED_STEPS: Name = Name(
-    "plimsoll_steps_failed_total",
-    None,
-    "Steps of the engine that failed.",
-);
-const STEP_SECONDS: Name = Name("plimsoll_step_seconds", None, "Duration of a step.");
-const STEP_TOKENS: Name = Name(
-    "plimsoll_step_tokens",
-    Some("vllm:iteration_tokens_total"),
-    "Tokens computed in a step.",
-);
-const GPU_BUSY: Name = Name(
-    "plimsoll_gpu_busy_seconds_total",
-    None,
-    "Time the GPU computed steps, by its own clock.",
-);
-const GPU_IDLE: Name = Name(
-    "plimsoll_gpu_idle_seconds_total",
-    None,
-    "Time the GPU waited for its next step although there was work, by its own clock.",
-);
-const REBUILDS: Name = Name(
-    "plimsoll_engine_rebuilds_total",
-    None,
-    "States built and proved again in the running server, by reason: a step ran out of device memory, or a sleep ended.",
-);
-const HEALTHY: Name = Name(
-    "plimsoll_engine_healthy",
-    Some("vllm:engine_healthy"),
-    "1 while the engine lives.",
-);
-const STALLED: Name = Name(
-    "plimsoll_engine_stalled_seconds",
-    None,
-    "For how long there is work and no step ended.",
-);
-const TTFT: Name = Name(
-    "plimsoll_time_to_first_token_seconds",
-    Some("vllm:time_to_first_token_seconds"),
-    "From submission to the first token.",
-);
-const ITL: Name = Name(
-    "plimsoll_inter_token_latency_seconds",
-    Some("vllm:inter_token_latency_seconds"),
-    "Between two tokens of a request.",
-);
-const TPOT: Name = Name(
-    "plimsoll_time_per_output_token_seconds",
-    Some("vllm:request_time_per_output_token_seconds"),
-    "Mean time between tokens, one observation per request.",
-);
-const E2E: Name = Name(
-    "plimsoll_request_seconds",
-    Some("vllm:e2e_request_latency_seconds"),
-    "From submission to the last token.",
-);
-const QUEUE: Name = Name(
-    "plimsoll_request_queue_seconds",
-    Some("vllm:request_queue_time_seconds"),
-    "From submission to admission.",
-);
-const PREFILL: Name = Name(
-    "plimsoll_request_prefill_seconds",
-    Some("vllm:request_prefill_time_seconds"),
-    "From admission to the first token.",
-);
-const DECODE: Name = Name(
-    "plimsoll_request_decode_seconds",
-    Some("vllm:request_decode_time_seconds"),
-    "From the first token to the last.",
-);
-const INFERENCE: Name = Name(
-    "plimsoll_request_inference_seconds",
-    Some("vllm:request_inference_time_seconds"),
-    "From admission to the last token.",
-);
-const REQUEST_PROMPT: Name = Name(
-    "plimsoll_request_prompt_tokens",
-    Some("vllm:request_prompt_tokens"),
-    "Prompt tokens of a request.",
-);
-const REQUEST_GENERATED: Name = Name(
-    "plimsoll_request_generation_tokens",
-    Some("vllm:request_generation_tokens"),
-    "Generated tokens of a request.",
-);
-const REQUEST_MAX_TOKENS: Name = Name(
-    "plimsoll_request_max_tokens",
-    Some("vllm:request_params_max_tokens"),
-    "Most tokens that a request may generate.",
-);
-const MEMORY: Name = Name(
-    "plimsoll_device_memory_bytes",
-    None,
-    "Device memory held by the server, by component.",
-);
-const MEMORY_TOTAL: Name = Name(
-    "plimsoll_device_memory_total_bytes",
-    None,
-    "Capacity of the device.",
-);
-const MEMORY_FREE: Name = Name(
-    "plimsoll_device_memory_free_bytes",
-    None,
-    "Device memory that nobody uses.",
-);
-const MEMORY_PEERS: Name = Name(
-    "plimsoll_device_memory_peers_bytes",
-    None,
-    "Device memory of other processes.",
-);
-const MEMORY_HIGH: Name = Name(
-    "plimsoll_device_memory_high_bytes",
-    None,
-    "Highest device memory held since the server is ready.",
-);
-const MEMORY_USED_HIGH: Name = Name(
-    "plimsoll_device_memory_used_high_bytes",
-    None,
-    "Highest device memory in use since the server is ready.",
-);
-const PROVED_PEAK: Name = Name(
-    "plimsoll_device_memory_proved_peak_bytes",
-    None,
-    "Highest device memory held while the worst steps were proved, by the server's own account.",
-);
-const ABOVE_PROOF: Name = Name(
-    "plimsoll_high_water_above_proof_total",
-    None,
-    "Times a step raised the memory held above the proved peak; 0 in a steady state.",
-);
-const FRAGMENTATION: Name = Name(
-    "plimsoll_fragmentation_bytes",
-    None,
-    "Device memory that allocators hold without using it.",
-);
-const HEADROOM: Name = Name(
-    "plimsoll_headroom_bytes",
-    None,
-    "Device memory that the server could still take, the margins kept free included.",
-);
-const ALLOCATIONS: Name = Name(
-    "plimsoll_device_allocs_after_ready_total",
-    None,
-    "Device allocations since the server is ready; 0 in a steady state.",
-);
-
-const SHORT: &[f64] = &[
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
-];
-const LONG: &[f64] = &[
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-];
-const TOKENS: &[f64] = &[
-    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6,
-];
-const BUCKETS: [(&Name, &[f64]); 11] = [
-    (&TTFT, LONG),
-    (&ITL, SHORT),
-    (&TPOT, SHORT),
-    (&E2E, LONG),
-    (&QUEUE, LONG),
-    (&PREFILL, LONG),
-    (&DECODE, LONG),
-    (&INFERENCE, LONG),
-    (&REQUEST_PROMPT, TOKENS),
-    (&REQUEST_GENERATED, TOKENS),
-    (&REQUEST_MAX_TOKENS, TOKENS),
-];
 
 /// The server's metrics, and the one place that renders them.
 pub(crate) struct Metrics {
@@ -302,6 +40,8 @@ pub(crate) struct PerRequest {
     stopped: Both<Counter>,
     length: Both<Counter>,
     failed: Both<Counter>,
+    /// vLLM's alone: ours counts what the engine cancelled.
+    aborted: Option<Counter>,
     ttft: Both<metrics::Histogram>,
     itl: Both<metrics::Histogram>,
     tpot: Both<metrics::Histogram>,
@@ -313,6 +53,14 @@ pub(crate) struct PerRequest {
     prompt: Both<metrics::Histogram>,
     generated: Both<metrics::Histogram>,
     max_tokens: Both<metrics::Histogram>,
+    choices: Both<metrics::Histogram>,
+}
+
+impl PerRequest {
+    /// A request asks for `n` choices for each prompt.
+    pub(crate) fn submitted(&self, n: usize) {
+        self.choices.each(|histogram| histogram.record(n as f64));
+    }
 }
 
 /// The same metric under both names.
@@ -355,6 +103,12 @@ impl Maker<'_> {
         })
     }
 
+    /// A counter under vLLM's name alone, for a label value that ours does not have.
+    fn alias(&self, name: &Name, extra: &[Label]) -> Option<Counter> {
+        let &Name(_, other, help) = name;
+        other.map(|other| self.counter(&Name(other, None, help), extra).0)
+    }
+
     fn gauge(&self, name: &Name, extra: &[Label]) -> Both<Gauge> {
         self.make(name, extra, |text, key| {
             self.recorder
@@ -381,13 +135,14 @@ impl Maker<'_> {
 }
 
 impl Metrics {
-    /// Metrics of a server of `model`.
-    pub(crate) fn new(model: &str) -> Self {
+    /// Metrics of a server of `model`, whose sequences have at most `max_model_len` tokens.
+    pub(crate) fn new(model: &str, max_model_len: usize) -> Self {
         let mut builder = PrometheusBuilder::new();
-        for (name, buckets) in BUCKETS {
-            for name in [Some(name.0), name.1].into_iter().flatten() {
+        for (name, ours, others) in buckets(max_model_len) {
+            for (name, bounds) in [(Some(name.0), ours), (name.1, others)] {
+                let Some(name) = name else { continue };
                 builder = builder
-                    .set_buckets_for_metric(Matcher::Full(name.into()), buckets)
+                    .set_buckets_for_metric(Matcher::Full(name.into()), bounds)
                     .expect("the buckets are constants and not empty");
             }
         }
@@ -405,7 +160,11 @@ impl Metrics {
             prompt_tokens: maker.counter(&PROMPT_TOKENS, &[]),
             stopped: maker.counter(&FINISHED, &reason("stop")),
             length: maker.counter(&FINISHED, &reason("length")),
-            failed: maker.counter(&FAILED, &[]),
+            failed: Both(
+                maker.counter(&FAILED, &[]).0,
+                maker.alias(&FINISHED, &reason("error")),
+            ),
+            aborted: maker.alias(&FINISHED, &reason("abort")),
             ttft: maker.histogram(&TTFT),
             itl: maker.histogram(&ITL),
             tpot: maker.histogram(&TPOT),
@@ -417,7 +176,9 @@ impl Metrics {
             prompt: maker.histogram(&REQUEST_PROMPT),
             generated: maker.histogram(&REQUEST_GENERATED),
             max_tokens: maker.histogram(&REQUEST_MAX_TOKENS),
+            choices: maker.histogram(&REQUEST_N),
         };
+        maker.set(&START_TIME, &[], unix_seconds() as f64);
         Self {
             handle: recorder.handle(),
             recorder,

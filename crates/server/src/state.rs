@@ -9,6 +9,7 @@ use plimsoll_text::{ChatTemplate, Tokenizer};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::Value;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::ApiError;
 use crate::metrics::Metrics;
@@ -112,6 +113,7 @@ struct Inner {
     options: ServerOptions,
     metrics: Metrics,
     seeds: Mutex<StdRng>,
+    large_bodies: Arc<Semaphore>,
     started: u64,
 }
 
@@ -132,7 +134,7 @@ impl AppState {
         memory: Arc<dyn Memory>,
         options: ServerOptions,
     ) -> Self {
-        let metrics = Metrics::new(&model.id);
+        let metrics = Metrics::new(&model.id, engine.limits().max_model_len);
         let model = Arc::new(model);
         let seeds = Mutex::new(
             options
@@ -146,6 +148,7 @@ impl AppState {
             options,
             metrics,
             seeds,
+            large_bodies: Arc::new(Semaphore::new(1)),
             started: unix_seconds(),
         }))
     }
@@ -178,6 +181,12 @@ impl AppState {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .random()
+    }
+
+    /// The turn of one large body to be parsed; it ends with the drop.
+    pub(crate) async fn large_body(&self) -> Option<OwnedSemaphorePermit> {
+        // Nobody closes it.
+        Arc::clone(&self.0.large_bodies).acquire_owned().await.ok()
     }
 
     /// When the server started, in seconds since 1970.

@@ -22,7 +22,7 @@ use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_model::Model;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
 use plimsoll_profiler::{Disabled, KvSize, ProfileSpec, Proved, Report, Target, profile};
-use plimsoll_sim::SimModel;
+use plimsoll_sim::{SimModel, StepTime};
 use serde_json::Value;
 
 use crate::args::EngineArgs;
@@ -31,9 +31,9 @@ use crate::error::Error;
 use crate::lock::Relock;
 use crate::plan_cache::{ModelKey, PlanCache};
 use crate::progress::ProfileProgress;
-use crate::source::Source;
+use crate::source::{Source, sim_step_time};
 use crate::standing::Standing;
-use crate::target::{GpuTarget, ModelTarget, SimTarget};
+use crate::target::{GpuTarget, ModelTarget, SIM_STEP_TIME, SimTarget};
 
 use keeper::Keeper;
 pub use outline::Outline;
@@ -177,7 +177,7 @@ impl Loaded {
         Ok(match &self.weights {
             Weights::Cpu(model, budget) => self.measure(self.cpu(model, budget), args)?,
             Weights::Gpu(model) => self.measure(self.gpu(model, args), args)?,
-            Weights::Sim(budget) => self.measure(self.sim(budget), args)?,
+            Weights::Sim(budget) => self.measure(self.sim(budget, args), args)?,
         })
     }
 
@@ -186,7 +186,7 @@ impl Loaded {
         match &self.weights {
             Weights::Cpu(model, budget) => self.spawn(self.cpu(model, budget), args, max_queue),
             Weights::Gpu(model) => self.spawn(self.gpu(model, args), args, max_queue),
-            Weights::Sim(budget) => self.spawn(self.sim(budget), args, max_queue),
+            Weights::Sim(budget) => self.spawn(self.sim(budget, args), args, max_queue),
         }
     }
 
@@ -212,10 +212,15 @@ impl Loaded {
         }
     }
 
-    fn sim(&self, budget: &Budget) -> SimTarget {
+    fn sim(&self, budget: &Budget, args: &EngineArgs) -> SimTarget {
+        let base = sim_step_time(args.model.model());
         SimTarget {
             limits: self.limits,
             budget: budget.clone(),
+            step_time: base.map_or(SIM_STEP_TIME, |base| StepTime {
+                base,
+                ..StepTime::default()
+            }),
         }
     }
 

@@ -11,6 +11,7 @@ use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
 pub(crate) struct SimTarget {
     pub(crate) limits: StepLimits,
     pub(crate) budget: Budget,
+    pub(crate) step_time: StepTime,
 }
 
 /// Made up, of the order of a small model's.
@@ -18,7 +19,7 @@ pub(crate) const KV_BYTES_PER_TOKEN: u64 = 16 << 10;
 const SCRATCH_BYTES_PER_TOKEN: u64 = 32 << 10;
 
 /// Long enough that requests meet each other, as they do on a real device.
-const STEP_TIME: StepTime = StepTime {
+pub(crate) const STEP_TIME: StepTime = StepTime {
     base: Duration::from_micros(150),
     per_token: Duration::from_micros(1),
 };
@@ -93,7 +94,7 @@ impl Target for SimTarget {
             kv: config.kv,
             limits: self.limits,
             model: SimModel::text(),
-            step_time: STEP_TIME,
+            step_time: self.step_time,
         });
         executor.allow_synthetic(true);
         Ok(SimState {

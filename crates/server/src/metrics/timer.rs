@@ -12,6 +12,7 @@ pub(crate) struct Timer {
     first_token: Option<Instant>,
     last_token: Instant,
     tokens: usize,
+    ended: bool,
 }
 
 impl Timer {
@@ -31,6 +32,7 @@ impl Timer {
             first_token: None,
             last_token: now,
             tokens: 0,
+            ended: false,
         }
     }
 
@@ -62,7 +64,8 @@ impl Timer {
     }
 
     /// The request ended well, at its `max_tokens` or not.
-    pub(crate) fn finished(&self, at_length: bool) {
+    pub(crate) fn finished(&mut self, at_length: bool) {
+        self.ended = true;
         let metrics = &self.metrics;
         if at_length {
             &metrics.length
@@ -87,7 +90,20 @@ impl Timer {
     }
 
     /// The request's step failed.
-    pub(crate) fn failed(&self) {
+    pub(crate) fn failed(&mut self) {
+        self.ended = true;
         self.metrics.failed.each(|counter| counter.increment(1));
+    }
+}
+
+impl Drop for Timer {
+    /// The client went away before the end.
+    fn drop(&mut self) {
+        if !self.ended {
+            self.metrics
+                .aborted
+                .iter()
+                .for_each(|counter| counter.increment(1));
+        }
     }
 }

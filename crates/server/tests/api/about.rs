@@ -1,10 +1,13 @@
 //! What the server says about itself.
 
 use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde_json::json;
 
 use crate::CHAT;
-use crate::chat;
-use crate::rig::{Rig, Setup};
+use crate::rig::{Rig, Setup, post};
+use crate::{chat, with};
 
 #[tokio::test]
 async fn metrics_are_prometheus_text_under_both_names() {
@@ -84,6 +87,65 @@ async fn metrics_are_prometheus_text_under_both_names() {
     assert_eq!(value("vllm:time_to_first_token_seconds_count"), 1.0);
     assert_eq!(value("vllm:inter_token_latency_seconds_count"), 19.0);
     assert_eq!(value("plimsoll_request_generation_tokens_sum"), 20.0);
+}
+
+/// The value of the series with this name and all of these labels.
+fn value(page: &str, name: &str, labels: &[&str]) -> f64 {
+    let mut found = page.lines().filter_map(|line| {
+        let (series, value) = line.rsplit_once(' ')?;
+        let rest = series.strip_prefix(name)?;
+        (rest.starts_with('{') && labels.iter().all(|label| rest.contains(label)))
+            .then(|| value.parse().unwrap())
+    });
+    found
+        .next()
+        .unwrap_or_else(|| panic!("no {name}{labels:?} in {page}"))
+}
+
+#[tokio::test]
+async fn aliases_mean_what_they_mean_in_vllm() {
+    let rig = Rig::new(Setup::default());
+    let request = with(chat("x"), "n", json!(3));
+    assert_eq!(rig.post(CHAT, request).await.status, 200);
+    let page = rig.get("/metrics").await.text;
+    for (name, bound) in [
+        ("vllm:time_to_first_token_seconds_bucket", "le=\"0.02\""),
+        ("vllm:inter_token_latency_seconds_bucket", "le=\"0.15\""),
+        ("vllm:e2e_request_latency_seconds_bucket", "le=\"7680\""),
+        ("vllm:request_queue_time_seconds_bucket", "le=\"0.3\""),
+        ("vllm:request_prompt_tokens_bucket", "le=\"1000\""),
+        ("vllm:request_params_n_bucket", "le=\"5\""),
+    ] {
+        assert!(value(&page, name, &[bound]) > 0.0, "{name}");
+    }
+    assert!(!page.contains("le=\"2000\""), "no sequence has so many tokens");
+    // Every choice is a request of the engine; the parameter is counted once.
+    let success = |page: &str, reason: &str| {
+        value(
+            page,
+            "vllm:request_success_total",
+            &[&format!("finished_reason=\"{reason}\"")],
+        )
+    };
+    assert_eq!(success(&page, "length"), 3.0);
+    assert_eq!(value(&page, "vllm:request_params_n_count", &[]), 1.0);
+    assert_eq!(value(&page, "vllm:request_params_n_sum", &[]), 3.0);
+    assert_eq!((success(&page, "abort"), success(&page, "error")), (0.0, 0.0));
+
+    rig.set_step(Duration::from_millis(5));
+    let leaving = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(900));
+    drop(rig.send(post(CHAT, leaving.to_string())).await);
+    rig.until_in_flight(0).await;
+    rig.script.panic.store(true, Ordering::SeqCst);
+    assert_eq!(rig.post(CHAT, chat("x")).await.status, 500);
+    let page = rig.get("/metrics").await.text;
+    assert_eq!((success(&page, "abort"), success(&page, "error")), (1.0, 1.0));
+    let started = value(&page, "plimsoll_start_time_seconds", &[]);
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap()
+        .as_secs_f64();
+    assert!((now - 3600.0..=now).contains(&started), "{started}");
 }
 
 #[tokio::test]

@@ -2,6 +2,8 @@
 
 mod about;
 mod answers;
+mod bodies;
+mod fuzz;
 mod life;
 mod memory;
 mod openapi;

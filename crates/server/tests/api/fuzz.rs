@@ -1,0 +1,50 @@
+//! The fuzz target of the request types: any bytes as the body of any endpoint, through the whole server. `fuzz/` runs it under
+//! libFuzzer.
+
+use std::cell::LazyCell;
+
+use serde_json::{Map, Value};
+use tokio::runtime::Runtime;
+
+use crate::rig::{Rig, Setup};
+
+/// A path to requests that it accepts.
+pub(crate) fn valid() -> Map<String, Value> {
+    serde_json::from_str(include_str!("../../../../tests/http/requests.json")).expect("a file of ours")
+}
+
+struct Server {
+    runtime: Runtime,
+    rig: Rig,
+    paths: Vec<String>,
+}
+
+thread_local! {
+    static SERVER: LazyCell<Server> = LazyCell::new(|| {
+        let runtime = Runtime::new().expect("threads");
+        // What is accepted is soon done.
+        let setup = Setup { max_model_len: 512, ..Setup::default() };
+        let rig = runtime.block_on(async { Rig::new(setup) });
+        Server { runtime, rig, paths: valid().keys().cloned().collect() }
+    });
+}
+
+/// The first byte chooses the endpoint. The answer is one, and no 5xx.
+pub(crate) fn request(data: &[u8]) {
+    let Some((&first, body)) = data.split_first() else {
+        return;
+    };
+    SERVER.with(|server| {
+        let path = &server.paths[usize::from(first) % server.paths.len()];
+        server.runtime.block_on(async {
+            let answer = server.rig.post_raw(path, body.to_vec()).await;
+            let status = answer.status.as_u16();
+            let failed = status >= 500 || answer.text.contains("\"server_error\"");
+            assert!(!failed, "{path}: {}", answer.text);
+            if status >= 400 {
+                answer.error(status);
+            }
+            server.rig.until_in_flight(0).await;
+        });
+    });
+}

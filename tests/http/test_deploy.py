@@ -1,0 +1,128 @@
+"""The Helm chart, rendered by Helm's own code and checked by Kubernetes' schemas, and the compose file."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import chart as helm
+from helm_python.errors import HelmError
+
+from test_operations import ALERTS, ROOT, named, run
+
+CHART = ROOT / "deploy/helm/plimsoll"
+COMPOSE = ROOT / "deploy/compose"
+# Those that Kubernetes itself does not have.
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "InferencePool"}
+EVERYTHING = {
+    "replicas": 3, "hfTokenSecret": "hub", "args": ["--max-model-len", "8192"], "runtimeClassName": "nvidia",
+    "env": [{"name": "RUST_LOG", "value": "info"}], "imagePullSecrets": [{"name": "registry"}], "podLabels": {"team": "llm"},
+    "podAnnotations": {"a": "b"}, "nodeSelector": {"gpu": "h200"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "cache": {"storageClass": "fast", "accessModes": ["ReadWriteMany"]}, "serviceMonitor": {"enabled": True, "labels": {"release": "x"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "x"}}, "dashboard": {"enabled": True}, "inferencePool": {"enabled": True},
+}
+VALUES = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    "autoscaled": {**EVERYTHING, "autoscaling": {"enabled": True}},
+    "cpu": {"gpus": 0, "model": "sim", "cache": {"enabled": False}, "resources": {}, "serviceAccount": {"create": False},
+            "strategy": {"type": "Recreate"}},
+}
+
+
+def render(values: dict) -> list[dict]:
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(values, name="llm", namespace="serving")
+    manifests = [file for path, file in files.items() if not path.endswith("NOTES.txt")]
+    return [document for file in manifests for document in yaml.safe_load_all(file) if document]
+
+
+def of_kind(documents: list[dict], kind: str) -> dict:
+    [found] = [document for document in documents if document["kind"] == kind]
+    return found
+
+
+def test_chart_is_linted():
+    report = helm.lint(CHART, strict=True)
+    assert report["errors"] == [] and all(message["severity"] <= 1 for message in report["messages"]), report
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_manifests_have_kubernetes_schemas(name):
+    documents = render(VALUES[name])
+    kinds = [document["kind"] for document in documents]
+    assert {"Deployment", "Service", "Pod"} <= set(kinds)
+    for document in documents:
+        if document["kind"] not in CUSTOM:
+            kubernetes_validate.validate(document, "1.33", strict=True)
+    names = [(document["kind"], document["metadata"]["name"]) for document in documents]
+    assert len(names) == len(set(names)) and all(name.startswith("llm-plimsoll") for _, name in names)
+    # Everything that selects pods selects those of the deployment.
+    labels = of_kind(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert of_kind(documents, "Service")["spec"]["selector"].items() <= labels.items()
+    for document in documents:
+        selector = document["spec"].get("selector", {}) if "spec" in document else {}
+        assert selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def test_pods_are_told_what_the_values_say():
+    documents = render(EVERYTHING)
+    pod = of_kind(documents, "Deployment")["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["args"][0] == "Qwen/Qwen3-8B" and container["args"][-2:] == ["--max-model-len", "8192"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert [variable["name"] for variable in container["env"]] == ["HF_TOKEN", "RUST_LOG"]
+    # The drain fits into the time that Kubernetes gives.
+    drain = int(next(arg for arg in container["args"] if arg.startswith("--drain-timeout")).split("=")[1])
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > drain + pause
+    assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
+    # The server writes to these two alone.
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/hub", "/tmp"}
+    cpu = of_kind(render(VALUES["cpu"]), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert "nvidia.com/gpu" not in str(cpu["resources"])
+
+
+def test_scaling_and_disruptions():
+    scaled = render(VALUES["autoscaled"])
+    assert "replicas" not in of_kind(scaled, "Deployment")["spec"]
+    metrics = {metric["pods"]["metric"]["name"] for metric in of_kind(scaled, "HorizontalPodAutoscaler")["spec"]["metrics"]}
+    assert metrics == {"plimsoll_requests_waiting", "plimsoll_kv_cache_usage_ratio"}
+    assert of_kind(scaled, "PodDisruptionBudget")
+    # A budget for the only pod would keep its node from ever being drained.
+    assert "PodDisruptionBudget" not in {document["kind"] for document in render({})}
+
+
+def test_custom_resources():
+    documents = render(EVERYTHING)
+    assert of_kind(documents, "PrometheusRule")["spec"] == yaml.safe_load(ALERTS.read_text())
+    assert of_kind(documents, "ServiceMonitor")["spec"]["endpoints"] == [{"port": "http", "path": "/metrics", "interval": "15s"}]
+    assert "plimsoll_requests_running" in named(of_kind(documents, "ConfigMap")["data"]["plimsoll.json"])
+    pool = of_kind(documents, "InferencePool")
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    assert pool["spec"]["targetPorts"] == [{"number": 8000}]
+    assert pool["spec"]["endpointPickerRef"] == {"name": "llm-plimsoll-epp", "port": {"number": 9002}, "failureMode": "FailClose"}
+
+
+@pytest.mark.parametrize("wrong", [{"gpu": 1}, {"model": ""}, {"replicas": "2"}, {"autoscaling": {"maxReplica": 3}}])
+def test_unknown_and_wrong_values_are_refused(wrong):
+    with pytest.raises(HelmError), helm.Chart.load(CHART) as chart:
+        chart.validate_schema(wrong)
+
+
+def test_compose():
+    services = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert not source.startswith(".") or (COMPOSE / source).exists(), source
+    assert re.fullmatch(r"\d+s", services["plimsoll"]["stop_grace_period"])
+
+
+def test_prometheus_of_compose_is_valid(tmp_path):
+    promtool = subprocess.run([ROOT / "scripts/install-promtool"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    for file in [COMPOSE / "prometheus.yml", ALERTS]:
+        (tmp_path / file.name).write_text(Path(file).read_text())
+    run(promtool, "check", "config", tmp_path / "prometheus.yml")

@@ -1,0 +1,131 @@
+"""What operators are given: alerts, dashboard and runbooks, against the metrics of a running server."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import BINARY
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+ROOT = Path(__file__).resolve().parents[2]
+ALERTS = ROOT / "config/prometheus/alerts.yml"
+DASHBOARD = ROOT / "config/grafana/plimsoll.json"
+# Where there is no GPU, these are not on the page.
+OF_A_GPU = {"plimsoll_gpu_busy_seconds_total", "plimsoll_gpu_idle_seconds_total"}
+
+
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    script = subprocess.run([ROOT / "scripts/install-promtool"], stdout=subprocess.PIPE, text=True, check=True)
+    return script.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def exported(sim) -> set[str]:
+    """Names of the series on the page of a server that has served."""
+    sim.openai.completions.create(model="sim", prompt="a", max_tokens=2)
+    page = sim.http.get("/metrics").raise_for_status().text
+    return {re.match(r"[a-z0-9_:]+", line)[0] for line in page.splitlines() if line and not line.startswith("#")} | OF_A_GPU
+
+
+def rules() -> list[dict]:
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def queries() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def named(expression: str) -> set[str]:
+    """Metrics that a query names."""
+    return set(re.findall(r"\b(?:plimsoll_|vllm:)\w+", expression))
+
+
+def run(*command) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_alerts_fire_when_they_should(promtool):
+    run(promtool, "check", "rules", ALERTS)
+    run(promtool, "test", "rules", ALERTS.with_name("alerts_test.yml"))
+
+
+def test_every_alert_is_tested_and_has_a_runbook():
+    tested = yaml.safe_load(ALERTS.with_name("alerts_test.yml").read_text())["tests"]
+    fired = {case["alertname"] for test in tested for case in test["alert_rule_test"] if case["exp_alerts"]}
+    runbook = (ROOT / "docs/operations.md").read_text()
+    for rule in rules():
+        assert rule["alert"] in fired
+        assert f"\n### {rule['alert']}\n" in runbook
+        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{rule['alert'].lower()}"
+    assert set(re.findall(r"^### (Plimsoll\w+)$", runbook, re.MULTILINE)) == {rule["alert"] for rule in rules()}
+
+
+def test_every_query_names_metrics_that_are_exported(exported):
+    for expression in [rule["expr"] for rule in rules()] + queries():
+        assert named(expression) or expression.startswith("up{"), expression
+        assert named(expression) <= exported, f"{expression}: not exported: {named(expression) - exported}"
+
+
+def test_documented_metrics_are_exported(exported):
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported}
+    unknown = named((ROOT / "docs/operations.md").read_text()) - exported - families - {"vllm:lora_requests_info"}
+    assert not unknown
+
+
+def test_flags_of_the_migration_table_exist():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/operations.md").read_text().split("## Coming from")[1], re.MULTILINE)
+    flags = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row)}
+    assert len(flags) > 12
+    help_page = subprocess.run([BINARY, "serve", "--help"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    # The opposite of a switch is not on the page, but there.
+    known = set(re.findall(r"--[a-z-]+", help_page)) | {"--model"}
+    assert flags <= known, flags - known
+
+
+def test_dockerfile_is_linted():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    run(hadolint, "--config", ROOT / ".hadolint.yaml", ROOT / "Dockerfile")
+
+
+def test_queries_of_the_dashboard_are_promql(promtool, tmp_path):
+    # Grafana fills in these two before it asks.
+    plain = [re.sub(r"\$__rate_interval", "1m", query).replace("$model", ".*").replace("$instance", ".*") for query in queries()]
+    records = [{"record": f"query:{i}", "expr": query} for i, query in enumerate(plain)]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": records}]}))
+    run(promtool, "check", "rules", file)
+
+
+def test_dashboard_has_grafanas_schema():
+    plugins.register_default_plugins()
+    given = json.loads(DASHBOARD.read_text())
+    # What Grafana's own types do not know is lost on the way through them.
+    parsed = json.loads(JSONEncoder().encode(Dashboard.from_json(given)))
+    assert lost(given, parsed) == []
+    ids = [panel["id"] for panel in given["panels"]]
+    assert len(ids) == len(set(ids))
+    taken = set()
+    for panel in given["panels"]:
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert place["x"] + place["w"] <= 24 and not cells & taken, f"{panel['title']} overlaps"
+        taken |= cells
+
+
+def lost(given, parsed, path="") -> list[str]:
+    """Paths whose value is another in `parsed`, or is not there."""
+    if isinstance(given, dict) and isinstance(parsed, dict):
+        return [p for key, value in given.items() for p in lost(value, parsed.get(key, "missing"), f"{path}/{key}")]
+    if isinstance(given, list) and isinstance(parsed, list) and len(given) == len(parsed):
+        return [p for i, pair in enumerate(zip(given, parsed)) for p in lost(*pair, f"{path}/{i}")]
+    return [] if given == parsed else [path]
