@@ -11,7 +11,10 @@ use plimsoll_cli::args::Cli;
 const FOREIGN: [&str; 4] = ["rm", "gpus", "set", "previous"];
 /// Below these headings flags are those of other servers, up to the next heading. Ours beside them are checked by
 /// `tests/http/test_operations.py`.
-const OTHERS: [&str; 2] = ["## How other servers size memory", "## Coming from another server"];
+const OTHERS: [&str; 2] = [
+    "## How other servers size memory",
+    "## Coming from another server",
+];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -131,8 +134,10 @@ fn a_flag_that_does_not_exist_is_found() {
     );
     assert_eq!(complaints("plimsoll selftest --url http://a", &known).len(), 0);
     assert_eq!(complaints("docker run --rm --gpus all x", &known).len(), 0);
-    let others = format!("{OTHERS}\n`--theirs`\n## Ours\n`--theirs`");
-    assert_eq!(complaints(&others, &known).len(), 1);
+    let others = OTHERS.map(|heading| format!("{heading}\n`--theirs`\n## Ours\n`--theirs`"));
+    for text in others {
+        assert_eq!(complaints(&text, &known).len(), 1);
+    }
     assert_eq!(complaints("| a --- b | c--d | -- |", &known).len(), 0);
 }
 
