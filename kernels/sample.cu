@@ -260,3 +260,38 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads, 2)
     // No block may end while another writes to its memory.
     group.sync();
 }
+
+// `TokenRank` of crates/kernels/src/cuda/sample.rs.
+struct TokenRank {
+    float logprob;
+    uint32_t rank;
+};
+
+// Where `targets[row]` stands among the logits of its row, a block per row: behind what is likelier, and behind what is as
+// likely and has a lower id. `best` and `likeliest` are what `sample` found in the same logits: the log-probability has the
+// bits that it gives the same token.
+extern "C" __global__ void __launch_bounds__(kSampleThreads)
+    rank_targets(const float* all_logits, int vocab, const int* targets, const int* best, const RowLogprobs* likeliest,
+         TokenRank* ranks) {
+    __shared__ uint32_t warp_before[kSampleWarps];
+    pdl_launch();
+    pdl_wait();
+    const int row = blockIdx.x;
+    const float* const logits = all_logits + static_cast<int64_t>(row) * vocab;
+    const int target = targets[row];
+    const float logit = logits[target];
+    uint32_t before = 0;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < vocab; i += kSampleThreads) {
+        const float other = logits[i];
+        before += other > logit || (other == logit && i < target);
+    }
+    before = __reduce_add_sync(kAllLanes, before);
+    if (threadIdx.x % kWarp == 0) warp_before[threadIdx.x / kWarp] = before;
+    __syncthreads();
+    if (threadIdx.x != 0 || best[row] < 0) return;
+    before = 0;
+    for (int w = 0; w < kSampleWarps; ++w) before += warp_before[w];
+    // The likeliest token's log-probability is minus the logarithm of the sum.
+    ranks[row] = {logit - logits[best[row]] + likeliest[row].sampled, before + 1};
+}

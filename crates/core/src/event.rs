@@ -1,7 +1,7 @@
 use crate::{StepError, TokenId};
 
-/// What a client of the engine hears about its request, in this order: `Admitted`, then `Token`s. The last event is a
-/// `Token` with `finish`, or `Failed`.
+/// What a client of the engine hears about its request, in this order: `Admitted`, then `Prompt`s if it asked for them, then
+/// `Token`s. The last event is a `Token` or `Prompt` with `finish`, or `Failed`.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The request got KV and runs. Repeated after a preemption.
@@ -9,10 +9,35 @@ pub enum Event {
         /// Prompt tokens that need not be computed because the prefix cache holds them.
         cached_tokens: usize,
     },
+    /// The log-probabilities of the prompt's next tokens.
+    Prompt(PromptEvent),
     /// One more token.
     Token(TokenEvent),
     /// The step that worked on this request failed; nothing more will come.
     Failed(StepError),
+}
+
+/// Some of the prompt is scored.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PromptEvent {
+    /// Of the tokens after those told before; the first event begins with the prompt's second token, as nothing predicts the
+    /// first. Every token is told once, whatever had to be computed again.
+    pub logprobs: Vec<PromptLogprob>,
+    /// Present on the last event of a request for no output.
+    pub finish: Option<FinishReason>,
+}
+
+/// How likely a token of the prompt was, by the model's own distribution: no penalty, bias, temperature or truncation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PromptLogprob {
+    /// The token.
+    pub token: TokenId,
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+    /// 1 for the likeliest of all. Equal ones rank by lower token id.
+    pub rank: u32,
+    /// The likeliest tokens, best first, as many as were asked for.
+    pub top: Vec<TokenLogprob>,
 }
 
 /// One generated token.

@@ -14,11 +14,11 @@ mod request;
 mod sampling;
 
 pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
-pub use event::{Event, FinishReason, Logprobs, TokenEvent, TokenLogprob};
+pub use event::{Event, FinishReason, Logprobs, PromptEvent, PromptLogprob, TokenEvent, TokenLogprob};
 pub use executor::{DeviceTime, Executor, StepError};
 pub use ids::{BlockId, RequestId, TokenId};
 pub use memory::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 pub use metadata::{MetaValue, Metadata};
-pub use plan::{Run, RunInput, SampleSpec, Sampled, StepOutput, StepPlan};
+pub use plan::{Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
 pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::{BlockId, Logprobs, RequestId, SamplingParams, TokenId};
+use crate::{BlockId, Logprobs, PromptLogprob, RequestId, SamplingParams, TokenId};
 
 /// One step: what the device does between two decisions of the scheduler. Pure data.
 #[derive(Clone, Debug, Default)]
@@ -15,6 +15,12 @@ impl StepPlan {
     /// Tokens over all runs.
     pub fn num_tokens(&self) -> usize {
         self.runs.iter().map(|run| run.input.len()).sum()
+    }
+
+    /// Rows whose next token is a prompt's and scored, over all runs.
+    pub fn num_scored(&self) -> usize {
+        let scores = self.runs.iter().filter_map(|run| run.score.as_ref());
+        scores.map(|score| score.targets.len()).sum()
     }
 
     /// True where there is nothing to do.
@@ -36,6 +42,8 @@ pub struct Run {
     pub blocks: Vec<BlockId>,
     /// Sample after the last token of the run; `None` where the prompt goes on in a later step.
     pub sample: Option<SampleSpec>,
+    /// Find log-probabilities of prompt tokens that follow tokens of the run.
+    pub score: Option<ScoreSpec>,
 }
 
 impl Run {
@@ -84,11 +92,32 @@ pub struct SampleSpec {
     pub prompt_len: usize,
 }
 
+/// Of which prompt tokens the log-probabilities are wanted: each stands right after a token of the run, from which it is
+/// predicted. The row that is sampled from is not among them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ScoreSpec {
+    /// The token of the run, counted from 0, after which the first of them stands.
+    pub first: usize,
+    /// The prompt's tokens from there on, at least one.
+    pub targets: Vec<TokenId>,
+    /// How many of the likeliest tokens to report at each place.
+    pub top: usize,
+}
+
+impl ScoreSpec {
+    /// The tokens of the run after which they stand.
+    pub fn rows(&self) -> std::ops::Range<usize> {
+        self.first..self.first + self.targets.len()
+    }
+}
+
 /// What a step produced.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepOutput {
     /// One entry per run of the plan, in its order; `None` where the run did not sample.
     pub samples: Vec<Option<Sampled>>,
+    /// One entry per run that has a `score`, in the plan's order: one element per target.
+    pub scores: Vec<Vec<PromptLogprob>>,
 }
 
 /// One sampled token.

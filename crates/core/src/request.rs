@@ -33,6 +33,11 @@ pub struct RequestOptions {
     pub seed: u64,
     /// Generation ends after any of these (end-of-sequence tokens included by the caller unless ignored).
     pub stop_token_ids: Vec<TokenId>,
+    /// `Some(k)`: log-probabilities of the prompt's tokens, and the `k` likeliest at each place (at most
+    /// [`SamplingParams::MAX_LOGPROBS`]). `max_tokens` may then be 0.
+    pub prompt_logprobs: Option<u32>,
+    /// The prefix cache is shared with requests of the same salt alone.
+    pub cache_salt: Option<Arc<str>>,
 }
 
 /// Why a request can never be served by this server.
@@ -49,7 +54,7 @@ pub enum RequestError {
     TooLong {
         /// Prompt tokens.
         prompt: usize,
-        /// Output tokens asked for, at least 1.
+        /// Output tokens asked for.
         output: usize,
         /// [`Limits::max_request_tokens`].
         limit: usize,
@@ -76,6 +81,8 @@ pub struct Request {
     sampling: Arc<SamplingParams>,
     seed: u64,
     stop_token_ids: Vec<TokenId>,
+    prompt_logprobs: Option<usize>,
+    cache_salt: Option<Arc<str>>,
 }
 
 impl Request {
@@ -87,6 +94,8 @@ impl Request {
             sampling,
             seed,
             stop_token_ids,
+            prompt_logprobs,
+            cache_salt,
         } = options;
         let limit = limits.max_request_tokens();
         if prompt.is_empty() {
@@ -100,9 +109,10 @@ impl Request {
         {
             return Err(RequestError::UnknownToken { token, vocab_size });
         }
-        if max_tokens == Some(0) {
+        if max_tokens == Some(0) && prompt_logprobs.is_none() {
             return Err(ParamError::new("max_tokens", "max_tokens must be at least 1").into());
         }
+        let prompt_logprobs = SamplingParams::top_logprobs("prompt_logprobs", prompt_logprobs, vocab_size)?;
         let room = limit.saturating_sub(prompt.len());
         let output = max_tokens.unwrap_or(room.max(1));
         if output > room {
@@ -119,6 +129,8 @@ impl Request {
             sampling: Arc::new(SamplingParams::new(&sampling, vocab_size)?),
             seed,
             stop_token_ids,
+            prompt_logprobs,
+            cache_salt,
         })
     }
 
@@ -132,7 +144,7 @@ impl Request {
         &self.prompt
     }
 
-    /// Tokens to generate at most, at least 1; prompt plus these fit the model and the KV cache.
+    /// Tokens to generate at most; prompt plus these fit the model and the KV cache. 0 only where the prompt is scored.
     pub fn max_tokens(&self) -> usize {
         self.max_tokens
     }
@@ -155,6 +167,16 @@ impl Request {
     /// Generation ends after any of these.
     pub fn stop_token_ids(&self) -> &[TokenId] {
         &self.stop_token_ids
+    }
+
+    /// `Some(k)`: the prompt's tokens are scored, with the `k` likeliest at each place.
+    pub fn prompt_logprobs(&self) -> Option<usize> {
+        self.prompt_logprobs
+    }
+
+    /// With whom the prefix cache is shared: requests of the same salt.
+    pub fn cache_salt(&self) -> Option<&str> {
+        self.cache_salt.as_deref()
     }
 }
 
@@ -199,6 +221,31 @@ mod tests {
         );
         assert_eq!(request(0, None).unwrap_err(), RequestError::EmptyPrompt);
         assert!(matches!(request(4, Some(0)), Err(RequestError::Param(e)) if e.param == "max_tokens"));
+    }
+
+    #[test]
+    fn a_prompt_to_be_scored_needs_no_output() {
+        let scored = |prompt, k| {
+            let options = RequestOptions {
+                prompt: vec![1; prompt],
+                max_tokens: Some(0),
+                prompt_logprobs: Some(k),
+                ..Default::default()
+            };
+            Request::new(RequestId(0), options, &LIMITS)
+        };
+        let request = scored(12, 20).unwrap();
+        assert_eq!((request.max_tokens(), request.longest()), (0, 12));
+        assert_eq!(
+            request.prompt_logprobs(),
+            Some(10),
+            "no more than the vocabulary has"
+        );
+        assert!(matches!(
+            scored(13, 0),
+            Err(RequestError::TooLong { output: 0, .. })
+        ));
+        assert!(matches!(scored(1, 21), Err(RequestError::Param(e)) if e.param == "prompt_logprobs"));
     }
 
     #[test]

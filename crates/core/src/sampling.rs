@@ -57,10 +57,26 @@ pub struct SamplingParams {
     logprobs: Option<usize>,
 }
 
-/// Most `top_logprobs` a request may ask for (OpenAI's limit).
-const MAX_LOGPROBS: u32 = 20;
-
 impl SamplingParams {
+    /// Most of the likeliest tokens that a request may ask for (OpenAI's limit).
+    pub const MAX_LOGPROBS: u32 = 20;
+
+    /// How many of the likeliest tokens the field `param` asks for, at most the vocabulary.
+    pub(crate) fn top_logprobs(
+        param: &'static str,
+        asked: Option<u32>,
+        vocab_size: usize,
+    ) -> Result<Option<usize>, ParamError> {
+        match asked {
+            Some(k) if k > Self::MAX_LOGPROBS => {
+                let most = Self::MAX_LOGPROBS;
+                let message = format!("{param}: at most {most} logprobs can be returned, {k} were asked for");
+                Err(ParamError::new(param, message))
+            }
+            k => Ok(k.map(|k| (k as usize).min(vocab_size))),
+        }
+    }
+
     /// Checks every parameter against its range and `logit_bias` against the vocabulary.
     pub fn new(options: &SamplingOptions, vocab_size: usize) -> Result<Self, ParamError> {
         let temperature = in_range("temperature", options.temperature, 1.0, 0.0, 100.0)?;
@@ -88,13 +104,7 @@ impl SamplingParams {
                 ));
             }
         };
-        let logprobs = match options.logprobs {
-            Some(k) if k > MAX_LOGPROBS => {
-                let message = format!("at most {MAX_LOGPROBS} logprobs can be returned, {k} were asked for");
-                return Err(ParamError::new("top_logprobs", message));
-            }
-            k => k.map(|k| (k as usize).min(vocab_size)),
-        };
+        let logprobs = Self::top_logprobs("top_logprobs", options.logprobs, vocab_size)?;
         let mut logit_bias = Vec::with_capacity(options.logit_bias.len());
         for &(token, bias) in &options.logit_bias {
             if token as usize >= vocab_size {

@@ -12,7 +12,7 @@ pub struct StepShape {
     pub tokens: usize,
     /// Tokens of its longest request, those before the step included.
     pub longest_context: usize,
-    /// Kinds of sampling, sorted: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`.
+    /// Kinds of sampling, sorted: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`; and `prompt_logprobs`.
     pub sampling: BTreeSet<&'static str>,
 }
 
@@ -23,7 +23,10 @@ impl From<&StepPlan> for StepShape {
             rows: plan.runs.len(),
             tokens: plan.num_tokens(),
             longest_context: plan.runs.iter().map(|run| run.end()).max().unwrap_or(0),
-            sampling: specs.flat_map(|spec| kinds(&spec.params)).collect(),
+            sampling: specs
+                .flat_map(|spec| kinds(&spec.params))
+                .chain((plan.num_scored() > 0).then_some("prompt_logprobs"))
+                .collect(),
         }
     }
 }
@@ -80,6 +83,7 @@ mod tests {
             input: RunInput::Known(vec![1; tokens]),
             blocks: Vec::new(),
             sample,
+            score: None,
         }
     }
 

@@ -65,6 +65,7 @@ impl Drop for RequestStream {
 pub(crate) fn is_last(event: &Event) -> bool {
     match event {
         Event::Admitted { .. } => false,
+        Event::Prompt(prompt) => prompt.finish.is_some(),
         Event::Token(token) => token.finish.is_some(),
         Event::Failed(_) => true,
     }

@@ -131,7 +131,7 @@ async fn read(mut stream: RequestStream) -> (Vec<u32>, Result<FinishReason, Step
             .await
             .expect("the stream hangs");
         match event.expect("a stream ends with an event that says so") {
-            Event::Admitted { .. } => {}
+            Event::Admitted { .. } | Event::Prompt(_) => {}
             Event::Token(event) => {
                 tokens.push(event.token);
                 if let Some(reason) = event.finish {

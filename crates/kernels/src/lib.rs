@@ -31,6 +31,7 @@ mod quantize;
 mod quantized;
 mod rope;
 mod sample;
+mod score;
 mod simd;
 #[cfg(test)]
 mod testing;
@@ -45,4 +46,5 @@ pub use norm::{add_rms_norm, rms_norm};
 pub use parallel::{set_threads, threads};
 pub use rope::{QkNorm, qk_norm_rope_kv_write, rope_angles};
 pub use sample::{SampleError, sample, sample_scratch};
+pub use score::{ScoreRow, score};
 pub use simd::instruction_set;

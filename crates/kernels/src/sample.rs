@@ -152,7 +152,7 @@ fn penalize(logits: &mut [f32], spec: &SampleSpec, marks: &mut [u32]) {
 }
 
 /// The token with the largest logit. Turns NaN into -inf on the way.
-fn argmax(logits: &mut [f32]) -> Result<TokenId, SampleError> {
+pub(crate) fn argmax(logits: &mut [f32]) -> Result<TokenId, SampleError> {
     let (mut best, mut max) = (0, f32::NEG_INFINITY);
     for (token, logit) in logits.iter_mut().enumerate() {
         if logit.is_nan() {
@@ -203,9 +203,9 @@ impl Kernel for Weights<'_> {
 }
 
 /// `ln Σ exp(logit - max)`.
-struct LogSumExp<'a> {
-    logits: &'a [f32],
-    max: f32,
+pub(crate) struct LogSumExp<'a> {
+    pub(crate) logits: &'a [f32],
+    pub(crate) max: f32,
 }
 
 impl Kernel for LogSumExp<'_> {
@@ -226,7 +226,7 @@ impl Kernel for LogSumExp<'_> {
 }
 
 /// The `k` tokens with the largest logits, best first.
-fn top(logits: &[f32], k: usize) -> Vec<TokenId> {
+pub(crate) fn top(logits: &[f32], k: usize) -> Vec<TokenId> {
     let mut best: Vec<TokenId> = Vec::with_capacity(k + 1);
     let mut least = f32::NEG_INFINITY;
     for (token, &logit) in logits.iter().enumerate() {

@@ -14,5 +14,5 @@ mod manager;
 mod prefix;
 mod table;
 
-pub use manager::{KvManager, KvStats, OutOfBlocks};
+pub use manager::{KvManager, KvStats, OutOfBlocks, Sharing};
 pub use table::BlockTable;

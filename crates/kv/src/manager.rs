@@ -1,10 +1,6 @@
 use plimsoll_core::{BlockId, KvConfig, TokenId};
 
-use crate::{
-    BlockTable,
-    free_list::FreeList,
-    prefix::{Prefix, PrefixIndex},
-};
+use crate::{BlockTable, free_list::FreeList, prefix::PrefixIndex};
 
 /// Too few blocks are unreferenced; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -27,6 +23,25 @@ pub struct KvStats {
     pub cached: usize,
     /// Cached blocks given up since the start because their memory was needed.
     pub evictions: u64,
+}
+
+/// Which cached blocks a new table may share.
+#[derive(Clone, Copy, Debug)]
+pub struct Sharing<'a> {
+    /// Only those of tables with the same salt.
+    pub salt: Option<&'a str>,
+    /// No more than these tokens: those after them are to be computed, whatever is cached.
+    pub most: usize,
+}
+
+impl Default for Sharing<'_> {
+    /// All that there are.
+    fn default() -> Self {
+        Self {
+            salt: None,
+            most: usize::MAX,
+        }
+    }
 }
 
 /// Owns every block of the KV cache and says who may use it.
@@ -72,9 +87,14 @@ impl KvManager {
         self.free.len()
     }
 
-    /// A table with room for all of `tokens` that shares the longest cached prefix, at most all but the last token.
-    /// Fails unless `headroom` blocks stay available.
-    pub fn open(&mut self, tokens: &[TokenId], headroom: usize) -> Result<BlockTable, OutOfBlocks> {
+    /// A table with room for all of `tokens` that shares the longest cached prefix that `sharing` allows, at most all but the
+    /// last token. Fails unless `headroom` blocks stay available.
+    pub fn open(
+        &mut self,
+        tokens: &[TokenId],
+        sharing: Sharing<'_>,
+        headroom: usize,
+    ) -> Result<BlockTable, OutOfBlocks> {
         let available = self.free.len();
         if available <= headroom {
             // Even a fully cached prompt needs one block; a long queue must not be hashed anew in every step.
@@ -84,7 +104,7 @@ impl KvManager {
             });
         }
         let total = self.config.block_size.blocks_for(tokens.len());
-        let mut table = self.longest_prefix(tokens, total);
+        let mut table = self.longest_prefix(tokens, sharing, total);
         // Shared blocks that nobody else references leave the free list too.
         let idle = table
             .blocks
@@ -203,14 +223,15 @@ impl KvManager {
         self.index.check_invariants()
     }
 
-    fn longest_prefix(&self, tokens: &[TokenId], capacity: usize) -> BlockTable {
+    fn longest_prefix(&self, tokens: &[TokenId], sharing: Sharing<'_>, capacity: usize) -> BlockTable {
         let mut table = BlockTable {
             blocks: Vec::with_capacity(capacity),
             computed: 0,
-            prefix: Prefix::EMPTY,
+            prefix: self.index.root(sharing.salt),
         };
         if self.prefix_caching {
             let shareable = &tokens[..tokens.len().saturating_sub(1)];
+            let shareable = &shareable[..shareable.len().min(sharing.most)];
             for block_tokens in shareable.chunks_exact(self.config.block_size.tokens()) {
                 let Some((block, prefix)) = self.index.find(table.prefix, block_tokens) else {
                     break;

@@ -10,7 +10,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub(crate) struct Prefix(u64);
 
 impl Prefix {
-    pub(crate) const EMPTY: Self = Self(0);
+    const EMPTY: Self = Self(0);
+    /// In the names of salts, which no sequence of tokens reaches by counting.
+    const SALTED: u64 = 1 << 63;
 }
 
 /// Which block holds which tokens. The identity of a cached block is (everything before it, its own tokens); both are
@@ -25,6 +27,8 @@ pub(crate) struct PrefixIndex {
     last: Prefix,
     /// Unpredictable, lest a client craft prompts that collide.
     seed: u64,
+    /// Likewise keyed: nobody finds a salt with the name of another.
+    salts: RandomState,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +47,15 @@ impl PrefixIndex {
             block_size: config.block_size.tokens(),
             last: Prefix::EMPTY,
             seed: RandomState::new().hash_one(0),
+            salts: RandomState::new(),
         }
+    }
+
+    /// Where the sequences of `salt` begin: they share nothing with those of another.
+    pub(crate) fn root(&self, salt: Option<&str>) -> Prefix {
+        salt.map_or(Prefix::EMPTY, |salt| {
+            Prefix(Prefix::SALTED | self.salts.hash_one(salt))
+        })
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -1,7 +1,7 @@
 //! What the manager promises, one promise at a time.
 
 use plimsoll_core::{BlockSize, KvConfig, TokenId};
-use plimsoll_kv::{BlockTable, KvManager, OutOfBlocks};
+use plimsoll_kv::{BlockTable, KvManager, OutOfBlocks, Sharing};
 
 fn manager(num_blocks: usize) -> KvManager {
     KvManager::new(
@@ -19,7 +19,9 @@ fn tokens(kind: TokenId, n: usize) -> Vec<TokenId> {
 }
 
 fn compute(manager: &mut KvManager, tokens: &[TokenId]) -> BlockTable {
-    let mut table = manager.open(tokens, 0).expect("there is room");
+    let mut table = manager
+        .open(tokens, Sharing::default(), 0)
+        .expect("there is room");
     manager.commit(&mut table, tokens);
     table
 }
@@ -27,15 +29,15 @@ fn compute(manager: &mut KvManager, tokens: &[TokenId]) -> BlockTable {
 #[test]
 fn blocks_are_shared_once_computed_and_counted() {
     let mut manager = manager(8);
-    let mut first = manager.open(&tokens(1, 20), 0).unwrap();
-    let second = manager.open(&tokens(1, 20), 0).unwrap();
+    let mut first = manager.open(&tokens(1, 20), Sharing::default(), 0).unwrap();
+    let second = manager.open(&tokens(1, 20), Sharing::default(), 0).unwrap();
     assert_eq!(
         (first.computed(), second.computed(), manager.stats().used),
         (0, 0, 6),
         "nothing is computed yet"
     );
     manager.commit(&mut first, &tokens(1, 17));
-    let third = manager.open(&tokens(1, 20), 0).unwrap();
+    let third = manager.open(&tokens(1, 20), Sharing::default(), 0).unwrap();
     assert_eq!((third.computed(), manager.stats().used), (16, 7));
     assert_eq!(third.blocks()[..2], first.blocks()[..2]);
     assert_ne!(third.blocks()[2], first.blocks()[2]);
@@ -52,10 +54,16 @@ fn the_last_token_is_always_computed() {
     let mut manager = manager(8);
     let table = compute(&mut manager, &tokens(1, 16));
     manager.release(table);
-    let table = manager.open(&tokens(1, 16), 0).unwrap();
+    let table = manager.open(&tokens(1, 16), Sharing::default(), 0).unwrap();
     assert_eq!(table.computed(), 8, "the second block holds the last token");
     manager.release(table);
-    assert_eq!(manager.open(&tokens(1, 17), 0).unwrap().computed(), 16);
+    assert_eq!(
+        manager
+            .open(&tokens(1, 17), Sharing::default(), 0)
+            .unwrap()
+            .computed(),
+        16
+    );
 }
 
 #[test]
@@ -63,14 +71,14 @@ fn all_or_nothing() {
     let mut manager = manager(4);
     let mut table = compute(&mut manager, &tokens(1, 16));
     assert_eq!(
-        manager.open(&tokens(2, 17), 0).unwrap_err(),
+        manager.open(&tokens(2, 17), Sharing::default(), 0).unwrap_err(),
         OutOfBlocks {
             needed: 3,
             available: 2
         }
     );
     assert_eq!(
-        manager.open(&tokens(2, 9), 1).unwrap_err(),
+        manager.open(&tokens(2, 9), Sharing::default(), 1).unwrap_err(),
         OutOfBlocks {
             needed: 3,
             available: 2
@@ -96,14 +104,20 @@ fn the_least_recently_used_goes_first_and_ends_before_beginnings() {
         manager.release(table);
     }
     // Used again: now 2 is the oldest.
-    let table = manager.open(&tokens(1, 17), 0).unwrap();
+    let table = manager.open(&tokens(1, 17), Sharing::default(), 0).unwrap();
     assert_eq!(
         (table.computed(), manager.stats().evictions),
         (16, 1),
         "the third block was the end of 2"
     );
     manager.release(table);
-    assert_eq!(manager.open(&tokens(2, 17), 0).unwrap().computed(), 8);
+    assert_eq!(
+        manager
+            .open(&tokens(2, 17), Sharing::default(), 0)
+            .unwrap()
+            .computed(),
+        8
+    );
 }
 
 #[test]
@@ -112,8 +126,8 @@ fn a_block_whose_beginning_is_gone_is_not_found_after_another() {
     let (a, b, rest) = (tokens(1, 8), tokens(2, 8), tokens(3, 9));
     let then_rest = |first: &[TokenId]| [first, &rest].concat();
     // Both compute `a`; one copy is cached and its owner leaves, the other goes on and caches what follows `a`.
-    let mut short = manager.open(&a, 0).unwrap();
-    let mut long = manager.open(&then_rest(&a), 0).unwrap();
+    let mut short = manager.open(&a, Sharing::default(), 0).unwrap();
+    let mut long = manager.open(&then_rest(&a), Sharing::default(), 0).unwrap();
     manager.commit(&mut short, &a);
     manager.commit(&mut long, &then_rest(&a)[..16]);
     let reused = short.blocks()[0];
@@ -122,12 +136,48 @@ fn a_block_whose_beginning_is_gone_is_not_found_after_another() {
     let table = compute(&mut manager, &b);
     assert_eq!(table.blocks(), [reused]);
     manager.release(long);
-    let table = manager.open(&then_rest(&b), 0).unwrap();
+    let table = manager.open(&then_rest(&b), Sharing::default(), 0).unwrap();
     assert_eq!(
         table.computed(),
         8,
         "what is cached after `a` is not what comes after `b`"
     );
+}
+
+#[test]
+fn equal_prompts_share_nothing_across_salts() {
+    let mut manager = manager(8);
+    let tokens = tokens(1, 20);
+    let salted = |salt| Sharing {
+        salt,
+        ..Sharing::default()
+    };
+    for salt in [None, Some("ours"), Some("theirs"), Some("")] {
+        let mut table = manager.open(&tokens, salted(salt), 0).unwrap();
+        assert_eq!(table.computed(), 0, "{salt:?}");
+        manager.commit(&mut table, &tokens);
+        manager.release(table);
+        let again = manager.open(&tokens, salted(salt), 0).unwrap();
+        assert_eq!(again.computed(), 16, "{salt:?}");
+        manager.release(again);
+    }
+}
+
+#[test]
+fn no_more_is_shared_than_may_be() {
+    let mut manager = manager(8);
+    let tokens = tokens(1, 20);
+    let table = compute(&mut manager, &tokens);
+    manager.release(table);
+    for (most, shared) in [(0, 0), (7, 0), (8, 8), (15, 8), (16, 16), (20, 16)] {
+        let sharing = Sharing {
+            most,
+            ..Sharing::default()
+        };
+        let table = manager.open(&tokens, sharing, 0).unwrap();
+        assert_eq!(table.computed(), shared, "{most}");
+        manager.release(table);
+    }
 }
 
 #[test]
@@ -144,7 +194,10 @@ fn without_prefix_caching_nothing_is_kept() {
     assert_eq!(
         (
             manager.stats().cached,
-            manager.open(&tokens(1, 40), 0).unwrap().computed()
+            manager
+                .open(&tokens(1, 40), Sharing::default(), 0)
+                .unwrap()
+                .computed()
         ),
         (0, 0)
     );

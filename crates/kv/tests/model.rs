@@ -1,7 +1,7 @@
 //! The manager against a naive model that keeps everything in vectors and searches them from end to end.
 
 use plimsoll_core::{BlockId, BlockSize, KvConfig, TokenId};
-use plimsoll_kv::{BlockTable, KvManager};
+use plimsoll_kv::{BlockTable, KvManager, Sharing};
 use proptest::{collection::vec, prelude::*};
 
 const BLOCK_SIZE: usize = 8;
@@ -185,7 +185,7 @@ proptest! {
             match op {
                 Op::Open { documents, headroom } => {
                     let tokens = prompt(&documents);
-                    let opened = manager.open(&tokens, headroom);
+                    let opened = manager.open(&tokens, Sharing::default(), headroom);
                     prop_assert_eq!(opened.is_ok(), naive.open(&tokens, headroom));
                     open.extend(opened.map(|table| Open { table, tokens }));
                 }

@@ -47,6 +47,7 @@ impl Bounds {
             unique
                 .and_then(|()| self.check_input(run, last))
                 .and_then(|()| self.check_blocks(run))
+                .and_then(|()| self.check_score(run))
                 .and_then(|()| {
                     run.sample
                         .as_ref()
@@ -103,6 +104,21 @@ impl Bounds {
         }
     }
 
+    /// Every scored token follows a token of the run. The row that is sampled from is not scored too.
+    fn check_score(&self, run: &Run) -> Result<(), String> {
+        let Some(score) = &run.score else { return Ok(()) };
+        let rows = run.input.len() - usize::from(run.sample.is_some());
+        let end = score.first.checked_add(score.targets.len());
+        if score.targets.is_empty() || end.is_none_or(|end| end > rows) {
+            return Err(format!(
+                "{} tokens from row {} on are to be scored by {rows} rows",
+                score.targets.len(),
+                score.first
+            ));
+        }
+        self.check_tokens(&score.targets)
+    }
+
     fn check_sample(&self, sample: &SampleSpec) -> Result<(), String> {
         if sample.params.needs_history() && sample.prompt_len > sample.history.len() {
             return Err(format!(
@@ -140,10 +156,5 @@ impl<'a> Batch<'a> {
             first_row += len;
         }
         Self { tokens, runs }
-    }
-
-    /// The last row of run `index`.
-    pub(crate) fn last_row(&self, index: usize) -> usize {
-        self.runs[index].first_row + self.runs[index].len - 1
     }
 }

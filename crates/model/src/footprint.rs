@@ -19,8 +19,10 @@ use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError};
 pub struct StepSize {
     /// Tokens.
     pub tokens: usize,
-    /// Rows that are sampled from, at least one.
+    /// Rows that are sampled from.
     pub samples: usize,
+    /// Rows whose next token is a prompt's and scored.
+    pub scored: usize,
 }
 
 /// What steps take from a growable arena, in bytes.
@@ -161,7 +163,12 @@ impl Footprint {
 
     /// The allocations of [`crate::Runner`] in one step, in its order; `None` if no memory could hold them.
     fn count_step(&self, step: StepSize, arena: &mut DryArena) -> Option<()> {
-        let StepSize { tokens, samples } = step;
+        let StepSize {
+            tokens,
+            samples,
+            scored,
+        } = step;
+        let read = samples + scored;
         let spec = &self.config.spec;
         arena.reset();
         for width in activation_widths(spec) {
@@ -170,9 +177,9 @@ impl Footprint {
         for (index, layer) in self.layers.iter().enumerate() {
             layer.qkv.scratch(tokens, arena)?;
             attention_scratch(spec.head_dim, spec.num_heads / spec.num_kv_heads, arena)?;
-            // After the last attention only the rows that are sampled from matter.
+            // After the last attention only the rows whose logits are read matter.
             let rows = if index + 1 == self.layers.len() {
-                samples
+                read
             } else {
                 tokens
             };
@@ -180,9 +187,11 @@ impl Footprint {
                 linear.scratch(rows, arena)?;
             }
         }
-        arena.alloc::<f32>(samples.min(LOGIT_ROWS).checked_mul(spec.vocab_size)?)?;
-        for first in (0..samples).step_by(LOGIT_ROWS) {
-            self.lm_head.scratch(LOGIT_ROWS.min(samples - first), arena)?;
+        arena.alloc::<f32>(read.min(LOGIT_ROWS).checked_mul(spec.vocab_size)?)?;
+        for first in (0..read).step_by(LOGIT_ROWS) {
+            self.lm_head.scratch(LOGIT_ROWS.min(read - first), arena)?;
+        }
+        if samples > 0 {
             sample_scratch(spec.vocab_size, arena)?;
         }
         Some(())

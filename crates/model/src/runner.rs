@@ -2,11 +2,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, Executor, Oom, RequestId, SampleSpec, Sampled, StateConfig, StepError, StepLimits, StepOutput,
-    StepPlan, TokenId,
+    Component, Executor, Oom, PromptLogprob, RequestId, SampleSpec, Sampled, StateConfig, StepError,
+    StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_device::{Arena, Budget, Slab};
-use plimsoll_kernels::sample;
+use plimsoll_kernels::{ScoreRow, sample, score};
 
 use crate::Model;
 use crate::batch::{Batch, Bounds};
@@ -97,34 +97,38 @@ impl Runner {
             )));
         }
         let mut out = Vec::with_capacity(rows.len() * self.bounds.vocab_size);
-        self.run(
-            plan,
-            |_| rows.to_vec(),
-            |_, logits, _| {
-                out.extend_from_slice(logits);
-                Ok(())
-            },
-        )?;
+        self.run(plan, rows, |_, logits, _| {
+            out.extend_from_slice(logits);
+            Ok(())
+        })?;
         Ok(out)
     }
 
     fn step(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
-        // Which run each row of logits belongs to.
-        let sampling = plan
-            .runs
-            .iter()
-            .enumerate()
-            .filter_map(|(index, run)| Some((index, run.sample.as_ref()?)));
-        let (sampling, specs): (Vec<usize>, Vec<&SampleSpec>) = sampling.unzip();
+        let read = ReadRow::all(plan);
+        let rows: Vec<usize> = read.iter().map(|read| read.row).collect();
         let vocab = self.bounds.vocab_size;
         let mut samples: Vec<Option<Sampled>> = vec![None; plan.runs.len()];
-        let rows = |batch: &Batch<'_>| sampling.iter().map(|&index| batch.last_row(index)).collect();
-        self.run(plan, rows, |first, logits, arena| {
-            let rows = first..first + logits.len() / vocab;
-            let sampled = sample(logits, &specs[rows.clone()], arena)?;
-            for (&index, sampled) in sampling[rows].iter().zip(sampled) {
-                let failed = |error| StepError::Failed(format!("{}: {error}", plan.runs[index].request));
-                samples[index] = Some(sampled.map_err(failed)?);
+        let mut scores: Vec<Vec<PromptLogprob>> = vec![Vec::new(); plan.runs.len()];
+        self.run(plan, &rows, |first, mut logits, arena| {
+            let read = &read[first..first + logits.len() / vocab];
+            for alike in read.chunk_by(ReadRow::is_alike) {
+                let (of, rest) = std::mem::take(&mut logits).split_at_mut(alike.len() * vocab);
+                logits = rest;
+                let failed = |read: &ReadRow<'_>, error| {
+                    StepError::Failed(format!("{}: {error}", plan.runs[read.run].request))
+                };
+                let specs: Vec<_> = alike.iter().filter_map(ReadRow::sampled).collect();
+                let scored: Vec<_> = alike.iter().filter_map(ReadRow::scored).collect();
+                if !specs.is_empty() {
+                    for (read, sampled) in alike.iter().zip(sample(of, &specs, arena)?) {
+                        samples[read.run] = Some(sampled.map_err(|error| failed(read, error))?);
+                    }
+                } else {
+                    for (read, scored) in alike.iter().zip(score(of, &scored)) {
+                        scores[read.run].push(scored.map_err(|error| failed(read, error))?);
+                    }
+                }
             }
             Ok(())
         })?;
@@ -132,15 +136,19 @@ impl Runner {
         self.last = sampled
             .filter_map(|(run, sample)| Some((run.request, sample.as_ref()?.token)))
             .collect();
-        Ok(StepOutput { samples })
+        let scored = plan.runs.iter().zip(scores);
+        let scores = scored
+            .filter_map(|(run, scores)| run.score.as_ref().map(|_| scores))
+            .collect();
+        Ok(StepOutput { samples, scores })
     }
 
-    /// Runs `plan` through the decoder and hands the logits of the rows that `rows` picks to `consume`, chunk after chunk,
+    /// Runs `plan` through the decoder and hands the logits of the given rows, ascending, to `consume`, chunk after chunk,
     /// with the index of the chunk's first.
     fn run(
         &mut self,
         plan: &StepPlan,
-        rows: impl FnOnce(&Batch<'_>) -> Vec<usize>,
+        rows: &[usize],
         mut consume: impl FnMut(usize, &mut [f32], &Arena) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
@@ -151,8 +159,7 @@ impl Runner {
         let Self { arena, kv, .. } = self;
         let decoder: &Decoder = &self.model.decoder;
         let batch = Batch::pack(plan, &self.last, self.staging.tokens(plan.num_tokens()));
-        let rows = rows(&batch);
-        let normed = decoder.forward(&batch, &rows, kv, arena)?;
+        let normed = decoder.forward(&batch, rows, kv, arena)?;
         let (width, vocab) = (self.model.spec().hidden_size, self.bounds.vocab_size);
         let logits = arena.alloc::<f32>(rows.len().min(LOGIT_ROWS) * vocab)?;
         for (chunk, normed) in normed.chunks(LOGIT_ROWS * width).enumerate() {
@@ -161,6 +168,60 @@ impl Runner {
             consume(chunk * LOGIT_ROWS, logits, arena)?;
         }
         Ok(())
+    }
+}
+
+/// A row of a step whose logits are read.
+struct ReadRow<'a> {
+    /// Index of its run.
+    run: usize,
+    row: usize,
+    why: Why<'a>,
+}
+
+enum Why<'a> {
+    Sample(&'a SampleSpec),
+    Score(ScoreRow),
+}
+
+impl<'a> ReadRow<'a> {
+    /// All of a checked plan, ascending.
+    fn all(plan: &'a StepPlan) -> Vec<Self> {
+        let (mut first_row, mut all) = (0, Vec::new());
+        for (index, run) in plan.runs.iter().enumerate() {
+            let read = |row, why| Self {
+                run: index,
+                row: first_row + row,
+                why,
+            };
+            if let Some(score) = &run.score {
+                let top = score.top;
+                let targets = score.rows().zip(&score.targets);
+                all.extend(targets.map(|(row, &target)| read(row, Why::Score(ScoreRow { target, top }))));
+            }
+            let last = run.input.len() - 1;
+            all.extend(run.sample.as_ref().map(|spec| read(last, Why::Sample(spec))));
+            first_row += run.input.len();
+        }
+        all
+    }
+
+    fn is_alike(&self, other: &Self) -> bool {
+        self.sampled().is_some() == other.sampled().is_some()
+    }
+
+    fn sampled(&self) -> Option<&'a SampleSpec> {
+        match self.why {
+            Why::Sample(spec) => Some(spec),
+            Why::Score(_) => None,
+        }
+    }
+
+    fn scored(&self) -> Option<ScoreRow> {
+        match self.why {
+            Why::Sample(_) => None,
+            Why::Score(row) => Some(row),
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::quantized::GgmlDType;
 use common::convert::*;
 use common::*;
-use plimsoll_core::{Component, Executor, StepLimits};
+use plimsoll_core::{Component, Executor, ScoreSpec, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_model::{Footprint, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, StepSize};
 use rand::rngs::StdRng;
@@ -48,18 +48,25 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
     let mut scratch = Vec::new();
     for _ in 0..4 {
         let (samples, longest) = (rng.random_range(1..40), rng.random_range(1..30));
+        let scored: bool = rng.random();
         let runs = (0..samples as u32).map(|index| {
             // The last run fills the step.
             let len = if index + 1 == samples as u32 { longest } else { 1 };
             let blocks = blocks(3 * index..3 * index + 4);
             let mut run = run(u64::from(index), 0, &vec![index % 7; len], &blocks);
             run.sample = Some(greedy_spec(0));
+            run.score = (scored && len > 1).then(|| ScoreSpec {
+                first: 0,
+                targets: vec![index % 7; len - 1],
+                top: 3,
+            });
             run
         });
         runner.execute(&plan(runs.collect())).unwrap();
         sizes.push(StepSize {
             tokens: samples - 1 + longest,
             samples,
+            scored: if scored { longest - 1 } else { 0 },
         });
         scratch.push(runner.take_arena_high_water());
     }

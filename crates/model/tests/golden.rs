@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::scores::{assert_close, by_definition, in_chunks};
 use common::*;
 use plimsoll_model::KvCacheDtype;
 
@@ -73,4 +74,28 @@ fn end_tokens_come_from_both_configurations() {
         load("llama3-tied-bf16", KvCacheDtype::Auto).eos_token_ids(),
         [2, 3]
     );
+}
+
+/// However the prompt is cut.
+#[test]
+fn u15_prompt_logprobs_equal_transformers() {
+    for name in MODELS {
+        let model = load(name, KvCacheDtype::F32);
+        for case in golden(name).cases.iter().filter(|case| case.prompt.len() > 1) {
+            let first = case.prompt.len() - case.last_logits.len();
+            // The last position's logits are about what follows the prompt.
+            let expected: Vec<_> = case.prompt[first + 1..]
+                .iter()
+                .zip(&case.last_logits)
+                .map(|(&token, logits)| by_definition(logits, token, 5))
+                .collect();
+            for len in [128, 40, 7, 1] {
+                let mut runner = runner(&model, 16, 8);
+                let found = in_chunks(&mut runner, &case.prompt, len, &blocks(0..8));
+                for (found, expected) in found[first..].iter().zip(&expected) {
+                    assert_close(found, expected, 1e-4, &format!("{name}, chunks of {len}"));
+                }
+            }
+        }
+    }
 }

@@ -4,6 +4,7 @@ mod common;
 
 use std::sync::Arc;
 
+use common::scores::scored_run;
 use common::*;
 use plimsoll_core::{Component, Executor, Oom, RefusedBy, Scratch, StateConfig, StepError};
 use plimsoll_device::Budget;
@@ -86,9 +87,7 @@ fn tied_embeddings_are_shared() {
 fn the_high_water_mark_is_the_size_of_a_fixed_arena() {
     let budget = Budget::new(1 << 26);
     let (model, mut probe) = start("qwen3-f16", &state_config(16, 8), &budget).unwrap();
-    let mut full = run(1, 0, &[9; 100], &blocks(0..7));
-    full.sample = Some(greedy_spec(0));
-    let full = plan(vec![full]);
+    let full = plan(vec![scored_run(&[9; 100], 0, 100, 0, &blocks(0..7))]);
     let expected = probe.execute(&full).unwrap();
     let need = probe.arena_high_water();
     drop(probe);

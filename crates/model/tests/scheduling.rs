@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use common::malformed::refuses_malformed_plans;
 use common::requests::{Disturbance, Request, serve};
+use common::scores::{in_chunks, scored_run};
 use common::*;
 use plimsoll_core::{BlockId, Executor, RunInput, TokenId};
 use plimsoll_model::{KvCacheDtype, Model};
@@ -143,4 +144,37 @@ fn two_steps_may_be_under_way() {
         .map(|_| runner.finish().unwrap().samples[0].as_ref().unwrap().token)
         .collect();
     assert_eq!(found, expected);
+}
+
+/// Every bit of them: chunks, neighbours, and a prompt of which the beginning was told before.
+#[test]
+fn u15_prompt_logprobs_do_not_depend_on_scheduling() {
+    for name in MODELS {
+        let model = load(name, KvCacheDtype::Auto);
+        let mut rng = StdRng::seed_from_u64(6);
+        let prompt: Vec<TokenId> = (0..90)
+            .map(|_| rng.random_range(0..model.spec().vocab_size as u32))
+            .collect();
+        let mut whole = runner(&model, 16, NUM_BLOCKS as usize);
+        let expected = in_chunks(&mut whole, &prompt, prompt.len(), &blocks(0..8));
+        for len in [50, 33, 8, 1] {
+            let mut chunked = runner(&model, 16, NUM_BLOCKS as usize);
+            let found = in_chunks(&mut chunked, &prompt, len, &blocks(0..8));
+            assert_eq!(found, expected, "{name}, chunks of {len}");
+        }
+        let mut runner = runner(&model, 16, NUM_BLOCKS as usize);
+        let neighbour = |id: u64, blocks: &[BlockId]| {
+            let mut run = run(id, 0, &prompt[..20], blocks);
+            run.sample = Some(greedy_spec(0));
+            run
+        };
+        let step = plan(vec![
+            neighbour(2, &blocks(10..12)),
+            scored_run(&prompt, 0, prompt.len(), 30, &blocks(0..8)),
+            neighbour(3, &blocks(12..14)),
+        ]);
+        let output = runner.execute(&step).unwrap();
+        assert_eq!(output.scores, [expected[30..].to_vec()], "{name}");
+        assert_eq!(output.samples[0], output.samples[2], "{name}");
+    }
 }

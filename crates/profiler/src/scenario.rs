@@ -2,8 +2,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockId, KvConfig, RequestId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams, StepLimits,
-    StepPlan, TokenId,
+    BlockId, KvConfig, RequestId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams, ScoreSpec,
+    StepLimits, StepPlan, TokenId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -18,8 +18,10 @@ pub enum ScenarioKind {
     /// As many rows as may run, one token each, all at the longest context.
     Decode,
     /// As many rows and as many tokens as a step may have: decodes at the longest context and new prompts, every row sampling
-    /// with everything a client can ask for.
+    /// with everything a client can ask for, and every token of the prompts with its log-probabilities.
     Mixed,
+    /// The log-probabilities of as many prompt tokens as a step may have, where there is no [`Self::Mixed`].
+    PromptLogprobs,
     /// Sampling with a full sort, penalties, bias and logprobs, as many rows as may run, all at the longest context.
     SampleSort,
     /// Sampling among the largest top-k that is not all, as many rows as may run, all short: how the candidates are chosen
@@ -29,8 +31,9 @@ pub enum ScenarioKind {
 
 impl ScenarioKind {
     /// All kinds, largest memory first as a rule, so that big allocations meet unfragmented memory.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Mixed,
+        Self::PromptLogprobs,
         Self::Prefill,
         Self::LongPrefix,
         Self::SampleSort,
@@ -45,6 +48,7 @@ impl ScenarioKind {
             Self::LongPrefix => "long_prefix",
             Self::Decode => "decode",
             Self::Mixed => "mixed",
+            Self::PromptLogprobs => "prompt_logprobs",
             Self::SampleSort => "sample_sort",
             Self::SampleTopK => "sample_top_k",
         }
@@ -91,12 +95,12 @@ pub fn scenarios(limits: &StepLimits, vocab_size: usize, kv: KvConfig) -> (Vec<S
         .enumerate()
         .map(|(step, (kind, rows))| Scenario {
             kind,
-            plan: shapes.plan(step as u64, &rows, &shapes.sampling(kind)),
+            plan: shapes.plan(step as u64, &rows, kind),
         });
     (scenarios.collect(), left_out)
 }
 
-/// How large a worst step is; each of its rows is sampled from.
+/// How large a worst step is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ScenarioShape {
     /// Which worst case.
@@ -105,6 +109,22 @@ pub struct ScenarioShape {
     pub rows: usize,
     /// Tokens in the step.
     pub tokens: usize,
+}
+
+impl ScenarioShape {
+    /// Rows that are sampled from: all but a prompt that goes on, where no row has more than one token.
+    pub fn sampled(&self) -> usize {
+        let goes_on = self.kind == ScenarioKind::PromptLogprobs && self.tokens == self.rows;
+        self.rows - usize::from(goes_on)
+    }
+
+    /// Tokens whose logits say how likely the prompt's next token is.
+    pub fn scored(&self) -> usize {
+        match self.kind {
+            ScenarioKind::Mixed | ScenarioKind::PromptLogprobs => self.tokens - self.sampled(),
+            _ => 0,
+        }
+    }
 }
 
 /// The sizes of what [`scenarios`] returns, without the steps.
@@ -118,7 +138,7 @@ pub fn scenario_shapes(limits: &StepLimits, kv: KvConfig) -> (Vec<ScenarioShape>
     let sizes = reached.into_iter().map(|(kind, rows)| ScenarioShape {
         kind,
         rows: rows.len(),
-        tokens: rows.iter().map(|row| row.end - row.start).sum(),
+        tokens: rows.iter().map(Row::len).sum(),
     });
     (sizes.collect(), left_out)
 }
@@ -133,6 +153,12 @@ struct Shapes {
 struct Row {
     start: usize,
     end: usize,
+}
+
+impl Row {
+    fn len(&self) -> usize {
+        self.end - self.start
+    }
 }
 
 impl Shapes {
@@ -192,14 +218,19 @@ impl Shapes {
                 start: context - self.longest_row(),
                 end: context,
             }]),
+            ScenarioKind::Mixed | ScenarioKind::PromptLogprobs if context == 1 => {
+                Err("no request is longer than one token".into())
+            }
             ScenarioKind::Mixed if seqs == 1 => {
                 Err("there is one row only (--max-num-seqs): a prompt or a decode, never both".into())
             }
             ScenarioKind::Mixed if batched <= seqs => Err(format!(
                 "{seqs} rows (--max-num-seqs) of one token fill a step of {batched} (--max-num-batched-tokens)"
             )),
-            ScenarioKind::Mixed if context == 1 => Err("no request is longer than one token".into()),
-            ScenarioKind::Mixed => Ok(self.mixed_rows()),
+            ScenarioKind::PromptLogprobs if seqs > 1 && batched > seqs => {
+                Err("the step of as many rows and tokens as there may be (mixed) has them too".into())
+            }
+            ScenarioKind::Mixed | ScenarioKind::PromptLogprobs => Ok(self.mixed_rows()),
             ScenarioKind::Decode | ScenarioKind::SampleSort => {
                 Ok((0..self.max_rows()).map(|_| last()).collect())
             }
@@ -253,7 +284,10 @@ impl Shapes {
             ..Default::default()
         };
         let options = match kind {
-            ScenarioKind::Mixed | ScenarioKind::LongPrefix | ScenarioKind::SampleSort => everything,
+            ScenarioKind::Mixed
+            | ScenarioKind::PromptLogprobs
+            | ScenarioKind::LongPrefix
+            | ScenarioKind::SampleSort => everything,
             ScenarioKind::SampleTopK => {
                 let k = i64::try_from(self.vocab_size).unwrap_or(i64::MAX) - 1;
                 SamplingOptions {
@@ -267,7 +301,11 @@ impl Shapes {
         Arc::new(SamplingParams::new(&options, self.vocab_size).expect("the scenario's parameters are legal"))
     }
 
-    fn plan(&self, step: u64, rows: &[Row], params: &Arc<SamplingParams>) -> StepPlan {
+    fn plan(&self, step: u64, rows: &[Row], kind: ScenarioKind) -> StepPlan {
+        let params = self.sampling(kind);
+        let scores = matches!(kind, ScenarioKind::Mixed | ScenarioKind::PromptLogprobs);
+        // Where no prompt has two tokens in the step, one goes on in the next.
+        let goes_on = scores && rows.iter().all(|row| row.len() == 1);
         let mut written = 0;
         let total_written: usize = rows.iter().map(|row| self.written(row)).sum();
         let runs = rows.iter().enumerate().map(|(index, row)| {
@@ -293,12 +331,19 @@ impl Shapes {
             } else {
                 Vec::new()
             };
+            let goes_on = goes_on && index == 0;
             let sample = SampleSpec {
-                params: Arc::clone(params),
+                params: Arc::clone(&params),
                 seed: index as u64,
                 index: 0,
                 prompt_len: history.len(),
                 history,
+            };
+            let scored = if goes_on { 1 } else { row.len() - 1 };
+            let score = ScoreSpec {
+                first: 0,
+                targets: self.tokens(row.start + 1..row.start + 1 + scored),
+                top: TOP_LOGPROBS as usize,
             };
             Run {
                 // Far from the ids of real requests, which count from 0.
@@ -306,7 +351,8 @@ impl Shapes {
                 start: row.start,
                 input: RunInput::Known(self.tokens(row.start..row.end)),
                 blocks,
-                sample: Some(sample),
+                sample: (!goes_on).then_some(sample),
+                score: (scores && scored > 0).then_some(score),
             }
         });
         StepPlan {
@@ -332,181 +378,7 @@ impl Shapes {
 const BIASED_TOKENS: usize = 1024;
 
 /// Most `top_logprobs` a request may ask for.
-const TOP_LOGPROBS: u32 = 20;
+const TOP_LOGPROBS: u32 = SamplingParams::MAX_LOGPROBS;
 
 #[cfg(test)]
-mod tests {
-    use std::collections::HashSet;
-
-    use plimsoll_core::BlockSize;
-    use rand::rngs::StdRng;
-    use rand::{Rng, SeedableRng};
-
-    use super::*;
-    use crate::ProfileSpec;
-
-    fn limits(batched: usize, seqs: usize, model_len: usize) -> StepLimits {
-        StepLimits {
-            max_num_batched_tokens: batched,
-            max_num_seqs: seqs,
-            max_model_len: model_len,
-        }
-    }
-
-    fn kv(num_blocks: usize) -> KvConfig {
-        KvConfig {
-            block_size: BlockSize::default(),
-            num_blocks,
-        }
-    }
-
-    fn shapes(scenarios: &[Scenario], kind: ScenarioKind) -> Vec<(usize, usize)> {
-        let scenario = scenarios.iter().find(|scenario| scenario.kind == kind).unwrap();
-        scenario
-            .plan
-            .runs
-            .iter()
-            .map(|run| (run.start, run.end()))
-            .collect()
-    }
-
-    #[test]
-    fn a4_every_worst_case_is_in() {
-        let (all, left_out) = scenarios(&limits(512, 4, 2048), 1000, kv(512));
-        assert!(left_out.is_empty());
-        assert_eq!(shapes(&all, ScenarioKind::Prefill), [(0, 512)]);
-        assert_eq!(shapes(&all, ScenarioKind::LongPrefix), [(1536, 2048)]);
-        assert_eq!(shapes(&all, ScenarioKind::Decode), [(2047, 2048); 4]);
-        assert_eq!(shapes(&all, ScenarioKind::SampleSort), [(2047, 2048); 4]);
-        assert_eq!(shapes(&all, ScenarioKind::SampleTopK), [(0, 1); 4]);
-        let mixed = [(2047, 2048), (2047, 2048), (2047, 2048), (0, 509)];
-        assert_eq!(shapes(&all, ScenarioKind::Mixed), mixed);
-        let everything = [
-            ScenarioKind::Mixed,
-            ScenarioKind::LongPrefix,
-            ScenarioKind::SampleSort,
-        ];
-        for Scenario { plan, .. } in all.iter().filter(|scenario| everything.contains(&scenario.kind)) {
-            for run in &plan.runs {
-                let spec = run.sample.as_ref().unwrap();
-                assert_eq!(
-                    (spec.params.logprobs(), spec.history.len()),
-                    (Some(20), run.end())
-                );
-                assert!(spec.params.top_p() < 1.0 && !spec.params.logit_bias().is_empty());
-            }
-        }
-    }
-
-    #[test]
-    fn unreachable_shapes_are_left_out_with_the_reason() {
-        let left_out = |limits| {
-            let (reached, left_out) = scenarios(&limits, 1000, kv(1024));
-            assert_eq!(reached.len() + left_out.len(), ScenarioKind::ALL.len());
-            left_out
-                .into_iter()
-                .map(|left| (left.kind, left.reason))
-                .collect::<Vec<_>>()
-        };
-        let reasons = left_out(limits(4096, 8, 2048));
-        assert_eq!(reasons[0].0, ScenarioKind::LongPrefix);
-        assert!(reasons[0].1.contains("--max-num-batched-tokens"), "{reasons:?}");
-        assert_eq!(left_out(limits(64, 1, 2048))[0].0, ScenarioKind::Mixed);
-        assert_eq!(left_out(limits(8, 8, 2048))[0].0, ScenarioKind::Mixed);
-        assert_eq!(left_out(limits(8, 4, 1)).len(), 2);
-    }
-
-    #[test]
-    fn a_full_step_of_short_requests_is_several_prompts() {
-        let (all, _) = scenarios(&limits(100, 8, 40), 1000, kv(512));
-        let mixed = shapes(&all, ScenarioKind::Mixed);
-        assert_eq!(
-            (
-                mixed.len(),
-                mixed.iter().map(|(start, end)| end - start).sum::<usize>()
-            ),
-            (8, 100)
-        );
-        assert_eq!(mixed[5..], [(0, 15), (0, 40), (0, 40)]);
-    }
-
-    /// No plan exceeds the limits, every table is long enough, and no step writes a block twice; and the probe's cache holds
-    /// the largest steps in full.
-    #[test]
-    fn plans_are_legal_under_any_limits() {
-        for seed in 0..3000 {
-            let mut rng = StdRng::seed_from_u64(seed);
-            let mut up_to = |most: usize| rng.random_range(1..=most);
-            let limits = limits(up_to(700), up_to(60), up_to(900));
-            let block_size = BlockSize::new([8, 16, 32][up_to(3) - 1]).unwrap();
-            let vocab = up_to(300);
-            let spec = ProfileSpec::new(limits, vocab, block_size, 1);
-            let request = spec.request_blocks();
-            let probe = block_size.blocks_for(spec.probe_tokens());
-            let final_size = request + up_to(200) - 1;
-            for num_blocks in [probe, final_size] {
-                let kv = KvConfig {
-                    block_size,
-                    num_blocks,
-                };
-                let (all, left_out) = scenarios(&limits, vocab, kv);
-                let (sizes, left_out_sizes) = scenario_shapes(&limits, kv);
-                assert_eq!(
-                    (sizes.len(), left_out_sizes),
-                    (all.len(), left_out),
-                    "seed {seed}"
-                );
-                for (Scenario { kind, plan }, size) in all.iter().zip(&sizes) {
-                    let expected = ScenarioShape {
-                        kind: *kind,
-                        rows: plan.runs.iter().filter(|run| run.sample.is_some()).count(),
-                        tokens: plan.num_tokens(),
-                    };
-                    assert_eq!(*size, expected, "seed {seed}");
-                    check(plan, &limits, kv, vocab, &format!("seed {seed}, {kind}"));
-                }
-                if num_blocks == probe {
-                    let most = all
-                        .iter()
-                        .map(|scenario| scenario.plan.num_tokens())
-                        .max()
-                        .unwrap();
-                    let reachable = limits
-                        .max_num_batched_tokens
-                        .min(limits.max_num_seqs * limits.max_model_len);
-                    assert_eq!(most, reachable, "seed {seed}");
-                }
-            }
-        }
-    }
-
-    fn check(plan: &StepPlan, limits: &StepLimits, kv: KvConfig, vocab: usize, context: &str) {
-        assert!(
-            !plan.is_empty() && plan.runs.len() <= limits.max_num_seqs,
-            "{context}"
-        );
-        assert!(plan.num_tokens() <= limits.max_num_batched_tokens, "{context}");
-        let block_size = kv.block_size;
-        let mut written = HashSet::new();
-        let mut requests = HashSet::new();
-        for run in &plan.runs {
-            assert!(requests.insert(run.request), "{context}");
-            assert!(
-                !run.input.is_empty() && run.end() <= limits.max_model_len,
-                "{context}"
-            );
-            assert_eq!(run.blocks.len(), block_size.blocks_for(run.end()), "{context}");
-            assert!(
-                run.blocks.iter().all(|block| block.index() < kv.num_blocks),
-                "{context}"
-            );
-            for block in &run.blocks[run.start / block_size.tokens()..] {
-                assert!(written.insert(*block), "{context}: {block:?} is written twice");
-            }
-            let RunInput::Known(tokens) = &run.input else {
-                panic!("{context}")
-            };
-            assert!(tokens.iter().all(|&token| (token as usize) < vocab), "{context}");
-        }
-    }
-}
+mod tests;

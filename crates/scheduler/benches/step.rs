@@ -61,6 +61,7 @@ fn answer(plan: &StepPlan) -> StepOutput {
     });
     StepOutput {
         samples: samples.collect(),
+        ..Default::default()
     }
 }
 

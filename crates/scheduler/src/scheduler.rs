@@ -1,8 +1,8 @@
 use std::collections::{BTreeMap, HashMap};
 
 use plimsoll_core::{
-    Event, FinishReason, KvConfig, Request, RequestId, Run, Sampled, StepError, StepLimits, StepOutput,
-    StepPlan, TokenEvent,
+    Event, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, Sampled, StepError,
+    StepLimits, StepOutput, StepPlan, TokenEvent,
 };
 use plimsoll_kv::{BlockTable, KvManager};
 
@@ -165,8 +165,10 @@ impl Scheduler {
         }
         self.land(plan);
         let mut events = Vec::with_capacity(plan.runs.len());
+        let mut scores = output.scores.into_iter();
         for (run, sampled) in plan.runs.iter().zip(output.samples) {
-            self.apply_run(run, sampled, &mut events);
+            let scored = run.score.as_ref().and_then(|_| scores.next());
+            self.apply_run(run, sampled, scored.unwrap_or_default(), &mut events);
         }
         events
     }
@@ -342,7 +344,11 @@ impl Scheduler {
                 return;
             };
             // One more block for each that runs, lest the newcomer be preempted as soon as they grow.
-            let Ok(table) = self.kv.open(&first.get().tokens, self.running.len()) else {
+            let sequence = first.get();
+            let Ok(table) = self
+                .kv
+                .open(&sequence.tokens, sequence.sharing(), self.running.len())
+            else {
                 return;
             };
             let (arrival, sequence) = first.remove_entry();
@@ -357,7 +363,13 @@ impl Scheduler {
         }
     }
 
-    fn apply_run(&mut self, run: &Run, sampled: Option<Sampled>, events: &mut Vec<(RequestId, Event)>) {
+    fn apply_run(
+        &mut self,
+        run: &Run,
+        sampled: Option<Sampled>,
+        logprobs: Vec<PromptLogprob>,
+        events: &mut Vec<(RequestId, Event)>,
+    ) {
         let id = run.request;
         let Some(&arrival) = self.arrivals.get(&id) else {
             self.counters.discarded_tokens += u64::from(sampled.is_some());
@@ -373,6 +385,15 @@ impl Scheduler {
         }
         self.kv
             .commit(&mut running.table, &running.sequence.tokens[..run.end()]);
+        running.sequence.scored += logprobs.len();
+        let finish = running.sequence.computed(run.end());
+        if !logprobs.is_empty() || finish.is_some() {
+            events.push((id, Event::Prompt(PromptEvent { logprobs, finish })));
+        }
+        if finish.is_some() {
+            self.counters.finished_length += 1;
+            return self.retire(arrival);
+        }
         let Some(Sampled { token, logprobs }) = sampled else {
             return;
         };
@@ -454,11 +475,16 @@ fn defect(plan: &StepPlan, output: &StepOutput) -> Option<String> {
         return Some(format!("{samples} results for {runs} runs"));
     }
     let mut pairs = plan.runs.iter().zip(&output.samples);
-    let (run, sampled) = pairs.find(|(run, sampled)| run.sample.is_some() != sampled.is_some())?;
-    let what = if sampled.is_some() {
-        "a token that was not asked for"
-    } else {
-        "no token"
-    };
-    Some(format!("{what} for {}", run.request))
+    if let Some((run, sampled)) = pairs.find(|(run, sampled)| run.sample.is_some() != sampled.is_some()) {
+        let what = match sampled {
+            Some(_) => "a token that was not asked for",
+            None => "no token",
+        };
+        return Some(format!("{what} for {}", run.request));
+    }
+    let asked = plan.runs.iter().filter_map(|run| run.score.as_ref());
+    let same = asked
+        .map(|score| score.targets.len())
+        .eq(output.scores.iter().map(Vec::len));
+    (!same).then(|| "log-probabilities of other prompt tokens than were asked for".to_owned())
 }

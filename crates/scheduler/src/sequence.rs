@@ -1,5 +1,7 @@
-use plimsoll_core::{BlockSize, FinishReason, Request, Run, RunInput, SampleSpec, TokenId};
-use plimsoll_kv::BlockTable;
+use std::ops::Range;
+
+use plimsoll_core::{BlockSize, FinishReason, Request, Run, RunInput, SampleSpec, ScoreSpec, TokenId};
+use plimsoll_kv::{BlockTable, Sharing};
 
 /// A request and its tokens so far.
 #[derive(Debug)]
@@ -7,17 +9,55 @@ pub(crate) struct Sequence {
     pub(crate) request: Request,
     /// Prompt, then output.
     pub(crate) tokens: Vec<TokenId>,
+    /// Prompt tokens, from the second on, whose log-probabilities the client has been told.
+    pub(crate) scored: usize,
 }
 
 impl Sequence {
     pub(crate) fn new(request: Request) -> Self {
         let mut tokens = Vec::with_capacity(request.prompt().len() + request.max_tokens());
         tokens.extend_from_slice(request.prompt());
-        Self { request, tokens }
+        Self {
+            request,
+            tokens,
+            scored: 0,
+        }
     }
 
     pub(crate) fn outputs(&self) -> usize {
         self.tokens.len() - self.request.prompt().len()
+    }
+
+    /// Positions that are still to be computed for what they say about the prompt token after them.
+    fn unscored(&self) -> Option<Range<usize>> {
+        self.request.prompt_logprobs()?;
+        let rows = self.scored..self.request.prompt().len() - 1;
+        (!rows.is_empty()).then_some(rows)
+    }
+
+    /// What need not be computed if it is cached.
+    pub(crate) fn sharing(&self) -> Sharing<'_> {
+        Sharing {
+            salt: self.request.cache_salt(),
+            most: self.unscored().map_or(usize::MAX, |rows| rows.start),
+        }
+    }
+
+    /// What a run of the tokens `start..end` says about the prompt that the client does not know yet.
+    fn score_spec(&self, start: usize, end: usize) -> Option<ScoreSpec> {
+        let rows = self.unscored()?;
+        let (from, to) = (rows.start.max(start), rows.end.min(end));
+        (from < to).then(|| ScoreSpec {
+            first: from - start,
+            targets: self.request.prompt()[from + 1..to + 1].to_vec(),
+            top: self.request.prompt_logprobs().unwrap_or(0),
+        })
+    }
+
+    /// The prompt is computed up to `end`: `Some` where nothing more is wanted.
+    pub(crate) fn computed(&self, end: usize) -> Option<FinishReason> {
+        let whole = self.request.max_tokens() == 0 && end == self.tokens.len();
+        whole.then_some(FinishReason::Length)
     }
 
     /// Appends a sampled token; `Some` where it is the last.
@@ -83,7 +123,8 @@ impl Running {
             RunInput::Known(self.sequence.tokens[start..end].to_vec())
         };
         let known = self.sequence.tokens.len() + usize::from(self.sampling);
-        let sample = (end == known).then(|| self.sample_spec());
+        let sample = (end == known && self.sequence.request.max_tokens() > 0).then(|| self.sample_spec());
+        let score = self.sequence.score_spec(start, end);
         self.planned = end;
         self.in_flight += 1;
         self.sampling = sample.is_some();
@@ -93,11 +134,12 @@ impl Running {
             input,
             blocks: self.table.blocks()[..block_size.blocks_for(end)].to_vec(),
             sample,
+            score,
         }
     }
 
     fn sample_spec(&self) -> SampleSpec {
-        let Sequence { request, tokens } = &self.sequence;
+        let Sequence { request, tokens, .. } = &self.sequence;
         let params = request.sampling().clone();
         let history = if params.needs_history() {
             tokens.clone()

@@ -1,8 +1,8 @@
 //! What the scheduler promises, one promise at a time; the simulator tests them all together.
 
 use plimsoll_core::{
-    BlockSize, Event, FinishReason, KvConfig, Limits, Request, RequestId, RequestOptions, RunInput, Sampled,
-    SamplingOptions, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    BlockSize, Event, FinishReason, KvConfig, Limits, PromptLogprob, Request, RequestId, RequestOptions,
+    RunInput, Sampled, SamplingOptions, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 
@@ -44,8 +44,33 @@ fn with_sampling(id: u64, prompt: usize, max_tokens: usize, sampling: SamplingOp
         sampling,
         seed: id,
         stop_token_ids,
+        ..Default::default()
     };
     Request::new(RequestId(id), options, &limits).expect("the request is legal")
+}
+
+/// As [`request`], with log-probabilities of the prompt.
+fn scored(id: u64, prompt: usize, max_tokens: usize) -> Request {
+    let limits = Limits {
+        max_model_len: 1000,
+        kv_capacity_tokens: 1000,
+        vocab_size: 100,
+    };
+    let options = RequestOptions {
+        prompt: request(id, prompt, 1).prompt().to_vec(),
+        max_tokens: Some(max_tokens),
+        prompt_logprobs: Some(2),
+        ..Default::default()
+    };
+    Request::new(RequestId(id), options, &limits).expect("the request is legal")
+}
+
+/// (first row, targets) that the only run of a plan scores.
+fn scores(plan: &StepPlan) -> Option<(usize, Vec<TokenId>)> {
+    assert_eq!(plan.runs.len(), 1);
+    let score = plan.runs[0].score.as_ref()?;
+    assert_eq!(score.top, 2);
+    Some((score.first, score.targets.clone()))
 }
 
 /// Every run that samples gets `token`.
@@ -56,8 +81,18 @@ fn output(plan: &StepPlan, token: TokenId) -> StepOutput {
             logprobs: None,
         })
     });
+    let scored = |&target: &TokenId| PromptLogprob {
+        token: target,
+        logprob: -1.0,
+        rank: 1,
+        top: Vec::new(),
+    };
+    let scores = plan.runs.iter().filter_map(|run| run.score.as_ref());
     StepOutput {
         samples: samples.collect(),
+        scores: scores
+            .map(|score| score.targets.iter().map(scored).collect())
+            .collect(),
     }
 }
 
@@ -273,7 +308,11 @@ fn an_output_that_does_not_answer_the_plan_is_a_failure() {
     for (id, samples) in [(1, vec![]), (2, vec![None])] {
         scheduler.submit(request(id, 6, 9));
         let plan = scheduler.plan();
-        let events = scheduler.apply(&plan, StepOutput { samples });
+        let output = StepOutput {
+            samples,
+            ..Default::default()
+        };
+        let events = scheduler.apply(&plan, output);
         assert!(
             matches!(&events[..], [(_, Event::Failed(StepError::Failed(_)))]),
             "{events:?}"
@@ -334,4 +373,85 @@ fn a_cache_is_not_replaced_under_a_step() {
         num_blocks: 20,
     };
     scheduler.reset(kv);
+}
+
+#[test]
+fn prompt_tokens_are_scored_once_in_chunks_whatever_is_cached() {
+    let mut scheduler = scheduler(12, 4, 20);
+    // Leaves all of the prompt in the cache.
+    scheduler.submit(request(1, 20, 1));
+    while !scheduler.is_idle() {
+        step(&mut scheduler, STOP);
+    }
+    scheduler.submit(scored(1, 20, 2));
+    let (plan, events) = step(&mut scheduler, 5);
+    assert_eq!(shape(&plan), [(1, 0, 12, false)]);
+    assert_eq!(scores(&plan), Some((0, (1..=12).collect())));
+    assert!(matches!(&events[0], (_, Event::Admitted { cached_tokens: 0 })));
+    assert!(matches!(&events[1], (_, Event::Prompt(e)) if e.logprobs.len() == 12 && e.finish.is_none()));
+    // The last position of the prompt is sampled from: nothing of the prompt follows it.
+    let (plan, events) = step(&mut scheduler, 5);
+    assert_eq!(shape(&plan), [(1, 12, 8, true)]);
+    assert_eq!(scores(&plan), Some((0, (13..=19).collect())));
+    assert!(matches!(
+        &events[..],
+        [(_, Event::Prompt(_)), (_, Event::Token(_))]
+    ));
+    let (plan, _) = step(&mut scheduler, STOP);
+    assert_eq!((shape(&plan), scores(&plan)), (vec![(1, 20, 1, true)], None));
+}
+
+#[test]
+fn a_request_for_no_output_ends_with_its_prompt() {
+    let mut scheduler = scheduler(12, 4, 20);
+    scheduler.submit(scored(1, 14, 0));
+    let (_, events) = step(&mut scheduler, 0);
+    assert!(matches!(&events[1], (_, Event::Prompt(e)) if e.logprobs.len() == 12 && e.finish.is_none()));
+    let (plan, events) = step(&mut scheduler, 0);
+    assert_eq!(shape(&plan), [(1, 12, 2, false)]);
+    assert_eq!(scores(&plan), Some((0, vec![13])));
+    assert!(matches!(
+        &events[..],
+        [(_, Event::Prompt(e))] if e.logprobs.len() == 1 && e.finish == Some(FinishReason::Length)
+    ));
+    assert!(scheduler.is_idle());
+    // Nothing to say about the first token, and nothing to generate.
+    scheduler.submit(scored(2, 1, 0));
+    let (plan, events) = step(&mut scheduler, 0);
+    assert_eq!((shape(&plan), scores(&plan)), (vec![(2, 0, 1, false)], None));
+    assert!(matches!(
+        &events[1..],
+        [(_, Event::Prompt(e))] if e.logprobs.is_empty() && e.finish.is_some()
+    ));
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn what_was_scored_is_not_scored_again_after_a_loss() {
+    let mut scheduler = scheduler(12, 4, 20);
+    scheduler.submit(scored(1, 30, 2));
+    step(&mut scheduler, 0);
+    scheduler.reset(KvConfig {
+        block_size: BlockSize::new(8).expect("8 is legal"),
+        num_blocks: 20,
+    });
+    let (plan, events) = step(&mut scheduler, 0);
+    assert_eq!((shape(&plan), scores(&plan)), (vec![(1, 0, 12, false)], None));
+    assert!(matches!(&events[..], [(_, Event::Admitted { .. })]));
+    let (plan, _) = step(&mut scheduler, 0);
+    assert_eq!(scores(&plan), Some((0, (13..=24).collect())));
+}
+
+#[test]
+fn other_scores_than_were_asked_for_fail_the_step() {
+    let mut scheduler = scheduler(100, 4, 20);
+    scheduler.submit(scored(1, 9, 2));
+    let plan = scheduler.plan();
+    let mut wrong = output(&plan, 0);
+    wrong.scores[0].pop();
+    let events = scheduler.apply(&plan, wrong);
+    assert!(
+        matches!(&events[..], [(_, Event::Failed(StepError::Failed(_)))]),
+        "{events:?}"
+    );
 }

@@ -80,6 +80,7 @@ impl Job {
                     sampling: self.sampling.clone(),
                     seed: self.seed.wrapping_add(i as u64),
                     stop_token_ids: self.stop_token_ids.clone(),
+                    ..RequestOptions::default()
                 };
                 let request = Request::new(engine.next_id(), options, &engine.limits())
                     .map_err(|error| ApiError::from_request(error, self.prompt_field))?;
@@ -191,6 +192,8 @@ impl Choice {
                     self.timer.admitted();
                     self.cached_tokens.get_or_insert(cached_tokens);
                 }
+                // Nobody asks for it yet.
+                Event::Prompt(_) => {}
                 Event::Failed(error) => {
                     self.timer.failed();
                     self.events = None;

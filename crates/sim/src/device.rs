@@ -10,6 +10,7 @@ use plimsoll_profiler::Target;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::executor::garbage;
 use crate::ranks::{Member, Seat};
 
 /// What a virtual device is like. Sizes are in bytes.
@@ -63,6 +64,8 @@ pub struct StepMemory {
     pub token: u64,
     /// Per sampled row: logits.
     pub row: u64,
+    /// Per prompt token with log-probabilities.
+    pub score: u64,
     /// Per row that sorts its whole vocabulary.
     pub sort: u64,
     /// Per row that keeps a top-k below the vocabulary.
@@ -106,6 +109,7 @@ impl StepMemory {
         };
         self.token * plan.num_tokens() as u64
             + self.row * sum(&|run| u64::from(run.sample.is_some()))
+            + self.score * plan.num_scored() as u64
             + self.sort * sum(&|run| u64::from(sorts(run)))
             + self.top_k * sum(&|run| u64::from(keeps(run)))
             + self.greedy * sum(&|run| u64::from(greedy(run)))
@@ -391,12 +395,14 @@ impl Executor for VirtualState {
             token: 0,
             logprobs: None,
         };
+        let scores = plan.runs.iter().filter_map(|run| run.score.as_ref());
         Ok(StepOutput {
             samples: plan
                 .runs
                 .iter()
                 .map(|run| run.sample.as_ref().map(|_| sampled()))
                 .collect(),
+            scores: scores.map(garbage).collect(),
         })
     }
 }

@@ -5,8 +5,8 @@ use std::{
 };
 
 use plimsoll_core::{
-    BlockId, Executor, KvConfig, RequestId, Run, RunInput, Sampled, StepError, StepLimits, StepOutput,
-    StepPlan, TokenId,
+    BlockId, Executor, KvConfig, PromptLogprob, RequestId, Run, RunInput, Sampled, ScoreSpec, StepError,
+    StepLimits, StepOutput, StepPlan, TokenId,
 };
 
 use crate::model::{Context, SimModel};
@@ -118,6 +118,9 @@ impl SimExecutor {
                     limits.max_model_len
                 ));
             }
+            if let Some(score) = &run.score {
+                check_score(run, score).map_err(|broken| format!("{id} {broken}"))?;
+            }
             if run.blocks.len() < block_size.blocks_for(run.end()) {
                 return Err(format!(
                     "{id} has {} blocks for {} tokens",
@@ -180,7 +183,12 @@ impl SimExecutor {
         run.blocks[position / block_size].index() * block_size + position % block_size
     }
 
-    fn execute_run(&mut self, run: &Run) -> Result<Option<Sampled>, String> {
+    /// The log-probabilities that the run asks for go to `scores`.
+    fn execute_run(
+        &mut self,
+        run: &Run,
+        scores: &mut Vec<Vec<PromptLogprob>>,
+    ) -> Result<Option<Sampled>, String> {
         let mut context = self.context_before(run)?;
         let last;
         let tokens = match &run.input {
@@ -191,15 +199,21 @@ impl SimExecutor {
                 &last
             }
         };
-        for (position, &token) in (run.start..).zip(tokens) {
-            let slot = self.slot(run, position);
+        let mut scored = Vec::new();
+        for (row, &token) in tokens.iter().enumerate() {
+            let slot = self.slot(run, run.start + row);
             let after = context.then(token);
             self.slots[slot] = Slot {
                 before: context,
                 after,
             };
             context = after;
+            if let Some(score) = run.score.as_ref().filter(|score| score.rows().contains(&row)) {
+                let target = score.targets[row - score.first];
+                scored.push(self.config.model.score(context, target, score.top));
+            }
         }
+        scores.extend(run.score.as_ref().map(|_| scored));
         let Some(spec) = &run.sample else { return Ok(None) };
         let history: &[TokenId] = &spec.history;
         let right = if spec.params.needs_history() {
@@ -250,6 +264,35 @@ impl SimExecutor {
     }
 }
 
+/// Every scored token follows a token of the run, and is the run's next where there is one; the last row is another's if it
+/// is sampled from.
+fn check_score(run: &Run, score: &ScoreSpec) -> Result<(), String> {
+    let rows = score.rows();
+    let last = run.input.len() - usize::from(run.sample.is_some());
+    if rows.is_empty() || rows.end > last {
+        return Err(format!("scores its rows {rows:?} of {last}"));
+    }
+    let RunInput::Known(tokens) = &run.input else {
+        return Err("scores what it samples".into());
+    };
+    let next = &tokens[rows.start + 1..tokens.len().min(rows.end + 1)];
+    match score.targets.starts_with(next) {
+        true => Ok(()),
+        false => Err(format!("scores {:?}, but goes on with {next:?}", score.targets)),
+    }
+}
+
+/// What a ruined run says about the prompt.
+pub(crate) fn garbage(score: &ScoreSpec) -> Vec<PromptLogprob> {
+    let nothing = |&token| PromptLogprob {
+        token,
+        logprob: f32::NAN,
+        rank: 0,
+        top: Vec::new(),
+    };
+    score.targets.iter().map(nothing).collect()
+}
+
 const GARBAGE: Slot = Slot {
     before: Context::GARBAGE,
     after: Context::GARBAGE,
@@ -279,16 +322,18 @@ impl Executor for SimExecutor {
         }
         let failed = self.faults.get(&plan.step) == Some(&Fault::Finish);
         let mut samples = Vec::with_capacity(plan.runs.len());
+        let mut scores = Vec::new();
         let mut last_sampled = HashMap::new();
         for run in &plan.runs {
             let sampled = if failed || ruined.contains(&run.request) {
                 self.ruin(run);
+                scores.extend(run.score.as_ref().map(garbage));
                 run.sample.as_ref().map(|_| Sampled {
                     token: 0,
                     logprobs: None,
                 })
             } else {
-                self.execute_run(run).map_err(StepError::Failed)?
+                self.execute_run(run, &mut scores).map_err(StepError::Failed)?
             };
             last_sampled.extend(sampled.iter().map(|sampled| (run.request, sampled.token)));
             samples.push(sampled);
@@ -297,7 +342,7 @@ impl Executor for SimExecutor {
         if failed {
             Err(StepError::Failed(Self::INJECTED.into()))
         } else {
-            Ok(StepOutput { samples })
+            Ok(StepOutput { samples, scores })
         }
     }
 }

@@ -1,13 +1,14 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use plimsoll_core::{
-    Event, Executor, FinishReason, KvConfig, Request, RequestId, StepError, StepPlan, TokenId,
+    Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, StepError,
+    StepPlan, TokenEvent, TokenId,
 };
 use plimsoll_scheduler::{Scheduler, SchedulerStats};
 
 use crate::{
     executor::{SimConfig, SimExecutor, StepTime},
-    model::oracle,
+    model::{oracle, score_oracle},
     workload::{Cancel, Reset, Workload},
 };
 
@@ -22,7 +23,7 @@ pub struct Report {
 
 /// Lives through `workload` with up to `depth` steps in flight and holds the scheduler to its promises:
 ///
-/// - each text is the oracle's, however requests were scheduled;
+/// - each text is the oracle's, however requests were scheduled, and so is what is said about each prompt token, once;
 /// - nothing is computed twice but after a preemption or a loss of the KV cache, nothing at all that the prefix cache held;
 /// - where the KV cache is lost, no request is, but those for which the new one is too small;
 /// - older requests come first, in admission and in every step; a preempted one does not return on the blocks it gave up;
@@ -84,6 +85,9 @@ struct Client<'a> {
     request: &'a Request,
     oracle: Vec<TokenId>,
     text: Vec<TokenId>,
+    /// What it is to hear about its prompt, and how much of that it heard.
+    scores: Vec<PromptLogprob>,
+    scored: usize,
     state: ClientState,
     admissions: u32,
     cached: usize,
@@ -138,6 +142,8 @@ impl<'a> Life<'a> {
             request,
             oracle: oracle(&self.workload.model, request),
             text: Vec::new(),
+            scores: score_oracle(&self.workload.model, request),
+            scored: 0,
             state: ClientState::Open,
             admissions: 0,
             cached: 0,
@@ -254,25 +260,18 @@ impl<'a> Life<'a> {
             }
             match event {
                 Event::Admitted { cached_tokens } => self.admitted(id, cached_tokens, freed)?,
-                Event::Token(_) if client.admissions == 0 => {
+                Event::Token(_) | Event::Prompt(_) if client.admissions == 0 => {
                     return Err(format!("{id} runs without admission"));
                 }
+                Event::Prompt(prompt) => {
+                    client
+                        .hear_about_prompt(&prompt)
+                        .map_err(|broken| format!("{id} {broken}"))?;
+                    self.ended = ended + u64::from(prompt.finish.is_some());
+                }
                 Event::Token(token) => {
-                    let asked = client.request.sampling().logprobs();
-                    if token.logprobs.as_ref().map(|logprobs| logprobs.top.len()) != asked {
-                        return Err(format!(
-                            "{id} asked for {asked:?} logprobs and got {:?}",
-                            token.logprobs
-                        ));
-                    }
-                    client.text.push(token.token);
-                    if !client.oracle.starts_with(&client.text) {
-                        return Err(format!("{id} says {:?}, not {:?}", client.text, client.oracle));
-                    }
-                    if let Some(reason) = token.finish {
-                        client.state = ClientState::Finished(reason);
-                        self.ended = ended + 1;
-                    }
+                    client.hear(&token).map_err(|broken| format!("{id} {broken}"))?;
+                    self.ended = ended + u64::from(token.finish.is_some());
                 }
                 Event::Failed(StepError::KvTooSmall { needed, capacity }) if needed <= capacity => {
                     return Err(format!("{id} of {needed} tokens fits {capacity}"));
@@ -302,6 +301,12 @@ impl<'a> Life<'a> {
             ));
         }
         client.freed_at_admission = freed;
+        let unscored = client.scored < client.scores.len();
+        if unscored && cached > client.scored {
+            return Err(format!(
+                "{id} is admitted past prompt tokens that it is to hear about"
+            ));
+        }
         if (cached > 0 && !caching) || cached >= client.request.prompt().len() && client.admissions == 1 {
             return Err(format!("{id} has {cached} cached tokens"));
         }
@@ -389,6 +394,42 @@ fn executor(workload: &Workload, kv: KvConfig) -> SimExecutor {
 }
 
 impl Client<'_> {
+    fn hear_about_prompt(&mut self, event: &PromptEvent) -> Result<(), String> {
+        let PromptEvent { logprobs, finish } = event;
+        let expected = &self.scores[self.scored..];
+        if !expected.starts_with(logprobs) {
+            return Err(format!("hears {logprobs:?} about its prompt, not {expected:?}"));
+        }
+        self.scored += logprobs.len();
+        match finish {
+            Some(reason) => self.state = ClientState::Finished(*reason),
+            None if logprobs.is_empty() => return Err("hears nothing about its prompt".into()),
+            None => {}
+        }
+        Ok(())
+    }
+
+    fn hear(&mut self, event: &TokenEvent) -> Result<(), String> {
+        let asked = self.request.sampling().logprobs();
+        if event.logprobs.as_ref().map(|logprobs| logprobs.top.len()) != asked {
+            return Err(format!(
+                "asked for {asked:?} logprobs and got {:?}",
+                event.logprobs
+            ));
+        }
+        if self.scored < self.scores.len() {
+            return Err("speaks before all is said about its prompt".into());
+        }
+        self.text.push(event.token);
+        if !self.oracle.starts_with(&self.text) {
+            return Err(format!("says {:?}, not {:?}", self.text, self.oracle));
+        }
+        if let Some(reason) = event.finish {
+            self.state = ClientState::Finished(reason);
+        }
+        Ok(())
+    }
+
     fn check(&self, depth: usize) -> Result<(), String> {
         let ClientState::Finished(reason) = self.state else {
             return Ok(());
@@ -402,6 +443,9 @@ impl Client<'_> {
         } else {
             FinishReason::Length
         };
+        if self.scored != self.scores.len() {
+            return Err(format!("heard of {} prompt tokens alone", self.scored));
+        }
         if self.text != self.oracle || reason != expected {
             return Err(format!(
                 "ends with {:?} and {reason:?}, not {:?}",
@@ -409,7 +453,7 @@ impl Client<'_> {
             ));
         }
         // The last token is never computed, and the step planned before a stop was known is lost.
-        let needed = self.request.prompt().len() + self.text.len() - 1 - self.cached;
+        let needed = self.request.prompt().len() + self.text.len().saturating_sub(1) - self.cached;
         let lost = usize::from(depth > 1 && stopped);
         if self.admissions == 1 && !(needed..=needed + lost).contains(&self.computed) {
             return Err(format!("computed {} tokens of {needed} needed", self.computed));

@@ -1,4 +1,6 @@
-use plimsoll_core::{Logprobs, Request, SampleSpec, Sampled, SamplingParams, TokenId, TokenLogprob};
+use plimsoll_core::{
+    Logprobs, PromptLogprob, Request, SampleSpec, Sampled, SamplingParams, TokenId, TokenLogprob,
+};
 
 /// All tokens up to some position, as one number: what a KV slot of the simulated device holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,19 +109,52 @@ impl SimModel {
         }
     }
 
-    /// The sampled token is the likeliest, its successors follow at falling odds.
-    fn logprobs(&self, token: TokenId, k: usize) -> Logprobs {
-        let logprob = |rank: usize| -0.5 - rank as f32;
+    /// How likely `token` is after `context`, which makes another token the likeliest each time.
+    pub fn score(&self, context: Context, token: TokenId, k: usize) -> PromptLogprob {
         let vocab = self.vocab_size;
-        let top = (0..k.min(vocab)).map(|i| TokenLogprob {
-            token: ((token as usize + i) % vocab) as TokenId,
-            logprob: logprob(i),
-        });
-        Logprobs {
-            sampled: logprob(0),
-            top: top.collect(),
+        let likeliest = self.token(mix(context.0));
+        let worse = (token as usize + vocab - likeliest as usize) % vocab;
+        PromptLogprob {
+            token,
+            logprob: made_up(worse),
+            rank: worse as u32 + 1,
+            top: self.top(likeliest, k),
         }
     }
+
+    /// The sampled token is the likeliest.
+    fn logprobs(&self, token: TokenId, k: usize) -> Logprobs {
+        Logprobs {
+            sampled: made_up(0),
+            top: self.top(token, k),
+        }
+    }
+
+    /// A token and its successors, which follow at falling odds.
+    fn top(&self, likeliest: TokenId, k: usize) -> Vec<TokenLogprob> {
+        let vocab = self.vocab_size;
+        let top = (0..k.min(vocab)).map(|worse| TokenLogprob {
+            token: ((likeliest as usize + worse) % vocab) as TokenId,
+            logprob: made_up(worse),
+        });
+        top.collect()
+    }
+}
+
+/// Of the token that so many others are likelier than.
+fn made_up(worse: usize) -> f32 {
+    -0.5 - worse as f32
+}
+
+/// What `model` says about the prompt of `request`, by the definition; nothing where it does not ask.
+pub fn score_oracle(model: &SimModel, request: &Request) -> Vec<PromptLogprob> {
+    let Some(top) = request.prompt_logprobs() else {
+        return Vec::new();
+    };
+    let prompt = request.prompt();
+    (1..prompt.len())
+        .map(|at| model.score(Context::of(&prompt[..at]), prompt[at], top))
+        .collect()
 }
 
 /// What `model` answers to `request`, by the definition: token after token, with no scheduler, batch or cache.

@@ -166,7 +166,9 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
         }
         prompt.truncate(longest - 1);
         let room = longest - prompt.len();
-        let max_tokens = (!rng.random_bool(0.1)).then(|| rng.random_range(1..=room.min(most_tokens)));
+        let prompt_logprobs = rng.random_bool(0.2).then(|| rng.random_range(0..3));
+        let fewest = usize::from(prompt_logprobs.is_none());
+        let max_tokens = (!rng.random_bool(0.1)).then(|| rng.random_range(fewest..=room.min(most_tokens)));
         let options = RequestOptions {
             prompt,
             max_tokens,
@@ -177,6 +179,10 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
             } else {
                 Vec::new()
             },
+            prompt_logprobs,
+            cache_salt: rng
+                .random_bool(0.1)
+                .then(|| ["ours", "theirs"][rng.random_range(0..2)].into()),
         };
         let request =
             Request::new(RequestId(id), options, &limits).expect("the workload keeps to the limits");

@@ -32,6 +32,7 @@ fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[u32]) -> Run {
         input: RunInput::Known(tokens.to_vec()),
         blocks,
         sample: None,
+        score: None,
     }
 }
 
@@ -173,6 +174,7 @@ fn text(model: &SimModel, seed: u64, sampling: SamplingOptions) -> Vec<TokenId> 
         sampling,
         seed,
         stop_token_ids,
+        ..Default::default()
     };
     oracle(
         model,

@@ -288,7 +288,7 @@ impl Bench {
                 ..SamplingOptions::default()
             },
             seed: self.seed,
-            stop_token_ids: Vec::new(),
+            ..RequestOptions::default()
         };
         let failed = |error: &dyn std::fmt::Display| Error::Bench(error.to_string());
         let request =
@@ -297,7 +297,7 @@ impl Bench {
         let mut first_tokens = None;
         while let Some(event) = events.next().await {
             match event {
-                Event::Admitted { .. } => {}
+                Event::Admitted { .. } | Event::Prompt(_) => {}
                 Event::Token(_) => {
                     first_tokens.get_or_insert_with(|| begin.elapsed());
                 }

@@ -144,7 +144,8 @@ impl Footprint for GpuPlan {
 fn size(step: &ScenarioShape) -> StepSize {
     StepSize {
         tokens: step.tokens,
-        samples: step.rows,
+        samples: step.sampled(),
+        scored: step.scored(),
     }
 }
 

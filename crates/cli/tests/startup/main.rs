@@ -99,7 +99,7 @@ async fn answers(engine: &EngineHandle) -> Vec<Vec<TokenId>> {
         let events: Vec<_> = engine.submit(request).unwrap().collect().await;
         let token = |event| match event {
             Event::Token(token) => Some(token.token),
-            Event::Admitted { .. } => None,
+            Event::Admitted { .. } | Event::Prompt(_) => None,
             Event::Failed(error) => panic!("a step failed: {error}"),
         };
         events.into_iter().filter_map(token).collect::<Vec<_>>()

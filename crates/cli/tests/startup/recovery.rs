@@ -50,7 +50,7 @@ pub(crate) async fn read(mut stream: RequestStream) -> Result<Vec<TokenId>, Step
     let mut tokens = Vec::new();
     while let Some(event) = stream.next().await {
         match event {
-            Event::Admitted { .. } => {}
+            Event::Admitted { .. } | Event::Prompt(_) => {}
             Event::Token(token) => tokens.push(token.token),
             Event::Failed(error) => return Err(error),
         }

@@ -108,7 +108,10 @@ impl Executor for Fake {
         if self.script.lie.swap(false, Ordering::SeqCst) {
             samples.pop();
         }
-        Ok(StepOutput { samples })
+        Ok(StepOutput {
+            samples,
+            ..Default::default()
+        })
     }
 
     fn device_time(&self) -> Option<DeviceTime> {

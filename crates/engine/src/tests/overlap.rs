@@ -46,6 +46,7 @@ impl Executor for Device {
         };
         Ok(StepOutput {
             samples: plan.runs.iter().map(sampled).collect(),
+            ..Default::default()
         })
     }
 

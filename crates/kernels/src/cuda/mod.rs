@@ -21,4 +21,6 @@ pub use linear::{
     Linears,
 };
 pub use meta::{AssumedGpu, RunMeta as GpuRun};
-pub use sample::{RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias};
+pub use sample::{
+    RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,
+};

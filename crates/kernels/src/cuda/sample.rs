@@ -18,6 +18,7 @@ const MAX_LOGPROBS: usize = 20;
 pub struct SampleKernels {
     gpu: Gpu,
     sample: Function,
+    rank: Function,
     parts: u32,
     /// Bytes of shared memory that may hold logits.
     cache: usize,
@@ -131,6 +132,17 @@ impl SampleRow {
         }
     }
 
+    /// A row whose `top` likeliest tokens are wanted, whatever follows it. [`SampleKernels::rank`] is for what does.
+    pub fn likeliest(top: usize) -> Self {
+        Self {
+            logprobs: top.min(MAX_LOGPROBS) as i32,
+            top_p: 1.0,
+            repetition: 1.0,
+            top_k: u32::MAX,
+            ..Self::zeroed()
+        }
+    }
+
     /// The same row, choosing only among the tokens of its mask.
     pub fn masked(self) -> Self {
         Self {
@@ -160,6 +172,31 @@ impl From<&RowLogprobs> for Logprobs {
                 .collect(),
         }
     }
+}
+
+/// Where a given token stands in its row.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct TokenRank {
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+    /// 1 for the likeliest. Equal logits rank by lower token id.
+    pub rank: u32,
+}
+
+/// Inputs and outputs of [`SampleKernels::rank`], all in device memory, one per row.
+#[derive(Clone, Copy, Debug)]
+pub struct RankArgs<'a> {
+    /// `[rows, vocab]`, as [`SampleKernels::sample`] of [`SampleRow::likeliest`] rows left them.
+    pub logits: GpuSlice<'a, f32>,
+    /// The tokens asked about.
+    pub targets: GpuSlice<'a, i32>,
+    /// What was sampled. Where that is -1, what is found about the target means nothing.
+    pub best: GpuSlice<'a, i32>,
+    /// Log-probabilities of what was sampled.
+    pub likeliest: GpuSlice<'a, RowLogprobs>,
+    /// Out.
+    pub ranks: GpuSlice<'a, TokenRank>,
 }
 
 /// Inputs and outputs of a step's sampling, all in device memory.
@@ -198,6 +235,7 @@ impl SampleKernels {
         Ok(Self {
             gpu: gpu.clone(),
             sample,
+            rank: module.function("rank_targets")?,
             parts: if clusters { PARTS } else { 1 },
             cache,
             _module: module,
@@ -261,5 +299,38 @@ impl SampleKernels {
         ];
         // SAFETY: these are the arguments the kernel declares; lengths are checked, indices in the rows are `SampleRow`'s.
         unsafe { self.gpu.launch(&self.sample, launch, &values) }
+    }
+
+    /// Finds the log-probability and the rank of a given token per row: with [`Self::sample`] before it the twin of
+    /// [`score`](crate::score()).
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn rank(&self, args: &RankArgs<'_>) -> Result<(), GpuError> {
+        let rows = args.targets.len();
+        if rows == 0 {
+            return Ok(());
+        }
+        let vocab = args.logits.len() / rows;
+        assert!(
+            vocab > 0 && args.logits.len() == rows * vocab && i32::try_from(vocab).is_ok(),
+            "logits are not [rows, vocab]"
+        );
+        assert_eq!(
+            [args.best.len(), args.likeliest.len(), args.ranks.len()],
+            [rows; 3],
+            "one of each per row"
+        );
+        let values = [
+            args.logits.into(),
+            (vocab as u32).into(),
+            args.targets.into(),
+            args.best.into(),
+            args.likeliest.into(),
+            args.ranks.into(),
+        ];
+        let launch = Launch::new([rows as u32, 1, 1], THREADS).pdl(true);
+        // SAFETY: these are the arguments the kernel declares, lengths are checked; targets are tokens of the vocabulary.
+        unsafe { self.gpu.launch(&self.rank, launch, &values) }
     }
 }

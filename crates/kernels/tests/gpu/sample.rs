@@ -5,8 +5,10 @@ mod distribution;
 use plimsoll_core::{Logprobs, SampleSpec, SamplingOptions, SamplingParams, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuSlice};
 use plimsoll_device::{Arena, Budget, Pod};
-use plimsoll_kernels::cuda::{RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow};
-use plimsoll_kernels::{SampleError, sample};
+use plimsoll_kernels::cuda::{
+    RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,
+};
+use plimsoll_kernels::{SampleError, ScoreRow, sample, score};
 use rand::Rng;
 use rand::rngs::StdRng;
 
@@ -270,6 +272,78 @@ fn sample_equals_the_twin() {
 fn sample_equals_the_twin_without_clusters() {
     let shapes = [(7, 200), (1000, 600), (49_152, 100), (128_256, 100)];
     compare("sample without clusters", &OnGpu::without_clusters(), &shapes);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn rank_equals_the_twin() {
+    for on_gpu in [OnGpu::new(), OnGpu::without_clusters()] {
+        let mut rng = rng("rank");
+        for (vocab, n) in [
+            (1, 5),
+            (7, 90),
+            (1001, 60),
+            (49_152, 40),
+            (128_256, 256),
+            (262_147, 7),
+        ] {
+            let logits: Vec<f32> = (0..n).flat_map(|_| random_logits(&mut rng, vocab)).collect();
+            let top = vocab.min([0, 1, 20][rng.random_range(0..3)]);
+            let rows: Vec<_> = (0..n)
+                .map(|_| ScoreRow {
+                    target: rng.random_range(0..vocab as u32),
+                    top,
+                })
+                .collect();
+            let gpu = &on_gpu.gpu;
+            let uploaded = upload(gpu, &logits);
+            let sample_rows = upload(gpu, &vec![SampleRow::likeliest(top); n]);
+            let targets = upload(gpu, &rows.iter().map(|row| row.target as i32).collect::<Vec<_>>());
+            let (none, none_biased) = (upload::<i32>(gpu, &[]), upload::<TokenBias>(gpu, &[]));
+            let best = poisoned::<i32>(gpu, n);
+            let likeliest = poisoned::<RowLogprobs>(gpu, n);
+            let ranks = poisoned::<TokenRank>(gpu, n);
+            let args = SampleArgs {
+                logits: all(&uploaded, &logits),
+                rows: sample_rows.slice().range(0..n),
+                history: none.slice().range(0..0),
+                biases: none_biased.slice().range(0..0),
+                resolved: none.slice().range(0..0),
+                masks: None,
+                sampled: best.slice().range(0..n),
+                logprobs: likeliest.slice().range(0..n),
+            };
+            on_gpu.kernels.sample(&args).expect("a launch");
+            let args = RankArgs {
+                logits: all(&uploaded, &logits),
+                targets: targets.slice().range(0..n),
+                best: args.sampled,
+                likeliest: args.logprobs,
+                ranks: ranks.slice().range(0..n),
+            };
+            on_gpu.kernels.rank(&args).expect("a launch");
+            let best: Vec<i32> = download(gpu, &best, n);
+            let likeliest: Vec<RowLogprobs> = download(gpu, &likeliest, n);
+            let ranks: Vec<TokenRank> = download(gpu, &ranks, n);
+            for (row, want) in score(&mut logits.clone(), &rows).into_iter().enumerate() {
+                let context = format!("vocabulary {vocab}, row {row}");
+                let Ok(want) = want else {
+                    assert_eq!(best[row], -1, "{context}");
+                    continue;
+                };
+                assert_eq!(ranks[row].rank, want.rank, "{context}");
+                let got = Logprobs {
+                    sampled: ranks[row].logprob,
+                    ..Logprobs::from(&likeliest[row])
+                };
+                let want = Logprobs {
+                    sampled: want.logprob,
+                    top: want.top,
+                };
+                assert_same_logprobs(&got, &want, &context);
+            }
+        }
+    }
 }
 
 #[test]

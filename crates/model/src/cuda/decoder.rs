@@ -3,14 +3,16 @@ use plimsoll_core::{Component, KvConfig, Oom, StepError};
 use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
     DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope,
-    GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, SampleArgs,
-    SampleKernels,
+    GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, RankArgs,
+    SampleArgs, SampleKernels,
 };
 
 use super::input::{StepInput, StepInputs, WindowPlanners, attention_scratch};
 use super::output::Outputs;
+use super::scores::{SCORE_ROWS, ScoreLayout, ScoreSlices, Scores};
 use super::weights::{GpuLayer, GpuLinears, GpuWeights};
 use crate::DecoderSpec;
+use crate::footprint::StepSize;
 
 /// What the kernels of a step work on.
 #[derive(Debug)]
@@ -19,6 +21,7 @@ pub(super) struct StepState {
     pub(super) kv_config: KvConfig,
     pub(super) inputs: StepInputs,
     pub(super) outputs: Outputs,
+    pub(super) scores: Scores,
     /// Of the attention of decoding runs; zero between launches.
     pub(super) counters: GpuSlab,
 }
@@ -132,17 +135,29 @@ fn layer_widths(spec: &DecoderSpec) -> [usize; 5] {
     [spec.hidden_size, qkv_size(spec), spec.q_size(), 2 * inner, inner]
 }
 
-/// Counts the allocations of [`Decoder::step`] for `rows` rows, `samples` of which are sampled from; `None` if no memory
-/// could hold them.
+/// Rows whose logits exist at one time. Samples are taken all at once; scored rows come after them, some at a time.
+fn logit_rows(step: StepSize) -> usize {
+    match step.scored {
+        0 => step.samples,
+        _ => step.samples.max(step.tokens.min(SCORE_ROWS)),
+    }
+}
+
+/// Counts the allocations of [`Decoder::step`] for a step of this size, padding included; `None` if no memory could hold
+/// them.
 pub(super) fn count_step(
     spec: &DecoderSpec,
-    [rows, samples]: [usize; 2],
+    step: StepSize,
     planners: &[WindowPlanners],
     arena: &mut DryGpuArena,
 ) -> Option<()> {
+    let rows = step.tokens;
     arena.reset();
     for width in lasting_widths(spec) {
         arena.alloc::<bf16>(rows.checked_mul(width)?)?;
+    }
+    if step.scored > 0 {
+        arena.alloc::<u8>(ScoreLayout::new(rows).bytes)?;
     }
     arena.frame(|arena| {
         for width in layer_widths(spec) {
@@ -150,7 +165,7 @@ pub(super) fn count_step(
         }
         arena.alloc::<f32>(attention_scratch(planners))
     })?;
-    arena.alloc::<f32>(samples.checked_mul(spec.vocab_size)?)
+    arena.alloc::<f32>(logit_rows(step).checked_mul(spec.vocab_size)?)
 }
 
 impl Decoder {
@@ -242,6 +257,8 @@ impl Decoder {
         let take = |width| arena.alloc(input.rows * width);
         let [hidden, normed] = lasting_widths(spec).map(take);
         let (hidden, normed) = (hidden?, normed?);
+        // SAFETY: the slot is packed again when this step has ended.
+        let scores = unsafe { state.scores.send(input, arena)? };
         let after = arena.mark();
         let [delta, qkv, attended, gate_up, activated] = layer_widths(spec).map(take);
         let act = Activations {
@@ -254,25 +271,42 @@ impl Decoder {
             activated: activated?,
             scratch: arena.alloc(attention_scratch(state.inputs.planners()))?,
         };
-        let Some(normed) = self.forward(input, state, act)? else {
+        let Some(normed) = self.forward(input, state, scores.as_ref(), act)? else {
             return Ok(());
         };
         // The layers' activations are not needed any more.
         arena.rewind(after);
-        let found: GpuSlice<'_, f32> = arena.alloc(input.samples * spec.vocab_size)?;
-        self.linears.forward_f32(normed, &self.head, found)?;
-        match logits {
-            Some(out) => *out = self.gpu.download(found)?,
-            None => self.sample(input, state, found)?,
+        let size = StepSize {
+            tokens: input.rows,
+            samples: input.samples,
+            scored: input.scored,
+        };
+        let (width, vocab) = (spec.hidden_size, spec.vocab_size);
+        let memory: GpuSlice<'_, f32> = arena.alloc(logit_rows(size) * vocab)?;
+        if input.samples > 0 {
+            let found = memory.range(0..input.samples * vocab);
+            let rows = normed.range(0..input.samples * width);
+            self.linears.forward_f32(rows, &self.head, found)?;
+            match logits {
+                Some(out) => *out = self.gpu.download(found)?,
+                None => self.sample(input, state, found)?,
+            }
+        }
+        if let Some(scores) = scores {
+            let rows = normed.range(input.samples * width..normed.len());
+            self.score(input, state, rows, &scores, memory)?;
+            state.scores.fetch(input.slot, &scores)?;
         }
         Ok(())
     }
 
-    /// Runs all blocks. Returns the normalised rows to sample from, if there are any.
+    /// Runs all blocks. Returns the normalised rows whose logits are read, if there are any: first those to sample from, then
+    /// those to be scored.
     fn forward<'a>(
         &self,
         input: &StepInput,
         state: &StepState,
+        scores: Option<&ScoreSlices<'_>>,
         mut act: Activations<'a>,
     ) -> Result<Option<GpuSlice<'a, bf16>>, LaunchError> {
         let spec = self.weights.spec();
@@ -301,8 +335,8 @@ impl Decoder {
                 self.finish_block(&layer, index, &mut act)?;
             }
         }
-        // The KV is complete; from here on only the rows that are sampled from matter.
-        if input.samples == 0 {
+        // The KV is complete; from here on only the rows whose logits are read matter.
+        if input.samples + input.scored == 0 {
             return Ok(None);
         }
         let layer = self.weights.layer(last);
@@ -310,12 +344,19 @@ impl Decoder {
         let mut act = match input.sample_at {
             None => act,
             Some(at) => {
-                let at = state.inputs.device(at);
-                let rows = act.front(spec, at.len());
-                // Each into memory that this layer has no more use for.
-                self.fused.gather_rows(act.hidden, at, rows.normed)?;
+                let rows = act.front(spec, input.samples + input.scored);
                 let attended = act.qkv.range(0..rows.attended.len());
-                self.fused.gather_rows(act.attended, at, attended)?;
+                let sampled = (input.samples > 0).then(|| state.inputs.device(at));
+                let mut first = 0;
+                for at in sampled.into_iter().chain(scores.map(|scores| scores.at)) {
+                    let part = |width: usize| first * width..(first + at.len()) * width;
+                    // Each into memory that this layer has no more use for.
+                    let hidden = rows.normed.range(part(spec.hidden_size));
+                    self.fused.gather_rows(act.hidden, at, hidden)?;
+                    let attended = attended.range(part(spec.q_size()));
+                    self.fused.gather_rows(act.attended, at, attended)?;
+                    first += at.len();
+                }
                 Activations {
                     hidden: rows.normed,
                     normed: rows.hidden,
@@ -483,6 +524,47 @@ impl Decoder {
                 masks: None,
                 sampled: outputs.sampled().range(rows.clone()),
                 logprobs: outputs.logprobs().range(rows.clone()),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Log-probabilities of prompt tokens from the normalised rows before them, some rows at a time in the memory of `logits`.
+    fn score(
+        &self,
+        input: &StepInput,
+        state: &StepState,
+        normed: GpuSlice<'_, bf16>,
+        scores: &ScoreSlices<'_>,
+        logits: GpuSlice<'_, f32>,
+    ) -> Result<(), GpuError> {
+        let (width, vocab) = (self.weights.spec().hidden_size, self.weights.spec().vocab_size);
+        let inputs = &state.inputs;
+        for first in (0..input.scored).step_by(SCORE_ROWS) {
+            let rows = first..(first + SCORE_ROWS).min(input.scored);
+            let logits = logits.range(0..rows.len() * vocab);
+            let (best, likeliest) = (
+                scores.best.range(rows.clone()),
+                scores.likeliest.range(rows.clone()),
+            );
+            let normed = normed.range(rows.start * width..rows.end * width);
+            self.linears.forward_f32(normed, &self.head, logits)?;
+            self.sampler.sample(&SampleArgs {
+                logits,
+                rows: scores.sample_rows.range(0..rows.len()),
+                history: inputs.device(input.history),
+                biases: inputs.device(input.biases),
+                resolved: inputs.device(input.tokens),
+                masks: None,
+                sampled: best,
+                logprobs: likeliest,
+            })?;
+            self.sampler.rank(&RankArgs {
+                logits,
+                targets: scores.targets.range(rows.clone()),
+                best,
+                likeliest,
+                ranks: scores.ranks.range(rows),
             })?;
         }
         Ok(())

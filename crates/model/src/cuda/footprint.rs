@@ -201,12 +201,17 @@ impl GpuFootprint {
         let (spec, graphs) = (&self.config.spec, self.graphs());
         let mut arena = DryGpuArena::default();
         for &size in graphs.iter().rev() {
-            count_step(spec, [size, size], &self.planners, &mut arena)?;
+            let step = StepSize {
+                tokens: size,
+                samples: size,
+                scored: 0,
+            };
+            count_step(spec, step, &self.planners, &mut arena)?;
         }
         let mut scratch = Vec::with_capacity(steps.len());
-        for &(StepSize { tokens, samples }, graph) in steps {
+        for &(step, graph) in steps {
             if graphs.is_empty() || !graph {
-                count_step(spec, [tokens, samples], &self.planners, &mut arena)?;
+                count_step(spec, step, &self.planners, &mut arena)?;
             }
             scratch.push(arena.take_high_water() as u64);
         }

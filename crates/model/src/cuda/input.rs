@@ -33,6 +33,8 @@ pub(super) struct StepInput {
     pub(super) biases: Section<TokenBias>,
     /// Rows that are sampled together, and what they refer to. Only the first part is packed with the rest.
     pub(super) sample_parts: Vec<(Range<usize>, SampleLists)>,
+    /// Rows whose next token is a prompt's and scored.
+    pub(super) scored: usize,
     /// Where it was packed.
     pub(super) slot: usize,
     /// Bytes in use.
@@ -452,6 +454,7 @@ fn layout(counts: &Counts, planners: &[WindowPlanners]) -> StepInput {
         history: layout.section(counts.history),
         biases: layout.section(counts.biases),
         sample_parts: Vec::new(),
+        scored: 0,
         slot: 0,
         bytes: 0,
     };

@@ -11,6 +11,7 @@ mod graphs;
 mod input;
 mod output;
 mod runner;
+mod scores;
 mod staging;
 mod weights;
 

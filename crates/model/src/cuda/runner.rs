@@ -2,7 +2,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, DeviceTime, Executor, Oom, RequestId, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
+    Component, DeviceTime, Executor, Oom, RequestId, ScoreSpec, StateConfig, StepError, StepLimits,
+    StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
 
@@ -11,6 +12,7 @@ use super::decoder::{LaunchError, StepState};
 use super::graphs::Graphs;
 use super::input::{BatchShape, StepInputs, attention_counters};
 use super::output::Outputs;
+use super::scores::Scores;
 use super::{GpuModel, GpuOptions};
 use crate::batch::Bounds;
 
@@ -74,6 +76,7 @@ impl GpuRunner {
             kv_config: config.kv,
             inputs,
             outputs: Outputs::new(gpu, limits)?,
+            scores: Scores::new(gpu, limits)?,
             counters,
         };
         let clocks = Clocks::new(gpu).map_err(|error| driver_oom(gpu, &error))?;
@@ -179,7 +182,8 @@ impl GpuRunner {
             BatchShape::Decode(size) => self.graphs.get(size),
             BatchShape::Exact(_) => None,
         };
-        let input = self.state.inputs.pack(slot, plan, &self.last, &batch.shape);
+        let mut input = self.state.inputs.pack(slot, plan, &self.last, &batch.shape);
+        input.scored = self.state.scores.pack(slot, plan);
         // SAFETY: the slot is packed again two steps from now, when this step has ended.
         unsafe { self.state.inputs.send(slot, &input)? };
         match graph {
@@ -195,11 +199,13 @@ impl GpuRunner {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct LaunchedRun {
     request: RequestId,
     /// The row of its sample, and whether it wants log-probabilities.
     sample: Option<(u32, bool)>,
+    /// Which of the scored rows is its first, and what it wants of them.
+    score: Option<(usize, ScoreSpec)>,
 }
 
 /// How the rows of a step are laid out.
@@ -217,19 +223,24 @@ impl Batch {
         let decodes = plan
             .runs
             .iter()
-            .all(|run| run.input.len() == 1 && run.sample.is_some());
+            .all(|run| run.input.len() == 1 && run.sample.is_some() && run.score.is_none());
         let plain = specs().all(|spec| !spec.params.needs_history() && spec.params.logit_bias().is_empty());
         let size = graphs.size_for(plan.runs.len()).filter(|_| decodes && plain);
-        let (mut row, mut at) = (0, Vec::new());
+        let (mut row, mut at, mut scored) = (0, Vec::new(), 0);
         let runs = plan.runs.iter().map(|run| {
             row += run.input.len();
             let sample = run.sample.as_ref().map(|spec| {
                 at.push((row - 1) as i32);
                 ((at.len() - 1) as u32, spec.params.logprobs().is_some())
             });
+            let score = run.score.as_ref().map(|spec| {
+                scored += spec.targets.len();
+                (scored - spec.targets.len(), spec.clone())
+            });
             LaunchedRun {
                 request: run.request,
                 sample,
+                score,
             }
         });
         let runs = runs.collect();
@@ -300,15 +311,23 @@ impl Executor for GpuRunner {
             .pop_front()
             .ok_or_else(|| StepError::Failed("no step was launched".to_owned()))?;
         self.clocks.wait(step).map_err(failed)?;
-        let outputs = &self.state.outputs;
-        let sampled = |run: LaunchedRun| {
+        let (outputs, slot) = (&self.state.outputs, step % STEPS_IN_FLIGHT);
+        let failed = |run: &LaunchedRun, error| StepError::Failed(format!("{}: {error}", run.request));
+        let sampled = |run: &LaunchedRun| {
             run.sample
-                .map(|(row, logprobs)| outputs.sampled_at(step % STEPS_IN_FLIGHT, row as usize, logprobs))
+                .map(|(row, logprobs)| outputs.sampled_at(slot, row as usize, logprobs))
                 .transpose()
-                .map_err(|error| StepError::Failed(format!("{}: {error}", run.request)))
+                .map_err(|error| failed(run, error))
         };
-        let samples = runs.into_iter().map(sampled).collect::<Result<_, _>>()?;
-        Ok(StepOutput { samples })
+        let scored = |run: &LaunchedRun| {
+            let (first, spec) = run.score.as_ref()?;
+            let scored = self.state.scores.scored(slot, *first, spec);
+            Some(scored.map_err(|error| failed(run, error)))
+        };
+        Ok(StepOutput {
+            samples: runs.iter().map(sampled).collect::<Result<_, _>>()?,
+            scores: runs.iter().filter_map(scored).collect::<Result<_, _>>()?,
+        })
     }
 
     fn rest(&mut self) {

@@ -38,7 +38,17 @@ impl<T: Pod> Section<T> {
 
     /// The section of memory that was laid out so.
     pub(crate) fn of<'a>(&self, memory: &'a GpuSlab) -> GpuSlice<'a, T> {
-        memory.slice::<u8>().range(self.range()).cast()
+        self.within(memory.slice())
+    }
+
+    /// The same of a part of memory.
+    pub(crate) fn within<'a>(&self, memory: GpuSlice<'a, u8>) -> GpuSlice<'a, T> {
+        memory.range(self.range()).cast()
+    }
+
+    /// The same on the host.
+    pub(crate) fn host<'a>(&self, memory: &'a mut PinnedSlab) -> &'a mut [T] {
+        plimsoll_device::cast_slice_mut(&mut memory.as_mut_slice::<u8>()[self.range()])
     }
 }
 
@@ -92,7 +102,7 @@ impl Staging {
 
     /// The host's side of a section of step `slot`, whose last use has ended.
     pub(crate) fn host<T: Pod>(&mut self, slot: usize, section: Section<T>) -> &mut [T] {
-        plimsoll_device::cast_slice_mut(&mut self.host[slot].as_mut_slice::<u8>()[section.range()])
+        section.host(&mut self.host[slot])
     }
 
     /// The device's side of a section.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{BlockId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams};
+use plimsoll_core::{BlockId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams, ScoreSpec};
 
 use super::{Oracle, blocks, greedy_spec, plan, run};
 
@@ -25,7 +25,21 @@ pub fn refuses_malformed_plans(runner: &mut impl Oracle) {
         history: vec![160],
         ..greedy_spec(0)
     });
+    let scored = |first, count, sample: bool, token| {
+        let mut run = good();
+        run.score = Some(ScoreSpec {
+            first,
+            targets: vec![token; count],
+            top: 1,
+        });
+        run.sample = sample.then(|| greedy_spec(0));
+        vec![run]
+    };
     let cases = [
+        (scored(0, 20, true, 5), "by 19 rows"),
+        (scored(usize::MAX, 1, false, 5), "by 20 rows"),
+        (scored(3, 0, false, 5), "0 tokens from row 3"),
+        (scored(0, 1, false, 160), "token 160"),
         (vec![run(1, 0, &[], &blocks(0..3))], "without tokens"),
         (vec![run(1, 0, &[160], &blocks(0..3))], "token 160"),
         (vec![run(1, 5, &[5; 20], &blocks(0..3))], "4 are needed"),

@@ -4,6 +4,7 @@
 pub mod convert;
 pub mod malformed;
 pub mod requests;
+pub mod scores;
 pub mod smollm2;
 
 use std::path::PathBuf;
@@ -131,6 +132,7 @@ pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[BlockId]) -
         input: RunInput::Known(tokens.to_vec()),
         blocks: blocks.to_vec(),
         sample: None,
+        score: None,
     }
 }
 

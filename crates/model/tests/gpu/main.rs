@@ -8,6 +8,7 @@ mod reference;
 mod rows;
 mod sampling;
 mod scheduling;
+mod scores;
 mod setup;
 mod smollm2;
 mod weights;

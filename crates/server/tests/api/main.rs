@@ -25,7 +25,7 @@ fn oracle_text(prompt: &str, max_tokens: usize, seed: u64) -> String {
         max_tokens: Some(max_tokens),
         sampling: SamplingOptions::default(),
         seed,
-        stop_token_ids: vec![],
+        ..Default::default()
     };
     let limits = Limits {
         max_model_len: 1 << 20,

@@ -172,6 +172,7 @@ fn random_step(rng: &mut StdRng) -> StepMemory {
     StepMemory {
         token: term(20 << 10),
         row: term(200 << 10),
+        score: term(20 << 10),
         sort: term(200 << 10),
         top_k: term(200 << 10),
         longest: term(20 << 10),

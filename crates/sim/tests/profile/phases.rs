@@ -412,6 +412,10 @@ fn removing_any_scenario_lowers_the_peak_somewhere() {
             ..Default::default()
         },
         StepMemory {
+            score: 1000,
+            ..Default::default()
+        },
+        StepMemory {
             top_k: 1000,
             ..Default::default()
         },

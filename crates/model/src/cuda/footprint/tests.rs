@@ -3,6 +3,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use super::*;
+use crate::cuda::scores::SCORE_ROWS;
 
 /// The shape of Llama 3.1 8B.
 const CONFIG: &str = r#"{
@@ -69,6 +70,8 @@ fn u5_formulas_give_what_an_h200_measured() {
                 let step = StepSize {
                     tokens: number(scenario, "tokens") as usize,
                     samples: number(scenario, "rows") as usize,
+                    // Those steps were run before any was to score its prompts.
+                    scored: 0,
                 };
                 (step, scenario["kind"] == "decode")
             })
@@ -94,10 +97,32 @@ fn without_graphs_there_is_nothing_to_capture() {
     let step = StepSize {
         tokens: 1,
         samples: 1,
+        scored: 0,
     };
     let with_graphs = footprint.arena(&[(step, true)]);
     footprint.shape.options.enforce_eager = true;
     assert_eq!(footprint.graph_bytes(), 0);
     let without = footprint.arena(&[(step, true)]);
     assert!(without.peak < with_graphs.peak && without.scratch[0] > 0);
+}
+
+/// U15: however long the prompt, there are logits of so many rows at a time; what comes with them is small.
+#[test]
+fn u15_scores_of_a_prompt_take_as_much_as_a_few_hundred_samples() {
+    let footprint = footprint(&recorded("kv-full.json"));
+    let scratch = |tokens, samples, scored| {
+        let step = StepSize {
+            tokens,
+            samples,
+            scored,
+        };
+        footprint.arena(&[(step, false)]).scratch[0]
+    };
+    for tokens in [512, 8192, 131_072] {
+        let with = scratch(tokens, 1, tokens - 1);
+        assert_eq!(with, scratch(tokens, 1, 1), "memory depends on the rows alone");
+        assert!(with > scratch(tokens, 1, 0));
+        let few_samples = scratch(tokens, SCORE_ROWS, 0);
+        assert!(with - few_samples <= 256 * tokens as u64 + (1 << 16), "{tokens}");
+    }
 }

@@ -1,0 +1,213 @@
+use std::collections::HashSet;
+
+use plimsoll_core::BlockSize;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::*;
+use crate::ProfileSpec;
+
+fn limits(batched: usize, seqs: usize, model_len: usize) -> StepLimits {
+    StepLimits {
+        max_num_batched_tokens: batched,
+        max_num_seqs: seqs,
+        max_model_len: model_len,
+    }
+}
+
+fn kv(num_blocks: usize) -> KvConfig {
+    KvConfig {
+        block_size: BlockSize::default(),
+        num_blocks,
+    }
+}
+
+fn shapes(scenarios: &[Scenario], kind: ScenarioKind) -> Vec<(usize, usize)> {
+    let scenario = scenarios.iter().find(|scenario| scenario.kind == kind).unwrap();
+    scenario
+        .plan
+        .runs
+        .iter()
+        .map(|run| (run.start, run.end()))
+        .collect()
+}
+
+#[test]
+fn a4_every_worst_case_is_in() {
+    let (all, left_out) = scenarios(&limits(512, 4, 2048), 1000, kv(512));
+    assert_eq!(left_out.len(), 1);
+    assert_eq!(left_out[0].kind, ScenarioKind::PromptLogprobs);
+    assert_eq!(shapes(&all, ScenarioKind::Prefill), [(0, 512)]);
+    assert_eq!(shapes(&all, ScenarioKind::LongPrefix), [(1536, 2048)]);
+    assert_eq!(shapes(&all, ScenarioKind::Decode), [(2047, 2048); 4]);
+    assert_eq!(shapes(&all, ScenarioKind::SampleSort), [(2047, 2048); 4]);
+    assert_eq!(shapes(&all, ScenarioKind::SampleTopK), [(0, 1); 4]);
+    let mixed = [(2047, 2048), (2047, 2048), (2047, 2048), (0, 509)];
+    assert_eq!(shapes(&all, ScenarioKind::Mixed), mixed);
+    let everything = [
+        ScenarioKind::Mixed,
+        ScenarioKind::LongPrefix,
+        ScenarioKind::SampleSort,
+    ];
+    for Scenario { plan, .. } in all.iter().filter(|scenario| everything.contains(&scenario.kind)) {
+        for run in &plan.runs {
+            let spec = run.sample.as_ref().unwrap();
+            assert_eq!(
+                (spec.params.logprobs(), spec.history.len()),
+                (Some(20), run.end())
+            );
+            assert!(spec.params.top_p() < 1.0 && !spec.params.logit_bias().is_empty());
+        }
+    }
+}
+
+#[test]
+fn u15_the_worst_step_scores_every_prompt_token_it_has() {
+    let scored = |kind, batched, seqs| {
+        let (all, _) = scenarios(&limits(batched, seqs, 2048), 1000, kv(512));
+        let scenario = all.into_iter().find(|scenario| scenario.kind == kind).unwrap();
+        let of = |run: &Run| {
+            run.score
+                .as_ref()
+                .map(|score| (score.first, score.targets.len(), score.top))
+        };
+        let runs = scenario.plan.runs.iter();
+        runs.map(|run| (of(run), run.sample.is_some()))
+            .collect::<Vec<_>>()
+    };
+    let mixed = scored(ScenarioKind::Mixed, 512, 3);
+    assert_eq!(mixed, [(None, true), (None, true), (Some((0, 509, 20)), true)]);
+    assert_eq!(
+        scored(ScenarioKind::PromptLogprobs, 512, 1),
+        [(Some((0, 511, 20)), true)]
+    );
+    // A prompt that is computed token by token.
+    assert_eq!(
+        scored(ScenarioKind::PromptLogprobs, 2, 4),
+        [(Some((0, 1, 20)), false), (None, true)]
+    );
+}
+
+#[test]
+fn unreachable_shapes_are_left_out_with_the_reason() {
+    let left_out = |limits| {
+        let (reached, left_out) = scenarios(&limits, 1000, kv(1024));
+        assert_eq!(reached.len() + left_out.len(), ScenarioKind::ALL.len());
+        left_out
+            .into_iter()
+            .map(|left| (left.kind, left.reason))
+            .collect::<Vec<_>>()
+    };
+    let reasons = left_out(limits(4096, 8, 2048));
+    assert_eq!(reasons[0].0, ScenarioKind::PromptLogprobs);
+    assert_eq!(reasons[1].0, ScenarioKind::LongPrefix);
+    assert!(reasons[1].1.contains("--max-num-batched-tokens"), "{reasons:?}");
+    assert_eq!(left_out(limits(64, 1, 2048))[0].0, ScenarioKind::Mixed);
+    assert_eq!(left_out(limits(8, 8, 2048))[0].0, ScenarioKind::Mixed);
+    assert_eq!(left_out(limits(8, 4, 1)).len(), 3);
+}
+
+#[test]
+fn a_full_step_of_short_requests_is_several_prompts() {
+    let (all, _) = scenarios(&limits(100, 8, 40), 1000, kv(512));
+    let mixed = shapes(&all, ScenarioKind::Mixed);
+    assert_eq!(
+        (
+            mixed.len(),
+            mixed.iter().map(|(start, end)| end - start).sum::<usize>()
+        ),
+        (8, 100)
+    );
+    assert_eq!(mixed[5..], [(0, 15), (0, 40), (0, 40)]);
+}
+
+/// No plan exceeds the limits, every table is long enough, and no step writes a block twice; and the probe's cache holds
+/// the largest steps in full.
+#[test]
+fn plans_are_legal_under_any_limits() {
+    for seed in 0..3000 {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut up_to = |most: usize| rng.random_range(1..=most);
+        let limits = limits(up_to(700), up_to(60), up_to(900));
+        let block_size = BlockSize::new([8, 16, 32][up_to(3) - 1]).unwrap();
+        let vocab = up_to(300);
+        let spec = ProfileSpec::new(limits, vocab, block_size, 1);
+        let request = spec.request_blocks();
+        let probe = block_size.blocks_for(spec.probe_tokens());
+        let final_size = request + up_to(200) - 1;
+        for num_blocks in [probe, final_size] {
+            let kv = KvConfig {
+                block_size,
+                num_blocks,
+            };
+            let (all, left_out) = scenarios(&limits, vocab, kv);
+            let (sizes, left_out_sizes) = scenario_shapes(&limits, kv);
+            assert_eq!(
+                (sizes.len(), left_out_sizes),
+                (all.len(), left_out),
+                "seed {seed}"
+            );
+            for (Scenario { kind, plan }, size) in all.iter().zip(&sizes) {
+                let expected = ScenarioShape {
+                    kind: *kind,
+                    rows: plan.runs.len(),
+                    tokens: plan.num_tokens(),
+                };
+                assert_eq!(*size, expected, "seed {seed}");
+                let sampled = plan.runs.iter().filter(|run| run.sample.is_some()).count();
+                let read = (sampled, plan.num_scored());
+                assert_eq!((size.sampled(), size.scored()), read, "seed {seed}, {kind}");
+                check(plan, &limits, kv, vocab, &format!("seed {seed}, {kind}"));
+            }
+            if num_blocks == probe {
+                let most = all
+                    .iter()
+                    .map(|scenario| scenario.plan.num_tokens())
+                    .max()
+                    .unwrap();
+                let reachable = limits
+                    .max_num_batched_tokens
+                    .min(limits.max_num_seqs * limits.max_model_len);
+                assert_eq!(most, reachable, "seed {seed}");
+            }
+        }
+    }
+}
+
+fn check(plan: &StepPlan, limits: &StepLimits, kv: KvConfig, vocab: usize, context: &str) {
+    assert!(
+        !plan.is_empty() && plan.runs.len() <= limits.max_num_seqs,
+        "{context}"
+    );
+    assert!(plan.num_tokens() <= limits.max_num_batched_tokens, "{context}");
+    let block_size = kv.block_size;
+    let mut written = HashSet::new();
+    let mut requests = HashSet::new();
+    for run in &plan.runs {
+        assert!(requests.insert(run.request), "{context}");
+        assert!(
+            !run.input.is_empty() && run.end() <= limits.max_model_len,
+            "{context}"
+        );
+        assert_eq!(run.blocks.len(), block_size.blocks_for(run.end()), "{context}");
+        assert!(
+            run.blocks.iter().all(|block| block.index() < kv.num_blocks),
+            "{context}"
+        );
+        for block in &run.blocks[run.start / block_size.tokens()..] {
+            assert!(written.insert(*block), "{context}: {block:?} is written twice");
+        }
+        let RunInput::Known(tokens) = &run.input else {
+            panic!("{context}")
+        };
+        if let Some(score) = &run.score {
+            let last = tokens.len() - usize::from(run.sample.is_some());
+            assert!(!score.targets.is_empty() && score.rows().end <= last, "{context}");
+            assert!(
+                score.targets.iter().all(|&token| (token as usize) < vocab),
+                "{context}"
+            );
+        }
+        assert!(tokens.iter().all(|&token| (token as usize) < vocab), "{context}");
+    }
+}
