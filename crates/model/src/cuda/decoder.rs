@@ -135,7 +135,7 @@ fn layer_widths(spec: &DecoderSpec) -> [usize; 5] {
     [spec.hidden_size, qkv_size(spec), spec.q_size(), 2 * inner, inner]
 }
 
-/// Rows whose logits exist at one time. Samples are taken all at once; scored rows come after them, some at a time.
+/// Rows whose logits exist at one time: scored rows some at a time, then those to sample from all together.
 fn logit_rows(step: StepSize) -> usize {
     match step.scored {
         0 => step.samples,
@@ -283,6 +283,11 @@ impl Decoder {
         };
         let (width, vocab) = (spec.hidden_size, spec.vocab_size);
         let memory: GpuSlice<'_, f32> = arena.alloc(logit_rows(size) * vocab)?;
+        if let Some(scores) = scores {
+            let rows = normed.range(input.samples * width..normed.len());
+            self.score(input, state, rows, &scores, memory)?;
+            state.scores.fetch(input.slot, &scores)?;
+        }
         if input.samples > 0 {
             let found = memory.range(0..input.samples * vocab);
             let rows = normed.range(0..input.samples * width);
@@ -291,11 +296,6 @@ impl Decoder {
                 Some(out) => *out = self.gpu.download(found)?,
                 None => self.sample(input, state, found)?,
             }
-        }
-        if let Some(scores) = scores {
-            let rows = normed.range(input.samples * width..normed.len());
-            self.score(input, state, rows, &scores, memory)?;
-            state.scores.fetch(input.slot, &scores)?;
         }
         Ok(())
     }

@@ -30,6 +30,11 @@ pub(super) struct ScoreLayout {
     pub(super) bytes: usize,
 }
 
+/// The elements of a section that are in use.
+fn front<'a, T: Pod>(len: usize, section: Section<T>, memory: GpuSlice<'a, u8>) -> GpuSlice<'a, T> {
+    section.within(memory).range(0..len)
+}
+
 impl ScoreLayout {
     pub(super) fn new(rows: usize) -> Self {
         let mut layout = Layout::default();
@@ -147,20 +152,13 @@ impl Scores {
         // SAFETY: the caller's promise; whoever drops this waits for the stream.
         unsafe { self.gpu.upload_async(from, 0, memory.range(0..layout.sent))? };
         let at_once = 0..input.scored.min(SCORE_ROWS);
-        fn front<'a, T: Pod>(
-            of: &StepInput,
-            section: Section<T>,
-            memory: GpuSlice<'a, u8>,
-        ) -> GpuSlice<'a, T> {
-            section.within(memory).range(0..of.scored)
-        }
         Ok(Some(ScoreSlices {
-            at: front(input, layout.at, memory),
-            targets: front(input, layout.targets, memory),
+            at: front(input.scored, layout.at, memory),
+            targets: front(input.scored, layout.targets, memory),
             sample_rows: layout.sample_rows.within(memory).range(at_once),
-            best: front(input, layout.best, memory),
-            likeliest: front(input, layout.likeliest, memory),
-            ranks: front(input, layout.ranks, memory),
+            best: front(input.scored, layout.best, memory),
+            likeliest: front(input.scored, layout.likeliest, memory),
+            ranks: front(input.scored, layout.ranks, memory),
         }))
     }
 

@@ -29,7 +29,7 @@ const PREFIX: &str = "kv/prefix.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 44] = [
+pub(crate) const MUTATIONS: [Mutation; 48] = [
     bug(
         "a shared block is not counted",
         &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
@@ -298,6 +298,34 @@ pub(crate) const MUTATIONS: [Mutation; 44] = [
             SCHEDULER,
             ".filter(|(_, waiting)| «!self.fits(&waiting.request)»)",
             "{ let _ = waiting; false }",
+        )],
+    ),
+    bug(
+        "prompt tokens that are to be scored are taken from the cache",
+        &[edit(
+            SEQUENCE,
+            "most: «self.unscored().map_or(usize::MAX, |rows| rows.start)»",
+            "usize::MAX",
+        )],
+    ),
+    bug(
+        "a prompt is scored again after a preemption",
+        &[edit(
+            SCHEDULER,
+            "«running.sequence.scored += logprobs.len();»",
+            "{}",
+        )],
+    ),
+    bug(
+        "a token is scored after itself",
+        &[edit(SEQUENCE, "prompt()[«from + 1..to + 1»]", "from..to")],
+    ),
+    bug(
+        "a request for no output never ends",
+        &[edit(
+            SEQUENCE,
+            "«whole.then_some(FinishReason::Length)»",
+            "{ let _ = whole; None }",
         )],
     ),
     bug(
