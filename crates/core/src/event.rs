@@ -56,6 +56,8 @@ pub struct TokenEvent {
 pub enum FinishReason {
     /// The last token is one of the request's stop tokens.
     Stop,
+    /// The request's constraints allow no further token. The last one is text.
+    Complete,
     /// `max_tokens` were generated.
     Length,
 }

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use crate::{Oom, StepOutput, StepPlan};
+use crate::{ConstraintError, Oom, StepOutput, StepPlan};
 
 /// The device half, as the pure half sees it: it runs plans.
 ///
@@ -8,9 +8,18 @@ use crate::{Oom, StepOutput, StepPlan};
 /// and may return before the work is done, `finish` waits for the oldest launched step and returns its output. Steps finish
 /// in the order in which they were launched. An error from either half concerns that step alone, and what else is in flight can
 /// still be finished.
+///
+/// A plan that awaits masks ([`StepPlan::awaits_masks`]) is started by `launch` as far as can be without them: its sampling
+/// waits for `sample`, which must come before anything else is launched and before the step is finished. So the masks, which
+/// may depend on what the step before samples, are computed while the device is busy.
 pub trait Executor: Send {
     /// Starts `plan`.
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError>;
+
+    /// Samples the step launched last, which awaits masks: `fill` writes one for each constrained run, in the order of the
+    /// plan, into memory of `ceil(vocab_size / 32)` words that holds anything. An error ends that step: it is not in flight
+    /// any more.
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError>;
 
     /// Waits for the oldest launched step.
     fn finish(&mut self) -> Result<StepOutput, StepError>;
@@ -23,11 +32,23 @@ pub trait Executor: Send {
         None
     }
 
-    /// `launch` then `finish`.
+    /// All of a step, with masks that allow everything.
     fn execute(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
         self.launch(plan)?;
+        if plan.awaits_masks() {
+            self.sample(&mut allow_all)?;
+        }
         self.finish()
     }
+}
+
+/// Writes the masks of a step, one slice for each constrained run: bit `t % 32` of word `t / 32` is 1 where token `t` may be
+/// chosen.
+pub type FillMasks<'a> = dyn FnMut(&mut [&mut [u32]]) + 'a;
+
+/// Masks that forbid nothing: for worst steps and oracles.
+pub fn allow_all(masks: &mut [&mut [u32]]) {
+    masks.iter_mut().for_each(|mask| mask.fill(u32::MAX));
 }
 
 /// Seconds of a device, by its own clock, since the executor was made.
@@ -80,6 +101,9 @@ pub enum StepError {
         /// How long requests wait.
         patience: Duration,
     },
+    /// What the request's output must satisfy cannot be followed any further.
+    #[error("the output cannot be constrained any further: {0}")]
+    Constraint(#[from] ConstraintError),
     /// The executor reported a defect.
     #[error("the step failed: {0}")]
     Failed(String),

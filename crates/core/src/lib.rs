@@ -4,6 +4,7 @@
 //! Nothing here does any work; this crate depends on `thiserror` alone.
 
 mod config;
+mod constraint;
 mod event;
 mod executor;
 mod ids;
@@ -14,8 +15,9 @@ mod request;
 mod sampling;
 
 pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
+pub use constraint::{Constraint, ConstraintError, Guide, Progress};
 pub use event::{Event, FinishReason, Logprobs, PromptEvent, PromptLogprob, TokenEvent, TokenLogprob};
-pub use executor::{DeviceTime, Executor, StepError};
+pub use executor::{DeviceTime, Executor, FillMasks, StepError, allow_all};
 pub use ids::{BlockId, RequestId, TokenId};
 pub use memory::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 pub use metadata::{MetaValue, Metadata};

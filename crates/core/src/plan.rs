@@ -27,6 +27,21 @@ impl StepPlan {
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
+
+    /// The runs whose token is chosen under a mask, by their index in the plan. Where there are any, the whole step is sampled
+    /// only once [`crate::Executor::sample`] brings the masks.
+    pub fn constrained(&self) -> impl Iterator<Item = (usize, &Run)> {
+        let constrained = |run: &Run| run.sample.as_ref().is_some_and(|spec| spec.constrained);
+        self.runs
+            .iter()
+            .enumerate()
+            .filter(move |(_, run)| constrained(run))
+    }
+
+    /// Whether any run is constrained.
+    pub fn awaits_masks(&self) -> bool {
+        self.constrained().next().is_some()
+    }
 }
 
 /// Consecutive tokens of one request. Prefill, a chunk of it and decode differ only in length.
@@ -90,6 +105,9 @@ pub struct SampleSpec {
     pub history: Vec<TokenId>,
     /// How many of `history` are the prompt's.
     pub prompt_len: usize,
+    /// A mask says which tokens may be chosen. It may depend on a token that is being sampled while the step is launched,
+    /// so it comes later, with [`crate::Executor::sample`].
+    pub constrained: bool,
 }
 
 /// Of which prompt tokens the log-probabilities are wanted: each stands right after a token of the run, from which it is

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::{ParamError, RequestId, SamplingOptions, SamplingParams, TokenId};
+use crate::{Constraint, Guide, ParamError, RequestId, SamplingOptions, SamplingParams, TokenId};
 
 /// What a server can accept: known once the KV cache has its proved size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +33,8 @@ pub struct RequestOptions {
     pub seed: u64,
     /// Generation ends after any of these (end-of-sequence tokens included by the caller unless ignored).
     pub stop_token_ids: Vec<TokenId>,
+    /// What the output must satisfy, at the beginning of the sequence.
+    pub constraints: Vec<Box<dyn Constraint>>,
     /// `Some(k)`: log-probabilities of the prompt's tokens, and the `k` likeliest at each place (at most
     /// [`SamplingParams::MAX_LOGPROBS`]). `max_tokens` may then be 0.
     pub prompt_logprobs: Option<u32>,
@@ -81,6 +83,7 @@ pub struct Request {
     sampling: Arc<SamplingParams>,
     seed: u64,
     stop_token_ids: Vec<TokenId>,
+    guide: Guide,
     prompt_logprobs: Option<usize>,
     cache_salt: Option<Arc<str>>,
 }
@@ -94,6 +97,7 @@ impl Request {
             sampling,
             seed,
             stop_token_ids,
+            constraints,
             prompt_logprobs,
             cache_salt,
         } = options;
@@ -129,6 +133,7 @@ impl Request {
             sampling: Arc::new(SamplingParams::new(&sampling, vocab_size)?),
             seed,
             stop_token_ids,
+            guide: Guide::new(constraints),
             prompt_logprobs,
             cache_salt,
         })
@@ -167,6 +172,16 @@ impl Request {
     /// Generation ends after any of these.
     pub fn stop_token_ids(&self) -> &[TokenId] {
         &self.stop_token_ids
+    }
+
+    /// Whether masks say which of its tokens may be sampled.
+    pub fn is_constrained(&self) -> bool {
+        !self.guide.is_free()
+    }
+
+    /// What the output must satisfy, at the beginning of the sequence. Taken by whoever follows the sequence.
+    pub fn take_guide(&mut self) -> Guide {
+        std::mem::take(&mut self.guide)
     }
 
     /// `Some(k)`: the prompt's tokens are scored, with the `k` likeliest at each place.

@@ -9,6 +9,7 @@ use plimsoll_scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::oneshot;
 
+use crate::masks::MaskPool;
 use crate::recovery::Sleeper;
 use crate::shared::{Command, Link, Shared};
 use crate::thread::{Clock, EngineThread};
@@ -177,6 +178,8 @@ impl EngineHandle {
             depth,
             outage_patience: config.outage_patience,
             clock,
+            unsampled: false,
+            masks: MaskPool::default(),
             lost: false,
             sleeper: None,
         };

@@ -12,7 +12,7 @@ pub struct StepShape {
     pub tokens: usize,
     /// Tokens of its longest request, those before the step included.
     pub longest_context: usize,
-    /// Kinds of sampling, sorted: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`; and `prompt_logprobs`.
+    /// Kinds of sampling, sorted: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`, `mask`; and `prompt_logprobs`.
     pub sampling: BTreeSet<&'static str>,
 }
 
@@ -24,7 +24,7 @@ impl From<&StepPlan> for StepShape {
             tokens: plan.num_tokens(),
             longest_context: plan.runs.iter().map(|run| run.end()).max().unwrap_or(0),
             sampling: specs
-                .flat_map(|spec| kinds(&spec.params))
+                .flat_map(|spec| kinds(&spec.params).chain(spec.constrained.then_some("mask")))
                 .chain((plan.num_scored() > 0).then_some("prompt_logprobs"))
                 .collect(),
         }
@@ -76,6 +76,7 @@ mod tests {
             index: 0,
             history: Vec::new(),
             prompt_len: 1,
+            constrained: false,
         });
         Run {
             request: RequestId(0),

@@ -14,6 +14,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 mod fake;
+mod masks;
 mod overlap;
 mod recovery;
 

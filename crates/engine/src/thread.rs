@@ -12,6 +12,7 @@ use plimsoll_profiler::ProfileError;
 use plimsoll_scheduler::Scheduler;
 
 use crate::handle::SHUT_DOWN;
+use crate::masks::MaskPool;
 use crate::recovery::Sleeper;
 use crate::shared::{Command, Shared};
 use crate::{OutOfMemory, Phase, StateSource, StepShape};
@@ -33,6 +34,9 @@ pub(crate) struct EngineThread<E> {
     /// Most bytes of the device held so far, at least what was proved.
     pub(crate) highest: u64,
     pub(crate) peers_at_ready: u64,
+    /// The step launched last awaits its masks.
+    pub(crate) unsampled: bool,
+    pub(crate) masks: MaskPool,
     /// A step found no memory: its executor is to be replaced.
     pub(crate) lost: bool,
     /// Who waits until the engine sleeps.
@@ -116,6 +120,7 @@ impl<E: Executor> EngineThread<E> {
                 }
                 launched += 1;
                 self.launch(executor, plan);
+                self.sample(executor);
             }
             match self.in_flight.pop_front() {
                 Some(plan) => self.finish(executor, &plan),
@@ -200,21 +205,45 @@ impl<E: Executor> EngineThread<E> {
     fn launch(&mut self, executor: &mut E, plan: StepPlan) {
         self.shared.lock().begin_step();
         match guard(|| executor.launch(&plan)) {
-            Ok(()) => self.in_flight.push_back(plan),
+            Ok(()) => {
+                self.unsampled = plan.awaits_masks();
+                self.in_flight.push_back(plan);
+            }
             Err(error) => self.settle(executor, &plan, Err(error)),
         }
     }
 
-    /// Waits for the oldest step in flight and hands out what it produced.
+    /// Brings the step launched last its masks, once all before it are applied, whose tokens they depend on. The device is
+    /// busy with the rest of the step meanwhile.
+    fn sample(&mut self, executor: &mut E) {
+        if !self.unsampled || self.in_flight.len() > 1 {
+            return;
+        }
+        let Some(plan) = self.in_flight.pop_front() else {
+            return;
+        };
+        self.unsampled = false;
+        let (pool, scheduler) = (&self.masks, &mut self.scheduler);
+        match guard(|| executor.sample(&mut |masks| pool.fill(scheduler.guides(&plan), masks))) {
+            Ok(()) => self.in_flight.push_front(plan),
+            Err(error) => self.settle(executor, &plan, Err(error)),
+        }
+    }
+
+    /// Waits for the oldest step in flight, hands out what it produced, and samples the step behind it if that waits.
     fn finish(&mut self, executor: &mut E, plan: &StepPlan) {
         let output = guard(|| executor.finish());
         self.settle(executor, plan, output);
+        self.sample(executor);
     }
 
     fn settle(&mut self, executor: &E, plan: &StepPlan, output: Result<StepOutput, StepError>) {
         let mut failure = output.as_ref().err().cloned();
         let events = match output {
-            Ok(output) => self.scheduler.apply(plan, output),
+            Ok(output) => {
+                self.masks.follow(self.scheduler.followers(plan, &output));
+                self.scheduler.apply(plan, output)
+            }
             Err(error) => self.scheduler.fail(plan, &error),
         };
         if failure.is_none() {

@@ -199,6 +199,7 @@ impl Bench {
                 index: 0,
                 history: vec![],
                 prompt_len: 0,
+                constrained: false,
             };
             let mut row = logits.clone();
             let time = best(50, || {

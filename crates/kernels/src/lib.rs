@@ -45,6 +45,6 @@ pub use linear::{Linear, LinearShape};
 pub use norm::{add_rms_norm, rms_norm};
 pub use parallel::{set_threads, threads};
 pub use rope::{QkNorm, qk_norm_rope_kv_write, rope_angles};
-pub use sample::{SampleError, sample, sample_scratch};
+pub use sample::{SampleError, apply_mask, sample, sample_scratch};
 pub use score::{ScoreRow, score};
 pub use simd::instruction_set;

@@ -22,7 +22,7 @@ pub enum SampleError {
 
 /// Samples one token per row of `logits`, `[rows, vocab]`, one spec per row. The logits are changed in place.
 ///
-/// In this order: logit bias; repetition penalty (prompt and output), frequency and presence penalty (output); log
+/// In this order, behind [`apply_mask`]: logit bias; repetition penalty (prompt and output), frequency and presence penalty (output); log
 /// softmax for logprobs; temperature; `min_p`; `top_k`; `top_p`; a draw. Temperature 0 takes the largest logit. Equal logits
 /// rank by lower token id, everywhere. NaN counts as -inf. The draw for `(seed, index)` is Philox4x32-10's, see `philox`.
 ///
@@ -57,6 +57,25 @@ pub fn sample(
         sampled[0] = sample_row(Level::detect(), logits, specs[row], scratch);
     });
     Ok(results)
+}
+
+/// Leaves a row's choice to the tokens of `mask`: bit `t % 32` of word `t / 32` is 1 where token `t` is allowed. Comes before
+/// all that [`sample`] does.
+///
+/// # Panics
+/// Where the mask is shorter than the row.
+pub fn apply_mask(logits: &mut [f32], mask: &[u32]) {
+    assert!(mask.len() >= logits.len().div_ceil(32), "one bit per logit");
+    for (logits, &word) in logits.chunks_mut(32).zip(mask) {
+        if word == u32::MAX {
+            continue;
+        }
+        for (bit, logit) in logits.iter_mut().enumerate() {
+            if word >> bit & 1 == 0 {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
 }
 
 /// Counts what [`sample`] takes for any number of rows, in a frame of its own.

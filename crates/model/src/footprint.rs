@@ -141,7 +141,7 @@ impl Footprint {
 
     /// Bytes of a state's staging.
     pub fn staging_bytes(&self, limits: &StepLimits) -> u64 {
-        Staging::bytes(limits).map_or(u64::MAX, |bytes| bytes as u64)
+        Staging::bytes(limits, self.spec().vocab_size).map_or(u64::MAX, |bytes| bytes as u64)
     }
 
     /// What `steps`, one after the other, take from the arena.

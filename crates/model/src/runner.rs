@@ -2,16 +2,16 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, Executor, Oom, PromptLogprob, RequestId, SampleSpec, Sampled, StateConfig, StepError,
-    StepLimits, StepOutput, StepPlan, TokenId,
+    Component, Executor, FillMasks, Oom, PromptLogprob, RequestId, SampleSpec, Sampled, StateConfig,
+    StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_device::{Arena, Budget, Slab};
-use plimsoll_kernels::{ScoreRow, sample, score};
+use plimsoll_kernels::{ScoreRow, apply_mask, sample, score};
 
 use crate::Model;
 use crate::batch::{Batch, Bounds};
 use crate::decoder::Decoder;
-use crate::state::{KvCache, Staging};
+use crate::state::{KvCache, Staging, mask_words};
 
 /// Rows whose logits exist at one time. Their memory, rows × vocabulary, would otherwise be the largest of the step.
 pub(crate) const LOGIT_ROWS: usize = 32;
@@ -28,6 +28,8 @@ pub struct Runner {
     budget: Budget,
     /// What the step before sampled.
     last: HashMap<RequestId, TokenId>,
+    /// Launched, and computed once its masks are there.
+    awaiting: Option<StepPlan>,
     /// Launched and done: on a CPU, launching computes.
     done: VecDeque<StepOutput>,
 }
@@ -55,10 +57,11 @@ impl Runner {
             },
             kv: KvCache::new(budget, spec, model.kv_element, config.kv)?,
             arena: Arena::new(budget, config.scratch)?,
-            staging: Staging::new(budget, limits)?,
+            staging: Staging::new(budget, limits, spec.vocab_size)?,
             canary,
             budget: budget.clone(),
             last: HashMap::new(),
+            awaiting: None,
             done: VecDeque::new(),
             model,
         })
@@ -97,7 +100,7 @@ impl Runner {
             )));
         }
         let mut out = Vec::with_capacity(rows.len() * self.bounds.vocab_size);
-        self.run(plan, rows, |_, logits, _| {
+        self.run(plan, rows, |_, logits, _, _| {
             out.extend_from_slice(logits);
             Ok(())
         })?;
@@ -107,10 +110,10 @@ impl Runner {
     fn step(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
         let read = ReadRow::all(plan);
         let rows: Vec<usize> = read.iter().map(|read| read.row).collect();
-        let vocab = self.bounds.vocab_size;
+        let (vocab, words) = (self.bounds.vocab_size, mask_words(self.bounds.vocab_size));
         let mut samples: Vec<Option<Sampled>> = vec![None; plan.runs.len()];
         let mut scores: Vec<Vec<PromptLogprob>> = vec![Vec::new(); plan.runs.len()];
-        self.run(plan, &rows, |first, mut logits, arena| {
+        self.run(plan, &rows, |first, mut logits, masks, arena| {
             let read = &read[first..first + logits.len() / vocab];
             for alike in read.chunk_by(ReadRow::is_alike) {
                 let (of, rest) = std::mem::take(&mut logits).split_at_mut(alike.len() * vocab);
@@ -121,6 +124,11 @@ impl Runner {
                 let specs: Vec<_> = alike.iter().filter_map(ReadRow::sampled).collect();
                 let scored: Vec<_> = alike.iter().filter_map(ReadRow::scored).collect();
                 if !specs.is_empty() {
+                    for (logits, read) in of.chunks_mut(vocab).zip(alike) {
+                        if let Some(mask) = read.mask {
+                            apply_mask(logits, &masks[mask * words..][..words]);
+                        }
+                    }
                     for (read, sampled) in alike.iter().zip(sample(of, &specs, arena)?) {
                         samples[read.run] = Some(sampled.map_err(|error| failed(read, error))?);
                     }
@@ -144,28 +152,31 @@ impl Runner {
     }
 
     /// Runs `plan` through the decoder and hands the logits of the given rows, ascending, to `consume`, chunk after chunk,
-    /// with the index of the chunk's first.
+    /// with the index of the chunk's first, and the masks of the step.
     fn run(
         &mut self,
         plan: &StepPlan,
         rows: &[usize],
-        mut consume: impl FnMut(usize, &mut [f32], &Arena) -> Result<(), StepError>,
+        mut consume: impl FnMut(usize, &mut [f32], &[u32], &Arena) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         if plan.is_empty() {
             return Ok(());
         }
         self.arena.reset();
-        let Self { arena, kv, .. } = self;
+        let Self {
+            arena, kv, staging, ..
+        } = self;
         let decoder: &Decoder = &self.model.decoder;
-        let batch = Batch::pack(plan, &self.last, self.staging.tokens(plan.num_tokens()));
+        let (tokens, masks) = staging.parts_mut(plan.num_tokens());
+        let batch = Batch::pack(plan, &self.last, tokens);
         let normed = decoder.forward(&batch, rows, kv, arena)?;
         let (width, vocab) = (self.model.spec().hidden_size, self.bounds.vocab_size);
         let logits = arena.alloc::<f32>(rows.len().min(LOGIT_ROWS) * vocab)?;
         for (chunk, normed) in normed.chunks(LOGIT_ROWS * width).enumerate() {
             let logits = &mut logits[..normed.len() / width * vocab];
             decoder.logits(normed, logits, arena)?;
-            consume(chunk * LOGIT_ROWS, logits, arena)?;
+            consume(chunk * LOGIT_ROWS, logits, masks, arena)?;
         }
         Ok(())
     }
@@ -177,6 +188,8 @@ struct ReadRow<'a> {
     run: usize,
     row: usize,
     why: Why<'a>,
+    /// Which of the step's masks it has.
+    mask: Option<usize>,
 }
 
 enum Why<'a> {
@@ -187,20 +200,26 @@ enum Why<'a> {
 impl<'a> ReadRow<'a> {
     /// All of a checked plan, ascending.
     fn all(plan: &'a StepPlan) -> Vec<Self> {
-        let (mut first_row, mut all) = (0, Vec::new());
+        let (mut first_row, mut masks, mut all) = (0, 0.., Vec::new());
         for (index, run) in plan.runs.iter().enumerate() {
-            let read = |row, why| Self {
+            let read = |row, why, mask| Self {
                 run: index,
                 row: first_row + row,
                 why,
+                mask,
             };
             if let Some(score) = &run.score {
                 let top = score.top;
                 let targets = score.rows().zip(&score.targets);
-                all.extend(targets.map(|(row, &target)| read(row, Why::Score(ScoreRow { target, top }))));
+                all.extend(
+                    targets.map(|(row, &target)| read(row, Why::Score(ScoreRow { target, top }), None)),
+                );
             }
             let last = run.input.len() - 1;
-            all.extend(run.sample.as_ref().map(|spec| read(last, Why::Sample(spec))));
+            all.extend(run.sample.as_ref().map(|spec| {
+                let mask = if spec.constrained { masks.next() } else { None };
+                read(last, Why::Sample(spec), mask)
+            }));
             first_row += run.input.len();
         }
         all
@@ -228,7 +247,27 @@ impl<'a> ReadRow<'a> {
 impl Executor for Runner {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
         self.budget.begin_step()?;
+        if self.awaiting.is_some() {
+            return Err(StepError::Failed("the step before awaits its masks".to_owned()));
+        }
+        if plan.awaits_masks() {
+            self.awaiting = Some(plan.clone());
+            return Ok(());
+        }
         let output = self.step(plan)?;
+        self.done.push_back(output);
+        Ok(())
+    }
+
+    /// On a CPU there is nothing to be done in the meantime: all of the step is computed here.
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        let plan = self.awaiting.take();
+        let plan = plan.ok_or_else(|| StepError::Failed("no step awaits masks".to_owned()))?;
+        let words = mask_words(self.bounds.vocab_size);
+        let masks = self.staging.masks.as_mut_slice().chunks_exact_mut(words);
+        let mut masks: Vec<_> = masks.take(plan.constrained().count()).collect();
+        fill(&mut masks);
+        let output = self.step(&plan)?;
         self.done.push_back(output);
         Ok(())
     }

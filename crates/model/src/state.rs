@@ -75,23 +75,47 @@ impl KvCache {
     }
 }
 
-/// Input of a step, in memory that is there before the first one: the ids of all tokens of the batch.
+/// Input of a step, in memory that is there before the first one.
 #[derive(Debug)]
-pub(crate) struct Staging(Slab);
+pub(crate) struct Staging {
+    /// Ids of all tokens of the batch.
+    tokens: Slab,
+    /// Of the runs that are constrained, one after the other.
+    pub(crate) masks: Slab,
+}
+
+/// Words of a row's mask of allowed tokens.
+pub(crate) fn mask_words(vocab_size: usize) -> usize {
+    vocab_size.div_ceil(u32::BITS as usize)
+}
 
 impl Staging {
-    pub(crate) fn new(budget: &Budget, limits: &StepLimits) -> Result<Self, Oom> {
-        let bytes = Self::bytes(limits).ok_or_else(|| budget.oom(Component::Staging, u64::MAX))?;
-        Slab::new(budget, Component::Staging, bytes).map(Self)
+    pub(crate) fn new(budget: &Budget, limits: &StepLimits, vocab_size: usize) -> Result<Self, Oom> {
+        let [tokens, masks] = Self::parts(limits, vocab_size)
+            .map(|bytes| bytes.ok_or_else(|| budget.oom(Component::Staging, u64::MAX)));
+        Ok(Self {
+            tokens: Slab::new(budget, Component::Staging, tokens?)?,
+            masks: Slab::new(budget, Component::Staging, masks?)?,
+        })
+    }
+
+    /// Bytes of tokens and masks.
+    fn parts(limits: &StepLimits, vocab_size: usize) -> [Option<usize>; 2] {
+        let masks = limits.max_num_seqs.checked_mul(mask_words(vocab_size));
+        [
+            limits.max_num_batched_tokens.checked_mul(size_of::<TokenId>()),
+            masks.and_then(|words| words.checked_mul(size_of::<u32>())),
+        ]
     }
 
     /// What it takes; `None` if no memory could hold it.
-    pub(crate) fn bytes(limits: &StepLimits) -> Option<usize> {
-        limits.max_num_batched_tokens.checked_mul(size_of::<TokenId>())
+    pub(crate) fn bytes(limits: &StepLimits, vocab_size: usize) -> Option<usize> {
+        let [tokens, masks] = Self::parts(limits, vocab_size);
+        tokens?.checked_add(masks?)
     }
 
-    /// Room for `len` tokens, at most as many as the limits allow.
-    pub(crate) fn tokens(&mut self, len: usize) -> &mut [TokenId] {
-        &mut self.0.as_mut_slice()[..len]
+    /// Room for `len` tokens, at most as many as the limits allow, and the masks.
+    pub(crate) fn parts_mut(&mut self, len: usize) -> (&mut [TokenId], &[u32]) {
+        (&mut self.tokens.as_mut_slice()[..len], self.masks.as_slice())
     }
 }

@@ -23,7 +23,7 @@ fn undisturbed(model: &Arc<Model>, block_size: usize, requests: &[Request]) -> V
         request.blocks = blocks(0..NUM_BLOCKS / 2);
         while !request.is_done() {
             let len = request.tokens().len() - request.computed;
-            let output = runner.execute(&plan(vec![request.run(len)])).unwrap();
+            let output = request.execute(&mut runner, len);
             request.computed += len;
             request.output.push(output.samples[0].as_ref().unwrap().token);
         }

@@ -338,6 +338,8 @@ impl Shapes {
                 index: 0,
                 prompt_len: history.len(),
                 history,
+                // As everything else that a client can ask for.
+                constrained: params.needs_history(),
             };
             let scored = if goes_on { 1 } else { row.len() - 1 };
             let score = ScoreSpec {

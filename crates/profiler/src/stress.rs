@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use plimsoll_core::{Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError};
+use plimsoll_core::{Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, allow_all};
 
 use crate::phases::Profiler;
 use crate::scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
@@ -209,8 +209,11 @@ impl<T: Target> Profiler<'_, T> {
             let started = Instant::now();
             let stop = |error| Stop::of_step(phase, kind, error);
             // Whoever finished a step that is not launched everywhere would wait for ever.
-            let launched = state.launch(&plan).map_err(stop);
-            self.agree(phase, Some(kind), launched)?;
+            let launched = state.launch(&plan).and_then(|()| match plan.awaits_masks() {
+                true => state.sample(&mut allow_all),
+                false => Ok(()),
+            });
+            self.agree(phase, Some(kind), launched.map_err(stop))?;
             let finished = state.finish().map(drop).map_err(stop);
             self.agree(phase, Some(kind), finished)?;
             let seconds = started.elapsed().as_secs_f64();

@@ -13,10 +13,13 @@
 //! A step can be planned while the one before is in flight: its runs continue tokens whose value is not known yet
 //! ([`plimsoll_core::RunInput::LastSampled`]). If such a token turns out to end its request, the run behind it was in
 //! vain: its token is discarded, and the blocks go back when no step in flight uses them any more.
+//!
+//! The tokens of a constrained request ([`plimsoll_core::Guide`]) are chosen under masks that follow its output. It runs ahead
+//! like any other: only the sampling of the step planned meanwhile waits until its mask is known.
 
 mod scheduler;
 mod sequence;
 mod stats;
 
-pub use scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
+pub use scheduler::{Follow, MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 pub use stats::SchedulerStats;

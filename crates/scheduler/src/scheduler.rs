@@ -1,8 +1,8 @@
 use std::collections::{BTreeMap, HashMap};
 
 use plimsoll_core::{
-    Event, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, Sampled, StepError,
-    StepLimits, StepOutput, StepPlan, TokenEvent,
+    Event, FinishReason, Guide, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, Sampled,
+    StepError, StepLimits, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 use plimsoll_kv::{BlockTable, KvManager};
 
@@ -23,6 +23,20 @@ pub struct SchedulerConfig {
     pub kv: KvConfig,
     /// Share blocks between requests that begin with the same tokens.
     pub enable_prefix_caching: bool,
+}
+
+/// A constrained request and the token it gets next.
+#[derive(Debug)]
+pub struct Follow<'a> {
+    sequence: &'a mut Sequence,
+    token: TokenId,
+}
+
+impl Follow<'_> {
+    /// Follows the request's constraints.
+    pub fn token(self) {
+        self.sequence.foresee(self.token);
+    }
 }
 
 /// Position in the order of arrival.
@@ -171,6 +185,38 @@ impl Scheduler {
             self.apply_run(run, sampled, scored.unwrap_or_default(), &mut events);
         }
         events
+    }
+
+    /// The constrained requests of a step that goes on to be applied, each with its token: to follow their constraints side by
+    /// side ([`Follow::token`]), ahead of [`Self::apply`], which would do so one after the other.
+    pub fn followers<'a>(&'a mut self, plan: &StepPlan, output: &StepOutput) -> Vec<Follow<'a>> {
+        let tokens = plan
+            .constrained()
+            .filter_map(|(index, run)| Some((run.request, output.samples.get(index)?.as_ref()?.token)));
+        let mut tokens: HashMap<RequestId, TokenId> = tokens.collect();
+        let followed = self.running.values_mut().filter_map(|running| {
+            let token = tokens.remove(&running.sequence.request.id())?;
+            let sequence = &mut running.sequence;
+            Some(Follow { sequence, token })
+        });
+        followed.collect()
+    }
+
+    /// The guides of the constrained runs of a step, in its order, to fill its masks; `None` where the request has ended
+    /// and its token will be discarded. Every earlier step has been applied.
+    pub fn guides<'a>(&'a mut self, plan: &StepPlan) -> Vec<Option<&'a mut Guide>> {
+        let order: HashMap<RequestId, usize> = plan
+            .constrained()
+            .enumerate()
+            .map(|(at, (_, run))| (run.request, at))
+            .collect();
+        let mut guides: Vec<Option<&mut Guide>> = order.iter().map(|_| None).collect();
+        for Running { sequence, .. } in self.running.values_mut() {
+            if let Some(&at) = order.get(&sequence.request.id()) {
+                guides[at] = Some(&mut sequence.guide);
+            }
+        }
+        guides
     }
 
     /// Ends all requests of a step that failed, whatever was computed.
@@ -399,7 +445,14 @@ impl Scheduler {
         };
         // A later step in flight may already sample the next token.
         running.sampling = running.planned > running.sequence.tokens.len();
-        let finish = running.sequence.push(token);
+        let finish = match running.sequence.push(token) {
+            Ok(finish) => finish,
+            Err(error) => {
+                self.retire(arrival);
+                self.counters.failed += 1;
+                return events.push((id, Event::Failed(error.into())));
+            }
+        };
         self.counters.generated_tokens += 1;
         events.push((
             id,
@@ -411,7 +464,7 @@ impl Scheduler {
         ));
         match finish {
             None => return,
-            Some(FinishReason::Stop) => self.counters.finished_stop += 1,
+            Some(FinishReason::Stop | FinishReason::Complete) => self.counters.finished_stop += 1,
             Some(FinishReason::Length) => self.counters.finished_length += 1,
         }
         self.retire(arrival);

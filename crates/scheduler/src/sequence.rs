@@ -1,6 +1,9 @@
 use std::ops::Range;
 
-use plimsoll_core::{BlockSize, FinishReason, Request, Run, RunInput, SampleSpec, ScoreSpec, TokenId};
+use plimsoll_core::{
+    BlockSize, ConstraintError, FinishReason, Guide, Progress, Request, Run, RunInput, SampleSpec, ScoreSpec,
+    TokenId,
+};
 use plimsoll_kv::{BlockTable, Sharing};
 
 /// A request and its tokens so far.
@@ -9,17 +12,21 @@ pub(crate) struct Sequence {
     pub(crate) request: Request,
     /// Prompt, then output.
     pub(crate) tokens: Vec<TokenId>,
+    /// What the output must satisfy, behind its last token.
+    pub(crate) guide: Guide,
     /// Prompt tokens, from the second on, whose log-probabilities the client has been told.
     pub(crate) scored: usize,
 }
 
 impl Sequence {
-    pub(crate) fn new(request: Request) -> Self {
+    pub(crate) fn new(mut request: Request) -> Self {
         let mut tokens = Vec::with_capacity(request.prompt().len() + request.max_tokens());
         tokens.extend_from_slice(request.prompt());
+        let guide = request.take_guide();
         Self {
             request,
             tokens,
+            guide,
             scored: 0,
         }
     }
@@ -60,15 +67,26 @@ impl Sequence {
         whole.then_some(FinishReason::Length)
     }
 
-    /// Appends a sampled token; `Some` where it is the last.
-    pub(crate) fn push(&mut self, token: TokenId) -> Option<FinishReason> {
+    /// Appends a sampled token; `Some` where it is the last. An error ends the request: its constraints cannot be followed.
+    pub(crate) fn push(&mut self, token: TokenId) -> Result<Option<FinishReason>, ConstraintError> {
         self.tokens.push(token);
+        if let Some(failure) = self.guide.failure() {
+            return Err(failure.clone());
+        }
         if self.request.stop_token_ids().contains(&token) {
-            Some(FinishReason::Stop)
-        } else if self.outputs() == self.request.max_tokens() {
-            Some(FinishReason::Length)
-        } else {
-            None
+            return Ok(Some(FinishReason::Stop));
+        }
+        Ok(match self.guide.accept(token)? {
+            Progress::Complete => Some(FinishReason::Complete),
+            Progress::Open if self.outputs() == self.request.max_tokens() => Some(FinishReason::Length),
+            Progress::Open => None,
+        })
+    }
+
+    /// Follows the constraints by a token that [`Self::push`] is about to append.
+    pub(crate) fn foresee(&mut self, token: TokenId) {
+        if !self.request.stop_token_ids().contains(&token) {
+            self.guide.foresee(token);
         }
     }
 }
@@ -139,7 +157,12 @@ impl Running {
     }
 
     fn sample_spec(&self) -> SampleSpec {
-        let Sequence { request, tokens, .. } = &self.sequence;
+        let Sequence {
+            request,
+            tokens,
+            guide,
+            ..
+        } = &self.sequence;
         let params = request.sampling().clone();
         let history = if params.needs_history() {
             tokens.clone()
@@ -152,6 +175,7 @@ impl Running {
             index: self.sequence.outputs() + usize::from(self.sampling),
             history,
             prompt_len: request.prompt().len(),
+            constrained: !guide.is_free(),
         }
     }
 }

@@ -15,6 +15,7 @@ use crate::openapi::Errors;
 use crate::prompt;
 use crate::respond::{Chunks, FINGERPRINT, Identity, stream};
 use crate::state::AppState;
+use crate::structured;
 use crate::wire::chat::{
     ChatAnswer, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatFields, ChatLogprob,
     ChatLogprobs, ChatRequest, ChatTokenLogprob, Delta,
@@ -49,11 +50,17 @@ pub(crate) async fn handle(
     State(state): State<AppState>,
     Body(request): Body<ChatRequest>,
 ) -> Result<Response, ApiError> {
-    let ChatRequest { common, prompt, own } = request;
+    let ChatRequest {
+        common,
+        structured,
+        prompt,
+        own,
+    } = request;
     state.check_model(common.model.as_deref())?;
     let include_usage = common.include_usage()?;
     let logprobs = own.logprobs_per_token()?;
     let mut job = Job::new(&state, &common, logprobs, PROMPT)?;
+    job.grammar = structured::compile(&state, structured.grammar()?).await?;
     let model = Arc::clone(state.model());
     let tokens = blocking(move || prompt::chat(&model, &prompt, false)).await?;
     job.max_tokens = own

@@ -18,6 +18,7 @@ use crate::openapi::Errors;
 use crate::prompt;
 use crate::respond::{Chunks, FINGERPRINT, Identity, stream};
 use crate::state::AppState;
+use crate::structured;
 use crate::wire::common::{Usage, finish_reason};
 use crate::wire::completion::{
     Completion, CompletionChoice, CompletionFields, CompletionLogprobs, CompletionRequest, Prompt,
@@ -47,7 +48,11 @@ pub(crate) async fn handle(
     State(state): State<AppState>,
     Body(request): Body<CompletionRequest>,
 ) -> Result<Response, ApiError> {
-    let CompletionRequest { common, own } = request;
+    let CompletionRequest {
+        common,
+        structured,
+        own,
+    } = request;
     state.check_model(common.model.as_deref())?;
     let include_usage = common.include_usage()?;
     let CompletionFields {
@@ -62,6 +67,7 @@ pub(crate) async fn handle(
         });
     }
     let mut job = Job::new(&state, &common, logprobs, PROMPT)?;
+    job.grammar = structured::compile(&state, structured.grammar()?).await?;
     let prompts = prompts.into_vec();
     if prompts.is_empty() {
         return Err(ApiError::invalid(PROMPT, "prompt must not be empty"));

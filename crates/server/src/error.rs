@@ -133,6 +133,10 @@ impl ApiError {
             Self::Sleep(_) | Self::Wake(_) => (StatusCode::CONFLICT, INVALID, Some("not_now")),
             Self::Step(StepError::Oom(_) | StepError::NoState { .. }) => unavailable("out_of_memory"),
             Self::Step(StepError::KvTooSmall { .. }) => unavailable("kv_cache_too_small"),
+            // The grammar and what came before it are the client's.
+            Self::Step(StepError::Constraint(_)) => {
+                (StatusCode::BAD_REQUEST, INVALID, Some("constraint_failed"))
+            }
             Self::Step(_) => (
                 StatusCode::INTERNAL_SERVER_ERROR,
                 "server_error",

@@ -24,8 +24,6 @@ pub(crate) enum Harmless {
     Empty,
     /// One of these words.
     Word(&'static [&'static str]),
-    /// An object whose `type` is this word, or the like.
-    Type(&'static str),
     /// A list of this word alone.
     Only(&'static str),
 }
@@ -45,7 +43,6 @@ impl Harmless {
                 _ => false,
             },
             Self::Word(words) => value.as_str().is_some_and(|word| words.contains(&word)),
-            Self::Type(word) => value.get("type").and_then(Value::as_str) == Some(word),
             Self::Only(word) => value
                 .as_array()
                 .is_some_and(|list| list.iter().all(|v| v == word)),
@@ -82,7 +79,6 @@ impl Harmless {
             Self::True => Some("only true is"),
             Self::Zero => Some("only 0 is"),
             Self::One => Some("only 1 is"),
-            Self::Type("text") => Some("only the type `text` is"),
             Self::Only("text") => Some("only `text` is"),
             _ => None,
         }
@@ -103,14 +99,6 @@ pub(crate) const ACCEPTED: &[&str] = &[
 
 /// Refused in chat and completions alike; most are vLLM's.
 pub(crate) const UNSUPPORTED: &[Unsupported] = &[
-    ("response_format", Harmless::Type("text")),
-    ("structured_outputs", Harmless::Never),
-    ("guided_json", Harmless::Never),
-    ("guided_regex", Harmless::Never),
-    ("guided_choice", Harmless::Never),
-    ("guided_grammar", Harmless::Never),
-    ("guided_decoding_backend", Harmless::Never),
-    ("guided_whitespace_pattern", Harmless::Never),
     ("structural_tag", Harmless::Never),
     ("prompt_logprobs", Harmless::Never),
     ("min_tokens", Harmless::Zero),
@@ -188,7 +176,7 @@ mod tests {
     #[test]
     fn lets_the_harmless_pass() {
         let body = json!({
-            "user": "u", "tools": [], "tool_choice": "none", "response_format": {"type": "text"},
+            "user": "u", "tools": [], "tool_choice": "none",
             "min_tokens": 0, "modalities": ["text"], "skip_special_tokens": true, "length_penalty": 1.0,
         });
         assert_eq!(check(body), Ok(()));
@@ -200,12 +188,9 @@ mod tests {
             ("tools", json!([{"type": "function"}])),
             ("tool_choice", json!("required")),
             ("tool_choice", json!({"type": "function"})),
-            ("response_format", json!({"type": "json_object"})),
-            ("response_format", json!("text")),
             ("min_tokens", json!(3)),
             ("prompt_logprobs", json!(0)),
             ("use_beam_search", json!(true)),
-            ("guided_json", json!({})),
         ] {
             let error = check(json!({ name: value })).unwrap_err();
             assert!(

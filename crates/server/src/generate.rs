@@ -2,9 +2,11 @@ use std::panic::resume_unwind;
 
 use futures::{FutureExt, Stream, StreamExt, stream};
 use plimsoll_core::{
-    Event, FinishReason, Logprobs, Request, RequestOptions, SamplingOptions, StepError, TokenEvent, TokenId,
+    Constraint, Event, FinishReason, Logprobs, Request, RequestOptions, SamplingOptions, StepError,
+    TokenEvent, TokenId,
 };
 use plimsoll_engine::RequestStream;
+use plimsoll_text::grammar::CompiledGrammar;
 use plimsoll_text::{Detokenizer, StopMatcher, TextError};
 
 use crate::error::ApiError;
@@ -23,6 +25,8 @@ pub(crate) struct Job {
     pub(crate) seed: u64,
     pub(crate) stop: Vec<String>,
     pub(crate) stop_token_ids: Vec<TokenId>,
+    /// What each choice must be.
+    pub(crate) grammar: Option<CompiledGrammar>,
     /// The API field that holds the prompt, for errors.
     pub(crate) prompt_field: &'static str,
 }
@@ -53,8 +57,17 @@ impl Job {
             seed: common.seed.map_or_else(|| state.draw_seed(), |seed| seed as u64),
             stop: common.stop()?,
             stop_token_ids,
+            grammar: None,
             prompt_field,
         })
+    }
+
+    /// What one choice must satisfy, at its beginning.
+    fn constraints(&self) -> Vec<Box<dyn Constraint>> {
+        let grammar = self.grammar.iter();
+        grammar
+            .map(|grammar| grammar.constraint(&self.stop_token_ids))
+            .collect()
     }
 
     /// Checks the job against the engine's limits and submits all its choices, or none: one that is refused cancels those
@@ -80,6 +93,7 @@ impl Job {
                     sampling: self.sampling.clone(),
                     seed: self.seed.wrapping_add(i as u64),
                     stop_token_ids: self.stop_token_ids.clone(),
+                    constraints: self.constraints(),
                     ..RequestOptions::default()
                 };
                 let request = Request::new(engine.next_id(), options, &engine.limits())

@@ -19,6 +19,7 @@ mod prompt;
 mod respond;
 mod sleep;
 mod state;
+mod structured;
 mod text;
 mod wire;
 

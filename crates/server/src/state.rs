@@ -1,10 +1,12 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::available_parallelism;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::http::HeaderValue;
 use plimsoll_core::{Meters, TokenId};
 use plimsoll_engine::EngineHandle;
+use plimsoll_text::grammar::GrammarCompiler;
 use plimsoll_text::{ChatTemplate, Tokenizer};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -114,6 +116,8 @@ struct Inner {
     metrics: Metrics,
     seeds: Mutex<StdRng>,
     large_bodies: Arc<Semaphore>,
+    grammars: Arc<GrammarCompiler>,
+    compiling: Semaphore,
     started: u64,
 }
 
@@ -135,6 +139,8 @@ impl AppState {
         options: ServerOptions,
     ) -> Self {
         let metrics = Metrics::new(&model.id, engine.limits().max_model_len);
+        let grammars = GrammarCompiler::new(model.tokenizer.clone(), &model.eos_token_ids);
+        let cores = available_parallelism().map_or(1, usize::from);
         let model = Arc::new(model);
         let seeds = Mutex::new(
             options
@@ -149,6 +155,8 @@ impl AppState {
             metrics,
             seeds,
             large_bodies: Arc::new(Semaphore::new(1)),
+            grammars: Arc::new(grammars),
+            compiling: Semaphore::new((cores / 2).max(1)),
             started: unix_seconds(),
         }))
     }
@@ -168,6 +176,16 @@ impl AppState {
 
     pub(crate) fn options(&self) -> &ServerOptions {
         &self.0.options
+    }
+
+    /// Compiles what clients want their text to be.
+    pub(crate) fn grammars(&self) -> &Arc<GrammarCompiler> {
+        &self.0.grammars
+    }
+
+    /// One permit for each grammar that may be compiled at a time, lest they take all cores.
+    pub(crate) fn compiling(&self) -> &Semaphore {
+        &self.0.compiling
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::{
-    Component, ComponentBytes, Executor, Meters, Oom, RefusedBy, Run, Sampled, Scratch, StateConfig,
-    StepError, StepOutput, StepPlan,
+    Component, ComponentBytes, Executor, FillMasks, Meters, Oom, RefusedBy, Run, Sampled, Scratch,
+    StateConfig, StepError, StepOutput, StepPlan,
 };
 use plimsoll_profiler::Target;
 use rand::rngs::StdRng;
@@ -377,6 +377,11 @@ impl Executor for VirtualState {
         self.arena_high = self.arena_high.max(bytes);
         drop(self.device.allocate(Component::Graphs, jitter)?);
         self.launched = Some(plan.clone());
+        Ok(())
+    }
+
+    /// Masks lie in the staging, which is there before.
+    fn sample(&mut self, _: &mut FillMasks<'_>) -> Result<(), StepError> {
         Ok(())
     }
 

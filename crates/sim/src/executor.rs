@@ -5,8 +5,8 @@ use std::{
 };
 
 use plimsoll_core::{
-    BlockId, Executor, KvConfig, PromptLogprob, RequestId, Run, RunInput, Sampled, ScoreSpec, StepError,
-    StepLimits, StepOutput, StepPlan, TokenId,
+    BlockId, Executor, FillMasks, KvConfig, PromptLogprob, RequestId, Run, RunInput, Sampled, ScoreSpec,
+    StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 
 use crate::model::{Context, SimModel};
@@ -33,11 +33,13 @@ pub struct SimConfig {
     pub step_time: StepTime,
 }
 
-/// Half of a step at which a failure is injected.
+/// Part of a step at which a failure is injected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// `launch` fails, nothing is computed.
     Launch,
+    /// `sample` fails, where the step awaits masks: it is forgotten.
+    Sample,
     /// `finish` fails, and what the step wrote is garbage.
     Finish,
 }
@@ -66,6 +68,8 @@ struct Launched {
     plan: StepPlan,
     /// Requests whose KV an earlier step left as garbage after this one was planned.
     ruined: HashSet<RequestId>,
+    /// Of the constrained runs, once they came.
+    masks: Option<Vec<Vec<u32>>>,
 }
 
 impl SimExecutor {
@@ -92,6 +96,12 @@ impl SimExecutor {
     /// While true, plans may refer to KV that was never computed and share blocks at will, as a profile's worst cases do.
     pub fn allow_synthetic(&mut self, allow: bool) {
         self.synthetic = allow;
+    }
+
+    /// Whether the step launched last does.
+    fn awaits_masks(&self) -> bool {
+        let awaits = |last: &Launched| last.masks.is_none() && last.plan.awaits_masks();
+        self.launched.back().is_some_and(awaits)
     }
 
     fn check(&self, plan: &StepPlan) -> Result<(), String> {
@@ -187,6 +197,7 @@ impl SimExecutor {
     fn execute_run(
         &mut self,
         run: &Run,
+        mask: Option<&[u32]>,
         scores: &mut Vec<Vec<PromptLogprob>>,
     ) -> Result<Option<Sampled>, String> {
         let mut context = self.context_before(run)?;
@@ -227,7 +238,7 @@ impl SimExecutor {
                 run.request, spec.index
             ));
         }
-        Ok(Some(self.config.model.sample(context, spec)))
+        Ok(Some(self.config.model.sample(context, spec, mask)))
     }
 
     /// The context up to the run, after making sure that each earlier slot continues the one before it.
@@ -304,15 +315,42 @@ impl Executor for SimExecutor {
             return Err(StepError::Failed(Self::INJECTED.into()));
         }
         self.check(plan).map_err(StepError::Failed)?;
+        if self.awaits_masks() {
+            return Err(StepError::Failed("the step before still awaits its masks".into()));
+        }
         self.launched.push_back(Launched {
             plan: plan.clone(),
             ruined: HashSet::new(),
+            masks: None,
         });
         Ok(())
     }
 
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        if !self.awaits_masks() {
+            return Err(StepError::Failed("no step awaits masks".into()));
+        }
+        let vocab_size = self.config.model.vocab_size();
+        let Some(last) = self.launched.back_mut() else {
+            return Ok(());
+        };
+        if self.faults.get(&last.plan.step) == Some(&Fault::Sample) {
+            self.launched.pop_back();
+            return Err(StepError::Failed(Self::INJECTED.into()));
+        }
+        // What is not written shows.
+        let mut masks = vec![vec![0; vocab_size.div_ceil(32)]; last.plan.constrained().count()];
+        fill(&mut masks.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>());
+        let allows = |mask: &Vec<u32>| (0..vocab_size).any(|token| mask[token / 32] >> (token % 32) & 1 == 1);
+        if !masks.iter().all(allows) {
+            return Err(StepError::Failed("a mask allows nothing".into()));
+        }
+        last.masks = Some(masks);
+        Ok(())
+    }
+
     fn finish(&mut self) -> Result<StepOutput, StepError> {
-        let Some(Launched { plan, ruined }) = self.launched.pop_front() else {
+        let Some(Launched { plan, ruined, masks }) = self.launched.pop_front() else {
             return Err(StepError::Failed("no step is in flight".into()));
         };
         let StepTime { base, per_token } = self.config.step_time;
@@ -324,7 +362,13 @@ impl Executor for SimExecutor {
         let mut samples = Vec::with_capacity(plan.runs.len());
         let mut scores = Vec::new();
         let mut last_sampled = HashMap::new();
+        if masks.is_none() && plan.awaits_masks() {
+            return Err(StepError::Failed("a step is finished without its masks".into()));
+        }
+        let mut masks = masks.iter().flatten();
         for run in &plan.runs {
+            let constrained = run.sample.as_ref().is_some_and(|spec| spec.constrained);
+            let mask = if constrained { masks.next() } else { None };
             let sampled = if failed || ruined.contains(&run.request) {
                 self.ruin(run);
                 scores.extend(run.score.as_ref().map(garbage));
@@ -333,7 +377,8 @@ impl Executor for SimExecutor {
                     logprobs: None,
                 })
             } else {
-                self.execute_run(run, &mut scores).map_err(StepError::Failed)?
+                self.execute_run(run, mask.map(Vec::as_slice), &mut scores)
+                    .map_err(StepError::Failed)?
             };
             last_sampled.extend(sampled.iter().map(|sampled| (run.request, sampled.token)));
             samples.push(sampled);

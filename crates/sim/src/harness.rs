@@ -4,7 +4,7 @@ use plimsoll_core::{
     Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, StepError,
     StepPlan, TokenEvent, TokenId,
 };
-use plimsoll_scheduler::{Scheduler, SchedulerStats};
+use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
 
 use crate::{
     executor::{SimConfig, SimExecutor, StepTime},
@@ -24,6 +24,7 @@ pub struct Report {
 /// Lives through `workload` with up to `depth` steps in flight and holds the scheduler to its promises:
 ///
 /// - each text is the oracle's, however requests were scheduled, and so is what is said about each prompt token, once;
+/// - nothing is sampled against its constraints, and no text goes on behind their end;
 /// - nothing is computed twice but after a preemption or a loss of the KV cache, nothing at all that the prefix cache held;
 /// - where the KV cache is lost, no request is, but those for which the new one is too small;
 /// - older requests come first, in admission and in every step; a preempted one does not return on the blocks it gave up;
@@ -74,6 +75,8 @@ struct Life<'a> {
     kv: KvConfig,
     /// Plans, each with the number of requests whose blocks had been given back when it was made.
     in_flight: VecDeque<(StepPlan, u64)>,
+    /// The plan launched last awaits its masks.
+    unsampled: bool,
     clients: BTreeMap<RequestId, Client<'a>>,
     latest_admitted: Option<RequestId>,
     /// Requests that ended, however they did.
@@ -83,7 +86,8 @@ struct Life<'a> {
 
 struct Client<'a> {
     request: &'a Request,
-    oracle: Vec<TokenId>,
+    /// What it is to say, and why it ends.
+    oracle: (Vec<TokenId>, FinishReason),
     text: Vec<TokenId>,
     /// What it is to hear about its prompt, and how much of that it heard.
     scores: Vec<PromptLogprob>,
@@ -121,6 +125,7 @@ impl<'a> Life<'a> {
             executor: executor(workload, kv),
             kv,
             in_flight: VecDeque::new(),
+            unsampled: false,
             clients: BTreeMap::new(),
             latest_admitted: None,
             ended: 0,
@@ -219,12 +224,39 @@ impl<'a> Life<'a> {
                     for run in &plan.runs {
                         self.client(run.request)?.computed += run.input.len();
                     }
+                    self.unsampled = plan.awaits_masks();
                     self.in_flight.push_back((plan, freed));
+                    self.sample()?;
                 }
                 Err(error) => self.fail(&plan, &error)?,
             }
         }
         Ok(planned)
+    }
+
+    /// Brings the step launched last its masks, once it is the only one in flight.
+    fn sample(&mut self) -> Result<(), String> {
+        if !self.unsampled || self.in_flight.len() > 1 {
+            return Ok(());
+        }
+        self.unsampled = false;
+        let Some((plan, freed)) = self.in_flight.pop_front() else {
+            return Ok(());
+        };
+        let scheduler = &mut self.scheduler;
+        let sampled = self.executor.sample(&mut |masks| {
+            for (guide, mask) in scheduler.guides(&plan).into_iter().zip(masks) {
+                match guide {
+                    Some(guide) => guide.fill(mask),
+                    None => mask.fill(u32::MAX),
+                }
+            }
+        });
+        match sampled {
+            Ok(()) => self.in_flight.push_front((plan, freed)),
+            Err(error) => self.fail(&plan, &error)?,
+        }
+        Ok(())
     }
 
     /// Waits for the oldest step in flight. False where there is none.
@@ -234,11 +266,19 @@ impl<'a> Life<'a> {
         };
         match self.executor.finish() {
             Ok(output) => {
+                // Ahead, or when the token is applied: it must not matter.
+                if self.depth > 1 {
+                    self.scheduler
+                        .followers(&plan, &output)
+                        .into_iter()
+                        .for_each(Follow::token);
+                }
                 let events = self.scheduler.apply(&plan, output);
                 self.deliver(events, freed)?;
             }
             Err(error) => self.fail(&plan, &error)?,
         }
+        self.sample()?;
         Ok(true)
     }
 
@@ -276,6 +316,7 @@ impl<'a> Life<'a> {
                 Event::Failed(StepError::KvTooSmall { needed, capacity }) if needed <= capacity => {
                     return Err(format!("{id} of {needed} tokens fits {capacity}"));
                 }
+                Event::Failed(error @ StepError::Constraint(_)) => return Err(format!("{id}: {error}")),
                 Event::Failed(_) => {
                     client.state = ClientState::Failed;
                     self.ended = ended + 1;
@@ -329,7 +370,8 @@ impl<'a> Life<'a> {
         let ends = [
             (
                 stats.finished_stop,
-                count(ClientState::Finished(FinishReason::Stop)),
+                count(ClientState::Finished(FinishReason::Stop))
+                    + count(ClientState::Finished(FinishReason::Complete)),
             ),
             (
                 stats.finished_length,
@@ -421,8 +463,9 @@ impl Client<'_> {
             return Err("speaks before all is said about its prompt".into());
         }
         self.text.push(event.token);
-        if !self.oracle.starts_with(&self.text) {
-            return Err(format!("says {:?}, not {:?}", self.text, self.oracle));
+        let (oracle, _) = &self.oracle;
+        if !oracle.starts_with(&self.text) {
+            return Err(format!("says {:?}, not {oracle:?}", self.text));
         }
         if let Some(reason) = event.finish {
             self.state = ClientState::Finished(reason);
@@ -434,24 +477,14 @@ impl Client<'_> {
         let ClientState::Finished(reason) = self.state else {
             return Ok(());
         };
-        let stopped = self
-            .text
-            .last()
-            .is_some_and(|token| self.request.stop_token_ids().contains(token));
-        let expected = if stopped {
-            FinishReason::Stop
-        } else {
-            FinishReason::Length
-        };
         if self.scored != self.scores.len() {
             return Err(format!("heard of {} prompt tokens alone", self.scored));
         }
-        if self.text != self.oracle || reason != expected {
-            return Err(format!(
-                "ends with {:?} and {reason:?}, not {:?}",
-                self.text, self.oracle
-            ));
+        let (text, expected) = &self.oracle;
+        if self.text != *text || reason != *expected {
+            return Err(format!("ends with {:?} and {reason:?}, not {text:?}", self.text));
         }
+        let stopped = reason != FinishReason::Length;
         // The last token is never computed, and the step planned before a stop was known is lost.
         let needed = self.request.prompt().len() + self.text.len().saturating_sub(1) - self.cached;
         let lost = usize::from(depth > 1 && stopped);

@@ -1,5 +1,6 @@
 //! An engine without a device, and the oracles that check the real one.
 
+mod constraint;
 mod device;
 mod executor;
 mod harness;
@@ -7,6 +8,7 @@ mod model;
 mod ranks;
 mod workload;
 
+pub use constraint::SimConstraint;
 pub use device::{DeviceModel, StepMemory, VirtualDevice, VirtualState};
 pub use executor::{Fault, SimConfig, SimExecutor, StepTime};
 pub use harness::{Report, simulate};

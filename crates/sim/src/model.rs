@@ -1,5 +1,6 @@
 use plimsoll_core::{
-    Logprobs, PromptLogprob, Request, SampleSpec, Sampled, SamplingParams, TokenId, TokenLogprob,
+    FinishReason, Logprobs, Progress, PromptLogprob, Request, SampleSpec, Sampled, SamplingParams, TokenId,
+    TokenLogprob,
 };
 
 /// All tokens up to some position, as one number: what a KV slot of the simulated device holds.
@@ -23,6 +24,11 @@ impl Context {
     /// This context with one more token.
     pub fn then(self, token: TokenId) -> Self {
         Self(mix(self.0 ^ (u64::from(token) + 1)))
+    }
+
+    /// A number that looks random.
+    pub(crate) fn draw(self) -> u64 {
+        mix(self.0)
     }
 }
 
@@ -64,8 +70,10 @@ impl SimModel {
         self.vocab_size
     }
 
-    /// The token after `context`. A `logit_bias` of 100 forces and one of -100 bans a token; logprobs are made up.
-    pub fn sample(&self, context: Context, spec: &SampleSpec) -> Sampled {
+    /// The token after `context`, among those of the mask if there is one; a model that speaks in bytes then takes care that
+    /// what it opened is closed. A `logit_bias` of 100 forces and one of -100 bans
+    /// a token; logprobs are made up.
+    pub fn sample(&self, context: Context, spec: &SampleSpec, mask: Option<&[u32]>) -> Sampled {
         let params = &spec.params;
         let mut draw = mix(context.0 ^ mix(spec.index as u64 + 1) ^ fingerprint(params));
         if !params.is_greedy() {
@@ -74,15 +82,18 @@ impl SimModel {
         let forced: Vec<_> = params
             .logit_bias()
             .iter()
-            .filter(|(_, bias)| *bias >= 100.0)
+            .filter(|(token, bias)| *bias >= 100.0 && is_allowed(mask, *token))
             .collect();
-        let mut token = self.token(draw);
+        let mut token = match mask {
+            Some(_) if !self.alphabet.is_empty() && draw.is_multiple_of(8) => {
+                closing(mask).unwrap_or_else(|| self.token(draw))
+            }
+            _ => self.token(draw),
+        };
         if forced.is_empty() {
             let banned = |token| {
-                params
-                    .logit_bias()
-                    .iter()
-                    .any(|&(t, bias)| t == token && bias <= -100.0)
+                let biases = params.logit_bias();
+                !is_allowed(mask, token) || biases.iter().any(|&(t, bias)| t == token && bias <= -100.0)
             };
             // Who bans everything gets something.
             for _ in 0..64 {
@@ -91,6 +102,11 @@ impl SimModel {
                 }
                 draw = mix(draw);
                 token = self.token(draw);
+            }
+            if !is_allowed(mask, token) {
+                let all = 0..self.vocab_size as TokenId;
+                let allowed: Vec<_> = all.filter(|&token| is_allowed(mask, token)).collect();
+                token = allowed[(draw % allowed.len() as u64) as usize];
             }
         } else {
             token = forced[(draw % forced.len() as u64) as usize].0;
@@ -157,8 +173,28 @@ pub fn score_oracle(model: &SimModel, request: &Request) -> Vec<PromptLogprob> {
         .collect()
 }
 
-/// What `model` answers to `request`, by the definition: token after token, with no scheduler, batch or cache.
-pub fn oracle(model: &SimModel, request: &Request) -> Vec<TokenId> {
+/// What ends the text or a part of it, as JSON has them: a bracket, or within a string, where all may stand, a quotation mark.
+fn closing(mask: Option<&[u32]>) -> Option<TokenId> {
+    let allows = |byte: u8| is_allowed(mask, byte.into());
+    let token = match (allows(b']'), allows(b'}')) {
+        _ if is_allowed(mask, SimModel::END) => SimModel::END,
+        (true, false) => b']'.into(),
+        (false, true) => b'}'.into(),
+        _ if allows(b'"') => b'"'.into(),
+        _ => return None,
+    };
+    Some(token)
+}
+
+fn is_allowed(mask: Option<&[u32]>, token: TokenId) -> bool {
+    mask.is_none_or(|mask| mask[token as usize / 32] >> (token % 32) & 1 == 1)
+}
+
+/// What `model` answers to `request`, and why it ends, by the definition: token after token, with no scheduler, batch or cache.
+pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReason) {
+    let mut guide = request.clone().take_guide();
+    let constrained = !guide.is_free();
+    let mut mask = vec![0; model.vocab_size().div_ceil(32)];
     let mut context = Context::of(request.prompt());
     let mut output = Vec::new();
     while output.len() < request.max_tokens() {
@@ -168,15 +204,22 @@ pub fn oracle(model: &SimModel, request: &Request) -> Vec<TokenId> {
             index: output.len(),
             history: Vec::new(),
             prompt_len: request.prompt().len(),
+            constrained,
         };
-        let token = model.sample(context, &spec).token;
+        guide.fill(&mut mask);
+        let token = model
+            .sample(context, &spec, constrained.then_some(mask.as_slice()))
+            .token;
         output.push(token);
         if request.stop_token_ids().contains(&token) {
-            break;
+            return (output, FinishReason::Stop);
+        }
+        if guide.accept(token) == Ok(Progress::Complete) {
+            return (output, FinishReason::Complete);
         }
         context = context.then(token);
     }
-    output
+    (output, FinishReason::Length)
 }
 
 /// Parameters change the text, so that a mix-up between requests shows.

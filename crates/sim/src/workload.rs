@@ -5,6 +5,7 @@ use plimsoll_scheduler::SchedulerConfig;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
 use crate::{
+    constraint::SimConstraint,
     executor::Fault,
     model::{SimModel, oracle},
 };
@@ -91,12 +92,8 @@ impl Workload {
         let mut faults = Vec::new();
         if rng.random_bool(0.2) {
             for _ in 0..rng.random_range(1..=3) {
-                let fault = if rng.random() {
-                    Fault::Launch
-                } else {
-                    Fault::Finish
-                };
-                faults.push((rng.random_range(0..=last), fault));
+                let fault = [Fault::Launch, Fault::Sample, Fault::Finish].choose(rng);
+                faults.push((rng.random_range(0..=last), *fault.expect("there are faults")));
             }
         }
         let mut resets = Vec::new();
@@ -133,6 +130,7 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
     let pause = *[0, 0, 2, 20].choose(rng).expect("there are pauses");
     let documents: [Vec<TokenId>; 3] =
         std::array::from_fn(|_| random_tokens(rng, model, config.kv.block_size.tokens()));
+    let constrained = *[0.0, 0.0, 0.3, 1.0].choose(rng).expect("there are shares");
     // Many short requests about the documents alone keep their blocks coming and going.
     let library = rng.random_bool(0.25);
     let (most_requests, most_words, most_tokens) = if library { (40, 4, 24) } else { (16, 40, longest) };
@@ -147,7 +145,7 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
                 match rng.random_range(0..4) {
                     0 => {}
                     1 => prompt.truncate(rng.random_range(0..=prompt.len())),
-                    _ => prompt.extend(oracle(model, earlier)),
+                    _ => prompt.extend(oracle(model, earlier).0),
                 }
                 prompt
             }
@@ -176,6 +174,16 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
             seed: rng.random(),
             stop_token_ids: if rng.random_bool(0.3) {
                 random_tokens(rng, model, 1)
+            } else {
+                Vec::new()
+            },
+            constraints: if rng.random_bool(constrained) {
+                let length = rng.random_range(1..=room.min(30));
+                vec![Box::new(SimConstraint::new(
+                    rng.random(),
+                    length,
+                    model.vocab_size(),
+                ))]
             } else {
                 Vec::new()
             },

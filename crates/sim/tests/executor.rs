@@ -44,6 +44,7 @@ fn sampling(mut run: Run, index: usize, prompt_len: usize) -> Run {
         index,
         history: Vec::new(),
         prompt_len,
+        constrained: false,
     });
     run
 }
@@ -61,7 +62,7 @@ fn says_what_the_model_says_about_the_whole_context() {
     let last = sampling(run(1, 6, &[2; 3], &[3, 0]), 0, 9);
     let spec = last.sample.clone().expect("it samples");
     let output = executor.execute(&plan(1, vec![last])).unwrap();
-    let expected = SimModel::uniform(50).sample(Context::of(&[1, 1, 1, 1, 1, 1, 2, 2, 2]), &spec);
+    let expected = SimModel::uniform(50).sample(Context::of(&[1, 1, 1, 1, 1, 1, 2, 2, 2]), &spec, None);
     assert_eq!(output.samples, [Some(expected.clone())]);
     let mut next = sampling(run(1, 9, &[0], &[3, 0]), 1, 9);
     next.input = RunInput::LastSampled;
@@ -176,10 +177,11 @@ fn text(model: &SimModel, seed: u64, sampling: SamplingOptions) -> Vec<TokenId> 
         stop_token_ids,
         ..Default::default()
     };
-    oracle(
+    let (tokens, _) = oracle(
         model,
         &Request::new(RequestId(0), options, &limits).expect("the request is legal"),
-    )
+    );
+    tokens
 }
 
 #[test]

@@ -38,6 +38,7 @@ const SCHEDULING: Program = Program {
     name: "mutants",
     crates: &["core", "kv", "scheduler"],
     modules: &[
+        "src/constraint.rs",
         "src/executor.rs",
         "src/harness.rs",
         "src/model.rs",

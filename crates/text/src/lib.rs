@@ -7,6 +7,7 @@ mod detokenizer;
 mod directory;
 mod error;
 mod gguf;
+pub mod grammar;
 mod pipeline;
 mod stop;
 mod template;

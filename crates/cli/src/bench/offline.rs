@@ -1,6 +1,6 @@
 //! `plimsoll bench latency` and `throughput`: the engine in this process, without HTTP, with vLLM's options.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -10,6 +10,7 @@ use plimsoll_core::{DeviceTime, Event, Request, RequestOptions, SamplingOptions}
 use plimsoll_device::cuda::Gpu;
 use plimsoll_engine::EngineHandle;
 use plimsoll_server::Memory;
+use plimsoll_text::grammar::{CompiledGrammar, GrammarCompiler, GrammarSpec};
 
 use super::dataset::{RandomDataset, Sample};
 use super::http::ratio;
@@ -22,7 +23,7 @@ use crate::logging;
 use crate::plan_cache::PlanCache;
 use crate::progress::count_bar;
 use crate::source::resolve;
-use crate::start::{Loaded, ReportFile, StartContext};
+use crate::start::{Loaded, ReportFile, StartContext, Text};
 
 /// `plimsoll bench latency`.
 #[derive(Clone, Debug, Args)]
@@ -48,6 +49,9 @@ pub struct LatencyArgs {
     /// On a GPU: let a profiler that was started with `ncu --profile-from-start off` watch the measured batches alone
     #[arg(long)]
     profile: bool,
+    /// Generate JSON under the schema in this file, whose texts must be longer than the output; its whitespace is bounded
+    #[arg(long, value_name = "FILE")]
+    guided_json: Option<PathBuf>,
     /// Write everything measured to this file, as JSON
     #[arg(long, value_name = "FILE")]
     output_json: Option<PathBuf>,
@@ -74,6 +78,9 @@ pub struct ThroughputArgs {
     /// Requests before the measurement, with prompts of their own
     #[arg(long, value_name = "N", default_value_t = 0)]
     num_warmups: usize,
+    /// Generate JSON under the schema in this file, whose texts must be longer than the output; its whitespace is bounded
+    #[arg(long, value_name = "FILE")]
+    guided_json: Option<PathBuf>,
     /// Write everything measured to this file, as JSON
     #[arg(long, value_name = "FILE")]
     output_json: Option<PathBuf>,
@@ -83,7 +90,8 @@ pub struct ThroughputArgs {
 pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     let mut engine_args = args.engine;
     engine_args.limits.least_num_seqs = args.batch_size;
-    let bench = Bench::start(engine_args, args.batch_size).await?;
+    let mut bench = Bench::start(engine_args, args.batch_size).await?;
+    bench.guide(args.guided_json.as_deref())?;
     let dataset = bench.dataset(args.input_len, args.output_len, 0.0);
     let iterations = args.num_iters_warmup + args.num_iters;
     // Prompts of their own for every batch: no prefix cache flatters the result.
@@ -145,7 +153,8 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
 
 /// Throughput of many requests that are all there from the start.
 pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
-    let bench = Bench::start(args.engine, args.num_prompts.max(args.num_warmups)).await?;
+    let mut bench = Bench::start(args.engine, args.num_prompts.max(args.num_warmups)).await?;
+    bench.guide(args.guided_json.as_deref())?;
     let mut warmups = bench
         .dataset(args.input_len, args.output_len, args.random_range_ratio)
         .generate(args.num_warmups + args.num_prompts);
@@ -192,6 +201,9 @@ struct Bench {
     engine: EngineHandle,
     gpu: Option<Gpu>,
     seed: u64,
+    text: Text,
+    /// What all outputs are.
+    grammar: Option<CompiledGrammar>,
 }
 
 /// How long requests that were submitted together took.
@@ -215,12 +227,31 @@ impl Bench {
                 Device::Gpu(gpu) => Some(gpu.clone()),
                 Device::Cpu(_) => None,
             };
-            let ready = Loaded::with(&source, &args, device, context)?.start(&args, queue)?;
+            let loaded = Loaded::with(&source, &args, device, context)?;
+            let ready = loaded.start(&args, queue)?;
             report_file.write(&ready.standing.report())?;
-            Ok::<_, Error>((ready.engine, gpu))
+            Ok::<_, Error>((ready.engine, gpu, loaded.text))
         };
-        let (engine, gpu) = tokio::task::spawn_blocking(work).await??;
-        Ok(Self { engine, gpu, seed })
+        let (engine, gpu, text) = tokio::task::spawn_blocking(work).await??;
+        Ok(Self {
+            engine,
+            gpu,
+            seed,
+            text,
+            grammar: None,
+        })
+    }
+
+    /// Generates JSON from here on, if there is a schema.
+    fn guide(&mut self, schema: Option<&Path>) -> Result<(), Error> {
+        let Some(path) = schema else { return Ok(()) };
+        let failed = |error: &dyn std::fmt::Display| Error::Bench(format!("{}: {error}", path.display()));
+        let schema = std::fs::read_to_string(path).map_err(|error| failed(&error))?;
+        let schema = serde_json::from_str(&schema).map_err(|error| failed(&error))?;
+        let compiler = GrammarCompiler::new(self.text.tokenizer.clone(), &self.text.eos_token_ids);
+        let spec = GrammarSpec::JsonSchema { schema, strict: true };
+        self.grammar = Some(compiler.compile(&spec.into()).map_err(|error| failed(&error))?);
+        Ok(())
     }
 
     /// How a GPU has spent its time so far.
@@ -288,6 +319,11 @@ impl Bench {
                 ..SamplingOptions::default()
             },
             seed: self.seed,
+            constraints: self
+                .grammar
+                .iter()
+                .map(|grammar| grammar.constraint(&[]))
+                .collect(),
             ..RequestOptions::default()
         };
         let failed = |error: &dyn std::fmt::Display| Error::Bench(error.to_string());
@@ -295,16 +331,24 @@ impl Bench {
             Request::new(self.engine.next_id(), options, &self.engine.limits()).map_err(|e| failed(&e))?;
         let mut events = self.engine.submit(request).map_err(|e| failed(&e))?;
         let mut first_tokens = None;
+        let mut generated = 0;
         while let Some(event) = events.next().await {
             match event {
                 Event::Admitted { .. } | Event::Prompt(_) => {}
                 Event::Token(_) => {
                     first_tokens.get_or_insert_with(|| begin.elapsed());
+                    generated += 1;
                 }
                 Event::Failed(error) => return Err(failed(&error)),
             }
         }
         bar.inc(1);
+        if generated < sample.output_len {
+            let message = format!(
+                "a text under the schema of --guided-json ended after {generated} tokens; it must be longer"
+            );
+            return Err(Error::Bench(message));
+        }
         Ok(Timing {
             first_tokens: first_tokens.unwrap_or_default(),
             total: begin.elapsed(),

@@ -1,7 +1,8 @@
 use std::time::Duration;
 
 use plimsoll_core::{
-    Component, Executor, Meters, Oom, Scratch, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
+    Component, Executor, FillMasks, Meters, Oom, Scratch, StateConfig, StepError, StepLimits, StepOutput,
+    StepPlan,
 };
 use plimsoll_device::{Budget, Charge};
 use plimsoll_profiler::Target;
@@ -66,6 +67,10 @@ impl Executor for SimState {
         self.budget.begin_step()?;
         self.take_scratch(plan)?;
         self.executor.launch(plan)
+    }
+
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        self.executor.sample(fill)
     }
 
     fn finish(&mut self) -> Result<StepOutput, StepError> {

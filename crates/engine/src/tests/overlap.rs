@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    BlockSize, DeviceTime, Executor, FinishReason, KvConfig, Request, RequestOptions, Run, Sampled,
-    StepError, StepLimits, StepOutput, StepPlan,
+    BlockSize, DeviceTime, Executor, FillMasks, FinishReason, KvConfig, Request, RequestOptions, Run,
+    Sampled, StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_scheduler::SchedulerConfig;
 
@@ -33,6 +33,10 @@ impl Executor for Device {
         self.time.busy_seconds += STEP.as_secs_f64();
         self.launched.push_back((plan.clone(), self.done));
         Ok(())
+    }
+
+    fn sample(&mut self, _: &mut FillMasks<'_>) -> Result<(), StepError> {
+        unreachable!("nobody is constrained")
     }
 
     fn finish(&mut self) -> Result<StepOutput, StepError> {

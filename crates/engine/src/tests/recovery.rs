@@ -15,6 +15,7 @@ use tokio::sync::oneshot;
 
 use super::{Fake, PATIENCE, Rig, Script, expected, read, token};
 use crate::handle::SHUT_DOWN;
+use crate::masks::MaskPool;
 use crate::recovery::Sleeper;
 use crate::shared::{Command, Shared};
 use crate::thread::{Clock, EngineThread};
@@ -506,6 +507,8 @@ fn u37_a_sleep_that_was_given_up_does_not_answer_for_the_next() {
         clock: Clock::default(),
         highest: 0,
         peers_at_ready: 0,
+        unsampled: false,
+        masks: MaskPool::default(),
         lost: false,
         sleeper: None,
     };

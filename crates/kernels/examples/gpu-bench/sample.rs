@@ -83,6 +83,7 @@ pub(crate) fn bench(gpu: &Gpu) {
                         index: 7,
                         history: (0..1000).collect(),
                         prompt_len: 500,
+                        constrained: false,
                     };
                     SampleRow::new(&spec, None, &mut lists)
                 })

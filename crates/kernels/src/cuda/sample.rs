@@ -150,6 +150,11 @@ impl SampleRow {
             ..self
         }
     }
+
+    /// Whether it has a mask.
+    pub fn is_masked(&self) -> bool {
+        self.flags & MASKED != 0
+    }
 }
 
 /// Log-probabilities of a row, where asked for.

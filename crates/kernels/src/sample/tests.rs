@@ -14,6 +14,7 @@ fn spec(options: SamplingOptions, vocab: usize) -> SampleSpec {
         index: 0,
         history: vec![],
         prompt_len: 0,
+        constrained: false,
     }
 }
 
@@ -288,5 +289,43 @@ fn a_draw_depends_on_seed_and_index_alone() {
     let together = sample(&mut logits.clone(), &specs.iter().collect::<Vec<_>>(), &arena()).unwrap();
     for (row, spec) in specs.iter().enumerate() {
         assert_eq!(one(&logits[row * vocab..(row + 1) * vocab], spec), together[row]);
+    }
+}
+
+#[test]
+fn a_mask_comes_before_all_else() {
+    let mut rng = rng(12);
+    for _ in 0..200 {
+        let vocab = rng.random_range(1..150);
+        let mut logits = normal(&mut rng, vocab);
+        let mut mask: Vec<u32> = (0..vocab.div_ceil(32)).map(|_| rng.random()).collect();
+        mask[0] |= 1;
+        let allowed = |token: usize| mask[token / 32] >> (token % 32) & 1 == 1;
+        let options = SamplingOptions {
+            top_k: Some(1),
+            logprobs: Some(2),
+            // A bias does not bring back what is forbidden.
+            logit_bias: (0..vocab as u32)
+                .filter(|&t| !allowed(t as usize))
+                .map(|t| (t, 100.0))
+                .collect(),
+            ..Default::default()
+        };
+        let best = (0..vocab)
+            .filter(|&t| allowed(t))
+            .max_by(|&a, &b| logits[a].total_cmp(&logits[b]));
+        let sum: f64 = (0..vocab)
+            .filter(|&t| allowed(t))
+            .map(|t| f64::from(logits[t]).exp())
+            .sum();
+        let expected = f64::from(logits[best.unwrap()]) - sum.ln();
+        apply_mask(&mut logits, &mask);
+        let sampled = one(&logits, &spec(options, vocab)).unwrap();
+        assert_eq!(sampled.token as usize, best.unwrap());
+        let logprob = f64::from(sampled.logprobs.unwrap().sampled);
+        assert!(
+            (logprob - expected).abs() < 1e-4,
+            "among what is allowed: {logprob}, {expected}"
+        );
     }
 }

@@ -1,6 +1,7 @@
 //! Choosing tokens: the GPU against the CPU twin, row by row, and both against the distribution.
 
 mod distribution;
+mod masks;
 
 use plimsoll_core::{Logprobs, SampleSpec, SamplingOptions, SamplingParams, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuSlice};
@@ -33,6 +34,7 @@ fn spec(options: &SamplingOptions, vocab: usize, seed: u64, index: usize) -> Sam
         index,
         history: Vec::new(),
         prompt_len: 0,
+        constrained: false,
     }
 }
 

@@ -8,6 +8,7 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::input::{StepInput, StepInputs, WindowPlanners, attention_scratch};
+use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::{SCORE_ROWS, ScoreLayout, ScoreSlices, Scores};
 use super::weights::{GpuLayer, GpuLinears, GpuWeights};
@@ -21,6 +22,7 @@ pub(super) struct StepState {
     pub(super) kv_config: KvConfig,
     pub(super) inputs: StepInputs,
     pub(super) outputs: Outputs,
+    pub(super) masks: Masks,
     pub(super) scores: Scores,
     /// Of the attention of decoding runs; zero between launches.
     pub(super) counters: GpuSlab,
@@ -244,7 +246,8 @@ impl Decoder {
     }
 
     /// Launches a whole step: the batch through all blocks, its KV into the cache, logits and samples of the rows that are
-    /// asked for. With `logits` those are taken out instead of sampled from, which waits for them.
+    /// asked for. With `logits` those are taken out instead of sampled from, which waits for them. Rows that wait for masks
+    /// are not sampled from: that is [`Self::sample_deferred`]'s.
     pub(super) fn step(
         &self,
         input: &StepInput,
@@ -276,13 +279,8 @@ impl Decoder {
         };
         // The layers' activations are not needed any more.
         arena.rewind(after);
-        let size = StepSize {
-            tokens: input.rows,
-            samples: input.samples,
-            scored: input.scored,
-        };
         let (width, vocab) = (spec.hidden_size, spec.vocab_size);
-        let memory: GpuSlice<'_, f32> = arena.alloc(logit_rows(size) * vocab)?;
+        let memory = self.logits(input, arena)?;
         if let Some(scores) = scores {
             let rows = normed.range(input.samples * width..normed.len());
             self.score(input, state, rows, &scores, memory)?;
@@ -294,9 +292,43 @@ impl Decoder {
             self.linears.forward_f32(rows, &self.head, found)?;
             match logits {
                 Some(out) => *out = self.gpu.download(found)?,
+                None if input.deferred.is_some() => {}
                 None => self.sample(input, state, found)?,
             }
         }
+        Ok(())
+    }
+
+    /// Memory for the logits of a step, behind what outlives its layers.
+    fn logits<'a>(&self, input: &StepInput, arena: &'a GpuArena) -> Result<GpuSlice<'a, f32>, Oom> {
+        let size = StepSize {
+            tokens: input.rows,
+            samples: input.samples,
+            scored: input.scored,
+        };
+        arena.alloc(logit_rows(size) * self.weights.spec().vocab_size)
+    }
+
+    /// Samples the rows of the step launched last that waited for masks, which were sent. `arena` has not been used since.
+    pub(super) fn sample_deferred(
+        &self,
+        input: &StepInput,
+        state: &mut StepState,
+        arena: &mut GpuArena,
+    ) -> Result<(), LaunchError> {
+        // What is taken in the same order lies at the same place, also under a graph.
+        arena.reset();
+        let spec = self.weights.spec();
+        for width in lasting_widths(spec) {
+            arena.alloc::<bf16>(input.rows * width)?;
+        }
+        if input.scored > 0 {
+            arena.alloc::<u8>(ScoreLayout::new(input.rows).bytes)?;
+        }
+        let logits = self
+            .logits(input, arena)?
+            .range(0..input.samples * spec.vocab_size);
+        self.sample(input, state, logits)?;
         Ok(())
     }
 
@@ -503,6 +535,7 @@ impl Decoder {
         self.linears.forward(activated, &block.down, act.delta)
     }
 
+    /// Samples the step's rows, or those that waited for masks.
     fn sample(
         &self,
         input: &StepInput,
@@ -514,14 +547,22 @@ impl Decoder {
             if index > 0 {
                 state.inputs.send_part(&self.gpu, input, index)?;
             }
-            let (inputs, outputs) = (&state.inputs, &state.outputs);
+            let (inputs, outputs, masks) = (&state.inputs, &state.outputs, &state.masks);
+            let (all_rows, all_masks) = match input.deferred {
+                Some(_) => {
+                    let (rows, masks) = masks.device(input.samples);
+                    (rows, Some(masks))
+                }
+                None => (inputs.device(input.sample_rows), None),
+            };
+            let words = masks.words();
             self.sampler.sample(&SampleArgs {
                 logits: logits.range(rows.start * vocab..rows.end * vocab),
-                rows: inputs.device(input.sample_rows).range(rows.clone()),
+                rows: all_rows.range(rows.clone()),
                 history: inputs.device(input.history),
                 biases: inputs.device(input.biases),
                 resolved: inputs.device(input.tokens),
-                masks: None,
+                masks: all_masks.map(|masks| masks.range(rows.start * words..rows.end * words)),
                 sampled: outputs.sampled().range(rows.clone()),
                 logprobs: outputs.logprobs().range(rows.clone()),
             })?;

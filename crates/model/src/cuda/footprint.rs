@@ -14,6 +14,7 @@ use plimsoll_kernels::cuda::{
 use super::decoder::{LaunchError, count_step};
 use super::graphs::ladder;
 use super::input::{Planners, StepInputs, WindowPlanners, attention_counters};
+use super::masks::Masks;
 use super::output::Outputs;
 use super::weights::weights_bytes;
 use super::{GpuOptions, check, kv_bytes_per_token, planners};
@@ -172,6 +173,7 @@ impl GpuFootprint {
             StepInputs::bytes(limits, *block_size, self.config.spec.vocab_size, &self.planners),
             attention_counters(&self.planners) * size_of::<u32>(),
             Outputs::bytes(limits),
+            Masks::bytes(limits, self.config.spec.vocab_size),
         ];
         parts.into_iter().map(pooled).sum()
     }

@@ -26,6 +26,8 @@ pub(super) struct StepInput {
     /// The rows that are sampled from; `None` if all are, in order.
     pub(super) sample_at: Option<Section<i32>>,
     pub(super) sample_rows: Section<SampleRow>,
+    /// Rows whose sampling waits for masks: those that are sent with the rest are skipped.
+    pub(super) deferred: Option<Vec<SampleRow>>,
     pub(super) decode: Option<DecodeInput>,
     pub(super) prefill: Option<PrefillInput>,
     pub(super) blocks: Section<i32>,
@@ -133,7 +135,11 @@ impl StepInputs {
         shape: &BatchShape,
     ) -> StepInput {
         self.split_runs(plan, shape);
-        let (sample_rows, sample_parts) = self.sample_rows(plan, shape);
+        let (mut sample_rows, sample_parts) = self.sample_rows(plan, shape);
+        let deferred = plan.awaits_masks().then(|| {
+            let skipped = vec![SampleRow::padding(); sample_rows.len()];
+            std::mem::replace(&mut sample_rows, skipped)
+        });
         let lists = &sample_parts[0].1;
         let mut counts = self.counts(plan, shape);
         // Later parts take the place of the first.
@@ -154,6 +160,7 @@ impl StepInputs {
             .copy_from_slice(&sample_rows);
         self.write_lists(slot, lists, &input);
         (input.sample_parts, input.slot) = (sample_parts, slot);
+        input.deferred = deferred;
         input
     }
 
@@ -184,7 +191,8 @@ impl StepInputs {
                 parts.push((first..rows.len(), std::mem::take(&mut lists)));
                 first = rows.len();
             }
-            rows.push(SampleRow::new(spec, None, &mut lists));
+            let row = SampleRow::new(spec, None, &mut lists);
+            rows.push(if spec.constrained { row.masked() } else { row });
         }
         let len = match shape {
             BatchShape::Decode(size) => *size,
@@ -430,6 +438,7 @@ fn layout(counts: &Counts, planners: &[WindowPlanners]) -> StepInput {
         slots: layout.section(counts.rows),
         sample_at: counts.gather.then(|| layout.section(counts.samples)),
         sample_rows: layout.section(counts.samples),
+        deferred: None,
         decode: (counts.decode_runs > 0).then(|| DecodeInput {
             runs: layout.section(counts.decode_runs),
             work: planners

@@ -3,12 +3,16 @@
 //! A step is packed on the host into pinned memory, sent in one copy, and computed without the host: a decode step as one
 //! CUDA graph, others by launches. What it samples stays on the device for the next step and is copied to the host
 //! beside it. So the host prepares step N + 1 while the GPU computes step N.
+//!
+//! A step with constrained rows is launched like any other, but its sampler skips all rows: the host computes the masks while the
+//! GPU computes the step, and then has the logits sampled where they lie. So graphs know nothing of masks.
 
 mod clock;
 mod decoder;
 mod footprint;
 mod graphs;
 mod input;
+mod masks;
 mod output;
 mod runner;
 mod scores;

@@ -2,15 +2,16 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, DeviceTime, Executor, Oom, RequestId, ScoreSpec, StateConfig, StepError, StepLimits,
-    StepOutput, StepPlan,
+    Component, DeviceTime, Executor, FillMasks, Oom, RequestId, ScoreSpec, StateConfig, StepError,
+    StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
 
 use super::clock::Clocks;
 use super::decoder::{LaunchError, StepState};
 use super::graphs::Graphs;
-use super::input::{BatchShape, StepInputs, attention_counters};
+use super::input::{BatchShape, StepInput, StepInputs, attention_counters};
+use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::Scores;
 use super::{GpuModel, GpuOptions};
@@ -31,9 +32,21 @@ pub struct GpuRunner {
     /// Rows of `sampled` that the step launched last fills, by request.
     last: HashMap<RequestId, u32>,
     in_flight: VecDeque<InFlight>,
+    /// The step launched last, if it is not sampled yet.
+    unsampled: Option<Unsampled>,
     /// Steps launched so far.
     launched: usize,
     clocks: Clocks,
+}
+
+/// A step that waits for its masks.
+#[derive(Debug)]
+struct Unsampled {
+    step: usize,
+    input: StepInput,
+    /// Rows that are sampled from, padding left out.
+    samples: usize,
+    logprobs: bool,
 }
 
 /// A step that was launched.
@@ -76,6 +89,7 @@ impl GpuRunner {
             kv_config: config.kv,
             inputs,
             outputs: Outputs::new(gpu, limits)?,
+            masks: Masks::new(gpu, limits, spec.vocab_size)?,
             scores: Scores::new(gpu, limits)?,
             counters,
         };
@@ -92,6 +106,7 @@ impl GpuRunner {
             canary,
             last: HashMap::new(),
             in_flight: VecDeque::new(),
+            unsampled: None,
             launched: 0,
             clocks,
             model,
@@ -194,8 +209,49 @@ impl GpuRunner {
                 .step(&input, &mut self.state, &mut self.arena, None)?,
         }
         let logprobs = batch.runs.iter().any(|run| matches!(run.sample, Some((_, true))));
-        self.state.outputs.fetch(slot, batch.samples, logprobs)?;
+        let samples = batch.samples;
+        if input.deferred.is_some() {
+            self.unsampled = Some(Unsampled {
+                step,
+                input,
+                samples,
+                logprobs,
+            });
+            return Ok(());
+        }
+        self.state.outputs.fetch(slot, samples, logprobs)?;
         Ok(())
+    }
+
+    /// Samples a step whose masks `fill` writes.
+    fn sample_step(&mut self, unsampled: &Unsampled, fill: &mut FillMasks<'_>) -> Result<(), LaunchError> {
+        let Unsampled {
+            step,
+            input,
+            samples,
+            logprobs,
+        } = unsampled;
+        let slot = step % STEPS_IN_FLIGHT;
+        let rows = input.deferred.as_deref().unwrap_or_default();
+        self.state.masks.write(slot, rows, fill);
+        // SAFETY: the slot is written again two steps from now, when this step has ended.
+        unsafe { self.state.masks.send(slot, rows.len())? };
+        let decoder = self.model.decoder();
+        decoder.sample_deferred(input, &mut self.state, &mut self.arena)?;
+        self.state.outputs.fetch(slot, *samples, *logprobs)?;
+        Ok(())
+    }
+
+    /// Ends a step that could not be launched or sampled: what was launched of it is waited for.
+    fn give_up(&mut self, step: usize, error: LaunchError) -> Result<(), StepError> {
+        self.clocks.wait(step).map_err(failed)?;
+        Err(match error {
+            // A driver that lacks memory for a launch is not broken.
+            LaunchError::Gpu(error) if error.is_out_of_memory() => {
+                StepError::Oom(driver_oom(self.model.gpu(), &error))
+            }
+            other => other.into(),
+        })
     }
 }
 
@@ -269,6 +325,9 @@ impl Executor for GpuRunner {
                 "{STEPS_IN_FLIGHT} steps are in flight already"
             )));
         }
+        if self.unsampled.is_some() {
+            return Err(StepError::Failed("the step before awaits its masks".to_owned()));
+        }
         self.model.gpu().budget().begin_step()?;
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         let batch = Batch::new(plan, &self.graphs);
@@ -279,18 +338,13 @@ impl Executor for GpuRunner {
             true => Ok(()),
             false => self.launch_step(step, plan, &batch),
         };
-        // Also behind half a step, so that whoever waits for it finds an end.
-        self.clocks.end(step).map_err(failed)?;
+        if self.unsampled.is_none() {
+            // Also behind half a step, so that whoever waits for it finds an end.
+            self.clocks.end(step).map_err(failed)?;
+        }
         self.last.clear();
         if let Err(error) = launched {
-            self.clocks.wait(step).map_err(failed)?;
-            return Err(match error {
-                // A driver that lacks memory for a launch is not broken.
-                LaunchError::Gpu(error) if error.is_out_of_memory() => {
-                    StepError::Oom(driver_oom(self.model.gpu(), &error))
-                }
-                other => other.into(),
-            });
+            return self.give_up(step, error);
         }
         self.last.extend(
             batch
@@ -302,6 +356,19 @@ impl Executor for GpuRunner {
             step,
             runs: batch.runs,
         });
+        Ok(())
+    }
+
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        let unsampled = self.unsampled.take();
+        let unsampled = unsampled.ok_or_else(|| StepError::Failed("no step awaits masks".to_owned()))?;
+        let sampled = self.sample_step(&unsampled, fill);
+        let ended = self.clocks.end(unsampled.step).map_err(LaunchError::Gpu);
+        if let Err(error) = sampled.and(ended) {
+            self.in_flight.pop_back();
+            self.last.clear();
+            return self.give_up(unsampled.step, error);
+        }
         Ok(())
     }
 

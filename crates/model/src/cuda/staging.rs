@@ -31,6 +31,19 @@ impl<T: Pod> Section<T> {
         self.start..self.start + self.len * size_of::<T>()
     }
 
+    /// Its first `len` elements.
+    pub(crate) fn front(self, len: usize) -> Self {
+        Self {
+            len: self.len.min(len),
+            ..self
+        }
+    }
+
+    /// Behind its last byte.
+    pub(crate) fn end(&self) -> usize {
+        self.range().end
+    }
+
     /// Bytes of its elements.
     pub(crate) fn bytes(&self) -> usize {
         self.range().len()

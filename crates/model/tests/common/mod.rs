@@ -122,6 +122,7 @@ pub fn greedy_spec(index: usize) -> SampleSpec {
         index,
         history: Vec::new(),
         prompt_len: 0,
+        constrained: false,
     }
 }
 

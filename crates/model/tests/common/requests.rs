@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{
     BlockId, Executor, Run, RunInput, SampleSpec, Sampled, SamplingOptions, SamplingParams, StepLimits,
-    TokenId,
+    StepOutput, TokenId,
 };
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -20,6 +20,8 @@ pub struct Request {
     pub prompt: Vec<TokenId>,
     pub params: Arc<SamplingParams>,
     pub max_tokens: usize,
+    /// A mask that depends on the output so far says what may be sampled.
+    pub constrained: bool,
     pub output: Vec<TokenId>,
     /// Tokens in the cache, or on their way to it.
     pub computed: usize,
@@ -61,7 +63,10 @@ impl Request {
             },
         };
         let params = Arc::new(SamplingParams::new(&options, vocab).unwrap());
-        Self::with_params(id, prompt, params, rng.random_range(1..12))
+        Self {
+            constrained: rng.random_bool(0.4),
+            ..Self::with_params(id, prompt, params, rng.random_range(1..12))
+        }
     }
 
     pub fn greedy(id: u64, prompt: Vec<TokenId>, max_tokens: usize) -> Self {
@@ -74,6 +79,7 @@ impl Request {
             prompt,
             params,
             max_tokens,
+            constrained: false,
             output: vec![],
             computed: 0,
             blocks: vec![],
@@ -129,7 +135,26 @@ impl Request {
             index: self.output.len() + usize::from(self.sampling),
             history,
             prompt_len: self.prompt.len(),
+            constrained: self.constrained,
         }
+    }
+
+    /// Allows about half of all tokens.
+    pub fn fill_mask(&self, mask: &mut [u32]) {
+        let seed = self.output.iter().fold(self.id, |seed, &token| {
+            seed.wrapping_mul(31).wrapping_add(u64::from(token) + 1)
+        });
+        StdRng::seed_from_u64(seed).fill(mask);
+    }
+
+    /// The next `len` tokens alone in a step, to be sampled from.
+    pub fn execute(&self, runner: &mut impl Executor, len: usize) -> StepOutput {
+        let plan = plan(vec![self.run(len)]);
+        runner.launch(&plan).unwrap();
+        if plan.awaits_masks() {
+            runner.sample(&mut |masks| self.fill_mask(masks[0])).unwrap();
+        }
+        runner.finish().unwrap()
     }
 
     /// What may run next: known tokens that are not computed, or the one being sampled.
@@ -199,9 +224,28 @@ pub fn serve(
         }
         let (runs, flight) = next_step(requests, &mut free, &how, &mut rng);
         if !runs.is_empty() {
-            runner.launch(&plan(runs)).unwrap();
+            let plan = plan(runs);
+            runner.launch(&plan).unwrap();
             flights.push_back(flight);
             steps += 1;
+            if plan.awaits_masks() {
+                // They depend on what the step before samples.
+                while flights.len() > 1
+                    && let Some(flight) = flights.pop_front()
+                {
+                    finish(runner, requests, flight, &mut free, judge);
+                }
+                let constrained: Vec<_> = plan
+                    .constrained()
+                    .map(|(_, run)| run.request.0 as usize)
+                    .collect();
+                let mut fill = |masks: &mut [&mut [u32]]| {
+                    for (mask, &index) in masks.iter_mut().zip(&constrained) {
+                        requests[index].fill_mask(mask);
+                    }
+                };
+                runner.sample(&mut fill).unwrap();
+            }
         }
         if (flights.len() == how.depth || rng.random_bool(0.2))
             && let Some(flight) = flights.pop_front()

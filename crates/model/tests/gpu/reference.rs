@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{SampleSpec, Sampled, Scratch, StepLimits, TokenId};
 use plimsoll_device::Arena;
-use plimsoll_kernels::sample;
+use plimsoll_kernels::{apply_mask, sample};
 use plimsoll_model::{KvCacheDtype, Model};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -50,7 +50,12 @@ fn expected_text(model: &Arc<Model>, mut request: Request, limits: &StepLimits) 
     while !request.is_done() {
         let len = request.tokens().len() - request.computed;
         let logits = runner.logits(&plan(vec![request.run(len)]), &[len - 1]).unwrap();
-        let expected = expect(&logits, &request.sample_spec(), NOISE);
+        let mut mask = None;
+        if request.constrained {
+            request.fill_mask(mask.insert([0; VOCAB.div_ceil(32)]));
+        }
+        let mask = mask.as_ref().map(|mask| mask.as_slice());
+        let expected = expect_masked(&logits, &request.sample_spec(), mask, NOISE);
         request.computed += len;
         request.output.push(expected.sampled.token);
         text.push(expected);
@@ -60,13 +65,19 @@ fn expected_text(model: &Arc<Model>, mut request: Request, limits: &StepLimits) 
 
 /// What the CPU's sampler chooses, and whether it would with noise of so much of the logits' root mean square as well.
 pub(crate) fn expect(logits: &[f32], spec: &SampleSpec, noise: f32) -> Expected {
+    expect_masked(logits, spec, None, noise)
+}
+
+/// The same among the tokens of a mask.
+fn expect_masked(logits: &[f32], spec: &SampleSpec, mask: Option<&[u32]>, noise: f32) -> Expected {
+    let choose = |copies| choose(copies, spec, mask);
     let scale = root_mean_square(logits);
-    let sampled = choose(logits.to_vec(), spec).remove(0);
+    let sampled = choose(logits.to_vec()).remove(0);
     let mut rng = StdRng::seed_from_u64(spec.index as u64);
     let copies = (0..NOISY_COPIES)
         .flat_map(|_| logits)
         .map(|x| x + noise * scale * normal(&mut rng));
-    let decided = choose(copies.collect(), spec)
+    let decided = choose(copies.collect())
         .iter()
         .all(|copy| copy.token == sampled.token);
     Expected {
@@ -77,7 +88,12 @@ pub(crate) fn expect(logits: &[f32], spec: &SampleSpec, noise: f32) -> Expected 
 }
 
 /// One sample for each copy of the logits.
-fn choose(mut copies: Vec<f32>, spec: &SampleSpec) -> Vec<Sampled> {
+fn choose(mut copies: Vec<f32>, spec: &SampleSpec, mask: Option<&[u32]>) -> Vec<Sampled> {
+    if let Some(mask) = mask {
+        copies
+            .chunks_mut(VOCAB)
+            .for_each(|logits| apply_mask(logits, mask));
+    }
     let arena = Arena::new(&budget(), Scratch::Growable).unwrap();
     let vocab = VOCAB;
     let specs = vec![spec; copies.len() / vocab];

@@ -103,6 +103,7 @@ fn chooses_what_the_cpu_chooses_from_the_same_logits() {
                         vec![]
                     },
                     prompt_len: tokens.len() / 2,
+                    constrained: false,
                 });
             let specs: Vec<SampleSpec> = specs.collect();
             let mut runs = decode.clone();

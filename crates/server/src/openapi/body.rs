@@ -111,10 +111,6 @@ impl Harmless {
             Self::One => one(1.into()),
             Self::Empty => any().enum_values(Some([json!([]), json!({}), json!("")])),
             Self::Word(words) => any().enum_values(Some(words.iter().map(|&word| Value::from(word)))),
-            Self::Type(word) => ObjectBuilder::new()
-                .schema_type(Type::Object)
-                .property("type", one((*word).into()))
-                .required("type"),
             Self::Only(word) => {
                 let items = one((*word).into());
                 return Some(utoipa::openapi::ArrayBuilder::new().items(items).build().into());

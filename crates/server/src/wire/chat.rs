@@ -3,6 +3,7 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::common::{Common, MaybeUsage, Usage};
+use super::structured::StructuredFields;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
 use crate::fields::{CHAT_UNSUPPORTED, UNSUPPORTED, Unsupported};
@@ -12,6 +13,7 @@ use crate::openapi::body::body;
 #[derive(Debug)]
 pub(crate) struct ChatRequest {
     pub(crate) common: Common,
+    pub(crate) structured: StructuredFields,
     pub(crate) prompt: ChatPrompt,
     pub(crate) own: ChatFields,
 }
@@ -49,6 +51,7 @@ impl Wire for ChatRequest {
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         Ok(Self {
             common: take(object)?,
+            structured: take(object)?,
             prompt: take(object)?,
             own: take(object)?,
         })
@@ -59,6 +62,7 @@ body!(
     ChatRequest,
     "A conversation, and how to answer it.",
     Common,
+    StructuredFields,
     ChatPrompt,
     ChatFields
 );

@@ -210,7 +210,7 @@ impl Usage {
 /// OpenAI's word for why a choice ended.
 pub(crate) fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
-        FinishReason::Stop => "stop",
+        FinishReason::Stop | FinishReason::Complete => "stop",
         FinishReason::Length => "length",
     }
 }

@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::common::{Common, MaybeUsage, Usage};
+use super::structured::StructuredFields;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
 use crate::fields::{COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported};
@@ -13,6 +14,7 @@ use crate::openapi::body::body;
 #[derive(Debug)]
 pub(crate) struct CompletionRequest {
     pub(crate) common: Common,
+    pub(crate) structured: StructuredFields,
     pub(crate) own: CompletionFields,
 }
 
@@ -35,6 +37,7 @@ impl Wire for CompletionRequest {
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         Ok(Self {
             common: take(object)?,
+            structured: take(object)?,
             own: take(object)?,
         })
     }
@@ -44,6 +47,7 @@ body!(
     CompletionRequest,
     "A prompt, and how to go on from it.",
     Common,
+    StructuredFields,
     CompletionFields
 );
 

@@ -5,4 +5,5 @@ pub(crate) mod chat;
 pub(crate) mod common;
 pub(crate) mod completion;
 pub(crate) mod error;
+pub(crate) mod structured;
 pub(crate) mod tokenize;

@@ -33,7 +33,7 @@ fn oracle_text(prompt: &str, max_tokens: usize, seed: u64) -> String {
         vocab_size: 257,
     };
     let request = Request::new(RequestId(0), options, &limits).unwrap();
-    let tokens = oracle(&SimModel::text(), &request).into_iter();
+    let tokens = oracle(&SimModel::text(), &request).0.into_iter();
     String::from_utf8(
         tokens
             .filter(|&token| token < 256)

@@ -8,8 +8,8 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request, StatusCode};
 use plimsoll_core::{
-    BlockSize, Component, DeviceTime, Executor, Meters, Oom, RefusedBy, StateConfig, StepError, StepLimits,
-    StepOutput, StepPlan,
+    BlockSize, Component, DeviceTime, Executor, FillMasks, Meters, Oom, RefusedBy, StateConfig, StepError,
+    StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_engine::{EngineConfig, EngineHandle, RebuildError, StateSource};
 use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Proved, Target, profile};
@@ -90,6 +90,10 @@ impl Executor for Rigged {
             self.script.step_micros.load(Ordering::SeqCst),
         ));
         self.inner.launch(plan)
+    }
+
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        self.inner.sample(fill)
     }
 
     fn finish(&mut self) -> Result<StepOutput, StepError> {

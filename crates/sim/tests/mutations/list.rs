@@ -29,7 +29,7 @@ const PREFIX: &str = "kv/prefix.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 48] = [
+pub(crate) const MUTATIONS: [Mutation; 51] = [
     bug(
         "a shared block is not counted",
         &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
@@ -169,8 +169,32 @@ pub(crate) const MUTATIONS: [Mutation; 48] = [
         "max_tokens is ignored",
         &[edit(
             SEQUENCE,
-            "else if «self.outputs() == self.request.max_tokens()»",
+            "Progress::Open if «self.outputs() == self.request.max_tokens()»",
             "false",
+        )],
+    ),
+    bug(
+        "a text goes on behind the end of its grammar",
+        &[edit(
+            SEQUENCE,
+            "Progress::Complete => «Some(FinishReason::Complete)»,",
+            "None",
+        )],
+    ),
+    bug(
+        "a constrained request is sampled like any other",
+        &[edit(
+            SEQUENCE,
+            "constrained: «!guide.is_free()»,",
+            "{ let _ = guide; false }",
+        )],
+    ),
+    bug(
+        "masks are left out",
+        &[edit(
+            SCHEDULER,
+            "«guides[at] = Some(&mut sequence.guide);»",
+            "let _ = (at, sequence);",
         )],
     ),
     bug(

@@ -51,9 +51,15 @@ fn u5_formulas_give_what_an_h200_measured() {
         let report = recorded(name);
         let footprint = footprint(&report);
         assert_eq!(footprint.weights_bytes(), component(&report, "weights"));
-        assert_eq!(footprint.staging_bytes(), component(&report, "staging"));
+        // Recordings from before there were masks lack theirs.
+        let masks = pooled(Masks::bytes(
+            &footprint.shape.limits,
+            footprint.config.spec.vocab_size,
+        ));
+        let staging = component(&report, "staging");
+        assert!([staging, staging + masks].contains(&footprint.staging_bytes()));
         assert_eq!(
-            footprint.slack_bytes(footprint.staging_bytes()),
+            footprint.slack_bytes(staging),
             report["ready"]["unattributed"].as_u64().unwrap()
         );
         let kv = KvConfig {

@@ -1,0 +1,238 @@
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::TokenId;
+
+/// What one sequence may say next: a grammar, a list of tokens, a least length. It follows the sequence token by token.
+///
+/// A mask has `ceil(vocab_size / 32)` words: bit `t % 32` of word `t / 32` is 1 where token `t` is allowed. The vocabulary
+/// is the model's, whose output layer may be padded beyond the tokenizer's.
+pub trait Constraint: Send + Sync + fmt::Debug {
+    /// Clears the bits of the tokens that may not come next, and sets none.
+    ///
+    /// # Errors
+    /// [`ConstraintError`] where that cannot be said within the bounds on time and memory.
+    fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError>;
+
+    /// Follows the sequence by one token, which ends no sequence: those in the request's stop tokens are not shown to it.
+    ///
+    /// # Errors
+    /// [`ConstraintError`] where `token` was not allowed.
+    fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError>;
+
+    /// The same state for another sequence.
+    fn boxed_clone(&self) -> Box<dyn Constraint>;
+}
+
+impl Clone for Box<dyn Constraint> {
+    fn clone(&self) -> Self {
+        self.boxed_clone()
+    }
+}
+
+/// Whether a sequence goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// There are tokens that may follow.
+    Open,
+    /// Nothing may follow: the sequence ends here, without an end-of-sequence token.
+    Complete,
+}
+
+/// Why a constraint cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ConstraintError(pub String);
+
+/// The constraints of one sequence, all of which hold. Without any, everything is allowed.
+///
+/// A constraint that fails is not asked again: its mask allows everything, and the next token ends the request with the error.
+#[derive(Clone, Debug, Default)]
+pub struct Guide {
+    constraints: Vec<Box<dyn Constraint>>,
+    /// What was said about a token before the scheduler asked.
+    foreseen: Option<(TokenId, Progress)>,
+    failure: Option<ConstraintError>,
+}
+
+impl Guide {
+    /// At the beginning of a sequence.
+    pub fn new(constraints: Vec<Box<dyn Constraint>>) -> Self {
+        Self {
+            constraints,
+            ..Self::default()
+        }
+    }
+
+    /// Whether nothing is constrained.
+    pub fn is_free(&self) -> bool {
+        self.constraints.is_empty()
+    }
+
+    /// Writes the mask of the next token, whatever was in `mask`.
+    pub fn fill(&mut self, mask: &mut [u32]) {
+        mask.fill(u32::MAX);
+        if self.failure.is_some() {
+            return;
+        }
+        let constraints = &mut self.constraints;
+        let restricted = guard(|| constraints.iter_mut().try_for_each(|c| c.restrict(mask)));
+        let failure = match restricted {
+            Ok(()) if mask.iter().any(|&word| word != 0) => return,
+            Ok(()) => ConstraintError("no token satisfies all constraints of the request".into()),
+            Err(error) => error,
+        };
+        self.failure = Some(failure);
+        mask.fill(u32::MAX);
+    }
+
+    /// Why the constraints cannot be followed any further, if so: what was sampled since is worth nothing.
+    pub fn failure(&self) -> Option<&ConstraintError> {
+        self.failure.as_ref()
+    }
+
+    /// Follows the sequence by `token` ahead of [`Self::accept`], which then costs nothing.
+    pub fn foresee(&mut self, token: TokenId) {
+        if self.foreseen.is_none() && self.failure.is_none() {
+            match self.advance(token) {
+                Ok(progress) => self.foreseen = Some((token, progress)),
+                Err(error) => self.failure = Some(error),
+            }
+        }
+    }
+
+    /// Follows the sequence by `token`.
+    ///
+    /// # Errors
+    /// The first failure, of this token or of the mask before it.
+    pub fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
+        if let Some(failure) = self.failure() {
+            return Err(failure.clone());
+        }
+        match self.foreseen.take() {
+            Some((foreseen, progress)) => {
+                debug_assert_eq!(foreseen, token, "another token was foreseen");
+                Ok(progress)
+            }
+            None => self.advance(token),
+        }
+    }
+
+    fn advance(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
+        guard(|| {
+            let mut all = Progress::Open;
+            for constraint in &mut self.constraints {
+                if constraint.accept(token)? == Progress::Complete {
+                    all = Progress::Complete;
+                }
+            }
+            Ok(all)
+        })
+    }
+}
+
+/// A defect of a constraint ends its own request alone.
+fn guard<T>(work: impl FnOnce() -> Result<T, ConstraintError>) -> Result<T, ConstraintError> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(ConstraintError("a constraint panicked".into())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Allows multiples of a number, so many of them.
+    #[derive(Clone, Debug)]
+    struct Multiples {
+        of: u32,
+        left: usize,
+    }
+
+    impl Constraint for Multiples {
+        fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
+            let tokens = 32 * mask.len() as u32;
+            for token in (0..tokens).filter(|token| token % self.of != 0) {
+                mask[token as usize / 32] &= !(1 << (token % 32));
+            }
+            Ok(())
+        }
+
+        fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
+            if !token.is_multiple_of(self.of) {
+                return Err(ConstraintError(format!("{token} is no multiple of {}", self.of)));
+            }
+            self.left -= 1;
+            Ok(if self.left == 0 {
+                Progress::Complete
+            } else {
+                Progress::Open
+            })
+        }
+
+        fn boxed_clone(&self) -> Box<dyn Constraint> {
+            Box::new(self.clone())
+        }
+    }
+
+    fn guide(of: &[(u32, usize)]) -> Guide {
+        let constraints = of
+            .iter()
+            .map(|&(of, left)| Box::new(Multiples { of, left }) as Box<dyn Constraint>);
+        Guide::new(constraints.collect())
+    }
+
+    fn allowed(guide: &mut Guide) -> Vec<u32> {
+        let mut mask = [0; 1];
+        guide.fill(&mut mask);
+        (0..32).filter(|token| mask[0] >> token & 1 == 1).collect()
+    }
+
+    #[test]
+    fn all_constraints_hold_and_the_first_to_end_ends_the_sequence() {
+        let mut guide = guide(&[(4, 9), (6, 2)]);
+        assert_eq!(allowed(&mut guide), [0, 12, 24]);
+        assert_eq!(guide.accept(12), Ok(Progress::Open));
+        assert_eq!(guide.accept(24), Ok(Progress::Complete));
+        assert!(Guide::default().is_free());
+        assert_eq!(allowed(&mut Guide::default()).len(), 32);
+    }
+
+    #[test]
+    fn what_was_foreseen_is_not_counted_twice() {
+        let mut guide = guide(&[(3, 2)]);
+        guide.foresee(3);
+        assert_eq!(guide.accept(3), Ok(Progress::Open));
+        guide.foresee(6);
+        assert_eq!(guide.accept(6), Ok(Progress::Complete));
+    }
+
+    #[test]
+    fn a_failure_allows_everything_until_it_is_heard() {
+        let mut guide = guide(&[(3, 9)]);
+        guide.foresee(4);
+        assert_eq!(allowed(&mut guide).len(), 32);
+        assert!(guide.accept(4).unwrap_err().to_string().contains("no multiple"));
+        assert!(guide.accept(3).is_err(), "it does not recover");
+    }
+
+    #[test]
+    fn constraints_that_leave_nothing_fail() {
+        #[derive(Clone, Debug)]
+        struct Nothing;
+        impl Constraint for Nothing {
+            fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
+                mask.fill(0);
+                Ok(())
+            }
+            fn accept(&mut self, _: TokenId) -> Result<Progress, ConstraintError> {
+                Ok(Progress::Open)
+            }
+            fn boxed_clone(&self) -> Box<dyn Constraint> {
+                Box::new(self.clone())
+            }
+        }
+        let mut guide = Guide::new(vec![Box::new(Nothing)]);
+        assert_eq!(allowed(&mut guide).len(), 32, "the sampler always has a choice");
+        assert!(guide.accept(0).unwrap_err().to_string().contains("no token"));
+    }
+}

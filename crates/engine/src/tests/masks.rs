@@ -1,0 +1,312 @@
+//! Constrained requests: when masks come, and that they are those of the right rows.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use plimsoll_core::{
+    BlockSize, Constraint, ConstraintError, Executor, FillMasks, FinishReason, KvConfig, Progress, Request,
+    RequestOptions, Run, Sampled, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+};
+use plimsoll_scheduler::SchedulerConfig;
+
+use super::{Unmetered, expected, read, token};
+use crate::{EngineConfig, EngineHandle};
+
+const VOCAB: u32 = 100;
+
+/// What happened to the executor, in order.
+#[derive(Clone, Debug, PartialEq)]
+enum Call {
+    Launch(u64),
+    Sample(u64),
+    Finish(u64),
+}
+
+/// Steps, each with its masks once they came.
+type InFlight = VecDeque<(StepPlan, Option<Vec<Vec<u32>>>)>;
+
+/// It takes the next allowed token at or above the one that it would choose by itself.
+struct Device {
+    calls: Arc<Mutex<Vec<Call>>>,
+    in_flight: InFlight,
+    /// The step whose sampling fails.
+    fail_sampling_of: Option<u64>,
+}
+
+fn choose(from: TokenId, allows: impl Fn(TokenId) -> bool) -> TokenId {
+    let mut around = (0..VOCAB).map(|i| (from + i) % VOCAB);
+    around
+        .find(|&token| allows(token))
+        .expect("a mask allows something")
+}
+
+fn allows(mask: &[u32], token: TokenId) -> bool {
+    mask[token as usize / 32] >> (token % 32) & 1 == 1
+}
+
+impl Device {
+    fn log(&self, call: Call) {
+        self.calls.lock().unwrap().push(call);
+    }
+}
+
+impl Executor for Device {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        self.log(Call::Launch(plan.step));
+        let waits = |(plan, masks): &(StepPlan, Option<_>)| plan.awaits_masks() && masks.is_none();
+        assert!(!self.in_flight.iter().any(waits), "a step waits to be sampled");
+        self.in_flight.push_back((plan.clone(), None));
+        Ok(())
+    }
+
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        let (plan, masks) = self.in_flight.back_mut().expect("a step was launched");
+        let step = plan.step;
+        if self.fail_sampling_of == Some(step) {
+            self.in_flight.pop_back();
+            return Err(StepError::Failed("told to fail".into()));
+        }
+        let mut all = vec![vec![0; VOCAB.div_ceil(32) as usize]; plan.constrained().count()];
+        fill(&mut all.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>());
+        assert!(masks.replace(all).is_none(), "a step is sampled once");
+        self.log(Call::Sample(step));
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        let (plan, masks) = self.in_flight.pop_front().expect("a step was launched");
+        self.log(Call::Finish(plan.step));
+        assert_eq!(
+            masks.is_some(),
+            plan.awaits_masks(),
+            "masks are for those that wait"
+        );
+        let mut masks = masks.into_iter().flatten();
+        let mut sampled = |run: &Run| {
+            let spec = run.sample.as_ref()?;
+            let own = token(spec.seed, spec.index);
+            let token = match spec.constrained {
+                true => {
+                    let mask = masks.next().expect("each has a mask");
+                    choose(own, |token| allows(&mask, token))
+                }
+                false => own,
+            };
+            Some(Sampled {
+                token,
+                logprobs: None,
+            })
+        };
+        let samples = plan.runs.iter().map(&mut sampled).collect();
+        Ok(StepOutput { samples })
+    }
+}
+
+/// The sum of all tokens decides which may come next; `left` of them may.
+#[derive(Clone, Debug)]
+struct Sum {
+    sum: u32,
+    left: usize,
+    fails_at: Option<usize>,
+}
+
+impl Sum {
+    fn allows(&self, token: TokenId) -> bool {
+        (self.sum + token).is_multiple_of(7)
+    }
+}
+
+impl Constraint for Sum {
+    fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
+        if self.fails_at == Some(self.left) {
+            return Err(ConstraintError("told to fail".into()));
+        }
+        for token in (0..32 * mask.len() as u32).filter(|&token| !self.allows(token)) {
+            mask[token as usize / 32] &= !(1 << (token % 32));
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
+        assert!(self.allows(token), "the token of another request");
+        self.sum += token;
+        self.left -= 1;
+        Ok(match self.left {
+            0 => Progress::Complete,
+            _ => Progress::Open,
+        })
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+/// What a request under [`Sum`] says.
+fn summed(seed: u64, len: usize) -> Vec<TokenId> {
+    let mut rule = Sum {
+        sum: seed as u32,
+        left: usize::MAX,
+        fails_at: None,
+    };
+    let next = |index| {
+        let chosen = choose(token(seed, index), |token| rule.allows(token));
+        rule.sum += chosen;
+        chosen
+    };
+    (0..len).map(next).collect()
+}
+
+struct Rig {
+    engine: EngineHandle,
+    calls: Arc<Mutex<Vec<Call>>>,
+}
+
+impl Rig {
+    fn new(steps_in_flight: usize, num_blocks: usize, fail_sampling_of: Option<u64>) -> Self {
+        let calls = Arc::new(Mutex::new(Vec::new()));
+        let device = Device {
+            calls: Arc::clone(&calls),
+            in_flight: VecDeque::new(),
+            fail_sampling_of,
+        };
+        let scheduler = SchedulerConfig {
+            limits: StepLimits {
+                max_num_batched_tokens: 64,
+                max_num_seqs: 16,
+                max_model_len: 64,
+            },
+            kv: KvConfig {
+                block_size: BlockSize::new(8).unwrap(),
+                num_blocks,
+            },
+            enable_prefix_caching: true,
+        };
+        let config = EngineConfig {
+            max_queue: 1000,
+            vocab_size: VOCAB as usize,
+            enable_prefix_caching: true,
+            steps_in_flight,
+            outage_patience: super::PATIENCE,
+        };
+        let engine = EngineHandle::start(device, Box::new(Unmetered), scheduler, &config).unwrap();
+        Self { engine, calls }
+    }
+
+    /// `len` tokens at most, `rule` if there is one.
+    fn submit(&self, seed: u64, len: usize, rule: Option<Sum>) -> crate::RequestStream {
+        let options = RequestOptions {
+            prompt: (0..5).map(|i| token(seed, i + 1000)).collect(),
+            max_tokens: Some(len),
+            seed,
+            constraints: rule.map(|rule| Box::new(rule) as _).into_iter().collect(),
+            ..Default::default()
+        };
+        let request = Request::new(self.engine.next_id(), options, &self.engine.limits()).unwrap();
+        self.engine.submit(request).unwrap()
+    }
+}
+
+fn rule(seed: u64, left: usize) -> Option<Sum> {
+    Some(Sum {
+        sum: seed as u32,
+        left,
+        fails_at: None,
+    })
+}
+
+#[tokio::test]
+async fn a_step_is_sampled_behind_the_one_it_depends_on_and_before_the_next() {
+    use Call::{Finish, Launch, Sample};
+    let calls = |steps, constrained: bool| async move {
+        let rig = Rig::new(steps, 16, None);
+        let rule = if constrained { rule(3, usize::MAX) } else { None };
+        read(rig.submit(3, 4, rule)).await.1.unwrap();
+        let calls = rig.calls.lock().unwrap().clone();
+        calls
+    };
+    let ahead = [
+        Launch(0),
+        Sample(0),
+        Launch(1),
+        Finish(0),
+        Sample(1),
+        Launch(2),
+        Finish(1),
+        Sample(2),
+        Launch(3),
+        Finish(2),
+        Sample(3),
+        Finish(3),
+    ];
+    assert_eq!(calls(2, true).await, ahead);
+    let free: Vec<Call> = ahead
+        .into_iter()
+        .filter(|call| !matches!(call, Sample(_)))
+        .collect();
+    assert_eq!(calls(2, false).await, free, "others run as ever");
+    let alone = calls(1, true).await;
+    let turn = |step| [Launch(step), Sample(step), Finish(step)];
+    assert_eq!(alone, (0..4).flat_map(turn).collect::<Vec<_>>());
+}
+
+/// Beside each other, preempted for want of blocks, some cancelled: everybody says what they would alone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_request_follows_its_own_rule() {
+    for steps_in_flight in [1, 2] {
+        let rig = Rig::new(steps_in_flight, 20, None);
+        let submit = |seed: u64| {
+            let len = 5 + seed as usize % 40;
+            let (rule, text, end) = match seed % 3 {
+                0 => (None, expected(seed, len), FinishReason::Length),
+                1 => (rule(seed, len), summed(seed, len), FinishReason::Complete),
+                _ => (rule(seed, len + 1), summed(seed, len), FinishReason::Length),
+            };
+            let stream = rig.submit(seed, len, rule);
+            if seed % 10 == 7 {
+                drop(stream);
+                return None;
+            }
+            Some((seed, text, end, tokio::spawn(read(stream))))
+        };
+        for (seed, text, end, client) in (0..120).filter_map(submit).collect::<Vec<_>>() {
+            assert_eq!(client.await.unwrap(), (text, Ok(end)), "seed {seed}");
+        }
+        let stats = rig.engine.stats();
+        assert!(stats.scheduler.preemptions > 0, "{stats:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_constraint_that_fails_ends_its_own_request_alone() {
+    for steps_in_flight in [1, 2] {
+        let rig = Rig::new(steps_in_flight, 40, None);
+        let failing = Sum {
+            fails_at: Some(5),
+            ..rule(1, 9).unwrap()
+        };
+        let clients = [
+            rig.submit(1, 30, Some(failing)),
+            rig.submit(2, 30, rule(2, 50)),
+            rig.submit(4, 30, None),
+        ];
+        let [failed, ruled, free] = clients;
+        let (failed, ruled, free) = tokio::join!(read(failed), read(ruled), read(free));
+        assert_eq!(failed.0, summed(1, 4));
+        assert!(matches!(failed.1, Err(StepError::Constraint(_))), "{failed:?}");
+        assert_eq!(ruled, (summed(2, 30), Ok(FinishReason::Length)));
+        assert_eq!(free, (expected(4, 30), Ok(FinishReason::Length)));
+    }
+}
+
+#[tokio::test]
+async fn sampling_that_fails_ends_its_step_alone() {
+    for steps_in_flight in [1, 2] {
+        let rig = Rig::new(steps_in_flight, 40, Some(3));
+        let (text, end) = read(rig.submit(1, 30, rule(1, 50))).await;
+        assert_eq!(text, summed(1, 3));
+        assert_eq!(end, Err(StepError::Failed("told to fail".into())));
+        let after = read(rig.submit(2, 10, rule(2, 50))).await;
+        assert_eq!(after, (summed(2, 10), Ok(FinishReason::Length)));
+    }
+}

@@ -1,0 +1,309 @@
+//! Structured output: from the fields of a request to a compiled grammar.
+
+use std::sync::Arc;
+
+use plimsoll_text::grammar::{CompiledGrammar, Grammar, GrammarSpec};
+use serde_json::Value;
+
+use crate::error::ApiError;
+use crate::generate::blocking;
+use crate::state::AppState;
+use crate::wire::structured::{ResponseFormat, StructuredFields, StructuredOutputs};
+
+/// A grammar that a request asks for.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Requested {
+    pub(crate) grammar: Grammar,
+    /// The field that holds it, for errors.
+    pub(crate) field: &'static str,
+}
+
+/// Compiles what a request asks for, if it does. May wait for others that compile.
+pub(crate) async fn compile(
+    state: &AppState,
+    requested: Option<Requested>,
+) -> Result<Option<CompiledGrammar>, ApiError> {
+    let Some(Requested { grammar, field }) = requested else {
+        return Ok(None);
+    };
+    let permit = state.compiling().acquire().await;
+    let _permit = permit.map_err(|closed| ApiError::Internal(closed.to_string()))?;
+    let grammars = Arc::clone(state.grammars());
+    let compiled = blocking(move || {
+        let compiled = grammars.compile(&grammar);
+        compiled.map_err(|error| ApiError::invalid(field, format!("{field}: {error}")))
+    });
+    compiled.await.map(Some)
+}
+
+impl StructuredFields {
+    /// What the text must be, if anything.
+    pub(crate) fn grammar(self) -> Result<Option<Requested>, ApiError> {
+        let Self {
+            response_format,
+            structured_outputs,
+            guided_json,
+            guided_regex,
+            guided_choice,
+            guided_grammar,
+            guided_whitespace_pattern,
+            _guided_decoding_backend,
+        } = self;
+        let mut asked = Asked::default();
+        if let Some(format) = response_format {
+            asked.format(format);
+        }
+        let mut spaces = Spaces {
+            pattern: guided_whitespace_pattern,
+            field: "guided_whitespace_pattern",
+        };
+        if let Some(outputs) = structured_outputs {
+            spaces = asked.outputs(outputs, spaces)?;
+        }
+        if let Some(schema) = guided_json {
+            asked.schema("guided_json", schema, true)?;
+        }
+        asked.spec("guided_regex", guided_regex.map(GrammarSpec::Regex));
+        asked.spec("guided_choice", guided_choice.map(GrammarSpec::Choice));
+        asked.spec("guided_grammar", guided_grammar.map(grammar));
+        asked.one(spaces)
+    }
+}
+
+/// What may stand between the tokens of JSON, and the field that says so.
+struct Spaces {
+    pattern: Option<String>,
+    field: &'static str,
+}
+
+/// Everything that a request asks for, with the fields.
+#[derive(Default)]
+struct Asked(Vec<(&'static str, GrammarSpec)>);
+
+impl Asked {
+    fn spec(&mut self, field: &'static str, spec: Option<GrammarSpec>) {
+        self.0.extend(spec.map(|spec| (field, spec)));
+    }
+
+    fn format(&mut self, format: ResponseFormat) {
+        let (field, spec) = match format {
+            ResponseFormat::Text => return,
+            ResponseFormat::JsonObject => ("response_format", GrammarSpec::JsonObject),
+            ResponseFormat::JsonSchema { json_schema } => {
+                let (schema, strict) = (json_schema.schema, json_schema.strict.unwrap_or(true));
+                (
+                    "response_format.json_schema.schema",
+                    GrammarSpec::JsonSchema { schema, strict },
+                )
+            }
+        };
+        self.spec(field, Some(spec));
+    }
+
+    /// A schema, or the text of one.
+    fn schema(&mut self, field: &'static str, schema: Value, strict: bool) -> Result<(), ApiError> {
+        let schema = match schema {
+            Value::String(text) => serde_json::from_str(&text)
+                .map_err(|error| ApiError::invalid(field, format!("{field} is no JSON: {error}")))?,
+            schema => schema,
+        };
+        self.spec(field, Some(GrammarSpec::JsonSchema { schema, strict }));
+        Ok(())
+    }
+
+    fn outputs(&mut self, outputs: StructuredOutputs, outer: Spaces) -> Result<Spaces, ApiError> {
+        let StructuredOutputs {
+            json,
+            regex,
+            choice,
+            grammar: rules,
+            json_object,
+            whitespace_pattern,
+            disable_any_whitespace,
+            _disable_fallback,
+        } = outputs;
+        if let Some(schema) = json {
+            self.schema("structured_outputs.json", schema, true)?;
+        }
+        self.spec("structured_outputs.regex", regex.map(GrammarSpec::Regex));
+        self.spec("structured_outputs.choice", choice.map(GrammarSpec::Choice));
+        self.spec("structured_outputs.grammar", rules.map(grammar));
+        let object = json_object.then_some(GrammarSpec::JsonObject);
+        self.spec("structured_outputs.json_object", object);
+        let none = disable_any_whitespace.then(|| Spaces {
+            pattern: Some(String::new()),
+            field: "structured_outputs.disable_any_whitespace",
+        });
+        let own = whitespace_pattern.map(|pattern| Spaces {
+            pattern: Some(pattern),
+            field: "structured_outputs.whitespace_pattern",
+        });
+        let outer_said = outer.pattern.is_some();
+        match (none, own) {
+            (Some(spaces), None) | (None, Some(spaces)) if !outer_said => Ok(spaces),
+            (None, None) => Ok(outer),
+            (one, other) => {
+                let said = one.or(other).map_or(outer.field, |spaces| spaces.field);
+                Err(ApiError::invalid(
+                    said,
+                    format!("{said}: whitespace is described more than once"),
+                ))
+            }
+        }
+    }
+
+    fn one(self, spaces: Spaces) -> Result<Option<Requested>, ApiError> {
+        let mut asked = self.0.into_iter();
+        let first = asked.next();
+        if let (Some((one, _)), Some((other, _))) = (&first, asked.next()) {
+            return Err(ApiError::invalid(
+                other,
+                format!("{one} and {other} exclude each other: ask for one structure"),
+            ));
+        }
+        let json = matches!(
+            first,
+            Some((_, GrammarSpec::JsonObject | GrammarSpec::JsonSchema { .. }))
+        );
+        if spaces.pattern.is_some() && !json {
+            let message = format!(
+                "{} is about JSON, which the request does not ask for",
+                spaces.field
+            );
+            return Err(ApiError::invalid(spaces.field, message));
+        }
+        Ok(first.map(|(field, spec)| Requested {
+            grammar: Grammar {
+                whitespace: spaces.pattern,
+                ..spec.into()
+            },
+            field,
+        }))
+    }
+}
+
+/// A grammar in either notation: only GBNF has `::=`.
+fn grammar(text: String) -> GrammarSpec {
+    match text.contains("::=") {
+        true => GrammarSpec::Ebnf(text),
+        false => GrammarSpec::Lark(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn requested(fields: Value) -> Result<Option<Requested>, ApiError> {
+        serde_json::from_value::<StructuredFields>(fields)
+            .expect("the fields have these types")
+            .grammar()
+    }
+
+    #[test]
+    fn every_field_asks_for_its_grammar() {
+        let schema = json!({"type": "object"});
+        let strict = |strict| GrammarSpec::JsonSchema {
+            schema: json!({"type": "object"}),
+            strict,
+        };
+        let format = |strict: Value| {
+            let json_schema = json!({"name": "n", "schema": {"type": "object"}, "strict": strict});
+            json!({"response_format": {"type": "json_schema", "json_schema": json_schema}})
+        };
+        let cases = [
+            (
+                json!({"response_format": {"type": "json_object"}}),
+                GrammarSpec::JsonObject,
+            ),
+            (format(json!(null)), strict(true)),
+            (format(json!(true)), strict(true)),
+            (format(json!(false)), strict(false)),
+            (json!({"guided_json": schema}), strict(true)),
+            (json!({"guided_json": "{\"type\": \"object\"}"}), strict(true)),
+            (json!({"guided_regex": "a+"}), GrammarSpec::Regex("a+".into())),
+            (
+                json!({"guided_choice": ["a"]}),
+                GrammarSpec::Choice(vec!["a".into()]),
+            ),
+            (
+                json!({"guided_grammar": "start: \"a\""}),
+                GrammarSpec::Lark("start: \"a\"".into()),
+            ),
+            (
+                json!({"guided_grammar": "root ::= \"a\""}),
+                GrammarSpec::Ebnf("root ::= \"a\"".into()),
+            ),
+            (json!({"structured_outputs": {"json": schema}}), strict(true)),
+            (
+                json!({"structured_outputs": {"json_object": true}}),
+                GrammarSpec::JsonObject,
+            ),
+            (
+                json!({"structured_outputs": {"regex": "a"}}),
+                GrammarSpec::Regex("a".into()),
+            ),
+            (
+                json!({"response_format": {"type": "text"}, "guided_regex": "a", "guided_decoding_backend": "auto"}),
+                GrammarSpec::Regex("a".into()),
+            ),
+        ];
+        for (fields, spec) in cases {
+            let requested = requested(fields.clone()).unwrap().unwrap();
+            assert_eq!(requested.grammar.spec, spec, "{fields}");
+        }
+        for nothing in [
+            json!({}),
+            json!({"response_format": {"type": "text"}}),
+            json!({"structured_outputs": {}}),
+        ] {
+            assert_eq!(requested(nothing).unwrap(), None);
+        }
+        let spaced = requested(json!({"guided_json": {}, "guided_whitespace_pattern": " ?"}));
+        assert_eq!(spaced.unwrap().unwrap().grammar.whitespace.as_deref(), Some(" ?"));
+        let tight = json!({"structured_outputs": {"json_object": true, "disable_any_whitespace": true}});
+        assert_eq!(
+            requested(tight).unwrap().unwrap().grammar.whitespace.as_deref(),
+            Some("")
+        );
+    }
+
+    #[test]
+    fn contradictions_are_refused_by_name() {
+        let object = json!({"type": "json_object"});
+        let spaces = json!({"json_object": true, "whitespace_pattern": "a", "disable_any_whitespace": true});
+        let cases = [
+            (
+                json!({"guided_regex": "a", "guided_choice": ["a"]}),
+                "guided_choice",
+            ),
+            (
+                json!({"response_format": object, "guided_json": {}}),
+                "guided_json",
+            ),
+            (
+                json!({"structured_outputs": {"regex": "a", "json_object": true}}),
+                "structured_outputs.json_object",
+            ),
+            (json!({"guided_json": "{"}), "guided_json"),
+            (
+                json!({"guided_whitespace_pattern": "a"}),
+                "guided_whitespace_pattern",
+            ),
+            (
+                json!({"guided_whitespace_pattern": "a", "guided_regex": "a"}),
+                "guided_whitespace_pattern",
+            ),
+            (
+                json!({"structured_outputs": spaces}),
+                "structured_outputs.disable_any_whitespace",
+            ),
+        ];
+        for (fields, param) in cases {
+            let error = requested(fields.clone()).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], param, "{fields}: {error}");
+        }
+    }
+}

@@ -1,0 +1,294 @@
+use std::fmt::{self, Display};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread;
+
+use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
+use llguidance::toktrie::InferenceCapabilities;
+use llguidance::{JsonCompileOptions, Matcher, ParserFactory};
+use plimsoll_core::{Constraint, TokenId};
+use serde_json::{Value, json};
+
+use super::after::After;
+use super::cache::Cache;
+use super::constraint::{Allowed, Grammatical};
+use super::{Grammar, GrammarError, GrammarSpec, ebnf, schema, tokens};
+use crate::Tokenizer;
+
+/// Longest text of a grammar, in bytes.
+const MAX_BYTES: usize = 256 << 10;
+/// Longest marker behind which a grammar applies, in bytes.
+const MAX_MARKER_BYTES: usize = 1 << 10;
+/// Of the thread that compiles: rules that refer to rules are followed by recursion. Only what is used is ever mapped.
+const STACK: usize = 256 << 20;
+/// What may stand between the tokens of JSON.
+const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
+
+/// Bounds on time and memory: llguidance's own are for grammars that one trusts. On a core of a server a mask takes at most
+/// some 20 ms, and a sequence at most some 40 MB.
+fn limits() -> ParserLimits {
+    ParserLimits {
+        max_lexer_states: 20_000,
+        verbose_errors: false,
+        ..ParserLimits::default()
+    }
+}
+
+/// Compiles grammars for one tokenizer, and keeps what it compiled last.
+pub struct GrammarCompiler {
+    tokenizer: Tokenizer,
+    ends: Arc<[TokenId]>,
+    factory: OnceLock<Result<ParserFactory, String>>,
+    cache: Mutex<Cache>,
+}
+
+/// A grammar that can be followed. Cheap to clone.
+#[derive(Clone)]
+pub struct CompiledGrammar(Arc<Compiled>);
+
+struct Compiled {
+    /// At the beginning.
+    matcher: Mutex<Matcher>,
+    first: Arc<Allowed>,
+    after: Option<String>,
+    tokenizer: Tokenizer,
+    ends: Arc<[TokenId]>,
+}
+
+impl GrammarCompiler {
+    /// For texts of `tokenizer`; `ends` are all tokens that may end a text. What takes time is done by the first
+    /// [`Self::compile`], or by [`Self::prepare`].
+    pub fn new(tokenizer: Tokenizer, ends: &[TokenId]) -> Self {
+        Self {
+            tokenizer,
+            ends: ends.into(),
+            factory: OnceLock::new(),
+            cache: Mutex::default(),
+        }
+    }
+
+    /// Reads the vocabulary, once.
+    pub fn prepare(&self) {
+        let _ = self.factory();
+    }
+
+    fn factory(&self) -> Result<&ParserFactory, GrammarError> {
+        let factory = self.factory.get_or_init(|| {
+            let tokens = tokens::environment(&self.tokenizer, &self.ends);
+            let slices = llguidance::earley::SlicedBiasComputer::general_slices();
+            let factory = ParserFactory::new(&tokens, InferenceCapabilities::default(), &slices);
+            let mut factory = factory.map_err(|error| error.to_string())?;
+            *factory.limits_mut() = limits();
+            factory.quiet();
+            Ok(factory)
+        });
+        factory.as_ref().map_err(|error| {
+            GrammarError::Invalid(format!("this model's vocabulary cannot follow grammars: {error}"))
+        })
+    }
+
+    /// Compiles `grammar`, or finds it among those compiled last. Takes up to seconds: not for threads that serve others.
+    ///
+    /// # Errors
+    /// [`GrammarError`], which says what to change.
+    pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
+        let key = format!("{grammar:?}");
+        if key.len() > 2 * MAX_BYTES {
+            return Err(GrammarError::TooLarge {
+                bytes: key.len(),
+                limit: 2 * MAX_BYTES,
+            });
+        }
+        if let Some(known) = self.cached(&key) {
+            return Ok(known);
+        }
+        let compiled = thread::scope(|scope| {
+            let work = thread::Builder::new().stack_size(STACK);
+            let work = work.spawn_scoped(scope, || self.compile_anew(grammar));
+            let work =
+                work.map_err(|error| GrammarError::Invalid(format!("no thread to compile: {error}")))?;
+            work.join()
+                .unwrap_or_else(|_| Err(GrammarError::Invalid("the grammar cannot be compiled".into())))
+        })?;
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        cache.insert(key, compiled.clone());
+        Ok(compiled)
+    }
+
+    fn cached(&self, key: &str) -> Option<CompiledGrammar> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner).get(key)
+    }
+
+    fn compile_anew(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
+        if let Some(after) = &grammar.after
+            && !(1..=MAX_MARKER_BYTES).contains(&after.len())
+        {
+            return Err(GrammarError::Invalid(format!(
+                "the marker behind which the grammar applies must have 1 to {MAX_MARKER_BYTES} bytes"
+            )));
+        }
+        let source = source(grammar)?;
+        let matcher = Matcher::new(self.factory()?.create_parser(source));
+        let invalid = |message: &dyn Display| GrammarError::Invalid(complaint(message));
+        let mut matcher = match matcher.get_error() {
+            None => matcher,
+            Some(error) => return Err(refusal(grammar, &error)),
+        };
+        if matcher.is_stopped() {
+            return Err(GrammarError::Invalid(
+                "the grammar allows only the empty text".into(),
+            ));
+        }
+        let vocab_size = self.tokenizer.vocab_size();
+        let first =
+            Allowed::compute(&mut matcher, vocab_size, &self.ends).map_err(|error| invalid(&error))?;
+        Ok(CompiledGrammar(Arc::new(Compiled {
+            matcher: Mutex::new(matcher),
+            first: Arc::new(first),
+            after: grammar.after.clone(),
+            tokenizer: self.tokenizer.clone(),
+            ends: Arc::clone(&self.ends),
+        })))
+    }
+}
+
+impl CompiledGrammar {
+    /// Whether both are one and the same, compiled once.
+    #[cfg(test)]
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// The beginning of a sequence, which `stop_token_ids` end. Those of them that are no text are allowed exactly where the
+    /// grammar may end; others are text like any.
+    pub fn constraint(&self, stop_token_ids: &[TokenId]) -> Box<dyn Constraint> {
+        let Compiled {
+            matcher,
+            first,
+            after,
+            tokenizer,
+            ends,
+        } = &*self.0;
+        let is_end = |token: &TokenId| ends.contains(token) || tokenizer.is_special(*token);
+        let grammatical = Grammatical {
+            matcher: matcher
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .deep_clone(),
+            ends: stop_token_ids.iter().copied().filter(is_end).collect(),
+            all_ends: Arc::clone(ends),
+            vocab_size: tokenizer.vocab_size(),
+            first: Some(Arc::clone(first)),
+        };
+        match after {
+            Some(marker) => Box::new(After::new(marker, tokenizer.clone(), Box::new(grammatical))),
+            None => Box::new(grammatical),
+        }
+    }
+}
+
+/// The grammar as llguidance reads it.
+fn source(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
+    let empty = |what: &str| Err(GrammarError::Invalid(format!("{what} must not be empty")));
+    let sized = |text: &str| match text.len() {
+        bytes @ 0..=MAX_BYTES => Ok(bytes),
+        bytes => Err(GrammarError::TooLarge {
+            bytes,
+            limit: MAX_BYTES,
+        }),
+    };
+    let source = match &grammar.spec {
+        GrammarSpec::JsonObject => json_schema(json!({ "type": "object" }), true, grammar)?,
+        GrammarSpec::JsonSchema { schema, strict } => {
+            sized(&schema.to_string())?;
+            json_schema(schema.clone(), *strict, grammar)?
+        }
+        GrammarSpec::Regex(regex) if regex.is_empty() => return empty("the regular expression"),
+        GrammarSpec::Regex(regex) => {
+            sized(regex)?;
+            GrammarWithLexer::from_regex(regex)
+        }
+        GrammarSpec::Choice(choices) if choices.is_empty() => return empty("the list of choices"),
+        GrammarSpec::Choice(choices) if choices.iter().any(String::is_empty) => return empty("a choice"),
+        GrammarSpec::Choice(choices) => {
+            let quoted: Vec<String> = choices.iter().map(|choice| json!(choice).to_string()).collect();
+            let choices = quoted.join(" | ");
+            sized(&choices)?;
+            GrammarWithLexer::from_lark(format!("start: CHOICE\nCHOICE: {choices}"))
+        }
+        GrammarSpec::Lark(lark) if lark.trim().is_empty() => return empty("the grammar"),
+        GrammarSpec::Lark(lark) => {
+            sized(lark)?;
+            GrammarWithLexer::from_lark(lark.clone())
+        }
+        GrammarSpec::Ebnf(ebnf) if ebnf.trim().is_empty() => return empty("the grammar"),
+        GrammarSpec::Ebnf(ebnf) => {
+            sized(ebnf)?;
+            GrammarWithLexer::from_lark(ebnf::to_lark(ebnf)?)
+        }
+    };
+    Ok(TopLevelGrammar::from_grammar(source))
+}
+
+fn json_schema(schema: Value, strict: bool, grammar: &Grammar) -> Result<GrammarWithLexer, GrammarError> {
+    let schema = match schema {
+        Value::Object(_) => schema,
+        Value::Bool(true) => json!({}),
+        other => {
+            let message = format!("a JSON schema is an object, not {other}");
+            return Err(GrammarError::Invalid(message));
+        }
+    };
+    let whitespace =
+        Some(grammar.whitespace.as_deref().unwrap_or(WHITESPACE)).filter(|pattern| !pattern.is_empty());
+    let options = JsonCompileOptions {
+        whitespace_flexible: whitespace.is_some(),
+        whitespace_pattern: whitespace.map(str::to_owned),
+        lenient: !strict,
+        coerce_one_of: !strict,
+        ..JsonCompileOptions::default()
+    };
+    let mut schema = schema;
+    // Also in place of options that a client may have sent.
+    options.apply_to(&mut schema);
+    Ok(GrammarWithLexer::from_json_schema(schema))
+}
+
+/// Why llguidance did not compile `grammar`.
+fn refusal(grammar: &Grammar, error: &str) -> GrammarError {
+    if error.contains("Unimplemented keys")
+        && let GrammarSpec::JsonSchema { schema, .. } = &grammar.spec
+    {
+        let keywords = schema::unsupported(schema);
+        if !keywords.is_empty() {
+            return GrammarError::Unsupported(keywords);
+        }
+    }
+    GrammarError::Invalid(complaint(&error))
+}
+
+/// llguidance's words, without what it says about its state and options that clients cannot set.
+pub(super) fn complaint(error: &dyn Display) -> String {
+    let text = error.to_string();
+    let text = text.split("\n<").next().unwrap_or_default().trim();
+    match text.split_once(". Enable 'coerce_one_of'") {
+        Some((what, _)) => format!("{what} where more than one of the schemas may hold; use anyOf"),
+        None => text.to_owned(),
+    }
+}
+
+impl fmt::Debug for GrammarCompiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GrammarCompiler")
+            .field("tokenizer", &self.tokenizer)
+            .field("ends", &self.ends)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for CompiledGrammar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CompiledGrammar")
+            .field("after", &self.0.after)
+            .finish_non_exhaustive()
+    }
+}

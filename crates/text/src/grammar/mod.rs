@@ -1,0 +1,88 @@
+//! Structured output: text that is JSON, follows a JSON schema, matches a regular expression or a grammar, by llguidance.
+//!
+//! A [`GrammarCompiler`] knows one tokenizer and turns a [`Grammar`] into a [`CompiledGrammar`], which begins
+//! [`Constraint`](plimsoll_core::Constraint)s, one per sequence. Time and memory are bounded throughout, since grammars come
+//! from clients: a grammar that needs more is refused, and one that turns out to need more ends its own request.
+
+mod after;
+mod cache;
+mod compiler;
+mod constraint;
+mod ebnf;
+mod schema;
+mod tokens;
+
+use serde_json::Value;
+
+pub use compiler::{CompiledGrammar, GrammarCompiler};
+pub use schema::UnsupportedKeyword;
+
+/// What a text must be.
+#[derive(Clone, Debug, PartialEq)]
+pub enum GrammarSpec {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that a schema describes (JSON Schema 2020-12; others by their `$schema`).
+    JsonSchema {
+        /// The schema.
+        schema: Value,
+        /// Refuse keywords that cannot be enforced; otherwise they are not.
+        strict: bool,
+    },
+    /// A whole match of a regular expression, in the syntax of the `regex` crate.
+    Regex(String),
+    /// One of these texts.
+    Choice(Vec<String>),
+    /// A context-free grammar in llguidance's variant of Lark; its first rule is `start`. JSON schemas can be embedded with
+    /// `%json { ... }`, special tokens as `<|name|>`.
+    Lark(String),
+    /// A context-free grammar in GBNF, llama.cpp's variant of EBNF; its first rule is `root`.
+    Ebnf(String),
+}
+
+/// A [`GrammarSpec`], and where and how it applies.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Grammar {
+    /// What the text must be.
+    pub spec: GrammarSpec,
+    /// A regular expression of what may stand between the tokens of JSON; nothing may if it is empty. Default: up to 32 spaces,
+    /// tabs and line ends, so that no model can go on with them for ever.
+    pub whitespace: Option<String>,
+    /// The text is free up to the first occurrence of this, `</think>` for one, and the grammar applies from there on.
+    pub after: Option<String>,
+}
+
+impl From<GrammarSpec> for Grammar {
+    fn from(spec: GrammarSpec) -> Self {
+        Self {
+            spec,
+            whitespace: None,
+            after: None,
+        }
+    }
+}
+
+/// Why a grammar cannot be used. All are the client's to change.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum GrammarError {
+    /// It says nothing, or not what it should.
+    #[error("{0}")]
+    Invalid(String),
+    /// A JSON schema uses keywords that cannot be enforced.
+    #[error(
+        "JSON schema keywords that cannot be enforced: {}; leave them out",
+        .0.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    Unsupported(Vec<UnsupportedKeyword>),
+    /// It is longer than a grammar may be.
+    #[error("the grammar has {bytes} bytes, and at most {limit} are compiled")]
+    TooLarge {
+        /// Its length.
+        bytes: usize,
+        /// The longest.
+        limit: usize,
+    },
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,249 @@
+use plimsoll_core::{Guide, Progress};
+use serde_json::json;
+
+use super::*;
+use crate::Tokenizer;
+
+const EOS: u32 = 256;
+
+fn compiler() -> GrammarCompiler {
+    GrammarCompiler::new(Tokenizer::bytes(), &[EOS])
+}
+
+fn schema(schema: Value) -> GrammarSpec {
+    GrammarSpec::JsonSchema { schema, strict: true }
+}
+
+fn begin(grammar: impl Into<Grammar>) -> Guide {
+    let compiled = compiler().compile(&grammar.into()).unwrap();
+    Guide::new(vec![compiled.constraint(&[EOS])])
+}
+
+fn refusal(grammar: impl Into<Grammar>) -> String {
+    compiler().compile(&grammar.into()).unwrap_err().to_string()
+}
+
+fn token(byte: u8) -> u32 {
+    byte.into()
+}
+
+fn allowed(guide: &mut Guide) -> Vec<u32> {
+    let mut mask = [0; 9];
+    guide.fill(&mut mask);
+    (0..288)
+        .filter(|token| mask[*token as usize / 32] >> (token % 32) & 1 == 1)
+        .collect()
+}
+
+/// Follows `text` byte by byte; whether it may end behind it, and must. `None` where some byte is not allowed.
+fn follow(grammar: impl Into<Grammar>, text: &str) -> Option<(bool, bool)> {
+    let mut guide = begin(grammar);
+    let mut progress = Progress::Open;
+    for byte in text.bytes() {
+        if progress == Progress::Complete || !allowed(&mut guide).contains(&byte.into()) {
+            return None;
+        }
+        progress = guide.accept(byte.into()).unwrap();
+    }
+    let must = progress == Progress::Complete;
+    Some((must || allowed(&mut guide).contains(&EOS), must))
+}
+
+#[test]
+fn each_kind_of_grammar_allows_its_texts_alone() {
+    let person = json!({
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+        "required": ["name", "age"],
+        "additionalProperties": false,
+    });
+    let lark = "start: \"a\" (\"+\" \"a\")*";
+    let ebnf = "root ::= sum-of # the whole\nsum-of ::= [a-c] (\"+\" [a-c]){0,2} | \"\\\"\"";
+    let choice = || GrammarSpec::Choice(vec!["red".into(), "green \"x\"".into()]);
+    let cases: Vec<(GrammarSpec, &str, Option<(bool, bool)>)> = vec![
+        (GrammarSpec::JsonObject, r#"{"a": [1, null]}"#, Some((true, true))),
+        (GrammarSpec::JsonObject, r#"{"a""#, Some((false, false))),
+        (GrammarSpec::JsonObject, "[", None),
+        (
+            schema(person.clone()),
+            r#"{"name": "x", "age": 42}"#,
+            Some((true, true)),
+        ),
+        (
+            schema(person.clone()),
+            r#"{"name": "x", "age": 42"#,
+            Some((false, false)),
+        ),
+        (schema(person.clone()), r#"{"name": "x", "age": 151"#, None),
+        (schema(person), r#"{"name": "x", "pet""#, None),
+        (schema(json!(true)), "1", Some((true, false))),
+        (
+            GrammarSpec::Regex(r"\d{2}-[a-z/]+".into()),
+            "12-a/",
+            Some((true, false)),
+        ),
+        (GrammarSpec::Regex(r"\d{2}".into()), "1", Some((false, false))),
+        (GrammarSpec::Regex(r"\d{2}".into()), "12", Some((true, true))),
+        (GrammarSpec::Regex(r"\d{2}".into()), "x", None),
+        (choice(), "red", Some((true, true))),
+        (choice(), "green \"x\"", Some((true, true))),
+        (choice(), "grey", None),
+        (GrammarSpec::Lark(lark.into()), "a+a", Some((true, false))),
+        (GrammarSpec::Lark(lark.into()), "a+", Some((false, false))),
+        (GrammarSpec::Ebnf(ebnf.into()), "a+c+b", Some((true, true))),
+        (GrammarSpec::Ebnf(ebnf.into()), "a+d", None),
+        (GrammarSpec::Ebnf(ebnf.into()), "\"", Some((true, true))),
+    ];
+    for (spec, text, expected) in cases {
+        assert_eq!(follow(spec.clone(), text), expected, "{text} by {spec:?}");
+    }
+}
+
+#[test]
+fn whitespace_is_bounded_and_can_be_chosen() {
+    let spaced = |spaces: usize| format!("{{{}\"a\"", " ".repeat(spaces));
+    assert!(follow(GrammarSpec::JsonObject, &spaced(32)).is_some());
+    assert_eq!(follow(GrammarSpec::JsonObject, &spaced(33)), None);
+    let tight = Grammar {
+        whitespace: Some("[ ]?".into()),
+        ..GrammarSpec::JsonObject.into()
+    };
+    assert!(follow(tight.clone(), &spaced(1)).is_some());
+    assert_eq!(follow(tight, &spaced(2)), None);
+    // A client's own options are not llguidance's.
+    let sneaky = json!({"type": "object", "x-guidance": {"whitespace_pattern": "x+"}});
+    assert_eq!(follow(schema(sneaky), "{x"), None);
+}
+
+#[test]
+fn a_grammar_may_apply_behind_a_marker() {
+    let grammar = || Grammar {
+        after: Some("</think>".into()),
+        ..GrammarSpec::Regex("[0-9]+".into()).into()
+    };
+    assert_eq!(follow(grammar(), "so </thin </think>12"), Some((true, false)));
+    assert_eq!(follow(grammar(), "so </think>x"), None);
+    assert!(follow(grammar(), "anything").is_some());
+}
+
+#[test]
+fn stop_tokens_that_are_no_text_are_allowed_where_the_grammar_may_end() {
+    let compiled = compiler()
+        .compile(&GrammarSpec::Regex("a+".into()).into())
+        .unwrap();
+    let mut ignoring_eos = Guide::new(vec![compiled.constraint(&[])]);
+    ignoring_eos.accept(token(b'a')).unwrap();
+    assert_eq!(allowed(&mut ignoring_eos), [token(b'a')]);
+    let mut text = Guide::new(vec![compiled.constraint(&[EOS, token(b'b')])]);
+    assert_eq!(allowed(&mut text), [token(b'a')]);
+    text.accept(token(b'a')).unwrap();
+    assert_eq!(allowed(&mut text), [token(b'a'), EOS]);
+}
+
+#[test]
+fn sequences_of_one_grammar_do_not_know_of_each_other() {
+    let compiled = compiler()
+        .compile(&GrammarSpec::Regex("ab|cd".into()).into())
+        .unwrap();
+    let mut one = Guide::new(vec![compiled.constraint(&[EOS])]);
+    let mut other = Guide::new(vec![compiled.constraint(&[EOS])]);
+    one.accept(token(b'a')).unwrap();
+    other.accept(token(b'c')).unwrap();
+    let mut third = one.clone();
+    assert_eq!(one.accept(token(b'b')), Ok(Progress::Complete));
+    assert_eq!(allowed(&mut other), [token(b'd')]);
+    assert_eq!(allowed(&mut third), [token(b'b')]);
+    assert!(third.accept(token(b'x')).is_err());
+}
+
+#[test]
+fn unsupported_keywords_are_named_with_their_place() {
+    let bad = json!({
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": true},
+            "a/b": {"not": {"type": "null"}},
+        },
+    });
+    let error = compiler().compile(&schema(bad.clone()).into()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "JSON schema keywords that cannot be enforced: `uniqueItems` at /properties/tags, `not` at /properties/a~1b; \
+         leave them out"
+    );
+    // A property may have any name.
+    assert!(follow(schema(json!({"properties": {"not": {"type": "null"}}})), "{").is_some());
+    let lenient = GrammarSpec::JsonSchema {
+        schema: bad,
+        strict: false,
+    };
+    assert!(follow(lenient, r#"{"tags": ["x", "x"]"#).is_some());
+}
+
+#[test]
+fn refusals_say_what_is_wrong() {
+    let format = json!({"type": "string", "format": "morse"});
+    let overlapping = json!({"oneOf": [{"type": "object"}, {"type": "object", "required": ["a"]}]});
+    let cases = [
+        (schema(json!([])), "a JSON schema is an object"),
+        (schema(json!({"type": "strin"})), "strin"),
+        (schema(format), "Unknown format: morse"),
+        (schema(overlapping), "use anyOf"),
+        (schema(json!({"$ref": "#/$defs/missing"})), "missing"),
+        (
+            schema(json!({"$ref": "https://example.com/schema"})),
+            "https://example.com/schema",
+        ),
+        (
+            schema(json!({"type": "string", "minLength": 3, "maxLength": 2})),
+            "Unsatisfiable",
+        ),
+        (GrammarSpec::Regex("a(".into()), "unclosed group"),
+        (GrammarSpec::Regex(String::new()), "must not be empty"),
+        (GrammarSpec::Choice(vec![]), "must not be empty"),
+        (GrammarSpec::Choice(vec![String::new()]), "must not be empty"),
+        (GrammarSpec::Lark("start: unknown".into()), "unknown"),
+        (GrammarSpec::Lark("start: \"a".into()), "1"),
+        (
+            GrammarSpec::Ebnf("root ::= other".into()),
+            "line 1 of the grammar: there is no rule `other`",
+        ),
+        (GrammarSpec::Ebnf("rule ::= \"a\"".into()), "no rule `root"),
+        (GrammarSpec::Ebnf("root ::= \"a\nb ::= \"c\"".into()), "line"),
+        (
+            GrammarSpec::Ebnf("root ::= [z-a]".into()),
+            "the range 'z' to 'a' is empty",
+        ),
+        (GrammarSpec::Regex("a".repeat(300 << 10)), "at most"),
+    ];
+    for (spec, expected) in cases {
+        let kind = format!("{spec:.60?}");
+        let error = refusal(spec);
+        assert!(error.contains(expected), "{error:?} by {kind}");
+    }
+    let marker = Grammar {
+        after: Some(String::new()),
+        ..GrammarSpec::JsonObject.into()
+    };
+    assert!(refusal(marker).contains("marker"));
+}
+
+#[test]
+fn a_grammar_is_compiled_once() {
+    let compiler = compiler();
+    let grammar = schema(json!({"enum": ["a", "b"]})).into();
+    let (one, two) = (
+        compiler.compile(&grammar).unwrap(),
+        compiler.compile(&grammar).unwrap(),
+    );
+    assert!(one.is(&two));
+    for number in 0..100 {
+        compiler
+            .compile(&schema(json!({"const": number})).into())
+            .unwrap();
+    }
+    assert!(
+        !compiler.compile(&grammar).unwrap().is(&one),
+        "the cache is bounded"
+    );
+}
