@@ -330,6 +330,34 @@ extern "C" __global__ void __launch_bounds__(1024) gather_rows(const bf16* x, co
     for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) store8(out + to + i, load8(x + from + i));
 }
 
+// out[i] = the sum of rows spans[i].x to spans[i].x + spans[i].y of x. A block has 32 vectors of a sum, its warps share the
+// rows: which warp has which depends on the span alone.
+extern "C" __global__ void __launch_bounds__(512) sum_rows(const bf16* x, const int2* spans, float* out, int n) {
+    constexpr int kWarps = 16;
+    __shared__ Float8 partial[kWarps][kWarp];
+    pdl_launch();
+    pdl_wait();
+    const int2 span = spans[blockIdx.x];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int i = (blockIdx.y * kWarp + lane) * kVec;
+    const bool mine = i < n;
+    Float8 sum{};
+    const auto add = [&](const Float8& more) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) sum.at[j] += more.at[j];
+    };
+    for (int row = warp; mine && row < span.y; row += kWarps) {
+        add(widen(load8(x + static_cast<int64_t>(span.x + row) * n + i)));
+    }
+    partial[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || !mine) return;
+    for (int other = 1; other < kWarps; ++other) add(partial[other][lane]);
+    float4* const to = reinterpret_cast<float4*>(out + static_cast<int64_t>(blockIdx.x) * n + i);
+    to[0] = make_float4(sum.at[0], sum.at[1], sum.at[2], sum.at[3]);
+    to[1] = make_float4(sum.at[4], sum.at[5], sum.at[6], sum.at[7]);
+}
+
 // Roughly normal values of standard deviation `scale`: sums of four random bytes, a function of seed and place alone.
 extern "C" __global__ void __launch_bounds__(256) fill_random(bf16* out, uint64_t len, uint64_t seed, float scale) {
     pdl_wait();

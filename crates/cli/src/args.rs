@@ -1,5 +1,7 @@
 //! The command line. Flags that vLLM has carry vLLM's names and meaning.
 
+mod pooling;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -12,6 +14,8 @@ use crate::bench::{LatencyArgs, ServeBenchArgs, ThroughputArgs};
 use crate::bytes::Bytes;
 use crate::device::DeviceChoice;
 use crate::selftest::SelftestArgs;
+
+pub use pooling::{HfOverrides, PoolerConfig, PoolingArgs, RunnerKind};
 
 /// Where `plimsoll serve` without MODEL gets its model.
 pub const DEFAULT_MODEL: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
@@ -126,6 +130,9 @@ pub struct EngineArgs {
     /// Which model.
     #[command(flatten)]
     pub model: ModelArgs,
+    /// What it is served for.
+    #[command(flatten)]
+    pub pooling: PoolingArgs,
     /// Where it runs.
     #[command(flatten)]
     pub device: DeviceArgs,

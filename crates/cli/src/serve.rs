@@ -39,6 +39,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         state,
         report,
         standing,
+        example,
     } = {
         let args = args.clone();
         let work = move || prepare(&source, &args, given, context);
@@ -61,7 +62,12 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     if let Err(error) = report_file.write(&standing.report()) {
         tracing::error!("no --profile-report: {error}");
     }
-    announce(bound, &args.server.served_names(&args.engine.model)[0], total);
+    announce(
+        bound,
+        &args.server.served_names(&args.engine.model)[0],
+        total,
+        example,
+    );
     match plimsoll_server::serve(listener, state, signal).await? {
         Drained::Complete => Ok(()),
         Drained::Failed(requests) => Err(Error::CutOff {
@@ -96,7 +102,25 @@ struct Prepared {
     state: AppState,
     report: Report,
     standing: Arc<Standing>,
+    example: Example,
 }
+
+/// A first request.
+#[derive(Clone, Copy)]
+struct Example {
+    path: &'static str,
+    body: &'static str,
+}
+
+const CHAT: Example = Example {
+    path: "/v1/chat/completions",
+    body: r#"{"messages": [{"role": "user", "content": "What is the capital of France?"}]}"#,
+};
+
+const EMBEDDINGS: Example = Example {
+    path: "/v1/embeddings",
+    body: r#"{"input": ["The capital of France", "Paris"]}"#,
+};
 
 /// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
 fn prepare(
@@ -128,6 +152,10 @@ fn prepare(
         None => template,
         Some(source) => Some(ChatTemplate::new(source, tokenizer.special_tokens())?),
     };
+    let example = match &loaded.embedding {
+        None => CHAT,
+        Some(_) => EMBEDDINGS,
+    };
     let mut names = args.server.served_names(&args.engine.model);
     let model = ModelInfo {
         id: names.remove(0),
@@ -136,6 +164,7 @@ fn prepare(
         template,
         eos_token_ids,
         defaults: given.defaults.unwrap_or_else(|| defaults_of(&generation)),
+        embedding: loaded.embedding,
     };
     let options = ServerOptions {
         max_body_bytes: usize::try_from(args.server.max_body_size.0).unwrap_or(usize::MAX),
@@ -149,6 +178,7 @@ fn prepare(
         state: AppState::new(engine, model, Arc::clone(&standing) as _, options),
         report,
         standing,
+        example,
     })
 }
 
@@ -276,7 +306,7 @@ fn shutdown_signal() -> Result<impl Future<Output = ()>, Error> {
 }
 
 /// Tells people how to talk to the server.
-fn announce(address: SocketAddr, model: &str, after: Duration) {
+fn announce(address: SocketAddr, model: &str, after: Duration, Example { path, body }: Example) {
     let host = if address.ip().is_unspecified() {
         "127.0.0.1".to_owned()
     } else {
@@ -289,8 +319,7 @@ fn announce(address: SocketAddr, model: &str, after: Duration) {
     };
     say(&format!(
         "ready: {model} after {seconds:.1} s at http://{address}\n\n  \
-         curl http://{host}:{port}/v1/chat/completions -H 'content-type: application/json' \\\n    \
-         -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}]}}'\n",
+         curl http://{host}:{port}{path} -H 'content-type: application/json' \\\n    -d '{body}'\n",
         port = address.port(),
         seconds = after.as_secs_f64(),
     ));

@@ -1,7 +1,7 @@
 use crate::{StepError, TokenId};
 
 /// What a client of the engine hears about its request, in this order: `Admitted`, then `Prompt`s if it asked for them, then
-/// `Token`s. The last event is a `Token` or `Prompt` with `finish`, or `Failed`.
+/// `Token`s, or `Pooled`. The last event is a `Token` or `Prompt` with `finish`, `Pooled`, or `Failed`.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The request got KV and runs. Repeated after a preemption.
@@ -13,6 +13,8 @@ pub enum Event {
     Prompt(PromptEvent),
     /// One more token.
     Token(TokenEvent),
+    /// The vector of a request that is pooled, not normalised.
+    Pooled(Vec<f32>),
     /// The step that worked on this request failed; nothing more will come.
     Failed(StepError),
 }

@@ -11,6 +11,7 @@ mod ids;
 mod memory;
 mod metadata;
 mod plan;
+mod pooling;
 mod request;
 mod sampling;
 
@@ -22,5 +23,6 @@ pub use ids::{BlockId, RequestId, TokenId};
 pub use memory::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 pub use metadata::{MetaValue, Metadata};
 pub use plan::{Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
+pub use pooling::{Matryoshka, Pooling};
 pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};

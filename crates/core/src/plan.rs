@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::{BlockId, Logprobs, PromptLogprob, RequestId, SamplingParams, TokenId};
+use crate::{BlockId, Logprobs, Pooling, PromptLogprob, RequestId, SamplingParams, TokenId};
 
 /// One step: what the device does between two decisions of the scheduler. Pure data.
 #[derive(Clone, Debug, Default)]
@@ -59,6 +59,9 @@ pub struct Run {
     pub sample: Option<SampleSpec>,
     /// Find log-probabilities of prompt tokens that follow tokens of the run.
     pub score: Option<ScoreSpec>,
+    /// Give out rows behind the last norm: the last one of the run, or the sum of all. `None` in requests that generate, and
+    /// where only the last row counts and the prompt goes on in a later step.
+    pub pool: Option<Pooling>,
 }
 
 impl Run {
@@ -136,6 +139,9 @@ pub struct StepOutput {
     pub samples: Vec<Option<Sampled>>,
     /// One entry per run that has a `score`, in the plan's order: one element per target.
     pub scores: Vec<Vec<PromptLogprob>>,
+    /// What [`Run::pool`] asked for, `hidden_size` numbers each: one entry per run, or none at all where no run asked. Sums
+    /// are of `f64`, so that cutting a prompt into chunks does not show in their mean.
+    pub pooled: Vec<Option<Vec<f64>>>,
 }
 
 /// One sampled token.

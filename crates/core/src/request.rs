@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::{Constraint, Guide, ParamError, RequestId, SamplingOptions, SamplingParams, TokenId};
+use crate::{Constraint, Guide, ParamError, Pooling, RequestId, SamplingOptions, SamplingParams, TokenId};
 
 /// What a server can accept: known once the KV cache has its proved size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +40,8 @@ pub struct RequestOptions {
     pub prompt_logprobs: Option<u32>,
     /// The prefix cache is shared with requests of the same salt alone.
     pub cache_salt: Option<Arc<str>>,
+    /// Generate nothing, answer with one vector. What is said about tokens to generate plays no part then.
+    pub pooling: Option<Pooling>,
 }
 
 /// Why a request can never be served by this server.
@@ -49,10 +51,7 @@ pub enum RequestError {
     #[error("the prompt is empty: at least one token is needed")]
     EmptyPrompt,
     /// The prompt alone, or with `max_tokens`, does not fit.
-    #[error(
-        "this server's maximum context length is {limit} tokens, but {prompt} prompt tokens and {output} output \
-         tokens were requested"
-    )]
+    #[error("this server's maximum context length is {limit} tokens, but {}", asked_for(*prompt, *output))]
     TooLong {
         /// Prompt tokens.
         prompt: usize,
@@ -74,6 +73,13 @@ pub enum RequestError {
     Param(#[from] ParamError),
 }
 
+fn asked_for(prompt: usize, output: usize) -> String {
+    match output {
+        0 => format!("there are {prompt} tokens"),
+        _ => format!("{prompt} prompt tokens and {output} output tokens were requested"),
+    }
+}
+
 /// A request that this server can serve to its end: lengths and parameters are proved legal.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -86,6 +92,7 @@ pub struct Request {
     guide: Guide,
     prompt_logprobs: Option<usize>,
     cache_salt: Option<Arc<str>>,
+    pooling: Option<Pooling>,
 }
 
 impl Request {
@@ -100,6 +107,7 @@ impl Request {
             constraints,
             prompt_logprobs,
             cache_salt,
+            pooling,
         } = options;
         let limit = limits.max_request_tokens();
         if prompt.is_empty() {
@@ -113,13 +121,17 @@ impl Request {
         {
             return Err(RequestError::UnknownToken { token, vocab_size });
         }
-        if max_tokens == Some(0) && prompt_logprobs.is_none() {
+        if max_tokens == Some(0) && prompt_logprobs.is_none() && pooling.is_none() {
             return Err(ParamError::new("max_tokens", "max_tokens must be at least 1").into());
         }
+        let prompt_logprobs = prompt_logprobs.filter(|_| pooling.is_none());
         let prompt_logprobs = SamplingParams::top_logprobs("prompt_logprobs", prompt_logprobs, vocab_size)?;
         let room = limit.saturating_sub(prompt.len());
-        let output = max_tokens.unwrap_or(room.max(1));
-        if output > room {
+        let output = match pooling {
+            Some(_) => 0,
+            None => max_tokens.unwrap_or(room.max(1)),
+        };
+        if prompt.len() > limit || output > room {
             return Err(RequestError::TooLong {
                 prompt: prompt.len(),
                 output,
@@ -136,6 +148,7 @@ impl Request {
             guide: Guide::new(constraints),
             prompt_logprobs,
             cache_salt,
+            pooling,
         })
     }
 
@@ -149,7 +162,8 @@ impl Request {
         &self.prompt
     }
 
-    /// Tokens to generate at most; prompt plus these fit the model and the KV cache. 0 only where the prompt is scored.
+    /// Tokens to generate at most; prompt plus these fit the model and the KV cache. 0 only where the prompt is scored or
+    /// pooled.
     pub fn max_tokens(&self) -> usize {
         self.max_tokens
     }
@@ -192,6 +206,16 @@ impl Request {
     /// With whom the prefix cache is shared: requests of the same salt.
     pub fn cache_salt(&self) -> Option<&str> {
         self.cache_salt.as_deref()
+    }
+
+    /// How the answer, a vector, is made; `None` where tokens are generated.
+    pub fn pooling(&self) -> Option<Pooling> {
+        self.pooling
+    }
+
+    /// Whether every prompt token must be computed, whatever the prefix cache holds.
+    pub fn needs_every_row(&self) -> bool {
+        self.pooling.is_some_and(Pooling::needs_every_row)
     }
 }
 
@@ -261,6 +285,26 @@ mod tests {
             Err(RequestError::TooLong { output: 0, .. })
         ));
         assert!(matches!(scored(1, 21), Err(RequestError::Param(e)) if e.param == "prompt_logprobs"));
+    }
+
+    #[test]
+    fn a_pooled_request_generates_nothing() {
+        let pooled = |prompt: usize| {
+            let options = RequestOptions {
+                prompt: vec![1; prompt],
+                pooling: Some(Pooling::Mean),
+                ..Default::default()
+            };
+            Request::new(RequestId(0), options, &LIMITS)
+        };
+        let whole = pooled(12).unwrap();
+        assert_eq!((whole.max_tokens(), whole.longest()), (0, 12));
+        let error = pooled(13).unwrap_err().to_string();
+        assert!(
+            error.ends_with("is 12 tokens, but there are 13 tokens"),
+            "{error}"
+        );
+        assert_eq!(pooled(0).unwrap_err(), RequestError::EmptyPrompt);
     }
 
     #[test]

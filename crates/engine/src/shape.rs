@@ -85,6 +85,7 @@ mod tests {
             blocks: Vec::new(),
             sample,
             score: None,
+            pool: None,
         }
     }
 

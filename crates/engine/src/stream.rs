@@ -67,6 +67,6 @@ pub(crate) fn is_last(event: &Event) -> bool {
         Event::Admitted { .. } => false,
         Event::Prompt(prompt) => prompt.finish.is_some(),
         Event::Token(token) => token.finish.is_some(),
-        Event::Failed(_) => true,
+        Event::Pooled(_) | Event::Failed(_) => true,
     }
 }

@@ -140,6 +140,7 @@ async fn read(mut stream: RequestStream) -> (Vec<u32>, Result<FinishReason, Step
                     return (tokens, Ok(reason));
                 }
             }
+            Event::Pooled(_) => panic!("a vector for a text"),
             Event::Failed(error) => {
                 assert!(stream.next().await.is_none());
                 return (tokens, Err(error));

@@ -2,7 +2,9 @@
 
 use std::collections::{HashMap, HashSet};
 
-use plimsoll_core::{BlockId, KvConfig, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan, TokenId};
+use plimsoll_core::{
+    BlockId, KvConfig, Pooling, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan, TokenId,
+};
 use plimsoll_kernels::RunMeta;
 
 /// What one step computes: rows of tokens, and which of them belong together.
@@ -19,6 +21,8 @@ pub(crate) struct Bounds {
     pub(crate) limits: StepLimits,
     pub(crate) kv: KvConfig,
     pub(crate) vocab_size: usize,
+    /// What runs may ask of their rows; `None` where they are sampled from.
+    pub(crate) pooling: Option<Pooling>,
 }
 
 impl Bounds {
@@ -48,6 +52,7 @@ impl Bounds {
                 .and_then(|()| self.check_input(run, last))
                 .and_then(|()| self.check_blocks(run))
                 .and_then(|()| self.check_score(run))
+                .and_then(|()| self.check_output(run))
                 .and_then(|()| {
                     run.sample
                         .as_ref()
@@ -117,6 +122,19 @@ impl Bounds {
             ));
         }
         self.check_tokens(&score.targets)
+    }
+
+    fn check_output(&self, run: &Run) -> Result<(), String> {
+        match (self.pooling, run.pool) {
+            (Some(_), _) if run.sample.is_some() || run.score.is_some() => {
+                Err("its logits are to be read, and the model is served for embeddings".to_owned())
+            }
+            (pooling, Some(asked)) if pooling != Some(asked) => Err(format!(
+                "its rows are to be pooled ({}), for which the model is not served",
+                asked.name()
+            )),
+            _ => Ok(()),
+        }
     }
 
     fn check_sample(&self, sample: &SampleSpec) -> Result<(), String> {

@@ -2,14 +2,16 @@
 
 use std::path::Path;
 
-use plimsoll_core::{MetaValue, Metadata, TokenId};
+use plimsoll_core::{Matryoshka, MetaValue, Metadata, TokenId};
 use plimsoll_kernels::WeightType;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::arch::Architecture;
+use crate::embedding::{self, EmbeddingConfig, ServeAs};
 use crate::generation::token_ids;
 use crate::model::Description;
+use crate::spec::OutputHead;
 use crate::{DecoderSpec, ModelError};
 
 /// What a model says about itself.
@@ -23,15 +25,28 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<TokenId>,
     /// The type in which config.json says the weights are stored.
     pub dtype: Option<WeightType>,
+    /// How it makes vectors, where it is one for embeddings.
+    pub embedding: Option<EmbeddingConfig>,
+    /// Sizes to which its vectors may be cut.
+    pub matryoshka: Matryoshka,
 }
 
 impl ModelConfig {
-    /// Reads the config.json of a model directory, or the header of a GGUF file.
+    /// Reads the config.json of a model directory, or the header of a GGUF file, of a model that is served so.
     ///
     /// # Errors
     /// [`ModelError`], which names what is at fault.
-    pub fn read(path: &Path) -> Result<Self, ModelError> {
-        Description::read(path).map(|description| description.config)
+    pub fn read(path: &Path, serve_as: ServeAs) -> Result<Self, ModelError> {
+        Description::read(path, serve_as).map(|description| description.config)
+    }
+
+    /// The same model, served so: one for embeddings needs no head.
+    pub(crate) fn served(mut self, serve_as: ServeAs) -> Result<Self, ModelError> {
+        self.embedding = serve_as.resolve(self.embedding)?;
+        if self.embedding.is_some() {
+            self.spec.head = OutputHead::None;
+        }
+        Ok(self)
     }
 
     /// Reads a Hugging Face config.json.
@@ -43,8 +58,16 @@ impl ModelConfig {
     /// Parses the text of a Hugging Face config.json; `path` is for messages.
     pub fn from_json(path: &Path, text: &str) -> Result<Self, ModelError> {
         let raw: RawConfig = serde_json::from_str(text).map_err(|error| ModelError::config(path, error))?;
+        let headless = |name: &str| Architecture::ALL.into_iter().find(|a| a.headless_name() == name);
+        let mut embedding = None;
         let architecture = match (raw.architectures.as_slice(), &raw.model_type) {
-            ([name], _) => Architecture::from_hf_name(name)?,
+            ([name], _) => match headless(name) {
+                Some(architecture) => {
+                    embedding = Some(EmbeddingConfig::default());
+                    architecture
+                }
+                None => Architecture::from_hf_name(name)?,
+            },
             ([], Some(model_type)) => Architecture::from_model_type(model_type)?,
             ([], None) => {
                 return Err(ModelError::config(
@@ -61,7 +84,10 @@ impl ModelConfig {
             }
         };
         reject_unsupported(&raw.rest)?;
-        Self::new(path, architecture, &raw)
+        Ok(Self {
+            embedding,
+            ..Self::new(path, architecture, &raw)?
+        })
     }
 
     /// Reads the metadata of a GGUF file; `path` is for messages.
@@ -75,7 +101,14 @@ impl ModelConfig {
             Architecture::Llama if raw.sliding_window.flatten().is_some() => Architecture::Mistral,
             architecture => architecture,
         };
-        Self::new(path, architecture, &raw)
+        let embedding = match fields.get("pooling_type", MetaValue::as_u64)? {
+            Some(code) => embedding::from_gguf(fields.key("pooling_type"), code)?,
+            None => None,
+        };
+        Ok(Self {
+            embedding,
+            ..Self::new(path, architecture, &raw)?
+        })
     }
 
     fn new(path: &Path, architecture: Architecture, raw: &RawConfig) -> Result<Self, ModelError> {
@@ -87,6 +120,8 @@ impl ModelConfig {
             spec,
             eos_token_ids,
             dtype: raw.weight_type()?,
+            embedding: None,
+            matryoshka: Matryoshka::new(raw.is_matryoshka, raw.matryoshka_dimensions.clone()),
         })
     }
 }
@@ -124,6 +159,8 @@ pub(crate) struct RawConfig {
     dtype: Option<String>,
     /// `dtype` up to transformers 4.
     torch_dtype: Option<String>,
+    is_matryoshka: Option<bool>,
+    matryoshka_dimensions: Option<Vec<usize>>,
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -167,7 +204,7 @@ fn present<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<O
 }
 
 /// Fields that change the network in ways this decoder does not know. They may be absent, null, false, zero or empty.
-const UNSUPPORTED: [&str; 27] = [
+const UNSUPPORTED: [&str; 28] = [
     "quantization_config",
     "compression_config",
     "attention_bias",
@@ -195,6 +232,7 @@ const UNSUPPORTED: [&str; 27] = [
     "vision_config",
     "audio_config",
     "is_encoder_decoder",
+    "use_bidirectional_attention",
 ];
 
 /// Fields with one supported value that is not empty.
@@ -205,7 +243,7 @@ const ONLY: [(&str, &str); 3] = [
 ];
 
 /// Fields that say nothing about how to run the network.
-const INERT: [&str; 20] = [
+const INERT: [&str; 21] = [
     "_name_or_path",
     "attention_dropout",
     "bos_token_id",
@@ -213,6 +251,7 @@ const INERT: [&str; 20] = [
     "hidden_dropout",
     "id2label",
     "initializer_range",
+    "is_causal",
     "is_decoder",
     "is_llama_config",
     "label2id",
@@ -230,6 +269,13 @@ const INERT: [&str; 20] = [
 
 fn reject_unsupported(rest: &Map<String, Value>) -> Result<(), ModelError> {
     for (field, value) in rest {
+        if field == "is_causal" && *value == Value::Bool(false) {
+            return Err(ModelError::unsupported(
+                field,
+                value,
+                "only true is: tokens see those before them",
+            ));
+        }
         if is_empty(value) || INERT.contains(&field.as_str()) {
             continue;
         }

@@ -13,7 +13,7 @@ use plimsoll_kernels::{
 use crate::batch::Batch;
 use crate::state::{KvCache, KvElementType};
 use crate::weights::{LayerTensors, Loader, OuterTensors};
-use crate::{DecoderSpec, ModelError};
+use crate::{DecoderSpec, ModelError, OutputHead};
 
 /// The decoder's weights.
 #[derive(Debug)]
@@ -24,8 +24,8 @@ pub(crate) struct Decoder {
     embedding: Embedding,
     layers: Vec<Layer>,
     final_norm: Vec<f32>,
-    /// Shares the embedding's memory where tied.
-    lm_head: Arc<Linear>,
+    /// Shares the embedding's memory where tied; a model for embeddings has none.
+    lm_head: Option<Arc<Linear>>,
 }
 
 #[derive(Debug)]
@@ -48,9 +48,10 @@ impl Decoder {
         let tensors = OuterTensors::new(spec);
         let factors = loader.optional_vector(&tensors.rope_factors)?;
         let embedding = loader.embedding(&tensors.embedding)?;
-        let lm_head = match &tensors.lm_head {
-            None => embedding.tied(),
-            Some(stack) => Arc::new(loader.linear(stack)?),
+        let lm_head = match (&tensors.lm_head, spec.head) {
+            (Some(stack), _) => Some(Arc::new(loader.linear(stack)?)),
+            (None, OutputHead::None) => None,
+            (None, _) => Some(embedding.tied()),
         };
         Ok(Self {
             embedding,
@@ -64,8 +65,8 @@ impl Decoder {
         })
     }
 
-    /// Runs the batch through all blocks and extends its requests' KV. Returns the given rows of it, ascending, ready for
-    /// [`Self::logits`]: `[rows, hidden_size]`.
+    /// Runs the batch through all blocks and extends its requests' KV. Returns the given rows of it, ascending, behind
+    /// the last norm: `[rows, hidden_size]`.
     pub(crate) fn forward<'a>(
         &self,
         batch: &Batch<'_>,
@@ -139,9 +140,9 @@ impl Decoder {
         Ok(normed)
     }
 
-    /// Logits, `[rows, vocab_size]`, of normalised rows.
-    pub(crate) fn logits(&self, normed: &[f32], out: &mut [f32], arena: &Arena) -> Result<(), Oom> {
-        self.lm_head.forward(normed, out, arena)
+    /// From normalised rows to logits, `[rows, vocab_size]`; none where the model is for embeddings.
+    pub(crate) fn head(&self) -> Option<&Linear> {
+        self.lm_head.as_deref()
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use plimsoll_core::{KvConfig, StepLimits};
+use plimsoll_core::{KvConfig, Pooling, StepLimits};
 use plimsoll_device::DryArena;
 use plimsoll_kernels::{LinearShape, WeightType, attention_scratch, sample_scratch};
 
@@ -12,14 +12,14 @@ use crate::model::Description;
 use crate::runner::LOGIT_ROWS;
 use crate::state::{KvElementType, Staging};
 use crate::weights::{Checked, LayerTensors, OuterTensors, Stack, Vector};
-use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError};
+use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError, OutputHead};
 
 /// How large a step is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepSize {
     /// Tokens.
     pub tokens: usize,
-    /// Rows that are sampled from.
+    /// Rows that are sampled from; of a model for embeddings, vectors that are made.
     pub samples: usize,
     /// Rows whose next token is a prompt's and scored.
     pub scored: usize,
@@ -55,7 +55,8 @@ pub struct Footprint {
     weights: u64,
     kv_element: KvElementType,
     layers: Vec<LayerShapes>,
-    lm_head: LinearShape,
+    /// Nothing is sampled where there is none.
+    lm_head: Option<LinearShape>,
 }
 
 /// The projections of a block.
@@ -74,7 +75,7 @@ impl Footprint {
     /// # Errors
     /// As [`crate::Model::load`], as far as what is read tells.
     pub fn read(path: &Path, options: LoadOptions) -> Result<Self, ModelError> {
-        let description = Description::read(path)?;
+        let description = Description::read(path, options.serve_as)?;
         let stored = match options.format {
             LoadFormat::Auto => description.stored()?,
             LoadFormat::Dummy { .. } => None,
@@ -92,9 +93,10 @@ impl Footprint {
         let tensors = OuterTensors::new(spec);
         sizes.optional_vector(&tensors.rope_factors)?;
         let embedding = sizes.packed(&tensors.embedding)?;
-        let lm_head = match &tensors.lm_head {
-            None => embedding,
-            Some(stack) => sizes.linear(stack)?,
+        let lm_head = match (&tensors.lm_head, spec.head) {
+            (Some(stack), _) => Some(sizes.linear(stack)?),
+            (None, OutputHead::None) => None,
+            (None, _) => Some(embedding),
         };
         let layers = (0..spec.num_layers)
             .map(|index| LayerShapes::read(&LayerTensors::new(spec, index), &mut sizes))
@@ -141,7 +143,7 @@ impl Footprint {
 
     /// Bytes of a state's staging.
     pub fn staging_bytes(&self, limits: &StepLimits) -> u64 {
-        Staging::bytes(limits, self.spec().vocab_size).map_or(u64::MAX, |bytes| bytes as u64)
+        Staging::bytes(limits, self.spec().num_logits()).map_or(u64::MAX, |bytes| bytes as u64)
     }
 
     /// What `steps`, one after the other, take from the arena.
@@ -177,19 +179,23 @@ impl Footprint {
         for (index, layer) in self.layers.iter().enumerate() {
             layer.qkv.scratch(tokens, arena)?;
             attention_scratch(spec.head_dim, spec.num_heads / spec.num_kv_heads, arena)?;
-            // After the last attention only the rows whose logits are read matter.
-            let rows = if index + 1 == self.layers.len() {
-                read
-            } else {
-                tokens
+            // After the last attention only the rows that are given out matter.
+            let rows = match self.config.pooling() {
+                _ if index + 1 < self.layers.len() => tokens,
+                Some(Pooling::Mean) => tokens,
+                Some(Pooling::Last) => samples,
+                None => read,
             };
             for linear in [&layer.output, &layer.gate_up, &layer.down] {
                 linear.scratch(rows, arena)?;
             }
         }
+        let Some(lm_head) = &self.lm_head else {
+            return Some(());
+        };
         arena.alloc::<f32>(read.min(LOGIT_ROWS).checked_mul(spec.vocab_size)?)?;
         for first in (0..read).step_by(LOGIT_ROWS) {
-            self.lm_head.scratch(LOGIT_ROWS.min(read - first), arena)?;
+            lm_head.scratch(LOGIT_ROWS.min(read - first), arena)?;
         }
         if samples > 0 {
             sample_scratch(spec.vocab_size, arena)?;

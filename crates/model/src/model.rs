@@ -7,6 +7,7 @@ use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::WeightType;
 
 use crate::decoder::Decoder;
+use crate::embedding::{self, ServeAs};
 use crate::state::KvElementType;
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
 use crate::{DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress, Runner};
@@ -18,6 +19,8 @@ pub struct LoadOptions {
     pub format: LoadFormat,
     /// Element of the KV cache.
     pub kv_cache_dtype: KvCacheDtype,
+    /// Text or embeddings.
+    pub serve_as: ServeAs,
 }
 
 /// Where weights come from (`--load-format`).
@@ -68,7 +71,7 @@ impl Model {
         budget: &Budget,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
-        let description = Description::read(path)?;
+        let description = Description::read(path, options.serve_as)?;
         let spec = &description.config.spec;
         let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, progress);
@@ -155,9 +158,13 @@ pub(crate) struct Description {
 }
 
 impl Description {
-    pub(crate) fn read(path: &Path) -> Result<Self, ModelError> {
+    pub(crate) fn read(path: &Path, serve_as: ServeAs) -> Result<Self, ModelError> {
         if path.is_dir() {
-            let config = ModelConfig::read_json(&path.join("config.json"))?;
+            let mut config = ModelConfig::read_json(&path.join("config.json"))?;
+            if let Some(embedding) = embedding::read_directory(path)? {
+                config.embedding = Some(embedding);
+            }
+            let config = config.served(serve_as)?;
             return Ok(Self {
                 path: path.to_owned(),
                 config,
@@ -166,7 +173,7 @@ impl Description {
             });
         }
         let file = GgufFile::open(path)?;
-        let config = file.config()?;
+        let config = file.config()?.served(serve_as)?;
         Ok(Self {
             path: path.to_owned(),
             config,

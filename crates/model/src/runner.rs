@@ -2,11 +2,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, Executor, FillMasks, Oom, PromptLogprob, RequestId, SampleSpec, Sampled, StateConfig,
-    StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    Component, Executor, FillMasks, Oom, Pooling, PromptLogprob, RequestId, Run, SampleSpec, Sampled,
+    StateConfig, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_device::{Arena, Budget, Slab};
-use plimsoll_kernels::{ScoreRow, apply_mask, sample, score};
+use plimsoll_kernels::{ScoreRow, apply_mask, sample, score, sum_rows};
 
 use crate::Model;
 use crate::batch::{Batch, Bounds};
@@ -54,10 +54,11 @@ impl Runner {
                 limits: *limits,
                 kv: config.kv,
                 vocab_size: spec.vocab_size,
+                pooling: model.config().pooling(),
             },
             kv: KvCache::new(budget, spec, model.kv_element, config.kv)?,
             arena: Arena::new(budget, config.scratch)?,
-            staging: Staging::new(budget, limits, spec.vocab_size)?,
+            staging: Staging::new(budget, limits, spec.num_logits())?,
             canary,
             budget: budget.clone(),
             last: HashMap::new(),
@@ -99,6 +100,7 @@ impl Runner {
                 "rows {rows:?} of a batch of {tokens} are not ascending rows of it"
             )));
         }
+        self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
         let mut out = Vec::with_capacity(rows.len() * self.bounds.vocab_size);
         self.run(plan, rows, |_, logits, _, _| {
             out.extend_from_slice(logits);
@@ -108,6 +110,45 @@ impl Runner {
     }
 
     fn step(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
+        self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
+        match self.bounds.pooling {
+            Some(_) => self.pool(plan),
+            None => self.read_logits(plan),
+        }
+    }
+
+    /// Runs a checked plan and gives the rows out that its runs ask for.
+    fn pool(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
+        let width = self.model.spec().hidden_size;
+        let count = |run: &Run| match run.pool {
+            None => 0,
+            Some(Pooling::Last) => 1,
+            Some(Pooling::Mean) => run.input.len(),
+        };
+        let mut end = 0;
+        let rows = plan.runs.iter().flat_map(|run| {
+            end += run.input.len();
+            end.saturating_sub(count(run))..end
+        });
+        let Forward { mut normed, .. } = self.forward(plan, &rows.collect::<Vec<_>>())?;
+        let pooled = plan.runs.iter().map(|run| {
+            let own;
+            (own, normed) = normed.split_at(count(run) * width);
+            run.pool.map(|_| {
+                let mut sum = vec![0.0; width];
+                sum_rows(own, &mut sum);
+                sum
+            })
+        });
+        Ok(StepOutput {
+            pooled: pooled.collect(),
+            samples: vec![None; plan.runs.len()],
+            scores: Vec::new(),
+        })
+    }
+
+    /// Runs a checked plan, samples from the rows that ask for it and scores others.
+    fn read_logits(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
         let read = ReadRow::all(plan);
         let rows: Vec<usize> = read.iter().map(|read| read.row).collect();
         let (vocab, words) = (self.bounds.vocab_size, mask_words(self.bounds.vocab_size));
@@ -148,10 +189,14 @@ impl Runner {
         let scores = scored
             .filter_map(|(run, scores)| run.score.as_ref().map(|_| scores))
             .collect();
-        Ok(StepOutput { samples, scores })
+        Ok(StepOutput {
+            samples,
+            scores,
+            pooled: Vec::new(),
+        })
     }
 
-    /// Runs `plan` through the decoder and hands the logits of the given rows, ascending, to `consume`, chunk after chunk,
+    /// Runs a checked plan through the decoder and hands the logits of the given rows, ascending, to `consume`, chunk after chunk,
     /// with the index of the chunk's first, and the masks of the step.
     fn run(
         &mut self,
@@ -159,27 +204,54 @@ impl Runner {
         rows: &[usize],
         mut consume: impl FnMut(usize, &mut [f32], &[u32], &Arena) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
-        self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
-        if plan.is_empty() {
-            return Ok(());
-        }
-        self.arena.reset();
-        let Self {
-            arena, kv, staging, ..
-        } = self;
-        let decoder: &Decoder = &self.model.decoder;
-        let (tokens, masks) = staging.parts_mut(plan.num_tokens());
-        let batch = Batch::pack(plan, &self.last, tokens);
-        let normed = decoder.forward(&batch, rows, kv, arena)?;
         let (width, vocab) = (self.model.spec().hidden_size, self.bounds.vocab_size);
-        let logits = arena.alloc::<f32>(rows.len().min(LOGIT_ROWS) * vocab)?;
+        let Forward {
+            normed,
+            decoder,
+            arena,
+            masks,
+        } = self.forward(plan, rows)?;
+        let no_head = || StepError::Failed("a model that is served for embeddings has no logits".to_owned());
+        let head = decoder.head().ok_or_else(no_head)?;
+        let logits = arena.alloc::<f32>((normed.len() / width).min(LOGIT_ROWS) * vocab)?;
         for (chunk, normed) in normed.chunks(LOGIT_ROWS * width).enumerate() {
             let logits = &mut logits[..normed.len() / width * vocab];
-            decoder.logits(normed, logits, arena)?;
+            head.forward(normed, logits, arena)?;
             consume(chunk * LOGIT_ROWS, logits, masks, arena)?;
         }
         Ok(())
     }
+
+    /// Runs a checked plan through the decoder: the given rows of its batch, ascending, behind the last norm.
+    fn forward(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Forward<'_>, StepError> {
+        self.arena.reset();
+        let Self {
+            arena, kv, staging, ..
+        } = self;
+        let (arena, decoder): (&Arena, _) = (arena, &self.model.decoder);
+        let (tokens, masks) = staging.parts_mut(plan.num_tokens());
+        let batch = Batch::pack(plan, &self.last, tokens);
+        let normed = match plan.is_empty() {
+            true => &[],
+            false => decoder.forward(&batch, rows, kv, arena)?,
+        };
+        Ok(Forward {
+            normed,
+            decoder,
+            arena,
+            masks,
+        })
+    }
+}
+
+/// A step behind the last norm.
+struct Forward<'a> {
+    /// `[rows, hidden_size]`.
+    normed: &'a [f32],
+    decoder: &'a Decoder,
+    arena: &'a Arena,
+    /// Of the step.
+    masks: &'a [u32],
 }
 
 /// A row of a step whose logits are read.

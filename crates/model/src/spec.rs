@@ -29,10 +29,21 @@ pub struct DecoderSpec {
     pub qk_norm: bool,
     /// Attention over the last tokens only (Mistral).
     pub sliding_window: Option<SlidingWindow>,
-    /// The output projection is the embedding.
-    pub tied_embeddings: bool,
+    /// What turns the last rows into logits.
+    pub head: OutputHead,
     /// Longest context the model was made for, in tokens.
     pub max_position_embeddings: usize,
+}
+
+/// What turns normalised rows into logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputHead {
+    /// A projection of its own.
+    Own,
+    /// The embedding.
+    Tied,
+    /// Nothing: the rows are the output of a model that is served for embeddings.
+    None,
 }
 
 /// Attention over a bounded past.
@@ -45,6 +56,14 @@ pub struct SlidingWindow {
 }
 
 impl DecoderSpec {
+    /// Logits of a row: none without a head.
+    pub fn num_logits(&self) -> usize {
+        match self.head {
+            OutputHead::None => 0,
+            OutputHead::Own | OutputHead::Tied => self.vocab_size,
+        }
+    }
+
     /// Elements of all query heads.
     pub fn q_size(&self) -> usize {
         self.num_heads * self.head_dim

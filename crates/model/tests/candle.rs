@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama;
 use common::*;
-use plimsoll_model::KvCacheDtype;
+use plimsoll_model::{KvCacheDtype, OutputHead};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -41,7 +41,7 @@ fn llama3_equals_candle_transformers() {
             rope_type: llama::Llama3RopeType::Llama3,
         }),
         max_position_embeddings: spec.max_position_embeddings,
-        tie_word_embeddings: spec.tied_embeddings,
+        tie_word_embeddings: spec.head == OutputHead::Tied,
     };
     let device = Device::Cpu;
     let tensors =

@@ -11,7 +11,8 @@ use plimsoll_core::Executor;
 use plimsoll_device::Budget;
 use plimsoll_model::rope::{RopeScaling, RopeSpec};
 use plimsoll_model::{
-    Architecture, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ModelError, SlidingWindow,
+    Architecture, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ModelError, OutputHead,
+    SlidingWindow,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -191,10 +192,9 @@ fn absent_fields_mean_what_they_mean_in_transformers() {
             .num_kv_heads,
         4
     );
-    assert!(
-        !parsed("qwen2", json!({"tie_word_embeddings": null}))
-            .spec
-            .tied_embeddings
+    assert_eq!(
+        parsed("qwen2", json!({"tie_word_embeddings": null})).spec.head,
+        OutputHead::Own
     );
     let off = parsed(
         "qwen2-window",

@@ -7,9 +7,11 @@ use std::path::Path;
 use candle_core::quantized::GgmlDType;
 use common::convert::*;
 use common::*;
-use plimsoll_core::{Component, Executor, ScoreSpec, StepLimits};
+use plimsoll_core::{Component, Executor, Pooling, ScoreSpec, StepLimits};
 use plimsoll_device::Budget;
-use plimsoll_model::{Footprint, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, StepSize};
+use plimsoll_model::{
+    Footprint, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ServeAs, StepSize, Task,
+};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -54,12 +56,17 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
             let len = if index + 1 == samples as u32 { longest } else { 1 };
             let blocks = blocks(3 * index..3 * index + 4);
             let mut run = run(u64::from(index), 0, &vec![index % 7; len], &blocks);
-            run.sample = Some(greedy_spec(0));
-            run.score = (scored && len > 1).then(|| ScoreSpec {
-                first: 0,
-                targets: vec![index % 7; len - 1],
-                top: 3,
-            });
+            match model.config().pooling() {
+                None => {
+                    run.sample = Some(greedy_spec(0));
+                    run.score = (scored && len > 1).then(|| ScoreSpec {
+                        first: 0,
+                        targets: vec![index % 7; len - 1],
+                        top: 3,
+                    });
+                }
+                pooling => run.pool = pooling,
+            }
             run
         });
         runner.execute(&plan(runs.collect())).unwrap();
@@ -142,6 +149,7 @@ fn u5_any_shape_takes_what_was_told() {
         std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
         let options = LoadOptions {
             format: LoadFormat::Dummy { seed },
+            serve_as: serve_as(&mut rng),
             ..Default::default()
         };
         check(
@@ -150,6 +158,19 @@ fn u5_any_shape_takes_what_was_told() {
             &mut rng,
             &format!("seed {seed}, {config}"),
         );
+    }
+}
+
+/// Text as often as embeddings.
+fn serve_as(rng: &mut StdRng) -> ServeAs {
+    let pooling = [Pooling::Last, Pooling::Mean][rng.random_range(0..2)];
+    match rng.random() {
+        true => ServeAs::default(),
+        false => ServeAs {
+            task: Task::Embed,
+            pooling: Some(pooling),
+            normalize: None,
+        },
     }
 }
 

@@ -10,7 +10,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use common::convert::*;
 use common::*;
 use plimsoll_core::MetaValue;
-use plimsoll_model::{Architecture, GgufFile, KvCacheDtype, LoadOptions, Model, ModelError};
+use plimsoll_model::{Architecture, GgufFile, KvCacheDtype, LoadOptions, Model, ModelError, OutputHead};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tempfile::TempDir;
@@ -94,7 +94,7 @@ fn metadata_is_handed_out_as_it_is() {
         (config.architecture, config.eos_token_ids),
         (Architecture::Qwen2, vec![2])
     );
-    assert!(config.spec.tied_embeddings && config.spec.qkv_bias);
+    assert!(config.spec.head == OutputHead::Tied && config.spec.qkv_bias);
 }
 
 #[test]

@@ -107,7 +107,7 @@ impl Plan {
             runtime,
         } = &self.probe;
         let kv = spec.probe_kv();
-        let (planned, _) = scenario_shapes(&spec.limits, kv);
+        let (planned, _) = scenario_shapes(&spec.limits, kv, spec.pooling);
         let steps = scenarios.iter().map(ScenarioShape::from);
         let held = [measured.kv_bytes, *weights, *runtime].map(u128::from);
         self.kv_blocks > 0

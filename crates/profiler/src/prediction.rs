@@ -131,7 +131,7 @@ impl<'a> Predicted<'a> {
     fn new(spec: &'a ProfileSpec, footprint: &'a dyn Footprint) -> Self {
         let idle = footprint.idle();
         let kv = spec.probe_kv();
-        let (shapes, left_out) = scenario_shapes(&spec.limits, kv);
+        let (shapes, left_out) = scenario_shapes(&spec.limits, kv, spec.pooling);
         let arena = footprint.arena(&shapes);
         let peak = footprint.with_state(kv, arena.peak);
         let measured = Measured {
@@ -213,7 +213,8 @@ impl<'a> Predicted<'a> {
 
     /// A pinned size is proved in two passes over its worst steps, the arena growing in the first.
     fn pinned_arena(&self, blocks: usize) -> ArenaUse {
-        let (mut steps, _) = scenario_shapes(&self.spec.limits, self.spec.kv(blocks));
+        let kv = self.spec.kv(blocks);
+        let (mut steps, _) = scenario_shapes(&self.spec.limits, kv, self.spec.pooling);
         steps.extend_from_within(..);
         self.footprint.arena(&steps)
     }

@@ -2,8 +2,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockId, KvConfig, RequestId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams, ScoreSpec,
-    StepLimits, StepPlan, TokenId,
+    BlockId, KvConfig, Pooling, RequestId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams,
+    ScoreSpec, StepLimits, StepPlan, TokenId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -82,12 +82,18 @@ pub struct LeftOut {
 /// The worst steps that the scheduler can plan under `limits` in a KV cache of `kv`, and the worst cases left out.
 ///
 /// Contents do not matter, shapes do: a context may be longer than the cache, and then its blocks repeat. Blocks that a step
-/// writes never do.
-pub fn scenarios(limits: &StepLimits, vocab_size: usize, kv: KvConfig) -> (Vec<Scenario>, Vec<LeftOut>) {
+/// writes never do. With `pooling`, steps are those of a model that is served for embeddings.
+pub fn scenarios(
+    limits: &StepLimits,
+    vocab_size: usize,
+    kv: KvConfig,
+    pooling: Option<Pooling>,
+) -> (Vec<Scenario>, Vec<LeftOut>) {
     let shapes = Shapes {
         limits: *limits,
         kv,
         vocab_size,
+        pooling,
     };
     let (reached, left_out) = shapes.reached();
     let scenarios = reached
@@ -128,11 +134,16 @@ impl ScenarioShape {
 }
 
 /// The sizes of what [`scenarios`] returns, without the steps.
-pub fn scenario_shapes(limits: &StepLimits, kv: KvConfig) -> (Vec<ScenarioShape>, Vec<LeftOut>) {
+pub fn scenario_shapes(
+    limits: &StepLimits,
+    kv: KvConfig,
+    pooling: Option<Pooling>,
+) -> (Vec<ScenarioShape>, Vec<LeftOut>) {
     let shapes = Shapes {
         limits: *limits,
         kv,
         vocab_size: 0,
+        pooling,
     };
     let (reached, left_out) = shapes.reached();
     let sizes = reached.into_iter().map(|(kind, rows)| ScenarioShape {
@@ -147,6 +158,8 @@ struct Shapes {
     limits: StepLimits,
     kv: KvConfig,
     vocab_size: usize,
+    /// Rows are pooled, nothing is sampled.
+    pooling: Option<Pooling>,
 }
 
 /// Tokens `start..end` of one request.
@@ -207,6 +220,11 @@ impl Shapes {
             end: context,
         };
         match kind {
+            ScenarioKind::PromptLogprobs | ScenarioKind::SampleSort | ScenarioKind::SampleTopK
+                if self.pooling.is_some() =>
+            {
+                Err("a model that is served for embeddings has no logits".into())
+            }
             ScenarioKind::Prefill => Ok(vec![Row {
                 start: 0,
                 end: self.longest_row(),
@@ -353,8 +371,9 @@ impl Shapes {
                 start: row.start,
                 input: RunInput::Known(self.tokens(row.start..row.end)),
                 blocks,
-                sample: (!goes_on).then_some(sample),
-                score: (scores && scored > 0).then_some(score),
+                sample: (!goes_on && self.pooling.is_none()).then_some(sample),
+                score: (scores && scored > 0 && self.pooling.is_none()).then_some(score),
+                pool: self.pooling,
             }
         });
         StepPlan {

@@ -1,6 +1,6 @@
 use std::hash::Hash;
 
-use plimsoll_core::{BlockSize, KvConfig, StepLimits};
+use plimsoll_core::{BlockSize, KvConfig, Pooling, StepLimits};
 use serde::Serialize;
 
 use crate::{Disabled, Plan, ProfileError};
@@ -12,6 +12,8 @@ pub struct ProfileSpec {
     pub limits: StepLimits,
     /// Size of the vocabulary.
     pub vocab_size: usize,
+    /// How rows are pooled, where the model is served for embeddings.
+    pub pooling: Option<Pooling>,
     /// Tokens per KV block.
     pub block_size: BlockSize,
     /// Bytes one token takes in the KV cache, over all layers.
@@ -46,6 +48,7 @@ impl ProfileSpec {
         Self {
             limits,
             vocab_size,
+            pooling: None,
             block_size,
             kv_bytes_per_token,
             size: KvSize::Auto,
@@ -130,7 +133,14 @@ impl ProfileSpec {
             KvSize::Bytes(bytes) => (2, bytes),
         };
         let limits = (max_num_batched_tokens, max_num_seqs, max_model_len);
-        (limits, self.block_size, self.vocab_size, size, self.gives_advice)
+        (
+            limits,
+            self.block_size,
+            self.vocab_size,
+            self.pooling,
+            size,
+            self.gives_advice,
+        )
     }
 
     /// KV cache of `num_blocks` blocks.

@@ -196,7 +196,7 @@ impl<T: Target> Profiler<'_, T> {
         state: &mut T::State,
         passed: &mut Vec<ScenarioResult>,
     ) -> Result<Stress, Stop> {
-        let (scenarios, left_out) = scenarios(&spec.limits, spec.vocab_size, kv);
+        let (scenarios, left_out) = scenarios(&spec.limits, spec.vocab_size, kv, spec.pooling);
         let of = scenarios.len();
         let mut scratch_bytes = 0;
         for (done, Scenario { kind, plan }) in scenarios.into_iter().enumerate() {

@@ -179,10 +179,16 @@ impl Scheduler {
         }
         self.land(plan);
         let mut events = Vec::with_capacity(plan.runs.len());
-        let mut scores = output.scores.into_iter();
-        for (run, sampled) in plan.runs.iter().zip(output.samples) {
+        let StepOutput {
+            samples,
+            scores,
+            pooled,
+        } = output;
+        let mut scores = scores.into_iter();
+        let pooled = pooled.into_iter().chain(std::iter::repeat(None));
+        for ((run, sampled), pooled) in plan.runs.iter().zip(samples).zip(pooled) {
             let scored = run.score.as_ref().and_then(|_| scores.next());
-            self.apply_run(run, sampled, scored.unwrap_or_default(), &mut events);
+            self.apply_run(run, sampled, scored.unwrap_or_default(), pooled, &mut events);
         }
         events
     }
@@ -414,6 +420,7 @@ impl Scheduler {
         run: &Run,
         sampled: Option<Sampled>,
         logprobs: Vec<PromptLogprob>,
+        pooled: Option<Vec<f64>>,
         events: &mut Vec<(RequestId, Event)>,
     ) {
         let id = run.request;
@@ -431,6 +438,11 @@ impl Scheduler {
         }
         self.kv
             .commit(&mut running.table, &running.sequence.tokens[..run.end()]);
+        if let Some(vector) = pooled.and_then(|rows| running.pool(rows, run.end())) {
+            events.push((id, Event::Pooled(vector)));
+            self.counters.finished_pooled += 1;
+            return self.retire(arrival);
+        }
         running.sequence.scored += logprobs.len();
         let finish = running.sequence.computed(run.end());
         if !logprobs.is_empty() || finish.is_some() {
@@ -526,6 +538,11 @@ fn defect(plan: &StepPlan, output: &StepOutput) -> Option<String> {
     let (runs, samples) = (plan.runs.len(), output.samples.len());
     if runs != samples {
         return Some(format!("{samples} results for {runs} runs"));
+    }
+    let pooled = output.pooled.iter().map(Option::is_some);
+    let mut pooled = plan.runs.iter().zip(pooled.chain(std::iter::repeat(false)));
+    if let Some((run, _)) = pooled.find(|(run, pooled)| run.pool.is_some() != *pooled) {
+        return Some(format!("a vector too few or too many for {}", run.request));
     }
     let mut pairs = plan.runs.iter().zip(&output.samples);
     if let Some((run, sampled)) = pairs.find(|(run, sampled)| run.sample.is_some() != sampled.is_some()) {

@@ -1,8 +1,8 @@
 use std::ops::Range;
 
 use plimsoll_core::{
-    BlockSize, ConstraintError, FinishReason, Guide, Progress, Request, Run, RunInput, SampleSpec, ScoreSpec,
-    TokenId,
+    BlockSize, ConstraintError, FinishReason, Guide, Pooling, Progress, Request, Run, RunInput, SampleSpec,
+    ScoreSpec, TokenId,
 };
 use plimsoll_kv::{BlockTable, Sharing};
 
@@ -46,7 +46,10 @@ impl Sequence {
     pub(crate) fn sharing(&self) -> Sharing<'_> {
         Sharing {
             salt: self.request.cache_salt(),
-            most: self.unscored().map_or(usize::MAX, |rows| rows.start),
+            most: match self.request.needs_every_row() {
+                true => 0,
+                false => self.unscored().map_or(usize::MAX, |rows| rows.start),
+            },
         }
     }
 
@@ -63,8 +66,8 @@ impl Sequence {
 
     /// The prompt is computed up to `end`: `Some` where nothing more is wanted.
     pub(crate) fn computed(&self, end: usize) -> Option<FinishReason> {
-        let whole = self.request.max_tokens() == 0 && end == self.tokens.len();
-        whole.then_some(FinishReason::Length)
+        let is_scored = self.request.pooling().is_none() && self.request.max_tokens() == 0;
+        (is_scored && end == self.tokens.len()).then_some(FinishReason::Length)
     }
 
     /// Appends a sampled token; `Some` where it is the last. An error ends the request: its constraints cannot be followed.
@@ -104,6 +107,8 @@ pub(crate) struct Running {
     pub(crate) sampling: bool,
     /// Prompt tokens found in the prefix cache, until the client has been told.
     pub(crate) admitted: Option<usize>,
+    /// Sum of the rows given out so far, where the request is pooled.
+    pooled: Vec<f64>,
 }
 
 impl Running {
@@ -117,6 +122,7 @@ impl Running {
             in_flight: 0,
             sampling: false,
             admitted,
+            pooled: Vec::new(),
         }
     }
 
@@ -141,7 +147,11 @@ impl Running {
             RunInput::Known(self.sequence.tokens[start..end].to_vec())
         };
         let known = self.sequence.tokens.len() + usize::from(self.sampling);
-        let sample = (end == known && self.sequence.request.max_tokens() > 0).then(|| self.sample_spec());
+        let Sequence { request, .. } = &self.sequence;
+        let pool = request
+            .pooling()
+            .filter(|pooling| end == known || pooling.needs_every_row());
+        let sample = (end == known && request.max_tokens() > 0).then(|| self.sample_spec());
         let score = self.sequence.score_spec(start, end);
         self.planned = end;
         self.in_flight += 1;
@@ -153,7 +163,27 @@ impl Running {
             blocks: self.table.blocks()[..block_size.blocks_for(end)].to_vec(),
             sample,
             score,
+            pool,
         }
+    }
+
+    /// Takes in what a run that ends at `end` gave out of its rows; the whole vector once that was the last run.
+    pub(crate) fn pool(&mut self, rows: Vec<f64>, end: usize) -> Option<Vec<f32>> {
+        if self.pooled.is_empty() {
+            self.pooled = rows;
+        } else {
+            self.pooled
+                .iter_mut()
+                .zip(rows)
+                .for_each(|(sum, more)| *sum += more);
+        }
+        let request = &self.sequence.request;
+        let tokens = request.prompt().len();
+        let rows = match request.pooling() {
+            Some(Pooling::Mean) => tokens as f64,
+            Some(Pooling::Last) | None => 1.0,
+        };
+        (end == tokens).then(|| self.pooled.iter().map(|sum| (sum / rows) as f32).collect())
     }
 
     fn sample_spec(&self) -> SampleSpec {

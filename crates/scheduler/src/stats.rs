@@ -27,6 +27,8 @@ pub struct SchedulerStats {
     pub finished_stop: u64,
     /// Requests that generated `max_tokens`.
     pub finished_length: u64,
+    /// Requests that were answered with a vector.
+    pub finished_pooled: u64,
     /// Requests cancelled before they ended.
     pub cancelled: u64,
     /// Requests whose step failed, or for which a smaller KV cache has no room.

@@ -93,6 +93,7 @@ fn output(plan: &StepPlan, token: TokenId) -> StepOutput {
         scores: scores
             .map(|score| score.targets.iter().map(scored).collect())
             .collect(),
+        pooled: Vec::new(),
     }
 }
 

@@ -20,7 +20,7 @@ use utoipa_axum::routes;
 
 use crate::error::ApiError;
 use crate::state::{AppState, ServerOptions};
-use crate::{admin, chat, completions, openapi, pages, sleep, text};
+use crate::{admin, chat, completions, embeddings, openapi, pages, sleep, text};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
@@ -49,6 +49,7 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
     let routes = OpenApiRouter::with_openapi(openapi::about())
         .routes(routes!(chat::handle))
         .routes(routes!(completions::handle))
+        .routes(routes!(embeddings::handle))
         .routes(routes!(admin::models))
         .routes(routes!(admin::model))
         .routes(routes!(text::tokenize))

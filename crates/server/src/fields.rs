@@ -151,6 +151,18 @@ pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[
     ("mm_processor_kwargs", Harmless::Empty),
 ];
 
+/// Refused in embeddings.
+pub(crate) const EMBEDDING_UNSUPPORTED: &[Unsupported] = &[
+    ("messages", Harmless::Never),
+    ("priority", Harmless::Zero),
+    ("cache_salt", Harmless::Never),
+    ("embed_dtype", Harmless::Word(&["float32"])),
+    ("endianness", Harmless::Word(&["native", "little"])),
+    ("normalize", Harmless::Never),
+    ("use_activation", Harmless::Never),
+    ("mm_processor_kwargs", Harmless::Empty),
+];
+
 /// Refused in completions.
 pub(crate) const COMPLETION_UNSUPPORTED: &[Unsupported] = &[
     ("best_of", Harmless::One),

@@ -39,6 +39,7 @@ impl Job {
         logprobs: Option<u32>,
         prompt_field: &'static str,
     ) -> Result<Self, ApiError> {
+        state.check_generates()?;
         let model = state.model();
         let mut stop_token_ids = common.stop_token_ids.clone().unwrap_or_default();
         let vocab_size = state.engine().limits().vocab_size;
@@ -208,6 +209,10 @@ impl Choice {
                 }
                 // Nobody asks for it yet.
                 Event::Prompt(_) => {}
+                Event::Pooled(_) => {
+                    self.events = None;
+                    return Some(Err(StepError::Failed("a vector came for a text".into())));
+                }
                 Event::Failed(error) => {
                     self.timer.failed();
                     self.events = None;

@@ -9,6 +9,7 @@ mod app;
 mod body;
 mod chat;
 mod completions;
+mod embeddings;
 mod error;
 mod fields;
 mod generate;
@@ -24,6 +25,7 @@ mod text;
 mod wire;
 
 pub use app::{ServeError, router, serve};
+pub use embeddings::EmbeddingInfo;
 pub use error::ApiError;
 pub use metrics::names as metric_names;
 pub use state::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};

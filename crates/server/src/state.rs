@@ -13,6 +13,7 @@ use rand::{Rng, SeedableRng};
 use serde_json::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use crate::embeddings::EmbeddingInfo;
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 
@@ -31,6 +32,8 @@ pub struct ModelInfo {
     pub eos_token_ids: Vec<TokenId>,
     /// What a request gets that does not say.
     pub defaults: GenerationDefaults,
+    /// How it makes vectors, where it is served for embeddings: it generates no text then.
+    pub embedding: Option<EmbeddingInfo>,
 }
 
 /// Sampling defaults of the model (`generation_config.json`); absent ones are the API's.
@@ -223,6 +226,18 @@ impl AppState {
             .defaults
             .max_new_tokens
             .map(|tokens| tokens.min(room.max(1)))
+    }
+
+    /// A model that is served for embeddings generates no text.
+    pub(crate) fn check_generates(&self) -> Result<(), ApiError> {
+        let model = self.model();
+        match &model.embedding {
+            None => Ok(()),
+            Some(_) => Err(ApiError::invalid(
+                "model",
+                format!("`{}` is served for embeddings: ask /v1/embeddings", model.id),
+            )),
+        }
     }
 
     /// A request may leave the model out; a wrong one is an error.

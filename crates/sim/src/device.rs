@@ -408,6 +408,7 @@ impl Executor for VirtualState {
                 .map(|run| run.sample.as_ref().map(|_| sampled()))
                 .collect(),
             scores: scores.map(garbage).collect(),
+            pooled: plan.runs.iter().map(|run| run.pool.map(|_| Vec::new())).collect(),
         })
     }
 }

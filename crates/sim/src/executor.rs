@@ -5,8 +5,8 @@ use std::{
 };
 
 use plimsoll_core::{
-    BlockId, Executor, FillMasks, KvConfig, PromptLogprob, RequestId, Run, RunInput, Sampled, ScoreSpec,
-    StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    BlockId, Executor, FillMasks, KvConfig, Pooling, PromptLogprob, RequestId, Run, RunInput, Sampled,
+    ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 
 use crate::model::{Context, SimModel};
@@ -193,12 +193,13 @@ impl SimExecutor {
         run.blocks[position / block_size].index() * block_size + position % block_size
     }
 
-    /// The log-probabilities that the run asks for go to `scores`.
+    /// The log-probabilities that the run asks for go to `scores`, its rows to `pooled`.
     fn execute_run(
         &mut self,
         run: &Run,
         mask: Option<&[u32]>,
         scores: &mut Vec<Vec<PromptLogprob>>,
+        pooled: &mut Vec<Option<Vec<f64>>>,
     ) -> Result<Option<Sampled>, String> {
         let mut context = self.context_before(run)?;
         let last;
@@ -210,7 +211,7 @@ impl SimExecutor {
                 &last
             }
         };
-        let mut scored = Vec::new();
+        let (mut scored, mut sum) = (Vec::new(), [0.0; SimModel::WIDTH]);
         for (row, &token) in tokens.iter().enumerate() {
             let slot = self.slot(run, run.start + row);
             let after = context.then(token);
@@ -223,8 +224,13 @@ impl SimExecutor {
                 let target = score.targets[row - score.first];
                 scored.push(self.config.model.score(context, target, score.top));
             }
+            if run.pool == Some(Pooling::Mean) || row + 1 == tokens.len() {
+                let row = SimModel::row(context);
+                sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+            }
         }
         scores.extend(run.score.as_ref().map(|_| scored));
+        pooled.push(run.pool.map(|_| sum.to_vec()));
         let Some(spec) = &run.sample else { return Ok(None) };
         let history: &[TokenId] = &spec.history;
         let right = if spec.params.needs_history() {
@@ -360,7 +366,7 @@ impl Executor for SimExecutor {
         }
         let failed = self.faults.get(&plan.step) == Some(&Fault::Finish);
         let mut samples = Vec::with_capacity(plan.runs.len());
-        let mut scores = Vec::new();
+        let (mut scores, mut pooled) = (Vec::new(), Vec::new());
         let mut last_sampled = HashMap::new();
         if masks.is_none() && plan.awaits_masks() {
             return Err(StepError::Failed("a step is finished without its masks".into()));
@@ -372,12 +378,13 @@ impl Executor for SimExecutor {
             let sampled = if failed || ruined.contains(&run.request) {
                 self.ruin(run);
                 scores.extend(run.score.as_ref().map(garbage));
+                pooled.push(run.pool.map(|_| vec![f64::NAN; SimModel::WIDTH]));
                 run.sample.as_ref().map(|_| Sampled {
                     token: 0,
                     logprobs: None,
                 })
             } else {
-                self.execute_run(run, mask.map(Vec::as_slice), &mut scores)
+                self.execute_run(run, mask.map(Vec::as_slice), &mut scores, &mut pooled)
                     .map_err(StepError::Failed)?
             };
             last_sampled.extend(sampled.iter().map(|sampled| (run.request, sampled.token)));
@@ -387,7 +394,11 @@ impl Executor for SimExecutor {
         if failed {
             Err(StepError::Failed(Self::INJECTED.into()))
         } else {
-            Ok(StepOutput { samples, scores })
+            Ok(StepOutput {
+                samples,
+                scores,
+                pooled,
+            })
         }
     }
 }

@@ -8,7 +8,7 @@ use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
 
 use crate::{
     executor::{SimConfig, SimExecutor, StepTime},
-    model::{oracle, score_oracle},
+    model::{oracle, pooled_oracle, score_oracle},
     workload::{Cancel, Reset, Workload},
 };
 
@@ -23,7 +23,8 @@ pub struct Report {
 
 /// Lives through `workload` with up to `depth` steps in flight and holds the scheduler to its promises:
 ///
-/// - each text is the oracle's, however requests were scheduled, and so is what is said about each prompt token, once;
+/// - each text and each vector is the oracle's, however requests were scheduled, and so is what is said about each prompt
+///   token, once;
 /// - nothing is sampled against its constraints, and no text goes on behind their end;
 /// - nothing is computed twice but after a preemption or a loss of the KV cache, nothing at all that the prefix cache held;
 /// - where the KV cache is lost, no request is, but those for which the new one is too small;
@@ -104,6 +105,7 @@ struct Client<'a> {
 enum ClientState {
     Open,
     Finished(FinishReason),
+    Pooled,
     Cancelled,
     Failed,
 }
@@ -300,7 +302,7 @@ impl<'a> Life<'a> {
             }
             match event {
                 Event::Admitted { cached_tokens } => self.admitted(id, cached_tokens, freed)?,
-                Event::Token(_) | Event::Prompt(_) if client.admissions == 0 => {
+                Event::Token(_) | Event::Prompt(_) | Event::Pooled(_) if client.admissions == 0 => {
                     return Err(format!("{id} runs without admission"));
                 }
                 Event::Prompt(prompt) => {
@@ -312,6 +314,14 @@ impl<'a> Life<'a> {
                 Event::Token(token) => {
                     client.hear(&token).map_err(|broken| format!("{id} {broken}"))?;
                     self.ended = ended + u64::from(token.finish.is_some());
+                }
+                Event::Pooled(vector) => {
+                    let expected = pooled_oracle(client.request);
+                    if Some(&vector) != expected.as_ref() {
+                        return Err(format!("{id} gets {vector:?}, not {expected:?}"));
+                    }
+                    client.state = ClientState::Pooled;
+                    self.ended = ended + 1;
                 }
                 Event::Failed(StepError::KvTooSmall { needed, capacity }) if needed <= capacity => {
                     return Err(format!("{id} of {needed} tokens fits {capacity}"));
@@ -348,7 +358,8 @@ impl<'a> Life<'a> {
                 "{id} is admitted past prompt tokens that it is to hear about"
             ));
         }
-        if (cached > 0 && !caching) || cached >= client.request.prompt().len() && client.admissions == 1 {
+        let sharing = caching && !client.request.needs_every_row();
+        if (cached > 0 && !sharing) || cached >= client.request.prompt().len() && client.admissions == 1 {
             return Err(format!("{id} has {cached} cached tokens"));
         }
         self.latest_admitted = self.latest_admitted.max(Some(id));
@@ -377,6 +388,7 @@ impl<'a> Life<'a> {
                 stats.finished_length,
                 count(ClientState::Finished(FinishReason::Length)),
             ),
+            (stats.finished_pooled, count(ClientState::Pooled)),
             (stats.cancelled, count(ClientState::Cancelled)),
             (stats.failed, count(ClientState::Failed)),
         ];
@@ -474,8 +486,10 @@ impl Client<'_> {
     }
 
     fn check(&self, depth: usize) -> Result<(), String> {
-        let ClientState::Finished(reason) = self.state else {
-            return Ok(());
+        let reason = match self.state {
+            ClientState::Finished(reason) => reason,
+            ClientState::Pooled => return self.check_computed(self.request.prompt().len() - self.cached, 0),
+            _ => return Ok(()),
         };
         if self.scored != self.scores.len() {
             return Err(format!("heard of {} prompt tokens alone", self.scored));
@@ -488,6 +502,11 @@ impl Client<'_> {
         // The last token is never computed, and the step planned before a stop was known is lost.
         let needed = self.request.prompt().len() + self.text.len().saturating_sub(1) - self.cached;
         let lost = usize::from(depth > 1 && stopped);
+        self.check_computed(needed, lost)
+    }
+
+    /// Nothing is computed twice but after a preemption.
+    fn check_computed(&self, needed: usize, lost: usize) -> Result<(), String> {
         if self.admissions == 1 && !(needed..=needed + lost).contains(&self.computed) {
             return Err(format!("computed {} tokens of {needed} needed", self.computed));
         }

@@ -12,6 +12,6 @@ pub use constraint::SimConstraint;
 pub use device::{DeviceModel, StepMemory, VirtualDevice, VirtualState};
 pub use executor::{Fault, SimConfig, SimExecutor, StepTime};
 pub use harness::{Report, simulate};
-pub use model::{Context, SimModel, oracle, score_oracle};
+pub use model::{Context, SimModel, oracle, pooled_oracle, score_oracle};
 pub use ranks::{Member, World};
 pub use workload::{Cancel, Workload};

@@ -1,6 +1,6 @@
 use plimsoll_core::{
-    FinishReason, Logprobs, Progress, PromptLogprob, Request, SampleSpec, Sampled, SamplingParams, TokenId,
-    TokenLogprob,
+    FinishReason, Logprobs, Pooling, Progress, PromptLogprob, Request, SampleSpec, Sampled, SamplingParams,
+    TokenId, TokenLogprob,
 };
 
 /// All tokens up to some position, as one number: what a KV slot of the simulated device holds.
@@ -46,6 +46,8 @@ const LETTERS: &[u8] = b"eeeeeetttttaaaaooooiiinnnsssrrhhddllucmwfgypbvk        
 impl SimModel {
     /// Ends a text: the token after the 256 bytes.
     pub const END: TokenId = 256;
+    /// Elements of a row behind the last norm.
+    pub const WIDTH: usize = 16;
     /// Tokens of a simulated text on average; then comes [`Self::END`].
     const MEAN_TEXT: u64 = 64;
 
@@ -113,6 +115,15 @@ impl SimModel {
         }
         let logprobs = params.logprobs().map(|k| self.logprobs(token, k));
         Sampled { token, logprobs }
+    }
+
+    /// The row behind the last norm of the last token of `context`: short fractions, whose sums are exact.
+    pub fn row(context: Context) -> [f64; Self::WIDTH] {
+        let mut draw = context.0;
+        std::array::from_fn(|_| {
+            draw = mix(draw);
+            (draw % 2049) as f64 / 1024.0 - 1.0
+        })
     }
 
     fn token(&self, draw: u64) -> TokenId {
@@ -220,6 +231,23 @@ pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReaso
         context = context.then(token);
     }
     (output, FinishReason::Length)
+}
+
+/// The vector that `request` is answered with, by the definition; `None` where it generates.
+pub fn pooled_oracle(request: &Request) -> Option<Vec<f32>> {
+    let pooling = request.pooling()?;
+    let mut context = Context::EMPTY;
+    let rows = request.prompt().iter().map(|&token| {
+        context = context.then(token);
+        SimModel::row(context)
+    });
+    let rows: Vec<_> = rows.collect();
+    let rows = match pooling {
+        Pooling::Last => &rows[rows.len() - 1..],
+        Pooling::Mean => &rows[..],
+    };
+    let mean = |i: usize| (rows.iter().map(|row| row[i]).sum::<f64>() / rows.len() as f64) as f32;
+    Some((0..SimModel::WIDTH).map(mean).collect())
 }
 
 /// Parameters change the text, so that a mix-up between requests shows.

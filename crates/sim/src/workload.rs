@@ -1,5 +1,6 @@
 use plimsoll_core::{
-    BlockSize, KvConfig, Limits, Request, RequestId, RequestOptions, SamplingOptions, StepLimits, TokenId,
+    BlockSize, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions, SamplingOptions, StepLimits,
+    TokenId,
 };
 use plimsoll_scheduler::SchedulerConfig;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
@@ -191,6 +192,9 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
             cache_salt: rng
                 .random_bool(0.1)
                 .then(|| ["ours", "theirs"][rng.random_range(0..2)].into()),
+            pooling: rng
+                .random_bool(0.15)
+                .then(|| *[Pooling::Last, Pooling::Mean].choose(rng).expect("there are two")),
         };
         let request =
             Request::new(RequestId(id), options, &limits).expect("the workload keeps to the limits");

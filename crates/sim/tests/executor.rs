@@ -33,6 +33,7 @@ fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[u32]) -> Run {
         blocks,
         sample: None,
         score: None,
+        pool: None,
     }
 }
 

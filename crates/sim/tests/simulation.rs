@@ -49,6 +49,7 @@ fn add(total: &mut SchedulerStats, stats: &SchedulerStats) {
     total.prefix_hit_tokens += stats.prefix_hit_tokens;
     total.finished_stop += stats.finished_stop;
     total.finished_length += stats.finished_length;
+    total.finished_pooled += stats.finished_pooled;
     total.cancelled += stats.cancelled;
     total.failed += stats.failed;
     total.discarded_tokens += stats.discarded_tokens;
@@ -63,6 +64,7 @@ fn assert_everything_happened(total: &SchedulerStats) {
         total.prefix_hit_tokens,
         total.finished_stop,
         total.finished_length,
+        total.finished_pooled,
         total.cancelled,
         total.failed,
         total.discarded_tokens,

@@ -228,6 +228,11 @@ impl Bench {
                 Device::Cpu(_) => None,
             };
             let loaded = Loaded::with(&source, &args, device, context)?;
+            if loaded.embedding.is_some() {
+                return Err(Error::Bench(
+                    "the model is served for embeddings and generates no tokens; see --runner".to_owned(),
+                ));
+            }
             let ready = loaded.start(&args, queue)?;
             report_file.write(&ready.standing.report())?;
             Ok::<_, Error>((ready.engine, gpu, loaded.text))
@@ -339,6 +344,7 @@ impl Bench {
                     first_tokens.get_or_insert_with(|| begin.elapsed());
                     generated += 1;
                 }
+                Event::Pooled(_) => return Err(failed(&"a vector came for a text")),
                 Event::Failed(error) => return Err(failed(&error)),
             }
         }

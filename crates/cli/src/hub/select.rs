@@ -3,7 +3,7 @@
 use super::{HubError, RemoteFile, RepoId, Weights};
 
 /// Small files that are taken wherever a repository has them.
-const SIDE_FILES: [&str; 8] = [
+const SIDE_FILES: [&str; 10] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -12,7 +12,12 @@ const SIDE_FILES: [&str; 8] = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",
+    "sentence_bert_config.json",
 ];
+
+/// Ends of the names of directories that say in a config.json how embeddings are made.
+const POOLING: &str = "_Pooling/config.json";
 
 /// Names the shards of a model of several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
@@ -23,7 +28,11 @@ pub(super) fn select(
     repo: &RepoId,
     weights: Weights,
 ) -> Result<Vec<RemoteFile>, HubError> {
-    let side = || files.iter().filter(|file| SIDE_FILES.contains(&&*file.path));
+    let side = || {
+        files
+            .iter()
+            .filter(|file| SIDE_FILES.contains(&&*file.path) || file.path.ends_with(POOLING))
+    };
     if weights == Weights::None {
         return Ok(side().cloned().collect());
     }
@@ -192,6 +201,16 @@ mod tests {
         assert_eq!(
             chosen,
             ["config.json", "generation_config.json", "tokenizer.json"]
+        );
+        let embedder = [
+            "1_Pooling/config.json",
+            "2_Normalize/config.json",
+            "model.safetensors",
+            "modules.json",
+        ];
+        assert_eq!(
+            selected(&embedder, "a/b", Weights::None).unwrap(),
+            ["1_Pooling/config.json", "modules.json"]
         );
         assert_eq!(
             selected(&["x.safetensors"], "a/b", Weights::Any).unwrap(),

@@ -238,6 +238,8 @@ pub(crate) struct ShapeKey {
     pub(crate) enforce_eager: bool,
     /// Of a CPU: each has scratch memory of its own.
     pub(crate) threads: Option<usize>,
+    /// How rows are pooled, where there are no logits.
+    pub(crate) pooling: Option<&'static str>,
     /// Devices that share the model.
     pub(crate) ranks: usize,
 }

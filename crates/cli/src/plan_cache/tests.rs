@@ -28,6 +28,7 @@ fn key() -> Key {
         dtype: "auto".to_owned(),
         enforce_eager: false,
         threads: None,
+        pooling: None,
         ranks: 1,
     };
     Key::new(ModelKey::simulated(), device, shape)

@@ -2,15 +2,18 @@
 
 use plimsoll_kernels::instruction_set;
 use plimsoll_profiler::Disabled;
+use plimsoll_server::EmbeddingInfo;
 
 use super::weights::Weights;
 use crate::args::EngineArgs;
 use crate::device::DeviceChoice;
 
-/// What `args` and the hardware switch off; `stored_as` is the number format of weights that were converted.
+/// What `args` and the hardware switch off; `stored_as` is the number format of weights that were converted,
+/// `embedding` says how vectors are made instead of text.
 pub(super) fn disabled(
     weights: &Weights,
     stored_as: Option<&'static str>,
+    embedding: Option<&EmbeddingInfo>,
     args: &EngineArgs,
 ) -> Vec<Disabled> {
     let mut list = List::default();
@@ -35,11 +38,23 @@ pub(super) fn disabled(
         let reason = "every prompt is computed anew (--no-enable-prefix-caching)";
         list.add("prefix caching", reason.to_owned());
     }
+    if let Some(embedding) = embedding {
+        for_embeddings(&mut list, embedding, args);
+    }
     if !args.memory.profile_cache() {
         let reason = "what this start measures is not kept for the next (--no-profile-cache)";
         list.add("profile cache", reason.to_owned());
     }
     list.0
+}
+
+fn for_embeddings(list: &mut List, embedding: &EmbeddingInfo, args: &EngineArgs) {
+    let reason = "the model is served for embeddings (--runner)";
+    list.add("text generation", reason.to_owned());
+    if embedding.pooling.needs_every_row() && args.limits.prefix_caching() {
+        let reason = "a mean takes every token's row, so every prompt is computed anew";
+        list.add("prefix caching", reason.to_owned());
+    }
 }
 
 fn on_cpu(list: &mut List, instruction_set: &str) {
@@ -83,6 +98,7 @@ impl List {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use plimsoll_core::{Matryoshka, Pooling};
 
     use super::*;
     use crate::args::{Cli, Command};
@@ -117,6 +133,15 @@ mod tests {
             ["Hopper prefill attention", "thread block clusters in sampling"]
         );
         assert_eq!(gpu((12, 0), 128, ""), ["Hopper prefill attention"]);
+        let embedding = |pooling| EmbeddingInfo {
+            pooling,
+            normalize: true,
+            size: 1,
+            matryoshka: Matryoshka::No,
+        };
+        let served = |pooling| paths(|list| for_embeddings(list, &embedding(pooling), &args("")));
+        assert_eq!(served(Pooling::Last), ["text generation"]);
+        assert_eq!(served(Pooling::Mean), ["text generation", "prefix caching"]);
         assert_eq!(paths(|list| on_cpu(list, "avx512-vnni")), ["two steps in flight"]);
         assert_eq!(
             paths(|list| on_cpu(list, "scalar")),

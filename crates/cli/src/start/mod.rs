@@ -1,6 +1,7 @@
 //! From files to an engine that is proved: load, profile, spawn. Nothing listens yet.
 
 mod disabled;
+mod embedding;
 mod keeper;
 mod outline;
 mod plans;
@@ -16,12 +17,13 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use plimsoll_core::{KvConfig, StepLimits};
+use plimsoll_core::{KvConfig, Pooling, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_model::Model;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
 use plimsoll_profiler::{Disabled, KvSize, ProfileSpec, Proved, Report, Target, profile};
+use plimsoll_server::EmbeddingInfo;
 use plimsoll_sim::{SimModel, StepTime};
 use serde_json::Value;
 
@@ -95,6 +97,8 @@ impl Default for StartContext {
 pub struct Loaded {
     /// Text in and out.
     pub text: Text,
+    /// How it makes vectors, if it is served for embeddings: it generates no text then.
+    pub embedding: Option<EmbeddingInfo>,
     limits: StepLimits,
     vocab_size: usize,
     weights: Weights,
@@ -124,7 +128,7 @@ impl Loaded {
         if let Some(threads) = args.limits.threads {
             plimsoll_kernels::set_threads(threads);
         }
-        let (text, weights, trained_for, vocab_size, stored_as) = match (source, device.into()) {
+        let (text, weights, trained_for, vocab_size, stored_as, embedding) = match (source, device.into()) {
             (Source::Files { model, tokenizer }, device) => {
                 let read_text = || times.measure("text", || Text::read(tokenizer, args.model.load_format));
                 let load_weights = || times.measure("weights", || weights::load(model, args, device));
@@ -145,9 +149,10 @@ impl Loaded {
                 text.eos_token_ids.extend(about.eos_token_ids);
                 text.eos_token_ids.sort_unstable();
                 text.eos_token_ids.dedup();
-                let spec = &about.config.spec;
-                let (trained_for, vocab_size) = (spec.max_position_embeddings, spec.vocab_size);
-                (text, weights, trained_for, vocab_size, about.stored_as)
+                let config = &about.config;
+                let embedding = embedding::of_model(config, args);
+                let (longest, vocab_size) = (config.max_tokens(), config.spec.vocab_size);
+                (text, weights, longest, vocab_size, about.stored_as, embedding)
             }
             (Source::Sim, device) => {
                 let budget = device.account().clone();
@@ -158,6 +163,7 @@ impl Loaded {
                     SIM_MODEL_LEN,
                     vocab_size,
                     None,
+                    embedding::simulated(args)?,
                 )
             }
         };
@@ -165,8 +171,9 @@ impl Loaded {
             text,
             limits: spec::step_limits(args, trained_for, weights.defaults())?,
             vocab_size,
-            disabled: disabled::disabled(&weights, stored_as, args),
+            disabled: disabled::disabled(&weights, stored_as, embedding.as_ref(), args),
             weights,
+            embedding,
             context,
             model_key,
         })
@@ -224,10 +231,15 @@ impl Loaded {
         }
     }
 
+    fn pooling(&self) -> Option<Pooling> {
+        self.embedding.as_ref().map(|embedding| embedding.pooling)
+    }
+
     fn subject(&self) -> Subject {
         Subject {
             limits: self.limits,
             vocab_size: self.vocab_size,
+            pooling: self.pooling(),
             kv_bytes_per_token: self.weights.kv_bytes_per_token(),
             total: self.weights.account().meters().total,
             is_gpu: self.weights.gpu_bytes().is_some(),
@@ -243,7 +255,7 @@ impl Loaded {
         }
         // A pinned size needs no measurement.
         let model_key = self.model_key.clone().filter(|_| spec.size == KvSize::Auto);
-        let key = model_key.map(|model| plans::key(model, &self.weights, self.limits, args));
+        let key = model_key.map(|model| plans::key(model, &self.weights, &self.subject(), args));
         spec.plan = key.as_ref().and_then(|key| plans::find(plans, key));
         let mut progress = ProfileProgress::new(times.clone());
         let proved = profile(target, &spec, &mut progress);
@@ -274,7 +286,8 @@ impl Loaded {
         let config = EngineConfig {
             max_queue,
             vocab_size: self.vocab_size,
-            enable_prefix_caching: args.limits.prefix_caching(),
+            enable_prefix_caching: args.limits.prefix_caching()
+                && !self.pooling().is_some_and(Pooling::needs_every_row),
             steps_in_flight: self.weights.defaults().steps_in_flight,
             outage_patience: OUTAGE_PATIENCE,
         };

@@ -10,9 +10,9 @@ use plimsoll_model::{ModelConfig, ModelError};
 use plimsoll_profiler::{Footprint, Prediction, ProfileError, ProfileSpec, Setting, predict};
 use plimsoll_sim::SimModel;
 
-use super::SIM_MODEL_LEN;
 use super::spec::{Subject, profile_spec, step_limits};
 use super::weights::{CPU, GPU, load_options};
+use super::{SIM_MODEL_LEN, embedding};
 use crate::args::EngineArgs;
 use crate::device::{Device, Site};
 use crate::error::Error;
@@ -105,11 +105,12 @@ impl Outline {
 
     fn on_cpu(path: &Path, args: &EngineArgs, device: Meters) -> Result<Self, Error> {
         let model = plimsoll_model::Footprint::read(path, load_options(args))?;
-        let spec = &model.config().spec;
-        let limits = step_limits(args, spec.max_position_embeddings, CPU)?;
+        let config = model.config();
+        let limits = step_limits(args, config.max_tokens(), CPU)?;
         let subject = Subject {
             limits,
-            vocab_size: spec.vocab_size,
+            vocab_size: config.spec.vocab_size,
+            pooling: config.pooling(),
             kv_bytes_per_token: model.kv_bytes_per_token(),
             total: device.total,
             is_gpu: false,
@@ -147,6 +148,7 @@ impl Outline {
         let subject = Subject {
             limits: model.shape().limits,
             vocab_size: model.config().spec.vocab_size,
+            pooling: model.config().pooling(),
             kv_bytes_per_token: model.kv_bytes_per_token(),
             total: device.total,
             is_gpu: true,
@@ -165,6 +167,7 @@ impl Outline {
         let subject = Subject {
             limits: step_limits(args, SIM_MODEL_LEN, CPU)?,
             vocab_size: SimModel::text().vocab_size(),
+            pooling: embedding::simulated(args)?.map(|embedding| embedding.pooling),
             kv_bytes_per_token: SIM_KV_BYTES_PER_TOKEN,
             total: device.total,
             is_gpu: false,
@@ -178,9 +181,11 @@ impl Outline {
 }
 
 fn gpu_shape(path: &Path, args: &EngineArgs) -> Result<GpuStateShape, Error> {
-    let config = ModelConfig::read(path).map_err(|error: ModelError| Error::from(error))?;
+    let serve_as = args.pooling.serve_as();
+    let config = ModelConfig::read(path, serve_as).map_err(|error: ModelError| Error::from(error))?;
     Ok(GpuStateShape {
-        limits: step_limits(args, config.spec.max_position_embeddings, GPU)?,
+        limits: step_limits(args, config.max_tokens(), GPU)?,
+        serve_as,
         block_size: args.limits.block_size,
         options: GpuOptions {
             enforce_eager: args.device.enforce_eager(),

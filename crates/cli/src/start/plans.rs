@@ -1,8 +1,9 @@
 //! The plan of an earlier start of the same model, build, device and shape.
 
-use plimsoll_core::StepLimits;
+use plimsoll_core::Pooling;
 use plimsoll_profiler::{Origin, Plan, Report};
 
+use super::spec::Subject;
 use super::weights::Weights;
 use crate::args::{EngineArgs, LoadFormat};
 use crate::plan_cache::{DeviceKey, Key, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
@@ -26,7 +27,8 @@ pub(super) fn model_key(source: &Source, args: &EngineArgs) -> Option<ModelKey> 
     }
 }
 
-pub(super) fn key(model: ModelKey, weights: &Weights, limits: StepLimits, args: &EngineArgs) -> Key {
+pub(super) fn key(model: ModelKey, weights: &Weights, subject: &Subject, args: &EngineArgs) -> Key {
+    let limits = subject.limits;
     let granted = args.memory.device_memory.map(|bytes| bytes.0);
     let (device, threads) = match weights {
         Weights::Gpu(model) => (DeviceKey::gpu(model.gpu()), None),
@@ -44,6 +46,7 @@ pub(super) fn key(model: ModelKey, weights: &Weights, limits: StepLimits, args: 
         // There are no graphs to do without on a CPU.
         enforce_eager: matches!(weights, Weights::Gpu(_)) && args.device.enforce_eager(),
         threads,
+        pooling: subject.pooling.map(Pooling::name),
         ranks: 1,
     };
     Key::new(model, device, shape)

@@ -1,6 +1,6 @@
 //! What is asked of the auto-profile: the flags, over what suits the device.
 
-use plimsoll_core::StepLimits;
+use plimsoll_core::{Pooling, StepLimits};
 use plimsoll_profiler::{KvSize, MAX_STEP, MAX_TOKENS, Margins, ProfileSpec};
 
 use super::weights::Defaults;
@@ -66,6 +66,8 @@ pub(super) fn step_limits(
 pub(super) struct Subject {
     pub(super) limits: StepLimits,
     pub(super) vocab_size: usize,
+    /// How rows are pooled, if it is served for embeddings.
+    pub(super) pooling: Option<Pooling>,
     pub(super) kv_bytes_per_token: u64,
     /// Bytes of the device, as far as they are granted.
     pub(super) total: u64,
@@ -83,6 +85,7 @@ pub(super) fn profile_spec(subject: &Subject, args: &EngineArgs) -> ProfileSpec 
         args.limits.block_size,
         subject.kv_bytes_per_token,
     );
+    spec.pooling = subject.pooling;
     spec.margins = Margins::scaled_to(subject.total);
     spec.mem_fraction = args.memory.mem_fraction;
     spec.size = match (args.memory.max_total_token_num, args.memory.kv_cache_memory_bytes) {

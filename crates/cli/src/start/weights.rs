@@ -109,6 +109,7 @@ pub(super) fn load_options(args: &EngineArgs) -> LoadOptions {
             KvDtype::Float32 => KvCacheDtype::F32,
             KvDtype::Float16 => KvCacheDtype::F16,
         },
+        serve_as: args.pooling.serve_as(),
     }
 }
 

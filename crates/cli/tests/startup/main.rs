@@ -100,6 +100,7 @@ async fn answers(engine: &EngineHandle) -> Vec<Vec<TokenId>> {
         let token = |event| match event {
             Event::Token(token) => Some(token.token),
             Event::Admitted { .. } | Event::Prompt(_) => None,
+            Event::Pooled(_) => panic!("a vector for a text"),
             Event::Failed(error) => panic!("a step failed: {error}"),
         };
         events.into_iter().filter_map(token).collect::<Vec<_>>()

@@ -210,6 +210,8 @@ async fn u22_what_decides_a_step_is_in_the_key_and_nothing_else() {
         "--kv-cache-dtype float16",
         "--device-memory 20MiB",
         "--seed 8",
+        "--runner pooling",
+        "--runner pooling --pooler-config {\"pooling_type\":\"MEAN\"}",
     ];
     for (before, change) in changes.into_iter().enumerate() {
         assert_eq!(rig.files().len(), before + 1);

@@ -126,6 +126,8 @@ fn random_flags(rng: &mut StdRng) -> (String, u64) {
     match rng.random_range(0..6) {
         0 => flags += &format!(" --max-total-token-num {}", rng.random_range(500..40_000)),
         1 => flags += " --kv-cache-dtype float32",
+        2 => flags += " --runner pooling",
+        3 => flags += r#" --runner pooling --pooler-config {"pooling_type":"MEAN"}"#,
         _ => {}
     }
     (flags, rng.random_range(1..24) << 20)

@@ -52,6 +52,7 @@ pub(crate) async fn read(mut stream: RequestStream) -> Result<Vec<TokenId>, Step
         match event {
             Event::Admitted { .. } | Event::Prompt(_) => {}
             Event::Token(token) => tokens.push(token.token),
+            Event::Pooled(_) => panic!("a vector for a text"),
             Event::Failed(error) => return Err(error),
         }
     }

@@ -98,7 +98,10 @@ impl Executor for Device {
             })
         };
         let samples = plan.runs.iter().map(&mut sampled).collect();
-        Ok(StepOutput { samples })
+        Ok(StepOutput {
+            samples,
+            ..Default::default()
+        })
     }
 }
 

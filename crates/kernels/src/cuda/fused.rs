@@ -20,6 +20,7 @@ pub struct FusedKernels {
     qk_norm_rope_kv_write: Function,
     silu_mul: Function,
     gather_rows: Function,
+    sum_rows: Function,
     fill_random: Function,
     convert_f32: Function,
     convert_f16: Function,
@@ -120,6 +121,7 @@ impl FusedKernels {
             qk_norm_rope_kv_write: module.function("qk_norm_rope_kv_write")?,
             silu_mul: module.function("silu_mul")?,
             gather_rows: module.function("gather_rows")?,
+            sum_rows: module.function("sum_rows")?,
             fill_random: module.function("fill_random")?,
             convert_f32: module.function("convert_f32")?,
             convert_f16: module.function("convert_f16")?,
@@ -356,6 +358,32 @@ impl FusedKernels {
         assert!(n == 0 || x.len().is_multiple_of(n), "x is not [tokens, n]");
         let args = [x.into(), rows.into(), out.into(), int(n)];
         self.launch(&self.gather_rows, per_row(rows.len(), n / VEC), &args)
+    }
+
+    /// Sums of rows of `x`, `[tokens, n]`, into `out`, `[spans, n]`; `spans` has the first row and the number of rows of
+    /// each. Twin of [`sum_rows`](crate::sum_rows), but in `f32`.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn sum_rows(
+        &self,
+        x: GpuSlice<'_, bf16>,
+        spans: GpuSlice<'_, i32>,
+        out: GpuSlice<'_, f32>,
+    ) -> Result<(), GpuError> {
+        assert!(spans.len().is_multiple_of(2), "a span is two numbers");
+        let count = spans.len() / 2;
+        let n = out.len().checked_div(count).unwrap_or(0);
+        assert_eq!(out.len(), count * n, "out is not [spans, n]");
+        assert!(n.is_multiple_of(VEC), "rows of {n} are not a multiple of {VEC}");
+        assert!(n == 0 || x.len().is_multiple_of(n), "x is not [tokens, n]");
+        let args = [x.into(), spans.into(), out.into(), int(n)];
+        let blocks = n.div_ceil(VEC * WARP);
+        self.launch(
+            &self.sum_rows,
+            Launch::new([count as u32, blocks as u32, 1], 512),
+            &args,
+        )
     }
 
     /// Roughly normal values of standard deviation `scale`, the same for the same seed: weights where speed matters and

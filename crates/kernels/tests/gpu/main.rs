@@ -7,4 +7,5 @@ mod attention_prefill;
 mod common;
 mod fused;
 mod linear;
+mod pool;
 mod sample;

@@ -7,7 +7,7 @@ mod qwen3;
 
 use crate::config::{RawConfig, RawRope};
 use crate::rope::{RopeScaling, RopeSpec};
-use crate::spec::SlidingWindow;
+use crate::spec::{OutputHead, SlidingWindow};
 use crate::{DecoderSpec, ModelError};
 
 /// A supported family of models.
@@ -34,6 +34,16 @@ impl Architecture {
             Self::Mistral => "MistralForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+
+    /// The name of the family's network without a head, of which embedding models are made.
+    pub fn headless_name(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaModel",
+            Self::Mistral => "MistralModel",
+            Self::Qwen2 => "Qwen2Model",
+            Self::Qwen3 => "Qwen3Model",
         }
     }
 
@@ -100,7 +110,10 @@ fn plain(config: &RawConfig) -> Result<DecoderSpec, ModelError> {
         qkv_bias: false,
         qk_norm: false,
         sliding_window: None,
-        tied_embeddings: config.tie_word_embeddings.unwrap_or(false),
+        head: match config.tie_word_embeddings {
+            Some(true) => OutputHead::Tied,
+            _ => OutputHead::Own,
+        },
         max_position_embeddings: config.max_position_embeddings,
     })
 }

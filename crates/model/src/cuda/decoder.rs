@@ -1,19 +1,22 @@
+mod head;
+
 use half::bf16;
 use plimsoll_core::{Component, KvConfig, Oom, StepError};
 use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
     DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope,
-    GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, RankArgs,
-    SampleArgs, SampleKernels,
+    GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, SampleKernels,
 };
 
 use super::input::{StepInput, StepInputs, WindowPlanners, attention_scratch};
 use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::{SCORE_ROWS, ScoreLayout, ScoreSlices, Scores};
+use super::vectors::Vectors;
 use super::weights::{GpuLayer, GpuLinears, GpuWeights};
-use crate::DecoderSpec;
 use crate::footprint::StepSize;
+use crate::{DecoderSpec, OutputHead};
+use head::Head;
 
 /// What the kernels of a step work on.
 #[derive(Debug)]
@@ -24,6 +27,8 @@ pub(super) struct StepState {
     pub(super) outputs: Outputs,
     pub(super) masks: Masks,
     pub(super) scores: Scores,
+    /// Of a model for embeddings.
+    pub(super) vectors: Option<Vectors>,
     /// Of the attention of decoding runs; zero between launches.
     pub(super) counters: GpuSlab,
 }
@@ -75,12 +80,12 @@ pub(super) struct Decoder {
     weights: GpuWeights,
     /// Views of `weights`, by block.
     blocks: Vec<GpuLinears>,
-    head: GpuLinear,
+    /// A model for embeddings has no head, and samples nothing.
+    head: Option<Head>,
     fused: FusedKernels,
     linears: Linears,
     pub(super) decode: DecodeKernels,
     pub(super) prefill: PrefillKernels,
-    sampler: SampleKernels,
 }
 
 /// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
@@ -158,7 +163,7 @@ pub(super) fn count_step(
     for width in lasting_widths(spec) {
         arena.alloc::<bf16>(rows.checked_mul(width)?)?;
     }
-    if step.scored > 0 {
+    if step.scored > 0 && spec.head != OutputHead::None {
         arena.alloc::<u8>(ScoreLayout::new(rows).bytes)?;
     }
     arena.frame(|arena| {
@@ -167,7 +172,10 @@ pub(super) fn count_step(
         }
         arena.alloc::<f32>(attention_scratch(planners))
     })?;
-    arena.alloc::<f32>(logit_rows(step).checked_mul(spec.vocab_size)?)
+    arena.alloc::<f32>(match spec.head {
+        OutputHead::None => step.samples.checked_mul(spec.hidden_size)?,
+        OutputHead::Own | OutputHead::Tied => logit_rows(step).checked_mul(spec.vocab_size)?,
+    })
 }
 
 impl Decoder {
@@ -179,13 +187,18 @@ impl Decoder {
             blocks: (0..weights.spec().num_layers)
                 .map(|index| weights.linears(index))
                 .collect(),
-            head: weights.head(),
+            head: match weights.head() {
+                None => None,
+                Some(linear) => Some(Head {
+                    linear,
+                    sampler: SampleKernels::load(gpu)?,
+                }),
+            },
             weights,
             fused,
             linears: Linears::load(gpu, workspace)?,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
-            sampler: SampleKernels::load(gpu)?,
         };
         decoder.measure_linears()?;
         Ok(decoder)
@@ -199,8 +212,9 @@ impl Decoder {
             .max(qkv_size(spec))
             .max(spec.hidden_size);
         let most = MEASURED_ROWS[MEASURED_ROWS.len() - 1];
-        let bytes =
-            (most * outputs * size_of::<bf16>()).max(MEASURED_HEAD_ROWS * spec.vocab_size * size_of::<f32>());
+        let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
+        let logits = head.len() * MEASURED_HEAD_ROWS * spec.vocab_size;
+        let bytes = (most * outputs * size_of::<bf16>()).max(logits * size_of::<f32>());
         // Beside the weights there is room for this, or there would be none for KV.
         let x = self
             .gpu
@@ -214,25 +228,26 @@ impl Decoder {
         let all = |pick: fn(&GpuLinears) -> &GpuLinear| self.blocks.iter().map(pick).collect::<Vec<_>>();
         let (qkv, output) = (all(|block| &block.qkv), all(|block| &block.output));
         let (gate_up, down) = (all(|block| &block.gate_up), all(|block| &block.down));
-        let head = [&self.head];
         let plain = |layers, output| LinearUse {
             layers,
             output,
             rows: &MEASURED_ROWS,
         };
-        let uses = [
+        let mut uses = vec![
             plain(&qkv, LinearOutput::Bf16),
             plain(&output, LinearOutput::Bf16),
             plain(&gate_up, LinearOutput::Bf16),
             plain(&gate_up, LinearOutput::SiluMul),
             plain(&down, LinearOutput::Bf16),
-            LinearUse {
+        ];
+        if !head.is_empty() {
+            uses.push(LinearUse {
                 rows: MEASURED_ROWS
                     .split_at(MEASURED_ROWS.partition_point(|&rows| rows <= MEASURED_HEAD_ROWS))
                     .0,
                 ..plain(&head, LinearOutput::F32)
-            },
-        ];
+            });
+        }
         self.linears.measure(&uses, scratch)?;
         for choice in self.linears.choices() {
             tracing::debug!(%choice, "linear layer");
@@ -246,8 +261,8 @@ impl Decoder {
     }
 
     /// Launches a whole step: the batch through all blocks, its KV into the cache, logits and samples of the rows that are
-    /// asked for. With `logits` those are taken out instead of sampled from, which waits for them. Rows that wait for masks
-    /// are not sampled from: that is [`Self::sample_deferred`]'s.
+    /// asked for, or vectors. With `logits` those are taken out instead of sampled from, which waits for them. Rows that wait
+    /// for masks are not sampled from: that is [`Self::sample_deferred`]'s.
     pub(super) fn step(
         &self,
         input: &StepInput,
@@ -279,21 +294,25 @@ impl Decoder {
         };
         // The layers' activations are not needed any more.
         arena.rewind(after);
+        let Some(head) = &self.head else {
+            let pooled = arena.alloc(input.spans.len() / 2 * spec.hidden_size)?;
+            return self.pool(input, state, normed, pooled);
+        };
         let (width, vocab) = (spec.hidden_size, spec.vocab_size);
         let memory = self.logits(input, arena)?;
         if let Some(scores) = scores {
             let rows = normed.range(input.samples * width..normed.len());
-            self.score(input, state, rows, &scores, memory)?;
+            self.score(head, input, state, rows, &scores, memory)?;
             state.scores.fetch(input.slot, &scores)?;
         }
         if input.samples > 0 {
             let found = memory.range(0..input.samples * vocab);
             let rows = normed.range(0..input.samples * width);
-            self.linears.forward_f32(rows, &self.head, found)?;
+            self.linears.forward_f32(rows, &head.linear, found)?;
             match logits {
                 Some(out) => *out = self.gpu.download(found)?,
                 None if input.deferred.is_some() => {}
-                None => self.sample(input, state, found)?,
+                None => self.sample(head, input, state, found)?,
             }
         }
         Ok(())
@@ -316,6 +335,7 @@ impl Decoder {
         state: &mut StepState,
         arena: &mut GpuArena,
     ) -> Result<(), LaunchError> {
+        let Some(head) = &self.head else { return Ok(()) };
         // What is taken in the same order lies at the same place, also under a graph.
         arena.reset();
         let spec = self.weights.spec();
@@ -328,12 +348,12 @@ impl Decoder {
         let logits = self
             .logits(input, arena)?
             .range(0..input.samples * spec.vocab_size);
-        self.sample(input, state, logits)?;
+        self.sample(head, input, state, logits)?;
         Ok(())
     }
 
-    /// Runs all blocks. Returns the normalised rows whose logits are read, if there are any: first those to sample from, then
-    /// those to be scored.
+    /// Runs all blocks. Returns the normalised rows that are given out, if there are any: first those to sample from or to
+    /// pool, then those to be scored.
     fn forward<'a>(
         &self,
         input: &StepInput,
@@ -367,7 +387,7 @@ impl Decoder {
                 self.finish_block(&layer, index, &mut act)?;
             }
         }
-        // The KV is complete; from here on only the rows whose logits are read matter.
+        // The KV is complete; from here on only the rows that are given out matter.
         if input.samples + input.scored == 0 {
             return Ok(None);
         }
@@ -533,82 +553,6 @@ impl Decoder {
             self.fused.silu_mul(gate_up, spec.intermediate_size, activated)?;
         }
         self.linears.forward(activated, &block.down, act.delta)
-    }
-
-    /// Samples the step's rows, or those that waited for masks.
-    fn sample(
-        &self,
-        input: &StepInput,
-        state: &mut StepState,
-        logits: GpuSlice<'_, f32>,
-    ) -> Result<(), GpuError> {
-        let vocab = self.weights.spec().vocab_size;
-        for (index, (rows, _)) in input.sample_parts.iter().enumerate() {
-            if index > 0 {
-                state.inputs.send_part(&self.gpu, input, index)?;
-            }
-            let (inputs, outputs, masks) = (&state.inputs, &state.outputs, &state.masks);
-            let (all_rows, all_masks) = match input.deferred {
-                Some(_) => {
-                    let (rows, masks) = masks.device(input.samples);
-                    (rows, Some(masks))
-                }
-                None => (inputs.device(input.sample_rows), None),
-            };
-            let words = masks.words();
-            self.sampler.sample(&SampleArgs {
-                logits: logits.range(rows.start * vocab..rows.end * vocab),
-                rows: all_rows.range(rows.clone()),
-                history: inputs.device(input.history),
-                biases: inputs.device(input.biases),
-                resolved: inputs.device(input.tokens),
-                masks: all_masks.map(|masks| masks.range(rows.start * words..rows.end * words)),
-                sampled: outputs.sampled().range(rows.clone()),
-                logprobs: outputs.logprobs().range(rows.clone()),
-            })?;
-        }
-        Ok(())
-    }
-
-    /// Log-probabilities of prompt tokens from the normalised rows before them, some rows at a time in the memory of `logits`.
-    fn score(
-        &self,
-        input: &StepInput,
-        state: &StepState,
-        normed: GpuSlice<'_, bf16>,
-        scores: &ScoreSlices<'_>,
-        logits: GpuSlice<'_, f32>,
-    ) -> Result<(), GpuError> {
-        let (width, vocab) = (self.weights.spec().hidden_size, self.weights.spec().vocab_size);
-        let inputs = &state.inputs;
-        for first in (0..input.scored).step_by(SCORE_ROWS) {
-            let rows = first..(first + SCORE_ROWS).min(input.scored);
-            let logits = logits.range(0..rows.len() * vocab);
-            let (best, likeliest) = (
-                scores.best.range(rows.clone()),
-                scores.likeliest.range(rows.clone()),
-            );
-            let normed = normed.range(rows.start * width..rows.end * width);
-            self.linears.forward_f32(normed, &self.head, logits)?;
-            self.sampler.sample(&SampleArgs {
-                logits,
-                rows: scores.sample_rows.range(0..rows.len()),
-                history: inputs.device(input.history),
-                biases: inputs.device(input.biases),
-                resolved: inputs.device(input.tokens),
-                masks: None,
-                sampled: best,
-                logprobs: likeliest,
-            })?;
-            self.sampler.rank(&RankArgs {
-                logits,
-                targets: scores.targets.range(rows.clone()),
-                best,
-                likeliest,
-                ranks: scores.ranks.range(rows),
-            })?;
-        }
-        Ok(())
     }
 
     fn norm<'a>(&self, weight: GpuSlice<'a, f32>) -> GpuNorm<'a> {

@@ -13,13 +13,13 @@ use plimsoll_kernels::cuda::{
 
 use super::decoder::{LaunchError, count_step};
 use super::graphs::ladder;
-use super::input::{Planners, StepInputs, WindowPlanners, attention_counters};
+use super::input::{Planners, Sampling, StepInputs, WindowPlanners, attention_counters};
 use super::masks::Masks;
 use super::output::Outputs;
 use super::weights::weights_bytes;
 use super::{GpuOptions, check, kv_bytes_per_token, planners};
 use crate::footprint::{ArenaUse, StepSize};
-use crate::{ModelConfig, ModelError};
+use crate::{ModelConfig, ModelError, ServeAs};
 
 /// Context, kernels and libraries with their workspace on an H200, as measured there (tests/bench/h200/kv-full.json).
 const H200_RUNTIME_BYTES: u64 = 568 << 20;
@@ -36,6 +36,8 @@ pub struct GpuStateShape {
     pub block_size: BlockSize,
     /// How it works.
     pub options: GpuOptions,
+    /// Text or embeddings.
+    pub serve_as: ServeAs,
 }
 
 /// A model on a GPU, without its weights, or without the GPU.
@@ -56,7 +58,7 @@ struct Kernels {
     prefill: PrefillKernels,
     _fused: FusedKernels,
     _linears: Linears,
-    _sampler: SampleKernels,
+    _sampler: Option<SampleKernels>,
 }
 
 impl GpuFootprint {
@@ -66,8 +68,8 @@ impl GpuFootprint {
     /// # Errors
     /// As [`super::GpuModel::load`], as far as the configuration tells.
     pub fn on(gpu: &Gpu, path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
-        let config = read_config(path)?;
-        let kernels = Kernels::load(gpu).map_err(|error| match error {
+        let config = read_config(path, shape.serve_as)?;
+        let kernels = Kernels::load(gpu, config.embedding.is_none()).map_err(|error| match error {
             LaunchError::Oom(oom) => ModelError::Oom(oom),
             LaunchError::Gpu(error) => ModelError::Gpu(error),
         })?;
@@ -88,7 +90,7 @@ impl GpuFootprint {
     /// # Errors
     /// As [`Self::on`].
     pub fn assumed(path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
-        let config = read_config(path)?;
+        let config = read_config(path, shape.serve_as)?;
         let (heads, runs) = (config.spec.num_heads, shape.limits.max_num_seqs);
         let gpu = AssumedGpu::H200;
         let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, |layout, window| {
@@ -169,11 +171,12 @@ impl GpuFootprint {
         let GpuStateShape {
             limits, block_size, ..
         } = &self.shape;
+        let sampling = Sampling::of(&self.config);
         let parts = [
-            StepInputs::bytes(limits, *block_size, self.config.spec.vocab_size, &self.planners),
+            StepInputs::bytes(limits, *block_size, sampling, &self.planners),
             attention_counters(&self.planners) * size_of::<u32>(),
-            Outputs::bytes(limits),
-            Masks::bytes(limits, self.config.spec.vocab_size),
+            Outputs::bytes(sampling.most_rows(limits)),
+            Masks::bytes(sampling.most_rows(limits), self.config.spec.num_logits()),
         ];
         parts.into_iter().map(pooled).sum()
     }
@@ -227,27 +230,27 @@ impl GpuFootprint {
 
     /// Batch sizes that have a graph.
     fn graphs(&self) -> Vec<usize> {
-        match self.shape.options.enforce_eager {
+        match self.shape.options.enforce_eager || self.config.embedding.is_some() {
             true => Vec::new(),
             false => ladder(self.shape.limits.max_num_seqs),
         }
     }
 }
 
-fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
-    let config = ModelConfig::read(path)?;
+fn read_config(path: &Path, serve_as: ServeAs) -> Result<ModelConfig, ModelError> {
+    let config = ModelConfig::read(path, serve_as)?;
     check(&config.spec)?;
     Ok(config)
 }
 
 impl Kernels {
     /// Everything that the runtime loads for a model, as far as it can be without one.
-    fn load(gpu: &Gpu) -> Result<Self, LaunchError> {
+    fn load(gpu: &Gpu, samples: bool) -> Result<Self, LaunchError> {
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
         let kernels = Self {
             _linears: Linears::load(gpu, workspace)?,
             _fused: FusedKernels::load(gpu)?,
-            _sampler: SampleKernels::load(gpu)?,
+            _sampler: samples.then(|| SampleKernels::load(gpu)).transpose()?,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
         };

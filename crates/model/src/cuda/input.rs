@@ -2,7 +2,9 @@ use std::collections::HashMap;
 
 use std::ops::Range;
 
-use plimsoll_core::{BlockSize, KvConfig, Oom, RequestId, RunInput, SampleSpec, StepLimits, StepPlan};
+use plimsoll_core::{
+    BlockSize, KvConfig, Oom, Pooling, RequestId, RunInput, SampleSpec, StepLimits, StepPlan,
+};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
@@ -12,19 +14,22 @@ use plimsoll_kernels::cuda::{
 
 use super::runner::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
+use crate::ModelConfig;
 
 /// What the kernels of a step read, besides weights and KV: sections of the staging memory.
 #[derive(Debug)]
 pub(super) struct StepInput {
     /// Rows of the batch, padding included.
     pub(super) rows: usize,
-    /// Rows that are sampled from, padding included.
+    /// Rows that are given out: sampled from, padding included, or pooled.
     pub(super) samples: usize,
     pub(super) tokens: Section<i32>,
     pub(super) positions: Section<i32>,
     pub(super) slots: Section<i32>,
-    /// The rows that are sampled from; `None` if all are, in order.
+    /// The rows that are given out; `None` if all are, in order.
     pub(super) sample_at: Option<Section<i32>>,
+    /// First row and number of rows, among those given out, of each pooled vector.
+    pub(super) spans: Section<i32>,
     pub(super) sample_rows: Section<SampleRow>,
     /// Rows whose sampling waits for masks: those that are sent with the rest are skipped.
     pub(super) deferred: Option<Vec<SampleRow>>,
@@ -74,6 +79,66 @@ pub(super) enum BatchShape {
     Decode(usize),
     /// As many rows as there are tokens, and those sampled from.
     Exact(Vec<i32>),
+    /// As many rows as there are tokens, those given out (all where there is no list), and which of these each vector is
+    /// pooled of: first row and number of rows.
+    Pool(Option<Vec<i32>>, Vec<[i32; 2]>),
+}
+
+impl BatchShape {
+    /// The rows that are given out, where that is said.
+    fn picked(&self) -> Option<&[i32]> {
+        match self {
+            Self::Exact(at) | Self::Pool(Some(at), _) => Some(at),
+            Self::Decode(_) | Self::Pool(None, _) => None,
+        }
+    }
+
+    fn spans(&self) -> &[[i32; 2]] {
+        match self {
+            Self::Pool(_, spans) => spans,
+            Self::Decode(_) | Self::Exact(_) => &[],
+        }
+    }
+}
+
+/// What becomes of the rows that a step gives out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sampling {
+    /// They are sampled from, among so many tokens.
+    From {
+        /// Tokens of the vocabulary.
+        vocab_size: usize,
+    },
+    /// They are pooled.
+    Pooled(Pooling),
+}
+
+impl Sampling {
+    /// Of this model.
+    pub(super) fn of(config: &ModelConfig) -> Self {
+        match config.pooling() {
+            None => Self::From {
+                vocab_size: config.spec.vocab_size,
+            },
+            Some(pooling) => Self::Pooled(pooling),
+        }
+    }
+
+    /// Rows of a step that are scored at most.
+    pub(super) fn most_scored(self, limits: &StepLimits) -> usize {
+        match self {
+            Self::From { .. } => limits.max_num_batched_tokens,
+            Self::Pooled(_) => 0,
+        }
+    }
+
+    /// Rows of a step that are sampled from at most. One has room even where there are none: a step's tokens may refer to it.
+    pub(super) fn most_rows(self, limits: &StepLimits) -> usize {
+        match self {
+            Self::From { .. } => limits.max_num_seqs,
+            Self::Pooled(_) => 1,
+        }
+    }
 }
 
 /// Elements of the lists that rows to sample refer to: room for any one row. Steps of more are sampled in parts.
@@ -101,11 +166,11 @@ impl StepInputs {
         gpu: &Gpu,
         limits: &StepLimits,
         kv: KvConfig,
-        vocab_size: usize,
+        sampling: Sampling,
         planners: Planners,
     ) -> Result<Self, Oom> {
-        let room = ListRoom::new(limits, vocab_size);
-        let bytes = most_bytes(limits, kv.block_size, &room, &planners);
+        let room = ListRoom::new(limits, sampling);
+        let bytes = most_bytes(limits, kv.block_size, sampling, &planners);
         Ok(Self {
             staging: Staging::new(gpu, bytes, STEPS_IN_FLIGHT)?,
             planners,
@@ -152,9 +217,12 @@ impl StepInputs {
         self.write_tokens(slot, plan, last, &input);
         self.write_attention(slot, &mut input);
         self.write_blocks(slot, plan, &input);
-        if let (BatchShape::Exact(at), Some(section)) = (shape, input.sample_at) {
+        if let (Some(at), Some(section)) = (shape.picked(), input.sample_at) {
             self.staging.host(slot, section).copy_from_slice(at);
         }
+        self.staging
+            .host(slot, input.spans)
+            .copy_from_slice(shape.spans().as_flattened());
         self.staging
             .host(slot, input.sample_rows)
             .copy_from_slice(&sample_rows);
@@ -198,6 +266,7 @@ impl StepInputs {
             BatchShape::Decode(size) => *size,
             // Fewer specs than rows where logits are asked for, and nothing is sampled.
             BatchShape::Exact(at) => at.len(),
+            BatchShape::Pool(..) => 0,
         };
         rows.resize(len, SampleRow::padding());
         parts.push((first..rows.len(), lists));
@@ -222,10 +291,10 @@ impl StepInputs {
     pub(super) fn bytes(
         limits: &StepLimits,
         block_size: BlockSize,
-        vocab_size: usize,
+        sampling: Sampling,
         planners: &[WindowPlanners],
     ) -> usize {
-        most_bytes(limits, block_size, &ListRoom::new(limits, vocab_size), planners)
+        most_bytes(limits, block_size, sampling, planners)
     }
 
     pub(super) fn planners(&self) -> &[WindowPlanners] {
@@ -266,14 +335,21 @@ impl StepInputs {
             .runs
             .iter()
             .map(|run| self.kv.block_size.blocks_for(run.end()));
-        let (rows, samples, gather) = match shape {
-            BatchShape::Decode(size) => (*size, *size, false),
-            BatchShape::Exact(at) => (plan.num_tokens(), at.len(), true),
+        let tokens = plan.num_tokens();
+        let (rows, samples, gather) = match (shape, shape.picked()) {
+            (BatchShape::Decode(size), _) => (*size, *size, false),
+            (_, Some(at)) => (tokens, at.len(), true),
+            (_, None) => (tokens, tokens, false),
         };
         Counts {
             rows,
             samples,
             gather,
+            sample_rows: match shape {
+                BatchShape::Pool(..) => 0,
+                BatchShape::Decode(_) | BatchShape::Exact(_) => samples,
+            },
+            spans: shape.spans().len(),
             decode_runs: self.decode_runs.len(),
             prefill_runs: self.prefill_runs.len(),
             blocks: blocks.sum(),
@@ -368,13 +444,20 @@ impl StepInputs {
 fn most_bytes(
     limits: &StepLimits,
     block_size: BlockSize,
-    room: &ListRoom,
+    sampling: Sampling,
     planners: &[WindowPlanners],
 ) -> usize {
+    let room = ListRoom::new(limits, sampling);
+    let (sample_rows, spans) = match sampling {
+        Sampling::From { .. } => (limits.max_num_seqs, 0),
+        Sampling::Pooled(_) => (0, limits.max_num_seqs),
+    };
     let counts = Counts {
         rows: limits.max_num_batched_tokens.max(limits.max_num_seqs),
         samples: limits.max_num_seqs,
-        gather: true,
+        gather: sampling != Sampling::Pooled(Pooling::Mean),
+        sample_rows,
+        spans,
         decode_runs: limits.max_num_seqs,
         prefill_runs: limits.max_num_seqs,
         blocks: limits.max_num_seqs * block_size.blocks_for(limits.max_model_len),
@@ -402,10 +485,16 @@ pub(super) fn attention_counters(planners: &[WindowPlanners]) -> usize {
 }
 
 impl ListRoom {
-    fn new(limits: &StepLimits, vocab_size: usize) -> Self {
-        Self {
-            history: (256 << 10).max(limits.max_model_len),
-            biases: (64 << 10).max(vocab_size),
+    fn new(limits: &StepLimits, sampling: Sampling) -> Self {
+        match sampling {
+            Sampling::From { vocab_size } => Self {
+                history: (256 << 10).max(limits.max_model_len),
+                biases: (64 << 10).max(vocab_size),
+            },
+            Sampling::Pooled(_) => Self {
+                history: 0,
+                biases: 0,
+            },
         }
     }
 
@@ -420,6 +509,8 @@ struct Counts {
     rows: usize,
     samples: usize,
     gather: bool,
+    sample_rows: usize,
+    spans: usize,
     decode_runs: usize,
     prefill_runs: usize,
     blocks: usize,
@@ -437,7 +528,8 @@ fn layout(counts: &Counts, planners: &[WindowPlanners]) -> StepInput {
         positions: layout.section(counts.rows),
         slots: layout.section(counts.rows),
         sample_at: counts.gather.then(|| layout.section(counts.samples)),
-        sample_rows: layout.section(counts.samples),
+        spans: layout.section(2 * counts.spans),
+        sample_rows: layout.section(counts.sample_rows),
         deferred: None,
         decode: (counts.decode_runs > 0).then(|| DecodeInput {
             runs: layout.section(counts.decode_runs),

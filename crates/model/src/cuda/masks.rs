@@ -1,4 +1,4 @@
-use plimsoll_core::{FillMasks, Oom, StepLimits};
+use plimsoll_core::{FillMasks, Oom};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::cuda::SampleRow;
 
@@ -24,11 +24,11 @@ struct Sections {
 }
 
 impl Sections {
-    fn new(limits: &StepLimits, vocab_size: usize) -> Self {
+    fn new(most_rows: usize, vocab_size: usize) -> Self {
         let (mut layout, words) = (Layout::default(), mask_words(vocab_size));
         Self {
-            rows: layout.section(limits.max_num_seqs),
-            masks: layout.section(limits.max_num_seqs * words),
+            rows: layout.section(most_rows),
+            masks: layout.section(most_rows * words),
             words,
             bytes: layout.bytes(),
         }
@@ -36,9 +36,9 @@ impl Sections {
 }
 
 impl Masks {
-    /// Room for every step within `limits`.
-    pub(super) fn new(gpu: &Gpu, limits: &StepLimits, vocab_size: usize) -> Result<Self, Oom> {
-        let sections = Sections::new(limits, vocab_size);
+    /// Room for steps that sample from at most `rows` rows.
+    pub(super) fn new(gpu: &Gpu, rows: usize, vocab_size: usize) -> Result<Self, Oom> {
+        let sections = Sections::new(rows, vocab_size);
         Ok(Self {
             staging: Staging::new(gpu, sections.bytes, STEPS_IN_FLIGHT)?,
             sections,
@@ -46,8 +46,8 @@ impl Masks {
     }
 
     /// Bytes of device memory that it takes.
-    pub(super) fn bytes(limits: &StepLimits, vocab_size: usize) -> usize {
-        Sections::new(limits, vocab_size).bytes
+    pub(super) fn bytes(rows: usize, vocab_size: usize) -> usize {
+        Sections::new(rows, vocab_size).bytes
     }
 
     /// Writes the rows of the step in slot `slot`, whose last copy is done, and has `fill` write the masks of those that are

@@ -17,6 +17,7 @@ mod output;
 mod runner;
 mod scores;
 mod staging;
+mod vectors;
 mod weights;
 
 use std::path::Path;
@@ -69,7 +70,7 @@ impl GpuModel {
         gpu: &Gpu,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
-        let description = Description::read(path)?;
+        let description = Description::read(path, options.serve_as)?;
         check(&description.config.spec)?;
         let fused = FusedKernels::load(gpu)?;
         let weights = GpuWeights::load_described(&description, options.format, gpu, &fused, progress)?;

@@ -1,4 +1,4 @@
-use plimsoll_core::{Component, Logprobs, Oom, Sampled, StepLimits};
+use plimsoll_core::{Component, Logprobs, Oom, Sampled};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
 use plimsoll_kernels::SampleError;
 use plimsoll_kernels::cuda::RowLogprobs;
@@ -17,8 +17,9 @@ pub(super) struct Outputs {
 }
 
 impl Outputs {
-    pub(super) fn new(gpu: &Gpu, limits: &StepLimits) -> Result<Self, Oom> {
-        let (tokens, logprobs, bytes) = Self::layout(limits);
+    /// Room for `rows` sampled rows.
+    pub(super) fn new(gpu: &Gpu, rows: usize) -> Result<Self, Oom> {
+        let (tokens, logprobs, bytes) = Self::layout(rows);
         let pinned = |bytes| {
             PinnedSlab::new(gpu, bytes).map_err(|error| {
                 tracing::error!(%error, bytes, "host memory could not be pinned");
@@ -36,16 +37,16 @@ impl Outputs {
     }
 
     /// Where tokens and log-probabilities lie, and the bytes of both.
-    fn layout(limits: &StepLimits) -> (Section<i32>, Section<RowLogprobs>, usize) {
+    fn layout(rows: usize) -> (Section<i32>, Section<RowLogprobs>, usize) {
         let mut layout = Layout::default();
-        let tokens = layout.section(limits.max_num_seqs);
-        let logprobs = layout.section(limits.max_num_seqs);
+        let tokens = layout.section(rows);
+        let logprobs = layout.section(rows);
         (tokens, logprobs, layout.bytes())
     }
 
     /// Bytes of device memory that it takes.
-    pub(super) fn bytes(limits: &StepLimits) -> usize {
-        Self::layout(limits).2
+    pub(super) fn bytes(rows: usize) -> usize {
+        Self::layout(rows).2
     }
 
     /// The token of each sampled row, or -1: no logit was a number.

@@ -2,7 +2,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, DeviceTime, Executor, FillMasks, Oom, RequestId, ScoreSpec, StateConfig, StepError,
+    Component, DeviceTime, Executor, FillMasks, Oom, Pooling, RequestId, ScoreSpec, StateConfig, StepError,
     StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
@@ -10,10 +10,11 @@ use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
 use super::clock::Clocks;
 use super::decoder::{LaunchError, StepState};
 use super::graphs::Graphs;
-use super::input::{BatchShape, StepInput, StepInputs, attention_counters};
+use super::input::{BatchShape, Sampling, StepInput, StepInputs, attention_counters};
 use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::Scores;
+use super::vectors::Vectors;
 use super::{GpuModel, GpuOptions};
 use crate::batch::Bounds;
 
@@ -77,7 +78,8 @@ impl GpuRunner {
         let planners = model
             .planners(config.kv.block_size, limits.max_num_seqs)
             .map_err(|error| driver_oom(gpu, &error))?;
-        let inputs = StepInputs::new(gpu, limits, config.kv, spec.vocab_size, planners)?;
+        let sampling = Sampling::of(model.config());
+        let inputs = StepInputs::new(gpu, limits, config.kv, sampling, planners)?;
         let counters = gpu.alloc(
             Component::Staging,
             attention_counters(inputs.planners()) * size_of::<u32>(),
@@ -88,17 +90,23 @@ impl GpuRunner {
             kv: gpu.alloc(Component::Kv, kv_bytes)?,
             kv_config: config.kv,
             inputs,
-            outputs: Outputs::new(gpu, limits)?,
-            masks: Masks::new(gpu, limits, spec.vocab_size)?,
-            scores: Scores::new(gpu, limits)?,
+            outputs: Outputs::new(gpu, sampling.most_rows(limits))?,
+            masks: Masks::new(gpu, sampling.most_rows(limits), spec.num_logits())?,
+            scores: Scores::new(gpu, sampling.most_scored(limits))?,
+            vectors: match sampling {
+                Sampling::From { .. } => None,
+                Sampling::Pooled(_) => Some(Vectors::new(gpu, limits, spec.hidden_size)?),
+            },
             counters,
         };
+        let state_samples = state.vectors.is_none();
         let clocks = Clocks::new(gpu).map_err(|error| driver_oom(gpu, &error))?;
         let mut runner = Self {
             bounds: Bounds {
                 limits: *limits,
                 kv: config.kv,
                 vocab_size: spec.vocab_size,
+                pooling: model.config().pooling(),
             },
             state,
             arena: GpuArena::new(gpu, config.scratch)?,
@@ -111,7 +119,8 @@ impl GpuRunner {
             clocks,
             model,
         };
-        if !options.enforce_eager {
+        // A prompt is no decode step.
+        if !options.enforce_eager && state_samples {
             runner.capture_graphs()?;
         }
         Ok(runner)
@@ -168,6 +177,11 @@ impl GpuRunner {
         if !self.in_flight.is_empty() {
             return Err(StepError::Failed("logits beside steps in flight".to_owned()));
         }
+        if self.bounds.pooling.is_some() {
+            return Err(StepError::Failed(
+                "a model that is served for embeddings has no logits".to_owned(),
+            ));
+        }
         let tokens = plan.num_tokens();
         if !rows.is_sorted_by(|a, b| a < b) || rows.last().is_some_and(|&row| row >= tokens) {
             return Err(StepError::Failed(format!(
@@ -195,7 +209,7 @@ impl GpuRunner {
         let slot = step % STEPS_IN_FLIGHT;
         let graph = match batch.shape {
             BatchShape::Decode(size) => self.graphs.get(size),
-            BatchShape::Exact(_) => None,
+            BatchShape::Exact(_) | BatchShape::Pool(..) => None,
         };
         let mut input = self.state.inputs.pack(slot, plan, &self.last, &batch.shape);
         input.scored = self.state.scores.pack(slot, plan);
@@ -262,6 +276,8 @@ struct LaunchedRun {
     sample: Option<(u32, bool)>,
     /// Which of the scored rows is its first, and what it wants of them.
     score: Option<(usize, ScoreSpec)>,
+    /// Which of the pooled vectors is its own.
+    vector: Option<usize>,
 }
 
 /// How the rows of a step are laid out.
@@ -297,6 +313,7 @@ impl Batch {
                 request: run.request,
                 sample,
                 score,
+                vector: None,
             }
         });
         let runs = runs.collect();
@@ -304,6 +321,42 @@ impl Batch {
             samples: at.len(),
             runs,
             shape: size.map_or(BatchShape::Exact(at), BatchShape::Decode),
+        }
+    }
+
+    /// A step of a model for embeddings: last rows are picked, means are of all rows.
+    fn pooled(plan: &StepPlan) -> Self {
+        let (mut row, mut at, mut spans) = (0, Vec::new(), Vec::new());
+        let mut all = false;
+        let runs = plan.runs.iter().map(|run| {
+            let (first, len) = (row, run.input.len() as i32);
+            row += len;
+            let span = run.pool.map(|pooling| match pooling {
+                Pooling::Last => {
+                    at.push(row - 1);
+                    [at.len() as i32 - 1, 1]
+                }
+                Pooling::Mean => {
+                    all = true;
+                    [first, len]
+                }
+            });
+            let vector = span.map(|span| {
+                spans.push(span);
+                spans.len() - 1
+            });
+            LaunchedRun {
+                request: run.request,
+                sample: None,
+                score: None,
+                vector,
+            }
+        });
+        let runs = runs.collect();
+        Self {
+            samples: 0,
+            runs,
+            shape: BatchShape::Pool((!all).then_some(at), spans),
         }
     }
 }
@@ -330,7 +383,10 @@ impl Executor for GpuRunner {
         }
         self.model.gpu().budget().begin_step()?;
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
-        let batch = Batch::new(plan, &self.graphs);
+        let batch = match self.bounds.pooling {
+            Some(_) => Batch::pooled(plan),
+            None => Batch::new(plan, &self.graphs),
+        };
         let step = self.launched;
         self.launched += 1;
         self.clocks.begin(step).map_err(failed)?;
@@ -378,7 +434,13 @@ impl Executor for GpuRunner {
             .pop_front()
             .ok_or_else(|| StepError::Failed("no step was launched".to_owned()))?;
         self.clocks.wait(step).map_err(failed)?;
-        let (outputs, slot) = (&self.state.outputs, step % STEPS_IN_FLIGHT);
+        let StepState {
+            outputs,
+            scores,
+            vectors,
+            ..
+        } = &self.state;
+        let slot = step % STEPS_IN_FLIGHT;
         let failed = |run: &LaunchedRun, error| StepError::Failed(format!("{}: {error}", run.request));
         let sampled = |run: &LaunchedRun| {
             run.sample
@@ -388,12 +450,17 @@ impl Executor for GpuRunner {
         };
         let scored = |run: &LaunchedRun| {
             let (first, spec) = run.score.as_ref()?;
-            let scored = self.state.scores.scored(slot, *first, spec);
+            let scored = scores.scored(slot, *first, spec);
             Some(scored.map_err(|error| failed(run, error)))
+        };
+        let pooled = |vectors: &Vectors| {
+            let own = |run: &LaunchedRun| run.vector.map(|index| vectors.pooled_at(slot, index));
+            runs.iter().map(own).collect()
         };
         Ok(StepOutput {
             samples: runs.iter().map(sampled).collect::<Result<_, _>>()?,
             scores: runs.iter().filter_map(scored).collect::<Result<_, _>>()?,
+            pooled: vectors.as_ref().map(pooled).unwrap_or_default(),
         })
     }
 

@@ -1,6 +1,6 @@
 //! Log-probabilities of prompt tokens: what a step needs for them besides logits. On the device it is part of the step's arena.
 
-use plimsoll_core::{Component, Logprobs, Oom, PromptLogprob, ScoreSpec, StepLimits, StepPlan};
+use plimsoll_core::{Component, Logprobs, Oom, PromptLogprob, ScoreSpec, StepPlan};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlice, PinnedSlab};
 use plimsoll_kernels::SampleError;
@@ -87,9 +87,9 @@ struct Slot {
 }
 
 impl Scores {
-    /// Room for every step within `limits`.
-    pub(super) fn new(gpu: &Gpu, limits: &StepLimits) -> Result<Self, Oom> {
-        let layout = ScoreLayout::new(limits.max_num_batched_tokens);
+    /// Room for steps of at most `rows` rows.
+    pub(super) fn new(gpu: &Gpu, rows: usize) -> Result<Self, Oom> {
+        let layout = ScoreLayout::new(rows);
         let pinned = |bytes: usize| {
             PinnedSlab::new(gpu, bytes).map_err(|error| {
                 tracing::error!(%error, bytes, "host memory could not be pinned");

@@ -44,6 +44,11 @@ impl<T: Pod> Section<T> {
         self.range().end
     }
 
+    /// Its elements.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
     /// Bytes of its elements.
     pub(crate) fn bytes(&self) -> usize {
         self.range().len()

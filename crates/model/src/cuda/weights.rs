@@ -15,7 +15,7 @@ use plimsoll_kernels::cuda::{FusedKernels, GpuLinear, GpuWeight, rope_turns};
 
 use crate::model::Description;
 use crate::weights::{Checked, OuterTensors, Vector};
-use crate::{DecoderSpec, LoadFormat, ModelError, Progress};
+use crate::{DecoderSpec, LoadFormat, ModelError, Progress, ServeAs};
 use convert::Job;
 use layout::{Layout, Part, Span};
 use transfer::transfer;
@@ -77,7 +77,13 @@ impl GpuWeights {
         kernels: &FusedKernels,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Self, ModelError> {
-        Self::load_described(&Description::read(path)?, format, gpu, kernels, progress)
+        Self::load_described(
+            &Description::read(path, ServeAs::default())?,
+            format,
+            gpu,
+            kernels,
+            progress,
+        )
     }
 
     /// As [`Self::load`], of a model that is already described.
@@ -164,9 +170,9 @@ impl GpuWeights {
         self.view(self.layout.embedding)
     }
 
-    /// `[vocab, hidden]`: the embedding's memory where tied.
-    pub fn lm_head(&self) -> GpuSlice<'_, bf16> {
-        self.view(self.layout.lm_head)
+    /// `[vocab, hidden]`: the embedding's memory where tied; a model for embeddings has none.
+    pub fn lm_head(&self) -> Option<GpuSlice<'_, bf16>> {
+        self.layout.lm_head.map(|span| self.view(span))
     }
 
     /// `[hidden]`.
@@ -222,10 +228,11 @@ impl GpuWeights {
         }
     }
 
-    /// The linear layer from the last norm to logits.
-    pub(super) fn head(&self) -> GpuLinear {
+    /// The linear layer from the last norm to logits, if there is one.
+    pub(super) fn head(&self) -> Option<GpuLinear> {
         let (vocab, hidden) = (self.spec.vocab_size, self.spec.hidden_size);
-        GpuLinear::new(self.weight(self.layout.lm_head), None, vocab, hidden)
+        let span = self.layout.lm_head?;
+        Some(GpuLinear::new(self.weight(span), None, vocab, hidden))
     }
 
     fn weight(&self, span: Span) -> GpuWeight {

@@ -62,7 +62,11 @@ impl<'a> Checked<'a> {
             .into_iter()
             // Tables that old checkpoints store and everybody computes.
             .filter(|name| !name.ends_with("rotary_emb.inv_freq"))
-            .partition(|name| name.starts_with("model.layers.") || name.starts_with("blk."));
+            .partition(|name| {
+                ["model.layers.", "layers.", "blk."]
+                    .iter()
+                    .any(|of| name.starts_with(of))
+            });
         if !others.is_empty() {
             tracing::info!(tensors = ?others, "the weights hold tensors outside the decoder; they are not loaded");
         }

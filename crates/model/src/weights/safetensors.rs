@@ -22,7 +22,14 @@ pub(crate) struct Checkpoint {
     files: Vec<TensorFile>,
     /// Tensor to index in `files`.
     places: HashMap<String, usize>,
+    /// Names lack this: the checkpoint is of the network without its head.
+    left_out: &'static str,
 }
+
+/// In front of the names of a network with a head.
+const PREFIX: &str = "model.";
+/// A tensor that every network has.
+const EMBEDDING: &str = "embed_tokens.weight";
 
 #[derive(Debug)]
 struct TensorFile {
@@ -39,10 +46,7 @@ impl Checkpoint {
         if single.exists() {
             let file = TensorFile::open(&single)?;
             let places = file.header.tensors().into_keys().map(|name| (name, 0)).collect();
-            return Ok(Self {
-                files: vec![file],
-                places,
-            });
+            return Ok(Self::new(vec![file], places));
         }
         let index = directory.join(INDEX);
         if index.exists() {
@@ -77,7 +81,19 @@ impl Checkpoint {
             };
             places.insert(tensor, place);
         }
-        Ok(Self { files, places })
+        Ok(Self::new(files, places))
+    }
+
+    fn new(files: Vec<TensorFile>, places: HashMap<String, usize>) -> Self {
+        let left_out = match places.contains_key(EMBEDDING) {
+            true => PREFIX,
+            false => "",
+        };
+        Self {
+            files,
+            places,
+            left_out,
+        }
     }
 }
 
@@ -108,7 +124,12 @@ impl TensorFile {
 }
 
 impl Source for Checkpoint {
+    fn stored_name(&self, name: &str) -> String {
+        name.strip_prefix(self.left_out).unwrap_or(name).to_owned()
+    }
+
     fn tensor(&self, name: &str, _expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
+        let name = &self.stored_name(name);
         let Some(&place) = self.places.get(name) else {
             return Ok(None);
         };

@@ -1,6 +1,6 @@
 //! Which stored tensors make up a decoder, under the names of Hugging Face checkpoints.
 
-use crate::DecoderSpec;
+use crate::{DecoderSpec, OutputHead};
 
 /// A vector.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ pub(crate) struct OuterTensors {
     pub(crate) rope_factors: Vector,
     /// One row per token of the vocabulary.
     pub(crate) embedding: Stack,
-    /// `None` where it is the embedding.
+    /// `None` where it is the embedding, or there is none.
     pub(crate) lm_head: Option<Stack>,
     pub(crate) final_norm: Vector,
 }
@@ -71,7 +71,7 @@ impl OuterTensors {
         Self {
             rope_factors: vector("rope_freqs.weight", spec.head_dim / 2),
             embedding: Stack::one("model.embed_tokens", vocab, hidden),
-            lm_head: (!spec.tied_embeddings).then(|| Stack::one("lm_head", vocab, hidden)),
+            lm_head: (spec.head == OutputHead::Own).then(|| Stack::one("lm_head", vocab, hidden)),
             final_norm: vector("model.norm.weight", hidden),
         }
     }

@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses another part")]
 
 pub mod convert;
+pub mod embeddings;
 pub mod malformed;
 pub mod requests;
 pub mod scores;
@@ -134,6 +135,7 @@ pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[BlockId]) -
         blocks: blocks.to_vec(),
         sample: None,
         score: None,
+        pool: None,
     }
 }
 

@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod embeddings;
 mod golden;
 mod memory;
 mod reference;

@@ -11,7 +11,7 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuOptions, GpuSlice};
 use plimsoll_kernels::cuda::FusedKernels;
 use plimsoll_model::cuda::GpuWeights;
-use plimsoll_model::{DecoderSpec, LoadFormat, ModelConfig, ModelError, Progress};
+use plimsoll_model::{DecoderSpec, LoadFormat, ModelConfig, ModelError, OutputHead, Progress};
 use tempfile::TempDir;
 
 use crate::common::convert::*;
@@ -27,7 +27,7 @@ fn contents(gpu: &Gpu, weights: &GpuWeights) -> Vec<(String, Vec<f32>)> {
     let wide = |slice: GpuSlice<'_, bf16>| down(gpu, slice).into_iter().map(bf16::to_f32).collect();
     let mut all = vec![
         ("embedding".to_owned(), wide(weights.embedding())),
-        ("lm_head".to_owned(), wide(weights.lm_head())),
+        ("lm_head".to_owned(), wide(weights.lm_head().unwrap())),
         ("final_norm".to_owned(), down(gpu, weights.final_norm())),
     ];
     for index in 0..weights.spec().num_layers {
@@ -66,7 +66,7 @@ fn expected(spec: &DecoderSpec, tensors: &Tensors) -> Vec<(String, Vec<f32>)> {
     };
     let one = |name: &str| rounded(&[name.to_owned()]);
     let embedding = "model.embed_tokens.weight";
-    let head = if spec.tied_embeddings {
+    let head = if spec.head == OutputHead::Tied {
         embedding
     } else {
         "lm_head.weight"

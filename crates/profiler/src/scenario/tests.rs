@@ -34,7 +34,7 @@ fn shapes(scenarios: &[Scenario], kind: ScenarioKind) -> Vec<(usize, usize)> {
 
 #[test]
 fn a4_every_worst_case_is_in() {
-    let (all, left_out) = scenarios(&limits(512, 4, 2048), 1000, kv(512));
+    let (all, left_out) = scenarios(&limits(512, 4, 2048), 1000, kv(512), None);
     assert_eq!(left_out.len(), 1);
     assert_eq!(left_out[0].kind, ScenarioKind::PromptLogprobs);
     assert_eq!(shapes(&all, ScenarioKind::Prefill), [(0, 512)]);
@@ -64,7 +64,7 @@ fn a4_every_worst_case_is_in() {
 #[test]
 fn u15_the_worst_step_scores_every_prompt_token_it_has() {
     let scored = |kind, batched, seqs| {
-        let (all, _) = scenarios(&limits(batched, seqs, 2048), 1000, kv(512));
+        let (all, _) = scenarios(&limits(batched, seqs, 2048), 1000, kv(512), None);
         let scenario = all.into_iter().find(|scenario| scenario.kind == kind).unwrap();
         let of = |run: &Run| {
             run.score
@@ -89,9 +89,27 @@ fn u15_the_worst_step_scores_every_prompt_token_it_has() {
 }
 
 #[test]
+fn embeddings_have_the_same_steps_but_for_logits() {
+    let (limits, kv) = (limits(512, 4, 2048), kv(512));
+    let (all, left_out) = scenarios(&limits, 1000, kv, Some(Pooling::Mean));
+    let mut runs = all.iter().flat_map(|scenario| &scenario.plan.runs);
+    assert!(runs.all(|run| run.sample.is_none() && run.score.is_none() && run.pool == Some(Pooling::Mean)));
+    assert_eq!(shapes(&all, ScenarioKind::Decode), [(2047, 2048); 4]);
+    let kinds: Vec<_> = left_out.iter().map(|left| left.kind).collect();
+    let without = [
+        ScenarioKind::PromptLogprobs,
+        ScenarioKind::SampleSort,
+        ScenarioKind::SampleTopK,
+    ];
+    assert_eq!(kinds, without);
+    let sizes = scenario_shapes(&limits, kv, Some(Pooling::Mean)).0;
+    assert_eq!(sizes.len(), all.len());
+}
+
+#[test]
 fn unreachable_shapes_are_left_out_with_the_reason() {
     let left_out = |limits| {
-        let (reached, left_out) = scenarios(&limits, 1000, kv(1024));
+        let (reached, left_out) = scenarios(&limits, 1000, kv(1024), None);
         assert_eq!(reached.len() + left_out.len(), ScenarioKind::ALL.len());
         left_out
             .into_iter()
@@ -109,7 +127,7 @@ fn unreachable_shapes_are_left_out_with_the_reason() {
 
 #[test]
 fn a_full_step_of_short_requests_is_several_prompts() {
-    let (all, _) = scenarios(&limits(100, 8, 40), 1000, kv(512));
+    let (all, _) = scenarios(&limits(100, 8, 40), 1000, kv(512), None);
     let mixed = shapes(&all, ScenarioKind::Mixed);
     assert_eq!(
         (
@@ -140,8 +158,8 @@ fn plans_are_legal_under_any_limits() {
                 block_size,
                 num_blocks,
             };
-            let (all, left_out) = scenarios(&limits, vocab, kv);
-            let (sizes, left_out_sizes) = scenario_shapes(&limits, kv);
+            let (all, left_out) = scenarios(&limits, vocab, kv, None);
+            let (sizes, left_out_sizes) = scenario_shapes(&limits, kv, None);
             assert_eq!(
                 (sizes.len(), left_out_sizes),
                 (all.len(), left_out),

@@ -63,6 +63,15 @@ impl Timer {
         self.tokens += 1;
     }
 
+    /// The request was answered with a vector.
+    pub(crate) fn pooled(&mut self) {
+        self.last_token = Instant::now();
+        self.metrics
+            .prefill
+            .record(self.last_token - self.admitted.unwrap_or(self.submitted));
+        self.finished(false);
+    }
+
     /// The request ended well, at its `max_tokens` or not.
     pub(crate) fn finished(&mut self, at_length: bool) {
         self.ended = true;

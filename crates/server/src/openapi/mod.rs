@@ -30,6 +30,7 @@ use crate::wire::error::ErrorBody;
     components(schemas(ErrorBody)),
     tags(
         (name = "Generation", description = "Text from prompts and conversations."),
+        (name = "Embeddings", description = "Vectors from texts."),
         (name = "Models", description = "What is served."),
         (name = "Tokens", description = "Text to tokens and back, as in vLLM."),
         (name = "Operation", description = "Probes, metrics, memory, sleep."),

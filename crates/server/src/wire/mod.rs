@@ -4,6 +4,7 @@ pub(crate) mod about;
 pub(crate) mod chat;
 pub(crate) mod common;
 pub(crate) mod completion;
+pub(crate) mod embedding;
 pub(crate) mod error;
 pub(crate) mod structured;
 pub(crate) mod tokenize;

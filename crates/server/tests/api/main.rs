@@ -3,6 +3,7 @@
 mod about;
 mod answers;
 mod bodies;
+mod embeddings;
 mod fuzz;
 mod life;
 mod memory;

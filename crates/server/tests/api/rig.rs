@@ -13,7 +13,9 @@ use plimsoll_core::{
 };
 use plimsoll_engine::{EngineConfig, EngineHandle, RebuildError, StateSource};
 use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Proved, Target, profile};
-use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, router};
+use plimsoll_server::{
+    AppState, EmbeddingInfo, GenerationDefaults, Memory, ModelInfo, ServerOptions, router,
+};
 use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
 use plimsoll_text::{ChatTemplate, Tokenizer};
 use serde_json::{Value, json};
@@ -222,6 +224,7 @@ pub(crate) struct Setup {
     pub(crate) kv_tokens: usize,
     pub(crate) template: Option<&'static str>,
     pub(crate) defaults: GenerationDefaults,
+    pub(crate) embedding: Option<EmbeddingInfo>,
     pub(crate) outage_patience: Duration,
     pub(crate) options: ServerOptions,
 }
@@ -238,6 +241,7 @@ impl Default for Setup {
                  {% if add_generation_prompt %}<assistant>{% endif %}{{ suffix }}",
             ),
             defaults: GenerationDefaults::default(),
+            embedding: None,
             outage_patience: PATIENCE,
             options: ServerOptions {
                 max_body_bytes: 1 << 20,
@@ -305,6 +309,7 @@ impl Rig {
         };
         let vocab_size = SimModel::text().vocab_size();
         let mut spec = ProfileSpec::new(limits, vocab_size, BlockSize::default(), BYTES_PER_TOKEN);
+        spec.pooling = setup.embedding.as_ref().map(|embedding| embedding.pooling);
         spec.size = KvSize::Tokens(setup.kv_tokens);
         spec.margins = Margins {
             canary_bytes: 0,
@@ -337,6 +342,7 @@ impl Rig {
             eos_token_ids: tokenizer.eos_ids().to_vec(),
             tokenizer,
             defaults: setup.defaults,
+            embedding: setup.embedding,
         };
         let state = AppState::new(
             engine,

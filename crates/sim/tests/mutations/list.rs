@@ -29,7 +29,7 @@ const PREFIX: &str = "kv/prefix.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 51] = [
+pub(crate) const MUTATIONS: [Mutation; 54] = [
     bug(
         "a shared block is not counted",
         &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
@@ -387,6 +387,26 @@ pub(crate) const MUTATIONS: [Mutation; 51] = [
     bug(
         "an ended request never leaves",
         &[edit(SCHEDULER, "«leaving.in_flight -= 1;»", "{}")],
+    ),
+    bug(
+        "a mean leaves out what the prefix cache holds",
+        &[edit(
+            SEQUENCE,
+            "most: match «self.request.needs_every_row()» {",
+            "false",
+        )],
+    ),
+    bug(
+        "a mean is that of the last chunk",
+        &[edit(SEQUENCE, "if «self.pooled.is_empty()» {", "true")],
+    ),
+    bug(
+        "every chunk gives its last row out",
+        &[edit(
+            SEQUENCE,
+            "|pooling| «end == known || pooling.needs_every_row()»",
+            "{ let _ = pooling; true }",
+        )],
     ),
 ];
 

@@ -371,7 +371,7 @@ fn check_state(
         held(Component::Kv) >= config.kv.num_blocks as u64 * rank.device.block_bytes,
         "the KV cache is smaller than said"
     );
-    let (steps, _) = scenarios(&spec.limits, spec.vocab_size, config.kv);
+    let (steps, _) = scenarios(&spec.limits, spec.vocab_size, config.kv, spec.pooling);
     let mut state = proved.into_parts().state;
     let ran = state.steps_beside_canary();
     ensure!(

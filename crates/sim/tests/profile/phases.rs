@@ -440,7 +440,7 @@ fn removing_any_scenario_lowers_the_peak_somewhere() {
                 block_size: probe.block_size,
                 num_blocks: probe.probe_tokens().div_ceil(16),
             };
-            let (all, _) = scenarios(limits, 1000, kv);
+            let (all, _) = scenarios(limits, 1000, kv, None);
             devices.iter().any(|device| {
                 let peak = |keep: &dyn Fn(ScenarioKind) -> bool| {
                     all.iter()

@@ -34,6 +34,7 @@ fn footprint(report: &Value) -> GpuFootprint {
         },
         block_size: BlockSize::new(number("block_size")).unwrap(),
         options: GpuOptions::default(),
+        serve_as: ServeAs::default(),
     };
     GpuFootprint::assumed(dir.path(), shape).unwrap()
 }
@@ -53,7 +54,7 @@ fn u5_formulas_give_what_an_h200_measured() {
         assert_eq!(footprint.weights_bytes(), component(&report, "weights"));
         // Recordings from before there were masks lack theirs.
         let masks = pooled(Masks::bytes(
-            &footprint.shape.limits,
+            footprint.shape.limits.max_num_seqs,
             footprint.config.spec.vocab_size,
         ));
         let staging = component(&report, "staging");

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use half::bf16;
 
-use crate::DecoderSpec;
 use crate::weights::{LayerTensors, OuterTensors, Stack, Vector};
+use crate::{DecoderSpec, OutputHead};
 
 /// Alignment of every weight, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
 const ALIGN: usize = 256;
@@ -53,8 +53,8 @@ pub(super) struct Layout {
     pub(super) turns: Span,
     pub(super) final_norm: Span,
     pub(super) embedding: Span,
-    /// The embedding's where tied.
-    pub(super) lm_head: Span,
+    /// The embedding's where tied; a model for embeddings has none.
+    pub(super) lm_head: Option<Span>,
     /// Relative to the block's start.
     pub(super) layer: LayerLayout,
     /// Where the blocks begin.
@@ -111,9 +111,10 @@ impl Layout {
         let turns = cursor.take(&[tensors.rope_factors.len, 2], Element::F32)?;
         let final_norm = cursor.vector(&tensors.final_norm)?;
         let embedding = cursor.stack(&tensors.embedding)?;
-        let lm_head = match &tensors.lm_head {
-            None => embedding,
-            Some(stack) => cursor.stack(stack)?,
+        let lm_head = match (&tensors.lm_head, spec.head) {
+            (Some(stack), _) => Some(cursor.stack(stack)?),
+            (None, OutputHead::None) => None,
+            (None, _) => Some(embedding),
         };
         let layers_start = cursor.end;
         let (layer, layer_bytes) = LayerLayout::new(spec)?;
@@ -142,8 +143,8 @@ impl Layout {
         let tensors = OuterTensors::new(spec);
         let mut outer = Vec::new();
         put_stack(&mut outer, &tensors.embedding, self.embedding);
-        if let Some(stack) = &tensors.lm_head {
-            put_stack(&mut outer, stack, self.lm_head);
+        if let (Some(stack), Some(span)) = (&tensors.lm_head, self.lm_head) {
+            put_stack(&mut outer, stack, span);
         }
         outer.push(vector_part(tensors.final_norm, self.final_norm, Element::F32));
         let layers = (0..spec.num_layers).flat_map(move |index| {
@@ -293,7 +294,7 @@ pub(super) mod tests {
             qkv_bias: rng.random(),
             qk_norm: rng.random(),
             sliding_window: None,
-            tied_embeddings: rng.random(),
+            head: [OutputHead::Own, OutputHead::Tied, OutputHead::None][rng.random_range(0..3)],
             max_position_embeddings: 100,
         }
     }
@@ -316,16 +317,17 @@ pub(super) mod tests {
             assert!(layout.bytes >= end && layout.bytes - end < ALIGN, "seed {seed}");
             let whole = [
                 layout.embedding,
-                layout.lm_head,
+                layout.lm_head.unwrap_or(layout.embedding),
                 layout.final_norm,
                 layout.layer.down.after(layout.layer_start(spec.num_layers - 1)),
             ];
             assert!(whole.iter().all(|span| span.start % ALIGN == 0), "seed {seed}");
-            assert_eq!(
-                layout.embedding == layout.lm_head,
-                spec.tied_embeddings,
-                "seed {seed}"
-            );
+            let head = match layout.lm_head {
+                Some(head) if head == layout.embedding => OutputHead::Tied,
+                Some(_) => OutputHead::Own,
+                None => OutputHead::None,
+            };
+            assert_eq!(head, spec.head, "seed {seed}");
         }
     }
 

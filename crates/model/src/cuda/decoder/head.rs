@@ -1,0 +1,112 @@
+//! What a step gives out of its last rows: samples, log-probabilities of prompt tokens, vectors.
+
+use half::bf16;
+use plimsoll_device::cuda::{GpuError, GpuSlice};
+use plimsoll_kernels::cuda::{GpuLinear, RankArgs, SampleArgs, SampleKernels};
+
+use super::{Decoder, LaunchError, StepState};
+use crate::cuda::input::StepInput;
+use crate::cuda::scores::{SCORE_ROWS, ScoreSlices};
+
+/// From normalised rows to samples.
+#[derive(Debug)]
+pub(super) struct Head {
+    pub(super) linear: GpuLinear,
+    pub(super) sampler: SampleKernels,
+}
+
+impl Decoder {
+    /// Sums the rows of each vector and sends them to the host.
+    pub(super) fn pool(
+        &self,
+        input: &StepInput,
+        state: &mut StepState,
+        normed: GpuSlice<'_, bf16>,
+        pooled: GpuSlice<'_, f32>,
+    ) -> Result<(), LaunchError> {
+        let spans = state.inputs.device(input.spans);
+        self.fused.sum_rows(normed, spans, pooled)?;
+        if let Some(vectors) = &mut state.vectors {
+            vectors.fetch(input.slot, pooled)?;
+        }
+        Ok(())
+    }
+
+    /// Samples the step's rows, or those that waited for masks.
+    pub(super) fn sample(
+        &self,
+        head: &Head,
+        input: &StepInput,
+        state: &mut StepState,
+        logits: GpuSlice<'_, f32>,
+    ) -> Result<(), GpuError> {
+        let vocab = self.weights.spec().vocab_size;
+        for (index, (rows, _)) in input.sample_parts.iter().enumerate() {
+            if index > 0 {
+                state.inputs.send_part(&self.gpu, input, index)?;
+            }
+            let (inputs, outputs, masks) = (&state.inputs, &state.outputs, &state.masks);
+            let (all_rows, all_masks) = match input.deferred {
+                Some(_) => {
+                    let (rows, masks) = masks.device(input.samples);
+                    (rows, Some(masks))
+                }
+                None => (inputs.device(input.sample_rows), None),
+            };
+            let words = masks.words();
+            head.sampler.sample(&SampleArgs {
+                logits: logits.range(rows.start * vocab..rows.end * vocab),
+                rows: all_rows.range(rows.clone()),
+                history: inputs.device(input.history),
+                biases: inputs.device(input.biases),
+                resolved: inputs.device(input.tokens),
+                masks: all_masks.map(|masks| masks.range(rows.start * words..rows.end * words)),
+                sampled: outputs.sampled().range(rows.clone()),
+                logprobs: outputs.logprobs().range(rows.clone()),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Log-probabilities of prompt tokens from the normalised rows before them, some rows at a time in the memory of `logits`.
+    pub(super) fn score(
+        &self,
+        head: &Head,
+        input: &StepInput,
+        state: &StepState,
+        normed: GpuSlice<'_, bf16>,
+        scores: &ScoreSlices<'_>,
+        logits: GpuSlice<'_, f32>,
+    ) -> Result<(), GpuError> {
+        let (width, vocab) = (self.weights.spec().hidden_size, self.weights.spec().vocab_size);
+        let inputs = &state.inputs;
+        for first in (0..input.scored).step_by(SCORE_ROWS) {
+            let rows = first..(first + SCORE_ROWS).min(input.scored);
+            let logits = logits.range(0..rows.len() * vocab);
+            let (best, likeliest) = (
+                scores.best.range(rows.clone()),
+                scores.likeliest.range(rows.clone()),
+            );
+            let normed = normed.range(rows.start * width..rows.end * width);
+            self.linears.forward_f32(normed, &head.linear, logits)?;
+            head.sampler.sample(&SampleArgs {
+                logits,
+                rows: scores.sample_rows.range(0..rows.len()),
+                history: inputs.device(input.history),
+                biases: inputs.device(input.biases),
+                resolved: inputs.device(input.tokens),
+                masks: None,
+                sampled: best,
+                logprobs: likeliest,
+            })?;
+            head.sampler.rank(&RankArgs {
+                logits,
+                targets: scores.targets.range(rows.clone()),
+                best,
+                likeliest,
+                ranks: scores.ranks.range(rows),
+            })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,43 @@
+use plimsoll_core::{Component, Oom, StepLimits};
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice, PinnedSlab};
+
+use super::runner::STEPS_IN_FLIGHT;
+
+/// What steps of a model for embeddings pool: copies on the host, one per step in flight.
+#[derive(Debug)]
+pub(super) struct Vectors {
+    gpu: Gpu,
+    host: Vec<PinnedSlab>,
+    width: usize,
+}
+
+impl Vectors {
+    pub(super) fn new(gpu: &Gpu, limits: &StepLimits, width: usize) -> Result<Self, Oom> {
+        let bytes = limits.max_num_seqs * width * size_of::<f32>();
+        let pinned = |_| {
+            PinnedSlab::new(gpu, bytes).map_err(|error| {
+                tracing::error!(%error, bytes, "host memory could not be pinned");
+                gpu.budget().oom(Component::Staging, bytes as u64)
+            })
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            host: (0..STEPS_IN_FLIGHT).map(pinned).collect::<Result<_, _>>()?,
+            width,
+        })
+    }
+
+    /// Starts to copy what step slot `slot` pooled, which nobody reads until the step has ended.
+    pub(super) fn fetch(&mut self, slot: usize, pooled: GpuSlice<'_, f32>) -> Result<(), GpuError> {
+        // SAFETY: the slot's last step has ended and was read; the next step, which may overwrite the source, follows in the
+        // same stream; whoever drops this waits for that.
+        unsafe { self.gpu.download_async(pooled.cast(), &mut self.host[slot]) }
+    }
+
+    /// Vector `index` of the ended step in slot `slot`.
+    pub(super) fn pooled_at(&self, slot: usize, index: usize) -> Vec<f64> {
+        let all = self.host[slot].as_slice::<f32>();
+        let own = &all[index * self.width..(index + 1) * self.width];
+        own.iter().map(|&x| f64::from(x)).collect()
+    }
+}

@@ -1,0 +1,220 @@
+//! Embedding models: what their files say about how a prompt becomes a vector, and what flags say instead.
+//!
+//! Directories carry the files of [sentence-transformers](https://sbert.net): `modules.json` names the modules behind the
+//! network, `N_Pooling/config.json` says how rows are pooled. GGUF files have `<architecture>.pooling_type`.
+
+use std::path::Path;
+
+use plimsoll_core::Pooling;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::{ModelConfig, ModelError};
+
+/// How a model that is served for embeddings makes its vectors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EmbeddingConfig {
+    /// From rows to a vector.
+    pub pooling: Pooling,
+    /// Vectors are scaled to length 1.
+    pub normalize: bool,
+    /// Longest prompt, in tokens, where it is shorter than the network's context.
+    pub max_tokens: Option<usize>,
+}
+
+impl Default for EmbeddingConfig {
+    /// What a decoder that says nothing is taken for.
+    fn default() -> Self {
+        Self {
+            pooling: Pooling::Last,
+            normalize: true,
+            max_tokens: None,
+        }
+    }
+}
+
+/// What a model is served for (`--runner`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Task {
+    /// Embeddings if its files say that it is made for them, text otherwise.
+    #[default]
+    Auto,
+    /// Text.
+    Generate,
+    /// Embeddings.
+    Embed,
+}
+
+/// What a model is served for, and what takes the place of its own settings for that.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ServeAs {
+    /// Text or embeddings.
+    pub task: Task,
+    /// How rows become a vector.
+    pub pooling: Option<Pooling>,
+    /// Whether vectors are scaled to length 1.
+    pub normalize: Option<bool>,
+}
+
+impl ServeAs {
+    /// What the model is served as that says `found` of itself; `None` is text.
+    ///
+    /// # Errors
+    /// [`ModelError::Unsupported`] where settings of embeddings are given for a model that generates text.
+    pub fn resolve(self, found: Option<EmbeddingConfig>) -> Result<Option<EmbeddingConfig>, ModelError> {
+        let Self {
+            task,
+            pooling,
+            normalize,
+        } = self;
+        let own = match task {
+            Task::Auto => found,
+            Task::Generate => None,
+            Task::Embed => Some(found.unwrap_or_default()),
+        };
+        let Some(own) = own else {
+            return match (pooling, normalize) {
+                (None, None) => Ok(None),
+                _ => Err(ModelError::unsupported(
+                    "--pooler-config",
+                    "given",
+                    "this model is served for text generation; --runner pooling serves it for embeddings",
+                )),
+            };
+        };
+        Ok(Some(EmbeddingConfig {
+            pooling: pooling.unwrap_or(own.pooling),
+            normalize: normalize.unwrap_or(own.normalize),
+            ..own
+        }))
+    }
+}
+
+/// What the files beside a config.json say; `None` where they are not those of an embedding model.
+pub(crate) fn read_directory(directory: &Path) -> Result<Option<EmbeddingConfig>, ModelError> {
+    let path = directory.join("modules.json");
+    let Some(modules) = read_json::<Vec<Module>>(&path)? else {
+        return Ok(None);
+    };
+    let (mut pooling, mut normalize) = (None, false);
+    for module in &modules {
+        match module.kind.rsplit('.').next().unwrap_or_default() {
+            "Transformer" => {}
+            "Pooling" => pooling = Some(read_pooling(directory, &path, module)?),
+            "Normalize" => normalize = true,
+            other => {
+                return Err(ModelError::unsupported(
+                    "type in modules.json",
+                    format!("`{other}`"),
+                    "Transformer, Pooling and Normalize are",
+                ));
+            }
+        }
+    }
+    let Some(pooling) = pooling else { return Ok(None) };
+    let path = directory.join("sentence_bert_config.json");
+    let limits = read_json::<SentenceBertConfig>(&path)?.unwrap_or_default();
+    if limits.do_lower_case == Some(true) {
+        return Err(ModelError::unsupported("do_lower_case", true, "only false is"));
+    }
+    Ok(Some(EmbeddingConfig {
+        pooling,
+        normalize,
+        max_tokens: limits.max_seq_length,
+    }))
+}
+
+/// What GGUF's `pooling_type` stands for (`enum llama_pooling_type`).
+pub(crate) fn from_gguf(field: String, code: u64) -> Result<Option<EmbeddingConfig>, ModelError> {
+    let pooling = match code {
+        0 => return Ok(None),
+        1 => Pooling::Mean,
+        3 => Pooling::Last,
+        2 => return Err(first_row(field, "2 (cls)")),
+        _ => return Err(ModelError::unsupported(field, code, "1 (mean) and 3 (last) are")),
+    };
+    Ok(Some(EmbeddingConfig {
+        pooling,
+        ..EmbeddingConfig::default()
+    }))
+}
+
+#[derive(Debug, Deserialize)]
+struct Module {
+    path: String,
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct SentenceBertConfig {
+    max_seq_length: Option<usize>,
+    do_lower_case: Option<bool>,
+}
+
+/// Newer files name the mode, older ones have a switch for each.
+fn read_pooling(directory: &Path, modules: &Path, module: &Module) -> Result<Pooling, ModelError> {
+    // A file must not lead out of its directory.
+    let inside = !module.path.is_empty() && !module.path.contains(['/', '\\']) && module.path != "..";
+    if !inside {
+        let message = format!("`{}` is not the name of a directory in it", module.path);
+        return Err(ModelError::config(modules, message));
+    }
+    let path = directory.join(&module.path).join("config.json");
+    let missing = || ModelError::config(&path, "it is missing, and modules.json names it");
+    let fields = read_json::<Map<String, Value>>(&path)?.ok_or_else(missing)?;
+    let named = fields.get("pooling_mode").and_then(Value::as_str);
+    let switched = fields
+        .iter()
+        .filter(|(name, value)| name.starts_with("pooling_mode_") && **value == Value::Bool(true))
+        .map(|(name, _)| {
+            name.trim_start_matches("pooling_mode_")
+                .trim_end_matches("_tokens")
+        });
+    let modes: Vec<&str> = named.into_iter().chain(switched).collect();
+    match modes[..] {
+        ["lasttoken"] => Ok(Pooling::Last),
+        ["mean"] => Ok(Pooling::Mean),
+        ["cls" | "cls_token"] => Err(first_row("pooling_mode", "cls")),
+        _ => Err(ModelError::unsupported(
+            "pooling_mode",
+            modes.join(" + "),
+            "lasttoken and mean are",
+        )),
+    }
+}
+
+fn first_row(field: impl Into<String>, value: &str) -> ModelError {
+    ModelError::unsupported(
+        field,
+        value,
+        "the first token of a decoder has seen no other: last and mean are",
+    )
+}
+
+/// `None` where there is no such file.
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ModelError> {
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(ModelError::io(path)(error)),
+    };
+    serde_json::from_str(&text)
+        .map(Some)
+        .map_err(|error| ModelError::config(path, error))
+}
+
+impl ModelConfig {
+    /// Longest request, in tokens.
+    pub fn max_tokens(&self) -> usize {
+        let trained_for = self.spec.max_position_embeddings;
+        let embedding = self.embedding.as_ref().and_then(|embedding| embedding.max_tokens);
+        embedding.map_or(trained_for, |tokens| tokens.min(trained_for))
+    }
+
+    /// How prompts become vectors, where the model is served for embeddings.
+    pub fn pooling(&self) -> Option<Pooling> {
+        self.embedding.as_ref().map(|embedding| embedding.pooling)
+    }
+}

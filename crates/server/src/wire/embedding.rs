@@ -1,0 +1,78 @@
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+
+use super::completion::Prompts;
+use crate::body::{Wire, take};
+use crate::error::ApiError;
+use crate::fields::{EMBEDDING_UNSUPPORTED, Unsupported};
+
+/// Texts to turn into vectors.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(crate) struct EmbeddingRequest {
+    /// A name of the served model.
+    pub(crate) model: Option<String>,
+    /// A text or several, as text or as token ids; each becomes a vector.
+    pub(crate) input: Prompts,
+    /// How vectors are written.
+    #[serde(default)]
+    pub(crate) encoding_format: EncodingFormat,
+    /// Cuts vectors to so many elements, if the model was trained for that.
+    pub(crate) dimensions: Option<usize>,
+    /// Cuts inputs to so many tokens, from the beginning; -1 to as many as the model takes. Without, longer ones are refused.
+    pub(crate) truncate_prompt_tokens: Option<i64>,
+    /// Whether texts get the tokens that the tokenizer puts around them: true by default.
+    pub(crate) add_special_tokens: Option<bool>,
+}
+
+impl Wire for EmbeddingRequest {
+    const UNSUPPORTED: &[&[Unsupported]] = &[EMBEDDING_UNSUPPORTED];
+
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+        take(object)
+    }
+}
+
+/// How vectors are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum EncodingFormat {
+    /// A list of numbers.
+    #[default]
+    Float,
+    /// The bytes of little-endian 32-bit floats, in base64.
+    Base64,
+}
+
+/// The vectors of all inputs.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct EmbeddingList {
+    pub(crate) object: &'static str,
+    pub(crate) data: Vec<Embedding>,
+    pub(crate) model: String,
+    pub(crate) usage: EmbeddingUsage,
+}
+
+/// The vector of one input.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Embedding {
+    pub(crate) object: &'static str,
+    /// Which input.
+    pub(crate) index: usize,
+    pub(crate) embedding: Vector,
+}
+
+/// A vector, as `encoding_format` wants it.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(untagged)]
+pub(crate) enum Vector {
+    Floats(Vec<f32>),
+    Base64(String),
+}
+
+/// Tokens read.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+pub(crate) struct EmbeddingUsage {
+    pub(crate) prompt_tokens: usize,
+    pub(crate) total_tokens: usize,
+}

@@ -1,0 +1,183 @@
+//! `/v1/embeddings` over a simulated model.
+
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use plimsoll_core::{Limits, Matryoshka, Pooling, Request, RequestId, RequestOptions};
+use plimsoll_server::EmbeddingInfo;
+use plimsoll_sim::{SimModel, pooled_oracle};
+use serde_json::{Value, json};
+
+use crate::rig::{Rig, Setup};
+use crate::{CHAT, COMPLETIONS, chat};
+
+const EMBEDDINGS: &str = "/v1/embeddings";
+
+fn setup(pooling: Pooling) -> Setup {
+    Setup {
+        embedding: Some(EmbeddingInfo {
+            pooling,
+            normalize: false,
+            size: SimModel::WIDTH,
+            matryoshka: Matryoshka::Sizes(vec![4]),
+        }),
+        ..Setup::default()
+    }
+}
+
+/// The vector of a text, by definition.
+fn expected(text: &str, pooling: Pooling) -> Vec<f32> {
+    let options = RequestOptions {
+        prompt: text.bytes().map(u32::from).collect(),
+        pooling: Some(pooling),
+        ..Default::default()
+    };
+    let limits = Limits {
+        max_model_len: 1 << 20,
+        kv_capacity_tokens: 1 << 20,
+        vocab_size: 257,
+    };
+    pooled_oracle(&Request::new(RequestId(0), options, &limits).unwrap()).unwrap()
+}
+
+fn vectors(answer: &Value) -> Vec<Vec<f32>> {
+    let data = answer["data"].as_array().unwrap();
+    let vector = |(index, item): (usize, &Value)| {
+        assert_eq!(item["index"], json!(index));
+        serde_json::from_value(item["embedding"].clone()).unwrap()
+    };
+    data.iter().enumerate().map(vector).collect()
+}
+
+/// Many times more inputs than the engine has places, each of its own length.
+#[tokio::test]
+async fn inputs_beyond_the_engines_places_are_fed_in_turn() {
+    for pooling in [Pooling::Last, Pooling::Mean] {
+        let rig = Rig::new(Setup {
+            max_num_seqs: 2,
+            max_queue: 3,
+            ..setup(pooling)
+        });
+        let texts: Vec<String> = (0..40)
+            .map(|i| format!("text {i} {}", "x".repeat(7 * i % 90)))
+            .collect();
+        let answer = rig.post(EMBEDDINGS, json!({ "input": texts })).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text);
+        let answer: Value = serde_json::from_str(&answer.text).unwrap();
+        let wanted: Vec<_> = texts.iter().map(|text| expected(text, pooling)).collect();
+        assert_eq!(vectors(&answer), wanted, "{pooling:?}");
+        let tokens: usize = texts.iter().map(String::len).sum();
+        assert_eq!(
+            answer["usage"],
+            json!({ "prompt_tokens": tokens, "total_tokens": tokens })
+        );
+        assert_eq!(rig.state.engine().stats().scheduler.finished_pooled, 40);
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_takes_its_inputs_along() {
+    let rig = Rig::new(setup(Pooling::Last));
+    rig.set_step(Duration::from_millis(20));
+    let texts: Vec<String> = (0..500).map(|i| format!("text {i}")).collect();
+    let slow = rig.post(EMBEDDINGS, json!({ "input": texts }));
+    assert!(
+        tokio::time::timeout(Duration::from_millis(200), slow)
+            .await
+            .is_err()
+    );
+    rig.until_in_flight(0).await;
+}
+
+#[tokio::test]
+async fn vectors_are_cut_and_inputs_too() {
+    let rig = Rig::new(setup(Pooling::Last));
+    let answer = |body: Value| async {
+        let answer = rig.post(EMBEDDINGS, body).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text);
+        vectors(&serde_json::from_str(&answer.text).unwrap()).swap_remove(0)
+    };
+    let whole = expected("abcdef", Pooling::Last);
+    assert_eq!(
+        answer(json!({ "input": "abcdef", "dimensions": 4 })).await,
+        whole[..4]
+    );
+    let short = json!({ "input": "abcdef", "truncate_prompt_tokens": 3, "user": "u" });
+    assert_eq!(answer(short).await, expected("abc", Pooling::Last));
+    let tokens = json!({ "input": [[97, 98]], "truncate_prompt_tokens": -1 });
+    assert_eq!(answer(tokens).await, expected("ab", Pooling::Last));
+}
+
+#[tokio::test]
+async fn wrong_requests_name_field_and_input() {
+    let rig = Rig::new(setup(Pooling::Last));
+    let long = "x".repeat(1025);
+    let cases = [
+        (json!({}), "input", "missing field"),
+        (json!({ "input": [] }), "input", "input[0]: the prompt is empty"),
+        (
+            json!({ "input": ["a", ""] }),
+            "input",
+            "input[1]: the prompt is empty",
+        ),
+        (json!({ "input": { "a": 1 } }), "input", "expected a string"),
+        (json!({ "input": ["a", "b", long] }), "input", "input[2]: "),
+        (
+            json!({ "input": [[1], [257]] }),
+            "input",
+            "input[1]: token id 257",
+        ),
+        (json!({ "input": vec!["a"; 2049] }), "input", "holds 2049 texts"),
+        (
+            json!({ "input": "a", "dimensions": 0 }),
+            "dimensions",
+            "between 1 and 16",
+        ),
+        (json!({ "input": "a", "dimensions": 5 }), "dimensions", "[4]"),
+        (
+            json!({ "input": "a", "encoding_format": "binary" }),
+            "encoding_format",
+            "binary",
+        ),
+        (
+            json!({ "input": "a", "truncate_prompt_tokens": 0 }),
+            "truncate_prompt_tokens",
+            "between 1 and 1024",
+        ),
+        (
+            json!({ "input": "a", "messages": [] }),
+            "messages",
+            "not supported",
+        ),
+        (json!({ "input": "a", "inputs": "b" }), "inputs", "unknown field"),
+    ];
+    for (body, param, message) in cases {
+        let answer = rig.post(EMBEDDINGS, body.clone()).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{body}");
+        let error: Value = serde_json::from_str(&answer.text).unwrap();
+        assert_eq!(error["error"]["param"], json!(param), "{}", answer.text);
+        let said = error["error"]["message"].as_str().unwrap();
+        assert!(said.contains(message), "{said} does not say {message}");
+    }
+    assert_eq!(
+        rig.state.engine().stats().submitted,
+        0,
+        "all are found wrong before any is computed"
+    );
+}
+
+#[tokio::test]
+async fn each_kind_of_model_says_where_it_is_to_be_asked() {
+    let embedder = Rig::new(setup(Pooling::Mean));
+    for (path, body) in [(CHAT, chat("x")), (COMPLETIONS, json!({ "prompt": "x" }))] {
+        let answer = embedder.post(path, body).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{}", answer.text);
+        assert!(answer.text.contains("ask /v1/embeddings"), "{}", answer.text);
+    }
+    let tokens = embedder.post("/tokenize", json!({ "prompt": "ab" })).await;
+    assert_eq!(tokens.status, StatusCode::OK);
+    let generator = Rig::new(Setup::default());
+    let answer = generator.post(EMBEDDINGS, json!({ "input": "x" })).await;
+    assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{}", answer.text);
+    assert!(answer.text.contains("--runner pooling"), "{}", answer.text);
+}
