@@ -40,6 +40,7 @@ lint:  ## Format, clippy, docs
 .PHONY: test-rust
 test-rust: $(VENV)/ready  ## Unit, property, simulation, architecture and licence tests
 	scripts/fetch-test-data
+	scripts/fetch-tool-calls
 	scripts/fetch-default-model >/dev/null
 	$(PYTHON) scripts/render-templates
 	cargo test --locked --workspace

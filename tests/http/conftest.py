@@ -132,7 +132,7 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sim(start):
-    """A simulated model with room for everybody."""
+    """A simulated model with room for everybody. Where a prompt holds `<say>text</say>`, it answers with that text."""
     with start("sim", "--max-model-len", "4096", "--served-model-name", "sim", "simulated") as server:
         yield server
 

@@ -326,7 +326,7 @@ def test_wrong_values_are_named(sim, path, field, value):
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0]"),
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-        (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"messages": HELLO, "modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"messages": HELLO, "audio": {"voice": "x"}}, "audio"),

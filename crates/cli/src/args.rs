@@ -1,5 +1,6 @@
 //! The command line. Flags that vLLM has carry vLLM's names and meaning.
 
+mod chat;
 mod pooling;
 
 use std::path::PathBuf;
@@ -14,6 +15,7 @@ use crate::bench::{LatencyArgs, ServeBenchArgs, ThroughputArgs};
 use crate::bytes::Bytes;
 use crate::device::DeviceChoice;
 use crate::selftest::SelftestArgs;
+pub use chat::ChatArgs;
 
 pub use pooling::{HfOverrides, PoolerConfig, PoolingArgs, RunnerKind};
 
@@ -93,6 +95,9 @@ pub struct ServeArgs {
     /// The API.
     #[command(flatten)]
     pub server: ServerArgs,
+    /// What chats are made of.
+    #[command(flatten)]
+    pub chat: ChatArgs,
 }
 
 /// `plimsoll profile`.

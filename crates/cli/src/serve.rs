@@ -161,6 +161,7 @@ fn prepare(
         id: names.remove(0),
         aliases: names,
         tokenizer,
+        answers: args.chat.answer_style(template.as_ref()),
         template,
         eos_token_ids,
         defaults: given.defaults.unwrap_or_else(|| defaults_of(&generation)),

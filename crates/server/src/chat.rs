@@ -1,28 +1,24 @@
 //! `/v1/chat/completions`.
 
-use std::sync::Arc;
-
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use plimsoll_text::Tokenizer;
-use serde::Serialize;
 
 use crate::body::Body;
+use crate::conversation::{self, Answer, Conversation, Delta, End, EndReason, Prompt, ToolCall, Update};
 use crate::error::ApiError;
-use crate::generate::{Job, Piece, TokenLogprobs, blocking, collect};
+use crate::generate::TokenLogprobs;
 use crate::openapi::Errors;
-use crate::prompt;
-use crate::respond::{Chunks, FINGERPRINT, Identity, stream};
+use crate::respond::{self, FINGERPRINT, Identity, Wording, Written, data, done};
 use crate::state::AppState;
-use crate::structured;
+use crate::tools;
 use crate::wire::chat::{
-    ChatAnswer, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatFields, ChatLogprob,
-    ChatLogprobs, ChatRequest, ChatTokenLogprob, Delta,
+    ChatAnswer, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatFields,
+    ChatFunctionCall, ChatFunctionDelta, ChatLogprob, ChatLogprobs, ChatRequest, ChatTokenLogprob,
+    ChatToolCall, ChatToolCallDelta,
 };
-use crate::wire::common::{Usage, finish_reason};
-
-const PROMPT: &str = "messages";
+use crate::wire::common::Usage;
 
 /// Chat
 ///
@@ -53,50 +49,55 @@ pub(crate) async fn handle(
     let ChatRequest {
         common,
         structured,
-        prompt,
+        mut prompt,
         own,
     } = request;
     state.check_model(common.model.as_deref())?;
-    let include_usage = common.include_usage()?;
+    let (stream, include_usage) = (common.stream, common.include_usage()?);
     let logprobs = own.logprobs_per_token()?;
-    let mut job = Job::new(&state, &common, logprobs, PROMPT)?;
-    job.grammar = structured::compile(&state, structured.grammar()?).await?;
-    let model = Arc::clone(state.model());
-    let tokens = blocking(move || prompt::chat(&model, &prompt, false)).await?;
-    job.max_tokens = own
-        .max_completion_tokens
-        .or(common.max_tokens)
-        .or_else(|| state.default_max_tokens(&tokens));
-    job.prompts = vec![tokens];
-
+    own.check_legacy()?;
+    let parallel = own.parallel_tool_calls.unwrap_or(true);
+    let tools = tools::read(prompt.tools.take(), own.tool_choice, parallel)?;
+    let conversation = Conversation {
+        prompt: Prompt {
+            tools,
+            ..prompt.into_prompt()?
+        },
+        include_reasoning: own.include_reasoning.unwrap_or(true),
+        max_tokens: own.max_completion_tokens.or(common.max_tokens),
+        logprobs,
+        structure: structured.grammar()?,
+        common,
+    };
+    let answers = conversation::open(&state, conversation).await?;
     let identity = Identity::new("chatcmpl", &state);
     let tokenizer = state.model().tokenizer.clone();
-    let n = job.n;
-    let choices = job.submit(&state)?;
-    if common.stream {
+    if stream {
         let chunks = ChatChunks {
             identity,
             tokenizer,
             logprobs: logprobs.is_some(),
             include_usage,
-            begun: vec![false; n],
+            usage: Usage::default(),
+            begun: vec![false; answers.len()],
         };
-        return Ok(stream(&state, choices, chunks, include_usage));
+        return Ok(respond::stream(&state, answers.updates(), chunks));
     }
-    let pieces = collect(choices).await?;
-    let usage = pieces
+    let answers = answers.whole().await?;
+    let usage = answers
         .iter()
-        .fold(Usage::default(), |sum, piece| sum.plus(&piece.usage));
-    let choices = pieces
+        .fold(Usage::default(), |sum, answer| sum.plus(&answer.end.usage));
+    let choices = answers
         .into_iter()
-        .map(|piece| choice(piece, logprobs.is_some(), &tokenizer))
-        .collect::<Result<_, _>>();
+        .enumerate()
+        .map(|(index, answer)| choice(index, answer, logprobs.is_some(), &tokenizer))
+        .collect();
     let completion = ChatCompletion {
         id: &identity.id,
         object: "chat.completion",
         created: identity.created,
         model: &identity.model,
-        choices: choices?,
+        choices,
         usage,
         system_fingerprint: FINGERPRINT,
     };
@@ -104,6 +105,29 @@ pub(crate) async fn handle(
 }
 
 impl ChatFields {
+    /// OpenAI's way before `tools`.
+    fn check_legacy(&self) -> Result<(), ApiError> {
+        let unsupported = |field: &str, hint| {
+            Err(ApiError::Unsupported {
+                field: field.to_owned(),
+                hint: Some(hint),
+            })
+        };
+        if self
+            .functions
+            .as_ref()
+            .is_some_and(|functions| !functions.is_empty())
+        {
+            return unsupported("functions", "send tools");
+        }
+        match &self.function_call {
+            Some(choice) if choice != "none" && choice != "auto" => {
+                unsupported("function_call", "send tool_choice")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// How many of the likeliest tokens to report, if logprobs are asked for.
     fn logprobs_per_token(&self) -> Result<Option<u32>, ApiError> {
         match (self.logprobs, self.top_logprobs) {
@@ -117,20 +141,85 @@ impl ChatFields {
     }
 }
 
-fn choice(piece: Piece, logprobs: bool, tokenizer: &Tokenizer) -> Result<ChatChoice, ApiError> {
-    let reason = piece
-        .finish
-        .ok_or_else(|| ApiError::Internal("a choice has no end".into()))?;
-    Ok(ChatChoice {
-        index: piece.index,
+fn choice(index: usize, mut answer: Answer, logprobs: bool, tokenizer: &Tokenizer) -> ChatChoice {
+    let content = answer.take_content();
+    let reasoning = (!answer.reasoning.is_empty()).then_some(answer.reasoning);
+    ChatChoice {
+        index,
         message: ChatAnswer {
             role: "assistant",
-            content: piece.text,
+            content,
             refusal: None,
+            reasoning_content: reasoning.clone(),
+            reasoning,
+            tool_calls: answer.tool_calls.into_iter().map(ChatToolCall::from).collect(),
         },
-        logprobs: logprobs.then(|| self::logprobs(&piece.logprobs, tokenizer)),
-        finish_reason: finish_reason(reason),
-    })
+        logprobs: logprobs.then(|| self::logprobs(&answer.logprobs, tokenizer)),
+        finish_reason: finish_reason(answer.end.reason),
+    }
+}
+
+impl From<ToolCall> for ChatToolCall {
+    fn from(call: ToolCall) -> Self {
+        Self {
+            id: call.id,
+            r#type: FUNCTION,
+            function: ChatFunctionCall {
+                name: call.name,
+                arguments: call.arguments,
+            },
+        }
+    }
+}
+
+impl From<Delta> for ChatDelta {
+    fn from(delta: Delta) -> Self {
+        let call = |call| Self {
+            tool_calls: Some(vec![call]),
+            ..Self::default()
+        };
+        match delta {
+            Delta::Content(text) => Self {
+                content: Some(text),
+                ..Self::default()
+            },
+            Delta::Reasoning(text) => Self {
+                reasoning_content: Some(text.clone()),
+                reasoning: Some(text),
+                ..Self::default()
+            },
+            Delta::ToolCall { index, id, name } => call(ChatToolCallDelta {
+                index,
+                id: Some(id),
+                r#type: Some(FUNCTION),
+                function: ChatFunctionDelta {
+                    name: Some(name),
+                    arguments: String::new(),
+                },
+            }),
+            Delta::ToolArguments { index, fragment } => call(ChatToolCallDelta {
+                index,
+                id: None,
+                r#type: None,
+                function: ChatFunctionDelta {
+                    name: None,
+                    arguments: fragment,
+                },
+            }),
+        }
+    }
+}
+
+/// The one kind of tool.
+const FUNCTION: &str = "function";
+
+/// OpenAI's word for why a choice ended.
+fn finish_reason(reason: EndReason) -> &'static str {
+    match reason {
+        EndReason::Stop => "stop",
+        EndReason::Length => "length",
+        EndReason::ToolCalls => "tool_calls",
+    }
 }
 
 fn logprobs(tokens: &[TokenLogprobs], tokenizer: &Tokenizer) -> ChatLogprobs {
@@ -162,6 +251,8 @@ struct ChatChunks {
     tokenizer: Tokenizer,
     logprobs: bool,
     include_usage: bool,
+    /// Of the choices that ended.
+    usage: Usage,
     /// Choices whose role has been told.
     begun: Vec<bool>,
 }
@@ -179,7 +270,7 @@ impl ChatChunks {
         }
     }
 
-    fn delta(&self, index: usize, delta: Delta) -> ChatChunkChoice {
+    fn delta(&self, index: usize, delta: ChatDelta) -> ChatChunkChoice {
         ChatChunkChoice {
             index,
             delta,
@@ -189,37 +280,44 @@ impl ChatChunks {
     }
 }
 
-impl Chunks for ChatChunks {
-    fn chunks(&mut self, piece: Piece) -> Vec<impl Serialize + Send> {
-        let index = piece.index;
-        let mut chunks = Vec::new();
+impl Wording for ChatChunks {
+    type Item = Update;
+
+    fn word(&mut self, update: Update) -> Vec<Written> {
+        let index = update.choice;
+        let mut choices = Vec::new();
         if !std::mem::replace(&mut self.begun[index], true) {
-            let delta = Delta {
+            let delta = ChatDelta {
                 role: Some("assistant"),
                 content: Some(String::new()),
+                ..ChatDelta::default()
             };
-            chunks.push(self.chunk(vec![self.delta(index, delta)], None));
+            choices.push(self.delta(index, delta));
         }
-        if !piece.text.is_empty() || !piece.logprobs.is_empty() {
-            let mut choice = self.delta(
-                index,
-                Delta {
-                    role: None,
-                    content: Some(piece.text),
-                },
-            );
-            choice.logprobs = self.logprobs.then(|| logprobs(&piece.logprobs, &self.tokenizer));
-            chunks.push(self.chunk(vec![choice], None));
-        }
-        if let Some(reason) = piece.finish {
-            let mut choice = self.delta(index, Delta::default());
+        let first = choices.len();
+        choices.extend(
+            update
+                .deltas
+                .into_iter()
+                .map(|delta| self.delta(index, delta.into())),
+        );
+        if let Some(End { reason, usage, .. }) = update.end {
+            self.usage = self.usage.plus(&usage);
+            let mut choice = self.delta(index, ChatDelta::default());
             choice.finish_reason = Some(finish_reason(reason));
-            chunks.push(self.chunk(vec![choice], None));
+            choices.push(choice);
         }
-        chunks
+        if let Some(choice) = choices.get_mut(first).filter(|_| self.logprobs) {
+            choice.logprobs = Some(logprobs(&update.logprobs, &self.tokenizer));
+        }
+        let chunk = |choice| data(&self.chunk(vec![choice], None));
+        choices.into_iter().map(chunk).collect()
     }
 
-    fn usage(&self, usage: Usage) -> impl Serialize + Send {
-        self.chunk(Vec::new(), Some(usage))
+    fn end(&mut self) -> Vec<Written> {
+        let usage = self
+            .include_usage
+            .then(|| data(&self.chunk(Vec::new(), Some(self.usage))));
+        usage.into_iter().chain([done()]).collect()
     }
 }

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
 use plimsoll_core::TokenId;
 use plimsoll_text::Tokenizer;
-use serde::Serialize;
 use serde_json::{Map, json};
 
 use crate::body::Body;
 use crate::chat::LOWEST_LOGPROB;
 use crate::error::ApiError;
-use crate::generate::{Job, Piece, TokenLogprobs, blocking, collect};
+use crate::generate::{Job, Piece, TokenLogprobs, blocking, collect, merge};
 use crate::openapi::Errors;
 use crate::prompt;
-use crate::respond::{Chunks, FINGERPRINT, Identity, stream};
+use crate::respond::{FINGERPRINT, Identity, Wording, Written, data, done, stream};
 use crate::state::AppState;
 use crate::structured;
 use crate::wire::common::{Usage, finish_reason};
@@ -106,13 +106,15 @@ pub(crate) async fn handle(
         tokenizer,
         logprobs: logprobs.is_some(),
         include_usage,
+        usage: Usage::default(),
         offsets: vec![0; prompts.len() * n],
         // Each choice begins with its prompt, if that was asked for.
         echo: echo.into_iter().flat_map(|text| vec![text; n]).collect(),
     };
     let choices = job.submit(&state)?;
     if common.stream {
-        return Ok(stream(&state, choices, shape, include_usage));
+        let pieces = merge(choices).map(|piece| Ok(piece?));
+        return Ok(stream(&state, pieces, shape));
     }
     let pieces = collect(choices).await?;
     let usage = pieces
@@ -128,6 +130,8 @@ struct Shape {
     tokenizer: Tokenizer,
     logprobs: bool,
     include_usage: bool,
+    /// Of the choices that ended.
+    usage: Usage,
     /// Characters of each choice so far.
     offsets: Vec<usize>,
     /// Text with which each choice still has to begin; empty without `echo`.
@@ -205,13 +209,19 @@ impl Shape {
     }
 }
 
-impl Chunks for Shape {
-    fn chunks(&mut self, piece: Piece) -> Vec<impl Serialize + Send> {
+impl Wording for Shape {
+    type Item = Piece;
+
+    fn word(&mut self, piece: Piece) -> Vec<Written> {
+        self.usage = self.usage.plus(&piece.usage);
         let choice = self.choice(piece);
-        vec![self.completion(vec![choice], None)]
+        vec![data(&self.completion(vec![choice], None))]
     }
 
-    fn usage(&self, usage: Usage) -> impl Serialize + Send {
-        self.completion(Vec::new(), Some(usage))
+    fn end(&mut self) -> Vec<Written> {
+        let usage = self
+            .include_usage
+            .then(|| data(&self.completion(Vec::new(), Some(self.usage))));
+        usage.into_iter().chain([done()]).collect()
     }
 }

@@ -94,7 +94,6 @@ pub(crate) const ACCEPTED: &[&str] = &[
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
 ];
 
 /// Refused in chat and completions alike; most are vLLM's.
@@ -122,22 +121,14 @@ pub(crate) const UNSUPPORTED: &[Unsupported] = &[
 
 /// Refused in chat.
 pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
-    ("tools", Harmless::Empty),
-    ("tool_choice", Harmless::Word(&["none", "auto"])),
-    ("functions", Harmless::Empty),
-    ("function_call", Harmless::Word(&["none", "auto"])),
     ("audio", Harmless::Never),
     ("modalities", Harmless::Only("text")),
     ("prediction", Harmless::Never),
-    ("reasoning_effort", Harmless::Word(&["none"])),
-    ("include_reasoning", Harmless::True),
     ("verbosity", Harmless::Word(&["medium"])),
     ("web_search_options", Harmless::Never),
     ("moderation", Harmless::Never),
     ("echo", Harmless::False),
     ("add_special_tokens", Harmless::False),
-    ("continue_final_message", Harmless::False),
-    ("documents", Harmless::Empty),
     ("chat_template", Harmless::Never),
     ("mm_processor_kwargs", Harmless::Empty),
     ("media_io_kwargs", Harmless::Empty),
@@ -145,8 +136,6 @@ pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
 
 /// Refused in `/tokenize`.
 pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[
-    ("continue_final_message", Harmless::False),
-    ("tools", Harmless::Empty),
     ("chat_template", Harmless::Never),
     ("mm_processor_kwargs", Harmless::Empty),
 ];
@@ -188,7 +177,7 @@ mod tests {
     #[test]
     fn lets_the_harmless_pass() {
         let body = json!({
-            "user": "u", "tools": [], "tool_choice": "none",
+            "user": "u",
             "min_tokens": 0, "modalities": ["text"], "skip_special_tokens": true, "length_penalty": 1.0,
         });
         assert_eq!(check(body), Ok(()));
@@ -197,9 +186,8 @@ mod tests {
     #[test]
     fn names_what_it_refuses() {
         for (name, value) in [
-            ("tools", json!([{"type": "function"}])),
-            ("tool_choice", json!("required")),
-            ("tool_choice", json!({"type": "function"})),
+            ("audio", json!({})),
+            ("web_search_options", json!({})),
             ("min_tokens", json!(3)),
             ("prompt_logprobs", json!(0)),
             ("use_beam_search", json!(true)),

@@ -1,4 +1,5 @@
 use std::panic::resume_unwind;
+use std::sync::Arc;
 
 use futures::{FutureExt, Stream, StreamExt, stream};
 use plimsoll_core::{
@@ -27,6 +28,8 @@ pub(crate) struct Job {
     pub(crate) stop_token_ids: Vec<TokenId>,
     /// What each choice must be.
     pub(crate) grammar: Option<CompiledGrammar>,
+    /// Special tokens that are read as text, where others are skipped.
+    pub(crate) shown: Arc<[TokenId]>,
     /// The API field that holds the prompt, for errors.
     pub(crate) prompt_field: &'static str,
 }
@@ -59,6 +62,7 @@ impl Job {
             stop: common.stop()?,
             stop_token_ids,
             grammar: None,
+            shown: Arc::default(),
             prompt_field,
         })
     }
@@ -105,6 +109,7 @@ impl Job {
         state.metrics().per_request.submitted(self.n);
         let stop =
             StopMatcher::new(&self.stop, false).map_err(|e| ApiError::invalid("stop", e.to_string()))?;
+        let stop = (stop, Arc::from(self.stop.as_slice()));
         requests
             .into_iter()
             .enumerate()
@@ -121,6 +126,7 @@ pub(crate) struct Choice {
     events: Option<RequestStream>,
     detokenizer: Detokenizer,
     stop: StopMatcher,
+    stop_strings: Arc<[String]>,
     timer: Timer,
     /// Counted once per prompt, not once per choice.
     prompt_tokens: usize,
@@ -143,8 +149,12 @@ pub(crate) struct Piece {
     /// Which choice.
     pub(crate) index: usize,
     pub(crate) text: String,
+    /// For each token, how long `text` was when it had been taken.
+    pub(crate) ends: Vec<usize>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) finish: Option<FinishReason>,
+    /// The stop string that ended it, if one did.
+    pub(crate) stop: Option<String>,
     /// With `finish`: what the choice adds to the usage of the response.
     pub(crate) usage: Usage,
 }
@@ -154,7 +164,7 @@ impl Choice {
         state: &AppState,
         index: usize,
         job: &Job,
-        stop: &StopMatcher,
+        (stop, stop_strings): &(StopMatcher, Arc<[String]>),
         request: Request,
     ) -> Result<Self, ApiError> {
         let (prompt_len, max_tokens) = (request.prompt().len(), request.max_tokens());
@@ -169,8 +179,14 @@ impl Choice {
         Ok(Self {
             index,
             events: Some(events),
-            detokenizer: state.model().tokenizer.detokenizer(true).continuing(),
+            detokenizer: state
+                .model()
+                .tokenizer
+                .detokenizer(true)
+                .continuing()
+                .showing(Arc::clone(&job.shown)),
             stop: stop.clone(),
+            stop_strings: Arc::clone(stop_strings),
             timer,
             prompt_tokens,
             generated: 0,
@@ -187,7 +203,7 @@ impl Choice {
     }
 
     /// The next piece: one token, or as many as have arrived since the last call.
-    async fn next(&mut self) -> Option<Result<Piece, StepError>> {
+    pub(crate) async fn next(&mut self) -> Option<Result<Piece, StepError>> {
         let mut piece = Piece {
             index: self.index,
             ..Default::default()
@@ -246,28 +262,35 @@ impl Choice {
             self.scan(&text, piece, &mut finish);
             piece.text += &self.stop.flush();
         }
+        piece.ends.push(piece.text.len());
         if finish.is_some() || !piece.text.is_empty() {
             piece.logprobs.append(&mut self.held);
         }
         if let Some(reason) = finish {
-            self.events = None;
-            self.timer.finished(reason == FinishReason::Length);
-            let cached_tokens = if self.prompt_tokens > 0 {
-                self.cached_tokens.unwrap_or(0)
-            } else {
-                0
-            };
-            piece.usage = Usage::new(self.prompt_tokens, self.generated, cached_tokens);
+            piece.usage = self.end(reason);
             piece.finish = finish;
         }
+    }
+
+    /// Ends the choice, which cancels what is left of the request. What it adds to the usage of the response.
+    pub(crate) fn end(&mut self, reason: FinishReason) -> Usage {
+        if self.events.take().is_some() {
+            self.timer.finished(reason == FinishReason::Length);
+        }
+        let cached_tokens = match self.prompt_tokens {
+            0 => 0,
+            _ => self.cached_tokens.unwrap_or(0),
+        };
+        Usage::new(self.prompt_tokens, self.generated, cached_tokens)
     }
 
     /// Moves `text` through the stop strings into `piece`.
     fn scan(&mut self, text: &str, piece: &mut Piece, finish: &mut Option<FinishReason>) {
         let scanned = self.stop.push(text);
         piece.text += &scanned.text;
-        if scanned.stop.is_some() {
+        if let Some(index) = scanned.stop {
             *finish = Some(FinishReason::Stop);
+            piece.stop = self.stop_strings.get(index).cloned();
         }
     }
 }

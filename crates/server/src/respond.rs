@@ -1,19 +1,17 @@
-//! What chat and completions share in answering: identity of the response, and the stream of events.
+//! What the endpoints that generate share in answering: identity of the response, and the stream of events.
 
 use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use futures::StreamExt;
+use futures::{Stream, StreamExt};
 use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::error::ApiError;
-use crate::generate::{Choice, Piece, merge};
 use crate::state::{AppState, unix_seconds};
-use crate::wire::common::Usage;
 
 /// What OpenAI calls the configuration that answers.
 pub(crate) const FINGERPRINT: &str = concat!("plimsoll-", env!("CARGO_PKG_VERSION"));
@@ -42,23 +40,49 @@ impl Identity {
     }
 }
 
-/// Turns pieces into the chunks of one endpoint.
-pub(crate) trait Chunks: Send + 'static {
-    /// The chunks of one piece.
-    fn chunks(&mut self, piece: Piece) -> Vec<impl Serialize + Send>;
+/// An event, unless it cannot be serialized, which is a defect.
+pub(crate) type Written = Result<Event, axum::Error>;
 
-    /// The last chunk, which has no choices.
-    fn usage(&self, usage: Usage) -> impl Serialize + Send;
+/// An event without a name, as OpenAI's chat and completions have them.
+pub(crate) fn data(value: &impl Serialize) -> Written {
+    Event::default().json_data(value)
 }
 
-/// Streams the choices as server-sent events: chunks, the usage if asked for, `[DONE]`. An error in the middle becomes an
-/// event with an `error` object. A task of its own drives the generation, so that a client that reads nothing is noticed:
-/// it is cut off after a while; one that is gone is noticed at once. Both cancel the request.
-pub(crate) fn stream(
+/// OpenAI's mark of the end.
+pub(crate) fn done() -> Written {
+    Ok(Event::default().data("[DONE]"))
+}
+
+/// Words what is generated as the events of one endpoint.
+pub(crate) trait Wording: Send + 'static {
+    /// What is generated.
+    type Item: Send + 'static;
+
+    /// Events before there is anything to tell.
+    fn begin(&mut self) -> Vec<Written> {
+        Vec::new()
+    }
+
+    /// The events of one item.
+    fn word(&mut self, item: Self::Item) -> Vec<Written>;
+
+    /// Events after the last item.
+    fn end(&mut self) -> Vec<Written> {
+        vec![done()]
+    }
+
+    /// Events in place of the rest, which an error took away.
+    fn fail(&mut self, error: ApiError) -> Vec<Written> {
+        vec![data(&error.body()), done()]
+    }
+}
+
+/// Streams what is generated as server-sent events. A task of its own drives the generation, so that a client that reads
+/// nothing is noticed: it is cut off after a while; one that is gone is noticed at once. Both cancel the request.
+pub(crate) fn stream<W: Wording>(
     state: &AppState,
-    choices: Vec<Choice>,
-    mut chunks: impl Chunks,
-    include_usage: bool,
+    items: impl Stream<Item = Result<W::Item, ApiError>> + Send + 'static,
+    mut wording: W,
 ) -> Response {
     let (sender, receiver) = mpsc::channel(BUFFERED_EVENTS);
     let client = Client {
@@ -66,36 +90,8 @@ pub(crate) fn stream(
         patience: state.options().slow_client_timeout,
     };
     tokio::spawn(async move {
-        let mut usage = Usage::default();
-        let mut pieces = merge(choices);
-        loop {
-            let piece = tokio::select! {
-                piece = pieces.next() => piece,
-                () = client.sender.closed() => return,
-            };
-            match piece {
-                Some(Ok(piece)) => {
-                    usage = usage.plus(&piece.usage);
-                    for chunk in chunks.chunks(piece) {
-                        if client.send(Event::default().json_data(chunk)).await.is_none() {
-                            return;
-                        }
-                    }
-                }
-                Some(Err(error)) => {
-                    let _ = client
-                        .send(Event::default().json_data(ApiError::from(error).body()))
-                        .await;
-                    break;
-                }
-                None if include_usage => {
-                    let _ = client.send(Event::default().json_data(chunks.usage(usage))).await;
-                    break;
-                }
-                None => break,
-            }
-        }
-        let _ = client.send(Ok(Event::default().data("[DONE]"))).await;
+        // A client that is gone needs no more.
+        let _ = client.tell(items, &mut wording).await;
     });
     let events = ReceiverStream::new(receiver).map(Ok::<_, Infallible>);
     Sse::new(events).keep_alive(KeepAlive::default()).into_response()
@@ -107,22 +103,46 @@ struct Client {
 }
 
 impl Client {
-    /// `None` where there is no point in going on.
-    async fn send(&self, event: Result<Event, axum::Error>) -> Option<()> {
-        let event = match event {
-            Ok(event) => event,
-            Err(error) => {
-                tracing::error!(%error, "a chunk cannot be serialized");
-                return None;
-            }
-        };
-        match self.sender.send_timeout(event, self.patience).await {
-            Ok(()) => Some(()),
-            Err(mpsc::error::SendTimeoutError::Closed(_)) => None,
-            Err(mpsc::error::SendTimeoutError::Timeout(_)) => {
-                tracing::warn!(patience = ?self.patience, "a client reads nothing; its request is cancelled");
-                None
+    /// `None` where the client did not hear the end.
+    async fn tell<W: Wording>(
+        &self,
+        items: impl Stream<Item = Result<W::Item, ApiError>>,
+        wording: &mut W,
+    ) -> Option<()> {
+        let mut items = std::pin::pin!(items);
+        self.send(wording.begin()).await?;
+        loop {
+            let item = tokio::select! {
+                item = items.next() => item,
+                () = self.sender.closed() => return None,
+            };
+            match item {
+                Some(Ok(item)) => self.send(wording.word(item)).await?,
+                Some(Err(error)) => return self.send(wording.fail(error)).await,
+                None => return self.send(wording.end()).await,
             }
         }
+    }
+
+    /// `None` where there is no point in going on.
+    async fn send(&self, events: Vec<Written>) -> Option<()> {
+        for event in events {
+            let event = match event {
+                Ok(event) => event,
+                Err(error) => {
+                    tracing::error!(%error, "an event cannot be serialized");
+                    return None;
+                }
+            };
+            match self.sender.send_timeout(event, self.patience).await {
+                Ok(()) => {}
+                Err(mpsc::error::SendTimeoutError::Closed(_)) => return None,
+                Err(mpsc::error::SendTimeoutError::Timeout(_)) => {
+                    tracing::warn!(patience = ?self.patience, "a client reads nothing; its request is cancelled");
+                    return None;
+                }
+            }
+        }
+        Some(())
     }
 }

@@ -7,7 +7,7 @@ use axum::http::HeaderValue;
 use plimsoll_core::{Meters, TokenId};
 use plimsoll_engine::EngineHandle;
 use plimsoll_text::grammar::GrammarCompiler;
-use plimsoll_text::{ChatTemplate, Tokenizer};
+use plimsoll_text::{ChatTemplate, ReasoningFormat, Tokenizer, ToolFormat};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::Value;
@@ -28,12 +28,48 @@ pub struct ModelInfo {
     pub tokenizer: Tokenizer,
     /// Messages to text; without it there are only completions.
     pub template: Option<ChatTemplate>,
+    /// How its answers are taken apart.
+    pub answers: AnswerStyle,
     /// Tokens that end generation unless the request says `ignore_eos`.
     pub eos_token_ids: Vec<TokenId>,
     /// What a request gets that does not say.
     pub defaults: GenerationDefaults,
     /// How it makes vectors, where it is served for embeddings: it generates no text then.
     pub embedding: Option<EmbeddingInfo>,
+}
+
+/// How a model's answers are taken apart into reasoning, content and calls of tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AnswerStyle {
+    /// How it writes calls; where nobody knows, tools are refused unless one must be called, which a grammar enforces.
+    pub tools: Option<ToolFormat>,
+    /// How it marks reasoning, if it reasons.
+    pub reasoning: Option<ReasoningFormat>,
+    /// Requests may leave it to the model whether it calls a tool.
+    pub auto_tool_choice: bool,
+}
+
+impl AnswerStyle {
+    /// What the chat template shows. Models whose template knows no tools are told of them in a system message.
+    pub fn detect(template: Option<&ChatTemplate>) -> Self {
+        let tools = template.and_then(|template| match template.takes_tools() {
+            true => ToolFormat::detect(template.tool_source()),
+            false => Some(ToolFormat::Json),
+        });
+        Self {
+            tools,
+            reasoning: template.and_then(|template| ReasoningFormat::detect(template.source())),
+            auto_tool_choice: true,
+        }
+    }
+
+    /// The special tokens that mark parts of answers: they are read as text.
+    fn marks(&self, tokenizer: &Tokenizer) -> Arc<[TokenId]> {
+        let tools = self.tools.map(ToolFormat::marks).unwrap_or_default();
+        let reasoning = self.reasoning.map(|format| format.marks().as_slice());
+        let marks = tools.iter().chain(reasoning.unwrap_or_default());
+        marks.filter_map(|mark| tokenizer.special_token(mark)).collect()
+    }
 }
 
 /// Sampling defaults of the model (`generation_config.json`); absent ones are the API's.
@@ -117,6 +153,7 @@ struct Inner {
     memory: Arc<dyn Memory>,
     options: ServerOptions,
     metrics: Metrics,
+    answer_marks: Arc<[TokenId]>,
     seeds: Mutex<StdRng>,
     large_bodies: Arc<Semaphore>,
     grammars: Arc<GrammarCompiler>,
@@ -144,6 +181,7 @@ impl AppState {
         let metrics = Metrics::new(&model.id, engine.limits().max_model_len);
         let grammars = GrammarCompiler::new(model.tokenizer.clone(), &model.eos_token_ids);
         let cores = available_parallelism().map_or(1, usize::from);
+        let answer_marks = model.answers.marks(&model.tokenizer);
         let model = Arc::new(model);
         let seeds = Mutex::new(
             options
@@ -156,6 +194,7 @@ impl AppState {
             memory,
             options,
             metrics,
+            answer_marks,
             seeds,
             large_bodies: Arc::new(Semaphore::new(1)),
             grammars: Arc::new(grammars),
@@ -193,6 +232,11 @@ impl AppState {
 
     pub(crate) fn metrics(&self) -> &Metrics {
         &self.0.metrics
+    }
+
+    /// Special tokens that mark parts of answers.
+    pub(crate) fn answer_marks(&self) -> &Arc<[TokenId]> {
+        &self.0.answer_marks
     }
 
     /// A seed for a request that brings none.

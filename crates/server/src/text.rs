@@ -9,8 +9,8 @@ use crate::body::Body;
 use crate::error::ApiError;
 use crate::generate::blocking;
 use crate::openapi::Errors;
-use crate::prompt;
 use crate::state::AppState;
+use crate::tools;
 use crate::wire::tokenize::{DetokenizeRequest, Detokenized, TokenizeInput, TokenizeRequest, Tokenized};
 
 /// Tokenize
@@ -37,8 +37,12 @@ pub(crate) async fn tokenize(
             TokenizeInput::Prompt(text) => model
                 .tokenizer
                 .encode(&text, own.add_special_tokens.unwrap_or(true))?,
-            TokenizeInput::Chat(chat) => {
-                prompt::chat(&model, &chat, own.add_special_tokens.unwrap_or(false))?
+            TokenizeInput::Chat(mut chat) => {
+                let tools = tools::read(chat.tools.take(), None, true)?;
+                let mut prompt = chat.into_prompt()?;
+                prompt.tools = tools;
+                prompt.add_special_tokens = own.add_special_tokens.unwrap_or(false);
+                prompt.tokens(&model)?
             }
         };
         let token_strs = own.return_token_strs.then(|| {

@@ -61,6 +61,7 @@ pub struct SimExecutor {
 struct Slot {
     before: Context,
     after: Context,
+    token: TokenId,
 }
 
 #[derive(Debug)]
@@ -218,6 +219,7 @@ impl SimExecutor {
             self.slots[slot] = Slot {
                 before: context,
                 after,
+                token,
             };
             context = after;
             if let Some(score) = run.score.as_ref().filter(|score| score.rows().contains(&row)) {
@@ -244,7 +246,9 @@ impl SimExecutor {
                 run.request, spec.index
             ));
         }
-        Ok(Some(self.config.model.sample(context, spec, mask)))
+        let model = &self.config.model;
+        let token_at = |position| self.slots[self.slot(run, position)].token;
+        Ok(Some(model.say(context, spec, mask, token_at)))
     }
 
     /// The context up to the run, after making sure that each earlier slot continues the one before it.
@@ -257,7 +261,7 @@ impl SimExecutor {
         }
         let mut context = Context::EMPTY;
         for position in 0..run.start {
-            let Slot { before, after } = self.slots[self.slot(run, position)];
+            let Slot { before, after, .. } = self.slots[self.slot(run, position)];
             if before != context {
                 return Err(format!(
                     "the KV of {} at {position} belongs to another context",
@@ -313,6 +317,7 @@ pub(crate) fn garbage(score: &ScoreSpec) -> Vec<PromptLogprob> {
 const GARBAGE: Slot = Slot {
     before: Context::GARBAGE,
     after: Context::GARBAGE,
+    token: 0,
 };
 
 impl Executor for SimExecutor {

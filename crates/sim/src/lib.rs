@@ -5,6 +5,7 @@ mod device;
 mod executor;
 mod harness;
 mod model;
+mod quote;
 mod ranks;
 mod workload;
 

@@ -3,16 +3,29 @@ use plimsoll_core::{
     TokenId, TokenLogprob,
 };
 
-/// All tokens up to some position, as one number: what a KV slot of the simulated device holds.
+use crate::quote::Quote;
+
+/// All tokens up to some position, as one number: what a KV slot of the simulated device holds. Beside it stands where the
+/// text asks to be quoted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Context(u64);
+pub struct Context {
+    hash: u64,
+    quote: Quote,
+}
 
 impl Context {
     /// No token yet.
-    pub const EMPTY: Self = Self(0x706c_696d_736f_6c6c);
+    pub const EMPTY: Self = Self::new(0x706c_696d_736f_6c6c);
 
     /// What no sequence of tokens leads to, but by chance.
-    pub(crate) const GARBAGE: Self = Self(0);
+    pub(crate) const GARBAGE: Self = Self::new(0);
+
+    const fn new(hash: u64) -> Self {
+        Self {
+            hash,
+            quote: Quote::NONE,
+        }
+    }
 
     /// The context after `tokens`.
     pub fn of(tokens: &[TokenId]) -> Self {
@@ -23,12 +36,15 @@ impl Context {
 
     /// This context with one more token.
     pub fn then(self, token: TokenId) -> Self {
-        Self(mix(self.0 ^ (u64::from(token) + 1)))
+        Self {
+            hash: mix(self.hash ^ (u64::from(token) + 1)),
+            quote: self.quote.then(token),
+        }
     }
 
     /// A number that looks random.
     pub(crate) fn draw(self) -> u64 {
-        mix(self.0)
+        mix(self.hash)
     }
 }
 
@@ -59,7 +75,8 @@ impl SimModel {
         }
     }
 
-    /// Speaks printable bytes, and [`Self::END`] now and then: for serving with a byte tokenizer.
+    /// Speaks printable bytes, and [`Self::END`] now and then: for serving with a byte tokenizer. Asked by a prompt that holds
+    /// `<say>some text</say>`, it says that text (the last such), so that tests of what is made of answers can choose them.
     pub fn text() -> Self {
         Self {
             vocab_size: Self::END as usize + 1,
@@ -77,7 +94,7 @@ impl SimModel {
     /// a token; logprobs are made up.
     pub fn sample(&self, context: Context, spec: &SampleSpec, mask: Option<&[u32]>) -> Sampled {
         let params = &spec.params;
-        let mut draw = mix(context.0 ^ mix(spec.index as u64 + 1) ^ fingerprint(params));
+        let mut draw = mix(context.hash ^ mix(spec.index as u64 + 1) ^ fingerprint(params));
         if !params.is_greedy() {
             draw = mix(draw ^ spec.seed);
         }
@@ -113,13 +130,38 @@ impl SimModel {
         } else {
             token = forced[(draw % forced.len() as u64) as usize].0;
         }
+        self.sampled(token, params)
+    }
+
+    /// The token after `context`: that of the text it asks for, which stands at some position, if it asks and the mask allows
+    /// it; else as [`Self::sample`] has it.
+    pub fn say(
+        &self,
+        context: Context,
+        spec: &SampleSpec,
+        mask: Option<&[u32]>,
+        token_at: impl FnOnce(usize) -> TokenId,
+    ) -> Sampled {
+        let span = context.quote.last.filter(|_| !self.alphabet.is_empty());
+        let wanted = span.map(|span| match span.start as usize + spec.index {
+            position if position < span.end as usize => token_at(position),
+            _ => Self::END,
+        });
+        match wanted.filter(|&token| is_allowed(mask, token)) {
+            Some(token) => self.sampled(token, &spec.params),
+            None => self.sample(context, spec, mask),
+        }
+    }
+
+    /// `token` with the logprobs that were asked for.
+    fn sampled(&self, token: TokenId, params: &SamplingParams) -> Sampled {
         let logprobs = params.logprobs().map(|k| self.logprobs(token, k));
         Sampled { token, logprobs }
     }
 
     /// The row behind the last norm of the last token of `context`: short fractions, whose sums are exact.
     pub fn row(context: Context) -> [f64; Self::WIDTH] {
-        let mut draw = context.0;
+        let mut draw = context.hash;
         std::array::from_fn(|_| {
             draw = mix(draw);
             (draw % 2049) as f64 / 1024.0 - 1.0
@@ -139,7 +181,7 @@ impl SimModel {
     /// How likely `token` is after `context`, which makes another token the likeliest each time.
     pub fn score(&self, context: Context, token: TokenId, k: usize) -> PromptLogprob {
         let vocab = self.vocab_size;
-        let likeliest = self.token(mix(context.0));
+        let likeliest = self.token(mix(context.hash));
         let worse = (token as usize + vocab - likeliest as usize) % vocab;
         PromptLogprob {
             token,
@@ -218,9 +260,9 @@ pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReaso
             constrained,
         };
         guide.fill(&mut mask);
-        let token = model
-            .sample(context, &spec, constrained.then_some(mask.as_slice()))
-            .token;
+        let mask = constrained.then_some(mask.as_slice());
+        let token_at = |position: usize| request.prompt()[position];
+        let token = model.say(context, &spec, mask, token_at).token;
         output.push(token);
         if request.stop_token_ids().contains(&token) {
             return (output, FinishReason::Stop);

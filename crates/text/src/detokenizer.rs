@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use plimsoll_core::TokenId;
 
 use crate::Tokenizer;
@@ -8,6 +10,8 @@ use crate::Tokenizer;
 pub struct Detokenizer {
     tokenizer: Tokenizer,
     skip_special: bool,
+    /// Special tokens that are not skipped.
+    shown: Arc<[TokenId]>,
     /// The next byte is the first of a text.
     at_start: bool,
     /// Bytes not given out: the beginning of a character, at most 3 between two calls.
@@ -19,6 +23,7 @@ impl Detokenizer {
         Self {
             tokenizer,
             skip_special,
+            shown: Arc::default(),
             at_start: true,
             pending: Vec::new(),
         }
@@ -29,6 +34,13 @@ impl Detokenizer {
     #[must_use]
     pub fn continuing(mut self) -> Self {
         self.at_start = false;
+        self
+    }
+
+    /// Gives out these special tokens too, where others are skipped: they mean something to who reads the text.
+    #[must_use]
+    pub fn showing(mut self, tokens: Arc<[TokenId]>) -> Self {
+        self.shown = tokens;
         self
     }
 
@@ -49,7 +61,7 @@ impl Detokenizer {
     /// [`Detokenizer::push`] onto the end of `text`.
     pub(crate) fn push_to(&mut self, token: TokenId, text: &mut String) {
         let vocab = self.tokenizer.vocab();
-        if self.skip_special && vocab.is_special(token) {
+        if self.skip_special && vocab.is_special(token) && !self.shown.contains(&token) {
             return;
         }
         let mut bytes = vocab.bytes(token);

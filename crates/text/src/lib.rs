@@ -1,8 +1,10 @@
 //! Text in, tokens out, and back: tokenizers (`tokenizer.json`, GGUF metadata, plain bytes), incremental detokenization,
-//! stop strings, and chat templates rendered as Hugging Face transformers renders them.
+//! stop strings, chat templates rendered as Hugging Face transformers renders them, and answers taken apart into reasoning,
+//! content and calls of tools.
 //!
 //! No device code and no network: everything is a pure function of files and metadata.
 
+mod answer;
 mod detokenizer;
 mod directory;
 mod error;
@@ -14,6 +16,7 @@ mod template;
 mod tokenizer;
 mod vocab;
 
+pub use answer::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, ReasoningFormat, ToolFormat};
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use stop::{Scanned, StopMatcher};

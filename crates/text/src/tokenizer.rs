@@ -153,6 +153,15 @@ impl Tokenizer {
         self.0.vocab.is_special(id)
     }
 
+    /// The special token that is written `text`, if there is one.
+    pub fn special_token(&self, text: &str) -> Option<TokenId> {
+        // Some encoders put a space before it.
+        let tokens = self.encode(text, false).unwrap_or_default();
+        tokens
+            .into_iter()
+            .find(|&token| self.is_special(token) && self.token_bytes(token) == text.as_bytes())
+    }
+
     /// Special tokens by role, for chat templates.
     pub fn special_tokens(&self) -> &SpecialTokens {
         &self.0.special_tokens

@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 use std::time::{Duration, SystemTime};
 
-use plimsoll_text::{ChatInput, ChatTemplate, SpecialTokens, TextError};
+use plimsoll_text::{ChatInput, ChatTemplate, ReasoningFormat, SpecialTokens, TextError, ToolFormat};
 use serde_json::{Value, json};
 
 /// Templates that do not render as in Jinja2, on which conversations, and why.
@@ -126,6 +126,7 @@ fn input(conversation: &Value) -> ChatInput<'_> {
         documents: list("documents"),
         add_generation_prompt: conversation["add_generation_prompt"].as_bool().unwrap(),
         kwargs: conversation["kwargs"].as_object(),
+        ..ChatInput::default()
     }
 }
 
@@ -225,6 +226,62 @@ fn content_takes_the_shape_that_the_template_reads() {
     assert_eq!(render(text, messages.clone()).unwrap(), "[one][two\nthree][][]");
     assert_eq!(render(parts, messages.clone()).unwrap(), "[one;][two;three;][][]");
     assert_eq!(render(both, messages).unwrap(), "[one][two;three;][][]");
+}
+
+#[test]
+fn the_final_message_is_continued() {
+    let source = "{% for m in messages %}<{{ m.role }}>{{ m.content|trim }}</>{% endfor %}\
+                  {% if add_generation_prompt %}<assistant>{% endif %}";
+    let continued = |source: &str, content: Value| {
+        let messages = [
+            json!({"role": "user", "content": "a"}),
+            json!({"role": "assistant", "content": content}),
+        ];
+        template(source).render(&ChatInput {
+            messages: &messages,
+            continue_final_message: true,
+            ..Default::default()
+        })
+    };
+    assert_eq!(
+        continued(source, json!("b \n")).unwrap(),
+        "<user>a</><assistant>b \n"
+    );
+    assert_eq!(continued(source, json!("")).unwrap(), "<user>a</><assistant>");
+    let parts = json!([{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]);
+    assert_eq!(continued(source, parts).unwrap(), "<user>a</><assistant>b\nc");
+    let error = continued("{{ messages[0].content }}", json!("b")).unwrap_err();
+    assert!(
+        error.is_client_error() && error.to_string().contains("final message"),
+        "{error}"
+    );
+}
+
+/// Which of the real templates take tools, and the formats of calls and reasoning found in them.
+#[test]
+fn real_templates_tell_their_formats() {
+    let directory = common::cached("test-data/llama.cpp/templates", "scripts/fetch-test-data");
+    let special_tokens = SpecialTokens::from([
+        ("bos_token".to_owned(), "<s>".to_owned()),
+        ("eos_token".to_owned(), "</s>".to_owned()),
+    ]);
+    let mut found = String::new();
+    let mut paths: Vec<_> = fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    paths.sort();
+    for path in paths {
+        let template = ChatTemplate::new(&fs::read_to_string(&path).unwrap(), &special_tokens).unwrap();
+        let tools = match template.takes_tools() {
+            true => format!("{:?}", ToolFormat::detect(template.tool_source())),
+            false => "no tools".to_owned(),
+        };
+        let reasoning = ReasoningFormat::detect(template.source());
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        found += &format!("{name}: {tools}, {reasoning:?}\n");
+    }
+    assert_eq!(found, include_str!("formats.txt"), "{found}");
 }
 
 #[test]

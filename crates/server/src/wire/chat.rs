@@ -24,11 +24,102 @@ pub(crate) struct ChatPrompt {
     /// The conversation, oldest message first.
     #[schema(min_items = 1)]
     pub(crate) messages: Vec<Message>,
-    /// Ends the prompt with what begins an answer. Default: true.
+    /// What the model may call.
+    pub(crate) tools: Option<Vec<ChatTool>>,
+    /// Ends the prompt with what begins an answer. Default: true, unless the final message is continued.
     pub(crate) add_generation_prompt: Option<bool>,
+    /// Continues the final message in place of answering it.
+    #[serde(default)]
+    pub(crate) continue_final_message: bool,
     /// Further variables for the model's chat template.
     #[serde(default)]
     pub(crate) chat_template_kwargs: Map<String, Value>,
+    /// For templates that take documents.
+    pub(crate) documents: Option<Vec<Map<String, Value>>>,
+    /// For templates that know it, or that can switch reasoning off.
+    pub(crate) reasoning_effort: Option<ReasoningEffort>,
+}
+
+/// How much to think.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ReasoningEffort {
+    None,
+    Minimal,
+    Low,
+    Medium,
+    High,
+    Xhigh,
+}
+
+/// Something the model may call: a function.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ChatTool {
+    pub(crate) r#type: String,
+    pub(crate) function: Option<FunctionDefinition>,
+}
+
+/// A function that the model may call.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FunctionDefinition {
+    pub(crate) name: String,
+    pub(crate) description: Option<String>,
+    /// JSON schema of the arguments, which are an object; without it there are none.
+    pub(crate) parameters: Option<Map<String, Value>>,
+    /// The arguments shall follow the schema.
+    pub(crate) strict: Option<bool>,
+}
+
+/// `none`, `auto`, `required`, or what must or may be called.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[serde(
+    untagged,
+    expecting = "expected none, auto, required, or an object with a type"
+)]
+pub(crate) enum ChatToolChoice {
+    Mode(ToolMode),
+    Particular(ParticularTool),
+}
+
+/// Whether the model calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ToolMode {
+    None,
+    Auto,
+    Required,
+}
+
+/// `{"type": "function", "function": {"name": ..}}`, or `{"type": "allowed_tools", "allowed_tools": {..}}`.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ParticularTool {
+    pub(crate) r#type: String,
+    pub(crate) function: Option<FunctionName>,
+    pub(crate) allowed_tools: Option<AllowedTools>,
+}
+
+/// A function by its name.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+pub(crate) struct FunctionName {
+    pub(crate) name: String,
+}
+
+/// Those of the tools that may be called.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AllowedTools {
+    pub(crate) mode: ToolMode,
+    pub(crate) tools: Vec<AllowedTool>,
+}
+
+/// One of those that may be called.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+pub(crate) struct AllowedTool {
+    pub(crate) r#type: String,
+    pub(crate) function: Option<FunctionName>,
 }
 
 /// The fields that only chat has.
@@ -43,6 +134,14 @@ pub(crate) struct ChatFields {
     /// And those of this many of the likeliest tokens; needs `logprobs`.
     #[schema(maximum = 20)]
     pub(crate) top_logprobs: Option<u32>,
+    pub(crate) tool_choice: Option<ChatToolChoice>,
+    pub(crate) parallel_tool_calls: Option<bool>,
+    /// vLLM's: false leaves reasoning out of the answer.
+    pub(crate) include_reasoning: Option<bool>,
+    /// Older than `tools`, and refused.
+    pub(crate) functions: Option<Vec<Value>>,
+    /// Older than `tool_choice`, and refused.
+    pub(crate) function_call: Option<Value>,
 }
 
 impl Wire for ChatRequest {
@@ -80,12 +179,33 @@ pub(crate) struct Message {
     pub(crate) tool_call_id: Option<String>,
     /// Only as part of an answer sent back; a refusal has no text for the model.
     pub(crate) refusal: Option<String>,
-    pub(crate) tool_calls: Option<Vec<Value>>,
+    pub(crate) tool_calls: Option<Vec<SentToolCall>>,
+    /// What the model thought, as part of an answer sent back.
+    pub(crate) reasoning_content: Option<String>,
+    /// The same by its newer name.
+    pub(crate) reasoning: Option<String>,
     /// Part of answers of older servers, sent back by their clients.
     pub(crate) function_call: Option<Value>,
     pub(crate) audio: Option<Value>,
     #[serde(rename = "annotations")]
     pub(crate) _annotations: Option<Value>,
+}
+
+/// A call as part of an answer sent back.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+pub(crate) struct SentToolCall {
+    pub(crate) id: Option<String>,
+    pub(crate) r#type: Option<String>,
+    pub(crate) function: Option<SentFunctionCall>,
+}
+
+/// The function called, and with what.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+pub(crate) struct SentFunctionCall {
+    pub(crate) name: String,
+    /// JSON text.
+    #[serde(default)]
+    pub(crate) arguments: String,
 }
 
 /// Who speaks.
@@ -142,8 +262,52 @@ pub(crate) struct ChatChoice {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatAnswer {
     pub(crate) role: &'static str,
-    pub(crate) content: String,
+    /// Absent text is `null`.
+    pub(crate) content: Option<String>,
     pub(crate) refusal: Option<String>,
+    /// What the model thinks before it answers, by DeepSeek's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reasoning_content: Option<String>,
+    /// The same by vLLM's newer name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reasoning: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) tool_calls: Vec<ChatToolCall>,
+}
+
+/// A call the model wants made.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ChatToolCall {
+    pub(crate) id: String,
+    pub(crate) r#type: &'static str,
+    pub(crate) function: ChatFunctionCall,
+}
+
+/// The function called, and with what.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ChatFunctionCall {
+    pub(crate) name: String,
+    /// JSON text.
+    pub(crate) arguments: String,
+}
+
+/// A piece of a call: the first has everything but the arguments, the others arguments alone.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ChatToolCallDelta {
+    pub(crate) index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) r#type: Option<&'static str>,
+    pub(crate) function: ChatFunctionDelta,
+}
+
+/// What is new of the function called.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ChatFunctionDelta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) name: Option<String>,
+    pub(crate) arguments: String,
 }
 
 /// One chunk of a stream.
@@ -165,18 +329,26 @@ pub(crate) struct ChatChunk {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatChunkChoice {
     pub(crate) index: usize,
-    pub(crate) delta: Delta,
+    pub(crate) delta: ChatDelta,
     pub(crate) logprobs: Option<ChatLogprobs>,
     pub(crate) finish_reason: Option<&'static str>,
 }
 
 /// What is new in a message.
 #[derive(Debug, Default, Serialize, ToSchema)]
-pub(crate) struct Delta {
+pub(crate) struct ChatDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) content: Option<String>,
+    /// What the model thinks before it answers, by DeepSeek's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reasoning_content: Option<String>,
+    /// The same by vLLM's newer name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reasoning: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tool_calls: Option<Vec<ChatToolCallDelta>>,
 }
 
 /// Log probabilities of the answer's tokens.

@@ -36,27 +36,27 @@ pub(crate) struct Common {
     pub(crate) model: Option<String>,
     /// Flattens (above 1) or sharpens the distribution; 0 takes the likeliest token. Default: the model's, else 1.
     #[schema(minimum = 0, maximum = 100)]
-    temperature: Option<f64>,
+    pub(crate) temperature: Option<f64>,
     /// Samples among the likeliest tokens that hold this much probability together.
     #[schema(exclusive_minimum = 0, maximum = 1)]
-    top_p: Option<f64>,
+    pub(crate) top_p: Option<f64>,
     /// Samples among this many of the likeliest tokens; 0 or -1 for all.
     #[schema(minimum = -1)]
-    top_k: Option<i64>,
+    pub(crate) top_k: Option<i64>,
     /// Leaves out tokens less likely than this share of the likeliest one.
     #[schema(minimum = 0, maximum = 1)]
-    min_p: Option<f64>,
+    pub(crate) min_p: Option<f64>,
     /// Taken off the logits of tokens that were generated before.
     #[schema(minimum = -2, maximum = 2)]
-    presence_penalty: Option<f64>,
+    pub(crate) presence_penalty: Option<f64>,
     /// Taken off the logits of generated tokens as often as they were generated.
     #[schema(minimum = -2, maximum = 2)]
-    frequency_penalty: Option<f64>,
+    pub(crate) frequency_penalty: Option<f64>,
     /// Divides the logits of tokens of the prompt and the text so far; 1 changes nothing.
     #[schema(exclusive_minimum = 0, maximum = 100)]
-    repetition_penalty: Option<f64>,
+    pub(crate) repetition_penalty: Option<f64>,
     /// Added to the logits of tokens, named by their ids.
-    logit_bias: Option<BTreeMap<String, f64>>,
+    pub(crate) logit_bias: Option<BTreeMap<String, f64>>,
     /// The same seed, request and model give the same text.
     pub(crate) seed: Option<i64>,
     /// Most tokens to generate.
@@ -64,10 +64,10 @@ pub(crate) struct Common {
     pub(crate) max_tokens: Option<usize>,
     /// Choices per prompt.
     #[schema(minimum = 1, maximum = 128)]
-    n: Option<usize>,
+    pub(crate) n: Option<usize>,
     /// Strings that end the text; they are not part of it.
     #[schema(value_type = Option<OneOrMany<String>>)]
-    stop: Option<OneOrMany<String>>,
+    pub(crate) stop: Option<OneOrMany<String>>,
     /// Tokens that end the text.
     #[schema(value_type = Option<Vec<u32>>)]
     pub(crate) stop_token_ids: Option<Vec<TokenId>>,
@@ -78,13 +78,13 @@ pub(crate) struct Common {
     #[serde(default)]
     pub(crate) stream: bool,
     /// Only with `stream`.
-    stream_options: Option<StreamOptions>,
+    pub(crate) stream_options: Option<StreamOptions>,
 }
 
 /// What a stream holds besides text.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-struct StreamOptions {
+pub(crate) struct StreamOptions {
     /// A last chunk with the usage.
     include_usage: Option<bool>,
     /// Padding against side channels of the network; there is none to remove.
@@ -178,6 +178,16 @@ pub(crate) struct Usage {
     /// Both.
     pub(crate) total_tokens: usize,
     pub(crate) prompt_tokens_details: PromptTokensDetails,
+    /// Of chats.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) completion_tokens_details: Option<CompletionTokensDetails>,
+}
+
+/// What the tokens of an answer are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
+pub(crate) struct CompletionTokensDetails {
+    /// Tokens of what the model thought before it answered, marks included.
+    pub(crate) reasoning_tokens: usize,
 }
 
 /// What is known of the prompts' tokens.
@@ -194,7 +204,14 @@ impl Usage {
             completion_tokens,
             total_tokens: prompt_tokens + completion_tokens,
             prompt_tokens_details: PromptTokensDetails { cached_tokens },
+            completion_tokens_details: None,
         }
+    }
+
+    /// Says how many of the tokens are reasoning.
+    pub(crate) fn with_reasoning(mut self, reasoning_tokens: usize) -> Self {
+        self.completion_tokens_details = Some(CompletionTokensDetails { reasoning_tokens });
+        self
     }
 }
 
@@ -203,7 +220,17 @@ impl Usage {
     pub(crate) fn plus(self, other: &Self) -> Self {
         let cached = self.prompt_tokens_details.cached_tokens + other.prompt_tokens_details.cached_tokens;
         let completion = self.completion_tokens + other.completion_tokens;
-        Self::new(self.prompt_tokens + other.prompt_tokens, completion, cached)
+        let details = [self.completion_tokens_details, other.completion_tokens_details];
+        let reasoning = details
+            .into_iter()
+            .flatten()
+            .map(|details| details.reasoning_tokens)
+            .reduce(|a, b| a + b);
+        Self {
+            completion_tokens_details: reasoning
+                .map(|reasoning_tokens| CompletionTokensDetails { reasoning_tokens }),
+            ..Self::new(self.prompt_tokens + other.prompt_tokens, completion, cached)
+        }
     }
 }
 

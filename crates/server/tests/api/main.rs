@@ -11,6 +11,8 @@ mod openapi;
 mod pages;
 mod refusals;
 mod rig;
+mod tool_grammars;
+mod tools;
 
 use plimsoll_core::{Limits, Request, RequestId, RequestOptions, SamplingOptions};
 use plimsoll_sim::{SimModel, oracle};

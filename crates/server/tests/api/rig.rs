@@ -14,7 +14,7 @@ use plimsoll_core::{
 use plimsoll_engine::{EngineConfig, EngineHandle, RebuildError, StateSource};
 use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Proved, Target, profile};
 use plimsoll_server::{
-    AppState, EmbeddingInfo, GenerationDefaults, Memory, ModelInfo, ServerOptions, router,
+    AnswerStyle, AppState, EmbeddingInfo, GenerationDefaults, Memory, ModelInfo, ServerOptions, router,
 };
 use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
 use plimsoll_text::{ChatTemplate, Tokenizer};
@@ -223,6 +223,8 @@ pub(crate) struct Setup {
     pub(crate) max_model_len: usize,
     pub(crate) kv_tokens: usize,
     pub(crate) template: Option<&'static str>,
+    /// As the template shows where absent.
+    pub(crate) answers: Option<AnswerStyle>,
     pub(crate) defaults: GenerationDefaults,
     pub(crate) embedding: Option<EmbeddingInfo>,
     pub(crate) outage_patience: Duration,
@@ -240,6 +242,7 @@ impl Default for Setup {
                 "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}\
                  {% if add_generation_prompt %}<assistant>{% endif %}{{ suffix }}",
             ),
+            answers: None,
             defaults: GenerationDefaults::default(),
             embedding: None,
             outage_patience: PATIENCE,
@@ -333,12 +336,16 @@ impl Rig {
         };
         let engine = EngineHandle::spawn(proved, device, &config).unwrap();
         let tokenizer = Tokenizer::bytes();
+        let template = setup
+            .template
+            .map(|t| ChatTemplate::new(t, tokenizer.special_tokens()).unwrap());
         let model = ModelInfo {
             id: "sim".into(),
             aliases: vec!["org/sim".into()],
-            template: setup
-                .template
-                .map(|t| ChatTemplate::new(t, tokenizer.special_tokens()).unwrap()),
+            answers: setup
+                .answers
+                .unwrap_or_else(|| AnswerStyle::detect(template.as_ref())),
+            template,
             eos_token_ids: tokenizer.eos_ids().to_vec(),
             tokenizer,
             defaults: setup.defaults,

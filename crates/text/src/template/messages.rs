@@ -48,6 +48,24 @@ pub(super) fn normalize(messages: &[Value], format: ContentFormat) -> Result<Vec
         .collect()
 }
 
+/// Stands for the end of the final message's content; no text has it but by malice, which gains nothing.
+pub(super) const END: &str = "\u{2}plimsoll-end-of-final-message\u{3}";
+
+/// Appends [`END`] to the content of the final message.
+pub(super) fn mark_end(messages: &mut [Value]) {
+    let Some(content) = messages.last_mut().and_then(|message| message.get_mut("content")) else {
+        return;
+    };
+    match content {
+        Value::String(text) => text.push_str(END),
+        Value::Array(parts) => match parts.last_mut().and_then(|part| part.get_mut("text")) {
+            Some(Value::String(text)) => text.push_str(END),
+            _ => parts.push(json!({"type": "text", "text": END})),
+        },
+        _ => {}
+    }
+}
+
 fn normalize_one(index: usize, message: &Value, format: ContentFormat) -> Result<Value, TextError> {
     let wrong = |problem: String| TextError::Render(format!("messages[{index}]: {problem}"));
     let Value::Object(message) = message else {

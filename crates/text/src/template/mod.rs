@@ -17,7 +17,7 @@ use minijinja::value::{Value as JinjaValue, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
 use plimsoll_core::Metadata;
 use regex::Regex;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::{SpecialTokens, TextError, directory};
 use messages::ContentFormat;
@@ -30,8 +30,11 @@ pub type Clock = fn() -> SystemTime;
 pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
     source: Arc<str>,
+    /// What requests with tools get.
+    tool_source: Arc<str>,
     special_tokens: SpecialTokens,
     content: ContentFormat,
+    takes_tools: bool,
 }
 
 /// What to render. Objects keep the order of their keys.
@@ -45,6 +48,8 @@ pub struct ChatInput<'a> {
     pub documents: Option<&'a [Value]>,
     /// End with the beginning of the assistant's turn.
     pub add_generation_prompt: bool,
+    /// End within the final message, behind its content, so that the model continues it; no turn begins then.
+    pub continue_final_message: bool,
     /// More variables for the template (`chat_template_kwargs`), such as `enable_thinking`.
     pub kwargs: Option<&'a Map<String, Value>>,
 }
@@ -66,11 +71,11 @@ impl ChatTemplate {
             let added = environment.add_template_owned(name.clone(), source);
             added.map_err(|e| TextError::Template(describe(&e)))?;
         }
-        let source = templates
-            .iter()
-            .find(|(name, _)| name == DEFAULT)
-            .map(|(_, source)| source.as_str());
-        let source = source.ok_or_else(|| {
+        let named = |wanted: &str| {
+            let found = templates.iter().find(|(name, _)| name == wanted);
+            found.map(|(_, source)| source.as_str())
+        };
+        let source = named(DEFAULT).ok_or_else(|| {
             let names: Vec<_> = templates.iter().map(|(name, _)| name.as_str()).collect();
             TextError::Template(format!(
                 "there is no template called \"default\", only {}",
@@ -80,10 +85,13 @@ impl ChatTemplate {
         let mut template = Self {
             environment: Arc::new(environment),
             source: source.into(),
+            tool_source: named(TOOL_USE).unwrap_or(source).into(),
             special_tokens: special_tokens.clone(),
             content: ContentFormat::Text,
+            takes_tools: false,
         };
         template.content = ContentFormat::detect(&template);
+        template.takes_tools = template.shows_tools();
         Ok(template)
     }
 
@@ -139,11 +147,24 @@ impl ChatTemplate {
     /// `messages` are as OpenAI's API has them. Content is brought into the shape that this template reads, a text or a
     /// list of parts, and the arguments of tool calls are parsed, as templates expect them.
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, TextError> {
-        let messages = messages::normalize(input.messages, self.content)?;
-        self.render_as_given(&ChatInput {
+        let mut messages = messages::normalize(input.messages, self.content)?;
+        if !input.continue_final_message {
+            return self.render_as_given(&ChatInput {
+                messages: &messages,
+                ..*input
+            });
+        }
+        messages::mark_end(&mut messages);
+        let mut text = self.render_as_given(&ChatInput {
             messages: &messages,
+            add_generation_prompt: false,
             ..*input
-        })
+        })?;
+        let end = text.rfind(messages::END).ok_or_else(|| {
+            TextError::Render("it does not show the final message, which cannot be continued then".to_owned())
+        })?;
+        text.truncate(end);
+        Ok(text)
     }
 
     /// Renders `messages` exactly as given, like transformers' `apply_chat_template`.
@@ -189,6 +210,43 @@ impl ChatTemplate {
     /// The template's text.
     pub fn source(&self) -> &str {
         &self.source
+    }
+
+    /// The text of the template that requests with tools get.
+    pub fn tool_source(&self) -> &str {
+        &self.tool_source
+    }
+
+    /// Whether the template tells the model about tools.
+    pub fn takes_tools(&self) -> bool {
+        self.takes_tools
+    }
+
+    /// Whether the template reads the variable `name`, as far as its text shows.
+    pub fn mentions(&self, name: &str) -> bool {
+        let is_word = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
+        [&self.source, &self.tool_source].iter().any(|source| {
+            source.match_indices(name).any(|(at, _)| {
+                !is_word(source[..at].chars().next_back())
+                    && !is_word(source[at + name.len()..].chars().next())
+            })
+        })
+    }
+
+    /// Found out by trying, as templates do not say.
+    fn shows_tools(&self) -> bool {
+        const PROBE: &str = "plimsoll_probe";
+        let parameters = json!({"type": "object", "properties": {}, "required": []});
+        let function = json!({"name": PROBE, "description": "A probe.", "parameters": parameters});
+        let tools = [json!({"type": "function", "function": function})];
+        let messages = [json!({"role": "user", "content": "x"})];
+        let rendered = self.render(&ChatInput {
+            messages: &messages,
+            tools: Some(&tools),
+            add_generation_prompt: true,
+            ..Default::default()
+        });
+        rendered.map_or_else(|_| self.mentions("tools"), |text| text.contains(PROBE))
     }
 }
 

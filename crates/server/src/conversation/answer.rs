@@ -1,0 +1,170 @@
+//! Answers while they are generated, and whole.
+
+use futures::{Stream, StreamExt, stream};
+
+use super::reader::{Reader, Style};
+use crate::error::ApiError;
+use crate::generate::{Choice, TokenLogprobs};
+use crate::wire::common::Usage;
+
+/// What an answer gained. Tool calls come one after the other: the fragments that follow a `ToolCall` are its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Delta {
+    /// What the model thinks before it answers.
+    Reasoning(String),
+    /// The answer's text.
+    Content(String),
+    /// A tool call begins.
+    ToolCall {
+        /// Counts the calls of this answer from 0.
+        index: usize,
+        /// Made up by this server.
+        id: String,
+        /// The function's name, whole.
+        name: String,
+    },
+    /// More of the arguments of call `index`: a piece of JSON text.
+    ToolArguments { index: usize, fragment: String },
+}
+
+/// What one choice gained since its last update; its last one has `end`.
+#[derive(Debug, Default)]
+pub(crate) struct Update {
+    /// Which choice.
+    pub(crate) choice: usize,
+    pub(crate) deltas: Vec<Delta>,
+    /// Of every token that was generated, in order, also those of markup and reasoning; they come with the first delta that
+    /// holds some of their text, or with the end.
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    pub(crate) end: Option<End>,
+}
+
+/// How a choice ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct End {
+    pub(crate) reason: EndReason,
+    /// The stop string that ended it, if one did.
+    pub(crate) stop: Option<String>,
+    /// What the choice adds to the usage of the response.
+    pub(crate) usage: Usage,
+}
+
+/// Why a choice ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EndReason {
+    /// The model is done, or a stop string came.
+    Stop,
+    /// `max_tokens`, or the context is full.
+    Length,
+    /// The model is done and calls tools.
+    ToolCalls,
+}
+
+/// One choice, whole.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) reasoning: String,
+    pub(crate) content: String,
+    pub(crate) tool_calls: Vec<ToolCall>,
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    pub(crate) end: End,
+}
+
+impl Answer {
+    /// Takes the content. A text that is empty is no text beside tool calls or reasoning.
+    pub(crate) fn take_content(&mut self) -> Option<String> {
+        let content = std::mem::take(&mut self.content);
+        let alone = self.tool_calls.is_empty() && self.reasoning.is_empty();
+        (alone || !content.is_empty()).then_some(content)
+    }
+}
+
+/// A call that the model wants made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ToolCall {
+    pub(crate) id: String,
+    pub(crate) name: String,
+    /// JSON text as the model wrote it: whoever calls must check it.
+    pub(crate) arguments: String,
+}
+
+/// The answers to a conversation, `n` of them. Dropping them cancels.
+#[derive(Debug)]
+pub(crate) struct Answers {
+    readers: Vec<Reader>,
+}
+
+impl Answers {
+    pub(super) fn new(choices: Vec<Choice>, style: &Style) -> Self {
+        let readers = choices
+            .into_iter()
+            .enumerate()
+            .map(|(index, choice)| Reader::new(index, choice, style));
+        Self {
+            readers: readers.collect(),
+        }
+    }
+
+    /// Number of choices.
+    pub(crate) fn len(&self) -> usize {
+        self.readers.len()
+    }
+
+    /// Updates of all choices in the order in which they arrive; an error is the last item.
+    pub(crate) fn updates(self) -> impl Stream<Item = Result<Update, ApiError>> + Send {
+        stream::select_all(self.readers.into_iter().map(|reader| reader.updates().boxed()))
+    }
+
+    /// The choices, whole, in order. The first error ends the others.
+    pub(crate) async fn whole(self) -> Result<Vec<Answer>, ApiError> {
+        let mut parts: Vec<Partial> = (0..self.len()).map(|_| Partial::default()).collect();
+        let mut updates = std::pin::pin!(self.updates());
+        while let Some(update) = updates.next().await {
+            let update = update?;
+            parts[update.choice].add(update);
+        }
+        parts.into_iter().map(Partial::finish).collect()
+    }
+}
+
+/// An answer that is being put together.
+#[derive(Debug, Default)]
+struct Partial {
+    reasoning: String,
+    content: String,
+    tool_calls: Vec<ToolCall>,
+    logprobs: Vec<TokenLogprobs>,
+    end: Option<End>,
+}
+
+impl Partial {
+    fn add(&mut self, update: Update) {
+        for delta in update.deltas {
+            match delta {
+                Delta::Reasoning(text) => self.reasoning += &text,
+                Delta::Content(text) => self.content += &text,
+                Delta::ToolCall { id, name, .. } => self.tool_calls.push(ToolCall {
+                    id,
+                    name,
+                    arguments: String::new(),
+                }),
+                Delta::ToolArguments { index, fragment } => self.tool_calls[index].arguments += &fragment,
+            }
+        }
+        self.logprobs.extend(update.logprobs);
+        self.end = self.end.take().or(update.end);
+    }
+
+    fn finish(self) -> Result<Answer, ApiError> {
+        let end = self
+            .end
+            .ok_or_else(|| ApiError::Internal("a choice has no end".into()))?;
+        Ok(Answer {
+            reasoning: self.reasoning,
+            content: self.content,
+            tool_calls: self.tool_calls,
+            logprobs: self.logprobs,
+            end,
+        })
+    }
+}

@@ -1,0 +1,124 @@
+//! What an answer must be: a structure that the client asked for, calls that must be made, or either.
+
+use plimsoll_text::grammar::{Grammar, GrammarSpec};
+use plimsoll_text::{CallGrammar, Function, ReasoningFormat, Tokenizer, ToolFormat};
+use serde_json::{Map, Value, json};
+
+use super::Tools;
+use crate::error::ApiError;
+use crate::structured::Requested;
+
+/// Where a model that reasons stands when it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Thinking {
+    /// It does not reason, or is done.
+    Over,
+    /// It may begin.
+    Possible(ReasoningFormat),
+    /// The prompt ends within reasoning.
+    Open(ReasoningFormat),
+}
+
+impl Thinking {
+    pub(super) fn of(format: Option<ReasoningFormat>, prompt: &str) -> Self {
+        match format {
+            Some(format) if format.is_open_after(prompt) => Self::Open(format),
+            Some(format) if !format.is_over_after(prompt) => Self::Possible(format),
+            _ => Self::Over,
+        }
+    }
+
+    /// Behind what a grammar applies.
+    fn after(self) -> Option<String> {
+        match self {
+            Self::Open(format) => Some(format.marks()[1].to_owned()),
+            Self::Over | Self::Possible(_) => None,
+        }
+    }
+}
+
+/// The grammar of the answer, if it is not free. `structure` is what the client asked for, `format` how calls are written if
+/// there may be any.
+pub(super) fn of_answer(
+    tokenizer: &Tokenizer,
+    tools: &Tools,
+    format: Option<ToolFormat>,
+    thinking: Thinking,
+    structure: Option<Requested>,
+) -> Result<Option<Requested>, ApiError> {
+    let Some(format) = format else {
+        return Ok(structure.map(|mut requested| {
+            requested.grammar.after = requested.grammar.after.or_else(|| thinking.after());
+            requested
+        }));
+    };
+    let functions = tools.functions();
+    let token = |text: &str| tokenizer.special_token(text);
+    let calls = CallGrammar {
+        functions: &functions,
+        several: tools.max_calls() != Some(1),
+        is_begun: false,
+        may_think: match thinking {
+            Thinking::Possible(format) => Some(format),
+            Thinking::Over | Thinking::Open(_) => None,
+        },
+        or_json: None,
+        token: &token,
+    };
+    let requested = |calls: &CallGrammar<'_>, field, after| {
+        let grammar = Grammar {
+            after,
+            ..GrammarSpec::Lark(format.grammar(calls)).into()
+        };
+        Ok(Some(Requested { grammar, field }))
+    };
+    if tools.must_call() {
+        return requested(&calls, "tools", thinking.after());
+    }
+    if let Some(structure) = structure {
+        let (schema, strict) = json_schema(&structure)?;
+        let either = CallGrammar {
+            or_json: Some((&schema, strict)),
+            ..calls
+        };
+        return requested(&either, structure.field, thinking.after());
+    }
+    match format.opening().filter(|_| functions.iter().any(is_strict)) {
+        Some(mark) => {
+            let begun = CallGrammar {
+                is_begun: true,
+                ..calls
+            };
+            requested(&begun, "tools", Some(mark.to_owned()))
+        }
+        None => Ok(None),
+    }
+}
+
+fn is_strict(function: &Function) -> bool {
+    function.strict
+}
+
+/// The schema that a structure is: only JSON can stand beside calls.
+fn json_schema(structure: &Requested) -> Result<(Map<String, Value>, bool), ApiError> {
+    match &structure.grammar.spec {
+        GrammarSpec::JsonObject => {
+            let object = json!({ "type": "object" });
+            Ok((object.as_object().cloned().unwrap_or_default(), true))
+        }
+        GrammarSpec::JsonSchema { schema, strict } => match schema {
+            Value::Object(schema) => Ok((schema.clone(), *strict)),
+            Value::Bool(true) => Ok((Map::new(), *strict)),
+            _ => {
+                let message = format!("{}: a JSON schema is an object", structure.field);
+                Err(ApiError::invalid(structure.field, message))
+            }
+        },
+        _ => Err(ApiError::Unsupported {
+            field: structure.field.to_owned(),
+            hint: Some(
+                "beside tools that need not be called only JSON is; send tool_choice = none or required",
+            ),
+        }),
+    }
+}

@@ -1,0 +1,102 @@
+//! Conversations: what chat, responses and messages have in common behind their wire formats.
+//!
+//! An endpoint turns its request into a [`Conversation`], gets [`Answers`] from [`open`], and words the [`Update`]s in its
+//! own format, or takes the whole [`Answer`]s.
+
+mod answer;
+mod grammar;
+mod plain;
+mod prompt;
+mod reader;
+mod tools;
+
+use std::sync::Arc;
+
+use plimsoll_text::{AnswerFormat, ToolFormat};
+
+use crate::error::ApiError;
+use crate::generate::{Job, blocking};
+use crate::state::{AnswerStyle, AppState};
+use crate::structured::{self, Requested};
+use crate::wire::common::Common;
+
+pub(crate) use answer::{Answer, Answers, Delta, End, EndReason, ToolCall, Update};
+use grammar::Thinking;
+pub(crate) use prompt::{Prompt, in_field};
+use reader::Style;
+pub(crate) use tools::{Tool, ToolChoice, Tools};
+
+/// What a client wants answered, whichever endpoint it came by.
+#[derive(Debug)]
+pub(crate) struct Conversation {
+    pub(crate) prompt: Prompt,
+    /// Sampling, seed, `n`, stop strings; its `max_tokens` is not read.
+    pub(crate) common: Common,
+    /// Most tokens of each answer, reasoning included; the model's default where absent.
+    pub(crate) max_tokens: Option<usize>,
+    /// How many of the likeliest tokens to report for each token, if logprobs are asked for.
+    pub(crate) logprobs: Option<u32>,
+    /// What the answer must be, if it is not free.
+    pub(crate) structure: Option<Requested>,
+    /// Tell what the model thinks.
+    pub(crate) include_reasoning: bool,
+}
+
+/// Renders, tokenizes, checks and submits; the answers are on their way.
+pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result<Answers, ApiError> {
+    let Conversation {
+        prompt,
+        common,
+        max_tokens,
+        logprobs,
+        structure,
+        include_reasoning,
+    } = conversation;
+    let mut job = Job::new(state, &common, logprobs, prompt.field)?;
+    let model = Arc::clone(state.model());
+    let tools = tool_format(&model.answers, &prompt.tools)?;
+    let mut format = AnswerFormat {
+        reasoning: model.answers.reasoning,
+        reasoning_is_open: false,
+        tools,
+        functions: prompt.tools.functions().into(),
+        max_calls: prompt.tools.max_calls(),
+    };
+    let rendering = Arc::clone(&model);
+    let (rendered, prompt) = blocking(move || Ok((prompt.rendered(&rendering)?, prompt))).await?;
+    let thinking = Thinking::of(format.reasoning, &rendered.text);
+    format.reasoning_is_open = matches!(thinking, Thinking::Open(_));
+    let wanted = grammar::of_answer(&model.tokenizer, &prompt.tools, tools, thinking, structure)?;
+    job.grammar = structured::compile(state, wanted).await?;
+    job.max_tokens = max_tokens.or_else(|| state.default_max_tokens(&rendered.tokens));
+    job.prompts = vec![rendered.tokens];
+    job.shown = Arc::clone(state.answer_marks());
+    let style = Style {
+        format,
+        include_reasoning,
+    };
+    Ok(Answers::new(job.submit(state)?, &style))
+}
+
+/// How calls will be written, if any may be.
+fn tool_format(style: &AnswerStyle, tools: &Tools) -> Result<Option<ToolFormat>, ApiError> {
+    if !tools.may_call() {
+        return Ok(None);
+    }
+    let refused = |hint| {
+        Err(ApiError::Unsupported {
+            field: "tool_choice = auto".into(),
+            hint: Some(hint),
+        })
+    };
+    match style.tools {
+        _ if tools.must_call() => Ok(Some(style.tools.unwrap_or(ToolFormat::Json))),
+        _ if !style.auto_tool_choice => {
+            refused("it runs with --no-enable-auto-tool-choice; required and named are")
+        }
+        Some(format) => Ok(Some(format)),
+        None => refused(
+            "it does not know how this model writes calls; start it with --tool-call-parser. required and named are",
+        ),
+    }
+}

@@ -1,0 +1,149 @@
+//! From messages to the tokens of a prompt.
+
+use std::borrow::Cow;
+
+use plimsoll_core::TokenId;
+use plimsoll_text::{ChatInput, ChatTemplate, ReasoningFormat, TextError, ToolFormat};
+use serde_json::{Map, Value, json};
+
+use super::{Tools, plain};
+use crate::error::ApiError;
+use crate::state::ModelInfo;
+use crate::wire::chat::ReasoningEffort;
+
+/// Everything that makes the prompt of a conversation.
+#[derive(Debug)]
+pub(crate) struct Prompt {
+    /// As chat templates read them: `role` (system, user, assistant, tool), `content` (text), `name`, `tool_calls`,
+    /// `tool_call_id`. Checked: whatever is wrong with them is the template's own opinion.
+    pub(crate) messages: Vec<Value>,
+    /// What the model may call, and whether it must.
+    pub(crate) tools: Tools,
+    /// End with the beginning of the assistant's turn.
+    pub(crate) add_generation_prompt: bool,
+    /// End within the final message instead.
+    pub(crate) continue_final_message: bool,
+    /// More variables for the template.
+    pub(crate) template_kwargs: Map<String, Value>,
+    /// For templates that take documents.
+    pub(crate) documents: Vec<Value>,
+    /// How much to think, if the client says.
+    pub(crate) reasoning_effort: Option<ReasoningEffort>,
+    /// Add what the tokenizer puts around a plain text; templates write it themselves.
+    pub(crate) add_special_tokens: bool,
+    /// The API field that holds the conversation, for errors.
+    pub(crate) field: &'static str,
+}
+
+impl Prompt {
+    /// Of plain messages; everything else as by default.
+    pub(crate) fn new(messages: Vec<Value>, field: &'static str) -> Self {
+        Self {
+            messages,
+            tools: Tools::default(),
+            add_generation_prompt: true,
+            continue_final_message: false,
+            template_kwargs: Map::new(),
+            documents: Vec::new(),
+            reasoning_effort: None,
+            add_special_tokens: false,
+            field,
+        }
+    }
+
+    /// Renders the conversation and tokenizes it. May take long: for the blocking pool.
+    pub(crate) fn tokens(&self, model: &ModelInfo) -> Result<Vec<TokenId>, ApiError> {
+        self.rendered(model).map(|rendered| rendered.tokens)
+    }
+
+    /// [`Self::tokens`], and the text.
+    pub(crate) fn rendered(&self, model: &ModelInfo) -> Result<Rendered, ApiError> {
+        let template = model.template.as_ref().ok_or(TextError::NoChatTemplate)?;
+        if self.messages.is_empty() {
+            let message = format!("{} must not be empty", self.field);
+            return Err(ApiError::invalid(self.field, message));
+        }
+        if !self.documents.is_empty() && !template.mentions("documents") {
+            let hint = Some("this model's chat template takes none");
+            return Err(unsupported("documents", hint));
+        }
+        let kwargs = self.kwargs(template)?;
+        let tools = self.tools.as_template();
+        let told = match template.takes_tools() {
+            true => Cow::Borrowed(self.messages.as_slice()),
+            false => plain::tell(
+                &self.messages,
+                &tools,
+                model.answers.tools.unwrap_or(ToolFormat::Json),
+            ),
+        };
+        let input = ChatInput {
+            messages: &told,
+            tools: (!tools.is_empty()).then_some(tools.as_slice()),
+            documents: (!self.documents.is_empty()).then_some(self.documents.as_slice()),
+            add_generation_prompt: self.add_generation_prompt,
+            continue_final_message: self.continue_final_message,
+            kwargs: Some(&*kwargs),
+        };
+        let text = template
+            .render(&input)
+            .map_err(|error| in_field(self.field, error.into()))?;
+        let tokens = model
+            .tokenizer
+            .encode(&text, self.add_special_tokens)
+            .map_err(|error| in_field(self.field, error.into()))?;
+        Ok(Rendered { text, tokens })
+    }
+
+    /// The template's variables: those of the client, and what `reasoning_effort` means to this template.
+    fn kwargs(&self, template: &ChatTemplate) -> Result<Cow<'_, Map<String, Value>>, ApiError> {
+        let Some(effort) = self.reasoning_effort else {
+            return Ok(Cow::Borrowed(&self.template_kwargs));
+        };
+        let mut kwargs = self.template_kwargs.clone();
+        let switches = ["enable_thinking", "thinking"]
+            .into_iter()
+            .filter(|name| template.mentions(name));
+        let mut known =
+            effort == ReasoningEffort::None && ReasoningFormat::detect(template.source()).is_none();
+        if template.mentions("reasoning_effort") {
+            known = true;
+            kwargs.entry("reasoning_effort").or_insert_with(|| json!(effort));
+        }
+        for switch in switches {
+            known = true;
+            kwargs
+                .entry(switch)
+                .or_insert_with(|| json!(effort != ReasoningEffort::None));
+        }
+        match known {
+            true => Ok(Cow::Owned(kwargs)),
+            false => Err(unsupported(
+                "reasoning_effort",
+                Some("this model's chat template cannot change how much it thinks"),
+            )),
+        }
+    }
+}
+
+/// A prompt, ready.
+#[derive(Debug)]
+pub(crate) struct Rendered {
+    pub(crate) text: String,
+    pub(crate) tokens: Vec<TokenId>,
+}
+
+fn unsupported(field: &str, hint: Option<&'static str>) -> ApiError {
+    ApiError::Unsupported {
+        field: field.to_owned(),
+        hint,
+    }
+}
+
+/// Names the field in an error that names none.
+pub(crate) fn in_field(field: &str, error: ApiError) -> ApiError {
+    match error {
+        ApiError::Invalid { message, param: None } => ApiError::invalid(field, message),
+        error => error,
+    }
+}

@@ -1,0 +1,160 @@
+//! One choice, read while it is generated.
+
+use futures::{Stream, stream};
+use plimsoll_core::FinishReason;
+use plimsoll_text::{AnswerFormat, AnswerParser, Part, ToolFormat};
+use rand::Rng;
+use rand::distr::Alphanumeric;
+
+use super::{Delta, End, EndReason, Update};
+use crate::error::ApiError;
+use crate::generate::{Choice, Piece, TokenLogprobs};
+
+/// How the answers of one conversation are read.
+#[derive(Clone, Debug)]
+pub(super) struct Style {
+    pub(super) format: AnswerFormat,
+    /// Tell what the model thinks.
+    pub(super) include_reasoning: bool,
+}
+
+/// Turns the text of one choice into deltas.
+#[derive(Debug)]
+pub(super) struct Reader {
+    index: usize,
+    choice: Choice,
+    parser: AnswerParser,
+    /// Mistral's templates take ids of nine characters alone.
+    short_ids: bool,
+    include_reasoning: bool,
+    reasoning_tokens: usize,
+    /// Calls told.
+    calls: usize,
+    /// Of tokens whose text has not been told.
+    logprobs: Vec<TokenLogprobs>,
+}
+
+impl Reader {
+    pub(super) fn new(index: usize, choice: Choice, style: &Style) -> Self {
+        Self {
+            index,
+            choice,
+            parser: AnswerParser::new(&style.format),
+            short_ids: style.format.tools == Some(ToolFormat::Mistral),
+            include_reasoning: style.include_reasoning,
+            reasoning_tokens: 0,
+            calls: 0,
+            logprobs: Vec::new(),
+        }
+    }
+
+    /// Updates as they come; an error is the last item.
+    pub(super) fn updates(self) -> impl Stream<Item = Result<Update, ApiError>> + Send {
+        stream::unfold(self, |mut reader| async {
+            reader.next().await.map(|update| (update, reader))
+        })
+    }
+
+    /// The next update that has something to tell.
+    async fn next(&mut self) -> Option<Result<Update, ApiError>> {
+        loop {
+            match self.choice.next().await? {
+                Ok(piece) => {
+                    let update = self.read(piece);
+                    if !update.deltas.is_empty() || update.end.is_some() {
+                        return Some(Ok(update));
+                    }
+                }
+                Err(error) => return Some(Err(error.into())),
+            }
+        }
+    }
+
+    fn read(&mut self, piece: Piece) -> Update {
+        let mut deltas = Vec::new();
+        let mut from = 0;
+        for &to in &piece.ends {
+            let before = self.parser.in_reasoning();
+            self.tell(&piece.text[from..to], &mut deltas);
+            from = to;
+            self.reasoning_tokens += usize::from(before || self.parser.in_reasoning());
+        }
+        let mut end = piece.finish.map(|reason| End {
+            reason: match reason {
+                FinishReason::Stop | FinishReason::Complete => EndReason::Stop,
+                FinishReason::Length => EndReason::Length,
+            },
+            stop: piece.stop,
+            usage: piece.usage,
+        });
+        if self.parser.is_full() {
+            // One call was all the client wants.
+            end = Some(End {
+                reason: EndReason::Stop,
+                stop: None,
+                usage: self.choice.end(FinishReason::Stop),
+            });
+        }
+        if let Some(end) = &mut end {
+            let parts = self.parser.finish();
+            self.add(parts, &mut deltas);
+            end.usage = end.usage.with_reasoning(self.reasoning_tokens);
+            if end.reason == EndReason::Stop && self.calls > 0 {
+                end.reason = EndReason::ToolCalls;
+            }
+        }
+        self.logprobs.extend(piece.logprobs);
+        let told = end.is_some() || !deltas.is_empty();
+        Update {
+            choice: self.index,
+            deltas,
+            logprobs: if told {
+                std::mem::take(&mut self.logprobs)
+            } else {
+                Vec::new()
+            },
+            end,
+        }
+    }
+
+    fn tell(&mut self, text: &str, deltas: &mut Vec<Delta>) {
+        let parts = self.parser.push(text);
+        self.add(parts, deltas);
+    }
+
+    /// Appends deltas, as few as say the same.
+    fn add(&mut self, parts: Vec<Part>, deltas: &mut Vec<Delta>) {
+        for part in parts {
+            match (part, deltas.last_mut()) {
+                (Part::Reasoning(_), _) if !self.include_reasoning => {}
+                (Part::Reasoning(more), Some(Delta::Reasoning(text)))
+                | (Part::Content(more), Some(Delta::Content(text))) => text.push_str(&more),
+                (Part::Arguments(more), Some(Delta::ToolArguments { fragment, .. })) => {
+                    fragment.push_str(&more)
+                }
+                (Part::Reasoning(text), _) => deltas.push(Delta::Reasoning(text)),
+                (Part::Content(text), _) => deltas.push(Delta::Content(text)),
+                (Part::Call { name }, _) => {
+                    deltas.push(Delta::ToolCall {
+                        index: self.calls,
+                        id: self.call_id(),
+                        name,
+                    });
+                    self.calls += 1;
+                }
+                (Part::Arguments(fragment), _) => deltas.push(Delta::ToolArguments {
+                    index: self.calls.saturating_sub(1),
+                    fragment,
+                }),
+            }
+        }
+    }
+
+    fn call_id(&self) -> String {
+        let random = |length: usize| rand::rng().sample_iter(Alphanumeric).take(length).map(char::from);
+        match self.short_ids {
+            true => random(9).collect(),
+            false => "call_".chars().chain(random(24)).collect(),
+        }
+    }
+}

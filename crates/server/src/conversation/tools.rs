@@ -1,0 +1,156 @@
+//! Functions that a model may call.
+
+use std::collections::HashSet;
+
+use plimsoll_text::Function;
+use serde_json::{Map, Value, json};
+
+use crate::error::ApiError;
+
+/// Longest name of a function: Anthropic's limit, twice OpenAI's.
+const MAX_NAME: usize = 128;
+
+/// A function that the model may call.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Tool {
+    name: String,
+    description: Option<String>,
+    /// The JSON schema of its arguments, an object.
+    parameters: Option<Map<String, Value>>,
+    strict: bool,
+}
+
+impl Tool {
+    /// A function; `Err` says what is wrong with the definition. A `strict` one's arguments shall follow the schema.
+    pub(crate) fn new(
+        name: String,
+        description: Option<String>,
+        parameters: Option<Map<String, Value>>,
+        strict: bool,
+    ) -> Result<Self, String> {
+        let legal = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+        if name.is_empty() || name.len() > MAX_NAME || !name.chars().all(legal) {
+            return Err(format!(
+                "a function's name has 1 to {MAX_NAME} of a-z, A-Z, 0-9, underscores and dashes, not {name:?}"
+            ));
+        }
+        let kind = parameters.as_ref().and_then(|schema| schema.get("type"));
+        if kind.is_some_and(|kind| kind != "object") {
+            return Err(format!(
+                "the parameters of {name} are not the schema of an object: its `type` is not \"object\""
+            ));
+        }
+        Ok(Self {
+            name,
+            description,
+            parameters,
+            strict,
+        })
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// As chat templates know it: OpenAI's shape in chat completions, without what the client left out.
+    fn as_template(&self) -> Value {
+        let mut function = Map::new();
+        function.insert("name".into(), json!(self.name));
+        if let Some(description) = &self.description {
+            function.insert("description".into(), json!(description));
+        }
+        let parameters = self.parameters.clone();
+        let parameters =
+            parameters.map_or_else(|| json!({ "type": "object", "properties": {} }), Value::Object);
+        function.insert("parameters".into(), parameters);
+        if self.strict {
+            function.insert("strict".into(), json!(true));
+        }
+        json!({ "type": "function", "function": function })
+    }
+}
+
+/// Whether the model has to call.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum ToolChoice {
+    /// As it sees fit.
+    #[default]
+    Auto,
+    /// It must not.
+    None,
+    /// It must call one or several.
+    Required,
+    /// It must call this one.
+    Named(String),
+}
+
+/// The functions of one conversation.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Tools {
+    list: Vec<Tool>,
+    choice: ToolChoice,
+    parallel: bool,
+}
+
+impl Tools {
+    /// Checks that names are unique and that the choice can be made. `parallel`: several calls in one answer. Errors name the
+    /// fields `tools` and `tool_choice`.
+    pub(crate) fn new(list: Vec<Tool>, choice: ToolChoice, parallel: bool) -> Result<Self, ApiError> {
+        let mut names = HashSet::new();
+        if let Some(twice) = list.iter().find(|tool| !names.insert(tool.name())) {
+            let message = format!("tools: there are two functions called {}", twice.name());
+            return Err(ApiError::invalid("tools", message));
+        }
+        let possible = match &choice {
+            ToolChoice::Auto | ToolChoice::None => Ok(()),
+            ToolChoice::Required if list.is_empty() => Err("tool_choice = required needs tools".to_owned()),
+            ToolChoice::Required => Ok(()),
+            ToolChoice::Named(name) if names.contains(name.as_str()) => Ok(()),
+            ToolChoice::Named(name) => Err(format!("tool_choice names {name}, which is not among the tools")),
+        };
+        possible.map_err(|message| ApiError::invalid("tool_choice", message))?;
+        Ok(Self {
+            list,
+            choice,
+            parallel,
+        })
+    }
+
+    /// Whether the model may call anything.
+    pub(crate) fn may_call(&self) -> bool {
+        self.choice != ToolChoice::None && !self.list.is_empty()
+    }
+
+    /// Whether the model must call something.
+    pub(crate) fn must_call(&self) -> bool {
+        matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_))
+    }
+
+    /// Most calls in one answer, where there is a limit.
+    pub(crate) fn max_calls(&self) -> Option<usize> {
+        (!self.parallel || matches!(self.choice, ToolChoice::Named(_))).then_some(1)
+    }
+
+    /// As the template sees them; none where the model must not call.
+    pub(crate) fn as_template(&self) -> Vec<Value> {
+        match self.choice {
+            ToolChoice::None => Vec::new(),
+            _ => self.list.iter().map(Tool::as_template).collect(),
+        }
+    }
+
+    /// What the model may call.
+    pub(crate) fn functions(&self) -> Vec<Function> {
+        let named = |tool: &&Tool| match &self.choice {
+            ToolChoice::None => false,
+            ToolChoice::Named(name) => tool.name == *name,
+            ToolChoice::Auto | ToolChoice::Required => true,
+        };
+        let function = |tool: &Tool| Function {
+            name: tool.name.clone(),
+            parameters: tool.parameters.clone().unwrap_or_default(),
+            strict: tool.strict,
+        };
+        self.list.iter().filter(named).map(function).collect()
+    }
+}

@@ -1,0 +1,201 @@
+//! From the messages of a chat request to those that templates read.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value, json};
+
+use crate::conversation::Prompt;
+use crate::error::ApiError;
+use crate::wire::chat::{ChatPrompt, Content, Message, Role, SentToolCall};
+
+impl ChatPrompt {
+    /// Checks the messages. The tools, whose choice stands elsewhere, are left to the caller.
+    pub(crate) fn into_prompt(self) -> Result<Prompt, ApiError> {
+        let mut called = HashMap::new();
+        let messages = self
+            .messages
+            .iter()
+            .enumerate()
+            .map(|(index, message)| Reader { index, message }.read(&mut called))
+            .collect::<Result<Vec<_>, _>>()?;
+        if self.continue_final_message && self.add_generation_prompt == Some(true) {
+            let message = "continue_final_message and add_generation_prompt exclude each other: no turn begins where one \
+                           is continued";
+            return Err(ApiError::invalid("continue_final_message", message));
+        }
+        let documents = self.documents.unwrap_or_default();
+        Ok(Prompt {
+            add_generation_prompt: self.add_generation_prompt.unwrap_or(!self.continue_final_message),
+            continue_final_message: self.continue_final_message,
+            template_kwargs: self.chat_template_kwargs,
+            documents: documents.into_iter().map(Value::Object).collect(),
+            reasoning_effort: self.reasoning_effort,
+            ..Prompt::new(messages, "messages")
+        })
+    }
+}
+
+/// One message.
+struct Reader<'a> {
+    index: usize,
+    message: &'a Message,
+}
+
+impl Reader<'_> {
+    fn field(&self, name: &str) -> String {
+        format!("messages[{}].{name}", self.index)
+    }
+
+    /// As templates expect it: `content` is text. `called` holds the names of the functions called so far by call id.
+    fn read(&self, called: &mut HashMap<String, String>) -> Result<Value, ApiError> {
+        let message = self.message;
+        let unsupported = [
+            (
+                "function_call",
+                message.function_call.is_some(),
+                Some("send tool_calls"),
+            ),
+            ("audio", message.audio.is_some(), None),
+        ];
+        if let Some((name, _, hint)) = unsupported.into_iter().find(|(_, present, _)| *present) {
+            let field = self.field(name);
+            return Err(ApiError::Unsupported { field, hint });
+        }
+        let role = match message.role {
+            // OpenAI's newer name; models know the older.
+            Role::System | Role::Developer => "system",
+            Role::User => "user",
+            Role::Assistant => "assistant",
+            Role::Tool => "tool",
+        };
+        let is_assistant = message.role == Role::Assistant;
+        let reasoning = message.reasoning_content.as_ref().or(message.reasoning.as_ref());
+        let own = [
+            (
+                "tool_calls",
+                message.tool_calls.is_some() && !is_assistant,
+                "assistant",
+            ),
+            (
+                "reasoning_content",
+                reasoning.is_some() && !is_assistant,
+                "assistant",
+            ),
+            (
+                "tool_call_id",
+                message.tool_call_id.is_some() && message.role != Role::Tool,
+                "tool",
+            ),
+        ];
+        if let Some((name, _, owner)) = own.into_iter().find(|(_, wrong, _)| *wrong) {
+            let text = format!("{name} belongs to {owner} messages, not to a {role} message");
+            return Err(ApiError::invalid(self.field(name), text));
+        }
+        let mut rendered = Map::new();
+        rendered.insert("role".into(), json!(role));
+        rendered.insert("content".into(), json!(self.content(role)?));
+        let mut name = message.name.as_ref();
+        if message.role == Role::Tool {
+            let id = message.tool_call_id.as_ref().ok_or_else(|| {
+                ApiError::invalid(
+                    self.field("tool_call_id"),
+                    "a tool message needs the id of the call it answers",
+                )
+            })?;
+            rendered.insert("tool_call_id".into(), json!(id));
+            // Many templates show which function answers.
+            name = name.or_else(|| called.get(id));
+        }
+        if let Some(name) = name {
+            rendered.insert("name".into(), json!(name));
+        }
+        if let Some(reasoning) = reasoning {
+            rendered.insert("reasoning_content".into(), json!(reasoning));
+        }
+        let calls = message.tool_calls.iter().flatten().enumerate();
+        let calls = calls
+            .map(|(i, call)| self.call(i, call, called))
+            .collect::<Result<Vec<_>, _>>()?;
+        if !calls.is_empty() {
+            rendered.insert("tool_calls".into(), json!(calls));
+        }
+        Ok(Value::Object(rendered))
+    }
+
+    fn content(&self, role: &str) -> Result<String, ApiError> {
+        match &self.message.content {
+            Some(content) => text(content, &self.field("content")),
+            None if self.message.role == Role::Assistant => {
+                Ok(self.message.refusal.clone().unwrap_or_default())
+            }
+            None => {
+                let text = format!("a {role} message needs content");
+                Err(ApiError::invalid(self.field("content"), text))
+            }
+        }
+    }
+
+    /// A call, its arguments parsed.
+    fn call(
+        &self,
+        index: usize,
+        call: &SentToolCall,
+        called: &mut HashMap<String, String>,
+    ) -> Result<Value, ApiError> {
+        let field = |name: &str| self.field(&format!("tool_calls[{index}].{name}"));
+        let function = match (call.r#type.as_deref(), &call.function) {
+            (None | Some("function"), Some(function)) => function,
+            (None | Some("function"), None) => {
+                return Err(ApiError::invalid(field("function"), "a call needs a function"));
+            }
+            (Some(kind), _) => {
+                return Err(ApiError::Unsupported {
+                    field: format!("{} = {kind}", field("type")),
+                    hint: Some("only functions are"),
+                });
+            }
+        };
+        let arguments = match function.arguments.trim() {
+            "" => Ok(Map::new()),
+            text => serde_json::from_str(text),
+        };
+        let arguments = arguments.map_err(|error| {
+            let text = format!("the arguments of a call are a JSON object in a string: {error}");
+            ApiError::invalid(field("function.arguments"), text)
+        })?;
+        let mut rendered = Map::new();
+        if let Some(id) = &call.id {
+            called.insert(id.clone(), function.name.clone());
+            rendered.insert("id".into(), json!(id));
+        }
+        rendered.insert("type".into(), json!("function"));
+        rendered.insert(
+            "function".into(),
+            json!({ "name": function.name, "arguments": arguments }),
+        );
+        Ok(Value::Object(rendered))
+    }
+}
+
+/// Text parts are joined by newlines, as vLLM does for templates that take text.
+fn text(content: &Content, field: &str) -> Result<String, ApiError> {
+    let parts = match content {
+        Content::Text(text) => return Ok(text.clone()),
+        Content::Parts(parts) => parts,
+    };
+    let mut texts = Vec::with_capacity(parts.len());
+    for (i, part) in parts.iter().enumerate() {
+        if part.r#type != "text" {
+            let field = format!("{field}[{i}].type = {}", part.r#type);
+            return Err(ApiError::Unsupported {
+                field,
+                hint: Some("this model takes only text"),
+            });
+        }
+        let text = part.text.as_deref();
+        texts.push(
+            text.ok_or_else(|| ApiError::invalid(format!("{field}[{i}].text"), "a text part needs text"))?,
+        );
+    }
+    Ok(texts.join("\n"))
+}

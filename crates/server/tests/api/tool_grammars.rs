@@ -1,0 +1,91 @@
+//! Calls that grammars enforce.
+
+use plimsoll_text::{ReasoningFormat, ToolFormat};
+use serde_json::{Value, json};
+
+use crate::tools::{ask, hermes, rig, say};
+use crate::{CHAT, with};
+
+fn strict_tool(name: &str) -> Value {
+    let parameters = json!({
+        "type": "object", "properties": { "a": { "type": "integer" } }, "required": ["a"], "additionalProperties": false,
+    });
+    json!({ "type": "function", "function": { "name": name, "parameters": parameters, "strict": true } })
+}
+
+#[tokio::test]
+async fn calls_that_must_be_made_are_made() {
+    for (_, format) in ToolFormat::NAMES {
+        let rig = rig(Some(*format), Some(ReasoningFormat::Think));
+        let named = json!({ "type": "function", "function": { "name": "g" } });
+        for choice in [json!("required"), named] {
+            let mut body = with(say("I would rather not."), "tool_choice", choice.clone());
+            body["tools"] = json!([strict_tool("f"), strict_tool("g")]);
+            body["parallel_tool_calls"] = json!(false);
+            let answer = rig.post(CHAT, body).await.json();
+            let answer = &answer["choices"][0];
+            let context = format!("{format:?} {choice}: {answer}");
+            assert_eq!(answer["finish_reason"], "tool_calls", "{context}");
+            let calls = answer["message"]["tool_calls"].as_array().unwrap();
+            assert_eq!(
+                (calls.len(), &answer["message"]["content"]),
+                (1, &Value::Null),
+                "{context}"
+            );
+            let name = calls[0]["function"]["name"].as_str().unwrap();
+            assert!(name == "g" || name == "f" && choice == "required", "{context}");
+            let arguments: Value =
+                serde_json::from_str(calls[0]["function"]["arguments"].as_str().unwrap()).unwrap();
+            assert!(
+                arguments["a"].is_number() && arguments.as_object().unwrap().len() == 1,
+                "{context}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn strict_arguments_follow_their_schema() {
+    let rig = hermes();
+    let wrong = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"x\"}}\n</tool_call>";
+    let free = rig.post(CHAT, ask(wrong)).await.json()["choices"][0].take();
+    assert_eq!(
+        free["message"]["tool_calls"][0]["function"]["arguments"],
+        "{\"a\": \"x\"}"
+    );
+    let held = rig
+        .post(CHAT, with(say(wrong), "tools", json!([strict_tool("f")])))
+        .await
+        .json();
+    let arguments = &held["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"];
+    let arguments: Value = serde_json::from_str(arguments.as_str().unwrap()).unwrap();
+    assert!(arguments["a"].is_number(), "{held}");
+    // Text stays free.
+    let text = rig
+        .post(CHAT, with(say("No."), "tools", json!([strict_tool("f")])))
+        .await
+        .json();
+    assert_eq!(text["choices"][0]["message"]["content"], "No.");
+}
+
+#[tokio::test]
+async fn structures_stand_beside_calls() {
+    let rig = hermes();
+    let schema = json!({ "type": "object", "properties": { "c": { "type": "null" } }, "required": ["c"] });
+    let format =
+        json!({ "type": "json_schema", "json_schema": { "name": "n", "schema": schema, "strict": true } });
+    let answer = |text: &str| with(ask(text), "response_format", format.clone());
+    let json = rig.post(CHAT, answer("{\"c\": null}")).await.json()["choices"][0].take();
+    assert_eq!(json["message"]["content"], "{\"c\": null}");
+    let call = "<tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>";
+    let called = rig.post(CHAT, answer(call)).await.json()["choices"][0].take();
+    assert_eq!(called["message"]["tool_calls"][0]["function"]["name"], "g");
+    let error = rig
+        .post(CHAT, with(ask("x"), "guided_regex", json!("a+")))
+        .await
+        .error(400);
+    assert!(
+        error["message"].as_str().unwrap().contains("only JSON"),
+        "{error}"
+    );
+}

@@ -1,0 +1,80 @@
+/// Looks for one of several marks in text that comes character by character. No mark may begin with another one.
+#[derive(Clone, Debug)]
+pub(super) struct Marks {
+    marks: &'static [&'static str],
+    /// The end of the text, where it is the beginning of a mark.
+    held: String,
+}
+
+/// What one more character makes certain.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Seen {
+    /// Text up to here, which may be empty, is no part of a mark.
+    Text(String),
+    /// This mark is complete; `text` came before it.
+    Mark {
+        /// Text before.
+        text: String,
+        /// Index of the mark.
+        index: usize,
+    },
+}
+
+impl Marks {
+    pub(super) fn new(marks: &'static [&'static str]) -> Self {
+        Self {
+            marks,
+            held: String::new(),
+        }
+    }
+
+    pub(super) fn mark(&self, index: usize) -> &'static str {
+        self.marks[index]
+    }
+
+    pub(super) fn take(&mut self, c: char) -> Seen {
+        self.held.push(c);
+        let begins = |text: &str| self.marks.iter().any(|mark| mark.starts_with(text));
+        let starts = self.held.char_indices().map(|(at, _)| at);
+        let keep = starts
+            .filter(|&at| begins(&self.held[at..]))
+            .min()
+            .unwrap_or(self.held.len());
+        let text = self.held[..keep].to_owned();
+        self.held.drain(..keep);
+        match self.marks.iter().position(|mark| *mark == self.held) {
+            Some(index) => {
+                self.held.clear();
+                Seen::Mark { text, index }
+            }
+            None => Seen::Text(text),
+        }
+    }
+
+    /// Nothing more comes: what was held is text.
+    pub(super) fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_are_found_however_they_begin() {
+        let mut marks = Marks::new(&["<<a>", "</a>"]);
+        let (mut text, mut found) = (String::new(), Vec::new());
+        for c in "x<<<a><</a>y<<".chars() {
+            match marks.take(c) {
+                Seen::Text(more) => text += &more,
+                Seen::Mark { text: more, index } => {
+                    text += &more;
+                    found.push((text.len(), index));
+                }
+            }
+        }
+        assert_eq!((text.as_str(), found.as_slice()), ("x<<y", &[(2, 0), (3, 1)][..]));
+        assert_eq!(marks.finish(), "<<");
+    }
+}

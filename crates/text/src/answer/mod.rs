@@ -1,0 +1,132 @@
+//! What a model's text is made of: reasoning, content, calls of tools. Read character by character, so that the result never
+//! depends on how the text was cut into pieces.
+
+mod json;
+mod mark;
+mod reasoning;
+mod sink;
+mod tools;
+
+use std::sync::Arc;
+
+pub use reasoning::ReasoningFormat;
+use reasoning::{Region, Splitter};
+use sink::Sink;
+use tools::Parser;
+pub use tools::{CallGrammar, Function, ToolFormat};
+
+/// A piece of an answer. Pieces of the same kind that follow each other continue each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// What the model thinks before it answers.
+    Reasoning(String),
+    /// The answer's text.
+    Content(String),
+    /// A call begins.
+    Call {
+        /// Name of the function, whole.
+        name: String,
+    },
+    /// More of the arguments of the call that began last: a piece of JSON text.
+    Arguments(String),
+}
+
+/// How to read a model's text.
+#[derive(Clone, Debug, Default)]
+pub struct AnswerFormat {
+    /// How reasoning is marked, if the model reasons.
+    pub reasoning: Option<ReasoningFormat>,
+    /// The prompt ends within reasoning: the template opened it, so that the model does not.
+    pub reasoning_is_open: bool,
+    /// How calls are written; without it all is text.
+    pub tools: Option<ToolFormat>,
+    /// What the model may call.
+    pub functions: Arc<[Function]>,
+    /// Most calls; where another one begins, the answer is over.
+    pub max_calls: Option<usize>,
+}
+
+/// Takes a model's text apart while it comes. Nothing is lost: what looks like a call but is none is content.
+#[derive(Debug)]
+pub struct AnswerParser {
+    splitter: Option<Splitter>,
+    tools: Option<Parser>,
+    sink: Sink,
+}
+
+impl AnswerParser {
+    /// Reads a text of this format from its beginning.
+    pub fn new(format: &AnswerFormat) -> Self {
+        let splitter = format
+            .reasoning
+            .map(|marks| Splitter::new(marks, format.reasoning_is_open));
+        let tools = format
+            .tools
+            .map(|tools| Parser::new(tools, Arc::clone(&format.functions)));
+        let sink = Sink::new(tools.is_some(), format.max_calls);
+        Self {
+            splitter,
+            tools,
+            sink,
+        }
+    }
+
+    /// Takes more text; gives what is certain by now.
+    pub fn push(&mut self, text: &str) -> Vec<Part> {
+        text.chars().for_each(|c| self.take(c));
+        self.sink.drain()
+    }
+
+    /// The text is over: gives what was held back.
+    pub fn finish(&mut self) -> Vec<Part> {
+        if let Some(splitter) = &mut self.splitter {
+            let mut rest = String::new();
+            match splitter.finish(&mut rest) {
+                Region::Reasoning => self.sink.reasoning(&rest),
+                Region::Answer => rest
+                    .chars()
+                    .for_each(|c| Self::answer(&mut self.tools, &mut self.sink, c)),
+            }
+        }
+        if let Some(tools) = &mut self.tools {
+            tools.finish(&mut self.sink);
+        }
+        self.sink.finish();
+        self.sink.drain()
+    }
+
+    /// Calls so far.
+    pub fn calls(&self) -> usize {
+        self.sink.calls()
+    }
+
+    /// True once a call came that is one too many: the rest of the text is no part of the answer.
+    pub fn is_full(&self) -> bool {
+        self.sink.is_full()
+    }
+
+    /// True while the model reasons.
+    pub fn in_reasoning(&self) -> bool {
+        self.splitter.as_ref().is_some_and(Splitter::is_inside)
+    }
+
+    fn take(&mut self, c: char) {
+        let Some(splitter) = &mut self.splitter else {
+            return Self::answer(&mut self.tools, &mut self.sink, c);
+        };
+        let mut text = String::new();
+        match splitter.take(c, &mut text) {
+            Region::Reasoning => self.sink.reasoning(&text),
+            Region::Answer => text
+                .chars()
+                .for_each(|c| Self::answer(&mut self.tools, &mut self.sink, c)),
+        }
+    }
+
+    fn answer(tools: &mut Option<Parser>, sink: &mut Sink, c: char) {
+        match tools {
+            Some(tools) => tools.take(c, sink),
+            None => sink.content(c),
+        }
+    }
+}

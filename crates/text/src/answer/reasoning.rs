@@ -1,0 +1,198 @@
+//! Splits what a model thinks from what it answers.
+
+use super::mark::{Marks, Seen};
+
+/// How reasoning is marked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReasoningFormat {
+    /// `<think>..</think>` (Qwen3, SmolLM3 and many others).
+    Think,
+    /// The same, but a text that does not say otherwise begins within reasoning (DeepSeek R1).
+    DeepseekR1,
+    /// `[THINK]..[/THINK]` (Mistral).
+    Mistral,
+    /// `<seed:think>..</seed:think>` (Seed OSS).
+    SeedOss,
+}
+
+impl ReasoningFormat {
+    /// Names of `--reasoning-parser`: vLLM's.
+    pub const NAMES: &[(&str, Self)] = &[
+        ("qwen3", Self::Think),
+        ("deepseek_r1", Self::DeepseekR1),
+        ("mistral", Self::Mistral),
+        ("seed_oss", Self::SeedOss),
+    ];
+
+    /// The format that a chat template prepares, if it does.
+    pub fn detect(template: &str) -> Option<Self> {
+        let formats = [Self::SeedOss, Self::Mistral, Self::Think];
+        formats.into_iter().find(|format| {
+            let [_, close] = format.marks();
+            template.contains(close)
+        })
+    }
+
+    /// The marks around reasoning.
+    pub fn marks(self) -> &'static [&'static str; 2] {
+        match self {
+            Self::Think | Self::DeepseekR1 => &["<think>", "</think>"],
+            Self::Mistral => &["[THINK]", "[/THINK]"],
+            Self::SeedOss => &["<seed:think>", "</seed:think>"],
+        }
+    }
+
+    /// Whether a model that continues `prompt` is within reasoning.
+    pub fn is_open_after(self, prompt: &str) -> bool {
+        let [open, close] = self.marks();
+        let prompt = prompt.trim_end();
+        prompt.ends_with(open) || self == Self::DeepseekR1 && !prompt.ends_with(close)
+    }
+
+    /// Whether a model that continues `prompt` has nothing left to think.
+    pub fn is_over_after(self, prompt: &str) -> bool {
+        let [_, close] = self.marks();
+        prompt.trim_end().ends_with(close)
+    }
+}
+
+/// What a piece of text belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Region {
+    Reasoning,
+    Answer,
+}
+
+/// Finds the end of reasoning. Space around it and before the answer is layout.
+#[derive(Debug)]
+pub(super) struct Splitter {
+    state: State,
+    marks: Marks,
+    /// Space that is layout if nothing follows.
+    space: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Nothing but space so far: reasoning may begin.
+    Before,
+    /// Reasoning has begun, and only space came since.
+    Begun,
+    Inside,
+    /// Reasoning is over, and only space came since.
+    Over,
+    Answer,
+}
+
+const OPEN: usize = 0;
+
+impl Splitter {
+    pub(super) fn new(format: ReasoningFormat, is_open: bool) -> Self {
+        Self {
+            state: if is_open { State::Begun } else { State::Before },
+            marks: Marks::new(format.marks()),
+            space: String::new(),
+        }
+    }
+
+    pub(super) fn is_inside(&self) -> bool {
+        matches!(self.state, State::Begun | State::Inside)
+    }
+
+    /// Puts what is certain after `c` into `out`.
+    pub(super) fn take(&mut self, c: char, out: &mut String) -> Region {
+        match self.state {
+            State::Answer => {
+                out.push(c);
+                return Region::Answer;
+            }
+            State::Over => {
+                if !c.is_whitespace() {
+                    self.state = State::Answer;
+                    out.push(c);
+                }
+                return Region::Answer;
+            }
+            State::Before | State::Begun | State::Inside => {}
+        }
+        let (text, mark) = match self.marks.take(c) {
+            Seen::Text(text) => (text, None),
+            Seen::Mark { text, index } => (text, Some(index)),
+        };
+        if self.state == State::Before {
+            self.before(&text, mark, out)
+        } else {
+            self.inside(&text, mark, out)
+        }
+    }
+
+    fn before(&mut self, text: &str, mark: Option<usize>, out: &mut String) -> Region {
+        self.space += text;
+        let only_space = self.space.chars().all(char::is_whitespace);
+        match mark {
+            Some(OPEN) if only_space => {
+                self.space.clear();
+                self.state = State::Begun;
+            }
+            // An end without a beginning: the model took the beginning for granted.
+            Some(_) if only_space => {
+                self.space.clear();
+                self.state = State::Over;
+            }
+            None if only_space => {}
+            _ => {
+                self.state = State::Answer;
+                out.push_str(&std::mem::take(&mut self.space));
+                out.push_str(&self.marks.finish());
+            }
+        }
+        Region::Answer
+    }
+
+    fn inside(&mut self, text: &str, mark: Option<usize>, out: &mut String) -> Region {
+        for c in text.chars() {
+            self.think(c, out);
+        }
+        match mark {
+            // Some models open what the template has opened.
+            Some(OPEN) if self.state == State::Begun => {}
+            Some(OPEN) => {
+                self.marks.mark(OPEN).chars().for_each(|c| self.think(c, out));
+            }
+            Some(_) => {
+                self.space.clear();
+                self.state = State::Over;
+            }
+            None => {}
+        }
+        Region::Reasoning
+    }
+
+    fn think(&mut self, c: char, out: &mut String) {
+        if c.is_whitespace() {
+            if self.state == State::Inside {
+                self.space.push(c);
+            }
+            return;
+        }
+        self.state = State::Inside;
+        out.push_str(&std::mem::take(&mut self.space));
+        out.push(c);
+    }
+
+    /// Puts what was held back into `out`.
+    pub(super) fn finish(&mut self, out: &mut String) -> Region {
+        let rest = self.marks.finish();
+        match self.state {
+            State::Begun | State::Inside => {
+                rest.chars().for_each(|c| self.think(c, out));
+                Region::Reasoning
+            }
+            State::Before | State::Over | State::Answer => {
+                out.push_str(&std::mem::take(&mut self.space));
+                out.push_str(&rest);
+                Region::Answer
+            }
+        }
+    }
+}

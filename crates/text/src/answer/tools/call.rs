@@ -1,0 +1,246 @@
+use std::sync::Arc;
+
+use super::super::json::{JsonScan, Scanned, escape_control};
+use super::super::sink::Sink;
+use super::{Function, is_known};
+
+/// A call written as an object with `name` and `arguments` or `parameters`, in any order, among others.
+#[derive(Debug)]
+pub(super) struct JsonCall {
+    state: State,
+    /// Everything so far, until it is certain that this is a call.
+    raw: String,
+    /// The call has been told.
+    told: bool,
+    name: Option<String>,
+    /// Arguments that came before the name.
+    early: Option<String>,
+    /// Only these may be called, where text without marks is read.
+    known: Option<Arc<[Function]>>,
+}
+
+#[derive(Debug)]
+enum State {
+    Start,
+    KeyOrClose,
+    Key,
+    InKey(Scalar),
+    Colon(String),
+    BeforeValue(String),
+    InValue(String, Scalar),
+    CommaOrClose,
+}
+
+/// A value on its way, and its text as far as it is kept.
+#[derive(Debug)]
+struct Scalar {
+    scan: JsonScan,
+    text: String,
+    /// Told as it comes.
+    flows: bool,
+}
+
+impl Scalar {
+    fn new() -> Self {
+        Self {
+            scan: JsonScan::new(),
+            text: String::new(),
+            flows: false,
+        }
+    }
+}
+
+/// What a character meant to the call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// It belongs to it, and more must come.
+    More,
+    /// It is the last of the call.
+    Done,
+    /// No call goes on so. The character is not taken.
+    Wrong,
+}
+
+impl JsonCall {
+    /// Any name will do.
+    pub(super) fn marked() -> Self {
+        Self::new(None)
+    }
+
+    /// The name must be that of a function: text that just looks like a call is an answer.
+    pub(super) fn bare(functions: &Arc<[Function]>) -> Self {
+        Self::new(Some(Arc::clone(functions)))
+    }
+
+    fn new(known: Option<Arc<[Function]>>) -> Self {
+        Self {
+            state: State::Start,
+            raw: String::new(),
+            told: false,
+            name: None,
+            early: None,
+            known,
+        }
+    }
+
+    /// Whether this is certain to be a call.
+    pub(super) fn is_told(&self) -> bool {
+        self.told
+    }
+
+    /// Gives up: appends what was taken and not told.
+    pub(super) fn hand_over(&mut self, text: &mut String) {
+        text.push_str(&std::mem::take(&mut self.raw));
+    }
+
+    pub(super) fn take(&mut self, c: char, sink: &mut Sink) -> Outcome {
+        let outcome = self.step(c, sink);
+        if self.told {
+            self.raw.clear();
+        } else if outcome != Outcome::Wrong {
+            self.raw.push(c);
+        }
+        outcome
+    }
+
+    fn step(&mut self, c: char, sink: &mut Sink) -> Outcome {
+        let space = c.is_ascii_whitespace();
+        match &mut self.state {
+            State::InKey(key) => {
+                let scanned = key.scan.take(c);
+                key.text.push(c);
+                match scanned {
+                    Scanned::Inside => {}
+                    Scanned::Last => match serde_json::from_str(&key.text) {
+                        Ok(key) => self.state = State::Colon(key),
+                        Err(_) => return Outcome::Wrong,
+                    },
+                    Scanned::After | Scanned::Wrong => return Outcome::Wrong,
+                }
+            }
+            State::InValue(..) => return self.value(c, sink),
+            _ if space => {}
+            State::Start if c == '{' => self.state = State::KeyOrClose,
+            State::KeyOrClose | State::Key if c == '"' => {
+                let mut key = Scalar::new();
+                key.scan.take(c);
+                key.text.push(c);
+                self.state = State::InKey(key);
+            }
+            State::Colon(key) if c == ':' => self.state = State::BeforeValue(std::mem::take(key)),
+            State::BeforeValue(key) => {
+                let key = std::mem::take(key);
+                return self.begin_value(key, c, sink);
+            }
+            State::CommaOrClose if c == ',' => self.state = State::Key,
+            State::KeyOrClose | State::CommaOrClose if c == '}' => return self.close(sink),
+            _ => return Outcome::Wrong,
+        }
+        Outcome::More
+    }
+
+    fn begin_value(&mut self, key: String, c: char, sink: &mut Sink) -> Outcome {
+        let mut value = Scalar::new();
+        value.flows = is_arguments(&key) && self.name.is_some() && !self.told && matches!(c, '{' | '[');
+        if value.flows {
+            self.tell(sink);
+        }
+        self.state = State::InValue(key, value);
+        self.value(c, sink)
+    }
+
+    fn value(&mut self, c: char, sink: &mut Sink) -> Outcome {
+        let State::InValue(key, value) = &mut self.state else {
+            return Outcome::Wrong;
+        };
+        let in_string = value.scan.in_string();
+        let scanned = value.scan.take(c);
+        if matches!(scanned, Scanned::Inside | Scanned::Last) {
+            if in_string {
+                // Models write lines into strings as they are.
+                escape_control(c, &mut value.text);
+            } else {
+                value.text.push(c);
+            }
+            if value.flows {
+                sink.arguments(&std::mem::take(&mut value.text));
+            }
+        }
+        match scanned {
+            Scanned::Inside => Outcome::More,
+            Scanned::Wrong => Outcome::Wrong,
+            Scanned::Last | Scanned::After => {
+                let (key, text) = (std::mem::take(key), std::mem::take(&mut value.text));
+                let flowed = value.flows;
+                self.state = State::CommaOrClose;
+                if !flowed && !self.keep(&key, text, sink) {
+                    return Outcome::Wrong;
+                }
+                match scanned {
+                    Scanned::After => self.step(c, sink),
+                    _ => Outcome::More,
+                }
+            }
+        }
+    }
+
+    /// A value that did not flow is complete; false where no call has such a one.
+    fn keep(&mut self, key: &str, text: String, sink: &mut Sink) -> bool {
+        if key == "name" && self.name.is_none() {
+            let Ok(name) = serde_json::from_str::<String>(&text) else {
+                return false;
+            };
+            let legal = !name.is_empty() && self.known.as_ref().is_none_or(|known| is_known(known, &name));
+            self.name = Some(name);
+            if legal && let Some(early) = self.early.take() {
+                self.tell(sink);
+                sink.arguments(&early);
+            }
+            return legal;
+        }
+        if is_arguments(key) && !self.told {
+            let arguments = arguments(text);
+            if self.name.is_some() {
+                self.tell(sink);
+                sink.arguments(&arguments);
+            } else {
+                self.early = Some(arguments);
+            }
+        }
+        true
+    }
+
+    fn close(&mut self, sink: &mut Sink) -> Outcome {
+        if self.name.is_none() {
+            return Outcome::Wrong;
+        }
+        if !self.told {
+            self.tell(sink);
+            sink.arguments("{}");
+        }
+        Outcome::Done
+    }
+
+    fn tell(&mut self, sink: &mut Sink) {
+        if let Some(name) = self.name.as_deref().filter(|_| !self.told) {
+            sink.call(name);
+            self.told = true;
+        }
+    }
+}
+
+fn is_arguments(key: &str) -> bool {
+    matches!(key, "arguments" | "parameters")
+}
+
+/// Arguments that are no object: some models write them as a string, as the API does.
+fn arguments(text: String) -> String {
+    match text.trim() {
+        "null" => "{}".to_owned(),
+        quoted if quoted.starts_with('"') => match serde_json::from_str::<String>(quoted) {
+            Ok(inner) if inner.trim_start().starts_with('{') => inner,
+            _ => text,
+        },
+        _ => text,
+    }
+}

@@ -1,0 +1,134 @@
+//! Calls of tools in a model's text: one file per family of formats.
+
+mod bare;
+mod call;
+mod hermes;
+mod mistral;
+mod python;
+mod pythonic;
+mod qwen_coder;
+mod write;
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use super::sink::Sink;
+pub use write::CallGrammar;
+
+/// A function that may be called.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Function {
+    /// Its name.
+    pub name: String,
+    /// The JSON schema of its arguments.
+    pub parameters: Map<String, Value>,
+    /// Schema keywords that cannot be enforced are an error.
+    pub strict: bool,
+}
+
+/// How a family of models writes calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToolFormat {
+    /// `<tool_call>{"name": .., "arguments": ..}</tool_call>` (Hermes, Qwen2.5, Qwen3, SmolLM3).
+    Hermes,
+    /// `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder).
+    QwenCoder,
+    /// `{"name": .., "parameters": ..}`, with or without `<|python_tag|>` before it, several with `;` between (Llama 3).
+    LlamaJson,
+    /// `[f(a=1), g(b="x")]`, with or without `<|python_start|>` and `<|python_end|>` (Llama 3.2, Llama 4).
+    Pythonic,
+    /// `[TOOL_CALLS][{"name": .., "arguments": ..}]`, or `[TOOL_CALLS]name[ARGS]{..}` (Mistral).
+    Mistral,
+    /// `{"name": .., "arguments": ..}` or a list of these as the whole answer: for models trained on no format.
+    Json,
+}
+
+impl ToolFormat {
+    /// Names of `--tool-call-parser`: vLLM's, and `json`.
+    pub const NAMES: &[(&str, Self)] = &[
+        ("hermes", Self::Hermes),
+        ("qwen3_coder", Self::QwenCoder),
+        ("qwen3_xml", Self::QwenCoder),
+        ("llama3_json", Self::LlamaJson),
+        ("llama4_json", Self::LlamaJson),
+        ("pythonic", Self::Pythonic),
+        ("llama4_pythonic", Self::Pythonic),
+        ("mistral", Self::Mistral),
+        ("json", Self::Json),
+    ];
+
+    /// The format that a chat template teaches, if it is one of these.
+    pub fn detect(template: &str) -> Option<Self> {
+        let has = |text: &str| template.contains(text);
+        // As text of the template, or within one of its strings.
+        let has_line = |before: &str, after: &str| {
+            has(&format!("{before}\n{after}")) || has(&format!("{before}\\n{after}"))
+        };
+        // The more particular first: many templates mention `<tool_call>`.
+        if has("<tool_call>") && has("<function=") && has("<parameter=") {
+            Some(Self::QwenCoder)
+        } else if has("[TOOL_CALLS]") {
+            Some(Self::Mistral)
+        } else if has("arguments")
+            && (has_line("<tool_call>", "{") || has("<tool_call></tool_call>") && has("return a json object"))
+        {
+            Some(Self::Hermes)
+        } else if has("<|start_header_id|>") && has("ipython") && has("\"parameters\": ") {
+            Some(Self::LlamaJson)
+        } else {
+            None
+        }
+    }
+
+    /// What may stand around calls. Where it is a special token, the text must be decoded with it.
+    pub fn marks(self) -> &'static [&'static str] {
+        match self {
+            Self::Hermes => &hermes::MARKS,
+            Self::QwenCoder => &qwen_coder::MARKS,
+            Self::LlamaJson => &bare::MARKS,
+            Self::Pythonic => &pythonic::MARKS,
+            Self::Mistral => &mistral::MARKS,
+            Self::Json => &[],
+        }
+    }
+}
+
+/// Reads calls of one format.
+pub(super) trait Syntax: fmt::Debug + Send {
+    /// Takes one more character.
+    fn take(&mut self, c: char, sink: &mut Sink);
+
+    /// Nothing more comes.
+    fn finish(&mut self, sink: &mut Sink);
+}
+
+/// The reader of some format.
+#[derive(Debug)]
+pub(super) struct Parser(Box<dyn Syntax>);
+
+impl Parser {
+    pub(super) fn new(format: ToolFormat, functions: Arc<[Function]>) -> Self {
+        Self(match format {
+            ToolFormat::Hermes => Box::new(hermes::Hermes::new(functions)),
+            ToolFormat::QwenCoder => Box::new(qwen_coder::QwenCoder::new(functions)),
+            ToolFormat::LlamaJson => Box::new(bare::Bare::new(functions, true)),
+            ToolFormat::Json => Box::new(bare::Bare::new(functions, false)),
+            ToolFormat::Pythonic => Box::new(pythonic::Pythonic::new(functions)),
+            ToolFormat::Mistral => Box::new(mistral::Mistral::new(functions)),
+        })
+    }
+
+    pub(super) fn take(&mut self, c: char, sink: &mut Sink) {
+        self.0.take(c, sink);
+    }
+
+    pub(super) fn finish(&mut self, sink: &mut Sink) {
+        self.0.finish(sink);
+    }
+}
+
+fn is_known(functions: &[Function], name: &str) -> bool {
+    functions.iter().any(|function| function.name == name)
+}

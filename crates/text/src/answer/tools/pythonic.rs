@@ -1,0 +1,209 @@
+use std::sync::Arc;
+
+use serde_json::json;
+
+use super::super::mark::{Marks, Seen};
+use super::super::sink::Sink;
+use super::{Function, Syntax, is_known, python};
+
+pub(super) const MARKS: [&str; 2] = [OPEN, CLOSE];
+const OPEN: &str = "<|python_start|>";
+const CLOSE: &str = "<|python_end|>";
+
+/// A list of Python calls: the whole answer, or behind a mark.
+#[derive(Debug)]
+pub(super) struct Pythonic {
+    state: State,
+    functions: Arc<[Function]>,
+    /// Text that is content unless a call comes of it.
+    held: String,
+    tagged: bool,
+    /// The call is told; more of it cannot be content.
+    told: bool,
+    arguments: usize,
+    name: String,
+}
+
+#[derive(Debug)]
+enum State {
+    /// A list may come.
+    Ready,
+    /// A call is expected.
+    Call,
+    /// A key, or the end of the arguments.
+    Key(String),
+    Value {
+        key: String,
+        value: Literal,
+    },
+    /// Behind a call.
+    Between,
+    Text(Marks),
+}
+
+/// A literal of which some has been read: where it ends, not whether it is right.
+#[derive(Debug, Default)]
+struct Literal {
+    text: String,
+    depth: usize,
+    quote: Option<char>,
+    escaped: bool,
+}
+
+impl Literal {
+    /// False where `c` ends the literal and is no part of it.
+    fn take(&mut self, c: char) -> bool {
+        match (self.quote, c) {
+            (Some(_), _) if self.escaped => self.escaped = false,
+            (Some(_), '\\') => self.escaped = true,
+            (Some(quote), c) if c == quote => self.quote = None,
+            (Some(_), _) => {}
+            (None, '"' | '\'') => self.quote = Some(c),
+            (None, '(' | '[' | '{') => self.depth += 1,
+            (None, ')' | ',') if self.depth == 0 => return false,
+            (None, ')' | ']' | '}') => self.depth = self.depth.saturating_sub(1),
+            _ => {}
+        }
+        self.text.push(c);
+        true
+    }
+}
+
+impl Pythonic {
+    pub(super) fn new(functions: Arc<[Function]>) -> Self {
+        Self {
+            state: State::Ready,
+            functions,
+            held: String::new(),
+            tagged: false,
+            told: false,
+            arguments: 0,
+            name: String::new(),
+        }
+    }
+
+    fn give_up(&mut self, sink: &mut Sink) {
+        let held = std::mem::take(&mut self.held);
+        self.told = false;
+        self.state = State::Text(Marks::new(if self.tagged { &MARKS } else { &[OPEN] }));
+        sink.contents(&held);
+    }
+
+    fn tell(&mut self, sink: &mut Sink) {
+        if !self.told {
+            self.told = true;
+            self.held.clear();
+            sink.call(&self.name);
+            sink.arguments("{");
+        }
+    }
+
+    fn tell_argument(&mut self, key: &str, text: &str, sink: &mut Sink) {
+        let comma = if self.arguments > 0 { ", " } else { "" };
+        self.arguments += 1;
+        let text = text.trim();
+        // What is no literal is told as it stands.
+        let value = python::to_json(text).unwrap_or_else(|| json!(text).to_string());
+        sink.arguments(&format!("{comma}{}: {value}", json!(key)));
+    }
+
+    fn end_call(&mut self, sink: &mut Sink) {
+        self.tell(sink);
+        sink.arguments("}");
+        self.state = State::Between;
+    }
+}
+
+fn is_name(c: char) -> bool {
+    c.is_alphanumeric() || matches!(c, '_' | '-' | '.')
+}
+
+impl Syntax for Pythonic {
+    fn take(&mut self, c: char, sink: &mut Sink) {
+        if !self.told && !matches!(self.state, State::Text(_)) {
+            self.held.push(c);
+        }
+        let space = c.is_whitespace();
+        match &mut self.state {
+            State::Ready if space => {}
+            State::Ready if c == '[' => {
+                self.name.clear();
+                self.state = State::Call;
+            }
+            State::Call if space && self.name.is_empty() => {}
+            State::Call if is_name(c) => self.name.push(c),
+            State::Call
+                if c == '('
+                    && (self.tagged && !self.name.is_empty() || is_known(&self.functions, &self.name)) =>
+            {
+                self.arguments = 0;
+                self.state = State::Key(String::new());
+            }
+            State::Key(key) if c == ')' && key.trim().is_empty() => self.end_call(sink),
+            State::Key(key) if c == '=' && !key.trim().is_empty() => {
+                let key = key.trim().to_owned();
+                self.tell(sink);
+                self.state = State::Value {
+                    key,
+                    value: Literal::default(),
+                };
+            }
+            State::Key(key) if space || is_name(c) => key.push(c),
+            State::Value { key, value } => {
+                if !value.take(c) {
+                    let (key, text) = (std::mem::take(key), std::mem::take(&mut value.text));
+                    self.tell_argument(&key, &text, sink);
+                    match c {
+                        ')' => self.end_call(sink),
+                        _ => self.state = State::Key(String::new()),
+                    }
+                }
+            }
+            State::Between if space => {}
+            State::Between if c == ',' => {
+                self.name.clear();
+                self.told = false;
+                self.held.clear();
+                self.state = State::Call;
+            }
+            State::Between if c == ']' => self.give_up(sink),
+            State::Text(marks) => match marks.take(c) {
+                Seen::Text(text) => sink.contents(&text),
+                Seen::Mark { text, index: 0 } => {
+                    sink.contents(&text);
+                    OPEN.clone_into(&mut self.held);
+                    self.tagged = true;
+                    self.state = State::Ready;
+                }
+                Seen::Mark { text, .. } => {
+                    sink.contents(&text);
+                    self.tagged = false;
+                    self.give_up(sink);
+                }
+            },
+            _ => {
+                // Not taken: it may begin a mark.
+                self.held.pop();
+                self.give_up(sink);
+                self.take(c, sink);
+            }
+        }
+    }
+
+    fn finish(&mut self, sink: &mut Sink) {
+        match &mut self.state {
+            State::Text(marks) => {
+                let rest = marks.finish();
+                sink.contents(&rest);
+            }
+            _ if !self.told => self.give_up(sink),
+            State::Value { key, value } => {
+                // Cut off: what is there is told, and stays open.
+                let (key, text) = (std::mem::take(key), std::mem::take(&mut value.text));
+                let comma = if self.arguments > 0 { ", " } else { "" };
+                sink.arguments(&format!("{comma}{}: {}", json!(key), text.trim()));
+            }
+            _ => {}
+        }
+    }
+}

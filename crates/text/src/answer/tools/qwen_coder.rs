@@ -1,0 +1,246 @@
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::super::json::escape;
+use super::super::mark::{Marks, Seen};
+use super::super::sink::Sink;
+use super::hermes::{Closed, Closing};
+use super::{Function, Syntax, python};
+
+pub(super) const MARKS: [&str; 6] = [OPEN, CLOSE, FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER];
+const OPEN: &str = "<tool_call>";
+const CLOSE: &str = "</tool_call>";
+const FUNCTION: &str = "<function=";
+const END_FUNCTION: &str = "</function>";
+const PARAMETER: &str = "<parameter=";
+const END_PARAMETER: &str = "</parameter>";
+
+/// Functions and parameters as tags. Values have no types: the schema says which of them are strings.
+#[derive(Debug)]
+pub(super) struct QwenCoder {
+    state: State,
+    functions: Arc<[Function]>,
+    /// Text that is content unless a call comes of it.
+    held: String,
+    /// The function that is called.
+    name: String,
+    parameters: usize,
+}
+
+#[derive(Debug)]
+enum State {
+    Text(Marks),
+    /// Behind `<tool_call>`: a function is expected.
+    Open(Closing),
+    Name,
+    /// Between parameters.
+    Between(Marks),
+    Key(String),
+    Value(Parameter),
+    /// Behind a function.
+    Closing(Closing),
+}
+
+/// The value of a parameter on its way.
+#[derive(Debug)]
+struct Parameter {
+    marks: Marks,
+    /// Told as it comes; otherwise JSON, or a string where it is none.
+    is_string: bool,
+    /// Text not told: all of what is no string; a line break of a string that may be layout.
+    text: String,
+    begun: bool,
+}
+
+impl QwenCoder {
+    pub(super) fn new(functions: Arc<[Function]>) -> Self {
+        Self {
+            state: text(),
+            functions,
+            held: String::new(),
+            name: String::new(),
+            parameters: 0,
+        }
+    }
+
+    fn give_up(&mut self, c: char, sink: &mut Sink) {
+        sink.contents(&std::mem::take(&mut self.held));
+        self.state = text();
+        self.take(c, sink);
+    }
+
+    fn end_function(&mut self, sink: &mut Sink) {
+        sink.arguments("}");
+        self.state = State::Closing(Closing::new(CLOSE));
+    }
+
+    fn begin_parameter(&mut self, key: &str, sink: &mut Sink) {
+        let comma = if self.parameters > 0 { ", " } else { "" };
+        self.parameters += 1;
+        sink.arguments(&format!("{comma}{}: ", json!(key)));
+        let is_string = self.is_string(key);
+        if is_string {
+            sink.arguments("\"");
+        }
+        self.state = State::Value(Parameter {
+            marks: Marks::new(&[END_PARAMETER]),
+            is_string,
+            text: String::new(),
+            begun: false,
+        });
+    }
+
+    /// What the schema does not describe is text.
+    fn is_string(&self, key: &str) -> bool {
+        let function = self.functions.iter().find(|function| function.name == self.name);
+        let property = function.and_then(|function| function.parameters.get("properties")?.get(key));
+        property.is_none_or(|property| match property.get("type") {
+            Some(kind) => kind == "string",
+            None => !["anyOf", "oneOf", "allOf", "enum", "const", "$ref"]
+                .iter()
+                .any(|key| property.get(key).is_some()),
+        })
+    }
+}
+
+fn text() -> State {
+    State::Text(Marks::new(&[OPEN, FUNCTION]))
+}
+
+impl Parameter {
+    fn push(&mut self, text: &str, sink: &mut Sink) {
+        if !self.is_string {
+            self.text += text;
+            return;
+        }
+        let mut out = String::new();
+        for c in text.chars() {
+            let first = !std::mem::replace(&mut self.begun, true);
+            if first && c == '\n' {
+                continue;
+            }
+            for c in std::mem::take(&mut self.text).chars() {
+                escape(c, &mut out);
+            }
+            match c {
+                '\n' => self.text.push(c),
+                c => escape(c, &mut out),
+            }
+        }
+        sink.arguments(&out);
+    }
+
+    fn end(&mut self, sink: &mut Sink) {
+        if self.is_string {
+            sink.arguments("\"");
+            return;
+        }
+        let text = self.text.trim();
+        let json = match serde_json::from_str::<Value>(text) {
+            Ok(_) => text.to_owned(),
+            Err(_) => python::to_json(text).unwrap_or_else(|| json!(text).to_string()),
+        };
+        sink.arguments(&json);
+    }
+}
+
+impl Syntax for QwenCoder {
+    fn take(&mut self, c: char, sink: &mut Sink) {
+        match &mut self.state {
+            State::Text(marks) => match marks.take(c) {
+                Seen::Text(text) => sink.contents(&text),
+                Seen::Mark { text, index } => {
+                    sink.contents(&text);
+                    self.held = [OPEN, FUNCTION][index].to_owned();
+                    self.state = match index {
+                        0 => State::Open(Closing::new(FUNCTION)),
+                        _ => State::Name,
+                    };
+                }
+            },
+            State::Open(function) => match function.take(c) {
+                Closed::More => {}
+                Closed::Yes => {
+                    self.held += &function.finish();
+                    self.state = State::Name;
+                }
+                Closed::No(rest) => {
+                    sink.contents(&std::mem::take(&mut self.held));
+                    self.state = text();
+                    rest.chars().for_each(|c| self.take(c, sink));
+                }
+            },
+            State::Name if c == '>' => {
+                let from = self.held.rfind('=').map_or(0, |at| at + 1);
+                self.name = self.held[from..].trim().to_owned();
+                if self.name.is_empty() {
+                    return self.give_up(c, sink);
+                }
+                self.held.clear();
+                self.parameters = 0;
+                sink.call(&self.name);
+                sink.arguments("{");
+                self.state = State::Between(Marks::new(&[PARAMETER, END_FUNCTION, CLOSE]));
+            }
+            State::Name if matches!(c, '<' | '\n' | '=') => self.give_up(c, sink),
+            State::Name => self.held.push(c),
+            State::Between(marks) => match marks.take(c) {
+                Seen::Text(text) if text.chars().all(char::is_whitespace) => {}
+                Seen::Text(text) => {
+                    let rest = text + &marks.finish();
+                    self.end_function(sink);
+                    rest.chars().for_each(|c| self.take(c, sink));
+                }
+                Seen::Mark { index: 0, .. } => self.state = State::Key(String::new()),
+                Seen::Mark { index, .. } => {
+                    self.end_function(sink);
+                    if index == 2 {
+                        self.state = text();
+                    }
+                }
+            },
+            State::Key(key) if c == '>' => {
+                let key = std::mem::take(key);
+                self.begin_parameter(key.trim(), sink);
+            }
+            State::Key(key) => key.push(c),
+            State::Value(value) => match value.marks.take(c) {
+                Seen::Text(text) => value.push(&text, sink),
+                Seen::Mark { text, .. } => {
+                    value.push(&text, sink);
+                    value.end(sink);
+                    self.state = State::Between(Marks::new(&[PARAMETER, END_FUNCTION, CLOSE]));
+                }
+            },
+            State::Closing(closing) => match closing.take(c) {
+                Closed::More => {}
+                Closed::Yes => self.state = text(),
+                Closed::No(rest) => {
+                    self.state = text();
+                    rest.chars().for_each(|c| self.take(c, sink));
+                }
+            },
+        }
+    }
+
+    fn finish(&mut self, sink: &mut Sink) {
+        match &mut self.state {
+            State::Text(marks) => sink.contents(&marks.finish()),
+            State::Open(function) => {
+                self.held += &function.finish();
+                sink.contents(&self.held);
+            }
+            State::Name => sink.contents(&self.held),
+            State::Value(value) => {
+                // Cut off: what is there is told, and stays open.
+                let rest = value.marks.finish();
+                value.push(&rest, sink);
+                if !value.is_string {
+                    sink.arguments(&value.text);
+                }
+            }
+            State::Between(_) | State::Key(_) | State::Closing(_) => {}
+        }
+    }
+}

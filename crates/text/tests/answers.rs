@@ -1,0 +1,534 @@
+//! Answers taken apart: every format, however the text is cut.
+
+use std::sync::Arc;
+
+use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, ReasoningFormat, ToolFormat};
+use proptest::prelude::*;
+use serde_json::{Map, Value, json};
+
+/// Name and arguments.
+type Call = (String, Map<String, Value>);
+
+/// An answer put together again.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Whole {
+    reasoning: String,
+    content: String,
+    calls: Vec<(String, String)>,
+}
+
+impl Whole {
+    fn add(&mut self, parts: Vec<Part>) {
+        for part in parts {
+            match part {
+                Part::Reasoning(text) => self.reasoning += &text,
+                Part::Content(text) => self.content += &text,
+                Part::Call { name } => self.calls.push((name, String::new())),
+                Part::Arguments(text) => self.calls.last_mut().expect("a call began").1 += &text,
+            }
+        }
+    }
+
+    /// With the arguments parsed.
+    fn parsed(&self) -> Vec<(&str, Value)> {
+        let parse = |text: &str| serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
+        self.calls
+            .iter()
+            .map(|(name, arguments)| (name.as_str(), parse(arguments)))
+            .collect()
+    }
+}
+
+fn read(format: &AnswerFormat, pieces: &[&str]) -> Whole {
+    let mut parser = AnswerParser::new(format);
+    let mut whole = Whole::default();
+    for piece in pieces {
+        whole.add(parser.push(piece));
+    }
+    whole.add(parser.finish());
+    assert_eq!(parser.calls(), whole.calls.len());
+    whole
+}
+
+const FORMATS: &[ToolFormat] = &[
+    ToolFormat::Hermes,
+    ToolFormat::QwenCoder,
+    ToolFormat::LlamaJson,
+    ToolFormat::Pythonic,
+    ToolFormat::Mistral,
+    ToolFormat::Json,
+];
+
+fn functions(names: &[&str]) -> Arc<[Function]> {
+    let function = |name: &&str| Function {
+        name: (*name).to_owned(),
+        parameters: Map::new(),
+        strict: false,
+    };
+    names.iter().map(function).collect()
+}
+
+fn tools(format: ToolFormat, names: &[&str]) -> AnswerFormat {
+    AnswerFormat {
+        tools: Some(format),
+        functions: functions(names),
+        ..AnswerFormat::default()
+    }
+}
+
+/// One call as models of the family write it.
+fn write_calls(format: ToolFormat, calls: &[Call], style: bool) -> String {
+    let object = |arguments: &str, (name, value): &Call| {
+        format!("{{\"name\": {}, \"{arguments}\": {}}}", json!(name), json!(value))
+    };
+    let each = |one: &dyn Fn(&Call) -> String, separator: &str| {
+        calls.iter().map(one).collect::<Vec<_>>().join(separator)
+    };
+    match (format, style) {
+        (ToolFormat::Hermes, _) => each(
+            &|call| format!("<tool_call>\n{}\n</tool_call>", object("arguments", call)),
+            if style { "\n" } else { "" },
+        ),
+        (ToolFormat::QwenCoder, _) => each(&write_xml, "\n"),
+        (ToolFormat::LlamaJson, true) => {
+            format!("<|python_tag|>{}", each(&|call| object("parameters", call), "; "))
+        }
+        (ToolFormat::LlamaJson, false) => each(&|call| object("parameters", call), ";"),
+        (ToolFormat::Pythonic, _) => {
+            let list = format!("[{}]", each(&write_python, ", "));
+            if style {
+                format!("<|python_start|>{list}<|python_end|>")
+            } else {
+                list
+            }
+        }
+        (ToolFormat::Mistral, true) => each(
+            &|(name, value)| format!("[TOOL_CALLS]{name}[ARGS]{}", json!(value)),
+            "",
+        ),
+        (ToolFormat::Mistral, false) => {
+            format!("[TOOL_CALLS] [{}]", each(&|call| object("arguments", call), ", "))
+        }
+        (ToolFormat::Json, true) => format!("[{}]", each(&|call| object("arguments", call), ", ")),
+        (ToolFormat::Json, false) => each(&|call| object("arguments", call), "\n"),
+    }
+}
+
+fn write_xml((name, arguments): &Call) -> String {
+    let value = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let parameters: String = arguments
+        .iter()
+        .map(|(key, v)| format!("<parameter={key}>\n{}\n</parameter>\n", value(v)))
+        .collect();
+    format!("<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
+}
+
+fn write_python((name, arguments): &Call) -> String {
+    let arguments: Vec<_> = arguments
+        .iter()
+        .map(|(key, value)| format!("{key}={}", python(value)))
+        .collect();
+    format!("{name}({})", arguments.join(", "))
+}
+
+fn python(value: &Value) -> String {
+    let list = |items: Vec<String>| items.join(", ");
+    match value {
+        Value::Null => "None".to_owned(),
+        Value::Bool(true) => "True".to_owned(),
+        Value::Bool(false) => "False".to_owned(),
+        Value::Number(_) | Value::String(_) => value.to_string(),
+        Value::Array(items) => format!("[{}]", list(items.iter().map(python).collect())),
+        Value::Object(fields) => {
+            let fields = fields
+                .iter()
+                .map(|(key, value)| format!("{}: {}", json!(key), python(value)));
+            format!("{{{}}}", list(fields.collect()))
+        }
+    }
+}
+
+fn value() -> impl Strategy<Value = Value> {
+    let text = prop_oneof![
+        "[a-zé\"'\\\\\n\t {}\\[\\](),;=<>]{0,12}",
+        Just("</tool_call> [TOOL_CALLS] <think>".to_owned()),
+        any::<String>().prop_map(|text| text.replace("</parameter>", "")),
+    ];
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i32>().prop_map(Value::from),
+        // What serde_json reads back bit by bit.
+        any::<i32>().prop_map(|eighths| Value::from(f64::from(eighths) / 8.0)),
+        text.prop_map(Value::from),
+    ];
+    leaf.prop_recursive(3, 12, 4, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::btree_map("[a-z]{1,4}", inner, 0..4)
+                .prop_map(|fields| Value::Object(fields.into_iter().collect())),
+        ]
+    })
+}
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    let arguments = prop::collection::btree_map("[a-z_]{1,6}", value(), 0..4);
+    let arguments = arguments.prop_map(|fields| fields.into_iter().collect::<Map<_, _>>());
+    prop::collection::vec(("[a-z_]{1,8}", arguments), 1..4)
+}
+
+/// What the functions of `calls` take, by the types of their arguments.
+fn described(calls: &[Call]) -> Arc<[Function]> {
+    let kind = |value: &Value| match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(_) => "number",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
+    };
+    let function = |(name, arguments): &Call| {
+        let properties: Map<_, _> = arguments
+            .iter()
+            .map(|(key, value)| (key.clone(), json!({ "type": kind(value) })))
+            .collect();
+        Function {
+            name: name.clone(),
+            parameters: Map::from_iter([("properties".to_owned(), Value::Object(properties))]),
+            strict: false,
+        }
+    };
+    calls.iter().map(function).collect()
+}
+
+/// `text` in pieces that end at `cuts`, each in thousandths of its length.
+fn cut<'a>(text: &'a str, cuts: &[usize]) -> Vec<&'a str> {
+    let mut at: Vec<_> = cuts
+        .iter()
+        .map(|cut| {
+            let mut at = cut * text.len() / 1000;
+            while !text.is_char_boundary(at) {
+                at -= 1;
+            }
+            at
+        })
+        .chain([0, text.len()])
+        .collect();
+    at.sort_unstable();
+    at.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect()
+}
+
+fn cuts() -> impl Strategy<Value = Vec<usize>> {
+    prop::collection::vec(0..=1000usize, 0..12)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    #[test]
+    fn calls_are_read_back(
+        calls in calls(),
+        format in prop::sample::select(FORMATS),
+        style: bool,
+        before in "[a-z][a-z \n]{0,8}",
+        has_before: bool,
+        cuts in cuts(),
+    ) {
+        // Two functions of one name have one schema.
+        let mut names = std::collections::HashSet::new();
+        let calls: Vec<_> = calls.into_iter().filter(|(name, _)| names.insert(name.clone())).collect();
+        let marked = style || matches!(format, ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Mistral);
+        let before = if has_before && marked && format != ToolFormat::Json { before } else { String::new() };
+        let text = format!("{before}{}", write_calls(format, &calls, style));
+        let format = AnswerFormat { functions: described(&calls), ..tools(format, &[]) };
+        let whole = read(&format, &[&text]);
+        let expected: Vec<_> = calls.iter().map(|(name, value)| (name.as_str(), json!(value))).collect();
+        prop_assert_eq!(whole.parsed(), expected, "{}", text);
+        prop_assert_eq!(&whole.content, before.trim_end(), "{}", text);
+        prop_assert_eq!(read(&format, &cut(&text, &cuts)), whole, "{}", text);
+    }
+
+    #[test]
+    fn cuts_do_not_matter(
+        pieces in prop::collection::vec(prop_oneof![
+            Just("<tool_call>"), Just("</tool_call>"), Just("{\"name\": \"f\", \"arguments\": {\"a\": 1}}"),
+            Just("{\"name\": \"f\""), Just(", \"arguments\": "), Just("{\"a\": \"}"), Just("}"), Just("\""), Just("["), Just("]"),
+            Just("[TOOL_CALLS]"), Just("f[ARGS]{"), Just("[CALL_ID]"), Just("<|python_tag|>"), Just(";"), Just("f(a=1"),
+            Just(", b='x')"), Just("<function=f>"), Just("<parameter=a>"), Just("</parameter>"), Just("</function>"),
+            Just("<think>"), Just("</think>"), Just("<|python_start|>"), Just("\n"), Just(" "), Just("word"), Just("é"), Just("<"),
+        ], 0..16),
+        format in prop::sample::select(FORMATS),
+        reasons: bool,
+        open: bool,
+        cuts in cuts(),
+    ) {
+        let text = pieces.concat();
+        let format = AnswerFormat {
+            reasoning: reasons.then_some(ReasoningFormat::Think),
+            reasoning_is_open: open,
+            ..tools(format, &["f"])
+        };
+        prop_assert_eq!(read(&format, &cut(&text, &cuts)), read(&format, &[&text]), "{}", text);
+    }
+
+    #[test]
+    fn text_without_marks_stays_as_it_is(text in "[a-z .,!?\n]{0,40}", format in prop::sample::select(FORMATS)) {
+        let whole = read(&tools(format, &["f"]), &[&text]);
+        prop_assert_eq!(whole, Whole { content: text, ..Whole::default() });
+    }
+}
+
+#[test]
+fn what_is_no_call_is_content() {
+    let cases = [
+        (ToolFormat::Hermes, "<tool_call>oops</tool_call>"),
+        (ToolFormat::Hermes, "<tool_call>{\"nome\": 1}</tool_call>"),
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"name\": 1, \"arguments\": {}}</tool_call>",
+        ),
+        (ToolFormat::Hermes, "a <tool_call>{\"name\": \"f\""),
+        (ToolFormat::Hermes, "a < b <tool"),
+        (ToolFormat::LlamaJson, "{\"name\": \"Bob\", \"parameters\": {}}"),
+        (ToolFormat::LlamaJson, "{\"name\": \"f\", \"age\": 3}x{"),
+        (ToolFormat::LlamaJson, "see {\"name\": \"f\", \"parameters\": {}}"),
+        (ToolFormat::LlamaJson, "<|python_tag|>import math"),
+        (ToolFormat::Json, "[1, 2]"),
+        (ToolFormat::Json, "{\"answer\": 42}"),
+        (ToolFormat::Pythonic, "[link](http://x)"),
+        (ToolFormat::Pythonic, "[g(a=1)]"),
+        (ToolFormat::Pythonic, "[f(1)]"),
+        (ToolFormat::Mistral, "[TOOL_CALLS] none"),
+        (ToolFormat::Mistral, "[TOOL_CALLS]f[ARG"),
+        (ToolFormat::Mistral, "[TOOL_CALLS][1]"),
+        (ToolFormat::QwenCoder, "<tool_call>\n<func=f>"),
+        (ToolFormat::QwenCoder, "<function=\n"),
+        (ToolFormat::QwenCoder, "<tool_call> <function=f"),
+    ];
+    for (format, text) in cases {
+        let whole = read(&tools(format, &["f"]), &[text]);
+        let expected = Whole {
+            content: text.to_owned(),
+            ..Whole::default()
+        };
+        // `f` with an unknown field and no arguments is a call of a function without arguments.
+        if text.contains("age") {
+            assert_eq!(whole.calls, [("f".to_owned(), "{}".to_owned())], "{format:?}");
+            assert_eq!(whole.content, "x{");
+        } else {
+            assert_eq!(whole, expected, "{format:?}");
+        }
+    }
+}
+
+#[test]
+fn models_write_in_many_ways() {
+    let call = |arguments: &str| vec![("f".to_owned(), arguments.to_owned())];
+    let cases = [
+        // No closing tag; text behind.
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"name\": \"f\", \"arguments\": {}}",
+            "",
+            call("{}"),
+        ),
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"name\": \"f\"}</tool_call> and",
+            " and",
+            call("{}"),
+        ),
+        // Arguments first, as a string, as nothing, with line breaks, among other fields.
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"arguments\": {\"a\":1}, \"name\": \"f\"}</tool_call>",
+            "",
+            call("{\"a\":1}"),
+        ),
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"name\": \"f\", \"arguments\": \"{\\\"a\\\": 1}\"}</tool_call>",
+            "",
+            call("{\"a\": 1}"),
+        ),
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"name\": \"f\", \"arguments\": null}</tool_call>",
+            "",
+            call("{}"),
+        ),
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"x\ny\"}}</tool_call>",
+            "",
+            call("{\"a\": \"x\\ny\"}"),
+        ),
+        (
+            ToolFormat::LlamaJson,
+            "{\"type\": \"function\", \"name\": \"f\", \"parameters\": {}}",
+            "",
+            call("{}"),
+        ),
+        // Broken off: what was told stays, the rest is content.
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1</tool_call>x",
+            "x",
+            call("{\"a\": 1"),
+        ),
+        (
+            ToolFormat::Hermes,
+            "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"b",
+            "",
+            call("{\"a\": \"b"),
+        ),
+        (
+            ToolFormat::Mistral,
+            "[TOOL_CALLS]f{\"a\": 1}",
+            "",
+            call("{\"a\": 1}"),
+        ),
+        (
+            ToolFormat::Mistral,
+            "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{\"a\": 1}",
+            "",
+            call("{\"a\": 1}"),
+        ),
+        (
+            ToolFormat::QwenCoder,
+            "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>",
+            "",
+            call("{\"a\": \"1\"}"),
+        ),
+        (
+            ToolFormat::QwenCoder,
+            "<tool_call><function=f></tool_call>!",
+            "!",
+            call("{}"),
+        ),
+        (
+            ToolFormat::Pythonic,
+            "[f(a='x', b=None, c=[1, {\"k\": (True,)}])]",
+            "",
+            call("{\"a\": \"x\", \"b\": null, \"c\": [1, {\"k\": [true]}]}"),
+        ),
+        (ToolFormat::Pythonic, "[ f ( ) ]", "[ f ( ) ]", vec![]),
+        (
+            ToolFormat::Pythonic,
+            "<|python_start|>[h()]<|python_end|>ok",
+            "ok",
+            vec![("h".into(), "{}".into())],
+        ),
+        (ToolFormat::Pythonic, "[f(a=x y)]", "", call("{\"a\": \"x y\"}")),
+    ];
+    for (format, text, content, calls) in cases {
+        let whole = read(&tools(format, &["f"]), &[text]);
+        assert_eq!(
+            (whole.content.as_str(), &whole.calls),
+            (content, &calls),
+            "{format:?} {text}"
+        );
+    }
+}
+
+#[test]
+fn one_call_too_many_ends_the_answer() {
+    let format = AnswerFormat {
+        max_calls: Some(1),
+        ..tools(ToolFormat::Hermes, &["f"])
+    };
+    let call = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
+    let mut parser = AnswerParser::new(&format);
+    assert_eq!(parser.push(call).len(), 2);
+    assert!(!parser.is_full());
+    assert_eq!(parser.push(call), []);
+    assert!(parser.is_full());
+    assert_eq!(
+        (parser.push("x"), parser.finish(), parser.calls()),
+        (vec![], vec![], 1)
+    );
+}
+
+#[test]
+fn reasoning_is_split_off() {
+    let cases = [
+        (
+            ReasoningFormat::Think,
+            false,
+            "<think>\nHm.\n\n2?\n</think>\n\nFour.",
+            "Hm.\n\n2?",
+            "Four.",
+        ),
+        (
+            ReasoningFormat::Think,
+            true,
+            "\nHm.</think>Four. </think>",
+            "Hm.",
+            "Four. </think>",
+        ),
+        (ReasoningFormat::Think, true, "<think>Hm.</think>", "Hm.", ""),
+        (ReasoningFormat::Think, false, "Four <think>", "", "Four <think>"),
+        (ReasoningFormat::Think, false, " \n<thi", "", " \n<thi"),
+        (ReasoningFormat::Think, false, "<think>Hm", "Hm", ""),
+        (
+            ReasoningFormat::Think,
+            false,
+            "<think>\n\n</think>\n\nFour",
+            "",
+            "Four",
+        ),
+        (ReasoningFormat::DeepseekR1, true, "Hm <b", "Hm <b", ""),
+        (
+            ReasoningFormat::Mistral,
+            false,
+            "[THINK]a <think>[/THINK]b",
+            "a <think>",
+            "b",
+        ),
+        (
+            ReasoningFormat::SeedOss,
+            false,
+            "<seed:think>a</seed:think>b",
+            "a",
+            "b",
+        ),
+    ];
+    for (format, open, text, reasoning, content) in cases {
+        let format = AnswerFormat {
+            reasoning: Some(format),
+            reasoning_is_open: open,
+            ..AnswerFormat::default()
+        };
+        let whole = read(&format, &[text]);
+        assert_eq!(
+            (whole.reasoning.as_str(), whole.content.as_str()),
+            (reasoning, content),
+            "{text}"
+        );
+    }
+    // Calls that are only thought of are none.
+    let call = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
+    let format = AnswerFormat {
+        reasoning: Some(ReasoningFormat::Think),
+        ..tools(ToolFormat::Hermes, &["f"])
+    };
+    let whole = read(&format, &[&format!("<think>{call}</think>\n\n{call}")]);
+    assert_eq!(
+        (
+            whole.reasoning.as_str(),
+            whole.content.as_str(),
+            whole.calls.len()
+        ),
+        (call, "", 1)
+    );
+}
+
+#[test]
+fn prompts_open_reasoning() {
+    use ReasoningFormat::{DeepseekR1, Think};
+    assert!(Think.is_open_after("<|im_start|>assistant\n<think>\n"));
+    assert!(!Think.is_open_after("<|im_start|>assistant\n"));
+    assert!(!Think.is_open_after("<|im_start|>assistant\n<think>\n\n</think>\n\n"));
+    assert!(DeepseekR1.is_open_after("<|Assistant|>"));
+    assert!(!DeepseekR1.is_open_after("<|Assistant|></think>"));
+}

@@ -1,0 +1,160 @@
+"""Tools, reasoning and template options, as the official client sees them, on a simulated model that says what it is asked to."""
+
+import json
+
+import openai
+import pytest
+
+CHAT = "/v1/chat/completions"
+# Qwen3's in small: how calls are written and reasoning is marked is found out from it.
+TEMPLATE = """\
+{%- if tools %}{{ '<|system|>Tools: ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{{- ' Answer within <tool_call>\\n{"name": .., "arguments": ..}\\n</tool_call>' }}{% endif %}
+{%- for message in messages %}{{ '<|' + message.role + '|>' + message.content }}
+{%- for call in message.tool_calls or [] %}{{ '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% if enable_thinking is false %}{{ '<think>\\n\\n</think>' }}{% endif %}{% endif %}
+"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["place"],
+        },
+    },
+}
+CALLS = (
+    'I shall ask.\n<tool_call>\n{"name": "get_weather", "arguments": {"place": "Ülm <\\"x\\">", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Ely"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def server(start):
+    with start("sim", "--max-model-len", "4096", "--served-model-name", "sim", "--chat-template", TEMPLATE) as server:
+        yield server
+
+
+def say(text: str) -> list:
+    """A conversation that the simulated model answers with `text`."""
+    return [{"role": "user", "content": f"<say>{text}</say>"}]
+
+
+def error(server, **body) -> dict:
+    response = server.http.post(CHAT, json={"messages": say("x"), **body})
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def test_calls(server):
+    completion = server.openai.chat.completions.create(model="sim", messages=say(CALLS), tools=[WEATHER])
+    choice = completion.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I shall ask."
+    first, second = choice.message.tool_calls
+    assert first.type == "function" and first.id != second.id
+    assert json.loads(first.function.arguments) == {"place": 'Ülm <"x">', "days": 2}
+    assert json.loads(second.function.arguments) == {"place": "Ely"}
+
+
+def test_u30_streams_of_calls_are_what_the_client_accumulates(server):
+    ask = {"model": "sim", "messages": say(CALLS), "tools": [WEATHER], "n": 2}
+    whole = server.openai.chat.completions.create(**ask)
+    kinds = []
+    with server.openai.chat.completions.stream(**ask) as stream:
+        for event in stream:
+            kinds.append(event.type)
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    for streamed, expected in zip(final.choices, whole.choices, strict=True):
+        assert streamed.finish_reason == expected.finish_reason == "tool_calls"
+        assert streamed.message.content == expected.message.content
+        functions = [[(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+                     for choice in (streamed, expected)]
+        assert functions[0] == functions[1]
+        assert all(call.id.startswith("call_") for call in streamed.message.tool_calls)
+
+
+def test_calls_that_answer_each_other(server):
+    messages = say(CALLS)
+    for _ in range(2):
+        message = server.openai.chat.completions.create(model="sim", messages=messages, tools=[WEATHER]).choices[0].message
+        messages.append(message)
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]
+    messages += say("It rains.")
+    answer = server.openai.chat.completions.create(model="sim", messages=messages, tools=[WEATHER])
+    assert answer.choices[0].message.content == "It rains."
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.tool_calls is None
+
+
+def test_choices_of_tools(server):
+    create = server.openai.chat.completions.create
+    none = create(model="sim", messages=say(CALLS), tools=[WEATHER], tool_choice="none").choices[0]
+    assert none.message.content == CALLS and none.finish_reason == "stop"
+    one = create(model="sim", messages=say(CALLS), tools=[WEATHER], parallel_tool_calls=False).choices[0]
+    assert len(one.message.tool_calls) == 1 and one.finish_reason == "tool_calls"
+
+
+def test_reasoning(server):
+    text = "<think>\nRain falls.\n</think>\n\nIt rains."
+    completion = server.openai.chat.completions.create(model="sim", messages=say(text))
+    message = completion.choices[0].message
+    assert message.content == "It rains."
+    assert message.reasoning_content == message.reasoning == "Rain falls."
+    assert completion.usage.completion_tokens_details.reasoning_tokens == text.index("\n\nIt") - len("<think>") + 1
+    chunks = list(server.openai.chat.completions.create(model="sim", messages=say(text), stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Rain falls."
+    assert "".join(delta.content or "" for delta in deltas) == "It rains."
+    without = server.openai.chat.completions.create(
+        model="sim", messages=say(text), extra_body={"include_reasoning": False}
+    )
+    assert without.choices[0].message.content == "It rains." and not hasattr(without.choices[0].message, "reasoning")
+
+
+def test_template_options(server):
+    def prompt(**body) -> str:
+        tokens = server.http.post("/tokenize", json=body).raise_for_status().json()["tokens"]
+        return bytes(tokens).decode()
+
+    user = {"role": "user", "content": "x"}
+    assert prompt(messages=[user], chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>")
+    assert prompt(messages=[user], reasoning_effort="none").endswith("<think>\n\n</think>")
+    assert prompt(messages=[user], reasoning_effort="high").endswith("<|assistant|>")
+    assert prompt(messages=[user], add_generation_prompt=False) == "<|user|>x"
+    answer = {"role": "assistant", "content": "Once "}
+    assert prompt(messages=[user, answer], continue_final_message=True) == "<|user|>x<|assistant|>Once "
+    assert '"get_weather"' in prompt(messages=[user], tools=[WEATHER])
+
+
+def test_u31_what_is_not_supported_is_named(server):
+    assert error(server, functions=[WEATHER["function"]])["param"] == "functions"
+    assert error(server, tools=[WEATHER, WEATHER])["param"] == "tools"
+    assert error(server, tools=[{"type": "web_search"}])["param"] == "tools[0].type = web_search"
+    assert error(server, tool_choice="required")["param"] == "tool_choice"
+    assert error(server, documents=[{"text": "x"}])["param"] == "documents"
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    assert "image_url" in error(server, messages=image)["message"]
+    with pytest.raises(openai.BadRequestError) as info:
+        server.openai.chat.completions.create(
+            model="sim", messages=say("x"), tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "other"}}
+        )
+    assert info.value.param == "tool_choice"
+
+
+def test_a_template_without_tools_gets_them_as_text(sim):
+    text = '{"name": "get_weather", "arguments": {"place": "Ely"}}'
+    tokens = sim.http.post("/tokenize", json={"messages": say(text), "tools": [WEATHER]}).json()["tokens"]
+    assert "get_weather" in bytes(tokens).decode().split("<say>")[0]
+    choice = sim.openai.chat.completions.create(model="sim", messages=say(text), tools=[WEATHER]).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"place": "Ely"}
+
+
+def test_sim_says_what_it_is_asked_to(sim):
+    for text in ["Rain.", "", "a <b> é"]:
+        choice = sim.openai.chat.completions.create(model="sim", messages=say(text), n=2).choices[1]
+        assert (choice.message.content, choice.finish_reason) == (text, "stop")
