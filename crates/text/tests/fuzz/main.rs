@@ -1,5 +1,6 @@
 //! The fuzz targets over disturbed known inputs. `fuzz/` runs the same functions under libFuzzer.
 
+mod grammars;
 #[path = "../../../../fuzz/inputs.rs"]
 mod inputs;
 mod targets;
@@ -113,6 +114,65 @@ const JSON: &[&str] = &[
     "\"kwargs\": {",
     "<|im_start|>",
 ];
+
+const GRAMMARS: &[&str] = &[
+    "\0\u{1}{\"type\": \"object\", \"properties\": {\"a\": {\"type\": \"integer\"}}, \"required\": [\"a\"]}",
+    "\0\u{2}{\"enum\": [1, null, \"é\"]}",
+    "\0\u{3}{\"anyOf\": [{\"type\": \"string\", \"maxLength\": 3}, {\"type\": \"array\", \"items\": {\"type\": \"number\"}, \"maxItems\": 2}]}",
+    "\0\u{4}{\"$ref\": \"#/$defs/a\", \"$defs\": {\"a\": {\"type\": \"object\", \"properties\": {\"a\": {\"$ref\": \"#/$defs/a\"}}}}}",
+    "@\u{5}{\"type\": \"string\", \"pattern\": \"^[a-z]+$\", \"format\": \"date\", \"not\": {}}",
+    "\u{1}\u{6}(a|b)*[0-9]{2,4}é?",
+    "\u{1}\u{7}\\d+\\.\\d+(?i:abc)$",
+    "\u{2}\u{8}start: \"a\" b+\nb: /[0-9]/ | \"(\" start \")\"",
+    "\u{2}\u{9}start: %json { \"type\": \"boolean\" } \".\"",
+    "\u{3}\u{a}root ::= \"a\" item{2,3} [^0-9]*\nitem ::= [a-z]+ | \"(\" root \")\"",
+    "\u{4}\u{b}yes\nno\nyesterday",
+];
+const GRAMMAR_WORDS: &[&str] = &[
+    "{",
+    "}",
+    "[",
+    "]",
+    "(",
+    ")",
+    "*",
+    "+",
+    "?",
+    "|",
+    "{1000000}",
+    "{0,0}",
+    "^",
+    "$",
+    "\\p{L}",
+    "\\b",
+    "(?=a)",
+    "start: ",
+    "root ::= ",
+    "%ignore /x/",
+    "%json {}",
+    "\"type\": \"object\", ",
+    "\"minimum\": 1e400, ",
+    "\"multipleOf\": 0, ",
+    "\"maxLength\": -1, ",
+    "\"$ref\": \"#\", ",
+    "\"allOf\": [{}], ",
+    "\"oneOf\": [], ",
+    "\"pattern\": \"(\", ",
+    "\"additionalProperties\": false, ",
+    "null",
+    "é",
+    "\n",
+];
+
+proptest! {
+    // Each compiles a grammar.
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    #[test]
+    fn grammar(data in inputs(GRAMMARS, GRAMMAR_WORDS)) {
+        grammars::grammar(&data);
+    }
+}
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
