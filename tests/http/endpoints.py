@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-# A path to requests that the simulated model answers with 200. Together they use as many fields as they can, since only
+# A path to requests that the simulated model answers with 200, those of POOLING with `--runner pooling`. Together they use as many fields as they can, since only
 # what is here is mutated; crates/server/tests/api/fuzz.rs reads it too.
 VALID = json.loads(Path(__file__).with_name("requests.json").read_text())
 
@@ -16,3 +16,4 @@ EMBEDDINGS = {
         {"input": [97, 98], "truncate_prompt_tokens": -1},
     ]
 }
+POOLING = {"/v1/embeddings"}

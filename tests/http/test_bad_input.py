@@ -107,6 +107,14 @@ def test_ten_thousand_malformed_requests(server):
     assert p99(beside_bad) < 3 * p99(beside_good) + 0.05
 
 
+def test_a_server_that_embeds(start):
+    with start("sim", "--runner", "pooling", "--max-model-len", "1024", "--served-model-name", "sim") as server:
+        for result in Load(server, SEED, 1000).results():
+            assert not result["wrong"], f"BAD_INPUT_SEED={SEED}: {json.dumps(result['wrong'], indent=1)}"
+        server.wait_until_empty()
+        assert "panic" not in server.log.read_text(errors="replace")
+
+
 def test_the_largest_bodies(server):
     """As large as a body may be, and of what takes the most memory as parsed JSON."""
     body = b'{"prompt": [' + b"[0]," * (7 << 20) + b"[0]]}"
