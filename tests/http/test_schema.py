@@ -4,8 +4,9 @@ whatever it forbids is refused."""
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
-from schemathesis.specs.openapi.checks import positive_data_acceptance
+from schemathesis.specs.openapi.checks import positive_data_acceptance, response_schema_conformance
 
 # Of each operation and mode; the seed is fixed by `derandomize`.
 EXAMPLES = 30
@@ -27,10 +28,18 @@ def problems(operation, mode: GenerationMode, url: str) -> list[str]:
               suppress_health_check=list(HealthCheck))
     def check(case):
         # A schema cannot say everything: an empty prompt, or one that is too long, is refused all the same.
-        case.call_and_validate(base_url=url, timeout=60, excluded_checks=[positive_data_acceptance])
+        response = case.call(base_url=url, timeout=60)
+        excluded = [positive_data_acceptance]
+        if "text/event-stream" in response.headers.get("content-type", [""])[0]:
+            # The document's schema is that of an event's data, which test_openapi.py checks.
+            excluded.append(response_schema_conformance)
+        case.validate_response(response, excluded_checks=excluded)
 
     try:
         check()
+    except Unsatisfiable:
+        # An operation without parameters cannot be called wrongly.
+        return []
     except BaseExceptionGroup as group:
         return [f"{operation.label}: {error}" for error in group.exceptions]
     except AssertionError as error:

@@ -6,6 +6,8 @@ use plimsoll_core::Progress;
 use plimsoll_text::Tokenizer;
 use plimsoll_text::grammar::{Grammar, GrammarCompiler, GrammarSpec};
 
+/// What the errors of the grammar engine's bounds say.
+const BOUNDS: [&str; 3] = ["too many", "limit", "too large"];
 /// Steps that are followed.
 const STEPS: usize = 48;
 
@@ -58,6 +60,8 @@ pub(crate) fn grammar(data: &[u8]) {
         match constraint.accept(token) {
             Ok(Progress::Open) => {}
             Ok(Progress::Complete) => return,
+            // Where a state grew beyond its bound.
+            Err(error) if BOUNDS.iter().any(|bound| error.to_string().contains(bound)) => return,
             Err(error) => panic!("{token} was allowed and is not accepted: {error}; {spec:?}"),
         }
     }
