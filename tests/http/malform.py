@@ -13,7 +13,7 @@ import socket
 import sys
 from typing import NamedTuple
 
-from endpoints import POOLING, VALID
+from endpoints import EVERY, VALID
 
 # Longer than any answer takes on a busy machine.
 PATIENCE = 60
@@ -112,7 +112,7 @@ def mutate(rng: random.Random, value):
 def add_field(rng: random.Random, value):
     if not isinstance(value, dict):
         return odd_value(rng)
-    others = [key for bodies in VALID.values() for body in bodies for key in body]
+    others = [key for bodies in EVERY.values() for body in bodies for key in body]
     name = rng.choice(["temprature", "", "\0", "__proto__", "é", *others])
     return {**value, name: odd_value(rng)}
 
@@ -224,8 +224,8 @@ def shots(seed: int, count: int, valid: bool = False):
     """`count` requests, always the same for a seed."""
     rng = random.Random(seed)
     for _ in range(count):
-        path = rng.choice([path for path in VALID if not valid or path not in POOLING])
-        body = rng.choice(VALID[path])
+        path = rng.choice(list(VALID if valid else EVERY))
+        body = rng.choice(EVERY[path])
         data = text_of(body).encode()
         if valid:
             yield Shot(framed(path, data), True)
