@@ -60,6 +60,12 @@ bench-front:  ## What the server costs beside the model, in release, into tests/
 	cargo build --release --locked -p plimsoll-cli
 	scripts/bench-front --output-json tests/bench/cpu/front.json $(ARGS)
 
+.PHONY: test-clients
+test-clients: .cache/clients/ready  ## LangChain, LiteLLM and the official client for Node.js, which need packages of their own
+	cargo build --locked -p plimsoll-cli
+	scripts/fetch-default-model >/dev/null
+	.cache/clients/venv/bin/python -m pytest tests/clients $(PYTEST_ARGS)
+
 .PHONY: test-cuda
 test-cuda: $(VENV)/ready  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU
 	@scripts/install-cuda >/dev/null
@@ -77,4 +83,10 @@ test-gpu:  ## The tests that need an NVIDIA GPU
 $(VENV)/ready: tests/requirements.txt
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --disable-pip-version-check --quiet --requirement tests/requirements.txt
+	touch $@
+
+.cache/clients/ready: tests/clients/requirements.txt tests/clients/node/package-lock.json
+	python3 -m venv .cache/clients/venv
+	.cache/clients/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps --requirement tests/clients/requirements.txt
+	npm ci --prefix tests/clients/node --silent --no-audit --no-fund
 	touch $@

@@ -1,0 +1,45 @@
+"""LangChain's ChatOpenAI."""
+
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI
+
+CAPITAL = "What is the capital of France?"
+
+
+@pytest.fixture
+def model(smollm2):
+    return ChatOpenAI(base_url=f"{smollm2.url}/v1", api_key="none", model="smollm2", temperature=0, max_tokens=24, max_retries=0)
+
+
+@pytest.fixture
+def simulated(sim):
+    return ChatOpenAI(base_url=f"{sim.url}/v1", api_key="none", model="sim", max_tokens=24, seed=3, max_retries=0)
+
+
+def test_invoke(model):
+    answer = model.invoke([SystemMessage("Answer in one sentence."), HumanMessage(CAPITAL)])
+    assert "Paris" in answer.content
+    assert answer.response_metadata["finish_reason"] == "stop"
+    assert answer.usage_metadata["total_tokens"] > answer.usage_metadata["output_tokens"] > 0
+
+
+def test_a_conversation_goes_on(model):
+    turns = [HumanMessage(CAPITAL), AIMessage("The capital of France is Paris."), HumanMessage("And of which country is it the capital?")]
+    assert "France" in model.invoke(turns).content
+
+
+def test_stream(simulated):
+    chunks = list(simulated.stream("Hello", stream_usage=True))
+    assert "".join(chunk.content for chunk in chunks) == simulated.invoke("Hello").content
+    assert sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks) > 0
+
+
+def test_batch(simulated):
+    assert len({answer.content for answer in simulated.batch(["a", "b", "c"])}) == 3
+
+
+def test_errors(simulated):
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        simulated.invoke("Hello", temperature=-1)

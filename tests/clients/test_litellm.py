@@ -1,0 +1,43 @@
+"""LiteLLM's client, as for OpenAI and as for vLLM."""
+
+import os
+
+# It would ask the network for prices.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+import litellm
+import pytest
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(params=["openai", "hosted_vllm"])
+def complete(request, sim):
+    """`litellm.completion` through a provider, to the simulated model."""
+
+    def complete(**options):
+        where = {"api_base": f"{sim.url}/v1", "api_key": "none", "num_retries": 0}
+        return litellm.completion(model=f"{request.param}/sim", messages=HELLO, **where, **options)
+
+    return complete
+
+
+def test_completion(complete):
+    answer = complete(max_tokens=8, seed=1)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.completion_tokens > 0
+
+
+def test_stream(complete):
+    chunks = list(complete(max_tokens=24, seed=2, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == complete(max_tokens=24, seed=2).choices[0].message.content
+    assert any(getattr(chunk, "usage", None) for chunk in chunks)
+
+
+def test_errors(complete):
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        complete(temperature=-1)
+    with pytest.raises(litellm.BadRequestError, match="max_tokens|tokens"):
+        complete(max_tokens=1_000_000)
