@@ -182,9 +182,14 @@ mod tests {
         let described: BTreeSet<String> = api.paths.paths.keys().cloned().collect();
         assert!(routed.contains("/v1/chat/completions"), "{routed:?}");
         assert_eq!(routed, described);
+        let mut ids = BTreeSet::new();
         for (path, item) in &api.paths.paths {
             for operation in [&item.get, &item.post, &item.delete].into_iter().flatten() {
                 assert!(operation.summary.is_some(), "{path} has no summary");
+                assert!(
+                    ids.insert(&operation.operation_id),
+                    "{path}: operation_id is taken"
+                );
                 assert!(
                     !operation.responses.responses.is_empty(),
                     "{path} has no responses"

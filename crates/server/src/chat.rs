@@ -25,7 +25,7 @@ use crate::wire::common::Usage;
 /// An answer to a conversation, whole or as server-sent events. The data of each event is one chunk, that of the last is
 /// `[DONE]`.
 #[utoipa::path(
-    post, path = "/v1/chat/completions", tag = "Generation",
+    post, path = "/v1/chat/completions", tag = "Generation", operation_id = "createChatCompletion",
     request_body(content = ChatRequest, examples(
         ("A question" = (value = json!({ "messages": [{ "role": "user", "content": "What is a load line?" }] }))),
         ("A stream" = (value = json!({

@@ -33,7 +33,7 @@ const DEFAULT_MAX_TOKENS: usize = 16;
 /// Text that goes on from a prompt, whole or as server-sent events. The data of each event is one chunk, that of the last
 /// is `[DONE]`.
 #[utoipa::path(
-    post, path = "/v1/completions", tag = "Generation",
+    post, path = "/v1/completions", tag = "Generation", operation_id = "createCompletion",
     request_body(content = CompletionRequest, examples(
         ("A text" = (value = json!({ "prompt": "A load line is", "max_tokens": 32 }))),
         ("Two at once" = (value = json!({ "prompt": ["A load line is", "A Plimsoll mark is"], "max_tokens": 32 }))),

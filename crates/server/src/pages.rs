@@ -43,7 +43,7 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
 ///
 /// A conversation with the model, in a browser.
 #[utoipa::path(
-    get, path = "/", tag = "Pages",
+    get, path = "/", tag = "Pages", operation_id = "chatPage",
     responses((status = 200, description = "The page.", body = String, content_type = "text/html"))
 )]
 async fn chat() -> Response {
@@ -54,7 +54,7 @@ async fn chat() -> Response {
 ///
 /// The OpenAPI document, for people.
 #[utoipa::path(
-    get, path = "/docs", tag = "Pages",
+    get, path = "/docs", tag = "Pages", operation_id = "docsPage",
     responses((status = 200, description = "The page.", body = String, content_type = "text/html"))
 )]
 async fn docs() -> Response {
