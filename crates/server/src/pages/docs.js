@@ -107,7 +107,8 @@ function examples(method, path, content) {
 }
 
 function response([status, { description, content = {} }]) {
-  const title = element("summary", {}, element("b", {}, status), ` ${description}`);
+  const words = [element("b", {}, status), " ", ...marked(description)];
+  const title = element("summary", {}, ...words);
   const details = element("details", {}, title);
   // Drawn when it is looked at: schemas are long.
   details.addEventListener(
@@ -119,7 +120,7 @@ function response([status, { description, content = {} }]) {
     },
     { once: true },
   );
-  return Object.keys(content).length > 0 ? details : element("p", {}, element("b", {}, status), ` ${description}`);
+  return Object.keys(content).length > 0 ? details : element("p", {}, ...words);
 }
 
 function operation(method, path, what) {
