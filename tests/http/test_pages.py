@@ -274,3 +274,8 @@ def test_reference(sim, open_page, scheme):
     expect(chat.locator("td", has_text="finish_reason").or_(chat.locator("td", has_text="choices")).first).to_be_visible()
     page.locator("#filter").fill("tokenize")
     assert 2 <= page.locator("#list a:visible").count() <= 12
+
+
+def test_pages_can_be_left_out(start):
+    with start("sim", "--disable-ui") as server:
+        assert [server.http.get(path).status_code for path in ("/", "/docs", "/openapi.json")] == [404, 404, 200]

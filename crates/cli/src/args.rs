@@ -1,6 +1,7 @@
 //! The command line. Flags that vLLM has carry vLLM's names and meaning.
 
 mod chat;
+mod pages;
 mod pooling;
 
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ use crate::device::DeviceChoice;
 use crate::selftest::SelftestArgs;
 pub use chat::ChatArgs;
 
+pub use pages::PagesArgs;
 pub use pooling::{HfOverrides, PoolerConfig, PoolingArgs, RunnerKind};
 
 /// Where `plimsoll serve` without MODEL gets its model.
@@ -98,6 +100,9 @@ pub struct ServeArgs {
     /// What chats are made of.
     #[command(flatten)]
     pub chat: ChatArgs,
+    /// What browsers get.
+    #[command(flatten)]
+    pub pages: PagesArgs,
 }
 
 /// `plimsoll profile`.

@@ -172,6 +172,7 @@ fn prepare(
         drain_timeout: args.server.drain_timeout,
         seed: args.engine.limits.seed,
         enable_sleep_mode: args.server.enable_sleep_mode(),
+        pages: args.pages.pages(),
         allowed_origins: args.server.allowed_origins.clone().unwrap_or_default(),
         ..ServerOptions::default()
     };
