@@ -52,7 +52,7 @@ const INPUT: &str = "input";
 ///
 /// The vectors of one text or several, from a model that is served for embeddings.
 #[utoipa::path(
-    post, path = "/v1/embeddings", tag = "Embeddings",
+    post, path = "/v1/embeddings", tag = "Embeddings", operation_id = "createEmbedding",
     request_body(content = EmbeddingRequest, example = json!({ "input": ["A load line", "A Plimsoll mark"] })),
     responses((status = 200, description = "A vector for each input, in order.", body = EmbeddingList), Errors)
 )]

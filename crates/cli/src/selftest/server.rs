@@ -12,6 +12,7 @@ use super::limits::Limits;
 use super::load::{Job, Leave};
 use super::page::Page;
 use crate::client::{self, LAST_EVENT, Lines, event_data};
+use crate::start::TEXT_GENERATION;
 
 /// How long a question about the server itself may take, however busy it is.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -58,6 +59,14 @@ impl Server {
     /// What the server proved.
     pub(super) async fn limits(&self) -> Result<Limits, String> {
         let memory = self.get_json("/memory").await?;
+        let disabled = memory["profile"]["disabled"].as_array();
+        let mut disabled = disabled.into_iter().flatten();
+        if disabled.any(|disabled| disabled["path"] == TEXT_GENERATION) {
+            return Err(format!(
+                "{} serves embeddings, and the selftest drives generation of text",
+                self.base
+            ));
+        }
         serde_json::from_value(memory["profile"].clone())
             .map_err(|error| format!("{}/memory shows no profile: {error}", self.base))
     }

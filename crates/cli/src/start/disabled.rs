@@ -8,6 +8,9 @@ use super::weights::Weights;
 use crate::args::EngineArgs;
 use crate::device::DeviceChoice;
 
+/// The path that a server of embeddings is without.
+pub(crate) const TEXT_GENERATION: &str = "text generation";
+
 /// What `args` and the hardware switch off; `stored_as` is the number format of weights that were converted,
 /// `embedding` says how vectors are made instead of text.
 pub(super) fn disabled(
@@ -49,8 +52,11 @@ pub(super) fn disabled(
 }
 
 fn for_embeddings(list: &mut List, embedding: &EmbeddingInfo, args: &EngineArgs) {
-    let reason = "the model is served for embeddings (--runner)";
-    list.add("text generation", reason.to_owned());
+    let (pooling, size) = (embedding.pooling.name(), embedding.size);
+    let reason = format!(
+        "the model is served for embeddings (--runner): {pooling} pooling, vectors of {size} numbers"
+    );
+    list.add(TEXT_GENERATION, reason);
     if embedding.pooling.needs_every_row() && args.limits.prefix_caching() {
         let reason = "a mean takes every token's row, so every prompt is computed anew";
         list.add("prefix caching", reason.to_owned());
@@ -140,8 +146,8 @@ mod tests {
             matryoshka: Matryoshka::No,
         };
         let served = |pooling| paths(|list| for_embeddings(list, &embedding(pooling), &args("")));
-        assert_eq!(served(Pooling::Last), ["text generation"]);
-        assert_eq!(served(Pooling::Mean), ["text generation", "prefix caching"]);
+        assert_eq!(served(Pooling::Last), [TEXT_GENERATION]);
+        assert_eq!(served(Pooling::Mean), [TEXT_GENERATION, "prefix caching"]);
         assert_eq!(paths(|list| on_cpu(list, "avx512-vnni")), ["two steps in flight"]);
         assert_eq!(
             paths(|list| on_cpu(list, "scalar")),

@@ -37,6 +37,7 @@ use crate::source::{Source, sim_step_time};
 use crate::standing::Standing;
 use crate::target::{GpuTarget, ModelTarget, SIM_STEP_TIME, SimTarget};
 
+pub(crate) use disabled::TEXT_GENERATION;
 use keeper::Keeper;
 pub use outline::Outline;
 pub(crate) use report_file::ReportFile;
