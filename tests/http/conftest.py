@@ -89,8 +89,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(directory: Path, *args: str, expected_code: int = 0):
-    """A server that is ready; it ends with the block, with `expected_code`."""
+def process(directory: Path, *args: str):
+    """A server that was just started: process, port and log. It ends with the block."""
     assert BINARY.exists(), f"{BINARY} does not exist: run `make test-http`, or set SERVER_BINARY"
     port = free_port()
     log = directory / f"server-{port}.log"
@@ -101,26 +101,37 @@ def serve(directory: Path, *args: str, expected_code: int = 0):
     # Servers outside these tests need not wait for ours, nor ours for them.
     environment["PLIMSOLL_DEVICE_LOCK_DIR"] = str(directory)
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
-    server = Server(process, port, log)
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
     try:
-        end = time.monotonic() + START_TIMEOUT
-        while True:
-            code = process.poll()
-            assert code is None, f"{command} ended with {code} before it was ready\n{server.tail()}"
-            assert time.monotonic() < end, f"{command} was not ready after {START_TIMEOUT} s\n{server.tail()}"
-            with contextlib.suppress(httpx.TransportError):
-                if server.http.get("/ready").status_code == 200:
-                    break
-            time.sleep(0.05)
-        yield server
-    except BaseException:
-        print(server.tail())
-        process.kill()
-        server.stop()
-        raise
-    code = server.stop()
-    assert code == expected_code, f"the server ended with {code}\n{server.tail()}"
+        yield child, port, log
+    finally:
+        child.kill()
+        child.wait()
+
+
+@contextlib.contextmanager
+def serve(directory: Path, *args: str, expected_code: int = 0):
+    """A server that is ready; it ends with the block, with `expected_code`."""
+    with process(directory, *args) as (child, port, log):
+        server = Server(child, port, log)
+        try:
+            end = time.monotonic() + START_TIMEOUT
+            while True:
+                code = child.poll()
+                assert code is None, f"{args} ended with {code} before it was ready\n{server.tail()}"
+                assert time.monotonic() < end, f"{args} was not ready after {START_TIMEOUT} s\n{server.tail()}"
+                with contextlib.suppress(httpx.TransportError):
+                    if server.http.get("/ready").status_code == 200:
+                        break
+                time.sleep(0.05)
+            yield server
+        except BaseException:
+            print(server.tail())
+            child.kill()
+            server.stop()
+            raise
+        code = server.stop()
+        assert code == expected_code, f"the server ended with {code}\n{server.tail()}"
 
 
 @pytest.fixture(scope="session")

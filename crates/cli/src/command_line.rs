@@ -45,11 +45,11 @@ impl CommandLine {
                 if !arg.contains('=') {
                     flags.next();
                 }
-            } else if arg == "--hf-token" {
+            } else if let Some(secret) = SECRETS.iter().find(|secret| arg == *secret) {
                 flags.next();
-                words.push("--hf-token=***".to_owned());
-            } else if arg.starts_with("--hf-token=") {
-                words.push("--hf-token=***".to_owned());
+                words.push(format!("{secret}=***"));
+            } else if let Some(secret) = SECRETS.iter().find(|secret| is_value_of(arg, secret)) {
+                words.push(format!("{secret}=***"));
             } else {
                 words.push(quoted(arg));
             }
@@ -93,6 +93,14 @@ impl CommandLine {
         }
         text
     }
+}
+
+/// Flags whose values are not shown.
+const SECRETS: [&str; 2] = ["--hf-token", "--api-key"];
+
+/// Whether `word` is `flag` with a value.
+fn is_value_of(word: &str, flag: &str) -> bool {
+    word.strip_prefix(flag).is_some_and(|rest| rest.starts_with('='))
 }
 
 /// A word for a shell.

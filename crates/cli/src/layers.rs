@@ -75,6 +75,8 @@ pub fn parse(argv: Vec<OsString>, environment: BTreeMap<String, OsString>) -> Re
 struct LayerFlag {
     /// Without dashes.
     name: String,
+    /// Given again it means one more, and not another.
+    adds: bool,
     /// As on a command line.
     words: Vec<OsString>,
 }
@@ -85,7 +87,7 @@ impl LayerFlag {
         let others = contradicted_by(&self.name);
         names
             .iter()
-            .any(|name| *name != self.name && others.contains(name))
+            .any(|name| (self.adds || *name != self.name) && others.contains(name))
     }
 }
 
@@ -175,7 +177,9 @@ impl Layers {
 
     /// `key = value` as flags, alone on a command line they are legal on.
     fn checked(&self, key: &str, value: &toml::Value) -> Result<Option<LayerFlag>, String> {
-        let name = known(key)?.get_long().unwrap_or(key).to_owned();
+        let flag = known(key)?;
+        let name = flag.get_long().unwrap_or(key).to_owned();
+        let adds = matches!(flag.get_action(), ArgAction::Append);
         let flags = flags(&name, value)?;
         let alone = ["plimsoll", "serve"]
             .iter()
@@ -186,7 +190,11 @@ impl Layers {
             .command
             .get_arguments()
             .any(|arg| arg.get_long() == Some(&*name));
-        Ok(applies.then_some(LayerFlag { name, words: flags }))
+        Ok(applies.then_some(LayerFlag {
+            name,
+            adds,
+            words: flags,
+        }))
     }
 }
 
@@ -225,6 +233,10 @@ fn flags(key: &str, value: &toml::Value) -> Result<Vec<OsString>, String> {
             None => vec![format!("--no-{key}").into()],
         },
         _ if switch => return Err("true or false is expected".to_owned()),
+        toml::Value::Array(values) if matches!(known(key)?.get_action(), ArgAction::Append) => {
+            let flag = |value| Ok(format!("--{key}={}", scalar(value)?).into());
+            values.iter().map(flag).collect::<Result<_, String>>()?
+        }
         // `--key=value` keeps a value that begins with a dash a value.
         toml::Value::Array(values) if matches!(known(key)?.get_num_args(), Some(n) if n.max_values() > 1) => {
             let values = values.iter().map(scalar).collect::<Result<Vec<_>, _>>()?;
@@ -337,6 +349,23 @@ mod tests {
         assert_eq!(args.engine.model.model(), args::SIM_MODEL);
         let args = serve("plimsoll serve", &[("PLIMSOLL_ENABLE_PREFIX_CACHING", "0")]).unwrap();
         assert!(!args.engine.limits.prefix_caching());
+    }
+
+    #[test]
+    fn a_later_layer_replaces_a_list_that_flags_add_to() {
+        let file = config("api-key = [\"a\", \"b\"]\n");
+        let file = format!("--config={}", file.path().display());
+        let keys = |argv: &str, environment: &[(&str, &str)]| {
+            let args = serve(&format!("plimsoll serve {file} {argv}"), environment).unwrap();
+            let keys = args.server.access.api_key.iter();
+            keys.map(|key| key.reveal().to_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(keys("", &[]), ["a", "b"]);
+        assert_eq!(keys("", &[("PLIMSOLL_API_KEY", "c")]), ["c"]);
+        assert_eq!(
+            keys("--api-key d --api-key e", &[("PLIMSOLL_API_KEY", "c")]),
+            ["d", "e"]
+        );
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The `plimsoll` binary as a library, so that tests can start a server in their own process: arguments, configuration,
 //! the Hub, and the wiring of all other crates. Nothing depends on this crate.
 
+mod access_log;
 pub mod args;
 pub mod bench;
 mod bytes;
@@ -10,6 +11,7 @@ pub mod device;
 pub mod error;
 mod hardware;
 pub mod hub;
+mod keys;
 pub mod layers;
 pub mod lock;
 pub mod logging;
@@ -22,6 +24,8 @@ pub mod source;
 pub mod standing;
 pub mod start;
 mod target;
+mod tls;
+mod traces;
 mod version;
 
 pub use bytes::Bytes;

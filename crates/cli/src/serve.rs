@@ -10,18 +10,22 @@ use std::time::{Duration, Instant};
 use plimsoll_engine::Drained;
 use plimsoll_model::GenerationConfig;
 use plimsoll_profiler::Report;
-use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};
+use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, RequestSink, ServerOptions};
 use plimsoll_text::{ChatTemplate, SpecialTokens};
 use tokio::net::{TcpSocket, lookup_host};
 
-use crate::args::{EngineArgs, ServeArgs, ServerArgs};
+use crate::access_log::AccessLog;
+use crate::args::{EngineArgs, SchedulingPolicy, ServeArgs, ServerArgs};
 use crate::device::Device;
 use crate::error::Error;
+use crate::keys::{self, KeySource};
 use crate::lock::DeviceLock;
 use crate::plan_cache::PlanCache;
 use crate::source::{Source, resolve};
 use crate::standing::Standing;
 use crate::start::{Loaded, Outline, Ready, ReportFile, StartContext, StartTimes, Text};
+use crate::tls::Certificate;
+use crate::traces::Traces;
 
 /// Connections the operating system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
@@ -31,7 +35,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let report_file = ReportFile::new(&args.engine.memory)?;
     let context = StartContext::new(PlanCache::from_flags(&args.engine.memory));
     let times = context.times.clone();
-    let given = Given::read(&args.server)?;
+    let given = Given::read(&args.server).await?;
     // An address that is taken is found out now, not after minutes of loading; it refuses connections until it listens.
     let socket = bind(&args.server).await?;
     let source = resolve_timed(&args.engine, &times).await?;
@@ -40,6 +44,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         report,
         standing,
         example,
+        given,
     } = {
         let args = args.clone();
         let work = move || prepare(&source, &args, given, context);
@@ -62,13 +67,26 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     if let Err(error) = report_file.write(&standing.report()) {
         tracing::error!("no --profile-report: {error}");
     }
+    let scheme = if given.certificate.is_some() {
+        "https"
+    } else {
+        "http"
+    };
     announce(
+        scheme,
         bound,
         &args.server.served_names(&args.engine.model)[0],
         total,
         example,
     );
-    match plimsoll_server::serve(listener, state, signal).await? {
+    let traces = given.traces.clone();
+    let watch = tokio::spawn(given.watch());
+    let served = plimsoll_server::serve(listener, state, signal).await;
+    watch.abort();
+    if let Some(traces) = traces {
+        tokio::task::spawn_blocking(move || traces.finish()).await?;
+    }
+    match served? {
         Drained::Complete => Ok(()),
         Drained::Failed(requests) => Err(Error::CutOff {
             requests,
@@ -103,6 +121,7 @@ struct Prepared {
     report: Report,
     standing: Arc<Standing>,
     example: Example,
+    given: Given,
 }
 
 /// A first request.
@@ -167,20 +186,13 @@ fn prepare(
         defaults: given.defaults.unwrap_or_else(|| defaults_of(&generation)),
         embedding: loaded.embedding,
     };
-    let options = ServerOptions {
-        max_body_bytes: usize::try_from(args.server.max_body_size.0).unwrap_or(usize::MAX),
-        drain_timeout: args.server.drain_timeout,
-        seed: args.engine.limits.seed,
-        enable_sleep_mode: args.server.enable_sleep_mode(),
-        pages: args.pages.pages(),
-        allowed_origins: args.server.allowed_origins.clone().unwrap_or_default(),
-        ..ServerOptions::default()
-    };
+    let options = given.options(args);
     Ok(Prepared {
         state: AppState::new(engine, model, Arc::clone(&standing) as _, options),
         report,
         standing,
         example,
+        given,
     })
 }
 
@@ -190,19 +202,75 @@ struct Given {
     template: Option<String>,
     /// Sampling defaults; the model's where there are none.
     defaults: Option<GenerationDefaults>,
+    keys: KeySource,
+    certificate: Option<Certificate>,
+    sinks: Vec<Arc<dyn RequestSink>>,
+    traces: Option<Arc<Traces>>,
 }
 
 impl Given {
-    fn read(args: &ServerArgs) -> Result<Self, Error> {
+    async fn read(args: &ServerArgs) -> Result<Self, Error> {
         let template = args.chat_template.as_deref().map(chat_template).transpose()?;
         if let Some(source) = &template {
             // The special tokens are the model's; they are no matter of syntax.
             ChatTemplate::new(source, &SpecialTokens::new())?;
         }
+        let traces = args.otlp_traces_endpoint.as_deref().map(Traces::to).transpose()?;
+        let traces = traces.map(Arc::new);
+        let mut sinks: Vec<Arc<dyn RequestSink>> = Vec::new();
+        if let Some(path) = &args.access_log {
+            sinks.push(Arc::new(AccessLog::open(path)?));
+        }
+        sinks.extend(traces.clone().map(|traces| traces as Arc<dyn RequestSink>));
         Ok(Self {
             template,
             defaults: generation_defaults(&args.generation_config)?,
+            keys: KeySource::read(&args.access)?,
+            certificate: Certificate::read(&args.access).await?,
+            sinks,
+            traces,
         })
+    }
+
+    /// What the API is told.
+    fn options(&self, args: &ServeArgs) -> ServerOptions {
+        let server = &args.server;
+        ServerOptions {
+            max_body_bytes: usize::try_from(server.max_body_size.0).unwrap_or(usize::MAX),
+            slow_client_timeout: server.slow_client_timeout,
+            drain_timeout: server.drain_timeout,
+            seed: args.engine.limits.seed,
+            enable_sleep_mode: server.enable_sleep_mode(),
+            pages: args.pages.pages(),
+            allowed_origins: server.allowed_origins.clone().unwrap_or_default(),
+            keys: self.keys.keys.clone(),
+            metrics_require_key: server.access.metrics_require_key(),
+            key_limits: keys::limits(&server.access),
+            queue_timeout: server.queue_timeout,
+            request_timeout: server.request_timeout,
+            priorities: server.scheduling_policy == SchedulingPolicy::Priority,
+            sinks: self.sinks.clone(),
+            tls: self
+                .certificate
+                .as_ref()
+                .map(|certificate| certificate.tls.clone()),
+            max_connections: server.max_connections,
+            header_timeout: server.header_timeout,
+            ..ServerOptions::default()
+        }
+    }
+
+    /// Follows files that may change.
+    async fn watch(self) {
+        let Self {
+            keys, certificate, ..
+        } = self;
+        let certificate = async {
+            if let Some(certificate) = certificate {
+                certificate.watch().await;
+            }
+        };
+        tokio::join!(keys.watch(), certificate);
     }
 }
 
@@ -308,7 +376,13 @@ fn shutdown_signal() -> Result<impl Future<Output = ()>, Error> {
 }
 
 /// Tells people how to talk to the server.
-fn announce(address: SocketAddr, model: &str, after: Duration, Example { path, body }: Example) {
+fn announce(
+    scheme: &str,
+    address: SocketAddr,
+    model: &str,
+    after: Duration,
+    Example { path, body }: Example,
+) {
     let host = if address.ip().is_unspecified() {
         "127.0.0.1".to_owned()
     } else {
@@ -320,8 +394,8 @@ fn announce(address: SocketAddr, model: &str, after: Duration, Example { path, b
         host
     };
     say(&format!(
-        "ready: {model} after {seconds:.1} s at http://{address}\n\n  \
-         curl http://{host}:{port}{path} -H 'content-type: application/json' \\\n    -d '{body}'\n",
+        "ready: {model} after {seconds:.1} s at {scheme}://{address}\n\n  \
+         curl {scheme}://{host}:{port}{path} -H 'content-type: application/json' \\\n    -d '{body}'\n",
         port = address.port(),
         seconds = after.as_secs_f64(),
     ));

@@ -13,6 +13,10 @@ impl fmt::Display for RequestId {
     }
 }
 
+/// Whose requests share a turn in the queue; 0 where nobody is told apart.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TenantId(pub u64);
+
 /// Index of one physical block of the paged KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]

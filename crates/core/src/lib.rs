@@ -19,7 +19,7 @@ pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
 pub use constraint::{Constraint, ConstraintError, Guide, Progress};
 pub use event::{Event, FinishReason, Logprobs, PromptEvent, PromptLogprob, TokenEvent, TokenLogprob};
 pub use executor::{DeviceTime, Executor, FillMasks, StepError, allow_all};
-pub use ids::{BlockId, RequestId, TokenId};
+pub use ids::{BlockId, RequestId, TenantId, TokenId};
 pub use memory::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 pub use metadata::{MetaValue, Metadata};
 pub use plan::{Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};

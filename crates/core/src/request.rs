@@ -1,6 +1,8 @@
 use std::sync::Arc;
 
-use crate::{Constraint, Guide, ParamError, Pooling, RequestId, SamplingOptions, SamplingParams, TokenId};
+use crate::{
+    Constraint, Guide, ParamError, Pooling, RequestId, SamplingOptions, SamplingParams, TenantId, TokenId,
+};
 
 /// What a server can accept: known once the KV cache has its proved size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +44,10 @@ pub struct RequestOptions {
     pub cache_salt: Option<Arc<str>>,
     /// Generate nothing, answer with one vector. What is said about tokens to generate plays no part then.
     pub pooling: Option<Pooling>,
+    /// Lower ones get their turn earlier.
+    pub priority: i64,
+    /// Whose it is: tenants take turns.
+    pub tenant: TenantId,
 }
 
 /// Why a request can never be served by this server.
@@ -93,6 +99,8 @@ pub struct Request {
     prompt_logprobs: Option<usize>,
     cache_salt: Option<Arc<str>>,
     pooling: Option<Pooling>,
+    priority: i64,
+    tenant: TenantId,
 }
 
 impl Request {
@@ -108,6 +116,8 @@ impl Request {
             prompt_logprobs,
             cache_salt,
             pooling,
+            priority,
+            tenant,
         } = options;
         let limit = limits.max_request_tokens();
         if prompt.is_empty() {
@@ -149,6 +159,8 @@ impl Request {
             prompt_logprobs,
             cache_salt,
             pooling,
+            priority,
+            tenant,
         })
     }
 
@@ -216,6 +228,16 @@ impl Request {
     /// Whether every prompt token must be computed, whatever the prefix cache holds.
     pub fn needs_every_row(&self) -> bool {
         self.pooling.is_some_and(Pooling::needs_every_row)
+    }
+
+    /// Requests with a lower one get their turn earlier.
+    pub fn priority(&self) -> i64 {
+        self.priority
+    }
+
+    /// Whose it is.
+    pub fn tenant(&self) -> TenantId {
+        self.tenant
     }
 }
 

@@ -42,6 +42,16 @@ pub enum SubmitError {
         /// When the queue will have moved, from the present throughput.
         retry_after: Duration,
     },
+    /// Its tenant has as many requests in as may be, and the rest is for others.
+    #[error("this API key has {held} of the server's {limit} requests, and the rest is for others; try again in {} s", retry_after.as_secs())]
+    ShareFull {
+        /// Requests of the tenant, running and waiting.
+        held: usize,
+        /// Requests that may be in at once, of all tenants.
+        limit: usize,
+        /// When the queue will have moved, from the present throughput.
+        retry_after: Duration,
+    },
     /// There is too little memory for a KV cache at the moment.
     #[error("the server builds its KV cache again: device memory ran out; try again in {} s", retry_after.as_secs())]
     Rebuilding {
@@ -134,6 +144,7 @@ impl EngineHandle {
                 limits,
                 kv: built.kv,
                 enable_prefix_caching,
+                patience: PATIENCE,
             },
             config,
         )
@@ -232,15 +243,21 @@ impl EngineHandle {
             if state.clients.contains_key(&id) {
                 return Err(SubmitError::DuplicateId(id));
             }
-            if state.clients.len() >= self.capacity {
+            let (limit, held) = (self.capacity, state.held(request.tenant()));
+            let left = limit.saturating_sub(state.clients.len());
+            if left == 0 || held >= left.saturating_mul(SHARE) {
                 state.stats.refused += 1;
-                let waiting = state.stats.scheduler.waiting.max(1);
-                return Err(SubmitError::QueueFull {
-                    limit: self.capacity,
-                    retry_after: state.retry_after(waiting),
+                let retry_after = state.retry_after(state.stats.scheduler.waiting.max(1));
+                return Err(match left {
+                    0 => SubmitError::QueueFull { limit, retry_after },
+                    _ => SubmitError::ShareFull {
+                        held,
+                        limit,
+                        retry_after,
+                    },
                 });
             }
-            state.enter(id, sender);
+            state.enter(id, request.tenant(), sender);
             // Under the lock, so that requests reach the scheduler in the order in which they were admitted. If the thread
             // dies meanwhile, it fails every entered request.
             self.link.send(Command::Submit(request));
@@ -352,6 +369,14 @@ impl EngineHandle {
         }
     }
 }
+
+/// Turns that others may have before a request that waits. More than a queue is long, so that priority counts for
+/// something; so few that they pass within minutes.
+const PATIENCE: u64 = 1024;
+
+/// A tenant may have so many times as many requests in as there are places left: one alone takes all but a ninth, two
+/// take 8/17 each, and whoever comes finds a place (dynamic thresholds: Choudhury and Hahne 1998).
+const SHARE: usize = 8;
 
 /// What requests hear that a shutdown cuts off.
 pub(crate) const SHUT_DOWN: &str = "the server shut down before the request was done";

@@ -1,8 +1,9 @@
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{Event, KvConfig, Limits, Request, RequestId, StepError};
+use plimsoll_core::{Event, KvConfig, Limits, Request, RequestId, StepError, TenantId};
 use plimsoll_scheduler::SchedulerStats;
 use tokio::sync::{mpsc::UnboundedSender, watch};
 
@@ -44,6 +45,13 @@ pub(crate) struct Shared {
     pub(crate) ended: watch::Sender<bool>,
 }
 
+/// Who waits for the events of a request.
+#[derive(Debug)]
+pub(crate) struct Client {
+    events: UnboundedSender<Event>,
+    tenant: TenantId,
+}
+
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) phase: Phase,
@@ -58,8 +66,10 @@ pub(crate) struct State {
     pub(crate) sleep_attempts: u64,
     /// While draining: when what is left is failed.
     pub(crate) deadline: Option<Instant>,
-    /// Where the events of each request go; as many entries as requests are in.
-    pub(crate) clients: HashMap<RequestId, UnboundedSender<Event>>,
+    /// As many as requests are in.
+    pub(crate) clients: HashMap<RequestId, Client>,
+    /// How many of them each tenant has, where tenants are told apart.
+    tenants: HashMap<TenantId, usize>,
     pub(crate) stats: EngineStats,
     /// Requests that [`Self::fail_all`] ended.
     pub(crate) abandoned: usize,
@@ -109,6 +119,7 @@ impl Shared {
             sleep_attempts: 0,
             deadline: None,
             clients: HashMap::new(),
+            tenants: HashMap::new(),
             stats,
             abandoned: 0,
             failures_in_a_row: 0,
@@ -140,10 +151,18 @@ impl Shared {
 }
 
 impl State {
+    /// Requests of `tenant`; 0 where nobody is told apart.
+    pub(crate) fn held(&self, tenant: TenantId) -> usize {
+        self.tenants.get(&tenant).copied().unwrap_or(0)
+    }
+
     /// Enters a request.
-    pub(crate) fn enter(&mut self, id: RequestId, events: UnboundedSender<Event>) {
+    pub(crate) fn enter(&mut self, id: RequestId, tenant: TenantId, events: UnboundedSender<Event>) {
         self.busy_since.get_or_insert_with(Instant::now);
-        self.clients.insert(id, events);
+        self.clients.insert(id, Client { events, tenant });
+        if tenant != TenantId::default() {
+            *self.tenants.entry(tenant).or_default() += 1;
+        }
         self.stats.submitted += 1;
     }
 
@@ -152,16 +171,22 @@ impl State {
         if is_last(&event) {
             if let Some(client) = self.leave(id) {
                 // A client that is gone has dropped its stream, which is no error.
-                let _ = client.send(event);
+                let _ = client.events.send(event);
             }
         } else if let Some(client) = self.clients.get(&id) {
-            let _ = client.send(event);
+            let _ = client.events.send(event);
         }
     }
 
     /// Ends a request without an event.
-    pub(crate) fn leave(&mut self, id: RequestId) -> Option<UnboundedSender<Event>> {
+    pub(crate) fn leave(&mut self, id: RequestId) -> Option<Client> {
         let client = self.clients.remove(&id)?;
+        if let Entry::Occupied(mut held) = self.tenants.entry(client.tenant) {
+            *held.get_mut() -= 1;
+            if *held.get() == 0 {
+                held.remove();
+            }
+        }
         self.departures.push_back(Instant::now());
         if self.departures.len() > DEPARTURES {
             self.departures.pop_front();
@@ -178,8 +203,9 @@ impl State {
     pub(crate) fn fail_all(&mut self, error: &StepError) {
         self.busy_since = None;
         self.abandoned += self.clients.len();
+        self.tenants.clear();
         for (_, client) in self.clients.drain() {
-            let _ = client.send(Event::Failed(error.clone()));
+            let _ = client.events.send(Event::Failed(error.clone()));
         }
     }
 

@@ -66,6 +66,7 @@ impl Rig {
                 num_blocks: shape.num_blocks,
             },
             enable_prefix_caching: true,
+            patience: 1000,
         };
         let config = EngineConfig {
             max_queue: shape.max_queue,

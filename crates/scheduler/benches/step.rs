@@ -27,6 +27,7 @@ fn running(requests: usize, prompt: usize) -> Scheduler {
         limits,
         kv,
         enable_prefix_caching: true,
+        patience: 1000,
     });
     let limits = Limits {
         max_model_len: limits.max_model_len,

@@ -1,4 +1,5 @@
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
 
 use plimsoll_core::{
     Event, FinishReason, Guide, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, Sampled,
@@ -8,6 +9,7 @@ use plimsoll_kv::{BlockTable, KvManager};
 
 use crate::{
     SchedulerStats,
+    queue::{Arrival, Queue, Rank},
     sequence::{Running, Sequence},
 };
 
@@ -23,6 +25,8 @@ pub struct SchedulerConfig {
     pub kv: KvConfig,
     /// Share blocks between requests that begin with the same tokens.
     pub enable_prefix_caching: bool,
+    /// Turns that others may have before a request that waits, for their priority or their tenant.
+    pub patience: u64,
 }
 
 /// A constrained request and the token it gets next.
@@ -39,9 +43,12 @@ impl Follow<'_> {
     }
 }
 
-/// Position in the order of arrival.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Arrival(u64);
+/// Where a request is.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Waiting(Arrival),
+    Running(Rank),
+}
 
 /// Blocks of an ended request that steps in flight still use.
 #[derive(Debug)]
@@ -59,11 +66,11 @@ struct Leaving {
 pub struct Scheduler {
     limits: StepLimits,
     kv: KvManager,
-    waiting: BTreeMap<Arrival, Sequence>,
-    running: BTreeMap<Arrival, Running>,
+    waiting: Queue,
+    running: BTreeMap<Rank, Running>,
     leaving: HashMap<RequestId, Leaving>,
     /// All requests that wait or run.
-    arrivals: HashMap<RequestId, Arrival>,
+    places: HashMap<RequestId, Place>,
     next_arrival: u64,
     /// Steps planned and not yet applied or failed.
     in_flight: Vec<u64>,
@@ -91,10 +98,10 @@ impl Scheduler {
         Self {
             limits: config.limits,
             kv: KvManager::new(config.kv, config.enable_prefix_caching),
-            waiting: BTreeMap::new(),
+            waiting: Queue::new(config.patience),
             running: BTreeMap::new(),
             leaving: HashMap::new(),
-            arrivals: HashMap::new(),
+            places: HashMap::new(),
             next_arrival: 0,
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
             short_of_blocks: false,
@@ -108,7 +115,7 @@ impl Scheduler {
         request.longest() <= self.limits.max_model_len.min(self.kv.config().capacity_tokens())
     }
 
-    /// Queues `request` behind all others.
+    /// Queues `request`.
     ///
     /// # Panics
     /// Where its id is in use, or it does not fit.
@@ -121,9 +128,10 @@ impl Scheduler {
         );
         let arrival = Arrival(self.next_arrival);
         self.next_arrival += 1;
-        let used = self.arrivals.insert(request.id(), arrival);
+        let used = self.places.insert(request.id(), Place::Waiting(arrival));
         assert!(used.is_none(), "{} is already known", request.id());
-        self.waiting.insert(arrival, Sequence::new(request));
+        let turns = self.counters.admissions;
+        self.waiting.push(Sequence::new(request, arrival, turns));
     }
 
     /// Ends a request without further events. False where there is none: it may just have ended by itself.
@@ -135,20 +143,20 @@ impl Scheduler {
 
     /// Takes a request out, wherever it is. False where there is none.
     fn remove(&mut self, id: RequestId) -> bool {
-        let Some(arrival) = self.arrivals.get(&id).copied() else {
-            return false;
-        };
-        if self.waiting.remove(&arrival).is_some() {
-            self.arrivals.remove(&id);
-        } else {
-            self.retire(arrival);
+        match self.places.get(&id).copied() {
+            None => return false,
+            Some(Place::Running(rank)) => self.retire(rank),
+            Some(Place::Waiting(arrival)) => {
+                self.waiting.remove(arrival);
+                self.places.remove(&id);
+            }
         }
         true
     }
 
     /// True where no request waits, runs or leaves.
     pub fn is_idle(&self) -> bool {
-        self.arrivals.is_empty() && self.leaving.is_empty()
+        self.places.is_empty() && self.leaving.is_empty()
     }
 
     /// The next step. Empty where there is nothing to do before new requests come or a step in flight is applied; an
@@ -231,12 +239,12 @@ impl Scheduler {
         let mut events = Vec::new();
         for run in &plan.runs {
             let id = run.request;
-            let Some((arrival, running)) = self.running_mut(id) else {
+            let Some((rank, running)) = self.running_mut(id) else {
                 self.leave(id);
                 continue;
             };
             running.in_flight -= 1;
-            self.retire(arrival);
+            self.retire(rank);
             self.counters.failed += 1;
             events.push((id, Event::Failed(error.clone())));
         }
@@ -244,7 +252,7 @@ impl Scheduler {
     }
 
     /// Starts over with an empty KV cache of `kv`, the old one being gone. Requests keep what they have said: those that ran
-    /// wait again, before all others, and are computed anew. The events end those for which `kv` is too small.
+    /// wait again, before all others of their class, and are computed anew. The events end those for which `kv` is too small.
     ///
     /// # Panics
     /// Where a step is in flight: what it will say is about the old cache.
@@ -256,21 +264,18 @@ impl Scheduler {
         );
         self.kv.reset(kv);
         self.short_of_blocks = false;
-        while let Some((arrival, Running { sequence, .. })) = self.running.pop_first() {
-            self.waiting.insert(arrival, sequence);
+        while let Some((rank, Running { sequence, .. })) = self.running.pop_first() {
+            self.wait_again(rank, sequence);
             self.counters.restarts += 1;
         }
-        let too_long = self
-            .waiting
-            .iter()
-            .filter(|(_, waiting)| !self.fits(&waiting.request));
-        let too_long: Vec<Arrival> = too_long.map(|(&arrival, _)| arrival).collect();
+        let too_long = self.waiting.iter().filter(|waiting| !self.fits(&waiting.request));
+        let too_long: Vec<Arrival> = too_long.map(|waiting| waiting.arrival).collect();
         let lost = too_long
             .into_iter()
-            .filter_map(|arrival| self.waiting.remove(&arrival));
+            .filter_map(|arrival| self.waiting.remove(arrival));
         let mut events = Vec::new();
-        for Sequence { request, .. } in lost {
-            self.arrivals.remove(&request.id());
+        for (_, Sequence { request, .. }) in lost {
+            self.places.remove(&request.id());
             self.counters.failed += 1;
             let error = StepError::KvTooSmall {
                 needed: request.longest(),
@@ -292,7 +297,7 @@ impl Scheduler {
             self.in_flight
         );
         let running = self.running.values().map(|running| &running.sequence);
-        let all = running.chain(self.waiting.values());
+        let all = running.chain(self.waiting.iter());
         let events: Vec<_> = all
             .map(|sequence| (sequence.request.id(), Event::Failed(error.clone())))
             .collect();
@@ -320,11 +325,8 @@ impl Scheduler {
 
     /// Audits the bookkeeping, blocks included; see [`KvManager::check_invariants`]. For tests and leak audits.
     pub fn check_invariants(&self) -> Result<(), String> {
-        let (oldest_waiting, latest_running) = (self.waiting.keys().next(), self.running.keys().next_back());
-        if oldest_waiting.is_some() && oldest_waiting < latest_running {
-            return Err("a request runs while an older one waits".into());
-        }
-        if self.arrivals.len() != self.waiting.len() + self.running.len() {
+        self.waiting.check_invariants(self.running.keys().copied())?;
+        if self.places.len() != self.waiting.len() + self.running.len() {
             return Err("a request is lost or in two places".into());
         }
         for running in self.running.values() {
@@ -343,37 +345,37 @@ impl Scheduler {
             .check_invariants(tables.chain(self.leaving.values().map(|leaving| &leaving.table)))
     }
 
-    /// Plans runs of running requests, oldest first. False where blocks ran out.
+    /// Plans runs of running requests, the lowest rank first. False where blocks ran out.
     fn plan_running(&mut self, runs: &mut Vec<Run>, budget: &mut usize) -> bool {
-        let mut from = Arrival(0);
-        while let Some((&arrival, running)) = self.running.range(from..).next() {
-            from = Arrival(arrival.0 + 1);
+        let mut after = Bound::Unbounded;
+        while let Some((&rank, running)) = self.running.range((after, Bound::Unbounded)).next() {
+            after = Bound::Excluded(rank);
             let len = running.ready().min(*budget);
             if len == 0 {
                 continue;
             }
             let end = running.planned + len;
-            if !self.make_room(arrival, end) {
+            if !self.make_room(rank, end) {
                 return false;
             }
-            let running = self.running.get_mut(&arrival).expect("room was made for it");
+            let running = self.running.get_mut(&rank).expect("room was made for it");
             runs.push(running.next_run(len, self.kv.config().block_size));
             *budget -= len;
         }
         true
     }
 
-    /// Reserves blocks for `tokens` tokens of a running request, preempting later ones as needed. False where it was
-    /// itself the latest and preempted, or where the latest is in flight and cannot be.
-    fn make_room(&mut self, arrival: Arrival, tokens: usize) -> bool {
+    /// Reserves blocks for `tokens` tokens of a running request, preempting the highest ranks as needed. False where its own
+    /// was the highest and it is preempted, or where the highest is in flight and cannot be.
+    fn make_room(&mut self, rank: Rank, tokens: usize) -> bool {
         loop {
-            let Some(running) = self.running.get_mut(&arrival) else {
+            let Some(running) = self.running.get_mut(&rank) else {
                 return false;
             };
             if self.kv.reserve(&mut running.table, tokens).is_ok() {
                 return true;
             }
-            // Nothing later than a request that lacks blocks is planned, so the latest soon is out of flight.
+            // No higher rank than that of a request that lacks blocks is planned, so the highest soon is out of flight.
             let Some(latest) = self
                 .running
                 .last_entry()
@@ -384,35 +386,44 @@ impl Scheduler {
             let (latest, Running { sequence, table, .. }) = latest.remove_entry();
             self.kv.release(table);
             self.short_of_blocks = true;
-            self.waiting.insert(latest, sequence);
+            self.wait_again(latest, sequence);
             self.counters.preemptions += 1;
         }
     }
 
-    /// Admits waiting requests, oldest first, while tokens, runs and blocks last.
+    /// Admits waiting requests, each in its turn, while tokens, runs and blocks last.
     fn plan_waiting(&mut self, runs: &mut Vec<Run>, mut budget: usize) {
         while budget > 0 && !self.short_of_blocks && self.running.len() < self.limits.max_num_seqs {
-            let Some(first) = self.waiting.first_entry() else {
+            let lowest = self.running.first_key_value().map(|(rank, _)| rank.class);
+            let Some(next) = self.waiting.next(self.counters.admissions, lowest) else {
                 return;
             };
             // One more block for each that runs, lest the newcomer be preempted as soon as they grow.
-            let sequence = first.get();
+            let sequence = self.waiting.peek(next);
             let Ok(table) = self
                 .kv
                 .open(&sequence.tokens, sequence.sharing(), self.running.len())
             else {
                 return;
             };
-            let (arrival, sequence) = first.remove_entry();
+            let (rank, sequence) = self.waiting.take(next, self.counters.admissions);
             self.counters.admissions += 1;
             self.counters.prefix_queried_tokens += sequence.tokens.len() as u64;
             self.counters.prefix_hit_tokens += table.computed() as u64;
+            self.places.insert(sequence.request.id(), Place::Running(rank));
             let mut running = Running::new(sequence, table);
             let len = running.ready().min(budget);
             runs.push(running.next_run(len, self.kv.config().block_size));
             budget -= len;
-            self.running.insert(arrival, running);
+            self.running.insert(rank, running);
         }
+    }
+
+    /// A request that ran has no blocks any more.
+    fn wait_again(&mut self, rank: Rank, sequence: Sequence) {
+        let place = Place::Waiting(sequence.arrival);
+        self.places.insert(sequence.request.id(), place);
+        self.waiting.put_back(rank, sequence);
     }
 
     fn apply_run(
@@ -424,14 +435,15 @@ impl Scheduler {
         events: &mut Vec<(RequestId, Event)>,
     ) {
         let id = run.request;
-        let Some(&arrival) = self.arrivals.get(&id) else {
-            self.counters.discarded_tokens += u64::from(sampled.is_some());
-            return self.leave(id);
+        let rank = match self.places.get(&id) {
+            Some(&Place::Running(rank)) => rank,
+            Some(Place::Waiting(_)) => unreachable!("a request in flight is not preempted"),
+            None => {
+                self.counters.discarded_tokens += u64::from(sampled.is_some());
+                return self.leave(id);
+            }
         };
-        let running = self
-            .running
-            .get_mut(&arrival)
-            .expect("a request in flight is not preempted");
+        let running = self.running.get_mut(&rank).expect("its place says so");
         running.in_flight -= 1;
         if let Some(cached_tokens) = running.admitted.take() {
             events.push((id, Event::Admitted { cached_tokens }));
@@ -441,7 +453,7 @@ impl Scheduler {
         if let Some(vector) = pooled.and_then(|rows| running.pool(rows, run.end())) {
             events.push((id, Event::Pooled(vector)));
             self.counters.finished_pooled += 1;
-            return self.retire(arrival);
+            return self.retire(rank);
         }
         running.sequence.scored += logprobs.len();
         let finish = running.sequence.computed(run.end());
@@ -450,7 +462,7 @@ impl Scheduler {
         }
         if finish.is_some() {
             self.counters.finished_length += 1;
-            return self.retire(arrival);
+            return self.retire(rank);
         }
         let Some(Sampled { token, logprobs }) = sampled else {
             return;
@@ -460,7 +472,7 @@ impl Scheduler {
         let finish = match running.sequence.push(token) {
             Ok(finish) => finish,
             Err(error) => {
-                self.retire(arrival);
+                self.retire(rank);
                 self.counters.failed += 1;
                 return events.push((id, Event::Failed(error.into())));
             }
@@ -479,22 +491,22 @@ impl Scheduler {
             Some(FinishReason::Stop | FinishReason::Complete) => self.counters.finished_stop += 1,
             Some(FinishReason::Length) => self.counters.finished_length += 1,
         }
-        self.retire(arrival);
+        self.retire(rank);
     }
 
     /// Takes a request out of the running ones; its blocks go now, or with the last step in flight that uses them.
-    fn retire(&mut self, arrival: Arrival) {
+    fn retire(&mut self, rank: Rank) {
         let Some(Running {
             sequence,
             table,
             in_flight,
             ..
-        }) = self.running.remove(&arrival)
+        }) = self.running.remove(&rank)
         else {
             return;
         };
         let id = sequence.request.id();
-        self.arrivals.remove(&id);
+        self.places.remove(&id);
         if in_flight == 0 {
             self.give_back(table);
         } else {
@@ -521,9 +533,11 @@ impl Scheduler {
         self.short_of_blocks = false;
     }
 
-    fn running_mut(&mut self, id: RequestId) -> Option<(Arrival, &mut Running)> {
-        let arrival = *self.arrivals.get(&id)?;
-        Some((arrival, self.running.get_mut(&arrival)?))
+    fn running_mut(&mut self, id: RequestId) -> Option<(Rank, &mut Running)> {
+        match *self.places.get(&id)? {
+            Place::Running(rank) => Some((rank, self.running.get_mut(&rank)?)),
+            Place::Waiting(_) => None,
+        }
     }
 
     fn land(&mut self, plan: &StepPlan) {

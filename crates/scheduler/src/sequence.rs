@@ -6,6 +6,8 @@ use plimsoll_core::{
 };
 use plimsoll_kv::{BlockTable, Sharing};
 
+use crate::queue::Arrival;
+
 /// A request and its tokens so far.
 #[derive(Debug)]
 pub(crate) struct Sequence {
@@ -16,10 +18,14 @@ pub(crate) struct Sequence {
     pub(crate) guide: Guide,
     /// Prompt tokens, from the second on, whose log-probabilities the client has been told.
     pub(crate) scored: usize,
+    /// When it came.
+    pub(crate) arrival: Arrival,
+    /// Turns that were given before it came.
+    pub(crate) turns_before: u64,
 }
 
 impl Sequence {
-    pub(crate) fn new(mut request: Request) -> Self {
+    pub(crate) fn new(mut request: Request, arrival: Arrival, turns_before: u64) -> Self {
         let mut tokens = Vec::with_capacity(request.prompt().len() + request.max_tokens());
         tokens.extend_from_slice(request.prompt());
         let guide = request.take_guide();
@@ -28,6 +34,8 @@ impl Sequence {
             tokens,
             guide,
             scored: 0,
+            arrival,
+            turns_before,
         }
     }
 

@@ -2,11 +2,12 @@
 
 use plimsoll_core::{
     BlockSize, Event, FinishReason, KvConfig, Limits, PromptLogprob, Request, RequestId, RequestOptions,
-    RunInput, Sampled, SamplingOptions, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    RunInput, Sampled, SamplingOptions, StepError, StepLimits, StepOutput, StepPlan, TenantId, TokenId,
 };
 use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 
 const STOP: TokenId = 99;
+const PATIENCE: u64 = 20;
 
 fn scheduler(max_num_batched_tokens: usize, max_num_seqs: usize, num_blocks: usize) -> Scheduler {
     Scheduler::new(SchedulerConfig {
@@ -20,6 +21,7 @@ fn scheduler(max_num_batched_tokens: usize, max_num_seqs: usize, num_blocks: usi
             num_blocks,
         },
         enable_prefix_caching: true,
+        patience: PATIENCE,
     })
 }
 
@@ -455,4 +457,93 @@ fn other_scores_than_were_asked_for_fail_the_step() {
         matches!(&events[..], [(_, Event::Failed(StepError::Failed(_)))]),
         "{events:?}"
     );
+}
+
+/// A request of one token of prompt and one of output.
+fn of(id: u64, tenant: u64, priority: i64) -> Request {
+    let limits = Limits {
+        max_model_len: 1000,
+        kv_capacity_tokens: 1000,
+        vocab_size: 100,
+    };
+    let options = RequestOptions {
+        prompt: vec![1],
+        max_tokens: Some(1),
+        priority,
+        tenant: TenantId(tenant),
+        ..Default::default()
+    };
+    Request::new(RequestId(id), options, &limits).expect("the request is legal")
+}
+
+/// Who runs in each of the next steps, of which each has room for one.
+fn turns(scheduler: &mut Scheduler, count: usize) -> Vec<u64> {
+    (0..count)
+        .map(|_| step(scheduler, 0).0.runs[0].request.0)
+        .collect()
+}
+
+#[test]
+fn u26_tenants_take_turns_however_much_each_wants() {
+    let mut scheduler = scheduler(10, 1, 20);
+    (0..500).for_each(|id| scheduler.submit(of(id, 1, 0)));
+    assert_eq!(turns(&mut scheduler, 3), [0, 1, 2]);
+    (500..503).for_each(|id| scheduler.submit(of(id, 2, 0)));
+    scheduler.submit(of(503, 3, 0));
+    // Those that come new do not catch up on what was before them.
+    assert_eq!(turns(&mut scheduler, 8), [500, 503, 3, 501, 4, 502, 5, 6]);
+    // Nor does one gain a turn by asking only when it is served.
+    scheduler.submit(of(504, 2, 0));
+    assert_eq!(turns(&mut scheduler, 1), [504]);
+    scheduler.submit(of(505, 2, 0));
+    assert_eq!(turns(&mut scheduler, 2), [7, 505]);
+}
+
+#[test]
+fn u26_a_lower_priority_is_served_earlier_but_not_for_ever() {
+    let mut scheduler = scheduler(10, 1, 20);
+    scheduler.submit(of(1, 0, 5));
+    scheduler.submit(of(2, 0, 0));
+    scheduler.submit(of(3, 0, -7));
+    scheduler.submit(of(4, 0, 0));
+    assert_eq!(turns(&mut scheduler, 4), [3, 2, 4, 1]);
+    scheduler.submit(of(5, 0, 1));
+    let mut waited = 0;
+    loop {
+        scheduler.submit(of(10 + waited, 0, 0));
+        match turns(&mut scheduler, 1)[0] {
+            5 => break,
+            _ => waited += 1,
+        }
+    }
+    assert_eq!(waited, PATIENCE);
+}
+
+#[test]
+fn the_lowest_priority_gives_up_its_blocks_first() {
+    let mut scheduler = scheduler(100, 4, 4);
+    let long = |id: u64, prompt: usize, max_tokens: usize, priority: i64| {
+        let limits = Limits {
+            max_model_len: 1000,
+            kv_capacity_tokens: 32,
+            vocab_size: 100,
+        };
+        let options = RequestOptions {
+            prompt: vec![id as TokenId; prompt],
+            max_tokens: Some(max_tokens),
+            priority,
+            ..Default::default()
+        };
+        Request::new(RequestId(id), options, &limits).expect("the request is legal")
+    };
+    scheduler.submit(long(1, 14, 18, 5));
+    step(&mut scheduler, 0);
+    scheduler.submit(long(2, 7, 20, 0));
+    let preempted = loop {
+        let (plan, _) = step(&mut scheduler, 0);
+        if scheduler.stats().preemptions > 0 {
+            break plan;
+        }
+    };
+    assert_eq!(shape(&preempted).iter().map(|run| run.0).collect::<Vec<_>>(), [2]);
 }

@@ -6,31 +6,29 @@ use std::io;
 use std::time::Duration;
 
 use axum::extract::DefaultBodyLimit;
-use axum::http::{HeaderName, Method, Uri};
+use axum::http::{Method, Uri};
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Router};
 use plimsoll_engine::{Drained, Phase};
 use tokio::net::TcpListener;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::cors::{AllowOrigin, Any as AnyOf, CorsLayer};
-use tower_http::request_id::{MakeRequestUuid, PropagateRequestIdLayer, SetRequestIdLayer};
-use tower_http::trace::TraceLayer;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::error::ApiError;
+use crate::observe::{REQUEST_ID, observe};
 use crate::state::{AppState, ServerOptions};
-use crate::{admin, chat, completions, embeddings, openapi, pages, sleep, text};
+use crate::{admin, chat, completions, connect, embeddings, openapi, pages, sleep, text};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
     let options = state.options().clone();
     let layers = tower::ServiceBuilder::new()
-        .layer(SetRequestIdLayer::x_request_id(MakeRequestUuid))
-        // Errors log themselves.
-        .layer(TraceLayer::new_for_http().on_failure(()))
-        .layer(PropagateRequestIdLayer::x_request_id())
+        // Browsers may see why they were refused.
         .option_layer(cors(&options))
+        .layer(from_fn_with_state(state.clone(), observe))
         .layer(CatchPanicLayer::custom(panicked))
         .layer(DefaultBodyLimit::max(options.max_body_bytes));
     let (router, api) = routes(&options).split_for_parts();
@@ -85,8 +83,6 @@ fn cors(options: &ServerOptions) -> Option<CorsLayer> {
     )
 }
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-
 fn panicked(panic: Box<dyn Any + Send>) -> Response {
     let text = panic
         .downcast_ref::<&str>()
@@ -115,12 +111,11 @@ pub async fn serve(
     state: AppState,
     shutdown: impl Future<Output = ()>,
 ) -> Result<Drained, ServeError> {
-    let (close, closed) = tokio::sync::oneshot::channel::<()>();
-    let app = axum::serve(listener, router(state.clone())).with_graceful_shutdown(async {
-        // A dropped sender closes just as well.
-        let _ = closed.await;
+    let handle = axum_server::Handle::new();
+    let mut server = tokio::spawn({
+        let (state, handle) = (state.clone(), handle.clone());
+        async move { connect::serve(listener, state.options(), handle, router(state.clone())).await }
     });
-    let mut server = tokio::spawn(app.into_future());
     let upkeep = tokio::spawn(upkeep(state.clone()));
     let engine = state.engine();
     tokio::select! {
@@ -129,12 +124,9 @@ pub async fn serve(
         result = &mut server => result.map_err(io::Error::other)??,
     }
     let drained = engine.drain(state.options().drain_timeout).await;
-    let _ = close.send(());
     // Responses are complete; what remains are clients that do not read them.
-    match tokio::time::timeout(FLUSH, &mut server).await {
-        Ok(result) => result.map_err(io::Error::other)??,
-        Err(_) => server.abort(),
-    }
+    handle.graceful_shutdown(Some(FLUSH));
+    server.await.map_err(io::Error::other)??;
     upkeep.abort();
     let health = engine.health();
     match health.phase {

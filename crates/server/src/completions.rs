@@ -5,7 +5,6 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use futures::StreamExt;
 use plimsoll_core::TokenId;
 use plimsoll_text::Tokenizer;
 use serde_json::{Map, json};
@@ -113,7 +112,7 @@ pub(crate) async fn handle(
     };
     let choices = job.submit(&state)?;
     if common.stream {
-        let pieces = merge(choices).map(|piece| Ok(piece?));
+        let pieces = merge(choices);
         return Ok(stream(&state, pieces, shape));
     }
     let pieces = collect(choices).await?;

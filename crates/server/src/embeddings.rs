@@ -17,6 +17,7 @@ use plimsoll_core::{
 use plimsoll_engine::{RequestStream, SubmitError};
 
 use crate::body::Body;
+use crate::context::{Context, Generation};
 use crate::error::ApiError;
 use crate::generate::blocking;
 use crate::metrics::Timer;
@@ -89,7 +90,13 @@ pub(crate) async fn handle(
             .map_err(|error| at(index, error))?;
     }
     let prompt_tokens = inputs.iter().map(Vec::len).sum();
-    let vectors = embedding.compute(&state, inputs).await?;
+    let context = Context::current();
+    context.generates(Generation {
+        model: state.model().id.clone(),
+        prompt_tokens,
+        ..Default::default()
+    });
+    let vectors = context.in_time(embedding.compute(&state, inputs)).await?;
     blocking(move || {
         let data = vectors.into_iter().enumerate().map(|(index, vector)| {
             let vector = embedding.finish(vector, size)?;
@@ -225,6 +232,7 @@ impl EmbeddingInfo {
         let options = RequestOptions {
             prompt: tokens.to_vec(),
             pooling: Some(self.pooling),
+            tenant: Context::current().tenant(),
             ..Default::default()
         };
         Request::new(state.engine().next_id(), options, limits)
@@ -254,8 +262,14 @@ impl EmbeddingInfo {
                         begun = true;
                     }
                     // One of ours that ends makes room.
-                    Err(SubmitError::QueueFull { .. }) if !running.is_empty() => break,
-                    Err(SubmitError::QueueFull { .. }) if begun => tokio::time::sleep(RETRY).await,
+                    Err(SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. })
+                        if !running.is_empty() =>
+                    {
+                        break;
+                    }
+                    Err(SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. }) if begun => {
+                        tokio::time::sleep(RETRY).await;
+                    }
                     Err(error) => return Err(error.into()),
                 }
             }

@@ -7,6 +7,7 @@ use plimsoll_core::{ParamError, RequestError, StepError};
 use plimsoll_engine::{SleepError, SubmitError, WakeError};
 use serde_json::{Value, json};
 
+use crate::quota::Counted;
 use crate::wire::error::{ErrorBody, ErrorObject};
 
 /// Everything that can go wrong with a request. The one place where errors become statuses: `ApiError::class`.
@@ -57,6 +58,31 @@ pub enum ApiError {
     /// The body is not JSON by its own account.
     #[error("the Content-Type `{0}` is not supported; send application/json")]
     MediaType(String),
+    /// The request brings no API key.
+    #[error("this server needs an API key: send it as `Authorization: Bearer KEY`")]
+    NoKey,
+    /// The API key is none of the server's.
+    #[error("the API key is not valid for this server")]
+    WrongKey,
+    /// The key has used up what comes to it in a minute.
+    #[error("this API key may use {limit} {} per minute; try again in {:.1} s", counted.name(), retry_after.as_secs_f64())]
+    RateLimited {
+        /// What was used up.
+        counted: Counted,
+        /// How many come in a minute.
+        limit: usize,
+        /// When there are some again.
+        retry_after: Duration,
+    },
+    /// The key has as many requests in as it may have.
+    #[error("this API key may have {0} requests at once; wait until one ends")]
+    TooManyAtOnce(usize),
+    /// The request was not begun in time.
+    #[error("the request waited {:.1} s for its turn, which is the longest that requests wait here", .0.as_secs_f64())]
+    QueueTimeout(Duration),
+    /// The client's time for the request is over.
+    #[error("the request was not done {:.1} s after it arrived, which is the time it was given", .0.as_secs_f64())]
+    DeadlineExceeded(Duration),
     /// The engine did not admit the request.
     #[error(transparent)]
     Refused(#[from] SubmitError),
@@ -119,7 +145,28 @@ impl ApiError {
                 INVALID,
                 Some("unsupported_media_type"),
             ),
-            Self::Refused(SubmitError::QueueFull { .. }) => (
+            Self::NoKey | Self::WrongKey => (StatusCode::UNAUTHORIZED, INVALID, Some("invalid_api_key")),
+            Self::RateLimited { counted, .. } => (
+                StatusCode::TOO_MANY_REQUESTS,
+                counted.name(),
+                Some("rate_limit_exceeded"),
+            ),
+            Self::TooManyAtOnce(_) => (
+                StatusCode::TOO_MANY_REQUESTS,
+                Counted::Requests.name(),
+                Some("rate_limit_exceeded"),
+            ),
+            Self::QueueTimeout(_) => (
+                StatusCode::TOO_MANY_REQUESTS,
+                "rate_limit_error",
+                Some("queue_timeout"),
+            ),
+            Self::DeadlineExceeded(_) => (
+                StatusCode::GATEWAY_TIMEOUT,
+                "timeout_error",
+                Some("deadline_exceeded"),
+            ),
+            Self::Refused(SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. }) => (
                 StatusCode::TOO_MANY_REQUESTS,
                 "rate_limit_error",
                 Some("queue_full"),
@@ -154,10 +201,16 @@ impl ApiError {
     fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Refused(
-                SubmitError::QueueFull { retry_after, .. } | SubmitError::Rebuilding { retry_after },
+                SubmitError::QueueFull { retry_after, .. }
+                | SubmitError::ShareFull { retry_after, .. }
+                | SubmitError::Rebuilding { retry_after },
             )
             | Self::Wake(WakeError::NoMemory { retry_after, .. }) => Some(*retry_after),
             Self::Refused(SubmitError::Asleep) => Some(RETRY_ASLEEP),
+            Self::RateLimited { retry_after, .. } => Some(*retry_after),
+            Self::TooManyAtOnce(_) => Some(RETRY_SOON),
+            // The queue is as long as requests wait.
+            Self::QueueTimeout(waited) => Some(*waited),
             _ => None,
         }
     }
@@ -198,11 +251,17 @@ impl From<ParamError> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let status = self.status();
+        let (status, _, code) = self.class();
         if status.is_server_error() {
             tracing::warn!(%status, error = %self, "request failed");
         }
         let mut response = (status, Json(self.body())).into_response();
+        response.extensions_mut().insert(ErrorCode(code));
+        if status == StatusCode::UNAUTHORIZED {
+            response
+                .headers_mut()
+                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if let Some(after) = self.retry_after() {
             response
                 .headers_mut()
@@ -211,6 +270,10 @@ impl IntoResponse for ApiError {
         response
     }
 }
+
+/// The error's code, left with the response for its record.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ErrorCode(pub(crate) Option<&'static str>);
 
 /// The server cannot answer now, which may pass.
 fn unavailable(code: &'static str) -> (StatusCode, &'static str, Option<&'static str>) {
@@ -224,3 +287,5 @@ pub(crate) fn whole_seconds(duration: Duration) -> HeaderValue {
 
 /// When to ask a server that sleeps: nobody knows when it is woken.
 const RETRY_ASLEEP: Duration = Duration::from_secs(30);
+/// When to ask again while one's own requests run.
+const RETRY_SOON: Duration = Duration::from_secs(1);

@@ -109,7 +109,6 @@ pub(crate) const UNSUPPORTED: &[Unsupported] = &[
     ("truncate_prompt_tokens", Harmless::Never),
     ("allowed_token_ids", Harmless::Never),
     ("bad_words", Harmless::Empty),
-    ("priority", Harmless::Zero),
     ("logits_processors", Harmless::Empty),
     ("return_tokens_as_token_ids", Harmless::False),
     ("return_token_ids", Harmless::False),

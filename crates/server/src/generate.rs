@@ -1,5 +1,6 @@
 use std::panic::resume_unwind;
 use std::sync::Arc;
+use std::time::Instant;
 
 use futures::{FutureExt, Stream, StreamExt, stream};
 use plimsoll_core::{
@@ -9,7 +10,9 @@ use plimsoll_core::{
 use plimsoll_engine::RequestStream;
 use plimsoll_text::grammar::CompiledGrammar;
 use plimsoll_text::{Detokenizer, StopMatcher, TextError};
+use tokio::time::timeout_at;
 
+use crate::context::{Context, Generation};
 use crate::error::ApiError;
 use crate::metrics::Timer;
 use crate::state::AppState;
@@ -30,6 +33,9 @@ pub(crate) struct Job {
     pub(crate) grammar: Option<CompiledGrammar>,
     /// Special tokens that are read as text, where others are skipped.
     pub(crate) shown: Arc<[TokenId]>,
+    pub(crate) priority: i64,
+    /// When it is given up.
+    pub(crate) deadline: Option<Instant>,
     /// The API field that holds the prompt, for errors.
     pub(crate) prompt_field: &'static str,
 }
@@ -63,6 +69,8 @@ impl Job {
             stop_token_ids,
             grammar: None,
             shown: Arc::default(),
+            priority: common.priority(state)?,
+            deadline: Context::current().deadline(common.timeout()?),
             prompt_field,
         })
     }
@@ -89,6 +97,7 @@ impl Job {
             );
             return Err(ApiError::invalid("n", message));
         }
+        let context = Context::current();
         let mut requests = Vec::with_capacity(choices);
         for prompt in &self.prompts {
             for i in 0..self.n {
@@ -98,6 +107,8 @@ impl Job {
                     sampling: self.sampling.clone(),
                     seed: self.seed.wrapping_add(i as u64),
                     stop_token_ids: self.stop_token_ids.clone(),
+                    priority: self.priority,
+                    tenant: context.tenant(),
                     constraints: self.constraints(),
                     ..RequestOptions::default()
                 };
@@ -110,11 +121,20 @@ impl Job {
         let stop =
             StopMatcher::new(&self.stop, false).map_err(|e| ApiError::invalid("stop", e.to_string()))?;
         let stop = (stop, Arc::from(self.stop.as_slice()));
-        requests
+        let choices = requests
             .into_iter()
             .enumerate()
             .map(|(i, request)| Choice::submit(state, i, &self, &stop, request))
-            .collect()
+            .collect::<Result<_, _>>()?;
+        context.generates(Generation {
+            model: state.model().id.clone(),
+            max_tokens: self.max_tokens,
+            temperature: self.sampling.temperature,
+            top_p: self.sampling.top_p,
+            prompt_tokens: self.prompts.iter().map(Vec::len).sum(),
+            ..Default::default()
+        });
+        Ok(choices)
     }
 }
 
@@ -128,6 +148,11 @@ pub(crate) struct Choice {
     stop: StopMatcher,
     stop_strings: Arc<[String]>,
     timer: Timer,
+    context: Context,
+    /// When the first step must have begun.
+    begin_by: Option<Instant>,
+    /// When all must be done.
+    deadline: Option<Instant>,
     /// Counted once per prompt, not once per choice.
     prompt_tokens: usize,
     generated: usize,
@@ -188,6 +213,12 @@ impl Choice {
             stop: stop.clone(),
             stop_strings: Arc::clone(stop_strings),
             timer,
+            begin_by: state
+                .options()
+                .queue_timeout
+                .and_then(|timeout| Instant::now().checked_add(timeout)),
+            deadline: job.deadline,
+            context: Context::current(),
             prompt_tokens,
             generated: 0,
             cached_tokens: None,
@@ -196,14 +227,14 @@ impl Choice {
     }
 
     /// Pieces as they come; an error is the last item.
-    pub(crate) fn pieces(self) -> impl Stream<Item = Result<Piece, StepError>> + Send {
+    pub(crate) fn pieces(self) -> impl Stream<Item = Result<Piece, ApiError>> + Send {
         stream::unfold(self, |mut choice| async {
             choice.next().await.map(|piece| (piece, choice))
         })
     }
 
     /// The next piece: one token, or as many as have arrived since the last call.
-    pub(crate) async fn next(&mut self) -> Option<Result<Piece, StepError>> {
+    pub(crate) async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
         let mut piece = Piece {
             index: self.index,
             ..Default::default()
@@ -211,7 +242,14 @@ impl Choice {
         loop {
             // Waits until there is something to tell; takes more only if it is there.
             let event = if piece.text.is_empty() {
-                self.events.as_mut()?.next().await
+                match self.wait().await {
+                    Ok(event) => event,
+                    Err(error) => {
+                        self.timer.failed();
+                        self.events = None;
+                        return Some(Err(error));
+                    }
+                }
             } else {
                 match self.events.as_mut()?.next().now_or_never() {
                     Some(event) => event,
@@ -221,18 +259,22 @@ impl Choice {
             match event? {
                 Event::Admitted { cached_tokens } => {
                     self.timer.admitted();
-                    self.cached_tokens.get_or_insert(cached_tokens);
+                    if self.cached_tokens.is_none() {
+                        self.cached_tokens = Some(cached_tokens);
+                        self.context
+                            .admitted(if self.prompt_tokens > 0 { cached_tokens } else { 0 });
+                    }
                 }
                 // Nobody asks for it yet.
                 Event::Prompt(_) => {}
                 Event::Pooled(_) => {
                     self.events = None;
-                    return Some(Err(StepError::Failed("a vector came for a text".into())));
+                    return Some(Err(StepError::Failed("a vector came for a text".into()).into()));
                 }
                 Event::Failed(error) => {
                     self.timer.failed();
                     self.events = None;
-                    return Some(Err(error));
+                    return Some(Err(error.into()));
                 }
                 Event::Token(token) => {
                     self.take(token, &mut piece);
@@ -244,9 +286,29 @@ impl Choice {
         }
     }
 
+    /// The next event, unless the time for it is over: an error then, and the choice is to be dropped.
+    async fn wait(&mut self) -> Result<Option<Event>, ApiError> {
+        let Some(events) = &mut self.events else {
+            return Ok(None);
+        };
+        let begin_by = self.begin_by.filter(|_| self.cached_tokens.is_none());
+        let Some(until) = [begin_by, self.deadline].into_iter().flatten().min() else {
+            return Ok(events.next().await);
+        };
+        timeout_at(until.into(), events.next()).await.map_err(|_| {
+            let age = self.context.age();
+            if self.deadline.is_some_and(|deadline| deadline <= until) {
+                ApiError::DeadlineExceeded(age)
+            } else {
+                ApiError::QueueTimeout(age)
+            }
+        })
+    }
+
     fn take(&mut self, token: TokenEvent, piece: &mut Piece) {
         self.generated += 1;
         self.timer.token();
+        self.context.token();
         let mut finish = token.finish;
         // The token that stops generation is no part of the text.
         if finish != Some(FinishReason::Stop) {
@@ -276,6 +338,7 @@ impl Choice {
     pub(crate) fn end(&mut self, reason: FinishReason) -> Usage {
         if self.events.take().is_some() {
             self.timer.finished(reason == FinishReason::Length);
+            self.context.finished(reason);
         }
         let cached_tokens = match self.prompt_tokens {
             0 => 0,
@@ -296,12 +359,12 @@ impl Choice {
 }
 
 /// All choices of a response, piece by piece, in the order in which they arrive.
-pub(crate) fn merge(choices: Vec<Choice>) -> impl Stream<Item = Result<Piece, StepError>> + Send {
+pub(crate) fn merge(choices: Vec<Choice>) -> impl Stream<Item = Result<Piece, ApiError>> + Send {
     stream::select_all(choices.into_iter().map(|choice| choice.pieces().boxed()))
 }
 
 /// All choices of a response, whole, in order. The first error ends the others.
-pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, StepError> {
+pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, ApiError> {
     let mut whole: Vec<Piece> = choices
         .iter()
         .map(|c| Piece {

@@ -1,6 +1,6 @@
 //! The OpenAI API over HTTP.
 //!
-//! A request goes through `body` (JSON, fields), its endpoint (`chat`, `completions`), `conversation` or `prompt` (template
+//! Every request passes `observe` (its id, its key, its limits, its record). One that generates goes through `body` (JSON, fields), its endpoint (`chat`, `completions`), `conversation` or `prompt` (template
 //! and tokenizer, on the blocking pool), `generate` (engine requests; tokens to text), `conversation` again (text to
 //! reasoning, content and tool calls), and `respond` (whole, or as server-sent events).
 //! Errors become statuses in `error` alone, metric names stand in `metrics` alone.
@@ -10,16 +10,21 @@ mod app;
 mod body;
 mod chat;
 mod completions;
+mod connect;
+mod context;
 mod conversation;
 mod embeddings;
 mod error;
 mod fields;
 mod generate;
+mod keys;
 mod messages;
 mod metrics;
+mod observe;
 mod openapi;
 mod pages;
 mod prompt;
+mod quota;
 mod respond;
 mod sleep;
 mod state;
@@ -29,7 +34,11 @@ mod tools;
 mod wire;
 
 pub use app::{ServeError, router, serve};
+pub use connect::Tls;
+pub use context::{Generation, RequestRecord, RequestSink};
 pub use embeddings::EmbeddingInfo;
 pub use error::ApiError;
+pub use keys::{ApiKey, ApiKeys, KeyError};
 pub use metrics::names as metric_names;
+pub use quota::{Counted, KeyLimits};
 pub use state::{AnswerStyle, AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};

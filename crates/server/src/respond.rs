@@ -9,7 +9,9 @@ use futures::{Stream, StreamExt};
 use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tracing::Instrument;
 
+use crate::context::Context;
 use crate::error::ApiError;
 use crate::state::{AppState, unix_seconds};
 
@@ -29,9 +31,13 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// A fresh id that begins with `prefix`.
+    /// An id that begins with `prefix`, and ends with the client's own if there is one.
     pub(crate) fn new(prefix: &str, state: &AppState) -> Self {
-        let id = format!("{prefix}-{:032x}", rand::random::<u128>());
+        // As vLLM does: a client that names its request finds the name again.
+        let id = match Context::current().given_id() {
+            Some(id) => format!("{prefix}-{id}"),
+            None => format!("{prefix}-{:032x}", rand::random::<u128>()),
+        };
         Self {
             id,
             created: unix_seconds(),
@@ -89,10 +95,11 @@ pub(crate) fn stream<W: Wording>(
         sender,
         patience: state.options().slow_client_timeout,
     };
-    tokio::spawn(async move {
+    let work = async move {
         // A client that is gone needs no more.
         let _ = client.tell(items, &mut wording).await;
-    });
+    };
+    tokio::spawn(work.in_current_span());
     let events = ReceiverStream::new(receiver).map(Ok::<_, Infallible>);
     Sse::new(events).keep_alive(KeepAlive::default()).into_response()
 }

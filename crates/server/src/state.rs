@@ -13,9 +13,13 @@ use rand::{Rng, SeedableRng};
 use serde_json::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use crate::connect::Tls;
+use crate::context::RequestSink;
 use crate::embeddings::EmbeddingInfo;
 use crate::error::ApiError;
+use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
+use crate::quota::{KeyLimits, Quotas};
 
 /// The model, as far as the API knows it.
 #[derive(Debug)]
@@ -125,6 +129,26 @@ pub struct ServerOptions {
     pub pages: bool,
     /// Web pages of these origins may use the server from a browser; `*` for all.
     pub allowed_origins: Vec<HeaderValue>,
+    /// Who may use the server.
+    pub keys: ApiKeys,
+    /// `/metrics` needs a key too.
+    pub metrics_require_key: bool,
+    /// How much each key may use.
+    pub key_limits: KeyLimits,
+    /// A request that was not begun after this time gets a 429.
+    pub queue_timeout: Option<Duration>,
+    /// A request that is not done after this time gets a 504, and holds nothing any more.
+    pub request_timeout: Option<Duration>,
+    /// Requests may say which of them come first.
+    pub priorities: bool,
+    /// Who is told of every request at its end.
+    pub sinks: Vec<Arc<dyn RequestSink>>,
+    /// Encrypts connections.
+    pub tls: Option<Tls>,
+    /// Connections at once; one more is closed.
+    pub max_connections: usize,
+    /// A connection on which no request's head arrives for this long is closed.
+    pub header_timeout: Duration,
 }
 
 impl Default for ServerOptions {
@@ -139,6 +163,16 @@ impl Default for ServerOptions {
             enable_sleep_mode: false,
             pages: true,
             allowed_origins: Vec::new(),
+            keys: ApiKeys::default(),
+            metrics_require_key: false,
+            key_limits: KeyLimits::default(),
+            queue_timeout: None,
+            request_timeout: None,
+            priorities: false,
+            sinks: Vec::new(),
+            tls: None,
+            max_connections: 8192,
+            header_timeout: Duration::from_secs(60),
         }
     }
 }
@@ -154,6 +188,7 @@ struct Inner {
     options: ServerOptions,
     metrics: Metrics,
     answer_marks: Arc<[TokenId]>,
+    quotas: Quotas,
     seeds: Mutex<StdRng>,
     large_bodies: Arc<Semaphore>,
     grammars: Arc<GrammarCompiler>,
@@ -192,6 +227,7 @@ impl AppState {
             engine,
             model,
             memory,
+            quotas: Quotas::new(options.key_limits),
             options,
             metrics,
             answer_marks,
@@ -228,6 +264,10 @@ impl AppState {
     /// One permit for each grammar that may be compiled at a time, lest they take all cores.
     pub(crate) fn compiling(&self) -> &Semaphore {
         &self.0.compiling
+    }
+
+    pub(crate) fn quotas(&self) -> &Quotas {
+        &self.0.quotas
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {

@@ -9,6 +9,7 @@ use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
 use crate::{
     executor::{SimConfig, SimExecutor, StepTime},
     model::{oracle, pooled_oracle, score_oracle},
+    turns::Turns,
     workload::{Cancel, Reset, Workload},
 };
 
@@ -28,7 +29,8 @@ pub struct Report {
 /// - nothing is sampled against its constraints, and no text goes on behind their end;
 /// - nothing is computed twice but after a preemption or a loss of the KV cache, nothing at all that the prefix cache held;
 /// - where the KV cache is lost, no request is, but those for which the new one is too small;
-/// - older requests come first, in admission and in every step; a preempted one does not return on the blocks it gave up;
+/// - each request is admitted in its turn: by priority, tenant after tenant, and nobody waits for ever; every step serves
+///   those that had their turn earlier first; a preempted one does not return on the blocks it gave up;
 /// - the life ends, within a bounded number of steps, with all blocks free and every request accounted for;
 /// - every plan passes the executor's checks; with `audit`, the bookkeeping is sound after every move.
 ///
@@ -79,7 +81,7 @@ struct Life<'a> {
     /// The plan launched last awaits its masks.
     unsampled: bool,
     clients: BTreeMap<RequestId, Client<'a>>,
-    latest_admitted: Option<RequestId>,
+    turns: Turns,
     /// Requests that ended, however they did.
     ended: u64,
     patience: u64,
@@ -129,7 +131,7 @@ impl<'a> Life<'a> {
             in_flight: VecDeque::new(),
             unsampled: false,
             clients: BTreeMap::new(),
-            latest_admitted: None,
+            turns: Turns::new(workload.scheduler.patience),
             ended: 0,
             patience: last + lives * total * (arrivals.len() as u64 + 1) + 100,
         }
@@ -145,6 +147,7 @@ impl<'a> Life<'a> {
             return Ok(());
         }
         self.scheduler.submit(request.clone());
+        self.turns.arrives(request);
         let client = Client {
             request,
             oracle: oracle(&self.workload.model, request),
@@ -171,6 +174,7 @@ impl<'a> Life<'a> {
             client.freed_at_admission = NEVER;
         }
         let events = self.scheduler.reset(self.kv);
+        self.turns.reset();
         self.deliver(events, 0)?;
         let open = |client: &&Client<'_>| client.state == ClientState::Open;
         match self
@@ -195,6 +199,7 @@ impl<'a> Life<'a> {
                 Some(client) if client.state == ClientState::Open => {
                     client.state = ClientState::Cancelled;
                     self.ended += 1;
+                    self.turns.ended(cancel.request);
                     true
                 }
                 _ => false,
@@ -212,15 +217,14 @@ impl<'a> Life<'a> {
         let mut planned = false;
         while self.in_flight.len() < self.depth {
             let freed = self.ended - self.scheduler.stats().leaving as u64;
+            let before = self.scheduler.stats();
             let plan = self.scheduler.plan();
             self.audit()?;
+            self.check_turns(&plan, &before)?;
             if plan.is_empty() {
                 break;
             }
             planned = true;
-            if !plan.runs.is_sorted_by_key(|run| run.request) {
-                return Err(format!("a later request comes before an older one: {plan:?}"));
-            }
             match self.executor.launch(&plan) {
                 Ok(()) => {
                     for run in &plan.runs {
@@ -257,6 +261,28 @@ impl<'a> Life<'a> {
         match sampled {
             Ok(()) => self.in_flight.push_front((plan, freed)),
             Err(error) => self.fail(&plan, &error)?,
+        }
+        Ok(())
+    }
+
+    /// Those admitted come last in the plan, each in its turn.
+    fn check_turns(&mut self, plan: &StepPlan, before: &SchedulerStats) -> Result<(), String> {
+        let stats = self.scheduler.stats();
+        self.turns.preempted(stats.preemptions - before.preemptions);
+        let admitted = (stats.admissions - before.admissions) as usize;
+        let Some(running) = plan.runs.len().checked_sub(admitted) else {
+            return Err(format!("{admitted} admissions and {} runs", plan.runs.len()));
+        };
+        let (running, admitted) = plan.runs.split_at(running);
+        if !self.turns.is_sorted(running.iter().map(|run| run.request)) {
+            return Err(format!("a higher rank comes before a lower one: {plan:?}"));
+        }
+        for run in admitted {
+            let next = self.turns.next();
+            if next != Some(run.request) {
+                return Err(format!("{} is admitted and it is {next:?}'s turn", run.request));
+            }
+            self.turns.admitted();
         }
         Ok(())
     }
@@ -310,10 +336,16 @@ impl<'a> Life<'a> {
                         .hear_about_prompt(&prompt)
                         .map_err(|broken| format!("{id} {broken}"))?;
                     self.ended = ended + u64::from(prompt.finish.is_some());
+                    if prompt.finish.is_some() {
+                        self.turns.ended(id);
+                    }
                 }
                 Event::Token(token) => {
                     client.hear(&token).map_err(|broken| format!("{id} {broken}"))?;
                     self.ended = ended + u64::from(token.finish.is_some());
+                    if token.finish.is_some() {
+                        self.turns.ended(id);
+                    }
                 }
                 Event::Pooled(vector) => {
                     let expected = pooled_oracle(client.request);
@@ -322,6 +354,7 @@ impl<'a> Life<'a> {
                     }
                     client.state = ClientState::Pooled;
                     self.ended = ended + 1;
+                    self.turns.ended(id);
                 }
                 Event::Failed(StepError::KvTooSmall { needed, capacity }) if needed <= capacity => {
                     return Err(format!("{id} of {needed} tokens fits {capacity}"));
@@ -330,6 +363,7 @@ impl<'a> Life<'a> {
                 Event::Failed(_) => {
                     client.state = ClientState::Failed;
                     self.ended = ended + 1;
+                    self.turns.ended(id);
                 }
             }
         }
@@ -337,15 +371,11 @@ impl<'a> Life<'a> {
     }
 
     fn admitted(&mut self, id: RequestId, cached: usize, freed: u64) -> Result<(), String> {
-        let latest = self.latest_admitted;
         let caching = self.workload.scheduler.enable_prefix_caching;
         let client = self.client(id)?;
         client.admissions += 1;
         if client.admissions == 1 {
             client.cached = cached;
-            if latest.is_some_and(|latest| latest > id) {
-                return Err(format!("{id} was overtaken by {latest:?}"));
-            }
         } else if client.freed_at_admission == freed {
             return Err(format!(
                 "{id} was preempted and returned though no request had ended"
@@ -362,7 +392,6 @@ impl<'a> Life<'a> {
         if (cached > 0 && !sharing) || cached >= client.request.prompt().len() && client.admissions == 1 {
             return Err(format!("{id} has {cached} cached tokens"));
         }
-        self.latest_admitted = self.latest_admitted.max(Some(id));
         Ok(())
     }
 

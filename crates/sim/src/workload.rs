@@ -1,6 +1,6 @@
 use plimsoll_core::{
     BlockSize, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions, SamplingOptions, StepLimits,
-    TokenId,
+    TenantId, TokenId,
 };
 use plimsoll_scheduler::SchedulerConfig;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
@@ -73,6 +73,7 @@ impl Workload {
             limits,
             kv,
             enable_prefix_caching: rng.random_bool(0.75),
+            patience: *[1, 4, 12, 1000].choose(rng).expect("there are patiences"),
         };
         // A tiny vocabulary makes prompts collide by chance.
         let model = SimModel::uniform(*[3, 8, 50].choose(rng).expect("there are sizes"));
@@ -135,6 +136,8 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
     // Many short requests about the documents alone keep their blocks coming and going.
     let library = rng.random_bool(0.25);
     let (most_requests, most_words, most_tokens) = if library { (40, 4, 24) } else { (16, 40, longest) };
+    let tenants = *[1, 1, 2, 4].choose(rng).expect("there are numbers");
+    let priorities = if rng.random_bool(0.3) { 3 } else { 1 };
     let mut tick = 0;
     let mut requests: Vec<(u64, Request)> = Vec::new();
     for id in 0..rng.random_range(1..=most_requests) {
@@ -195,6 +198,8 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
             pooling: rng
                 .random_bool(0.15)
                 .then(|| *[Pooling::Last, Pooling::Mean].choose(rng).expect("there are two")),
+            priority: rng.random_range(0..priorities),
+            tenant: TenantId(rng.random_range(0..tenants)),
         };
         let request =
             Request::new(RequestId(id), options, &limits).expect("the workload keeps to the limits");

@@ -42,6 +42,7 @@ const SCHEDULING: Program = Program {
         "src/executor.rs",
         "src/harness.rs",
         "src/model.rs",
+        "src/turns.rs",
         "src/workload.rs",
     ],
     dependencies: "",

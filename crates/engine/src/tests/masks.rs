@@ -184,6 +184,7 @@ impl Rig {
                 num_blocks,
             },
             enable_prefix_caching: true,
+            patience: 1000,
         };
         let config = EngineConfig {
             max_queue: 1000,

@@ -82,6 +82,7 @@ async fn serve(steps_in_flight: usize) -> EngineStats {
             num_blocks: 256 * 16,
         },
         enable_prefix_caching: true,
+        patience: 1000,
     };
     let config = EngineConfig {
         max_queue: 256,

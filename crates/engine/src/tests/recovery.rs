@@ -488,6 +488,7 @@ fn u37_a_sleep_that_was_given_up_does_not_answer_for_the_next() {
         limits: LIMITS,
         kv: parts.config.kv,
         enable_prefix_caching: false,
+        patience: 1000,
     });
     let limits = Limits {
         max_model_len: 256,

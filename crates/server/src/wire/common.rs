@@ -1,11 +1,13 @@
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use plimsoll_core::{FinishReason, SamplingOptions, TokenId};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::context::timeout;
 use crate::error::ApiError;
-use crate::state::GenerationDefaults;
+use crate::state::{AppState, GenerationDefaults};
 
 /// Most choices per prompt (OpenAI's limit).
 const MAX_N: usize = 128;
@@ -79,6 +81,11 @@ pub(crate) struct Common {
     pub(crate) stream: bool,
     /// Only with `stream`.
     pub(crate) stream_options: Option<StreamOptions>,
+    /// vLLM's: requests with a lower one get their turn earlier. Needs `--scheduling-policy priority`.
+    priority: Option<i64>,
+    /// Seconds from its arrival after which the request is given up.
+    #[schema(exclusive_minimum = 0)]
+    timeout: Option<f64>,
 }
 
 /// What a stream holds besides text.
@@ -146,6 +153,24 @@ impl Common {
             return Err(ApiError::invalid("stop", "a stop string must not be empty"));
         }
         Ok(stop)
+    }
+
+    /// 0 where the server knows no priorities.
+    pub(crate) fn priority(&self, state: &AppState) -> Result<i64, ApiError> {
+        match self.priority.unwrap_or(0) {
+            priority if priority == 0 || state.options().priorities => Ok(priority),
+            priority => Err(ApiError::invalid(
+                "priority",
+                format!("priority {priority} needs a server with --scheduling-policy priority"),
+            )),
+        }
+    }
+
+    /// How long the client waits for all of the answer.
+    pub(crate) fn timeout(&self) -> Result<Option<Duration>, ApiError> {
+        self.timeout
+            .map(|seconds| timeout("timeout", seconds))
+            .transpose()
     }
 
     /// Whether a stream ends with a chunk that holds the usage.

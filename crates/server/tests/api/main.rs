@@ -6,6 +6,7 @@ mod bodies;
 mod embeddings;
 mod fuzz;
 mod life;
+mod limits;
 mod memory;
 mod openapi;
 mod pages;

@@ -26,10 +26,11 @@ pub(crate) const fn edit(file: &'static str, site: &'static str, bug: &'static s
 
 const MANAGER: &str = "kv/manager.rs";
 const PREFIX: &str = "kv/prefix.rs";
+const QUEUE: &str = "scheduler/queue.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 54] = [
+pub(crate) const MUTATIONS: [Mutation; 64] = [
     bug(
         "a shared block is not counted",
         &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
@@ -201,9 +202,9 @@ pub(crate) const MUTATIONS: [Mutation; 54] = [
         "blocks are cached before the step that computes them",
         &[edit(
             SCHEDULER,
-            "«self.running.insert(arrival, running);»",
+            "«self.running.insert(rank, running);»",
             "let end = running.planned; self.kv.commit(&mut running.table, &running.sequence.tokens[..end]); \
-             self.running.insert(arrival, running);",
+             self.running.insert(rank, running);",
         )],
     ),
     bug(
@@ -218,16 +219,16 @@ pub(crate) const MUTATIONS: [Mutation; 54] = [
         "a failed step is committed",
         &[edit(
             SCHEDULER,
-            "«self.retire(arrival);»\n            self.counters.failed += 1;",
-            "if let Some(r) = self.running.get_mut(&arrival) { let end = run.end().min(r.sequence.tokens.len()); \
-             self.kv.commit(&mut r.table, &r.sequence.tokens[..end]); } self.retire(arrival);",
+            "«self.retire(rank);»\n            self.counters.failed += 1;",
+            "if let Some(r) = self.running.get_mut(&rank) { let end = run.end().min(r.sequence.tokens.len()); \
+             self.kv.commit(&mut r.table, &r.sequence.tokens[..end]); } self.retire(rank);",
         )],
     ),
     bug(
         "a failed request goes on",
         &[edit(
             SCHEDULER,
-            "«self.retire(arrival);»\n            self.counters.failed += 1;",
+            "«self.retire(rank);»\n            self.counters.failed += 1;",
             "{}",
         )],
     ),
@@ -252,7 +253,7 @@ pub(crate) const MUTATIONS: [Mutation; 54] = [
         )],
     ),
     bug(
-        "the oldest is preempted",
+        "the lowest rank is preempted",
         &[edit(
             SCHEDULER,
             "= «latest.remove_entry()»;",
@@ -263,9 +264,10 @@ pub(crate) const MUTATIONS: [Mutation; 54] = [
         "a preempted request goes to the back of the queue",
         &[edit(
             SCHEDULER,
-            "«self.waiting.insert(latest, sequence);»",
+            "«self.wait_again(latest, sequence);»\n            self.counters.preemptions",
             "let last = Arrival(self.next_arrival); self.next_arrival += 1; let _ = latest; \
-             self.arrivals.insert(sequence.request.id(), last); self.waiting.insert(last, sequence);",
+             self.places.insert(sequence.request.id(), Place::Waiting(last)); \
+             self.waiting.push(Sequence { arrival: last, ..sequence });",
         )],
     ),
     bug(
@@ -312,15 +314,16 @@ pub(crate) const MUTATIONS: [Mutation; 54] = [
         "a loss makes requests forget what they said",
         &[edit(
             SCHEDULER,
-            "«self.waiting.insert(arrival, sequence);»\n            self.counters.restarts += 1;",
-            "let request = sequence.request; self.waiting.insert(arrival, Sequence::new(request));",
+            "«self.wait_again(rank, sequence);»\n            self.counters.restarts += 1;",
+            "let Sequence { request, arrival, turns_before, .. } = sequence; \
+             self.wait_again(rank, Sequence::new(request, arrival, turns_before));",
         )],
     ),
     bug(
         "a request too long for the new cache waits for ever",
         &[edit(
             SCHEDULER,
-            ".filter(|(_, waiting)| «!self.fits(&waiting.request)»)",
+            ".filter(|waiting| «!self.fits(&waiting.request)»)",
             "{ let _ = waiting; false }",
         )],
     ),
@@ -328,7 +331,7 @@ pub(crate) const MUTATIONS: [Mutation; 54] = [
         "prompt tokens that are to be scored are taken from the cache",
         &[edit(
             SEQUENCE,
-            "most: «self.unscored().map_or(usize::MAX, |rows| rows.start)»",
+            "false => «self.unscored().map_or(usize::MAX, |rows| rows.start)»",
             "usize::MAX",
         )],
     ),
@@ -348,8 +351,8 @@ pub(crate) const MUTATIONS: [Mutation; 54] = [
         "a request for no output never ends",
         &[edit(
             SEQUENCE,
-            "«whole.then_some(FinishReason::Length)»",
-            "{ let _ = whole; None }",
+            "«(is_scored && end == self.tokens.len()).then_some(FinishReason::Length)»",
+            "{ let _ = (is_scored, end); None }",
         )],
     ),
     bug(
@@ -380,13 +383,77 @@ pub(crate) const MUTATIONS: [Mutation; 54] = [
         "a cancelled request keeps waiting",
         &[edit(
             SCHEDULER,
-            "«self.waiting.remove(&arrival).is_some()»",
-            "self.waiting.contains_key(&arrival)",
+            "«self.waiting.remove(arrival);»\n                self.places",
+            "{}",
         )],
     ),
     bug(
         "an ended request never leaves",
         &[edit(SCHEDULER, "«leaving.in_flight -= 1;»", "{}")],
+    ),
+    bug(
+        "priorities are ignored",
+        &[edit(
+            QUEUE,
+            "«Self::Priority(request.priority())»",
+            "Self::Priority(0)",
+        )],
+    ),
+    bug(
+        "the most urgent come last",
+        &[edit(
+            QUEUE,
+            "«Self::Priority(request.priority())»",
+            "Self::Priority(-request.priority())",
+        )],
+    ),
+    bug(
+        "tenants do not take turns",
+        &[edit(QUEUE, "Some((«tenant.turns», arrival))", "0")],
+    ),
+    bug(
+        "a tenant that comes new makes up for all the time before",
+        &[edit(
+            QUEUE,
+            "tenant.turns = «tenant.turns.max(line.clock)»;",
+            "tenant.turns",
+        )],
+    ),
+    bug(
+        "a turn is not counted",
+        &[edit(QUEUE, "«tenant.turns += 1;»", "{}")],
+    ),
+    bug(
+        "a tenant that comes again has a turn at once",
+        &[edit(
+            QUEUE,
+            "|| «tenant.turns > clock»",
+            "{ let _ = clock; false }",
+        )],
+    ),
+    bug(
+        "an urgent request waits for those preempted",
+        &[edit(QUEUE, "if «line.class < returning.class»", "false")],
+    ),
+    bug(
+        "a newcomer passes those preempted",
+        &[edit(
+            QUEUE,
+            "if «line.class < returning.class»",
+            "line.class <= returning.class",
+        )],
+    ),
+    bug(
+        "a request that nobody wants first waits for ever",
+        &[edit(
+            QUEUE,
+            "«turns - oldest.turns_before >= self.patience»",
+            "false",
+        )],
+    ),
+    bug(
+        "a request that waited long is preempted like any other",
+        &[edit(QUEUE, "let class = «Class::Aged»;", "class")],
     ),
     bug(
         "a mean leaves out what the prefix cache holds",

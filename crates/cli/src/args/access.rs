@@ -1,0 +1,76 @@
+//! Who may use the server, how much of it, and over what kind of connection.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::Args;
+
+use crate::args::values::positive;
+
+/// Who may use the server, and how much.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Access")]
+pub struct AccessArgs {
+    /// Key that requests must bring (`Authorization: Bearer KEY`); repeat it for several. Others on this machine can read
+    /// command lines: --api-key-file and PLIMSOLL_API_KEY are safer [default: anybody may use the server]
+    #[arg(long, value_name = "KEY")]
+    pub api_key: Vec<Secret>,
+    /// File of such keys, one per line: KEY, or NAME KEY with the name for logs; # begins a comment. A changed file takes
+    /// effect within seconds
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// /metrics needs a key too
+    #[arg(long, overrides_with = "no_metrics_require_key")]
+    metrics_require_key: bool,
+    /// /metrics is open to all, as /health and /ready are (the default)
+    #[arg(long, overrides_with = "metrics_require_key", hide = true)]
+    no_metrics_require_key: bool,
+    /// HTTP requests that each key may have in at once; more get 429
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub max_concurrent_requests_per_key: Option<usize>,
+    /// HTTP requests that each key may send in a minute; more get 429
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub requests_per_minute_per_key: Option<usize>,
+    /// Prompt and output tokens of each key in a minute; once they are used up, requests get 429
+    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    pub tokens_per_minute_per_key: Option<usize>,
+    /// Certificate chain (PEM): the server speaks TLS, HTTP/1.1 and HTTP/2. Changed files take effect within seconds
+    #[arg(long, value_name = "FILE")]
+    pub ssl_certfile: Option<PathBuf>,
+    /// Private key of the certificate (PEM)
+    #[arg(long, value_name = "FILE")]
+    pub ssl_keyfile: Option<PathBuf>,
+}
+
+impl AccessArgs {
+    /// Whether `/metrics` needs a key.
+    pub fn metrics_require_key(&self) -> bool {
+        self.metrics_require_key
+    }
+}
+
+/// A text that is never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl Secret {
+    /// The text.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for Secret {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}

@@ -1,0 +1,131 @@
+//! The command line. Flags that vLLM has carry vLLM's names and meaning.
+
+mod access;
+mod chat;
+mod engine;
+mod pages;
+mod pooling;
+mod server;
+mod values;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::bench::{LatencyArgs, ServeBenchArgs, ThroughputArgs};
+use crate::selftest::SelftestArgs;
+
+pub use access::{AccessArgs, Secret};
+pub use chat::ChatArgs;
+pub use engine::{
+    DEFAULT_MODEL, DType, DeviceArgs, EngineArgs, KvDtype, LimitArgs, LoadFormat, LogFormat, MemoryArgs,
+    ModelArgs, SIM_MODEL,
+};
+pub use pages::PagesArgs;
+pub use pooling::{HfOverrides, PoolerConfig, PoolingArgs, RunnerKind};
+pub use server::{SchedulingPolicy, ServerArgs};
+pub(crate) use values::{duration, positive};
+
+const EXIT_CODES: &str = "\
+Every flag of serve can also stand in the file given by --config (TOML, key = flag without the dashes) or in the \
+environment (PLIMSOLL_MAX_NUM_SEQS=8). The later wins: defaults, file, environment, flags.
+
+Exit codes: 0 done, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
+4 it does not fit the memory, 5 the address cannot be bound, 6 requests were cut off by the drain timeout, \
+7 the GPU cannot be used, 8 another server was measuring the device for too long, 9 selftest: no server answers, or it is \
+not ready or not idle, 10 selftest: inconclusive, its time was too short to reach every limit.";
+
+/// Serves large language models, and measures its own load line first.
+#[derive(Debug, Parser)]
+#[command(name = "plimsoll", version = crate::version::long(), max_term_width = 110, after_help = EXIT_CODES)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve a model over HTTP with the OpenAI API
+    Serve(Box<ServeArgs>),
+    /// Measure what a model needs and how much KV cache fits, without serving
+    Profile(Box<ProfileArgs>),
+    /// Predict what a model would need and how much KV cache would fit, from its configuration alone: no weights are
+    /// downloaded or read
+    Plan(Box<PlanArgs>),
+    /// Measure latency or throughput
+    #[command(subcommand)]
+    Bench(BenchCommand),
+    /// Drive a running server at its proved limits and say whether it holds
+    Selftest(Box<SelftestArgs>),
+}
+
+impl Command {
+    /// The model that this process is to load, if any.
+    pub fn model(&self) -> Option<&ModelArgs> {
+        match self {
+            Self::Serve(args) => Some(&args.engine.model),
+            Self::Profile(args) => Some(&args.engine.model),
+            Self::Plan(args) => Some(&args.engine.model),
+            Self::Bench(BenchCommand::Latency(args)) => Some(&args.engine.model),
+            Self::Bench(BenchCommand::Throughput(args)) => Some(&args.engine.model),
+            Self::Bench(BenchCommand::Serve(_)) | Self::Selftest(_) => None,
+        }
+    }
+}
+
+/// The benchmarks.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Latency of one batch, in this process
+    Latency(Box<LatencyArgs>),
+    /// Throughput of many requests, in this process
+    Throughput(Box<ThroughputArgs>),
+    /// Load on a running server, over HTTP
+    Serve(Box<ServeBenchArgs>),
+}
+
+/// `plimsoll serve`.
+#[derive(Clone, Debug, Args)]
+#[command(args_override_self = true)]
+pub struct ServeArgs {
+    /// Model, limits and memory.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// The API.
+    #[command(flatten)]
+    pub server: ServerArgs,
+    /// What chats are made of.
+    #[command(flatten)]
+    pub chat: ChatArgs,
+    /// What browsers get.
+    #[command(flatten)]
+    pub pages: PagesArgs,
+}
+
+/// `plimsoll profile`.
+#[derive(Clone, Debug, Args)]
+#[command(args_override_self = true)]
+pub struct ProfileArgs {
+    /// Model, limits and memory.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print one JSON document in place of the tables: the report, and the prediction beside it
+    #[arg(long, help_heading = "General")]
+    pub json: bool,
+}
+
+/// `plimsoll plan`.
+#[derive(Clone, Debug, Args)]
+#[command(args_override_self = true, after_help = PLAN_HELP)]
+pub struct PlanArgs {
+    /// Model, limits and memory.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print one JSON document in place of the table
+    #[arg(long, help_heading = "General")]
+    pub json: bool,
+}
+
+const PLAN_HELP: &str = "\
+The flags are those of profile; the ones that do not change what fits are left to it. A GPU that this machine does not \
+have can be planned for: --device cuda --device-memory 80GiB. Exit code 4: it would not fit, with the flags that would make it. `plimsoll profile` measures instead, and says how far off the plan is.";

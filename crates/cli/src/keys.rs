@@ -1,0 +1,194 @@
+//! API keys from flags, environment and file.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use plimsoll_server::{ApiKey, ApiKeys, KeyLimits};
+
+use crate::args::AccessArgs;
+use crate::error::Error;
+
+/// How soon a changed file is noticed.
+const WATCH: Duration = Duration::from_secs(2);
+
+/// The keys that `args` name, read before anything is loaded.
+pub(crate) struct KeySource {
+    flags: Vec<ApiKey>,
+    file: Option<KeyFile>,
+    /// What the keys are now.
+    pub(crate) keys: ApiKeys,
+}
+
+struct KeyFile {
+    path: PathBuf,
+    /// As last read.
+    text: String,
+}
+
+impl KeySource {
+    /// # Errors
+    /// Where a key is none, a file cannot be read or holds none, or limits per key are set without keys.
+    pub(crate) fn read(args: &AccessArgs) -> Result<Self, Error> {
+        let wrong = |message: String| Error::Configuration {
+            origin: "--api-key".into(),
+            message,
+        };
+        let flags = args
+            .api_key
+            .iter()
+            .map(|key| ApiKey::new(None, key.reveal()).map_err(|error| wrong(error.to_string())))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut keys = flags.clone();
+        let file = match &args.api_key_file {
+            None => None,
+            Some(path) => {
+                let text = read(path)?;
+                let found = parse(path, &text)?;
+                if found.is_empty() {
+                    return Err(in_file(path, "it holds no key".into()));
+                }
+                keys.extend(found);
+                Some(KeyFile {
+                    path: path.clone(),
+                    text,
+                })
+            }
+        };
+        if keys.is_empty() && !limits(args).is_none() {
+            let message = "limits per key need keys: add --api-key-file or --api-key".to_owned();
+            return Err(wrong(message));
+        }
+        Ok(Self {
+            flags,
+            file,
+            keys: ApiKeys::new(keys),
+        })
+    }
+
+    /// Follows the file for as long as it is polled.
+    pub(crate) async fn watch(mut self) {
+        let Some(mut file) = self.file.take() else {
+            return;
+        };
+        let mut every = tokio::time::interval(WATCH);
+        loop {
+            every.tick().await;
+            // A few lines: no matter for the blocking pool.
+            match read(&file.path) {
+                Ok(text) if text == file.text => {}
+                Ok(text) => {
+                    match parse(&file.path, &text) {
+                        Ok(found) => {
+                            let keys: Vec<_> = self.flags.iter().cloned().chain(found).collect();
+                            tracing::info!(keys = keys.len(), "API keys read again");
+                            self.keys.replace(keys);
+                        }
+                        Err(error) => tracing::error!("the API keys stay as they were: {error}"),
+                    }
+                    file.text = text;
+                }
+                // It may be about to be replaced.
+                Err(error) => tracing::warn!("the API keys stay as they were: {error}"),
+            }
+        }
+    }
+}
+
+/// What each key may use.
+pub(crate) fn limits(args: &AccessArgs) -> KeyLimits {
+    KeyLimits {
+        concurrent_requests: args.max_concurrent_requests_per_key,
+        requests_per_minute: args.requests_per_minute_per_key,
+        tokens_per_minute: args.tokens_per_minute_per_key,
+    }
+}
+
+fn read(path: &Path) -> Result<String, Error> {
+    std::fs::read_to_string(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// `KEY` or `NAME KEY` on each line. Errors say the line's number, never its text.
+fn parse(path: &Path, text: &str) -> Result<Vec<ApiKey>, Error> {
+    let mut keys = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let words: Vec<_> = line.split_whitespace().collect();
+        let key = match words[..] {
+            [key] => ApiKey::new(None, key).map_err(|error| error.to_string()),
+            [name, key] => ApiKey::new(Some(name), key).map_err(|error| error.to_string()),
+            _ => Err("KEY or NAME KEY is expected".to_owned()),
+        };
+        keys.push(key.map_err(|message| in_file(path, format!("line {number}: {message}")))?);
+    }
+    Ok(keys)
+}
+
+fn in_file(path: &Path, message: String) -> Error {
+    Error::Configuration {
+        origin: path.display().to_string(),
+        message,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    fn source(flags: &[&str]) -> Result<KeySource, String> {
+        let argv = ["plimsoll", "serve", "sim"].iter().chain(flags);
+        match crate::args::Cli::try_parse_from(argv).unwrap().command {
+            crate::args::Command::Serve(args) => {
+                KeySource::read(&args.server.access).map_err(|e| e.to_string())
+            }
+            other => panic!("not serve: {other:?}"),
+        }
+    }
+
+    fn file(text: &str) -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        file
+    }
+
+    #[test]
+    fn keys_come_from_flags_and_file() {
+        assert!(!source(&[]).unwrap().keys.required());
+        assert_eq!(
+            source(&["--api-key", "a", "--api-key", "b"]).unwrap().flags.len(),
+            2
+        );
+        let file = file("# team\n\nalice secret-a\n  secret-b  \n");
+        let path = file.path().to_str().unwrap();
+        let keys = parse(file.path(), "# team\n\nalice secret-a\n  secret-b  \n").unwrap();
+        assert_eq!(keys[0].name(), "alice");
+        assert!(keys[1].name().starts_with("sha256:"));
+        assert!(source(&["--api-key-file", path]).unwrap().keys.required());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_and_no_key_is_shown() {
+        let many = file("a b\nname secret word\n");
+        let empty = file("# nothing\n");
+        let path = |file: &tempfile::NamedTempFile| file.path().to_str().unwrap().to_owned();
+        for (flags, expected) in [
+            (vec!["--api-key", ""], "must not be empty"),
+            (vec!["--api-key", "secret word"], "without spaces"),
+            (vec!["--api-key-file", &path(&many)], "line 2"),
+            (vec!["--api-key-file", &path(&empty)], "no key"),
+            (vec!["--api-key-file", "/no/such/file"], "/no/such/file"),
+            (vec!["--requests-per-minute-per-key", "3"], "need keys"),
+        ] {
+            let error = source(&flags).err().unwrap_or_default();
+            assert!(error.contains(expected), "{flags:?}: {error}");
+            assert!(!error.contains("secret"), "{error}");
+        }
+    }
+}

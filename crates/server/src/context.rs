@@ -1,0 +1,372 @@
+//! What is known about one HTTP request, for everything that works on it, and for those who are told when it is over.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use axum::extract::Request;
+use axum::http::{HeaderMap, Method, StatusCode};
+use plimsoll_core::{FinishReason, TenantId};
+use tokio::time::timeout_at;
+
+use crate::error::ApiError;
+use crate::keys::Tenant;
+use crate::quota::Left;
+use crate::state::AppState;
+use crate::wire::common::finish_reason;
+
+tokio::task_local! {
+    static CURRENT: Context;
+}
+
+/// Told of every HTTP request when nothing works on it any more: access logs, traces.
+pub trait RequestSink: fmt::Debug + Send + Sync {
+    /// Must not block: it is called on the server's threads.
+    fn ended(&self, record: &RequestRecord);
+}
+
+/// One HTTP request from its head to the end of its response.
+#[derive(Clone, Debug)]
+pub struct RequestRecord {
+    /// When its head had arrived.
+    pub began: SystemTime,
+    /// From then until the last byte was handed on and nothing worked on it any more.
+    pub duration: Duration,
+    /// The client's `X-Request-Id`, or a fresh one.
+    pub request_id: String,
+    /// Name of the API key.
+    pub key: Option<String>,
+    /// HTTP method.
+    pub method: Method,
+    /// Path, without the query.
+    pub path: String,
+    /// Status of the response; 499 where the client left before there was one.
+    pub status: StatusCode,
+    /// `code` of the error, if it is one of those before the response began.
+    pub error: Option<&'static str>,
+    /// The response was handed on whole.
+    pub complete: bool,
+    /// W3C Trace Context of the caller.
+    pub traceparent: Option<String>,
+    /// W3C Trace Context of the caller.
+    pub tracestate: Option<String>,
+    /// What was generated, if anything was to be.
+    pub generation: Option<Generation>,
+}
+
+/// What a request had generated.
+#[derive(Clone, Debug, Default)]
+pub struct Generation {
+    /// The served model.
+    pub model: String,
+    /// `max_tokens` as asked for.
+    pub max_tokens: Option<usize>,
+    /// `temperature` in force.
+    pub temperature: Option<f64>,
+    /// `top_p` in force.
+    pub top_p: Option<f64>,
+    /// Prompt tokens, each prompt once.
+    pub prompt_tokens: usize,
+    /// Of these, found in the prefix cache.
+    pub cached_tokens: usize,
+    /// Tokens generated, of all choices.
+    pub output_tokens: usize,
+    /// From the arrival until the first choice ran.
+    pub queued: Option<Duration>,
+    /// From the arrival to the first token of any choice.
+    pub first_token: Option<Duration>,
+    /// Why choices ended, in the order of their end.
+    pub finish_reasons: Vec<&'static str>,
+}
+
+/// Clones share it. When the last is gone, the request is over: its place among the key's requests is free, and the
+/// [`RequestSink`]s are told.
+#[derive(Clone)]
+pub(crate) struct Context(Arc<Inner>);
+
+struct Inner {
+    state: AppState,
+    began: SystemTime,
+    arrived: Instant,
+    id: String,
+    /// The client chose `id`.
+    given: bool,
+    method: Method,
+    path: String,
+    traceparent: Option<String>,
+    tracestate: Option<String>,
+    /// When the client's patience ends.
+    deadline: Option<Instant>,
+    tenant: OnceLock<Tenant>,
+    /// It counts among the tenant's requests.
+    entered: AtomicBool,
+    output_tokens: AtomicUsize,
+    first_token: OnceLock<Instant>,
+    notes: Mutex<Notes>,
+}
+
+#[derive(Default)]
+struct Notes {
+    status: Option<StatusCode>,
+    error: Option<&'static str>,
+    complete: bool,
+    generation: Option<Generation>,
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Context({})", self.0.id)
+    }
+}
+
+impl Context {
+    /// A request that just arrived. It ends after `timeout`, or before by flag.
+    pub(crate) fn new(state: &AppState, request: &Request, timeout: Option<Duration>) -> Self {
+        let headers = request.headers();
+        let given = request_id(headers);
+        let text = |name: &str| Some(headers.get(name)?.to_str().ok()?.to_owned());
+        let timeout = [timeout, state.options().request_timeout]
+            .into_iter()
+            .flatten()
+            .min();
+        let arrived = Instant::now();
+        Self(Arc::new(Inner {
+            state: state.clone(),
+            began: SystemTime::now(),
+            arrived,
+            given: given.is_some(),
+            id: given.unwrap_or_else(|| format!("{:032x}", rand::random::<u128>())),
+            method: request.method().clone(),
+            path: request.uri().path().to_owned(),
+            traceparent: text("traceparent"),
+            tracestate: text("tracestate"),
+            deadline: timeout.and_then(|timeout| arrived.checked_add(timeout)),
+            tenant: OnceLock::new(),
+            entered: AtomicBool::new(false),
+            output_tokens: AtomicUsize::new(0),
+            first_token: OnceLock::new(),
+            notes: Mutex::default(),
+        }))
+    }
+
+    /// Of the request that the current task answers.
+    ///
+    /// # Panics
+    /// Outside of a request's task.
+    pub(crate) fn current() -> Self {
+        CURRENT.with(Clone::clone)
+    }
+
+    /// Makes this the [`Self::current`] of `work`.
+    pub(crate) async fn scope<T>(self, work: impl Future<Output = T>) -> T {
+        CURRENT.scope(self, work).await
+    }
+
+    pub(crate) fn id(&self) -> &str {
+        &self.0.id
+    }
+
+    /// The id that the client chose.
+    pub(crate) fn given_id(&self) -> Option<&str> {
+        self.0.given.then_some(&self.0.id)
+    }
+
+    /// Whose request it is, for fair shares.
+    pub(crate) fn tenant(&self) -> TenantId {
+        self.0
+            .tenant
+            .get()
+            .map_or_else(TenantId::default, |tenant| tenant.id)
+    }
+
+    /// When it ends at the latest: `timeout` after its arrival, or before by header or flag.
+    pub(crate) fn deadline(&self, timeout: Option<Duration>) -> Option<Instant> {
+        let own = timeout.and_then(|timeout| self.0.arrived.checked_add(timeout));
+        [own, self.0.deadline].into_iter().flatten().min()
+    }
+
+    /// `work`, unless the request's time is over before: an error then.
+    pub(crate) async fn in_time<T>(
+        &self,
+        work: impl Future<Output = Result<T, ApiError>>,
+    ) -> Result<T, ApiError> {
+        match self.deadline(None) {
+            None => work.await,
+            Some(at) => timeout_at(at.into(), work)
+                .await
+                .unwrap_or_else(|_| Err(ApiError::DeadlineExceeded(self.age()))),
+        }
+    }
+
+    /// How long it has been here.
+    pub(crate) fn age(&self) -> Duration {
+        self.0.arrived.elapsed()
+    }
+
+    /// It comes from `tenant`.
+    pub(crate) fn belongs_to(&self, tenant: Tenant) {
+        // Nobody says so twice.
+        let _ = self.0.tenant.set(tenant);
+    }
+
+    /// It counts among the requests that its tenant may have in.
+    pub(crate) fn enter(&self) -> Result<Vec<Left>, ApiError> {
+        let left = self.0.state.quotas().enter(self.tenant(), self.0.arrived)?;
+        self.0.entered.store(true, Ordering::Relaxed);
+        Ok(left)
+    }
+
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.0.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The response begins.
+    pub(crate) fn answered(&self, status: StatusCode, error: Option<&'static str>) {
+        let mut notes = self.notes();
+        notes.status = Some(status);
+        notes.error = error;
+    }
+
+    /// The response ended as it should.
+    pub(crate) fn completed(&self) {
+        self.notes().complete = true;
+    }
+
+    /// Something is to be generated.
+    pub(crate) fn generates(&self, generation: Generation) {
+        self.0
+            .state
+            .quotas()
+            .spend(self.tenant(), generation.prompt_tokens);
+        self.notes().generation.get_or_insert(generation);
+    }
+
+    /// A choice runs; `cached` of the prompt's tokens need not be computed.
+    pub(crate) fn admitted(&self, cached: usize) {
+        let age = self.age();
+        if let Some(generation) = &mut self.notes().generation {
+            generation.queued.get_or_insert(age);
+            generation.cached_tokens += cached;
+        }
+    }
+
+    /// A choice gained a token.
+    pub(crate) fn token(&self) {
+        self.0.first_token.get_or_init(Instant::now);
+        self.0.output_tokens.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A choice ended.
+    pub(crate) fn finished(&self, reason: FinishReason) {
+        if let Some(generation) = &mut self.notes().generation {
+            generation.finish_reasons.push(finish_reason(reason));
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let output_tokens = *self.output_tokens.get_mut();
+        if *self.entered.get_mut()
+            && let Some(tenant) = self.tenant.get()
+        {
+            self.state.quotas().spend(tenant.id, output_tokens);
+            self.state.quotas().leave(tenant.id);
+        }
+        let sinks = &self.state.options().sinks;
+        if sinks.is_empty() {
+            return;
+        }
+        let notes = std::mem::take(self.notes.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let generation = notes.generation.map(|generation| Generation {
+            output_tokens,
+            first_token: self.first_token.get().map(|at| *at - self.arrived),
+            ..generation
+        });
+        let record = RequestRecord {
+            began: self.began,
+            duration: self.arrived.elapsed(),
+            request_id: std::mem::take(&mut self.id),
+            key: self.tenant.get().map(|tenant| tenant.name.to_string()),
+            method: self.method.clone(),
+            path: std::mem::take(&mut self.path),
+            status: notes.status.unwrap_or(CLIENT_LEFT),
+            error: notes.error,
+            complete: notes.complete,
+            traceparent: self.traceparent.take(),
+            tracestate: self.tracestate.take(),
+            generation,
+        };
+        for sink in sinks {
+            sink.ended(&record);
+        }
+    }
+}
+
+/// nginx's status for a client that closed its connection before there was a response.
+const CLIENT_LEFT: StatusCode = match StatusCode::from_u16(499) {
+    Ok(status) => status,
+    Err(_) => unreachable!(),
+};
+
+/// Longest request id that is taken from a client.
+const MAX_ID: usize = 128;
+
+/// The client's id, if it can stand in logs and ids as it is.
+fn request_id(headers: &HeaderMap) -> Option<String> {
+    let id = headers.get("x-request-id")?.to_str().ok()?;
+    let sane = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
+    ((1..=MAX_ID).contains(&id.len()) && id.bytes().all(sane)).then(|| id.to_owned())
+}
+
+/// A time that a client gives in seconds.
+pub(crate) fn timeout(field: &str, seconds: f64) -> Result<Duration, ApiError> {
+    let valid = Duration::try_from_secs_f64(seconds)
+        .ok()
+        .filter(|time| !time.is_zero());
+    valid.ok_or_else(|| ApiError::invalid(field, format!("{field} must be a number of seconds above 0")))
+}
+
+/// What the client says in a header how long it waits.
+pub(crate) fn header_timeout(headers: &HeaderMap) -> Result<Option<Duration>, ApiError> {
+    const HEADER: &str = "x-request-timeout";
+    let Some(value) = headers.get(HEADER) else {
+        return Ok(None);
+    };
+    let seconds = value.to_str().ok().and_then(|text| text.trim().parse().ok());
+    timeout(HEADER, seconds.unwrap_or(f64::NAN)).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    fn headers(name: &'static str, value: &str) -> HeaderMap {
+        let name = axum::http::HeaderName::from_static(name);
+        HeaderMap::from_iter([(name, HeaderValue::from_bytes(value.as_bytes()).unwrap())])
+    }
+
+    #[test]
+    fn only_sane_ids_are_taken() {
+        let taken = |id: &str| request_id(&headers("x-request-id", id)).is_some();
+        for id in ["a", "0190-af", "trace:1/2+3=@x_y.z", &"x".repeat(128)] {
+            assert!(taken(id), "{id}");
+        }
+        for id in ["", "a b", "a\"b", "{}", "ä", &"x".repeat(129)] {
+            assert!(!taken(id), "{id}");
+        }
+    }
+
+    #[test]
+    fn timeouts_are_seconds_above_zero() {
+        let of = |text: &str| header_timeout(&headers("x-request-timeout", text));
+        assert_eq!(of("1.5").unwrap(), Some(Duration::from_millis(1500)));
+        for wrong in ["", "0", "-1", "nan", "inf", "1e300", "10s"] {
+            assert!(matches!(of(wrong), Err(ApiError::Invalid { .. })), "{wrong}");
+        }
+        assert_eq!(header_timeout(&HeaderMap::new()).unwrap(), None);
+    }
+}

@@ -1,0 +1,293 @@
+//! How much each key may use: requests at once, requests and tokens per minute.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use plimsoll_core::TenantId;
+
+use crate::error::ApiError;
+
+/// What one key may use; absent ones are not limited.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KeyLimits {
+    /// HTTP requests at once.
+    pub concurrent_requests: Option<usize>,
+    /// HTTP requests in a minute, all of which may come at once.
+    pub requests_per_minute: Option<usize>,
+    /// Prompt and output tokens in a minute. A request is admitted while any are left, and may use more.
+    pub tokens_per_minute: Option<usize>,
+}
+
+impl KeyLimits {
+    /// Whether nothing is limited.
+    pub fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// What a limit counts, as OpenAI calls it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counted {
+    /// Requests.
+    Requests,
+    /// Tokens.
+    Tokens,
+}
+
+impl Counted {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Requests => "requests",
+            Self::Tokens => "tokens",
+        }
+    }
+}
+
+/// The use that every key made of its limits.
+#[derive(Debug)]
+pub(crate) struct Quotas {
+    limits: KeyLimits,
+    accounts: Mutex<HashMap<TenantId, Account>>,
+}
+
+#[derive(Debug)]
+struct Account {
+    running: usize,
+    requests: Bucket,
+    tokens: Bucket,
+}
+
+/// A token bucket that holds a minute's worth: full at first, and it may go below zero.
+#[derive(Clone, Copy, Debug)]
+struct Bucket {
+    level: f64,
+    at: Instant,
+}
+
+/// What of one limit is left, for headers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Left {
+    counted: Counted,
+    limit: usize,
+    remaining: f64,
+}
+
+impl Bucket {
+    /// The level at `now`, where `limit` come in a minute.
+    fn refill(&mut self, limit: usize, now: Instant) -> f64 {
+        let limit = limit as f64;
+        let came = now.saturating_duration_since(self.at).as_secs_f64() * limit / MINUTE;
+        self.level = (self.level + came).min(limit);
+        self.at = now;
+        self.level
+    }
+}
+
+impl Quotas {
+    pub(crate) fn new(limits: KeyLimits) -> Self {
+        Self {
+            limits,
+            accounts: Mutex::default(),
+        }
+    }
+
+    /// A panic elsewhere leaves the accounts usable: every critical section is plain arithmetic.
+    fn lock(&self) -> MutexGuard<'_, HashMap<TenantId, Account>> {
+        self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts one more request of `tenant`, whom [`Self::leave`] gives back, and says what is left.
+    pub(crate) fn enter(&self, tenant: TenantId, now: Instant) -> Result<Vec<Left>, ApiError> {
+        let limits = self.limits;
+        if limits.is_none() {
+            return Ok(Vec::new());
+        }
+        let mut accounts = self.lock();
+        let account = accounts.entry(tenant).or_insert_with(|| Account {
+            running: 0,
+            requests: Bucket {
+                level: limits.requests_per_minute.unwrap_or(0) as f64,
+                at: now,
+            },
+            tokens: Bucket {
+                level: limits.tokens_per_minute.unwrap_or(0) as f64,
+                at: now,
+            },
+        });
+        if let Some(limit) = limits.concurrent_requests
+            && account.running >= limit
+        {
+            return Err(ApiError::TooManyAtOnce(limit));
+        }
+        let mut left = Vec::new();
+        if let Some(limit) = limits.tokens_per_minute {
+            let remaining = account.tokens.refill(limit, now);
+            if remaining <= 0.0 {
+                return Err(rate_limited(Counted::Tokens, limit, 1.0 - remaining));
+            }
+            left.push(Left {
+                counted: Counted::Tokens,
+                limit,
+                remaining,
+            });
+        }
+        if let Some(limit) = limits.requests_per_minute {
+            let remaining = account.requests.refill(limit, now) - 1.0;
+            if remaining < 0.0 {
+                return Err(rate_limited(Counted::Requests, limit, -remaining));
+            }
+            account.requests.level = remaining;
+            left.push(Left {
+                counted: Counted::Requests,
+                limit,
+                remaining,
+            });
+        }
+        account.running += 1;
+        Ok(left)
+    }
+
+    /// A request that entered is over.
+    pub(crate) fn leave(&self, tenant: TenantId) {
+        if let Some(account) = self.lock().get_mut(&tenant) {
+            account.running = account.running.saturating_sub(1);
+        }
+    }
+
+    /// `tokens` were read or written for `tenant`.
+    pub(crate) fn spend(&self, tenant: TenantId, tokens: usize) {
+        if self.limits.tokens_per_minute.is_none() {
+            return;
+        }
+        if let Some(account) = self.lock().get_mut(&tenant) {
+            account.tokens.level -= tokens as f64;
+        }
+    }
+}
+
+fn rate_limited(counted: Counted, limit: usize, missing: f64) -> ApiError {
+    ApiError::RateLimited {
+        counted,
+        limit,
+        retry_after: time_for(missing, limit),
+    }
+}
+
+/// How long until `count` have come.
+fn time_for(count: f64, limit: usize) -> Duration {
+    Duration::try_from_secs_f64(count * MINUTE / limit as f64).unwrap_or(Duration::MAX)
+}
+
+impl Left {
+    /// OpenAI's headers: the limit, what remains, and when all of it is there again.
+    pub(crate) fn write(&self, headers: &mut HeaderMap) {
+        let missing = self.limit as f64 - self.remaining;
+        let reset = time_for(missing, self.limit).as_secs_f64();
+        let [limit, remaining, at] = match self.counted {
+            Counted::Requests => REQUEST_HEADERS,
+            Counted::Tokens => TOKEN_HEADERS,
+        };
+        headers.insert(limit, self.limit.into());
+        headers.insert(remaining, (self.remaining.max(0.0) as usize).into());
+        if let Ok(value) = HeaderValue::from_str(&format!("{reset:.3}s")) {
+            headers.insert(at, value);
+        }
+    }
+}
+
+/// Seconds.
+const MINUTE: f64 = 60.0;
+const REQUEST_HEADERS: [HeaderName; 3] = [
+    HeaderName::from_static("x-ratelimit-limit-requests"),
+    HeaderName::from_static("x-ratelimit-remaining-requests"),
+    HeaderName::from_static("x-ratelimit-reset-requests"),
+];
+const TOKEN_HEADERS: [HeaderName; 3] = [
+    HeaderName::from_static("x-ratelimit-limit-tokens"),
+    HeaderName::from_static("x-ratelimit-remaining-tokens"),
+    HeaderName::from_static("x-ratelimit-reset-tokens"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: TenantId = TenantId(1);
+    const B: TenantId = TenantId(2);
+
+    fn quotas(concurrent: usize, requests: usize, tokens: usize) -> Quotas {
+        let limit = |limit| (limit > 0).then_some(limit);
+        Quotas::new(KeyLimits {
+            concurrent_requests: limit(concurrent),
+            requests_per_minute: limit(requests),
+            tokens_per_minute: limit(tokens),
+        })
+    }
+
+    /// When to come back, in seconds.
+    fn refused(result: Result<Vec<Left>, ApiError>, what: Counted) -> f64 {
+        match result {
+            Err(ApiError::RateLimited {
+                counted, retry_after, ..
+            }) if counted == what => retry_after.as_secs_f64(),
+            other => panic!("not refused for {what:?}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_minutes_requests_may_come_at_once_and_then_at_the_rate() {
+        let quotas = quotas(0, 30, 0);
+        let begin = Instant::now();
+        for _ in 0..30 {
+            quotas.enter(A, begin).unwrap();
+        }
+        assert!((refused(quotas.enter(A, begin), Counted::Requests) - 2.0).abs() < 1e-6);
+        quotas.enter(B, begin).unwrap();
+        let later = begin + Duration::from_millis(2001);
+        quotas.enter(A, later).unwrap();
+        refused(quotas.enter(A, later), Counted::Requests);
+    }
+
+    #[test]
+    fn tokens_are_paid_back_by_waiting() {
+        let quotas = quotas(0, 0, 600);
+        let begin = Instant::now();
+        quotas.enter(A, begin).unwrap();
+        quotas.spend(A, 700);
+        let wait = refused(quotas.enter(A, begin), Counted::Tokens);
+        assert!((wait - 10.1).abs() < 1e-6, "{wait}");
+        quotas.enter(A, begin + Duration::from_millis(10_101)).unwrap();
+    }
+
+    #[test]
+    fn requests_at_once_are_counted_until_they_leave() {
+        let quotas = quotas(2, 0, 0);
+        let now = Instant::now();
+        quotas.enter(A, now).unwrap();
+        quotas.enter(A, now).unwrap();
+        assert!(matches!(quotas.enter(A, now), Err(ApiError::TooManyAtOnce(2))));
+        quotas.enter(B, now).unwrap();
+        quotas.leave(A);
+        quotas.enter(A, now).unwrap();
+    }
+
+    #[test]
+    fn headers_say_what_is_left() {
+        let quotas = quotas(0, 60, 0);
+        let left = quotas.enter(A, Instant::now()).unwrap();
+        let mut headers = HeaderMap::new();
+        left.iter().for_each(|left| left.write(&mut headers));
+        let of = |name: &str| {
+            headers[format!("x-ratelimit-{name}-requests")]
+                .to_str()
+                .unwrap()
+                .to_owned()
+        };
+        assert_eq!(
+            [of("limit"), of("remaining"), of("reset")],
+            ["60", "59", "1.000s"]
+        );
+    }
+}
