@@ -227,23 +227,23 @@ class Step(pydantic.BaseModel):
 
 class Solution(pydantic.BaseModel):
     steps: list[Step] = pydantic.Field(max_length=2)
-    answer: int
+    answer: int = pydantic.Field(ge=-999, le=999)
 
 
 def test_the_official_client_parses_what_it_asked_for(smollm2):
     messages = [{"role": "user", "content": "Solve 8x + 7 = 23 in JSON."}]
     parsed = smollm2.openai.chat.completions.parse(
-        model="smollm2", messages=messages, response_format=Solution, max_tokens=300, temperature=1, seed=11
+        model="smollm2", messages=messages, response_format=Solution, max_tokens=600, temperature=1, seed=11
     )
     assert isinstance(parsed.choices[0].message.parsed, Solution)
 
 
 def test_meaning_survives(smollm2):
-    ask = [{"role": "user", "content": "Is Paris the capital of France? Answer yes or no."}]
+    ask = [{"role": "user", "content": "Name the capital of France. Answer with one word."}]
     choice = smollm2.openai.chat.completions.create(
-        model="smollm2", messages=ask, temperature=0, extra_body={"guided_choice": ["yes", "no", "Yes", "No"]}
+        model="smollm2", messages=ask, temperature=0, extra_body={"guided_choice": ["London", "Paris", "Berlin"]}
     ).choices[0]
-    assert choice.message.content.lower() == "yes" and choice.finish_reason == "stop"
+    assert choice.message.content == "Paris" and choice.finish_reason == "stop"
 
 
 def test_neighbours_say_what_they_would_alone(smollm2):
