@@ -84,6 +84,9 @@ def says(page: Page, *deltas: dict) -> None:
 
 
 def test_a_conversation(sim, chat):
+    # Answers that are not over at once.
+    more = {"ignore_eos": True, "max_tokens": 40}
+    chat.route(CHAT, lambda route: route.continue_(post_data={**route.request.post_data_json, **more}))
     assert chat.evaluate("document.activeElement.id") == "message"
     send(chat, "Ahoy!")
     answered(chat, 1)

@@ -176,9 +176,11 @@ class Answer {
   speed() {
     const tokens = this.usage?.completion_tokens ?? this.chunks;
     const about = this.usage ? "" : "about ";
-    const span = this.last - this.first;
+    // What came in one piece took as long as its wait.
+    const [began, timed] = this.chunks > 1 ? [this.first, tokens - 1] : [this.begun, tokens];
+    const span = this.last - began;
     $("ttft").textContent = this.first === null ? "–" : seconds(this.first - this.begun);
-    $("rate").textContent = span > 0 && tokens > 1 ? `${about}${((1000 * (tokens - 1)) / span).toFixed(1)} tokens/s` : "–";
+    $("rate").textContent = this.chunks > 0 && span > 0 ? `${about}${((1000 * timed) / span).toFixed(1)} tokens/s` : "–";
     $("tokens").textContent = `${about}${tokens.toLocaleString()}`;
     if (this.usage && model) {
       $("context").textContent = `${this.usage.total_tokens.toLocaleString()} of ${model.max_model_len.toLocaleString()}`;
