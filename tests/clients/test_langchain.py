@@ -3,7 +3,8 @@
 import openai
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from pydantic import BaseModel, Field
 
 CAPITAL = "What is the capital of France?"
 
@@ -43,3 +44,22 @@ def test_batch(simulated):
 def test_errors(simulated):
     with pytest.raises(openai.BadRequestError, match="temperature"):
         simulated.invoke("Hello", temperature=-1)
+
+
+class Capital(BaseModel):
+    """The capital of a country."""
+
+    capital: str = Field(max_length=20)
+
+
+def test_structured_output(model):
+    answer = model.with_structured_output(Capital, method="json_schema").invoke(CAPITAL, max_tokens=100)
+    assert isinstance(answer, Capital)
+
+
+def test_embeddings(embedder):
+    # By itself it would fetch OpenAI's tokenizer.
+    vectors = OpenAIEmbeddings(base_url=f"{embedder.url}/v1", api_key="none", model="embedder", check_embedding_ctx_length=False)
+    first, second = vectors.embed_documents(["a load line", "a mark"])
+    assert len(first) == len(second) and first != second
+    assert vectors.embed_query("a load line") == pytest.approx(first)

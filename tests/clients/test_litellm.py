@@ -1,5 +1,6 @@
 """LiteLLM's client, as for OpenAI and as for vLLM."""
 
+import json
 import os
 
 # It would ask the network for prices.
@@ -17,7 +18,7 @@ def complete(request, sim):
 
     def complete(**options):
         where = {"api_base": f"{sim.url}/v1", "api_key": "none", "num_retries": 0}
-        return litellm.completion(model=f"{request.param}/sim", messages=HELLO, **where, **options)
+        return litellm.completion(**{"model": f"{request.param}/sim", "messages": HELLO} | where | options)
 
     return complete
 
@@ -41,3 +42,15 @@ def test_errors(complete):
         complete(temperature=-1)
     with pytest.raises(litellm.BadRequestError, match="max_tokens|tokens"):
         complete(max_tokens=1_000_000)
+
+
+def test_structured_output(complete):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    assert json.loads(complete(max_tokens=1000, seed=1, response_format=asked).choices[0].message.content)["n"] in (1, 2)
+
+
+def test_embeddings(embedder):
+    where = {"api_base": f"{embedder.url}/v1", "api_key": "none"}
+    answer = litellm.embedding(model="openai/embedder", input=["a load line", "a mark"], **where)
+    assert len(answer.data) == 2 and answer.usage.prompt_tokens > 0

@@ -8,11 +8,12 @@ from pathlib import Path
 NODE = Path(__file__).resolve().parent / "node"
 
 
-def test_openai_for_node(sim, smollm2):
+def test_openai_for_node(sim, smollm2, embedder):
     assert shutil.which("node"), "there is no Node.js: install 20 or newer"
     environment = os.environ | {
         "SIM_URL": f"{sim.url}/v1",
         "SMOLLM2_URL": f"{smollm2.url}/v1",
+        "EMBEDDER_URL": f"{embedder.url}/v1",
     }
     done = subprocess.run(
         ["node", "--test", "--test-reporter=spec"], cwd=NODE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -79,3 +79,22 @@ test("errors are of the client's own kinds", async () => {
   await assert.rejects(wrong({ model: "gpt-4o" }), (error) => error instanceof OpenAI.NotFoundError);
   await assert.rejects(wrong({ max_tokens: 100_000 }), { status: 400 });
 });
+
+test("structured output is parsed", async () => {
+  const schema = { type: "object", properties: { capital: { type: "string", maxLength: 20 } }, required: ["capital"], additionalProperties: false };
+  const answer = await smollm2.chat.completions.parse({
+    model: "smollm2",
+    messages: capital,
+    temperature: 0,
+    response_format: { type: "json_schema", json_schema: { name: "capital", strict: true, schema } },
+  });
+  assert.deepEqual(Object.keys(JSON.parse(answer.choices[0].message.content)), ["capital"]);
+});
+
+test("embeddings", async () => {
+  const embedder = client(process.env.EMBEDDER_URL);
+  const answer = await embedder.embeddings.create({ model: "embedder", input: ["a load line", "a mark"] });
+  assert.equal(answer.data.length, 2);
+  const length = Math.hypot(...answer.data[0].embedding);
+  assert.ok(Math.abs(length - 1) < 1e-5, `${length}`);
+});
