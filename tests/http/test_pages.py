@@ -279,6 +279,23 @@ def test_reference(sim, open_page, scheme):
     assert 2 <= page.locator("#list a:visible").count() <= 12
 
 
+def test_a_server_with_keys_asks_for_one(start, open_page):
+    with start("sim", "--api-key", "sesame") as server:
+        page = open_page(server.url, complaints=("status of 401",))
+        expect(page.locator("#greeting")).to_contain_text("asks for an API key")
+        expect(page.locator("#key")).to_be_focused()
+        page.locator("#key").fill("sesame")
+        page.keyboard.press("Enter")
+        expect(page.locator("#greeting")).to_have_text("Ready.")
+        expect(page.locator("#memory")).to_be_visible()
+        with page.expect_request(CHAT) as sent:
+            send(page, "Hello")
+        assert sent.value.headers["authorization"] == "Bearer sesame"
+        answered(page, 1)
+        expect(page.locator(".error")).to_have_count(0)
+        assert page.evaluate("JSON.stringify([localStorage, sessionStorage])") == "[{},{}]"
+
+
 def test_pages_can_be_left_out(start):
     with start("sim", "--disable-ui") as server:
         assert [server.http.get(path).status_code for path in ("/", "/docs", "/openapi.json")] == [404, 404, 200]
