@@ -2,7 +2,8 @@
 
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
@@ -46,14 +47,36 @@ def test_errors(simulated):
         simulated.invoke("Hello", temperature=-1)
 
 
+@tool
+def get_weather(place: str) -> str:
+    """The weather of a place."""
+    return f"rain in {place}"
+
+
 class Capital(BaseModel):
     """The capital of a country."""
 
     capital: str = Field(max_length=20)
 
 
-def test_structured_output(model):
-    answer = model.with_structured_output(Capital, method="json_schema").invoke(CAPITAL, max_tokens=100)
+def test_tools(simulated):
+    # The simulated model says what it is asked to.
+    ask = '<say>{"name": "get_weather", "arguments": {"place": "Ely"}}</say>'
+    answer = simulated.bind_tools([get_weather]).invoke(ask, max_tokens=100)
+    assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("get_weather", {"place": "Ely"})]
+    whole = sum(list(simulated.bind_tools([get_weather]).stream(ask, max_tokens=100))[1:], AIMessageChunk(""))
+    assert whole.tool_calls[0]["args"] == {"place": "Ely"}
+
+
+def test_a_tool_that_is_required_is_called(model):
+    bound = model.bind_tools([get_weather], tool_choice="get_weather")
+    call = bound.invoke("What is the weather in Ely?", max_tokens=100).tool_calls[0]
+    assert isinstance(call["args"]["place"], str)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output(model, method):
+    answer = model.with_structured_output(Capital, method=method).invoke(CAPITAL, max_tokens=100)
     assert isinstance(answer, Capital)
 
 

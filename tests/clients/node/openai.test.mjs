@@ -55,7 +55,7 @@ test("a stream can be left", async () => {
 });
 
 test("logprobs and several choices", async () => {
-  const answer = await sim.chat.completions.create({ model: "sim", messages: hello, n: 2, logprobs: true, top_logprobs: 3, max_tokens: 5 });
+  const answer = await sim.chat.completions.create({ model: "sim", messages: hello, n: 2, logprobs: true, top_logprobs: 3, max_tokens: 5, ignore_eos: true });
   assert.equal(answer.choices.length, 2);
   assert.equal(answer.choices[1].logprobs.content[0].top_logprobs.length, 3);
 });
@@ -78,6 +78,43 @@ test("errors are of the client's own kinds", async () => {
   await assert.rejects(wrong({ temprature: 1 }), { code: "unknown_parameter", param: "temprature" });
   await assert.rejects(wrong({ model: "gpt-4o" }), (error) => error instanceof OpenAI.NotFoundError);
   await assert.rejects(wrong({ max_tokens: 100_000 }), { status: 400 });
+});
+
+// The simulated model says what it is asked to.
+const say = (text) => [{ role: "user", content: `<say>${text}</say>` }];
+const weather = {
+  type: "function",
+  function: {
+    name: "get_weather",
+    parameters: { type: "object", properties: { place: { type: "string" } }, required: ["place"], additionalProperties: false },
+  },
+};
+const call = '{"name": "get_weather", "arguments": {"place": "Ely"}}';
+
+test("tools: a call, and its result", async () => {
+  const answer = await sim.chat.completions.create({ model: "sim", messages: say(call), tools: [weather] });
+  const { message, finish_reason: reason } = answer.choices[0];
+  assert.equal(reason, "tool_calls");
+  assert.deepEqual(JSON.parse(message.tool_calls[0].function.arguments), { place: "Ely" });
+  const result = { role: "tool", tool_call_id: message.tool_calls[0].id, content: "Rain." };
+  const next = await sim.chat.completions.create({ model: "sim", messages: [...say("It rains."), message, result], tools: [weather] });
+  assert.equal(next.choices[0].finish_reason, "stop");
+});
+
+test("tools: a streamed call is put together", async () => {
+  const runner = sim.chat.completions.stream({ model: "sim", messages: say(call), tools: [weather] });
+  const calls = (await runner.finalChatCompletion()).choices[0].message.tool_calls;
+  assert.equal(calls.length, 1);
+  assert.equal(calls[0].function.name, "get_weather");
+  assert.deepEqual(JSON.parse(calls[0].function.arguments), { place: "Ely" });
+});
+
+test("tools: a call that is required is made", async () => {
+  const choice = { type: "function", function: { name: "get_weather" } };
+  const answer = await smollm2.chat.completions.create({ model: "smollm2", messages: hello, tools: [weather], tool_choice: choice, temperature: 0 });
+  const made = answer.choices[0].message.tool_calls[0].function;
+  assert.equal(made.name, "get_weather");
+  assert.equal(typeof JSON.parse(made.arguments).place, "string");
 });
 
 test("structured output is parsed", async () => {
