@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::{BufWriter, Write};
 use std::path::Path;
-use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, UNIX_EPOCH};
 
 use plimsoll_server::{RequestRecord, RequestSink};
@@ -60,11 +60,8 @@ fn write(queue: &Receiver<String>, mut out: impl Write, path: &Path) {
     let mut failed = false;
     while let Ok(first) = queue.recv() {
         let mut result = out.write_all(first.as_bytes());
-        loop {
-            match queue.try_recv() {
-                Ok(line) => result = result.and_then(|()| out.write_all(line.as_bytes())),
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => break,
-            }
+        while let Ok(line) = queue.try_recv() {
+            result = result.and_then(|()| out.write_all(line.as_bytes()));
         }
         match result.and_then(|()| out.flush()) {
             Ok(()) => failed = false,

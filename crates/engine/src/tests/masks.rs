@@ -226,8 +226,7 @@ async fn a_step_is_sampled_behind_the_one_it_depends_on_and_before_the_next() {
         let rig = Rig::new(steps, 16, None);
         let rule = if constrained { rule(3, usize::MAX) } else { None };
         read(rig.submit(3, 4, rule)).await.1.unwrap();
-        let calls = rig.calls.lock().unwrap().clone();
-        calls
+        rig.calls.lock().unwrap().clone()
     };
     let ahead = [
         Launch(0),

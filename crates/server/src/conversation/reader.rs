@@ -65,7 +65,7 @@ impl Reader {
                         return Some(Ok(update));
                     }
                 }
-                Err(error) => return Some(Err(error.into())),
+                Err(error) => return Some(Err(error)),
             }
         }
     }

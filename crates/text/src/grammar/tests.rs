@@ -60,7 +60,9 @@ fn each_kind_of_grammar_allows_its_texts_alone() {
     let lark = "start: \"a\" (\"+\" \"a\")*";
     let ebnf = "root ::= sum-of # the whole\nsum-of ::= [a-c] (\"+\" [a-c]){0,2} | \"\\\"\"";
     let choice = || GrammarSpec::Choice(vec!["red".into(), "green \"x\"".into()]);
-    let cases: Vec<(GrammarSpec, &str, Option<(bool, bool)>)> = vec![
+    // A grammar, a text, and whether it may and must end there, if it is a beginning at all.
+    type Case = (GrammarSpec, &'static str, Option<(bool, bool)>);
+    let cases: Vec<Case> = vec![
         (GrammarSpec::JsonObject, r#"{"a": [1, null]}"#, Some((true, true))),
         (GrammarSpec::JsonObject, r#"{"a""#, Some((false, false))),
         (GrammarSpec::JsonObject, "[", None),
