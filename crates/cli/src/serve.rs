@@ -256,6 +256,7 @@ impl Given {
                 .map(|certificate| certificate.tls.clone()),
             max_connections: server.max_connections,
             header_timeout: server.header_timeout,
+            response_store: args.responses.limits(),
             ..ServerOptions::default()
         }
     }

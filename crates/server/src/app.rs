@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use axum::extract::DefaultBodyLimit;
 use axum::http::{Method, Uri};
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Router};
 use plimsoll_engine::{Drained, Phase};
@@ -20,12 +20,15 @@ use utoipa_axum::routes;
 use crate::error::ApiError;
 use crate::observe::{REQUEST_ID, observe};
 use crate::state::{AppState, ServerOptions};
-use crate::{admin, chat, completions, connect, embeddings, openapi, pages, sleep, text};
+use crate::{
+    admin, anthropic, chat, completions, connect, embeddings, openapi, pages, responses, sleep, text,
+};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
     let options = state.options().clone();
     let layers = tower::ServiceBuilder::new()
+        .layer(from_fn(anthropic::reword))
         // Browsers may see why they were refused.
         .option_layer(cors(&options))
         .layer(from_fn_with_state(state.clone(), observe))
@@ -48,6 +51,8 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
         .routes(routes!(chat::handle))
         .routes(routes!(completions::handle))
         .routes(routes!(embeddings::handle))
+        .merge(responses::routes())
+        .merge(anthropic::routes())
         .routes(routes!(admin::models))
         .routes(routes!(admin::model))
         .routes(routes!(text::tokenize))

@@ -148,16 +148,33 @@ pub(crate) fn take<T: DeserializeOwned>(object: &mut Map<String, Value>) -> Resu
         if path != "." {
             return ApiError::invalid(path.clone(), format!("`{path}`: {inner}"));
         }
-        // A missing field has the path of its parent: its name stands in the message alone.
-        let param = inner
-            .strip_prefix("missing field `")
-            .and_then(|rest| rest.split('`').next())
-            .map(str::to_owned);
         ApiError::Invalid {
-            param,
+            param: missing(&inner).map(str::to_owned),
             message: inner,
         }
     })
+}
+
+/// A part of a request whose type is known only once something else was read; `field` is its path. `null` means absent.
+pub(crate) fn typed<T: DeserializeOwned>(mut value: Value, field: &str) -> Result<T, ApiError> {
+    if let Value::Object(object) = &mut value {
+        object.retain(|_, value| !value.is_null());
+    }
+    serde_path_to_error::deserialize(value).map_err(|error| {
+        let path = error.path().to_string();
+        let inner = error.into_inner().to_string();
+        let path = match (path.as_str(), missing(&inner)) {
+            (".", None) => field.to_owned(),
+            (".", Some(name)) => format!("{field}.{name}"),
+            (path, _) => format!("{field}.{path}"),
+        };
+        ApiError::invalid(path.clone(), format!("`{path}`: {inner}"))
+    })
+}
+
+/// A missing field has the path of its parent: its name stands in the message alone.
+fn missing(message: &str) -> Option<&str> {
+    message.strip_prefix("missing field `")?.split('`').next()
 }
 
 /// The field names of a struct, as its `Deserialize` asks for them, so that they stand in one place.

@@ -6,7 +6,7 @@ use axum::response::{IntoResponse, Response};
 use plimsoll_text::Tokenizer;
 
 use crate::body::Body;
-use crate::conversation::{self, Answer, Conversation, Delta, End, EndReason, Prompt, ToolCall, Update};
+use crate::conversation::{self, Answer, Conversation, Delta, End, EndReason, Fit, Prompt, ToolCall, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::openapi::Errors;
@@ -65,6 +65,7 @@ pub(crate) async fn handle(
         },
         include_reasoning: own.include_reasoning.unwrap_or(true),
         max_tokens: own.max_completion_tokens.or(common.max_tokens),
+        fit: Fit::Refuse,
         logprobs,
         structure: structured.grammar()?,
         common,

@@ -189,9 +189,11 @@ fn truncated(tokens: Vec<TokenId>, bare: &[TokenId], most: usize) -> Vec<TokenId
 fn at(index: usize, error: RequestError) -> ApiError {
     let message = format!("input[{index}]: {error}");
     match error {
-        RequestError::TooLong { .. } => ApiError::ContextLength {
+        RequestError::TooLong { prompt, limit, .. } => ApiError::ContextLength {
             message: format!("{message}; truncate_prompt_tokens cuts it"),
             param: INPUT,
+            prompt,
+            limit,
         },
         _ => ApiError::invalid(INPUT, message),
     }

@@ -39,6 +39,18 @@ pub enum ApiError {
         message: String,
         /// The field that holds the prompt.
         param: &'static str,
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens of prompt and output that fit.
+        limit: usize,
+    },
+    /// Something that is not in the store of responses, or not any more.
+    #[error("{message}")]
+    NotStored {
+        /// What, and why that may be.
+        message: String,
+        /// The field that names it.
+        param: Option<&'static str>,
     },
     /// A model this server does not serve.
     #[error("the model `{0}` does not exist; this server serves `{1}`")]
@@ -115,9 +127,15 @@ impl ApiError {
             RequestError::EmptyPrompt | RequestError::UnknownToken { .. } => {
                 Self::invalid(prompt, error.to_string())
             }
-            RequestError::TooLong { .. } => Self::ContextLength {
+            RequestError::TooLong {
+                prompt: tokens,
+                limit,
+                ..
+            } => Self::ContextLength {
                 message: error.to_string(),
                 param: prompt,
+                prompt: tokens,
+                limit,
             },
             RequestError::Param(error) => error.into(),
         }
@@ -132,6 +150,7 @@ impl ApiError {
             Self::Unsupported { .. } => (StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter")),
             Self::ContextLength { .. } => (StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded")),
             Self::ModelNotFound(..) => (StatusCode::NOT_FOUND, INVALID, Some("model_not_found")),
+            Self::NotStored { .. } => (StatusCode::NOT_FOUND, INVALID, Some("not_found")),
             Self::PathNotFound(_) => (StatusCode::NOT_FOUND, INVALID, Some("unknown_url")),
             Self::MethodNotAllowed(_) => (
                 StatusCode::METHOD_NOT_ALLOWED,
@@ -221,6 +240,7 @@ impl ApiError {
             Self::UnknownField(field) | Self::Unsupported { field, .. } => Some(field),
             Self::ContextLength { param, .. } => Some(param),
             Self::ModelNotFound(..) => Some("model"),
+            Self::NotStored { param, .. } => *param,
             _ => None,
         }
     }
@@ -262,6 +282,8 @@ impl IntoResponse for ApiError {
                 .headers_mut()
                 .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        // For those who word errors in their own way.
+        response.extensions_mut().insert(self.clone());
         if let Some(after) = self.retry_after() {
             response
                 .headers_mut()

@@ -12,6 +12,8 @@ pub(crate) type Unsupported = (&'static str, Harmless);
 pub(crate) enum Harmless {
     /// None: the field's presence asks for something.
     Never,
+    /// All: the field is meant for other servers, or asks for no more than a report.
+    Always,
     /// `false`.
     False,
     /// `true`.
@@ -32,6 +34,7 @@ impl Harmless {
     fn allows(&self, value: &Value) -> bool {
         match self {
             Self::Never => false,
+            Self::Always => true,
             Self::False => value == &Value::Bool(false),
             Self::True => value == &Value::Bool(true),
             Self::Zero => value.as_f64() == Some(0.0),
@@ -131,6 +134,30 @@ pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
     ("chat_template", Harmless::Never),
     ("mm_processor_kwargs", Harmless::Empty),
     ("media_io_kwargs", Harmless::Empty),
+];
+
+/// Refused in responses. Codex sends `client_metadata`.
+pub(crate) const RESPONSES_UNSUPPORTED: &[Unsupported] = &[
+    ("background", Harmless::False),
+    ("conversation", Harmless::Never),
+    ("prompt", Harmless::Never),
+    ("context_management", Harmless::Empty),
+    ("moderation", Harmless::Never),
+    ("access_programs", Harmless::Never),
+    ("image", Harmless::Never),
+    ("prompt_cache_options", Harmless::Never),
+    ("modalities", Harmless::Only("text")),
+    ("client_metadata", Harmless::Always),
+];
+
+/// Refused in messages.
+pub(crate) const MESSAGES_UNSUPPORTED: &[Unsupported] = &[
+    ("mcp_servers", Harmless::Empty),
+    ("container", Harmless::Never),
+    ("inference_geo", Harmless::Never),
+    ("speed", Harmless::Word(&["standard"])),
+    ("cache_control", Harmless::Always),
+    ("diagnostics", Harmless::Always),
 ];
 
 /// Refused in `/tokenize`.

@@ -226,6 +226,11 @@ impl Choice {
         })
     }
 
+    /// Tokens of the prompt, if this choice is the one that counts them.
+    pub(crate) fn prompt_tokens(&self) -> usize {
+        self.prompt_tokens
+    }
+
     /// Pieces as they come; an error is the last item.
     pub(crate) fn pieces(self) -> impl Stream<Item = Result<Piece, ApiError>> + Send {
         stream::unfold(self, |mut choice| async {

@@ -6,6 +6,7 @@
 //! Errors become statuses in `error` alone, metric names stand in `metrics` alone.
 
 mod admin;
+mod anthropic;
 mod app;
 mod body;
 mod chat;
@@ -26,11 +27,14 @@ mod pages;
 mod prompt;
 mod quota;
 mod respond;
+mod responses;
+mod sealed;
 mod sleep;
 mod state;
 mod structured;
 mod text;
 mod tools;
+mod transcript;
 mod wire;
 
 pub use app::{ServeError, router, serve};
@@ -41,4 +45,4 @@ pub use error::ApiError;
 pub use keys::{ApiKey, ApiKeys, KeyError};
 pub use metrics::names as metric_names;
 pub use quota::{Counted, KeyLimits};
-pub use state::{AnswerStyle, AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions};
+pub use state::{AnswerStyle, AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, StoreLimits};

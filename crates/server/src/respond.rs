@@ -46,12 +46,22 @@ impl Identity {
     }
 }
 
+/// A fresh id, as responses and messages have them.
+pub(crate) fn fresh_id(prefix: &str) -> String {
+    format!("{prefix}_{:032x}", rand::random::<u128>())
+}
+
 /// An event, unless it cannot be serialized, which is a defect.
 pub(crate) type Written = Result<Event, axum::Error>;
 
 /// An event without a name, as OpenAI's chat and completions have them.
 pub(crate) fn data(value: &impl Serialize) -> Written {
     Event::default().json_data(value)
+}
+
+/// An event with a name, as responses and messages have them.
+pub(crate) fn named(name: &'static str, value: &impl Serialize) -> Written {
+    Event::default().event(name).json_data(value)
 }
 
 /// OpenAI's mark of the end.
@@ -151,5 +161,27 @@ impl Client {
             }
         }
         Some(())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// Name and data of events as they go over the wire.
+    pub(crate) fn events(written: Vec<Written>) -> Vec<(String, serde_json::Value)> {
+        let body = Sse::new(futures::stream::iter(written))
+            .into_response()
+            .into_body();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let bytes = runtime.block_on(axum::body::to_bytes(body, usize::MAX)).unwrap();
+        let text = String::from_utf8(bytes.to_vec()).unwrap();
+        let events = text.split_terminator("\n\n").map(|event| {
+            let (name, data) = event.split_once('\n').unwrap();
+            let data = data.strip_prefix("data: ").unwrap();
+            let name = name.strip_prefix("event: ").unwrap();
+            (name.to_owned(), serde_json::from_str(data).unwrap())
+        });
+        events.collect()
     }
 }

@@ -20,6 +20,7 @@ use crate::error::ApiError;
 use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
 use crate::quota::{KeyLimits, Quotas};
+use crate::responses::ResponseStore;
 
 /// The model, as far as the API knows it.
 #[derive(Debug)]
@@ -108,6 +109,24 @@ pub trait Memory: Send + Sync + 'static {
     fn proved_peak(&self) -> u64;
 }
 
+/// How much the store of responses holds; the oldest make room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoreLimits {
+    /// Most responses; 0 keeps none.
+    pub responses: usize,
+    /// Most bytes of them.
+    pub bytes: usize,
+}
+
+impl Default for StoreLimits {
+    fn default() -> Self {
+        Self {
+            responses: 10_000,
+            bytes: 256 << 20,
+        }
+    }
+}
+
 /// Knobs of the HTTP side.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
@@ -149,6 +168,8 @@ pub struct ServerOptions {
     pub max_connections: usize,
     /// A connection on which no request's head arrives for this long is closed.
     pub header_timeout: Duration,
+    /// What is kept of `/v1/responses`.
+    pub response_store: StoreLimits,
 }
 
 impl Default for ServerOptions {
@@ -173,6 +194,7 @@ impl Default for ServerOptions {
             tls: None,
             max_connections: 8192,
             header_timeout: Duration::from_secs(60),
+            response_store: StoreLimits::default(),
         }
     }
 }
@@ -189,6 +211,7 @@ struct Inner {
     metrics: Metrics,
     answer_marks: Arc<[TokenId]>,
     quotas: Quotas,
+    responses: ResponseStore,
     seeds: Mutex<StdRng>,
     large_bodies: Arc<Semaphore>,
     grammars: Arc<GrammarCompiler>,
@@ -228,6 +251,7 @@ impl AppState {
             model,
             memory,
             quotas: Quotas::new(options.key_limits),
+            responses: ResponseStore::new(options.response_store),
             options,
             metrics,
             answer_marks,
@@ -270,6 +294,10 @@ impl AppState {
         &self.0.quotas
     }
 
+    pub(crate) fn responses(&self) -> &ResponseStore {
+        &self.0.responses
+    }
+
     pub(crate) fn metrics(&self) -> &Metrics {
         &self.0.metrics
     }
@@ -299,13 +327,15 @@ impl AppState {
         self.0.started
     }
 
+    /// Tokens that fit behind `prompt`.
+    pub(crate) fn room(&self, prompt: &[TokenId]) -> usize {
+        let most = self.engine().limits().max_request_tokens();
+        most.saturating_sub(prompt.len())
+    }
+
     /// The model's own default of `max_tokens`, as far as it fits behind `prompt`.
     pub(crate) fn default_max_tokens(&self, prompt: &[TokenId]) -> Option<usize> {
-        let room = self
-            .engine()
-            .limits()
-            .max_request_tokens()
-            .saturating_sub(prompt.len());
+        let room = self.room(prompt);
         self.model()
             .defaults
             .max_new_tokens

@@ -5,6 +5,7 @@ mod chat;
 mod engine;
 mod pages;
 mod pooling;
+mod responses;
 mod server;
 mod values;
 
@@ -21,6 +22,7 @@ pub use engine::{
 };
 pub use pages::PagesArgs;
 pub use pooling::{HfOverrides, PoolerConfig, PoolingArgs, RunnerKind};
+pub use responses::ResponseArgs;
 pub use server::{SchedulingPolicy, ServerArgs};
 pub(crate) use values::{duration, positive};
 
@@ -97,6 +99,9 @@ pub struct ServeArgs {
     /// What chats are made of.
     #[command(flatten)]
     pub chat: ChatArgs,
+    /// What is kept of responses.
+    #[command(flatten)]
+    pub responses: ResponseArgs,
     /// What browsers get.
     #[command(flatten)]
     pub pages: PagesArgs,

@@ -110,6 +110,11 @@ impl Answers {
         self.readers.len()
     }
 
+    /// Tokens of the prompt.
+    pub(crate) fn prompt_tokens(&self) -> usize {
+        self.readers.iter().map(Reader::prompt_tokens).sum()
+    }
+
     /// Updates of all choices in the order in which they arrive; an error is the last item.
     pub(crate) fn updates(self) -> impl Stream<Item = Result<Update, ApiError>> + Send {
         stream::select_all(self.readers.into_iter().map(|reader| reader.updates().boxed()))

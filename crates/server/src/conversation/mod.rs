@@ -4,6 +4,7 @@
 //! own format, or takes the whole [`Answer`]s.
 
 mod answer;
+mod fit;
 mod grammar;
 mod plain;
 mod prompt;
@@ -21,6 +22,7 @@ use crate::structured::{self, Requested};
 use crate::wire::common::Common;
 
 pub(crate) use answer::{Answer, Answers, Delta, End, EndReason, ToolCall, Update};
+pub(crate) use fit::Fit;
 use grammar::Thinking;
 pub(crate) use prompt::{Prompt, in_field};
 use reader::Style;
@@ -34,6 +36,8 @@ pub(crate) struct Conversation {
     pub(crate) common: Common,
     /// Most tokens of each answer, reasoning included; the model's default where absent.
     pub(crate) max_tokens: Option<usize>,
+    /// What to do where the conversation and `max_tokens` do not fit.
+    pub(crate) fit: Fit,
     /// How many of the likeliest tokens to report for each token, if logprobs are asked for.
     pub(crate) logprobs: Option<u32>,
     /// What the answer must be, if it is not free.
@@ -45,9 +49,10 @@ pub(crate) struct Conversation {
 /// Renders, tokenizes, checks and submits; the answers are on their way.
 pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result<Answers, ApiError> {
     let Conversation {
-        prompt,
+        mut prompt,
         common,
         max_tokens,
+        fit,
         logprobs,
         structure,
         include_reasoning,
@@ -63,12 +68,26 @@ pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result
         max_calls: prompt.tools.max_calls(),
     };
     let rendering = Arc::clone(&model);
-    let (rendered, prompt) = blocking(move || Ok((prompt.rendered(&rendering)?, prompt))).await?;
+    let most = state.engine().limits().max_request_tokens();
+    let (rendered, prompt) = blocking(move || {
+        let rendered = match fit {
+            Fit::DropOldest => {
+                prompt.rendered_within(&rendering, most.saturating_sub(max_tokens.unwrap_or(1)))
+            }
+            Fit::Refuse | Fit::CutAnswer => prompt.rendered(&rendering),
+        };
+        Ok((rendered?, prompt))
+    })
+    .await?;
     let thinking = Thinking::of(format.reasoning, &rendered.text);
     format.reasoning_is_open = matches!(thinking, Thinking::Open(_));
     let wanted = grammar::of_answer(&model.tokenizer, &prompt.tools, tools, thinking, structure)?;
     job.grammar = structured::compile(state, wanted).await?;
     job.max_tokens = max_tokens.or_else(|| state.default_max_tokens(&rendered.tokens));
+    if fit == Fit::CutAnswer {
+        let room = state.room(&rendered.tokens);
+        job.max_tokens = job.max_tokens.map(|most| most.min(room.max(1)));
+    }
     job.prompts = vec![rendered.tokens];
     job.shown = Arc::clone(state.answer_marks());
     let style = Style {

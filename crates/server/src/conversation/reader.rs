@@ -48,6 +48,11 @@ impl Reader {
         }
     }
 
+    /// Tokens of the prompt, if this choice is the one that counts them.
+    pub(super) fn prompt_tokens(&self) -> usize {
+        self.choice.prompt_tokens()
+    }
+
     /// Updates as they come; an error is the last item.
     pub(super) fn updates(self) -> impl Stream<Item = Result<Update, ApiError>> + Send {
         stream::unfold(self, |mut reader| async {

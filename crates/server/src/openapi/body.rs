@@ -105,6 +105,7 @@ impl Harmless {
         let one = |value: Value| any().enum_values(Some([value]));
         let builder = match self {
             Self::Never => return None,
+            Self::Always => any(),
             Self::False => one(false.into()),
             Self::True => one(true.into()),
             Self::Zero => one(0.into()),

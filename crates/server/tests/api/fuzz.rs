@@ -41,7 +41,9 @@ pub(crate) fn request(data: &[u8]) {
             let status = answer.status.as_u16();
             let failed = status >= 500 || answer.text.contains("\"server_error\"");
             assert!(!failed, "{path}: {}", answer.text);
-            if status >= 400 {
+            if status >= 400 && path.starts_with("/v1/messages") {
+                answer.anthropic_error(status);
+            } else if status >= 400 {
                 answer.error(status);
             }
             server.rig.until_in_flight(0).await;

@@ -284,6 +284,15 @@ impl Answer {
         error
     }
 
+    /// Checks the shape of an error of Anthropic's API.
+    pub(crate) fn anthropic_error(&self, status: u16) {
+        assert_eq!(self.status, status, "{}", self.text);
+        let body = self.json();
+        let keys = |object: &Value| object.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert_eq!(keys(&body), ["type", "error", "request_id"]);
+        assert_eq!(keys(&body["error"]), ["type", "message"]);
+    }
+
     /// The data of server-sent events; the last, `[DONE]`, is checked and left out.
     pub(crate) fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{}", self.text);

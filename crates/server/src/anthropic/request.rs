@@ -1,0 +1,393 @@
+//! What a request asks for, as a conversation for the model.
+
+use plimsoll_text::grammar::GrammarSpec;
+use serde_json::{Map, Value, json};
+
+use super::writer::Shown;
+use crate::body::typed;
+use crate::conversation::{Conversation, Fit, Prompt, Tool, ToolChoice, Tools};
+use crate::error::ApiError;
+use crate::sealed;
+use crate::state::{AppState, ModelInfo};
+use crate::structured::Requested;
+use crate::transcript::Transcript;
+use crate::wire::anthropic::{
+    self as wire, Blocks, Content, ContextManagement, Display, InputBlock, InputMessage, MessagesPrompt,
+    MessagesRequest, OutputFormat, Role, Thinking, ToolDefinition,
+};
+use crate::wire::common::OneOrMany;
+
+/// The request field that holds the conversation.
+const MESSAGES: &str = "messages";
+
+/// Variables by which templates switch reasoning on and off.
+const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
+/// The variable by which templates take a level of effort.
+const EFFORT: &str = "reasoning_effort";
+
+/// How Claude Code begins a block, or a line, that is meant for Anthropic's books. It differs from request to request: a
+/// model that read it could not use the prefix cache.
+const BILLING: &str = "x-anthropic-billing-header:";
+
+/// A request that was understood.
+pub(super) struct Asked {
+    pub(super) conversation: Conversation,
+    pub(super) shown: Shown,
+    pub(super) max_tokens: usize,
+}
+
+pub(super) fn understand(state: &AppState, request: MessagesRequest) -> Result<Asked, ApiError> {
+    let MessagesRequest {
+        mut common,
+        prompt,
+        own,
+    } = request;
+    let format = prompt
+        .output_config
+        .as_ref()
+        .and_then(|config| config.format.as_ref());
+    let structure = format.or(prompt.output_format.as_ref()).map(structure);
+    let Prompting {
+        prompt,
+        shown,
+        include_reasoning,
+    } = self::prompt(state, prompt)?;
+    common.stop = Some(OneOrMany::Many(own.stop_sequences));
+    let conversation = Conversation {
+        prompt,
+        max_tokens: Some(own.max_tokens),
+        // As Anthropic's newer models have it: agents ask for more than is left.
+        fit: Fit::CutAnswer,
+        structure,
+        include_reasoning,
+        logprobs: None,
+        common,
+    };
+    Ok(Asked {
+        conversation,
+        shown,
+        max_tokens: own.max_tokens,
+    })
+}
+
+/// What the text must be.
+fn structure(format: &OutputFormat) -> Requested {
+    let OutputFormat::JsonSchema { schema } = format;
+    let spec = GrammarSpec::JsonSchema {
+        schema: schema.clone(),
+        strict: true,
+    };
+    Requested {
+        grammar: spec.into(),
+        field: "output_config.format.schema",
+    }
+}
+
+/// The prompt, and what is shown of the thinking.
+pub(super) struct Prompting {
+    pub(super) prompt: Prompt,
+    shown: Shown,
+    include_reasoning: bool,
+}
+
+pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Prompting, ApiError> {
+    let model = state.model();
+    check_context_management(asked.context_management.as_ref())?;
+    let mut kwargs = asked.chat_template_kwargs;
+    let mut shown = Shown::All;
+    let mut include_reasoning = true;
+    match asked.thinking {
+        None => {}
+        // What a model thinks that cannot stop is not shown.
+        Some(Thinking::Disabled {}) => include_reasoning = switch(model, false, &mut kwargs),
+        Some(Thinking::Enabled { display, .. } | Thinking::Adaptive { display }) => {
+            // A model without a switch thinks as it always does.
+            switch(model, true, &mut kwargs);
+            if display == Some(Display::Omitted) {
+                shown = Shown::Sealed;
+            }
+        }
+    }
+    if let Some(effort) = asked.output_config.as_ref().and_then(|config| config.effort)
+        // A hint, which many models do not know.
+        && mentions(model, EFFORT)
+    {
+        kwargs.entry(EFFORT).or_insert_with(|| json!(effort));
+    }
+
+    let transcript = transcript(Prompted {
+        system: asked.system,
+        messages: asked.messages,
+    })?;
+    let continued = transcript.ends_with_answer();
+    let prompt = Prompt {
+        tools: tools(&asked.tools, asked.tool_choice)?,
+        template_kwargs: kwargs,
+        add_generation_prompt: !continued,
+        continue_final_message: continued,
+        ..Prompt::new(transcript.into_messages(), MESSAGES)
+    };
+    Ok(Prompting {
+        prompt,
+        shown,
+        include_reasoning,
+    })
+}
+
+/// Switches reasoning on or off; false where the template has no switch.
+fn switch(model: &ModelInfo, on: bool, kwargs: &mut Map<String, Value>) -> bool {
+    let variable = SWITCHES.iter().find(|name| mentions(model, name));
+    if let Some(variable) = variable {
+        // What the client says itself is more exact.
+        kwargs.entry(*variable).or_insert(json!(on));
+    }
+    variable.is_some()
+}
+
+fn mentions(model: &ModelInfo, variable: &str) -> bool {
+    let template = model.template.as_ref();
+    template.is_some_and(|template| template.mentions(variable))
+}
+
+/// What the model reads.
+#[derive(Debug)]
+pub(super) struct Prompted {
+    pub(super) system: Option<Content>,
+    pub(super) messages: Vec<InputMessage>,
+}
+
+pub(super) fn transcript(prompted: Prompted) -> Result<Transcript, ApiError> {
+    let mut transcript = Transcript::default();
+    if let Some(system) = prompted.system {
+        let text = system_text(system)?;
+        if !text.is_empty() {
+            transcript.system(&text);
+        }
+    }
+    for (i, message) in prompted.messages.into_iter().enumerate() {
+        match message.content {
+            Content::Text(text) => say(&mut transcript, message.role, text),
+            Content::Blocks(Blocks(blocks)) => {
+                for (j, block) in blocks.into_iter().enumerate() {
+                    let field = format!("{MESSAGES}[{i}].content[{j}]");
+                    read(&mut transcript, message.role, block, &field)?;
+                }
+            }
+        }
+    }
+    Ok(transcript)
+}
+
+fn say(transcript: &mut Transcript, role: Role, text: String) {
+    match role {
+        Role::User => transcript.user_goes_on(text),
+        Role::Assistant => transcript.answer_goes_on(text),
+        Role::System => transcript.system(&text),
+    }
+}
+
+fn system_text(system: Content) -> Result<String, ApiError> {
+    let blocks = match system {
+        Content::Text(text) => {
+            let rest = match text.strip_prefix(BILLING) {
+                Some(rest) => rest.split_once('\n').map_or("", |(_, rest)| rest),
+                None => &text,
+            };
+            return Ok(rest.to_owned());
+        }
+        Content::Blocks(Blocks(blocks)) => blocks,
+    };
+    let mut texts = Vec::new();
+    for (i, block) in blocks.into_iter().enumerate() {
+        let field = format!("system[{i}]");
+        match parsed(block, &field)? {
+            InputBlock::Text(block) if block.text.starts_with(BILLING) => {}
+            InputBlock::Text(block) => texts.push(block.text),
+            _ => {
+                return Err(ApiError::invalid(
+                    &field,
+                    format!("`{field}` must be a text block"),
+                ));
+            }
+        }
+    }
+    Ok(texts.join("\n"))
+}
+
+fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> Result<(), ApiError> {
+    match (parsed(block, field)?, role) {
+        (InputBlock::Text(block), role) => say(transcript, role, block.text),
+        (InputBlock::ToolResult(result), Role::User) => {
+            let text = match result.content {
+                Some(content) => result_text(content, field)?,
+                None => String::new(),
+            };
+            let text = match result.is_error {
+                Some(true) => format!("Error: {text}"),
+                _ => text,
+            };
+            if !transcript.result(&result.tool_use_id, text) {
+                let message = format!(
+                    "`{field}.tool_use_id`: no tool_use block before it has the id `{}`",
+                    result.tool_use_id
+                );
+                return Err(ApiError::invalid(format!("{field}.tool_use_id"), message));
+            }
+        }
+        (InputBlock::ToolUse(call), Role::Assistant) => transcript.call(call.id, call.name, call.input),
+        (InputBlock::Thinking(block), Role::Assistant) => {
+            let sealed = || {
+                block
+                    .signature
+                    .as_deref()
+                    .and_then(sealed::open)
+                    .unwrap_or_default()
+            };
+            let text = match block.thinking.is_empty() {
+                true => sealed(),
+                false => block.thinking,
+            };
+            if !text.is_empty() {
+                transcript.reasoning(&text);
+            }
+        }
+        (InputBlock::RedactedThinking {}, Role::Assistant) => {}
+        (_, role) => {
+            let message = format!(
+                "`{field}`: a message of the role `{}` cannot hold such a block",
+                role.word()
+            );
+            return Err(ApiError::invalid(field, message));
+        }
+    }
+    Ok(())
+}
+
+fn result_text(content: Content, field: &str) -> Result<String, ApiError> {
+    let blocks = match content {
+        Content::Text(text) => return Ok(text),
+        Content::Blocks(Blocks(blocks)) => blocks,
+    };
+    let mut texts = Vec::new();
+    for (i, block) in blocks.into_iter().enumerate() {
+        let field = format!("{field}.content[{i}]");
+        match parsed(block, &field)? {
+            InputBlock::Text(block) => texts.push(block.text),
+            _ => {
+                return Err(ApiError::invalid(
+                    &field,
+                    format!("`{field}` must be a text block"),
+                ));
+            }
+        }
+    }
+    Ok(texts.join("\n"))
+}
+
+fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {
+    let kind = block.get("type").and_then(Value::as_str).unwrap_or_default();
+    Ok(match kind {
+        "text" => InputBlock::Text(typed(block, field)?),
+        "tool_use" => InputBlock::ToolUse(typed(block, field)?),
+        "tool_result" => InputBlock::ToolResult(typed(block, field)?),
+        "thinking" => InputBlock::Thinking(typed(block, field)?),
+        "redacted_thinking" => InputBlock::RedactedThinking {},
+        "" => {
+            let field = format!("{field}.type");
+            return Err(ApiError::invalid(&field, format!("`{field}` must be a string")));
+        }
+        other => {
+            return Err(ApiError::Unsupported {
+                field: format!("{field}.type = {other}"),
+                hint: Some("this model takes only text"),
+            });
+        }
+    })
+}
+
+fn tools(definitions: &[Value], choice: Option<wire::ToolChoice>) -> Result<Tools, ApiError> {
+    let list = definitions
+        .iter()
+        .enumerate()
+        .map(|(i, definition)| tool(definition, &format!("tools[{i}]")))
+        .collect::<Result<Vec<_>, _>>()?;
+    let (choice, single) = match choice {
+        None => (ToolChoice::Auto, None),
+        Some(wire::ToolChoice::Auto {
+            disable_parallel_tool_use,
+        }) => (ToolChoice::Auto, disable_parallel_tool_use),
+        Some(wire::ToolChoice::Any {
+            disable_parallel_tool_use,
+        }) => (ToolChoice::Required, disable_parallel_tool_use),
+        Some(wire::ToolChoice::Tool {
+            name,
+            disable_parallel_tool_use,
+        }) => (ToolChoice::Named(name), disable_parallel_tool_use),
+        Some(wire::ToolChoice::None {}) => (ToolChoice::None, None),
+    };
+    Tools::new(list, choice, single != Some(true))
+}
+
+fn tool(definition: &Value, field: &str) -> Result<Tool, ApiError> {
+    let refuse = |name: String, hint| ApiError::Unsupported {
+        field: format!("{field}.{name}"),
+        hint: Some(hint),
+    };
+    match definition.get("type").and_then(Value::as_str) {
+        None | Some("custom") => {}
+        Some(other) => {
+            let hint = "only tools with an `input_schema` are, which the client runs";
+            return Err(refuse(format!("type = {other}"), hint));
+        }
+    }
+    let tool: ToolDefinition = typed(definition.clone(), field)?;
+    if tool.defer_loading == Some(true) {
+        return Err(refuse("defer_loading".into(), "only false is"));
+    }
+    let callers = tool.allowed_callers.unwrap_or_default();
+    if callers.iter().any(|caller| caller != "direct") {
+        return Err(refuse("allowed_callers".into(), "only `direct` is"));
+    }
+    let description = described(tool.description, tool.input_examples.unwrap_or_default());
+    let strict = tool.strict.unwrap_or(false);
+    Tool::new(tool.name, description, Some(tool.input_schema), strict)
+        .map_err(|message| ApiError::invalid(field, format!("{field}: {message}")))
+}
+
+/// A description with the examples behind it.
+fn described(description: Option<String>, examples: Vec<Value>) -> Option<String> {
+    if examples.is_empty() {
+        return description;
+    }
+    let mut text = description.unwrap_or_default();
+    text.push_str("\n\nExamples of input:");
+    for example in examples {
+        text.push('\n');
+        text.push_str(&example.to_string());
+    }
+    Some(text.trim_start().to_owned())
+}
+
+fn check_context_management(management: Option<&ContextManagement>) -> Result<(), ApiError> {
+    let edits = management.map(|management| &management.edits);
+    for (i, edit) in edits.into_iter().flatten().enumerate() {
+        // Chat templates leave out what was thought in earlier turns, or need it.
+        if !edit.r#type.starts_with("clear_thinking_") {
+            return Err(ApiError::Unsupported {
+                field: format!("context_management.edits[{i}].type = {}", edit.r#type),
+                hint: Some("only edits that clear thinking are"),
+            });
+        }
+    }
+    Ok(())
+}
+
+impl Role {
+    fn word(self) -> &'static str {
+        match self {
+            Self::User => "user",
+            Self::Assistant => "assistant",
+            Self::System => "system",
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Conversations that are longer than the context.
+
+use serde_json::Value;
+
+use super::Prompt;
+use super::prompt::Rendered;
+use crate::error::ApiError;
+use crate::state::ModelInfo;
+
+/// What to do where a prompt and its answer do not fit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Fit {
+    /// Refuse them.
+    #[default]
+    Refuse,
+    /// Fewer tokens of answer than `max_tokens` will do.
+    CutAnswer,
+    /// The model need not read the beginning of the conversation.
+    DropOldest,
+}
+
+impl Prompt {
+    /// The prompt without as many of its oldest turns as it takes to have at most `limit` tokens. Instructions at the
+    /// beginning and the last turn stay, so that there may still be more.
+    pub(super) fn rendered_within(&mut self, model: &ModelInfo, limit: usize) -> Result<Rendered, ApiError> {
+        let messages = std::mem::take(&mut self.messages);
+        within(&messages, |messages| {
+            self.messages = messages;
+            let rendered = self.rendered(model)?;
+            let fits = rendered.tokens.len() <= limit;
+            Ok((rendered, fits))
+        })
+    }
+}
+
+/// What `render` makes of the messages without the fewest of their oldest turns that makes it fit; without all but the last
+/// turn, where nothing does.
+fn within<T>(
+    messages: &[Value],
+    mut render: impl FnMut(Vec<Value>) -> Result<(T, bool), ApiError>,
+) -> Result<T, ApiError> {
+    let (kept, starts) = turns(messages);
+    let (mut best, mut fits) = render(messages.to_vec())?;
+    if fits {
+        return Ok(best);
+    }
+    // The more turns are dropped, the fewer tokens remain: the fewest turns are found by halving.
+    let (mut few, mut many) = (1, starts.len().saturating_sub(1));
+    while few <= many {
+        let dropped = few.midpoint(many);
+        let rest = [&messages[..kept], &messages[starts[dropped]..]].concat();
+        let (rendered, enough) = render(rest)?;
+        if enough || !fits {
+            best = rendered;
+        }
+        fits |= enough;
+        match enough {
+            true => many = dropped - 1,
+            false => few = dropped + 1,
+        }
+    }
+    Ok(best)
+}
+
+/// How many messages stay at the beginning, and where the turns behind them start: each with something the user says, so
+/// that no result loses its call.
+fn turns(messages: &[Value]) -> (usize, Vec<usize>) {
+    let role = |message: &Value, role: &str| message["role"] == role;
+    let kept = messages
+        .iter()
+        .take_while(|message| role(message, "system"))
+        .count();
+    let users = (kept..messages.len()).filter(|&i| i == kept || role(&messages[i], "user"));
+    (kept, users.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_oldest_turns_go_first_and_no_more_than_need() {
+        let messages = [
+            ("system", "sys "),
+            ("user", "aaaa"),
+            ("assistant", "bbbb"),
+            ("tool", "cccc"),
+            ("user", "dddd"),
+            ("assistant", "eeee"),
+            ("user", "ffff"),
+        ];
+        let messages: Vec<Value> = messages
+            .into_iter()
+            .map(|(role, content)| json!({ "role": role, "content": content }))
+            .collect();
+        let text = |limit| {
+            let render = |messages: Vec<Value>| {
+                let text: String = messages
+                    .iter()
+                    .filter_map(|message| message["content"].as_str())
+                    .collect();
+                let fits = text.len() <= limit;
+                Ok((text, fits))
+            };
+            within(&messages, render).unwrap()
+        };
+        assert_eq!(text(28), "sys aaaabbbbccccddddeeeeffff");
+        for limit in [16, 27] {
+            assert_eq!(text(limit), "sys ddddeeeeffff");
+        }
+        for limit in [0, 8, 15] {
+            assert_eq!(text(limit), "sys ffff");
+        }
+    }
+}

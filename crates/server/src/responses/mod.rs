@@ -1,0 +1,241 @@
+//! `/v1/responses`: OpenAI's Responses API. `input` and `tools` read a request, `writer` writes the response and its events,
+//! `store` keeps it.
+
+mod input;
+mod request;
+mod store;
+#[cfg(test)]
+mod tests;
+mod tools;
+mod writer;
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Path, Query, RawQuery, State};
+use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
+use plimsoll_core::TenantId;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use crate::body::Body;
+use crate::context::Context;
+use crate::conversation;
+use crate::error::ApiError;
+use crate::openapi::Errors;
+use crate::respond;
+use crate::state::AppState;
+use crate::wire::error::ErrorBody;
+use crate::wire::responses::{
+    DeletedResponse, Event, Item, ItemList, ItemsQuery, Order, ResponseObject, ResponsesRequest,
+};
+
+pub(crate) use store::ResponseStore;
+use store::Turn;
+use writer::{Keep, Writer};
+
+/// Items of a page, unless the client says.
+const PAGE: usize = 20;
+/// Most items of a page.
+const MAX_PAGE: usize = 100;
+
+/// The routes.
+pub(crate) fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::default()
+        .routes(routes!(create))
+        .routes(routes!(retrieve, delete))
+        .routes(routes!(cancel))
+        .routes(routes!(input_items))
+}
+
+/// Response
+///
+/// An answer to a conversation, whole or as server-sent events, each with the name that its `type` says.
+#[utoipa::path(
+    post, path = "/v1/responses", operation_id = "createResponse", tag = "Generation",
+    request_body(content = ResponsesRequest, examples(
+        ("A question" = (value = json!({ "input": "What is a load line?" }))),
+        ("The next question" = (value = json!({
+            "previous_response_id": "resp_..", "input": "And who was Plimsoll?", "max_output_tokens": 100, "stream": true,
+        }))),
+    )),
+    responses(
+        (status = 200, description = "The answer.",
+            content((ResponseObject = "application/json"), (Event = "text/event-stream"))),
+        Errors,
+    )
+)]
+async fn create(
+    State(state): State<AppState>,
+    Body(request): Body<ResponsesRequest>,
+) -> Result<Response, ApiError> {
+    let owner = owner();
+    let streamed = request.common.stream;
+    let asked = request::understand(&state, owner, request)?;
+    let answers = conversation::open(&state, asked.conversation).await?;
+    let keep = asked.response.store.then(|| Keep {
+        state: state.clone(),
+        owner,
+        previous: asked.previous,
+        input: asked.input,
+    });
+    let tokenizer = state.model().tokenizer.clone();
+    let mut writer =
+        Writer::new(asked.response, asked.functions, tokenizer, asked.shown, streamed).keep(keep);
+    if streamed {
+        return Ok(respond::stream(&state, answers.updates(), writer));
+    }
+    let mut updates = std::pin::pin!(answers.updates());
+    while let Some(update) = updates.next().await {
+        writer.write(update?);
+    }
+    Ok(Json(writer.into_response()).into_response())
+}
+
+/// A stored response
+#[utoipa::path(
+    get, path = "/v1/responses/{id}", operation_id = "getResponse", tag = "Generation", params(("id" = String, Path, description = "The response's.")),
+    responses(
+        (status = 200, description = "The response.", body = ResponseObject),
+        (status = 400, description = "A parameter is wrong.", body = ErrorBody),
+        (status = 404, description = "It is not stored.", body = ErrorBody),
+    )
+)]
+async fn retrieve(
+    State(state): State<AppState>,
+    Path(id): Path<String>,
+    RawQuery(query): RawQuery,
+) -> Result<Json<ResponseObject>, ApiError> {
+    // `include` asks for what is there already; `stream` for events that are over.
+    for parameter in ["stream", "starting_after"] {
+        let asked = query.iter().flat_map(|query| query.split('&'));
+        let mut pairs = asked.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+        if pairs.any(|(name, value)| name == parameter && value != "false") {
+            return Err(ApiError::Unsupported {
+                field: parameter.to_owned(),
+                hint: Some("only background responses can be streamed later, and there are none"),
+            });
+        }
+    }
+    let turn = turn(&state, &id)?;
+    Ok(Json(turn.response().clone()))
+}
+
+/// Forget a response
+#[utoipa::path(
+    delete, path = "/v1/responses/{id}", operation_id = "deleteResponse", tag = "Generation", params(("id" = String, Path, description = "The response's.")),
+    responses(
+        (status = 200, description = "It is forgotten.", body = DeletedResponse),
+        (status = 404, description = "It is not stored.", body = ErrorBody),
+    )
+)]
+async fn delete(
+    State(state): State<AppState>,
+    Path(id): Path<String>,
+) -> Result<Json<DeletedResponse>, ApiError> {
+    if !state.responses().delete(owner(), &id) {
+        return Err(not_stored(&state, format!("response `{id}`"), None));
+    }
+    Ok(Json(DeletedResponse {
+        id,
+        object: "response",
+        deleted: true,
+    }))
+}
+
+/// Cancel a response
+///
+/// Only background responses can be cancelled, and this server has none.
+#[utoipa::path(
+    post, path = "/v1/responses/{id}/cancel", operation_id = "cancelResponse", tag = "Generation",
+    params(("id" = String, Path, description = "The response's.")),
+    responses(
+        (status = 400, description = "It is no background response.", body = ErrorBody),
+        (status = 404, description = "It is not stored.", body = ErrorBody),
+    )
+)]
+async fn cancel(State(state): State<AppState>, Path(id): Path<String>) -> Result<Response, ApiError> {
+    turn(&state, &id)?;
+    let message = "only background responses can be cancelled, and this server has none; close the connection to \
+                   cancel a response that is being generated";
+    Err(ApiError::Invalid {
+        message: message.to_owned(),
+        param: None,
+    })
+}
+
+/// What a response was made from
+///
+/// All items the model was given, earlier turns of the conversation included.
+#[utoipa::path(
+    get, path = "/v1/responses/{id}/input_items", operation_id = "listInputItems", tag = "Generation",
+    params(("id" = String, Path, description = "The response's."), ItemsQuery),
+    responses(
+        (status = 200, description = "A page of items.", body = ItemList),
+        (status = 400, description = "A parameter is wrong.", body = ErrorBody),
+        (status = 404, description = "It is not stored.", body = ErrorBody),
+    )
+)]
+async fn input_items(
+    State(state): State<AppState>,
+    Path(id): Path<String>,
+    query: Result<Query<ItemsQuery>, QueryRejection>,
+) -> Result<Json<ItemList>, ApiError> {
+    let Query(query) = query.map_err(|rejection| ApiError::Invalid {
+        message: rejection.body_text(),
+        param: None,
+    })?;
+    let turn = turn(&state, &id)?;
+    page(turn.given(), &query).map(Json)
+}
+
+/// A part of a list of items, which are given oldest first.
+fn page(mut items: Vec<&Item>, query: &ItemsQuery) -> Result<ItemList, ApiError> {
+    let limit = query.limit.unwrap_or(PAGE);
+    if !(1..=MAX_PAGE).contains(&limit) {
+        let message = format!("limit must be between 1 and {MAX_PAGE}, not {limit}");
+        return Err(ApiError::invalid("limit", message));
+    }
+    if query.order.unwrap_or_default() == Order::Desc {
+        items.reverse();
+    }
+    let begin = match &query.after {
+        None => 0,
+        Some(after) => {
+            let at = items.iter().position(|item| item.id() == after);
+            1 + at.ok_or_else(|| ApiError::invalid("after", format!("there is no item `{after}`")))?
+        }
+    };
+    let rest = &items[begin..];
+    let data: Vec<Item> = rest.iter().take(limit).copied().cloned().collect();
+    Ok(ItemList {
+        object: "list",
+        first_id: data.first().map(|item| item.id().to_owned()),
+        last_id: data.last().map(|item| item.id().to_owned()),
+        has_more: rest.len() > data.len(),
+        data,
+    })
+}
+
+/// Whose request this is.
+fn owner() -> TenantId {
+    Context::current().tenant()
+}
+
+fn turn(state: &AppState, id: &str) -> Result<Arc<Turn>, ApiError> {
+    let turn = state.responses().get(owner(), id);
+    turn.ok_or_else(|| not_stored(state, format!("response `{id}`"), None))
+}
+
+/// What is not there, and why that may be.
+fn not_stored(state: &AppState, what: String, param: Option<&'static str>) -> ApiError {
+    let limits = state.responses().limits();
+    let message = format!(
+        "{what} is not stored: it does not exist, was made with store = false or was deleted, or had to make room \
+         (this server keeps the last {} responses, up to {} bytes of them, until it ends)",
+        limits.responses, limits.bytes
+    );
+    ApiError::NotStored { message, param }
+}

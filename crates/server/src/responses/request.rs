@@ -1,0 +1,270 @@
+//! What a request asks for: a conversation for the model, and a response that is still to be written.
+
+use std::sync::Arc;
+
+use plimsoll_core::TenantId;
+use plimsoll_text::grammar::GrammarSpec;
+use serde_json::{Map, Value};
+
+use super::input::{self, INPUT};
+use super::store::Turn;
+use super::tools::Functions;
+use super::writer::Shown;
+use crate::conversation::{Conversation, Fit, Prompt};
+use crate::error::ApiError;
+use crate::respond::fresh_id;
+use crate::state::{AppState, unix_seconds};
+use crate::structured::Requested;
+use crate::transcript::Transcript;
+use crate::wire::common::Common;
+use crate::wire::responses::{
+    Item, ReasoningConfig, ResponseObject, ResponseStatus, ResponsesFields, ResponsesRequest, TextConfig,
+    TextFormat, ToolChoice, ToolMode, Truncation,
+};
+
+/// A request that was understood.
+pub(super) struct Asked {
+    pub(super) conversation: Conversation,
+    /// Without output.
+    pub(super) response: ResponseObject,
+    pub(super) functions: Functions,
+    pub(super) shown: Shown,
+    /// What is new.
+    pub(super) input: Vec<Item>,
+    /// What it continues.
+    pub(super) previous: Option<Arc<Turn>>,
+}
+
+/// `include` adds log probabilities.
+const LOGPROBS: &str = "message.output_text.logprobs";
+/// `include` adds reasoning in a form to send back.
+const SEALED: &str = "reasoning.encrypted_content";
+/// What else `include` may name: it belongs to tools and images, so that there is nothing to add.
+const NOT_HERE: [&str; 6] = [
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+];
+
+/// Most pairs of metadata, and the most characters of a key and of a value: OpenAI's limits.
+const MAX_METADATA: (usize, usize, usize) = (16, 64, 512);
+
+pub(super) fn understand(
+    state: &AppState,
+    owner: TenantId,
+    request: ResponsesRequest,
+) -> Result<Asked, ApiError> {
+    let ResponsesRequest { common, mut own } = request;
+    state.check_model(common.model.as_deref())?;
+    common.include_usage()?;
+    if own.max_output_tokens == Some(0) {
+        let message = "max_output_tokens must be at least 1";
+        return Err(ApiError::invalid("max_output_tokens", message));
+    }
+    check_metadata(&own.metadata)?;
+    let text = own.text.take().unwrap_or_default();
+    check_text(&text)?;
+    let shown = shown(&own)?;
+
+    let kwargs = std::mem::take(&mut own.chat_template_kwargs);
+    let reasoning = own.reasoning.take().unwrap_or_default();
+    check_reasoning(&reasoning)?;
+    let parallel = own.parallel_tool_calls.unwrap_or(true);
+    let (functions, tools) = Functions::new(&own.tools, own.tool_choice.as_ref(), parallel)?;
+
+    let store = state.responses();
+    let previous = match &own.previous_response_id {
+        None => None,
+        Some(id) => Some(store.get(owner, id).ok_or_else(|| {
+            super::not_stored(
+                state,
+                format!("previous response `{id}`"),
+                Some("previous_response_id"),
+            )
+        })?),
+    };
+    let input = match own.input.take() {
+        Some(input) => input::items(input, |id| store.item(owner, id))?,
+        None if previous.is_some() => Vec::new(),
+        None => return Err(ApiError::invalid(INPUT, "missing field `input`")),
+    };
+    let mut transcript = Transcript::default();
+    if let Some(instructions) = &own.instructions {
+        transcript.system(instructions);
+    }
+    let earlier = previous.iter().flat_map(|turn| turn.conversation());
+    input::read(&mut transcript, earlier.chain(&input))?;
+
+    let response = begin(state, &common, own, text, reasoning);
+    let conversation = Conversation {
+        prompt: Prompt {
+            tools,
+            template_kwargs: kwargs,
+            reasoning_effort: response.reasoning.effort,
+            ..Prompt::new(transcript.into_messages(), INPUT)
+        },
+        max_tokens: response.max_output_tokens,
+        fit: match response.truncation {
+            Truncation::Auto => Fit::DropOldest,
+            Truncation::Disabled => Fit::Refuse,
+        },
+        structure: structure(&response.text),
+        include_reasoning: true,
+        logprobs: shown.logprobs.then_some(response.top_logprobs),
+        common,
+    };
+    Ok(Asked {
+        conversation,
+        response,
+        functions,
+        shown,
+        input,
+        previous,
+    })
+}
+
+/// The response to a request, before it has any output.
+fn begin(
+    state: &AppState,
+    common: &Common,
+    own: ResponsesFields,
+    text: TextConfig,
+    reasoning: ReasoningConfig,
+) -> ResponseObject {
+    let defaults = &state.model().defaults;
+    let text = TextConfig {
+        format: Some(text.format.unwrap_or(TextFormat::Text {})),
+        ..text
+    };
+    ResponseObject {
+        id: fresh_id("resp"),
+        object: "response",
+        created_at: unix_seconds(),
+        status: ResponseStatus::InProgress,
+        background: false,
+        completed_at: None,
+        error: None,
+        incomplete_details: None,
+        instructions: own.instructions,
+        max_output_tokens: own.max_output_tokens,
+        max_tool_calls: own.max_tool_calls,
+        model: state.model().id.clone(),
+        output: Vec::new(),
+        parallel_tool_calls: own.parallel_tool_calls.unwrap_or(true),
+        previous_response_id: own.previous_response_id,
+        prompt_cache_key: own.prompt_cache_key,
+        reasoning,
+        safety_identifier: own.safety_identifier,
+        service_tier: "default",
+        store: own.store.unwrap_or(true) && state.responses().is_enabled(),
+        temperature: common.temperature.or(defaults.temperature).unwrap_or(1.0),
+        text,
+        tool_choice: own.tool_choice.unwrap_or(ToolChoice::Mode(ToolMode::Auto)),
+        tools: own.tools,
+        top_logprobs: own.top_logprobs.unwrap_or(0),
+        top_p: common.top_p.or(defaults.top_p).unwrap_or(1.0),
+        truncation: own.truncation.unwrap_or_default(),
+        usage: None,
+        user: own.user,
+        metadata: own.metadata,
+    }
+}
+
+fn shown(own: &ResponsesFields) -> Result<Shown, ApiError> {
+    let mut shown = Shown::default();
+    for (i, name) in own.include.iter().enumerate() {
+        match name.as_str() {
+            LOGPROBS => shown.logprobs = true,
+            SEALED => shown.sealed_reasoning = true,
+            name if NOT_HERE.contains(&name) => {}
+            name => {
+                let field = format!("include[{i}]");
+                return Err(ApiError::invalid(
+                    &field,
+                    format!("`{field}`: there is no `{name}`"),
+                ));
+            }
+        }
+    }
+    if own.top_logprobs.is_some_and(|top| top > 0) && !shown.logprobs {
+        let message = format!("top_logprobs needs include = [\"{LOGPROBS}\"]");
+        return Err(ApiError::invalid("top_logprobs", message));
+    }
+    Ok(shown)
+}
+
+/// What the text must be.
+fn structure(text: &TextConfig) -> Option<Requested> {
+    let (field, spec) = match text.format.clone()? {
+        TextFormat::Text {} => return None,
+        TextFormat::JsonObject {} => ("text.format", GrammarSpec::JsonObject),
+        TextFormat::JsonSchema { schema, strict, .. } => {
+            let strict = strict.unwrap_or(true);
+            ("text.format.schema", GrammarSpec::JsonSchema { schema, strict })
+        }
+    };
+    Some(Requested {
+        grammar: spec.into(),
+        field,
+    })
+}
+
+fn check_metadata(metadata: &Map<String, Value>) -> Result<(), ApiError> {
+    let (pairs, key, value) = MAX_METADATA;
+    let legal = |(name, text): (&String, &Value)| {
+        name.chars().count() <= key && text.as_str().is_some_and(|text| text.chars().count() <= value)
+    };
+    if metadata.len() <= pairs && metadata.iter().all(legal) {
+        return Ok(());
+    }
+    let message = format!(
+        "metadata takes up to {pairs} strings of up to {value} characters, under names of up to {key} characters"
+    );
+    Err(ApiError::invalid("metadata", message))
+}
+
+fn check_text(text: &TextConfig) -> Result<(), ApiError> {
+    only(
+        "text.verbosity",
+        text.verbosity.as_deref(),
+        "medium",
+        "only `medium` is",
+    )
+}
+
+fn check_reasoning(reasoning: &ReasoningConfig) -> Result<(), ApiError> {
+    const SUMMARY: &str = "only `auto` is; the reasoning itself is in the answer";
+    for (field, value, word, hint) in [
+        ("reasoning.summary", &reasoning.summary, "auto", SUMMARY),
+        (
+            "reasoning.generate_summary",
+            &reasoning.generate_summary,
+            "auto",
+            SUMMARY,
+        ),
+        ("reasoning.context", &reasoning.context, "auto", "only `auto` is"),
+        (
+            "reasoning.mode",
+            &reasoning.mode,
+            "standard",
+            "only `standard` is",
+        ),
+    ] {
+        only(field, value.as_deref(), word, hint)?;
+    }
+    Ok(())
+}
+
+/// Refuses all but one word.
+fn only(field: &str, value: Option<&str>, word: &str, hint: &'static str) -> Result<(), ApiError> {
+    match value {
+        Some(value) if value != word => Err(ApiError::Unsupported {
+            field: format!("{field} = {value}"),
+            hint: Some(hint),
+        }),
+        _ => Ok(()),
+    }
+}

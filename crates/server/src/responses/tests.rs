@@ -1,0 +1,246 @@
+use plimsoll_core::{Logprobs, TokenLogprob};
+use plimsoll_text::Tokenizer;
+use serde_json::{Map, Value, json};
+
+use super::tools::Functions;
+use super::writer::{Shown, Writer};
+use crate::conversation::{Delta, End, EndReason, Update};
+use crate::error::ApiError;
+use crate::generate::TokenLogprobs;
+use crate::respond::testing::events;
+use crate::respond::{Wording, Written};
+use crate::wire::common::Usage;
+use crate::wire::responses::{
+    Item, ItemStatus, MessageItem, Part, ReasoningConfig, ResponseObject, ResponseStatus, Role, TextConfig,
+    ToolChoice, ToolMode, Truncation,
+};
+
+/// A message of the user's.
+pub(super) fn message(id: &str, text: &str) -> Item {
+    Item::Message(MessageItem {
+        id: id.to_owned(),
+        status: ItemStatus::Completed,
+        role: Role::User,
+        content: vec![Part::InputText {
+            text: text.to_owned(),
+        }],
+    })
+}
+
+/// A response that says `text`.
+pub(super) fn response(id: &str, text: &str) -> ResponseObject {
+    ResponseObject {
+        output: vec![message(&format!("out_{id}"), text)],
+        ..empty(id)
+    }
+}
+
+fn empty(id: &str) -> ResponseObject {
+    ResponseObject {
+        id: id.to_owned(),
+        object: "response",
+        created_at: 0,
+        status: ResponseStatus::InProgress,
+        background: false,
+        completed_at: None,
+        error: None,
+        incomplete_details: None,
+        instructions: None,
+        max_output_tokens: None,
+        max_tool_calls: None,
+        model: "m".into(),
+        output: Vec::new(),
+        parallel_tool_calls: true,
+        previous_response_id: None,
+        prompt_cache_key: None,
+        reasoning: ReasoningConfig::default(),
+        safety_identifier: None,
+        service_tier: "default",
+        store: true,
+        temperature: 1.0,
+        text: TextConfig::default(),
+        tool_choice: ToolChoice::Mode(ToolMode::Auto),
+        tools: Vec::new(),
+        top_logprobs: 0,
+        top_p: 1.0,
+        truncation: Truncation::Disabled,
+        usage: None,
+        user: None,
+        metadata: Map::new(),
+    }
+}
+
+fn writer(shown: Shown) -> Writer {
+    let tools =
+        [json!({ "type": "namespace", "name": "crm", "tools": [{ "type": "function", "name": "find" }] })];
+    let (functions, _) = Functions::new(&tools, None, true).unwrap();
+    Writer::new(empty("resp_1"), functions, Tokenizer::bytes(), shown, true)
+}
+
+fn update(deltas: Vec<Delta>, end: Option<EndReason>) -> Update {
+    Update {
+        deltas,
+        end: end.map(|reason| End {
+            reason,
+            stop: None,
+            usage: Usage::new(10, 5, 4),
+        }),
+        ..Default::default()
+    }
+}
+
+/// Name and data of each event, without ids and without what the response says of the request.
+fn told(written: Vec<Written>) -> Vec<String> {
+    let events = events(written);
+    events
+        .into_iter()
+        .map(|(name, mut data)| {
+            assert_eq!(data["type"], name);
+            let object = data.as_object_mut().unwrap();
+            object.shift_remove("type");
+            object.shift_remove("sequence_number");
+            object.shift_remove("item_id");
+            if let Some(response) = object.get_mut("response") {
+                *response = response["status"].clone();
+            }
+            if let Some(item) = object.get_mut("item").and_then(Value::as_object_mut) {
+                item.shift_remove("id");
+            }
+            format!("{} {data}", name.trim_start_matches("response."))
+        })
+        .collect()
+}
+
+#[test]
+fn a_response_is_told_in_openais_order() {
+    let mut writer = writer(Shown {
+        logprobs: false,
+        sealed_reasoning: true,
+    });
+    let mut written = Wording::begin(&mut writer);
+    for deltas in [
+        vec![Delta::Reasoning("Let".into())],
+        vec![Delta::Reasoning(" me".into()), Delta::Content("Hi".into())],
+        vec![Delta::ToolCall {
+            index: 0,
+            id: "call_1".into(),
+            name: "crm__find".into(),
+        }],
+        vec![Delta::ToolArguments {
+            index: 0,
+            fragment: "{}".into(),
+        }],
+    ] {
+        written.extend(writer.word(update(deltas, None)));
+    }
+    written.extend(writer.word(update(Vec::new(), Some(EndReason::ToolCalls))));
+    written.extend(Wording::end(&mut writer));
+
+    let numbers: Vec<_> = events(
+        written
+            .iter()
+            .map(|event| Ok(event.as_ref().unwrap().clone()))
+            .collect(),
+    )
+    .into_iter()
+    .map(|(_, data)| data["sequence_number"].as_u64().unwrap())
+    .collect();
+    assert_eq!(numbers, (0..numbers.len() as u64).collect::<Vec<_>>());
+    let expected = [
+        r#"created {"response":"in_progress"}"#,
+        r#"in_progress {"response":"in_progress"}"#,
+        r#"output_item.added {"output_index":0,"item":{"type":"reasoning","summary":[],"content":[],"status":"in_progress"}}"#,
+        r#"content_part.added {"output_index":0,"content_index":0,"part":{"type":"reasoning_text","text":""}}"#,
+        r#"reasoning_text.delta {"output_index":0,"content_index":0,"delta":"Let"}"#,
+        r#"reasoning_text.delta {"output_index":0,"content_index":0,"delta":" me"}"#,
+        r#"reasoning_text.done {"output_index":0,"content_index":0,"text":"Let me"}"#,
+        r#"content_part.done {"output_index":0,"content_index":0,"part":{"type":"reasoning_text","text":"Let me"}}"#,
+        r#"output_item.done {"output_index":0,"item":{"type":"reasoning","summary":[],"content":[{"type":"reasoning_text","text":"Let me"}],"encrypted_content":"plimsoll1:TGV0IG1l","status":"completed"}}"#,
+        r#"output_item.added {"output_index":1,"item":{"type":"message","status":"in_progress","role":"assistant","content":[]}}"#,
+        r#"content_part.added {"output_index":1,"content_index":0,"part":{"type":"output_text","text":"","annotations":[],"logprobs":[]}}"#,
+        r#"output_text.delta {"output_index":1,"content_index":0,"delta":"Hi","logprobs":[]}"#,
+        r#"output_text.done {"output_index":1,"content_index":0,"text":"Hi","logprobs":[]}"#,
+        r#"content_part.done {"output_index":1,"content_index":0,"part":{"type":"output_text","text":"Hi","annotations":[],"logprobs":[]}}"#,
+        r#"output_item.done {"output_index":1,"item":{"type":"message","status":"completed","role":"assistant","content":[{"type":"output_text","text":"Hi","annotations":[],"logprobs":[]}]}}"#,
+        r#"output_item.added {"output_index":2,"item":{"type":"function_call","call_id":"call_1","name":"find","namespace":"crm","arguments":"","status":"in_progress"}}"#,
+        r#"function_call_arguments.delta {"output_index":2,"delta":"{}"}"#,
+        r#"function_call_arguments.done {"output_index":2,"name":"find","arguments":"{}"}"#,
+        r#"output_item.done {"output_index":2,"item":{"type":"function_call","call_id":"call_1","name":"find","namespace":"crm","arguments":"{}","status":"completed"}}"#,
+        r#"completed {"response":"completed"}"#,
+    ];
+    assert_eq!(told(written), expected);
+    let response = writer.into_response();
+    assert_eq!(response.output.len(), 3);
+    let usage = json!(response.usage);
+    assert_eq!(
+        (
+            usage["input_tokens"].as_u64(),
+            usage["input_tokens_details"]["cached_tokens"].as_u64()
+        ),
+        (Some(10), Some(4))
+    );
+}
+
+#[test]
+fn log_probabilities_come_with_the_text() {
+    let mut writer = writer(Shown {
+        logprobs: true,
+        sealed_reasoning: false,
+    });
+    let token = |token: u8| TokenLogprobs {
+        token: token.into(),
+        logprobs: Logprobs {
+            sampled: -0.5,
+            top: vec![TokenLogprob {
+                token: b'b'.into(),
+                logprob: f32::NEG_INFINITY,
+            }],
+        },
+    };
+    for text in ["a", "b"] {
+        let mut update = update(vec![Delta::Content(text.into())], None);
+        update.logprobs = vec![token(text.as_bytes()[0])];
+        writer.write(update);
+    }
+    writer.write(update(Vec::new(), Some(EndReason::Stop)));
+    let part = json!(writer.into_response().output)[0]["content"][0].clone();
+    assert_eq!(part["text"], "ab");
+    assert_eq!(part["logprobs"].as_array().unwrap().len(), 2);
+    let expected = json!({ "token": "a", "bytes": [97], "logprob": -0.5, "top_logprobs": [
+        { "token": "b", "bytes": [98], "logprob": -9999.0 },
+    ]});
+    assert_eq!(part["logprobs"][0], expected);
+}
+
+#[test]
+fn the_end_says_what_is_missing() {
+    let mut writer = self::writer(Shown::default());
+    writer.write(update(vec![Delta::Content("Hi".into())], Some(EndReason::Length)));
+    let response = json!(writer.into_response());
+    assert_eq!(response["status"], "incomplete");
+    assert_eq!(
+        response["incomplete_details"],
+        json!({ "reason": "max_output_tokens" })
+    );
+    assert_eq!(response["output"][0]["status"], "incomplete");
+    assert_eq!(response["completed_at"], Value::Null);
+
+    // Who says nothing says it in a message.
+    let mut writer = self::writer(Shown::default());
+    writer.write(update(Vec::new(), Some(EndReason::Stop)));
+    let response = json!(writer.into_response());
+    assert_eq!(response["status"], "completed");
+    assert_eq!(response["output"][0]["content"][0]["text"], "");
+}
+
+#[test]
+fn a_failure_is_the_last_event() {
+    let mut writer = writer(Shown::default());
+    writer.word(update(vec![Delta::Content("Hi".into())], None));
+    let events = events(writer.fail(ApiError::Internal("broken".into())));
+    let (name, data) = events.last().unwrap();
+    assert_eq!(name, "response.failed");
+    assert_eq!(data["response"]["status"], "failed");
+    assert_eq!(data["response"]["error"]["code"], "server_error");
+    assert_eq!(data["response"]["output"][0]["status"], "incomplete");
+}

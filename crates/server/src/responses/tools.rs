@@ -1,0 +1,245 @@
+//! The functions of a response: the model knows them by one flat name each.
+
+use std::collections::HashMap;
+
+use serde_json::Value;
+
+use crate::body::typed;
+use crate::conversation::{self, Tool, Tools};
+use crate::error::ApiError;
+use crate::wire::responses::{
+    self as wire, AllowedTools, FunctionTool, NamedTool, ToolChoice, ToolChoiceObject, ToolMode,
+};
+
+/// The functions that were offered, and what a client calls them.
+#[derive(Debug, Default)]
+pub(crate) struct Functions {
+    /// Namespace and name of those in a namespace, by the name that the model knows.
+    spaces: HashMap<String, (String, String)>,
+}
+
+/// The name by which the model knows a function.
+pub(crate) fn flat_name(namespace: Option<&str>, name: &str) -> String {
+    match namespace {
+        Some(namespace) => format!("{namespace}__{name}"),
+        None => name.to_owned(),
+    }
+}
+
+impl Functions {
+    /// The request's functions, and those of them that the model is given.
+    pub(crate) fn new(
+        tools: &[Value],
+        choice: Option<&ToolChoice>,
+        parallel: bool,
+    ) -> Result<(Self, Tools), ApiError> {
+        let mut functions = Self::default();
+        let mut list = Vec::new();
+        for (i, tool) in tools.iter().enumerate() {
+            functions.add(tool, &format!("tools[{i}]"), &mut list)?;
+        }
+        let (choice, allowed) = self::choice(choice)?;
+        if let Some(allowed) = allowed {
+            let mut kept = Vec::new();
+            for name in allowed {
+                let Some(at) = list.iter().position(|tool: &Tool| tool.name() == name) else {
+                    let message = format!("tool_choice.tools names {name}, which is not among the tools");
+                    return Err(ApiError::invalid("tool_choice", message));
+                };
+                kept.push(list.swap_remove(at));
+            }
+            list = kept;
+        }
+        Ok((functions, Tools::new(list, choice, parallel)?))
+    }
+
+    /// Namespace and name of the function that the model calls.
+    pub(crate) fn named(&self, called: String) -> (Option<String>, String) {
+        match self.spaces.get(&called) {
+            Some((namespace, name)) => (Some(namespace.clone()), name.clone()),
+            None => (None, called),
+        }
+    }
+
+    fn add(&mut self, tool: &Value, field: &str, list: &mut Vec<Tool>) -> Result<(), ApiError> {
+        match parsed(tool, field)? {
+            wire::Tool::Function(tool) => list.push(function(tool, None, field)?),
+            wire::Tool::Namespace(namespace) => {
+                for (i, tool) in namespace.tools.iter().enumerate() {
+                    let field = format!("{field}.tools[{i}]");
+                    let wire::Tool::Function(tool) = parsed(tool, &field)? else {
+                        return Err(unsupported("namespace", &field));
+                    };
+                    let name = tool.name.clone();
+                    let tool = function(tool, Some(&namespace.name), &field)?;
+                    self.spaces
+                        .insert(tool.name().to_owned(), (namespace.name.clone(), name));
+                    list.push(tool);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn parsed(tool: &Value, field: &str) -> Result<wire::Tool, ApiError> {
+    match tool.get("type").and_then(Value::as_str) {
+        Some("function") => typed(tool.clone(), field).map(wire::Tool::Function),
+        Some("namespace") => typed(tool.clone(), field).map(wire::Tool::Namespace),
+        Some(kind) => Err(unsupported(kind, field)),
+        None => {
+            let field = format!("{field}.type");
+            Err(ApiError::invalid(&field, format!("`{field}` must be a string")))
+        }
+    }
+}
+
+fn unsupported(kind: &str, field: &str) -> ApiError {
+    ApiError::Unsupported {
+        field: format!("{field}.type = {kind}"),
+        hint: Some("only tools of the types `function` and `namespace` are; switch it off in the client"),
+    }
+}
+
+fn function(tool: FunctionTool, namespace: Option<&str>, field: &str) -> Result<Tool, ApiError> {
+    let refuse = |name: &str, hint| ApiError::Unsupported {
+        field: format!("{field}.{name}"),
+        hint: Some(hint),
+    };
+    if tool.defer_loading == Some(true) {
+        return Err(refuse("defer_loading", "only false is"));
+    }
+    if tool
+        .allowed_callers
+        .is_some_and(|callers| callers.iter().any(|c| c != "direct"))
+    {
+        return Err(refuse("allowed_callers", "only `direct` is"));
+    }
+    let name = flat_name(namespace, &tool.name);
+    Tool::new(
+        name,
+        tool.description,
+        tool.parameters,
+        tool.strict.unwrap_or(false),
+    )
+    .map_err(|message| ApiError::invalid(format!("{field}.name"), format!("{field}: {message}")))
+}
+
+/// The choice, and the names of the functions it leaves if it names some.
+fn choice(choice: Option<&ToolChoice>) -> Result<(conversation::ToolChoice, Option<Vec<String>>), ApiError> {
+    use conversation::ToolChoice as Chosen;
+
+    let mode = |mode| match mode {
+        ToolMode::Auto => Chosen::Auto,
+        ToolMode::None => Chosen::None,
+        ToolMode::Required => Chosen::Required,
+    };
+    let flat = |tool: &NamedTool| match tool.r#type.as_str() {
+        "function" => Ok(flat_name(tool.namespace.as_deref(), &tool.name)),
+        other => Err(ApiError::Unsupported {
+            field: format!("tool_choice.type = {other}"),
+            hint: Some("only functions can be chosen"),
+        }),
+    };
+    let object = match choice {
+        None => return Ok((Chosen::Auto, None)),
+        Some(ToolChoice::Mode(named)) => return Ok((mode(*named), None)),
+        Some(ToolChoice::Object(ToolChoiceObject(object))) => object,
+    };
+    let value = Value::Object(object.clone());
+    match object.get("type").and_then(Value::as_str) {
+        Some("function") => {
+            let named: NamedTool = typed(value, "tool_choice")?;
+            Ok((Chosen::Named(flat(&named)?), None))
+        }
+        Some("allowed_tools") => {
+            let allowed: AllowedTools = typed(value, "tool_choice")?;
+            let names = allowed.tools.iter().map(flat).collect::<Result<_, _>>()?;
+            Ok((mode(allowed.mode), Some(names)))
+        }
+        Some(other) => Err(ApiError::Unsupported {
+            field: format!("tool_choice.type = {other}"),
+            hint: Some("only functions can be chosen"),
+        }),
+        None => Err(ApiError::invalid(
+            "tool_choice.type",
+            "`tool_choice.type` must be a string",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn names(tools: Value, choice: Value) -> Result<Vec<String>, String> {
+        let choice: Option<ToolChoice> = serde_json::from_value(choice).map_err(|e| e.to_string())?;
+        let (_, tools) = Functions::new(tools.as_array().unwrap(), choice.as_ref(), true)
+            .map_err(|error| error.to_string())?;
+        let tools = tools.as_template().into_iter();
+        Ok(tools
+            .map(|tool| tool["function"]["name"].as_str().unwrap().to_owned())
+            .collect())
+    }
+
+    #[test]
+    fn functions_of_a_namespace_go_by_one_flat_name() {
+        let tools = json!([
+            { "type": "function", "name": "now" },
+            { "type": "namespace", "name": "crm", "description": "customers", "tools": [
+                { "type": "function", "name": "find", "strict": false, "parameters": { "type": "object" } },
+            ]},
+        ]);
+        assert_eq!(names(tools.clone(), json!("auto")).unwrap(), ["now", "crm__find"]);
+        let (functions, _) = Functions::new(tools.as_array().unwrap(), None, true).unwrap();
+        assert_eq!(
+            functions.named("crm__find".into()),
+            (Some("crm".into()), "find".into())
+        );
+        assert_eq!(functions.named("now".into()), (None, "now".into()));
+    }
+
+    #[test]
+    fn a_choice_leaves_the_allowed_ones() {
+        let tools = json!([{ "type": "function", "name": "a" }, { "type": "function", "name": "b" }]);
+        let allowed = |name: &str| json!({ "type": "allowed_tools", "mode": "required", "tools": [{ "type": "function", "name": name }] });
+        assert_eq!(names(tools.clone(), allowed("b")).unwrap(), ["b"]);
+        assert!(
+            names(tools.clone(), allowed("c"))
+                .unwrap_err()
+                .contains("names c")
+        );
+        assert_eq!(names(tools.clone(), json!("none")).unwrap(), [""; 0]);
+        let named = json!({ "type": "function", "name": "c" });
+        assert!(names(tools, named).unwrap_err().contains('c'));
+    }
+
+    #[test]
+    fn others_are_refused_by_name() {
+        for (tool, field) in [
+            (json!({ "type": "web_search" }), "tools[0].type = web_search"),
+            (
+                json!({ "type": "custom", "name": "apply_patch" }),
+                "tools[0].type = custom",
+            ),
+            (
+                json!({ "type": "function", "name": "f", "defer_loading": true }),
+                "tools[0].defer_loading",
+            ),
+            (
+                json!({ "type": "namespace", "name": "n", "tools": [{ "type": "custom", "name": "c" }] }),
+                "tools[0].tools[0].type = custom",
+            ),
+        ] {
+            let error = names(json!([tool]), Value::Null).unwrap_err();
+            assert!(
+                error.starts_with(&format!("`{field}` is not supported")),
+                "{error}"
+            );
+        }
+        let error = names(json!([]), json!({ "type": "file_search" })).unwrap_err();
+        assert!(error.contains("tool_choice.type = file_search"), "{error}");
+    }
+}

@@ -1,0 +1,418 @@
+//! Writes a response while it is generated, and tells of it in events, if anybody wants them.
+
+use std::sync::Arc;
+
+use plimsoll_core::TenantId;
+use plimsoll_text::Tokenizer;
+
+use super::store::Turn;
+use super::tools::Functions;
+use crate::chat::LOWEST_LOGPROB;
+use crate::conversation::{Delta, End, EndReason, Update};
+use crate::error::ApiError;
+use crate::generate::TokenLogprobs;
+use crate::respond::{Wording, Written, fresh_id, named};
+use crate::sealed;
+use crate::state::{AppState, unix_seconds};
+use crate::wire::common::Usage;
+use crate::wire::responses::{
+    Event, FunctionCall, IncompleteDetails, InputTokensDetails, Item, ItemStatus, Logprob, MessageItem,
+    OutputTokensDetails, Part, Payload, Reasoning, ReasoningText, ResponseError, ResponseObject,
+    ResponseStatus, ResponseUsage, Role, TokenLogprob,
+};
+
+/// A response in the making.
+pub(crate) struct Writer {
+    response: ResponseObject,
+    functions: Functions,
+    tokenizer: Tokenizer,
+    shown: Shown,
+    keep: Option<Keep>,
+    /// The last item of the output is being written.
+    open: bool,
+    log: Log,
+}
+
+/// What `include` adds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Shown {
+    /// Log probabilities of the text's tokens.
+    pub(crate) logprobs: bool,
+    /// Reasoning also as `encrypted_content`.
+    pub(crate) sealed_reasoning: bool,
+}
+
+/// Where the response goes once it has ended.
+pub(crate) struct Keep {
+    pub(crate) state: AppState,
+    pub(crate) owner: TenantId,
+    pub(crate) previous: Option<Arc<Turn>>,
+    pub(crate) input: Vec<Item>,
+}
+
+/// Events that were not yet sent.
+struct Log {
+    sequence: u64,
+    /// `None` where nobody listens.
+    events: Option<Vec<Written>>,
+}
+
+impl Log {
+    fn tell(&mut self, r#type: &'static str, payload: Payload<'_>) {
+        if let Some(events) = &mut self.events {
+            let event = Event {
+                r#type,
+                sequence_number: self.sequence,
+                payload,
+            };
+            events.push(named(r#type, &event));
+            self.sequence += 1;
+        }
+    }
+
+    fn take(&mut self) -> Vec<Written> {
+        self.events.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+}
+
+impl Writer {
+    /// Begins with a response that has no output. `streamed`: somebody wants the events.
+    pub(crate) fn new(
+        response: ResponseObject,
+        functions: Functions,
+        tokenizer: Tokenizer,
+        shown: Shown,
+        streamed: bool,
+    ) -> Self {
+        Self {
+            response,
+            functions,
+            tokenizer,
+            shown,
+            keep: None,
+            open: false,
+            log: Log {
+                sequence: 0,
+                events: streamed.then(Vec::new),
+            },
+        }
+    }
+
+    /// The response shall be kept once it has ended.
+    pub(crate) fn keep(mut self, keep: Option<Keep>) -> Self {
+        self.keep = keep;
+        self
+    }
+
+    /// The response as far as it is written.
+    pub(crate) fn into_response(self) -> ResponseObject {
+        self.response
+    }
+
+    /// Writes what the answer gained.
+    pub(crate) fn write(&mut self, update: Update) {
+        let mut logprobs = update.logprobs;
+        for delta in update.deltas {
+            match delta {
+                Delta::Reasoning(text) => self.reason(&text),
+                // Markup and reasoning have log probabilities too; shown are those that came with the text.
+                Delta::Content(text) => self.say(&text, std::mem::take(&mut logprobs)),
+                Delta::ToolCall { id, name, .. } => self.call(id, name),
+                Delta::ToolArguments { fragment, .. } => self.argue(&fragment),
+            }
+        }
+        if let Some(end) = update.end {
+            self.finish(&end);
+        }
+    }
+
+    fn reason(&mut self, text: &str) {
+        if !(self.open && matches!(self.response.output.last(), Some(Item::Reasoning(_)))) {
+            self.start(Item::Reasoning(Reasoning {
+                id: fresh_id("rs"),
+                summary: Vec::new(),
+                content: Vec::new(),
+                encrypted_content: None,
+                status: ItemStatus::InProgress,
+            }));
+            if let (output_index, Some(Item::Reasoning(item))) = last(&mut self.response.output) {
+                item.content.push(ReasoningText { text: String::new() });
+                let part = Part::ReasoningText { text: String::new() };
+                self.log.tell(
+                    "response.content_part.added",
+                    part_of(&item.id, output_index, &part),
+                );
+            }
+        }
+        if let (output_index, Some(Item::Reasoning(item))) = last(&mut self.response.output) {
+            item.content[0].text += text;
+            let payload = Payload::ReasoningDelta {
+                item_id: &item.id,
+                output_index,
+                content_index: 0,
+                delta: text,
+            };
+            self.log.tell("response.reasoning_text.delta", payload);
+        }
+    }
+
+    fn say(&mut self, text: &str, logprobs: Vec<TokenLogprobs>) {
+        if !(self.open && matches!(self.response.output.last(), Some(Item::Message(_)))) {
+            self.start(Item::Message(MessageItem {
+                id: fresh_id("msg"),
+                status: ItemStatus::InProgress,
+                role: Role::Assistant,
+                content: Vec::new(),
+            }));
+            if let (output_index, Some(Item::Message(item))) = last(&mut self.response.output) {
+                let part = Part::OutputText {
+                    text: String::new(),
+                    annotations: Vec::new(),
+                    logprobs: Vec::new(),
+                };
+                self.log.tell(
+                    "response.content_part.added",
+                    part_of(&item.id, output_index, &part),
+                );
+                item.content.push(part);
+            }
+        }
+        let new = match self.shown.logprobs {
+            true => wire_logprobs(&logprobs, &self.tokenizer),
+            false => Vec::new(),
+        };
+        let (output_index, item) = last(&mut self.response.output);
+        let Some(Item::Message(item)) = item else { return };
+        let Some(Part::OutputText {
+            text: all, logprobs, ..
+        }) = item.content.last_mut()
+        else {
+            return;
+        };
+        *all += text;
+        if !text.is_empty() {
+            let payload = Payload::TextDelta {
+                item_id: &item.id,
+                output_index,
+                content_index: 0,
+                delta: text,
+                logprobs: &new,
+            };
+            self.log.tell("response.output_text.delta", payload);
+        }
+        logprobs.extend(new);
+    }
+
+    fn call(&mut self, call_id: String, called: String) {
+        let (namespace, name) = self.functions.named(called);
+        self.start(Item::FunctionCall(FunctionCall {
+            id: fresh_id("fc"),
+            call_id,
+            name,
+            namespace,
+            arguments: String::new(),
+            status: ItemStatus::InProgress,
+        }));
+    }
+
+    fn argue(&mut self, fragment: &str) {
+        if let (output_index, Some(Item::FunctionCall(item))) = last(&mut self.response.output) {
+            item.arguments += fragment;
+            let payload = Payload::ArgumentsDelta {
+                item_id: &item.id,
+                output_index,
+                delta: fragment,
+            };
+            self.log.tell("response.function_call_arguments.delta", payload);
+        }
+    }
+
+    /// A new item, after the one before is done.
+    fn start(&mut self, item: Item) {
+        self.close(ItemStatus::Completed);
+        let payload = Payload::Item {
+            output_index: self.response.output.len(),
+            item: &item,
+        };
+        self.log.tell("response.output_item.added", payload);
+        self.response.output.push(item);
+        self.open = true;
+    }
+
+    /// The item that is being written is done.
+    fn close(&mut self, status: ItemStatus) {
+        if !std::mem::replace(&mut self.open, false) {
+            return;
+        }
+        let (output_index, Some(item)) = last(&mut self.response.output) else {
+            return;
+        };
+        let log = &mut self.log;
+        match item {
+            Item::Reasoning(item) => {
+                item.status = status;
+                let text = item.content[0].text.clone();
+                item.encrypted_content = self.shown.sealed_reasoning.then(|| sealed::seal(&text));
+                let payload = Payload::ReasoningDone {
+                    item_id: &item.id,
+                    output_index,
+                    content_index: 0,
+                    text: &text,
+                };
+                log.tell("response.reasoning_text.done", payload);
+                let part = Part::ReasoningText { text };
+                log.tell(
+                    "response.content_part.done",
+                    part_of(&item.id, output_index, &part),
+                );
+            }
+            Item::Message(item) => {
+                item.status = status;
+                if let Some(part) = item.content.last() {
+                    if let Part::OutputText { text, logprobs, .. } = part {
+                        let payload = Payload::TextDone {
+                            item_id: &item.id,
+                            output_index,
+                            content_index: 0,
+                            text,
+                            logprobs,
+                        };
+                        log.tell("response.output_text.done", payload);
+                    }
+                    log.tell(
+                        "response.content_part.done",
+                        part_of(&item.id, output_index, part),
+                    );
+                }
+            }
+            Item::FunctionCall(item) => {
+                item.status = status;
+                let payload = Payload::ArgumentsDone {
+                    item_id: &item.id,
+                    output_index,
+                    name: &item.name,
+                    arguments: &item.arguments,
+                };
+                log.tell("response.function_call_arguments.done", payload);
+            }
+            Item::FunctionCallOutput(_) => {}
+        }
+        log.tell("response.output_item.done", Payload::Item { output_index, item });
+    }
+
+    fn finish(&mut self, end: &End) {
+        let complete = end.reason != EndReason::Length;
+        if complete && self.response.output.is_empty() {
+            self.say("", Vec::new());
+        }
+        self.close(match complete {
+            true => ItemStatus::Completed,
+            false => ItemStatus::Incomplete,
+        });
+        let response = &mut self.response;
+        response.usage = Some(usage(&end.usage));
+        let event = if complete {
+            response.status = ResponseStatus::Completed;
+            response.completed_at = Some(unix_seconds());
+            "response.completed"
+        } else {
+            response.status = ResponseStatus::Incomplete;
+            response.incomplete_details = Some(IncompleteDetails {
+                reason: "max_output_tokens",
+            });
+            "response.incomplete"
+        };
+        self.ended(event);
+    }
+
+    fn ended(&mut self, event: &'static str) {
+        let response = &self.response;
+        self.log.tell(event, Payload::Response { response });
+        if let Some(keep) = self.keep.take() {
+            let store = keep.state.responses();
+            store.keep(keep.owner, keep.previous, keep.input, response.clone());
+        }
+    }
+}
+
+impl Wording for Writer {
+    type Item = Update;
+
+    fn begin(&mut self) -> Vec<Written> {
+        for event in ["response.created", "response.in_progress"] {
+            let response = &self.response;
+            self.log.tell(event, Payload::Response { response });
+        }
+        self.log.take()
+    }
+
+    fn word(&mut self, update: Update) -> Vec<Written> {
+        self.write(update);
+        self.log.take()
+    }
+
+    /// The last event told all.
+    fn end(&mut self) -> Vec<Written> {
+        Vec::new()
+    }
+
+    fn fail(&mut self, error: ApiError) -> Vec<Written> {
+        self.close(ItemStatus::Incomplete);
+        self.response.status = ResponseStatus::Failed;
+        self.response.error = Some(ResponseError {
+            code: "server_error",
+            message: error.to_string(),
+        });
+        self.ended("response.failed");
+        self.log.take()
+    }
+}
+
+/// The last item, and its index.
+fn last(output: &mut [Item]) -> (usize, Option<&mut Item>) {
+    (output.len().saturating_sub(1), output.last_mut())
+}
+
+fn part_of<'a>(item_id: &'a str, output_index: usize, part: &'a Part) -> Payload<'a> {
+    Payload::Part {
+        item_id,
+        output_index,
+        content_index: 0,
+        part,
+    }
+}
+
+fn usage(usage: &Usage) -> ResponseUsage {
+    ResponseUsage {
+        input_tokens: usage.prompt_tokens,
+        input_tokens_details: InputTokensDetails {
+            cached_tokens: usage.prompt_tokens_details.cached_tokens,
+            cache_write_tokens: 0,
+        },
+        output_tokens: usage.completion_tokens,
+        output_tokens_details: OutputTokensDetails {
+            reasoning_tokens: usage
+                .completion_tokens_details
+                .map_or(0, |details| details.reasoning_tokens),
+        },
+        total_tokens: usage.total_tokens,
+    }
+}
+
+fn wire_logprobs(tokens: &[TokenLogprobs], tokenizer: &Tokenizer) -> Vec<TokenLogprob> {
+    let one = |token, logprob: f32| Logprob {
+        token: tokenizer.token_str(token),
+        bytes: tokenizer.token_bytes(token).to_vec(),
+        logprob: logprob.max(LOWEST_LOGPROB),
+    };
+    let tokens = tokens.iter().map(|t| TokenLogprob {
+        token: one(t.token, t.logprobs.sampled),
+        top_logprobs: t
+            .logprobs
+            .top
+            .iter()
+            .map(|top| one(top.token, top.logprob))
+            .collect(),
+    });
+    tokens.collect()
+}

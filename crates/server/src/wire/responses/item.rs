@@ -1,0 +1,260 @@
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::ToSchema;
+
+/// An item that a client sends.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::InputItem)]
+#[serde(untagged)]
+pub(crate) enum InputItem {
+    Message(InputMessage),
+    FunctionCall(InputFunctionCall),
+    FunctionCallOutput(InputFunctionCallOutput),
+    Reasoning(InputReasoning),
+    ItemReference(ItemReference),
+}
+
+/// Somebody says something.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::InputMessage)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct InputMessage {
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    pub(crate) id: Option<String>,
+    pub(crate) role: Role,
+    pub(crate) content: InputContent,
+    #[serde(rename = "status")]
+    _status: Option<Value>,
+    /// Labels of other models' answers.
+    #[serde(rename = "phase")]
+    _phase: Option<Value>,
+}
+
+/// Who speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[schema(as = responses::Role)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Role {
+    User,
+    Assistant,
+    System,
+    Developer,
+}
+
+/// Text, or parts of which this server takes those of text.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::InputContent)]
+#[serde(untagged, expecting = "expected a string or a list of parts")]
+pub(crate) enum InputContent {
+    Text(String),
+    Parts(Vec<InputPart>),
+}
+
+/// One part: `input_text`, `output_text` or `refusal`.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::InputPart)]
+pub(crate) struct InputPart {
+    #[schema(example = "input_text")]
+    pub(crate) r#type: String,
+    pub(crate) text: Option<String>,
+    pub(crate) refusal: Option<String>,
+}
+
+/// A call that the model made.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::InputFunctionCall)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct InputFunctionCall {
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    pub(crate) id: Option<String>,
+    pub(crate) call_id: String,
+    pub(crate) name: String,
+    pub(crate) namespace: Option<String>,
+    /// JSON text.
+    pub(crate) arguments: String,
+    #[serde(rename = "status")]
+    _status: Option<Value>,
+    #[serde(rename = "caller")]
+    _caller: Option<Value>,
+    #[serde(rename = "created_by")]
+    _created_by: Option<Value>,
+}
+
+/// What a call gave.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::InputFunctionCallOutput)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct InputFunctionCallOutput {
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    pub(crate) id: Option<String>,
+    /// The call's.
+    pub(crate) call_id: String,
+    pub(crate) output: InputContent,
+    #[serde(rename = "name")]
+    _name: Option<Value>,
+    #[serde(rename = "namespace")]
+    _namespace: Option<Value>,
+    #[serde(rename = "status")]
+    _status: Option<Value>,
+    #[serde(rename = "caller")]
+    _caller: Option<Value>,
+    #[serde(rename = "created_by")]
+    _created_by: Option<Value>,
+}
+
+/// What the model thought.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::InputReasoning)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct InputReasoning {
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    pub(crate) id: Option<String>,
+    /// Summaries of other servers; this one makes none.
+    #[serde(rename = "summary")]
+    _summary: Option<Value>,
+    pub(crate) content: Option<Vec<ReasoningText>>,
+    /// Stands for `content`, where this server wrote it; that of others is left out.
+    pub(crate) encrypted_content: Option<String>,
+    #[serde(rename = "status")]
+    _status: Option<Value>,
+}
+
+/// An item of a stored response.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::ItemReference)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ItemReference {
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    pub(crate) id: String,
+}
+
+/// An item as this server keeps and shows it.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::Item)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(crate) enum Item {
+    Message(MessageItem),
+    FunctionCall(FunctionCall),
+    FunctionCallOutput(FunctionCallOutput),
+    Reasoning(Reasoning),
+}
+
+/// Where an item stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[schema(as = responses::ItemStatus)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum ItemStatus {
+    InProgress,
+    Completed,
+    Incomplete,
+}
+
+/// Somebody says something.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::MessageItem)]
+pub(crate) struct MessageItem {
+    pub(crate) id: String,
+    pub(crate) status: ItemStatus,
+    pub(crate) role: Role,
+    pub(crate) content: Vec<Part>,
+}
+
+/// A part of an item.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::Part)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(crate) enum Part {
+    InputText {
+        text: String,
+    },
+    OutputText {
+        text: String,
+        /// Always empty.
+        annotations: Vec<Value>,
+        logprobs: Vec<TokenLogprob>,
+    },
+    ReasoningText {
+        text: String,
+    },
+}
+
+/// A token that was generated.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::TokenLogprob)]
+pub(crate) struct TokenLogprob {
+    #[serde(flatten)]
+    pub(crate) token: Logprob,
+    pub(crate) top_logprobs: Vec<Logprob>,
+}
+
+/// A token with its log probability.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::Logprob)]
+pub(crate) struct Logprob {
+    pub(crate) token: String,
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) logprob: f32,
+}
+
+/// A call that the model wants made.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::FunctionCall)]
+pub(crate) struct FunctionCall {
+    pub(crate) id: String,
+    pub(crate) call_id: String,
+    pub(crate) name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) namespace: Option<String>,
+    /// JSON text as the model wrote it.
+    pub(crate) arguments: String,
+    pub(crate) status: ItemStatus,
+}
+
+/// What a call gave.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::FunctionCallOutput)]
+pub(crate) struct FunctionCallOutput {
+    pub(crate) id: String,
+    pub(crate) call_id: String,
+    pub(crate) output: String,
+    pub(crate) status: ItemStatus,
+}
+
+/// What the model thinks before it answers.
+#[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
+#[schema(as = responses::Reasoning)]
+pub(crate) struct Reasoning {
+    pub(crate) id: String,
+    /// Always empty.
+    pub(crate) summary: Vec<Value>,
+    pub(crate) content: Vec<ReasoningText>,
+    /// The text again for clients that send back nothing else, if asked for by `include`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) encrypted_content: Option<String>,
+    pub(crate) status: ItemStatus,
+}
+
+/// A part of the reasoning.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize, ToSchema)]
+#[schema(as = responses::ReasoningText)]
+#[serde(tag = "type", rename = "reasoning_text")]
+pub(crate) struct ReasoningText {
+    pub(crate) text: String,
+}
+
+impl Item {
+    /// Its name, unique in the store.
+    pub(crate) fn id(&self) -> &str {
+        match self {
+            Self::Message(item) => &item.id,
+            Self::FunctionCall(item) => &item.id,
+            Self::FunctionCallOutput(item) => &item.id,
+            Self::Reasoning(item) => &item.id,
+        }
+    }
+}

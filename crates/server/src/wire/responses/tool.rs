@@ -1,0 +1,76 @@
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+
+/// A tool that the model may call.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::Tool)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(crate) enum Tool {
+    Function(FunctionTool),
+    Namespace(NamespaceTool),
+}
+
+/// A function of the client's.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::FunctionTool)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FunctionTool {
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    pub(crate) name: String,
+    pub(crate) description: Option<String>,
+    /// A JSON schema.
+    pub(crate) parameters: Option<Map<String, Value>>,
+    /// Holds the arguments to the schema.
+    pub(crate) strict: Option<bool>,
+    /// Only false is supported.
+    pub(crate) defer_loading: Option<bool>,
+    /// Only `direct` is supported.
+    pub(crate) allowed_callers: Option<Vec<String>>,
+    /// The client's own matter: when it answers.
+    #[serde(rename = "async")]
+    _async: Option<bool>,
+    /// What the function answers with; no chat template knows it.
+    #[serde(rename = "output_schema")]
+    _output_schema: Option<Value>,
+}
+
+/// Functions with a common first name.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[schema(as = responses::NamespaceTool)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NamespaceTool {
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    pub(crate) name: String,
+    /// Functions describe themselves to the model.
+    #[serde(rename = "description")]
+    _description: Option<String>,
+    #[schema(value_type = Vec<FunctionTool>)]
+    pub(crate) tools: Vec<Value>,
+}
+
+/// `tool_choice` that names a function, or those that are allowed.
+#[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = responses::NamedTool)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NamedTool {
+    /// `function`.
+    pub(crate) r#type: String,
+    pub(crate) name: String,
+    pub(crate) namespace: Option<String>,
+}
+
+/// `tool_choice` that lists the functions that may be called.
+#[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
+#[schema(as = responses::AllowedTools)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AllowedTools {
+    /// `allowed_tools`.
+    #[serde(rename = "type")]
+    _type: String,
+    /// `auto` or `required`.
+    pub(crate) mode: super::ToolMode,
+    pub(crate) tools: Vec<NamedTool>,
+}
