@@ -238,7 +238,6 @@ def test_a_client_that_is_stopped_holds_no_kv_for_long(hard):
         child.wait()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads Linux's table of sockets")
 def test_a_client_that_vanishes_is_looked_for(hard):
     """The server's side of a connection has a keepalive timer: without a word from the client, the kernel ends it."""
     with socket.create_connection(("127.0.0.1", hard.port)) as connection:

@@ -477,6 +477,7 @@ pub(crate) enum Event<'a> {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = messages::BlockDelta)]
 #[serde(tag = "type", rename_all = "snake_case")]
+#[expect(clippy::enum_variant_names, reason = "they are named as on the wire")]
 pub(crate) enum BlockDelta<'a> {
     TextDelta {
         text: &'a str,

@@ -235,7 +235,7 @@ impl ChatTemplate {
 
     /// Found out by trying, as templates do not say.
     fn shows_tools(&self) -> bool {
-        const PROBE: &str = "plimsoll_probe";
+        const PROBE: &str = "probe_for_tools";
         let parameters = json!({"type": "object", "properties": {}, "required": []});
         let function = json!({"name": PROBE, "description": "A probe.", "parameters": parameters});
         let tools = [json!({"type": "function", "function": function})];

@@ -168,6 +168,7 @@ pub(crate) struct MessageItem {
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::Part)]
 #[serde(tag = "type", rename_all = "snake_case")]
+#[expect(clippy::enum_variant_names, reason = "they are named as on the wire")]
 pub(crate) enum Part {
     InputText {
         text: String,
