@@ -71,8 +71,13 @@ async fn examples_work() {
         let several = several.map(|(_, example)| &example["value"]);
         for example in several.chain(content.get("example")) {
             let answer = rig.post(path, example.clone()).await;
-            assert_eq!(answer.status, 200, "{path} {example}: {}", answer.text);
             tried += 1;
+            if path == "/v1/embeddings" {
+                // Understood, and refused for what the model is alone.
+                assert_eq!(answer.error(400)["param"], "model");
+                continue;
+            }
+            assert_eq!(answer.status, 200, "{path} {example}: {}", answer.text);
         }
         let has_body = !item["post"]["requestBody"].is_null();
         assert_eq!(has_body, !content.is_null(), "{path}");
