@@ -67,7 +67,10 @@ def test_chat_answers_as_described(sim, described, extra):
         described("post", "/v1/chat/completions", 200, chunk, "text/event-stream")
 
 
-@pytest.mark.parametrize("extra", [{}, {"logprobs": 2, "echo": False}], ids=["plain", "logprobs"])
+ECHO = {"logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True}
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 2, "echo": False}, ECHO], ids=["plain", "logprobs", "echo"])
 def test_completions_answer_as_described(sim, described, extra):
     body = {"prompt": "Hello", "max_tokens": 8, **extra}
     described("post", "/v1/completions", 200, body_of(sim.http.post("/v1/completions", json=body), 200))

@@ -264,7 +264,8 @@ def test_completion_logprobs(sim):
     assert all(top[token] == value for token, value, top in
                zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]))
     assert all(math.isfinite(value) for value in logprobs["token_logprobs"])
-    assert error(sim.http.post(COMPLETIONS, json={**body, "echo": True}), 400)["param"] == "echo"
+    echoed = sim.http.post(COMPLETIONS, json={**body, "echo": True}).json()["choices"][0]
+    assert (echoed["text"], echoed["logprobs"]["tokens"][3:]) == ("abc" + choice["text"], logprobs["tokens"])
 
 
 # --- what is refused
@@ -303,8 +304,8 @@ def test_completion_logprobs(sim):
         ("stream_options", {"include_usage": True}),
         ("response_format", {"type": "yaml"}),
         ("guided_json", 7),
-        ("prompt_logprobs", 1),
-        ("min_tokens", 5),
+        ("prompt_logprobs", 21),
+        ("min_tokens", -1),
         ("model", 7),
     ],
 )
@@ -340,7 +341,7 @@ def test_wrong_values_are_named(sim, path, field, value):
         (COMPLETIONS, {"prompt": {"text": "x"}}, "prompt"),
         (COMPLETIONS, {"prompt": [1, "x"]}, "prompt"),
         (COMPLETIONS, {"prompt": [257]}, "prompt"),
-        (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": "x", "best_of": 0}, "best_of"),
         (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
         (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
         ("/tokenize", {}, "prompt"),

@@ -24,5 +24,5 @@ pub use memory::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 pub use metadata::{MetaValue, Metadata};
 pub use plan::{Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
 pub use pooling::{Matryoshka, Pooling};
-pub use request::{Limits, Request, RequestError, RequestOptions};
+pub use request::{Bans, Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};

@@ -40,6 +40,8 @@ pub struct RequestOptions {
     /// `Some(k)`: log-probabilities of the prompt's tokens, and the `k` likeliest at each place (at most
     /// [`SamplingParams::MAX_LOGPROBS`]). `max_tokens` may then be 0.
     pub prompt_logprobs: Option<u32>,
+    /// Tokens that are not to be chosen.
+    pub bans: Bans,
     /// The prefix cache is shared with requests of the same salt alone.
     pub cache_salt: Option<Arc<str>>,
     /// Generate nothing, answer with one vector. What is said about tokens to generate plays no part then.
@@ -48,6 +50,17 @@ pub struct RequestOptions {
     pub priority: i64,
     /// Whose it is: tenants take turns.
     pub tenant: TenantId,
+}
+
+/// Tokens that a request does not want, or not yet. Where nothing else is left, one of them is chosen all the same.
+#[derive(Clone, Debug, Default)]
+pub struct Bans {
+    /// None of the stop tokens comes before so many others.
+    pub min_tokens: usize,
+    /// Nothing but these; `None` for everything.
+    pub allowed: Option<Vec<TokenId>>,
+    /// Sequences that do not come up: the last token of each does not follow the others.
+    pub words: Arc<[Vec<TokenId>]>,
 }
 
 /// Why a request can never be served by this server.
@@ -97,6 +110,10 @@ pub struct Request {
     stop_token_ids: Vec<TokenId>,
     guide: Guide,
     prompt_logprobs: Option<usize>,
+    min_tokens: usize,
+    /// For the tokens before `min_tokens`.
+    early_sampling: Arc<SamplingParams>,
+    banned_words: Arc<[Vec<TokenId>]>,
     cache_salt: Option<Arc<str>>,
     pooling: Option<Pooling>,
     priority: i64,
@@ -114,6 +131,7 @@ impl Request {
             stop_token_ids,
             constraints,
             prompt_logprobs,
+            bans,
             cache_salt,
             pooling,
             priority,
@@ -148,15 +166,28 @@ impl Request {
                 limit,
             });
         }
+        let bans = match pooling {
+            Some(_) => Bans::default(),
+            None => bans,
+        };
+        let sampling = bans.check(SamplingParams::new(&sampling, vocab_size)?, output, vocab_size)?;
+        let sampling = Arc::new(sampling);
+        let early_sampling = match bans.min_tokens {
+            0 => Arc::clone(&sampling),
+            _ => Arc::new(sampling.banning(stop_token_ids.iter().copied())),
+        };
         Ok(Self {
             id,
             prompt: prompt.into(),
             max_tokens: output,
-            sampling: Arc::new(SamplingParams::new(&sampling, vocab_size)?),
+            sampling,
             seed,
             stop_token_ids,
             guide: Guide::new(constraints),
             prompt_logprobs,
+            min_tokens: bans.min_tokens,
+            early_sampling,
+            banned_words: bans.words,
             cache_salt,
             pooling,
             priority,
@@ -185,9 +216,32 @@ impl Request {
         self.prompt.len() + self.max_tokens
     }
 
-    /// How to choose tokens.
+    /// How to choose tokens, but for those that are banned at some places alone.
     pub fn sampling(&self) -> &Arc<SamplingParams> {
         &self.sampling
+    }
+
+    /// How to choose output token `index`, which follows `output`; the last of that may be missing where
+    /// [`Self::needs_output`] says that it does not matter.
+    pub fn sampling_at(&self, index: usize, output: &[TokenId]) -> Arc<SamplingParams> {
+        let params = match index < self.min_tokens {
+            true => &self.early_sampling,
+            false => &self.sampling,
+        };
+        let ends = |word: &Vec<TokenId>| {
+            let (&last, before) = word.split_last()?;
+            output.ends_with(before).then_some(last)
+        };
+        let mut banned = self.banned_words.iter().filter_map(ends).peekable();
+        match banned.peek() {
+            None => Arc::clone(params),
+            Some(_) => Arc::new(params.banning(banned)),
+        }
+    }
+
+    /// Whether the choice of a token depends on the one right before it.
+    pub fn needs_output(&self) -> bool {
+        self.sampling.needs_history() || self.banned_words.iter().any(|word| word.len() > 1)
     }
 
     /// Seed of this request's random draws.
@@ -238,6 +292,42 @@ impl Request {
     /// Whose it is.
     pub fn tenant(&self) -> TenantId {
         self.tenant
+    }
+}
+
+impl Bans {
+    /// `sampling` of what is allowed at all, for a request of at most `max_tokens` output tokens.
+    fn check(
+        &self,
+        sampling: SamplingParams,
+        max_tokens: usize,
+        vocab_size: usize,
+    ) -> Result<SamplingParams, ParamError> {
+        if self.min_tokens > max_tokens {
+            let message = format!(
+                "min_tokens, {}, must not be more than max_tokens, {max_tokens}",
+                self.min_tokens
+            );
+            return Err(ParamError::new("min_tokens", message));
+        }
+        let words = self.words.iter().flatten().map(|&token| ("bad_words", token));
+        let allowed = self.allowed.iter().flatten();
+        let mut named = words.chain(allowed.map(|&token| ("allowed_token_ids", token)));
+        if let Some((param, token)) = named.find(|&(_, token)| token as usize >= vocab_size) {
+            let message = format!("{param} names token {token}, but the vocabulary has {vocab_size} tokens");
+            return Err(ParamError::new(param, message));
+        }
+        let Some(allowed) = &self.allowed else {
+            return Ok(sampling);
+        };
+        if allowed.is_empty() {
+            let message = "allowed_token_ids must not be empty";
+            return Err(ParamError::new("allowed_token_ids", message));
+        }
+        let mut banned = vec![true; vocab_size];
+        allowed.iter().for_each(|&token| banned[token as usize] = false);
+        let banned = (0..).zip(banned).filter(|(_, banned)| *banned);
+        Ok(sampling.banning(banned.map(|(token, _)| token)))
     }
 }
 
@@ -342,6 +432,80 @@ mod tests {
                 token: 10,
                 vocab_size: 10
             }
+        );
+    }
+
+    fn banning(bans: Bans) -> Result<Request, RequestError> {
+        let options = RequestOptions {
+            prompt: vec![1, 2],
+            max_tokens: Some(4),
+            stop_token_ids: vec![9],
+            bans,
+            ..Default::default()
+        };
+        Request::new(RequestId(0), options, &LIMITS)
+    }
+
+    fn banned(request: &Request, output: &[TokenId]) -> Vec<TokenId> {
+        let params = request.sampling_at(output.len(), output);
+        assert!(params.logit_bias().iter().all(|&(_, bias)| bias < -1e29));
+        params.logit_bias().iter().map(|&(token, _)| token).collect()
+    }
+
+    #[test]
+    fn what_is_banned_depends_on_the_place() {
+        let request = banning(Bans {
+            min_tokens: 2,
+            words: [vec![7], vec![3, 4], vec![3, 3, 5]].into(),
+            ..Default::default()
+        });
+        let request = request.unwrap();
+        assert!(request.needs_output());
+        assert_eq!(banned(&request, &[]), [9, 7]);
+        assert_eq!(banned(&request, &[3]), [9, 7, 4]);
+        assert_eq!(banned(&request, &[3, 3]), [7, 4, 5]);
+        assert_eq!(banned(&request, &[3, 3, 1]), [7]);
+        let allowed = banning(Bans {
+            allowed: Some(vec![8, 0, 8]),
+            ..Default::default()
+        });
+        let allowed = allowed.unwrap();
+        assert!(!allowed.needs_output());
+        assert_eq!(banned(&allowed, &[1]), [1, 2, 3, 4, 5, 6, 7, 9]);
+        let one = banning(Bans {
+            words: [vec![7]].into(),
+            ..Default::default()
+        });
+        assert!(!one.unwrap().needs_output(), "it is banned everywhere");
+        assert!(banned(&banning(Bans::default()).unwrap(), &[1]).is_empty());
+    }
+
+    #[test]
+    fn bans_name_what_is_wrong_with_them() {
+        let wrong = |bans| match banning(bans) {
+            Err(RequestError::Param(error)) => error.param,
+            other => panic!("{other:?}"),
+        };
+        let bans = Bans::default;
+        assert_eq!(
+            wrong(Bans {
+                min_tokens: 5,
+                ..bans()
+            }),
+            "min_tokens"
+        );
+        let allowed = |tokens| Bans {
+            allowed: Some(tokens),
+            ..bans()
+        };
+        assert_eq!(wrong(allowed(vec![])), "allowed_token_ids");
+        assert_eq!(wrong(allowed(vec![10])), "allowed_token_ids");
+        assert_eq!(
+            wrong(Bans {
+                words: [vec![10]].into(),
+                ..bans()
+            }),
+            "bad_words"
         );
     }
 }

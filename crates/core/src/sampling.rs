@@ -43,6 +43,9 @@ pub struct SamplingOptions {
     pub logprobs: Option<u32>,
 }
 
+/// Bias of a banned token: far below any logit, with room for penalties to multiply it.
+const BAN: f32 = -1e30;
+
 /// Legal sampling parameters; whoever holds one need not check it again.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
@@ -185,6 +188,17 @@ impl SamplingParams {
     /// Added to the logits of these tokens.
     pub fn logit_bias(&self) -> &[(TokenId, f32)] {
         &self.logit_bias
+    }
+
+    /// The same, with `tokens` chosen only where nothing else is left: a biased logit stays a number, so that there always is
+    /// a choice, whatever a mask leaves out.
+    #[must_use]
+    pub fn banning(&self, tokens: impl IntoIterator<Item = TokenId>) -> Self {
+        let mut banning = self.clone();
+        banning
+            .logit_bias
+            .extend(tokens.into_iter().map(|token| (token, BAN)));
+        banning
     }
 
     /// `None`: no logprobs. `Some(k)`: the sampled token's and those of the `k` likeliest.

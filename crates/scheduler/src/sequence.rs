@@ -139,7 +139,7 @@ impl Running {
         if self.sampling {
             let request = &self.sequence.request;
             let ends = self.sequence.outputs() + 1 == request.max_tokens();
-            usize::from(!ends && !request.sampling().needs_history())
+            usize::from(!ends && !request.needs_output())
         } else {
             self.sequence.tokens.len() - self.planned
         }
@@ -201,7 +201,8 @@ impl Running {
             guide,
             ..
         } = &self.sequence;
-        let params = request.sampling().clone();
+        let index = self.sequence.outputs() + usize::from(self.sampling);
+        let params = request.sampling_at(index, &tokens[request.prompt().len()..]);
         let history = if params.needs_history() {
             tokens.clone()
         } else {
@@ -210,7 +211,7 @@ impl Running {
         SampleSpec {
             params,
             seed: request.seed(),
-            index: self.sequence.outputs() + usize::from(self.sampling),
+            index,
             history,
             prompt_len: request.prompt().len(),
             constrained: !guide.is_free(),

@@ -3,6 +3,7 @@
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use plimsoll_core::TokenId;
 use plimsoll_text::Tokenizer;
 
 use crate::body::Body;
@@ -11,6 +12,7 @@ use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::openapi::Errors;
 use crate::respond::{self, FINGERPRINT, Identity, Wording, Written, data, done};
+use crate::scores;
 use crate::state::AppState;
 use crate::tools;
 use crate::wire::chat::{
@@ -18,7 +20,7 @@ use crate::wire::chat::{
     ChatFunctionCall, ChatFunctionDelta, ChatLogprob, ChatLogprobs, ChatRequest, ChatTokenLogprob,
     ChatToolCall, ChatToolCallDelta,
 };
-use crate::wire::common::Usage;
+use crate::wire::common::{MaybeUsage, Usage, UsageIn};
 
 /// Chat
 ///
@@ -53,7 +55,12 @@ pub(crate) async fn handle(
         own,
     } = request;
     state.check_model(common.model.as_deref())?;
-    let (stream, include_usage) = (common.stream, common.include_usage()?);
+    let (stream, usage_in) = (common.stream, common.usage_in()?);
+    let prompt_logprobs = common.prompt_logprobs()?.map(|top| top as usize);
+    let (token_ids, names_are_ids) = (
+        common.extra.return_token_ids,
+        common.extra.return_tokens_as_token_ids,
+    );
     let logprobs = own.logprobs_per_token()?;
     own.check_legacy()?;
     let parallel = own.parallel_tool_calls.unwrap_or(true);
@@ -72,13 +79,19 @@ pub(crate) async fn handle(
     };
     let answers = conversation::open(&state, conversation).await?;
     let identity = Identity::new("chatcmpl", &state);
-    let tokenizer = state.model().tokenizer.clone();
+    let names = TokenNames {
+        tokenizer: state.model().tokenizer.clone(),
+        are_ids: names_are_ids,
+    };
+    let prompt_token_ids = token_ids.then(|| answers.prompt().to_vec());
     if stream {
         let chunks = ChatChunks {
             identity,
-            tokenizer,
+            names,
             logprobs: logprobs.is_some(),
-            include_usage,
+            token_ids,
+            prompt_token_ids,
+            usage_in,
             usage: Usage::default(),
             begun: vec![false; answers.len()],
         };
@@ -88,19 +101,25 @@ pub(crate) async fn handle(
     let usage = answers
         .iter()
         .fold(Usage::default(), |sum, answer| sum.plus(&answer.end.usage));
-    let choices = answers
-        .into_iter()
-        .enumerate()
-        .map(|(index, answer)| choice(index, answer, logprobs.is_some(), &tokenizer))
-        .collect();
+    let prompt_logprobs =
+        prompt_logprobs.map(|top| scores::prompt_logprobs(&answers[0].prompt, top, &names.tokenizer));
+    let choices = answers.into_iter().enumerate().map(|(index, mut answer)| {
+        let tokens = std::mem::take(&mut answer.tokens);
+        ChatChoice {
+            token_ids: token_ids.then_some(tokens),
+            ..choice(index, answer, logprobs.is_some(), &names)
+        }
+    });
     let completion = ChatCompletion {
         id: &identity.id,
         object: "chat.completion",
         created: identity.created,
         model: &identity.model,
-        choices,
+        choices: choices.collect(),
         usage,
         system_fingerprint: FINGERPRINT,
+        prompt_logprobs,
+        prompt_token_ids,
     };
     Ok(Json(completion).into_response())
 }
@@ -142,7 +161,7 @@ impl ChatFields {
     }
 }
 
-fn choice(index: usize, mut answer: Answer, logprobs: bool, tokenizer: &Tokenizer) -> ChatChoice {
+fn choice(index: usize, mut answer: Answer, logprobs: bool, names: &TokenNames) -> ChatChoice {
     let content = answer.take_content();
     let reasoning = (!answer.reasoning.is_empty()).then_some(answer.reasoning);
     ChatChoice {
@@ -155,8 +174,9 @@ fn choice(index: usize, mut answer: Answer, logprobs: bool, tokenizer: &Tokenize
             reasoning,
             tool_calls: answer.tool_calls.into_iter().map(ChatToolCall::from).collect(),
         },
-        logprobs: logprobs.then(|| self::logprobs(&answer.logprobs, tokenizer)),
+        logprobs: logprobs.then(|| self::logprobs(&answer.logprobs, names)),
         finish_reason: finish_reason(answer.end.reason),
+        token_ids: None,
     }
 }
 
@@ -223,10 +243,20 @@ fn finish_reason(reason: EndReason) -> &'static str {
     }
 }
 
-fn logprobs(tokens: &[TokenLogprobs], tokenizer: &Tokenizer) -> ChatLogprobs {
-    let one = |token, logprob: f32| ChatLogprob {
-        token: tokenizer.token_str(token),
-        logprob: logprob.max(LOWEST_LOGPROB),
+/// How tokens are called.
+struct TokenNames {
+    tokenizer: Tokenizer,
+    are_ids: bool,
+}
+
+fn logprobs(tokens: &[TokenLogprobs], names: &TokenNames) -> ChatLogprobs {
+    let tokenizer = &names.tokenizer;
+    let one = |token, logprob| ChatLogprob {
+        token: match names.are_ids {
+            true => scores::token_id(token),
+            false => tokenizer.token_str(token),
+        },
+        logprob: scores::number(logprob),
         bytes: tokenizer.token_bytes(token).to_vec(),
     };
     let content = tokens.iter().map(|t| ChatTokenLogprob {
@@ -244,14 +274,14 @@ fn logprobs(tokens: &[TokenLogprobs], tokenizer: &Tokenizer) -> ChatLogprobs {
     }
 }
 
-/// JSON knows no infinity; this is OpenAI's word for "never".
-pub(crate) const LOWEST_LOGPROB: f32 = -9999.0;
-
 struct ChatChunks {
     identity: Identity,
-    tokenizer: Tokenizer,
+    names: TokenNames,
     logprobs: bool,
-    include_usage: bool,
+    token_ids: bool,
+    /// Until they have been told.
+    prompt_token_ids: Option<Vec<TokenId>>,
+    usage_in: UsageIn,
     /// Of the choices that ended.
     usage: Usage,
     /// Choices whose role has been told.
@@ -259,15 +289,16 @@ struct ChatChunks {
 }
 
 impl ChatChunks {
-    fn chunk(&self, choices: Vec<ChatChunkChoice>, usage: Option<Usage>) -> ChatChunk {
+    fn chunk(&mut self, choices: Vec<ChatChunkChoice>, usage: MaybeUsage) -> ChatChunk {
         ChatChunk {
             id: self.identity.id.clone(),
             object: "chat.completion.chunk",
             created: self.identity.created,
             model: self.identity.model.clone(),
             choices,
-            usage: self.include_usage.then_some(usage),
+            usage,
             system_fingerprint: FINGERPRINT,
+            prompt_token_ids: self.prompt_token_ids.take(),
         }
     }
 
@@ -277,6 +308,7 @@ impl ChatChunks {
             delta,
             logprobs: None,
             finish_reason: None,
+            token_ids: None,
         }
     }
 }
@@ -308,17 +340,18 @@ impl Wording for ChatChunks {
             choice.finish_reason = Some(finish_reason(reason));
             choices.push(choice);
         }
-        if let Some(choice) = choices.get_mut(first).filter(|_| self.logprobs) {
-            choice.logprobs = Some(logprobs(&update.logprobs, &self.tokenizer));
+        if let Some(choice) = choices.get_mut(first) {
+            choice.logprobs = self.logprobs.then(|| logprobs(&update.logprobs, &self.names));
+            choice.token_ids = self.token_ids.then_some(update.tokens);
         }
-        let chunk = |choice| data(&self.chunk(vec![choice], None));
+        let usage = self.usage_in.chunk(update.so_far);
+        let chunk = |choice| data(&self.chunk(vec![choice], usage));
         choices.into_iter().map(chunk).collect()
     }
 
     fn end(&mut self) -> Vec<Written> {
-        let usage = self
-            .include_usage
-            .then(|| data(&self.chunk(Vec::new(), Some(self.usage))));
+        let usage = Some(Some(self.usage));
+        let usage = self.usage_in.last.then(|| data(&self.chunk(Vec::new(), usage)));
         usage.into_iter().chain([done()]).collect()
     }
 }

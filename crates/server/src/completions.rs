@@ -5,20 +5,20 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use plimsoll_core::TokenId;
+use plimsoll_core::{Logprobs, PromptLogprob, SamplingParams, TokenId};
 use plimsoll_text::Tokenizer;
 use serde_json::{Map, json};
 
 use crate::body::Body;
-use crate::chat::LOWEST_LOGPROB;
 use crate::error::ApiError;
 use crate::generate::{Job, Piece, TokenLogprobs, blocking, collect, merge};
 use crate::openapi::Errors;
 use crate::prompt;
 use crate::respond::{FINGERPRINT, Identity, Wording, Written, data, done, stream};
+use crate::scores;
 use crate::state::AppState;
 use crate::structured;
-use crate::wire::common::{Usage, finish_reason};
+use crate::wire::common::{MaybeUsage, Usage, UsageIn, finish_reason};
 use crate::wire::completion::{
     Completion, CompletionChoice, CompletionFields, CompletionLogprobs, CompletionRequest, Prompt,
 };
@@ -53,101 +53,195 @@ pub(crate) async fn handle(
         own,
     } = request;
     state.check_model(common.model.as_deref())?;
-    let include_usage = common.include_usage()?;
+    let usage_in = common.usage_in()?;
     let CompletionFields {
         prompt: prompts,
         echo,
         logprobs,
+        best_of,
+        add_special_tokens,
     } = own;
-    if echo && logprobs.is_some() {
-        return Err(ApiError::Unsupported {
-            field: "echo".into(),
-            hint: Some("not together with logprobs, which would be those of the prompt"),
-        });
+    if let Some(top) = logprobs.filter(|&top| top > SamplingParams::MAX_LOGPROBS) {
+        let most = SamplingParams::MAX_LOGPROBS;
+        let message = format!("logprobs must be at most {most}, not {top}");
+        return Err(ApiError::invalid("logprobs", message));
     }
     let mut job = Job::new(&state, &common, logprobs, PROMPT)?;
     job.grammar = structured::compile(&state, structured.grammar()?).await?;
+    let wanted = job.n;
+    if let Some(best_of) = best_of {
+        job.n = check_best_of(best_of, wanted, common.stream)?;
+    }
+    if job.n > wanted {
+        // What they are ranked by.
+        job.sampling.logprobs = logprobs.or(Some(0));
+    }
+    if common.max_tokens == Some(0) && !echo {
+        let message = "max_tokens must be at least 1, unless the prompt is echoed";
+        return Err(ApiError::invalid("max_tokens", message));
+    }
+    if echo && (logprobs.is_some() || common.max_tokens == Some(0)) {
+        job.prompt_logprobs = job.prompt_logprobs.max(logprobs.or(Some(0)));
+    }
     let prompts = prompts.into_vec();
     if prompts.is_empty() {
         return Err(ApiError::invalid(PROMPT, "prompt must not be empty"));
     }
     let model = Arc::clone(state.model());
     let (prompts, tokens) = blocking(move || {
+        let add_special = add_special_tokens.unwrap_or(true);
         let tokens = prompts
             .iter()
-            .map(|p| prompt::completion(&model, p))
+            .map(|p| prompt::completion(&model, p, add_special))
             .collect::<Result<Vec<_>, _>>()?;
         Ok((prompts, tokens))
     })
     .await?;
-    let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
-    let room = state
-        .engine()
-        .limits()
-        .max_request_tokens()
-        .saturating_sub(longest);
-    job.max_tokens = common.max_tokens.or(Some(DEFAULT_MAX_TOKENS.min(room.max(1))));
-    let n = job.n;
-    job.prompts = tokens;
+    let lengths: Vec<usize> = tokens.iter().map(Vec::len).collect();
+    job.max_tokens = common.max_tokens.or(Some(DEFAULT_MAX_TOKENS));
+    job.set_prompts(&state, tokens)?;
+    if common.max_tokens.is_none() {
+        let least = job.prompts.iter().map(|prompt| state.room(prompt)).min();
+        // What does not fit at all is refused with all its numbers.
+        job.max_tokens = Some(DEFAULT_MAX_TOKENS.min(least.unwrap_or(0).max(1)));
+    }
 
     let tokenizer = state.model().tokenizer.clone();
-    let echoed = |prompt: &Prompt| match prompt {
-        Prompt::Text(text) => text.clone(),
-        Prompt::Tokens(tokens) => tokenizer.decode(tokens, true),
-    };
-    let echo: Vec<String> = if echo {
-        prompts.iter().map(echoed).collect()
-    } else {
-        Vec::new()
-    };
-    let mut shape = Shape {
+    let (n, extra) = (job.n, &common.extra);
+    let skip_special = extra.skip_special_tokens.unwrap_or(true);
+    let parts = prompts.into_iter().zip(lengths).zip(&job.prompts);
+    let begin = parts.map(|((prompt, len), tokens)| {
+        let text = || match prompt {
+            Prompt::Text(text) if tokens.len() == len => text,
+            _ => tokenizer.decode(tokens, skip_special),
+        };
+        Begin {
+            echo: echo.then(text),
+            tokens: tokens.clone(),
+        }
+    });
+    let shape = Shape {
         identity: Identity::new("cmpl", &state),
+        begin: begin.flat_map(|begin| vec![Some(begin); n]).collect(),
+        offsets: vec![0; job.prompts.len() * n],
         tokenizer,
-        logprobs: logprobs.is_some(),
-        include_usage,
+        logprobs: logprobs.map(|top| top as usize),
+        prompt_logprobs: extra.prompt_logprobs.map(|top| top as usize),
+        skip_special,
+        names_are_ids: extra.return_tokens_as_token_ids,
+        token_ids: extra.return_token_ids,
+        usage_in,
         usage: Usage::default(),
-        offsets: vec![0; prompts.len() * n],
-        // Each choice begins with its prompt, if that was asked for.
-        echo: echo.into_iter().flat_map(|text| vec![text; n]).collect(),
     };
     let choices = job.submit(&state)?;
     if common.stream {
         let pieces = merge(choices);
         return Ok(stream(&state, pieces, shape));
     }
-    let pieces = collect(choices).await?;
-    let usage = pieces
-        .iter()
-        .fold(Usage::default(), |sum, piece| sum.plus(&piece.usage));
-    let choices = pieces.into_iter().map(|piece| shape.choice(piece)).collect();
-    shape.include_usage = true;
-    Ok(Json(shape.completion(choices, Some(usage))).into_response())
+    let pieces = best(collect(choices).await?, n, wanted);
+    Ok(Json(shape.whole(pieces)).into_response())
+}
+
+/// How many choices per prompt are generated so that the best `n` can be returned.
+fn check_best_of(best_of: usize, n: usize, stream: bool) -> Result<usize, ApiError> {
+    let message = if !(n..=MAX_BEST_OF).contains(&best_of) {
+        format!("best_of must be between n, which is {n}, and {MAX_BEST_OF}, not {best_of}")
+    } else if stream && best_of > n {
+        "best_of cannot choose from what is streamed: leave out stream or best_of".to_owned()
+    } else {
+        return Ok(best_of);
+    };
+    Err(ApiError::invalid("best_of", message))
+}
+
+/// As many as choices.
+const MAX_BEST_OF: usize = 128;
+
+/// A prompt's choices by their log-probability per token, which is how OpenAI ranks them, and of these the first `n`. What was
+/// generated in vain is used too.
+fn best(mut pieces: Vec<Piece>, best_of: usize, n: usize) -> Vec<Piece> {
+    if best_of == n {
+        return pieces;
+    }
+    let mean = |piece: &Piece| {
+        let sum: f64 = piece
+            .logprobs
+            .iter()
+            .map(|token| f64::from(token.logprobs.sampled))
+            .sum();
+        sum / piece.logprobs.len().max(1) as f64
+    };
+    let mut kept = Vec::with_capacity(pieces.len() / best_of * n);
+    for of_prompt in pieces.chunks_mut(best_of) {
+        let all = of_prompt
+            .iter()
+            .fold(Usage::default(), |sum, piece| sum.plus(&piece.usage));
+        of_prompt
+            .iter_mut()
+            .for_each(|piece| piece.usage = Usage::default());
+        // Stable: equal ones stay in their order.
+        of_prompt.sort_by(|a, b| mean(b).total_cmp(&mean(a)));
+        of_prompt[0].usage = all;
+        kept.extend(of_prompt[..n].iter_mut().map(std::mem::take));
+    }
+    kept
+}
+
+/// How a choice begins.
+#[derive(Clone)]
+struct Begin {
+    /// The prompt's text, if it is to be repeated.
+    echo: Option<String>,
+    /// The prompt.
+    tokens: Vec<TokenId>,
 }
 
 struct Shape {
     identity: Identity,
     tokenizer: Tokenizer,
-    logprobs: bool,
-    include_usage: bool,
+    /// How many of the likeliest tokens to tell with each, if any.
+    logprobs: Option<usize>,
+    /// The same in vLLM's form for the tokens of the prompt.
+    prompt_logprobs: Option<usize>,
+    skip_special: bool,
+    names_are_ids: bool,
+    token_ids: bool,
+    usage_in: UsageIn,
     /// Of the choices that ended.
     usage: Usage,
     /// Characters of each choice so far.
     offsets: Vec<usize>,
-    /// Text with which each choice still has to begin; empty without `echo`.
-    echo: Vec<String>,
+    /// Of each choice, until it has begun.
+    begin: Vec<Option<Begin>>,
 }
 
 impl Shape {
-    fn completion(&self, choices: Vec<CompletionChoice>, usage: Option<Usage>) -> Completion {
+    fn completion(&self, choices: Vec<CompletionChoice>, usage: MaybeUsage) -> Completion {
         Completion {
             id: self.identity.id.clone(),
             object: "text_completion",
             created: self.identity.created,
             model: self.identity.model.clone(),
             choices,
-            usage: self.include_usage.then_some(usage),
+            usage,
             system_fingerprint: FINGERPRINT,
         }
+    }
+
+    /// The response to a request that is not streamed: `pieces` are whole choices, in their order.
+    fn whole(mut self, pieces: Vec<Piece>) -> Completion {
+        let usage = pieces
+            .iter()
+            .fold(Usage::default(), |sum, piece| sum.plus(&piece.usage));
+        let choices = pieces
+            .into_iter()
+            .enumerate()
+            .map(|(index, piece)| CompletionChoice {
+                index,
+                ..self.choice(piece)
+            });
+        let choices = choices.collect();
+        self.completion(choices, Some(Some(usage)))
     }
 
     fn choice(&mut self, piece: Piece) -> CompletionChoice {
@@ -156,44 +250,89 @@ impl Shape {
             text,
             logprobs,
             finish,
+            prompt,
+            tokens,
             ..
         } = piece;
-        let logprobs = self.logprobs.then(|| self.logprobs(index, &logprobs));
-        let mut whole = self.echo.get_mut(index).map(std::mem::take).unwrap_or_default();
-        whole += &text;
+        let begin = self.begin[index].take();
+        let mut listed = CompletionLogprobs::default();
+        if let Some(Begin {
+            echo: Some(_),
+            tokens,
+        }) = begin.as_ref().filter(|_| self.logprobs.is_some())
+        {
+            self.list_prompt(&mut listed, index, tokens, &prompt);
+        }
+        for TokenLogprobs { token, logprobs } in logprobs {
+            self.list(&mut listed, index, token, Some(logprobs));
+        }
+        let told = self.prompt_logprobs.filter(|_| begin.is_some());
+        let (echo, prompt_tokens) =
+            begin.map_or_else(Default::default, |begin| (begin.echo, Some(begin.tokens)));
         CompletionChoice {
             index,
-            text: whole,
-            logprobs,
+            text: echo.unwrap_or_default() + &text,
+            logprobs: self.logprobs.is_some().then_some(listed),
             finish_reason: finish.map(finish_reason),
+            prompt_logprobs: told.map(|top| scores::prompt_logprobs(&prompt, top, &self.tokenizer)),
+            prompt_token_ids: prompt_tokens.filter(|_| self.token_ids),
+            token_ids: self.token_ids.then_some(tokens),
         }
     }
 
-    fn logprobs(&mut self, index: usize, tokens: &[TokenLogprobs]) -> CompletionLogprobs {
-        let mut out = CompletionLogprobs::default();
-        for TokenLogprobs { token, logprobs } in tokens {
-            let text = self.tokenizer.token_str(*token);
-            let mut top = Map::new();
-            let all = logprobs
-                .top
-                .iter()
-                .map(|top| (top.token, top.logprob))
-                .chain([(*token, logprobs.sampled)]);
-            for (token, logprob) in all {
-                top.entry(self.name(token))
-                    .or_insert(json!(logprob.max(LOWEST_LOGPROB)));
-            }
-            out.text_offset.push(self.offsets[index]);
-            out.token_logprobs.push(logprobs.sampled.max(LOWEST_LOGPROB));
-            out.top_logprobs.push(top);
-            self.offsets[index] += text.chars().count();
-            out.tokens.push(self.name(*token));
+    /// An echoed prompt. Nothing predicts its first token.
+    fn list_prompt(
+        &mut self,
+        out: &mut CompletionLogprobs,
+        index: usize,
+        tokens: &[TokenId],
+        scored: &[PromptLogprob],
+    ) {
+        let known = scored.iter().map(|scored| {
+            Some(Logprobs {
+                sampled: scored.logprob,
+                top: scored.top.clone(),
+            })
+        });
+        for (&token, logprobs) in tokens.iter().zip(std::iter::once(None).chain(known)) {
+            self.list(out, index, token, logprobs);
         }
-        out
+    }
+
+    fn list(
+        &mut self,
+        out: &mut CompletionLogprobs,
+        index: usize,
+        token: TokenId,
+        logprobs: Option<Logprobs>,
+    ) {
+        out.text_offset.push(self.offsets[index]);
+        out.tokens.push(self.name(token));
+        out.token_logprobs
+            .push(logprobs.as_ref().map(|logprobs| scores::number(logprobs.sampled)));
+        out.top_logprobs.push(logprobs.map(|logprobs| {
+            let mut by_name = Map::new();
+            let top = logprobs.top.iter().take(self.logprobs.unwrap_or(0));
+            for (token, logprob) in top
+                .map(|top| (top.token, top.logprob))
+                .chain([(token, logprobs.sampled)])
+            {
+                by_name
+                    .entry(self.name(token))
+                    .or_insert(json!(scores::number(logprob)));
+            }
+            by_name
+        }));
+        if !(self.skip_special && self.tokenizer.is_special(token)) {
+            self.offsets[index] += self.tokenizer.token_str(token).chars().count();
+        }
     }
 
     /// Tokens are keys here: one that is no text by itself is named by its bytes, as OpenAI does, lest two become one.
     fn name(&self, token: TokenId) -> String {
+        if self.names_are_ids {
+            return scores::token_id(token);
+        }
         let bytes = self.tokenizer.token_bytes(token);
         match std::str::from_utf8(bytes) {
             Ok(text) => text.to_owned(),
@@ -213,14 +352,16 @@ impl Wording for Shape {
 
     fn word(&mut self, piece: Piece) -> Vec<Written> {
         self.usage = self.usage.plus(&piece.usage);
+        let usage = self.usage_in.chunk(piece.so_far);
         let choice = self.choice(piece);
-        vec![data(&self.completion(vec![choice], None))]
+        vec![data(&self.completion(vec![choice], usage))]
     }
 
     fn end(&mut self) -> Vec<Written> {
         let usage = self
-            .include_usage
-            .then(|| data(&self.completion(Vec::new(), Some(self.usage))));
+            .usage_in
+            .last
+            .then(|| data(&self.completion(Vec::new(), Some(Some(self.usage)))));
         usage.into_iter().chain([done()]).collect()
     }
 }

@@ -24,6 +24,8 @@ pub(crate) enum Harmless {
     One,
     /// An empty list, object or string.
     Empty,
+    /// An empty string: models that write what comes before a suffix are trained for it.
+    NoSuffix,
     /// One of these words.
     Word(&'static [&'static str]),
     /// A list of this word alone.
@@ -39,6 +41,7 @@ impl Harmless {
             Self::True => value == &Value::Bool(true),
             Self::Zero => value.as_f64() == Some(0.0),
             Self::One => value.as_f64() == Some(1.0),
+            Self::NoSuffix => value.as_str() == Some(""),
             Self::Empty => match value {
                 Value::Array(list) => list.is_empty(),
                 Value::Object(map) => map.is_empty(),
@@ -82,6 +85,9 @@ impl Harmless {
             Self::True => Some("only true is"),
             Self::Zero => Some("only 0 is"),
             Self::One => Some("only 1 is"),
+            Self::NoSuffix => {
+                Some("no model it serves writes what goes before a suffix; put all text into `prompt`")
+            }
             Self::Only("text") => Some("only `text` is"),
             _ => None,
         }
@@ -102,23 +108,13 @@ pub(crate) const ACCEPTED: &[&str] = &[
 /// Refused in chat and completions alike; most are vLLM's.
 pub(crate) const UNSUPPORTED: &[Unsupported] = &[
     ("structural_tag", Harmless::Never),
-    ("prompt_logprobs", Harmless::Never),
-    ("min_tokens", Harmless::Zero),
     ("use_beam_search", Harmless::False),
     ("length_penalty", Harmless::One),
-    ("skip_special_tokens", Harmless::True),
     ("spaces_between_special_tokens", Harmless::True),
-    ("include_stop_str_in_output", Harmless::False),
-    ("truncate_prompt_tokens", Harmless::Never),
-    ("allowed_token_ids", Harmless::Never),
-    ("bad_words", Harmless::Empty),
     ("logits_processors", Harmless::Empty),
-    ("return_tokens_as_token_ids", Harmless::False),
-    ("return_token_ids", Harmless::False),
     ("kv_transfer_params", Harmless::Never),
     ("vllm_xargs", Harmless::Never),
     ("thinking_token_budget", Harmless::Never),
-    ("cache_salt", Harmless::Never),
 ];
 
 /// Refused in chat.
@@ -180,10 +176,8 @@ pub(crate) const EMBEDDING_UNSUPPORTED: &[Unsupported] = &[
 
 /// Refused in completions.
 pub(crate) const COMPLETION_UNSUPPORTED: &[Unsupported] = &[
-    ("best_of", Harmless::One),
-    ("suffix", Harmless::Empty),
+    ("suffix", Harmless::NoSuffix),
     ("prompt_embeds", Harmless::Never),
-    ("add_special_tokens", Harmless::True),
     ("mm_processor_kwargs", Harmless::Empty),
 ];
 
@@ -203,8 +197,7 @@ mod tests {
     #[test]
     fn lets_the_harmless_pass() {
         let body = json!({
-            "user": "u",
-            "min_tokens": 0, "modalities": ["text"], "skip_special_tokens": true, "length_penalty": 1.0,
+            "user": "u", "modalities": ["text"], "spaces_between_special_tokens": true, "length_penalty": 1.0,
         });
         assert_eq!(check(body), Ok(()));
     }
@@ -214,8 +207,6 @@ mod tests {
         for (name, value) in [
             ("audio", json!({})),
             ("web_search_options", json!({})),
-            ("min_tokens", json!(3)),
-            ("prompt_logprobs", json!(0)),
             ("use_beam_search", json!(true)),
         ] {
             let error = check(json!({ name: value })).unwrap_err();

@@ -4,12 +4,12 @@ use std::time::Instant;
 
 use futures::{FutureExt, Stream, StreamExt, stream};
 use plimsoll_core::{
-    Constraint, Event, FinishReason, Logprobs, Request, RequestOptions, SamplingOptions, StepError,
-    TokenEvent, TokenId,
+    Bans, Constraint, Event, FinishReason, Logprobs, PromptEvent, PromptLogprob, Request, RequestOptions,
+    SamplingOptions, StepError, TokenEvent, TokenId,
 };
 use plimsoll_engine::RequestStream;
 use plimsoll_text::grammar::CompiledGrammar;
-use plimsoll_text::{Detokenizer, StopMatcher, TextError};
+use plimsoll_text::{Detokenizer, StopMatcher, TextError, Tokenizer};
 use tokio::time::timeout_at;
 
 use crate::context::{Context, Generation};
@@ -17,6 +17,7 @@ use crate::error::ApiError;
 use crate::metrics::Timer;
 use crate::state::AppState;
 use crate::wire::common::{Common, Usage};
+use crate::wire::extra::Extra;
 
 /// What a client wants generated, whichever endpoint it came through.
 #[derive(Debug)]
@@ -36,6 +37,10 @@ pub(crate) struct Job {
     pub(crate) priority: i64,
     /// When it is given up.
     pub(crate) deadline: Option<Instant>,
+    /// How many of the likeliest tokens to report at each place of the prompt, if its log-probabilities are wanted.
+    pub(crate) prompt_logprobs: Option<u32>,
+    bans: Bans,
+    extra: Extra,
     /// The API field that holds the prompt, for errors.
     pub(crate) prompt_field: &'static str,
 }
@@ -71,6 +76,9 @@ impl Job {
             shown: Arc::default(),
             priority: common.priority(state)?,
             deadline: Context::current().deadline(common.timeout()?),
+            prompt_logprobs: common.prompt_logprobs()?,
+            bans: bans(&common.extra, &model.tokenizer)?,
+            extra: common.extra.clone(),
             prompt_field,
         })
     }
@@ -81,6 +89,43 @@ impl Job {
         grammar
             .map(|grammar| grammar.constraint(&self.stop_token_ids))
             .collect()
+    }
+
+    /// Sets the prompts, cut from the left to the length that the client wants.
+    pub(crate) fn set_prompts(
+        &mut self,
+        state: &AppState,
+        mut prompts: Vec<Vec<TokenId>>,
+    ) -> Result<(), ApiError> {
+        if let Some(asked) = self.extra.truncate_prompt_tokens {
+            let limit = state.engine().limits().max_request_tokens();
+            let most = match usize::try_from(asked) {
+                Ok(most) if (1..=limit).contains(&most) => most,
+                // As many as leave room for the answer.
+                _ if asked == -1 => limit.saturating_sub(self.max_tokens.unwrap_or(1)).max(1),
+                _ => {
+                    let message = format!(
+                        "truncate_prompt_tokens must be between 1 and {limit}, or -1 for as many as fit, not {asked}"
+                    );
+                    return Err(ApiError::invalid("truncate_prompt_tokens", message));
+                }
+            };
+            for prompt in &mut prompts {
+                prompt.drain(..prompt.len().saturating_sub(most));
+            }
+        }
+        self.prompts = prompts;
+        Ok(())
+    }
+
+    fn cache_salt(&self) -> Result<Option<Arc<str>>, ApiError> {
+        match self.extra.cache_salt.as_deref() {
+            Some("") => Err(ApiError::invalid(
+                "cache_salt",
+                "cache_salt must not be empty: leave it out to share the prefix cache with everybody",
+            )),
+            salt => Ok(salt.map(Arc::from)),
+        }
     }
 
     /// Checks the job against the engine's limits and submits all its choices, or none: one that is refused cancels those
@@ -98,6 +143,7 @@ impl Job {
             return Err(ApiError::invalid("n", message));
         }
         let context = Context::current();
+        let cache_salt = self.cache_salt()?;
         let mut requests = Vec::with_capacity(choices);
         for prompt in &self.prompts {
             for i in 0..self.n {
@@ -110,7 +156,10 @@ impl Job {
                     priority: self.priority,
                     tenant: context.tenant(),
                     constraints: self.constraints(),
-                    ..RequestOptions::default()
+                    prompt_logprobs: self.prompt_logprobs,
+                    bans: self.bans.clone(),
+                    cache_salt: cache_salt.clone(),
+                    pooling: None,
                 };
                 let request = Request::new(engine.next_id(), options, &engine.limits())
                     .map_err(|error| ApiError::from_request(error, self.prompt_field))?;
@@ -118,8 +167,8 @@ impl Job {
             }
         }
         state.metrics().per_request.submitted(self.n);
-        let stop =
-            StopMatcher::new(&self.stop, false).map_err(|e| ApiError::invalid("stop", e.to_string()))?;
+        let stop = StopMatcher::new(&self.stop, self.extra.include_stop_str_in_output)
+            .map_err(|e| ApiError::invalid("stop", e.to_string()))?;
         let stop = (stop, Arc::from(self.stop.as_slice()));
         let choices = requests
             .into_iter()
@@ -138,6 +187,39 @@ impl Job {
     }
 }
 
+/// Most bad words, and bytes of each; they are looked up on the way.
+const MAX_BAD_WORDS: usize = 256;
+const MAX_BAD_WORD_BYTES: usize = 256;
+
+/// Bad words are banned in the ways in which they are written at the beginning of a text and behind a space.
+fn bans(extra: &Extra, tokenizer: &Tokenizer) -> Result<Bans, ApiError> {
+    let bad_words = extra.bad_words.as_deref().unwrap_or_default();
+    let wrong = |message: String| Err(ApiError::invalid("bad_words", message));
+    if bad_words.len() > MAX_BAD_WORDS {
+        let len = bad_words.len();
+        return wrong(format!(
+            "at most {MAX_BAD_WORDS} bad_words are supported, not {len}"
+        ));
+    }
+    let mut words = Vec::new();
+    for word in bad_words.iter().map(|word| word.trim_start()) {
+        if word.is_empty() || word.len() > MAX_BAD_WORD_BYTES {
+            return wrong(format!("a bad word must have 1 to {MAX_BAD_WORD_BYTES} bytes"));
+        }
+        for text in [word.to_owned(), format!(" {word}")] {
+            let tokens = tokenizer.encode_literal(&text, false)?;
+            if !words.contains(&tokens) {
+                words.push(tokens);
+            }
+        }
+    }
+    Ok(Bans {
+        min_tokens: extra.min_tokens.unwrap_or(0),
+        allowed: extra.allowed_token_ids.clone(),
+        words: words.into(),
+    })
+}
+
 /// One choice of a response while it is generated: tokens in, text out. Dropping it cancels.
 #[derive(Debug)]
 pub(crate) struct Choice {
@@ -153,6 +235,11 @@ pub(crate) struct Choice {
     begin_by: Option<Instant>,
     /// When all must be done.
     deadline: Option<Instant>,
+    /// The token that ends the text is part of it.
+    include_stop: bool,
+    /// Stop strings are looked for behind so many tokens.
+    min_tokens: usize,
+    prompt_len: usize,
     /// Counted once per prompt, not once per choice.
     prompt_tokens: usize,
     generated: usize,
@@ -180,6 +267,12 @@ pub(crate) struct Piece {
     pub(crate) finish: Option<FinishReason>,
     /// The stop string that ended it, if one did.
     pub(crate) stop: Option<String>,
+    /// Of the prompt's tokens, from the second on; all of them come with the choice's first text, or its end.
+    pub(crate) prompt: Vec<PromptLogprob>,
+    /// Tokens that were generated, the one that ends the choice included.
+    pub(crate) tokens: Vec<TokenId>,
+    /// Of the choice, so far.
+    pub(crate) so_far: Usage,
     /// With `finish`: what the choice adds to the usage of the response.
     pub(crate) usage: Usage,
 }
@@ -201,13 +294,14 @@ impl Choice {
         } else {
             0
         };
+        let skip_special = job.extra.skip_special_tokens.unwrap_or(true);
         Ok(Self {
             index,
             events: Some(events),
             detokenizer: state
                 .model()
                 .tokenizer
-                .detokenizer(true)
+                .detokenizer(skip_special)
                 .continuing()
                 .showing(Arc::clone(&job.shown)),
             stop: stop.clone(),
@@ -219,6 +313,9 @@ impl Choice {
                 .and_then(|timeout| Instant::now().checked_add(timeout)),
             deadline: job.deadline,
             context: Context::current(),
+            include_stop: job.extra.include_stop_str_in_output,
+            min_tokens: job.bans.min_tokens,
+            prompt_len,
             prompt_tokens,
             generated: 0,
             cached_tokens: None,
@@ -270,8 +367,15 @@ impl Choice {
                             .admitted(if self.prompt_tokens > 0 { cached_tokens } else { 0 });
                     }
                 }
-                // Nobody asks for it yet.
-                Event::Prompt(_) => {}
+                Event::Prompt(PromptEvent { logprobs, finish }) => {
+                    piece.prompt.extend(logprobs);
+                    if let Some(reason) = finish {
+                        piece.so_far = self.so_far();
+                        piece.usage = self.end(reason);
+                        piece.finish = finish;
+                        return Some(Ok(piece));
+                    }
+                }
                 Event::Pooled(_) => {
                     self.events = None;
                     return Some(Err(StepError::Failed("a vector came for a text".into()).into()));
@@ -314,9 +418,10 @@ impl Choice {
         self.generated += 1;
         self.timer.token();
         self.context.token();
+        piece.tokens.push(token.token);
         let mut finish = token.finish;
-        // The token that stops generation is no part of the text.
-        if finish != Some(FinishReason::Stop) {
+        // The token that stops generation is no part of the text, unless it is wanted.
+        if finish != Some(FinishReason::Stop) || self.include_stop {
             let text = self.detokenizer.push(token.token);
             self.held.extend(token.logprobs.map(|logprobs| TokenLogprobs {
                 token: token.token,
@@ -333,10 +438,16 @@ impl Choice {
         if finish.is_some() || !piece.text.is_empty() {
             piece.logprobs.append(&mut self.held);
         }
+        piece.so_far = self.so_far();
         if let Some(reason) = finish {
             piece.usage = self.end(reason);
             piece.finish = finish;
         }
+    }
+
+    /// Tokens of the prompt and of the choice so far.
+    pub(crate) fn so_far(&self) -> Usage {
+        Usage::new(self.prompt_len, self.generated, self.cached_tokens.unwrap_or(0))
     }
 
     /// Ends the choice, which cancels what is left of the request. What it adds to the usage of the response.
@@ -354,6 +465,10 @@ impl Choice {
 
     /// Moves `text` through the stop strings into `piece`.
     fn scan(&mut self, text: &str, piece: &mut Piece, finish: &mut Option<FinishReason>) {
+        if self.generated <= self.min_tokens {
+            piece.text += text;
+            return;
+        }
         let scanned = self.stop.push(text);
         piece.text += &scanned.text;
         if let Some(index) = scanned.stop {
@@ -383,7 +498,10 @@ pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, ApiError
         let into = &mut whole[piece.index];
         into.text += &piece.text;
         into.logprobs.extend(piece.logprobs);
+        into.prompt.extend(piece.prompt);
+        into.tokens.extend(piece.tokens);
         into.finish = piece.finish;
+        into.so_far = piece.so_far;
         into.usage = piece.usage;
     }
     Ok(whole)

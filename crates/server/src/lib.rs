@@ -28,6 +28,7 @@ mod prompt;
 mod quota;
 mod respond;
 mod responses;
+mod scores;
 mod sealed;
 mod sleep;
 mod state;

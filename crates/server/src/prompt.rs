@@ -8,12 +8,16 @@ use crate::state::ModelInfo;
 use crate::wire::completion::Prompt;
 
 /// Tokens of one prompt of a completion. May take long: for the blocking pool.
-pub(crate) fn completion(model: &ModelInfo, prompt: &Prompt) -> Result<Vec<TokenId>, ApiError> {
+pub(crate) fn completion(
+    model: &ModelInfo,
+    prompt: &Prompt,
+    add_special: bool,
+) -> Result<Vec<TokenId>, ApiError> {
     match prompt {
         Prompt::Tokens(tokens) => Ok(tokens.clone()),
         Prompt::Text(text) => model
             .tokenizer
-            .encode(text, true)
+            .encode(text, add_special)
             .map_err(|error| in_field("prompt", error.into())),
     }
 }

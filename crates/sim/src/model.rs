@@ -252,7 +252,7 @@ pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReaso
     let mut output = Vec::new();
     while output.len() < request.max_tokens() {
         let spec = SampleSpec {
-            params: request.sampling().clone(),
+            params: request.sampling_at(output.len(), &output),
             seed: request.seed(),
             index: output.len(),
             history: Vec::new(),

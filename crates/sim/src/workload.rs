@@ -1,6 +1,6 @@
 use plimsoll_core::{
-    BlockSize, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions, SamplingOptions, StepLimits,
-    TenantId, TokenId,
+    Bans, BlockSize, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions, SamplingOptions,
+    StepLimits, TenantId, TokenId,
 };
 use plimsoll_scheduler::SchedulerConfig;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
@@ -192,6 +192,7 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
                 Vec::new()
             },
             prompt_logprobs,
+            bans: bans(rng, model, max_tokens.unwrap_or(room)),
             cache_salt: rng
                 .random_bool(0.1)
                 .then(|| ["ours", "theirs"][rng.random_range(0..2)].into()),
@@ -206,6 +207,24 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
         requests.push((tick, request));
     }
     requests
+}
+
+/// Few: most requests want none.
+fn bans(rng: &mut StdRng, model: &SimModel, max_tokens: usize) -> Bans {
+    let mut words = Vec::new();
+    while rng.random_bool(0.15) {
+        let len = rng.random_range(1..=2);
+        words.push(random_tokens(rng, model, len));
+    }
+    Bans {
+        min_tokens: if rng.random_bool(0.1) {
+            rng.random_range(0..=max_tokens)
+        } else {
+            0
+        },
+        allowed: rng.random_bool(0.05).then(|| random_tokens(rng, model, 2)),
+        words: words.into(),
+    }
 }
 
 fn random_tokens(rng: &mut StdRng, model: &SimModel, count: usize) -> Vec<TokenId> {

@@ -1,6 +1,7 @@
 //! Answers while they are generated, and whole.
 
 use futures::{Stream, StreamExt, stream};
+use plimsoll_core::{PromptLogprob, TokenId};
 
 use super::reader::{Reader, Style};
 use crate::error::ApiError;
@@ -36,6 +37,12 @@ pub(crate) struct Update {
     /// Of every token that was generated, in order, also those of markup and reasoning; they come with the first delta that
     /// holds some of their text, or with the end.
     pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// Of the prompt's tokens, from the second on, if they were asked for.
+    pub(crate) prompt: Vec<PromptLogprob>,
+    /// Tokens that were generated, the one that ends the choice included.
+    pub(crate) tokens: Vec<TokenId>,
+    /// Of the choice, so far.
+    pub(crate) so_far: Usage,
     pub(crate) end: Option<End>,
 }
 
@@ -67,6 +74,10 @@ pub(crate) struct Answer {
     pub(crate) content: String,
     pub(crate) tool_calls: Vec<ToolCall>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// As in [`Update`].
+    pub(crate) prompt: Vec<PromptLogprob>,
+    /// As in [`Update`].
+    pub(crate) tokens: Vec<TokenId>,
     pub(crate) end: End,
 }
 
@@ -91,18 +102,25 @@ pub(crate) struct ToolCall {
 /// The answers to a conversation, `n` of them. Dropping them cancels.
 #[derive(Debug)]
 pub(crate) struct Answers {
+    prompt: Vec<TokenId>,
     readers: Vec<Reader>,
 }
 
 impl Answers {
-    pub(super) fn new(choices: Vec<Choice>, style: &Style) -> Self {
+    pub(super) fn new(prompt: Vec<TokenId>, choices: Vec<Choice>, style: &Style) -> Self {
         let readers = choices
             .into_iter()
             .enumerate()
             .map(|(index, choice)| Reader::new(index, choice, style));
         Self {
+            prompt,
             readers: readers.collect(),
         }
+    }
+
+    /// The prompt's tokens.
+    pub(crate) fn prompt(&self) -> &[TokenId] {
+        &self.prompt
     }
 
     /// Number of choices.
@@ -139,6 +157,8 @@ struct Partial {
     content: String,
     tool_calls: Vec<ToolCall>,
     logprobs: Vec<TokenLogprobs>,
+    prompt: Vec<PromptLogprob>,
+    tokens: Vec<TokenId>,
     end: Option<End>,
 }
 
@@ -157,6 +177,8 @@ impl Partial {
             }
         }
         self.logprobs.extend(update.logprobs);
+        self.prompt.extend(update.prompt);
+        self.tokens.extend(update.tokens);
         self.end = self.end.take().or(update.end);
     }
 
@@ -169,6 +191,8 @@ impl Partial {
             content: self.content,
             tool_calls: self.tool_calls,
             logprobs: self.logprobs,
+            prompt: self.prompt,
+            tokens: self.tokens,
             end,
         })
     }

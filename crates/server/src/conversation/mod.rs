@@ -83,18 +83,20 @@ pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result
     format.reasoning_is_open = matches!(thinking, Thinking::Open(_));
     let wanted = grammar::of_answer(&model.tokenizer, &prompt.tools, tools, thinking, structure)?;
     job.grammar = structured::compile(state, wanted).await?;
-    job.max_tokens = max_tokens.or_else(|| state.default_max_tokens(&rendered.tokens));
+    job.max_tokens = max_tokens;
+    job.set_prompts(state, vec![rendered.tokens])?;
+    let prompt = job.prompts[0].clone();
+    job.max_tokens = max_tokens.or_else(|| state.default_max_tokens(&prompt));
     if fit == Fit::CutAnswer {
-        let room = state.room(&rendered.tokens);
+        let room = state.room(&prompt);
         job.max_tokens = job.max_tokens.map(|most| most.min(room.max(1)));
     }
-    job.prompts = vec![rendered.tokens];
     job.shown = Arc::clone(state.answer_marks());
     let style = Style {
         format,
         include_reasoning,
     };
-    Ok(Answers::new(job.submit(state)?, &style))
+    Ok(Answers::new(prompt, job.submit(state)?, &style))
 }
 
 /// How calls will be written, if any may be.

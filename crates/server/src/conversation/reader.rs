@@ -1,7 +1,7 @@
 //! One choice, read while it is generated.
 
 use futures::{Stream, stream};
-use plimsoll_core::FinishReason;
+use plimsoll_core::{FinishReason, PromptLogprob, TokenId};
 use plimsoll_text::{AnswerFormat, AnswerParser, Part, ToolFormat};
 use rand::Rng;
 use rand::distr::Alphanumeric;
@@ -32,6 +32,10 @@ pub(super) struct Reader {
     calls: usize,
     /// Of tokens whose text has not been told.
     logprobs: Vec<TokenLogprobs>,
+    /// Likewise.
+    tokens: Vec<TokenId>,
+    /// Until it is told.
+    prompt: Vec<PromptLogprob>,
 }
 
 impl Reader {
@@ -45,6 +49,8 @@ impl Reader {
             reasoning_tokens: 0,
             calls: 0,
             logprobs: Vec::new(),
+            tokens: Vec::new(),
+            prompt: Vec::new(),
         }
     }
 
@@ -109,17 +115,21 @@ impl Reader {
             }
         }
         self.logprobs.extend(piece.logprobs);
-        let told = end.is_some() || !deltas.is_empty();
-        Update {
+        self.tokens.extend(piece.tokens);
+        self.prompt.extend(piece.prompt);
+        let mut update = Update {
             choice: self.index,
             deltas,
-            logprobs: if told {
-                std::mem::take(&mut self.logprobs)
-            } else {
-                Vec::new()
-            },
+            so_far: piece.so_far,
             end,
+            ..Update::default()
+        };
+        if update.end.is_some() || !update.deltas.is_empty() {
+            update.logprobs = std::mem::take(&mut self.logprobs);
+            update.tokens = std::mem::take(&mut self.tokens);
+            update.prompt = std::mem::take(&mut self.prompt);
         }
+        update
     }
 
     fn tell(&mut self, text: &str, deltas: &mut Vec<Delta>) {

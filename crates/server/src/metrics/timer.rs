@@ -75,6 +75,10 @@ impl Timer {
     /// The request ended well, at its `max_tokens` or not.
     pub(crate) fn finished(&mut self, at_length: bool) {
         self.ended = true;
+        if self.tokens == 0 {
+            // Nothing but its prompt was wanted.
+            self.last_token = Instant::now();
+        }
         let metrics = &self.metrics;
         if at_length {
             &metrics.length

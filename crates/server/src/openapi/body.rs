@@ -106,6 +106,7 @@ impl Harmless {
         let builder = match self {
             Self::Never => return None,
             Self::Always => any(),
+            Self::NoSuffix => one("".into()),
             Self::False => one(false.into()),
             Self::True => one(true.into()),
             Self::Zero => one(0.into()),

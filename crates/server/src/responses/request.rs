@@ -59,7 +59,7 @@ pub(super) fn understand(
 ) -> Result<Asked, ApiError> {
     let ResponsesRequest { common, mut own } = request;
     state.check_model(common.model.as_deref())?;
-    common.include_usage()?;
+    common.usage_in()?;
     if own.max_output_tokens == Some(0) {
         let message = "max_output_tokens must be at least 1";
         return Err(ApiError::invalid("max_output_tokens", message));

@@ -7,11 +7,11 @@ use plimsoll_text::Tokenizer;
 
 use super::store::Turn;
 use super::tools::Functions;
-use crate::chat::LOWEST_LOGPROB;
 use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::respond::{Wording, Written, fresh_id, named};
+use crate::scores::LOWEST_LOGPROB;
 use crate::sealed;
 use crate::state::{AppState, unix_seconds};
 use crate::wire::common::Usage;

@@ -1,8 +1,10 @@
+use plimsoll_core::TokenId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::common::{Common, MaybeUsage, Usage};
+use super::extra::Extra;
 use super::structured::StructuredFields;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
@@ -149,7 +151,7 @@ impl Wire for ChatRequest {
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         Ok(Self {
-            common: take(object)?,
+            common: Common::take_from(object)?,
             structured: take(object)?,
             prompt: take(object)?,
             own: take(object)?,
@@ -161,6 +163,7 @@ body!(
     ChatRequest,
     "A conversation, and how to answer it.",
     Common,
+    Extra,
     StructuredFields,
     ChatPrompt,
     ChatFields
@@ -247,6 +250,13 @@ pub(crate) struct ChatCompletion<'a> {
     pub(crate) choices: Vec<ChatChoice>,
     pub(crate) usage: Usage,
     pub(crate) system_fingerprint: &'static str,
+    /// One entry per token of the prompt, the first `null`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Option<std::collections::BTreeMap<String, super::extra::ScoredToken>>>>)]
+    pub(crate) prompt_logprobs: Option<Vec<Option<Map<String, Value>>>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<u32>>)]
+    pub(crate) prompt_token_ids: Option<Vec<TokenId>>,
 }
 
 /// One of the answers.
@@ -256,6 +266,9 @@ pub(crate) struct ChatChoice {
     pub(crate) message: ChatAnswer,
     pub(crate) logprobs: Option<ChatLogprobs>,
     pub(crate) finish_reason: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<u32>>)]
+    pub(crate) token_ids: Option<Vec<TokenId>>,
 }
 
 /// The message that answers.
@@ -323,6 +336,10 @@ pub(crate) struct ChatChunk {
     #[schema(value_type = Option<Usage>)]
     pub(crate) usage: MaybeUsage,
     pub(crate) system_fingerprint: &'static str,
+    /// With the first chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<u32>>)]
+    pub(crate) prompt_token_ids: Option<Vec<TokenId>>,
 }
 
 /// What one chunk adds to one of the answers.
@@ -332,6 +349,10 @@ pub(crate) struct ChatChunkChoice {
     pub(crate) delta: ChatDelta,
     pub(crate) logprobs: Option<ChatLogprobs>,
     pub(crate) finish_reason: Option<&'static str>,
+    /// As with logprobs: with the first chunk that holds some of their text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<u32>>)]
+    pub(crate) token_ids: Option<Vec<TokenId>>,
 }
 
 /// What is new in a message.
@@ -371,6 +392,6 @@ pub(crate) struct ChatTokenLogprob {
 #[derive(Clone, Debug, Serialize, ToSchema)]
 pub(crate) struct ChatLogprob {
     pub(crate) token: String,
-    pub(crate) logprob: f32,
+    pub(crate) logprob: f64,
     pub(crate) bytes: Vec<u8>,
 }

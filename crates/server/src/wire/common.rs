@@ -3,8 +3,11 @@ use std::time::Duration;
 
 use plimsoll_core::{FinishReason, SamplingOptions, TokenId};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
+use super::extra::Extra;
+use crate::body::take;
 use crate::context::timeout;
 use crate::error::ApiError;
 use crate::state::{AppState, GenerationDefaults};
@@ -86,6 +89,9 @@ pub(crate) struct Common {
     /// Seconds from its arrival after which the request is given up.
     #[schema(exclusive_minimum = 0)]
     timeout: Option<f64>,
+    /// Taken apart, by [`Self::take_from`].
+    #[serde(skip)]
+    pub(crate) extra: Extra,
 }
 
 /// What a stream holds besides text.
@@ -97,11 +103,35 @@ pub(crate) struct StreamOptions {
     /// Padding against side channels of the network; there is none to remove.
     #[serde(rename = "include_obfuscation")]
     _include_obfuscation: Option<bool>,
-    /// vLLM's: only `false` is supported.
+    /// vLLM's: with `include_usage`, every chunk has the usage so far.
     continuous_usage_stats: Option<bool>,
 }
 
+/// Which chunks of a stream tell the usage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct UsageIn {
+    /// One more at the end.
+    pub(crate) last: bool,
+    /// Every one, of the choice so far.
+    pub(crate) every: bool,
+}
+
+impl UsageIn {
+    /// What a chunk says of a usage: nothing, or `null` in streams that tell it at the end alone.
+    pub(crate) fn chunk(self, so_far: Usage) -> MaybeUsage {
+        self.last.then_some(self.every.then_some(so_far))
+    }
+}
+
 impl Common {
+    /// Takes these fields and vLLM's further ones out of `object`.
+    pub(crate) fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+        Ok(Self {
+            extra: take(object)?,
+            ..take(object)?
+        })
+    }
+
     /// Sampling parameters with the model's defaults where the client is silent.
     pub(crate) fn sampling(
         &self,
@@ -173,23 +203,30 @@ impl Common {
             .transpose()
     }
 
-    /// Whether a stream ends with a chunk that holds the usage.
-    pub(crate) fn include_usage(&self) -> Result<bool, ApiError> {
+    /// Which chunks of the stream tell the usage.
+    pub(crate) fn usage_in(&self) -> Result<UsageIn, ApiError> {
         let Some(options) = &self.stream_options else {
-            return Ok(false);
+            return Ok(UsageIn::default());
         };
         if !self.stream {
             let message = "stream_options is only allowed with stream = true";
             return Err(ApiError::invalid("stream_options", message));
         }
-        if options.continuous_usage_stats == Some(true) {
-            let field = "stream_options.continuous_usage_stats".into();
-            return Err(ApiError::Unsupported {
-                field,
-                hint: Some("only false is"),
-            });
+        let last = options.include_usage.unwrap_or(false);
+        Ok(UsageIn {
+            last,
+            every: last && options.continuous_usage_stats.unwrap_or(false),
+        })
+    }
+
+    /// How many of the likeliest tokens to report at each place of the prompt, if its log-probabilities are asked for.
+    pub(crate) fn prompt_logprobs(&self) -> Result<Option<u32>, ApiError> {
+        let asked = self.extra.prompt_logprobs;
+        if asked.is_some() && self.stream {
+            let message = "prompt_logprobs is not available with stream = true";
+            return Err(ApiError::invalid("prompt_logprobs", message));
         }
-        Ok(options.include_usage.unwrap_or(false))
+        Ok(asked)
     }
 }
 

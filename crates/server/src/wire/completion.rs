@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::common::{Common, MaybeUsage, Usage};
+use super::extra::Extra;
 use super::structured::StructuredFields;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
@@ -29,6 +30,10 @@ pub(crate) struct CompletionFields {
     /// Reports the log probabilities of each token and of this many of the likeliest.
     #[schema(maximum = 20)]
     pub(crate) logprobs: Option<u32>,
+    /// Choices to generate per prompt, of which the `n` likeliest are returned; `n` where absent.
+    pub(crate) best_of: Option<usize>,
+    /// Add what the tokenizer puts around a text. Default true.
+    pub(crate) add_special_tokens: Option<bool>,
 }
 
 impl Wire for CompletionRequest {
@@ -36,7 +41,7 @@ impl Wire for CompletionRequest {
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         Ok(Self {
-            common: take(object)?,
+            common: Common::take_from(object)?,
             structured: take(object)?,
             own: take(object)?,
         })
@@ -47,6 +52,7 @@ body!(
     CompletionRequest,
     "A prompt, and how to go on from it.",
     Common,
+    Extra,
     StructuredFields,
     CompletionFields
 );
@@ -106,6 +112,16 @@ pub(crate) struct CompletionChoice {
     pub(crate) text: String,
     pub(crate) logprobs: Option<CompletionLogprobs>,
     pub(crate) finish_reason: Option<&'static str>,
+    /// One entry per token of the prompt, the first `null`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<Option<std::collections::BTreeMap<String, super::extra::ScoredToken>>>>)]
+    pub(crate) prompt_logprobs: Option<Vec<Option<Map<String, Value>>>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<u32>>)]
+    pub(crate) prompt_token_ids: Option<Vec<TokenId>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<u32>>)]
+    pub(crate) token_ids: Option<Vec<TokenId>>,
 }
 
 /// Log probabilities of the text's tokens.
@@ -113,11 +129,11 @@ pub(crate) struct CompletionChoice {
 pub(crate) struct CompletionLogprobs {
     /// Characters before each token, from the beginning of the choice's text.
     pub(crate) text_offset: Vec<usize>,
-    /// Log probability of each token (-9999: never).
-    pub(crate) token_logprobs: Vec<f32>,
+    /// Log probability of each token (-9999: never); `null` for the first token of an echoed prompt, of which nothing is known.
+    pub(crate) token_logprobs: Vec<Option<f64>>,
     /// The tokens' texts; `bytes:\x..` where they are none by themselves.
     pub(crate) tokens: Vec<String>,
-    /// The likeliest tokens at each place.
-    #[schema(value_type = Vec<std::collections::BTreeMap<String, f32>>)]
-    pub(crate) top_logprobs: Vec<Map<String, Value>>,
+    /// The likeliest tokens at each place, and the token itself; `null` likewise.
+    #[schema(value_type = Vec<Option<std::collections::BTreeMap<String, f64>>>)]
+    pub(crate) top_logprobs: Vec<Option<Map<String, Value>>>,
 }

@@ -7,6 +7,7 @@ pub(crate) mod common;
 pub(crate) mod completion;
 pub(crate) mod embedding;
 pub(crate) mod error;
+pub(crate) mod extra;
 pub(crate) mod responses;
 pub(crate) mod structured;
 pub(crate) mod tokenize;

@@ -80,14 +80,14 @@ async fn wrong_requests_name_the_field() {
         ),
         (
             COMPLETIONS,
-            json!({ "prompt": "x", "echo": true, "logprobs": 1 }),
-            "echo",
-            "not together with logprobs",
+            json!({ "prompt": "x", "n": 3, "best_of": 2 }),
+            "best_of",
+            "between n, which is 3,",
         ),
         (
             COMPLETIONS,
             json!({ "prompt": "x", "logprobs": 30 }),
-            "top_logprobs",
+            "logprobs",
             "at most 20",
         ),
         ("/tokenize", json!({ "messages": "x" }), "messages", "`messages`"),

@@ -134,7 +134,7 @@ pub(crate) const MUTATIONS: [Mutation; 64] = [
         "a token in flight is not counted",
         &[edit(
             SEQUENCE,
-            "index: self.sequence.outputs() + «usize::from(self.sampling)»,",
+            "let index = self.sequence.outputs() + «usize::from(self.sampling)»;",
             "0",
         )],
     ),
@@ -148,7 +148,7 @@ pub(crate) const MUTATIONS: [Mutation; 64] = [
     ),
     bug(
         "a sampler with history runs ahead of it",
-        &[edit(SEQUENCE, "&& «!request.sampling().needs_history()»", "true")],
+        &[edit(SEQUENCE, "&& «!request.needs_output()»", "true")],
     ),
     bug(
         "history is left out",

@@ -123,7 +123,8 @@ fn u15_scores_of_a_prompt_take_as_much_as_a_few_hundred_samples() {
             samples,
             scored,
         };
-        footprint.arena(&[(step, false)]).scratch[0]
+        // Capturing graphs counts to the first step.
+        footprint.arena(&[(step, false), (step, false)]).scratch[1]
     };
     for tokens in [512, 8192, 131_072] {
         let with = scratch(tokens, 1, tokens - 1);

@@ -1,0 +1,90 @@
+//! Log-probabilities of prompts in vLLM's shape.
+
+use plimsoll_core::{PromptLogprob, TokenId};
+use plimsoll_text::Tokenizer;
+use serde_json::{Map, Value, json};
+
+use crate::wire::extra::ScoredToken;
+
+/// JSON knows no infinity; this is OpenAI's word for "never".
+pub(crate) const LOWEST_LOGPROB: f32 = -9999.0;
+
+/// A log-probability as all answers say it: the same number wherever it stands, so that clients can compare.
+pub(crate) fn number(logprob: f32) -> f64 {
+    f64::from(logprob.max(LOWEST_LOGPROB))
+}
+
+/// The name of a token that is to be told by its id.
+pub(crate) fn token_id(token: TokenId) -> String {
+    format!("token_id:{token}")
+}
+
+/// One entry per token of the prompt: `null` for the first, of which nothing is known, then by id the token itself and the
+/// `top` likeliest.
+pub(crate) fn prompt_logprobs(
+    prompt: &[PromptLogprob],
+    top: usize,
+    tokenizer: &Tokenizer,
+) -> Vec<Option<Map<String, Value>>> {
+    let one = |scored: &PromptLogprob| {
+        let entry = |token, logprob, rank: u32| {
+            json!(ScoredToken {
+                logprob: number(logprob),
+                rank,
+                decoded_token: tokenizer.token_str(token),
+            })
+        };
+        let mut entries = Map::new();
+        entries.insert(
+            scored.token.to_string(),
+            entry(scored.token, scored.logprob, scored.rank),
+        );
+        for (likeliest, rank) in scored.top.iter().take(top).zip(1..) {
+            entries
+                .entry(likeliest.token.to_string())
+                .or_insert_with(|| entry(likeliest.token, likeliest.logprob, rank));
+        }
+        entries
+    };
+    std::iter::once(None)
+        .chain(prompt.iter().map(|scored| Some(one(scored))))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_core::TokenLogprob;
+
+    use super::*;
+
+    #[test]
+    fn the_prompts_own_token_comes_first_and_once() {
+        let top = |token, logprob| TokenLogprob { token, logprob };
+        let scored = |token, logprob, rank| PromptLogprob {
+            token,
+            logprob,
+            rank,
+            top: vec![top(98, -0.5), top(97, f32::NEG_INFINITY)],
+        };
+        let prompt = [scored(99, -3.0, 7), scored(98, -0.5, 1)];
+        let found = prompt_logprobs(&prompt, 2, &Tokenizer::bytes());
+        let expected = json!([
+            null,
+            {
+                "99": {"logprob": -3.0, "rank": 7, "decoded_token": "c"},
+                "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+                "97": {"logprob": -9999.0, "rank": 2, "decoded_token": "a"},
+            },
+            {
+                "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+                "97": {"logprob": -9999.0, "rank": 2, "decoded_token": "a"},
+            },
+        ]);
+        assert_eq!(json!(found), expected);
+        let first = found[1].as_ref().unwrap().keys().next().unwrap();
+        assert_eq!(first, "99");
+        let own = prompt_logprobs(&prompt, 0, &Tokenizer::bytes());
+        assert_eq!(own[1].as_ref().unwrap().len(), 1);
+        assert_eq!(prompt_logprobs(&[], 5, &Tokenizer::bytes()), [None]);
+    }
+}
