@@ -34,7 +34,7 @@ impl Class {
 
 /// Requests without blocks. The lowest class comes first; within it those that ran before, by rank, and then the tenants in
 /// turn, each with its oldest request. Before all of them comes the request that arrived first, once others have had
-/// `patience` turns since.
+/// `patience` turns since, and no other that ran with that privilege waits.
 #[derive(Debug)]
 pub(crate) struct Queue {
     patience: u64,
@@ -116,9 +116,9 @@ impl Queue {
             Spot::Returning(rank) => rank.class,
             Spot::InLine(class, _) => *class,
         };
-        // One that nobody is put before needs no privilege.
+        // One that nobody is put before needs no privilege, and those that have it keep their order.
         let behind = first.arrival != arrival || running.is_some_and(|running| running < class);
-        if behind && turns - oldest.turns_before >= self.patience {
+        if behind && first.class != Class::Aged && turns - oldest.turns_before >= self.patience {
             let class = Class::Aged;
             return Some(Next { arrival, class });
         }

@@ -100,7 +100,7 @@ impl Turns {
         let oldest = *self.waiting.iter().min_by_key(|waiting| waiting.id)?;
         let lowest = self.running.keys().next().map(|(class, _)| *class);
         let behind = first.id != oldest.id || lowest.is_some_and(|lowest| lowest < oldest.class());
-        if behind && self.given >= oldest.before + self.patience {
+        if behind && first.class().is_some() && self.given >= oldest.before + self.patience {
             return Some((oldest, None));
         }
         Some((first, first.class()))

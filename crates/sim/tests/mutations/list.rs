@@ -30,7 +30,7 @@ const QUEUE: &str = "scheduler/queue.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 64] = [
+pub(crate) const MUTATIONS: [Mutation; 65] = [
     bug(
         "a shared block is not counted",
         &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
@@ -450,6 +450,10 @@ pub(crate) const MUTATIONS: [Mutation; 64] = [
             "«turns - oldest.turns_before >= self.patience»",
             "false",
         )],
+    ),
+    bug(
+        "those that waited long pass each other",
+        &[edit(QUEUE, "behind && «first.class != Class::Aged»", "true")],
     ),
     bug(
         "a request that waited long is preempted like any other",
