@@ -42,6 +42,7 @@ const SCHEDULING: Program = Program {
         "src/executor.rs",
         "src/harness.rs",
         "src/model.rs",
+        "src/quote.rs",
         "src/turns.rs",
         "src/workload.rs",
     ],
@@ -298,7 +299,7 @@ fn verdict() -> Option<String> {
 fn broken(seed: u64, audit: bool) -> Option<String> {
     let workload = workload::Workload::random(seed);
     [1, 2].into_iter().find_map(|depth| {
-        let what = complaint(panic::catch_unwind(|| harness::simulate(&workload, depth, audit)))?;
+        let what = complaint(panic::catch_unwind(panic::AssertUnwindSafe(|| harness::simulate(&workload, depth, audit))))?;
         Some(format!("workload {seed}, depth {depth}{}: {what}", if audit { ", audited" } else { "" }))
     })
 }

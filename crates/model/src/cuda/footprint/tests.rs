@@ -74,11 +74,20 @@ fn u5_formulas_give_what_an_h200_measured() {
         let steps: Vec<_> = scenarios
             .iter()
             .map(|scenario| {
+                let (tokens, samples) = (
+                    number(scenario, "tokens") as usize,
+                    number(scenario, "rows") as usize,
+                );
+                // A mixed step scores the prompts that it reads.
+                let scored = if scenario["kind"] == "mixed" {
+                    tokens - samples
+                } else {
+                    0
+                };
                 let step = StepSize {
-                    tokens: number(scenario, "tokens") as usize,
-                    samples: number(scenario, "rows") as usize,
-                    // Those steps were run before any was to score its prompts.
-                    scored: 0,
+                    tokens,
+                    samples,
+                    scored,
                 };
                 (step, scenario["kind"] == "decode")
             })
