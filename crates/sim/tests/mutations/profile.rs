@@ -24,8 +24,8 @@ pub(crate) const PROFILE_MUTATIONS: [Mutation; 22] = [
         "a step is finished that is not launched everywhere",
         &[edit(
             STRESS,
-            "«self.agree(phase, Some(kind), launched)?;»",
-            "launched?;",
+            "«self.agree(phase, Some(kind), launched.map_err(stop))?;»",
+            "launched.map_err(stop)?;",
         )],
     ),
     bug(
