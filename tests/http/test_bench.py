@@ -41,7 +41,8 @@ def test_every_line_of_the_table_is_measured(tmp_path):
     assert "2 at once" in done.stdout
     lines = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "out").iterdir()}
     assert lines.keys() == {"latency-1", "latency-3", "throughput", "serve-2", "start", "kv-default", "kv-full",
-                             "start-measured", "start-cached", "selftest"}
+                             "start-measured", "start-cached", "selftest",
+                             *(f"grammar-{kind}-{batch}" for kind in ("free", "json") for batch in (1, 32, 256))}
     for name, line in lines.items():
         assert line["figures"] and all(figure["plimsoll"] > 0 for figure in line["figures"]), name
         assert line["version"].startswith("plimsoll ") and line["plimsoll"]["command"], name
