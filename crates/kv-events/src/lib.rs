@@ -1,0 +1,1 @@
+//! KV cache events in the wire format of vLLM.
