@@ -20,6 +20,7 @@ pub mod plan_cache;
 mod progress;
 pub mod selftest;
 pub mod serve;
+mod simulated;
 pub mod source;
 pub mod standing;
 pub mod start;

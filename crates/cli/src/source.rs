@@ -1,11 +1,11 @@
 //! From MODEL to files: a directory, a GGUF file, a repository of the Hub, or the simulated model.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use crate::args::{LoadFormat, ModelArgs, SIM_MODEL, duration};
+use crate::args::{LoadFormat, ModelArgs};
 use crate::error::Error;
 use crate::hub::{self, HubOptions, RepoId, Weights};
+use crate::simulated::SimSpec;
 
 /// What MODEL turned out to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,15 +21,9 @@ pub enum Source {
     },
 }
 
-/// Whether MODEL is the simulated one, as it is or with the seconds that its steps shall take (`sim:0.02`).
+/// Whether MODEL is the simulated one.
 pub(crate) fn is_sim(model: &str) -> bool {
-    model == SIM_MODEL || sim_step_time(model).is_some()
-}
-
-/// How long a step of the simulated model takes, where MODEL says so.
-pub(crate) fn sim_step_time(model: &str) -> Option<Duration> {
-    let seconds = model.strip_prefix(SIM_MODEL)?.strip_prefix(':')?;
-    duration(seconds).ok()
+    SimSpec::parse(model).is_some()
 }
 
 /// Finds MODEL, downloading it where it is a repository.
@@ -184,15 +178,6 @@ mod tests {
         }
         let path = pick(dir.path(), format).map_err(|e| e.to_string())?;
         Ok(path.strip_prefix(dir.path()).unwrap().display().to_string())
-    }
-
-    #[test]
-    fn the_simulated_model_may_say_how_long_its_steps_take() {
-        assert!(is_sim("sim") && is_sim("sim:0.02"));
-        assert_eq!(sim_step_time("sim:0.02"), Some(Duration::from_millis(20)));
-        for other in ["sim:", "sim:fast", "sims", "sim/one", "org/sim"] {
-            assert!(!is_sim(other), "{other}");
-        }
     }
 
     #[test]

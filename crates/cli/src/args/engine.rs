@@ -57,7 +57,8 @@ pub struct EngineArgs {
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// Directory, .gguf file, Hugging Face Hub id (a GGUF of a repository: owner/name:Q4_K_M), or `sim` for a
-    /// simulated model (`sim:0.02`: one whose steps take 0.02 s) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
+    /// simulated model (`sim:0.02`: one whose steps take 0.02 s; `sim:fail=90,oom=800,hang=7000`: every 90th step fails,
+    /// every 800th finds no memory, the 7000th never ends) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
     #[arg(
         value_name = "MODEL",
         overrides_with = "model_flag",

@@ -33,7 +33,8 @@ use crate::error::Error;
 use crate::lock::Relock;
 use crate::plan_cache::{ModelKey, PlanCache};
 use crate::progress::ProfileProgress;
-use crate::source::{Source, sim_step_time};
+use crate::simulated::SimSpec;
+use crate::source::Source;
 use crate::standing::Standing;
 use crate::target::{GpuTarget, ModelTarget, SIM_STEP_TIME, SimTarget};
 
@@ -221,15 +222,12 @@ impl Loaded {
     }
 
     fn sim(&self, budget: &Budget, args: &EngineArgs) -> SimTarget {
-        let base = sim_step_time(args.model.model());
-        SimTarget {
-            limits: self.limits,
-            budget: budget.clone(),
-            step_time: base.map_or(SIM_STEP_TIME, |base| StepTime {
-                base,
-                ..StepTime::default()
-            }),
-        }
+        let SimSpec { step_time, faults } = SimSpec::parse(args.model.model()).unwrap_or_default();
+        let step_time = step_time.map_or(SIM_STEP_TIME, |base| StepTime {
+            base,
+            ..StepTime::default()
+        });
+        SimTarget::new(self.limits, budget.clone(), step_time, faults)
     }
 
     fn pooling(&self) -> Option<Pooling> {

@@ -1,3 +1,6 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use plimsoll_core::{
@@ -6,13 +9,30 @@ use plimsoll_core::{
 };
 use plimsoll_device::{Budget, Charge};
 use plimsoll_profiler::Target;
-use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
+use plimsoll_sim::{Fault, SimConfig, SimExecutor, SimModel, StepTime};
+
+use crate::simulated::{FaultSpec, StepFault};
 
 /// The simulated model on a device whose bytes are only counted.
 pub(crate) struct SimTarget {
-    pub(crate) limits: StepLimits,
-    pub(crate) budget: Budget,
-    pub(crate) step_time: StepTime,
+    limits: StepLimits,
+    budget: Budget,
+    step_time: StepTime,
+    faults: FaultSpec,
+    /// Steps that served, of all states.
+    served: Arc<AtomicU64>,
+}
+
+impl SimTarget {
+    pub(crate) fn new(limits: StepLimits, budget: Budget, step_time: StepTime, faults: FaultSpec) -> Self {
+        Self {
+            limits,
+            budget,
+            step_time,
+            faults,
+            served: Arc::default(),
+        }
+    }
 }
 
 /// Made up, of the order of a small model's.
@@ -40,9 +60,40 @@ pub(crate) struct SimState {
     arena_high: u64,
     canary: Option<Charge>,
     _kv: Charge,
+    /// What goes wrong, once it serves.
+    faults: FaultSpec,
+    serves: bool,
+    served: Arc<AtomicU64>,
 }
 
 impl SimState {
+    /// Makes the step go wrong that is to.
+    fn meet_fault(&mut self, plan: &StepPlan) -> Result<(), Oom> {
+        if !self.serves {
+            return Ok(());
+        }
+        let step = self.served.fetch_add(1, Ordering::Relaxed) + 1;
+        match self.faults.at(step) {
+            None => {}
+            Some(StepFault::Oom) => {
+                return Err(self.budget.oom(Component::Arena, self.budget.meters().free + 1));
+            }
+            Some(StepFault::Fail(nth)) => {
+                // Each of its parts in turn.
+                let part = match nth % 3 {
+                    0 => Fault::Launch,
+                    1 if plan.awaits_masks() => Fault::Sample,
+                    _ => Fault::Finish,
+                };
+                self.executor.inject(plan.step, part);
+            }
+            Some(StepFault::Hang) => loop {
+                thread::park();
+            },
+        }
+        Ok(())
+    }
+
     /// What the step needs at once, as a real arena would find out.
     fn take_scratch(&mut self, plan: &StepPlan) -> Result<(), Oom> {
         let bytes = scratch_bytes(plan.num_tokens());
@@ -65,6 +116,7 @@ impl SimState {
 impl Executor for SimState {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
         self.budget.begin_step()?;
+        self.meet_fault(plan)?;
         self.take_scratch(plan)?;
         self.executor.launch(plan)
     }
@@ -109,6 +161,9 @@ impl Target for SimTarget {
             arena_high: 0,
             canary,
             _kv: kv,
+            faults: self.faults,
+            serves: false,
+            served: Arc::clone(&self.served),
             budget,
         })
     }
@@ -130,6 +185,7 @@ impl Target for SimTarget {
     /// The last thing before serving: from here on plans are checked in earnest.
     fn release_canary(&mut self, state: &mut SimState) {
         state.canary = None;
+        state.serves = true;
         state.executor.allow_synthetic(false);
     }
 }
