@@ -47,8 +47,10 @@ pub use text::Text;
 pub use times::StartTimes;
 use weights::Weights;
 
-/// Context length of the simulated model.
-const SIM_MODEL_LEN: usize = 8192;
+/// Context length of the simulated model: up to 262,144 where it is asked for, as agents begin with tens of thousands of tokens.
+fn sim_model_len(args: &EngineArgs) -> usize {
+    args.limits.max_model_len.map_or(8192, |asked| asked.min(1 << 18))
+}
 
 /// How long requests wait where device memory ran out and too little of it comes back for a KV cache.
 const OUTAGE_PATIENCE: Duration = Duration::from_secs(30);
@@ -162,7 +164,7 @@ impl Loaded {
                 (
                     Text::simulated()?,
                     Weights::Sim(budget),
-                    SIM_MODEL_LEN,
+                    sim_model_len(args),
                     vocab_size,
                     None,
                     embedding::simulated(args)?,

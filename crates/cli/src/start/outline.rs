@@ -12,7 +12,7 @@ use plimsoll_sim::SimModel;
 
 use super::spec::{Subject, profile_spec, step_limits};
 use super::weights::{CPU, GPU, load_options};
-use super::{SIM_MODEL_LEN, embedding};
+use super::{embedding, sim_model_len};
 use crate::args::EngineArgs;
 use crate::device::{Device, Site};
 use crate::error::Error;
@@ -165,7 +165,7 @@ impl Outline {
 
     fn simulated(args: &EngineArgs, device: Meters) -> Result<Self, Error> {
         let subject = Subject {
-            limits: step_limits(args, SIM_MODEL_LEN, CPU)?,
+            limits: step_limits(args, sim_model_len(args), CPU)?,
             vocab_size: SimModel::text().vocab_size(),
             pooling: embedding::simulated(args)?.map(|embedding| embedding.pooling),
             kv_bytes_per_token: SIM_KV_BYTES_PER_TOKEN,
