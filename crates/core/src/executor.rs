@@ -17,8 +17,8 @@ pub trait Executor: Send {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError>;
 
     /// Samples the step launched last, which awaits masks: `fill` writes one for each constrained run, in the order of the
-    /// plan, into memory of `ceil(vocab_size / 32)` words that holds anything. An error ends that step: it is not in flight
-    /// any more.
+    /// plan, into memory of `ceil(vocab_size / 32)` words that holds anything. An error or a panic ends that step: it is not in
+    /// flight any more.
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError>;
 
     /// Waits for the oldest launched step.

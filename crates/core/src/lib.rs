@@ -3,6 +3,7 @@
 //!
 //! Nothing here does any work; this crate depends on `thiserror` alone.
 
+mod bans;
 mod config;
 mod constraint;
 mod event;
@@ -15,6 +16,7 @@ mod pooling;
 mod request;
 mod sampling;
 
+pub use bans::Bans;
 pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
 pub use constraint::{Constraint, ConstraintError, Guide, Progress};
 pub use event::{Event, FinishReason, Logprobs, PromptEvent, PromptLogprob, TokenEvent, TokenLogprob};
@@ -24,5 +26,5 @@ pub use memory::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 pub use metadata::{MetaValue, Metadata};
 pub use plan::{Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
 pub use pooling::{Matryoshka, Pooling};
-pub use request::{Bans, Limits, Request, RequestError, RequestOptions};
+pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};

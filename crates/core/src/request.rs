@@ -1,7 +1,8 @@
 use std::sync::Arc;
 
 use crate::{
-    Constraint, Guide, ParamError, Pooling, RequestId, SamplingOptions, SamplingParams, TenantId, TokenId,
+    Bans, Constraint, Guide, ParamError, Pooling, RequestId, SamplingOptions, SamplingParams, TenantId,
+    TokenId,
 };
 
 /// What a server can accept: known once the KV cache has its proved size.
@@ -50,17 +51,6 @@ pub struct RequestOptions {
     pub priority: i64,
     /// Whose it is: tenants take turns.
     pub tenant: TenantId,
-}
-
-/// Tokens that a request does not want, or not yet. Where nothing else is left, one of them is chosen all the same.
-#[derive(Clone, Debug, Default)]
-pub struct Bans {
-    /// None of the stop tokens comes before so many others.
-    pub min_tokens: usize,
-    /// Nothing but these; `None` for everything.
-    pub allowed: Option<Vec<TokenId>>,
-    /// Sequences that do not come up: the last token of each does not follow the others.
-    pub words: Arc<[Vec<TokenId>]>,
 }
 
 /// Why a request can never be served by this server.
@@ -113,6 +103,7 @@ pub struct Request {
     min_tokens: usize,
     /// For the tokens before `min_tokens`.
     early_sampling: Arc<SamplingParams>,
+    /// Of several tokens.
     banned_words: Arc<[Vec<TokenId>]>,
     cache_salt: Option<Arc<str>>,
     pooling: Option<Pooling>,
@@ -129,7 +120,7 @@ impl Request {
             sampling,
             seed,
             stop_token_ids,
-            constraints,
+            mut constraints,
             prompt_logprobs,
             bans,
             cache_salt,
@@ -170,7 +161,10 @@ impl Request {
             Some(_) => Bans::default(),
             None => bans,
         };
-        let sampling = bans.check(SamplingParams::new(&sampling, vocab_size)?, output, vocab_size)?;
+        bans.check(output, vocab_size)?;
+        constraints.extend(bans.only_allowed(vocab_size));
+        let (words, everywhere) = bans.words();
+        let sampling = SamplingParams::new(&sampling, vocab_size)?.banning(everywhere);
         let sampling = Arc::new(sampling);
         let early_sampling = match bans.min_tokens {
             0 => Arc::clone(&sampling),
@@ -187,12 +181,22 @@ impl Request {
             prompt_logprobs,
             min_tokens: bans.min_tokens,
             early_sampling,
-            banned_words: bans.words,
+            banned_words: words,
             cache_salt,
             pooling,
             priority,
             tenant,
         })
+    }
+
+    /// The same once more, to be told apart by `id` and chosen by `seed`.
+    #[must_use]
+    pub fn again(&self, id: RequestId, seed: u64) -> Self {
+        Self {
+            id,
+            seed,
+            ..self.clone()
+        }
     }
 
     /// The request's name.
@@ -241,7 +245,7 @@ impl Request {
 
     /// Whether the choice of a token depends on the one right before it.
     pub fn needs_output(&self) -> bool {
-        self.sampling.needs_history() || self.banned_words.iter().any(|word| word.len() > 1)
+        self.sampling.needs_history() || !self.banned_words.is_empty()
     }
 
     /// Seed of this request's random draws.
@@ -252,11 +256,6 @@ impl Request {
     /// Generation ends after any of these.
     pub fn stop_token_ids(&self) -> &[TokenId] {
         &self.stop_token_ids
-    }
-
-    /// Whether masks say which of its tokens may be sampled.
-    pub fn is_constrained(&self) -> bool {
-        !self.guide.is_free()
     }
 
     /// What the output must satisfy, at the beginning of the sequence. Taken by whoever follows the sequence.
@@ -295,45 +294,10 @@ impl Request {
     }
 }
 
-impl Bans {
-    /// `sampling` of what is allowed at all, for a request of at most `max_tokens` output tokens.
-    fn check(
-        &self,
-        sampling: SamplingParams,
-        max_tokens: usize,
-        vocab_size: usize,
-    ) -> Result<SamplingParams, ParamError> {
-        if self.min_tokens > max_tokens {
-            let message = format!(
-                "min_tokens, {}, must not be more than max_tokens, {max_tokens}",
-                self.min_tokens
-            );
-            return Err(ParamError::new("min_tokens", message));
-        }
-        let words = self.words.iter().flatten().map(|&token| ("bad_words", token));
-        let allowed = self.allowed.iter().flatten();
-        let mut named = words.chain(allowed.map(|&token| ("allowed_token_ids", token)));
-        if let Some((param, token)) = named.find(|&(_, token)| token as usize >= vocab_size) {
-            let message = format!("{param} names token {token}, but the vocabulary has {vocab_size} tokens");
-            return Err(ParamError::new(param, message));
-        }
-        let Some(allowed) = &self.allowed else {
-            return Ok(sampling);
-        };
-        if allowed.is_empty() {
-            let message = "allowed_token_ids must not be empty";
-            return Err(ParamError::new("allowed_token_ids", message));
-        }
-        let mut banned = vec![true; vocab_size];
-        allowed.iter().for_each(|&token| banned[token as usize] = false);
-        let banned = (0..).zip(banned).filter(|(_, banned)| *banned);
-        Ok(sampling.banning(banned.map(|(token, _)| token)))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Progress;
 
     const LIMITS: Limits = Limits {
         max_model_len: 16,
@@ -461,23 +425,56 @@ mod tests {
         });
         let request = request.unwrap();
         assert!(request.needs_output());
-        assert_eq!(banned(&request, &[]), [9, 7]);
-        assert_eq!(banned(&request, &[3]), [9, 7, 4]);
-        assert_eq!(banned(&request, &[3, 3]), [7, 4, 5]);
+        assert_eq!(banned(&request, &[]), [7, 9]);
+        assert_eq!(banned(&request, &[3]), [4, 7, 9]);
+        assert_eq!(banned(&request, &[3, 3]), [4, 5, 7]);
         assert_eq!(banned(&request, &[3, 3, 1]), [7]);
         let allowed = banning(Bans {
             allowed: Some(vec![8, 0, 8]),
             ..Default::default()
         });
-        let allowed = allowed.unwrap();
-        assert!(!allowed.needs_output());
-        assert_eq!(banned(&allowed, &[1]), [1, 2, 3, 4, 5, 6, 7, 9]);
+        let mut allowed = allowed.unwrap();
+        assert!(!allowed.needs_output() && banned(&allowed, &[1]).is_empty());
+        let (mut guide, mut mask) = (allowed.take_guide(), [0]);
+        for token in [8, 0] {
+            guide.fill(&mut mask);
+            assert_eq!(mask, [1 << 8 | 1]);
+            assert_eq!(guide.accept(token), Ok(Progress::Open));
+        }
         let one = banning(Bans {
             words: [vec![7]].into(),
             ..Default::default()
         });
         assert!(!one.unwrap().needs_output(), "it is banned everywhere");
         assert!(banned(&banning(Bans::default()).unwrap(), &[1]).is_empty());
+    }
+
+    #[test]
+    fn a_token_has_one_bias_however_often_it_is_named() {
+        let options = RequestOptions {
+            prompt: vec![1],
+            max_tokens: Some(4),
+            sampling: SamplingOptions {
+                logit_bias: vec![(7, 1.0), (3, 2.0), (7, 0.5), (9, 5.0)],
+                ..Default::default()
+            },
+            stop_token_ids: vec![9, 9],
+            bans: Bans {
+                min_tokens: 1,
+                words: [vec![9], vec![2, 9], vec![9]].into(),
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        let request = Request::new(RequestId(0), options, &LIMITS).unwrap();
+        for (index, output) in [(0, vec![]), (1, vec![2]), (2, vec![2, 2])] {
+            let params = request.sampling_at(index, &output);
+            let [three, seven, (9, ban)] = params.logit_bias() else {
+                panic!("{params:?}");
+            };
+            assert_eq!((*three, *seven), ((3, 2.0), (7, 1.5)));
+            assert!(ban.is_finite() && *ban < -1e29);
+        }
     }
 
     #[test]

@@ -117,6 +117,7 @@ impl SamplingParams {
             }
             logit_bias.push((token, in_range("logit_bias", Some(bias), 0.0, -100.0, 100.0)?));
         }
+        merge(&mut logit_bias);
         Ok(Self {
             temperature,
             top_p,
@@ -185,7 +186,7 @@ impl SamplingParams {
         self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.repetition_penalty != 1.0
     }
 
-    /// Added to the logits of these tokens.
+    /// Added to the logits of these tokens, which ascend: no more than the vocabulary has.
     pub fn logit_bias(&self) -> &[(TokenId, f32)] {
         &self.logit_bias
     }
@@ -198,6 +199,7 @@ impl SamplingParams {
         banning
             .logit_bias
             .extend(tokens.into_iter().map(|token| (token, BAN)));
+        merge(&mut banning.logit_bias);
         banning
     }
 
@@ -205,6 +207,18 @@ impl SamplingParams {
     pub fn logprobs(&self) -> Option<usize> {
         self.logprobs
     }
+}
+
+/// Sorts by token and adds up what one token has.
+fn merge(biases: &mut Vec<(TokenId, f32)>) {
+    biases.sort_by_key(|&(token, _)| token);
+    biases.dedup_by(|next, kept| {
+        let same = next.0 == kept.0;
+        if same {
+            kept.1 += next.1;
+        }
+        same
+    });
 }
 
 fn in_range(

@@ -247,8 +247,9 @@ impl<E: Executor> EngineThread<E> {
             Err(error) => self.scheduler.fail(plan, &error),
         };
         if failure.is_none() {
-            // The scheduler fails a step whose output does not answer its plan.
+            // The scheduler fails a step whose output does not answer its plan. A constraint fails its own request, in a good step.
             failure = events.iter().find_map(|(_, event)| match event {
+                Event::Failed(StepError::Constraint(_)) => None,
                 Event::Failed(error) => Some(error.clone()),
                 _ => None,
             });

@@ -146,25 +146,26 @@ impl Job {
         let cache_salt = self.cache_salt()?;
         let mut requests = Vec::with_capacity(choices);
         for prompt in &self.prompts {
-            for i in 0..self.n {
-                let options = RequestOptions {
-                    prompt: prompt.clone(),
-                    max_tokens: self.max_tokens,
-                    sampling: self.sampling.clone(),
-                    seed: self.seed.wrapping_add(i as u64),
-                    stop_token_ids: self.stop_token_ids.clone(),
-                    priority: self.priority,
-                    tenant: context.tenant(),
-                    constraints: self.constraints(),
-                    prompt_logprobs: self.prompt_logprobs,
-                    bans: self.bans.clone(),
-                    cache_salt: cache_salt.clone(),
-                    pooling: None,
-                };
-                let request = Request::new(engine.next_id(), options, &engine.limits())
-                    .map_err(|error| ApiError::from_request(error, self.prompt_field))?;
-                requests.push(request);
-            }
+            let options = RequestOptions {
+                prompt: prompt.clone(),
+                max_tokens: self.max_tokens,
+                sampling: self.sampling.clone(),
+                seed: self.seed,
+                stop_token_ids: self.stop_token_ids.clone(),
+                priority: self.priority,
+                tenant: context.tenant(),
+                constraints: self.constraints(),
+                prompt_logprobs: self.prompt_logprobs,
+                bans: self.bans.clone(),
+                cache_salt: cache_salt.clone(),
+                pooling: None,
+            };
+            let first = Request::new(engine.next_id(), options, &engine.limits())
+                .map_err(|error| ApiError::from_request(error, self.prompt_field))?;
+            let others = (1..self.n).map(|i| first.again(engine.next_id(), self.seed.wrapping_add(i as u64)));
+            let others: Vec<_> = others.collect();
+            requests.push(first);
+            requests.extend(others);
         }
         state.metrics().per_request.submitted(self.n);
         let stop = StopMatcher::new(&self.stop, self.extra.include_stop_str_in_output)

@@ -1,6 +1,6 @@
 use plimsoll_core::{
-    Bans, BlockSize, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions, SamplingOptions,
-    StepLimits, TenantId, TokenId,
+    Bans, BlockSize, Constraint, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions,
+    SamplingOptions, StepLimits, TenantId, TokenId,
 };
 use plimsoll_scheduler::SchedulerConfig;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
@@ -171,6 +171,19 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
         let prompt_logprobs = rng.random_bool(0.2).then(|| rng.random_range(0..3));
         let fewest = usize::from(prompt_logprobs.is_none());
         let max_tokens = (!rng.random_bool(0.1)).then(|| rng.random_range(fewest..=room.min(most_tokens)));
+        let mut bans = bans(rng, model, max_tokens.unwrap_or(room));
+        let constraints: Vec<Box<dyn Constraint>> = if rng.random_bool(constrained) {
+            // Together they may leave nothing, which is an error.
+            bans.allowed = None;
+            let length = rng.random_range(1..=room.min(30));
+            vec![Box::new(SimConstraint::new(
+                rng.random(),
+                length,
+                model.vocab_size(),
+            ))]
+        } else {
+            Vec::new()
+        };
         let options = RequestOptions {
             prompt,
             max_tokens,
@@ -181,18 +194,9 @@ fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec
             } else {
                 Vec::new()
             },
-            constraints: if rng.random_bool(constrained) {
-                let length = rng.random_range(1..=room.min(30));
-                vec![Box::new(SimConstraint::new(
-                    rng.random(),
-                    length,
-                    model.vocab_size(),
-                ))]
-            } else {
-                Vec::new()
-            },
+            constraints,
             prompt_logprobs,
-            bans: bans(rng, model, max_tokens.unwrap_or(room)),
+            bans,
             cache_salt: rng
                 .random_bool(0.1)
                 .then(|| ["ours", "theirs"][rng.random_range(0..2)].into()),

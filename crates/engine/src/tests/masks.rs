@@ -29,8 +29,8 @@ type InFlight = VecDeque<(StepPlan, Option<Vec<Vec<u32>>>)>;
 struct Device {
     calls: Arc<Mutex<Vec<Call>>>,
     in_flight: InFlight,
-    /// The step whose sampling fails.
-    fail_sampling_of: Option<u64>,
+    /// The step whose sampling fails, with a panic or without.
+    fail_sampling_of: Option<(u64, bool)>,
 }
 
 fn choose(from: TokenId, allows: impl Fn(TokenId) -> bool) -> TokenId {
@@ -62,8 +62,11 @@ impl Executor for Device {
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
         let (plan, masks) = self.in_flight.back_mut().expect("a step was launched");
         let step = plan.step;
-        if self.fail_sampling_of == Some(step) {
+        if let Some((at, panics)) = self.fail_sampling_of
+            && at == step
+        {
             self.in_flight.pop_back();
+            assert!(!panics, "told to panic");
             return Err(StepError::Failed("told to fail".into()));
         }
         let mut all = vec![vec![0; VOCAB.div_ceil(32) as usize]; plan.constrained().count()];
@@ -166,7 +169,7 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(steps_in_flight: usize, num_blocks: usize, fail_sampling_of: Option<u64>) -> Self {
+    fn new(steps_in_flight: usize, num_blocks: usize, fail_sampling_of: Option<(u64, bool)>) -> Self {
         let calls = Arc::new(Mutex::new(Vec::new()));
         let device = Device {
             calls: Arc::clone(&calls),
@@ -299,16 +302,24 @@ async fn a_constraint_that_fails_ends_its_own_request_alone() {
         assert!(matches!(failed.1, Err(StepError::Constraint(_))), "{failed:?}");
         assert_eq!(ruled, (summed(2, 30), Ok(FinishReason::Length)));
         assert_eq!(free, (expected(4, 30), Ok(FinishReason::Length)));
+        let (stats, health) = (rig.engine.stats(), rig.engine.health());
+        assert_eq!(
+            (stats.failed_steps, health.last_error),
+            (0, None),
+            "no step failed"
+        );
     }
 }
 
 #[tokio::test]
 async fn sampling_that_fails_ends_its_step_alone() {
-    for steps_in_flight in [1, 2] {
-        let rig = Rig::new(steps_in_flight, 40, Some(3));
+    for (steps_in_flight, panics) in [(1, false), (2, false), (1, true), (2, true)] {
+        let rig = Rig::new(steps_in_flight, 40, Some((3, panics)));
         let (text, end) = read(rig.submit(1, 30, rule(1, 50))).await;
         assert_eq!(text, summed(1, 3));
-        assert_eq!(end, Err(StepError::Failed("told to fail".into())));
+        let error = end.unwrap_err();
+        assert!(error.to_string().contains("told to "), "{error}");
+        assert_eq!(matches!(error, StepError::Panicked(_)), panics);
         let after = read(rig.submit(2, 10, rule(2, 50))).await;
         assert_eq!(after, (summed(2, 10), Ok(FinishReason::Length)));
     }

@@ -71,14 +71,6 @@ pub struct SampleLists {
     pub biases: Vec<TokenBias>,
 }
 
-impl SampleLists {
-    /// Empties both and keeps their memory.
-    pub fn clear(&mut self) {
-        self.history.clear();
-        self.biases.clear();
-    }
-}
-
 impl SampleRow {
     /// The row of `spec`. What it refers to is added to `lists`.
     ///
@@ -99,8 +91,6 @@ impl SampleRow {
                 token: token as i32,
                 bias,
             }));
-        // The kernel adds the pairs of one token in their order.
-        lists.biases[bias..].sort_by_key(|pair| pair.token);
         Self {
             seed: spec.seed,
             index: spec.index as u64,

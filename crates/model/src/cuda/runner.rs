@@ -418,13 +418,15 @@ impl Executor for GpuRunner {
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
         let unsampled = self.unsampled.take();
         let unsampled = unsampled.ok_or_else(|| StepError::Failed("no step awaits masks".to_owned()))?;
+        // It comes back once it is sampled: a panic ends the step as an error does.
+        let (launched, last) = (self.in_flight.pop_back(), std::mem::take(&mut self.last));
         let sampled = self.sample_step(&unsampled, fill);
         let ended = self.clocks.end(unsampled.step).map_err(LaunchError::Gpu);
         if let Err(error) = sampled.and(ended) {
-            self.in_flight.pop_back();
-            self.last.clear();
             return self.give_up(unsampled.step, error);
         }
+        self.in_flight.extend(launched);
+        self.last = last;
         Ok(())
     }
 

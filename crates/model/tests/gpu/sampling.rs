@@ -1,5 +1,6 @@
 //! The sampler behind the model: what it chooses is what the CPU's chooses from the same logits.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use plimsoll_core::{Executor, SampleSpec, SamplingOptions, SamplingParams, TokenId};
@@ -132,5 +133,39 @@ fn chooses_what_the_cpu_chooses_from_the_same_logits() {
             }
         }
         judge.finish(&format!("{setup:?}"));
+    }
+}
+
+/// Masks that panic end their step alone: what comes after has its own tokens, not those of the step before.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn masks_that_panic_leave_no_step_behind() {
+    let gpu = gpu();
+    let model = load(&gpu, "qwen3-f16");
+    for setup in Setup::all(1024) {
+        let mut runner = setup.build(&model);
+        let spec = |constrained| SampleSpec {
+            params: Arc::new(SamplingParams::greedy()),
+            seed: 0,
+            index: 0,
+            history: vec![],
+            prompt_len: 9,
+            constrained,
+        };
+        let step = |request: u64, constrained| {
+            let tokens: Vec<TokenId> = (0..9).map(|i| request as TokenId * 10 + i).collect();
+            let mut one = run(request, 0, &tokens, &blocks(0..2));
+            one.sample = Some(spec(constrained));
+            plan(vec![one])
+        };
+        let expected = runner.execute(&step(2, false)).unwrap();
+        runner.launch(&step(1, true)).unwrap();
+        let unwound = catch_unwind(AssertUnwindSafe(|| runner.sample(&mut |_| panic!("told to"))));
+        assert!(unwound.is_err());
+        for constrained in [false, true, false] {
+            let output = runner.execute(&step(2, constrained)).unwrap();
+            assert_eq!(output, expected, "{setup:?}, {constrained}");
+        }
+        assert!(runner.finish().is_err(), "no step is in flight");
     }
 }

@@ -1,0 +1,77 @@
+use std::sync::Arc;
+
+use crate::{Constraint, ConstraintError, ParamError, Progress, TokenId};
+
+/// Tokens that a request does not want, or not yet. Where nothing else is left, one of them is chosen all the same, but for
+/// those that are not allowed.
+#[derive(Clone, Debug, Default)]
+pub struct Bans {
+    /// None of the stop tokens comes before so many others.
+    pub min_tokens: usize,
+    /// Nothing but these; `None` for everything.
+    pub allowed: Option<Vec<TokenId>>,
+    /// Sequences that do not come up: the last token of each does not follow the others.
+    pub words: Arc<[Vec<TokenId>]>,
+}
+
+impl Bans {
+    /// Whether a request of at most `max_tokens` output tokens can have them.
+    pub(crate) fn check(&self, max_tokens: usize, vocab_size: usize) -> Result<(), ParamError> {
+        if self.min_tokens > max_tokens {
+            let message = format!(
+                "min_tokens, {}, must not be more than max_tokens, {max_tokens}",
+                self.min_tokens
+            );
+            return Err(ParamError::new("min_tokens", message));
+        }
+        let words = self.words.iter().flatten().map(|&token| ("bad_words", token));
+        let allowed = self.allowed.iter().flatten();
+        let mut named = words.chain(allowed.map(|&token| ("allowed_token_ids", token)));
+        if let Some((param, token)) = named.find(|&(_, token)| token as usize >= vocab_size) {
+            let message = format!("{param} names token {token}, but the vocabulary has {vocab_size} tokens");
+            return Err(ParamError::new(param, message));
+        }
+        if self.allowed.as_ref().is_some_and(Vec::is_empty) {
+            let message = "allowed_token_ids must not be empty";
+            return Err(ParamError::new("allowed_token_ids", message));
+        }
+        Ok(())
+    }
+
+    /// What lets only the allowed tokens through: a mask, as a list of all others would be sent to the device with each step.
+    pub(crate) fn only_allowed(&self, vocab_size: usize) -> Option<Box<dyn Constraint>> {
+        let allowed = self.allowed.as_ref()?;
+        let mut mask = vec![0; vocab_size.div_ceil(32)];
+        for &token in allowed {
+            mask[token as usize / 32] |= 1 << (token % 32);
+        }
+        Some(Box::new(AllowedTokens(mask.into())))
+    }
+
+    /// The words of several tokens, and the tokens that are words by themselves.
+    pub(crate) fn words(&self) -> (Arc<[Vec<TokenId>]>, Vec<TokenId>) {
+        let (several, single): (Vec<_>, Vec<_>) = self.words.iter().cloned().partition(|word| word.len() > 1);
+        (several.into(), single.concat())
+    }
+}
+
+/// The same tokens everywhere, as a mask.
+#[derive(Clone, Debug)]
+struct AllowedTokens(Arc<[u32]>);
+
+impl Constraint for AllowedTokens {
+    fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
+        for (word, allowed) in mask.iter_mut().zip(&*self.0) {
+            *word &= allowed;
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, _: TokenId) -> Result<Progress, ConstraintError> {
+        Ok(Progress::Open)
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
