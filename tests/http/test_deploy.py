@@ -1,5 +1,6 @@
 """The Helm chart, rendered by Helm's own code and checked by Kubernetes' schemas, and the compose file."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -22,6 +23,7 @@ EVERYTHING = {
     "podAnnotations": {"a": "b"}, "nodeSelector": {"gpu": "h200"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
     "cache": {"storageClass": "fast", "accessModes": ["ReadWriteMany"]}, "serviceMonitor": {"enabled": True, "labels": {"release": "x"}},
     "prometheusRule": {"enabled": True, "labels": {"release": "x"}}, "dashboard": {"enabled": True}, "inferencePool": {"enabled": True},
+    "kvEvents": {"enabled": True},
 }
 VALUES = {
     "defaults": {},
@@ -40,7 +42,8 @@ def render(values: dict) -> list[dict]:
 
 
 def of_kind(documents: list[dict], kind: str) -> dict:
-    [found] = [document for document in documents if document["kind"] == kind]
+    """The one of this kind; of services, that of the API."""
+    [found] = [document for document in documents if document["kind"] == kind and not document["metadata"]["name"].endswith("-kv-events")]
     return found
 
 
@@ -73,7 +76,7 @@ def test_pods_are_told_what_the_values_say():
     [container] = pod["containers"]
     assert container["args"][0] == "Qwen/Qwen3-8B" and container["args"][-2:] == ["--max-model-len", "8192"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert [variable["name"] for variable in container["env"]] == ["HF_TOKEN", "RUST_LOG"]
+    assert [variable["name"] for variable in container["env"]] == ["POD_IP", "HF_TOKEN", "RUST_LOG"]
     # The drain fits into the time that Kubernetes gives.
     drain = int(next(arg for arg in container["args"] if arg.startswith("--drain-timeout")).split("=")[1])
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -104,6 +107,23 @@ def test_custom_resources():
     assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
     assert pool["spec"]["targetPorts"] == [{"number": 8000}]
     assert pool["spec"]["endpointPickerRef"] == {"name": "llm-plimsoll-epp", "port": {"number": 9002}, "failureMode": "FailClose"}
+
+
+def test_routers_find_the_events_of_each_pod():
+    documents = render({**EVERYTHING, "kvEvents": {"enabled": True, "port": 6001, "replayPort": 6002, "model": "qwen"}})
+    [container] = of_kind(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
+    [flag] = [arg for arg in container["args"] if arg.startswith("--kv-events-config=")]
+    assert json.loads(flag.split("=", 1)[1]) == {
+        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:6001", "replay_endpoint": "tcp://*:6002",
+        "topic": "kv@$(POD_IP):8000@qwen",
+    }
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": 8000, "kv-events": 6001, "kv-replay": 6002}
+    [service] = [document for document in documents if document["metadata"]["name"] == "llm-plimsoll-kv-events"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == {"kv-events": 6001, "kv-replay": 6002}
+    silent = [arg for arg in of_kind(render({}), "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"] if "kv-events" in arg]
+    assert silent == []
 
 
 @pytest.mark.parametrize("wrong", [{"gpu": 1}, {"model": ""}, {"replicas": "2"}, {"autoscaling": {"maxReplica": 3}}])

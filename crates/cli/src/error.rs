@@ -6,6 +6,7 @@ use std::time::Duration;
 use plimsoll_core::Oom;
 use plimsoll_device::CapacityError;
 use plimsoll_device::cuda::GpuError;
+use plimsoll_kv_events::BindError;
 use plimsoll_model::ModelError;
 use plimsoll_profiler::{Diagnostic, ProfileError};
 use plimsoll_server::ServeError;
@@ -109,6 +110,9 @@ pub enum Error {
         /// What the operating system said.
         source: std::io::Error,
     },
+    /// Likewise, of KV events.
+    #[error(transparent)]
+    BindEvents(#[from] BindError),
     /// The server stopped by itself.
     #[error(transparent)]
     Serve(#[from] ServeError),
@@ -167,7 +171,7 @@ impl Error {
             Self::WeightsDoNotFit(_) | Self::Profile(ProfileError::DoesNotFit(_)) => 4,
             Self::NoSuchModel { .. } | Self::WrongFormat { .. } | Self::OnlyWeights { .. } => 3,
             Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
-            Self::Bind { .. } => 5,
+            Self::Bind { .. } | Self::BindEvents(_) => 5,
             Self::CutOff { .. } => 6,
             Self::Gpu(_) => 7,
             Self::DeviceBusy { .. } => 8,

@@ -12,6 +12,7 @@ pub mod error;
 mod hardware;
 pub mod hub;
 mod keys;
+mod kv_events;
 pub mod layers;
 pub mod lock;
 pub mod logging;

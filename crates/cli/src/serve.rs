@@ -19,6 +19,7 @@ use crate::args::{EngineArgs, SchedulingPolicy, ServeArgs, ServerArgs};
 use crate::device::Device;
 use crate::error::Error;
 use crate::keys::{self, KeySource};
+use crate::kv_events;
 use crate::lock::DeviceLock;
 use crate::plan_cache::PlanCache;
 use crate::source::{Source, resolve};
@@ -33,11 +34,12 @@ const BACKLOG: u32 = 1024;
 /// Serves until a signal says stop.
 pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let report_file = ReportFile::new(&args.engine.memory)?;
-    let context = StartContext::new(PlanCache::from_flags(&args.engine.memory));
+    let mut context = StartContext::new(PlanCache::from_flags(&args.engine.memory));
     let times = context.times.clone();
     let given = Given::read(&args.server).await?;
     // An address that is taken is found out now, not after minutes of loading; it refuses connections until it listens.
     let socket = bind(&args.server).await?;
+    context.cache_listener = kv_events::publish(&args)?;
     let source = resolve_timed(&args.engine, &times).await?;
     let Prepared {
         state,

@@ -4,6 +4,7 @@
 //! Nothing here does any work; this crate depends on `thiserror` alone.
 
 mod bans;
+mod cache;
 mod config;
 mod constraint;
 mod event;
@@ -17,6 +18,7 @@ mod request;
 mod sampling;
 
 pub use bans::Bans;
+pub use cache::{CacheEvent, CacheEventCounts, CacheListener};
 pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
 pub use constraint::{Constraint, ConstraintError, Guide, Progress};
 pub use event::{Event, FinishReason, Logprobs, PromptEvent, PromptLogprob, TokenEvent, TokenLogprob};

@@ -3,7 +3,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{Executor, KvConfig, Limits, Request, RequestId, StepError};
+use plimsoll_core::{CacheListener, Executor, KvConfig, Limits, Request, RequestId, StepError};
 use plimsoll_profiler::{Proved, ProvedParts};
 use plimsoll_scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 use tokio::sync::mpsc::unbounded_channel;
@@ -29,6 +29,8 @@ pub struct EngineConfig {
     pub steps_in_flight: usize,
     /// How long requests wait where the state is lost and memory for a new one is missing.
     pub outage_patience: Duration,
+    /// Who hears what the prefix cache holds.
+    pub cache_listener: Option<Arc<dyn CacheListener>>,
 }
 
 /// Why a request was not admitted.
@@ -118,6 +120,7 @@ pub struct EngineHandle {
     link: Link,
     capacity: usize,
     next_id: Arc<AtomicU64>,
+    cache_listener: Option<Arc<dyn CacheListener>>,
 }
 
 impl EngineHandle {
@@ -163,7 +166,10 @@ impl EngineHandle {
         };
         let capacity = scheduler.limits.max_num_seqs + config.max_queue;
         let kv = scheduler.kv;
-        let scheduler = Scheduler::new(scheduler);
+        let mut scheduler = Scheduler::new(scheduler);
+        if config.cache_listener.is_some() {
+            scheduler.record_cache_events();
+        }
         let (sender, commands) = mpsc::channel();
         let device_time = executor.device_time();
         let shared = Arc::new(Shared::new(scheduler.stats(), limits, kv));
@@ -193,6 +199,7 @@ impl EngineHandle {
             masks: MaskPool::default(),
             lost: false,
             sleeper: None,
+            cache_listener: config.cache_listener.clone(),
         };
         std::thread::Builder::new()
             .name("plimsoll-engine".into())
@@ -201,6 +208,7 @@ impl EngineHandle {
             link,
             capacity,
             next_id: Arc::default(),
+            cache_listener: config.cache_listener.clone(),
         })
     }
 
@@ -270,6 +278,7 @@ impl EngineHandle {
         let state = self.link.shared.lock();
         EngineStats {
             in_flight: state.clients.len(),
+            cache_events: self.cache_listener.as_ref().map(|listener| listener.counts()),
             ..state.stats.clone()
         }
     }

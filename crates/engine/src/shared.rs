@@ -109,6 +109,7 @@ impl Shared {
             rebuilds_wake: 0,
             last_oom: None,
             device_time: None,
+            cache_events: None,
         };
         let state = State {
             phase: Phase::Running,

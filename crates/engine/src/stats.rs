@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_core::DeviceTime;
+use plimsoll_core::{CacheEventCounts, DeviceTime};
 use plimsoll_scheduler::SchedulerStats;
 
 use crate::{Histogram, OutOfMemory};
@@ -37,6 +37,8 @@ pub struct EngineStats {
     pub last_oom: Option<Arc<OutOfMemory>>,
     /// How the device spent its time since the engine started, if it works on its own.
     pub device_time: Option<DeviceTime>,
+    /// What became of what was said about the prefix cache, if anybody listens.
+    pub cache_events: Option<CacheEventCounts>,
 }
 
 /// Where the engine stands in its life.

@@ -74,6 +74,7 @@ impl Rig {
             enable_prefix_caching: true,
             steps_in_flight: shape.steps_in_flight,
             outage_patience: PATIENCE,
+            cache_listener: None,
         };
         let engine = EngineHandle::start(executor, Box::new(Unmetered), scheduler, &config).unwrap();
         Self { engine, script }

@@ -6,7 +6,8 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    DeviceTime, Event, Executor, KvConfig, RefusedBy, Request, RequestId, StepError, StepOutput, StepPlan,
+    CacheListener, DeviceTime, Event, Executor, KvConfig, RefusedBy, Request, RequestId, StepError,
+    StepOutput, StepPlan,
 };
 use plimsoll_profiler::ProfileError;
 use plimsoll_scheduler::Scheduler;
@@ -41,6 +42,7 @@ pub(crate) struct EngineThread<E> {
     pub(crate) lost: bool,
     /// Who waits until the engine sleeps.
     pub(crate) sleeper: Option<Sleeper>,
+    pub(crate) cache_listener: Option<Arc<dyn CacheListener>>,
 }
 
 /// Why the engine takes no steps.
@@ -257,6 +259,7 @@ impl<E: Executor> EngineThread<E> {
         if let Some(error) = &failure {
             self.report(plan, error);
         }
+        self.tell_cache();
         let above_proof = self.rises_above_proof(plan) || failure.as_ref().is_some_and(needs_more_scratch);
         let mut state = self.shared.lock();
         state.stats.high_water_above_proof += u64::from(above_proof);
@@ -269,6 +272,17 @@ impl<E: Executor> EngineThread<E> {
         state.stats.device_time = self.clock.read(executor.device_time());
         for (id, event) in events {
             state.deliver(id, event);
+        }
+    }
+
+    /// Tells who listens what changed in the prefix cache.
+    fn tell_cache(&mut self) {
+        let Some(listener) = &self.cache_listener else {
+            return;
+        };
+        let changes = self.scheduler.take_cache_events();
+        if !changes.is_empty() {
+            listener.changed(changes, &|| self.scheduler.cached());
         }
     }
 
@@ -320,6 +334,7 @@ impl<E: Executor> EngineThread<E> {
 
     /// Hands out events that no step made.
     pub(crate) fn deliver(&mut self, events: Vec<(RequestId, Event)>) {
+        self.tell_cache();
         self.shared.deliver(self.scheduler.stats(), events);
     }
 }

@@ -1,4 +1,4 @@
-use plimsoll_core::{BlockId, KvConfig, TokenId};
+use plimsoll_core::{BlockId, CacheEvent, KvConfig, TokenId};
 
 use crate::{BlockTable, free_list::FreeList, prefix::PrefixIndex};
 
@@ -21,7 +21,7 @@ pub struct KvStats {
     pub used: usize,
     /// Blocks whose content the prefix cache can share, referenced or not.
     pub cached: usize,
-    /// Cached blocks given up since the start because their memory was needed.
+    /// Cached blocks given up since the start because their memory was needed, or that of the block before them.
     pub evictions: u64,
 }
 
@@ -71,10 +71,25 @@ impl KvManager {
 
     /// Starts over with an empty cache of `config`. Whatever table was open is void.
     pub fn reset(&mut self, config: KvConfig) {
-        *self = Self {
-            evictions: self.evictions,
-            ..Self::new(config, self.prefix_caching)
-        };
+        self.index.reset(&config);
+        self.config = config;
+        self.references = vec![0; config.num_blocks];
+        self.free = FreeList::full(config.num_blocks);
+    }
+
+    /// Records changes of the prefix cache from here on, until [`Self::take_events`] takes them.
+    pub fn record_events(&mut self) {
+        self.index.record();
+    }
+
+    /// What changed in the prefix cache since it was asked last; nothing where it is not recorded.
+    pub fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.index.take_events()
+    }
+
+    /// How an empty prefix cache becomes this one, if its changes are recorded. Costs time linear in the cache.
+    pub fn cached(&self) -> Vec<CacheEvent> {
+        self.index.all()
     }
 
     /// The cache's size.
@@ -150,7 +165,9 @@ impl KvManager {
         if self.prefix_caching {
             let new = tokens[full * block_size..].chunks_exact(block_size);
             for (block_tokens, &block) in new.zip(&table.blocks[full..]) {
-                table.prefix = self.index.insert(block, table.prefix, block_tokens);
+                table.prefix = self
+                    .index
+                    .insert(block, table.prefix, block_tokens, table.salt.as_deref());
             }
         }
     }
@@ -228,6 +245,7 @@ impl KvManager {
             blocks: Vec::with_capacity(capacity),
             computed: 0,
             prefix: self.index.root(sharing.salt),
+            salt: self.index.keep_salt(sharing.salt),
         };
         if self.prefix_caching {
             let shareable = &tokens[..tokens.len().saturating_sub(1)];
@@ -259,9 +277,7 @@ impl KvManager {
                 .free
                 .pop_front()
                 .expect("the number of free blocks was checked");
-            if self.index.remove(block) {
-                self.evictions += 1;
-            }
+            self.evictions += self.index.remove(block) as u64;
             self.references[block.index()] = 1;
             table.blocks.push(block);
         }

@@ -1,22 +1,34 @@
 use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
-use plimsoll_core::{BlockId, KvConfig, TokenId};
+use plimsoll_core::{BlockId, CacheEvent, KvConfig, TokenId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::journal::Journal;
+
 /// Names one exact sequence of tokens, a whole number of blocks long. Never given to another sequence: after the block
-/// that carried it is evicted, blocks that continue it can no longer be reached and age out.
+/// that carried it is evicted, no block that continues it is cached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Prefix(u64);
+pub(crate) struct Prefix {
+    pub(crate) name: u64,
+    /// Carries its last tokens; none does where a sequence begins.
+    block: Option<BlockId>,
+}
 
 impl Prefix {
-    const EMPTY: Self = Self(0);
     /// In the names of salts, which no sequence of tokens reaches by counting.
     const SALTED: u64 = 1 << 63;
+
+    /// Where the sequences of a salt begin, or those without one.
+    pub(crate) fn is_root(self) -> bool {
+        self.block.is_none()
+    }
 }
 
 /// Which block holds which tokens. The identity of a cached block is (everything before it, its own tokens); both are
 /// compared, the hash only finds candidates, so a collision costs time and never correctness.
+///
+/// The block before a cached one is cached too, as nobody would find it otherwise.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
     by_hash: HashTable<BlockId>,
@@ -24,18 +36,25 @@ pub(crate) struct PrefixIndex {
     /// Tokens of every cached block: `block_size` for each block of the cache.
     tokens: Vec<TokenId>,
     block_size: usize,
-    last: Prefix,
+    /// The name given last.
+    last: u64,
     /// Unpredictable, lest a client craft prompts that collide.
     seed: u64,
     /// Likewise keyed: nobody finds a salt with the name of another.
     salts: RandomState,
+    /// Changes, if anybody wants to hear of them.
+    journal: Option<Journal>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     hash: u64,
     before: Prefix,
-    name: Prefix,
+    name: u64,
+    /// Blocks that continue this one, in a list through their `next`.
+    first_child: Option<BlockId>,
+    next: Option<BlockId>,
+    previous: Option<BlockId>,
 }
 
 impl PrefixIndex {
@@ -45,17 +64,63 @@ impl PrefixIndex {
             entries: vec![None; config.num_blocks],
             tokens: vec![0; config.capacity_tokens()],
             block_size: config.block_size.tokens(),
-            last: Prefix::EMPTY,
+            last: 0,
             seed: RandomState::new().hash_one(0),
             salts: RandomState::new(),
+            journal: None,
         }
+    }
+
+    /// Forgets everything, and the cache has another size from here on.
+    pub(crate) fn reset(&mut self, config: &KvConfig) {
+        if let Some(journal) = &mut self.journal {
+            journal.clear(!self.by_hash.is_empty());
+        }
+        *self = Self {
+            // Whoever remembers a name must not take it for another's.
+            last: self.last,
+            journal: self.journal.take(),
+            ..Self::new(config)
+        };
+    }
+
+    /// Keeps account of changes from here on.
+    pub(crate) fn record(&mut self) {
+        self.journal.get_or_insert_default();
+    }
+
+    /// What changed since this was asked last.
+    pub(crate) fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.journal.as_mut().map(Journal::take).unwrap_or_default()
+    }
+
+    /// How an empty cache becomes this one; nothing where no account is kept.
+    pub(crate) fn all(&self) -> Vec<CacheEvent> {
+        let Some(journal) = &self.journal else {
+            return Vec::new();
+        };
+        let cached = self.entries.iter().enumerate();
+        let mut cached: Vec<_> = cached
+            .filter_map(|(index, entry)| Some((index, entry.as_ref()?)))
+            .collect();
+        // Names are given in order: those before come first.
+        cached.sort_unstable_by_key(|(_, entry)| entry.name);
+        let mut events = Vec::new();
+        for (index, entry) in cached {
+            journal.tell(&mut events, entry.before, entry.name, self.tokens_of(index));
+        }
+        events
     }
 
     /// Where the sequences of `salt` begin: they share nothing with those of another.
     pub(crate) fn root(&self, salt: Option<&str>) -> Prefix {
-        salt.map_or(Prefix::EMPTY, |salt| {
-            Prefix(Prefix::SALTED | self.salts.hash_one(salt))
-        })
+        let name = salt.map_or(0, |salt| Prefix::SALTED | self.salts.hash_one(salt));
+        Prefix { name, block: None }
+    }
+
+    /// The text of `salt`, as long as a table needs it to tell who listens.
+    pub(crate) fn keep_salt(&self, salt: Option<&str>) -> Option<Box<str>> {
+        self.journal.as_ref().and(salt).map(Box::from)
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -71,31 +136,109 @@ impl PrefixIndex {
         self.find_hashed(self.hash(before, tokens), before, tokens)
     }
 
-    /// Caches `block` as holding `tokens` after `before`. Where another block already does, that one stays the cached one.
-    /// Returns the name of the two together.
-    pub(crate) fn insert(&mut self, block: BlockId, before: Prefix, tokens: &[TokenId]) -> Prefix {
+    /// Caches `block` as holding `tokens` after `before`, in a sequence of `salt`. Where another block already does, that one
+    /// stays the cached one; where the block before was evicted meanwhile, nobody would find this one. Returns the name of
+    /// the two together.
+    pub(crate) fn insert(
+        &mut self,
+        block: BlockId,
+        before: Prefix,
+        tokens: &[TokenId],
+        salt: Option<&str>,
+    ) -> Prefix {
         let hash = self.hash(before, tokens);
         if let Some((_, name)) = self.find_hashed(hash, before, tokens) {
             return name;
         }
-        self.last = Prefix(self.last.0 + 1);
+        if !self.is_cached(before) {
+            return before;
+        }
+        self.last += 1;
         let name = self.last;
         self.tokens[block.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
-        self.entries[block.index()] = Some(Entry { hash, before, name });
+        self.entries[block.index()] = Some(Entry {
+            hash,
+            before,
+            name,
+            first_child: None,
+            next: None,
+            previous: None,
+        });
+        self.link(block, before);
         let entries = &self.entries;
         self.by_hash
             .insert_unique(hash, block, |b| entries[b.index()].map_or(0, |entry| entry.hash));
-        name
+        if let Some(journal) = &mut self.journal {
+            journal.stored(before, name, tokens, salt);
+        }
+        Prefix {
+            name,
+            block: Some(block),
+        }
     }
 
-    /// Forgets `block`; true where it was cached.
-    pub(crate) fn remove(&mut self, block: BlockId) -> bool {
-        let Some(entry) = self.entries[block.index()].take() else {
-            return false;
-        };
+    /// Forgets `block`, and all blocks that continue it: a table that computed the same tokens in another block may have
+    /// cached some behind this one, and hold them still. Returns how many that were.
+    pub(crate) fn remove(&mut self, block: BlockId) -> usize {
+        let mut forgotten = 0;
+        let mut at = block;
+        while let Some(entry) = self.entries[at.index()] {
+            if let Some(child) = entry.first_child {
+                at = child;
+                continue;
+            }
+            self.forget(at, entry);
+            forgotten += 1;
+            match entry.before.block {
+                Some(parent) if at != block => at = parent,
+                _ => break,
+            }
+        }
+        forgotten
+    }
+
+    /// Forgets `block`, which no other continues.
+    fn forget(&mut self, block: BlockId, entry: Entry) {
+        self.entries[block.index()] = None;
+        match (entry.previous, entry.before.block) {
+            (Some(previous), _) => self.change(previous, |previous| previous.next = entry.next),
+            (None, Some(parent)) => self.change(parent, |parent| parent.first_child = entry.next),
+            (None, None) => {}
+        }
+        if let Some(next) = entry.next {
+            self.change(next, |next| next.previous = entry.previous);
+        }
         let found = self.by_hash.find_entry(entry.hash, |&b| b == block);
         found.expect("every entry is in the table").remove();
-        true
+        if let Some(journal) = &mut self.journal {
+            journal.removed(entry.name);
+        }
+    }
+
+    /// Puts `block` first among those that continue `before`.
+    fn link(&mut self, block: BlockId, before: Prefix) {
+        let Some(parent) = before.block else { return };
+        let mut next = None;
+        self.change(parent, |parent| next = parent.first_child.replace(block));
+        self.change(block, |block| block.next = next);
+        if let Some(next) = next {
+            self.change(next, |next| next.previous = Some(block));
+        }
+    }
+
+    fn change(&mut self, block: BlockId, change: impl FnOnce(&mut Entry)) {
+        change(self.entries[block.index()].as_mut().expect("it is cached"));
+    }
+
+    /// Whether blocks that continue `prefix` can be found.
+    fn is_cached(&self, prefix: Prefix) -> bool {
+        prefix
+            .block
+            .is_none_or(|block| self.entries[block.index()].is_some_and(|entry| entry.name == prefix.name))
+    }
+
+    fn tokens_of(&self, index: usize) -> &[TokenId] {
+        &self.tokens[index * self.block_size..][..self.block_size]
     }
 
     fn find_hashed(&self, hash: u64, before: Prefix, tokens: &[TokenId]) -> Option<(BlockId, Prefix)> {
@@ -104,7 +247,15 @@ impl PrefixIndex {
                 && self.tokens[block.index() * self.block_size..].starts_with(tokens)
         };
         let &block = self.by_hash.find(hash, same)?;
-        self.entries[block.index()].map(|entry| (block, entry.name))
+        let name = self.entries[block.index()]?.name;
+        let block_of = Some(block);
+        Some((
+            block,
+            Prefix {
+                name,
+                block: block_of,
+            },
+        ))
     }
 
     fn hash(&self, before: Prefix, tokens: &[TokenId]) -> u64 {
@@ -112,19 +263,21 @@ impl PrefixIndex {
         for (to, token) in bytes.chunks_exact_mut(4).zip(tokens) {
             to.copy_from_slice(&token.to_le_bytes());
         }
-        xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.0)
+        xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)
     }
 
-    /// Every cached block is found under its own identity, and under no other.
+    /// Every cached block is found under its own identity, and under no other, behind one that is cached.
     pub(crate) fn check_invariants(&self) -> Result<(), String> {
         let mut cached = 0;
         for (index, entry) in self.entries.iter().enumerate() {
             let Some(entry) = entry else { continue };
             cached += 1;
-            let tokens = &self.tokens[index * self.block_size..][..self.block_size];
-            let found = self.find(entry.before, tokens);
+            let found = self.find(entry.before, self.tokens_of(index));
             if found.map(|(block, _)| block.index()) != Some(index) {
                 return Err(format!("cached block {index} is found as {found:?}"));
+            }
+            if !self.is_cached(entry.before) {
+                return Err(format!("cached block {index} is behind one that is not"));
             }
         }
         if cached != self.by_hash.len() {

@@ -12,6 +12,8 @@ pub struct BlockTable {
     pub(crate) computed: usize,
     /// Names the tokens of all full computed blocks.
     pub(crate) prefix: Prefix,
+    /// Who may share them, while changes of the cache are recorded.
+    pub(crate) salt: Option<Box<str>>,
 }
 
 impl BlockTable {

@@ -1,8 +1,13 @@
-//! The manager against a naive model that keeps everything in vectors and searches them from end to end.
+//! The manager against a naive model that keeps everything in vectors and searches them from end to end, and against what a
+//! router makes of its events.
+
+#[path = "../../sim/src/router.rs"]
+mod router;
 
 use plimsoll_core::{BlockId, BlockSize, KvConfig, TokenId};
 use plimsoll_kv::{BlockTable, KvManager, Sharing};
 use proptest::{collection::vec, prelude::*};
+use router::Router;
 
 const BLOCK_SIZE: usize = 8;
 
@@ -13,6 +18,9 @@ struct Cached {
     before: u64,
     tokens: Vec<TokenId>,
 }
+
+/// Where sequences with a salt begin; those without one begin at 0.
+const SALTED: u64 = u64::MAX;
 
 #[derive(Default)]
 struct Naive {
@@ -51,23 +59,39 @@ impl Naive {
             .map(|index| BlockId(index as u32))
     }
 
-    fn number(&self, block: BlockId) -> u64 {
-        self.cached[block.index()]
-            .as_ref()
-            .map_or(0, |cached| cached.number)
+    fn number(&self, block: BlockId) -> Option<u64> {
+        self.cached[block.index()].as_ref().map(|cached| cached.number)
     }
 
-    fn open(&mut self, tokens: &[TokenId], headroom: usize) -> bool {
+    /// Whether anybody would find what comes after `before`.
+    fn is_known(&self, before: u64) -> bool {
+        [0, SALTED].contains(&before) || self.cached.iter().flatten().any(|cached| cached.number == before)
+    }
+
+    /// Nothing comes after what is not there.
+    fn evict(&mut self, block: BlockId) {
+        self.cached[block.index()] = None;
+        for _ in 0..self.cached.len() {
+            for index in 0..self.cached.len() {
+                let before = self.cached[index].as_ref().map(|cached| cached.before);
+                if before.is_some_and(|before| !self.is_known(before)) {
+                    self.cached[index] = None;
+                }
+            }
+        }
+    }
+
+    fn open(&mut self, tokens: &[TokenId], salted: bool, headroom: usize) -> bool {
         let mut table = NaiveTable {
             blocks: Vec::new(),
             computed: 0,
-            before: 0,
+            before: if salted { SALTED } else { 0 },
         };
         for block_tokens in tokens[..tokens.len() - 1].chunks_exact(BLOCK_SIZE) {
             let Some(block) = self.find(table.before, block_tokens) else {
                 break;
             };
-            table.before = self.number(block);
+            table.before = self.number(block).expect("it was found");
             table.computed += BLOCK_SIZE;
             table.blocks.push(block);
         }
@@ -88,8 +112,8 @@ impl Naive {
         if more > self.free.len() {
             return false;
         }
-        for block in self.free.drain(..more) {
-            self.cached[block.index()] = None;
+        for block in self.free.drain(..more).collect::<Vec<_>>() {
+            self.evict(block);
             self.tables[table].blocks.push(block);
         }
         true
@@ -99,18 +123,18 @@ impl Naive {
         let full = self.tables[table].computed / BLOCK_SIZE;
         for (i, block_tokens) in tokens.chunks_exact(BLOCK_SIZE).enumerate().skip(full) {
             let before = self.tables[table].before;
-            let block = self.find(before, block_tokens).unwrap_or_else(|| {
+            let own = self.tables[table].blocks[i];
+            let block = self.find(before, block_tokens).unwrap_or(own);
+            if block == own && self.is_known(before) {
                 self.last_number += 1;
-                let block = self.tables[table].blocks[i];
-                let cached = Cached {
+                self.cached[own.index()] = Some(Cached {
                     number: self.last_number,
                     before,
                     tokens: block_tokens.to_vec(),
-                };
-                self.cached[block.index()] = Some(cached);
-                block
-            });
-            self.tables[table].before = self.number(block);
+                });
+            }
+            // Otherwise its past is gone, and stays so.
+            self.tables[table].before = self.number(block).unwrap_or(before);
         }
         self.tables[table].computed = tokens.len();
     }
@@ -136,6 +160,7 @@ enum Op {
     /// The prompt, as (document, number of tokens) pairs.
     Open {
         documents: Vec<(u8, usize)>,
+        salted: bool,
         headroom: usize,
     },
     /// Reserve and commit some more tokens.
@@ -146,16 +171,19 @@ enum Op {
     Release {
         table: usize,
     },
+    /// The cache is lost.
+    Reset,
 }
 
 fn op() -> impl Strategy<Value = Op> {
     // Whole blocks are likely, so that equal blocks come after different beginnings.
     let length = prop_oneof![3 => Just(BLOCK_SIZE), 1 => 1..=2 * BLOCK_SIZE];
     prop_oneof![
-        3 => (vec((0..2u8, length), 1..4), 0..2usize)
-            .prop_map(|(documents, headroom)| Op::Open { documents, headroom }),
+        3 => (vec((0..2u8, length), 1..4), prop::bool::weighted(0.2), 0..2usize)
+            .prop_map(|(documents, salted, headroom)| Op::Open { documents, salted, headroom }),
         5 => (any::<usize>(), 0..20usize).prop_map(|(table, tokens)| Op::Grow { table, tokens }),
         2 => any::<usize>().prop_map(|table| Op::Release { table }),
+        1 => Just(Op::Reset),
     ]
 }
 
@@ -181,12 +209,18 @@ proptest! {
         let mut manager = KvManager::new(KvConfig { block_size, num_blocks }, true);
         let mut naive = Naive::new(num_blocks);
         let mut open: Vec<Open> = Vec::new();
+        manager.record_events();
+        let mut router = Router::default();
         for op in ops {
             match op {
-                Op::Open { documents, headroom } => {
+                Op::Open { documents, salted, headroom } => {
                     let tokens = prompt(&documents);
-                    let opened = manager.open(&tokens, Sharing::default(), headroom);
-                    prop_assert_eq!(opened.is_ok(), naive.open(&tokens, headroom));
+                    let salt = salted.then_some("pepper");
+                    let opened = manager.open(&tokens, Sharing { salt, ..Sharing::default() }, headroom);
+                    prop_assert_eq!(opened.is_ok(), naive.open(&tokens, salted, headroom));
+                    if let Ok(table) = &opened {
+                        prop_assert_eq!(table.computed(), router.longest(salt, &tokens[..tokens.len() - 1], BLOCK_SIZE));
+                    }
                     open.extend(opened.map(|table| Open { table, tokens }));
                 }
                 Op::Grow { table, tokens } if !open.is_empty() => {
@@ -207,11 +241,23 @@ proptest! {
                     manager.release(open.remove(i).table);
                     naive.release(i);
                 }
+                Op::Reset => {
+                    let config = manager.config();
+                    manager.reset(config);
+                    open.drain(..).for_each(|open| drop(open.table));
+                    naive = Naive { last_number: naive.last_number, ..Naive::new(num_blocks) };
+                }
                 Op::Grow { .. } | Op::Release { .. } => {}
             }
             manager.check_invariants(open.iter().map(|open| &open.table)).map_err(TestCaseError::fail)?;
             prop_assert_eq!(manager.available(), naive.free.len());
             prop_assert_eq!(manager.stats().cached, naive.cached.iter().flatten().count());
+            router.hear(manager.take_events()).map_err(TestCaseError::fail)?;
+            prop_assert_eq!(router.len(), manager.stats().cached);
+            // Whoever comes late is told the same.
+            let mut late = Router::default();
+            late.hear(manager.cached()).map_err(TestCaseError::fail)?;
+            prop_assert_eq!(&late, &router);
             for (open, naive) in open.iter().zip(&naive.tables) {
                 prop_assert_eq!(open.table.blocks(), &naive.blocks);
                 prop_assert_eq!(open.table.computed(), naive.computed);

@@ -2,8 +2,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 
 use plimsoll_core::{
-    Event, FinishReason, Guide, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, Sampled,
-    StepError, StepLimits, StepOutput, StepPlan, TokenEvent, TokenId,
+    CacheEvent, Event, FinishReason, Guide, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run,
+    Sampled, StepError, StepLimits, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 use plimsoll_kv::{BlockTable, KvManager};
 
@@ -306,6 +306,21 @@ impl Scheduler {
         }
         self.counters.failed += events.len() as u64;
         events
+    }
+
+    /// Records changes of the prefix cache from here on; see [`KvManager::record_events`].
+    pub fn record_cache_events(&mut self) {
+        self.kv.record_events();
+    }
+
+    /// What changed in the prefix cache since it was asked last, if that is recorded.
+    pub fn take_cache_events(&mut self) -> Vec<CacheEvent> {
+        self.kv.take_events()
+    }
+
+    /// How an empty prefix cache becomes this one, if changes are recorded.
+    pub fn cached(&self) -> Vec<CacheEvent> {
+        self.kv.cached()
     }
 
     /// Current numbers.

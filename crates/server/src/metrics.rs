@@ -211,6 +211,7 @@ impl Metrics {
         self.write_cache_config(&mut page, kv);
         self.write_histogram(&mut page, &STEP_SECONDS, &stats.step_seconds);
         self.write_histogram(&mut page, &STEP_TOKENS, &stats.step_tokens);
+        self.write_no_adapters(&mut page);
         if let Some(time) = stats.device_time {
             self.write_seconds(&mut page, &GPU_BUSY, time.busy_seconds);
             self.write_seconds(&mut page, &GPU_IDLE, time.idle_seconds);
@@ -230,6 +231,17 @@ impl Metrics {
                  num_gpu_blocks=\"{blocks}\"}} 1\n"
             );
         }
+    }
+
+    /// Endpoint pickers that route by adapter read it of every server; here there are none.
+    fn write_no_adapters(&self, page: &mut String) {
+        let labels = self.label_text();
+        let _ = writeln!(
+            page,
+            "# HELP {LORA_REQUESTS} Adapters that run and wait: there are none.\n# TYPE {LORA_REQUESTS} gauge\n\
+             {LORA_REQUESTS}{{{labels},max_lora=\"0\",running_lora_adapters=\"\",waiting_lora_adapters=\"\"}} {}\n",
+            unix_seconds()
+        );
     }
 
     /// The recorder's counters are whole numbers.
@@ -288,6 +300,10 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     maker.count(&PREFIX_QUERIES, scheduler.prefix_queried_tokens);
     maker.count(&PREFIX_HITS, scheduler.prefix_hit_tokens);
     maker.count(&EVICTIONS, scheduler.evictions);
+    if let Some(events) = stats.cache_events {
+        maker.count(&EVENTS_PUBLISHED, events.published);
+        maker.count(&EVENTS_DROPPED, events.dropped);
+    }
     maker.count(&GENERATED_TOKENS, scheduler.generated_tokens);
     maker.count(&COMPUTED_TOKENS, scheduler.computed_tokens);
     maker.count(&CANCELLED, scheduler.cancelled);

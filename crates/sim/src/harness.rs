@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use plimsoll_core::{
-    Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, StepError,
+    Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, StepError,
     StepPlan, TokenEvent, TokenId,
 };
 use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
@@ -9,6 +9,7 @@ use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
 use crate::{
     executor::{SimConfig, SimExecutor, StepTime},
     model::{oracle, pooled_oracle, score_oracle},
+    router::Router,
     turns::Turns,
     workload::{Cancel, Reset, Workload},
 };
@@ -32,7 +33,8 @@ pub struct Report {
 /// - each request is admitted in its turn: by priority, tenant after tenant, and nobody waits for ever; every step serves
 ///   those that had their turn earlier first; a preempted one does not return on the blocks it gave up;
 /// - the life ends, within a bounded number of steps, with all blocks free and every request accounted for;
-/// - every plan passes the executor's checks; with `audit`, the bookkeeping is sound after every move.
+/// - every plan passes the executor's checks; with `audit`, the bookkeeping is sound after every move, and who knows the
+///   prefix cache from its events alone knows what is in it, and how much of a prompt a request finds there.
 ///
 /// The error says what was broken.
 pub fn simulate(workload: &Workload, depth: usize, audit: bool) -> Result<Report, String> {
@@ -82,6 +84,8 @@ struct Life<'a> {
     unsampled: bool,
     clients: BTreeMap<RequestId, Client<'a>>,
     turns: Turns,
+    /// Listens, if there are audits.
+    router: Router,
     /// Requests that ended, however they did.
     ended: u64,
     patience: u64,
@@ -121,17 +125,22 @@ impl<'a> Life<'a> {
         let lives = 1 + workload.resets.len() as u64;
         let last = arrivals.last().map_or(0, |(tick, _)| *tick);
         let kv = workload.scheduler.kv;
+        let mut scheduler = Scheduler::new(workload.scheduler);
+        if audit {
+            scheduler.record_cache_events();
+        }
         Self {
             workload,
             depth,
             audit,
-            scheduler: Scheduler::new(workload.scheduler),
+            scheduler,
             executor: executor(workload, kv),
             kv,
             in_flight: VecDeque::new(),
             unsampled: false,
             clients: BTreeMap::new(),
             turns: Turns::new(workload.scheduler.patience),
+            router: Router::default(),
             ended: 0,
             patience: last + lives * total * (arrivals.len() as u64 + 1) + 100,
         }
@@ -219,8 +228,8 @@ impl<'a> Life<'a> {
             let freed = self.ended - self.scheduler.stats().leaving as u64;
             let before = self.scheduler.stats();
             let plan = self.scheduler.plan();
-            self.audit()?;
             self.check_turns(&plan, &before)?;
+            self.audit()?;
             if plan.is_empty() {
                 break;
             }
@@ -277,7 +286,12 @@ impl<'a> Life<'a> {
         if !self.turns.is_sorted(running.iter().map(|run| run.request)) {
             return Err(format!("a higher rank comes before a lower one: {plan:?}"));
         }
+        let evictions = stats.evictions - before.evictions;
         for run in admitted {
+            // The router knows the cache as it was before this plan.
+            if self.audit && evictions == 0 {
+                self.check_prediction(run)?;
+            }
             let next = self.turns.next();
             if next != Some(run.request) {
                 return Err(format!("{} is admitted and it is {next:?}'s turn", run.request));
@@ -285,6 +299,28 @@ impl<'a> Life<'a> {
             self.turns.admitted();
         }
         Ok(())
+    }
+
+    /// A router foretells what a request that is admitted finds in the prefix cache.
+    fn check_prediction(&self, run: &Run) -> Result<(), String> {
+        let Some(client) = self.clients.get(&run.request) else {
+            return Ok(());
+        };
+        let tokens = [client.request.prompt(), &client.text].concat();
+        let most = match client.request.needs_every_row() {
+            true => 0,
+            false if client.scored < client.scores.len() => client.scored,
+            false => tokens.len() - 1,
+        };
+        let shareable = &tokens[..most.min(tokens.len() - 1)];
+        let block_size = self.kv.block_size.tokens();
+        let foretold = self
+            .router
+            .longest(client.request.cache_salt(), shareable, block_size);
+        (foretold == run.start).then_some(()).ok_or(format!(
+            "{} finds {} tokens cached, and a router foretold {foretold}",
+            run.request, run.start
+        ))
     }
 
     /// Waits for the oldest step in flight. False where there is none.
@@ -395,8 +431,14 @@ impl<'a> Life<'a> {
         Ok(())
     }
 
-    fn end(self) -> Result<Report, String> {
+    fn end(mut self) -> Result<Report, String> {
+        self.audit()?;
         self.scheduler.check_invariants()?;
+        let mut late = Router::default();
+        late.hear(self.scheduler.cached())?;
+        if late != self.router {
+            return Err("who comes late is told of another cache".into());
+        }
         let stats = self.scheduler.stats();
         if stats.blocks_used != 0 || stats.waiting + stats.running + stats.leaving != 0 {
             return Err(format!("something is left: {stats:?}"));
@@ -450,12 +492,16 @@ impl<'a> Life<'a> {
             .ok_or_else(|| format!("nobody knows {id}"))
     }
 
-    fn audit(&self) -> Result<(), String> {
-        if self.audit {
-            self.scheduler.check_invariants()
-        } else {
-            Ok(())
+    fn audit(&mut self) -> Result<(), String> {
+        if !self.audit {
+            return Ok(());
         }
+        self.scheduler.check_invariants()?;
+        self.router.hear(self.scheduler.take_cache_events())?;
+        let (heard, cached) = (self.router.len(), self.scheduler.stats().blocks_cached);
+        (heard == cached).then_some(()).ok_or(format!(
+            "{cached} blocks are cached, and a router knows of {heard}"
+        ))
     }
 }
 

@@ -7,6 +7,7 @@ mod harness;
 mod model;
 mod quote;
 mod ranks;
+mod router;
 mod turns;
 mod workload;
 

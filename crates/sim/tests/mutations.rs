@@ -43,6 +43,7 @@ const SCHEDULING: Program = Program {
         "src/harness.rs",
         "src/model.rs",
         "src/quote.rs",
+        "src/router.rs",
         "src/turns.rs",
         "src/workload.rs",
     ],

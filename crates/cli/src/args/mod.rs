@@ -3,6 +3,7 @@
 mod access;
 mod chat;
 mod engine;
+mod events;
 mod pages;
 mod pooling;
 mod responses;
@@ -20,6 +21,7 @@ pub use engine::{
     DEFAULT_MODEL, DType, DeviceArgs, EngineArgs, KvDtype, LimitArgs, LoadFormat, LogFormat, MemoryArgs,
     ModelArgs, SIM_MODEL,
 };
+pub use events::EventArgs;
 pub use pages::PagesArgs;
 pub use pooling::{HfOverrides, PoolerConfig, PoolingArgs, RunnerKind};
 pub use responses::ResponseArgs;
@@ -105,6 +107,9 @@ pub struct ServeArgs {
     /// What browsers get.
     #[command(flatten)]
     pub pages: PagesArgs,
+    /// What routers are told.
+    #[command(flatten)]
+    pub events: EventArgs,
 }
 
 /// `plimsoll profile`.

@@ -4,7 +4,8 @@ use clap::{Args, ValueEnum};
 use plimsoll_core::{Matryoshka, Pooling};
 use plimsoll_model::{ServeAs, Task};
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
+
+use crate::args::values::json;
 
 /// Text or embeddings.
 #[derive(Clone, Debug, Args)]
@@ -97,10 +98,6 @@ enum PoolingType {
 pub struct HfOverrides {
     is_matryoshka: Option<bool>,
     matryoshka_dimensions: Option<Vec<usize>>,
-}
-
-fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
-    serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

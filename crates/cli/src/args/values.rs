@@ -5,6 +5,7 @@ use std::time::Duration;
 use plimsoll_core::BlockSize;
 use plimsoll_profiler::MemFraction;
 use reqwest::header::HeaderValue;
+use serde::de::DeserializeOwned;
 
 pub(crate) fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
@@ -12,6 +13,10 @@ pub(crate) fn positive(text: &str) -> Result<usize, String> {
         Ok(value) => Ok(value),
         Err(_) => Err("a whole number is expected".to_owned()),
     }
+}
+
+pub(super) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
+    serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
 pub(super) fn origin(text: &str) -> Result<HeaderValue, String> {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use plimsoll_core::{KvConfig, Pooling, StepLimits};
+use plimsoll_core::{CacheListener, KvConfig, Pooling, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_model::Model;
@@ -77,6 +77,8 @@ pub struct StartContext {
     pub times: StartTimes,
     /// Keeps others from the device while a state is built again.
     pub relock: Relock,
+    /// Who hears what the prefix cache holds.
+    pub cache_listener: Option<Arc<dyn CacheListener>>,
 }
 
 impl StartContext {
@@ -86,6 +88,7 @@ impl StartContext {
             plans,
             times: StartTimes::begin(),
             relock: Relock::default(),
+            cache_listener: None,
         }
     }
 }
@@ -284,13 +287,19 @@ impl Loaded {
         let proved = self.prove(&mut target, args)?;
         let times = &self.context.times;
         let (kv, report) = (proved.config().kv, proved.report().clone());
+        let enable_prefix_caching =
+            args.limits.prefix_caching() && !self.pooling().is_some_and(Pooling::needs_every_row);
+        let cache_listener = self.context.cache_listener.clone();
+        if cache_listener.is_some() && !enable_prefix_caching {
+            tracing::warn!("there will be no KV events: a mean over all rows uses no prefix cache");
+        }
         let config = EngineConfig {
             max_queue,
             vocab_size: self.vocab_size,
-            enable_prefix_caching: args.limits.prefix_caching()
-                && !self.pooling().is_some_and(Pooling::needs_every_row),
+            enable_prefix_caching,
             steps_in_flight: self.weights.defaults().steps_in_flight,
             outage_patience: OUTAGE_PATIENCE,
+            cache_listener,
         };
         let standing = Arc::new(Standing::new(
             self.weights.device(),

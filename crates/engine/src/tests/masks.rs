@@ -195,6 +195,7 @@ impl Rig {
             enable_prefix_caching: true,
             steps_in_flight,
             outage_patience: super::PATIENCE,
+            cache_listener: None,
         };
         let engine = EngineHandle::start(device, Box::new(Unmetered), scheduler, &config).unwrap();
         Self { engine, calls }

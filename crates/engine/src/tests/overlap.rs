@@ -90,6 +90,7 @@ async fn serve(steps_in_flight: usize) -> EngineStats {
         enable_prefix_caching: true,
         steps_in_flight,
         outage_patience: super::PATIENCE,
+        cache_listener: None,
     };
     let engine = EngineHandle::start(device, Box::new(Unmetered), scheduler, &config).unwrap();
     for round in 0..2 {

@@ -154,6 +154,7 @@ fn start(steps_in_flight: usize, outage_patience: Duration) -> (Rig, Device) {
         enable_prefix_caching: true,
         steps_in_flight,
         outage_patience,
+        cache_listener: None,
     };
     let engine = EngineHandle::spawn(device.prove().unwrap(), device.clone(), &config).unwrap();
     let script = Arc::clone(&device.script);
@@ -512,6 +513,7 @@ fn u37_a_sleep_that_was_given_up_does_not_answer_for_the_next() {
         masks: MaskPool::default(),
         lost: false,
         sleeper: None,
+        cache_listener: None,
     };
     let ask = |thread: &EngineThread<Fake>| {
         let (asleep, told) = oneshot::channel();

@@ -68,6 +68,17 @@ pub(super) const EVICTIONS: Name = Name(
     None,
     "Cached KV blocks given up for other requests.",
 );
+pub(super) const EVENTS_PUBLISHED: Name = Name(
+    "plimsoll_kv_event_batches_published_total",
+    None,
+    "Batches of KV events that went out to routers.",
+);
+pub(super) const EVENTS_DROPPED: Name = Name(
+    "plimsoll_kv_event_batches_dropped_total",
+    None,
+    "Batches of KV events that were not published in time; what is cached was told anew.",
+);
+pub(super) const LORA_REQUESTS: &str = "vllm:lora_requests_info";
 pub(super) const SUBMITTED: Name = Name(
     "plimsoll_requests_submitted_total",
     None,

@@ -24,13 +24,42 @@ pub(crate) const fn edit(file: &'static str, site: &'static str, bug: &'static s
     Edit { file, site, bug }
 }
 
+const JOURNAL: &str = "kv/journal.rs";
 const MANAGER: &str = "kv/manager.rs";
 const PREFIX: &str = "kv/prefix.rs";
 const QUEUE: &str = "scheduler/queue.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 65] = [
+pub(crate) const MUTATIONS: [Mutation; 72] = [
+    bug(
+        "what goes with an evicted block stays in the cache",
+        &[edit(PREFIX, "if let Some(child) = «entry.first_child»", "None")],
+    ),
+    bug(
+        "a block is cached behind one that is gone",
+        &[edit(PREFIX, "if «!self.is_cached(before)»", "false")],
+    ),
+    bug(
+        "a router hears nothing of what is evicted",
+        &[edit(PREFIX, "«journal.removed(entry.name);»", "let _ = journal;")],
+    ),
+    bug(
+        "a router hears nothing of a lost cache",
+        &[edit(JOURNAL, "«self.events.push(CacheEvent::Cleared);»", "{}")],
+    ),
+    bug(
+        "a router hears of a lost cache what was to be said before",
+        &[edit(JOURNAL, "«self.events.clear();»", "{}")],
+    ),
+    bug(
+        "a router takes blocks for a row that are none",
+        &[edit(JOURNAL, "&& «blocks.last() == parent.as_ref()»", "true")],
+    ),
+    bug(
+        "a router hears no salt",
+        &[edit(JOURNAL, "salt: «self.salts.get(&name).cloned()»,", "None")],
+    ),
     bug(
         "a shared block is not counted",
         &[edit(MANAGER, "«*references += 1;»", "*references = 1;")],
@@ -49,7 +78,11 @@ pub(crate) const MUTATIONS: [Mutation; 65] = [
     ),
     bug(
         "an evicted block stays in the cache",
-        &[edit(MANAGER, "if «self.index.remove(block)»", "false")],
+        &[edit(
+            MANAGER,
+            "self.evictions += «self.index.remove(block)» as u64;",
+            "0_usize",
+        )],
     ),
     bug(
         "the whole prompt is taken from the cache",
@@ -93,7 +126,7 @@ pub(crate) const MUTATIONS: [Mutation; 65] = [
             ),
             edit(
                 PREFIX,
-                "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.0)»",
+                "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)»",
                 "xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed)",
             ),
         ],
@@ -486,7 +519,7 @@ pub(crate) const EQUIVALENT: [Mutation; 1] = [bug(
     "all hashes collide",
     &[edit(
         PREFIX,
-        "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.0)»",
+        "«xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)»",
         "0",
     )],
 )];

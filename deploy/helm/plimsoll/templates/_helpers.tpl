@@ -33,3 +33,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- .Values.serviceAccount.name | default "default" -}}
 {{- end -}}
 {{- end -}}
+
+{{- define "plimsoll.kvEvents" -}}
+{{- $endpoint := printf "tcp://*:%d" (int .Values.kvEvents.port) -}}
+{{- $replay := printf "tcp://*:%d" (int .Values.kvEvents.replayPort) -}}
+{{- $topic := printf "kv@$(POD_IP):8000@%s" (.Values.kvEvents.model | default .Values.model) -}}
+--kv-events-config={{ dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" $endpoint "replay_endpoint" $replay "topic" $topic | toJson }}
+{{- end -}}

@@ -1,0 +1,45 @@
+//! What routers are told.
+
+use clap::Args;
+use plimsoll_kv_events::Config;
+
+use crate::args::values::json;
+
+/// KV events.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Server")]
+pub struct EventArgs {
+    /// Tell routers what the prefix cache holds, in vLLM's format: JSON with enable_kv_cache_events, publisher (zmq or
+    /// null), endpoint (tcp://*:PORT), replay_endpoint, buffer_steps, max_queue_size, topic [default: nobody is told]
+    #[arg(long, value_name = "JSON", value_parser = events)]
+    pub kv_events_config: Option<Config>,
+}
+
+/// A value that cannot be done is told with the command line.
+fn events(text: &str) -> Result<Config, String> {
+    let config: Config = json(text)?;
+    config.settings().map_err(|error| error.to_string())?;
+    Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_have_vllms_names() {
+        let config = r#"{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
+            "replay_endpoint": "tcp://*:5558", "buffer_steps": 100, "hwm": 100000, "max_queue_size": 50, "topic": "kv"}"#;
+        let settings = events(config).unwrap().settings().unwrap();
+        assert!(settings.is_some());
+        for (wrong, named) in [
+            (r#"{"enabled": true}"#, "enabled"),
+            (r#"{"publisher": "kafka"}"#, "kafka"),
+            (r#"{"hwm": 7}"#, "hwm"),
+            (r#"{"endpoint": "tcp://router:5557"}"#, "tcp://router:5557"),
+        ] {
+            let error = events(wrong).unwrap_err();
+            assert!(error.contains(named), "{wrong}: {error}");
+        }
+    }
+}

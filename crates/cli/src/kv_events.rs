@@ -1,0 +1,34 @@
+//! Routers that listen to the prefix cache.
+
+use std::sync::Arc;
+
+use plimsoll_core::CacheListener;
+use plimsoll_kv_events::Publisher;
+
+use crate::args::ServeArgs;
+use crate::error::Error;
+
+/// Listens for routers, if there are to be events, and tells them from here on. Returns what the engine is to fill.
+pub(crate) fn publish(args: &ServeArgs) -> Result<Option<Arc<dyn CacheListener>>, Error> {
+    let wrong = |message: String| Error::Configuration {
+        origin: "--kv-events-config".into(),
+        message,
+    };
+    let config = args.events.kv_events_config.clone().unwrap_or_default();
+    let Some(settings) = config.settings().map_err(|error| wrong(error.to_string()))? else {
+        return Ok(None);
+    };
+    if !args.engine.limits.prefix_caching() {
+        return Err(wrong(
+            "events tell what the prefix cache holds, and there is none: leave out --no-enable-prefix-caching".into(),
+        ));
+    }
+    let publisher = Publisher::bind(settings)?;
+    let queue = publisher.queue();
+    tokio::spawn(async move {
+        if let Err(error) = publisher.run().await {
+            tracing::error!(%error, "KV events are published no more");
+        }
+    });
+    Ok(Some(Arc::new(queue)))
+}

@@ -1,0 +1,165 @@
+use serde::Deserialize;
+
+use crate::address::Address;
+
+/// `--kv-events-config`, under vLLM's names and with its defaults.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Whether there are events.
+    pub enable_kv_cache_events: bool,
+    /// Where they go; by default to ZeroMQ where there are any.
+    pub publisher: Option<Kind>,
+    /// Where subscribers connect.
+    pub endpoint: String,
+    /// Where they ask for batches that they missed.
+    pub replay_endpoint: Option<String>,
+    /// Batches that are kept for them.
+    pub buffer_steps: usize,
+    /// Batches that are kept for a subscriber that does not read.
+    pub hwm: usize,
+    /// Batches that may wait to be published.
+    pub max_queue_size: usize,
+    /// The first frame of every message.
+    pub topic: String,
+}
+
+/// Where events go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// Nowhere.
+    Null,
+    /// To subscribers by ZeroMQ.
+    Zmq,
+}
+
+/// A [`Config`] that publishes, proved legal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    pub(crate) endpoint: Address,
+    pub(crate) replay_endpoint: Option<Address>,
+    pub(crate) buffer_steps: usize,
+    pub(crate) max_queue_size: usize,
+    pub(crate) topic: String,
+}
+
+/// What is wrong with a [`Config`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// Subscribers connect to the server, which connects to nobody.
+    #[error(
+        "endpoint {0:?} is none to listen on: give tcp://*:PORT, and let routers connect to it; this server does not connect \
+         to a router"
+    )]
+    Endpoint(String),
+    /// Likewise.
+    #[error("replay_endpoint {0:?} is none to listen on: give tcp://*:PORT")]
+    ReplayEndpoint(String),
+    /// It is the library's.
+    #[error("hwm is {FIXED_HWM} here and cannot be {0}: leave it out")]
+    HighWaterMark(usize),
+    /// Nothing would ever be published.
+    #[error("max_queue_size must be at least 1")]
+    QueueSize,
+}
+
+/// Messages that ZeroMQ keeps for a subscriber.
+const FIXED_HWM: usize = 100_000;
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            enable_kv_cache_events: false,
+            publisher: None,
+            endpoint: "tcp://*:5557".into(),
+            replay_endpoint: None,
+            buffer_steps: 10_000,
+            hwm: FIXED_HWM,
+            max_queue_size: 100_000,
+            topic: String::new(),
+        }
+    }
+}
+
+impl Config {
+    /// What is to be done; `None`: nothing.
+    ///
+    /// # Errors
+    /// [`ConfigError`], whether or not anything is to be published.
+    pub fn settings(&self) -> Result<Option<Settings>, ConfigError> {
+        // vLLM connects to an endpoint that is no wildcard: to listen there would be something else.
+        let endpoint = Address::parse(&self.endpoint).filter(Address::is_wildcard);
+        let endpoint = endpoint.ok_or_else(|| ConfigError::Endpoint(self.endpoint.clone()))?;
+        let replay_endpoint = self.replay_endpoint.as_ref().map(|endpoint| {
+            Address::parse(endpoint).ok_or_else(|| ConfigError::ReplayEndpoint(endpoint.clone()))
+        });
+        if self.hwm != FIXED_HWM {
+            return Err(ConfigError::HighWaterMark(self.hwm));
+        }
+        if self.max_queue_size == 0 {
+            return Err(ConfigError::QueueSize);
+        }
+        let settings = Settings {
+            endpoint,
+            replay_endpoint: replay_endpoint.transpose()?,
+            buffer_steps: self.buffer_steps,
+            max_queue_size: self.max_queue_size,
+            topic: self.topic.clone(),
+        };
+        let on = self.enable_kv_cache_events && self.publisher != Some(Kind::Null);
+        Ok(on.then_some(settings))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn on() -> Config {
+        Config {
+            enable_kv_cache_events: true,
+            ..Config::default()
+        }
+    }
+
+    #[test]
+    fn events_are_off_unless_asked_for() {
+        assert_eq!(Config::default().settings(), Ok(None));
+        let null = Config {
+            publisher: Some(Kind::Null),
+            ..on()
+        };
+        assert_eq!(null.settings(), Ok(None));
+        assert!(on().settings().unwrap().is_some());
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_refused() {
+        let to = |endpoint: &str| Config {
+            endpoint: endpoint.into(),
+            ..on()
+        };
+        for endpoint in ["tcp://router:5557", "ipc:///tmp/events", "*:5557"] {
+            assert_eq!(
+                to(endpoint).settings(),
+                Err(ConfigError::Endpoint(endpoint.into()))
+            );
+        }
+        let replay = Config {
+            replay_endpoint: Some("inproc://replay".into()),
+            ..on()
+        };
+        assert_eq!(
+            replay.settings(),
+            Err(ConfigError::ReplayEndpoint("inproc://replay".into()))
+        );
+        let hwm = Config { hwm: 10, ..on() };
+        assert_eq!(hwm.settings(), Err(ConfigError::HighWaterMark(10)));
+        let queue = Config {
+            max_queue_size: 0,
+            ..on()
+        };
+        assert_eq!(queue.settings(), Err(ConfigError::QueueSize));
+    }
+}

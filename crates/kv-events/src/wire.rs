@@ -1,0 +1,147 @@
+//! vLLM's events as MessagePack: a batch is an array, an event is a map with its `type` (`vllm/distributed/kv_events.py`).
+
+use plimsoll_core::{CacheEvent, TokenId};
+use serde::Serialize;
+
+/// Where the blocks are: what vLLM says of the memory of whatever device it computes on.
+const MEDIUM: &str = "GPU";
+/// There is one cache.
+const DATA_PARALLEL_RANK: u32 = 0;
+
+#[derive(Serialize)]
+#[serde(tag = "type")]
+enum Event<'a> {
+    BlockStored {
+        block_hashes: &'a [u64],
+        parent_block_hash: Option<u64>,
+        token_ids: &'a [TokenId],
+        block_size: usize,
+        lora_id: Option<u32>,
+        medium: &'static str,
+        lora_name: Option<&'a str>,
+        /// What sets a block apart beside its tokens, for each block: a salt, at the beginning of a sequence.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        extra_keys: Option<Vec<Option<[&'a str; 1]>>>,
+        /// Where Dynamo looks for it.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        cache_salt: Option<&'a str>,
+    },
+    BlockRemoved {
+        block_hashes: &'a [u64],
+        medium: &'static str,
+    },
+    AllBlocksCleared {},
+}
+
+impl<'a> From<&'a CacheEvent> for Event<'a> {
+    fn from(event: &'a CacheEvent) -> Self {
+        match event {
+            CacheEvent::Stored {
+                blocks,
+                parent,
+                tokens,
+                salt,
+            } => {
+                let salt = salt.as_deref();
+                Self::BlockStored {
+                    block_hashes: blocks,
+                    parent_block_hash: *parent,
+                    token_ids: tokens,
+                    block_size: tokens.len() / blocks.len().max(1),
+                    lora_id: None,
+                    medium: MEDIUM,
+                    lora_name: None,
+                    extra_keys: salt.map(|salt| {
+                        let mut keys = vec![None; blocks.len()];
+                        keys[0] = Some([salt]);
+                        keys
+                    }),
+                    cache_salt: salt,
+                }
+            }
+            CacheEvent::Removed(blocks) => Self::BlockRemoved {
+                block_hashes: blocks,
+                medium: MEDIUM,
+            },
+            CacheEvent::Cleared => Self::AllBlocksCleared {},
+        }
+    }
+}
+
+/// A batch of `events` that happened at `time`, in seconds since 1970.
+pub(crate) fn encode(time: f64, events: &[CacheEvent]) -> Vec<u8> {
+    let events: Vec<Event<'_>> = events.iter().map(Event::from).collect();
+    rmp_serde::to_vec_named(&(time, events, DATA_PARALLEL_RANK)).expect("numbers and text are MessagePack")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_those_of_vllms_encoder() {
+        let events = [
+            CacheEvent::Stored {
+                blocks: vec![1, u64::MAX],
+                parent: Some(300),
+                tokens: vec![7, 8, 9, 70_000],
+                salt: None,
+            },
+            CacheEvent::Removed(vec![2]),
+            CacheEvent::Cleared,
+        ];
+        // msgspec.msgpack.encode of vLLM's structs.
+        let mut expected = vec![0x93, 0xcb];
+        expected.extend(1.5_f64.to_be_bytes());
+        expected.push(0x93);
+        let text = |out: &mut Vec<u8>, text: &str| {
+            out.push(0xa0 | text.len() as u8);
+            out.extend(text.as_bytes());
+        };
+        expected.push(0x88);
+        text(&mut expected, "type");
+        text(&mut expected, "BlockStored");
+        text(&mut expected, "block_hashes");
+        expected.extend([0x92, 1, 0xcf, 255, 255, 255, 255, 255, 255, 255, 255]);
+        text(&mut expected, "parent_block_hash");
+        expected.extend([0xcd, 1, 44]);
+        text(&mut expected, "token_ids");
+        expected.extend([0x94, 7, 8, 9, 0xce, 0, 1, 0x11, 0x70]);
+        text(&mut expected, "block_size");
+        expected.push(2);
+        text(&mut expected, "lora_id");
+        expected.push(0xc0);
+        text(&mut expected, "medium");
+        text(&mut expected, "GPU");
+        text(&mut expected, "lora_name");
+        expected.push(0xc0);
+        expected.push(0x83);
+        text(&mut expected, "type");
+        text(&mut expected, "BlockRemoved");
+        text(&mut expected, "block_hashes");
+        expected.extend([0x91, 2]);
+        text(&mut expected, "medium");
+        text(&mut expected, "GPU");
+        expected.push(0x81);
+        text(&mut expected, "type");
+        text(&mut expected, "AllBlocksCleared");
+        expected.push(0);
+        assert_eq!(encode(1.5, &events), expected);
+    }
+
+    #[test]
+    fn a_salt_is_told_with_the_first_block() {
+        let event = CacheEvent::Stored {
+            blocks: vec![1, 2],
+            parent: None,
+            tokens: vec![5, 6],
+            salt: Some("pepper".into()),
+        };
+        let bytes = encode(0.0, &[event]);
+        let expected = b"\xaaextra_keys\x92\x91\xa6pepper\xc0\xaacache_salt\xa6pepper";
+        assert!(
+            bytes.windows(expected.len()).any(|part| part == expected),
+            "{bytes:?}"
+        );
+    }
+}

@@ -1,0 +1,156 @@
+"""KV events as a router of vLLM reads them: libzmq, and vLLM's own structs by msgspec. And what they say is cached."""
+
+import json
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+TOPIC = "kv@10.0.0.1:8000@sim"
+# What a busy machine may take for a message.
+PATIENCE_MS = 60_000
+
+
+class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbid_unknown_fields=True):
+    """As vLLM declares it."""
+
+
+class BlockStored(Event):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    # Dynamo's.
+    cache_salt: str | None = None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(Event):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+DECODER = msgspec.msgpack.Decoder(Batch)
+
+
+@dataclass
+class Cache:
+    """Blocks by hash: parent, tokens, salt."""
+
+    blocks: dict[int, tuple] = field(default_factory=dict)
+    removed: int = 0
+    cleared: int = 0
+
+    def apply(self, batch: Batch) -> None:
+        assert batch.data_parallel_rank == 0 and batch.ts > 1.7e9
+        for event in batch.events:
+            match event:
+                case AllBlocksCleared():
+                    self.blocks.clear()
+                    self.cleared += 1
+                case BlockRemoved(block_hashes=hashes, medium=medium):
+                    assert medium == "GPU"
+                    self.removed += len(hashes)
+                    for one in hashes:
+                        del self.blocks[one]
+                case BlockStored():
+                    self.store(event)
+
+    def store(self, event: BlockStored) -> None:
+        assert (event.medium, event.lora_id, event.lora_name) == ("GPU", None, None)
+        assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+        keys = event.extra_keys or [None] * len(event.block_hashes)
+        assert len(keys) == len(event.block_hashes) and (keys[0] or (None,))[0] == event.cache_salt
+        parent = event.parent_block_hash
+        assert parent is None or parent in self.blocks
+        for index, (one, key) in enumerate(zip(event.block_hashes, keys, strict=True)):
+            tokens = event.token_ids[index * event.block_size:][:event.block_size]
+            assert one not in self.blocks and one != 0
+            self.blocks[one] = (parent, tuple(tokens), key and key[0])
+            parent = one
+
+    def longest(self, tokens: list[int], block_size: int, salt: str | None = None) -> int:
+        """Tokens at the beginning of `tokens` that are cached."""
+        by_content = {content: one for one, content in self.blocks.items()}
+        parent, found = None, 0
+        for start in range(0, len(tokens) - block_size + 1, block_size):
+            content = (parent, tuple(tokens[start:start + block_size]), salt if parent is None else None)
+            if content not in by_content:
+                break
+            parent, found = by_content[content], start + block_size
+        return found
+
+
+class Subscriber:
+    """Hears everything from the first event on."""
+
+    def __init__(self, port: int, replay_port: int):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+        self.port, self.replay_port = port, replay_port
+        # By sequence number, from 0 on.
+        self.payloads: list[bytes] = []
+        self.cache = Cache()
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+    def hears(self) -> bool:
+        """Whether the subscription has taken effect; what was said before is asked for then."""
+        if not self.socket.poll(50):
+            return False
+        for sequence, payload in self.replay(0):
+            self.take(sequence, payload)
+        return True
+
+    def take(self, sequence: int, payload: bytes) -> None:
+        if sequence >= len(self.payloads):
+            assert sequence == len(self.payloads), "a batch is missing"
+            self.payloads.append(payload)
+            self.cache.apply(DECODER.decode(payload))
+
+    def read(self) -> None:
+        """Takes in what is there."""
+        while self.socket.poll(0):
+            topic, sequence, payload = self.socket.recv_multipart()
+            assert topic == TOPIC.encode() and len(sequence) == 8
+            self.take(int.from_bytes(sequence, "big"), payload)
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        """What the server kept from `start` on, as vLLM's subscribers ask for it."""
+        socket = self.context.socket(zmq.DEALER)
+        socket.connect(f"tcp://127.0.0.1:{self.replay_port}")
+        socket.send_multipart((b"", start.to_bytes(8, "big")))
+        batches = []
+        while True:
+            assert socket.poll(PATIENCE_MS), "the replay does not end"
+            empty, topic, sequence, payload = socket.recv_multipart()
+            assert empty == b""
+            if not payload:
+                assert (topic, sequence) == (b"", (-1).to_bytes(8, "big", signed=True))
+                socket.close(linger=0)
+                return batches
+            assert topic == TOPIC.encode()
+            batches.append((int.from_bytes(sequence, "big"), payload))
+
+
+def config(port: int, replay_port: int, **more) -> str:
+    return json.dumps({
+        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}",
+        "replay_endpoint": f"tcp://*:{replay_port}", "topic": TOPIC, **more,
+    })

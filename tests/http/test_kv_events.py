@@ -1,0 +1,125 @@
+"""KV events for the routers of llm-d and Dynamo: what a subscriber believes is what the server reports and shares."""
+
+import contextlib
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import free_port, process
+from kv_events import Subscriber, config
+from test_sim import COMPLETIONS
+
+BLOCK = 16
+
+
+@contextlib.contextmanager
+def serving(start, *args: str):
+    """A server, and a subscriber that knows of its first event."""
+    port, replay_port = free_port(), free_port()
+    flags = ["--kv-events-config", config(port, replay_port), "--block-size", str(BLOCK)]
+    with start("sim", "--served-model-name", "sim", *flags, *args) as server, contextlib.closing(Subscriber(port, replay_port)) as subscriber:
+        # A subscription takes effect some time after it was made: something new is said until it is heard.
+        server.wait_for("an event", lambda: ask(server, prompt(random.Random(), 2 * BLOCK)) and subscriber.hears())
+        yield server, subscriber
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(97, 123) for _ in range(length)]
+
+
+def ask(server, tokens: list[int], max_tokens: int = 1, **more) -> dict:
+    body = {"model": "sim", "prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True, **more}
+    return server.http.post(COMPLETIONS, json=body).raise_for_status().json()
+
+
+def cached_tokens(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def wait_until_known(server, subscriber) -> None:
+    """The subscriber knows as many blocks as the server says it has; the two are counted on different ways."""
+    def known() -> bool:
+        subscriber.read()
+        return len(subscriber.cache.blocks) == server.metric("plimsoll_kv_blocks", state="cached")
+    server.wait_until_empty()
+    server.wait_for("a subscriber that knows the cache", known)
+
+
+def test_a_subscriber_foretells_what_is_found_in_the_cache(start):
+    seed = random.randrange(2**32)
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    with serving(start, "--max-model-len", "2048", "--enable-sleep-mode") as (server, subscriber):
+        beginnings = [prompt(rng, length) for length in (BLOCK, 3 * BLOCK + 5, 10 * BLOCK)]
+        found = 0
+        for turn in range(60):
+            tokens = rng.choice(beginnings) + prompt(rng, rng.choice([1, BLOCK, 2 * BLOCK + 3]))
+            salt = rng.choice([None, None, "a", "b"])
+            foretold = subscriber.cache.longest(tokens[:-1], BLOCK, salt)
+            answer = ask(server, tokens, max_tokens=rng.choice([1, 20]), **({"cache_salt": salt} if salt else {}))
+            assert cached_tokens(answer) == foretold, turn
+            found += foretold
+            if rng.random() < 0.3:
+                # A conversation goes on.
+                beginnings.append(tokens + answer["choices"][0]["token_ids"])
+            wait_until_known(server, subscriber)
+        assert found > 0 and {salt for _, _, salt in subscriber.cache.blocks.values()} == {None, "a", "b"}
+
+        published = len(subscriber.payloads)
+        assert server.metric("plimsoll_kv_event_batches_published_total") == published
+        assert server.metric("plimsoll_kv_event_batches_dropped_total") == 0
+        for since in [0, published // 2, published]:
+            assert subscriber.replay(since) == list(enumerate(subscriber.payloads))[since:]
+
+        cleared = subscriber.cache.cleared
+        server.http.post("/sleep").raise_for_status()
+        wait_until_known(server, subscriber)
+        assert subscriber.cache.blocks == {} and subscriber.cache.cleared == cleared + 1
+        server.http.post("/wake_up").raise_for_status()
+        answer = ask(server, beginnings[-1])
+        assert cached_tokens(answer) == 0
+        wait_until_known(server, subscriber)
+        assert subscriber.cache.longest(beginnings[-1], BLOCK) > 0
+
+
+def test_what_is_evicted_is_told(start):
+    seed = random.randrange(2**32)
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    with serving(start, "--max-model-len", "256", "--max-total-token-num", "1024", "--max-num-seqs", "4") as (server, subscriber):
+        shared = [prompt(rng, 4 * BLOCK) for _ in range(3)]
+        for _ in range(6):
+            prompts = [rng.choice(shared) + prompt(rng, rng.randrange(1, 8 * BLOCK)) for _ in range(12)]
+            with ThreadPoolExecutor(6) as pool:
+                list(pool.map(lambda tokens: ask(server, tokens, max_tokens=40), prompts))
+            wait_until_known(server, subscriber)
+        assert subscriber.cache.removed == server.metric("plimsoll_prefix_cache_evictions_total") > 0
+        tokens = rng.choice(shared) + prompt(rng, 3)
+        assert cached_tokens(ask(server, tokens)) == subscriber.cache.longest(tokens[:-1], BLOCK)
+
+
+@pytest.mark.parametrize("flags, code, named", [
+    (['{"enable_kv_cache_events": true, "retries": 3}'], 2, "retries"),
+    (['{"enable_kv_cache_events": true, "endpoint": "tcp://router:5557"}'], 2, "tcp://router:5557"),
+    (['{"enable_kv_cache_events": true, "hwm": 5}'], 2, "hwm"),
+    (['{"enable_kv_cache_events": true}', "--no-enable-prefix-caching"], 2, "--no-enable-prefix-caching"),
+])
+def test_what_cannot_be_done_is_told_at_once(tmp_path, flags, code, named):
+    with process(tmp_path, "sim", "--kv-events-config", *flags) as (child, _, log):
+        assert child.wait(60) == code and named in log.read_text()
+
+
+def test_events_need_a_port_of_their_own(start, tmp_path):
+    with serving(start) as (_, subscriber):
+        with process(tmp_path, "sim", "--kv-events-config", config(subscriber.port, free_port())) as (child, _, log):
+            assert child.wait(60) == 5 and f":{subscriber.port}" in log.read_text()
+
+
+def test_nobody_is_told_unless_asked_for(sim):
+    assert "plimsoll_kv_event" not in sim.http.get("/metrics").text
+
+
+def test_there_are_no_adapters(sim):
+    # The endpoint picker of the Gateway API Inference Extension looks for it at every scrape.
+    labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert sim.metric("vllm:lora_requests_info", **labels) > 1.7e9
