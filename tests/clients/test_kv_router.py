@@ -46,7 +46,7 @@ def ask(server, tokens: list[int], salt: str | None) -> int:
     return usage["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.parametrize("tokens", [1 << 20, 1024], ids=["roomy", "pressed"])
+@pytest.mark.parametrize("tokens", [65536, 1024], ids=["roomy", "pressed"])
 def test_dynamos_router_foretells_what_is_found_in_the_cache(start, tokens):
     seed = random.randrange(2**32)
     print(f"{seed=}")

@@ -61,7 +61,7 @@ impl Router {
     }
 
     /// Blocks at the beginning of `tokens` that the server has.
-    fn find(&self, salt: Option<&str>, tokens: &str) -> Result<u32, Box<dyn Error>> {
+    fn find(&self, salt: Option<&str>, tokens: &str) -> Result<usize, Box<dyn Error>> {
         let tokens: Vec<u32> = tokens.split(',').map(str::parse).collect::<Result<_, _>>()?;
         let options = BlockHashOptions {
             cache_namespace: salt,
@@ -69,13 +69,18 @@ impl Router {
         };
         let hashes = compute_block_hash_for_seq(&tokens, self.block_size, options);
         let scores = self.tree.find_matches(hashes, false).scores;
-        Ok(scores.values().copied().max().unwrap_or(0))
+        Ok(scores.values().copied().max().unwrap_or(0).try_into()?)
     }
 }
 
 fn bytes(hexadecimal: &str) -> Result<Vec<u8>, Box<dyn Error>> {
     (0..hexadecimal.len())
         .step_by(2)
-        .map(|at| Ok(u8::from_str_radix(hexadecimal.get(at..at + 2).ok_or("half a byte")?, 16)?))
+        .map(|at| {
+            Ok(u8::from_str_radix(
+                hexadecimal.get(at..at + 2).ok_or("half a byte")?,
+                16,
+            )?)
+        })
         .collect()
 }
