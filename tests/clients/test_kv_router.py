@@ -20,7 +20,7 @@ class Router:
 
     def __init__(self, subscriber: Subscriber):
         self.subscriber = subscriber
-        self.applied = 0
+        self.applied = -1
         self.process = subprocess.Popen([ROUTER, str(BLOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def say(self, line: str) -> int:
@@ -32,9 +32,9 @@ class Router:
 
     def follow(self) -> None:
         self.subscriber.read()
-        for sequence, payload in list(enumerate(self.subscriber.payloads))[self.applied:]:
-            assert self.say(f"batch {sequence} {payload.hex()}") > 0
-        self.applied = len(self.subscriber.payloads)
+        for sequence in range(self.applied + 1, self.subscriber.last + 1):
+            assert self.say(f"batch {sequence} {self.subscriber.payloads[sequence].hex()}") > 0
+        self.applied = self.subscriber.last
 
     def find(self, tokens: list[int], salt: str | None) -> int:
         return BLOCK * self.say(f"find {salt or '-'} {','.join(map(str, tokens))}")

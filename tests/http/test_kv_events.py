@@ -4,6 +4,7 @@ import contextlib
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx2 as httpx
 import pytest
 from conftest import free_port, process
 from kv_events import Subscriber, config
@@ -13,13 +14,13 @@ BLOCK = 16
 
 
 @contextlib.contextmanager
-def serving(start, *args: str):
+def serving(start, *args: str, model: str = "sim", **settings):
     """A server, and a subscriber that knows of its first event."""
     port, replay_port = free_port(), free_port()
-    flags = ["--kv-events-config", config(port, replay_port), "--block-size", str(BLOCK)]
-    with start("sim", "--served-model-name", "sim", *flags, *args) as server, contextlib.closing(Subscriber(port, replay_port)) as subscriber:
+    flags = ["--kv-events-config", config(port, replay_port, **settings), "--block-size", str(BLOCK)]
+    with start(model, "--served-model-name", "sim", *flags, *args) as server, contextlib.closing(Subscriber(port, replay_port)) as subscriber:
         # A subscription takes effect some time after it was made: something new is said until it is heard.
-        server.wait_for("an event", lambda: ask(server, prompt(random.Random(), 2 * BLOCK)) and subscriber.hears())
+        server.wait_for("an event", lambda: attempt(server, prompt(random.Random(), 2 * BLOCK), 1) is not None and subscriber.hears())
         yield server, subscriber
 
 
@@ -28,8 +29,12 @@ def prompt(rng: random.Random, length: int) -> list[int]:
 
 
 def ask(server, tokens: list[int], max_tokens: int = 1, **more) -> dict:
+    return attempt(server, tokens, max_tokens, **more).raise_for_status().json()
+
+
+def attempt(server, tokens: list[int], max_tokens: int, **more) -> httpx.Response:
     body = {"model": "sim", "prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True, **more}
-    return server.http.post(COMPLETIONS, json=body).raise_for_status().json()
+    return server.http.post(COMPLETIONS, json=body)
 
 
 def cached_tokens(answer: dict) -> int:
@@ -69,7 +74,8 @@ def test_a_subscriber_foretells_what_is_found_in_the_cache(start):
         assert server.metric("plimsoll_kv_event_batches_published_total") == published
         assert server.metric("plimsoll_kv_event_batches_dropped_total") == 0
         for since in [0, published // 2, published]:
-            assert subscriber.replay(since) == list(enumerate(subscriber.payloads))[since:]
+            assert subscriber.replay(since) == list(subscriber.payloads.items())[since:]
+        assert subscriber.gaps == 0
 
         cleared = subscriber.cache.cleared
         server.http.post("/sleep").raise_for_status()
@@ -96,6 +102,44 @@ def test_what_is_evicted_is_told(start):
         assert subscriber.cache.removed == server.metric("plimsoll_prefix_cache_evictions_total") > 0
         tokens = rng.choice(shared) + prompt(rng, 3)
         assert cached_tokens(ask(server, tokens)) == subscriber.cache.longest(tokens[:-1], BLOCK)
+
+
+def test_what_is_not_published_in_time_is_told_anew(start):
+    seed = random.randrange(2**32)
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    with serving(start, "--max-model-len", "256", "--max-total-token-num", "2048", max_queue_size=1) as (server, subscriber):
+        def overflows() -> bool:
+            with ThreadPoolExecutor(8) as pool:
+                prompts = [prompt(rng, rng.randrange(BLOCK, 9 * BLOCK)) for _ in range(64)]
+                list(pool.map(lambda tokens: ask(server, tokens, max_tokens=40), prompts))
+            subscriber.read()
+            return subscriber.gaps > 0
+
+        server.wait_for("a queue that is full", overflows)
+        wait_until_known(server, subscriber)
+        # Who asks for what was given up hears the same.
+        kept = [sequence for sequence, _ in subscriber.replay(0)]
+        assert kept == list(subscriber.payloads)
+        dropped = server.metric("plimsoll_kv_event_batches_dropped_total")
+        assert dropped == kept[-1] + 1 - len(kept) > 0
+        assert server.metric("plimsoll_kv_event_batches_published_total") == len(kept)
+
+
+def test_steps_that_fail_leave_nothing_behind_that_is_not_told(start):
+    seed = random.randrange(2**32)
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    with serving(start, "--max-model-len", "512", model="sim:fail=70,oom=150") as (server, subscriber):
+        shared = prompt(rng, 3 * BLOCK)
+        codes = set()
+        while not {500, 503} <= codes:
+            answer = attempt(server, shared + prompt(rng, rng.randrange(1, 3 * BLOCK)), 20)
+            codes.add(answer.status_code)
+            server.wait_for("readiness", lambda: server.http.get("/ready").status_code == 200)
+            wait_until_known(server, subscriber)
+        # That of the start, and that of the cache that was lost.
+        assert subscriber.cache.cleared == 1 + server.metric("plimsoll_engine_rebuilds_total", reason="oom") > 1
 
 
 @pytest.mark.parametrize("flags, code, named", [

@@ -1,13 +1,16 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use plimsoll_core::{CacheEvent, CacheEventCounts, CacheListener};
 use tokio::sync::Notify;
 
 /// Tokens and names that may wait: 64 MiB. A batch alone may be larger, but never larger than the cache.
 const MAX_WEIGHT: usize = 16 << 20;
+
+/// Between two lines of the log that say the same.
+const QUIET: Duration = Duration::from_secs(10);
 
 /// Batches on their way from the engine to the publisher; clones share it.
 #[derive(Clone, Debug)]
@@ -29,6 +32,8 @@ struct Waiting {
     /// Sequence number of the next batch.
     next: u64,
     dropped: u64,
+    /// When the log last said so.
+    warned: Option<Instant>,
 }
 
 /// What happened in a step.
@@ -126,14 +131,19 @@ impl CacheListener for Queue {
         let mut waiting = self.0.lock();
         waiting.drop_all();
         waiting.push(events);
-        let (sequence, dropped) = (waiting.next - 1, waiting.dropped);
+        let dropped = waiting.dropped;
+        let warns = waiting.warned.is_none_or(|warned| warned.elapsed() > QUIET);
+        if warns {
+            waiting.warned = Some(Instant::now());
+        }
         drop(waiting);
         self.0.filled.notify_one();
-        tracing::warn!(
-            sequence,
-            dropped,
-            "KV events were not published in time: subscribers are told all that is cached anew"
-        );
+        if warns {
+            tracing::warn!(
+                dropped,
+                "KV events were not published in time: subscribers are told all that is cached anew"
+            );
+        }
     }
 
     fn counts(&self) -> CacheEventCounts {
