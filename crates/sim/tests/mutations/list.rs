@@ -31,7 +31,7 @@ const QUEUE: &str = "scheduler/queue.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 72] = [
+pub(crate) const MUTATIONS: [Mutation; 71] = [
     bug(
         "what goes with an evicted block stays in the cache",
         &[edit(PREFIX, "if let Some(child) = «entry.first_child»", "None")],
@@ -47,10 +47,6 @@ pub(crate) const MUTATIONS: [Mutation; 72] = [
     bug(
         "a router hears nothing of a lost cache",
         &[edit(JOURNAL, "«self.events.push(CacheEvent::Cleared);»", "{}")],
-    ),
-    bug(
-        "a router hears of a lost cache what was to be said before",
-        &[edit(JOURNAL, "«self.events.clear();»", "{}")],
     ),
     bug(
         "a router takes blocks for a row that are none",
