@@ -327,7 +327,7 @@ pub(crate) const MUTATIONS: [Mutation; 71] = [
         "a cache of another size is taken for the old one",
         &[edit(
             MANAGER,
-            "..Self::new(«config», self.prefix_caching)",
+            "self.config = «config»;",
             "{ let _ = config; self.config }",
         )],
     ),
