@@ -46,7 +46,7 @@ def queries() -> list[str]:
 
 def named(expression: str) -> set[str]:
     """Metrics that a query names."""
-    return set(re.findall(r"\b(?:plimsoll_|vllm:)\w+", expression))
+    return set(re.findall(r"\b(?:plimsoll_|vllm:|process_)\w+", expression))
 
 
 def run(*command) -> None:

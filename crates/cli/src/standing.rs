@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::Meters;
 use plimsoll_profiler::Report;
-use plimsoll_server::Memory;
+use plimsoll_server::{Memory, StartNumbers};
 
 use crate::device::Device;
 use crate::start::{StartTimes, report_json};
@@ -101,5 +101,12 @@ impl Memory for Standing {
 
     fn proved_peak(&self) -> u64 {
         self.proof().peak
+    }
+
+    fn start(&self) -> StartNumbers {
+        StartNumbers {
+            stages: self.times.stages(),
+            tried: self.proof().report.attempts.len(),
+        }
     }
 }

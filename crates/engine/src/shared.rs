@@ -90,6 +90,8 @@ const STEP_SECONDS: &[f64] = &[
 const STEP_TOKENS: &[f64] = &[
     1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
 ];
+/// Batch sizes: powers of two, as the graphs of decode steps have them.
+const STEP_REQUESTS: &[f64] = &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0];
 /// Departures that the estimate of throughput looks back on.
 const DEPARTURES: usize = 32;
 
@@ -104,6 +106,7 @@ impl Shared {
             refused: 0,
             step_seconds: Histogram::new(STEP_SECONDS),
             step_tokens: Histogram::new(STEP_TOKENS),
+            step_requests: Histogram::new(STEP_REQUESTS),
             high_water_above_proof: 0,
             rebuilds_oom: 0,
             rebuilds_wake: 0,

@@ -26,6 +26,8 @@ pub struct EngineStats {
     pub step_seconds: Histogram,
     /// Tokens computed in each step.
     pub step_tokens: Histogram,
+    /// Requests in each step: the batch size.
+    pub step_requests: Histogram,
     /// Times that the memory held rose above the peak that was proved, or above the last such rise, and steps that failed
     /// because they needed more scratch than was proved.
     pub high_water_above_proof: u64,

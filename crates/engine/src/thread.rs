@@ -263,6 +263,7 @@ impl<E: Executor> EngineThread<E> {
         let above_proof = self.rises_above_proof(plan) || failure.as_ref().is_some_and(needs_more_scratch);
         let mut state = self.shared.lock();
         state.stats.high_water_above_proof += u64::from(above_proof);
+        state.stats.step_requests.observe(plan.runs.len() as f64);
         state.end_step(
             plan.num_tokens(),
             !self.in_flight.is_empty(),

@@ -333,6 +333,7 @@ impl Scheduler {
             blocks_total: kv.total,
             blocks_used: kv.used,
             blocks_cached: kv.cached,
+            tail_tokens: self.running.values().map(|running| self.tail(running)).sum(),
             evictions: kv.evictions,
             ..self.counters
         }
@@ -546,6 +547,12 @@ impl Scheduler {
     fn give_back(&mut self, table: BlockTable) {
         self.kv.release(table);
         self.short_of_blocks = false;
+    }
+
+    /// Slots behind the last token of a running request. The token sampled last may have none yet.
+    fn tail(&self, running: &Running) -> usize {
+        let slots = running.table.blocks().len() * self.kv.config().block_size.tokens();
+        slots.saturating_sub(running.planned.max(running.sequence.tokens.len()))
     }
 
     fn running_mut(&mut self, id: RequestId) -> Option<(Rank, &mut Running)> {

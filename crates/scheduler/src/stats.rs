@@ -13,6 +13,8 @@ pub struct SchedulerStats {
     pub blocks_used: usize,
     /// KV blocks whose content the prefix cache can share, whether held or not.
     pub blocks_cached: usize,
+    /// Token slots behind the last token of each running request: what whole blocks waste, on average half a block each.
+    pub tail_tokens: usize,
     /// Cached blocks given up because their memory was needed.
     pub evictions: u64,
     /// Non-empty steps planned.

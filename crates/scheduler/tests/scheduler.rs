@@ -180,6 +180,21 @@ fn events_tell_the_whole_story() {
 }
 
 #[test]
+fn whole_blocks_waste_what_is_behind_the_last_token() {
+    let mut scheduler = scheduler(6, 4, 8);
+    scheduler.submit(request(1, 10, 9));
+    assert_eq!(scheduler.stats().tail_tokens, 0);
+    let mut tails = Vec::new();
+    while !scheduler.is_idle() {
+        step(&mut scheduler, 3);
+        tails.push(scheduler.stats().tail_tokens);
+    }
+    // Two blocks for ten tokens, of which a step computes six, then one token more in each; the 17th gets its block when it
+    // is computed.
+    assert_eq!(tails, [6, 5, 4, 3, 2, 1, 0, 0, 6, 0]);
+}
+
+#[test]
 fn the_latest_is_preempted_and_returns_after_an_end() {
     // Two requests of two blocks each grow into a third: there are five.
     let mut scheduler = scheduler(100, 4, 5);

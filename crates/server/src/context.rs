@@ -1,17 +1,18 @@
 //! What is known about one HTTP request, for everything that works on it, and for those who are told when it is over.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use axum::extract::Request;
+use axum::extract::{MatchedPath, Request};
 use axum::http::{HeaderMap, Method, StatusCode};
 use plimsoll_core::{FinishReason, TenantId};
 use tokio::time::timeout_at;
 
 use crate::error::ApiError;
 use crate::keys::Tenant;
+use crate::metrics::Exchange;
 use crate::quota::Left;
 use crate::state::AppState;
 use crate::wire::common::finish_reason;
@@ -80,8 +81,8 @@ pub struct Generation {
     pub finish_reasons: Vec<&'static str>,
 }
 
-/// Clones share it. When the last is gone, the request is over: its place among the key's requests is free, and the
-/// [`RequestSink`]s are told.
+/// Clones share it. When the last is gone, the request is over: its place among the key's requests is free, it is counted,
+/// and the [`RequestSink`]s are told.
 #[derive(Clone)]
 pub(crate) struct Context(Arc<Inner>);
 
@@ -94,6 +95,8 @@ struct Inner {
     given: bool,
     method: Method,
     path: String,
+    /// The route that takes it, if one does.
+    route: Option<MatchedPath>,
     traceparent: Option<String>,
     tracestate: Option<String>,
     /// When the client's patience ends.
@@ -103,6 +106,10 @@ struct Inner {
     entered: AtomicBool,
     output_tokens: AtomicUsize,
     first_token: OnceLock<Instant>,
+    /// Bytes of its body.
+    received: AtomicU64,
+    /// Bytes of the response's body.
+    sent: AtomicU64,
     notes: Mutex<Notes>,
 }
 
@@ -131,6 +138,7 @@ impl Context {
             .flatten()
             .min();
         let arrived = Instant::now();
+        state.metrics().http_began();
         Self(Arc::new(Inner {
             state: state.clone(),
             began: SystemTime::now(),
@@ -139,6 +147,7 @@ impl Context {
             id: given.unwrap_or_else(|| format!("{:032x}", rand::random::<u128>())),
             method: request.method().clone(),
             path: request.uri().path().to_owned(),
+            route: request.extensions().get().cloned(),
             traceparent: text("traceparent"),
             tracestate: text("tracestate"),
             deadline: timeout.and_then(|timeout| arrived.checked_add(timeout)),
@@ -146,6 +155,8 @@ impl Context {
             entered: AtomicBool::new(false),
             output_tokens: AtomicUsize::new(0),
             first_token: OnceLock::new(),
+            received: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
             notes: Mutex::default(),
         }))
     }
@@ -228,6 +239,16 @@ impl Context {
         notes.error = error;
     }
 
+    /// A piece of its body was read.
+    pub(crate) fn received(&self, bytes: usize) {
+        self.0.received.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// A piece of the response's body was taken.
+    pub(crate) fn sent(&self, bytes: usize) {
+        self.0.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     /// The response ended as it should.
     pub(crate) fn completed(&self) {
         self.notes().complete = true;
@@ -274,11 +295,20 @@ impl Drop for Inner {
             self.state.quotas().spend(tenant.id, output_tokens);
             self.state.quotas().leave(tenant.id);
         }
+        let notes = std::mem::take(self.notes.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let (status, duration) = (notes.status.unwrap_or(CLIENT_LEFT), self.arrived.elapsed());
+        self.state.metrics().http_ended(&Exchange {
+            method: &self.method,
+            route: self.route.as_ref().map(MatchedPath::as_str),
+            status,
+            duration,
+            received: *self.received.get_mut(),
+            sent: *self.sent.get_mut(),
+        });
         let sinks = &self.state.options().sinks;
         if sinks.is_empty() {
             return;
         }
-        let notes = std::mem::take(self.notes.get_mut().unwrap_or_else(PoisonError::into_inner));
         let generation = notes.generation.map(|generation| Generation {
             output_tokens,
             first_token: self.first_token.get().map(|at| *at - self.arrived),
@@ -286,12 +316,12 @@ impl Drop for Inner {
         });
         let record = RequestRecord {
             began: self.began,
-            duration: self.arrived.elapsed(),
+            duration,
             request_id: std::mem::take(&mut self.id),
             key: self.tenant.get().map(|tenant| tenant.name.to_string()),
             method: self.method.clone(),
             path: std::mem::take(&mut self.path),
-            status: notes.status.unwrap_or(CLIENT_LEFT),
+            status,
             error: notes.error,
             complete: notes.complete,
             traceparent: self.traceparent.take(),

@@ -46,4 +46,6 @@ pub use error::ApiError;
 pub use keys::{ApiKey, ApiKeys, KeyError};
 pub use metrics::names as metric_names;
 pub use quota::{Counted, KeyLimits};
-pub use state::{AnswerStyle, AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, StoreLimits};
+pub use state::{
+    AnswerStyle, AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, StartNumbers, StoreLimits,
+};

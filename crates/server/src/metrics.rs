@@ -2,7 +2,9 @@
 //! autoscalers and the Gateway API inference extension already know, vLLM's name as well.
 
 mod catalog;
+mod http;
 pub mod names;
+mod process;
 mod timer;
 
 use std::fmt::Write;
@@ -13,9 +15,10 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, 
 use plimsoll_core::KvConfig;
 use plimsoll_engine::{EngineStats, Health, Histogram, Phase};
 
-use crate::state::{Memory, unix_seconds};
+use crate::state::{Memory, StartNumbers, unix_seconds};
 
 use catalog::*;
+pub(crate) use http::Exchange;
 pub(crate) use timer::Timer;
 
 /// The server's metrics, and the one place that renders them.
@@ -25,6 +28,7 @@ pub(crate) struct Metrics {
     /// vLLM's labels, on every metric.
     labels: Vec<Label>,
     pub(crate) per_request: PerRequest,
+    http_in_flight: Both<Gauge>,
 }
 
 impl std::fmt::Debug for Metrics {
@@ -40,8 +44,7 @@ pub(crate) struct PerRequest {
     stopped: Both<Counter>,
     length: Both<Counter>,
     failed: Both<Counter>,
-    /// vLLM's alone: ours counts what the engine cancelled.
-    aborted: Option<Counter>,
+    aborted: Both<Counter>,
     ttft: Both<metrics::Histogram>,
     itl: Both<metrics::Histogram>,
     tpot: Both<metrics::Histogram>,
@@ -117,8 +120,8 @@ impl Maker<'_> {
         })
     }
 
-    fn histogram(&self, name: &Name) -> Both<metrics::Histogram> {
-        self.make(name, &[], |text, key| {
+    fn histogram(&self, name: &Name, extra: &[Label]) -> Both<metrics::Histogram> {
+        self.make(name, extra, |text, key| {
             self.recorder
                 .describe_histogram(text.into(), None, SharedString::const_str(name.2));
             self.recorder.register_histogram(key, &METADATA)
@@ -164,26 +167,38 @@ impl Metrics {
                 maker.counter(&FAILED, &[]).0,
                 maker.alias(&FINISHED, &reason("error")),
             ),
-            aborted: maker.alias(&FINISHED, &reason("abort")),
-            ttft: maker.histogram(&TTFT),
-            itl: maker.histogram(&ITL),
-            tpot: maker.histogram(&TPOT),
-            e2e: maker.histogram(&E2E),
-            queue: maker.histogram(&QUEUE),
-            prefill: maker.histogram(&PREFILL),
-            decode: maker.histogram(&DECODE),
-            inference: maker.histogram(&INFERENCE),
-            prompt: maker.histogram(&REQUEST_PROMPT),
-            generated: maker.histogram(&REQUEST_GENERATED),
-            max_tokens: maker.histogram(&REQUEST_MAX_TOKENS),
-            choices: maker.histogram(&REQUEST_N),
+            aborted: Both(
+                maker.counter(&CANCELLED, &[]).0,
+                maker.alias(&FINISHED, &reason("abort")),
+            ),
+            ttft: maker.histogram(&TTFT, &[]),
+            itl: maker.histogram(&ITL, &[]),
+            tpot: maker.histogram(&TPOT, &[]),
+            e2e: maker.histogram(&E2E, &[]),
+            queue: maker.histogram(&QUEUE, &[]),
+            prefill: maker.histogram(&PREFILL, &[]),
+            decode: maker.histogram(&DECODE, &[]),
+            inference: maker.histogram(&INFERENCE, &[]),
+            prompt: maker.histogram(&REQUEST_PROMPT, &[]),
+            generated: maker.histogram(&REQUEST_GENERATED, &[]),
+            max_tokens: maker.histogram(&REQUEST_MAX_TOKENS, &[]),
+            choices: maker.histogram(&REQUEST_N, &[]),
         };
         maker.set(&START_TIME, &[], unix_seconds() as f64);
+        let http_in_flight = maker.gauge(&HTTP_IN_FLIGHT, &[]);
         Self {
             handle: recorder.handle(),
             recorder,
             labels,
             per_request,
+            http_in_flight,
+        }
+    }
+
+    fn maker(&self) -> Maker<'_> {
+        Maker {
+            recorder: &self.recorder,
+            labels: &self.labels,
         }
     }
 
@@ -200,10 +215,7 @@ impl Metrics {
         kv: KvConfig,
         memory: &dyn Memory,
     ) -> String {
-        let maker = Maker {
-            recorder: &self.recorder,
-            labels: &self.labels,
-        };
+        let maker = self.maker();
         set_engine(&maker, stats, health);
         set_memory(&maker, memory);
         maker.count(&ABOVE_PROOF, stats.high_water_above_proof);
@@ -211,11 +223,13 @@ impl Metrics {
         self.write_cache_config(&mut page, kv);
         self.write_histogram(&mut page, &STEP_SECONDS, &stats.step_seconds);
         self.write_histogram(&mut page, &STEP_TOKENS, &stats.step_tokens);
+        self.write_histogram(&mut page, &STEP_REQUESTS, &stats.step_requests);
         self.write_no_adapters(&mut page);
         if let Some(time) = stats.device_time {
             self.write_seconds(&mut page, &GPU_BUSY, time.busy_seconds);
             self.write_seconds(&mut page, &GPU_IDLE, time.idle_seconds);
         }
+        process::write(&mut page);
         page
     }
 
@@ -296,7 +310,19 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
             blocks as f64,
         );
     }
-    maker.count(&PREEMPTIONS, scheduler.preemptions);
+    maker.set(&KV_TAIL, &[], scheduler.tail_tokens as f64);
+    let Name(ours, _, help) = PREEMPTIONS;
+    for (cause, times) in [
+        ("kv_full", scheduler.preemptions),
+        ("kv_lost", scheduler.restarts),
+    ] {
+        let cause = [Label::from_static_parts("cause", cause)];
+        let counter = maker.counter(&Name(ours, None, help), &cause);
+        counter.each(|counter| counter.absolute(times));
+    }
+    if let Some(sum) = maker.alias(&PREEMPTIONS, &[]) {
+        sum.absolute(scheduler.preemptions + scheduler.restarts);
+    }
     maker.count(&PREFIX_QUERIES, scheduler.prefix_queried_tokens);
     maker.count(&PREFIX_HITS, scheduler.prefix_hit_tokens);
     maker.count(&EVICTIONS, scheduler.evictions);
@@ -306,7 +332,6 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     }
     maker.count(&GENERATED_TOKENS, scheduler.generated_tokens);
     maker.count(&COMPUTED_TOKENS, scheduler.computed_tokens);
-    maker.count(&CANCELLED, scheduler.cancelled);
     maker.count(&SUBMITTED, stats.submitted);
     maker.count(&REFUSED, stats.refused);
     maker.count(&STEPS, stats.steps);
@@ -348,4 +373,12 @@ fn set_memory(maker: &Maker<'_>, memory: &dyn Memory) {
         maker.set(name, &[], bytes as f64);
     }
     maker.count(&ALLOCATIONS, memory.allocations_after_ready());
+    let StartNumbers { stages, tried } = memory.start();
+    for (stage, seconds) in stages {
+        maker.set(&START_STAGE, &[Label::from_static_parts("stage", stage)], seconds);
+    }
+    for (outcome, sizes) in [("proved", 1), ("out_of_memory", tried.saturating_sub(1))] {
+        let outcome = [Label::from_static_parts("outcome", outcome)];
+        maker.set(&PROFILE_ATTEMPTS, &outcome, sizes as f64);
+    }
 }

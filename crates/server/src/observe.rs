@@ -2,6 +2,7 @@
 
 use std::pin::Pin;
 use std::task::{Context as TaskContext, Poll};
+use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{Request, State};
@@ -30,11 +31,18 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
         let admitted = timeout.and_then(|_| admit(&state, &context, &request));
         match admitted {
             Ok(left) => {
+                let request = request.map(|body| {
+                    let context = context.clone();
+                    Body::new(Counted { body, context })
+                });
                 let mut response = next.run(request).await;
                 left.iter().for_each(|left| left.write(response.headers_mut()));
                 response
             }
-            Err(error) => error.into_response(),
+            Err(error) => {
+                take_body(request.into_body()).await;
+                error.into_response()
+            }
         }
     };
     let mut response = context.clone().scope(answer).instrument(span).await;
@@ -45,6 +53,21 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     context.answered(response.status(), code);
     response.map(|body| Body::new(Watched { body, context }))
 }
+
+/// Reads the small body of a request that is refused. A connection with an unread body is closed, and a client that tries
+/// again on it as it was told would find it gone.
+async fn take_body(body: Body) {
+    let is_small = body.size_hint().upper().is_some_and(|bytes| bytes <= SMALL);
+    if is_small {
+        // Who sends no body gets his answer nevertheless.
+        let _ = tokio::time::timeout(SOON, axum::body::to_bytes(body, SMALL as usize)).await;
+    }
+}
+
+/// Bytes of a body that are read for nothing.
+const SMALL: u64 = 64 << 10;
+/// When it must have come: it was sent along with its head.
+const SOON: Duration = Duration::from_secs(1);
 
 /// Whether this request may be answered now.
 fn admit(state: &AppState, context: &Context, request: &Request) -> Result<Vec<Left>, ApiError> {
@@ -67,6 +90,42 @@ fn admit(state: &AppState, context: &Context, request: &Request) -> Result<Vec<L
     Ok(Vec::new())
 }
 
+/// Counts what is read of the request's body.
+struct Counted {
+    body: Body,
+    context: Context,
+}
+
+impl HttpBody for Counted {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        task: &mut TaskContext<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(task);
+        self.context.received(data_len(&frame));
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// Bytes of data in what a body gave.
+fn data_len(frame: &Poll<Option<Result<Frame<Bytes>, axum::Error>>>) -> usize {
+    match frame {
+        Poll::Ready(Some(Ok(frame))) => frame.data_ref().map_or(0, Bytes::len),
+        _ => 0,
+    }
+}
+
 /// Keeps the request's context until the response is read or dropped.
 struct Watched {
     body: Body,
@@ -82,6 +141,7 @@ impl HttpBody for Watched {
         task: &mut TaskContext<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let frame = Pin::new(&mut self.body).poll_frame(task);
+        self.context.sent(data_len(&frame));
         if matches!(frame, Poll::Ready(None)) {
             self.context.completed();
         }

@@ -107,6 +107,18 @@ pub trait Memory: Send + Sync + 'static {
 
     /// Highest bytes that were held while the worst steps ran, without the canary, by the process's own account.
     fn proved_peak(&self) -> u64;
+
+    /// How the start went, and the proof of the state in use.
+    fn start(&self) -> StartNumbers;
+}
+
+/// Numbers of a start.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StartNumbers {
+    /// Seconds of each stage, in their order; names are constants.
+    pub stages: Vec<(&'static str, f64)>,
+    /// Sizes of the KV cache that were tried for the state in use. The last was proved.
+    pub tried: usize,
 }
 
 /// How much the store of responses holds; the oldest make room.

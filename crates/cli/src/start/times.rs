@@ -73,6 +73,16 @@ impl StartTimes {
         })
     }
 
+    /// The stages in their order, in seconds.
+    pub(crate) fn stages(&self) -> Vec<(&'static str, f64)> {
+        let times = self.lock();
+        times
+            .stages
+            .iter()
+            .map(|stage| (stage.stage, stage.seconds))
+            .collect()
+    }
+
     fn lock(&self) -> MutexGuard<'_, Times> {
         // Every critical section leaves the list whole.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

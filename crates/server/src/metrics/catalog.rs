@@ -28,6 +28,11 @@ pub(super) const KV_USAGE: Name = Name(
     "Part of the KV blocks in use, 0 to 1.",
 );
 pub(super) const KV_BLOCKS: Name = Name("plimsoll_kv_blocks", None, "KV blocks by state.");
+pub(super) const KV_TAIL: Name = Name(
+    "plimsoll_kv_tail_tokens",
+    None,
+    "Token slots behind the last token of each running request: what whole blocks waste.",
+);
 pub(super) const CACHE_CONFIG: Name = Name(
     "plimsoll_kv_cache_info",
     Some("vllm:cache_config_info"),
@@ -36,7 +41,7 @@ pub(super) const CACHE_CONFIG: Name = Name(
 pub(super) const PREEMPTIONS: Name = Name(
     "plimsoll_preemptions_total",
     Some("vllm:num_preemptions_total"),
-    "Times a running request gave up its KV.",
+    "Times a running request lost its KV and was computed again, by cause: no block was left, or the whole cache was lost.",
 );
 pub(super) const PREFIX_QUERIES: Name = Name(
     "plimsoll_prefix_cache_queries_total",
@@ -92,7 +97,7 @@ pub(super) const REFUSED: Name = Name(
 pub(super) const CANCELLED: Name = Name(
     "plimsoll_requests_cancelled_total",
     None,
-    "Requests ended early: the client went away, or a stop string was found.",
+    "Requests whose client went away before their end.",
 );
 pub(super) const FINISHED: Name = Name(
     "plimsoll_requests_finished_total",
@@ -102,7 +107,7 @@ pub(super) const FINISHED: Name = Name(
 pub(super) const FAILED: Name = Name(
     "plimsoll_requests_failed_total",
     None,
-    "Requests whose step failed.",
+    "Requests that ended with an error: their step failed, or their time was over.",
 );
 pub(super) const STEPS: Name = Name(
     "plimsoll_steps_total",
@@ -119,6 +124,11 @@ pub(super) const STEP_TOKENS: Name = Name(
     "plimsoll_step_tokens",
     Some("vllm:iteration_tokens_total"),
     "Tokens computed in a step.",
+);
+pub(super) const STEP_REQUESTS: Name = Name(
+    "plimsoll_step_requests",
+    None,
+    "Requests computed in a step: the batch size.",
 );
 pub(super) const GPU_BUSY: Name = Name(
     "plimsoll_gpu_busy_seconds_total",
@@ -266,6 +276,42 @@ pub(super) const ALLOCATIONS: Name = Name(
     "Device allocations since the server is ready; 0 in a steady state.",
 );
 
+pub(super) const START_STAGE: Name = Name(
+    "plimsoll_start_stage_seconds",
+    None,
+    "How long each stage of the start took, the phases of the profile among them; text and weights are read at the same time.",
+);
+pub(super) const PROFILE_ATTEMPTS: Name = Name(
+    "plimsoll_profile_attempts",
+    None,
+    "Sizes of the KV cache that were tried for the state in use, by outcome; each that ran out of memory was followed by a smaller one.",
+);
+pub(super) const HTTP_REQUESTS: Name = Name(
+    "plimsoll_http_requests_total",
+    None,
+    "HTTP requests that are over, by route, method and status code; 499 where the client left before there was one.",
+);
+pub(super) const HTTP_SECONDS: Name = Name(
+    "plimsoll_http_request_seconds",
+    None,
+    "From an HTTP request's head to the end of its response.",
+);
+pub(super) const HTTP_RECEIVED: Name = Name(
+    "plimsoll_http_request_bytes",
+    None,
+    "Size of an HTTP request's body, as far as it was read.",
+);
+pub(super) const HTTP_SENT: Name = Name(
+    "plimsoll_http_response_bytes",
+    None,
+    "Size of an HTTP response's body, as far as it was taken.",
+);
+pub(super) const HTTP_IN_FLIGHT: Name = Name(
+    "plimsoll_http_requests_in_flight",
+    None,
+    "HTTP requests that are not over, the one that reads this included.",
+);
+
 /// Between tokens.
 const SHORT: &[f64] = &[
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
@@ -292,12 +338,24 @@ const TOKENS: &[f64] = &[
     2e6, 5e6, 1e7,
 ];
 const CHOICES: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0];
+/// Of a body: from a short chat to images and many prompts.
+const BODY: &[f64] = &[
+    256.0,
+    1024.0,
+    4096.0,
+    16384.0,
+    65536.0,
+    262_144.0,
+    1_048_576.0,
+    4_194_304.0,
+    16_777_216.0,
+];
 
 /// A histogram, its bounds under our name, and those under vLLM's.
 type Buckets = (&'static Name, &'static [f64], &'static [f64]);
 
 /// The bounds of all histograms of a server whose longest sequence has `max_model_len` tokens.
-pub(super) fn buckets(max_model_len: usize) -> [Buckets; 12] {
+pub(super) fn buckets(max_model_len: usize) -> [Buckets; 15] {
     let tokens = &TOKENS[..TOKENS.partition_point(|&bound| bound <= max_model_len as f64)];
     // A histogram needs a bound, however short the sequences are.
     let tokens = if tokens.is_empty() { &TOKENS[..1] } else { tokens };
@@ -314,5 +372,8 @@ pub(super) fn buckets(max_model_len: usize) -> [Buckets; 12] {
         (&REQUEST_GENERATED, tokens, tokens),
         (&REQUEST_MAX_TOKENS, tokens, tokens),
         (&REQUEST_N, CHOICES, CHOICES),
+        (&HTTP_SECONDS, LONG, LONG),
+        (&HTTP_RECEIVED, BODY, BODY),
+        (&HTTP_SENT, BODY, BODY),
     ]
 }

@@ -8,7 +8,7 @@ pub const WAITING: &str = super::catalog::WAITING.0;
 pub const IN_FLIGHT: &str = super::catalog::IN_FLIGHT.0;
 /// KV blocks, labelled by `state`.
 pub const KV_BLOCKS: &str = super::catalog::KV_BLOCKS.0;
-/// Times a running request gave up its KV.
+/// Times a running request lost its KV, by cause.
 pub const PREEMPTIONS: &str = super::catalog::PREEMPTIONS.0;
 /// Prompt tokens that were found in the prefix cache.
 pub const PREFIX_HITS: &str = super::catalog::PREFIX_HITS.0;

@@ -113,10 +113,7 @@ impl Drop for Timer {
     /// The client went away before the end.
     fn drop(&mut self) {
         if !self.ended {
-            self.metrics
-                .aborted
-                .iter()
-                .for_each(|counter| counter.increment(1));
+            self.metrics.aborted.each(|counter| counter.increment(1));
         }
     }
 }

@@ -8,6 +8,7 @@ mod fuzz;
 mod life;
 mod limits;
 mod memory;
+mod metrics;
 mod openapi;
 mod pages;
 mod refusals;

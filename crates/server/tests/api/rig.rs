@@ -14,7 +14,8 @@ use plimsoll_core::{
 use plimsoll_engine::{EngineConfig, EngineHandle, RebuildError, StateSource};
 use plimsoll_profiler::{KvSize, Margins, ProfileSpec, Proved, Target, profile};
 use plimsoll_server::{
-    AnswerStyle, AppState, EmbeddingInfo, GenerationDefaults, Memory, ModelInfo, ServerOptions, router,
+    AnswerStyle, AppState, EmbeddingInfo, GenerationDefaults, Memory, ModelInfo, ServerOptions, StartNumbers,
+    router,
 };
 use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
 use plimsoll_text::{ChatTemplate, Tokenizer};
@@ -192,6 +193,13 @@ impl Memory for Reader {
 
     fn proved_peak(&self) -> u64 {
         self.0.proved_peak.load(Ordering::SeqCst)
+    }
+
+    fn start(&self) -> StartNumbers {
+        StartNumbers {
+            stages: vec![("weights", 1.5), ("validate", 0.25)],
+            tried: 3,
+        }
     }
 }
 

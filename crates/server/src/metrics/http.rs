@@ -1,0 +1,54 @@
+use std::time::Duration;
+
+use axum::http::{Method, StatusCode};
+use metrics::Label;
+
+use super::Metrics;
+use super::catalog::*;
+
+/// One HTTP request that is over.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Exchange<'a> {
+    pub(crate) method: &'a Method,
+    /// As the router has it, with names for what varies; `None` where no route was found.
+    pub(crate) route: Option<&'a str>,
+    pub(crate) status: StatusCode,
+    /// From its head to the end of its response.
+    pub(crate) duration: Duration,
+    /// Bytes of its body that were read.
+    pub(crate) received: u64,
+    /// Bytes of the response's body that were taken.
+    pub(crate) sent: u64,
+}
+
+/// Methods by name. Clients may make up others, which must not make labels.
+const METHODS: [&str; 7] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"];
+
+impl Metrics {
+    /// An HTTP request arrived.
+    pub(crate) fn http_began(&self) {
+        self.http_in_flight.each(|gauge| gauge.increment(1.0));
+    }
+
+    /// One that [`Self::http_began`] is over.
+    pub(crate) fn http_ended(&self, exchange: &Exchange<'_>) {
+        self.http_in_flight.each(|gauge| gauge.decrement(1.0));
+        let maker = self.maker();
+        let method = METHODS.into_iter().find(|name| *name == exchange.method.as_str());
+        let place = [
+            Label::new("route", exchange.route.unwrap_or("none").to_owned()),
+            Label::from_static_parts("method", method.unwrap_or("other")),
+        ];
+        let code = Label::new("code", exchange.status.as_str().to_owned());
+        let [route, method] = place.clone();
+        maker
+            .counter(&HTTP_REQUESTS, &[route, method, code])
+            .each(|counter| counter.increment(1));
+        maker.histogram(&HTTP_SECONDS, &place).record(exchange.duration);
+        for (name, bytes) in [(&HTTP_RECEIVED, exchange.received), (&HTTP_SENT, exchange.sent)] {
+            maker
+                .histogram(name, &place)
+                .each(|histogram| histogram.record(bytes as f64));
+        }
+    }
+}
