@@ -46,10 +46,17 @@ test-rust: $(VENV)/ready  ## Unit, property, simulation, architecture and licenc
 	cargo test --locked --workspace
 
 .PHONY: test-http
-test-http: $(VENV)/ready  ## Black-box tests over HTTP, with the official OpenAI client
-	cargo build --locked -p plimsoll-cli
+test-http: $(VENV)/ready build  ## Black-box tests over HTTP, with the official OpenAI client
 	scripts/fetch-default-model >/dev/null
 	$(PYTHON) -m pytest tests/http $(PYTEST_ARGS)
+
+.PHONY: build
+build:
+	cargo build --locked -p plimsoll-cli
+
+.PHONY: soak
+soak: $(VENV)/ready build  ## Mixed load, chaos and faults for MINUTES (60), and whether anything leaked, was lost or got slower
+	$(PYTHON) tests/soak --minutes $${MINUTES:-60} $(ARGS)
 
 .PHONY: fuzz
 fuzz:  ## Every fuzz target for a minute each, with libFuzzer
@@ -61,8 +68,7 @@ bench-front:  ## What the server costs beside the model, in release, into tests/
 	scripts/bench-front --output-json tests/bench/cpu/front.json $(ARGS)
 
 .PHONY: test-clients
-test-clients: .cache/clients/ready  ## LangChain, LiteLLM, the official client for Node.js and Dynamo's router, which need packages of their own
-	cargo build --locked -p plimsoll-cli
+test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official client for Node.js and Dynamo's router, which need packages of their own
 	cargo build --locked --manifest-path tests/clients/kv-router/Cargo.toml --target-dir .cache/clients/target
 	scripts/fetch-default-model >/dev/null
 	.cache/clients/venv/bin/python -m pytest tests/clients $(PYTEST_ARGS)

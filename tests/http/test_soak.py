@@ -1,0 +1,143 @@
+"""The soak can fail: each of its invariants, on a record that breaks it and on one that does not."""
+
+import dataclasses
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "soak"))
+
+from invariants import Record, Sample, broken, growth, missed  # noqa: E402
+from ledger import COMPLETE, FAILED, LATE, REFUSED, WRONG, Ledger, judge, parse_error  # noqa: E402
+from target import Page  # noqa: E402
+
+MIB = 1 << 20
+AFTER = {
+    'plimsoll_kv_blocks{state="total"}': 100, 'plimsoll_kv_blocks{state="used"}': 0, 'plimsoll_kv_blocks{state="cached"}': 60,
+    "plimsoll_requests_in_flight": 0, "plimsoll_requests_running": 0, "plimsoll_requests_waiting": 0, "plimsoll_kv_tail_tokens": 0,
+    "plimsoll_http_requests_in_flight": 1, 'plimsoll_device_memory_bytes{component="kv"}': 1000, "plimsoll_steps_failed_total": 2,
+    "plimsoll_device_allocs_after_ready_total": 0, "plimsoll_high_water_above_proof_total": 0,
+    "process_open_fds": 12, "process_threads": 9, "plimsoll_requests_submitted_total": 10,
+    'plimsoll_requests_finished_total{finished_reason="stop"}': 5, 'plimsoll_requests_finished_total{finished_reason="length"}': 2,
+    "plimsoll_requests_cancelled_total": 2, "plimsoll_requests_failed_total": 1,
+    'vllm:request_success_total{finished_reason="stop"}': 7, 'vllm:request_success_total{finished_reason="abort"}': 3,
+    'plimsoll_http_requests_total{code="200",route="/v1/completions"}': 8, 'plimsoll_http_requests_total{code="500"}': 1,
+}
+BEFORE = {name: 0 for name in AFTER} | {
+    'plimsoll_device_memory_bytes{component="kv"}': 1000, "process_open_fds": 10, "process_threads": 8}
+
+
+def page(values: dict) -> Page:
+    return Page("".join(f"{name} {value}\n" for name, value in values.items()))
+
+
+def memory(at, minutes: int = 60) -> list[Sample]:
+    """A sample every 5 s; `at(part)` MiB are resident after that part of the time, give or take some."""
+    rng, count = random.Random(1), minutes * 12
+    return [Sample(5 * i, (at(i / count) + rng.uniform(-8, 8)) * MIB, 1000, 9, 12) for i in range(count)]
+
+
+def record(**changes) -> Record:
+    ledger = Ledger()
+    ledger.codes.update({"200": 7, "500": 1})
+    ledger.unseen = 1
+    # Fills for a fifth of the time, and is level then.
+    level = memory(lambda part: 100 + 300 * min(part, 0.2))
+    whole = Record(ledger=ledger, before=page(BEFORE), after=page(AFTER), samples=level, drained=[COMPLETE] * 3)
+    return dataclasses.replace(whole, **changes)
+
+
+def after(**changes) -> Page:
+    return page(AFTER | changes)
+
+
+def ledger_with(outcome: str) -> Ledger:
+    ledger = record().ledger
+    ledger.note("chat", outcome, "something")
+    return ledger
+
+
+def test_a_good_record_passes():
+    assert broken(record()) == []
+
+
+@pytest.mark.parametrize("what, bad", [
+    ("leaked blocks: 3 of 100", record(after=after(**{'plimsoll_kv_blocks{state="used"}': 3}))),
+    ("leaked blocks: 101 cached", record(after=after(**{'plimsoll_kv_blocks{state="cached"}': 101}))),
+    ("leaked blocks", record(after=after(plimsoll_kv_tail_tokens=5))),
+    ("lost requests: plimsoll_requests_in_flight is 1", record(after=after(plimsoll_requests_in_flight=1))),
+    ("lost requests: 2 HTTP", record(after=after(plimsoll_http_requests_in_flight=2))),
+    ("lost requests: 11 were admitted", record(
+        after=after(plimsoll_requests_submitted_total=11, **{'vllm:request_success_total{finished_reason="stop"}': 8}))),
+    ("lost requests: 10 were admitted", record(after=after(plimsoll_requests_cancelled_total=1))),
+    ("vllm:request_success_total rose by 8", record(after=after(**{'vllm:request_success_total{finished_reason="stop"}': 5}))),
+    ("clients saw 7 answers with 200, the server counted 6", record(
+        after=after(**{'plimsoll_http_requests_total{code="200",route="/v1/completions"}': 6}))),
+    ("server errors: 3 answers with 500", record(after=after(**{'plimsoll_http_requests_total{code="500"}': 3}))),
+    ("although nothing was told to go wrong", record(injects=False)),
+    ("requests failed, and no step did", record(after=after(plimsoll_steps_failed_total=0))),
+    ("device memory grows: 1000 bytes at the start, 1001", record(
+        after=after(**{'plimsoll_device_memory_bytes{component="kv"}': 1001}))),
+    ("plimsoll_device_allocs_after_ready_total rose by 1", record(after=after(plimsoll_device_allocs_after_ready_total=1))),
+    ("process_open_fds grows: 10 at the start, 15", record(after=after(process_open_fds=15))),
+    ("process_threads grows", record(after=after(process_threads=13))),
+    ("wrong answers: 1, such as chat: something", record(ledger=ledger_with(WRONG))),
+    ("ended by itself", record(died=True)),
+    ("not ready", record(ready=False)),
+    ("the log tells of a defect", record(log="thread 'x' panicked at y")),
+    ("exit code 6", record(exit_code=6)),
+    ("the drain dropped 1 of 2", record(drained=[COMPLETE, WRONG])),
+])
+def test_each_invariant_can_break(what, bad):
+    found = broken(bad)
+    assert len(found) == 1 and what in found[0], found
+
+
+def test_memory_that_grows_is_found_and_noise_is_not():
+    slow_leak = record(samples=memory(lambda part: 160 + 60 * part))
+    assert "host memory grows" in broken(slow_leak)[0]
+    for steady in [lambda _: 160, lambda part: 160 - 40 * part, lambda part: 160 + 200 * (0.5 < part < 0.55)]:
+        assert broken(record(samples=memory(steady))) == []
+    # Too short to say: inconclusive, not fine.
+    assert growth(memory(lambda _: 160, minutes=1)[:8]) is None
+
+
+def test_a_neighbour_that_waits_is_found():
+    slow = record()
+    slow.ledger.latencies = [(0, 0.1)] * 95 + [(0, 30.0)] * 5
+    assert "p99 of 100 is 30.00 s" in broken(slow)[0]
+    slow.ledger.latencies = [(0, 0.1)] * 999 + [(0, 30.0)]
+    assert broken(slow) == []
+
+
+def test_a_soak_in_which_nothing_happened_is_inconclusive():
+    goals = missed(record(after=after(plimsoll_steps_failed_total=0)))
+    assert {"preemptions", "an answer of chat", "failed steps", "sleeps", "clients that were killed"} <= set(goals)
+    assert "failed steps" not in missed(record(after=after(plimsoll_steps_failed_total=0), injects=False))
+
+
+@pytest.mark.parametrize("status, message, code, retry_after, outcome", [
+    (500, "the step failed: injected", "step_failed", None, FAILED),
+    (500, "the step failed: two requests write block 7", "step_failed", None, WRONG),
+    (500, "internal error: a handler panicked", "internal_error", None, WRONG),
+    (503, "device memory ran out", "rebuilding", "1", FAILED),
+    (503, "the engine is dead", "engine_dead", None, WRONG),
+    (200, "the step failed: injected", "step_failed", None, FAILED),
+    (200, "the step panicked: index out of bounds", "step_failed", None, WRONG),
+    (429, "the server is at its limit", "queue_full", "1", REFUSED),
+    (429, "the server is at its limit", "queue_full", None, WRONG),
+    (504, "not done after 1 s, which is the time it was given", "deadline_exceeded", None, LATE),
+    (400, "max_tokens must be positive", None, None, WRONG),
+])
+def test_what_an_error_means(status, message, code, retry_after, outcome):
+    error = {"message": message, "type": "server_error", "code": code}
+    assert judge(status, error, retry_after, may_be_late=True)[0] == outcome
+
+
+def test_only_errors_are_errors():
+    assert parse_error(b'{"error": {"message": "m", "type": "t"}}') == {"message": "m", "type": "t"}
+    for other in [b"", b"[]", b"null", b'{"error": null}', b'{"error": {"message": "", "type": "t"}}', b"<html>"]:
+        assert parse_error(other) is None
+    assert judge(500, None, None, True)[0] == WRONG
