@@ -82,16 +82,6 @@ def test_documented_metrics_are_exported(exported):
     assert not unknown
 
 
-def test_flags_of_the_migration_table_exist():
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/operations.md").read_text().split("## Coming from")[1], re.MULTILINE)
-    flags = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row)}
-    assert len(flags) > 12
-    help_page = subprocess.run([BINARY, "serve", "--help"], stdout=subprocess.PIPE, text=True, check=True).stdout
-    # The opposite of a switch is not on the page, but there.
-    known = set(re.findall(r"--[a-z-]+", help_page)) | {"--model"}
-    assert flags <= known, flags - known
-
-
 def test_dockerfile_is_linted():
     hadolint = Path(sys.executable).with_name("hadolint")
     run(hadolint, "--config", ROOT / ".hadolint.yaml", ROOT / "Dockerfile")

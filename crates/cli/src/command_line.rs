@@ -32,8 +32,8 @@ impl CommandLine {
         let is_replaced = |arg: &str| {
             let name = arg
                 .strip_prefix("--")
-                .map(|rest| rest.split('=').next().unwrap_or(rest));
-            name.is_some_and(|name| replaced.iter().any(|replaced| replaced == name))
+                .map(|rest| rest.split('=').next().unwrap_or(rest).replace('_', "-"));
+            name.is_some_and(|name| replaced.contains(&name))
         };
         let end = self.0.iter().position(|arg| arg == "--").unwrap_or(self.0.len());
         let (flags, operands) = self.0.split_at(end);
@@ -45,11 +45,11 @@ impl CommandLine {
                 if !arg.contains('=') {
                     flags.next();
                 }
-            } else if let Some(secret) = SECRETS.iter().find(|secret| arg == *secret) {
-                flags.next();
-                words.push(format!("{secret}=***"));
-            } else if let Some(secret) = SECRETS.iter().find(|secret| is_value_of(arg, secret)) {
-                words.push(format!("{secret}=***"));
+            } else if let Some(name) = secret(arg) {
+                if !arg.contains('=') {
+                    flags.next();
+                }
+                words.push(format!("--{name}=***"));
             } else {
                 words.push(quoted(arg));
             }
@@ -95,12 +95,10 @@ impl CommandLine {
     }
 }
 
-/// Flags whose values are not shown.
-const SECRETS: [&str; 2] = ["--hf-token", "--api-key"];
-
-/// Whether `word` is `flag` with a value.
-fn is_value_of(word: &str, flag: &str) -> bool {
-    word.strip_prefix(flag).is_some_and(|rest| rest.starts_with('='))
+/// Name of the flag that `word` is, where its value is not shown.
+fn secret(word: &str) -> Option<String> {
+    let name = word.strip_prefix("--")?.split('=').next()?.replace('_', "-");
+    layers::is_secret(&name).then_some(name)
 }
 
 /// A word for a shell.

@@ -4,7 +4,8 @@ use std::process::ExitCode;
 
 use plimsoll_cli::args::{BenchCommand, Cli, Command};
 use plimsoll_cli::command_line::CommandLine;
-use plimsoll_cli::{Error, bench, hub, layers, logging, plan, selftest, serve, source};
+use plimsoll_cli::logging::{self, Kind};
+use plimsoll_cli::{Error, bench, config, hub, layers, plan, selftest, serve, source};
 
 fn main() -> ExitCode {
     match start() {
@@ -27,17 +28,18 @@ fn start() -> Result<(), Error> {
 async fn run(cli: Cli) -> Result<(), Error> {
     match cli.command {
         Command::Serve(args) => {
-            logging::init(args.engine.log_format);
+            logging::init(&args.engine.log, Kind::Server)?;
             serve::serve(*args).await
         }
         Command::Profile(args) => {
-            logging::init(args.engine.log_format);
+            logging::init(&args.engine.log, Kind::Command)?;
             plan::profile(*args).await
         }
         Command::Plan(args) => {
-            logging::init(args.engine.log_format);
+            logging::init(&args.engine.log, Kind::Command)?;
             plan::plan(*args, std::env::args()).await
         }
+        Command::Config(args) => config::print(&args, &layers::settings_of_process()?),
         Command::Bench(BenchCommand::Serve(args)) => bench::serve(*args).await,
         Command::Bench(BenchCommand::Latency(args)) => bench::latency(*args).await,
         Command::Bench(BenchCommand::Throughput(args)) => bench::throughput(*args).await,
@@ -51,9 +53,17 @@ async fn run(cli: Cli) -> Result<(), Error> {
 )]
 fn report(error: &Error) {
     match error {
+        Error::Clap(inner) if logging::is_json() && inner.use_stderr() => {
+            let text = inner.render().to_string();
+            let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
+            logging::last_word(text, error.exit_code());
+        }
         // It knows its colours, and that help goes to stdout.
         Error::Clap(error) => {
             let _ = error.print();
+        }
+        error if logging::is_json() => {
+            logging::last_word(&CommandLine::of_process().explain(error), error.exit_code());
         }
         error => eprintln!("error: {}", CommandLine::of_process().explain(error)),
     }

@@ -21,7 +21,9 @@ use crate::error::Error;
 use crate::keys::{self, KeySource};
 use crate::kv_events;
 use crate::lock::DeviceLock;
+use crate::logging;
 use crate::plan_cache::PlanCache;
+use crate::request_log::RequestLog;
 use crate::source::{Source, resolve};
 use crate::standing::Standing;
 use crate::start::{Loaded, Outline, Ready, ReportFile, StartContext, StartTimes, Text};
@@ -52,7 +54,9 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         let work = move || prepare(&source, &args, given, context);
         tokio::task::spawn_blocking(work).await??
     };
-    say(&report.table());
+    if !logging::is_json() {
+        say(&report.table());
+    }
 
     let address = args.server.host.clone();
     let listen = |source| Error::Bind {
@@ -223,6 +227,9 @@ impl Given {
         if let Some(path) = &args.access_log {
             sinks.push(Arc::new(AccessLog::open(path)?));
         }
+        if args.request_log_rate > 0 {
+            sinks.push(Arc::new(RequestLog::new(args.request_log_rate)));
+        }
         sinks.extend(traces.clone().map(|traces| traces as Arc<dyn RequestSink>));
         Ok(Self {
             template,
@@ -386,6 +393,15 @@ fn announce(
     after: Duration,
     Example { path, body }: Example,
 ) {
+    // Who collects JSON collects stdout with it.
+    if logging::is_json() {
+        return tracing::info!(
+            model,
+            url = format!("{scheme}://{address}"),
+            seconds = after.as_secs_f64(),
+            "ready"
+        );
+    }
     let host = if address.ip().is_unspecified() {
         "127.0.0.1".to_owned()
     } else {

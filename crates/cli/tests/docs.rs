@@ -9,8 +9,8 @@ use plimsoll_cli::args::Cli;
 
 /// Flags of other programs that the documents show.
 const FOREIGN: [&str; 4] = ["rm", "gpus", "set", "previous"];
-/// Below these headings flags are those of other servers, up to the next heading. Ours beside them are checked by
-/// `tests/http/test_operations.py`.
+/// Below these headings flags are those of other servers, up to the next heading. All of them are checked by
+/// `tests/migration.rs`.
 const OTHERS: [&str; 2] = [
     "## How other servers size memory",
     "## Coming from another server",

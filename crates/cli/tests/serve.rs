@@ -18,6 +18,7 @@ struct Server {
 fn command() -> Command {
     let mut command = Command::new(BINARY);
     command.env("PLIMSOLL_NO_PROFILE_CACHE", "true");
+    command.env("PLIMSOLL_LOG_FORMAT", "text");
     command
 }
 

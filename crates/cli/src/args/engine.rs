@@ -7,8 +7,8 @@ use clap::{Args, ValueEnum};
 use plimsoll_core::BlockSize;
 use plimsoll_profiler::MemFraction;
 
-use crate::args::PoolingArgs;
 use crate::args::values::{block_size, duration, fraction, positive};
+use crate::args::{LogArgs, PoolingArgs};
 use crate::bytes::Bytes;
 use crate::device::DeviceChoice;
 
@@ -40,16 +40,9 @@ pub struct EngineArgs {
     /// TOML file with values for these flags
     #[arg(long, value_name = "FILE", help_heading = "General")]
     pub config: Option<PathBuf>,
-    /// Log lines on stderr: text or json; RUST_LOG chooses which
-    #[arg(
-        long,
-        value_enum,
-        default_value_t,
-        value_name = "FORMAT",
-        hide_possible_values = true,
-        help_heading = "General"
-    )]
-    pub log_format: LogFormat,
+    /// What is logged.
+    #[command(flatten)]
+    pub log: LogArgs,
 }
 
 /// Which model, and how it is loaded.
@@ -144,13 +137,14 @@ impl DeviceArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
-    /// Prompt plus output tokens of one request [default: what the model was trained for]
+    /// Prompt plus output tokens of one request [default: decided at start: what the model was trained for]
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     pub max_model_len: Option<usize>,
-    /// Requests that run at once [default: 32; 512 on a GPU]
+    /// Requests that run at once [default: decided at start: 32, on a GPU 512]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
-    /// Tokens computed in one step; longer prompts are computed in chunks [default: 512; 8192 on a GPU]
+    /// Tokens computed in one step; longer prompts are computed in chunks [default: decided at start:
+    /// 512, on a GPU 8192]
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     pub max_num_batched_tokens: Option<usize>,
     /// Tokens per block of the KV cache: 8, 16 or 32
@@ -175,7 +169,7 @@ pub struct LimitArgs {
     /// Seeds dummy weights, benchmark prompts and requests without a seed [default: 0; requests: random]
     #[arg(long, value_name = "SEED")]
     pub seed: Option<u64>,
-    /// Threads that compute on a CPU [default: as many as this process may use]
+    /// Threads that compute on a CPU [default: decided at start: as many as this process may use]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
     /// Raises what `--max-num-seqs` comes to, for who knows how many requests there will be.
@@ -199,8 +193,8 @@ impl LimitArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Memory")]
 pub struct MemoryArgs {
-    /// Most bytes this server may use, such as 8GiB: weights, KV cache, steps and graphs together [default: the whole GPU; on
-    /// a CPU measured: cgroup limit or available memory]
+    /// Most bytes this server may use, such as 8GiB: weights, KV cache, steps and graphs together [default: decided at
+    /// start: the whole GPU, on a CPU the cgroup's limit or the available memory]
     #[arg(long, visible_alias = "max-device-memory", value_name = "BYTES")]
     pub device_memory: Option<Bytes>,
     /// The same as a part of the GPU's memory, at most 1.0
@@ -209,10 +203,10 @@ pub struct MemoryArgs {
     /// Part of the memory left after weights and worst step that the KV cache gets, at most 1.0
     #[arg(long, value_name = "FRACTION", default_value = "0.95", value_parser = fraction)]
     pub mem_fraction: MemFraction,
-    /// Tokens in the KV cache: skips the measurement of what fits, still proves it
+    /// Tokens in the KV cache: skips the measurement of what fits, still proves it [default: measured at start]
     #[arg(long, value_name = "TOKENS", value_parser = positive, conflicts_with = "kv_cache_memory_bytes")]
     pub max_total_token_num: Option<usize>,
-    /// Bytes of the KV cache, likewise
+    /// Bytes of the KV cache, likewise [default: measured at start]
     #[arg(long, value_name = "BYTES")]
     pub kv_cache_memory_bytes: Option<Bytes>,
     /// Write the auto-profile's report to this file, as JSON
@@ -280,14 +274,4 @@ pub enum DType {
     /// 32 bits.
     #[value(alias = "float")]
     Float32,
-}
-
-/// `--log-format`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    /// Lines for people.
-    #[default]
-    Text,
-    /// One JSON object per line.
-    Json,
 }

@@ -4,6 +4,7 @@ mod access;
 mod chat;
 mod engine;
 mod events;
+mod logs;
 mod pages;
 mod pooling;
 mod responses;
@@ -18,10 +19,11 @@ use crate::selftest::SelftestArgs;
 pub use access::{AccessArgs, Secret};
 pub use chat::ChatArgs;
 pub use engine::{
-    DEFAULT_MODEL, DType, DeviceArgs, EngineArgs, KvDtype, LimitArgs, LoadFormat, LogFormat, MemoryArgs,
-    ModelArgs, SIM_MODEL,
+    DEFAULT_MODEL, DType, DeviceArgs, EngineArgs, KvDtype, LimitArgs, LoadFormat, MemoryArgs, ModelArgs,
+    SIM_MODEL,
 };
 pub use events::EventArgs;
+pub use logs::{LogArgs, LogFormat, LogLevels};
 pub use pages::PagesArgs;
 pub use pooling::{HfOverrides, PoolerConfig, PoolingArgs, RunnerKind};
 pub use responses::ResponseArgs;
@@ -56,6 +58,8 @@ pub enum Command {
     /// Predict what a model would need and how much KV cache would fit, from its configuration alone: no weights are
     /// downloaded or read
     Plan(Box<PlanArgs>),
+    /// Show every setting of serve with its value and where it comes from: default, file, environment or flag
+    Config(Box<ConfigArgs>),
     /// Measure latency or throughput
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -72,7 +76,7 @@ impl Command {
             Self::Plan(args) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Latency(args)) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Throughput(args)) => Some(&args.engine.model),
-            Self::Bench(BenchCommand::Serve(_)) | Self::Selftest(_) => None,
+            Self::Bench(BenchCommand::Serve(_)) | Self::Config(_) | Self::Selftest(_) => None,
         }
     }
 }
@@ -135,6 +139,25 @@ pub struct PlanArgs {
     #[arg(long, help_heading = "General")]
     pub json: bool,
 }
+
+/// `plimsoll config`.
+#[derive(Clone, Debug, Args)]
+#[command(args_override_self = true, after_help = CONFIG_HELP)]
+pub struct ConfigArgs {
+    /// What serve would be started with.
+    #[command(flatten)]
+    pub serve: ServeArgs,
+    /// Print one JSON document: sizes in bytes, times in seconds
+    #[arg(long, help_heading = "General", conflicts_with = "toml")]
+    pub json: bool,
+    /// Print a file that --config takes; secrets are left out
+    #[arg(long, help_heading = "General")]
+    pub toml: bool,
+}
+
+const CONFIG_HELP: &str = "\
+Takes the arguments of serve, and loads nothing. Values of secrets are not shown. What only a start can decide is shown in \
+parentheses.";
 
 const PLAN_HELP: &str = "\
 The flags are those of profile; the ones that do not change what fits are left to it. A GPU that this machine does not \

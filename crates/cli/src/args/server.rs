@@ -71,8 +71,18 @@ pub struct ServerArgs {
     #[arg(long, overrides_with = "enable_sleep_mode", hide = true)]
     no_enable_sleep_mode: bool,
     /// How long a stop (Ctrl-C, SIGTERM) waits for running requests, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = duration)]
+    #[arg(
+        long,
+        visible_alias = "shutdown-timeout",
+        value_name = "SECONDS",
+        default_value = "30",
+        value_parser = duration
+    )]
     pub drain_timeout: Duration,
+    /// Lines about requests, each at its end, that the log gets in a second at most; the next one says how many were left
+    /// out. 0: none
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub request_log_rate: u32,
     /// Append a line of JSON to this file for every request at its end; - for stderr
     #[arg(long, value_name = "FILE")]
     pub access_log: Option<PathBuf>,

@@ -19,7 +19,7 @@ use super::stats::Summary;
 use crate::args::{EngineArgs, positive};
 use crate::device::Device;
 use crate::error::Error;
-use crate::logging;
+use crate::logging::{self, Kind};
 use crate::plan_cache::PlanCache;
 use crate::progress::count_bar;
 use crate::source::resolve;
@@ -216,7 +216,7 @@ struct Timing {
 
 impl Bench {
     async fn start(args: EngineArgs, queue: usize) -> Result<Self, Error> {
-        logging::init(args.log_format);
+        logging::init(&args.log, Kind::Command)?;
         let report_file = ReportFile::new(&args.memory)?;
         let context = StartContext::new(PlanCache::from_flags(&args.memory));
         let source = resolve(&args.model).await?;

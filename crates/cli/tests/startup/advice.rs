@@ -52,6 +52,7 @@ impl Place {
         command.current_dir(self.path());
         command.env("PLIMSOLL_DEVICE_LOCK_DIR", self.path());
         command.env("PLIMSOLL_NO_PROFILE_CACHE", "1");
+        command.env("PLIMSOLL_LOG_FORMAT", "text");
         command.envs(start.environment.iter().copied());
         command
     }

@@ -28,6 +28,7 @@ impl Process {
             .arg(locks)
             .args(flags)
             .env_remove("RUST_LOG")
+            .env("PLIMSOLL_LOG_FORMAT", "text")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

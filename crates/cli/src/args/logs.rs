@@ -1,0 +1,169 @@
+//! What is logged, and how.
+
+use std::fmt;
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use tracing::level_filters::LevelFilter;
+
+/// The log on stderr.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "General")]
+pub struct LogArgs {
+    /// Log lines on stderr: text, json (one object per line), or auto (of a server whose stderr is no terminal json, else
+    /// text)
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "FORMAT",
+        hide_possible_values = true
+    )]
+    pub log_format: LogFormat,
+    /// What is logged: off, error, warn, info, debug or trace, and other levels for modules: info,plimsoll_engine=debug.
+    /// A level alone is that of this server; libraries log warnings unless they are named [default: RUST_LOG, or info]
+    #[arg(long, value_name = "LEVELS")]
+    pub log_level: Option<LogLevels>,
+}
+
+/// `--log-format`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// What suits the reader.
+    #[default]
+    Auto,
+    /// Lines for people.
+    Text,
+    /// One JSON object per line.
+    Json,
+}
+
+/// Names that our lines are logged under, and the modules below them.
+const TARGETS: [&str; 14] = [
+    "plimsoll",
+    "plimsoll_cli",
+    "plimsoll_core",
+    "plimsoll_device",
+    "plimsoll_engine",
+    "plimsoll_kernels",
+    "plimsoll_kv",
+    "plimsoll_kv_events",
+    "plimsoll_model",
+    "plimsoll_profiler",
+    "plimsoll_scheduler",
+    "plimsoll_server",
+    "plimsoll_sim",
+    "plimsoll_text",
+];
+
+/// `--log-level`: the least level of this server, and those of modules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogLevels {
+    own: LevelFilter,
+    /// Beginnings of targets.
+    modules: Vec<(String, LevelFilter)>,
+}
+
+impl Default for LogLevels {
+    fn default() -> Self {
+        Self {
+            own: LevelFilter::INFO,
+            modules: Vec::new(),
+        }
+    }
+}
+
+impl FromStr for LogLevels {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut levels = Self::default();
+        let mut alone = None;
+        for item in text.split(',').map(str::trim) {
+            match item.split_once('=') {
+                Some((module, level)) => levels.modules.push((target(module)?, self::level(level)?)),
+                None if alone.is_some() => return Err(format!("{item:?} is a second level for everything")),
+                None => alone = Some(self::level(item)?),
+            }
+        }
+        levels.own = alone.unwrap_or(levels.own);
+        Ok(levels)
+    }
+}
+
+impl fmt::Display for LogLevels {
+    /// As `tracing_subscriber`'s `EnvFilter` reads it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "warn,plimsoll={}", self.own)?;
+        let mut modules = self.modules.iter();
+        modules.try_for_each(|(module, level)| write!(f, ",{module}={level}"))
+    }
+}
+
+fn level(text: &str) -> Result<LevelFilter, String> {
+    // Numbers would be legal to `tracing`.
+    let named = text.chars().all(|c| c.is_ascii_alphabetic()) && !text.is_empty();
+    let level = named.then(|| text.parse().ok()).flatten();
+    level.ok_or_else(|| format!("{text:?} is no level: off, error, warn, info, debug or trace is expected"))
+}
+
+fn target(module: &str) -> Result<String, String> {
+    let legal = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
+    if module.is_empty() || !module.chars().all(legal) {
+        return Err(format!(
+            "{module:?} is no module: a path such as plimsoll_engine::thread is expected"
+        ));
+    }
+    let name = module.split(':').next().unwrap_or(module);
+    // A library that is not there is not known to be none.
+    if name.starts_with("plimsoll") && !TARGETS.contains(&name) {
+        let likeness = |target: &&&str| (strsim::jaro_winkler(name, target) * 1e6) as u64;
+        let similar = TARGETS.iter().max_by_key(likeness).unwrap_or(&TARGETS[0]);
+        return Err(format!(
+            "nothing is logged by {name:?}; did you mean {similar:?}?"
+        ));
+    }
+    Ok(module.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_of_modules() {
+        let shown = |text: &str| text.parse::<LogLevels>().map(|levels| levels.to_string());
+        assert_eq!(shown("info"), Ok("warn,plimsoll=info".into()));
+        assert_eq!(
+            shown("warn, plimsoll_engine::thread=TRACE,hyper=debug"),
+            Ok("warn,plimsoll=warn,plimsoll_engine::thread=trace,hyper=debug".into())
+        );
+        assert_eq!(
+            shown("plimsoll_kv=off"),
+            Ok("warn,plimsoll=info,plimsoll_kv=off".into())
+        );
+        for (wrong, expected) in [
+            ("inof", "\"inof\""),
+            ("", "no level"),
+            ("3", "no level"),
+            ("info,debug", "second level"),
+            ("info,plimsoll_engine=dbug", "\"dbug\""),
+            ("info,plimsol_engine=", "no level"),
+            ("plimsoll_engin=debug", "\"plimsoll_engine\""),
+            ("a b=debug", "no module"),
+        ] {
+            let error = wrong.parse::<LogLevels>().unwrap_err();
+            assert!(error.contains(expected), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn every_crate_is_a_target() {
+        let crates = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+        for entry in std::fs::read_dir(crates).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            let target = format!("plimsoll_{}", name.replace('-', "_"));
+            assert!(TARGETS.contains(&&*target), "{target}");
+        }
+    }
+}

@@ -1,0 +1,312 @@
+use super::*;
+use crate::args;
+
+fn serve(argv: &str, environment: &[(&str, &str)]) -> Result<ServeArgs, Error> {
+    let argv = argv.split(' ').map(OsString::from).collect();
+    let environment = environment
+        .iter()
+        .map(|&(k, v)| (k.to_owned(), v.into()))
+        .collect();
+    match parse(argv, environment)?.command {
+        args::Command::Serve(args) => Ok(*args),
+        other => panic!("not serve: {other:?}"),
+    }
+}
+
+fn config(text: &str) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    file
+}
+
+#[test]
+fn flags_beat_environment_beats_file_beats_defaults() {
+    let file = config("port = 1\nmax_num_seqs = 1\nblock-size = 8\nserved-model-name = [\"a\", \"b\"]\n");
+    let argv = format!("plimsoll serve --port 3 --config {}", file.path().display());
+    let args = serve(&argv, &[("PLIMSOLL_PORT", "2"), ("PLIMSOLL_MAX_NUM_SEQS", "2")]).unwrap();
+    assert_eq!(args.server.port, 3);
+    assert_eq!(args.engine.limits.max_num_seqs, Some(2));
+    assert_eq!(args.engine.limits.block_size.tokens(), 8);
+    assert_eq!(args.server.served_model_name.unwrap(), ["a", "b"]);
+    assert_eq!(args.engine.limits.max_num_batched_tokens, None);
+}
+
+#[test]
+fn a_later_layer_wins_over_what_it_contradicts() {
+    let file = config("max-total-token-num = 64\ngpu-memory-utilization = 0.5\n");
+    let file = format!("--config={}", file.path().display());
+    let memory = |argv: &str, environment: &[(&str, &str)]| {
+        let args = serve(&format!("plimsoll serve {file} {argv}"), environment).unwrap();
+        args.engine.memory
+    };
+    let pins = |memory: &args::MemoryArgs| (memory.max_total_token_num, memory.kv_cache_memory_bytes);
+    assert_eq!(pins(&memory("", &[])).0, Some(64));
+    let bytes = Some(crate::bytes::Bytes(9));
+    assert_eq!(pins(&memory("--kv-cache-memory-bytes 9", &[])), (None, bytes));
+    let variable = [("PLIMSOLL_KV_CACHE_MEMORY_BYTES", "9")];
+    assert_eq!(pins(&memory("", &variable)), (None, bytes));
+    assert_eq!(
+        pins(&memory("--max-total-token-num 3", &variable)),
+        (Some(3), None)
+    );
+    let typed = memory("--max-device-memory 1GiB", &[]);
+    assert_eq!(typed.device_memory, Some(crate::bytes::Bytes(1 << 30)));
+    assert_eq!(typed.gpu_memory_utilization, None);
+    // U34: the alias is a name in every layer. What contradicts itself within one is an error.
+    let alias = [("PLIMSOLL_MAX_DEVICE_MEMORY", "7")];
+    assert_eq!(memory("", &alias).device_memory, Some(crate::bytes::Bytes(7)));
+    let both = "plimsoll serve --max-total-token-num 3 --kv-cache-memory-bytes 9";
+    assert!(matches!(serve(both, &[]), Err(Error::Clap(_))));
+}
+
+#[test]
+fn switches_and_lists_and_the_model_are_overridden_whole() {
+    let file =
+        config("enable-prefix-caching = false\nmodel = \"from/file\"\nserved-model-name = [\"a\", \"b\"]\n");
+    let file = format!("--config={}", file.path().display());
+    let args = serve(&format!("plimsoll serve {file}"), &[]).unwrap();
+    assert!(!args.engine.limits.prefix_caching());
+    assert_eq!(args.engine.model.model(), "from/file");
+
+    let argv = format!("plimsoll serve {file} mine --enable-prefix-caching --served-model-name c");
+    let args = serve(&argv, &[]).unwrap();
+    assert!(args.engine.limits.prefix_caching());
+    assert_eq!(args.engine.model.model(), "mine");
+    assert_eq!(args.server.served_model_name.unwrap(), ["c"]);
+
+    let args = serve(&format!("plimsoll serve --model sim {file}"), &[]).unwrap();
+    assert_eq!(args.engine.model.model(), args::SIM_MODEL);
+    let args = serve("plimsoll serve", &[("PLIMSOLL_ENABLE_PREFIX_CACHING", "0")]).unwrap();
+    assert!(!args.engine.limits.prefix_caching());
+}
+
+#[test]
+fn a_later_layer_replaces_a_list_that_flags_add_to() {
+    let file = config("api-key = [\"a\", \"b\"]\n");
+    let file = format!("--config={}", file.path().display());
+    let keys = |argv: &str, environment: &[(&str, &str)]| {
+        let args = serve(&format!("plimsoll serve {file} {argv}"), environment).unwrap();
+        let keys = args.server.access.api_key.iter();
+        keys.map(|key| key.reveal().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(keys("", &[]), ["a", "b"]);
+    assert_eq!(keys("", &[("PLIMSOLL_API_KEY", "c")]), ["c"]);
+    assert_eq!(
+        keys("--api-key d --api-key e", &[("PLIMSOLL_API_KEY", "c")]),
+        ["d", "e"]
+    );
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    let cases = [
+        ("max-num-seq = 3", "did you mean \"max-num-seqs\""),
+        ("port = 99999", "99999"),
+        ("port = true", "boolean"),
+        ("enable-prefix-caching = 3", "true or false"),
+        ("mem-fraction = 1.5", "at most 1.0"),
+        ("block-size = 12", "8, 16 or 32"),
+        ("config = \"x\"", "another one"),
+        ("[server]\nport = 1", "no setting \"server\""),
+        ("port = ", "TOML"),
+    ];
+    for (text, expected) in cases {
+        let file = config(text);
+        let error = serve(&format!("plimsoll serve --config {}", file.path().display()), &[])
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(expected), "{text}: {error}");
+        assert!(
+            error.contains(&file.path().display().to_string()),
+            "{text}: {error}"
+        );
+    }
+    let error = serve("plimsoll serve", &[("PLIMSOLL_PROT", "1")])
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("PLIMSOLL_PROT") && error.contains("\"port\""),
+        "{error}"
+    );
+    let error = serve("plimsoll serve --config /no/such.toml", &[])
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("/no/such.toml"), "{error}");
+}
+
+#[test]
+fn a_layer_may_hold_what_only_serve_knows() {
+    let argv = ["plimsoll", "profile", "sim"]
+        .iter()
+        .map(OsString::from)
+        .collect();
+    let environment = BTreeMap::from([
+        ("PLIMSOLL_PORT".to_owned(), "9".into()),
+        ("PLIMSOLL_MAX_NUM_SEQS".to_owned(), "2".into()),
+    ]);
+    let args::Command::Profile(args) = parse(argv, environment).unwrap().command else {
+        panic!("not profile")
+    };
+    assert_eq!(args.engine.limits.max_num_seqs, Some(2));
+}
+
+#[test]
+fn what_is_wrong_has_its_line() {
+    let file = config("port = 1\n\n# a comment\n\"max-num-seq\" = 3\n");
+    let error = serve(&format!("plimsoll serve --config {}", file.path().display()), &[]).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains(&format!("{}:4: ", file.path().display())),
+        "{error}"
+    );
+    let file = config("port = 1\nblock-size = 12\n");
+    let error = serve(&format!("plimsoll serve --config {}", file.path().display()), &[]).unwrap_err();
+    assert!(error.to_string().contains(":2: block-size: "), "{error}");
+}
+
+#[test]
+fn flags_are_taken_with_underscores() {
+    let args = serve(
+        "plimsoll serve --max_model_len=64 --no_enable_prefix_caching --max_num_seqs 3",
+        &[],
+    )
+    .unwrap();
+    assert_eq!(args.engine.limits.max_model_len, Some(64));
+    assert_eq!(args.engine.limits.max_num_seqs, Some(3));
+    assert!(!args.engine.limits.prefix_caching());
+    // Values keep theirs.
+    let args = serve(
+        "plimsoll serve --revision=a_b --served-model-name c_d -- e_f",
+        &[],
+    )
+    .unwrap();
+    assert_eq!(args.engine.model.revision, "a_b");
+    assert_eq!(args.engine.model.model(), "e_f");
+}
+
+#[test]
+fn flags_of_other_servers_are_told_what_to_do_instead() {
+    let told = |argv: &str, environment: &[(&str, &str)]| serve(argv, environment).unwrap_err().to_string();
+    for (argv, expected) in [
+        ("plimsoll serve -tp 2 sim", "-tp: a flag of vLLM"),
+        (
+            "plimsoll serve sim --tensor_parallel_size=2",
+            "--tensor-parallel-size: a flag of vLLM and SGLang",
+        ),
+        ("plimsoll serve sim --no-enable-chunked-prefill", "always on"),
+        (
+            "plimsoll serve --model-path x --context-length 4",
+            "--context-length: a flag of SGLang: use --max-model-len",
+        ),
+        (
+            "plimsoll profile sim --max_req_total_len 8",
+            "use --max-model-len",
+        ),
+    ] {
+        let error = told_by(argv);
+        assert!(error.contains(expected), "{argv}: {error}");
+    }
+    fn told_by(argv: &str) -> String {
+        let argv = argv.split(' ').map(OsString::from).collect();
+        parse(argv, BTreeMap::new()).unwrap_err().to_string()
+    }
+    let file = config("swap_space = 4\n");
+    let error = told(&format!("plimsoll serve --config {}", file.path().display()), &[]);
+    assert!(
+        error.contains(":1: ") && error.contains("nothing is swapped"),
+        "{error}"
+    );
+    let error = told("plimsoll serve", &[("PLIMSOLL_CONTEXT_LENGTH", "8")]);
+    assert!(
+        error.contains("PLIMSOLL_CONTEXT_LENGTH") && error.contains("--max-model-len"),
+        "{error}"
+    );
+    // A typo is clap's to explain.
+    assert!(matches!(
+        serve("plimsoll serve --prot 1", &[]),
+        Err(Error::Clap(_))
+    ));
+}
+
+#[test]
+fn what_is_advised_exists_and_what_exists_is_no_stranger() {
+    for (name, advice) in foreign::all() {
+        assert!(known(name).is_err(), "--{name} is a flag here");
+        let named = advice.split("--").skip(1);
+        for flag in named.map(|rest| rest.split([' ', ',', ':', ';']).next().unwrap()) {
+            assert!(known(flag).is_ok(), "--{name}: there is no --{flag}");
+        }
+    }
+}
+
+#[test]
+fn a_switch_has_an_opposite_and_a_default() {
+    let command = <ServeArgs as clap::Args>::augment_args(Command::new("serve"));
+    let switches = command
+        .get_arguments()
+        .filter(|arg| matches!(arg.get_action(), ArgAction::SetTrue));
+    let mut pairs = 0;
+    for on in switches {
+        let name = on.get_long().unwrap();
+        if let Ok(off) = known(&format!("no-{name}")) {
+            assert!(settings::is_default(on) != settings::is_default(&off), "--{name}");
+            pairs += 1;
+        } else {
+            assert!(
+                name.starts_with("no-") && known(&name["no-".len()..]).is_ok(),
+                "--{name}"
+            );
+        }
+    }
+    assert!(pairs > 4);
+}
+
+#[test]
+fn settings_say_where_they_come_from() {
+    let file = config("port = 1\nmax-num-seqs = 2\nmax-total-token-num = 64\ndisable_ui = true\n");
+    let path = file.path().to_owned();
+    let line = |line| Origin::File {
+        path: path.clone(),
+        line,
+    };
+    let words = [
+        "plimsoll",
+        "config",
+        "sim",
+        "--port=3",
+        "--kv-cache-memory-bytes=1GiB",
+        "--config",
+    ];
+    let argv = words.iter().map(OsString::from).chain([path.clone().into()]);
+    let environment = BTreeMap::from([
+        ("PLIMSOLL_API_KEY".to_owned(), "open-sesame".into()),
+        ("PLIMSOLL_NO_PROFILE_CACHE".to_owned(), "yes".into()),
+    ]);
+    let found = settings(argv.collect(), environment).unwrap();
+    let of = |name: &str| {
+        let setting = found.iter().find(|setting| setting.name == name);
+        let setting = setting.unwrap_or_else(|| panic!("{name}"));
+        (setting.value.clone(), setting.origin.clone())
+    };
+    let variable = |name: &str| Origin::Environment(name.to_owned());
+    assert_eq!(of("model"), (Value::Text("sim".into()), Origin::Flag));
+    assert_eq!(of("port"), (Value::Whole(3), Origin::Flag));
+    assert_eq!(of("max-num-seqs"), (Value::Whole(2), line(2)));
+    // What a later layer contradicts is not set any more.
+    assert_eq!(of("max-total-token-num"), (Value::Unset, Origin::Default));
+    assert_eq!(of("disable-ui"), (Value::Switch(true), line(4)));
+    assert_eq!(
+        of("profile-cache"),
+        (Value::Switch(false), variable("PLIMSOLL_NO_PROFILE_CACHE"))
+    );
+    assert_eq!(of("api-key"), (Value::Secret, variable("PLIMSOLL_API_KEY")));
+    assert_eq!(
+        of("enable-prefix-caching"),
+        (Value::Switch(true), Origin::Default)
+    );
+    assert_eq!(of("host"), (Value::Text("127.0.0.1".into()), Origin::Default));
+    let names: std::collections::BTreeSet<_> = found.iter().map(|setting| &setting.name).collect();
+    assert_eq!(names.len(), found.len(), "each setting once");
+    assert!(!format!("{found:?}").contains("sesame"));
+}
