@@ -22,7 +22,7 @@ fn settings(flags: &[String], environment: &[(String, String)]) -> Result<Vec<Se
 }
 
 /// Texts of all kinds that flags take.
-const TEXTS: [&str; 20] = [
+const TEXTS: [&str; 21] = [
     "1",
     "7",
     "16",
@@ -39,6 +39,7 @@ const TEXTS: [&str; 20] = [
     r#"{"pooling_type": "LAST"}"#,
     r#"{"is_matryoshka": true}"#,
     "info,plimsoll_engine=debug",
+    r#"{"enable_kv_cache_events": true}"#,
     "-x",
     "",
     "tcp://*:5557",
