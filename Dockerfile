@@ -5,17 +5,26 @@
 # For one kind of GPU, several times as fast to build: --build-arg CUDA_ARCHS=90a (kernels/README.md).
 #
 # CPUs alone, a much smaller image:
-#   docker build -t plimsoll:cpu --build-arg FEATURES= --build-arg BUILD_IMAGE=ubuntu:24.04 \
-#       --build-arg RUN_IMAGE=ubuntu:24.04 .
+#   docker build -t plimsoll:cpu --build-arg DEVICE=cpu .
+#
+# `scripts/container cpu` (or cuda) builds one of them, reports its size, keeps its bill of materials, runs it and asks it.
 
-ARG BUILD_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
-# Without cuBLAS, which nvidia/cuda has from the `runtime` images on, beside much that is not used here: its two libraries
-# are copied from the build image instead.
-ARG RUN_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
+# cuda or cpu: the images that it is built in and runs on.
+ARG DEVICE=cuda
+ARG BUILD_STAGE=build-${DEVICE}
+ARG RUN_STAGE=run-${DEVICE}
 
 FROM rust:1.95.0-slim-bookworm AS rust
 
-FROM ${BUILD_IMAGE} AS build
+FROM ubuntu:24.04 AS build-cpu
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04 AS build-cuda
+
+FROM ubuntu:24.04 AS run-cpu
+# Without cuBLAS, which nvidia/cuda has from the `runtime` images on, beside much that is not used here: its two libraries
+# are copied from the build image instead.
+FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS run-cuda
+
+FROM ${BUILD_STAGE} AS build
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates g++ make \
     && rm -rf /var/lib/apt/lists/*
@@ -24,19 +33,27 @@ COPY --from=rust /usr/local/cargo /usr/local/cargo
 # The toolchain is named so that rustup does not fetch clippy and rustfmt, which rust-toolchain.toml asks for.
 ENV RUSTUP_HOME=/usr/local/rustup CARGO_HOME=/usr/local/cargo RUSTUP_TOOLCHAIN=1.95.0 PATH=/usr/local/cargo/bin:${PATH}
 WORKDIR /src
+# What writes the bill of materials changes less often than what it is about.
+COPY scripts/sbom scripts/
+RUN --mount=type=cache,target=/usr/local/cargo/registry scripts/sbom --install
 COPY . .
-ARG FEATURES=cuda
+ARG DEVICE
+# dev: quick to build, slow to run.
+ARG PROFILE=release
 ARG CUDA_ARCHS=
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/src/target \
-    cargo build --release --locked -p plimsoll-cli --features "${FEATURES}" \
-    && install -D target/release/plimsoll /out/bin/plimsoll
+    features=$([ "${DEVICE}" = cpu ] || echo cuda) \
+    && cargo build --profile "${PROFILE}" --locked -p plimsoll-cli --features "${features}" \
+    && install -D "target/$([ "${PROFILE}" = dev ] && echo debug || echo "${PROFILE}")/plimsoll" /out/bin/plimsoll \
+    && install --directory /out/share/sbom \
+    && scripts/sbom /out/share/sbom/plimsoll.cdx.json "${features}"
 RUN mkdir --parents /out/lib \
-    && if [ -n "${FEATURES}" ]; then \
+    && if [ "${DEVICE}" = cuda ]; then \
         cp --dereference /usr/local/cuda/lib64/libcublas.so.13 /usr/local/cuda/lib64/libcublasLt.so.13 /out/lib/; \
     fi
 
-FROM ${RUN_IMAGE}
+FROM ${RUN_STAGE}
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates curl \
     && rm -rf /var/lib/apt/lists/* \
@@ -44,8 +61,15 @@ RUN apt-get update \
     && install --directory --owner plimsoll /hub
 COPY --from=build /out/ /usr/local/
 RUN ldconfig
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="plimsoll" \
+      org.opencontainers.image.description="An LLM inference server that measures its own memory load line" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
 USER 10001
-# What the Hub sent and what earlier starts measured outlive the container.
+# What the Hub sent and what earlier starts measured outlive the container. It writes there and to /tmp alone.
 ENV HF_HOME=/hub PLIMSOLL_PROFILE_CACHE_DIR=/hub/plimsoll/profiles
 VOLUME /hub
 EXPOSE 8000

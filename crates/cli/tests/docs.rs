@@ -8,7 +8,7 @@ use clap::CommandFactory;
 use plimsoll_cli::args::Cli;
 
 /// Flags of other programs that the documents show.
-const FOREIGN: [&str; 4] = ["rm", "gpus", "set", "previous"];
+const FOREIGN: [&str; 7] = ["rm", "gpus", "set", "previous", "build-arg", "read-only", "tmpfs"];
 /// Below these headings flags are those of other servers, up to the next heading. All of them are checked by
 /// `tests/migration.rs`.
 const OTHERS: [&str; 2] = [

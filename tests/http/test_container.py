@@ -1,0 +1,72 @@
+"""What can be said about the image without a container engine; `scripts/container` builds and tries it where there is one."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+SCRIPT = ROOT / "scripts/container"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+@pytest.fixture(scope="module")
+def sbom(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("sbom") / "plimsoll.cdx.json"
+    subprocess.run([ROOT / "scripts/sbom", file], check=True)
+    return file.read_text()
+
+
+def crates(edges: str) -> set[tuple[str, str]]:
+    """Name and version of each crate that cargo finds along these edges from the binary."""
+    command = ["cargo", "tree", "--locked", "--package", "plimsoll-cli", "--edges", edges, "--prefix", "none", "--format", "{p}"]
+    tree = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {(line.split()[0], line.split()[1].removeprefix("v")) for line in tree.splitlines() if line}
+
+
+def test_the_bill_of_materials_is_valid_and_whole(sbom):
+    document = json.loads(sbom)
+    components = document["components"]
+    # The validator is slow, and what one tool writes is of one form.
+    part = document | {"components": components[::8]}
+    assert JsonStrictValidator(SchemaVersion.V1_5).validate_str(json.dumps(part)) is None
+    # That it finds anything at all:
+    assert JsonStrictValidator(SchemaVersion.V1_5).validate_str(json.dumps(document | {"components": [{"name": "a"}]}))
+    assert document["metadata"]["component"]["name"] == "plimsoll"
+    listed = {(component["name"], component["version"]) for component in components}
+    linked = crates("normal")
+    assert linked - listed == {(name, version) for name, version in linked if name == "plimsoll-cli"}
+    # What only tests need is not in the binary.
+    assert not {name for name, _ in listed} & {"proptest", "criterion"}
+    for component in components:
+        ours = component["name"].startswith("plimsoll-")
+        assert component["licenses"] and (ours or component["hashes"]), component
+        assert component["purl"].startswith(f"pkg:cargo/{component['name']}@{component['version']}"), component
+
+
+def test_script_and_dockerfile_agree():
+    script = runpy.run_path(str(SCRIPT), run_name="script")
+    assert script["SBOM"].replace("/usr/local/", "/out/") in DOCKERFILE
+    assert f"\nUSER {script['USER']}\n" in DOCKERFILE and f"--uid {script['USER']} " in DOCKERFILE
+    assert re.search(r"^HEALTHCHECK .*CMD", DOCKERFILE, re.MULTILINE)
+    for label in ["title", "description", "licenses", "version", "revision"]:
+        assert f"org.opencontainers.image.{label}=" in DOCKERFILE
+
+
+def test_without_an_engine_the_script_says_so(tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT, "cpu"], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 1 and "there is no container engine: docker is not installed; podman is not installed" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["docker", "podman"])
+def test_an_engine_that_does_not_work_is_told(tmp_path, name):
+    (tmp_path / name).write_text("#!/bin/sh\necho 'it is not running' >&2\nexit 1\n")
+    (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/nonexistent"}
+    done = subprocess.run([sys.executable, SCRIPT, "cpu"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and f"{name} does not work here: it is not running" in done.stderr
