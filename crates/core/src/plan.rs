@@ -140,7 +140,7 @@ pub struct StepOutput {
     /// One entry per run that has a `score`, in the plan's order: one element per target.
     pub scores: Vec<Vec<PromptLogprob>>,
     /// What [`Run::pool`] asked for, `hidden_size` numbers each: one entry per run, or none at all where no run asked. Sums
-    /// are of `f64`, so that cutting a prompt into chunks does not show in their mean.
+    /// of chunks are added up as `f64`; a device may add up a chunk in less.
     pub pooled: Vec<Option<Vec<f64>>>,
 }
 

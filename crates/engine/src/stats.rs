@@ -20,7 +20,7 @@ pub struct EngineStats {
     pub failed_steps: u64,
     /// Requests admitted.
     pub submitted: u64,
-    /// Requests refused because the queue was full.
+    /// Requests refused because the queue, or their tenant's share of it, was full.
     pub refused: u64,
     /// Wall-clock seconds of each step.
     pub step_seconds: Histogram,

@@ -7,8 +7,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::shared::{Command, Link};
 
-/// The events of one request. It always ends: with a token that has `finish`, or with `Failed`. Dropping it before cancels
-/// the request.
+/// The events of one request. It always ends: with a token or a scored prompt that has `finish`, with a vector, or with
+/// `Failed`. Dropping it before cancels the request.
 #[derive(Debug)]
 pub struct RequestStream {
     id: RequestId,

@@ -91,8 +91,15 @@ impl ServeAs {
     }
 }
 
-/// What the files beside a config.json say; `None` where they are not those of an embedding model.
-pub(crate) fn read_directory(directory: &Path) -> Result<Option<EmbeddingConfig>, ModelError> {
+/// What the files beside a config.json say; `None` where they are not those of an embedding model, or nobody asks. What
+/// `serve_as` says in place of them is not read.
+pub(crate) fn read_directory(
+    directory: &Path,
+    serve_as: ServeAs,
+) -> Result<Option<EmbeddingConfig>, ModelError> {
+    if serve_as.task == Task::Generate {
+        return Ok(None);
+    }
     let path = directory.join("modules.json");
     let Some(modules) = read_json::<Vec<Module>>(&path)? else {
         return Ok(None);
@@ -101,7 +108,10 @@ pub(crate) fn read_directory(directory: &Path) -> Result<Option<EmbeddingConfig>
     for module in &modules {
         match module.kind.rsplit('.').next().unwrap_or_default() {
             "Transformer" => {}
-            "Pooling" => pooling = Some(read_pooling(directory, &path, module)?),
+            "Pooling" => {
+                let read = || read_pooling(directory, &path, module);
+                pooling = Some(serve_as.pooling.map_or_else(read, Ok)?);
+            }
             "Normalize" => normalize = true,
             other => {
                 return Err(ModelError::unsupported(

@@ -161,7 +161,7 @@ impl Description {
     pub(crate) fn read(path: &Path, serve_as: ServeAs) -> Result<Self, ModelError> {
         if path.is_dir() {
             let mut config = ModelConfig::read_json(&path.join("config.json"))?;
-            if let Some(embedding) = embedding::read_directory(path)? {
+            if let Some(embedding) = embedding::read_directory(path, serve_as)? {
                 config.embedding = Some(embedding);
             }
             let config = config.served(serve_as)?;

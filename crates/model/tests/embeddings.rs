@@ -181,6 +181,10 @@ fn what_would_give_other_vectors_is_refused() {
     };
     let cls = Copy::new().edit(POOLING, |pooling| *pooling = json!({ "pooling_mode": "cls" }));
     refused(cls, "first token");
+    let cls = Copy::new().edit(POOLING, |pooling| *pooling = json!({ "pooling_mode": "cls" }));
+    let told = ModelConfig::read(cls.0.path(), serve_as(Pooling::Mean)).unwrap();
+    assert_eq!(told.pooling(), Some(Pooling::Mean));
+    assert_eq!(cls.read(Task::Generate).unwrap().embedding, None);
     let two = Copy::new().edit(POOLING, |pooling| {
         pooling["pooling_mode_max_tokens"] = json!(true)
     });

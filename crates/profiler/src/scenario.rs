@@ -395,7 +395,7 @@ impl Shapes {
     }
 }
 
-/// Entries of `logit_bias` in a scenario; clients send at most a few hundred.
+/// Entries of `logit_bias` in a scenario: more than clients send. More take no more memory, which is that of a vocabulary.
 const BIASED_TOKENS: usize = 1024;
 
 /// Most `top_logprobs` a request may ask for.

@@ -25,7 +25,7 @@ pub struct SchedulerStats {
     pub preemptions: u64,
     /// Requests sent back to wait because the KV cache was lost.
     pub restarts: u64,
-    /// Requests that ended with a stop token.
+    /// Requests that ended with a stop token, or where nothing may follow.
     pub finished_stop: u64,
     /// Requests that generated `max_tokens`.
     pub finished_length: u64,
@@ -33,7 +33,7 @@ pub struct SchedulerStats {
     pub finished_pooled: u64,
     /// Requests cancelled before they ended.
     pub cancelled: u64,
-    /// Requests whose step failed, or for which a smaller KV cache has no room.
+    /// Requests whose step or constraint failed, or for which a smaller KV cache has no room.
     pub failed: u64,
     /// Tokens of admitted requests that were looked up in the prefix cache.
     pub prefix_queried_tokens: u64,

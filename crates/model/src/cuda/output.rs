@@ -4,7 +4,7 @@ use plimsoll_kernels::SampleError;
 use plimsoll_kernels::cuda::RowLogprobs;
 
 use super::runner::STEPS_IN_FLIGHT;
-use super::staging::{Layout, Section};
+use super::staging::{Layout, Section, pin};
 
 /// What steps sample: on the device, where the next step reads it, and copies on the host, one per step in flight.
 #[derive(Debug)]
@@ -20,13 +20,7 @@ impl Outputs {
     /// Room for `rows` sampled rows.
     pub(super) fn new(gpu: &Gpu, rows: usize) -> Result<Self, Oom> {
         let (tokens, logprobs, bytes) = Self::layout(rows);
-        let pinned = |bytes| {
-            PinnedSlab::new(gpu, bytes).map_err(|error| {
-                tracing::error!(%error, bytes, "host memory could not be pinned");
-                gpu.budget().oom(Component::Staging, bytes as u64)
-            })
-        };
-        let host = (0..STEPS_IN_FLIGHT).map(|_| Ok([pinned(tokens.bytes())?, pinned(logprobs.bytes())?]));
+        let host = (0..STEPS_IN_FLIGHT).map(|_| Ok([pin(gpu, tokens.bytes())?, pin(gpu, logprobs.bytes())?]));
         Ok(Self {
             gpu: gpu.clone(),
             host: host.collect::<Result<_, Oom>>()?,

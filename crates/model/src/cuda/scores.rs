@@ -1,6 +1,6 @@
 //! Log-probabilities of prompt tokens: what a step needs for them besides logits. On the device it is part of the step's arena.
 
-use plimsoll_core::{Component, Logprobs, Oom, PromptLogprob, ScoreSpec, StepPlan};
+use plimsoll_core::{Logprobs, Oom, PromptLogprob, ScoreSpec, StepPlan};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlice, PinnedSlab};
 use plimsoll_kernels::SampleError;
@@ -9,7 +9,7 @@ use plimsoll_kernels::cuda::{RowLogprobs, SampleRow, TokenRank};
 use super::decoder::LaunchError;
 use super::input::StepInput;
 use super::runner::STEPS_IN_FLIGHT;
-use super::staging::{Layout, Section};
+use super::staging::{Layout, Section, pin};
 
 /// Rows whose logits exist at one time to be scored: those of a long prompt would be the largest memory of all.
 pub(super) const SCORE_ROWS: usize = 256;
@@ -90,18 +90,12 @@ impl Scores {
     /// Room for steps of at most `rows` rows.
     pub(super) fn new(gpu: &Gpu, rows: usize) -> Result<Self, Oom> {
         let layout = ScoreLayout::new(rows);
-        let pinned = |bytes: usize| {
-            PinnedSlab::new(gpu, bytes).map_err(|error| {
-                tracing::error!(%error, bytes, "host memory could not be pinned");
-                gpu.budget().oom(Component::Staging, bytes as u64)
-            })
-        };
         let slot = |_| {
             Ok(Slot {
-                input: pinned(layout.sent)?,
-                best: pinned(layout.best.bytes())?,
-                likeliest: pinned(layout.likeliest.bytes())?,
-                ranks: pinned(layout.ranks.bytes())?,
+                input: pin(gpu, layout.sent)?,
+                best: pin(gpu, layout.best.bytes())?,
+                likeliest: pin(gpu, layout.likeliest.bytes())?,
+                ranks: pin(gpu, layout.ranks.bytes())?,
             })
         };
         Ok(Self {

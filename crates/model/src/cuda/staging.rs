@@ -93,6 +93,14 @@ impl Layout {
     }
 }
 
+/// Memory of the host that the GPU copies from and to beside its steps.
+pub(super) fn pin(gpu: &Gpu, bytes: usize) -> Result<PinnedSlab, Oom> {
+    PinnedSlab::new(gpu, bytes).map_err(|error| {
+        tracing::error!(%error, bytes, "host memory could not be pinned");
+        gpu.budget().oom(Component::Staging, bytes as u64)
+    })
+}
+
 /// Pinned memory for each step in flight, and the one copy on the device that the steps use in turn: the stream orders the
 /// next step's copy after the last use.
 #[derive(Debug)]
@@ -106,14 +114,9 @@ impl Staging {
     /// Room for `bytes` of input for each of `steps` steps in flight.
     pub(crate) fn new(gpu: &Gpu, bytes: usize, steps: usize) -> Result<Self, Oom> {
         let device = gpu.alloc(Component::Staging, bytes)?;
-        let host = (0..steps).map(|_| PinnedSlab::new(gpu, bytes));
-        let host = host.collect::<Result<_, _>>().map_err(|error| {
-            tracing::error!(%error, bytes, "host memory could not be pinned");
-            gpu.budget().oom(Component::Staging, bytes as u64)
-        })?;
         Ok(Self {
             gpu: gpu.clone(),
-            host,
+            host: (0..steps).map(|_| pin(gpu, bytes)).collect::<Result<_, _>>()?,
             device,
         })
     }

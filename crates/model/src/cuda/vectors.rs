@@ -1,7 +1,8 @@
-use plimsoll_core::{Component, Oom, StepLimits};
+use plimsoll_core::{Oom, StepLimits};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice, PinnedSlab};
 
 use super::runner::STEPS_IN_FLIGHT;
+use super::staging::pin;
 
 /// What steps of a model for embeddings pool: copies on the host, one per step in flight.
 #[derive(Debug)]
@@ -14,15 +15,11 @@ pub(super) struct Vectors {
 impl Vectors {
     pub(super) fn new(gpu: &Gpu, limits: &StepLimits, width: usize) -> Result<Self, Oom> {
         let bytes = limits.max_num_seqs * width * size_of::<f32>();
-        let pinned = |_| {
-            PinnedSlab::new(gpu, bytes).map_err(|error| {
-                tracing::error!(%error, bytes, "host memory could not be pinned");
-                gpu.budget().oom(Component::Staging, bytes as u64)
-            })
-        };
         Ok(Self {
             gpu: gpu.clone(),
-            host: (0..STEPS_IN_FLIGHT).map(pinned).collect::<Result<_, _>>()?,
+            host: (0..STEPS_IN_FLIGHT)
+                .map(|_| pin(gpu, bytes))
+                .collect::<Result<_, _>>()?,
             width,
         })
     }
