@@ -5,22 +5,44 @@ use plimsoll_device::cuda::{Event, Gpu, GpuError};
 /// it still need theirs.
 const KEPT: usize = super::runner::STEPS_IN_FLIGHT + 1;
 
-/// When steps began and ended on the device, and how long it stood idle between them.
+/// When steps began and ended on the device, and how long it stood idle between and within them.
 #[derive(Debug)]
 pub(super) struct Clocks {
-    events: [(Event, Event); KEPT],
-    /// Whether the time before a step counts as idle: there was work, and the host was late.
-    counted: [bool; KEPT],
+    steps: [StepClock; KEPT],
     resting: bool,
     time: DeviceTime,
 }
 
+#[derive(Debug)]
+struct StepClock {
+    begin: Event,
+    end: Event,
+    /// Around the time for which the step's second half waited for its masks.
+    paused: Event,
+    resumed: Event,
+    has_halves: bool,
+    /// Whether the time before the step counts as idle: there was work, and the host was late.
+    counted: bool,
+}
+
+impl StepClock {
+    fn new(gpu: &Gpu) -> Result<Self, GpuError> {
+        Ok(Self {
+            begin: gpu.event()?,
+            end: gpu.event()?,
+            paused: gpu.event()?,
+            resumed: gpu.event()?,
+            has_halves: false,
+            counted: false,
+        })
+    }
+}
+
 impl Clocks {
     pub(super) fn new(gpu: &Gpu) -> Result<Self, GpuError> {
-        let pair = || Ok((gpu.event()?, gpu.event()?));
+        let clock = || StepClock::new(gpu);
         Ok(Self {
-            events: [pair()?, pair()?, pair()?],
-            counted: [false; KEPT],
+            steps: [clock()?, clock()?, clock()?],
             resting: true,
             time: DeviceTime::default(),
         })
@@ -28,13 +50,28 @@ impl Clocks {
 
     /// Before the first thing that step number `step` launches.
     pub(super) fn begin(&mut self, step: usize) -> Result<(), GpuError> {
-        self.counted[step % KEPT] = !std::mem::take(&mut self.resting);
-        self.events[step % KEPT].0.record()
+        let clock = &mut self.steps[step % KEPT];
+        clock.counted = !std::mem::take(&mut self.resting);
+        clock.has_halves = false;
+        clock.begin.record()
+    }
+
+    /// After the first half of a step that awaits masks. It ends here, should the other half never come.
+    pub(super) fn pause(&mut self, step: usize) -> Result<(), GpuError> {
+        self.steps[step % KEPT].paused.record()?;
+        self.end(step)
+    }
+
+    /// Before the other half.
+    pub(super) fn resume(&mut self, step: usize) -> Result<(), GpuError> {
+        let clock = &mut self.steps[step % KEPT];
+        clock.has_halves = true;
+        clock.resumed.record()
     }
 
     /// After the last thing that step number `step` launches.
     pub(super) fn end(&mut self, step: usize) -> Result<(), GpuError> {
-        self.events[step % KEPT].1.record()
+        self.steps[step % KEPT].end.record()
     }
 
     /// There is no work: what passes until the next step is nobody's fault.
@@ -44,12 +81,17 @@ impl Clocks {
 
     /// Waits for the end of step number `step`.
     pub(super) fn wait(&mut self, step: usize) -> Result<(), GpuError> {
-        let (begin, end) = &self.events[step % KEPT];
-        end.synchronize()?;
-        self.time.busy_seconds += f64::from(begin.elapsed_ms(end)?) / 1e3;
-        if step > 0 && self.counted[step % KEPT] {
-            let (_, before) = &self.events[(step - 1) % KEPT];
-            self.time.idle_seconds += f64::from(before.elapsed_ms(begin)?.max(0.0)) / 1e3;
+        let clock = &self.steps[step % KEPT];
+        clock.end.synchronize()?;
+        let waited = match clock.has_halves {
+            true => seconds(&clock.paused, &clock.resumed)?,
+            false => 0.0,
+        };
+        self.time.busy_seconds += seconds(&clock.begin, &clock.end)? - waited;
+        self.time.idle_seconds += waited;
+        if step > 0 && clock.counted {
+            let before = &self.steps[(step - 1) % KEPT];
+            self.time.idle_seconds += seconds(&before.end, &clock.begin)?.max(0.0);
         }
         Ok(())
     }
@@ -58,4 +100,8 @@ impl Clocks {
     pub(super) fn time(&self) -> DeviceTime {
         self.time
     }
+}
+
+fn seconds(from: &Event, to: &Event) -> Result<f64, GpuError> {
+    Ok(f64::from(from.elapsed_ms(to)?) / 1e3)
 }

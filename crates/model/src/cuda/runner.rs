@@ -248,6 +248,7 @@ impl GpuRunner {
         let slot = step % STEPS_IN_FLIGHT;
         let rows = input.deferred.as_deref().unwrap_or_default();
         self.state.masks.write(slot, rows, fill);
+        self.clocks.resume(*step)?;
         // SAFETY: the slot is written again two steps from now, when this step has ended.
         unsafe { self.state.masks.send(slot, rows.len())? };
         let decoder = self.model.decoder();
@@ -394,10 +395,12 @@ impl Executor for GpuRunner {
             true => Ok(()),
             false => self.launch_step(step, plan, &batch),
         };
-        if self.unsampled.is_none() {
-            // Also behind half a step, so that whoever waits for it finds an end.
-            self.clocks.end(step).map_err(failed)?;
-        }
+        // Also behind half a step, so that whoever waits for it finds an end.
+        let ended = match self.unsampled {
+            Some(_) => self.clocks.pause(step),
+            None => self.clocks.end(step),
+        };
+        ended.map_err(failed)?;
         self.last.clear();
         if let Err(error) = launched {
             return self.give_up(step, error);
