@@ -73,6 +73,10 @@ test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official cl
 	scripts/fetch-default-model >/dev/null
 	.cache/clients/venv/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
+.PHONY: test-agents
+test-agents: $(VENV)/ready tests/agents/node_modules/ready build  ## Claude Code and Codex (600 MB), which do as the simulated model says
+	$(PYTHON) -m pytest tests/agents $(PYTEST_ARGS)
+
 .PHONY: test-cuda
 test-cuda: $(VENV)/ready  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU
 	@scripts/install-cuda >/dev/null
@@ -90,6 +94,11 @@ test-gpu:  ## The tests that need an NVIDIA GPU
 $(VENV)/ready: tests/requirements.txt
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --disable-pip-version-check --quiet --requirement tests/requirements.txt
+	touch $@
+
+tests/agents/node_modules/ready: tests/agents/package-lock.json
+	npm ci --prefix tests/agents --silent --no-audit --no-fund --ignore-scripts
+	node tests/agents/node_modules/@anthropic-ai/claude-code/install.cjs
 	touch $@
 
 .cache/clients/ready: tests/clients/requirements.txt tests/clients/node/package-lock.json
