@@ -1,7 +1,3 @@
 #![no_main]
-#![allow(dead_code, reason = "each binary is one target")]
 
-#[path = "../../crates/text/tests/fuzz/targets.rs"]
-mod targets;
-
-libfuzzer_sys::fuzz_target!(|data: &[u8]| targets::messages(data));
+libfuzzer_sys::fuzz_target!(init: plimsoll_fuzz::begin("messages"), |data: &[u8]| plimsoll_fuzz::check(data));

@@ -9,8 +9,51 @@ use tokio::runtime::Runtime;
 use crate::rig::{Rig, Setup};
 
 /// A path to requests that it accepts.
-pub(crate) fn valid() -> Map<String, Value> {
+pub fn valid() -> Map<String, Value> {
     serde_json::from_str(include_str!("../../../../tests/http/requests.json")).expect("a file of ours")
+}
+
+/// Every request that is known, with the byte that chooses its endpoint.
+pub fn corpus() -> Vec<String> {
+    let valid = valid();
+    let bodies = valid.values().enumerate().flat_map(|(i, bodies)| {
+        let bodies = bodies.as_array().expect("a list");
+        bodies
+            .iter()
+            .map(move |body| format!("{}{body}", char::from(i as u8)))
+    });
+    bodies.collect()
+}
+
+/// The names and values of all requests, so that fields meet endpoints and places they are not made for.
+pub fn words() -> Vec<String> {
+    let odd = [
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        "\"",
+        "null",
+        "1e400",
+        "-1",
+        "\u{0}",
+        "[[",
+        "\\ud800",
+        "999999999999999999999999999999",
+    ];
+    let mut words: Vec<String> = odd.map(str::to_owned).into();
+    for bodies in valid().values() {
+        for body in bodies.as_array().expect("a list") {
+            let fields = body.as_object().expect("an object");
+            words.extend(
+                fields
+                    .iter()
+                    .map(|(name, value)| format!("\"{name}\": {value}, ")),
+            );
+        }
+    }
+    words
 }
 
 struct Server {
@@ -30,7 +73,7 @@ thread_local! {
 }
 
 /// The first byte chooses the endpoint. The answer is one, and no 5xx.
-pub(crate) fn request(data: &[u8]) {
+pub fn request(data: &[u8]) {
     let Some((&first, body)) = data.split_first() else {
         return;
     };

@@ -4,7 +4,7 @@ mod about;
 mod answers;
 mod bodies;
 mod embeddings;
-mod fuzz;
+pub mod fuzz;
 mod life;
 mod limits;
 mod memory;
@@ -12,7 +12,7 @@ mod metrics;
 mod openapi;
 mod pages;
 mod refusals;
-mod rig;
+pub mod rig;
 mod tool_grammars;
 mod tools;
 

@@ -23,31 +23,32 @@ use serde_json::{Value, json};
 use tower::ServiceExt;
 
 /// Longer than anything here takes on a busy machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 const TOTAL: u64 = 1 << 30;
 const BYTES_PER_TOKEN: u64 = 64;
 
 /// What the executor shall do; the test changes it while the server runs.
 #[derive(Debug, Default)]
-pub(crate) struct Script {
-    pub(crate) step_micros: AtomicU64,
+pub struct Script {
+    /// How long steps take.
+    pub step_micros: AtomicU64,
     /// The next step panics.
-    pub(crate) panic: AtomicBool,
+    pub panic: AtomicBool,
     /// The next step finds no memory.
-    pub(crate) oom: AtomicBool,
+    pub oom: AtomicBool,
     /// Nothing can be built.
-    pub(crate) full: AtomicBool,
+    pub full: AtomicBool,
     reserved: AtomicU64,
     /// What the account shows.
-    pub(crate) high_water: AtomicU64,
+    pub high_water: AtomicU64,
     proved_peak: AtomicU64,
     /// `/memory` panics.
-    pub(crate) meters_panic: AtomicBool,
+    pub meters_panic: AtomicBool,
     /// The driver does not answer.
-    pub(crate) meters_hold: AtomicBool,
+    pub meters_hold: AtomicBool,
     /// So many wait for it.
-    pub(crate) meters_waiting: AtomicUsize,
+    pub meters_waiting: AtomicUsize,
 }
 
 impl Script {
@@ -76,7 +77,7 @@ impl Script {
 }
 
 #[derive(Debug)]
-pub(crate) struct Rigged {
+struct Rigged {
     inner: SimExecutor,
     script: Arc<Script>,
     bytes: u64,
@@ -225,18 +226,28 @@ impl StateSource<Rigged> for Device {
 }
 
 /// What differs between tests.
-pub(crate) struct Setup {
-    pub(crate) max_num_seqs: usize,
-    pub(crate) max_queue: usize,
-    pub(crate) max_model_len: usize,
-    pub(crate) kv_tokens: usize,
-    pub(crate) template: Option<&'static str>,
+#[derive(Debug)]
+pub struct Setup {
+    /// Sequences that run at once.
+    pub max_num_seqs: usize,
+    /// Requests that wait.
+    pub max_queue: usize,
+    /// Tokens of one request.
+    pub max_model_len: usize,
+    /// Tokens of the KV cache.
+    pub kv_tokens: usize,
+    /// The chat template.
+    pub template: Option<&'static str>,
     /// As the template shows where absent.
-    pub(crate) answers: Option<AnswerStyle>,
-    pub(crate) defaults: GenerationDefaults,
-    pub(crate) embedding: Option<EmbeddingInfo>,
-    pub(crate) outage_patience: Duration,
-    pub(crate) options: ServerOptions,
+    pub answers: Option<AnswerStyle>,
+    /// Of sampling.
+    pub defaults: GenerationDefaults,
+    /// Where the model is served for embeddings.
+    pub embedding: Option<EmbeddingInfo>,
+    /// How long requests wait for a state that is built again.
+    pub outage_patience: Duration,
+    /// Of the HTTP side.
+    pub options: ServerOptions,
 }
 
 impl Default for Setup {
@@ -262,26 +273,35 @@ impl Default for Setup {
     }
 }
 
-pub(crate) struct Rig {
-    pub(crate) state: AppState,
-    pub(crate) script: Arc<Script>,
+/// The server.
+#[derive(Debug)]
+pub struct Rig {
+    /// What its handlers share.
+    pub state: AppState,
+    /// What its executor does.
+    pub script: Arc<Script>,
     router: Router,
 }
 
 /// A response read to its end.
-pub(crate) struct Answer {
-    pub(crate) status: StatusCode,
-    pub(crate) headers: HeaderMap,
-    pub(crate) text: String,
+#[derive(Debug)]
+pub struct Answer {
+    /// Of the response.
+    pub status: StatusCode,
+    /// Of the response.
+    pub headers: HeaderMap,
+    /// The body.
+    pub text: String,
 }
 
 impl Answer {
-    pub(crate) fn json(&self) -> Value {
+    /// The body, which is JSON.
+    pub fn json(&self) -> Value {
         serde_json::from_str(&self.text).unwrap_or_else(|e| panic!("{e}: {}", self.text))
     }
 
     /// The error object, whose shape is checked.
-    pub(crate) fn error(&self, status: u16) -> Value {
+    pub fn error(&self, status: u16) -> Value {
         assert_eq!(self.status, status, "{}", self.text);
         let mut body = self.json();
         let keys: Vec<_> = body.as_object().unwrap().keys().map(String::as_str).collect();
@@ -293,7 +313,7 @@ impl Answer {
     }
 
     /// Checks the shape of an error of Anthropic's API.
-    pub(crate) fn anthropic_error(&self, status: u16) {
+    pub fn anthropic_error(&self, status: u16) {
         assert_eq!(self.status, status, "{}", self.text);
         let body = self.json();
         let keys = |object: &Value| object.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
@@ -302,7 +322,7 @@ impl Answer {
     }
 
     /// The data of server-sent events; the last, `[DONE]`, is checked and left out.
-    pub(crate) fn events(&self) -> Vec<Value> {
+    pub fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{}", self.text);
         assert_eq!(self.headers["content-type"], "text/event-stream");
         let events = self
@@ -320,7 +340,8 @@ impl Answer {
 }
 
 impl Rig {
-    pub(crate) fn new(setup: Setup) -> Self {
+    /// Measures, proves and starts.
+    pub fn new(setup: Setup) -> Self {
         let script = Arc::new(Script::default());
         let limits = StepLimits {
             max_num_batched_tokens: 256,
@@ -383,7 +404,8 @@ impl Rig {
         }
     }
 
-    pub(crate) async fn send(&self, request: Request<Body>) -> axum::response::Response {
+    /// The response to a request, whose body is still to come.
+    pub async fn send(&self, request: Request<Body>) -> axum::response::Response {
         self.router.clone().oneshot(request).await.unwrap()
     }
 
@@ -401,26 +423,30 @@ impl Rig {
         }
     }
 
-    pub(crate) async fn get(&self, path: &str) -> Answer {
+    /// The answer to a GET.
+    pub async fn get(&self, path: &str) -> Answer {
         self.read(Request::get(path).body(Body::empty()).unwrap()).await
     }
 
-    pub(crate) async fn post(&self, path: &str, body: Value) -> Answer {
+    /// The answer to a POST of JSON.
+    pub async fn post(&self, path: &str, body: Value) -> Answer {
         self.read(post(path, body.to_string())).await
     }
 
-    pub(crate) async fn post_raw(&self, path: &str, body: impl Into<Body>) -> Answer {
+    /// The answer to a POST of anything that says it is JSON.
+    pub async fn post_raw(&self, path: &str, body: impl Into<Body>) -> Answer {
         self.read(post(path, body)).await
     }
 
-    pub(crate) fn set_step(&self, duration: Duration) {
+    /// From now on steps take this long.
+    pub fn set_step(&self, duration: Duration) {
         self.script
             .step_micros
             .store(duration.as_micros() as u64, Ordering::SeqCst);
     }
 
     /// Waits until `condition` holds.
-    pub(crate) async fn until(&self, what: &str, condition: impl Fn(&Self) -> bool) {
+    pub async fn until(&self, what: &str, condition: impl Fn(&Self) -> bool) {
         let began = Instant::now();
         while !condition(self) {
             assert!(
@@ -432,7 +458,8 @@ impl Rig {
         }
     }
 
-    pub(crate) async fn until_in_flight(&self, requests: usize) {
+    /// Waits until so many requests are in.
+    pub async fn until_in_flight(&self, requests: usize) {
         self.until("the number of requests", |rig| {
             rig.state.engine().stats().in_flight == requests
         })
@@ -440,7 +467,8 @@ impl Rig {
     }
 }
 
-pub(crate) fn post(path: &str, body: impl Into<Body>) -> Request<Body> {
+/// A POST of anything that says it is JSON.
+pub fn post(path: &str, body: impl Into<Body>) -> Request<Body> {
     Request::post(path)
         .header("content-type", "application/json")
         .body(body.into())

@@ -1,0 +1,95 @@
+//! The checks that the binaries of `fuzz_targets` run: those of the crates' own tests, which run them in every `make test`.
+
+#[path = "../../crates/text/tests/fuzz/answers.rs"]
+mod answers;
+#[path = "../../crates/text/tests/fuzz/corpus.rs"]
+mod corpus;
+#[path = "../../crates/server/tests/api/fuzz.rs"]
+mod fuzz;
+#[path = "../../crates/text/tests/fuzz/grammars.rs"]
+mod grammars;
+#[path = "../../crates/server/tests/api/rig.rs"]
+pub mod rig;
+#[path = "../../crates/text/tests/fuzz/targets.rs"]
+mod targets;
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::{fs, io, panic};
+
+struct Target {
+    /// Panics where a promise does not hold.
+    check: fn(&[u8]),
+    /// Inputs to start from.
+    inputs: Vec<String>,
+    /// Pieces of inputs.
+    words: Vec<String>,
+}
+
+impl Target {
+    fn named(name: &str) -> Option<Self> {
+        let of = |check, inputs: &[&str], words: &[&str]| Self {
+            check,
+            inputs: inputs.iter().map(ToString::to_string).collect(),
+            words: words.iter().map(ToString::to_string).collect(),
+        };
+        Some(match name {
+            "answer" => of(answers::answer, corpus::ANSWERS, corpus::MARKUP),
+            "detokenizer" => of(targets::detokenizer, corpus::TEXTS, corpus::TEXTS),
+            "grammar" => of(grammars::grammar, corpus::GRAMMARS, corpus::GRAMMAR_WORDS),
+            "messages" => of(targets::messages, corpus::CONVERSATIONS, corpus::JSON),
+            "request" => Self {
+                check: fuzz::request,
+                inputs: fuzz::corpus(),
+                words: fuzz::words(),
+            },
+            "stop" => of(targets::stop, corpus::STOPS, corpus::STOP_PIECES),
+            "template" => of(targets::template, corpus::TEMPLATES, corpus::JINJA),
+            _ => return None,
+        })
+    }
+
+    /// Writes where libFuzzer starts: inputs, and a dictionary.
+    fn write(&self, name: &str) -> io::Result<()> {
+        let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(name);
+        fs::create_dir_all(&corpus)?;
+        for (i, input) in self.inputs.iter().enumerate() {
+            fs::write(corpus.join(format!("known-{i}")), input)?;
+        }
+        let mut dictionary = String::new();
+        for word in self.words.iter().filter(|word| word.len() <= LONGEST) {
+            let bytes = word.bytes().fold(String::new(), |mut text, byte| {
+                let _ = write!(text, "\\x{byte:02x}");
+                text
+            });
+            dictionary += &format!("\"{bytes}\"\n");
+        }
+        fs::write(corpus.with_extension("dict"), dictionary)
+    }
+}
+
+/// Longest entry of a dictionary that libFuzzer takes.
+const LONGEST: usize = 64;
+
+static CHECK: OnceLock<fn(&[u8])> = OnceLock::new();
+
+/// Prepares the target of this name, before libFuzzer reads what it starts from.
+pub fn begin(name: &str) {
+    let target = Target::named(name).expect("the name of a target");
+    target.write(name).expect("fuzz/corpus can be written");
+    CHECK.get_or_init(|| target.check);
+    // libFuzzer's hook aborts on every panic. Those of the template and grammar engines are caught where these are called, and
+    // are no finding.
+    let abort = panic::take_hook();
+    panic::set_hook(Box::new(move |panic| {
+        if panic.location().is_none_or(|at| at.file().contains("crates/")) {
+            abort(panic);
+        }
+    }));
+}
+
+/// Checks one input.
+pub fn check(data: &[u8]) {
+    CHECK.get().expect("it was prepared")(data);
+}
