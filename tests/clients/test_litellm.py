@@ -50,6 +50,40 @@ def test_structured_output(complete):
     assert json.loads(complete(max_tokens=1000, seed=1, response_format=asked).choices[0].message.content)["n"] in (1, 2)
 
 
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+# The simulated model says what it is asked to.
+CALL = [{"role": "user", "content": '<say>{"name": "get_weather", "arguments": {"place": "Ely"}}</say>'}]
+
+
+def test_tools(complete):
+    choice = complete(messages=CALL, tools=[WEATHER], max_tokens=100).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"place": "Ely"})
+    result = {"role": "tool", "tool_call_id": call.id, "content": "<say>Rain.</say>"}
+    after = complete(messages=[*HELLO, choice.message.model_dump(exclude_none=True), result], tools=[WEATHER], max_tokens=100)
+    assert after.choices[0].message.content == "Rain."
+
+
+def test_streamed_tools(complete):
+    chunks = list(complete(messages=CALL, tools=[WEATHER], max_tokens=100, stream=True))
+    whole = litellm.stream_chunk_builder(chunks, messages=CALL)
+    [call] = whole.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"place": "Ely"})
+    assert whole.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_tool_that_is_required_is_called(complete):
+    choice = complete(tools=[WEATHER], tool_choice="required", max_tokens=400, seed=1).choices[0]
+    assert choice.message.tool_calls[0].function.name == "get_weather"
+
+
 def test_embeddings(embedder):
     where = {"api_base": f"{embedder.url}/v1", "api_key": "none"}
     answer = litellm.embedding(model="openai/embedder", input=["a load line", "a mark"], **where)
