@@ -7,9 +7,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{Constraint, Progress};
 use plimsoll_text::grammar::{GrammarCompiler, GrammarSpec};
-use plimsoll_text::{
-    AnswerFormat, AnswerParser, CallGrammar, Function, Part, ReasoningFormat, Tokenizer, ToolFormat,
-};
+use plimsoll_text::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
 
 const FORMATS: &[(ToolFormat, &str)] = &[
@@ -184,7 +182,6 @@ fn grammars_allow_right_calls_alone() {
                 functions: &case.functions,
                 several: false,
                 is_begun: false,
-                may_think: None,
                 or_json: None,
                 token: &|_| None,
             });
@@ -217,7 +214,6 @@ fn grammars_of_calls_leave_room() {
         functions: &functions,
         several: true,
         is_begun: false,
-        may_think: Some(ReasoningFormat::Think),
         or_json: None,
         token: &|_| None,
     };
@@ -234,12 +230,7 @@ fn grammars_of_calls_leave_room() {
     let call = ToolFormat::Hermes.call("f", &serde_json::json!({ "a": 1 }));
     let behind = call.strip_prefix("<tool_call>").unwrap();
     let cases = [
-        (
-            ToolFormat::Hermes,
-            base,
-            format!("<think>So <b>.</think>\n\n{call}\n{call}"),
-            true,
-        ),
+        (ToolFormat::Hermes, base, format!("\n\n{call}\n{call}"), true),
         (ToolFormat::Hermes, base, "So.".to_owned(), false),
         (ToolFormat::Hermes, base, format!("{call} so"), false),
         (ToolFormat::Hermes, or_json, "{\"c\": null}".to_owned(), true),

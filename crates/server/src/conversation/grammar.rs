@@ -1,6 +1,6 @@
 //! What an answer must be: a structure that the client asked for, calls that must be made, or either.
 
-use plimsoll_text::grammar::{Grammar, GrammarSpec};
+use plimsoll_text::grammar::{Grammar, GrammarSpec, Scope};
 use plimsoll_text::{CallGrammar, Function, ReasoningFormat, Tokenizer, ToolFormat};
 use serde_json::{Map, Value, json};
 
@@ -28,11 +28,12 @@ impl Thinking {
         }
     }
 
-    /// Behind what a grammar applies.
-    fn after(self) -> Option<String> {
+    /// Where a grammar applies: to the answer, and not to what is thought before it.
+    fn scope(self) -> Scope {
         match self {
-            Self::Open(format) => Some(format.marks()[1].to_owned()),
-            Self::Over | Self::Possible(_) => None,
+            Self::Open(format) => Scope::Behind(format.marks()[1].to_owned()),
+            Self::Possible(format) => Scope::BehindPart(format.marks().map(str::to_owned)),
+            Self::Over => Scope::Whole,
         }
     }
 }
@@ -48,7 +49,7 @@ pub(super) fn of_answer(
 ) -> Result<Option<Requested>, ApiError> {
     let Some(format) = format else {
         return Ok(structure.map(|mut requested| {
-            requested.grammar.after = requested.grammar.after.or_else(|| thinking.after());
+            requested.grammar.scope = thinking.scope();
             requested
         }));
     };
@@ -58,22 +59,18 @@ pub(super) fn of_answer(
         functions: &functions,
         several: tools.max_calls() != Some(1),
         is_begun: false,
-        may_think: match thinking {
-            Thinking::Possible(format) => Some(format),
-            Thinking::Over | Thinking::Open(_) => None,
-        },
         or_json: None,
         token: &token,
     };
-    let requested = |calls: &CallGrammar<'_>, field, after| {
+    let requested = |calls: &CallGrammar<'_>, field, scope| {
         let grammar = Grammar {
-            after,
+            scope,
             ..GrammarSpec::Lark(format.grammar(calls)).into()
         };
         Ok(Some(Requested { grammar, field }))
     };
     if tools.must_call() {
-        return requested(&calls, "tools", thinking.after());
+        return requested(&calls, "tools", thinking.scope());
     }
     if let Some(structure) = structure {
         let (schema, strict) = json_schema(&structure)?;
@@ -81,7 +78,7 @@ pub(super) fn of_answer(
             or_json: Some((&schema, strict)),
             ..calls
         };
-        return requested(&either, structure.field, thinking.after());
+        return requested(&either, structure.field, thinking.scope());
     }
     match format.opening().filter(|_| functions.iter().any(is_strict)) {
         Some(mark) => {
@@ -89,7 +86,7 @@ pub(super) fn of_answer(
                 is_begun: true,
                 ..calls
             };
-            requested(&begun, "tools", Some(mark.to_owned()))
+            requested(&begun, "tools", Scope::Behind(mark.to_owned()))
         }
         None => Ok(None),
     }

@@ -69,6 +69,29 @@ async fn strict_arguments_follow_their_schema() {
 }
 
 #[tokio::test]
+async fn a_model_may_think_before_what_is_held_to_a_grammar() {
+    let rig = hermes();
+    let format =
+        json!({ "type": "json_schema", "json_schema": { "name": "n", "schema": { "type": "boolean" } } });
+    for (field, value, right) in [
+        ("response_format", format, "true"),
+        ("guided_regex", json!("[0-9]+"), "42"),
+        ("guided_choice", json!(["<b>", "<i>"]), "<i>"),
+    ] {
+        for thought in ["", "<think>Two and\n<b>two</b>.</think>"] {
+            let body = with(say(&format!("{thought}{right}")), field, value.clone());
+            let message = rig.post(CHAT, body).await.json()["choices"][0]["message"].take();
+            let reasoning = (!thought.is_empty()).then_some("Two and\n<b>two</b>.");
+            assert_eq!(
+                (message["content"].as_str(), message["reasoning"].as_str()),
+                (Some(right), reasoning),
+                "{field}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
 async fn structures_stand_beside_calls() {
     let rig = hermes();
     let schema = json!({ "type": "object", "properties": { "c": { "type": "null" } }, "required": ["c"] });

@@ -8,10 +8,10 @@ use llguidance::{JsonCompileOptions, Matcher, ParserFactory};
 use plimsoll_core::{Constraint, TokenId};
 use serde_json::{Value, json};
 
-use super::after::After;
 use super::cache::Cache;
 use super::constraint::{Allowed, Grammatical};
-use super::{Grammar, GrammarError, GrammarSpec, ebnf, schema, tokens};
+use super::scope::{Behind, MayBegin, Spelling};
+use super::{Grammar, GrammarError, GrammarSpec, Scope, ebnf, schema, tokens};
 use crate::Tokenizer;
 
 /// Longest text of a grammar, in bytes.
@@ -49,7 +49,9 @@ struct Compiled {
     /// At the beginning.
     matcher: Mutex<Matcher>,
     first: Arc<Allowed>,
-    after: Option<String>,
+    scope: Scope,
+    /// Of the first mark of a [`Scope::BehindPart`].
+    spelling: Option<Arc<Spelling>>,
     tokenizer: Tokenizer,
     ends: Arc<[TokenId]>,
 }
@@ -119,9 +121,8 @@ impl GrammarCompiler {
     }
 
     fn compile_anew(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
-        if let Some(after) = &grammar.after
-            && !(1..=MAX_MARKER_BYTES).contains(&after.len())
-        {
+        let is_mark = |mark: &String| (1..=MAX_MARKER_BYTES).contains(&mark.len());
+        if !grammar.scope.marks().iter().all(is_mark) {
             return Err(GrammarError::Invalid(format!(
                 "the marker behind which the grammar applies must have 1 to {MAX_MARKER_BYTES} bytes"
             )));
@@ -144,7 +145,11 @@ impl GrammarCompiler {
         Ok(CompiledGrammar(Arc::new(Compiled {
             matcher: Mutex::new(matcher),
             first: Arc::new(first),
-            after: grammar.after.clone(),
+            spelling: match &grammar.scope {
+                Scope::BehindPart([open, _]) => Some(Spelling::new(open, &self.tokenizer).into()),
+                Scope::Whole | Scope::Behind(_) => None,
+            },
+            scope: grammar.scope.clone(),
             tokenizer: self.tokenizer.clone(),
             ends: Arc::clone(&self.ends),
         })))
@@ -164,7 +169,8 @@ impl CompiledGrammar {
         let Compiled {
             matcher,
             first,
-            after,
+            scope,
+            spelling,
             tokenizer,
             ends,
         } = &*self.0;
@@ -179,9 +185,16 @@ impl CompiledGrammar {
             vocab_size: tokenizer.vocab_size(),
             first: Some(Arc::clone(first)),
         };
-        match after {
-            Some(marker) => Box::new(After::new(marker, tokenizer.clone(), Box::new(grammatical))),
-            None => Box::new(grammatical),
+        let behind = |mark: &str, inner| Box::new(Behind::new(mark, tokenizer.clone(), inner));
+        match (scope, spelling) {
+            (Scope::Behind(mark), _) => behind(mark, Box::new(grammatical)),
+            (Scope::BehindPart([_, close]), Some(spelling)) => Box::new(MayBegin::Open {
+                spelling: Arc::clone(spelling),
+                written: 0,
+                without: Some(grammatical.boxed_clone()),
+                behind: behind(close, Box::new(grammatical)),
+            }),
+            (Scope::Whole | Scope::BehindPart(_), _) => Box::new(grammatical),
         }
     }
 }
@@ -288,7 +301,7 @@ impl fmt::Debug for GrammarCompiler {
 impl fmt::Debug for CompiledGrammar {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CompiledGrammar")
-            .field("after", &self.0.after)
+            .field("scope", &self.0.scope)
             .finish_non_exhaustive()
     }
 }

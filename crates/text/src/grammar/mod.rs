@@ -4,12 +4,12 @@
 //! [`Constraint`](plimsoll_core::Constraint)s, one per sequence. Time and memory are bounded throughout, since grammars come
 //! from clients: a grammar that needs more is refused, and one that turns out to need more ends its own request.
 
-mod after;
 mod cache;
 mod compiler;
 mod constraint;
 mod ebnf;
 mod schema;
+mod scope;
 mod tokens;
 
 use serde_json::Value;
@@ -48,8 +48,30 @@ pub struct Grammar {
     /// A regular expression of what may stand between the tokens of JSON; nothing may if it is empty. Default: up to 32 spaces,
     /// tabs and line ends, so that no model can go on with them for ever.
     pub whitespace: Option<String>,
-    /// The text is free up to the first occurrence of this, `</think>` for one, and the grammar applies from there on.
-    pub after: Option<String>,
+    /// Where in the text it applies.
+    pub scope: Scope,
+}
+
+/// Where in a text a grammar applies.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Scope {
+    /// From the beginning.
+    #[default]
+    Whole,
+    /// Behind the first occurrence of this; the text up to there is free.
+    Behind(String),
+    /// From the beginning, or behind a part that the text may begin with: free from the first of these marks to the second.
+    BehindPart([String; 2]),
+}
+
+impl Scope {
+    fn marks(&self) -> &[String] {
+        match self {
+            Self::Whole => &[],
+            Self::Behind(mark) => std::slice::from_ref(mark),
+            Self::BehindPart(marks) => marks,
+        }
+    }
 }
 
 impl From<GrammarSpec> for Grammar {
@@ -57,7 +79,7 @@ impl From<GrammarSpec> for Grammar {
         Self {
             spec,
             whitespace: None,
-            after: None,
+            scope: Scope::Whole,
         }
     }
 }

@@ -120,12 +120,37 @@ fn whitespace_is_bounded_and_can_be_chosen() {
 #[test]
 fn a_grammar_may_apply_behind_a_marker() {
     let grammar = || Grammar {
-        after: Some("</think>".into()),
+        scope: Scope::Behind("</think>".into()),
         ..GrammarSpec::Regex("[0-9]+".into()).into()
     };
     assert_eq!(follow(grammar(), "so </thin </think>12"), Some((true, false)));
     assert_eq!(follow(grammar(), "so </think>x"), None);
     assert!(follow(grammar(), "anything").is_some());
+}
+
+#[test]
+fn a_text_may_begin_with_a_free_part() {
+    let thinking = |regex: &str| Grammar {
+        scope: Scope::BehindPart(["<think>".into(), "</think>".into()]),
+        ..GrammarSpec::Regex(regex.into()).into()
+    };
+    for right in ["12", "<think>so <b> 1</think>12"] {
+        assert_eq!(follow(thinking("[0-9]+"), right), Some((true, false)), "{right}");
+    }
+    for wrong in [
+        "x",
+        "so <think></think>1",
+        "<thing>",
+        "1<think></think>1",
+        "<think></think>x",
+    ] {
+        assert_eq!(follow(thinking("[0-9]+"), wrong), None, "{wrong}");
+    }
+    // A text that begins as the mark does may still be the grammar's.
+    for right in ["<b>", "<thin>", "<think></think><b>"] {
+        assert_eq!(follow(thinking("<[a-z]+>"), right), Some((true, true)), "{right}");
+    }
+    assert!(follow(thinking("<[a-z]+>"), "<think>1").is_some());
 }
 
 #[test]
@@ -224,7 +249,7 @@ fn refusals_say_what_is_wrong() {
         assert!(error.contains(expected), "{error:?} by {kind}");
     }
     let marker = Grammar {
-        after: Some(String::new()),
+        scope: Scope::Behind(String::new()),
         ..GrammarSpec::JsonObject.into()
     };
     assert!(refusal(marker).contains("marker"));

@@ -3,7 +3,6 @@
 use plimsoll_core::TokenId;
 use serde_json::{Map, Value, json};
 
-use super::super::ReasoningFormat;
 use super::{Function, ToolFormat};
 
 /// What may stand between the tokens of arguments: no model can go on with it for ever.
@@ -44,13 +43,11 @@ impl ToolFormat {
         let start = if grammar.is_begun {
             calls
         } else {
-            let think = grammar.may_think.map(|format| lark.think(format));
-            let think = think.unwrap_or_default();
             let other = grammar.or_json.map(|(schema, strict)| {
                 lark.schema("other", schema.clone(), strict);
                 " | other"
             });
-            format!("{think} WS? ({open} {calls}{})", other.unwrap_or_default())
+            format!("WS? ({open} {calls}{})", other.unwrap_or_default())
         };
         format!("start: {start}\nWS: /[ \\n]{{1,4}}/\n{}", lark.rules)
     }
@@ -74,8 +71,6 @@ pub struct CallGrammar<'a> {
     pub several: bool,
     /// The grammar applies behind [`ToolFormat::opening`], which must be there.
     pub is_begun: bool,
-    /// Reasoning may come first.
-    pub may_think: Option<ReasoningFormat>,
     /// In place of calls the answer may be JSON of this schema; true where keywords that cannot be enforced are an error.
     pub or_json: Option<(&'a Map<String, Value>, bool)>,
     /// The special token with this text, if there is one.
@@ -88,7 +83,6 @@ impl std::fmt::Debug for CallGrammar<'_> {
             .field("functions", &self.functions)
             .field("several", &self.several)
             .field("is_begun", &self.is_begun)
-            .field("may_think", &self.may_think)
             .field("or_json", &self.or_json)
             .finish_non_exhaustive()
     }
@@ -117,19 +111,6 @@ impl Lark<'_> {
             Some(id) => format!("<[{id}]>"),
             None => literal(mark),
         }
-    }
-
-    fn think(&mut self, format: ReasoningFormat) -> String {
-        let [open, close] = format.marks();
-        let body = match (self.token)(close) {
-            Some(id) => format!("{} <[^{id}]>* <[{id}]>", self.mark(open)),
-            None => {
-                self.rules += &format!("thought[suffix={}]: /(?s:.*)/\n", literal(close));
-                format!("{} thought", self.mark(open))
-            }
-        };
-        self.rule("think", &body);
-        "think?".to_owned()
     }
 
     /// What opens the first call, and the rest of all calls.

@@ -1,0 +1,174 @@
+//! Constraints that apply to a part of a text.
+
+use std::sync::Arc;
+
+use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
+
+use crate::Tokenizer;
+
+/// A constraint of what comes behind a marker: before it, everything is allowed.
+///
+/// What the token that ends the marker holds behind it is not checked: models that have such markers have tokens for them.
+#[derive(Clone, Debug)]
+pub(super) struct Behind {
+    marker: Vec<u8>,
+    tokenizer: Tokenizer,
+    /// The last bytes of the text, as far as the marker may begin there; `None` behind it.
+    before: Option<Vec<u8>>,
+    inner: Box<dyn Constraint>,
+}
+
+impl Behind {
+    pub(super) fn new(marker: &str, tokenizer: Tokenizer, inner: Box<dyn Constraint>) -> Self {
+        Self {
+            marker: marker.into(),
+            tokenizer,
+            before: Some(Vec::new()),
+            inner,
+        }
+    }
+}
+
+impl Constraint for Behind {
+    fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
+        match self.before {
+            Some(_) => Ok(()),
+            None => self.inner.restrict(mask),
+        }
+    }
+
+    fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
+        let Some(before) = &mut self.before else {
+            return self.inner.accept(token);
+        };
+        before.extend_from_slice(self.tokenizer.token_bytes(token));
+        if before
+            .windows(self.marker.len())
+            .any(|bytes| bytes == self.marker)
+        {
+            self.before = None;
+        } else {
+            let useless = (before.len() + 1).saturating_sub(self.marker.len());
+            before.drain(..useless);
+        }
+        Ok(Progress::Open)
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+/// How a mark is written in tokens.
+#[derive(Debug)]
+pub(super) struct Spelling {
+    /// For every byte of the mark that may come next: the tokens that go on there, with their lengths.
+    next: Vec<Vec<(TokenId, usize)>>,
+}
+
+impl Spelling {
+    /// Looks through the vocabulary. A mark that is a special token is written in no other way.
+    pub(super) fn new(mark: &str, tokenizer: &Tokenizer) -> Self {
+        let mut next = vec![Vec::new(); mark.len()];
+        if let (Some(token), Some(first)) = (tokenizer.special_token(mark), next.first_mut()) {
+            first.push((token, mark.len()));
+            return Self { next };
+        }
+        for token in 0..tokenizer.vocab_size() as TokenId {
+            let bytes = tokenizer.token_bytes(token);
+            if bytes.is_empty() {
+                continue;
+            }
+            for (at, tokens) in next.iter_mut().enumerate() {
+                if mark.as_bytes()[at..].starts_with(bytes) {
+                    tokens.push((token, bytes.len()));
+                }
+            }
+        }
+        Self { next }
+    }
+}
+
+/// A constraint of a text that may begin with a part in which everything is allowed: from one mark, with which the text begins,
+/// to another. The constraint applies behind that part, or to all of a text without one.
+#[derive(Clone, Debug)]
+pub(super) enum MayBegin {
+    /// The first mark may still come.
+    Open {
+        spelling: Arc<Spelling>,
+        /// Bytes of the mark so far.
+        written: usize,
+        /// The text so far as one without the part, while it may be that too.
+        without: Option<Box<dyn Constraint>>,
+        behind: Box<dyn Constraint>,
+    },
+    /// It is certain which of them it is.
+    Settled(Box<dyn Constraint>),
+}
+
+impl Constraint for MayBegin {
+    fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
+        let (tokens, without) = match self {
+            Self::Settled(inner) => return inner.restrict(mask),
+            Self::Open {
+                spelling,
+                written,
+                without,
+                ..
+            } => (&spelling.next[*written], without),
+        };
+        let bit = |token: TokenId| (token as usize / 32, 1 << (token % 32));
+        let allowed = tokens.iter().map(|&(token, _)| bit(token));
+        let allowed = allowed.filter(|&(word, bit)| mask.get(word).is_some_and(|bits| bits & bit != 0));
+        let allowed: Vec<_> = allowed.collect();
+        match without {
+            Some(without) => without.restrict(mask)?,
+            None => mask.fill(0),
+        }
+        for (word, bit) in allowed {
+            mask[word] |= bit;
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
+        let (spelling, written, without, behind) = match self {
+            Self::Settled(inner) => return inner.accept(token),
+            Self::Open {
+                spelling,
+                written,
+                without,
+                behind,
+            } => (spelling, written, without, behind),
+        };
+        let other = without.as_mut().map(|without| without.accept(token));
+        let step = spelling.next[*written].iter().find(|(known, _)| *known == token);
+        let Some(&(_, bytes)) = step else {
+            return match (without.take(), other) {
+                (Some(without), Some(progress)) => {
+                    *self = Self::Settled(without);
+                    progress
+                }
+                _ => Err(ConstraintError(
+                    "the mark that began does not go on so".to_owned(),
+                )),
+            };
+        };
+        *written += bytes;
+        if *written == spelling.next.len() {
+            *self = Self::Settled(behind.clone());
+            return Ok(Progress::Open);
+        }
+        match other {
+            Some(Ok(progress)) => Ok(progress),
+            _ => {
+                *without = None;
+                Ok(Progress::Open)
+            }
+        }
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
