@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import anthropic
 import httpx2 as httpx
 import openai
 import pytest
@@ -155,6 +156,80 @@ def test_deadlines(keyed):
     assert data[-1] == "[DONE]" and json.loads(data[-2])["error"]["code"] == "deadline_exceeded"
     keyed.wait_until_empty()
     assert error(keyed.http.post(CHAT, json={**long, "timeout": -1}), 400)["param"] == "timeout"
+
+
+def test_u26_responses_belong_to_the_key_that_made_them(keyed):
+    alice, bob = client(keyed, "secret-of-alice"), client(keyed, "secret-of-bob")
+    # Who names the request names no response.
+    named = {"x-request-id": "resp_1"}
+    first = alice.responses.create(model="sim", input="secret", max_output_tokens=4, extra_headers=named)
+    again = bob.responses.create(model="sim", input="other", max_output_tokens=4, extra_headers=named)
+    assert first.id.startswith("resp_") and "1" != first.id.removeprefix("resp_") and first.id != again.id
+    for attempt in [
+        lambda: bob.responses.retrieve(first.id),
+        lambda: bob.responses.input_items.list(first.id),
+        lambda: bob.responses.create(model="sim", input="?", previous_response_id=first.id),
+        lambda: bob.responses.create(model="sim", input=[{"type": "item_reference", "id": first.output[0].id}]),
+        lambda: bob.responses.delete(first.id),
+        lambda: bob.responses.retrieve("resp_1"),
+    ]:
+        with pytest.raises(openai.NotFoundError):
+            attempt()
+    # An item's id is the client's choice: both may choose the same.
+    for who, text in [(alice, "mine"), (bob, "yours")]:
+        item = {"type": "message", "id": "msg_1", "role": "user", "content": text}
+        who.responses.create(model="sim", input=[item], max_output_tokens=2)
+    for who, text in [(alice, "mine"), (bob, "yours")]:
+        told = who.responses.create(model="sim", input=[{"type": "item_reference", "id": "msg_1"}], max_output_tokens=2)
+        assert [item.content[0].text for item in who.responses.input_items.list(told.id)] == [text]
+    assert alice.responses.retrieve(first.id).id == first.id
+    alice.responses.delete(first.id)
+
+
+def test_errors_on_anthropics_paths_are_anthropics(start, keyed, files):
+    """Also those that no handler of theirs made."""
+    ask = {"model": "sim", "max_tokens": 2, "messages": HELLO}
+
+    def caught(server, key: str, expected, **fields) -> anthropic.APIStatusError:
+        with anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=120) as one:
+            calls = [one.messages.create] if "stream" in fields else [one.messages.create, one.messages.count_tokens]
+            for call in calls:
+                body = {**ask, **fields}
+                if call == one.messages.count_tokens:
+                    del body["max_tokens"]
+                with pytest.raises(expected) as info:
+                    call(**body)
+                body = info.value.response.json()
+                assert set(body) == {"type", "error", "request_id"} and body["type"] == "error"
+                assert set(body["error"]) == {"type", "message"} and key not in body["error"]["message"]
+                assert body["request_id"] == info.value.request_id
+        return info.value
+
+    assert caught(keyed, "secret-of-mallory", anthropic.AuthenticationError).type == "authentication_error"
+    assert caught(keyed, "secret-of-alice", anthropic.NotFoundError, model="none").type == "not_found_error"
+    assert caught(keyed, "secret-of-alice", anthropic.BadRequestError, messages=[]).type == "invalid_request_error"
+
+    (files / "anthropic").write_text(KEYS)
+    flags = ["--api-key-file", str(files / "anthropic"), "--requests-per-minute-per-key", "4", "--max-body-size", "4KiB"]
+    with start("sim", "--served-model-name", "sim", *flags) as server:
+        large = [{"role": "user", "content": "x" * 5000}]
+        error = caught(server, "secret-of-bob", anthropic.APIStatusError, messages=large)
+        assert (error.status_code, error.type) == (413, "request_too_large")
+        codes = set()
+        for _ in range(6):
+            response = httpx.post(f"{server.url}/v1/messages", json=ask, headers=bearer("secret-of-alice"))
+            codes.add(response.status_code)
+        assert codes == {200, 429} and int(response.headers["retry-after"]) >= 1
+        assert caught(server, "secret-of-alice", anthropic.RateLimitError).type == "rate_limit_error"
+
+    # While it drains, what runs may end and all else is told to go elsewhere.
+    with start("sim", "--served-model-name", "sim", "--max-model-len", "8192", "--max-num-seqs", "1") as server:
+        with occupied(server, "nobody", 40):
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("the drain", lambda: server.http.get("/ready").status_code == 503)
+            error = caught(server, "none", anthropic.APIStatusError, stream=False)
+            assert (error.status_code, error.type) == (503, "overloaded_error")
+        assert server.process.wait(60) == 0
 
 
 # --- limits of each key

@@ -4,6 +4,7 @@ import json
 
 import httpx2 as httpx
 import pytest
+from endpoints import EVERY
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
@@ -86,6 +87,12 @@ def test_everything_else_answers_as_described(sim, described):
     described("post", "/tokenize", 200, body_of(sim.http.post("/tokenize", json={"messages": HELLO}), 200))
     back = {"tokens": tokenized["tokens"]}
     described("post", "/detokenize", 200, body_of(sim.http.post("/detokenize", json=back), 200))
+
+
+def test_every_known_request_is_described(request_schema):
+    for path, bodies in EVERY.items():
+        for body in bodies:
+            request_schema(path).validate(body)
 
 
 REFUSED = [

@@ -257,6 +257,7 @@ impl Given {
             key_limits: keys::limits(&server.access),
             queue_timeout: server.queue_timeout,
             request_timeout: server.request_timeout,
+            trust_request_chat_template: args.chat.trust_request_chat_template,
             priorities: server.scheduling_policy == SchedulingPolicy::Priority,
             sinks: self.sinks.clone(),
             tls: self

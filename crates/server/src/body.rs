@@ -14,6 +14,8 @@ use crate::state::AppState;
 pub(crate) trait Wire: Sized {
     /// Fields that are refused by name unless their value is harmless.
     const UNSUPPORTED: &[&[Unsupported]];
+    /// Fields of its parts that this request does not have.
+    const FOREIGN: &[&str] = &[];
 
     /// Takes the fields it knows out of `object`, with [`take`].
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError>;
@@ -131,6 +133,9 @@ pub(crate) fn parse<T: Wire>(body: &[u8]) -> Result<T, ApiError> {
         return Err(whole("the body must be a JSON object".into()));
     };
     object.retain(|_, value| !value.is_null());
+    if let Some(name) = T::FOREIGN.iter().find(|name| object.contains_key(**name)) {
+        return Err(ApiError::UnknownField((*name).to_owned()));
+    }
     let request = T::take_from(&mut object)?;
     check_rest(&object, T::UNSUPPORTED)?;
     Ok(request)

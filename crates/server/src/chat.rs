@@ -62,13 +62,12 @@ pub(crate) async fn handle(
         common.extra.return_tokens_as_token_ids,
     );
     let logprobs = own.logprobs_per_token()?;
-    own.check_legacy()?;
     let parallel = own.parallel_tool_calls.unwrap_or(true);
     let tools = tools::read(prompt.tools.take(), own.tool_choice, parallel)?;
     let conversation = Conversation {
         prompt: Prompt {
             tools,
-            ..prompt.into_prompt()?
+            ..prompt.into_prompt(state.options())?
         },
         include_reasoning: own.include_reasoning.unwrap_or(true),
         max_tokens: own.max_completion_tokens.or(common.max_tokens),
@@ -125,29 +124,6 @@ pub(crate) async fn handle(
 }
 
 impl ChatFields {
-    /// OpenAI's way before `tools`.
-    fn check_legacy(&self) -> Result<(), ApiError> {
-        let unsupported = |field: &str, hint| {
-            Err(ApiError::Unsupported {
-                field: field.to_owned(),
-                hint: Some(hint),
-            })
-        };
-        if self
-            .functions
-            .as_ref()
-            .is_some_and(|functions| !functions.is_empty())
-        {
-            return unsupported("functions", "send tools");
-        }
-        match &self.function_call {
-            Some(choice) if choice != "none" && choice != "auto" => {
-                unsupported("function_call", "send tool_choice")
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// How many of the likeliest tokens to report, if logprobs are asked for.
     fn logprobs_per_token(&self) -> Result<Option<u32>, ApiError> {
         match (self.logprobs, self.top_logprobs) {

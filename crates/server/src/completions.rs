@@ -88,11 +88,12 @@ pub(crate) async fn handle(
         return Err(ApiError::invalid(PROMPT, "prompt must not be empty"));
     }
     let model = Arc::clone(state.model());
+    let most = (!job.cuts_prompts()).then(|| state.engine().limits().max_request_tokens());
     let (prompts, tokens) = blocking(move || {
         let add_special = add_special_tokens.unwrap_or(true);
         let tokens = prompts
             .iter()
-            .map(|p| prompt::completion(&model, p, add_special))
+            .map(|p| prompt::completion(&model, p, add_special, most))
             .collect::<Result<Vec<_>, _>>()?;
         Ok((prompts, tokens))
     })

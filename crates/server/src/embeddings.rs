@@ -11,9 +11,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
-use plimsoll_core::{
-    Event, Limits, Matryoshka, Pooling, Request, RequestError, RequestOptions, StepError, TokenId,
-};
+use plimsoll_core::{Event, Limits, Matryoshka, Pooling, Request, RequestOptions, StepError, TokenId};
 use plimsoll_engine::{RequestStream, SubmitError};
 
 use crate::body::Body;
@@ -22,6 +20,7 @@ use crate::error::ApiError;
 use crate::generate::blocking;
 use crate::metrics::Timer;
 use crate::openapi::Errors;
+use crate::prompt;
 use crate::state::{AppState, ModelInfo};
 use crate::wire::completion::Prompt;
 use crate::wire::embedding::{
@@ -59,7 +58,7 @@ const INPUT: &str = "input";
 )]
 pub(crate) async fn handle(
     State(state): State<AppState>,
-    Body(request): Body<EmbeddingRequest>,
+    Body(EmbeddingRequest(request)): Body<EmbeddingRequest>,
 ) -> Result<Response, ApiError> {
     state.check_model(request.model.as_deref())?;
     let Some(embedding) = state.model().embedding.clone() else {
@@ -82,7 +81,8 @@ pub(crate) async fn handle(
         return Err(ApiError::invalid(INPUT, message));
     }
     let model = Arc::clone(state.model());
-    let inputs = blocking(move || tokens_of(&model, prompts, special, cut_to)).await?;
+    let most = limits.max_request_tokens();
+    let inputs = blocking(move || tokens_of(&model, prompts, special, cut_to, most)).await?;
     for (index, tokens) in inputs.iter().enumerate() {
         // All are found wrong before any is computed.
         embedding
@@ -120,16 +120,17 @@ pub(crate) async fn handle(
     .await
 }
 
-/// Tokens of all inputs. May take long: for the blocking pool.
+/// Tokens of all inputs, `most` in each that is not cut. May take long: for the blocking pool.
 fn tokens_of(
     model: &ModelInfo,
     prompts: Vec<Prompt>,
     special: bool,
     cut_to: Option<usize>,
+    most: usize,
 ) -> Result<Vec<Vec<TokenId>>, ApiError> {
+    let most = cut_to.is_none().then_some(most);
     let encode = |index: usize, text: &str, special| {
-        let tokens = model.tokenizer.encode(text, special);
-        tokens.map_err(|error| ApiError::invalid(INPUT, format!("input[{index}]: {error}")))
+        prompt::encode(model, text, special, most, INPUT).map_err(|error| at(index, error))
     };
     let all = prompts.into_iter().enumerate().map(|(index, prompt)| {
         let (tokens, bare) = match prompt {
@@ -186,16 +187,21 @@ fn truncated(tokens: Vec<TokenId>, bare: &[TokenId], most: usize) -> Vec<TokenId
 }
 
 /// An error of one input.
-fn at(index: usize, error: RequestError) -> ApiError {
-    let message = format!("input[{index}]: {error}");
+fn at(index: usize, error: ApiError) -> ApiError {
     match error {
-        RequestError::TooLong { prompt, limit, .. } => ApiError::ContextLength {
-            message: format!("{message}; truncate_prompt_tokens cuts it"),
-            param: INPUT,
+        ApiError::ContextLength {
+            message,
+            param,
+            prompt,
+            limit,
+        } => ApiError::ContextLength {
+            message: format!("input[{index}]: {message}; truncate_prompt_tokens cuts it"),
+            param,
             prompt,
             limit,
         },
-        _ => ApiError::invalid(INPUT, message),
+        ApiError::Invalid { message, .. } => ApiError::invalid(INPUT, format!("input[{index}]: {message}")),
+        error => error,
     }
 }
 
@@ -225,19 +231,15 @@ impl EmbeddingInfo {
         }
     }
 
-    fn request(
-        &self,
-        state: &AppState,
-        tokens: &[TokenId],
-        limits: &Limits,
-    ) -> Result<Request, RequestError> {
+    fn request(&self, state: &AppState, tokens: &[TokenId], limits: &Limits) -> Result<Request, ApiError> {
         let options = RequestOptions {
             prompt: tokens.to_vec(),
             pooling: Some(self.pooling),
             tenant: Context::current().tenant(),
             ..Default::default()
         };
-        Request::new(state.engine().next_id(), options, limits)
+        let request = Request::new(state.engine().next_id(), options, limits);
+        request.map_err(|error| ApiError::from_request(error, INPUT))
     }
 
     /// The vectors of all inputs, in their order. No more of them are in at once than leaves half of the engine's places to

@@ -1,6 +1,7 @@
 use std::time::Duration;
 
 use axum::Json;
+use axum::extract::rejection::QueryRejection;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use plimsoll_core::{ParamError, RequestError, StepError};
@@ -266,6 +267,15 @@ impl ApiError {
 impl From<ParamError> for ApiError {
     fn from(error: ParamError) -> Self {
         Self::invalid(error.param, error.message)
+    }
+}
+
+impl From<QueryRejection> for ApiError {
+    fn from(rejection: QueryRejection) -> Self {
+        Self::Invalid {
+            message: rejection.body_text(),
+            param: None,
+        }
     }
 }
 

@@ -30,6 +30,8 @@ pub(crate) enum Harmless {
     Word(&'static [&'static str]),
     /// A list of this word alone.
     Only(&'static str),
+    /// Nothing but `[]`, `none` and `auto`, which ask for nothing: there is a newer field, which this names.
+    Older(&'static str),
 }
 
 impl Harmless {
@@ -52,6 +54,9 @@ impl Harmless {
             Self::Only(word) => value
                 .as_array()
                 .is_some_and(|list| list.iter().all(|v| v == word)),
+            Self::Older(_) => {
+                value == "none" || value == "auto" || value.as_array().is_some_and(Vec::is_empty)
+            }
         }
     }
 }
@@ -89,6 +94,7 @@ impl Harmless {
                 Some("no model it serves writes what goes before a suffix; put all text into `prompt`")
             }
             Self::Only("text") => Some("only `text` is"),
+            Self::Older(hint) => Some(hint),
             _ => None,
         }
     }
@@ -119,6 +125,8 @@ pub(crate) const UNSUPPORTED: &[Unsupported] = &[
 
 /// Refused in chat.
 pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
+    ("functions", Harmless::Older("send tools")),
+    ("function_call", Harmless::Older("send tool_choice")),
     ("audio", Harmless::Never),
     ("modalities", Harmless::Only("text")),
     ("prediction", Harmless::Never),
@@ -127,7 +135,6 @@ pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
     ("moderation", Harmless::Never),
     ("echo", Harmless::False),
     ("add_special_tokens", Harmless::False),
-    ("chat_template", Harmless::Never),
     ("mm_processor_kwargs", Harmless::Empty),
     ("media_io_kwargs", Harmless::Empty),
 ];
@@ -156,11 +163,18 @@ pub(crate) const MESSAGES_UNSUPPORTED: &[Unsupported] = &[
     ("diagnostics", Harmless::Always),
 ];
 
-/// Refused in `/tokenize`.
-pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[
-    ("chat_template", Harmless::Never),
-    ("mm_processor_kwargs", Harmless::Empty),
+/// Without effect on a count: clients count what they are about to send, whole.
+pub(crate) const COUNTED_LATER: &[Unsupported] = &[
+    ("max_tokens", Harmless::Always),
+    ("stop_sequences", Harmless::Always),
+    ("stream", Harmless::Always),
+    ("temperature", Harmless::Always),
+    ("top_p", Harmless::Always),
+    ("top_k", Harmless::Always),
 ];
+
+/// Refused in `/tokenize`.
+pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[("mm_processor_kwargs", Harmless::Empty)];
 
 /// Refused in embeddings.
 pub(crate) const EMBEDDING_UNSUPPORTED: &[Unsupported] = &[

@@ -91,6 +91,11 @@ impl Job {
             .collect()
     }
 
+    /// Whether the client has prompts cut that are too long.
+    pub(crate) fn cuts_prompts(&self) -> bool {
+        self.extra.truncate_prompt_tokens.is_some()
+    }
+
     /// Sets the prompts, cut from the left to the length that the client wants.
     pub(crate) fn set_prompts(
         &mut self,

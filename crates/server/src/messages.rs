@@ -4,13 +4,20 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
-use crate::conversation::Prompt;
+use crate::conversation::{Effort, Prompt};
 use crate::error::ApiError;
+use crate::state::ServerOptions;
 use crate::wire::chat::{ChatPrompt, Content, Message, Role, SentToolCall};
 
 impl ChatPrompt {
     /// Checks the messages. The tools, whose choice stands elsewhere, are left to the caller.
-    pub(crate) fn into_prompt(self) -> Result<Prompt, ApiError> {
+    pub(crate) fn into_prompt(self, options: &ServerOptions) -> Result<Prompt, ApiError> {
+        if self.chat_template.is_some() && !options.trust_request_chat_template {
+            return Err(ApiError::Unsupported {
+                field: "chat_template".to_owned(),
+                hint: Some("it runs without --trust-request-chat-template"),
+            });
+        }
         let mut called = HashMap::new();
         let messages = self
             .messages
@@ -27,9 +34,13 @@ impl ChatPrompt {
         Ok(Prompt {
             add_generation_prompt: self.add_generation_prompt.unwrap_or(!self.continue_final_message),
             continue_final_message: self.continue_final_message,
+            template: self.chat_template,
             template_kwargs: self.chat_template_kwargs,
             documents: documents.into_iter().map(Value::Object).collect(),
-            reasoning_effort: self.reasoning_effort,
+            effort: self.reasoning_effort.map(|level| Effort {
+                level,
+                field: "reasoning_effort",
+            }),
             ..Prompt::new(messages, "messages")
         })
     }

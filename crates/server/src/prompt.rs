@@ -1,4 +1,4 @@
-//! From a completion's prompts to tokens.
+//! From texts to the tokens of a prompt.
 
 use plimsoll_core::TokenId;
 
@@ -7,17 +7,41 @@ use crate::error::ApiError;
 use crate::state::ModelInfo;
 use crate::wire::completion::Prompt;
 
-/// Tokens of one prompt of a completion. May take long: for the blocking pool.
+/// Tokens of one prompt of a completion, which has to have at most `most`, if there is a bound. May take long: for the blocking
+/// pool.
 pub(crate) fn completion(
     model: &ModelInfo,
     prompt: &Prompt,
     add_special: bool,
+    most: Option<usize>,
 ) -> Result<Vec<TokenId>, ApiError> {
     match prompt {
         Prompt::Tokens(tokens) => Ok(tokens.clone()),
-        Prompt::Text(text) => model
-            .tokenizer
-            .encode(text, add_special)
-            .map_err(|error| in_field("prompt", error.into())),
+        Prompt::Text(text) => encode(model, text, add_special, most, "prompt"),
     }
+}
+
+/// Tokens of a text of the request's `field`. One that cannot have as few as `most` is refused before all of it is cut into
+/// tokens, which takes a second for some megabytes; others may still have more.
+pub(crate) fn encode(
+    model: &ModelInfo,
+    text: &str,
+    add_special: bool,
+    most: Option<usize>,
+    field: &'static str,
+) -> Result<Vec<TokenId>, ApiError> {
+    let least = model.tokenizer.count_at_least(text.len());
+    if let Some(limit) = most.filter(|&most| least > most) {
+        return Err(ApiError::ContextLength {
+            message: format!(
+                "this server's maximum context length is {limit} tokens, but the prompt's {} bytes are at least {least}",
+                text.len()
+            ),
+            param: field,
+            prompt: least,
+            limit,
+        });
+    }
+    let tokens = model.tokenizer.encode(text, add_special);
+    tokens.map_err(|error| in_field(field, error.into()))
 }

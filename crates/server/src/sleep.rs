@@ -43,7 +43,7 @@ async fn sleep(
     State(state): State<AppState>,
     query: Result<Query<SleepQuery>, QueryRejection>,
 ) -> Result<Response, ApiError> {
-    let Query(SleepQuery { level, timeout }) = query.map_err(wrong_query)?;
+    let Query(SleepQuery { level, timeout }) = query?;
     if level.is_some_and(|level| level != 1) {
         return Err(ApiError::invalid(
             "level",
@@ -84,7 +84,7 @@ async fn wake_up(
     State(state): State<AppState>,
     query: Result<Query<NoQuery>, QueryRejection>,
 ) -> Result<Response, ApiError> {
-    query.map_err(wrong_query)?;
+    query?;
     state.engine().wake().await?;
     Ok(sleeping(&state).into_response())
 }
@@ -101,11 +101,4 @@ async fn is_sleeping(State(state): State<AppState>) -> Json<SleepState> {
 fn sleeping(state: &AppState) -> Json<SleepState> {
     let is_sleeping = state.engine().health().phase == Phase::Asleep;
     Json(SleepState { is_sleeping })
-}
-
-fn wrong_query(rejection: QueryRejection) -> ApiError {
-    ApiError::Invalid {
-        message: rejection.body_text(),
-        param: None,
-    }
 }

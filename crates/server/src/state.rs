@@ -172,6 +172,8 @@ pub struct ServerOptions {
     pub request_timeout: Option<Duration>,
     /// Requests may say which of them come first.
     pub priorities: bool,
+    /// Requests may bring a chat template of their own.
+    pub trust_request_chat_template: bool,
     /// Who is told of every request at its end.
     pub sinks: Vec<Arc<dyn RequestSink>>,
     /// Encrypts connections.
@@ -202,6 +204,7 @@ impl Default for ServerOptions {
             queue_timeout: None,
             request_timeout: None,
             priorities: false,
+            trust_request_chat_template: false,
             sinks: Vec::new(),
             tls: None,
             max_connections: 8192,

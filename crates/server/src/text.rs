@@ -30,19 +30,18 @@ pub(crate) async fn tokenize(
 ) -> Result<Json<Tokenized>, ApiError> {
     let TokenizeRequest { own, input } = request;
     state.check_model(own.model.as_deref())?;
-    let model = Arc::clone(state.model());
-    let max_model_len = state.engine().limits().max_model_len;
     blocking(move || {
+        let model = state.model();
         let tokens = match input {
             TokenizeInput::Prompt(text) => model
                 .tokenizer
                 .encode(&text, own.add_special_tokens.unwrap_or(true))?,
             TokenizeInput::Chat(mut chat) => {
                 let tools = tools::read(chat.tools.take(), None, true)?;
-                let mut prompt = chat.into_prompt()?;
+                let mut prompt = chat.into_prompt(state.options())?;
                 prompt.tools = tools;
                 prompt.add_special_tokens = own.add_special_tokens.unwrap_or(false);
-                prompt.tokens(&model)?
+                prompt.tokens(model)?
             }
         };
         let token_strs = own.return_token_strs.then(|| {
@@ -53,7 +52,7 @@ pub(crate) async fn tokenize(
         });
         Ok(Json(Tokenized {
             count: tokens.len(),
-            max_model_len,
+            max_model_len: state.engine().limits().max_model_len,
             tokens,
             token_strs,
         }))
@@ -71,7 +70,7 @@ pub(crate) async fn tokenize(
 )]
 pub(crate) async fn detokenize(
     State(state): State<AppState>,
-    Body(request): Body<DetokenizeRequest>,
+    Body(DetokenizeRequest(request)): Body<DetokenizeRequest>,
 ) -> Result<Json<Detokenized>, ApiError> {
     state.check_model(request.model.as_deref())?;
     let model = Arc::clone(state.model());

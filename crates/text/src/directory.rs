@@ -85,6 +85,7 @@ pub(crate) fn load(dir: &Path) -> Result<Parts, TextError> {
     Ok(Parts {
         encoder: Box::new(Pipeline::new(inner)),
         wrap,
+        shrinks: shrinks(&spec),
         vocab,
         special_tokens,
         bos,
@@ -99,6 +100,45 @@ fn token_ids(value: &Value) -> Vec<TokenId> {
         || one(value).into_iter().collect(),
         |ids| ids.iter().filter_map(one).collect(),
     )
+}
+
+/// How many times as few bytes a `tokenizer.json` cuts into tokens as the text has; `None` where it may drop any part of the text,
+/// or nobody here knows.
+fn shrinks(spec: &Value) -> Option<usize> {
+    let strips = |token: &Value| token["lstrip"] == true || token["rstrip"] == true;
+    let added = spec["added_tokens"]
+        .as_array()
+        .map(Vec::as_slice)
+        .unwrap_or_default();
+    let keeps =
+        spec["model"]["type"] == "BPE" && !added.iter().any(strips) && keeps_all(&spec["pre_tokenizer"]);
+    keeps.then(|| shrinks_by(&spec["normalizer"])).flatten()
+}
+
+/// Whether a `pre_tokenizer` only cuts.
+fn keeps_all(step: &Value) -> bool {
+    match step["type"].as_str() {
+        None => step.is_null(),
+        Some("Sequence") => step["pretokenizers"]
+            .as_array()
+            .is_some_and(|steps| steps.iter().all(keeps_all)),
+        Some("Split" | "Punctuation") => step["behavior"] != "Removed",
+        Some("ByteLevel" | "Digits" | "Metaspace") => true,
+        Some(_) => false,
+    }
+}
+
+/// By how much a `normalizer` shortens a text at most.
+fn shrinks_by(step: &Value) -> Option<usize> {
+    match step["type"].as_str() {
+        None => step.is_null().then_some(1),
+        Some("Sequence") => step["normalizers"].as_array()?.iter().map(shrinks_by).product(),
+        // U+1FBE U+0308 U+0301 is the worst: 7 bytes become the 2 of U+0390.
+        Some("NFC") => Some(4),
+        Some("Prepend") => Some(1),
+        Some("Replace") => (step["pattern"]["String"] == " " && step["content"] == "▁").then_some(1),
+        Some(_) => None,
+    }
 }
 
 /// How a `tokenizer.json` turns tokens into bytes: its `decoder`, reduced to what decoders of language models do.

@@ -18,6 +18,8 @@ pub struct Tokenizer(Arc<Parts>);
 pub(crate) struct Parts {
     pub(crate) encoder: Box<dyn Encode>,
     pub(crate) wrap: Wrap,
+    /// How many times as few bytes a text may have when it is cut into tokens; `None` where any part of it may get lost.
+    pub(crate) shrinks: Option<usize>,
     pub(crate) vocab: Vocab,
     pub(crate) special_tokens: SpecialTokens,
     pub(crate) bos: Option<TokenId>,
@@ -64,6 +66,7 @@ impl Tokenizer {
         Self::new(Parts {
             encoder: Box::new(Bytes),
             wrap: Wrap::Encoder,
+            shrinks: Some(1),
             vocab,
             special_tokens,
             bos: None,
@@ -106,6 +109,17 @@ impl Tokenizer {
     /// Number of tokens [`Tokenizer::encode`] gives.
     pub fn count(&self, text: &str, add_special: bool) -> Result<usize, TextError> {
         self.encode(text, add_special).map(|tokens| tokens.len())
+    }
+
+    /// A number of tokens that a text of so many bytes has at least, whatever it says; 0 where nothing is known without reading
+    /// it. Costs nothing.
+    pub fn count_at_least(&self, bytes: usize) -> usize {
+        let Parts { shrinks, vocab, .. } = &*self.0;
+        let most = shrinks
+            .filter(|_| vocab.has_every_byte())
+            .map(|times| times * vocab.longest());
+        most.filter(|&most| most > 0)
+            .map_or(0, |most| bytes.div_ceil(most))
     }
 
     /// Text of `tokens`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary nothing.

@@ -1,4 +1,4 @@
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::LazyLock;
 
 use plimsoll_core::TokenId;
@@ -11,6 +11,10 @@ pub(crate) struct Vocab {
     /// `bytes[ends[id - 1]..ends[id]]` is token `id`.
     ends: Vec<u32>,
     special: Vec<bool>,
+    /// Bytes of the longest token.
+    longest: usize,
+    /// Bytes that are tokens by themselves.
+    single: HashSet<u8>,
     /// The encoder puts a space before the text, so the decoder removes one from its start.
     pub(crate) strip_leading_space: bool,
 }
@@ -29,6 +33,22 @@ impl Vocab {
         self.ends
             .push(u32::try_from(self.bytes.len()).expect("a vocabulary is below 4 GiB"));
         self.special.push(special);
+        self.longest = self.longest.max(bytes.len());
+        if let [byte] = bytes {
+            self.single.insert(*byte);
+        }
+    }
+
+    /// Bytes of the longest token.
+    pub(crate) fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// Whether every byte that UTF-8 has is a token by itself, so that nothing is unknown.
+    pub(crate) fn has_every_byte(&self) -> bool {
+        (0..=0xBF)
+            .chain(0xC2..=0xF4)
+            .all(|byte| self.single.contains(&byte))
     }
 
     /// Number of ids.

@@ -73,6 +73,7 @@ fn text_is_what_the_tokenizers_crate_makes_of_it() {
             let encoding = theirs.encode_fast(text.as_str(), special).unwrap();
             let tokens = ours.encode(&text, special).unwrap();
             prop_assert_eq!(&tokens, encoding.get_ids());
+            prop_assert!(ours.count_at_least(text.len()) <= tokens.len());
             for skip in [false, true] {
                 prop_assert_eq!(ours.decode(&tokens, skip), theirs.decode(&tokens, skip).unwrap());
             }
@@ -146,4 +147,32 @@ fn errors_name_the_file() {
     fs::write(directory.join("tokenizer_config.json"), "nonsense").unwrap();
     let error = Tokenizer::from_dir(directory).unwrap_err().to_string();
     assert!(error.contains("tokenizer_config.json"), "{error}");
+}
+
+/// A bound by bytes alone, where nothing of a text can get lost.
+#[test]
+fn bytes_bound_tokens_where_nothing_gets_lost() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut spec = sentencepiece();
+    let bound = |spec: &Value| {
+        write(directory.path(), "tokenizer.json", spec);
+        Tokenizer::from_dir(directory.path()).unwrap().count_at_least(24)
+    };
+    // ` hello` has six bytes.
+    assert_eq!(bound(&spec), 4);
+    spec["normalizer"] = json!({"type": "NFC"});
+    assert_eq!(bound(&spec), 1);
+    let worst = "\u{1fbe}\u{308}\u{301}".repeat(50);
+    let tokenizer = Tokenizer::from_dir(directory.path()).unwrap();
+    let tokens = tokenizer.encode(&worst, false).unwrap();
+    assert!(tokenizer.count_at_least(worst.len()) <= tokens.len() && tokens.len() <= 100);
+    for (place, loses) in [
+        ("/normalizer", json!({"type": "Lowercase"})),
+        ("/pre_tokenizer", json!({"type": "Whitespace"})),
+        ("/added_tokens/2/rstrip", json!(true)),
+    ] {
+        let mut spec = sentencepiece();
+        *spec.pointer_mut(place).unwrap() = loses;
+        assert_eq!(bound(&spec), 0, "{place}");
+    }
 }

@@ -55,6 +55,10 @@ fn vectors_of_llama_cpp() {
         for (text, expected) in texts.iter().zip(&expected) {
             // The vectors are made without special tokens, added or parsed.
             let tokens = tokenizer.encode_literal(text, false).unwrap();
+            assert!(
+                tokenizer.count_at_least(text.len()) <= tokens.len(),
+                "{name}: {text:?}"
+            );
             if tokens != *expected {
                 failures.push(format!(
                     "{name}: {text:?}\n  expected {expected:?}\n  got      {tokens:?}"
@@ -125,6 +129,27 @@ fn what_is_not_supported_is_named() {
             error.contains(model) && error.contains("gpt2, gemma4, llama, bert"),
             "{error}"
         );
+    }
+}
+
+/// Long texts are refused by their length alone.
+#[test]
+fn bytes_bound_tokens() {
+    for name in PASSED {
+        let tokenizer = Tokenizer::from_gguf(&common::vocabulary(name)).unwrap();
+        let longest = (0..tokenizer.vocab_size() as u32)
+            .max_by_key(|&id| tokenizer.token_bytes(id).len())
+            .unwrap();
+        let token = tokenizer.token_bytes(longest).len();
+        match name {
+            // What it does not know may be of any length.
+            "bert-bge" => assert_eq!(tokenizer.count_at_least(1 << 30), 0),
+            _ => assert_eq!(
+                [0, 1, token, token + 1].map(|bytes| tokenizer.count_at_least(bytes)),
+                [0, 1, 1, 2],
+                "{name}"
+            ),
+        }
     }
 }
 

@@ -21,6 +21,9 @@ pub struct ChatArgs {
     /// Refuse requests with tools that need not be called
     #[arg(long, overrides_with = "enable_auto_tool_choice")]
     no_enable_auto_tool_choice: bool,
+    /// Let requests bring a `chat_template` of their own: a program, which can keep a thread busy for long
+    #[arg(long)]
+    pub trust_request_chat_template: bool,
 }
 
 impl ChatArgs {

@@ -20,16 +20,29 @@ pub(crate) enum Fit {
 }
 
 impl Prompt {
-    /// The prompt without as many of its oldest turns as it takes to have at most `limit` tokens. Instructions at the
-    /// beginning and the last turn stay, so that there may still be more.
-    pub(super) fn rendered_within(&mut self, model: &ModelInfo, limit: usize) -> Result<Rendered, ApiError> {
+    /// The prompt without as many of its oldest turns as it takes to have at most `wanted` tokens. Instructions at the
+    /// beginning and the last turn stay, so that there may still be more; more than `most` is refused as by
+    /// [`Self::rendered`].
+    pub(super) fn rendered_within(
+        &mut self,
+        model: &ModelInfo,
+        wanted: usize,
+        most: usize,
+    ) -> Result<Rendered, ApiError> {
         let messages = std::mem::take(&mut self.messages);
-        within(&messages, |messages| {
+        let (text, tokens) = within(&messages, |messages| {
             self.messages = messages;
-            let rendered = self.rendered(model)?;
-            let fits = rendered.tokens.len() <= limit;
-            Ok((rendered, fits))
-        })
+            let text = self.text(model)?;
+            let may_fit = model.tokenizer.count_at_least(text.len()) <= wanted;
+            let tokens = may_fit.then(|| self.encode(model, &text, None)).transpose()?;
+            let fits = tokens.as_ref().is_some_and(|tokens| tokens.len() <= wanted);
+            Ok(((text, tokens), fits))
+        })?;
+        let tokens = match tokens {
+            Some(tokens) => tokens,
+            None => self.encode(model, &text, Some(most))?,
+        };
+        Ok(Rendered { text, tokens })
     }
 }
 

@@ -24,7 +24,7 @@ use crate::wire::common::Common;
 pub(crate) use answer::{Answer, Answers, Delta, End, EndReason, ToolCall, Update};
 pub(crate) use fit::Fit;
 use grammar::Thinking;
-pub(crate) use prompt::{Prompt, in_field};
+pub(crate) use prompt::{Effort, Prompt, in_field};
 use reader::Style;
 pub(crate) use tools::{Tool, ToolChoice, Tools};
 
@@ -69,12 +69,14 @@ pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result
     };
     let rendering = Arc::clone(&model);
     let most = state.engine().limits().max_request_tokens();
+    let is_cut = job.cuts_prompts();
     let (rendered, prompt) = blocking(move || {
         let rendered = match fit {
             Fit::DropOldest => {
-                prompt.rendered_within(&rendering, most.saturating_sub(max_tokens.unwrap_or(1)))
+                let wanted = most.saturating_sub(max_tokens.unwrap_or(1));
+                prompt.rendered_within(&rendering, wanted, most)
             }
-            Fit::Refuse | Fit::CutAnswer => prompt.rendered(&rendering),
+            Fit::Refuse | Fit::CutAnswer => prompt.rendered(&rendering, (!is_cut).then_some(most)),
         };
         Ok((rendered?, prompt))
     })

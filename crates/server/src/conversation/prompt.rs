@@ -8,8 +8,14 @@ use serde_json::{Map, Value, json};
 
 use super::{Tools, plain};
 use crate::error::ApiError;
+use crate::prompt;
 use crate::state::ModelInfo;
 use crate::wire::chat::ReasoningEffort;
+
+/// Most messages of a conversation: templates read all of them, some more than once.
+const MAX_MESSAGES: usize = 16_384;
+
+const CHAT_TEMPLATE: &str = "chat_template";
 
 /// Everything that makes the prompt of a conversation.
 #[derive(Debug)]
@@ -23,12 +29,14 @@ pub(crate) struct Prompt {
     pub(crate) add_generation_prompt: bool,
     /// End within the final message instead.
     pub(crate) continue_final_message: bool,
+    /// A template in place of the model's own.
+    pub(crate) template: Option<String>,
     /// More variables for the template.
     pub(crate) template_kwargs: Map<String, Value>,
     /// For templates that take documents.
     pub(crate) documents: Vec<Value>,
     /// How much to think, if the client says.
-    pub(crate) reasoning_effort: Option<ReasoningEffort>,
+    pub(crate) effort: Option<Effort>,
     /// Add what the tokenizer puts around a plain text; templates write it themselves.
     pub(crate) add_special_tokens: bool,
     /// The API field that holds the conversation, for errors.
@@ -43,9 +51,10 @@ impl Prompt {
             tools: Tools::default(),
             add_generation_prompt: true,
             continue_final_message: false,
+            template: None,
             template_kwargs: Map::new(),
             documents: Vec::new(),
-            reasoning_effort: None,
+            effort: None,
             add_special_tokens: false,
             field,
         }
@@ -53,14 +62,54 @@ impl Prompt {
 
     /// Renders the conversation and tokenizes it. May take long: for the blocking pool.
     pub(crate) fn tokens(&self, model: &ModelInfo) -> Result<Vec<TokenId>, ApiError> {
-        self.rendered(model).map(|rendered| rendered.tokens)
+        self.rendered(model, None).map(|rendered| rendered.tokens)
     }
 
-    /// [`Self::tokens`], and the text.
-    pub(crate) fn rendered(&self, model: &ModelInfo) -> Result<Rendered, ApiError> {
-        let template = model.template.as_ref().ok_or(TextError::NoChatTemplate)?;
+    /// [`Self::tokens`], and the text. One that has more than `most` tokens may be refused before all of it is tokenized.
+    pub(super) fn rendered(&self, model: &ModelInfo, most: Option<usize>) -> Result<Rendered, ApiError> {
+        let text = self.text(model)?;
+        let tokens = self.encode(model, &text, most)?;
+        Ok(Rendered { text, tokens })
+    }
+
+    /// Tokens of the rendered text.
+    pub(super) fn encode(
+        &self,
+        model: &ModelInfo,
+        text: &str,
+        most: Option<usize>,
+    ) -> Result<Vec<TokenId>, ApiError> {
+        prompt::encode(model, text, self.add_special_tokens, most, self.field)
+    }
+
+    /// Renders the conversation.
+    pub(super) fn text(&self, model: &ModelInfo) -> Result<String, ApiError> {
+        let Some(source) = &self.template else {
+            let template = model.template.as_ref().ok_or(TextError::NoChatTemplate)?;
+            return self.text_by(template, model, self.field);
+        };
+        let wrong = |error: TextError| ApiError::invalid(CHAT_TEMPLATE, error.to_string());
+        let template = ChatTemplate::new(source, model.tokenizer.special_tokens()).map_err(wrong)?;
+        self.text_by(&template, model, CHAT_TEMPLATE)
+    }
+
+    /// `field` is the one to blame where the template refuses the conversation.
+    fn text_by(
+        &self,
+        template: &ChatTemplate,
+        model: &ModelInfo,
+        field: &'static str,
+    ) -> Result<String, ApiError> {
         if self.messages.is_empty() {
             let message = format!("{} must not be empty", self.field);
+            return Err(ApiError::invalid(self.field, message));
+        }
+        if self.messages.len() > MAX_MESSAGES {
+            let message = format!(
+                "{} holds {} messages; at most {MAX_MESSAGES} are taken",
+                self.field,
+                self.messages.len()
+            );
             return Err(ApiError::invalid(self.field, message));
         }
         if !self.documents.is_empty() && !template.mentions("documents") {
@@ -85,19 +134,13 @@ impl Prompt {
             continue_final_message: self.continue_final_message,
             kwargs: Some(&*kwargs),
         };
-        let text = template
-            .render(&input)
-            .map_err(|error| in_field(self.field, error.into()))?;
-        let tokens = model
-            .tokenizer
-            .encode(&text, self.add_special_tokens)
-            .map_err(|error| in_field(self.field, error.into()))?;
-        Ok(Rendered { text, tokens })
+        let text = template.render(&input);
+        text.map_err(|error| in_field(field, error.into()))
     }
 
-    /// The template's variables: those of the client, and what `reasoning_effort` means to this template.
+    /// The template's variables: those of the client, and what the effort means to this template.
     fn kwargs(&self, template: &ChatTemplate) -> Result<Cow<'_, Map<String, Value>>, ApiError> {
-        let Some(effort) = self.reasoning_effort else {
+        let Some(Effort { level: effort, field }) = self.effort else {
             return Ok(Cow::Borrowed(&self.template_kwargs));
         };
         let mut kwargs = self.template_kwargs.clone();
@@ -119,18 +162,26 @@ impl Prompt {
         match known {
             true => Ok(Cow::Owned(kwargs)),
             false => Err(unsupported(
-                "reasoning_effort",
+                field,
                 Some("this model's chat template cannot change how much it thinks"),
             )),
         }
     }
 }
 
+/// How much to think.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Effort {
+    pub(crate) level: ReasoningEffort,
+    /// The API field that says so, for errors.
+    pub(crate) field: &'static str,
+}
+
 /// A prompt, ready.
 #[derive(Debug)]
-pub(crate) struct Rendered {
-    pub(crate) text: String,
-    pub(crate) tokens: Vec<TokenId>,
+pub(super) struct Rendered {
+    pub(super) text: String,
+    pub(super) tokens: Vec<TokenId>,
 }
 
 fn unsupported(field: &str, hint: Option<&'static str>) -> ApiError {

@@ -10,6 +10,9 @@ use crate::error::ApiError;
 /// Longest name of a function: Anthropic's limit, twice OpenAI's.
 const MAX_NAME: usize = 128;
 
+/// Most functions of a conversation, eight times OpenAI's limit: each is read by the model, and is a rule of a grammar.
+const MAX_TOOLS: usize = 1024;
+
 /// A function that the model may call.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Tool {
@@ -96,6 +99,13 @@ impl Tools {
     /// Checks that names are unique and that the choice can be made. `parallel`: several calls in one answer. Errors name the
     /// fields `tools` and `tool_choice`.
     pub(crate) fn new(list: Vec<Tool>, choice: ToolChoice, parallel: bool) -> Result<Self, ApiError> {
+        if list.len() > MAX_TOOLS {
+            let message = format!(
+                "tools holds {} functions; at most {MAX_TOOLS} are taken",
+                list.len()
+            );
+            return Err(ApiError::invalid("tools", message));
+        }
         let mut names = HashSet::new();
         if let Some(twice) = list.iter().find(|tool| !names.insert(tool.name())) {
             let message = format!("tools: there are two functions called {}", twice.name());

@@ -6,12 +6,13 @@ use utoipa::openapi::{ObjectBuilder, RefOr};
 
 use crate::fields::{ACCEPTED, Harmless, Unsupported};
 
-/// The schema of a body whose fields are those of `parts`, then those with but one harmless value; all else is refused.
-/// `null` means absent, as in `body::parse`.
+/// The schema of a body whose fields are those of `parts` but for `foreign`, then those with but one harmless value; all else is
+/// refused. `null` means absent, as in `body::parse`.
 pub(crate) fn schema(
     description: &str,
     parts: impl IntoIterator<Item = RefOr<Schema>>,
     unsupported: &[&[Unsupported]],
+    foreign: &[&str],
 ) -> RefOr<Schema> {
     let mut whole = ObjectBuilder::new()
         .schema_type(Type::Object)
@@ -25,22 +26,20 @@ pub(crate) fn schema(
         whole.required.extend(part.required);
         whole.properties.extend(part.properties);
     }
-    for (name, harmless) in unsupported.iter().flat_map(|list| list.iter()) {
+    whole
+        .properties
+        .retain(|name, _| !foreign.contains(&name.as_str()));
+    let unsupported = unsupported
+        .iter()
+        .flat_map(|list| list.iter().map(|(name, harmless)| (*name, harmless)));
+    let accepted = ACCEPTED.iter().map(|&name| (name, &Harmless::Always));
+    for (name, harmless) in unsupported.chain(accepted) {
         if let Some(schema) = harmless.schema() {
             whole
                 .properties
-                .entry((*name).to_owned())
+                .entry(name.to_owned())
                 .or_insert_with(|| schema.into());
         }
-    }
-    for name in ACCEPTED {
-        let any = ObjectBuilder::new()
-            .schema_type(SchemaType::AnyValue)
-            .description(Some("Accepted for clients that send it; has no effect."));
-        whole
-            .properties
-            .entry((*name).to_owned())
-            .or_insert_with(|| any.into());
     }
     for (name, schema) in &mut whole.properties {
         if !whole.required.contains(name) {
@@ -55,8 +54,10 @@ macro_rules! body {
     ($body:ty, $description:literal, $($part:ty),+) => {
         impl utoipa::PartialSchema for $body {
             fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::Schema> {
+                use $crate::body::Wire;
+
                 let parts = [$(<$part as utoipa::PartialSchema>::schema()),+];
-                $crate::openapi::body::schema($description, parts, <Self as $crate::body::Wire>::UNSUPPORTED)
+                $crate::openapi::body::schema($description, parts, Self::UNSUPPORTED, Self::FOREIGN)
             }
         }
 
@@ -105,7 +106,10 @@ impl Harmless {
         let one = |value: Value| any().enum_values(Some([value]));
         let builder = match self {
             Self::Never => return None,
-            Self::Always => any(),
+            Self::Always => {
+                let any = any().description(Some("Accepted for clients that send it; has no effect."));
+                return Some(any.build().into());
+            }
             Self::NoSuffix => one("".into()),
             Self::False => one(false.into()),
             Self::True => one(true.into()),
@@ -113,6 +117,7 @@ impl Harmless {
             Self::One => one(1.into()),
             Self::Empty => any().enum_values(Some([json!([]), json!({}), json!("")])),
             Self::Word(words) => any().enum_values(Some(words.iter().map(|&word| Value::from(word)))),
+            Self::Older(_) => any().enum_values(Some([json!([]), json!("none"), json!("auto")])),
             Self::Only(word) => {
                 let items = one((*word).into());
                 return Some(utoipa::openapi::ArrayBuilder::new().items(items).build().into());

@@ -183,10 +183,7 @@ async fn input_items(
     Path(id): Path<String>,
     query: Result<Query<ItemsQuery>, QueryRejection>,
 ) -> Result<Json<ItemList>, ApiError> {
-    let Query(query) = query.map_err(|rejection| ApiError::Invalid {
-        message: rejection.body_text(),
-        param: None,
-    })?;
+    let Query(query) = query?;
     let turn = turn(&state, &id)?;
     page(turn.given(), &query).map(Json)
 }

@@ -10,7 +10,7 @@ use super::input::{self, INPUT};
 use super::store::Turn;
 use super::tools::Functions;
 use super::writer::Shown;
-use crate::conversation::{Conversation, Fit, Prompt};
+use crate::conversation::{Conversation, Effort, Fit, Prompt};
 use crate::error::ApiError;
 use crate::respond::fresh_id;
 use crate::state::{AppState, unix_seconds};
@@ -103,7 +103,10 @@ pub(super) fn understand(
         prompt: Prompt {
             tools,
             template_kwargs: kwargs,
-            reasoning_effort: response.reasoning.effort,
+            effort: response.reasoning.effort.map(|level| Effort {
+                level,
+                field: "reasoning.effort",
+            }),
             ..Prompt::new(transcript.into_messages(), INPUT)
         },
         max_tokens: response.max_output_tokens,

@@ -1,5 +1,6 @@
 //! Responses that are kept, for `previous_response_id` and retrieval: in memory, bounded, the oldest leave first.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -77,8 +78,9 @@ struct Kept {
     turns: BTreeMap<u64, Arc<Turn>>,
     /// Age of each response.
     ages: HashMap<String, u64>,
-    /// Age of the response to which each item belongs, as input or output.
-    items: HashMap<String, u64>,
+    /// Age of the response to which each owner's item belongs, as input or output: clients choose ids of input, and others may
+    /// choose the same.
+    items: HashMap<(TenantId, String), u64>,
     next: u64,
 }
 
@@ -150,10 +152,9 @@ impl ResponseStore {
     /// An item of a response that is kept and the owner's.
     pub(crate) fn item(&self, owner: TenantId, id: &str) -> Option<Item> {
         let kept = self.lock();
-        let turn = kept.turns.get(kept.items.get(id)?)?;
+        let turn = kept.turns.get(kept.items.get(&(owner, id.to_owned()))?)?;
         let mut items = turn.input.iter().chain(&turn.response.output);
-        let item = items.find(|item| item.id() == id)?;
-        (turn.owner == owner).then(|| item.clone())
+        items.find(|item| item.id() == id).cloned()
     }
 
     /// What a client may want to know when something is not there.
@@ -171,7 +172,7 @@ impl Kept {
         let age = self.next;
         self.next += 1;
         for item in turn.input.iter().chain(&turn.response.output) {
-            self.items.insert(item.id().to_owned(), age);
+            self.items.insert((turn.owner, item.id().to_owned()), age);
         }
         self.ages.insert(turn.response.id.clone(), age);
         self.turns.insert(age, turn);
@@ -184,8 +185,10 @@ impl Kept {
         self.ages.remove(&turn.response.id);
         // An item may have been sent again since, and be a younger response's.
         for item in turn.input.iter().chain(&turn.response.output) {
-            if self.items.get(item.id()) == Some(&age) {
-                self.items.remove(item.id());
+            if let Entry::Occupied(entry) = self.items.entry((turn.owner, item.id().to_owned()))
+                && *entry.get() == age
+            {
+                entry.remove();
             }
         }
         true
@@ -214,6 +217,8 @@ fn size(value: &impl serde::Serialize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::super::tests::{message, response};
     use super::*;
 
@@ -315,6 +320,18 @@ mod tests {
             assert!(!store.delete(other, "a"));
         }
         assert!(store.get(owner, "a").is_some());
+        // An id that both chose is each one's own.
+        store.keep(
+            TenantId(2),
+            None,
+            vec![message("in", "other")],
+            response("b", "other"),
+        );
+        let text = |owner| json!(store.item(owner, "in").unwrap())["content"][0]["text"].clone();
+        assert_eq!(
+            (text(owner), text(TenantId(2))),
+            (json!("secret"), json!("other"))
+        );
     }
 
     #[test]

@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 use super::common::Common;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
-use crate::fields::{MESSAGES_UNSUPPORTED, UNSUPPORTED, Unsupported};
+use crate::fields::{COUNTED_LATER, MESSAGES_UNSUPPORTED, UNSUPPORTED, Unsupported};
 use crate::openapi::body::body;
 
 /// `POST /v1/messages`.
@@ -71,9 +71,10 @@ pub(crate) struct MessagesFields {
 
 impl Wire for MessagesRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED];
+    // OpenAI's fields of the same meaning, and of one that messages do not have.
+    const FOREIGN: &[&str] = &["stop", "n", "stream_options"];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
-        refuse_foreign(object)?;
         let own = take(object)?;
         Ok(Self {
             common: take(object)?,
@@ -84,21 +85,9 @@ impl Wire for MessagesRequest {
 }
 
 impl Wire for CountRequest {
-    const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED];
+    const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED, COUNTED_LATER];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
-        refuse_foreign(object)?;
-        // Clients count what they are about to send, whole.
-        for later in [
-            "max_tokens",
-            "stop_sequences",
-            "stream",
-            "temperature",
-            "top_p",
-            "top_k",
-        ] {
-            object.remove(later);
-        }
         Ok(Self {
             model: take::<ModelField>(object)?.model,
             prompt: take(object)?,
@@ -109,20 +98,11 @@ impl Wire for CountRequest {
 body!(
     MessagesRequest,
     "A conversation, and how to answer it.",
-    MessagesFields,
     Common,
-    MessagesPrompt
+    MessagesPrompt,
+    MessagesFields
 );
 body!(CountRequest, "A conversation.", ModelField, MessagesPrompt);
-
-/// OpenAI's fields of the same meaning, and of one that messages do not have.
-fn refuse_foreign(object: &Map<String, Value>) -> Result<(), ApiError> {
-    let foreign = ["stop", "n", "stream_options", "response_format"];
-    match foreign.into_iter().find(|name| object.contains_key(*name)) {
-        Some(name) => Err(ApiError::UnknownField(name.to_owned())),
-        None => Ok(()),
-    }
-}
 
 /// One message of the conversation.
 #[derive(Clone, Debug, Deserialize, ToSchema)]

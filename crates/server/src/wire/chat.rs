@@ -24,9 +24,10 @@ pub(crate) struct ChatRequest {
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct ChatPrompt {
     /// The conversation, oldest message first.
-    #[schema(min_items = 1)]
+    #[schema(min_items = 1, max_items = 16384)]
     pub(crate) messages: Vec<Message>,
     /// What the model may call.
+    #[schema(max_items = 1024)]
     pub(crate) tools: Option<Vec<ChatTool>>,
     /// Ends the prompt with what begins an answer. Default: true, unless the final message is continued.
     pub(crate) add_generation_prompt: Option<bool>,
@@ -36,6 +37,8 @@ pub(crate) struct ChatPrompt {
     /// Further variables for the model's chat template.
     #[serde(default)]
     pub(crate) chat_template_kwargs: Map<String, Value>,
+    /// A Jinja template in place of the model's own. Needs a server with `--trust-request-chat-template`.
+    pub(crate) chat_template: Option<String>,
     /// For templates that take documents.
     pub(crate) documents: Option<Vec<Map<String, Value>>>,
     /// For templates that know it, or that can switch reasoning off.
@@ -140,10 +143,6 @@ pub(crate) struct ChatFields {
     pub(crate) parallel_tool_calls: Option<bool>,
     /// vLLM's: false leaves reasoning out of the answer.
     pub(crate) include_reasoning: Option<bool>,
-    /// Older than `tools`, and refused.
-    pub(crate) functions: Option<Vec<Value>>,
-    /// Older than `tool_choice`, and refused.
-    pub(crate) function_call: Option<Value>,
 }
 
 impl Wire for ChatRequest {
@@ -192,6 +191,9 @@ pub(crate) struct Message {
     pub(crate) audio: Option<Value>,
     #[serde(rename = "annotations")]
     pub(crate) _annotations: Option<Value>,
+    /// What LiteLLM's client notes in answers, and sends back.
+    #[serde(rename = "provider_specific_fields")]
+    pub(crate) _provider_specific_fields: Option<Value>,
 }
 
 /// A call as part of an answer sent back.

@@ -6,10 +6,15 @@ use super::completion::Prompts;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
 use crate::fields::{EMBEDDING_UNSUPPORTED, Unsupported};
+use crate::openapi::body::body;
 
-/// Texts to turn into vectors.
+/// `POST /v1/embeddings`.
+#[derive(Debug)]
+pub(crate) struct EmbeddingRequest(pub(crate) EmbeddingFields);
+
+/// The fields of the endpoint.
 #[derive(Debug, Deserialize, ToSchema)]
-pub(crate) struct EmbeddingRequest {
+pub(crate) struct EmbeddingFields {
     /// A name of the served model.
     pub(crate) model: Option<String>,
     /// A text or several, as text or as token ids; each becomes a vector.
@@ -29,9 +34,11 @@ impl Wire for EmbeddingRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[EMBEDDING_UNSUPPORTED];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
-        take(object)
+        take(object).map(Self)
     }
 }
+
+body!(EmbeddingRequest, "Texts to turn into vectors.", EmbeddingFields);
 
 /// How vectors are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ToSchema)]

@@ -8,7 +8,7 @@ use super::chat::ChatPrompt;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
 use crate::fields::{TOKENIZE_UNSUPPORTED, Unsupported};
-use crate::openapi::body;
+use crate::openapi::body::{self, body};
 
 /// `POST /tokenize`: a prompt or a conversation, as in vLLM.
 #[derive(Debug)]
@@ -59,7 +59,12 @@ impl Wire for TokenizeRequest {
 impl PartialSchema for TokenizeRequest {
     fn schema() -> RefOr<Schema> {
         let of = |description, input| {
-            body::schema(description, [TokenizeFields::schema(), input], Self::UNSUPPORTED)
+            body::schema(
+                description,
+                [TokenizeFields::schema(), input],
+                Self::UNSUPPORTED,
+                Self::FOREIGN,
+            )
         };
         OneOfBuilder::new()
             .item(of("A prompt.", PromptField::schema()))
@@ -90,9 +95,12 @@ pub(crate) struct Tokenized {
 }
 
 /// `POST /detokenize`.
+#[derive(Debug)]
+pub(crate) struct DetokenizeRequest(pub(crate) DetokenizeFields);
+
+/// The fields of the endpoint.
 #[derive(Debug, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct DetokenizeRequest {
+pub(crate) struct DetokenizeFields {
     /// A name of `/v1/models`; the served model if left out.
     pub(crate) model: Option<String>,
     /// Token ids.
@@ -104,9 +112,11 @@ impl Wire for DetokenizeRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
-        take(object)
+        take(object).map(Self)
     }
 }
+
+body!(DetokenizeRequest, "Tokens to turn into text.", DetokenizeFields);
 
 /// The text of tokens.
 #[derive(Debug, Serialize, ToSchema)]

@@ -1,8 +1,12 @@
 //! The OpenAPI document: whole, and true.
 
-use serde_json::Value;
+use std::collections::BTreeSet;
 
+use serde_json::{Map, Value, json};
+
+use crate::fuzz::valid;
 use crate::rig::{Rig, Setup};
+use crate::with;
 
 async fn document(rig: &Rig) -> Value {
     let answer = rig.get("/openapi.json").await;
@@ -57,6 +61,69 @@ async fn requests_list_what_is_supported_and_refuse_all_else() {
     );
     assert!(fields["user"].is_object() && fields["kv_transfer_params"].is_null());
     assert!(fields["prompt"].is_null() && fields["messages"].is_object());
+}
+
+/// The schema that `reference` leads to.
+fn resolved<'a>(document: &'a Value, schema: &'a Value) -> &'a Value {
+    match schema["$ref"].as_str() {
+        Some(reference) => document.pointer(&reference[1..]).expect("it leads somewhere"),
+        None => schema,
+    }
+}
+
+/// The fields of a body that `base` is an example of.
+fn fields<'a>(document: &'a Value, path: &str, base: &Value) -> &'a Map<String, Value> {
+    let content = &document["paths"][path]["post"]["requestBody"]["content"];
+    let schema = resolved(document, &content["application/json"]["schema"]);
+    let kinds = schema["oneOf"].as_array().into_iter().flatten().chain([schema]);
+    let mut fields = kinds.filter_map(|kind| resolved(document, kind)["properties"].as_object());
+    let base = base.as_object().unwrap();
+    fields
+        .find(|fields| base.keys().all(|name| fields.contains_key(name)))
+        .unwrap_or_else(|| panic!("{path} does not describe {base:?}"))
+}
+
+/// Every request that we know, with every field of every endpoint: those that the document lists are known to the server, and
+/// no others.
+#[tokio::test]
+async fn the_fields_that_are_listed_are_those_that_are_taken() {
+    let rig = Rig::new(Setup::default());
+    let document = document(&rig).await;
+    let requests = valid();
+    let of = |path: &str| requests[path].as_array().unwrap().clone();
+    let bodies: Vec<_> = requests
+        .keys()
+        .flat_map(|path| of(path).into_iter().map(move |body| (path, body)))
+        .collect();
+    let names: BTreeSet<&String> = bodies
+        .iter()
+        .flat_map(|(path, body)| fields(&document, path, body).keys())
+        .collect();
+    assert!(names.len() > 80, "{names:?}");
+    let odd = json!({ "no": "such value" });
+    let (mut seen, mut wrong) = (BTreeSet::new(), Vec::new());
+    for (path, body) in &bodies {
+        let listed = fields(&document, path, body);
+        // One of each kind will do.
+        if !seen.insert((*path, listed.len())) {
+            continue;
+        }
+        for &name in &names {
+            let value = match listed.get(name) {
+                Some(schema) if schema["enum"].is_array() => schema["enum"][0].clone(),
+                Some(schema) if schema["items"]["enum"].is_array() => json!([schema["items"]["enum"][0]]),
+                _ => odd.clone(),
+            };
+            let answer = rig.post(path, with(body.clone(), name, value)).await;
+            let refused = answer.text.contains(&format!("unknown field `{name}`"))
+                || answer.text.contains(&format!("`{name}` is not supported"));
+            if refused == listed.contains_key(name) {
+                wrong.push(format!("{path} {name}: {}", answer.text));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(seen.len() > requests.len(), "{seen:?}");
 }
 
 /// The examples are requests that the server accepts.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use plimsoll_server::ServerOptions;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::rig::{Rig, Setup, post};
 use crate::{CHAT, COMPLETIONS, chat, with};
@@ -112,6 +112,137 @@ async fn wrong_requests_name_the_field() {
         0,
         "nothing wrong reaches the engine"
     );
+}
+
+/// A token of the simulated model is a byte, or the seven of its one special token.
+#[tokio::test]
+async fn a_text_far_beyond_the_context_is_not_tokenized() {
+    let rig = Rig::new(Setup::default());
+    let long = "x".repeat(50_000);
+    for (path, body, param) in [
+        (CHAT, chat(&long), "messages"),
+        (COMPLETIONS, json!({ "prompt": ["x", long] }), "prompt"),
+        ("/v1/responses", json!({ "input": long }), "input"),
+        (
+            "/v1/responses",
+            json!({ "input": long, "truncation": "auto" }),
+            "input",
+        ),
+    ] {
+        let error = rig.post(path, body).await.error(400);
+        assert_eq!(
+            (&error["param"], &error["code"]),
+            (&json!(param), &json!("context_length_exceeded"))
+        );
+        let message = error["message"].as_str().unwrap();
+        assert!(
+            message.contains("maximum context length is 1024 tokens") && message.contains("at least 714"),
+            "{message}"
+        );
+    }
+    // Where it is to be cut, it fits.
+    let cut = json!({ "prompt": long, "max_tokens": 2, "truncate_prompt_tokens": -1 });
+    assert_eq!(
+        rig.post(COMPLETIONS, cut).await.json()["usage"]["prompt_tokens"],
+        1022
+    );
+    let dropped = json!({ "truncation": "auto", "max_output_tokens": 2, "input": [
+        { "role": "user", "content": long }, { "role": "user", "content": "x" },
+    ] });
+    assert_eq!(rig.post("/v1/responses", dropped).await.status, 200);
+}
+
+#[tokio::test]
+async fn conversations_have_limits() {
+    let rig = Rig::new(Setup::default());
+    let many = |n: usize, item: Value| Value::Array(vec![item; n]);
+    let message = json!({ "role": "user", "content": "x" });
+    let tools: Vec<Value> = (0..1025)
+        .map(|i| json!({ "type": "function", "function": { "name": format!("f{i}") } }))
+        .collect();
+    for (path, body, param) in [
+        (
+            CHAT,
+            json!({ "messages": many(16_385, message.clone()) }),
+            "messages",
+        ),
+        (
+            "/v1/responses",
+            json!({ "input": many(16_385, message.clone()) }),
+            "input",
+        ),
+        (CHAT, with(chat("x"), "tools", json!(tools)), "tools"),
+    ] {
+        let error = rig.post(path, body).await.error(400);
+        assert_eq!(error["param"], param, "{error}");
+        assert!(
+            error["message"].as_str().unwrap().contains("at most 1"),
+            "{error}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn an_effort_is_named_as_the_endpoint_names_it() {
+    let rig = Rig::new(Setup::default());
+    for (path, body, param) in [
+        (
+            CHAT,
+            with(chat("x"), "reasoning_effort", json!("high")),
+            "reasoning_effort",
+        ),
+        (
+            "/v1/responses",
+            json!({ "input": "x", "reasoning": { "effort": "high" } }),
+            "reasoning.effort",
+        ),
+    ] {
+        let error = rig.post(path, body).await.error(400);
+        assert_eq!(error["param"], param, "{error}");
+        assert!(error["message"].as_str().unwrap().contains(param), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_may_bring_a_template_where_it_is_trusted() {
+    let ask = |template: &str| with(chat("abc"), "chat_template", json!(template));
+    let wary = Rig::new(Setup::default());
+    let error = wary.post(CHAT, ask("x")).await.error(400);
+    assert_eq!(
+        (&error["param"], &error["code"]),
+        (&json!("chat_template"), &json!("unsupported_parameter"))
+    );
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("--trust-request-chat-template"),
+        "{error}"
+    );
+
+    let rig = Rig::new(Setup {
+        options: ServerOptions {
+            trust_request_chat_template: true,
+            ..Default::default()
+        },
+        ..Default::default()
+    });
+    let own = ask("{{ messages[0].content }}{{ messages[0].content }}");
+    let answer = rig.post(CHAT, own).await.json();
+    assert_eq!(answer["usage"]["prompt_tokens"], 6);
+    assert_eq!(
+        answer["choices"][0]["message"]["content"],
+        crate::oracle_text("abcabc", 20, 1)
+    );
+    for (template, message) in [
+        ("{% if %}", "not valid Jinja"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{ 1 // 0 }}", "cannot render"),
+    ] {
+        let error = rig.post(CHAT, ask(template)).await.error(400);
+        assert_eq!(error["param"], "chat_template", "{error}");
+        assert!(error["message"].as_str().unwrap().contains(message), "{error}");
+    }
 }
 
 #[tokio::test]

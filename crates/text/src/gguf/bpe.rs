@@ -30,6 +30,7 @@ pub(super) fn byte_level(source: &Source<'_>) -> Result<Kind, TextError> {
     add_special(source, &mut inner)?;
     Ok(Kind {
         encoder: Box::new(Pipeline::new(inner)),
+        shrinks: Some(1),
         vocab: source.vocab(false, vocab::byte_level),
         add_bos: pre.add_bos,
         add_eos: false,
@@ -55,6 +56,7 @@ pub(super) fn gemma4(source: &Source<'_>) -> Result<Kind, TextError> {
     add_special(source, &mut inner)?;
     Ok(Kind {
         encoder: Box::new(Pipeline::new(inner)),
+        shrinks: Some(1),
         vocab: source.vocab(false, vocab::sentencepiece),
         add_bos: false,
         add_eos: false,

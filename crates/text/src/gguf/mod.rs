@@ -138,6 +138,7 @@ fn list<'a, T>(
 /// What the kinds of tokenizer differ in.
 struct Kind {
     encoder: Box<dyn Encode>,
+    shrinks: Option<usize>,
     vocab: Vocab,
     add_bos: bool,
     add_eos: bool,
@@ -189,6 +190,7 @@ pub(crate) fn load(metadata: &Metadata) -> Result<Parts, TextError> {
     Ok(Parts {
         encoder: kind.encoder,
         wrap,
+        shrinks: kind.shrinks,
         vocab: kind.vocab,
         special_tokens,
         bos,

@@ -52,6 +52,7 @@ pub(super) fn load(source: &Source<'_>) -> Result<Kind, TextError> {
     };
     Ok(Kind {
         encoder: Box::new(encoder),
+        shrinks: Some(1),
         vocab: source.vocab(add_space_prefix, vocab::sentencepiece),
         add_bos: true,
         add_eos: false,

@@ -38,6 +38,8 @@ pub(super) fn load(source: &Source<'_>) -> Result<Kind, TextError> {
     bpe::add_special(source, &mut inner)?;
     Ok(Kind {
         encoder: Box::new(Pipeline::new(inner)),
+        // A word that is unknown is one token, however long it is.
+        shrinks: None,
         vocab: source.vocab(true, vocab::sentencepiece),
         add_bos: true,
         add_eos: true,

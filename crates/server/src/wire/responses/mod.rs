@@ -83,14 +83,10 @@ pub(crate) struct ResponsesFields {
 
 impl Wire for ResponsesRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, RESPONSES_UNSUPPORTED];
+    // Chat's field of the same meaning, and one that responses do not have.
+    const FOREIGN: &[&str] = &["max_tokens", "n"];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
-        // Chat's fields of the same meaning, and of one that responses do not have.
-        for foreign in ["max_tokens", "n", "messages", "response_format"] {
-            if object.contains_key(foreign) {
-                return Err(ApiError::UnknownField(foreign.into()));
-            }
-        }
         Ok(Self {
             common: take(object)?,
             own: take(object)?,
