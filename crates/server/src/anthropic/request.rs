@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::writer::Shown;
 use crate::body::typed;
-use crate::conversation::{Conversation, Fit, Prompt, Tool, ToolChoice, Tools};
+use crate::conversation::{Conversation, EFFORT, Fit, Prompt, SWITCHES, Tool, ToolChoice, Tools};
 use crate::error::ApiError;
 use crate::sealed;
 use crate::state::{AppState, ModelInfo};
@@ -19,11 +19,6 @@ use crate::wire::common::OneOrMany;
 
 /// The request field that holds the conversation.
 const MESSAGES: &str = "messages";
-
-/// Variables by which templates switch reasoning on and off.
-const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
-/// The variable by which templates take a level of effort.
-const EFFORT: &str = "reasoning_effort";
 
 /// How Claude Code begins a block, or a line, that is meant for Anthropic's books. It differs from request to request: a
 /// model that read it could not use the prefix cache.

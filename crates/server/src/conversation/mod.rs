@@ -24,7 +24,7 @@ use crate::wire::common::Common;
 pub(crate) use answer::{Answer, Answers, Delta, End, EndReason, ToolCall, Update};
 pub(crate) use fit::Fit;
 use grammar::Thinking;
-pub(crate) use prompt::{Effort, Prompt, in_field};
+pub(crate) use prompt::{EFFORT, Effort, Prompt, SWITCHES, in_field};
 use reader::Style;
 pub(crate) use tools::{Tool, ToolChoice, Tools};
 

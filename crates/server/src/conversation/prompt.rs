@@ -17,6 +17,11 @@ const MAX_MESSAGES: usize = 16_384;
 
 const CHAT_TEMPLATE: &str = "chat_template";
 
+/// Variables by which templates switch reasoning on and off.
+pub(crate) const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
+/// The variable by which templates take a level of effort.
+pub(crate) const EFFORT: &str = "reasoning_effort";
+
 /// Everything that makes the prompt of a conversation.
 #[derive(Debug)]
 pub(crate) struct Prompt {
@@ -144,14 +149,12 @@ impl Prompt {
             return Ok(Cow::Borrowed(&self.template_kwargs));
         };
         let mut kwargs = self.template_kwargs.clone();
-        let switches = ["enable_thinking", "thinking"]
-            .into_iter()
-            .filter(|name| template.mentions(name));
+        let switches = SWITCHES.into_iter().filter(|name| template.mentions(name));
         let mut known =
             effort == ReasoningEffort::None && ReasoningFormat::detect(template.source()).is_none();
-        if template.mentions("reasoning_effort") {
+        if template.mentions(EFFORT) {
             known = true;
-            kwargs.entry("reasoning_effort").or_insert_with(|| json!(effort));
+            kwargs.entry(EFFORT).or_insert_with(|| json!(effort));
         }
         for switch in switches {
             known = true;
