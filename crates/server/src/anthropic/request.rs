@@ -5,7 +5,9 @@ use serde_json::{Map, Value, json};
 
 use super::writer::Shown;
 use crate::body::typed;
-use crate::conversation::{Conversation, EFFORT, Fit, Prompt, SWITCHES, Tool, ToolChoice, Tools};
+use crate::conversation::{
+    Conversation, EFFORT, Fit, Prompt, SWITCHES, Tool, ToolChoice, Tools, check_offered,
+};
 use crate::error::ApiError;
 use crate::sealed;
 use crate::state::{AppState, ModelInfo};
@@ -324,25 +326,17 @@ fn tools(definitions: &[Value], choice: Option<wire::ToolChoice>) -> Result<Tool
 }
 
 fn tool(definition: &Value, field: &str) -> Result<Tool, ApiError> {
-    let refuse = |name: String, hint| ApiError::Unsupported {
-        field: format!("{field}.{name}"),
-        hint: Some(hint),
-    };
     match definition.get("type").and_then(Value::as_str) {
         None | Some("custom") => {}
         Some(other) => {
-            let hint = "only tools with an `input_schema` are, which the client runs";
-            return Err(refuse(format!("type = {other}"), hint));
+            return Err(ApiError::Unsupported {
+                field: format!("{field}.type = {other}"),
+                hint: Some("only tools with an `input_schema` are, which the client runs"),
+            });
         }
     }
     let tool: ToolDefinition = typed(definition.clone(), field)?;
-    if tool.defer_loading == Some(true) {
-        return Err(refuse("defer_loading".into(), "only false is"));
-    }
-    let callers = tool.allowed_callers.unwrap_or_default();
-    if callers.iter().any(|caller| caller != "direct") {
-        return Err(refuse("allowed_callers".into(), "only `direct` is"));
-    }
+    check_offered(field, tool.defer_loading, tool.allowed_callers.as_deref())?;
     let description = described(tool.description, tool.input_examples.unwrap_or_default());
     let strict = tool.strict.unwrap_or(false);
     Tool::new(tool.name, description, Some(tool.input_schema), strict)

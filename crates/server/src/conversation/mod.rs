@@ -26,7 +26,7 @@ pub(crate) use fit::Fit;
 use grammar::Thinking;
 pub(crate) use prompt::{EFFORT, Effort, Prompt, SWITCHES, in_field};
 use reader::Style;
-pub(crate) use tools::{Tool, ToolChoice, Tools};
+pub(crate) use tools::{Tool, ToolChoice, Tools, check_offered};
 
 /// What a client wants answered, whichever endpoint it came by.
 #[derive(Debug)]

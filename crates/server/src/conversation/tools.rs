@@ -73,6 +73,26 @@ impl Tool {
     }
 }
 
+/// Refuses a definition (`field`) that is told to the model late, or that others than the model call.
+pub(crate) fn check_offered(
+    field: &str,
+    defer_loading: Option<bool>,
+    allowed_callers: Option<&[String]>,
+) -> Result<(), ApiError> {
+    let refuse = |name, hint| ApiError::Unsupported {
+        field: format!("{field}.{name}"),
+        hint: Some(hint),
+    };
+    if defer_loading == Some(true) {
+        return Err(refuse("defer_loading", "only false is"));
+    }
+    let mut callers = allowed_callers.into_iter().flatten();
+    match callers.any(|caller| caller != "direct") {
+        true => Err(refuse("allowed_callers", "only `direct` is")),
+        false => Ok(()),
+    }
+}
+
 /// Whether the model has to call.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum ToolChoice {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use serde_json::Value;
 
 use crate::body::typed;
-use crate::conversation::{self, Tool, Tools};
+use crate::conversation::{self, Tool, Tools, check_offered};
 use crate::error::ApiError;
 use crate::wire::responses::{
     self as wire, AllowedTools, FunctionTool, NamedTool, ToolChoice, ToolChoiceObject, ToolMode,
@@ -102,19 +102,7 @@ fn unsupported(kind: &str, field: &str) -> ApiError {
 }
 
 fn function(tool: FunctionTool, namespace: Option<&str>, field: &str) -> Result<Tool, ApiError> {
-    let refuse = |name: &str, hint| ApiError::Unsupported {
-        field: format!("{field}.{name}"),
-        hint: Some(hint),
-    };
-    if tool.defer_loading == Some(true) {
-        return Err(refuse("defer_loading", "only false is"));
-    }
-    if tool
-        .allowed_callers
-        .is_some_and(|callers| callers.iter().any(|c| c != "direct"))
-    {
-        return Err(refuse("allowed_callers", "only `direct` is"));
-    }
+    check_offered(field, tool.defer_loading, tool.allowed_callers.as_deref())?;
     let name = flat_name(namespace, &tool.name);
     Tool::new(
         name,

@@ -71,16 +71,13 @@ fn resolved<'a>(document: &'a Value, schema: &'a Value) -> &'a Value {
     }
 }
 
-/// The fields of a body that `base` is an example of.
-fn fields<'a>(document: &'a Value, path: &str, base: &Value) -> &'a Map<String, Value> {
+/// The fields of the kinds of bodies that an endpoint takes.
+fn kinds<'a>(document: &'a Value, path: &str) -> Vec<&'a Map<String, Value>> {
     let content = &document["paths"][path]["post"]["requestBody"]["content"];
     let schema = resolved(document, &content["application/json"]["schema"]);
-    let kinds = schema["oneOf"].as_array().into_iter().flatten().chain([schema]);
-    let mut fields = kinds.filter_map(|kind| resolved(document, kind)["properties"].as_object());
-    let base = base.as_object().unwrap();
-    fields
-        .find(|fields| base.keys().all(|name| fields.contains_key(name)))
-        .unwrap_or_else(|| panic!("{path} does not describe {base:?}"))
+    let several = schema["oneOf"].as_array().into_iter().flatten();
+    let kinds = several.chain([schema]).map(|kind| resolved(document, kind));
+    kinds.filter_map(|kind| kind["properties"].as_object()).collect()
 }
 
 /// Every request that we know, with every field of every endpoint: those that the document lists are known to the server, and
@@ -95,20 +92,34 @@ async fn the_fields_that_are_listed_are_those_that_are_taken() {
         .keys()
         .flat_map(|path| of(path).into_iter().map(move |body| (path, body)))
         .collect();
-    let names: BTreeSet<&String> = bodies
-        .iter()
-        .flat_map(|(path, body)| fields(&document, path, body).keys())
+    let names: BTreeSet<&String> = requests
+        .keys()
+        .flat_map(|path| kinds(&document, path))
+        .flat_map(Map::keys)
         .collect();
     assert!(names.len() > 80, "{names:?}");
     let odd = json!({ "no": "such value" });
     let (mut seen, mut wrong) = (BTreeSet::new(), Vec::new());
     for (path, body) in &bodies {
-        let listed = fields(&document, path, body);
+        let kinds = kinds(&document, path);
+        let is_described = |kind: &&&Map<_, _>| {
+            body.as_object()
+                .unwrap()
+                .keys()
+                .all(|name| kind.contains_key(name))
+        };
+        let listed = *kinds
+            .iter()
+            .find(is_described)
+            .expect("all that is taken is described");
         // One of each kind will do.
         if !seen.insert((*path, listed.len())) {
             continue;
         }
-        for &name in &names {
+        // A field of another kind is one that this is not.
+        let others =
+            |name: &str| kinds.iter().any(|kind| kind.contains_key(name)) && !listed.contains_key(name);
+        for &name in names.iter().filter(|name| !others(name)) {
             let value = match listed.get(name) {
                 Some(schema) if schema["enum"].is_array() => schema["enum"][0].clone(),
                 Some(schema) if schema["items"]["enum"].is_array() => json!([schema["items"]["enum"][0]]),
