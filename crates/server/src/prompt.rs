@@ -30,7 +30,7 @@ pub(crate) fn encode(
     most: Option<usize>,
     field: &'static str,
 ) -> Result<Vec<TokenId>, ApiError> {
-    let least = model.tokenizer.count_at_least(text.len());
+    let least = model.tokenizer.count_at_least(text);
     if let Some(limit) = most.filter(|&most| least > most) {
         return Err(ApiError::ContextLength {
             message: format!(

@@ -111,15 +111,21 @@ impl Tokenizer {
         self.encode(text, add_special).map(|tokens| tokens.len())
     }
 
-    /// A number of tokens that a text of so many bytes has at least, whatever it says; 0 where nothing is known without reading
-    /// it. Costs nothing.
-    pub fn count_at_least(&self, bytes: usize) -> usize {
+    /// A number of tokens that `text` has at least; 0 where nothing is known without cutting it into tokens, which takes a
+    /// hundred times as long.
+    pub fn count_at_least(&self, text: &str) -> usize {
         let Parts { shrinks, vocab, .. } = &*self.0;
-        let most = shrinks
-            .filter(|_| vocab.has_every_byte())
-            .map(|times| times * vocab.longest());
-        most.filter(|&most| most > 0)
-            .map_or(0, |most| bytes.div_ceil(most))
+        // Of a character of several bytes, all may get lost where one is unknown.
+        let beyond_ascii = (0x80..=0xBF).chain(0xC2..=0xF4).all(|byte| vocab.has_byte(byte));
+        let is_known = |byte: &u8| vocab.has_byte(*byte) && (byte.is_ascii() || beyond_ascii);
+        let known = text.as_bytes().iter().filter(|byte| is_known(byte)).count();
+        let most = match shrinks {
+            // What is unknown may get lost, and nothing else does.
+            Some(1) => vocab.longest(),
+            Some(times) if known == text.len() => times * vocab.longest(),
+            _ => return 0,
+        };
+        known.div_ceil(most.max(1))
     }
 
     /// Text of `tokens`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary nothing.

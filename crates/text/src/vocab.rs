@@ -1,4 +1,4 @@
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use plimsoll_core::TokenId;
@@ -13,8 +13,8 @@ pub(crate) struct Vocab {
     special: Vec<bool>,
     /// Bytes of the longest token.
     longest: usize,
-    /// Bytes that are tokens by themselves.
-    single: HashSet<u8>,
+    /// Bit `b` is 1 where the byte `b` is a token by itself.
+    single: [u64; 4],
     /// The encoder puts a space before the text, so the decoder removes one from its start.
     pub(crate) strip_leading_space: bool,
 }
@@ -35,7 +35,7 @@ impl Vocab {
         self.special.push(special);
         self.longest = self.longest.max(bytes.len());
         if let [byte] = bytes {
-            self.single.insert(*byte);
+            self.single[usize::from(byte / 64)] |= 1 << (byte % 64);
         }
     }
 
@@ -44,11 +44,9 @@ impl Vocab {
         self.longest
     }
 
-    /// Whether every byte that UTF-8 has is a token by itself, so that nothing is unknown.
-    pub(crate) fn has_every_byte(&self) -> bool {
-        (0..=0xBF)
-            .chain(0xC2..=0xF4)
-            .all(|byte| self.single.contains(&byte))
+    /// Whether `byte` is a token by itself: others may be unknown.
+    pub(crate) fn has_byte(&self, byte: u8) -> bool {
+        self.single[usize::from(byte / 64)] >> (byte % 64) & 1 == 1
     }
 
     /// Number of ids.

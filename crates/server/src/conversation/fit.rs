@@ -33,7 +33,7 @@ impl Prompt {
         let (text, tokens) = within(&messages, |messages| {
             self.messages = messages;
             let text = self.text(model)?;
-            let may_fit = model.tokenizer.count_at_least(text.len()) <= wanted;
+            let may_fit = model.tokenizer.count_at_least(&text) <= wanted;
             let tokens = may_fit.then(|| self.encode(model, &text, None)).transpose()?;
             let fits = tokens.as_ref().is_some_and(|tokens| tokens.len() <= wanted);
             Ok(((text, tokens), fits))
