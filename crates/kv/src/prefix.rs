@@ -184,6 +184,11 @@ impl PrefixIndex {
         let mut at = block;
         while let Some(entry) = self.entries[at.index()] {
             if let Some(child) = entry.first_child {
+                // Names grow from a block to those behind it, so this comes to an end.
+                debug_assert_eq!(
+                    self.entries[child.index()].map(|child| child.before.name),
+                    Some(entry.name)
+                );
                 at = child;
                 continue;
             }
