@@ -77,6 +77,10 @@ test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official cl
 test-agents: $(VENV)/ready tests/agents/node_modules/ready build  ## Claude Code and Codex (600 MB), which do as the simulated model says
 	$(PYTHON) -m pytest tests/agents $(PYTEST_ARGS)
 
+.PHONY: container
+container:  ## Build the image for DEVICE (cuda; or cpu), try it, report its size; needs docker or podman
+	scripts/container $${DEVICE:-cuda}
+
 .PHONY: test-cuda
 test-cuda: $(VENV)/ready  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU
 	@scripts/install-cuda >/dev/null

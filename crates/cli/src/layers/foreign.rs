@@ -27,6 +27,9 @@ const GRAMMARS: &str =
 const GRAPHS: &str = "batch sizes of graphs are chosen at the start; --enforce-eager does without graphs";
 const ONE_PROCESS: &str =
     "one process serves the API with as many threads as there are cores; leave the flag out";
+const PROXY: &str = "let a proxy before the server do this; leave the flag out";
+const AS_FOUND: &str = "the model's files are read as what they are; leave the flag out";
+const STAYS: &str = "the KV cache stays in its server; --kv-events-config tells routers what is in it";
 const POLICY: &str = "use --scheduling-policy: fcfs or priority; the prefix cache needs no other order";
 
 const STRANGERS: &[Strangers] = &[
@@ -41,6 +44,7 @@ const STRANGERS: &[Strangers] = &[
             "dp",
             "enable-expert-parallel",
             "distributed-executor-backend",
+            "headless",
             "nnodes",
             "node-rank",
             "master-addr",
@@ -112,6 +116,17 @@ const STRANGERS: &[Strangers] = &[
         ],
         GRAPHS,
     ),
+    (
+        VLLM,
+        &["uds", "root-path", "middleware", "ssl-ca-certs", "ssl-cert-reqs"],
+        PROXY,
+    ),
+    (
+        VLLM,
+        &["tokenizer-mode", "config-format", "hf-config-path"],
+        AS_FOUND,
+    ),
+    (VLLM, &["kv-transfer-config"], STAYS),
     (VLLM, &["api-server-count"], ONE_PROCESS),
     (
         VLLM,
