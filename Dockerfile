@@ -5,26 +5,19 @@
 # For one kind of GPU, several times as fast to build: --build-arg CUDA_ARCHS=90a (kernels/README.md).
 #
 # CPUs alone, a much smaller image:
-#   docker build -t plimsoll:cpu --build-arg DEVICE=cpu .
+#   docker build -t plimsoll:cpu --build-arg FEATURES= --build-arg BUILD_IMAGE=ubuntu:24.04 \
+#       --build-arg RUN_IMAGE=ubuntu:24.04 .
 #
 # `scripts/container cpu` (or cuda) builds one of them, reports its size, keeps its bill of materials, runs it and asks it.
 
-# cuda or cpu: the images that it is built in and runs on.
-ARG DEVICE=cuda
-ARG BUILD_STAGE=build-${DEVICE}
-ARG RUN_STAGE=run-${DEVICE}
+ARG BUILD_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
+# Without cuBLAS, which nvidia/cuda has from the `runtime` images on, beside much that is not used here: its two libraries
+# are copied from the build image instead.
+ARG RUN_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
 
 FROM rust:1.95.0-slim-bookworm AS rust
 
-FROM ubuntu:24.04 AS build-cpu
-FROM nvidia/cuda:13.0.2-devel-ubuntu24.04 AS build-cuda
-
-FROM ubuntu:24.04 AS run-cpu
-# Without cuBLAS, which nvidia/cuda has from the `runtime` images on, beside much that is not used here: its two libraries
-# are copied from the build image instead.
-FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS run-cuda
-
-FROM ${BUILD_STAGE} AS build
+FROM ${BUILD_IMAGE} AS build
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates g++ make \
     && rm -rf /var/lib/apt/lists/*
@@ -37,23 +30,22 @@ WORKDIR /src
 COPY scripts/sbom scripts/
 RUN --mount=type=cache,target=/usr/local/cargo/registry scripts/sbom --install
 COPY . .
-ARG DEVICE
+ARG FEATURES=cuda
 # dev: quick to build, slow to run.
 ARG PROFILE=release
 ARG CUDA_ARCHS=
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/src/target \
-    features=$([ "${DEVICE}" = cpu ] || echo cuda) \
-    && cargo build --profile "${PROFILE}" --locked -p plimsoll-cli --features "${features}" \
+    cargo build --profile "${PROFILE}" --locked -p plimsoll-cli --features "${FEATURES}" \
     && install -D "target/$([ "${PROFILE}" = dev ] && echo debug || echo "${PROFILE}")/plimsoll" /out/bin/plimsoll \
     && install --directory /out/share/sbom \
-    && scripts/sbom /out/share/sbom/plimsoll.cdx.json "${features}"
+    && scripts/sbom /out/share/sbom/plimsoll.cdx.json "${FEATURES}"
 RUN mkdir --parents /out/lib \
-    && if [ "${DEVICE}" = cuda ]; then \
+    && if [ -n "${FEATURES}" ]; then \
         cp --dereference /usr/local/cuda/lib64/libcublas.so.13 /usr/local/cuda/lib64/libcublasLt.so.13 /out/lib/; \
     fi
 
-FROM ${RUN_STAGE}
+FROM ${RUN_IMAGE}
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates curl \
     && rm -rf /var/lib/apt/lists/* \
