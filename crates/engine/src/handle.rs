@@ -12,8 +12,9 @@ use tokio::sync::oneshot;
 use crate::masks::MaskPool;
 use crate::recovery::Sleeper;
 use crate::shared::{Command, Link, Shared};
+use crate::stall::{Patience, look_every};
 use crate::thread::{Clock, EngineThread};
-use crate::{EngineStats, Health, Phase, RequestStream, StateSource};
+use crate::{EngineStats, Health, Phase, RequestStream, Stall, StateSource};
 
 /// What the engine is told besides what the profile proved.
 #[derive(Clone, Debug)]
@@ -294,6 +295,30 @@ impl EngineHandle {
         let _ = self.link.shared.ended.subscribe().wait_for(|&ended| ended).await;
     }
 
+    /// Ends when there has been work and no step has ended for `timeout`, or when a state that is built again has not come
+    /// further for as long. It looks several times within `timeout`; time in which nothing could move, because the whole
+    /// process was stopped, does not count.
+    pub async fn stalled(&self, timeout: Duration) -> Stall {
+        let every = look_every(timeout);
+        let mut patience = Patience::new(every, Instant::now());
+        loop {
+            tokio::time::sleep(every).await;
+            let state = self.link.shared.lock();
+            let waited = patience.look(state.movement(), Instant::now());
+            if waited >= timeout {
+                return state.stall(waited, self.link.shared.activity.get());
+            }
+        }
+    }
+
+    /// Fails every request and accepts no more, whatever the thread does: it may hang for ever, and is not waited for.
+    pub fn give_up(&self, why: &str) {
+        let mut state = self.link.shared.lock();
+        state.phase = Phase::Dead;
+        state.last_error = Some(why.to_owned());
+        state.fail_all(&StepError::Failed(why.to_owned()));
+    }
+
     /// Accepts nothing more, lets what is in finish for at most `timeout`, and gives the memory of the state back; weights
     /// stay. Whoever is not asleep by then stays awake, and no request is cut off. Nothing happens to one that sleeps.
     ///
@@ -353,17 +378,21 @@ impl EngineHandle {
         }
     }
 
+    /// Accepts nothing more and ends the thread once all that is in is done, or after `timeout`; whoever wants to know how
+    /// that went calls [`Self::drain`].
+    pub fn begin_drain(&self, timeout: Duration) {
+        let mut state = self.link.shared.lock();
+        if !matches!(state.phase, Phase::Stopped | Phase::Dead) {
+            state.phase = Phase::Draining;
+        }
+        state.deadline = Some(Instant::now() + timeout);
+        self.link.send(Command::Drain);
+    }
+
     /// Accepts nothing more, lets what is in finish for at most `timeout`, fails the rest and ends the thread. Returns soon
     /// after `timeout` even if a step hangs.
     pub async fn drain(&self, timeout: Duration) -> Drained {
-        {
-            let mut state = self.link.shared.lock();
-            if !matches!(state.phase, Phase::Stopped | Phase::Dead) {
-                state.phase = Phase::Draining;
-            }
-            state.deadline = Some(Instant::now() + timeout);
-            self.link.send(Command::Drain);
-        }
+        self.begin_drain(timeout);
         if tokio::time::timeout(timeout, self.ended()).await.is_err() {
             self.link
                 .shared

@@ -8,6 +8,8 @@
 //! - An error or a panic of the executor fails the requests of that step alone; [`EngineHandle::health`] shows it.
 //! - The tokens of constrained requests are chosen under masks, which are computed while the device computes the step that they
 //!   are for; other steps do not wait for them.
+//! - A step that never ends is seen ([`EngineHandle::stalled`]); nobody can make it end, but everybody can be told
+//!   ([`EngineHandle::give_up`]).
 //! - The thread sleeps while there is nothing to do. Text is none of its business: it deals in tokens.
 
 mod handle;
@@ -18,6 +20,7 @@ mod recovery;
 mod shape;
 mod shared;
 mod source;
+mod stall;
 mod stats;
 mod stream;
 mod thread;
@@ -30,5 +33,6 @@ pub use histogram::Histogram;
 pub use outage::OutOfMemory;
 pub use shape::StepShape;
 pub use source::{RebuildError, StateSource};
+pub use stall::{Activity, Stall, StepInFlight};
 pub use stats::{EngineStats, Health, Phase};
 pub use stream::RequestStream;

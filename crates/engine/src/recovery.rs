@@ -9,6 +9,7 @@ use plimsoll_scheduler::Scheduler;
 use tokio::sync::oneshot;
 
 use crate::shared::{Command, Shared};
+use crate::stall::Activity;
 use crate::thread::EngineThread;
 use crate::{Phase, RebuildError};
 
@@ -127,11 +128,17 @@ impl<E: Executor> EngineThread<E> {
             outage_patience,
             ..
         } = self;
-        source.rebuild(&mut || {
+        shared.activity.set(Activity::Build);
+        shared.lock().built = Some(began);
+        let built = source.rebuild(&mut || {
+            shared.lock().built = Some(Instant::now());
             if began.elapsed() > *outage_patience {
                 turn_away(scheduler, shared, *outage_patience);
             }
-        })
+        });
+        shared.lock().built = None;
+        shared.activity.set(Activity::BetweenSteps);
+        built
     }
 
     /// The KV cache is gone, and with it what requests had in it.

@@ -3,11 +3,12 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{Event, KvConfig, Limits, Request, RequestId, StepError, TenantId};
-use plimsoll_scheduler::SchedulerStats;
+use plimsoll_core::{Event, KvConfig, Limits, Request, RequestId, StepError, StepPlan, TenantId};
+use plimsoll_scheduler::{MAX_IN_FLIGHT, SchedulerStats};
 use tokio::sync::{mpsc::UnboundedSender, watch};
 
 use crate::recovery::{Sleeper, Waker};
+use crate::stall::{Activity, CurrentActivity, Stall, StepInFlight};
 use crate::stream::is_last;
 use crate::{EngineStats, Health, Histogram, OutOfMemory, Phase};
 
@@ -41,6 +42,8 @@ impl Link {
 #[derive(Debug)]
 pub(crate) struct Shared {
     state: Mutex<State>,
+    /// What the thread works on.
+    pub(crate) activity: CurrentActivity,
     /// Tells whoever waits that the thread has ended.
     pub(crate) ended: watch::Sender<bool>,
 }
@@ -77,7 +80,11 @@ pub(crate) struct State {
     pub(crate) last_error: Option<String>,
     step_began: Option<Instant>,
     step_ended: Option<Instant>,
+    /// Begun and not ended, oldest first.
+    steps: VecDeque<StepInFlight>,
     busy_since: Option<Instant>,
+    /// While a state is built again: when that last moved.
+    pub(crate) built: Option<Instant>,
     /// When the latest requests of this busy time left, for the estimate of how fast the queue moves.
     departures: VecDeque<Instant>,
 }
@@ -130,11 +137,14 @@ impl Shared {
             last_error: None,
             step_began: None,
             step_ended: None,
+            steps: VecDeque::with_capacity(MAX_IN_FLIGHT + 1),
             busy_since: None,
+            built: None,
             departures: VecDeque::new(),
         };
         Self {
             state: Mutex::new(state),
+            activity: CurrentActivity::default(),
             ended: watch::Sender::new(false),
         }
     }
@@ -213,13 +223,15 @@ impl State {
         }
     }
 
-    pub(crate) fn begin_step(&mut self) {
+    pub(crate) fn begin_step(&mut self, plan: &StepPlan) {
         self.step_began.get_or_insert_with(Instant::now);
+        self.steps.push_back(plan.into());
     }
 
-    /// Ends the oldest step; with `more` behind it, the next begins now.
-    pub(crate) fn end_step(&mut self, tokens: usize, more: bool, failure: Option<String>) {
+    /// Ends a step of `tokens` tokens; with `more` behind it, the next begins now.
+    pub(crate) fn end_step(&mut self, step: u64, tokens: usize, more: bool, failure: Option<String>) {
         let now = Instant::now();
+        self.steps.retain(|begun| begun.step != step);
         if let Some(began) = self.step_began.take() {
             self.stats.step_seconds.observe((now - began).as_secs_f64());
             self.stats.step_tokens.observe(tokens as f64);
@@ -236,10 +248,35 @@ impl State {
         }
     }
 
+    /// When the engine last moved; `None` where there is no work.
+    fn progress(&self) -> Option<Instant> {
+        let busy = self.busy_since?;
+        Some(self.step_ended.map_or(busy, |step| step.max(busy)))
+    }
+
+    /// The same for one that may be building its state. Between two tries to build it nothing is to move.
+    pub(crate) fn movement(&self) -> Option<Instant> {
+        match self.phase {
+            Phase::Rebuilding => self.built,
+            Phase::Running | Phase::FallingAsleep | Phase::Draining => self.progress(),
+            Phase::Asleep | Phase::Stopped | Phase::Dead => None,
+        }
+    }
+
+    /// What there is to say about an engine that has not moved for so long.
+    pub(crate) fn stall(&self, waited: Duration, activity: Activity) -> Stall {
+        Stall {
+            phase: self.phase,
+            activity,
+            waited,
+            step: self.steps.front().cloned(),
+            running: self.stats.scheduler.running,
+            waiting: self.stats.scheduler.waiting,
+        }
+    }
+
     pub(crate) fn health(&self) -> Health {
-        let progress = self
-            .busy_since
-            .map(|busy| self.step_ended.map_or(busy, |step| step.max(busy)));
+        let progress = self.progress();
         Health {
             phase: self.phase,
             last_step_age: self.step_ended.map(|at| at.elapsed()),

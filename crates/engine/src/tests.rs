@@ -17,6 +17,7 @@ mod fake;
 mod masks;
 mod overlap;
 mod recovery;
+mod stall;
 
 use fake::{Fake, Script, Unmetered, token};
 

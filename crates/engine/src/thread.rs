@@ -16,6 +16,7 @@ use crate::handle::SHUT_DOWN;
 use crate::masks::MaskPool;
 use crate::recovery::Sleeper;
 use crate::shared::{Command, Shared};
+use crate::stall::Activity;
 use crate::{OutOfMemory, Phase, StateSource, StepShape};
 
 /// What the engine thread owns besides the executor: nobody else touches the scheduler.
@@ -205,8 +206,9 @@ impl<E: Executor> EngineThread<E> {
     }
 
     fn launch(&mut self, executor: &mut E, plan: StepPlan) {
-        self.shared.lock().begin_step();
-        match guard(|| executor.launch(&plan)) {
+        self.shared.lock().begin_step(&plan);
+        let launched = self.doing(Activity::Launch, || executor.launch(&plan));
+        match launched {
             Ok(()) => {
                 self.unsampled = plan.awaits_masks();
                 self.in_flight.push_back(plan);
@@ -226,15 +228,30 @@ impl<E: Executor> EngineThread<E> {
         };
         self.unsampled = false;
         let (pool, scheduler) = (&self.masks, &mut self.scheduler);
-        match guard(|| executor.sample(&mut |masks| pool.fill(scheduler.guides(&plan), masks))) {
+        self.shared.activity.set(Activity::Masks);
+        let sampled = guard(|| executor.sample(&mut |masks| pool.fill(scheduler.guides(&plan), masks)));
+        self.shared.activity.set(Activity::BetweenSteps);
+        match sampled {
             Ok(()) => self.in_flight.push_front(plan),
             Err(error) => self.settle(executor, &plan, Err(error)),
         }
     }
 
+    /// `work` of the executor, whose panic becomes the error of its step. If it never ends, it is known what it was.
+    fn doing<T>(
+        &self,
+        activity: Activity,
+        work: impl FnOnce() -> Result<T, StepError>,
+    ) -> Result<T, StepError> {
+        self.shared.activity.set(activity);
+        let done = guard(work);
+        self.shared.activity.set(Activity::BetweenSteps);
+        done
+    }
+
     /// Waits for the oldest step in flight, hands out what it produced, and samples the step behind it if that waits.
     fn finish(&mut self, executor: &mut E, plan: &StepPlan) {
-        let output = guard(|| executor.finish());
+        let output = self.doing(Activity::Finish, || executor.finish());
         self.settle(executor, plan, output);
         self.sample(executor);
     }
@@ -261,16 +278,19 @@ impl<E: Executor> EngineThread<E> {
         }
         self.tell_cache();
         let above_proof = self.rises_above_proof(plan) || failure.as_ref().is_some_and(needs_more_scratch);
+        // Asks the device, which may hang: not under the lock that whoever looks for that needs.
+        let device_time = self.clock.read(executor.device_time());
         let mut state = self.shared.lock();
         state.stats.high_water_above_proof += u64::from(above_proof);
         state.stats.step_requests.observe(plan.runs.len() as f64);
         state.end_step(
+            plan.step,
             plan.num_tokens(),
             !self.in_flight.is_empty(),
             failure.map(|error| error.to_string()),
         );
         state.stats.scheduler = self.scheduler.stats();
-        state.stats.device_time = self.clock.read(executor.device_time());
+        state.stats.device_time = device_time;
         for (id, event) in events {
             state.deliver(id, event);
         }

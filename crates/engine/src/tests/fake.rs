@@ -35,6 +35,8 @@ pub(super) struct Script {
     pub(super) overflow: AtomicBool,
     /// A state that is built again is not ready yet.
     pub(super) hold_rebuild: AtomicBool,
+    /// Nor does it come any further.
+    pub(super) hang_rebuild: AtomicBool,
     /// The state cannot be built again, memory or not.
     pub(super) defect: AtomicBool,
     /// The engine panics between two steps.

@@ -20,8 +20,8 @@ use crate::recovery::Sleeper;
 use crate::shared::{Command, Shared};
 use crate::thread::{Clock, EngineThread};
 use crate::{
-    Drained, EngineConfig, EngineHandle, Phase, RebuildError, RequestStream, SleepError, StateSource,
-    SubmitError, WakeError,
+    Activity, Drained, EngineConfig, EngineHandle, Phase, RebuildError, RequestStream, SleepError,
+    StateSource, SubmitError, WakeError,
 };
 
 const LIMITS: StepLimits = StepLimits {
@@ -116,6 +116,9 @@ impl StateSource<Fake> for Device {
         while self.script.hold_rebuild.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_micros(100));
             meanwhile();
+        }
+        while self.script.hang_rebuild.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_micros(100));
         }
         Ok(self.prove()?)
     }
@@ -349,6 +352,33 @@ async fn u21_requests_are_turned_away_while_a_state_is_built() {
         .await;
     let again = read(rig.submit(3, 10).unwrap()).await;
     assert_eq!(again, (expected(3, 10), Ok(FinishReason::Length)));
+}
+
+/// U20: a build that hangs is seen as a step is, and one that goes on is no hang.
+#[tokio::test]
+async fn u20_a_build_that_hangs_is_seen() {
+    let (rig, _device) = start(1, PATIENCE);
+    let guilty = rig.submit(1, 100).unwrap();
+    hold(&rig).await;
+    rig.set(|s| &s.hold_rebuild);
+    rig.set(|s| &s.hang_rebuild);
+    rig.set(|s| &s.oom_in_launch);
+    rig.script.hold.store(false, Ordering::SeqCst);
+    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    let timeout = Duration::from_secs(1);
+    let moving = tokio::time::timeout(2 * timeout, rig.engine.stalled(timeout)).await;
+    assert!(moving.is_err(), "{moving:?}");
+    rig.script.hold_rebuild.store(false, Ordering::SeqCst);
+    let stall = tokio::time::timeout(PATIENCE, rig.engine.stalled(timeout))
+        .await
+        .unwrap();
+    assert_eq!(
+        (stall.phase, stall.activity, stall.step),
+        (Phase::Rebuilding, Activity::Build, None)
+    );
+    rig.script.hang_rebuild.store(false, Ordering::SeqCst);
+    rig.until("readiness", |rig| rig.engine.health().phase == Phase::Running)
+        .await;
 }
 
 /// Drains with nothing in; far from its timeout, on however busy a machine.

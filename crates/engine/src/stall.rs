@@ -1,0 +1,249 @@
+//! Work that does not move: what is in the step that does not end, and how long nobody has seen one end.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use plimsoll_core::{Run, StepPlan};
+
+use crate::Phase;
+
+/// A step that was launched, or is being launched, and has not ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepInFlight {
+    /// Its number.
+    pub step: u64,
+    /// Requests in it.
+    pub rows: usize,
+    /// Tokens of prompts that it computes.
+    pub prefill_tokens: usize,
+    /// Tokens that it computes because they were generated before.
+    pub decode_tokens: usize,
+    /// Tokens of its longest request, those before the step included.
+    pub longest_context: usize,
+}
+
+impl From<&StepPlan> for StepInFlight {
+    fn from(plan: &StepPlan) -> Self {
+        let generates = |run: &Run| run.sample.as_ref().is_some_and(|spec| spec.index > 0);
+        let decoding = plan.runs.iter().filter(|run| generates(run));
+        let decode_tokens = decoding.map(|run| run.input.len()).sum();
+        Self {
+            step: plan.step,
+            rows: plan.runs.len(),
+            prefill_tokens: plan.num_tokens() - decode_tokens,
+            decode_tokens,
+            longest_context: plan.runs.iter().map(Run::end).max().unwrap_or(0),
+        }
+    }
+}
+
+/// Keys and values for the log.
+impl fmt::Display for StepInFlight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            step,
+            rows,
+            prefill_tokens,
+            decode_tokens,
+            longest_context,
+        } = self;
+        write!(
+            f,
+            "step={step} rows={rows} prefill_tokens={prefill_tokens} decode_tokens={decode_tokens} \
+             longest_context={longest_context}"
+        )
+    }
+}
+
+/// What the engine thread works on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Activity {
+    /// Commands, plans, events.
+    BetweenSteps,
+    /// It hands a step to the executor.
+    Launch,
+    /// It computes the masks of a step's constrained requests.
+    Masks,
+    /// It waits for the end of a step.
+    Finish,
+    /// It builds and proves another state.
+    Build,
+}
+
+impl Activity {
+    const ALL: [Self; 5] = [
+        Self::BetweenSteps,
+        Self::Launch,
+        Self::Masks,
+        Self::Finish,
+        Self::Build,
+    ];
+
+    /// Name in logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::BetweenSteps => "between_steps",
+            Self::Launch => "launch",
+            Self::Masks => "masks",
+            Self::Finish => "finish",
+            Self::Build => "build",
+        }
+    }
+}
+
+/// Where the engine thread last said that it is: written a few times per step, read when something hangs.
+#[derive(Debug)]
+pub(crate) struct CurrentActivity(AtomicU8);
+
+impl Default for CurrentActivity {
+    fn default() -> Self {
+        Self(AtomicU8::new(Activity::BetweenSteps as u8))
+    }
+}
+
+impl CurrentActivity {
+    pub(crate) fn set(&self, activity: Activity) {
+        self.0.store(activity as u8, Ordering::Relaxed);
+    }
+
+    pub(crate) fn get(&self) -> Activity {
+        let current = self.0.load(Ordering::Relaxed);
+        let mut all = Activity::ALL.into_iter();
+        all.find(|&activity| activity as u8 == current)
+            .unwrap_or(Activity::BetweenSteps)
+    }
+}
+
+/// An engine that has work and does not move.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stall {
+    /// Where the engine stands in its life.
+    pub phase: Phase,
+    /// What its thread works on.
+    pub activity: Activity,
+    /// How long there has been no progress.
+    pub waited: Duration,
+    /// The oldest step that has not ended.
+    pub step: Option<StepInFlight>,
+    /// Requests that have KV and run.
+    pub running: usize,
+    /// Requests that wait to run.
+    pub waiting: usize,
+}
+
+/// Keys and values for the log.
+impl fmt::Display for Stall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            phase,
+            activity,
+            waited,
+            step,
+            running,
+            waiting,
+        } = self;
+        write!(
+            f,
+            "phase=\"{phase}\" activity={} seconds={:.1} ",
+            activity.name(),
+            waited.as_secs_f64()
+        )?;
+        match step {
+            Some(step) => write!(f, "{step}")?,
+            None => f.write_str("step=none")?,
+        }
+        write!(f, " running={running} waiting={waiting}")
+    }
+}
+
+/// How often progress is looked for while it is missing.
+pub(crate) fn look_every(timeout: Duration) -> Duration {
+    (timeout / 20).clamp(Duration::from_millis(5), Duration::from_secs(1))
+}
+
+/// Counts the time without progress. Time in which nobody looked, because the whole process or its machine stood still,
+/// counts as one look: the engine could not move either.
+#[derive(Debug)]
+pub(crate) struct Patience {
+    every: Duration,
+    looked: Instant,
+    progress: Option<Instant>,
+    waited: Duration,
+}
+
+impl Patience {
+    pub(crate) fn new(every: Duration, now: Instant) -> Self {
+        Self {
+            every,
+            looked: now,
+            progress: None,
+            waited: Duration::ZERO,
+        }
+    }
+
+    /// How long the last `progress` has been the same. `None`: there is nothing to do.
+    pub(crate) fn look(&mut self, progress: Option<Instant>, now: Instant) -> Duration {
+        let passed = now.saturating_duration_since(self.looked).min(2 * self.every);
+        self.waited = match progress {
+            Some(_) if progress == self.progress => self.waited + passed,
+            // Part of this look.
+            Some(at) => now.saturating_duration_since(at).min(passed),
+            None => Duration::ZERO,
+        };
+        self.looked = now;
+        self.progress = progress;
+        self.waited
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn u20_patience_ends_where_nothing_moves_and_only_there() {
+        let start = Instant::now();
+        let mut patience = Patience::new(SECOND, start);
+        let mut at = |seconds: u32, progress: Option<u32>| {
+            let progress = progress.map(|seconds| start + SECOND * seconds);
+            patience.look(progress, start + SECOND * seconds).as_secs()
+        };
+        // Idle, then work at 2 that does not move.
+        assert_eq!((at(1, None), at(2, None)), (0, 0));
+        assert_eq!((at(3, Some(2)), at(4, Some(2)), at(5, Some(2))), (1, 2, 3));
+        // A step ended.
+        assert_eq!((at(6, Some(6)), at(7, Some(6))), (0, 1));
+        // Slow, but moving.
+        for second in 8..20 {
+            assert!(at(second, Some(second - second % 2)) <= 1);
+        }
+        assert_eq!(at(20, None), 0);
+    }
+
+    #[test]
+    fn time_in_which_the_process_stood_still_does_not_count() {
+        let start = Instant::now();
+        let mut patience = Patience::new(SECOND, start);
+        assert_eq!(patience.look(Some(start), start + SECOND), SECOND);
+        assert_eq!(
+            patience.look(Some(start), start + 1000 * SECOND),
+            3 * SECOND,
+            "one long look"
+        );
+        assert_eq!(patience.look(Some(start), start + 1001 * SECOND), 4 * SECOND);
+    }
+
+    #[test]
+    fn activities_are_told_apart() {
+        let current = CurrentActivity::default();
+        assert_eq!(current.get(), Activity::BetweenSteps);
+        for activity in Activity::ALL {
+            current.set(activity);
+            assert_eq!(current.get(), activity);
+        }
+    }
+}
