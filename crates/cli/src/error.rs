@@ -14,6 +14,7 @@ use plimsoll_text::TextError;
 use tokio::task::JoinError;
 
 use crate::hub::HubError;
+use crate::signals::Signal;
 
 /// Everything that ends `plimsoll`.
 #[derive(Debug, thiserror::Error)]
@@ -116,6 +117,16 @@ pub enum Error {
     /// The server stopped by itself.
     #[error(transparent)]
     Serve(#[from] ServeError),
+    /// A signal came before there was anything to serve.
+    #[error("stopped by {signal} {:.1} s into the start, in the phase {phase}: nothing was served", after.as_secs_f64())]
+    Interrupted {
+        /// Which.
+        signal: Signal,
+        /// What the start did then.
+        phase: &'static str,
+        /// How long it had taken.
+        after: Duration,
+    },
     /// Requests were cut off at shutdown.
     #[error("{requests} requests were cut off after {} s; --drain-timeout gives them longer", timeout.as_secs_f64())]
     CutOff {
@@ -177,6 +188,8 @@ impl Error {
             Self::DeviceBusy { .. } => 8,
             Self::NothingToTest(_) => 9,
             Self::Inconclusive(_) => 10,
+            Self::Serve(ServeError::Stalled(_)) => 11,
+            Self::Interrupted { signal, .. } => signal.exit_code(),
             Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) => 1,
             Self::Bench(_) | Self::SelftestFailed(_) | Self::Internal(_) => 1,
             Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
@@ -185,6 +198,14 @@ impl Error {
 }
 
 impl Error {
+    /// Whether threads may still be at work on the device, perhaps for ever.
+    pub fn leaves_work_behind(&self) -> bool {
+        matches!(
+            self,
+            Self::Serve(ServeError::Stalled(_)) | Self::Interrupted { .. } | Self::CutOff { .. }
+        )
+    }
+
     /// Why it does not fit, and what would.
     pub fn diagnostic(&self) -> Option<&Diagnostic> {
         match self {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use plimsoll_cli::args::{BenchCommand, Cli, Command};
 use plimsoll_cli::command_line::CommandLine;
 use plimsoll_cli::logging::{self, Kind};
-use plimsoll_cli::{Error, bench, config, hub, layers, plan, selftest, serve, source};
+use plimsoll_cli::{Error, bench, config, exit, hub, layers, plan, selftest, serve, source};
 
 fn main() -> ExitCode {
     match start() {
@@ -22,7 +22,16 @@ fn start() -> Result<(), Error> {
     if cli.command.model().is_some_and(source::is_remote) {
         hub::disable_telemetry()?;
     }
-    tokio::runtime::Runtime::new()?.block_on(run(cli))
+    let runtime = tokio::runtime::Runtime::new()?;
+    let result = runtime.block_on(run(cli));
+    // What still works is not waited for: it may wait for a device that hangs.
+    runtime.shutdown_background();
+    if let Err(error) = &result
+        && error.leaves_work_behind()
+    {
+        exit::at_the_latest();
+    }
+    result
 }
 
 async fn run(cli: Cli) -> Result<(), Error> {

@@ -6,11 +6,12 @@ use std::time::Instant;
 
 use hf_hub::progress::{DownloadEvent, Progress, ProgressEvent, ProgressHandler};
 use indicatif::{ProgressBar, ProgressStyle};
-use plimsoll_profiler::{Observer, PhaseRecord};
+use plimsoll_profiler::{Observer, Phase, PhaseRecord};
+use plimsoll_server::StartPhase;
 
 use crate::bytes::Bytes;
 use crate::hub::RemoteFile;
-use crate::start::StartTimes;
+use crate::start::{StartProgress, StartTimes};
 
 /// A bar over bytes.
 pub(crate) fn bytes_bar(what: &str, total: u64) -> ProgressBar {
@@ -42,28 +43,33 @@ fn bar(what: &str, total: u64, style: &str) -> ProgressBar {
 pub(crate) struct DownloadBar {
     bar: ProgressBar,
     files: usize,
+    start: StartProgress,
 }
 
 impl DownloadBar {
     /// `missing`: the files to come with their sizes; with none of them, nothing is shown.
-    pub(crate) fn new(repo: &str, missing: &[RemoteFile]) -> Self {
+    pub(crate) fn new(repo: &str, missing: &[RemoteFile], start: &StartProgress) -> Self {
         let total = missing.iter().map(|file| file.size).sum();
         if missing.is_empty() {
             return Self {
                 bar: ProgressBar::hidden(),
                 files: 0,
+                start: start.clone(),
             };
         }
+        start.downloads();
         tracing::info!("downloading {} files of {repo}, {}", missing.len(), Bytes(total));
         Self {
             bar: bytes_bar(repo, total),
             files: missing.len(),
+            start: start.clone(),
         }
     }
 
     pub(crate) fn handler(&self) -> Progress {
         Arc::new(Handler {
             bar: self.bar.clone(),
+            start: (self.files > 0).then(|| self.start.clone()),
             done: Mutex::default(),
         })
         .into()
@@ -83,6 +89,8 @@ impl DownloadBar {
 
 struct Handler {
     bar: ProgressBar,
+    /// Unless there is nothing to download.
+    start: Option<StartProgress>,
     /// Bytes by file; what xet transfers is known only in sum and stands under the empty name.
     done: Mutex<HashMap<String, u64>>,
 }
@@ -104,7 +112,11 @@ impl ProgressHandler for Handler {
             }
             DownloadEvent::Start { .. } | DownloadEvent::Complete => return,
         }
-        self.bar.set_position(done.values().sum());
+        let done = done.values().sum();
+        self.bar.set_position(done);
+        if let (Some(start), Some(total)) = (&self.start, self.bar.length()) {
+            start.bytes(done, total);
+        }
     }
 }
 
@@ -139,11 +151,35 @@ pub(crate) fn log_phase(record: &PhaseRecord) {
     }
 }
 
+/// What follows a phase of the profile.
+fn behind(record: &PhaseRecord) -> Option<StartPhase> {
+    let is = |outcome: &str| {
+        record
+            .fields
+            .iter()
+            .any(|(key, value)| *key == "outcome" && value == outcome)
+    };
+    match record.phase {
+        Phase::Compute => Some(StartPhase::Rebuild),
+        Phase::Rebuild if is("built") => Some(StartPhase::Validate),
+        Phase::Validate if is("proved") => Some(StartPhase::Engine),
+        // A size that did not do is followed by a smaller one.
+        Phase::Rebuild | Phase::Validate if is("out_of_memory") => Some(StartPhase::Rebuild),
+        // A plan that does not do is followed by a measurement; a size that somebody chose needs none.
+        Phase::Skip if is("discarded") => Some(StartPhase::Probe),
+        Phase::Skip => Some(StartPhase::Rebuild),
+        Phase::Baseline | Phase::Probe | Phase::Rebuild | Phase::Validate | Phase::Advise => None,
+    }
+}
+
 impl Observer for ProfileProgress {
     fn phase(&mut self, record: &PhaseRecord) {
         let now = Instant::now();
         self.times.add(record.phase.name(), now - self.since);
         self.since = now;
+        if let Some(next) = behind(record) {
+            self.times.progress().enter(next);
+        }
         self.bar.suspend(|| log_phase(record));
     }
 
@@ -152,5 +188,11 @@ impl Observer for ProfileProgress {
             .set_message(format!("auto-profile {} {}", progress.phase, progress.scenario));
         self.bar.set_length(progress.of as u64);
         self.bar.set_position(progress.done as u64);
+        let start = self.times.progress();
+        match progress.phase {
+            Phase::Validate => start.enter(StartPhase::Validate),
+            _ => start.enter(StartPhase::Probe),
+        }
+        start.steps(progress.done, progress.of, &progress.scenario.to_string());
     }
 }

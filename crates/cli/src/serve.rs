@@ -1,6 +1,5 @@
 //! `plimsoll serve`.
 
-use std::future::Future;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -10,9 +9,12 @@ use std::time::{Duration, Instant};
 use plimsoll_engine::Drained;
 use plimsoll_model::GenerationConfig;
 use plimsoll_profiler::Report;
-use plimsoll_server::{AppState, GenerationDefaults, Memory, ModelInfo, RequestSink, ServerOptions};
+use plimsoll_server::{
+    AppState, GenerationDefaults, Memory, ModelInfo, RequestSink, ServeError, Server, ServerOptions, Start,
+    StartPhase, StartStatus,
+};
 use plimsoll_text::{ChatTemplate, SpecialTokens};
-use tokio::net::{TcpSocket, lookup_host};
+use tokio::net::{TcpListener, TcpSocket, lookup_host};
 
 use crate::access_log::AccessLog;
 use crate::args::{EngineArgs, SchedulingPolicy, ServeArgs, ServerArgs};
@@ -22,8 +24,10 @@ use crate::keys::{self, KeySource};
 use crate::kv_events;
 use crate::lock::DeviceLock;
 use crate::logging;
+use crate::patience::Patience;
 use crate::plan_cache::PlanCache;
 use crate::request_log::RequestLog;
+use crate::signals::{self, Signal};
 use crate::source::{Source, resolve};
 use crate::standing::Standing;
 use crate::start::{Loaded, Outline, Ready, ReportFile, StartContext, StartTimes, Text};
@@ -38,58 +42,56 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let report_file = ReportFile::new(&args.engine.memory)?;
     let mut context = StartContext::new(PlanCache::from_flags(&args.engine.memory));
     let times = context.times.clone();
+    let mut signal = signals::first()?;
     let given = Given::read(&args.server).await?;
-    // An address that is taken is found out now, not after minutes of loading; it refuses connections until it listens.
-    let socket = bind(&args.server).await?;
+    let name = args.server.served_names(&args.engine.model).remove(0);
+    // It answers that it starts; an address that is taken is found out now, not after minutes of loading.
+    let listener = listen(&args.server, &times).await?;
+    let bound = listener.local_addr()?;
     context.cache_listener = kv_events::publish(&args)?;
-    let source = resolve_timed(&args.engine, &times).await?;
+    let progress = Arc::new(times.progress().clone());
+    let server = Server::listen(listener, &name, &given.options(&args, None), progress);
+    let scheme = given.scheme();
+    tracing::info!("starting {name}: {scheme}://{bound}/ready says how far it is");
+    let started = async {
+        let source = resolve_timed(&args.engine, &times).await?;
+        let args = args.clone();
+        tokio::task::spawn_blocking(move || prepare(&source, &args, given, context)).await?
+    };
+    let prepared = tokio::select! {
+        prepared = started => prepared?,
+        Ok(signal) = &mut signal => return Err(interrupted(signal, &times)),
+    };
+    if !logging::is_json() {
+        say(&prepared.report.table());
+    }
     let Prepared {
         state,
-        report,
         standing,
         example,
         given,
-    } = {
-        let args = args.clone();
-        let work = move || prepare(&source, &args, given, context);
-        tokio::task::spawn_blocking(work).await??
-    };
-    if !logging::is_json() {
-        say(&report.table());
-    }
-
-    let address = args.server.host.clone();
-    let listen = |source| Error::Bind {
-        address: format!("{address}:{}", args.server.port),
-        source,
-    };
-    let listener = times
-        .measure("listen", || socket.listen(BACKLOG))
-        .map_err(listen)?;
-    let bound = listener.local_addr()?;
-    let signal = shutdown_signal()?;
+        ..
+    } = prepared;
     let total = times.ready();
     // Clients are connected by now: no reason to end.
     if let Err(error) = report_file.write(&standing.report()) {
         tracing::error!("no --profile-report: {error}");
     }
-    let scheme = if given.certificate.is_some() {
-        "https"
-    } else {
-        "http"
-    };
-    announce(
-        scheme,
-        bound,
-        &args.server.served_names(&args.engine.model)[0],
-        total,
-        example,
-    );
     let traces = given.traces.clone();
     let watch = tokio::spawn(given.watch());
-    let served = plimsoll_server::serve(listener, state, signal).await;
+    let shutdown = async {
+        match signal.await {
+            Ok(signal) => tracing::info!("{signal}: requests may finish; once more to stop at once"),
+            Err(_) => std::future::pending().await,
+        }
+    };
+    server.open(&state);
+    announce(scheme, bound, &name, total, example);
+    let served = server.serve(state, shutdown).await;
     watch.abort();
-    if let Some(traces) = traces {
+    if let Some(traces) = traces
+        && !matches!(served, Err(ServeError::Stalled(_)))
+    {
         tokio::task::spawn_blocking(move || traces.finish()).await?;
     }
     match served? {
@@ -101,9 +103,18 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     }
 }
 
+fn interrupted(signal: Signal, times: &StartTimes) -> Error {
+    let StartStatus { phase, elapsed, .. } = times.progress().status();
+    Error::Interrupted {
+        signal,
+        phase: phase.name(),
+        after: elapsed,
+    }
+}
+
 pub(crate) async fn resolve_timed(args: &EngineArgs, times: &StartTimes) -> Result<Source, Error> {
     let begin = Instant::now();
-    let source = resolve(&args.model).await?;
+    let source = resolve(&args.model, times.progress()).await?;
     times.add("resolve", begin.elapsed());
     Ok(source)
 }
@@ -115,6 +126,7 @@ pub(crate) fn open_timed(
     times: &StartTimes,
 ) -> Result<(Device, DeviceLock), Error> {
     let begin = Instant::now();
+    times.progress().enter(StartPhase::Device);
     let (device, lock) = Device::open(source, args)?;
     times.add("wait", lock.waited());
     times.add("device", begin.elapsed().saturating_sub(lock.waited()));
@@ -192,7 +204,7 @@ fn prepare(
         defaults: given.defaults.unwrap_or_else(|| defaults_of(&generation)),
         embedding: loaded.embedding,
     };
-    let options = given.options(args);
+    let options = given.options(args, Some(&report));
     Ok(Prepared {
         state: AppState::new(engine, model, Arc::clone(&standing) as _, options),
         report,
@@ -241,13 +253,28 @@ impl Given {
         })
     }
 
-    /// What the API is told.
-    fn options(&self, args: &ServeArgs) -> ServerOptions {
+    fn scheme(&self) -> &'static str {
+        match self.certificate {
+            Some(_) => "https",
+            None => "http",
+        }
+    }
+
+    /// What the API is told; before there is a proof, what connections are to be like.
+    fn options(&self, args: &ServeArgs, proof: Option<&Report>) -> ServerOptions {
         let server = &args.server;
+        let slowest = proof.map(Report::slowest_step).unwrap_or_default();
+        let patience = Patience::new(server, slowest);
+        if proof.is_some() {
+            patience.log(slowest);
+        }
         ServerOptions {
             max_body_bytes: usize::try_from(server.max_body_size.0).unwrap_or(usize::MAX),
             slow_client_timeout: server.slow_client_timeout,
             drain_timeout: server.drain_timeout,
+            ready_patience: patience.stall,
+            watchdog_timeout: patience.watchdog,
+            enable_admin_api: server.enable_admin_api(),
             seed: args.engine.limits.seed,
             enable_sleep_mode: server.enable_sleep_mode(),
             pages: args.pages.pages(),
@@ -333,22 +360,26 @@ fn defaults_of(config: &GenerationConfig) -> GenerationDefaults {
     }
 }
 
-async fn bind(args: &ServerArgs) -> Result<TcpSocket, Error> {
+async fn listen(args: &ServerArgs, times: &StartTimes) -> Result<TcpListener, Error> {
+    let begin = Instant::now();
     let failed = |source| Error::Bind {
         address: format!("{}:{}", args.host, args.port),
         source,
     };
     let mut last = std::io::Error::other("the name has no address");
     for address in lookup_host((&*args.host, args.port)).await.map_err(failed)? {
-        match bind_to(address) {
-            Ok(socket) => return Ok(socket),
+        match listen_on(address) {
+            Ok(listener) => {
+                times.add("listen", begin.elapsed());
+                return Ok(listener);
+            }
             Err(error) => last = error,
         }
     }
     Err(failed(last))
 }
 
-fn bind_to(address: SocketAddr) -> std::io::Result<TcpSocket> {
+fn listen_on(address: SocketAddr) -> std::io::Result<TcpListener> {
     let socket = if address.is_ipv4() {
         TcpSocket::new_v4()?
     } else {
@@ -357,33 +388,7 @@ fn bind_to(address: SocketAddr) -> std::io::Result<TcpSocket> {
     // A port whose last server just ended is free.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
-    Ok(socket)
-}
-
-/// Ready at the first Ctrl-C or SIGTERM; the second ends the process there and then.
-fn shutdown_signal() -> Result<impl Future<Output = ()>, Error> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    let (sender, receiver) = tokio::sync::oneshot::channel::<()>();
-    tokio::spawn(async move {
-        let mut sender = Some(sender);
-        loop {
-            let number = tokio::select! { _ = interrupt.recv() => 2, _ = terminate.recv() => 15 };
-            match sender.take() {
-                Some(sender) => {
-                    tracing::info!("stopping: requests may finish; once more to stop at once");
-                    // Nobody waits any more where the server ended by itself.
-                    let _ = sender.send(());
-                }
-                // As a shell reports a process that a signal ended.
-                None => std::process::exit(128 + number),
-            }
-        }
-    });
-    Ok(async move {
-        let _ = receiver.await;
-    })
+    socket.listen(BACKLOG)
 }
 
 /// Tells people how to talk to the server.
@@ -476,6 +481,7 @@ mod tests {
     async fn a_port_that_is_taken_is_found_out_at_once() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
+        let times = StartTimes::begin();
         let args = |host: &str, port: u16| {
             let argv = ["plimsoll", "serve", "--host", host, "--port", &port.to_string()];
             match crate::args::Cli::try_parse_from(argv).unwrap().command {
@@ -484,18 +490,15 @@ mod tests {
             }
         };
         assert!(matches!(
-            bind(&args("127.0.0.1", port)).await,
+            listen(&args("127.0.0.1", port), &times).await,
             Err(Error::Bind { .. })
         ));
         assert!(matches!(
-            bind(&args("no-such-host.invalid", 1)).await,
+            listen(&args("no-such-host.invalid", 1), &times).await,
             Err(Error::Bind { .. })
         ));
-        // Until it listens it refuses connections.
-        let socket = bind(&args("127.0.0.1", 0)).await.unwrap();
-        let address = socket.local_addr().unwrap();
-        assert!(tokio::net::TcpStream::connect(address).await.is_err());
-        let _listener = socket.listen(1).unwrap();
+        let listener = listen(&args("127.0.0.1", 0), &times).await.unwrap();
+        let address = listener.local_addr().unwrap();
         assert!(tokio::net::TcpStream::connect(address).await.is_ok());
     }
 }

@@ -6,6 +6,7 @@ use crate::args::{LoadFormat, ModelArgs};
 use crate::error::Error;
 use crate::hub::{self, HubOptions, RepoId, Weights};
 use crate::simulated::SimSpec;
+use crate::start::StartProgress;
 
 /// What MODEL turned out to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,16 +28,16 @@ pub(crate) fn is_sim(model: &str) -> bool {
 }
 
 /// Finds MODEL, downloading it where it is a repository.
-pub async fn resolve(args: &ModelArgs) -> Result<Source, Error> {
+pub async fn resolve(args: &ModelArgs, progress: &StartProgress) -> Result<Source, Error> {
     if is_sim(args.model()) {
         return Ok(Source::Sim);
     }
-    let model = locate(args.model(), args, weights_wanted(args.load_format)).await?;
+    let model = locate(args.model(), args, weights_wanted(args.load_format), progress).await?;
     let model = pick(&model, args.load_format)?;
     let tokenizer = match &args.tokenizer {
         None => model.clone(),
         Some(path) => {
-            let path = locate(path, args, Weights::None).await?;
+            let path = locate(path, args, Weights::None, progress).await?;
             if path.ends_with("tokenizer.json") {
                 path.parent().unwrap_or(Path::new(".")).to_owned()
             } else {
@@ -59,7 +60,7 @@ pub async fn resolve_config(args: &ModelArgs) -> Result<Source, Error> {
     if !is_here && RepoId::parse(args.model()).is_some_and(|repo| repo.quant.is_some()) {
         return Err(only_weights());
     }
-    let path = locate(args.model(), args, Weights::None).await?;
+    let path = locate(args.model(), args, Weights::None, &StartProgress::default()).await?;
     let has_config = path.join("config.json").is_file();
     let model = match pick(&path, args.load_format) {
         // Weights may be missing.
@@ -88,7 +89,12 @@ fn weights_wanted(format: LoadFormat) -> Weights {
     }
 }
 
-async fn locate(text: &str, args: &ModelArgs, weights: Weights) -> Result<PathBuf, Error> {
+async fn locate(
+    text: &str,
+    args: &ModelArgs,
+    weights: Weights,
+    progress: &StartProgress,
+) -> Result<PathBuf, Error> {
     let path = Path::new(text);
     if path.exists() {
         return Ok(path.to_owned());
@@ -106,6 +112,7 @@ async fn locate(text: &str, args: &ModelArgs, weights: Weights) -> Result<PathBu
         token: args.hf_token.clone(),
         revision: args.revision.clone(),
         offline: truthy("HF_HUB_OFFLINE"),
+        progress: progress.clone(),
     };
     Ok(hub::fetch(&repo, weights, &options).await?)
 }

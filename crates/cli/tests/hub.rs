@@ -12,6 +12,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use plimsoll_cli::hub::{HubError, HubOptions, RepoId, Weights, fetch};
+use plimsoll_cli::start::StartProgress;
 use sha2::{Digest, Sha256};
 
 const REPO: &str = "acme/tiny";
@@ -75,6 +76,7 @@ impl Fixture {
             token: Some(TOKEN.to_owned()),
             revision: "main".to_owned(),
             offline: false,
+            progress: StartProgress::default(),
         }
     }
 

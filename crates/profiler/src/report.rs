@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use plimsoll_core::{Meters, Oom, StepLimits};
 use serde::{Deserialize, Serialize};
 
@@ -177,6 +179,16 @@ pub struct ScenarioResult {
     pub scratch_bytes: u64,
     /// Highest `reserved` of the phase so far.
     pub peak_reserved: u64,
+}
+
+impl Report {
+    /// Time of the slowest step of the proof.
+    pub fn slowest_step(&self) -> Duration {
+        let proof = self.attempts.last();
+        let steps = proof.into_iter().flat_map(|attempt| &attempt.scenarios);
+        let slowest = steps.map(|step| step.seconds).fold(0.0, f64::max);
+        Duration::try_from_secs_f64(slowest).unwrap_or_default()
+    }
 }
 
 impl From<&ScenarioResult> for ScenarioShape {

@@ -12,13 +12,14 @@ use crate::error::{ApiError, whole_seconds};
 use crate::generate::blocking;
 use crate::state::AppState;
 use crate::wire::about::{
-    HealthReport, LastOom, MemoryNow, MemoryReport, ModelCard, ModelList, OomStep, Rebuilds, Version,
+    HealthReport, LastOom, MemoryNow, MemoryReport, ModelCard, ModelList, NotReady, OomStep, Rebuilds,
+    Version,
 };
 use crate::wire::error::ErrorBody;
 
 /// Liveness
 ///
-/// 200 while the engine lives, drains included: what a liveness probe asks.
+/// 200 while the engine lives, drains included, and while it is being started: what a liveness probe asks.
 #[utoipa::path(
     get, path = "/health", tag = "Operation",
     responses(
@@ -39,7 +40,7 @@ pub(crate) async fn health(State(state): State<AppState>) -> Response {
     get, path = "/ready", tag = "Operation",
     responses(
         (status = 200, description = "Requests are accepted, and steps advance.", body = HealthReport),
-        (status = 503, description = "Not now; `status` says why.", body = HealthReport),
+        (status = 503, description = "Not now; `status` says why.", body = NotReady),
     )
 )]
 pub(crate) async fn ready(State(state): State<AppState>) -> Response {
@@ -72,7 +73,7 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
     } else {
         StatusCode::SERVICE_UNAVAILABLE
     };
-    let mut response = (code, Json(body)).into_response();
+    let mut response = (code, Json(NotReady::Engine(body))).into_response();
     if !good && health.phase == Phase::Rebuilding {
         response
             .headers_mut()
@@ -98,8 +99,13 @@ pub(crate) async fn metrics(State(state): State<AppState>) -> Result<Response, A
             .render(&stats, &health, engine.kv(), state.memory()))
     })
     .await?;
+    Ok(metrics_page(page))
+}
+
+/// A page in Prometheus' format.
+pub(crate) fn metrics_page(page: String) -> Response {
     let header = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    Ok((header, page).into_response())
+    (header, page).into_response()
 }
 
 /// Memory

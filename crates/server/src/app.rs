@@ -1,17 +1,12 @@
 //! The routes, and what all of them share.
 
 use std::any::Any;
-use std::future::Future;
-use std::io;
-use std::time::Duration;
 
 use axum::extract::DefaultBodyLimit;
 use axum::http::{Method, Uri};
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Router};
-use plimsoll_engine::{Drained, Phase};
-use tokio::net::TcpListener;
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::cors::{AllowOrigin, Any as AnyOf, CorsLayer};
 use utoipa_axum::router::OpenApiRouter;
@@ -20,9 +15,7 @@ use utoipa_axum::routes;
 use crate::error::ApiError;
 use crate::observe::{REQUEST_ID, observe};
 use crate::state::{AppState, ServerOptions};
-use crate::{
-    admin, anthropic, chat, completions, connect, embeddings, openapi, pages, responses, sleep, text,
-};
+use crate::{admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, sleep, text};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
@@ -65,6 +58,7 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
         .routes(routes!(openapi::openapi));
     [
         (options.enable_sleep_mode, sleep::routes as fn() -> _),
+        (options.enable_admin_api, drain::routes),
         (options.pages, pages::routes),
     ]
     .into_iter()
@@ -72,7 +66,7 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
     .fold(routes, |routes, (_, further)| routes.merge(further()))
 }
 
-fn cors(options: &ServerOptions) -> Option<CorsLayer> {
+pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {
     let origins = &options.allowed_origins;
     let allow = match origins.as_slice() {
         [] => return None,
@@ -95,60 +89,6 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     tracing::error!(panic = text.unwrap_or("no message"), "a handler panicked");
     ApiError::Internal("a handler panicked; the log says where".into()).into_response()
-}
-
-/// Why serving ended other than by the shutdown that was asked for.
-#[derive(Debug, thiserror::Error)]
-pub enum ServeError {
-    /// The listener failed.
-    #[error("cannot serve: {0}")]
-    Io(#[from] io::Error),
-    /// The engine ended by a defect.
-    #[error("the engine died: {0}")]
-    EngineDied(String),
-}
-
-/// Serves until `shutdown` is ready, then drains: `/ready` fails and new requests get a 503 while those that are in may
-/// finish for [`ServerOptions::drain_timeout`]; what is left is failed, and the connections are closed. Also ends, with an
-/// error, where the engine dies: a supervisor shall start a new process.
-pub async fn serve(
-    listener: TcpListener,
-    state: AppState,
-    shutdown: impl Future<Output = ()>,
-) -> Result<Drained, ServeError> {
-    let handle = axum_server::Handle::new();
-    let mut server = tokio::spawn({
-        let (state, handle) = (state.clone(), handle.clone());
-        async move { connect::serve(listener, state.options(), handle, router(state.clone())).await }
-    });
-    let upkeep = tokio::spawn(upkeep(state.clone()));
-    let engine = state.engine();
-    tokio::select! {
-        () = shutdown => {}
-        () = engine.ended() => {}
-        result = &mut server => result.map_err(io::Error::other)??,
-    }
-    let drained = engine.drain(state.options().drain_timeout).await;
-    // Responses are complete; what remains are clients that do not read them.
-    handle.graceful_shutdown(Some(FLUSH));
-    server.await.map_err(io::Error::other)??;
-    upkeep.abort();
-    let health = engine.health();
-    match health.phase {
-        Phase::Dead => Err(ServeError::EngineDied(health.last_error.unwrap_or_default())),
-        _ => Ok(drained),
-    }
-}
-
-/// How long responses that are complete may take to reach their clients at shutdown.
-const FLUSH: Duration = Duration::from_secs(5);
-
-async fn upkeep(state: AppState) {
-    let mut every = tokio::time::interval(Duration::from_secs(5));
-    loop {
-        every.tick().await;
-        state.metrics().run_upkeep();
-    }
 }
 
 #[cfg(test)]
@@ -174,6 +114,7 @@ mod tests {
     fn every_route_is_described() {
         let options = ServerOptions {
             enable_sleep_mode: true,
+            enable_admin_api: true,
             ..Default::default()
         };
         let (router, api) = routes(&options).split_for_parts();

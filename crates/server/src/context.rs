@@ -144,7 +144,7 @@ impl Context {
             began: SystemTime::now(),
             arrived,
             given: given.is_some(),
-            id: given.unwrap_or_else(|| format!("{:032x}", rand::random::<u128>())),
+            id: given.unwrap_or_else(fresh_id),
             method: request.method().clone(),
             path: request.uri().path().to_owned(),
             route: request.extensions().get().cloned(),
@@ -344,10 +344,15 @@ const CLIENT_LEFT: StatusCode = match StatusCode::from_u16(499) {
 const MAX_ID: usize = 128;
 
 /// The client's id, if it can stand in logs and ids as it is.
-fn request_id(headers: &HeaderMap) -> Option<String> {
+pub(crate) fn request_id(headers: &HeaderMap) -> Option<String> {
     let id = headers.get("x-request-id")?.to_str().ok()?;
     let sane = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
     ((1..=MAX_ID).contains(&id.len()) && id.bytes().all(sane)).then(|| id.to_owned())
+}
+
+/// The id of a request that brings none.
+pub(crate) fn fresh_id() -> String {
+    format!("{:032x}", rand::random::<u128>())
 }
 
 /// A time that a client gives in seconds.

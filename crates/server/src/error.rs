@@ -9,6 +9,7 @@ use plimsoll_engine::{SleepError, SubmitError, WakeError};
 use serde_json::{Value, json};
 
 use crate::quota::Counted;
+use crate::start::StartStatus;
 use crate::wire::error::{ErrorBody, ErrorObject};
 
 /// Everything that can go wrong with a request. The one place where errors become statuses: `ApiError::class`.
@@ -77,6 +78,12 @@ pub enum ApiError {
     /// The API key is none of the server's.
     #[error("the API key is not valid for this server")]
     WrongKey,
+    /// A web page of another origin asks for what is the operator's.
+    #[error("web pages of other origins cannot operate this server")]
+    CrossOrigin,
+    /// The server is not ready to answer.
+    #[error("the server is starting ({}, {:.1} %): GET /ready says how far it is", .0.phase.name(), .0.percent())]
+    Starting(StartStatus),
     /// The key has used up what comes to it in a minute.
     #[error("this API key may use {limit} {} per minute; try again in {:.1} s", counted.name(), retry_after.as_secs_f64())]
     RateLimited {
@@ -166,6 +173,8 @@ impl ApiError {
                 Some("unsupported_media_type"),
             ),
             Self::NoKey | Self::WrongKey => (StatusCode::UNAUTHORIZED, INVALID, Some("invalid_api_key")),
+            Self::CrossOrigin => (StatusCode::FORBIDDEN, INVALID, Some("cross_origin")),
+            Self::Starting(_) => unavailable("starting"),
             Self::RateLimited { counted, .. } => (
                 StatusCode::TOO_MANY_REQUESTS,
                 counted.name(),
@@ -227,6 +236,9 @@ impl ApiError {
             )
             | Self::Wake(WakeError::NoMemory { retry_after, .. }) => Some(*retry_after),
             Self::Refused(SubmitError::Asleep) => Some(RETRY_ASLEEP),
+            // Another server may answer at once, or the next one soon.
+            Self::Refused(SubmitError::ShuttingDown) => Some(RETRY_SOON),
+            Self::Starting(status) => Some(status.retry_after()),
             Self::RateLimited { retry_after, .. } => Some(*retry_after),
             Self::TooManyAtOnce(_) => Some(RETRY_SOON),
             // The queue is as long as requests wait.
@@ -282,7 +294,7 @@ impl From<QueryRejection> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, _, code) = self.class();
-        if status.is_server_error() {
+        if status.is_server_error() && !matches!(self, Self::Starting(_)) {
             tracing::warn!(%status, error = %self, "request failed");
         }
         let mut response = (status, Json(self.body())).into_response();
@@ -319,5 +331,5 @@ pub(crate) fn whole_seconds(duration: Duration) -> HeaderValue {
 
 /// When to ask a server that sleeps: nobody knows when it is woken.
 const RETRY_ASLEEP: Duration = Duration::from_secs(30);
-/// When to ask again while one's own requests run.
+/// When to ask again while one's own requests run, or elsewhere.
 const RETRY_SOON: Duration = Duration::from_secs(1);

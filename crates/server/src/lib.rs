@@ -1,5 +1,6 @@
 //! The OpenAI API over HTTP.
 //!
+//! `server` listens from the start on; until there is an engine `start` answers, then the routes of `app`.
 //! Every request passes `observe` (its id, its key, its limits, its record). One that generates goes through `body` (JSON, fields), its endpoint (`chat`, `completions`), `conversation` or `prompt` (template
 //! and tokenizer, on the blocking pool), `generate` (engine requests; tokens to text), `conversation` again (text to
 //! reasoning, content and tool calls), and `respond` (whole, or as server-sent events).
@@ -14,6 +15,7 @@ mod completions;
 mod connect;
 mod context;
 mod conversation;
+mod drain;
 mod embeddings;
 mod error;
 mod fields;
@@ -30,7 +32,9 @@ mod respond;
 mod responses;
 mod scores;
 mod sealed;
+mod server;
 mod sleep;
+mod start;
 mod state;
 mod structured;
 mod text;
@@ -38,7 +42,7 @@ mod tools;
 mod transcript;
 mod wire;
 
-pub use app::{ServeError, router, serve};
+pub use app::router;
 pub use connect::Tls;
 pub use context::{Generation, RequestRecord, RequestSink};
 pub use embeddings::EmbeddingInfo;
@@ -46,6 +50,8 @@ pub use error::ApiError;
 pub use keys::{ApiKey, ApiKeys, KeyError};
 pub use metrics::names as metric_names;
 pub use quota::{Counted, KeyLimits};
+pub use server::{ServeError, Server};
+pub use start::{Start, StartPhase, StartStatus};
 pub use state::{
     AnswerStyle, AppState, GenerationDefaults, Memory, ModelInfo, ServerOptions, StartNumbers, StoreLimits,
 };

@@ -5,6 +5,7 @@ mod catalog;
 mod http;
 pub mod names;
 mod process;
+mod start;
 mod timer;
 
 use std::fmt::Write;
@@ -19,6 +20,7 @@ use crate::state::{Memory, StartNumbers, unix_seconds};
 
 use catalog::*;
 pub(crate) use http::Exchange;
+pub(crate) use start::start_page;
 pub(crate) use timer::Timer;
 
 /// The server's metrics, and the one place that renders them.
@@ -138,8 +140,9 @@ impl Maker<'_> {
 }
 
 impl Metrics {
-    /// Metrics of a server of `model`, whose sequences have at most `max_model_len` tokens.
-    pub(crate) fn new(model: &str, max_model_len: usize) -> Self {
+    /// Metrics of a server of `model`, whose sequences have at most `max_model_len` tokens, and whose `/ready` fails where no
+    /// step ends for `stall_timeout`.
+    pub(crate) fn new(model: &str, max_model_len: usize, stall_timeout: Duration) -> Self {
         let mut builder = PrometheusBuilder::new();
         for (name, ours, others) in buckets(max_model_len) {
             for (name, bounds) in [(Some(name.0), ours), (name.1, others)] {
@@ -186,6 +189,12 @@ impl Metrics {
         };
         maker.set(&START_TIME, &[], unix_seconds() as f64);
         let http_in_flight = maker.gauge(&HTTP_IN_FLIGHT, &[]);
+        maker.set(
+            &START_PROGRESS,
+            &[Label::from_static_parts("phase", "ready")],
+            1.0,
+        );
+        maker.set(&STALL_TIMEOUT, &[], stall_timeout.as_secs_f64());
         Self {
             handle: recorder.handle(),
             recorder,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, Method};
+use axum::http::{HeaderName, HeaderValue, Method, Version, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http_body::{Frame, SizeHint};
@@ -27,6 +27,7 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     let context = Context::new(&state, &request, timeout.as_ref().ok().copied().flatten());
     // On at every level: it names the request in each line of the log.
     let span = tracing::error_span!("request", id = context.id());
+    let version = request.version();
     let answer = async {
         let admitted = timeout.and_then(|_| admit(&state, &context, &request));
         match admitted {
@@ -48,6 +49,12 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     let mut response = context.clone().scope(answer).instrument(span).await;
     if let Ok(id) = HeaderValue::from_str(context.id()) {
         response.headers_mut().insert(REQUEST_ID, id);
+    }
+    // Clients go elsewhere in place of finding their connection closed. HTTP/2 says so by itself.
+    if state.is_draining() && version < Version::HTTP_2 {
+        response
+            .headers_mut()
+            .insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
     let code = response.extensions().get::<ErrorCode>().and_then(|code| code.0);
     context.answered(response.status(), code);

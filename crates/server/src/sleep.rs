@@ -5,12 +5,14 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
+use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Response};
 use plimsoll_engine::Phase;
 use serde::Deserialize;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::drain::same_origin;
 use crate::error::ApiError;
 use crate::state::AppState;
 use crate::wire::about::{SleepQuery, SleepState};
@@ -22,11 +24,12 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(sleep))
         .routes(routes!(wake_up))
         .routes(routes!(is_sleeping))
+        .route_layer(from_fn(same_origin))
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct NoQuery {}
+pub(crate) struct NoQuery {}
 
 /// Sleep
 ///

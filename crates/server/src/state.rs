@@ -1,5 +1,5 @@
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::available_parallelism;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -11,7 +11,7 @@ use plimsoll_text::{ChatTemplate, ReasoningFormat, Tokenizer, ToolFormat};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::Value;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use crate::connect::Tls;
 use crate::context::RequestSink;
@@ -102,6 +102,9 @@ pub trait Memory: Send + Sync + 'static {
     /// The device's meters, now.
     fn meters(&self) -> Meters;
 
+    /// The meters as last read: asks neither the device nor the operating system, and so answers while these hang.
+    fn account(&self) -> Meters;
+
     /// Allocations that were made since the server is ready, those for building its state again left out.
     fn allocations_after_ready(&self) -> u64;
 
@@ -150,12 +153,16 @@ pub struct ServerOptions {
     pub slow_client_timeout: Duration,
     /// `/ready` fails once there has been work and no step has ended for this long.
     pub ready_patience: Duration,
+    /// Serving ends once that has lasted so long.
+    pub watchdog_timeout: Option<Duration>,
     /// How long a shutdown lets requests finish.
     pub drain_timeout: Duration,
     /// Seeds the requests that bring no seed; a random one if absent.
     pub seed: Option<u64>,
     /// `/sleep`, `/wake_up` and `/is_sleeping` exist.
     pub enable_sleep_mode: bool,
+    /// `/admin/drain` exists.
+    pub enable_admin_api: bool,
     /// The pages for browsers, `/` and `/docs`, exist.
     pub pages: bool,
     /// Web pages of these origins may use the server from a browser; `*` for all.
@@ -193,9 +200,11 @@ impl Default for ServerOptions {
             body_timeout: Duration::from_secs(60),
             slow_client_timeout: Duration::from_secs(60),
             ready_patience: Duration::from_secs(60),
+            watchdog_timeout: None,
             drain_timeout: Duration::from_secs(30),
             seed: None,
             enable_sleep_mode: false,
+            enable_admin_api: false,
             pages: true,
             allowed_origins: Vec::new(),
             keys: ApiKeys::default(),
@@ -231,6 +240,9 @@ struct Inner {
     large_bodies: Arc<Semaphore>,
     grammars: Arc<GrammarCompiler>,
     compiling: Semaphore,
+    drain_asked: Notify,
+    /// From the beginning of the drain: whether there were requests in.
+    draining: OnceLock<bool>,
     started: u64,
 }
 
@@ -251,7 +263,7 @@ impl AppState {
         memory: Arc<dyn Memory>,
         options: ServerOptions,
     ) -> Self {
-        let metrics = Metrics::new(&model.id, engine.limits().max_model_len);
+        let metrics = Metrics::new(&model.id, engine.limits().max_model_len, options.ready_patience);
         let grammars = GrammarCompiler::new(model.tokenizer.clone(), &model.eos_token_ids);
         let cores = available_parallelism().map_or(1, usize::from);
         let answer_marks = model.answers.marks(&model.tokenizer);
@@ -274,6 +286,8 @@ impl AppState {
             large_bodies: Arc::new(Semaphore::new(1)),
             grammars: Arc::new(grammars),
             compiling: Semaphore::new((cores / 2).max(1)),
+            drain_asked: Notify::new(),
+            draining: OnceLock::new(),
             started: unix_seconds(),
         }))
     }
@@ -335,6 +349,27 @@ impl AppState {
     pub(crate) async fn large_body(&self) -> Option<OwnedSemaphorePermit> {
         // Nobody closes it.
         Arc::clone(&self.0.large_bodies).acquire_owned().await.ok()
+    }
+
+    /// Accepts no more requests; [`crate::Server::serve`] ends once those that are in are done. Whether there were any when
+    /// the drain began.
+    pub(crate) fn begin_drain(&self) -> bool {
+        *self.0.draining.get_or_init(|| {
+            let busy = self.engine().stats().in_flight > 0;
+            self.engine().begin_drain(self.options().drain_timeout);
+            self.0.drain_asked.notify_one();
+            busy
+        })
+    }
+
+    /// Ends when [`Self::begin_drain`] was called.
+    pub(crate) async fn drain_asked(&self) {
+        self.0.drain_asked.notified().await;
+    }
+
+    /// Whether connections are to be closed after their next response.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.0.draining.get().is_some()
     }
 
     /// When the server started, in seconds since 1970.

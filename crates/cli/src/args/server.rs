@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{ArgAction, Args, ValueEnum};
 use reqwest::header::HeaderValue;
 
-use crate::args::values::{duration, origin, positive};
+use crate::args::values::{duration, origin, positive, some_time};
 use crate::args::{AccessArgs, ModelArgs};
 use crate::bytes::Bytes;
 
@@ -79,6 +79,20 @@ pub struct ServerArgs {
         value_parser = duration
     )]
     pub drain_timeout: Duration,
+    /// GET /ready fails once there has been work and no step has ended for this long, in seconds [default: five times the
+    /// slowest step of the proof, at least 5]
+    #[arg(long, value_name = "SECONDS", value_parser = some_time)]
+    pub stall_timeout: Option<Duration>,
+    /// The process ends, with exit code 11, once there has been work and no step has ended for this long, in seconds; 0: never
+    /// [default: thirty times the slowest step of the proof, at least 120]
+    #[arg(long, value_name = "SECONDS", value_parser = duration)]
+    pub watchdog_timeout: Option<Duration>,
+    /// Offer POST /admin/drain, which ends the server once its requests are done; where there are API keys, each of them may
+    #[arg(long, overrides_with = "no_enable_admin_api")]
+    enable_admin_api: bool,
+    /// Only signals end the server (the default)
+    #[arg(long, overrides_with = "enable_admin_api", hide = true)]
+    no_enable_admin_api: bool,
     /// Lines about requests, each at its end, that the log gets in a second at most; the next one says how many were left
     /// out. 0: none
     #[arg(long, value_name = "N", default_value_t = 10)]
@@ -108,6 +122,11 @@ impl ServerArgs {
     /// Whether there is a sleep mode.
     pub fn enable_sleep_mode(&self) -> bool {
         self.enable_sleep_mode
+    }
+
+    /// Whether the server can be told to end by HTTP.
+    pub fn enable_admin_api(&self) -> bool {
+        self.enable_admin_api
     }
 
     /// The names the API knows the model by, at least one.

@@ -35,6 +35,14 @@ pub(super) fn fraction(text: &str) -> Result<MemFraction, String> {
     fraction.ok_or_else(|| "a number above 0 and at most 1.0 is expected".to_owned())
 }
 
+/// A time that is not 0.
+pub(super) fn some_time(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err("a time above 0 is expected".to_owned()),
+        time => Ok(time),
+    }
+}
+
 /// Longest time a flag gives: clocks can still add it to now.
 const MAX_DURATION: Duration = Duration::from_secs(366 * 24 * 3600);
 

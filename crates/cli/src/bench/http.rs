@@ -273,7 +273,7 @@ impl Client {
                     let response = http.get(format!("{base}/v1/models")).send().await?;
                     response.error_for_status()?.json::<Value>().await
                 };
-                let hint = "is the server running? --base-url names another one";
+                let hint = "is the server running? GET /ready says whether it is ready; --base-url names another one";
                 let models = listed
                     .await
                     .map_err(|e| Error::Bench(format!("no answer from {base}: {e}; {hint}")))?;

@@ -219,7 +219,7 @@ impl Bench {
         logging::init(&args.log, Kind::Command)?;
         let report_file = ReportFile::new(&args.memory)?;
         let context = StartContext::new(PlanCache::from_flags(&args.memory));
-        let source = resolve(&args.model).await?;
+        let source = resolve(&args.model, context.times.progress()).await?;
         let seed = args.limits.fixed_seed();
         let work = move || {
             let (device, _lock) = Device::open(&source, &args)?;

@@ -17,6 +17,7 @@ use hf_hub::{HFClient, HFError};
 use self::select::{glob_escape, select};
 use self::verify::{check, list, missing_shard};
 use crate::progress::DownloadBar;
+use crate::start::StartProgress;
 
 /// How often a download that broke off or arrived damaged is tried.
 const ATTEMPTS: usize = 3;
@@ -77,6 +78,8 @@ pub struct HubOptions {
     pub revision: String,
     /// Do not use the network at all.
     pub offline: bool,
+    /// Hears how far a download is.
+    pub progress: StartProgress,
 }
 
 /// Why a model could not be had from the Hub.
@@ -264,7 +267,7 @@ impl Hub<'_> {
         for attempt in 1..=ATTEMPTS {
             let known = self.snapshot().await;
             let new = missing(known.as_deref(), &wanted);
-            let bar = DownloadBar::new(&self.repo.id, &new);
+            let bar = DownloadBar::new(&self.repo.id, &new, &self.options.progress);
             let result = self
                 .remote
                 .snapshot_download()

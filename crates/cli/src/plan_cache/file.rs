@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::key::hex;
+use crate::start::PhaseSeconds;
 
 /// What every file begins with; the number changes with the format.
 const MAGIC: &str = "plimsoll-profile 1 ";
@@ -23,6 +24,9 @@ pub(super) struct Stored {
     pub(super) key: Value,
     /// Nothing is known about it yet.
     pub(super) plan: Value,
+    /// What the phases of that start took; unknown in files of older builds.
+    #[serde(default)]
+    pub(super) seconds: PhaseSeconds,
 }
 
 impl Stored {
@@ -54,9 +58,11 @@ impl Stored {
     }
 }
 
-pub(super) fn encode<P: Serialize>(key: &Value, plan: &P) -> io::Result<Vec<u8>> {
+pub(super) fn encode<P: Serialize>(key: &Value, plan: &P, seconds: &PhaseSeconds) -> io::Result<Vec<u8>> {
     let plan = serde_json::to_value(plan)?;
-    let content = serde_json::to_string_pretty(&serde_json::json!({ "key": key, "plan": plan }))? + "\n";
+    let content =
+        serde_json::to_string_pretty(&serde_json::json!({ "key": key, "plan": plan, "seconds": seconds }))?
+            + "\n";
     let checksum = hex(content.as_bytes());
     Ok(format!("{MAGIC}{checksum}\n{content}").into_bytes())
 }

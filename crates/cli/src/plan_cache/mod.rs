@@ -18,6 +18,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::args::MemoryArgs;
+use crate::start::PhaseSeconds;
 use file::Stored;
 pub(crate) use key::{DeviceKey, Key, ModelKey, ShapeKey};
 
@@ -162,12 +163,30 @@ impl PlanCache {
         }
     }
 
-    /// Keeps `plan` for the next start with `key`, in the place of what was there. The path, or `None` where the cache is off.
-    pub(crate) fn store<P: Serialize>(&self, key: &Key, plan: &P) -> io::Result<Option<PathBuf>> {
+    /// What the phases took of the last start of `model` whose plan was kept, on whatever device and of whatever shape: for
+    /// whoever wants to know how long this one will take.
+    pub(crate) fn seconds_of(&self, model: &ModelKey) -> Option<PhaseSeconds> {
+        let dir = self.dir.as_ref().filter(|_| !self.write_only)?;
+        let model = serde_json::to_value(model).ok()?;
+        let mut plans = plans(dir);
+        plans.sort_unstable_by(|a, b| b.cmp(a));
+        let stored = plans.into_iter().filter_map(|(_, path)| Stored::read(&path).ok());
+        let mut alike = stored.filter(|stored| stored.key["model"] == model && !stored.seconds.is_empty());
+        alike.next().map(|stored| stored.seconds)
+    }
+
+    /// Keeps `plan` for the next start with `key`, in the place of what was there, and what the phases of this start took.
+    /// The path, or `None` where the cache is off.
+    pub(crate) fn store<P: Serialize>(
+        &self,
+        key: &Key,
+        plan: &P,
+        seconds: &PhaseSeconds,
+    ) -> io::Result<Option<PathBuf>> {
         let Some(dir) = &self.dir else {
             return Ok(None);
         };
-        let bytes = file::encode(&key.to_json(), plan)?;
+        let bytes = file::encode(&key.to_json(), plan, seconds)?;
         let path = file_of(dir, key);
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", dir.display()));
         DirBuilder::new()

@@ -56,7 +56,7 @@ fn u22_a_plan_comes_back_for_its_key_and_is_replaced_by_the_next() {
     let (_dir, cache) = cache();
     assert_eq!(load(&cache, &key()), Lookup::Miss(Miss::NoneStored));
     for plan in [vec![1, 2], vec![3]] {
-        let path = cache.store(&key(), &plan).unwrap().unwrap();
+        let path = cache.store(&key(), &plan, &PhaseSeconds::new()).unwrap().unwrap();
         assert_eq!(hit(&load(&cache, &key())), Some(&plan));
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let dir = path.parent().unwrap();
@@ -64,7 +64,7 @@ fn u22_a_plan_comes_back_for_its_key_and_is_replaced_by_the_next() {
         assert_eq!(fs::read_dir(dir).unwrap().count(), 1);
     }
     let off = PlanCache::off();
-    assert_eq!(off.store(&key(), &vec![1]).unwrap(), None);
+    assert_eq!(off.store(&key(), &vec![1], &PhaseSeconds::new()).unwrap(), None);
     assert_eq!(off.load::<Plan>(&key()), None);
 }
 
@@ -101,7 +101,7 @@ fn u22_each_changed_part_of_the_key_is_a_miss_that_names_it() {
         ("shape.threads", |k| k.shape.threads = Some(2)),
     ];
     let (_dir, cache) = cache();
-    cache.store(&key(), &vec![7]).unwrap();
+    cache.store(&key(), &vec![7], &PhaseSeconds::new()).unwrap();
     for (part, change) in changes {
         let mut other = key();
         change(&mut other);
@@ -123,10 +123,10 @@ fn a_miss_is_compared_with_the_most_similar_plan() {
     let (_dir, cache) = cache();
     let mut far = key();
     (far.shape.max_num_seqs, far.shape.block_size) = (1, 8);
-    cache.store(&far, &vec![1]).unwrap();
+    cache.store(&far, &vec![1], &PhaseSeconds::new()).unwrap();
     let mut near = key();
     near.shape.max_num_seqs = 64;
-    cache.store(&near, &vec![2]).unwrap();
+    cache.store(&near, &vec![2], &PhaseSeconds::new()).unwrap();
     let Lookup::Miss(miss) = load(&cache, &key()) else {
         panic!("not a miss")
     };
@@ -201,7 +201,7 @@ fn u22_the_model_is_told_by_its_files() {
 fn u22_a_damaged_file_is_a_miss() {
     let (_dir, cache) = cache();
     let plan: Plan = (0..20).collect();
-    let path = cache.store(&key(), &plan).unwrap().unwrap();
+    let path = cache.store(&key(), &plan, &PhaseSeconds::new()).unwrap().unwrap();
     let whole = fs::read(&path).unwrap();
     let damaged = |what: &str| match load(&cache, &key()) {
         Lookup::Miss(Miss::Damaged { reason, .. }) => reason,
@@ -263,7 +263,7 @@ fn u22_a_damaged_file_is_a_miss() {
     // The next plan takes the place of what is damaged.
     fs::remove_dir(&path).unwrap();
     fs::write(&path, "").unwrap();
-    cache.store(&key(), &plan).unwrap();
+    cache.store(&key(), &plan, &PhaseSeconds::new()).unwrap();
     assert_eq!(hit(&load(&cache, &key())), Some(&plan));
 }
 
@@ -272,7 +272,10 @@ fn a_directory_that_cannot_be_written_is_an_error_that_names_it() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let cache = PlanCache::at(file.path().join("profiles"));
     assert!(hit(&load(&cache, &key())).is_none());
-    let error = cache.store(&key(), &vec![1]).unwrap_err().to_string();
+    let error = cache
+        .store(&key(), &vec![1], &PhaseSeconds::new())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains(file.path().to_str().unwrap()), "{error}");
 }
 
@@ -287,7 +290,10 @@ fn the_directory_stays_small_and_keeps_what_is_used() {
     let long_ago = SystemTime::now() - Duration::from_secs(7 * 24 * 3600);
     let mut dir = PathBuf::new();
     for n in 0..MAX_PLANS {
-        let path = cache.store(&numbered(n), &vec![n as u64]).unwrap().unwrap();
+        let path = cache
+            .store(&numbered(n), &vec![n as u64], &PhaseSeconds::new())
+            .unwrap()
+            .unwrap();
         let then = long_ago + Duration::from_secs(n as u64);
         File::open(&path).unwrap().set_modified(then).unwrap();
         dir = path.parent().unwrap().to_owned();
@@ -299,7 +305,9 @@ fn the_directory_stays_small_and_keeps_what_is_used() {
     fs::write(&in_work, "").unwrap();
     // A hit makes the oldest the newest.
     assert_eq!(hit(&load(&cache, &numbered(0))), Some(&vec![0]));
-    cache.store(&numbered(MAX_PLANS), &vec![99]).unwrap();
+    cache
+        .store(&numbered(MAX_PLANS), &vec![99], &PhaseSeconds::new())
+        .unwrap();
     assert_eq!(plans(&dir).len(), MAX_PLANS);
     assert_eq!(hit(&load(&cache, &numbered(0))), Some(&vec![0]));
     assert!(hit(&load(&cache, &numbered(1))).is_none());
@@ -311,12 +319,12 @@ fn the_directory_stays_small_and_keeps_what_is_used() {
 fn many_writers_and_readers_see_whole_plans() {
     let (_dir, cache) = cache();
     let plans: Vec<Plan> = (0..4).map(|n| vec![n; 200]).collect();
-    cache.store(&key(), &plans[0]).unwrap();
+    cache.store(&key(), &plans[0], &PhaseSeconds::new()).unwrap();
     std::thread::scope(|scope| {
         for plan in &plans {
             scope.spawn(|| {
                 for _ in 0..50 {
-                    cache.store(&key(), plan).unwrap();
+                    cache.store(&key(), plan, &PhaseSeconds::new()).unwrap();
                     let found = load(&cache, &key());
                     assert!(plans.contains(hit(&found).expect("a plan is always there")));
                 }
@@ -361,4 +369,18 @@ fn a_plan_of_another_user_is_not_damaged() {
     assert!(text.starts_with("reason=not-allowed file=a.plan"), "{text}");
     let other = unreadable(PathBuf::from("a.plan"), &ErrorKind::InvalidData.into());
     assert!(matches!(other, Miss::Damaged { .. }), "{other}");
+}
+
+/// What phases took is told of the model's last start, whatever else has changed.
+#[test]
+fn the_seconds_of_an_earlier_start_are_found_by_the_model_alone() {
+    let (dir, cache) = cache();
+    assert_eq!(cache.seconds_of(&key().model), None);
+    let seconds = PhaseSeconds::from([("weights".to_owned(), 41.5)]);
+    cache.store(&key(), &vec![1], &seconds).unwrap();
+    assert_eq!(cache.seconds_of(&key().model), Some(seconds));
+    assert_eq!(cache.clone().write_only().seconds_of(&key().model), None);
+    fs::write(dir.path().join("config.json"), "{}").unwrap();
+    let other = ModelKey::of_files(dir.path(), Some(1)).unwrap();
+    assert_eq!(cache.seconds_of(&other), None);
 }

@@ -1,10 +1,11 @@
-//! From files to an engine that is proved: load, profile, spawn. Nothing listens yet.
+//! From files to an engine that is proved: load, profile, spawn. Nothing is served yet.
 
 mod disabled;
 mod embedding;
 mod keeper;
 mod outline;
 mod plans;
+mod progress;
 mod report_file;
 mod spec;
 mod summary;
@@ -23,7 +24,7 @@ use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_model::Model;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
 use plimsoll_profiler::{Disabled, KvSize, ProfileSpec, Proved, Report, Target, profile};
-use plimsoll_server::EmbeddingInfo;
+use plimsoll_server::{EmbeddingInfo, StartPhase};
 use plimsoll_sim::{SimModel, StepTime};
 use serde_json::Value;
 
@@ -41,6 +42,8 @@ use crate::target::{GpuTarget, ModelTarget, SIM_STEP_TIME, SimTarget};
 pub(crate) use disabled::TEXT_GENERATION;
 use keeper::Keeper;
 pub use outline::Outline;
+pub(crate) use progress::PhaseSeconds;
+pub use progress::StartProgress;
 pub(crate) use report_file::ReportFile;
 use spec::Subject;
 pub use text::Text;
@@ -132,13 +135,19 @@ impl Loaded {
         let times = &context.times;
         let is_kept = context.plans.is_on();
         let model_key = is_kept.then(|| plans::model_key(source, args)).flatten();
+        let earlier = model_key.as_ref().and_then(|key| context.plans.seconds_of(key));
+        if let Some(seconds) = earlier {
+            times.progress().expect(&seconds);
+        }
+        times.progress().enter(StartPhase::Weights);
         if let Some(threads) = args.limits.threads {
             plimsoll_kernels::set_threads(threads);
         }
         let (text, weights, trained_for, vocab_size, stored_as, embedding) = match (source, device.into()) {
             (Source::Files { model, tokenizer }, device) => {
                 let read_text = || times.measure("text", || Text::read(tokenizer, args.model.load_format));
-                let load_weights = || times.measure("weights", || weights::load(model, args, device));
+                let load = || weights::load(model, args, device, times.progress());
+                let load_weights = || times.measure("weights", load);
                 let (text, loaded) = if Text::is_absent(tokenizer) {
                     // That is to be found out now, not after minutes of loading.
                     (Ok(read_text()?), load_weights())
@@ -261,12 +270,23 @@ impl Loaded {
         let model_key = self.model_key.clone().filter(|_| spec.size == KvSize::Auto);
         let key = model_key.map(|model| plans::key(model, &self.weights, &self.subject(), args));
         spec.plan = key.as_ref().and_then(|key| plans::find(plans, key));
+        match &spec.plan {
+            Some(plan) => {
+                let steps = plan.probe.scenarios.iter();
+                let seconds = steps.map(|step| step.seconds).sum();
+                times.progress().expect_validation(seconds);
+            }
+            None if spec.size == KvSize::Auto => times.progress().enter(StartPhase::Probe),
+            None => {}
+        }
         let mut progress = ProfileProgress::new(times.clone());
         let proved = profile(target, &spec, &mut progress);
         progress.finish();
         let proved = proved?;
         match (&key, proved.plan()) {
-            (Some(key), Some(plan)) => plans::keep(plans, key, plan, proved.report()),
+            (Some(key), Some(plan)) => {
+                plans::keep(plans, key, plan, proved.report(), &times.progress().taken())
+            }
             (Some(key), None) => plans::forget(plans, key),
             (None, _) => {}
         }

@@ -3,6 +3,7 @@
 use plimsoll_core::Pooling;
 use plimsoll_profiler::{Origin, Plan, Report};
 
+use super::PhaseSeconds;
 use super::spec::Subject;
 use super::weights::Weights;
 use crate::args::{EngineArgs, LoadFormat};
@@ -72,17 +73,17 @@ pub(super) fn find(plans: &PlanCache, key: &Key) -> Option<Plan> {
 
 /// Keeps what was measured, or the size that an older measurement led to now: drift is the change since the last start, so
 /// a flag or a neighbour that stays is told once. That a plan cannot be kept is no reason not to serve.
-pub(super) fn keep(plans: &PlanCache, key: &Key, plan: &Plan, report: &Report) {
+pub(super) fn keep(plans: &PlanCache, key: &Key, plan: &Plan, report: &Report, seconds: &PhaseSeconds) {
     if plan.kv_blocks != report.kv_blocks {
         let plan = Plan {
             kv_blocks: report.kv_blocks,
             ..plan.clone()
         };
-        if let Err(error) = plans.store(key, &plan) {
+        if let Err(error) = plans.store(key, &plan, seconds) {
             tracing::debug!("profile-cache outcome=not-updated problem=\"{error}\"");
         }
     } else if report.origin == Origin::Measured {
-        match plans.store(key, plan) {
+        match plans.store(key, plan, seconds) {
             Ok(Some(path)) => tracing::info!("profile-cache outcome=stored file={}", path.display()),
             Ok(None) => {}
             Err(error) => tracing::warn!(

@@ -7,9 +7,14 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 
+use super::StartProgress;
+
 /// The clock of one start. Clones share it.
 #[derive(Clone, Debug)]
-pub struct StartTimes(Arc<Mutex<Times>>);
+pub struct StartTimes {
+    times: Arc<Mutex<Times>>,
+    progress: StartProgress,
+}
 
 #[derive(Debug)]
 struct Times {
@@ -28,11 +33,20 @@ struct Stage {
 impl StartTimes {
     /// Starts the clock.
     pub fn begin() -> Self {
-        Self(Arc::new(Mutex::new(Times {
+        let times = Times {
             begin: Instant::now(),
             stages: Vec::new(),
             ready: None,
-        })))
+        };
+        Self {
+            times: Arc::new(Mutex::new(times)),
+            progress: StartProgress::default(),
+        }
+    }
+
+    /// How far the start is.
+    pub(crate) fn progress(&self) -> &StartProgress {
+        &self.progress
     }
 
     /// Does `work` and counts its time.
@@ -85,7 +99,7 @@ impl StartTimes {
 
     fn lock(&self) -> MutexGuard<'_, Times> {
         // Every critical section leaves the list whole.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.times.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

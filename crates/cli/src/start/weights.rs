@@ -15,6 +15,7 @@ use crate::bytes::Bytes;
 use crate::device::Device;
 use crate::error::Error;
 use crate::progress::bytes_bar;
+use crate::start::StartProgress;
 use crate::target::SIM_KV_BYTES_PER_TOKEN;
 
 /// What suits a device where nobody says.
@@ -113,13 +114,19 @@ pub(super) fn load_options(args: &EngineArgs) -> LoadOptions {
     }
 }
 
-pub(super) fn load(path: &Path, args: &EngineArgs, device: Device) -> Result<(Weights, About), Error> {
+pub(super) fn load(
+    path: &Path,
+    args: &EngineArgs,
+    device: Device,
+    start: &StartProgress,
+) -> Result<(Weights, About), Error> {
     let options = load_options(args);
     let bar = bytes_bar("weights", 0);
     let begin = Instant::now();
     let progress = &mut |progress: plimsoll_model::Progress| {
         bar.set_length(progress.total);
         bar.set_position(progress.done);
+        start.bytes(progress.done, progress.total);
     };
     let loaded = match &device {
         Device::Cpu(budget) => Model::load(path, options, budget, progress).map(|model| {

@@ -155,6 +155,11 @@ pub(super) const STALLED: Name = Name(
     None,
     "For how long there is work and no step ended.",
 );
+pub(super) const STALL_TIMEOUT: Name = Name(
+    "plimsoll_engine_stall_timeout_seconds",
+    None,
+    "For how long no step may end until /ready fails.",
+);
 pub(super) const TTFT: Name = Name(
     "plimsoll_time_to_first_token_seconds",
     Some("vllm:time_to_first_token_seconds"),
@@ -214,6 +219,16 @@ pub(super) const START_TIME: Name = Name(
     "plimsoll_start_time_seconds",
     None,
     "When the server became ready, in seconds since 1970.",
+);
+pub(super) const START_PROGRESS: Name = Name(
+    "plimsoll_start_progress_ratio",
+    None,
+    "Part of the start that is done, 0 to 1, labelled by its phase.",
+);
+pub(super) const START_ELAPSED: Name = Name(
+    "plimsoll_start_elapsed_seconds",
+    None,
+    "How long the start has taken so far; only while it lasts.",
 );
 pub(super) const REQUEST_MAX_TOKENS: Name = Name(
     "plimsoll_request_max_tokens",

@@ -49,6 +49,46 @@ pub(crate) struct HealthReport<'a> {
     pub(crate) reason: Option<&'a str>,
 }
 
+/// How far a start is.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct StartReport {
+    /// `starting`.
+    pub(crate) status: &'static str,
+    /// `resolve`, `download`, `device`, `weights`, `probe`, `rebuild`, `validate` or `engine`.
+    pub(crate) phase: &'static str,
+    /// How far the phase is, in words.
+    pub(crate) detail: Option<String>,
+    /// What part of the start is done; it never falls.
+    #[schema(minimum = 0, maximum = 100)]
+    pub(crate) percent: f64,
+    pub(crate) elapsed_seconds: f64,
+    /// How long it will still take; `null` while that is unknown.
+    pub(crate) estimated_seconds: Option<f64>,
+}
+
+/// Why requests are not accepted.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(untagged)]
+pub(crate) enum NotReady<'a> {
+    Starting(StartReport),
+    Engine(HealthReport<'a>),
+}
+
+/// What a drain waits for.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DrainReport {
+    /// `draining`.
+    pub(crate) status: &'static str,
+    /// Requests admitted and not yet ended.
+    pub(crate) requests_in_flight: usize,
+    /// Of these, how many run.
+    pub(crate) requests_running: usize,
+    /// Of these, how many wait for their turn.
+    pub(crate) requests_waiting: usize,
+    /// After so many seconds what is left is failed.
+    pub(crate) timeout_seconds: f64,
+}
+
 /// The server's version.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Version {

@@ -1,13 +1,13 @@
-//! Failing steps, clients that leave or do not read, stalls, shutdown.
+//! Failing steps, clients that leave or do not read, stalls.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::StreamExt;
-use plimsoll_server::{ServerOptions, serve};
+use plimsoll_server::ServerOptions;
 use serde_json::{Value, json};
 
-use crate::rig::{PATIENCE, Rig, Setup, post};
+use crate::rig::{Rig, Setup, post};
 use crate::{CHAT, chat, with};
 
 #[tokio::test]
@@ -148,97 +148,4 @@ async fn u20_health_answers_while_the_device_does_not() {
         rig.script.meters_hold.store(false, Ordering::SeqCst);
     });
     assert_eq!((memory.status.as_u16(), metrics.status.as_u16()), (200, 200));
-}
-
-/// Serves on a real socket; gives the address, the trigger of the shutdown and the result.
-async fn served(
-    rig: &Rig,
-) -> (
-    String,
-    tokio::sync::oneshot::Sender<()>,
-    tokio::task::JoinHandle<Result<plimsoll_engine::Drained, plimsoll_server::ServeError>>,
-) {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    let (stop, stopped) = tokio::sync::oneshot::channel();
-    let state = rig.state.clone();
-    let server = tokio::spawn(serve(listener, state, async {
-        let _ = stopped.await;
-    }));
-    (address, stop, server)
-}
-
-/// One request over a connection of its own; the response, whole.
-async fn raw(address: &str, request: &str) -> String {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let mut connection = tokio::net::TcpStream::connect(address).await.unwrap();
-    connection.write_all(request.as_bytes()).await.unwrap();
-    let mut response = String::new();
-    tokio::time::timeout(PATIENCE, connection.read_to_string(&mut response))
-        .await
-        .unwrap()
-        .unwrap();
-    response
-}
-
-fn http(path: &str, body: &str) -> String {
-    let length = body.len();
-    let head = "Host: x\r\nConnection: close\r\nContent-Type: application/json";
-    format!("POST {path} HTTP/1.1\r\n{head}\r\nContent-Length: {length}\r\n\r\n{body}")
-}
-
-#[tokio::test]
-async fn a_shutdown_drains_and_refuses() {
-    let rig = Rig::new(Setup::default());
-    rig.set_step(Duration::from_millis(10));
-    let (address, stop, server) = served(&rig).await;
-    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(100)).to_string();
-    let streaming = tokio::spawn({
-        let address = address.clone();
-        async move { raw(&address, &http(CHAT, &body)).await }
-    });
-    rig.until_in_flight(1).await;
-    stop.send(()).unwrap();
-    rig.until("the drain", |rig| {
-        !rig.state.engine().health().is_moving(PATIENCE)
-    })
-    .await;
-    let refused = raw(&address, &http(CHAT, &chat("x").to_string())).await;
-    assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
-    assert!(refused.contains("shutting_down"), "{refused}");
-    assert_eq!(rig.get("/ready").await.json()["status"], "draining");
-    assert_eq!(rig.get("/health").await.status, 200);
-    assert!(streaming.await.unwrap().contains("data: [DONE]"));
-    assert_eq!(server.await.unwrap().unwrap(), plimsoll_engine::Drained::Complete);
-    assert!(
-        tokio::net::TcpStream::connect(&address).await.is_err(),
-        "the port is closed"
-    );
-}
-
-#[tokio::test]
-async fn a_shutdown_does_not_wait_for_clients_that_do_not_read() {
-    let options = ServerOptions {
-        drain_timeout: Duration::from_millis(300),
-        ..Default::default()
-    };
-    let rig = Rig::new(Setup {
-        options,
-        ..Default::default()
-    });
-    rig.set_step(Duration::from_millis(20));
-    let (address, stop, server) = served(&rig).await;
-    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(1000)).to_string();
-    let mut idle = tokio::net::TcpStream::connect(&address).await.unwrap();
-    tokio::io::AsyncWriteExt::write_all(&mut idle, http(CHAT, &body).as_bytes())
-        .await
-        .unwrap();
-    rig.until_in_flight(1).await;
-    let began = Instant::now();
-    stop.send(()).unwrap();
-    assert_eq!(
-        server.await.unwrap().unwrap(),
-        plimsoll_engine::Drained::Failed(1)
-    );
-    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
 }

@@ -6,6 +6,7 @@ mod bodies;
 mod embeddings;
 pub mod fuzz;
 mod life;
+mod lifecycle;
 mod limits;
 mod memory;
 mod metrics;
