@@ -2,10 +2,13 @@
 
 import contextlib
 import random
+import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
 import pytest
+import zmq
 from conftest import free_port, process
 from kv_events import Subscriber, config
 from test_sim import COMPLETIONS
@@ -142,10 +145,33 @@ def test_steps_that_fail_leave_nothing_behind_that_is_not_told(start):
         assert subscriber.cache.cleared == 1 + server.metric("plimsoll_engine_rebuilds_total", reason="oom") > 1
 
 
+def test_strangers_on_the_ports_do_no_harm(start):
+    hello = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 32)
+    ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
+    said = [b"GET / HTTP/1.1\r\n\r\n" * 10, hello, hello + ready + b"\x00\x05" + b"\x01" * 5 * 999]
+    said += [hello + start + struct.pack(">BQ", 2, length) for start in (b"", ready) for length in (1 << 20, 1 << 40, (1 << 64) - 1)]
+    with serving(start) as (server, subscriber):
+        strangers = []
+        for port in (subscriber.port, subscriber.replay_port):
+            for bytes_ in said:
+                stranger = socket.create_connection(("127.0.0.1", port))
+                stranger.sendall(bytes_)
+                strangers.append(stranger)
+        # Other sockets of libzmq are turned away, too.
+        pusher = subscriber.context.socket(zmq.PUSH)
+        pusher.connect(f"tcp://127.0.0.1:{subscriber.port}")
+        for _ in range(3):
+            ask(server, prompt(random.Random(), 3 * BLOCK))
+            wait_until_known(server, subscriber)
+        assert subscriber.replay(0) == list(subscriber.payloads.items())
+        for stranger in strangers:
+            stranger.close()
+
+
 @pytest.mark.parametrize("flags, code, named", [
     (['{"enable_kv_cache_events": true, "retries": 3}'], 2, "retries"),
     (['{"enable_kv_cache_events": true, "endpoint": "tcp://router:5557"}'], 2, "tcp://router:5557"),
-    (['{"enable_kv_cache_events": true, "hwm": 5}'], 2, "hwm"),
+    (['{"enable_kv_cache_events": true, "hwm": 0}'], 2, "hwm"),
     (['{"enable_kv_cache_events": true}', "--no-enable-prefix-caching"], 2, "--no-enable-prefix-caching"),
 ])
 def test_what_cannot_be_done_is_told_at_once(tmp_path, flags, code, named):

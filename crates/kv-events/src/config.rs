@@ -16,7 +16,7 @@ pub struct Config {
     pub replay_endpoint: Option<String>,
     /// Batches that are kept for them.
     pub buffer_steps: usize,
-    /// Batches that are kept for a subscriber that does not read.
+    /// Batches by which a subscriber may be behind.
     pub hwm: usize,
     /// Batches that may wait to be published.
     pub max_queue_size: usize,
@@ -40,6 +40,7 @@ pub struct Settings {
     pub(crate) endpoint: Address,
     pub(crate) replay_endpoint: Option<Address>,
     pub(crate) buffer_steps: usize,
+    pub(crate) hwm: usize,
     pub(crate) max_queue_size: usize,
     pub(crate) topic: String,
 }
@@ -56,16 +57,10 @@ pub enum ConfigError {
     /// Likewise.
     #[error("replay_endpoint {0:?} is none to listen on: give tcp://*:PORT")]
     ReplayEndpoint(String),
-    /// It is the library's.
-    #[error("hwm is {FIXED_HWM} here and cannot be {0}: leave it out")]
-    HighWaterMark(usize),
     /// Nothing would ever be published.
-    #[error("max_queue_size must be at least 1")]
-    QueueSize,
+    #[error("{0} must be at least 1")]
+    Zero(&'static str),
 }
-
-/// Messages that ZeroMQ keeps for a subscriber.
-const FIXED_HWM: usize = 100_000;
 
 impl Default for Config {
     fn default() -> Self {
@@ -75,7 +70,7 @@ impl Default for Config {
             endpoint: "tcp://*:5557".into(),
             replay_endpoint: None,
             buffer_steps: 10_000,
-            hwm: FIXED_HWM,
+            hwm: 100_000,
             max_queue_size: 100_000,
             topic: String::new(),
         }
@@ -94,16 +89,16 @@ impl Config {
         let replay_endpoint = self.replay_endpoint.as_ref().map(|endpoint| {
             Address::parse(endpoint).ok_or_else(|| ConfigError::ReplayEndpoint(endpoint.clone()))
         });
-        if self.hwm != FIXED_HWM {
-            return Err(ConfigError::HighWaterMark(self.hwm));
-        }
-        if self.max_queue_size == 0 {
-            return Err(ConfigError::QueueSize);
+        for (name, value) in [("hwm", self.hwm), ("max_queue_size", self.max_queue_size)] {
+            if value == 0 {
+                return Err(ConfigError::Zero(name));
+            }
         }
         let settings = Settings {
             endpoint,
             replay_endpoint: replay_endpoint.transpose()?,
             buffer_steps: self.buffer_steps,
+            hwm: self.hwm,
             max_queue_size: self.max_queue_size,
             topic: self.topic.clone(),
         };
@@ -154,12 +149,12 @@ mod tests {
             replay.settings(),
             Err(ConfigError::ReplayEndpoint("inproc://replay".into()))
         );
-        let hwm = Config { hwm: 10, ..on() };
-        assert_eq!(hwm.settings(), Err(ConfigError::HighWaterMark(10)));
+        let hwm = Config { hwm: 0, ..on() };
+        assert_eq!(hwm.settings(), Err(ConfigError::Zero("hwm")));
         let queue = Config {
             max_queue_size: 0,
             ..on()
         };
-        assert_eq!(queue.settings(), Err(ConfigError::QueueSize));
+        assert_eq!(queue.settings(), Err(ConfigError::Zero("max_queue_size")));
     }
 }

@@ -8,10 +8,11 @@
 
 mod address;
 mod config;
+mod log;
 mod publisher;
 mod queue;
-mod replay;
 mod wire;
+mod zmtp;
 
 pub use config::{Config, ConfigError, Kind, Settings};
 pub use publisher::{BindError, Publisher};

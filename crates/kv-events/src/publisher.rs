@@ -1,12 +1,29 @@
+use std::io::Result;
 use std::net::TcpListener;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use zeromq::{PubSocket, RouterSocket, Socket, SocketSend, ZmqError, ZmqMessage};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::net::tcp::OwnedWriteHalf;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 
 use crate::Settings;
 use crate::address::Address;
+use crate::log::Log;
 use crate::queue::Queue;
-use crate::replay::Replay;
 use crate::wire::encode;
+use crate::zmtp::{self, Incoming, Kind, Reader};
+
+/// Time to shake hands.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Peers of each socket; more are turned away.
+const MAX_PEERS: usize = 1024;
+/// Topics that a subscriber may name.
+const MAX_SUBSCRIPTIONS: usize = 256;
+/// The sequence number of the message behind the last: -1.
+const END: [u8; 8] = u64::MAX.to_be_bytes();
 
 /// An address cannot be listened on.
 #[derive(Debug, thiserror::Error)]
@@ -34,7 +51,7 @@ impl Publisher {
     ///
     /// # Errors
     /// [`BindError`].
-    pub fn bind(settings: Settings) -> Result<Self, BindError> {
+    pub fn bind(settings: Settings) -> std::result::Result<Self, BindError> {
         let listen = |address: &Address| {
             address.listen().map_err(|source| BindError {
                 endpoint: address.to_string(),
@@ -54,53 +71,213 @@ impl Publisher {
         self.queue.clone()
     }
 
-    /// Publishes until it is dropped. Returns where a socket does not work.
+    /// Publishes until it is dropped, or until a socket does not listen any more.
     ///
     /// # Errors
-    /// What ZeroMQ said.
-    pub async fn run(self) -> Result<(), ZmqError> {
+    /// What the operating system said.
+    pub async fn run(self) -> Result<()> {
         let Self {
             listener,
             replay,
             settings,
             queue,
         } = self;
-        let mut socket = PubSocket::new();
-        socket.bind_listener(listener).await?;
-        tracing::info!(endpoint = %settings.endpoint, topic = settings.topic, "KV events are published");
-        let kept = match replay {
-            None => None,
-            Some(listener) => {
-                let mut router = RouterSocket::new();
-                router.bind_listener(listener).await?;
-                Some((Replay::new(settings.buffer_steps), router))
+        let Settings {
+            endpoint,
+            topic,
+            hwm,
+            buffer_steps,
+            ..
+        } = settings;
+        tracing::info!(%endpoint, topic, "KV events are published");
+        let log = Arc::new(Log::new(buffer_steps.max(hwm)));
+        let subscribers = {
+            let (log, topic) = (Arc::clone(&log), topic.clone());
+            let serve = move |stream| subscriber(stream, Arc::clone(&log), topic.clone(), hwm);
+            accept(listener, serve)
+        };
+        let replays = {
+            let log = Arc::clone(&log);
+            async move {
+                match replay {
+                    Some(listener) => {
+                        let serve = move |stream| replayed(stream, Arc::clone(&log), buffer_steps);
+                        accept(listener, serve).await
+                    }
+                    None => std::future::pending().await,
+                }
             }
         };
-        let Some((kept, router)) = kept else {
-            return publish(&queue, &settings.topic, &mut socket, None).await;
-        };
         tokio::select! {
-            published = publish(&queue, &settings.topic, &mut socket, Some(&kept)) => published,
-            () = kept.clone().serve(router) => Ok(()),
+            failed = subscribers => failed,
+            failed = replays => failed,
+            () = publish(&queue, &log, &topic) => Ok(()),
         }
     }
 }
 
-async fn publish(
-    queue: &Queue,
-    topic: &str,
-    socket: &mut PubSocket,
-    kept: Option<&Replay>,
-) -> Result<(), ZmqError> {
+/// From the queue to the log, for ever.
+async fn publish(queue: &Queue, log: &Log, topic: &str) {
     loop {
         let batch = queue.next().await;
-        let mut message = ZmqMessage::from(topic);
-        message.push_back(batch.sequence.to_be_bytes().to_vec().into());
-        message.push_back(encode(batch.time, &batch.events).into());
-        if let Some(kept) = kept {
-            kept.keep(batch.sequence, message.clone());
-        }
-        socket.send(message).await?;
+        let payload = encode(batch.time, &batch.events);
+        let frames: [&[u8]; 3] = [topic.as_bytes(), &batch.sequence.to_be_bytes(), &payload];
+        log.push(batch.sequence, zmtp::message(&frames));
         queue.count_published();
     }
 }
+
+/// Serves all who connect, each in a task of its own, which ends with this one.
+async fn accept<F>(listener: TcpListener, serve: impl Fn(TcpStream) -> F) -> Result<()>
+where
+    F: Future<Output = Result<()>> + Send + 'static,
+{
+    listener.set_nonblocking(true)?;
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let mut peers = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) if peers.len() < MAX_PEERS => {
+                    let served = serve(stream);
+                    peers.spawn(async move {
+                        if let Err(error) = served.await {
+                            tracing::debug!(%error, "a subscriber is gone");
+                        }
+                    });
+                }
+                Ok((_, address)) => tracing::warn!(%address, "too many subscribers to KV events: one is turned away"),
+                Err(error) => {
+                    tracing::warn!(%error, "a subscriber to KV events cannot be accepted");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
+            },
+            Some(_) = peers.join_next() => {}
+        }
+    }
+}
+
+/// What a subscriber wants to hear.
+#[derive(Debug, Default)]
+struct Subscriptions(Mutex<Vec<Vec<u8>>>);
+
+impl Subscriptions {
+    /// Takes in what a subscriber said; an error where that is too much.
+    fn change(&self, subscribes: bool, topic: &[u8]) -> Result<()> {
+        let mut topics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !subscribes {
+            if let Some(at) = topics.iter().position(|one| one == topic) {
+                topics.swap_remove(at);
+            }
+        } else if topics.len() < MAX_SUBSCRIPTIONS {
+            topics.push(topic.to_vec());
+        } else {
+            return Err(std::io::Error::other("too many subscriptions"));
+        }
+        Ok(())
+    }
+
+    fn want(&self, topic: &str) -> bool {
+        let topics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        topics.iter().any(|one| topic.as_bytes().starts_with(one))
+    }
+}
+
+/// Serves a subscriber from now on.
+async fn subscriber(stream: TcpStream, log: Arc<Log>, topic: String, hwm: usize) -> Result<()> {
+    let (reader, writer) = tokio::time::timeout(PATIENCE, zmtp::greet(stream, Kind::Pub)).await??;
+    let subscriptions = Subscriptions::default();
+    let (pong, pongs) = mpsc::channel::<Vec<u8>>(1);
+    let wanted = || subscriptions.want(&topic);
+    tokio::select! {
+        sent = send(writer, &log, hwm, wanted, pongs) => sent,
+        heard = listen(reader, &subscriptions, pong) => heard,
+    }
+}
+
+/// Sends what is published, while it is wanted. One that is more than `hwm` batches behind misses the oldest.
+async fn send(
+    mut writer: OwnedWriteHalf,
+    log: &Log,
+    hwm: usize,
+    wanted: impl Fn() -> bool,
+    mut pongs: mpsc::Receiver<Vec<u8>>,
+) -> Result<()> {
+    let mut end = log.end();
+    let mut next: u64 = *end.borrow_and_update();
+    loop {
+        while let Some(batch) = log.next(next, hwm) {
+            next = batch.sequence + 1;
+            if wanted() {
+                writer.write_all(&batch.message).await?;
+            }
+        }
+        tokio::select! {
+            changed = end.changed() => changed.map_err(std::io::Error::other)?,
+            Some(pong) = pongs.recv() => writer.write_all(&pong).await?,
+        }
+    }
+}
+
+/// Hears what a subscriber wants, by messages (ZMTP 3.0) or commands (3.1), and whether it wants a sign of life.
+async fn listen(
+    mut reader: Reader,
+    subscriptions: &Subscriptions,
+    pong: mpsc::Sender<Vec<u8>>,
+) -> Result<()> {
+    loop {
+        match reader.next().await? {
+            Incoming::Message(frames) => match frames[0].split_first() {
+                Some((1, topic)) => subscriptions.change(true, topic)?,
+                Some((0, topic)) => subscriptions.change(false, topic)?,
+                _ => {}
+            },
+            Incoming::Command(name, rest) => match (name.as_slice(), rest.as_slice()) {
+                (b"SUBSCRIBE", topic) => subscriptions.change(true, topic)?,
+                (b"CANCEL", topic) => subscriptions.change(false, topic)?,
+                // Two bytes say how long it will wait.
+                (b"PING", [_, _, context @ ..]) => {
+                    // One that is on its way will do.
+                    let _ = pong.try_send(zmtp::command(b"PONG", context));
+                }
+                _ => {}
+            },
+        }
+    }
+}
+
+/// Answers whoever asks for what was published from a number on.
+async fn replayed(stream: TcpStream, log: Arc<Log>, most: usize) -> Result<()> {
+    let (mut reader, mut writer) =
+        tokio::time::timeout(PATIENCE, zmtp::greet(stream, Kind::Router)).await??;
+    loop {
+        let frames = match reader.next().await? {
+            Incoming::Message(frames) => frames,
+            Incoming::Command(name, rest) => {
+                if let (b"PING", [_, _, context @ ..]) = (name.as_slice(), rest.as_slice()) {
+                    writer.write_all(&zmtp::command(b"PONG", context)).await?;
+                }
+                continue;
+            }
+        };
+        let [empty, start] = &frames[..] else {
+            tracing::debug!(frames = frames.len(), "a request for KV events has two frames");
+            continue;
+        };
+        let (true, Ok(start)) = (empty.is_empty(), <[u8; 8]>::try_from(&start[..])) else {
+            tracing::debug!("a request for KV events is an empty frame and eight bytes");
+            continue;
+        };
+        let mut next = u64::from_be_bytes(start);
+        let end = *log.end().borrow();
+        while let Some(batch) = log.next(next, most).filter(|batch| batch.sequence < end) {
+            next = batch.sequence + 1;
+            writer.write_all(&ENVELOPE).await?;
+            writer.write_all(&batch.message).await?;
+        }
+        writer.write_all(&zmtp::message(&[b"", b"", &END, b""])).await?;
+    }
+}
+
+/// An empty frame, and more.
+const ENVELOPE: [u8; 2] = [1, 0];

@@ -10,7 +10,7 @@ use crate::args::values::json;
 #[command(next_help_heading = "Server")]
 pub struct EventArgs {
     /// Tell routers what the prefix cache holds, in vLLM's format: JSON with enable_kv_cache_events, publisher (zmq or
-    /// null), endpoint (tcp://*:PORT), replay_endpoint, buffer_steps, max_queue_size, topic [default: nobody is told]
+    /// null), endpoint (tcp://*:PORT), replay_endpoint, buffer_steps, hwm, max_queue_size, topic [default: nobody is told]
     #[arg(long, value_name = "JSON", value_parser = events)]
     pub kv_events_config: Option<Config>,
 }
@@ -29,13 +29,13 @@ mod tests {
     #[test]
     fn settings_have_vllms_names() {
         let config = r#"{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
-            "replay_endpoint": "tcp://*:5558", "buffer_steps": 100, "hwm": 100000, "max_queue_size": 50, "topic": "kv"}"#;
+            "replay_endpoint": "tcp://*:5558", "buffer_steps": 100, "hwm": 1000, "max_queue_size": 50, "topic": "kv"}"#;
         let settings = events(config).unwrap().settings().unwrap();
         assert!(settings.is_some());
         for (wrong, named) in [
             (r#"{"enabled": true}"#, "enabled"),
             (r#"{"publisher": "kafka"}"#, "kafka"),
-            (r#"{"hwm": 7}"#, "hwm"),
+            (r#"{"hwm": 0}"#, "hwm"),
             (r#"{"endpoint": "tcp://router:5557"}"#, "tcp://router:5557"),
         ] {
             let error = events(wrong).unwrap_err();
