@@ -70,6 +70,20 @@ def test_keys(keyed):
             assert nobody.get(closed).status_code == 401
 
 
+def test_a_refused_request_leaves_its_connection_usable(keyed):
+    """Clients send head and body in two pieces, and try again on the same connection."""
+    body = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
+    with socket.create_connection(("127.0.0.1", keyed.port), timeout=60) as connection, connection.makefile("rb") as answers:
+        for key, status in [("secret-of-mallory", 401), ("secret-of-mallory", 401), ("secret-of-alice", 200)]:
+            connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                               f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            time.sleep(0.05)
+            connection.sendall(body)
+            assert answers.readline().split()[1:2] == [str(status).encode()]
+            headers = dict(line.lower().strip().split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
+            assert json.loads(answers.read(int(headers[b"content-length"])))
+
+
 def test_a_changed_key_file_takes_effect(keyed, files):
     (files / "keys").write_text(KEYS + "carol secret-of-carol\n")
     models = lambda: keyed.http.get("/v1/models", headers=bearer("secret-of-carol")).status_code

@@ -162,7 +162,7 @@ async def run(args: argparse.Namespace) -> int:
         stop, began = asyncio.Event(), time.monotonic()
         watchers = [asyncio.create_task(soak.watch(stop)) for soak in soaks] + [asyncio.create_task(say(soaks, began, stop))]
         agents = [asyncio.create_task(agent) for soak in soaks for agent in soak.agents(stop)]
-        # One that fails is a defect of the soak or the end of the server.
+        # One that fails has met the end of the server, or is wrong itself.
         await asyncio.wait([*agents, *watchers], timeout=args.minutes * 60, return_when=asyncio.FIRST_EXCEPTION)
         stop.set()
         failures = [result for result in await asyncio.gather(*agents, *watchers, return_exceptions=True) if result]
@@ -210,7 +210,8 @@ def numbers(record: Record) -> dict:
         "tokens": record.since("plimsoll_generation_tokens_total"),
         "neighbour_seconds": {f"p{q}": round(invariants.quantile(taken, q / 100), 3) for q in [50, 95, 99]} if taken else None,
         "resident_mib": {"first_third": mib(thirds[0]), "last_third": mib(thirds[1]),
-                         "slope_an_hour": mib(invariants.slope(record.samples))} if thirds else None,
+                         "slope_an_hour": mib(invariants.slope(record.samples)),
+                         "over_time": [mib(sample.resident) for sample in record.samples[::len(record.samples) // 24 + 1]]} if thirds else None,
         "device_bytes": {"start": record.before.sum("plimsoll_device_memory_bytes"), "end": record.after.sum("plimsoll_device_memory_bytes")},
         "threads": {"start": record.before.sum("process_threads"), "end": record.after.sum("process_threads")},
         "files": {"start": record.before.sum("process_open_fds"), "end": record.after.sum("process_open_fds")},

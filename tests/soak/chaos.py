@@ -1,8 +1,8 @@
 """Clients that do not behave, and operators who put the server to sleep."""
 
 import asyncio
+import contextlib
 import json
-import os
 import random
 import signal
 import sys
@@ -108,7 +108,7 @@ async def victims(target: Target, ledger: Ledger, rng: random.Random, stop: asyn
             if began == b"reading":
                 await asyncio.sleep(rng.random())
                 if rng.random() < 0.4:
-                    child.kill()
+                    tell(child, signal.SIGKILL)
                     ledger.left("killed")
                 else:
                     await freeze(child, ledger, rng, stop)
@@ -117,16 +117,21 @@ async def victims(target: Target, ledger: Ledger, rng: random.Random, stop: asyn
         except TimeoutError:
             ledger.note("victim", WRONG, "it heard nothing")
         finally:
-            if child.returncode is None:
-                child.kill()
+            tell(child, signal.SIGKILL)
             await child.wait()
         await pause(stop, rng.expovariate(1 / 6))
 
 
+def tell(child, what: signal.Signals) -> None:
+    """Signals a process, which may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(what)
+
+
 async def freeze(child, ledger: Ledger, rng: random.Random, stop: asyncio.Event) -> None:
-    os.kill(child.pid, signal.SIGSTOP)
+    tell(child, signal.SIGSTOP)
     await pause(stop, rng.uniform(1, 25))
-    os.kill(child.pid, signal.SIGCONT)
+    tell(child, signal.SIGCONT)
     end = (await asyncio.wait_for(child.stdout.readline(), PATIENCE)).strip().decode()
     ledger.unseen += 1
     outcome = {"complete": COMPLETE, "cut": CUT}.get(end, WRONG)

@@ -108,6 +108,8 @@ async def start(directory: Path, name: str, *flags: str):
     command = [str(binary), "serve", *flags, "--port", str(port), "--api-key-file", str(keys)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PLIMSOLL_")}
     environment |= {"PLIMSOLL_NO_PROFILE_CACHE": "true", "PLIMSOLL_DEVICE_LOCK_DIR": str(directory)}
+    # Else glibc keeps what was free once in each of many arenas, and a leak would not show before it had filled them.
+    environment["MALLOC_ARENA_MAX"] = "1"
     print("soak:", " ".join(["plimsoll", *command[1:]]), flush=True)
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
