@@ -56,7 +56,7 @@ build:
 
 .PHONY: soak
 soak: $(VENV)/ready build  ## Mixed load, chaos and faults for MINUTES (60), and whether anything leaked, was lost or got slower
-	$(PYTHON) tests/soak --minutes $${MINUTES:-60} $(ARGS)
+	exec $(PYTHON) tests/soak --minutes $${MINUTES:-60} $(ARGS)
 
 .PHONY: fuzz
 fuzz:  ## Every fuzz target for a minute each, with libFuzzer

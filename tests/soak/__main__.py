@@ -13,7 +13,6 @@ import platform
 import random
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +24,8 @@ import invariants
 import load
 from invariants import Record, Sample
 from ledger import COMPLETE, CUT, FAILED, LATE, LEFT, REFUSED, WRONG, Ledger
-from target import KEYS, ROOT, Page, Target, start
-from wire import Closed
+from target import KEYS, Page, Target, start
+from wire import Closed, call
 
 INCONCLUSIVE = 3
 # Steps take as long as a real model's, which costs this machine nothing. Prime numbers: faults meet every kind of step.
@@ -52,7 +51,7 @@ class Soak:
         self.target, self.name, self.args = target, name, args
         self.ledger, self.samples = Ledger(), []
         self.is_simulated = args.attach is None
-        self.before = self.latest = None
+        self.before = self.latest = self.version = None
 
     def rng(self, name: str) -> random.Random:
         return random.Random(f"{self.args.seed}/{self.name}/{name}")
@@ -70,6 +69,7 @@ class Soak:
         # Threads without work end by themselves.
         await asyncio.sleep(IDLE_SECONDS)
         self.before = await self.target.page()
+        self.version = json.loads((await call(self.target.port, "GET", "/version", key=self.target.keys["crowd"]))[1])
 
     def agents(self, stop: asyncio.Event) -> list:
         """Everybody who talks to the server."""
@@ -178,7 +178,7 @@ def judge(args: argparse.Namespace, soaks: list[Soak], records: dict[str, Record
         missed += [f"embeddings: {name}" for name in invariants.missed_vectors(records["embeddings"])]
     verdict = "broken" if broken else "inconclusive" if missed else "passed"
     report = {"verdict": verdict, "seed": args.seed, "seconds": round(seconds, 1), "command": shlex.join(["tests/soak", *sys.argv[1:]]),
-              "machine": platform.platform(), "commit": commit(), "broken": broken, "missed": missed,
+              "machine": platform.platform(), "server": soaks[0].version, "broken": broken, "missed": missed,
               "servers": {name: numbers(record) for name, record in records.items()}}
     for soak in soaks:
         print(f"{seconds:6.0f} s  {soak.line()}")
@@ -217,11 +217,6 @@ def numbers(record: Record) -> dict:
         "files": {"start": record.before.sum("process_open_fds"), "end": record.after.sum("process_open_fds")},
         "drain": {"exit_code": record.exit_code, "requests": len(record.drained), "complete": record.drained.count(COMPLETE)},
     }
-
-
-def commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return done.stdout.strip() or None
 
 
 def arguments() -> argparse.Namespace:

@@ -171,6 +171,9 @@ async def sleeper(target: Target, ledger: Ledger, rng: random.Random, stop: asyn
         try:
             patience = rng.choice([2, 20])
             status, body, _ = await call(target.port, "POST", f"/sleep?timeout={patience}", key=target.keys["chaos"])
+            if status == 404:
+                # It has no sleep mode.
+                return
             if status == 200:
                 await asyncio.sleep(rng.random())
                 status, body, _ = await call(target.port, "POST", "/wake_up", key=target.keys["chaos"])
