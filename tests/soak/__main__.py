@@ -9,6 +9,7 @@ invariant is broken, 3 inconclusive: what must happen for the soak to mean anyth
 import argparse
 import asyncio
 import json
+import os
 import platform
 import random
 import shlex
@@ -25,7 +26,7 @@ import load
 from invariants import Record, Sample
 from ledger import COMPLETE, CUT, FAILED, LATE, LEFT, REFUSED, WRONG, Ledger
 from target import KEYS, Page, Target, start
-from wire import Closed, call
+from wire import Closed
 
 INCONCLUSIVE = 3
 # Steps take as long as a real model's, which costs this machine nothing. Prime numbers: faults meet every kind of step.
@@ -69,7 +70,7 @@ class Soak:
         # Threads without work end by themselves.
         await asyncio.sleep(IDLE_SECONDS)
         self.before = await self.target.page()
-        self.version = json.loads((await call(self.target.port, "GET", "/version", key=self.target.keys["crowd"]))[1])
+        self.version = await self.target.version()
 
     def agents(self, stop: asyncio.Event) -> list:
         """Everybody who talks to the server."""
@@ -178,7 +179,7 @@ def judge(args: argparse.Namespace, soaks: list[Soak], records: dict[str, Record
         missed += [f"embeddings: {name}" for name in invariants.missed_vectors(records["embeddings"])]
     verdict = "broken" if broken else "inconclusive" if missed else "passed"
     report = {"verdict": verdict, "seed": args.seed, "seconds": round(seconds, 1), "command": shlex.join(["tests/soak", *sys.argv[1:]]),
-              "machine": platform.platform(), "server": soaks[0].version, "broken": broken, "missed": missed,
+              "machine": f"{os.cpu_count()} x {platform.machine()}", "server": soaks[0].version, "broken": broken, "missed": missed,
               "servers": {name: numbers(record) for name, record in records.items()}}
     for soak in soaks:
         print(f"{seconds:6.0f} s  {soak.line()}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -62,6 +63,12 @@ class Target:
         with contextlib.suppress(OSError, Closed):
             return (await call(self.port, "GET", "/ready"))[0] == 200
         return False
+
+    async def version(self) -> str:
+        """With the commit where it can be asked for."""
+        if self.process:
+            return subprocess.run([self.process.args[0], "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        return json.loads((await call(self.port, "GET", "/version", key=self.keys["crowd"]))[1])["version"]
 
     def ended(self) -> int | None:
         return self.process and self.process.poll()
