@@ -218,6 +218,33 @@ def test_an_adversarial_text_does_not_hang_the_page(chat):
     answered(chat, 1)
 
 
+def test_a_long_line_is_drawn_in_linear_time(chat):
+    """Every block is looked at in each frame: what takes a regular expression seconds would freeze the page."""
+    spaces = " " * 20_000
+    lines = [f"# a{spaces}b", f"# {spaces}#{spaces}b", f"a | b\n|{spaces}x", f"a | b\n{spaces}|{spaces}-{spaces}x",
+             f"-{spaces}-{spaces}x", f"a | b\n{'-|' * 10_000}x"]
+    took = chat.evaluate(
+        """async lines => {
+            const { Markdown } = await import('/assets/markdown.js');
+            return lines.map(line => {
+                const begin = performance.now();
+                new Markdown(document.createElement('div')).show(line);
+                return performance.now() - begin;
+            });
+        }""",
+        lines,
+    )
+    # The old one took minutes.
+    assert max(took) < 2000, took
+
+
+def test_headings_may_be_closed(chat):
+    says(chat, {"content": "# Open\n\n# Closed ##  \n\n# C#\n\n# #\n"})
+    send(chat, "Go on")
+    answered(chat, 1)
+    assert chat.locator(".assistant .text h1").all_inner_texts() == ["Open", "Closed", "C#", ""]
+
+
 def test_markdown(chat):
     says(chat, {"content": "# Title\n\n1. one\n   - nested\n2. two\n\nA `code` and *slanted* **bold**.\n\n```py\nx = 1 < 2\n```\n"})
     send(chat, "Go on")

@@ -4,6 +4,8 @@ use std::fs::OpenOptions;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, UNIX_EPOCH};
 
 use plimsoll_server::{RequestRecord, RequestSink};
@@ -16,8 +18,20 @@ const QUEUE: usize = 4096;
 
 /// Writes on a thread of its own.
 #[derive(Debug)]
-pub(crate) struct AccessLog {
+pub(crate) struct AccessLog(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    /// `None` once it is finished.
+    writer: Option<Writer>,
+    /// Lines lost since one was not.
+    lost: u64,
+}
+
+#[derive(Debug)]
+struct Writer {
     lines: SyncSender<String>,
+    thread: JoinHandle<()>,
 }
 
 impl AccessLog {
@@ -37,20 +51,58 @@ impl AccessLog {
         };
         let (lines, queue) = sync_channel(QUEUE);
         let path = path.to_owned();
-        std::thread::Builder::new()
-            .name("plimsoll-access-log".into())
-            .spawn(move || write(&queue, BufWriter::new(out), &path))?;
-        Ok(Self { lines })
+        let thread = std::thread::Builder::new().name("plimsoll-access-log".into());
+        let thread = thread.spawn(move || write(&queue, BufWriter::new(out), &path))?;
+        Ok(Self::new(Writer { lines, thread }))
+    }
+
+    fn new(writer: Writer) -> Self {
+        Self(Mutex::new(State {
+            writer: Some(writer),
+            lost: 0,
+        }))
+    }
+
+    /// Writes what is left. Requests that end later are not logged. Blocks for as long as the disk takes.
+    pub(crate) fn finish(&self) {
+        let mut state = self.lock();
+        let (writer, lost) = (state.writer.take(), state.lost);
+        drop(state);
+        if lost > 0 {
+            tracing::warn!(lost, "the access log ends with lines lost");
+        }
+        let Some(Writer { lines, thread }) = writer else {
+            return;
+        };
+        drop(lines);
+        if thread.join().is_err() {
+            tracing::error!("the thread of the access log panicked: its last lines are lost");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl RequestSink for AccessLog {
     fn ended(&self, record: &RequestRecord) {
-        if let Err(TrySendError::Full(_)) = self.lines.try_send(line(record)) {
-            tracing::warn!(
-                request_id = record.request_id,
-                "a line of the access log is lost: the disk is too slow"
-            );
+        let line = line(record);
+        let mut state = self.lock();
+        let Some(writer) = &state.writer else { return };
+        // Told when it begins and when it is over.
+        match writer.lines.try_send(line) {
+            Ok(()) => match std::mem::take(&mut state.lost) {
+                0 => {}
+                lost => tracing::warn!(lost, "lines of the access log were lost; it goes on"),
+            },
+            Err(TrySendError::Full(_)) => {
+                state.lost += 1;
+                if state.lost == 1 {
+                    tracing::warn!("lines of the access log are lost: the disk is too slow");
+                }
+            }
+            Err(TrySendError::Disconnected(_)) => {}
         }
     }
 }
@@ -110,8 +162,6 @@ fn line(record: &RequestRecord) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use plimsoll_server::Generation;
 
     use super::*;
@@ -162,13 +212,26 @@ mod tests {
         let path = directory.path().join("access.log");
         std::fs::write(&path, "before\n").unwrap();
         let log = AccessLog::open(&path).unwrap();
-        log.ended(&record());
-        let begin = Instant::now();
+        (0..1000).for_each(|_| log.ended(&record()));
+        log.finish();
         let lines = || std::fs::read_to_string(&path).unwrap().lines().count();
-        while lines() < 2 {
-            assert!(begin.elapsed() < Duration::from_secs(60), "no line");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        assert_eq!(lines(), 1001, "the last of them too");
+        // Too late, and no reason to fail.
+        log.ended(&record());
+        log.finish();
+        assert_eq!(lines(), 1001);
         assert!(AccessLog::open(Path::new("/no/such/directory/log")).is_err());
+    }
+
+    #[test]
+    fn lost_lines_are_counted_until_the_log_goes_on() {
+        let (lines, queue) = sync_channel(2);
+        let thread = std::thread::spawn(|| {});
+        let log = AccessLog::new(Writer { lines, thread });
+        (0..5).for_each(|_| log.ended(&record()));
+        assert_eq!(log.lock().lost, 3);
+        queue.recv().unwrap();
+        log.ended(&record());
+        assert_eq!(log.lock().lost, 0);
     }
 }

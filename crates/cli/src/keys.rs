@@ -1,15 +1,13 @@
 //! API keys from flags, environment and file.
 
+use std::future::ready;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use plimsoll_server::{ApiKey, ApiKeys, KeyLimits};
 
 use crate::args::AccessArgs;
 use crate::error::Error;
-
-/// How soon a changed file is noticed.
-const WATCH: Duration = Duration::from_secs(2);
+use crate::watch::{read_files, watch_files};
 
 /// The keys that `args` name, read before anything is loaded.
 pub(crate) struct KeySource {
@@ -22,7 +20,7 @@ pub(crate) struct KeySource {
 struct KeyFile {
     path: PathBuf,
     /// As last read.
-    text: String,
+    content: Vec<u8>,
 }
 
 impl KeySource {
@@ -42,20 +40,24 @@ impl KeySource {
         let file = match &args.api_key_file {
             None => None,
             Some(path) => {
-                let text = read(path)?;
-                let found = parse(path, &text)?;
+                let [content] = read_files(&[path.clone()])?;
+                let found = parse(path, &content)?;
                 if found.is_empty() {
                     return Err(in_file(path, "it holds no key".into()));
                 }
                 keys.extend(found);
                 Some(KeyFile {
                     path: path.clone(),
-                    text,
+                    content,
                 })
             }
         };
         if keys.is_empty() && !limits(args).is_none() {
             let message = "limits per key need keys: add --api-key-file or --api-key".to_owned();
+            return Err(wrong(message));
+        }
+        if keys.is_empty() && args.isolate_prefix_cache() {
+            let message = "--isolate-prefix-cache needs keys: add --api-key-file or --api-key".to_owned();
             return Err(wrong(message));
         }
         Ok(Self {
@@ -66,31 +68,20 @@ impl KeySource {
     }
 
     /// Follows the file for as long as it is polled.
-    pub(crate) async fn watch(mut self) {
-        let Some(mut file) = self.file.take() else {
+    pub(crate) async fn watch(self) {
+        let Some(KeyFile { path, content }) = self.file else {
             return;
         };
-        let mut every = tokio::time::interval(WATCH);
-        loop {
-            every.tick().await;
-            // A few lines: no matter for the blocking pool.
-            match read(&file.path) {
-                Ok(text) if text == file.text => {}
-                Ok(text) => {
-                    match parse(&file.path, &text) {
-                        Ok(found) => {
-                            let keys: Vec<_> = self.flags.iter().cloned().chain(found).collect();
-                            tracing::info!(keys = keys.len(), "API keys read again");
-                            self.keys.replace(keys);
-                        }
-                        Err(error) => tracing::error!("the API keys stay as they were: {error}"),
-                    }
-                    file.text = text;
-                }
-                // It may be about to be replaced.
-                Err(error) => tracing::warn!("the API keys stay as they were: {error}"),
-            }
-        }
+        let (flags, keys, at) = (self.flags, self.keys, path.clone());
+        let changed = move |[content]: [Vec<u8>; 1]| {
+            let replaced = parse(&at, &content).map(|found| {
+                let all: Vec<_> = flags.iter().cloned().chain(found).collect();
+                tracing::info!(keys = all.len(), "API keys read again");
+                keys.replace(all);
+            });
+            ready(replaced.map_err(|error| error.to_string()))
+        };
+        watch_files("the list of API keys", [path], [content], changed).await;
     }
 }
 
@@ -103,15 +94,9 @@ pub(crate) fn limits(args: &AccessArgs) -> KeyLimits {
     }
 }
 
-fn read(path: &Path) -> Result<String, Error> {
-    std::fs::read_to_string(path).map_err(|source| Error::Read {
-        path: path.to_owned(),
-        source,
-    })
-}
-
 /// `KEY` or `NAME KEY` on each line. Errors say the line's number, never its text.
-fn parse(path: &Path, text: &str) -> Result<Vec<ApiKey>, Error> {
+fn parse(path: &Path, content: &[u8]) -> Result<Vec<ApiKey>, Error> {
+    let text = std::str::from_utf8(content).map_err(|_| in_file(path, "it is no text".into()))?;
     let mut keys = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
         let line = line.trim();
@@ -167,7 +152,7 @@ mod tests {
         );
         let file = file("# team\n\nalice secret-a\n  secret-b  \n");
         let path = file.path().to_str().unwrap();
-        let keys = parse(file.path(), "# team\n\nalice secret-a\n  secret-b  \n").unwrap();
+        let keys = parse(file.path(), b"# team\n\nalice secret-a\n  secret-b  \n").unwrap();
         assert_eq!(keys[0].name(), "alice");
         assert!(keys[1].name().starts_with("sha256:"));
         assert!(source(&["--api-key-file", path]).unwrap().keys.required());
@@ -185,6 +170,7 @@ mod tests {
             (vec!["--api-key-file", &path(&empty)], "no key"),
             (vec!["--api-key-file", "/no/such/file"], "/no/such/file"),
             (vec!["--requests-per-minute-per-key", "3"], "need keys"),
+            (vec!["--isolate-prefix-cache"], "needs keys"),
         ] {
             let error = source(&flags).err().unwrap_or_default();
             assert!(error.contains(expected), "{flags:?}: {error}");

@@ -34,6 +34,7 @@ mod target;
 mod tls;
 mod traces;
 mod version;
+mod watch;
 
 pub use bytes::Bytes;
 pub use error::Error;

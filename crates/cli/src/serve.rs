@@ -77,7 +77,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     if let Err(error) = report_file.write(&standing.report()) {
         tracing::error!("no --profile-report: {error}");
     }
-    let traces = given.traces.clone();
+    let (traces, access_log) = (given.traces.clone(), given.access_log.clone());
     let watch = tokio::spawn(given.watch());
     let shutdown = async {
         match signal.await {
@@ -93,6 +93,9 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         && !matches!(served, Err(ServeError::Stalled(_)))
     {
         tokio::task::spawn_blocking(move || traces.finish()).await?;
+    }
+    if let Some(access_log) = access_log {
+        tokio::task::spawn_blocking(move || access_log.finish()).await?;
     }
     match served? {
         Drained::Complete => Ok(()),
@@ -224,6 +227,7 @@ struct Given {
     certificate: Option<Certificate>,
     sinks: Vec<Arc<dyn RequestSink>>,
     traces: Option<Arc<Traces>>,
+    access_log: Option<Arc<AccessLog>>,
 }
 
 impl Given {
@@ -236,9 +240,9 @@ impl Given {
         let traces = args.otlp_traces_endpoint.as_deref().map(Traces::to).transpose()?;
         let traces = traces.map(Arc::new);
         let mut sinks: Vec<Arc<dyn RequestSink>> = Vec::new();
-        if let Some(path) = &args.access_log {
-            sinks.push(Arc::new(AccessLog::open(path)?));
-        }
+        let access_log = args.access_log.as_deref().map(AccessLog::open).transpose()?;
+        let access_log = access_log.map(Arc::new);
+        sinks.extend(access_log.clone().map(|log| log as Arc<dyn RequestSink>));
         if args.request_log_rate > 0 {
             sinks.push(Arc::new(RequestLog::new(args.request_log_rate)));
         }
@@ -250,6 +254,7 @@ impl Given {
             certificate: Certificate::read(&args.access).await?,
             sinks,
             traces,
+            access_log,
         })
     }
 
@@ -285,6 +290,7 @@ impl Given {
             queue_timeout: server.queue_timeout,
             request_timeout: server.request_timeout,
             trust_request_chat_template: args.chat.trust_request_chat_template,
+            isolate_prefix_cache: server.access.isolate_prefix_cache(),
             priorities: server.scheduling_policy == SchedulingPolicy::Priority,
             sinks: self.sinks.clone(),
             tls: self

@@ -1,15 +1,12 @@
 //! The certificate for TLS, from files that may change while the server runs.
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
 
 use plimsoll_server::Tls;
 
 use crate::args::AccessArgs;
 use crate::error::Error;
-
-/// How soon changed files are noticed.
-const WATCH: Duration = Duration::from_secs(2);
+use crate::watch::{read_files, watch_files};
 
 /// `--ssl-certfile` and `--ssl-keyfile`.
 pub(crate) struct Certificate {
@@ -36,7 +33,7 @@ impl Certificate {
                 });
             }
         };
-        let pem = read(&files)?;
+        let pem = read_files(&files)?;
         let [certificates, key] = pem.clone();
         let tls = Tls::from_pem(certificates, key).await;
         let tls = tls.map_err(|error| Error::Configuration {
@@ -47,38 +44,18 @@ impl Certificate {
     }
 
     /// Follows the files for as long as it is polled: new connections see what is there.
-    pub(crate) async fn watch(mut self) {
-        let mut every = tokio::time::interval(WATCH);
-        loop {
-            every.tick().await;
-            let pem = match read(&self.files) {
-                Ok(pem) => pem,
-                // They may be about to be replaced.
-                Err(error) => {
-                    tracing::warn!("the certificate stays as it was: {error}");
-                    continue;
-                }
-            };
-            if pem == self.pem {
-                continue;
+    pub(crate) async fn watch(self) {
+        let Self { files, pem, tls } = self;
+        let changed = move |[certificates, key]: [Vec<u8>; 2]| {
+            let tls = tls.clone();
+            async move {
+                // Where one file was replaced and the other will be, they do not belong together.
+                let replaced = tls.replace(certificates, key).await;
+                replaced.map_err(|error| error.to_string())?;
+                tracing::info!("certificate read again");
+                Ok(())
             }
-            let [certificates, key] = pem.clone();
-            match self.tls.replace(certificates, key).await {
-                Ok(()) => tracing::info!("certificate read again"),
-                // One file was replaced and the other will be.
-                Err(error) => tracing::warn!("the certificate stays as it was: {error}"),
-            }
-            self.pem = pem;
-        }
+        };
+        watch_files("the certificate", files, pem, changed).await;
     }
-}
-
-fn read(files: &[PathBuf; 2]) -> Result<[Vec<u8>; 2], Error> {
-    let read = |path: &Path| {
-        std::fs::read(path).map_err(|source| Error::Read {
-            path: path.to_owned(),
-            source,
-        })
-    };
-    Ok([read(&files[0])?, read(&files[1])?])
 }

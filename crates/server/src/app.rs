@@ -2,18 +2,18 @@
 
 use std::any::Any;
 
-use axum::extract::DefaultBodyLimit;
-use axum::http::{Method, Uri};
+use axum::http::{HeaderName, Method, Uri, header};
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Router};
 use tower_http::catch_panic::CatchPanicLayer;
-use tower_http::cors::{AllowOrigin, Any as AnyOf, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowOrigin, Any as AnyOf, CorsLayer};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::error::ApiError;
 use crate::observe::{REQUEST_ID, observe};
+use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
 use crate::state::{AppState, ServerOptions};
 use crate::{admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, sleep, text};
 
@@ -25,8 +25,7 @@ pub fn router(state: AppState) -> Router {
         // Browsers may see why they were refused.
         .option_layer(cors(&options))
         .layer(from_fn_with_state(state.clone(), observe))
-        .layer(CatchPanicLayer::custom(panicked))
-        .layer(DefaultBodyLimit::max(options.max_body_bytes));
+        .layer(CatchPanicLayer::custom(panicked));
     let (router, api) = routes(&options).split_for_parts();
     router
         .layer(Extension(openapi::Document::new(api)))
@@ -77,9 +76,19 @@ pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {
         CorsLayer::new()
             .allow_origin(allow)
             .allow_methods(AnyOf)
-            .allow_headers(AnyOf)
-            .expose_headers([REQUEST_ID]),
+            // A star does not stand for Authorization.
+            .allow_headers(AllowHeaders::mirror_request())
+            .expose_headers(exposed()),
     )
+}
+
+/// What scripts may read beside the body.
+fn exposed() -> Vec<HeaderName> {
+    [REQUEST_ID, anthropic::REQUEST_ID, header::RETRY_AFTER]
+        .into_iter()
+        .chain(REQUEST_HEADERS)
+        .chain(TOKEN_HEADERS)
+        .collect()
 }
 
 fn panicked(panic: Box<dyn Any + Send>) -> Response {

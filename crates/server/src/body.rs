@@ -1,13 +1,15 @@
-use axum::body::Bytes;
+use axum::body::HttpBody;
 use axum::extract::{FromRequest, Request};
-use axum::http::{StatusCode, header};
-use axum::response::IntoResponse;
+use axum::http::header;
+use futures::StreamExt;
 use serde::de::{DeserializeOwned, Deserializer, Error as _, Visitor};
 use serde_json::{Map, Value};
 
+use crate::context::Context;
 use crate::error::ApiError;
 use crate::fields::{Unsupported, check_rest};
 use crate::generate::blocking;
+use crate::room::SMALL;
 use crate::state::AppState;
 
 /// A request type of the API.
@@ -31,16 +33,9 @@ impl<T: Wire + Send + 'static> FromRequest<AppState> for Body<T> {
     async fn from_request(request: Request, state: &AppState) -> Result<Self, ApiError> {
         check_media_type(&request)?;
         let options = state.options();
-        let body = tokio::time::timeout(options.body_timeout, Bytes::from_request(request, state))
+        let body = tokio::time::timeout(options.body_timeout, read(request, state))
             .await
-            .map_err(|_| ApiError::BodyTimeout(options.body_timeout))?
-            .map_err(|rejection| {
-                let message = rejection.body_text();
-                match rejection.into_response().status() {
-                    StatusCode::PAYLOAD_TOO_LARGE => ApiError::BodyTooLarge(options.max_body_bytes),
-                    _ => ApiError::Invalid { message, param: None },
-                }
-            })?;
+            .map_err(|_| ApiError::BodyTimeout(options.body_timeout))??;
         if body.len() < LARGE {
             return parse(&body).map(Self);
         }
@@ -54,6 +49,36 @@ impl<T: Wire + Send + 'static> FromRequest<AppState> for Body<T> {
         });
         parsed.await.map(Self)
     }
+}
+
+/// All of a body. The request holds room for a large one: before it is read where its length is known, else as it grows.
+async fn read(request: Request, state: &AppState) -> Result<Vec<u8>, ApiError> {
+    let most = state.options().max_body_bytes;
+    let context = Context::current();
+    let body = request.into_body();
+    let mut placed = usize::try_from(body.size_hint().lower())
+        .unwrap_or(most)
+        .min(most);
+    context.hold(state.text_room().take(placed).await?);
+    let mut whole = Vec::with_capacity(placed);
+    let mut pieces = body.into_data_stream();
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(|error| ApiError::Invalid {
+            message: format!("the body could not be read: {error}"),
+            param: None,
+        })?;
+        if whole.len() + piece.len() > most {
+            return Err(ApiError::BodyTooLarge(most));
+        }
+        whole.extend_from_slice(&piece);
+        if whole.len() > placed.max(SMALL) {
+            // As much as the buffer may have grown by.
+            let grown = whole.capacity().min(most).saturating_sub(placed);
+            context.hold(state.text_room().take(grown).await?);
+            placed += grown;
+        }
+    }
+    Ok(whole)
 }
 
 /// Bytes from which on parsing takes long enough to hold up what else the thread has to do.

@@ -87,6 +87,7 @@ pub(crate) async fn handle(
     if prompts.is_empty() {
         return Err(ApiError::invalid(PROMPT, "prompt must not be empty"));
     }
+    job.check_count(&state, prompts.len())?;
     let model = Arc::clone(state.model());
     let most = (!job.cuts_prompts()).then(|| state.engine().limits().max_request_tokens());
     let (prompts, tokens) = blocking(move || {
@@ -116,10 +117,10 @@ pub(crate) async fn handle(
             Prompt::Text(text) if tokens.len() == len => text,
             _ => tokenizer.decode(tokens, skip_special),
         };
-        Begin {
+        Arc::new(Begin {
             echo: echo.then(text),
             tokens: tokens.clone(),
-        }
+        })
     });
     let shape = Shape {
         identity: Identity::new("cmpl", &state),
@@ -188,8 +189,7 @@ fn best(mut pieces: Vec<Piece>, best_of: usize, n: usize) -> Vec<Piece> {
     kept
 }
 
-/// How a choice begins.
-#[derive(Clone)]
+/// How the choices of a prompt begin.
 struct Begin {
     /// The prompt's text, if it is to be repeated.
     echo: Option<String>,
@@ -213,7 +213,7 @@ struct Shape {
     /// Characters of each choice so far.
     offsets: Vec<usize>,
     /// Of each choice, until it has begun.
-    begin: Vec<Option<Begin>>,
+    begin: Vec<Option<Arc<Begin>>>,
 }
 
 impl Shape {
@@ -260,7 +260,7 @@ impl Shape {
         if let Some(Begin {
             echo: Some(_),
             tokens,
-        }) = begin.as_ref().filter(|_| self.logprobs.is_some())
+        }) = begin.as_deref().filter(|_| self.logprobs.is_some())
         {
             self.list_prompt(&mut listed, index, tokens, &prompt);
         }
@@ -268,15 +268,15 @@ impl Shape {
             self.list(&mut listed, index, token, Some(logprobs));
         }
         let told = self.prompt_logprobs.filter(|_| begin.is_some());
-        let (echo, prompt_tokens) =
-            begin.map_or_else(Default::default, |begin| (begin.echo, Some(begin.tokens)));
+        let echo = begin.as_ref().and_then(|begin| begin.echo.clone());
+        let prompt_tokens = begin.filter(|_| self.token_ids);
         CompletionChoice {
             index,
             text: echo.unwrap_or_default() + &text,
             logprobs: self.logprobs.is_some().then_some(listed),
             finish_reason: finish.map(finish_reason),
             prompt_logprobs: told.map(|top| scores::prompt_logprobs(&prompt, top, &self.tokenizer)),
-            prompt_token_ids: prompt_tokens.filter(|_| self.token_ids),
+            prompt_token_ids: prompt_tokens.map(|begin| begin.tokens.clone()),
             token_ids: self.token_ids.then_some(tokens),
         }
     }

@@ -6,9 +6,10 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use axum::Router;
+use axum::middleware::AddExtension;
+use axum::{Extension, Router};
 use axum_server::accept::{Accept, DefaultAcceptor};
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use axum_server::{Handle, Server};
@@ -18,7 +19,9 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Sleep;
+use tower::Layer;
 
+use crate::activity::Activity;
 use crate::state::ServerOptions;
 
 /// The certificate that connections are encrypted with; clones share it.
@@ -91,7 +94,7 @@ fn server<A>(
 }
 
 /// Requests at once on one connection.
-const MAX_HTTP2_STREAMS: u32 = 256;
+const MAX_HTTP2_STREAMS: u32 = 32;
 /// A silent client is asked whether it is still there, and is gone if it does not say so.
 const PROBE_AFTER: Duration = Duration::from_secs(30);
 const PROBE_EVERY: Duration = Duration::from_secs(10);
@@ -143,7 +146,7 @@ where
     A::Service: Send,
 {
     type Stream = Connection<A::Stream>;
-    type Service = A::Service;
+    type Service = AddExtension<A::Service, Arc<Activity>>;
     type Future = Pin<Box<dyn Future<Output = io::Result<(Self::Stream, Self::Service)>> + Send>>;
 
     fn accept(&self, stream: TcpStream, service: S) -> Self::Future {
@@ -155,30 +158,80 @@ where
             return Box::pin(async { Err(error) });
         }
         let accepted = self.inner.accept(stream, service);
-        let header_timeout = self.header_timeout;
+        let (header_timeout, slow_client_timeout) = (self.header_timeout, self.slow_client_timeout);
         Box::pin(async move {
             let (stream, service) = accepted.await?;
+            let activity = Arc::new(Activity::new());
             let connection = Connection {
                 stream,
                 _place: place,
-                silence: Some((Box::pin(tokio::time::sleep(header_timeout)), 0)),
+                activity: Arc::clone(&activity),
+                header_timeout,
+                slow_client_timeout,
+                accepted: Instant::now(),
+                read: 0,
+                look: Box::pin(tokio::time::sleep(header_timeout.min(slow_client_timeout))),
             };
-            Ok((connection, service))
+            Ok((connection, Extension(activity).layer(service)))
         })
     }
 }
 
-/// A connection that holds its place. It fails where the client has not said in time which HTTP it speaks; from then on
-/// that protocol has its own timeouts.
+/// A connection that holds its place. It fails where the client has not said in time which HTTP it speaks, asks for nothing, or
+/// takes nothing of what it asked for: one of HTTP/2 may be alive and well by all that its socket tells.
 struct Connection<S> {
     stream: S,
     _place: OwnedSemaphorePermit,
-    /// When that time is over, and bytes read so far.
-    silence: Option<(Pin<Box<Sleep>>, usize)>,
+    activity: Arc<Activity>,
+    header_timeout: Duration,
+    slow_client_timeout: Duration,
+    accepted: Instant,
+    /// Bytes read so far, counted to [`PREFACE`].
+    read: usize,
+    /// When to look whether it should end.
+    look: Pin<Box<Sleep>>,
 }
 
 /// Length of HTTP/2's preface: the protocol is known by then.
 const PREFACE: usize = 24;
+
+impl<S> Connection<S> {
+    /// Ready once the connection is to end.
+    fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
+        loop {
+            ready!(self.look.as_mut().poll(context));
+            let now = Instant::now();
+            let end = match self.read {
+                ..PREFACE => self.accepted.checked_add(self.header_timeout),
+                PREFACE.. => self
+                    .activity
+                    .ends_at(self.header_timeout, self.slow_client_timeout),
+            };
+            if end.is_some_and(|end| end <= now) {
+                return Poll::Ready(io::ErrorKind::TimedOut.into());
+            }
+            // What begins meanwhile may end before.
+            let next = now + self.header_timeout.min(self.slow_client_timeout).min(LOOK_EVERY);
+            let next = end.map_or(next, |end| end.min(next));
+            self.look.as_mut().reset(next.into());
+        }
+    }
+
+    /// `result`, or in place of waiting for it an error once the connection is to end.
+    fn unless_over<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        result: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        match result {
+            Poll::Pending => self.poll_end(context).map(Err),
+            ready => ready,
+        }
+    }
+}
+
+/// How long a connection goes unlooked at, whatever its timeouts.
+const LOOK_EVERY: Duration = Duration::from_secs(60);
 
 impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
     fn poll_read(
@@ -188,17 +241,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
-        let Some((sleep, bytes)) = &mut self.silence else {
-            return read;
-        };
-        *bytes += buffer.filled().len() - before;
-        if *bytes >= PREFACE {
-            self.silence = None;
-        } else if read.is_pending() {
-            ready!(sleep.as_mut().poll(context));
-            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
-        }
-        read
+        self.read = PREFACE.min(self.read + (buffer.filled().len() - before));
+        self.unless_over(context, read)
     }
 }
 
@@ -208,11 +252,13 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.unless_over(context, written)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
+        let flushed = Pin::new(&mut self.stream).poll_flush(context);
+        self.unless_over(context, flushed)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -224,7 +270,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         context: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, bytes);
+        self.unless_over(context, written)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -6,14 +6,16 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use axum::extract::{MatchedPath, Request};
-use axum::http::{HeaderMap, Method, StatusCode};
+use axum::http::{HeaderMap, Method, StatusCode, Version};
 use plimsoll_core::{FinishReason, TenantId};
 use tokio::time::timeout_at;
 
+use crate::activity::{Activity, Ongoing, Untaken};
 use crate::error::ApiError;
 use crate::keys::Tenant;
 use crate::metrics::Exchange;
 use crate::quota::Left;
+use crate::room::Place;
 use crate::state::AppState;
 use crate::wire::common::finish_reason;
 
@@ -104,6 +106,10 @@ struct Inner {
     tenant: OnceLock<Tenant>,
     /// It counts among the tenant's requests.
     entered: AtomicBool,
+    /// Its connection is not idle; there is none where the API is used within the process.
+    connection: Option<Ongoing>,
+    /// Its client says how much it takes, beside the socket.
+    has_window: bool,
     output_tokens: AtomicUsize,
     first_token: OnceLock<Instant>,
     /// Bytes of its body.
@@ -119,6 +125,8 @@ struct Notes {
     error: Option<&'static str>,
     complete: bool,
     generation: Option<Generation>,
+    /// Room for what it says, until that is tokens.
+    places: Vec<Place>,
 }
 
 impl fmt::Debug for Context {
@@ -153,6 +161,8 @@ impl Context {
             deadline: timeout.and_then(|timeout| arrived.checked_add(timeout)),
             tenant: OnceLock::new(),
             entered: AtomicBool::new(false),
+            connection: request.extensions().get::<Arc<Activity>>().map(Ongoing::new),
+            has_window: request.version() == Version::HTTP_2,
             output_tokens: AtomicUsize::new(0),
             first_token: OnceLock::new(),
             received: AtomicU64::new(0),
@@ -221,11 +231,34 @@ impl Context {
         let _ = self.0.tenant.set(tenant);
     }
 
-    /// It counts among the requests that its tenant may have in.
-    pub(crate) fn enter(&self) -> Result<Vec<Left>, ApiError> {
-        let left = self.0.state.quotas().enter(self.tenant(), self.0.arrived)?;
-        self.0.entered.store(true, Ordering::Relaxed);
-        Ok(left)
+    /// It counts among the requests that its tenant may have in, unless there is an error. What is left of the limits is told
+    /// either way.
+    pub(crate) fn enter(&self, uses_tokens: bool) -> (Vec<Left>, Result<(), ApiError>) {
+        let quotas = self.0.state.quotas();
+        let (left, entered) = quotas.enter(self.tenant(), uses_tokens, self.0.arrived);
+        self.0.entered.store(entered.is_ok(), Ordering::Relaxed);
+        (left, entered)
+    }
+
+    /// Holds room for what the request says until that is tokens, or the request is over.
+    pub(crate) fn hold(&self, place: Place) {
+        self.notes().places.push(place);
+    }
+
+    /// Data of the response waits for the client, who is not to let it wait for too long. Of HTTP/1 the kernel knows that better:
+    /// it sees each byte that is taken.
+    pub(crate) fn untaken(&self) -> Option<Untaken> {
+        let connection = self.0.connection.as_ref().filter(|_| self.0.has_window);
+        connection.map(Ongoing::untaken)
+    }
+
+    /// What the prefix cache is shared by, where the client gives `salt`.
+    pub(crate) fn cache_salt(&self, salt: Option<&str>) -> Option<Arc<str>> {
+        if !self.0.state.options().isolate_prefix_cache {
+            return salt.map(Arc::from);
+        }
+        let TenantId(tenant) = self.tenant();
+        Some(format!("{tenant:016x}/{}", salt.unwrap_or_default()).into())
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
@@ -254,13 +287,15 @@ impl Context {
         self.notes().complete = true;
     }
 
-    /// Something is to be generated.
+    /// Something is to be generated: what the request said is tokens.
     pub(crate) fn generates(&self, generation: Generation) {
         self.0
             .state
             .quotas()
             .spend(self.tenant(), generation.prompt_tokens);
-        self.notes().generation.get_or_insert(generation);
+        let mut notes = self.notes();
+        notes.places.clear();
+        notes.generation.get_or_insert(generation);
     }
 
     /// A choice runs; `cached` of the prompt's tokens need not be computed.
@@ -275,7 +310,10 @@ impl Context {
     /// A choice gained a token.
     pub(crate) fn token(&self) {
         self.0.first_token.get_or_init(Instant::now);
-        self.0.output_tokens.fetch_add(1, Ordering::Relaxed);
+        let tokens = 1 + self.0.output_tokens.fetch_add(1, Ordering::Relaxed);
+        if tokens.is_multiple_of(SPENT_AT_ONCE) {
+            self.0.state.quotas().spend(self.tenant(), SPENT_AT_ONCE);
+        }
     }
 
     /// A choice ended.
@@ -292,7 +330,8 @@ impl Drop for Inner {
         if *self.entered.get_mut()
             && let Some(tenant) = self.tenant.get()
         {
-            self.state.quotas().spend(tenant.id, output_tokens);
+            let unspent = output_tokens % SPENT_AT_ONCE;
+            self.state.quotas().spend(tenant.id, unspent);
             self.state.quotas().leave(tenant.id);
         }
         let notes = std::mem::take(self.notes.get_mut().unwrap_or_else(PoisonError::into_inner));
@@ -333,6 +372,9 @@ impl Drop for Inner {
         }
     }
 }
+
+/// Output tokens that are counted among the tenant's at a time: all requests share one lock.
+const SPENT_AT_ONCE: usize = 16;
 
 /// nginx's status for a client that closed its connection before there was a response.
 const CLIENT_LEFT: StatusCode = match StatusCode::from_u16(499) {

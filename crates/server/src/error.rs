@@ -54,6 +54,9 @@ pub enum ApiError {
         /// The field that names it.
         param: Option<&'static str>,
     },
+    /// A web page that may not use the server.
+    #[error("web pages of {0} may not use this server: start it with --allowed-origins {0} if they may")]
+    ForeignOrigin(String),
     /// A model this server does not serve.
     #[error("the model `{0}` does not exist; this server serves `{1}`")]
     ModelNotFound(String, String),
@@ -69,6 +72,9 @@ pub enum ApiError {
     /// The body took too long to arrive.
     #[error("the request body did not arrive within {} s", .0.as_secs())]
     BodyTimeout(Duration),
+    /// Other large requests have taken all the room there is for them.
+    #[error("the server has as many large requests in as it can hold, and had so for {:.1} s; try again", .0.as_secs_f64())]
+    NoRoom(Duration),
     /// The body is not JSON by its own account.
     #[error("the Content-Type `{0}` is not supported; send application/json")]
     MediaType(String),
@@ -165,6 +171,8 @@ impl ApiError {
                 INVALID,
                 Some("method_not_supported"),
             ),
+            Self::ForeignOrigin(_) => (StatusCode::FORBIDDEN, INVALID, Some("origin_not_allowed")),
+            Self::NoRoom(_) => unavailable("too_many_large_requests"),
             Self::BodyTooLarge(_) => (StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large")),
             Self::BodyTimeout(_) => (StatusCode::REQUEST_TIMEOUT, INVALID, Some("request_timeout")),
             Self::MediaType(_) => (
@@ -242,7 +250,7 @@ impl ApiError {
             Self::RateLimited { retry_after, .. } => Some(*retry_after),
             Self::TooManyAtOnce(_) => Some(RETRY_SOON),
             // The queue is as long as requests wait.
-            Self::QueueTimeout(waited) => Some(*waited),
+            Self::QueueTimeout(waited) | Self::NoRoom(waited) => Some(*waited),
             _ => None,
         }
     }

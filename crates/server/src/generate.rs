@@ -55,7 +55,7 @@ impl Job {
     ) -> Result<Self, ApiError> {
         state.check_generates()?;
         let model = state.model();
-        let mut stop_token_ids = common.stop_token_ids.clone().unwrap_or_default();
+        let mut stop_token_ids = common.stop_token_ids()?;
         let vocab_size = state.engine().limits().vocab_size;
         if let Some(token) = stop_token_ids.iter().find(|&&token| token as usize >= vocab_size) {
             let message = format!("stop_token_ids: {token} is outside the vocabulary of {vocab_size} tokens");
@@ -64,6 +64,9 @@ impl Job {
         if !common.ignore_eos {
             stop_token_ids.extend(&model.eos_token_ids);
         }
+        // Each costs a comparison per token.
+        stop_token_ids.sort_unstable();
+        stop_token_ids.dedup();
         Ok(Self {
             prompts: Vec::new(),
             n: common.n()?,
@@ -123,33 +126,36 @@ impl Job {
         Ok(())
     }
 
-    fn cache_salt(&self) -> Result<Option<Arc<str>>, ApiError> {
+    fn cache_salt(&self, context: &Context) -> Result<Option<Arc<str>>, ApiError> {
         match self.extra.cache_salt.as_deref() {
             Some("") => Err(ApiError::invalid(
                 "cache_salt",
                 "cache_salt must not be empty: leave it out to share the prefix cache with everybody",
             )),
-            salt => Ok(salt.map(Arc::from)),
+            salt => Ok(context.cache_salt(salt)),
         }
     }
 
+    /// Refuses more choices than the engine can hold, before their prompts cost anything.
+    pub(crate) fn check_count(&self, state: &AppState, prompts: usize) -> Result<(), ApiError> {
+        let (n, capacity) = (self.n, state.engine().capacity());
+        let choices = prompts.saturating_mul(n);
+        if choices <= capacity {
+            return Ok(());
+        }
+        let message = format!(
+            "{prompts} prompts with n = {n} make {choices} sequences, but this server takes at most {capacity} at once"
+        );
+        Err(ApiError::invalid("n", message))
+    }
+
     /// Checks the job against the engine's limits and submits all its choices, or none: one that is refused cancels those
-    /// before it.
+    /// before it. How many they are was checked before.
     pub(crate) fn submit(self, state: &AppState) -> Result<Vec<Choice>, ApiError> {
         let engine = state.engine();
-        let choices = self.prompts.len() * self.n;
-        if choices > engine.capacity() {
-            let message = format!(
-                "{} prompts with n = {} make {choices} sequences, but this server takes at most {} at once",
-                self.prompts.len(),
-                self.n,
-                engine.capacity()
-            );
-            return Err(ApiError::invalid("n", message));
-        }
         let context = Context::current();
-        let cache_salt = self.cache_salt()?;
-        let mut requests = Vec::with_capacity(choices);
+        let cache_salt = self.cache_salt(&context)?;
+        let mut requests = Vec::with_capacity(self.prompts.len() * self.n);
         for prompt in &self.prompts {
             let options = RequestOptions {
                 prompt: prompt.clone(),

@@ -6,6 +6,7 @@
 //! reasoning, content and tool calls), and `respond` (whole, or as server-sent events).
 //! Errors become statuses in `error` alone, metric names stand in `metrics` alone.
 
+mod activity;
 mod admin;
 mod anthropic;
 mod app;
@@ -30,6 +31,7 @@ mod prompt;
 mod quota;
 mod respond;
 mod responses;
+mod room;
 mod scores;
 mod sealed;
 mod server;
@@ -40,6 +42,7 @@ mod structured;
 mod text;
 mod tools;
 mod transcript;
+mod watched;
 mod wire;
 
 pub use app::router;

@@ -1,21 +1,20 @@
 //! What every request passes first and last: its id, its key, its limits, its record.
 
-use std::pin::Pin;
-use std::task::{Context as TaskContext, Poll};
 use std::time::Duration;
 
-use axum::body::{Body, Bytes, HttpBody};
+use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue, Method, Version, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use http_body::{Frame, SizeHint};
 use tracing::Instrument;
 
 use crate::context::{Context, header_timeout};
 use crate::error::{ApiError, ErrorCode};
 use crate::quota::Left;
-use crate::state::AppState;
+use crate::room::SMALL;
+use crate::state::{AppState, ServerOptions};
+use crate::watched::{Received, Watched};
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -29,22 +28,22 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     let span = tracing::error_span!("request", id = context.id());
     let version = request.version();
     let answer = async {
-        let admitted = timeout.and_then(|_| admit(&state, &context, &request));
-        match admitted {
-            Ok(left) => {
-                let request = request.map(|body| {
-                    let context = context.clone();
-                    Body::new(Counted { body, context })
-                });
-                let mut response = next.run(request).await;
-                left.iter().for_each(|left| left.write(response.headers_mut()));
-                response
+        let (left, admitted) = match timeout {
+            Ok(_) => admit(&state, &context, &request),
+            Err(error) => (Vec::new(), Err(error)),
+        };
+        let mut response = match admitted {
+            Ok(()) => {
+                let request = request.map(|body| Body::new(Received::new(body, context.clone())));
+                next.run(request).await
             }
             Err(error) => {
                 take_body(request.into_body()).await;
                 error.into_response()
             }
-        }
+        };
+        left.iter().for_each(|left| left.write(response.headers_mut()));
+        response
     };
     let mut response = context.clone().scope(answer).instrument(span).await;
     if let Ok(id) = HeaderValue::from_str(context.id()) {
@@ -58,117 +57,79 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     }
     let code = response.extensions().get::<ErrorCode>().and_then(|code| code.0);
     context.answered(response.status(), code);
-    response.map(|body| Body::new(Watched { body, context }))
+    response.map(|body| Body::new(Watched::new(body, context)))
 }
 
 /// Reads the small body of a request that is refused. A connection with an unread body is closed, and a client that tries
 /// again on it as it was told would find it gone.
 async fn take_body(body: Body) {
-    let is_small = body.size_hint().upper().is_some_and(|bytes| bytes <= SMALL);
+    let is_small = body
+        .size_hint()
+        .upper()
+        .is_some_and(|bytes| bytes <= SMALL as u64);
     if is_small {
         // Who sends no body gets his answer nevertheless.
-        let _ = tokio::time::timeout(SOON, axum::body::to_bytes(body, SMALL as usize)).await;
+        let _ = tokio::time::timeout(SOON, axum::body::to_bytes(body, SMALL)).await;
     }
 }
 
-/// Bytes of a body that are read for nothing.
-const SMALL: u64 = 64 << 10;
 /// When it must have come: it was sent along with its head.
 const SOON: Duration = Duration::from_secs(1);
 
-/// Whether this request may be answered now.
-fn admit(state: &AppState, context: &Context, request: &Request) -> Result<Vec<Left>, ApiError> {
+/// Whether this request may be answered now, and what is left of its key's limits.
+fn admit(state: &AppState, context: &Context, request: &Request) -> (Vec<Left>, Result<(), ApiError>) {
+    match identify(state, context, request) {
+        // Tokens are for those who generate; whoever asks takes memory and a place.
+        Ok(true) => context.enter(request.method() == Method::POST),
+        Ok(false) => (Vec::new(), Ok(())),
+        Err(error) => (Vec::new(), Err(error)),
+    }
+}
+
+/// Whose request it is; whether that has limits.
+fn identify(state: &AppState, context: &Context, request: &Request) -> Result<bool, ApiError> {
     let path = request.uri().path();
     let options = state.options();
+    // Keys are no business of pages that do not have them.
+    if !options.keys.required() {
+        check_origin(options, request)?;
+    }
     let open = OPEN.contains(&path)
         || path.starts_with("/assets/")
         || path == "/metrics" && !options.metrics_require_key;
     if open {
-        return Ok(Vec::new());
+        return Ok(false);
     }
     let Some(tenant) = options.keys.tenant(request.headers())? else {
-        return Ok(Vec::new());
+        return Ok(false);
     };
     context.belongs_to(tenant);
-    // Looking is free.
-    if request.method() == Method::POST {
-        return context.enter();
-    }
-    Ok(Vec::new())
+    Ok(true)
 }
 
-/// Counts what is read of the request's body.
-struct Counted {
-    body: Body,
-    context: Context,
-}
-
-impl HttpBody for Counted {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        task: &mut TaskContext<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let frame = Pin::new(&mut self.body).poll_frame(task);
-        self.context.received(data_len(&frame));
-        frame
+/// Browsers send whatever a page wants to whatever server they reach, and only keep the answer from it: what changes or costs
+/// something is refused to pages of other servers, unless they are allowed.
+fn check_origin(options: &ServerOptions, request: &Request) -> Result<(), ApiError> {
+    if matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS) {
+        return Ok(());
     }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+    let Some(origin) = request.headers().get(header::ORIGIN) else {
+        return Ok(());
+    };
+    let here = request.uri().authority().map(|authority| authority.as_str());
+    let host = || request.headers().get(header::HOST)?.to_str().ok();
+    let text = origin.to_str().unwrap_or_default();
+    let own = match (text.split_once("://"), here.or_else(host)) {
+        (Some((_, there)), Some(here)) => there.eq_ignore_ascii_case(here),
+        _ => false,
+    };
+    if own
+        || options
+            .allowed_origins
+            .iter()
+            .any(|allowed| allowed == "*" || allowed == origin)
+    {
+        return Ok(());
     }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-/// Bytes of data in what a body gave.
-fn data_len(frame: &Poll<Option<Result<Frame<Bytes>, axum::Error>>>) -> usize {
-    match frame {
-        Poll::Ready(Some(Ok(frame))) => frame.data_ref().map_or(0, Bytes::len),
-        _ => 0,
-    }
-}
-
-/// Keeps the request's context until the response is read or dropped.
-struct Watched {
-    body: Body,
-    context: Context,
-}
-
-impl HttpBody for Watched {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        task: &mut TaskContext<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let frame = Pin::new(&mut self.body).poll_frame(task);
-        self.context.sent(data_len(&frame));
-        if matches!(frame, Poll::Ready(None)) {
-            self.context.completed();
-        }
-        frame
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-impl Drop for Watched {
-    fn drop(&mut self) {
-        // Bodies of known length are not asked once more when they are through.
-        if self.body.is_end_stream() {
-            self.context.completed();
-        }
-    }
+    Err(ApiError::ForeignOrigin(text.escape_default().to_string()))
 }

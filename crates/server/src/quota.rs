@@ -98,11 +98,18 @@ impl Quotas {
         self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts one more request of `tenant`, whom [`Self::leave`] gives back, and says what is left.
-    pub(crate) fn enter(&self, tenant: TenantId, now: Instant) -> Result<Vec<Left>, ApiError> {
+    /// Counts one more request of `tenant`, which [`Self::leave`] gives back, unless it is refused; what is left is told either
+    /// way. Only one that `uses_tokens` needs some of them to be left.
+    pub(crate) fn enter(
+        &self,
+        tenant: TenantId,
+        uses_tokens: bool,
+        now: Instant,
+    ) -> (Vec<Left>, Result<(), ApiError>) {
         let limits = self.limits;
+        let mut left = Vec::new();
         if limits.is_none() {
-            return Ok(Vec::new());
+            return (left, Ok(()));
         }
         let mut accounts = self.lock();
         let account = accounts.entry(tenant).or_insert_with(|| Account {
@@ -116,16 +123,14 @@ impl Quotas {
                 at: now,
             },
         });
-        if let Some(limit) = limits.concurrent_requests
-            && account.running >= limit
-        {
-            return Err(ApiError::TooManyAtOnce(limit));
-        }
-        let mut left = Vec::new();
+        let full = limits
+            .concurrent_requests
+            .filter(|&limit| account.running >= limit);
+        let mut refused = full.map(ApiError::TooManyAtOnce);
         if let Some(limit) = limits.tokens_per_minute {
             let remaining = account.tokens.refill(limit, now);
-            if remaining <= 0.0 {
-                return Err(rate_limited(Counted::Tokens, limit, 1.0 - remaining));
+            if uses_tokens && remaining <= 0.0 {
+                refused.get_or_insert(rate_limited(Counted::Tokens, limit, 1.0 - remaining));
             }
             left.push(Left {
                 counted: Counted::Tokens,
@@ -134,19 +139,25 @@ impl Quotas {
             });
         }
         if let Some(limit) = limits.requests_per_minute {
-            let remaining = account.requests.refill(limit, now) - 1.0;
-            if remaining < 0.0 {
-                return Err(rate_limited(Counted::Requests, limit, -remaining));
+            let level = account.requests.refill(limit, now);
+            if level < 1.0 {
+                refused.get_or_insert(rate_limited(Counted::Requests, limit, 1.0 - level));
+            } else if refused.is_none() {
+                account.requests.level -= 1.0;
             }
-            account.requests.level = remaining;
             left.push(Left {
                 counted: Counted::Requests,
                 limit,
-                remaining,
+                remaining: account.requests.level,
             });
         }
-        account.running += 1;
-        Ok(left)
+        match refused {
+            Some(error) => (left, Err(error)),
+            None => {
+                account.running += 1;
+                (left, Ok(()))
+            }
+        }
     }
 
     /// A request that entered is over.
@@ -199,12 +210,12 @@ impl Left {
 
 /// Seconds.
 const MINUTE: f64 = 60.0;
-const REQUEST_HEADERS: [HeaderName; 3] = [
+pub(crate) const REQUEST_HEADERS: [HeaderName; 3] = [
     HeaderName::from_static("x-ratelimit-limit-requests"),
     HeaderName::from_static("x-ratelimit-remaining-requests"),
     HeaderName::from_static("x-ratelimit-reset-requests"),
 ];
-const TOKEN_HEADERS: [HeaderName; 3] = [
+pub(crate) const TOKEN_HEADERS: [HeaderName; 3] = [
     HeaderName::from_static("x-ratelimit-limit-tokens"),
     HeaderName::from_static("x-ratelimit-remaining-tokens"),
     HeaderName::from_static("x-ratelimit-reset-tokens"),
@@ -227,7 +238,7 @@ mod tests {
     }
 
     /// When to come back, in seconds.
-    fn refused(result: Result<Vec<Left>, ApiError>, what: Counted) -> f64 {
+    fn refused((_, result): (Vec<Left>, Result<(), ApiError>), what: Counted) -> f64 {
         match result {
             Err(ApiError::RateLimited {
                 counted, retry_after, ..
@@ -241,42 +252,61 @@ mod tests {
         let quotas = quotas(0, 30, 0);
         let begin = Instant::now();
         for _ in 0..30 {
-            quotas.enter(A, begin).unwrap();
+            quotas.enter(A, true, begin).1.unwrap();
         }
-        assert!((refused(quotas.enter(A, begin), Counted::Requests) - 2.0).abs() < 1e-6);
-        quotas.enter(B, begin).unwrap();
+        assert!((refused(quotas.enter(A, true, begin), Counted::Requests) - 2.0).abs() < 1e-6);
+        quotas.enter(B, true, begin).1.unwrap();
         let later = begin + Duration::from_millis(2001);
-        quotas.enter(A, later).unwrap();
-        refused(quotas.enter(A, later), Counted::Requests);
+        quotas.enter(A, true, later).1.unwrap();
+        refused(quotas.enter(A, true, later), Counted::Requests);
     }
 
     #[test]
     fn tokens_are_paid_back_by_waiting() {
         let quotas = quotas(0, 0, 600);
         let begin = Instant::now();
-        quotas.enter(A, begin).unwrap();
+        quotas.enter(A, true, begin).1.unwrap();
         quotas.spend(A, 700);
-        let wait = refused(quotas.enter(A, begin), Counted::Tokens);
+        let wait = refused(quotas.enter(A, true, begin), Counted::Tokens);
         assert!((wait - 10.1).abs() < 1e-6, "{wait}");
-        quotas.enter(A, begin + Duration::from_millis(10_101)).unwrap();
+        // Looking needs none.
+        quotas.enter(A, false, begin).1.unwrap();
+        quotas
+            .enter(A, true, begin + Duration::from_millis(10_101))
+            .1
+            .unwrap();
     }
 
     #[test]
     fn requests_at_once_are_counted_until_they_leave() {
         let quotas = quotas(2, 0, 0);
         let now = Instant::now();
-        quotas.enter(A, now).unwrap();
-        quotas.enter(A, now).unwrap();
-        assert!(matches!(quotas.enter(A, now), Err(ApiError::TooManyAtOnce(2))));
-        quotas.enter(B, now).unwrap();
+        quotas.enter(A, true, now).1.unwrap();
+        quotas.enter(A, true, now).1.unwrap();
+        assert!(matches!(
+            quotas.enter(A, true, now).1,
+            Err(ApiError::TooManyAtOnce(2))
+        ));
+        quotas.enter(B, true, now).1.unwrap();
         quotas.leave(A);
-        quotas.enter(A, now).unwrap();
+        quotas.enter(A, true, now).1.unwrap();
+    }
+
+    #[test]
+    fn a_refusal_says_what_is_left_too() {
+        let quotas = quotas(0, 1, 600);
+        let now = Instant::now();
+        quotas.enter(A, true, now).1.unwrap();
+        let (left, entered) = quotas.enter(A, true, now);
+        assert!(entered.is_err());
+        let left: Vec<_> = left.iter().map(|left| (left.counted, left.remaining)).collect();
+        assert_eq!(left, [(Counted::Tokens, 600.0), (Counted::Requests, 0.0)]);
     }
 
     #[test]
     fn headers_say_what_is_left() {
         let quotas = quotas(0, 60, 0);
-        let left = quotas.enter(A, Instant::now()).unwrap();
+        let (left, _) = quotas.enter(A, true, Instant::now());
         let mut headers = HeaderMap::new();
         left.iter().for_each(|left| left.write(&mut headers));
         let of = |name: &str| {

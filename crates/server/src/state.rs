@@ -21,6 +21,7 @@ use crate::keys::ApiKeys;
 use crate::metrics::Metrics;
 use crate::quota::{KeyLimits, Quotas};
 use crate::responses::ResponseStore;
+use crate::room::Room;
 
 /// The model, as far as the API knows it.
 #[derive(Debug)]
@@ -124,7 +125,10 @@ pub struct StartNumbers {
     pub tried: usize,
 }
 
-/// How much the store of responses holds; the oldest make room.
+/// How long a large request waits for others to be read.
+const MAX_WAIT: Duration = Duration::from_secs(10);
+
+/// How much the store of responses holds; the oldest of the key that holds the most make room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreLimits {
     /// Most responses; 0 keeps none.
@@ -177,6 +181,10 @@ pub struct ServerOptions {
     pub queue_timeout: Option<Duration>,
     /// A request that is not done after this time gets a 504, and holds nothing any more.
     pub request_timeout: Option<Duration>,
+    /// Keys share no prefixes: none learns from the cache what another sent.
+    pub isolate_prefix_cache: bool,
+    /// Bytes of large requests that may be in at once until they are tokens; one more waits, and gets a 503 in the end.
+    pub request_bytes: usize,
     /// Requests may say which of them come first.
     pub priorities: bool,
     /// Requests may bring a chat template of their own.
@@ -212,6 +220,8 @@ impl Default for ServerOptions {
             key_limits: KeyLimits::default(),
             queue_timeout: None,
             request_timeout: None,
+            isolate_prefix_cache: false,
+            request_bytes: 128 << 20,
             priorities: false,
             trust_request_chat_template: false,
             sinks: Vec::new(),
@@ -236,6 +246,8 @@ struct Inner {
     answer_marks: Arc<[TokenId]>,
     quotas: Quotas,
     responses: ResponseStore,
+    room: Room,
+    longest_text: usize,
     seeds: Mutex<StdRng>,
     large_bodies: Arc<Semaphore>,
     grammars: Arc<GrammarCompiler>,
@@ -267,6 +279,10 @@ impl AppState {
         let grammars = GrammarCompiler::new(model.tokenizer.clone(), &model.eos_token_ids);
         let cores = available_parallelism().map_or(1, usize::from);
         let answer_marks = model.answers.marks(&model.tokenizer);
+        let ids = 0..TokenId::try_from(model.tokenizer.vocab_size()).unwrap_or(TokenId::MAX);
+        let longest = ids.map(|id| model.tokenizer.token_bytes(id).len()).max();
+        let longest = longest.unwrap_or(0).max(1);
+        let longest_text = engine.limits().max_request_tokens().saturating_mul(longest);
         let model = Arc::new(model);
         let seeds = Mutex::new(
             options
@@ -279,6 +295,11 @@ impl AppState {
             memory,
             quotas: Quotas::new(options.key_limits),
             responses: ResponseStore::new(options.response_store),
+            room: Room::new(
+                options.request_bytes.max(options.max_body_bytes),
+                MAX_WAIT.min(options.body_timeout / 2),
+            ),
+            longest_text,
             options,
             metrics,
             answer_marks,
@@ -325,6 +346,16 @@ impl AppState {
 
     pub(crate) fn responses(&self) -> &ResponseStore {
         &self.0.responses
+    }
+
+    /// Room for what large requests say.
+    pub(crate) fn text_room(&self) -> &Room {
+        &self.0.room
+    }
+
+    /// Bytes of text that fit into the context at most, were all of it the longest token.
+    pub(crate) fn longest_text(&self) -> usize {
+        self.0.longest_text
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {

@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use crate::TextError;
 
 /// Finds stop strings in text that arrives in pieces, and holds back what may be the start of one.
@@ -82,9 +84,9 @@ impl StopMatcher {
 /// a character boundary of the text.
 #[derive(Clone, Debug)]
 struct Automaton {
-    pattern: Vec<u8>,
+    pattern: Arc<[u8]>,
     /// `border[n]`: length of the longest proper prefix of `pattern[..n]` that is also its suffix.
-    border: Vec<usize>,
+    border: Arc<[usize]>,
     /// Bytes of the pattern that the text seen so far ends with.
     matched: usize,
 }
@@ -101,8 +103,8 @@ impl Automaton {
             border[n + 1] = length;
         }
         Self {
-            pattern: pattern.to_vec(),
-            border,
+            pattern: pattern.into(),
+            border: border.into(),
             matched: 0,
         }
     }

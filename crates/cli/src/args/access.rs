@@ -35,6 +35,13 @@ pub struct AccessArgs {
     /// Prompt and output tokens of each key in a minute; once they are used up, requests get 429
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     pub tokens_per_minute_per_key: Option<usize>,
+    /// Each key has a prefix cache of its own: none learns from cached_tokens, or from how soon an answer begins, what another
+    /// has sent
+    #[arg(long, overrides_with = "no_isolate_prefix_cache")]
+    isolate_prefix_cache: bool,
+    /// Keys share the prefix cache, which saves most where they begin alike (the default)
+    #[arg(long, overrides_with = "isolate_prefix_cache", hide = true)]
+    no_isolate_prefix_cache: bool,
     /// Certificate chain (PEM): the server speaks TLS, HTTP/1.1 and HTTP/2. Changed files take effect within seconds
     #[arg(long, value_name = "FILE")]
     pub ssl_certfile: Option<PathBuf>,
@@ -47,6 +54,11 @@ impl AccessArgs {
     /// Whether `/metrics` needs a key.
     pub fn metrics_require_key(&self) -> bool {
         self.metrics_require_key
+    }
+
+    /// Whether keys share no prefixes.
+    pub fn isolate_prefix_cache(&self) -> bool {
+        self.isolate_prefix_cache
     }
 }
 

@@ -12,7 +12,7 @@ use crate::wire::anthropic::{ErrorBody, ErrorObject};
 /// Paths whose errors are Anthropic's.
 const PATHS: &str = "/v1/messages";
 /// Anthropic's name of the header.
-const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 /// That of everybody else.
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 

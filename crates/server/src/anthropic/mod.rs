@@ -17,6 +17,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::body::Body;
+use crate::context::Context;
 use crate::conversation;
 use crate::error::ApiError;
 use crate::generate::blocking;
@@ -24,7 +25,7 @@ use crate::respond;
 use crate::state::AppState;
 use crate::wire::anthropic::{CountRequest, ErrorBody, Event, Message, MessageTokens, MessagesRequest};
 
-pub(crate) use error::reword;
+pub(crate) use error::{REQUEST_ID, reword};
 use writer::Writer;
 
 /// The routes.
@@ -66,7 +67,8 @@ async fn create(
         asked.shown,
         max_tokens,
         streamed,
-    );
+    )
+    .answering(Context::current().id());
     if streamed {
         return Ok(respond::stream(&state, answers.updates(), writer));
     }

@@ -113,7 +113,7 @@ fn errors_name_the_block() {
 }
 
 fn writer(shown: Shown) -> Writer {
-    Writer::new("m".into(), 10, shown, 5, true)
+    Writer::new("m".into(), 10, shown, 5, true).answering("req_1")
 }
 
 fn update(deltas: Vec<Delta>, end: Option<(EndReason, usize)>) -> Update {
@@ -274,7 +274,7 @@ fn errors_are_in_anthropics_words() {
     let events = events(writer.fail(ApiError::Internal("broken".into())));
     assert_eq!(events.len(), 1);
     let expected = json!({
-        "type": "error", "error": { "type": "api_error", "message": "internal error: broken" }, "request_id": null,
+        "type": "error", "error": { "type": "api_error", "message": "internal error: broken" }, "request_id": "req_1",
     });
     assert_eq!(events[0], ("error".to_owned(), expected));
     let long = |prompt| ApiError::ContextLength {

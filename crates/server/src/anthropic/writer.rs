@@ -23,6 +23,8 @@ pub(super) struct Writer {
     message: Message,
     shown: Shown,
     max_tokens: usize,
+    /// Named where it fails.
+    request_id: Option<String>,
     /// What belongs to the last block, which is being written, and is in it only once it is done: sealed thinking, or the
     /// JSON text of a call's input.
     open: Option<String>,
@@ -84,9 +86,16 @@ impl Writer {
             },
             shown,
             max_tokens,
+            request_id: None,
             open: None,
             log: Log(streamed.then(Vec::new)),
         }
+    }
+
+    /// The message answers the request of this id.
+    pub(super) fn answering(mut self, request_id: &str) -> Self {
+        self.request_id = Some(request_id.to_owned());
+        self
     }
 
     /// The message as far as it is written.
@@ -234,7 +243,7 @@ impl Wording for Writer {
     }
 
     fn fail(&mut self, error: ApiError) -> Vec<Written> {
-        vec![named("error", &error::body(&error, None))]
+        vec![named("error", &error::body(&error, self.request_id.take()))]
     }
 }
 

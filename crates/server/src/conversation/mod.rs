@@ -58,6 +58,7 @@ pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result
         include_reasoning,
     } = conversation;
     let mut job = Job::new(state, &common, logprobs, prompt.field)?;
+    job.check_count(state, 1)?;
     let model = Arc::clone(state.model());
     let tools = tool_format(&model.answers, &prompt.tools)?;
     let mut format = AnswerFormat {

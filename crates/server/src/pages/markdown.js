@@ -1,11 +1,12 @@
 // Markdown as DOM nodes. What a model says becomes text nodes alone, so nothing in it can be markup, script or a request.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}>\s?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/;
-const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$|^\s*\|\s*:?-+:?\s*\|\s*$/;
+// Of a line without spaces at its ends.
+const TABLE_RULE = /^(?:\|\s*)?:?-+:?\s*(?:\|\s*:?-+:?\s*)+\|?$|^\|\s*:?-+:?\s*\|$/;
 // Deeper nesting is shown as it was written.
 const DEEPEST = 8;
 const LINK = /^(https?:\/\/|mailto:)/i;
@@ -100,7 +101,7 @@ function split(text) {
         end += 1;
       }
       take("list", end);
-    } else if (line.includes("|") && TABLE_RULE.test(lines[end] ?? "")) {
+    } else if (line.includes("|") && TABLE_RULE.test((lines[end] ?? "").trim())) {
       end += 1;
       while (end < lines.length && lines[end].includes("|")) end += 1;
       take("table", end);
@@ -118,7 +119,7 @@ function render(block, depth) {
       return codeBlock(block);
     case "heading": {
       const [, marks, text] = block.lines[0].match(HEADING);
-      return element(`h${Math.min(marks.length, 4)}`, {}, ...inline(text));
+      return element(`h${Math.min(marks.length, 4)}`, {}, ...inline(title(text)));
     }
     case "rule":
       return element("hr");
@@ -131,6 +132,14 @@ function render(block, depth) {
     default:
       return element("p", {}, ...inline(block.lines.join("\n")));
   }
+}
+
+// A heading's text without the marks that may close it. A regular expression would look for them at every space.
+function title(text) {
+  const trimmed = text.trimEnd();
+  let end = trimmed.length;
+  while (trimmed[end - 1] === "#") end -= 1;
+  return end === 0 || /\s/.test(trimmed[end - 1]) ? trimmed.slice(0, end).trimEnd() : trimmed;
 }
 
 function nodes(text, depth) {

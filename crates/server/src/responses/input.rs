@@ -199,7 +199,7 @@ pub(crate) fn read<'a>(
 }
 
 impl Part {
-    fn text(&self) -> &str {
+    pub(super) fn text(&self) -> &str {
         match self {
             Self::InputText { text } | Self::OutputText { text, .. } | Self::ReasoningText { text } => text,
         }

@@ -24,6 +24,7 @@ use crate::body::Body;
 use crate::context::Context;
 use crate::conversation;
 use crate::error::ApiError;
+use crate::generate::blocking;
 use crate::openapi::Errors;
 use crate::respond;
 use crate::state::AppState;
@@ -73,7 +74,15 @@ async fn create(
 ) -> Result<Response, ApiError> {
     let owner = owner();
     let streamed = request.common.stream;
-    let asked = request::understand(&state, owner, request)?;
+    let previous = request::previous(&state, owner, &request)?;
+    if let Some(turn) = &previous {
+        let bytes = turn.text_bytes().min(state.longest_text());
+        Context::current().hold(state.text_room().take(bytes).await?);
+    }
+    let asked = {
+        let state = state.clone();
+        blocking(move || request::understand(&state, owner, previous, request)).await?
+    };
     let answers = conversation::open(&state, asked.conversation).await?;
     let keep = asked.response.store.then(|| Keep {
         state: state.clone(),
@@ -107,7 +116,7 @@ async fn retrieve(
     State(state): State<AppState>,
     Path(id): Path<String>,
     RawQuery(query): RawQuery,
-) -> Result<Json<ResponseObject>, ApiError> {
+) -> Result<Response, ApiError> {
     // `include` asks for what is there already; `stream` for events that are over.
     for parameter in ["stream", "starting_after"] {
         let asked = query.iter().flat_map(|query| query.split('&'));
@@ -120,7 +129,7 @@ async fn retrieve(
         }
     }
     let turn = turn(&state, &id)?;
-    Ok(Json(turn.response().clone()))
+    blocking(move || Ok(Json(turn.response()).into_response())).await
 }
 
 /// Forget a response

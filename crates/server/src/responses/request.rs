@@ -52,9 +52,59 @@ const NOT_HERE: [&str; 6] = [
 /// Most pairs of metadata, and the most characters of a key and of a value: OpenAI's limits.
 const MAX_METADATA: (usize, usize, usize) = (16, 64, 512);
 
+/// What the request continues.
+pub(super) fn previous(
+    state: &AppState,
+    owner: TenantId,
+    request: &ResponsesRequest,
+) -> Result<Option<Arc<Turn>>, ApiError> {
+    let Some(id) = &request.own.previous_response_id else {
+        return Ok(None);
+    };
+    let turn = state.responses().get(owner, id);
+    turn.map(Some).ok_or_else(|| {
+        super::not_stored(
+            state,
+            format!("previous response `{id}`"),
+            Some("previous_response_id"),
+        )
+    })
+}
+
+/// What the model reads of the conversation that is continued. What can never fit is not even read: a small request must not
+/// make the server retell all that it keeps.
+fn earlier<'a>(
+    state: &AppState,
+    previous: Option<&'a Turn>,
+    truncation: Truncation,
+) -> Result<Vec<&'a Item>, ApiError> {
+    let Some(previous) = previous else {
+        return Ok(Vec::new());
+    };
+    let (bytes, most) = (previous.text_bytes(), state.longest_text());
+    match truncation {
+        _ if bytes <= most => Ok(previous.conversation()),
+        Truncation::Auto => Ok(previous.end_of_conversation(most)),
+        Truncation::Disabled => {
+            let limit = state.engine().limits().max_request_tokens();
+            Err(ApiError::ContextLength {
+                message: format!(
+                    "the conversation of previous_response_id has {bytes} bytes, more than the {limit} tokens of this \
+                     server's maximum context length can hold: set truncation = auto, or begin anew"
+                ),
+                param: "previous_response_id",
+                prompt: bytes.div_ceil(most.max(1)).saturating_mul(limit),
+                limit,
+            })
+        }
+    }
+}
+
+/// May take long: for the blocking pool.
 pub(super) fn understand(
     state: &AppState,
     owner: TenantId,
+    previous: Option<Arc<Turn>>,
     request: ResponsesRequest,
 ) -> Result<Asked, ApiError> {
     let ResponsesRequest { common, mut own } = request;
@@ -76,16 +126,6 @@ pub(super) fn understand(
     let (functions, tools) = Functions::new(&own.tools, own.tool_choice.as_ref(), parallel)?;
 
     let store = state.responses();
-    let previous = match &own.previous_response_id {
-        None => None,
-        Some(id) => Some(store.get(owner, id).ok_or_else(|| {
-            super::not_stored(
-                state,
-                format!("previous response `{id}`"),
-                Some("previous_response_id"),
-            )
-        })?),
-    };
     let input = match own.input.take() {
         Some(input) => input::items(input, |id| store.item(owner, id))?,
         None if previous.is_some() => Vec::new(),
@@ -95,8 +135,9 @@ pub(super) fn understand(
     if let Some(instructions) = &own.instructions {
         transcript.system(instructions);
     }
-    let earlier = previous.iter().flat_map(|turn| turn.conversation());
-    input::read(&mut transcript, earlier.chain(&input))?;
+    let truncation = own.truncation.unwrap_or_default();
+    let earlier = earlier(state, previous.as_deref(), truncation)?;
+    input::read(&mut transcript, earlier.into_iter().chain(&input))?;
 
     let response = begin(state, &common, own, text, reasoning);
     let conversation = Conversation {

@@ -1,4 +1,4 @@
-//! Responses that are kept, for `previous_response_id` and retrieval: in memory, bounded, the oldest leave first.
+//! Responses that are kept, for `previous_response_id` and retrieval: in memory, bounded, each the matter of its owner alone.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -7,22 +7,25 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::TenantId;
+use serde_json::{Map, Value};
 
 use crate::state::StoreLimits;
-use crate::wire::responses::{Item, ResponseObject};
+use crate::wire::responses::{Item, Part, ResponseObject, Role, TextFormat, TokenLogprob, ToolChoice};
 
 /// One response with what was new when it was asked for. The turns before it live as long as it does, so that a conversation
 /// goes on although its beginning had to make room.
 #[derive(Debug)]
 pub(crate) struct Turn {
-    /// Whose it is: that of the request's API key.
-    owner: TenantId,
     previous: Option<Arc<Turn>>,
     input: Vec<Item>,
     response: ResponseObject,
-    /// Bytes of `input` and `response`, and the count of the store they belong to.
+    /// Bytes of text of `input` and of the response's output.
+    text: usize,
+    /// The same with all turns before.
+    all_text: usize,
+    /// Bytes that `input` and `response` take, and who counts them: their owner and the store.
     bytes: usize,
-    count: Arc<AtomicUsize>,
+    counts: [Arc<AtomicUsize>; 2],
 }
 
 impl Turn {
@@ -31,17 +34,24 @@ impl Turn {
         &self.response
     }
 
-    /// What the model was given for this response, oldest first.
-    pub(crate) fn given(&self) -> Vec<&Item> {
+    /// This turn and those before it, newest first.
+    fn turns(&self) -> Vec<&Self> {
         let mut turns = vec![self];
         while let Some(previous) = turns.last().and_then(|turn| turn.previous.as_deref()) {
             turns.push(previous);
         }
+        turns
+    }
+
+    fn items(&self) -> impl Iterator<Item = &Item> {
+        self.input.iter().chain(&self.response.output)
+    }
+
+    /// What the model was given for this response, oldest first.
+    pub(crate) fn given(&self) -> Vec<&Item> {
+        let turns = self.turns();
         let earlier = turns[1..].iter().rev();
-        earlier
-            .flat_map(|turn| turn.input.iter().chain(&turn.response.output))
-            .chain(&self.input)
-            .collect()
+        earlier.flat_map(|turn| turn.items()).chain(&self.input).collect()
     }
 
     /// The conversation up to the end of this response, oldest item first.
@@ -50,11 +60,42 @@ impl Turn {
         items.extend(&self.response.output);
         items
     }
+
+    /// Bytes of text of the conversation. An item without any counts too.
+    pub(crate) fn text_bytes(&self) -> usize {
+        self.all_text
+    }
+
+    /// As [`Self::conversation`], with at most `most` bytes of text: the instructions that begin it, if they fit, and of the
+    /// last turns as many as do, from something that the user says on, so that no result loses its call.
+    pub(crate) fn end_of_conversation(&self, most: usize) -> Vec<&Item> {
+        let turns = self.turns();
+        let mut left = most;
+        let oldest = turns.last().map_or(&[][..], |turn| turn.input.as_slice());
+        let instructs = |item: &&Item| matches!(item, Item::Message(message) if matches!(message.role, Role::System | Role::Developer));
+        let mut items: Vec<&Item> = oldest.iter().take_while(instructs).collect();
+        match left.checked_sub(text_of(items.iter().copied())) {
+            Some(rest) => left = rest,
+            None => items.clear(),
+        }
+        let fitting = turns.iter().take_while(|turn| {
+            let rest = left.checked_sub(turn.text);
+            left = rest.unwrap_or(left);
+            rest.is_some()
+        });
+        let fitting = fitting.count();
+        let said = |item: &&Item| matches!(item, Item::Message(message) if message.role == Role::User);
+        let last = turns[..fitting].iter().rev().flat_map(|turn| turn.items());
+        items.extend(last.skip_while(|item| !said(item)));
+        items
+    }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        self.count.fetch_sub(self.bytes, Ordering::Relaxed);
+        for count in &self.counts {
+            count.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
         // One after the other: a long conversation must not end in a deep recursion.
         let mut previous = self.previous.take();
         while let Some(mut turn) = previous.and_then(Arc::into_inner) {
@@ -69,18 +110,20 @@ pub(crate) struct ResponseStore {
     limits: StoreLimits,
     /// Of all turns that live.
     bytes: Arc<AtomicUsize>,
-    kept: Mutex<Kept>,
+    owners: Mutex<HashMap<TenantId, Owned>>,
 }
 
+/// What is kept for one owner.
 #[derive(Debug, Default)]
-struct Kept {
+struct Owned {
+    /// Of the owner's turns that live.
+    bytes: Arc<AtomicUsize>,
     /// By age.
     turns: BTreeMap<u64, Arc<Turn>>,
     /// Age of each response.
     ages: HashMap<String, u64>,
-    /// Age of the response to which each owner's item belongs, as input or output: clients choose ids of input, and others may
-    /// choose the same.
-    items: HashMap<(TenantId, String), u64>,
+    /// Age of the response to which each item belongs, as input or output.
+    items: HashMap<String, u64>,
     next: u64,
 }
 
@@ -89,7 +132,7 @@ impl ResponseStore {
         Self {
             limits,
             bytes: Arc::default(),
-            kept: Mutex::default(),
+            owners: Mutex::default(),
         }
     }
 
@@ -98,7 +141,7 @@ impl ResponseStore {
         self.limits.responses > 0
     }
 
-    /// Keeps a response, at the cost of the oldest.
+    /// Keeps a response. The oldest of the owner that holds the most make room.
     pub(crate) fn keep(
         &self,
         owner: TenantId,
@@ -106,55 +149,66 @@ impl ResponseStore {
         input: Vec<Item>,
         response: ResponseObject,
     ) {
-        let bytes = size(&input) + size(&response);
+        let bytes = size_of::<Turn>() + items_cost(&input) + json_bytes(&input) + response_cost(&response);
         if bytes > self.limits.bytes || !self.is_enabled() {
             tracing::debug!(bytes, id = %response.id, "a response is too large to be kept");
             return;
         }
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        let turn = Arc::new(Turn {
-            owner,
+        let text = text_of(input.iter().chain(&response.output));
+        let mut owners = self.lock();
+        let owned = owners.entry(owner).or_default();
+        let counts = [Arc::clone(&self.bytes), Arc::clone(&owned.bytes)];
+        for count in &counts {
+            count.fetch_add(bytes, Ordering::Relaxed);
+        }
+        owned.add(Arc::new(Turn {
+            all_text: text.saturating_add(previous.as_ref().map_or(0, |turn| turn.all_text)),
             previous,
             input,
             response,
+            text,
             bytes,
-            count: Arc::clone(&self.bytes),
-        });
-        let mut kept = self.lock();
-        kept.add(turn);
-        while kept.turns.len() > self.limits.responses
-            || self.bytes.load(Ordering::Relaxed) > self.limits.bytes
-        {
-            let Some(oldest) = kept.turns.keys().next().copied() else {
+            counts,
+        }));
+        loop {
+            let count: usize = owners.values().map(|owned| owned.turns.len()).sum();
+            let too_large = self.bytes.load(Ordering::Relaxed) > self.limits.bytes;
+            if count <= self.limits.responses && !too_large {
                 break;
-            };
-            kept.remove(oldest);
+            }
+            let holding = owners.values_mut().filter(|owned| !owned.turns.is_empty());
+            let most = holding.max_by_key(|owned| match too_large {
+                true => owned.bytes.load(Ordering::Relaxed),
+                false => owned.turns.len(),
+            });
+            let Some(most) = most else { break };
+            most.remove_oldest();
         }
     }
 
     /// The response of this id, if it is kept and the owner's.
     pub(crate) fn get(&self, owner: TenantId, id: &str) -> Option<Arc<Turn>> {
-        let kept = self.lock();
-        let turn = kept.turns.get(kept.ages.get(id)?)?;
-        (turn.owner == owner).then(|| Arc::clone(turn))
+        let owners = self.lock();
+        let owned = owners.get(&owner)?;
+        owned.turns.get(owned.ages.get(id)?).cloned()
     }
 
     /// Forgets a response; false where there was none. Responses that continue it still know what was said.
     pub(crate) fn delete(&self, owner: TenantId, id: &str) -> bool {
-        let mut kept = self.lock();
-        let age = kept.ages.get(id).copied();
-        match age.filter(|age| kept.turns.get(age).is_some_and(|turn| turn.owner == owner)) {
-            Some(age) => kept.remove(age),
-            None => false,
-        }
+        let mut owners = self.lock();
+        let Some(owned) = owners.get_mut(&owner) else {
+            return false;
+        };
+        let age = owned.ages.get(id).copied();
+        age.is_some_and(|age| owned.remove(age))
     }
 
     /// An item of a response that is kept and the owner's.
     pub(crate) fn item(&self, owner: TenantId, id: &str) -> Option<Item> {
-        let kept = self.lock();
-        let turn = kept.turns.get(kept.items.get(&(owner, id.to_owned()))?)?;
-        let mut items = turn.input.iter().chain(&turn.response.output);
-        items.find(|item| item.id() == id).cloned()
+        let owners = self.lock();
+        let owned = owners.get(&owner)?;
+        let turn = owned.turns.get(owned.items.get(id)?)?;
+        turn.items().find(|item| item.id() == id).cloned()
     }
 
     /// What a client may want to know when something is not there.
@@ -162,17 +216,18 @@ impl ResponseStore {
         self.limits
     }
 
-    fn lock(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, HashMap<TenantId, Owned>> {
+        self.owners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Kept {
+impl Owned {
     fn add(&mut self, turn: Arc<Turn>) {
         let age = self.next;
         self.next += 1;
-        for item in turn.input.iter().chain(&turn.response.output) {
-            self.items.insert((turn.owner, item.id().to_owned()), age);
+        // Clients choose ids of input: none of them takes the place of what is there.
+        for item in turn.items() {
+            self.items.entry(item.id().to_owned()).or_insert(age);
         }
         self.ages.insert(turn.response.id.clone(), age);
         self.turns.insert(age, turn);
@@ -183,9 +238,8 @@ impl Kept {
             return false;
         };
         self.ages.remove(&turn.response.id);
-        // An item may have been sent again since, and be a younger response's.
-        for item in turn.input.iter().chain(&turn.response.output) {
-            if let Entry::Occupied(entry) = self.items.entry((turn.owner, item.id().to_owned()))
+        for item in turn.items() {
+            if let Entry::Occupied(entry) = self.items.entry(item.id().to_owned())
                 && *entry.get() == age
             {
                 entry.remove();
@@ -193,10 +247,98 @@ impl Kept {
         }
         true
     }
+
+    fn remove_oldest(&mut self) {
+        if let Some(&oldest) = self.turns.keys().next() {
+            self.remove(oldest);
+        }
+    }
 }
 
-/// Bytes of a value as JSON, which is about what it takes in memory.
-fn size(value: &impl serde::Serialize) -> usize {
+/// Bytes of text that a model would read of items. Each counts a few for what a template writes around it.
+fn text_of<'a>(items: impl IntoIterator<Item = &'a Item>) -> usize {
+    const AROUND: usize = 16;
+    let texts = items.into_iter().map(|item| {
+        let text: usize = match item {
+            Item::Message(message) => message.content.iter().map(|part| part.text().len()).sum(),
+            Item::FunctionCall(call) => call.name.len() + call.arguments.len(),
+            Item::FunctionCallOutput(output) => output.output.len(),
+            Item::Reasoning(reasoning) => reasoning.content.iter().map(|part| part.text.len()).sum(),
+        };
+        text + AROUND
+    });
+    texts.sum()
+}
+
+/// What one allocation takes beside its content, about.
+const ALLOCATION: usize = 16;
+/// What the index of items takes for each beside its id.
+const INDEX_ENTRY: usize = 64;
+
+/// Bytes that items take beside their text, about.
+fn items_cost(items: &[Item]) -> usize {
+    let costs = items.iter().map(|item| {
+        let parts = match item {
+            Item::Message(message) => message.content.iter().map(part_cost).sum(),
+            Item::Reasoning(reasoning) => reasoning.content.len() * size_of::<String>(),
+            Item::FunctionCall(_) | Item::FunctionCallOutput(_) => 0,
+        };
+        size_of::<Item>() + INDEX_ENTRY + item.id().len() + parts
+    });
+    costs.sum()
+}
+
+/// Beside its text.
+fn part_cost(part: &Part) -> usize {
+    const TOKEN: usize = size_of::<TokenLogprob>() + 2 * ALLOCATION;
+    let logprobs: usize = match part {
+        Part::OutputText { logprobs, .. } => logprobs.iter().map(|token| 1 + token.top_logprobs.len()).sum(),
+        Part::InputText { .. } | Part::ReasoningText { .. } => 0,
+    };
+    size_of::<Part>() + ALLOCATION + TOKEN * logprobs
+}
+
+/// Bytes that a response takes, about.
+fn response_cost(response: &ResponseObject) -> usize {
+    let schema = match &response.text.format {
+        Some(TextFormat::JsonSchema { schema, .. }) => value_cost(schema),
+        Some(TextFormat::Text {} | TextFormat::JsonObject {}) | None => 0,
+    };
+    let choice = match &response.tool_choice {
+        ToolChoice::Object(choice) => map_cost(&choice.0),
+        ToolChoice::Mode(_) => 0,
+    };
+    let tools: usize = response.tools.iter().map(value_cost).sum();
+    let values = schema + choice + tools + map_cost(&response.metadata);
+    // The rest is text, which the JSON holds too.
+    values + items_cost(&response.output) + json_bytes(response)
+}
+
+/// Bytes that a value takes: many times those of its JSON where it holds small ones.
+fn value_cost(value: &Value) -> usize {
+    let inside = match value {
+        Value::String(text) => ALLOCATION + text.capacity(),
+        Value::Array(values) => {
+            let unused = values.capacity() - values.len();
+            ALLOCATION + unused * size_of::<Value>() + values.iter().map(value_cost).sum::<usize>()
+        }
+        Value::Object(map) => map_cost(map),
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+    };
+    size_of::<Value>() + inside
+}
+
+fn map_cost(map: &Map<String, Value>) -> usize {
+    // A hash, a name, and a place in a table that is half empty.
+    const ENTRY: usize = size_of::<u64>() + size_of::<String>() + ALLOCATION + 4 * size_of::<usize>();
+    let entries = map
+        .iter()
+        .map(|(name, value)| ENTRY + name.len() + value_cost(value));
+    2 * ALLOCATION + entries.sum::<usize>()
+}
+
+/// Bytes of a value as JSON.
+fn json_bytes(value: &impl serde::Serialize) -> usize {
     struct Count(usize);
 
     impl io::Write for Count {
@@ -221,6 +363,7 @@ mod tests {
 
     use super::super::tests::{message, response};
     use super::*;
+    use crate::wire::responses::MessageItem;
 
     const NOBODY: TenantId = TenantId(0);
 
@@ -261,7 +404,7 @@ mod tests {
 
     #[test]
     fn bytes_are_bounded_also_by_long_conversations() {
-        let store = store(1000, 50_000);
+        let store = store(1000, 100_000);
         let text = "x".repeat(1000);
         keep(&store, "0", None, &text);
         for i in 1..200 {
@@ -273,9 +416,9 @@ mod tests {
                 goes_on.then_some(previous.as_str()),
                 &text,
             );
-            assert!(store.bytes.load(Ordering::Relaxed) <= 50_000);
+            assert!(store.bytes.load(Ordering::Relaxed) <= 100_000);
         }
-        keep(&store, "huge", None, &"x".repeat(50_000));
+        keep(&store, "huge", None, &"x".repeat(100_000));
         assert!(store.get(NOBODY, "huge").is_none());
     }
 
@@ -289,8 +432,8 @@ mod tests {
         assert_eq!(store.get(NOBODY, "b").unwrap().given().len(), 3);
         assert!(store.delete(NOBODY, "b"));
         assert_eq!(store.bytes.load(Ordering::Relaxed), 0);
-        let kept = store.lock();
-        assert!(kept.items.is_empty() && kept.ages.is_empty());
+        let owners = store.lock();
+        assert!(owners[&NOBODY].items.is_empty() && owners[&NOBODY].ages.is_empty());
     }
 
     #[test]
@@ -320,18 +463,86 @@ mod tests {
             assert!(!store.delete(other, "a"));
         }
         assert!(store.get(owner, "a").is_some());
-        // An id that both chose is each one's own.
-        store.keep(
-            TenantId(2),
-            None,
-            vec![message("in", "other")],
-            response("b", "other"),
-        );
+        // An id that both chose is each one's own, and the first that an owner gave it to keeps it.
+        let keep = |owner, id: &str, text: &str| {
+            store.keep(owner, None, vec![message("in", text)], response(id, text));
+        };
+        keep(TenantId(2), "b", "other");
+        keep(owner, "c", "later");
         let text = |owner| json!(store.item(owner, "in").unwrap())["content"][0]["text"].clone();
         assert_eq!(
             (text(owner), text(TenantId(2))),
             (json!("secret"), json!("other"))
         );
+    }
+
+    #[test]
+    fn who_holds_the_most_makes_room() {
+        let (alice, bob) = (TenantId(1), TenantId(2));
+        let keep = |store: &ResponseStore, owner, id: &str, text: &str| {
+            store.keep(
+                owner,
+                None,
+                vec![message(&format!("in_{id}"), text)],
+                response(id, text),
+            );
+        };
+        let by_count = store(10, 1 << 30);
+        keep(&by_count, alice, "a", "x");
+        (0..60).for_each(|i| keep(&by_count, bob, &i.to_string(), "x"));
+        assert!(by_count.get(alice, "a").is_some() && by_count.get(bob, "59").is_some());
+        assert!(by_count.get(bob, "50").is_none());
+        let by_bytes = store(1000, 1 << 20);
+        keep(&by_bytes, alice, "a", &"x".repeat(100_000));
+        (0..60).for_each(|i| keep(&by_bytes, bob, &i.to_string(), &"x".repeat(50_000)));
+        assert!(by_bytes.get(alice, "a").is_some() && by_bytes.get(bob, "59").is_some());
+        assert!(by_bytes.bytes.load(Ordering::Relaxed) <= 1 << 20);
+    }
+
+    #[test]
+    fn small_values_count_what_they_take() {
+        let store = store(1000, 1 << 20);
+        let tools =
+            vec![json!({ "type": "function", "name": "f", "parameters": { "enum": vec![0; 100_000] } })];
+        let json = json_bytes(&tools);
+        let large = ResponseObject {
+            tools,
+            ..response("a", "x")
+        };
+        assert!(json < 1 << 18);
+        store.keep(NOBODY, None, Vec::new(), large);
+        assert!(
+            store.get(NOBODY, "a").is_none(),
+            "{json} bytes of JSON take megabytes"
+        );
+    }
+
+    #[test]
+    fn the_end_of_a_conversation_is_whole_turns() {
+        let store = store(10, 1 << 20);
+        let rules = Item::Message(MessageItem {
+            role: Role::Developer,
+            ..match message("rules", "be brief") {
+                Item::Message(message) => message,
+                other => panic!("{other:?}"),
+            }
+        });
+        store.keep(
+            NOBODY,
+            None,
+            vec![rules, message("in_a", "one")],
+            response("a", &"x".repeat(1000)),
+        );
+        keep(&store, "b", Some("a"), "two");
+        keep(&store, "c", Some("b"), "three");
+        let last = store.get(NOBODY, "c").unwrap();
+        let all = last.text_bytes();
+        assert!((1000..1200).contains(&all));
+        let kept = |most| ids(&last.end_of_conversation(most));
+        assert_eq!(kept(500), ["rules", "in_b", "out_b", "in_c", "out_c"]);
+        assert_eq!(kept(80), ["rules", "in_c", "out_c"]);
+        assert_eq!(kept(30), ["rules"]);
+        assert!(kept(10).is_empty());
     }
 
     #[test]

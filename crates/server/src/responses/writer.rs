@@ -357,6 +357,8 @@ impl Wording for Writer {
     }
 
     fn fail(&mut self, error: ApiError) -> Vec<Written> {
+        // Nothing can go on from it.
+        self.keep = None;
         self.close(ItemStatus::Incomplete);
         self.response.status = ResponseStatus::Failed;
         self.response.error = Some(ResponseError {

@@ -16,6 +16,10 @@ use crate::state::{AppState, GenerationDefaults};
 const MAX_N: usize = 128;
 /// Most stop strings; each costs a comparison per token.
 const MAX_STOPS: usize = 64;
+/// Most bytes of a stop string: each takes some more to be looked for.
+const MAX_STOP_BYTES: usize = 1024;
+/// Most stop tokens; each costs a comparison per token.
+const MAX_STOP_TOKENS: usize = 256;
 
 /// One value or several.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
@@ -23,15 +27,6 @@ const MAX_STOPS: usize = 64;
 pub(crate) enum OneOrMany<T> {
     One(T),
     Many(Vec<T>),
-}
-
-impl<T> OneOrMany<T> {
-    pub(crate) fn into_vec(self) -> Vec<T> {
-        match self {
-            Self::One(one) => vec![one],
-            Self::Many(many) => many,
-        }
-    }
 }
 
 /// The fields that chat and completions share.
@@ -70,11 +65,11 @@ pub(crate) struct Common {
     /// Choices per prompt.
     #[schema(minimum = 1, maximum = 128)]
     pub(crate) n: Option<usize>,
-    /// Strings that end the text; they are not part of it.
+    /// Strings that end the text, up to 64 of up to 1024 bytes; they are not part of it.
     #[schema(value_type = Option<OneOrMany<String>>)]
     pub(crate) stop: Option<OneOrMany<String>>,
     /// Tokens that end the text.
-    #[schema(value_type = Option<Vec<u32>>)]
+    #[schema(value_type = Option<Vec<u32>>, max_items = 256)]
     pub(crate) stop_token_ids: Option<Vec<TokenId>>,
     /// Goes on behind the model's own end of text.
     #[serde(default)]
@@ -171,18 +166,41 @@ impl Common {
 
     /// Stop strings, none of them empty.
     pub(crate) fn stop(&self) -> Result<Vec<String>, ApiError> {
-        let stop = self.stop.clone().map(OneOrMany::into_vec).unwrap_or_default();
+        let stop = match &self.stop {
+            None => &[],
+            Some(OneOrMany::One(one)) => std::slice::from_ref(one),
+            Some(OneOrMany::Many(many)) => many.as_slice(),
+        };
+        let wrong = |message: String| Err(ApiError::invalid("stop", message));
         if stop.len() > MAX_STOPS {
-            let message = format!(
-                "at most {MAX_STOPS} stop strings are supported, not {}",
-                stop.len()
-            );
-            return Err(ApiError::invalid("stop", message));
+            let len = stop.len();
+            return wrong(format!(
+                "at most {MAX_STOPS} stop strings are supported, not {len}"
+            ));
         }
         if stop.iter().any(String::is_empty) {
-            return Err(ApiError::invalid("stop", "a stop string must not be empty"));
+            return wrong("a stop string must not be empty".to_owned());
         }
-        Ok(stop)
+        if let Some(long) = stop.iter().find(|stop| stop.len() > MAX_STOP_BYTES) {
+            let len = long.len();
+            return wrong(format!(
+                "a stop string must have at most {MAX_STOP_BYTES} bytes, not {len}"
+            ));
+        }
+        Ok(stop.to_vec())
+    }
+
+    /// Stop tokens as the client names them.
+    pub(crate) fn stop_token_ids(&self) -> Result<Vec<TokenId>, ApiError> {
+        let named = self.stop_token_ids.as_deref().unwrap_or_default();
+        if named.len() > MAX_STOP_TOKENS {
+            let message = format!(
+                "at most {MAX_STOP_TOKENS} stop_token_ids are supported, not {}",
+                named.len()
+            );
+            return Err(ApiError::invalid("stop_token_ids", message));
+        }
+        Ok(named.to_vec())
     }
 
     /// 0 where the server knows no priorities.

@@ -136,6 +136,36 @@ async fn tokens_are_counted_to_the_last() {
 }
 
 #[tokio::test]
+async fn u26_tokens_count_as_they_come() {
+    let rig = rig(ServerOptions {
+        key_limits: KeyLimits {
+            tokens_per_minute: Some(60),
+            ..Default::default()
+        },
+        ..keyed()
+    });
+    let stream = rig.send(by("secret-a", &long())).await;
+    assert_eq!(stream.status(), 200);
+    let begin = std::time::Instant::now();
+    loop {
+        // Looking uses none, and needs none.
+        let look = Request::get("/v1/models").header("x-api-key", "secret-a");
+        let look = rig.send(look.body(Body::empty()).unwrap()).await;
+        assert_eq!(look.status(), 200);
+        if look.headers()["x-ratelimit-remaining-tokens"] == "0" {
+            break;
+        }
+        assert!(begin.elapsed() < PATIENCE, "a stream that goes on costs nothing");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let refused = rig.send(by("secret-a", &short())).await;
+    assert_eq!(refused.headers()["x-ratelimit-limit-tokens"], "60");
+    assert_eq!(code(refused, 429).await, "rate_limit_exceeded");
+    // Nobody reads the stream, so it cannot be over.
+    drop(stream);
+}
+
+#[tokio::test]
 async fn a_stream_counts_until_it_is_read_or_left() {
     let rig = rig(ServerOptions {
         key_limits: KeyLimits {

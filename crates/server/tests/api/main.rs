@@ -11,6 +11,7 @@ mod limits;
 mod memory;
 mod metrics;
 mod openapi;
+mod origins;
 mod pages;
 mod refusals;
 pub mod rig;
