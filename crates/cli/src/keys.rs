@@ -40,7 +40,7 @@ impl KeySource {
         let file = match &args.api_key_file {
             None => None,
             Some(path) => {
-                let [content] = read_files(&[path.clone()])?;
+                let [content] = read_files(std::array::from_ref(path))?;
                 let found = parse(path, &content)?;
                 if found.is_empty() {
                     return Err(in_file(path, "it holds no key".into()));
