@@ -22,8 +22,11 @@ pub struct ChatArgs {
     #[arg(long, overrides_with = "enable_auto_tool_choice")]
     no_enable_auto_tool_choice: bool,
     /// Let requests bring a `chat_template` of their own: a program, which can keep a thread busy for long
-    #[arg(long)]
+    #[arg(long, overrides_with = "no_trust_request_chat_template")]
     pub trust_request_chat_template: bool,
+    /// Refuse requests that bring one (the default)
+    #[arg(long, overrides_with = "trust_request_chat_template", hide = true)]
+    no_trust_request_chat_template: bool,
 }
 
 impl ChatArgs {
