@@ -5,6 +5,9 @@ use std::time::{Duration, Instant};
 
 use plimsoll_server::{RequestRecord, RequestSink};
 
+/// Asked again and again by machines, and 503 for as long as a start or a drain takes.
+const PROBES: [&str; 3] = ["/health", "/ready", "/metrics"];
+
 /// Logs requests that generate something or fail; prompts and answers are never part of it.
 #[derive(Debug)]
 pub(crate) struct RequestLog {
@@ -56,7 +59,7 @@ impl RequestSink for RequestLog {
     fn ended(&self, record: &RequestRecord) {
         let failed = record.status.is_client_error() || record.status.is_server_error();
         // Probes, scrapes and pages are not what a server is for.
-        if record.generation.is_none() && !failed {
+        if record.generation.is_none() && (!failed || PROBES.contains(&&*record.path)) {
             return;
         }
         let Some(skipped) = self.turn(Instant::now()) else {
