@@ -30,6 +30,7 @@ impl Server {
 
     fn start_as(command: &mut Command, flags: &[&str]) -> Self {
         let mut child = command
+            .env("PLIMSOLL_LOG_FORMAT", "text")
             .args(["serve", "sim", "--port", "0"])
             .args(flags)
             .stdout(Stdio::piped())
