@@ -39,10 +39,12 @@ def logging(start, tmp_path_factory):
     lines = parsed(server.log.read_text())
     assert "secret-of-alice" not in server.log.read_text()
     # The last lines too, from signal to end.
-    assert any("stopping" in line["message"] for line in lines)
+    assert any("requests may finish" in line["message"] for line in lines)
 
 
 def test_a_start_is_lines_of_json(logging):
+    # It says so a moment after it is.
+    logging.wait_for("the last line of the start", lambda: '"message":"ready"' in logging.log.read_text())
     lines = parsed(logging.log.read_text())
     phases = [line["message"] for line in lines if "auto-profile phase=" in line["message"]]
     assert len(phases) >= 5
