@@ -81,7 +81,9 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let watch = tokio::spawn(given.watch());
     let shutdown = async {
         match signal.await {
-            Ok(signal) => tracing::info!("{signal}: requests may finish; once more to stop at once"),
+            Ok(signal) => {
+                tracing::info!("stopping at {signal}: requests may finish; once more to stop at once")
+            }
             Err(_) => std::future::pending().await,
         }
     };
