@@ -251,7 +251,7 @@ struct Inner {
     seeds: Mutex<StdRng>,
     large_bodies: Arc<Semaphore>,
     grammars: Arc<GrammarCompiler>,
-    compiling: Semaphore,
+    compiling: Arc<Semaphore>,
     drain_asked: Notify,
     /// From the beginning of the drain: whether there were requests in.
     draining: OnceLock<bool>,
@@ -306,7 +306,7 @@ impl AppState {
             seeds,
             large_bodies: Arc::new(Semaphore::new(1)),
             grammars: Arc::new(grammars),
-            compiling: Semaphore::new((cores / 2).max(1)),
+            compiling: Arc::new(Semaphore::new((cores / 2).max(1))),
             drain_asked: Notify::new(),
             draining: OnceLock::new(),
             started: unix_seconds(),
@@ -336,7 +336,7 @@ impl AppState {
     }
 
     /// One permit for each grammar that may be compiled at a time, lest they take all cores.
-    pub(crate) fn compiling(&self) -> &Semaphore {
+    pub(crate) fn compiling(&self) -> &Arc<Semaphore> {
         &self.0.compiling
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use plimsoll_text::grammar::{CompiledGrammar, Grammar, GrammarSpec};
 use serde_json::Value;
+use tokio::sync::Semaphore;
 
 use crate::error::ApiError;
 use crate::generate::blocking;
@@ -26,14 +27,28 @@ pub(crate) async fn compile(
     let Some(Requested { grammar, field }) = requested else {
         return Ok(None);
     };
-    let permit = state.compiling().acquire().await;
-    let _permit = permit.map_err(|closed| ApiError::Internal(closed.to_string()))?;
     let grammars = Arc::clone(state.grammars());
-    let compiled = blocking(move || {
+    let compiled = permitted(state.compiling(), move || {
         let compiled = grammars.compile(&grammar);
         compiled.map_err(|error| ApiError::invalid(field, format!("{field}: {error}")))
     });
     compiled.await.map(Some)
+}
+
+/// Does `work` on the blocking pool, as many at a time as there are permits. It cannot be stopped: where nobody waits for it any
+/// more, it keeps its permit until it is done.
+async fn permitted<T: Send + 'static>(
+    permits: &Arc<Semaphore>,
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let permit = Arc::clone(permits).acquire_owned().await;
+    let permit = permit.map_err(|closed| ApiError::Internal(closed.to_string()))?;
+    blocking(move || {
+        let done = work();
+        drop(permit);
+        done
+    })
+    .await
 }
 
 impl StructuredFields {
@@ -192,6 +207,8 @@ fn grammar(text: String) -> GrammarSpec {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use serde_json::json;
 
     use super::*;
@@ -200,6 +217,30 @@ mod tests {
         serde_json::from_value::<StructuredFields>(fields)
             .expect("the fields have these types")
             .grammar()
+    }
+
+    #[tokio::test]
+    async fn work_that_nobody_waits_for_keeps_its_permit() {
+        let permits = Arc::new(Semaphore::new(1));
+        let (begun, begins) = tokio::sync::oneshot::channel();
+        let (end, ends) = mpsc::channel::<()>();
+        let work = move || {
+            begun
+                .send(())
+                .map_err(|()| ApiError::Internal("nobody listens".into()))?;
+            // Until the test lets go.
+            let _ = ends.recv();
+            Ok(())
+        };
+        let theirs = Arc::clone(&permits);
+        let waiting = tokio::spawn(async move { permitted(&theirs, work).await });
+        begins.await.unwrap();
+        waiting.abort();
+        assert!(waiting.await.unwrap_err().is_cancelled());
+        assert_eq!(permits.available_permits(), 0, "it still works");
+        drop(end);
+        let permit = permits.acquire().await;
+        assert!(permit.is_ok(), "done, and given back");
     }
 
     #[test]
