@@ -46,7 +46,7 @@ fn read(format: &AnswerFormat, pieces: &[&str]) -> Whole {
         whole.add(parser.push(piece));
     }
     whole.add(parser.finish());
-    assert_eq!(parser.calls(), whole.calls.len());
+    assert!(format.max_calls.is_none_or(|most| whole.calls.len() <= most));
     whole
 }
 
@@ -443,10 +443,7 @@ fn one_call_too_many_ends_the_answer() {
     assert!(!parser.is_full());
     assert_eq!(parser.push(call), []);
     assert!(parser.is_full());
-    assert_eq!(
-        (parser.push("x"), parser.finish(), parser.calls()),
-        (vec![], vec![], 1)
-    );
+    assert_eq!((parser.push("x"), parser.finish()), (vec![], vec![]));
 }
 
 #[test]

@@ -5,9 +5,9 @@ mod common;
 use std::fs;
 use std::sync::Arc;
 
-use plimsoll_core::{Constraint, Progress};
-use plimsoll_text::grammar::{GrammarCompiler, GrammarSpec};
-use plimsoll_text::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, Tokenizer, ToolFormat};
+use common::{follow, read};
+use plimsoll_text::grammar::GrammarCompiler;
+use plimsoll_text::{CallGrammar, Function, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
 
 const FORMATS: &[(ToolFormat, &str)] = &[
@@ -43,29 +43,6 @@ fn cases() -> Vec<Case> {
             .collect(),
     };
     data["cases"].as_array().unwrap().iter().map(case).collect()
-}
-
-fn read(format: ToolFormat, functions: &Arc<[Function]>, text: &str) -> (String, Vec<(String, Value)>) {
-    let mut parser = AnswerParser::new(&AnswerFormat {
-        tools: Some(format),
-        functions: Arc::clone(functions),
-        ..AnswerFormat::default()
-    });
-    let mut parts = parser.push(text);
-    parts.extend(parser.finish());
-    let (mut content, mut calls) = (String::new(), Vec::new());
-    for part in parts {
-        match part {
-            Part::Content(text) | Part::Reasoning(text) => content += &text,
-            Part::Call { name } => calls.push((name, String::new())),
-            Part::Arguments(text) => calls.last_mut().unwrap().1 += &text,
-        }
-    }
-    let parse = |(name, text): (String, String)| {
-        let arguments = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
-        (name, arguments)
-    };
-    (content, calls.into_iter().map(parse).collect())
 }
 
 #[test]
@@ -132,28 +109,6 @@ fn in_order(schema: &Value, fields: &Map<String, Value>) -> Map<String, Value> {
         .collect()
 }
 
-/// How much of `text` the grammar allows, and whether it may end there.
-fn follow(compiler: &GrammarCompiler, lark: &str, text: &str) -> (usize, bool) {
-    const END: u32 = 256;
-    let compiled = compiler.compile(&GrammarSpec::Lark(lark.to_owned()).into());
-    let compiled = compiled.unwrap_or_else(|error| panic!("{error}\n{lark}"));
-    let mut constraint = compiled.constraint(&[END]);
-    let mut complete = false;
-    for (taken, byte) in text.bytes().enumerate() {
-        if complete || !allows(constraint.as_mut(), byte.into()) {
-            return (taken, false);
-        }
-        complete = constraint.accept(byte.into()).unwrap() == Progress::Complete;
-    }
-    (text.len(), complete || allows(constraint.as_mut(), END))
-}
-
-fn allows(constraint: &mut dyn Constraint, token: u32) -> bool {
-    let mut mask = [u32::MAX; 9];
-    constraint.restrict(&mut mask).unwrap();
-    mask[token as usize / 32] >> (token % 32) & 1 == 1
-}
-
 #[test]
 fn grammars_allow_right_calls_alone() {
     let tokenizer = Tokenizer::bytes();
@@ -185,6 +140,7 @@ fn grammars_allow_right_calls_alone() {
                 or_json: None,
                 token: &|_| None,
             });
+            let lark = lark.unwrap();
             let text = format.call(name, &Value::Object(arguments.clone()));
             assert_eq!(
                 follow(&compiler, &lark, &text),
@@ -265,7 +221,7 @@ fn grammars_of_calls_leave_room() {
         ),
     ];
     for (format, grammar, text, right) in cases {
-        let lark = format.grammar(&grammar);
+        let lark = format.grammar(&grammar).unwrap();
         assert_eq!(
             follow(&compiler, &lark, &text) == (text.len(), true),
             right,

@@ -63,9 +63,11 @@ pub(super) fn of_answer(
         token: &token,
     };
     let requested = |calls: &CallGrammar<'_>, field, scope| {
+        let lark = format.grammar(calls);
+        let lark = lark.map_err(|error| ApiError::invalid("tools", format!("tools: {error}")))?;
         let grammar = Grammar {
             scope,
-            ..GrammarSpec::Lark(format.grammar(calls)).into()
+            ..GrammarSpec::Lark(lark).into()
         };
         Ok(Some(Requested { grammar, field }))
     };

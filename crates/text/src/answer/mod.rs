@@ -95,11 +95,6 @@ impl AnswerParser {
         self.sink.drain()
     }
 
-    /// Calls so far.
-    pub fn calls(&self) -> usize {
-        self.sink.calls()
-    }
-
     /// True once a call came that is one too many: the rest of the text is no part of the answer.
     pub fn is_full(&self) -> bool {
         self.sink.is_full()

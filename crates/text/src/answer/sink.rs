@@ -28,10 +28,6 @@ impl Sink {
         std::mem::take(&mut self.parts)
     }
 
-    pub(super) fn calls(&self) -> usize {
-        self.calls
-    }
-
     pub(super) fn is_full(&self) -> bool {
         self.full
     }

@@ -15,7 +15,7 @@ use super::{Grammar, GrammarError, GrammarSpec, Scope, ebnf, schema, tokens};
 use crate::Tokenizer;
 
 /// Longest text of a grammar, in bytes.
-const MAX_BYTES: usize = 256 << 10;
+pub(crate) const MAX_BYTES: usize = 256 << 10;
 /// Longest marker behind which a grammar applies, in bytes.
 const MAX_MARKER_BYTES: usize = 1 << 10;
 /// Of the thread that compiles: rules that refer to rules are followed by recursion. Only what is used is ever mapped.

@@ -14,6 +14,7 @@ mod tokens;
 
 use serde_json::Value;
 
+pub(crate) use compiler::MAX_BYTES;
 pub use compiler::{CompiledGrammar, GrammarCompiler};
 pub use schema::UnsupportedKeyword;
 

@@ -1,4 +1,4 @@
-//! What the integration tests share: where the fetched data lies, and a reader of GGUF metadata. The server's reader is
+//! What the integration tests share: readers of answers, where the fetched data lies, and a reader of GGUF metadata. The server's reader is
 //! candle's, which this crate must not depend on.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
@@ -6,8 +6,12 @@
 use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use plimsoll_core::{MetaValue, Metadata};
+use plimsoll_core::{Constraint, MetaValue, Metadata, Progress};
+use plimsoll_text::grammar::{GrammarCompiler, GrammarSpec};
+use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, ToolFormat};
+use serde_json::Value;
 
 /// `relative` to the repository's `.cache`, which `script` fills.
 pub(crate) fn cached(relative: &str, script: &str) -> PathBuf {
@@ -38,11 +42,11 @@ pub(crate) fn smollm2() -> Metadata {
 
 fn read_metadata(path: &Path) -> Metadata {
     let mut file = BufReader::new(File::open(path).unwrap());
-    read(&mut file).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    metadata(&mut file).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
 /// Version 2 and 3: magic, version, number of tensors, then the key-value pairs.
-fn read(file: &mut impl Read) -> io::Result<Metadata> {
+fn metadata(file: &mut impl Read) -> io::Result<Metadata> {
     assert_eq!(&bytes::<4>(file)?, b"GGUF");
     assert!(
         matches!(u32::from_le_bytes(bytes(file)?), 2 | 3),
@@ -96,4 +100,54 @@ fn value(file: &mut impl Read, kind: u32) -> io::Result<MetaValue> {
         12 => MetaValue::Float(f64::from_le_bytes(bytes(file)?)),
         _ => return Err(io::Error::other(format!("value of kind {kind}"))),
     })
+}
+
+/// Content and calls of an answer.
+pub(crate) fn read(
+    format: ToolFormat,
+    functions: &Arc<[Function]>,
+    text: &str,
+) -> (String, Vec<(String, Value)>) {
+    let mut parser = AnswerParser::new(&AnswerFormat {
+        tools: Some(format),
+        functions: Arc::clone(functions),
+        ..AnswerFormat::default()
+    });
+    let mut parts = parser.push(text);
+    parts.extend(parser.finish());
+    let (mut content, mut calls) = (String::new(), Vec::new());
+    for part in parts {
+        match part {
+            Part::Content(text) | Part::Reasoning(text) => content += &text,
+            Part::Call { name } => calls.push((name, String::new())),
+            Part::Arguments(text) => calls.last_mut().unwrap().1 += &text,
+        }
+    }
+    let parse = |(name, text): (String, String)| {
+        let arguments = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
+        (name, arguments)
+    };
+    (content, calls.into_iter().map(parse).collect())
+}
+
+/// How much of `text` the grammar allows, and whether it may end there.
+pub(crate) fn follow(compiler: &GrammarCompiler, lark: &str, text: &str) -> (usize, bool) {
+    const END: u32 = 256;
+    let compiled = compiler.compile(&GrammarSpec::Lark(lark.to_owned()).into());
+    let compiled = compiled.unwrap_or_else(|error| panic!("{error}\n{lark}"));
+    let mut constraint = compiled.constraint(&[END]);
+    let mut complete = false;
+    for (taken, byte) in text.bytes().enumerate() {
+        if complete || !allows(constraint.as_mut(), byte.into()) {
+            return (taken, false);
+        }
+        complete = constraint.accept(byte.into()).unwrap() == Progress::Complete;
+    }
+    (text.len(), complete || allows(constraint.as_mut(), END))
+}
+
+fn allows(constraint: &mut dyn Constraint, token: u32) -> bool {
+    let mut mask = [u32::MAX; 9];
+    constraint.restrict(&mut mask).unwrap();
+    mask[token as usize / 32] >> (token % 32) & 1 == 1
 }

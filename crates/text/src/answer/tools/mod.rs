@@ -1,9 +1,11 @@
 //! Calls of tools in a model's text: one file per family of formats.
 
+mod arguments;
 mod bare;
 mod call;
 mod hermes;
 mod mistral;
+mod parameters;
 mod python;
 mod pythonic;
 mod qwen_coder;

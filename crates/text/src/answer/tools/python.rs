@@ -1,14 +1,23 @@
-//! Python literals as JSON.
+//! Values as models write them, as JSON.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::super::json::escape;
 
 /// Deepest nesting that is read.
 const MAX_DEPTH: usize = 64;
 
+/// The JSON text of a value as a model writes it: JSON, else a Python literal, else text that stands for itself.
+pub(super) fn value(text: &str) -> String {
+    let text = text.trim();
+    match serde_json::from_str::<Value>(text) {
+        Ok(_) => text.to_owned(),
+        Err(_) => to_json(text).unwrap_or_else(|| json!(text).to_string()),
+    }
+}
+
 /// The JSON text of a Python literal: text, number, True, False, None, list, tuple or dict. `None` where it is no such.
-pub(super) fn to_json(text: &str) -> Option<String> {
+fn to_json(text: &str) -> Option<String> {
     let mut reader = Reader {
         rest: text,
         out: String::new(),
@@ -141,21 +150,15 @@ impl Reader<'_> {
                 }
                 '\\' => {
                     let (_, c) = chars.next()?;
-                    let mut hex = |digits: usize| {
-                        let code: String = chars.by_ref().take(digits).map(|(_, c)| c).collect();
-                        u32::from_str_radix(&code, 16)
-                            .ok()
-                            .filter(|_| code.len() == digits)
-                    };
                     match c {
                         'n' => self.out += "\\n",
                         't' => self.out += "\\t",
                         'r' => self.out += "\\r",
                         'b' => self.out += "\\b",
                         'f' => self.out += "\\f",
-                        'x' => escape(char::from_u32(hex(2)?)?, &mut self.out),
-                        'u' => escape(char::from_u32(hex(4)?)?, &mut self.out),
-                        'U' => escape(char::from_u32(hex(8)?)?, &mut self.out),
+                        'x' => escape(char::from_u32(hex(&mut chars, 2)?)?, &mut self.out),
+                        'u' => escape(utf16(&mut chars)?, &mut self.out),
+                        'U' => escape(char::from_u32(hex(&mut chars, 8)?)?, &mut self.out),
                         '\n' => {}
                         '\\' | '\'' | '"' => escape(c, &mut self.out),
                         c => {
@@ -172,6 +175,31 @@ impl Reader<'_> {
     }
 }
 
+/// The number that so many hexadecimal digits are.
+fn hex(chars: &mut (impl Iterator<Item = (usize, char)> + Clone), digits: usize) -> Option<u32> {
+    let mut digit = || chars.next()?.1.to_digit(16);
+    (0..digits).try_fold(0u32, |number, _| Some(number << 4 | digit()?))
+}
+
+/// The character behind `\u`, which may take two of them: models write JSON's escapes in Python too. What is half of a
+/// character is unknown.
+fn utf16(chars: &mut (impl Iterator<Item = (usize, char)> + Clone)) -> Option<char> {
+    let unit = u16::try_from(hex(chars, 4)?).ok()?;
+    let mut ahead = chars.clone();
+    let more = match (ahead.next(), ahead.next()) {
+        (Some((_, '\\')), Some((_, 'u'))) => hex(&mut ahead, 4),
+        _ => None,
+    };
+    let more = more.and_then(|more| u16::try_from(more).ok());
+    let mut decoded = char::decode_utf16([Some(unit), more].into_iter().flatten());
+    let first = decoded.next()?.unwrap_or(char::REPLACEMENT_CHARACTER);
+    // Two units are one character.
+    if more.is_some() && decoded.next().is_none() {
+        *chars = ahead;
+    }
+    Some(first)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -183,6 +211,12 @@ mod tests {
             ("\"a\\'b\\n\\x41\\u00e9\\d\"", Some("\"a'b\\nAé\\\\d\"")),
             ("[1, 2.50, -3, True, None,]", Some("[1, 2.50, -3, true, null]")),
             ("{'a': {1: ('b',)}}", Some("{\"a\": {\"1\": [\"b\"]}}")),
+            (
+                r"['\ud83d\ude00', '\ud83d!', '\ud83d\u00e9', '\ude00']",
+                Some("[\"😀\", \"\u{fffd}!\", \"\u{fffd}é\", \"\u{fffd}\"]"),
+            ),
+            (r"'\u12g4'", None),
+            (r"'\/'", Some(r#""\\/""#)),
             ("1_000", Some("1000")),
             (".5", Some("0.5")),
             ("1 2", None),
@@ -195,5 +229,14 @@ mod tests {
             assert_eq!(to_json(python).as_deref(), json, "{python}");
         }
         assert_eq!(to_json(&"[".repeat(10_000)), None);
+        // What is JSON means what it means there.
+        let cases = [
+            (r#" "\ud83d\ude00\/" "#, r#""\ud83d\ude00\/""#),
+            (r#"[True, "\ud83d\ude00"]"#, r#"[true, "😀"]"#),
+            ("no 'value'", r#""no 'value'""#),
+        ];
+        for (text, json) in cases {
+            assert_eq!(value(text), json, "{text}");
+        }
     }
 }

@@ -4,6 +4,7 @@ use serde_json::json;
 
 use super::super::mark::{Marks, Seen};
 use super::super::sink::Sink;
+use super::parameters::Signature;
 use super::{Function, Syntax, is_known, python};
 
 pub(super) const MARKS: [&str; 2] = [OPEN, CLOSE];
@@ -15,13 +16,14 @@ const CLOSE: &str = "<|python_end|>";
 pub(super) struct Pythonic {
     state: State,
     functions: Arc<[Function]>,
-    /// Text that is content unless a call comes of it.
+    /// Text since what was told last: content unless a call comes of it.
     held: String,
     tagged: bool,
-    /// The call is told; more of it cannot be content.
+    /// The call is told, and its arguments are open.
     told: bool,
     arguments: usize,
     name: String,
+    signature: Signature,
 }
 
 #[derive(Debug)]
@@ -79,12 +81,16 @@ impl Pythonic {
             told: false,
             arguments: 0,
             name: String::new(),
+            signature: Signature::default(),
         }
     }
 
+    /// What is told of a call stays one; what was held and all that follows is text.
     fn give_up(&mut self, sink: &mut Sink) {
         let held = std::mem::take(&mut self.held);
-        self.told = false;
+        if std::mem::take(&mut self.told) {
+            sink.arguments("}");
+        }
         self.state = State::Text(Marks::new(if self.tagged { &MARKS } else { &[OPEN] }));
         sink.contents(&held);
     }
@@ -92,26 +98,35 @@ impl Pythonic {
     fn tell(&mut self, sink: &mut Sink) {
         if !self.told {
             self.told = true;
-            self.held.clear();
             sink.call(&self.name);
             sink.arguments("{");
         }
+        self.held.clear();
     }
 
     fn tell_argument(&mut self, key: &str, text: &str, sink: &mut Sink) {
         let comma = if self.arguments > 0 { ", " } else { "" };
         self.arguments += 1;
-        let text = text.trim();
-        // What is no literal is told as it stands.
-        let value = python::to_json(text).unwrap_or_else(|| json!(text).to_string());
-        sink.arguments(&format!("{comma}{}: {value}", json!(key)));
+        sink.arguments(&format!("{comma}{}: {}", json!(key), python::value(text)));
     }
 
     fn end_call(&mut self, sink: &mut Sink) {
         self.tell(sink);
         sink.arguments("}");
+        self.told = false;
         self.state = State::Between;
     }
+}
+
+/// Whether a key goes on with `c`. One that the function knows may be anything; what cannot be a name before the call is certain
+/// is text, and so is, behind that, what begins as a value without key.
+fn goes_on(key: &str, c: char, signature: &Signature, told: bool) -> bool {
+    let is_value = |c| matches!(c, '"' | '\'' | '[' | '(' | '{');
+    let begins_value = key.chars().next().map_or(is_value(c), is_value);
+    c.is_whitespace()
+        || is_name(c)
+        || told && !matches!(c, ')' | ',') && !begins_value
+        || signature.knows_beginning(key, c)
 }
 
 fn is_name(c: char) -> bool {
@@ -120,7 +135,7 @@ fn is_name(c: char) -> bool {
 
 impl Syntax for Pythonic {
     fn take(&mut self, c: char, sink: &mut Sink) {
-        if !self.told && !matches!(self.state, State::Text(_)) {
+        if !matches!(self.state, State::Text(_) | State::Value { .. }) {
             self.held.push(c);
         }
         let space = c.is_whitespace();
@@ -137,36 +152,42 @@ impl Syntax for Pythonic {
                     && (self.tagged && !self.name.is_empty() || is_known(&self.functions, &self.name)) =>
             {
                 self.arguments = 0;
+                self.signature = Signature::of(&self.name, &self.functions);
                 self.state = State::Key(String::new());
             }
-            State::Key(key) if c == ')' && key.trim().is_empty() => self.end_call(sink),
-            State::Key(key) if c == '=' && !key.trim().is_empty() => {
-                let key = key.trim().to_owned();
+            State::Key(key) if space && key.is_empty() => {}
+            State::Key(key) if c == ')' && key.is_empty() => self.end_call(sink),
+            State::Key(key) if c == '=' && !key.is_empty() => {
+                let key = key.trim_end().to_owned();
                 self.tell(sink);
                 self.state = State::Value {
                     key,
                     value: Literal::default(),
                 };
             }
-            State::Key(key) if space || is_name(c) => key.push(c),
+            State::Key(key) if goes_on(key, c, &self.signature, self.told) => key.push(c),
             State::Value { key, value } => {
                 if !value.take(c) {
                     let (key, text) = (std::mem::take(key), std::mem::take(&mut value.text));
                     self.tell_argument(&key, &text, sink);
                     match c {
                         ')' => self.end_call(sink),
-                        _ => self.state = State::Key(String::new()),
+                        _ => {
+                            self.held.push(c);
+                            self.state = State::Key(String::new());
+                        }
                     }
                 }
             }
             State::Between if space => {}
             State::Between if c == ',' => {
                 self.name.clear();
-                self.told = false;
-                self.held.clear();
                 self.state = State::Call;
             }
-            State::Between if c == ']' => self.give_up(sink),
+            State::Between if c == ']' => {
+                self.held.clear();
+                self.give_up(sink);
+            }
             State::Text(marks) => match marks.take(c) {
                 Seen::Text(text) => sink.contents(&text),
                 Seen::Mark { text, index: 0 } => {
@@ -196,14 +217,17 @@ impl Syntax for Pythonic {
                 let rest = marks.finish();
                 sink.contents(&rest);
             }
-            _ if !self.told => self.give_up(sink),
             State::Value { key, value } => {
                 // Cut off: what is there is told, and stays open.
                 let (key, text) = (std::mem::take(key), std::mem::take(&mut value.text));
                 let comma = if self.arguments > 0 { ", " } else { "" };
                 sink.arguments(&format!("{comma}{}: {}", json!(key), text.trim()));
             }
-            _ => {}
+            State::Key(_) if self.told => {}
+            // A separator without a call after it.
+            State::Call if self.name.is_empty() && self.held.trim_start().starts_with(',') => {}
+            State::Between => {}
+            State::Ready | State::Call | State::Key(_) => self.give_up(sink),
         }
     }
 }

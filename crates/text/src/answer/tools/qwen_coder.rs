@@ -1,11 +1,12 @@
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::super::json::escape;
 use super::super::mark::{Marks, Seen};
 use super::super::sink::Sink;
 use super::hermes::{Closed, Closing};
+use super::parameters::Signature;
 use super::{Function, Syntax, python};
 
 pub(super) const MARKS: [&str; 6] = [OPEN, CLOSE, FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER];
@@ -23,8 +24,8 @@ pub(super) struct QwenCoder {
     functions: Arc<[Function]>,
     /// Text that is content unless a call comes of it.
     held: String,
-    /// The function that is called.
-    name: String,
+    /// Of the function that is called.
+    signature: Signature,
     parameters: usize,
 }
 
@@ -59,7 +60,7 @@ impl QwenCoder {
             state: text(),
             functions,
             held: String::new(),
-            name: String::new(),
+            signature: Signature::default(),
             parameters: 0,
         }
     }
@@ -79,7 +80,7 @@ impl QwenCoder {
         let comma = if self.parameters > 0 { ", " } else { "" };
         self.parameters += 1;
         sink.arguments(&format!("{comma}{}: ", json!(key)));
-        let is_string = self.is_string(key);
+        let is_string = self.signature.is_text(key);
         if is_string {
             sink.arguments("\"");
         }
@@ -89,18 +90,6 @@ impl QwenCoder {
             text: String::new(),
             begun: false,
         });
-    }
-
-    /// What the schema does not describe is text.
-    fn is_string(&self, key: &str) -> bool {
-        let function = self.functions.iter().find(|function| function.name == self.name);
-        let property = function.and_then(|function| function.parameters.get("properties")?.get(key));
-        property.is_none_or(|property| match property.get("type") {
-            Some(kind) => kind == "string",
-            None => !["anyOf", "oneOf", "allOf", "enum", "const", "$ref"]
-                .iter()
-                .any(|key| property.get(key).is_some()),
-        })
     }
 }
 
@@ -136,12 +125,7 @@ impl Parameter {
             sink.arguments("\"");
             return;
         }
-        let text = self.text.trim();
-        let json = match serde_json::from_str::<Value>(text) {
-            Ok(_) => text.to_owned(),
-            Err(_) => python::to_json(text).unwrap_or_else(|| json!(text).to_string()),
-        };
-        sink.arguments(&json);
+        sink.arguments(&python::value(&self.text));
     }
 }
 
@@ -173,13 +157,14 @@ impl Syntax for QwenCoder {
             },
             State::Name if c == '>' => {
                 let from = self.held.rfind('=').map_or(0, |at| at + 1);
-                self.name = self.held[from..].trim().to_owned();
-                if self.name.is_empty() {
+                let name = self.held[from..].trim().to_owned();
+                if name.is_empty() {
                     return self.give_up(c, sink);
                 }
                 self.held.clear();
                 self.parameters = 0;
-                sink.call(&self.name);
+                self.signature = Signature::of(&name, &self.functions);
+                sink.call(&name);
                 sink.arguments("{");
                 self.state = State::Between(Marks::new(&[PARAMETER, END_FUNCTION, CLOSE]));
             }

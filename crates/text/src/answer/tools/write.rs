@@ -4,6 +4,7 @@ use plimsoll_core::TokenId;
 use serde_json::{Map, Value, json};
 
 use super::{Function, ToolFormat};
+use crate::grammar::{GrammarError, MAX_BYTES};
 
 /// What may stand between the tokens of arguments: no model can go on with it for ever.
 const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
@@ -33,13 +34,17 @@ impl ToolFormat {
     }
 
     /// A grammar, in llguidance's Lark, of answers that do nothing but call some of the functions, as this format reads them.
-    pub fn grammar(self, grammar: &CallGrammar<'_>) -> String {
+    ///
+    /// # Errors
+    /// [`GrammarError`] where this format cannot write what a function must be given, or a strict function's schema says what
+    /// no grammar of this format can.
+    pub fn grammar(self, grammar: &CallGrammar<'_>) -> Result<String, GrammarError> {
         let mut lark = Lark {
             token: grammar.token,
             rules: String::new(),
             has_text: false,
         };
-        let (open, calls) = lark.calls(self, grammar);
+        let (open, calls) = lark.calls(self, grammar)?;
         let start = if grammar.is_begun {
             calls
         } else {
@@ -49,7 +54,7 @@ impl ToolFormat {
             });
             format!("WS? ({open} {calls}{})", other.unwrap_or_default())
         };
-        format!("start: {start}\nWS: /[ \\n]{{1,4}}/\n{}", lark.rules)
+        Ok(format!("start: {start}\nWS: /[ \\n]{{1,4}}/\n{}", lark.rules))
     }
 
     /// What begins a call wherever it stands, if the format has such a mark.
@@ -88,25 +93,37 @@ impl std::fmt::Debug for CallGrammar<'_> {
     }
 }
 
-struct Lark<'a> {
+/// Rules on their way.
+pub(super) struct Lark<'a> {
     token: &'a dyn Fn(&str) -> Option<TokenId>,
     rules: String,
     /// There is a rule for text up to the end of a tag.
-    has_text: bool,
+    pub(super) has_text: bool,
 }
 
 /// `text` as a terminal.
-fn literal(text: &str) -> String {
+pub(super) fn literal(text: &str) -> String {
     json!(text).to_string()
 }
 
 impl Lark<'_> {
-    fn rule(&mut self, name: &str, body: &str) {
+    pub(super) fn rule(&mut self, name: &str, body: &str) {
         self.rules += &format!("{name}: {body}\n");
     }
 
+    /// Stops before more is written than is compiled: schemas may come along with each of their parts.
+    pub(super) fn check_size(&self) -> Result<(), GrammarError> {
+        match self.rules.len() {
+            0..=MAX_BYTES => Ok(()),
+            bytes => Err(GrammarError::TooLarge {
+                bytes,
+                limit: MAX_BYTES,
+            }),
+        }
+    }
+
     /// A mark as the special token that it is, or as text.
-    fn mark(&self, mark: &str) -> String {
+    pub(super) fn mark(&self, mark: &str) -> String {
         match (self.token)(mark) {
             Some(id) => format!("<[{id}]>"),
             None => literal(mark),
@@ -114,12 +131,16 @@ impl Lark<'_> {
     }
 
     /// What opens the first call, and the rest of all calls.
-    fn calls(&mut self, format: ToolFormat, grammar: &CallGrammar<'_>) -> (String, String) {
+    fn calls(
+        &mut self,
+        format: ToolFormat,
+        grammar: &CallGrammar<'_>,
+    ) -> Result<(String, String), GrammarError> {
         let names: Vec<_> = (0..grammar.functions.len())
             .map(|i| format!("call_{i}"))
             .collect();
         for (name, function) in names.iter().zip(grammar.functions) {
-            let body = self.call(format, name, function);
+            let body = self.call(format, name, function)?;
             self.rule(name, &body);
         }
         self.rule("call", &names.join(" | "));
@@ -137,7 +158,7 @@ impl Lark<'_> {
             ToolFormat::Json if grammar.several => "(call | \"[\" call (\", \" call)+ \"]\")".to_owned(),
             ToolFormat::Json => list(""),
         };
-        (open, calls)
+        Ok((open, calls))
     }
 
     /// Mistral's newer models have a token between name and arguments.
@@ -145,38 +166,24 @@ impl Lark<'_> {
         (self.token)("[ARGS]").is_some()
     }
 
-    fn call(&mut self, format: ToolFormat, rule: &str, function: &Function) -> String {
+    fn call(&mut self, format: ToolFormat, rule: &str, function: &Function) -> Result<String, GrammarError> {
         let name = json!(function.name);
         let object = |key: &str| literal(&format!("{{\"name\": {name}, \"{key}\": "));
-        match format {
+        let (head, tail) = match format {
+            ToolFormat::Pythonic => return self.python(rule, function),
+            ToolFormat::QwenCoder => return self.xml(rule, function),
             ToolFormat::Hermes => {
-                let close = self.mark("</tool_call>");
-                let head = literal(&format!("\n{{\"name\": {name}, \"arguments\": "));
-                format!("{head} {} \"}}\\n\" {close}", self.arguments(rule, function))
+                let head = format!("\n{{\"name\": {name}, \"arguments\": ");
+                (literal(&head), format!("\"}}\\n\" {}", self.mark("</tool_call>")))
             }
-            ToolFormat::LlamaJson => {
-                format!(
-                    "{} {} \"}}\"",
-                    object("parameters"),
-                    self.arguments(rule, function)
-                )
+            ToolFormat::LlamaJson => (object("parameters"), literal("}")),
+            ToolFormat::Mistral if self.has_args() => {
+                let head = format!("{} {}", literal(&function.name), self.mark("[ARGS]"));
+                (head, String::new())
             }
-            ToolFormat::Mistral if self.has_args() => format!(
-                "{} {} {}",
-                literal(&function.name),
-                self.mark("[ARGS]"),
-                self.arguments(rule, function)
-            ),
-            ToolFormat::Mistral | ToolFormat::Json => {
-                format!(
-                    "{} {} \"}}\"",
-                    object("arguments"),
-                    self.arguments(rule, function)
-                )
-            }
-            ToolFormat::Pythonic => self.python(rule, function),
-            ToolFormat::QwenCoder => self.xml(rule, function),
-        }
+            ToolFormat::Mistral | ToolFormat::Json => (object("arguments"), literal("}")),
+        };
+        Ok(format!("{head} {} {tail}", self.arguments(rule, function)))
     }
 
     fn arguments(&mut self, rule: &str, function: &Function) -> String {
@@ -190,103 +197,10 @@ impl Lark<'_> {
         name
     }
 
-    fn schema(&mut self, rule: &str, mut schema: Map<String, Value>, strict: bool) {
+    pub(super) fn schema(&mut self, rule: &str, mut schema: Map<String, Value>, strict: bool) {
         let options =
             json!({ "lenient": !strict, "coerce_one_of": !strict, "whitespace_pattern": WHITESPACE });
         schema.insert("x-guidance".to_owned(), options);
         self.rule(rule, &format!("%json {}", Value::Object(schema)));
-    }
-
-    /// Properties in the order of the schema: name, rule of the value, whether it must be there. Types are told to `text`,
-    /// which may have a rule of its own for a value.
-    fn properties<'f>(
-        &mut self,
-        rule: &str,
-        function: &'f Function,
-        text: impl Fn(&Value) -> Option<String>,
-    ) -> Vec<(&'f str, String, bool)> {
-        let required = function.parameters.get("required").and_then(Value::as_array);
-        let is_required = |key: &str| required.is_some_and(|list| list.iter().any(|name| name == key));
-        let properties = function.parameters.get("properties").and_then(Value::as_object);
-        let mut found = Vec::new();
-        for (i, (key, schema)) in properties.into_iter().flatten().enumerate() {
-            let value = text(schema).unwrap_or_else(|| {
-                let name = format!("{rule}_{i}");
-                let mut schema = schema.as_object().cloned().unwrap_or_default();
-                // References are to the whole schema.
-                for key in ["$defs", "definitions"] {
-                    if let Some(shared) = function.parameters.get(key) {
-                        schema.entry(key).or_insert_with(|| shared.clone());
-                    }
-                }
-                self.schema(&name, schema, function.strict);
-                name
-            });
-            found.push((key.as_str(), value, is_required(key)));
-        }
-        found
-    }
-
-    fn xml(&mut self, rule: &str, function: &Function) -> String {
-        const TEXT: &str = "xml_text";
-        const END: &str = "\n</parameter>\n";
-        let is_text = |schema: &Value| schema["type"] == "string" && schema.get("enum").is_none();
-        let choice = |schema: &Value| {
-            let texts = schema["enum"]
-                .as_array()?
-                .iter()
-                .map(Value::as_str)
-                .collect::<Option<Vec<_>>>()?;
-            let texts: Vec<_> = texts.into_iter().map(literal).collect();
-            (!texts.is_empty()).then(|| format!("({}) {}", texts.join(" | "), literal(END)))
-        };
-        let text = |schema: &Value| {
-            is_text(schema)
-                .then(|| TEXT.to_owned())
-                .or_else(|| choice(schema))
-        };
-        if !std::mem::replace(&mut self.has_text, true) {
-            self.rules += &format!("{TEXT}[suffix={}]: /(?s:.*)/\n", literal(END));
-        }
-        let mut body = literal(&format!("\n<function={}>\n", function.name));
-        for (key, value, required) in self.properties(rule, function, text) {
-            let end = if value.starts_with(rule) {
-                literal(END)
-            } else {
-                String::new()
-            };
-            let optional = if required { "" } else { "?" };
-            body += &format!(
-                " ({} {value} {end}){optional}",
-                literal(&format!("<parameter={key}>\n"))
-            );
-        }
-        format!("{body} \"</function>\\n\" {}", self.mark("</tool_call>"))
-    }
-
-    fn python(&mut self, rule: &str, function: &Function) -> String {
-        let properties = self.properties(rule, function, |_| None);
-        let item = |key: &str, value: &str| format!("{} {value}", literal(&format!("{key}=")));
-        let (required, optional): (Vec<_>, Vec<_>) =
-            properties.iter().partition(|(_, _, required)| *required);
-        let mut parts: Vec<_> = required.iter().map(|(key, value, _)| item(key, value)).collect();
-        let more = |rest: &[&(&str, String, bool)]| {
-            let more = rest
-                .iter()
-                .map(|(key, value, _)| format!("(\", \" {})?", item(key, value)));
-            more.collect::<Vec<_>>().join(" ")
-        };
-        let body = if !parts.is_empty() || optional.is_empty() {
-            let all = parts.join(" \", \" ");
-            format!("{all} {}", more(&optional))
-        } else {
-            // Any of them may be the first.
-            parts.extend((0..optional.len()).map(|first| {
-                let (key, value, _) = optional[first];
-                format!("{} {}", item(key, value), more(&optional[first + 1..]))
-            }));
-            format!("({})?", parts.join(" | "))
-        };
-        format!("{} {body} \")\"", literal(&format!("{}(", function.name)))
     }
 }
