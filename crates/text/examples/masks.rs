@@ -1,5 +1,5 @@
-//! What structured output costs the CPU with a tokenizer: reading its vocabulary, compiling, beginning a sequence, and a mask, as
-//! JSON. Sequences go where chance leads, under each of a few grammars.
+//! What structured output costs the CPU with a tokenizer: reading its vocabulary, compiling, beginning a sequence, a mask, and what a
+//! sequence holds, as JSON. Sequences go where chance leads, under each of a few grammars.
 //!
 //! `cargo run --release -p plimsoll-text --example masks -- DIRECTORY`, of a model with a `tokenizer.json`.
 #![expect(clippy::print_stdout, reason = "the result")]
@@ -28,10 +28,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let compiled = compiler.compile(&spec.into())?;
         let compile = began.elapsed();
         let (mut masks, mut begins, mut accepts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut guides, before) = (Vec::new(), resident());
         for seed in 0..SEQUENCES {
-            let began = Instant::now();
             let mut guide = Guide::new(vec![compiled.constraint(&[])]);
-            begins.push(began.elapsed());
             let mut mask = vec![0; tokenizer.vocab_size().div_ceil(32)];
             let mut random = seed;
             for index in 0..TOKENS {
@@ -47,17 +46,30 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 let token = choose(&mask, random >> 33);
                 let began = Instant::now();
                 let progress = guide.accept(token)?;
-                accepts.push(began.elapsed());
+                // With the first token a sequence gets lexer and parser of its own.
+                match index {
+                    0 => begins.push(began.elapsed()),
+                    _ => accepts.push(began.elapsed()),
+                }
                 if progress == Progress::Complete {
                     break;
                 }
             }
+            guides.push(guide);
         }
+        let taken = before
+            .zip(resident())
+            .map(|(before, now)| now.saturating_sub(before) / SEQUENCES);
+        let began = Instant::now();
+        drop(guides);
+        let freed = began.elapsed() / SEQUENCES as u32;
         let figures = json!({
             "compile_ms": micros(compile) / 1e3,
             "begin_us": figures(begins),
             "mask_us": figures(masks),
             "accept_us": figures(accepts),
+            "bytes_per_sequence": taken,
+            "free_us": micros(freed).round(),
         });
         grammars.insert(name.to_owned(), figures);
     }
@@ -94,6 +106,13 @@ fn grammars_of_interest() -> [(&'static str, GrammarSpec); 4] {
         ("regex", GrammarSpec::Regex("([a-zA-Z]{1,12}[ ,.])+".into())),
         ("lark", GrammarSpec::Lark(lark.into())),
     ]
+}
+
+/// Bytes of this process in memory, where Linux tells.
+fn resident() -> Option<u64> {
+    let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
+    Some(pages * 4096)
 }
 
 /// One of the allowed tokens.

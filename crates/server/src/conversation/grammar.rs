@@ -1,6 +1,6 @@
 //! What an answer must be: a structure that the client asked for, calls that must be made, or either.
 
-use plimsoll_text::grammar::{Grammar, GrammarSpec, Scope};
+use plimsoll_text::grammar::{Grammar, GrammarSpec, Lead};
 use plimsoll_text::{CallGrammar, Function, ReasoningFormat, Tokenizer, ToolFormat};
 use serde_json::{Map, Value, json};
 
@@ -28,12 +28,12 @@ impl Thinking {
         }
     }
 
-    /// Where a grammar applies: to the answer, and not to what is thought before it.
-    fn scope(self) -> Scope {
+    /// What is thought before the answer: a grammar does not apply to it.
+    fn lead(self) -> Option<Lead> {
         match self {
-            Self::Open(format) => Scope::Behind(format.marks()[1].to_owned()),
-            Self::Possible(format) => Scope::BehindPart(format.marks().map(str::to_owned)),
-            Self::Over => Scope::Whole,
+            Self::Open(format) => Some(Lead::UpTo(format.marks()[1].to_owned())),
+            Self::Possible(format) => Some(Lead::Between(format.marks().map(str::to_owned))),
+            Self::Over => None,
         }
     }
 }
@@ -49,7 +49,7 @@ pub(super) fn of_answer(
 ) -> Result<Option<Requested>, ApiError> {
     let Some(format) = format else {
         return Ok(structure.map(|mut requested| {
-            requested.grammar.scope = thinking.scope();
+            requested.grammar.leads = thinking.lead().into_iter().collect();
             requested
         }));
     };
@@ -62,17 +62,18 @@ pub(super) fn of_answer(
         or_json: None,
         token: &token,
     };
-    let requested = |calls: &CallGrammar<'_>, field, scope| {
+    let requested = |calls: &CallGrammar<'_>, field, mark: Option<&str>| {
         let lark = format.grammar(calls);
         let lark = lark.map_err(|error| ApiError::invalid("tools", format!("tools: {error}")))?;
+        let mark = mark.map(|mark| Lead::UpTo(mark.to_owned()));
         let grammar = Grammar {
-            scope,
+            leads: thinking.lead().into_iter().chain(mark).collect(),
             ..GrammarSpec::Lark(lark).into()
         };
         Ok(Some(Requested { grammar, field }))
     };
     if tools.must_call() {
-        return requested(&calls, "tools", thinking.scope());
+        return requested(&calls, "tools", None);
     }
     if let Some(structure) = structure {
         let (schema, strict) = json_schema(&structure)?;
@@ -80,7 +81,7 @@ pub(super) fn of_answer(
             or_json: Some((&schema, strict)),
             ..calls
         };
-        return requested(&either, structure.field, thinking.scope());
+        return requested(&either, structure.field, None);
     }
     match format.opening().filter(|_| functions.iter().any(is_strict)) {
         Some(mark) => {
@@ -88,7 +89,7 @@ pub(super) fn of_answer(
                 is_begun: true,
                 ..calls
             };
-            requested(&begun, "tools", Scope::Behind(mark.to_owned()))
+            requested(&begun, "tools", Some(mark))
         }
         None => Ok(None),
     }

@@ -92,6 +92,53 @@ async fn a_model_may_think_before_what_is_held_to_a_grammar() {
 }
 
 #[tokio::test]
+async fn calls_that_are_only_thought_of_are_free() {
+    let rig = hermes();
+    let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"x\"}}\n</tool_call>";
+    let thought = "I could write <tool_call> and mean nothing.";
+    for think in [false, true] {
+        let open = if think { "" } else { "<think>" };
+        let ask = |answer: &str| {
+            let body = with(
+                say(&format!("{open}{thought}</think>{answer}")),
+                "tools",
+                json!([strict_tool("f")]),
+            );
+            with(body, "chat_template_kwargs", json!({ "think": think }))
+        };
+        let free = rig.post(CHAT, ask("No.")).await.json();
+        let message = &free["choices"][0]["message"];
+        assert_eq!(
+            (message["reasoning"].as_str(), message["content"].as_str()),
+            (Some(thought), Some("No.")),
+            "{free}"
+        );
+        // The schema still holds behind it.
+        let held = rig.post(CHAT, ask(call)).await.json();
+        let arguments = &held["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"];
+        let arguments: Value = serde_json::from_str(arguments.as_str().unwrap()).unwrap();
+        assert!(arguments["a"].is_number(), "{held}");
+    }
+}
+
+/// A schema that this format of calls cannot follow is the client's to change.
+#[tokio::test]
+async fn what_cannot_be_enforced_is_refused_by_name() {
+    let rig = rig(Some(ToolFormat::QwenCoder), None);
+    let mut tool = strict_tool("f");
+    tool["function"]["parameters"]["properties"]["a"] = json!({ "type": "string", "format": "date" });
+    let error = rig
+        .post(CHAT, with(say("x"), "tools", json!([tool])))
+        .await
+        .error(400);
+    assert_eq!(error["param"], "tools");
+    assert!(
+        error["message"].as_str().unwrap().contains("`format` of a"),
+        "{error}"
+    );
+}
+
+#[tokio::test]
 async fn structures_stand_beside_calls() {
     let rig = hermes();
     let schema = json!({ "type": "object", "properties": { "c": { "type": "null" } }, "required": ["c"] });

@@ -5,13 +5,13 @@ use std::thread;
 use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
 use llguidance::toktrie::InferenceCapabilities;
 use llguidance::{JsonCompileOptions, Matcher, ParserFactory};
-use plimsoll_core::{Constraint, TokenId};
+use plimsoll_core::{Constraint, ConstraintError, TokenId};
 use serde_json::{Value, json};
 
 use super::cache::Cache;
 use super::constraint::{Allowed, Grammatical};
-use super::scope::{Behind, MayBegin, Spelling};
-use super::{Grammar, GrammarError, GrammarSpec, Scope, ebnf, schema, tokens};
+use super::lead::SpelledLead;
+use super::{Grammar, GrammarError, GrammarSpec, Lead, ebnf, schema, tokens};
 use crate::Tokenizer;
 
 /// Longest text of a grammar, in bytes.
@@ -48,10 +48,9 @@ pub struct CompiledGrammar(Arc<Compiled>);
 struct Compiled {
     /// At the beginning.
     matcher: Mutex<Matcher>,
-    first: Arc<Allowed>,
-    scope: Scope,
-    /// Of the first mark of a [`Scope::BehindPart`].
-    spelling: Option<Arc<Spelling>>,
+    /// What may come first.
+    first: Allowed,
+    leads: Vec<SpelledLead>,
     tokenizer: Tokenizer,
     ends: Arc<[TokenId]>,
 }
@@ -122,7 +121,7 @@ impl GrammarCompiler {
 
     fn compile_anew(&self, grammar: &Grammar) -> Result<CompiledGrammar, GrammarError> {
         let is_mark = |mark: &String| (1..=MAX_MARKER_BYTES).contains(&mark.len());
-        if !grammar.scope.marks().iter().all(is_mark) {
+        if !grammar.leads.iter().flat_map(Lead::marks).all(is_mark) {
             return Err(GrammarError::Invalid(format!(
                 "the marker behind which the grammar applies must have 1 to {MAX_MARKER_BYTES} bytes"
             )));
@@ -144,12 +143,12 @@ impl GrammarCompiler {
             Allowed::compute(&mut matcher, vocab_size, &self.ends).map_err(|error| invalid(&error))?;
         Ok(CompiledGrammar(Arc::new(Compiled {
             matcher: Mutex::new(matcher),
-            first: Arc::new(first),
-            spelling: match &grammar.scope {
-                Scope::BehindPart([open, _]) => Some(Spelling::new(open, &self.tokenizer).into()),
-                Scope::Whole | Scope::Behind(_) => None,
-            },
-            scope: grammar.scope.clone(),
+            first,
+            leads: grammar
+                .leads
+                .iter()
+                .map(|lead| SpelledLead::new(lead, &self.tokenizer))
+                .collect(),
             tokenizer: self.tokenizer.clone(),
             ends: Arc::clone(&self.ends),
         })))
@@ -163,39 +162,48 @@ impl CompiledGrammar {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// No copy of the state is taken while this lives.
+    #[cfg(test)]
+    pub(super) fn hold(&self) -> std::sync::MutexGuard<'_, Matcher> {
+        self.0.matcher.lock().unwrap()
+    }
+
     /// The beginning of a sequence, which `stop_token_ids` end. Those of them that are no text are allowed exactly where the
-    /// grammar may end; others are text like any.
+    /// grammar may end; others are text like any. It takes memory from its first token on.
     pub fn constraint(&self, stop_token_ids: &[TokenId]) -> Box<dyn Constraint> {
         let Compiled {
-            matcher,
-            first,
-            scope,
-            spelling,
+            leads,
             tokenizer,
             ends,
+            ..
         } = &*self.0;
         let is_end = |token: &TokenId| ends.contains(token) || tokenizer.is_special(*token);
         let grammatical = Grammatical {
-            matcher: matcher
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .deep_clone(),
+            grammar: self.clone(),
+            matcher: None,
             ends: stop_token_ids.iter().copied().filter(is_end).collect(),
-            all_ends: Arc::clone(ends),
-            vocab_size: tokenizer.vocab_size(),
-            first: Some(Arc::clone(first)),
         };
-        let behind = |mark: &str, inner| Box::new(Behind::new(mark, tokenizer.clone(), inner));
-        match (scope, spelling) {
-            (Scope::Behind(mark), _) => behind(mark, Box::new(grammatical)),
-            (Scope::BehindPart([_, close]), Some(spelling)) => Box::new(MayBegin::Open {
-                spelling: Arc::clone(spelling),
-                written: 0,
-                without: Some(grammatical.boxed_clone()),
-                behind: behind(close, Box::new(grammatical)),
-            }),
-            (Scope::Whole | Scope::BehindPart(_), _) => Box::new(grammatical),
-        }
+        let inner: Box<dyn Constraint> = Box::new(grammatical);
+        leads
+            .iter()
+            .rev()
+            .fold(inner, |inner, lead| lead.before(inner, tokenizer))
+    }
+
+    /// What may come first, but for tokens that end the sequence.
+    pub(super) fn first(&self) -> &Allowed {
+        &self.0.first
+    }
+
+    /// What `matcher`, one of [`Self::matcher`], allows next.
+    pub(super) fn allowed(&self, matcher: &mut Matcher) -> Result<Allowed, ConstraintError> {
+        Allowed::compute(matcher, self.0.tokenizer.vocab_size(), &self.0.ends)
+    }
+
+    /// Lexer and parser at the beginning, shared with nobody.
+    pub(super) fn matcher(&self) -> Matcher {
+        let matcher = self.0.matcher.lock().unwrap_or_else(PoisonError::into_inner);
+        matcher.deep_clone()
     }
 }
 
@@ -301,7 +309,7 @@ impl fmt::Debug for GrammarCompiler {
 impl fmt::Debug for CompiledGrammar {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CompiledGrammar")
-            .field("scope", &self.0.scope)
+            .field("leads", &self.0.leads)
             .finish_non_exhaustive()
     }
 }

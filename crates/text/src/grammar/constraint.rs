@@ -4,19 +4,17 @@ use std::sync::Arc;
 use llguidance::Matcher;
 use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
 
+use super::CompiledGrammar;
 use super::compiler::complaint;
 
 /// One sequence under a grammar.
 pub(super) struct Grammatical {
-    pub(super) matcher: Matcher,
+    pub(super) grammar: CompiledGrammar,
+    /// Lexer and parser of its own, from the first token on: sequences that wait hold none, and those that shared a lexer would
+    /// wait for each other.
+    pub(super) matcher: Option<Box<Matcher>>,
     /// Tokens that end the sequence where the grammar may end.
     pub(super) ends: Arc<[TokenId]>,
-    /// Tokens that the grammar's tokenizer takes for ends.
-    pub(super) all_ends: Arc<[TokenId]>,
-    /// Tokens of the tokenizer.
-    pub(super) vocab_size: usize,
-    /// What may come first, known since the grammar was compiled.
-    pub(super) first: Option<Arc<Allowed>>,
 }
 
 /// Tokens that may come next.
@@ -56,9 +54,13 @@ impl Allowed {
 
 impl Constraint for Grammatical {
     fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
-        let allowed = match self.first.take() {
-            Some(first) => first,
-            None => Allowed::compute(&mut self.matcher, self.vocab_size, &self.all_ends)?.into(),
+        let computed;
+        let allowed = match &mut self.matcher {
+            None => self.grammar.first(),
+            Some(matcher) => {
+                computed = self.grammar.allowed(matcher)?;
+                &computed
+            }
         };
         let bit = |mask: &[u32], token: TokenId| {
             mask.get(token as usize / 32).copied().unwrap_or(0) >> (token % 32) & 1
@@ -75,11 +77,13 @@ impl Constraint for Grammatical {
     }
 
     fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
-        self.first = None;
-        self.matcher
+        let matcher = self
+            .matcher
+            .get_or_insert_with(|| Box::new(self.grammar.matcher()));
+        matcher
             .consume_token(token)
             .map_err(|error| ConstraintError(complaint(&error.to_string())))?;
-        Ok(match self.matcher.is_stopped() {
+        Ok(match matcher.is_stopped() {
             true => Progress::Complete,
             false => Progress::Open,
         })
@@ -87,12 +91,12 @@ impl Constraint for Grammatical {
 
     fn boxed_clone(&self) -> Box<dyn Constraint> {
         Box::new(Self {
-            // Sequences that shared the lexer would wait for each other.
-            matcher: self.matcher.deep_clone(),
+            grammar: self.grammar.clone(),
+            matcher: self
+                .matcher
+                .as_ref()
+                .map(|matcher| Box::new(matcher.deep_clone())),
             ends: Arc::clone(&self.ends),
-            all_ends: Arc::clone(&self.all_ends),
-            vocab_size: self.vocab_size,
-            first: self.first.clone(),
         })
     }
 }
@@ -100,7 +104,10 @@ impl Constraint for Grammatical {
 impl fmt::Debug for Grammatical {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Grammatical")
-            .field("stop_reason", &self.matcher.stop_reason())
+            .field(
+                "stop_reason",
+                &self.matcher.as_ref().map(|matcher| matcher.stop_reason()),
+            )
             .field("ends", &self.ends)
             .finish_non_exhaustive()
     }

@@ -8,8 +8,8 @@ mod cache;
 mod compiler;
 mod constraint;
 mod ebnf;
+mod lead;
 mod schema;
-mod scope;
 mod tokens;
 
 use serde_json::Value;
@@ -49,28 +49,24 @@ pub struct Grammar {
     /// A regular expression of what may stand between the tokens of JSON; nothing may if it is empty. Default: up to 32 spaces,
     /// tabs and line ends, so that no model can go on with them for ever.
     pub whitespace: Option<String>,
-    /// Where in the text it applies.
-    pub scope: Scope,
+    /// What comes before the text that it applies to, one behind the other.
+    pub leads: Vec<Lead>,
 }
 
-/// Where in a text a grammar applies.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub enum Scope {
-    /// From the beginning.
-    #[default]
-    Whole,
-    /// Behind the first occurrence of this; the text up to there is free.
-    Behind(String),
-    /// From the beginning, or behind a part that the text may begin with: free from the first of these marks to the second.
-    BehindPart([String; 2]),
+/// A part of a text that is free, before the part to which a grammar applies.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Lead {
+    /// Up to the first occurrence of this.
+    UpTo(String),
+    /// From the first of these marks, if the text begins with it, to the second. Otherwise there is none.
+    Between([String; 2]),
 }
 
-impl Scope {
+impl Lead {
     fn marks(&self) -> &[String] {
         match self {
-            Self::Whole => &[],
-            Self::Behind(mark) => std::slice::from_ref(mark),
-            Self::BehindPart(marks) => marks,
+            Self::UpTo(mark) => std::slice::from_ref(mark),
+            Self::Between(marks) => marks,
         }
     }
 }
@@ -80,7 +76,7 @@ impl From<GrammarSpec> for Grammar {
         Self {
             spec,
             whitespace: None,
-            scope: Scope::Whole,
+            leads: Vec::new(),
         }
     }
 }

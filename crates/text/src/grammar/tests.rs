@@ -120,7 +120,7 @@ fn whitespace_is_bounded_and_can_be_chosen() {
 #[test]
 fn a_grammar_may_apply_behind_a_marker() {
     let grammar = || Grammar {
-        scope: Scope::Behind("</think>".into()),
+        leads: vec![Lead::UpTo("</think>".into())],
         ..GrammarSpec::Regex("[0-9]+".into()).into()
     };
     assert_eq!(follow(grammar(), "so </thin </think>12"), Some((true, false)));
@@ -131,7 +131,7 @@ fn a_grammar_may_apply_behind_a_marker() {
 #[test]
 fn a_text_may_begin_with_a_free_part() {
     let thinking = |regex: &str| Grammar {
-        scope: Scope::BehindPart(["<think>".into(), "</think>".into()]),
+        leads: vec![Lead::Between(["<think>".into(), "</think>".into()])],
         ..GrammarSpec::Regex(regex.into()).into()
     };
     for right in ["12", "<think>so <b> 1</think>12"] {
@@ -151,6 +151,31 @@ fn a_text_may_begin_with_a_free_part() {
         assert_eq!(follow(thinking("<[a-z]+>"), right), Some((true, true)), "{right}");
     }
     assert!(follow(thinking("<[a-z]+>"), "<think>1").is_some());
+}
+
+#[test]
+fn free_parts_may_follow_each_other() {
+    let marked = |thought: Lead| Grammar {
+        leads: vec![thought, Lead::UpTo("<call>".into())],
+        ..GrammarSpec::Regex("[0-9]+".into()).into()
+    };
+    let possible = || marked(Lead::Between(["<think>".into(), "</think>".into()]));
+    let open = || marked(Lead::UpTo("</think>".into()));
+    for right in [
+        "<think>a <call> b</think>so <call>12",
+        "\n <think><call></think><call>1",
+        "so <think>: <call>1",
+        "<thin<call>1",
+    ] {
+        assert_eq!(follow(possible(), right), Some((true, false)), "{right}");
+    }
+    assert_eq!(follow(open(), "a <call> b</think><call>1"), Some((true, false)));
+    for wrong in ["<call>x", "so <think> <call>x", "<think>a</think><call>x"] {
+        assert_eq!(follow(possible(), wrong), None, "{wrong}");
+    }
+    assert!(follow(possible(), "<think><call>x").is_some());
+    assert_eq!(follow(open(), "</think><call>x"), None);
+    assert!(follow(open(), "<call>x").is_some());
 }
 
 #[test]
@@ -181,6 +206,29 @@ fn sequences_of_one_grammar_do_not_know_of_each_other() {
     assert_eq!(allowed(&mut other), [token(b'd')]);
     assert_eq!(allowed(&mut third), [token(b'b')]);
     assert!(third.accept(token(b'x')).is_err());
+}
+
+#[test]
+fn a_sequence_without_tokens_takes_nothing() {
+    let compiled = compiler()
+        .compile(&GrammarSpec::Regex("ab".into()).into())
+        .unwrap();
+    // Whoever takes a copy has to wait meanwhile.
+    let copying = compiled.hold();
+    let (told, hears) = std::sync::mpsc::channel();
+    let theirs = compiled.clone();
+    let sequence = std::thread::spawn(move || {
+        let mut guide = Guide::new(vec![theirs.constraint(&[EOS])]);
+        let mut again = guide.clone();
+        told.send([allowed(&mut guide), allowed(&mut guide), allowed(&mut again)])
+            .unwrap();
+        guide.accept(token(b'a')).unwrap();
+        (allowed(&mut guide), allowed(&mut again))
+    });
+    let first = hears.recv_timeout(std::time::Duration::from_secs(30));
+    assert_eq!(first.unwrap(), [[token(b'a')], [token(b'a')], [token(b'a')]]);
+    drop(copying);
+    assert_eq!(sequence.join().unwrap(), (vec![token(b'b')], vec![token(b'a')]));
 }
 
 #[test]
@@ -249,7 +297,7 @@ fn refusals_say_what_is_wrong() {
         assert!(error.contains(expected), "{error:?} by {kind}");
     }
     let marker = Grammar {
-        scope: Scope::Behind(String::new()),
+        leads: vec![Lead::UpTo(String::new())],
         ..GrammarSpec::JsonObject.into()
     };
     assert!(refusal(marker).contains("marker"));

@@ -1,10 +1,44 @@
-//! Constraints that apply to a part of a text.
+//! Constraints that apply behind free parts of a text.
 
 use std::sync::Arc;
 
 use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
 
+use super::Lead;
 use crate::Tokenizer;
+
+/// A [`Lead`] and how its first mark is written.
+#[derive(Debug)]
+pub(super) enum SpelledLead {
+    UpTo(String),
+    Between { open: Arc<Spelling>, close: String },
+}
+
+impl SpelledLead {
+    pub(super) fn new(lead: &Lead, tokenizer: &Tokenizer) -> Self {
+        match lead {
+            Lead::UpTo(mark) => Self::UpTo(mark.clone()),
+            Lead::Between([open, close]) => Self::Between {
+                open: Spelling::new(open, tokenizer).into(),
+                close: close.clone(),
+            },
+        }
+    }
+
+    /// What applies behind this lead becomes what applies to a text with it.
+    pub(super) fn before(&self, inner: Box<dyn Constraint>, tokenizer: &Tokenizer) -> Box<dyn Constraint> {
+        let behind = |mark: &str, inner| Box::new(Behind::new(mark, tokenizer.clone(), inner));
+        match self {
+            Self::UpTo(mark) => behind(mark, inner),
+            Self::Between { open, close } => Box::new(MayBegin::Open {
+                spelling: Arc::clone(open),
+                written: 0,
+                without: Some(inner.clone()),
+                behind: behind(close, inner),
+            }),
+        }
+    }
+}
 
 /// A constraint of what comes behind a marker: before it, everything is allowed.
 ///
@@ -64,17 +98,25 @@ impl Constraint for Behind {
 pub(super) struct Spelling {
     /// For every byte of the mark that may come next: the tokens that go on there, with their lengths.
     next: Vec<Vec<(TokenId, usize)>>,
+    /// Tokens of nothing but space, which may come before the mark.
+    spaces: Vec<TokenId>,
 }
 
 impl Spelling {
     /// Looks through the vocabulary. A mark that is a special token is written in no other way.
     pub(super) fn new(mark: &str, tokenizer: &Tokenizer) -> Self {
         let mut next = vec![Vec::new(); mark.len()];
+        let tokens = 0..tokenizer.vocab_size() as TokenId;
+        let is_space = |token: &TokenId| {
+            let bytes = tokenizer.token_bytes(*token);
+            !bytes.is_empty() && bytes.iter().all(u8::is_ascii_whitespace)
+        };
+        let spaces = tokens.clone().filter(is_space).collect();
         if let (Some(token), Some(first)) = (tokenizer.special_token(mark), next.first_mut()) {
             first.push((token, mark.len()));
-            return Self { next };
+            return Self { next, spaces };
         }
-        for token in 0..tokenizer.vocab_size() as TokenId {
+        for token in tokens {
             let bytes = tokenizer.token_bytes(token);
             if bytes.is_empty() {
                 continue;
@@ -85,7 +127,7 @@ impl Spelling {
                 }
             }
         }
-        Self { next }
+        Self { next, spaces }
     }
 }
 
@@ -145,6 +187,13 @@ impl Constraint for MayBegin {
         let step = spelling.next[*written].iter().find(|(known, _)| *known == token);
         let Some(&(_, bytes)) = step else {
             return match (without.take(), other) {
+                // Space before the mark, where that is possible at all.
+                (Some(text), Some(Ok(Progress::Open)))
+                    if *written == 0 && spelling.spaces.contains(&token) =>
+                {
+                    *without = Some(text);
+                    Ok(Progress::Open)
+                }
                 (Some(without), Some(progress)) => {
                     *self = Self::Settled(without);
                     progress
