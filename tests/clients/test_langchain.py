@@ -2,7 +2,7 @@
 
 import openai
 import pytest
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
@@ -66,6 +66,11 @@ def test_tools(simulated):
     assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("get_weather", {"place": "Ely"})]
     whole = sum(list(simulated.bind_tools([get_weather]).stream(ask, max_tokens=100))[1:], AIMessageChunk(""))
     assert whole.tool_calls[0]["args"] == {"place": "Ely"}
+    # Answers go back as they are, whole or put together.
+    for said in [answer, whole]:
+        result = ToolMessage("<say>Rain.</say>", tool_call_id=said.tool_calls[0]["id"])
+        after = simulated.bind_tools([get_weather]).invoke([HumanMessage("?"), said, result], max_tokens=100)
+        assert after.content == "Rain."
 
 
 def test_a_tool_that_is_required_is_called(model):

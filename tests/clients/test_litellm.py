@@ -67,8 +67,10 @@ def test_tools(complete):
     [call] = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"place": "Ely"})
     result = {"role": "tool", "tool_call_id": call.id, "content": "<say>Rain.</say>"}
-    after = complete(messages=[*HELLO, choice.message.model_dump(exclude_none=True), result], tools=[WEATHER], max_tokens=100)
-    assert after.choices[0].message.content == "Rain."
+    message = choice.message
+    for said in [message, message.model_dump(), message.model_dump(exclude_none=True), message.json()]:
+        after = complete(messages=[*HELLO, said, result], tools=[WEATHER], max_tokens=100)
+        assert after.choices[0].message.content == "Rain."
 
 
 def test_streamed_tools(complete):
@@ -77,6 +79,10 @@ def test_streamed_tools(complete):
     [call] = whole.choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"place": "Ely"})
     assert whole.choices[0].finish_reason == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "<say>Rain.</say>"}
+    for said in [whole.choices[0].message, whole.choices[0].message.model_dump()]:
+        after = complete(messages=[*HELLO, said, result], tools=[WEATHER], max_tokens=100)
+        assert after.choices[0].message.content == "Rain."
 
 
 def test_a_tool_that_is_required_is_called(complete):

@@ -90,6 +90,46 @@ def test_calls_that_answer_each_other(server):
     assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.tool_calls is None
 
 
+def test_what_is_cut_behind_a_mark_is_no_text(server):
+    for cut in ['{"name": "get_wea', "<tool_call>"]:
+        ask = {"model": "sim", "messages": say(CALLS), "tools": [WEATHER], "max_tokens": CALLS.index(cut) + len(cut)}
+        choice = server.openai.chat.completions.create(**ask).choices[0]
+        assert choice.finish_reason == "length" and choice.message.content == "I shall ask."
+    # Among calls that must be made there is no text at all.
+    call = '{"name": "get_weather", "arguments": {"place": "x"}}'
+    ask = {"messages": say("x"), "tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}
+    for cut in range(1, 3 * len(call), 7):
+        message = server.http.post(CHAT, json={**ask, "max_tokens": cut, "seed": cut}).raise_for_status().json()["choices"][0]["message"]
+        assert not message["content"], message
+
+
+def test_stop_reason(server):
+    def stop(**fields) -> list:
+        ask = {"messages": say("one two"), "max_tokens": 50, **fields}
+        whole = server.http.post(CHAT, json=ask).raise_for_status().json()["choices"][0]["stop_reason"]
+        lines = server.http.post(CHAT, json={**ask, "stream": True}).raise_for_status().text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        ended = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+        text = {"prompt": say("one two")[0]["content"], "max_tokens": 50, **fields}
+        plain = server.http.post("/v1/completions", json=text).raise_for_status().json()["choices"][0]["stop_reason"]
+        return [whole, *(choice["stop_reason"] for choice in ended), plain]
+
+    assert stop() == [None] * 3
+    assert stop(max_tokens=2) == [None] * 3
+    assert stop(stop=["x", "e t"]) == ["e t"] * 3
+    assert stop(stop_token_ids=[ord("t")]) == [ord("t")] * 3
+
+
+def test_request_id(server):
+    ask = {"messages": say("x"), "request_id": "mine-7"}
+    named = server.http.post(CHAT, json=ask)
+    assert named.json()["id"] == "chatcmpl-mine-7" and named.headers["x-request-id"] == "mine-7"
+    # The header comes first, as in vLLM.
+    both = server.http.post(CHAT, json=ask, headers={"x-request-id": "other"})
+    assert both.json()["id"] == "chatcmpl-other" and both.headers["x-request-id"] == "other"
+    assert error(server, request_id="a b")["param"] == "request_id"
+
+
 def test_choices_of_tools(server):
     create = server.openai.chat.completions.create
     none = create(model="sim", messages=say(CALLS), tools=[WEATHER], tool_choice="none").choices[0]
@@ -123,7 +163,8 @@ def test_template_options(server):
     user = {"role": "user", "content": "x"}
     assert prompt(messages=[user], chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>")
     assert prompt(messages=[user], reasoning_effort="none").endswith("<think>\n\n</think>")
-    assert prompt(messages=[user], reasoning_effort="high").endswith("<|assistant|>")
+    for effort in ["minimal", "high", "max"]:
+        assert prompt(messages=[user], reasoning_effort=effort).endswith("<|assistant|>")
     assert prompt(messages=[user], add_generation_prompt=False) == "<|user|>x"
     answer = {"role": "assistant", "content": "Once "}
     assert prompt(messages=[user, answer], continue_final_message=True) == "<|user|>x<|assistant|>Once "
@@ -133,9 +174,14 @@ def test_template_options(server):
 def test_u31_what_is_not_supported_is_named(server):
     assert error(server, functions=[WEATHER["function"]])["param"] == "functions"
     assert error(server, tools=[WEATHER, WEATHER])["param"] == "tools"
-    assert error(server, tools=[{"type": "web_search"}])["param"] == "tools[0].type = web_search"
+    assert error(server, tools=[{"type": "web_search"}])["param"] == "tools[0].type"
     assert error(server, tool_choice="required")["param"] == "tool_choice"
     assert error(server, documents=[{"text": "x"}])["param"] == "documents"
+    assert error(server, prompt_cache_options={"mode": "implicit"})["code"] == "unsupported_parameter"
+    custom = error(server, tools=[{"type": "custom", "custom": {"name": "patch"}}])
+    assert custom["param"] == "tools[0].type" and custom["code"] == "unsupported_parameter" and "custom" in custom["message"]
+    for name in ["messages", "tools", "documents", "add_generation_prompt"]:
+        assert error(server, chat_template_kwargs={name: []})["param"] == f"chat_template_kwargs.{name}"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     assert "image_url" in error(server, messages=image)["message"]
     with pytest.raises(openai.BadRequestError) as info:

@@ -165,6 +165,9 @@ def test_deadlines(keyed):
     keyed.wait_until_empty()
     late = keyed.http.post(CHAT, json=long, headers={"x-request-timeout": "0.5"})
     assert error(late, 504)["code"] == "deadline_exceeded"
+    # Official clients would try twice more.
+    assert late.headers["x-should-retry"] == "false"
+    assert "request failed" not in keyed.log.read_text(errors="replace")
     with keyed.http.stream("POST", CHAT, json={**long, "timeout": 0.5, "stream": True}) as response:
         data = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
     assert data[-1] == "[DONE]" and json.loads(data[-2])["error"]["code"] == "deadline_exceeded"

@@ -268,12 +268,36 @@ def test_what_claude_code_sends(agent):
         ({"stop": ["x"]}, "unknown field `stop`"),
         ({"stop_sequences": [""]}, "stop string must not be empty"),
         ({"temperature": -1}, "temperature"),
+        ({"compaction": {"type": "auto"}}, "`compaction` is not supported"),
+        ({"fallbacks": [{"model": "x"}]}, "`fallbacks` is not supported"),
+        ({"billing_policy": {}}, "`billing_policy` is not supported"),
+        ({"user_profile_id": "u"}, "`user_profile_id` is not supported"),
+        ({"workspace_id": "w"}, "`workspace_id` is not supported"),
+        ({"return_token_ids": True}, "`return_token_ids` is not supported"),
+        ({"prompt_logprobs": 1}, "`prompt_logprobs` is not supported"),
+        ({"chat_template_kwargs": {"messages": []}}, "`messages` is no further variable"),
         ({"temprature": 1}, "unknown field `temprature`"),
     ],
 )
 def test_refusals_say_what_is_wrong(agent, fields, words):
     error = refused(agent, {**ask("Hello"), **fields})
     assert error["type"] == "invalid_request_error" and words in error["message"]
+
+
+def test_threads_are_refused_as_the_client_expects(agent):
+    """It then sends the whole conversation by itself."""
+    response = agent.http.post(MESSAGES, json=ask("Hello", thread={"type": "create"}))
+    error = response.json()["error"]
+    assert response.status_code == 400 and "`thread` is not supported" in error["message"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_vllms_parameters(agent, client):
+    more = {"min_tokens": 3, "cache_salt": "s", "seed": 1, "top_k": 5, "return_token_ids": False, "request_id": "mine-1"}
+    response = agent.http.post(MESSAGES, json={**ask(say("one two three"), stop_sequences=["n"]), **more})
+    assert response.json()["content"][0]["text"] == "one two three" and response.headers["request-id"] == "mine-1"
+    # Clients count what they are about to send.
+    assert agent.http.post(f"{MESSAGES}/count_tokens", json={**ask(say("x"), stop_sequences=["n"]), **more}).status_code == 200
 
 
 def test_errors_are_anthropics_wherever_they_come_from(agent, client):

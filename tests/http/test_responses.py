@@ -250,6 +250,10 @@ def test_input_items_are_paged(agent):
     assert page.has_more and len(page.data) == 2
     everything = [item.content[0].text for item in page]
     assert everything == [say("x"), *reversed(texts)]
+    listed = agent.openai.responses.input_items.list(
+        made.id, limit=2, include=["message.output_text.logprobs", "reasoning.encrypted_content"]
+    )
+    assert listed.data == page.data
     for wrong in ["limit=0", "limit=101", "order=up", "after=msg_none", "colour=red"]:
         assert agent.http.get(f"{RESPONSES}/{made.id}/input_items?{wrong}").status_code == 400
 
@@ -317,6 +321,22 @@ def test_what_codex_sends(agent):
     assert done["status"] == "completed" and done["output"][0]["content"][0]["text"] == "Done."
 
 
+def test_vllms_parameters(agent):
+    more = {"min_tokens": 3, "cache_salt": "s", "seed": 1, "stop": ["n"], "request_id": "mine-1"}
+    made = agent.http.post(RESPONSES, json={"input": say("one two"), **more})
+    assert made.json()["output"][0]["content"][0]["text"] == "one two" and made.headers["x-request-id"] == "mine-1"
+
+
+def test_tokens_are_counted_as_they_are_read(agent):
+    ask = {"model": "sim", "input": say("x"), "instructions": "Be brief.", "tools": [WEATHER]}
+    counted = agent.openai.responses.input_tokens.count(**ask)
+    assert counted.input_tokens == create(agent, **ask).usage.input_tokens
+    # More than the server could read is counted all the same.
+    assert agent.openai.responses.input_tokens.count(model="sim", input="x" * 5000).input_tokens > 5000
+    wrong = agent.http.post(f"{RESPONSES}/input_tokens", json={"input": "x", "colour": 1})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "colour"
+
+
 # --- refusals
 
 
@@ -327,14 +347,14 @@ def test_what_codex_sends(agent):
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type = web_search"),
-        ({"tools": [{"type": "local_shell"}]}, "tools[0].type = local_shell"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice.type = file_search"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity = low"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary = detailed"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
         ({"include": ["everything"]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -343,14 +363,20 @@ def test_what_codex_sends(agent):
         ({"messages": []}, "messages"),
         ({"n": 2}, "n"),
         ({"temperature": -1}, "temperature"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs.documents"),
+        ({"personality": "friendly"}, "personality"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"truncation": "some"}, "truncation"),
         ({"temprature": 1}, "temprature"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"type": "computer_call"}]}, "input[0].type = computer_call"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type = input_image"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ],
 )
 def test_refusals_name_the_field(agent, fields, param):

@@ -208,7 +208,7 @@ fn missing(message: &str) -> Option<&str> {
 }
 
 /// The field names of a struct, as its `Deserialize` asks for them, so that they stand in one place.
-fn field_names<T: DeserializeOwned>() -> &'static [&'static str] {
+pub(crate) fn field_names<T: DeserializeOwned>() -> &'static [&'static str] {
     struct Ask<'a>(&'a mut &'static [&'static str]);
 
     impl<'de> Deserializer<'de> for Ask<'_> {

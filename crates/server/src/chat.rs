@@ -58,8 +58,8 @@ pub(crate) async fn handle(
     let (stream, usage_in) = (common.stream, common.usage_in()?);
     let prompt_logprobs = common.prompt_logprobs()?.map(|top| top as usize);
     let (token_ids, names_are_ids) = (
-        common.extra.return_token_ids,
-        common.extra.return_tokens_as_token_ids,
+        common.reports.return_token_ids,
+        common.reports.return_tokens_as_token_ids,
     );
     let logprobs = own.logprobs_per_token()?;
     let parallel = own.parallel_tool_calls.unwrap_or(true);
@@ -152,6 +152,7 @@ fn choice(index: usize, mut answer: Answer, logprobs: bool, names: &TokenNames) 
         },
         logprobs: logprobs.then(|| self::logprobs(&answer.logprobs, names)),
         finish_reason: finish_reason(answer.end.reason),
+        stop_reason: answer.end.stop,
         token_ids: None,
     }
 }
@@ -284,6 +285,7 @@ impl ChatChunks {
             delta,
             logprobs: None,
             finish_reason: None,
+            stop_reason: None,
             token_ids: None,
         }
     }
@@ -310,10 +312,11 @@ impl Wording for ChatChunks {
                 .into_iter()
                 .map(|delta| self.delta(index, delta.into())),
         );
-        if let Some(End { reason, usage, .. }) = update.end {
+        if let Some(End { reason, stop, usage }) = update.end {
             self.usage = self.usage.plus(&usage);
             let mut choice = self.delta(index, ChatDelta::default());
             choice.finish_reason = Some(finish_reason(reason));
+            choice.stop_reason = Some(stop);
             choices.push(choice);
         }
         if let Some(choice) = choices.get_mut(first) {

@@ -109,8 +109,8 @@ pub(crate) async fn handle(
     }
 
     let tokenizer = state.model().tokenizer.clone();
-    let (n, extra) = (job.n, &common.extra);
-    let skip_special = extra.skip_special_tokens.unwrap_or(true);
+    let (n, reports) = (job.n, &common.reports);
+    let skip_special = common.extra.skip_special_tokens.unwrap_or(true);
     let parts = prompts.into_iter().zip(lengths).zip(&job.prompts);
     let begin = parts.map(|((prompt, len), tokens)| {
         let text = || match prompt {
@@ -128,10 +128,10 @@ pub(crate) async fn handle(
         offsets: vec![0; job.prompts.len() * n],
         tokenizer,
         logprobs: logprobs.map(|top| top as usize),
-        prompt_logprobs: extra.prompt_logprobs.map(|top| top as usize),
+        prompt_logprobs: reports.prompt_logprobs.map(|top| top as usize),
         skip_special,
-        names_are_ids: extra.return_tokens_as_token_ids,
-        token_ids: extra.return_token_ids,
+        names_are_ids: reports.return_tokens_as_token_ids,
+        token_ids: reports.return_token_ids,
         usage_in,
         usage: Usage::default(),
     };
@@ -251,6 +251,7 @@ impl Shape {
             text,
             logprobs,
             finish,
+            stop,
             prompt,
             tokens,
             ..
@@ -275,6 +276,7 @@ impl Shape {
             text: echo.unwrap_or_default() + &text,
             logprobs: self.logprobs.is_some().then_some(listed),
             finish_reason: finish.map(finish_reason),
+            stop_reason: finish.map(|_| stop),
             prompt_logprobs: told.map(|top| scores::prompt_logprobs(&prompt, top, &self.tokenizer)),
             prompt_token_ids: prompt_tokens.map(|begin| begin.tokens.clone()),
             token_ids: self.token_ids.then_some(tokens),

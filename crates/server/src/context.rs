@@ -92,9 +92,10 @@ struct Inner {
     state: AppState,
     began: SystemTime,
     arrived: Instant,
+    /// Ours, where the client gives it none.
     id: String,
-    /// The client chose `id`.
-    given: bool,
+    /// The client's.
+    given: OnceLock<String>,
     method: Method,
     path: String,
     /// The route that takes it, if one does.
@@ -139,7 +140,7 @@ impl Context {
     /// A request that just arrived. It ends after `timeout`, or before by flag.
     pub(crate) fn new(state: &AppState, request: &Request, timeout: Option<Duration>) -> Self {
         let headers = request.headers();
-        let given = request_id(headers);
+        let given = request_id(headers).map(OnceLock::from);
         let text = |name: &str| Some(headers.get(name)?.to_str().ok()?.to_owned());
         let timeout = [timeout, state.options().request_timeout]
             .into_iter()
@@ -151,8 +152,8 @@ impl Context {
             state: state.clone(),
             began: SystemTime::now(),
             arrived,
-            given: given.is_some(),
-            id: given.unwrap_or_else(fresh_id),
+            id: fresh_id(),
+            given: given.unwrap_or_default(),
             method: request.method().clone(),
             path: request.uri().path().to_owned(),
             route: request.extensions().get().cloned(),
@@ -185,12 +186,22 @@ impl Context {
     }
 
     pub(crate) fn id(&self) -> &str {
-        &self.0.id
+        self.given_id().unwrap_or(&self.0.id)
     }
 
     /// The id that the client chose.
     pub(crate) fn given_id(&self) -> Option<&str> {
-        self.0.given.then_some(&self.0.id)
+        self.0.given.get().map(String::as_str)
+    }
+
+    /// The client calls it `id` in the body; the header comes first.
+    pub(crate) fn name(&self, id: &str) -> Result<(), ApiError> {
+        if !is_id(id) {
+            let message = format!("request_id has 1 to {MAX_ID} letters, digits and characters of -_.:/+=@");
+            return Err(ApiError::invalid("request_id", message));
+        }
+        self.0.given.get_or_init(|| id.to_owned());
+        Ok(())
     }
 
     /// Whose request it is, for fair shares.
@@ -356,7 +367,7 @@ impl Drop for Inner {
         let record = RequestRecord {
             began: self.began,
             duration,
-            request_id: std::mem::take(&mut self.id),
+            request_id: self.given.take().unwrap_or_else(|| std::mem::take(&mut self.id)),
             key: self.tenant.get().map(|tenant| tenant.name.to_string()),
             method: self.method.clone(),
             path: std::mem::take(&mut self.path),
@@ -388,8 +399,12 @@ const MAX_ID: usize = 128;
 /// The client's id, if it can stand in logs and ids as it is.
 pub(crate) fn request_id(headers: &HeaderMap) -> Option<String> {
     let id = headers.get("x-request-id")?.to_str().ok()?;
+    is_id(id).then(|| id.to_owned())
+}
+
+fn is_id(id: &str) -> bool {
     let sane = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
-    ((1..=MAX_ID).contains(&id.len()) && id.bytes().all(sane)).then(|| id.to_owned())
+    (1..=MAX_ID).contains(&id.len()) && id.bytes().all(sane)
 }
 
 /// The id of a request that brings none.
@@ -428,12 +443,11 @@ mod tests {
 
     #[test]
     fn only_sane_ids_are_taken() {
-        let taken = |id: &str| request_id(&headers("x-request-id", id)).is_some();
         for id in ["a", "0190-af", "trace:1/2+3=@x_y.z", &"x".repeat(128)] {
-            assert!(taken(id), "{id}");
+            assert!(is_id(id), "{id}");
         }
         for id in ["", "a b", "a\"b", "{}", "ä", &"x".repeat(129)] {
-            assert!(!taken(id), "{id}");
+            assert!(!is_id(id), "{id}");
         }
     }
 

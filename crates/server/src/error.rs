@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use plimsoll_core::{ParamError, RequestError, StepError};
 use plimsoll_engine::{SleepError, SubmitError, WakeError};
@@ -26,7 +26,7 @@ pub enum ApiError {
     /// A field that no version of the API has.
     #[error("unknown field `{0}`")]
     UnknownField(String),
-    /// A field of the API that this server does not support.
+    /// A field of the API that this server does not support, or, with ` = VALUE` behind it, not with this value.
     #[error("`{field}` is not supported by this server{}", hint.map(|h| format!(": {h}")).unwrap_or_default())]
     Unsupported {
         /// The field's name.
@@ -255,10 +255,22 @@ impl ApiError {
         }
     }
 
+    /// Trying again would be in vain, although the status says otherwise to clients that try by themselves.
+    fn is_final(&self) -> bool {
+        matches!(
+            self,
+            Self::DeadlineExceeded(_)
+                | Self::Sleep(_)
+                | Self::Wake(WakeError::NotNow(_))
+                | Self::Step(StepError::KvTooSmall { .. })
+        )
+    }
+
     fn param(&self) -> Option<&str> {
         match self {
             Self::Invalid { param, .. } => param.as_deref(),
-            Self::UnknownField(field) | Self::Unsupported { field, .. } => Some(field),
+            Self::UnknownField(field) => Some(field),
+            Self::Unsupported { field, .. } => field.split(" = ").next(),
             Self::ContextLength { param, .. } => Some(param),
             Self::ModelNotFound(..) => Some("model"),
             Self::NotStored { param, .. } => *param,
@@ -302,7 +314,8 @@ impl From<QueryRejection> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, _, code) = self.class();
-        if status.is_server_error() && !matches!(self, Self::Starting(_)) {
+        // How long to wait is the client's choice.
+        if status.is_server_error() && !matches!(self, Self::Starting(_) | Self::DeadlineExceeded(_)) {
             tracing::warn!(%status, error = %self, "request failed");
         }
         let mut response = (status, Json(self.body())).into_response();
@@ -314,6 +327,11 @@ impl IntoResponse for ApiError {
         }
         // For those who word errors in their own way.
         response.extensions_mut().insert(self.clone());
+        if self.is_final() {
+            response
+                .headers_mut()
+                .insert(SHOULD_RETRY, HeaderValue::from_static("false"));
+        }
         if let Some(after) = self.retry_after() {
             response
                 .headers_mut()
@@ -337,6 +355,8 @@ pub(crate) fn whole_seconds(duration: Duration) -> HeaderValue {
     HeaderValue::from(duration.as_secs_f64().ceil() as u64)
 }
 
+/// How OpenAI's and Anthropic's clients are told whether to try again.
+const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// When to ask a server that sleeps: nobody knows when it is woken.
 const RETRY_ASLEEP: Duration = Duration::from_secs(30);
 /// When to ask again while one's own requests run, or elsewhere.

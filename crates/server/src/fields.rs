@@ -133,6 +133,7 @@ pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
     ("verbosity", Harmless::Word(&["medium"])),
     ("web_search_options", Harmless::Never),
     ("moderation", Harmless::Never),
+    ("prompt_cache_options", Harmless::Never),
     ("echo", Harmless::False),
     ("add_special_tokens", Harmless::False),
     ("mm_processor_kwargs", Harmless::Empty),
@@ -149,6 +150,7 @@ pub(crate) const RESPONSES_UNSUPPORTED: &[Unsupported] = &[
     ("access_programs", Harmless::Never),
     ("image", Harmless::Never),
     ("prompt_cache_options", Harmless::Never),
+    ("personality", Harmless::Never),
     ("modalities", Harmless::Only("text")),
     ("client_metadata", Harmless::Always),
 ];
@@ -158,20 +160,30 @@ pub(crate) const MESSAGES_UNSUPPORTED: &[Unsupported] = &[
     ("mcp_servers", Harmless::Empty),
     ("container", Harmless::Never),
     ("inference_geo", Harmless::Never),
+    (THREAD, Harmless::Never),
+    ("compaction", Harmless::Never),
+    ("fallbacks", Harmless::Empty),
+    ("fallback_credit_token", Harmless::Never),
+    ("billing_policy", Harmless::Never),
+    ("user_profile_id", Harmless::Never),
+    ("workspace_id", Harmless::Never),
     ("speed", Harmless::Word(&["standard"])),
     ("cache_control", Harmless::Always),
     ("diagnostics", Harmless::Always),
 ];
 
-/// Without effect on a count: clients count what they are about to send, whole.
-pub(crate) const COUNTED_LATER: &[Unsupported] = &[
-    ("max_tokens", Harmless::Always),
-    ("stop_sequences", Harmless::Always),
-    ("stream", Harmless::Always),
-    ("temperature", Harmless::Always),
-    ("top_p", Harmless::Always),
-    ("top_k", Harmless::Always),
+/// Without effect on a count of tokens.
+pub(crate) const COUNTED_LATER: &[Unsupported] = &[("stop_sequences", Harmless::Always)];
+
+/// Refused where answers have no place for what they ask for.
+pub(crate) const NO_REPORTS: &[Unsupported] = &[
+    ("prompt_logprobs", Harmless::Never),
+    ("return_token_ids", Harmless::False),
+    ("return_tokens_as_token_ids", Harmless::False),
 ];
+
+/// Clients of Anthropic's that are refused this field send the whole conversation in place of a part.
+pub(crate) const THREAD: &str = "thread";
 
 /// Refused in `/tokenize`.
 pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[("mm_processor_kwargs", Harmless::Empty)];

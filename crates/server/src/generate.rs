@@ -16,7 +16,7 @@ use crate::context::{Context, Generation};
 use crate::error::ApiError;
 use crate::metrics::Timer;
 use crate::state::AppState;
-use crate::wire::common::{Common, Usage};
+use crate::wire::common::{Common, StopReason, Usage};
 use crate::wire::extra::Extra;
 
 /// What a client wants generated, whichever endpoint it came through.
@@ -30,6 +30,8 @@ pub(crate) struct Job {
     pub(crate) seed: u64,
     pub(crate) stop: Vec<String>,
     pub(crate) stop_token_ids: Vec<TokenId>,
+    /// Those of them that the client named, and are no end of text anyway.
+    named_stops: Arc<[TokenId]>,
     /// What each choice must be.
     pub(crate) grammar: Option<CompiledGrammar>,
     /// Special tokens that are read as text, where others are skipped.
@@ -61,6 +63,13 @@ impl Job {
             let message = format!("stop_token_ids: {token} is outside the vocabulary of {vocab_size} tokens");
             return Err(ApiError::invalid("stop_token_ids", message));
         }
+        common.name_request()?;
+        let is_end = |token: &TokenId| !common.ignore_eos && model.eos_token_ids.contains(token);
+        let named_stops = stop_token_ids
+            .iter()
+            .copied()
+            .filter(|token| !is_end(token))
+            .collect();
         if !common.ignore_eos {
             stop_token_ids.extend(&model.eos_token_ids);
         }
@@ -75,6 +84,7 @@ impl Job {
             seed: common.seed.map_or_else(|| state.draw_seed(), |seed| seed as u64),
             stop: common.stop()?,
             stop_token_ids,
+            named_stops,
             grammar: None,
             shown: Arc::default(),
             priority: common.priority(state)?,
@@ -241,6 +251,7 @@ pub(crate) struct Choice {
     detokenizer: Detokenizer,
     stop: StopMatcher,
     stop_strings: Arc<[String]>,
+    named_stops: Arc<[TokenId]>,
     timer: Timer,
     context: Context,
     /// When the first step must have begun.
@@ -277,8 +288,8 @@ pub(crate) struct Piece {
     pub(crate) ends: Vec<usize>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) finish: Option<FinishReason>,
-    /// The stop string that ended it, if one did.
-    pub(crate) stop: Option<String>,
+    /// What the client named to end it, if that did.
+    pub(crate) stop: Option<StopReason>,
     /// Of the prompt's tokens, from the second on; all of them come with the choice's first text, or its end.
     pub(crate) prompt: Vec<PromptLogprob>,
     /// Tokens that were generated, the one that ends the choice included.
@@ -318,6 +329,7 @@ impl Choice {
                 .showing(Arc::clone(&job.shown)),
             stop: stop.clone(),
             stop_strings: Arc::clone(stop_strings),
+            named_stops: Arc::clone(&job.named_stops),
             timer,
             begin_by: state
                 .options()
@@ -432,6 +444,9 @@ impl Choice {
         self.context.token();
         piece.tokens.push(token.token);
         let mut finish = token.finish;
+        if finish == Some(FinishReason::Stop) && self.named_stops.contains(&token.token) {
+            piece.stop = Some(StopReason::Token(token.token));
+        }
         // The token that stops generation is no part of the text, unless it is wanted.
         if finish != Some(FinishReason::Stop) || self.include_stop {
             let text = self.detokenizer.push(token.token);
@@ -485,7 +500,7 @@ impl Choice {
         piece.text += &scanned.text;
         if let Some(index) = scanned.stop {
             *finish = Some(FinishReason::Stop);
-            piece.stop = self.stop_strings.get(index).cloned();
+            piece.stop = self.stop_strings.get(index).cloned().map(StopReason::Text);
         }
     }
 }
@@ -513,6 +528,7 @@ pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, ApiError
         into.prompt.extend(piece.prompt);
         into.tokens.extend(piece.tokens);
         into.finish = piece.finish;
+        into.stop = piece.stop;
         into.so_far = piece.so_far;
         into.usage = piece.usage;
     }

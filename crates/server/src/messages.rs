@@ -7,7 +7,8 @@ use serde_json::{Map, Value, json};
 use crate::conversation::{Effort, Prompt};
 use crate::error::ApiError;
 use crate::state::ServerOptions;
-use crate::wire::chat::{ChatPrompt, Content, Message, Role, SentToolCall};
+use crate::transcript::arguments;
+use crate::wire::chat::{ChatPrompt, Message, Role, SentToolCall};
 
 impl ChatPrompt {
     /// Checks the messages. The tools, whose choice stands elsewhere, are left to the caller.
@@ -21,9 +22,9 @@ impl ChatPrompt {
         let mut called = HashMap::new();
         let messages = self
             .messages
-            .iter()
+            .into_iter()
             .enumerate()
-            .map(|(index, message)| Reader { index, message }.read(&mut called))
+            .map(|(index, message)| Reader { index }.read(message, &mut called))
             .collect::<Result<Vec<_>, _>>()?;
         if self.continue_final_message && self.add_generation_prompt == Some(true) {
             let message = "continue_final_message and add_generation_prompt exclude each other: no turn begins where one \
@@ -47,19 +48,17 @@ impl ChatPrompt {
 }
 
 /// One message.
-struct Reader<'a> {
+struct Reader {
     index: usize,
-    message: &'a Message,
 }
 
-impl Reader<'_> {
+impl Reader {
     fn field(&self, name: &str) -> String {
         format!("messages[{}].{name}", self.index)
     }
 
     /// As templates expect it: `content` is text. `called` holds the names of the functions called so far by call id.
-    fn read(&self, called: &mut HashMap<String, String>) -> Result<Value, ApiError> {
-        let message = self.message;
+    fn read(&self, message: Message, called: &mut HashMap<String, String>) -> Result<Value, ApiError> {
         let unsupported = [
             (
                 "function_call",
@@ -79,17 +78,17 @@ impl Reader<'_> {
             Role::Assistant => "assistant",
             Role::Tool => "tool",
         };
-        let is_assistant = message.role == Role::Assistant;
-        let reasoning = message.reasoning_content.as_ref().or(message.reasoning.as_ref());
+        let is_answer = message.role == Role::Assistant;
+        let reasoning = message.reasoning_content.or(message.reasoning);
         let own = [
             (
                 "tool_calls",
-                message.tool_calls.is_some() && !is_assistant,
+                message.tool_calls.is_some() && !is_answer,
                 "assistant",
             ),
             (
                 "reasoning_content",
-                reasoning.is_some() && !is_assistant,
+                reasoning.is_some() && !is_answer,
                 "assistant",
             ),
             (
@@ -104,7 +103,15 @@ impl Reader<'_> {
         }
         let mut rendered = Map::new();
         rendered.insert("role".into(), json!(role));
-        rendered.insert("content".into(), json!(self.content(role)?));
+        let content = match (message.content, is_answer) {
+            (Some(content), _) => content.text(&self.field("content"))?,
+            (None, true) => message.refusal.unwrap_or_default(),
+            (None, false) => {
+                let text = format!("a {role} message needs content");
+                return Err(ApiError::invalid(self.field("content"), text));
+            }
+        };
+        rendered.insert("content".into(), json!(content));
         let mut name = message.name.as_ref();
         if message.role == Role::Tool {
             let id = message.tool_call_id.as_ref().ok_or_else(|| {
@@ -133,19 +140,6 @@ impl Reader<'_> {
         Ok(Value::Object(rendered))
     }
 
-    fn content(&self, role: &str) -> Result<String, ApiError> {
-        match &self.message.content {
-            Some(content) => text(content, &self.field("content")),
-            None if self.message.role == Role::Assistant => {
-                Ok(self.message.refusal.clone().unwrap_or_default())
-            }
-            None => {
-                let text = format!("a {role} message needs content");
-                Err(ApiError::invalid(self.field("content"), text))
-            }
-        }
-    }
-
     /// A call, its arguments parsed.
     fn call(
         &self,
@@ -166,14 +160,7 @@ impl Reader<'_> {
                 });
             }
         };
-        let arguments = match function.arguments.trim() {
-            "" => Ok(Map::new()),
-            text => serde_json::from_str(text),
-        };
-        let arguments = arguments.map_err(|error| {
-            let text = format!("the arguments of a call are a JSON object in a string: {error}");
-            ApiError::invalid(field("function.arguments"), text)
-        })?;
+        let arguments = arguments(function.arguments.as_deref().unwrap_or_default());
         let mut rendered = Map::new();
         if let Some(id) = &call.id {
             called.insert(id.clone(), function.name.clone());
@@ -186,27 +173,4 @@ impl Reader<'_> {
         );
         Ok(Value::Object(rendered))
     }
-}
-
-/// Text parts are joined by newlines, as vLLM does for templates that take text.
-fn text(content: &Content, field: &str) -> Result<String, ApiError> {
-    let parts = match content {
-        Content::Text(text) => return Ok(text.clone()),
-        Content::Parts(parts) => parts,
-    };
-    let mut texts = Vec::with_capacity(parts.len());
-    for (i, part) in parts.iter().enumerate() {
-        if part.r#type != "text" {
-            let field = format!("{field}[{i}].type = {}", part.r#type);
-            return Err(ApiError::Unsupported {
-                field,
-                hint: Some("this model takes only text"),
-            });
-        }
-        let text = part.text.as_deref();
-        texts.push(
-            text.ok_or_else(|| ApiError::invalid(format!("{field}[{i}].text"), "a text part needs text"))?,
-        );
-    }
-    Ok(texts.join("\n"))
 }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use crate::wire::extra::ScoredToken;
 
 /// JSON knows no infinity; this is OpenAI's word for "never".
-pub(crate) const LOWEST_LOGPROB: f32 = -9999.0;
+const LOWEST_LOGPROB: f32 = -9999.0;
 
 /// A log-probability as all answers say it: the same number wherever it stands, so that clients can compare.
 pub(crate) fn number(logprob: f32) -> f64 {

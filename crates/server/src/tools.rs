@@ -25,19 +25,9 @@ pub(crate) fn read(
                 let field = "tool_choice.allowed_tools";
                 let missing = || ApiError::invalid(field, "tool_choice needs allowed_tools = {mode, tools}");
                 let allowed = particular.allowed_tools.ok_or_else(missing)?;
-                let names = allowed
-                    .tools
-                    .into_iter()
-                    .map(|tool| name(&tool.r#type, tool.function))
-                    .collect::<Result<HashSet<_>, _>>()?;
-                if let Some(unknown) = names
-                    .iter()
-                    .find(|name| !tools.iter().any(|tool| tool.name() == **name))
-                {
-                    let message = format!("tool_choice allows {unknown}, which is not among the tools");
-                    return Err(ApiError::invalid(field, message));
-                }
-                tools.retain(|tool| names.contains(tool.name()));
+                let names = allowed.tools.into_iter();
+                let names = names.map(|tool| name(&tool.r#type, tool.function));
+                tools = Tools::allow(tools, &names.collect::<Result<HashSet<_>, _>>()?)?;
                 allowed.mode.into()
             }
             other => {

@@ -529,3 +529,46 @@ fn prompts_open_reasoning() {
     assert!(DeepseekR1.is_open_after("<|Assistant|>"));
     assert!(!DeepseekR1.is_open_after("<|Assistant|></think>"));
 }
+
+#[test]
+fn what_is_cut_off_behind_a_mark_is_no_text() {
+    let mut arguments = Map::new();
+    arguments.insert("a".to_owned(), json!(1));
+    let calls: Vec<Call> = ["f", "g"].map(|name| (name.to_owned(), arguments.clone())).into();
+    for (format, style) in FORMATS
+        .iter()
+        .flat_map(|&format| [(format, true), (format, false)])
+    {
+        let text = write_calls(format, &calls, style);
+        let is_marked = match format {
+            ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Mistral => true,
+            ToolFormat::LlamaJson | ToolFormat::Pythonic => style,
+            ToolFormat::Json => false,
+        };
+        for end in 0..=text.len() {
+            let mut parser = AnswerParser::new(&tools(format, &["f", "g"]));
+            let mut whole = Whole::default();
+            whole.add(parser.push(&text[..end]));
+            whole.add(parser.cut_off());
+            let has_mark = |content: &str| format.marks().iter().any(|mark| content.contains(mark));
+            let leaked = whole.content.contains(['{', '(']) || has_mark(&whole.content);
+            let is_certain = is_marked || !whole.calls.is_empty();
+            assert!(
+                !(leaked && is_certain),
+                "{format:?}: {:?}: {whole:?}",
+                &text[..end]
+            );
+        }
+    }
+    let mut parser = AnswerParser::new(&tools(ToolFormat::Hermes, &["f"]));
+    assert_eq!(
+        parser.push("Hi.\n<tool_call>\n{"),
+        [Part::Content("Hi.".to_owned())]
+    );
+    assert_eq!(parser.cut_off(), []);
+    // What only looks like a call may be an answer.
+    let mut parser = AnswerParser::new(&tools(ToolFormat::Json, &["f"]));
+    let text = "{\"name\": \"f\"";
+    assert_eq!(parser.push(text), []);
+    assert_eq!(parser.cut_off(), [Part::Content(text.to_owned())]);
+}

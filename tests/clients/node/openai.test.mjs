@@ -109,6 +109,19 @@ test("tools: a streamed call is put together", async () => {
   assert.deepEqual(JSON.parse(calls[0].function.arguments), { place: "Ely" });
 });
 
+test("tools: functions are run by the client", async () => {
+  const run = { ...weather, function: { ...weather.function, parse: JSON.parse, function: ({ place }) => `<say>Rain in ${place}.</say>` } };
+  const runner = sim.chat.completions.runTools({ model: "sim", messages: say(call), tools: [run] });
+  assert.equal(await runner.finalContent(), "Rain in Ely.");
+});
+
+test("tools: what a stream was put together to goes back", async () => {
+  const { message } = (await sim.chat.completions.stream({ model: "sim", messages: say(call), tools: [weather] }).finalChatCompletion()).choices[0];
+  const result = { role: "tool", tool_call_id: message.tool_calls[0].id, content: "<say>Rain.</say>" };
+  const next = await sim.chat.completions.create({ model: "sim", messages: [...hello, message, result], tools: [weather] });
+  assert.equal(next.choices[0].message.content, "Rain.");
+});
+
 test("tools: a call that is required is made", async () => {
   const choice = { type: "function", function: { name: "get_weather" } };
   const answer = await smollm2.chat.completions.create({ model: "smollm2", messages: hello, tools: [weather], tool_choice: choice, temperature: 0 });

@@ -7,7 +7,8 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
 use crate::error::ApiError;
-use crate::wire::anthropic::{ErrorBody, ErrorObject};
+use crate::fields::THREAD;
+use crate::wire::anthropic::{ErrorBody, ErrorDetails, ErrorObject};
 
 /// Paths whose errors are Anthropic's.
 const PATHS: &str = "/v1/messages";
@@ -59,9 +60,18 @@ pub(super) fn body(error: &ApiError, request_id: Option<String>) -> ErrorBody {
         }
         error => error.to_string(),
     };
+    let details = matches!(error, ApiError::Unsupported { field, .. } if field == THREAD);
+    let details = details.then_some(ErrorDetails {
+        error_code: "thread_unsupported_request",
+        unsupported: [THREAD],
+    });
     ErrorBody {
         r#type: "error",
-        error: ErrorObject { r#type, message },
+        error: ErrorObject {
+            r#type,
+            message,
+            details,
+        },
         request_id,
     }
 }

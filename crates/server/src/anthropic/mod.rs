@@ -7,8 +7,6 @@ mod request;
 mod tests;
 mod writer;
 
-use std::sync::Arc;
-
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
@@ -18,9 +16,8 @@ use utoipa_axum::routes;
 
 use crate::body::Body;
 use crate::context::Context;
-use crate::conversation;
+use crate::conversation::{self, Fit};
 use crate::error::ApiError;
-use crate::generate::blocking;
 use crate::respond;
 use crate::state::AppState;
 use crate::wire::anthropic::{CountRequest, ErrorBody, Event, Message, MessageTokens, MessagesRequest};
@@ -96,9 +93,6 @@ async fn count_tokens(
 ) -> Result<Json<MessageTokens>, ApiError> {
     state.check_model(request.model.as_deref())?;
     let prompt = request::prompt(&state, request.prompt)?.prompt;
-    let model = Arc::clone(state.model());
-    let tokens = blocking(move || prompt.tokens(&model)).await?;
-    Ok(Json(MessageTokens {
-        input_tokens: tokens.len(),
-    }))
+    let input_tokens = conversation::count(&state, prompt, Fit::CutAnswer, None).await?;
+    Ok(Json(MessageTokens { input_tokens }))
 }

@@ -1,16 +1,16 @@
 //! What a request asks for, as a conversation for the model.
 
 use plimsoll_text::grammar::GrammarSpec;
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 
 use super::writer::Shown;
 use crate::body::typed;
 use crate::conversation::{
-    Conversation, EFFORT, Fit, Prompt, SWITCHES, Tool, ToolChoice, Tools, check_offered,
+    Conversation, Fit, Prompt, Tool, ToolChoice, Tools, check_offered, set_effort, switch_reasoning,
 };
 use crate::error::ApiError;
 use crate::sealed;
-use crate::state::{AppState, ModelInfo};
+use crate::state::AppState;
 use crate::structured::Requested;
 use crate::transcript::Transcript;
 use crate::wire::anthropic::{
@@ -88,28 +88,28 @@ pub(super) struct Prompting {
 }
 
 pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Prompting, ApiError> {
-    let model = state.model();
+    let template = state.model().template.as_ref();
     check_context_management(asked.context_management.as_ref())?;
     let mut kwargs = asked.chat_template_kwargs;
     let mut shown = Shown::All;
     let mut include_reasoning = true;
+    let mut switch = |on| template.is_some_and(|template| switch_reasoning(template, on, &mut kwargs));
     match asked.thinking {
         None => {}
         // What a model thinks that cannot stop is not shown.
-        Some(Thinking::Disabled {}) => include_reasoning = switch(model, false, &mut kwargs),
+        Some(Thinking::Disabled {}) => include_reasoning = switch(false),
         Some(Thinking::Enabled { display, .. } | Thinking::Adaptive { display }) => {
             // A model without a switch thinks as it always does.
-            switch(model, true, &mut kwargs);
+            switch(true);
             if display == Some(Display::Omitted) {
                 shown = Shown::Sealed;
             }
         }
     }
-    if let Some(effort) = asked.output_config.as_ref().and_then(|config| config.effort)
+    let effort = asked.output_config.as_ref().and_then(|config| config.effort);
+    if let (Some(effort), Some(template)) = (effort, template) {
         // A hint, which many models do not know.
-        && mentions(model, EFFORT)
-    {
-        kwargs.entry(EFFORT).or_insert_with(|| json!(effort));
+        set_effort(template, effort, &mut kwargs);
     }
 
     let transcript = transcript(Prompted {
@@ -131,21 +131,6 @@ pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Promptin
     })
 }
 
-/// Switches reasoning on or off; false where the template has no switch.
-fn switch(model: &ModelInfo, on: bool, kwargs: &mut Map<String, Value>) -> bool {
-    let variable = SWITCHES.iter().find(|name| mentions(model, name));
-    if let Some(variable) = variable {
-        // What the client says itself is more exact.
-        kwargs.entry(*variable).or_insert(json!(on));
-    }
-    variable.is_some()
-}
-
-fn mentions(model: &ModelInfo, variable: &str) -> bool {
-    let template = model.template.as_ref();
-    template.is_some_and(|template| template.mentions(variable))
-}
-
 /// What the model reads.
 #[derive(Debug)]
 pub(super) struct Prompted {
@@ -156,9 +141,10 @@ pub(super) struct Prompted {
 pub(super) fn transcript(prompted: Prompted) -> Result<Transcript, ApiError> {
     let mut transcript = Transcript::default();
     if let Some(system) = prompted.system {
-        let text = system_text(system)?;
-        if !text.is_empty() {
-            transcript.system(&text);
+        let texts = texts(system, "system")?;
+        let told: Vec<_> = texts.iter().filter_map(|text| without_billing(text)).collect();
+        if !told.is_empty() {
+            transcript.system(&told.join("\n"));
         }
     }
     for (i, message) in prompted.messages.into_iter().enumerate() {
@@ -183,32 +169,13 @@ fn say(transcript: &mut Transcript, role: Role, text: String) {
     }
 }
 
-fn system_text(system: Content) -> Result<String, ApiError> {
-    let blocks = match system {
-        Content::Text(text) => {
-            let rest = match text.strip_prefix(BILLING) {
-                Some(rest) => rest.split_once('\n').map_or("", |(_, rest)| rest),
-                None => &text,
-            };
-            return Ok(rest.to_owned());
-        }
-        Content::Blocks(Blocks(blocks)) => blocks,
+/// What is left of a text of instructions, if anything is.
+fn without_billing(text: &str) -> Option<&str> {
+    let rest = match text.strip_prefix(BILLING) {
+        Some(rest) => rest.split_once('\n').map_or("", |(_, rest)| rest),
+        None => text,
     };
-    let mut texts = Vec::new();
-    for (i, block) in blocks.into_iter().enumerate() {
-        let field = format!("system[{i}]");
-        match parsed(block, &field)? {
-            InputBlock::Text(block) if block.text.starts_with(BILLING) => {}
-            InputBlock::Text(block) => texts.push(block.text),
-            _ => {
-                return Err(ApiError::invalid(
-                    &field,
-                    format!("`{field}` must be a text block"),
-                ));
-            }
-        }
-    }
-    Ok(texts.join("\n"))
+    (!rest.is_empty()).then_some(rest)
 }
 
 fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> Result<(), ApiError> {
@@ -216,7 +183,7 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
         (InputBlock::Text(block), role) => say(transcript, role, block.text),
         (InputBlock::ToolResult(result), Role::User) => {
             let text = match result.content {
-                Some(content) => result_text(content, field)?,
+                Some(content) => texts(content, &format!("{field}.content"))?.join("\n"),
                 None => String::new(),
             };
             let text = match result.is_error {
@@ -260,25 +227,23 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
     Ok(())
 }
 
-fn result_text(content: Content, field: &str) -> Result<String, ApiError> {
+/// The texts of content that can be nothing else; `field` is its path.
+fn texts(content: Content, field: &str) -> Result<Vec<String>, ApiError> {
     let blocks = match content {
-        Content::Text(text) => return Ok(text),
+        Content::Text(text) => return Ok(vec![text]),
         Content::Blocks(Blocks(blocks)) => blocks,
     };
-    let mut texts = Vec::new();
-    for (i, block) in blocks.into_iter().enumerate() {
-        let field = format!("{field}.content[{i}]");
+    let text = |(i, block)| {
+        let field = format!("{field}[{i}]");
         match parsed(block, &field)? {
-            InputBlock::Text(block) => texts.push(block.text),
-            _ => {
-                return Err(ApiError::invalid(
-                    &field,
-                    format!("`{field}` must be a text block"),
-                ));
-            }
+            InputBlock::Text(block) => Ok(block.text),
+            _ => Err(ApiError::invalid(
+                &field,
+                format!("`{field}` must be a text block"),
+            )),
         }
-    }
-    Ok(texts.join("\n"))
+    };
+    blocks.into_iter().enumerate().map(text).collect()
 }
 
 fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {

@@ -8,7 +8,7 @@ use crate::error::ApiError;
 use crate::respond::testing::events;
 use crate::respond::{Wording, Written};
 use crate::sealed::seal;
-use crate::wire::common::Usage;
+use crate::wire::common::{StopReason as StoppedBy, Usage};
 
 fn messages(system: Value, messages: Value) -> Result<Value, String> {
     let prompted = Prompted {
@@ -229,7 +229,7 @@ fn every_end_has_its_reason() {
     let end = |reason, tokens, stop: Option<&str>| {
         let mut writer = writer(Shown::All);
         let mut update = update(vec![Delta::Content("Hi".into())], Some((reason, tokens)));
-        update.end.as_mut().unwrap().stop = stop.map(str::to_owned);
+        update.end.as_mut().unwrap().stop = stop.map(|text| StoppedBy::Text(text.to_owned()));
         writer.write(update);
         let message = json!(writer.into_message());
         (message["stop_reason"].clone(), message["stop_sequence"].clone())

@@ -7,7 +7,7 @@ use crate::respond::{Wording, Written, fresh_id, named};
 use crate::sealed;
 use crate::transcript::arguments;
 use crate::wire::anthropic::{Block, BlockDelta, Event, Message, MessageEnd, MessageUsage, StopReason};
-use crate::wire::common::Usage;
+use crate::wire::common::{StopReason as StoppedBy, Usage};
 
 /// What is shown of the thinking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,18 +199,19 @@ impl Writer {
 
     fn finish(&mut self, end: End) {
         self.close();
+        let sequence = end.stop.and_then(StoppedBy::into_text);
         let message = &mut self.message;
         message.usage = usage(&end.usage);
         message.stop_reason = Some(match end.reason {
             EndReason::ToolCalls => StopReason::ToolUse,
-            EndReason::Stop if end.stop.is_some() => StopReason::StopSequence,
+            EndReason::Stop if sequence.is_some() => StopReason::StopSequence,
             EndReason::Stop => StopReason::EndTurn,
             EndReason::Length if message.usage.output_tokens < self.max_tokens => {
                 StopReason::ModelContextWindowExceeded
             }
             EndReason::Length => StopReason::MaxTokens,
         });
-        message.stop_sequence = end.stop;
+        message.stop_sequence = sequence;
         let delta = MessageEnd {
             stop_reason: message.stop_reason,
             stop_sequence: message.stop_sequence.as_deref(),

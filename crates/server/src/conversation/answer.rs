@@ -6,7 +6,7 @@ use plimsoll_core::{PromptLogprob, TokenId};
 use super::reader::{Reader, Style};
 use crate::error::ApiError;
 use crate::generate::{Choice, TokenLogprobs};
-use crate::wire::common::Usage;
+use crate::wire::common::{StopReason, Usage};
 
 /// What an answer gained. Tool calls come one after the other: the fragments that follow a `ToolCall` are its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,8 +50,8 @@ pub(crate) struct Update {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct End {
     pub(crate) reason: EndReason,
-    /// The stop string that ended it, if one did.
-    pub(crate) stop: Option<String>,
+    /// What the client named to end it, if that did.
+    pub(crate) stop: Option<StopReason>,
     /// What the choice adds to the usage of the response.
     pub(crate) usage: Usage,
 }

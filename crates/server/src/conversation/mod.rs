@@ -24,7 +24,8 @@ use crate::wire::common::Common;
 pub(crate) use answer::{Answer, Answers, Delta, End, EndReason, ToolCall, Update};
 pub(crate) use fit::Fit;
 use grammar::Thinking;
-pub(crate) use prompt::{EFFORT, Effort, Prompt, SWITCHES, in_field};
+use prompt::Rendered;
+pub(crate) use prompt::{Effort, Prompt, in_field, set_effort, switch_reasoning};
 use reader::Style;
 pub(crate) use tools::{Tool, ToolChoice, Tools, check_offered};
 
@@ -49,7 +50,7 @@ pub(crate) struct Conversation {
 /// Renders, tokenizes, checks and submits; the answers are on their way.
 pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result<Answers, ApiError> {
     let Conversation {
-        mut prompt,
+        prompt,
         common,
         max_tokens,
         fit,
@@ -68,38 +69,62 @@ pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result
         functions: prompt.tools.functions().into(),
         max_calls: prompt.tools.max_calls(),
     };
-    let rendering = Arc::clone(&model);
-    let most = state.engine().limits().max_request_tokens();
-    let is_cut = job.cuts_prompts();
-    let (rendered, prompt) = blocking(move || {
-        let rendered = match fit {
-            Fit::DropOldest => {
-                let wanted = most.saturating_sub(max_tokens.unwrap_or(1));
-                prompt.rendered_within(&rendering, wanted, most)
-            }
-            Fit::Refuse | Fit::CutAnswer => prompt.rendered(&rendering, (!is_cut).then_some(most)),
-        };
-        Ok((rendered?, prompt))
-    })
-    .await?;
+    let is_bounded = !job.cuts_prompts();
+    let (rendered, prompt) = render(state, prompt, fit, max_tokens, is_bounded).await?;
     let thinking = Thinking::of(format.reasoning, &rendered.text);
     format.reasoning_is_open = matches!(thinking, Thinking::Open(_));
     let wanted = grammar::of_answer(&model.tokenizer, &prompt.tools, tools, thinking, structure)?;
     job.grammar = structured::compile(state, wanted).await?;
     job.max_tokens = max_tokens;
     job.set_prompts(state, vec![rendered.tokens])?;
-    let prompt = job.prompts[0].clone();
-    job.max_tokens = max_tokens.or_else(|| state.default_max_tokens(&prompt));
+    let tokens = job.prompts[0].clone();
+    job.max_tokens = max_tokens.or_else(|| state.default_max_tokens(&tokens));
     if fit == Fit::CutAnswer {
-        let room = state.room(&prompt);
+        let room = state.room(&tokens);
         job.max_tokens = job.max_tokens.map(|most| most.min(room.max(1)));
     }
     job.shown = Arc::clone(state.answer_marks());
     let style = Style {
         format,
         include_reasoning,
+        must_call: prompt.tools.must_call(),
     };
-    Ok(Answers::new(prompt, job.submit(state)?, &style))
+    Ok(Answers::new(tokens, job.submit(state)?, &style))
+}
+
+/// How many tokens the prompt of an answer of `max_tokens` would have.
+pub(crate) async fn count(
+    state: &AppState,
+    prompt: Prompt,
+    fit: Fit,
+    max_tokens: Option<usize>,
+) -> Result<usize, ApiError> {
+    let (rendered, _) = render(state, prompt, fit, max_tokens, false).await?;
+    Ok(rendered.tokens.len())
+}
+
+/// Text and tokens of a prompt, and the prompt as far as it was kept. `is_bounded`: one that is too long may be refused before all
+/// of it is tokenized.
+async fn render(
+    state: &AppState,
+    mut prompt: Prompt,
+    fit: Fit,
+    max_tokens: Option<usize>,
+    is_bounded: bool,
+) -> Result<(Rendered, Prompt), ApiError> {
+    let model = Arc::clone(state.model());
+    let most = state.engine().limits().max_request_tokens();
+    blocking(move || {
+        let rendered = match fit {
+            Fit::DropOldest => {
+                let wanted = most.saturating_sub(max_tokens.unwrap_or(1));
+                prompt.rendered_within(&model, wanted, most)
+            }
+            Fit::Refuse | Fit::CutAnswer => prompt.rendered(&model, is_bounded.then_some(most)),
+        };
+        Ok((rendered?, prompt))
+    })
+    .await
 }
 
 /// How calls will be written, if any may be.

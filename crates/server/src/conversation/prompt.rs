@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use plimsoll_core::TokenId;
 use plimsoll_text::{ChatInput, ChatTemplate, ReasoningFormat, TextError, ToolFormat};
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::{Tools, plain};
@@ -17,10 +18,13 @@ const MAX_MESSAGES: usize = 16_384;
 
 const CHAT_TEMPLATE: &str = "chat_template";
 
+/// Variables of chat templates that the request's own fields fill.
+const OURS: [&str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
+
 /// Variables by which templates switch reasoning on and off.
-pub(crate) const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
+const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
 /// The variable by which templates take a level of effort.
-pub(crate) const EFFORT: &str = "reasoning_effort";
+const EFFORT: &str = "reasoning_effort";
 
 /// Everything that makes the prompt of a conversation.
 #[derive(Debug)]
@@ -145,23 +149,20 @@ impl Prompt {
 
     /// The template's variables: those of the client, and what the effort means to this template.
     fn kwargs(&self, template: &ChatTemplate) -> Result<Cow<'_, Map<String, Value>>, ApiError> {
+        let taken = |name: &&&str| self.template_kwargs.contains_key(**name);
+        if let Some(name) = OURS.iter().find(taken) {
+            let message =
+                format!("`{name}` is no further variable of the chat template: send the field of this name");
+            return Err(ApiError::invalid(format!("chat_template_kwargs.{name}"), message));
+        }
         let Some(Effort { level: effort, field }) = self.effort else {
             return Ok(Cow::Borrowed(&self.template_kwargs));
         };
         let mut kwargs = self.template_kwargs.clone();
-        let switches = SWITCHES.into_iter().filter(|name| template.mentions(name));
-        let mut known =
-            effort == ReasoningEffort::None && ReasoningFormat::detect(template.source()).is_none();
-        if template.mentions(EFFORT) {
-            known = true;
-            kwargs.entry(EFFORT).or_insert_with(|| json!(effort));
-        }
-        for switch in switches {
-            known = true;
-            kwargs
-                .entry(switch)
-                .or_insert_with(|| json!(effort != ReasoningEffort::None));
-        }
+        let off = effort == ReasoningEffort::None;
+        let mut known = off && ReasoningFormat::detect(template.source()).is_none();
+        known |= set_effort(template, effort, &mut kwargs);
+        known |= switch_reasoning(template, !off, &mut kwargs);
         match known {
             true => Ok(Cow::Owned(kwargs)),
             false => Err(unsupported(
@@ -178,6 +179,33 @@ pub(crate) struct Effort {
     pub(crate) level: ReasoningEffort,
     /// The API field that says so, for errors.
     pub(crate) field: &'static str,
+}
+
+/// Tells a template that takes it how much effort to make; false where it takes none. Variables that the client sets itself
+/// stay, here and below.
+pub(crate) fn set_effort(
+    template: &ChatTemplate,
+    effort: impl Serialize,
+    kwargs: &mut Map<String, Value>,
+) -> bool {
+    let takes = template.mentions(EFFORT);
+    if takes {
+        kwargs.entry(EFFORT).or_insert_with(|| json!(effort));
+    }
+    takes
+}
+
+/// Switches reasoning on or off; false where the template has no switch.
+pub(crate) fn switch_reasoning(template: &ChatTemplate, on: bool, kwargs: &mut Map<String, Value>) -> bool {
+    let mut switches = SWITCHES
+        .into_iter()
+        .filter(|name| template.mentions(name))
+        .peekable();
+    let has_switch = switches.peek().is_some();
+    for name in switches {
+        kwargs.entry(name).or_insert(json!(on));
+    }
+    has_switch
 }
 
 /// A prompt, ready.

@@ -9,6 +9,7 @@ use rand::distr::Alphanumeric;
 use super::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::{Choice, Piece, TokenLogprobs};
+use crate::wire::common::StopReason;
 
 /// How the answers of one conversation are read.
 #[derive(Clone, Debug)]
@@ -16,6 +17,8 @@ pub(super) struct Style {
     pub(super) format: AnswerFormat,
     /// Tell what the model thinks.
     pub(super) include_reasoning: bool,
+    /// An answer is calls and nothing else.
+    pub(super) must_call: bool,
 }
 
 /// Turns the text of one choice into deltas.
@@ -27,6 +30,7 @@ pub(super) struct Reader {
     /// Mistral's templates take ids of nine characters alone.
     short_ids: bool,
     include_reasoning: bool,
+    must_call: bool,
     reasoning_tokens: usize,
     /// Calls told.
     calls: usize,
@@ -46,6 +50,7 @@ impl Reader {
             parser: AnswerParser::new(&style.format),
             short_ids: style.format.tools == Some(ToolFormat::Mistral),
             include_reasoning: style.include_reasoning,
+            must_call: style.must_call,
             reasoning_tokens: 0,
             calls: 0,
             logprobs: Vec::new(),
@@ -107,7 +112,13 @@ impl Reader {
             });
         }
         if let Some(end) = &mut end {
-            let parts = self.parser.finish();
+            let is_cut = end.reason == EndReason::Length || matches!(end.stop, Some(StopReason::Text(_)));
+            let mut parts = match is_cut {
+                true => self.parser.cut_off(),
+                false => self.parser.finish(),
+            };
+            // The beginning of a call that did not come is no text.
+            parts.retain(|part| !(is_cut && self.must_call && matches!(part, Part::Content(_))));
             self.add(parts, &mut deltas);
             end.usage = end.usage.with_reasoning(self.reasoning_tokens);
             if end.reason == EndReason::Stop && self.calls > 0 {

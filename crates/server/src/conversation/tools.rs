@@ -116,6 +116,17 @@ pub(crate) struct Tools {
 }
 
 impl Tools {
+    /// Those of `list` that are among `names`, for a choice that allows only these; an error names one that is in no list.
+    pub(crate) fn allow(mut list: Vec<Tool>, names: &HashSet<String>) -> Result<Vec<Tool>, ApiError> {
+        let is_there = |name: &&String| list.iter().any(|tool| tool.name == **name);
+        if let Some(unknown) = names.iter().find(|name| !is_there(name)) {
+            let message = format!("tool_choice allows {unknown}, which is not among the tools");
+            return Err(ApiError::invalid("tool_choice", message));
+        }
+        list.retain(|tool| names.contains(&tool.name));
+        Ok(list)
+    }
+
     /// Checks that names are unique and that the choice can be made. `parallel`: several calls in one answer. Errors name the
     /// fields `tools` and `tool_choice`.
     pub(crate) fn new(list: Vec<Tool>, choice: ToolChoice, parallel: bool) -> Result<Self, ApiError> {

@@ -9,9 +9,9 @@ use crate::respond::fresh_id;
 use crate::sealed;
 use crate::transcript::{Transcript, arguments};
 use crate::wire::responses::{
-    FunctionCall, FunctionCallOutput, Input, InputContent, InputFunctionCall, InputFunctionCallOutput,
-    InputItem, InputItems, InputMessage, InputReasoning, Item, ItemReference, ItemStatus, MessageItem, Part,
-    Reasoning, ReasoningText, Role,
+    FunctionCall, FunctionCallOutput, Input, InputFunctionCall, InputFunctionCallOutput, InputItem,
+    InputItems, InputMessage, InputReasoning, Item, ItemReference, ItemStatus, MessageItem, Part, Reasoning,
+    ReasoningText, Role,
 };
 
 /// The request field.
@@ -35,7 +35,8 @@ pub(crate) fn items(input: Input, find: impl Fn(&str) -> Option<Item>) -> Result
 fn item(value: Value, field: &str, find: impl Fn(&str) -> Option<Item>) -> Result<Item, ApiError> {
     Ok(match parsed(value, field)? {
         InputItem::Message(message) => {
-            let parts = parts(message.content, &format!("{field}.content"), message.role)?;
+            let texts = message.content.texts(&format!("{field}.content"))?;
+            let parts = texts.into_iter().map(|text| part(message.role, text)).collect();
             said(message.id, message.role, parts)
         }
         InputItem::FunctionCall(call) => Item::FunctionCall(FunctionCall {
@@ -49,7 +50,7 @@ fn item(value: Value, field: &str, find: impl Fn(&str) -> Option<Item>) -> Resul
         InputItem::FunctionCallOutput(output) => Item::FunctionCallOutput(FunctionCallOutput {
             id: output.id.unwrap_or_else(|| fresh_id("fco")),
             call_id: output.call_id,
-            output: text(output.output, &format!("{field}.output"))?,
+            output: output.output.text(&format!("{field}.output"))?,
             status: ItemStatus::Completed,
         }),
         InputItem::Reasoning(reasoning) => {
@@ -116,46 +117,15 @@ fn said(id: Option<String>, role: Role, content: Vec<Part>) -> Item {
     })
 }
 
-fn parts(content: InputContent, field: &str, role: Role) -> Result<Vec<Part>, ApiError> {
-    let part = |text| match role {
+fn part(role: Role, text: String) -> Part {
+    match role {
         Role::Assistant => Part::OutputText {
             text,
             annotations: Vec::new(),
             logprobs: Vec::new(),
         },
         _ => Part::InputText { text },
-    };
-    Ok(texts(content, field)?.into_iter().map(part).collect())
-}
-
-/// All text as one.
-fn text(content: InputContent, field: &str) -> Result<String, ApiError> {
-    Ok(texts(content, field)?.join("\n"))
-}
-
-fn texts(content: InputContent, field: &str) -> Result<Vec<String>, ApiError> {
-    let parts = match content {
-        InputContent::Text(text) => return Ok(vec![text]),
-        InputContent::Parts(parts) => parts,
-    };
-    let parts = parts.into_iter().enumerate();
-    parts
-        .map(|(i, part)| {
-            let (name, text) = match part.r#type.as_str() {
-                "input_text" | "output_text" | "text" => ("text", part.text),
-                // A refusal is what the assistant said.
-                "refusal" => ("refusal", part.refusal),
-                other => {
-                    return Err(ApiError::Unsupported {
-                        field: format!("{field}[{i}].type = {other}"),
-                        hint: Some("this model takes only text"),
-                    });
-                }
-            };
-            let field = format!("{field}[{i}].{name}");
-            text.ok_or_else(|| ApiError::invalid(&field, format!("`{field}` is missing")))
-        })
-        .collect()
+    }
 }
 
 /// Lets the model read the items, oldest first.

@@ -12,8 +12,8 @@ mod writer;
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, RawQuery, State};
+use axum::http::Uri;
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
 use plimsoll_core::TenantId;
@@ -30,9 +30,10 @@ use crate::respond;
 use crate::state::AppState;
 use crate::wire::error::ErrorBody;
 use crate::wire::responses::{
-    DeletedResponse, Event, Item, ItemList, ItemsQuery, Order, ResponseObject, ResponsesRequest,
+    DeletedResponse, Event, InputTokens, Item, ItemList, ItemsQuery, Order, ResponseObject, ResponsesRequest,
 };
 
+use request::Asked;
 pub(crate) use store::ResponseStore;
 use store::Turn;
 use writer::{Keep, Writer};
@@ -46,6 +47,7 @@ const MAX_PAGE: usize = 100;
 pub(crate) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::default()
         .routes(routes!(create))
+        .routes(routes!(count))
         .routes(routes!(retrieve, delete))
         .routes(routes!(cancel))
         .routes(routes!(input_items))
@@ -72,21 +74,12 @@ async fn create(
     State(state): State<AppState>,
     Body(request): Body<ResponsesRequest>,
 ) -> Result<Response, ApiError> {
-    let owner = owner();
     let streamed = request.common.stream;
-    let previous = request::previous(&state, owner, &request)?;
-    if let Some(turn) = &previous {
-        let bytes = turn.text_bytes().min(state.longest_text());
-        Context::current().hold(state.text_room().take(bytes).await?);
-    }
-    let asked = {
-        let state = state.clone();
-        blocking(move || request::understand(&state, owner, previous, request)).await?
-    };
+    let asked = understood(&state, request).await?;
     let answers = conversation::open(&state, asked.conversation).await?;
     let keep = asked.response.store.then(|| Keep {
         state: state.clone(),
-        owner,
+        owner: owner(),
         previous: asked.previous,
         input: asked.input,
     });
@@ -101,6 +94,37 @@ async fn create(
         writer.write(update?);
     }
     Ok(Json(writer.into_response()).into_response())
+}
+
+/// What a request asks for. There is room for the text of the conversation that it continues as long as it is answered.
+async fn understood(state: &AppState, request: ResponsesRequest) -> Result<Asked, ApiError> {
+    let owner = owner();
+    let previous = request::previous(state, owner, &request)?;
+    if let Some(turn) = &previous {
+        let bytes = turn.text_bytes().min(state.longest_text());
+        Context::current().hold(state.text_room().take(bytes).await?);
+    }
+    let state = state.clone();
+    blocking(move || request::understand(&state, owner, previous, request)).await
+}
+
+/// Tokens of a response
+///
+/// How many tokens of prompt a response would have.
+#[utoipa::path(
+    post, path = "/v1/responses/input_tokens", operation_id = "countInputTokens", tag = "Tokens", request_body = ResponsesRequest,
+    responses((status = 200, description = "The count.", body = InputTokens), Errors)
+)]
+async fn count(
+    State(state): State<AppState>,
+    Body(request): Body<ResponsesRequest>,
+) -> Result<Json<InputTokens>, ApiError> {
+    let asked = understood(&state, request).await?.conversation;
+    let input_tokens = conversation::count(&state, asked.prompt, asked.fit, asked.max_tokens).await?;
+    Ok(Json(InputTokens {
+        object: "response.input_tokens",
+        input_tokens,
+    }))
 }
 
 /// A stored response
@@ -190,11 +214,26 @@ async fn cancel(State(state): State<AppState>, Path(id): Path<String>) -> Result
 async fn input_items(
     State(state): State<AppState>,
     Path(id): Path<String>,
-    query: Result<Query<ItemsQuery>, QueryRejection>,
+    RawQuery(query): RawQuery,
 ) -> Result<Json<ItemList>, ApiError> {
-    let Query(query) = query?;
+    let query = items_query(query.as_deref().unwrap_or_default())?;
     let turn = turn(&state, &id)?;
     page(turn.given(), &query).map(Json)
+}
+
+/// Reads a query. Lists come as names that repeat, which no struct takes; the one there is asks for nothing.
+fn items_query(query: &str) -> Result<ItemsQuery, ApiError> {
+    let is_include = |pair: &&str| {
+        let name = pair.split('=').next().unwrap_or_default();
+        ["include", "include[]", "include%5B%5D"]
+            .iter()
+            .any(|known| known.eq_ignore_ascii_case(name))
+    };
+    let rest: Vec<_> = query.split('&').filter(|pair| !is_include(pair)).collect();
+    let invalid = |message| ApiError::Invalid { message, param: None };
+    let uri = Uri::try_from(format!("/?{}", rest.join("&"))).map_err(|error| invalid(error.to_string()))?;
+    let Query(query) = Query::try_from_uri(&uri)?;
+    Ok(query)
 }
 
 /// A part of a list of items, which are given oldest first.

@@ -1,14 +1,14 @@
 //! The functions of a response: the model knows them by one flat name each.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde_json::Value;
 
 use crate::body::typed;
-use crate::conversation::{self, Tool, Tools, check_offered};
+use crate::conversation::{Tool, ToolChoice as Chosen, Tools, check_offered};
 use crate::error::ApiError;
 use crate::wire::responses::{
-    self as wire, AllowedTools, FunctionTool, NamedTool, ToolChoice, ToolChoiceObject, ToolMode,
+    self as wire, AllowedTools, FunctionTool, NamedTool, ToolChoice, ToolChoiceObject,
 };
 
 /// The functions that were offered, and what a client calls them.
@@ -40,15 +40,7 @@ impl Functions {
         }
         let (choice, allowed) = self::choice(choice)?;
         if let Some(allowed) = allowed {
-            let mut kept = Vec::new();
-            for name in allowed {
-                let Some(at) = list.iter().position(|tool: &Tool| tool.name() == name) else {
-                    let message = format!("tool_choice.tools names {name}, which is not among the tools");
-                    return Err(ApiError::invalid("tool_choice", message));
-                };
-                kept.push(list.swap_remove(at));
-            }
-            list = kept;
+            list = Tools::allow(list, &allowed)?;
         }
         Ok((functions, Tools::new(list, choice, parallel)?))
     }
@@ -114,14 +106,7 @@ fn function(tool: FunctionTool, namespace: Option<&str>, field: &str) -> Result<
 }
 
 /// The choice, and the names of the functions it leaves if it names some.
-fn choice(choice: Option<&ToolChoice>) -> Result<(conversation::ToolChoice, Option<Vec<String>>), ApiError> {
-    use conversation::ToolChoice as Chosen;
-
-    let mode = |mode| match mode {
-        ToolMode::Auto => Chosen::Auto,
-        ToolMode::None => Chosen::None,
-        ToolMode::Required => Chosen::Required,
-    };
+fn choice(choice: Option<&ToolChoice>) -> Result<(Chosen, Option<HashSet<String>>), ApiError> {
     let flat = |tool: &NamedTool| match tool.r#type.as_str() {
         "function" => Ok(flat_name(tool.namespace.as_deref(), &tool.name)),
         other => Err(ApiError::Unsupported {
@@ -131,7 +116,7 @@ fn choice(choice: Option<&ToolChoice>) -> Result<(conversation::ToolChoice, Opti
     };
     let object = match choice {
         None => return Ok((Chosen::Auto, None)),
-        Some(ToolChoice::Mode(named)) => return Ok((mode(*named), None)),
+        Some(ToolChoice::Mode(mode)) => return Ok(((*mode).into(), None)),
         Some(ToolChoice::Object(ToolChoiceObject(object))) => object,
     };
     let value = Value::Object(object.clone());
@@ -143,7 +128,7 @@ fn choice(choice: Option<&ToolChoice>) -> Result<(conversation::ToolChoice, Opti
         Some("allowed_tools") => {
             let allowed: AllowedTools = typed(value, "tool_choice")?;
             let names = allowed.tools.iter().map(flat).collect::<Result<_, _>>()?;
-            Ok((mode(allowed.mode), Some(names)))
+            Ok((allowed.mode.into(), Some(names)))
         }
         Some(other) => Err(ApiError::Unsupported {
             field: format!("tool_choice.type = {other}"),
@@ -197,8 +182,12 @@ mod tests {
         assert!(
             names(tools.clone(), allowed("c"))
                 .unwrap_err()
-                .contains("names c")
+                .contains("allows c")
         );
+        let name = |name: &str| json!({ "type": "function", "name": name });
+        let twice =
+            json!({ "type": "allowed_tools", "mode": "auto", "tools": [name("b"), name("a"), name("b")] });
+        assert_eq!(names(tools.clone(), twice).unwrap(), ["a", "b"]);
         assert_eq!(names(tools.clone(), json!("none")).unwrap(), [""; 0]);
         let named = json!({ "type": "function", "name": "c" });
         assert!(names(tools, named).unwrap_err().contains('c'));

@@ -11,7 +11,7 @@ use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::respond::{Wording, Written, fresh_id, named};
-use crate::scores::LOWEST_LOGPROB;
+use crate::scores;
 use crate::sealed;
 use crate::state::{AppState, unix_seconds};
 use crate::wire::common::Usage;
@@ -402,10 +402,10 @@ fn usage(usage: &Usage) -> ResponseUsage {
 }
 
 fn wire_logprobs(tokens: &[TokenLogprobs], tokenizer: &Tokenizer) -> Vec<TokenLogprob> {
-    let one = |token, logprob: f32| Logprob {
+    let one = |token, logprob| Logprob {
         token: tokenizer.token_str(token),
         bytes: tokenizer.token_bytes(token).to_vec(),
-        logprob: logprob.max(LOWEST_LOGPROB),
+        logprob: scores::number(logprob),
     };
     let tokens = tokens.iter().map(|t| TokenLogprob {
         token: one(t.token, t.logprobs.sampled),

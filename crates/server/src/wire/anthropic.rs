@@ -5,9 +5,10 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::common::Common;
+use super::extra::Extra;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
-use crate::fields::{COUNTED_LATER, MESSAGES_UNSUPPORTED, UNSUPPORTED, Unsupported};
+use crate::fields::{COUNTED_LATER, MESSAGES_UNSUPPORTED, NO_REPORTS, UNSUPPORTED, Unsupported};
 use crate::openapi::body::body;
 
 /// `POST /v1/messages`.
@@ -18,18 +19,11 @@ pub(crate) struct MessagesRequest {
     pub(crate) own: MessagesFields,
 }
 
-/// `POST /v1/messages/count_tokens`.
+/// `POST /v1/messages/count_tokens`: clients count what they are about to send, whole.
 #[derive(Debug)]
 pub(crate) struct CountRequest {
     pub(crate) model: Option<String>,
     pub(crate) prompt: MessagesPrompt,
-}
-
-/// The field that a count shares with generation.
-#[derive(Debug, Deserialize, ToSchema)]
-pub(crate) struct ModelField {
-    /// A name of `/v1/models`; the served model if left out.
-    model: Option<String>,
 }
 
 /// The fields that make the prompt.
@@ -70,14 +64,14 @@ pub(crate) struct MessagesFields {
 }
 
 impl Wire for MessagesRequest {
-    const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED];
+    const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED, NO_REPORTS];
     // OpenAI's fields of the same meaning, and of one that messages do not have.
     const FOREIGN: &[&str] = &["stop", "n", "stream_options"];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         let own = take(object)?;
         Ok(Self {
-            common: take(object)?,
+            common: Common::take_from(object)?,
             prompt: take(object)?,
             own,
         })
@@ -85,11 +79,12 @@ impl Wire for MessagesRequest {
 }
 
 impl Wire for CountRequest {
-    const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED, COUNTED_LATER];
+    const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED, NO_REPORTS, COUNTED_LATER];
+    const FOREIGN: &[&str] = MessagesRequest::FOREIGN;
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         Ok(Self {
-            model: take::<ModelField>(object)?.model,
+            model: Common::take_from(object)?.model,
             prompt: take(object)?,
         })
     }
@@ -99,10 +94,11 @@ body!(
     MessagesRequest,
     "A conversation, and how to answer it.",
     Common,
+    Extra,
     MessagesPrompt,
     MessagesFields
 );
-body!(CountRequest, "A conversation.", ModelField, MessagesPrompt);
+body!(CountRequest, "A conversation.", Common, Extra, MessagesPrompt);
 
 /// One message of the conversation.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
@@ -500,4 +496,17 @@ pub(crate) struct ErrorObject {
     /// Anthropic's word for the kind of error.
     pub(crate) r#type: &'static str,
     pub(crate) message: String,
+    /// For clients that know what to do about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) details: Option<ErrorDetails>,
+}
+
+/// What a client can do without.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = messages::ErrorDetails)]
+pub(crate) struct ErrorDetails {
+    /// `thread_unsupported_request`.
+    pub(crate) error_code: &'static str,
+    /// The field.
+    pub(crate) unsupported: [&'static str; 1],
 }

@@ -1,12 +1,17 @@
+use std::borrow::Cow;
+
 use plimsoll_core::TokenId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use utoipa::ToSchema;
+use utoipa::openapi::schema::{AnyOfBuilder, Type};
+use utoipa::openapi::{ObjectBuilder, RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
 
-use super::common::{Common, MaybeUsage, Usage};
-use super::extra::Extra;
+use super::common::{Common, MaybeUsage, StopReason, Usage};
+use super::content::Content;
+use super::extra::{Extra, Reports};
 use super::structured::StructuredFields;
-use crate::body::{Wire, take};
+use crate::body::{Wire, field_names, take};
 use crate::error::ApiError;
 use crate::fields::{CHAT_UNSUPPORTED, UNSUPPORTED, Unsupported};
 use crate::openapi::body::body;
@@ -24,7 +29,7 @@ pub(crate) struct ChatRequest {
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct ChatPrompt {
     /// The conversation, oldest message first.
-    #[schema(min_items = 1, max_items = 16384)]
+    #[schema(min_items = 1, max_items = 16384, value_type = Vec<AnyMessage>)]
     pub(crate) messages: Vec<Message>,
     /// What the model may call.
     #[schema(max_items = 1024)]
@@ -55,6 +60,7 @@ pub(crate) enum ReasoningEffort {
     Medium,
     High,
     Xhigh,
+    Max,
 }
 
 /// Something the model may call: a function.
@@ -63,6 +69,9 @@ pub(crate) enum ReasoningEffort {
 pub(crate) struct ChatTool {
     pub(crate) r#type: String,
     pub(crate) function: Option<FunctionDefinition>,
+    /// Of a tool that takes text, and is refused.
+    #[serde(rename = "custom")]
+    _custom: Option<Value>,
 }
 
 /// A function that the model may call.
@@ -89,7 +98,7 @@ pub(crate) enum ChatToolChoice {
 }
 
 /// Whether the model calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ToolMode {
     None,
@@ -104,6 +113,9 @@ pub(crate) struct ParticularTool {
     pub(crate) r#type: String,
     pub(crate) function: Option<FunctionName>,
     pub(crate) allowed_tools: Option<AllowedTools>,
+    /// Of a tool that takes text, and is refused.
+    #[serde(rename = "custom")]
+    _custom: Option<Value>,
 }
 
 /// A function by its name.
@@ -150,9 +162,9 @@ impl Wire for ChatRequest {
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         Ok(Self {
-            common: Common::take_from(object)?,
+            common: Common::take_with_reports(object)?,
             structured: take(object)?,
-            prompt: take(object)?,
+            prompt: ChatPrompt::take_from(object)?,
             own: take(object)?,
         })
     }
@@ -163,10 +175,60 @@ body!(
     "A conversation, and how to answer it.",
     Common,
     Extra,
+    Reports,
     StructuredFields,
     ChatPrompt,
     ChatFields
 );
+
+impl ChatPrompt {
+    /// Takes these fields out of `object`. Clients add to an answer what they made of it, and send that back: no field of an
+    /// assistant's message asks for anything, so what is unknown there is left out, and `null` in any message.
+    pub(crate) fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+        let known = field_names::<Message>();
+        let messages = object.get_mut("messages").and_then(Value::as_array_mut);
+        for message in messages.into_iter().flatten().filter_map(Value::as_object_mut) {
+            let is_answer = message.get("role").is_some_and(|role| role == "assistant");
+            message.retain(|name, value| !value.is_null() && (!is_answer || known.contains(&name.as_str())));
+        }
+        take(object)
+    }
+}
+
+/// A message as the document describes it: with further fields where it is an answer sent back.
+#[derive(Debug)]
+pub(crate) struct AnyMessage;
+
+impl PartialSchema for AnyMessage {
+    fn schema() -> RefOr<Schema> {
+        let closed = Message::schema();
+        let mut open = closed.clone();
+        if let RefOr::T(Schema::Object(object)) = &mut open {
+            let role = ObjectBuilder::new()
+                .schema_type(Type::String)
+                .enum_values(Some(["assistant"]))
+                .build();
+            object.properties.insert("role".to_owned(), role.into());
+            object.additional_properties = None;
+        }
+        let description = "A message; one of the assistant's may have further fields, which say nothing.";
+        AnyOfBuilder::new()
+            .description(Some(description))
+            .item(closed)
+            .item(open)
+            .into()
+    }
+}
+
+impl ToSchema for AnyMessage {
+    fn name() -> Cow<'static, str> {
+        Message::name()
+    }
+
+    fn schemas(all: &mut Vec<(String, RefOr<Schema>)>) {
+        Message::schemas(all);
+    }
+}
 
 /// One message of the conversation.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
@@ -189,11 +251,6 @@ pub(crate) struct Message {
     /// Part of answers of older servers, sent back by their clients.
     pub(crate) function_call: Option<Value>,
     pub(crate) audio: Option<Value>,
-    #[serde(rename = "annotations")]
-    pub(crate) _annotations: Option<Value>,
-    /// What LiteLLM's client notes in answers, and sends back.
-    #[serde(rename = "provider_specific_fields")]
-    pub(crate) _provider_specific_fields: Option<Value>,
 }
 
 /// A call as part of an answer sent back.
@@ -208,9 +265,8 @@ pub(crate) struct SentToolCall {
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 pub(crate) struct SentFunctionCall {
     pub(crate) name: String,
-    /// JSON text.
-    #[serde(default)]
-    pub(crate) arguments: String,
+    /// JSON text; what is none, since the answer was cut off, is told to the model as it stands.
+    pub(crate) arguments: Option<String>,
 }
 
 /// Who speaks.
@@ -222,24 +278,6 @@ pub(crate) enum Role {
     User,
     Assistant,
     Tool,
-}
-
-/// A message's content: text, or parts of which this server takes those of text.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[serde(untagged)]
-pub(crate) enum Content {
-    Text(String),
-    Parts(Vec<Part>),
-}
-
-/// One part; only `text` parts are supported.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-pub(crate) struct Part {
-    /// The part's kind.
-    #[schema(example = "text")]
-    pub(crate) r#type: String,
-    /// The text of a `text` part.
-    pub(crate) text: Option<String>,
 }
 
 /// The response, whole.
@@ -268,6 +306,8 @@ pub(crate) struct ChatChoice {
     pub(crate) message: ChatAnswer,
     pub(crate) logprobs: Option<ChatLogprobs>,
     pub(crate) finish_reason: &'static str,
+    /// vLLM's: the stop string, or the token of `stop_token_ids`, that ended the answer.
+    pub(crate) stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<u32>>)]
     pub(crate) token_ids: Option<Vec<TokenId>>,
@@ -351,6 +391,10 @@ pub(crate) struct ChatChunkChoice {
     pub(crate) delta: ChatDelta,
     pub(crate) logprobs: Option<ChatLogprobs>,
     pub(crate) finish_reason: Option<&'static str>,
+    /// Beside `finish_reason`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<StopReason>)]
+    pub(crate) stop_reason: Option<Option<StopReason>>,
     /// As with logprobs: with the first chunk that holds some of their text.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<u32>>)]

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use super::extra::Extra;
+use super::extra::{Extra, Reports};
 use crate::body::take;
-use crate::context::timeout;
+use crate::context::{Context, timeout};
 use crate::error::ApiError;
 use crate::state::{AppState, GenerationDefaults};
 
@@ -81,12 +81,17 @@ pub(crate) struct Common {
     pub(crate) stream_options: Option<StreamOptions>,
     /// vLLM's: requests with a lower one get their turn earlier. Needs `--scheduling-policy priority`.
     priority: Option<i64>,
+    /// vLLM's: the request's id, where no `X-Request-Id` gives it one. Up to 128 of letters, digits and `-_.:/+=@`.
+    request_id: Option<String>,
     /// Seconds from its arrival after which the request is given up.
     #[schema(exclusive_minimum = 0)]
     timeout: Option<f64>,
     /// Taken apart, by [`Self::take_from`].
     #[serde(skip)]
     pub(crate) extra: Extra,
+    /// Taken apart, by [`Self::take_with_reports`].
+    #[serde(skip)]
+    pub(crate) reports: Reports,
 }
 
 /// What a stream holds besides text.
@@ -125,6 +130,21 @@ impl Common {
             extra: take(object)?,
             ..take(object)?
         })
+    }
+
+    /// The same, with the reports that answers of chat and completions have a place for.
+    pub(crate) fn take_with_reports(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+        Ok(Self {
+            reports: take(object)?,
+            ..Self::take_from(object)?
+        })
+    }
+
+    /// Names the current request, if the client does.
+    pub(crate) fn name_request(&self) -> Result<(), ApiError> {
+        self.request_id
+            .as_deref()
+            .map_or(Ok(()), |id| Context::current().name(id))
     }
 
     /// Sampling parameters with the model's defaults where the client is silent.
@@ -239,7 +259,7 @@ impl Common {
 
     /// How many of the likeliest tokens to report at each place of the prompt, if its log-probabilities are asked for.
     pub(crate) fn prompt_logprobs(&self) -> Result<Option<u32>, ApiError> {
-        let asked = self.extra.prompt_logprobs;
+        let asked = self.reports.prompt_logprobs;
         if asked.is_some() && self.stream {
             let message = "prompt_logprobs is not available with stream = true";
             return Err(ApiError::invalid("prompt_logprobs", message));
@@ -310,6 +330,27 @@ impl Usage {
             completion_tokens_details: reasoning
                 .map(|reasoning_tokens| CompletionTokensDetails { reasoning_tokens }),
             ..Self::new(self.prompt_tokens + other.prompt_tokens, completion, cached)
+        }
+    }
+}
+
+/// What the client named to end a choice, and did.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(untagged)]
+pub(crate) enum StopReason {
+    /// A stop string.
+    Text(String),
+    /// A token of `stop_token_ids`.
+    #[schema(value_type = u32)]
+    Token(TokenId),
+}
+
+impl StopReason {
+    /// The stop string, if it was one.
+    pub(crate) fn into_text(self) -> Option<String> {
+        match self {
+            Self::Text(text) => Some(text),
+            Self::Token(_) => None,
         }
     }
 }

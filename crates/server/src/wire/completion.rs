@@ -3,8 +3,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-use super::common::{Common, MaybeUsage, Usage};
-use super::extra::Extra;
+use super::common::{Common, MaybeUsage, StopReason, Usage};
+use super::extra::{Extra, Reports};
 use super::structured::StructuredFields;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
@@ -41,7 +41,7 @@ impl Wire for CompletionRequest {
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         Ok(Self {
-            common: Common::take_from(object)?,
+            common: Common::take_with_reports(object)?,
             structured: take(object)?,
             own: take(object)?,
         })
@@ -53,6 +53,7 @@ body!(
     "A prompt, and how to go on from it.",
     Common,
     Extra,
+    Reports,
     StructuredFields,
     CompletionFields
 );
@@ -112,6 +113,10 @@ pub(crate) struct CompletionChoice {
     pub(crate) text: String,
     pub(crate) logprobs: Option<CompletionLogprobs>,
     pub(crate) finish_reason: Option<&'static str>,
+    /// vLLM's, beside `finish_reason`: the stop string, or the token of `stop_token_ids`, that ended the text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<StopReason>)]
+    pub(crate) stop_reason: Option<Option<StopReason>>,
     /// One entry per token of the prompt, the first `null`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Option<std::collections::BTreeMap<String, super::extra::ScoredToken>>>>)]

@@ -2,12 +2,9 @@ use plimsoll_core::TokenId;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// vLLM's parameters beyond OpenAI's, of chat and completions alike.
+/// vLLM's sampling parameters beyond OpenAI's.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct Extra {
-    /// Log-probabilities of the prompt's tokens, with so many of the likeliest at each place. Not with `stream`.
-    #[schema(maximum = 20)]
-    pub(crate) prompt_logprobs: Option<u32>,
     /// Tokens before the end of the text, a stop token or a stop string may end the answer.
     pub(crate) min_tokens: Option<usize>,
     /// Only these tokens may be generated.
@@ -27,6 +24,14 @@ pub(crate) struct Extra {
     /// The prefix cache is shared only with requests that bring the same.
     #[schema(min_length = 1)]
     pub(crate) cache_salt: Option<String>,
+}
+
+/// What vLLM's answers tell beyond OpenAI's, in chat and completions.
+#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
+pub(crate) struct Reports {
+    /// Log-probabilities of the prompt's tokens, with so many of the likeliest at each place. Not with `stream`.
+    #[schema(maximum = 20)]
+    pub(crate) prompt_logprobs: Option<u32>,
     /// Name tokens in log-probabilities by their id, as `token_id:17`.
     #[serde(default)]
     pub(crate) return_tokens_as_token_ids: bool,

@@ -5,6 +5,7 @@ pub(crate) mod anthropic;
 pub(crate) mod chat;
 pub(crate) mod common;
 pub(crate) mod completion;
+pub(crate) mod content;
 pub(crate) mod embedding;
 pub(crate) mod error;
 pub(crate) mod extra;

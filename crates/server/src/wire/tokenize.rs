@@ -48,7 +48,7 @@ impl Wire for TokenizeRequest {
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         let own = take(object)?;
         let input = if object.contains_key("messages") {
-            TokenizeInput::Chat(take(object)?)
+            TokenizeInput::Chat(ChatPrompt::take_from(object)?)
         } else {
             TokenizeInput::Prompt(take::<PromptField>(object)?.prompt)
         };

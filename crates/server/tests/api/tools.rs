@@ -414,7 +414,7 @@ async fn wrong_tools_are_named() {
         ),
         (
             with(say("x"), "tools", json!([{ "type": "custom" }])),
-            "tools[0].type = custom",
+            "tools[0].type",
             "only functions",
         ),
         (
@@ -430,7 +430,7 @@ async fn wrong_tools_are_named() {
         ),
         (
             choice(json!({ "type": "custom" })),
-            "tool_choice.type = custom",
+            "tool_choice.type",
             "allowed_tools",
         ),
         (
@@ -438,7 +438,7 @@ async fn wrong_tools_are_named() {
                 json!({ "type": "allowed_tools", "allowed_tools": { "mode": "auto", "tools": [
                 { "type": "function", "function": { "name": "h" } }] } }),
             ),
-            "tool_choice.allowed_tools",
+            "tool_choice",
             "allows h",
         ),
         (
@@ -462,13 +462,32 @@ async fn wrong_tools_are_named() {
             "belongs to",
         ),
         (
-            call(json!({ "function": { "name": "f", "arguments": "[1]" } })),
-            "messages[1].tool_calls[0].function.arguments",
-            "JSON object",
+            with(
+                say("x"),
+                "tools",
+                json!([{ "type": "custom", "custom": { "name": "f" } }]),
+            ),
+            "tools[0].type",
+            "tools[0].type = custom",
+        ),
+        (
+            choice(json!({ "type": "custom", "custom": { "name": "f" } })),
+            "tool_choice.type",
+            "tool_choice.type = custom",
+        ),
+        (
+            with(say("x"), "prompt_cache_options", json!({ "mode": "implicit" })),
+            "prompt_cache_options",
+            "not supported",
+        ),
+        (
+            with(say("x"), "chat_template_kwargs", json!({ "tools": [] })),
+            "chat_template_kwargs.tools",
+            "field of this name",
         ),
         (
             call(json!({ "type": "custom" })),
-            "messages[1].tool_calls[0].type = custom",
+            "messages[1].tool_calls[0].type",
             "only functions",
         ),
         (

@@ -79,6 +79,16 @@ impl AnswerParser {
 
     /// The text is over: gives what was held back.
     pub fn finish(&mut self) -> Vec<Part> {
+        self.end(false)
+    }
+
+    /// The text was cut off: as [`Self::finish`], but what stands behind a mark that begins calls is no text, although
+    /// the call did not come.
+    pub fn cut_off(&mut self) -> Vec<Part> {
+        self.end(true)
+    }
+
+    fn end(&mut self, cut_off: bool) -> Vec<Part> {
         if let Some(splitter) = &mut self.splitter {
             let mut rest = String::new();
             match splitter.finish(&mut rest) {
@@ -88,8 +98,10 @@ impl AnswerParser {
                     .for_each(|c| Self::answer(&mut self.tools, &mut self.sink, c)),
             }
         }
-        if let Some(tools) = &mut self.tools {
-            tools.finish(&mut self.sink);
+        match &mut self.tools {
+            Some(tools) if cut_off && tools.is_in_markup() => self.sink.drop_space(),
+            Some(tools) => tools.finish(&mut self.sink),
+            None => {}
         }
         self.sink.finish();
         self.sink.drain()

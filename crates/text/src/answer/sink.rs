@@ -61,8 +61,13 @@ impl Sink {
         text.chars().for_each(|c| self.content(c));
     }
 
-    pub(super) fn call(&mut self, name: &str) {
+    /// What came before a call, although that is not told.
+    pub(super) fn drop_space(&mut self) {
         self.space.clear();
+    }
+
+    pub(super) fn call(&mut self, name: &str) {
+        self.drop_space();
         self.full |= self.max_calls == Some(self.calls);
         if !self.full {
             self.calls += 1;

@@ -2,6 +2,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
+use crate::wire::content::Content;
+
 /// An item that a client sends.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputItem)]
@@ -23,7 +25,7 @@ pub(crate) struct InputMessage {
     _type: Option<String>,
     pub(crate) id: Option<String>,
     pub(crate) role: Role,
-    pub(crate) content: InputContent,
+    pub(crate) content: Content,
     #[serde(rename = "status")]
     _status: Option<Value>,
     /// Labels of other models' answers.
@@ -42,85 +44,45 @@ pub(crate) enum Role {
     Developer,
 }
 
-/// Text, or parts of which this server takes those of text.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[schema(as = responses::InputContent)]
-#[serde(untagged, expecting = "expected a string or a list of parts")]
-pub(crate) enum InputContent {
-    Text(String),
-    Parts(Vec<InputPart>),
-}
-
-/// One part: `input_text`, `output_text` or `refusal`.
-#[derive(Clone, Debug, Deserialize, ToSchema)]
-#[schema(as = responses::InputPart)]
-pub(crate) struct InputPart {
-    #[schema(example = "input_text")]
-    pub(crate) r#type: String,
-    pub(crate) text: Option<String>,
-    pub(crate) refusal: Option<String>,
-}
-
-/// A call that the model made.
+/// A call that the model made. Clients send back what they added to it, which asks for nothing.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputFunctionCall)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct InputFunctionCall {
+    #[schema(pattern = "^function_call$")]
     #[serde(rename = "type")]
-    _type: Option<String>,
+    _type: String,
     pub(crate) id: Option<String>,
     pub(crate) call_id: String,
     pub(crate) name: String,
     pub(crate) namespace: Option<String>,
-    /// JSON text.
+    /// JSON text; what is none, since the answer was cut off, is told to the model as it stands.
     pub(crate) arguments: String,
-    #[serde(rename = "status")]
-    _status: Option<Value>,
-    #[serde(rename = "caller")]
-    _caller: Option<Value>,
-    #[serde(rename = "created_by")]
-    _created_by: Option<Value>,
 }
 
-/// What a call gave.
+/// What a call gave. Clients send back what they added to it, which asks for nothing.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputFunctionCallOutput)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct InputFunctionCallOutput {
+    #[schema(pattern = "^function_call_output$")]
     #[serde(rename = "type")]
-    _type: Option<String>,
+    _type: String,
     pub(crate) id: Option<String>,
     /// The call's.
     pub(crate) call_id: String,
-    pub(crate) output: InputContent,
-    #[serde(rename = "name")]
-    _name: Option<Value>,
-    #[serde(rename = "namespace")]
-    _namespace: Option<Value>,
-    #[serde(rename = "status")]
-    _status: Option<Value>,
-    #[serde(rename = "caller")]
-    _caller: Option<Value>,
-    #[serde(rename = "created_by")]
-    _created_by: Option<Value>,
+    pub(crate) output: Content,
 }
 
-/// What the model thought.
+/// What the model thought. Clients send back what they added to it, which asks for nothing.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputReasoning)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct InputReasoning {
+    #[schema(pattern = "^reasoning$")]
     #[serde(rename = "type")]
-    _type: Option<String>,
+    _type: String,
     pub(crate) id: Option<String>,
-    /// Summaries of other servers; this one makes none.
-    #[serde(rename = "summary")]
-    _summary: Option<Value>,
     pub(crate) content: Option<Vec<ReasoningText>>,
     /// Stands for `content`, where this server wrote it; that of others is left out.
     pub(crate) encrypted_content: Option<String>,
-    #[serde(rename = "status")]
-    _status: Option<Value>,
 }
 
 /// An item of a stored response.
@@ -199,7 +161,8 @@ pub(crate) struct TokenLogprob {
 pub(crate) struct Logprob {
     pub(crate) token: String,
     pub(crate) bytes: Vec<u8>,
-    pub(crate) logprob: f32,
+    /// -9999: never.
+    pub(crate) logprob: f64,
 }
 
 /// A call that the model wants made.

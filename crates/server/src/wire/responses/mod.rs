@@ -10,16 +10,18 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::chat::ReasoningEffort;
 use super::common::Common;
+use super::extra::Extra;
 use crate::body::{Wire, take};
 use crate::error::ApiError;
-use crate::fields::{RESPONSES_UNSUPPORTED, UNSUPPORTED, Unsupported};
+use crate::fields::{NO_REPORTS, RESPONSES_UNSUPPORTED, UNSUPPORTED, Unsupported};
 use crate::openapi::body::body;
 
+pub(crate) use super::chat::ToolMode;
 pub(crate) use event::{Event, Payload};
 pub(crate) use item::{
-    FunctionCall, FunctionCallOutput, InputContent, InputFunctionCall, InputFunctionCallOutput, InputItem,
-    InputMessage, InputReasoning, Item, ItemReference, ItemStatus, Logprob, MessageItem, Part, Reasoning,
-    ReasoningText, Role, TokenLogprob,
+    FunctionCall, FunctionCallOutput, InputFunctionCall, InputFunctionCallOutput, InputItem, InputMessage,
+    InputReasoning, Item, ItemReference, ItemStatus, Logprob, MessageItem, Part, Reasoning, ReasoningText,
+    Role, TokenLogprob,
 };
 pub(crate) use tool::{AllowedTools, FunctionTool, NamedTool, Tool};
 
@@ -82,13 +84,13 @@ pub(crate) struct ResponsesFields {
 }
 
 impl Wire for ResponsesRequest {
-    const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, RESPONSES_UNSUPPORTED];
+    const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, RESPONSES_UNSUPPORTED, NO_REPORTS];
     // Chat's field of the same meaning, and one that responses do not have.
     const FOREIGN: &[&str] = &["max_tokens", "n"];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
         Ok(Self {
-            common: take(object)?,
+            common: Common::take_from(object)?,
             own: take(object)?,
         })
     }
@@ -98,6 +100,7 @@ body!(
     ResponsesRequest,
     "A conversation, or what is new in a stored one, and how to answer it.",
     Common,
+    Extra,
     ResponsesFields
 );
 
@@ -133,16 +136,6 @@ pub(crate) enum ToolChoice {
 #[schema(as = responses::ToolChoiceObject, value_type = NamedTool)]
 #[serde(transparent)]
 pub(crate) struct ToolChoiceObject(pub(crate) Map<String, Value>);
-
-/// Whether tools are called.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
-#[schema(as = responses::ToolMode)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum ToolMode {
-    Auto,
-    None,
-    Required,
-}
 
 /// The format of the text.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, ToSchema)]
@@ -333,8 +326,17 @@ pub(crate) struct ItemsQuery {
     #[param(inline)]
     pub(crate) order: Option<Order>,
     /// What was asked for when the response was made is there; nothing can be added later.
-    #[serde(rename = "include[]", alias = "include")]
-    pub(crate) _include: Option<String>,
+    #[serde(default, rename = "include[]")]
+    _include: Vec<String>,
+}
+
+/// How many tokens of prompt a response would have.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = responses::InputTokens)]
+pub(crate) struct InputTokens {
+    /// `response.input_tokens`.
+    pub(crate) object: &'static str,
+    pub(crate) input_tokens: usize,
 }
 
 /// The order of a list.

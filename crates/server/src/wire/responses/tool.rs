@@ -2,6 +2,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
+use crate::wire::chat::ToolMode;
+
 /// A tool that the model may call.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::Tool)]
@@ -71,6 +73,6 @@ pub(crate) struct AllowedTools {
     #[serde(rename = "type")]
     _type: String,
     /// `auto` or `required`.
-    pub(crate) mode: super::ToolMode,
+    pub(crate) mode: ToolMode,
     pub(crate) tools: Vec<NamedTool>,
 }

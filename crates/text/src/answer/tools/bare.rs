@@ -18,6 +18,8 @@ pub(super) struct Bare {
     held: String,
     /// A list of calls is open.
     in_list: bool,
+    /// The last call was complete: what follows is one more.
+    several: bool,
 }
 
 #[derive(Debug)]
@@ -45,12 +47,14 @@ impl Bare {
             has_tag,
             held: String::new(),
             in_list: false,
+            several: false,
         }
     }
 
     /// What was held and all that follows is text.
     fn give_up(&mut self, sink: &mut Sink) {
         self.in_list = false;
+        self.several = false;
         let held = std::mem::take(&mut self.held);
         self.state = State::Text(Marks::new(if self.has_tag { &MARKS } else { &[] }));
         sink.contents(&held);
@@ -92,7 +96,10 @@ impl Syntax for Bare {
                 }
                 match outcome {
                     Outcome::More => {}
-                    Outcome::Done => self.state = State::Between { tagged },
+                    Outcome::Done => {
+                        self.several = true;
+                        self.state = State::Between { tagged };
+                    }
                     Outcome::Wrong if call.is_told() => {
                         self.state = State::Between { tagged };
                         self.take(c, sink);
@@ -140,6 +147,14 @@ impl Syntax for Bare {
             State::Ready { .. } => self.give_up(sink),
             // Separators without a call after them.
             State::Between { .. } => {}
+        }
+    }
+
+    fn is_in_markup(&self) -> bool {
+        match &self.state {
+            State::Ready { tagged } => *tagged,
+            State::Call { call, tagged } => (*tagged || self.several) && !call.is_told(),
+            State::Between { .. } | State::Text(_) => false,
         }
     }
 }

@@ -82,6 +82,10 @@ impl Syntax for Hermes {
             State::Closing(_) => {}
         }
     }
+
+    fn is_in_markup(&self) -> bool {
+        matches!(&self.state, State::Call(call) if !call.is_told())
+    }
 }
 
 /// A mark that is expected after space, but may be missing.

@@ -189,4 +189,12 @@ impl Syntax for Mistral {
         }
         sink.contents(&std::mem::take(&mut self.held));
     }
+
+    fn is_in_markup(&self) -> bool {
+        match &self.state {
+            State::Text(_) => false,
+            State::Object { call, .. } => !call.is_told(),
+            _ => !self.held.is_empty(),
+        }
+    }
 }

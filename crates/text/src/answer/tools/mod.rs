@@ -104,6 +104,9 @@ pub(super) trait Syntax: fmt::Debug + Send {
 
     /// Nothing more comes.
     fn finish(&mut self, sink: &mut Sink);
+
+    /// What is held is the beginning of a call for certain: it stands behind a mark, or among calls. False where it is told.
+    fn is_in_markup(&self) -> bool;
 }
 
 /// The reader of some format.
@@ -128,6 +131,10 @@ impl Parser {
 
     pub(super) fn finish(&mut self, sink: &mut Sink) {
         self.0.finish(sink);
+    }
+
+    pub(super) fn is_in_markup(&self) -> bool {
+        self.0.is_in_markup()
     }
 }
 

@@ -19,6 +19,8 @@ pub(super) struct Pythonic {
     /// Text since what was told last: content unless a call comes of it.
     held: String,
     tagged: bool,
+    /// A call of the list came.
+    several: bool,
     /// The call is told, and its arguments are open.
     told: bool,
     arguments: usize,
@@ -78,6 +80,7 @@ impl Pythonic {
             functions,
             held: String::new(),
             tagged: false,
+            several: false,
             told: false,
             arguments: 0,
             name: String::new(),
@@ -181,6 +184,7 @@ impl Syntax for Pythonic {
             }
             State::Between if space => {}
             State::Between if c == ',' => {
+                self.several = true;
                 self.name.clear();
                 self.state = State::Call;
             }
@@ -229,5 +233,9 @@ impl Syntax for Pythonic {
             State::Between => {}
             State::Ready | State::Call | State::Key(_) => self.give_up(sink),
         }
+    }
+
+    fn is_in_markup(&self) -> bool {
+        (self.tagged || self.several) && !self.told && !matches!(self.state, State::Text(_))
     }
 }

@@ -228,4 +228,8 @@ impl Syntax for QwenCoder {
             State::Between(_) | State::Key(_) | State::Closing(_) => {}
         }
     }
+
+    fn is_in_markup(&self) -> bool {
+        matches!(self.state, State::Open(_) | State::Name)
+    }
 }

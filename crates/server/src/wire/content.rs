@@ -1,0 +1,61 @@
+use serde::Deserialize;
+use utoipa::ToSchema;
+
+use crate::error::ApiError;
+
+/// What a message of a chat, or an item of a response, says: text, or parts of which this server takes those of text.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[serde(untagged, expecting = "expected a string or a list of parts")]
+pub(crate) enum Content {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+/// One part: `text` (`input_text` and `output_text` in items), or `refusal`.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+pub(crate) struct Part {
+    /// The part's kind.
+    #[schema(example = "text")]
+    r#type: String,
+    /// What it says.
+    text: Option<String>,
+    /// What a part of the type `refusal` says.
+    refusal: Option<String>,
+}
+
+impl Content {
+    /// The texts of all parts; `field` is the content's path.
+    pub(crate) fn texts(self, field: &str) -> Result<Vec<String>, ApiError> {
+        let parts = match self {
+            Self::Text(text) => return Ok(vec![text]),
+            Self::Parts(parts) => parts,
+        };
+        let parts = parts.into_iter().enumerate();
+        parts
+            .map(|(i, part)| part.into_text(&format!("{field}[{i}]")))
+            .collect()
+    }
+
+    /// All of it as one text. Parts are joined by newlines, as vLLM does for templates that take text.
+    pub(crate) fn text(self, field: &str) -> Result<String, ApiError> {
+        Ok(self.texts(field)?.join("\n"))
+    }
+}
+
+impl Part {
+    fn into_text(self, field: &str) -> Result<String, ApiError> {
+        let (name, text) = match self.r#type.as_str() {
+            "text" | "input_text" | "output_text" => ("text", self.text),
+            // What the assistant said in place of an answer.
+            "refusal" => ("refusal", self.refusal),
+            other => {
+                return Err(ApiError::Unsupported {
+                    field: format!("{field}.type = {other}"),
+                    hint: Some("this model takes only text"),
+                });
+            }
+        };
+        let field = format!("{field}.{name}");
+        text.ok_or_else(|| ApiError::invalid(&field, format!("`{field}` is missing")))
+    }
+}
