@@ -173,6 +173,8 @@ async fn batches_blocks_and_preemptions() {
         max_model_len: 256,
         ..Setup::default()
     });
+    // The first is not done before the others come.
+    rig.set_step(Duration::from_millis(1));
     let request = json!({ "prompt": vec![97; 40], "max_tokens": 100, "ignore_eos": true, "n": 4 });
     assert_eq!(rig.post(COMPLETIONS, request).await.status, 200);
     let page = Page::of(&rig).await;
