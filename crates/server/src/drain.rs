@@ -4,14 +4,14 @@ use axum::Json;
 use axum::body::to_bytes;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{FromRequest, Query, Request, State};
-use axum::http::request::Parts;
-use axum::http::{StatusCode, header};
-use axum::middleware::{Next, from_fn};
+use axum::http::StatusCode;
+use axum::middleware::from_fn;
 use axum::response::{IntoResponse, Response};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::error::ApiError;
+use crate::origin::same_origin;
 use crate::sleep::NoQuery;
 use crate::state::AppState;
 use crate::wire::about::DrainReport;
@@ -69,63 +69,6 @@ impl<S: Sync> FromRequest<S> for NoBody {
                 message: "the body must be empty or {}: a drain has no parameters".to_owned(),
                 param: None,
             }),
-        }
-    }
-}
-
-/// Refuses what a browser sends for a page of another origin: such a request needs nobody's consent, and would reach a
-/// server that only this machine can.
-pub(crate) async fn same_origin(request: Request, next: Next) -> Response {
-    let (parts, body) = request.into_parts();
-    match is_cross_origin(&parts) {
-        true => ApiError::CrossOrigin.into_response(),
-        false => next.run(Request::from_parts(parts, body)).await,
-    }
-}
-
-/// By the headers that browsers alone send: `Sec-Fetch-Site`, or with older ones `Origin`.
-fn is_cross_origin(parts: &Parts) -> bool {
-    let text = |name| {
-        parts
-            .headers
-            .get(name)
-            .map(|value| value.to_str().unwrap_or_default())
-    };
-    if let Some(site) = text(header::HeaderName::from_static("sec-fetch-site")) {
-        return !matches!(site, "same-origin" | "none");
-    }
-    let Some(origin) = text(header::ORIGIN) else {
-        return false;
-    };
-    let here = parts.uri.authority().map(|authority| authority.as_str());
-    let there = origin.split_once("://").map(|(_, authority)| authority);
-    there.is_none() || there != here.or_else(|| text(header::HOST))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn cross_origin(uri: &str, headers: &[(&str, &str)]) -> bool {
-        let mut request = Request::post(uri);
-        for (name, value) in headers {
-            request = request.header(*name, *value);
-        }
-        is_cross_origin(&request.body(axum::body::Body::empty()).unwrap().into_parts().0)
-    }
-
-    #[test]
-    fn pages_of_other_origins_are_told_by_what_browsers_send() {
-        let host = ("host", "127.0.0.1:8000");
-        assert!(!cross_origin("/", &[host]));
-        assert!(!cross_origin("/", &[host, ("origin", "http://127.0.0.1:8000")]));
-        assert!(!cross_origin("https://a:1/", &[("origin", "https://a:1")]));
-        assert!(!cross_origin("/", &[host, ("sec-fetch-site", "same-origin")]));
-        for origin in ["http://evil.example", "http://127.0.0.1:8001", "null", "", "ä"] {
-            assert!(cross_origin("/", &[host, ("origin", origin)]), "{origin}");
-        }
-        for site in ["cross-site", "same-site", "?"] {
-            assert!(cross_origin("/", &[host, ("sec-fetch-site", site)]), "{site}");
         }
     }
 }

@@ -26,6 +26,7 @@ mod messages;
 mod metrics;
 mod observe;
 mod openapi;
+mod origin;
 mod pages;
 mod prompt;
 mod quota;

@@ -11,6 +11,7 @@ use tracing::Instrument;
 
 use crate::context::{Context, header_timeout};
 use crate::error::{ApiError, ErrorCode};
+use crate::origin::is_foreign;
 use crate::quota::Left;
 use crate::room::SMALL;
 use crate::state::{AppState, ServerOptions};
@@ -107,29 +108,17 @@ fn identify(state: &AppState, context: &Context, request: &Request) -> Result<bo
     Ok(true)
 }
 
-/// Browsers send whatever a page wants to whatever server they reach, and only keep the answer from it: what changes or costs
-/// something is refused to pages of other servers, unless they are allowed.
+/// What changes or costs something is refused to pages of other servers, unless they are allowed.
 fn check_origin(options: &ServerOptions, request: &Request) -> Result<(), ApiError> {
-    if matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS) {
-        return Ok(());
-    }
-    let Some(origin) = request.headers().get(header::ORIGIN) else {
-        return Ok(());
-    };
-    let here = request.uri().authority().map(|authority| authority.as_str());
-    let host = || request.headers().get(header::HOST)?.to_str().ok();
-    let text = origin.to_str().unwrap_or_default();
-    let own = match (text.split_once("://"), here.or_else(host)) {
-        (Some((_, there)), Some(here)) => there.eq_ignore_ascii_case(here),
-        _ => false,
-    };
-    if own
-        || options
-            .allowed_origins
-            .iter()
-            .any(|allowed| allowed == "*" || allowed == origin)
+    let reads = matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
+    let origin = request.headers().get(header::ORIGIN);
+    let mut allowed = options.allowed_origins.iter();
+    if reads
+        || !is_foreign(request.uri(), request.headers())
+        || allowed.any(|allowed| allowed == "*" || Some(allowed) == origin)
     {
         return Ok(());
     }
+    let text = origin.and_then(|origin| origin.to_str().ok()).unwrap_or_default();
     Err(ApiError::ForeignOrigin(text.escape_default().to_string()))
 }

@@ -12,8 +12,8 @@ use serde::Deserialize;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::drain::same_origin;
 use crate::error::ApiError;
+use crate::origin::same_origin;
 use crate::state::AppState;
 use crate::wire::about::{SleepQuery, SleepState};
 use crate::wire::error::ErrorBody;

@@ -1,0 +1,62 @@
+//! Requests that a browser sends for pages of other servers. Browsers send whatever a page wants to whatever server they reach,
+//! also one that only this machine can, and only keep the answer from the page.
+
+use axum::extract::Request;
+use axum::http::{HeaderMap, HeaderName, Uri, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+
+use crate::error::ApiError;
+
+/// Refuses all of them, for what is the operator's.
+pub(crate) async fn same_origin(request: Request, next: Next) -> Response {
+    match is_foreign(request.uri(), request.headers()) {
+        true => ApiError::CrossOrigin.into_response(),
+        false => next.run(request).await,
+    }
+}
+
+/// By the headers that browsers alone send: `Sec-Fetch-Site`, or with older ones `Origin`.
+pub(crate) fn is_foreign(uri: &Uri, headers: &HeaderMap) -> bool {
+    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
+    if let Some(site) = text(HeaderName::from_static("sec-fetch-site")) {
+        return !matches!(site, "same-origin" | "none");
+    }
+    let Some(origin) = text(header::ORIGIN) else {
+        return false;
+    };
+    let here = uri.authority().map(|authority| authority.as_str());
+    match (origin.split_once("://"), here.or_else(|| text(header::HOST))) {
+        (Some((_, there)), Some(here)) => !there.eq_ignore_ascii_case(here),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn foreign(uri: &str, headers: &[(&str, &str)]) -> bool {
+        let mut request = Request::post(uri);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(()).unwrap();
+        is_foreign(request.uri(), request.headers())
+    }
+
+    #[test]
+    fn pages_of_other_origins_are_told_by_what_browsers_send() {
+        let host = ("host", "127.0.0.1:8000");
+        assert!(!foreign("/", &[host]));
+        assert!(!foreign("/", &[host, ("origin", "http://127.0.0.1:8000")]));
+        assert!(!foreign("https://a:1/", &[("origin", "https://A:1")]));
+        assert!(!foreign("/", &[host, ("sec-fetch-site", "same-origin")]));
+        for origin in ["http://evil.example", "http://127.0.0.1:8001", "null", "", "ä"] {
+            assert!(foreign("/", &[host, ("origin", origin)]), "{origin}");
+        }
+        for site in ["cross-site", "same-site", "?"] {
+            assert!(foreign("/", &[host, ("sec-fetch-site", site)]), "{site}");
+        }
+    }
+}
