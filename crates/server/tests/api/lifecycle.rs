@@ -245,7 +245,10 @@ async fn u29_a_drain_by_request_finishes_what_runs_and_what_waits() {
     }
     let page = http("/admin/drain", "{}").replace("Host: x", "Host: x\r\nOrigin: http://evil.example");
     let (status, body) = parsed(&raw(&address, &page).await);
-    assert_eq!((status, &body["error"]["code"]), (403, &json!("cross_origin")));
+    assert_eq!(
+        (status, &body["error"]["code"]),
+        (403, &json!("origin_not_allowed"))
+    );
     assert_eq!(rig.get("/ready").await.status, 200, "nothing was asked for");
 
     let (status, body) = parsed(&raw(&address, &http("/admin/drain", "")).await);
