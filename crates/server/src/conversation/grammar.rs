@@ -65,7 +65,7 @@ pub(super) fn of_answer(
     let requested = |calls: &CallGrammar<'_>, field, mark: Option<&str>| {
         let lark = format.grammar(calls);
         let lark = lark.map_err(|error| ApiError::invalid("tools", format!("tools: {error}")))?;
-        let mark = mark.map(|mark| Lead::UpTo(mark.to_owned()));
+        let mark = mark.map(|mark| Lead::Once(mark.to_owned()));
         let grammar = Grammar {
             leads: thinking.lead().into_iter().chain(mark).collect(),
             ..GrammarSpec::Lark(lark).into()

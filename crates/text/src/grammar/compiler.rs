@@ -178,16 +178,20 @@ impl CompiledGrammar {
             ..
         } = &*self.0;
         let is_end = |token: &TokenId| ends.contains(token) || tokenizer.is_special(*token);
-        let grammatical = Grammatical {
+        let ends: Arc<[TokenId]> = stop_token_ids.iter().copied().filter(is_end).collect();
+        let mut barred = Arc::clone(&ends);
+        let mut constraint: Box<dyn Constraint> = Box::new(Grammatical {
             grammar: self.clone(),
             matcher: None,
-            ends: stop_token_ids.iter().copied().filter(is_end).collect(),
-        };
-        let inner: Box<dyn Constraint> = Box::new(grammatical);
-        leads
-            .iter()
-            .rev()
-            .fold(inner, |inner, lead| lead.before(inner, tokenizer))
+            ends,
+        });
+        for lead in leads.iter().rev() {
+            if lead.is_optional() {
+                barred = Arc::default();
+            }
+            constraint = lead.before(constraint, tokenizer, &barred);
+        }
+        constraint
     }
 
     /// What may come first, but for tokens that end the sequence.

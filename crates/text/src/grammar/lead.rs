@@ -11,6 +11,7 @@ use crate::Tokenizer;
 #[derive(Debug)]
 pub(super) enum SpelledLead {
     UpTo(String),
+    Once(String),
     Between { open: Arc<Spelling>, close: String },
 }
 
@@ -18,6 +19,7 @@ impl SpelledLead {
     pub(super) fn new(lead: &Lead, tokenizer: &Tokenizer) -> Self {
         match lead {
             Lead::UpTo(mark) => Self::UpTo(mark.clone()),
+            Lead::Once(mark) => Self::Once(mark.clone()),
             Lead::Between([open, close]) => Self::Between {
                 open: Spelling::new(open, tokenizer).into(),
                 close: close.clone(),
@@ -25,11 +27,22 @@ impl SpelledLead {
         }
     }
 
-    /// What applies behind this lead becomes what applies to a text with it.
-    pub(super) fn before(&self, inner: Box<dyn Constraint>, tokenizer: &Tokenizer) -> Box<dyn Constraint> {
-        let behind = |mark: &str, inner| Box::new(Behind::new(mark, tokenizer.clone(), inner));
+    /// Whether the text may end in it.
+    pub(super) fn is_optional(&self) -> bool {
+        matches!(self, Self::Once(_))
+    }
+
+    /// What applies behind this lead becomes what applies to a text with it, in which `barred` do not come.
+    pub(super) fn before(
+        &self,
+        inner: Box<dyn Constraint>,
+        tokenizer: &Tokenizer,
+        barred: &Arc<[TokenId]>,
+    ) -> Box<dyn Constraint> {
+        let behind =
+            |mark: &str, inner| Box::new(Behind::new(mark, tokenizer.clone(), Arc::clone(barred), inner));
         match self {
-            Self::UpTo(mark) => behind(mark, inner),
+            Self::UpTo(mark) | Self::Once(mark) => behind(mark, inner),
             Self::Between { open, close } => Box::new(MayBegin::Open {
                 spelling: Arc::clone(open),
                 written: 0,
@@ -40,7 +53,7 @@ impl SpelledLead {
     }
 }
 
-/// A constraint of what comes behind a marker: before it, everything is allowed.
+/// A constraint of what comes behind a marker: before it, everything is allowed but what would end the text too early.
 ///
 /// What the token that ends the marker holds behind it is not checked: models that have such markers have tokens for them.
 #[derive(Clone, Debug)]
@@ -49,15 +62,23 @@ pub(super) struct Behind {
     tokenizer: Tokenizer,
     /// The last bytes of the text, as far as the marker may begin there; `None` behind it.
     before: Option<Vec<u8>>,
+    /// What may not come before the marker.
+    barred: Arc<[TokenId]>,
     inner: Box<dyn Constraint>,
 }
 
 impl Behind {
-    pub(super) fn new(marker: &str, tokenizer: Tokenizer, inner: Box<dyn Constraint>) -> Self {
+    pub(super) fn new(
+        marker: &str,
+        tokenizer: Tokenizer,
+        barred: Arc<[TokenId]>,
+        inner: Box<dyn Constraint>,
+    ) -> Self {
         Self {
             marker: marker.into(),
             tokenizer,
             before: Some(Vec::new()),
+            barred,
             inner,
         }
     }
@@ -65,10 +86,15 @@ impl Behind {
 
 impl Constraint for Behind {
     fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
-        match self.before {
-            Some(_) => Ok(()),
-            None => self.inner.restrict(mask),
+        if self.before.is_none() {
+            return self.inner.restrict(mask);
         }
+        for &token in &*self.barred {
+            if let Some(word) = mask.get_mut(token as usize / 32) {
+                *word &= !(1 << (token % 32));
+            }
+        }
+        Ok(())
     }
 
     fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {

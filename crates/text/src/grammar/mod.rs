@@ -56,8 +56,10 @@ pub struct Grammar {
 /// A part of a text that is free, before the part to which a grammar applies.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Lead {
-    /// Up to the first occurrence of this.
+    /// Up to the first occurrence of this, before which the text does not end.
     UpTo(String),
+    /// Up to the first occurrence of this, if it ever comes: the text may end before, and within any lead before this one.
+    Once(String),
     /// From the first of these marks, if the text begins with it, to the second. Otherwise there is none.
     Between([String; 2]),
 }
@@ -65,7 +67,7 @@ pub enum Lead {
 impl Lead {
     fn marks(&self) -> &[String] {
         match self {
-            Self::UpTo(mark) => std::slice::from_ref(mark),
+            Self::UpTo(mark) | Self::Once(mark) => std::slice::from_ref(mark),
             Self::Between(marks) => marks,
         }
     }

@@ -156,7 +156,7 @@ fn a_text_may_begin_with_a_free_part() {
 #[test]
 fn free_parts_may_follow_each_other() {
     let marked = |thought: Lead| Grammar {
-        leads: vec![thought, Lead::UpTo("<call>".into())],
+        leads: vec![thought, Lead::Once("<call>".into())],
         ..GrammarSpec::Regex("[0-9]+".into()).into()
     };
     let possible = || marked(Lead::Between(["<think>".into(), "</think>".into()]));
@@ -176,6 +176,33 @@ fn free_parts_may_follow_each_other() {
     assert!(follow(possible(), "<think><call>x").is_some());
     assert_eq!(follow(open(), "</think><call>x"), None);
     assert!(follow(open(), "<call>x").is_some());
+}
+
+#[test]
+fn a_text_does_not_end_before_what_must_follow() {
+    let thought = || Lead::UpTo("</think>".into());
+    let possible = || Lead::Between(["<think>".into(), "</think>".into()]);
+    let call = || Lead::Once("<call>".into());
+    for (leads, said, may_end) in [
+        (vec![thought()], "so", false),
+        (vec![possible()], "<think>so", false),
+        (vec![call()], "so", true),
+        (vec![thought(), call()], "so", true),
+        (vec![possible(), call()], "<think>so</think>so", true),
+        (vec![call()], "so <call>", false),
+        (vec![thought()], "so</think>1", true),
+    ] {
+        let grammar = Grammar {
+            leads,
+            ..GrammarSpec::Regex("[0-9]+".into()).into()
+        };
+        let compiled = compiler().compile(&grammar).unwrap();
+        let mut guide = Guide::new(vec![compiled.constraint(&[EOS])]);
+        for byte in said.bytes() {
+            guide.accept(token(byte)).unwrap();
+        }
+        assert_eq!(allowed(&mut guide).contains(&EOS), may_end, "{grammar:?}: {said}");
+    }
 }
 
 #[test]
