@@ -187,8 +187,9 @@ def test_tools(agent, client):
 
 def test_tool_choice(client):
     for choice in [{"type": "any"}, {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}]:
-        message = client.messages.create(**ask(say("no"), tools=[WEATHER], tool_choice=choice, max_tokens=3500))
-        assert message.stop_reason == "tool_use"  # What the simulated model makes up has an end, at some length.
+        # It may think first, but not end there. What it makes up then has an end, at some length.
+        message = client.messages.create(**ask(say("<think>No.</think>"), tools=[WEATHER], tool_choice=choice, max_tokens=3500))
+        assert message.content[0].thinking == "No." and message.stop_reason == "tool_use"
         assert message.content[-1].type == "tool_use" and message.content[-1].name == "weather"
         assert isinstance(message.content[-1].input["city"], str)
     none = client.messages.create(**ask(say("no"), tools=[WEATHER], tool_choice={"type": "none"}))
