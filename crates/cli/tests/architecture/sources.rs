@@ -21,11 +21,12 @@ const FEATURE_CRATES: [&str; 1] = ["kernels"];
 /// The one reason not to run a test by default.
 const NEEDS_GPU: &str = "needs an NVIDIA GPU: make test-gpu";
 const METRICS_FILE: &str = "crates/server/src/metrics/catalog.rs";
-const SKIPPED: [&str; 9] = [
+const SKIPPED: [&str; 10] = [
     "target",
     ".git",
     ".venv",
     ".cache",
+    "node_modules",
     ".cuda",
     "__pycache__",
     ".pytest_cache",
