@@ -4,9 +4,9 @@ mod common;
 
 use std::sync::{Arc, LazyLock};
 
-use common::{follow, read};
+use common::{follow, read, told};
 use plimsoll_text::grammar::{GrammarCompiler, GrammarSpec};
-use plimsoll_text::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, Tokenizer, ToolFormat};
+use plimsoll_text::{CallGrammar, Function, Tokenizer, ToolFormat};
 use serde_json::{Value, json};
 
 static COMPILER: LazyLock<GrammarCompiler> = LazyLock::new(|| {
@@ -64,26 +64,6 @@ fn allows(format: ToolFormat, parameters: &Value, arguments: &Value) -> bool {
         );
     }
     allowed
-}
-
-/// Content, and calls with their arguments as they are told.
-fn told(functions: &Arc<[Function]>, text: &str) -> (String, Vec<(String, String)>) {
-    let mut parser = AnswerParser::new(&AnswerFormat {
-        tools: Some(ToolFormat::Pythonic),
-        functions: Arc::clone(functions),
-        ..AnswerFormat::default()
-    });
-    let mut parts = parser.push(text);
-    parts.extend(parser.finish());
-    let (mut content, mut calls) = (String::new(), Vec::new());
-    for part in parts {
-        match part {
-            Part::Content(text) | Part::Reasoning(text) => content += &text,
-            Part::Call { name } => calls.push((name, String::new())),
-            Part::Arguments(text) => calls.last_mut().unwrap().1 += &text,
-        }
-    }
-    (content, calls)
 }
 
 #[test]
@@ -416,10 +396,13 @@ fn any_name_that_a_grammar_allows_is_read() {
     // Behind what is certain to be a call, a name may be unknown too.
     let unknown = functions(json!({}), false);
     assert_eq!(
-        told(&unknown, "[f(a=1, $b=2)]"),
+        told(ToolFormat::Pythonic, &unknown, "[f(a=1, $b=2)]"),
         (String::new(), vec![("f".into(), r#"{"a": 1, "$b": 2}"#.into())])
     );
-    assert_eq!(told(&unknown, "[f($b=2)]"), ("[f($b=2)]".into(), vec![]));
+    assert_eq!(
+        told(ToolFormat::Pythonic, &unknown, "[f($b=2)]"),
+        ("[f($b=2)]".into(), vec![])
+    );
 }
 
 #[test]
@@ -444,6 +427,10 @@ fn nothing_is_lost_of_calls_that_break_off() {
         ("[f(a=1, )] done", " done", vec![call(r#"{"a": 1}"#)]),
     ];
     for (text, content, calls) in cases {
-        assert_eq!(told(&functions, text), (content.to_owned(), calls), "{text}");
+        assert_eq!(
+            told(ToolFormat::Pythonic, &functions, text),
+            (content.to_owned(), calls),
+            "{text}"
+        );
     }
 }

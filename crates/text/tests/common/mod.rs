@@ -102,12 +102,12 @@ fn value(file: &mut impl Read, kind: u32) -> io::Result<MetaValue> {
     })
 }
 
-/// Content and calls of an answer.
-pub(crate) fn read(
+/// Content, and calls with their arguments as they are told.
+pub(crate) fn told(
     format: ToolFormat,
     functions: &Arc<[Function]>,
     text: &str,
-) -> (String, Vec<(String, Value)>) {
+) -> (String, Vec<(String, String)>) {
     let mut parser = AnswerParser::new(&AnswerFormat {
         tools: Some(format),
         functions: Arc::clone(functions),
@@ -123,6 +123,16 @@ pub(crate) fn read(
             Part::Arguments(text) => calls.last_mut().unwrap().1 += &text,
         }
     }
+    (content, calls)
+}
+
+/// Content and calls of an answer.
+pub(crate) fn read(
+    format: ToolFormat,
+    functions: &Arc<[Function]>,
+    text: &str,
+) -> (String, Vec<(String, Value)>) {
+    let (content, calls) = told(format, functions, text);
     let parse = |(name, text): (String, String)| {
         let arguments = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
         (name, arguments)
