@@ -34,9 +34,16 @@ ARG FEATURES=cuda
 # dev: quick to build, slow to run.
 ARG PROFILE=release
 ARG CUDA_ARCHS=
+# The context has no repository.
+ARG REVISION=unknown
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/src/target \
-    cargo build --profile "${PROFILE}" --locked -p plimsoll-cli --features "${FEATURES}" \
+    if [ "$(uname -m)" = aarch64 ]; then \
+        # The allocator takes this machine's pages for everybody's; Arm servers have some of 4, 16 and 64 KiB.
+        export JEMALLOC_SYS_WITH_LG_PAGE=16; \
+    fi \
+    && export BUILD_COMMIT="${REVISION}" \
+    && cargo build --profile "${PROFILE}" --locked -p plimsoll-cli --features "${FEATURES}" \
     && install -D "target/$([ "${PROFILE}" = dev ] && echo debug || echo "${PROFILE}")/plimsoll" /out/bin/plimsoll \
     && install --directory /out/share/sbom \
     && scripts/sbom /out/share/sbom/plimsoll.cdx.json "${FEATURES}"

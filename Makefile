@@ -68,7 +68,7 @@ bench-front:  ## What the server costs beside the model, in release, into tests/
 	scripts/bench-front --output-json tests/bench/cpu/front.json $(ARGS)
 
 .PHONY: test-clients
-test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official client for Node.js and Dynamo's router, which need packages of their own
+test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official client for Node.js, Dynamo's router and its indexer, which need packages of their own
 	cargo build --locked --manifest-path tests/clients/kv-router/Cargo.toml --target-dir .cache/clients/target
 	scripts/fetch-default-model >/dev/null
 	.cache/clients/venv/bin/python -m pytest tests/clients $(PYTEST_ARGS)

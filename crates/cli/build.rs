@@ -12,7 +12,13 @@ fn main() {
             .filter(|output| output.status.success())?;
         Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
-    let commit = git(&["rev-parse", "--short=12", "HEAD"]).unwrap_or_else(|| "unknown".to_owned());
+    // Images are built without the repository, and told.
+    println!("cargo::rerun-if-env-changed=BUILD_COMMIT");
+    let given = std::env::var("BUILD_COMMIT").ok();
+    let commit = given.or_else(|| git(&["rev-parse", "HEAD"])).map_or_else(
+        || "unknown".to_owned(),
+        |commit| commit.chars().take(12).collect(),
+    );
     println!("cargo::rustc-env=BUILD_COMMIT={commit}");
     // Only what moves HEAD: looking at the working tree would rebuild this crate at every change of any file.
     for name in ["HEAD", "logs/HEAD"] {

@@ -11,6 +11,7 @@ import yaml
 from helm_python import chart as helm
 from helm_python.errors import HelmError
 
+from conftest import BINARY
 from test_operations import ALERTS, ROOT, named, run
 
 CHART = ROOT / "deploy/helm/plimsoll"
@@ -23,7 +24,10 @@ EVERYTHING = {
     "podAnnotations": {"a": "b"}, "nodeSelector": {"gpu": "h200"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
     "cache": {"storageClass": "fast", "accessModes": ["ReadWriteMany"]}, "serviceMonitor": {"enabled": True, "labels": {"release": "x"}},
     "prometheusRule": {"enabled": True, "labels": {"release": "x"}}, "dashboard": {"enabled": True}, "inferencePool": {"enabled": True},
-    "kvEvents": {"enabled": True},
+    "kvEvents": {"enabled": True, "from": [{"podSelector": {"matchLabels": {"app": "router"}}}]}, "apiKeySecret": "keys", "priorityClassName": "high",
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "extraVolumes": [{"name": "templates", "configMap": {"name": "templates"}}],
+    "extraVolumeMounts": [{"name": "templates", "mountPath": "/templates"}],
 }
 VALUES = {
     "defaults": {},
@@ -31,14 +35,27 @@ VALUES = {
     "autoscaled": {**EVERYTHING, "autoscaling": {"enabled": True}},
     "cpu": {"gpus": 0, "model": "sim", "cache": {"enabled": False}, "resources": {}, "serviceAccount": {"create": False},
             "strategy": {"type": "Recreate"}},
+    "tls": {**EVERYTHING, "tlsSecret": "certificate"},
 }
 
 
-def render(values: dict) -> list[dict]:
+def files(values: dict) -> dict[str, str]:
     with helm.Chart.load(CHART) as chart:
-        files = chart.render(values, name="llm", namespace="serving")
-    manifests = [file for path, file in files.items() if not path.endswith("NOTES.txt")]
+        return chart.render(values, name="llm", namespace="serving")
+
+
+def render(values: dict) -> list[dict]:
+    manifests = [file for path, file in files(values).items() if not path.endswith("NOTES.txt")]
     return [document for file in manifests for document in yaml.safe_load_all(file) if document]
+
+
+def notes(values: dict) -> str:
+    [text] = [file for path, file in files(values).items() if path.endswith("NOTES.txt")]
+    return text
+
+
+def pod_of(values: dict) -> dict:
+    return of_kind(render(values), "Deployment")["spec"]["template"]["spec"]
 
 
 def of_kind(documents: list[dict], kind: str) -> dict:
@@ -56,7 +73,7 @@ def test_chart_is_linted():
 def test_manifests_have_kubernetes_schemas(name):
     documents = render(VALUES[name])
     kinds = [document["kind"] for document in documents]
-    assert {"Deployment", "Service", "Pod"} <= set(kinds)
+    assert {"Deployment", "Service"} <= set(kinds)
     for document in documents:
         if document["kind"] not in CUSTOM:
             kubernetes_validate.validate(document, "1.33", strict=True)
@@ -66,8 +83,13 @@ def test_manifests_have_kubernetes_schemas(name):
     labels = of_kind(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert of_kind(documents, "Service")["spec"]["selector"].items() <= labels.items()
     for document in documents:
-        selector = document["spec"].get("selector", {}) if "spec" in document else {}
+        spec = document.get("spec", {})
+        selector = spec.get("selector", spec.get("podSelector", {}))
         assert selector.get("matchLabels", {}).items() <= labels.items()
+    # And those alone: a gateway that takes the pod of `helm test` for a replica sends it requests.
+    chosen = of_kind(documents, "Service")["spec"]["selector"]
+    for document in documents:
+        assert document["kind"] != "Pod" or not chosen.items() <= document["metadata"]["labels"].items()
 
 
 def test_pods_are_told_what_the_values_say():
@@ -83,9 +105,66 @@ def test_pods_are_told_what_the_values_say():
     assert pod["terminationGracePeriodSeconds"] > drain + pause
     assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
     # The server writes to these two alone.
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/hub", "/tmp"}
+    assert {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")} == {"/hub", "/tmp", "/templates"}
     cpu = of_kind(render(VALUES["cpu"]), "Deployment")["spec"]["template"]["spec"]["containers"][0]
     assert "nvidia.com/gpu" not in str(cpu["resources"])
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_variables_of_services_stay_outside(name):
+    # A service called plimsoll, as in `helm install plimsoll`, would set PLIMSOLL_PORT=tcp://... in every pod, which ends the start.
+    pods = [document["spec"] for document in render(VALUES[name]) if document["kind"] == "Pod"]
+    for pod in [pod_of(VALUES[name]), *pods]:
+        assert pod["enableServiceLinks"] is False
+
+
+def test_volumes_are_there_and_each_is_mounted():
+    for values in VALUES.values():
+        for pod in [document["spec"] for document in render(values) if document["kind"] == "Pod"] + [pod_of(values)]:
+            volumes = {volume["name"] for volume in pod.get("volumes", [])}
+            mounts = [mount["name"] for container in pod["containers"] for mount in container.get("volumeMounts", [])]
+            assert volumes == set(mounts) and len(mounts) == len(volumes)
+
+
+def test_keys_and_certificates():
+    [container] = pod_of(VALUES["tls"])["containers"]
+    flags = dict(arg[2:].split("=", 1) for arg in container["args"] if arg.startswith("--") and "=" in arg)
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    for name in ["api-key-file", "ssl-certfile", "ssl-keyfile"]:
+        assert str(Path(flags[name]).parent) in mounts
+    # A probe that speaks another protocol never succeeds.
+    for probe in ["startupProbe", "readinessProbe", "livenessProbe"]:
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert pod_of({})["containers"][0][probe]["httpGet"]["scheme"] == "HTTP"
+    assert of_kind(render(VALUES["tls"]), "ServiceMonitor")["spec"]["endpoints"][0]["scheme"] == "https"
+    assert "https://127.0.0.1" in notes(VALUES["tls"]) and "Bearer" in notes(VALUES["tls"]) and "helm test" not in notes(VALUES["tls"])
+    [selftest] = of_kind(render(EVERYTHING), "Pod")["spec"]["containers"]
+    assert f"--api-key-file={flags['api-key-file']}" in selftest["args"]
+
+
+@pytest.mark.parametrize("args", [["--port", "9000"], ["--drain_timeout=300"], ["--shutdown-timeout=300"], ["--ssl-certfile", "/x"]])
+def test_flags_that_values_set_are_refused(args):
+    with pytest.raises(HelmError, match="is set by the value"):
+        render({"args": args})
+
+
+def test_a_volume_of_one_node_and_several_replicas():
+    assert "WARNING" in notes({"replicas": 2}) and "WARNING" in notes({"autoscaling": {"enabled": True}})
+    for fine in [{}, EVERYTHING, {"replicas": 2, "cache": {"enabled": False}}, {"replicas": 2, "cache": {"existingClaim": "shared"}}]:
+        assert "WARNING" not in notes(fine)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_server_knows_every_flag(name):
+    for pod in [document["spec"] for document in render(VALUES[name]) if document["kind"] == "Pod"] + [pod_of(VALUES[name])]:
+        [container] = pod["containers"]
+        words = [*container.get("command", ["plimsoll", "config"])[1:], *container["args"]]
+        if is_test := "command" in container:
+            # Nobody listens there, which it finds out once it has read its flags.
+            words = ["--url=http://127.0.0.1:9" if word.startswith("--url=") else word for word in words] + ["--wait=0"]
+        done = subprocess.run([BINARY, *words], capture_output=True, text=True, timeout=60)
+        assert "unexpected argument" not in done.stderr and "invalid value" not in done.stderr, done.stderr
+        assert is_test or done.returncode == 0, done.stderr
 
 
 def test_scaling_and_disruptions():
@@ -103,6 +182,9 @@ def test_custom_resources():
     assert of_kind(documents, "PrometheusRule")["spec"] == yaml.safe_load(ALERTS.read_text())
     assert of_kind(documents, "ServiceMonitor")["spec"]["endpoints"] == [{"port": "http", "path": "/metrics", "interval": "15s"}]
     assert "plimsoll_requests_running" in named(of_kind(documents, "ConfigMap")["data"]["plimsoll.json"])
+    more = {"authorization": {"credentials": {"name": "keys", "key": "prometheus"}}, "scrapeTimeout": "5s"}
+    [endpoint] = of_kind(render({"serviceMonitor": {"enabled": True, "endpoint": more}}), "ServiceMonitor")["spec"]["endpoints"]
+    assert more.items() <= endpoint.items() and endpoint["port"] == "http"
     pool = of_kind(documents, "InferencePool")
     assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
     assert pool["spec"]["targetPorts"] == [{"number": 8000}]
@@ -122,6 +204,11 @@ def test_routers_find_the_events_of_each_pod():
     [service] = [document for document in documents if document["metadata"]["name"] == "llm-plimsoll-kv-events"]
     assert service["spec"]["clusterIP"] == "None"
     assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == {"kv-events": 6001, "kv-replay": 6002}
+    # The API is open to all, the events to the router alone.
+    assert "NetworkPolicy" not in {document["kind"] for document in documents}
+    [api, events] = next(document for document in render(EVERYTHING) if document["kind"] == "NetworkPolicy")["spec"]["ingress"]
+    assert api == {"ports": [{"port": "http"}]}
+    assert events["from"] == EVERYTHING["kvEvents"]["from"] and {port["port"] for port in events["ports"]} == {"kv-events", "kv-replay"}
     silent = [arg for arg in of_kind(render({}), "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"] if "kv-events" in arg]
     assert silent == []
 
@@ -142,7 +229,7 @@ def test_compose():
 
 
 def test_prometheus_of_compose_is_valid(tmp_path):
-    promtool = subprocess.run([ROOT / "scripts/install-promtool"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    promtool = subprocess.run([ROOT / "scripts/install-tool", "promtool", "prometheus"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     for file in [COMPOSE / "prometheus.yml", ALERTS]:
         (tmp_path / file.name).write_text(Path(file).read_text())
     run(promtool, "check", "config", tmp_path / "prometheus.yml")

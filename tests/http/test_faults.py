@@ -19,6 +19,9 @@ def test_a_step_that_fails_fails_its_requests_and_no_other(start, sim):
         good = [answer for answer in answers if answer.status_code == 200]
         assert {answer.json()["choices"][0]["message"]["content"] for answer in good} == {said}
         assert server.http.get("/ready").status_code == 200
+        # A line for each step, and none for each of the requests in it but their own, which are sampled.
+        log = server.log.read_text()
+        assert log.count("step failed step=") == len(failed) and "request failed" not in log
         server.wait_until_empty()
 
 

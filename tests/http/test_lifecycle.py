@@ -35,16 +35,23 @@ def ask(connection: http.client.HTTPConnection, path: str, body: dict | None = N
     return response, response.read()
 
 
+def reports(child, connection: http.client.HTTPConnection, log):
+    """What /ready answers, again and again, until the server is ready."""
+    status = None
+    while status != 200:
+        assert child.poll() is None, log.read_text()
+        response, text = ask(connection, "/ready")
+        status = response.status
+        yield response, json.loads(text)
+
+
 def test_the_port_answers_from_the_first_moment_to_the_last(tmp_path):
     """One connection lives through the whole start; nothing is refused or dropped, and nothing is served early."""
     with conftest.process(tmp_path, *SLOW_START) as (child, port, log):
         connection = listening(child, port, log)
         kept = connection.sock
         seen, refused, page = [], [], b""
-        while True:
-            assert child.poll() is None, log.read_text()
-            response, text = ask(connection, "/ready")
-            report = json.loads(text)
+        for response, report in reports(child, connection, log):
             if response.status == 200:
                 break
             assert (response.status, report["status"]) == (503, "starting"), report
@@ -72,9 +79,13 @@ def test_the_port_answers_from_the_first_moment_to_the_last(tmp_path):
         elapsed = [report["elapsed_seconds"] for report in seen]
         assert elapsed == sorted(elapsed)
         phases = list(dict.fromkeys(report["phase"] for report in seen))
-        order = ["resolve", "download", "device", "weights", "probe", "rebuild", "validate", "engine"]
-        assert phases == sorted(phases, key=order.index) and {"probe", "validate"} <= set(phases), phases
+        order = ["resolve", "download", "device", "weights", "probe", "rebuild", "capture", "validate", "engine"]
+        assert phases == sorted(phases, key=order.index) and {"probe", "capture", "validate"} <= set(phases), phases
         assert any("worst step" in (report["detail"] or "") for report in seen)
+        # The simulated device takes a tenth of a second for each of its graphs.
+        captured = [report for report in seen if report["phase"] == "capture"]
+        assert {report["detail"] for report in captured} == {f"CUDA graph {at} of 4" for at in range(1, 5)}, captured
+        assert captured[0]["percent"] < captured[-1]["percent"] and captured[-1]["estimated_seconds"] is not None
         # Every step takes as long as any other, so half way through the estimate is good.
         validating = [report for report in seen if report["phase"] == "validate" and report["estimated_seconds"] is not None]
         total = seen[-1]["elapsed_seconds"]
@@ -282,9 +293,22 @@ def test_a_second_signal_ends_a_drain_at_once(start):
         thread.join()
 
 
+def test_u20_a_drain_does_not_wait_for_a_step_that_hangs(start):
+    flags = ["--watchdog-timeout", "3", "--drain-timeout", "10m"]
+    with start("sim:hang=3", *flags, expected_code=11) as server:
+        thread = threading.Thread(target=swallow, args=(server,))
+        thread.start()
+        hangs = lambda: (server.http.get("/ready").json()["step_in_progress_seconds"] or 0) > 0.5
+        server.wait_for("the step that hangs", hangs)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 11
+        assert "watchdog: " in server.log.read_text() and 'phase="draining"' in server.log.read_text()
+        thread.join()
+
+
 def swallow(server) -> None:
     """A long stream whose end nobody minds."""
-    with contextlib.suppress(httpx.TransportError, AssertionError):
+    with contextlib.suppress(httpx.TransportError, AssertionError, KeyError):
         stream(server.http, server.url, 900)
 
 

@@ -1,6 +1,7 @@
 """What operators are given: alerts, dashboard and runbooks, against the metrics of a running server."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,11 +20,13 @@ DASHBOARD = ROOT / "config/grafana/plimsoll.json"
 OF_A_GPU = {"plimsoll_gpu_busy_seconds_total", "plimsoll_gpu_idle_seconds_total"}
 # And where nobody is told of the KV cache, these.
 OF_KV_EVENTS = {"plimsoll_kv_event_batches_published_total", "plimsoll_kv_event_batches_dropped_total"}
+# And once a server is ready, this.
+OF_A_START = {"plimsoll_start_elapsed_seconds"}
 
 
 @pytest.fixture(scope="module")
 def promtool() -> str:
-    script = subprocess.run([ROOT / "scripts/install-promtool"], stdout=subprocess.PIPE, text=True, check=True)
+    script = subprocess.run([ROOT / "scripts/install-tool", "promtool", "prometheus"], stdout=subprocess.PIPE, text=True, check=True)
     return script.stdout.strip()
 
 
@@ -32,7 +35,7 @@ def exported(sim) -> set[str]:
     """Names of the series on the page of a server that has served."""
     sim.openai.completions.create(model="sim", prompt="a", max_tokens=2)
     page = sim.http.get("/metrics").raise_for_status().text
-    return {re.match(r"[a-z0-9_:]+", line)[0] for line in page.splitlines() if line and not line.startswith("#")} | OF_A_GPU | OF_KV_EVENTS
+    return {re.match(r"[a-z0-9_:]+", line)[0] for line in page.splitlines() if line and not line.startswith("#")} | OF_A_GPU | OF_KV_EVENTS | OF_A_START
 
 
 def rules() -> list[dict]:
@@ -83,6 +86,40 @@ def test_documented_metrics_are_exported(exported):
     assert not unknown
 
 
+def test_metrics_are_read_by_the_parser_of_prometheus(sim, promtool):
+    """Pickers of the inference gateway use the same, which is Go's."""
+    page = sim.http.get("/metrics").raise_for_status().text
+    report = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, text=True, timeout=60)
+    # It was read, and found wanting in style: by names that are vLLM's.
+    assert report.returncode == 3, report.stderr
+    assert [line for line in report.stderr.splitlines() if not line.startswith("vllm:")] == []
+
+
+def test_commands_of_the_runbooks_work_as_they_stand(sim, promtool, tmp_path):
+    runbooks = (ROOT / "docs/operations.md").read_text().split("\n## Runbooks\n")[1].split("\n## ")[0]
+    commands = set(re.findall(r"(?:^|`)(curl [^`\n]+)", runbooks, re.MULTILINE))
+    assert len(commands) >= 3
+    reports = {}
+    for command in commands:
+        done = subprocess.run(["bash", "-c", command], env=os.environ | {"URL": sim.url}, capture_output=True, text=True)
+        assert done.returncode == 0 and "error" not in (report := json.loads(done.stdout)), command + done.stdout + done.stderr
+        reports[command.rsplit("/", 1)[1]] = report
+    # What they are to be read for is there.
+    for path in set(re.findall(r"`((?:now|last_oom)\.\w+)`", runbooks)) - {"last_oom.peers_delta"}:
+        assert path.split(".")[1] in reports["memory"]["now"], path
+    assert {"step_in_progress_seconds", "reason"} <= reports["ready"].keys() and "last_oom" in reports["memory"]
+    expressions = [line for block in re.findall(r"```promql\n(.*?)```", runbooks, re.DOTALL) for line in block.splitlines()]
+    assert len(expressions) >= 5
+    check_promql(promtool, tmp_path, expressions)
+
+
+def check_promql(promtool: str, directory: Path, expressions: list[str]) -> None:
+    records = [{"record": f"query:{i}", "expr": expression} for i, expression in enumerate(expressions)]
+    file = directory / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": records}]}))
+    run(promtool, "check", "rules", file)
+
+
 def test_dockerfile_is_linted():
     hadolint = Path(sys.executable).with_name("hadolint")
     run(hadolint, "--config", ROOT / ".hadolint.yaml", ROOT / "Dockerfile")
@@ -91,10 +128,7 @@ def test_dockerfile_is_linted():
 def test_queries_of_the_dashboard_are_promql(promtool, tmp_path):
     # Grafana fills in these two before it asks.
     plain = [re.sub(r"\$__rate_interval", "1m", query).replace("$model", ".*").replace("$instance", ".*") for query in queries()]
-    records = [{"record": f"query:{i}", "expr": query} for i, query in enumerate(plain)]
-    file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": records}]}))
-    run(promtool, "check", "rules", file)
+    check_promql(promtool, tmp_path, plain)
 
 
 def test_dashboard_has_grafanas_schema():

@@ -5,6 +5,7 @@ import subprocess
 
 from conftest import BINARY, SMOLLM2
 
+NOTHING_TO_TEST = 9
 INCONCLUSIVE = 10
 
 
@@ -28,3 +29,15 @@ def test_u18_the_limits_that_were_proved_hold(start):
         assert verdict["device_allocs_after_ready"] == 0 and verdict["kv_blocks_at_end"] == 0
         reached = {goal["limit"]: goal["reached"] for goal in verdict["goals"]}
         assert reached["rows at once"] == 4 and reached["KV cache in use"] >= 0.95 and reached["full length"] >= 1
+
+
+def test_a_server_with_keys_is_told_one(start, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\nteam open-sesame\n")
+    with start("sim", "--api-key-file", keys) as server:
+        for program in [["selftest", "--duration", "1s", "--url", server.url], ["bench", "serve", "--num-prompts", "2", "--base-url", server.url]]:
+            refused = subprocess.run([BINARY, *program], capture_output=True, text=True, timeout=60)
+            assert refused.returncode in (1, NOTHING_TO_TEST) and "401" in refused.stderr, refused
+            told = subprocess.run([BINARY, *program, "--api-key-file", keys], capture_output=True, text=True, timeout=120)
+            assert told.returncode in (0, INCONCLUSIVE), told
+            assert "sesame" not in told.stdout + told.stderr + refused.stderr

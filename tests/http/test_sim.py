@@ -509,11 +509,20 @@ def test_server_flags_take_effect(start):
         assert texts[0] != texts[1] and texts != unseeded(other)
         error(one.http.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 2000}]}), 413)
         assert one.http.get("/version", headers={"origin": origin}).headers["access-control-allow-origin"] == origin
+        assert one.http.get("/version", headers={"origin": "https://other.example"}).headers.get("access-control-allow-origin") is None
         assert "access-control-allow-origin" not in other.http.get("/version", headers={"origin": origin}).headers
 
 
+def test_all_origins_among_others(start):
+    with start("sim", "--allowed-origins", '["https://chat.example", "*"]', "https://other.example") as server:
+        assert server.http.get("/version", headers={"origin": "https://any.example"}).headers["access-control-allow-origin"] == "*"
+        asked = server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 2}, headers={"origin": "https://any.example"})
+        assert asked.status_code == 200
+
+
 def test_sigterm_drains(start):
-    with start("sim", *ONE_BY_ONE) as server:
+    # Eight times eight thousand tokens take a while where the machine is busy.
+    with start("sim", *ONE_BY_ONE, "--drain-timeout", "3m") as server:
         finished = []
 
         def read():
@@ -537,7 +546,7 @@ def test_sigterm_drains(start):
         if refused[-1:] == [503]:
             with pytest.raises((httpx.TransportError, AssertionError)):
                 assert server.http.get("/ready").status_code == 200
-        reader.join(60)
+        reader.join(180)
         assert finished == ["data: [DONE]"], "a drain finishes what is in"
         assert server.process.wait(30) == 0
 

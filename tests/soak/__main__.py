@@ -2,8 +2,9 @@
 with steps that fail or find no memory; and at the end the question whether anything was lost, leaked or got slower.
 
 Starts two servers with the simulated model, one for text and one for embeddings, from target/debug/plimsoll or SERVER_BINARY;
-or attaches to one that runs on this machine (--attach), with a real model and on a GPU too. Exit codes: 0 passed, 1 an
-invariant is broken, 3 inconclusive: what must happen for the soak to mean anything did not; give it more time.
+or one with a real model, on a GPU too (--serve; scripts/soak-h200); or attaches to one that runs on this machine (--attach).
+Exit codes: 0 passed, 1 an invariant is broken, 3 inconclusive: what must happen for the soak to mean anything did not; give it
+more time.
 """
 
 import argparse
@@ -23,24 +24,29 @@ from pathlib import Path
 import chaos
 import invariants
 import load
-from invariants import Record, Sample
+from invariants import Record
 from ledger import COMPLETE, CUT, FAILED, LATE, LEFT, REFUSED, WRONG, Ledger
 from target import KEYS, Page, Target, start
 from wire import Closed
 
 INCONCLUSIVE = 3
 # Steps take as long as a real model's, which costs this machine nothing. Prime numbers: faults meet every kind of step.
-TEXT = ["sim:0.02,fail=499,oom=2503", "--served-model-name", "sim", "--max-model-len", "2048", "--max-num-seqs", "16",
-        "--max-total-token-num", "4096", "--max-queue", "64", "--max-concurrent-requests-per-key", "24", "--slow-client-timeout", "2",
-        "--request-timeout", "45", "--scheduling-policy", "priority", "--response-store-max-count", "256", "--enable-sleep-mode"]
+MODEL = ["sim:0.02,fail=499,oom=2503", "--served-model-name", "sim"]
+# So narrow that the load is too much for it.
+TEXT = ["--max-model-len", "2048", "--max-num-seqs", "16", "--max-total-token-num", "4096", "--max-queue", "64",
+        "--max-concurrent-requests-per-key", "24", "--slow-client-timeout", "2", "--request-timeout", "45",
+        "--scheduling-policy", "priority", "--response-store-max-count", "256", "--enable-sleep-mode"]
 VECTORS = ["sim:0.02,fail=499", "--runner", "pooling", "--served-model-name", "embedder", "--max-model-len", "1024",
            "--max-total-token-num", "2048"]
-SAMPLE_SECONDS = 5
+SAMPLE_SECONDS = 2
+# Of the time.
+FIRST_ROUND = 0.25
 SAY_SECONDS = 10
 # Clients that ask all the time, and how long each waits between two requests, in seconds.
 CROWD, PAUSE = 10, 0.4
 SETTLE_SECONDS = 90
-# Longer than the server's pool keeps a thread that has nothing to do. Whoever looks meanwhile gives it something.
+# Longer than the server's pool keeps a thread that has nothing to do, and its allocator what is free. Whoever looks meanwhile
+# gives the thread something to do.
 IDLE_SECONDS = 15
 DRAINED = 6
 
@@ -50,15 +56,15 @@ class Soak:
 
     def __init__(self, target: Target, name: str, args: argparse.Namespace):
         self.target, self.name, self.args = target, name, args
-        self.ledger, self.samples = Ledger(), []
-        self.is_simulated = args.attach is None
+        self.ledger, self.resident, self.quiet = Ledger(), [], []
+        self.is_simulated = args.attach is None and args.serve is None
         self.before = self.latest = self.version = None
 
     def rng(self, name: str) -> random.Random:
-        return random.Random(f"{self.args.seed}/{self.name}/{name}")
+        return random.Random(f"{self.args.seed}/{self.name}/{len(self.quiet)}/{name}")
 
     def maker(self, name: str) -> load.Maker:
-        return load.Maker(self.rng(name), self.is_simulated, priorities=self.is_simulated)
+        return load.Maker(self.rng(name), self.is_simulated, priorities=self.args.attach is None)
 
     async def warm_up(self) -> None:
         """What the first requests bring to life stays: threads, grammars. It is there when the soak begins."""
@@ -81,6 +87,7 @@ class Soak:
         return [
             *crowd,
             load.neighbour(target, ledger, self.maker("neighbour"), stop, 1.0),
+            load.hauler(target, ledger, self.maker("hauler"), stop, 4.0),
             load.scraper(target, ledger, stop),
             chaos.leavers(target, ledger, self.rng("leavers"), stop),
             chaos.slow_reader(target, ledger, self.maker("slow reader"), stop),
@@ -94,10 +101,7 @@ class Soak:
         """Samples the server until the end."""
         while not stop.is_set() and self.target.ended() is None:
             page = self.latest = await self.target.page()
-            self.samples.append(Sample(
-                at=time.monotonic(), resident=page.sum("process_resident_memory_bytes"),
-                device=page.sum("plimsoll_device_memory_bytes"), threads=page.sum("process_threads"),
-                files=page.sum("process_open_fds")))
+            self.resident.append(page.sum("process_resident_memory_bytes"))
             await chaos.pause(stop, SAMPLE_SECONDS)
 
     def line(self) -> str:
@@ -115,19 +119,27 @@ class Soak:
         return not (any(page.sum(name) for name in waiting) or page.sum("plimsoll_kv_blocks", state="used")
                     or page.sum("plimsoll_http_requests_in_flight") > 1)
 
+    async def settle(self) -> None:
+        """Waits until all is quiet and what is free has gone back to the system; notes what is left."""
+        if self.target.ended() is not None:
+            return
+        await self.target.wait(f"quiet of {self.name}", self.is_quiet, SETTLE_SECONDS)
+        await self.target.wait(f"readiness of {self.name}", self.target.ready, SETTLE_SECONDS)
+        await asyncio.sleep(IDLE_SECONDS)
+        self.quiet.append((await self.target.page()).sum("process_resident_memory_bytes"))
+
     async def end(self) -> Record:
-        """Waits until all is quiet, looks once more, and drains."""
+        """Looks once more, and drains."""
         target = self.target
         died = target.ended() is not None
-        if not died:
-            await target.wait(f"quiet of {self.name}", self.is_quiet, SETTLE_SECONDS)
-            await target.wait(f"readiness of {self.name}", target.ready, SETTLE_SECONDS)
-            await asyncio.sleep(IDLE_SECONDS)
         record = Record(
-            ledger=self.ledger, before=self.before, after=self.latest if died else await target.page(), samples=self.samples,
-            ready=not died and await target.ready(), died=died, latency_bound=self.args.latency_bound, injects=self.is_simulated)
+            ledger=self.ledger, before=self.before, after=self.latest if died else await target.page(), quiet=self.quiet,
+            resident=self.resident, ready=not died and await target.ready(), died=died, latency_bound=self.args.latency_bound,
+            injects=self.is_simulated)
         if target.process and not died:
             record.drained, record.exit_code = await self.drain()
+        elif died:
+            record.exit_code = target.ended()
         record.log = target.log_text()
         return record
 
@@ -150,25 +162,38 @@ async def say(soaks: list[Soak], began: float, stop: asyncio.Event) -> None:
             print(f"{time.monotonic() - began:6.0f} s  {soak.line()}", flush=True)
 
 
+async def talk(soaks: list[Soak], seconds: float, began: float) -> list[str]:
+    """Everybody talks for so long, then all is quiet. What failed."""
+    stop = asyncio.Event()
+    work = [say(soaks, began, stop), *(work for soak in soaks for work in [soak.watch(stop), *soak.agents(stop)])]
+    tasks = [asyncio.create_task(one) for one in work]
+    # One that fails has met the end of the server, or is wrong itself.
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    stop.set()
+    failures = [repr(result) for result in await asyncio.gather(*tasks, return_exceptions=True) if result]
+    await asyncio.gather(*(soak.settle() for soak in soaks))
+    return failures
+
+
 async def run(args: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
         if args.attach:
             targets = {"text": Target(args.attach, dict.fromkeys(KEYS, args.key))}
         else:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
-            targets = {name: await stack.enter_async_context(start(directory, name, *flags))
-                       for name, flags in [("text", TEXT), ("embeddings", VECTORS)]}
+            directory = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+            directory.mkdir(parents=True, exist_ok=True)
+            servers = {"text": [*shlex.split(args.serve), *TEXT]} if args.serve else {"text": [*MODEL, *TEXT], "embeddings": VECTORS}
+            targets = {name: await stack.enter_async_context(start(directory, name, *flags)) for name, flags in servers.items()}
         soaks = [Soak(target, name, args) for name, target in targets.items()]
         await asyncio.gather(*(soak.warm_up() for soak in soaks))
-        stop, began = asyncio.Event(), time.monotonic()
-        watchers = [asyncio.create_task(soak.watch(stop)) for soak in soaks] + [asyncio.create_task(say(soaks, began, stop))]
-        agents = [asyncio.create_task(agent) for soak in soaks for agent in soak.agents(stop)]
-        # One that fails has met the end of the server, or is wrong itself.
-        await asyncio.wait([*agents, *watchers], timeout=args.minutes * 60, return_when=asyncio.FIRST_EXCEPTION)
-        stop.set()
-        failures = [result for result in await asyncio.gather(*agents, *watchers, return_exceptions=True) if result]
+        began, seconds = time.monotonic(), args.minutes * 60
+        failures = []
+        # Pools and caches fill in the first.
+        for part in [FIRST_ROUND, 1 - FIRST_ROUND]:
+            if not failures:
+                failures = await talk(soaks, part * seconds, began)
         records = {soak.name: await soak.end() for soak in soaks}
-        return judge(args, soaks, records, time.monotonic() - began, [repr(failure) for failure in failures])
+        return judge(args, soaks, records, time.monotonic() - began, failures)
 
 
 def judge(args: argparse.Namespace, soaks: list[Soak], records: dict[str, Record], seconds: float, failures: list[str]) -> int:
@@ -198,7 +223,7 @@ def judge(args: argparse.Namespace, soaks: list[Soak], records: dict[str, Record
 
 def numbers(record: Record) -> dict:
     """What a reader of the report wants to know."""
-    taken, thirds = [seconds for _, seconds in record.ledger.latencies], invariants.growth(record.samples)
+    taken = [seconds for _, seconds in record.ledger.latencies]
     mib = lambda value: round(value / 2**20, 2)
     return {
         "requests": record.ledger.requests(),
@@ -210,9 +235,8 @@ def numbers(record: Record) -> dict:
         "preemptions": {cause: record.since("plimsoll_preemptions_total", cause=cause) for cause in ["kv_full", "kv_lost"]},
         "tokens": record.since("plimsoll_generation_tokens_total"),
         "neighbour_seconds": {f"p{q}": round(invariants.quantile(taken, q / 100), 3) for q in [50, 95, 99]} if taken else None,
-        "resident_mib": {"first_third": mib(thirds[0]), "last_third": mib(thirds[1]),
-                         "slope_an_hour": mib(invariants.slope(record.samples)),
-                         "over_time": [mib(sample.resident) for sample in record.samples[::len(record.samples) // 24 + 1]]} if thirds else None,
+        "resident_mib": {"quiet": [mib(resident) for resident in record.quiet],
+                         "over_time": [mib(resident) for resident in record.resident[::len(record.resident) // 24 + 1]]},
         "device_bytes": {"start": record.before.sum("plimsoll_device_memory_bytes"), "end": record.after.sum("plimsoll_device_memory_bytes")},
         "threads": {"start": record.before.sum("process_threads"), "end": record.after.sum("process_threads")},
         "files": {"start": record.before.sum("process_open_fds"), "end": record.after.sum("process_open_fds")},
@@ -224,10 +248,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="every decision of the clients comes from it")
+    parser.add_argument("--serve", metavar="ARGS", help="a model and more flags of plimsoll serve, in one word, in place of the "
+                        "simulated models")
     parser.add_argument("--attach", type=int, metavar="PORT", help="a server that runs on this machine, in place of our own")
     parser.add_argument("--key", help="its API key")
     parser.add_argument("--latency-bound", type=float, default=10.0, metavar="SECONDS", help="of the neighbour's p99")
     parser.add_argument("--output-json", type=Path, metavar="FILE")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the servers' logs here")
     return parser.parse_args()
 
 

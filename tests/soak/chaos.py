@@ -66,12 +66,13 @@ async def leave(target: Target, ledger: Ledger, rng: random.Random) -> None:
 
 
 async def slow_reader(target: Target, ledger: Ledger, maker: Maker, stop: asyncio.Event) -> None:
-    """Reads a little now and then: slow is no reason to be cut off."""
+    """Reads a little now and then: slow is no reason to be cut off. Its buffer takes a segment of the loopback's 64 KiB; with less,
+    the kernel holds the window for closed."""
     while not stop.is_set():
         ask = maker.chat_stream()
         try:
             async with (asyncio.timeout(PATIENCE),
-                        exchange(target.port, "POST", CHAT, ask.body, target.keys["chaos"], buffer=4096) as one):
+                        exchange(target.port, "POST", CHAT, ask.body, target.keys["chaos"], buffer=60_000) as one):
                 ledger.saw(one.status)
                 body = b""
                 async for chunk in one.chunks():

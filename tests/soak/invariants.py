@@ -1,14 +1,12 @@
 """What must be true at the end of a soak, and what must have happened in it for that to mean anything. Pure functions."""
 
-import statistics
+import itertools
 from dataclasses import dataclass, field
 
 from ledger import COMPLETE, CUT, LATE, REFUSED, Ledger
 from target import Page
 
-# Of the time, from the beginning: pools, caches and the allocator fill.
-WARM_UP = 0.25
-# Growth of resident memory from the first third behind the warm-up to the last.
+# Growth of resident memory from one quiet moment to the next.
 RSS_BYTES = 24 << 20
 RSS_PART = 0.05
 # Threads and descriptors more than at the start: a scrape on its way, a thread of the blocking pool that still waits.
@@ -17,19 +15,8 @@ SLACK = 4
 ENDS = ["plimsoll_requests_finished_total", "plimsoll_requests_cancelled_total", "plimsoll_requests_failed_total"]
 ENDPOINTS = [
     "chat", "chat_stream", "tools", "json_schema", "completion", "completion_echo", "prompt_logprobs", "stop_string", "anthropic",
-    "responses", "tokenize", "count_tokens", "models", "memory",
+    "responses", "tokenize", "count_tokens", "models", "memory", "large_prompt",
 ]
-
-
-@dataclass
-class Sample:
-    """One look at a running server."""
-
-    at: float
-    resident: float
-    device: float
-    threads: float
-    files: float
 
 
 @dataclass
@@ -39,7 +26,10 @@ class Record:
     ledger: Ledger
     before: Page
     after: Page
-    samples: list[Sample]
+    # Resident bytes while nobody asked for anything: once pools and caches were filled, and at the end.
+    quiet: list[float]
+    # And under load, for people.
+    resident: list[float] = field(default_factory=list)
     log: str = ""
     # Whether it was ready at the end.
     ready: bool = True
@@ -55,28 +45,6 @@ class Record:
 
     def since(self, name: str, **labels: str) -> float:
         return self.after.sum(name, **labels) - self.before.sum(name, **labels)
-
-
-def growth(samples: list[Sample]) -> tuple[float, float] | None:
-    """Resident bytes in the first and in the last third behind the warm-up, as medians; `None` with too few samples."""
-    if not samples:
-        return None
-    begin, end = samples[0].at, samples[-1].at
-    warm = [sample for sample in samples if sample.at >= begin + WARM_UP * (end - begin)]
-    third = len(warm) // 3
-    if third < 3:
-        return None
-    middle = lambda part: statistics.median(sample.resident for sample in part)
-    return middle(warm[:third]), middle(warm[-third:])
-
-
-def slope(samples: list[Sample]) -> float:
-    """Bytes an hour, behind the warm-up, by least squares: for people, as outliers move it."""
-    begin, end = samples[0].at, samples[-1].at
-    warm = [sample for sample in samples if sample.at >= begin + WARM_UP * (end - begin)]
-    if len(warm) < 3:
-        return 0.0
-    return statistics.linear_regression([s.at for s in warm], [s.resident for s in warm]).slope * 3600
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -104,12 +72,9 @@ def leaks(record: Record) -> list[str]:
     # The one that asks is one.
     if (open_now := record.after.sum("plimsoll_http_requests_in_flight")) > 1:
         found.append(f"lost requests: {open_now:.0f} HTTP requests in flight at the end")
-    thirds = growth(record.samples)
-    if thirds:
-        first, last = thirds
+    for first, last in itertools.pairwise(record.quiet):
         if last - first > max(RSS_BYTES, RSS_PART * first):
-            found.append(f"host memory grows: {first / 2**20:.1f} MiB in the first third, {last / 2**20:.1f} MiB in the last, "
-                         f"{slope(record.samples) / 2**20:.1f} MiB an hour")
+            found.append(f"host memory grows: {first / 2**20:.1f} MiB when all was quiet, {last / 2**20:.1f} MiB at the end")
     start, end = (page.sum("plimsoll_device_memory_bytes") for page in (record.before, record.after))
     if end > start:
         found.append(f"device memory grows: {start:.0f} bytes at the start, {end:.0f} at the end")
@@ -156,7 +121,7 @@ def lost(record: Record) -> list[str]:
 def health(record: Record) -> list[str]:
     found = []
     if record.died:
-        found.append("the server ended by itself")
+        found.append(f"the server ended by itself with exit code {record.exit_code}")
     if not record.ready:
         found.append("the server is not ready at the end")
     for word in ["panicked", "PANIC", "engine is dead"]:
@@ -166,7 +131,7 @@ def health(record: Record) -> list[str]:
     taken = [seconds for _, seconds in record.ledger.latencies]
     if (p99 := quantile(taken, 0.99)) > record.latency_bound:
         found.append(f"the neighbour's latency: p99 of {len(taken)} is {p99:.2f} s, more than {record.latency_bound} s")
-    if record.exit_code:
+    if record.exit_code and not record.died:
         found.append(f"the drain ended with exit code {record.exit_code}")
     if dropped := [outcome for outcome in record.drained if outcome != COMPLETE]:
         found.append(f"the drain dropped {len(dropped)} of {len(record.drained)} requests: {dropped[0]}")
@@ -187,11 +152,12 @@ def missed(record: Record) -> list[str]:
         "stopped clients that were cut off": outcomes["stopped"][CUT],
         "slow readers that heard all": outcomes["slow_reader"][COMPLETE],
         "malformed requests": outcomes["malformed"][REFUSED],
+        "prompts that are too large": outcomes["too_large"][REFUSED],
         "requests that were refused": record.ledger.codes["429"],
         "requests whose time was over": record.ledger.total(LATE),
         "sleeps": outcomes["sleep"][COMPLETE],
         "the neighbour's answers": len(record.ledger.latencies) >= 20,
-        "samples of memory": growth(record.samples) is not None,
+        "two quiet moments": len(record.quiet) == 2,
     }
     if record.injects:
         goals |= {
@@ -203,6 +169,6 @@ def missed(record: Record) -> list[str]:
 
 def missed_vectors(record: Record) -> list[str]:
     """The same for a server of embeddings."""
-    goals = {"embeddings": record.ledger.outcomes["embeddings"][COMPLETE], "samples of memory": growth(record.samples) is not None}
+    goals = {"embeddings": record.ledger.outcomes["embeddings"][COMPLETE], "two quiet moments": len(record.quiet) == 2}
     return [name for name, reached in goals.items() if not reached]
 

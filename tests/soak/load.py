@@ -7,7 +7,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from ledger import COMPLETE, FAILED, WRONG, Ledger, judge, parse_error
+from ledger import COMPLETE, FAILED, REFUSED, WRONG, Ledger, judge, parse_error
 from target import Target
 from wire import PATIENCE, Closed, Exchange, exchange
 
@@ -36,6 +36,8 @@ class Ask:
     method: str = "POST"
     # Its time may be over before it is done.
     hurried: bool = False
+    # What it must be answered with.
+    status: int = 200
 
 
 def expect(true, what: str, *seen) -> None:
@@ -224,6 +226,25 @@ class Maker:
     def memory(self) -> Ask:
         return Ask("memory", "/memory", None, lambda answer: expect(answer["now"], "memory", answer), method="GET")
 
+    def bulk(self) -> str:
+        """Megabytes of words."""
+        return (self.text(2000, 2000) + " ") * self.rng.choice([60, 120, 300])
+
+    def large(self) -> Ask:
+        """The end of it is computed."""
+        said = self.text(2, 20)
+        body = {"prompt": f"{self.bulk()} <say>{said}</say>", "truncate_prompt_tokens": 512, "max_tokens": 300, **self.options()}
+
+        def check(answer):
+            expect(answer["usage"]["prompt_tokens"] == 512, "prompt_tokens", answer["usage"])
+            self.heard(said, answer["choices"][0]["text"])
+
+        return Ask("large_prompt", COMPLETIONS, body, check)
+
+    def too_large(self) -> Ask:
+        body = {"messages": [{"role": "user", "content": self.bulk()}], "max_tokens": 8, "stream": True}
+        return Ask("too_large", CHAT, body, None, status=400)
+
     def embeddings(self) -> Ask:
         inputs = [self.text(1, 60) for _ in range(self.rng.randint(1, 4))]
 
@@ -236,6 +257,7 @@ class Maker:
 
     TEXT = [(chat, 6), (chat_stream, 8), (hurried, 1), (tools, 2), (schema, 2), (completion, 6), (prompt_logprobs, 1), (stop_string, 2),
             (anthropic, 3), (response, 3), (tokenize, 1), (count_tokens, 1), (models, 1), (memory, 0.3)]
+    LARGE = [(large, 2), (too_large, 1)]
     VECTORS = [(embeddings, 8), (tokenize, 1), (models, 1)]
 
     def draw(self, kinds: list) -> Ask:
@@ -251,6 +273,10 @@ def stream_error(event: dict) -> dict | None:
 
 async def read(one: Exchange, ask: Ask) -> tuple[str, str]:
     """The outcome of an answer whose head has come."""
+    if one.status == ask.status != 200:
+        error = parse_error(await one.body())
+        expect(error, "an error was wanted", one.status)
+        return REFUSED, ""
     if one.status != 200:
         return judge(one.status, parse_error(await one.body()), one.headers.get("retry-after"), ask.hurried)
     if not (ask.body or {}).get("stream"):
@@ -296,6 +322,15 @@ async def crowd(target: Target, ledger: Ledger, maker: Maker, kinds: list, stop:
             await asyncio.sleep(1)
         if kept and maker.is_simulated:
             await send(target, ledger, "crowd", maker.response(before=kept[0]))
+        await asyncio.sleep(maker.rng.expovariate(1 / pause))
+
+
+async def hauler(target: Target, ledger: Ledger, maker: Maker, stop: asyncio.Event, pause: float) -> None:
+    """A client whose prompts are megabytes."""
+    # A server of somebody else's may have room for all of it.
+    kinds = Maker.LARGE if maker.priorities else Maker.LARGE[:1]
+    while not stop.is_set():
+        await send(target, ledger, "hauler", maker.draw(kinds))
         await asyncio.sleep(maker.rng.expovariate(1 / pause))
 
 

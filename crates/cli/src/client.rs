@@ -1,10 +1,39 @@
 //! What every client of a running server needs.
 
-use reqwest::Client;
+use std::path::PathBuf;
 
-/// An HTTP client that talks to the server itself, whatever proxy the environment names.
-pub(crate) fn http() -> reqwest::Result<Client> {
-    Client::builder().no_proxy().build()
+use clap::Args;
+use reqwest::Client;
+use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+
+use crate::error::Error;
+use crate::keys::first_in;
+
+/// How a client gets in.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct ClientArgs {
+    /// File of API keys, as that of `serve`: every request brings the first one
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+}
+
+impl ClientArgs {
+    /// An HTTP client that talks to the server itself, whatever proxy the environment names.
+    ///
+    /// # Errors
+    /// Where the file cannot be read or holds no key.
+    pub(crate) fn http(&self) -> Result<Client, Error> {
+        let mut headers = HeaderMap::new();
+        if let Some(path) = &self.api_key_file {
+            let key = first_in(path)?;
+            let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
+                .map_err(|error| Error::Internal(error.to_string()))?;
+            value.set_sensitive(true);
+            headers.insert(AUTHORIZATION, value);
+        }
+        let client = Client::builder().no_proxy().default_headers(headers);
+        client.build().map_err(|error| Error::Internal(error.to_string()))
+    }
 }
 
 /// The server's address from a URL with or without `/v1`.

@@ -94,16 +94,29 @@ pub(crate) fn limits(args: &AccessArgs) -> KeyLimits {
     }
 }
 
+/// The first key of a file, for those who use it.
+pub(crate) fn first_in(path: &Path) -> Result<String, Error> {
+    let [content] = read_files(&[path.to_owned()])?;
+    parse(path, &content)?;
+    let text = String::from_utf8_lossy(&content);
+    let mut lines = entries(&text);
+    let key = lines.next().and_then(|(_, words)| words.last().copied());
+    key.map(str::to_owned)
+        .ok_or_else(|| in_file(path, "it holds no key".into()))
+}
+
+/// Lines that are no comment, as their numbers and words.
+fn entries(text: &str) -> impl Iterator<Item = (usize, Vec<&str>)> {
+    let lines = (1..).zip(text.lines().map(str::trim));
+    let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+    lines.map(|(number, line)| (number, line.split_whitespace().collect()))
+}
+
 /// `KEY` or `NAME KEY` on each line. Errors say the line's number, never its text.
 fn parse(path: &Path, content: &[u8]) -> Result<Vec<ApiKey>, Error> {
     let text = std::str::from_utf8(content).map_err(|_| in_file(path, "it is no text".into()))?;
     let mut keys = Vec::new();
-    for (number, line) in (1..).zip(text.lines()) {
-        let line = line.trim();
-        if line.is_empty() || line.starts_with('#') {
-            continue;
-        }
-        let words: Vec<_> = line.split_whitespace().collect();
+    for (number, words) in entries(text) {
         let key = match words[..] {
             [key] => ApiKey::new(None, key).map_err(|error| error.to_string()),
             [name, key] => ApiKey::new(Some(name), key).map_err(|error| error.to_string()),
@@ -156,6 +169,7 @@ mod tests {
         assert_eq!(keys[0].name(), "alice");
         assert!(keys[1].name().starts_with("sha256:"));
         assert!(source(&["--api-key-file", path]).unwrap().keys.required());
+        assert_eq!(first_in(file.path()).unwrap(), "secret-a");
     }
 
     #[test]
@@ -163,6 +177,10 @@ mod tests {
         let many = file("a b\nname secret word\n");
         let empty = file("# nothing\n");
         let path = |file: &tempfile::NamedTempFile| file.path().to_str().unwrap().to_owned();
+        for (file, expected) in [(&many, "line 2"), (&empty, "no key")] {
+            let error = first_in(file.path()).unwrap_err().to_string();
+            assert!(error.contains(expected) && !error.contains("secret"), "{error}");
+        }
         for (flags, expected) in [
             (vec!["--api-key", ""], "must not be empty"),
             (vec!["--api-key", "secret word"], "without spaces"),

@@ -7,6 +7,11 @@ use plimsoll_cli::command_line::CommandLine;
 use plimsoll_cli::logging::{self, Kind};
 use plimsoll_cli::{Error, bench, config, exit, hub, layers, plan, selftest, serve, source};
 
+/// Gives back to the system what a burst of large requests leaves free, by threads of its own and within seconds. glibc's keeps
+/// the most that each of many arenas ever held, and a leak could not be told from that.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 fn main() -> ExitCode {
     match start() {
         Ok(()) => ExitCode::SUCCESS,

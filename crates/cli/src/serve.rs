@@ -285,7 +285,7 @@ impl Given {
             seed: args.engine.limits.seed,
             enable_sleep_mode: server.enable_sleep_mode(),
             pages: args.pages.pages(),
-            allowed_origins: server.allowed_origins.clone().unwrap_or_default(),
+            allowed_origins: server.allowed_origins(),
             keys: self.keys.keys.clone(),
             metrics_require_key: server.access.metrics_require_key(),
             key_limits: keys::limits(&server.access),

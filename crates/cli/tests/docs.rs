@@ -8,7 +8,19 @@ use clap::CommandFactory;
 use plimsoll_cli::args::Cli;
 
 /// Flags of other programs that the documents show.
-const FOREIGN: [&str; 7] = ["rm", "gpus", "set", "previous", "build-arg", "read-only", "tmpfs"];
+const FOREIGN: [&str; 11] = [
+    "rm",
+    "gpus",
+    "set",
+    "previous",
+    "build-arg",
+    "read-only",
+    "tmpfs",
+    "health-cmd",
+    "attach",
+    "timeout",
+    "logs",
+];
 /// Below these headings flags are those of other servers, up to the next heading. All of them are checked by
 /// `tests/migration.rs`.
 const OTHERS: [&str; 2] = [

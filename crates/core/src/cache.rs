@@ -4,8 +4,8 @@ use std::fmt::Debug;
 
 use crate::TokenId;
 
-/// A change of what the prefix cache can share. A block has one name from when it is stored until it is removed, and no
-/// other block of this or of another server ever has it, though it hold the same tokens.
+/// A change of what the prefix cache can share. A block's name follows from its tokens, those before them and the salt: it is
+/// the same on all servers, and that of no other block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
     /// Blocks that follow each other are cached.

@@ -4,7 +4,7 @@ use crate::{StepError, TokenId};
 /// `Token`s, or `Pooled`. The last event is a `Token` or `Prompt` with `finish`, `Pooled`, or `Failed`.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// The request got KV and runs. Repeated after a preemption.
+    /// The request got KV and its first step is about to begin. Repeated after a preemption.
     Admitted {
         /// Prompt tokens that need not be computed because the prefix cache holds them.
         cached_tokens: usize,

@@ -233,8 +233,20 @@ impl EngineHandle {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Admits `request` or refuses it; never waits.
+    /// Admits `request` or refuses it; never waits. Whoever asks tells a client of the refusal, which is counted.
     pub fn submit(&self, request: Request) -> Result<RequestStream, SubmitError> {
+        self.offer(request).inspect_err(|error| self.turned_away(error))
+    }
+
+    /// Somebody was told that his request is refused.
+    pub fn turned_away(&self, error: &SubmitError) {
+        if let SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. } = error {
+            self.link.shared.lock().stats.refused += 1;
+        }
+    }
+
+    /// As [`Self::submit`], for whoever tries again by himself where there is no room.
+    pub fn offer(&self, request: Request) -> Result<RequestStream, SubmitError> {
         let id = request.id();
         let (sender, receiver) = unbounded_channel();
         {
@@ -255,7 +267,6 @@ impl EngineHandle {
             let (limit, held) = (self.capacity, state.held(request.tenant()));
             let left = limit.saturating_sub(state.clients.len());
             if left == 0 || held >= left.saturating_mul(SHARE) {
-                state.stats.refused += 1;
                 let retry_after = state.retry_after(state.stats.scheduler.waiting.max(1));
                 return Err(match left {
                     0 => SubmitError::QueueFull { limit, retry_after },

@@ -51,7 +51,8 @@ pub(crate) struct Shared {
 /// Who waits for the events of a request.
 #[derive(Debug)]
 pub(crate) struct Client {
-    events: UnboundedSender<Event>,
+    /// Each with when it was sent: who reads it may be late.
+    events: UnboundedSender<(Instant, Event)>,
     tenant: TenantId,
 }
 
@@ -158,9 +159,7 @@ impl Shared {
     pub(crate) fn deliver(&self, scheduler: SchedulerStats, events: Vec<(RequestId, Event)>) {
         let mut state = self.lock();
         state.stats.scheduler = scheduler;
-        for (id, event) in events {
-            state.deliver(id, event);
-        }
+        state.deliver(events);
     }
 }
 
@@ -171,7 +170,12 @@ impl State {
     }
 
     /// Enters a request.
-    pub(crate) fn enter(&mut self, id: RequestId, tenant: TenantId, events: UnboundedSender<Event>) {
+    pub(crate) fn enter(
+        &mut self,
+        id: RequestId,
+        tenant: TenantId,
+        events: UnboundedSender<(Instant, Event)>,
+    ) {
         self.busy_since.get_or_insert_with(Instant::now);
         self.clients.insert(id, Client { events, tenant });
         if tenant != TenantId::default() {
@@ -180,15 +184,18 @@ impl State {
         self.stats.submitted += 1;
     }
 
-    /// Sends `event` to its client; the last one ends the request here too.
-    pub(crate) fn deliver(&mut self, id: RequestId, event: Event) {
-        if is_last(&event) {
-            if let Some(client) = self.leave(id) {
-                // A client that is gone has dropped its stream, which is no error.
-                let _ = client.events.send(event);
+    /// Sends each event to its client; the last one ends the request here too.
+    pub(crate) fn deliver(&mut self, events: Vec<(RequestId, Event)>) {
+        let now = Instant::now();
+        for (id, event) in events {
+            // A client that is gone has dropped its stream, which is no error.
+            if is_last(&event) {
+                if let Some(client) = self.leave(id) {
+                    let _ = client.events.send((now, event));
+                }
+            } else if let Some(client) = self.clients.get(&id) {
+                let _ = client.events.send((now, event));
             }
-        } else if let Some(client) = self.clients.get(&id) {
-            let _ = client.events.send(event);
         }
     }
 
@@ -219,7 +226,7 @@ impl State {
         self.abandoned += self.clients.len();
         self.tenants.clear();
         for (_, client) in self.clients.drain() {
-            let _ = client.events.send(Event::Failed(error.clone()));
+            let _ = client.events.send((Instant::now(), Event::Failed(error.clone())));
         }
     }
 
@@ -276,12 +283,11 @@ impl State {
     }
 
     pub(crate) fn health(&self) -> Health {
-        let progress = self.progress();
         Health {
             phase: self.phase,
             last_step_age: self.step_ended.map(|at| at.elapsed()),
             step_in_progress: self.step_began.map(|at| at.elapsed()),
-            stalled_for: progress.map(|at| at.elapsed()),
+            stalled_for: self.movement().map(|at| at.elapsed()),
             failures_in_a_row: self.failures_in_a_row,
             last_error: self.last_error.clone(),
             outage: self.outage.clone(),
@@ -302,6 +308,8 @@ impl State {
         if self.phase == Phase::Running {
             self.phase = Phase::Rebuilding;
         }
+        // Until another is built, to free this one is what moves.
+        self.built = Some(Instant::now());
         self.outage = Some(format!(
             "a step ran out of device memory: {} bytes for {} were not there",
             outage.requested, outage.component

@@ -10,7 +10,7 @@ use crate::{Histogram, OutOfMemory};
 /// What the engine did so far; a copy, cheap to take.
 #[derive(Clone, Debug)]
 pub struct EngineStats {
-    /// Queue, KV cache, preemptions, prefix cache, tokens, as of the end of the last step.
+    /// Queue, KV cache, preemptions, prefix cache, tokens, as of the last time that a request was admitted or a step ended.
     pub scheduler: SchedulerStats,
     /// Requests admitted and not yet ended.
     pub in_flight: usize,
@@ -85,7 +85,8 @@ pub struct Health {
     pub last_step_age: Option<Duration>,
     /// Since the step that is being executed began.
     pub step_in_progress: Option<Duration>,
-    /// For how long there has been work and no step has ended; `None` where there is no work.
+    /// For how long there has been work and no step has ended, or a state that is built again has not come further; `None`
+    /// where nothing is to move.
     pub stalled_for: Option<Duration>,
     /// Steps that failed since the last one that ended well.
     pub failures_in_a_row: u64,

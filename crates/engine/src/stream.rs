@@ -1,5 +1,6 @@
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use futures::Stream;
 use plimsoll_core::{Event, RequestId, StepError};
@@ -12,17 +13,20 @@ use crate::shared::{Command, Link};
 #[derive(Debug)]
 pub struct RequestStream {
     id: RequestId,
-    events: UnboundedReceiver<Event>,
+    events: UnboundedReceiver<(Instant, Event)>,
     link: Link,
+    /// When the event that was read last was sent.
+    sent: Instant,
     ended: bool,
 }
 
 impl RequestStream {
-    pub(crate) fn new(id: RequestId, events: UnboundedReceiver<Event>, link: Link) -> Self {
+    pub(crate) fn new(id: RequestId, events: UnboundedReceiver<(Instant, Event)>, link: Link) -> Self {
         Self {
             id,
             events,
             link,
+            sent: Instant::now(),
             ended: false,
         }
     }
@@ -30,6 +34,11 @@ impl RequestStream {
     /// The request's name.
     pub fn id(&self) -> RequestId {
         self.id
+    }
+
+    /// When the engine sent the event that was read last, however late that was; before the first, when the request was made.
+    pub fn sent(&self) -> Instant {
+        self.sent
     }
 
     /// Events that the engine has sent and nobody has read.
@@ -46,8 +55,9 @@ impl Stream for RequestStream {
             return Poll::Ready(None);
         }
         self.events.poll_recv(context).map(|event| {
-            let event =
-                event.unwrap_or_else(|| Event::Failed(StepError::Failed("the engine stopped".into())));
+            let stopped = || Event::Failed(StepError::Failed("the engine stopped".into()));
+            let (sent, event) = event.unwrap_or_else(|| (Instant::now(), stopped()));
+            self.sent = sent;
             self.ended = is_last(&event);
             Some(event)
         })

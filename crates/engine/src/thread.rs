@@ -202,11 +202,12 @@ impl<E: Executor> EngineThread<E> {
             needed: request.longest(),
             capacity: self.kv.capacity_tokens(),
         };
-        self.shared.lock().deliver(request.id(), Event::Failed(error));
+        let event = (request.id(), Event::Failed(error));
+        self.shared.lock().deliver(vec![event]);
     }
 
     fn launch(&mut self, executor: &mut E, plan: StepPlan) {
-        self.shared.lock().begin_step(&plan);
+        self.begin(&plan);
         let launched = self.doing(Activity::Launch, || executor.launch(&plan));
         match launched {
             Ok(()) => {
@@ -215,6 +216,15 @@ impl<E: Executor> EngineThread<E> {
             }
             Err(error) => self.settle(executor, &plan, Err(error)),
         }
+    }
+
+    /// Says what is about to be computed, and to those that it admits that they wait no more.
+    fn begin(&mut self, plan: &StepPlan) {
+        let admitted = self.scheduler.admitted(plan);
+        if !admitted.is_empty() {
+            self.shared.deliver(self.scheduler.stats(), admitted);
+        }
+        self.shared.lock().begin_step(plan);
     }
 
     /// Brings the step launched last its masks, once all before it are applied, whose tokens they depend on. The device is
@@ -291,9 +301,7 @@ impl<E: Executor> EngineThread<E> {
         );
         state.stats.scheduler = self.scheduler.stats();
         state.stats.device_time = device_time;
-        for (id, event) in events {
-            state.deliver(id, event);
-        }
+        state.deliver(events);
     }
 
     /// Tells who listens what changed in the prefix cache.

@@ -1,8 +1,9 @@
 use std::io::Result;
 use std::net::TcpListener;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use socket2::{SockRef, TcpKeepalive};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedWriteHalf;
@@ -18,8 +19,17 @@ use crate::zmtp::{self, Incoming, Kind, Reader};
 
 /// Time to shake hands.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Peers of each socket; more are turned away.
-const MAX_PEERS: usize = 1024;
+/// Who takes nothing for so long, though there is something, is given up: it holds a place, and the batch that it was sent.
+const SILENCE: Duration = Duration::from_secs(60);
+/// Who has nothing to take is asked after so long whether it is there, so often, this many times.
+const PROBE_AFTER: Duration = Duration::from_secs(30);
+const PROBE_EVERY: Duration = Duration::from_secs(10);
+const PROBES: u32 = 3;
+/// Peers of each socket; more are turned away. Both sockets' together leave room below the 1024 files that a process may have
+/// open by default.
+const MAX_PEERS: usize = 256;
+/// Between two lines of the log about those that are.
+const QUIET: Duration = Duration::from_secs(10);
 /// Topics that a subscriber may name.
 const MAX_SUBSCRIPTIONS: usize = 256;
 /// The sequence number of the message behind the last: -1.
@@ -135,10 +145,15 @@ where
     listener.set_nonblocking(true)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let mut peers = JoinSet::new();
+    let mut warned: Option<Instant> = None;
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) if peers.len() < MAX_PEERS => {
+                    if let Err(error) = prepare(&stream, SILENCE) {
+                        tracing::debug!(%error, "a subscriber is gone");
+                        continue;
+                    }
                     let served = serve(stream);
                     peers.spawn(async move {
                         if let Err(error) = served.await {
@@ -146,7 +161,13 @@ where
                         }
                     });
                 }
-                Ok((_, address)) => tracing::warn!(%address, "too many subscribers to KV events: one is turned away"),
+                Ok((_, address)) => {
+                    // They come again and again.
+                    if warned.is_none_or(|warned| warned.elapsed() > QUIET) {
+                        warned = Some(Instant::now());
+                        tracing::warn!(%address, "too many subscribers to KV events: one is turned away");
+                    }
+                }
                 Err(error) => {
                     tracing::warn!(%error, "a subscriber to KV events cannot be accepted");
                     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -155,6 +176,19 @@ where
             Some(_) = peers.join_next() => {}
         }
     }
+}
+
+/// Peers that are gone without a word, with their machine or behind a broken network, are noticed.
+fn prepare(stream: &TcpStream, silence: Duration) -> Result<()> {
+    let socket = SockRef::from(stream);
+    let probes = TcpKeepalive::new()
+        .with_time(PROBE_AFTER)
+        .with_interval(PROBE_EVERY)
+        .with_retries(PROBES);
+    socket.set_tcp_keepalive(&probes)?;
+    #[cfg(target_os = "linux")]
+    socket.set_tcp_user_timeout(Some(silence))?;
+    Ok(())
 }
 
 /// What a subscriber wants to hear.
@@ -281,3 +315,40 @@ async fn replayed(stream: TcpStream, log: Arc<Log>, most: usize) -> Result<()> {
 
 /// An empty frame, and more.
 const ENVELOPE: [u8; 2] = [1, 0];
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn who_reads_nothing_is_given_up_and_who_reads_is_not() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let silence = Duration::from_secs(1);
+        // Reads nothing, and does not go away.
+        let idle = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut stream, _) = listener.accept().await.unwrap();
+        prepare(&stream, silence).unwrap();
+        let batch = vec![0; 1 << 20];
+        let sent = async {
+            loop {
+                if let Err(error) = stream.write_all(&batch).await {
+                    return error.kind();
+                }
+            }
+        };
+        let kind = tokio::time::timeout(Duration::from_secs(60), sent).await.unwrap();
+        assert_eq!(kind, std::io::ErrorKind::TimedOut);
+        drop(idle);
+        // Has nothing to read for longer than that.
+        let mut quiet = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut stream, _) = listener.accept().await.unwrap();
+        prepare(&stream, silence).unwrap();
+        tokio::time::sleep(3 * silence).await;
+        stream.write_all(b"late").await.unwrap();
+        let mut heard = [0; 4];
+        tokio::io::AsyncReadExt::read_exact(&mut quiet, &mut heard)
+            .await
+            .unwrap();
+        assert_eq!(&heard, b"late");
+    }
+}

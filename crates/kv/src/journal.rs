@@ -1,28 +1,18 @@
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
 
 use plimsoll_core::{CacheEvent, TokenId};
+use sha2::{Digest, Sha256};
 
 use crate::prefix::Prefix;
 
 /// What changed in the prefix cache, until somebody asks.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Journal {
     events: Vec<CacheEvent>,
     /// Of cached blocks with which a sequence of a salt begins, by name.
     salts: HashMap<u64, Box<str>>,
-    /// Makes names of this process unlike those of any other.
-    key: u64,
-}
-
-impl Default for Journal {
-    fn default() -> Self {
-        Self {
-            events: Vec::new(),
-            salts: HashMap::new(),
-            key: RandomState::new().hash_one(0),
-        }
-    }
+    /// What others know cached blocks by, by name.
+    public: HashMap<u64, u64>,
 }
 
 impl Journal {
@@ -33,6 +23,7 @@ impl Journal {
     /// Nothing is cached any more; something was where `any`.
     pub(crate) fn clear(&mut self, any: bool) {
         self.salts.clear();
+        self.public.clear();
         // What nobody heard of yet was said of a cache that is gone. Of what they heard, all may be removed already.
         if any || !self.events.is_empty() {
             self.events.clear();
@@ -44,6 +35,12 @@ impl Journal {
         if let Some(salt) = salt.filter(|_| before.is_root()) {
             self.salts.insert(name, salt.into());
         }
+        let public = public(
+            self.parent(before),
+            tokens,
+            self.salts.get(&name).map(Box::as_ref),
+        );
+        self.public.insert(name, public);
         let mut events = std::mem::take(&mut self.events);
         self.tell(&mut events, before, name, tokens);
         self.events = events;
@@ -51,7 +48,7 @@ impl Journal {
 
     pub(crate) fn removed(&mut self, name: u64) {
         self.salts.remove(&name);
-        let public = self.public(name);
+        let public = self.public.remove(&name).expect("it was stored");
         match self.events.last_mut() {
             Some(CacheEvent::Removed(blocks)) => blocks.push(public),
             _ => self.events.push(CacheEvent::Removed(vec![public])),
@@ -60,32 +57,43 @@ impl Journal {
 
     /// Adds to `events` that the block `name` holds `tokens` after `before`; those in a row become one event.
     pub(crate) fn tell(&self, events: &mut Vec<CacheEvent>, before: Prefix, name: u64, tokens: &[TokenId]) {
-        let parent = (!before.is_root()).then(|| self.public(before.name));
-        let name_of = self.public(name);
+        let parent = self.parent(before);
+        let public = self.public[&name];
         if let Some(CacheEvent::Stored {
             blocks, tokens: row, ..
         }) = events.last_mut()
             && parent.is_some()
             && blocks.last() == parent.as_ref()
         {
-            blocks.push(name_of);
+            blocks.push(public);
             row.extend_from_slice(tokens);
             return;
         }
         events.push(CacheEvent::Stored {
-            blocks: vec![name_of],
+            blocks: vec![public],
             parent,
             tokens: tokens.to_vec(),
             salt: self.salts.get(&name).cloned(),
         });
     }
 
-    /// What others know a block by: a permutation of all names (the finalizer of SplitMix64, Steele et al. 2014), by a key
-    /// of this process's own. Routers take equal names of two servers for equal blocks, and 0 for none.
-    fn public(&self, name: u64) -> u64 {
-        let mixed = name.wrapping_add(self.key);
-        let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)).max(1)
+    /// What others know the last block of `before` by.
+    fn parent(&self, before: Prefix) -> Option<u64> {
+        (!before.is_root()).then(|| self.public[&before.name])
     }
+}
+
+/// What others know a block by: a digest of its tokens and of all that is before them. Routers keep one tree for all servers,
+/// in which equal blocks are taken to have equal names, and 0 is none. Nobody can make a block with the name of another's.
+fn public(parent: Option<u64>, tokens: &[TokenId], salt: Option<&str>) -> u64 {
+    let mut digest = Sha256::new();
+    digest.update(parent.unwrap_or(0).to_le_bytes());
+    for token in tokens {
+        digest.update(token.to_le_bytes());
+    }
+    // Behind the tokens, whose number is always the same: no salt can pass for tokens.
+    digest.update(salt.unwrap_or_default());
+    let digest: [u8; 32] = digest.finalize().into();
+    let (first, _) = digest.split_first_chunk().expect("32 bytes");
+    u64::from_le_bytes(*first).max(1)
 }

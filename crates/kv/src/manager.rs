@@ -77,7 +77,7 @@ impl KvManager {
         self.free = FreeList::full(config.num_blocks);
     }
 
-    /// Records changes of the prefix cache from here on, until [`Self::take_events`] takes them.
+    /// Records changes of the prefix cache, in which nothing is yet, until [`Self::take_events`] takes them.
     pub fn record_events(&mut self) {
         self.index.record();
     }
@@ -100,6 +100,11 @@ impl KvManager {
     /// Blocks nobody references, cached ones included.
     pub fn available(&self) -> usize {
         self.free.len()
+    }
+
+    /// Whether [`Self::open`] looks for a prefix at all.
+    pub fn looks_up(&self, sharing: &Sharing<'_>) -> bool {
+        self.prefix_caching && sharing.most > 0
     }
 
     /// A table with room for all of `tokens` that shares the longest cached prefix that `sharing` allows, at most all but the

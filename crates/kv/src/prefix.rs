@@ -84,8 +84,9 @@ impl PrefixIndex {
         };
     }
 
-    /// Keeps account of changes from here on.
+    /// Keeps account of changes from here on; nothing is cached yet.
     pub(crate) fn record(&mut self) {
+        debug_assert!(self.by_hash.is_empty());
         self.journal.get_or_insert_default();
     }
 

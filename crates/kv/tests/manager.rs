@@ -1,6 +1,6 @@
 //! What the manager promises, one promise at a time.
 
-use plimsoll_core::{BlockSize, KvConfig, TokenId};
+use plimsoll_core::{BlockSize, CacheEvent, KvConfig, TokenId};
 use plimsoll_kv::{BlockTable, KvManager, OutOfBlocks, Sharing};
 
 fn manager(num_blocks: usize) -> KvManager {
@@ -201,4 +201,45 @@ fn without_prefix_caching_nothing_is_kept() {
         ),
         (0, 0)
     );
+}
+
+#[test]
+fn blocks_have_equal_names_everywhere_and_each_its_own() {
+    let names = |prompts: &[(&[TokenId], Option<&str>)]| -> Vec<Vec<u64>> {
+        let mut manager = manager(16);
+        manager.record_events();
+        let stored = prompts.iter().map(|&(tokens, salt)| {
+            let sharing = Sharing {
+                salt,
+                ..Sharing::default()
+            };
+            let mut table = manager.open(tokens, sharing, 0).expect("there is room");
+            manager.commit(&mut table, tokens);
+            manager.release(table);
+            match &manager.take_events()[..] {
+                [CacheEvent::Stored { blocks, .. }] => blocks.clone(),
+                events => panic!("{events:?}"),
+            }
+        });
+        stored.collect()
+    };
+    let repeated = [[7; 8], [7; 8]].concat();
+    let prompts: [(&[TokenId], Option<&str>); 4] = [
+        (&tokens(1, 16), None),
+        (&tokens(1, 16), Some("a")),
+        (&tokens(1, 16), Some("b")),
+        (&repeated, None),
+    ];
+    let mut there = names(&prompts);
+    // Another server gets them in another order.
+    let mut backwards = prompts;
+    backwards.reverse();
+    let mut here = names(&backwards);
+    here.reverse();
+    assert_eq!(there, here);
+    let mut all: Vec<u64> = there.drain(..).flatten().collect();
+    all.sort_unstable();
+    all.dedup();
+    assert_eq!(all.len(), 8, "one has the name of another");
+    assert!(!all.contains(&0));
 }

@@ -22,6 +22,7 @@
 //! The tokens of a constrained request ([`plimsoll_core::Guide`]) are chosen under masks that follow its output. It runs ahead
 //! like any other: only the sampling of the step planned meanwhile waits until its mask is known.
 
+mod defect;
 mod queue;
 mod scheduler;
 mod sequence;

@@ -9,6 +9,7 @@ use plimsoll_kv::{BlockTable, KvManager};
 
 use crate::{
     SchedulerStats,
+    defect::defect,
     queue::{Arrival, Queue, Rank},
     sequence::{Running, Sequence},
 };
@@ -178,6 +179,17 @@ impl Scheduler {
         self.counters.steps += 1;
         self.counters.computed_tokens += plan.num_tokens() as u64;
         plan
+    }
+
+    /// What those hear that `plan` admits: they run from now on, though their first step may take long.
+    pub fn admitted(&mut self, plan: &StepPlan) -> Vec<(RequestId, Event)> {
+        // They come last.
+        let runs = plan.runs.iter().rev();
+        let admitted = runs.map_while(|run| {
+            let cached_tokens = self.running_mut(run.request)?.1.admitted.take()?;
+            Some((run.request, Event::Admitted { cached_tokens }))
+        });
+        admitted.collect()
     }
 
     /// Takes in what a step produced. The oldest step in flight comes first.
@@ -422,10 +434,13 @@ impl Scheduler {
             else {
                 return;
             };
-            let (rank, sequence) = self.waiting.take(next, self.counters.admissions);
+            let (rank, mut sequence) = self.waiting.take(next, self.counters.admissions);
             self.counters.admissions += 1;
-            self.counters.prefix_queried_tokens += sequence.tokens.len() as u64;
-            self.counters.prefix_hit_tokens += table.computed() as u64;
+            // What a request finds of its own after a preemption says nothing about the cache.
+            if sequence.is_new() && self.kv.looks_up(&sequence.sharing()) {
+                self.counters.prefix_queried_tokens += sequence.tokens.len() as u64;
+                self.counters.prefix_hit_tokens += table.computed() as u64;
+            }
             self.places.insert(sequence.request.id(), Place::Running(rank));
             let mut running = Running::new(sequence, table);
             let len = running.ready().min(budget);
@@ -461,9 +476,6 @@ impl Scheduler {
         };
         let running = self.running.get_mut(&rank).expect("its place says so");
         running.in_flight -= 1;
-        if let Some(cached_tokens) = running.admitted.take() {
-            events.push((id, Event::Admitted { cached_tokens }));
-        }
         self.kv
             .commit(&mut running.table, &running.sequence.tokens[..run.end()]);
         if let Some(vector) = pooled.and_then(|rows| running.pool(rows, run.end())) {
@@ -567,30 +579,4 @@ impl Scheduler {
         let position = known.unwrap_or_else(|| panic!("step {} is not in flight", plan.step));
         self.in_flight.remove(position);
     }
-}
-
-/// How `output` fails to answer `plan`, if it does.
-fn defect(plan: &StepPlan, output: &StepOutput) -> Option<String> {
-    let (runs, samples) = (plan.runs.len(), output.samples.len());
-    if runs != samples {
-        return Some(format!("{samples} results for {runs} runs"));
-    }
-    let pooled = output.pooled.iter().map(Option::is_some);
-    let mut pooled = plan.runs.iter().zip(pooled.chain(std::iter::repeat(false)));
-    if let Some((run, _)) = pooled.find(|(run, pooled)| run.pool.is_some() != *pooled) {
-        return Some(format!("a vector too few or too many for {}", run.request));
-    }
-    let mut pairs = plan.runs.iter().zip(&output.samples);
-    if let Some((run, sampled)) = pairs.find(|(run, sampled)| run.sample.is_some() != sampled.is_some()) {
-        let what = match sampled {
-            Some(_) => "a token that was not asked for",
-            None => "no token",
-        };
-        return Some(format!("{what} for {}", run.request));
-    }
-    let asked = plan.runs.iter().filter_map(|run| run.score.as_ref());
-    let same = asked
-        .map(|score| score.targets.len())
-        .eq(output.scores.iter().map(Vec::len));
-    (!same).then(|| "log-probabilities of other prompt tokens than were asked for".to_owned())
 }

@@ -22,6 +22,8 @@ pub(crate) struct Sequence {
     pub(crate) arrival: Arrival,
     /// Turns that were given before it came.
     pub(crate) turns_before: u64,
+    /// It was admitted before.
+    pub(crate) has_run: bool,
 }
 
 impl Sequence {
@@ -36,7 +38,13 @@ impl Sequence {
             scored: 0,
             arrival,
             turns_before,
+            has_run: false,
         }
+    }
+
+    /// Whether it is admitted for the first time; asked once for each time.
+    pub(crate) fn is_new(&mut self) -> bool {
+        !std::mem::replace(&mut self.has_run, true)
     }
 
     pub(crate) fn outputs(&self) -> usize {

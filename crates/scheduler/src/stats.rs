@@ -35,7 +35,7 @@ pub struct SchedulerStats {
     pub cancelled: u64,
     /// Requests whose step or constraint failed, or for which a smaller KV cache has no room.
     pub failed: u64,
-    /// Tokens of admitted requests that were looked up in the prefix cache.
+    /// Tokens that were looked up in the prefix cache when a request was admitted first.
     pub prefix_queried_tokens: u64,
     /// Of these, tokens found.
     pub prefix_hit_tokens: u64,

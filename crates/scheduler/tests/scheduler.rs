@@ -109,11 +109,10 @@ fn shape(plan: &StepPlan) -> Vec<(u64, usize, usize, bool)> {
 
 fn step(scheduler: &mut Scheduler, token: TokenId) -> (StepPlan, Vec<(RequestId, Event)>) {
     let plan = scheduler.plan();
-    let events = if plan.is_empty() {
-        Vec::new()
-    } else {
-        scheduler.apply(&plan, output(&plan, token))
-    };
+    let mut events = scheduler.admitted(&plan);
+    if !plan.is_empty() {
+        events.extend(scheduler.apply(&plan, output(&plan, token)));
+    }
     scheduler.check_invariants().expect("the bookkeeping is sound");
     (plan, events)
 }
@@ -268,7 +267,14 @@ fn a_stop_discards_the_step_behind_it_and_keeps_its_blocks_till_then() {
     let mut scheduler = scheduler(100, 4, 20);
     scheduler.submit(request(1, 4, 9));
     let (first, second) = (scheduler.plan(), scheduler.plan());
-    assert_eq!(scheduler.apply(&first, output(&first, STOP)).len(), 2);
+    assert_eq!(
+        (
+            scheduler.admitted(&first).len(),
+            scheduler.admitted(&second).len()
+        ),
+        (1, 0)
+    );
+    assert_eq!(scheduler.apply(&first, output(&first, STOP)).len(), 1);
     assert_eq!((scheduler.stats().leaving, scheduler.stats().blocks_used), (1, 1));
     assert!(!scheduler.cancel(RequestId(1)), "it has ended by itself");
     assert!(scheduler.apply(&second, output(&second, 5)).is_empty());
@@ -561,4 +567,9 @@ fn the_lowest_priority_gives_up_its_blocks_first() {
         }
     };
     assert_eq!(shape(&preempted).iter().map(|run| run.0).collect::<Vec<_>>(), [2]);
+    while !scheduler.is_idle() {
+        step(&mut scheduler, 0);
+    }
+    assert!(scheduler.stats().admissions > 2);
+    assert_eq!(scheduler.stats().prefix_queried_tokens, 14 + 7, "once for each");
 }

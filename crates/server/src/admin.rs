@@ -11,6 +11,7 @@ use serde_json::json;
 use crate::error::{ApiError, whole_seconds};
 use crate::generate::blocking;
 use crate::state::AppState;
+use crate::status::Status;
 use crate::wire::about::{
     HealthReport, LastOom, MemoryNow, MemoryReport, ModelCard, ModelList, NotReady, OomStep, Rebuilds,
     Version,
@@ -45,16 +46,8 @@ pub(crate) async fn health(State(state): State<AppState>) -> Response {
 )]
 pub(crate) async fn ready(State(state): State<AppState>) -> Response {
     let health = state.engine().health();
-    let status = match health.phase {
-        Phase::Running if health.is_moving(state.options().ready_patience) => "ready",
-        Phase::Running => "stalled",
-        Phase::Rebuilding => "rebuilding",
-        Phase::FallingAsleep | Phase::Asleep => "sleeping",
-        Phase::Draining => "draining",
-        Phase::Stopped => "stopped",
-        Phase::Dead => "dead",
-    };
-    report(status == "ready", status, &health)
+    let status = state.status(&health);
+    report(status == Status::Ready, status.name(), &health)
 }
 
 fn report(good: bool, status: &str, health: &Health) -> Response {
@@ -85,20 +78,13 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
 /// Metrics
 ///
 /// Prometheus' text format, under our own names and vLLM's.
-// Off the server's threads, as `memory`: a driver that is busy must not hold up the answers to others (U20).
 #[utoipa::path(
     get, path = "/metrics", tag = "Operation",
     responses((status = 200, description = "All metrics.", body = String, content_type = "text/plain"))
 )]
 pub(crate) async fn metrics(State(state): State<AppState>) -> Result<Response, ApiError> {
-    let page = blocking(move || {
-        let engine = state.engine();
-        let (stats, health) = (engine.stats(), engine.health());
-        Ok(state
-            .metrics()
-            .render(&stats, &health, engine.kv(), state.memory()))
-    })
-    .await?;
+    let meters = state.meters().await;
+    let page = blocking(move || Ok(state.metrics().render(&state, &meters))).await?;
     Ok(metrics_page(page))
 }
 
@@ -116,16 +102,16 @@ pub(crate) fn metrics_page(page: String) -> Response {
     responses((status = 200, description = "All sizes in bytes.", body = MemoryReport))
 )]
 pub(crate) async fn memory(State(state): State<AppState>) -> Result<Response, ApiError> {
-    blocking(move || Ok(Json(memory_now(&state)).into_response())).await
+    let meters = state.meters().await;
+    blocking(move || Ok(Json(memory_now(&state, &meters)).into_response())).await
 }
 
-/// Asks the device.
-fn memory_now(state: &AppState) -> MemoryReport {
+fn memory_now(state: &AppState, meters: &Meters) -> MemoryReport {
     let memory = state.memory();
     let stats = state.engine().stats();
     MemoryReport {
         profile: memory.report(),
-        now: live(&memory.meters(), memory.proved_peak()),
+        now: live(meters, memory.proved_peak()),
         device_allocs_after_ready: memory.allocations_after_ready(),
         high_water_above_proof: stats.high_water_above_proof,
         rebuilds: Rebuilds {

@@ -69,7 +69,7 @@ pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {
     let origins = &options.allowed_origins;
     let allow = match origins.as_slice() {
         [] => return None,
-        [all] if all == "*" => AllowOrigin::any(),
+        list if list.iter().any(|origin| origin == "*") => AllowOrigin::any(),
         list => AllowOrigin::list(list.iter().cloned()),
     };
     Some(

@@ -310,8 +310,8 @@ impl Context {
     }
 
     /// A choice runs; `cached` of the prompt's tokens need not be computed.
-    pub(crate) fn admitted(&self, cached: usize) {
-        let age = self.age();
+    pub(crate) fn admitted(&self, at: Instant, cached: usize) {
+        let age = at - self.0.arrived;
         if let Some(generation) = &mut self.notes().generation {
             generation.queued.get_or_insert(age);
             generation.cached_tokens += cached;
@@ -319,8 +319,8 @@ impl Context {
     }
 
     /// A choice gained a token.
-    pub(crate) fn token(&self) {
-        self.0.first_token.get_or_init(Instant::now);
+    pub(crate) fn token(&self, at: Instant) {
+        self.0.first_token.get_or_init(|| at);
         let tokens = 1 + self.0.output_tokens.fetch_add(1, Ordering::Relaxed);
         if tokens.is_multiple_of(SPENT_AT_ONCE) {
             self.0.state.quotas().spend(self.tenant(), SPENT_AT_ONCE);

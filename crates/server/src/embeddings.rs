@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::extract::State;
@@ -257,9 +257,10 @@ impl EmbeddingInfo {
             {
                 let index = *index;
                 let request = self.request(state, tokens, &engine.limits());
-                match engine.submit(request.map_err(|error| at(index, error))?) {
+                let submitted = Instant::now();
+                match engine.offer(request.map_err(|error| at(index, error))?) {
                     Ok(events) => {
-                        let timer = Timer::start(&state.metrics().per_request, tokens.len(), 0);
+                        let timer = Timer::start(&state.metrics().per_request, tokens.len(), 0, submitted);
                         running
                             .push(async move { Ok::<_, StepError>((index, vector(events, timer).await?)) });
                         pending.pop_front();
@@ -274,7 +275,10 @@ impl EmbeddingInfo {
                     Err(SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. }) if begun => {
                         tokio::time::sleep(RETRY).await;
                     }
-                    Err(error) => return Err(error.into()),
+                    Err(error) => {
+                        engine.turned_away(&error);
+                        return Err(error.into());
+                    }
                 }
             }
             match running.next().await {
@@ -307,9 +311,9 @@ impl EmbeddingInfo {
 async fn vector(mut events: RequestStream, mut timer: Timer) -> Result<Vec<f32>, StepError> {
     while let Some(event) = events.next().await {
         match event {
-            Event::Admitted { .. } => timer.admitted(),
+            Event::Admitted { .. } => timer.admitted(events.sent()),
             Event::Pooled(vector) => {
-                timer.pooled();
+                timer.pooled(events.sent());
                 return Ok(vector);
             }
             Event::Failed(error) => {

@@ -255,6 +255,16 @@ impl ApiError {
         }
     }
 
+    /// No news: how long to wait is the client's choice, and which step failed, or what the server is told to do or waits for,
+    /// the log has said once. What became of each request is for its own line, of which there are only so many in a second.
+    fn is_known(&self) -> bool {
+        match self {
+            Self::Starting(_) | Self::DeadlineExceeded(_) | Self::NoRoom(_) | Self::Step(_) => true,
+            Self::Refused(error) => !matches!(error, SubmitError::DuplicateId(_)),
+            _ => false,
+        }
+    }
+
     /// Trying again would be in vain, although the status says otherwise to clients that try by themselves.
     fn is_final(&self) -> bool {
         matches!(
@@ -314,8 +324,7 @@ impl From<QueryRejection> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, _, code) = self.class();
-        // How long to wait is the client's choice.
-        if status.is_server_error() && !matches!(self, Self::Starting(_) | Self::DeadlineExceeded(_)) {
+        if status.is_server_error() && !self.is_known() {
             tracing::warn!(%status, error = %self, "request failed");
         }
         let mut response = (status, Json(self.body())).into_response();

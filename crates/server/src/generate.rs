@@ -188,7 +188,6 @@ impl Job {
             requests.push(first);
             requests.extend(others);
         }
-        state.metrics().per_request.submitted(self.n);
         let stop = StopMatcher::new(&self.stop, self.extra.include_stop_str_in_output)
             .map_err(|e| ApiError::invalid("stop", e.to_string()))?;
         let stop = (stop, Arc::from(self.stop.as_slice()));
@@ -197,6 +196,8 @@ impl Job {
             .enumerate()
             .map(|(i, request)| Choice::submit(state, i, &self, &stop, request))
             .collect::<Result<_, _>>()?;
+        // As the choices: none that is refused.
+        state.metrics().per_request.submitted(self.n);
         context.generates(Generation {
             model: state.model().id.clone(),
             max_tokens: self.max_tokens,
@@ -309,9 +310,10 @@ impl Choice {
         request: Request,
     ) -> Result<Self, ApiError> {
         let (prompt_len, max_tokens) = (request.prompt().len(), request.max_tokens());
+        let submitted = Instant::now();
         let events = state.engine().submit(request)?;
         // Of an admitted request alone: one that is refused is not aborted.
-        let timer = Timer::start(&state.metrics().per_request, prompt_len, max_tokens);
+        let timer = Timer::start(&state.metrics().per_request, prompt_len, max_tokens, submitted);
         let prompt_tokens = if index.is_multiple_of(job.n) {
             prompt_len
         } else {
@@ -384,11 +386,12 @@ impl Choice {
             };
             match event? {
                 Event::Admitted { cached_tokens } => {
-                    self.timer.admitted();
+                    let at = self.sent();
+                    self.timer.admitted(at);
                     if self.cached_tokens.is_none() {
                         self.cached_tokens = Some(cached_tokens);
                         self.context
-                            .admitted(if self.prompt_tokens > 0 { cached_tokens } else { 0 });
+                            .admitted(at, if self.prompt_tokens > 0 { cached_tokens } else { 0 });
                     }
                 }
                 Event::Prompt(PromptEvent { logprobs, finish }) => {
@@ -440,8 +443,9 @@ impl Choice {
 
     fn take(&mut self, token: TokenEvent, piece: &mut Piece) {
         self.generated += 1;
-        self.timer.token();
-        self.context.token();
+        let at = self.sent();
+        self.timer.token(at);
+        self.context.token(at);
         piece.tokens.push(token.token);
         let mut finish = token.finish;
         if finish == Some(FinishReason::Stop) && self.named_stops.contains(&token.token) {
@@ -479,8 +483,9 @@ impl Choice {
 
     /// Ends the choice, which cancels what is left of the request. What it adds to the usage of the response.
     pub(crate) fn end(&mut self, reason: FinishReason) -> Usage {
+        let at = self.sent();
         if self.events.take().is_some() {
-            self.timer.finished(reason == FinishReason::Length);
+            self.timer.finished(reason == FinishReason::Length, at);
             self.context.finished(reason);
         }
         let cached_tokens = match self.prompt_tokens {
@@ -488,6 +493,13 @@ impl Choice {
             _ => self.cached_tokens.unwrap_or(0),
         };
         Usage::new(self.prompt_tokens, self.generated, cached_tokens)
+    }
+
+    /// When the engine sent what was heard last.
+    fn sent(&self) -> Instant {
+        self.events
+            .as_ref()
+            .map_or_else(Instant::now, RequestStream::sent)
     }
 
     /// Moves `text` through the stop strings into `piece`.

@@ -13,10 +13,11 @@ use std::time::Duration;
 
 use metrics::{Counter, Gauge, Key, Label, Metadata, Recorder, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
-use plimsoll_core::KvConfig;
+use plimsoll_core::{KvConfig, Meters};
 use plimsoll_engine::{EngineStats, Health, Histogram, Phase};
 
-use crate::state::{Memory, StartNumbers, unix_seconds};
+use crate::state::{AppState, Memory, StartNumbers, unix_seconds};
+use crate::status::Status;
 
 use catalog::*;
 pub(crate) use http::Exchange;
@@ -216,17 +217,14 @@ impl Metrics {
         self.handle.run_upkeep();
     }
 
-    /// The whole page.
-    pub(crate) fn render(
-        &self,
-        stats: &EngineStats,
-        health: &Health,
-        kv: KvConfig,
-        memory: &dyn Memory,
-    ) -> String {
+    /// The whole page of a server whose device's memory is as `meters` say.
+    pub(crate) fn render(&self, state: &AppState, meters: &Meters) -> String {
+        let engine = state.engine();
+        let (stats, health, kv) = (&engine.stats(), &engine.health(), engine.kv());
         let maker = self.maker();
+        set_status(&maker, state.status(health));
         set_engine(&maker, stats, health);
-        set_memory(&maker, memory);
+        set_memory(&maker, state.memory(), meters);
         maker.count(&ABOVE_PROOF, stats.high_water_above_proof);
         let mut page = self.handle.render();
         self.write_cache_config(&mut page, kv);
@@ -278,7 +276,7 @@ impl Metrics {
     }
 
     fn label_text(&self) -> String {
-        let labels = self.labels.iter().map(|l| format!("{}={:?}", l.key(), l.value()));
+        let labels = self.labels.iter().map(|l| label(l.key(), l.value()));
         labels.collect::<Vec<_>>().join(",")
     }
 
@@ -298,6 +296,22 @@ impl Metrics {
             let _ = writeln!(page, "{text}_sum{{{labels}}} {}", histogram.sum());
             let _ = writeln!(page, "{text}_count{{{labels}}} {}\n", histogram.count());
         }
+    }
+}
+
+/// A label as Prometheus reads it: it knows three escapes.
+fn label(key: &str, value: &str) -> String {
+    let value = value
+        .replace('\\', r"\\")
+        .replace('"', r#"\""#)
+        .replace('\n', r"\n");
+    format!("{key}=\"{value}\"")
+}
+
+fn set_status(maker: &Maker<'_>, now: Status) {
+    for status in Status::ALL {
+        let name = [Label::from_static_parts("status", status.name())];
+        maker.set(&STATUS, &name, f64::from(u8::from(status == now)));
     }
 }
 
@@ -359,8 +373,7 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     );
 }
 
-fn set_memory(maker: &Maker<'_>, memory: &dyn Memory) {
-    let meters = memory.meters();
+fn set_memory(maker: &Maker<'_>, memory: &dyn Memory, meters: &Meters) {
     for (component, bytes) in meters.by_component.iter() {
         maker.set(
             &MEMORY,
@@ -389,5 +402,19 @@ fn set_memory(maker: &Maker<'_>, memory: &dyn Memory) {
     for (outcome, sizes) in [("proved", 1), ("out_of_memory", tried.saturating_sub(1))] {
         let outcome = [Label::from_static_parts("outcome", outcome)];
         maker.set(&PROFILE_ATTEMPTS, &outcome, sizes as f64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::label;
+
+    #[test]
+    fn labels_have_prometheus_escapes_and_no_others() {
+        let odd = "a\"b\\c\nd\te\u{200b}";
+        assert_eq!(
+            label("model_name", odd),
+            "model_name=\"a\\\"b\\\\c\\nd\te\u{200b}\""
+        );
     }
 }

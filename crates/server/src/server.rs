@@ -101,7 +101,11 @@ impl Server {
         }
         let (began, was_busy) = (Instant::now(), state.begin_drain());
         let timeout = state.options().drain_timeout;
-        let drained = engine.drain(timeout).await;
+        let drained = tokio::select! {
+            drained = engine.drain(timeout) => drained,
+            // A drain may be long, and what hangs does not end by waiting.
+            stall = watchdog(&state) => return Err(self.give_up(&state, &stall).await),
+        };
         if was_busy {
             tokio::time::sleep(LINGER).await;
         }

@@ -33,8 +33,10 @@ pub enum StartPhase {
     Weights,
     /// Runs the worst steps with a small KV cache.
     Probe,
-    /// Builds the engine's state at its final size, graphs included.
+    /// Builds the engine's state at its final size.
     Rebuild,
+    /// Records the steps of that state as CUDA graphs, batch size by batch size.
+    Capture,
     /// Runs the worst steps at that size.
     Validate,
     /// Starts the engine over what was proved.
@@ -43,13 +45,14 @@ pub enum StartPhase {
 
 impl StartPhase {
     /// All of them in their order.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Resolve,
         Self::Download,
         Self::Device,
         Self::Weights,
         Self::Probe,
         Self::Rebuild,
+        Self::Capture,
         Self::Validate,
         Self::Engine,
     ];
@@ -63,6 +66,7 @@ impl StartPhase {
             Self::Weights => "weights",
             Self::Probe => "probe",
             Self::Rebuild => "rebuild",
+            Self::Capture => "capture",
             Self::Validate => "validate",
             Self::Engine => "engine",
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::http::HeaderValue;
 use plimsoll_core::{Meters, TokenId};
-use plimsoll_engine::EngineHandle;
+use plimsoll_engine::{EngineHandle, Health};
 use plimsoll_text::grammar::GrammarCompiler;
 use plimsoll_text::{ChatTemplate, ReasoningFormat, Tokenizer, ToolFormat};
 use rand::rngs::StdRng;
@@ -18,10 +18,12 @@ use crate::context::RequestSink;
 use crate::embeddings::EmbeddingInfo;
 use crate::error::ApiError;
 use crate::keys::ApiKeys;
+use crate::meters::MeterReader;
 use crate::metrics::Metrics;
 use crate::quota::{KeyLimits, Quotas};
 use crate::responses::ResponseStore;
 use crate::room::Room;
+use crate::status::Status;
 
 /// The model, as far as the API knows it.
 #[derive(Debug)]
@@ -241,6 +243,7 @@ struct Inner {
     engine: EngineHandle,
     model: Arc<ModelInfo>,
     memory: Arc<dyn Memory>,
+    meters: MeterReader,
     options: ServerOptions,
     metrics: Metrics,
     answer_marks: Arc<[TokenId]>,
@@ -293,6 +296,7 @@ impl AppState {
             engine,
             model,
             memory,
+            meters: MeterReader::default(),
             quotas: Quotas::new(options.key_limits),
             responses: ResponseStore::new(options.response_store),
             room: Room::new(
@@ -324,6 +328,16 @@ impl AppState {
 
     pub(crate) fn memory(&self) -> &dyn Memory {
         self.0.memory.as_ref()
+    }
+
+    /// The device's meters, now if it answers.
+    pub(crate) async fn meters(&self) -> Meters {
+        self.0.meters.read(&self.0.memory).await
+    }
+
+    /// What `/ready` says.
+    pub(crate) fn status(&self, health: &Health) -> Status {
+        Status::of(health, self.options().ready_patience)
     }
 
     pub(crate) fn options(&self) -> &ServerOptions {

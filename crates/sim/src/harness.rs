@@ -234,6 +234,8 @@ impl<'a> Life<'a> {
                 break;
             }
             planned = true;
+            let admitted = self.scheduler.admitted(&plan);
+            self.deliver(admitted, freed)?;
             match self.executor.launch(&plan) {
                 Ok(()) => {
                     for run in &plan.runs {

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use plimsoll_core::BlockSize;
 use plimsoll_profiler::MemFraction;
 
-use crate::args::values::{block_size, duration, fraction, positive};
+use crate::args::values::{block_size, context, duration, fraction, positive, tokens};
 use crate::args::{LogArgs, PoolingArgs};
 use crate::bytes::Bytes;
 use crate::device::DeviceChoice;
@@ -137,15 +137,15 @@ impl DeviceArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
-    /// Prompt plus output tokens of one request [default: decided at start: what the model was trained for]
-    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    /// Prompt plus output tokens of one request, such as 8192 or 32k [default: decided at start: what the model was trained for]
+    #[arg(long, value_name = "TOKENS", value_parser = context, allow_negative_numbers = true)]
     pub max_model_len: Option<usize>,
     /// Requests that run at once [default: decided at start: 32, on a GPU 512]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
     /// Tokens computed in one step; longer prompts are computed in chunks [default: decided at start:
     /// 512, on a GPU 8192]
-    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub max_num_batched_tokens: Option<usize>,
     /// Tokens per block of the KV cache: 8, 16 or 32
     #[arg(long, value_name = "TOKENS", default_value_t, value_parser = block_size)]
@@ -204,7 +204,7 @@ pub struct MemoryArgs {
     #[arg(long, value_name = "FRACTION", default_value = "0.95", value_parser = fraction)]
     pub mem_fraction: MemFraction,
     /// Tokens in the KV cache: skips the measurement of what fits, still proves it [default: measured at start]
-    #[arg(long, value_name = "TOKENS", value_parser = positive, conflicts_with = "kv_cache_memory_bytes")]
+    #[arg(long, value_name = "TOKENS", value_parser = tokens, conflicts_with = "kv_cache_memory_bytes")]
     pub max_total_token_num: Option<usize>,
     /// Bytes of the KV cache, likewise [default: measured at start]
     #[arg(long, value_name = "BYTES")]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{ArgAction, Args, ValueEnum};
 use reqwest::header::HeaderValue;
 
-use crate::args::values::{duration, origin, positive, some_time};
+use crate::args::values::{Origins, duration, positive, some_time};
 use crate::args::{AccessArgs, ModelArgs};
 use crate::bytes::Bytes;
 
@@ -61,9 +61,9 @@ pub struct ServerArgs {
     /// Largest request body
     #[arg(long, value_name = "BYTES", default_value = "32MiB")]
     pub max_body_size: Bytes,
-    /// Web pages of these origins may use the server from a browser; * for all [default: none]
-    #[arg(long, value_name = "ORIGIN", num_args = 1.., action = ArgAction::Set, value_parser = origin)]
-    pub allowed_origins: Option<Vec<HeaderValue>>,
+    /// Web pages of these origins, such as `https://example.org`, may use the server from a browser; * for all [default: none]
+    #[arg(long, value_name = "ORIGIN", num_args = 1.., action = ArgAction::Set)]
+    pub allowed_origins: Option<Vec<Origins>>,
     /// Offer POST /sleep and /wake_up, which give the memory of everything but the weights back for a time
     #[arg(long, overrides_with = "no_enable_sleep_mode")]
     enable_sleep_mode: bool,
@@ -127,6 +127,12 @@ impl ServerArgs {
     /// Whether the server can be told to end by HTTP.
     pub fn enable_admin_api(&self) -> bool {
         self.enable_admin_api
+    }
+
+    /// Whose web pages may use the server.
+    pub fn allowed_origins(&self) -> Vec<HeaderValue> {
+        let given = self.allowed_origins.iter().flatten();
+        given.flat_map(|origins| origins.all().to_vec()).collect()
     }
 
     /// The names the API knows the model by, at least one.

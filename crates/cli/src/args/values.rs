@@ -1,5 +1,6 @@
 //! Values of flags, with what is wrong about them.
 
+use std::str::FromStr;
 use std::time::Duration;
 
 use plimsoll_core::BlockSize;
@@ -15,12 +16,86 @@ pub(crate) fn positive(text: &str) -> Result<usize, String> {
     }
 }
 
+/// Tokens, as vLLM counts them: `8k` is 8,000 and `8K` is 8,192.
+pub(super) fn tokens(text: &str) -> Result<usize, String> {
+    const UNITS: [(char, f64); 6] = [
+        ('k', 1e3),
+        ('m', 1e6),
+        ('g', 1e9),
+        ('K', 1024.0),
+        ('M', 1048576.0),
+        ('G', 1073741824.0),
+    ];
+    let unit = UNITS
+        .iter()
+        .find_map(|&(suffix, unit)| Some((text.strip_suffix(suffix)?, unit)));
+    let count = match unit {
+        None => text.parse().ok(),
+        Some((number, unit)) => number
+            .parse::<f64>()
+            .ok()
+            .map(|number| number * unit)
+            .filter(|count| (0.0..1e15).contains(count) && count.fract() == 0.0)
+            .map(|count| count as usize),
+    };
+    match count {
+        Some(0) => Err("it must be at least 1".to_owned()),
+        Some(count) => Ok(count),
+        None => Err("a number of tokens is expected, such as 8192, 8k (8000) or 8K (8192)".to_owned()),
+    }
+}
+
+/// Tokens of one request.
+pub(super) fn context(text: &str) -> Result<usize, String> {
+    match text {
+        "auto" | "-1" => Err("leave the flag out: the length is decided at the start".to_owned()),
+        _ => tokens(text),
+    }
+}
+
 pub(super) fn json<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
-pub(super) fn origin(text: &str) -> Result<HeaderValue, String> {
-    HeaderValue::from_str(text).map_err(|_| "an origin such as https://example.org is expected".to_owned())
+/// Origins of web pages: one, or a list of them as JSON, which vLLM takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origins(Vec<HeaderValue>);
+
+impl Origins {
+    /// As browsers send them, or `*`.
+    pub fn all(&self) -> &[HeaderValue] {
+        &self.0
+    }
+}
+
+impl FromStr for Origins {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let list = match text.starts_with('[') {
+            true => json::<Vec<String>>(text)?,
+            false => vec![text.to_owned()],
+        };
+        list.iter()
+            .map(|one| origin(one))
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+}
+
+fn origin(text: &str) -> Result<HeaderValue, String> {
+    let is_origin = match text.split_once("://") {
+        Some((scheme, host)) => {
+            // What browsers never send would never be equal to what they do.
+            let legal = |c: char| !c.is_whitespace() && !c.is_ascii_uppercase() && !"/,?#@".contains(c);
+            !scheme.is_empty() && !host.is_empty() && scheme.chars().chain(host.chars()).all(legal)
+        }
+        None => text == "*" || text == "null",
+    };
+    let value = is_origin.then(|| HeaderValue::from_str(text).ok()).flatten();
+    value.ok_or_else(|| {
+        format!("{text:?} is no origin: https://example.org is one, in small letters, with nothing behind host and port")
+    })
 }
 
 pub(super) fn block_size(text: &str) -> Result<BlockSize, String> {
@@ -63,6 +138,62 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tokens_are_counted_as_vllm_counts_them() {
+        for (text, count) in [
+            ("1", 1),
+            ("8192", 8192),
+            ("32k", 32_000),
+            ("32K", 32_768),
+            ("25.6k", 25_600),
+            ("1M", 1 << 20),
+            ("1m", 1_000_000),
+        ] {
+            assert_eq!(tokens(text), Ok(count), "{text}");
+        }
+        for wrong in [
+            "", "k", "0", "0k", "-1", "1.5", "1.0001k", "infk", "nank", "1e30k", "8 k", "8kb",
+        ] {
+            assert!(tokens(wrong).is_err(), "{wrong}");
+        }
+        for left_to_us in ["auto", "-1"] {
+            assert!(context(left_to_us).unwrap_err().contains("leave the flag out"));
+        }
+        assert_eq!(context("4k"), Ok(4000));
+    }
+
+    #[test]
+    fn origins_are_those_that_browsers_send() {
+        let all = |text: &str| text.parse::<Origins>().map(|origins| origins.all().to_vec());
+        for one in [
+            "*",
+            "null",
+            "https://a.example",
+            "http://localhost:3000",
+            "http://[::1]:8000",
+            "app://x",
+        ] {
+            assert_eq!(all(one), Ok(vec![HeaderValue::from_str(one).unwrap()]));
+        }
+        assert_eq!(all(r#"["*"]"#).unwrap(), ["*"]);
+        let two = all(r#"["https://a", "https://b"]"#).unwrap();
+        assert_eq!(two, ["https://a", "https://b"]);
+        for wrong in [
+            "",
+            "example.org",
+            "https://",
+            "https://a/",
+            "https://a/x",
+            "https://a,https://b",
+            "https://A.example",
+            "https://a b",
+            "[\"*\"",
+            "[1]",
+        ] {
+            assert!(all(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn times() {

@@ -19,7 +19,7 @@ use super::dataset::{RandomDataset, Sample};
 use super::report::Report;
 use super::stats::Summary;
 use crate::args::positive;
-use crate::client::{self, LAST_EVENT, Lines, event_data};
+use crate::client::{self, ClientArgs, LAST_EVENT, Lines, event_data};
 use crate::error::Error;
 use crate::progress::count_bar;
 
@@ -29,6 +29,9 @@ pub struct ServeBenchArgs {
     /// Where the server is
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     base_url: String,
+    /// Who this is to the server.
+    #[command(flatten)]
+    client: ClientArgs,
     /// Model to ask for [default: the first that the server lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
@@ -264,7 +267,7 @@ struct Client {
 
 impl Client {
     async fn connect(args: &ServeBenchArgs) -> Result<Self, Error> {
-        let http = client::http().map_err(|e| Error::Bench(e.to_string()))?;
+        let http = args.client.http()?;
         let base = client::base(&args.base_url);
         let model = match &args.model {
             Some(model) => model.clone(),

@@ -15,11 +15,22 @@ impl Layers {
             message,
         };
         let text = std::fs::read_to_string(path).map_err(|e| error(format!("it cannot be read: {e}")))?;
-        let wrong = |e: toml::de::Error| error(e.to_string());
+        let wrong = |e: toml::de::Error| {
+            let yaml = path.extension().is_some_and(|end| end == "yaml" || end == "yml");
+            let hint = if yaml {
+                "TOML is expected, `key = value`, and no YAML: "
+            } else {
+                ""
+            };
+            error(format!("{hint}{e}"))
+        };
         let table: toml::Table = text.parse().map_err(wrong)?;
         let places = DeTable::parse(&text).map_err(wrong)?;
         let mut flags = Vec::new();
-        for (key, place) in places.get_ref().keys().map(|key| (key.get_ref(), key.span())) {
+        // As it is read by people.
+        let mut keys: Vec<_> = places.get_ref().keys().collect();
+        keys.sort_by_key(|key| key.span().start);
+        for (key, place) in keys.into_iter().map(|key| (key.get_ref(), key.span())) {
             let line = 1 + text[..place.start].matches('\n').count();
             let error = |message: String| Error::Configuration {
                 origin: format!("{}:{line}", path.display()),
@@ -35,7 +46,10 @@ impl Layers {
                 line,
             };
             let flag = self.checked(&name, &table[&**key], origin);
-            flags.extend(flag.map_err(|e| error(format!("{key}: {e}")))?);
+            if let Some(flag) = flag.map_err(|e| error(format!("{key}: {e}")))? {
+                flag.beside(&flags).map_err(error)?;
+                flags.push(flag);
+            }
         }
         Ok(flags)
     }

@@ -6,6 +6,7 @@
 mod file;
 mod foreign;
 mod settings;
+mod strangers;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -180,6 +181,20 @@ struct LayerFlag {
 }
 
 impl LayerFlag {
+    /// Within one layer there is no later one: what is said twice, or against something else, has no meaning.
+    fn beside(&self, others: &[Self]) -> Result<(), String> {
+        let against = contradicted_by(&self.name);
+        let same =
+            |other: &Self| against.contains(&other.name) || canonical(&self.name) == canonical(&other.name);
+        match others.iter().find(|other| same(other)) {
+            Some(other) => Err(format!(
+                "{} and {} ({}) cannot both be set",
+                self.name, other.name, other.origin
+            )),
+            None => Ok(()),
+        }
+    }
+
     /// Whether a later layer that sets `names` says something else about the same thing.
     fn contradicts(&self, names: &[String]) -> bool {
         let others = contradicted_by(&self.name);
@@ -246,7 +261,8 @@ impl Layers {
             let value = value
                 .to_str()
                 .ok_or_else(|| error("the value is not UTF-8".to_owned()))?;
-            let arg = known(&key).map_err(|message| error(message + service_links_hint(variables)))?;
+            let wrong = |message: String| error(message + service_links_hint(variables));
+            let arg = known(&key).map_err(wrong)?;
             let value = match (arg.get_action(), value.to_ascii_lowercase().as_str()) {
                 (ArgAction::SetTrue, "1" | "true" | "yes" | "on") => toml::Value::Boolean(true),
                 (ArgAction::SetTrue, "0" | "false" | "no" | "off") => toml::Value::Boolean(false),
@@ -254,7 +270,10 @@ impl Layers {
                 _ => toml::Value::String(value.to_owned()),
             };
             let origin = Origin::Environment(variable.clone());
-            flags.extend(self.checked(&key, &value, origin).map_err(error)?);
+            if let Some(flag) = self.checked(&key, &value, origin).map_err(wrong)? {
+                flag.beside(&flags).map_err(error)?;
+                flags.push(flag);
+            }
         }
         Ok(flags)
     }
@@ -269,7 +288,7 @@ impl Layers {
             .iter()
             .map(OsString::from)
             .chain(flags.iter().cloned());
-        Cli::try_parse_from(alone).map_err(|e| first_line(&e))?;
+        Cli::try_parse_from(alone).map_err(|e| message(&e))?;
         let applies = self
             .command
             .get_arguments()
@@ -311,7 +330,14 @@ fn flags(key: &str, value: &toml::Value) -> Result<Vec<OsString>, String> {
     let scalar = |value: &toml::Value| match value {
         toml::Value::String(text) => Ok(text.clone()),
         toml::Value::Integer(_) | toml::Value::Float(_) => Ok(value.to_string()),
-        other => Err(format!("a {} has no meaning here", other.type_str())),
+        // Settings that are JSON can be tables.
+        toml::Value::Table(_) if takes_json(&known(key)?) => {
+            serde_json::to_string(value).map_err(|error| error.to_string())
+        }
+        other => Err(format!(
+            "one text or number is expected, and this is of type {}",
+            other.type_str()
+        )),
     };
     let switch = matches!(known(key)?.get_action(), ArgAction::SetTrue);
     Ok(match value {
@@ -342,11 +368,17 @@ fn flags(key: &str, value: &toml::Value) -> Result<Vec<OsString>, String> {
     })
 }
 
-/// clap's message without the usage that follows it: the layer is not a command line.
-fn first_line(error: &clap::Error) -> String {
+fn takes_json(flag: &Arg) -> bool {
+    let names = flag.get_value_names().unwrap_or_default();
+    names.iter().any(|name| name == "JSON")
+}
+
+/// clap's message, with the values that it names, without the usage that follows them: the layer is not a command line.
+fn message(error: &clap::Error) -> String {
     let text = error.to_string();
-    let line = text.lines().next().unwrap_or_default();
-    line.strip_prefix("error: ").unwrap_or(line).to_owned()
+    let lines = text.lines().take_while(|line| !line.is_empty());
+    let line = lines.map(str::trim).collect::<Vec<_>>().join(" ");
+    line.strip_prefix("error: ").unwrap_or(&line).to_owned()
 }
 
 /// Kubernetes sets `<SERVICE>_PORT` and more in every container of the namespace.

@@ -103,6 +103,22 @@ fn what_is_wrong_is_named() {
         ("max-num-seq = 3", "did you mean \"max-num-seqs\""),
         ("port = 99999", "99999"),
         ("port = true", "boolean"),
+        ("port = [1, 2]", "array"),
+        ("port = { number = 1 }", "table"),
+        ("hf-overrides = { rope_theta = 1 }", "rope_theta"),
+        (
+            "max_num_seqs = 3\nmax-num-seqs = 4",
+            ":2: max-num-seqs and max-num-seqs",
+        ),
+        (
+            "disable-ui = true\nno-disable-ui = true",
+            ":2: no-disable-ui and disable-ui",
+        ),
+        ("device-memory = 1\nmax-device-memory = 2", "cannot both be set"),
+        (
+            "device-memory = 1\ngpu-memory-utilization = 0.5",
+            ":2: gpu-memory-utilization and device-memory",
+        ),
         ("enable-prefix-caching = 3", "true or false"),
         ("mem-fraction = 1.5", "at most 1.0"),
         ("block-size = 12", "8, 16 or 32"),
@@ -121,6 +137,20 @@ fn what_is_wrong_is_named() {
             "{text}: {error}"
         );
     }
+    // vLLM's and SGLang's are YAML.
+    let yaml = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
+    std::fs::write(yaml.path(), "model: Qwen/Qwen3-8B\nport: 8000\n").unwrap();
+    let error = serve(&format!("plimsoll serve --config {}", yaml.path().display()), &[]).unwrap_err();
+    assert!(error.to_string().contains("no YAML"), "{error}");
+    let twice = [
+        ("PLIMSOLL_DRAIN_TIMEOUT", "1"),
+        ("PLIMSOLL_SHUTDOWN_TIMEOUT", "2"),
+    ];
+    let error = serve("plimsoll serve", &twice).unwrap_err().to_string();
+    assert!(
+        error.contains("PLIMSOLL_DRAIN_TIMEOUT") && error.contains("both"),
+        "{error}"
+    );
     let error = serve("plimsoll serve", &[("PLIMSOLL_PROT", "1")])
         .unwrap_err()
         .to_string();
@@ -132,6 +162,60 @@ fn what_is_wrong_is_named() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("/no/such.toml"), "{error}");
+}
+
+#[test]
+fn what_would_be_right_is_named_too() {
+    let error = |variables: &[(&str, &str)]| serve("plimsoll serve", variables).unwrap_err().to_string();
+    let told = error(&[("PLIMSOLL_LOG_FORMAT", "xml")]);
+    assert!(
+        told.contains("json") && !told.contains("Usage") && !told.contains('\n'),
+        "{told}"
+    );
+    // Kubernetes' variables for a service called plimsoll: the first of them has the name of a flag.
+    let links = [
+        ("PLIMSOLL_PORT", "tcp://10.0.0.1:8000"),
+        ("PLIMSOLL_SERVICE_HOST", "10.0.0.1"),
+    ];
+    assert!(error(&links).contains("enableServiceLinks: false"));
+    assert!(error(&links[1..]).contains("enableServiceLinks: false"));
+    assert!(!error(&links[..1]).contains("enableServiceLinks"));
+}
+
+#[test]
+fn what_is_json_can_be_a_table() {
+    let file = config(
+        "hf-overrides = { is_matryoshka = true }\n[kv-events-config]\nenable_kv_cache_events = true\ntopic = \"kv\"\n",
+    );
+    let args = serve(&format!("plimsoll serve --config {}", file.path().display()), &[]).unwrap();
+    let events = args.events.kv_events_config.unwrap();
+    assert!(events.enable_kv_cache_events && events.topic == "kv");
+    assert!(args.engine.pooling.hf_overrides.is_some());
+}
+
+#[test]
+fn vllms_ways_to_write_values() {
+    let words = [
+        "plimsoll",
+        "serve",
+        "--max-model-len=32K",
+        "--max-num-batched-tokens",
+        "8k",
+        "--allowed-origins",
+        "[\"https://a\", \"*\"]",
+        "https://b",
+    ];
+    let cli = parse(words.iter().map(OsString::from).collect(), BTreeMap::new()).unwrap();
+    let args::Command::Serve(args) = cli.command else {
+        panic!("not serve")
+    };
+    assert_eq!(args.engine.limits.max_model_len, Some(32 << 10));
+    assert_eq!(args.engine.limits.max_num_batched_tokens, Some(8000));
+    assert_eq!(args.server.allowed_origins(), ["https://a", "*", "https://b"]);
+    let error = serve("plimsoll serve --max-model-len -1", &[])
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("leave the flag out"), "{error}");
 }
 
 #[test]
@@ -221,6 +305,29 @@ fn flags_of_other_servers_are_told_what_to_do_instead() {
     assert!(
         error.contains("PLIMSOLL_CONTEXT_LENGTH") && error.contains("--max-model-len"),
         "{error}"
+    );
+    // Each is told at once, those too of which nobody knows anything; values and keys of JSON are none.
+    let error = told(
+        "plimsoll serve sim -O3 -dpl 2 --nice -1 --kv-events-config.topic=kv --frobnicate x --convert embed -- --x",
+        &[],
+    );
+    let flags = [
+        "-O3",
+        "-dpl",
+        "--nice",
+        "--kv-events-config.topic",
+        "--frobnicate",
+        "--convert",
+    ];
+    for line in flags.map(|flag| format!("\n  {flag}: ")) {
+        assert!(error.contains(&line), "{line}: {error}");
+    }
+    assert_eq!(error.matches("\n  -").count(), flags.len(), "{error}");
+    assert!(error.contains("one JSON document"), "{error}");
+    // One device is what there is.
+    assert!(
+        told("plimsoll serve sim --tensor-parallel-size 1", &[])
+            .contains("leave the flag out where it says 1")
     );
     // A typo is clap's to explain.
     assert!(matches!(

@@ -27,6 +27,7 @@ use self::server::{Outcome, Server};
 use self::verdict::{Goal, Measurements, Requests, Subject, Verdict};
 use self::watch::{Reading, Watch};
 use crate::args::duration;
+use crate::client::ClientArgs;
 use crate::error::Error;
 use crate::progress::seconds_bar;
 
@@ -48,6 +49,9 @@ pub struct SelftestArgs {
     /// Same seed, same requests
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
+    /// Who it is to the server.
+    #[command(flatten)]
+    client: ClientArgs,
 }
 
 /// Between two looks at whether a stage is over.
@@ -65,7 +69,7 @@ const SHORT_CHAT: &str = "Say 100";
 
 /// Runs the test and prints the verdict: for people on stderr, as one line of JSON on stdout.
 pub async fn run(args: SelftestArgs) -> Result<(), Error> {
-    let server = Server::new(&args.url).map_err(Error::NothingToTest)?;
+    let server = Server::new(&args.url, args.client.http()?);
     let watch = Watch::default();
     let before = wait_until_idle(&server, &watch, args.wait).await?;
     let load = learn(&server, args.seed).await.map_err(Error::NothingToTest)?;

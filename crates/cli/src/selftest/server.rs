@@ -40,11 +40,11 @@ pub(super) enum Outcome {
 }
 
 impl Server {
-    pub(super) fn new(url: &str) -> Result<Self, String> {
-        Ok(Self {
-            http: client::http().map_err(|error| error.to_string())?,
+    pub(super) fn new(url: &str, http: reqwest::Client) -> Self {
+        Self {
+            http,
             base: client::base(url).to_owned(),
-        })
+        }
     }
 
     /// Whether requests are accepted and move; the error says why not.

@@ -232,6 +232,7 @@ impl Loaded {
             options: GpuOptions {
                 enforce_eager: args.device.enforce_eager(),
             },
+            progress: self.context.times.progress().clone(),
         }
     }
 
@@ -241,7 +242,8 @@ impl Loaded {
             base,
             ..StepTime::default()
         });
-        SimTarget::new(self.limits, budget.clone(), step_time, faults)
+        let progress = self.context.times.progress().clone();
+        SimTarget::new(self.limits, budget.clone(), step_time, faults, progress)
     }
 
     fn pooling(&self) -> Option<Pooling> {

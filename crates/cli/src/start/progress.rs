@@ -18,7 +18,7 @@ pub struct StartProgress(Arc<Mutex<Course>>);
 const PHASES: usize = StartPhase::ALL.len();
 
 /// What part of a start each phase is, where no earlier start tells. A download is none until there is one.
-const SHARES: [f64; PHASES] = [1.0, 0.0, 1.0, 40.0, 28.0, 2.0, 26.0, 2.0];
+const SHARES: [f64; PHASES] = [1.0, 0.0, 1.0, 40.0, 28.0, 1.0, 3.0, 24.0, 2.0];
 
 /// The part of a download.
 const DOWNLOAD_SHARE: f64 = 100.0;
@@ -97,6 +97,19 @@ impl StartProgress {
             detail = format!("size {}, {detail}", course.attempts);
         }
         course.count(done as f64, of as f64, detail);
+    }
+
+    /// CUDA graphs that are captured; those of the state that is probed are part of the probe.
+    pub(crate) fn graphs(&self, done: usize, of: usize) {
+        let mut course = self.lock();
+        let detail = format!("CUDA graph {} of {of}", (done + 1).min(of));
+        match course.phase {
+            StartPhase::Rebuild | StartPhase::Capture => {
+                course.enter(StartPhase::Capture, Instant::now());
+                course.count(done as f64, of as f64, detail);
+            }
+            _ => course.detail = Some(detail),
+        }
     }
 
     /// What an earlier start of the same model took, whose probe this one will not need.
@@ -213,8 +226,8 @@ impl Course {
 
 /// Phases that take next to nothing.
 fn short(phase: StartPhase) -> Option<f64> {
-    use StartPhase::{Device, Engine, Rebuild, Resolve};
-    matches!(phase, Resolve | Device | Rebuild | Engine).then_some(0.0)
+    use StartPhase::{Capture, Device, Engine, Rebuild, Resolve};
+    matches!(phase, Resolve | Device | Rebuild | Capture | Engine).then_some(0.0)
 }
 
 impl Start for StartProgress {
@@ -334,6 +347,31 @@ mod tests {
     }
 
     #[test]
+    fn graphs_are_a_phase_behind_each_rebuild_and_part_of_the_probe() {
+        let clock = Clock::new();
+        let now = || {
+            let StartStatus { phase, detail, .. } = clock.1.status();
+            (phase, detail.unwrap_or_default())
+        };
+        clock.enter(0.0, StartPhase::Probe);
+        clock.1.graphs(0, 3);
+        assert_eq!(now(), (StartPhase::Probe, "CUDA graph 1 of 3".into()));
+        clock.enter(2.0, StartPhase::Rebuild);
+        for _ in 0..2 {
+            clock.1.graphs(0, 3);
+            assert_eq!(now(), (StartPhase::Capture, "CUDA graph 1 of 3".into()));
+            clock.1.graphs(3, 3);
+            assert_eq!(now(), (StartPhase::Capture, "CUDA graph 3 of 3".into()));
+            // Too large: the next is built.
+            clock.1.enter(StartPhase::Rebuild);
+        }
+        clock.1.graphs(2, 3);
+        clock.1.enter(StartPhase::Validate);
+        clock.1.steps(0, 2, "decode");
+        assert_eq!(now().1, "size 3, worst step 1 of 2: decode");
+    }
+
+    #[test]
     fn nonsense_of_earlier_starts_is_not_believed() {
         let clock = Clock::new();
         let odd = [
@@ -358,12 +396,15 @@ mod tests {
             let (mut now, mut last) = (0.0, 0.0);
             for _ in 0..60 {
                 now += random.random_range(0.0..3.0);
-                match random.random_range(0..6) {
+                match random.random_range(0..7) {
                     0 => clock.enter(now, StartPhase::ALL[random.random_range(0..PHASES)]),
                     1 => clock.1.bytes(random.random_range(0..10), 8),
                     2 => clock
                         .1
                         .steps(random.random_range(0..10), random.random_range(0..10), "x"),
+                    6 => clock
+                        .1
+                        .graphs(random.random_range(0..4), random.random_range(0..4)),
                     3 => clock.1.expect_validation(random.random_range(0.0..9.0)),
                     4 => clock.1.expect(&clock.1.taken()),
                     _ => {}

@@ -5,18 +5,22 @@ use plimsoll_device::cuda::GpuError;
 use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
 use plimsoll_profiler::Target;
 
+use crate::start::StartProgress;
+
 /// A loaded model on its GPU.
 pub(crate) struct GpuTarget {
     pub(crate) model: Arc<GpuModel>,
     pub(crate) limits: StepLimits,
     pub(crate) options: GpuOptions,
+    pub(crate) progress: StartProgress,
 }
 
 impl Target for GpuTarget {
     type State = GpuRunner;
 
     fn build(&mut self, config: &StateConfig) -> Result<GpuRunner, Oom> {
-        self.model.build_state(config, &self.limits, self.options)
+        let graphs = &mut |done, of| self.progress.graphs(done, of);
+        self.model.build_state(config, &self.limits, self.options, graphs)
     }
 
     fn meters(&self) -> Meters {

@@ -12,6 +12,7 @@ use plimsoll_profiler::Target;
 use plimsoll_sim::{Fault, SimConfig, SimExecutor, SimModel, StepTime};
 
 use crate::simulated::{FaultSpec, StepFault};
+use crate::start::StartProgress;
 
 /// The simulated model on a device whose bytes are only counted.
 pub(crate) struct SimTarget {
@@ -21,11 +22,22 @@ pub(crate) struct SimTarget {
     faults: FaultSpec,
     /// Steps that served, of all states.
     served: Arc<AtomicU64>,
+    progress: StartProgress,
 }
 
+/// As a GPU's state has, for a few batch sizes. Here they are nothing but the time of a step.
+const GRAPHS: usize = 4;
+
 impl SimTarget {
-    pub(crate) fn new(limits: StepLimits, budget: Budget, step_time: StepTime, faults: FaultSpec) -> Self {
+    pub(crate) fn new(
+        limits: StepLimits,
+        budget: Budget,
+        step_time: StepTime,
+        faults: FaultSpec,
+        progress: StartProgress,
+    ) -> Self {
         Self {
+            progress,
             limits,
             budget,
             step_time,
@@ -154,6 +166,10 @@ impl Target for SimTarget {
             step_time: self.step_time,
         });
         executor.allow_synthetic(true);
+        for done in 0..GRAPHS {
+            self.progress.graphs(done, GRAPHS);
+            thread::sleep(self.step_time.base);
+        }
         Ok(SimState {
             executor,
             scratch: config.scratch,

@@ -13,13 +13,15 @@ pub(super) struct Graphs {
 }
 
 impl Graphs {
-    /// Captures one graph per size, largest first, so that what the smaller ones need is there already.
+    /// Captures one graph per size, largest first, so that what the smaller ones need is there already; before each,
+    /// `progress` gets how many are done, and of how many.
     ///
     /// # Errors
     /// As `capture`, or [`Oom`] if the account has no room for what they took.
     pub(super) fn capture<E: From<GpuError> + From<Oom>>(
         gpu: &Gpu,
         max_num_seqs: usize,
+        progress: &mut dyn FnMut(usize, usize),
         mut capture: impl FnMut(usize) -> Result<Graph, E>,
     ) -> Result<Self, E> {
         gpu.synchronize()?;
@@ -27,7 +29,9 @@ impl Graphs {
         let held = || gpu.budget().meters().reserved;
         let (before, held_before) = (gpu.memory_info()?.free, held());
         let mut graphs = Vec::new();
-        for size in ladder(max_num_seqs).into_iter().rev() {
+        let sizes = ladder(max_num_seqs);
+        for &size in sizes.iter().rev() {
+            progress(graphs.len(), sizes.len());
             graphs.push((size, capture(size)?));
         }
         graphs.reverse();

@@ -88,7 +88,8 @@ impl GpuModel {
         }))
     }
 
-    /// Everything that serves: KV cache, step arena, staging, graphs, canary, as one value that is dropped whole.
+    /// Everything that serves: KV cache, step arena, staging, graphs, canary, as one value that is dropped whole. Before each
+    /// graph is captured, `graphs` gets how many are done, and of how many.
     ///
     /// # Errors
     /// [`Oom`], with everything given back.
@@ -97,8 +98,9 @@ impl GpuModel {
         config: &StateConfig,
         limits: &StepLimits,
         options: GpuOptions,
+        graphs: &mut dyn FnMut(usize, usize),
     ) -> Result<GpuRunner, Oom> {
-        GpuRunner::new(Arc::clone(self), config, limits, options)
+        GpuRunner::new(Arc::clone(self), config, limits, options, graphs)
     }
 
     /// What the model says about itself.

@@ -63,6 +63,7 @@ impl GpuRunner {
         config: &StateConfig,
         limits: &StepLimits,
         options: GpuOptions,
+        graphs: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, Oom> {
         let (gpu, spec) = (model.gpu(), model.spec());
         let canary = match usize::try_from(config.canary_bytes) {
@@ -121,18 +122,18 @@ impl GpuRunner {
         };
         // A prompt is no decode step.
         if !options.enforce_eager && state_samples {
-            runner.capture_graphs()?;
+            runner.capture_graphs(graphs)?;
         }
         Ok(runner)
     }
 
     /// Records a decode step of each batch size of the ladder.
-    fn capture_graphs(&mut self) -> Result<(), Oom> {
+    fn capture_graphs(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), Oom> {
         let Self {
             model, state, arena, ..
         } = self;
         let (gpu, decoder) = (model.gpu(), model.decoder());
-        let captured = Graphs::capture(gpu, self.bounds.limits.max_num_seqs, |size| {
+        let captured = Graphs::capture(gpu, self.bounds.limits.max_num_seqs, progress, |size| {
             let input = state.inputs.padding(size);
             // SAFETY: nothing is in flight.
             unsafe { state.inputs.send(0, &input)? };

@@ -17,7 +17,7 @@ fn start(gpu: &Gpu) -> Result<(), ModelError> {
         canary_bytes: 1 << 16,
         ..state_config(16, 8)
     };
-    model.build_state(&config, &LIMITS, GpuOptions::default())?;
+    model.build_state(&config, &LIMITS, GpuOptions::default(), &mut |_, _| {})?;
     Ok(())
 }
 

@@ -91,7 +91,9 @@ impl Setup {
         let options = GpuOptions {
             enforce_eager: self.enforce_eager,
         };
-        model.build_state(&config, limits, options).unwrap()
+        model
+            .build_state(&config, limits, options, &mut |_, _| {})
+            .unwrap()
     }
 
     /// Every block size, with graphs and without.

@@ -46,7 +46,7 @@ pub(super) const PREEMPTIONS: Name = Name(
 pub(super) const PREFIX_QUERIES: Name = Name(
     "plimsoll_prefix_cache_queries_total",
     Some("vllm:prefix_cache_queries_total"),
-    "Prompt tokens looked up in the prefix cache.",
+    "Prompt tokens looked up in the prefix cache, once for each request.",
 );
 pub(super) const PREFIX_HITS: Name = Name(
     "plimsoll_prefix_cache_hits_total",
@@ -150,10 +150,15 @@ pub(super) const HEALTHY: Name = Name(
     Some("vllm:engine_healthy"),
     "1 while the engine lives.",
 );
+pub(super) const STATUS: Name = Name(
+    "plimsoll_server_status",
+    None,
+    "1 for the status that /ready says, 0 for the others.",
+);
 pub(super) const STALLED: Name = Name(
     "plimsoll_engine_stalled_seconds",
     None,
-    "For how long there is work and no step ended.",
+    "For how long there is work and no step ended, or a state that is built again has not come further.",
 );
 pub(super) const STALL_TIMEOUT: Name = Name(
     "plimsoll_engine_stall_timeout_seconds",
@@ -183,12 +188,12 @@ pub(super) const E2E: Name = Name(
 pub(super) const QUEUE: Name = Name(
     "plimsoll_request_queue_seconds",
     Some("vllm:request_queue_time_seconds"),
-    "From submission to admission.",
+    "From submission until the first step begins.",
 );
 pub(super) const PREFILL: Name = Name(
     "plimsoll_request_prefill_seconds",
     Some("vllm:request_prefill_time_seconds"),
-    "From admission to the first token.",
+    "From the beginning of the first step to the first token.",
 );
 pub(super) const DECODE: Name = Name(
     "plimsoll_request_decode_seconds",
@@ -198,7 +203,7 @@ pub(super) const DECODE: Name = Name(
 pub(super) const INFERENCE: Name = Name(
     "plimsoll_request_inference_seconds",
     Some("vllm:request_inference_time_seconds"),
-    "From admission to the last token.",
+    "From the beginning of the first step to the last token.",
 );
 pub(super) const REQUEST_PROMPT: Name = Name(
     "plimsoll_request_prompt_tokens",

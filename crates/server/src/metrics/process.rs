@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 use std::fs;
+use std::sync::LazyLock;
 
 /// Ticks of a second in /proc: what the kernel tells programs, on every machine that this server runs on.
 const TICKS: f64 = 100.0;
@@ -51,7 +52,7 @@ pub(super) fn write(page: &mut String) {
             "process_start_time_seconds",
             "gauge",
             "When the process began, in seconds since 1970.",
-            start_time(),
+            *START,
         ),
     ] {
         if let Some(value) = value {
@@ -75,6 +76,9 @@ fn cpu_seconds() -> Option<f64> {
     const SYSTEM: usize = 15;
     Some((stat(USER)? + stat(SYSTEM)?) / TICKS)
 }
+
+/// Read once: the clock may be set, and who counts starts by it would count that.
+static START: LazyLock<Option<f64>> = LazyLock::new(start_time);
 
 fn start_time() -> Option<f64> {
     const SINCE_BOOT: usize = 22;

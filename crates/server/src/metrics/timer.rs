@@ -2,7 +2,8 @@ use std::time::Instant;
 
 use super::PerRequest;
 
-/// The clock of one request: it starts with its submission.
+/// The clock of one request. It goes by when the engine sent what is heard: clients that read slowly make nothing slow but
+/// themselves.
 #[derive(Debug)]
 pub(crate) struct Timer {
     metrics: PerRequest,
@@ -16,31 +17,36 @@ pub(crate) struct Timer {
 }
 
 impl Timer {
-    pub(crate) fn start(metrics: &PerRequest, prompt_tokens: usize, max_tokens: usize) -> Self {
+    /// Of a request that was submitted at `submitted` and admitted.
+    pub(crate) fn start(
+        metrics: &PerRequest,
+        prompt_tokens: usize,
+        max_tokens: usize,
+        submitted: Instant,
+    ) -> Self {
         metrics
             .prompt
             .each(|histogram| histogram.record(prompt_tokens as f64));
         metrics
             .max_tokens
             .each(|histogram| histogram.record(max_tokens as f64));
-        let now = Instant::now();
         Self {
             metrics: metrics.clone(),
             prompt_tokens,
-            submitted: now,
+            submitted,
             admitted: None,
             first_token: None,
-            last_token: now,
+            last_token: submitted,
             tokens: 0,
             ended: false,
         }
     }
 
     /// The request got KV; called again after a preemption, which counts as running.
-    pub(crate) fn admitted(&mut self) {
+    pub(crate) fn admitted(&mut self, at: Instant) {
         if self.admitted.is_none() {
-            self.admitted = Some(Instant::now());
-            self.metrics.queue.record(self.submitted.elapsed());
+            self.admitted = Some(at);
+            self.metrics.queue.record(at - self.submitted);
             self.metrics
                 .prompt_tokens
                 .each(|counter| counter.increment(self.prompt_tokens as u64));
@@ -48,36 +54,34 @@ impl Timer {
     }
 
     /// One more token.
-    pub(crate) fn token(&mut self) {
-        let now = Instant::now();
+    pub(crate) fn token(&mut self, at: Instant) {
         if self.first_token.is_none() {
-            self.first_token = Some(now);
-            self.metrics.ttft.record(now - self.submitted);
+            self.first_token = Some(at);
+            self.metrics.ttft.record(at - self.submitted);
             self.metrics
                 .prefill
-                .record(now - self.admitted.unwrap_or(self.submitted));
+                .record(at - self.admitted.unwrap_or(self.submitted));
         } else {
-            self.metrics.itl.record(now - self.last_token);
+            self.metrics.itl.record(at - self.last_token);
         }
-        self.last_token = now;
+        self.last_token = at;
         self.tokens += 1;
     }
 
     /// The request was answered with a vector.
-    pub(crate) fn pooled(&mut self) {
-        self.last_token = Instant::now();
+    pub(crate) fn pooled(&mut self, at: Instant) {
         self.metrics
             .prefill
-            .record(self.last_token - self.admitted.unwrap_or(self.submitted));
-        self.finished(false);
+            .record(at - self.admitted.unwrap_or(self.submitted));
+        self.finished(false, at);
     }
 
     /// The request ended well, at its `max_tokens` or not.
-    pub(crate) fn finished(&mut self, at_length: bool) {
+    pub(crate) fn finished(&mut self, at_length: bool, at: Instant) {
         self.ended = true;
         if self.tokens == 0 {
             // Nothing but its prompt was wanted.
-            self.last_token = Instant::now();
+            self.last_token = at;
         }
         let metrics = &self.metrics;
         if at_length {

@@ -39,7 +39,7 @@ pub(crate) struct HealthReport<'a> {
     pub(crate) last_step_age_seconds: Option<f64>,
     /// Since the step that is being computed began.
     pub(crate) step_in_progress_seconds: Option<f64>,
-    /// For how long there has been work and no step has ended.
+    /// For how long there has been work and no step has ended, or a state that is built again has not come further.
     pub(crate) stalled_seconds: Option<f64>,
     /// Steps that failed since the last that ended well.
     pub(crate) failures_in_a_row: u64,
@@ -54,7 +54,7 @@ pub(crate) struct HealthReport<'a> {
 pub(crate) struct StartReport {
     /// `starting`.
     pub(crate) status: &'static str,
-    /// `resolve`, `download`, `device`, `weights`, `probe`, `rebuild`, `validate` or `engine`.
+    /// `resolve`, `download`, `device`, `weights`, `probe`, `rebuild`, `capture`, `validate` or `engine`.
     pub(crate) phase: &'static str,
     /// How far the phase is, in words.
     pub(crate) detail: Option<String>,

@@ -75,6 +75,23 @@ async fn inputs_beyond_the_engines_places_are_fed_in_turn() {
     }
 }
 
+/// An alert looks at how many: who finds no place for his next input and waits for one was not refused.
+#[tokio::test]
+async fn refusals_are_those_that_clients_hear_of() {
+    let rig = Rig::new(Setup {
+        max_num_seqs: 1,
+        max_queue: 1,
+        ..setup(Pooling::Last)
+    });
+    rig.set_step(Duration::from_millis(2));
+    let texts: Vec<String> = (0..20).map(|i| format!("text {i}")).collect();
+    let all = (0..6).map(|_| rig.post(EMBEDDINGS, json!({ "input": texts })));
+    let answers = futures::future::join_all(all).await;
+    let refused = answers.iter().filter(|answer| answer.status == 429).count();
+    assert!(refused < 6, "{answers:?}");
+    assert_eq!(rig.state.engine().stats().refused, refused as u64);
+}
+
 #[tokio::test]
 async fn a_client_that_goes_away_takes_its_inputs_along() {
     let rig = Rig::new(setup(Pooling::Last));

@@ -1,9 +1,12 @@
 //! `/metrics`: the right value after known work.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::Request;
+use plimsoll_engine::Phase;
+use plimsoll_server::ServerOptions;
 use serde_json::json;
 
 use crate::rig::{Rig, Setup, post};
@@ -152,12 +155,10 @@ async fn a_client_that_leaves_early_is_a_499() {
     let rig = Rig::new(Setup::default());
     rig.set_step(Duration::from_millis(5));
     let long = with(chat("x"), "max_tokens", json!(900)).to_string();
-    let waiting = rig.send(post(CHAT, long));
-    assert!(
-        tokio::time::timeout(Duration::from_millis(50), waiting)
-            .await
-            .is_err()
-    );
+    tokio::select! {
+        answer = rig.send(post(CHAT, long)) => panic!("{answer:?} to one that takes seconds"),
+        () = rig.until_in_flight(1) => {}
+    }
     rig.until_in_flight(0).await;
     let page = Page::of(&rig).await;
     let left = [("route", CHAT), ("code", "499")];
@@ -238,4 +239,178 @@ async fn the_start_and_the_process_are_told_of() {
         .as_secs_f64();
     let age = now - page.get("process_start_time_seconds");
     assert!((-2.0..3600.0).contains(&age), "{age} s old");
+}
+
+/// vLLM's meaning: the queue ends where the request is scheduled, and the first step belongs to the prefill.
+#[tokio::test]
+async fn the_first_step_is_no_part_of_the_queue() {
+    let rig = Rig::new(Setup::default());
+    rig.set_step(Duration::from_secs(1));
+    let one = with(chat("x"), "max_tokens", json!(1)).to_string();
+    let (answer, ()) = tokio::join!(rig.post_raw(CHAT, one), async {
+        rig.until("a running request", |rig| {
+            rig.state.engine().stats().scheduler.running == 1
+        })
+        .await;
+        let page = Page::of(&rig).await;
+        let waiting = page.get("vllm:num_requests_waiting");
+        assert_eq!((page.get("vllm:num_requests_running"), waiting), (1.0, 0.0));
+        assert!(
+            page.get("vllm:kv_cache_usage_perc") > 0.0,
+            "while its first step runs"
+        );
+    });
+    assert_eq!(answer.status, 200);
+    let page = Page::of(&rig).await;
+    for (queue, prefill) in [
+        (
+            "vllm:request_queue_time_seconds_sum",
+            "vllm:request_prefill_time_seconds_sum",
+        ),
+        (
+            "plimsoll_request_queue_seconds_sum",
+            "plimsoll_request_prefill_seconds_sum",
+        ),
+    ] {
+        let (queue, prefill) = (page.get(queue), page.get(prefill));
+        assert!(
+            queue < prefill && prefill > 0.5,
+            "queue {queue}, prefill {prefill}"
+        );
+    }
+}
+
+/// vLLM's meaning again: what a request finds of its own after a preemption is no hit.
+#[tokio::test]
+async fn each_request_looks_up_its_prompt_once() {
+    let rig = Rig::new(Setup {
+        kv_tokens: 256,
+        max_model_len: 256,
+        ..Setup::default()
+    });
+    rig.set_step(Duration::from_millis(1));
+    // Unlike ones, which share nothing.
+    let prompts: Vec<_> = (97..101).map(|token| vec![token; 40]).collect();
+    let request = json!({ "prompt": prompts, "max_tokens": 100, "ignore_eos": true });
+    assert_eq!(rig.post(COMPLETIONS, request).await.status, 200);
+    let page = Page::of(&rig).await;
+    assert!(page.get("vllm:num_preemptions_total") > 0.0);
+    assert_eq!(page.get("vllm:prompt_tokens_total"), 160.0);
+    assert_eq!(page.get("vllm:prefix_cache_queries_total"), 160.0);
+    assert_eq!(page.get("vllm:prefix_cache_hits_total"), 0.0);
+}
+
+#[tokio::test]
+async fn who_is_refused_asked_for_nothing() {
+    let rig = Rig::new(Setup {
+        max_num_seqs: 2,
+        max_queue: 0,
+        ..Setup::default()
+    });
+    rig.set_step(Duration::from_millis(5));
+    let long = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(900));
+    let running = rig.send(post(CHAT, long.to_string())).await;
+    rig.until_in_flight(1).await;
+    // There is room for one of the two.
+    rig.post(CHAT, with(chat("x"), "n", json!(2))).await.error(429);
+    rig.until_in_flight(1).await;
+    let page = Page::of(&rig).await;
+    assert_eq!(page.get("vllm:request_params_n_count"), 1.0);
+    assert_eq!(page.get("plimsoll_requests_refused_total"), 1.0);
+    drop(running);
+}
+
+/// The status that is 1; all others are 0.
+fn status(page: &Page) -> String {
+    let series = page.series("plimsoll_server_status");
+    assert_eq!(series.len(), 8, "{series:?}");
+    let now: Vec<_> = series.iter().filter(|(_, value)| *value == 1.0).collect();
+    assert_eq!(now.len(), 1, "{series:?}");
+    let (_, label) = now[0].0.split_once("status=\"").unwrap();
+    label.trim_end_matches("\"}").to_owned()
+}
+
+#[tokio::test]
+async fn the_status_is_what_ready_says() {
+    let rig = Rig::new(Setup {
+        max_num_seqs: 1,
+        options: ServerOptions {
+            enable_sleep_mode: true,
+            ready_patience: Duration::from_millis(300),
+            ..Default::default()
+        },
+        ..Setup::default()
+    });
+    let check = async |expected: &str| {
+        let page = Page::of(&rig).await;
+        assert_eq!(status(&page), expected);
+        assert_eq!(rig.get("/ready").await.json()["status"], expected);
+        page
+    };
+    check("ready").await;
+    assert_eq!(rig.post_raw("/sleep", "").await.status, 200);
+    check("sleeping").await;
+    assert_eq!(rig.post_raw("/wake_up", "").await.status, 200);
+    check("ready").await;
+
+    // One loses its memory, and one waits for it: that is no stall, and nothing that the watchdog should end.
+    rig.set_step(Duration::from_millis(5));
+    let long = with(chat("x"), "max_tokens", json!(900)).to_string();
+    let first = rig
+        .send(post(CHAT, with(chat("x"), "stream", json!(true)).to_string()))
+        .await;
+    let (second, ()) = tokio::join!(rig.post_raw(CHAT, long), async {
+        rig.until_in_flight(2).await;
+        rig.script.full.store(true, Ordering::SeqCst);
+        rig.script.oom.store(true, Ordering::SeqCst);
+        rig.until("a try that failed", |rig| {
+            let outage = rig.state.engine().health().outage;
+            outage.is_some_and(|why| !why.contains("a step"))
+        })
+        .await;
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let page = check("rebuilding").await;
+        assert_eq!(page.get("plimsoll_requests_in_flight"), 1.0);
+        assert!(page.get("plimsoll_engine_stalled_seconds") < 0.3);
+        rig.script.full.store(false, Ordering::SeqCst);
+        rig.until("memory", |rig| {
+            rig.state.engine().health().phase == Phase::Running
+        })
+        .await;
+    });
+    assert_eq!(second.status, 200);
+    drop(first);
+    rig.until_in_flight(0).await;
+
+    rig.set_step(Duration::from_secs(2));
+    let hanging = rig
+        .send(post(CHAT, with(chat("x"), "stream", json!(true)).to_string()))
+        .await;
+    rig.until("a stall", |rig| {
+        let stalled = rig.state.engine().health().stalled_for;
+        stalled.is_some_and(|stalled| stalled > Duration::from_millis(400))
+    })
+    .await;
+    let page = check("stalled").await;
+    assert!(page.get("plimsoll_engine_stalled_seconds") > page.get("plimsoll_engine_stall_timeout_seconds"));
+    drop(hanging);
+}
+
+/// Times are the engine's: who reads slowly is not served slowly.
+#[tokio::test]
+async fn a_slow_reader_makes_no_slow_tokens() {
+    let rig = Rig::new(Setup::default());
+    let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(900));
+    let response = rig.send(post(CHAT, body.to_string())).await;
+    rig.until_in_flight(0).await;
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    let bytes = axum::body::to_bytes(response.into_body(), usize::MAX)
+        .await
+        .unwrap();
+    assert!(bytes.ends_with(b"data: [DONE]\n\n"));
+    let page = Page::of(&rig).await;
+    assert_eq!(page.get("vllm:inter_token_latency_seconds_count"), 899.0);
+    let quick = page.sum("vllm:inter_token_latency_seconds_bucket", &[("le", "5")]);
+    assert_eq!(quick, 899.0);
+    assert!(page.get("vllm:e2e_request_latency_seconds_sum") < 5.0);
 }

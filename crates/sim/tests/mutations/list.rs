@@ -31,7 +31,15 @@ const QUEUE: &str = "scheduler/queue.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
-pub(crate) const MUTATIONS: [Mutation; 71] = [
+pub(crate) const MUTATIONS: [Mutation; 74] = [
+    bug(
+        "who is admitted does not hear of it",
+        &[edit(
+            SCHEDULER,
+            "let cached_tokens = «self.running_mut(run.request)?.1.admitted.take()»?;",
+            "None",
+        )],
+    ),
     bug(
         "what goes with an evicted block stays in the cache",
         &[edit(PREFIX, "if let Some(child) = «entry.first_child»", "None")],
@@ -51,6 +59,22 @@ pub(crate) const MUTATIONS: [Mutation; 71] = [
     bug(
         "a router takes blocks for a row that are none",
         &[edit(JOURNAL, "&& «blocks.last() == parent.as_ref()»", "true")],
+    ),
+    bug(
+        "blocks of two salts have one name",
+        &[edit(
+            JOURNAL,
+            "digest.update(«salt.unwrap_or_default()»);",
+            "{ let _ = salt; \"\" }",
+        )],
+    ),
+    bug(
+        "equal tokens after others have one name",
+        &[edit(
+            JOURNAL,
+            "digest.update(«parent.unwrap_or(0)».to_le_bytes());",
+            "{ let _ = parent; 0_u64 }",
+        )],
     ),
     bug(
         "a router hears no salt",

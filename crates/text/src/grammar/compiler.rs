@@ -243,7 +243,7 @@ fn source(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
         GrammarSpec::Lark(lark) if lark.trim().is_empty() => return empty("the grammar"),
         GrammarSpec::Lark(lark) => {
             sized(lark)?;
-            GrammarWithLexer::from_lark(lark.clone())
+            GrammarWithLexer::from_lark(schema::fit_numbers_in_lark(lark).map_err(GrammarError::Invalid)?)
         }
         GrammarSpec::Ebnf(ebnf) if ebnf.trim().is_empty() => return empty("the grammar"),
         GrammarSpec::Ebnf(ebnf) => {
@@ -273,6 +273,7 @@ fn json_schema(schema: Value, strict: bool, grammar: &Grammar) -> Result<Grammar
         ..JsonCompileOptions::default()
     };
     let mut schema = schema;
+    schema::fit_numbers(&mut schema).map_err(GrammarError::Invalid)?;
     // Also in place of options that a client may have sent.
     options.apply_to(&mut schema);
     Ok(GrammarWithLexer::from_json_schema(schema))

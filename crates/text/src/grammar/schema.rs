@@ -1,6 +1,6 @@
 use std::fmt;
 
-use serde_json::Value;
+use serde_json::{Deserializer, Value};
 
 /// Keywords of JSON Schema that say something about values, and that the compiler does not know.
 const UNSUPPORTED: [&str; 16] = [
@@ -72,4 +72,102 @@ fn collect(schema: &Value, path: &str, found: &mut Vec<UnsupportedKeyword>) {
             _ => {}
         }
     }
+}
+
+/// What the compiler counts to, as the doubles that it reads numbers into. It has no negative of `i64::MIN`, and looks for one
+/// until its stack is full; and text may be read one double off.
+const LEAST: f64 = -9_223_372_036_854_770_000.0;
+const MOST: f64 = 9_223_372_036_854_770_000.0;
+
+/// Narrows the bounds of numbers in `schema`, and in all schemas in it, to what the compiler counts to: what the result allows,
+/// `schema` allows too.
+///
+/// # Errors
+/// The number that leaves nothing to narrow to, and where it stands.
+pub(super) fn fit_numbers(schema: &mut Value) -> Result<(), String> {
+    let schema = match schema {
+        Value::Array(schemas) => return schemas.iter_mut().try_for_each(fit_numbers),
+        Value::Object(schema) => schema,
+        _ => return Ok(()),
+    };
+    for (key, value) in schema {
+        match (key.as_str(), value) {
+            ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(schemas)) => {
+                schemas.values_mut().try_for_each(fit_numbers)?;
+            }
+            ("minimum" | "exclusiveMinimum", bound @ Value::Number(_)) => narrow(key, bound, LEAST)?,
+            ("maximum" | "exclusiveMaximum", bound @ Value::Number(_)) => narrow(key, bound, MOST)?,
+            ("enum", values @ Value::Array(_)) | ("const", values) => check_values(key, values)?,
+            ("default" | "examples", _) => {}
+            (_, schemas) => fit_numbers(schemas)?,
+        }
+    }
+    Ok(())
+}
+
+fn narrow(key: &str, bound: &mut Value, to: f64) -> Result<(), String> {
+    let is_beyond = |limit: f64| {
+        bound
+            .as_f64()
+            .is_some_and(|bound| if limit < 0.0 { bound < limit } else { bound > limit })
+    };
+    if is_beyond(-to) {
+        return Err(beyond(key, bound));
+    }
+    if is_beyond(to) {
+        *bound = to.into();
+    }
+    Ok(())
+}
+
+fn check_values(key: &str, value: &Value) -> Result<(), String> {
+    match value {
+        Value::Number(number)
+            if number
+                .as_f64()
+                .is_some_and(|number| !(LEAST..=MOST).contains(&number)) =>
+        {
+            Err(beyond(key, value))
+        }
+        Value::Array(values) => values.iter().try_for_each(|value| check_values(key, value)),
+        Value::Object(values) => values.values().try_for_each(|value| check_values(key, value)),
+        _ => Ok(()),
+    }
+}
+
+fn beyond(key: &str, number: &Value) -> String {
+    format!("`{key}`: {number} is beyond what can be counted to, {LEAST} to {MOST}")
+}
+
+/// [`fit_numbers`] for each schema that `lark` has behind `%json`.
+///
+/// # Errors
+/// As there.
+pub(super) fn fit_numbers_in_lark(lark: &str) -> Result<String, String> {
+    const MARK: &str = "%json";
+    let (mut fitted, mut rest) = (String::with_capacity(lark.len()), lark);
+    while let Some(at) = rest.find(MARK) {
+        let (before, schema) = rest.split_at(at + MARK.len());
+        fitted.push_str(before);
+        let mut values = Deserializer::from_str(schema).into_iter::<Value>();
+        // What is no JSON, the compiler complains of.
+        let parsed = values.next().and_then(Result::ok);
+        let (text, behind) = schema.split_at(values.byte_offset());
+        match parsed {
+            Some(mut value) => {
+                let before = value.clone();
+                fit_numbers(&mut value)?;
+                if value == before {
+                    fitted.push_str(text);
+                } else {
+                    fitted.push(' ');
+                    fitted.push_str(&value.to_string());
+                }
+                rest = behind;
+            }
+            None => rest = schema,
+        }
+    }
+    fitted.push_str(rest);
+    Ok(fitted)
 }

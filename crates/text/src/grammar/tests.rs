@@ -349,3 +349,70 @@ fn a_grammar_is_compiled_once() {
         "the cache is bounded"
     );
 }
+
+/// As pydantic and others write the bounds of 64-bit integers, and beyond.
+#[test]
+fn bounds_of_numbers_may_be_as_wide_as_64_bits_and_wider() {
+    for (least, most) in [
+        (json!(i64::MIN), json!(i64::MAX)),
+        (json!(-1e30), json!(1e30)),
+        (json!(0), json!(u64::MAX)),
+    ] {
+        for (low, high) in [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")] {
+            let bounds = json!({low: least, high: most});
+            let mut grammars = ["integer", "number"].map(|kind| {
+                let mut bounded = bounds.clone();
+                bounded["type"] = json!(kind);
+                bounded
+            });
+            let merged = json!({"allOf": [{"type": "integer"}, bounds]});
+            let named = json!({"$defs": {"const": grammars[0].take()}, "$ref": "#/$defs/const"});
+            let number = grammars[1].take();
+            let lark = GrammarSpec::Lark(format!("start: %json {named}"));
+            for grammar in [schema(merged), schema(named), schema(number), lark] {
+                let ends = |text| follow(grammar.clone(), text).is_some_and(|(may_end, _)| may_end);
+                assert!(ends("7") && ends("9223372036854760000"), "{grammar:?}");
+                assert_eq!(ends("-9223372036854760000"), least != json!(0), "{grammar:?}");
+                assert!(
+                    !ends("-9223372036854775809") && !ends("1000000000000000000000000000000"),
+                    "{grammar:?}"
+                );
+            }
+        }
+    }
+}
+
+/// A release build of llguidance looked for the negative of `i64::MIN` until the stack was full, which ended the process.
+#[test]
+fn numbers_that_cannot_be_counted_to_are_refused() {
+    for (bad, where_) in [
+        (json!({"enum": [i64::MIN, "y"]}), "enum"),
+        (json!({"type": "integer", "enum": [1, 1e30]}), "enum"),
+        (json!({"properties": {"a": {"const": i64::MIN}}}), "const"),
+        (json!({"const": {"a": [-1e30]}}), "const"),
+        (
+            json!({"anyOf": [{"type": "string"}, {"maximum": -1e30}]}),
+            "maximum",
+        ),
+        (
+            json!({"items": {"type": "integer", "exclusiveMinimum": 1e30}}),
+            "exclusiveMinimum",
+        ),
+    ] {
+        let wanted = format!("`{where_}`: ");
+        let said = refusal(schema(bad.clone()));
+        assert!(
+            said.contains(&wanted) && said.contains("is beyond"),
+            "{bad}: {said}"
+        );
+        let lark = GrammarSpec::Lark(format!("start: \"x\" %json {bad} | %json{bad}"));
+        let said = refusal(lark);
+        assert!(
+            said.contains(&wanted) && said.contains("is beyond"),
+            "{bad} in lark: {said}"
+        );
+    }
+    // What is not in force may say anything.
+    let grammar = schema(json!({"type": "integer", "default": i64::MIN, "examples": [1e30], "maximum": 9}));
+    assert!(follow(grammar, "7").is_some());
+}

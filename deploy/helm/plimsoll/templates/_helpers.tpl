@@ -40,3 +40,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $topic := printf "kv@$(POD_IP):8000@%s" (.Values.kvEvents.model | default .Values.model) -}}
 --kv-events-config={{ dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" $endpoint "replay_endpoint" $replay "topic" $topic | toJson }}
 {{- end -}}
+
+{{- define "plimsoll.scheme" -}}
+{{- if .Values.tlsSecret }}HTTPS{{ else }}HTTP{{ end -}}
+{{- end -}}
+
+{{/* Flags that values set too: with another meaning, probes and grace period would not fit the server any more. */}}
+{{- define "plimsoll.checkArgs" -}}
+{{- $instead := dict "port" "service.port" "drain-timeout" "drainTimeout" "shutdown-timeout" "drainTimeout" "ssl-certfile" "tlsSecret" "ssl-keyfile" "tlsSecret" "model" "model" -}}
+{{- if .Values.kvEvents.enabled }}{{ $_ := set $instead "kv-events-config" "kvEvents" }}{{ end -}}
+{{- if .Values.apiKeySecret }}{{ $_ := set $instead "api-key-file" "apiKeySecret" }}{{ end -}}
+{{- range .Values.args -}}
+{{- $name := (split "=" .)._0 | trimPrefix "--" | replace "_" "-" -}}
+{{- if and (hasPrefix "--" .) (hasKey $instead $name) -}}
+{{- fail (printf "args: %s is set by the value %s" . (get $instead $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

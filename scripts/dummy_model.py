@@ -1,0 +1,82 @@
+"""Directories of models without weights, for `--load-format dummy`."""
+
+import itertools
+import json
+
+# Shape of meta-llama/Llama-3.1-8B: facts from its config.json.
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192},
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
+def write_model(directory, config):
+    """Config, generation defaults and a tokenizer whose every token is a word, so that both sides turn tokens into text."""
+    vocabulary = {f"w{token}": token for token in range(config["vocab_size"])}
+    special = {"content": "<|end|>", "id": config["eos_token_id"], "special": True, "single_word": False, "lstrip": False,
+               "rstrip": False, "normalized": False}
+    del vocabulary[f"w{special['id']}"]
+    vocabulary[special["content"]] = special["id"]
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
+                 "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+                 "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
+    files = {
+        "config.json": config,
+        "generation_config.json": {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]},
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special["content"],
+                                  "model_max_length": config["max_position_embeddings"]},
+    }
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+
+
+def write_words(directory, config):
+    """The model's files with a vocabulary such as real ones: bytes, JSON's punctuation, and pronounceable words with and without
+    a space before them. Text is cut into bytes: that is for the server, which masks tokens by what they say."""
+    write_model(directory, config)
+    # GPT-2's printable stand-ins for bytes.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    symbol = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(hidden)}
+    written = ['{"', '"}', '":', '": "', '", "', '",', '"}, {"', '],', '[', ']}', '{\n', '},\n', '  ', '    ', '": ', ', "', '"]', '": [', '": {']
+    digits = [str(number) for number in range(1000)]
+    consonants, vowels = "bcdfghjklmnpqrstvwxz", "aeiouy"
+    syllables = [c + v for c in consonants for v in vowels] + [c + v + e for c in consonants for v in vowels for e in "nrst"]
+    words = itertools.chain.from_iterable(map("".join, itertools.product(syllables, repeat=n)) for n in (1, 2, 3))
+    spaced = itertools.chain.from_iterable((word, " " + word, word.capitalize()) for word in words)
+    room = config["vocab_size"] - 256 - 2
+    texts = dict.fromkeys(itertools.islice(itertools.chain(written, digits, spaced), 2 * room))
+    texts = [text for text in texts if len(text) > 1][:room]
+    tokens = [symbol[byte] for byte in range(256)] + ["".join(symbol[byte] for byte in text.encode()) for text in texts]
+    special = ["<|begin|>", "<|end|>"]
+    ids = [config["bos_token_id"], config["eos_token_id"]]
+    free = (token for token in range(config["vocab_size"]) if token not in ids)
+    vocabulary = dict(zip(tokens, free)) | dict(zip(special, ids))
+    added = [{"content": text, "id": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False} for text, token in zip(special, ids)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+                 "pre_tokenizer": level, "post_processor": None, "decoder": level,
+                 "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
