@@ -205,8 +205,10 @@ def test_structured_output(client):
     message = client.messages.parse(**ask(said), output_format=Answer)
     assert message.parsed_output == Answer(city="Paris", degrees=20)
     digit = {"type": "json_schema", "schema": {"type": "integer", "minimum": 0, "maximum": 9}}
-    message = client.messages.create(**ask(say("no"), output_config={"format": digit}, max_tokens=50))
-    assert 0 <= json.loads(message.content[0].text) <= 9
+    # Once it has thought it may not think again: what it makes up is a digit.
+    message = client.messages.create(**ask(say("<think>No.</think>no"), output_config={"format": digit}))
+    assert message.content[0].thinking == "No." and message.stop_reason == "end_turn"
+    assert 0 <= json.loads(message.content[1].text) <= 9
 
 
 # --- agents
