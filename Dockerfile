@@ -72,6 +72,7 @@ USER 10001
 ENV HF_HOME=/hub PLIMSOLL_PROFILE_CACHE_DIR=/hub/plimsoll/profiles
 VOLUME /hub
 EXPOSE 8000
-# Loading and profiling a model takes a while; until it is proved /ready is a 503 that says how far it is.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10m CMD ["curl", "--fail", "--silent", "http://127.0.0.1:8000/ready"]
+# Loading and profiling a model may take as long as the chart allows (startupMinutes); until it is proved /ready is a 503 that
+# says how far it is.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60m CMD ["curl", "--fail", "--silent", "http://127.0.0.1:8000/ready"]
 ENTRYPOINT ["plimsoll", "serve", "--host", "0.0.0.0", "--port", "8000"]
