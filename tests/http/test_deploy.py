@@ -12,7 +12,7 @@ from helm_python import chart as helm
 from helm_python.errors import HelmError
 
 from conftest import BINARY
-from test_operations import ALERTS, ROOT, named, run
+from test_operations import ALERTS, ROOT, named, rules, run
 
 CHART = ROOT / "deploy/helm/plimsoll"
 COMPOSE = ROOT / "deploy/compose"
@@ -36,16 +36,17 @@ VALUES = {
     "cpu": {"gpus": 0, "model": "sim", "cache": {"enabled": False}, "resources": {}, "serviceAccount": {"create": False},
             "strategy": {"type": "Recreate"}},
     "tls": {**EVERYTHING, "tlsSecret": "certificate"},
+    "alone": {**EVERYTHING, "replicas": 1},
 }
 
 
-def files(values: dict) -> dict[str, str]:
+def files(values: dict, name: str = "llm") -> dict[str, str]:
     with helm.Chart.load(CHART) as chart:
-        return chart.render(values, name="llm", namespace="serving")
+        return chart.render(values, name=name, namespace="serving")
 
 
-def render(values: dict) -> list[dict]:
-    manifests = [file for path, file in files(values).items() if not path.endswith("NOTES.txt")]
+def render(values: dict, name: str = "llm") -> list[dict]:
+    manifests = [file for path, file in files(values, name).items() if not path.endswith("NOTES.txt")]
     return [document for file in manifests for document in yaml.safe_load_all(file) if document]
 
 
@@ -56,6 +57,12 @@ def notes(values: dict) -> str:
 
 def pod_of(values: dict) -> dict:
     return of_kind(render(values), "Deployment")["spec"]["template"]["spec"]
+
+
+def device_of(values: dict) -> str:
+    [container] = pod_of(values)["containers"]
+    [flag] = [arg for arg in container["args"] if arg.startswith("--device")]
+    return flag.removeprefix("--device=")
 
 
 def of_kind(documents: list[dict], kind: str) -> dict:
@@ -110,6 +117,12 @@ def test_pods_are_told_what_the_values_say():
     assert "nvidia.com/gpu" not in str(cpu["resources"])
 
 
+def test_a_gpu_that_is_missing_ends_the_start():
+    # By itself the server would fall back to the CPU, where it is too slow to be of use, and say so in its log alone.
+    assert device_of({}) == "cuda" and device_of(VALUES["cpu"]) == "cpu"
+    assert device_of({"gpus": 0, "resources": {"limits": {"nvidia.com/mig-3g.71gb": "1"}}}) == "cuda"
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_variables_of_services_stay_outside(name):
     # A service called plimsoll, as in `helm install plimsoll`, would set PLIMSOLL_PORT=tcp://... in every pod, which ends the start.
@@ -136,20 +149,55 @@ def test_keys_and_certificates():
     for probe in ["startupProbe", "readinessProbe", "livenessProbe"]:
         assert container[probe]["httpGet"]["scheme"] == "HTTPS"
         assert pod_of({})["containers"][0][probe]["httpGet"]["scheme"] == "HTTP"
-    assert of_kind(render(VALUES["tls"]), "ServiceMonitor")["spec"]["endpoints"][0]["scheme"] == "https"
-    assert "https://127.0.0.1" in notes(VALUES["tls"]) and "Bearer" in notes(VALUES["tls"]) and "helm test" not in notes(VALUES["tls"])
-    [selftest] = of_kind(render(EVERYTHING), "Pod")["spec"]["containers"]
+    # Prometheus asks pods by their address, which no certificate names.
+    [endpoint] = of_kind(render(VALUES["tls"]), "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https" and endpoint["tlsConfig"] == {"serverName": "llm-plimsoll.serving.svc"}
+    more = {"enabled": True, "endpoint": {"tlsConfig": {"serverName": "llm.example", "insecureSkipVerify": True}}}
+    [endpoint] = of_kind(render({**VALUES["tls"], "serviceMonitor": more}), "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["tlsConfig"] == more["endpoint"]["tlsConfig"] and endpoint["scheme"] == "https"
+    assert "https://127.0.0.1" in notes(VALUES["tls"]) and "Bearer" in notes(VALUES["tls"])
+    [selftest] = of_kind(render(VALUES["alone"]), "Pod")["spec"]["containers"]
     assert f"--api-key-file={flags['api-key-file']}" in selftest["args"]
 
 
-@pytest.mark.parametrize("args", [["--port", "9000"], ["--drain_timeout=300"], ["--shutdown-timeout=300"], ["--ssl-certfile", "/x"]])
+@pytest.mark.parametrize(("values", "there"), [
+    ({}, True), (VALUES["alone"], True),
+    ({"tlsSecret": "certificate"}, False),
+    # It asks through the service: one server counts, and another answers.
+    ({"replicas": 2}, False), ({"autoscaling": {"enabled": True}}, False), ({"replicas": 0}, False),
+])
+def test_helm_test_is_there_where_it_can_tell(values, there):
+    assert ("Pod" in {document["kind"] for document in render(values)}) == there
+    assert ("helm test" in notes(values)) == there
+
+
+@pytest.mark.parametrize("args", [["--port", "9000"], ["--drain_timeout=300"], ["--shutdown-timeout=300"], ["--ssl-certfile", "/x"], ["--device=cpu"]])
 def test_flags_that_values_set_are_refused(args):
     with pytest.raises(HelmError, match="is set by the value"):
         render({"args": args})
 
 
-def test_a_volume_of_one_node_and_several_replicas():
-    assert "WARNING" in notes({"replicas": 2}) and "WARNING" in notes({"autoscaling": {"enabled": True}})
+@pytest.mark.parametrize("name", ["PLIMSOLL_PORT", "PLIMSOLL_DRAIN_TIMEOUT", "PLIMSOLL_SHUTDOWN_TIMEOUT", "PLIMSOLL_SSL_CERTFILE", "PLIMSOLL_API_KEY_FILE"])
+def test_variables_that_values_set_are_refused(name):
+    with pytest.raises(HelmError, match=f"{name} is set by the value"):
+        render({"env": [{"name": name, "value": "1"}], "apiKeySecret": "keys"})
+    others = [{"name": "PORT", "value": "1"}, {"name": "PLIMSOLL_MAX_NUM_SEQS", "value": "8"}]
+    assert pod_of({"env": others})["containers"][0]["env"] == others
+
+
+def test_a_volume_of_one_node():
+    strategy = {name: of_kind(render(values), "Deployment")["spec"]["strategy"]["type"] for name, values in VALUES.items()}
+    # A new pod on another node would wait for the volume for ever, and the old one for the new one to be ready.
+    assert strategy["defaults"] == "Recreate" and "An upgrade ends the pod" in notes({})
+    assert strategy["everything"] == "RollingUpdate"
+    for values in [{"cache": {"enabled": False}}, {"cache": {"existingClaim": "shared"}}]:
+        assert of_kind(render(values), "Deployment")["spec"]["strategy"]["type"] == "RollingUpdate" and "An upgrade ends" not in notes(values)
+    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1}}
+    one_by_one = {"rollingUpdate": {"maxSurge": 0}}
+    assert of_kind(render({"strategy": rolling}), "Deployment")["spec"]["strategy"] == rolling
+    for together in [{"replicas": 2}, {"replicas": 2, "strategy": one_by_one}, {"autoscaling": {"enabled": True}}, {"strategy": rolling}]:
+        assert "WARNING" in notes(together) and "An upgrade ends" not in notes(together)
+    assert "WARNING" not in notes({"strategy": one_by_one}) and "An upgrade ends" in notes({"strategy": one_by_one})
     for fine in [{}, EVERYTHING, {"replicas": 2, "cache": {"enabled": False}}, {"replicas": 2, "cache": {"existingClaim": "shared"}}]:
         assert "WARNING" not in notes(fine)
 
@@ -182,13 +230,20 @@ def test_custom_resources():
     assert of_kind(documents, "PrometheusRule")["spec"] == yaml.safe_load(ALERTS.read_text())
     assert of_kind(documents, "ServiceMonitor")["spec"]["endpoints"] == [{"port": "http", "path": "/metrics", "interval": "15s"}]
     assert "plimsoll_requests_running" in named(of_kind(documents, "ConfigMap")["data"]["plimsoll.json"])
-    more = {"authorization": {"credentials": {"name": "keys", "key": "prometheus"}}, "scrapeTimeout": "5s"}
+    more = {"authorization": {"credentials": {"name": "keys", "key": "prometheus"}}, "interval": "5s"}
     [endpoint] = of_kind(render({"serviceMonitor": {"enabled": True, "endpoint": more}}), "ServiceMonitor")["spec"]["endpoints"]
     assert more.items() <= endpoint.items() and endpoint["port"] == "http"
     pool = of_kind(documents, "InferencePool")
     assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
     assert pool["spec"]["targetPorts"] == [{"number": 8000}]
     assert pool["spec"]["endpointPickerRef"] == {"name": "llm-plimsoll-epp", "port": {"number": 9002}, "failureMode": "FailClose"}
+
+
+def test_alerts_know_the_job_however_long_the_release_is_called():
+    documents = render({"serviceMonitor": {"enabled": True}}, name="a" * 53)
+    job = of_kind(documents, "Service")["metadata"]["labels"][of_kind(documents, "ServiceMonitor")["spec"]["jobLabel"]]
+    [down] = [rule["expr"] for rule in rules() if rule["alert"] == "PlimsollDown"]
+    assert re.fullmatch(re.search('job=~"(.+)"', down)[1], job)
 
 
 def test_routers_find_the_events_of_each_pod():
@@ -225,7 +280,19 @@ def test_compose():
         for volume in service["volumes"]:
             source = volume.split(":")[0]
             assert not source.startswith(".") or (COMPOSE / source).exists(), source
-    assert re.fullmatch(r"\d+s", services["plimsoll"]["stop_grace_period"])
+    plimsoll = services["plimsoll"]
+    assert re.fullmatch(r"\d+s", plimsoll["stop_grace_period"])
+    # A GPU that the container does not get ends the start; by itself the server would fall back to the CPU.
+    words = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in plimsoll["command"]]
+    done = subprocess.run([BINARY, "config", *words, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["settings"]["device"]["value"] == "cuda"
+    assert plimsoll["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+def test_health_check_waits_as_long_as_the_chart():
+    [minutes] = re.findall(r"^HEALTHCHECK .*--start-period=(\d+)m ", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    startup = pod_of({})["containers"][0]["startupProbe"]
+    assert int(minutes) * 60 >= startup["failureThreshold"] * startup["periodSeconds"]
 
 
 def test_prometheus_of_compose_is_valid(tmp_path):

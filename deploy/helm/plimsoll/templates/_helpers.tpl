@@ -26,6 +26,39 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- .Values.cache.existingClaim | default (printf "%s-cache" (include "plimsoll.name" .)) -}}
 {{- end -}}
 
+{{/* "true" where the chart's own volume can be mounted by one node at a time. */}}
+{{- define "plimsoll.volumeOfOneNode" -}}
+{{- if and .Values.cache.enabled (not .Values.cache.existingClaim) (not (has "ReadWriteMany" .Values.cache.accessModes)) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{- define "plimsoll.strategy" -}}
+{{- if .Values.strategy -}}
+{{ toYaml .Values.strategy }}
+{{- else if include "plimsoll.volumeOfOneNode" . -}}
+type: Recreate
+{{- else -}}
+type: RollingUpdate
+{{- end -}}
+{{- end -}}
+
+{{/* "true" where `helm test` can tell: it compares one server's counters before and after, and speaks plain HTTP. */}}
+{{- define "plimsoll.hasSelftest" -}}
+{{- if and (not .Values.tlsSecret) (not .Values.autoscaling.enabled) (eq (int .Values.replicas) 1) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* What the pod was given. The server is told, as it would serve on the CPU where a GPU that it should have is not there. */}}
+{{- define "plimsoll.device" -}}
+{{- $device := ternary "cuda" "cpu" (gt (int .Values.gpus) 0) -}}
+{{- range $name, $_ := .Values.resources.limits -}}
+{{- if hasPrefix "nvidia.com/" $name }}{{ $device = "cuda" }}{{ end -}}
+{{- end -}}
+{{ $device }}
+{{- end -}}
+
 {{- define "plimsoll.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- .Values.serviceAccount.name | default (include "plimsoll.name" .) -}}
@@ -45,15 +78,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .Values.tlsSecret }}HTTPS{{ else }}HTTP{{ end -}}
 {{- end -}}
 
-{{/* Flags that values set too: with another meaning, probes and grace period would not fit the server any more. */}}
-{{- define "plimsoll.checkArgs" -}}
-{{- $instead := dict "port" "service.port" "drain-timeout" "drainTimeout" "shutdown-timeout" "drainTimeout" "ssl-certfile" "tlsSecret" "ssl-keyfile" "tlsSecret" "model" "model" -}}
+{{/* Settings that values make too: with another meaning, probes and grace period would not fit the server any more. */}}
+{{- define "plimsoll.checkSettings" -}}
+{{- $instead := dict "model" "model" "device" "gpus" "port" "service.port" "ssl-certfile" "tlsSecret" "ssl-keyfile" "tlsSecret" -}}
+{{- range list "drain-timeout" "shutdown-timeout" }}{{ $_ := set $instead . "drainTimeout" }}{{ end -}}
 {{- if .Values.kvEvents.enabled }}{{ $_ := set $instead "kv-events-config" "kvEvents" }}{{ end -}}
 {{- if .Values.apiKeySecret }}{{ $_ := set $instead "api-key-file" "apiKeySecret" }}{{ end -}}
+{{- $given := dict -}}
 {{- range .Values.args -}}
-{{- $name := (split "=" .)._0 | trimPrefix "--" | replace "_" "-" -}}
-{{- if and (hasPrefix "--" .) (hasKey $instead $name) -}}
-{{- fail (printf "args: %s is set by the value %s" . (get $instead $name)) -}}
+{{- $flag := (split "=" .)._0 -}}
+{{- if hasPrefix "--" $flag }}{{ $_ := set $given $flag (trimPrefix "--" $flag) }}{{ end -}}
 {{- end -}}
+{{- range .Values.env -}}
+{{- if hasPrefix "PLIMSOLL_" .name }}{{ $_ := set $given .name (trimPrefix "PLIMSOLL_" .name | lower) }}{{ end -}}
+{{- end -}}
+{{- range $written, $name := $given -}}
+{{- with get $instead (replace "_" "-" $name) }}{{ fail (printf "%s is set by the value %s" $written .) }}{{ end -}}
 {{- end -}}
 {{- end -}}
