@@ -1,12 +1,14 @@
 """The soak can fail: each of its invariants, on a record that breaks it and on one that does not."""
 
 import dataclasses
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "soak"))
+SOAK = Path(__file__).resolve().parents[1] / "soak"
+sys.path.insert(0, str(SOAK))
 
 from invariants import Record, broken, missed  # noqa: E402
 from ledger import COMPLETE, FAILED, LATE, REFUSED, WRONG, Ledger, judge, parse_error  # noqa: E402
@@ -87,13 +89,22 @@ def test_each_invariant_can_break(what, bad):
 
 
 def test_memory_that_grows_is_found_and_bursts_are_not():
-    assert "host memory grows: 160.0 MiB" in broken(record(quiet=[160 * MIB, 185 * MIB]))[0]
+    assert "host memory grows: 160.0, 185.0 MiB" in broken(record(quiet=[160 * MIB, 185 * MIB]))[0]
     # Of a large process, a part.
     assert "host memory grows" in broken(record(quiet=[1600 * MIB, 1690 * MIB]))[0]
+    # What creeps from round to round, too.
+    assert "160.0, 168.0, 176.0, 185.0 MiB" in broken(record(quiet=[mib * MIB for mib in [160, 168, 176, 185]]))[0]
     for quiet in [160, 183], [160, 90], [1600, 1670]:
         assert broken(record(quiet=[mib * MIB for mib in quiet], resident=[900 * MIB])) == []
     # Too short to say: inconclusive, not fine.
     assert "two quiet moments" in missed(record(quiet=[160 * MIB]))
+
+
+def test_memory_is_looked_at_every_quarter_of_an_hour():
+    rounds = runpy.run_path(str(SOAK / "__main__.py"))["rounds"]
+    assert rounds(600) == [150, 450]
+    assert rounds(4500) == [900, 900, 900, 900, 900]
+    assert rounds(4000) == [900, 775, 775, 775, 775]
 
 
 def test_a_neighbour_that_waits_is_found():
