@@ -179,18 +179,24 @@ impl<E: Executor> EngineThread<E> {
     }
 
     pub(crate) fn obey(&mut self, command: Command) {
+        let mut cancelled = None;
         match command {
             Command::Submit(request) => self.submit(request),
             Command::Cancel(id) => {
                 self.scheduler.cancel(id);
-                self.shared.lock().leave(id);
+                cancelled = Some(id);
             }
             Command::Drain => {}
             Command::Sleep(sleeper) => self.sleeper = Some(sleeper),
             // Whoever asks learns from the phase that it is awake.
             Command::Wake(_) => {}
         }
-        self.shared.lock().stats.scheduler = self.scheduler.stats();
+        let mut state = self.shared.lock();
+        state.stats.scheduler = self.scheduler.stats();
+        // In the same moment: whoever finds it gone finds it counted.
+        if let Some(id) = cancelled {
+            state.leave(id);
+        }
     }
 
     fn submit(&mut self, request: Request) {
