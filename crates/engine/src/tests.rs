@@ -303,9 +303,10 @@ async fn admission_is_bounded_and_says_when_to_come_back() {
         max_queue: 3,
         ..Default::default()
     });
-    rig.set_step(Duration::from_millis(5));
-    let mut streams: Vec<_> = (0..5).map(|i| rig.submit(i, 20).unwrap()).collect();
-    let refused = rig.submit(5, 20).unwrap_err();
+    // Nobody is done before the last is refused.
+    rig.set_step(Duration::from_millis(50));
+    let mut streams: Vec<_> = (0..5).map(|i| rig.submit(i, 200).unwrap()).collect();
+    let refused = rig.submit(5, 200).unwrap_err();
     let SubmitError::QueueFull {
         limit: 5,
         retry_after,
@@ -319,8 +320,9 @@ async fn admission_is_bounded_and_says_when_to_come_back() {
     drop(streams.remove(3));
     rig.until("a free place", |rig| rig.engine.stats().in_flight == 4)
         .await;
-    streams.push(rig.submit(6, 20).unwrap());
-    assert!(matches!(rig.submit(7, 20), Err(SubmitError::QueueFull { .. })));
+    streams.push(rig.submit(6, 200).unwrap());
+    assert!(matches!(rig.submit(7, 200), Err(SubmitError::QueueFull { .. })));
+    rig.set_step(Duration::ZERO);
     for stream in streams {
         assert!(read(stream).await.1.is_ok());
     }
@@ -409,18 +411,16 @@ async fn a_drain_returns_though_a_step_hangs() {
 async fn a_stall_is_seen() {
     let rig = Rig::new(Shape::default());
     assert!(rig.engine.health().stalled_for.is_none());
-    rig.set_step(Duration::from_millis(300));
+    rig.set(|s| &s.hold);
     let stream = rig.submit(1, 1).unwrap();
     rig.until("a stall", |rig| {
-        !rig.engine.health().is_moving(Duration::from_millis(100))
+        let health = rig.engine.health();
+        let in_progress = health.step_in_progress.unwrap_or_default();
+        !health.is_moving(Duration::from_millis(100)) && in_progress >= Duration::from_millis(50)
     })
     .await;
-    let health = rig.engine.health();
-    assert_eq!(health.phase, Phase::Running);
-    assert!(
-        health.step_in_progress.unwrap() >= Duration::from_millis(50),
-        "{health:?}"
-    );
+    assert_eq!(rig.engine.health().phase, Phase::Running);
+    rig.script.hold.store(false, Ordering::SeqCst);
     assert!(read(stream).await.1.is_ok());
     assert!(rig.engine.health().is_moving(Duration::from_millis(100)));
 }
@@ -431,9 +431,11 @@ async fn a_dead_engine_is_no_silent_hang() {
         num_blocks: 4,
         ..Default::default()
     });
-    rig.set_step(Duration::from_millis(5));
+    // No step ends before the panic.
+    rig.set(|s| &s.hold);
     let others = [rig.submit(1, 50).unwrap(), rig.submit(2, 5).unwrap()];
     rig.set(|s| &s.panic_between);
+    rig.script.hold.store(false, Ordering::SeqCst);
     tokio::time::timeout(PATIENCE, rig.engine.ended())
         .await
         .expect("the end is announced");

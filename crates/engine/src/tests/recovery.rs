@@ -187,12 +187,14 @@ async fn until_steps(rig: &Rig, steps: usize) {
         .await;
 }
 
-/// A step waits; whoever comes now is not in it.
-async fn hold(rig: &Rig) {
+/// A request whose first step waits; whoever comes now is not in it.
+async fn submit_held(rig: &Rig, seed: u64, len: usize) -> RequestStream {
     rig.script.holding.store(false, Ordering::SeqCst);
     rig.set(|s| &s.hold);
+    let stream = rig.submit(seed, len).unwrap();
     rig.until("a held step", |rig| rig.script.holding.load(Ordering::SeqCst))
         .await;
+    stream
 }
 
 #[tokio::test]
@@ -239,11 +241,9 @@ async fn u21_a_step_without_memory_costs_its_own_requests_and_the_state_is_built
 #[tokio::test]
 async fn u21_a_step_that_needs_more_scratch_than_was_proved_costs_itself_alone() {
     let (rig, _device) = start(1, PATIENCE);
-    rig.set_step(Duration::from_millis(1));
     let before = rig.engine.kv();
     for again in 1..=3 {
-        let guilty = rig.submit(1, 100).unwrap();
-        hold(&rig).await;
+        let guilty = submit_held(&rig, 1, 100).await;
         let waiting = rig.submit(2, 10).unwrap();
         rig.set(|s| &s.overflow);
         rig.script.hold.store(false, Ordering::SeqCst);
@@ -285,10 +285,7 @@ async fn u21_the_step_beside_the_failed_one_ends_well() {
 #[tokio::test]
 async fn u21_a_smaller_state_serves_what_fits_it() {
     let (rig, device) = start(1, PATIENCE);
-    rig.set_step(Duration::from_millis(5));
-    let guilty = rig.submit(1, 100).unwrap();
-    until_steps(&rig, 3).await;
-    hold(&rig).await;
+    let guilty = submit_held(&rig, 1, 100).await;
     let long = rig.submit(2, 251).unwrap();
     let short = rig.submit(3, 30).unwrap();
     device.room.store(256 - 16, Ordering::SeqCst);
@@ -316,10 +313,7 @@ async fn u21_a_smaller_state_serves_what_fits_it() {
 #[tokio::test]
 async fn u21_nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
     let (rig, device) = start(1, Duration::ZERO);
-    rig.set_step(Duration::from_millis(5));
-    let guilty = rig.submit(1, 100).unwrap();
-    until_steps(&rig, 3).await;
-    hold(&rig).await;
+    let guilty = submit_held(&rig, 1, 100).await;
     let waiting = rig.submit(2, 10).unwrap();
     device.room.store(0, Ordering::SeqCst);
     rig.set(|s| &s.oom_in_launch);
@@ -337,8 +331,7 @@ async fn u21_nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
 #[tokio::test]
 async fn u21_requests_are_turned_away_while_a_state_is_built() {
     let (rig, _device) = start(1, Duration::from_millis(1));
-    let guilty = rig.submit(1, 100).unwrap();
-    hold(&rig).await;
+    let guilty = submit_held(&rig, 1, 100).await;
     let waiting = rig.submit(2, 10).unwrap();
     rig.set(|s| &s.hold_rebuild);
     rig.set(|s| &s.oom_in_launch);
@@ -358,8 +351,7 @@ async fn u21_requests_are_turned_away_while_a_state_is_built() {
 #[tokio::test]
 async fn u20_a_build_that_hangs_is_seen() {
     let (rig, _device) = start(1, PATIENCE);
-    let guilty = rig.submit(1, 100).unwrap();
-    hold(&rig).await;
+    let guilty = submit_held(&rig, 1, 100).await;
     rig.set(|s| &s.hold_rebuild);
     rig.set(|s| &s.hang_rebuild);
     rig.set(|s| &s.oom_in_launch);
@@ -393,8 +385,7 @@ async fn ends_at_once(rig: &Rig) {
 async fn u21_a_drain_lets_requests_wait_for_memory_until_its_time_is_over() {
     for comes_back in [true, false] {
         let (rig, device) = start(1, PATIENCE);
-        let guilty = rig.submit(1, 100).unwrap();
-        hold(&rig).await;
+        let guilty = submit_held(&rig, 1, 100).await;
         let waiting = rig.submit(2, 10).unwrap();
         device.room.store(0, Ordering::SeqCst);
         rig.set(|s| &s.oom_in_launch);
@@ -438,9 +429,7 @@ async fn until_refused(rig: &Rig) {
 #[tokio::test]
 async fn a_state_that_cannot_be_built_for_a_defect_ends_the_engine() {
     let (rig, _device) = start(1, PATIENCE);
-    rig.set_step(Duration::from_millis(5));
-    let guilty = rig.submit(1, 100).unwrap();
-    hold(&rig).await;
+    let guilty = submit_held(&rig, 1, 100).await;
     let waiting = rig.submit(2, 10).unwrap();
     rig.set(|s| &s.defect);
     rig.set(|s| &s.oom_in_launch);
@@ -457,11 +446,9 @@ async fn a_state_that_cannot_be_built_for_a_defect_ends_the_engine() {
 #[tokio::test]
 async fn u37_sleep_gives_the_state_back_and_waking_proves_it_again() {
     let (rig, device) = start(1, PATIENCE);
-    rig.set_step(Duration::from_millis(5));
     let before = read(rig.submit(1, 20).unwrap()).await;
     // Whoever asks too early is told, and nothing has happened.
-    let running = rig.submit(2, 60).unwrap();
-    hold(&rig).await;
+    let running = submit_held(&rig, 2, 60).await;
     assert_eq!(
         rig.engine.sleep(Duration::from_millis(1)).await,
         Err(SleepError::Busy { requests: 1 })
