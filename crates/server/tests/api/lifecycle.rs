@@ -228,7 +228,8 @@ async fn u29_a_drain_by_request_finishes_what_runs_and_what_waits() {
         options,
         ..Default::default()
     });
-    rig.set_step(Duration::from_millis(5));
+    // Nobody is done before the drain.
+    rig.set_step(Duration::from_millis(500));
     let (address, _stop, server) = served(&rig).await;
     let answers: Vec<_> = (0..3)
         .map(|_| {
@@ -254,8 +255,9 @@ async fn u29_a_drain_by_request_finishes_what_runs_and_what_waits() {
     let (status, body) = parsed(&raw(&address, &http("/admin/drain", "")).await);
     assert_eq!((status, &body["status"]), (202, &json!("draining")));
     assert_eq!(body["timeout_seconds"], 30.0);
-    assert!(body["requests_in_flight"].as_u64().unwrap() <= 3, "{body}");
+    assert_eq!(body["requests_in_flight"], 3);
     assert_eq!(rig.get("/ready").await.json()["status"], "draining");
+    rig.set_step(Duration::ZERO);
     for answer in answers {
         let (status, body) = parsed(&answer.await.unwrap());
         assert_eq!((status, &body["usage"]["completion_tokens"]), (200, &json!(20)));
@@ -274,7 +276,7 @@ async fn there_is_no_admin_api_unless_it_is_asked_for() {
 #[tokio::test]
 async fn u20_the_watchdog_ends_a_server_whose_step_hangs() {
     let options = ServerOptions {
-        watchdog_timeout: Some(Duration::from_millis(300)),
+        watchdog_timeout: Some(Duration::from_secs(2)),
         ..Default::default()
     };
     let rig = Rig::new(Setup {
@@ -282,17 +284,17 @@ async fn u20_the_watchdog_ends_a_server_whose_step_hangs() {
         ..Default::default()
     });
     let (address, _stop, server) = served(&rig).await;
-    // Longer than the watchdog's patience in all, but each step is short.
-    rig.set_step(Duration::from_millis(30));
+    // Longer than the watchdog's patience in all, but each of the 20 steps is short.
+    rig.set_step(Duration::from_millis(110));
     assert_eq!(rig.post(CHAT, chat("x")).await.status, 200);
-    rig.set_step(Duration::from_secs(6));
+    rig.set_step(Duration::from_secs(60));
     let request = http(CHAT, &with(chat("x"), "stream", json!(true)).to_string());
     let began = Instant::now();
     let (whole, streamed, ended) = tokio::join!(rig.post(CHAT, chat("x")), raw(&address, &request), server);
     let Err(ServeError::Stalled(why)) = ended.unwrap() else {
         panic!("it hangs and serves on");
     };
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(50), "{:?}", began.elapsed());
     assert!(
         why.contains("no step had ended for") && why.contains("rows="),
         "{why}"

@@ -355,11 +355,11 @@ async fn the_status_is_what_ready_says() {
 
     // One loses its memory, and one waits for it: that is no stall, and nothing that the watchdog should end.
     rig.set_step(Duration::from_millis(5));
-    let long = with(chat("x"), "max_tokens", json!(900)).to_string();
+    let long = with(chat("x"), "max_tokens", json!(900));
     let first = rig
-        .send(post(CHAT, with(chat("x"), "stream", json!(true)).to_string()))
+        .send(post(CHAT, with(long.clone(), "stream", json!(true)).to_string()))
         .await;
-    let (second, ()) = tokio::join!(rig.post_raw(CHAT, long), async {
+    let (second, ()) = tokio::join!(rig.post(CHAT, long), async {
         rig.until_in_flight(2).await;
         rig.script.full.store(true, Ordering::SeqCst);
         rig.script.oom.store(true, Ordering::SeqCst);
@@ -377,6 +377,7 @@ async fn the_status_is_what_ready_says() {
             rig.state.engine().health().phase == Phase::Running
         })
         .await;
+        rig.set_step(Duration::ZERO);
     });
     assert_eq!(second.status, 200);
     drop(first);
