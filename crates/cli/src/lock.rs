@@ -299,6 +299,8 @@ fn holder(file: &mut File) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::io::BufRead;
+
     use super::*;
 
     fn locks(dir: &Path, timeout: Duration) -> Locks {
@@ -355,10 +357,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let locks = locks(dir.path(), Duration::from_secs(60));
         let held = locks.take("cpu").unwrap();
+        let (said, log) = io::pipe().unwrap();
         let begin = Instant::now();
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| locks.take("cpu").unwrap());
-            thread::sleep(Duration::from_millis(300));
+            let waiting = scope.spawn(|| {
+                let log = tracing_subscriber::fmt().with_writer(std::sync::Mutex::new(log));
+                tracing::subscriber::with_default(log.finish(), || locks.take("cpu").unwrap())
+            });
+            // From then on it has waited for some time, however late its thread began.
+            let (mut said, mut line) = (io::BufReader::new(said), String::new());
+            said.read_line(&mut line).unwrap();
+            assert!(line.contains("waiting for cpu: process 7 on here (m)"), "{line}");
+            thread::sleep(2 * POLL);
             assert!(!waiting.is_finished());
             drop(held);
             let lock = waiting.join().unwrap();
