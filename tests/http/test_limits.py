@@ -148,11 +148,15 @@ def error_of(stream: httpx.Response, status: int) -> dict:
 
 
 def test_priority(keyed):
-    with occupied(keyed, "secret-of-alice", 4), ThreadPoolExecutor(2) as pool:
-        keyed.wait_for("a running request", lambda: keyed.metric("plimsoll_requests_running") == 1)
-        low = pool.submit(first_token, keyed, "secret-of-alice", priority=5)
-        keyed.wait_for("it waits", lambda: keyed.metric("plimsoll_requests_waiting") >= 4)
-        high = pool.submit(first_token, keyed, "secret-of-alice", priority=-5)
+    before = keyed.metric("plimsoll_requests_submitted_total")
+    with ThreadPoolExecutor(2) as pool:
+        with occupied(keyed, "secret-of-alice", 40):
+            keyed.wait_for("a running request", lambda: keyed.metric("plimsoll_requests_running") == 1)
+            low = pool.submit(first_token, keyed, "secret-of-alice", priority=5)
+            keyed.wait_for("it waits", lambda: keyed.metric("plimsoll_requests_submitted_total") - before == 41)
+            high = pool.submit(first_token, keyed, "secret-of-alice", priority=-5)
+            high.result()
+            assert not low.done(), "it goes behind the others"
         assert high.result() < low.result()
     keyed.wait_until_empty()
 
@@ -307,12 +311,12 @@ def long_stream(n: int = 32) -> bytes:
 
 
 def test_a_client_that_reads_nothing_holds_no_kv_for_long(hard):
+    cancelled = hard.metric("plimsoll_requests_cancelled_total")
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", hard.port))
         reader.sendall(long_stream())
         hard.wait_for("running requests", lambda: hard.metric("plimsoll_requests_running") > 0)
-        cancelled = hard.metric("plimsoll_requests_cancelled_total")
         hard.wait_until_empty()
         assert hard.metric("plimsoll_requests_cancelled_total") > cancelled
 

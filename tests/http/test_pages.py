@@ -133,8 +133,17 @@ def test_sampling_controls_change_the_request(chat):
     answered(chat, 2)
 
 
+@pytest.fixture(scope="module")
+def slow(start):
+    """A simulated model that takes more than a minute for its longest answers."""
+    with start("sim:0.02", "--max-model-len", "4096", "--served-model-name", "sim") as server:
+        yield server
+
+
 @pytest.mark.parametrize("how", ["button", "key"])
-def test_stop_ends_the_answer_here_and_there(sim, chat, how):
+def test_stop_ends_the_answer_here_and_there(slow, open_page, how):
+    chat = open_page(slow.url)
+    expect(chat.locator("#greeting")).to_have_text("Ready.")
     # An answer that would go on for long.
     chat.route(CHAT, lambda route: route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True}))
     press = {
@@ -151,7 +160,7 @@ def test_stop_ends_the_answer_here_and_there(sim, chat, how):
     send(chat, "Tell me everything")
     answered(chat, 1)
     assert "stopped" in chat.locator(".after").inner_text()
-    sim.wait_until_empty()
+    slow.wait_until_empty()
     chat.unroute(CHAT)
     send(chat, "Thank you")
     answered(chat, 2)

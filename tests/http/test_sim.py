@@ -212,7 +212,7 @@ def test_chat_logprobs(sim):
         assert entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2
     streamed = [c["choices"][0].get("logprobs") for c in events(sim, CHAT, body)]
     assert sum((piece["content"] for piece in streamed if piece), []) == content
-    body = {"messages": HELLO, "max_tokens": 2, "logprobs": True}
+    body = {"messages": HELLO, "max_tokens": 2, "logprobs": True, "ignore_eos": True}
     assert sim.http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
@@ -456,7 +456,8 @@ def long_stream(server, n: int):
 
 
 def test_full_queue_is_429_and_leaving_makes_room(start):
-    with start("sim", *ONE_BY_ONE) as server:
+    # None of them ends before it is left.
+    with start("sim:0.005", "--served-model-name", "sim", *ONE_BY_ONE) as server:
         streams = [long_stream(server, 32) for _ in range(2)]
         assert [stream.status_code for stream in streams] == [200, 200]
         response = server.http.post(CHAT, json={"messages": HELLO})

@@ -28,7 +28,8 @@ def make_certificate(directory: Path, name: str) -> tuple[Path, Path]:
 def tls(tmp_path):
     """A process that serves TLS, ready, with its port and its certificate."""
     certificate, key = make_certificate(tmp_path, "first")
-    with conftest.process(tmp_path, "sim", "--max-model-len", "8192", "--max-num-seqs", "1",
+    # What is drained takes a while where the machine is busy.
+    with conftest.process(tmp_path, "sim", "--max-model-len", "8192", "--max-num-seqs", "1", "--drain-timeout", "3m",
                           "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)) as (process, port, log):
         trust = ssl.create_default_context(cafile=str(certificate))
         with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=60) as client:
