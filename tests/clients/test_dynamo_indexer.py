@@ -21,8 +21,8 @@ MODEL = "Qwen/Qwen3-8B"
 class Indexer:
     """The process, and what the guide sends it."""
 
-    def __init__(self, log):
-        self.port = fixtures.free_port()
+    def __init__(self, port: int, log):
+        self.port = port
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
         section = GUIDE.read_text().split("\n## Dynamo\n")[1]
         requests = re.findall(r"curl INDEXER/(\w+) .*?-d '(.*?)'", section, re.DOTALL)
@@ -59,14 +59,15 @@ def test_dynamos_indexer_knows_which_server_has_a_prompt(start, tmp_path):
     words = lambda length: [rng.randrange(97, 123) for _ in range(length)]  # noqa: E731
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((tmp_path / "indexer.log").open("wb"))
-        indexer = Indexer(log)
+        indexer_port, *ports = fixtures.free_ports(7)
+        indexer = Indexer(indexer_port, log)
         stack.callback(indexer.process.kill)
         servers = {}
         for instance in (1, 2):
-            port, replay_port = fixtures.free_port(), fixtures.free_port()
+            own_port, port, replay_port = (ports.pop() for _ in range(3))
             flags = ["--kv-events-config", config(port, replay_port), "--block-size", str(BLOCK), "--max-model-len", "2048"]
             flags += ["--served-model-name", MODEL, "--enable-sleep-mode"]
-            server = servers[instance] = stack.enter_context(start("sim", *flags))
+            server = servers[instance] = stack.enter_context(start("sim", *flags, port=own_port))
             # The indexer comes late: what was stored before, it has to ask for.
             early = words(4 * BLOCK)
             ask(server, early)

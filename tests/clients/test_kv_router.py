@@ -9,10 +9,9 @@ import pytest
 from conftest import HTTP, fixtures
 
 sys.path.insert(0, str(HTTP))
-from kv_events import Subscriber, config  # noqa: E402
+from kv_events import BLOCK, Subscriber, config, wait_until_known  # noqa: E402
 
 ROUTER = Path(__file__).resolve().parents[2] / ".cache/clients/target/debug/kv-router"
-BLOCK = 16
 
 
 class Router:
@@ -51,10 +50,10 @@ def test_dynamos_router_foretells_what_is_found_in_the_cache(start, tokens):
     seed = random.randrange(2**32)
     print(f"{seed=}")
     rng = random.Random(seed)
-    port, replay_port = fixtures.free_port(), fixtures.free_port()
+    own_port, port, replay_port = fixtures.free_ports(3)
     flags = ["--kv-events-config", config(port, replay_port), "--block-size", str(BLOCK)]
     flags += ["--max-model-len", "512", "--max-total-token-num", str(tokens)]
-    with start("sim", "--served-model-name", "sim", *flags) as server:
+    with start("sim", "--served-model-name", "sim", *flags, port=own_port) as server:
         subscriber = Subscriber(port, replay_port)
         router = Router(subscriber)
         words = lambda length: [rng.randrange(97, 123) for _ in range(length)]  # noqa: E731
@@ -65,12 +64,8 @@ def test_dynamos_router_foretells_what_is_found_in_the_cache(start, tokens):
             prompt = rng.choice(beginnings) + words(rng.randrange(1, 5 * BLOCK))
             salt = rng.choice([None, None, "pepper"])
 
-            def known() -> bool:
-                router.follow()
-                return len(subscriber.cache.blocks) == server.metric("plimsoll_kv_blocks", state="cached")
-
-            server.wait_until_empty()
-            server.wait_for("a subscriber that knows the cache", known)
+            wait_until_known(server, subscriber)
+            router.follow()
             foretold = router.find(prompt[:-1], salt)
             assert ask(server, prompt, salt) == foretold
             found += foretold

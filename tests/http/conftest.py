@@ -82,17 +82,24 @@ class Server:
             self.openai.close()
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports for servers that do not listen yet: whoever needs several asks once, or one may come twice."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]
 
 
 @contextlib.contextmanager
-def process(directory: Path, *args: str):
+def process(directory: Path, *args: str, port: int | None = None):
     """A server that was just started: process, port and log. It ends with the block."""
     assert BINARY.exists(), f"{BINARY} does not exist: run `make test-http`, or set SERVER_BINARY"
-    port = free_port()
+    port = port or free_port()
     log = directory / f"server-{port}.log"
     command = [str(BINARY), "serve", *args, "--port", str(port)]
     # The server takes settings from PLIMSOLL_*: those of the caller's shell are not for the tests.
@@ -110,9 +117,9 @@ def process(directory: Path, *args: str):
 
 
 @contextlib.contextmanager
-def serve(directory: Path, *args: str, expected_code: int = 0):
+def serve(directory: Path, *args: str, expected_code: int = 0, port: int | None = None):
     """A server that is ready; it ends with the block, with `expected_code`."""
-    with process(directory, *args) as (child, port, log):
+    with process(directory, *args, port=port) as (child, port, log):
         server = Server(child, port, log)
         try:
             end = time.monotonic() + START_TIMEOUT

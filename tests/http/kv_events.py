@@ -1,11 +1,15 @@
 """KV events as a router of vLLM reads them: libzmq, and vLLM's own structs by msgspec. And what they say is cached."""
 
 import json
+import random
 from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
+# Tokens of each of the servers' blocks.
+BLOCK = 16
+BATCHES = "plimsoll_kv_event_batches"
 TOPIC = "kv@10.0.0.1:8000@sim"
 # What a busy machine may take for a message.
 PATIENCE_MS = 60_000
@@ -155,6 +159,26 @@ class Subscriber:
                 return batches
             assert topic == TOPIC.encode()
             batches.append((int.from_bytes(sequence, "big"), payload))
+
+
+def wait_until_known(server, subscriber: Subscriber) -> None:
+    """The subscriber knows the cache of a server that nobody else asks anything."""
+    server.wait_until_empty()
+    # What came last: behind it nothing is on its way. Where the cache is full, the number of its blocks says nothing.
+    mark = [random.randrange(97, 123) for _ in range(BLOCK)]
+    body = {"model": "sim", "prompt": mark, "max_tokens": 1, "ignore_eos": True}
+    # A step may have been told to fail.
+    server.wait_for("a mark", lambda: server.http.post("/v1/completions", json=body).status_code == 200)
+    server.wait_until_empty()
+
+    def known() -> bool:
+        subscriber.read()
+        # The two are counted on different ways.
+        sent = sum(server.metric(f"{BATCHES}_{fate}_total") for fate in ("published", "dropped"))
+        cached = server.metric("plimsoll_kv_blocks", state="cached")
+        return subscriber.cache.longest(mark, BLOCK) > 0 and (len(subscriber.cache.blocks), subscriber.last + 1) == (cached, sent)
+
+    server.wait_for("a subscriber that knows the cache", known)
 
 
 def config(port: int, replay_port: int, **more) -> str:

@@ -9,19 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import pytest
 import zmq
-from conftest import free_port, process
-from kv_events import Subscriber, config
+from conftest import free_ports, process
+from kv_events import BLOCK, Subscriber, config, wait_until_known
 from test_sim import COMPLETIONS
-
-BLOCK = 16
 
 
 @contextlib.contextmanager
 def serving(start, *args: str, model: str = "sim", **settings):
     """A server, and a subscriber that knows of its first event."""
-    port, replay_port = free_port(), free_port()
-    flags = ["--kv-events-config", config(port, replay_port, **settings), "--block-size", str(BLOCK)]
-    with start(model, "--served-model-name", "sim", *flags, *args) as server, contextlib.closing(Subscriber(port, replay_port)) as subscriber:
+    own_port, port, replay_port = free_ports(3)
+    flags = ["--kv-events-config", config(port, replay_port, **settings), "--block-size", str(BLOCK), *args]
+    with start(model, "--served-model-name", "sim", *flags, port=own_port) as server, contextlib.closing(Subscriber(port, replay_port)) as subscriber:
         # A subscription takes effect some time after it was made: something new is said until it is heard.
         server.wait_for("an event", lambda: attempt(server, prompt(random.Random(), 2 * BLOCK), 1) is not None and subscriber.hears())
         yield server, subscriber
@@ -42,15 +40,6 @@ def attempt(server, tokens: list[int], max_tokens: int, **more) -> httpx.Respons
 
 def cached_tokens(answer: dict) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def wait_until_known(server, subscriber) -> None:
-    """The subscriber knows as many blocks as the server says it has; the two are counted on different ways."""
-    def known() -> bool:
-        subscriber.read()
-        return len(subscriber.cache.blocks) == server.metric("plimsoll_kv_blocks", state="cached")
-    server.wait_until_empty()
-    server.wait_for("a subscriber that knows the cache", known)
 
 
 def test_a_subscriber_foretells_what_is_found_in_the_cache(start):
@@ -82,7 +71,7 @@ def test_a_subscriber_foretells_what_is_found_in_the_cache(start):
 
         cleared = subscriber.cache.cleared
         server.http.post("/sleep").raise_for_status()
-        wait_until_known(server, subscriber)
+        server.wait_for("word of it", lambda: subscriber.read() or subscriber.cache.cleared > cleared)
         assert subscriber.cache.blocks == {} and subscriber.cache.cleared == cleared + 1
         server.http.post("/wake_up").raise_for_status()
         answer = ask(server, beginnings[-1])
@@ -181,7 +170,8 @@ def test_what_cannot_be_done_is_told_at_once(tmp_path, flags, code, named):
 
 def test_events_need_a_port_of_their_own(start, tmp_path):
     with serving(start) as (_, subscriber):
-        with process(tmp_path, "sim", "--kv-events-config", config(subscriber.port, free_port())) as (child, _, log):
+        own_port, replay_port = free_ports(2)
+        with process(tmp_path, "sim", "--kv-events-config", config(subscriber.port, replay_port), port=own_port) as (child, _, log):
             assert child.wait(60) == 5 and f":{subscriber.port}" in log.read_text()
 
 
