@@ -148,8 +148,17 @@ class Soak:
         """SIGTERM while requests are in: what becomes of them, and the exit code."""
         maker, ledger = self.maker("drain"), Ledger()
         draw = maker.embeddings if self.name == "embeddings" else maker.chat
-        asked = [asyncio.create_task(load.send(self.target, ledger, "crowd", draw())) for _ in range(DRAINED)]
-        await asyncio.sleep(0.1)
+        asks = [draw() for _ in range(DRAINED)]
+        # Every answer, and every vector, is a request of the engine.
+        wanted = sum(ask.body.get("n", 1) if "messages" in ask.body else len(ask.body["input"]) for ask in asks)
+        submitted = "plimsoll_requests_submitted_total"
+        before = (await self.target.page()).sum(submitted)
+        asked = [asyncio.create_task(load.send(self.target, ledger, "crowd", ask)) for ask in asks]
+
+        async def are_in() -> bool:
+            return (await self.target.page()).sum(submitted) >= before + wanted
+
+        await self.target.wait(f"what {self.name} drains", are_in, SETTLE_SECONDS)
         code = await self.target.stop()
         outcomes = await asyncio.gather(*asked)
         # A step that was told to fail is no fault of the drain.
