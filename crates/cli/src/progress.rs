@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use hf_hub::progress::{DownloadEvent, Progress, ProgressEvent, ProgressHandler};
 use indicatif::{ProgressBar, ProgressStyle};
-use plimsoll_profiler::{Observer, Phase, PhaseRecord};
+use plimsoll_profiler::{Observer, Phase, PhaseRecord, Piece};
 use plimsoll_server::StartPhase;
 
 use crate::bytes::Bytes;
@@ -181,6 +181,13 @@ impl Observer for ProfileProgress {
             self.times.progress().enter(next);
         }
         self.bar.suspend(|| log_phase(record));
+    }
+
+    fn building(&mut self, piece: Piece) {
+        match piece {
+            Piece::Memory => {}
+            Piece::Graph { done, of } => self.times.progress().graphs(done, of),
+        }
     }
 
     fn progress(&mut self, progress: plimsoll_profiler::Progress) {

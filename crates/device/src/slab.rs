@@ -25,6 +25,19 @@ impl Slab {
     /// # Errors
     /// [`Oom`] if the budget or the system refuses.
     pub fn new(budget: &Budget, component: Component, bytes: usize) -> Result<Self, Oom> {
+        Self::with(budget, component, bytes, &mut || {})
+    }
+
+    /// As [`Self::new`]; `touches` is called again and again while the pages are touched, which may take minutes.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with(
+        budget: &Budget,
+        component: Component,
+        bytes: usize,
+        touches: &mut dyn FnMut(),
+    ) -> Result<Self, Oom> {
         let charge = budget.charge(component, bytes as u64)?;
         if bytes == 0 {
             return Ok(Self { map: None, charge });
@@ -33,7 +46,7 @@ impl Slab {
             .len(bytes)
             .map_anon()
             .map_err(|_| budget.oom(component, bytes as u64))?;
-        prefault(&mut map);
+        prefault(&mut map, touches);
         Ok(Self {
             map: Some(map),
             charge,
@@ -97,7 +110,7 @@ const PAGE: usize = 4096;
 /// Bytes worth a thread of its own to touch: some 10 ms. Whole huge pages, so that threads do not wait for each other's faults.
 const BYTES_PER_THREAD: usize = 64 << 20;
 
-fn prefault(map: &mut MmapMut) {
+fn prefault(map: &mut MmapMut, touches: &mut dyn FnMut()) {
     // Fewer page faults now and fewer TLB misses in attention. Advice alone: where it is refused, small pages do.
     #[cfg(target_os = "linux")]
     let _ = map.advise(memmap2::Advice::HugePage);
@@ -112,7 +125,11 @@ fn prefault(map: &mut MmapMut) {
         for part in parts {
             scope.spawn(|| touch(part));
         }
-        own.map(touch);
+        // As large as any other: its pace is everybody's.
+        for piece in own.into_iter().flat_map(|own| own.chunks_mut(BYTES_PER_THREAD)) {
+            touches();
+            touch(piece);
+        }
     });
 }
 
@@ -170,14 +187,18 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn pages_are_there_when_the_slab_is() {
+    fn pages_are_there_when_the_slab_is_and_whoever_waits_hears_of_them() {
         let resident = || -> usize {
             let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
             statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * PAGE
         };
-        let bytes = 256 << 20;
-        let before = resident();
-        let slab = Slab::new(&Budget::new(bytes as u64), Component::Kv, bytes).unwrap();
+        let pieces = 4;
+        let bytes = pieces * BYTES_PER_THREAD;
+        let (before, mut heard) = (resident(), 0);
+        let budget = Budget::new(bytes as u64);
+        let slab = Slab::with(&budget, Component::Kv, bytes, &mut || heard += 1).unwrap();
+        let threads = thread::available_parallelism().unwrap().get().min(pieces);
+        assert_eq!(heard, pieces.div_ceil(threads));
         // Other tests of this process come and go meanwhile, so leave room for them.
         assert!(resident() > before + bytes / 2);
         drop(slab);

@@ -25,7 +25,7 @@ pub(crate) struct Sleeper {
 pub(crate) type Waker = oneshot::Sender<Result<(), String>>;
 
 /// Until a state that did not fit is tried again, doubled each time up to the last.
-const FIRST_RETRY: Duration = Duration::from_secs(1);
+pub(crate) const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(30);
 
 /// What ended a wait for commands.
@@ -129,7 +129,7 @@ impl<E: Executor> EngineThread<E> {
             ..
         } = self;
         shared.activity.set(Activity::Build);
-        shared.lock().built = Some(began);
+        shared.lock().built = Some(Instant::now());
         let built = source.rebuild(&mut || {
             shared.lock().built = Some(Instant::now());
             if began.elapsed() > *outage_patience {

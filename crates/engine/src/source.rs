@@ -18,7 +18,7 @@ pub trait StateSource<S>: Send {
     fn trim(&mut self);
 
     /// Builds a state of the size of the start, or of what fits by now, and proves it. The former state is dropped by then.
-    /// That may take long: `meanwhile` is to be called every few steps.
+    /// That may take long: `meanwhile` is to be called at every step, and while memory and graphs are made.
     ///
     /// # Errors
     /// [`RebuildError`]; nothing is held by then.

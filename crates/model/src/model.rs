@@ -91,7 +91,8 @@ impl Model {
         }))
     }
 
-    /// Everything that serves: KV cache, step arena, staging, canary, as one value that is dropped whole.
+    /// Everything that serves: KV cache, step arena, staging, canary, as one value that is dropped whole. `touches` is called
+    /// again and again while the KV cache is made.
     ///
     /// # Errors
     /// [`Oom`], with everything given back.
@@ -100,8 +101,9 @@ impl Model {
         config: &StateConfig,
         limits: &StepLimits,
         budget: &Budget,
+        touches: &mut dyn FnMut(),
     ) -> Result<Runner, Oom> {
-        Runner::new(Arc::clone(self), config, limits, budget)
+        Runner::new(Arc::clone(self), config, limits, budget, touches)
     }
 
     /// What the model says about itself.

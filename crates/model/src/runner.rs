@@ -40,6 +40,7 @@ impl Runner {
         config: &StateConfig,
         limits: &StepLimits,
         budget: &Budget,
+        touches: &mut dyn FnMut(),
     ) -> Result<Self, Oom> {
         let spec = model.spec();
         let canary = usize::try_from(config.canary_bytes)
@@ -56,7 +57,7 @@ impl Runner {
                 vocab_size: spec.vocab_size,
                 pooling: model.config().pooling(),
             },
-            kv: KvCache::new(budget, spec, model.kv_element, config.kv)?,
+            kv: KvCache::new(budget, spec, model.kv_element, config.kv, touches)?,
             arena: Arena::new(budget, config.scratch)?,
             staging: Staging::new(budget, limits, spec.num_logits())?,
             canary,

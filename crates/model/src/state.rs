@@ -56,6 +56,7 @@ impl KvCache {
         spec: &DecoderSpec,
         element: KvElementType,
         config: KvConfig,
+        touches: &mut dyn FnMut(),
     ) -> Result<Self, Oom> {
         let bytes = [
             2,
@@ -68,7 +69,7 @@ impl KvCache {
         .try_fold(config.num_blocks, usize::checked_mul)
         .ok_or_else(|| budget.oom(Component::Kv, u64::MAX))?;
         Ok(Self {
-            slab: Slab::new(budget, Component::Kv, bytes)?,
+            slab: Slab::with(budget, Component::Kv, bytes, touches)?,
             config,
             element,
         })

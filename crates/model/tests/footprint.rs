@@ -35,7 +35,7 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
         max_model_len: model.spec().max_position_embeddings,
     };
     let config = state_config([8, 16, 32][rng.random_range(0..3)], 140);
-    let mut runner = model.build_state(&config, &limits, &budget).unwrap();
+    let mut runner = model.build_state(&config, &limits, &budget, &mut || {}).unwrap();
     let bytes = |component| budget.meters().by_component.get(component);
     assert_eq!(
         footprint.staging_bytes(&limits),

@@ -12,7 +12,9 @@ use plimsoll_model::{LoadOptions, Model, ModelError, Progress, Runner};
 
 fn start(name: &str, config: &StateConfig, budget: &Budget) -> Result<(Arc<Model>, Runner), ModelError> {
     let model = Model::load(&golden_path(name), LoadOptions::default(), budget, &mut |_| ())?;
-    let runner = model.build_state(config, &LIMITS, budget)?;
+    let mut touched = 0;
+    let runner = model.build_state(config, &LIMITS, budget, &mut || touched += 1)?;
+    assert_eq!(touched, 1, "whoever waits hears of a small KV cache once");
     Ok((model, runner))
 }
 
@@ -97,7 +99,7 @@ fn the_high_water_mark_is_the_size_of_a_fixed_arena() {
             scratch: Scratch::Fixed(bytes),
             ..state_config(16, 8)
         };
-        model.build_state(&config, &LIMITS, &budget).unwrap()
+        model.build_state(&config, &LIMITS, &budget, &mut || {}).unwrap()
     };
     let mut enough = build(need);
     let before = budget.meters().allocations;

@@ -102,7 +102,7 @@ fn many_rows_sample_in_chunks() {
         ..LIMITS
     };
     let mut runner = model
-        .build_state(&state_config(8, 100), &limits, &budget())
+        .build_state(&state_config(8, 100), &limits, &budget(), &mut || {})
         .unwrap();
     let with_sample = |id: u64| {
         let mut run = run(id, 0, &[id as u32 + 3, 9], &[BlockId(id as u32)]);

@@ -55,4 +55,4 @@ pub use spec::{
 };
 pub use suggestion::Suggestion;
 pub use table::comparison_table;
-pub use target::Target;
+pub use target::{Piece, Target};

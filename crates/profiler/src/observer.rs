@@ -2,7 +2,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::ScenarioKind;
+use crate::{Piece, ScenarioKind};
 
 /// A phase of the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -82,6 +82,9 @@ pub struct Progress {
 pub trait Observer {
     /// A phase ended.
     fn phase(&mut self, record: &PhaseRecord);
+
+    /// A state is being built, and goes on with this.
+    fn building(&mut self, _piece: Piece) {}
 
     /// A worst step starts.
     fn progress(&mut self, _progress: Progress) {}

@@ -171,7 +171,9 @@ impl<T: Target> Profiler<'_, T> {
     pub(crate) fn build(&mut self, phase: Phase, config: &StateConfig) -> Result<T::State, Stop> {
         let before = self.target.meters();
         self.target.reset_high_water();
-        let built = self.target.build(config).map_err(|oom| {
+        let observer = &mut *self.observer;
+        let built = self.target.build(config, &mut |piece| observer.building(piece));
+        let built = built.map_err(|oom| {
             let nothing_left = self.check_nothing_left(phase, &before);
             let oom = Stop::exhausted(phase, None, Shortage::Here(oom));
             nothing_left.err().map_or(oom, Stop::Failed)

@@ -1,5 +1,19 @@
 use plimsoll_core::{Executor, Meters, Oom, StateConfig};
 
+/// What a build comes to next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Piece {
+    /// Some more of the memory.
+    Memory,
+    /// A CUDA graph.
+    Graph {
+        /// Graphs that are captured.
+        done: usize,
+        /// Graphs of the state.
+        of: usize,
+    },
+}
+
 /// The device, as the profile sees it: it builds engine states, and it has meters.
 ///
 /// A state is one value that owns everything a [`StateConfig`] decides (KV, step arena, staging, graphs, canary) and frees
@@ -8,11 +22,12 @@ pub trait Target {
     /// What serves once it is proved.
     type State: Executor;
 
-    /// Builds a state. On failure everything taken so far must have been given back.
+    /// Builds a state; `piece` hears of each of its pieces, so that a long build is told from one that hangs. On failure
+    /// everything taken so far must have been given back.
     ///
     /// # Errors
     /// [`Oom`] if the device cannot hold it.
-    fn build(&mut self, config: &StateConfig) -> Result<Self::State, Oom>;
+    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<Self::State, Oom>;
 
     /// Reads the meters.
     fn meters(&self) -> Meters;

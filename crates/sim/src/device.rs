@@ -6,7 +6,7 @@ use plimsoll_core::{
     Component, ComponentBytes, Executor, FillMasks, Meters, Oom, RefusedBy, Run, Sampled, Scratch,
     StateConfig, StepError, StepOutput, StepPlan,
 };
-use plimsoll_profiler::Target;
+use plimsoll_profiler::{Piece, Target};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -424,7 +424,7 @@ impl Drop for VirtualState {
 impl Target for VirtualDevice {
     type State = VirtualState;
 
-    fn build(&mut self, config: &StateConfig) -> Result<VirtualState, Oom> {
+    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<VirtualState, Oom> {
         let (block_bytes, staging) = {
             let pool = self.pool();
             (pool.model.block_bytes, pool.model.staging)
@@ -433,6 +433,7 @@ impl Target for VirtualDevice {
             Component::Kv,
             block_bytes.saturating_mul(config.kv.num_blocks as u64),
         )?;
+        piece(Piece::Memory);
         let arena = match config.scratch {
             Scratch::Fixed(bytes) => bytes,
             Scratch::Growable => 0,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use plimsoll_core::Meters;
 use plimsoll_engine::{RebuildError, StateSource};
 use plimsoll_profiler::{
-    KvSize, Observer, PhaseRecord, ProfileError, ProfileSpec, Progress, Proved, Target, profile,
+    KvSize, Observer, PhaseRecord, Piece, ProfileError, ProfileSpec, Progress, Proved, Target, profile,
 };
 use plimsoll_server::Memory;
 
@@ -89,7 +89,29 @@ impl Observer for Log<'_> {
         log_phase(record);
     }
 
+    fn building(&mut self, _piece: Piece) {
+        (self.meanwhile)();
+    }
+
     fn progress(&mut self, _progress: Progress) {
         (self.meanwhile)();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// U20: a KV cache or graphs that take minutes are no hang.
+    #[test]
+    fn u20_whoever_waits_hears_of_each_piece_of_a_state() {
+        let mut moves = 0;
+        let mut log = Log {
+            meanwhile: &mut || moves += 1,
+        };
+        log.building(Piece::Memory);
+        log.building(Piece::Graph { done: 0, of: 2 });
+        log.building(Piece::Graph { done: 1, of: 2 });
+        assert_eq!(moves, 3);
     }
 }

@@ -232,7 +232,6 @@ impl Loaded {
             options: GpuOptions {
                 enforce_eager: args.device.enforce_eager(),
             },
-            progress: self.context.times.progress().clone(),
         }
     }
 
@@ -242,8 +241,7 @@ impl Loaded {
             base,
             ..StepTime::default()
         });
-        let progress = self.context.times.progress().clone();
-        SimTarget::new(self.limits, budget.clone(), step_time, faults, progress)
+        SimTarget::new(self.limits, budget.clone(), step_time, faults)
     }
 
     fn pooling(&self) -> Option<Pooling> {

@@ -3,23 +3,20 @@ use std::sync::Arc;
 use plimsoll_core::{Meters, Oom, StateConfig, StepLimits};
 use plimsoll_device::cuda::GpuError;
 use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
-use plimsoll_profiler::Target;
-
-use crate::start::StartProgress;
+use plimsoll_profiler::{Piece, Target};
 
 /// A loaded model on its GPU.
 pub(crate) struct GpuTarget {
     pub(crate) model: Arc<GpuModel>,
     pub(crate) limits: StepLimits,
     pub(crate) options: GpuOptions,
-    pub(crate) progress: StartProgress,
 }
 
 impl Target for GpuTarget {
     type State = GpuRunner;
 
-    fn build(&mut self, config: &StateConfig) -> Result<GpuRunner, Oom> {
-        let graphs = &mut |done, of| self.progress.graphs(done, of);
+    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<GpuRunner, Oom> {
+        let graphs = &mut |done, of| piece(Piece::Graph { done, of });
         self.model.build_state(config, &self.limits, self.options, graphs)
     }
 

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use plimsoll_core::{Meters, Oom, StateConfig, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_model::{Model, Runner};
-use plimsoll_profiler::Target;
+use plimsoll_profiler::{Piece, Target};
 
 /// A loaded model on a budget of bytes.
 pub(crate) struct ModelTarget {
@@ -15,8 +15,10 @@ pub(crate) struct ModelTarget {
 impl Target for ModelTarget {
     type State = Runner;
 
-    fn build(&mut self, config: &StateConfig) -> Result<Runner, Oom> {
-        self.model.build_state(config, &self.limits, &self.budget)
+    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<Runner, Oom> {
+        let touched = &mut || piece(Piece::Memory);
+        self.model
+            .build_state(config, &self.limits, &self.budget, touched)
     }
 
     fn meters(&self) -> Meters {

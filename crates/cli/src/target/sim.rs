@@ -8,11 +8,10 @@ use plimsoll_core::{
     StepPlan,
 };
 use plimsoll_device::{Budget, Charge};
-use plimsoll_profiler::Target;
+use plimsoll_profiler::{Piece, Target};
 use plimsoll_sim::{Fault, SimConfig, SimExecutor, SimModel, StepTime};
 
 use crate::simulated::{FaultSpec, StepFault};
-use crate::start::StartProgress;
 
 /// The simulated model on a device whose bytes are only counted.
 pub(crate) struct SimTarget {
@@ -22,22 +21,14 @@ pub(crate) struct SimTarget {
     faults: FaultSpec,
     /// Steps that served, of all states.
     served: Arc<AtomicU64>,
-    progress: StartProgress,
 }
 
 /// As a GPU's state has, for a few batch sizes. Here they are nothing but the time of a step.
 const GRAPHS: usize = 4;
 
 impl SimTarget {
-    pub(crate) fn new(
-        limits: StepLimits,
-        budget: Budget,
-        step_time: StepTime,
-        faults: FaultSpec,
-        progress: StartProgress,
-    ) -> Self {
+    pub(crate) fn new(limits: StepLimits, budget: Budget, step_time: StepTime, faults: FaultSpec) -> Self {
         Self {
-            progress,
             limits,
             budget,
             step_time,
@@ -145,7 +136,7 @@ impl Executor for SimState {
 impl Target for SimTarget {
     type State = SimState;
 
-    fn build(&mut self, config: &StateConfig) -> Result<SimState, Oom> {
+    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<SimState, Oom> {
         let budget = self.budget.clone();
         let charge = |component, bytes| budget.charge(component, bytes);
         let kv = charge(
@@ -167,7 +158,7 @@ impl Target for SimTarget {
         });
         executor.allow_synthetic(true);
         for done in 0..GRAPHS {
-            self.progress.graphs(done, GRAPHS);
+            piece(Piece::Graph { done, of: GRAPHS });
             thread::sleep(self.step_time.base);
         }
         Ok(SimState {

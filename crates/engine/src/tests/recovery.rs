@@ -1,5 +1,6 @@
 //! A device whose memory goes away, in a step or by request, and may come back.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
@@ -9,14 +10,14 @@ use plimsoll_core::{
     BlockSize, Component, FinishReason, Limits, Meters, Oom, RefusedBy, Request, RequestOptions,
     SamplingOptions, StateConfig, StepError, StepLimits,
 };
-use plimsoll_profiler::{KvSize, Margins, ProfileError, ProfileSpec, Proved, Target, profile};
+use plimsoll_profiler::{KvSize, Margins, Piece, ProfileError, ProfileSpec, Proved, Target, profile};
 use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 use tokio::sync::oneshot;
 
 use super::{Fake, PATIENCE, Rig, Script, expected, read, token};
 use crate::handle::SHUT_DOWN;
 use crate::masks::MaskPool;
-use crate::recovery::Sleeper;
+use crate::recovery::{FIRST_RETRY, Sleeper};
 use crate::shared::{Command, Shared};
 use crate::thread::{Clock, EngineThread};
 use crate::{
@@ -64,7 +65,7 @@ impl Device {
 impl Target for Device {
     type State = Fake;
 
-    fn build(&mut self, config: &StateConfig) -> Result<Fake, Oom> {
+    fn build(&mut self, config: &StateConfig, _: &mut dyn FnMut(Piece)) -> Result<Fake, Oom> {
         if config.kv.capacity_tokens() > self.room.load(Ordering::SeqCst) {
             return Err(oom());
         }
@@ -371,6 +372,29 @@ async fn u20_a_build_that_hangs_is_seen() {
     rig.script.hang_rebuild.store(false, Ordering::SeqCst);
     rig.until("readiness", |rig| rig.engine.health().phase == Phase::Running)
         .await;
+}
+
+/// U20: each try is a build of its own: how long there has been no state does not count.
+#[tokio::test]
+async fn u20_a_second_try_begins_anew() {
+    let (rig, device) = start(1, PATIENCE);
+    let guilty = submit_held(&rig, 1, 100).await;
+    device.room.store(0, Ordering::SeqCst);
+    rig.set(|s| &s.oom_in_launch);
+    let began = Instant::now();
+    rig.script.hold.store(false, Ordering::SeqCst);
+    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    until_refused(&rig).await;
+    rig.set(|s| &s.hang_rebuild);
+    let stalled = Cell::new(None);
+    rig.until("another try", |rig| {
+        stalled.set(rig.engine.health().stalled_for);
+        stalled.get().is_some()
+    })
+    .await;
+    let (stalled, outage) = (stalled.into_inner().unwrap(), began.elapsed());
+    assert!(stalled + FIRST_RETRY <= outage, "{stalled:?} of {outage:?}");
+    rig.script.hang_rebuild.store(false, Ordering::SeqCst);
 }
 
 /// Drains with nothing in; far from its timeout, on however busy a machine.

@@ -99,7 +99,12 @@ pub fn state_config(block_size: usize, num_blocks: usize) -> StateConfig {
 
 pub fn runner(model: &Arc<Model>, block_size: usize, num_blocks: usize) -> Runner {
     model
-        .build_state(&state_config(block_size, num_blocks), &LIMITS, &budget())
+        .build_state(
+            &state_config(block_size, num_blocks),
+            &LIMITS,
+            &budget(),
+            &mut || {},
+        )
         .unwrap()
 }
 

@@ -43,7 +43,7 @@ pub(crate) fn expected_texts(name: &str, requests: &[Request], limits: &StepLimi
 fn expected_text(model: &Arc<Model>, mut request: Request, limits: &StepLimits) -> Vec<Expected> {
     let num_blocks = limits.max_model_len.div_ceil(16);
     let mut runner = model
-        .build_state(&state_config(16, num_blocks), limits, &budget())
+        .build_state(&state_config(16, num_blocks), limits, &budget(), &mut || {})
         .unwrap();
     request.blocks = blocks(0..num_blocks as u32);
     let mut text = Vec::new();

@@ -2,8 +2,8 @@
 
 use plimsoll_core::Component;
 use plimsoll_profiler::{
-    Bound, Cause, KvSize, MemFraction, Outcome, ProfileError, ProfileSpec, ScenarioKind, Setting, Target,
-    profile, scenarios,
+    Bound, Cause, KvSize, MemFraction, Observer, Outcome, PhaseRecord, Piece, ProfileError, ProfileSpec,
+    ScenarioKind, Setting, Target, profile, scenarios,
 };
 use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice};
 
@@ -59,6 +59,31 @@ fn a16_there_is_one_line_a_phase() {
             "{line}"
         );
     }
+}
+
+/// Phases, and pieces of states, in their order.
+#[derive(Default)]
+struct Order(Vec<String>);
+
+impl Observer for Order {
+    fn phase(&mut self, record: &PhaseRecord) {
+        self.0.push(record.phase.to_string());
+    }
+
+    fn building(&mut self, piece: Piece) {
+        self.0.push(format!("{piece:?}"));
+    }
+}
+
+/// A long build must be told from one that hangs.
+#[test]
+fn u20_each_piece_of_a_state_is_heard_of_while_it_is_built() {
+    let mut order = Order::default();
+    let _proved = profile(&mut VirtualDevice::new(model()), &spec(), &mut order).unwrap();
+    let expected = [
+        "baseline", "Memory", "probe", "compute", "Memory", "rebuild", "validate",
+    ];
+    assert_eq!(order.0, expected);
 }
 
 #[test]
