@@ -91,10 +91,6 @@ impl Memory for Standing {
         self.device.meters()
     }
 
-    fn account(&self) -> Meters {
-        self.device.account().meters()
-    }
-
     fn allocations_after_ready(&self) -> u64 {
         let proof = self.proof();
         let now = proof

@@ -123,7 +123,8 @@ impl Server {
 
     /// Says what is known, fails what is in, and leaves clients a moment to hear of it.
     async fn give_up(self, state: &AppState, stall: &Stall) -> ServeError {
-        tracing::error!("watchdog: {stall} {}: {NEXT}", account(&state.memory().account()));
+        let meters = state.meters().await;
+        tracing::error!("watchdog: {stall} {}: {NEXT}", account(&meters));
         let why = format!(
             "the watchdog ended the server: no step had ended for {:.1} s ({stall})",
             stall.waited.as_secs_f64()

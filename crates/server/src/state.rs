@@ -102,11 +102,8 @@ pub trait Memory: Send + Sync + 'static {
     /// The profile's report.
     fn report(&self) -> Value;
 
-    /// The device's meters, now.
+    /// The device's meters, now. Asks the device or the operating system, which may hang.
     fn meters(&self) -> Meters;
-
-    /// The meters as last read: asks neither the device nor the operating system, and so answers while these hang.
-    fn account(&self) -> Meters;
 
     /// Allocations that were made since the server is ready, those for building its state again left out.
     fn allocations_after_ready(&self) -> u64;
@@ -295,8 +292,8 @@ impl AppState {
         Self(Arc::new(Inner {
             engine,
             model,
+            meters: MeterReader::new(memory.as_ref()),
             memory,
-            meters: MeterReader::default(),
             quotas: Quotas::new(options.key_limits),
             responses: ResponseStore::new(options.response_store),
             room: Room::new(
@@ -330,7 +327,7 @@ impl AppState {
         self.0.memory.as_ref()
     }
 
-    /// The device's meters, now if it answers.
+    /// The device's meters: now, or as last read where it does not answer.
     pub(crate) async fn meters(&self) -> Meters {
         self.0.meters.read(&self.0.memory).await
     }

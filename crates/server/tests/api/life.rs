@@ -7,7 +7,7 @@ use futures::StreamExt;
 use plimsoll_server::ServerOptions;
 use serde_json::{Value, json};
 
-use crate::rig::{Rig, Setup, post};
+use crate::rig::{Answer, Rig, Setup, post};
 use crate::{CHAT, chat, with};
 
 #[tokio::test]
@@ -153,4 +153,30 @@ async fn u20_health_answers_while_the_device_does_not() {
         "one thread is lost to it"
     );
     rig.script.meters_hold.store(false, Ordering::SeqCst);
+}
+
+/// U20: the account of this process alone would show what neighbours hold as free.
+#[tokio::test]
+async fn u20_while_the_device_does_not_answer_its_memory_is_as_last_read() {
+    let rig = Rig::new(Setup::default());
+    let shown = |answer: Answer| {
+        let now = answer.json()["now"].take();
+        ["reserved", "free", "peers"].map(|part| now[part].as_u64().unwrap())
+    };
+    let hold = |hold| rig.script.meters_hold.store(hold, Ordering::SeqCst);
+    let peers = |bytes| rig.script.peers.store(bytes, Ordering::SeqCst);
+    peers(1000);
+    hold(true);
+    let at_ready = shown(rig.get("/memory").await);
+    assert!(
+        at_ready[0] > 0 && at_ready[1] > 0 && at_ready[2] == 0,
+        "{at_ready:?}"
+    );
+    hold(false);
+    let read = shown(rig.get("/memory").await);
+    assert_eq!(read, [at_ready[0], at_ready[1] - 1000, 1000]);
+    peers(0);
+    hold(true);
+    assert_eq!(shown(rig.get("/memory").await), read);
+    hold(false);
 }

@@ -40,6 +40,8 @@ pub struct Script {
     /// Nothing can be built.
     pub full: AtomicBool,
     reserved: AtomicU64,
+    /// What neighbours hold.
+    pub peers: AtomicU64,
     /// What the account shows.
     pub high_water: AtomicU64,
     proved_peak: AtomicU64,
@@ -64,7 +66,7 @@ impl Script {
         let reserved = self.reserved.load(Ordering::SeqCst);
         let mut meters = Meters {
             total: TOTAL,
-            free: TOTAL - reserved,
+            free: TOTAL - reserved - self.peers.load(Ordering::SeqCst),
             used: reserved,
             reserved,
             used_high: reserved,
@@ -186,14 +188,6 @@ impl Memory for Reader {
 
     fn meters(&self) -> Meters {
         self.0.meters()
-    }
-
-    fn account(&self) -> Meters {
-        // Whoever asks for it does not ask the driver.
-        Meters {
-            total: TOTAL,
-            ..Default::default()
-        }
     }
 
     fn allocations_after_ready(&self) -> u64 {
