@@ -1,4 +1,5 @@
-use std::fmt;
+use std::collections::HashSet;
+use std::{fmt, ptr};
 
 use serde_json::{Deserializer, Value};
 
@@ -85,21 +86,57 @@ const MOST: f64 = 9_223_372_036_854_770_000.0;
 /// # Errors
 /// The number that leaves nothing to narrow to, and where it stands.
 pub(super) fn fit_numbers(schema: &mut Value) -> Result<(), String> {
+    fit(schema)?;
+    let (mut references, mut fitted) = (Vec::new(), HashSet::new());
+    collect_references(schema, &mut references);
+    // To the compiler a schema is whatever is referred to, be it the default of another.
+    for reference in references {
+        if let Some(schema) = target(schema, &reference)
+            && fitted.insert(ptr::from_ref(schema))
+        {
+            fit(schema)?;
+        }
+    }
+    Ok(())
+}
+
+fn collect_references(value: &Value, found: &mut Vec<String>) {
+    match value {
+        Value::Array(values) => values.iter().for_each(|value| collect_references(value, found)),
+        Value::Object(values) => {
+            found.extend(values.get("$ref").and_then(Value::as_str).map(str::to_owned));
+            values.values().for_each(|value| collect_references(value, found));
+        }
+        _ => {}
+    }
+}
+
+/// What `reference` points to, as the compiler follows it: unlike a JSON pointer it escapes nothing.
+fn target<'a>(schema: &'a mut Value, reference: &str) -> Option<&'a mut Value> {
+    let mut segments = reference.strip_prefix("#/")?.split('/');
+    segments.try_fold(schema, |value, segment| match value {
+        Value::Array(values) => values.get_mut(segment.parse::<usize>().ok()?),
+        value => value.get_mut(segment),
+    })
+}
+
+/// [`fit_numbers`] without what is referred to.
+fn fit(schema: &mut Value) -> Result<(), String> {
     let schema = match schema {
-        Value::Array(schemas) => return schemas.iter_mut().try_for_each(fit_numbers),
+        Value::Array(schemas) => return schemas.iter_mut().try_for_each(fit),
         Value::Object(schema) => schema,
         _ => return Ok(()),
     };
     for (key, value) in schema {
         match (key.as_str(), value) {
             ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(schemas)) => {
-                schemas.values_mut().try_for_each(fit_numbers)?;
+                schemas.values_mut().try_for_each(fit)?;
             }
             ("minimum" | "exclusiveMinimum", bound @ Value::Number(_)) => narrow(key, bound, LEAST)?,
             ("maximum" | "exclusiveMaximum", bound @ Value::Number(_)) => narrow(key, bound, MOST)?,
             ("enum", values @ Value::Array(_)) | ("const", values) => check_values(key, values)?,
             ("default" | "examples", _) => {}
-            (_, schemas) => fit_numbers(schemas)?,
+            (_, schemas) => fit(schemas)?,
         }
     }
     Ok(())

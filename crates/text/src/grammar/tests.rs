@@ -367,9 +367,10 @@ fn bounds_of_numbers_may_be_as_wide_as_64_bits_and_wider() {
             });
             let merged = json!({"allOf": [{"type": "integer"}, bounds]});
             let named = json!({"$defs": {"const": grammars[0].take()}, "$ref": "#/$defs/const"});
+            let aside = json!({"default": grammars[1].clone(), "$ref": "#/default"});
             let number = grammars[1].take();
             let lark = GrammarSpec::Lark(format!("start: %json {named}"));
-            for grammar in [schema(merged), schema(named), schema(number), lark] {
+            for grammar in [schema(merged), schema(named), schema(aside), schema(number), lark] {
                 let ends = |text| follow(grammar.clone(), text).is_some_and(|(may_end, _)| may_end);
                 assert!(ends("7") && ends("9223372036854760000"), "{grammar:?}");
                 assert_eq!(ends("-9223372036854760000"), least != json!(0), "{grammar:?}");
@@ -398,6 +399,29 @@ fn numbers_that_cannot_be_counted_to_are_refused() {
             json!({"items": {"type": "integer", "exclusiveMinimum": 1e30}}),
             "exclusiveMinimum",
         ),
+        // Reached by nothing but a reference.
+        (
+            json!({"default": {"type": "integer", "maximum": -1e30}, "$ref": "#/default"}),
+            "maximum",
+        ),
+        (
+            json!({"examples": [0, {"const": [i64::MIN]}], "items": {"$ref": "#/examples/1"}}),
+            "const",
+        ),
+        (
+            json!({"components": {"schemas": {"default": {"enum": [i64::MIN]}}},
+                "properties": {"a": {"$ref": "#/components/schemas/default"}}}),
+            "enum",
+        ),
+        (
+            json!({"x": {"properties": {"const": {"a~1b": i64::MIN}}}, "$ref": "#/x/properties"}),
+            "const",
+        ),
+        (
+            json!({"default": {"a~1b": {"anyOf": [{"$ref": "#/examples"}]}},
+                "examples": {"type": "integer", "minimum": 1e30}, "$ref": "#/default/a~1b"}),
+            "minimum",
+        ),
     ] {
         let wanted = format!("`{where_}`: ");
         let said = refusal(schema(bad.clone()));
@@ -415,4 +439,6 @@ fn numbers_that_cannot_be_counted_to_are_refused() {
     // What is not in force may say anything.
     let grammar = schema(json!({"type": "integer", "default": i64::MIN, "examples": [1e30], "maximum": 9}));
     assert!(follow(grammar, "7").is_some());
+    let unused = json!({"default": {"minimum": 1e30}, "$defs": {"a": {"const": 7}}, "$ref": "#/$defs/a"});
+    assert!(follow(schema(unused), "7").is_some());
 }
