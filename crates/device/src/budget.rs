@@ -115,12 +115,6 @@ impl Budget {
         account.reserved_high = account.reserved;
     }
 
-    /// Says how much of the device other processes use, where there is no supply to say so. May exceed what is left: then
-    /// nothing more can be charged.
-    pub fn set_peers(&self, bytes: u64) {
-        self.lock().peers = bytes;
-    }
-
     /// Asks the supply how much is left, and takes what is missing from the total for the neighbours'. Reads files of the
     /// operating system: not for the step path.
     pub fn look(&self) {

@@ -20,9 +20,11 @@ const MOST: u64 = BUDGET / 2;
 /// About as often is a machine asked during a start.
 const LOOKS: u64 = 150;
 
-/// A machine of [`BUDGET`] bytes whose neighbours change each time somebody looks.
+/// A machine whose neighbours may change each time somebody looks.
 #[derive(Debug)]
-struct Machine {
+pub(crate) struct Machine {
+    /// Bytes of all.
+    total: u64,
     neighbours: Mutex<Neighbours>,
 }
 
@@ -38,6 +40,22 @@ struct Neighbours {
 }
 
 impl Machine {
+    /// One of `total` bytes without neighbours until [`Self::set`] says so, and its account.
+    pub(crate) fn quiet(total: u64) -> (Arc<Self>, Budget) {
+        let neighbours = Neighbours {
+            bytes: 0,
+            restless: 0.0,
+            answers: Vec::new(),
+            rng: StdRng::seed_from_u64(0),
+        };
+        let machine = Arc::new(Self {
+            total,
+            neighbours: Mutex::new(neighbours),
+        });
+        (Arc::clone(&machine), Budget::shared(total, machine))
+    }
+
+    /// One of [`BUDGET`] bytes.
     fn new(seed: u64) -> Arc<Self> {
         let mut rng = StdRng::seed_from_u64(seed);
         let neighbours = Neighbours {
@@ -52,11 +70,13 @@ impl Machine {
             rng,
         };
         Arc::new(Self {
+            total: BUDGET,
             neighbours: Mutex::new(neighbours),
         })
     }
 
-    fn set(&self, bytes: u64) {
+    /// Neighbours hold so many bytes from now on, or what there is.
+    pub(crate) fn set(&self, bytes: u64) {
         let mut neighbours = self.neighbours.lock().unwrap();
         (neighbours.bytes, neighbours.restless) = (bytes, 0.0);
     }
@@ -67,7 +87,7 @@ impl Machine {
         neighbours
             .answers
             .iter()
-            .any(|&(held, left)| BUDGET.saturating_sub(held).saturating_sub(left) == peers)
+            .any(|&(held, left)| self.total.saturating_sub(held).saturating_sub(left) == peers)
     }
 }
 
@@ -84,7 +104,10 @@ impl Supply for Machine {
                 _ => (*bytes + rng.random_range(0..1 << 20)).min(MOST),
             };
         }
-        let left = BUDGET.saturating_sub(reserved).saturating_sub(neighbours.bytes);
+        let left = self
+            .total
+            .saturating_sub(reserved)
+            .saturating_sub(neighbours.bytes);
         neighbours.answers.push((reserved, left));
         Some(left)
     }

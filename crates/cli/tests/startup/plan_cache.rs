@@ -14,6 +14,7 @@ use rand::{Rng, SeedableRng};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use crate::neighbours::Machine;
 use crate::{BUDGET, CONFIG, Model, answers, engine_args, stop};
 
 /// So many tokens would be of use that memory is the bound.
@@ -242,8 +243,8 @@ async fn a_plan_on_a_smaller_device_or_beside_a_neighbour_ends_with_a_proved_siz
     ];
     for (total, peers) in cases {
         let start = |plans| {
-            let budget = Budget::new(total);
-            budget.set_peers(peers);
+            let (machine, budget) = Machine::quiet(total);
+            machine.set(peers);
             let ready = rig.start_with(LARGE, &budget, plans).unwrap();
             (ready, budget)
         };

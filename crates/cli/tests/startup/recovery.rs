@@ -10,6 +10,7 @@ use plimsoll_device::Budget;
 use plimsoll_engine::{EngineHandle, Phase, RequestStream, SubmitError, WakeError};
 use plimsoll_server::Memory;
 
+use crate::neighbours::Machine;
 use crate::{BUDGET, Model, answers, engine_args, stop};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -74,12 +75,12 @@ pub(crate) async fn until_ready(engine: &EngineHandle) {
 async fn u18_a_neighbour_that_takes_all_memory_disturbs_no_request() {
     let model = Model::new();
     for flags in ["", "--max-total-token-num 1024"] {
-        let budget = Budget::new(BUDGET);
+        let (machine, budget) = Machine::quiet(BUDGET);
         let ready = model.start(flags, &budget).unwrap();
         let standing = ready.standing.clone();
         let expected = answers(&ready.engine).await;
         let at_rest = budget.meters();
-        budget.set_peers(BUDGET);
+        machine.set(BUDGET);
         budget.set_cap(Some(0));
         assert_eq!(answers(&ready.engine).await, expected);
         let meters = standing.meters();
@@ -144,7 +145,7 @@ async fn u21_one_step_without_memory_costs_its_requests_alone() {
 async fn u21_a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
     let model = Model::new();
     for flags in ["", "--max-total-token-num 16384"] {
-        let budget = Budget::new(BUDGET);
+        let (machine, budget) = Machine::quiet(BUDGET);
         let ready = model.start(flags, &budget).unwrap();
         let (engine, standing) = (ready.engine.clone(), ready.standing.clone());
         let expected = answers(&engine).await;
@@ -155,7 +156,7 @@ async fn u21_a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() 
         // It takes what is free, and part of the KV cache as soon as that is given back.
         let margin = ready.report.margins.canary_bytes + ready.report.margins.min_fragmentation_bytes;
         let kv = held.by_component.get(Component::Kv);
-        budget.set_peers(BUDGET - held.reserved - margin + kv / 2);
+        machine.set(BUDGET - held.reserved - margin + kv / 2);
         budget.fail_step(1);
         assert!(matches!(
             read(submit(&engine, 0, 24)).await,
@@ -171,7 +172,7 @@ async fn u21_a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() 
         assert!(outage.peers_delta() > 0, "{outage}");
 
         // It takes everything, then leaves.
-        budget.set_peers(BUDGET);
+        machine.set(BUDGET);
         budget.fail_step(1);
         assert!(matches!(
             read(submit(&engine, 0, 24)).await,
@@ -188,7 +189,7 @@ async fn u21_a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() 
             weights,
             "weights stay, nothing else does"
         );
-        budget.set_peers(0);
+        machine.set(0);
         until_ready(&engine).await;
         assert_eq!(engine.limits().kv_capacity_tokens, full, "{flags}");
         assert_eq!(answers(&engine).await, expected);
