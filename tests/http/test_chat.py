@@ -78,6 +78,13 @@ def test_u30_streams_of_calls_are_what_the_client_accumulates(server):
         assert all(call.id.startswith("call_") for call in streamed.message.tool_calls)
 
 
+def test_all_choices_begin_in_order_before_any_speaks(server):
+    """The official client's stream() fails where the first chunk is of another choice than 0."""
+    chunks = list(server.openai.chat.completions.create(model="sim", messages=say("Hello."), n=8, stream=True))
+    assert [(chunk.choices[0].index, chunk.choices[0].delta.role) for chunk in chunks[:8]] == [(i, "assistant") for i in range(8)]
+    assert all(chunk.choices[0].delta.role is None for chunk in chunks[8:])
+
+
 def test_calls_that_answer_each_other(server):
     messages = say(CALLS)
     for _ in range(2):

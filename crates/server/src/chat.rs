@@ -92,7 +92,7 @@ pub(crate) async fn handle(
             prompt_token_ids,
             usage_in,
             usage: Usage::default(),
-            begun: vec![false; answers.len()],
+            untold: answers.len(),
         };
         return Ok(respond::stream(&state, answers.updates(), chunks));
     }
@@ -261,8 +261,9 @@ struct ChatChunks {
     usage_in: UsageIn,
     /// Of the choices that ended.
     usage: Usage,
-    /// Choices whose role has been told.
-    begun: Vec<bool>,
+    /// Choices whose roles have not been told. All are with the first word, in order, whoever spoke first: the official client
+    /// expects choice 0 in the first chunk.
+    untold: usize,
 }
 
 impl ChatChunks {
@@ -296,15 +297,16 @@ impl Wording for ChatChunks {
 
     fn word(&mut self, update: Update) -> Vec<Written> {
         let index = update.choice;
-        let mut choices = Vec::new();
-        if !std::mem::replace(&mut self.begun[index], true) {
+        let role = |index| {
             let delta = ChatDelta {
                 role: Some("assistant"),
                 content: Some(String::new()),
                 ..ChatDelta::default()
             };
-            choices.push(self.delta(index, delta));
-        }
+            self.delta(index, delta)
+        };
+        let mut choices: Vec<_> = (0..self.untold).map(role).collect();
+        self.untold = 0;
         let first = choices.len();
         choices.extend(
             update
