@@ -17,17 +17,19 @@ def selftest(server, seconds: int) -> tuple[int, dict, str]:
 
 
 def test_u18_the_limits_that_were_proved_hold(start):
-    """As often as a debug build on a busy machine needs, with the time that the verdict itself says is enough."""
+    """As often as a debug build on a busy machine needs to be seen full, with the time that the verdict itself says is enough."""
     limits = ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
     with start(str(SMOLLM2), *limits, "--max-total-token-num", "384") as server:
-        code, verdict, table = selftest(server, 15)
-        for _ in range(2):
-            if code == INCONCLUSIVE:
-                code, verdict, table = selftest(server, verdict["suggested_duration"])
+        seconds = 15
+        for _ in range(4):
+            code, verdict, table = selftest(server, seconds)
+            reached = {goal["limit"]: goal["reached"] for goal in verdict["goals"]}
+            if code != INCONCLUSIVE and reached["KV cache in use"] >= 0.95:
+                break
+            seconds = verdict.get("suggested_duration", seconds)
         assert code == 0, table + server.tail()
         assert verdict["selftest"] == "passed" and verdict["findings"] == []
         assert verdict["device_allocs_after_ready"] == 0 and verdict["kv_blocks_at_end"] == 0
-        reached = {goal["limit"]: goal["reached"] for goal in verdict["goals"]}
         assert reached["rows at once"] == 4 and reached["KV cache in use"] >= 0.95 and reached["full length"] >= 1
 
 
