@@ -48,7 +48,7 @@ test-rust: $(VENV)/ready  ## Unit, property, simulation, architecture and licenc
 .PHONY: test-http
 test-http: $(VENV)/ready build  ## Black-box tests over HTTP, with the official OpenAI client
 	scripts/fetch-default-model >/dev/null
-	$(PYTHON) -m pytest tests/http $(PYTEST_ARGS)
+	$(PYTHON) -m pytest tests/http --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: build
 build:
