@@ -1,4 +1,4 @@
-use crate::{StepError, TokenId};
+use crate::{Logprobs, PromptLogprob, StepError, TokenId};
 
 /// What a client of the engine hears about its request, in this order: `Admitted`, then `Prompt`s if it asked for them, then
 /// `Token`s, or `Pooled`. The last event is a `Token` or `Prompt` with `finish`, `Pooled`, or `Failed`.
@@ -29,19 +29,6 @@ pub struct PromptEvent {
     pub finish: Option<FinishReason>,
 }
 
-/// How likely a token of the prompt was, by the model's own distribution: no penalty, bias, temperature or truncation.
-#[derive(Clone, Debug, PartialEq)]
-pub struct PromptLogprob {
-    /// The token.
-    pub token: TokenId,
-    /// Natural logarithm of its probability.
-    pub logprob: f32,
-    /// 1 for the likeliest of all. Equal ones rank by lower token id.
-    pub rank: u32,
-    /// The likeliest tokens, best first, as many as were asked for.
-    pub top: Vec<TokenLogprob>,
-}
-
 /// One generated token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenEvent {
@@ -62,22 +49,4 @@ pub enum FinishReason {
     Complete,
     /// `max_tokens` were generated.
     Length,
-}
-
-/// Log-probabilities at one position, after penalties and bias, before temperature and truncation.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Logprobs {
-    /// Of the sampled token.
-    pub sampled: f32,
-    /// The likeliest tokens, best first, as many as were asked for.
-    pub top: Vec<TokenLogprob>,
-}
-
-/// One candidate.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TokenLogprob {
-    /// The token.
-    pub token: TokenId,
-    /// Natural logarithm of its probability.
-    pub logprob: f32,
 }

@@ -41,7 +41,7 @@ impl Budget {
     }
 
     /// An empty account of `total` bytes of a device that others use too. What `supply` can no longer give of them is the
-    /// neighbours' (U7).
+    /// neighbours'.
     pub fn shared(total: u64, supply: Arc<dyn Supply>) -> Self {
         Self::with(total, Some(supply))
     }
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn u7_neighbours_are_what_the_total_promises_and_the_machine_lacks() {
+    fn neighbours_are_what_the_total_promises_and_the_machine_lacks() {
         let machine = Arc::new(Shared::default());
         let has = |bytes| machine.0.store(bytes, Ordering::Relaxed);
         let budget = Budget::shared(100, machine.clone());

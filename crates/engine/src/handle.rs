@@ -10,8 +10,7 @@ use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::oneshot;
 
 use crate::masks::MaskPool;
-use crate::recovery::Sleeper;
-use crate::shared::{Command, Link, Shared};
+use crate::shared::{Command, Link, SHUT_DOWN, Shared, Sleeper};
 use crate::stall::{Patience, look_every};
 use crate::thread::{Clock, EngineThread};
 use crate::{EngineStats, Health, Phase, RequestStream, Stall, StateSource};
@@ -426,9 +425,6 @@ const PATIENCE: u64 = 1024;
 /// A tenant may have so many times as many requests in as there are places left: one alone takes all but a ninth, two
 /// take 8/17 each, and whoever comes finds a place (dynamic thresholds: Choudhury and Hahne 1998).
 const SHARE: usize = 8;
-
-/// What requests hear that a shutdown cuts off.
-pub(crate) const SHUT_DOWN: &str = "the server shut down before the request was done";
 
 /// How long a drain waits for the thread after its time was up.
 const GRACE: Duration = Duration::from_secs(1);

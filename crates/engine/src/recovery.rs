@@ -6,23 +6,11 @@ use std::time::{Duration, Instant};
 use plimsoll_core::{Executor, StepError};
 use plimsoll_profiler::{ProfileError, Proved, ProvedParts};
 use plimsoll_scheduler::Scheduler;
-use tokio::sync::oneshot;
 
-use crate::shared::{Command, Shared};
+use crate::shared::{Command, Shared, Sleeper, Waker};
 use crate::stall::Activity;
 use crate::thread::EngineThread;
 use crate::{Phase, RebuildError};
-
-/// Hears when the engine sleeps.
-#[derive(Debug)]
-pub(crate) struct Sleeper {
-    /// Of [`crate::shared::State::fall_asleep`]: one that lost patience must not answer for the next.
-    pub(crate) attempt: u64,
-    pub(crate) asleep: oneshot::Sender<()>,
-}
-
-/// Hears whether the engine woke, or why it has not yet.
-pub(crate) type Waker = oneshot::Sender<Result<(), String>>;
 
 /// Until a state that did not fit is tried again, doubled each time up to the last.
 pub(crate) const FIRST_RETRY: Duration = Duration::from_secs(1);

@@ -5,11 +5,9 @@ use std::time::{Duration, Instant};
 
 use plimsoll_core::{Event, KvConfig, Limits, Request, RequestId, StepError, StepPlan, TenantId};
 use plimsoll_scheduler::{MAX_IN_FLIGHT, SchedulerStats};
-use tokio::sync::{mpsc::UnboundedSender, watch};
+use tokio::sync::{mpsc::UnboundedSender, oneshot, watch};
 
-use crate::recovery::{Sleeper, Waker};
 use crate::stall::{Activity, CurrentActivity, Stall, StepInFlight};
-use crate::stream::is_last;
 use crate::{EngineStats, Health, Histogram, OutOfMemory, Phase};
 
 /// What the engine thread is told.
@@ -23,6 +21,17 @@ pub(crate) enum Command {
     Sleep(Sleeper),
     Wake(Waker),
 }
+
+/// Hears when the engine sleeps.
+#[derive(Debug)]
+pub(crate) struct Sleeper {
+    /// Of [`State::fall_asleep`]: one that lost patience must not answer for the next.
+    pub(crate) attempt: u64,
+    pub(crate) asleep: oneshot::Sender<()>,
+}
+
+/// Hears whether the engine woke, or why it has not yet.
+pub(crate) type Waker = oneshot::Sender<Result<(), String>>;
 
 /// How handles and streams reach the thread, which ends when the last link is dropped.
 #[derive(Clone, Debug)]
@@ -358,6 +367,18 @@ impl State {
             .clamp(MIN_RETRY, MAX_RETRY)
     }
 }
+
+pub(crate) fn is_last(event: &Event) -> bool {
+    match event {
+        Event::Admitted { .. } => false,
+        Event::Prompt(prompt) => prompt.finish.is_some(),
+        Event::Token(token) => token.finish.is_some(),
+        Event::Pooled(_) | Event::Failed(_) => true,
+    }
+}
+
+/// What requests hear that a shutdown cuts off.
+pub(crate) const SHUT_DOWN: &str = "the server shut down before the request was done";
 
 const MIN_RETRY: Duration = Duration::from_secs(1);
 const MAX_RETRY: Duration = Duration::from_secs(60);

@@ -205,7 +205,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn u20_patience_ends_where_nothing_moves_and_only_there() {
+    fn patience_ends_where_nothing_moves_and_only_there() {
         let start = Instant::now();
         let mut patience = Patience::new(SECOND, start);
         let mut at = |seconds: u32, progress: Option<u32>| {

@@ -6,7 +6,7 @@ use futures::Stream;
 use plimsoll_core::{Event, RequestId, StepError};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use crate::shared::{Command, Link};
+use crate::shared::{Command, Link, is_last};
 
 /// The events of one request. It always ends: with a token or a scored prompt that has `finish`, with a vector, or with
 /// `Failed`. Dropping it before cancels the request.
@@ -69,14 +69,5 @@ impl Drop for RequestStream {
         if !self.ended {
             self.link.send(Command::Cancel(self.id));
         }
-    }
-}
-
-pub(crate) fn is_last(event: &Event) -> bool {
-    match event {
-        Event::Admitted { .. } => false,
-        Event::Prompt(prompt) => prompt.finish.is_some(),
-        Event::Token(token) => token.finish.is_some(),
-        Event::Pooled(_) | Event::Failed(_) => true,
     }
 }

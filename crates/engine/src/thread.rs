@@ -12,10 +12,8 @@ use plimsoll_core::{
 use plimsoll_profiler::ProfileError;
 use plimsoll_scheduler::Scheduler;
 
-use crate::handle::SHUT_DOWN;
 use crate::masks::MaskPool;
-use crate::recovery::Sleeper;
-use crate::shared::{Command, Shared};
+use crate::shared::{Command, SHUT_DOWN, Shared, Sleeper};
 use crate::stall::Activity;
 use crate::{OutOfMemory, Phase, StateSource, StepShape};
 

@@ -4,7 +4,7 @@ use plimsoll_device::{Budget, Slab};
 
 use crate::dtype::{Matrix, WeightError, WeightType};
 use crate::format::panel_bytes;
-use crate::linear::{PANEL, Target};
+use crate::panel::{PANEL, Target};
 use crate::parallel::{Disjoint, run};
 use crate::simd::{Kernel, Level, Simd, dispatch};
 

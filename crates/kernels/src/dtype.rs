@@ -1,9 +1,5 @@
 use candle_core::DType;
 use candle_core::quantized::GgmlDType;
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
-
-use crate::pack::dequantize_row;
 
 /// How the elements of a weight matrix are stored in a checkpoint: a float type, or one of ggml's block formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -150,39 +146,6 @@ impl<'a> Matrix<'a> {
     pub fn row(&self, row: usize) -> &'a [u8] {
         let bytes = self.data.len() / self.rows.max(1);
         &self.data[row * bytes..(row + 1) * bytes]
-    }
-
-    /// Writes the elements of one row.
-    ///
-    /// # Panics
-    /// If `out` has not as many elements as a row.
-    pub fn widen_row(&self, row: usize, out: &mut [f32]) {
-        assert_eq!(out.len(), self.cols, "out is not a row");
-        let data = self.row(row);
-        match self.dtype {
-            WeightType::F32 => {
-                for (out, &bytes) in out.iter_mut().zip(data.as_chunks().0) {
-                    *out = f32::from_le_bytes(bytes);
-                }
-            }
-            WeightType::F16 => {
-                // In pieces, as one at a time asks for the CPU's features each time.
-                let mut piece = [f16::ZERO; 64];
-                for (out, data) in out.chunks_mut(piece.len()).zip(data.chunks(2 * piece.len())) {
-                    let piece = &mut piece[..out.len()];
-                    for (half, &bytes) in piece.iter_mut().zip(data.as_chunks().0) {
-                        *half = f16::from_le_bytes(bytes);
-                    }
-                    piece.convert_to_f32_slice(out);
-                }
-            }
-            WeightType::Bf16 => {
-                for (out, &bytes) in out.iter_mut().zip(data.as_chunks().0) {
-                    *out = bf16::from_le_bytes(bytes).to_f32();
-                }
-            }
-            quantised => dequantize_row(quantised, data, out),
-        }
     }
 }
 

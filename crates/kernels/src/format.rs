@@ -1,7 +1,7 @@
 //! The packed block formats, one for each of ggml's.
 
 use crate::dtype::WeightType;
-use crate::linear::PANEL;
+use crate::panel::PANEL;
 
 /// How codes are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

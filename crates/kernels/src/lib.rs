@@ -25,6 +25,7 @@ mod kv;
 mod linear;
 mod norm;
 mod pack;
+mod panel;
 mod parallel;
 mod philox;
 mod pool;

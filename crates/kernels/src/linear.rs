@@ -8,15 +8,13 @@ use plimsoll_device::{Arena, Budget};
 use crate::dense::Dense;
 use crate::dtype::{Matrix, WeightError, WeightType};
 use crate::format::Format;
+use crate::panel::{PANEL, Target};
 use crate::parallel::{Disjoint, run_ranges};
 use crate::quantize::Activations;
 use crate::quantized::Quantized;
 use crate::simd::Level;
 
 pub use shape::LinearShape;
-
-/// Outputs of one panel of packed weights: the lanes of a vector.
-pub(crate) const PANEL: usize = crate::simd::LANES;
 
 /// `y = x Wᵀ + b`, with weights packed at load into panels of sixteen outputs, in their own precision: floats as they are,
 /// quantised types as integer codes that are multiplied with activations quantised to 8 bits per 32 elements, as
@@ -185,37 +183,6 @@ impl Packed {
         match self {
             Self::Dense(_) => None,
             Self::Quantized(weights) => Some(weights.format()),
-        }
-    }
-}
-
-/// Where the outputs of one part go.
-pub(crate) struct Target<'a> {
-    out: &'a Disjoint<'a, f32>,
-    stride: usize,
-    first: usize,
-    outputs: usize,
-}
-
-impl Target<'_> {
-    /// Stores the sixteen outputs of `panel` of row `row`, without those beyond the last.
-    ///
-    /// # Safety
-    /// No other task writes this row and panel.
-    #[inline(always)]
-    pub(crate) unsafe fn store<S: crate::simd::Simd>(&self, row: usize, panel: usize, value: S::F) {
-        let at = row * self.stride + self.first + panel * PANEL;
-        let width = PANEL.min(self.outputs - panel * PANEL);
-        // SAFETY: the caller's promise; the array has sixteen elements.
-        unsafe {
-            let out = self.out.part(at, width);
-            if width == PANEL {
-                S::store(out.as_mut_ptr(), value);
-            } else {
-                let mut lanes = [0f32; PANEL];
-                S::store(lanes.as_mut_ptr(), value);
-                out.copy_from_slice(&lanes[..width]);
-            }
         }
     }
 }

@@ -1,10 +1,11 @@
 //! From ggml's blocks to panels and back.
 
-use half::f16;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
-use crate::dtype::WeightType;
+use crate::dtype::{Matrix, WeightType};
 use crate::format::{Codes, Format, Spec};
-use crate::linear::PANEL;
+use crate::panel::PANEL;
 
 /// Most inputs in a block.
 const MAX_BLOCK: usize = 256;
@@ -114,8 +115,43 @@ pub(crate) fn unpack_row(spec: &Spec, panel: &[u8], lane: usize, out: &mut [f32]
     }
 }
 
+impl Matrix<'_> {
+    /// Writes the elements of one row.
+    ///
+    /// # Panics
+    /// If `out` has not as many elements as a row.
+    pub fn widen_row(&self, row: usize, out: &mut [f32]) {
+        assert_eq!(out.len(), self.cols(), "out is not a row");
+        let data = self.row(row);
+        match self.dtype() {
+            WeightType::F32 => {
+                for (out, &bytes) in out.iter_mut().zip(data.as_chunks().0) {
+                    *out = f32::from_le_bytes(bytes);
+                }
+            }
+            WeightType::F16 => {
+                // In pieces, as one at a time asks for the CPU's features each time.
+                let mut piece = [f16::ZERO; 64];
+                for (out, data) in out.chunks_mut(piece.len()).zip(data.chunks(2 * piece.len())) {
+                    let piece = &mut piece[..out.len()];
+                    for (half, &bytes) in piece.iter_mut().zip(data.as_chunks().0) {
+                        *half = f16::from_le_bytes(bytes);
+                    }
+                    piece.convert_to_f32_slice(out);
+                }
+            }
+            WeightType::Bf16 => {
+                for (out, &bytes) in out.iter_mut().zip(data.as_chunks().0) {
+                    *out = bf16::from_le_bytes(bytes).to_f32();
+                }
+            }
+            quantised => dequantize_row(quantised, data, out),
+        }
+    }
+}
+
 /// Elements of one row of ggml blocks.
-pub(crate) fn dequantize_row(dtype: WeightType, row: &[u8], out: &mut [f32]) {
+fn dequantize_row(dtype: WeightType, row: &[u8], out: &mut [f32]) {
     let spec = Format::of(dtype).expect("floats are not packed in blocks").spec();
     let mut block = Block::new();
     let sources = row.chunks_exact(dtype.block_bytes());

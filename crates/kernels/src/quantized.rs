@@ -15,8 +15,8 @@ use plimsoll_device::{Budget, Slab};
 
 use crate::dtype::{Matrix, WeightError};
 use crate::format::{Codes, FORMATS, Format, Spec, panel_bytes};
-use crate::linear::{PANEL, Target};
 use crate::pack;
+use crate::panel::{PANEL, Target};
 use crate::parallel::{Disjoint, run};
 use crate::quantize::{Activations, X_GROUP};
 use crate::simd::{Kernel, Level, Simd, dispatch};

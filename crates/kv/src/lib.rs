@@ -11,7 +11,6 @@
 //! this token is computed anew, into a block of the request's own.
 
 mod free_list;
-mod journal;
 mod manager;
 mod prefix;
 mod table;

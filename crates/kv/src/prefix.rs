@@ -1,10 +1,12 @@
+mod journal;
+
 use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
 use plimsoll_core::{BlockId, CacheEvent, KvConfig, TokenId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::journal::Journal;
+use journal::Journal;
 
 /// Names one exact sequence of tokens, a whole number of blocks long. Never given to another sequence: after the block
 /// that carried it is evicted, no block that continues it is cached.

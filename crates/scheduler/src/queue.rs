@@ -4,11 +4,7 @@ use std::collections::BTreeMap;
 
 use plimsoll_core::{Request, TenantId};
 
-use crate::sequence::Sequence;
-
-/// Position in the order of arrival.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Arrival(pub(crate) u64);
+use crate::sequence::{Arrival, Sequence};
 
 /// Position among those that had their turn: the lowest is planned first, the highest preempted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

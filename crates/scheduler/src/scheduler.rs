@@ -10,8 +10,8 @@ use plimsoll_kv::{BlockTable, KvManager};
 use crate::{
     SchedulerStats,
     defect::defect,
-    queue::{Arrival, Queue, Rank},
-    sequence::{Running, Sequence},
+    queue::{Queue, Rank},
+    sequence::{Arrival, Running, Sequence},
 };
 
 /// Steps that may be planned and not yet applied: one on the device, one behind it.

@@ -6,7 +6,9 @@ use plimsoll_core::{
 };
 use plimsoll_kv::{BlockTable, Sharing};
 
-use crate::queue::Arrival;
+/// Position in the order of arrival.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Arrival(pub(crate) u64);
 
 /// A request and its tokens so far.
 #[derive(Debug)]

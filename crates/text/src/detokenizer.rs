@@ -18,8 +18,25 @@ pub struct Detokenizer {
     pending: Vec<u8>,
 }
 
+impl Tokenizer {
+    /// Text of `tokens`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary nothing.
+    pub fn decode(&self, tokens: &[TokenId], skip_special: bool) -> String {
+        let mut detokenizer = self.detokenizer(skip_special);
+        let mut text = String::new();
+        tokens
+            .iter()
+            .for_each(|&token| detokenizer.push_to(token, &mut text));
+        text + &detokenizer.flush()
+    }
+
+    /// Decodes token by token.
+    pub fn detokenizer(&self, skip_special: bool) -> Detokenizer {
+        Detokenizer::new(self.clone(), skip_special)
+    }
+}
+
 impl Detokenizer {
-    pub(crate) fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
+    fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
         Self {
             tokenizer,
             skip_special,
@@ -59,7 +76,7 @@ impl Detokenizer {
     }
 
     /// [`Detokenizer::push`] onto the end of `text`.
-    pub(crate) fn push_to(&mut self, token: TokenId, text: &mut String) {
+    fn push_to(&mut self, token: TokenId, text: &mut String) {
         let vocab = self.tokenizer.vocab();
         if self.skip_special && vocab.is_special(token) && !self.shown.contains(&token) {
             return;

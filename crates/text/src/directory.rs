@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::TextError;
 use crate::pipeline::Pipeline;
-use crate::tokenizer::{Parts, SpecialTokens, Wrap};
+use crate::tokenizer::{Parts, SpecialTokens, Tokenizer, Wrap};
 use crate::vocab::{self, Vocab};
 
 /// The JSON file `name` of a model directory, if it is there.
@@ -42,7 +42,15 @@ pub(crate) fn special_tokens(dir: &Path) -> Result<SpecialTokens, TextError> {
     Ok(tokens)
 }
 
-pub(crate) fn load(dir: &Path) -> Result<Parts, TextError> {
+impl Tokenizer {
+    /// From a model directory: `tokenizer.json`, with what `tokenizer_config.json`, `special_tokens_map.json` and
+    /// `generation_config.json` say about special tokens.
+    pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
+        load(dir).map(Self::new)
+    }
+}
+
+fn load(dir: &Path) -> Result<Parts, TextError> {
     let path = dir.join("tokenizer.json");
     let place = path.display().to_string();
     if !path.exists() {

@@ -1,12 +1,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_core::{Metadata, TokenId};
+use plimsoll_core::TokenId;
 
+use crate::TextError;
 use crate::vocab::Vocab;
-use crate::{Detokenizer, TextError, directory, gguf};
 
 /// Special tokens by role (`bos_token`, `eos_token`, ...), as text, the way chat templates name them.
 pub type SpecialTokens = BTreeMap<String, String>;
@@ -46,17 +45,6 @@ pub(crate) trait Encode: Send + Sync {
 }
 
 impl Tokenizer {
-    /// From a model directory: `tokenizer.json`, with what `tokenizer_config.json`, `special_tokens_map.json` and
-    /// `generation_config.json` say about special tokens.
-    pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
-        directory::load(dir).map(Self::new)
-    }
-
-    /// From the `tokenizer.ggml.*` keys of a GGUF file.
-    pub fn from_gguf(metadata: &Metadata) -> Result<Self, TextError> {
-        gguf::load(metadata).map(Self::new)
-    }
-
     /// Ids 0 to 255 are bytes, 256 ends a text: the simulated model's tokenizer.
     pub fn bytes() -> Self {
         let mut vocab = Vocab::default();
@@ -74,7 +62,7 @@ impl Tokenizer {
         })
     }
 
-    fn new(parts: Parts) -> Self {
+    pub(crate) fn new(parts: Parts) -> Self {
         Self(Arc::new(parts))
     }
 
@@ -126,21 +114,6 @@ impl Tokenizer {
             _ => return 0,
         };
         known.div_ceil(most.max(1))
-    }
-
-    /// Text of `tokens`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary nothing.
-    pub fn decode(&self, tokens: &[TokenId], skip_special: bool) -> String {
-        let mut detokenizer = self.detokenizer(skip_special);
-        let mut text = String::new();
-        tokens
-            .iter()
-            .for_each(|&token| detokenizer.push_to(token, &mut text));
-        text + &detokenizer.flush()
-    }
-
-    /// Decodes token by token.
-    pub fn detokenizer(&self, skip_special: bool) -> Detokenizer {
-        Detokenizer::new(self.clone(), skip_special)
     }
 
     /// Bytes of one token within a text (not at its start); empty outside the vocabulary.

@@ -1,6 +1,7 @@
 //! The rules of ARCHITECTURE.md that a machine can check. Every rule is a function from sources or packages to complaints,
 //! and has a self-check: an example that breaks it.
 
+mod cycles;
 mod lexer;
 mod licences;
 mod packages;

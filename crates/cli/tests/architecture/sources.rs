@@ -8,9 +8,9 @@ use crate::{assert_none, root};
 
 /// One file: path from the root, text.
 #[derive(Clone, Debug)]
-struct Source {
-    path: String,
-    text: String,
+pub(crate) struct Source {
+    pub(crate) path: String,
+    pub(crate) text: String,
 }
 
 /// Longer files are split.
@@ -20,6 +20,8 @@ const UNSAFE_CRATES: [&str; 3] = ["device", "kernels", "model"];
 const FEATURE_CRATES: [&str; 1] = ["kernels"];
 /// The one reason not to run a test by default.
 const NEEDS_GPU: &str = "needs an NVIDIA GPU: make test-gpu";
+/// Terms of the field that look like numbers of requirements: caches, element types, a model.
+const TERMS: [&str; 7] = ["L1", "L2", "F16", "F32", "F64", "Q8", "R1"];
 const METRICS_FILE: &str = "crates/server/src/metrics/catalog.rs";
 const SKIPPED: [&str; 10] = [
     "target",
@@ -35,7 +37,7 @@ const SKIPPED: [&str; 10] = [
     "artifacts",
 ];
 
-fn sources() -> Vec<Source> {
+pub(crate) fn sources() -> Vec<Source> {
     let mut found = Vec::new();
     walk(&root(), &root(), &mut found);
     assert!(
@@ -205,6 +207,39 @@ fn skipped_tests(sources: &[Source]) -> Vec<String> {
         .collect()
 }
 
+/// What follows `//` or, in Python, `#` on each line. Slashes within strings count too: comments are read by people.
+fn comments(source: &Source) -> impl Iterator<Item = &str> {
+    let mark = match source.path.rsplit('.').next() {
+        Some("rs" | "cu" | "cuh") => Some("//"),
+        Some("py") => Some("#"),
+        _ => None,
+    };
+    let lines = source.text.lines().filter_map(move |line| line.split_once(mark?));
+    lines.map(|(_, comment)| comment)
+}
+
+/// A letter and one or two digits, as the numbers of requirements and issues that lie elsewhere.
+fn is_code(word: &str) -> bool {
+    let digits = word
+        .strip_prefix(|c: char| c.is_ascii_uppercase())
+        .unwrap_or_default();
+    (1..=2).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit())
+}
+
+/// Comments cite papers and public pull requests.
+fn private_codes(sources: &[Source]) -> Vec<String> {
+    let mut complaints = Vec::new();
+    for source in sources {
+        let codes = comments(source)
+            .flat_map(words)
+            .filter(|word| is_code(word) && !TERMS.contains(word));
+        complaints.extend(
+            codes.map(|code| format!("{}: a comment cites {code}, which nothing defines", source.path)),
+        );
+    }
+    complaints
+}
+
 /// What a test measures is nothing for the user's own servers.
 fn user_caches(sources: &[Source]) -> Vec<String> {
     // Written apart so that this file does not break its own rule.
@@ -272,6 +307,11 @@ fn no_test_is_skipped() {
 }
 
 #[test]
+fn comments_cite_what_can_be_read() {
+    assert_none(private_codes(&sources()));
+}
+
+#[test]
 fn tests_leave_the_users_caches_alone() {
     assert_none(user_caches(&sources()));
 }
@@ -291,10 +331,11 @@ fn every_rule_can_fail() {
     let long = "\n".repeat(MAX_LINES + 1);
     let host = format!("pip --index https://{}", concat!("pypi", ".org"));
     let gpu_test = format!("#[ignore = {NEEDS_GPU:?}]\nfn f() {{}}");
+    let cites = format!("// The size ({}).", concat!("A", "7"));
     let binary = concat!("env!(\"CARGO_BIN_", "EXE_plimsoll\")");
     let careful = format!("{binary}.env(\"PLIMSOLL_NO_PROFILE_CACHE\", \"true\")");
     let mixed = format!("{gpu_test}\n#[ignore]\nfn g() {{}}");
-    let cases: [(Rule, &str, &str, [Example<'_>; 2]); 10] = [
+    let cases: [(Rule, &str, &str, [Example<'_>; 2]); 11] = [
         (
             unsafe_code,
             "crates/kv/src/lib.rs",
@@ -368,6 +409,18 @@ fn every_rule_can_fail() {
             [
                 ("tests/http/test_b.py", "def test_b(): pass"),
                 ("README.md", "skip"),
+            ],
+        ),
+        (
+            private_codes,
+            "crates/kv/src/lib.rs",
+            &cites,
+            [
+                (
+                    "crates/kv/src/a.rs",
+                    "// Past the L2 cache, U+FFFD, H200, vllm#123.",
+                ),
+                ("scripts/a.py", concat!("A", "7 = 1")),
             ],
         ),
         (

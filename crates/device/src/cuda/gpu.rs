@@ -2,14 +2,11 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use bytemuck::Pod;
 use cudarc::driver::sys;
-use plimsoll_core::{Component, Oom, RefusedBy};
 
-use super::meters::{self, Runtime};
-use super::{Function, GpuError, GpuSlab, GpuSlice, Graph, Launch, Module, PinnedSlab, check};
+use super::runtime::{self, MemoryInfo, Runtime};
+use super::{GpuError, check};
 use crate::Budget;
-use crate::cuda::launch::Arg;
 
 /// CUDA version of the compiler that the kernels are built with: an older driver cannot load them.
 const NEEDED_DRIVER: i32 = 13000;
@@ -89,15 +86,6 @@ impl GpuLimit {
     }
 }
 
-/// What the driver says about the device's memory, whoever uses it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MemoryInfo {
-    /// Bytes nobody uses.
-    pub free: u64,
-    /// Bytes of the device.
-    pub total: u64,
-}
-
 impl Gpu {
     /// Opens a GPU.
     ///
@@ -162,29 +150,6 @@ impl Gpu {
         &self.0.budget
     }
 
-    /// `bytes` of device memory for `component`, of any content.
-    ///
-    /// # Errors
-    /// [`Oom`] if the device or the account has no room.
-    pub fn alloc(&self, component: Component, bytes: usize) -> Result<GpuSlab, Oom> {
-        self.count_allocation();
-        GpuSlab::new(self, component, bytes)
-    }
-
-    /// The typed error for a request that the driver refused.
-    pub(super) fn oom(&self, component: Component, bytes: u64, error: &GpuError) -> Oom {
-        if !error.is_out_of_memory() {
-            tracing::error!(%error, %component, bytes, "device memory could not be allocated");
-        }
-        // The account knows of this process alone; the meters see the neighbours too.
-        Oom {
-            requested: bytes,
-            component,
-            refused_by: RefusedBy::Device,
-            meters: Box::new(self.meters()),
-        }
-    }
-
     /// Counts an allocation made beside [`Self::alloc`].
     pub(super) fn count_allocation(&self) {
         self.0.allocations.fetch_add(1, Ordering::Relaxed);
@@ -201,7 +166,7 @@ impl Gpu {
     /// [`GpuError`] of the driver.
     pub fn memory_info(&self) -> Result<MemoryInfo, GpuError> {
         self.bind()?;
-        meters::memory_info()
+        runtime::memory_info()
     }
 
     /// Waits until all launched work is done.
@@ -260,142 +225,6 @@ impl Gpu {
         })
     }
 
-    /// Loads a cubin, fatbin or PTX image.
-    ///
-    /// # Errors
-    /// [`GpuError::NoKernelsFor`] if the image has nothing for this GPU.
-    pub fn load_module(&self, image: &[u8]) -> Result<Module, GpuError> {
-        self.bind()?;
-        Module::load(self, image)
-    }
-
-    /// Launches `function` on the stream.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the driver.
-    ///
-    /// # Safety
-    /// `args` must be what the kernel declares, in order, and point to memory that it may access until it ends.
-    pub unsafe fn launch(&self, function: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {
-        self.bind()?;
-        // SAFETY: the caller's promise.
-        unsafe { launch.run(function, self.0.stream, args) }
-    }
-
-    /// Copies to the device and waits.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the driver.
-    ///
-    /// # Panics
-    /// If the lengths differ.
-    pub fn upload<T: Pod>(&self, from: &[T], to: GpuSlice<'_, T>) -> Result<(), GpuError> {
-        assert_eq!(from.len(), to.len(), "upload");
-        self.bind()?;
-        // SAFETY: both have that many bytes, and this waits before it returns.
-        unsafe {
-            check(
-                "cuMemcpyHtoDAsync",
-                sys::cuMemcpyHtoDAsync_v2(to.ptr(), from.as_ptr().cast(), size_of_val(from), self.0.stream),
-            )?;
-        }
-        self.synchronize()
-    }
-
-    /// Copies from the device, after all launched work.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the driver, or of work that failed.
-    pub fn download<T: Pod>(&self, from: GpuSlice<'_, T>) -> Result<Vec<T>, GpuError> {
-        self.bind()?;
-        let mut to = vec![T::zeroed(); from.len()];
-        // SAFETY: both have that many bytes, and this waits before it returns.
-        unsafe {
-            check(
-                "cuMemcpyDtoHAsync",
-                sys::cuMemcpyDtoHAsync_v2(
-                    to.as_mut_ptr().cast(),
-                    from.ptr(),
-                    size_of_val(to.as_slice()),
-                    self.0.stream,
-                ),
-            )?;
-        }
-        self.synchronize()?;
-        Ok(to)
-    }
-
-    /// Starts a copy to the device.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the driver.
-    ///
-    /// # Panics
-    /// If `from` has not as many bytes as `to` from `offset` on.
-    ///
-    /// # Safety
-    /// `from` must live and stay unchanged until the copy is done (an [`Event`](super::Event) recorded after it passed).
-    pub unsafe fn upload_async(
-        &self,
-        from: &PinnedSlab,
-        offset: usize,
-        to: GpuSlice<'_, u8>,
-    ) -> Result<(), GpuError> {
-        self.bind()?;
-        let from = &from.as_slice::<u8>()[offset..offset + to.len()];
-        // SAFETY: the lengths agree; the caller keeps the source.
-        check("cuMemcpyHtoDAsync", unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to.ptr(), from.as_ptr().cast(), from.len(), self.0.stream)
-        })
-    }
-
-    /// Starts a copy from the device to the front of `to`.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the driver.
-    ///
-    /// # Panics
-    /// If `to` has fewer bytes than `from`.
-    ///
-    /// # Safety
-    /// `to` must live and not be read until the copy is done (an [`Event`](super::Event) recorded after it passed).
-    pub unsafe fn download_async(&self, from: GpuSlice<'_, u8>, to: &mut PinnedSlab) -> Result<(), GpuError> {
-        self.bind()?;
-        let to = &mut to.as_mut_slice::<u8>()[..from.len()];
-        // SAFETY: the lengths agree; the caller keeps the destination.
-        check("cuMemcpyDtoHAsync", unsafe {
-            sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from.ptr(), to.len(), self.0.stream)
-        })
-    }
-
-    /// Starts a copy within the device.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the driver.
-    ///
-    /// # Panics
-    /// If the lengths differ.
-    pub fn copy<T: Pod>(&self, from: GpuSlice<'_, T>, to: GpuSlice<'_, T>) -> Result<(), GpuError> {
-        assert_eq!(from.len(), to.len(), "copy");
-        self.bind()?;
-        // SAFETY: the lengths agree, and a slice cannot outlive its memory.
-        check("cuMemcpyDtoDAsync", unsafe {
-            sys::cuMemcpyDtoDAsync_v2(to.ptr(), from.ptr(), from.len() * size_of::<T>(), self.0.stream)
-        })
-    }
-
-    /// Starts to set every byte.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the driver.
-    pub fn fill(&self, to: GpuSlice<'_, u8>, byte: u8) -> Result<(), GpuError> {
-        self.bind()?;
-        // SAFETY: a slice cannot outlive its memory.
-        check("cuMemsetD8Async", unsafe {
-            sys::cuMemsetD8Async(to.ptr(), byte, to.len(), self.0.stream)
-        })
-    }
-
     /// Tells a profiler that runs this process with `--profile-from-start off` (Nsight Compute) to watch, or no longer.
     ///
     /// # Errors
@@ -409,15 +238,6 @@ impl Gpu {
                 false => check("cuProfilerStop", sys::cuProfilerStop()),
             }
         }
-    }
-
-    /// Records what `record` launches as a graph, without running it.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the driver or of `record`.
-    pub fn capture<E: From<GpuError>>(&self, record: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
-        self.bind()?;
-        Graph::capture(self, record)
     }
 }
 

@@ -12,11 +12,19 @@ pub struct Graph {
 // SAFETY: the handle belongs to the driver, whose functions may be called from any thread.
 unsafe impl Send for Graph {}
 
+impl Gpu {
+    /// Records what `record` launches as a graph, without running it.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver or of `record`.
+    pub fn capture<E: From<GpuError>>(&self, record: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
+        self.bind()?;
+        Graph::capture(self, record)
+    }
+}
+
 impl Graph {
-    pub(super) fn capture<E: From<GpuError>>(
-        gpu: &Gpu,
-        record: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Self, E> {
+    fn capture<E: From<GpuError>>(gpu: &Gpu, record: impl FnOnce() -> Result<(), E>) -> Result<Self, E> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let stream = gpu.stream();
         let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());

@@ -17,8 +17,32 @@ unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
+impl Gpu {
+    /// Loads a cubin, fatbin or PTX image.
+    ///
+    /// # Errors
+    /// [`GpuError::NoKernelsFor`] if the image has nothing for this GPU.
+    pub fn load_module(&self, image: &[u8]) -> Result<Module, GpuError> {
+        self.bind()?;
+        Module::load(self, image)
+    }
+
+    /// Launches `function` on the stream.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the driver.
+    ///
+    /// # Safety
+    /// `args` must be what the kernel declares, in order, and point to memory that it may access until it ends.
+    pub unsafe fn launch(&self, function: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the caller's promise.
+        unsafe { launch.run(function, self.stream(), args) }
+    }
+}
+
 impl Module {
-    pub(super) fn load(gpu: &Gpu, image: &[u8]) -> Result<Self, GpuError> {
+    fn load(gpu: &Gpu, image: &[u8]) -> Result<Self, GpuError> {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the image says itself how long it is; it was made by the compiler.
         match unsafe { sys::cuModuleLoadData(&mut handle, image.as_ptr().cast()) } {
@@ -192,12 +216,7 @@ impl Launch {
 
     /// # Safety
     /// As [`Gpu::launch`].
-    pub(super) unsafe fn run(
-        self,
-        function: &Function,
-        stream: sys::CUstream,
-        args: &[Arg],
-    ) -> Result<(), GpuError> {
+    unsafe fn run(self, function: &Function, stream: sys::CUstream, args: &[Arg]) -> Result<(), GpuError> {
         let mut attributes = [const { std::mem::MaybeUninit::<sys::CUlaunchAttribute>::zeroed() }; 2];
         let mut count = 0;
         if self.pdl {

@@ -3,75 +3,10 @@
 //! modules, libraries). Other processes appear in one number alone, what is free, so one that starts, grows or ends
 //! meanwhile changes nothing that is attributed to this one.
 
-use std::sync::{Mutex, PoisonError};
-
 use cudarc::driver::sys;
-use plimsoll_core::{Component, Meters};
+use plimsoll_core::{Component, Meters, Oom, RefusedBy};
 
-use super::{Gpu, GpuError, MemoryInfo, check};
-use crate::{Budget, Charge};
-
-/// Most bytes that are taken for a context of ours. A GPU with more in use before anything was allocated has neighbours.
-const MAX_CONTEXT: u64 = 1 << 30;
-
-/// Most bytes that are ever taken for the runtime; what is above is a neighbour's.
-const MAX_RUNTIME: u64 = 3 << 29;
-
-/// What the driver took without being asked, as charges.
-#[derive(Debug)]
-pub(super) struct Runtime(Mutex<Settled>);
-
-#[derive(Debug)]
-struct Settled {
-    charges: Vec<Charge>,
-    /// Bytes of the device that this process does not account for, at the last look.
-    unclaimed: u64,
-}
-
-impl Runtime {
-    /// Charges the context, which must be the current one of this thread, and without allocations so far.
-    pub(super) fn of_context(budget: &Budget, device: sys::CUdevice) -> Result<Self, GpuError> {
-        let info = memory_info()?;
-        let taken = info.total.saturating_sub(info.free);
-        let context = if taken <= MAX_CONTEXT {
-            taken
-        } else {
-            second_context(device)?.min(MAX_CONTEXT)
-        };
-        Ok(Self(Mutex::new(Settled {
-            charges: vec![budget.record(Component::Runtime, context)],
-            unclaimed: taken - context,
-        })))
-    }
-}
-
-/// Bytes that one more context takes, a neighbour's changes meanwhile included.
-fn second_context(device: sys::CUdevice) -> Result<u64, GpuError> {
-    let before = memory_info()?.free;
-    let mut context = std::ptr::null_mut();
-    // SAFETY: a place to write to, and no parameters: a plain context. It is the current one until it is destroyed, then
-    // the former is again.
-    unsafe {
-        let created = sys::cuCtxCreate_v4(&mut context, std::ptr::null_mut(), 0, device);
-        check("cuCtxCreate", created)?;
-        let after = memory_info();
-        check("cuCtxDestroy", sys::cuCtxDestroy_v2(context))?;
-        Ok(before.saturating_sub(after?.free))
-    }
-}
-
-/// As the driver sees it, in the thread's current context.
-pub(super) fn memory_info() -> Result<MemoryInfo, GpuError> {
-    let (mut free, mut total) = (0, 0);
-    // SAFETY: places to write to.
-    check("cuMemGetInfo", unsafe {
-        sys::cuMemGetInfo_v2(&mut free, &mut total)
-    })?;
-    Ok(MemoryInfo {
-        free: free as u64,
-        total: total as u64,
-    })
-}
+use super::{Gpu, GpuError, check};
 
 /// What an allocator of the driver holds, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -92,6 +27,20 @@ struct Readings {
 }
 
 impl Gpu {
+    /// The typed error for a request that the driver refused.
+    pub(super) fn oom(&self, component: Component, bytes: u64, error: &GpuError) -> Oom {
+        if !error.is_out_of_memory() {
+            tracing::error!(%error, %component, bytes, "device memory could not be allocated");
+        }
+        // The account knows of this process alone; the meters see the neighbours too.
+        Oom {
+            requested: bytes,
+            component,
+            refused_by: RefusedBy::Device,
+            meters: Box::new(self.meters()),
+        }
+    }
+
     /// Reads the meters. A driver that no longer answers leaves the account alone.
     pub fn meters(&self) -> Meters {
         let account = Meters {
@@ -162,14 +111,11 @@ impl Gpu {
         let account = self.budget().meters();
         let held = combine(account, &self.readings()?).reserved;
         let unclaimed = info.total.saturating_sub(info.free).saturating_sub(held);
-        let mut settled = self.runtime().0.lock().unwrap_or_else(PoisonError::into_inner);
-        let most = MAX_RUNTIME.saturating_sub(account.by_component.get(Component::Runtime));
-        let grown = unclaimed.saturating_sub(settled.unclaimed).min(most);
-        if grown > 0 {
-            let charge = self.budget().record(Component::Runtime, grown);
-            settled.charges.push(charge);
-        }
-        settled.unclaimed = unclaimed - grown;
+        self.runtime().settle(
+            self.budget(),
+            unclaimed,
+            account.by_component.get(Component::Runtime),
+        );
         Ok(())
     }
 
@@ -247,6 +193,7 @@ fn combine(account: Meters, driver: &Readings) -> Meters {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Budget;
 
     const NONE: Held = Held {
         used: 0,

@@ -5,6 +5,7 @@
 //! of it may be read and written by kernels in that order, so nothing here prevents two views of the same bytes.
 
 mod arena;
+mod copy;
 mod error;
 mod event;
 mod gpu;
@@ -14,6 +15,7 @@ mod launch;
 mod mapping;
 mod meters;
 mod pinned;
+mod runtime;
 mod slab;
 mod upload;
 
@@ -23,10 +25,11 @@ pub use arena::{DryGpuArena, GpuArena};
 pub use error::GpuError;
 pub(crate) use error::check;
 pub use event::Event;
-pub use gpu::{Gpu, GpuInfo, GpuLimit, GpuOptions, MemoryInfo};
+pub use gpu::{Gpu, GpuInfo, GpuLimit, GpuOptions};
 pub use graph::Graph;
 pub use identity::uuid;
 pub use launch::{Arg, Function, Launch, Module};
 pub use pinned::PinnedSlab;
+pub use runtime::MemoryInfo;
 pub use slab::{GpuSlab, GpuSlice, POOL_CHUNK, POOL_UNIT};
 pub use upload::Uploader;

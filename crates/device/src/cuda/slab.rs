@@ -42,8 +42,19 @@ struct Pooled {
     ptr: sys::CUdeviceptr,
 }
 
+impl Gpu {
+    /// `bytes` of device memory for `component`, of any content.
+    ///
+    /// # Errors
+    /// [`Oom`] if the device or the account has no room.
+    pub fn alloc(&self, component: Component, bytes: usize) -> Result<GpuSlab, Oom> {
+        self.count_allocation();
+        GpuSlab::new(self, component, bytes)
+    }
+}
+
 impl GpuSlab {
-    pub(super) fn new(gpu: &Gpu, component: Component, bytes: usize) -> Result<Self, Oom> {
+    fn new(gpu: &Gpu, component: Component, bytes: usize) -> Result<Self, Oom> {
         let oom = |error: GpuError| gpu.oom(component, bytes as u64, &error);
         // What has to come back to the last byte: the pool keeps a chunk as long as any part of it is in use.
         let mapped = matches!(component, Component::Kv | Component::Canary);

@@ -15,10 +15,10 @@ use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 use tokio::sync::oneshot;
 
 use super::{Fake, PATIENCE, Rig, Script, expected, read, token};
-use crate::handle::SHUT_DOWN;
 use crate::masks::MaskPool;
-use crate::recovery::{FIRST_RETRY, Sleeper};
+use crate::recovery::FIRST_RETRY;
 use crate::shared::{Command, Shared};
+use crate::shared::{SHUT_DOWN, Sleeper};
 use crate::thread::{Clock, EngineThread};
 use crate::{
     Activity, Drained, EngineConfig, EngineHandle, Phase, RebuildError, RequestStream, SleepError,
@@ -199,7 +199,7 @@ async fn submit_held(rig: &Rig, seed: u64, len: usize) -> RequestStream {
 }
 
 #[tokio::test]
-async fn u21_a_step_without_memory_costs_its_own_requests_and_the_state_is_built_again() {
+async fn a_step_without_memory_costs_its_own_requests_and_the_state_is_built_again() {
     for (steps_in_flight, in_launch) in [(1, false), (1, true), (2, false), (2, true)] {
         let (rig, _device) = start(steps_in_flight, PATIENCE);
         rig.set_step(Duration::from_millis(5));
@@ -240,7 +240,7 @@ async fn u21_a_step_without_memory_costs_its_own_requests_and_the_state_is_built
 
 /// Another state would have as little scratch: a request that comes again and again must not take the server down each time.
 #[tokio::test]
-async fn u21_a_step_that_needs_more_scratch_than_was_proved_costs_itself_alone() {
+async fn a_step_that_needs_more_scratch_than_was_proved_costs_itself_alone() {
     let (rig, _device) = start(1, PATIENCE);
     let before = rig.engine.kv();
     for again in 1..=3 {
@@ -263,7 +263,7 @@ async fn u21_a_step_that_needs_more_scratch_than_was_proved_costs_itself_alone()
 
 /// With two steps in flight, only one of them fails: whoever was in the other alone goes on where it was.
 #[tokio::test]
-async fn u21_the_step_beside_the_failed_one_ends_well() {
+async fn the_step_beside_the_failed_one_ends_well() {
     let (rig, _device) = start(2, PATIENCE);
     rig.set_step(Duration::from_millis(5));
     // One is in every step, the other in every second.
@@ -284,7 +284,7 @@ async fn u21_the_step_beside_the_failed_one_ends_well() {
 }
 
 #[tokio::test]
-async fn u21_a_smaller_state_serves_what_fits_it() {
+async fn a_smaller_state_serves_what_fits_it() {
     let (rig, device) = start(1, PATIENCE);
     let guilty = submit_held(&rig, 1, 100).await;
     let long = rig.submit(2, 251).unwrap();
@@ -312,7 +312,7 @@ async fn u21_a_smaller_state_serves_what_fits_it() {
 }
 
 #[tokio::test]
-async fn u21_nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
+async fn nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
     let (rig, device) = start(1, Duration::ZERO);
     let guilty = submit_held(&rig, 1, 100).await;
     let waiting = rig.submit(2, 10).unwrap();
@@ -330,7 +330,7 @@ async fn u21_nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
 
 /// An attempt may take longer than requests wait.
 #[tokio::test]
-async fn u21_requests_are_turned_away_while_a_state_is_built() {
+async fn requests_are_turned_away_while_a_state_is_built() {
     let (rig, _device) = start(1, Duration::from_millis(1));
     let guilty = submit_held(&rig, 1, 100).await;
     let waiting = rig.submit(2, 10).unwrap();
@@ -348,9 +348,9 @@ async fn u21_requests_are_turned_away_while_a_state_is_built() {
     assert_eq!(again, (expected(3, 10), Ok(FinishReason::Length)));
 }
 
-/// U20: a build that hangs is seen as a step is, and one that goes on is no hang.
+/// A build that hangs is seen as a step is, and one that goes on is no hang.
 #[tokio::test]
-async fn u20_a_build_that_hangs_is_seen() {
+async fn a_build_that_hangs_is_seen() {
     let (rig, _device) = start(1, PATIENCE);
     let guilty = submit_held(&rig, 1, 100).await;
     rig.set(|s| &s.hold_rebuild);
@@ -374,9 +374,9 @@ async fn u20_a_build_that_hangs_is_seen() {
         .await;
 }
 
-/// U20: each try is a build of its own: how long there has been no state does not count.
+/// Each try is a build of its own: how long there has been no state does not count.
 #[tokio::test]
-async fn u20_a_second_try_begins_anew() {
+async fn a_second_try_begins_anew() {
     let (rig, device) = start(1, PATIENCE);
     let guilty = submit_held(&rig, 1, 100).await;
     device.room.store(0, Ordering::SeqCst);
@@ -406,7 +406,7 @@ async fn ends_at_once(rig: &Rig) {
 
 /// Requests that wait for memory get the time of the drain too.
 #[tokio::test]
-async fn u21_a_drain_lets_requests_wait_for_memory_until_its_time_is_over() {
+async fn a_drain_lets_requests_wait_for_memory_until_its_time_is_over() {
     for comes_back in [true, false] {
         let (rig, device) = start(1, PATIENCE);
         let guilty = submit_held(&rig, 1, 100).await;
@@ -468,7 +468,7 @@ async fn a_state_that_cannot_be_built_for_a_defect_ends_the_engine() {
 }
 
 #[tokio::test]
-async fn u37_sleep_gives_the_state_back_and_waking_proves_it_again() {
+async fn sleep_gives_the_state_back_and_waking_proves_it_again() {
     let (rig, device) = start(1, PATIENCE);
     let before = read(rig.submit(1, 20).unwrap()).await;
     // Whoever asks too early is told, and nothing has happened.
@@ -520,7 +520,7 @@ async fn u37_sleep_gives_the_state_back_and_waking_proves_it_again() {
 /// A second sleep that is asked for while the engine is about to sleep for the first, which lost patience: what was submitted
 /// in between is in its queue, and is not slept over.
 #[test]
-fn u37_a_sleep_that_was_given_up_does_not_answer_for_the_next() {
+fn a_sleep_that_was_given_up_does_not_answer_for_the_next() {
     let device = Device {
         script: Arc::default(),
         room: Arc::new(AtomicUsize::new(TOKENS)),

@@ -1,4 +1,4 @@
-//! U20: a step that hangs is told from slow ones, and holds up nobody for ever.
+//! A step that hangs is told from slow ones, and holds up nobody for ever.
 
 use super::*;
 use crate::Activity;
@@ -6,7 +6,7 @@ use crate::Activity;
 const TIMEOUT: Duration = Duration::from_millis(400);
 
 #[tokio::test]
-async fn u20_a_step_that_hangs_is_described_and_its_requests_end() {
+async fn a_step_that_hangs_is_described_and_its_requests_end() {
     let rig = Rig::new(Shape {
         max_num_seqs: 2,
         ..Default::default()
@@ -55,7 +55,7 @@ async fn u20_a_step_that_hangs_is_described_and_its_requests_end() {
 }
 
 #[tokio::test]
-async fn u20_slow_steps_and_idle_times_are_no_stall() {
+async fn slow_steps_and_idle_times_are_no_stall() {
     let rig = Rig::new(Shape::default());
     let watched = tokio::spawn({
         let engine = rig.engine.clone();

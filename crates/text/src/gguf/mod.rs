@@ -9,7 +9,7 @@ mod word_piece;
 use plimsoll_core::{MetaValue, Metadata, TokenId};
 
 use crate::TextError;
-use crate::tokenizer::{Encode, Parts, SpecialTokens, Wrap};
+use crate::tokenizer::{Encode, Parts, SpecialTokens, Tokenizer, Wrap};
 use crate::vocab::{self, Vocab};
 
 const MODEL: &str = "tokenizer.ggml.model";
@@ -147,7 +147,14 @@ struct Kind {
     default_eos: Option<TokenId>,
 }
 
-pub(crate) fn load(metadata: &Metadata) -> Result<Parts, TextError> {
+impl Tokenizer {
+    /// From the `tokenizer.ggml.*` keys of a GGUF file.
+    pub fn from_gguf(metadata: &Metadata) -> Result<Self, TextError> {
+        load(metadata).map(Self::new)
+    }
+}
+
+fn load(metadata: &Metadata) -> Result<Parts, TextError> {
     let model = metadata.get(MODEL).and_then(MetaValue::as_str);
     let model = model.ok_or_else(|| TextError::invalid(MODEL, "missing: this GGUF file has no tokenizer"))?;
     let source = Source::new(metadata)?;

@@ -5,11 +5,11 @@ use std::thread;
 use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
 use llguidance::toktrie::InferenceCapabilities;
 use llguidance::{JsonCompileOptions, Matcher, ParserFactory};
-use plimsoll_core::{Constraint, ConstraintError, TokenId};
+use plimsoll_core::TokenId;
 use serde_json::{Value, json};
 
 use super::cache::Cache;
-use super::constraint::{Allowed, Grammatical};
+use super::constraint::{Allowed, Compiled, CompiledGrammar, complaint};
 use super::lead::SpelledLead;
 use super::{Grammar, GrammarError, GrammarSpec, Lead, ebnf, schema, tokens};
 use crate::Tokenizer;
@@ -39,20 +39,6 @@ pub struct GrammarCompiler {
     ends: Arc<[TokenId]>,
     factory: OnceLock<Result<ParserFactory, String>>,
     cache: Mutex<Cache>,
-}
-
-/// A grammar that can be followed. Cheap to clone.
-#[derive(Clone)]
-pub struct CompiledGrammar(Arc<Compiled>);
-
-struct Compiled {
-    /// At the beginning.
-    matcher: Mutex<Matcher>,
-    /// What may come first.
-    first: Allowed,
-    leads: Vec<SpelledLead>,
-    tokenizer: Tokenizer,
-    ends: Arc<[TokenId]>,
 }
 
 impl GrammarCompiler {
@@ -141,7 +127,7 @@ impl GrammarCompiler {
         let vocab_size = self.tokenizer.vocab_size();
         let first =
             Allowed::compute(&mut matcher, vocab_size, &self.ends).map_err(|error| invalid(&error))?;
-        Ok(CompiledGrammar(Arc::new(Compiled {
+        Ok(CompiledGrammar::from(Compiled {
             matcher: Mutex::new(matcher),
             first,
             leads: grammar
@@ -151,63 +137,7 @@ impl GrammarCompiler {
                 .collect(),
             tokenizer: self.tokenizer.clone(),
             ends: Arc::clone(&self.ends),
-        })))
-    }
-}
-
-impl CompiledGrammar {
-    /// Whether both are one and the same, compiled once.
-    #[cfg(test)]
-    pub(super) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-
-    /// No copy of the state is taken while this lives.
-    #[cfg(test)]
-    pub(super) fn hold(&self) -> std::sync::MutexGuard<'_, Matcher> {
-        self.0.matcher.lock().unwrap()
-    }
-
-    /// The beginning of a sequence, which `stop_token_ids` end. Those of them that are no text are allowed exactly where the
-    /// grammar may end; others are text like any. It takes memory from its first token on.
-    pub fn constraint(&self, stop_token_ids: &[TokenId]) -> Box<dyn Constraint> {
-        let Compiled {
-            leads,
-            tokenizer,
-            ends,
-            ..
-        } = &*self.0;
-        let is_end = |token: &TokenId| ends.contains(token) || tokenizer.is_special(*token);
-        let ends: Arc<[TokenId]> = stop_token_ids.iter().copied().filter(is_end).collect();
-        let mut barred = Arc::clone(&ends);
-        let mut constraint: Box<dyn Constraint> = Box::new(Grammatical {
-            grammar: self.clone(),
-            matcher: None,
-            ends,
-        });
-        for lead in leads.iter().rev() {
-            if lead.is_optional() {
-                barred = Arc::default();
-            }
-            constraint = lead.before(constraint, tokenizer, &barred);
-        }
-        constraint
-    }
-
-    /// What may come first, but for tokens that end the sequence.
-    pub(super) fn first(&self) -> &Allowed {
-        &self.0.first
-    }
-
-    /// What `matcher`, one of [`Self::matcher`], allows next.
-    pub(super) fn allowed(&self, matcher: &mut Matcher) -> Result<Allowed, ConstraintError> {
-        Allowed::compute(matcher, self.0.tokenizer.vocab_size(), &self.0.ends)
-    }
-
-    /// Lexer and parser at the beginning, shared with nobody.
-    pub(super) fn matcher(&self) -> Matcher {
-        let matcher = self.0.matcher.lock().unwrap_or_else(PoisonError::into_inner);
-        matcher.deep_clone()
+        }))
     }
 }
 
@@ -292,29 +222,11 @@ fn refusal(grammar: &Grammar, error: &str) -> GrammarError {
     GrammarError::Invalid(complaint(&error))
 }
 
-/// llguidance's words, without what it says about its state and options that clients cannot set.
-pub(super) fn complaint(error: &dyn Display) -> String {
-    let text = error.to_string();
-    let text = text.split("\n<").next().unwrap_or_default().trim();
-    match text.split_once(". Enable 'coerce_one_of'") {
-        Some((what, _)) => format!("{what} where more than one of the schemas may hold; use anyOf"),
-        None => text.to_owned(),
-    }
-}
-
 impl fmt::Debug for GrammarCompiler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("GrammarCompiler")
             .field("tokenizer", &self.tokenizer)
             .field("ends", &self.ends)
-            .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for CompiledGrammar {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CompiledGrammar")
-            .field("leads", &self.0.leads)
             .finish_non_exhaustive()
     }
 }

@@ -1,20 +1,96 @@
-use std::fmt;
-use std::sync::Arc;
+use std::fmt::{self, Display};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use llguidance::Matcher;
 use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
 
-use super::CompiledGrammar;
-use super::compiler::complaint;
+use super::lead::SpelledLead;
+use crate::Tokenizer;
+
+/// A grammar that can be followed. Cheap to clone.
+#[derive(Clone)]
+pub struct CompiledGrammar(Arc<Compiled>);
+
+pub(super) struct Compiled {
+    /// At the beginning.
+    pub(super) matcher: Mutex<Matcher>,
+    /// What may come first.
+    pub(super) first: Allowed,
+    pub(super) leads: Vec<SpelledLead>,
+    pub(super) tokenizer: Tokenizer,
+    pub(super) ends: Arc<[TokenId]>,
+}
+
+impl From<Compiled> for CompiledGrammar {
+    fn from(compiled: Compiled) -> Self {
+        Self(Arc::new(compiled))
+    }
+}
+
+impl CompiledGrammar {
+    /// Whether both are one and the same, compiled once.
+    #[cfg(test)]
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// No copy of the state is taken while this lives.
+    #[cfg(test)]
+    pub(super) fn hold(&self) -> std::sync::MutexGuard<'_, Matcher> {
+        self.0.matcher.lock().unwrap()
+    }
+
+    /// The beginning of a sequence, which `stop_token_ids` end. Those of them that are no text are allowed exactly where the
+    /// grammar may end; others are text like any. It takes memory from its first token on.
+    pub fn constraint(&self, stop_token_ids: &[TokenId]) -> Box<dyn Constraint> {
+        let Compiled {
+            leads,
+            tokenizer,
+            ends,
+            ..
+        } = &*self.0;
+        let is_end = |token: &TokenId| ends.contains(token) || tokenizer.is_special(*token);
+        let ends: Arc<[TokenId]> = stop_token_ids.iter().copied().filter(is_end).collect();
+        let mut barred = Arc::clone(&ends);
+        let mut constraint: Box<dyn Constraint> = Box::new(Grammatical {
+            grammar: self.clone(),
+            matcher: None,
+            ends,
+        });
+        for lead in leads.iter().rev() {
+            if lead.is_optional() {
+                barred = Arc::default();
+            }
+            constraint = lead.before(constraint, tokenizer, &barred);
+        }
+        constraint
+    }
+
+    /// What may come first, but for tokens that end the sequence.
+    fn first(&self) -> &Allowed {
+        &self.0.first
+    }
+
+    /// What `matcher`, one of [`Self::matcher`], allows next.
+    fn allowed(&self, matcher: &mut Matcher) -> Result<Allowed, ConstraintError> {
+        Allowed::compute(matcher, self.0.tokenizer.vocab_size(), &self.0.ends)
+    }
+
+    /// Lexer and parser at the beginning, shared with nobody.
+    fn matcher(&self) -> Matcher {
+        let matcher = self.0.matcher.lock().unwrap_or_else(PoisonError::into_inner);
+        matcher.deep_clone()
+    }
+}
 
 /// One sequence under a grammar.
-pub(super) struct Grammatical {
-    pub(super) grammar: CompiledGrammar,
+struct Grammatical {
+    grammar: CompiledGrammar,
     /// Lexer and parser of its own, from the first token on: sequences that wait hold none, and those that shared a lexer would
     /// wait for each other.
-    pub(super) matcher: Option<Box<Matcher>>,
+    matcher: Option<Box<Matcher>>,
     /// Tokens that end the sequence where the grammar may end.
-    pub(super) ends: Arc<[TokenId]>,
+    ends: Arc<[TokenId]>,
 }
 
 /// Tokens that may come next.
@@ -110,5 +186,23 @@ impl fmt::Debug for Grammatical {
             )
             .field("ends", &self.ends)
             .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for CompiledGrammar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CompiledGrammar")
+            .field("leads", &self.0.leads)
+            .finish_non_exhaustive()
+    }
+}
+
+/// llguidance's words, without what it says about its state and options that clients cannot set.
+pub(super) fn complaint(error: &dyn Display) -> String {
+    let text = error.to_string();
+    let text = text.split("\n<").next().unwrap_or_default().trim();
+    match text.split_once(". Enable 'coerce_one_of'") {
+        Some((what, _)) => format!("{what} where more than one of the schemas may hold; use anyOf"),
+        None => text.to_owned(),
     }
 }

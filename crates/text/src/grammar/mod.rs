@@ -14,8 +14,9 @@ mod tokens;
 
 use serde_json::Value;
 
+pub use compiler::GrammarCompiler;
 pub(crate) use compiler::MAX_BYTES;
-pub use compiler::{CompiledGrammar, GrammarCompiler};
+pub use constraint::CompiledGrammar;
 pub use schema::UnsupportedKeyword;
 
 /// What a text must be.

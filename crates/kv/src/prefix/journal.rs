@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use plimsoll_core::{CacheEvent, TokenId};
 use sha2::{Digest, Sha256};
 
-use crate::prefix::Prefix;
+use super::Prefix;
 
 /// What changed in the prefix cache, until somebody asks.
 #[derive(Debug, Default)]
