@@ -60,7 +60,7 @@ def test_calls(server):
     assert json.loads(second.function.arguments) == {"place": "Ely"}
 
 
-def test_u30_streams_of_calls_are_what_the_client_accumulates(server):
+def test_streams_of_calls_are_what_the_client_accumulates(server):
     ask = {"model": "sim", "messages": say(CALLS), "tools": [WEATHER], "n": 2}
     whole = server.openai.chat.completions.create(**ask)
     kinds = []
@@ -178,7 +178,7 @@ def test_template_options(server):
     assert '"get_weather"' in prompt(messages=[user], tools=[WEATHER])
 
 
-def test_u31_what_is_not_supported_is_named(server):
+def test_what_is_not_supported_is_named(server):
     assert error(server, functions=[WEATHER["function"]])["param"] == "functions"
     assert error(server, tools=[WEATHER, WEATHER])["param"] == "tools"
     assert error(server, tools=[{"type": "web_search"}])["param"] == "tools[0].type"

@@ -37,7 +37,7 @@ def scores(server, tokens: list, **body):
     return choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
 
 
-def test_u15_a_continuation_is_as_likely_however_it_is_asked_for(smollm2):
+def test_a_continuation_is_as_likely_however_it_is_asked_for(smollm2):
     """What lm-evaluation-harness does: the sum over the continuation's tokens, for two splits and one token at a time."""
     tokens = tokens_of(smollm2, TEXT)
     whole, _ = scores(smollm2, tokens)
@@ -56,7 +56,7 @@ def test_u15_a_continuation_is_as_likely_however_it_is_asked_for(smollm2):
             assert choice.top_logprobs[at][name] == pytest.approx(whole[at], abs=1e-4)
 
 
-def test_u15_a_greedy_continuation_is_recognized(smollm2):
+def test_a_greedy_continuation_is_recognized(smollm2):
     """lm-evaluation-harness compares the token's number with the largest of the likeliest: they are equal to the bit."""
     context = tokens_of(smollm2, "The capital of France is")
     generated = complete(
@@ -107,7 +107,7 @@ def test_echo_streams_its_prompt_first(sim):
 # --- prompt_logprobs
 
 
-def test_u15_prompt_logprobs_have_vllms_shape(smollm2):
+def test_prompt_logprobs_have_vllms_shape(smollm2):
     tokens = tokens_of(smollm2, TEXT)
     choice = complete(smollm2, prompt=tokens, max_tokens=1, extra_body={"prompt_logprobs": 2}).choices[0]
     assert len(choice.prompt_logprobs) == len(tokens)

@@ -25,7 +25,7 @@ def test_a_step_that_fails_fails_its_requests_and_no_other(start, sim):
         server.wait_until_empty()
 
 
-def test_u21_a_step_without_memory_costs_its_requests_and_a_new_state(start, sim):
+def test_a_step_without_memory_costs_its_requests_and_a_new_state(start, sim):
     said = sim.http.post(CHAT, json=ASK).json()["choices"][0]["message"]["content"]
     with start("sim:oom=60", "--max-model-len", "1024") as server:
         rebuilds = lambda: server.metric("plimsoll_engine_rebuilds_total", reason="oom")

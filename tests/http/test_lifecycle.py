@@ -152,7 +152,7 @@ def test_a_start_that_fails_has_its_code_though_the_port_answered(tmp_path):
         assert child.wait(60) == 4, log.read_text()
 
 
-def test_u20_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_process(start):
+def test_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_process(start):
     """Requests of the hanging step hear of it, streams and others, and so do those that wait."""
     flags = ["--max-num-seqs", "2", "--stall-timeout", "1", "--watchdog-timeout", "6"]
     # There is time for two to run before that step.
@@ -189,7 +189,7 @@ def test_u20_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_proce
         assert log.strip().splitlines()[-1].startswith("error: the watchdog ended the server")
 
 
-def test_u20_a_server_that_is_slow_and_moves_is_never_ended(start):
+def test_a_server_that_is_slow_and_moves_is_never_ended(start):
     """Each step is well below what is allowed, and the request takes twice as long."""
     with start("sim:0.2", "--max-model-len", "256", "--stall-timeout", "3", "--watchdog-timeout", "3") as server:
         statuses = set()
@@ -234,7 +234,7 @@ def told(response: http.client.HTTPResponse):
 
 
 @pytest.mark.parametrize("how", ["signal", "request"])
-def test_u29_a_drain_under_load_drops_nothing(start, how):
+def test_a_drain_under_load_drops_nothing(start, how):
     """Clients of two servers go to the other when one refuses: every request that was accepted ends whole."""
     flags = ["--max-num-seqs", "3", "--max-model-len", "1024", "--enable-admin-api"]
     with start("sim:0.01", *flags) as one, start("sim:0.01", *flags) as two:
@@ -303,7 +303,7 @@ def test_u29_a_drain_under_load_drops_nothing(start, how):
         assert sum(counts) >= before + 3, "what ran and waited was finished"
 
 
-def test_u29_who_asks_again_at_once_hears_of_the_drain(start):
+def test_who_asks_again_at_once_hears_of_the_drain(start):
     """On the connection of the last answer, which is closed a moment later."""
     step, tokens, moment = 0.02, 30, 0.3
     for _ in range(5):
@@ -341,7 +341,7 @@ def test_a_second_signal_ends_a_drain_at_once(start):
         thread.join()
 
 
-def test_u20_a_drain_does_not_wait_for_a_step_that_hangs(start):
+def test_a_drain_does_not_wait_for_a_step_that_hangs(start):
     flags = ["--watchdog-timeout", "3", "--drain-timeout", "10m"]
     with start("sim:hang=3", *flags, expected_code=11) as server:
         thread = threading.Thread(target=swallow, args=(server,))

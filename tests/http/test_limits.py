@@ -130,7 +130,7 @@ def occupied(server, key: str, n: int):
     return contextlib.closing(server.http.send(request, stream=True))
 
 
-def test_u26_a_key_with_many_requests_does_not_starve_another(keyed):
+def test_a_key_with_many_requests_does_not_starve_another(keyed):
     with occupied(keyed, "secret-of-alice", 100) as flood:
         assert flood.status_code == 200
         keyed.wait_for("the flood", lambda: keyed.metric("plimsoll_requests_waiting") >= 90)
@@ -179,7 +179,7 @@ def test_deadlines(keyed):
     assert error(keyed.http.post(CHAT, json={**long, "timeout": -1}), 400)["param"] == "timeout"
 
 
-def test_u26_responses_belong_to_the_key_that_made_them(keyed):
+def test_responses_belong_to_the_key_that_made_them(keyed):
     alice, bob = client(keyed, "secret-of-alice"), client(keyed, "secret-of-bob")
     # Who names the request names no response.
     named = {"x-request-id": "resp_1"}

@@ -185,7 +185,7 @@ def test_conversations_stay_where_they_began(tmp_path, two):
         assert {who(f"nobody-{turn}", {}) for turn in range(24)} == ports
 
 
-def test_u29_a_server_that_is_ended_under_load_loses_nothing(tmp_path, start):
+def test_a_server_that_is_ended_under_load_loses_nothing(tmp_path, start):
     flags = ["--served-model-name", "sim", "--max-num-seqs", "4", "--max-model-len", "1024"]
     with start("sim:0.01", *flags) as one, start("sim:0.01", *flags) as two, Nginx(tmp_path, server_block(), [one, two]) as nginx:
         tokens, problems, done = 30, [], []

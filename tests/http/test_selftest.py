@@ -16,7 +16,7 @@ def selftest(server, seconds: int) -> tuple[int, dict, str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-def test_u18_the_limits_that_were_proved_hold(start):
+def test_the_limits_that_were_proved_hold(start):
     """As often as a debug build on a busy machine needs to be seen full, with the time that the verdict itself says is enough."""
     limits = ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
     with start(str(SMOLLM2), *limits, "--max-total-token-num", "384") as server:

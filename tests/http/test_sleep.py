@@ -22,7 +22,7 @@ def test_without_the_flag_there_is_no_sleep_mode(sim):
     assert error(sim.http.get("/is_sleeping"), 404)
 
 
-def test_u37_sleep_gives_memory_back_and_waking_takes_it_again(start):
+def test_sleep_gives_memory_back_and_waking_takes_it_again(start):
     with start("sim", "--enable-sleep-mode", "--max-model-len", "2048") as server:
         said, awake = text(server), held(server)
         assert awake["kv"] > 0
@@ -47,7 +47,7 @@ def test_u37_sleep_gives_memory_back_and_waking_takes_it_again(start):
         assert error(server.http.post("/sleep", params={"level": "2"}), 400)["param"] == "level"
 
 
-def test_u37_sleep_waits_for_those_that_run_and_cuts_nobody_off(start):
+def test_sleep_waits_for_those_that_run_and_cuts_nobody_off(start):
     with start("sim", "--enable-sleep-mode", "--max-model-len", "8192", "--max-num-seqs", "1") as server:
         body = {"messages": HELLO, "max_tokens": 8000, "ignore_eos": True, "stream": True, "n": 4}
         request = server.http.build_request("POST", CHAT, json=body)

@@ -59,7 +59,7 @@ impl CommandLine {
         words.join(" ")
     }
 
-    /// `error` as the last word of this process: what would work instead comes as commands (A15).
+    /// `error` as the last word of this process: what would work instead comes as commands.
     pub fn explain(&self, error: &Error) -> String {
         match error {
             Error::Predicted(error) => format!(
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a15_a_flag_replaces_itself_and_what_it_contradicts() {
+    fn a_flag_replaces_itself_and_what_it_contradicts() {
         let line = [
             "plimsoll",
             "serve",
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a15_words_survive_a_shell_and_secrets_stay_here() {
+    fn words_survive_a_shell_and_secrets_stay_here() {
         let line = [
             "./my plimsoll",
             "serve",

@@ -1,4 +1,4 @@
-//! One start at a time on each device (U9): whoever measures a device's memory and takes its own share holds the lock.
+//! One start at a time on each device: whoever measures a device's memory and takes its own share holds the lock.
 //!
 //! The lock is one of the kernel's on a file, so it is free as soon as its holder ends, however it ends. What the file says
 //! about the holder is for people alone.
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn u9_one_holder_at_a_time_on_each_device() {
+    fn one_holder_at_a_time_on_each_device() {
         let dir = tempfile::tempdir().unwrap();
         let locks = locks(&dir.path().join("new/dir"), Duration::ZERO);
         let held = locks.take("cpu").unwrap();
@@ -396,7 +396,7 @@ mod tests {
 
     /// One user may write to both directories, the other to the second alone.
     #[test]
-    fn u9_users_who_share_one_directory_of_two_meet_there() {
+    fn users_who_share_one_directory_of_two_meet_there() {
         let dir = tempfile::tempdir().unwrap();
         let (first, second) = (dir.path().join("first"), dir.path().join("second"));
         let all = Locks {

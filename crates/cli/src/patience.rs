@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn u20_bounds_follow_the_slowest_step_of_the_proof_unless_flags_say() {
+    fn bounds_follow_the_slowest_step_of_the_proof_unless_flags_say() {
         assert_eq!(patience("", 0.01), (5.0, Some(120.0)));
         assert_eq!(patience("", 10.0), (50.0, Some(300.0)));
         assert_eq!(patience("--stall-timeout 2", 10.0), (2.0, Some(300.0)));

@@ -143,7 +143,7 @@ impl ProfileProgress {
     }
 }
 
-/// The log line of a phase (A16).
+/// The log line of a phase.
 pub(crate) fn log_phase(record: &PhaseRecord) {
     match record.warning {
         true => tracing::warn!("{record}"),

@@ -101,7 +101,7 @@ fn a_plan_says_what_fits_and_how_to_serve_it() {
 }
 
 #[test]
-fn u5_a_gpu_that_is_not_here_can_be_planned_for() {
+fn a_gpu_that_is_not_here_can_be_planned_for() {
     let dir = model(LLAMA_8B);
     let flags = "--device cuda --max-model-len 4096 --mem-fraction 1.0 --json --device-memory";
     let plan = json(&plimsoll("plan", dir.path(), &format!("{flags} 150109880320")));

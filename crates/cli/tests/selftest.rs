@@ -74,7 +74,7 @@ fn verdict(output: &Output) -> Value {
 }
 
 #[test]
-fn u18_u19_a_server_that_holds_passes() {
+fn a_server_that_holds_passes() {
     let sim = Sim::start();
     // With the version in the address, as clients of the API have it.
     let url = format!("{}/v1/", sim.url);
@@ -322,7 +322,7 @@ async fn a_server_with_other_clients_is_not_tested() {
 
 /// A full queue is no defect: the request comes again when it was told to.
 #[tokio::test]
-async fn u26_a_server_that_is_full_is_asked_again() {
+async fn a_server_that_is_full_is_asked_again() {
     let sim = Sim::start();
     let url = Proxy::start(&sim.url, Spoil::Later).await;
     let output = tokio::task::spawn_blocking(move || selftest(&url, &["--duration", "3s"]));

@@ -199,9 +199,9 @@ fn profile_reports_and_exits() {
     assert!(report["kv_tokens"].as_u64().unwrap() > 0);
 }
 
-/// U22: the cache lies where the environment says, and each start says how long it took.
+/// The cache lies where the environment says, and each start says how long it took.
 #[tokio::test]
-async fn u22_the_second_start_is_cached_unless_a_flag_says_no() {
+async fn the_second_start_is_cached_unless_a_flag_says_no() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("report.json");
     let mut origins = Vec::new();
@@ -230,9 +230,9 @@ async fn u22_the_second_start_is_cached_unless_a_flag_says_no() {
     assert_eq!(plans.count(), 1);
 }
 
-/// U22: whether a start learned from another, and if not why, is in its log.
+/// Whether a start learned from another, and if not why, is in its log.
 #[test]
-fn u22_the_log_says_hit_or_miss_and_what_changed() {
+fn the_log_says_hit_or_miss_and_what_changed() {
     let dir = tempfile::tempdir().unwrap();
     let start = |cache: &Path, flags: &[&str]| {
         let bench = [

@@ -88,7 +88,7 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
 }
 
 #[test]
-fn u5_every_family_takes_what_was_told() {
+fn every_family_takes_what_was_told() {
     let mut rng = StdRng::seed_from_u64(1);
     let directory = TempDir::new().unwrap();
     for name in MODELS {
@@ -119,7 +119,7 @@ fn u5_every_family_takes_what_was_told() {
 }
 
 #[test]
-fn u5_every_quantised_type_takes_what_was_told() {
+fn every_quantised_type_takes_what_was_told() {
     use GgmlDType::*;
     let mut rng = StdRng::seed_from_u64(2);
     let directory = TempDir::new().unwrap();
@@ -141,7 +141,7 @@ fn u5_every_quantised_type_takes_what_was_told() {
 }
 
 #[test]
-fn u5_any_shape_takes_what_was_told() {
+fn any_shape_takes_what_was_told() {
     for seed in (0..60).chain([rand::random()]) {
         let mut rng = StdRng::seed_from_u64(seed);
         let config = random_config(&mut rng);

@@ -78,7 +78,7 @@ fn end_tokens_come_from_both_configurations() {
 
 /// However the prompt is cut.
 #[test]
-fn u15_prompt_logprobs_equal_transformers() {
+fn prompt_logprobs_equal_transformers() {
     for name in MODELS {
         let model = load(name, KvCacheDtype::F32);
         for case in golden(name).cases.iter().filter(|case| case.prompt.len() > 1) {

@@ -148,7 +148,7 @@ fn two_steps_may_be_under_way() {
 
 /// Every bit of them: chunks, neighbours, and a prompt of which the beginning was told before.
 #[test]
-fn u15_prompt_logprobs_do_not_depend_on_scheduling() {
+fn prompt_logprobs_do_not_depend_on_scheduling() {
     for name in MODELS {
         let model = load(name, KvCacheDtype::Auto);
         let mut rng = StdRng::seed_from_u64(6);

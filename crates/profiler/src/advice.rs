@@ -1,4 +1,4 @@
-//! What would fit where something does not: computed from what was measured, then tried on the device itself (A15, U6).
+//! What would fit where something does not: computed from what was measured, then tried on the device itself.
 
 use std::ops::Range;
 

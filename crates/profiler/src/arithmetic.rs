@@ -22,13 +22,13 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Bytes allocators held without using them, at the peak (C1).
+    /// Bytes allocators held without using them, at the peak.
     pub fn fragmentation(&self) -> u64 {
         self.peak_reserved.saturating_sub(self.peak_used)
     }
 }
 
-/// The sum that gives the KV cache its size (A7), in bytes where nothing else is said.
+/// The sum that gives the KV cache its size, in bytes where nothing else is said.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Arithmetic {
     /// Capacity of the device.
@@ -120,7 +120,7 @@ fn blocks_in(room: i128, fraction: f64, block_bytes: u64) -> usize {
     usize::try_from(budget / block_bytes).unwrap_or(usize::MAX)
 }
 
-/// `blocks` after `retries` cuts of 5 % (A14), each at least one block.
+/// `blocks` after `retries` cuts of 5 %, each at least one block.
 pub(crate) fn shrunk(blocks: usize, retries: u32) -> usize {
     let exact = (blocks as f64 * SHRINK.powi(retries as i32)) as usize;
     exact.min(blocks.saturating_sub(retries as usize))

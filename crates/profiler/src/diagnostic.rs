@@ -5,7 +5,7 @@ use plimsoll_core::Oom;
 use crate::report::human;
 use crate::{Bound, Setting};
 
-/// Why nothing fits, and what would (A15, U6).
+/// Why nothing fits, and what would.
 #[derive(Clone, Debug)]
 pub struct Diagnostic {
     /// What went wrong.
@@ -35,14 +35,14 @@ pub struct Diagnostic {
 pub enum Cause {
     /// The worst step does not fit even with the probe's small KV cache.
     ProbeDoesNotFit,
-    /// The room for KV is less than one request of full length needs (A17).
+    /// The room for KV is less than one request of full length needs.
     ContextDoesNotFit,
     /// What was computed to fit did not, nor did smaller sizes.
     Exhausted {
         /// Sizes that were tried.
         attempts: usize,
     },
-    /// The pinned size does not fit (A3).
+    /// The pinned size does not fit.
     PinnedTooLarge {
         /// How it was pinned.
         bound: Bound,
@@ -51,7 +51,7 @@ pub enum Cause {
         /// The most that was computed to fit.
         largest_tokens: usize,
     },
-    /// The pinned size is less than one request of full length needs (A17).
+    /// The pinned size is less than one request of full length needs.
     PinnedTooSmall {
         /// How it was pinned.
         bound: Bound,

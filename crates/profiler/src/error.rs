@@ -8,7 +8,7 @@ pub enum ProfileError {
     /// The spec makes no sense.
     #[error("{0}")]
     InvalidSpec(&'static str),
-    /// Memory that a dropped state held did not come back (A11, A52): a defect, never retried.
+    /// Memory that a dropped state held did not come back: a defect, never retried.
     #[error(
         "TEARDOWN LEAK after {phase}: {expected} bytes should have come back, {returned} did; this is a defect of the \
          server: please report it with this line"
@@ -31,7 +31,7 @@ pub enum ProfileError {
         /// Why.
         error: StepError,
     },
-    /// Another rank could not go on, so none does (A9).
+    /// Another rank could not go on, so none does.
     #[error("rank {rank} could not go on in phase {phase}: its own log says why")]
     OtherRank {
         /// Which one.

@@ -45,7 +45,7 @@ impl fmt::Display for Phase {
     }
 }
 
-/// What one phase found; its `Display` is the log line `auto-profile phase=... key=value ...` (A16).
+/// What one phase found; its `Display` is the log line `auto-profile phase=... key=value ...`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PhaseRecord {
     /// Which phase.

@@ -221,7 +221,7 @@ impl<'a, T: Target> Profiler<'a, T> {
     }
 
     /// Relative difference of the peak that was just measured to the one the plan predicts: the size itself comes from the
-    /// plan, and cannot tell whether that is right (U11).
+    /// plan, and cannot tell whether that is right.
     fn plan_error(&mut self, measured: &Measured, attempts: &[Attempt]) -> f64 {
         let kv = self.target.meters().by_component.get(Component::Kv);
         let predicted = [

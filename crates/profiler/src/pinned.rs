@@ -1,4 +1,4 @@
-//! A size that somebody chose (A3).
+//! A size that somebody chose.
 
 use plimsoll_core::{Oom, Scratch};
 

@@ -87,7 +87,7 @@ impl fmt::Display for DiscardReason {
     }
 }
 
-/// A cached size that differs by more than this part from the recomputed one is worth a warning (U11).
+/// A cached size that differs by more than this part from the recomputed one is worth a warning.
 pub const DRIFT_WARNING: f64 = 0.02;
 
 impl Plan {

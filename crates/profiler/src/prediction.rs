@@ -59,7 +59,7 @@ pub struct Prediction {
     pub kv_bytes_per_token: u64,
     /// Bytes of the step arena.
     pub scratch_bytes: u64,
-    /// What decides the size (U35).
+    /// What decides the size.
     pub bound: Bound,
     /// `--max-model-len`.
     pub max_model_len: usize,
@@ -67,7 +67,7 @@ pub struct Prediction {
     pub max_num_seqs: usize,
     /// `--max-num-batched-tokens`.
     pub max_num_batched_tokens: usize,
-    /// Requests of full length that would fit at once (U32).
+    /// Requests of full length that would fit at once.
     pub full_length_requests: f64,
     /// What would be kept free.
     pub margins: Margins,

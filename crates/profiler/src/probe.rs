@@ -73,7 +73,7 @@ impl<T: Target> Profiler<'_, T> {
         })
     }
 
-    /// The size once an attempt failed: less than before where neighbours have grown meanwhile (U10). Those that gave back
+    /// The size once an attempt failed: less than before where neighbours have grown meanwhile. Those that gave back
     /// what they held when memory ran out may take it again.
     pub(crate) fn size_again(
         &mut self,

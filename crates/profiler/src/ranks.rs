@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a9_the_worst_verdict_is_the_first_ranks_that_has_it() {
+    fn the_worst_verdict_is_the_first_ranks_that_has_it() {
         use Verdict::{Failed, OutOfMemory, Passed};
         let said = |verdicts: [Verdict; 4]| {
             let ranks = [0, 1, 3, 4];

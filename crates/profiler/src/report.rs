@@ -22,7 +22,7 @@ pub struct Report {
     pub kv_bytes: u64,
     /// Bytes of the step arena.
     pub scratch_bytes: u64,
-    /// What decided the size (U35).
+    /// What decided the size.
     pub bound: Bound,
     /// `--max-model-len`.
     pub max_model_len: usize,
@@ -46,7 +46,7 @@ pub struct Report {
     pub origin: Origin,
     /// A plan that was given and was of no use.
     pub discarded_plan: Option<DiscardedPlan>,
-    /// Where the size was planned: relative difference of the proved peak to the one the plan predicts (U11).
+    /// Where the size was planned: relative difference of the proved peak to the one the plan predicts.
     pub plan_error: Option<f64>,
     /// Absent where the size was pinned; where it was planned, as the probe would measure on today's baseline.
     pub probe: Option<Measured>,
@@ -58,9 +58,9 @@ pub struct Report {
     pub attempts: Vec<Attempt>,
     /// Worst cases that these limits or this size cannot reach.
     pub left_out: Vec<LeftOut>,
-    /// What this start does without, and why (U33).
+    /// What this start does without, and why.
     pub disabled: Vec<Disabled>,
-    /// Flags for the next run (B1-B6).
+    /// Flags for the next run.
     pub suggestions: Vec<Suggestion>,
     /// Time of the whole profile.
     pub seconds: f64,
@@ -93,7 +93,7 @@ pub enum Bound {
     PinnedTokens,
     /// `--kv-cache-memory-bytes`.
     PinnedBytes,
-    /// The device of another rank holds less (A9).
+    /// The device of another rank holds less.
     OtherRank,
 }
 
@@ -257,7 +257,7 @@ impl Outcome {
     }
 }
 
-/// A faster or larger path that a start does without (U33).
+/// A faster or larger path that a start does without.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Disabled {
     /// Which path, such as `CUDA graphs`.

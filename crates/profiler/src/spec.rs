@@ -62,8 +62,8 @@ impl ProfileSpec {
         }
     }
 
-    /// Tokens of the probe's KV cache (A1): enough for the largest step and its padding, at least 8192, and whatever the
-    /// context length is (A2). The largest graph batch is `max_num_seqs`. A step writes each row to blocks of its own, the
+    /// Tokens of the probe's KV cache: enough for the largest step and its padding, at least 8192, and whatever the
+    /// context length is. The largest graph batch is `max_num_seqs`. A step writes each row to blocks of its own, the
     /// first and the last of them perhaps in part, so there must be blocks for that too.
     pub fn probe_tokens(&self) -> usize {
         let StepLimits {
@@ -160,7 +160,7 @@ impl ProfileSpec {
         }
     }
 
-    /// Blocks that one request of `--max-model-len` needs (A17).
+    /// Blocks that one request of `--max-model-len` needs.
     pub(crate) fn request_blocks(&self) -> usize {
         self.block_size.blocks_for(self.limits.max_model_len)
     }
@@ -186,13 +186,13 @@ pub enum KvSize {
     /// The profile: as much as is proved to fit.
     #[default]
     Auto,
-    /// `--max-total-token-num`: this many tokens, proved to fit or refused (A3).
+    /// `--max-total-token-num`: this many tokens, proved to fit or refused.
     Tokens(usize),
-    /// `--kv-cache-memory-bytes`: this many bytes, proved to fit or refused (A3).
+    /// `--kv-cache-memory-bytes`: this many bytes, proved to fit or refused.
     Bytes(u64),
 }
 
-/// `--mem-fraction`: multiplies the room for KV only, not the device's total (A8).
+/// `--mem-fraction`: multiplies the room for KV only, not the device's total.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize)]
 #[serde(transparent)]
 pub struct MemFraction(f64);
@@ -219,9 +219,9 @@ impl Default for MemFraction {
 /// which were used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Margins {
-    /// Held while a size is proved, then freed: really free when serving starts (A12, A51).
+    /// Held while a size is proved, then freed: really free when serving starts.
     pub canary_bytes: u64,
-    /// Least allowance for what allocators hold without using it (C1).
+    /// Least allowance for what allocators hold without using it.
     pub min_fragmentation_bytes: u64,
 }
 
@@ -255,7 +255,7 @@ impl Margins {
         }
     }
 
-    /// What is set aside for a measured `fragmentation` (C2).
+    /// What is set aside for a measured `fragmentation`.
     pub fn fragmentation_buffer(&self, fragmentation: u64) -> u64 {
         self.min_fragmentation_bytes.max(fragmentation.saturating_mul(2))
     }
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a1_a2_the_probe_holds_the_largest_step_whatever_the_context() {
+    fn the_probe_holds_the_largest_step_whatever_the_context() {
         assert_eq!(spec(512, 64, 2048).probe_tokens(), 8192);
         assert_eq!(spec(512, 64, 1 << 20).probe_tokens(), 8192);
         assert_eq!(spec(16384, 4, 2048).probe_tokens(), 16384 + 8 * 16);
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a8_the_fraction_is_at_most_one() {
+    fn the_fraction_is_at_most_one() {
         assert_eq!(MemFraction::default().get(), 0.95);
         assert!(MemFraction::new(1.0).is_some());
         for wrong in [0.0, -0.5, 1.01, f64::NAN, f64::INFINITY] {
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn c1_the_buffer_is_150_mib_or_twice_the_fragmentation() {
+    fn the_buffer_is_150_mib_or_twice_the_fragmentation() {
         let margins = Margins::default();
         assert_eq!(margins.fragmentation_buffer(0), 150 << 20);
         assert_eq!(margins.fragmentation_buffer(75 << 20), 150 << 20);

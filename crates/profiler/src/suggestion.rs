@@ -1,4 +1,4 @@
-//! Flags for the next run (B1-B6).
+//! Flags for the next run.
 
 use serde::Serialize;
 

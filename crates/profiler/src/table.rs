@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn u27_a_bar_and_a_line_for_each_part() {
+    fn a_bar_and_a_line_for_each_part() {
         let parts = [
             (Component::Weights, 30 << 20),
             (Component::Kv, 50 << 20),

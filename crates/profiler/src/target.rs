@@ -17,7 +17,7 @@ pub enum Piece {
 /// The device, as the profile sees it: it builds engine states, and it has meters.
 ///
 /// A state is one value that owns everything a [`StateConfig`] decides (KV, step arena, staging, graphs, canary) and frees
-/// all of it when dropped, so that nothing can be forgotten between two attempts (A40, A41). Weights stay outside.
+/// all of it when dropped, so that nothing can be forgotten between two attempts. Weights stay outside.
 pub trait Target {
     /// What serves once it is proved.
     type State: Executor;

@@ -351,9 +351,9 @@ fn a_request_that_can_never_fit_is_a_mistake_of_the_caller() {
     scheduler(100, 4, 2).submit(request(1, 10, 10));
 }
 
-/// U21: a lost KV cache costs the requests in it time, not their text.
+/// A lost KV cache costs the requests in it time, not their text.
 #[test]
-fn u21_a_lost_cache_sends_everybody_back_with_their_tokens() {
+fn a_lost_cache_sends_everybody_back_with_their_tokens() {
     let mut scheduler = scheduler(100, 2, 20);
     for (id, prompt, max_tokens) in [(1, 8, 20), (2, 8, 60), (3, 4, 4)] {
         scheduler.submit(request(id, prompt, max_tokens));
@@ -505,7 +505,7 @@ fn turns(scheduler: &mut Scheduler, count: usize) -> Vec<u64> {
 }
 
 #[test]
-fn u26_tenants_take_turns_however_much_each_wants() {
+fn tenants_take_turns_however_much_each_wants() {
     let mut scheduler = scheduler(10, 1, 20);
     (0..500).for_each(|id| scheduler.submit(of(id, 1, 0)));
     assert_eq!(turns(&mut scheduler, 3), [0, 1, 2]);
@@ -521,7 +521,7 @@ fn u26_tenants_take_turns_however_much_each_wants() {
 }
 
 #[test]
-fn u26_a_lower_priority_is_served_earlier_but_not_for_ever() {
+fn a_lower_priority_is_served_earlier_but_not_for_ever() {
     let mut scheduler = scheduler(10, 1, 20);
     scheduler.submit(of(1, 0, 5));
     scheduler.submit(of(2, 0, 0));

@@ -1,4 +1,4 @@
-//! Sleep mode, with vLLM's paths (U37): the memory of everything but the weights is given back until the server is woken.
+//! Sleep mode, with vLLM's paths: the memory of everything but the weights is given back until the server is woken.
 
 use std::time::Duration;
 

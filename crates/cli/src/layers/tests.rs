@@ -52,7 +52,7 @@ fn a_later_layer_wins_over_what_it_contradicts() {
     let typed = memory("--max-device-memory 1GiB", &[]);
     assert_eq!(typed.device_memory, Some(crate::bytes::Bytes(1 << 30)));
     assert_eq!(typed.gpu_memory_utilization, None);
-    // U34: the alias is a name in every layer. What contradicts itself within one is an error.
+    // The alias is a name in every layer. What contradicts itself within one is an error.
     let alias = [("PLIMSOLL_MAX_DEVICE_MEMORY", "7")];
     assert_eq!(memory("", &alias).device_memory, Some(crate::bytes::Bytes(7)));
     let both = "plimsoll serve --max-total-token-num 3 --kv-cache-memory-bytes 9";

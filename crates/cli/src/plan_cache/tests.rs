@@ -52,7 +52,7 @@ fn hit(lookup: &Lookup<Plan>) -> Option<&Plan> {
 }
 
 #[test]
-fn u22_a_plan_comes_back_for_its_key_and_is_replaced_by_the_next() {
+fn a_plan_comes_back_for_its_key_and_is_replaced_by_the_next() {
     let (_dir, cache) = cache();
     assert_eq!(load(&cache, &key()), Lookup::Miss(Miss::NoneStored));
     for plan in [vec![1, 2], vec![3]] {
@@ -72,7 +72,7 @@ fn u22_a_plan_comes_back_for_its_key_and_is_replaced_by_the_next() {
 type Change = fn(&mut Key);
 
 #[test]
-fn u22_each_changed_part_of_the_key_is_a_miss_that_names_it() {
+fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
     let changes: [(&str, Change); 19] = [
         ("build.bytes", |k| k.build.bytes = Some(1)),
         ("build.modified", |k| k.build.modified = None),
@@ -146,7 +146,7 @@ fn model(files: &[(&str, &str)]) -> tempfile::TempDir {
 const SAFETENSORS: &str = "\u{2}\0\0\0\0\0\0\0{}data";
 
 #[test]
-fn u22_the_model_is_told_by_its_files() {
+fn the_model_is_told_by_its_files() {
     let dir = model(&[("config.json", "{}"), ("a.safetensors", SAFETENSORS)]);
     let of = |path: &Path, seed| ModelKey::of_files(path, seed).unwrap();
     let before = of(dir.path(), None);
@@ -198,7 +198,7 @@ fn u22_the_model_is_told_by_its_files() {
 
 /// What is left of a file after a crash, a full disk or a bad sector is a miss that says so, or the whole plan.
 #[test]
-fn u22_a_damaged_file_is_a_miss() {
+fn a_damaged_file_is_a_miss() {
     let (_dir, cache) = cache();
     let plan: Plan = (0..20).collect();
     let path = cache.store(&key(), &plan, &PhaseSeconds::new()).unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! Paths that a start does without (U33): said in the log, and listed in the report.
+//! Paths that a start does without: said in the log, and listed in the report.
 
 use plimsoll_kernels::instruction_set;
 use plimsoll_profiler::Disabled;
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn u33_what_hardware_and_flags_switch_off_is_named() {
+    fn what_hardware_and_flags_switch_off_is_named() {
         let gpu = |capability, head_dim, flags| {
             let args = args(flags);
             paths(|list| on_gpu(list, capability, head_dim, &args))

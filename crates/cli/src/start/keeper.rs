@@ -20,7 +20,7 @@ pub(super) struct Keeper<T> {
     /// That of the start, with what its probe measured.
     pub(super) spec: ProfileSpec,
     pub(super) standing: Arc<Standing>,
-    /// As at the start, nobody else measures the device meanwhile (U9).
+    /// As at the start, nobody else measures the device meanwhile.
     pub(super) relock: Relock,
 }
 
@@ -102,9 +102,9 @@ impl Observer for Log<'_> {
 mod tests {
     use super::*;
 
-    /// U20: a KV cache or graphs that take minutes are no hang.
+    /// A KV cache or graphs that take minutes are no hang.
     #[test]
-    fn u20_whoever_waits_hears_of_each_piece_of_a_state() {
+    fn whoever_waits_hears_of_each_piece_of_a_state() {
         let mut moves = 0;
         let mut log = Log {
             meanwhile: &mut || moves += 1,

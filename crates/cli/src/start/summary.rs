@@ -1,4 +1,4 @@
-//! What a start says about memory when it is proved (B1-B6).
+//! What a start says about memory when it is proved.
 
 use plimsoll_profiler::Report;
 

@@ -1,4 +1,4 @@
-//! How long each stage of a start takes (U22).
+//! How long each stage of a start takes.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn u22_stages_add_up_by_name_and_stand_in_one_line() {
+    fn stages_add_up_by_name_and_stand_in_one_line() {
         let times = StartTimes::begin();
         assert_eq!(times.measure("weights", || 7), 7);
         times.add("validate", Duration::from_millis(500));

@@ -1,5 +1,5 @@
-//! What the server advises, typed as it says: each command that a failed start prints is run by a shell and starts (A15, U6),
-//! each suggested size is accepted (B1-B6), the largest size that a refused pin is told starts (A3, U8).
+//! What the server advises, typed as it says: each command that a failed start prints is run by a shell and starts,
+//! each suggested size is accepted, the largest size that a refused pin is told starts.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -90,7 +90,7 @@ const TINY: &str =
     "tiny --load-format dummy --seed 7 --threads 1 --max-num-seqs 4 --max-num-batched-tokens 32";
 
 #[test]
-fn a15_u6_every_command_that_a_failed_start_prints_starts() {
+fn every_command_that_a_failed_start_prints_starts() {
     let place = Place::new();
     let tiny = |flags: &str| format!("{TINY} {flags}");
     let cases = [
@@ -198,7 +198,7 @@ fn a15_u6_every_command_that_a_failed_start_prints_starts() {
 
 /// The same with a server: it becomes ready.
 #[test]
-fn a15_the_command_of_a_failed_server_serves() {
+fn the_command_of_a_failed_server_serves() {
     let place = Place::new();
     let start = Start {
         flags: "sim --port 0 --device-memory 400MiB --max-model-len 8192 --mem-fraction 0.1 --served-model-name a b",
@@ -233,7 +233,7 @@ impl Drop for Running {
 
 /// A device that promises more than it has: the real path, with a budget that cannot be charged in full.
 #[tokio::test(flavor = "multi_thread")]
-async fn a15_what_a_device_really_gives_is_advised_and_starts() {
+async fn what_a_device_really_gives_is_advised_and_starts() {
     let model = Model::new();
     for (cap, flags) in [
         (BUDGET / 2, "--max-model-len 4096"),
@@ -262,9 +262,9 @@ async fn a15_what_a_device_really_gives_is_advised_and_starts() {
     }
 }
 
-/// B1-B6: both sizes work, and skip the probe; the second leaves nothing but the margins.
+/// Both sizes work, and skip the probe; the second leaves nothing but the margins.
 #[tokio::test(flavor = "multi_thread")]
-async fn b1_b6_suggested_sizes_start_without_a_probe() {
+async fn suggested_sizes_start_without_a_probe() {
     let model = Model::new();
     for fraction in ["0.3", "0.95", "1.0"] {
         let budget = Budget::new(BUDGET);
@@ -292,9 +292,9 @@ async fn b1_b6_suggested_sizes_start_without_a_probe() {
     }
 }
 
-/// A3, U8: what is printed starts; what is a margin and a block larger does not.
+/// What is printed starts; what is a margin and a block larger does not.
 #[tokio::test(flavor = "multi_thread")]
-async fn a3_u8_the_largest_size_that_is_named_is_the_largest() {
+async fn the_largest_size_that_is_named_is_the_largest() {
     let model = Model::new();
     for budget in [BUDGET, BUDGET / 3, 4 * BUDGET] {
         let budget = Budget::new(budget);
@@ -320,7 +320,7 @@ async fn a3_u8_the_largest_size_that_is_named_is_the_largest() {
 
 /// The rendering and the parser agree: what is printed over a configuration file is what is advised.
 #[test]
-fn a15_a_printed_command_parses_to_the_advised_flags() {
+fn a_printed_command_parses_to_the_advised_flags() {
     let model = Model::new();
     let path = model.dir.path().to_str().unwrap();
     let argv = [

@@ -130,10 +130,10 @@ pub(crate) fn assert_justified(report: &Value, name: &str) {
     assert_eq!(report["bound"], "memory", "{name}");
 }
 
-/// U10, with the size that suits this machine.
+/// As before, with the size that suits this machine.
 #[test]
 #[cfg(target_os = "linux")]
-fn u10_a_neighbour_never_ends_a_start_on_this_machine() {
+fn a_neighbour_never_ends_a_start_on_this_machine() {
     let _one = ONE_AT_A_TIME.blocking_lock();
     let model = Model::of(CONFIG);
     for when in [When::Before, When::During] {
@@ -148,10 +148,10 @@ fn u10_a_neighbour_never_ends_a_start_on_this_machine() {
     }
 }
 
-/// U7: where more is promised than the machine has, others hold the rest, and the KV cache is of what is really left.
+/// Where more is promised than the machine has, others hold the rest, and the KV cache is of what is really left.
 #[test]
 #[cfg(target_os = "linux")]
-fn u7_what_others_hold_is_not_planned_with_on_this_machine() {
+fn what_others_hold_is_not_planned_with_on_this_machine() {
     let _one = ONE_AT_A_TIME.blocking_lock();
     let model = Model::of(CONFIG);
     let promised = room() + PROMISED;

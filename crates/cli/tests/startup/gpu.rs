@@ -67,10 +67,10 @@ async fn the_size_that_is_proved_is_what_the_gpu_holds() {
     stop(ready, &gpu).await;
 }
 
-/// U22: with CUDA graphs too, the second start captures them once instead of twice.
+/// With CUDA graphs too, the second start captures them once instead of twice.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-async fn u22_the_second_start_on_a_gpu_skips_the_probe() {
+async fn the_second_start_on_a_gpu_skips_the_probe() {
     let model = model();
     let gpu = gpu(None);
     let plans = tempfile::tempdir().unwrap();
@@ -101,7 +101,7 @@ async fn u22_the_second_start_on_a_gpu_skips_the_probe() {
     assert!(second < first, "{second} allocations instead of {first}");
 }
 
-/// A14: a GPU that gives a little less than it promises gets a smaller cache.
+/// A GPU that gives a little less than it promises gets a smaller cache.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn a_gpu_that_gives_less_gets_a_smaller_cache() {
@@ -128,7 +128,7 @@ async fn a_gpu_that_gives_less_gets_a_smaller_cache() {
     stop(ready, &capped).await;
 }
 
-/// A15: one that gives far less is diagnosed, and holds nothing.
+/// One that gives far less is diagnosed, and holds nothing.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn a_gpu_that_gives_far_less_is_diagnosed() {
@@ -147,7 +147,7 @@ async fn a_gpu_that_gives_far_less_is_diagnosed() {
     assert_eq!((error.exit_code(), held(&tiny.meters())), (4, 0), "{error}");
 }
 
-/// A50 on the real path, with graphs.
+/// On the real path, with graphs: the n-th allocation fails, for every n.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 async fn every_allocation_of_a_start_on_a_gpu_may_fail() {
@@ -172,10 +172,10 @@ async fn every_allocation_of_a_start_on_a_gpu_may_fail() {
     }
 }
 
-/// U21 with graphs and two steps in flight: the state goes while they run, and comes back; smaller, where the GPU gives less.
+/// With graphs and two steps in flight, the state is lost while they run and built again; smaller, where the GPU gives less.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-async fn u21_a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
+async fn a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
     let model = model();
     let gpu = gpu(None);
     let ready = model.start_on("", gpu.clone()).unwrap();
@@ -223,10 +223,10 @@ async fn u21_a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
     stop(ready, &gpu).await;
 }
 
-/// U37: the pool is trimmed too.
+/// The pool is trimmed too.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-async fn u37_a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
+async fn a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
     let model = model();
     let gpu = gpu(None);
     let ready = model.start_on("", gpu.clone()).unwrap();
@@ -249,10 +249,10 @@ async fn u37_a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
     stop(ready, &gpu).await;
 }
 
-/// U27: the parts sum to what the device reports used; U5: and the prediction is near.
+/// The parts sum to what the device reports used, and the prediction is near.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-async fn u27_parts_sum_to_what_the_gpu_reports_and_are_predicted() {
+async fn parts_sum_to_what_the_gpu_reports_and_are_predicted() {
     let model = model();
     let gpu = gpu(None);
     let args = crate::engine_args(

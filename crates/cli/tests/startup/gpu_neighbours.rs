@@ -51,10 +51,10 @@ fn start(command: &str, model: &Model, dir: &Path, name: &str, flags: &[&str]) -
     (process, report)
 }
 
-/// U9 (vllm#55827): neither charges the other's memory to itself, and both fit.
+/// Neither start charges the other's memory to itself (vllm-project/vllm#55827), and both fit.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn u9_two_servers_that_start_together_share_a_gpu() {
+fn two_servers_that_start_together_share_a_gpu() {
     let (model, dir) = (model(), tempfile::tempdir().unwrap());
     let flags = ["--port", "0", "--mem-fraction", "0.4"];
     let mut servers = ["one", "two"].map(|name| start("serve", &model, dir.path(), name, &flags));
@@ -76,10 +76,10 @@ fn u9_two_servers_that_start_together_share_a_gpu() {
     assert!(held + number(&second["ready"]["reserved"]) <= total);
 }
 
-/// U10 (vllm#56830): whatever a neighbour does meanwhile, the start ends with a size that fits.
+/// Whatever a neighbour does meanwhile (vllm-project/vllm#56830), the start ends with a size that fits.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn u10_a_restless_neighbour_never_ends_a_start_on_a_gpu() {
+fn a_restless_neighbour_never_ends_a_start_on_a_gpu() {
     let (model, dir) = (model(), tempfile::tempdir().unwrap());
     let gpu = Gpu::open(0).unwrap();
     let done = AtomicBool::new(false);

@@ -124,7 +124,7 @@ async fn stop(ready: Ready, budget: &Budget) {
     panic!("{} bytes are still held after the end", budget.meters().reserved);
 }
 
-/// A50: whichever allocation of a start fails, the end is a smaller server that works, or an error with its own exit code
+/// Whichever allocation of a start fails, the end is a smaller server that works, or an error with its own exit code
 /// and nothing held.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_allocation_of_a_start_may_fail() {
@@ -133,7 +133,7 @@ async fn every_allocation_of_a_start_may_fail() {
     assert!(smaller > 0 && refused > 0, "{smaller} smaller, {refused} refused");
 }
 
-/// A3, A50: a pinned size is that size or an error.
+/// A pinned size is that size or an error.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_allocation_of_a_pinned_start_may_fail() {
     let Ends { smaller, refused, .. } = fail_each_allocation("--max-total-token-num 4096").await;
@@ -230,7 +230,7 @@ async fn a_pinned_size_is_proved_or_refused_with_the_largest_that_fits() {
         matches!(&error, Error::Profile(ProfileError::DoesNotFit(_))),
         "{error:?}"
     );
-    // One request of full length must fit (A17).
+    // One request of full length must fit.
     let error = model.start("--max-total-token-num 64", &budget).unwrap_err();
     assert!(
         matches!(&error, Error::Profile(ProfileError::DoesNotFit(_))),
@@ -238,7 +238,7 @@ async fn a_pinned_size_is_proved_or_refused_with_the_largest_that_fits() {
     );
 }
 
-/// A8: the fraction is of the room for KV.
+/// The fraction is of the room for KV.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_fraction_scales_the_cache() {
     let model = Model::new();

@@ -1,4 +1,4 @@
-//! Neighbours on the device that start, grow, shrink and go while a server starts (U10, U11).
+//! Neighbours on the device that start, grow, shrink and go while a server starts.
 
 use std::sync::{Arc, Mutex};
 
@@ -129,7 +129,7 @@ fn justified(arithmetic: &Arithmetic) -> usize {
     ((room as f64 * mem_fraction) as u64 / block_bytes) as usize
 }
 
-/// Checks that the KV cache is what its own meters justify, within one block, or for each retry 5 % less (A14).
+/// Checks that the KV cache is what its own meters justify, within one block, or for each retry 5 % less.
 fn assert_justified(report: &Report, name: &str) {
     let arithmetic = report.arithmetic.as_ref().expect("a size that was measured");
     let justified = justified(arithmetic);
@@ -151,9 +151,9 @@ fn assert_justified(report: &Report, name: &str) {
     );
 }
 
-/// U10: neighbours that take or free memory never end a start in which a size fits, and never spoil what it is.
+/// Neighbours that take or free memory never end a start in which a size fits, and never spoil what it is.
 #[tokio::test(flavor = "multi_thread")]
-async fn u10_neighbours_that_come_and_go_never_end_a_start() {
+async fn neighbours_that_come_and_go_never_end_a_start() {
     let model = Model::new();
     let (mut alone, mut retried, mut beside) = (0, 0, 0);
     for seed in 0..60 {
@@ -239,9 +239,9 @@ impl Supply for Shared {
     }
 }
 
-/// U9: each is told that the whole machine is its own; one after the other, they share it.
+/// Each is told that the whole machine is its own; one after the other, they share it.
 #[tokio::test(flavor = "multi_thread")]
-async fn u9_two_servers_fit_the_machine_that_both_were_promised() {
+async fn two_servers_fit_the_machine_that_both_were_promised() {
     let model = Model::new();
     let flags = "--max-num-seqs 32 --max-model-len 4096 --mem-fraction 0.5";
     let first = Budget::shared(BUDGET, Arc::new(Shared::default()));

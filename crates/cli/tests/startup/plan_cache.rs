@@ -1,4 +1,4 @@
-//! U11, U22: a start that was measured before is proved at once, and whatever lies in the cache, it ends with a proved size.
+//! A start that was measured before is proved at once, and whatever lies in the cache, it ends with a proved size.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -92,7 +92,7 @@ fn stages(ready: &Ready) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn u22_the_second_start_skips_the_probe_and_is_proved_all_the_same() {
+async fn the_second_start_skips_the_probe_and_is_proved_all_the_same() {
     let rig = Rig::new();
     let cold = Budget::new(BUDGET);
     let first = rig.start("", &cold);
@@ -179,7 +179,7 @@ async fn a_pinned_size_leaves_the_cache_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn u22_what_decides_a_step_is_in_the_key_and_nothing_else() {
+async fn what_decides_a_step_is_in_the_key_and_nothing_else() {
     let rig = Rig::new();
     let full = rig.report(LARGE).await;
     let mut last = full.kv_tokens;
@@ -230,7 +230,7 @@ async fn u22_what_decides_a_step_is_in_the_key_and_nothing_else() {
     assert_eq!(rig.report(LARGE).await.origin, Origin::Measured);
 }
 
-/// U11: the size is what today's meters leave, not what was there when the plan was made.
+/// The size is what today's meters leave, not what was there when the plan was made.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_plan_on_a_smaller_device_or_beside_a_neighbour_ends_with_a_proved_size() {
     let rig = Rig::new();
@@ -294,7 +294,7 @@ async fn a_plan_that_fails_is_replaced() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn u22_a_damaged_file_costs_time_and_is_replaced() {
+async fn a_damaged_file_costs_time_and_is_replaced() {
     let rig = Rig::new();
     let full = rig.report("").await.kv_blocks;
     let whole = fs::read(rig.file()).unwrap();
@@ -321,7 +321,7 @@ async fn u22_a_damaged_file_costs_time_and_is_replaced() {
 
 /// Numbers that somebody changed, checksum and all.
 #[tokio::test(flavor = "multi_thread")]
-async fn u22_whatever_a_plan_says_the_size_is_proved() {
+async fn whatever_a_plan_says_the_size_is_proved() {
     let rig = Rig::new();
     let honest = rig.report(LARGE).await;
     let whole = fs::read_to_string(rig.file()).unwrap();

@@ -61,9 +61,9 @@ fn compare(prediction: &Prediction, report: &Report, context: &str) {
     }
 }
 
-/// U5: random models of all families, limits and budgets; some do not fit, and then both say so.
+/// Random models of all families, limits and budgets; some do not fit, and then both say so.
 #[test]
-fn u5_the_prediction_is_what_the_profile_measures() {
+fn the_prediction_is_what_the_profile_measures() {
     let (mut fit, mut memory_bound, mut pinned, mut unfit, mut advised) = (0, 0, 0, 0, 0);
     for seed in (0..48).chain([rand::random()]) {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -164,7 +164,7 @@ fn random_config(rng: &mut StdRng) -> String {
 
 /// The parts sum to what the device says is in use.
 #[test]
-fn u27_parts_sum_to_what_the_device_reports_used() {
+fn parts_sum_to_what_the_device_reports_used() {
     let (_, report) = both(
         &Model::new(),
         "--max-num-seqs 4 --max-num-batched-tokens 32 --max-model-len 256",

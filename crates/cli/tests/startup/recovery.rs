@@ -70,9 +70,9 @@ pub(crate) async fn until_ready(engine: &EngineHandle) {
     .await;
 }
 
-/// U18: serving takes nothing from the device, so a neighbour that takes all of it disturbs nobody.
+/// Serving takes nothing from the device, so a neighbour that takes all of it disturbs nobody.
 #[tokio::test(flavor = "multi_thread")]
-async fn u18_a_neighbour_that_takes_all_memory_disturbs_no_request() {
+async fn a_neighbour_that_takes_all_memory_disturbs_no_request() {
     let model = Model::new();
     for flags in ["", "--max-total-token-num 1024"] {
         let (machine, budget) = Machine::quiet(BUDGET);
@@ -96,9 +96,9 @@ async fn u18_a_neighbour_that_takes_all_memory_disturbs_no_request() {
     }
 }
 
-/// U21: only the requests of the step without memory fail; the others wait for the new state and say what they would have.
+/// Only the requests of the step without memory fail; the others wait for the new state and say what they would have.
 #[tokio::test(flavor = "multi_thread")]
-async fn u21_one_step_without_memory_costs_its_requests_alone() {
+async fn one_step_without_memory_costs_its_requests_alone() {
     let model = Model::new();
     for flags in ["", "--max-total-token-num 1024", "--no-enable-prefix-caching"] {
         let budget = Budget::new(BUDGET);
@@ -140,9 +140,9 @@ async fn u21_one_step_without_memory_costs_its_requests_alone() {
     }
 }
 
-/// U21: a neighbour that keeps the memory leaves a smaller server, or none until it goes.
+/// A neighbour that keeps the memory leaves a smaller server, or none until it goes.
 #[tokio::test(flavor = "multi_thread")]
-async fn u21_a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
+async fn a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
     let model = Model::new();
     for flags in ["", "--max-total-token-num 16384"] {
         let (machine, budget) = Machine::quiet(BUDGET);
@@ -199,9 +199,9 @@ async fn u21_a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() 
     }
 }
 
-/// U37: asleep, there is nothing but the weights; awake, everything is as it was.
+/// Asleep, there is nothing but the weights; awake, everything is as it was.
 #[tokio::test(flavor = "multi_thread")]
-async fn u37_sleep_gives_everything_back_but_the_weights() {
+async fn sleep_gives_everything_back_but_the_weights() {
     let model = Model::new();
     let budget = Budget::new(BUDGET);
     let ready = model.start("", &budget).unwrap();
@@ -223,9 +223,9 @@ async fn u37_sleep_gives_everything_back_but_the_weights() {
     stop(ready, &budget).await;
 }
 
-/// U9: who wakes measures the device as a start does, so not while another start does.
+/// Who wakes measures the device as a start does, so not while another start does.
 #[tokio::test(flavor = "multi_thread")]
-async fn u9_a_server_wakes_once_no_other_measures_its_device() {
+async fn a_server_wakes_once_no_other_measures_its_device() {
     let (model, locks) = (Model::new(), tempfile::tempdir().unwrap());
     let flags = format!(
         "--device-lock-dir {} --device-memory 24MiB",

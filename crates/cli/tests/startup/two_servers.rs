@@ -1,4 +1,4 @@
-//! Servers that start at the same moment on one device (U9): real processes and their lock file.
+//! Servers that start at the same moment on one device: real processes and their lock file.
 
 use std::fs::File;
 use std::io::Write;
@@ -26,7 +26,7 @@ fn time(line: &str) -> String {
 
 /// One measures, then the other; both end with a size that was proved.
 #[test]
-fn u9_servers_that_start_together_measure_one_after_the_other() {
+fn servers_that_start_together_measure_one_after_the_other() {
     let (model, locks) = (Model::new(), tempfile::tempdir().unwrap());
     let mut servers = [(); 3].map(|()| Process::start("serve", model.dir.path(), locks.path(), &SERVE));
     let mut turns: Vec<_> = servers
@@ -53,7 +53,7 @@ fn u9_servers_that_start_together_measure_one_after_the_other() {
 
 /// A holder that hangs is waited for as long as was asked; one that is killed is not waited for.
 #[test]
-fn u9_whoever_waits_gives_up_in_time_or_goes_on_when_the_holder_dies() {
+fn whoever_waits_gives_up_in_time_or_goes_on_when_the_holder_dies() {
     let (model, locks) = (Model::new(), tempfile::tempdir().unwrap());
     // This test holds it: no process could be stopped at the right moment on every machine.
     let mut holder = File::create(locks.path().join("cpu.lock")).unwrap();

@@ -58,7 +58,7 @@ fn scored_step(prompts: &[Vec<TokenId>], len: usize) -> StepPlan {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn u15_scores_are_those_of_the_same_logits() {
+fn scores_are_those_of_the_same_logits() {
     let gpu = gpu();
     for name in MODELS {
         let model = load(&gpu, name);
@@ -94,7 +94,7 @@ fn u15_scores_are_those_of_the_same_logits() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn u15_scores_are_as_close_to_the_cpu_as_bf16_allows() {
+fn scores_are_as_close_to_the_cpu_as_bf16_allows() {
     let gpu = gpu();
     for name in MODELS {
         let (model, cpu) = (load(&gpu, name), load_cpu(name, KvCacheDtype::F32));
@@ -129,7 +129,7 @@ fn u15_scores_are_as_close_to_the_cpu_as_bf16_allows() {
 /// Behind a step in flight, and with nothing allocated once the arena has its size.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn u15_scores_take_no_memory_beyond_the_proved_arena() {
+fn scores_take_no_memory_beyond_the_proved_arena() {
     let gpu = gpu();
     let model = load(&gpu, "llama");
     let prompts = prompts(model.spec().vocab_size);

@@ -33,7 +33,7 @@ fn shapes(scenarios: &[Scenario], kind: ScenarioKind) -> Vec<(usize, usize)> {
 }
 
 #[test]
-fn a4_every_worst_case_is_in() {
+fn every_worst_case_is_in() {
     let (all, left_out) = scenarios(&limits(512, 4, 2048), 1000, kv(512), None);
     assert_eq!(left_out.len(), 1);
     assert_eq!(left_out[0].kind, ScenarioKind::PromptLogprobs);
@@ -62,7 +62,7 @@ fn a4_every_worst_case_is_in() {
 }
 
 #[test]
-fn u15_the_worst_step_scores_every_prompt_token_it_has() {
+fn the_worst_step_scores_every_prompt_token_it_has() {
     let scored = |kind, batched, seqs| {
         let (all, _) = scenarios(&limits(batched, seqs, 2048), 1000, kv(512), None);
         let scenario = all.into_iter().find(|scenario| scenario.kind == kind).unwrap();

@@ -164,9 +164,9 @@ async fn memory_shows_report_and_meters() {
     );
 }
 
-/// U18: memory that creeps is counted, once for each new height.
+/// Memory that creeps is counted, once for each new height.
 #[tokio::test]
-async fn u18_a_step_that_holds_more_than_was_proved_is_counted() {
+async fn a_step_that_holds_more_than_was_proved_is_counted() {
     let rig = Rig::new(Setup::default());
     let counted = async || rig.get("/memory").await.json()["high_water_above_proof"].clone();
     let body = || crate::with(chat("x"), "max_tokens", 1.into());

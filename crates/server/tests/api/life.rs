@@ -131,9 +131,9 @@ async fn a_panic_in_a_handler_is_a_500_in_openais_shape() {
     assert_eq!(rig.get("/version").await.status, 200);
 }
 
-/// U20: a driver that answers late holds up nobody who does not ask it, on however few threads.
+/// A driver that answers late holds up nobody who does not ask it, on however few threads.
 #[tokio::test]
-async fn u20_health_answers_while_the_device_does_not() {
+async fn health_answers_while_the_device_does_not() {
     let rig = Rig::new(Setup::default());
     rig.script.meters_hold.store(true, Ordering::SeqCst);
     let (memory, metrics, ()) = tokio::join!(rig.get("/memory"), rig.get("/metrics"), async {
@@ -155,9 +155,9 @@ async fn u20_health_answers_while_the_device_does_not() {
     rig.script.meters_hold.store(false, Ordering::SeqCst);
 }
 
-/// U20: the account of this process alone would show what neighbours hold as free.
+/// The account of this process alone would show what neighbours hold as free.
 #[tokio::test]
-async fn u20_while_the_device_does_not_answer_its_memory_is_as_last_read() {
+async fn while_the_device_does_not_answer_its_memory_is_as_last_read() {
     let rig = Rig::new(Setup::default());
     let shown = |answer: Answer| {
         let now = answer.json()["now"].take();

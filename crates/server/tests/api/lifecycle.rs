@@ -217,9 +217,9 @@ async fn a_start_says_how_far_it_is_and_refuses_the_rest() {
     assert_eq!(server.await.unwrap().unwrap(), Drained::Complete);
 }
 
-/// U29: `POST /admin/drain` is a shutdown; what waits in the queue was admitted, and is answered too.
+/// `POST /admin/drain` is a shutdown; what waits in the queue was admitted, and is answered too.
 #[tokio::test]
-async fn u29_a_drain_by_request_finishes_what_runs_and_what_waits() {
+async fn a_drain_by_request_finishes_what_runs_and_what_waits() {
     let options = ServerOptions {
         enable_admin_api: true,
         ..Default::default()
@@ -273,9 +273,9 @@ async fn there_is_no_admin_api_unless_it_is_asked_for() {
     assert_eq!(rig.get("/ready").await.status, 200);
 }
 
-/// U20: nobody waits for a step that hangs; clients hear of it, and serving ends.
+/// Nobody waits for a step that hangs; clients hear of it, and serving ends.
 #[tokio::test]
-async fn u20_the_watchdog_ends_a_server_whose_step_hangs() {
+async fn the_watchdog_ends_a_server_whose_step_hangs() {
     let options = ServerOptions {
         watchdog_timeout: Some(Duration::from_secs(2)),
         ..Default::default()

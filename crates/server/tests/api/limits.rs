@@ -87,7 +87,7 @@ async fn metrics_can_need_a_key() {
 }
 
 #[tokio::test]
-async fn u26_each_key_has_its_own_rate() {
+async fn each_key_has_its_own_rate() {
     let rig = rig(ServerOptions {
         key_limits: KeyLimits {
             requests_per_minute: Some(2),
@@ -136,7 +136,7 @@ async fn tokens_are_counted_to_the_last() {
 }
 
 #[tokio::test]
-async fn u26_tokens_count_as_they_come() {
+async fn tokens_count_as_they_come() {
     let rig = rig(ServerOptions {
         key_limits: KeyLimits {
             tokens_per_minute: Some(60),
@@ -191,7 +191,7 @@ async fn a_stream_counts_until_it_is_read_or_left() {
 }
 
 #[tokio::test]
-async fn u26_no_key_takes_every_place_of_the_queue() {
+async fn no_key_takes_every_place_of_the_queue() {
     let rig = Rig::new(Setup {
         max_num_seqs: 1,
         max_queue: 17,
@@ -213,7 +213,7 @@ async fn u26_no_key_takes_every_place_of_the_queue() {
 }
 
 #[tokio::test]
-async fn u26_a_request_does_not_wait_longer_than_it_may() {
+async fn a_request_does_not_wait_longer_than_it_may() {
     let rig = Rig::new(Setup {
         max_num_seqs: 1,
         options: ServerOptions {
@@ -237,7 +237,7 @@ async fn u26_a_request_does_not_wait_longer_than_it_may() {
 }
 
 #[tokio::test]
-async fn u26_a_request_whose_first_step_is_long_has_not_waited_for_its_turn() {
+async fn a_request_whose_first_step_is_long_has_not_waited_for_its_turn() {
     let rig = rig(ServerOptions {
         queue_timeout: Some(Duration::from_secs(2)),
         ..Default::default()

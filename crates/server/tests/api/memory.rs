@@ -20,7 +20,7 @@ fn expected() -> String {
 }
 
 #[tokio::test]
-async fn u21_out_of_memory_is_a_503_and_the_next_request_is_served() {
+async fn out_of_memory_is_a_503_and_the_next_request_is_served() {
     let rig = Rig::new(Setup::default());
     rig.script.oom.store(true, Ordering::SeqCst);
     let error = rig.post(CHAT, chat("x")).await.error(503);
@@ -59,7 +59,7 @@ async fn u21_out_of_memory_is_a_503_and_the_next_request_is_served() {
 }
 
 #[tokio::test]
-async fn u21_a_stream_that_loses_its_memory_ends_with_an_error_event() {
+async fn a_stream_that_loses_its_memory_ends_with_an_error_event() {
     let rig = Rig::new(Setup::default());
     rig.set_step(Duration::from_millis(2));
     let body = with(with(chat("x"), "stream", json!(true)), "max_tokens", json!(900));
@@ -77,7 +77,7 @@ async fn u21_a_stream_that_loses_its_memory_ends_with_an_error_event() {
 }
 
 #[tokio::test]
-async fn u21_without_memory_the_server_is_alive_and_not_ready() {
+async fn without_memory_the_server_is_alive_and_not_ready() {
     let rig = Rig::new(Setup {
         outage_patience: Duration::ZERO,
         ..Default::default()
@@ -133,7 +133,7 @@ fn sleepy() -> Rig {
 }
 
 #[tokio::test]
-async fn u37_sleep_frees_the_state_and_waking_brings_it_back() {
+async fn sleep_frees_the_state_and_waking_brings_it_back() {
     let rig = sleepy();
     let before = rig.get("/memory").await.json()["now"]["reserved"].clone();
     let post = async |path: &str| rig.post_raw(path, "").await;
@@ -173,7 +173,7 @@ async fn u37_sleep_frees_the_state_and_waking_brings_it_back() {
 }
 
 #[tokio::test]
-async fn u37_a_server_with_work_stays_awake() {
+async fn a_server_with_work_stays_awake() {
     let rig = sleepy();
     rig.set_step(Duration::from_millis(2));
     let body = with(chat("x"), "max_tokens", json!(500));
@@ -193,7 +193,7 @@ async fn u37_a_server_with_work_stays_awake() {
 }
 
 #[tokio::test]
-async fn u37_what_is_not_supported_is_named() {
+async fn what_is_not_supported_is_named() {
     let rig = sleepy();
     for (path, named) in [
         ("/sleep?level=2", "level must be 1"),

@@ -77,7 +77,7 @@ async fn calls_come_in_openais_shape() {
 
 /// The golden stream: id, type and name once, in the first delta of a call; then arguments alone.
 #[tokio::test]
-async fn u30_streamed_calls_have_openais_shape() {
+async fn streamed_calls_have_openais_shape() {
     let rig = hermes();
     let events = rig
         .post(CHAT, with(ask(CALLS), "stream", json!(true)))

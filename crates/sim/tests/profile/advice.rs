@@ -1,5 +1,5 @@
-//! What the profile advises works: every flag of a diagnostic (A15, U6), every suggestion for the next run (B1-B6), the
-//! largest size that a refused pin is told (A3, U8).
+//! What the profile advises works: every flag of a diagnostic, every suggestion for the next run, the
+//! largest size that a refused pin is told.
 
 use plimsoll_core::BlockSize;
 use plimsoll_profiler::{
@@ -67,7 +67,7 @@ fn assert_suggestions_work(report: &Report, device: &DeviceModel, spec: &Profile
 }
 
 #[test]
-fn b1_b6_what_is_suggested_is_accepted() {
+fn what_is_suggested_is_accepted() {
     let proved = run(model(), &spec()).unwrap();
     let report = proved.report();
     assert_eq!(assert_suggestions_work(report, &model(), &spec()), 2);
@@ -93,10 +93,10 @@ fn b1_b6_what_is_suggested_is_accepted() {
     );
 }
 
-/// A3, U8: the largest size starts. What is above it by no more than the fragmentation buffer passes its proof too: a pin
+/// The largest size starts. What is above it by no more than the fragmentation buffer passes its proof too: a pin
 /// may use that margin, the canary it may not.
 #[test]
-fn a3_u8_the_largest_pin_is_the_largest_but_for_the_margin() {
+fn the_largest_pin_is_the_largest_but_for_the_margin() {
     let pin = |blocks: u64| spec().with(&[Setting::KvCacheMemoryBytes(blocks * BLOCK)]);
     let diagnostic = refused(run(model(), &pin(1 << 30)));
     let Cause::PinnedTooLarge { largest_tokens, .. } = diagnostic.cause else {
@@ -118,7 +118,7 @@ fn a3_u8_the_largest_pin_is_the_largest_but_for_the_margin() {
 }
 
 #[test]
-fn a15_u6_a_step_that_does_not_fit_names_values_that_do() {
+fn a_step_that_does_not_fit_names_values_that_do() {
     for total in [500, 560, 600, 640] {
         let device = || DeviceModel {
             total: total * MIB,
@@ -135,9 +135,9 @@ fn a15_u6_a_step_that_does_not_fit_names_values_that_do() {
     }
 }
 
-/// U6: a device that is as large as it gets is not told to grow, but how much would be enough.
+/// A device that is as large as it gets is not told to grow, but how much would be enough.
 #[test]
-fn a15_u6_what_cannot_be_had_is_no_advice() {
+fn what_cannot_be_had_is_no_advice() {
     let limited = ProfileSpec {
         largest_device: Some(model().total),
         limits: limits(512, 16, 200_000),
@@ -161,7 +161,7 @@ fn a15_u6_what_cannot_be_had_is_no_advice() {
 }
 
 #[test]
-fn a15_a_device_that_gives_less_than_it_promises_is_told_a_size_it_gives() {
+fn a_device_that_gives_less_than_it_promises_is_told_a_size_it_gives() {
     // The canary, the buffer and 400 MiB of nothing.
     let device = DeviceModel {
         missing: 1200 * MIB,
@@ -251,9 +251,9 @@ struct Tally {
     causes: [usize; 5],
 }
 
-/// A15, B1-B6, U6, U8 over random devices: with less than they promise, with neighbours, fragmenting.
+/// Advice and suggestions over random devices: with less than they promise, with neighbours, fragmenting.
 #[test]
-fn a15_b1_u6_u8_whatever_is_advised_works() {
+fn whatever_is_advised_works() {
     let mut tally = Tally::default();
     for seed in (0..1500).chain([rand::random()]) {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -302,7 +302,7 @@ fn a15_b1_u6_u8_whatever_is_advised_works() {
 
 /// A server that wants its state back fails as soon as it knows, with the same facts.
 #[test]
-fn u21_without_advice_a_profile_that_fails_tries_nothing_more() {
+fn without_advice_a_profile_that_fails_tries_nothing_more() {
     let cases = [
         (limits(8192, 128, 2048), KvSize::Auto, 400 * MIB),
         (limits(512, 16, 200_000), KvSize::Auto, model().total),

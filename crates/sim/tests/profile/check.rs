@@ -299,7 +299,7 @@ fn check_report(report: &Report, case: &Case) -> Result<(), String> {
         ready.reserved + ready.peers + ready.free == ready.total,
         "bytes are nobody's: {ready:?}"
     );
-    // A51: what the canary held is free now.
+    // What the canary held is free now.
     ensure!(
         ready.free >= report.margins.canary_bytes,
         "too little is free: {ready:?}"

@@ -11,7 +11,7 @@ use crate::advice::assert_advice_works;
 use crate::{BLOCK, Lines, MIB, limits, model, refused, run, spec, step_memory};
 
 #[test]
-fn a7_the_size_is_the_formulas() {
+fn the_size_is_the_formulas() {
     let mut device = VirtualDevice::new(model());
     let spec = spec();
     let proved = profile(&mut device, &spec, &mut ()).unwrap();
@@ -27,7 +27,7 @@ fn a7_the_size_is_the_formulas() {
         (report.bound, report.scratch_bytes, report.attempts.len()),
         (Bound::Memory, worst, 1)
     );
-    // A51: the canary is free now, and its bytes with it.
+    // The canary is free now, and its bytes with it.
     assert_eq!(proved.config().canary_bytes, 0);
     let meters = device.meters();
     assert_eq!(meters.by_component.get(Component::Canary), 0);
@@ -38,7 +38,7 @@ fn a7_the_size_is_the_formulas() {
 }
 
 #[test]
-fn a16_there_is_one_line_a_phase() {
+fn there_is_one_line_a_phase() {
     let mut lines = Lines::default();
     let _proved = profile(&mut VirtualDevice::new(model()), &spec(), &mut lines).unwrap();
     let phases: Vec<_> = lines
@@ -77,7 +77,7 @@ impl Observer for Order {
 
 /// A long build must be told from one that hangs.
 #[test]
-fn u20_each_piece_of_a_state_is_heard_of_while_it_is_built() {
+fn each_piece_of_a_state_is_heard_of_while_it_is_built() {
     let mut order = Order::default();
     let _proved = profile(&mut VirtualDevice::new(model()), &spec(), &mut order).unwrap();
     let expected = [
@@ -112,7 +112,7 @@ fn the_report_adds_up_and_shows_every_byte() {
         assert!(table.contains(part), "{part} is missing:\n{table}");
     }
     assert_eq!(report.kv_tokens, report.kv_blocks * 16);
-    // B1-B6: this size again, and all of the device.
+    // This size again, and all of the device.
     let flags: Vec<_> = report.suggestions.iter().map(|s| s.flag).collect();
     let [
         Setting::KvCacheMemoryBytes(now),
@@ -129,7 +129,7 @@ fn the_report_adds_up_and_shows_every_byte() {
 }
 
 #[test]
-fn a8_the_fraction_multiplies_the_room_alone() {
+fn the_fraction_multiplies_the_room_alone() {
     let blocks = |fraction: f64| {
         let spec = ProfileSpec {
             mem_fraction: MemFraction::new(fraction).unwrap(),
@@ -141,7 +141,7 @@ fn a8_the_fraction_multiplies_the_room_alone() {
 }
 
 #[test]
-fn u35_no_more_than_is_useful() {
+fn no_more_than_is_useful() {
     let useful = ProfileSpec {
         useful_tokens: Some(4000),
         ..spec()
@@ -159,7 +159,7 @@ fn u35_no_more_than_is_useful() {
 }
 
 #[test]
-fn a14_a_device_that_has_less_than_it_says_gets_a_smaller_cache() {
+fn a_device_that_has_less_than_it_says_gets_a_smaller_cache() {
     // The margins are 406 MiB, so a device that lacks a little more still serves, smaller.
     let (mut seen, mut advised) = (Vec::new(), 0);
     for missing in (150..700).step_by(25) {
@@ -174,7 +174,7 @@ fn a14_a_device_that_has_less_than_it_says_gets_a_smaller_cache() {
                     panic!("wrong error")
                 };
                 assert_eq!(diagnostic.cause, Cause::Exhausted { attempts: 4 });
-                // U6: one advice at most, with a number that works; none where the device hardly gave anything.
+                // One advice at most, with a number that works; none where the device hardly gave anything.
                 match &*diagnostic.knobs {
                     [] => assert!(missing > 500, "{diagnostic}"),
                     [knob] => {
@@ -202,7 +202,7 @@ fn a14_a_device_that_has_less_than_it_says_gets_a_smaller_cache() {
 }
 
 #[test]
-fn a14_targets_shrink_by_five_percent() {
+fn targets_shrink_by_five_percent() {
     let proved = run(
         DeviceModel {
             missing: 300 * MIB,
@@ -222,7 +222,7 @@ fn a14_targets_shrink_by_five_percent() {
 }
 
 #[test]
-fn a11_a52_a_leak_is_fatal_at_every_teardown() {
+fn a_leak_is_fatal_at_every_teardown() {
     let leak = |leak_at, missing| {
         let device = DeviceModel {
             leak_at: Some(leak_at),
@@ -239,7 +239,7 @@ fn a11_a52_a_leak_is_fatal_at_every_teardown() {
 }
 
 #[test]
-fn a11_a_leak_after_a_failed_validation_is_fatal_too() {
+fn a_leak_after_a_failed_validation_is_fatal_too() {
     // Jitter makes validation fail after the state was built.
     let mut leaks = 0;
     for seed in 0..40 {
@@ -272,7 +272,7 @@ fn a11_a_leak_after_a_failed_validation_is_fatal_too() {
 }
 
 #[test]
-fn a17_one_full_length_request_must_fit() {
+fn one_full_length_request_must_fit() {
     let long = |model_len| ProfileSpec {
         limits: limits(512, 16, model_len),
         ..spec()
@@ -293,7 +293,7 @@ fn a17_one_full_length_request_must_fit() {
 }
 
 #[test]
-fn a3_a_pinned_size_is_validated_or_refused_with_the_largest() {
+fn a_pinned_size_is_validated_or_refused_with_the_largest() {
     let largest = run(
         model(),
         &ProfileSpec {
@@ -347,7 +347,7 @@ fn a3_a_pinned_size_is_validated_or_refused_with_the_largest() {
 }
 
 #[test]
-fn u9_neighbours_do_not_corrupt_the_measurement() {
+fn neighbours_do_not_corrupt_the_measurement() {
     let alone = run(model(), &spec())
         .unwrap()
         .report()
@@ -364,7 +364,7 @@ fn u9_neighbours_do_not_corrupt_the_measurement() {
 }
 
 #[test]
-fn c1_fragmentation_is_measured_and_doubled() {
+fn fragmentation_is_measured_and_doubled() {
     let device = DeviceModel {
         granularity: 128 * MIB,
         total: 8192 * MIB,
@@ -380,9 +380,9 @@ fn c1_fragmentation_is_measured_and_doubled() {
     );
 }
 
-/// A50: the n-th allocation fails, for every n of a start.
+/// The n-th allocation fails, for every n of a start.
 #[test]
-fn a50_every_allocation_of_a_start_may_fail() {
+fn every_allocation_of_a_start_may_fail() {
     for size in [KvSize::Auto, KvSize::Tokens(4096)] {
         let spec = ProfileSpec { size, ..spec() };
         let mut device = VirtualDevice::new(model());
@@ -419,7 +419,7 @@ fn a50_every_allocation_of_a_start_may_fail() {
     }
 }
 
-/// A4: what each worst case is for. Without it, some device would have been measured too small.
+/// What each worst case is for. Without it, some device would have been measured too small.
 #[test]
 fn removing_any_scenario_lowers_the_peak_somewhere() {
     let devices = [

@@ -1,4 +1,4 @@
-//! A19, U11: a plan of an earlier start skips the probe and nothing else; a useless one costs time, never the start.
+//! A plan of an earlier start skips the probe and nothing else; a useless one costs time, never the start.
 
 use plimsoll_core::Component;
 use plimsoll_profiler::{
@@ -38,7 +38,7 @@ fn drift(report: &Report) -> f64 {
 }
 
 #[test]
-fn a19_a_plan_skips_the_probe_and_is_still_proved() {
+fn a_plan_skips_the_probe_and_is_still_proved() {
     let (report, phases) = start(model(), &with(plan()));
     assert_eq!(phases, ["baseline", "skip", "compute", "rebuild", "validate"]);
     let (searched, _) = start(model(), &spec());
@@ -125,9 +125,9 @@ fn a_plan_remembers_the_cuts() {
     );
 }
 
-/// U10: a neighbour that comes for a moment, at any allocation, costs that start its cut and no other.
+/// A neighbour that comes for a moment, at any allocation, costs that start its cut and no other.
 #[test]
-fn u10_a_plan_forgets_the_cuts_of_a_neighbour() {
+fn a_plan_forgets_the_cuts_of_a_neighbour() {
     let spec = ProfileSpec {
         mem_fraction: MemFraction::new(1.0).unwrap(),
         margins: Margins {
@@ -158,7 +158,7 @@ fn u10_a_plan_forgets_the_cuts_of_a_neighbour() {
 }
 
 #[test]
-fn u11_drift_above_two_percent_is_a_warning() {
+fn drift_above_two_percent_is_a_warning() {
     for (peers, warned) in [(0, false), (10 * MIB, false), (100 * MIB, true)] {
         let device = DeviceModel { peers, ..model() };
         let mut lines = Lines::default();
@@ -176,7 +176,7 @@ fn u11_drift_above_two_percent_is_a_warning() {
 
 /// The size comes from the plan, so only the proof tells that what the plan says of memory is wrong.
 #[test]
-fn u11_a_plan_is_held_against_the_proof() {
+fn a_plan_is_held_against_the_proof() {
     let exact = run(model(), &with(plan())).unwrap();
     assert!(
         exact.report().plan_error.unwrap().abs() < 0.001,
@@ -260,9 +260,9 @@ fn a_plan_of_other_limits_is_thrown_away() {
     assert_eq!(report.discarded_plan.unwrap().reason, DiscardReason::Implausible);
 }
 
-/// A50 on the planned path: the n-th allocation fails, for every n.
+/// On the planned path the n-th allocation fails, for every n.
 #[test]
-fn a50_every_allocation_of_a_planned_start_may_fail() {
+fn every_allocation_of_a_planned_start_may_fail() {
     let spec = with(plan());
     let mut device = VirtualDevice::new(model());
     let undisturbed = profile(&mut device, &spec, &mut ()).unwrap();

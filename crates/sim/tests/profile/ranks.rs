@@ -1,4 +1,4 @@
-//! A9, A53, A56, A57, U17: several ranks, one size, one end.
+//! Several ranks, one size, one end.
 
 use plimsoll_profiler::{Bound, KvSize, Outcome, Plan, ProfileError, ProfileSpec, Ranks, profile_rank};
 use plimsoll_sim::{DeviceModel, VirtualDevice, VirtualState, World};
@@ -34,7 +34,7 @@ fn same(devices: impl IntoIterator<Item = DeviceModel>) -> Vec<(DeviceModel, Pro
 }
 
 #[test]
-fn a9_all_ranks_serve_what_the_smallest_holds() {
+fn all_ranks_serve_what_the_smallest_holds() {
     let alone = crate::run(with_peers(300 * MIB), &spec()).unwrap().config().kv;
     let ends = start(&same([0, 300 * MIB, 100 * MIB].map(with_peers)));
     for (rank, end) in ends.into_iter().enumerate() {
@@ -55,7 +55,7 @@ fn a9_all_ranks_serve_what_the_smallest_holds() {
 }
 
 #[test]
-fn a53_one_ranks_shortage_makes_all_retry() {
+fn one_ranks_shortage_makes_all_retry() {
     let lying = DeviceModel {
         missing: 300 * MIB,
         ..model()
@@ -77,7 +77,7 @@ fn a53_one_ranks_shortage_makes_all_retry() {
 }
 
 #[test]
-fn a56_a_failure_ends_all_and_names_the_rank() {
+fn a_failure_ends_all_and_names_the_rank() {
     let broken = |step| DeviceModel {
         broken_step: Some(step),
         ..model()
@@ -107,7 +107,7 @@ fn a56_a_failure_ends_all_and_names_the_rank() {
 }
 
 #[test]
-fn a57_ranks_of_different_flags_do_not_start() {
+fn ranks_of_different_flags_do_not_start() {
     let other = ProfileSpec {
         size: KvSize::Tokens(4096),
         ..spec()
@@ -122,7 +122,7 @@ fn a57_ranks_of_different_flags_do_not_start() {
 }
 
 #[test]
-fn a3_a_pinned_size_is_refused_by_all_with_the_least_that_fits() {
+fn a_pinned_size_is_refused_by_all_with_the_least_that_fits() {
     let pinned = ProfileSpec {
         size: KvSize::Tokens(80_000),
         ..spec()
@@ -159,9 +159,9 @@ fn small(count: usize, size: KvSize, planned: bool) -> Case {
     case
 }
 
-/// A50 over ranks: the n-th allocation fails, for every n on every rank.
+/// Over ranks, the n-th allocation fails, for every n on every rank.
 #[test]
-fn a50_every_allocation_of_every_rank_may_fail() {
+fn every_allocation_of_every_rank_may_fail() {
     for count in [2, 4] {
         for (size, planned) in [
             (KvSize::Auto, false),

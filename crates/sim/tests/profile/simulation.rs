@@ -92,7 +92,7 @@ fn any_server_ends_in_a_proof_or_a_typed_error() {
 
 /// The simulation is worth something: whatever is left out of the agreements, it notices.
 #[test]
-fn a9_a_missing_reduction_is_noticed() {
+fn a_missing_reduction_is_noticed() {
     for reduction in [
         Reduction::OwnSize,
         Reduction::OwnOutcome,

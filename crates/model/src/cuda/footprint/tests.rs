@@ -47,7 +47,7 @@ fn component(report: &Value, name: &str) -> u64 {
 
 /// To the byte, what an H200 was measured to hold.
 #[test]
-fn u5_formulas_give_what_an_h200_measured() {
+fn formulas_give_what_an_h200_measured() {
     for name in ["kv-full.json", "kv-default.json"] {
         let report = recorded(name);
         let footprint = footprint(&report);
@@ -122,9 +122,9 @@ fn without_graphs_there_is_nothing_to_capture() {
     assert!(without.peak < with_graphs.peak && without.scratch[0] > 0);
 }
 
-/// U15: however long the prompt, there are logits of so many rows at a time; what comes with them is small.
+/// However long the prompt, there are logits of so many rows at a time; what comes with them is small.
 #[test]
-fn u15_scores_of_a_prompt_take_as_much_as_a_few_hundred_samples() {
+fn scores_of_a_prompt_take_as_much_as_a_few_hundred_samples() {
     let footprint = footprint(&recorded("kv-full.json"));
     let scratch = |tokens, samples, scored| {
         let step = StepSize {
