@@ -1,51 +1,64 @@
-use std::fmt;
-
-/// Tokens per KV block: 8, 16 or 32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BlockSize(usize);
-
-impl BlockSize {
-    /// `None` unless `tokens` is 8, 16 or 32.
-    pub fn new(tokens: usize) -> Option<Self> {
-        matches!(tokens, 8 | 16 | 32).then_some(Self(tokens))
-    }
-
-    /// Tokens in one block.
-    pub fn tokens(self) -> usize {
-        self.0
-    }
-
-    /// Blocks that `tokens` tokens occupy.
-    pub fn blocks_for(self, tokens: usize) -> usize {
-        tokens.div_ceil(self.0)
-    }
-}
-
-impl Default for BlockSize {
-    fn default() -> Self {
-        Self(16)
-    }
-}
-
-impl fmt::Display for BlockSize {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
+use crate::{BlockSize, CacheGroups};
 
 /// The size of a paged KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvConfig {
     /// Tokens per block.
     pub block_size: BlockSize,
-    /// Physical blocks, all of them usable.
-    pub num_blocks: usize,
+    /// Physical pages, all of them usable by every group.
+    pub num_pages: usize,
+    /// What the layers keep.
+    pub groups: CacheGroups,
 }
 
 impl KvConfig {
-    /// Tokens the cache holds.
+    /// Tokens the cache holds in every group at once.
     pub fn capacity_tokens(&self) -> usize {
-        self.num_blocks * self.block_size.tokens()
+        self.num_pages / self.groups.pages_per_block() * self.block_size.tokens()
+    }
+
+    /// Pages of `tokens` tokens that are held in every group.
+    pub fn pages_for(&self, tokens: usize) -> usize {
+        let blocks = self.block_size.blocks_for(tokens);
+        blocks.saturating_mul(self.groups.pages_per_block())
+    }
+
+    /// Most pages that a request of at most `tokens` tokens holds at once which is computed `chunk` tokens at a time:
+    /// [`StepLimits::max_num_batched_tokens`], or 1 for one that generates.
+    pub fn request_pages(&self, tokens: usize, chunk: usize) -> usize {
+        let pages = self.groups.iter().map(|group| {
+            let blocks = group.most_blocks(self.block_size, tokens, chunk);
+            blocks.saturating_mul(group.pages_per_block)
+        });
+        pages.fold(0, usize::saturating_add)
+    }
+
+    /// Tokens of the longest request that the cache holds alone, computed `chunk` tokens at a time; `usize::MAX` where no
+    /// length is too much, because nothing but windows is kept.
+    pub fn longest_request(&self, chunk: usize) -> usize {
+        let fits = |blocks: usize| {
+            let tokens = blocks.saturating_mul(self.block_size.tokens());
+            self.request_pages(tokens, chunk) <= self.num_pages
+        };
+        if fits(usize::MAX) {
+            return usize::MAX;
+        }
+        // Each block takes at least a page, or nothing more is ever needed.
+        let (mut least, mut most) = (0, usize::MAX / self.block_size.tokens());
+        while most - least > 1 {
+            let middle = least + (most - least) / 2;
+            if fits(middle) {
+                least = middle
+            } else {
+                most = middle
+            }
+        }
+        least * self.block_size.tokens()
+    }
+
+    /// Requests of `tokens` tokens that the cache holds while they generate.
+    pub fn requests_of(&self, tokens: usize) -> f64 {
+        self.num_pages as f64 / self.request_pages(tokens, 1).max(1) as f64
     }
 }
 
@@ -78,4 +91,51 @@ pub struct StepLimits {
     pub max_num_seqs: usize,
     /// Prompt plus output tokens of one request (`--max-model-len`).
     pub max_model_len: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CacheKind, CacheLayout};
+
+    fn kv(kinds: &[CacheKind], num_pages: usize) -> KvConfig {
+        KvConfig {
+            block_size: BlockSize::new(8).expect("8 is legal"),
+            num_pages,
+            groups: CacheLayout::new(kinds, 1 << 20)
+                .expect("the kinds are few")
+                .groups,
+        }
+    }
+
+    #[test]
+    fn with_one_full_group_pages_are_blocks() {
+        let kv = kv(&[CacheKind::Full; 4], 10);
+        assert_eq!((kv.capacity_tokens(), kv.longest_request(3)), (80, 80));
+        assert_eq!((kv.pages_for(17), kv.request_pages(17, 3)), (3, 3));
+        assert_eq!(kv.requests_of(16), 5.0);
+    }
+
+    #[test]
+    fn a_request_holds_of_a_window_what_a_chunk_sees() {
+        // A page has two layers: one page per block of each group.
+        let mixed = [CacheKind::Full, CacheKind::Window(20)].repeat(2);
+        let kv = kv(&mixed, 21);
+        assert_eq!(kv.capacity_tokens(), 80);
+        assert_eq!(kv.pages_for(80), 20);
+        // 19 + 30 tokens lie in at most 7 blocks.
+        assert_eq!(kv.request_pages(800, 30), 107);
+        assert_eq!(kv.request_pages(24, 30), 6);
+        assert_eq!(kv.request_pages(800, 1), 104);
+        assert_eq!(kv.longest_request(30), 112);
+        assert_eq!(kv.request_pages(113, 30), 22);
+    }
+
+    #[test]
+    fn windows_alone_hold_requests_of_any_length() {
+        let kinds = [CacheKind::Window(20); 2];
+        assert_eq!(kv(&kinds, 7).request_pages(1 << 30, 30), 7);
+        assert_eq!(kv(&kinds, 7).longest_request(30), usize::MAX);
+        assert_eq!(kv(&kinds, 6).longest_request(30), 48);
+    }
 }

@@ -17,13 +17,13 @@ impl fmt::Display for RequestId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub u64);
 
-/// Index of one physical block of the paged KV cache.
+/// Index of one physical page of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
-pub struct BlockId(pub u32);
+pub struct PageId(pub u32);
 
-impl BlockId {
-    /// The block's index, for addressing storage.
+impl PageId {
+    /// The page's index, for addressing storage.
     pub fn index(self) -> usize {
         self.0 as usize
     }

@@ -4,7 +4,9 @@
 //! Nothing here does any work; this crate depends on `thiserror` alone.
 
 mod bans;
+mod block_size;
 mod cache;
+mod cache_layout;
 mod config;
 mod constraint;
 mod event;
@@ -19,16 +21,18 @@ mod request;
 mod sampling;
 
 pub use bans::Bans;
+pub use block_size::BlockSize;
 pub use cache::{CacheEvent, CacheEventCounts, CacheListener};
-pub use config::{BlockSize, KvConfig, Scratch, StateConfig, StepLimits};
+pub use cache_layout::{CacheGroup, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, LayerPlace};
+pub use config::{KvConfig, Scratch, StateConfig, StepLimits};
 pub use constraint::{Constraint, ConstraintError, Guide, Progress};
 pub use event::{Event, FinishReason, PromptEvent, TokenEvent};
 pub use executor::{DeviceTime, Executor, FillMasks, StepError, allow_all};
-pub use ids::{BlockId, RequestId, TenantId, TokenId};
+pub use ids::{PageId, RequestId, TenantId, TokenId};
 pub use logprobs::{Logprobs, PromptLogprob, TokenLogprob};
 pub use memory::{Component, ComponentBytes, Meters, Oom, RefusedBy};
 pub use metadata::{MetaValue, Metadata};
-pub use plan::{Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
+pub use plan::{GroupTable, Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
 pub use pooling::{Matryoshka, Pooling};
 pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::{BlockId, Logprobs, Pooling, PromptLogprob, RequestId, SamplingParams, TokenId};
+use crate::{Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, TokenId};
 
 /// One step: what the device does between two decisions of the scheduler. Pure data.
 #[derive(Clone, Debug, Default)]
@@ -53,8 +53,8 @@ pub struct Run {
     pub start: usize,
     /// The tokens to compute.
     pub input: RunInput,
-    /// The request's block table, long enough for `start + input.len()` tokens.
-    pub blocks: Vec<BlockId>,
+    /// The request's tables, one for each group of the KV cache, long enough for `start + input.len()` tokens.
+    pub tables: Vec<GroupTable>,
     /// Sample after the last token of the run; `None` where the prompt goes on in a later step.
     pub sample: Option<SampleSpec>,
     /// Find log-probabilities of prompt tokens that follow tokens of the run.
@@ -68,6 +68,22 @@ impl Run {
     /// Tokens of the request in the KV cache after this run.
     pub fn end(&self) -> usize {
         self.start + self.input.len()
+    }
+}
+
+/// Where the tokens of a request are in one group of the KV cache.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GroupTable {
+    /// Index of the first block that is held; those before it lie behind the group's window.
+    pub first: usize,
+    /// The pages of each block from `first` on: [`crate::CacheGroup::pages_per_block`] at a time.
+    pub pages: Vec<PageId>,
+}
+
+impl GroupTable {
+    /// A table of all blocks from the first on.
+    pub fn whole(pages: Vec<PageId>) -> Self {
+        Self { first: 0, pages }
     }
 }
 

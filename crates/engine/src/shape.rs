@@ -82,7 +82,7 @@ mod tests {
             request: RequestId(0),
             start,
             input: RunInput::Known(vec![1; tokens]),
-            blocks: Vec::new(),
+            tables: Vec::new(),
             sample,
             score: None,
             pool: None,

@@ -398,7 +398,8 @@ mod tests {
         };
         let kv = KvConfig {
             block_size: BlockSize::default(),
-            num_blocks: 1,
+            num_pages: 1,
+            groups: plimsoll_core::CacheGroups::default(),
         };
         let shared = Shared::new(SchedulerStats::default(), limits, kv);
         let mut state = shared.lock();

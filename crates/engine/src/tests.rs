@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures::{FutureExt, StreamExt};
 use plimsoll_core::{
-    BlockSize, Event, FinishReason, KvConfig, Request, RequestOptions, StepError, StepLimits,
+    BlockSize, CacheGroups, Event, FinishReason, KvConfig, Request, RequestOptions, StepError, StepLimits,
 };
 use plimsoll_scheduler::SchedulerConfig;
 use rand::rngs::StdRng;
@@ -64,7 +64,8 @@ impl Rig {
             },
             kv: KvConfig {
                 block_size: BlockSize::default(),
-                num_blocks: shape.num_blocks,
+                num_pages: shape.num_blocks,
+                groups: CacheGroups::default(),
             },
             enable_prefix_caching: true,
             patience: 1000,

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{BlockId, BlockSize, SampleSpec, SamplingOptions, SamplingParams, Scratch};
+use plimsoll_core::{BlockSize, PageId, SampleSpec, SamplingOptions, SamplingParams, Scratch};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::{
     AttentionOptions, KvLayout, Linear, Matrix, PagedKv, RunMeta, WeightType, add_rms_norm, attention,
@@ -110,8 +110,8 @@ impl Bench {
             block_size: BlockSize::default(),
         };
         let per_run = layout.block_size.blocks_for(context + len);
-        let blocks: Vec<Vec<BlockId>> = (0..batch)
-            .map(|b| (0..per_run).map(|i| BlockId((i * batch + b) as u32)).collect())
+        let blocks: Vec<Vec<PageId>> = (0..batch)
+            .map(|b| (0..per_run).map(|i| PageId((i * batch + b) as u32)).collect())
             .collect();
         let (k, v) = (
             self.floats(layout.elements(batch * per_run)),

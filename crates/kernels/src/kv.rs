@@ -1,5 +1,5 @@
 use half::f16;
-use plimsoll_core::{BlockId, BlockSize};
+use plimsoll_core::{BlockSize, PageId};
 use plimsoll_device::Pod;
 
 /// Storage element of the KV cache: `f32`, or `f16` for half the memory.
@@ -94,7 +94,7 @@ impl KvLayout {
     }
 
     /// Where one head of one block starts.
-    pub(crate) fn head_offset(&self, block: BlockId, kv_head: usize) -> usize {
+    pub(crate) fn head_offset(&self, block: PageId, kv_head: usize) -> usize {
         block.index() * self.block_elements() + kv_head * self.head_elements()
     }
 }
@@ -143,7 +143,7 @@ pub struct RunMeta<'a> {
     /// Position of the first row in its request.
     pub start: usize,
     /// Block table, long enough for `start + len` tokens.
-    pub blocks: &'a [BlockId],
+    pub blocks: &'a [PageId],
 }
 
 impl RunMeta<'_> {

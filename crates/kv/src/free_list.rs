@@ -1,4 +1,4 @@
-use plimsoll_core::BlockId;
+use plimsoll_core::PageId;
 
 /// Blocks nobody references, next to be taken first: a doubly linked list threaded through one array, so that a block in
 /// the middle (a cached one that is wanted again) leaves in constant time.
@@ -33,7 +33,7 @@ impl FreeList {
             next: sentinel,
         };
         for block in 0..sentinel {
-            list.push_back(BlockId(block));
+            list.push_back(PageId(block));
         }
         list
     }
@@ -42,29 +42,29 @@ impl FreeList {
         self.len
     }
 
-    pub(crate) fn contains(&self, block: BlockId) -> bool {
+    pub(crate) fn contains(&self, block: PageId) -> bool {
         self.links[block.index()].next != UNLINKED.next
     }
 
     /// `block` will be taken after all others.
-    pub(crate) fn push_back(&mut self, block: BlockId) {
+    pub(crate) fn push_back(&mut self, block: PageId) {
         self.link(block, self.links[self.sentinel() as usize].prev);
     }
 
     /// `block` will be taken next.
-    pub(crate) fn push_front(&mut self, block: BlockId) {
+    pub(crate) fn push_front(&mut self, block: PageId) {
         self.link(block, self.sentinel());
     }
 
-    pub(crate) fn pop_front(&mut self) -> Option<BlockId> {
+    pub(crate) fn pop_front(&mut self) -> Option<PageId> {
         let first = self.links[self.sentinel() as usize].next;
         (first != self.sentinel()).then(|| {
-            self.remove(BlockId(first));
-            BlockId(first)
+            self.remove(PageId(first));
+            PageId(first)
         })
     }
 
-    pub(crate) fn remove(&mut self, block: BlockId) {
+    pub(crate) fn remove(&mut self, block: PageId) {
         debug_assert!(self.contains(block));
         let Link { prev, next } = std::mem::replace(&mut self.links[block.index()], UNLINKED);
         self.links[prev as usize].next = next;
@@ -73,16 +73,16 @@ impl FreeList {
     }
 
     /// From the next to be taken to the last.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = PageId> + '_ {
         let after = |at: u32| Some(self.links[at as usize].next).filter(|&next| next != self.sentinel());
-        std::iter::successors(after(self.sentinel()), move |&at| after(at)).map(BlockId)
+        std::iter::successors(after(self.sentinel()), move |&at| after(at)).map(PageId)
     }
 
     fn sentinel(&self) -> u32 {
         (self.links.len() - 1) as u32
     }
 
-    fn link(&mut self, block: BlockId, prev: u32) {
+    fn link(&mut self, block: PageId, prev: u32) {
         debug_assert!(!self.contains(block));
         let next = self.links[prev as usize].next;
         self.links[block.index()] = Link { prev, next };
@@ -99,11 +99,11 @@ mod tests {
     #[test]
     fn is_a_queue_with_two_ends_and_removal_anywhere() {
         let mut list = FreeList::full(4);
-        list.remove(BlockId(2));
-        assert_eq!(list.pop_front(), Some(BlockId(0)));
-        list.push_front(BlockId(2));
-        list.push_back(BlockId(0));
-        assert!(list.contains(BlockId(3)));
+        list.remove(PageId(2));
+        assert_eq!(list.pop_front(), Some(PageId(0)));
+        list.push_front(PageId(2));
+        list.push_back(PageId(0));
+        assert!(list.contains(PageId(3)));
         assert_eq!(list.iter().map(|b| b.0).collect::<Vec<_>>(), [2, 1, 3, 0]);
         assert_eq!(
             std::iter::from_fn(|| list.pop_front())
@@ -112,6 +112,6 @@ mod tests {
             [2, 1, 3, 0]
         );
         assert_eq!(list.len(), 0);
-        assert!(!list.contains(BlockId(3)));
+        assert!(!list.contains(PageId(3)));
     }
 }

@@ -1,4 +1,4 @@
-use plimsoll_core::{BlockId, CacheEvent, KvConfig, TokenId};
+use plimsoll_core::{CacheEvent, KvConfig, PageId, TokenId};
 
 use crate::{BlockTable, free_list::FreeList, prefix::PrefixIndex};
 
@@ -62,8 +62,8 @@ impl KvManager {
         Self {
             config,
             prefix_caching,
-            references: vec![0; config.num_blocks],
-            free: FreeList::full(config.num_blocks),
+            references: vec![0; config.num_pages],
+            free: FreeList::full(config.num_pages),
             index: PrefixIndex::new(&config),
             evictions: 0,
         }
@@ -73,8 +73,8 @@ impl KvManager {
     pub fn reset(&mut self, config: KvConfig) {
         self.index.reset(&config);
         self.config = config;
-        self.references = vec![0; config.num_blocks];
-        self.free = FreeList::full(config.num_blocks);
+        self.references = vec![0; config.num_pages];
+        self.free = FreeList::full(config.num_pages);
     }
 
     /// Records changes of the prefix cache, in which nothing is yet, until [`Self::take_events`] takes them.
@@ -196,8 +196,8 @@ impl KvManager {
     /// Current numbers.
     pub fn stats(&self) -> KvStats {
         KvStats {
-            total: self.config.num_blocks,
-            used: self.config.num_blocks - self.free.len(),
+            total: self.config.num_pages,
+            used: self.config.num_pages - self.free.len(),
             cached: self.index.len(),
             evictions: self.evictions,
         }
@@ -209,7 +209,7 @@ impl KvManager {
         &self,
         tables: impl IntoIterator<Item = &'a BlockTable>,
     ) -> Result<(), String> {
-        let mut references = vec![0; self.config.num_blocks];
+        let mut references = vec![0; self.config.num_pages];
         let mut unfinished = Vec::new();
         for table in tables {
             for (i, &block) in table.blocks.iter().enumerate() {
@@ -267,7 +267,7 @@ impl KvManager {
         table
     }
 
-    fn retain(&mut self, block: BlockId) {
+    fn retain(&mut self, block: PageId) {
         let references = &mut self.references[block.index()];
         if *references == 0 {
             self.free.remove(block);

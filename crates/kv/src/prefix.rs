@@ -3,7 +3,7 @@ mod journal;
 use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
-use plimsoll_core::{BlockId, CacheEvent, KvConfig, TokenId};
+use plimsoll_core::{CacheEvent, KvConfig, PageId, TokenId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use journal::Journal;
@@ -14,7 +14,7 @@ use journal::Journal;
 pub(crate) struct Prefix {
     pub(crate) name: u64,
     /// Carries its last tokens; none does where a sequence begins.
-    block: Option<BlockId>,
+    block: Option<PageId>,
 }
 
 impl Prefix {
@@ -33,7 +33,7 @@ impl Prefix {
 /// The block before a cached one is cached too, as nobody would find it otherwise.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
-    by_hash: HashTable<BlockId>,
+    by_hash: HashTable<PageId>,
     entries: Vec<Option<Entry>>,
     /// Tokens of every cached block: `block_size` for each block of the cache.
     tokens: Vec<TokenId>,
@@ -54,16 +54,16 @@ struct Entry {
     before: Prefix,
     name: u64,
     /// Blocks that continue this one, in a list through their `next`.
-    first_child: Option<BlockId>,
-    next: Option<BlockId>,
-    previous: Option<BlockId>,
+    first_child: Option<PageId>,
+    next: Option<PageId>,
+    previous: Option<PageId>,
 }
 
 impl PrefixIndex {
     pub(crate) fn new(config: &KvConfig) -> Self {
         Self {
-            by_hash: HashTable::with_capacity(config.num_blocks),
-            entries: vec![None; config.num_blocks],
+            by_hash: HashTable::with_capacity(config.num_pages),
+            entries: vec![None; config.num_pages],
             tokens: vec![0; config.capacity_tokens()],
             block_size: config.block_size.tokens(),
             last: 0,
@@ -130,12 +130,12 @@ impl PrefixIndex {
         self.by_hash.len()
     }
 
-    pub(crate) fn contains(&self, block: BlockId) -> bool {
+    pub(crate) fn contains(&self, block: PageId) -> bool {
         self.entries[block.index()].is_some()
     }
 
     /// The block that holds exactly `tokens` after exactly `before`, and the name of the two together.
-    pub(crate) fn find(&self, before: Prefix, tokens: &[TokenId]) -> Option<(BlockId, Prefix)> {
+    pub(crate) fn find(&self, before: Prefix, tokens: &[TokenId]) -> Option<(PageId, Prefix)> {
         self.find_hashed(self.hash(before, tokens), before, tokens)
     }
 
@@ -144,7 +144,7 @@ impl PrefixIndex {
     /// the two together.
     pub(crate) fn insert(
         &mut self,
-        block: BlockId,
+        block: PageId,
         before: Prefix,
         tokens: &[TokenId],
         salt: Option<&str>,
@@ -182,7 +182,7 @@ impl PrefixIndex {
 
     /// Forgets `block`, and all blocks that continue it: a table that computed the same tokens in another block may have
     /// cached some behind this one, and hold them still. Returns how many that were.
-    pub(crate) fn remove(&mut self, block: BlockId) -> usize {
+    pub(crate) fn remove(&mut self, block: PageId) -> usize {
         let mut forgotten = 0;
         let mut at = block;
         while let Some(entry) = self.entries[at.index()] {
@@ -206,7 +206,7 @@ impl PrefixIndex {
     }
 
     /// Forgets `block`, which no other continues.
-    fn forget(&mut self, block: BlockId, entry: Entry) {
+    fn forget(&mut self, block: PageId, entry: Entry) {
         self.entries[block.index()] = None;
         match (entry.previous, entry.before.block) {
             (Some(previous), _) => self.change(previous, |previous| previous.next = entry.next),
@@ -224,7 +224,7 @@ impl PrefixIndex {
     }
 
     /// Puts `block` first among those that continue `before`.
-    fn link(&mut self, block: BlockId, before: Prefix) {
+    fn link(&mut self, block: PageId, before: Prefix) {
         let Some(parent) = before.block else { return };
         let mut next = None;
         self.change(parent, |parent| next = parent.first_child.replace(block));
@@ -234,7 +234,7 @@ impl PrefixIndex {
         }
     }
 
-    fn change(&mut self, block: BlockId, change: impl FnOnce(&mut Entry)) {
+    fn change(&mut self, block: PageId, change: impl FnOnce(&mut Entry)) {
         change(self.entries[block.index()].as_mut().expect("it is cached"));
     }
 
@@ -249,8 +249,8 @@ impl PrefixIndex {
         &self.tokens[index * self.block_size..][..self.block_size]
     }
 
-    fn find_hashed(&self, hash: u64, before: Prefix, tokens: &[TokenId]) -> Option<(BlockId, Prefix)> {
-        let same = |block: &BlockId| {
+    fn find_hashed(&self, hash: u64, before: Prefix, tokens: &[TokenId]) -> Option<(PageId, Prefix)> {
+        let same = |block: &PageId| {
             self.entries[block.index()].is_some_and(|entry| entry.before == before)
                 && self.tokens[block.index() * self.block_size..].starts_with(tokens)
         };

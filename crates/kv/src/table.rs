@@ -1,4 +1,4 @@
-use plimsoll_core::BlockId;
+use plimsoll_core::PageId;
 
 use crate::prefix::Prefix;
 
@@ -7,7 +7,7 @@ use crate::prefix::Prefix;
 #[derive(Debug)]
 #[must_use = "a table that is not released leaks its blocks"]
 pub struct BlockTable {
-    pub(crate) blocks: Vec<BlockId>,
+    pub(crate) blocks: Vec<PageId>,
     /// Tokens whose KV is computed.
     pub(crate) computed: usize,
     /// Names the tokens of all full computed blocks.
@@ -18,7 +18,7 @@ pub struct BlockTable {
 
 impl BlockTable {
     /// The blocks; block `i` holds the tokens from `i * block_size` on.
-    pub fn blocks(&self) -> &[BlockId] {
+    pub fn blocks(&self) -> &[PageId] {
         &self.blocks
     }
 

@@ -1,13 +1,14 @@
 //! What the manager promises, one promise at a time.
 
-use plimsoll_core::{BlockSize, CacheEvent, KvConfig, TokenId};
+use plimsoll_core::{BlockSize, CacheEvent, CacheGroups, KvConfig, TokenId};
 use plimsoll_kv::{BlockTable, KvManager, OutOfBlocks, Sharing};
 
 fn manager(num_blocks: usize) -> KvManager {
     KvManager::new(
         KvConfig {
             block_size: BlockSize::new(8).expect("8 is legal"),
-            num_blocks,
+            num_pages: num_blocks,
+            groups: CacheGroups::default(),
         },
         true,
     )
@@ -185,7 +186,8 @@ fn without_prefix_caching_nothing_is_kept() {
     let mut manager = KvManager::new(
         KvConfig {
             block_size: BlockSize::default(),
-            num_blocks: 4,
+            num_pages: 4,
+            groups: CacheGroups::default(),
         },
         false,
     );

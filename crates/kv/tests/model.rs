@@ -4,7 +4,7 @@
 #[path = "../../sim/src/router.rs"]
 mod router;
 
-use plimsoll_core::{BlockId, BlockSize, KvConfig, TokenId};
+use plimsoll_core::{BlockSize, CacheGroups, KvConfig, PageId, TokenId};
 use plimsoll_kv::{BlockTable, KvManager, Sharing};
 use proptest::{collection::vec, prelude::*};
 use router::Router;
@@ -25,7 +25,7 @@ const SALTED: u64 = u64::MAX;
 #[derive(Default)]
 struct Naive {
     /// Free blocks, next to be taken first.
-    free: Vec<BlockId>,
+    free: Vec<PageId>,
     cached: Vec<Option<Cached>>,
     tables: Vec<NaiveTable>,
     last_number: u64,
@@ -33,14 +33,14 @@ struct Naive {
 
 #[derive(Clone, Debug)]
 struct NaiveTable {
-    blocks: Vec<BlockId>,
+    blocks: Vec<PageId>,
     computed: usize,
     before: u64,
 }
 
 impl Naive {
     fn new(num_blocks: usize) -> Self {
-        let free = (0..num_blocks as u32).map(BlockId).collect();
+        let free = (0..num_blocks as u32).map(PageId).collect();
         Self {
             free,
             cached: vec![None; num_blocks],
@@ -48,7 +48,7 @@ impl Naive {
         }
     }
 
-    fn find(&self, before: u64, tokens: &[TokenId]) -> Option<BlockId> {
+    fn find(&self, before: u64, tokens: &[TokenId]) -> Option<PageId> {
         let same = |c: &Option<Cached>| {
             c.as_ref()
                 .is_some_and(|c| c.before == before && c.tokens == tokens)
@@ -56,10 +56,10 @@ impl Naive {
         self.cached
             .iter()
             .position(same)
-            .map(|index| BlockId(index as u32))
+            .map(|index| PageId(index as u32))
     }
 
-    fn number(&self, block: BlockId) -> Option<u64> {
+    fn number(&self, block: PageId) -> Option<u64> {
         self.cached[block.index()].as_ref().map(|cached| cached.number)
     }
 
@@ -69,7 +69,7 @@ impl Naive {
     }
 
     /// Nothing comes after what is not there.
-    fn evict(&mut self, block: BlockId) {
+    fn evict(&mut self, block: PageId) {
         self.cached[block.index()] = None;
         for _ in 0..self.cached.len() {
             for index in 0..self.cached.len() {
@@ -206,7 +206,7 @@ proptest! {
     #[test]
     fn does_what_the_naive_model_does(num_blocks in 1..12usize, ops in vec(op(), 1..80)) {
         let block_size = BlockSize::new(BLOCK_SIZE).expect("8 is legal");
-        let mut manager = KvManager::new(KvConfig { block_size, num_blocks }, true);
+        let mut manager = KvManager::new(KvConfig { block_size, num_pages: num_blocks, groups: CacheGroups::default() }, true);
         let mut naive = Naive::new(num_blocks);
         let mut open: Vec<Open> = Vec::new();
         manager.record_events();

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use plimsoll_core::{
-    BlockId, KvConfig, Pooling, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan, TokenId,
+    KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan, TokenId,
 };
 use plimsoll_kernels::RunMeta;
 
@@ -91,18 +91,21 @@ impl Bounds {
         };
         let block_size = self.kv.block_size;
         let needed = block_size.blocks_for(end);
-        let Some(blocks) = run.blocks.get(..needed) else {
+        let [table] = &run.tables[..] else {
+            return Err(format!("{} block tables; 1 is needed", run.tables.len()));
+        };
+        let Some(blocks) = table.pages.get(..needed) else {
             return Err(format!(
                 "{} blocks for {end} tokens; {needed} are needed",
-                run.blocks.len()
+                table.pages.len()
             ));
         };
-        if let Some(block) = blocks.iter().find(|block| block.index() >= self.kv.num_blocks) {
-            return Err(format!("block {} of {}", block.0, self.kv.num_blocks));
+        if let Some(block) = blocks.iter().find(|block| block.index() >= self.kv.num_pages) {
+            return Err(format!("block {} of {}", block.0, self.kv.num_pages));
         }
         // The rows of a run are written in parallel.
         let written = &blocks[run.start / block_size.tokens()..];
-        let distinct: HashSet<BlockId> = written.iter().copied().collect();
+        let distinct: HashSet<PageId> = written.iter().copied().collect();
         match distinct.len() == written.len() {
             true => Ok(()),
             false => Err("a block to be written is in its table twice".to_owned()),
@@ -169,7 +172,7 @@ impl<'a> Batch<'a> {
                 first_row,
                 len,
                 start: run.start,
-                blocks: &run.blocks,
+                blocks: &run.tables[0].pages,
             });
             first_row += len;
         }

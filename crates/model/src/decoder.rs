@@ -199,7 +199,7 @@ fn kv_layers<'a, E: KvElement>(
         head_dim: spec.head_dim,
         block_size: config.block_size,
     };
-    let elements = layout.elements(config.num_blocks);
+    let elements = layout.elements(config.num_pages);
     // At least 1, as a cache without blocks has nothing to chunk.
     slab.as_mut_slice::<E>()
         .chunks_exact_mut((2 * elements).max(1))

@@ -137,7 +137,7 @@ impl Footprint {
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        let tokens = (config.num_blocks as u64).saturating_mul(config.block_size.tokens() as u64);
+        let tokens = (config.num_pages as u64).saturating_mul(config.block_size.tokens() as u64);
         self.kv_bytes_per_token().saturating_mul(tokens)
     }
 

@@ -66,7 +66,7 @@ impl KvCache {
             config.block_size.tokens(),
         ]
         .into_iter()
-        .try_fold(config.num_blocks, usize::checked_mul)
+        .try_fold(config.num_pages, usize::checked_mul)
         .ok_or_else(|| budget.oom(Component::Kv, u64::MAX))?;
         Ok(Self {
             slab: Slab::with(budget, Component::Kv, bytes, touches)?,

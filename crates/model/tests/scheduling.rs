@@ -8,7 +8,7 @@ use common::malformed::refuses_malformed_plans;
 use common::requests::{Disturbance, Request, serve};
 use common::scores::{in_chunks, scored_run};
 use common::*;
-use plimsoll_core::{BlockId, Executor, RunInput, TokenId};
+use plimsoll_core::{Executor, PageId, RunInput, TokenId};
 use plimsoll_model::{KvCacheDtype, Model};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -105,7 +105,7 @@ fn many_rows_sample_in_chunks() {
         .build_state(&state_config(8, 100), &limits, &budget(), &mut || {})
         .unwrap();
     let with_sample = |id: u64| {
-        let mut run = run(id, 0, &[id as u32 + 3, 9], &[BlockId(id as u32)]);
+        let mut run = run(id, 0, &[id as u32 + 3, 9], &[PageId(id as u32)]);
         run.sample = (id % 7 != 3).then(|| greedy_spec(0));
         run
     };
@@ -163,7 +163,7 @@ fn prompt_logprobs_do_not_depend_on_scheduling() {
             assert_eq!(found, expected, "{name}, chunks of {len}");
         }
         let mut runner = runner(&model, 16, NUM_BLOCKS as usize);
-        let neighbour = |id: u64, blocks: &[BlockId]| {
+        let neighbour = |id: u64, blocks: &[PageId]| {
             let mut run = run(id, 0, &prompt[..20], blocks);
             run.sample = Some(greedy_spec(0));
             run

@@ -66,7 +66,7 @@ pub fn profile_rank<T: Target>(
         probe: found.probe,
         attempts: found.attempts,
         left_out: found.validated.left_out().to_vec(),
-        kv_blocks: found.validated.config().kv.num_blocks,
+        kv_blocks: found.validated.config().kv.num_pages,
         bound: found.bound,
         seconds: started.elapsed().as_secs_f64(),
     };

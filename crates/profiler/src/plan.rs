@@ -113,7 +113,7 @@ impl Plan {
         self.kv_blocks > 0
             && self.cuts < MAX_ATTEMPTS
             && measured.kv_tokens == kv.capacity_tokens()
-            && u128::from(measured.kv_bytes) >= u128::from(spec.block_bytes()) * kv.num_blocks as u128
+            && u128::from(measured.kv_bytes) >= u128::from(spec.block_bytes()) * kv.num_pages as u128
             && u128::from(measured.peak_reserved) >= held.iter().sum()
             && measured.peak_used <= measured.peak_reserved
             && measured.scratch_bytes <= total

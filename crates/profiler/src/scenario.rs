@@ -2,8 +2,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockId, KvConfig, Pooling, RequestId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams,
-    ScoreSpec, StepLimits, StepPlan, TokenId,
+    GroupTable, KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, SamplingOptions,
+    SamplingParams, ScoreSpec, StepLimits, StepPlan, TokenId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -182,7 +182,7 @@ impl Shapes {
             max_num_seqs,
             ..
         } = self.limits;
-        max_num_seqs.min(max_num_batched_tokens).min(self.kv.num_blocks)
+        max_num_seqs.min(max_num_batched_tokens).min(self.kv.num_pages)
     }
 
     /// Longest row that fits the step, the context and the cache.
@@ -269,7 +269,7 @@ impl Shapes {
         let (rows, block) = (self.max_rows(), self.kv.block_size.tokens());
         // Beyond the one token and the one block that each row has.
         let mut tokens_left = max_num_batched_tokens - rows;
-        let mut blocks_left = self.kv.num_blocks - rows;
+        let mut blocks_left = self.kv.num_pages - rows;
         let mut plan = Vec::with_capacity(rows);
         for _ in 0..rows {
             let len = (1 + tokens_left)
@@ -329,21 +329,18 @@ impl Shapes {
         let runs = rows.iter().enumerate().map(|(index, row)| {
             let prefix = row.start / self.kv.block_size.tokens();
             // Contexts share what nobody writes, or all blocks if everything is written.
-            let shared = self.kv.num_blocks.saturating_sub(total_written);
+            let shared = self.kv.num_pages.saturating_sub(total_written);
             let read = |i: usize| {
                 if shared > 0 {
                     total_written + i % shared
                 } else {
-                    i % self.kv.num_blocks
+                    i % self.kv.num_pages
                 }
             };
             let own = written..written + self.written(row);
             written = own.end;
-            let blocks = (0..prefix)
-                .map(read)
-                .chain(own)
-                .map(|block| BlockId(block as u32))
-                .collect();
+            let blocks = (0..prefix).map(read).chain(own);
+            let pages = blocks.map(|block| PageId(block as u32)).collect();
             let history = if params.needs_history() {
                 self.tokens(0..row.end)
             } else {
@@ -370,7 +367,7 @@ impl Shapes {
                 request: RequestId(u64::MAX - index as u64),
                 start: row.start,
                 input: RunInput::Known(self.tokens(row.start..row.end)),
-                blocks,
+                tables: vec![GroupTable::whole(pages)],
                 sample: (!goes_on && self.pooling.is_none()).then_some(sample),
                 score: (scores && scored > 0 && self.pooling.is_none()).then_some(score),
                 pool: self.pooling,

@@ -1,6 +1,6 @@
 use std::hash::Hash;
 
-use plimsoll_core::{BlockSize, KvConfig, Pooling, StepLimits};
+use plimsoll_core::{BlockSize, CacheGroups, KvConfig, Pooling, StepLimits};
 use serde::Serialize;
 
 use crate::{Disabled, Plan, ProfileError};
@@ -147,7 +147,8 @@ impl ProfileSpec {
     pub(crate) fn kv(&self, num_blocks: usize) -> KvConfig {
         KvConfig {
             block_size: self.block_size,
-            num_blocks,
+            num_pages: num_blocks,
+            groups: CacheGroups::default(),
         }
     }
 

@@ -44,7 +44,7 @@ fn full_blocks(spec: &ProfileSpec, findings: &Findings) -> Option<usize> {
         return Some(arithmetic.full_blocks());
     }
     // The steps of a smaller cache than a probe's are smaller too.
-    if findings.kv_blocks < spec.probe_kv().num_blocks {
+    if findings.kv_blocks < spec.probe_kv().num_pages {
         return None;
     }
     let ready = &findings.ready;

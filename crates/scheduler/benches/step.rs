@@ -1,8 +1,8 @@
 //! What a step costs on the host: `cargo bench -p plimsoll-scheduler`.
 
 use plimsoll_core::{
-    BlockSize, KvConfig, Limits, Request, RequestId, RequestOptions, Sampled, StepLimits, StepOutput,
-    StepPlan,
+    BlockSize, CacheGroups, KvConfig, Limits, Request, RequestId, RequestOptions, Sampled, StepLimits,
+    StepOutput, StepPlan,
 };
 use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 
@@ -16,7 +16,8 @@ fn main() {
 fn running(requests: usize, prompt: usize) -> Scheduler {
     let kv = KvConfig {
         block_size: BlockSize::default(),
-        num_blocks: 1 << 20,
+        num_pages: 1 << 20,
+        groups: CacheGroups::default(),
     };
     let limits = StepLimits {
         max_num_batched_tokens: requests * prompt,

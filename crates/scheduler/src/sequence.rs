@@ -1,8 +1,8 @@
 use std::ops::Range;
 
 use plimsoll_core::{
-    BlockSize, ConstraintError, FinishReason, Guide, Pooling, Progress, Request, Run, RunInput, SampleSpec,
-    ScoreSpec, TokenId,
+    BlockSize, ConstraintError, FinishReason, GroupTable, Guide, Pooling, Progress, Request, Run, RunInput,
+    SampleSpec, ScoreSpec, TokenId,
 };
 use plimsoll_kv::{BlockTable, Sharing};
 
@@ -178,7 +178,9 @@ impl Running {
             request: self.sequence.request.id(),
             start,
             input,
-            blocks: self.table.blocks()[..block_size.blocks_for(end)].to_vec(),
+            tables: vec![GroupTable::whole(
+                self.table.blocks()[..block_size.blocks_for(end)].to_vec(),
+            )],
             sample,
             score,
             pool,

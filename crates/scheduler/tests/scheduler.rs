@@ -1,8 +1,9 @@
 //! What the scheduler promises, one promise at a time; the simulator tests them all together.
 
 use plimsoll_core::{
-    BlockSize, Event, FinishReason, KvConfig, Limits, PromptLogprob, Request, RequestId, RequestOptions,
-    RunInput, Sampled, SamplingOptions, StepError, StepLimits, StepOutput, StepPlan, TenantId, TokenId,
+    BlockSize, CacheGroups, Event, FinishReason, KvConfig, Limits, PromptLogprob, Request, RequestId,
+    RequestOptions, RunInput, Sampled, SamplingOptions, StepError, StepLimits, StepOutput, StepPlan,
+    TenantId, TokenId,
 };
 use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 
@@ -18,7 +19,8 @@ fn scheduler(max_num_batched_tokens: usize, max_num_seqs: usize, num_blocks: usi
         },
         kv: KvConfig {
             block_size: BlockSize::new(8).expect("8 is legal"),
-            num_blocks,
+            num_pages: num_blocks,
+            groups: CacheGroups::default(),
         },
         enable_prefix_caching: true,
         patience: PATIENCE,
@@ -363,7 +365,8 @@ fn a_lost_cache_sends_everybody_back_with_their_tokens() {
     }
     let kv = |num_blocks| KvConfig {
         block_size: BlockSize::new(8).expect("8 is legal"),
-        num_blocks,
+        num_pages: num_blocks,
+        groups: CacheGroups::default(),
     };
     // 68 tokens no longer fit, 28 do.
     let events = scheduler.reset(kv(5));
@@ -394,7 +397,8 @@ fn a_cache_is_not_replaced_under_a_step() {
     let _plan = scheduler.plan();
     let kv = KvConfig {
         block_size: BlockSize::default(),
-        num_blocks: 20,
+        num_pages: 20,
+        groups: CacheGroups::default(),
     };
     scheduler.reset(kv);
 }
@@ -457,7 +461,8 @@ fn what_was_scored_is_not_scored_again_after_a_loss() {
     step(&mut scheduler, 0);
     scheduler.reset(KvConfig {
         block_size: BlockSize::new(8).expect("8 is legal"),
-        num_blocks: 20,
+        num_pages: 20,
+        groups: CacheGroups::default(),
     });
     let (plan, events) = step(&mut scheduler, 0);
     assert_eq!((shape(&plan), scores(&plan)), (vec![(1, 0, 12, false)], None));

@@ -244,7 +244,7 @@ impl Metrics {
     fn write_cache_config(&self, page: &mut String, kv: KvConfig) {
         let Name(ours, other, help) = CACHE_CONFIG;
         let labels = self.label_text();
-        let (size, blocks) = (kv.block_size, kv.num_blocks);
+        let (size, blocks) = (kv.block_size, kv.num_pages);
         for text in [Some(ours), other].into_iter().flatten() {
             let _ = writeln!(
                 page,

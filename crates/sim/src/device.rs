@@ -431,7 +431,7 @@ impl Target for VirtualDevice {
         };
         let kv = self.allocate(
             Component::Kv,
-            block_bytes.saturating_mul(config.kv.num_blocks as u64),
+            block_bytes.saturating_mul(config.kv.num_pages as u64),
         )?;
         piece(Piece::Memory);
         let arena = match config.scratch {

@@ -5,7 +5,7 @@ use std::{
 };
 
 use plimsoll_core::{
-    BlockId, Executor, FillMasks, KvConfig, Pooling, PromptLogprob, RequestId, Run, RunInput, Sampled,
+    Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run, RunInput, Sampled,
     ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 
@@ -132,17 +132,20 @@ impl SimExecutor {
             if let Some(score) = &run.score {
                 check_score(run, score).map_err(|broken| format!("{id} {broken}"))?;
             }
-            if run.blocks.len() < block_size.blocks_for(run.end()) {
+            if run.tables.len() != 1 {
+                return Err(format!("{id} has {} block tables", run.tables.len()));
+            }
+            if run.tables[0].pages.len() < block_size.blocks_for(run.end()) {
                 return Err(format!(
                     "{id} has {} blocks for {} tokens",
-                    run.blocks.len(),
+                    run.tables[0].pages.len(),
                     run.end()
                 ));
             }
-            if let Some(block) = run
-                .blocks
+            if let Some(block) = run.tables[0]
+                .pages
                 .iter()
-                .find(|block| block.index() >= self.config.kv.num_blocks)
+                .find(|block| block.index() >= self.config.kv.num_pages)
             {
                 return Err(format!("{id} names block {}", block.0));
             }
@@ -172,7 +175,7 @@ impl SimExecutor {
         }
         for run in &plan.runs {
             let mut seen = HashSet::new();
-            for block in &run.blocks {
+            for block in &run.tables[0].pages {
                 if writers.get(block).is_some_and(|&writer| writer != run.request) || !seen.insert(block) {
                     return Err(format!(
                         "{} uses block {}, which is written meanwhile",
@@ -184,14 +187,14 @@ impl SimExecutor {
         Ok(())
     }
 
-    fn written<'a>(&self, run: &'a Run) -> &'a [BlockId] {
+    fn written<'a>(&self, run: &'a Run) -> &'a [PageId] {
         let block_size = self.config.kv.block_size;
-        &run.blocks[run.start / block_size.tokens()..block_size.blocks_for(run.end())]
+        &run.tables[0].pages[run.start / block_size.tokens()..block_size.blocks_for(run.end())]
     }
 
     fn slot(&self, run: &Run, position: usize) -> usize {
         let block_size = self.config.kv.block_size.tokens();
-        run.blocks[position / block_size].index() * block_size + position % block_size
+        run.tables[0].pages[position / block_size].index() * block_size + position % block_size
     }
 
     /// The log-probabilities that the run asks for go to `scores`, its rows to `pooled`.

@@ -176,7 +176,7 @@ impl<'a> Life<'a> {
     /// The device loses everything, once the steps in flight are over.
     fn reset(&mut self, reset: &Reset) -> Result<(), String> {
         while self.finish()? {}
-        self.kv.num_blocks = reset.num_blocks;
+        self.kv.num_pages = reset.num_blocks;
         self.executor = executor(self.workload, self.kv);
         for client in self.clients.values_mut() {
             // Whoever ran may return at once.

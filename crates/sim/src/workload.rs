@@ -1,5 +1,5 @@
 use plimsoll_core::{
-    Bans, BlockSize, Constraint, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions,
+    Bans, BlockSize, CacheGroups, Constraint, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions,
     SamplingOptions, StepLimits, TenantId, TokenId,
 };
 use plimsoll_scheduler::SchedulerConfig;
@@ -62,7 +62,8 @@ impl Workload {
         };
         let kv = KvConfig {
             block_size,
-            num_blocks,
+            num_pages: num_blocks,
+            groups: CacheGroups::default(),
         };
         let limits = StepLimits {
             max_num_batched_tokens: *[1, 3, 8, 17, 64, 500].choose(rng).expect("there are limits"),

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockId, BlockSize, Executor, KvConfig, Limits, Request, RequestId, RequestOptions, Run, RunInput,
-    SampleSpec, SamplingOptions, SamplingParams, StepError, StepLimits, StepPlan, TokenId,
+    BlockSize, CacheGroups, Executor, GroupTable, KvConfig, Limits, PageId, Request, RequestId,
+    RequestOptions, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams, StepError, StepLimits,
+    StepPlan, TokenId,
 };
 use plimsoll_sim::{Context, Fault, SimConfig, SimExecutor, SimModel, StepTime, oracle};
 
@@ -12,7 +13,8 @@ fn executor() -> SimExecutor {
     SimExecutor::new(SimConfig {
         kv: KvConfig {
             block_size: BlockSize::new(8).expect("8 is legal"),
-            num_blocks: 4,
+            num_pages: 4,
+            groups: CacheGroups::default(),
         },
         limits: StepLimits {
             max_num_batched_tokens: 16,
@@ -25,12 +27,12 @@ fn executor() -> SimExecutor {
 }
 
 fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[u32]) -> Run {
-    let blocks = blocks.iter().copied().map(BlockId).collect();
+    let pages = blocks.iter().copied().map(PageId).collect();
     Run {
         request: RequestId(request),
         start,
         input: RunInput::Known(tokens.to_vec()),
-        blocks,
+        tables: vec![GroupTable::whole(pages)],
         sample: None,
         score: None,
         pool: None,

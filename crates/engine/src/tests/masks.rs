@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use plimsoll_core::{
-    BlockSize, Constraint, ConstraintError, Executor, FillMasks, FinishReason, KvConfig, Progress, Request,
-    RequestOptions, Run, Sampled, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    BlockSize, CacheGroups, Constraint, ConstraintError, Executor, FillMasks, FinishReason, KvConfig,
+    Progress, Request, RequestOptions, Run, Sampled, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_scheduler::SchedulerConfig;
 
@@ -184,7 +184,8 @@ impl Rig {
             },
             kv: KvConfig {
                 block_size: BlockSize::new(8).unwrap(),
-                num_blocks,
+                num_pages: num_blocks,
+                groups: CacheGroups::default(),
             },
             enable_prefix_caching: true,
             patience: 1000,

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use plimsoll_core::{
-    BlockSize, DeviceTime, Executor, FillMasks, FinishReason, KvConfig, Request, RequestOptions, Run,
-    Sampled, StepError, StepLimits, StepOutput, StepPlan,
+    BlockSize, CacheGroups, DeviceTime, Executor, FillMasks, FinishReason, KvConfig, Request, RequestOptions,
+    Run, Sampled, StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_scheduler::SchedulerConfig;
 
@@ -106,7 +106,8 @@ async fn serve(steps_in_flight: usize) -> EngineStats {
         },
         kv: KvConfig {
             block_size: BlockSize::default(),
-            num_blocks: 256 * 16,
+            num_pages: 256 * 16,
+            groups: CacheGroups::default(),
         },
         enable_prefix_caching: true,
         patience: 1000,

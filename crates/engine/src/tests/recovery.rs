@@ -306,7 +306,7 @@ async fn a_smaller_state_serves_what_fits_it() {
     assert_eq!(read(short).await, (expected(3, 30), Ok(FinishReason::Length)));
     assert_eq!(read(long).await, (expected(2, 251), Ok(FinishReason::Length)));
     assert_eq!(rig.engine.limits().kv_capacity_tokens, 256);
-    assert_eq!(rig.engine.kv().num_blocks, 16);
+    assert_eq!(rig.engine.kv().num_pages, 16);
     let health = rig.engine.health();
     assert_eq!((health.phase, health.outage), (Phase::Running, None));
 }

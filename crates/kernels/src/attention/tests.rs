@@ -1,5 +1,5 @@
 use half::f16;
-use plimsoll_core::{BlockId, BlockSize};
+use plimsoll_core::{BlockSize, PageId};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -20,7 +20,7 @@ struct Case {
 struct Request {
     qkv: Vec<f32>,
     len: usize,
-    table: Vec<BlockId>,
+    table: Vec<PageId>,
 }
 
 impl Case {
@@ -38,7 +38,7 @@ impl Case {
             .iter()
             .map(|&len| layout.block_size.blocks_for(len))
             .sum::<usize>();
-        let mut free: Vec<BlockId> = (0..blocks as u32).map(BlockId).collect();
+        let mut free: Vec<PageId> = (0..blocks as u32).map(PageId).collect();
         free.shuffle(rng);
         let width = (heads + 2 * kv_heads) * layout.head_dim;
         let request = |&len: &usize| Request {
@@ -241,8 +241,8 @@ fn scratch_does_not_grow_with_the_context() {
             block_size: BlockSize::default(),
         };
         let kv = vec![0f32; layout.elements(layout.block_size.blocks_for(len))];
-        let table: Vec<BlockId> = (0..layout.block_size.blocks_for(len) as u32)
-            .map(BlockId)
+        let table: Vec<PageId> = (0..layout.block_size.blocks_for(len) as u32)
+            .map(PageId)
             .collect();
         let arena = arena();
         let run = RunMeta {
@@ -283,9 +283,9 @@ fn heads_are_normalised_then_rotated() {
         let frequencies: Vec<f32> = (0..pairs)
             .map(|i| 1e4f32.powf(-(i as f32) / pairs as f32))
             .collect();
-        let table: Vec<BlockId> = (0..layout.block_size.blocks_for(start + 3) as u32)
+        let table: Vec<PageId> = (0..layout.block_size.blocks_for(start + 3) as u32)
             .rev()
-            .map(BlockId)
+            .map(PageId)
             .collect();
         let runs = [RunMeta {
             first_row: 0,

@@ -1,7 +1,7 @@
 //! Attention of one row per request over the paged cache.
 
 use half::bf16;
-use plimsoll_core::{BlockId, BlockSize, Scratch};
+use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::cuda::{DecodeArgs, DecodeItem, DecodeKernels, DecodePlanner, GpuRun};
@@ -265,7 +265,7 @@ fn on_cpu(case: &Case) -> Vec<f32> {
             to[index % head_dim * size + index / head_dim] = value.to_f32();
         }
     }
-    let blocks: Vec<BlockId> = case.blocks.iter().map(|&b| BlockId(b as u32)).collect();
+    let blocks: Vec<PageId> = case.blocks.iter().map(|&b| PageId(b as u32)).collect();
     let runs: Vec<RunMeta<'_>> = case
         .runs
         .iter()

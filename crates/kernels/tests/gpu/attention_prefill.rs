@@ -1,7 +1,7 @@
 //! Attention of prompts and chunks over the paged cache.
 
 use half::bf16;
-use plimsoll_core::{BlockId, BlockSize, Scratch};
+use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::cuda::{GpuRun, PrefillArgs, PrefillItem, PrefillKernels};
@@ -207,7 +207,7 @@ impl Case {
                 *x = from[i % size * dim + i / size].to_f32();
             }
         }
-        let blocks: Vec<BlockId> = self.blocks.iter().map(|&block| BlockId(block as u32)).collect();
+        let blocks: Vec<PageId> = self.blocks.iter().map(|&block| PageId(block as u32)).collect();
         let (mut q, mut runs, mut rows) = (Vec::new(), Vec::new(), 0);
         for run in &self.runs {
             for row in run.first_row..run.first_row + run.len {

@@ -3,7 +3,7 @@
 mod rope;
 
 use half::{bf16, f16};
-use plimsoll_core::{BlockId, BlockSize};
+use plimsoll_core::{BlockSize, PageId};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels as cpu;

@@ -157,7 +157,7 @@ impl GpuFootprint {
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        let tokens = (config.num_blocks as u64).saturating_mul(config.block_size.tokens() as u64);
+        let tokens = (config.num_pages as u64).saturating_mul(config.block_size.tokens() as u64);
         mapped(self.kv_bytes_per_token().saturating_mul(tokens))
     }
 

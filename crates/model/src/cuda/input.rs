@@ -394,7 +394,7 @@ impl StepInputs {
         let mut row = 0;
         for run in &plan.runs {
             for position in run.start..run.end() {
-                let block = run.blocks[position / block_size];
+                let block = run.tables[0].pages[position / block_size];
                 slots[row] = (block.index() * block_size + position % block_size) as i32;
                 row += 1;
             }
@@ -432,7 +432,7 @@ impl StepInputs {
         let blocks = self.staging.host(slot, input.blocks);
         let mut at = 0;
         for run in &plan.runs {
-            for block in &run.blocks[..self.kv.block_size.blocks_for(run.end())] {
+            for block in &run.tables[0].pages[..self.kv.block_size.blocks_for(run.end())] {
                 blocks[at] = block.0 as i32;
                 at += 1;
             }

@@ -73,7 +73,7 @@ impl GpuRunner {
         };
         let kv_bytes = model
             .kv_bytes_per_block(config.kv.block_size)
-            .checked_mul(config.kv.num_blocks as u64)
+            .checked_mul(config.kv.num_pages as u64)
             .and_then(|bytes| usize::try_from(bytes).ok())
             .ok_or_else(|| gpu.budget().oom(Component::Kv, u64::MAX))?;
         let planners = model

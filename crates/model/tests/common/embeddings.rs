@@ -1,6 +1,6 @@
 //! Vectors: what transformers computed, and how to ask for them.
 
-use plimsoll_core::{BlockId, Executor, Pooling, Run, TokenId};
+use plimsoll_core::{Executor, PageId, Pooling, Run, TokenId};
 use plimsoll_model::{ServeAs, Task};
 use serde::Deserialize;
 
@@ -66,7 +66,7 @@ pub fn pooled_run(
     request: u64,
     prompt: &[TokenId],
     (start, end): (usize, usize),
-    blocks: &[BlockId],
+    blocks: &[PageId],
     pooling: Pooling,
 ) -> Run {
     let mut run = run(request, start, &prompt[start..end], blocks);

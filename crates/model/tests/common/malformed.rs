@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{BlockId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams, ScoreSpec};
+use plimsoll_core::{PageId, Run, RunInput, SampleSpec, SamplingOptions, SamplingParams, ScoreSpec};
 
 use super::{Oracle, blocks, greedy_spec, plan, run};
 
@@ -50,7 +50,7 @@ pub fn refuses_malformed_plans(runner: &mut impl Oracle) {
             "longest context",
         ),
         (
-            vec![run(1, 0, &[5; 20], &[BlockId(1), BlockId(1), BlockId(2)])],
+            vec![run(1, 0, &[5; 20], &[PageId(1), PageId(1), PageId(2)])],
             "twice",
         ),
         (vec![good(), good()], "twice"),

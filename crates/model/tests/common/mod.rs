@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockId, BlockSize, Executor, KvConfig, RequestId, Run, RunInput, SampleSpec, SamplingParams, Scratch,
-    StateConfig, StepError, StepLimits, StepPlan, TokenId,
+    BlockSize, CacheGroups, Executor, GroupTable, KvConfig, PageId, RequestId, Run, RunInput, SampleSpec,
+    SamplingParams, Scratch, StateConfig, StepError, StepLimits, StepPlan, TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
@@ -90,7 +90,8 @@ pub fn state_config(block_size: usize, num_blocks: usize) -> StateConfig {
     StateConfig {
         kv: KvConfig {
             block_size: BlockSize::new(block_size).unwrap(),
-            num_blocks,
+            num_pages: num_blocks,
+            groups: CacheGroups::default(),
         },
         scratch: Scratch::Growable,
         canary_bytes: 0,
@@ -132,12 +133,12 @@ pub fn greedy_spec(index: usize) -> SampleSpec {
     }
 }
 
-pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[BlockId]) -> Run {
+pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) -> Run {
     Run {
         request: RequestId(request),
         start,
         input: RunInput::Known(tokens.to_vec()),
-        blocks: blocks.to_vec(),
+        tables: vec![GroupTable::whole(blocks.to_vec())],
         sample: None,
         score: None,
         pool: None,
@@ -148,15 +149,15 @@ pub fn plan(runs: Vec<Run>) -> StepPlan {
     StepPlan { step: 0, runs }
 }
 
-pub fn blocks(range: std::ops::Range<u32>) -> Vec<BlockId> {
-    range.map(BlockId).collect()
+pub fn blocks(range: std::ops::Range<u32>) -> Vec<PageId> {
+    range.map(PageId).collect()
 }
 
 /// Continues `prompt` alone in `runner`: the whole prompt in one step, then token after token.
 pub fn greedy_alone(
     runner: &mut impl Executor,
     prompt: &[TokenId],
-    blocks: &[BlockId],
+    blocks: &[PageId],
     len: usize,
 ) -> Vec<TokenId> {
     let mut out = Vec::new();

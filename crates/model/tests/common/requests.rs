@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockId, Executor, Run, RunInput, SampleSpec, Sampled, SamplingOptions, SamplingParams, StepLimits,
+    Executor, PageId, Run, RunInput, SampleSpec, Sampled, SamplingOptions, SamplingParams, StepLimits,
     StepOutput, TokenId,
 };
 use rand::rngs::StdRng;
@@ -25,7 +25,7 @@ pub struct Request {
     pub output: Vec<TokenId>,
     /// Tokens in the cache, or on their way to it.
     pub computed: usize,
-    pub blocks: Vec<BlockId>,
+    pub blocks: Vec<PageId>,
     /// The step launched last samples for it, and nothing was found wrong with that token.
     fresh: bool,
     /// A token is being sampled: it counts, but is not known yet.
@@ -168,7 +168,7 @@ impl Request {
     }
 
     /// Begins again. Nothing of it is in flight.
-    fn preempt(&mut self) -> Vec<BlockId> {
+    fn preempt(&mut self) -> Vec<PageId> {
         (self.computed, self.fresh) = (0, false);
         std::mem::take(&mut self.blocks)
     }
@@ -258,7 +258,7 @@ pub fn serve(
 
 fn next_step(
     requests: &mut [Request],
-    free: &mut Vec<BlockId>,
+    free: &mut Vec<PageId>,
     how: &Disturbance,
     rng: &mut StdRng,
 ) -> (Vec<Run>, Vec<Flight>) {
@@ -313,7 +313,7 @@ fn finish(
     runner: &mut impl Executor,
     requests: &mut [Request],
     flight: Vec<Flight>,
-    free: &mut Vec<BlockId>,
+    free: &mut Vec<PageId>,
     judge: &mut dyn FnMut(&Request, &Sampled) -> TokenId,
 ) {
     let output = runner.finish().unwrap();

@@ -1,11 +1,11 @@
 //! Log-probabilities of prompts: how to ask for them, and what they are by definition.
 
-use plimsoll_core::{BlockId, Executor, PromptLogprob, Run, ScoreSpec, TokenId};
+use plimsoll_core::{Executor, PageId, PromptLogprob, Run, ScoreSpec, TokenId};
 
 use super::{greedy_spec, plan, run};
 
 /// A chunk of `prompt` that starts at `start`, scored but for the rows before `first`.
-pub fn scored_run(prompt: &[TokenId], start: usize, len: usize, first: usize, table: &[BlockId]) -> Run {
+pub fn scored_run(prompt: &[TokenId], start: usize, len: usize, first: usize, table: &[PageId]) -> Run {
     let end = start + len;
     let mut run = run(1, start, &prompt[start..end], table);
     let targets = &prompt[start + first + 1..prompt.len().min(end + 1)];
@@ -23,7 +23,7 @@ pub fn in_chunks(
     executor: &mut impl Executor,
     prompt: &[TokenId],
     len: usize,
-    table: &[BlockId],
+    table: &[PageId],
 ) -> Vec<PromptLogprob> {
     let mut found = Vec::new();
     for (index, chunk) in prompt.chunks(len).enumerate() {

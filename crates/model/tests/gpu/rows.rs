@@ -4,8 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockId, Executor, Run, SampleSpec, Sampled, SamplingOptions, SamplingParams, Scratch, StepLimits,
-    TokenId,
+    Executor, PageId, Run, SampleSpec, Sampled, SamplingOptions, SamplingParams, Scratch, StepLimits, TokenId,
 };
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuModel, GpuRunner};
@@ -72,7 +71,7 @@ impl Case {
         }
     }
 
-    fn table(&self, setup: &Setup, slot: u32) -> Vec<BlockId> {
+    fn table(&self, setup: &Setup, slot: u32) -> Vec<PageId> {
         let blocks_each = (self.room / setup.block_size) as u32;
         blocks(slot * blocks_each..(slot + 1) * blocks_each)
     }

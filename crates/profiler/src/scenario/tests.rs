@@ -1,6 +1,6 @@
 use std::collections::HashSet;
 
-use plimsoll_core::BlockSize;
+use plimsoll_core::{BlockSize, CacheGroups};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -18,7 +18,8 @@ fn limits(batched: usize, seqs: usize, model_len: usize) -> StepLimits {
 fn kv(num_blocks: usize) -> KvConfig {
     KvConfig {
         block_size: BlockSize::default(),
-        num_blocks,
+        num_pages: num_blocks,
+        groups: CacheGroups::default(),
     }
 }
 
@@ -156,7 +157,8 @@ fn plans_are_legal_under_any_limits() {
         for num_blocks in [probe, final_size] {
             let kv = KvConfig {
                 block_size,
-                num_blocks,
+                num_pages: num_blocks,
+                groups: CacheGroups::default(),
             };
             let (all, left_out) = scenarios(&limits, vocab, kv, None);
             let (sizes, left_out_sizes) = scenario_shapes(&limits, kv, None);
@@ -207,12 +209,19 @@ fn check(plan: &StepPlan, limits: &StepLimits, kv: KvConfig, vocab: usize, conte
             !run.input.is_empty() && run.end() <= limits.max_model_len,
             "{context}"
         );
-        assert_eq!(run.blocks.len(), block_size.blocks_for(run.end()), "{context}");
-        assert!(
-            run.blocks.iter().all(|block| block.index() < kv.num_blocks),
+        assert_eq!(
+            run.tables[0].pages.len(),
+            block_size.blocks_for(run.end()),
             "{context}"
         );
-        for block in &run.blocks[run.start / block_size.tokens()..] {
+        assert!(
+            run.tables[0]
+                .pages
+                .iter()
+                .all(|block| block.index() < kv.num_pages),
+            "{context}"
+        );
+        for block in &run.tables[0].pages[run.start / block_size.tokens()..] {
             assert!(written.insert(*block), "{context}: {block:?} is written twice");
         }
         let RunInput::Known(tokens) = &run.input else {

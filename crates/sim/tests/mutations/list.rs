@@ -171,7 +171,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         "the table misses its last block",
         &[edit(
             SEQUENCE,
-            "blocks: «self.table.blocks()[..block_size.blocks_for(end)].to_vec()»,",
+            "«self.table.blocks()[..block_size.blocks_for(end)].to_vec()»,",
             "self.table.blocks()[..block_size.blocks_for(end - 1)].to_vec()",
         )],
     ),
@@ -179,7 +179,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         "the table repeats its first block",
         &[edit(
             SEQUENCE,
-            "blocks: «self.table.blocks()[..block_size.blocks_for(end)].to_vec()»,",
+            "«self.table.blocks()[..block_size.blocks_for(end)].to_vec()»,",
             "vec![self.table.blocks()[0]; block_size.blocks_for(end)]",
         )],
     ),

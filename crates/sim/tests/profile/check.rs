@@ -192,7 +192,7 @@ pub(crate) fn check(case: &Case, reduction: Reduction) -> Result<End, String> {
         .iter()
         .map(|end| end.result.as_ref().err().cloned())
         .collect();
-    let blocks = |end: &RankEnd| end.result.as_ref().ok().map(|p| p.config().kv.num_blocks);
+    let blocks = |end: &RankEnd| end.result.as_ref().ok().map(|p| p.config().kv.num_pages);
     for other in &ends {
         ensure!(
             blocks(other) == blocks(&ends[0]),
@@ -368,7 +368,7 @@ fn check_state(
     let held = |component| meters.by_component.get(component);
     ensure!(held(Component::Canary) == 0, "the canary is held");
     ensure!(
-        held(Component::Kv) >= config.kv.num_blocks as u64 * rank.device.block_bytes,
+        held(Component::Kv) >= config.kv.num_pages as u64 * rank.device.block_bytes,
         "the KV cache is smaller than said"
     );
     let (steps, _) = scenarios(&spec.limits, spec.vocab_size, config.kv, spec.pooling);

@@ -1,6 +1,6 @@
 //! One test a requirement.
 
-use plimsoll_core::Component;
+use plimsoll_core::{CacheGroups, Component};
 use plimsoll_profiler::{
     Bound, Cause, KvSize, MemFraction, Observer, Outcome, PhaseRecord, Piece, ProfileError, ProfileSpec,
     ScenarioKind, Setting, Target, profile, scenarios,
@@ -22,7 +22,7 @@ fn the_size_is_the_formulas() {
     let report = proved.report();
     let arithmetic = report.arithmetic.as_ref().unwrap();
     assert_eq!((arithmetic.non_kv, arithmetic.room), (non_kv, i128::from(room)));
-    assert_eq!(proved.config().kv.num_blocks as u64, blocks);
+    assert_eq!(proved.config().kv.num_pages as u64, blocks);
     assert_eq!(
         (report.bound, report.scratch_bytes, report.attempts.len()),
         (Bound::Memory, worst, 1)
@@ -135,7 +135,7 @@ fn the_fraction_multiplies_the_room_alone() {
             mem_fraction: MemFraction::new(fraction).unwrap(),
             ..spec()
         };
-        run(model(), &spec).unwrap().config().kv.num_blocks as f64
+        run(model(), &spec).unwrap().config().kv.num_pages as f64
     };
     assert!((blocks(0.5) / blocks(1.0) - 0.5).abs() < 0.001);
 }
@@ -307,7 +307,7 @@ fn a_pinned_size_is_validated_or_refused_with_the_largest() {
     let spec_pinned = pin(KvSize::Tokens(3000));
     let proved = profile(&mut VirtualDevice::new(model()), &spec_pinned, &mut lines).unwrap();
     assert_eq!(
-        (proved.config().kv.num_blocks, proved.report().bound),
+        (proved.config().kv.num_pages, proved.report().bound),
         (188, Bound::PinnedTokens)
     );
     assert_eq!(proved.report().attempts[0].scenarios.len(), 6);
@@ -395,7 +395,7 @@ fn every_allocation_of_a_start_may_fail() {
             device.fail_allocation(n);
             match profile(&mut device, &spec, &mut ()) {
                 Ok(proved) => {
-                    let (blocks, full) = (proved.config().kv.num_blocks, undisturbed.config().kv.num_blocks);
+                    let (blocks, full) = (proved.config().kv.num_pages, undisturbed.config().kv.num_pages);
                     // A pinned size is proved once more with an arena that need not grow, and never made smaller.
                     assert_eq!(blocks < full, size == KvSize::Auto, "{n}");
                     assert_eq!(proved.report().attempts.len(), 2, "{n}");
@@ -463,7 +463,8 @@ fn removing_any_scenario_lowers_the_peak_somewhere() {
             };
             let kv = plimsoll_core::KvConfig {
                 block_size: probe.block_size,
-                num_blocks: probe.probe_tokens().div_ceil(16),
+                num_pages: probe.probe_tokens().div_ceil(16),
+                groups: CacheGroups::default(),
             };
             let (all, _) = scenarios(limits, 1000, kv, None);
             devices.iter().any(|device| {

@@ -121,7 +121,7 @@ fn a_plan_remembers_the_cuts() {
     assert_eq!(report.origin, Origin::Cached { drift: 0.0 });
     assert_eq!(
         (report.kv_blocks, report.attempts.len()),
-        (first.config().kv.num_blocks, 1)
+        (first.config().kv.num_pages, 1)
     );
 }
 
@@ -138,7 +138,7 @@ fn a_plan_forgets_the_cuts_of_a_neighbour() {
     };
     let mut device = VirtualDevice::new(model());
     let undisturbed = profile(&mut device, &spec, &mut ()).unwrap();
-    let full = undisturbed.config().kv.num_blocks;
+    let full = undisturbed.config().kv.num_pages;
     let mut cut = 0;
     for n in 1..=device.meters().allocations {
         let disturbed = DeviceModel {

@@ -205,8 +205,8 @@ fn run_on_cpu(case: &Case) -> Out {
     );
     let start = case.positions[0] as usize;
     // Blocks before the first row's are never touched; the table repeats any.
-    let mut table = vec![BlockId(0); start / case.block_size];
-    table.extend((0..tokens.div_ceil(case.block_size)).map(|i| BlockId((case.blocks - 1 - i) as u32)));
+    let mut table = vec![PageId(0); start / case.block_size];
+    table.extend((0..tokens.div_ceil(case.block_size)).map(|i| PageId((case.blocks - 1 - i) as u32)));
     let runs = [cpu::RunMeta {
         start,
         len: tokens,
