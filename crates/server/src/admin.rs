@@ -8,8 +8,8 @@ use plimsoll_core::Meters;
 use plimsoll_engine::{Health, OutOfMemory, Phase};
 use serde_json::json;
 
+use crate::blocking::blocking;
 use crate::error::{ApiError, whole_seconds};
-use crate::generate::blocking;
 use crate::state::AppState;
 use crate::status::Status;
 use crate::wire::about::{
@@ -84,7 +84,7 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
 )]
 pub(crate) async fn metrics(State(state): State<AppState>) -> Result<Response, ApiError> {
     let meters = state.meters().await;
-    let page = blocking(move || Ok(state.metrics().render(&state, &meters))).await?;
+    let page = blocking(move || Ok(state.metrics().render(state.engine(), state.memory(), &meters))).await?;
     Ok(metrics_page(page))
 }
 

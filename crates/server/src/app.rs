@@ -13,8 +13,9 @@ use utoipa_axum::routes;
 
 use crate::error::ApiError;
 use crate::observe::{REQUEST_ID, observe};
+use crate::options::ServerOptions;
 use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
-use crate::state::{AppState, ServerOptions};
+use crate::state::AppState;
 use crate::{admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, sleep, text};
 
 /// The whole API.

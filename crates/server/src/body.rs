@@ -2,42 +2,32 @@ use axum::body::HttpBody;
 use axum::extract::{FromRequest, Request};
 use axum::http::header;
 use futures::StreamExt;
-use serde::de::{DeserializeOwned, Deserializer, Error as _, Visitor};
-use serde_json::{Map, Value};
 
+use crate::blocking::blocking;
 use crate::context::Context;
 use crate::error::ApiError;
-use crate::fields::{Unsupported, check_rest};
-use crate::generate::blocking;
 use crate::room::SMALL;
 use crate::state::AppState;
-
-/// A request type of the API.
-pub(crate) trait Wire: Sized {
-    /// Fields that are refused by name unless their value is harmless.
-    const UNSUPPORTED: &[&[Unsupported]];
-    /// Fields of its parts that this request does not have.
-    const FOREIGN: &[&str] = &[];
-
-    /// Takes the fields it knows out of `object`, with [`take`].
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError>;
-}
+use crate::wire::request::{RequestBody, parse};
 
 /// A body that was read and parsed, or a 4xx that says what is wrong with it.
 #[derive(Debug)]
 pub(crate) struct Body<T>(pub(crate) T);
 
-impl<T: Wire + Send + 'static> FromRequest<AppState> for Body<T> {
+impl<T: RequestBody + Send + 'static> FromRequest<AppState> for Body<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &AppState) -> Result<Self, ApiError> {
         check_media_type(&request)?;
         let options = state.options();
-        let body = tokio::time::timeout(options.body_timeout, read(request, state))
+        let Some(context) = request.extensions().get::<Context>().cloned() else {
+            return Err(ApiError::Internal("the request has no context".into()));
+        };
+        let body = tokio::time::timeout(options.body_timeout, read(request, state, &context))
             .await
             .map_err(|_| ApiError::BodyTimeout(options.body_timeout))??;
         if body.len() < LARGE {
-            return parse(&body).map(Self);
+            return Ok(Self(parse(&body)?));
         }
         // One at a time: parsed JSON takes many times its bytes.
         let turn = state.large_body().await;
@@ -45,16 +35,15 @@ impl<T: Wire + Send + 'static> FromRequest<AppState> for Body<T> {
         let parsed = blocking(move || {
             let _turn = turn;
             check_values(&body, most)?;
-            parse(&body)
+            Ok(parse(&body)?)
         });
         parsed.await.map(Self)
     }
 }
 
 /// All of a body. The request holds room for a large one: before it is read where its length is known, else as it grows.
-async fn read(request: Request, state: &AppState) -> Result<Vec<u8>, ApiError> {
+async fn read(request: Request, state: &AppState, context: &Context) -> Result<Vec<u8>, ApiError> {
     let most = state.options().max_body_bytes;
-    let context = Context::current();
     let body = request.into_body();
     let mut placed = usize::try_from(body.size_hint().lower())
         .unwrap_or(most)
@@ -63,10 +52,8 @@ async fn read(request: Request, state: &AppState) -> Result<Vec<u8>, ApiError> {
     let mut whole = Vec::with_capacity(placed);
     let mut pieces = body.into_data_stream();
     while let Some(piece) = pieces.next().await {
-        let piece = piece.map_err(|error| ApiError::Invalid {
-            message: format!("the body could not be read: {error}"),
-            param: None,
-        })?;
+        let piece =
+            piece.map_err(|error| ApiError::bad_request(format!("the body could not be read: {error}")))?;
         if whole.len() + piece.len() > most {
             return Err(ApiError::BodyTooLarge(most));
         }
@@ -92,12 +79,9 @@ const MAX_VALUES: usize = 512 << 10;
 fn check_values(body: &[u8], most: usize) -> Result<(), ApiError> {
     match count_values(body) {
         count if count <= most => Ok(()),
-        count => Err(ApiError::Invalid {
-            message: format!(
-                "the body holds {count} JSON values, but this server takes at most {most}: split the request"
-            ),
-            param: None,
-        }),
+        count => Err(ApiError::bad_request(format!(
+            "the body holds {count} JSON values, but this server takes at most {most}: split the request"
+        ))),
     }
 }
 
@@ -148,105 +132,10 @@ fn check_media_type(request: &Request) -> Result<(), ApiError> {
     Err(ApiError::MediaType(essence))
 }
 
-/// Parses a body: JSON, then the fields that the struct does not have, then the struct. `null` means absent throughout.
-pub(crate) fn parse<T: Wire>(body: &[u8]) -> Result<T, ApiError> {
-    let whole = |message: String| ApiError::Invalid { message, param: None };
-    let text = std::str::from_utf8(body).map_err(|e| whole(format!("the body is not UTF-8: {e}")))?;
-    let value: Value =
-        serde_json::from_str(text).map_err(|e| whole(format!("the body is not valid JSON: {e}")))?;
-    let Value::Object(mut object) = value else {
-        return Err(whole("the body must be a JSON object".into()));
-    };
-    object.retain(|_, value| !value.is_null());
-    if let Some(name) = T::FOREIGN.iter().find(|name| object.contains_key(**name)) {
-        return Err(ApiError::UnknownField((*name).to_owned()));
-    }
-    let request = T::take_from(&mut object)?;
-    check_rest(&object, T::UNSUPPORTED)?;
-    Ok(request)
-}
-
-/// Moves the fields that `T` has from `object` into a `T`.
-pub(crate) fn take<T: DeserializeOwned>(object: &mut Map<String, Value>) -> Result<T, ApiError> {
-    let fields = field_names::<T>();
-    let own = fields
-        .iter()
-        .filter_map(|&name| object.shift_remove(name).map(|value| (name.to_owned(), value)));
-    serde_path_to_error::deserialize(Value::Object(own.collect())).map_err(|error| {
-        let path = error.path().to_string();
-        let inner = error.into_inner().to_string();
-        if path != "." {
-            return ApiError::invalid(path.clone(), format!("`{path}`: {inner}"));
-        }
-        ApiError::Invalid {
-            param: missing(&inner).map(str::to_owned),
-            message: inner,
-        }
-    })
-}
-
-/// A part of a request whose type is known only once something else was read; `field` is its path. `null` means absent.
-pub(crate) fn typed<T: DeserializeOwned>(mut value: Value, field: &str) -> Result<T, ApiError> {
-    if let Value::Object(object) = &mut value {
-        object.retain(|_, value| !value.is_null());
-    }
-    serde_path_to_error::deserialize(value).map_err(|error| {
-        let path = error.path().to_string();
-        let inner = error.into_inner().to_string();
-        let path = match (path.as_str(), missing(&inner)) {
-            (".", None) => field.to_owned(),
-            (".", Some(name)) => format!("{field}.{name}"),
-            (path, _) => format!("{field}.{path}"),
-        };
-        ApiError::invalid(path.clone(), format!("`{path}`: {inner}"))
-    })
-}
-
-/// A missing field has the path of its parent: its name stands in the message alone.
-fn missing(message: &str) -> Option<&str> {
-    message.strip_prefix("missing field `")?.split('`').next()
-}
-
-/// The field names of a struct, as its `Deserialize` asks for them, so that they stand in one place.
-pub(crate) fn field_names<T: DeserializeOwned>() -> &'static [&'static str] {
-    struct Ask<'a>(&'a mut &'static [&'static str]);
-
-    impl<'de> Deserializer<'de> for Ask<'_> {
-        type Error = serde::de::value::Error;
-
-        fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Self::Error> {
-            Err(Self::Error::custom("not a struct"))
-        }
-
-        fn deserialize_struct<V: Visitor<'de>>(
-            self,
-            _: &'static str,
-            fields: &'static [&'static str],
-            _: V,
-        ) -> Result<V::Value, Self::Error> {
-            *self.0 = fields;
-            Err(Self::Error::custom("only the names were wanted"))
-        }
-
-        serde::forward_to_deserialize_any! {
-            bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit
-            unit_struct newtype_struct seq tuple tuple_struct map enum identifier ignored_any
-        }
-    }
-
-    let mut fields: &'static [&'static str] = &[];
-    let asked = T::deserialize(Ask(&mut fields));
-    debug_assert!(
-        asked.is_err() && !fields.is_empty(),
-        "request types are structs without `flatten`"
-    );
-    fields
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 

@@ -1,12 +1,13 @@
 //! `/v1/chat/completions`.
 
-use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use plimsoll_core::TokenId;
 use plimsoll_text::Tokenizer;
 
 use crate::body::Body;
+use crate::context::Context;
 use crate::conversation::{self, Answer, Conversation, Delta, End, EndReason, Fit, Prompt, ToolCall, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
@@ -46,6 +47,7 @@ use crate::wire::common::{MaybeUsage, Usage, UsageIn};
 )]
 pub(crate) async fn handle(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Body(request): Body<ChatRequest>,
 ) -> Result<Response, ApiError> {
     let ChatRequest {
@@ -76,8 +78,8 @@ pub(crate) async fn handle(
         structure: structured.grammar()?,
         common,
     };
-    let answers = conversation::open(&state, conversation).await?;
-    let identity = Identity::new("chatcmpl", &state);
+    let answers = conversation::open(&state, &context, conversation).await?;
+    let identity = Identity::new("chatcmpl", &state, &context);
     let names = TokenNames {
         tokenizer: state.model().tokenizer.clone(),
         are_ids: names_are_ids,

@@ -2,16 +2,19 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use plimsoll_core::{Logprobs, PromptLogprob, SamplingParams, TokenId};
 use plimsoll_text::Tokenizer;
 use serde_json::{Map, json};
 
+use crate::blocking::blocking;
 use crate::body::Body;
+use crate::context::Context;
 use crate::error::ApiError;
-use crate::generate::{Job, Piece, TokenLogprobs, blocking, collect, merge};
+use crate::generate::{Piece, TokenLogprobs, collect, merge, submit};
+use crate::job::{AnswerLength, Choices, Job, Parameters};
 use crate::openapi::Errors;
 use crate::prompt;
 use crate::respond::{FINGERPRINT, Identity, Wording, Written, data, done, stream};
@@ -45,6 +48,7 @@ const DEFAULT_MAX_TOKENS: usize = 16;
 )]
 pub(crate) async fn handle(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Body(request): Body<CompletionRequest>,
 ) -> Result<Response, ApiError> {
     let CompletionRequest {
@@ -66,30 +70,39 @@ pub(crate) async fn handle(
         let message = format!("logprobs must be at most {most}, not {top}");
         return Err(ApiError::invalid("logprobs", message));
     }
-    let mut job = Job::new(&state, &common, logprobs, PROMPT)?;
-    job.grammar = structured::compile(&state, structured.grammar()?).await?;
-    let wanted = job.n;
-    if let Some(best_of) = best_of {
-        job.n = check_best_of(best_of, wanted, common.stream)?;
-    }
-    if job.n > wanted {
-        // What they are ranked by.
-        job.sampling.logprobs = logprobs.or(Some(0));
-    }
+    let wanted = common.n()?;
+    let n = match best_of {
+        Some(best_of) => check_best_of(best_of, wanted, common.stream)?,
+        None => wanted,
+    };
+    let scores_prompt = echo && (logprobs.is_some() || common.max_tokens == Some(0));
+    let choices = Choices {
+        n,
+        // The best of several are chosen by their log-probabilities.
+        logprobs: if n > wanted {
+            logprobs.or(Some(0))
+        } else {
+            logprobs
+        },
+        prompt_logprobs: match scores_prompt {
+            true => common.prompt_logprobs()?.max(logprobs.or(Some(0))),
+            false => common.prompt_logprobs()?,
+        },
+        prompt_field: PROMPT,
+    };
+    let parameters = Parameters::new(&state, &context, &common, choices)?;
+    let grammar = structured::compile(&state, structured.grammar()?).await?;
     if common.max_tokens == Some(0) && !echo {
         let message = "max_tokens must be at least 1, unless the prompt is echoed";
         return Err(ApiError::invalid("max_tokens", message));
-    }
-    if echo && (logprobs.is_some() || common.max_tokens == Some(0)) {
-        job.prompt_logprobs = job.prompt_logprobs.max(logprobs.or(Some(0)));
     }
     let prompts = prompts.into_vec();
     if prompts.is_empty() {
         return Err(ApiError::invalid(PROMPT, "prompt must not be empty"));
     }
-    job.check_count(&state, prompts.len())?;
+    parameters.check_count(&state, prompts.len())?;
     let model = Arc::clone(state.model());
-    let most = (!job.cuts_prompts()).then(|| state.engine().limits().max_request_tokens());
+    let most = (!parameters.truncates_prompts()).then(|| state.engine().limits().max_request_tokens());
     let (prompts, tokens) = blocking(move || {
         let add_special = add_special_tokens.unwrap_or(true);
         let tokens = prompts
@@ -100,18 +113,26 @@ pub(crate) async fn handle(
     })
     .await?;
     let lengths: Vec<usize> = tokens.iter().map(Vec::len).collect();
-    job.max_tokens = common.max_tokens.or(Some(DEFAULT_MAX_TOKENS));
-    job.set_prompts(&state, tokens)?;
-    if common.max_tokens.is_none() {
-        let least = job.prompts.iter().map(|prompt| state.room(prompt)).min();
-        // What does not fit at all is refused with all its numbers.
-        job.max_tokens = Some(DEFAULT_MAX_TOKENS.min(least.unwrap_or(0).max(1)));
-    }
+    let length = AnswerLength {
+        asked: common.max_tokens,
+        default: Some(DEFAULT_MAX_TOKENS),
+        shrinks: false,
+        reserved: common.max_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
+    };
+    let job = Job::new(
+        &state,
+        &context,
+        parameters,
+        tokens,
+        length,
+        grammar,
+        Arc::default(),
+    )?;
 
     let tokenizer = state.model().tokenizer.clone();
-    let (n, reports) = (job.n, &common.reports);
+    let reports = &common.reports;
     let skip_special = common.extra.skip_special_tokens.unwrap_or(true);
-    let parts = prompts.into_iter().zip(lengths).zip(&job.prompts);
+    let parts = prompts.into_iter().zip(lengths).zip(job.prompts());
     let begin = parts.map(|((prompt, len), tokens)| {
         let text = || match prompt {
             Prompt::Text(text) if tokens.len() == len => text,
@@ -119,13 +140,13 @@ pub(crate) async fn handle(
         };
         Arc::new(Begin {
             echo: echo.then(text),
-            tokens: tokens.clone(),
+            tokens: tokens.to_vec(),
         })
     });
     let shape = Shape {
-        identity: Identity::new("cmpl", &state),
+        identity: Identity::new("cmpl", &state, &context),
         begin: begin.flat_map(|begin| vec![Some(begin); n]).collect(),
-        offsets: vec![0; job.prompts.len() * n],
+        offsets: vec![0; job.requests.len()],
         tokenizer,
         logprobs: logprobs.map(|top| top as usize),
         prompt_logprobs: reports.prompt_logprobs.map(|top| top as usize),
@@ -135,7 +156,7 @@ pub(crate) async fn handle(
         usage_in,
         usage: Usage::default(),
     };
-    let choices = job.submit(&state)?;
+    let choices = submit(&state, &context, job)?;
     if common.stream {
         let pieces = merge(choices);
         return Ok(stream(&state, pieces, shape));

@@ -1,6 +1,5 @@
 //! Connections: plain or TLS, no more than so many, none that says nothing.
 
-use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 use axum::middleware::AddExtension;
 use axum::{Extension, Router};
 use axum_server::accept::{Accept, DefaultAcceptor};
-use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
+use axum_server::tls_rustls::RustlsAcceptor;
 use axum_server::{Handle, Server};
 use hyper_util::rt::TokioTimer;
 use socket2::{SockRef, TcpKeepalive};
@@ -22,35 +21,7 @@ use tokio::time::Sleep;
 use tower::Layer;
 
 use crate::activity::Activity;
-use crate::state::ServerOptions;
-
-/// The certificate that connections are encrypted with; clones share it.
-#[derive(Clone)]
-pub struct Tls(RustlsConfig);
-
-impl Tls {
-    /// A chain of certificates and its private key, both PEM.
-    ///
-    /// # Errors
-    /// Where they are no such thing, or do not belong together.
-    pub async fn from_pem(certificates: Vec<u8>, key: Vec<u8>) -> io::Result<Self> {
-        RustlsConfig::from_pem(certificates, key).await.map(Self)
-    }
-
-    /// New connections see these.
-    ///
-    /// # Errors
-    /// As [`Self::from_pem`]; the old ones stay.
-    pub async fn replace(&self, certificates: Vec<u8>, key: Vec<u8>) -> io::Result<()> {
-        self.0.reload_from_pem(certificates, key).await
-    }
-}
-
-impl fmt::Debug for Tls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Tls")
-    }
-}
+use crate::options::ServerOptions;
 
 /// Answers connections until `handle` says stop.
 pub(crate) async fn serve(

@@ -15,73 +15,10 @@ use crate::error::ApiError;
 use crate::keys::Tenant;
 use crate::metrics::Exchange;
 use crate::quota::Left;
+use crate::record::{Generation, RequestRecord};
 use crate::room::Place;
 use crate::state::AppState;
-use crate::wire::common::finish_reason;
-
-tokio::task_local! {
-    static CURRENT: Context;
-}
-
-/// Told of every HTTP request when nothing works on it any more: access logs, traces.
-pub trait RequestSink: fmt::Debug + Send + Sync {
-    /// Must not block: it is called on the server's threads.
-    fn ended(&self, record: &RequestRecord);
-}
-
-/// One HTTP request from its head to the end of its response.
-#[derive(Clone, Debug)]
-pub struct RequestRecord {
-    /// When its head had arrived.
-    pub began: SystemTime,
-    /// From then until the last byte was handed on and nothing worked on it any more.
-    pub duration: Duration,
-    /// The client's `X-Request-Id`, or a fresh one.
-    pub request_id: String,
-    /// Name of the API key.
-    pub key: Option<String>,
-    /// HTTP method.
-    pub method: Method,
-    /// Path, without the query.
-    pub path: String,
-    /// Status of the response; 499 where the client left before there was one.
-    pub status: StatusCode,
-    /// `code` of the error, if it is one of those before the response began.
-    pub error: Option<&'static str>,
-    /// The response was handed on whole.
-    pub complete: bool,
-    /// W3C Trace Context of the caller.
-    pub traceparent: Option<String>,
-    /// W3C Trace Context of the caller.
-    pub tracestate: Option<String>,
-    /// What was generated, if anything was to be.
-    pub generation: Option<Generation>,
-}
-
-/// What a request had generated.
-#[derive(Clone, Debug, Default)]
-pub struct Generation {
-    /// The served model.
-    pub model: String,
-    /// `max_tokens` as asked for.
-    pub max_tokens: Option<usize>,
-    /// `temperature` in force.
-    pub temperature: Option<f64>,
-    /// `top_p` in force.
-    pub top_p: Option<f64>,
-    /// Prompt tokens, each prompt once.
-    pub prompt_tokens: usize,
-    /// Of these, found in the prefix cache.
-    pub cached_tokens: usize,
-    /// Tokens generated, of all choices.
-    pub output_tokens: usize,
-    /// From the arrival until the first choice ran.
-    pub queued: Option<Duration>,
-    /// From the arrival to the first token of any choice.
-    pub first_token: Option<Duration>,
-    /// Why choices ended, in the order of their end.
-    pub finish_reasons: Vec<&'static str>,
-}
+use crate::wire::common;
 
 /// Clones share it. When the last is gone, the request is over: its place among the key's requests is free, it is counted,
 /// and the [`RequestSink`]s are told.
@@ -170,19 +107,6 @@ impl Context {
             sent: AtomicU64::new(0),
             notes: Mutex::default(),
         }))
-    }
-
-    /// Of the request that the current task answers.
-    ///
-    /// # Panics
-    /// Outside of a request's task.
-    pub(crate) fn current() -> Self {
-        CURRENT.with(Clone::clone)
-    }
-
-    /// Makes this the [`Self::current`] of `work`.
-    pub(crate) async fn scope<T>(self, work: impl Future<Output = T>) -> T {
-        CURRENT.scope(self, work).await
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -330,7 +254,7 @@ impl Context {
     /// A choice ended.
     pub(crate) fn finished(&self, reason: FinishReason) {
         if let Some(generation) = &mut self.notes().generation {
-            generation.finish_reasons.push(finish_reason(reason));
+            generation.finish_reasons.push(common::finish_reason(reason));
         }
     }
 }
@@ -412,14 +336,6 @@ pub(crate) fn fresh_id() -> String {
     format!("{:032x}", rand::random::<u128>())
 }
 
-/// A time that a client gives in seconds.
-pub(crate) fn timeout(field: &str, seconds: f64) -> Result<Duration, ApiError> {
-    let valid = Duration::try_from_secs_f64(seconds)
-        .ok()
-        .filter(|time| !time.is_zero());
-    valid.ok_or_else(|| ApiError::invalid(field, format!("{field} must be a number of seconds above 0")))
-}
-
 /// What the client says in a header how long it waits.
 pub(crate) fn header_timeout(headers: &HeaderMap) -> Result<Option<Duration>, ApiError> {
     const HEADER: &str = "x-request-timeout";
@@ -427,7 +343,7 @@ pub(crate) fn header_timeout(headers: &HeaderMap) -> Result<Option<Duration>, Ap
         return Ok(None);
     };
     let seconds = value.to_str().ok().and_then(|text| text.trim().parse().ok());
-    timeout(HEADER, seconds.unwrap_or(f64::NAN)).map(Some)
+    Ok(Some(common::seconds(HEADER, seconds.unwrap_or(f64::NAN))?))
 }
 
 #[cfg(test)]
@@ -456,7 +372,7 @@ mod tests {
         let of = |text: &str| header_timeout(&headers("x-request-timeout", text));
         assert_eq!(of("1.5").unwrap(), Some(Duration::from_millis(1500)));
         for wrong in ["", "0", "-1", "nan", "inf", "1e300", "10s"] {
-            assert!(matches!(of(wrong), Err(ApiError::Invalid { .. })), "{wrong}");
+            assert!(matches!(of(wrong), Err(ApiError::Field(_))), "{wrong}");
         }
         assert_eq!(header_timeout(&HeaderMap::new()).unwrap(), None);
     }

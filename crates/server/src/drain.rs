@@ -65,10 +65,9 @@ impl<S: Sync> FromRequest<S> for NoBody {
     async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
         match to_bytes(request.into_body(), 64).await {
             Ok(body) if matches!(body.trim_ascii(), b"" | b"{}") => Ok(Self),
-            _ => Err(ApiError::Invalid {
-                message: "the body must be empty or {}: a drain has no parameters".to_owned(),
-                param: None,
-            }),
+            _ => Err(ApiError::bad_request(
+                "the body must be empty or {}: a drain has no parameters",
+            )),
         }
     }
 }

@@ -4,41 +4,30 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
-use plimsoll_core::{Event, Limits, Matryoshka, Pooling, Request, RequestOptions, StepError, TokenId};
+use plimsoll_core::{Event, Limits, Matryoshka, Request, RequestOptions, StepError, TokenId};
 use plimsoll_engine::{RequestStream, SubmitError};
 
+use crate::blocking::blocking;
 use crate::body::Body;
-use crate::context::{Context, Generation};
+use crate::context::Context;
 use crate::error::ApiError;
-use crate::generate::blocking;
 use crate::metrics::Timer;
+use crate::model::{EmbeddingInfo, ModelInfo};
 use crate::openapi::Errors;
 use crate::prompt;
-use crate::state::{AppState, ModelInfo};
+use crate::record::Generation;
+use crate::state::AppState;
 use crate::wire::completion::Prompt;
 use crate::wire::embedding::{
     Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, EncodingFormat, Vector,
 };
-
-/// How a model that is served for embeddings answers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EmbeddingInfo {
-    /// From rows to a vector.
-    pub pooling: Pooling,
-    /// Vectors are scaled to length 1.
-    pub normalize: bool,
-    /// Elements of a vector.
-    pub size: usize,
-    /// Sizes to which vectors may be cut.
-    pub matryoshka: Matryoshka,
-}
 
 /// Most inputs of one request (OpenAI's limit).
 const MAX_INPUTS: usize = 2048;
@@ -58,6 +47,7 @@ const INPUT: &str = "input";
 )]
 pub(crate) async fn handle(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Body(EmbeddingRequest(request)): Body<EmbeddingRequest>,
 ) -> Result<Response, ApiError> {
     state.check_model(request.model.as_deref())?;
@@ -86,17 +76,18 @@ pub(crate) async fn handle(
     for (index, tokens) in inputs.iter().enumerate() {
         // All are found wrong before any is computed.
         embedding
-            .request(&state, tokens, &limits)
+            .request(&state, &context, tokens, &limits)
             .map_err(|error| at(index, error))?;
     }
     let prompt_tokens = inputs.iter().map(Vec::len).sum();
-    let context = Context::current();
     context.generates(Generation {
         model: state.model().id.clone(),
         prompt_tokens,
         ..Default::default()
     });
-    let vectors = context.in_time(embedding.compute(&state, inputs)).await?;
+    let vectors = context
+        .in_time(embedding.compute(&state, &context, inputs))
+        .await?;
     blocking(move || {
         let data = vectors.into_iter().enumerate().map(|(index, vector)| {
             let vector = embedding.finish(vector, size)?;
@@ -200,7 +191,7 @@ fn at(index: usize, error: ApiError) -> ApiError {
             prompt,
             limit,
         },
-        ApiError::Invalid { message, .. } => ApiError::invalid(INPUT, format!("input[{index}]: {message}")),
+        ApiError::Field(error) => ApiError::invalid(INPUT, format!("input[{index}]: {error}")),
         error => error,
     }
 }
@@ -231,11 +222,17 @@ impl EmbeddingInfo {
         }
     }
 
-    fn request(&self, state: &AppState, tokens: &[TokenId], limits: &Limits) -> Result<Request, ApiError> {
+    fn request(
+        &self,
+        state: &AppState,
+        context: &Context,
+        tokens: &[TokenId],
+        limits: &Limits,
+    ) -> Result<Request, ApiError> {
         let options = RequestOptions {
             prompt: tokens.to_vec(),
             pooling: Some(self.pooling),
-            tenant: Context::current().tenant(),
+            tenant: context.tenant(),
             ..Default::default()
         };
         let request = Request::new(state.engine().next_id(), options, limits);
@@ -244,7 +241,12 @@ impl EmbeddingInfo {
 
     /// The vectors of all inputs, in their order. No more of them are in at once than leaves half of the engine's places to
     /// others, so there may be more inputs than places. Dropping it cancels all that are in.
-    async fn compute(&self, state: &AppState, inputs: Vec<Vec<TokenId>>) -> Result<Vec<Vec<f32>>, ApiError> {
+    async fn compute(
+        &self,
+        state: &AppState,
+        context: &Context,
+        inputs: Vec<Vec<TokenId>>,
+    ) -> Result<Vec<Vec<f32>>, ApiError> {
         let engine = state.engine();
         let most = (engine.capacity() / 2).max(1);
         let mut vectors = vec![Vec::new(); inputs.len()];
@@ -256,7 +258,7 @@ impl EmbeddingInfo {
                 && let Some((index, tokens)) = pending.front()
             {
                 let index = *index;
-                let request = self.request(state, tokens, &engine.limits());
+                let request = self.request(state, context, tokens, &engine.limits());
                 let submitted = Instant::now();
                 match engine.offer(request.map_err(|error| at(index, error))?) {
                     Ok(events) => {
@@ -339,6 +341,8 @@ fn encode(vector: Vec<f32>, format: EncodingFormat) -> Vector {
 
 #[cfg(test)]
 mod tests {
+    use plimsoll_core::Pooling;
+
     use super::*;
 
     fn info(matryoshka: Matryoshka) -> EmbeddingInfo {

@@ -6,34 +6,18 @@ use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use plimsoll_core::{ParamError, RequestError, StepError};
 use plimsoll_engine::{SleepError, SubmitError, WakeError};
+use plimsoll_text::TextError;
 use serde_json::{Value, json};
 
-use crate::quota::Counted;
 use crate::start::StartStatus;
-use crate::wire::error::{ErrorBody, ErrorObject};
+use crate::wire::error::{ErrorBody, ErrorObject, FieldError};
 
 /// Everything that can go wrong with a request. The one place where errors become statuses: `ApiError::class`.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ApiError {
-    /// A field, or the whole body, is wrong.
-    #[error("{message}")]
-    Invalid {
-        /// What is wrong and what would be right.
-        message: String,
-        /// The field's name.
-        param: Option<String>,
-    },
-    /// A field that no version of the API has.
-    #[error("unknown field `{0}`")]
-    UnknownField(String),
-    /// A field of the API that this server does not support, or, with ` = VALUE` behind it, not with this value.
-    #[error("`{field}` is not supported by this server{}", hint.map(|h| format!(": {h}")).unwrap_or_default())]
-    Unsupported {
-        /// The field's name.
-        field: String,
-        /// What is supported instead.
-        hint: Option<&'static str>,
-    },
+    /// A field, or the whole body, is wrong, unknown or not supported.
+    #[error(transparent)]
+    Field(#[from] FieldError),
     /// The request can never fit.
     #[error("{message}")]
     ContextLength {
@@ -126,12 +110,48 @@ pub enum ApiError {
     Internal(String),
 }
 
+/// What a limit counts, as OpenAI calls it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counted {
+    /// Requests.
+    Requests,
+    /// Tokens.
+    Tokens,
+}
+
+impl Counted {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Requests => "requests",
+            Self::Tokens => "tokens",
+        }
+    }
+}
+
 impl ApiError {
     /// A wrong value of `param`.
     pub(crate) fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
-        Self::Invalid {
+        FieldError::invalid(param, message).into()
+    }
+
+    /// A field, or with ` = VALUE` behind it a value, that this server does not support.
+    pub(crate) fn unsupported(field: impl Into<String>, hint: impl Into<Option<&'static str>>) -> Self {
+        FieldError::unsupported(field, hint).into()
+    }
+
+    /// A request that is wrong as a whole.
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
+        Self::Field(FieldError::Invalid {
             message: message.into(),
-            param: Some(param.into()),
+            param: None,
+        })
+    }
+
+    /// Names the field in an error that names none.
+    pub(crate) fn in_field(self, field: &str) -> Self {
+        match self {
+            Self::Field(FieldError::Invalid { message, param: None }) => Self::invalid(field, message),
+            error => error,
         }
     }
 
@@ -159,9 +179,14 @@ impl ApiError {
     fn class(&self) -> (StatusCode, &'static str, Option<&'static str>) {
         const INVALID: &str = "invalid_request_error";
         match self {
-            Self::Invalid { .. } => (StatusCode::BAD_REQUEST, INVALID, None),
-            Self::UnknownField(_) => (StatusCode::BAD_REQUEST, INVALID, Some("unknown_parameter")),
-            Self::Unsupported { .. } => (StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter")),
+            Self::Field(error) => {
+                let code = match error {
+                    FieldError::Invalid { .. } => None,
+                    FieldError::Unknown(_) => Some("unknown_parameter"),
+                    FieldError::Unsupported { .. } => Some("unsupported_parameter"),
+                };
+                (StatusCode::BAD_REQUEST, INVALID, code)
+            }
             Self::ContextLength { .. } => (StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded")),
             Self::ModelNotFound(..) => (StatusCode::NOT_FOUND, INVALID, Some("model_not_found")),
             Self::NotStored { .. } => (StatusCode::NOT_FOUND, INVALID, Some("not_found")),
@@ -278,9 +303,7 @@ impl ApiError {
 
     fn param(&self) -> Option<&str> {
         match self {
-            Self::Invalid { param, .. } => param.as_deref(),
-            Self::UnknownField(field) => Some(field),
-            Self::Unsupported { field, .. } => field.split(" = ").next(),
+            Self::Field(error) => error.param(),
             Self::ContextLength { param, .. } => Some(param),
             Self::ModelNotFound(..) => Some("model"),
             Self::NotStored { param, .. } => *param,
@@ -312,12 +335,19 @@ impl From<ParamError> for ApiError {
     }
 }
 
+impl From<TextError> for ApiError {
+    fn from(error: TextError) -> Self {
+        if error.is_client_error() {
+            Self::bad_request(error.to_string())
+        } else {
+            Self::Internal(error.to_string())
+        }
+    }
+}
+
 impl From<QueryRejection> for ApiError {
     fn from(rejection: QueryRejection) -> Self {
-        Self::Invalid {
-            message: rejection.body_text(),
-            param: None,
-        }
+        Self::bad_request(rejection.body_text())
     }
 }
 

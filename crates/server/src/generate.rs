@@ -1,246 +1,35 @@
-use std::panic::resume_unwind;
+//! Choices while they are generated: submitted to the engine, then from its tokens to text.
+
 use std::sync::Arc;
 use std::time::Instant;
 
 use futures::{FutureExt, Stream, StreamExt, stream};
 use plimsoll_core::{
-    Bans, Constraint, Event, FinishReason, Logprobs, PromptEvent, PromptLogprob, Request, RequestOptions,
-    SamplingOptions, StepError, TokenEvent, TokenId,
+    Event, FinishReason, Logprobs, PromptEvent, PromptLogprob, Request, StepError, TokenEvent, TokenId,
 };
 use plimsoll_engine::RequestStream;
-use plimsoll_text::grammar::CompiledGrammar;
-use plimsoll_text::{Detokenizer, StopMatcher, TextError, Tokenizer};
+use plimsoll_text::Detokenizer;
 use tokio::time::timeout_at;
 
-use crate::context::{Context, Generation};
+use crate::context::Context;
 use crate::error::ApiError;
+use crate::job::{Job, Stopping};
 use crate::metrics::Timer;
 use crate::state::AppState;
-use crate::wire::common::{Common, StopReason, Usage};
-use crate::wire::extra::Extra;
+use crate::wire::common::{StopReason, Usage};
 
-/// What a client wants generated, whichever endpoint it came through.
-#[derive(Debug)]
-pub(crate) struct Job {
-    pub(crate) prompts: Vec<Vec<TokenId>>,
-    /// Choices per prompt.
-    pub(crate) n: usize,
-    pub(crate) max_tokens: Option<usize>,
-    pub(crate) sampling: SamplingOptions,
-    pub(crate) seed: u64,
-    pub(crate) stop: Vec<String>,
-    pub(crate) stop_token_ids: Vec<TokenId>,
-    /// Those of them that the client named, and are no end of text anyway.
-    named_stops: Arc<[TokenId]>,
-    /// What each choice must be.
-    pub(crate) grammar: Option<CompiledGrammar>,
-    /// Special tokens that are read as text, where others are skipped.
-    pub(crate) shown: Arc<[TokenId]>,
-    pub(crate) priority: i64,
-    /// When it is given up.
-    pub(crate) deadline: Option<Instant>,
-    /// How many of the likeliest tokens to report at each place of the prompt, if its log-probabilities are wanted.
-    pub(crate) prompt_logprobs: Option<u32>,
-    bans: Bans,
-    extra: Extra,
-    /// The API field that holds the prompt, for errors.
-    pub(crate) prompt_field: &'static str,
-}
-
-impl Job {
-    /// The common fields of a request; `prompts` and `max_tokens` are the endpoint's.
-    pub(crate) fn new(
-        state: &AppState,
-        common: &Common,
-        logprobs: Option<u32>,
-        prompt_field: &'static str,
-    ) -> Result<Self, ApiError> {
-        state.check_generates()?;
-        let model = state.model();
-        let mut stop_token_ids = common.stop_token_ids()?;
-        let vocab_size = state.engine().limits().vocab_size;
-        if let Some(token) = stop_token_ids.iter().find(|&&token| token as usize >= vocab_size) {
-            let message = format!("stop_token_ids: {token} is outside the vocabulary of {vocab_size} tokens");
-            return Err(ApiError::invalid("stop_token_ids", message));
-        }
-        common.name_request()?;
-        let is_end = |token: &TokenId| !common.ignore_eos && model.eos_token_ids.contains(token);
-        let named_stops = stop_token_ids
-            .iter()
-            .copied()
-            .filter(|token| !is_end(token))
-            .collect();
-        if !common.ignore_eos {
-            stop_token_ids.extend(&model.eos_token_ids);
-        }
-        // Each costs a comparison per token.
-        stop_token_ids.sort_unstable();
-        stop_token_ids.dedup();
-        Ok(Self {
-            prompts: Vec::new(),
-            n: common.n()?,
-            max_tokens: common.max_tokens,
-            sampling: common.sampling(&model.defaults, logprobs)?,
-            seed: common.seed.map_or_else(|| state.draw_seed(), |seed| seed as u64),
-            stop: common.stop()?,
-            stop_token_ids,
-            named_stops,
-            grammar: None,
-            shown: Arc::default(),
-            priority: common.priority(state)?,
-            deadline: Context::current().deadline(common.timeout()?),
-            prompt_logprobs: common.prompt_logprobs()?,
-            bans: bans(&common.extra, &model.tokenizer)?,
-            extra: common.extra.clone(),
-            prompt_field,
-        })
-    }
-
-    /// What one choice must satisfy, at its beginning.
-    fn constraints(&self) -> Vec<Box<dyn Constraint>> {
-        let grammar = self.grammar.iter();
-        grammar
-            .map(|grammar| grammar.constraint(&self.stop_token_ids))
-            .collect()
-    }
-
-    /// Whether the client has prompts cut that are too long.
-    pub(crate) fn cuts_prompts(&self) -> bool {
-        self.extra.truncate_prompt_tokens.is_some()
-    }
-
-    /// Sets the prompts, cut from the left to the length that the client wants.
-    pub(crate) fn set_prompts(
-        &mut self,
-        state: &AppState,
-        mut prompts: Vec<Vec<TokenId>>,
-    ) -> Result<(), ApiError> {
-        if let Some(asked) = self.extra.truncate_prompt_tokens {
-            let limit = state.engine().limits().max_request_tokens();
-            let most = match usize::try_from(asked) {
-                Ok(most) if (1..=limit).contains(&most) => most,
-                // As many as leave room for the answer.
-                _ if asked == -1 => limit.saturating_sub(self.max_tokens.unwrap_or(1)).max(1),
-                _ => {
-                    let message = format!(
-                        "truncate_prompt_tokens must be between 1 and {limit}, or -1 for as many as fit, not {asked}"
-                    );
-                    return Err(ApiError::invalid("truncate_prompt_tokens", message));
-                }
-            };
-            for prompt in &mut prompts {
-                prompt.drain(..prompt.len().saturating_sub(most));
-            }
-        }
-        self.prompts = prompts;
-        Ok(())
-    }
-
-    fn cache_salt(&self, context: &Context) -> Result<Option<Arc<str>>, ApiError> {
-        match self.extra.cache_salt.as_deref() {
-            Some("") => Err(ApiError::invalid(
-                "cache_salt",
-                "cache_salt must not be empty: leave it out to share the prefix cache with everybody",
-            )),
-            salt => Ok(context.cache_salt(salt)),
-        }
-    }
-
-    /// Refuses more choices than the engine can hold, before their prompts cost anything.
-    pub(crate) fn check_count(&self, state: &AppState, prompts: usize) -> Result<(), ApiError> {
-        let (n, capacity) = (self.n, state.engine().capacity());
-        let choices = prompts.saturating_mul(n);
-        if choices <= capacity {
-            return Ok(());
-        }
-        let message = format!(
-            "{prompts} prompts with n = {n} make {choices} sequences, but this server takes at most {capacity} at once"
-        );
-        Err(ApiError::invalid("n", message))
-    }
-
-    /// Checks the job against the engine's limits and submits all its choices, or none: one that is refused cancels those
-    /// before it. How many they are was checked before.
-    pub(crate) fn submit(self, state: &AppState) -> Result<Vec<Choice>, ApiError> {
-        let engine = state.engine();
-        let context = Context::current();
-        let cache_salt = self.cache_salt(&context)?;
-        let mut requests = Vec::with_capacity(self.prompts.len() * self.n);
-        for prompt in &self.prompts {
-            let options = RequestOptions {
-                prompt: prompt.clone(),
-                max_tokens: self.max_tokens,
-                sampling: self.sampling.clone(),
-                seed: self.seed,
-                stop_token_ids: self.stop_token_ids.clone(),
-                priority: self.priority,
-                tenant: context.tenant(),
-                constraints: self.constraints(),
-                prompt_logprobs: self.prompt_logprobs,
-                bans: self.bans.clone(),
-                cache_salt: cache_salt.clone(),
-                pooling: None,
-            };
-            let first = Request::new(engine.next_id(), options, &engine.limits())
-                .map_err(|error| ApiError::from_request(error, self.prompt_field))?;
-            let others = (1..self.n).map(|i| first.again(engine.next_id(), self.seed.wrapping_add(i as u64)));
-            let others: Vec<_> = others.collect();
-            requests.push(first);
-            requests.extend(others);
-        }
-        let stop = StopMatcher::new(&self.stop, self.extra.include_stop_str_in_output)
-            .map_err(|e| ApiError::invalid("stop", e.to_string()))?;
-        let stop = (stop, Arc::from(self.stop.as_slice()));
-        let choices = requests
-            .into_iter()
-            .enumerate()
-            .map(|(i, request)| Choice::submit(state, i, &self, &stop, request))
-            .collect::<Result<_, _>>()?;
-        // As the choices: none that is refused.
-        state.metrics().per_request.submitted(self.n);
-        context.generates(Generation {
-            model: state.model().id.clone(),
-            max_tokens: self.max_tokens,
-            temperature: self.sampling.temperature,
-            top_p: self.sampling.top_p,
-            prompt_tokens: self.prompts.iter().map(Vec::len).sum(),
-            ..Default::default()
-        });
-        Ok(choices)
-    }
-}
-
-/// Most bad words, and bytes of each; they are looked up on the way.
-const MAX_BAD_WORDS: usize = 256;
-const MAX_BAD_WORD_BYTES: usize = 256;
-
-/// Bad words are banned in the ways in which they are written at the beginning of a text and behind a space.
-fn bans(extra: &Extra, tokenizer: &Tokenizer) -> Result<Bans, ApiError> {
-    let bad_words = extra.bad_words.as_deref().unwrap_or_default();
-    let wrong = |message: String| Err(ApiError::invalid("bad_words", message));
-    if bad_words.len() > MAX_BAD_WORDS {
-        let len = bad_words.len();
-        return wrong(format!(
-            "at most {MAX_BAD_WORDS} bad_words are supported, not {len}"
-        ));
-    }
-    let mut words = Vec::new();
-    for word in bad_words.iter().map(|word| word.trim_start()) {
-        if word.is_empty() || word.len() > MAX_BAD_WORD_BYTES {
-            return wrong(format!("a bad word must have 1 to {MAX_BAD_WORD_BYTES} bytes"));
-        }
-        for text in [word.to_owned(), format!(" {word}")] {
-            let tokens = tokenizer.encode_literal(&text, false)?;
-            if !words.contains(&tokens) {
-                words.push(tokens);
-            }
-        }
-    }
-    Ok(Bans {
-        min_tokens: extra.min_tokens.unwrap_or(0),
-        allowed: extra.allowed_token_ids.clone(),
-        words: words.into(),
-    })
+/// Submits all choices of a job or none: one that is refused cancels those before it.
+pub(crate) fn submit(state: &AppState, context: &Context, mut job: Job) -> Result<Vec<Choice>, ApiError> {
+    let requests = std::mem::take(&mut job.requests);
+    let choices = requests
+        .into_iter()
+        .enumerate()
+        .map(|(i, request)| Choice::submit(state, context, &job, i, request))
+        .collect::<Result<_, _>>()?;
+    // After admission, as for the choices.
+    state.metrics().per_request.submitted(job.n);
+    context.generates(job.generation);
+    Ok(choices)
 }
 
 /// One choice of a response while it is generated: tokens in, text out. Dropping it cancels.
@@ -250,19 +39,13 @@ pub(crate) struct Choice {
     /// `None` once a stop string ended the choice, which cancels the request.
     events: Option<RequestStream>,
     detokenizer: Detokenizer,
-    stop: StopMatcher,
-    stop_strings: Arc<[String]>,
-    named_stops: Arc<[TokenId]>,
+    stopping: Stopping,
     timer: Timer,
     context: Context,
     /// When the first step must have begun.
     begin_by: Option<Instant>,
     /// When all must be done.
     deadline: Option<Instant>,
-    /// The token that ends the text is part of it.
-    include_stop: bool,
-    /// Stop strings are looked for behind so many tokens.
-    min_tokens: usize,
     prompt_len: usize,
     /// Counted once per prompt, not once per choice.
     prompt_tokens: usize,
@@ -304,45 +87,35 @@ pub(crate) struct Piece {
 impl Choice {
     fn submit(
         state: &AppState,
-        index: usize,
+        context: &Context,
         job: &Job,
-        (stop, stop_strings): &(StopMatcher, Arc<[String]>),
+        index: usize,
         request: Request,
     ) -> Result<Self, ApiError> {
         let (prompt_len, max_tokens) = (request.prompt().len(), request.max_tokens());
         let submitted = Instant::now();
         let events = state.engine().submit(request)?;
-        // Of an admitted request alone: one that is refused is not aborted.
+        // After admission: a refused request does not count as aborted.
         let timer = Timer::start(&state.metrics().per_request, prompt_len, max_tokens, submitted);
-        let prompt_tokens = if index.is_multiple_of(job.n) {
-            prompt_len
-        } else {
-            0
-        };
-        let skip_special = job.extra.skip_special_tokens.unwrap_or(true);
+        let is_first = index.is_multiple_of(job.n);
+        let tokenizer = &state.model().tokenizer;
         Ok(Self {
             index,
             events: Some(events),
-            detokenizer: state
-                .model()
-                .tokenizer
-                .detokenizer(skip_special)
+            detokenizer: tokenizer
+                .detokenizer(job.stopping.skip_special)
                 .continuing()
                 .showing(Arc::clone(&job.shown)),
-            stop: stop.clone(),
-            stop_strings: Arc::clone(stop_strings),
-            named_stops: Arc::clone(&job.named_stops),
+            stopping: job.stopping.clone(),
             timer,
             begin_by: state
                 .options()
                 .queue_timeout
-                .and_then(|timeout| Instant::now().checked_add(timeout)),
+                .and_then(|timeout| submitted.checked_add(timeout)),
             deadline: job.deadline,
-            context: Context::current(),
-            include_stop: job.extra.include_stop_str_in_output,
-            min_tokens: job.bans.min_tokens,
+            context: context.clone(),
             prompt_len,
-            prompt_tokens,
+            prompt_tokens: if is_first { prompt_len } else { 0 },
             generated: 0,
             cached_tokens: None,
             held: Vec::new(),
@@ -448,11 +221,11 @@ impl Choice {
         self.context.token(at);
         piece.tokens.push(token.token);
         let mut finish = token.finish;
-        if finish == Some(FinishReason::Stop) && self.named_stops.contains(&token.token) {
+        if finish == Some(FinishReason::Stop) && self.stopping.named_tokens.contains(&token.token) {
             piece.stop = Some(StopReason::Token(token.token));
         }
         // The token that stops generation is no part of the text, unless it is wanted.
-        if finish != Some(FinishReason::Stop) || self.include_stop {
+        if finish != Some(FinishReason::Stop) || self.stopping.include_stop {
             let text = self.detokenizer.push(token.token);
             self.held.extend(token.logprobs.map(|logprobs| TokenLogprobs {
                 token: token.token,
@@ -463,7 +236,7 @@ impl Choice {
         if finish.is_some() {
             let text = self.detokenizer.flush();
             self.scan(&text, piece, &mut finish);
-            piece.text += &self.stop.flush();
+            piece.text += &self.stopping.matcher.flush();
         }
         piece.ends.push(piece.text.len());
         if finish.is_some() || !piece.text.is_empty() {
@@ -504,15 +277,15 @@ impl Choice {
 
     /// Moves `text` through the stop strings into `piece`.
     fn scan(&mut self, text: &str, piece: &mut Piece, finish: &mut Option<FinishReason>) {
-        if self.generated <= self.min_tokens {
+        if self.generated <= self.stopping.min_tokens {
             piece.text += text;
             return;
         }
-        let scanned = self.stop.push(text);
+        let scanned = self.stopping.matcher.push(text);
         piece.text += &scanned.text;
         if let Some(index) = scanned.stop {
             *finish = Some(FinishReason::Stop);
-            piece.stop = self.stop_strings.get(index).cloned().map(StopReason::Text);
+            piece.stop = self.stopping.strings.get(index).cloned().map(StopReason::Text);
         }
     }
 }
@@ -545,29 +318,4 @@ pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, ApiError
         into.usage = piece.usage;
     }
     Ok(whole)
-}
-
-/// Work that may take long goes to the blocking pool. A panic there is one here.
-pub(crate) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T, ApiError> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|error| match error.try_into_panic() {
-            Ok(panic) => resume_unwind(panic),
-            Err(cancelled) => Err(ApiError::Internal(cancelled.to_string())),
-        })
-}
-
-impl From<TextError> for ApiError {
-    fn from(error: TextError) -> Self {
-        if error.is_client_error() {
-            Self::Invalid {
-                message: error.to_string(),
-                param: None,
-            }
-        } else {
-            Self::Internal(error.to_string())
-        }
-    }
 }

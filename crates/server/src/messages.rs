@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::conversation::{Effort, Prompt};
 use crate::error::ApiError;
-use crate::state::ServerOptions;
+use crate::options::ServerOptions;
 use crate::transcript::arguments;
 use crate::wire::chat::{ChatPrompt, Message, Role, SentToolCall};
 
@@ -14,10 +14,10 @@ impl ChatPrompt {
     /// Checks the messages. The tools, whose choice stands elsewhere, are left to the caller.
     pub(crate) fn into_prompt(self, options: &ServerOptions) -> Result<Prompt, ApiError> {
         if self.chat_template.is_some() && !options.trust_request_chat_template {
-            return Err(ApiError::Unsupported {
-                field: "chat_template".to_owned(),
-                hint: Some("it runs without --trust-request-chat-template"),
-            });
+            return Err(ApiError::unsupported(
+                "chat_template",
+                "it runs without --trust-request-chat-template",
+            ));
         }
         let mut called = HashMap::new();
         let messages = self
@@ -69,7 +69,7 @@ impl Reader {
         ];
         if let Some((name, _, hint)) = unsupported.into_iter().find(|(_, present, _)| *present) {
             let field = self.field(name);
-            return Err(ApiError::Unsupported { field, hint });
+            return Err(ApiError::unsupported(field, hint));
         }
         let role = match message.role {
             // OpenAI's newer name; models know the older.
@@ -154,10 +154,10 @@ impl Reader {
                 return Err(ApiError::invalid(field("function"), "a call needs a function"));
             }
             (Some(kind), _) => {
-                return Err(ApiError::Unsupported {
-                    field: format!("{} = {kind}", field("type")),
-                    hint: Some("only functions are"),
-                });
+                return Err(ApiError::unsupported(
+                    format!("{} = {kind}", field("type")),
+                    "only functions are",
+                ));
             }
         };
         let arguments = arguments(function.arguments.as_deref().unwrap_or_default());

@@ -9,7 +9,7 @@ use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
-use crate::state::Memory;
+use crate::memory::Memory;
 
 /// How long the driver may take. Below every scraper's own patience: the other metrics are wanted most while a device hangs.
 const PATIENCE: Duration = Duration::from_secs(2);

@@ -14,10 +14,11 @@ use std::time::Duration;
 use metrics::{Counter, Gauge, Key, Label, Metadata, Recorder, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use plimsoll_core::{KvConfig, Meters};
-use plimsoll_engine::{EngineStats, Health, Histogram, Phase};
+use plimsoll_engine::{EngineHandle, EngineStats, Health, Histogram, Phase};
 
-use crate::state::{AppState, Memory, StartNumbers, unix_seconds};
+use crate::memory::{Memory, StartNumbers};
 use crate::status::Status;
+use crate::time::unix_seconds;
 
 use catalog::*;
 pub(crate) use http::Exchange;
@@ -32,6 +33,7 @@ pub(crate) struct Metrics {
     labels: Vec<Label>,
     pub(crate) per_request: PerRequest,
     http_in_flight: Both<Gauge>,
+    stall_timeout: Duration,
 }
 
 impl std::fmt::Debug for Metrics {
@@ -202,6 +204,7 @@ impl Metrics {
             labels,
             per_request,
             http_in_flight,
+            stall_timeout,
         }
     }
 
@@ -217,14 +220,13 @@ impl Metrics {
         self.handle.run_upkeep();
     }
 
-    /// The whole page of a server whose device's memory is as `meters` say.
-    pub(crate) fn render(&self, state: &AppState, meters: &Meters) -> String {
-        let engine = state.engine();
+    /// The whole page. `meters` are those of `memory`, read before: the device may be slow to answer.
+    pub(crate) fn render(&self, engine: &EngineHandle, memory: &dyn Memory, meters: &Meters) -> String {
         let (stats, health, kv) = (&engine.stats(), &engine.health(), engine.kv());
         let maker = self.maker();
-        set_status(&maker, state.status(health));
+        set_status(&maker, Status::of(health, self.stall_timeout));
         set_engine(&maker, stats, health);
-        set_memory(&maker, state.memory(), meters);
+        set_memory(&maker, memory, meters);
         maker.count(&ABOVE_PROOF, stats.high_water_above_proof);
         let mut page = self.handle.render();
         self.write_cache_config(&mut page, kv);

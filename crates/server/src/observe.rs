@@ -11,10 +11,11 @@ use tracing::Instrument;
 
 use crate::context::{Context, header_timeout};
 use crate::error::{ApiError, ErrorCode};
+use crate::options::ServerOptions;
 use crate::origin::is_foreign;
 use crate::quota::Left;
 use crate::room::SMALL;
-use crate::state::{AppState, ServerOptions};
+use crate::state::AppState;
 use crate::watched::{Received, Watched};
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -35,7 +36,8 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
         };
         let mut response = match admitted {
             Ok(()) => {
-                let request = request.map(|body| Body::new(Received::new(body, context.clone())));
+                let mut request = request.map(|body| Body::new(Received::new(body, context.clone())));
+                request.extensions_mut().insert(context.clone());
                 next.run(request).await
             }
             Err(error) => {
@@ -46,7 +48,7 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
         left.iter().for_each(|left| left.write(response.headers_mut()));
         response
     };
-    let mut response = context.clone().scope(answer).instrument(span).await;
+    let mut response = answer.instrument(span).await;
     if let Ok(id) = HeaderValue::from_str(context.id()) {
         response.headers_mut().insert(REQUEST_ID, id);
     }

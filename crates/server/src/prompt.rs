@@ -2,9 +2,8 @@
 
 use plimsoll_core::TokenId;
 
-use crate::conversation::in_field;
 use crate::error::ApiError;
-use crate::state::ModelInfo;
+use crate::model::ModelInfo;
 use crate::wire::completion::Prompt;
 
 /// Tokens of one prompt of a completion, which has to have at most `most`, if there is a bound. May take long: for the blocking
@@ -43,5 +42,5 @@ pub(crate) fn encode(
         });
     }
     let tokens = model.tokenizer.encode(text, add_special);
-    tokens.map_err(|error| in_field(field, error.into()))
+    tokens.map_err(|error| ApiError::from(error).in_field(field))
 }

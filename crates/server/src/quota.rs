@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use plimsoll_core::TenantId;
 
-use crate::error::ApiError;
+use crate::error::{ApiError, Counted};
 
 /// What one key may use; absent ones are not limited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,24 +24,6 @@ impl KeyLimits {
     /// Whether nothing is limited.
     pub fn is_none(&self) -> bool {
         *self == Self::default()
-    }
-}
-
-/// What a limit counts, as OpenAI calls it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Counted {
-    /// Requests.
-    Requests,
-    /// Tokens.
-    Tokens,
-}
-
-impl Counted {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Requests => "requests",
-            Self::Tokens => "tokens",
-        }
     }
 }
 

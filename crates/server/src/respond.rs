@@ -13,7 +13,8 @@ use tracing::Instrument;
 
 use crate::context::Context;
 use crate::error::ApiError;
-use crate::state::{AppState, unix_seconds};
+use crate::state::AppState;
+use crate::time::unix_seconds;
 
 /// What OpenAI calls the configuration that answers.
 pub(crate) const FINGERPRINT: &str = concat!("plimsoll-", env!("CARGO_PKG_VERSION"));
@@ -32,9 +33,9 @@ pub(crate) struct Identity {
 
 impl Identity {
     /// An id that begins with `prefix`, and ends with the client's own if there is one.
-    pub(crate) fn new(prefix: &str, state: &AppState) -> Self {
+    pub(crate) fn new(prefix: &str, state: &AppState, context: &Context) -> Self {
         // As vLLM does: a client that names its request finds the name again.
-        let id = match Context::current().given_id() {
+        let id = match context.given_id() {
             Some(id) => format!("{prefix}-{id}"),
             None => format!("{prefix}-{:032x}", rand::random::<u128>()),
         };

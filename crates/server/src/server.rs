@@ -21,8 +21,10 @@ use tower::Service;
 
 use crate::app::router;
 use crate::connect;
-use crate::start::{self, Start};
-use crate::state::{AppState, ServerOptions};
+use crate::options::ServerOptions;
+use crate::start::Start;
+use crate::starting;
+use crate::state::AppState;
 
 /// Why serving ended other than by the shutdown that was asked for.
 #[derive(Debug, thiserror::Error)]
@@ -58,7 +60,7 @@ impl Server {
         let handle = Handle::new();
         let serving = Arc::default();
         let front = Front {
-            starting: start::router(model, options, start),
+            starting: starting::router(model, options, start),
             serving: Arc::clone(&serving),
         };
         let (options, used) = (options.clone(), handle.clone());

@@ -1,236 +1,29 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::available_parallelism;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
-use axum::http::HeaderValue;
 use plimsoll_core::{Meters, TokenId};
 use plimsoll_engine::{EngineHandle, Health};
 use plimsoll_text::grammar::GrammarCompiler;
-use plimsoll_text::{ChatTemplate, ReasoningFormat, Tokenizer, ToolFormat};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
-use serde_json::Value;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
-use crate::connect::Tls;
-use crate::context::RequestSink;
-use crate::embeddings::EmbeddingInfo;
 use crate::error::ApiError;
-use crate::keys::ApiKeys;
+use crate::memory::Memory;
 use crate::meters::MeterReader;
 use crate::metrics::Metrics;
-use crate::quota::{KeyLimits, Quotas};
-use crate::responses::ResponseStore;
+use crate::model::ModelInfo;
+use crate::options::ServerOptions;
+use crate::quota::Quotas;
+use crate::response_store::ResponseStore;
 use crate::room::Room;
 use crate::status::Status;
-
-/// The model, as far as the API knows it.
-#[derive(Debug)]
-pub struct ModelInfo {
-    /// The name under which it is served; the first of `/v1/models`, and what responses say.
-    pub id: String,
-    /// Further names that requests may use.
-    pub aliases: Vec<String>,
-    /// Text to tokens and back.
-    pub tokenizer: Tokenizer,
-    /// Messages to text; without it there are only completions.
-    pub template: Option<ChatTemplate>,
-    /// How its answers are taken apart.
-    pub answers: AnswerStyle,
-    /// Tokens that end generation unless the request says `ignore_eos`.
-    pub eos_token_ids: Vec<TokenId>,
-    /// What a request gets that does not say.
-    pub defaults: GenerationDefaults,
-    /// How it makes vectors, where it is served for embeddings: it generates no text then.
-    pub embedding: Option<EmbeddingInfo>,
-}
-
-/// How a model's answers are taken apart into reasoning, content and calls of tools.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AnswerStyle {
-    /// How it writes calls; where nobody knows, tools are refused unless one must be called, which a grammar enforces.
-    pub tools: Option<ToolFormat>,
-    /// How it marks reasoning, if it reasons.
-    pub reasoning: Option<ReasoningFormat>,
-    /// Requests may leave it to the model whether it calls a tool.
-    pub auto_tool_choice: bool,
-}
-
-impl AnswerStyle {
-    /// What the chat template shows. Models whose template knows no tools are told of them in a system message.
-    pub fn detect(template: Option<&ChatTemplate>) -> Self {
-        let tools = template.and_then(|template| match template.takes_tools() {
-            true => ToolFormat::detect(template.tool_source()),
-            false => Some(ToolFormat::Json),
-        });
-        Self {
-            tools,
-            reasoning: template.and_then(|template| ReasoningFormat::detect(template.source())),
-            auto_tool_choice: true,
-        }
-    }
-
-    /// The special tokens that mark parts of answers: they are read as text.
-    fn marks(&self, tokenizer: &Tokenizer) -> Arc<[TokenId]> {
-        let tools = self.tools.map(ToolFormat::marks).unwrap_or_default();
-        let reasoning = self.reasoning.map(|format| format.marks().as_slice());
-        let marks = tools.iter().chain(reasoning.unwrap_or_default());
-        marks.filter_map(|mark| tokenizer.special_token(mark)).collect()
-    }
-}
-
-/// Sampling defaults of the model (`generation_config.json`); absent ones are the API's.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct GenerationDefaults {
-    /// Default `temperature`.
-    pub temperature: Option<f64>,
-    /// Default `top_p`.
-    pub top_p: Option<f64>,
-    /// Default `top_k`.
-    pub top_k: Option<i64>,
-    /// Default `min_p`.
-    pub min_p: Option<f64>,
-    /// Default `repetition_penalty`.
-    pub repetition_penalty: Option<f64>,
-    /// Default `max_tokens` of chats, as far as it fits.
-    pub max_new_tokens: Option<usize>,
-}
-
-/// Where `/memory` and the memory metrics come from.
-pub trait Memory: Send + Sync + 'static {
-    /// The profile's report.
-    fn report(&self) -> Value;
-
-    /// The device's meters, now. Asks the device or the operating system, which may hang.
-    fn meters(&self) -> Meters;
-
-    /// Allocations that were made since the server is ready, those for building its state again left out.
-    fn allocations_after_ready(&self) -> u64;
-
-    /// Highest bytes that were held while the worst steps ran, without the canary, by the process's own account.
-    fn proved_peak(&self) -> u64;
-
-    /// How the start went, and the proof of the state in use.
-    fn start(&self) -> StartNumbers;
-}
-
-/// Numbers of a start.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct StartNumbers {
-    /// Seconds of each stage, in their order; names are constants.
-    pub stages: Vec<(&'static str, f64)>,
-    /// Sizes of the KV cache that were tried for the state in use. The last was proved.
-    pub tried: usize,
-}
+use crate::time::unix_seconds;
 
 /// How long a large request waits for others to be read.
 const MAX_WAIT: Duration = Duration::from_secs(10);
-
-/// How much the store of responses holds; the oldest of the key that holds the most make room.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StoreLimits {
-    /// Most responses; 0 keeps none.
-    pub responses: usize,
-    /// Most bytes of them.
-    pub bytes: usize,
-}
-
-impl Default for StoreLimits {
-    fn default() -> Self {
-        Self {
-            responses: 10_000,
-            bytes: 256 << 20,
-        }
-    }
-}
-
-/// Knobs of the HTTP side.
-#[derive(Clone, Debug)]
-pub struct ServerOptions {
-    /// Larger bodies get a 413.
-    pub max_body_bytes: usize,
-    /// Bodies that arrive more slowly get a 408.
-    pub body_timeout: Duration,
-    /// A streaming client that reads nothing for this long is cut off and its request cancelled.
-    pub slow_client_timeout: Duration,
-    /// `/ready` fails once there has been work and no step has ended for this long.
-    pub ready_patience: Duration,
-    /// Serving ends once that has lasted so long.
-    pub watchdog_timeout: Option<Duration>,
-    /// How long a shutdown lets requests finish.
-    pub drain_timeout: Duration,
-    /// Seeds the requests that bring no seed; a random one if absent.
-    pub seed: Option<u64>,
-    /// `/sleep`, `/wake_up` and `/is_sleeping` exist.
-    pub enable_sleep_mode: bool,
-    /// `/admin/drain` exists.
-    pub enable_admin_api: bool,
-    /// The pages for browsers, `/` and `/docs`, exist.
-    pub pages: bool,
-    /// Web pages of these origins may use the server from a browser; `*` for all.
-    pub allowed_origins: Vec<HeaderValue>,
-    /// Who may use the server.
-    pub keys: ApiKeys,
-    /// `/metrics` needs a key too.
-    pub metrics_require_key: bool,
-    /// How much each key may use.
-    pub key_limits: KeyLimits,
-    /// A request that was not begun after this time gets a 429.
-    pub queue_timeout: Option<Duration>,
-    /// A request that is not done after this time gets a 504, and holds nothing any more.
-    pub request_timeout: Option<Duration>,
-    /// Keys share no prefixes: none learns from the cache what another sent.
-    pub isolate_prefix_cache: bool,
-    /// Bytes of large requests that may be in at once until they are tokens; one more waits, and gets a 503 in the end.
-    pub request_bytes: usize,
-    /// Requests may say which of them come first.
-    pub priorities: bool,
-    /// Requests may bring a chat template of their own.
-    pub trust_request_chat_template: bool,
-    /// Who is told of every request at its end.
-    pub sinks: Vec<Arc<dyn RequestSink>>,
-    /// Encrypts connections.
-    pub tls: Option<Tls>,
-    /// Connections at once; one more is closed.
-    pub max_connections: usize,
-    /// A connection on which no request's head arrives for this long is closed.
-    pub header_timeout: Duration,
-    /// What is kept of `/v1/responses`.
-    pub response_store: StoreLimits,
-}
-
-impl Default for ServerOptions {
-    fn default() -> Self {
-        Self {
-            max_body_bytes: 32 << 20,
-            body_timeout: Duration::from_secs(60),
-            slow_client_timeout: Duration::from_secs(60),
-            ready_patience: Duration::from_secs(60),
-            watchdog_timeout: None,
-            drain_timeout: Duration::from_secs(30),
-            seed: None,
-            enable_sleep_mode: false,
-            enable_admin_api: false,
-            pages: true,
-            allowed_origins: Vec::new(),
-            keys: ApiKeys::default(),
-            metrics_require_key: false,
-            key_limits: KeyLimits::default(),
-            queue_timeout: None,
-            request_timeout: None,
-            isolate_prefix_cache: false,
-            request_bytes: 128 << 20,
-            priorities: false,
-            trust_request_chat_template: false,
-            sinks: Vec::new(),
-            tls: None,
-            max_connections: 8192,
-            header_timeout: Duration::from_secs(60),
-            response_store: StoreLimits::default(),
-        }
-    }
-}
 
 /// Everything the handlers share; cheap to clone.
 #[derive(Clone)]
@@ -419,21 +212,6 @@ impl AppState {
         self.0.started
     }
 
-    /// Tokens that fit behind `prompt`.
-    pub(crate) fn room(&self, prompt: &[TokenId]) -> usize {
-        let most = self.engine().limits().max_request_tokens();
-        most.saturating_sub(prompt.len())
-    }
-
-    /// The model's own default of `max_tokens`, as far as it fits behind `prompt`.
-    pub(crate) fn default_max_tokens(&self, prompt: &[TokenId]) -> Option<usize> {
-        let room = self.room(prompt);
-        self.model()
-            .defaults
-            .max_new_tokens
-            .map(|tokens| tokens.min(room.max(1)))
-    }
-
     /// A model that is served for embeddings generates no text.
     pub(crate) fn check_generates(&self) -> Result<(), ApiError> {
         let model = self.model();
@@ -456,12 +234,4 @@ impl AppState {
             _ => Ok(()),
         }
     }
-}
-
-pub(crate) fn unix_seconds() -> u64 {
-    // A clock before 1970 shows as 0.
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
-        .as_secs()
 }

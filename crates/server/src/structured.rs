@@ -6,8 +6,8 @@ use plimsoll_text::grammar::{CompiledGrammar, Grammar, GrammarSpec};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 
+use crate::blocking::blocking;
 use crate::error::ApiError;
-use crate::generate::blocking;
 use crate::state::AppState;
 use crate::wire::structured::{ResponseFormat, StructuredFields, StructuredOutputs};
 

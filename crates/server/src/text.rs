@@ -5,9 +5,9 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 
+use crate::blocking::blocking;
 use crate::body::Body;
 use crate::error::ApiError;
-use crate::generate::blocking;
 use crate::openapi::Errors;
 use crate::state::AppState;
 use crate::tools;

@@ -31,10 +31,10 @@ pub(crate) fn read(
                 allowed.mode.into()
             }
             other => {
-                return Err(ApiError::Unsupported {
-                    field: format!("tool_choice.type = {other}"),
-                    hint: Some("function and allowed_tools are"),
-                });
+                return Err(ApiError::unsupported(
+                    format!("tool_choice.type = {other}"),
+                    "function and allowed_tools are",
+                ));
             }
         },
     };
@@ -43,10 +43,10 @@ pub(crate) fn read(
 
 fn definition(index: usize, tool: ChatTool) -> Result<Tool, ApiError> {
     if tool.r#type != "function" {
-        return Err(ApiError::Unsupported {
-            field: format!("tools[{index}].type = {}", tool.r#type),
-            hint: Some("only functions are"),
-        });
+        return Err(ApiError::unsupported(
+            format!("tools[{index}].type = {}", tool.r#type),
+            "only functions are",
+        ));
     }
     let field = format!("tools[{index}].function");
     let Some(function) = tool.function else {

@@ -7,8 +7,9 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
 use crate::error::ApiError;
-use crate::fields::THREAD;
 use crate::wire::anthropic::{ErrorBody, ErrorDetails, ErrorObject};
+use crate::wire::error::FieldError;
+use crate::wire::fields::THREAD;
 
 /// Paths whose errors are Anthropic's.
 const PATHS: &str = "/v1/messages";
@@ -60,7 +61,7 @@ pub(super) fn body(error: &ApiError, request_id: Option<String>) -> ErrorBody {
         }
         error => error.to_string(),
     };
-    let details = matches!(error, ApiError::Unsupported { field, .. } if field == THREAD);
+    let details = matches!(error, ApiError::Field(FieldError::Unsupported { field, .. }) if field == THREAD);
     let details = details.then_some(ErrorDetails {
         error_code: "thread_unsupported_request",
         unsupported: [THREAD],

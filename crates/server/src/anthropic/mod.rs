@@ -7,9 +7,9 @@ mod request;
 mod tests;
 mod writer;
 
-use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use futures::StreamExt;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -51,13 +51,14 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
 )]
 async fn create(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Body(request): Body<MessagesRequest>,
 ) -> Result<Response, ApiError> {
     let streamed = request.common.stream;
     state.check_model(request.common.model.as_deref())?;
     let asked = request::understand(&state, request)?;
     let max_tokens = asked.max_tokens;
-    let answers = conversation::open(&state, asked.conversation).await?;
+    let answers = conversation::open(&state, &context, asked.conversation).await?;
     let mut writer = Writer::new(
         state.model().id.clone(),
         answers.prompt_tokens(),
@@ -65,7 +66,7 @@ async fn create(
         max_tokens,
         streamed,
     )
-    .answering(Context::current().id());
+    .answering(context.id());
     if streamed {
         return Ok(respond::stream(&state, answers.updates(), writer));
     }

@@ -4,7 +4,6 @@ use plimsoll_text::grammar::GrammarSpec;
 use serde_json::Value;
 
 use super::writer::Shown;
-use crate::body::typed;
 use crate::conversation::{
     Conversation, Fit, Prompt, Tool, ToolChoice, Tools, check_offered, set_effort, switch_reasoning,
 };
@@ -18,6 +17,7 @@ use crate::wire::anthropic::{
     MessagesRequest, OutputFormat, Role, Thinking, ToolDefinition,
 };
 use crate::wire::common::OneOrMany;
+use crate::wire::request::typed;
 
 /// The request field that holds the conversation.
 const MESSAGES: &str = "messages";
@@ -259,10 +259,10 @@ fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {
             return Err(ApiError::invalid(&field, format!("`{field}` must be a string")));
         }
         other => {
-            return Err(ApiError::Unsupported {
-                field: format!("{field}.type = {other}"),
-                hint: Some("this model takes only text"),
-            });
+            return Err(ApiError::unsupported(
+                format!("{field}.type = {other}"),
+                "this model takes only text",
+            ));
         }
     })
 }
@@ -294,10 +294,10 @@ fn tool(definition: &Value, field: &str) -> Result<Tool, ApiError> {
     match definition.get("type").and_then(Value::as_str) {
         None | Some("custom") => {}
         Some(other) => {
-            return Err(ApiError::Unsupported {
-                field: format!("{field}.type = {other}"),
-                hint: Some("only tools with an `input_schema` are, which the client runs"),
-            });
+            return Err(ApiError::unsupported(
+                format!("{field}.type = {other}"),
+                "only tools with an `input_schema` are, which the client runs",
+            ));
         }
     }
     let tool: ToolDefinition = typed(definition.clone(), field)?;
@@ -327,10 +327,10 @@ fn check_context_management(management: Option<&ContextManagement>) -> Result<()
     for (i, edit) in edits.into_iter().flatten().enumerate() {
         // Chat templates leave out what was thought in earlier turns, or need it.
         if !edit.r#type.starts_with("clear_thinking_") {
-            return Err(ApiError::Unsupported {
-                field: format!("context_management.edits[{i}].type = {}", edit.r#type),
-                hint: Some("only edits that clear thinking are"),
-            });
+            return Err(ApiError::unsupported(
+                format!("context_management.edits[{i}].type = {}", edit.r#type),
+                "only edits that clear thinking are",
+            ));
         }
     }
     Ok(())

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::Prompt;
 use super::prompt::Rendered;
 use crate::error::ApiError;
-use crate::state::ModelInfo;
+use crate::model::ModelInfo;
 
 /// What to do where a prompt and its answer do not fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

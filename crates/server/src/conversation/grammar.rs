@@ -114,11 +114,9 @@ fn json_schema(structure: &Requested) -> Result<(Map<String, Value>, bool), ApiE
                 Err(ApiError::invalid(structure.field, message))
             }
         },
-        _ => Err(ApiError::Unsupported {
-            field: structure.field.to_owned(),
-            hint: Some(
-                "beside tools that need not be called only JSON is; send tool_choice = none or required",
-            ),
-        }),
+        _ => Err(ApiError::unsupported(
+            structure.field,
+            "beside tools that need not be called only JSON is; send tool_choice = none or required",
+        )),
     }
 }

@@ -15,9 +15,13 @@ use std::sync::Arc;
 
 use plimsoll_text::{AnswerFormat, ToolFormat};
 
+use crate::blocking::blocking;
+use crate::context::Context;
 use crate::error::ApiError;
-use crate::generate::{Job, blocking};
-use crate::state::{AnswerStyle, AppState};
+use crate::generate::submit;
+use crate::job::{AnswerLength, Choices, Job, Parameters};
+use crate::model::AnswerStyle;
+use crate::state::AppState;
 use crate::structured::{self, Requested};
 use crate::wire::common::Common;
 
@@ -25,7 +29,7 @@ pub(crate) use answer::{Answer, Answers, Delta, End, EndReason, ToolCall, Update
 pub(crate) use fit::Fit;
 use grammar::Thinking;
 use prompt::Rendered;
-pub(crate) use prompt::{Effort, Prompt, in_field, set_effort, switch_reasoning};
+pub(crate) use prompt::{Effort, Prompt, set_effort, switch_reasoning};
 use reader::Style;
 pub(crate) use tools::{Tool, ToolChoice, Tools, check_offered};
 
@@ -47,8 +51,12 @@ pub(crate) struct Conversation {
     pub(crate) include_reasoning: bool,
 }
 
-/// Renders, tokenizes, checks and submits; the answers are on their way.
-pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result<Answers, ApiError> {
+/// Checks, renders, tokenizes and submits; then the answers are on their way.
+pub(crate) async fn open(
+    state: &AppState,
+    context: &Context,
+    conversation: Conversation,
+) -> Result<Answers, ApiError> {
     let Conversation {
         prompt,
         common,
@@ -58,8 +66,14 @@ pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result
         structure,
         include_reasoning,
     } = conversation;
-    let mut job = Job::new(state, &common, logprobs, prompt.field)?;
-    job.check_count(state, 1)?;
+    let choices = Choices {
+        n: common.n()?,
+        logprobs,
+        prompt_logprobs: common.prompt_logprobs()?,
+        prompt_field: prompt.field,
+    };
+    let parameters = Parameters::new(state, context, &common, choices)?;
+    parameters.check_count(state, 1)?;
     let model = Arc::clone(state.model());
     let tools = tool_format(&model.answers, &prompt.tools)?;
     let mut format = AnswerFormat {
@@ -69,27 +83,35 @@ pub(crate) async fn open(state: &AppState, conversation: Conversation) -> Result
         functions: prompt.tools.functions().into(),
         max_calls: prompt.tools.max_calls(),
     };
-    let is_bounded = !job.cuts_prompts();
+    let is_bounded = !parameters.truncates_prompts();
     let (rendered, prompt) = render(state, prompt, fit, max_tokens, is_bounded).await?;
     let thinking = Thinking::of(format.reasoning, &rendered.text);
     format.reasoning_is_open = matches!(thinking, Thinking::Open(_));
     let wanted = grammar::of_answer(&model.tokenizer, &prompt.tools, tools, thinking, structure)?;
-    job.grammar = structured::compile(state, wanted).await?;
-    job.max_tokens = max_tokens;
-    job.set_prompts(state, vec![rendered.tokens])?;
-    let tokens = job.prompts[0].clone();
-    job.max_tokens = max_tokens.or_else(|| state.default_max_tokens(&tokens));
-    if fit == Fit::CutAnswer {
-        let room = state.room(&tokens);
-        job.max_tokens = job.max_tokens.map(|most| most.min(room.max(1)));
-    }
-    job.shown = Arc::clone(state.answer_marks());
+    let grammar = structured::compile(state, wanted).await?;
+    let length = AnswerLength {
+        asked: max_tokens,
+        default: model.defaults.max_new_tokens,
+        shrinks: fit == Fit::CutAnswer,
+        reserved: max_tokens.unwrap_or(1),
+    };
+    let marks = Arc::clone(state.answer_marks());
+    let job = Job::new(
+        state,
+        context,
+        parameters,
+        vec![rendered.tokens],
+        length,
+        grammar,
+        marks,
+    )?;
+    let tokens = job.prompts().next().unwrap_or_default().to_vec();
     let style = Style {
         format,
         include_reasoning,
         must_call: prompt.tools.must_call(),
     };
-    Ok(Answers::new(tokens, job.submit(state)?, &style))
+    Ok(Answers::new(tokens, submit(state, context, job)?, &style))
 }
 
 /// How many tokens the prompt of an answer of `max_tokens` would have.
@@ -132,12 +154,7 @@ fn tool_format(style: &AnswerStyle, tools: &Tools) -> Result<Option<ToolFormat>,
     if !tools.may_call() {
         return Ok(None);
     }
-    let refused = |hint| {
-        Err(ApiError::Unsupported {
-            field: "tool_choice = auto".into(),
-            hint: Some(hint),
-        })
-    };
+    let refused = |hint| Err(ApiError::unsupported("tool_choice = auto", hint));
     match style.tools {
         _ if tools.must_call() => Ok(Some(style.tools.unwrap_or(ToolFormat::Json))),
         _ if !style.auto_tool_choice => {

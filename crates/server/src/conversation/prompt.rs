@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 
 use super::{Tools, plain};
 use crate::error::ApiError;
+use crate::model::ModelInfo;
 use crate::prompt;
-use crate::state::ModelInfo;
 use crate::wire::chat::ReasoningEffort;
 
 /// Most messages of a conversation: templates read all of them, some more than once.
@@ -123,7 +123,7 @@ impl Prompt {
         }
         if !self.documents.is_empty() && !template.mentions("documents") {
             let hint = Some("this model's chat template takes none");
-            return Err(unsupported("documents", hint));
+            return Err(ApiError::unsupported("documents", hint));
         }
         let kwargs = self.kwargs(template)?;
         let tools = self.tools.as_template();
@@ -144,7 +144,7 @@ impl Prompt {
             kwargs: Some(&*kwargs),
         };
         let text = template.render(&input);
-        text.map_err(|error| in_field(field, error.into()))
+        text.map_err(|error| ApiError::from(error).in_field(field))
     }
 
     /// The template's variables: those of the client, and what the effort means to this template.
@@ -165,7 +165,7 @@ impl Prompt {
         known |= switch_reasoning(template, !off, &mut kwargs);
         match known {
             true => Ok(Cow::Owned(kwargs)),
-            false => Err(unsupported(
+            false => Err(ApiError::unsupported(
                 field,
                 Some("this model's chat template cannot change how much it thinks"),
             )),
@@ -213,19 +213,4 @@ pub(crate) fn switch_reasoning(template: &ChatTemplate, on: bool, kwargs: &mut M
 pub(super) struct Rendered {
     pub(super) text: String,
     pub(super) tokens: Vec<TokenId>,
-}
-
-fn unsupported(field: &str, hint: Option<&'static str>) -> ApiError {
-    ApiError::Unsupported {
-        field: field.to_owned(),
-        hint,
-    }
-}
-
-/// Names the field in an error that names none.
-pub(crate) fn in_field(field: &str, error: ApiError) -> ApiError {
-    match error {
-        ApiError::Invalid { message, param: None } => ApiError::invalid(field, message),
-        error => error,
-    }
 }

@@ -79,10 +79,7 @@ pub(crate) fn check_offered(
     defer_loading: Option<bool>,
     allowed_callers: Option<&[String]>,
 ) -> Result<(), ApiError> {
-    let refuse = |name, hint| ApiError::Unsupported {
-        field: format!("{field}.{name}"),
-        hint: Some(hint),
-    };
+    let refuse = |name, hint| ApiError::unsupported(format!("{field}.{name}"), hint);
     if defer_loading == Some(true) {
         return Err(refuse("defer_loading", "only false is"));
     }

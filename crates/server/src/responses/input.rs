@@ -3,11 +3,11 @@
 use serde_json::Value;
 
 use super::tools::flat_name;
-use crate::body::typed;
 use crate::error::ApiError;
 use crate::respond::fresh_id;
 use crate::sealed;
 use crate::transcript::{Transcript, arguments};
+use crate::wire::request::typed;
 use crate::wire::responses::{
     FunctionCall, FunctionCallOutput, Input, InputFunctionCall, InputFunctionCallOutput, InputItem,
     InputItems, InputMessage, InputReasoning, Item, ItemReference, ItemStatus, MessageItem, Part, Reasoning,
@@ -98,12 +98,10 @@ fn parsed(value: Value, field: &str) -> Result<InputItem, ApiError> {
         "reasoning" => InputItem::Reasoning(typed::<InputReasoning>(value, field)?),
         "item_reference" => InputItem::ItemReference(typed(value, field)?),
         other => {
-            return Err(ApiError::Unsupported {
-                field: format!("{field}.type = {other}"),
-                hint: Some(
-                    "items are `message`, `function_call`, `function_call_output`, `reasoning` and `item_reference`",
-                ),
-            });
+            return Err(ApiError::unsupported(
+                format!("{field}.type = {other}"),
+                "items are `message`, `function_call`, `function_call_output`, `reasoning` and `item_reference`",
+            ));
         }
     })
 }
@@ -166,14 +164,6 @@ pub(crate) fn read<'a>(
         }
     }
     Ok(())
-}
-
-impl Part {
-    pub(super) fn text(&self) -> &str {
-        match self {
-            Self::InputText { text } | Self::OutputText { text, .. } | Self::ReasoningText { text } => text,
-        }
-    }
 }
 
 #[cfg(test)]

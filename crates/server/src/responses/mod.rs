@@ -1,9 +1,8 @@
 //! `/v1/responses`: OpenAI's Responses API. `input` and `tools` read a request, `writer` writes the response and its events,
-//! `store` keeps it.
+//! `response_store` keeps it.
 
 mod input;
 mod request;
-mod store;
 #[cfg(test)]
 mod tests;
 mod tools;
@@ -11,22 +10,22 @@ mod writer;
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::{Path, Query, RawQuery, State};
 use axum::http::Uri;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use futures::StreamExt;
-use plimsoll_core::TenantId;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::blocking::blocking;
 use crate::body::Body;
 use crate::context::Context;
 use crate::conversation;
 use crate::error::ApiError;
-use crate::generate::blocking;
 use crate::openapi::Errors;
 use crate::respond;
+use crate::response_store::Turn;
 use crate::state::AppState;
 use crate::wire::error::ErrorBody;
 use crate::wire::responses::{
@@ -34,8 +33,6 @@ use crate::wire::responses::{
 };
 
 use request::Asked;
-pub(crate) use store::ResponseStore;
-use store::Turn;
 use writer::{Keep, Writer};
 
 /// Items of a page, unless the client says.
@@ -72,14 +69,15 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
 )]
 async fn create(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Body(request): Body<ResponsesRequest>,
 ) -> Result<Response, ApiError> {
     let streamed = request.common.stream;
-    let asked = understood(&state, request).await?;
-    let answers = conversation::open(&state, asked.conversation).await?;
+    let asked = understood(&state, &context, request).await?;
+    let answers = conversation::open(&state, &context, asked.conversation).await?;
     let keep = asked.response.store.then(|| Keep {
         state: state.clone(),
-        owner: owner(),
+        owner: context.tenant(),
         previous: asked.previous,
         input: asked.input,
     });
@@ -97,12 +95,16 @@ async fn create(
 }
 
 /// What a request asks for. There is room for the text of the conversation that it continues as long as it is answered.
-async fn understood(state: &AppState, request: ResponsesRequest) -> Result<Asked, ApiError> {
-    let owner = owner();
+async fn understood(
+    state: &AppState,
+    context: &Context,
+    request: ResponsesRequest,
+) -> Result<Asked, ApiError> {
+    let owner = context.tenant();
     let previous = request::previous(state, owner, &request)?;
     if let Some(turn) = &previous {
         let bytes = turn.text_bytes().min(state.longest_text());
-        Context::current().hold(state.text_room().take(bytes).await?);
+        context.hold(state.text_room().take(bytes).await?);
     }
     let state = state.clone();
     blocking(move || request::understand(&state, owner, previous, request)).await
@@ -117,9 +119,10 @@ async fn understood(state: &AppState, request: ResponsesRequest) -> Result<Asked
 )]
 async fn count(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Body(request): Body<ResponsesRequest>,
 ) -> Result<Json<InputTokens>, ApiError> {
-    let asked = understood(&state, request).await?.conversation;
+    let asked = understood(&state, &context, request).await?.conversation;
     let input_tokens = conversation::count(&state, asked.prompt, asked.fit, asked.max_tokens).await?;
     Ok(Json(InputTokens {
         object: "response.input_tokens",
@@ -138,6 +141,7 @@ async fn count(
 )]
 async fn retrieve(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Path(id): Path<String>,
     RawQuery(query): RawQuery,
 ) -> Result<Response, ApiError> {
@@ -146,13 +150,13 @@ async fn retrieve(
         let asked = query.iter().flat_map(|query| query.split('&'));
         let mut pairs = asked.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
         if pairs.any(|(name, value)| name == parameter && value != "false") {
-            return Err(ApiError::Unsupported {
-                field: parameter.to_owned(),
-                hint: Some("only background responses can be streamed later, and there are none"),
-            });
+            return Err(ApiError::unsupported(
+                parameter,
+                "only background responses can be streamed later, and there are none",
+            ));
         }
     }
-    let turn = turn(&state, &id)?;
+    let turn = turn(&state, &context, &id)?;
     blocking(move || Ok(Json(turn.response()).into_response())).await
 }
 
@@ -166,9 +170,10 @@ async fn retrieve(
 )]
 async fn delete(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Path(id): Path<String>,
 ) -> Result<Json<DeletedResponse>, ApiError> {
-    if !state.responses().delete(owner(), &id) {
+    if !state.responses().delete(context.tenant(), &id) {
         return Err(not_stored(&state, format!("response `{id}`"), None));
     }
     Ok(Json(DeletedResponse {
@@ -189,14 +194,15 @@ async fn delete(
         (status = 404, description = "It is not stored.", body = ErrorBody),
     )
 )]
-async fn cancel(State(state): State<AppState>, Path(id): Path<String>) -> Result<Response, ApiError> {
-    turn(&state, &id)?;
+async fn cancel(
+    State(state): State<AppState>,
+    Extension(context): Extension<Context>,
+    Path(id): Path<String>,
+) -> Result<Response, ApiError> {
+    turn(&state, &context, &id)?;
     let message = "only background responses can be cancelled, and this server has none; close the connection to \
                    cancel a response that is being generated";
-    Err(ApiError::Invalid {
-        message: message.to_owned(),
-        param: None,
-    })
+    Err(ApiError::bad_request(message))
 }
 
 /// What a response was made from
@@ -213,11 +219,12 @@ async fn cancel(State(state): State<AppState>, Path(id): Path<String>) -> Result
 )]
 async fn input_items(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Path(id): Path<String>,
     RawQuery(query): RawQuery,
 ) -> Result<Json<ItemList>, ApiError> {
     let query = items_query(query.as_deref().unwrap_or_default())?;
-    let turn = turn(&state, &id)?;
+    let turn = turn(&state, &context, &id)?;
     page(turn.given(), &query).map(Json)
 }
 
@@ -230,7 +237,7 @@ fn items_query(query: &str) -> Result<ItemsQuery, ApiError> {
             .any(|known| known.eq_ignore_ascii_case(name))
     };
     let rest: Vec<_> = query.split('&').filter(|pair| !is_include(pair)).collect();
-    let invalid = |message| ApiError::Invalid { message, param: None };
+    let invalid = |message| ApiError::bad_request(message);
     let uri = Uri::try_from(format!("/?{}", rest.join("&"))).map_err(|error| invalid(error.to_string()))?;
     let Query(query) = Query::try_from_uri(&uri)?;
     Ok(query)
@@ -264,13 +271,8 @@ fn page(mut items: Vec<&Item>, query: &ItemsQuery) -> Result<ItemList, ApiError>
     })
 }
 
-/// Whose request this is.
-fn owner() -> TenantId {
-    Context::current().tenant()
-}
-
-fn turn(state: &AppState, id: &str) -> Result<Arc<Turn>, ApiError> {
-    let turn = state.responses().get(owner(), id);
+fn turn(state: &AppState, context: &Context, id: &str) -> Result<Arc<Turn>, ApiError> {
+    let turn = state.responses().get(context.tenant(), id);
     turn.ok_or_else(|| not_stored(state, format!("response `{id}`"), None))
 }
 

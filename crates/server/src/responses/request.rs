@@ -7,14 +7,15 @@ use plimsoll_text::grammar::GrammarSpec;
 use serde_json::{Map, Value};
 
 use super::input::{self, INPUT};
-use super::store::Turn;
 use super::tools::Functions;
 use super::writer::Shown;
 use crate::conversation::{Conversation, Effort, Fit, Prompt};
 use crate::error::ApiError;
 use crate::respond::fresh_id;
-use crate::state::{AppState, unix_seconds};
+use crate::response_store::Turn;
+use crate::state::AppState;
 use crate::structured::Requested;
+use crate::time::unix_seconds;
 use crate::transcript::Transcript;
 use crate::wire::common::Common;
 use crate::wire::responses::{
@@ -305,10 +306,7 @@ fn check_reasoning(reasoning: &ReasoningConfig) -> Result<(), ApiError> {
 /// Refuses all but one word.
 fn only(field: &str, value: Option<&str>, word: &str, hint: &'static str) -> Result<(), ApiError> {
     match value {
-        Some(value) if value != word => Err(ApiError::Unsupported {
-            field: format!("{field} = {value}"),
-            hint: Some(hint),
-        }),
+        Some(value) if value != word => Err(ApiError::unsupported(format!("{field} = {value}"), hint)),
         _ => Ok(()),
     }
 }

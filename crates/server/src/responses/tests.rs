@@ -1,6 +1,6 @@
 use plimsoll_core::{Logprobs, TokenLogprob};
 use plimsoll_text::Tokenizer;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::tools::Functions;
 use super::writer::{Shown, Writer};
@@ -9,66 +9,8 @@ use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::respond::testing::events;
 use crate::respond::{Wording, Written};
+use crate::response_store::tests::empty;
 use crate::wire::common::Usage;
-use crate::wire::responses::{
-    Item, ItemStatus, MessageItem, Part, ReasoningConfig, ResponseObject, ResponseStatus, Role, TextConfig,
-    ToolChoice, ToolMode, Truncation,
-};
-
-/// A message of the user's.
-pub(super) fn message(id: &str, text: &str) -> Item {
-    Item::Message(MessageItem {
-        id: id.to_owned(),
-        status: ItemStatus::Completed,
-        role: Role::User,
-        content: vec![Part::InputText {
-            text: text.to_owned(),
-        }],
-    })
-}
-
-/// A response that says `text`.
-pub(super) fn response(id: &str, text: &str) -> ResponseObject {
-    ResponseObject {
-        output: vec![message(&format!("out_{id}"), text)],
-        ..empty(id)
-    }
-}
-
-fn empty(id: &str) -> ResponseObject {
-    ResponseObject {
-        id: id.to_owned(),
-        object: "response",
-        created_at: 0,
-        status: ResponseStatus::InProgress,
-        background: false,
-        completed_at: None,
-        error: None,
-        incomplete_details: None,
-        instructions: None,
-        max_output_tokens: None,
-        max_tool_calls: None,
-        model: "m".into(),
-        output: Vec::new(),
-        parallel_tool_calls: true,
-        previous_response_id: None,
-        prompt_cache_key: None,
-        reasoning: ReasoningConfig::default(),
-        safety_identifier: None,
-        service_tier: "default",
-        store: true,
-        temperature: 1.0,
-        text: TextConfig::default(),
-        tool_choice: ToolChoice::Mode(ToolMode::Auto),
-        tools: Vec::new(),
-        top_logprobs: 0,
-        top_p: 1.0,
-        truncation: Truncation::Disabled,
-        usage: None,
-        user: None,
-        metadata: Map::new(),
-    }
-}
 
 fn writer(shown: Shown) -> Writer {
     let tools =

@@ -4,9 +4,9 @@ use std::collections::{HashMap, HashSet};
 
 use serde_json::Value;
 
-use crate::body::typed;
 use crate::conversation::{Tool, ToolChoice as Chosen, Tools, check_offered};
 use crate::error::ApiError;
+use crate::wire::request::typed;
 use crate::wire::responses::{
     self as wire, AllowedTools, FunctionTool, NamedTool, ToolChoice, ToolChoiceObject,
 };
@@ -76,8 +76,8 @@ impl Functions {
 
 fn parsed(tool: &Value, field: &str) -> Result<wire::Tool, ApiError> {
     match tool.get("type").and_then(Value::as_str) {
-        Some("function") => typed(tool.clone(), field).map(wire::Tool::Function),
-        Some("namespace") => typed(tool.clone(), field).map(wire::Tool::Namespace),
+        Some("function") => Ok(wire::Tool::Function(typed(tool.clone(), field)?)),
+        Some("namespace") => Ok(wire::Tool::Namespace(typed(tool.clone(), field)?)),
         Some(kind) => Err(unsupported(kind, field)),
         None => {
             let field = format!("{field}.type");
@@ -87,10 +87,10 @@ fn parsed(tool: &Value, field: &str) -> Result<wire::Tool, ApiError> {
 }
 
 fn unsupported(kind: &str, field: &str) -> ApiError {
-    ApiError::Unsupported {
-        field: format!("{field}.type = {kind}"),
-        hint: Some("only tools of the types `function` and `namespace` are; switch it off in the client"),
-    }
+    ApiError::unsupported(
+        format!("{field}.type = {kind}"),
+        "only tools of the types `function` and `namespace` are; switch it off in the client",
+    )
 }
 
 fn function(tool: FunctionTool, namespace: Option<&str>, field: &str) -> Result<Tool, ApiError> {
@@ -109,10 +109,10 @@ fn function(tool: FunctionTool, namespace: Option<&str>, field: &str) -> Result<
 fn choice(choice: Option<&ToolChoice>) -> Result<(Chosen, Option<HashSet<String>>), ApiError> {
     let flat = |tool: &NamedTool| match tool.r#type.as_str() {
         "function" => Ok(flat_name(tool.namespace.as_deref(), &tool.name)),
-        other => Err(ApiError::Unsupported {
-            field: format!("tool_choice.type = {other}"),
-            hint: Some("only functions can be chosen"),
-        }),
+        other => Err(ApiError::unsupported(
+            format!("tool_choice.type = {other}"),
+            "only functions can be chosen",
+        )),
     };
     let object = match choice {
         None => return Ok((Chosen::Auto, None)),
@@ -130,10 +130,10 @@ fn choice(choice: Option<&ToolChoice>) -> Result<(Chosen, Option<HashSet<String>
             let names = allowed.tools.iter().map(flat).collect::<Result<_, _>>()?;
             Ok((allowed.mode.into(), Some(names)))
         }
-        Some(other) => Err(ApiError::Unsupported {
-            field: format!("tool_choice.type = {other}"),
-            hint: Some("only functions can be chosen"),
-        }),
+        Some(other) => Err(ApiError::unsupported(
+            format!("tool_choice.type = {other}"),
+            "only functions can be chosen",
+        )),
         None => Err(ApiError::invalid(
             "tool_choice.type",
             "`tool_choice.type` must be a string",

@@ -5,15 +5,16 @@ use std::sync::Arc;
 use plimsoll_core::TenantId;
 use plimsoll_text::Tokenizer;
 
-use super::store::Turn;
 use super::tools::Functions;
 use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::respond::{Wording, Written, fresh_id, named};
+use crate::response_store::Turn;
 use crate::scores;
 use crate::sealed;
-use crate::state::{AppState, unix_seconds};
+use crate::state::AppState;
+use crate::time::unix_seconds;
 use crate::wire::common::Usage;
 use crate::wire::responses::{
     Event, FunctionCall, IncompleteDetails, InputTokensDetails, Item, ItemStatus, Logprob, MessageItem,

@@ -5,11 +5,11 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::common::Common;
+use super::error::FieldError;
 use super::extra::Extra;
-use crate::body::{Wire, take};
-use crate::error::ApiError;
-use crate::fields::{COUNTED_LATER, MESSAGES_UNSUPPORTED, NO_REPORTS, UNSUPPORTED, Unsupported};
-use crate::openapi::body::body;
+use super::fields::{COUNTED_LATER, MESSAGES_UNSUPPORTED, NO_REPORTS, UNSUPPORTED, Unsupported};
+use super::request::{RequestBody, take};
+use super::schema::body;
 
 /// `POST /v1/messages`.
 #[derive(Debug)]
@@ -63,12 +63,12 @@ pub(crate) struct MessagesFields {
     pub(crate) stop_sequences: Vec<String>,
 }
 
-impl Wire for MessagesRequest {
+impl RequestBody for MessagesRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED, NO_REPORTS];
     // OpenAI's fields of the same meaning, and of one that messages do not have.
     const FOREIGN: &[&str] = &["stop", "n", "stream_options"];
 
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         let own = take(object)?;
         Ok(Self {
             common: Common::take_from(object)?,
@@ -78,11 +78,11 @@ impl Wire for MessagesRequest {
     }
 }
 
-impl Wire for CountRequest {
+impl RequestBody for CountRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED, NO_REPORTS, COUNTED_LATER];
     const FOREIGN: &[&str] = MessagesRequest::FOREIGN;
 
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         Ok(Self {
             model: Common::take_from(object)?.model,
             prompt: take(object)?,

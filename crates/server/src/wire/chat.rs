@@ -9,12 +9,12 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::common::{Common, MaybeUsage, StopReason, Usage};
 use super::content::Content;
+use super::error::FieldError;
 use super::extra::{Extra, Reports};
+use super::fields::{CHAT_UNSUPPORTED, UNSUPPORTED, Unsupported};
+use super::request::{RequestBody, field_names, take};
+use super::schema::body;
 use super::structured::StructuredFields;
-use crate::body::{Wire, field_names, take};
-use crate::error::ApiError;
-use crate::fields::{CHAT_UNSUPPORTED, UNSUPPORTED, Unsupported};
-use crate::openapi::body::body;
 
 /// `POST /v1/chat/completions`.
 #[derive(Debug)]
@@ -157,10 +157,10 @@ pub(crate) struct ChatFields {
     pub(crate) include_reasoning: Option<bool>,
 }
 
-impl Wire for ChatRequest {
+impl RequestBody for ChatRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, CHAT_UNSUPPORTED];
 
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         Ok(Self {
             common: Common::take_with_reports(object)?,
             structured: take(object)?,
@@ -184,7 +184,7 @@ body!(
 impl ChatPrompt {
     /// Takes these fields out of `object`. Clients add to an answer what they made of it, and send that back: no field of an
     /// assistant's message asks for anything, so what is unknown there is left out, and `null` in any message.
-    pub(crate) fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    pub(crate) fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         let known = field_names::<Message>();
         let messages = object.get_mut("messages").and_then(Value::as_array_mut);
         for message in messages.into_iter().flatten().filter_map(Value::as_object_mut) {

@@ -1,16 +1,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use plimsoll_core::{FinishReason, SamplingOptions, TokenId};
+use plimsoll_core::{FinishReason, TokenId};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
+use super::error::FieldError;
 use super::extra::{Extra, Reports};
-use crate::body::take;
-use crate::context::{Context, timeout};
-use crate::error::ApiError;
-use crate::state::{AppState, GenerationDefaults};
+use super::request::take;
 
 /// Most choices per prompt (OpenAI's limit).
 const MAX_N: usize = 128;
@@ -80,9 +78,9 @@ pub(crate) struct Common {
     /// Only with `stream`.
     pub(crate) stream_options: Option<StreamOptions>,
     /// vLLM's: requests with a lower one get their turn earlier. Needs `--scheduling-policy priority`.
-    priority: Option<i64>,
+    pub(crate) priority: Option<i64>,
     /// vLLM's: the request's id, where no `X-Request-Id` gives it one. Up to 128 of letters, digits and `-_.:/+=@`.
-    request_id: Option<String>,
+    pub(crate) request_id: Option<String>,
     /// Seconds from its arrival after which the request is given up.
     #[schema(exclusive_minimum = 0)]
     timeout: Option<f64>,
@@ -125,7 +123,7 @@ impl UsageIn {
 
 impl Common {
     /// Takes these fields and vLLM's further ones out of `object`.
-    pub(crate) fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    pub(crate) fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         Ok(Self {
             extra: take(object)?,
             ..take(object)?
@@ -133,51 +131,18 @@ impl Common {
     }
 
     /// The same, with the reports that answers of chat and completions have a place for.
-    pub(crate) fn take_with_reports(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    pub(crate) fn take_with_reports(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         Ok(Self {
             reports: take(object)?,
             ..Self::take_from(object)?
         })
     }
 
-    /// Names the current request, if the client does.
-    pub(crate) fn name_request(&self) -> Result<(), ApiError> {
-        self.request_id
-            .as_deref()
-            .map_or(Ok(()), |id| Context::current().name(id))
-    }
-
-    /// Sampling parameters with the model's defaults where the client is silent.
-    pub(crate) fn sampling(
-        &self,
-        defaults: &GenerationDefaults,
-        logprobs: Option<u32>,
-    ) -> Result<SamplingOptions, ApiError> {
-        let mut logit_bias = Vec::new();
-        for (token, &bias) in self.logit_bias.iter().flatten() {
-            let token = token.parse().map_err(|_| {
-                ApiError::invalid("logit_bias", format!("logit_bias: `{token}` is not a token id"))
-            })?;
-            logit_bias.push((token, bias));
-        }
-        Ok(SamplingOptions {
-            temperature: self.temperature.or(defaults.temperature),
-            top_p: self.top_p.or(defaults.top_p),
-            top_k: self.top_k.or(defaults.top_k),
-            min_p: self.min_p.or(defaults.min_p),
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
-            repetition_penalty: self.repetition_penalty.or(defaults.repetition_penalty),
-            logit_bias,
-            logprobs,
-        })
-    }
-
     /// Choices per prompt.
-    pub(crate) fn n(&self) -> Result<usize, ApiError> {
+    pub(crate) fn n(&self) -> Result<usize, FieldError> {
         match self.n.unwrap_or(1) {
             n @ 1..=MAX_N => Ok(n),
-            n => Err(ApiError::invalid(
+            n => Err(FieldError::invalid(
                 "n",
                 format!("n must be between 1 and {MAX_N}, not {n}"),
             )),
@@ -185,13 +150,13 @@ impl Common {
     }
 
     /// Stop strings, none of them empty.
-    pub(crate) fn stop(&self) -> Result<Vec<String>, ApiError> {
+    pub(crate) fn stop(&self) -> Result<Vec<String>, FieldError> {
         let stop = match &self.stop {
             None => &[],
             Some(OneOrMany::One(one)) => std::slice::from_ref(one),
             Some(OneOrMany::Many(many)) => many.as_slice(),
         };
-        let wrong = |message: String| Err(ApiError::invalid("stop", message));
+        let wrong = |message: String| Err(FieldError::invalid("stop", message));
         if stop.len() > MAX_STOPS {
             let len = stop.len();
             return wrong(format!(
@@ -211,23 +176,23 @@ impl Common {
     }
 
     /// Stop tokens as the client names them.
-    pub(crate) fn stop_token_ids(&self) -> Result<Vec<TokenId>, ApiError> {
+    pub(crate) fn stop_token_ids(&self) -> Result<Vec<TokenId>, FieldError> {
         let named = self.stop_token_ids.as_deref().unwrap_or_default();
         if named.len() > MAX_STOP_TOKENS {
             let message = format!(
                 "at most {MAX_STOP_TOKENS} stop_token_ids are supported, not {}",
                 named.len()
             );
-            return Err(ApiError::invalid("stop_token_ids", message));
+            return Err(FieldError::invalid("stop_token_ids", message));
         }
         Ok(named.to_vec())
     }
 
-    /// 0 where the server knows no priorities.
-    pub(crate) fn priority(&self, state: &AppState) -> Result<i64, ApiError> {
+    /// `enabled`: the server schedules by priority.
+    pub(crate) fn priority(&self, enabled: bool) -> Result<i64, FieldError> {
         match self.priority.unwrap_or(0) {
-            priority if priority == 0 || state.options().priorities => Ok(priority),
-            priority => Err(ApiError::invalid(
+            priority if priority == 0 || enabled => Ok(priority),
+            priority => Err(FieldError::invalid(
                 "priority",
                 format!("priority {priority} needs a server with --scheduling-policy priority"),
             )),
@@ -235,20 +200,18 @@ impl Common {
     }
 
     /// How long the client waits for all of the answer.
-    pub(crate) fn timeout(&self) -> Result<Option<Duration>, ApiError> {
-        self.timeout
-            .map(|seconds| timeout("timeout", seconds))
-            .transpose()
+    pub(crate) fn timeout(&self) -> Result<Option<Duration>, FieldError> {
+        self.timeout.map(|value| seconds("timeout", value)).transpose()
     }
 
     /// Which chunks of the stream tell the usage.
-    pub(crate) fn usage_in(&self) -> Result<UsageIn, ApiError> {
+    pub(crate) fn usage_in(&self) -> Result<UsageIn, FieldError> {
         let Some(options) = &self.stream_options else {
             return Ok(UsageIn::default());
         };
         if !self.stream {
             let message = "stream_options is only allowed with stream = true";
-            return Err(ApiError::invalid("stream_options", message));
+            return Err(FieldError::invalid("stream_options", message));
         }
         let last = options.include_usage.unwrap_or(false);
         Ok(UsageIn {
@@ -258,14 +221,22 @@ impl Common {
     }
 
     /// How many of the likeliest tokens to report at each place of the prompt, if its log-probabilities are asked for.
-    pub(crate) fn prompt_logprobs(&self) -> Result<Option<u32>, ApiError> {
+    pub(crate) fn prompt_logprobs(&self) -> Result<Option<u32>, FieldError> {
         let asked = self.reports.prompt_logprobs;
         if asked.is_some() && self.stream {
             let message = "prompt_logprobs is not available with stream = true";
-            return Err(ApiError::invalid("prompt_logprobs", message));
+            return Err(FieldError::invalid("prompt_logprobs", message));
         }
         Ok(asked)
     }
+}
+
+/// A duration that a client gives in seconds; `field` names it in errors.
+pub(crate) fn seconds(field: &str, seconds: f64) -> Result<Duration, FieldError> {
+    let valid = Duration::try_from_secs_f64(seconds)
+        .ok()
+        .filter(|time| !time.is_zero());
+    valid.ok_or_else(|| FieldError::invalid(field, format!("{field} must be a number of seconds above 0")))
 }
 
 /// Tokens read and written.

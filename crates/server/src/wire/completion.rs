@@ -4,12 +4,12 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::common::{Common, MaybeUsage, StopReason, Usage};
+use super::error::FieldError;
 use super::extra::{Extra, Reports};
+use super::fields::{COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported};
+use super::request::{RequestBody, take};
+use super::schema::body;
 use super::structured::StructuredFields;
-use crate::body::{Wire, take};
-use crate::error::ApiError;
-use crate::fields::{COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported};
-use crate::openapi::body::body;
 
 /// `POST /v1/completions`.
 #[derive(Debug)]
@@ -36,10 +36,10 @@ pub(crate) struct CompletionFields {
     pub(crate) add_special_tokens: Option<bool>,
 }
 
-impl Wire for CompletionRequest {
+impl RequestBody for CompletionRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, COMPLETION_UNSUPPORTED];
 
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         Ok(Self {
             common: Common::take_with_reports(object)?,
             structured: take(object)?,

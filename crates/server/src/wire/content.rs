@@ -1,7 +1,7 @@
 use serde::Deserialize;
 use utoipa::ToSchema;
 
-use crate::error::ApiError;
+use super::error::FieldError;
 
 /// What a message of a chat, or an item of a response, says: text, or parts of which this server takes those of text.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
@@ -25,7 +25,7 @@ pub(crate) struct Part {
 
 impl Content {
     /// The texts of all parts; `field` is the content's path.
-    pub(crate) fn texts(self, field: &str) -> Result<Vec<String>, ApiError> {
+    pub(crate) fn texts(self, field: &str) -> Result<Vec<String>, FieldError> {
         let parts = match self {
             Self::Text(text) => return Ok(vec![text]),
             Self::Parts(parts) => parts,
@@ -37,25 +37,25 @@ impl Content {
     }
 
     /// All of it as one text. Parts are joined by newlines, as vLLM does for templates that take text.
-    pub(crate) fn text(self, field: &str) -> Result<String, ApiError> {
+    pub(crate) fn text(self, field: &str) -> Result<String, FieldError> {
         Ok(self.texts(field)?.join("\n"))
     }
 }
 
 impl Part {
-    fn into_text(self, field: &str) -> Result<String, ApiError> {
+    fn into_text(self, field: &str) -> Result<String, FieldError> {
         let (name, text) = match self.r#type.as_str() {
             "text" | "input_text" | "output_text" => ("text", self.text),
             // What the assistant said in place of an answer.
             "refusal" => ("refusal", self.refusal),
             other => {
-                return Err(ApiError::Unsupported {
-                    field: format!("{field}.type = {other}"),
-                    hint: Some("this model takes only text"),
-                });
+                return Err(FieldError::unsupported(
+                    format!("{field}.type = {other}"),
+                    "this model takes only text",
+                ));
             }
         };
         let field = format!("{field}.{name}");
-        text.ok_or_else(|| ApiError::invalid(&field, format!("`{field}` is missing")))
+        text.ok_or_else(|| FieldError::invalid(&field, format!("`{field}` is missing")))
     }
 }

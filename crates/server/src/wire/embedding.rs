@@ -3,10 +3,10 @@ use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 use super::completion::Prompts;
-use crate::body::{Wire, take};
-use crate::error::ApiError;
-use crate::fields::{EMBEDDING_UNSUPPORTED, Unsupported};
-use crate::openapi::body::body;
+use super::error::FieldError;
+use super::fields::{EMBEDDING_UNSUPPORTED, Unsupported};
+use super::request::{RequestBody, take};
+use super::schema::body;
 
 /// `POST /v1/embeddings`.
 #[derive(Debug)]
@@ -30,10 +30,10 @@ pub(crate) struct EmbeddingFields {
     pub(crate) add_special_tokens: Option<bool>,
 }
 
-impl Wire for EmbeddingRequest {
+impl RequestBody for EmbeddingRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[EMBEDDING_UNSUPPORTED];
 
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         take(object).map(Self)
     }
 }

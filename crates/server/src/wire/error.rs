@@ -25,3 +25,54 @@ pub(crate) struct ErrorObject<'a> {
     /// What is wrong, for programs.
     pub(crate) code: Option<&'static str>,
 }
+
+/// Why a request cannot be read.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum FieldError {
+    /// A field, or the whole body, is wrong.
+    #[error("{message}")]
+    Invalid {
+        /// What is wrong and what would be right.
+        message: String,
+        /// The field's name.
+        param: Option<String>,
+    },
+    /// A field that no version of the API has.
+    #[error("unknown field `{0}`")]
+    Unknown(String),
+    /// A field of the API that this server does not support, or, with ` = VALUE` behind it, not with this value.
+    #[error("`{field}` is not supported by this server{}", hint.map(|h| format!(": {h}")).unwrap_or_default())]
+    Unsupported {
+        /// The field's name.
+        field: String,
+        /// What is supported instead.
+        hint: Option<&'static str>,
+    },
+}
+
+impl FieldError {
+    /// A wrong value of `param`.
+    pub(crate) fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::Invalid {
+            message: message.into(),
+            param: Some(param.into()),
+        }
+    }
+
+    /// A value, or with ` = VALUE` behind it this value, that is not supported.
+    pub(crate) fn unsupported(field: impl Into<String>, hint: impl Into<Option<&'static str>>) -> Self {
+        Self::Unsupported {
+            field: field.into(),
+            hint: hint.into(),
+        }
+    }
+
+    /// The field at fault, if it is one.
+    pub(crate) fn param(&self) -> Option<&str> {
+        match self {
+            Self::Invalid { param, .. } => param.as_deref(),
+            Self::Unknown(field) => Some(field),
+            Self::Unsupported { field, .. } => field.split(" = ").next(),
+        }
+    }
+}

@@ -1,4 +1,4 @@
-//! The types of the API as they go over the wire, and nothing else.
+//! The API's requests and responses as JSON. Nothing here knows of HTTP, the engine or the server's state.
 
 pub(crate) mod about;
 pub(crate) mod anthropic;
@@ -9,6 +9,9 @@ pub(crate) mod content;
 pub(crate) mod embedding;
 pub(crate) mod error;
 pub(crate) mod extra;
+pub(crate) mod fields;
+pub(crate) mod request;
 pub(crate) mod responses;
+pub(crate) mod schema;
 pub(crate) mod structured;
 pub(crate) mod tokenize;

@@ -5,10 +5,10 @@ use utoipa::openapi::{OneOfBuilder, RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::chat::ChatPrompt;
-use crate::body::{Wire, take};
-use crate::error::ApiError;
-use crate::fields::{TOKENIZE_UNSUPPORTED, Unsupported};
-use crate::openapi::body::{self, body};
+use super::error::FieldError;
+use super::fields::{TOKENIZE_UNSUPPORTED, Unsupported};
+use super::request::{RequestBody, take};
+use super::schema::{self, body};
 
 /// `POST /tokenize`: a prompt or a conversation, as in vLLM.
 #[derive(Debug)]
@@ -42,10 +42,10 @@ struct PromptField {
     prompt: String,
 }
 
-impl Wire for TokenizeRequest {
+impl RequestBody for TokenizeRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[TOKENIZE_UNSUPPORTED];
 
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         let own = take(object)?;
         let input = if object.contains_key("messages") {
             TokenizeInput::Chat(ChatPrompt::take_from(object)?)
@@ -59,7 +59,7 @@ impl Wire for TokenizeRequest {
 impl PartialSchema for TokenizeRequest {
     fn schema() -> RefOr<Schema> {
         let of = |description, input| {
-            body::schema(
+            schema::schema(
                 description,
                 [TokenizeFields::schema(), input],
                 Self::UNSUPPORTED,
@@ -108,10 +108,10 @@ pub(crate) struct DetokenizeFields {
     pub(crate) tokens: Vec<TokenId>,
 }
 
-impl Wire for DetokenizeRequest {
+impl RequestBody for DetokenizeRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[];
 
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         take(object).map(Self)
     }
 }

@@ -222,3 +222,12 @@ impl Item {
         }
     }
 }
+
+impl Part {
+    /// What it says.
+    pub(crate) fn text(&self) -> &str {
+        match self {
+            Self::InputText { text } | Self::OutputText { text, .. } | Self::ReasoningText { text } => text,
+        }
+    }
+}

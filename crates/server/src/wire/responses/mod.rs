@@ -10,11 +10,11 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::chat::ReasoningEffort;
 use super::common::Common;
+use super::error::FieldError;
 use super::extra::Extra;
-use crate::body::{Wire, take};
-use crate::error::ApiError;
-use crate::fields::{NO_REPORTS, RESPONSES_UNSUPPORTED, UNSUPPORTED, Unsupported};
-use crate::openapi::body::body;
+use super::fields::{NO_REPORTS, RESPONSES_UNSUPPORTED, UNSUPPORTED, Unsupported};
+use super::request::{RequestBody, take};
+use super::schema::body;
 
 pub(crate) use super::chat::ToolMode;
 pub(crate) use event::{Event, Payload};
@@ -83,12 +83,12 @@ pub(crate) struct ResponsesFields {
     pub(crate) chat_template_kwargs: Map<String, Value>,
 }
 
-impl Wire for ResponsesRequest {
+impl RequestBody for ResponsesRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, RESPONSES_UNSUPPORTED, NO_REPORTS];
     // Chat's field of the same meaning, and one that responses do not have.
     const FOREIGN: &[&str] = &["max_tokens", "n"];
 
-    fn take_from(object: &mut Map<String, Value>) -> Result<Self, ApiError> {
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         Ok(Self {
             common: Common::take_from(object)?,
             own: take(object)?,

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::error::ApiError;
+use super::error::FieldError;
 
 /// A field that is refused, with its harmless value.
 pub(crate) type Unsupported = (&'static str, Harmless);
@@ -62,7 +62,10 @@ impl Harmless {
 }
 
 /// Checks the fields that no struct took: an error names the first that is neither accepted nor harmless.
-pub(crate) fn check_rest(rest: &Map<String, Value>, unsupported: &[&[Unsupported]]) -> Result<(), ApiError> {
+pub(crate) fn check_rest(
+    rest: &Map<String, Value>,
+    unsupported: &[&[Unsupported]],
+) -> Result<(), FieldError> {
     for (name, value) in rest {
         match unsupported
             .iter()
@@ -71,13 +74,10 @@ pub(crate) fn check_rest(rest: &Map<String, Value>, unsupported: &[&[Unsupported
         {
             Some((_, harmless)) if harmless.allows(value) => {}
             Some((_, harmless)) => {
-                return Err(ApiError::Unsupported {
-                    field: name.clone(),
-                    hint: harmless.hint(),
-                });
+                return Err(FieldError::unsupported(name.clone(), harmless.hint()));
             }
             None if ACCEPTED.contains(&name.as_str()) => {}
-            None => return Err(ApiError::UnknownField(name.clone())),
+            None => return Err(FieldError::Unknown(name.clone())),
         }
     }
     Ok(())

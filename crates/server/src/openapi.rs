@@ -1,7 +1,5 @@
 //! The API's description for programs: OpenAPI 3.1, made from the routes and from the types that parse requests.
 
-pub(crate) mod body;
-
 use std::collections::BTreeMap;
 
 use axum::Extension;

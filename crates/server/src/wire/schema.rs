@@ -1,10 +1,10 @@
-//! Schemas of request bodies that `Wire::take_from` takes apart.
+//! Schemas of request bodies that `RequestBody::take_from` takes apart.
 
 use serde_json::{Value, json};
 use utoipa::openapi::schema::{AdditionalProperties, AnyOfBuilder, Object, Schema, SchemaType, Type};
 use utoipa::openapi::{ObjectBuilder, RefOr};
 
-use crate::fields::{ACCEPTED, Harmless, Unsupported};
+use super::fields::{ACCEPTED, Harmless, Unsupported};
 
 /// The schema of a body whose fields are those of `parts` but for `foreign`, then those with but one harmless value; all else is
 /// refused. `null` means absent, as in `body::parse`.
@@ -49,15 +49,15 @@ pub(crate) fn schema(
     whole.into()
 }
 
-/// `ToSchema` for a body: the structs that its `Wire::take_from` takes out of it, one after the other.
+/// `ToSchema` for a body: the structs that its `RequestBody::take_from` takes out of it, one after the other.
 macro_rules! body {
     ($body:ty, $description:literal, $($part:ty),+) => {
         impl utoipa::PartialSchema for $body {
             fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::Schema> {
-                use $crate::body::Wire;
+                use $crate::wire::request::RequestBody;
 
                 let parts = [$(<$part as utoipa::PartialSchema>::schema()),+];
-                $crate::openapi::body::schema($description, parts, Self::UNSUPPORTED, Self::FOREIGN)
+                $crate::wire::schema::schema($description, parts, Self::UNSUPPORTED, Self::FOREIGN)
             }
         }
 

@@ -1,0 +1,113 @@
+//! How a body becomes a request: every field is read by a struct, known to be without effect, or an error that names it.
+
+use serde::de::{DeserializeOwned, Deserializer, Error as _, Visitor};
+use serde_json::{Map, Value};
+
+use super::error::FieldError;
+use super::fields::{Unsupported, check_rest};
+
+/// A request type of the API.
+pub(crate) trait RequestBody: Sized {
+    /// Fields that are refused by name unless their value is harmless.
+    const UNSUPPORTED: &[&[Unsupported]];
+    /// Fields of its parts that this request does not have.
+    const FOREIGN: &[&str] = &[];
+
+    /// Takes the fields it knows out of `object`, with [`take`].
+    fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError>;
+}
+
+/// Parses a body: JSON, then the fields that the struct does not have, then the struct. `null` means absent throughout.
+pub(crate) fn parse<T: RequestBody>(body: &[u8]) -> Result<T, FieldError> {
+    let whole = |message: String| FieldError::Invalid { message, param: None };
+    let text = std::str::from_utf8(body).map_err(|e| whole(format!("the body is not UTF-8: {e}")))?;
+    let value: Value =
+        serde_json::from_str(text).map_err(|e| whole(format!("the body is not valid JSON: {e}")))?;
+    let Value::Object(mut object) = value else {
+        return Err(whole("the body must be a JSON object".into()));
+    };
+    object.retain(|_, value| !value.is_null());
+    if let Some(name) = T::FOREIGN.iter().find(|name| object.contains_key(**name)) {
+        return Err(FieldError::Unknown((*name).to_owned()));
+    }
+    let request = T::take_from(&mut object)?;
+    check_rest(&object, T::UNSUPPORTED)?;
+    Ok(request)
+}
+
+/// Moves the fields that `T` has from `object` into a `T`.
+pub(crate) fn take<T: DeserializeOwned>(object: &mut Map<String, Value>) -> Result<T, FieldError> {
+    let fields = field_names::<T>();
+    let own = fields
+        .iter()
+        .filter_map(|&name| object.shift_remove(name).map(|value| (name.to_owned(), value)));
+    serde_path_to_error::deserialize(Value::Object(own.collect())).map_err(|error| {
+        let path = error.path().to_string();
+        let inner = error.into_inner().to_string();
+        if path != "." {
+            return FieldError::invalid(path.clone(), format!("`{path}`: {inner}"));
+        }
+        FieldError::Invalid {
+            param: missing(&inner).map(str::to_owned),
+            message: inner,
+        }
+    })
+}
+
+/// A part of a request whose type is known only once something else was read; `field` is its path. `null` means absent.
+pub(crate) fn typed<T: DeserializeOwned>(mut value: Value, field: &str) -> Result<T, FieldError> {
+    if let Value::Object(object) = &mut value {
+        object.retain(|_, value| !value.is_null());
+    }
+    serde_path_to_error::deserialize(value).map_err(|error| {
+        let path = error.path().to_string();
+        let inner = error.into_inner().to_string();
+        let path = match (path.as_str(), missing(&inner)) {
+            (".", None) => field.to_owned(),
+            (".", Some(name)) => format!("{field}.{name}"),
+            (path, _) => format!("{field}.{path}"),
+        };
+        FieldError::invalid(path.clone(), format!("`{path}`: {inner}"))
+    })
+}
+
+/// A missing field has the path of its parent: its name stands in the message alone.
+fn missing(message: &str) -> Option<&str> {
+    message.strip_prefix("missing field `")?.split('`').next()
+}
+
+/// The field names of a struct, as its `Deserialize` asks for them, so that they stand in one place.
+pub(crate) fn field_names<T: DeserializeOwned>() -> &'static [&'static str] {
+    struct Ask<'a>(&'a mut &'static [&'static str]);
+
+    impl<'de> Deserializer<'de> for Ask<'_> {
+        type Error = serde::de::value::Error;
+
+        fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Self::Error> {
+            Err(Self::Error::custom("not a struct"))
+        }
+
+        fn deserialize_struct<V: Visitor<'de>>(
+            self,
+            _: &'static str,
+            fields: &'static [&'static str],
+            _: V,
+        ) -> Result<V::Value, Self::Error> {
+            *self.0 = fields;
+            Err(Self::Error::custom("only the names were wanted"))
+        }
+
+        serde::forward_to_deserialize_any! {
+            bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit
+            unit_struct newtype_struct seq tuple tuple_struct map enum identifier ignored_any
+        }
+    }
+
+    let mut fields: &'static [&'static str] = &[];
+    let asked = T::deserialize(Ask(&mut fields));
+    debug_assert!(
+        asked.is_err() && !fields.is_empty(),
+        "request types are structs without `flatten`"
+    );
+    fields
+}
