@@ -1,4 +1,4 @@
-//! What goes on on a connection, for those who end it where nothing does.
+//! Tracks whether a connection is idle, and whether its client reads, so that it can be closed after a timeout.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,17 +9,17 @@ pub(crate) struct Activity(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
-    /// Requests that are not over.
+    /// Requests in progress.
     requests: usize,
     idle_since: Instant,
-    /// Responses of which data is there and the client takes none.
+    /// Responses with data that the client has not read.
     untaken: usize,
-    /// When the client took data of any response, or there was none to take.
+    /// When the client last read data of any response, or had none left to read.
     taken_at: Instant,
 }
 
 impl Activity {
-    /// Of a new connection.
+    /// A new connection.
     pub(crate) fn new() -> Self {
         let now = Instant::now();
         Self(Mutex::new(State {
@@ -30,8 +30,8 @@ impl Activity {
         }))
     }
 
-    /// When the connection is to end if nothing changes: once there was no request for `idle`, or the client took nothing of
-    /// any response for `slow`. `None` while requests are worked on, or where the time is too far away to be one.
+    /// When to close the connection if nothing changes: after `idle` without a request, or `slow` without the client reading
+    /// any response. `None` while requests are in progress, or where the time would overflow.
     pub(crate) fn ends_at(&self, idle: Duration, slow: Duration) -> Option<Instant> {
         let state = self.lock();
         if state.untaken > 0 {
@@ -43,13 +43,13 @@ impl Activity {
         }
     }
 
-    /// A panic elsewhere leaves it usable: every critical section is plain arithmetic.
+    /// Poisoning is ignored: every critical section is plain arithmetic.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A request that is not over.
+/// A request in progress; dropping it ends it.
 #[derive(Debug)]
 pub(crate) struct Ongoing(Arc<Activity>);
 
@@ -59,7 +59,7 @@ impl Ongoing {
         Self(Arc::clone(activity))
     }
 
-    /// Data of its response is there.
+    /// Its response has data for the client.
     pub(crate) fn untaken(&self) -> Untaken {
         let mut state = self.0.lock();
         if state.untaken == 0 {
@@ -78,12 +78,12 @@ impl Drop for Ongoing {
     }
 }
 
-/// Data of a response that waits for the client.
+/// Response data that the client has not read.
 #[derive(Debug)]
 pub(crate) struct Untaken(Arc<Activity>);
 
 impl Untaken {
-    /// The client takes it.
+    /// The client read it.
     pub(crate) fn taken(self) {
         self.0.lock().taken_at = Instant::now();
     }
@@ -103,7 +103,7 @@ mod tests {
     const SLOW: Duration = Duration::from_secs(3);
 
     #[test]
-    fn a_connection_ends_idle_or_with_a_client_that_takes_nothing() {
+    fn idle_and_unread_connections_expire() {
         let activity = Arc::new(Activity::new());
         let begin = Instant::now();
         let ends_in = || {
@@ -112,12 +112,12 @@ mod tests {
         };
         assert!(matches!(ends_in(), Some(59..=60)));
         let requests = [Ongoing::new(&activity), Ongoing::new(&activity)];
-        assert_eq!(ends_in(), None, "requests are worked on");
+        assert_eq!(ends_in(), None, "requests are in progress");
         let untaken = requests.each_ref().map(Ongoing::untaken);
         assert!(matches!(ends_in(), Some(3..=59)));
         let before = activity.ends_at(IDLE, SLOW);
         let [first, second] = untaken;
-        // One that is given up is not taken.
+        // Dropped data counts as unread.
         drop(first);
         assert_eq!(activity.ends_at(IDLE, SLOW), before);
         let more = requests[0].untaken();

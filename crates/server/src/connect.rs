@@ -1,4 +1,4 @@
-//! Connections: plain or TLS, no more than so many, none that says nothing.
+//! Accept loop: TLS, connection limit, header and slow-client timeouts.
 
 use std::io;
 use std::net::SocketAddr;
@@ -23,7 +23,7 @@ use tower::Layer;
 use crate::activity::Activity;
 use crate::options::ServerOptions;
 
-/// Answers connections until `handle` says stop.
+/// Accepts connections until `handle` stops it.
 pub(crate) async fn serve(
     listener: TcpListener,
     options: &ServerOptions,
@@ -64,14 +64,14 @@ fn server<A>(
     server
 }
 
-/// Requests at once on one connection.
+/// Concurrent requests per HTTP/2 connection.
 const MAX_HTTP2_STREAMS: u32 = 32;
-/// A silent client is asked whether it is still there, and is gone if it does not say so.
+/// Keep-alive probes: a client that does not answer is disconnected.
 const PROBE_AFTER: Duration = Duration::from_secs(30);
 const PROBE_EVERY: Duration = Duration::from_secs(10);
 const PROBES: u32 = 3;
 
-/// Lets so many connections in at once.
+/// Limits the number of connections.
 #[derive(Clone, Debug)]
 struct Gate<A> {
     inner: A,
@@ -92,8 +92,8 @@ impl<A> Gate<A> {
         }
     }
 
-    /// A client that is gone without a word is noticed: one that owes acknowledgements as soon as one that reads nothing,
-    /// one that owes nothing by probes.
+    /// Detects clients that vanished: by unacknowledged data after the slow-client timeout, on idle connections by keep-alive
+    /// probes.
     fn prepare(&self, stream: &TcpStream) -> io::Result<()> {
         stream.set_nodelay(true)?;
         let socket = SockRef::from(stream);
@@ -122,7 +122,7 @@ where
 
     fn accept(&self, stream: TcpStream, service: S) -> Self::Future {
         let Ok(place) = Arc::clone(&self.places).try_acquire_owned() else {
-            tracing::warn!("a connection is closed at once: there are as many as may be");
+            tracing::warn!("connection refused: --max-connections reached");
             return Box::pin(async { Err(io::Error::other("too many connections")) });
         };
         if let Err(error) = self.prepare(&stream) {
@@ -148,8 +148,8 @@ where
     }
 }
 
-/// A connection that holds its place. It fails where the client has not said in time which HTTP it speaks, asks for nothing, or
-/// takes nothing of what it asked for: one of HTTP/2 may be alive and well by all that its socket tells.
+/// A connection that counts against the limit. It fails with a timeout if the client sends no protocol preface or request,
+/// or does not read its responses: on HTTP/2 the socket alone does not show that.
 struct Connection<S> {
     stream: S,
     _place: OwnedSemaphorePermit,
@@ -159,15 +159,15 @@ struct Connection<S> {
     accepted: Instant,
     /// Bytes read so far, counted to [`PREFACE`].
     read: usize,
-    /// When to look whether it should end.
+    /// When to check the timeouts next.
     look: Pin<Box<Sleep>>,
 }
 
-/// Length of HTTP/2's preface: the protocol is known by then.
+/// Length of HTTP/2's connection preface: after it the protocol is known.
 const PREFACE: usize = 24;
 
 impl<S> Connection<S> {
-    /// Ready once the connection is to end.
+    /// Ready when a timeout has expired.
     fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
         loop {
             ready!(self.look.as_mut().poll(context));
@@ -181,14 +181,14 @@ impl<S> Connection<S> {
             if end.is_some_and(|end| end <= now) {
                 return Poll::Ready(io::ErrorKind::TimedOut.into());
             }
-            // What begins meanwhile may end before.
+            // Timeouts that begin in the meantime may expire earlier.
             let next = now + self.header_timeout.min(self.slow_client_timeout).min(LOOK_EVERY);
             let next = end.map_or(next, |end| end.min(next));
             self.look.as_mut().reset(next.into());
         }
     }
 
-    /// `result`, or in place of waiting for it an error once the connection is to end.
+    /// `result`; if pending, an error once a timeout has expired.
     fn unless_over<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -201,7 +201,7 @@ impl<S> Connection<S> {
     }
 }
 
-/// How long a connection goes unlooked at, whatever its timeouts.
+/// Longest interval between checks of the timeouts.
 const LOOK_EVERY: Duration = Duration::from_secs(60);
 
 impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {

@@ -1,4 +1,4 @@
-//! What is known about one HTTP request, for everything that works on it, and for those who are told when it is over.
+//! Everything known about one HTTP request while it is handled. It ends in a [`RequestRecord`].
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -20,8 +20,8 @@ use crate::room::Place;
 use crate::state::AppState;
 use crate::wire::common;
 
-/// Clones share it. When the last is gone, the request is over: its place among the key's requests is free, it is counted,
-/// and the [`RequestSink`]s are told.
+/// Clones share it. When the last one is dropped the request is over: its slot in the key's concurrency limit is released,
+/// metrics are updated and the sinks get the record.
 #[derive(Clone)]
 pub(crate) struct Context(Arc<Inner>);
 
@@ -29,24 +29,24 @@ struct Inner {
     state: AppState,
     began: SystemTime,
     arrived: Instant,
-    /// Ours, where the client gives it none.
+    /// Generated, for requests without an id of the client's.
     id: String,
-    /// The client's.
+    /// The client's id.
     given: OnceLock<String>,
     method: Method,
     path: String,
-    /// The route that takes it, if one does.
+    /// The matched route.
     route: Option<MatchedPath>,
     traceparent: Option<String>,
     tracestate: Option<String>,
-    /// When the client's patience ends.
+    /// When the request times out.
     deadline: Option<Instant>,
     tenant: OnceLock<Tenant>,
-    /// It counts among the tenant's requests.
+    /// It holds a slot in the tenant's concurrency limit.
     entered: AtomicBool,
-    /// Its connection is not idle; there is none where the API is used within the process.
+    /// Keeps its connection from being idle; absent where the API is called in-process.
     connection: Option<Ongoing>,
-    /// Its client says how much it takes, beside the socket.
+    /// HTTP/2: flow control shows what the client reads.
     has_window: bool,
     output_tokens: AtomicUsize,
     first_token: OnceLock<Instant>,
@@ -63,7 +63,7 @@ struct Notes {
     error: Option<&'static str>,
     complete: bool,
     generation: Option<Generation>,
-    /// Room for what it says, until that is tokens.
+    /// Memory for its text, until that is tokenized.
     places: Vec<Place>,
 }
 
@@ -74,7 +74,7 @@ impl fmt::Debug for Context {
 }
 
 impl Context {
-    /// A request that just arrived. It ends after `timeout`, or before by flag.
+    /// A request that just arrived. It times out after `timeout` or the server's own limit, whichever is shorter.
     pub(crate) fn new(state: &AppState, request: &Request, timeout: Option<Duration>) -> Self {
         let headers = request.headers();
         let given = request_id(headers).map(OnceLock::from);
@@ -113,12 +113,12 @@ impl Context {
         self.given_id().unwrap_or(&self.0.id)
     }
 
-    /// The id that the client chose.
+    /// The client's id.
     pub(crate) fn given_id(&self) -> Option<&str> {
         self.0.given.get().map(String::as_str)
     }
 
-    /// The client calls it `id` in the body; the header comes first.
+    /// Sets the id given in the body; one in the header takes precedence.
     pub(crate) fn name(&self, id: &str) -> Result<(), ApiError> {
         if !is_id(id) {
             let message = format!("request_id has 1 to {MAX_ID} letters, digits and characters of -_.:/+=@");
@@ -128,7 +128,7 @@ impl Context {
         Ok(())
     }
 
-    /// Whose request it is, for fair shares.
+    /// The tenant, for fair scheduling.
     pub(crate) fn tenant(&self) -> TenantId {
         self.0
             .tenant
@@ -136,13 +136,13 @@ impl Context {
             .map_or_else(TenantId::default, |tenant| tenant.id)
     }
 
-    /// When it ends at the latest: `timeout` after its arrival, or before by header or flag.
+    /// The deadline: `timeout` after arrival, or earlier by header or flag.
     pub(crate) fn deadline(&self, timeout: Option<Duration>) -> Option<Instant> {
         let own = timeout.and_then(|timeout| self.0.arrived.checked_add(timeout));
         [own, self.0.deadline].into_iter().flatten().min()
     }
 
-    /// `work`, unless the request's time is over before: an error then.
+    /// Runs `work` until the deadline; then it is an error.
     pub(crate) async fn in_time<T>(
         &self,
         work: impl Future<Output = Result<T, ApiError>>,
@@ -155,19 +155,18 @@ impl Context {
         }
     }
 
-    /// How long it has been here.
+    /// Time since arrival.
     pub(crate) fn age(&self) -> Duration {
         self.0.arrived.elapsed()
     }
 
-    /// It comes from `tenant`.
+    /// Sets the tenant.
     pub(crate) fn belongs_to(&self, tenant: Tenant) {
-        // Nobody says so twice.
+        // Set only once.
         let _ = self.0.tenant.set(tenant);
     }
 
-    /// It counts among the requests that its tenant may have in, unless there is an error. What is left of the limits is told
-    /// either way.
+    /// Counts it against its tenant's limits, unless there is an error. Returns what remains of the limits either way.
     pub(crate) fn enter(&self, uses_tokens: bool) -> (Vec<Left>, Result<(), ApiError>) {
         let quotas = self.0.state.quotas();
         let (left, entered) = quotas.enter(self.tenant(), uses_tokens, self.0.arrived);
@@ -175,19 +174,19 @@ impl Context {
         (left, entered)
     }
 
-    /// Holds room for what the request says until that is tokens, or the request is over.
+    /// Keeps memory reserved until the request's text is tokenized, or the request is over.
     pub(crate) fn hold(&self, place: Place) {
         self.notes().places.push(place);
     }
 
-    /// Data of the response waits for the client, who is not to let it wait for too long. Of HTTP/1 the kernel knows that better:
-    /// it sees each byte that is taken.
+    /// Marks response data as unread, which starts the slow-client timeout. On HTTP/1 the kernel does this better
+    /// (TCP_USER_TIMEOUT): it sees every acknowledged byte.
     pub(crate) fn untaken(&self) -> Option<Untaken> {
         let connection = self.0.connection.as_ref().filter(|_| self.0.has_window);
         connection.map(Ongoing::untaken)
     }
 
-    /// What the prefix cache is shared by, where the client gives `salt`.
+    /// The salt of the prefix cache: the client's `salt`, and the tenant where tenants are isolated.
     pub(crate) fn cache_salt(&self, salt: Option<&str>) -> Option<Arc<str>> {
         if !self.0.state.options().isolate_prefix_cache {
             return salt.map(Arc::from);
@@ -207,22 +206,22 @@ impl Context {
         notes.error = error;
     }
 
-    /// A piece of its body was read.
+    /// Counts bytes of the request's body.
     pub(crate) fn received(&self, bytes: usize) {
         self.0.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// A piece of the response's body was taken.
+    /// Counts bytes of the response's body.
     pub(crate) fn sent(&self, bytes: usize) {
         self.0.sent.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// The response ended as it should.
+    /// The response was sent in full.
     pub(crate) fn completed(&self) {
         self.notes().complete = true;
     }
 
-    /// Something is to be generated: what the request said is tokens.
+    /// Generation begins: the request's text is tokenized, so its memory is released.
     pub(crate) fn generates(&self, generation: Generation) {
         self.0
             .state
@@ -233,7 +232,7 @@ impl Context {
         notes.generation.get_or_insert(generation);
     }
 
-    /// A choice runs; `cached` of the prompt's tokens need not be computed.
+    /// A choice was admitted; `cached` prompt tokens were found in the prefix cache.
     pub(crate) fn admitted(&self, at: Instant, cached: usize) {
         let age = at - self.0.arrived;
         if let Some(generation) = &mut self.notes().generation {
@@ -242,7 +241,7 @@ impl Context {
         }
     }
 
-    /// A choice gained a token.
+    /// A choice generated a token.
     pub(crate) fn token(&self, at: Instant) {
         self.0.first_token.get_or_init(|| at);
         let tokens = 1 + self.0.output_tokens.fetch_add(1, Ordering::Relaxed);
@@ -308,19 +307,19 @@ impl Drop for Inner {
     }
 }
 
-/// Output tokens that are counted among the tenant's at a time: all requests share one lock.
+/// Output tokens are charged to the tenant in batches of this size: all requests share one lock.
 const SPENT_AT_ONCE: usize = 16;
 
-/// nginx's status for a client that closed its connection before there was a response.
+/// nginx's status for a client that disconnected before the response began.
 const CLIENT_LEFT: StatusCode = match StatusCode::from_u16(499) {
     Ok(status) => status,
     Err(_) => unreachable!(),
 };
 
-/// Longest request id that is taken from a client.
+/// Longest request id accepted from a client.
 const MAX_ID: usize = 128;
 
-/// The client's id, if it can stand in logs and ids as it is.
+/// The client's id, if it is safe in logs and headers.
 pub(crate) fn request_id(headers: &HeaderMap) -> Option<String> {
     let id = headers.get("x-request-id")?.to_str().ok()?;
     is_id(id).then(|| id.to_owned())
@@ -331,12 +330,12 @@ fn is_id(id: &str) -> bool {
     (1..=MAX_ID).contains(&id.len()) && id.bytes().all(sane)
 }
 
-/// The id of a request that brings none.
+/// A random id.
 pub(crate) fn fresh_id() -> String {
     format!("{:032x}", rand::random::<u128>())
 }
 
-/// What the client says in a header how long it waits.
+/// The client's timeout, from a header.
 pub(crate) fn header_timeout(headers: &HeaderMap) -> Result<Option<Duration>, ApiError> {
     const HEADER: &str = "x-request-timeout";
     let Some(value) = headers.get(HEADER) else {

@@ -1,4 +1,4 @@
-//! API keys: who may use the server.
+//! API keys.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -12,30 +12,30 @@ use crate::error::ApiError;
 
 type Hash = [u8; 32];
 
-/// A key and the name it goes by in logs. Of the key itself only a hash is kept.
+/// A key's hash and its name in logs. The key itself is not kept.
 #[derive(Clone)]
 pub struct ApiKey {
     name: Arc<str>,
     hash: Hash,
 }
 
-/// Why a text is no key. Never says the text.
+/// Why a text is not a valid key. Never contains the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
-    /// There is nothing.
+    /// It is empty.
     #[error("a key must not be empty")]
     Empty,
-    /// It could not stand in a header.
+    /// It has characters that a header cannot hold.
     #[error("a key must be visible ASCII without spaces")]
     NotPlain,
 }
 
 impl ApiKey {
-    /// `secret` by the name `name`; one without a name is called after its hash. Keys of one name share their limits, so that
-    /// a key can be replaced while both are valid.
+    /// A key called `name`, or named after its hash. Keys of one name share their limits, so that a key can be rotated while
+    /// both are valid.
     ///
     /// # Errors
-    /// Where `secret` is empty or could not stand in a header.
+    /// If `secret` is empty or has characters that a header cannot hold.
     pub fn new(name: Option<&str>, secret: &str) -> Result<Self, KeyError> {
         if secret.is_empty() {
             return Err(KeyError::Empty);
@@ -46,13 +46,13 @@ impl ApiKey {
         let hash: Hash = Sha256::digest(secret).into();
         let name = match name {
             Some(name) => name.into(),
-            // 32 bits of a hash give no long random key away.
+            // 32 bits of its hash do not reveal a long random key.
             None => format!("sha256:{:08x}", first_word(&hash) >> 32).into(),
         };
         Ok(Self { name, hash })
     }
 
-    /// What it is called in logs.
+    /// Its name in logs.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -64,7 +64,7 @@ impl fmt::Debug for ApiKey {
     }
 }
 
-/// The keys that are valid now; clones share them. Without any at the start the server is open to all.
+/// The valid keys; clones share them. If there are none at the start, no key is required.
 #[derive(Clone, Debug, Default)]
 pub struct ApiKeys {
     keys: Arc<RwLock<Arc<[ApiKey]>>>,
@@ -79,7 +79,7 @@ pub(crate) struct Tenant {
 }
 
 impl ApiKeys {
-    /// Requests need one of `keys`, unless there are none.
+    /// Requires one of `keys`, unless there are none.
     pub fn new(keys: Vec<ApiKey>) -> Self {
         Self {
             required: !keys.is_empty(),
@@ -87,7 +87,7 @@ impl ApiKeys {
         }
     }
 
-    /// From now on these are valid. A server that needed keys stays closed, even to all.
+    /// Replaces the valid keys. A server that requires keys still does, even if none are left.
     pub fn replace(&self, keys: Vec<ApiKey>) {
         *self.keys.write().unwrap_or_else(PoisonError::into_inner) = keys.into();
     }
@@ -97,7 +97,7 @@ impl ApiKeys {
         self.required
     }
 
-    /// Who sent a request with these headers: `None` where anybody may.
+    /// The sender of a request with these headers; `None` where no key is required.
     pub(crate) fn tenant(&self, headers: &HeaderMap) -> Result<Option<Tenant>, ApiError> {
         if !self.required {
             return Ok(None);
@@ -106,7 +106,7 @@ impl ApiKeys {
         self.find(secret).map(Some).ok_or(ApiError::WrongKey)
     }
 
-    /// Hashes are compared, and all of them: the time says neither how much of a key is right nor whose it is.
+    /// Compares hashes, and always all of them, in constant time: timing reveals neither part of a key nor its owner.
     fn find(&self, secret: &[u8]) -> Option<Tenant> {
         let hash: Hash = Sha256::digest(secret).into();
         let keys = Arc::clone(&self.keys.read().unwrap_or_else(PoisonError::into_inner));
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn names_share_a_tenant_and_nothing_shows_a_key() {
+    fn keys_of_one_name_share_a_tenant_and_debug_output_hides_secrets() {
         let keys = keys();
         let id = |secret: &str| keys.find(secret.as_bytes()).unwrap().id;
         assert_eq!(id("secret-a"), id("secret-a2"));
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn replaced_keys_are_wrong_and_an_empty_list_opens_nothing() {
+    fn replaced_keys_are_refused_and_an_empty_list_admits_nobody() {
         let keys = keys();
         keys.replace(vec![ApiKey::new(None, "new").unwrap()]);
         assert_eq!(name(&keys, "x-api-key", "secret-a"), None);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key() {
+    fn invalid_keys_are_refused() {
         assert_eq!(ApiKey::new(None, "").unwrap_err(), KeyError::Empty);
         for wrong in ["a b", "ä", "a\n"] {
             assert_eq!(ApiKey::new(None, wrong).unwrap_err(), KeyError::NotPlain);

@@ -1,31 +1,31 @@
-//! Where the server learns what the device's memory holds.
+//! What the server asks about the device's memory.
 
 use plimsoll_core::Meters;
 use serde_json::Value;
 
-/// Where `/memory` and the memory metrics come from.
+/// The source of `/memory` and the memory metrics.
 pub trait Memory: Send + Sync + 'static {
-    /// The profile's report.
+    /// The report of the profile.
     fn report(&self) -> Value;
 
-    /// The device's meters, now. Asks the device or the operating system, which may hang.
+    /// Reads the device's meters. Calls the driver or the operating system, which may hang.
     fn meters(&self) -> Meters;
 
-    /// Allocations that were made since the server is ready, those for building its state again left out.
+    /// Device allocations since the server became ready, without those of rebuilding the engine's state.
     fn allocations_after_ready(&self) -> u64;
 
-    /// Highest bytes that were held while the worst steps ran, without the canary, by the process's own account.
+    /// Peak bytes held while the worst-case steps ran, as counted by the process, without the canary.
     fn proved_peak(&self) -> u64;
 
-    /// How the start went, and the proof of the state in use.
+    /// Numbers of the start and of the profile of the state in use.
     fn start(&self) -> StartNumbers;
 }
 
 /// Numbers of a start.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StartNumbers {
-    /// Seconds of each stage, in their order; names are constants.
+    /// Name and seconds of each stage, in order.
     pub stages: Vec<(&'static str, f64)>,
-    /// Sizes of the KV cache that were tried for the state in use. The last was proved.
+    /// KV cache sizes tried for the state in use; the last one was validated.
     pub tried: usize,
 }

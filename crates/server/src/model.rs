@@ -1,44 +1,44 @@
-//! The served model, as far as the API knows it.
+//! The served model, as the API sees it.
 
 use std::sync::Arc;
 
 use plimsoll_core::{Matryoshka, Pooling, TokenId};
 use plimsoll_text::{ChatTemplate, ReasoningFormat, Tokenizer, ToolFormat};
 
-/// The model, as far as the API knows it.
+/// The served model: names, tokenizer, chat template, defaults.
 #[derive(Debug)]
 pub struct ModelInfo {
-    /// The name under which it is served; the first of `/v1/models`, and what responses say.
+    /// The name under which it is served: first in `/v1/models`, and the one in responses.
     pub id: String,
-    /// Further names that requests may use.
+    /// Other names that requests may use.
     pub aliases: Vec<String>,
-    /// Text to tokens and back.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Messages to text; without it there are only completions.
+    /// The chat template; without one there is no chat, only completions.
     pub template: Option<ChatTemplate>,
-    /// How its answers are taken apart.
+    /// How its answers are parsed.
     pub answers: AnswerStyle,
-    /// Tokens that end generation unless the request says `ignore_eos`.
+    /// End-of-sequence tokens; `ignore_eos` ignores them.
     pub eos_token_ids: Vec<TokenId>,
-    /// What a request gets that does not say.
+    /// Defaults of sampling parameters.
     pub defaults: GenerationDefaults,
-    /// How it makes vectors, where it is served for embeddings: it generates no text then.
+    /// Set where it is served for embeddings instead of text generation.
     pub embedding: Option<EmbeddingInfo>,
 }
 
-/// How a model's answers are taken apart into reasoning, content and calls of tools.
+/// How a model's answers are parsed into reasoning, content and tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerStyle {
-    /// How it writes calls; where nobody knows, tools are refused unless one must be called, which a grammar enforces.
+    /// The format of its tool calls. Where it is unknown, tools are refused unless a call is required, which a grammar enforces.
     pub tools: Option<ToolFormat>,
-    /// How it marks reasoning, if it reasons.
+    /// The format of its reasoning, if it reasons.
     pub reasoning: Option<ReasoningFormat>,
-    /// Requests may leave it to the model whether it calls a tool.
+    /// `tool_choice = auto` is allowed.
     pub auto_tool_choice: bool,
 }
 
 impl AnswerStyle {
-    /// What the chat template shows. Models whose template knows no tools are told of them in a system message.
+    /// Detects the formats from the chat template. Where the template takes no tools, a system message describes them.
     pub fn detect(template: Option<&ChatTemplate>) -> Self {
         let tools = template.and_then(|template| match template.takes_tools() {
             true => ToolFormat::detect(template.tool_source()),
@@ -51,7 +51,7 @@ impl AnswerStyle {
         }
     }
 
-    /// The special tokens that mark parts of answers: they are read as text.
+    /// Special tokens that mark reasoning and tool calls: the parser reads them as text.
     pub(crate) fn marks(&self, tokenizer: &Tokenizer) -> Arc<[TokenId]> {
         let tools = self.tools.map(ToolFormat::marks).unwrap_or_default();
         let reasoning = self.reasoning.map(|format| format.marks().as_slice());
@@ -60,7 +60,7 @@ impl AnswerStyle {
     }
 }
 
-/// Sampling defaults of the model (`generation_config.json`); absent ones are the API's.
+/// Sampling defaults of the model (`generation_config.json`); where absent, the API's apply.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// Default `temperature`.
@@ -73,19 +73,19 @@ pub struct GenerationDefaults {
     pub min_p: Option<f64>,
     /// Default `repetition_penalty`.
     pub repetition_penalty: Option<f64>,
-    /// Default `max_tokens` of chats, as far as it fits.
+    /// Default `max_tokens` of chats; lowered to what fits.
     pub max_new_tokens: Option<usize>,
 }
 
-/// How a model that is served for embeddings answers.
+/// How a model makes embeddings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EmbeddingInfo {
-    /// From rows to a vector.
+    /// How hidden states become one vector.
     pub pooling: Pooling,
     /// Vectors are scaled to length 1.
     pub normalize: bool,
-    /// Elements of a vector.
+    /// Dimensions of a vector.
     pub size: usize,
-    /// Sizes to which vectors may be cut.
+    /// Sizes to which vectors may be truncated (Matryoshka representations).
     pub matryoshka: Matryoshka,
 }

@@ -1,4 +1,4 @@
-//! What every request passes first and last: its id, its key, its limits, its record.
+//! Middleware around every request: id, API key, limits, record.
 
 use std::time::Duration;
 
@@ -20,13 +20,13 @@ use crate::watched::{Received, Watched};
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Open to all, with keys too: probes, and pages that hold nothing but themselves.
+/// Paths that never require a key: probes and static pages.
 const OPEN: &[&str] = &["/health", "/ready", "/", "/docs", "/openapi.json"];
 
 pub(crate) async fn observe(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let timeout = header_timeout(request.headers());
     let context = Context::new(&state, &request, timeout.as_ref().ok().copied().flatten());
-    // On at every level: it names the request in each line of the log.
+    // At error level so that it is always on: it adds the request id to every log line.
     let span = tracing::error_span!("request", id = context.id());
     let version = request.version();
     let answer = async {
@@ -52,7 +52,7 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     if let Ok(id) = HeaderValue::from_str(context.id()) {
         response.headers_mut().insert(REQUEST_ID, id);
     }
-    // Clients go elsewhere in place of finding their connection closed. HTTP/2 says so by itself.
+    // Tells clients to reconnect elsewhere. HTTP/2 does so with GOAWAY.
     if state.is_draining() && version < Version::HTTP_2 {
         response
             .headers_mut()
@@ -63,37 +63,37 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     response.map(|body| Body::new(Watched::new(body, context)))
 }
 
-/// Reads the small body of a request that is refused. A connection with an unread body is closed, and a client that tries
-/// again on it as it was told would find it gone.
+/// Reads the small body of a refused request. A connection with an unread body would be closed, and the client's retry on it
+/// would fail.
 async fn take_body(body: Body) {
     let is_small = body
         .size_hint()
         .upper()
         .is_some_and(|bytes| bytes <= SMALL as u64);
     if is_small {
-        // Who sends no body gets his answer nevertheless.
+        // The client gets its response even if the body never arrives.
         let _ = tokio::time::timeout(SOON, axum::body::to_bytes(body, SMALL)).await;
     }
 }
 
-/// When it must have come: it was sent along with its head.
+/// How long to wait for such a body; it was sent along with its head.
 const SOON: Duration = Duration::from_secs(1);
 
-/// Whether this request may be answered now, and what is left of its key's limits.
+/// Whether the request is admitted, and what remains of its key's limits.
 fn admit(state: &AppState, context: &Context, request: &Request) -> (Vec<Left>, Result<(), ApiError>) {
     match identify(state, context, request) {
-        // Tokens are for those who generate; whoever asks takes memory and a place.
+        // Only POST requests generate tokens.
         Ok(true) => context.enter(request.method() == Method::POST),
         Ok(false) => (Vec::new(), Ok(())),
         Err(error) => (Vec::new(), Err(error)),
     }
 }
 
-/// Whose request it is; whether that has limits.
+/// Finds the tenant. Returns whether limits apply.
 fn identify(state: &AppState, context: &Context, request: &Request) -> Result<bool, ApiError> {
     let path = request.uri().path();
     let options = state.options();
-    // Keys are no business of pages that do not have them.
+    // With keys, a foreign page would need one.
     if !options.keys.required() {
         check_origin(options, request)?;
     }
@@ -110,7 +110,7 @@ fn identify(state: &AppState, context: &Context, request: &Request) -> Result<bo
     Ok(true)
 }
 
-/// What changes or costs something is refused to pages of other servers, unless they are allowed.
+/// Refuses requests with side effects from web pages of other origins, unless those are allowed.
 fn check_origin(options: &ServerOptions, request: &Request) -> Result<(), ApiError> {
     let reads = matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
     let origin = request.headers().get(header::ORIGIN);

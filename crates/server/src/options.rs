@@ -10,12 +10,12 @@ use crate::quota::KeyLimits;
 use crate::record::RequestSink;
 use crate::tls::Tls;
 
-/// How much the store of responses holds; the oldest of the key that holds the most make room.
+/// Limits of the response store. When full, the oldest responses of the key that holds the most are evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreLimits {
-    /// Most responses; 0 keeps none.
+    /// Maximum number of responses; 0 disables the store.
     pub responses: usize,
-    /// Most bytes of them.
+    /// Maximum bytes.
     pub bytes: usize,
 }
 
@@ -28,58 +28,58 @@ impl Default for StoreLimits {
     }
 }
 
-/// Knobs of the HTTP side.
+/// Options of the HTTP server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Larger bodies get a 413.
+    /// Maximum size of a request body; larger ones get a 413.
     pub max_body_bytes: usize,
-    /// Bodies that arrive more slowly get a 408.
+    /// Maximum time for a body to arrive; slower ones get a 408.
     pub body_timeout: Duration,
-    /// A streaming client that reads nothing for this long is cut off and its request cancelled.
+    /// A client that reads nothing for this long is disconnected and its request cancelled.
     pub slow_client_timeout: Duration,
-    /// `/ready` fails once there has been work and no step has ended for this long.
+    /// `/ready` fails if there is work but no step has completed for this long.
     pub ready_patience: Duration,
-    /// Serving ends once that has lasted so long.
+    /// The server exits if there is work but no step has completed for this long.
     pub watchdog_timeout: Option<Duration>,
-    /// How long a shutdown lets requests finish.
+    /// How long a shutdown waits for requests to finish.
     pub drain_timeout: Duration,
-    /// Seeds the requests that bring no seed; a random one if absent.
+    /// Seed for requests without one; random if absent.
     pub seed: Option<u64>,
-    /// `/sleep`, `/wake_up` and `/is_sleeping` exist.
+    /// Enables `/sleep`, `/wake_up` and `/is_sleeping`.
     pub enable_sleep_mode: bool,
-    /// `/admin/drain` exists.
+    /// Enables `/admin/drain`.
     pub enable_admin_api: bool,
-    /// The pages for browsers, `/` and `/docs`, exist.
+    /// Enables the web pages `/` and `/docs`.
     pub pages: bool,
-    /// Web pages of these origins may use the server from a browser; `*` for all.
+    /// CORS: origins whose web pages may use the server; `*` for all.
     pub allowed_origins: Vec<HeaderValue>,
-    /// Who may use the server.
+    /// API keys.
     pub keys: ApiKeys,
-    /// `/metrics` needs a key too.
+    /// `/metrics` requires a key too.
     pub metrics_require_key: bool,
-    /// How much each key may use.
+    /// Limits of each key.
     pub key_limits: KeyLimits,
-    /// A request that was not begun after this time gets a 429.
+    /// Maximum time in the queue; then a request gets a 429.
     pub queue_timeout: Option<Duration>,
-    /// A request that is not done after this time gets a 504, and holds nothing any more.
+    /// Maximum duration of a request; then it is cancelled and gets a 504.
     pub request_timeout: Option<Duration>,
-    /// Keys share no prefixes: none learns from the cache what another sent.
+    /// Keys do not share the prefix cache, so that none can probe what another sent.
     pub isolate_prefix_cache: bool,
-    /// Bytes of large requests that may be in at once until they are tokens; one more waits, and gets a 503 in the end.
+    /// Memory for the text of large requests until it is tokenized, in bytes. Requests beyond it wait, and in the end get a 503.
     pub request_bytes: usize,
-    /// Requests may say which of them come first.
+    /// Requests may set `priority`.
     pub priorities: bool,
-    /// Requests may bring a chat template of their own.
+    /// Requests may set `chat_template`.
     pub trust_request_chat_template: bool,
-    /// Who is told of every request at its end.
+    /// Receivers of the records of finished requests.
     pub sinks: Vec<Arc<dyn RequestSink>>,
-    /// Encrypts connections.
+    /// TLS; plain HTTP if absent.
     pub tls: Option<Tls>,
-    /// Connections at once; one more is closed.
+    /// Maximum number of connections; further ones are closed.
     pub max_connections: usize,
-    /// A connection on which no request's head arrives for this long is closed.
+    /// A connection is closed if no request head arrives on it for this long.
     pub header_timeout: Duration,
-    /// What is kept of `/v1/responses`.
+    /// Limits of the responses kept for `/v1/responses`.
     pub response_store: StoreLimits,
 }
 

@@ -1,4 +1,4 @@
-//! How much each key may use: requests at once, requests and tokens per minute.
+//! Limits of each API key: concurrent requests, requests and tokens per minute.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,14 +9,14 @@ use plimsoll_core::TenantId;
 
 use crate::error::{ApiError, Counted};
 
-/// What one key may use; absent ones are not limited.
+/// Limits of one key; absent ones do not apply.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KeyLimits {
-    /// HTTP requests at once.
+    /// Concurrent HTTP requests.
     pub concurrent_requests: Option<usize>,
-    /// HTTP requests in a minute, all of which may come at once.
+    /// HTTP requests per minute; bursts up to all of them are allowed.
     pub requests_per_minute: Option<usize>,
-    /// Prompt and output tokens in a minute. A request is admitted while any are left, and may use more.
+    /// Prompt and output tokens per minute. A request is admitted while any remain, and may then use more.
     pub tokens_per_minute: Option<usize>,
 }
 
@@ -27,7 +27,7 @@ impl KeyLimits {
     }
 }
 
-/// The use that every key made of its limits.
+/// Usage of every key.
 #[derive(Debug)]
 pub(crate) struct Quotas {
     limits: KeyLimits,
@@ -41,14 +41,14 @@ struct Account {
     tokens: Bucket,
 }
 
-/// A token bucket that holds a minute's worth: full at first, and it may go below zero.
+/// A token bucket that holds one minute's worth: initially full, may become negative.
 #[derive(Clone, Copy, Debug)]
 struct Bucket {
     level: f64,
     at: Instant,
 }
 
-/// What of one limit is left, for headers.
+/// What remains of one limit, for headers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Left {
     counted: Counted,
@@ -57,7 +57,7 @@ pub(crate) struct Left {
 }
 
 impl Bucket {
-    /// The level at `now`, where `limit` come in a minute.
+    /// The level at `now`, refilled at `limit` per minute.
     fn refill(&mut self, limit: usize, now: Instant) -> f64 {
         let limit = limit as f64;
         let came = now.saturating_duration_since(self.at).as_secs_f64() * limit / MINUTE;
@@ -75,13 +75,13 @@ impl Quotas {
         }
     }
 
-    /// A panic elsewhere leaves the accounts usable: every critical section is plain arithmetic.
+    /// Poisoning is ignored: every critical section is plain arithmetic.
     fn lock(&self) -> MutexGuard<'_, HashMap<TenantId, Account>> {
         self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts one more request of `tenant`, which [`Self::leave`] gives back, unless it is refused; what is left is told either
-    /// way. Only one that `uses_tokens` needs some of them to be left.
+    /// Counts a request of `tenant` until [`Self::leave`], unless it is refused. Returns what remains either way. Only a
+    /// request that `uses_tokens` is refused for want of tokens.
     pub(crate) fn enter(
         &self,
         tenant: TenantId,
@@ -149,7 +149,7 @@ impl Quotas {
         }
     }
 
-    /// `tokens` were read or written for `tenant`.
+    /// Charges `tokens` to `tenant`.
     pub(crate) fn spend(&self, tenant: TenantId, tokens: usize) {
         if self.limits.tokens_per_minute.is_none() {
             return;
@@ -168,13 +168,13 @@ fn rate_limited(counted: Counted, limit: usize, missing: f64) -> ApiError {
     }
 }
 
-/// How long until `count` have come.
+/// How long the refill of `count` takes.
 fn time_for(count: f64, limit: usize) -> Duration {
     Duration::try_from_secs_f64(count * MINUTE / limit as f64).unwrap_or(Duration::MAX)
 }
 
 impl Left {
-    /// OpenAI's headers: the limit, what remains, and when all of it is there again.
+    /// OpenAI's headers: the limit, what remains, and when it is fully refilled.
     pub(crate) fn write(&self, headers: &mut HeaderMap) {
         let missing = self.limit as f64 - self.remaining;
         let reset = time_for(missing, self.limit).as_secs_f64();
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_minutes_requests_may_come_at_once_and_then_at_the_rate() {
+    fn a_full_burst_is_allowed_then_the_rate_applies() {
         let quotas = quotas(0, 30, 0);
         let begin = Instant::now();
         for _ in 0..30 {
@@ -244,14 +244,14 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_paid_back_by_waiting() {
+    fn used_tokens_are_refilled_over_time() {
         let quotas = quotas(0, 0, 600);
         let begin = Instant::now();
         quotas.enter(A, true, begin).1.unwrap();
         quotas.spend(A, 700);
         let wait = refused(quotas.enter(A, true, begin), Counted::Tokens);
         assert!((wait - 10.1).abs() < 1e-6, "{wait}");
-        // Looking needs none.
+        // Requests that generate nothing need no tokens.
         quotas.enter(A, false, begin).1.unwrap();
         quotas
             .enter(A, true, begin + Duration::from_millis(10_101))
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_at_once_are_counted_until_they_leave() {
+    fn concurrent_requests_are_counted_until_they_end() {
         let quotas = quotas(2, 0, 0);
         let now = Instant::now();
         quotas.enter(A, true, now).1.unwrap();
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_what_is_left_too() {
+    fn a_refusal_reports_what_remains() {
         let quotas = quotas(0, 1, 600);
         let now = Instant::now();
         quotas.enter(A, true, now).1.unwrap();
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_say_what_is_left() {
+    fn headers_report_what_remains() {
         let quotas = quotas(0, 60, 0);
         let (left, _) = quotas.enter(A, true, Instant::now());
         let mut headers = HeaderMap::new();

@@ -5,20 +5,20 @@ use std::time::{Duration, SystemTime};
 
 use axum::http::{Method, StatusCode};
 
-/// Told of every HTTP request when nothing works on it any more: access logs, traces.
+/// Receives the record of every finished HTTP request: access logs, traces.
 pub trait RequestSink: fmt::Debug + Send + Sync {
-    /// Must not block: it is called on the server's threads.
+    /// Must not block: it is called on the async runtime's threads.
     fn ended(&self, record: &RequestRecord);
 }
 
 /// One HTTP request from its head to the end of its response.
 #[derive(Clone, Debug)]
 pub struct RequestRecord {
-    /// When its head had arrived.
+    /// When its head arrived.
     pub began: SystemTime,
-    /// From then until the last byte was handed on and nothing worked on it any more.
+    /// From then until the response was sent and all work on it ended.
     pub duration: Duration,
-    /// The client's `X-Request-Id`, or a fresh one.
+    /// The client's `X-Request-Id`, or a random one.
     pub request_id: String,
     /// Name of the API key.
     pub key: Option<String>,
@@ -26,26 +26,26 @@ pub struct RequestRecord {
     pub method: Method,
     /// Path, without the query.
     pub path: String,
-    /// Status of the response; 499 where the client left before there was one.
+    /// Status of the response; 499 where the client disconnected before it began.
     pub status: StatusCode,
-    /// `code` of the error, if it is one of those before the response began.
+    /// `code` of an error response.
     pub error: Option<&'static str>,
-    /// The response was handed on whole.
+    /// The response was sent in full.
     pub complete: bool,
-    /// W3C Trace Context of the caller.
+    /// W3C Trace Context of the caller: `traceparent`.
     pub traceparent: Option<String>,
-    /// W3C Trace Context of the caller.
+    /// W3C Trace Context of the caller: `tracestate`.
     pub tracestate: Option<String>,
-    /// What was generated, if anything was to be.
+    /// What was generated, for requests that generate.
     pub generation: Option<Generation>,
 }
 
-/// What a request had generated.
+/// What a request generated.
 #[derive(Clone, Debug, Default)]
 pub struct Generation {
     /// The served model.
     pub model: String,
-    /// `max_tokens` as asked for.
+    /// `max_tokens` in force; absent: as many as fit.
     pub max_tokens: Option<usize>,
     /// `temperature` in force.
     pub temperature: Option<f64>,
@@ -55,12 +55,12 @@ pub struct Generation {
     pub prompt_tokens: usize,
     /// Of these, found in the prefix cache.
     pub cached_tokens: usize,
-    /// Tokens generated, of all choices.
+    /// Tokens generated, over all choices.
     pub output_tokens: usize,
-    /// From the arrival until the first choice ran.
+    /// From arrival until the first choice was admitted.
     pub queued: Option<Duration>,
-    /// From the arrival to the first token of any choice.
+    /// From arrival to the first token of any choice.
     pub first_token: Option<Duration>,
-    /// Why choices ended, in the order of their end.
+    /// Finish reasons of the choices, in the order in which they ended.
     pub finish_reasons: Vec<&'static str>,
 }

@@ -1,5 +1,5 @@
-//! Host memory for what large requests say, from its arrival until it is tokens: parsed and rendered it takes many times its
-//! bytes, so the size of each alone would not bound what all take.
+//! Limits host memory for the text of large requests until it is tokenized: parsed and rendered text takes many times its
+//! bytes, so a limit per request would not bound the total.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,11 +9,10 @@ use tokio::time::timeout;
 
 use crate::error::ApiError;
 
-/// Bytes that need no room: as many connections as there may be take no more than they do anyway, and small requests do not wait
-/// for large ones.
+/// Requests up to this size, in bytes, need no reservation: the connection limit bounds them, and they do not wait for large ones.
 pub(crate) const SMALL: usize = 64 << 10;
 
-/// So many bytes of texts may be in at once.
+/// A budget of bytes.
 #[derive(Debug)]
 pub(crate) struct Room {
     free: Arc<Semaphore>,
@@ -21,11 +20,11 @@ pub(crate) struct Room {
     patience: Duration,
 }
 
-/// A part of the room; it is free again with the drop.
+/// A reservation; dropping it releases it.
 pub(crate) type Place = OwnedSemaphorePermit;
 
 impl Room {
-    /// Of `bytes`. Who finds no place within `patience` is refused.
+    /// A budget of `bytes`; a reservation that waits longer than `patience` fails.
     pub(crate) fn new(bytes: usize, patience: Duration) -> Self {
         let all = u32::try_from(bytes).unwrap_or(u32::MAX);
         Self {
@@ -35,7 +34,7 @@ impl Room {
         }
     }
 
-    /// Takes `bytes`, or all that there are, once others have left.
+    /// Reserves `bytes`, at most the whole budget, once they are free.
     pub(crate) async fn take(&self, bytes: usize) -> Result<Place, ApiError> {
         let wanted = match bytes {
             ..=SMALL => 0,
@@ -44,7 +43,7 @@ impl Room {
         let place = Arc::clone(&self.free).acquire_many_owned(wanted);
         match timeout(self.patience, place).await {
             Ok(Ok(place)) => Ok(place),
-            // Nobody closes it.
+            // The semaphore is never closed.
             Ok(Err(_)) | Err(_) => Err(ApiError::NoRoom(self.patience)),
         }
     }
@@ -55,13 +54,13 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn large_ones_wait_and_small_ones_do_not() {
+    async fn large_requests_wait_and_small_ones_do_not() {
         let room = Room::new(1 << 20, Duration::from_millis(50));
         let first = room.take(1 << 20).await.unwrap();
         assert!(matches!(room.take(SMALL + 1).await, Err(ApiError::NoRoom(_))));
         drop(room.take(SMALL).await.unwrap());
         drop(first);
-        // More than there is: alone, then.
+        // Larger than the budget: reserves all of it.
         let huge = room.take(usize::MAX).await.unwrap();
         assert!(room.take(1 << 19).await.is_err());
         drop(huge);

@@ -1,4 +1,4 @@
-//! The life of the server: it listens while the engine is made, serves, drains and ends.
+//! Life cycle of the server: it listens while the engine starts, serves, drains and exits.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -26,22 +26,22 @@ use crate::start::Start;
 use crate::starting;
 use crate::state::AppState;
 
-/// Why serving ended other than by the shutdown that was asked for.
+/// Why serving ended other than by a requested shutdown.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The listener failed.
     #[error("cannot serve: {0}")]
     Io(#[from] io::Error),
-    /// The engine ended by a defect.
+    /// The engine failed.
     #[error("the engine died: {0}")]
     EngineDied(String),
-    /// The watchdog ended it. The engine's thread may hang for ever: the process is to end without waiting for it.
+    /// The watchdog ended it. The engine's thread may hang forever: exit without waiting for it.
     #[error("{0}")]
     Stalled(String),
 }
 
-/// A server that listens. Until [`Self::serve`] it says how far the start is and refuses everything else; connections of
-/// that time live on.
+/// A listening server. Until [`Self::open`] it reports the progress of the start and refuses everything else; connections
+/// made before stay open.
 #[derive(Debug)]
 pub struct Server {
     connections: JoinHandle<io::Result<()>>,
@@ -50,7 +50,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Answers on `listener` from now on, for a server of `model` that is being started.
+    /// Starts answering on `listener` while `model` is being started.
     pub fn listen(
         listener: TcpListener,
         model: &str,
@@ -72,14 +72,14 @@ impl Server {
         }
     }
 
-    /// The API answers from here on.
+    /// Serves the API from now on.
     pub fn open(&self, state: &AppState) {
         self.serving.get_or_init(|| router(state.clone()));
     }
 
-    /// [`Self::open`], and serves until `shutdown` is ready or somebody asks for a drain, then drains: `/ready` fails and new requests get a 503
-    /// while those that are in may finish for [`ServerOptions::drain_timeout`]; what is left is failed, and the connections
-    /// are closed. Also ends, with an error, where the engine dies or hangs: a supervisor shall start a new process.
+    /// [`Self::open`], then serves until `shutdown` completes or a drain is requested. A drain fails `/ready` and refuses new
+    /// requests with a 503, while those in flight have [`ServerOptions::drain_timeout`] to finish; then the rest are failed
+    /// and connections closed. Returns an error if the engine dies or hangs, so that a supervisor restarts the process.
     ///
     /// # Errors
     /// [`ServeError`].
@@ -105,13 +105,13 @@ impl Server {
         let timeout = state.options().drain_timeout;
         let drained = tokio::select! {
             drained = engine.drain(timeout) => drained,
-            // A drain may be long, and what hangs does not end by waiting.
+            // A hang during a drain would otherwise last until its timeout.
             stall = watchdog(&state) => return Err(self.give_up(&state, &stall).await),
         };
         if was_busy {
             tokio::time::sleep(LINGER).await;
         }
-        // Responses are complete; what remains are clients that have not read them yet.
+        // All responses are complete; give clients time to read them.
         let left = timeout.saturating_sub(began.elapsed());
         self.handle.graceful_shutdown(Some(left.max(FLUSH)));
         self.connections.await.map_err(io::Error::other)??;
@@ -123,7 +123,7 @@ impl Server {
         }
     }
 
-    /// Says what is known, fails what is in, and leaves clients a moment to hear of it.
+    /// Logs the state, fails requests in flight, and gives clients a moment to receive the error.
     async fn give_up(self, state: &AppState, stall: &Stall) -> ServeError {
         let meters = state.meters().await;
         tracing::error!("watchdog: {stall} {}: {NEXT}", account(&meters));
@@ -132,28 +132,28 @@ impl Server {
             stall.waited.as_secs_f64()
         );
         state.engine().give_up(&why);
-        self.handle.graceful_shutdown(Some(LAST_WORDS));
-        // Whoever is not done by then is cut off.
-        let _ = tokio::time::timeout(LAST_WORDS, self.connections).await;
+        self.handle.graceful_shutdown(Some(ERROR_DELIVERY));
+        // The rest is disconnected.
+        let _ = tokio::time::timeout(ERROR_DELIVERY, self.connections).await;
         ServeError::Stalled(why)
     }
 }
 
-/// How long responses that are complete may take to reach their clients at shutdown, at least.
+/// Minimum time at shutdown for complete responses to reach their clients.
 const FLUSH: Duration = Duration::from_secs(5);
 
-/// Whoever read the last answer may send another request on the same connection before it is closed: that one shall hear
-/// that the server drains, too.
+/// Keep-alive connections stay open for a moment after the last response: the client's next request is answered with a 503
+/// instead of a closed connection.
 const LINGER: Duration = Duration::from_millis(300);
 
-/// How long a server that hangs waits for its clients to hear of it.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long a hung server waits for its clients to receive the error.
+const ERROR_DELIVERY: Duration = Duration::from_secs(1);
 
-/// The end of the watchdog's record.
+/// What the watchdog logs as the next step.
 const NEXT: &str = "the engine's thread hangs and the process ends, so that a supervisor starts another; look for the device \
                     in the kernel's log (NVIDIA: dmesg | grep Xid), and where steps are only slow raise --watchdog-timeout";
 
-/// Bytes as plain numbers.
+/// The device's memory in bytes, for the log.
 fn account(meters: &Meters) -> String {
     let Meters {
         total,
@@ -181,7 +181,7 @@ async fn upkeep(state: AppState) {
     }
 }
 
-/// The API once there is one. The same listener and connections serve before and after.
+/// Switches from the starting routes to the API on the same listener and connections.
 #[derive(Clone)]
 struct Front {
     starting: Router,

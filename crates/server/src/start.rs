@@ -2,31 +2,31 @@
 
 use std::time::Duration;
 
-/// What a start does, in this order; after an attempt that ran out of memory it rebuilds and validates again.
+/// Phases of a start, in order. After an attempt that runs out of memory, rebuild to validate are repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StartPhase {
-    /// Finds the files of the model.
+    /// Finding the model's files.
     Resolve,
-    /// Downloads them.
+    /// Downloading them.
     Download,
-    /// Opens the device, once no other start measures it.
+    /// Opening the device, after waiting for other starts that measure it.
     Device,
-    /// Loads the weights.
+    /// Loading the weights.
     Weights,
-    /// Runs the worst steps with a small KV cache.
+    /// Running worst-case steps with a small KV cache.
     Probe,
-    /// Builds the engine's state at its final size.
+    /// Building the engine's state at its final size.
     Rebuild,
-    /// Records the steps of that state as CUDA graphs, batch size by batch size.
+    /// Capturing CUDA graphs for that state, one batch size after another.
     Capture,
-    /// Runs the worst steps at that size.
+    /// Running worst-case steps at that size.
     Validate,
-    /// Starts the engine over what was proved.
+    /// Starting the engine.
     Engine,
 }
 
 impl StartPhase {
-    /// All of them in their order.
+    /// All phases in order.
     pub const ALL: [Self; 9] = [
         Self::Resolve,
         Self::Download,
@@ -55,32 +55,32 @@ impl StartPhase {
     }
 }
 
-/// How far a start is.
+/// Progress of a start.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StartStatus {
-    /// What it does now.
+    /// The current phase.
     pub phase: StartPhase,
-    /// How far that is, in words.
+    /// Progress within the phase, as text.
     pub detail: Option<String>,
-    /// What part of the start is done, 0 to below 1; it never falls.
+    /// Completed fraction of the start, in [0, 1); never decreases.
     pub done: f64,
-    /// Since the start began.
+    /// Time since the start began.
     pub elapsed: Duration,
-    /// How long it will still take, where that can be told.
+    /// Estimated remaining time, if known.
     pub remaining: Option<Duration>,
 }
 
 impl StartStatus {
-    /// When it is worth asking again.
+    /// When to retry.
     pub(crate) fn retry_after(&self) -> Duration {
         self.remaining.map_or(RETRY_UNKNOWN, |remaining| {
             remaining.clamp(Duration::from_secs(1), RETRY_LATEST)
         })
     }
 
-    /// For people.
+    /// For display.
     pub(crate) fn percent(&self) -> f64 {
-        // Rounded down: it is not done before it is done.
+        // Rounded down: 100 % only when done.
         (self.done * 1000.0).floor() / 10.0
     }
 }
@@ -88,8 +88,8 @@ impl StartStatus {
 const RETRY_UNKNOWN: Duration = Duration::from_secs(5);
 const RETRY_LATEST: Duration = Duration::from_secs(60);
 
-/// A start, for those who want to know how far it is.
+/// A start in progress.
 pub trait Start: Send + Sync + 'static {
-    /// Now. Must not block.
+    /// Its current status. Must not block.
     fn status(&self) -> StartStatus;
 }

@@ -1,5 +1,4 @@
-//! The server before it serves: its port listens and says how far the start is. Every request to the API gets a 503: what
-//! answers it does not exist yet.
+//! The API while the engine is starting: probes and metrics report the progress, every other request gets a 503.
 
 use std::sync::Arc;
 
@@ -29,7 +28,7 @@ struct Inner {
     options: ServerOptions,
 }
 
-/// What answers until there is an engine.
+/// Routes until there is an engine.
 pub(crate) fn router(model: &str, options: &ServerOptions, start: Arc<dyn Start>) -> Router {
     let layers = tower::ServiceBuilder::new()
         .layer(from_fn(anthropic::reword))
@@ -57,7 +56,7 @@ async fn identify(request: Request, next: Next) -> Response {
     response
 }
 
-/// A start is no reason to kill the process.
+/// Liveness: a process that is starting is alive.
 async fn health(State(Waiting(waiting)): State<Waiting>) -> Json<StartReport> {
     Json(report(&waiting.start.status()))
 }

@@ -22,10 +22,10 @@ use crate::room::Room;
 use crate::status::Status;
 use crate::time::unix_seconds;
 
-/// How long a large request waits for others to be read.
+/// How long a large request waits for memory that others hold.
 const MAX_WAIT: Duration = Duration::from_secs(10);
 
-/// Everything the handlers share; cheap to clone.
+/// State shared by all handlers; cheap to clone.
 #[derive(Clone)]
 pub struct AppState(Arc<Inner>);
 
@@ -46,7 +46,7 @@ struct Inner {
     grammars: Arc<GrammarCompiler>,
     compiling: Arc<Semaphore>,
     drain_asked: Notify,
-    /// From the beginning of the drain: whether there were requests in.
+    /// Set when a drain begins: whether there were requests in flight.
     draining: OnceLock<bool>,
     started: u64,
 }
@@ -61,7 +61,7 @@ impl fmt::Debug for AppState {
 }
 
 impl AppState {
-    /// Made once the engine is ready.
+    /// Created once the engine is ready.
     pub fn new(
         engine: EngineHandle,
         model: ModelInfo,
@@ -120,12 +120,12 @@ impl AppState {
         self.0.memory.as_ref()
     }
 
-    /// The device's meters: now, or as last read where it does not answer.
+    /// The device's meters; the last known ones where the device does not answer in time.
     pub(crate) async fn meters(&self) -> Meters {
         self.0.meters.read(&self.0.memory).await
     }
 
-    /// What `/ready` says.
+    /// The status that `/ready` reports.
     pub(crate) fn status(&self, health: &Health) -> Status {
         Status::of(health, self.options().ready_patience)
     }
@@ -134,12 +134,12 @@ impl AppState {
         &self.0.options
     }
 
-    /// Compiles what clients want their text to be.
+    /// Compiles grammars for structured output.
     pub(crate) fn grammars(&self) -> &Arc<GrammarCompiler> {
         &self.0.grammars
     }
 
-    /// One permit for each grammar that may be compiled at a time, lest they take all cores.
+    /// Limits concurrent grammar compilations, so that they do not take all cores.
     pub(crate) fn compiling(&self) -> &Arc<Semaphore> {
         &self.0.compiling
     }
@@ -152,12 +152,12 @@ impl AppState {
         &self.0.responses
     }
 
-    /// Room for what large requests say.
+    /// Memory for the text of large requests.
     pub(crate) fn text_room(&self) -> &Room {
         &self.0.room
     }
 
-    /// Bytes of text that fit into the context at most, were all of it the longest token.
+    /// Upper bound of the bytes of text that fit the context: every token the longest one.
     pub(crate) fn longest_text(&self) -> usize {
         self.0.longest_text
     }
@@ -166,12 +166,12 @@ impl AppState {
         &self.0.metrics
     }
 
-    /// Special tokens that mark parts of answers.
+    /// Special tokens that mark reasoning and tool calls in answers.
     pub(crate) fn answer_marks(&self) -> &Arc<[TokenId]> {
         &self.0.answer_marks
     }
 
-    /// A seed for a request that brings none.
+    /// A seed for a request without one.
     pub(crate) fn draw_seed(&self) -> u64 {
         self.0
             .seeds
@@ -180,14 +180,14 @@ impl AppState {
             .random()
     }
 
-    /// The turn of one large body to be parsed; it ends with the drop.
+    /// Permit to parse a large body: one at a time.
     pub(crate) async fn large_body(&self) -> Option<OwnedSemaphorePermit> {
-        // Nobody closes it.
+        // The semaphore is never closed.
         Arc::clone(&self.0.large_bodies).acquire_owned().await.ok()
     }
 
-    /// Accepts no more requests; [`crate::Server::serve`] ends once those that are in are done. Whether there were any when
-    /// the drain began.
+    /// Stops accepting requests; [`crate::Server::serve`] returns once those in flight are done. Returns whether there were
+    /// any when the drain began.
     pub(crate) fn begin_drain(&self) -> bool {
         *self.0.draining.get_or_init(|| {
             let busy = self.engine().stats().in_flight > 0;
@@ -197,12 +197,12 @@ impl AppState {
         })
     }
 
-    /// Ends when [`Self::begin_drain`] was called.
+    /// Completes when [`Self::begin_drain`] is called.
     pub(crate) async fn drain_asked(&self) {
         self.0.drain_asked.notified().await;
     }
 
-    /// Whether connections are to be closed after their next response.
+    /// Whether connections close after their next response.
     pub(crate) fn is_draining(&self) -> bool {
         self.0.draining.get().is_some()
     }
@@ -212,7 +212,7 @@ impl AppState {
         self.0.started
     }
 
-    /// A model that is served for embeddings generates no text.
+    /// An error where the model is served for embeddings: it generates no text.
     pub(crate) fn check_generates(&self) -> Result<(), ApiError> {
         let model = self.model();
         match &model.embedding {
@@ -224,7 +224,7 @@ impl AppState {
         }
     }
 
-    /// A request may leave the model out; a wrong one is an error.
+    /// An error where a request names a model that is not served; it may name none.
     pub(crate) fn check_model(&self, wanted: Option<&str>) -> Result<(), ApiError> {
         let model = self.model();
         match wanted {

@@ -5,20 +5,20 @@ use std::io;
 
 use axum_server::tls_rustls::RustlsConfig;
 
-/// The certificate that connections are encrypted with; clones share it.
+/// The TLS certificate and key; clones share them.
 #[derive(Clone)]
 pub struct Tls(pub(crate) RustlsConfig);
 
 impl Tls {
-    /// A chain of certificates and its private key, both PEM.
+    /// From a certificate chain and its private key, both PEM.
     ///
     /// # Errors
-    /// Where they are no such thing, or do not belong together.
+    /// If they cannot be parsed or do not match.
     pub async fn from_pem(certificates: Vec<u8>, key: Vec<u8>) -> io::Result<Self> {
         RustlsConfig::from_pem(certificates, key).await.map(Self)
     }
 
-    /// New connections see these.
+    /// Replaces them for new connections.
     ///
     /// # Errors
     /// As [`Self::from_pem`]; the old ones stay.

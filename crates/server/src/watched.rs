@@ -1,4 +1,4 @@
-//! The bodies of a request and of its response, while they are read.
+//! Bodies of requests and responses that count bytes and keep the request's context alive.
 
 use std::pin::Pin;
 use std::task::{Context as TaskContext, Poll, ready};
@@ -9,7 +9,7 @@ use http_body::{Frame, SizeHint};
 use crate::activity::Untaken;
 use crate::context::Context;
 
-/// Counts what is read of the request's body.
+/// A request body that counts its bytes.
 pub(crate) struct Received {
     body: Body,
     context: Context,
@@ -45,17 +45,18 @@ impl HttpBody for Received {
     }
 }
 
-/// Keeps the request's context until the response is read or dropped, counts it, and knows whether the client takes it.
+/// A response body that counts its bytes, tracks whether the client reads, and holds the request's context until it is sent
+/// or dropped.
 pub(crate) struct Watched {
     body: Body,
-    /// Data of `body` that the client has not taken.
+    /// Data of `body` that was not yet handed to the connection.
     rest: Bytes,
-    /// There may be some, and the client has not asked for it.
+    /// Set while data waits for the client.
     untaken: Option<Untaken>,
     context: Context,
 }
 
-/// Most data that is handed on at once. What was handed on is out of sight, in buffers of its connection.
+/// Most bytes handed to the connection at once: what is in its buffers can no longer be tracked.
 const PIECE: usize = 64 << 10;
 
 impl Watched {
@@ -120,7 +121,7 @@ impl HttpBody for Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        // Bodies of known length are not asked once more when they are through.
+        // Bodies of known length are not polled again after their end.
         if self.is_end_stream() {
             self.context.completed();
         }

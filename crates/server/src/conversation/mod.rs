@@ -10,6 +10,7 @@ mod plain;
 mod prompt;
 mod reader;
 mod tools;
+mod update;
 
 use std::sync::Arc;
 
@@ -25,13 +26,14 @@ use crate::state::AppState;
 use crate::structured::{self, Requested};
 use crate::wire::common::Common;
 
-pub(crate) use answer::{Answer, Answers, Delta, End, EndReason, ToolCall, Update};
+pub(crate) use answer::{Answer, Answers, ToolCall};
 pub(crate) use fit::Fit;
 use grammar::Thinking;
 use prompt::Rendered;
 pub(crate) use prompt::{Effort, Prompt, set_effort, switch_reasoning};
 use reader::Style;
 pub(crate) use tools::{Tool, ToolChoice, Tools, check_offered};
+pub(crate) use update::{Delta, End, EndReason, Update};
 
 /// What a client wants answered, whichever endpoint it came by.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use plimsoll_text::{AnswerFormat, AnswerParser, Part, ToolFormat};
 use rand::Rng;
 use rand::distr::Alphanumeric;
 
-use super::{Delta, End, EndReason, Update};
+use super::update::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::{Choice, Piece, TokenLogprobs};
 use crate::wire::common::StopReason;
