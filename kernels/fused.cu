@@ -1,10 +1,9 @@
-// The element-wise steps of a decoder layer, each in one pass over its rows, and the two that make weights: random ones and
-// converted ones. All rows are a multiple of eight elements and 16-byte aligned, so every access is 16 bytes wide.
+// The element-wise steps of a decoder layer, each in one pass over its rows, and random weights. All rows are a multiple of
+// eight elements and 16-byte aligned, so every access is 16 bytes wide.
 //
 // Weights (tables, norms, frequencies) are read before `pdl_wait`: no kernel of a step writes them.
 
-#include <cuda_fp16.h>
-
+#include "activation.cuh"
 #include "common.cuh"
 #include "philox.cuh"
 
@@ -46,45 +45,67 @@ __device__ __forceinline__ float sum_of_squares(const Float8& x) {
     return sum;
 }
 
+// The sum of a value of every thread of the block, in all of them. `partial` is used once.
+__device__ __forceinline__ float block_sum(float x, float (&partial)[kWarp]) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    x = warp_sum(x);
+    if (lane == 0) partial[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < static_cast<int>(blockDim.x) / kWarp ? partial[lane] : 0.0f);
+}
+
 // What the rows of a norm are.
 enum class Rows {
     kPlain,    // hidden
     kAdd,      // hidden += delta, stored
-    kGathered  // hidden[rows[i]] + delta[rows[i]], not stored
+    kSandwich  // hidden += the norm of delta, stored
 };
 
 struct Norm {
     bf16* hidden;
     const bf16* delta;
-    const int* gather;
+    const float* delta_weight;
     const float* weight;
     bf16* out;
     int n;
     float eps;
 };
 
-// One block a row, `kVecs` vectors of it a thread: one for few rows, where latency counts (the weight is then read ahead of
+// One block a row, `kVecs` vectors of it a thread: one for few rows, where latency counts (the weights are then read ahead of
 // the wait), two for long rows and for many, where it is bytes under way that count.
 template <Rows kRows, int kVecs>
 __device__ __forceinline__ void norm_row(const Norm& norm) {
     constexpr bool kReadAhead = kVecs == 1;
-    __shared__ float partial[kWarp];
+    __shared__ float partial[kRows == Rows::kSandwich ? 2 : 1][kWarp];
     pdl_launch();
     const int vecs = norm.n / kVec;
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const auto at = [&](int v) { return static_cast<int>(threadIdx.x + v * blockDim.x); };
-    Float8 weight{};
-    if (kReadAhead && at(0) < vecs) weight = load_floats(norm.weight + at(0) * kVec);
+    Float8 weight{}, delta_weight{};
+    if (kReadAhead && at(0) < vecs) {
+        weight = load_floats(norm.weight + at(0) * kVec);
+        if (kRows == Rows::kSandwich) delta_weight = load_floats(norm.delta_weight + at(0) * kVec);
+    }
     pdl_wait();
-    const int row = blockIdx.x;
-    const int64_t source = static_cast<int64_t>(kRows == Rows::kGathered ? norm.gather[row] : row) * norm.n;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * norm.n;
     // All loads before the first store, which might be to the same place for all the compiler knows.
     Bf16x8 x[kVecs]{}, delta[kVecs];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
         if (at(v) >= vecs) continue;
-        x[v] = load8(norm.hidden + source + at(v) * kVec);
-        if (kRows != Rows::kPlain) delta[v] = load8(norm.delta + source + at(v) * kVec);
+        x[v] = load8(norm.hidden + row + at(v) * kVec);
+        if (kRows != Rows::kPlain) delta[v] = load8(norm.delta + row + at(v) * kVec);
+    }
+    const auto scale_of = [&](float squares, float (&partial)[kWarp]) {
+        return rsqrtf(block_sum(squares, partial) / static_cast<float>(norm.n) + norm.eps);
+    };
+    float delta_scale = 1.0f;
+    if constexpr (kRows == Rows::kSandwich) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+            if (at(v) < vecs) squares += sum_of_squares(widen(delta[v]));
+        }
+        delta_scale = scale_of(squares, partial[1]);
     }
     float squares = 0.0f;
 #pragma unroll
@@ -92,18 +113,17 @@ __device__ __forceinline__ void norm_row(const Norm& norm) {
         if (kRows != Rows::kPlain && at(v) < vecs) {
             Float8 sum = widen(x[v]);
             const Float8 added = widen(delta[v]);
+            if (kRows == Rows::kSandwich && !kReadAhead) delta_weight = load_floats(norm.delta_weight + at(v) * kVec);
 #pragma unroll
-            for (int i = 0; i < kVec; ++i) sum.at[i] += added.at[i];
+            for (int i = 0; i < kVec; ++i) {
+                sum.at[i] += kRows == Rows::kSandwich ? added.at[i] * delta_scale * delta_weight.at[i] : added.at[i];
+            }
             x[v] = narrow(sum);
-            if (kRows == Rows::kAdd) store8(norm.hidden + source + at(v) * kVec, x[v]);
+            store8(norm.hidden + row + at(v) * kVec, x[v]);
         }
         squares += sum_of_squares(widen(x[v]));
     }
-    squares = warp_sum(squares);
-    if (lane == 0) partial[warp] = squares;
-    __syncthreads();
-    squares = warp_sum(lane < static_cast<int>(blockDim.x) / kWarp ? partial[lane] : 0.0f);
-    const float scale = rsqrtf(squares / static_cast<float>(norm.n) + norm.eps);
+    const float scale = scale_of(squares, partial[0]);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
         if (at(v) >= vecs) continue;
@@ -111,7 +131,7 @@ __device__ __forceinline__ void norm_row(const Norm& norm) {
         Float8 wide = widen(x[v]);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) wide.at[i] *= scale * weight.at[i];
-        store8(norm.out + static_cast<int64_t>(row) * norm.n + at(v) * kVec, narrow(wide));
+        store8(norm.out + row + at(v) * kVec, narrow(wide));
     }
 }
 
@@ -152,6 +172,13 @@ struct RowPlace {
     const int* positions;
     const int* slots;
     const float2* frequencies;
+    float factor;  // of cosines and sines
+};
+
+// Of q, at a position: 1 + beta * ln(1 + floor(position / original)).
+struct QueryScale {
+    float beta;
+    int original;
 };
 
 struct HeadNorm {
@@ -188,9 +215,9 @@ __device__ __forceinline__ void norm_head(Float8& a, Float8& b, const float* wei
     }
 }
 
-template <bool kNorm>
+template <bool kNorm, bool kScale>
 __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace& place, const HeadNorm& norm,
-                                           const KvCache& cache) {
+                                           const KvCache& cache, const QueryScale& query) {
     extern __shared__ float2 angles[];
     pdl_launch();
     const int lanes = 1 << in.lanes_log2;
@@ -206,10 +233,16 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
     const int row = blockIdx.x;
     bf16* const heads_of_row = in.qkv + static_cast<int64_t>(row) * all_heads * cache.dim;
     const int slot = place.slots[row], position = place.positions[row];
-    if (threadIdx.x < in.pairs) angles[threadIdx.x] = cos_sin(position, frequency);
+    const auto angle_of = [&](float2 frequency) {
+        const float2 angle = cos_sin(position, frequency);
+        return make_float2(angle.x * place.factor, angle.y * place.factor);
+    };
+    if (threadIdx.x < in.pairs) angles[threadIdx.x] = angle_of(frequency);
     for (int pair = threadIdx.x + blockDim.x; pair < in.pairs; pair += blockDim.x) {
-        angles[pair] = cos_sin(position, place.frequencies[pair]);
+        angles[pair] = angle_of(place.frequencies[pair]);
     }
+    float query_scale = 1.0f;
+    if (kScale) query_scale += query.beta * logf(static_cast<float>(1 + position / query.original));
 
     // All lanes of a warp make the same number of turns, for the shuffles.
     for (int base = 0; base < all_heads; base += groups) {
@@ -238,6 +271,13 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
                     b.at[i] = y * angle.x + x * angle.y;
                 }
             }
+            if (kScale && head < in.heads) {
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    a.at[i] *= query_scale;
+                    b.at[i] *= query_scale;
+                }
+            }
             first = narrow(a);
             second = narrow(b);
         }
@@ -253,62 +293,8 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
     }
 }
 
-}  // namespace
-
-// out[row] = table[token], where a negative token -1 - i stands for prev_sampled[i]; resolved[row] = token. `resolved` may
-// be `tokens`. Tokens outside the vocabulary (padding rows) are taken for the nearest in it. One block a row.
-extern "C" __global__ void __launch_bounds__(1024)
-    embedding(const bf16* table, const int* tokens, const int* prev_sampled, int* resolved, bf16* out, int vocab, int n) {
-    pdl_launch();
-    pdl_wait();
-    const int row = blockIdx.x;
-    int token = tokens[row];
-    if (token < 0) token = prev_sampled[-1 - token];
-    token = min(max(token, 0), vocab - 1);
-    for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
-        store8(out + static_cast<int64_t>(row) * n + i, load8(table + static_cast<int64_t>(token) * n + i));
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) resolved[row] = token;
-}
-
-#define NORM_KERNELS(NAME, ROWS)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        NAME##_1(bf16* hidden, const bf16* delta, const int* gather, const float* weight, bf16* out, int n,             \
-                 float eps) {                                                                                           \
-        norm_row<ROWS, 1>({hidden, delta, gather, weight, out, n, eps});                                                \
-    }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        NAME##_2(bf16* hidden, const bf16* delta, const int* gather, const float* weight, bf16* out, int n,             \
-                 float eps) {                                                                                           \
-        norm_row<ROWS, 2>({hidden, delta, gather, weight, out, n, eps});                                                \
-    }
-
-// out = x * rsqrt(mean(x^2) + eps) * weight, where x is hidden, or hidden + delta rounded to bf16 (and then stored to
-// hidden), or that sum for row gather[i]. The suffix is the vectors a thread keeps: blocks have n / 8 / suffix threads.
-NORM_KERNELS(rms_norm, Rows::kPlain)
-NORM_KERNELS(add_rms_norm, Rows::kAdd)
-NORM_KERNELS(add_rms_norm_gathered, Rows::kGathered)
-
-#define ROPE_KERNEL(NAME, NORM, REGISTERS)                                                                              \
-    extern "C" __global__ void __maxnreg__(REGISTERS)                                                                   \
-        NAME(bf16* qkv, const int* positions, const int* slots, const float2* frequencies, const float* q_weight,       \
-             const float* k_weight, float eps, bf16* k_cache, bf16* v_cache, int heads, int kv_heads, int dim,          \
-             int pairs, int block_size, int lanes_log2) {                                                               \
-        rotate_row<NORM>({qkv, heads, lanes_log2, pairs}, {positions, slots, frequencies}, {q_weight, k_weight, eps},   \
-                         {k_cache, v_cache, kv_heads, block_size, dim});                                                \
-    }
-
-// From a row of the fused projection, [heads + 2 kv_heads][dim]: q and k rotated, element i with i + pairs, or normalised per
-// head and then rotated; q back into its place, k and v into the cache at the row's slot. One block a row;
-// `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs float2. The registers are
-// capped for more rows at once.
-ROPE_KERNEL(rope_kv_write, false, 40)
-ROPE_KERNEL(qk_norm_rope_kv_write, true, 40)
-
-// out[row][i] = silu(gate_up[row][i]) * gate_up[row][inner + i]. Blocks of a row follow each other: gridDim.x is rows times
-// ceil(inner / 8 / blockDim.x).
-extern "C" __global__ void __launch_bounds__(256) silu_mul(const bf16* gate_up, bf16* out, int inner, int blocks_per_row) {
+template <Activation kActivation>
+__device__ __forceinline__ void gate_row(const bf16* gate_up, bf16* out, int inner, int blocks_per_row) {
     pdl_launch();
     const int row = blockIdx.x / blocks_per_row;
     const int i = ((blockIdx.x - row * blocks_per_row) * blockDim.x + threadIdx.x) * kVec;
@@ -318,9 +304,83 @@ extern "C" __global__ void __launch_bounds__(256) silu_mul(const bf16* gate_up, 
     Float8 g = widen(load8(gate));
     const Float8 u = widen(load8(gate + inner));
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) g.at[j] = __fdividef(g.at[j], 1.0f + __expf(-g.at[j])) * u.at[j];
+    for (int j = 0; j < kVec; ++j) {
+        g.at[j] = __fdividef(g.at[j], 1.0f + __expf(-sigmoid_input(kActivation, g.at[j]))) * u.at[j];
+    }
     store8(out + static_cast<int64_t>(row) * inner + i, narrow(g));
 }
+
+}  // namespace
+
+// out[row] = table[token] * scale, where a negative token -1 - i stands for prev_sampled[i]; resolved[row] = token. `resolved`
+// may be `tokens`. Tokens outside the vocabulary (padding rows) are taken for the nearest in it. One block a row.
+extern "C" __global__ void __launch_bounds__(1024)
+    embedding(const bf16* table, const int* tokens, const int* prev_sampled, int* resolved, bf16* out, float scale, int vocab,
+              int n) {
+    pdl_launch();
+    pdl_wait();
+    const int row = blockIdx.x;
+    int token = tokens[row];
+    if (token < 0) token = prev_sampled[-1 - token];
+    token = min(max(token, 0), vocab - 1);
+    for (int i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
+        Float8 x = widen(load8(table + static_cast<int64_t>(token) * n + i));
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) x.at[j] *= scale;
+        store8(out + static_cast<int64_t>(row) * n + i, narrow(x));
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) resolved[row] = token;
+}
+
+#define NORM_KERNELS(NAME, ROWS)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        NAME##_1(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out, int n,     \
+                 float eps) {                                                                                           \
+        norm_row<ROWS, 1>({hidden, delta, delta_weight, weight, out, n, eps});                                          \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        NAME##_2(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out, int n,     \
+                 float eps) {                                                                                           \
+        norm_row<ROWS, 2>({hidden, delta, delta_weight, weight, out, n, eps});                                          \
+    }
+
+// out = x * rsqrt(mean(x^2) + eps) * weight, where x is hidden, or hidden + delta, or hidden + such a norm of delta with
+// delta_weight; the sum is rounded to bf16 and stored to hidden. The suffix is the vectors a thread keeps: blocks have
+// n / 8 / suffix threads.
+NORM_KERNELS(rms_norm, Rows::kPlain)
+NORM_KERNELS(add_rms_norm, Rows::kAdd)
+NORM_KERNELS(sandwich_norm, Rows::kSandwich)
+
+#define ROPE_KERNEL(NAME, NORM, SCALE, REGISTERS)                                                                       \
+    extern "C" __global__ void __maxnreg__(REGISTERS)                                                                   \
+        NAME(bf16* qkv, const int* positions, const int* slots, const float2* frequencies, float factor,                \
+             const float* q_weight, const float* k_weight, float eps, bf16* k_cache, bf16* v_cache, int heads,          \
+             int kv_heads, int dim, int pairs, int block_size, int lanes_log2, float beta, int original) {              \
+        rotate_row<NORM, SCALE>({qkv, heads, lanes_log2, pairs}, {positions, slots, frequencies, factor},               \
+                                {q_weight, k_weight, eps}, {k_cache, v_cache, kv_heads, block_size, dim},               \
+                                {beta, original});                                                                      \
+    }
+
+// From a row of the fused projection, [heads + 2 kv_heads][dim]: q and k rotated, element i with i + pairs, or normalised per
+// head and then rotated, and q scaled by its position; q back into its place, k and v into the cache at the row's slot. One
+// block a row; `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs float2. The
+// registers are capped for more rows at once.
+ROPE_KERNEL(rope_kv_write, false, false, 40)
+ROPE_KERNEL(qk_norm_rope_kv_write, true, false, 40)
+ROPE_KERNEL(rope_scale_kv_write, false, true, 48)
+ROPE_KERNEL(qk_norm_rope_scale_kv_write, true, true, 48)
+
+#define GLU_KERNEL(NAME, ACTIVATION)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                                                   \
+        NAME(const bf16* gate_up, bf16* out, int inner, int blocks_per_row) {                                           \
+        gate_row<ACTIVATION>(gate_up, out, inner, blocks_per_row);                                                      \
+    }
+
+// out[row][i] = activation(gate_up[row][i]) * gate_up[row][inner + i]. Blocks of a row follow each other: gridDim.x is rows
+// times ceil(inner / 8 / blockDim.x).
+GLU_KERNEL(silu_mul, Activation::kSilu)
+GLU_KERNEL(gelu_tanh_mul, Activation::kGeluTanh)
 
 // out[i] = x[rows[i]]. One block a row.
 extern "C" __global__ void __launch_bounds__(1024) gather_rows(const bf16* x, const int* rows, bf16* out, int n) {
@@ -384,45 +444,4 @@ extern "C" __global__ void __launch_bounds__(256) fill_random(bf16* out, uint64_
             }
         }
     }
-}
-
-namespace {
-
-__device__ __forceinline__ Float8 load_wide(const float* from) { return load_floats(from); }
-
-__device__ __forceinline__ Float8 load_wide(const __half* from) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(from);
-    const uint32_t pairs[] = {raw.x, raw.y, raw.z, raw.w};
-    Float8 wide;
-#pragma unroll
-    for (int i = 0; i < kVec / 2; ++i) {
-        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(pairs[i]));
-        wide.at[2 * i] = pair.x;
-        wide.at[2 * i + 1] = pair.y;
-    }
-    return wide;
-}
-
-template <typename T>
-__device__ __forceinline__ void convert(const T* from, bf16* to, uint64_t len) {
-    pdl_wait();
-    const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x;
-    for (uint64_t vec = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; vec * kVec < len; vec += stride) {
-        if ((vec + 1) * kVec <= len) {
-            store8(to + vec * kVec, narrow(load_wide(from + vec * kVec)));
-        } else {
-            for (uint64_t i = vec * kVec; i < len; ++i) to[i] = __float2bfloat16_rn(static_cast<float>(from[i]));
-        }
-    }
-}
-
-}  // namespace
-
-// Rounded to nearest.
-extern "C" __global__ void __launch_bounds__(256) convert_f32(const float* from, bf16* to, uint64_t len) {
-    convert(from, to, len);
-}
-
-extern "C" __global__ void __launch_bounds__(256) convert_f16(const __half* from, bf16* to, uint64_t len) {
-    convert(from, to, len);
 }

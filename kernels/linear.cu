@@ -11,6 +11,7 @@
 // The 8 warps of a block are `row_warps` groups of features times as many parts of k as that leaves. The blocks of a
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
 // are added in a fixed order, one block of features later: nobody waits for the slowest.
+#include "activation.cuh"
 #include "mma.cuh"
 
 constexpr int kWarps = 8;
@@ -30,7 +31,7 @@ constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
 constexpr int kMostParts = 8;
 constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a phase
 
-enum Mode { kBf16 = 0, kF32 = 1, kSiluMul = 2 };
+enum Mode { kBf16 = 0, kF32 = 1, kSiluMul = 2, kGeluTanhMul = 3 };
 
 // The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
 struct Norm {
@@ -42,13 +43,15 @@ struct Norm {
 
 struct Problem {
     const bf16* x;
-    const bf16* weight;  // of kSiluMul [2 n, k]: gate, up
-    const bf16* bias;    // null for none; never of kSiluMul
+    const bf16* weight;  // if gated [2 n, k]: gate, up
+    const bf16* bias;    // null for none; never if gated
     void* out;
     int m, n, k;
     int row_warps;
     int mode;
     Norm norm;
+
+    __device__ __forceinline__ bool gated() const { return mode >= kSiluMul; }
 };
 
 __device__ __forceinline__ int cluster_rank() {
@@ -123,7 +126,7 @@ struct Cut {
         row_warp = warp & (p.row_warps - 1);
         part = warp / p.row_warps;
         parts = kWarps / p.row_warps;
-        outputs = p.row_warps * kTile / (p.mode == kSiluMul ? 2 : 1);
+        outputs = p.row_warps * kTile / (p.gated() ? 2 : 1);
         blocks = (p.n + outputs - 1) / outputs;
         const int chunks = p.k / kChunk, size = cluster_size(), rank = cluster_rank();
         begin = chunks * rank / size;
@@ -141,7 +144,7 @@ struct Cut {
     // First weight of a row of this warp's tile; rows past the end repeat the last one and are not stored.
     __device__ const bf16* weights(const Problem& p, int block, int row) const {
         int at = block * outputs;
-        if (p.mode == kSiluMul) {
+        if (p.gated()) {
             at = min(at + (row_warp >> 1) * kTile + row, p.n - 1) + (row_warp & 1) * p.n;
         } else {
             at = min(at + row_warp * kTile + row, p.n - 1);
@@ -236,7 +239,10 @@ __device__ __forceinline__ float2 add_parts(const float* sums, int parts, int st
     return sum;
 }
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float activate(const Problem& p, float x) {
+    const Activation activation = p.mode == kSiluMul ? Activation::kSilu : Activation::kGeluTanh;
+    return x / (1.0f + __expf(-sigmoid_input(activation, x)));
+}
 
 // One or two neighbouring outputs of a row.
 __device__ __forceinline__ void store(const Problem& p, int row, int column, float2 v) {
@@ -274,12 +280,12 @@ __device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const f
         if (block * cut.outputs + column >= p.n) continue;
         const float* from = sums + token * rows;
         float2 v;
-        if (p.mode == kSiluMul) {
+        if (p.gated()) {
             from += column / kTile * 2 * kTile + column % kTile;
             const float2 gate = add_parts(from, cut.parts, Tiles * 8 * rows);
             v = add_parts(from + kTile, cut.parts, Tiles * 8 * rows);
-            v.x *= silu(gate.x);
-            v.y *= silu(gate.y);
+            v.x *= activate(p, gate.x);
+            v.y *= activate(p, gate.y);
         } else {
             v = add_parts(from + column, cut.parts, Tiles * 8 * rows);
         }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use plimsoll_core::{BlockSize, PageId, SampleSpec, SamplingOptions, SamplingParams, Scratch};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::{
-    AttentionOptions, KvLayout, Linear, Matrix, PagedKv, RunMeta, WeightType, add_rms_norm, attention,
-    instruction_set, sample, set_threads, silu_mul, threads,
+    Activation, AttentionOptions, KvLayout, Linear, Matrix, PagedKv, RunMeta, WeightType, add_rms_norm,
+    attention, glu, instruction_set, sample, set_threads, threads,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -123,6 +123,7 @@ impl Bench {
             first_row: b * len,
             len,
             start: context,
+            first_block: 0,
             blocks: &blocks[b],
         };
         let runs: Vec<RunMeta<'_>> = (0..batch).map(run).collect();
@@ -147,7 +148,7 @@ impl Bench {
             let time = best(200, || add_rms_norm(&mut residual, &x, &weight, 1e-5, &mut out));
             let gate_up = self.floats(m * 3072);
             let mut activated = vec![0f32; m * 1536];
-            let silu = best(200, || silu_mul(&gate_up, 1536, &mut activated));
+            let silu = best(200, || glu(Activation::Silu, &gate_up, 1536, &mut activated));
             println!(
                 "m {m}: add_rms_norm {:.1} us, silu_mul {:.1} us",
                 time.as_secs_f64() * 1e6,

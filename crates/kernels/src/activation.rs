@@ -1,13 +1,24 @@
+use std::marker::PhantomData;
+
 use crate::parallel::{Disjoint, run_ranges};
 use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
 
-/// `silu(gate) × up` ([SwiGLU](https://arxiv.org/abs/2002.05202)): `gate_up` is `[tokens, 2n]`, each row the gate and then
-/// the up projection; `out` is `[tokens, n]`. `n` is `width`.
-pub fn silu_mul(gate_up: &[f32], width: usize, out: &mut [f32]) {
-    silu_mul_at(Level::detect(), gate_up, width, out);
+/// What a gated MLP applies to its gate ([GLU variants](https://arxiv.org/abs/2002.05202)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// `x × sigmoid(x)` (SwiGLU).
+    Silu,
+    /// [GELU](https://arxiv.org/abs/1606.08415) in its tanh form (GeGLU): `x / 2 × (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
+    GeluTanh,
 }
 
-fn silu_mul_at(level: Level, gate_up: &[f32], width: usize, out: &mut [f32]) {
+/// `activation(gate) × up`: `gate_up` is `[tokens, 2n]`, each row the gate and then the up projection; `out` is
+/// `[tokens, n]`. `n` is `width`.
+pub fn glu(activation: Activation, gate_up: &[f32], width: usize, out: &mut [f32]) {
+    glu_at(Level::detect(), activation, gate_up, width, out);
+}
+
+fn glu_at(level: Level, activation: Activation, gate_up: &[f32], width: usize, out: &mut [f32]) {
     assert_eq!(gate_up.len(), 2 * out.len(), "gate and up for every output");
     assert_eq!(out.len() % width.max(1), 0, "whole rows");
     let rows = out.len() / width.max(1);
@@ -17,18 +28,63 @@ fn silu_mul_at(level: Level, gate_up: &[f32], width: usize, out: &mut [f32]) {
             let (gate, up) = gate_up[2 * row * width..2 * (row + 1) * width].split_at(width);
             // SAFETY: rows are disjoint.
             let out = unsafe { out.part(row * width, width) };
-            dispatch(level, SiluMul { gate, up, out });
+            match activation {
+                Activation::Silu => dispatch(level, Glu::<Silu>::new(gate, up, out)),
+                Activation::GeluTanh => dispatch(level, Glu::<GeluTanh>::new(gate, up, out)),
+            }
         }
     });
 }
 
-struct SiluMul<'a> {
+/// An activation is its input times the sigmoid of this.
+trait SigmoidInput {
+    /// # Safety
+    /// The CPU has the features of `S`.
+    unsafe fn of<S: Simd>(x: S::F) -> S::F;
+}
+
+struct Silu;
+
+impl SigmoidInput for Silu {
+    #[inline(always)]
+    unsafe fn of<S: Simd>(x: S::F) -> S::F {
+        x
+    }
+}
+
+struct GeluTanh;
+
+impl SigmoidInput for GeluTanh {
+    /// `(1 + tanh(u)) / 2` is `sigmoid(2u)`.
+    #[inline(always)]
+    unsafe fn of<S: Simd>(x: S::F) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (linear, cubic) = (S::splat(1.595_769_1), S::splat(0.071_354_82));
+            S::mul(x, S::fma(cubic, S::mul(x, x), linear))
+        }
+    }
+}
+
+struct Glu<'a, A> {
     gate: &'a [f32],
     up: &'a [f32],
     out: &'a mut [f32],
+    activation: PhantomData<A>,
 }
 
-impl Kernel for SiluMul<'_> {
+impl<'a, A> Glu<'a, A> {
+    fn new(gate: &'a [f32], up: &'a [f32], out: &'a mut [f32]) -> Self {
+        Self {
+            gate,
+            up,
+            out,
+            activation: PhantomData,
+        }
+    }
+}
+
+impl<A: SigmoidInput> Kernel for Glu<'_, A> {
     type Out = ();
 
     #[inline(always)]
@@ -37,7 +93,7 @@ impl Kernel for SiluMul<'_> {
         for i in (0..whole).step_by(LANES) {
             // SAFETY: the three rows are equally long and have sixteen elements from `i` on.
             unsafe {
-                let y = silu_mul_lanes::<S>(S::load(self.gate[i..].as_ptr()), S::load(self.up[i..].as_ptr()));
+                let y = glu_lanes::<S, A>(S::load(self.gate[i..].as_ptr()), S::load(self.up[i..].as_ptr()));
                 S::store(self.out[i..].as_mut_ptr(), y);
             }
         }
@@ -48,7 +104,7 @@ impl Kernel for SiluMul<'_> {
             up[..rest].copy_from_slice(&self.up[whole..]);
             // SAFETY: arrays of sixteen.
             unsafe {
-                let y = silu_mul_lanes::<S>(S::load(gate.as_ptr()), S::load(up.as_ptr()));
+                let y = glu_lanes::<S, A>(S::load(gate.as_ptr()), S::load(up.as_ptr()));
                 S::store(gate.as_mut_ptr(), y);
             }
             self.out[whole..].copy_from_slice(&gate[..rest]);
@@ -57,10 +113,10 @@ impl Kernel for SiluMul<'_> {
 }
 
 #[inline(always)]
-unsafe fn silu_mul_lanes<S: Simd>(gate: S::F, up: S::F) -> S::F {
+unsafe fn glu_lanes<S: Simd, A: SigmoidInput>(gate: S::F, up: S::F) -> S::F {
     // SAFETY: the caller has the features of `S`.
     unsafe {
-        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), gate)));
+        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), A::of::<S>(gate))));
         S::mul(S::div(gate, denominator), up)
     }
 }
@@ -71,33 +127,47 @@ mod tests {
     use crate::testing::{assert_close, assert_same_bits, normal, rng, seeds};
     use rand::Rng;
 
+    type Definition = fn(f64) -> f64;
+
+    const DEFINITIONS: [(Activation, Definition); 2] = [
+        (Activation::Silu, |x| x / (1.0 + (-x).exp())),
+        (Activation::GeluTanh, |x| {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+            x / 2.0 * (1.0 + inner.tanh())
+        }),
+    ];
+
     #[test]
     fn matches_the_definition_on_every_instruction_set() {
         for seed in seeds(8) {
             let mut rng = rng(seed);
             let (rows, n) = (rng.random_range(1..40), rng.random_range(1..400));
             let x: Vec<f32> = normal(&mut rng, rows * 2 * n).iter().map(|x| x * 10.0).collect();
-            let silu = |x: f64| x / (1.0 + (-x).exp());
-            let want: Vec<f64> = (0..rows * n)
-                .map(|i| (i / n * 2 * n + i % n, i))
-                .map(|(gate, _)| silu(f64::from(x[gate])) * f64::from(x[gate + n]))
-                .collect();
-            let mut out = vec![f32::NAN; rows * n];
-            silu_mul(&x, n, &mut out);
-            assert_close(&out, &want, 1e-6, &format!("seed {seed}"));
-            for level in Level::available() {
-                let mut again = vec![f32::NAN; rows * n];
-                silu_mul_at(level, &x, n, &mut again);
-                assert_same_bits(&again, &out, &format!("seed {seed} {level:?}"));
+            for (activation, exact) in DEFINITIONS {
+                let want: Vec<f64> = (0..rows * n)
+                    .map(|i| i / n * 2 * n + i % n)
+                    .map(|gate| exact(f64::from(x[gate])) * f64::from(x[gate + n]))
+                    .collect();
+                let mut out = vec![f32::NAN; rows * n];
+                glu(activation, &x, n, &mut out);
+                assert_close(&out, &want, 1e-6, &format!("seed {seed} {activation:?}"));
+                for level in Level::available() {
+                    let mut again = vec![f32::NAN; rows * n];
+                    glu_at(level, activation, &x, n, &mut again);
+                    assert_same_bits(&again, &out, &format!("seed {seed} {activation:?} {level:?}"));
+                }
             }
         }
     }
 
     #[test]
     fn extremes_saturate() {
-        let mut out = [f32::NAN; 4];
-        silu_mul(&[1e30, -1e30, f32::NAN, 0.0, 1.0, 1.0, 1.0, 5.0], 4, &mut out);
-        assert_eq!((out[0], out[3]), (1e30, 0.0));
-        assert!(out[1].abs() < 1e-6 && out[2].is_nan(), "{out:?}");
+        for (activation, _) in DEFINITIONS {
+            let mut out = [f32::NAN; 4];
+            let gate_up = [1e30, -1e30, f32::NAN, 0.0, 1.0, 1.0, 1.0, 5.0];
+            glu(activation, &gate_up, 4, &mut out);
+            assert_eq!((out[0], out[3]), (1e30, 0.0), "{activation:?}");
+            assert!(out[1].abs() < 1e-6 && out[2].is_nan(), "{activation:?}: {out:?}");
+        }
     }
 }

@@ -34,6 +34,14 @@ pub struct AttentionOptions {
     pub window: Option<usize>,
 }
 
+impl AttentionOptions {
+    /// First position that the token at `position` sees.
+    fn first_seen(&self, position: usize) -> usize {
+        self.window
+            .map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+}
+
 /// Causal grouped-query attention of `runs` over their cached context, which includes their own keys and values.
 ///
 /// `q` and `out` are `[tokens, heads × head_dim]`; `heads` is a multiple of the cache's KV heads. Every row must belong to
@@ -73,8 +81,10 @@ fn attention_at<E: KvElement>(
         "q is not [tokens, heads, head_dim]"
     );
     assert_eq!(out.len(), q.len());
-    runs.iter()
-        .for_each(|run| run.check(&layout, kv.k.len().min(kv.v.len())));
+    for run in runs {
+        let lowest = options.first_seen(run.start);
+        run.check(&layout, kv.k.len().min(kv.v.len()), lowest);
+    }
 
     let job = Job::new(q, kv, runs, options, group, level);
     let items = job.items();
@@ -234,15 +244,8 @@ impl<'a, E: KvElement> Job<'a, E> {
         }
     }
 
-    /// First key that the token at `position` sees.
-    fn lowest(&self, position: usize) -> usize {
-        self.options
-            .window
-            .map_or(0, |window| (position + 1).saturating_sub(window))
-    }
-
     fn splits(&self, item: &Item<'_>) -> std::ops::Range<usize> {
-        self.lowest(item.start()) / SPLIT..item.end().div_ceil(SPLIT)
+        self.options.first_seen(item.start()) / SPLIT..item.end().div_ceil(SPLIT)
     }
 
     /// Floats of a [`State`].
@@ -296,7 +299,8 @@ impl<'a, E: KvElement> Job<'a, E> {
     /// Adds the keys of `split` to `state`.
     fn attend(&self, item: &Item<'_>, split: usize, state: &mut State<'_>, workspace: &mut Workspace<'_>) {
         let end = item.end().min((split + 1) * SPLIT);
-        let first = (split * SPLIT).max(self.lowest(item.start())) / TILE * TILE;
+        let lowest = self.options.first_seen(item.start());
+        let first = (split * SPLIT).max(lowest) / TILE * TILE;
         for tile in (first..end).step_by(TILE) {
             let keys = TILE.min(item.end() - tile);
             dispatch(
@@ -305,6 +309,7 @@ impl<'a, E: KvElement> Job<'a, E> {
                     job: self,
                     item,
                     first: tile,
+                    unseen: lowest.saturating_sub(tile),
                     keys,
                     state,
                     workspace,
@@ -330,7 +335,7 @@ impl<'a, E: KvElement> Job<'a, E> {
     fn block(&self, cache: &'a [E], item: &Item<'_>, position: usize) -> &'a [E] {
         let layout = &self.kv.layout;
         let block_size = layout.block_size.tokens();
-        let block = item.run.blocks[position / block_size];
+        let block = item.run.block_of(position, block_size);
         &cache[layout.head_offset(block, item.kv_head)..][..layout.head_dim * block_size]
     }
 

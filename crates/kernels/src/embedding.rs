@@ -44,19 +44,22 @@ impl Embedding {
         self.table.bytes()
     }
 
-    /// Writes the rows of `tokens` into `out`, `[tokens, hidden]`.
+    /// Writes the rows of `tokens`, times `scale`, into `out`, `[tokens, hidden]`.
     ///
     /// # Panics
     /// If a token is outside the vocabulary.
-    pub fn forward(&self, tokens: &[TokenId], out: &mut [f32]) {
+    pub fn forward(&self, tokens: &[TokenId], scale: f32, out: &mut [f32]) {
         let hidden = self.hidden_size();
         assert_eq!(out.len(), tokens.len() * hidden, "out is not [tokens, {hidden}]");
         let out = Disjoint::new(out);
         run_ranges(tokens.len(), 8, &|rows| {
             for row in rows {
                 // SAFETY: rows are disjoint.
-                self.table
-                    .weight_row(tokens[row] as usize, unsafe { out.part(row * hidden, hidden) });
+                let out = unsafe { out.part(row * hidden, hidden) };
+                self.table.weight_row(tokens[row] as usize, out);
+                if scale != 1.0 {
+                    out.iter_mut().for_each(|x| *x *= scale);
+                }
             }
         });
     }

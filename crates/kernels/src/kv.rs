@@ -142,7 +142,9 @@ pub struct RunMeta<'a> {
     pub len: usize,
     /// Position of the first row in its request.
     pub start: usize,
-    /// Block table, long enough for `start + len` tokens.
+    /// Which of the request's blocks the table begins with: those before it lie behind the window and are never read.
+    pub first_block: usize,
+    /// Block table, long enough for the tokens up to `start + len`.
     pub blocks: &'a [PageId],
 }
 
@@ -152,17 +154,24 @@ impl RunMeta<'_> {
         self.start + self.len
     }
 
-    /// Panics unless the run's blocks exist in a layer of `elements` elements.
-    pub(crate) fn check(&self, layout: &KvLayout, elements: usize) {
-        let needed = layout.block_size.blocks_for(self.end());
+    /// The block that holds a position.
+    #[inline(always)]
+    pub(crate) fn block_of(&self, position: usize, block_size: usize) -> PageId {
+        self.blocks[position / block_size - self.first_block]
+    }
+
+    /// Panics unless the blocks of the positions from `lowest` on are in the table, and those of the table exist in a layer
+    /// of `elements` elements.
+    pub(crate) fn check(&self, layout: &KvLayout, elements: usize, lowest: usize) {
+        let (first, needed) = (self.first_block, layout.block_size.blocks_for(self.end()));
         assert!(
-            self.blocks.len() >= needed,
-            "{} blocks for {} tokens",
+            first <= lowest / layout.block_size.tokens() && first + self.blocks.len() >= needed,
+            "{} blocks from the {first}th for the tokens {lowest}..{}",
             self.blocks.len(),
             self.end()
         );
         let blocks = elements / layout.block_elements().max(1);
-        for block in &self.blocks[..needed] {
+        for block in &self.blocks[..needed - first] {
             assert!(block.index() < blocks, "block {} of {blocks}", block.index());
         }
     }

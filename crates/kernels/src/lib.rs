@@ -38,16 +38,16 @@ mod simd;
 #[cfg(test)]
 mod testing;
 
-pub use activation::silu_mul;
+pub use activation::{Activation, glu};
 pub use attention::{AttentionOptions, attention, attention_scratch};
 pub use dtype::{Matrix, WeightError, WeightType};
 pub use embedding::Embedding;
 pub use kv::{KvElement, KvLayout, PagedKv, PagedKvMut, RunMeta};
 pub use linear::{Linear, LinearShape};
-pub use norm::{add_rms_norm, rms_norm};
+pub use norm::{add_rms_norm, rms_norm, sandwich_norm};
 pub use parallel::{set_threads, threads};
 pub use pool::sum_rows;
-pub use rope::{QkNorm, qk_norm_rope_kv_write, rope_angles};
+pub use rope::{QkNorm, QueryScale, qk_norm_rope_kv_write, rope_angles};
 pub use sample::{SampleError, apply_mask, sample, sample_scratch};
 pub use score::{ScoreRow, score};
 pub use simd::instruction_set;

@@ -20,6 +20,28 @@ pub fn add_rms_norm(residual: &mut [f32], x: &[f32], weight: &[f32], eps: f32, o
     );
 }
 
+/// The norms before and after a block of Gemma 3 ("sandwich", [CogView](https://arxiv.org/abs/2105.13290)):
+/// `residual += rms_norm(x, post_weight)`, then [`rms_norm`] of the new residual with `weight` into `out`.
+pub fn sandwich_norm(
+    residual: &mut [f32],
+    x: &[f32],
+    post_weight: &[f32],
+    weight: &[f32],
+    eps: f32,
+    out: &mut [f32],
+) {
+    assert_eq!((x.len(), residual.len()), (out.len(), out.len()));
+    assert_eq!(post_weight.len(), weight.len(), "two norms of one width");
+    let residual = Disjoint::new(residual);
+    norm_rows(
+        Level::detect(),
+        Source::Sandwich(residual, x, post_weight),
+        weight,
+        eps,
+        out,
+    );
+}
+
 /// Elements below which another thread costs more than it brings.
 const GRAIN: usize = 8192;
 
@@ -27,6 +49,8 @@ enum Source<'a> {
     Plain(&'a [f32]),
     /// Residual and what is added to it.
     Sum(Disjoint<'a, f32>, &'a [f32]),
+    /// Residual, what is normalised and then added to it, and the weight of that norm.
+    Sandwich(Disjoint<'a, f32>, &'a [f32], &'a [f32]),
 }
 
 fn norm_rows(level: Level, source: Source<'_>, weight: &[f32], eps: f32, out: &mut [f32]) {
@@ -43,35 +67,31 @@ fn norm_rows(level: Level, source: Source<'_>, weight: &[f32], eps: f32, out: &m
             // SAFETY: rows are disjoint.
             let out = unsafe { out.part(row * n, n) };
             let row = row * n..(row + 1) * n;
+            let norm = |x: &[f32], weight: &[f32], out: &mut [f32]| {
+                dispatch(level, RmsNorm { x, weight, eps, out });
+            };
             match &source {
-                Source::Plain(x) => dispatch(
-                    level,
-                    RmsNorm {
-                        x: &x[row],
-                        weight,
-                        eps,
-                        out,
-                    },
-                ),
+                Source::Plain(x) => norm(&x[row], weight, out),
                 Source::Sum(residual, x) => {
                     // SAFETY: rows are disjoint.
                     let residual = unsafe { residual.part(row.start, n) };
-                    for (r, x) in residual.iter_mut().zip(&x[row]) {
-                        *r += x;
-                    }
-                    dispatch(
-                        level,
-                        RmsNorm {
-                            x: residual,
-                            weight,
-                            eps,
-                            out,
-                        },
-                    );
+                    add(residual, &x[row]);
+                    norm(residual, weight, out);
+                }
+                Source::Sandwich(residual, x, post_weight) => {
+                    // SAFETY: rows are disjoint.
+                    let residual = unsafe { residual.part(row.start, n) };
+                    norm(&x[row], post_weight, out);
+                    add(residual, out);
+                    norm(residual, weight, out);
                 }
             }
         }
     });
+}
+
+fn add(residual: &mut [f32], x: &[f32]) {
+    residual.iter_mut().zip(x).for_each(|(r, x)| *r += x);
 }
 
 /// One row; also the per-head norm of q and k.
@@ -121,9 +141,10 @@ mod tests {
         for seed in seeds(8) {
             let mut rng = rng(seed);
             let (rows, n) = (rng.random_range(1..40), rng.random_range(1..700));
-            let (x, y, weight) = (
+            let (x, y, weight, post) = (
                 normal(&mut rng, rows * n),
                 normal(&mut rng, rows * n),
+                normal(&mut rng, n),
                 normal(&mut rng, n),
             );
             let mut want = Vec::new();
@@ -141,6 +162,19 @@ mod tests {
                 let mut again = vec![f32::NAN; rows * n];
                 norm_rows(level, Source::Plain(&residual), &weight, 1e-5, &mut again);
                 assert_same_bits(&again, &out, &format!("seed {seed} {level:?}"));
+            }
+
+            // The sandwich is the norm of what is added, the sum, and the norm of that.
+            let mut inner = vec![f32::NAN; rows * n];
+            rms_norm(&y, &post, 1e-5, &mut inner);
+            let (mut want_residual, mut want) = (x.clone(), vec![f32::NAN; rows * n]);
+            add_rms_norm(&mut want_residual, &inner, &weight, 1e-5, &mut want);
+            for level in Level::available() {
+                let (mut residual, mut out) = (x.clone(), vec![f32::NAN; rows * n]);
+                let source = Source::Sandwich(Disjoint::new(&mut residual), &y, &post);
+                norm_rows(level, source, &weight, 1e-5, &mut out);
+                assert_same_bits(&residual, &want_residual, &format!("seed {seed} {level:?}"));
+                assert_same_bits(&out, &want, &format!("seed {seed} {level:?}"));
             }
         }
     }

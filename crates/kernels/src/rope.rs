@@ -3,9 +3,10 @@ use crate::norm::RmsNorm;
 use crate::parallel::{Disjoint, run_ranges};
 use crate::simd::{Level, dispatch};
 
-/// Cosines and sines of the rotary angles of a step's rows: `out` is `[tokens, 2 × pairs]`, each row the cosines and then
-/// the sines; `frequencies` is `[pairs]`, in radians per position. Once per step, for all layers.
-pub fn rope_angles(frequencies: &[f32], runs: &[RunMeta<'_>], out: &mut [f32]) {
+/// Cosines and sines of the rotary angles of a step's rows, times `factor` ([YaRN](https://arxiv.org/abs/2309.00071)'s
+/// attention factor; 1 for none): `out` is `[tokens, 2 × pairs]`, each row the cosines and then the sines; `frequencies` is
+/// `[pairs]`, in radians per position. Once per step, for all layers with these frequencies.
+pub fn rope_angles(frequencies: &[f32], factor: f32, runs: &[RunMeta<'_>], out: &mut [f32]) {
     let pairs = frequencies.len();
     for run in runs {
         for i in 0..run.len {
@@ -14,9 +15,27 @@ pub fn rope_angles(frequencies: &[f32], runs: &[RunMeta<'_>], out: &mut [f32]) {
             for (pair, &frequency) in frequencies.iter().enumerate() {
                 // In f64: at position 100,000 an f32 angle is off by 0.004.
                 let angle = (run.start + i) as f64 * f64::from(frequency);
-                (sin[pair], cos[pair]) = (angle.sin() as f32, angle.cos() as f32);
+                let scaled = |x: f64| (x * f64::from(factor)) as f32;
+                (sin[pair], cos[pair]) = (scaled(angle.sin()), scaled(angle.cos()));
             }
         }
+    }
+}
+
+/// What q is multiplied by at a position, so that attention stays sharp in long contexts (Llama 4, Ministral 3):
+/// `1 + beta × ln(1 + floor(position / original))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryScale {
+    /// How fast it grows.
+    pub beta: f32,
+    /// Positions that the model was pretrained with, more than 0: below, the factor is 1.
+    pub original: usize,
+}
+
+impl QueryScale {
+    fn at(self, position: usize) -> f32 {
+        let passed = (position / self.original) as f64;
+        (1.0 + f64::from(self.beta) * passed.ln_1p()) as f32
     }
 }
 
@@ -32,15 +51,17 @@ pub struct QkNorm<'a> {
 }
 
 /// From the fused projection to attention's inputs: normalises the heads of q and k if asked to, rotates them
-/// ([RoFormer](https://arxiv.org/abs/2104.09864), the "NeoX" pairing of element `i` with `i + pairs`) and writes k and v
-/// into the cache and q into `q`.
+/// ([RoFormer](https://arxiv.org/abs/2104.09864), the "NeoX" pairing of element `i` with `i + pairs`), multiplies q by
+/// `query_scale` and writes k and v into the cache and q into `q`.
 ///
 /// `qkv` is `[tokens, (heads + 2 × kv_heads) × head_dim]`, `angles` is [`rope_angles`]' (elements beyond `2 × pairs` of a
-/// head are not rotated), `q` is `[tokens, heads × head_dim]`. Every row must belong to one of `runs`.
+/// head are not rotated; a layer without rotary embedding has no pairs), `q` is `[tokens, heads × head_dim]`. Every row must
+/// belong to one of `runs`.
 pub fn qk_norm_rope_kv_write<E: KvElement>(
     qkv: &[f32],
     norm: Option<QkNorm<'_>>,
     angles: &[f32],
+    query_scale: Option<QueryScale>,
     runs: &[RunMeta<'_>],
     kv: &mut PagedKvMut<'_, E>,
     q: &mut [f32],
@@ -69,7 +90,7 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
         "angles are not [tokens, 2, pairs]"
     );
     runs.iter()
-        .for_each(|run| run.check(&layout, kv.k.len().min(kv.v.len())));
+        .for_each(|run| run.check(&layout, kv.k.len().min(kv.v.len()), run.start));
 
     let level = Level::detect();
     let (q, k_cache, v_cache) = (Disjoint::new(q), Disjoint::new(kv.k), Disjoint::new(kv.v));
@@ -84,11 +105,15 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
         for (head, out) in q_in.chunks_exact(dim).zip(q_out.chunks_exact_mut(dim)) {
             norm_and_rotate(level, head, norm.map(|n| (n.q, n.eps)), cos, sin, out);
         }
-        let (block, slot) = ((run.start + i) / block_size, (run.start + i) % block_size);
+        if let Some(scale) = query_scale {
+            let scale = scale.at(run.start + i);
+            q_out.iter_mut().for_each(|q| *q *= scale);
+        }
+        let slot = (run.start + i) % block_size;
         let mut rotated = [0f32; MAX_HEAD_DIM];
         let rotated = &mut rotated[..dim];
         for head in 0..layout.kv_heads {
-            let offset = layout.head_offset(run.blocks[block], head);
+            let offset = layout.head_offset(run.block_of(run.start + i, block_size), head);
             norm_and_rotate(
                 level,
                 &k_in[head * dim..][..dim],

@@ -172,6 +172,7 @@ impl<'a> Batch<'a> {
                 first_row,
                 len,
                 start: run.start,
+                first_block: run.tables[0].first,
                 blocks: &run.tables[0].pages,
             });
             first_row += len;

@@ -6,8 +6,8 @@ use half::f16;
 use plimsoll_core::Oom;
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
-    AttentionOptions, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm, attention,
-    qk_norm_rope_kv_write, rope_angles, silu_mul,
+    Activation, AttentionOptions, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm,
+    attention, glu, qk_norm_rope_kv_write, rope_angles,
 };
 
 use crate::batch::Batch;
@@ -106,13 +106,13 @@ impl Decoder {
         let (qkv, q, mut attended) = (qkv?, q?, attended?);
         let (mut gate_up, mut activated) = (gate_up?, activated?);
 
-        rope_angles(&self.frequencies, &batch.runs, angles);
-        self.embedding.forward(batch.tokens, hidden);
+        rope_angles(&self.frequencies, 1.0, &batch.runs, angles);
+        self.embedding.forward(batch.tokens, 1.0, hidden);
         delta.fill(0.0);
         for (index, (layer, mut kv)) in self.layers.iter().zip(kv_layers::<E>(spec, kv)).enumerate() {
             add_rms_norm(hidden, delta, &layer.attention_norm, eps, normed);
             layer.qkv.forward(normed, qkv, arena)?;
-            qk_norm_rope_kv_write(qkv, layer.qk_norm(eps), angles, &batch.runs, &mut kv, q);
+            qk_norm_rope_kv_write(qkv, layer.qk_norm(eps), angles, None, &batch.runs, &mut kv, q);
             let options = AttentionOptions {
                 scale,
                 window: layer.window,
@@ -133,7 +133,7 @@ impl Decoder {
             layer.output.forward(attended, delta, arena)?;
             add_rms_norm(hidden, delta, &layer.mlp_norm, eps, normed);
             layer.gate_up.forward(normed, gate_up, arena)?;
-            silu_mul(gate_up, inner, activated);
+            glu(Activation::Silu, gate_up, inner, activated);
             layer.down.forward(activated, delta, arena)?;
         }
         add_rms_norm(hidden, delta, &self.final_norm, eps, normed);

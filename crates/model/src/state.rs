@@ -42,7 +42,7 @@ impl KvElementType {
     }
 }
 
-/// The paged KV cache: per layer K then V, each `[num_blocks][kv_heads][block_size][head_dim]`.
+/// The paged KV cache: per layer K, then V, laid out as [`KvLayout`](plimsoll_kernels::KvLayout) says.
 #[derive(Debug)]
 pub(crate) struct KvCache {
     pub(crate) slab: Slab,

@@ -4,6 +4,7 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 
 use crate::common::{READ_BANDWIDTH, time_us};
@@ -90,6 +91,16 @@ impl Bench<'_> {
             )
         });
         self.line("add_rms_norm", tokens, 4 * row * 2, us);
+        let us = time_us(self.gpu, 64, |i| {
+            self.kernels.sandwich_norm(
+                hidden.slice().range(part(i, row)),
+                delta.slice().range(part(i, row)),
+                weight.slice(),
+                norm,
+                out.slice().range(part(i, row)),
+            )
+        });
+        self.line("sandwich_norm", tokens, 4 * row * 2, us);
 
         let table_rows = 20_000;
         let (table, _) = self.copies(table_rows * HIDDEN, 1);
@@ -103,7 +114,7 @@ impl Bench<'_> {
             };
             let table = table.slice().range(0..table_rows * HIDDEN);
             self.kernels
-                .embedding(table, input, out.slice().range(part(i, row)))
+                .embedding(table, input, 1.0, out.slice().range(part(i, row)))
         });
         self.line("embedding", tokens, 2 * row * 2, us);
         drop((hidden, delta, out, table));
@@ -127,6 +138,8 @@ impl Bench<'_> {
                 let rope = GpuRope {
                     positions: positions.slice(),
                     turns: turns.slice(),
+                    factor: 1.0,
+                    query_scale: None,
                 };
                 let kv = GpuKvWrite {
                     k: cache.slice().range(0..kv_len),
@@ -146,40 +159,27 @@ impl Bench<'_> {
 
         let (gate_up, count) = self.copies(2 * tokens * INNER, tokens);
         let (out, _) = self.copies(tokens * INNER, tokens);
-        let us = time_us(self.gpu, 64, |i| {
-            let at = (i % count) * 2 * tokens * INNER;
-            self.kernels.silu_mul(
-                gate_up.slice().range(at..at + 2 * tokens * INNER),
-                INNER,
-                out.slice().range(0..tokens * INNER),
-            )
-        });
-        self.line("silu_mul", tokens, 3 * tokens * INNER * 2, us);
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            let us = time_us(self.gpu, 64, |i| {
+                let at = (i % count) * 2 * tokens * INNER;
+                self.kernels.glu(
+                    activation,
+                    gate_up.slice().range(at..at + 2 * tokens * INNER),
+                    INNER,
+                    out.slice().range(0..tokens * INNER),
+                )
+            });
+            self.line(&format!("glu {activation:?}"), tokens, 3 * tokens * INNER * 2, us);
+        }
     }
 
     fn sampled_rows(&self, rows: usize) {
         let tokens = 8192;
         let (hidden, _) = self.copies(tokens * HIDDEN, 1);
-        let (delta, _) = self.copies(tokens * HIDDEN, 1);
         let (out, _) = self.copies(rows * HIDDEN, 1);
-        let weight = self.alloc(&[1f32; HIDDEN]);
         let picked: Vec<i32> = (0..rows).map(|i| (i * tokens / rows) as i32).collect();
         let picked = self.alloc(&picked);
         let (from, to) = (0..tokens * HIDDEN, 0..rows * HIDDEN);
-        let us = time_us(self.gpu, 64, |_| {
-            let norm = GpuNorm {
-                weight: weight.slice(),
-                eps: 1e-5,
-            };
-            self.kernels.add_rms_norm_gathered(
-                hidden.slice().range(from.clone()),
-                delta.slice().range(from.clone()),
-                picked.slice(),
-                norm,
-                out.slice().range(to.clone()),
-            )
-        });
-        self.line("add_rms_norm_gathered", rows, 3 * rows * HIDDEN * 2, us);
         let us = time_us(self.gpu, 64, |_| {
             self.kernels.gather_rows(
                 hidden.slice().range(from.clone()),
@@ -193,21 +193,9 @@ impl Bench<'_> {
     fn weights(&self) {
         let len = VOCAB * HIDDEN;
         let (out, _) = self.copies(len, 1);
-        let from = self
-            .gpu
-            .alloc(Component::Arena, len * 4)
-            .expect("room on the GPU");
         let to = out.slice().range(0..len);
         let us = time_us(self.gpu, 4, |i| self.kernels.fill_random(to, i as u64, 0.02));
         self.line("fill_random", VOCAB, len * 2, us);
-        let us = time_us(self.gpu, 4, |_| {
-            self.kernels.convert_f32(from.slice().range(0..len), to)
-        });
-        self.line("convert_f32", VOCAB, len * 6, us);
-        let us = time_us(self.gpu, 4, |_| {
-            self.kernels.convert_f16(from.slice().range(0..len), to)
-        });
-        self.line("convert_f16", VOCAB, len * 4, us);
     }
 }
 

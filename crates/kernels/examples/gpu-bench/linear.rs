@@ -6,6 +6,7 @@ use std::time::Instant;
 use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
+use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
     FusedKernels, GpuLinear, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch,
     LinearUse, Linears,
@@ -117,7 +118,7 @@ pub(crate) fn bench(gpu: &Gpu) {
     }
     linears.fix(None);
     println!(
-        "qkv, o, gate_up (+ silu_mul where fused), down of {LAYERS} layers and lm_head, ms; % of the floor"
+        "qkv, o, gate_up (with silu(gate) * up where fused), down of {LAYERS} layers and lm_head, ms; % of the floor"
     );
     for (name, path) in [("own", None), ("cuBLASLt", Some(LinearPath::CublasLt))] {
         linears.fix(path);
@@ -187,7 +188,7 @@ impl Norms {
             }
             self.kernels.add_rms_norm(hidden[0], delta, norm, normed)?;
             match output {
-                LinearOutput::SiluMul => linears.forward_silu_mul(normed, layer, out),
+                LinearOutput::Glu(activation) => linears.forward_glu(normed, layer, activation, out),
                 _ => linears.forward(normed, layer, out),
             }
         };
@@ -195,8 +196,12 @@ impl Norms {
             let [qkv, o, gate_up, down] = std::array::from_fn(|shape| &model.layers[shape][layer]);
             product(qkv, LinearOutput::Bf16, out.range(0..m * 6144))?;
             linears.forward(out.range(0..m * 4096), o, delta)?;
-            if linears.fuses_silu_mul(m, gate_up) {
-                product(gate_up, LinearOutput::SiluMul, out.range(0..m * 14336))?;
+            if linears.fuses_glu(m, gate_up, Activation::Silu) {
+                product(
+                    gate_up,
+                    LinearOutput::Glu(Activation::Silu),
+                    out.range(0..m * 14336),
+                )?;
             } else {
                 product(gate_up, LinearOutput::Bf16, out.range(0..m * 28672))?;
             }
@@ -220,7 +225,7 @@ fn measure(linears: &mut Linears, model: &Model) {
         .iter()
         .zip(SHAPES)
         .map(|(layers, (name, ..))| match name {
-            "gate_up" => (layers, LinearOutput::SiluMul),
+            "gate_up" => (layers, LinearOutput::Glu(Activation::Silu)),
             "lm_head" => (layers, LinearOutput::F32),
             _ => (layers, LinearOutput::Bf16),
         })
@@ -279,8 +284,9 @@ fn chain(linears: &Linears, model: &Model, m: usize) -> Result<(), GpuError> {
         let [qkv, o, gate_up, down] = std::array::from_fn(|shape| &model.layers[shape][layer]);
         linears.forward(x.range(0..m * 4096), qkv, out.range(0..m * 6144))?;
         linears.forward(out.range(0..m * 4096), o, x.range(0..m * 4096))?;
-        if linears.fuses_silu_mul(m, gate_up) {
-            linears.forward_silu_mul(x.range(0..m * 4096), gate_up, out.range(0..m * 14336))?;
+        if linears.fuses_glu(m, gate_up, Activation::Silu) {
+            let activated = out.range(0..m * 14336);
+            linears.forward_glu(x.range(0..m * 4096), gate_up, Activation::Silu, activated)?;
         } else {
             linears.forward(x.range(0..m * 4096), gate_up, out.range(0..m * 28672))?;
         }

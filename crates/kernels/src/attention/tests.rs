@@ -83,11 +83,19 @@ impl Case {
             for &(r, start, len) in step {
                 let request = &self.requests[r];
                 qkv.extend_from_slice(&request.qkv[start * self.width()..(start + len) * self.width()]);
+                // Blocks that no later token sees are gone: neither in the table nor in the cache.
+                let first_block = self.options().first_seen(start) / self.layout.block_size.tokens();
+                for block in &request.table[..first_block] {
+                    let gone = self.layout.elements(block.index())..self.layout.elements(block.index() + 1);
+                    k[gone.clone()].fill(E::from_f32(f32::NAN));
+                    v[gone].fill(E::from_f32(f32::NAN));
+                }
                 runs.push(RunMeta {
                     first_row,
                     len,
                     start,
-                    blocks: &request.table,
+                    first_block,
+                    blocks: &request.table[first_block..],
                 });
                 first_row += len;
             }
@@ -98,7 +106,7 @@ impl Case {
                 layout: self.layout,
             };
             // No rotation: the cosines of no pairs.
-            qk_norm_rope_kv_write::<E>(&qkv, None, &[], &runs, &mut kv, &mut q);
+            qk_norm_rope_kv_write::<E>(&qkv, None, &[], None, &runs, &mut kv, &mut q);
             let mut out = vec![f32::NAN; q.len()];
             attention_at(level, &q, kv.as_ref(), &runs, self.options(), &mut out, &arena()).unwrap();
             for (run, &(r, start, len)) in runs.iter().zip(step) {
@@ -249,6 +257,7 @@ fn scratch_does_not_grow_with_the_context() {
             first_row: 0,
             len: 1,
             start: len - 1,
+            first_block: 0,
             blocks: &table,
         };
         let options = AttentionOptions {
@@ -291,10 +300,11 @@ fn heads_are_normalised_then_rotated() {
             first_row: 0,
             len: 3,
             start,
+            first_block: 0,
             blocks: &table,
         }];
         let mut angles = vec![f32::NAN; 3 * 2 * pairs];
-        rope_angles(&frequencies, &runs, &mut angles);
+        rope_angles(&frequencies, 1.0, &runs, &mut angles);
         let (mut k, mut v) = (
             vec![0f32; layout.elements(table.len())],
             vec![0f32; layout.elements(table.len())],
@@ -310,7 +320,7 @@ fn heads_are_normalised_then_rotated() {
             v: &mut v,
             layout,
         };
-        qk_norm_rope_kv_write(&qkv, Some(norm), &angles, &runs, &mut kv, &mut q);
+        qk_norm_rope_kv_write(&qkv, Some(norm), &angles, None, &runs, &mut kv, &mut q);
 
         let head = |token: usize, head: usize| &qkv[(token * (heads + 2 * kv_heads) + head) * dim..][..dim];
         let expect = |token: usize, x: &[f32], weight: &[f32]| -> Vec<f64> {

@@ -76,7 +76,9 @@ pub(super) struct Tile<'a, 's, 'w, E> {
     pub(super) item: &'a Item<'a>,
     /// Position of the first key.
     pub(super) first: usize,
-    /// Keys in the tile that the item's last token sees.
+    /// Keys before the first that the item's first token sees: they may not exist.
+    pub(super) unseen: usize,
+    /// Keys in the tile that the item's last token sees, with those before.
     pub(super) keys: usize,
     pub(super) state: &'a mut State<'s>,
     pub(super) workspace: &'a mut Workspace<'w>,
@@ -130,9 +132,9 @@ impl<'a, E: KvElement> Tile<'a, '_, '_, E> {
         assert!(LANES.is_multiple_of(block_size));
         for part in 0..TILE / block_size {
             let key = part * block_size;
-            // Keys beyond the last are copies of others; their scores are masked.
-            let position = self.first + if key < self.keys { key } else { 0 };
-            let block = self.job.block(self.job.kv.k, self.item, position);
+            let block = self
+                .job
+                .block(self.job.kv.k, self.item, self.readable(key, block_size));
             for (i, elements) in block.chunks(LANES).enumerate() {
                 let mut wide = [0f32; LANES];
                 if elements.len() == LANES {
@@ -150,6 +152,14 @@ impl<'a, E: KvElement> Tile<'a, '_, '_, E> {
             }
         }
         KeyTile::of(self.workspace.copy)
+    }
+
+    /// The position of `key`, the first of a group of `size` keys; where nobody sees any of these, of a group that exists:
+    /// their scores are masked.
+    #[inline(always)]
+    fn readable(&self, key: usize, size: usize) -> usize {
+        let seen = key + size > self.unseen && key < self.keys;
+        self.first + if seen { key } else { self.unseen / size * size }
     }
 
     /// `q · k` of all rows.
@@ -180,7 +190,8 @@ impl<'a, E: KvElement> Tile<'a, '_, '_, E> {
         let mut rows = scores.chunks_exact_mut(TILE).zip(factors.iter_mut()).enumerate();
         for position in self.item.start()..self.item.end() {
             let seen = (position + 1).saturating_sub(self.first).min(self.keys);
-            let unseen = self.job.lowest(position).saturating_sub(self.first).min(TILE);
+            let unseen = self.job.options.first_seen(position);
+            let unseen = unseen.saturating_sub(self.first).min(TILE);
             for (row, (scores, factor)) in rows.by_ref().take(self.job.group) {
                 // SAFETY: the caller's promise.
                 *factor = unsafe { softmax_row::<S>(scores, unseen..seen, self.state, row) };
@@ -188,10 +199,11 @@ impl<'a, E: KvElement> Tile<'a, '_, '_, E> {
         }
     }
 
-    /// Keys of the tile that are the first of a block.
+    /// Keys of the tile that are the first of a block of which something is seen.
     #[inline(always)]
     fn blocks(&self) -> impl Iterator<Item = usize> + use<E> {
-        (0..self.keys).step_by(self.job.kv.layout.block_size.tokens())
+        let size = self.job.kv.layout.block_size.tokens();
+        (self.unseen / size * size..self.keys).step_by(size)
     }
 
     /// Values of the keys from `first` to the end of its block.
@@ -225,13 +237,13 @@ impl<'a, E: KvElement> Tile<'a, '_, '_, E> {
     unsafe fn add_values<S: Simd, T: KvElement>(&mut self, values: &[*const T; TILE]) {
         let width = self.job.width;
         let rows = self.item.tokens * self.job.group;
-        let values = &values[..self.keys];
+        let values = &values[self.unseen..self.keys];
         let height = height::<S>();
         for row in (0..rows).step_by(height) {
             let here = height.min(rows - row);
             let rows = Rows {
                 acc: &mut self.state.acc[row * width..(row + here) * width],
-                weights: &self.workspace.scores[row * TILE..(row + here) * TILE],
+                weights: &self.workspace.scores[row * TILE + self.unseen..(row + here) * TILE],
                 factors: &self.workspace.factors[row..row + here],
             };
             // SAFETY: the caller's promise; values are `width` wide.
@@ -284,11 +296,10 @@ impl<T: KvElement> KeyTile<T> {
     #[inline(always)]
     fn in_place(tile: &Tile<'_, '_, '_, T>) -> Self {
         let stride = tile.job.kv.layout.block_size.tokens();
-        // Vectors beyond the last key repeat the first; their scores are masked.
         let vector = |i: usize| {
-            let key = if i * LANES < tile.keys { i * LANES } else { 0 };
-            let block = tile.job.block(tile.job.kv.k, tile.item, tile.first + key);
-            block[key % stride..].as_ptr()
+            let position = tile.readable(i * LANES, LANES);
+            let block = tile.job.block(tile.job.kv.k, tile.item, position);
+            block[position % stride..].as_ptr()
         };
         Self {
             vectors: std::array::from_fn(vector),
@@ -403,7 +414,7 @@ unsafe fn largest_lane<S: Simd>(v: S::F) -> f32 {
     lanes[0]
 }
 
-/// Some rows of the weighted sums, with their weights and factors.
+/// Some rows of the weighted sums, with their factors, and their weights, `TILE` apart.
 struct Rows<'a> {
     acc: &'a mut [f32],
     weights: &'a [f32],
@@ -444,7 +455,7 @@ unsafe fn add_columns<S: Simd, T: KvElement, const R: usize, const C: usize>(
     factors: &[f32],
 ) {
     let width = sums.len() / R;
-    assert!(column + C * LANES <= width && weights.len() >= R * TILE && values.len() <= TILE);
+    assert!(column + C * LANES <= width && weights.len() >= (R - 1) * TILE + values.len());
     // SAFETY: the caller has the features of `S` and `width` elements behind each of `values`; the rest was checked.
     unsafe {
         let at = |r: usize, c: usize| r * width + column + c * LANES;

@@ -1,5 +1,7 @@
-use half::{bf16, f16};
+use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
+
+use crate::{Activation, QueryScale};
 
 /// Elements of one 16-byte access; rows are multiples of it.
 const VEC: usize = 8;
@@ -8,22 +10,22 @@ const WARP: usize = 32;
 /// Longest row of a norm.
 const MAX_NORM: usize = 2 * VEC * MAX_THREADS;
 
-/// The element-wise steps of a decoder layer, and the kernels that make weights: `kernels/fused.cu`.
+/// The element-wise steps of a decoder layer, and random weights: `kernels/fused.cu`.
 #[derive(Debug)]
 pub struct FusedKernels {
     gpu: Gpu,
     embedding: Function,
     rms_norm: [Function; 2],
     add_rms_norm: [Function; 2],
-    add_rms_norm_gathered: [Function; 2],
-    rope_kv_write: Function,
-    qk_norm_rope_kv_write: Function,
+    sandwich_norm: [Function; 2],
+    /// Without and with a scale of q.
+    rope_kv_write: [Function; 2],
+    qk_norm_rope_kv_write: [Function; 2],
     silu_mul: Function,
+    gelu_tanh_mul: Function,
     gather_rows: Function,
     sum_rows: Function,
     fill_random: Function,
-    convert_f32: Function,
-    convert_f16: Function,
     _module: Module,
 }
 
@@ -66,8 +68,13 @@ pub struct GpuQkNorm<'a> {
 pub struct GpuRope<'a> {
     /// Position of each row.
     pub positions: GpuSlice<'a, i32>,
-    /// `[pairs, 2]`: [`rope_turns`] of the frequencies. Elements beyond `2 × pairs` of a head are not rotated.
+    /// `[pairs, 2]`: [`rope_turns`] of the frequencies. Elements beyond `2 × pairs` of a head are not rotated; a layer
+    /// without rotary embedding has no pairs.
     pub turns: GpuSlice<'a, f32>,
+    /// Multiplies cosines and sines ([YaRN](https://arxiv.org/abs/2309.00071)'s attention factor); 1 for none.
+    pub factor: f32,
+    /// What q is multiplied by.
+    pub query_scale: Option<QueryScale>,
 }
 
 /// Where a layer's keys and values go.
@@ -105,7 +112,7 @@ impl FusedKernels {
     /// [`GpuError`] if this binary carries no code for this GPU.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = super::load(gpu, "fused")?;
-        let both = |name: &str| -> Result<[Function; 2], GpuError> {
+        let norms = |name: &str| -> Result<[Function; 2], GpuError> {
             Ok([
                 module.function(&format!("{name}_1"))?,
                 module.function(&format!("{name}_2"))?,
@@ -114,23 +121,29 @@ impl FusedKernels {
         Ok(Self {
             gpu: gpu.clone(),
             embedding: module.function("embedding")?,
-            rms_norm: both("rms_norm")?,
-            add_rms_norm: both("add_rms_norm")?,
-            add_rms_norm_gathered: both("add_rms_norm_gathered")?,
-            rope_kv_write: module.function("rope_kv_write")?,
-            qk_norm_rope_kv_write: module.function("qk_norm_rope_kv_write")?,
+            rms_norm: norms("rms_norm")?,
+            add_rms_norm: norms("add_rms_norm")?,
+            sandwich_norm: norms("sandwich_norm")?,
+            rope_kv_write: [
+                module.function("rope_kv_write")?,
+                module.function("rope_scale_kv_write")?,
+            ],
+            qk_norm_rope_kv_write: [
+                module.function("qk_norm_rope_kv_write")?,
+                module.function("qk_norm_rope_scale_kv_write")?,
+            ],
             silu_mul: module.function("silu_mul")?,
+            gelu_tanh_mul: module.function("gelu_tanh_mul")?,
             gather_rows: module.function("gather_rows")?,
             sum_rows: module.function("sum_rows")?,
             fill_random: module.function("fill_random")?,
-            convert_f32: module.function("convert_f32")?,
-            convert_f16: module.function("convert_f16")?,
             _module: module,
         })
     }
 
-    /// Rows of `table`, `[vocab, n]`, by token into `out`, `[tokens, n]`. Tokens outside the vocabulary (of padding rows, or
-    /// sampled from damaged logits) are taken for the nearest in it.
+    /// Rows of `table`, `[vocab, n]`, by token into `out`, `[tokens, n]`, times `scale` rounded to `bf16`, as Hugging Face's
+    /// Gemma does. Tokens outside the vocabulary (of padding rows, or sampled from damaged logits) are taken for the nearest
+    /// in it.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -138,6 +151,7 @@ impl FusedKernels {
         &self,
         table: GpuSlice<'_, bf16>,
         tokens: GpuTokens<'_>,
+        scale: f32,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
         let rows = tokens.tokens.len();
@@ -153,6 +167,7 @@ impl FusedKernels {
             tokens.prev_sampled.into(),
             tokens.resolved.into(),
             out.into(),
+            bf16::from_f32(scale).to_f32().into(),
             int(table.len() / n),
             int(n),
         ];
@@ -196,29 +211,33 @@ impl FusedKernels {
         self.norm(&self.add_rms_norm, sources, norm, out)
     }
 
-    /// The norm of `hidden + delta` (rounded to `bf16`; both `[tokens, n]`, left alone) for the given rows only, into `out`,
-    /// `[rows, n]`.
+    /// `hidden +=` the norm of `delta` with `delta_weight` (`[n]`), rounded to `bf16` once, then the sum's norm into `out`;
+    /// both norms have one `eps`. Twin of [`sandwich_norm`](crate::sandwich_norm).
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
-    pub fn add_rms_norm_gathered(
+    pub fn sandwich_norm(
         &self,
         hidden: GpuSlice<'_, bf16>,
         delta: GpuSlice<'_, bf16>,
-        rows: GpuSlice<'_, i32>,
+        delta_weight: GpuSlice<'_, f32>,
         norm: GpuNorm<'_>,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
-        assert_eq!(hidden.len(), delta.len(), "hidden and delta differ");
-        assert_eq!(out.len(), rows.len() * norm.weight.len(), "out is not [rows, n]");
-        let sources = [hidden.into(), delta.into(), rows.into()];
-        self.norm(&self.add_rms_norm_gathered, sources, norm, out)
+        assert_eq!(
+            (hidden.len(), delta.len()),
+            (out.len(), out.len()),
+            "lengths differ"
+        );
+        assert_eq!(delta_weight.len(), norm.weight.len(), "norms of different widths");
+        let sources = [hidden.into(), delta.into(), delta_weight.into()];
+        self.norm(&self.sandwich_norm, sources, norm, out)
     }
 
     fn norm(
         &self,
         kernels: &[Function; 2],
-        [hidden, delta, gather]: [Arg; 3],
+        [hidden, delta, delta_weight]: [Arg; 3],
         norm: GpuNorm<'_>,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
@@ -236,7 +255,7 @@ impl FusedKernels {
         let args = [
             hidden,
             delta,
-            gather,
+            delta_weight,
             norm.weight.into(),
             out.into(),
             int(n),
@@ -246,7 +265,7 @@ impl FusedKernels {
     }
 
     /// From the fused projection to attention's inputs: normalises the heads of q and k if asked to, rotates them (element
-    /// `i` with `i + pairs`), leaves q in its place and writes k and v into the cache. Twin of
+    /// `i` with `i + pairs`), scales q by its position, leaves it in its place and writes k and v into the cache. Twin of
     /// [`qk_norm_rope_kv_write`](crate::qk_norm_rope_kv_write).
     ///
     /// `qkv` is `[tokens, (heads + 2 × kv_heads) × head_dim]`; its k and v columns are left as they were.
@@ -283,7 +302,7 @@ impl FusedKernels {
         let heads = width / dim;
         let lanes = (dim / (2 * VEC)).next_power_of_two();
         let threads = (heads * lanes).next_multiple_of(WARP).min(MAX_THREADS);
-        let (kernel, q_norm, k_norm, eps) = match norm {
+        let (kernels, q_norm, k_norm, eps) = match norm {
             Some(norm) => {
                 assert_eq!(
                     (norm.q.len(), norm.k.len()),
@@ -294,11 +313,16 @@ impl FusedKernels {
             }
             None => (&self.rope_kv_write, 0, 0, 0.0),
         };
+        let (beta, original) = rope
+            .query_scale
+            .map_or((0.0, 1), |scale| (scale.beta, scale.original));
+        assert!(original > 0, "positions of pretraining");
         let args = [
             qkv.into(),
             rope.positions.into(),
             kv.slots.into(),
             rope.turns.into(),
+            rope.factor.into(),
             q_norm.into(),
             k_norm.into(),
             eps.into(),
@@ -310,18 +334,22 @@ impl FusedKernels {
             int(pairs),
             int(kv.block_size),
             int(lanes.trailing_zeros() as usize),
+            beta.into(),
+            int(original),
         ];
         let launch = Launch::new([rows as u32, 1, 1], threads as u32).shared(pairs * size_of::<[f32; 2]>());
+        let kernel = &kernels[usize::from(rope.query_scale.is_some())];
         self.launch(kernel, launch, &args)
     }
 
-    /// `silu(gate) × up`: `gate_up` is `[tokens, 2 × inner]`, gate first, `out` `[tokens, inner]`; one rounding. Twin of
-    /// [`silu_mul`](crate::silu_mul).
+    /// `activation(gate) × up`: `gate_up` is `[tokens, 2 × inner]`, gate first, `out` `[tokens, inner]`; one rounding. Twin
+    /// of [`glu`](crate::glu).
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
-    pub fn silu_mul(
+    pub fn glu(
         &self,
+        activation: Activation,
         gate_up: GpuSlice<'_, bf16>,
         inner: usize,
         out: GpuSlice<'_, bf16>,
@@ -341,7 +369,11 @@ impl FusedKernels {
         let blocks_per_row = (inner / VEC).div_ceil(threads);
         let launch = Launch::new([(rows * blocks_per_row) as u32, 1, 1], threads as u32);
         let args = [gate_up.into(), out.into(), int(inner), int(blocks_per_row)];
-        self.launch(&self.silu_mul, launch, &args)
+        let kernel = match activation {
+            Activation::Silu => &self.silu_mul,
+            Activation::GeluTanh => &self.gelu_tanh_mul,
+        };
+        self.launch(kernel, launch, &args)
     }
 
     /// The given rows of `x`, `[tokens, n]`, into `out`, `[rows, n]`.
@@ -394,33 +426,9 @@ impl FusedKernels {
     pub fn fill_random(&self, out: GpuSlice<'_, bf16>, seed: u64, scale: f32) -> Result<(), GpuError> {
         let len = out.len() as u64;
         let args = [out.into(), len.into(), seed.into(), scale.into()];
-        self.launch(&self.fill_random, self.all_of(out.len()), &args)
-    }
-
-    /// Rounds to nearest.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the launch.
-    pub fn convert_f32(&self, from: GpuSlice<'_, f32>, to: GpuSlice<'_, bf16>) -> Result<(), GpuError> {
-        assert_eq!(from.len(), to.len(), "lengths differ");
-        let args = [from.into(), to.into(), (to.len() as u64).into()];
-        self.launch(&self.convert_f32, self.all_of(to.len()), &args)
-    }
-
-    /// Rounds to nearest.
-    ///
-    /// # Errors
-    /// [`GpuError`] of the launch.
-    pub fn convert_f16(&self, from: GpuSlice<'_, f16>, to: GpuSlice<'_, bf16>) -> Result<(), GpuError> {
-        assert_eq!(from.len(), to.len(), "lengths differ");
-        let args = [from.into(), to.into(), (to.len() as u64).into()];
-        self.launch(&self.convert_f16, self.all_of(to.len()), &args)
-    }
-
-    /// A grid whose threads stride over `len` elements.
-    fn all_of(&self, len: usize) -> Launch {
-        let blocks = len.div_ceil(256 * VEC).min(self.gpu.info().sm_count * 16);
-        Launch::new([blocks as u32, 1, 1], 256)
+        // Its threads stride over the elements.
+        let blocks = out.len().div_ceil(256 * VEC).min(self.gpu.info().sm_count * 16);
+        self.launch(&self.fill_random, Launch::new([blocks as u32, 1, 1], 256), &args)
     }
 
     fn launch(&self, kernel: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {

@@ -14,6 +14,7 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
 use super::GpuNorm;
+use crate::Activation;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
@@ -205,43 +206,46 @@ impl Linears {
         self.run(x, linear, out, LinearOutput::F32)
     }
 
-    /// Whether [`Self::forward_silu_mul`] can, and should, be used for `m` rows; if not, [`Self::forward`] and then
-    /// `silu_mul`.
-    pub fn fuses_silu_mul(&self, m: usize, gate_up: &GpuLinear) -> bool {
-        let key = gate_up.key(m, LinearOutput::SiluMul);
+    /// Whether [`Self::forward_glu`] can, and should, be used for `m` rows; if not, [`Self::forward`] and then `glu`.
+    pub fn fuses_glu(&self, m: usize, gate_up: &GpuLinear, activation: Activation) -> bool {
+        let key = gate_up.key(m, LinearOutput::Glu(activation));
         gate_up.bias.is_none() && gate_up.n.is_multiple_of(2) && self.own(&key).is_some()
     }
 
-    /// `silu(gate) * up` of `x` `[m, k]` to `out` `[m, n / 2]`, for the rows for which [`Self::fuses_silu_mul`]. `gate_up` is
-    /// `[n, k]`: gate, then up.
+    /// `activation(gate) * up` of `x` `[m, k]` to `out` `[m, n / 2]`, for the rows for which [`Self::fuses_glu`]. `gate_up`
+    /// is `[n, k]`: gate, then up.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
     /// If a length does not fit, or for other numbers of rows.
-    pub fn forward_silu_mul(
+    pub fn forward_glu(
         &self,
         x: GpuSlice<'_, bf16>,
         gate_up: &GpuLinear,
+        activation: Activation,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
-        assert!(gate_up.bias.is_none(), "a bias before silu");
-        self.run(x, gate_up, out, LinearOutput::SiluMul)
+        assert!(gate_up.bias.is_none(), "a bias before the activation");
+        self.run(x, gate_up, out, LinearOutput::Glu(activation))
     }
 
     /// Whether [`Self::forward_norm`] can be used for `m` rows; if not, `add_rms_norm` and then [`Self::forward`] or
-    /// [`Self::forward_silu_mul`].
+    /// [`Self::forward_glu`].
     pub fn fuses_norm(&self, m: usize, linear: &GpuLinear, output: LinearOutput) -> bool {
         let key = linear.key(m, output);
-        let fuses = output != LinearOutput::SiluMul || self.fuses_silu_mul(m, linear);
+        let fuses = match output {
+            LinearOutput::Glu(activation) => self.fuses_glu(m, linear, activation),
+            LinearOutput::Bf16 | LinearOutput::F32 => true,
+        };
         fuses
             && self
                 .own(&key)
                 .is_some_and(|cut| StreamKernels::can_norm(&key.shape, cut))
     }
 
-    /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::SiluMul`], for the rows for which
+    /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::Glu`], for the rows for which
     /// [`Self::fuses_norm`].
     ///
     /// # Errors
@@ -334,8 +338,8 @@ impl Linears {
                     let none = NormOperands::default();
                     self.stream.run(&key.shape, key.output, cut, operands, &none)
                 }
-                Choice::Lt(_) if key.output == LinearOutput::SiluMul => {
-                    panic!("cuBLAS has no silu_mul: ask `fuses_silu_mul`")
+                Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
+                    panic!("cuBLAS has no gated activations: ask `fuses_glu`")
                 }
                 Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
             }
@@ -395,14 +399,9 @@ impl GpuLinear {
     }
 
     fn key(&self, m: usize, output: LinearOutput) -> Key {
-        let n = if output == LinearOutput::SiluMul {
-            self.n / 2
-        } else {
-            self.n
-        };
         let shape = Shape {
             m,
-            n,
+            n: self.n / output.stacked(),
             k: self.k,
             wide: output == LinearOutput::F32,
             bias: self.bias.is_some(),

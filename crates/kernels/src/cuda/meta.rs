@@ -26,8 +26,9 @@ impl AssumedGpu {
 }
 
 /// Where the rows of one request lie in a step: rows `first_row..first_row + len` are the positions up to `context_end` of
-/// a request whose block table begins at `block_offset` of the step's flat array of blocks. `Run` of
-/// `kernels/include/common.cuh`.
+/// a request whose block table begins at `block_offset` of the step's flat array of blocks. Entries of blocks that lie wholly
+/// behind the window are never read, so a table may lack them; then `block_offset` is where its first entry would be, perhaps
+/// below 0. `Run` of `kernels/include/common.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C, align(16))]
 pub struct RunMeta {

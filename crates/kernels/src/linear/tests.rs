@@ -224,7 +224,11 @@ fn embeddings_are_the_dequantised_rows_and_share_a_tied_head() {
         let embedding = Embedding::new(weights.matrix(), &budget()).unwrap();
         let tokens = [34, 0, 17, 17];
         let mut out = vec![f32::NAN; 4 * 256];
-        embedding.forward(&tokens, &mut out);
+        embedding.forward(&tokens, 3.0, &mut out);
+        let scaled: Vec<f32> = out.iter().map(|x| x / 3.0).collect();
+        embedding.forward(&tokens, 1.0, &mut out);
+        let exact: Vec<f64> = out.iter().map(|&x| x.into()).collect();
+        assert_close(&scaled, &exact, 1e-6, "times 3");
         let mut row = vec![f32::NAN; 256];
         weights.matrix().widen_row(17, &mut row);
         assert_same_bits(&row, &out[2 * 256..3 * 256], &format!("{dtype:?}"));

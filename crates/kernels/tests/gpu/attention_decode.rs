@@ -10,7 +10,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
-use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
+use crate::common::{Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen};
 
 /// One step: runs of one row with other rows between them, and a cache that is NaN where no token is.
 struct Case {
@@ -36,26 +36,19 @@ impl Case {
         window: Option<usize>,
         contexts: &[usize],
     ) -> Self {
-        let tables = contexts
-            .iter()
-            .map(|&context| layout.block_size.blocks_for(context));
-        let used: usize = tables.clone().sum();
-        let total = used + 3;
-        let mut blocks: Vec<i32> = (0..total as i32).collect();
-        blocks.shuffle(rng);
-        blocks.truncate(used);
-        let (mut rows, mut block_offset) = (0, 0);
+        let lengths: Vec<(usize, usize)> = contexts.iter().map(|&context| (1, context)).collect();
+        let tables = Tables::new(rng, layout.block_size, window, &lengths);
+        let mut rows = 0;
         let mut runs = Vec::new();
-        for (&context, table) in contexts.iter().zip(tables) {
+        for (&context, &block_offset) in contexts.iter().zip(&tables.offsets) {
             rows += rng.random_range(0..3);
             runs.push(GpuRun {
                 first_row: rows as i32,
                 len: 1,
                 context_end: context as i32,
-                block_offset: block_offset as i32,
+                block_offset,
             });
             rows += 1;
-            block_offset += table;
         }
         rows += 1;
         runs.shuffle(rng);
@@ -67,15 +60,15 @@ impl Case {
             window,
             scale: rng.random_range(0.5..4.0) / (layout.head_dim as f32).sqrt(),
             runs,
-            blocks,
+            blocks: tables.blocks,
             rows,
             q_stride,
             q: random(rng, rows * q_stride),
-            k: vec![bf16::NAN; layout.elements(total)],
-            v: vec![bf16::NAN; layout.elements(total)],
+            k: vec![bf16::NAN; layout.elements(tables.total)],
+            v: vec![bf16::NAN; layout.elements(tables.total)],
         };
         for run in case.runs.clone() {
-            for position in 0..run.context_end as usize {
+            for position in case.first_seen(&run)..run.context_end as usize {
                 for kv_head in 0..layout.kv_heads {
                     let at = case.offset(&run, kv_head, position);
                     case.k[at..at + layout.head_dim].copy_from_slice(&random(rng, layout.head_dim));
@@ -89,8 +82,12 @@ impl Case {
     /// Where the key or value of a position lies.
     fn offset(&self, run: &GpuRun, kv_head: usize, position: usize) -> usize {
         let size = self.layout.block_size.tokens();
-        let block = self.blocks[run.block_offset as usize + position / size] as usize;
+        let block = self.blocks[(run.block_offset + (position / size) as i32) as usize] as usize;
         ((block * self.layout.kv_heads + kv_head) * size + position % size) * self.layout.head_dim
+    }
+
+    fn first_seen(&self, run: &GpuRun) -> usize {
+        first_seen(1, run.context_end as usize, self.window)
     }
 
     fn group(&self) -> usize {
@@ -109,7 +106,7 @@ impl Case {
         let dim = self.layout.head_dim;
         for run in &self.runs {
             let end = run.context_end as usize;
-            let start = self.window.map_or(0, |window| end.saturating_sub(window));
+            let start = self.first_seen(run);
             for head in 0..self.heads {
                 let at = |position| self.offset(run, head / self.group(), position);
                 let score = |position| {
@@ -270,11 +267,15 @@ fn on_cpu(case: &Case) -> Vec<f32> {
         .runs
         .iter()
         .enumerate()
-        .map(|(row, run)| RunMeta {
-            first_row: row,
-            len: 1,
-            start: run.context_end as usize - 1,
-            blocks: &blocks[run.block_offset as usize..],
+        .map(|(row, run)| {
+            let first_block = case.first_seen(run) / size;
+            RunMeta {
+                first_row: row,
+                len: 1,
+                start: run.context_end as usize - 1,
+                first_block,
+                blocks: &blocks[(run.block_offset + first_block as i32) as usize..],
+            }
         })
         .collect();
     let q: Vec<f32> = case

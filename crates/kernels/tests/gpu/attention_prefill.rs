@@ -10,7 +10,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
-use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
+use crate::common::{Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen};
 
 /// One step: queries with padding beside and between the runs, and a cache that is NaN where no token is.
 #[derive(Debug)]
@@ -21,6 +21,8 @@ struct Case {
     scale: f32,
     runs: Vec<GpuRun>,
     blocks: Vec<i32>,
+    /// Blocks of the cache.
+    total: usize,
     rows: usize,
     q_stride: usize,
 }
@@ -33,35 +35,35 @@ struct Data {
 
 impl Case {
     /// Runs of `(len, context)`.
-    fn new(rng: &mut StdRng, heads: usize, layout: KvLayout, runs: &[(usize, usize)]) -> Self {
-        let tables: Vec<usize> = runs
-            .iter()
-            .map(|&(_, context)| layout.block_size.blocks_for(context))
-            .collect();
-        let used: usize = tables.iter().sum();
-        let mut blocks: Vec<i32> = (0..used as i32 + 3).collect();
-        blocks.shuffle(rng);
-        let (mut rows, mut block_offset) = (0, 0);
+    fn new(
+        rng: &mut StdRng,
+        heads: usize,
+        layout: KvLayout,
+        window: Option<usize>,
+        runs: &[(usize, usize)],
+    ) -> Self {
+        let tables = Tables::new(rng, layout.block_size, window, runs);
+        let mut rows = 0;
         let mut metas = Vec::new();
-        for (&(len, context), table) in runs.iter().zip(&tables) {
+        for (&(len, context), &block_offset) in runs.iter().zip(&tables.offsets) {
             rows += rng.random_range(0..2);
             metas.push(GpuRun {
                 first_row: rows as i32,
                 len: len as i32,
                 context_end: context as i32,
-                block_offset: block_offset as i32,
+                block_offset,
             });
             rows += len;
-            block_offset += table;
         }
         let sharpness = [1.0, 8.0][rng.random_range(0..2)];
         Self {
             heads,
             layout,
-            window: None,
+            window,
             scale: sharpness / (layout.head_dim as f32).sqrt(),
             runs: metas,
-            blocks,
+            blocks: tables.blocks,
+            total: tables.total,
             rows: rows + rng.random_range(0..2),
             q_stride: heads * layout.head_dim + [0, 24, 512][rng.random_range(0..3)],
         }
@@ -83,9 +85,8 @@ impl Case {
                 (len, len + rng.random_range(0..=most))
             })
             .collect();
-        let mut case = Self::new(rng, heads, layout, &runs);
-        case.window = [None, Some(1), Some(50), Some(300), Some(1 << 40)][rng.random_range(0..5)];
-        case
+        let window = [None, Some(1), Some(50), Some(300), Some(1 << 40)][rng.random_range(0..5)];
+        Self::new(rng, heads, layout, window, &runs)
     }
 
     fn width(&self) -> usize {
@@ -95,17 +96,21 @@ impl Case {
     /// Where the key or value of a position of a run lies.
     fn slot(&self, run: &GpuRun, kv_head: usize, position: usize) -> usize {
         let size = self.layout.block_size.tokens();
-        let block = self.blocks[run.block_offset as usize + position / size] as usize;
+        let block = self.blocks[(run.block_offset + (position / size) as i32) as usize] as usize;
         ((block * self.layout.kv_heads + kv_head) * size + position % size) * self.layout.head_dim
+    }
+
+    fn first_seen(&self, run: &GpuRun) -> usize {
+        first_seen(run.len as usize, run.context_end as usize, self.window)
     }
 
     fn data(&self, rng: &mut StdRng) -> Data {
         let dim = self.layout.head_dim;
-        let elements = self.layout.elements(self.blocks.len());
+        let elements = self.layout.elements(self.total);
         let mut cache = || {
             let mut cache = vec![bf16::NAN; elements];
             for run in &self.runs {
-                for position in 0..run.context_end as usize {
+                for position in self.first_seen(run)..run.context_end as usize {
                     for head in 0..self.layout.kv_heads {
                         let at = self.slot(run, head, position);
                         cache[at..at + dim].copy_from_slice(&random(rng, dim));
@@ -214,11 +219,13 @@ impl Case {
                 q.extend(widen(&data.q[row as usize * self.q_stride..][..self.width()]));
             }
             let len = run.len as usize;
+            let first_block = self.first_seen(run) / size;
             runs.push(RunMeta {
                 first_row: rows,
                 len,
                 start: run.context_end as usize - len,
-                blocks: &blocks[run.block_offset as usize..],
+                first_block,
+                blocks: &blocks[(run.block_offset + first_block as i32) as usize..],
             });
             rows += len;
         }
@@ -309,10 +316,10 @@ fn short_chunks_over_long_prefixes(load: Load) {
             head_dim,
             block_size: BlockSize::new(16).expect("a block size"),
         };
-        let mut case = Case::new(&mut rng, 8, layout, &[(len, context), (40, 40), (7, 500)]);
-        case.check(&mut rng, 6e-3, attend);
-        case.window = Some(4097);
-        case.check(&mut rng, 6e-3, attend);
+        for window in [None, Some(4097), Some(100)] {
+            let runs = [(len, context), (40, 40), (7, 500)];
+            Case::new(&mut rng, 8, layout, window, &runs).check(&mut rng, 6e-3, attend);
+        }
     }
 }
 
@@ -326,8 +333,11 @@ fn long_prompts(load: Load) {
             head_dim,
             block_size: BlockSize::new(32).expect("a block size"),
         };
-        let case = Case::new(&mut rng, 16, layout, &[(4001, 4001), (2048, 6000), (3, 3)]);
-        case.check(&mut rng, 6e-3, |case, data| case.on_gpu(&gpu, &kernels, data));
+        for window in [None, Some(1024)] {
+            let runs = [(4001, 4001), (2048, 6000), (3, 3)];
+            let case = Case::new(&mut rng, 16, layout, window, &runs);
+            case.check(&mut rng, 6e-3, |case, data| case.on_gpu(&gpu, &kernels, data));
+        }
     }
 }
 

@@ -1,10 +1,11 @@
 //! Inputs, references and comparisons that all operations share.
 
 use half::bf16;
-use plimsoll_core::Component;
+use plimsoll_core::{BlockSize, Component};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
 /// The first GPU.
@@ -54,6 +55,51 @@ pub(crate) fn poisoned<T: Pod>(gpu: &Gpu, len: usize) -> GpuSlab {
 pub(crate) fn download<T: Pod>(gpu: &Gpu, slab: &GpuSlab, len: usize) -> Vec<T> {
     gpu.download(slab.slice::<T>().range(0..len))
         .expect("a copy from the GPU")
+}
+
+/// First position that anyone sees of a run of `len` rows that ends at `context`.
+pub(crate) fn first_seen(len: usize, context: usize, window: Option<usize>) -> usize {
+    window.map_or(0, |window| (context - len + 1).saturating_sub(window))
+}
+
+/// Block tables of runs, one after the other, as a step has them.
+pub(crate) struct Tables {
+    pub(crate) blocks: Vec<i32>,
+    /// Where each run's table begins, or would begin if it had the blocks that nobody sees: perhaps below 0.
+    pub(crate) offsets: Vec<i32>,
+    /// Blocks of the cache. Some are nobody's: what reads them reads what was never written.
+    pub(crate) total: usize,
+}
+
+impl Tables {
+    /// For runs of `(len, context)`. In front of a table there may be a few entries of a block that is nobody's.
+    pub(crate) fn new(
+        rng: &mut StdRng,
+        block_size: BlockSize,
+        window: Option<usize>,
+        runs: &[(usize, usize)],
+    ) -> Self {
+        let spans = runs.iter().map(|&(len, context)| {
+            let first = first_seen(len, context, window) / block_size.tokens();
+            first..block_size.blocks_for(context)
+        });
+        let used: usize = spans.clone().map(|span| span.len()).sum();
+        let total = used + 3;
+        let mut free: Vec<i32> = (0..total as i32).collect();
+        free.shuffle(rng);
+        let nobodys = free[used];
+        let (mut blocks, mut offsets) = (Vec::new(), Vec::new());
+        for span in spans {
+            blocks.extend(vec![nobodys; rng.random_range(0..3)]);
+            offsets.push(blocks.len() as i32 - span.start as i32);
+            blocks.extend(free.drain(..span.len()));
+        }
+        Self {
+            blocks,
+            offsets,
+            total,
+        }
+    }
 }
 
 /// ‖out − reference‖ / ‖reference‖ is at most `tolerance`, and no element is NaN.

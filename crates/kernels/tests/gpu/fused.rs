@@ -2,12 +2,12 @@
 
 mod rope;
 
-use half::{bf16, f16};
+use half::bf16;
 use plimsoll_core::{BlockSize, PageId};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
-use plimsoll_kernels as cpu;
 use plimsoll_kernels::cuda::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
+use plimsoll_kernels::{self as cpu, Activation};
 use rand::Rng;
 use rand::rngs::StdRng;
 
@@ -45,52 +45,67 @@ fn random_f32(rng: &mut StdRng, len: usize) -> Vec<f32> {
     (0..len).map(|_| rng.random_range(0.5..1.5)).collect()
 }
 
-/// A norm's input: `delta` is empty where nothing is added; `rows` picks rows.
+/// What is added to the residual stream ahead of its norm.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Added {
+    Nothing,
+    Delta,
+    /// The norm of delta.
+    Normalised,
+}
+
+/// A norm's input.
 struct NormCase {
+    added: Added,
     n: usize,
     hidden: Vec<bf16>,
     delta: Vec<bf16>,
+    delta_weight: Vec<f32>,
     weight: Vec<f32>,
-    rows: Option<Vec<i32>>,
+}
+
+/// The norm of rows, in f64.
+fn normalised(x: &[f64], weight: &[f32]) -> Vec<f64> {
+    let rows = x.chunks_exact(weight.len());
+    rows.flat_map(|row| {
+        let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+        let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+        row.iter()
+            .zip(weight)
+            .map(move |(x, &w)| x * scale * f64::from(w))
+    })
+    .collect()
 }
 
 /// Calls `run` with cases; it returns the residual stream afterwards and the norm.
-fn check_norm(name: &str, add: bool, gather: bool, run: impl Fn(&NormCase) -> (Vec<f32>, Vec<f32>)) {
-    let mut rng = rng(name);
-    for n in [8, 576, 2048, 4096, 5120, 8192, 8200, 16384] {
+fn check_norm(run: impl Fn(&NormCase) -> (Vec<f32>, Vec<f32>)) {
+    let mut rng = rng("norms");
+    let sizes = [8, 576, 1152, 2048, 3840, 4096, 5120, 8192, 8200, 16384];
+    for (n, added) in sizes
+        .into_iter()
+        .flat_map(|n| [Added::Nothing, Added::Delta, Added::Normalised].map(|added| (n, added)))
+    {
         let tokens = rng.random_range(1..40) * if n == 576 { 50 } else { 1 };
         let case = NormCase {
+            added,
             n,
             hidden: random(&mut rng, tokens * n),
-            delta: random(&mut rng, if add { tokens * n } else { 0 }),
+            delta: random(&mut rng, tokens * n),
+            delta_weight: random_f32(&mut rng, n),
             weight: random_f32(&mut rng, n),
-            rows: gather.then(|| {
-                (0..rng.random_range(1..60))
-                    .map(|_| rng.random_range(0..tokens as i32))
-                    .collect()
-            }),
         };
         let (residual, out) = run(&case);
-        let sum: Vec<f64> = (0..tokens * n)
-            .map(|i| f64::from(case.hidden[i]) + case.delta.get(i).map_or(0.0, |&d| f64::from(d)))
-            .collect();
-        let all: Vec<i32> = (0..tokens as i32).collect();
-        let rows = case.rows.as_ref().unwrap_or(&all);
-        let mut want = Vec::new();
-        for &row in rows {
-            let row = &sum[row as usize * n..][..n];
-            let mean = row.iter().map(|x| x * x).sum::<f64>() / n as f64;
-            let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
-            want.extend(
-                row.iter()
-                    .zip(&case.weight)
-                    .map(|(x, &w)| x * scale * f64::from(w)),
-            );
-        }
-        assert_close(&format!("{name} [{tokens}, {n}]"), &out, &want, BF16);
-        let hidden: Vec<f64> = case.hidden.iter().map(|&x| f64::from(x)).collect();
-        let kept = if add && !gather { &sum } else { &hidden };
-        assert_close(&format!("{name} [{tokens}, {n}] residual"), &residual, kept, BF16);
+        let [mut sum, delta] =
+            [&case.hidden, &case.delta].map(|x| -> Vec<f64> { x.iter().map(|&x| x.into()).collect() });
+        let delta = match added {
+            Added::Nothing => vec![0.0; tokens * n],
+            Added::Delta => delta,
+            Added::Normalised => normalised(&delta, &case.delta_weight),
+        };
+        sum.iter_mut().zip(delta).for_each(|(x, d)| *x += d);
+        let what = format!("{added:?} [{tokens}, {n}]");
+        assert_close(&format!("{what} residual"), &residual, &sum, BF16);
+        assert_close(&what, &out, &normalised(&sum, &case.weight), BF16);
     }
 }
 
@@ -99,46 +114,52 @@ fn norm_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &NormCase) -> (Vec<f32>,
     let mut hidden = case.hidden.clone();
     hidden.extend([bf16::from_bits(0xffff); GUARD]);
     let (hidden, delta) = (upload(gpu, &hidden), upload(gpu, &case.delta));
-    let weight = upload(gpu, &case.weight);
+    let (weight, delta_weight) = (upload(gpu, &case.weight), upload(gpu, &case.delta_weight));
     let norm = GpuNorm {
         weight: weight.slice::<f32>().range(0..case.n),
         eps: EPS,
     };
-    let rows = case.rows.as_ref().map_or(len / case.n, Vec::len);
-    let out = guarded::<bf16>(gpu, rows * case.n);
-    let (h, o) = (hidden.slice().range(0..len), out.slice().range(0..rows * case.n));
-    match &case.rows {
-        Some(rows) => {
-            let picked = upload(gpu, rows);
-            let picked = picked.slice::<i32>().range(0..rows.len());
-            let done = kernels.add_rms_norm_gathered(h, delta.slice().range(0..len), picked, norm, o);
-            done.and_then(|()| gpu.synchronize())
-        }
-        None if case.delta.is_empty() => kernels.rms_norm(h, norm, o),
-        None => kernels.add_rms_norm(h, delta.slice().range(0..len), norm, o),
+    let out = guarded::<bf16>(gpu, len);
+    let (h, d, o) = (
+        hidden.slice().range(0..len),
+        delta.slice().range(0..len),
+        out.slice().range(0..len),
+    );
+    match case.added {
+        Added::Nothing => kernels.rms_norm(h, norm, o),
+        Added::Delta => kernels.add_rms_norm(h, d, norm, o),
+        Added::Normalised => kernels.sandwich_norm(h, d, delta_weight.slice().range(0..case.n), norm, o),
     }
     .unwrap();
     (
         widen(&written(gpu, &hidden, len)),
-        widen(&written(gpu, &out, rows * case.n)),
+        widen(&written(gpu, &out, len)),
     )
 }
 
 fn norm_on_cpu(case: &NormCase) -> (Vec<f32>, Vec<f32>) {
-    let mut hidden = widen(&case.hidden);
+    let (mut hidden, delta) = (widen(&case.hidden), widen(&case.delta));
     let mut out = vec![f32::NAN; hidden.len()];
-    if case.delta.is_empty() {
-        cpu::rms_norm(&hidden, &case.weight, EPS, &mut out);
-    } else {
-        cpu::add_rms_norm(&mut hidden, &widen(&case.delta), &case.weight, EPS, &mut out);
+    match case.added {
+        Added::Nothing => cpu::rms_norm(&hidden, &case.weight, EPS, &mut out),
+        Added::Delta => cpu::add_rms_norm(&mut hidden, &delta, &case.weight, EPS, &mut out),
+        Added::Normalised => {
+            cpu::sandwich_norm(
+                &mut hidden,
+                &delta,
+                &case.delta_weight,
+                &case.weight,
+                EPS,
+                &mut out,
+            );
+        }
     }
     (hidden, out)
 }
 
 #[test]
 fn norms_on_the_cpu() {
-    check_norm("rms_norm", false, false, norm_on_cpu);
-    check_norm("add_rms_norm", true, false, norm_on_cpu);
+    check_norm(norm_on_cpu);
 }
 
 #[test]
@@ -146,10 +167,7 @@ fn norms_on_the_cpu() {
 fn fused_norms() {
     let gpu = gpu();
     let kernels = FusedKernels::load(&gpu).unwrap();
-    let run = |case: &NormCase| norm_on_gpu(&gpu, &kernels, case);
-    check_norm("rms_norm", false, false, run);
-    check_norm("add_rms_norm", true, false, run);
-    check_norm("add_rms_norm_gathered", true, true, run);
+    check_norm(|case| norm_on_gpu(&gpu, &kernels, case));
 }
 
 /// The residual stream is what Hugging Face's is: the exact sum, rounded once.
@@ -160,11 +178,12 @@ fn fused_residual_is_rounded_once() {
     let kernels = FusedKernels::load(&gpu).unwrap();
     let mut rng = rng("residual");
     let case = NormCase {
+        added: Added::Delta,
         n: 576,
         hidden: random(&mut rng, 33 * 576),
         delta: random(&mut rng, 33 * 576),
+        delta_weight: Vec::new(),
         weight: vec![1.0; 576],
-        rows: None,
     };
     let (residual, _) = norm_on_gpu(&gpu, &kernels, &case);
     for (i, got) in residual.iter().enumerate() {
@@ -173,66 +192,78 @@ fn fused_residual_is_rounded_once() {
     }
 }
 
-/// Calls `run` with gate and up, the inner size; it returns the products.
-fn check_silu_mul(run: impl Fn(&[bf16], usize) -> Vec<f32>) {
-    let mut rng = rng("silu_mul");
+/// An activation in f64.
+pub(crate) fn activate(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+            x / 2.0 * (1.0 + inner.tanh())
+        }
+    }
+}
+
+pub(crate) const ACTIVATIONS: [Activation; 2] = [Activation::Silu, Activation::GeluTanh];
+
+/// Calls `run` with the activation, gate and up, the inner size; it returns the products.
+fn check_glu(run: impl Fn(Activation, &[bf16], usize) -> Vec<f32>) {
+    let mut rng = rng("glu");
     for (rows, inner) in [(1, 8), (3, 1536), (17, 14336), (200, 2056), (1, 14336)] {
-        let mut gate_up = random(&mut rng, rows * 2 * inner);
-        gate_up
-            .iter_mut()
-            .for_each(|x| *x = bf16::from_f32(x.to_f32() * 30.0));
-        let mut want = Vec::new();
-        for row in gate_up.chunks_exact(2 * inner) {
-            let pair = |i: usize| (f64::from(row[i]), f64::from(row[inner + i]));
-            want.extend(
-                (0..inner)
-                    .map(pair)
-                    .map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up),
+        for (activation, range) in ACTIVATIONS.into_iter().flat_map(|a| [(a, 30.0), (a, 3.0)]) {
+            let mut gate_up = random(&mut rng, rows * 2 * inner);
+            gate_up
+                .iter_mut()
+                .for_each(|x| *x = bf16::from_f32(x.to_f32() * range));
+            let mut want = Vec::new();
+            for row in gate_up.chunks_exact(2 * inner) {
+                let pair = |i: usize| (f64::from(row[i]), f64::from(row[inner + i]));
+                want.extend(
+                    (0..inner)
+                        .map(pair)
+                        .map(|(gate, up)| activate(activation, gate) * up),
+                );
+            }
+            assert_close(
+                &format!("{activation:?} [{rows}, {inner}] up to {range}"),
+                &run(activation, &gate_up, inner),
+                &want,
+                BF16,
             );
         }
-        assert_close(
-            &format!("silu_mul [{rows}, {inner}]"),
-            &run(&gate_up, inner),
-            &want,
-            BF16,
-        );
     }
 }
 
 #[test]
-fn silu_mul_on_the_cpu() {
-    check_silu_mul(|gate_up, inner| {
+fn glu_on_the_cpu() {
+    check_glu(|activation, gate_up, inner| {
         let mut out = vec![f32::NAN; gate_up.len() / 2];
-        cpu::silu_mul(&widen(gate_up), inner, &mut out);
+        cpu::glu(activation, &widen(gate_up), inner, &mut out);
         out
     });
 }
 
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn fused_silu_mul() {
+fn fused_glu() {
     let gpu = gpu();
     let kernels = FusedKernels::load(&gpu).unwrap();
-    check_silu_mul(|gate_up, inner| {
+    let run = |activation: Activation, gate_up: &[bf16], inner: usize| {
         let len = gate_up.len() / 2;
         let (input, out) = (upload(&gpu, gate_up), guarded::<bf16>(&gpu, len));
         let gate_up = input.slice().range(0..gate_up.len());
         kernels
-            .silu_mul(gate_up, inner, out.slice().range(0..len))
+            .glu(activation, gate_up, inner, out.slice().range(0..len))
             .unwrap();
         widen(&written(&gpu, &out, len))
-    });
-    // Far out: silu is 0 or the gate itself, never NaN.
-    let inner = 8;
+    };
+    check_glu(run);
+    // Far out: 0 or the gate itself, never NaN.
     let gate = [-3e38, -100.0, -88.0, 0.0, 88.0, 100.0, 1e30, 3e38].map(bf16::from_f32);
-    let input = upload(&gpu, &[gate, [bf16::ONE; 8]].concat());
-    let out = guarded::<bf16>(&gpu, inner);
-    kernels
-        .silu_mul(input.slice().range(0..16), inner, out.slice().range(0..8))
-        .unwrap();
-    let got = written::<bf16>(&gpu, &out, inner);
-    assert!(got[..3].iter().all(|x| x.to_f32().abs() < 1e-30), "{got:?}");
-    assert_eq!(got[4..], gate[4..]);
+    for activation in ACTIVATIONS {
+        let got = run(activation, &[gate, [bf16::ONE; 8]].concat(), 8);
+        assert!(got[..4].iter().all(|x| x.abs() < 1e-30), "{activation:?} {got:?}");
+        assert_eq!(got[4..], widen(&gate[4..]), "{activation:?}");
+    }
 }
 
 #[test]
@@ -255,6 +286,12 @@ fn fused_embedding_and_gather() {
             .flat_map(|&t| &table[t as usize * n..][..n])
             .copied()
             .collect();
+        // The scale is rounded, then the product, as in Hugging Face's Gemma.
+        let scale = (n as f32).sqrt();
+        let scaled: Vec<bf16> = want_rows
+            .iter()
+            .map(|x| bf16::from_f32(x.to_f32() * bf16::from_f32(scale).to_f32()))
+            .collect();
 
         let (table_, tokens_, sampled_) = (
             upload(&gpu, &table),
@@ -268,14 +305,16 @@ fn fused_embedding_and_gather() {
             resolved: resolved.slice().range(0..rows),
         };
         let table_ = table_.slice().range(0..vocab * n);
-        kernels
-            .embedding(table_, input, out.slice().range(0..rows * n))
-            .unwrap();
-        assert_eq!(written::<i32>(&gpu, &resolved, rows), want, "resolved tokens");
-        assert!(
-            written::<bf16>(&gpu, &out, rows * n) == want_rows,
-            "embedding [{vocab}, {n}]"
-        );
+        for (scale, want_rows) in [(1.0, &want_rows), (scale, &scaled)] {
+            kernels
+                .embedding(table_, input, scale, out.slice().range(0..rows * n))
+                .unwrap();
+            assert_eq!(written::<i32>(&gpu, &resolved, rows), want, "resolved tokens");
+            assert!(
+                written::<bf16>(&gpu, &out, rows * n) == *want_rows,
+                "embedding [{vocab}, {n}] times {scale}"
+            );
+        }
 
         let picked = upload(&gpu, &want);
         let out = guarded::<bf16>(&gpu, rows * n);
@@ -308,7 +347,12 @@ fn fused_embedding_survives_garbage() {
         resolved: tokens.slice().range(0..3),
     };
     kernels
-        .embedding(table.slice().range(0..640), input, out.slice().range(0..3 * 64))
+        .embedding(
+            table.slice().range(0..640),
+            input,
+            1.0,
+            out.slice().range(0..3 * 64),
+        )
         .unwrap();
     assert_eq!(download::<i32>(&gpu, &tokens, 3), [9, 0, 9]);
     written::<bf16>(&gpu, &out, 3 * 64);
@@ -316,23 +360,12 @@ fn fused_embedding_survives_garbage() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn fused_weights() {
+fn fused_random_weights() {
     let gpu = gpu();
     let kernels = FusedKernels::load(&gpu).unwrap();
-    let mut rng = rng("weights");
     for len in [1, 7, 8, 1000, 1_000_003] {
-        let values: Vec<f32> = (0..len).map(|_| rng.random_range(-9.0..9.0)).collect();
-        let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
-        let (floats_, halves_) = (upload(&gpu, &values), upload(&gpu, &halves));
         let out = guarded::<bf16>(&gpu, len);
         let to = out.slice().range(0..len);
-        kernels.convert_f32(floats_.slice().range(0..len), to).unwrap();
-        let want: Vec<bf16> = values.iter().map(|&x| bf16::from_f32(x)).collect();
-        assert!(written::<bf16>(&gpu, &out, len) == want, "f32, {len}");
-        kernels.convert_f16(halves_.slice().range(0..len), to).unwrap();
-        let want: Vec<bf16> = halves.iter().map(|x| bf16::from_f32(x.to_f32())).collect();
-        assert!(written::<bf16>(&gpu, &out, len) == want, "f16, {len}");
-
         kernels.fill_random(to, 5, 0.02).unwrap();
         let first = written::<bf16>(&gpu, &out, len);
         kernels.fill_random(to, 5, 0.02).unwrap();

@@ -9,11 +9,12 @@ use plimsoll_device::{Arena, Budget, Pod};
 use plimsoll_kernels::cuda::{
     GpuLinear, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
 };
-use plimsoll_kernels::{Linear, Matrix, WeightType, silu_mul};
+use plimsoll_kernels::{Activation, Linear, Matrix, WeightType, glu};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 
 use crate::common;
+use crate::fused::{ACTIVATIONS, activate};
 
 /// Sums of products are within this of the reference, rounded to bf16 once.
 const TOLERANCE: f64 = 4e-3;
@@ -51,18 +52,17 @@ impl Case {
         .collect()
     }
 
-    /// `silu(gate) * up` of the reference.
-    fn reference_silu_mul(&self) -> Vec<f64> {
+    /// `activation(gate) * up` of the reference.
+    fn reference_glu(&self, activation: Activation) -> Vec<f64> {
         let rows = self.reference();
         let rows = rows.chunks_exact(self.n);
         rows.flat_map(|row| {
             let (gate, up) = row.split_at(self.n / 2);
-            let pairs: Vec<f64> = gate
+            let pairs = gate
                 .iter()
                 .zip(up)
-                .map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up)
-                .collect();
-            pairs
+                .map(|(gate, up)| activate(activation, *gate) * up);
+            pairs.collect::<Vec<f64>>()
         })
         .collect()
     }
@@ -129,13 +129,20 @@ fn check(gpu: &Gpu, linears: &Linears, case: &Case, way: &str) {
         linears.forward_f32(x.slice(), &layer, out.slice().range(0..len))
     });
     common::assert_close(&case.what(way), &out, &reference, 5e-5);
-    if case.n.is_multiple_of(2) && linears.fuses_silu_mul(case.m, &layer) {
-        let len = len / 2;
-        let out: Vec<bf16> = written(gpu, len, |out| {
-            linears.forward_silu_mul(x.slice(), &layer, out.slice().range(0..len))
-        });
-        let what = case.what(&format!("{way} silu_mul"));
-        common::assert_close(&what, &common::widen(&out), &case.reference_silu_mul(), TOLERANCE);
+    for activation in ACTIVATIONS {
+        if case.n.is_multiple_of(2) && linears.fuses_glu(case.m, &layer, activation) {
+            let len = len / 2;
+            let out: Vec<bf16> = written(gpu, len, |out| {
+                linears.forward_glu(x.slice(), &layer, activation, out.slice().range(0..len))
+            });
+            let what = case.what(&format!("{way} {activation:?}"));
+            common::assert_close(
+                &what,
+                &common::widen(&out),
+                &case.reference_glu(activation),
+                TOLERANCE,
+            );
+        }
     }
 }
 
@@ -220,13 +227,14 @@ fn normalised_inputs() {
             let layer = case.layer(&gpu);
             let [hidden, delta] = [&hidden, &delta].map(|x| common::upload(&gpu, x));
             let weight = common::upload(&gpu, &weight);
-            for output in [LinearOutput::Bf16, LinearOutput::SiluMul] {
+            let gated = ACTIVATIONS.map(LinearOutput::Glu);
+            for output in [LinearOutput::Bf16].into_iter().chain(gated) {
                 if !linears.fuses_norm(m, &layer, output) {
                     continue;
                 }
                 fused += 1;
                 let (len, reference) = match output {
-                    LinearOutput::SiluMul => (m * 48, case.reference_silu_mul()),
+                    LinearOutput::Glu(activation) => (m * 48, case.reference_glu(activation)),
                     _ => (m * 96, case.reference()),
                 };
                 let mut sums: Vec<bf16> = Vec::new();
@@ -380,7 +388,7 @@ fn measured_choices() {
     let case = Case::random(&mut rng, 1, n, k, false);
     let layer = case.layer(&gpu);
     let layers = [&layer];
-    let outputs = [LinearOutput::SiluMul, LinearOutput::F32];
+    let outputs = [LinearOutput::Glu(Activation::Silu), LinearOutput::F32];
     let uses = outputs.map(|output| LinearUse {
         layers: &layers,
         output,
@@ -405,11 +413,13 @@ fn measured_choices() {
 }
 
 #[test]
-fn cpu_silu_mul_is_the_twin_of_the_fused_one() {
-    let mut rng = common::rng("linear, silu_mul on the CPU");
+fn cpu_glu_is_the_twin_of_the_fused_one() {
+    let mut rng = common::rng("linear, glu on the CPU");
     let case = Case::random(&mut rng, 3, 64, 64, false);
     let gate_up: Vec<f32> = case.reference().iter().map(|x| *x as f32).collect();
-    let mut out = vec![f32::NAN; 3 * 32];
-    silu_mul(&gate_up, 32, &mut out);
-    common::assert_close("silu_mul", &out, &case.reference_silu_mul(), 1e-5);
+    for activation in ACTIVATIONS {
+        let mut out = vec![f32::NAN; 3 * 32];
+        glu(activation, &gate_up, 32, &mut out);
+        common::assert_close("glu", &out, &case.reference_glu(activation), 1e-5);
+    }
 }

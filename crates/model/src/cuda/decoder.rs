@@ -3,6 +3,7 @@ mod head;
 use half::bf16;
 use plimsoll_core::{Component, KvConfig, Oom, StepError};
 use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
+use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
     DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope,
     GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, SampleKernels,
@@ -237,7 +238,7 @@ impl Decoder {
             plain(&qkv, LinearOutput::Bf16),
             plain(&output, LinearOutput::Bf16),
             plain(&gate_up, LinearOutput::Bf16),
-            plain(&gate_up, LinearOutput::SiluMul),
+            plain(&gate_up, LinearOutput::Glu(Activation::Silu)),
             plain(&down, LinearOutput::Bf16),
         ];
         if !head.is_empty() {
@@ -369,7 +370,7 @@ impl Decoder {
             resolved: tokens,
         };
         self.fused
-            .embedding(self.weights.embedding(), tokens, act.hidden)?;
+            .embedding(self.weights.embedding(), tokens, 1.0, act.hidden)?;
         let last = spec.num_layers - 1;
         for index in 0..=last {
             let layer = self.weights.layer(index);
@@ -446,7 +447,7 @@ impl Decoder {
         }
         self.fused.add_rms_norm(act.hidden, act.delta, norm, act.normed)?;
         match output {
-            LinearOutput::SiluMul => self.linears.forward_silu_mul(act.normed, linear, out),
+            LinearOutput::Glu(activation) => self.linears.forward_glu(act.normed, linear, activation, out),
             _ => self.linears.forward(act.normed, linear, out),
         }
     }
@@ -466,6 +467,8 @@ impl Decoder {
         let rope = GpuRope {
             positions: state.inputs.device(input.positions),
             turns: self.weights.turns(),
+            factor: 1.0,
+            query_scale: None,
         };
         let (k, v) = state.layer_kv(spec, index);
         let write = GpuKvWrite {
@@ -546,11 +549,18 @@ impl Decoder {
         let norm = self.norm(layer.mlp_norm);
         let rows = act.hidden.len() / spec.hidden_size;
         let (gate_up, activated) = (act.gate_up, act.activated);
-        if self.linears.fuses_silu_mul(rows, &block.gate_up) {
-            self.add_norm_linear(act, norm, &block.gate_up, LinearOutput::SiluMul, activated)?;
+        if self.linears.fuses_glu(rows, &block.gate_up, Activation::Silu) {
+            self.add_norm_linear(
+                act,
+                norm,
+                &block.gate_up,
+                LinearOutput::Glu(Activation::Silu),
+                activated,
+            )?;
         } else {
             self.add_norm_linear(act, norm, &block.gate_up, LinearOutput::Bf16, gate_up)?;
-            self.fused.silu_mul(gate_up, spec.intermediate_size, activated)?;
+            self.fused
+                .glu(Activation::Silu, gate_up, spec.intermediate_size, activated)?;
         }
         self.linears.forward(activated, &block.down, act.delta)
     }

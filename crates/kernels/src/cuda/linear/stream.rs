@@ -3,6 +3,7 @@
 use plimsoll_device::cuda::{Function, Gpu, GpuError, Launch};
 
 use super::cublas_lt::{Operands, Shape};
+use crate::Activation;
 
 /// Most rows of which every block computes the norm for itself: more than that is slower than a kernel of its own.
 const MAX_NORM_ROWS: usize = 4;
@@ -20,15 +21,35 @@ const BUFFERS: usize = 4;
 const PAD: usize = 4;
 const MOST_PARTS: usize = 8;
 
-/// What becomes of the sums; `Mode` of `kernels/linear.cu`.
+/// What becomes of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LinearOutput {
     /// Rounded.
-    Bf16 = 0,
+    Bf16,
     /// As they are.
-    F32 = 1,
-    /// `silu(gate) * up` of stacked weights.
-    SiluMul = 2,
+    F32,
+    /// `activation(gate) * up` of stacked weights.
+    Glu(Activation),
+}
+
+impl LinearOutput {
+    /// `Mode` of `kernels/linear.cu`.
+    pub(super) fn mode(self) -> i32 {
+        match self {
+            Self::Bf16 => 0,
+            Self::F32 => 1,
+            Self::Glu(Activation::Silu) => 2,
+            Self::Glu(Activation::GeluTanh) => 3,
+        }
+    }
+
+    /// Rows of weights for each output.
+    pub(super) fn stacked(self) -> usize {
+        match self {
+            Self::Bf16 | Self::F32 => 1,
+            Self::Glu(_) => 2,
+        }
+    }
 }
 
 /// The add and RMSNorm ahead of a product; `Norm` of `kernels/linear.cu`. Device addresses.
@@ -120,7 +141,7 @@ impl StreamKernels {
         let parts = WARPS / cut.row_warps;
         shape.m <= MAX_ROWS
             && shape.k.is_multiple_of(CHUNK)
-            && (output != LinearOutput::SiluMul || cut.row_warps >= 2)
+            && cut.row_warps >= output.stacked()
             && self.clusters(cut) > 0
             && parts * cut.cluster <= MOST_PARTS
             && BUFFERS * shape.m * parts * CHUNK * 2 <= INPUT_BYTES
@@ -139,7 +160,7 @@ impl StreamKernels {
     /// Clusters that compute `n` outputs. Not more at once than have a multiprocessor for each block: two on one would take
     /// twice as long.
     fn clusters_of(&self, n: usize, output: LinearOutput, cut: Cut) -> usize {
-        let features = cut.row_warps * TILE / if output == LinearOutput::SiluMul { 2 } else { 1 };
+        let features = cut.row_warps * TILE / output.stacked();
         self.clusters(cut).min(n.div_ceil(features))
     }
 
@@ -150,7 +171,7 @@ impl StreamKernels {
         unsafe { self.gpu.launch(&self.pause, launch, &[]) }
     }
 
-    /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::SiluMul`] has half as many as rows of weights.
+    /// Launches a product. `shape.n` counts outputs, of which [`LinearOutput::Glu`] has half as many as rows of weights.
     ///
     /// # Safety
     /// As [`CublasLt::run`](super::cublas_lt::CublasLt::run); the cut must be one that [`Self::can`] compute the product, and
@@ -173,7 +194,7 @@ impl StreamKernels {
             (shape.n as i32).into(),
             (shape.k as i32).into(),
             (cut.row_warps as i32).into(),
-            (output as i32).into(),
+            output.mode().into(),
             norm.delta.into(),
             norm.weight.into(),
             norm.sum.into(),

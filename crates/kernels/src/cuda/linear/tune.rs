@@ -21,8 +21,8 @@ const REPEATS: usize = 3;
 /// Candidates.
 const MOST_CUTS: usize = 6;
 const MOST_ALGORITHMS: usize = 3;
-/// What a kernel that computes `silu(gate) * up` takes at least.
-const SILU_MUL_US: f32 = 2.0;
+/// What a kernel that computes `activation(gate) * up` takes at least.
+const GLU_US: f32 = 2.0;
 
 /// Layers of one shape, and the numbers of rows they will see.
 #[derive(Clone, Copy, Debug)]
@@ -96,7 +96,7 @@ impl From<&Key> for Kind {
     }
 }
 
-/// The fastest way for some number of rows; none where `silu(gate) * up` should be a kernel of its own.
+/// The fastest way for some number of rows; none where `activation(gate) * up` should be a kernel of its own.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Measured {
     rows: usize,
@@ -134,12 +134,12 @@ impl Measurements {
                 output: kind.output,
                 path: entry
                     .choice
-                    .map_or("silu_mul on its own".to_owned(), |choice| choice.to_string()),
+                    .map_or("activation on its own".to_owned(), |choice| choice.to_string()),
                 us: entry.us,
             })
         });
         let mut list: Vec<_> = entries.collect();
-        list.sort_by_key(|choice| (choice.n, choice.k, choice.output as u32, choice.rows));
+        list.sort_by_key(|choice| (choice.n, choice.k, choice.output.mode(), choice.rows));
         list
     }
 }
@@ -205,7 +205,7 @@ impl Clock<'_> {
         {
             return Ok(());
         }
-        if one.output != LinearOutput::SiluMul {
+        if one.output.stacked() == 1 {
             let (choice, us) = self.fastest(one, &key)?;
             found.push((key, Some(choice), us));
             return Ok(());
@@ -226,7 +226,7 @@ impl Clock<'_> {
             false => Some(self.fastest(one, &key)?),
         };
         found.push(match fused {
-            Some((choice, us)) if us < apart + SILU_MUL_US => (key, Some(choice), us),
+            Some((choice, us)) if us < apart + GLU_US => (key, Some(choice), us),
             _ => (key, None, apart),
         });
         Ok(())
@@ -240,7 +240,7 @@ impl Clock<'_> {
             .into_iter()
             .take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
-        if key.output != LinearOutput::SiluMul {
+        if key.output.stacked() == 1 {
             let algorithms = linears.lt.algorithms(&key.shape, MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }

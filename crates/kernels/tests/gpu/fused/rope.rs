@@ -1,5 +1,7 @@
 //! Norm of q and k, rotation, write to the cache.
 
+use plimsoll_kernels::QueryScale;
+
 use super::*;
 
 struct Case {
@@ -15,6 +17,8 @@ struct Case {
     blocks: usize,
     norm: Option<(Vec<f32>, Vec<f32>)>,
     frequencies: Vec<f32>,
+    factor: f32,
+    query_scale: Option<QueryScale>,
 }
 
 /// Rotated q `[tokens, heads, dim]`, and of each row with a slot k and v `[rows, 2, kv_heads, dim]`.
@@ -29,7 +33,7 @@ impl Case {
         let block_size = [8, 16, 32][rng.random_range(0..3)];
         let blocks = tokens.div_ceil(block_size) + 2;
         // Consecutive positions of one request in blocks of decreasing number, far from the start; some rows are padding.
-        let start = [0, 131_000, 1_000_000][rng.random_range(0..3)] / block_size * block_size;
+        let start = [0, 16_384 - 20, 131_000, 1_000_000][rng.random_range(0..4)] / block_size * block_size;
         let slot = |i: usize| (blocks - 1 - i / block_size) * block_size + i % block_size;
         let theta = [1e4f32, 5e5][rng.random_range(0..2)];
         Self {
@@ -48,6 +52,11 @@ impl Case {
             frequencies: (0..pairs)
                 .map(|i| theta.powf(-(i as f32) / pairs as f32))
                 .collect(),
+            factor: [1.0, 1.25][rng.random_range(0..2)],
+            query_scale: rng.random_bool(0.5).then_some(QueryScale {
+                beta: 0.1,
+                original: 16_384,
+            }),
         }
     }
 
@@ -73,9 +82,15 @@ impl Case {
                 }
                 for (pair, &frequency) in self.frequencies.iter().enumerate() {
                     let (sin, cos) = (f64::from(self.positions[row]) * f64::from(frequency)).sin_cos();
+                    let (sin, cos) = (sin * f64::from(self.factor), cos * f64::from(self.factor));
                     let (a, b) = (head[pair], head[pair + self.pairs]);
                     head[pair] = a * cos - b * sin;
                     head[pair + self.pairs] = b * cos + a * sin;
+                }
+                if let (Some(scale), true) = (self.query_scale, i < self.heads) {
+                    let passed = (self.positions[row] as usize / scale.original) as f64;
+                    let scale = 1.0 + f64::from(scale.beta) * (1.0 + passed).ln();
+                    head.iter_mut().for_each(|x| *x *= scale);
                 }
             }
             q.extend(heads[..self.heads].concat());
@@ -108,20 +123,23 @@ impl Case {
     fn check(&self, name: &str, out: &Out) {
         let (q, kv) = self.reference();
         let shape = format!(
-            "{name}: {} + 2 x {} heads of {}, {} pairs, {} rows from position {}",
+            "{name}: {} + 2 x {} heads of {}, {} pairs, {} rows from position {}, norm {}, factor {}, {:?}",
             self.heads,
             self.kv_heads,
             self.dim,
             self.pairs,
             self.positions.len(),
-            self.positions[0]
+            self.positions[0],
+            self.norm.is_some(),
+            self.factor,
+            self.query_scale,
         );
         assert_close(&format!("{shape}: q"), &out.q, &q, BF16);
         assert_close(&format!("{shape}: kv"), &out.kv, &kv, BF16);
     }
 }
 
-const SHAPES: [[usize; 4]; 9] = [
+const SHAPES: [[usize; 4]; 11] = [
     [32, 8, 128, 64],
     [9, 3, 64, 32],
     [1, 1, 96, 48],
@@ -131,6 +149,9 @@ const SHAPES: [[usize; 4]; 9] = [
     [2, 1, 64, 8],
     [64, 8, 128, 64],
     [128, 16, 128, 64],
+    // No rotary embedding.
+    [4, 4, 128, 0],
+    [16, 2, 64, 0],
 ];
 
 fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
@@ -151,6 +172,8 @@ fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
     let rope = GpuRope {
         positions: positions.slice().range(0..tokens),
         turns: turns.slice().range(0..2 * case.pairs),
+        factor: case.factor,
+        query_scale: case.query_scale,
     };
     let kv = GpuKvWrite {
         k: k.slice().range(0..len),
@@ -204,17 +227,17 @@ fn run_on_cpu(case: &Case) -> Out {
         vec![f32::NAN; layout.elements(case.blocks)],
     );
     let start = case.positions[0] as usize;
-    // Blocks before the first row's are never touched; the table repeats any.
-    let mut table = vec![PageId(0); start / case.block_size];
-    table.extend((0..tokens.div_ceil(case.block_size)).map(|i| PageId((case.blocks - 1 - i) as u32)));
+    let table = (0..tokens.div_ceil(case.block_size)).map(|i| PageId((case.blocks - 1 - i) as u32));
+    let table: Vec<PageId> = table.collect();
     let runs = [cpu::RunMeta {
         start,
         len: tokens,
         first_row: 0,
+        first_block: start / case.block_size,
         blocks: &table,
     }];
     let mut angles = vec![f32::NAN; tokens * 2 * case.pairs];
-    cpu::rope_angles(&case.frequencies, &runs, &mut angles);
+    cpu::rope_angles(&case.frequencies, case.factor, &runs, &mut angles);
     let mut q = vec![f32::NAN; tokens * case.heads * case.dim];
     let norm = case.norm.as_ref().map(|(q, k)| cpu::QkNorm { q, k, eps: EPS });
     let mut kv = cpu::PagedKvMut {
@@ -222,7 +245,8 @@ fn run_on_cpu(case: &Case) -> Out {
         k: &mut k,
         v: &mut v,
     };
-    cpu::qk_norm_rope_kv_write(&widen(&case.qkv), norm, &angles, &runs, &mut kv, &mut q);
+    let qkv = widen(&case.qkv);
+    cpu::qk_norm_rope_kv_write(&qkv, norm, &angles, case.query_scale, &runs, &mut kv, &mut q);
     let index = |block: usize, head: usize, token: usize, d: usize| {
         let base = (block * case.kv_heads + head) * case.block_size * case.dim;
         [base + d * case.block_size + token, base + token * case.dim + d]
