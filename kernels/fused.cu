@@ -241,8 +241,10 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
     for (int pair = threadIdx.x + blockDim.x; pair < in.pairs; pair += blockDim.x) {
         angles[pair] = angle_of(place.frequencies[pair]);
     }
-    float query_scale = 1.0f;
-    if (kScale) query_scale += query.beta * logf(static_cast<float>(1 + position / query.original));
+    // Beside the angles: it would take a register all the time.
+    if (kScale && threadIdx.x == 0) {
+        angles[in.pairs].x = 1.0f + query.beta * __logf(static_cast<float>(1 + position / query.original));
+    }
 
     // All lanes of a warp make the same number of turns, for the shuffles.
     for (int base = 0; base < all_heads; base += groups) {
@@ -272,10 +274,11 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
                 }
             }
             if (kScale && head < in.heads) {
+                const float scale = angles[in.pairs].x;
 #pragma unroll
                 for (int i = 0; i < kVec; ++i) {
-                    a.at[i] *= query_scale;
-                    b.at[i] *= query_scale;
+                    a.at[i] *= scale;
+                    b.at[i] *= scale;
                 }
             }
             first = narrow(a);
@@ -364,7 +367,7 @@ NORM_KERNELS(sandwich_norm, Rows::kSandwich)
 
 // From a row of the fused projection, [heads + 2 kv_heads][dim]: q and k rotated, element i with i + pairs, or normalised per
 // head and then rotated, and q scaled by its position; q back into its place, k and v into the cache at the row's slot. One
-// block a row; `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs float2. The
+// block a row; `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs + 1 float2. The
 // registers are capped for more rows at once.
 ROPE_KERNEL(rope_kv_write, false, false, 40)
 ROPE_KERNEL(qk_norm_rope_kv_write, true, false, 40)
