@@ -337,7 +337,8 @@ impl FusedKernels {
             beta.into(),
             int(original),
         ];
-        let launch = Launch::new([rows as u32, 1, 1], threads as u32).shared((pairs + 1) * size_of::<[f32; 2]>());
+        let launch =
+            Launch::new([rows as u32, 1, 1], threads as u32).shared((pairs + 1) * size_of::<[f32; 2]>());
         let kernel = &kernels[usize::from(rope.query_scale.is_some())];
         self.launch(kernel, launch, &args)
     }
