@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::{AssumedGpu, GpuRun, load};
+use super::{AssumedGpu, GpuRun, HEAD_DIMS, load};
 use crate::KvLayout;
 
 /// Keys that a warp takes at once; splits begin at multiples of it.
@@ -29,14 +29,6 @@ const NEXT: f32 = 90.0;
 const MERGE: f32 = 30.0;
 const MERGE_ROW: f32 = 0.125;
 
-/// Head sizes with a kernel.
-const SHAPES: [Shape; 4] = [
-    Shape::new(64, 4, 4),
-    Shape::new(96, 4, 4),
-    Shape::new(128, 4, 3),
-    Shape::new(256, 2, 2),
-];
-
 /// `Shape` of `kernels/attention_decode.cu`.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
@@ -46,7 +38,12 @@ struct Shape {
 }
 
 impl Shape {
-    const fn new(head_dim: usize, warps: usize, stages: usize) -> Self {
+    const fn new(head_dim: usize) -> Self {
+        let (warps, stages) = match head_dim {
+            ..128 => (4, 4),
+            128 => (4, 3),
+            _ => (2, 2),
+        };
         Self {
             head_dim,
             warps,
@@ -109,7 +106,7 @@ impl DecodePlanner {
     /// tokens, itself included (`None`: all); `slots` blocks of threads run at once.
     ///
     /// # Panics
-    /// If the heads are not a multiple of the KV heads, or the head size is not 64, 96, 128 or 256.
+    /// If the heads are not a multiple of the KV heads, or the head size is none of [`HEAD_DIMS`].
     pub fn new(layout: KvLayout, heads: usize, window: Option<usize>, slots: usize, max_runs: usize) -> Self {
         assert!(
             heads > 0 && heads.is_multiple_of(layout.kv_heads),
@@ -117,7 +114,7 @@ impl DecodePlanner {
             layout.kv_heads
         );
         assert!(
-            SHAPES.iter().any(|shape| shape.head_dim == layout.head_dim),
+            HEAD_DIMS.contains(&layout.head_dim),
             "head size {}",
             layout.head_dim
         );
@@ -142,8 +139,7 @@ impl DecodePlanner {
         gpu: AssumedGpu,
         max_runs: usize,
     ) -> Self {
-        let shape = SHAPES.into_iter().find(|shape| shape.head_dim == layout.head_dim);
-        let shared = shape.map_or(0, Shape::shared_bytes);
+        let shared = Shape::new(layout.head_dim).shared_bytes();
         Self::new(layout, heads, window, gpu.slots(shared), max_runs)
     }
 
@@ -314,7 +310,8 @@ pub struct DecodeArgs<'a> {
 #[derive(Debug)]
 pub struct DecodeKernels {
     gpu: Gpu,
-    attention: [Function; SHAPES.len()],
+    /// For each of [`HEAD_DIMS`].
+    attention: [Function; HEAD_DIMS.len()],
 }
 
 impl DecodeKernels {
@@ -324,12 +321,13 @@ impl DecodeKernels {
     /// [`GpuError`] if the binary has none for this GPU.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = load(gpu, "attention_decode")?;
-        let function = |shape: Shape| {
-            let function = module.function(&format!("attention_decode_{}", shape.head_dim))?;
+        let function = |head_dim| {
+            let shape = Shape::new(head_dim);
+            let function = module.function(&format!("attention_decode_{head_dim}"))?;
             function.allow_shared(shape.shared_bytes())?;
             Ok::<_, GpuError>(function)
         };
-        let [a, b, c, d] = SHAPES.map(function);
+        let [a, b, c, d] = HEAD_DIMS.map(function);
         Ok(Self {
             gpu: gpu.clone(),
             attention: [a?, b?, c?, d?],
@@ -415,9 +413,9 @@ impl DecodeKernels {
     }
 
     fn shape(&self, head_dim: usize) -> (Shape, &Function) {
-        let mut all = SHAPES.into_iter().zip(&self.attention);
-        all.find(|(shape, _)| shape.head_dim == head_dim)
-            .expect("the planner has checked the head size")
+        let at = HEAD_DIMS.iter().position(|&dim| dim == head_dim);
+        let at = at.expect("the planner has checked the head size");
+        (Shape::new(head_dim), &self.attention[at])
     }
 }
 

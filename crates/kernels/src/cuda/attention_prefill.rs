@@ -6,7 +6,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::{AssumedGpu, GpuRun, load};
+use super::{AssumedGpu, GpuRun, HEAD_DIMS, load};
 use crate::KvLayout;
 
 /// Keys by which the planner measures work and cuts contexts; a multiple of what a kernel takes at once.
@@ -229,8 +229,6 @@ fn splits(units: usize, target: usize) -> usize {
     ((units + target / 2) / target).max(1)
 }
 
-const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
-
 /// What one call of [`PrefillKernels::forward`] works on.
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillArgs<'a> {
@@ -261,7 +259,7 @@ pub struct PrefillArgs<'a> {
 pub struct PrefillKernels {
     gpu: Gpu,
     /// For each of [`HEAD_DIMS`].
-    attention: [Kernel; 4],
+    attention: [Kernel; HEAD_DIMS.len()],
     merge: Function,
 }
 
@@ -327,7 +325,7 @@ impl PrefillKernels {
     /// [`GpuError`] of the driver.
     ///
     /// # Panics
-    /// If the heads are not a multiple of the KV heads, or the head size is not 64, 96, 128 or 256.
+    /// If the heads are not a multiple of the KV heads, or the head size is none of [`HEAD_DIMS`].
     pub fn planner(
         &self,
         layout: KvLayout,

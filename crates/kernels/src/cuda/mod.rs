@@ -20,7 +20,7 @@ pub use linear::{
     GpuLinear, GpuResidual, GpuWeight, LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse,
     Linears,
 };
-pub use meta::{AssumedGpu, RunMeta as GpuRun};
+pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,
 };

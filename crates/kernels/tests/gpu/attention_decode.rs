@@ -4,7 +4,7 @@ use half::bf16;
 use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_device::{Arena, Budget};
-use plimsoll_kernels::cuda::{DecodeArgs, DecodeItem, DecodeKernels, DecodePlanner, GpuRun};
+use plimsoll_kernels::cuda::{DecodeArgs, DecodeItem, DecodeKernels, DecodePlanner, GpuRun, HEAD_DIMS};
 use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -303,7 +303,7 @@ fn on_cpu(case: &Case) -> Vec<f32> {
 fn check(test: &str, run: impl Fn(&Case) -> Vec<f32>, tolerance: f64) {
     let mut rng = rng(test);
     let groups = [1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 40];
-    for head_dim in [64, 96, 128, 256] {
+    for head_dim in HEAD_DIMS {
         for block_size in [8, 16, 32] {
             for round in 0..3 {
                 let layout = KvLayout {

@@ -4,7 +4,7 @@ use half::bf16;
 use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_device::{Arena, Budget};
-use plimsoll_kernels::cuda::{GpuRun, PrefillArgs, PrefillItem, PrefillKernels};
+use plimsoll_kernels::cuda::{GpuRun, HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels};
 use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -278,7 +278,7 @@ impl Case {
 fn random_steps(name: &str, steps: usize, tolerance: f64, attend: impl Fn(&Case, &Data) -> Vec<f32>) {
     let mut rng = rng(name);
     for _ in 0..steps {
-        for head_dim in [64, 96, 128, 256] {
+        for head_dim in HEAD_DIMS {
             Case::random(&mut rng, head_dim).check(&mut rng, tolerance, &attend);
         }
     }
@@ -327,7 +327,7 @@ fn short_chunks_over_long_prefixes(load: Load) {
 fn long_prompts(load: Load) {
     let (gpu, mut rng) = (gpu(), rng("attention_prefill prompts"));
     let kernels = load(&gpu).expect("kernels for this GPU");
-    for head_dim in [64, 96, 128, 256] {
+    for head_dim in HEAD_DIMS {
         let layout = KvLayout {
             kv_heads: 4,
             head_dim,
