@@ -60,7 +60,7 @@ impl SigmoidInput for GeluTanh {
     unsafe fn of<S: Simd>(x: S::F) -> S::F {
         // SAFETY: the caller's promise.
         unsafe {
-            let (linear, cubic) = (S::splat(1.595_769_1), S::splat(0.071_354_82));
+            let (linear, cubic) = (S::splat(1.595_769), S::splat(0.071_354_82));
             S::mul(x, S::fma(cubic, S::mul(x, x), linear))
         }
     }
