@@ -2,15 +2,15 @@ use std::sync::Arc;
 
 use crate::{Constraint, ConstraintError, ParamError, Progress, TokenId};
 
-/// Tokens that a request does not want, or not yet. Where nothing else is left, one of them is chosen all the same, but for
-/// those that are not allowed.
+/// Tokens that a request bans, for good or until enough tokens came. If every other token is masked out, a banned one is
+/// chosen nevertheless, except those outside the allowed list.
 #[derive(Clone, Debug, Default)]
 pub struct Bans {
-    /// None of the stop tokens comes before so many others.
+    /// Minimum number of output tokens before a stop token (`min_tokens`).
     pub min_tokens: usize,
-    /// Nothing but these; `None` for everything.
+    /// Only these tokens are allowed (`allowed_token_ids`); `None`: all.
     pub allowed: Option<Vec<TokenId>>,
-    /// Sequences that do not come up: the last token of each does not follow the others.
+    /// Banned sequences (`bad_words`): the last token of each must not follow the others.
     pub words: Arc<[Vec<TokenId>]>,
 }
 
@@ -38,7 +38,7 @@ impl Bans {
         Ok(())
     }
 
-    /// What lets only the allowed tokens through: a mask, as a list of all others would be sent to the device with each step.
+    /// A mask of the allowed tokens: a list of all banned ones would be sent to the device with each step.
     pub(crate) fn only_allowed(&self, vocab_size: usize) -> Option<Box<dyn Constraint>> {
         let allowed = self.allowed.as_ref()?;
         let mut mask = vec![0; vocab_size.div_ceil(32)];
@@ -48,14 +48,14 @@ impl Bans {
         Some(Box::new(AllowedTokens(mask.into())))
     }
 
-    /// The words of several tokens, and the tokens that are words by themselves.
+    /// Banned words of several tokens, and those of a single token.
     pub(crate) fn words(&self) -> (Arc<[Vec<TokenId>]>, Vec<TokenId>) {
         let (several, single): (Vec<_>, Vec<_>) = self.words.iter().cloned().partition(|word| word.len() > 1);
         (several.into(), single.concat())
     }
 }
 
-/// The same tokens everywhere, as a mask.
+/// One fixed set of allowed tokens, as a mask.
 #[derive(Clone, Debug)]
 struct AllowedTokens(Arc<[u32]>);
 

@@ -1,14 +1,14 @@
-//! What the prefix cache tells the outside: routers send a request where most of its prompt is cached.
+//! Events of the prefix cache, for routers that send a request where most of its prompt is cached.
 
 use std::fmt::Debug;
 
 use crate::TokenId;
 
-/// A change of what the prefix cache can share. A block's name follows from its tokens, those before them and the salt: it is
-/// the same on all servers, and that of no other block.
+/// A change of the prefix cache. A block's name is a hash of its tokens, all tokens before them and the salt: equal on all
+/// servers, and different for different blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
-    /// Blocks that follow each other are cached.
+    /// Consecutive blocks were cached.
     Stored {
         /// Their names, never 0.
         blocks: Vec<u64>,
@@ -16,17 +16,17 @@ pub enum CacheEvent {
         parent: Option<u64>,
         /// Their tokens, the same number for each.
         tokens: Vec<TokenId>,
-        /// Where a sequence begins: only requests with this salt share it, if it has one.
+        /// Salt of the sequence that begins here; only requests with the same salt share it.
         salt: Option<Box<str>>,
     },
-    /// Blocks are cached no more, and none that continues them is.
+    /// Blocks were evicted; no block that continues them is cached either.
     Removed(Vec<u64>),
     /// Nothing is cached.
     Cleared,
 }
 
 impl CacheEvent {
-    /// Tokens and names, which is what it takes to keep it.
+    /// Number of tokens and names: a measure of the memory that the event takes.
     pub fn weight(&self) -> usize {
         match self {
             Self::Stored { blocks, tokens, .. } => 2 * blocks.len() + tokens.len(),
@@ -36,21 +36,21 @@ impl CacheEvent {
     }
 }
 
-/// What became of the events so far.
+/// How many event batches were delivered and dropped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheEventCounts {
-    /// Batches that went out.
+    /// Batches published.
     pub published: u64,
-    /// Batches given up because they were not taken in time; what they said was said anew.
+    /// Batches dropped because the queue was full; a snapshot replaced them.
     pub dropped: u64,
 }
 
-/// Who hears what the prefix cache holds.
+/// Receives the events of the prefix cache.
 pub trait CacheListener: Debug + Send + Sync {
-    /// Takes what changed in a step. Never waits. `all` tells what is cached now, from an empty cache on, for a listener that
-    /// has lost track.
+    /// Receives the changes of one step; must not block. `all` returns a snapshot of the cache as `Stored` events, for a
+    /// listener that dropped earlier ones.
     fn changed(&self, changes: Vec<CacheEvent>, all: &dyn Fn() -> Vec<CacheEvent>);
 
-    /// What became of it.
+    /// How many batches were delivered and dropped.
     fn counts(&self) -> CacheEventCounts;
 }

@@ -1,4 +1,4 @@
-//! What the layers of a model keep of a request, and how that is cut into pages of one size.
+//! Which tokens of a request the layers of a model keep in the KV cache, and its division into pages of one size.
 //!
 //! Layers that keep the same form a group. A block is `block_size` tokens of all layers of one group; it takes one or several
 //! pages, each with the same number of layers. So any free page serves any group: there is one pool, without a split that
@@ -8,7 +8,7 @@ use std::fmt;
 
 use crate::BlockSize;
 
-/// What a layer keeps of a request.
+/// Which tokens of a request a layer keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CacheKind {
     /// All tokens.
@@ -36,14 +36,14 @@ impl fmt::Display for CacheKind {
     }
 }
 
-/// Layers that keep the same.
+/// Layers that keep the same tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CacheGroup {
-    /// What they keep.
+    /// Which tokens they keep.
     pub kind: CacheKind,
-    /// How many they are.
+    /// Number of layers.
     pub layers: usize,
-    /// Pages that one block of theirs takes.
+    /// Pages of one block of this group.
     pub pages_per_block: usize,
 }
 
@@ -67,7 +67,7 @@ impl CacheGroup {
     }
 }
 
-/// The groups of a model, the one that keeps everything first if there is one.
+/// The groups of a model; full attention comes first, if there is any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CacheGroups {
     groups: [CacheGroup; CacheGroups::MAX],
@@ -87,7 +87,7 @@ impl Default for CacheGroups {
 }
 
 impl CacheGroups {
-    /// Groups at most.
+    /// Maximum number of groups.
     pub const MAX: usize = 3;
 
     /// Part of the memory that padding may take where larger pages make fewer of them.

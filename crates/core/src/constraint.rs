@@ -3,24 +3,24 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::TokenId;
 
-/// What one sequence may say next: a grammar, a list of tokens, a least length. It follows the sequence token by token.
+/// Restricts the next token of one sequence: a grammar, a list of tokens, a minimum length. It is advanced token by token.
 ///
 /// A mask has `ceil(vocab_size / 32)` words: bit `t % 32` of word `t / 32` is 1 where token `t` is allowed. The vocabulary
 /// is the model's, whose output layer may be padded beyond the tokenizer's.
 pub trait Constraint: Send + Sync + fmt::Debug {
-    /// Clears the bits of the tokens that may not come next, and sets none.
+    /// Clears the bits of the tokens that are not allowed next; sets none.
     ///
     /// # Errors
-    /// [`ConstraintError`] where that cannot be said within the bounds on time and memory.
+    /// [`ConstraintError`] if the mask takes more time or memory than allowed.
     fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError>;
 
-    /// Follows the sequence by one token, which ends no sequence: those in the request's stop tokens are not shown to it.
+    /// Advances by one token. Never called with the request's stop tokens.
     ///
     /// # Errors
-    /// [`ConstraintError`] where `token` was not allowed.
+    /// [`ConstraintError`] if `token` was not allowed.
     fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError>;
 
-    /// The same state for another sequence.
+    /// A copy of the state, for another sequence.
     fn boxed_clone(&self) -> Box<dyn Constraint>;
 }
 
@@ -33,13 +33,13 @@ impl Clone for Box<dyn Constraint> {
 /// Whether a sequence goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// There are tokens that may follow.
+    /// More tokens may follow.
     Open,
     /// Nothing may follow: the sequence ends here, without an end-of-sequence token.
     Complete,
 }
 
-/// Why a constraint cannot go on.
+/// Why a constraint failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct ConstraintError(pub String);
@@ -50,13 +50,13 @@ pub struct ConstraintError(pub String);
 #[derive(Clone, Debug, Default)]
 pub struct Guide {
     constraints: Vec<Box<dyn Constraint>>,
-    /// What was said about a token before the scheduler asked.
+    /// Result for a token that was accepted ahead of time, until the scheduler asks for it.
     foreseen: Option<(TokenId, Progress)>,
     failure: Option<ConstraintError>,
 }
 
 impl Guide {
-    /// At the beginning of a sequence.
+    /// All constraints of a new sequence.
     pub fn new(constraints: Vec<Box<dyn Constraint>>) -> Self {
         Self {
             constraints,
@@ -64,12 +64,12 @@ impl Guide {
         }
     }
 
-    /// Whether nothing is constrained.
+    /// True if there are no constraints.
     pub fn is_free(&self) -> bool {
         self.constraints.is_empty()
     }
 
-    /// Writes the mask of the next token, whatever was in `mask`.
+    /// Writes the mask of the next token; `mask` may hold anything.
     pub fn fill(&mut self, mask: &mut [u32]) {
         mask.fill(u32::MAX);
         if self.failure.is_some() {
@@ -86,12 +86,12 @@ impl Guide {
         mask.fill(u32::MAX);
     }
 
-    /// Why the constraints cannot be followed any further, if so: what was sampled since is worth nothing.
+    /// Why the constraints failed, if they did: tokens sampled since then are invalid.
     pub fn failure(&self) -> Option<&ConstraintError> {
         self.failure.as_ref()
     }
 
-    /// Follows the sequence by `token` ahead of [`Self::accept`], which then costs nothing.
+    /// Advances by `token` ahead of [`Self::accept`], which is then free.
     pub fn foresee(&mut self, token: TokenId) {
         if self.foreseen.is_none() && self.failure.is_none() {
             match self.advance(token) {
@@ -101,7 +101,7 @@ impl Guide {
         }
     }
 
-    /// Follows the sequence by `token`.
+    /// Advances by `token`.
     ///
     /// # Errors
     /// The first failure, of this token or of the mask before it.
@@ -131,7 +131,7 @@ impl Guide {
     }
 }
 
-/// A defect of a constraint ends its own request alone.
+/// A panic of a constraint fails its own request only.
 fn guard<T>(work: impl FnOnce() -> Result<T, ConstraintError>) -> Result<T, ConstraintError> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(ConstraintError("a constraint panicked".into())))

@@ -1,10 +1,10 @@
 use crate::{Logprobs, PromptLogprob, StepError, TokenId};
 
-/// What a client of the engine hears about its request, in this order: `Admitted`, then `Prompt`s if it asked for them, then
+/// Events of one request, in this order: `Admitted`, then `Prompt`s if it asked for them, then
 /// `Token`s, or `Pooled`. The last event is a `Token` or `Prompt` with `finish`, `Pooled`, or `Failed`.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// The request got KV and its first step is about to begin. Repeated after a preemption.
+    /// The request got KV blocks and its first step is about to begin. Repeated after a preemption.
     Admitted {
         /// Prompt tokens that need not be computed because the prefix cache holds them.
         cached_tokens: usize,
@@ -13,19 +13,19 @@ pub enum Event {
     Prompt(PromptEvent),
     /// One more token.
     Token(TokenEvent),
-    /// The vector of a request that is pooled, not normalised.
+    /// The embedding, not normalised.
     Pooled(Vec<f32>),
-    /// The step that worked on this request failed; nothing more will come.
+    /// The request failed; this is its last event.
     Failed(StepError),
 }
 
-/// Some of the prompt is scored.
+/// Log-probabilities of a part of the prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PromptEvent {
-    /// Of the tokens after those told before; the first event begins with the prompt's second token, as nothing predicts the
-    /// first. Every token is told once, whatever had to be computed again.
+    /// Those of the next prompt tokens. The first event begins with the second token, as nothing predicts the first. Each token
+    /// is reported once, even if a preemption made the engine compute it again.
     pub logprobs: Vec<PromptLogprob>,
-    /// Present on the last event of a request for no output.
+    /// Present on the last event of a request without output.
     pub finish: Option<FinishReason>,
 }
 
@@ -34,18 +34,18 @@ pub struct PromptEvent {
 pub struct TokenEvent {
     /// The token.
     pub token: TokenId,
-    /// Present where asked for.
+    /// Present if requested.
     pub logprobs: Option<Logprobs>,
     /// Present on the last token.
     pub finish: Option<FinishReason>,
 }
 
-/// Why a request ended by itself.
+/// Why generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FinishReason {
     /// The last token is one of the request's stop tokens.
     Stop,
-    /// The request's constraints allow no further token. The last one is text.
+    /// The request's constraints allow no further token. The last token is part of the text.
     Complete,
     /// `max_tokens` were generated.
     Length,

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use crate::{ConstraintError, Oom, StepOutput, StepPlan};
 
-/// The device half, as the pure half sees it: it runs plans.
+/// Runs step plans: the device, as scheduler and engine see it.
 ///
 /// A step has two halves so that the scheduler can plan the next step while the device works: `launch` hands the plan over
 /// and may return before the work is done, `finish` waits for the oldest launched step and returns its output. Steps finish
@@ -24,15 +24,15 @@ pub trait Executor: Send {
     /// Waits for the oldest launched step.
     fn finish(&mut self) -> Result<StepOutput, StepError>;
 
-    /// There is no work: what passes until the next launch is not the executor's idleness.
+    /// The engine has no work: time until the next launch does not count as idle time of the device.
     fn rest(&mut self) {}
 
-    /// How a device that works on its own spent its time; `None` where nobody measures it.
+    /// Busy and idle time of a device that works asynchronously; `None` if it is not measured.
     fn device_time(&self) -> Option<DeviceTime> {
         None
     }
 
-    /// All of a step, with masks that allow everything.
+    /// Runs a whole step, with masks that allow everything.
     fn execute(&mut self, plan: &StepPlan) -> Result<StepOutput, StepError> {
         self.launch(plan)?;
         if plan.awaits_masks() {
@@ -46,7 +46,7 @@ pub trait Executor: Send {
 /// chosen.
 pub type FillMasks<'a> = dyn FnMut(&mut [&mut [u32]]) + 'a;
 
-/// Masks that forbid nothing: for worst steps and oracles.
+/// Fills masks that allow every token, for worst steps and oracles.
 pub fn allow_all(masks: &mut [&mut [u32]]) {
     masks.iter_mut().for_each(|mask| mask.fill(u32::MAX));
 }
@@ -56,12 +56,12 @@ pub fn allow_all(masks: &mut [&mut [u32]]) {
 pub struct DeviceTime {
     /// It computed steps.
     pub busy_seconds: f64,
-    /// There was work, but it waited for the next step to be launched.
+    /// There was work, but no step was launched yet.
     pub idle_seconds: f64,
 }
 
 impl DeviceTime {
-    /// Both together.
+    /// The sum of both.
     pub fn plus(self, other: Self) -> Self {
         Self {
             busy_seconds: self.busy_seconds + other.busy_seconds,
@@ -69,7 +69,7 @@ impl DeviceTime {
         }
     }
 
-    /// What passed since `earlier`.
+    /// The difference to an `earlier` reading.
     pub fn since(self, earlier: Self) -> Self {
         Self {
             busy_seconds: self.busy_seconds - earlier.busy_seconds,
@@ -78,10 +78,10 @@ impl DeviceTime {
     }
 }
 
-/// Why a step failed. Its requests get this; the engine lives on.
+/// Why a step failed. Its requests get this error; the engine goes on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
-    /// Device memory ran out: the executor is no longer of use.
+    /// Device memory ran out: the executor must be rebuilt.
     #[error(transparent)]
     Oom(#[from] Oom),
     /// The KV cache had to be built again after the request was admitted, and is too small for it now.
@@ -95,14 +95,14 @@ pub enum StepError {
         /// Tokens the KV cache holds now.
         capacity: usize,
     },
-    /// There was no memory for a KV cache for so long that the request did not wait on.
+    /// There was no memory for a KV cache for longer than requests wait.
     #[error("the server has had too little device memory for a KV cache for {} s; try again later", patience.as_secs())]
     NoState {
         /// How long requests wait.
         patience: Duration,
     },
-    /// What the request's output must satisfy cannot be followed any further.
-    #[error("the output cannot be constrained any further: {0}")]
+    /// A constraint of the request failed.
+    #[error("the output no longer meets its constraints: {0}")]
     Constraint(#[from] ConstraintError),
     /// The executor reported a defect.
     #[error("the step failed: {0}")]

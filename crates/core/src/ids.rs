@@ -3,7 +3,7 @@ use std::fmt;
 /// A token of the model's vocabulary.
 pub type TokenId = u32;
 
-/// Names one request for as long as the process lives.
+/// Identifies a request, uniquely in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
@@ -13,7 +13,7 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Whose requests share a turn in the queue; 0 where nobody is told apart.
+/// Tenant of a request, such as an API key, for fair queueing; 0 if tenants are not distinguished.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub u64);
 

@@ -1,7 +1,7 @@
-//! The vocabulary every other crate speaks: ids, requests, step plans, events, memory meters, and the one trait
-//! between the pure half (scheduler, KV manager, profiler) and the device half (model, simulator).
+//! Types that all other crates share: ids, requests, step plans, events, memory meters, and the [`Executor`] trait between
+//! scheduling (scheduler, KV cache manager, profiler) and devices (model, simulator).
 //!
-//! Nothing here does any work; this crate depends on `thiserror` alone.
+//! They have little behaviour; this crate depends on `thiserror` only.
 
 mod bans;
 mod block_size;

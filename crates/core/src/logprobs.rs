@@ -1,15 +1,15 @@
 use crate::TokenId;
 
-/// How likely a token of the prompt was, by the model's own distribution: no penalty, bias, temperature or truncation.
+/// Log-probability of a prompt token by the model's own distribution: no penalty, bias, temperature or truncation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PromptLogprob {
     /// The token.
     pub token: TokenId,
     /// Natural logarithm of its probability.
     pub logprob: f32,
-    /// 1 for the likeliest of all. Equal ones rank by lower token id.
+    /// Rank in the vocabulary, 1 for the most likely token. Ties rank by token id.
     pub rank: u32,
-    /// The likeliest tokens, best first, as many as were asked for.
+    /// The most likely tokens, best first, as many as requested.
     pub top: Vec<TokenLogprob>,
 }
 
@@ -18,7 +18,7 @@ pub struct PromptLogprob {
 pub struct Logprobs {
     /// Of the sampled token.
     pub sampled: f32,
-    /// The likeliest tokens, best first, as many as were asked for.
+    /// The most likely tokens, best first, as many as requested.
     pub top: Vec<TokenLogprob>,
 }
 

@@ -77,17 +77,17 @@ impl ComponentBytes {
     }
 }
 
-/// One reading of a device's meters, in bytes. `used`, `reserved` and their high-water marks are this process's own, so a
-/// neighbour on the device cannot corrupt them.
+/// One reading of a device's memory counters, in bytes. `used`, `reserved` and their high-water marks count this process
+/// only: other processes on the device do not change them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Meters {
     /// Capacity of the device.
     pub total: u64,
-    /// Bytes nobody uses, as the device reports them.
+    /// Free bytes, as the device reports them.
     pub free: u64,
-    /// Bytes live inside our allocations.
+    /// Bytes of live allocations of this process.
     pub used: u64,
-    /// Bytes our allocators hold from the device; at least `used`.
+    /// Bytes that this process's allocators hold of the device; at least `used`.
     pub reserved: u64,
     /// Highest `used` since the marks were reset.
     pub used_high: u64,
@@ -100,7 +100,7 @@ pub struct Meters {
 }
 
 impl Meters {
-    /// Bytes other processes use: what is neither free nor ours, floored at 0.
+    /// Bytes that other processes use: neither free nor held by this process, at least 0.
     pub fn peers(&self) -> u64 {
         self.total.saturating_sub(self.free).saturating_sub(self.reserved)
     }
@@ -110,8 +110,8 @@ impl Meters {
         self.reserved.saturating_sub(self.used)
     }
 
-    /// Bytes that this process could still take: what neither it nor its neighbours hold, the margins that were kept free
-    /// when the KV cache was sized included.
+    /// Bytes that this process could still allocate: neither it nor other processes hold them. Includes the margins that
+    /// were kept free when the KV cache was sized.
     pub fn headroom(&self) -> u64 {
         self.total
             .saturating_sub(self.reserved)
@@ -119,7 +119,7 @@ impl Meters {
     }
 }
 
-/// Device memory ran out. A type from the allocator up, never a string.
+/// Device memory ran out. Typed from the allocator to the exit code.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "out of device memory: {requested} bytes for {component} asked for, {} of {} in use, {} free",
@@ -128,9 +128,9 @@ impl Meters {
 pub struct Oom {
     /// Bytes of the allocation that failed.
     pub requested: u64,
-    /// What they were for.
+    /// Component that the memory was for.
     pub component: Component,
-    /// Who had no room.
+    /// What had no room.
     pub refused_by: RefusedBy,
     /// The meters at that moment.
     pub meters: Box<Meters>,
@@ -139,7 +139,7 @@ pub struct Oom {
 /// What had no room for an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusedBy {
-    /// The device, or what is granted of it: with fewer bytes held there, it may succeed.
+    /// The device, or this process's budget of it: it may succeed when less is held there.
     Device,
     /// The scratch of a state, whose size is fixed ([`crate::Scratch::Fixed`]): the same step fails again, however much of
     /// the device is free, and all others run as before.

@@ -2,10 +2,10 @@ use std::sync::Arc;
 
 use crate::{Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, TokenId};
 
-/// One step: what the device does between two decisions of the scheduler. Pure data.
+/// One step: a forward pass over a batch. Plain data.
 #[derive(Clone, Debug, Default)]
 pub struct StepPlan {
-    /// Counts the steps of this process.
+    /// Number of the step in this process.
     pub step: u64,
     /// At most one run per request.
     pub runs: Vec<Run>,
@@ -17,19 +17,19 @@ impl StepPlan {
         self.runs.iter().map(|run| run.input.len()).sum()
     }
 
-    /// Rows whose next token is a prompt's and scored, over all runs.
+    /// Prompt tokens that are scored, over all runs.
     pub fn num_scored(&self) -> usize {
         let scores = self.runs.iter().filter_map(|run| run.score.as_ref());
         scores.map(|score| score.targets.len()).sum()
     }
 
-    /// True where there is nothing to do.
+    /// True if there is nothing to compute.
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
-    /// The runs whose token is chosen under a mask, by their index in the plan. Where there are any, the whole step is sampled
-    /// only once [`crate::Executor::sample`] brings the masks.
+    /// The runs whose token is sampled with a mask, with their index in the plan. If there are any, the whole step is sampled
+    /// by [`crate::Executor::sample`], which brings the masks.
     pub fn constrained(&self) -> impl Iterator<Item = (usize, &Run)> {
         let constrained = |run: &Run| run.sample.as_ref().is_some_and(|spec| spec.constrained);
         self.runs
@@ -55,12 +55,12 @@ pub struct Run {
     pub input: RunInput,
     /// The request's tables, one for each group of the KV cache, long enough for `start + input.len()` tokens.
     pub tables: Vec<GroupTable>,
-    /// Sample after the last token of the run; `None` where the prompt goes on in a later step.
+    /// Sample after the last token of the run; `None` if the prompt continues in a later step.
     pub sample: Option<SampleSpec>,
-    /// Find log-probabilities of prompt tokens that follow tokens of the run.
+    /// Compute log-probabilities of prompt tokens that follow tokens of the run.
     pub score: Option<ScoreSpec>,
-    /// Give out rows behind the last norm: the last one of the run, or the sum of all. `None` in requests that generate, and
-    /// where only the last row counts and the prompt goes on in a later step.
+    /// Return rows after the final norm: the last one of the run, or the sum of all. `None` for requests that generate, and if
+    /// only the last row counts and the prompt continues in a later step.
     pub pool: Option<Pooling>,
 }
 
@@ -105,7 +105,7 @@ impl RunInput {
         }
     }
 
-    /// True where there are no tokens, which no plan of the scheduler contains.
+    /// True if there are no tokens, which never happens in a plan of the scheduler.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -124,25 +124,25 @@ pub struct SampleSpec {
     pub history: Vec<TokenId>,
     /// How many of `history` are the prompt's.
     pub prompt_len: usize,
-    /// A mask says which tokens may be chosen. It may depend on a token that is being sampled while the step is launched,
-    /// so it comes later, with [`crate::Executor::sample`].
+    /// Sample with a mask. It may depend on a token that is still being sampled when the step is launched, so it comes later,
+    /// with [`crate::Executor::sample`].
     pub constrained: bool,
 }
 
-/// Of which prompt tokens the log-probabilities are wanted: each stands right after a token of the run, from which it is
-/// predicted. The row that is sampled from is not among them.
+/// Prompt tokens to score: each follows a token of the run, whose row predicts it. The row that is sampled from is not
+/// among them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScoreSpec {
-    /// The token of the run, counted from 0, after which the first of them stands.
+    /// Index in the run of the token before the first target.
     pub first: usize,
-    /// The prompt's tokens from there on, at least one.
+    /// The prompt tokens that follow, at least one.
     pub targets: Vec<TokenId>,
-    /// How many of the likeliest tokens to report at each place.
+    /// How many of the most likely tokens to report at each position.
     pub top: usize,
 }
 
 impl ScoreSpec {
-    /// The tokens of the run after which they stand.
+    /// Indices in the run of the rows that predict the targets.
     pub fn rows(&self) -> std::ops::Range<usize> {
         self.first..self.first + self.targets.len()
     }
@@ -155,8 +155,8 @@ pub struct StepOutput {
     pub samples: Vec<Option<Sampled>>,
     /// One entry per run that has a `score`, in the plan's order: one element per target.
     pub scores: Vec<Vec<PromptLogprob>>,
-    /// What [`Run::pool`] asked for, `hidden_size` numbers each: one entry per run, or none at all where no run asked. Sums
-    /// of chunks are added up as `f64`; a device may add up a chunk in less.
+    /// Results of [`Run::pool`], `hidden_size` numbers each: one entry per run, or none at all if no run pools. Sums of chunks
+    /// are added up as `f64`; a device may add up a chunk in lower precision.
     pub pooled: Vec<Option<Vec<f64>>>,
 }
 
@@ -165,6 +165,6 @@ pub struct StepOutput {
 pub struct Sampled {
     /// The token.
     pub token: TokenId,
-    /// Present where the request asked for logprobs.
+    /// Present if the request asked for logprobs.
     pub logprobs: Option<Logprobs>,
 }

@@ -1,7 +1,7 @@
-/// How the rows of a prompt, behind the last norm, become one vector: what an embedding model answers.
+/// How the rows of a prompt after the final norm become one vector, in an embedding model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pooling {
-    /// The row of the last token, which has seen all others.
+    /// The row of the last token, which attends to all others.
     Last,
     /// The mean of all rows.
     Mean,
@@ -16,13 +16,13 @@ impl Pooling {
         }
     }
 
-    /// Whether every row counts: then no token's computation can be left to the prefix cache.
+    /// True if every row counts: then every token must be computed, whatever the prefix cache holds.
     pub fn needs_every_row(self) -> bool {
         self == Self::Mean
     }
 }
 
-/// Sizes to which vectors may be cut: the model was trained so that their beginnings are vectors too
+/// Sizes to which vectors may be truncated, as the model was trained for
 /// ([Matryoshka representations](https://arxiv.org/abs/2205.13147)).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Matryoshka {

@@ -5,58 +5,58 @@ use crate::{
     TokenId,
 };
 
-/// What a server can accept: known once the KV cache has its proved size.
+/// Limits of a request, known once the size of the KV cache is proved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Prompt plus output tokens of one request.
     pub max_model_len: usize,
-    /// Tokens the whole KV cache holds; one request can use no more.
+    /// Tokens the whole KV cache holds: the upper bound for one request.
     pub kv_capacity_tokens: usize,
     /// Size of the vocabulary; token ids lie below it.
     pub vocab_size: usize,
 }
 
 impl Limits {
-    /// Prompt plus output tokens that one request may really reach.
+    /// Most prompt plus output tokens of one request, by both limits.
     pub fn max_request_tokens(&self) -> usize {
         self.max_model_len.min(self.kv_capacity_tokens)
     }
 }
 
-/// A request as a client sent it, tokenized: anything may be wrong.
+/// A tokenized request as the client sent it, not validated.
 #[derive(Clone, Debug, Default)]
 pub struct RequestOptions {
     /// The prompt's tokens.
     pub prompt: Vec<TokenId>,
-    /// Most tokens to generate; as many as fit if absent.
+    /// Maximum number of tokens to generate; as many as fit if absent.
     pub max_tokens: Option<usize>,
     /// Sampling parameters.
     pub sampling: SamplingOptions,
-    /// Same seed, same prompt, same parameters: same text. Required: the caller draws one if the client gave none.
+    /// Same seed, prompt and parameters give the same text. Required: the caller draws one if the client gave none.
     pub seed: u64,
     /// Generation ends after any of these (end-of-sequence tokens included by the caller unless ignored).
     pub stop_token_ids: Vec<TokenId>,
-    /// What the output must satisfy, at the beginning of the sequence.
+    /// Constraints on the output, in their initial state.
     pub constraints: Vec<Box<dyn Constraint>>,
     /// `Some(k)`: log-probabilities of the prompt's tokens, and the `k` likeliest at each place (at most
     /// [`SamplingParams::MAX_LOGPROBS`]). `max_tokens` may then be 0.
     pub prompt_logprobs: Option<u32>,
-    /// Tokens that are not to be chosen.
+    /// Banned tokens.
     pub bans: Bans,
-    /// The prefix cache is shared with requests of the same salt alone.
+    /// The prefix cache is shared only with requests of the same salt.
     pub cache_salt: Option<Arc<str>>,
-    /// Generate nothing, answer with one vector. What is said about tokens to generate plays no part then.
+    /// Return an embedding instead of text; parameters of generation are ignored.
     pub pooling: Option<Pooling>,
-    /// Lower ones get their turn earlier.
+    /// Requests with lower values are admitted earlier.
     pub priority: i64,
-    /// Whose it is: tenants take turns.
+    /// Tenant, for fair queueing.
     pub tenant: TenantId,
 }
 
-/// Why a request can never be served by this server.
+/// Why this server can never serve a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// There is nothing to continue.
+    /// The prompt has no tokens.
     #[error("the prompt is empty: at least one token is needed")]
     EmptyPrompt,
     /// The prompt alone, or with `max_tokens`, does not fit.
@@ -89,7 +89,7 @@ fn asked_for(prompt: usize, output: usize) -> String {
     }
 }
 
-/// A request that this server can serve to its end: lengths and parameters are proved legal.
+/// A validated request: it fits the limits, and its parameters are legal.
 #[derive(Clone, Debug)]
 pub struct Request {
     id: RequestId,
@@ -101,9 +101,9 @@ pub struct Request {
     guide: Guide,
     prompt_logprobs: Option<usize>,
     min_tokens: usize,
-    /// For the tokens before `min_tokens`.
+    /// Parameters for the tokens before `min_tokens`.
     early_sampling: Arc<SamplingParams>,
-    /// Of several tokens.
+    /// Banned words of several tokens.
     banned_words: Arc<[Vec<TokenId>]>,
     cache_salt: Option<Arc<str>>,
     pooling: Option<Pooling>,
@@ -189,7 +189,7 @@ impl Request {
         })
     }
 
-    /// The same once more, to be told apart by `id` and chosen by `seed`.
+    /// A clone with a new `id` and `seed`.
     #[must_use]
     pub fn again(&self, id: RequestId, seed: u64) -> Self {
         Self {
@@ -199,7 +199,7 @@ impl Request {
         }
     }
 
-    /// The request's name.
+    /// The request's id.
     pub fn id(&self) -> RequestId {
         self.id
     }
@@ -209,24 +209,24 @@ impl Request {
         &self.prompt
     }
 
-    /// Tokens to generate at most; prompt plus these fit the model and the KV cache. 0 only where the prompt is scored or
-    /// pooled.
+    /// Maximum number of tokens to generate; with the prompt they fit the model and the KV cache. 0 only if the prompt is
+    /// scored or pooled.
     pub fn max_tokens(&self) -> usize {
         self.max_tokens
     }
 
-    /// Prompt plus output tokens at most.
+    /// Maximum number of prompt plus output tokens.
     pub fn longest(&self) -> usize {
         self.prompt.len() + self.max_tokens
     }
 
-    /// How to choose tokens, but for those that are banned at some places alone.
+    /// Sampling parameters, without bans that depend on the position or on earlier tokens.
     pub fn sampling(&self) -> &Arc<SamplingParams> {
         &self.sampling
     }
 
-    /// How to choose output token `index`, which follows `output`; the last of that may be missing where
-    /// [`Self::needs_output`] says that it does not matter.
+    /// Sampling parameters of output token `index`, which follows `output`. The last token of `output` may be missing unless
+    /// [`Self::needs_output`].
     pub fn sampling_at(&self, index: usize, output: &[TokenId]) -> Arc<SamplingParams> {
         let params = match index < self.min_tokens {
             true => &self.early_sampling,
@@ -243,7 +243,7 @@ impl Request {
         }
     }
 
-    /// Whether the choice of a token depends on the one right before it.
+    /// True if sampling depends on the value of the previous token.
     pub fn needs_output(&self) -> bool {
         self.sampling.needs_history() || !self.banned_words.is_empty()
     }
@@ -258,7 +258,7 @@ impl Request {
         &self.stop_token_ids
     }
 
-    /// What the output must satisfy, at the beginning of the sequence. Taken by whoever follows the sequence.
+    /// Takes the constraints on the output, in their initial state.
     pub fn take_guide(&mut self) -> Guide {
         std::mem::take(&mut self.guide)
     }
@@ -268,27 +268,27 @@ impl Request {
         self.prompt_logprobs
     }
 
-    /// With whom the prefix cache is shared: requests of the same salt.
+    /// Salt of the prefix cache, which is shared only with requests of the same salt.
     pub fn cache_salt(&self) -> Option<&str> {
         self.cache_salt.as_deref()
     }
 
-    /// How the answer, a vector, is made; `None` where tokens are generated.
+    /// Pooling of an embedding request; `None` if tokens are generated.
     pub fn pooling(&self) -> Option<Pooling> {
         self.pooling
     }
 
-    /// Whether every prompt token must be computed, whatever the prefix cache holds.
+    /// True if every prompt token must be computed, whatever the prefix cache holds.
     pub fn needs_every_row(&self) -> bool {
         self.pooling.is_some_and(Pooling::needs_every_row)
     }
 
-    /// Requests with a lower one get their turn earlier.
+    /// Priority: requests with lower values are admitted earlier.
     pub fn priority(&self) -> i64 {
         self.priority
     }
 
-    /// Whose it is.
+    /// Tenant, for fair queueing.
     pub fn tenant(&self) -> TenantId {
         self.tenant
     }

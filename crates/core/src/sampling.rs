@@ -20,7 +20,7 @@ impl ParamError {
     }
 }
 
-/// Sampling parameters as a client sent them: anything may be absent or wrong.
+/// Sampling parameters as the client sent them, not validated.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingOptions {
     /// 0 is greedy. Default 1.
@@ -29,7 +29,7 @@ pub struct SamplingOptions {
     pub top_p: Option<f64>,
     /// 0 and -1 mean all. Default all.
     pub top_k: Option<i64>,
-    /// Least probability relative to the likeliest token, in [0, 1]. Default 0.
+    /// Minimum probability relative to the most likely token, in [0, 1]. Default 0.
     pub min_p: Option<f64>,
     /// In [-2, 2]. Default 0.
     pub presence_penalty: Option<f64>,
@@ -46,7 +46,7 @@ pub struct SamplingOptions {
 /// Bias of a banned token: far below any logit, with room for penalties to multiply it.
 const BAN: f32 = -1e30;
 
-/// Legal sampling parameters; whoever holds one need not check it again.
+/// Validated sampling parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     temperature: f32,
@@ -61,7 +61,7 @@ pub struct SamplingParams {
 }
 
 impl SamplingParams {
-    /// Most of the likeliest tokens that a request may ask for (OpenAI's limit).
+    /// Maximum of `top_logprobs` (OpenAI's limit).
     pub const MAX_LOGPROBS: u32 = 20;
 
     /// How many of the likeliest tokens the field `param` asks for, at most the vocabulary.
@@ -131,7 +131,7 @@ impl SamplingParams {
         })
     }
 
-    /// The likeliest token always; what temperature 0 means.
+    /// Greedy sampling: temperature 0.
     pub fn greedy() -> Self {
         let options = SamplingOptions {
             temperature: Some(0.0),
@@ -141,7 +141,7 @@ impl SamplingParams {
         Self::new(&options, usize::MAX).expect("temperature 0 is legal")
     }
 
-    /// True where the likeliest token is taken without chance.
+    /// True if the most likely token is always taken.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
@@ -161,7 +161,7 @@ impl SamplingParams {
         self.top_k
     }
 
-    /// Least probability relative to the likeliest token, in [0, 1].
+    /// Minimum probability relative to the most likely token, in [0, 1].
     pub fn min_p(&self) -> f32 {
         self.min_p
     }
@@ -191,8 +191,8 @@ impl SamplingParams {
         &self.logit_bias
     }
 
-    /// The same, with `tokens` chosen only where nothing else is left: a biased logit stays a number, so that there always is
-    /// a choice, whatever a mask leaves out.
+    /// A copy that bans `tokens` by a large negative bias: they are chosen only if a mask leaves nothing else, so there always
+    /// is a choice.
     #[must_use]
     pub fn banning(&self, tokens: impl IntoIterator<Item = TokenId>) -> Self {
         let mut banning = self.clone();

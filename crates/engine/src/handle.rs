@@ -15,88 +15,88 @@ use crate::stall::{Patience, look_every};
 use crate::thread::{Clock, EngineThread};
 use crate::{EngineStats, Health, Phase, RequestStream, Stall, StateSource};
 
-/// What the engine is told besides what the profile proved.
+/// Configuration of the engine beyond what the profile proved.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
-    /// Requests that may wait beyond those that can run (`--max-num-seqs`); one more is refused.
+    /// Requests that may wait, in addition to those that run (`--max-num-seqs`); more are refused.
     pub max_queue: usize,
     /// Size of the model's vocabulary.
     pub vocab_size: usize,
     /// Keep KV of finished requests for later ones with the same beginning.
     pub enable_prefix_caching: bool,
-    /// Steps launched and not finished, 1 or 2. 2 hides the scheduler behind an executor that works on its own; with one
-    /// that computes inside `launch` it only delays tokens by a step.
+    /// Maximum number of steps in flight, 1 or 2. With 2, scheduling overlaps with an executor that works asynchronously; with
+    /// one that computes inside `launch` it would only delay tokens by a step.
     pub steps_in_flight: usize,
-    /// How long requests wait where the state is lost and memory for a new one is missing.
+    /// How long requests wait for a new state after an out of memory.
     pub outage_patience: Duration,
-    /// Who hears what the prefix cache holds.
+    /// Receives the events of the prefix cache.
     pub cache_listener: Option<Arc<dyn CacheListener>>,
 }
 
 /// Why a request was not admitted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    /// As many requests are in as may be.
+    /// The queue is full.
     #[error("the server is at its limit of {limit} requests; try again in {} s", retry_after.as_secs())]
     QueueFull {
         /// Requests that may be in at once, running and waiting.
         limit: usize,
-        /// When the queue will have moved, from the present throughput.
+        /// Estimated time until there is room, from the current throughput.
         retry_after: Duration,
     },
-    /// Its tenant has as many requests in as may be, and the rest is for others.
+    /// The tenant has its share of the queue.
     #[error("this API key has {held} of the server's {limit} requests, and the rest is for others; try again in {} s", retry_after.as_secs())]
     ShareFull {
         /// Requests of the tenant, running and waiting.
         held: usize,
         /// Requests that may be in at once, of all tenants.
         limit: usize,
-        /// When the queue will have moved, from the present throughput.
+        /// Estimated time until there is room, from the current throughput.
         retry_after: Duration,
     },
-    /// There is too little memory for a KV cache at the moment.
-    #[error("the server builds its KV cache again: device memory ran out; try again in {} s", retry_after.as_secs())]
+    /// There is too little memory for a KV cache now.
+    #[error("the server rebuilds its KV cache after device memory ran out; try again in {} s", retry_after.as_secs())]
     Rebuilding {
-        /// When memory is looked for again.
+        /// When the next try is made.
         retry_after: Duration,
     },
     /// The engine sleeps, or is about to.
-    #[error("the server sleeps: its KV cache is given back until POST /wake_up")]
+    #[error("the server sleeps: it has no KV cache until POST /wake_up")]
     Asleep,
-    /// The engine finishes its last requests.
+    /// The engine drains.
     #[error("the server is shutting down")]
     ShuttingDown,
     /// The engine thread has ended by a defect.
     #[error("the engine is dead: {0}; restart the server")]
     Dead(String),
-    /// The id belongs to a request that is in; use [`EngineHandle::next_id`].
-    #[error("{0} is already in")]
+    /// The id belongs to another admitted request; use [`EngineHandle::next_id`].
+    #[error("{0} is in use")]
     DuplicateId(RequestId),
 }
 
-/// Why the engine does not sleep.
+/// Why the engine did not fall asleep.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SleepError {
-    /// Requests took longer than was waited for them.
+    /// Requests were still running after the timeout.
     #[error("{requests} requests still run; the server stays awake")]
     Busy {
-        /// Requests that are in.
+        /// Requests that still run or wait.
         requests: usize,
     },
-    /// It builds its state, already falls asleep, or ends.
+    /// It rebuilds its state, already falls asleep, or ends.
     #[error("the server cannot be put to sleep while it is {0}")]
     NotNow(Phase),
 }
 
-/// Why the engine is not awake.
+/// Why the engine did not wake up.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WakeError {
-    /// The state does not fit at the moment, or another process measures the device; it is tried again until it does.
+    /// The state does not fit now, or another process holds the device's lock; the engine keeps retrying.
     #[error("the server cannot wake yet, and tries again: {why}")]
     NoMemory {
-        /// What kept it from being built.
+        /// Why it could not be built.
         why: String,
-        /// When it is tried again.
+        /// When the next try is made.
         retry_after: Duration,
     },
     /// It builds its state already, falls asleep, or ends.
@@ -107,14 +107,13 @@ pub enum WakeError {
 /// How a drain ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drained {
-    /// Every request ran to its end.
+    /// Every request finished.
     Complete,
-    /// Time was up: this many requests were failed.
+    /// The timeout passed: this many requests were failed.
     Failed(usize),
 }
 
-/// The engine as seen by everybody else; clones share it. When the last handle and the last stream are dropped, the thread
-/// ends.
+/// A handle to the engine; clones share it. The thread ends when the last handle and the last stream are dropped.
 #[derive(Clone, Debug)]
 pub struct EngineHandle {
     link: Link,
@@ -124,10 +123,10 @@ pub struct EngineHandle {
 }
 
 impl EngineHandle {
-    /// Starts the thread over a state that the auto-profile proved, which came from `source`; there is no other way in.
+    /// Starts the thread with a state that the auto-profile proved; `source` built it and builds later ones.
     ///
     /// # Errors
-    /// Where the operating system gives no thread.
+    /// If the operating system cannot start a thread.
     pub fn spawn<S: Executor + 'static>(
         proved: Proved<S>,
         source: impl StateSource<S> + 'static,
@@ -175,7 +174,7 @@ impl EngineHandle {
         let shared = Arc::new(Shared::new(scheduler.stats(), limits, kv));
         let mut clock = Clock::default();
         clock.start(device_time);
-        // There from the first look on, where it is measured at all.
+        // Present from the first reading on, if it is measured at all.
         shared.lock().stats.device_time = clock.read(device_time);
         let link = Link {
             shared: Arc::clone(&shared),
@@ -212,12 +211,12 @@ impl EngineHandle {
         })
     }
 
-    /// What a request may ask for, with the KV cache in use.
+    /// Limits of requests with the current KV cache.
     pub fn limits(&self) -> Limits {
         self.link.shared.lock().limits
     }
 
-    /// The KV cache in use.
+    /// Size of the current KV cache.
     pub fn kv(&self) -> KvConfig {
         self.link.shared.lock().kv
     }
@@ -227,24 +226,24 @@ impl EngineHandle {
         self.capacity
     }
 
-    /// An id that no other request has.
+    /// A new request id.
     pub fn next_id(&self) -> RequestId {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Admits `request` or refuses it; never waits. Whoever asks tells a client of the refusal, which is counted.
+    /// Admits `request` or refuses it at once. A refusal is counted: the caller passes it on to a client.
     pub fn submit(&self, request: Request) -> Result<RequestStream, SubmitError> {
         self.offer(request).inspect_err(|error| self.turned_away(error))
     }
 
-    /// Somebody was told that his request is refused.
+    /// Counts a rejected request.
     pub fn turned_away(&self, error: &SubmitError) {
         if let SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. } = error {
             self.link.shared.lock().stats.refused += 1;
         }
     }
 
-    /// As [`Self::submit`], for whoever tries again by himself where there is no room.
+    /// As [`Self::submit`], for callers that retry when there is no room: refusals are not counted.
     pub fn offer(&self, request: Request) -> Result<RequestStream, SubmitError> {
         let id = request.id();
         let (sender, receiver) = unbounded_channel();
@@ -253,7 +252,7 @@ impl EngineHandle {
             match state.phase {
                 Phase::Running => {}
                 Phase::Rebuilding => {
-                    let retry_after = state.retry_in();
+                    let retry_after = state.retry_in(Instant::now());
                     return Err(SubmitError::Rebuilding { retry_after });
                 }
                 Phase::FallingAsleep | Phase::Asleep => return Err(SubmitError::Asleep),
@@ -266,7 +265,7 @@ impl EngineHandle {
             let (limit, held) = (self.capacity, state.held(request.tenant()));
             let left = limit.saturating_sub(state.clients.len());
             if left == 0 || held >= left.saturating_mul(SHARE) {
-                let retry_after = state.retry_after(state.stats.scheduler.waiting.max(1));
+                let retry_after = state.retry_after(state.stats.scheduler.waiting.max(1), Instant::now());
                 return Err(match left {
                     0 => SubmitError::QueueFull { limit, retry_after },
                     _ => SubmitError::ShareFull {
@@ -276,7 +275,7 @@ impl EngineHandle {
                     },
                 });
             }
-            state.enter(id, request.tenant(), sender);
+            state.enter(id, request.tenant(), sender, Instant::now());
             // Under the lock, so that requests reach the scheduler in the order in which they were admitted. If the thread
             // dies meanwhile, it fails every entered request.
             self.link.send(Command::Submit(request));
@@ -284,7 +283,7 @@ impl EngineHandle {
         Ok(RequestStream::new(id, receiver, self.link.clone()))
     }
 
-    /// What the engine did so far.
+    /// Counters of the engine.
     pub fn stats(&self) -> EngineStats {
         let state = self.link.shared.lock();
         EngineStats {
@@ -294,20 +293,19 @@ impl EngineHandle {
         }
     }
 
-    /// Whether the engine lives and moves.
+    /// Whether the engine is alive and makes progress.
     pub fn health(&self) -> Health {
-        self.link.shared.lock().health()
+        self.link.shared.lock().health(Instant::now())
     }
 
-    /// Ends when the engine thread has ended, for whatever reason; [`Self::health`] then says why.
+    /// Returns when the engine thread has ended, for whatever reason; see [`Self::health`].
     pub async fn ended(&self) {
         // The sender lives in `shared`, so waiting cannot fail.
         let _ = self.link.shared.ended.subscribe().wait_for(|&ended| ended).await;
     }
 
-    /// Ends when there has been work and no step has ended for `timeout`, or when a state that is built again has not come
-    /// further for as long. It looks several times within `timeout`; time in which nothing could move, because the whole
-    /// process was stopped, does not count.
+    /// Returns when there has been work and no step has ended for `timeout`, or a rebuild has made no progress for as long. It
+    /// checks several times within `timeout`; time in which the whole process was suspended does not count.
     pub async fn stalled(&self, timeout: Duration) -> Stall {
         let every = look_every(timeout);
         let mut patience = Patience::new(every, Instant::now());
@@ -321,19 +319,19 @@ impl EngineHandle {
         }
     }
 
-    /// Fails every request and accepts no more, whatever the thread does: it may hang for ever, and is not waited for.
+    /// Fails every request and accepts no more, without waiting for the thread, which may hang for ever.
     pub fn give_up(&self, why: &str) {
         let mut state = self.link.shared.lock();
         state.phase = Phase::Dead;
         state.last_error = Some(why.to_owned());
-        state.fail_all(&StepError::Failed(why.to_owned()));
+        state.fail_all(&StepError::Failed(why.to_owned()), Instant::now());
     }
 
-    /// Accepts nothing more, lets what is in finish for at most `timeout`, and gives the memory of the state back; weights
-    /// stay. Whoever is not asleep by then stays awake, and no request is cut off. Nothing happens to one that sleeps.
+    /// Accepts no more requests, waits up to `timeout` for admitted ones, and frees the state; weights stay. If requests still
+    /// run after `timeout`, the engine stays awake and none is cut off. Does nothing if it sleeps already.
     ///
     /// # Errors
-    /// [`SleepError`] where it does not sleep.
+    /// [`SleepError`] if it does not sleep then.
     pub async fn sleep(&self, timeout: Duration) -> Result<(), SleepError> {
         let (sender, mut asleep) = oneshot::channel();
         {
@@ -356,17 +354,17 @@ impl EngineHandle {
                 if let Some(requests) = self.link.shared.lock().stay_awake() {
                     return Err(SleepError::Busy { requests });
                 }
-                // It sleeps as soon as its memory is free, or it ends.
+                // No request is left: it sleeps as soon as its memory is free, or it ends.
                 asleep.await
             }
         };
         slept.map_err(|_| SleepError::NotNow(self.health().phase))
     }
 
-    /// Builds and proves a state again after a sleep, and accepts requests. Nothing happens to one that is awake.
+    /// Builds and proves a state after a sleep, and accepts requests again. Does nothing if it is awake.
     ///
     /// # Errors
-    /// [`WakeError::NoMemory`] if there is no room at the moment; the engine wakes by itself when there is.
+    /// [`WakeError::NoMemory`] if there is too little memory now; the engine keeps retrying.
     pub async fn wake(&self) -> Result<(), WakeError> {
         let (waker, awake) = oneshot::channel();
         {
@@ -388,8 +386,8 @@ impl EngineHandle {
         }
     }
 
-    /// Accepts nothing more and ends the thread once all that is in is done, or after `timeout`; whoever wants to know how
-    /// that went calls [`Self::drain`].
+    /// Accepts no more requests, and ends the thread once admitted ones are done, or after `timeout`. [`Self::drain`] also waits
+    /// for that.
     pub fn begin_drain(&self, timeout: Duration) {
         let mut state = self.link.shared.lock();
         if !matches!(state.phase, Phase::Stopped | Phase::Dead) {
@@ -399,16 +397,16 @@ impl EngineHandle {
         self.link.send(Command::Drain);
     }
 
-    /// Accepts nothing more, lets what is in finish for at most `timeout`, fails the rest and ends the thread. Returns soon
-    /// after `timeout` even if a step hangs.
+    /// Accepts no more requests, waits up to `timeout` for admitted ones, fails the rest and ends the thread. Returns soon after
+    /// `timeout` even if a step hangs.
     pub async fn drain(&self, timeout: Duration) -> Drained {
         self.begin_drain(timeout);
         if tokio::time::timeout(timeout, self.ended()).await.is_err() {
             self.link
                 .shared
                 .lock()
-                .fail_all(&StepError::Failed(SHUT_DOWN.into()));
-            // A thread that is not stuck in a step ends now.
+                .fail_all(&StepError::Failed(SHUT_DOWN.into()), Instant::now());
+            // The thread ends now unless a step hangs.
             let _ = tokio::time::timeout(GRACE, self.ended()).await;
         }
         match self.link.shared.lock().abandoned {
@@ -418,13 +416,13 @@ impl EngineHandle {
     }
 }
 
-/// Turns that others may have before a request that waits. More than a queue is long, so that priority counts for
-/// something; so few that they pass within minutes.
+/// Later requests that may be admitted before a waiting one. More than a queue is long, so that priorities matter; few enough
+/// that they pass within minutes.
 const PATIENCE: u64 = 1024;
 
-/// A tenant may have so many times as many requests in as there are places left: one alone takes all but a ninth, two
-/// take 8/17 each, and whoever comes finds a place (dynamic thresholds: Choudhury and Hahne 1998).
+/// A tenant may hold up to this many times the free places of the queue: one alone takes 8/9 of it, two take 8/17 each, and
+/// another one still finds a place (dynamic thresholds: Choudhury and Hahne 1998).
 const SHARE: usize = 8;
 
-/// How long a drain waits for the thread after its time was up.
+/// How long a drain waits for the thread after its timeout.
 const GRACE: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-/// Counts of observations by fixed upper bounds, as Prometheus has them.
+/// Counts of observations by fixed upper bounds: a Prometheus histogram.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Histogram {
     bounds: &'static [f64],

@@ -6,11 +6,11 @@
 //! - A step that runs out of device memory costs its own requests and the state: a new one is proved, at the same size or
 //!   what fits by then, and the other requests go on ([`StateSource`]). Sleep gives the state back and wakes the same way.
 //! - An error or a panic of the executor fails the requests of that step alone; [`EngineHandle::health`] shows it.
-//! - The tokens of constrained requests are chosen under masks, which are computed while the device computes the step that they
-//!   are for; other steps do not wait for them.
-//! - A step that never ends is seen ([`EngineHandle::stalled`]); nobody can make it end, but everybody can be told
+//! - Token masks of constrained requests are computed while the device computes the step that they are for; other steps do
+//!   not wait for them.
+//! - A step that never ends is detected ([`EngineHandle::stalled`]). It cannot be interrupted, but all requests can be failed
 //!   ([`EngineHandle::give_up`]).
-//! - The thread sleeps while there is nothing to do. Text is none of its business: it deals in tokens.
+//! - The thread sleeps while there is no work. It handles tokens only, never text.
 
 mod handle;
 mod histogram;

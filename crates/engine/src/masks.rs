@@ -9,12 +9,12 @@ use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterato
 /// Most threads: a mask takes some 50 us, and a step of hundreds of them takes milliseconds.
 const MAX_THREADS: usize = 16;
 
-/// Follows the constraints of requests and computes their masks, side by side. It has no threads before they are needed.
+/// Advances constraints and computes their masks in parallel. Threads start when they are first needed.
 #[derive(Debug, Default)]
 pub(crate) struct MaskPool(OnceLock<Option<ThreadPool>>);
 
 impl MaskPool {
-    /// Writes one mask for each guide; a request that has ended may choose what it likes.
+    /// Writes one mask for each guide; a request that has ended gets a mask that allows everything.
     pub(crate) fn fill(&self, guides: Vec<Option<&mut Guide>>, masks: &mut [&mut [u32]]) {
         let work: Vec<_> = guides.into_iter().zip(masks).collect();
         self.each(work, |(guide, mask)| match guide {
@@ -23,7 +23,7 @@ impl MaskPool {
         });
     }
 
-    /// Follows all constraints.
+    /// Advances all constraints.
     pub(crate) fn follow(&self, followers: Vec<Follow<'_>>) {
         self.each(followers, Follow::token);
     }
@@ -36,7 +36,7 @@ impl MaskPool {
         }
     }
 
-    /// `None` where one core, or a system that gives no threads, is all there is.
+    /// `None` if there is a single core, or the system gives no threads.
     fn threads(&self) -> Option<&ThreadPool> {
         let pool = self.0.get_or_init(|| {
             let threads = available_parallelism().map_or(1, usize::from).min(MAX_THREADS);

@@ -4,16 +4,16 @@ use plimsoll_core::{Component, Meters};
 
 use crate::StepShape;
 
-/// A step for which there was no device memory, and who had it.
+/// A step that ran out of device memory, and who held the memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutOfMemory {
     /// The step.
     pub shape: StepShape,
-    /// Bytes it asked for.
+    /// Bytes of the allocation that failed.
     pub requested: u64,
-    /// What they were for.
+    /// Component that the memory was for.
     pub component: Component,
-    /// The device at that moment.
+    /// The device's meters at that moment.
     pub meters: Meters,
     /// Bytes that other processes held when the server was ready.
     pub peers_at_ready: u64,

@@ -1,4 +1,4 @@
-//! Between two executors: the state is lost or was given back, and a new one is proved.
+//! Replaces the engine state after it was lost (out of memory) or freed (sleep).
 
 use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::stall::Activity;
 use crate::thread::EngineThread;
 use crate::{Phase, RebuildError};
 
-/// Until a state that did not fit is tried again, doubled each time up to the last.
+/// Delay before a state that did not fit is tried again; doubles up to [`LAST_RETRY`].
 pub(crate) const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(30);
 
@@ -24,8 +24,7 @@ enum Waited {
 }
 
 impl<E: Executor> EngineThread<E> {
-    /// A new state in place of one that ran out of memory; requests that were not in the step wait for it. `None` where the
-    /// engine is to end.
+    /// Replaces a state that ran out of memory; requests that were not in the failed step wait. `None` if the engine is to end.
     pub(crate) fn recover(&mut self) -> Result<Option<E>, ProfileError> {
         self.forget_kv();
         let executor = self.renew(None)?;
@@ -33,12 +32,12 @@ impl<E: Executor> EngineThread<E> {
         Ok(executor)
     }
 
-    /// Sleeps, without a state, until woken. `None` where the engine is to end.
+    /// Sleeps without a state until woken. `None` if the engine is to end.
     pub(crate) fn sleep(&mut self, sleeper: Sleeper) -> Result<Option<E>, ProfileError> {
         self.forget_kv();
         self.source.trim();
-        tracing::info!("asleep: the memory of KV cache and steps is given back, weights stay");
-        // A client that is gone asked for it nevertheless.
+        tracing::info!("asleep: the memory of the KV cache and of steps is freed, the weights stay");
+        // The caller may have disconnected.
         let _ = sleeper.asleep.send(());
         let Waited::Woken(waker) = self.wait(None) else {
             return Ok(None);
@@ -48,11 +47,11 @@ impl<E: Executor> EngineThread<E> {
         Ok(executor)
     }
 
-    /// Who waits until the engine sleeps, if it is still to sleep; from here on it does.
+    /// Begins to sleep if that is still wanted, and returns who waits for it.
     pub(crate) fn take_sleeper(&mut self) -> Option<Sleeper> {
         let sleeper = self.sleeper.take()?;
         let mut state = self.shared.lock();
-        // Whoever asked may have lost patience; until the command of who asked after that is here, requests may be before it.
+        // The caller may have given up and another one may have asked: wait for that one's command, requests may come before it.
         let asked = state.phase == Phase::FallingAsleep && state.sleep_attempts == sleeper.attempt;
         asked.then(|| {
             state.phase = Phase::Asleep;
@@ -60,12 +59,12 @@ impl<E: Executor> EngineThread<E> {
         })
     }
 
-    /// Tries until a state is proved. `None` where the engine is to end; an error where trying again would not help.
+    /// Retries until a state is proved. `None` if the engine is to end; an error if a retry would not help.
     fn renew(&mut self, mut waker: Option<Waker>) -> Result<Option<E>, ProfileError> {
         let began = Instant::now();
         let mut pause = FIRST_RETRY;
         loop {
-            // Also obeys what came meanwhile.
+            // Handles commands that arrived in the meantime.
             if let Waited::Stop = self.wait(Some(Instant::now())) {
                 return Ok(None);
             }
@@ -75,7 +74,7 @@ impl<E: Executor> EngineThread<E> {
                     tracing::info!(
                         tokens = self.kv.capacity_tokens(),
                         seconds = began.elapsed().as_secs_f64(),
-                        "the state is built again and proved"
+                        "the state is rebuilt and proved"
                     );
                     if let Some(waker) = waker {
                         let _ = waker.send(Ok(()));
@@ -87,7 +86,7 @@ impl<E: Executor> EngineThread<E> {
             };
             tracing::warn!(
                 retry_seconds = pause.as_secs_f64(),
-                "the state cannot be built again: {why}"
+                "the state cannot be rebuilt: {why}"
             );
             if let Some(waker) = waker.take() {
                 let _ = waker.send(Err(why.clone()));
@@ -107,7 +106,7 @@ impl<E: Executor> EngineThread<E> {
         }
     }
 
-    /// One try. Whoever waits since `began` is not kept longer by one that takes long.
+    /// One try. Requests that have waited since `began` are failed in time even if it takes long.
     fn rebuild(&mut self, began: Instant) -> Result<Proved<E>, RebuildError> {
         let Self {
             source,
@@ -129,13 +128,13 @@ impl<E: Executor> EngineThread<E> {
         built
     }
 
-    /// The KV cache is gone, and with it what requests had in it.
+    /// Drops all KV; requests wait to be computed again.
     fn forget_kv(&mut self) {
         let events = self.scheduler.reset(self.kv);
         self.deliver(events);
     }
 
-    /// Serves with a new state from here on.
+    /// Switches to a new state.
     fn take_over(&mut self, proved: Proved<E>) -> E {
         let ProvedParts {
             state: executor,
@@ -152,7 +151,7 @@ impl<E: Executor> EngineThread<E> {
             state.limits.kv_capacity_tokens = config.kv.capacity_tokens();
             state.outage = None;
             state.retry_at = None;
-            state.restart_progress();
+            state.restart_progress(Instant::now());
             if state.phase == Phase::Rebuilding {
                 state.phase = Phase::Running;
             }
@@ -162,7 +161,7 @@ impl<E: Executor> EngineThread<E> {
         executor
     }
 
-    /// Obeys commands until `until`, or for ever, but no longer than the engine is to live.
+    /// Handles commands until `until` (`None`: for ever), or until the engine is to end.
     fn wait(&mut self, until: Option<Instant>) -> Waited {
         loop {
             let received = match self.commands.try_recv() {
@@ -195,7 +194,7 @@ impl<E: Executor> EngineThread<E> {
     }
 }
 
-/// Nobody waits for memory for ever.
+/// Fails all waiting requests.
 fn turn_away(scheduler: &mut Scheduler, shared: &Shared, patience: Duration) {
     let error = StepError::NoState { patience };
     let events = scheduler.fail_all(&error);

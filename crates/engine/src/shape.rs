@@ -3,14 +3,14 @@ use std::fmt;
 
 use plimsoll_core::{SamplingParams, StepPlan};
 
-/// What a step was made of, to tell it from others in a log.
+/// Summary of a step for logs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepShape {
     /// Requests in the step.
     pub rows: usize,
     /// Tokens it computed.
     pub tokens: usize,
-    /// Tokens of its longest request, those before the step included.
+    /// Longest context: tokens of one request, those before the step included.
     pub longest_context: usize,
     /// Kinds of sampling, sorted: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`, `mask`; and `prompt_logprobs`.
     pub sampling: BTreeSet<&'static str>,

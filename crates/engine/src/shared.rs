@@ -10,7 +10,7 @@ use tokio::sync::{mpsc::UnboundedSender, oneshot, watch};
 use crate::stall::{Activity, CurrentActivity, Stall, StepInFlight};
 use crate::{EngineStats, Health, Histogram, OutOfMemory, Phase};
 
-/// What the engine thread is told.
+/// Commands to the engine thread.
 #[derive(Debug)]
 pub(crate) enum Command {
     Submit(Request),
@@ -22,18 +22,18 @@ pub(crate) enum Command {
     Wake(Waker),
 }
 
-/// Hears when the engine sleeps.
+/// A caller that waits for the engine to sleep.
 #[derive(Debug)]
 pub(crate) struct Sleeper {
-    /// Of [`State::fall_asleep`]: one that lost patience must not answer for the next.
+    /// From [`State::fall_asleep`]: tells an attempt that timed out from the next one.
     pub(crate) attempt: u64,
     pub(crate) asleep: oneshot::Sender<()>,
 }
 
-/// Hears whether the engine woke, or why it has not yet.
+/// Reports whether the engine woke, or why it could not yet.
 pub(crate) type Waker = oneshot::Sender<Result<(), String>>;
 
-/// How handles and streams reach the thread, which ends when the last link is dropped.
+/// Connects handles and streams with the thread, which ends when the last link is dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct Link {
     pub(crate) shared: Arc<Shared>,
@@ -41,7 +41,7 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// A thread that is gone has failed all requests and needs no command.
+    /// Ignores a thread that has ended: it has failed all requests.
     pub(crate) fn send(&self, command: Command) {
         let _ = self.commands.send(command);
     }
@@ -53,14 +53,14 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     /// What the thread works on.
     pub(crate) activity: CurrentActivity,
-    /// Tells whoever waits that the thread has ended.
+    /// Becomes true when the thread has ended.
     pub(crate) ended: watch::Sender<bool>,
 }
 
-/// Who waits for the events of a request.
+/// Receiver of the events of one request.
 #[derive(Debug)]
 pub(crate) struct Client {
-    /// Each with when it was sent: who reads it may be late.
+    /// Events with the time they were sent: they may be read later.
     events: UnboundedSender<(Instant, Event)>,
     tenant: TenantId,
 }
@@ -68,20 +68,20 @@ pub(crate) struct Client {
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) phase: Phase,
-    /// What requests may ask for, with the KV cache in use.
+    /// Limits of requests with the current KV cache.
     pub(crate) limits: Limits,
     pub(crate) kv: KvConfig,
-    /// While there is no state for want of memory: why.
+    /// Why there is no state, while memory is missing.
     pub(crate) outage: Option<String>,
     /// When it is tried again.
     pub(crate) retry_at: Option<Instant>,
-    /// How often it was told to sleep.
+    /// Number of sleep attempts.
     pub(crate) sleep_attempts: u64,
-    /// While draining: when what is left is failed.
+    /// While draining: when the remaining requests are failed.
     pub(crate) deadline: Option<Instant>,
-    /// As many as requests are in.
+    /// One for each admitted request.
     pub(crate) clients: HashMap<RequestId, Client>,
-    /// How many of them each tenant has, where tenants are told apart.
+    /// Requests of each tenant, if tenants are distinguished.
     tenants: HashMap<TenantId, usize>,
     pub(crate) stats: EngineStats,
     /// Requests that [`Self::fail_all`] ended.
@@ -90,12 +90,12 @@ pub(crate) struct State {
     pub(crate) last_error: Option<String>,
     step_began: Option<Instant>,
     step_ended: Option<Instant>,
-    /// Begun and not ended, oldest first.
+    /// Steps in flight, oldest first.
     steps: VecDeque<StepInFlight>,
     busy_since: Option<Instant>,
-    /// While a state is built again: when that last moved.
+    /// While a state is rebuilt: time of the last progress.
     pub(crate) built: Option<Instant>,
-    /// When the latest requests of this busy time left, for the estimate of how fast the queue moves.
+    /// When the latest requests of this busy period ended, to estimate how fast the queue moves.
     departures: VecDeque<Instant>,
 }
 
@@ -109,7 +109,7 @@ const STEP_TOKENS: &[f64] = &[
 ];
 /// Batch sizes: powers of two, as the graphs of decode steps have them.
 const STEP_REQUESTS: &[f64] = &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0];
-/// Departures that the estimate of throughput looks back on.
+/// Departures that the estimate of throughput uses.
 const DEPARTURES: usize = 32;
 
 impl Shared {
@@ -159,33 +159,34 @@ impl Shared {
         }
     }
 
-    /// A panic elsewhere leaves the state usable: every critical section is a few plain assignments.
+    /// The state stays valid if another thread panics: every critical section is a few plain assignments.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands out events that no step made.
+    /// Delivers events outside a step.
     pub(crate) fn deliver(&self, scheduler: SchedulerStats, events: Vec<(RequestId, Event)>) {
         let mut state = self.lock();
         state.stats.scheduler = scheduler;
-        state.deliver(events);
+        state.deliver(events, Instant::now());
     }
 }
 
 impl State {
-    /// Requests of `tenant`; 0 where nobody is told apart.
+    /// Requests of `tenant`; 0 if tenants are not distinguished.
     pub(crate) fn held(&self, tenant: TenantId) -> usize {
         self.tenants.get(&tenant).copied().unwrap_or(0)
     }
 
-    /// Enters a request.
+    /// Adds a request.
     pub(crate) fn enter(
         &mut self,
         id: RequestId,
         tenant: TenantId,
         events: UnboundedSender<(Instant, Event)>,
+        now: Instant,
     ) {
-        self.busy_since.get_or_insert_with(Instant::now);
+        self.busy_since.get_or_insert(now);
         self.clients.insert(id, Client { events, tenant });
         if tenant != TenantId::default() {
             *self.tenants.entry(tenant).or_default() += 1;
@@ -193,13 +194,12 @@ impl State {
         self.stats.submitted += 1;
     }
 
-    /// Sends each event to its client; the last one ends the request here too.
-    pub(crate) fn deliver(&mut self, events: Vec<(RequestId, Event)>) {
-        let now = Instant::now();
+    /// Sends each event to its client; the last one also removes the request.
+    pub(crate) fn deliver(&mut self, events: Vec<(RequestId, Event)>, now: Instant) {
         for (id, event) in events {
-            // A client that is gone has dropped its stream, which is no error.
+            // Sending fails if the client dropped its stream, which is no error.
             if is_last(&event) {
-                if let Some(client) = self.leave(id) {
+                if let Some(client) = self.leave(id, now) {
                     let _ = client.events.send((now, event));
                 }
             } else if let Some(client) = self.clients.get(&id) {
@@ -209,7 +209,7 @@ impl State {
     }
 
     /// Ends a request without an event.
-    pub(crate) fn leave(&mut self, id: RequestId) -> Option<Client> {
+    pub(crate) fn leave(&mut self, id: RequestId, now: Instant) -> Option<Client> {
         let client = self.clients.remove(&id)?;
         if let Entry::Occupied(mut held) = self.tenants.entry(client.tenant) {
             *held.get_mut() -= 1;
@@ -217,36 +217,42 @@ impl State {
                 held.remove();
             }
         }
-        self.departures.push_back(Instant::now());
+        self.departures.push_back(now);
         if self.departures.len() > DEPARTURES {
             self.departures.pop_front();
         }
         if self.clients.is_empty() {
             self.busy_since = None;
-            // An idle time says nothing about the speed of the next busy one.
+            // An idle period says nothing about the speed of the next busy one.
             self.departures.clear();
         }
         Some(client)
     }
 
     /// Ends every request with `error`.
-    pub(crate) fn fail_all(&mut self, error: &StepError) {
+    pub(crate) fn fail_all(&mut self, error: &StepError, now: Instant) {
         self.busy_since = None;
         self.abandoned += self.clients.len();
         self.tenants.clear();
         for (_, client) in self.clients.drain() {
-            let _ = client.events.send((Instant::now(), Event::Failed(error.clone())));
+            let _ = client.events.send((now, Event::Failed(error.clone())));
         }
     }
 
-    pub(crate) fn begin_step(&mut self, plan: &StepPlan) {
-        self.step_began.get_or_insert_with(Instant::now);
+    pub(crate) fn begin_step(&mut self, plan: &StepPlan, now: Instant) {
+        self.step_began.get_or_insert(now);
         self.steps.push_back(plan.into());
     }
 
     /// Ends a step of `tokens` tokens; with `more` behind it, the next begins now.
-    pub(crate) fn end_step(&mut self, step: u64, tokens: usize, more: bool, failure: Option<String>) {
-        let now = Instant::now();
+    pub(crate) fn end_step(
+        &mut self,
+        step: u64,
+        tokens: usize,
+        more: bool,
+        failure: Option<String>,
+        now: Instant,
+    ) {
         self.steps.retain(|begun| begun.step != step);
         if let Some(began) = self.step_began.take() {
             self.stats.step_seconds.observe((now - began).as_secs_f64());
@@ -264,13 +270,13 @@ impl State {
         }
     }
 
-    /// When the engine last moved; `None` where there is no work.
+    /// Time of the last progress; `None` if there is no work.
     fn progress(&self) -> Option<Instant> {
         let busy = self.busy_since?;
         Some(self.step_ended.map_or(busy, |step| step.max(busy)))
     }
 
-    /// The same for one that may be building its state. Between two tries to build it nothing is to move.
+    /// The same, also while a state is built. `None` between two tries to build it.
     pub(crate) fn movement(&self) -> Option<Instant> {
         match self.phase {
             Phase::Rebuilding => self.built,
@@ -279,7 +285,7 @@ impl State {
         }
     }
 
-    /// What there is to say about an engine that has not moved for so long.
+    /// Describes an engine that has made no progress for `waited`.
     pub(crate) fn stall(&self, waited: Duration, activity: Activity) -> Stall {
         Stall {
             phase: self.phase,
@@ -291,49 +297,48 @@ impl State {
         }
     }
 
-    pub(crate) fn health(&self) -> Health {
+    pub(crate) fn health(&self, now: Instant) -> Health {
+        let since = |at: Instant| now.saturating_duration_since(at);
         Health {
             phase: self.phase,
-            last_step_age: self.step_ended.map(|at| at.elapsed()),
-            step_in_progress: self.step_began.map(|at| at.elapsed()),
-            stalled_for: self.movement().map(|at| at.elapsed()),
+            last_step_age: self.step_ended.map(since),
+            step_in_progress: self.step_began.map(since),
+            stalled_for: self.movement().map(since),
             failures_in_a_row: self.failures_in_a_row,
             last_error: self.last_error.clone(),
             outage: self.outage.clone(),
-            retry_after: self.retry_in(),
+            retry_after: self.retry_in(now),
         }
     }
 
-    /// How long until a state is tried again, at least a second.
-    pub(crate) fn retry_in(&self) -> Duration {
-        let left = self
-            .retry_at
-            .map(|at| at.saturating_duration_since(Instant::now()));
+    /// Time until a state is tried again, at least a second.
+    pub(crate) fn retry_in(&self, now: Instant) -> Duration {
+        let left = self.retry_at.map(|at| at.saturating_duration_since(now));
         left.unwrap_or_default().max(MIN_RETRY)
     }
 
     /// A step ran out of memory: there is no state until another is proved.
-    pub(crate) fn lose_state(&mut self, outage: OutOfMemory) {
+    pub(crate) fn lose_state(&mut self, outage: OutOfMemory, now: Instant) {
         if self.phase == Phase::Running {
             self.phase = Phase::Rebuilding;
         }
-        // Until another is built, to free this one is what moves.
-        self.built = Some(Instant::now());
+        // Freeing the lost state counts as progress of the rebuild.
+        self.built = Some(now);
         self.outage = Some(format!(
-            "a step ran out of device memory: {} bytes for {} were not there",
+            "a step ran out of device memory: an allocation of {} bytes for {} failed",
             outage.requested, outage.component
         ));
         self.stats.last_oom = Some(Arc::new(outage));
     }
 
-    /// Accepts nothing more, and returns which sleep it is that begins once nothing is left.
+    /// Accepts no more requests; returns the number of this sleep attempt.
     pub(crate) fn fall_asleep(&mut self) -> u64 {
         self.phase = Phase::FallingAsleep;
         self.sleep_attempts += 1;
         self.sleep_attempts
     }
 
-    /// Takes a sleep back that has not begun, where requests are in: how many.
+    /// Cancels a sleep that has not begun; returns how many requests are still in.
     pub(crate) fn stay_awake(&mut self) -> Option<usize> {
         if self.phase != Phase::FallingAsleep {
             return None;
@@ -345,15 +350,15 @@ impl State {
         Some(self.clients.len())
     }
 
-    /// Nobody could have seen progress before now.
-    pub(crate) fn restart_progress(&mut self) {
-        self.busy_since = self.busy_since.map(|_| Instant::now());
+    /// Progress counts from now on.
+    pub(crate) fn restart_progress(&mut self, now: Instant) {
+        self.busy_since = self.busy_since.map(|_| now);
     }
 
-    /// When a client that finds `waiting` requests in the queue should come back: when, at the present rate of departures,
-    /// these have been admitted.
-    pub(crate) fn retry_after(&self, waiting: usize) -> Duration {
-        // Early in a busy time it counts from its beginning, later from the oldest departure that is remembered.
+    /// When a client that finds `waiting` requests in the queue should retry: when these will have been admitted, at the current
+    /// rate of departures.
+    pub(crate) fn retry_after(&self, waiting: usize, now: Instant) -> Duration {
+        // Counts from the beginning of the busy period, or from the oldest departure recorded.
         let (since, departures) = match self.departures.len() {
             DEPARTURES => (self.departures.front().copied(), DEPARTURES - 1),
             fewer => (self.busy_since, fewer),
@@ -361,7 +366,7 @@ impl State {
         let (Some(since), 1..) = (since, departures) else {
             return MIN_RETRY;
         };
-        let per_departure = since.elapsed() / departures as u32;
+        let per_departure = now.saturating_duration_since(since) / departures as u32;
         per_departure
             .saturating_mul(waiting as u32)
             .clamp(MIN_RETRY, MAX_RETRY)
@@ -377,7 +382,7 @@ pub(crate) fn is_last(event: &Event) -> bool {
     }
 }
 
-/// What requests hear that a shutdown cuts off.
+/// Error of requests that a shutdown cuts off.
 pub(crate) const SHUT_DOWN: &str = "the server shut down before the request was done";
 
 const MIN_RETRY: Duration = Duration::from_secs(1);
@@ -385,12 +390,15 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_core::BlockSize;
+    use plimsoll_core::{BlockSize, CacheGroups};
+    use tokio::sync::mpsc::unbounded_channel;
 
     use super::*;
+    use crate::stall::Patience;
 
-    #[test]
-    fn retry_after_follows_the_rate_of_departures() {
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn shared() -> Shared {
         let limits = Limits {
             max_model_len: 1,
             kv_capacity_tokens: 16,
@@ -399,18 +407,58 @@ mod tests {
         let kv = KvConfig {
             block_size: BlockSize::default(),
             num_pages: 1,
-            groups: plimsoll_core::CacheGroups::default(),
+            groups: CacheGroups::default(),
         };
-        let shared = Shared::new(SchedulerStats::default(), limits, kv);
+        Shared::new(SchedulerStats::default(), limits, kv)
+    }
+
+    #[test]
+    fn retry_after_follows_the_rate_of_departures() {
+        let shared = shared();
         let mut state = shared.lock();
-        assert_eq!(state.retry_after(100), MIN_RETRY, "nothing is known");
-        state.busy_since = Some(Instant::now() - Duration::from_secs(20));
-        state.departures.extend([Instant::now(); 10]);
-        // One leaves every 2 s.
-        assert_eq!(state.retry_after(4).as_secs(), 8);
-        assert_eq!(state.retry_after(100), MAX_RETRY);
-        // With a full memory the beginning does not count.
-        state.departures = vec![Instant::now() - Duration::from_secs(31); DEPARTURES].into();
-        assert_eq!(state.retry_after(4).as_secs(), 4);
+        let start = Instant::now();
+        let now = start + 31 * SECOND;
+        assert_eq!(state.retry_after(100, now), MIN_RETRY, "nothing is known");
+        state.busy_since = Some(now - 20 * SECOND);
+        state.departures.extend([now; 10]);
+        // One request leaves every 2 s.
+        assert_eq!(state.retry_after(4, now).as_secs(), 8);
+        assert_eq!(state.retry_after(100, now), MAX_RETRY);
+        // Once all departures are recorded, the beginning does not count.
+        state.departures = vec![start; DEPARTURES].into();
+        assert_eq!(state.retry_after(4, now).as_secs(), 4);
+    }
+
+    #[test]
+    fn slow_steps_and_idle_periods_are_no_stall() {
+        let shared = shared();
+        let mut state = shared.lock();
+        let start = Instant::now();
+        let mut patience = Patience::new(SECOND, start);
+        let (sender, _events) = unbounded_channel();
+        state.enter(RequestId(0), TenantId::default(), sender, start);
+        let mut now = start;
+        let mut check = |state: &mut State, passed: u32, longest: u32| {
+            for _ in 0..passed {
+                now += SECOND;
+                assert!(patience.look(state.movement(), now) <= longest * SECOND);
+            }
+            now
+        };
+        // Steps of 3 s, for ten times as long as a single one may take.
+        for step in 0..10 {
+            let plan = StepPlan {
+                step,
+                ..StepPlan::default()
+            };
+            let began = check(&mut state, 0, 0);
+            state.begin_step(&plan, began);
+            let ended = check(&mut state, 3, 3);
+            state.end_step(step, 1, false, None, ended);
+        }
+        let now = check(&mut state, 1, 1);
+        state.leave(RequestId(0), now);
+        // Idle.
+        check(&mut state, 100, 0);
     }
 }

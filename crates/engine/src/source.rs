@@ -1,37 +1,36 @@
 use plimsoll_core::Meters;
 use plimsoll_profiler::{ProfileError, Proved};
 
-/// What the engine asks of the device besides steps: how its memory stands, and a new state in place of one that is lost or
-/// was given back.
+/// What the engine needs of the device besides steps: memory meters, and a new state after one was lost or freed.
 pub trait StateSource<S>: Send {
-    /// Highest bytes of the device that this process held since the state in use was proved. Read after every step, so from
-    /// an account of the process's own, without a call of the driver.
+    /// Most device bytes that this process held since the current state was proved. Read after every step, so it must come
+    /// from the process's own account, without a driver call.
     fn high_water(&self) -> u64;
 
-    /// The same while the worst steps ran, without the canary: serving shall stay at or below it.
+    /// The same during the worst steps, without the canary: serving must not exceed it.
     fn proved_peak(&self) -> u64;
 
-    /// The device's meters, neighbours included. Not read while all is well.
+    /// The device's meters, other processes included. Read only after failures.
     fn meters(&self) -> Meters;
 
-    /// Waits for the device and returns what allocators hold without using it.
+    /// Waits for the device, then frees memory that allocators hold without using it.
     fn trim(&mut self);
 
-    /// Builds a state of the size of the start, or of what fits by now, and proves it. The former state is dropped by then.
-    /// That may take long: `meanwhile` is to be called at every step, and while memory and graphs are made.
+    /// Builds and proves a state of the size of the start, or of what fits now. The former state was dropped before. This may
+    /// take long: implementations call `meanwhile` at every step, and while memory is allocated and graphs are captured.
     ///
     /// # Errors
-    /// [`RebuildError`]; nothing is held by then.
+    /// [`RebuildError`]; all memory of the attempt is freed by then.
     fn rebuild(&mut self, meanwhile: &mut dyn FnMut()) -> Result<Proved<S>, RebuildError>;
 }
 
 /// Why there is no new state.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum RebuildError {
-    /// There is too little memory, or another process measures it: that may change.
+    /// There is too little memory, or another process holds the device's lock: a later try may succeed.
     #[error("{0}")]
     NotNow(String),
-    /// The next try would end the same way.
+    /// A defect: the next try would fail too.
     #[error(transparent)]
     Defect(ProfileError),
 }

@@ -1,4 +1,4 @@
-//! Work that does not move: what is in the step that does not end, and how long nobody has seen one end.
+//! Detects steps that never end, and describes them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -17,9 +17,9 @@ pub struct StepInFlight {
     pub rows: usize,
     /// Tokens of prompts that it computes.
     pub prefill_tokens: usize,
-    /// Tokens that it computes because they were generated before.
+    /// Generated tokens that it computes.
     pub decode_tokens: usize,
-    /// Tokens of its longest request, those before the step included.
+    /// Longest context: tokens of one request, those before the step included.
     pub longest_context: usize,
 }
 
@@ -56,7 +56,7 @@ impl fmt::Display for StepInFlight {
     }
 }
 
-/// What the engine thread works on.
+/// What the engine thread is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Activity {
@@ -93,7 +93,7 @@ impl Activity {
     }
 }
 
-/// Where the engine thread last said that it is: written a few times per step, read when something hangs.
+/// What the engine thread is doing, as it last recorded: written a few times per step, read when a step hangs.
 #[derive(Debug)]
 pub(crate) struct CurrentActivity(AtomicU8);
 
@@ -116,12 +116,12 @@ impl CurrentActivity {
     }
 }
 
-/// An engine that has work and does not move.
+/// An engine that has work and makes no progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stall {
-    /// Where the engine stands in its life.
+    /// Phase of the engine's life.
     pub phase: Phase,
-    /// What its thread works on.
+    /// What its thread is doing.
     pub activity: Activity,
     /// How long there has been no progress.
     pub waited: Duration,
@@ -158,13 +158,13 @@ impl fmt::Display for Stall {
     }
 }
 
-/// How often progress is looked for while it is missing.
+/// How often to check for progress.
 pub(crate) fn look_every(timeout: Duration) -> Duration {
     (timeout / 20).clamp(Duration::from_millis(5), Duration::from_secs(1))
 }
 
-/// Counts the time without progress. Time in which nobody looked, because the whole process or its machine stood still,
-/// counts as one look: the engine could not move either.
+/// Measures the time without progress. If the whole process or its machine was suspended between two checks, that time
+/// counts as one interval: the engine could not make progress either.
 #[derive(Debug)]
 pub(crate) struct Patience {
     every: Duration,
@@ -183,12 +183,12 @@ impl Patience {
         }
     }
 
-    /// How long the last `progress` has been the same. `None`: there is nothing to do.
+    /// How long `progress`, the time of the last progress, has not changed. `None`: there is no work.
     pub(crate) fn look(&mut self, progress: Option<Instant>, now: Instant) -> Duration {
         let passed = now.saturating_duration_since(self.looked).min(2 * self.every);
         self.waited = match progress {
             Some(_) if progress == self.progress => self.waited + passed,
-            // Part of this look.
+            // Progress within this interval.
             Some(at) => now.saturating_duration_since(at).min(passed),
             None => Duration::ZERO,
         };
@@ -212,12 +212,12 @@ mod tests {
             let progress = progress.map(|seconds| start + SECOND * seconds);
             patience.look(progress, start + SECOND * seconds).as_secs()
         };
-        // Idle, then work at 2 that does not move.
+        // Idle, then work at 2 that makes no progress.
         assert_eq!((at(1, None), at(2, None)), (0, 0));
         assert_eq!((at(3, Some(2)), at(4, Some(2)), at(5, Some(2))), (1, 2, 3));
         // A step ended.
         assert_eq!((at(6, Some(6)), at(7, Some(6))), (0, 1));
-        // Slow, but moving.
+        // Slow, but with progress.
         for second in 8..20 {
             assert!(at(second, Some(second - second % 2)) <= 1);
         }
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(
             patience.look(Some(start), start + 1000 * SECOND),
             3 * SECOND,
-            "one long look"
+            "one long interval"
         );
         assert_eq!(patience.look(Some(start), start + 1001 * SECOND), 4 * SECOND);
     }

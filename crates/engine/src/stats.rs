@@ -7,14 +7,14 @@ use plimsoll_scheduler::SchedulerStats;
 
 use crate::{Histogram, OutOfMemory};
 
-/// What the engine did so far; a copy, cheap to take.
+/// Counters of the engine; a copy, cheap to take.
 #[derive(Clone, Debug)]
 pub struct EngineStats {
     /// Queue, KV cache, preemptions, prefix cache, tokens, as of the last time that a request was admitted or a step ended.
     pub scheduler: SchedulerStats,
     /// Requests admitted and not yet ended.
     pub in_flight: usize,
-    /// Steps that ended well.
+    /// Steps that succeeded.
     pub steps: u64,
     /// Steps that failed.
     pub failed_steps: u64,
@@ -28,8 +28,8 @@ pub struct EngineStats {
     pub step_tokens: Histogram,
     /// Requests in each step: the batch size.
     pub step_requests: Histogram,
-    /// Times that the memory held rose above the peak that was proved, or above the last such rise, and steps that failed
-    /// because they needed more scratch than was proved.
+    /// Steps that raised the memory held above the proved peak (or above the last such rise), or failed because they needed
+    /// more scratch than was proved.
     pub high_water_above_proof: u64,
     /// States that were built again after a step ran out of device memory.
     pub rebuilds_oom: u64,
@@ -37,28 +37,28 @@ pub struct EngineStats {
     pub rebuilds_wake: u64,
     /// The latest step that ran out of device memory.
     pub last_oom: Option<Arc<OutOfMemory>>,
-    /// How the device spent its time since the engine started, if it works on its own.
+    /// Busy and idle time of the device since the engine started, if it works asynchronously.
     pub device_time: Option<DeviceTime>,
-    /// What became of what was said about the prefix cache, if anybody listens.
+    /// Delivered and dropped batches of prefix cache events, if a listener is set.
     pub cache_events: Option<CacheEventCounts>,
 }
 
-/// Where the engine stands in its life.
+/// Phase of the engine's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Accepts requests.
     Running,
-    /// Has no state for want of memory, or just woke: builds one and accepts nothing.
+    /// Builds a state after an out of memory or a wake-up; accepts no requests.
     Rebuilding,
-    /// Finishes what it has to sleep then, and accepts nothing.
+    /// Finishes its requests before it sleeps; accepts no more.
     FallingAsleep,
-    /// Has given its memory back and accepts nothing.
+    /// Has freed its state; accepts no requests.
     Asleep,
-    /// Finishes what it has and accepts nothing.
+    /// Finishes its requests; accepts no more.
     Draining,
-    /// Ended as asked.
+    /// Ended after a drain.
     Stopped,
-    /// The thread ended by a defect; nothing is served any more.
+    /// The thread ended by a defect; only a restart helps.
     Dead,
 }
 
@@ -76,30 +76,29 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Whether the engine lives and moves.
+/// Whether the engine is alive and makes progress.
 #[derive(Clone, Debug)]
 pub struct Health {
-    /// Where the engine stands in its life.
+    /// Phase of the engine's life.
     pub phase: Phase,
     /// Since the last step ended; `None` before the first.
     pub last_step_age: Option<Duration>,
     /// Since the step that is being executed began.
     pub step_in_progress: Option<Duration>,
-    /// For how long there has been work and no step has ended, or a state that is built again has not come further; `None`
-    /// where nothing is to move.
+    /// How long there has been work without a finished step, or a rebuild without progress; `None` if there is nothing to do.
     pub stalled_for: Option<Duration>,
-    /// Steps that failed since the last one that ended well.
+    /// Steps that failed since the last success.
     pub failures_in_a_row: u64,
-    /// What the last failed step, or the engine's death, said.
+    /// Error of the last failed step, or of the engine's death.
     pub last_error: Option<String>,
-    /// Why there is no state, while there is none for want of memory.
+    /// Why there is no state, while memory is missing.
     pub outage: Option<String>,
     /// When a refused client may try again.
     pub retry_after: Duration,
 }
 
 impl Health {
-    /// True where requests are accepted, and those that are in have seen progress within `patience`.
+    /// True if requests are accepted, and admitted ones made progress within `patience`.
     pub fn is_moving(&self, patience: Duration) -> bool {
         self.phase == Phase::Running && self.stalled_for.is_none_or(|stalled| stalled < patience)
     }

@@ -8,14 +8,14 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::shared::{Command, Link, is_last};
 
-/// The events of one request. It always ends: with a token or a scored prompt that has `finish`, with a vector, or with
-/// `Failed`. Dropping it before cancels the request.
+/// The events of one request. The last one is a token or a scored prompt with `finish`, an embedding, or `Failed`.
+/// Dropping the stream earlier cancels the request.
 #[derive(Debug)]
 pub struct RequestStream {
     id: RequestId,
     events: UnboundedReceiver<(Instant, Event)>,
     link: Link,
-    /// When the event that was read last was sent.
+    /// When the last event read was sent.
     sent: Instant,
     ended: bool,
 }
@@ -31,17 +31,17 @@ impl RequestStream {
         }
     }
 
-    /// The request's name.
+    /// The request's id.
     pub fn id(&self) -> RequestId {
         self.id
     }
 
-    /// When the engine sent the event that was read last, however late that was; before the first, when the request was made.
+    /// When the engine sent the last event read, however late it was read; before the first event, when the stream was made.
     pub fn sent(&self) -> Instant {
         self.sent
     }
 
-    /// Events that the engine has sent and nobody has read.
+    /// Events sent and not yet read.
     pub fn unread(&self) -> usize {
         self.events.len()
     }

@@ -17,48 +17,48 @@ use crate::shared::{Command, SHUT_DOWN, Shared, Sleeper};
 use crate::stall::Activity;
 use crate::{OutOfMemory, Phase, StateSource, StepShape};
 
-/// What the engine thread owns besides the executor: nobody else touches the scheduler.
+/// State of the engine thread besides the executor. It alone uses the scheduler.
 pub(crate) struct EngineThread<E> {
     pub(crate) scheduler: Scheduler,
     pub(crate) source: Box<dyn StateSource<E>>,
     pub(crate) kv: KvConfig,
     pub(crate) commands: Receiver<Command>,
     pub(crate) shared: Arc<Shared>,
-    /// Launched and not finished, oldest first.
+    /// Plans in flight, oldest first.
     pub(crate) in_flight: VecDeque<StepPlan>,
-    /// Most steps in flight, at least 1.
+    /// Maximum number of steps in flight, at least 1.
     pub(crate) depth: usize,
-    /// How long requests wait for a state.
+    /// How long requests wait for a new state.
     pub(crate) outage_patience: Duration,
     pub(crate) clock: Clock,
-    /// Most bytes of the device held so far, at least what was proved.
+    /// Highest device bytes held so far, at least the proved peak.
     pub(crate) highest: u64,
     pub(crate) peers_at_ready: u64,
-    /// The step launched last awaits its masks.
+    /// The last launched step waits for its masks.
     pub(crate) unsampled: bool,
     pub(crate) masks: MaskPool,
-    /// A step found no memory: its executor is to be replaced.
+    /// A step ran out of device memory: the executor must be replaced.
     pub(crate) lost: bool,
-    /// Who waits until the engine sleeps.
+    /// The caller that waits for the engine to sleep.
     pub(crate) sleeper: Option<Sleeper>,
     pub(crate) cache_listener: Option<Arc<dyn CacheListener>>,
 }
 
-/// Why the engine takes no steps.
+/// Why the engine stopped taking steps.
 pub(crate) enum Pause {
-    /// It is time to end.
+    /// The engine is to end.
     Stop,
     /// The state is lost.
     Lost,
-    /// The state shall be given back.
+    /// The engine is to sleep.
     Sleep(Sleeper),
 }
 
 impl<E: Executor> EngineThread<E> {
-    /// Serves until told to end, until nobody can talk to it any more, or until a defect of the scheduler ends it. However
-    /// it ends, every request gets its last event and [`Shared::ended`] is announced.
+    /// Serves until it is told to end, all handles are dropped, or a defect ends it. In every case each request gets its last
+    /// event, and [`Shared::ended`] is set.
     pub(crate) fn run(self, executor: E) {
-        // Dropped last: whoever waits for the end finds the executor's memory freed, even if its destructor panics.
+        // Dropped last, after the executor's memory is freed, even if its destructor panics.
         let _announce = Announce(Arc::clone(&self.shared));
         self.live_and_settle(executor);
     }
@@ -72,29 +72,29 @@ impl<E: Executor> EngineThread<E> {
                 StepError::Failed(SHUT_DOWN.into())
             }
             Ok(Err(defect)) => {
-                let message = format!("the state could not be built again: {defect}");
-                tracing::error!(%message, "nothing is served any more");
+                let message = format!("the engine state could not be rebuilt: {defect}");
+                tracing::error!(%message, "the engine has ended");
                 state.phase = Phase::Dead;
                 state.last_error = Some(message.clone());
                 StepError::Failed(message)
             }
             Err(panic) => {
                 let message = message(panic.as_ref());
-                tracing::error!(%message, "the engine thread panicked outside a step; nothing is served any more");
+                tracing::error!(%message, "the engine thread panicked outside a step; the engine has ended");
                 state.phase = Phase::Dead;
                 state.last_error = Some(message.clone());
                 StepError::Panicked(message)
             }
         };
-        state.fail_all(&error);
+        state.fail_all(&error, Instant::now());
     }
 
-    /// From one executor to the next. An error is a defect that only a new process can be rid of.
+    /// Serves with one executor after the other. An error is a defect that needs a new process.
     fn live(&mut self, mut executor: E) -> Result<(), ProfileError> {
         loop {
             let pause = self.serve(&mut executor);
             self.clock.stop(executor.device_time());
-            // Its memory is what the next one is made of.
+            // The next one needs its memory.
             drop(executor);
             let next = match pause {
                 Pause::Stop => None,
@@ -125,7 +125,7 @@ impl<E: Executor> EngineThread<E> {
             }
             match self.in_flight.pop_front() {
                 Some(plan) => self.finish(executor, &plan),
-                // Work without a plan would be a silent hang.
+                // Work without a plan would hang silently.
                 None => assert!(
                     launched > 0,
                     "there is work and no plan: {:?}",
@@ -133,7 +133,7 @@ impl<E: Executor> EngineThread<E> {
                 ),
             }
             if self.lost {
-                // What was launched beside the step that failed may still end well.
+                // The other step in flight may still succeed.
                 while let Some(plan) = self.in_flight.pop_front() {
                     self.finish(executor, &plan);
                 }
@@ -143,7 +143,7 @@ impl<E: Executor> EngineThread<E> {
         }
     }
 
-    /// Obeys all commands; sleeps while there is nothing to do.
+    /// Handles all commands; blocks while there is no work.
     fn take_commands(&mut self, executor: &mut E) -> Option<Pause> {
         loop {
             match self.commands.try_recv() {
@@ -170,7 +170,7 @@ impl<E: Executor> EngineThread<E> {
         }
     }
 
-    /// Whether it drains, and either nothing is left or the time for it is over.
+    /// True if it drains, and no request is left or the deadline has passed.
     pub(crate) fn is_over(&self) -> bool {
         let deadline = self.shared.lock().deadline;
         deadline.is_some_and(|deadline| self.scheduler.is_idle() || Instant::now() >= deadline)
@@ -186,14 +186,14 @@ impl<E: Executor> EngineThread<E> {
             }
             Command::Drain => {}
             Command::Sleep(sleeper) => self.sleeper = Some(sleeper),
-            // Whoever asks learns from the phase that it is awake.
+            // The caller sees from the phase that it is awake.
             Command::Wake(_) => {}
         }
         let mut state = self.shared.lock();
         state.stats.scheduler = self.scheduler.stats();
-        // In the same moment: whoever finds it gone finds it counted.
+        // Under the same lock, so that counters match what clients see.
         if let Some(id) = cancelled {
-            state.leave(id);
+            state.leave(id, Instant::now());
         }
     }
 
@@ -201,13 +201,13 @@ impl<E: Executor> EngineThread<E> {
         if self.scheduler.fits(&request) {
             return self.scheduler.submit(request);
         }
-        // It was made before the KV cache became smaller.
+        // The request was validated before the KV cache became smaller.
         let error = StepError::KvTooSmall {
             needed: request.longest(),
             capacity: self.kv.capacity_tokens(),
         };
         let event = (request.id(), Event::Failed(error));
-        self.shared.lock().deliver(vec![event]);
+        self.shared.lock().deliver(vec![event], Instant::now());
     }
 
     fn launch(&mut self, executor: &mut E, plan: StepPlan) {
@@ -222,17 +222,17 @@ impl<E: Executor> EngineThread<E> {
         }
     }
 
-    /// Says what is about to be computed, and to those that it admits that they wait no more.
+    /// Records the step that begins, and sends `Admitted` to the requests that it admits.
     fn begin(&mut self, plan: &StepPlan) {
         let admitted = self.scheduler.admitted(plan);
         if !admitted.is_empty() {
             self.shared.deliver(self.scheduler.stats(), admitted);
         }
-        self.shared.lock().begin_step(plan);
+        self.shared.lock().begin_step(plan, Instant::now());
     }
 
-    /// Brings the step launched last its masks, once all before it are applied, whose tokens they depend on. The device is
-    /// busy with the rest of the step meanwhile.
+    /// Computes the masks of the last launched step once all steps before it are applied, as masks depend on their tokens. The
+    /// device computes the rest of the step in the meantime.
     fn sample(&mut self, executor: &mut E) {
         if !self.unsampled || self.in_flight.len() > 1 {
             return;
@@ -251,7 +251,7 @@ impl<E: Executor> EngineThread<E> {
         }
     }
 
-    /// `work` of the executor, whose panic becomes the error of its step. If it never ends, it is known what it was.
+    /// Runs `work` of the executor; a panic becomes the error of its step. Records `activity`, in case the work never ends.
     fn doing<T>(
         &self,
         activity: Activity,
@@ -263,7 +263,7 @@ impl<E: Executor> EngineThread<E> {
         done
     }
 
-    /// Waits for the oldest step in flight, hands out what it produced, and samples the step behind it if that waits.
+    /// Waits for the oldest step in flight, delivers its events, and samples the next step if it waits for masks.
     fn finish(&mut self, executor: &mut E, plan: &StepPlan) {
         let output = self.doing(Activity::Finish, || executor.finish());
         self.settle(executor, plan, output);
@@ -280,7 +280,7 @@ impl<E: Executor> EngineThread<E> {
             Err(error) => self.scheduler.fail(plan, &error),
         };
         if failure.is_none() {
-            // The scheduler fails a step whose output does not answer its plan. A constraint fails its own request, in a good step.
+            // The scheduler fails a step whose output does not match its plan. A constraint fails its own request only.
             failure = events.iter().find_map(|(_, event)| match event {
                 Event::Failed(StepError::Constraint(_)) => None,
                 Event::Failed(error) => Some(error.clone()),
@@ -292,9 +292,10 @@ impl<E: Executor> EngineThread<E> {
         }
         self.tell_cache();
         let above_proof = self.rises_above_proof(plan) || failure.as_ref().is_some_and(needs_more_scratch);
-        // Asks the device, which may hang: not under the lock that whoever looks for that needs.
+        // Reads the device, which may hang: not under the lock that the stall detection needs.
         let device_time = self.clock.read(executor.device_time());
         let mut state = self.shared.lock();
+        let now = Instant::now();
         state.stats.high_water_above_proof += u64::from(above_proof);
         state.stats.step_requests.observe(plan.runs.len() as f64);
         state.end_step(
@@ -302,13 +303,14 @@ impl<E: Executor> EngineThread<E> {
             plan.num_tokens(),
             !self.in_flight.is_empty(),
             failure.map(|error| error.to_string()),
+            now,
         );
         state.stats.scheduler = self.scheduler.stats();
         state.stats.device_time = device_time;
-        state.deliver(events);
+        state.deliver(events, now);
     }
 
-    /// Tells who listens what changed in the prefix cache.
+    /// Sends changes of the prefix cache to the listener.
     fn tell_cache(&mut self) {
         let Some(listener) = &self.cache_listener else {
             return;
@@ -319,13 +321,13 @@ impl<E: Executor> EngineThread<E> {
         }
     }
 
-    /// Says which step failed; for want of memory, also who has it, and that the state is lost.
+    /// Logs the failed step. After an out of memory, also records who holds the memory and that the state is lost.
     fn report(&mut self, plan: &StepPlan, error: &StepError) {
         let shape = StepShape::from(plan);
         let oom = match error {
             StepError::Oom(oom) if !needs_more_scratch(error) => oom,
             StepError::Oom(oom) => {
-                // The next state would have no more of it, and this one serves all other steps.
+                // A new state would have no more scratch, and this one serves all other steps.
                 let requested = oom.requested;
                 tracing::error!(step = plan.step, %shape, requested, "a step needs more scratch than was proved");
                 return;
@@ -344,11 +346,11 @@ impl<E: Executor> EngineThread<E> {
         };
         tracing::error!(step = plan.step, "device memory ran out in a step: {outage}");
         self.lost = true;
-        // Whoever hears that the step failed finds the server unready.
-        self.shared.lock().lose_state(outage);
+        // Before clients get the error: the server is already unready then.
+        self.shared.lock().lose_state(outage, Instant::now());
     }
 
-    /// Whether the memory held rose above all that was proved or seen before while `plan` ran.
+    /// True if `plan` raised the memory held above the highest so far.
     fn rises_above_proof(&mut self, plan: &StepPlan) -> bool {
         let high_water = self.source.high_water();
         let above = high_water > self.highest;
@@ -365,19 +367,19 @@ impl<E: Executor> EngineThread<E> {
         above
     }
 
-    /// Hands out events that no step made.
+    /// Delivers events outside a step.
     pub(crate) fn deliver(&mut self, events: Vec<(RequestId, Event)>) {
         self.tell_cache();
         self.shared.deliver(self.scheduler.stats(), events);
     }
 }
 
-/// Adds up the time of one executor after the other, from when each begins to serve.
+/// Adds up the device time of successive executors, each from when it begins to serve.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Clock {
-    /// Of executors that are gone.
+    /// Time of former executors.
     past: DeviceTime,
-    /// What the profile's steps took of the present one's.
+    /// Time of the current one before it began to serve: the profile's steps.
     before: DeviceTime,
 }
 
@@ -396,12 +398,12 @@ impl Clock {
     }
 }
 
-/// Whether a step failed for what it takes itself, and not for want of the device's memory.
+/// True if a step needed more scratch than its arena has, while the device still had memory.
 fn needs_more_scratch(error: &StepError) -> bool {
     matches!(error, StepError::Oom(oom) if oom.refused_by == RefusedBy::FixedScratch)
 }
 
-/// A panic of the executor becomes the error of its step.
+/// Turns a panic of the executor into the error of its step.
 fn guard<T>(work: impl FnOnce() -> Result<T, StepError>) -> Result<T, StepError> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|panic| Err(StepError::Panicked(message(panic.as_ref()))))

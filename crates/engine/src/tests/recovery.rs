@@ -464,7 +464,7 @@ async fn a_state_that_cannot_be_built_for_a_defect_ends_the_engine() {
     assert!(error.to_string().contains("told to be defective"), "{error}");
     let health = rig.engine.health();
     assert_eq!(health.phase, Phase::Dead);
-    assert!(health.last_error.unwrap().contains("could not be built again"));
+    assert!(health.last_error.unwrap().contains("could not be rebuilt"));
 }
 
 #[tokio::test]
