@@ -7,7 +7,7 @@ use plimsoll_core::{Component, Oom, RefusedBy, Scratch};
 use crate::placement::{ALIGN, Placement, Position, rounded_bytes};
 use crate::{Budget, Slab};
 
-/// The memory of one step, handed out by bumping an offset; [`Arena::reset`] takes all of it back at once.
+/// The memory of one step, allocated by advancing an offset; [`Arena::reset`] frees all of it at once.
 ///
 /// ```
 /// # use plimsoll_core::Scratch;
@@ -48,7 +48,7 @@ struct Chunk {
 unsafe impl Send for Chunk {}
 
 impl Arena {
-    /// An arena of nothing that grows, or of a fixed size that never does.
+    /// An empty arena that grows, or one of a fixed size.
     ///
     /// # Errors
     /// [`Oom`] if a fixed arena does not fit.
@@ -91,7 +91,7 @@ impl Arena {
         self.frame_at_depth(0)
     }
 
-    /// Takes everything back.
+    /// Frees everything.
     pub fn reset(&mut self) {
         // Frames borrow the arena, so those still counted were leaked, and their borrows have ended.
         self.depth.set(0);
@@ -101,12 +101,12 @@ impl Arena {
         }
     }
 
-    /// Most bytes handed out at once since the arena was made: the size a fixed arena needs for the same steps.
+    /// Most bytes allocated at once since the arena was made: the size a fixed arena needs for the same steps.
     pub fn high_water(&self) -> usize {
         self.placement.borrow().high_water()
     }
 
-    /// Most bytes handed out at once since this was last called: what one step takes, if called after each.
+    /// Most bytes allocated at once since the last call: what one step takes, if called after each.
     pub fn take_high_water(&mut self) -> usize {
         self.placement.get_mut().take_high_water()
     }

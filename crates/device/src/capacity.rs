@@ -1,16 +1,16 @@
-//! How much memory a server may sensibly take when nobody says.
+//! Default memory budget of a server.
 //!
 //! Two bounds apply and the lower one holds:
 //! - half of what the machine has available (`MemAvailable`): a machine without a limit is shared with others, and the
 //!   process itself needs memory beyond the budget (tokenizer, HTTP, page cache of the weights' file);
-//! - three quarters of what is left below the control group's limit (v2 or v1): a limit was set for this service, and
-//!   passing it means death.
+//! - three quarters of what is left below the control group's limit (v2 or v1): the limit was set for this service, and
+//!   exceeding it kills the process.
 
 use std::fmt;
 
 use crate::{CapacityError, Machine};
 
-/// Bytes a budget should have, and why.
+/// Default size of a budget, and what bounds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// The bytes.

@@ -1,4 +1,4 @@
-//! What the machine says about its memory: `/proc` and the control groups of Linux.
+//! Memory of the machine: `/proc` and the control groups of Linux.
 //!
 //! Three things bound what a process can still take: what the machine has available (`MemAvailable`, which counts page cache
 //! as available because the kernel gives it back), what is left below the limit of its control group and of every group
@@ -8,9 +8,9 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Says how much a device that others use too can still give.
+/// How much memory a shared device has left for this process.
 pub trait Supply: fmt::Debug + Send + Sync {
-    /// Bytes that this process could take now beyond the `reserved` bytes that it has taken; `None` where nobody knows.
+    /// Bytes that this process could take now beyond the `reserved` bytes that it has taken; `None` if that is unknown.
     fn left(&self, reserved: u64) -> Option<u64>;
 }
 
@@ -20,7 +20,7 @@ pub struct Machine {
     root: PathBuf,
 }
 
-/// What a machine can still give to this process, in bytes.
+/// Memory left for this process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     /// Available on the machine.
@@ -30,7 +30,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// What can really be had: both bounds hold.
+    /// The lower of both bounds.
     pub fn bytes(&self) -> u64 {
         self.group.map_or(self.machine, |group| group.min(self.machine))
     }
@@ -59,7 +59,7 @@ impl Machine {
         }
     }
 
-    /// What is there to be taken now.
+    /// Memory left now.
     ///
     /// # Errors
     /// [`CapacityError`] where there is no readable `/proc/meminfo`. An absent or unlimited control group is no error.
@@ -79,7 +79,7 @@ impl Machine {
     }
 
     /// Bytes of free pages that CPUs keep at hand. `MemAvailable` leaves them out, and since Linux 6.7 they may be an eighth of
-    /// the memory after somebody freed a lot: they would look like a neighbour's.
+    /// the memory after somebody freed a lot: they would look like memory of another process.
     fn at_hand(&self) -> Option<u64> {
         let zones = fs::read_to_string(self.root.join("proc/zoneinfo")).ok()?;
         let page = page_size(&fs::read(self.root.join("proc/self/auxv")).ok()?)?;

@@ -83,7 +83,7 @@ impl Placement {
         self.recent_high_water = self.recent_high_water.max(self.position.used);
     }
 
-    /// Takes everything back. True if the chunks go too, to be replaced by one.
+    /// Frees everything. True if the chunks go too, to be replaced by one.
     pub(crate) fn reset(&mut self) -> bool {
         self.position = Position::default();
         let several = self.chunks.len() > 1;

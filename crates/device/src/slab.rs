@@ -9,12 +9,12 @@ use crate::{Budget, Charge};
 
 /// Zeroed memory of one purpose, charged to a [`Budget`], page-aligned.
 ///
-/// Every page is touched when the slab is made. A kernel promises more memory than it has, so an untouched slab proves
-/// nothing: the machine would run out on some later night instead of at start. It costs the time in which the kernel zeroes
-/// the pages, which the first requests would otherwise pay. Memory comes straight from the kernel and returns to it on
-/// drop, past every allocator's cache, so that the budget's meters and the process's resident size tell the same story.
+/// Every page is touched when the slab is made. Kernels overcommit memory, so an untouched slab proves nothing: the machine
+/// would run out later instead of at start. That takes the time in which the kernel zeroes the pages, which the first
+/// requests would otherwise pay. Memory comes straight from the kernel and returns to it on
+/// drop, past every allocator's cache, so that the budget's meters agree with the process's resident size.
 pub struct Slab {
-    // Dropped before `charge`: what the account calls free is free.
+    // Dropped before `charge`, so that memory is freed before the account says so.
     map: Option<MmapMut>,
     charge: Charge,
 }
@@ -125,7 +125,7 @@ fn prefault(map: &mut MmapMut, touches: &mut dyn FnMut()) {
         for part in parts {
             scope.spawn(|| touch(part));
         }
-        // As large as any other: its pace is everybody's.
+        // As large as any other part.
         for piece in own.into_iter().flat_map(|own| own.chunks_mut(BYTES_PER_THREAD)) {
             touches();
             touch(piece);

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
 
-/// Where a socket listens: `tcp://HOST:PORT` with `*` for every IPv4 address.
+/// Address of a listening socket: `tcp://HOST:PORT`, with `*` for every IPv4 address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
     host: String,
@@ -9,7 +9,7 @@ pub(crate) struct Address {
 }
 
 impl Address {
-    /// `None` where it is none.
+    /// `None` if it cannot be parsed.
     pub(crate) fn parse(endpoint: &str) -> Option<Self> {
         let (host, port) = endpoint.strip_prefix("tcp://")?.rsplit_once(':')?;
         let host = host
@@ -27,7 +27,7 @@ impl Address {
         })
     }
 
-    /// Whether it is every address of this machine.
+    /// True for every address of this machine.
     pub(crate) fn is_wildcard(&self) -> bool {
         [
             Ipv4Addr::UNSPECIFIED.to_string(),

@@ -6,17 +6,17 @@ use crate::address::Address;
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Whether there are events.
+    /// Enables events.
     pub enable_kv_cache_events: bool,
-    /// Where they go; by default to ZeroMQ where there are any.
+    /// Publisher; ZeroMQ by default if events are enabled.
     pub publisher: Option<Kind>,
     /// Where subscribers connect.
     pub endpoint: String,
-    /// Where they ask for batches that they missed.
+    /// Where subscribers ask for batches that they missed.
     pub replay_endpoint: Option<String>,
-    /// Batches that are kept for them.
+    /// Batches kept for that.
     pub buffer_steps: usize,
-    /// Batches by which a subscriber may be behind.
+    /// Batches that a subscriber may lag behind.
     pub hwm: usize,
     /// Batches that may wait to be published.
     pub max_queue_size: usize,
@@ -24,17 +24,17 @@ pub struct Config {
     pub topic: String,
 }
 
-/// Where events go.
+/// Publisher of events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// Nowhere.
+    /// Publishes nothing.
     Null,
     /// To subscribers by ZeroMQ.
     Zmq,
 }
 
-/// A [`Config`] that publishes, proved legal.
+/// A validated [`Config`] that publishes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     pub(crate) endpoint: Address,
@@ -48,16 +48,16 @@ pub struct Settings {
 /// What is wrong with a [`Config`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// Subscribers connect to the server, which connects to nobody.
+    /// The endpoint is not one to listen on: subscribers connect to the server.
     #[error(
         "endpoint {0:?} is none to listen on: give tcp://*:PORT, and let routers connect to it; this server does not connect \
          to a router"
     )]
     Endpoint(String),
-    /// Likewise.
-    #[error("replay_endpoint {0:?} is none to listen on: give tcp://*:PORT")]
+    /// The same for the replay endpoint.
+    #[error("replay_endpoint {0:?} is no address to listen on: use tcp://*:PORT")]
     ReplayEndpoint(String),
-    /// Nothing would ever be published.
+    /// A size of 0: nothing would ever be published.
     #[error("{0} must be at least 1")]
     Zero(&'static str),
 }
@@ -78,12 +78,12 @@ impl Default for Config {
 }
 
 impl Config {
-    /// What is to be done; `None`: nothing.
+    /// Validated settings; `None` if nothing is published.
     ///
     /// # Errors
-    /// [`ConfigError`], whether or not anything is to be published.
+    /// [`ConfigError`], also if events are disabled.
     pub fn settings(&self) -> Result<Option<Settings>, ConfigError> {
-        // vLLM connects to an endpoint that is no wildcard: to listen there would be something else.
+        // vLLM connects to an endpoint without a wildcard; listening on it would mean something else.
         let endpoint = Address::parse(&self.endpoint).filter(Address::is_wildcard);
         let endpoint = endpoint.ok_or_else(|| ConfigError::Endpoint(self.endpoint.clone()))?;
         let replay_endpoint = self.replay_endpoint.as_ref().map(|endpoint| {

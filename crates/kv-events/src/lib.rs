@@ -1,10 +1,10 @@
-//! Tells routers what the prefix cache holds, in the wire format of vLLM's KV events, so that the routers of llm-d and Dynamo
-//! send a request to the replica that has computed most of its prompt already.
+//! Publishes the contents of the prefix cache in the wire format of vLLM's KV events, so that the routers of llm-d and Dynamo
+//! send a request to the replica that has most of its prompt cached.
 //!
 //! [`Publisher::bind`] opens the sockets of a [`Config`] and gives a [`Queue`], which the engine fills without ever waiting.
-//! Where it is full, everything in it is given up: subscribers see a gap in the sequence numbers, and behind it a batch that
-//! begins with `AllBlocksCleared` and tells all that is cached. Nobody takes a block for cached that is not for longer than
-//! until the next batch.
+//! If it is full, everything in it is dropped: subscribers see a gap in the sequence numbers, followed by a batch that begins
+//! with `AllBlocksCleared` and contains a snapshot of the cache. So a subscriber never believes for longer than one batch that
+//! an evicted block is cached.
 
 mod address;
 mod config;

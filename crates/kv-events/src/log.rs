@@ -6,11 +6,11 @@ use tokio::sync::watch;
 /// Bytes that are kept, at most.
 const MAX_BYTES: usize = 64 << 20;
 
-/// The batches published last, for subscribers and for those who missed some.
+/// The last published batches, for slow subscribers and for replay.
 #[derive(Debug)]
 pub(crate) struct Log {
     kept: Mutex<Kept>,
-    /// The sequence number behind the last.
+    /// The next sequence number.
     end: watch::Sender<u64>,
 }
 
@@ -46,7 +46,7 @@ impl Log {
         }
     }
 
-    /// Publishes `message`, and gives up what is oldest for it.
+    /// Publishes `message`; drops the oldest ones to make room.
     pub(crate) fn push(&self, sequence: u64, message: Vec<u8>) {
         {
             let mut kept = self.lock();
@@ -55,7 +55,7 @@ impl Log {
                 sequence,
                 message: message.into(),
             });
-            // The last stays, whatever its size: nobody would ever get it else.
+            // The newest one stays, whatever its size: otherwise nobody would ever get it.
             while kept.batches.len() > 1
                 && (kept.batches.len() > kept.max_batches || kept.bytes > kept.max_bytes)
             {
@@ -67,7 +67,7 @@ impl Log {
         self.end.send_replace(sequence + 1);
     }
 
-    /// The first batch that is kept from number `from` on, or, where that is not among the `most` last ones, the first of them.
+    /// The first kept batch from number `from` on, at most `most` batches back.
     pub(crate) fn next(&self, from: u64, most: usize) -> Option<Published> {
         let kept = self.lock();
         let first = kept.batches.partition_point(|batch| batch.sequence < from);
@@ -75,12 +75,12 @@ impl Log {
         kept.batches.get(first).cloned()
     }
 
-    /// Tells the number behind the last batch, now and whenever it changes.
+    /// Watches the next sequence number.
     pub(crate) fn end(&self) -> watch::Receiver<u64> {
         self.end.subscribe()
     }
 
-    /// Every critical section leaves it whole.
+    /// The state stays valid if another thread panics: no critical section leaves it incomplete.
     fn lock(&self) -> MutexGuard<'_, Kept> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }

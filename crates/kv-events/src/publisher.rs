@@ -17,22 +17,21 @@ use crate::queue::Queue;
 use crate::wire::encode;
 use crate::zmtp::{self, Incoming, Kind, Reader};
 
-/// Time to shake hands.
+/// Timeout of the handshake.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Who takes nothing for so long, though there is something, is given up: it holds a place, and the batch that it was sent.
+/// A subscriber that does not read pending data for this long is disconnected.
 const SILENCE: Duration = Duration::from_secs(60);
-/// Who has nothing to take is asked after so long whether it is there, so often, this many times.
+/// TCP keepalive of idle subscribers: idle time, interval, number of probes.
 const PROBE_AFTER: Duration = Duration::from_secs(30);
 const PROBE_EVERY: Duration = Duration::from_secs(10);
 const PROBES: u32 = 3;
-/// Peers of each socket; more are turned away. Both sockets' together leave room below the 1024 files that a process may have
-/// open by default.
+/// Maximum number of peers of each socket. Both together stay below the default limit of 1024 open files.
 const MAX_PEERS: usize = 256;
-/// Between two lines of the log about those that are.
+/// Least time between two log lines about refused peers.
 const QUIET: Duration = Duration::from_secs(10);
 /// Topics that a subscriber may name.
 const MAX_SUBSCRIPTIONS: usize = 256;
-/// The sequence number of the message behind the last: -1.
+/// The sequence number that ends a replay: -1.
 const END: [u8; 8] = u64::MAX.to_be_bytes();
 
 /// An address cannot be listened on.
@@ -41,9 +40,9 @@ const END: [u8; 8] = u64::MAX.to_be_bytes();
     "KV events cannot be published on {endpoint}: {source}; choose another endpoint in --kv-events-config"
 )]
 pub struct BindError {
-    /// As it was understood.
+    /// The address, as parsed.
     pub endpoint: String,
-    /// What the operating system said.
+    /// Error of the operating system.
     pub source: std::io::Error,
 }
 
@@ -57,7 +56,7 @@ pub struct Publisher {
 }
 
 impl Publisher {
-    /// Listens where `settings` say. Subscribers may connect from here on, and are served once it [runs](Self::run).
+    /// Listens on the addresses of `settings`. Subscribers may connect from now on, and are served once it [runs](Self::run).
     ///
     /// # Errors
     /// [`BindError`].
@@ -76,15 +75,15 @@ impl Publisher {
         })
     }
 
-    /// What the engine fills.
+    /// The queue that the engine fills.
     pub fn queue(&self) -> Queue {
         self.queue.clone()
     }
 
-    /// Publishes until it is dropped, or until a socket does not listen any more.
+    /// Publishes until it is dropped or a socket fails.
     ///
     /// # Errors
-    /// What the operating system said.
+    /// Error of the operating system.
     pub async fn run(self) -> Result<()> {
         let Self {
             listener,
@@ -126,7 +125,7 @@ impl Publisher {
     }
 }
 
-/// From the queue to the log, for ever.
+/// Moves batches from the queue to the log, for ever.
 async fn publish(queue: &Queue, log: &Log, topic: &str) {
     loop {
         let batch = queue.next().await;
@@ -137,7 +136,7 @@ async fn publish(queue: &Queue, log: &Log, topic: &str) {
     }
 }
 
-/// Serves all who connect, each in a task of its own, which ends with this one.
+/// Accepts connections, and serves each in its own task, which ends with this one.
 async fn accept<F>(listener: TcpListener, serve: impl Fn(TcpStream) -> F) -> Result<()>
 where
     F: Future<Output = Result<()>> + Send + 'static,
@@ -151,21 +150,21 @@ where
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) if peers.len() < MAX_PEERS => {
                     if let Err(error) = prepare(&stream, SILENCE) {
-                        tracing::debug!(%error, "a subscriber is gone");
+                        tracing::debug!(%error, "a subscriber disconnected");
                         continue;
                     }
                     let served = serve(stream);
                     peers.spawn(async move {
                         if let Err(error) = served.await {
-                            tracing::debug!(%error, "a subscriber is gone");
+                            tracing::debug!(%error, "a subscriber disconnected");
                         }
                     });
                 }
                 Ok((_, address)) => {
-                    // They come again and again.
+                    // Refused peers reconnect again and again.
                     if warned.is_none_or(|warned| warned.elapsed() > QUIET) {
                         warned = Some(Instant::now());
-                        tracing::warn!(%address, "too many subscribers to KV events: one is turned away");
+                        tracing::warn!(%address, "too many subscribers to KV events: one is refused");
                     }
                 }
                 Err(error) => {
@@ -178,7 +177,7 @@ where
     }
 }
 
-/// Peers that are gone without a word, with their machine or behind a broken network, are noticed.
+/// Enables TCP keepalive, to detect peers that vanished.
 fn prepare(stream: &TcpStream, silence: Duration) -> Result<()> {
     let socket = SockRef::from(stream);
     let probes = TcpKeepalive::new()
@@ -191,12 +190,12 @@ fn prepare(stream: &TcpStream, silence: Duration) -> Result<()> {
     Ok(())
 }
 
-/// What a subscriber wants to hear.
+/// Topics of a subscriber.
 #[derive(Debug, Default)]
 struct Subscriptions(Mutex<Vec<Vec<u8>>>);
 
 impl Subscriptions {
-    /// Takes in what a subscriber said; an error where that is too much.
+    /// Handles a subscription; an error if there are too many.
     fn change(&self, subscribes: bool, topic: &[u8]) -> Result<()> {
         let mut topics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !subscribes {
@@ -229,7 +228,7 @@ async fn subscriber(stream: TcpStream, log: Arc<Log>, topic: String, hwm: usize)
     }
 }
 
-/// Sends what is published, while it is wanted. One that is more than `hwm` batches behind misses the oldest.
+/// Sends published batches of the subscribed topics. A subscriber more than `hwm` batches behind misses the oldest.
 async fn send(
     mut writer: OwnedWriteHalf,
     log: &Log,
@@ -253,7 +252,7 @@ async fn send(
     }
 }
 
-/// Hears what a subscriber wants, by messages (ZMTP 3.0) or commands (3.1), and whether it wants a sign of life.
+/// Reads subscriptions, as messages (ZMTP 3.0) or commands (3.1), and heartbeats.
 async fn listen(
     mut reader: Reader,
     subscriptions: &Subscriptions,
@@ -269,9 +268,9 @@ async fn listen(
             Incoming::Command(name, rest) => match (name.as_slice(), rest.as_slice()) {
                 (b"SUBSCRIBE", topic) => subscriptions.change(true, topic)?,
                 (b"CANCEL", topic) => subscriptions.change(false, topic)?,
-                // Two bytes say how long it will wait.
+                // The first two bytes are a timeout.
                 (b"PING", [_, _, context @ ..]) => {
-                    // One that is on its way will do.
+                    // One pending answer is enough.
                     let _ = pong.try_send(zmtp::command(b"PONG", context));
                 }
                 _ => {}
@@ -280,7 +279,7 @@ async fn listen(
     }
 }
 
-/// Answers whoever asks for what was published from a number on.
+/// Answers replay requests.
 async fn replayed(stream: TcpStream, log: Arc<Log>, most: usize) -> Result<()> {
     let (mut reader, mut writer) =
         tokio::time::timeout(PATIENCE, zmtp::greet(stream, Kind::Router)).await??;
@@ -324,7 +323,7 @@ mod tests {
     async fn who_reads_nothing_is_given_up_and_who_reads_is_not() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let silence = Duration::from_secs(1);
-        // Reads nothing, and does not go away.
+        // Reads nothing, and stays connected.
         let idle = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (mut stream, _) = listener.accept().await.unwrap();
         prepare(&stream, silence).unwrap();

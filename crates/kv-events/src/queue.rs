@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 /// Tokens and names that may wait: 64 MiB. A batch alone may be larger, but never larger than the cache.
 const MAX_WEIGHT: usize = 16 << 20;
 
-/// Between two lines of the log that say the same.
+/// Least time between two log lines about the same.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// Batches on their way from the engine to the publisher; clones share it.
@@ -27,16 +27,16 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Waiting {
     batches: VecDeque<Batch>,
-    /// Of all batches.
+    /// Total size of the batches.
     weight: usize,
     /// Sequence number of the next batch.
     next: u64,
     dropped: u64,
-    /// When the log last said so.
+    /// When that was last logged.
     warned: Option<Instant>,
 }
 
-/// What happened in a step.
+/// Events of one step.
 #[derive(Debug)]
 pub(crate) struct Batch {
     pub(crate) sequence: u64,
@@ -55,7 +55,7 @@ impl Queue {
         }))
     }
 
-    /// The oldest batch, as soon as there is one.
+    /// Waits for the oldest batch.
     pub(crate) async fn next(&self) -> Batch {
         loop {
             let filled = self.0.filled.notified();
@@ -66,14 +66,14 @@ impl Queue {
         }
     }
 
-    /// Counts a batch that went out.
+    /// Counts a published batch.
     pub(crate) fn count_published(&self) {
         self.0.published.fetch_add(1, Ordering::Relaxed);
     }
 }
 
 impl Inner {
-    /// Every critical section leaves it whole.
+    /// The state stays valid if another thread panics: no critical section leaves it incomplete.
     fn lock(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -97,7 +97,7 @@ impl Waiting {
         self.next += 1;
     }
 
-    /// Gives up what waits and one batch more; their numbers are not used again.
+    /// Drops the queued batches and one more; their numbers are not used again.
     fn drop_all(&mut self) {
         self.dropped += 1 + self.batches.len() as u64;
         self.next += 1;
@@ -115,7 +115,7 @@ impl CacheListener for Queue {
         {
             let mut waiting = self.0.lock();
             if waiting.next == 0 {
-                // A subscriber may remember the process that was here before.
+                // A subscriber may know blocks of an earlier process at this address.
                 changes.insert(0, CacheEvent::Cleared);
             }
             let has_room = waiting.batches.len() < self.0.max_batches
@@ -196,7 +196,7 @@ mod tests {
         queue.changed(removed(2), &|| stored(7, 8));
         let anew = [vec![CacheEvent::Cleared], stored(7, 8)].concat();
         queue.changed(removed(3), &|| unreachable!("there is room again"));
-        // 0 and 1 waited, 2 did not get in.
+        // 0 and 1 were queued, 2 did not fit.
         assert_eq!(drain(&queue), [(3, anew), (4, removed(3))]);
         assert_eq!(queue.counts().dropped, 3);
         queue.changed(removed(4), &|| unreachable!("there is room"));

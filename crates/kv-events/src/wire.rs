@@ -3,7 +3,7 @@
 use plimsoll_core::{CacheEvent, TokenId};
 use serde::Serialize;
 
-/// Where the blocks are: what vLLM says of the memory of whatever device it computes on.
+/// Medium of the blocks: vLLM's name for the memory of any device.
 const MEDIUM: &str = "GPU";
 /// There is one cache.
 const DATA_PARALLEL_RANK: u32 = 0;
@@ -19,10 +19,10 @@ enum Event<'a> {
         lora_id: Option<u32>,
         medium: &'static str,
         lora_name: Option<&'a str>,
-        /// What sets a block apart beside its tokens, for each block: a salt, at the beginning of a sequence.
+        /// For each block, what identifies it besides its tokens: a salt, at the beginning of a sequence.
         #[serde(skip_serializing_if = "Option::is_none")]
         extra_keys: Option<Vec<Option<[&'a str; 1]>>>,
-        /// Where Dynamo looks for it.
+        /// Field that Dynamo reads.
         #[serde(skip_serializing_if = "Option::is_none")]
         cache_salt: Option<&'a str>,
     },

@@ -1,6 +1,6 @@
-//! The listening side of ZMTP 3 without security (ZeroMQ RFC 23 and 37), as far as subscribers and their questions need it. The
-//! `zeromq` crate is not used: it allocates whatever length a peer announces for a frame, so that anybody who reaches the port
-//! could end the process.
+//! The server side of ZMTP 3 without security (ZeroMQ RFC 23 and 37), as far as subscriptions and replay need it. The `zeromq`
+//! crate is not used: it allocates whatever length a peer announces for a frame, so that anybody who reaches the port could
+//! crash the process.
 
 use std::io::{Error, ErrorKind, Result};
 
@@ -8,21 +8,21 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
-/// Bytes of a frame that a peer may send: a topic, a number.
+/// Largest frame that a peer may send: a topic or a number.
 const MAX_FRAME: u64 = 4096;
-/// Frames of a message that a peer may send.
+/// Most frames of a message that a peer may send.
 const MAX_FRAMES: usize = 8;
 
 const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
-/// What a socket is.
+/// Type of a socket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
-    /// Sends to all who subscribe.
+    /// Sends to all subscribers.
     Pub,
-    /// Answers whoever asks.
+    /// Answers requests.
     Router,
 }
 
@@ -43,12 +43,12 @@ impl Kind {
     }
 }
 
-/// What a peer sends.
+/// A message or command of a peer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Incoming {
     /// Frames.
     Message(Vec<Vec<u8>>),
-    /// For the protocol: name and the rest.
+    /// Protocol command: name and data.
     Command(Vec<u8>, Vec<u8>),
 }
 
@@ -56,7 +56,7 @@ pub(crate) enum Incoming {
 #[derive(Debug)]
 pub(crate) struct Reader(BufReader<OwnedReadHalf>);
 
-/// Shakes hands with whoever connected to a socket of `kind`.
+/// Does the handshake with a peer that connected to a socket of `kind`.
 pub(crate) async fn greet(stream: TcpStream, kind: Kind) -> Result<(Reader, OwnedWriteHalf)> {
     stream.set_nodelay(true)?;
     let (reader, mut writer) = stream.into_split();

@@ -1,6 +1,6 @@
 use plimsoll_core::PageId;
 
-/// Blocks nobody references, next to be taken first: a doubly linked list threaded through one array, so that a block in
+/// Unreferenced blocks, next to be allocated first: a doubly linked list threaded through one array, so that a block in
 /// the middle (a cached one that is wanted again) leaves in constant time.
 #[derive(Debug)]
 pub(crate) struct FreeList {

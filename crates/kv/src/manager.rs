@@ -25,17 +25,17 @@ pub struct KvStats {
     pub evictions: u64,
 }
 
-/// Which cached blocks a new table may share.
+/// Limits which cached blocks a new table may share.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharing<'a> {
-    /// Only those of tables with the same salt.
+    /// Share only blocks of tables with the same salt.
     pub salt: Option<&'a str>,
-    /// No more than these tokens: those after them are to be computed, whatever is cached.
+    /// Share at most this many tokens: later ones must be computed, even if they are cached.
     pub most: usize,
 }
 
 impl Default for Sharing<'_> {
-    /// All that there are.
+    /// No limit.
     fn default() -> Self {
         Self {
             salt: None,
@@ -44,7 +44,7 @@ impl Default for Sharing<'_> {
     }
 }
 
-/// Owns every block of the KV cache and says who may use it.
+/// Allocates the blocks of the KV cache.
 #[derive(Debug)]
 pub struct KvManager {
     config: KvConfig,
@@ -69,7 +69,7 @@ impl KvManager {
         }
     }
 
-    /// Starts over with an empty cache of `config`. Whatever table was open is void.
+    /// Resets to an empty cache of `config`. Open tables become invalid.
     pub fn reset(&mut self, config: KvConfig) {
         self.index.reset(&config);
         self.config = config;
@@ -77,17 +77,17 @@ impl KvManager {
         self.free = FreeList::full(config.num_pages);
     }
 
-    /// Records changes of the prefix cache, in which nothing is yet, until [`Self::take_events`] takes them.
+    /// Enables event recording, for [`Self::take_events`]; the prefix cache must be empty.
     pub fn record_events(&mut self) {
         self.index.record();
     }
 
-    /// What changed in the prefix cache since it was asked last; nothing where it is not recorded.
+    /// Takes the recorded events; none if recording is off.
     pub fn take_events(&mut self) -> Vec<CacheEvent> {
         self.index.take_events()
     }
 
-    /// How an empty prefix cache becomes this one, if its changes are recorded. Costs time linear in the cache.
+    /// A snapshot of the prefix cache as `Stored` events, if recording is on. Takes time linear in the cache.
     pub fn cached(&self) -> Vec<CacheEvent> {
         self.index.all()
     }
@@ -102,7 +102,7 @@ impl KvManager {
         self.free.len()
     }
 
-    /// Whether [`Self::open`] looks for a prefix at all.
+    /// True if [`Self::open`] looks up prefixes.
     pub fn looks_up(&self, sharing: &Sharing<'_>) -> bool {
         self.prefix_caching && sharing.most > 0
     }
@@ -155,7 +155,7 @@ impl KvManager {
         Ok(())
     }
 
-    /// The KV of `tokens`, all tokens of the request so far, is computed: blocks that became full can be shared from now on.
+    /// Records that the KV of `tokens`, all tokens of the request so far, is computed: full blocks can be shared from now on.
     pub fn commit(&mut self, table: &mut BlockTable, tokens: &[TokenId]) {
         let block_size = self.config.block_size.tokens();
         assert!(
@@ -177,7 +177,7 @@ impl KvManager {
         }
     }
 
-    /// Gives up the table's references. Cached blocks stay cached until their memory is needed.
+    /// Drops the table's references. Cached blocks stay cached until their memory is needed.
     pub fn release(&mut self, table: BlockTable) {
         // From the end: a block is evicted before those it continues.
         for block in table.blocks.into_iter().rev() {

@@ -40,11 +40,11 @@ pub(crate) struct PrefixIndex {
     block_size: usize,
     /// The name given last.
     last: u64,
-    /// Unpredictable, lest a client craft prompts that collide.
+    /// Random, so that clients cannot craft prompts that collide.
     seed: u64,
-    /// Likewise keyed: nobody finds a salt with the name of another.
+    /// Keyed too, so that clients cannot craft salts that collide.
     salts: RandomState,
-    /// Changes, if anybody wants to hear of them.
+    /// Recorded events, if recording is on.
     journal: Option<Journal>,
 }
 
@@ -73,31 +73,31 @@ impl PrefixIndex {
         }
     }
 
-    /// Forgets everything, and the cache has another size from here on.
+    /// Clears the index and changes its size.
     pub(crate) fn reset(&mut self, config: &KvConfig) {
         if let Some(journal) = &mut self.journal {
             journal.clear(!self.by_hash.is_empty());
         }
         *self = Self {
-            // Whoever remembers a name must not take it for another's.
+            // Names are never reused.
             last: self.last,
             journal: self.journal.take(),
             ..Self::new(config)
         };
     }
 
-    /// Keeps account of changes from here on; nothing is cached yet.
+    /// Enables event recording; the cache must be empty.
     pub(crate) fn record(&mut self) {
         debug_assert!(self.by_hash.is_empty());
         self.journal.get_or_insert_default();
     }
 
-    /// What changed since this was asked last.
+    /// Takes the recorded events.
     pub(crate) fn take_events(&mut self) -> Vec<CacheEvent> {
         self.journal.as_mut().map(Journal::take).unwrap_or_default()
     }
 
-    /// How an empty cache becomes this one; nothing where no account is kept.
+    /// A snapshot as `Stored` events; none if recording is off.
     pub(crate) fn all(&self) -> Vec<CacheEvent> {
         let Some(journal) = &self.journal else {
             return Vec::new();
@@ -121,7 +121,7 @@ impl PrefixIndex {
         Prefix { name, block: None }
     }
 
-    /// The text of `salt`, as long as a table needs it to tell who listens.
+    /// The text of `salt`; kept only while events are recorded.
     pub(crate) fn keep_salt(&self, salt: Option<&str>) -> Option<Box<str>> {
         self.journal.as_ref().and(salt).map(Box::from)
     }

@@ -1,4 +1,4 @@
-//! Who is next among the requests without blocks.
+//! The queue of waiting requests.
 
 use std::collections::BTreeMap;
 
@@ -84,7 +84,7 @@ impl Queue {
         self.spots.len()
     }
 
-    /// A request comes.
+    /// Adds a new request.
     pub(crate) fn push(&mut self, sequence: Sequence) {
         let (arrival, class) = (sequence.arrival, Class::of(&sequence.request));
         let name = sequence.request.tenant();
@@ -97,7 +97,7 @@ impl Queue {
         self.spots.insert(arrival, Spot::InLine(class, name));
     }
 
-    /// A request gave up its blocks.
+    /// Returns a preempted request.
     pub(crate) fn put_back(&mut self, rank: Rank, sequence: Sequence) {
         self.spots.insert(sequence.arrival, Spot::Returning(rank));
         self.returning.insert(rank, sequence);
@@ -112,7 +112,7 @@ impl Queue {
             Spot::Returning(rank) => rank.class,
             Spot::InLine(class, _) => *class,
         };
-        // One that nobody is put before needs no privilege, and those that have it keep their order.
+        // The first needs no privilege, and requests that have it keep their order.
         let behind = first.arrival != arrival || running.is_some_and(|running| running < class);
         if behind && first.class != Class::Aged && turns - oldest.turns_before >= self.patience {
             let class = Class::Aged;
@@ -162,7 +162,7 @@ impl Queue {
         (Rank { class, turn }, sequence)
     }
 
-    /// A request leaves; the rank is that of one that ran before.
+    /// Removes a request; with its rank if it ran before.
     pub(crate) fn remove(&mut self, arrival: Arrival) -> Option<(Option<Rank>, Sequence)> {
         match self.spots.remove(&arrival)? {
             Spot::Returning(rank) => Some((Some(rank), self.returning.remove(&rank)?)),
@@ -177,7 +177,7 @@ impl Queue {
         }
     }
 
-    /// All that wait, in the order of their arrival.
+    /// All waiting requests, in order of arrival.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Sequence> {
         self.spots.keys().filter_map(|&arrival| self.get(arrival))
     }
@@ -221,7 +221,7 @@ impl Line {
         }
         tenant.turns += 1;
         let clock = self.clock;
-        // Whoever is not ahead of the others starts as one that comes new.
+        // A tenant that is not ahead of the others is treated as a new one.
         self.tenants
             .retain(|_, tenant| !tenant.waiting.is_empty() || tenant.turns > clock);
     }

@@ -17,7 +17,7 @@ use crate::{
 /// Steps that may be planned and not yet applied: one on the device, one behind it.
 pub const MAX_IN_FLIGHT: usize = 2;
 
-/// What a scheduler needs to know.
+/// Configuration of the scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerConfig {
     /// The largest step.
@@ -26,7 +26,7 @@ pub struct SchedulerConfig {
     pub kv: KvConfig,
     /// Share blocks between requests that begin with the same tokens.
     pub enable_prefix_caching: bool,
-    /// Turns that others may have before a request that waits, for their priority or their tenant.
+    /// Later requests that may be admitted before a waiting one, by priority or tenant.
     pub patience: u64,
 }
 
@@ -110,8 +110,8 @@ impl Scheduler {
         }
     }
 
-    /// Whether the KV cache can hold all of `request`. After a [`reset`](Self::reset) it may be smaller than the limits that
-    /// the request was made with.
+    /// True if the KV cache can hold all of `request`. After a [`reset`](Self::reset) it may be smaller than when the request was
+    /// validated.
     pub fn fits(&self, request: &Request) -> bool {
         request.longest() <= self.limits.max_model_len.min(self.kv.config().capacity_tokens())
     }
@@ -135,14 +135,14 @@ impl Scheduler {
         self.waiting.push(Sequence::new(request, arrival, turns));
     }
 
-    /// Ends a request without further events. False where there is none: it may just have ended by itself.
+    /// Cancels a request without further events. False if there is none: it may just have ended.
     pub fn cancel(&mut self, id: RequestId) -> bool {
         let known = self.remove(id);
         self.counters.cancelled += u64::from(known);
         known
     }
 
-    /// Takes a request out, wherever it is. False where there is none.
+    /// Removes a request. False if there is none.
     fn remove(&mut self, id: RequestId) -> bool {
         match self.places.get(&id).copied() {
             None => return false,
@@ -155,7 +155,7 @@ impl Scheduler {
         true
     }
 
-    /// True where no request waits, runs or leaves.
+    /// True if no request waits, runs or is being removed.
     pub fn is_idle(&self) -> bool {
         self.places.is_empty() && self.leaving.is_empty()
     }
@@ -181,7 +181,7 @@ impl Scheduler {
         plan
     }
 
-    /// What those hear that `plan` admits: they run from now on, though their first step may take long.
+    /// `Admitted` events of the requests that `plan` admits.
     pub fn admitted(&mut self, plan: &StepPlan) -> Vec<(RequestId, Event)> {
         // They come last.
         let runs = plan.runs.iter().rev();
@@ -192,7 +192,7 @@ impl Scheduler {
         admitted.collect()
     }
 
-    /// Takes in what a step produced. The oldest step in flight comes first.
+    /// Applies the output of the oldest step in flight.
     pub fn apply(&mut self, plan: &StepPlan, output: StepOutput) -> Vec<(RequestId, Event)> {
         if let Some(defect) = defect(plan, &output) {
             return self.fail(plan, &StepError::Failed(defect));
@@ -245,7 +245,7 @@ impl Scheduler {
         guides
     }
 
-    /// Ends all requests of a step that failed, whatever was computed.
+    /// Fails all requests of a failed step.
     pub fn fail(&mut self, plan: &StepPlan, error: &StepError) -> Vec<(RequestId, Event)> {
         self.land(plan);
         let mut events = Vec::new();
@@ -320,17 +320,17 @@ impl Scheduler {
         events
     }
 
-    /// Records changes of the prefix cache from here on; see [`KvManager::record_events`].
+    /// Enables event recording of the prefix cache; see [`KvManager::record_events`].
     pub fn record_cache_events(&mut self) {
         self.kv.record_events();
     }
 
-    /// What changed in the prefix cache since it was asked last, if that is recorded.
+    /// Takes the recorded events of the prefix cache.
     pub fn take_cache_events(&mut self) -> Vec<CacheEvent> {
         self.kv.take_events()
     }
 
-    /// How an empty prefix cache becomes this one, if changes are recorded.
+    /// A snapshot of the prefix cache as `Stored` events, if recording is on.
     pub fn cached(&self) -> Vec<CacheEvent> {
         self.kv.cached()
     }
@@ -436,7 +436,7 @@ impl Scheduler {
             };
             let (rank, mut sequence) = self.waiting.take(next, self.counters.admissions);
             self.counters.admissions += 1;
-            // What a request finds of its own after a preemption says nothing about the cache.
+            // Hits on its own blocks after a preemption do not count.
             if sequence.is_new() && self.kv.looks_up(&sequence.sharing()) {
                 self.counters.prefix_queried_tokens += sequence.tokens.len() as u64;
                 self.counters.prefix_hit_tokens += table.computed() as u64;

@@ -16,15 +16,15 @@ pub(crate) struct Sequence {
     pub(crate) request: Request,
     /// Prompt, then output.
     pub(crate) tokens: Vec<TokenId>,
-    /// What the output must satisfy, behind its last token.
+    /// Constraints on the next token.
     pub(crate) guide: Guide,
-    /// Prompt tokens, from the second on, whose log-probabilities the client has been told.
+    /// Prompt tokens, from the second on, whose log-probabilities were sent.
     pub(crate) scored: usize,
-    /// When it came.
+    /// Order of arrival.
     pub(crate) arrival: Arrival,
-    /// Turns that were given before it came.
+    /// Number of admissions before it arrived.
     pub(crate) turns_before: u64,
-    /// It was admitted before.
+    /// True if it was admitted before.
     pub(crate) has_run: bool,
 }
 
@@ -123,7 +123,7 @@ pub(crate) struct Running {
     pub(crate) in_flight: usize,
     /// A token is being sampled in flight: it counts, but its value is not known here yet.
     pub(crate) sampling: bool,
-    /// Prompt tokens found in the prefix cache, until the client has been told.
+    /// Prompt tokens found in the prefix cache, until `Admitted` is sent.
     pub(crate) admitted: Option<usize>,
     /// Sum of the rows given out so far, where the request is pooled.
     pooled: Vec<f64>,

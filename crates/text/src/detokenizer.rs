@@ -4,8 +4,8 @@ use plimsoll_core::TokenId;
 
 use crate::Tokenizer;
 
-/// Turns tokens into text one by one: what has been given out plus [`Detokenizer::flush`] always equals
-/// [`Tokenizer::decode`] of all tokens. Holds back at most an unfinished UTF-8 character.
+/// Decodes tokens incrementally: all text returned plus [`Detokenizer::flush`] always equals [`Tokenizer::decode`] of all
+/// tokens. Holds back at most an incomplete UTF-8 character.
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
     tokenizer: Tokenizer,
@@ -46,22 +46,21 @@ impl Detokenizer {
         }
     }
 
-    /// The tokens to come continue a text, as a model's output continues its prompt, so that a space before the first word
-    /// is part of it.
+    /// The tokens continue a text, as a model's output continues its prompt: a space before the first word is kept.
     #[must_use]
     pub fn continuing(mut self) -> Self {
         self.at_start = false;
         self
     }
 
-    /// Gives out these special tokens too, where others are skipped: they mean something to who reads the text.
+    /// Shows these special tokens even if others are skipped: parsers of the text need them.
     #[must_use]
     pub fn showing(mut self, tokens: Arc<[TokenId]>) -> Self {
         self.shown = tokens;
         self
     }
 
-    /// Takes a token; gives the text that it completes, which may be empty.
+    /// Adds a token; returns the text that it completes, which may be empty.
     pub fn push(&mut self, token: TokenId) -> String {
         let mut text = String::new();
         self.push_to(token, &mut text);

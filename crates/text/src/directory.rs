@@ -61,7 +61,7 @@ fn load(dir: &Path) -> Result<Parts, TextError> {
     let json = fs::read(&path).map_err(TextError::read(&path))?;
     let mut inner =
         tokenizers::Tokenizer::from_bytes(&json).map_err(|e| TextError::invalid(&place, e.to_string()))?;
-    // Limits are the engine's business: a tokenizer that cuts or pads prompts would do so silently.
+    // The engine checks limits; a tokenizer would truncate or pad silently.
     inner.with_padding(None);
     inner
         .with_truncation(None)
@@ -75,7 +75,7 @@ fn load(dir: &Path) -> Result<Parts, TextError> {
 
     let config = read_json(dir, "tokenizer_config.json")?.unwrap_or_default();
     let flag = |name: &str| config.get(name).and_then(Value::as_bool);
-    // `tokenizer_config.json`, where it says so outright, wins over the post-processor of `tokenizer.json`.
+    // Explicit flags of `tokenizer_config.json` override the post-processor of `tokenizer.json`.
     let wrap = match (flag("add_bos_token"), flag("add_eos_token")) {
         (None, None) => Wrap::Encoder,
         (add_bos, add_eos) => Wrap::Explicit {
@@ -110,8 +110,8 @@ fn token_ids(value: &Value) -> Vec<TokenId> {
     )
 }
 
-/// How many times as few bytes a `tokenizer.json` cuts into tokens as the text has; `None` where it may drop any part of the text,
-/// or nobody here knows.
+/// By which factor normalisation of a `tokenizer.json` may at most shorten a text; `None` if it may drop any part of it, or
+/// if that is unknown.
 fn shrinks(spec: &Value) -> Option<usize> {
     let strips = |token: &Value| token["lstrip"] == true || token["rstrip"] == true;
     let added = spec["added_tokens"]
@@ -123,7 +123,7 @@ fn shrinks(spec: &Value) -> Option<usize> {
     keeps.then(|| shrinks_by(&spec["normalizer"])).flatten()
 }
 
-/// Whether a `pre_tokenizer` only cuts.
+/// True if a `pre_tokenizer` only splits.
 fn keeps_all(step: &Value) -> bool {
     match step["type"].as_str() {
         None => step.is_null(),
@@ -149,7 +149,7 @@ fn shrinks_by(step: &Value) -> Option<usize> {
     }
 }
 
-/// How a `tokenizer.json` turns tokens into bytes: its `decoder`, reduced to what decoders of language models do.
+/// The `decoder` of a `tokenizer.json`, as far as language models use it.
 #[derive(Debug, Default, PartialEq)]
 struct Decoder {
     byte_level: bool,

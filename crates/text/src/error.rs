@@ -8,7 +8,7 @@ pub enum TextError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// Error of the operating system.
         source: std::io::Error,
     },
     /// A file or a metadata field does not hold what it should.
@@ -19,16 +19,16 @@ pub enum TextError {
         /// What is wrong with it, and what would be right.
         problem: String,
     },
-    /// A kind of tokenizer that this server does not have.
+    /// An unsupported kind of tokenizer.
     #[error("{place}: {what} {found:?} is not supported; supported are {supported}")]
     Unsupported {
         /// File, or GGUF metadata key.
         place: String,
-        /// Kind of thing.
+        /// What is unsupported.
         what: &'static str,
         /// Its name.
         found: String,
-        /// The names that would be understood.
+        /// Supported names.
         supported: String,
     },
     /// Tokenizing failed.
@@ -64,7 +64,7 @@ impl TextError {
         move |source| Self::Read { path, source }
     }
 
-    /// True where the client's messages or text are at fault, not the model's files: a 4xx.
+    /// True if the client's messages or text are at fault, not the model's files: a 4xx.
     pub fn is_client_error(&self) -> bool {
         matches!(
             self,

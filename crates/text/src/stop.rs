@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use crate::TextError;
 
-/// Finds stop strings in text that arrives in pieces, and holds back what may be the start of one.
+/// Finds stop strings in a stream of text, and holds back what may be the start of one.
 ///
 /// The match is the one that is complete first; of several complete at the same byte, the longest. So the result does not
 /// depend on how the text is cut into pieces. One Knuth-Morris-Pratt automaton per stop string: linear time whatever the
@@ -21,7 +21,7 @@ pub struct StopMatcher {
 pub struct Scanned {
     /// Text that is certain to come before any stop string (after a match with `include_stop`, ends with it).
     pub text: String,
-    /// Index of the stop string that was found; nothing more will be given out.
+    /// Index of the stop string that was found; no more text is returned after it.
     pub stop: Option<usize>,
 }
 

@@ -17,7 +17,7 @@ pub struct Tokenizer(Arc<Parts>);
 pub(crate) struct Parts {
     pub(crate) encoder: Box<dyn Encode>,
     pub(crate) wrap: Wrap,
-    /// How many times as few bytes a text may have when it is cut into tokens; `None` where any part of it may get lost.
+    /// By which factor normalisation may at most shorten a text; `None` if any part of it may get lost.
     pub(crate) shrinks: Option<usize>,
     pub(crate) vocab: Vocab,
     pub(crate) special_tokens: SpecialTokens,
@@ -26,9 +26,9 @@ pub(crate) struct Parts {
     pub(crate) eos: Vec<TokenId>,
 }
 
-/// What a model expects around a plain text.
+/// Special tokens that a model expects around a plain text.
 pub(crate) enum Wrap {
-    /// The encoder knows.
+    /// The encoder adds them.
     Encoder,
     /// These tokens.
     Explicit {
@@ -99,8 +99,7 @@ impl Tokenizer {
         self.encode(text, add_special).map(|tokens| tokens.len())
     }
 
-    /// A number of tokens that `text` has at least; 0 where nothing is known without cutting it into tokens, which takes a
-    /// hundred times as long.
+    /// A lower bound of the number of tokens of `text`, a hundred times as fast as tokenizing; 0 if there is none.
     pub fn count_at_least(&self, text: &str) -> usize {
         let Parts { shrinks, vocab, .. } = &*self.0;
         // Of a character of several bytes, all may get lost where one is unknown.

@@ -3,8 +3,8 @@ use std::sync::LazyLock;
 
 use plimsoll_core::TokenId;
 
-/// What every token stands for, as bytes. Text is the concatenation of its tokens' bytes, read as UTF-8; where a tokenizer
-/// marks the start of a text with a space of its own, that one space is taken off.
+/// The bytes of every token. A text is the concatenation of its tokens' bytes, read as UTF-8; if the tokenizer adds a space at
+/// the start of a text, decoding removes it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Vocab {
     bytes: Vec<u8>,

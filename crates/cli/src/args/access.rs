@@ -8,41 +8,41 @@ use clap::Args;
 
 use crate::args::values::positive;
 
-/// Who may use the server, and how much.
+/// Access control and limits.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Access")]
 pub struct AccessArgs {
-    /// Key that requests must bring (`Authorization: Bearer KEY`); repeat it for several. Others on this machine can read
-    /// command lines: --api-key-file and PLIMSOLL_API_KEY are safer [default: anybody may use the server]
+    /// API key that requests must send (`Authorization: Bearer KEY`); repeat for several. Other users of this machine can read
+    /// command lines: --api-key-file and PLIMSOLL_API_KEY are safer [default: no key needed]
     #[arg(long, value_name = "KEY")]
     pub api_key: Vec<Secret>,
-    /// File of such keys, one per line: KEY, or NAME KEY with the name for logs; # begins a comment. A changed file takes
-    /// effect within seconds
+    /// File of API keys, one per line: KEY, or NAME KEY with a name for logs; # begins a comment. Changes take effect within
+    /// seconds
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// /metrics needs a key too
+    /// Require a key for /metrics too
     #[arg(long, overrides_with = "no_metrics_require_key")]
     metrics_require_key: bool,
-    /// /metrics is open to all, as /health and /ready are (the default)
+    /// Serve /metrics without a key, like /health and /ready (the default)
     #[arg(long, overrides_with = "metrics_require_key", hide = true)]
     no_metrics_require_key: bool,
-    /// HTTP requests that each key may have in at once; more get 429
+    /// Concurrent HTTP requests of each key; more get 429
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_concurrent_requests_per_key: Option<usize>,
-    /// HTTP requests that each key may send in a minute; more get 429
+    /// HTTP requests of each key per minute; more get 429
     #[arg(long, value_name = "N", value_parser = positive)]
     pub requests_per_minute_per_key: Option<usize>,
-    /// Prompt and output tokens of each key in a minute; once they are used up, requests get 429
+    /// Prompt and output tokens of each key per minute; once they are used up, requests get 429
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     pub tokens_per_minute_per_key: Option<usize>,
-    /// Each key has a prefix cache of its own: none learns from cached_tokens, or from how soon an answer begins, what another
+    /// Give each key its own prefix cache, so that no key learns from cached_tokens or from response times what another one
     /// has sent
     #[arg(long, overrides_with = "no_isolate_prefix_cache")]
     isolate_prefix_cache: bool,
-    /// Keys share the prefix cache, which saves most where they begin alike (the default)
+    /// Share the prefix cache between keys, which saves work for common prefixes (the default)
     #[arg(long, overrides_with = "isolate_prefix_cache", hide = true)]
     no_isolate_prefix_cache: bool,
-    /// Certificate chain (PEM): the server speaks TLS, HTTP/1.1 and HTTP/2. Changed files take effect within seconds
+    /// Certificate chain (PEM): serve TLS with HTTP/1.1 and HTTP/2. Changed files take effect within seconds
     #[arg(long, value_name = "FILE")]
     pub ssl_certfile: Option<PathBuf>,
     /// Private key of the certificate (PEM)

@@ -9,22 +9,22 @@ use plimsoll_text::{ChatTemplate, ReasoningFormat, ToolFormat};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Chat")]
 pub struct ChatArgs {
-    /// How the model writes calls of tools [default: what its chat template shows]
+    /// Format of the model's tool calls [default: detected from its chat template]
     #[arg(long, value_name = "FORMAT", value_parser = tool_formats())]
     tool_call_parser: Option<String>,
-    /// How the model marks its reasoning; none leaves it in the content [default: what its chat template shows]
+    /// Format of the model's reasoning; none leaves it in the content [default: detected from its chat template]
     #[arg(long, value_name = "FORMAT", value_parser = reasoning_formats())]
     reasoning_parser: Option<String>,
-    /// Let requests leave it to the model whether it calls a tool (the default)
+    /// Allow tool_choice auto: the model decides whether it calls a tool (the default)
     #[arg(long, overrides_with = "no_enable_auto_tool_choice")]
     enable_auto_tool_choice: bool,
-    /// Refuse requests with tools that need not be called
+    /// Refuse requests with tool_choice auto
     #[arg(long, overrides_with = "enable_auto_tool_choice")]
     no_enable_auto_tool_choice: bool,
-    /// Let requests bring a `chat_template` of their own: a program, which can keep a thread busy for long
+    /// Allow requests with their own `chat_template`: a program, which can occupy a thread for a long time
     #[arg(long, overrides_with = "no_trust_request_chat_template")]
     pub trust_request_chat_template: bool,
-    /// Refuse requests that bring one (the default)
+    /// Refuse requests with a `chat_template` (the default)
     #[arg(long, overrides_with = "trust_request_chat_template", hide = true)]
     no_trust_request_chat_template: bool,
 }

@@ -18,7 +18,7 @@ pub const DEFAULT_MODEL: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
 /// The MODEL that stands for the simulated model.
 pub const SIM_MODEL: &str = "sim";
 
-/// Everything that decides what is loaded and how it runs.
+/// Flags that decide what is loaded and how it runs.
 #[derive(Clone, Debug, Args)]
 #[command(args_override_self = true)]
 pub struct EngineArgs {
@@ -40,7 +40,7 @@ pub struct EngineArgs {
     /// TOML file with values for these flags
     #[arg(long, value_name = "FILE", help_heading = "General")]
     pub config: Option<PathBuf>,
-    /// What is logged.
+    /// Logging.
     #[command(flatten)]
     pub log: LogArgs,
 }
@@ -50,8 +50,8 @@ pub struct EngineArgs {
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// Directory, .gguf file, Hugging Face Hub id (a GGUF of a repository: owner/name:Q4_K_M), or `sim` for a
-    /// simulated model (`sim:0.02`: one whose steps take 0.02 s; `sim:fail=90,oom=800,hang=7000`: every 90th step fails,
-    /// every 800th finds no memory, the 7000th never ends) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
+    /// simulated model (`sim:0.02`: steps take 0.02 s; `sim:fail=90,oom=800,hang=7000`: every 90th step fails, every
+    /// 800th runs out of memory, the 7000th never ends) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
     #[arg(
         value_name = "MODEL",
         overrides_with = "model_flag",
@@ -70,7 +70,7 @@ pub struct ModelArgs {
         hide_possible_values = true
     )]
     pub load_format: LoadFormat,
-    /// Directory, tokenizer.json, .gguf file or Hub id to take the tokenizer from [default: MODEL]
+    /// Directory, tokenizer.json, .gguf file or Hub id of the tokenizer [default: MODEL]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<String>,
     /// Branch, tag or commit of the Hub repository
@@ -79,7 +79,7 @@ pub struct ModelArgs {
     /// Hub token, for gated and private models [default: HF_TOKEN, or what `hf auth login` stored]
     #[arg(long, value_name = "TOKEN", hide_default_value = true)]
     pub hf_token: Option<String>,
-    /// Where downloads go [default: HF_HUB_CACHE, or ~/.cache/huggingface/hub]
+    /// Directory for downloads [default: HF_HUB_CACHE, or ~/.cache/huggingface/hub]
     #[arg(long, value_name = "DIR")]
     pub download_dir: Option<PathBuf>,
 }
@@ -101,7 +101,7 @@ pub struct DeviceArgs {
     /// Where the model runs: cpu, cuda, cuda:N (the N-th GPU from 0), or auto (the first GPU if it can be used)
     #[arg(long, value_name = "DEVICE", default_value_t)]
     pub device: DeviceChoice,
-    /// Number format of weights and activations; auto: bfloat16 on a GPU, what the model has on a CPU
+    /// Data type of weights and activations; auto: bfloat16 on a GPU, the model's own on a CPU
     #[arg(
         long,
         value_enum,
@@ -110,15 +110,15 @@ pub struct DeviceArgs {
         hide_possible_values = true
     )]
     pub dtype: DType,
-    /// Where servers leave their lock files: while one of them measures a device, others that start on it wait.
-    /// Containers that share a device must share this directory [default: /run/lock/plimsoll and /tmp/plimsoll, as far as
+    /// Directory of the device locks: while one server measures a device, others that start on it wait. Containers that share
+    /// a device must share this directory [default: /run/lock/plimsoll and /tmp/plimsoll, as far as
     /// this user may use them]
     #[arg(long, value_name = "DIR")]
     pub device_lock_dir: Option<PathBuf>,
-    /// How long to wait for another server that measures the device, in seconds
+    /// How long to wait for another server that is starting on the device, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = duration)]
     pub device_lock_timeout: Duration,
-    /// Launch every kernel by itself instead of replaying CUDA graphs: slower, but starts at once
+    /// Launch every kernel separately instead of replaying CUDA graphs: slower, but needs no capture at start
     #[arg(long, overrides_with = "no_enforce_eager")]
     enforce_eager: bool,
     /// Replay decode steps as CUDA graphs (the default)
@@ -133,30 +133,31 @@ impl DeviceArgs {
     }
 }
 
-/// How much is worked on at once.
+/// Limits of a step and of a request.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
-    /// Prompt plus output tokens of one request, such as 8192 or 32k [default: decided at start: what the model was trained for]
+    /// Maximum prompt plus output tokens of one request, such as 8192 or 32k [default: decided at start: what the model was
+    /// trained for]
     #[arg(long, value_name = "TOKENS", value_parser = context, allow_negative_numbers = true)]
     pub max_model_len: Option<usize>,
-    /// Requests that run at once [default: decided at start: 32, on a GPU 512]
+    /// Maximum number of requests that run at once [default: decided at start: 32, on a GPU 512]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
-    /// Tokens computed in one step; longer prompts are computed in chunks [default: decided at start:
+    /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start:
     /// 512, on a GPU 8192]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub max_num_batched_tokens: Option<usize>,
     /// Tokens per block of the KV cache: 8, 16 or 32
     #[arg(long, value_name = "TOKENS", default_value_t, value_parser = block_size)]
     pub block_size: BlockSize,
-    /// Reuse the KV of prompts that begin alike (the default)
+    /// Reuse the KV of common prefixes (the default)
     #[arg(long, overrides_with = "no_enable_prefix_caching")]
     enable_prefix_caching: bool,
-    /// Compute every prompt anew
+    /// Compute every prompt from the beginning
     #[arg(long, overrides_with = "enable_prefix_caching")]
     no_enable_prefix_caching: bool,
-    /// Number format of the KV cache: float16, float32, or auto (float16 unless all weights are float32); on a GPU
+    /// Data type of the KV cache: float16, float32, or auto (float16 unless all weights are float32); on a GPU
     /// bfloat16
     #[arg(
         long,
@@ -166,10 +167,10 @@ pub struct LimitArgs {
         hide_possible_values = true
     )]
     pub kv_cache_dtype: KvDtype,
-    /// Seeds dummy weights, benchmark prompts and requests without a seed [default: 0; requests: random]
+    /// Seed of dummy weights, benchmark prompts and requests without their own [default: 0; requests: random]
     #[arg(long, value_name = "SEED")]
     pub seed: Option<u64>,
-    /// Threads that compute on a CPU [default: decided at start: as many as this process may use]
+    /// Compute threads on a CPU [default: decided at start: as many as this process may use]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
     /// Raises what `--max-num-seqs` comes to, for who knows how many requests there will be.
@@ -189,37 +190,37 @@ impl LimitArgs {
     }
 }
 
-/// What the auto-profile may use, or is told.
+/// Memory limits, and settings of the auto-profile.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Memory")]
 pub struct MemoryArgs {
-    /// Most bytes this server may use, such as 8GiB: weights, KV cache, steps and graphs together [default: decided at
-    /// start: the whole GPU, on a CPU the cgroup's limit or the available memory]
+    /// Most device memory of this server, such as 8GiB: weights, KV cache, steps and graphs together [default: decided at
+    /// start: the whole GPU; on a CPU, half of the available memory or three quarters of the cgroup's limit]
     #[arg(long, visible_alias = "max-device-memory", value_name = "BYTES")]
     pub device_memory: Option<Bytes>,
-    /// The same as a part of the GPU's memory, at most 1.0
+    /// The same as a fraction of the GPU's memory, at most 1.0
     #[arg(long, value_name = "FRACTION", value_parser = fraction, conflicts_with = "device_memory")]
     pub gpu_memory_utilization: Option<MemFraction>,
-    /// Part of the memory left after weights and worst step that the KV cache gets, at most 1.0
+    /// Fraction of the memory left after weights and the worst step that becomes KV cache, at most 1.0
     #[arg(long, value_name = "FRACTION", default_value = "0.95", value_parser = fraction)]
     pub mem_fraction: MemFraction,
-    /// Tokens in the KV cache: skips the measurement of what fits, still proves it [default: measured at start]
+    /// Tokens in the KV cache: skips the search for the size, but proves it [default: measured at start]
     #[arg(long, value_name = "TOKENS", value_parser = tokens, conflicts_with = "kv_cache_memory_bytes")]
     pub max_total_token_num: Option<usize>,
-    /// Bytes of the KV cache, likewise [default: measured at start]
+    /// Bytes of the KV cache: skips the search for the size, but proves it [default: measured at start]
     #[arg(long, value_name = "BYTES")]
     pub kv_cache_memory_bytes: Option<Bytes>,
     /// Write the auto-profile's report to this file, as JSON
     #[arg(long, value_name = "FILE")]
     pub profile_report: Option<PathBuf>,
-    /// Where what a start measured is kept for the next one [default: $XDG_CACHE_HOME/plimsoll/profiles, or
+    /// Directory for measurements that later starts reuse [default: $XDG_CACHE_HOME/plimsoll/profiles, or
     /// ~/.cache/plimsoll/profiles]
     #[arg(long, value_name = "DIR")]
     pub profile_cache_dir: Option<PathBuf>,
-    /// Measure at this start too, and keep nothing for the next
+    /// Always measure, and keep nothing for later starts
     #[arg(long, overrides_with = "profile_cache")]
     no_profile_cache: bool,
-    /// Skip the measurement where this model, build, device and shape were measured before; still prove the size (the
+    /// Skip the measurement if this model, build, device and limits were measured before; the size is still proved (the
     /// default)
     #[arg(long, overrides_with = "no_profile_cache", hide = true)]
     profile_cache: bool,

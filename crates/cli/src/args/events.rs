@@ -9,8 +9,8 @@ use crate::args::values::json;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct EventArgs {
-    /// Tell routers what the prefix cache holds, in vLLM's format: JSON with enable_kv_cache_events, publisher (zmq or
-    /// null), endpoint (tcp://*:PORT), replay_endpoint, buffer_steps, hwm, max_queue_size, topic [default: nobody is told]
+    /// Publish the contents of the prefix cache for routers, in vLLM's format: JSON with enable_kv_cache_events, publisher (zmq or
+    /// null), endpoint (tcp://*:PORT), replay_endpoint, buffer_steps, hwm, max_queue_size, topic [default: off]
     #[arg(long, value_name = "JSON", value_parser = events)]
     pub kv_events_config: Option<Config>,
 }

@@ -10,8 +10,8 @@ use tracing::level_filters::LevelFilter;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "General")]
 pub struct LogArgs {
-    /// Log lines on stderr: text, json (one object per line), or auto (of a server whose stderr is no terminal json, else
-    /// text)
+    /// Format of the log on stderr: text, json (one object per line), or auto (json for a server whose stderr is not a
+    /// terminal, else text)
     #[arg(
         long,
         value_enum,
@@ -20,8 +20,8 @@ pub struct LogArgs {
         hide_possible_values = true
     )]
     pub log_format: LogFormat,
-    /// What is logged: off, error, warn, info, debug or trace, and other levels for modules: info,plimsoll_engine=debug.
-    /// A level alone is that of this server; libraries log warnings unless they are named [default: RUST_LOG, or info]
+    /// Log level: off, error, warn, info, debug or trace, optionally with levels of modules: info,plimsoll_engine=debug.
+    /// A level without a module applies to this server; libraries log only warnings unless they are named [default: RUST_LOG, or info]
     #[arg(long, value_name = "LEVELS")]
     pub log_level: Option<LogLevels>,
 }

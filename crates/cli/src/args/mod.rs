@@ -56,15 +56,14 @@ pub enum Command {
     Serve(Box<ServeArgs>),
     /// Measure what a model needs and how much KV cache fits, without serving
     Profile(Box<ProfileArgs>),
-    /// Predict what a model would need and how much KV cache would fit, from its configuration alone: no weights are
-    /// downloaded or read
+    /// Predict what a model needs and how much KV cache fits, from its configuration alone: no weights are downloaded or read
     Plan(Box<PlanArgs>),
     /// Show every setting of serve with its value and where it comes from: default, file, environment or flag
     Config(Box<ConfigArgs>),
     /// Measure latency or throughput
     #[command(subcommand)]
     Bench(BenchCommand),
-    /// Drive a running server at its proved limits and say whether it holds
+    /// Load a running server up to its proved limits and check that it holds them
     Selftest(Box<SelftestArgs>),
 }
 
@@ -124,7 +123,7 @@ pub struct ProfileArgs {
     /// Model, limits and memory.
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Print one JSON document in place of the tables: the report, and the prediction beside it
+    /// Print one JSON document instead of the tables: the report and the prediction
     #[arg(long, help_heading = "General")]
     pub json: bool,
 }
@@ -136,7 +135,7 @@ pub struct PlanArgs {
     /// Model, limits and memory.
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Print one JSON document in place of the table
+    /// Print one JSON document instead of the table
     #[arg(long, help_heading = "General")]
     pub json: bool,
 }

@@ -6,10 +6,10 @@ use clap::Args;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct PagesArgs {
-    /// Serve no pages for browsers: neither the chat at / nor the reference at /docs
+    /// Disable the pages for browsers: the chat at / and the reference at /docs
     #[arg(long, overrides_with = "no_disable_ui")]
     disable_ui: bool,
-    /// Serve them (the default)
+    /// Serve these pages (the default)
     #[arg(long, overrides_with = "disable_ui", hide = true)]
     no_disable_ui: bool,
 }

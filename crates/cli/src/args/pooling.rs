@@ -11,7 +11,7 @@ use crate::args::values::json;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Embeddings")]
 pub struct PoolingArgs {
-    /// What the model is served for: generate (text), pooling (embeddings), or auto (embeddings if its files say that it
+    /// Task of the model: generate (text), pooling (embeddings), or auto (embeddings if its files say that it
     /// is made for them: sentence-transformers' modules.json, GGUF's pooling_type, an architecture without a head)
     #[arg(
         long,
@@ -21,7 +21,7 @@ pub struct PoolingArgs {
         hide_possible_values = true
     )]
     pub runner: RunnerKind,
-    /// How vectors are made, in place of what the model says: JSON with pooling_type (LAST or MEAN) and normalize (true or
+    /// How embeddings are made, instead of what the model says: JSON with pooling_type (LAST or MEAN) and normalize (true or
     /// false)
     #[arg(long, value_name = "JSON", visible_alias = "override-pooler-config", value_parser = json::<PoolerConfig>)]
     pub pooler_config: Option<PoolerConfig>,

@@ -20,7 +20,7 @@ pub struct ServerArgs {
     /// Port to listen on; 0 for any free one
     #[arg(long, value_name = "PORT", default_value_t = 8000)]
     pub port: u16,
-    /// Names the API knows the model by; the first is the one in answers [default: MODEL]
+    /// Names of the model in the API; answers contain the first one [default: MODEL]
     #[arg(long, value_name = "NAME", num_args = 1.., action = ArgAction::Set)]
     pub served_model_name: Option<Vec<String>>,
     /// Chat template to use instead of the model's: a file, or the template itself
@@ -29,18 +29,18 @@ pub struct ServerArgs {
     /// Sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory
     #[arg(long, value_name = "SOURCE", default_value = "auto")]
     pub generation_config: String,
-    /// Requests that may wait beyond those that run; more get 429
+    /// Requests that may wait, in addition to those that run; more get 429
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_queue: usize,
-    /// Longest time that a request waits for its turn, in seconds; then it gets 429 [default: for as long as it takes]
+    /// Longest time that a request waits in the queue, in seconds; then it gets 429 [default: no limit]
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub queue_timeout: Option<Duration>,
-    /// Longest time that a request takes in all, in seconds; then it gets 504 and is given up. Clients may ask for less,
-    /// by the field `timeout` or the header X-Request-Timeout [default: for as long as it takes]
+    /// Longest total time of a request, in seconds; then it gets 504 and is cancelled. Clients may ask for less, with the field
+    /// `timeout` or the header X-Request-Timeout [default: no limit]
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub request_timeout: Option<Duration>,
-    /// Who is next in the queue: fcfs (keys take turns, each in the order of arrival), or priority (first the lowest
-    /// `priority` of the requests)
+    /// Order of the queue: fcfs (keys take turns, each in the order of arrival), or priority (the lowest `priority` of the
+    /// requests first)
     #[arg(
         long,
         value_enum,
@@ -49,28 +49,28 @@ pub struct ServerArgs {
         hide_possible_values = true
     )]
     pub scheduling_policy: SchedulingPolicy,
-    /// A streaming client that reads nothing for this long is cut off, and its request cancelled, in seconds
+    /// Disconnect a streaming client, and cancel its request, if it reads nothing for this long, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = duration)]
     pub slow_client_timeout: Duration,
-    /// Connections at once; one more is closed
+    /// Maximum number of connections; further ones are closed
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = positive)]
     pub max_connections: usize,
-    /// A connection on which no whole request head arrives for this long is closed, in seconds
+    /// Close a connection if no complete request head arrives for this long, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = duration)]
     pub header_timeout: Duration,
     /// Largest request body
     #[arg(long, value_name = "BYTES", default_value = "32MiB")]
     pub max_body_size: Bytes,
-    /// Web pages of these origins, such as `https://example.org`, may use the server from a browser; * for all [default: none]
+    /// Origins of web pages, such as `https://example.org`, that may use the server from a browser; * for all [default: none]
     #[arg(long, value_name = "ORIGIN", num_args = 1.., action = ArgAction::Set)]
     pub allowed_origins: Option<Vec<Origins>>,
-    /// Offer POST /sleep and /wake_up, which give the memory of everything but the weights back for a time
+    /// Offer POST /sleep and /wake_up, which free everything but the weights until the server is woken
     #[arg(long, overrides_with = "no_enable_sleep_mode")]
     enable_sleep_mode: bool,
-    /// Never give memory back (the default)
+    /// Offer no sleep mode (the default)
     #[arg(long, overrides_with = "enable_sleep_mode", hide = true)]
     no_enable_sleep_mode: bool,
-    /// How long a stop (Ctrl-C, SIGTERM) waits for running requests, in seconds
+    /// How long a shutdown (Ctrl-C, SIGTERM) waits for running requests, in seconds
     #[arg(
         long,
         visible_alias = "shutdown-timeout",
@@ -79,28 +79,27 @@ pub struct ServerArgs {
         value_parser = duration
     )]
     pub drain_timeout: Duration,
-    /// GET /ready fails once there has been work and no step has ended for this long, in seconds [default: five times the
+    /// GET /ready fails if there is work and no step ends for this long, in seconds [default: five times the
     /// slowest step of the proof, at least 5]
     #[arg(long, value_name = "SECONDS", value_parser = some_time)]
     pub stall_timeout: Option<Duration>,
-    /// The process ends, with exit code 11, once there has been work and no step has ended for this long, in seconds; 0: never
+    /// The process ends with exit code 11 if there is work and no step ends for this long, in seconds; 0: never
     /// [default: thirty times the slowest step of the proof, at least 120]
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub watchdog_timeout: Option<Duration>,
     /// Offer POST /admin/drain, which ends the server once its requests are done; where there are API keys, each of them may
     #[arg(long, overrides_with = "no_enable_admin_api")]
     enable_admin_api: bool,
-    /// Only signals end the server (the default)
+    /// Do not offer it: only signals end the server (the default)
     #[arg(long, overrides_with = "enable_admin_api", hide = true)]
     no_enable_admin_api: bool,
-    /// Lines about requests, each at its end, that the log gets in a second at most; the next one says how many were left
-    /// out. 0: none
+    /// Most log lines about finished requests per second; the next line says how many were skipped. 0: none
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub request_log_rate: u32,
-    /// Append a line of JSON to this file for every request at its end; - for stderr
+    /// Append a line of JSON to this file when a request ends; - for stderr
     #[arg(long, value_name = "FILE")]
     pub access_log: Option<PathBuf>,
-    /// Send OpenTelemetry traces of requests to this address, by OTLP over HTTP, such as http://localhost:4318/v1/traces
+    /// Send OpenTelemetry traces of requests to this URL, by OTLP over HTTP, such as http://localhost:4318/v1/traces
     #[arg(long, value_name = "URL")]
     pub otlp_traces_endpoint: Option<String>,
     /// Who may use it, and how much.

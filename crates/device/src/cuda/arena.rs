@@ -13,7 +13,7 @@ const ALIGN: usize = 256;
 /// Least growth, in bytes.
 const MIN_GROWTH: usize = 32 << 20;
 
-/// The memory of one step on the GPU, handed out by bumping an offset; [`GpuArena::reset`] takes all of it back at once.
+/// The memory of one step on the GPU, allocated by advancing an offset; [`GpuArena::reset`] frees all of it at once.
 ///
 /// Addresses for all of the device's memory are reserved at first, and a growable arena maps memory at its end as needed. So
 /// an offset keeps its address for the arena's life, and graphs captured before it grew stay valid. The high-water mark is
@@ -38,7 +38,7 @@ pub struct GpuArena {
 }
 
 impl GpuArena {
-    /// An arena of nothing that grows, or of a fixed size that never does.
+    /// An empty arena that grows, or one of a fixed size.
     ///
     /// # Errors
     /// [`Oom`] if a fixed arena does not fit.
@@ -94,17 +94,17 @@ impl GpuArena {
         Ok(GpuSlice::new(self.reservation.ptr + start as u64, len))
     }
 
-    /// Takes everything back.
+    /// Frees everything.
     pub fn reset(&mut self) {
         self.offset.set(0);
     }
 
-    /// What is handed out from here on can be taken back by [`Self::rewind`].
+    /// A mark for [`Self::rewind`].
     pub fn mark(&self) -> usize {
         self.offset.get()
     }
 
-    /// Takes back what was handed out since `mark`: what is launched later may use that memory again.
+    /// Frees what was allocated since `mark`: later launches may reuse the memory.
     pub fn rewind(&self, mark: usize) {
         assert!(mark <= self.offset.get(), "a mark of another step");
         self.offset.set(mark);
@@ -115,12 +115,12 @@ impl GpuArena {
         self.mapped.get()
     }
 
-    /// Most bytes handed out at once since the arena was made: the size a fixed arena needs for the same steps.
+    /// Most bytes allocated at once since the arena was made: the size a fixed arena needs for the same steps.
     pub fn high_water(&self) -> usize {
         self.high_water.get()
     }
 
-    /// Most bytes handed out at once since this was last called: what one step takes, if called after each.
+    /// Most bytes allocated at once since the last call: what one step takes, if called after each.
     pub fn take_high_water(&mut self) -> usize {
         self.recent_high_water.replace(0)
     }

@@ -39,7 +39,7 @@ unsafe impl Sync for Inner {}
 pub struct GpuInfo {
     /// Which of the visible GPUs.
     pub ordinal: usize,
-    /// As the driver calls it.
+    /// Name, from the driver.
     pub name: String,
     /// Bytes of device memory.
     pub total_bytes: u64,
@@ -196,7 +196,7 @@ impl Gpu {
         self.0.device
     }
 
-    /// What the driver took without being asked.
+    /// Memory that the driver took implicitly.
     pub(super) fn runtime(&self) -> &Runtime {
         &self.0.runtime
     }

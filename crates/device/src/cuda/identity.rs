@@ -1,4 +1,4 @@
-//! Which GPU it is, whatever number this process knows it by.
+//! Identity of a GPU, independent of its ordinal in this process.
 
 use cudarc::driver::sys;
 

@@ -98,7 +98,7 @@ impl Drop for Mapping {
             .synchronize()
             .and_then(|()| check("cuMemUnmap", unsafe { sys::cuMemUnmap(self.ptr, self.bytes) }));
         if let Err(error) = unmapped {
-            tracing::error!(%error, bytes = self.bytes, "device memory could not be given back");
+            tracing::error!(%error, bytes = self.bytes, "device memory could not be freed");
         }
     }
 }

@@ -20,7 +20,7 @@ struct Held {
 /// One look at the driver's meters.
 #[derive(Clone, Copy, Debug)]
 struct Readings {
-    /// Bytes nobody uses.
+    /// Free bytes.
     free: u64,
     pool: Held,
     graphs: Held,
@@ -32,7 +32,7 @@ impl Gpu {
         if !error.is_out_of_memory() {
             tracing::error!(%error, %component, bytes, "device memory could not be allocated");
         }
-        // The account knows of this process alone; the meters see the neighbours too.
+        // The account covers this process only; the meters include other processes.
         Oom {
             requested: bytes,
             component,
@@ -41,7 +41,7 @@ impl Gpu {
         }
     }
 
-    /// Reads the meters. A driver that no longer answers leaves the account alone.
+    /// Reads the meters. If the driver does not answer, returns this process's own account.
     pub fn meters(&self) -> Meters {
         let account = Meters {
             allocations: self.allocations(),
@@ -101,8 +101,8 @@ impl Gpu {
         }
     }
 
-    /// Charges what the runtime has grown by since the last look: modules and libraries load when first used. Memory that is
-    /// not charged is taken for other processes', so that nobody plans with it either way.
+    /// Charges the growth of the runtime since the last call: modules and libraries load when first used. Memory that is not
+    /// charged counts as that of other processes, so it is not planned with in either case.
     ///
     /// # Errors
     /// [`GpuError`] of the driver.
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_neither_free_nor_ours_is_the_neighbours() {
+    fn what_is_neither_free_nor_ours_belongs_to_other_processes() {
         let budget = Budget::new(1000);
         let _runtime = budget.record(Component::Runtime, 50);
         let _weights = budget.charge(Component::Weights, 300).unwrap();
@@ -225,7 +225,7 @@ mod tests {
         assert_eq!((meters.used, meters.reserved, meters.free), (350, 370, 500));
         assert_eq!(meters.peers(), 130);
         assert_eq!((meters.used_high, meters.reserved_high), (350, 380));
-        // A neighbour that grows or leaves changes nothing of ours.
+        // Other processes that grow or end do not change our own numbers.
         for free in [0, 400, 630] {
             let other = combine(budget.meters(), &readings(free, pool));
             assert_eq!((other.used, other.reserved), (meters.used, meters.reserved));

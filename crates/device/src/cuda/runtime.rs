@@ -1,4 +1,4 @@
-//! What the driver takes without being asked, as charges: context, modules, libraries.
+//! Memory that the driver takes implicitly: context, modules, libraries.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,19 +11,19 @@ use crate::{Budget, Charge};
 /// What the driver says about the device's memory, whoever uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// Bytes nobody uses.
+    /// Free bytes.
     pub free: u64,
     /// Bytes of the device.
     pub total: u64,
 }
 
-/// Most bytes that are taken for a context of ours. A GPU with more in use before anything was allocated has neighbours.
+/// Most bytes that are taken for our own context. A GPU with more in use before anything was allocated has other processes.
 const MAX_CONTEXT: u64 = 1 << 30;
 
-/// Most bytes that are ever taken for the runtime; what is above is a neighbour's.
+/// Most bytes that are ever taken for the runtime; more belongs to other processes.
 const MAX_RUNTIME: u64 = 3 << 29;
 
-/// What the driver took without being asked, as charges.
+/// Memory that the driver takes implicitly, as charges.
 #[derive(Debug)]
 pub(super) struct Runtime(Mutex<Settled>);
 
@@ -63,7 +63,7 @@ impl Runtime {
     }
 }
 
-/// Bytes that one more context takes, a neighbour's changes meanwhile included.
+/// Bytes that one more context takes; includes changes of other processes in the meantime.
 fn second_context(device: sys::CUdevice) -> Result<u64, GpuError> {
     let before = memory_info()?.free;
     let mut context = std::ptr::null_mut();

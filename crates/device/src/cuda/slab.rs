@@ -121,7 +121,7 @@ impl Drop for Pooled {
             })
         });
         if let Err(error) = freed {
-            tracing::error!(%error, "device memory could not be given back");
+            tracing::error!(%error, "device memory could not be freed");
         }
     }
 }

@@ -5,13 +5,13 @@ use sha2::{Digest, Sha256};
 
 use super::Prefix;
 
-/// What changed in the prefix cache, until somebody asks.
+/// Records events of the prefix cache.
 #[derive(Debug, Default)]
 pub(crate) struct Journal {
     events: Vec<CacheEvent>,
-    /// Of cached blocks with which a sequence of a salt begins, by name.
+    /// Salts of cached blocks at the beginning of a sequence, by name.
     salts: HashMap<u64, Box<str>>,
-    /// What others know cached blocks by, by name.
+    /// Public hashes of cached blocks, by name.
     public: HashMap<u64, u64>,
 }
 
@@ -20,11 +20,11 @@ impl Journal {
         std::mem::take(&mut self.events)
     }
 
-    /// Nothing is cached any more; something was where `any`.
+    /// Records that the cache was cleared; `any`: something was cached.
     pub(crate) fn clear(&mut self, any: bool) {
         self.salts.clear();
         self.public.clear();
-        // What nobody heard of yet was said of a cache that is gone. Of what they heard, all may be removed already.
+        // Pending events are about a cache that is gone, but earlier ones may have been published.
         if any || !self.events.is_empty() {
             self.events.clear();
             self.events.push(CacheEvent::Cleared);
@@ -55,7 +55,7 @@ impl Journal {
         }
     }
 
-    /// Adds to `events` that the block `name` holds `tokens` after `before`; those in a row become one event.
+    /// Appends to `events` that block `name` holds `tokens` after `before`; consecutive blocks become one event.
     pub(crate) fn tell(&self, events: &mut Vec<CacheEvent>, before: Prefix, name: u64, tokens: &[TokenId]) {
         let parent = self.parent(before);
         let public = self.public[&name];
@@ -77,21 +77,21 @@ impl Journal {
         });
     }
 
-    /// What others know the last block of `before` by.
+    /// Public hash of the last block of `before`.
     fn parent(&self, before: Prefix) -> Option<u64> {
         (!before.is_root()).then(|| self.public[&before.name])
     }
 }
 
-/// What others know a block by: a digest of its tokens and of all that is before them. Routers keep one tree for all servers,
-/// in which equal blocks are taken to have equal names, and 0 is none. Nobody can make a block with the name of another's.
+/// Public hash of a block: a digest of its tokens and everything before them. Routers keep one tree for all servers and expect
+/// equal blocks to have equal hashes, and 0 to mean none. A cryptographic hash, so that clients cannot craft collisions.
 fn public(parent: Option<u64>, tokens: &[TokenId], salt: Option<&str>) -> u64 {
     let mut digest = Sha256::new();
     digest.update(parent.unwrap_or(0).to_le_bytes());
     for token in tokens {
         digest.update(token.to_le_bytes());
     }
-    // Behind the tokens, whose number is always the same: no salt can pass for tokens.
+    // After the tokens, whose number is fixed, so that no salt can be mistaken for tokens.
     digest.update(salt.unwrap_or_default());
     let digest: [u8; 32] = digest.finalize().into();
     let (first, _) = digest.split_first_chunk().expect("32 bytes");

@@ -1,12 +1,12 @@
-/// Looks for one of several marks in text that comes character by character. No mark may begin with another one.
+/// Finds one of several marks in a stream of characters. No mark may begin with another one.
 #[derive(Clone, Debug)]
 pub(super) struct Marks {
     marks: &'static [&'static str],
-    /// The end of the text, where it is the beginning of a mark.
+    /// End of the text that may be the beginning of a mark.
     held: String,
 }
 
-/// What one more character makes certain.
+/// Result of one more character.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Seen {
     /// Text up to here, which may be empty, is no part of a mark.

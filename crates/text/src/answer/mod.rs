@@ -1,5 +1,5 @@
-//! What a model's text is made of: reasoning, content, calls of tools. Read character by character, so that the result never
-//! depends on how the text was cut into pieces.
+//! Parses a model's output into reasoning, content and tool calls. It is read character by character, so that the result does
+//! not depend on how the text was split.
 
 mod json;
 mod mark;
@@ -15,10 +15,10 @@ use sink::Sink;
 use tools::Parser;
 pub use tools::{CallGrammar, Function, ToolFormat};
 
-/// A piece of an answer. Pieces of the same kind that follow each other continue each other.
+/// A part of an answer. Consecutive parts of the same kind continue each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// What the model thinks before it answers.
+    /// Reasoning before the answer.
     Reasoning(String),
     /// The answer's text.
     Content(String),
@@ -27,26 +27,26 @@ pub enum Part {
         /// Name of the function, whole.
         name: String,
     },
-    /// More of the arguments of the call that began last: a piece of JSON text.
+    /// More of the arguments of the last call, as JSON text.
     Arguments(String),
 }
 
-/// How to read a model's text.
+/// Format of a model's output.
 #[derive(Clone, Debug, Default)]
 pub struct AnswerFormat {
     /// How reasoning is marked, if the model reasons.
     pub reasoning: Option<ReasoningFormat>,
     /// The prompt ends within reasoning: the template opened it, so that the model does not.
     pub reasoning_is_open: bool,
-    /// How calls are written; without it all is text.
+    /// Format of tool calls; without it all is text.
     pub tools: Option<ToolFormat>,
-    /// What the model may call.
+    /// Functions that the model may call.
     pub functions: Arc<[Function]>,
-    /// Most calls; where another one begins, the answer is over.
+    /// Maximum number of calls; the answer ends where another one begins.
     pub max_calls: Option<usize>,
 }
 
-/// Takes a model's text apart while it comes. Nothing is lost: what looks like a call but is none is content.
+/// Parses a model's output incrementally. No text is lost: what looks like a call but is none is content.
 #[derive(Debug)]
 pub struct AnswerParser {
     splitter: Option<Splitter>,
@@ -71,13 +71,13 @@ impl AnswerParser {
         }
     }
 
-    /// Takes more text; gives what is certain by now.
+    /// Adds text; returns the parts that are certain.
     pub fn push(&mut self, text: &str) -> Vec<Part> {
         text.chars().for_each(|c| self.take(c));
         self.sink.drain()
     }
 
-    /// The text is over: gives what was held back.
+    /// Ends the text; returns what was held back.
     pub fn finish(&mut self) -> Vec<Part> {
         self.end(false)
     }
@@ -107,7 +107,7 @@ impl AnswerParser {
         self.sink.drain()
     }
 
-    /// True once a call came that is one too many: the rest of the text is no part of the answer.
+    /// True once there are too many calls: the rest of the text is not part of the answer.
     pub fn is_full(&self) -> bool {
         self.sink.is_full()
     }

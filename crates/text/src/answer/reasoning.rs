@@ -1,4 +1,4 @@
-//! Splits what a model thinks from what it answers.
+//! Separates reasoning from the answer.
 
 use super::mark::{Marks, Seen};
 
@@ -24,7 +24,7 @@ impl ReasoningFormat {
         ("seed_oss", Self::SeedOss),
     ];
 
-    /// The format that a chat template prepares, if it does.
+    /// The format of a chat template, if it has one.
     pub fn detect(template: &str) -> Option<Self> {
         let formats = [Self::SeedOss, Self::Mistral, Self::Think];
         formats.into_iter().find(|format| {
@@ -49,7 +49,7 @@ impl ReasoningFormat {
         prompt.ends_with(open) || self == Self::DeepseekR1 && !prompt.ends_with(close)
     }
 
-    /// Whether a model that continues `prompt` has nothing left to think.
+    /// True if `prompt` ends after reasoning.
     pub fn is_over_after(self, prompt: &str) -> bool {
         let [_, close] = self.marks();
         prompt.trim_end().ends_with(close)
@@ -134,7 +134,7 @@ impl Splitter {
                 self.space.clear();
                 self.state = State::Begun;
             }
-            // An end without a beginning: the model took the beginning for granted.
+            // An end without a beginning: the model omitted the beginning.
             Some(_) if only_space => {
                 self.space.clear();
                 self.state = State::Over;

@@ -18,13 +18,13 @@ use crate::Tokenizer;
 pub(crate) const MAX_BYTES: usize = 256 << 10;
 /// Longest marker behind which a grammar applies, in bytes.
 const MAX_MARKER_BYTES: usize = 1 << 10;
-/// Of the thread that compiles: rules that refer to rules are followed by recursion. Only what is used is ever mapped.
+/// Stack of the compiling thread, as rules are resolved recursively. Only used pages take memory.
 const STACK: usize = 256 << 20;
 /// What may stand between the tokens of JSON.
 const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
 
-/// Bounds on time and memory: llguidance's own are for grammars that one trusts. On a core of a server a mask takes at most
-/// some 20 ms, and a sequence at most some 40 MB.
+/// Limits on time and memory, for untrusted grammars: llguidance's defaults are for trusted ones. On a server's core a mask
+/// takes at most about 20 ms, and a sequence at most about 40 MB.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_lexer_states: 20_000,
@@ -33,7 +33,7 @@ fn limits() -> ParserLimits {
     }
 }
 
-/// Compiles grammars for one tokenizer, and keeps what it compiled last.
+/// Compiles grammars for one tokenizer, with a cache of the latest.
 pub struct GrammarCompiler {
     tokenizer: Tokenizer,
     ends: Arc<[TokenId]>,
@@ -42,7 +42,7 @@ pub struct GrammarCompiler {
 }
 
 impl GrammarCompiler {
-    /// For texts of `tokenizer`; `ends` are all tokens that may end a text. What takes time is done by the first
+    /// A compiler for `tokenizer`; `ends` are all tokens that may end a text. The vocabulary is read by the first
     /// [`Self::compile`], or by [`Self::prepare`].
     pub fn new(tokenizer: Tokenizer, ends: &[TokenId]) -> Self {
         Self {
@@ -73,7 +73,7 @@ impl GrammarCompiler {
         })
     }
 
-    /// Compiles `grammar`, or finds it among those compiled last. Takes up to seconds: not for threads that serve others.
+    /// Compiles `grammar`, or takes it from the cache. May take seconds: call it on a blocking thread.
     ///
     /// # Errors
     /// [`GrammarError`], which says what to change.

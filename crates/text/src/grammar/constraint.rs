@@ -7,7 +7,7 @@ use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
 use super::lead::SpelledLead;
 use crate::Tokenizer;
 
-/// A grammar that can be followed. Cheap to clone.
+/// A compiled grammar. Cheap to clone.
 #[derive(Clone)]
 pub struct CompiledGrammar(Arc<Compiled>);
 
@@ -40,8 +40,8 @@ impl CompiledGrammar {
         self.0.matcher.lock().unwrap()
     }
 
-    /// The beginning of a sequence, which `stop_token_ids` end. Those of them that are no text are allowed exactly where the
-    /// grammar may end; others are text like any. It takes memory from its first token on.
+    /// A constraint for a new sequence, which `stop_token_ids` end. Those that are special tokens are allowed exactly where the
+    /// grammar may end; others are ordinary text. It allocates memory from its first token on.
     pub fn constraint(&self, stop_token_ids: &[TokenId]) -> Box<dyn Constraint> {
         let Compiled {
             leads,
@@ -76,7 +76,7 @@ impl CompiledGrammar {
         Allowed::compute(matcher, self.0.tokenizer.vocab_size(), &self.0.ends)
     }
 
-    /// Lexer and parser at the beginning, shared with nobody.
+    /// A new lexer and parser in the initial state.
     fn matcher(&self) -> Matcher {
         let matcher = self.0.matcher.lock().unwrap_or_else(PoisonError::into_inner);
         matcher.deep_clone()
@@ -86,8 +86,8 @@ impl CompiledGrammar {
 /// One sequence under a grammar.
 struct Grammatical {
     grammar: CompiledGrammar,
-    /// Lexer and parser of its own, from the first token on: sequences that wait hold none, and those that shared a lexer would
-    /// wait for each other.
+    /// Its own lexer and parser, from the first token on: waiting sequences need none, and sequences that shared a lexer would
+    /// block each other.
     matcher: Option<Box<Matcher>>,
     /// Tokens that end the sequence where the grammar may end.
     ends: Arc<[TokenId]>,
@@ -197,7 +197,7 @@ impl fmt::Debug for CompiledGrammar {
     }
 }
 
-/// llguidance's words, without what it says about its state and options that clients cannot set.
+/// llguidance's message, without its internal state and options that clients cannot set.
 pub(super) fn complaint(error: &dyn Display) -> String {
     let text = error.to_string();
     let text = text.split("\n<").next().unwrap_or_default().trim();

@@ -1,4 +1,4 @@
-//! Constraints that apply behind free parts of a text.
+//! Constraints that apply after free parts of a text.
 
 use std::sync::Arc;
 

@@ -19,7 +19,7 @@ pub(crate) use compiler::MAX_BYTES;
 pub use constraint::CompiledGrammar;
 pub use schema::UnsupportedKeyword;
 
-/// What a text must be.
+/// A grammar of a text.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GrammarSpec {
     /// Any JSON object.
@@ -45,12 +45,12 @@ pub enum GrammarSpec {
 /// A [`GrammarSpec`], and where and how it applies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Grammar {
-    /// What the text must be.
+    /// The grammar.
     pub spec: GrammarSpec,
-    /// A regular expression of what may stand between the tokens of JSON; nothing may if it is empty. Default: up to 32 spaces,
-    /// tabs and line ends, so that no model can go on with them for ever.
+    /// A regular expression of the whitespace between tokens of JSON; empty: none. Default: up to 32 spaces, tabs and line ends,
+    /// so that a model cannot repeat them for ever.
     pub whitespace: Option<String>,
-    /// What comes before the text that it applies to, one behind the other.
+    /// Free parts before the text that it applies to, in order.
     pub leads: Vec<Lead>,
 }
 
@@ -84,10 +84,10 @@ impl From<GrammarSpec> for Grammar {
     }
 }
 
-/// Why a grammar cannot be used. All are the client's to change.
+/// Why a grammar cannot be used. All are errors of the client.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GrammarError {
-    /// It says nothing, or not what it should.
+    /// It is empty or invalid.
     #[error("{0}")]
     Invalid(String),
     /// A JSON schema uses keywords that cannot be enforced.

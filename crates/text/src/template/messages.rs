@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::{ChatInput, ChatTemplate};
 use crate::TextError;
 
-/// How a template reads `message.content`. Found out by trying, as templates do not say.
+/// How a template reads `message.content`. Determined by test renderings, as templates do not declare it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ContentFormat {
     /// Only as a text: parts are joined.

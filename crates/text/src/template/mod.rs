@@ -22,7 +22,7 @@ use serde_json::{Map, Value, json};
 use crate::{SpecialTokens, TextError, directory};
 use messages::ContentFormat;
 
-/// Tells the time to templates (`strftime_now`, in UTC).
+/// Clock of templates (`strftime_now`, in UTC).
 pub type Clock = fn() -> SystemTime;
 
 /// A model's chat template, compiled.
@@ -133,7 +133,7 @@ impl ChatTemplate {
         Self::with_names(&named, special_tokens).map(Some)
     }
 
-    /// Tells the template another time than the system's.
+    /// Replaces the system's clock.
     #[must_use]
     pub fn with_clock(mut self, clock: Clock) -> Self {
         let mut environment = Environment::clone(&self.environment);
@@ -233,7 +233,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Found out by trying, as templates do not say.
+    /// Determined by test renderings, as templates do not declare it.
     fn shows_tools(&self) -> bool {
         const PROBE: &str = "probe_for_tools";
         let parameters = json!({"type": "object", "properties": {}, "required": []});

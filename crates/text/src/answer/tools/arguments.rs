@@ -284,7 +284,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
     }
 }
 
-/// What a text must be.
+/// A grammar of a text.
 #[derive(Default)]
 struct Text {
     /// One of these, if there are any.

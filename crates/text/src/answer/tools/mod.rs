@@ -1,4 +1,4 @@
-//! Calls of tools in a model's text: one file per family of formats.
+//! Tool calls in a model's output: one file per family of formats.
 
 mod arguments;
 mod bare;
@@ -61,7 +61,7 @@ impl ToolFormat {
         ("json", Self::Json),
     ];
 
-    /// The format that a chat template teaches, if it is one of these.
+    /// The format of a chat template, if it is one of these.
     pub fn detect(template: &str) -> Option<Self> {
         let has = |text: &str| template.contains(text);
         // As text of the template, or within one of its strings.
