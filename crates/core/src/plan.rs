@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use crate::{Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, TokenId};
+use crate::{CacheGroup, Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, TokenId};
 
 /// One step: a forward pass over a batch. Plain data.
 #[derive(Clone, Debug, Default)]
@@ -84,6 +84,16 @@ impl GroupTable {
     /// A table of all blocks from the first on.
     pub fn whole(pages: Vec<PageId>) -> Self {
         Self { first: 0, pages }
+    }
+
+    /// Index of the block after the last one.
+    pub fn end(&self, group: &CacheGroup) -> usize {
+        self.first + self.pages.len() / group.pages_per_block
+    }
+
+    /// The pages of block `index`, which is held.
+    pub fn block(&self, group: &CacheGroup, index: usize) -> &[PageId] {
+        &self.pages[(index - self.first) * group.pages_per_block..][..group.pages_per_block]
     }
 }
 

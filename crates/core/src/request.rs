@@ -10,7 +10,7 @@ use crate::{
 pub struct Limits {
     /// Prompt plus output tokens of one request.
     pub max_model_len: usize,
-    /// Tokens the whole KV cache holds: the upper bound for one request.
+    /// Tokens of the longest request that the KV cache holds alone ([`crate::KvConfig::longest_request`]).
     pub kv_capacity_tokens: usize,
     /// Size of the vocabulary; token ids lie below it.
     pub vocab_size: usize,

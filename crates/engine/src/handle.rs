@@ -160,7 +160,9 @@ impl EngineHandle {
     ) -> std::io::Result<Self> {
         let limits = Limits {
             max_model_len: scheduler.limits.max_model_len,
-            kv_capacity_tokens: scheduler.kv.capacity_tokens(),
+            kv_capacity_tokens: scheduler
+                .kv
+                .longest_request(scheduler.limits.max_num_batched_tokens),
             vocab_size: config.vocab_size,
         };
         let capacity = scheduler.limits.max_num_seqs + config.max_queue;

@@ -139,6 +139,7 @@ impl<E: Executor> EngineThread<E> {
         let ProvedParts {
             state: executor,
             config,
+            limits,
             ..
         } = proved.into_parts();
         self.kv = config.kv;
@@ -148,7 +149,7 @@ impl<E: Executor> EngineThread<E> {
         {
             let mut state = self.shared.lock();
             state.kv = config.kv;
-            state.limits.kv_capacity_tokens = config.kv.capacity_tokens();
+            state.limits.kv_capacity_tokens = config.kv.longest_request(limits.max_num_batched_tokens);
             state.outage = None;
             state.retry_at = None;
             state.restart_progress(Instant::now());

@@ -121,7 +121,7 @@ impl Rig {
     async fn until_empty(&self) {
         self.until("emptiness", |rig| {
             let stats = rig.engine.stats();
-            stats.in_flight + stats.scheduler.running + stats.scheduler.waiting + stats.scheduler.blocks_used
+            stats.in_flight + stats.scheduler.running + stats.scheduler.waiting + stats.scheduler.pages_used
                 == 0
         })
         .await;

@@ -204,7 +204,7 @@ impl<E: Executor> EngineThread<E> {
         // The request was validated before the KV cache became smaller.
         let error = StepError::KvTooSmall {
             needed: request.longest(),
-            capacity: self.kv.capacity_tokens(),
+            capacity: self.scheduler.longest_request(),
         };
         let event = (request.id(), Event::Failed(error));
         self.shared.lock().deliver(vec![event], Instant::now());

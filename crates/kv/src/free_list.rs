@@ -1,12 +1,11 @@
 use plimsoll_core::PageId;
 
-/// Unreferenced blocks, next to be allocated first: a doubly linked list threaded through one array, so that a block in
+/// First pages of blocks nobody references, next to be taken first: a doubly linked list threaded through one array, so that a block in
 /// the middle (a cached one that is wanted again) leaves in constant time.
 #[derive(Debug)]
 pub(crate) struct FreeList {
-    /// One link per block, then the sentinel that closes the ring.
+    /// One link per page, then the sentinel that closes the ring.
     links: Vec<Link>,
-    len: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -21,14 +20,13 @@ const UNLINKED: Link = Link {
 };
 
 impl FreeList {
-    /// All of `num_blocks` blocks, in their order.
-    pub(crate) fn full(num_blocks: usize) -> Self {
-        let sentinel = u32::try_from(num_blocks).expect("the number of blocks fits 32 bits");
+    /// All of `num_pages` pages, in their order.
+    pub(crate) fn full(num_pages: usize) -> Self {
+        let sentinel = u32::try_from(num_pages).expect("the number of pages fits 32 bits");
         let mut list = Self {
-            links: vec![UNLINKED; num_blocks + 1],
-            len: 0,
+            links: vec![UNLINKED; num_pages + 1],
         };
-        list.links[num_blocks] = Link {
+        list.links[num_pages] = Link {
             prev: sentinel,
             next: sentinel,
         };
@@ -36,10 +34,6 @@ impl FreeList {
             list.push_back(PageId(block));
         }
         list
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len
     }
 
     pub(crate) fn contains(&self, block: PageId) -> bool {
@@ -69,7 +63,6 @@ impl FreeList {
         let Link { prev, next } = std::mem::replace(&mut self.links[block.index()], UNLINKED);
         self.links[prev as usize].next = next;
         self.links[next as usize].prev = prev;
-        self.len -= 1;
     }
 
     /// From the next to be taken to the last.
@@ -88,7 +81,6 @@ impl FreeList {
         self.links[block.index()] = Link { prev, next };
         self.links[prev as usize].next = block.0;
         self.links[next as usize].prev = block.0;
-        self.len += 1;
     }
 }
 
@@ -111,7 +103,6 @@ mod tests {
                 .collect::<Vec<_>>(),
             [2, 1, 3, 0]
         );
-        assert_eq!(list.len(), 0);
         assert!(!list.contains(PageId(3)));
     }
 }

@@ -1,25 +1,25 @@
-use plimsoll_core::{CacheEvent, KvConfig, PageId, TokenId};
+use plimsoll_core::{CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, KvConfig, PageId, TokenId};
 
-use crate::{BlockTable, free_list::FreeList, prefix::PrefixIndex};
+use crate::{BlockTable, pool::Pool, prefix::PrefixIndex};
 
-/// Too few blocks are unreferenced; nothing was changed.
+/// Too few pages are unreferenced; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{needed} KV blocks are needed and {available} are available: preempt or wait for a request to end")]
-pub struct OutOfBlocks {
-    /// Blocks asked for, headroom included.
+#[error("{needed} KV pages are needed and {available} are available: preempt or wait for a request to end")]
+pub struct OutOfPages {
+    /// Pages asked for, headroom included.
     pub needed: usize,
-    /// Blocks nobody references, cached ones included.
+    /// Pages nobody references, cached ones included.
     pub available: usize,
 }
 
-/// Where the blocks are.
+/// Where the pages are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KvStats {
-    /// All blocks.
+    /// All pages.
     pub total: usize,
-    /// Blocks referenced by at least one table.
+    /// Pages referenced by at least one table.
     pub used: usize,
-    /// Blocks whose content the prefix cache can share, referenced or not.
+    /// Blocks of tokens that the prefix cache can share, referenced or not.
     pub cached: usize,
     /// Cached blocks given up since the start because their memory was needed, or that of the block before them.
     pub evictions: u64,
@@ -44,26 +44,29 @@ impl Default for Sharing<'_> {
     }
 }
 
-/// Allocates the blocks of the KV cache.
+/// Owns every page of the KV cache and says who may use it.
 #[derive(Debug)]
 pub struct KvManager {
     config: KvConfig,
+    /// Tokens that one step computes of a request, at most.
+    chunk: usize,
     prefix_caching: bool,
-    /// Tables that hold each block.
+    /// Tables that hold each block, by its first page.
     references: Vec<u32>,
-    free: FreeList,
+    pool: Pool,
     index: PrefixIndex,
     evictions: u64,
 }
 
 impl KvManager {
-    /// All blocks free, nothing cached.
-    pub fn new(config: KvConfig, prefix_caching: bool) -> Self {
+    /// All pages free, nothing cached. A step computes at most `chunk` tokens of a request.
+    pub fn new(config: KvConfig, chunk: usize, prefix_caching: bool) -> Self {
         Self {
             config,
+            chunk,
             prefix_caching,
             references: vec![0; config.num_pages],
-            free: FreeList::full(config.num_pages),
+            pool: Pool::full(config.num_pages),
             index: PrefixIndex::new(&config),
             evictions: 0,
         }
@@ -74,7 +77,7 @@ impl KvManager {
         self.index.reset(&config);
         self.config = config;
         self.references = vec![0; config.num_pages];
-        self.free = FreeList::full(config.num_pages);
+        self.pool = Pool::full(config.num_pages);
     }
 
     /// Enables event recording, for [`Self::take_events`]; the prefix cache must be empty.
@@ -97,9 +100,19 @@ impl KvManager {
         self.config
     }
 
-    /// Blocks nobody references, cached ones included.
+    /// Pages nobody references, cached ones included.
     pub fn available(&self) -> usize {
-        self.free.len()
+        self.pool.available()
+    }
+
+    /// Whether the cache can hold all of a request of `tokens` tokens, alone.
+    pub fn fits(&self, tokens: usize) -> bool {
+        self.config.request_pages(tokens, self.chunk) <= self.config.num_pages
+    }
+
+    /// Tokens of the longest request that fits.
+    pub fn longest_request(&self) -> usize {
+        self.config.longest_request(self.chunk)
     }
 
     /// True if [`Self::open`] looks up prefixes.
@@ -107,89 +120,138 @@ impl KvManager {
         self.prefix_caching && sharing.most > 0
     }
 
-    /// A table with room for all of `tokens` that shares the longest cached prefix that `sharing` allows, at most all but the
-    /// last token. Fails unless `headroom` blocks stay available.
+    /// A table for `tokens` that shares the longest cached prefix that `sharing` allows, at most all but the last token. It has
+    /// room for all of them, or in a group with a window for as many as it ever holds at once. Fails unless `headroom`
+    /// pages stay available.
     pub fn open(
         &mut self,
         tokens: &[TokenId],
         sharing: Sharing<'_>,
         headroom: usize,
-    ) -> Result<BlockTable, OutOfBlocks> {
-        let available = self.free.len();
+    ) -> Result<BlockTable, OutOfPages> {
+        let available = self.pool.available();
         if available <= headroom {
-            // Even a fully cached prompt needs one block; a long queue must not be hashed anew in every step.
-            return Err(OutOfBlocks {
+            // Even a fully cached prompt needs one page; a long queue must not be hashed anew in every step.
+            return Err(OutOfPages {
                 needed: headroom + 1,
                 available,
             });
         }
+        let mut table = self.longest_prefix(tokens, sharing);
         let total = self.config.block_size.blocks_for(tokens.len());
-        let mut table = self.longest_prefix(tokens, sharing, total);
-        // Shared blocks that nobody else references leave the free list too.
-        let idle = table
-            .blocks
-            .iter()
-            .filter(|block| self.references[block.index()] == 0)
-            .count();
-        let needed = total - table.blocks.len() + idle + headroom;
+        let groups = self.config.groups;
+        let ends = |table: &BlockTable| {
+            let mut ends = [0; CacheGroups::MAX];
+            for ((end, group), held) in ends.iter_mut().zip(&groups).zip(&table.groups) {
+                let most = group.most_blocks(self.config.block_size, tokens.len(), self.chunk);
+                *end = total.min(held.first + most).max(held.end(group));
+            }
+            ends
+        };
+        let ends = ends(&table);
+        let mut needed = headroom;
+        for ((&end, group), held) in ends.iter().zip(&groups).zip(&table.groups) {
+            needed += (end - held.end(group)) * group.pages_per_block;
+            // Shared blocks that nobody else references leave the pool too.
+            let idle = heads(held, group).filter(|head| self.references[head.index()] == 0);
+            needed += idle.count() * group.pages_per_block;
+        }
         if needed > available {
-            return Err(OutOfBlocks { needed, available });
+            return Err(OutOfPages { needed, available });
         }
         // All hits first: what is referenced cannot be evicted for the rest.
-        for &block in &table.blocks {
-            self.retain(block);
+        for (held, group) in table.groups.iter().zip(&groups) {
+            for head in heads(held, group) {
+                let references = &mut self.references[head.index()];
+                if *references == 0 {
+                    self.pool.claim(head);
+                }
+                *references += 1;
+            }
         }
-        self.grow(&mut table, total);
+        for ((&end, group), held) in ends.iter().zip(&groups).zip(&mut table.groups) {
+            self.grow(held, group, end);
+        }
         Ok(table)
     }
 
     /// Makes room for `tokens` tokens in all.
-    pub fn reserve(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), OutOfBlocks> {
+    pub fn reserve(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), OutOfPages> {
         let total = self.config.block_size.blocks_for(tokens);
-        let needed = total.saturating_sub(table.blocks.len());
-        let available = self.free.len();
+        let groups = self.config.groups;
+        let missing = table.groups.iter().zip(&groups).map(|(held, group)| {
+            let blocks = total.saturating_sub(held.end(group));
+            blocks * group.pages_per_block
+        });
+        let needed = missing.sum();
+        let available = self.pool.available();
         if needed > available {
-            return Err(OutOfBlocks { needed, available });
+            return Err(OutOfPages { needed, available });
         }
-        self.grow(table, total);
+        if needed > 0 {
+            for (held, group) in table.groups.iter_mut().zip(&groups) {
+                self.grow(held, group, total);
+            }
+        }
         Ok(())
     }
 
-    /// Records that the KV of `tokens`, all tokens of the request so far, is computed: full blocks can be shared from now on.
+    /// The KV of `tokens`, all tokens of the request so far, is computed: blocks that became full can be shared from now on, and
+    /// those that no later token sees go back.
     pub fn commit(&mut self, table: &mut BlockTable, tokens: &[TokenId]) {
         let block_size = self.config.block_size.tokens();
+        let room = table.room(&self.config);
         assert!(
-            (table.computed..=table.blocks.len() * block_size).contains(&tokens.len()),
-            "{} tokens committed to a table of {} blocks with {} computed",
+            (table.computed..=room).contains(&tokens.len()),
+            "{} tokens committed to a table with room for {room}, {} computed",
             tokens.len(),
-            table.blocks.len(),
             table.computed,
         );
         let full = table.computed / block_size;
         table.computed = tokens.len();
+        let groups = self.config.groups;
         if self.prefix_caching {
             let new = tokens[full * block_size..].chunks_exact(block_size);
-            for (block_tokens, &block) in new.zip(&table.blocks[full..]) {
+            for (index, block_tokens) in (full..).zip(new) {
+                let Some(before) = table.prefix else { break };
+                let mut blocks = [None; CacheGroups::MAX];
+                for ((block, held), group) in blocks.iter_mut().zip(&table.groups).zip(&groups) {
+                    *block = Some(held.block(group, index)[0]);
+                }
                 table.prefix = self
                     .index
-                    .insert(block, table.prefix, block_tokens, table.salt.as_deref());
+                    .insert(blocks, before, block_tokens, table.salt.as_deref());
+            }
+        }
+        for (held, group) in table.groups.iter_mut().zip(&groups) {
+            let first = group.first_block(self.config.block_size, table.computed);
+            if first > held.first {
+                let behind = (first - held.first) * group.pages_per_block;
+                let behind: Vec<PageId> = held.pages.drain(..behind).collect();
+                held.first = first;
+                for pages in behind.chunks_exact(group.pages_per_block).rev() {
+                    self.drop_reference(pages[0]);
+                }
             }
         }
     }
 
     /// Drops the table's references. Cached blocks stay cached until their memory is needed.
     pub fn release(&mut self, table: BlockTable) {
-        // From the end: a block is evicted before those it continues.
-        for block in table.blocks.into_iter().rev() {
-            let references = &mut self.references[block.index()];
-            *references -= 1;
-            if *references == 0 {
-                if self.index.contains(block) {
-                    self.free.push_back(block);
-                } else {
-                    self.free.push_front(block);
-                }
+        let groups = self.config.groups;
+        for (held, group) in table.groups.iter().zip(&groups) {
+            // From the end: a block is evicted before those it continues.
+            for pages in held.pages.chunks_exact(group.pages_per_block).rev() {
+                self.drop_reference(pages[0]);
             }
+        }
+    }
+
+    fn drop_reference(&mut self, head: PageId) {
+        let references = &mut self.references[head.index()];
+        *references -= 1;
+        if *references == 0 {
+            self.pool.put(head, self.index.contains(head));
         }
     }
 
@@ -197,25 +259,42 @@ impl KvManager {
     pub fn stats(&self) -> KvStats {
         KvStats {
             total: self.config.num_pages,
-            used: self.config.num_pages - self.free.len(),
+            used: self.config.num_pages - self.pool.available(),
             cached: self.index.len(),
             evictions: self.evictions,
         }
     }
 
-    /// Audits everything against `tables`, which must be all tables that are open: no block is lost, counted wrongly, or
+    /// Audits everything against `tables`, which must be all tables that are open: no page is lost, counted wrongly, or
     /// at once shared and still to be written. Costs time linear in the cache; for tests and leak audits.
     pub fn check_invariants<'a>(
         &self,
         tables: impl IntoIterator<Item = &'a BlockTable>,
     ) -> Result<(), String> {
         let mut references = vec![0; self.config.num_pages];
+        // The block of each page, by its first.
+        let mut owners: Vec<Option<PageId>> = vec![None; self.config.num_pages];
         let mut unfinished = Vec::new();
         for table in tables {
-            for (i, &block) in table.blocks.iter().enumerate() {
-                references[block.index()] += 1;
-                if (i + 1) * self.config.block_size.tokens() > table.computed {
-                    unfinished.push(block);
+            for (held, group) in table.groups.iter().zip(&self.config.groups) {
+                let needed = group.first_block(self.config.block_size, table.computed);
+                if held.first != needed {
+                    return Err(format!("a table begins at block {}, not {needed}", held.first));
+                }
+                for (pages, index) in held.pages.chunks(group.pages_per_block).zip(held.first..) {
+                    let head = pages[0];
+                    references[head.index()] += 1;
+                    for page in pages {
+                        if owners[page.index()]
+                            .replace(head)
+                            .is_some_and(|other| other != head)
+                        {
+                            return Err(format!("page {} is in two blocks", page.0));
+                        }
+                    }
+                    if (index + 1) * self.config.block_size.tokens() > table.computed {
+                        unfinished.push(head);
+                    }
                 }
             }
         }
@@ -231,60 +310,92 @@ impl KvManager {
         {
             return Err(format!("block {} is shared before it is computed", block.0));
         }
-        let free: Vec<_> = self.free.iter().collect();
-        if free.len() != self.free.len()
-            || free.len() != references.iter().filter(|&&count| count == 0).count()
-        {
+        let free: Vec<_> = self.pool.iter().collect();
+        let mut idle = owners.iter().map(Option::is_none).collect::<Vec<_>>();
+        let unowned = idle.iter().filter(|&&idle| idle).count();
+        let each_once = free.iter().all(|page| std::mem::take(&mut idle[page.index()]));
+        if !each_once || free.len() != self.pool.available() || free.len() != unowned {
             return Err(format!(
-                "the free list {free:?} disagrees with the reference counts {references:?}"
+                "{} pages are available as {free:?}, and tables hold all but {unowned}",
+                self.pool.available()
             ));
-        }
-        if let Some(block) = free.iter().find(|block| references[block.index()] > 0) {
-            return Err(format!("block {} is free and referenced", block.0));
         }
         self.index.check_invariants()
     }
 
-    fn longest_prefix(&self, tokens: &[TokenId], sharing: Sharing<'_>, capacity: usize) -> BlockTable {
-        let mut table = BlockTable {
-            blocks: Vec::with_capacity(capacity),
-            computed: 0,
-            prefix: self.index.root(sharing.salt),
-            salt: self.index.keep_salt(sharing.salt),
-        };
+    /// The longest prefix of which every group has what a query behind it sees.
+    fn longest_prefix(&self, tokens: &[TokenId], sharing: Sharing<'_>) -> BlockTable {
+        let block_size = self.config.block_size;
+        let groups = self.config.groups.as_slice();
+        let root = self.index.root(sharing.salt);
+        let mut found = Vec::new();
+        let (mut best, mut prefix) = (0, root);
         if self.prefix_caching {
             let shareable = &tokens[..tokens.len().saturating_sub(1)];
             let shareable = &shareable[..shareable.len().min(sharing.most)];
-            for block_tokens in shareable.chunks_exact(self.config.block_size.tokens()) {
-                let Some((block, prefix)) = self.index.find(table.prefix, block_tokens) else {
+            // Blocks in a row that each group has, up to the last one found.
+            let mut rows = [0; CacheGroups::MAX];
+            let mut at = root;
+            for block_tokens in shareable.chunks_exact(block_size.tokens()) {
+                let Some((next, blocks)) = self.index.find(at, block_tokens) else {
                     break;
                 };
-                table.blocks.push(block);
-                table.computed += block_tokens.len();
-                table.prefix = prefix;
+                at = next;
+                found.push(blocks);
+                let end = found.len();
+                let mut whole = true;
+                for ((row, block), group) in rows.iter_mut().zip(blocks).zip(groups) {
+                    *row = if block.is_some() { *row + 1 } else { 0 };
+                    let first = group.first_block(block_size, end * block_size.tokens());
+                    whole &= *row >= end - first;
+                }
+                if whole {
+                    (best, prefix) = (end, at);
+                }
             }
         }
-        table
+        let computed = best * block_size.tokens();
+        let shared = groups.iter().enumerate().map(|(index, group)| {
+            let first = group.first_block(block_size, computed);
+            let heads = found[first.min(best)..best]
+                .iter()
+                .filter_map(|blocks| blocks[index]);
+            let mut pages = Vec::with_capacity(match group.kind {
+                CacheKind::Full => block_size.blocks_for(tokens.len()) * group.pages_per_block,
+                CacheKind::Window(_) => 0,
+            });
+            for head in heads {
+                pages.extend(self.pool.pages(head));
+            }
+            GroupTable { first, pages }
+        });
+        BlockTable {
+            groups: shared.collect(),
+            computed,
+            prefix: Some(prefix),
+            salt: self.index.keep_salt(sharing.salt),
+        }
     }
 
-    fn retain(&mut self, block: PageId) {
-        let references = &mut self.references[block.index()];
-        if *references == 0 {
-            self.free.remove(block);
+    /// Lengthens a table up to block `end`; the caller has checked that the pages exist.
+    fn grow(&mut self, table: &mut GroupTable, group: &CacheGroup, end: usize) {
+        while table.end(group) < end {
+            let start = table.pages.len();
+            for _ in 0..group.pages_per_block {
+                let page = self
+                    .pool
+                    .take()
+                    .expect("the number of available pages was checked");
+                self.evictions += self.index.evict(page) as u64;
+                table.pages.push(page);
+            }
+            self.pool.join(&table.pages[start..]);
+            self.references[table.pages[start].index()] = 1;
         }
-        *references += 1;
     }
+}
 
-    /// Lengthens `table` to `total` blocks; the caller has checked that they exist.
-    fn grow(&mut self, table: &mut BlockTable, total: usize) {
-        while table.blocks.len() < total {
-            let block = self
-                .free
-                .pop_front()
-                .expect("the number of free blocks was checked");
-            self.evictions += self.index.remove(block) as u64;
-            self.references[block.index()] = 1;
-            table.blocks.push(block);
-        }
-    }
+/// The first pages of a table's blocks.
+fn heads(table: &GroupTable, group: &CacheGroup) -> impl Iterator<Item = PageId> {
+    table.pages.iter().step_by(group.pages_per_block).copied()
 }

@@ -3,18 +3,18 @@ mod journal;
 use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
-use plimsoll_core::{CacheEvent, KvConfig, PageId, TokenId};
+use plimsoll_core::{CacheEvent, CacheGroups, CacheKind, KvConfig, PageId, TokenId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use journal::Journal;
 
-/// Names one exact sequence of tokens, a whole number of blocks long. Never given to another sequence: after the block
-/// that carried it is evicted, no block that continues it is cached.
+/// Names one exact sequence of tokens, a whole number of blocks long. Never given to another sequence: after the node
+/// that carried it is gone, none that continues it is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Prefix {
     pub(crate) name: u64,
     /// Carries its last tokens; none does where a sequence begins.
-    block: Option<PageId>,
+    node: Option<NodeId>,
 }
 
 impl Prefix {
@@ -23,21 +23,41 @@ impl Prefix {
 
     /// Where the sequences of a salt begin, or those without one.
     pub(crate) fn is_root(self) -> bool {
-        self.block.is_none()
+        self.node.is_none()
     }
 }
 
-/// Which block holds which tokens. The identity of a cached block is (everything before it, its own tokens); both are
-/// compared, the hash only finds candidates, so a collision costs time and never correctness.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct NodeId(u32);
+
+impl NodeId {
+    fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Which blocks hold which tokens. The identity of a node is (everything before it, its own tokens); both are compared, the
+/// hash only finds candidates, so a collision costs time and never correctness.
 ///
-/// The block before a cached one is cached too, as nobody would find it otherwise.
+/// A node has a block of each group that still holds its tokens. With a group that keeps everything it lives as long as that
+/// group's block is cached, and those behind it no longer, as nobody would find them. With windows alone it lives as long
+/// as it or one behind it has a block.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
-    by_hash: HashTable<PageId>,
-    entries: Vec<Option<Entry>>,
-    /// Tokens of every cached block: `block_size` for each block of the cache.
+    by_hash: HashTable<NodeId>,
+    /// The place of a node, empty ones included.
+    nodes: Vec<Option<Node>>,
+    /// Empty places.
+    vacant: Vec<NodeId>,
+    /// Nodes at most.
+    most: usize,
+    /// Tokens of every node: `block_size` for each place.
     tokens: Vec<TokenId>,
+    /// The node of each block, by its first page.
+    node_of: Vec<Option<NodeId>>,
     block_size: usize,
+    /// The first group keeps everything.
+    keeps_all: bool,
     /// The name given last.
     last: u64,
     /// Random, so that clients cannot craft prompts that collide.
@@ -48,24 +68,39 @@ pub(crate) struct PrefixIndex {
     journal: Option<Journal>,
 }
 
+/// First pages of the blocks of each group.
+pub(crate) type Blocks = [Option<PageId>; CacheGroups::MAX];
+
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct Node {
     hash: u64,
     before: Prefix,
     name: u64,
-    /// Blocks that continue this one, in a list through their `next`.
-    first_child: Option<PageId>,
-    next: Option<PageId>,
-    previous: Option<PageId>,
+    blocks: Blocks,
+    /// Nodes that continue this one, in a list through their `next`.
+    first_child: Option<NodeId>,
+    next: Option<NodeId>,
+    previous: Option<NodeId>,
 }
 
 impl PrefixIndex {
     pub(crate) fn new(config: &KvConfig) -> Self {
+        let groups = config.groups.as_slice();
+        let keeps_all = groups[0].kind == CacheKind::Full;
+        // Windows leave nodes without blocks behind: as many again are let be.
+        let most = match keeps_all {
+            true => config.num_pages / groups[0].pages_per_block,
+            false => 2 * config.num_pages,
+        };
         Self {
-            by_hash: HashTable::with_capacity(config.num_pages),
-            entries: vec![None; config.num_pages],
-            tokens: vec![0; config.capacity_tokens()],
+            by_hash: HashTable::with_capacity(most),
+            nodes: vec![None; most],
+            vacant: (0..most as u32).rev().map(NodeId).collect(),
+            most,
+            tokens: vec![0; most * config.block_size.tokens()],
+            node_of: vec![None; config.num_pages],
             block_size: config.block_size.tokens(),
+            keeps_all,
             last: 0,
             seed: RandomState::new().hash_one(0),
             salts: RandomState::new(),
@@ -102,15 +137,15 @@ impl PrefixIndex {
         let Some(journal) = &self.journal else {
             return Vec::new();
         };
-        let cached = self.entries.iter().enumerate();
+        let cached = self.nodes.iter().enumerate();
         let mut cached: Vec<_> = cached
-            .filter_map(|(index, entry)| Some((index, entry.as_ref()?)))
+            .filter_map(|(index, node)| Some((index, node.as_ref()?)))
             .collect();
         // Names are given in order: those before come first.
-        cached.sort_unstable_by_key(|(_, entry)| entry.name);
+        cached.sort_unstable_by_key(|(_, node)| node.name);
         let mut events = Vec::new();
-        for (index, entry) in cached {
-            journal.tell(&mut events, entry.before, entry.name, self.tokens_of(index));
+        for (index, node) in cached {
+            journal.tell(&mut events, node.before, node.name, self.tokens_of(index));
         }
         events
     }
@@ -118,7 +153,7 @@ impl PrefixIndex {
     /// Where the sequences of `salt` begin: they share nothing with those of another.
     pub(crate) fn root(&self, salt: Option<&str>) -> Prefix {
         let name = salt.map_or(0, |salt| Prefix::SALTED | self.salts.hash_one(salt));
-        Prefix { name, block: None }
+        Prefix { name, node: None }
     }
 
     /// The text of `salt`; kept only while events are recorded.
@@ -130,140 +165,184 @@ impl PrefixIndex {
         self.by_hash.len()
     }
 
-    pub(crate) fn contains(&self, block: PageId) -> bool {
-        self.entries[block.index()].is_some()
+    /// Whether the block that begins with `page` can be shared.
+    pub(crate) fn contains(&self, page: PageId) -> bool {
+        self.node_of[page.index()].is_some()
     }
 
-    /// The block that holds exactly `tokens` after exactly `before`, and the name of the two together.
-    pub(crate) fn find(&self, before: Prefix, tokens: &[TokenId]) -> Option<(PageId, Prefix)> {
-        self.find_hashed(self.hash(before, tokens), before, tokens)
+    /// The name of exactly `tokens` after exactly `before`, and the blocks that hold them.
+    pub(crate) fn find(&self, before: Prefix, tokens: &[TokenId]) -> Option<(Prefix, Blocks)> {
+        let prefix = self.find_hashed(self.hash(before, tokens), before, tokens)?;
+        Some((prefix, self.nodes[prefix.node?.index()]?.blocks))
     }
 
-    /// Caches `block` as holding `tokens` after `before`, in a sequence of `salt`. Where another block already does, that one
-    /// stays the cached one; where the block before was evicted meanwhile, nobody would find this one. Returns the name of
-    /// the two together.
+    /// Caches `blocks` as holding `tokens` after `before`, in a sequence of `salt`. Where other blocks already do, those stay
+    /// the cached ones. Returns the name of the two together; `None` where what comes before was forgotten meanwhile and
+    /// nobody would find this, or where there are too many names.
     pub(crate) fn insert(
         &mut self,
-        block: PageId,
+        blocks: Blocks,
         before: Prefix,
         tokens: &[TokenId],
         salt: Option<&str>,
-    ) -> Prefix {
+    ) -> Option<Prefix> {
         let hash = self.hash(before, tokens);
-        if let Some((_, name)) = self.find_hashed(hash, before, tokens) {
-            return name;
+        if let Some(prefix) = self.find_hashed(hash, before, tokens) {
+            self.complete(prefix.node?, blocks);
+            return Some(prefix);
         }
         if !self.is_cached(before) {
-            return before;
+            return None;
         }
+        let id = self.vacant.pop()?;
         self.last += 1;
         let name = self.last;
-        self.tokens[block.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
-        self.entries[block.index()] = Some(Entry {
+        self.tokens[id.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        self.nodes[id.index()] = Some(Node {
             hash,
             before,
             name,
+            blocks: [None; CacheGroups::MAX],
             first_child: None,
             next: None,
             previous: None,
         });
-        self.link(block, before);
-        let entries = &self.entries;
+        self.complete(id, blocks);
+        self.link(id, before);
+        let nodes = &self.nodes;
         self.by_hash
-            .insert_unique(hash, block, |b| entries[b.index()].map_or(0, |entry| entry.hash));
+            .insert_unique(hash, id, |id| nodes[id.index()].map_or(0, |node| node.hash));
         if let Some(journal) = &mut self.journal {
             journal.stored(before, name, tokens, salt);
         }
-        Prefix {
-            name,
-            block: Some(block),
+        Some(Prefix { name, node: Some(id) })
+    }
+
+    /// Adds those blocks that a node lacks.
+    fn complete(&mut self, id: NodeId, blocks: Blocks) {
+        let Some(node) = &mut self.nodes[id.index()] else {
+            return;
+        };
+        for (held, block) in node.blocks.iter_mut().zip(blocks) {
+            if let (None, Some(block)) = (*held, block) {
+                *held = Some(block);
+                self.node_of[block.index()] = Some(id);
+            }
         }
     }
 
-    /// Forgets `block`, and all blocks that continue it: a table that computed the same tokens in another block may have
-    /// cached some behind this one, and hold them still. Returns how many that were.
-    pub(crate) fn remove(&mut self, block: PageId) -> usize {
+    /// The block that begins with `page` holds other tokens from here on. Returns how many blocks are cached no more: its
+    /// node may go, and those behind it, which a table may hold still that computed the same tokens in other blocks.
+    pub(crate) fn evict(&mut self, page: PageId) -> usize {
+        let Some(id) = self.node_of[page.index()].take() else {
+            return 0;
+        };
+        let node = self.nodes[id.index()].as_mut().expect("a block's node is there");
+        let kept = node.blocks.iter_mut().find(|block| **block == Some(page));
+        *kept.expect("a node knows its blocks") = None;
+        match self.keeps_all {
+            true if node.blocks[0].is_none() => self.forget_all_behind(id),
+            true => 1,
+            false => {
+                self.prune(id);
+                1
+            }
+        }
+    }
+
+    /// Forgets a node and all behind it; returns how many they were.
+    fn forget_all_behind(&mut self, id: NodeId) -> usize {
         let mut forgotten = 0;
-        let mut at = block;
-        while let Some(entry) = self.entries[at.index()] {
-            if let Some(child) = entry.first_child {
-                // Names grow from a block to those behind it, so this comes to an end.
+        let mut at = id;
+        while let Some(node) = self.nodes[at.index()] {
+            if let Some(child) = node.first_child {
+                // Names grow from a node to those behind it, so this comes to an end.
                 debug_assert_eq!(
-                    self.entries[child.index()].map(|child| child.before.name),
-                    Some(entry.name)
+                    self.nodes[child.index()].map(|child| child.before.name),
+                    Some(node.name)
                 );
                 at = child;
                 continue;
             }
-            self.forget(at, entry);
+            self.forget(at, node);
             forgotten += 1;
-            match entry.before.block {
-                Some(parent) if at != block => at = parent,
+            match node.before.node {
+                Some(parent) if at != id => at = parent,
                 _ => break,
             }
         }
         forgotten
     }
 
-    /// Forgets `block`, which no other continues.
-    fn forget(&mut self, block: PageId, entry: Entry) {
-        self.entries[block.index()] = None;
-        match (entry.previous, entry.before.block) {
-            (Some(previous), _) => self.change(previous, |previous| previous.next = entry.next),
-            (None, Some(parent)) => self.change(parent, |parent| parent.first_child = entry.next),
+    /// Forgets a node, and those before it, as far as nothing is left of them.
+    fn prune(&mut self, id: NodeId) {
+        let mut at = Some(id);
+        while let Some(id) = at
+            && let Some(node) = self.nodes[id.index()]
+            && node.first_child.is_none()
+            && node.blocks.iter().all(Option::is_none)
+        {
+            self.forget(id, node);
+            at = node.before.node;
+        }
+    }
+
+    /// Forgets a node, which no other continues.
+    fn forget(&mut self, id: NodeId, node: Node) {
+        self.nodes[id.index()] = None;
+        self.vacant.push(id);
+        for block in node.blocks.into_iter().flatten() {
+            self.node_of[block.index()] = None;
+        }
+        match (node.previous, node.before.node) {
+            (Some(previous), _) => self.change(previous, |previous| previous.next = node.next),
+            (None, Some(parent)) => self.change(parent, |parent| parent.first_child = node.next),
             (None, None) => {}
         }
-        if let Some(next) = entry.next {
-            self.change(next, |next| next.previous = entry.previous);
+        if let Some(next) = node.next {
+            self.change(next, |next| next.previous = node.previous);
         }
-        let found = self.by_hash.find_entry(entry.hash, |&b| b == block);
-        found.expect("every entry is in the table").remove();
+        let found = self.by_hash.find_entry(node.hash, |&other| other == id);
+        found.expect("every node is in the table").remove();
         if let Some(journal) = &mut self.journal {
-            journal.removed(entry.name);
+            journal.removed(node.name);
         }
     }
 
-    /// Puts `block` first among those that continue `before`.
-    fn link(&mut self, block: PageId, before: Prefix) {
-        let Some(parent) = before.block else { return };
+    /// Puts a node first among those that continue `before`.
+    fn link(&mut self, id: NodeId, before: Prefix) {
+        let Some(parent) = before.node else { return };
         let mut next = None;
-        self.change(parent, |parent| next = parent.first_child.replace(block));
-        self.change(block, |block| block.next = next);
+        self.change(parent, |parent| next = parent.first_child.replace(id));
+        self.change(id, |node| node.next = next);
         if let Some(next) = next {
-            self.change(next, |next| next.previous = Some(block));
+            self.change(next, |next| next.previous = Some(id));
         }
     }
 
-    fn change(&mut self, block: PageId, change: impl FnOnce(&mut Entry)) {
-        change(self.entries[block.index()].as_mut().expect("it is cached"));
+    fn change(&mut self, id: NodeId, change: impl FnOnce(&mut Node)) {
+        change(self.nodes[id.index()].as_mut().expect("it is cached"));
     }
 
-    /// Whether blocks that continue `prefix` can be found.
+    /// Whether nodes that continue `prefix` can be found.
     fn is_cached(&self, prefix: Prefix) -> bool {
         prefix
-            .block
-            .is_none_or(|block| self.entries[block.index()].is_some_and(|entry| entry.name == prefix.name))
+            .node
+            .is_none_or(|id| self.nodes[id.index()].is_some_and(|node| node.name == prefix.name))
     }
 
     fn tokens_of(&self, index: usize) -> &[TokenId] {
         &self.tokens[index * self.block_size..][..self.block_size]
     }
 
-    fn find_hashed(&self, hash: u64, before: Prefix, tokens: &[TokenId]) -> Option<(PageId, Prefix)> {
-        let same = |block: &PageId| {
-            self.entries[block.index()].is_some_and(|entry| entry.before == before)
-                && self.tokens[block.index() * self.block_size..].starts_with(tokens)
+    fn find_hashed(&self, hash: u64, before: Prefix, tokens: &[TokenId]) -> Option<Prefix> {
+        let same = |id: &NodeId| {
+            self.nodes[id.index()].is_some_and(|node| node.before == before)
+                && self.tokens[id.index() * self.block_size..].starts_with(tokens)
         };
-        let &block = self.by_hash.find(hash, same)?;
-        let name = self.entries[block.index()]?.name;
-        let block_of = Some(block);
-        Some((
-            block,
-            Prefix {
-                name,
-                block: block_of,
-            },
-        ))
+        let &id = self.by_hash.find(hash, same)?;
+        let name = self.nodes[id.index()]?.name;
+        Some(Prefix { name, node: Some(id) })
     }
 
     fn hash(&self, before: Prefix, tokens: &[TokenId]) -> u64 {
@@ -274,24 +353,41 @@ impl PrefixIndex {
         xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)
     }
 
-    /// Every cached block is found under its own identity, and under no other, behind one that is cached.
+    /// Every node is found under its own identity, and under no other, behind one that is there; its blocks know it, and what
+    /// nobody needs is gone.
     pub(crate) fn check_invariants(&self) -> Result<(), String> {
-        let mut cached = 0;
-        for (index, entry) in self.entries.iter().enumerate() {
-            let Some(entry) = entry else { continue };
+        let (mut cached, mut blocks) = (0, 0);
+        for (index, node) in self.nodes.iter().enumerate() {
+            let Some(node) = node else { continue };
             cached += 1;
-            let found = self.find(entry.before, self.tokens_of(index));
-            if found.map(|(block, _)| block.index()) != Some(index) {
-                return Err(format!("cached block {index} is found as {found:?}"));
+            let found = self.find(node.before, self.tokens_of(index));
+            if found.map(|(prefix, _)| prefix.name) != Some(node.name) {
+                return Err(format!("node {index} is found as {found:?}"));
             }
-            if !self.is_cached(entry.before) {
-                return Err(format!("cached block {index} is behind one that is not"));
+            if !self.is_cached(node.before) {
+                return Err(format!("node {index} is behind one that is not cached"));
+            }
+            for block in node.blocks.iter().flatten() {
+                blocks += 1;
+                if self.node_of[block.index()].map(NodeId::index) != Some(index) {
+                    return Err(format!("block {} does not know its node, {index}", block.0));
+                }
+            }
+            let needed = match self.keeps_all {
+                true => node.blocks[0].is_some(),
+                false => node.first_child.is_some() || node.blocks.iter().any(Option::is_some),
+            };
+            if !needed {
+                return Err(format!("node {index} has outlived its blocks"));
             }
         }
-        if cached != self.by_hash.len() {
+        let known = self.node_of.iter().flatten().count();
+        if (cached, cached + self.vacant.len(), known) != (self.by_hash.len(), self.most, blocks) {
             return Err(format!(
-                "{} blocks in the hash table, {cached} with an entry",
-                self.by_hash.len()
+                "{} nodes in the hash table, {cached} in use and {} vacant of {}; {blocks} blocks, {known} with a node",
+                self.by_hash.len(),
+                self.vacant.len(),
+                self.most,
             ));
         }
         Ok(())

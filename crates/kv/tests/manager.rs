@@ -1,7 +1,7 @@
 //! What the manager promises, one promise at a time.
 
 use plimsoll_core::{BlockSize, CacheEvent, CacheGroups, KvConfig, TokenId};
-use plimsoll_kv::{BlockTable, KvManager, OutOfBlocks, Sharing};
+use plimsoll_kv::{BlockTable, KvManager, OutOfPages, Sharing};
 
 fn manager(num_blocks: usize) -> KvManager {
     KvManager::new(
@@ -10,6 +10,7 @@ fn manager(num_blocks: usize) -> KvManager {
             num_pages: num_blocks,
             groups: CacheGroups::default(),
         },
+        64,
         true,
     )
 }
@@ -40,8 +41,8 @@ fn blocks_are_shared_once_computed_and_counted() {
     manager.commit(&mut first, &tokens(1, 17));
     let third = manager.open(&tokens(1, 20), Sharing::default(), 0).unwrap();
     assert_eq!((third.computed(), manager.stats().used), (16, 7));
-    assert_eq!(third.blocks()[..2], first.blocks()[..2]);
-    assert_ne!(third.blocks()[2], first.blocks()[2]);
+    assert_eq!(third.groups()[0].pages[..2], first.groups()[0].pages[..2]);
+    assert_ne!(third.groups()[0].pages[2], first.groups()[0].pages[2]);
     manager.release(first);
     manager.release(second);
     assert_eq!(manager.stats().used, 3);
@@ -73,26 +74,26 @@ fn all_or_nothing() {
     let mut table = compute(&mut manager, &tokens(1, 16));
     assert_eq!(
         manager.open(&tokens(2, 17), Sharing::default(), 0).unwrap_err(),
-        OutOfBlocks {
+        OutOfPages {
             needed: 3,
             available: 2
         }
     );
     assert_eq!(
         manager.open(&tokens(2, 9), Sharing::default(), 1).unwrap_err(),
-        OutOfBlocks {
+        OutOfPages {
             needed: 3,
             available: 2
         }
     );
     assert_eq!(
         manager.reserve(&mut table, 40).unwrap_err(),
-        OutOfBlocks {
+        OutOfPages {
             needed: 3,
             available: 2
         }
     );
-    assert_eq!((manager.available(), table.blocks().len()), (2, 2));
+    assert_eq!((manager.available(), table.groups()[0].pages.len()), (2, 2));
     manager.reserve(&mut table, 32).unwrap();
     assert_eq!(manager.available(), 0);
 }
@@ -131,11 +132,11 @@ fn a_block_whose_beginning_is_gone_is_not_found_after_another() {
     let mut long = manager.open(&then_rest(&a), Sharing::default(), 0).unwrap();
     manager.commit(&mut short, &a);
     manager.commit(&mut long, &then_rest(&a)[..16]);
-    let reused = short.blocks()[0];
+    let reused = short.groups()[0].pages[0];
     manager.release(short);
     // `b` takes the block that held `a`.
     let table = compute(&mut manager, &b);
-    assert_eq!(table.blocks(), [reused]);
+    assert_eq!(table.groups()[0].pages, [reused]);
     manager.release(long);
     let table = manager.open(&then_rest(&b), Sharing::default(), 0).unwrap();
     assert_eq!(
@@ -189,6 +190,7 @@ fn without_prefix_caching_nothing_is_kept() {
             num_pages: 4,
             groups: CacheGroups::default(),
         },
+        64,
         false,
     );
     let table = compute(&mut manager, &tokens(1, 40));

@@ -206,7 +206,7 @@ proptest! {
     #[test]
     fn does_what_the_naive_model_does(num_blocks in 1..12usize, ops in vec(op(), 1..80)) {
         let block_size = BlockSize::new(BLOCK_SIZE).expect("8 is legal");
-        let mut manager = KvManager::new(KvConfig { block_size, num_pages: num_blocks, groups: CacheGroups::default() }, true);
+        let mut manager = KvManager::new(KvConfig { block_size, num_pages: num_blocks, groups: CacheGroups::default() }, 64, true);
         let mut naive = Naive::new(num_blocks);
         let mut open: Vec<Open> = Vec::new();
         manager.record_events();
@@ -259,7 +259,7 @@ proptest! {
             late.hear(manager.cached()).map_err(TestCaseError::fail)?;
             prop_assert_eq!(&late, &router);
             for (open, naive) in open.iter().zip(&naive.tables) {
-                prop_assert_eq!(open.table.blocks(), &naive.blocks);
+                prop_assert_eq!(&open.table.groups()[0].pages, &naive.blocks);
                 prop_assert_eq!(open.table.computed(), naive.computed);
             }
         }

@@ -134,7 +134,7 @@ impl<T: Target> Profiler<'_, T> {
         let full = match cause {
             // Of all ranks.
             Cause::PinnedTooLarge { largest_tokens, .. } | Cause::PinnedTooSmall { largest_tokens, .. } => {
-                *largest_tokens / self.spec.block_size.tokens()
+                self.spec.kv_of_tokens(*largest_tokens).num_pages
             }
             _ => arithmetic.full_blocks(),
         };
@@ -142,7 +142,10 @@ impl<T: Target> Profiler<'_, T> {
             Cause::ProbeDoesNotFit => self.smaller_steps(basis),
             Cause::ContextDoesNotFit => self.shorter_requests(basis, arithmetic),
             Cause::Exhausted { .. } => {
-                let failed = evidence.last_tokens.unwrap_or(0) / self.spec.block_size.tokens();
+                let failed = self
+                    .spec
+                    .kv_of_tokens(evidence.last_tokens.unwrap_or(0))
+                    .num_pages;
                 Advice::of(self.what_is_given(basis, failed)?)
             }
             Cause::PinnedTooLarge {
@@ -150,7 +153,7 @@ impl<T: Target> Profiler<'_, T> {
                 largest_tokens,
                 ..
             } => {
-                let asked = self.spec.block_size.blocks_for(*asked_tokens);
+                let asked = self.spec.kv_of_tokens(*asked_tokens).num_pages;
                 let advice = match asked > full {
                     true => self.smaller_pin(basis, full)?,
                     false => Advice::of(self.what_is_given(basis, asked)?)?,

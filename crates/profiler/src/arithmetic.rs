@@ -45,11 +45,11 @@ pub struct Arithmetic {
     pub room: i128,
     /// The part of `room` that KV gets: `--mem-fraction`.
     pub mem_fraction: f64,
-    /// Bytes of one block of KV, as measured.
+    /// Bytes of one page of KV, as measured: with one group of layers, a block.
     pub block_bytes: u64,
-    /// Blocks that fit.
+    /// Pages that fit.
     pub fitting_blocks: usize,
-    /// Blocks to build.
+    /// Pages to build.
     pub blocks: usize,
     /// What decided that number.
     pub bound: Bound,
@@ -72,7 +72,7 @@ impl Arithmetic {
         let fitting_blocks = blocks_in(room, spec.mem_fraction.get(), block_bytes);
         let useful = spec
             .useful_tokens
-            .map(|tokens| spec.block_size.blocks_for(tokens).max(spec.request_blocks()));
+            .map(|tokens| spec.kv_of_tokens(tokens).num_pages.max(spec.request_blocks()));
         let useful = useful.filter(|&blocks| blocks < fitting_blocks);
         Self {
             total: meters.total,
@@ -105,9 +105,9 @@ impl Arithmetic {
     }
 }
 
-/// What a device really took for a block; never less than the model says.
+/// What a device really took for a page; never less than the model says.
 fn measured_block_bytes(spec: &ProfileSpec, measured: &Measured) -> u64 {
-    let blocks = spec.block_size.blocks_for(measured.kv_tokens) as u64;
+    let blocks = spec.kv_of_tokens(measured.kv_tokens).num_pages as u64;
     measured.kv_bytes.div_ceil(blocks.max(1)).max(spec.block_bytes())
 }
 
@@ -197,7 +197,7 @@ impl Predictor {
             // No probe.
             Some(blocks) => kv(blocks).max(request),
             None => {
-                let probe = kv(spec.block_size.blocks_for(spec.probe_tokens()));
+                let probe = kv(spec.probe_kv().num_pages);
                 let part = (request as f64 / spec.mem_fraction.get()).ceil() as u64;
                 probe.max(part.saturating_add(self.block_bytes))
             }

@@ -27,7 +27,7 @@ impl<T: Target> Profiler<'_, T> {
         let blocks = self.ranks.min(self.spec.pinned_blocks().unwrap_or(0))?;
         let asked_tokens = match self.spec.size {
             KvSize::Tokens(tokens) => tokens,
-            _ => blocks.saturating_mul(self.spec.block_size.tokens()),
+            _ => self.spec.kv(blocks).capacity_tokens(),
         };
         let fields = vec![
             ("reason", "pinned".to_owned()),

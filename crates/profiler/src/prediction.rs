@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use crate::report::Memory;
 use crate::{
-    Arithmetic, Bound, Cause, Diagnostic, KvSize, LeftOut, Margins, Measured, ProfileError, ProfileSpec,
-    Report, ScenarioShape, scenario_shapes,
+    Arithmetic, Bound, Cause, Diagnostic, GroupReport, KvSize, LeftOut, Margins, Measured, ProfileError,
+    ProfileSpec, Report, ScenarioShape, scenario_shapes,
 };
 
 /// What a model and its states for the limits of one profile take on a device, by the formulas with which the real ones take
@@ -49,7 +49,7 @@ pub struct ArenaUse {
 pub struct Prediction {
     /// Tokens the KV cache would hold.
     pub kv_tokens: usize,
-    /// Blocks it would have.
+    /// Pages it would have: with one group of layers, blocks.
     pub kv_blocks: usize,
     /// Tokens per block.
     pub block_size: usize,
@@ -67,6 +67,8 @@ pub struct Prediction {
     pub max_num_seqs: usize,
     /// `--max-num-batched-tokens`.
     pub max_num_batched_tokens: usize,
+    /// What each group of layers would keep.
+    pub groups: Vec<GroupReport>,
     /// Requests of full length that would fit at once.
     pub full_length_requests: f64,
     /// What would be kept free.
@@ -172,7 +174,7 @@ impl<'a> Predicted<'a> {
             }
             (Some(blocks), KvSize::Tokens(tokens)) => (blocks, Bound::PinnedTokens, tokens),
             (Some(blocks), _) => {
-                let tokens = blocks.saturating_mul(spec.block_size.tokens());
+                let tokens = spec.kv(blocks).capacity_tokens();
                 (blocks, Bound::PinnedBytes, tokens)
             }
         };
@@ -268,7 +270,8 @@ impl<'a> Predicted<'a> {
             max_model_len: spec.limits.max_model_len,
             max_num_seqs: spec.limits.max_num_seqs,
             max_num_batched_tokens: spec.limits.max_num_batched_tokens,
-            full_length_requests: kv_blocks as f64 / spec.request_blocks() as f64,
+            groups: GroupReport::all(spec),
+            full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,
             baseline: Memory::from(&idle),
             ready: Memory::from(&ready),

@@ -161,7 +161,7 @@ impl<T: Target> Profiler<'_, T> {
         let parts: &[usize] = if self.spec.gives_advice { &PARTS } else { &[] };
         for &divisor in parts {
             let spec = self.spec.part(divisor);
-            let kv = spec.kv(spec.block_size.blocks_for(spec.written_tokens()));
+            let kv = spec.kv_of_tokens(spec.written_tokens());
             match or_exhausted(self.probe(&spec, kv)) {
                 Ok(Ok(probed)) => {
                     part = Some((probed, spec));

@@ -5,16 +5,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::suggestion::suggestions;
 use crate::{
-    Arithmetic, DiscardedPlan, LeftOut, Margins, Measured, Phase, ProfileSpec, ScenarioKind, ScenarioShape,
-    Suggestion,
+    Arithmetic, DiscardedPlan, GroupReport, LeftOut, Margins, Measured, Phase, ProfileSpec, ScenarioKind,
+    ScenarioShape, Suggestion,
 };
 
 /// Everything the profile found, for `GET /memory`, `--profile-report`, metrics and people.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// Tokens the KV cache holds.
+    /// Tokens the KV cache holds in every group of layers at once.
     pub kv_tokens: usize,
-    /// Blocks it has.
+    /// Pages it has: with one group of layers, blocks.
     pub kv_blocks: usize,
     /// Tokens per block.
     pub block_size: usize,
@@ -30,6 +30,8 @@ pub struct Report {
     pub max_num_seqs: usize,
     /// `--max-num-batched-tokens`.
     pub max_num_batched_tokens: usize,
+    /// What each group of layers keeps.
+    pub groups: Vec<GroupReport>,
     /// Requests of full length that fit at once.
     pub full_length_requests: f64,
     /// What was kept free.
@@ -318,8 +320,9 @@ impl Report {
                 .map_or(0, |l| l.bytes)
         };
         let kv_bytes = component("kv");
+        let kv = spec.kv(kv_blocks);
         Self {
-            kv_tokens: kv_blocks * spec.block_size.tokens(),
+            kv_tokens: kv.capacity_tokens(),
             kv_blocks,
             block_size: spec.block_size.tokens(),
             kv_bytes,
@@ -328,7 +331,8 @@ impl Report {
             max_model_len,
             max_num_seqs,
             max_num_batched_tokens,
-            full_length_requests: kv_blocks as f64 / spec.request_blocks() as f64,
+            groups: GroupReport::all(spec),
+            full_length_requests: kv.requests_of(max_model_len),
             margins: spec.margins,
             baseline,
             ready,

@@ -175,6 +175,11 @@ impl Row {
 }
 
 impl Shapes {
+    /// Blocks that every group can have at once.
+    fn blocks(&self) -> usize {
+        self.kv.num_pages / self.kv.groups.pages_per_block()
+    }
+
     /// Most rows of a step: every row has a token, and writes to a block of its own.
     fn max_rows(&self) -> usize {
         let StepLimits {
@@ -182,7 +187,7 @@ impl Shapes {
             max_num_seqs,
             ..
         } = self.limits;
-        max_num_seqs.min(max_num_batched_tokens).min(self.kv.num_pages)
+        max_num_seqs.min(max_num_batched_tokens).min(self.blocks())
     }
 
     /// Longest row that fits the step, the context and the cache.
@@ -269,7 +274,7 @@ impl Shapes {
         let (rows, block) = (self.max_rows(), self.kv.block_size.tokens());
         // Beyond the one token and the one block that each row has.
         let mut tokens_left = max_num_batched_tokens - rows;
-        let mut blocks_left = self.kv.num_pages - rows;
+        let mut blocks_left = self.blocks() - rows;
         let mut plan = Vec::with_capacity(rows);
         for _ in 0..rows {
             let len = (1 + tokens_left)
@@ -327,20 +332,7 @@ impl Shapes {
         let mut written = 0;
         let total_written: usize = rows.iter().map(|row| self.written(row)).sum();
         let runs = rows.iter().enumerate().map(|(index, row)| {
-            let prefix = row.start / self.kv.block_size.tokens();
-            // Contexts share what nobody writes, or all blocks if everything is written.
-            let shared = self.kv.num_pages.saturating_sub(total_written);
-            let read = |i: usize| {
-                if shared > 0 {
-                    total_written + i % shared
-                } else {
-                    i % self.kv.num_pages
-                }
-            };
-            let own = written..written + self.written(row);
-            written = own.end;
-            let blocks = (0..prefix).map(read).chain(own);
-            let pages = blocks.map(|block| PageId(block as u32)).collect();
+            let tables = self.tables(row, &mut written, total_written);
             let history = if params.needs_history() {
                 self.tokens(0..row.end)
             } else {
@@ -367,7 +359,7 @@ impl Shapes {
                 request: RequestId(u64::MAX - index as u64),
                 start: row.start,
                 input: RunInput::Known(self.tokens(row.start..row.end)),
-                tables: vec![GroupTable::whole(pages)],
+                tables,
                 sample: (!goes_on && self.pooling.is_none()).then_some(sample),
                 score: (scores && scored > 0 && self.pooling.is_none()).then_some(score),
                 pool: self.pooling,
@@ -379,9 +371,31 @@ impl Shapes {
         }
     }
 
-    /// Blocks that a row writes.
+    /// Pages that a row writes.
     fn written(&self, row: &Row) -> usize {
-        self.kv.block_size.blocks_for(row.end) - row.start / self.kv.block_size.tokens()
+        let blocks = self.kv.block_size.blocks_for(row.end) - row.start / self.kv.block_size.tokens();
+        blocks * self.kv.groups.pages_per_block()
+    }
+
+    /// The tables of a row whose own pages follow the `written` ones of those before it. Contexts share what nobody writes, or
+    /// all pages if everything is written.
+    fn tables(&self, row: &Row, written: &mut usize, total_written: usize) -> Vec<GroupTable> {
+        let block_size = self.kv.block_size;
+        let shared = self.kv.num_pages.saturating_sub(total_written);
+        let tables = self.kv.groups.iter().map(|group| {
+            let first = group.first_block(block_size, row.start);
+            let own = row.start / block_size.tokens() * group.pages_per_block;
+            let end = block_size.blocks_for(row.end) * group.pages_per_block;
+            let read = (first * group.pages_per_block..own).map(|page| match shared {
+                0 => page % self.kv.num_pages,
+                shared => total_written + page % shared,
+            });
+            let written = std::mem::replace(written, *written + end - own)..;
+            let pages = read.chain(written.take(end - own));
+            let pages = pages.map(|page| PageId(page as u32)).collect();
+            GroupTable { first, pages }
+        });
+        tables.collect()
     }
 
     /// Tokens that differ as long as the vocabulary lasts: the most work for whatever counts them.

@@ -16,8 +16,10 @@ pub struct ProfileSpec {
     pub pooling: Option<Pooling>,
     /// Tokens per KV block.
     pub block_size: BlockSize,
-    /// Bytes one token takes in the KV cache, over all layers.
+    /// Bytes one token takes in the KV cache, over all layers, each of which takes the same.
     pub kv_bytes_per_token: u64,
+    /// What the layers keep of a request.
+    pub groups: CacheGroups,
     /// Who decides the size.
     pub size: KvSize,
     /// Part of the room for KV that is used.
@@ -51,6 +53,7 @@ impl ProfileSpec {
             pooling: None,
             block_size,
             kv_bytes_per_token,
+            groups: CacheGroups::default(),
             size: KvSize::Auto,
             mem_fraction: MemFraction::default(),
             useful_tokens: None,
@@ -78,7 +81,7 @@ impl ProfileSpec {
 
     /// The probe's KV cache.
     pub(crate) fn probe_kv(&self) -> KvConfig {
-        self.kv(self.block_size.blocks_for(self.probe_tokens()))
+        self.kv_of_tokens(self.probe_tokens())
     }
 
     /// Capacity of a KV cache that holds what any one step writes.
@@ -138,37 +141,55 @@ impl ProfileSpec {
             self.block_size,
             self.vocab_size,
             self.pooling,
+            self.groups,
             size,
             self.gives_advice,
         )
     }
 
-    /// KV cache of `num_blocks` blocks.
-    pub(crate) fn kv(&self, num_blocks: usize) -> KvConfig {
+    /// KV cache of `num_pages` pages.
+    pub(crate) fn kv(&self, num_pages: usize) -> KvConfig {
         KvConfig {
             block_size: self.block_size,
-            num_pages: num_blocks,
-            groups: CacheGroups::default(),
+            num_pages,
+            groups: self.groups,
         }
     }
 
-    /// Blocks of a size that is not the profile's to choose.
+    /// KV cache that holds `tokens` tokens in every group.
+    pub(crate) fn kv_of_tokens(&self, tokens: usize) -> KvConfig {
+        self.kv(self.kv(0).pages_for(tokens))
+    }
+
+    /// Pages of a size that is not the profile's to choose.
     pub(crate) fn pinned_blocks(&self) -> Option<usize> {
         match self.size {
             KvSize::Auto => None,
-            KvSize::Tokens(tokens) => Some(self.block_size.blocks_for(tokens)),
+            KvSize::Tokens(tokens) => Some(self.kv_of_tokens(tokens).num_pages),
             KvSize::Bytes(bytes) => Some(usize::try_from(bytes / self.block_bytes()).unwrap_or(usize::MAX)),
         }
     }
 
-    /// Blocks that one request of `--max-model-len` needs.
+    /// Pages that one request of `--max-model-len` needs, most of which it may hold while its prompt is computed.
     pub(crate) fn request_blocks(&self) -> usize {
-        self.block_size.blocks_for(self.limits.max_model_len)
+        let StepLimits {
+            max_num_batched_tokens,
+            max_model_len,
+            ..
+        } = self.limits;
+        self.kv(0).request_pages(max_model_len, max_num_batched_tokens)
     }
 
-    /// Bytes of one block, as declared.
+    /// Bytes of one page, as declared.
     pub(crate) fn block_bytes(&self) -> u64 {
-        self.kv_bytes_per_token * self.block_size.tokens() as u64
+        let layers = self.groups.layers_per_page() as u64;
+        layers * self.layer_bytes_per_token() * self.block_size.tokens() as u64
+    }
+
+    /// Bytes that a token takes in one layer.
+    pub(crate) fn layer_bytes_per_token(&self) -> u64 {
+        let layers: usize = self.groups.iter().map(|group| group.layers).sum();
+        self.kv_bytes_per_token / layers as u64
     }
 }
 

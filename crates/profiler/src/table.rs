@@ -3,7 +3,7 @@
 use std::fmt::{self, Write};
 
 use crate::report::{Memory, human};
-use crate::{Bound, Compared, Prediction, Report};
+use crate::{Bound, Compared, GroupReport, Prediction, Report};
 
 /// Cells of the bar.
 const CELLS: u64 = 80;
@@ -41,6 +41,7 @@ impl Report {
             tokens: self.kv_tokens,
             blocks: self.kv_blocks,
             block_size: self.block_size,
+            groups: &self.groups,
             requests: self.full_length_requests,
             max_model_len: self.max_model_len,
             bound: self.bound,
@@ -56,6 +57,7 @@ impl Prediction {
             tokens: self.kv_tokens,
             blocks: self.kv_blocks,
             block_size: self.block_size,
+            groups: &self.groups,
             requests: self.full_length_requests,
             max_model_len: self.max_model_len,
             bound: self.bound,
@@ -65,31 +67,50 @@ impl Prediction {
 }
 
 /// A KV cache, in requests.
-struct Size {
+struct Size<'a> {
     tokens: usize,
     blocks: usize,
     block_size: usize,
+    groups: &'a [GroupReport],
     requests: f64,
     max_model_len: usize,
     bound: Bound,
 }
 
-impl fmt::Display for Size {
+impl fmt::Display for Size<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             tokens,
             blocks,
             block_size,
+            groups,
             requests,
             max_model_len,
             bound,
         } = self;
+        let unit = if groups.len() > 1 { "pages" } else { "blocks" };
         write!(
             f,
-            "  {tokens} tokens of KV ({blocks} blocks of {block_size}): {requests:.1} requests of {max_model_len} tokens; \
+            "  {tokens} tokens of KV ({blocks} {unit} of {block_size}): {requests:.1} requests of {max_model_len} tokens; \
              bound by {}",
             bound.name()
-        )
+        )?;
+        for group in groups.iter().filter(|_| groups.len() > 1) {
+            let kind = group
+                .window
+                .map_or("full".to_owned(), |window| format!("window of {window}"));
+            write!(
+                f,
+                "\n  {:>3} layers, {kind}: {} bytes a token ({} lost to rounding), {} pages a block, {} tokens of a request \
+                 of {max_model_len}",
+                group.layers,
+                group.bytes_per_token,
+                group.rounding_bytes,
+                group.pages_per_block,
+                group.request_tokens
+            )?;
+        }
+        Ok(())
     }
 }
 

@@ -98,7 +98,7 @@ impl Scheduler {
         );
         Self {
             limits: config.limits,
-            kv: KvManager::new(config.kv, config.enable_prefix_caching),
+            kv: KvManager::new(config.kv, max_num_batched_tokens, config.enable_prefix_caching),
             waiting: Queue::new(config.patience),
             running: BTreeMap::new(),
             leaving: HashMap::new(),
@@ -113,7 +113,12 @@ impl Scheduler {
     /// True if the KV cache can hold all of `request`. After a [`reset`](Self::reset) it may be smaller than when the request was
     /// validated.
     pub fn fits(&self, request: &Request) -> bool {
-        request.longest() <= self.limits.max_model_len.min(self.kv.config().capacity_tokens())
+        request.longest() <= self.limits.max_model_len && self.kv.fits(request.longest())
+    }
+
+    /// Tokens of the longest request that the KV cache holds alone; `usize::MAX` where any fits.
+    pub fn longest_request(&self) -> usize {
+        self.kv.longest_request()
     }
 
     /// Queues `request`.
@@ -291,7 +296,7 @@ impl Scheduler {
             self.counters.failed += 1;
             let error = StepError::KvTooSmall {
                 needed: request.longest(),
-                capacity: kv.capacity_tokens(),
+                capacity: self.kv.longest_request(),
             };
             events.push((request.id(), Event::Failed(error)));
         }
@@ -342,8 +347,8 @@ impl Scheduler {
             waiting: self.waiting.len(),
             running: self.running.len(),
             leaving: self.leaving.len(),
-            blocks_total: kv.total,
-            blocks_used: kv.used,
+            pages_total: kv.total,
+            pages_used: kv.used,
             blocks_cached: kv.cached,
             tail_tokens: self.running.values().map(|running| self.tail(running)).sum(),
             evictions: kv.evictions,
@@ -387,7 +392,7 @@ impl Scheduler {
                 return false;
             }
             let running = self.running.get_mut(&rank).expect("room was made for it");
-            runs.push(running.next_run(len, self.kv.config().block_size));
+            runs.push(running.next_run(len, &self.kv.config()));
             *budget -= len;
         }
         true
@@ -426,12 +431,10 @@ impl Scheduler {
             let Some(next) = self.waiting.next(self.counters.admissions, lowest) else {
                 return;
             };
-            // One more block for each that runs, lest the newcomer be preempted as soon as they grow.
+            // One more block of each group for each that runs, lest the newcomer be preempted as soon as they grow.
+            let headroom = self.running.len() * self.kv.config().groups.pages_per_block();
             let sequence = self.waiting.peek(next);
-            let Ok(table) = self
-                .kv
-                .open(&sequence.tokens, sequence.sharing(), self.running.len())
-            else {
+            let Ok(table) = self.kv.open(&sequence.tokens, sequence.sharing(), headroom) else {
                 return;
             };
             let (rank, mut sequence) = self.waiting.take(next, self.counters.admissions);
@@ -444,7 +447,7 @@ impl Scheduler {
             self.places.insert(sequence.request.id(), Place::Running(rank));
             let mut running = Running::new(sequence, table);
             let len = running.ready().min(budget);
-            runs.push(running.next_run(len, self.kv.config().block_size));
+            runs.push(running.next_run(len, &self.kv.config()));
             budget -= len;
             self.running.insert(rank, running);
         }
@@ -563,7 +566,7 @@ impl Scheduler {
 
     /// Slots behind the last token of a running request. The token sampled last may have none yet.
     fn tail(&self, running: &Running) -> usize {
-        let slots = running.table.blocks().len() * self.kv.config().block_size.tokens();
+        let slots = running.table.room(&self.kv.config());
         slots.saturating_sub(running.planned.max(running.sequence.tokens.len()))
     }
 

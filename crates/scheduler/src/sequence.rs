@@ -1,8 +1,8 @@
 use std::ops::Range;
 
 use plimsoll_core::{
-    BlockSize, ConstraintError, FinishReason, GroupTable, Guide, Pooling, Progress, Request, Run, RunInput,
-    SampleSpec, ScoreSpec, TokenId,
+    ConstraintError, FinishReason, Guide, KvConfig, Pooling, Progress, Request, Run, RunInput, SampleSpec,
+    ScoreSpec, TokenId,
 };
 use plimsoll_kv::{BlockTable, Sharing};
 
@@ -156,7 +156,7 @@ impl Running {
     }
 
     /// Plans the next `len` tokens, at most [`Self::ready`]; the table has room for them.
-    pub(crate) fn next_run(&mut self, len: usize, block_size: BlockSize) -> Run {
+    pub(crate) fn next_run(&mut self, len: usize, kv: &KvConfig) -> Run {
         let start = self.planned;
         let end = start + len;
         let input = if self.sampling {
@@ -178,9 +178,7 @@ impl Running {
             request: self.sequence.request.id(),
             start,
             input,
-            tables: vec![GroupTable::whole(
-                self.table.blocks()[..block_size.blocks_for(end)].to_vec(),
-            )],
+            tables: self.table.up_to(end, kv),
             sample,
             score,
             pool,

@@ -7,11 +7,11 @@ pub struct SchedulerStats {
     pub running: usize,
     /// Ended requests whose blocks a step in flight still uses.
     pub leaving: usize,
-    /// KV blocks in all.
-    pub blocks_total: usize,
-    /// KV blocks that a request holds.
-    pub blocks_used: usize,
-    /// KV blocks whose content the prefix cache can share, whether held or not.
+    /// KV pages in all.
+    pub pages_total: usize,
+    /// KV pages that a request holds.
+    pub pages_used: usize,
+    /// Blocks of tokens that the prefix cache can share, whether held or not.
     pub blocks_cached: usize,
     /// Token slots behind the last token of each running request: what whole blocks waste, on average half a block each.
     pub tail_tokens: usize,

@@ -167,7 +167,7 @@ fn events_tell_the_whole_story() {
     assert!(scheduler.is_idle());
     let stats = scheduler.stats();
     assert_eq!(
-        (stats.finished_length, stats.finished_stop, stats.blocks_used),
+        (stats.finished_length, stats.finished_stop, stats.pages_used),
         (1, 1, 0)
     );
     assert_eq!(
@@ -277,12 +277,12 @@ fn a_stop_discards_the_step_behind_it_and_keeps_its_blocks_till_then() {
         (1, 0)
     );
     assert_eq!(scheduler.apply(&first, output(&first, STOP)).len(), 1);
-    assert_eq!((scheduler.stats().leaving, scheduler.stats().blocks_used), (1, 1));
+    assert_eq!((scheduler.stats().leaving, scheduler.stats().pages_used), (1, 1));
     assert!(!scheduler.cancel(RequestId(1)), "it has ended by itself");
     assert!(scheduler.apply(&second, output(&second, 5)).is_empty());
     assert!(scheduler.is_idle());
     assert_eq!(
-        (scheduler.stats().discarded_tokens, scheduler.stats().blocks_used),
+        (scheduler.stats().discarded_tokens, scheduler.stats().pages_used),
         (1, 0)
     );
 }
@@ -303,7 +303,7 @@ fn cancel_works_at_any_moment() {
     assert!(scheduler.cancel(RequestId(3)), "running");
     assert!(scheduler.is_idle());
     assert_eq!(
-        (scheduler.stats().cancelled, scheduler.stats().blocks_used),
+        (scheduler.stats().cancelled, scheduler.stats().pages_used),
         (3, 0)
     );
 }
@@ -320,7 +320,7 @@ fn a_failed_step_ends_its_requests_and_no_others() {
     assert_eq!(
         (
             scheduler.stats().failed,
-            scheduler.stats().blocks_used,
+            scheduler.stats().pages_used,
             scheduler.stats().blocks_cached
         ),
         (1, 0, 0)
@@ -378,7 +378,7 @@ fn a_lost_cache_sends_everybody_back_with_their_tokens() {
     assert!(scheduler.fits(&request(9, 20, 20)) && !scheduler.fits(&request(9, 20, 21)));
     let stats = scheduler.stats();
     assert_eq!((stats.waiting, stats.running, stats.restarts), (2, 0, 2));
-    assert_eq!((stats.blocks_total, stats.blocks_used, stats.failed), (5, 0, 1));
+    assert_eq!((stats.pages_total, stats.pages_used, stats.failed), (5, 0, 1));
     // The first computes its prompt and what it has said, and goes on with its third token.
     let (plan, _) = step(&mut scheduler, 7);
     assert_eq!(shape(&plan), [(1, 0, 10, true), (3, 0, 4, true)]);

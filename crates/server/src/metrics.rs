@@ -322,11 +322,11 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     maker.set(&RUNNING, &[], scheduler.running as f64);
     maker.set(&WAITING, &[], scheduler.waiting as f64);
     maker.set(&IN_FLIGHT, &[], stats.in_flight as f64);
-    let total = scheduler.blocks_total.max(1);
-    maker.set(&KV_USAGE, &[], scheduler.blocks_used as f64 / total as f64);
+    let total = scheduler.pages_total.max(1);
+    maker.set(&KV_USAGE, &[], scheduler.pages_used as f64 / total as f64);
     for (state, blocks) in [
-        ("total", scheduler.blocks_total),
-        ("used", scheduler.blocks_used),
+        ("total", scheduler.pages_total),
+        ("used", scheduler.pages_used),
         ("cached", scheduler.blocks_cached),
     ] {
         maker.set(

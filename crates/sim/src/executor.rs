@@ -5,8 +5,8 @@ use std::{
 };
 
 use plimsoll_core::{
-    Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run, RunInput, Sampled,
-    ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    CacheGroup, Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run, RunInput,
+    Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 
 use crate::model::{Context, SimModel};
@@ -44,8 +44,8 @@ pub enum Fault {
     Finish,
 }
 
-/// A device that stores, in each KV slot, the whole context up to that token. A wrong block table, start or stale block thus
-/// changes the text; and every plan is checked before it runs: a violation is an error that names it.
+/// A device that stores, in each KV slot of each group, the whole context up to that token; a query reads the slots that its
+/// window lets it see. A wrong block table, start or stale block thus changes the text; and every plan is checked before it runs: a violation is an error that names it.
 #[derive(Debug)]
 pub struct SimExecutor {
     config: SimConfig,
@@ -62,6 +62,8 @@ struct Slot {
     before: Context,
     after: Context,
     token: TokenId,
+    /// Group and plane that wrote it.
+    place: (usize, usize),
 }
 
 #[derive(Debug)]
@@ -81,7 +83,7 @@ impl SimExecutor {
     pub fn new(config: SimConfig) -> Self {
         Self {
             config,
-            slots: vec![GARBAGE; config.kv.capacity_tokens()],
+            slots: vec![GARBAGE; config.kv.num_pages * config.kv.block_size.tokens()],
             launched: VecDeque::new(),
             last_sampled: HashMap::new(),
             faults: HashMap::new(),
@@ -107,7 +109,6 @@ impl SimExecutor {
 
     fn check(&self, plan: &StepPlan) -> Result<(), String> {
         let limits = &self.config.limits;
-        let block_size = self.config.kv.block_size;
         if plan.runs.len() > limits.max_num_seqs || plan.num_tokens() > limits.max_num_batched_tokens {
             return Err(format!(
                 "{} runs of {} tokens exceed {limits:?}",
@@ -132,23 +133,8 @@ impl SimExecutor {
             if let Some(score) = &run.score {
                 check_score(run, score).map_err(|broken| format!("{id} {broken}"))?;
             }
-            if run.tables.len() != 1 {
-                return Err(format!("{id} has {} block tables", run.tables.len()));
-            }
-            if run.tables[0].pages.len() < block_size.blocks_for(run.end()) {
-                return Err(format!(
-                    "{id} has {} blocks for {} tokens",
-                    run.tables[0].pages.len(),
-                    run.end()
-                ));
-            }
-            if let Some(block) = run.tables[0]
-                .pages
-                .iter()
-                .find(|block| block.index() >= self.config.kv.num_pages)
-            {
-                return Err(format!("{id} names block {}", block.0));
-            }
+            self.check_tables(run)
+                .map_err(|broken| format!("{id} {broken}"))?;
             let vocab_size = self.config.model.vocab_size();
             if matches!(&run.input, RunInput::Known(tokens) if tokens.iter().any(|&t| t as usize >= vocab_size))
             {
@@ -162,24 +148,45 @@ impl SimExecutor {
         }
     }
 
-    /// A block that a run writes is in no other table, of this step or of one in flight, and twice in none.
+    /// Each group has the blocks that the run reads and writes.
+    fn check_tables(&self, run: &Run) -> Result<(), String> {
+        let kv = &self.config.kv;
+        if run.tables.len() != kv.groups.as_slice().len() {
+            return Err(format!("has {} tables", run.tables.len()));
+        }
+        for (table, group) in run.tables.iter().zip(&kv.groups) {
+            let needed = group.first_block(kv.block_size, run.start)..kv.block_size.blocks_for(run.end());
+            let held = table.first..table.end(group);
+            let whole = table.pages.len().is_multiple_of(group.pages_per_block);
+            if held.start > needed.start || held.end < needed.end || !whole {
+                return Err(format!("has blocks {held:?} of a {}, not {needed:?}", group.kind));
+            }
+            if let Some(page) = table.pages.iter().find(|page| page.index() >= kv.num_pages) {
+                return Err(format!("names page {}", page.0));
+            }
+        }
+        Ok(())
+    }
+
+    /// A page that a run writes is in no other table, of this step or of one in flight, and twice in none.
     fn check_sharing(&self, plan: &StepPlan) -> Result<(), String> {
+        let block_size = self.config.kv.block_size;
         let mut writers = HashMap::new();
         let in_flight = self.launched.iter().flat_map(|launched| &launched.plan.runs);
         for run in in_flight.chain(&plan.runs) {
-            for block in self.written(run) {
-                if *writers.entry(block).or_insert(run.request) != run.request {
-                    return Err(format!("two requests write block {}", block.0));
+            for page in self.pages(run, |_| run.start / block_size.tokens()) {
+                if *writers.entry(page).or_insert(run.request) != run.request {
+                    return Err(format!("two requests write page {}", page.0));
                 }
             }
         }
         for run in &plan.runs {
             let mut seen = HashSet::new();
-            for block in &run.tables[0].pages {
-                if writers.get(block).is_some_and(|&writer| writer != run.request) || !seen.insert(block) {
+            for page in self.pages(run, |group| group.first_block(block_size, run.start)) {
+                if writers.get(&page).is_some_and(|&writer| writer != run.request) || !seen.insert(page) {
                     return Err(format!(
-                        "{} uses block {}, which is written meanwhile",
-                        run.request, block.0
+                        "{} uses page {}, which is written meanwhile",
+                        run.request, page.0
                     ));
                 }
             }
@@ -187,14 +194,61 @@ impl SimExecutor {
         Ok(())
     }
 
-    fn written<'a>(&self, run: &'a Run) -> &'a [PageId] {
-        let block_size = self.config.kv.block_size;
-        &run.tables[0].pages[run.start / block_size.tokens()..block_size.blocks_for(run.end())]
+    /// The pages of all groups, each from block `first` on, as far as the run writes.
+    fn pages<'a>(
+        &'a self,
+        run: &'a Run,
+        first: impl Fn(&CacheGroup) -> usize,
+    ) -> impl Iterator<Item = PageId> {
+        let end = self.config.kv.block_size.blocks_for(run.end());
+        let tables = run.tables.iter().zip(&self.config.kv.groups);
+        tables.flat_map(move |(table, group)| {
+            let blocks = first(group)..end;
+            blocks.flat_map(move |block| table.block(group, block).iter().copied())
+        })
     }
 
-    fn slot(&self, run: &Run, position: usize) -> usize {
+    /// Where each plane of a group keeps a token.
+    fn slots<'a>(
+        &self,
+        run: &'a Run,
+        group: usize,
+        position: usize,
+    ) -> impl Iterator<Item = usize> + use<'a> {
         let block_size = self.config.kv.block_size.tokens();
-        run.tables[0].pages[position / block_size].index() * block_size + position % block_size
+        let described = &self.config.kv.groups.as_slice()[group];
+        let pages = run.tables[group].block(described, position / block_size);
+        pages
+            .iter()
+            .map(move |page| page.index() * block_size + position % block_size)
+    }
+
+    fn write(&mut self, run: &Run, position: usize, slot: Slot) {
+        for group in 0..run.tables.len() {
+            for (plane, at) in self.slots(run, group, position).enumerate() {
+                self.slots[at] = Slot {
+                    place: (group, plane),
+                    ..slot
+                };
+            }
+        }
+    }
+
+    /// What a group holds of a token, which is to be the same in all its planes.
+    fn read(&self, run: &Run, group: usize, position: usize) -> Result<Slot, String> {
+        let mut all = self
+            .slots(run, group, position)
+            .map(|at| self.slots[at])
+            .enumerate();
+        let (_, first) = all.next().ok_or("a block without pages")?;
+        let same = |(plane, slot): (usize, Slot)| slot.place == (group, plane) && slot.after == first.after;
+        match first.place == (group, 0) && all.all(same) {
+            true => Ok(first),
+            false => Err(format!(
+                "the KV of {} at {position} belongs to another group",
+                run.request
+            )),
+        }
     }
 
     /// The log-probabilities that the run asks for go to `scores`, its rows to `pooled`.
@@ -217,13 +271,14 @@ impl SimExecutor {
         };
         let (mut scored, mut sum) = (Vec::new(), [0.0; SimModel::WIDTH]);
         for (row, &token) in tokens.iter().enumerate() {
-            let slot = self.slot(run, run.start + row);
             let after = context.then(token);
-            self.slots[slot] = Slot {
+            let slot = Slot {
                 before: context,
                 after,
                 token,
+                place: (0, 0),
             };
+            self.write(run, run.start + row, slot);
             context = after;
             if let Some(score) = run.score.as_ref().filter(|score| score.rows().contains(&row)) {
                 let target = score.targets[row - score.first];
@@ -250,37 +305,46 @@ impl SimExecutor {
             ));
         }
         let model = &self.config.model;
-        let token_at = |position| self.slots[self.slot(run, position)].token;
+        let token_at = |position| self.read(run, 0, position).map_or(0, |slot| slot.token);
         Ok(Some(model.say(context, spec, mask, token_at)))
     }
 
-    /// The context up to the run, after making sure that each earlier slot continues the one before it.
+    /// The context up to the run, after making sure that in each group every slot that the run sees continues the one before
+    /// it, and that all groups are of one mind.
     fn context_before(&self, run: &Run) -> Result<Context, String> {
         if self.synthetic {
-            return Ok(run
-                .start
-                .checked_sub(1)
-                .map_or(Context::EMPTY, |last| self.slots[self.slot(run, last)].after));
+            let last = run.start.checked_sub(1);
+            let slot = last.and_then(|last| self.slots(run, 0, last).next());
+            return Ok(slot.map_or(Context::EMPTY, |at| self.slots[at].after));
         }
-        let mut context = Context::EMPTY;
-        for position in 0..run.start {
-            let Slot { before, after, .. } = self.slots[self.slot(run, position)];
-            if before != context {
-                return Err(format!(
-                    "the KV of {} at {position} belongs to another context",
-                    run.request
-                ));
+        let mut context = (run.start == 0).then_some(Context::EMPTY);
+        for (index, group) in self.config.kv.groups.iter().enumerate() {
+            let first = group.kind.first_visible(run.start);
+            // What lies behind the window is known by what follows it alone.
+            let mut last = (first == 0).then_some(Context::EMPTY);
+            for position in first..run.start {
+                let Slot { before, after, .. } = self.read(run, index, position)?;
+                if last.is_some_and(|last| last != before) {
+                    return Err(format!(
+                        "the KV of {} at {position} belongs to another context",
+                        run.request
+                    ));
+                }
+                last = Some(after);
             }
-            context = after;
+            let seen = last.filter(|_| first < run.start);
+            if context.is_some() && seen.is_some() && context != seen {
+                return Err(format!("the groups of {} hold different contexts", run.request));
+            }
+            context = context.or(seen);
         }
-        Ok(context)
+        context.ok_or_else(|| format!("{} sees nothing of its context", run.request))
     }
 
     /// A failed step leaves garbage wherever it was to write.
     fn ruin(&mut self, run: &Run) {
         for position in run.start..run.end() {
-            let slot = self.slot(run, position);
-            self.slots[slot] = GARBAGE;
+            self.write(run, position, GARBAGE);
         }
         for later in &mut self.launched {
             later.ruined.insert(run.request);
@@ -321,6 +385,7 @@ const GARBAGE: Slot = Slot {
     before: Context::GARBAGE,
     after: Context::GARBAGE,
     token: 0,
+    place: (0, 0),
 };
 
 impl Executor for SimExecutor {

@@ -1,9 +1,13 @@
 use plimsoll_core::{
-    Bans, BlockSize, CacheGroups, Constraint, KvConfig, Limits, Pooling, Request, RequestId, RequestOptions,
-    SamplingOptions, StepLimits, TenantId, TokenId,
+    Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, KvConfig, Limits, Pooling, Request,
+    RequestId, RequestOptions, SamplingOptions, StepLimits, TenantId, TokenId,
 };
 use plimsoll_scheduler::SchedulerConfig;
-use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use rand::{
+    Rng, SeedableRng,
+    rngs::StdRng,
+    seq::{IndexedRandom, SliceRandom},
+};
 
 use crate::{
     constraint::SimConstraint,
@@ -33,8 +37,8 @@ pub struct Workload {
 pub struct Reset {
     /// At which turn of the engine's loop.
     pub tick: u64,
-    /// Blocks of the new one.
-    pub num_blocks: usize,
+    /// Pages of the new one.
+    pub num_pages: usize,
 }
 
 /// A client goes away.
@@ -60,10 +64,12 @@ impl Workload {
         } else {
             rng.random_range(12..=80)
         };
+        let groups = groups(rng);
+        let num_pages = num_blocks * groups.pages_per_block();
         let kv = KvConfig {
             block_size,
-            num_pages: num_blocks,
-            groups: CacheGroups::default(),
+            num_pages,
+            groups,
         };
         let limits = StepLimits {
             max_num_batched_tokens: *[1, 3, 8, 17, 64, 500].choose(rng).expect("there are limits"),
@@ -102,13 +108,13 @@ impl Workload {
         let mut resets = Vec::new();
         if rng.random_bool(0.2) {
             for _ in 0..rng.random_range(1..=3) {
-                let num_blocks = if rng.random() {
-                    num_blocks
+                let num_pages = if rng.random() {
+                    num_pages
                 } else {
-                    rng.random_range(1..=num_blocks + 4)
+                    rng.random_range(1..=num_pages + 4)
                 };
                 let tick = rng.random_range(0..=last);
-                resets.push(Reset { tick, num_blocks });
+                resets.push(Reset { tick, num_pages });
             }
             resets.sort_by_key(|reset| reset.tick);
         }
@@ -123,10 +129,30 @@ impl Workload {
     }
 }
 
+/// One kind of layers, or up to three with windows that no block size divides, in numbers that take several pages.
+fn groups(rng: &mut StdRng) -> CacheGroups {
+    if rng.random_bool(0.4) {
+        return CacheGroups::default();
+    }
+    let full = rng.random_bool(0.7);
+    let windows = rng.random_range(1..=CacheGroups::MAX - usize::from(full));
+    let mut kinds = vec![CacheKind::Full; if full { rng.random_range(1..=3) } else { 0 }];
+    for _ in 0..windows {
+        // Who sees only itself knows its past from other layers.
+        let least = if full { 1 } else { 2 };
+        let most = *[4, 20, 100].choose(rng).expect("there are windows");
+        let window = CacheKind::Window(rng.random_range(least..=most));
+        kinds.extend(vec![window; rng.random_range(1..=4)]);
+    }
+    kinds.shuffle(rng);
+    let layout = CacheLayout::new(&kinds, usize::MAX);
+    layout.expect("there are few kinds").groups
+}
+
 fn arrivals(rng: &mut StdRng, config: &SchedulerConfig, model: &SimModel) -> Vec<(u64, Request)> {
     let limits = Limits {
         max_model_len: config.limits.max_model_len,
-        kv_capacity_tokens: config.kv.capacity_tokens(),
+        kv_capacity_tokens: config.kv.longest_request(config.limits.max_num_batched_tokens),
         vocab_size: model.vocab_size(),
     };
     let longest = limits.max_request_tokens();

@@ -65,7 +65,7 @@ pub(crate) async fn until_ready(engine: &EngineHandle) {
     until("readiness", || engine.health().phase == Phase::Running).await;
     until("emptiness", || {
         let stats = engine.stats();
-        stats.in_flight == 0 && stats.scheduler.blocks_used == 0
+        stats.in_flight == 0 && stats.scheduler.pages_used == 0
     })
     .await;
 }

@@ -510,7 +510,7 @@ async fn sleep_gives_the_state_back_and_waking_proves_it_again() {
     assert_eq!(read(rig.submit(1, 20).unwrap()).await, before);
     let stats = rig.engine.stats();
     assert_eq!((stats.rebuilds_wake, stats.rebuilds_oom), (1, 0));
-    assert_eq!(stats.scheduler.blocks_total, TOKENS / 16);
+    assert_eq!(stats.scheduler.pages_total, TOKENS / 16);
 
     // A shutdown finds a sleeper asleep.
     assert_eq!(rig.engine.sleep(PATIENCE).await, Ok(()));

@@ -260,7 +260,7 @@ async fn a_deadline_ends_the_request_and_frees_its_kv() {
     assert_eq!(late["code"], "deadline_exceeded");
     rig.until_in_flight(0).await;
     rig.until("free blocks", |rig| {
-        rig.state.engine().stats().scheduler.blocks_used == 0
+        rig.state.engine().stats().scheduler.pages_used == 0
     })
     .await;
     let events = rig
