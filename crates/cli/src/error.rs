@@ -184,7 +184,7 @@ impl Error {
             Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
             Self::Bind { .. } | Self::BindEvents(_) => 5,
             Self::CutOff { .. } => 6,
-            Self::Gpu(_) => 7,
+            Self::Gpu(_) | Self::Profile(ProfileError::Device { .. }) => 7,
             Self::DeviceBusy { .. } => 8,
             Self::NothingToTest(_) => 9,
             Self::Inconclusive(_) => 10,

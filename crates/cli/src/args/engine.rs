@@ -51,7 +51,8 @@ pub struct EngineArgs {
 pub struct ModelArgs {
     /// Directory, .gguf file, Hugging Face Hub id (a GGUF of a repository: owner/name:Q4_K_M), or `sim` for a
     /// simulated model (`sim:0.02`: one whose steps take 0.02 s; `sim:fail=90,oom=800,hang=7000`: every 90th step fails,
-    /// every 800th finds no memory, the 7000th never ends) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
+    /// every 800th finds no memory, the 7000th never ends; `sim:device=9`: the driver fails at the 9th use of the device during
+    /// the start) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
     #[arg(
         value_name = "MODEL",
         overrides_with = "model_flag",

@@ -1,6 +1,7 @@
 use std::ffi::CStr;
 
 use cudarc::driver::sys;
+use plimsoll_core::{BuildError, Oom, StepError};
 
 /// Why a GPU cannot be used, or what it refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -77,9 +78,39 @@ pub enum GpuError {
 }
 
 impl GpuError {
-    /// True if there was no memory for the call.
+    /// True if there was no device memory for the call. Memory of the host is none: no smaller KV cache frees any.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Self::Call { code, .. } if code == "CUDA_ERROR_OUT_OF_MEMORY")
+        let codes = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
+        matches!(self, Self::Call { call, code, .. } if codes.contains(&code.as_str()) && *call != "cuMemHostAlloc")
+    }
+}
+
+/// Why work on an open GPU failed. [`Gpu::failed`](super::Gpu::failed) tells the one from the other.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// It ran out of memory: with less to hold, it may succeed.
+    #[error(transparent)]
+    Oom(#[from] Oom),
+    /// The driver or a kernel failed.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+}
+
+impl From<DeviceError> for BuildError {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Oom(oom) => Self::Oom(oom),
+            DeviceError::Gpu(error) => Self::Device(error.to_string()),
+        }
+    }
+}
+
+impl From<DeviceError> for StepError {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Oom(oom) => Self::Oom(oom),
+            DeviceError::Gpu(error) => Self::Device(error.to_string()),
+        }
     }
 }
 

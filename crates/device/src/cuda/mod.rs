@@ -22,8 +22,8 @@ mod upload;
 pub use cudarc::driver::sys;
 
 pub use arena::{DryGpuArena, GpuArena};
-pub use error::GpuError;
 pub(crate) use error::check;
+pub use error::{DeviceError, GpuError};
 pub use event::Event;
 pub use gpu::{Gpu, GpuInfo, GpuLimit, GpuOptions};
 pub use graph::Graph;
