@@ -249,12 +249,8 @@ impl<T: Target> Profiler<'_, T> {
     /// give nothing back, which is no leak.
     pub(crate) fn give_up(&mut self, phase: Phase, state: Option<T::State>, stop: Stop) -> Stop {
         let torn = match (&stop, state) {
-            (Stop::Failed(ProfileError::Device { .. }), state) => {
-                drop(state);
-                Ok(())
-            }
+            (Stop::Failed(ProfileError::Device { .. }), _) | (_, None) => Ok(()),
             (_, Some(state)) => self.tear_down(phase, state),
-            (_, None) => Ok(()),
         };
         let agreed = self.agree(phase, None, torn.map_err(Stop::Failed));
         agreed.err().unwrap_or(stop)

@@ -99,7 +99,8 @@ impl ModelArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Device")]
 pub struct DeviceArgs {
-    /// Where the model runs: cpu, cuda, cuda:N (the N-th GPU from 0), or auto (the first GPU if it can be used)
+    /// Where the model runs: cpu, cuda, cuda:N (the N-th GPU from 0), or auto (the first GPU; the CPU where there is
+    /// no GPU, no driver, or no GPU code in this binary)
     #[arg(long, value_name = "DEVICE", default_value_t)]
     pub device: DeviceChoice,
     /// Number format of weights and activations; auto: bfloat16 on a GPU, what the model has on a CPU
@@ -112,8 +113,7 @@ pub struct DeviceArgs {
     )]
     pub dtype: DType,
     /// Where servers leave their lock files: while one of them measures a device, others that start on it wait.
-    /// Containers that share a device must share this directory [default: /run/lock/plimsoll and /tmp/plimsoll, as far as
-    /// this user may use them]
+    /// Containers that share a device must share this directory [default: /tmp/plimsoll]
     #[arg(long, value_name = "DIR")]
     pub device_lock_dir: Option<PathBuf>,
     /// How long to wait for another server that measures the device, in seconds

@@ -13,7 +13,8 @@ pub enum GpuError {
     NoDriver,
     /// The driver is older than the kernels of this binary.
     #[error(
-        "the NVIDIA driver supports CUDA {}.{}, but this binary needs CUDA {}.{}: update the driver",
+        "the NVIDIA driver supports CUDA {}.{}, but this binary needs CUDA {}.{}: update the driver, \
+         or run on the CPU with --device cpu",
         found / 1000, found % 1000 / 10, needed / 1000, needed % 1000 / 10
     )]
     OldDriver {
@@ -31,7 +32,10 @@ pub enum GpuError {
         count: usize,
     },
     /// The GPU is too old for the kernels.
-    #[error("{name} has compute capability {major}.{minor}, but 8.0 (Ampere) or newer is needed")]
+    #[error(
+        "{name} has compute capability {major}.{minor}, but 8.0 (Ampere) or newer is needed; \
+         --device cpu runs on the CPU"
+    )]
     OldDevice {
         /// The GPU.
         name: String,
@@ -47,7 +51,8 @@ pub enum GpuError {
     NoKernels,
     /// The binary's device code is for other GPUs.
     #[error(
-        "this binary carries no CUDA kernels for {name} (compute capability {major}.{minor}): build it with CUDA_ARCHS={major}{minor}"
+        "this binary carries no CUDA kernels for {name} (compute capability {major}.{minor}): build it with CUDA_ARCHS={major}{minor}, \
+         or run on the CPU with --device cpu"
     )]
     NoKernelsFor {
         /// The GPU.
@@ -59,7 +64,8 @@ pub enum GpuError {
     },
     /// A library that ships with CUDA is not on this machine.
     #[error(
-        "{library} was not found: install it (it is part of the CUDA toolkit) or add its folder to LD_LIBRARY_PATH"
+        "{library} was not found: install it (it is part of the CUDA toolkit) or add its folder to \
+         LD_LIBRARY_PATH; --device cpu runs on the CPU"
     )]
     NoLibrary {
         /// Its file name.
