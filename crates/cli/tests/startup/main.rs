@@ -306,8 +306,9 @@ async fn a_budget_that_is_too_small_is_an_error_with_advice() {
         );
         let text = probe.to_string();
         let (_, advice) = text.split_once("--device-memory=").expect(&text);
-        let digits: String = advice.chars().take_while(char::is_ascii_digit).collect();
-        assert!(digits.parse::<u64>().unwrap() > budget, "{budget}: {text}");
+        let value = advice.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap();
+        let args = engine_args(model.dir.path(), &format!("--device-memory {value}"));
+        assert!(args.memory.device_memory.unwrap().0 > budget, "{budget}: {text}");
     }
 }
 
