@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use plimsoll_core::{Component, Meters};
-use plimsoll_device::cuda::{self, Gpu, GpuError, GpuLimit, GpuOptions};
+use plimsoll_device::cuda::{self, Gpu, GpuError, GpuLimit, GpuOptions, Holder};
 use plimsoll_device::{Budget, Machine, capacity};
 
 use crate::args::{DType, DeviceArgs, EngineArgs, KvDtype};
@@ -20,7 +20,7 @@ const SIM_BYTES: u64 = 4 << 30;
 /// `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The first GPU if it can be used, else the CPU.
+    /// The first GPU; the CPU where there is none, no driver, or no GPU code in this binary.
     #[default]
     Auto,
     /// The CPU.
@@ -104,7 +104,7 @@ impl Site {
     pub fn look(source: &Source, args: &EngineArgs) -> Result<Self, Error> {
         let choice = choice(source, args)?;
         match (
-            choose(choice, |ordinal| open_gpu(ordinal, args)),
+            choose(choice, |ordinal| open_gpu(ordinal, args), holders),
             args.memory.device_memory,
         ) {
             (Ok(Chosen { gpu: Some(gpu), .. }), _) => {
@@ -115,22 +115,17 @@ impl Site {
                 check_cpu(args)?;
                 Ok(Self::There(Device::Cpu(budget(source, args)?)))
             }
-            (
-                Err(GpuError::NoDriver | GpuError::NoDevice { .. } | GpuError::NoKernels),
-                Some(Bytes(bytes)),
-            ) => {
+            (Err(Error::Gpu(error)), Some(Bytes(bytes))) if is_absent(&error) => {
                 check_gpu(args)?;
                 Ok(Self::AssumedGpu(bytes))
             }
-            (Err(error @ (GpuError::NoDriver | GpuError::NoDevice { .. } | GpuError::NoKernels)), None) => {
-                Err(wrong(
-                    "--device",
-                    &format!(
-                        "{error}; to plan for a GPU that is not here, say how large it is: --device-memory 80GiB"
-                    ),
-                ))
-            }
-            (Err(error), _) => Err(error.into()),
+            (Err(Error::Gpu(error)), None) if is_absent(&error) => Err(wrong(
+                "--device",
+                &format!(
+                    "{error}; to plan for a GPU that is not here, say how large it is: --device-memory 80GiB"
+                ),
+            )),
+            (Err(error), _) => Err(error),
         }
     }
 }
@@ -149,6 +144,10 @@ fn open_gpu(ordinal: usize, args: &EngineArgs) -> Result<Gpu, GpuError> {
         limit: limit(args),
         cap: None,
     };
+    if !plimsoll_kernels::cuda::has_images() {
+        cuda::uuid(ordinal)?;
+        return Err(GpuError::NoKernels);
+    }
     let gpu = Gpu::open_with(ordinal, options)?;
     plimsoll_kernels::cuda::check(&gpu)?;
     Ok(gpu)
@@ -169,7 +168,7 @@ impl Device {
             Ok(Some(uuid)) => locks.take(&uuid)?,
             Ok(None) | Err(_) => DeviceLock::none(),
         };
-        let Chosen { gpu, why } = choose(choice, |ordinal| open_gpu(ordinal, args))?;
+        let Chosen { gpu, why } = choose(choice, |ordinal| open_gpu(ordinal, args), holders)?;
         let opened = match gpu {
             Some(gpu) => {
                 check_gpu(args)?;
@@ -190,7 +189,7 @@ impl Device {
                     None => tracing::info!("device: cpu"),
                     Some(GpuError::NoDriver) => tracing::info!("device: cpu (no NVIDIA driver)"),
                     Some(GpuError::NoDevice { .. }) => tracing::info!("device: cpu (no NVIDIA GPU)"),
-                    Some(why) => tracing::warn!("device: cpu, although there is a GPU: {why}"),
+                    Some(why) => tracing::info!("device: cpu ({why})"),
                 }
                 let lock = match source {
                     Source::Sim => DeviceLock::none(),
@@ -241,6 +240,18 @@ impl Device {
         }
     }
 
+    /// Logs which processes hold memory of the GPU, where others do.
+    pub(crate) fn log_neighbours(&self) {
+        if let Self::Gpu(gpu) = self
+            && gpu.meters().peers() > 0
+        {
+            let ordinal = gpu.info().ordinal;
+            for holder in holders(ordinal) {
+                tracing::warn!("of the memory of cuda:{ordinal}, {holder}");
+            }
+        }
+    }
+
     /// Bytes of the weights that were loaded.
     pub(crate) fn weights_bytes(&self) -> u64 {
         self.account().meters().by_component.get(Component::Weights)
@@ -260,16 +271,43 @@ struct Chosen<G> {
 fn choose<G>(
     choice: DeviceChoice,
     open: impl FnOnce(usize) -> Result<G, GpuError>,
-) -> Result<Chosen<G>, GpuError> {
-    let (gpu, why) = match choice {
-        DeviceChoice::Cpu => (None, None),
-        DeviceChoice::Cuda(ordinal) => (Some(open(ordinal)?), None),
-        DeviceChoice::Auto => match open(0) {
-            Ok(gpu) => (Some(gpu), None),
-            Err(why) => (None, Some(why)),
-        },
+    holders: impl FnOnce(usize) -> Vec<Holder>,
+) -> Result<Chosen<G>, Error> {
+    let Some(ordinal) = choice.ordinal() else {
+        return Ok(Chosen { gpu: None, why: None });
     };
-    Ok(Chosen { gpu, why })
+    match open(ordinal) {
+        Ok(gpu) => Ok(Chosen {
+            gpu: Some(gpu),
+            why: None,
+        }),
+        Err(why) if choice == DeviceChoice::Auto && is_absent(&why) => Ok(Chosen {
+            gpu: None,
+            why: Some(why),
+        }),
+        // A model that is made for a GPU would take minutes for an answer on a CPU: nobody wants that unasked.
+        Err(error) if error.is_out_of_memory() => Err(Error::GpuFull {
+            ordinal,
+            holders: holders(ordinal),
+            error,
+        }),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether there is no GPU, or none that this binary was made for.
+fn is_absent(error: &GpuError) -> bool {
+    matches!(
+        error,
+        GpuError::NoDriver | GpuError::NoDevice { .. } | GpuError::NoKernels
+    )
+}
+
+/// Other processes that hold memory of a GPU.
+fn holders(ordinal: usize) -> Vec<Holder> {
+    let mut holders = cuda::uuid(ordinal).map_or_else(|_| Vec::new(), |uuid| cuda::holders(&uuid));
+    holders.retain(|holder| holder.pid != std::process::id());
+    holders
 }
 
 fn limit(args: &EngineArgs) -> GpuLimit {
@@ -368,6 +406,10 @@ mod tests {
         }
     }
 
+    fn nobody(_: usize) -> Vec<Holder> {
+        Vec::new()
+    }
+
     fn old() -> GpuError {
         GpuError::OldDevice {
             name: "Old".into(),
@@ -378,29 +420,69 @@ mod tests {
 
     #[test]
     fn auto_takes_the_first_gpu_that_can_be_used() {
-        let chosen = choose(DeviceChoice::Auto, Ok).unwrap();
+        let chosen = choose(DeviceChoice::Auto, Ok, nobody).unwrap();
         assert_eq!((chosen.gpu, chosen.why), (Some(0), None));
         let reasons = [
             GpuError::NoDriver,
             GpuError::NoDevice { ordinal: 0, count: 0 },
             GpuError::NoKernels,
-            old(),
         ];
         for why in reasons {
-            let chosen = choose::<()>(DeviceChoice::Auto, |_| Err(why.clone())).unwrap();
+            let chosen = choose::<()>(DeviceChoice::Auto, |_| Err(why.clone()), nobody).unwrap();
             assert_eq!((chosen.gpu, chosen.why), (None, Some(why)));
+        }
+        // One that is there and cannot be used is no reason to be a hundred times slower.
+        let broken = GpuError::Call {
+            call: "cuInit",
+            code: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH".into(),
+            message: String::new(),
+        };
+        for why in [old(), broken] {
+            let error = choose::<()>(DeviceChoice::Auto, |_| Err(why.clone()), nobody).unwrap_err();
+            assert_eq!((error.exit_code(), error.to_string()), (7, why.to_string()));
+        }
+    }
+
+    /// As measured where another server held all of an H200.
+    #[test]
+    fn a_gpu_that_is_full_is_an_error_that_says_who_holds_it() {
+        let full = GpuError::Call {
+            call: "cuDevicePrimaryCtxRetain",
+            code: "CUDA_ERROR_OUT_OF_MEMORY".into(),
+            message: "out of memory".into(),
+        };
+        let holder = Holder {
+            pid: 4711,
+            name: Some("plimsoll".into()),
+            bytes: Some(139 << 30),
+        };
+        for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
+            let open = |_| Err::<(), _>(full.clone());
+            let error = choose(choice, open, |_| vec![holder.clone()]).unwrap_err();
+            assert_eq!(error.exit_code(), 4);
+            let text = error.to_string();
+            let parts = [
+                "cuda:0",
+                "process 4711 (plimsoll) holds 139.00 GiB",
+                "--mem-fraction",
+                "--device cpu",
+            ];
+            for part in parts {
+                assert!(text.contains(part), "{part} is missing: {text}");
+            }
+            let error = choose(choice, open, nobody).unwrap_err();
+            assert!(error.to_string().contains("nvidia-smi"), "{error}");
         }
     }
 
     #[test]
     fn a_gpu_that_was_asked_for_is_that_gpu_or_an_error() {
-        assert_eq!(choose(DeviceChoice::Cuda(3), Ok).unwrap().gpu, Some(3));
-        let error = choose::<()>(DeviceChoice::Cuda(0), |_| Err(old())).unwrap_err();
+        assert_eq!(choose(DeviceChoice::Cuda(3), Ok, nobody).unwrap().gpu, Some(3));
+        let error = choose::<()>(DeviceChoice::Cuda(0), |_| Err(old()), nobody).unwrap_err();
         assert!(error.to_string().contains("7.5"), "{error}");
-        let error = Error::from(error);
         assert_eq!(error.exit_code(), 7);
         let never = |_| -> Result<(), _> { panic!("the CPU needs no GPU") };
-        assert!(choose(DeviceChoice::Cpu, never).unwrap().gpu.is_none());
+        assert!(choose(DeviceChoice::Cpu, never, nobody).unwrap().gpu.is_none());
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use plimsoll_core::Oom;
 use plimsoll_device::CapacityError;
-use plimsoll_device::cuda::GpuError;
+use plimsoll_device::cuda::{GpuError, Holder};
 use plimsoll_kv_events::BindError;
 use plimsoll_model::ModelError;
 use plimsoll_profiler::{Diagnostic, ProfileError};
@@ -75,6 +75,20 @@ pub enum Error {
     /// The GPU.
     #[error(transparent)]
     Gpu(#[from] GpuError),
+    /// There is a GPU, whose memory others hold.
+    #[error(
+        "cuda:{ordinal} is full: {error}\n  {}\nfree some of its memory (end a process, or start it with a smaller --mem-fraction \
+         or --device-memory), or choose another device: --device cuda:N, or --device cpu",
+        held_by(holders)
+    )]
+    GpuFull {
+        /// Which one.
+        ordinal: usize,
+        /// What the driver said.
+        error: GpuError,
+        /// Processes that hold its memory, as far as that is known.
+        holders: Vec<Holder>,
+    },
     /// Another start holds the device's lock.
     #[error(
         "{device} is still being measured by {holder} after {:.0} s: wait for it to be ready, give it longer with \
@@ -171,6 +185,17 @@ pub enum Error {
     System(#[from] std::io::Error),
 }
 
+/// A line for each process.
+fn held_by(holders: &[Holder]) -> String {
+    let lines: Vec<_> = holders.iter().map(Holder::to_string).collect();
+    match lines.is_empty() {
+        true => {
+            "the driver does not say here which processes hold it; `nvidia-smi` on the host does".to_owned()
+        }
+        false => lines.join("\n  "),
+    }
+}
+
 impl Error {
     /// As `plimsoll --help` lists them.
     pub fn exit_code(&self) -> u8 {
@@ -179,12 +204,12 @@ impl Error {
             Self::Predicted(error) => error.exit_code(),
             Self::Configuration { .. } => 2,
             Self::NeedsLargerDevice { error, .. } => error.exit_code(),
-            Self::WeightsDoNotFit(_) | Self::Profile(ProfileError::DoesNotFit(_)) => 4,
+            Self::WeightsDoNotFit(_) | Self::Profile(ProfileError::DoesNotFit(_)) | Self::GpuFull { .. } => 4,
             Self::NoSuchModel { .. } | Self::WrongFormat { .. } | Self::OnlyWeights { .. } => 3,
             Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
             Self::Bind { .. } | Self::BindEvents(_) => 5,
             Self::CutOff { .. } => 6,
-            Self::Gpu(_) => 7,
+            Self::Gpu(_) | Self::Profile(ProfileError::Device { .. }) => 7,
             Self::DeviceBusy { .. } => 8,
             Self::NothingToTest(_) => 9,
             Self::Inconclusive(_) => 10,

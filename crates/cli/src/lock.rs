@@ -3,9 +3,9 @@
 //! The lock is one of the kernel's on a file, so it is free as soon as its holder ends, however it ends. What the file says
 //! about the holder is for people alone.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::fs::{self, File, OpenOptions, Permissions, TryLockError};
+use std::io::{self, ErrorKind, Read, Seek, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 use crate::args::EngineArgs;
 use crate::error::Error;
 
+/// Where lock files lie by default: all users of a machine can meet there, and not everybody's `TMPDIR` is the same.
+const DEFAULT_DIR: &str = "/tmp/plimsoll";
+
 /// How often a lock that is held is tried again.
 const POLL: Duration = Duration::from_millis(100);
 
 /// How often the log says that it still waits.
 const REMIND: Duration = Duration::from_secs(10);
-
-/// Begins the names of what is not everybody's yet.
-const UNFINISHED: &str = ".unfinished-";
 
 /// Longest description of a holder that is believed.
 const HOLDER_BYTES: u64 = 200;
@@ -28,9 +28,7 @@ const HOLDER_BYTES: u64 = 200;
 /// How the starts on one device are kept apart.
 #[derive(Clone, Debug)]
 pub struct Locks {
-    /// Directories for lock files, in the order of all processes. A lock is taken in each that can be used: which ones
-    /// differs between users, and two of them shall meet in one at least.
-    dirs: Vec<PathBuf>,
+    dir: PathBuf,
     timeout: Duration,
     /// What others shall read about this process.
     holder: String,
@@ -40,7 +38,7 @@ pub struct Locks {
 #[derive(Debug)]
 #[must_use = "a dropped lock is free at once"]
 pub struct DeviceLock {
-    files: Vec<File>,
+    file: Option<File>,
     waited: Duration,
     relock: Relock,
 }
@@ -67,7 +65,7 @@ impl DeviceLock {
     /// For a device that nobody else can use, or whose starts cannot be kept apart.
     pub fn none() -> Self {
         Self {
-            files: Vec::new(),
+            file: None,
             waited: Duration::ZERO,
             relock: Relock::default(),
         }
@@ -80,7 +78,7 @@ impl DeviceLock {
 
     /// Whether there is a lock.
     pub fn is_held(&self) -> bool {
-        !self.files.is_empty()
+        self.file.is_some()
     }
 
     /// How long others had it first.
@@ -91,7 +89,7 @@ impl DeviceLock {
 
 impl Drop for DeviceLock {
     fn drop(&mut self) {
-        for file in &self.files {
+        if let Some(file) = &self.file {
             // For people alone; the kernel frees the lock with the file.
             let _ = file.set_len(0);
         }
@@ -101,14 +99,16 @@ impl Drop for DeviceLock {
 impl Locks {
     /// As the flags say.
     pub fn new(args: &EngineArgs) -> Self {
-        let model = args.model.model();
+        let dir = args.device.device_lock_dir.clone();
         Self {
-            dirs: match &args.device.device_lock_dir {
-                Some(dir) => vec![dir.clone()],
-                None => default_dirs(),
-            },
+            dir: dir.unwrap_or_else(|| DEFAULT_DIR.into()),
             timeout: args.device.device_lock_timeout,
-            holder: format!("process {} on {} ({model})", std::process::id(), host()),
+            holder: format!(
+                "process {} on {} ({})",
+                std::process::id(),
+                host(),
+                args.model.model()
+            ),
         }
     }
 
@@ -117,30 +117,26 @@ impl Locks {
     /// # Errors
     /// [`Error::DeviceBusy`] if another start holds it for longer than `--device-lock-timeout`.
     pub fn take(&self, device: &str) -> Result<DeviceLock, Error> {
-        let begin = Instant::now();
-        let (mut paths, mut files, mut refused) = (Vec::new(), Vec::<File>::new(), Vec::new());
-        for dir in &self.dirs {
-            match open(dir, device) {
-                // A directory that leads to another has the same file, whose lock would be waited for by its holder.
-                Ok((_, file)) if files.iter().any(|held| is_same(held, &file)) => {}
-                Ok((path, mut file)) => match self.wait(device, &path, &mut file, begin)? {
-                    Ok(()) => {
-                        paths.push(path.display().to_string());
-                        files.push(file);
-                    }
-                    Err(error) => refused.push(format!("{}: {error}", path.display())),
-                },
-                Err(error) => refused.push(format!("{}: {error}", dir.display())),
+        let (begin, path) = (Instant::now(), self.dir.join(format!("{device}.lock")));
+        let locked = match open(&path) {
+            Ok(mut file) => self.wait(device, &path, &mut file, begin)?.map(|()| file),
+            Err(error) => Err(error),
+        };
+        let file = match locked {
+            Ok(file) => file,
+            Err(error) => {
+                tracing::warn!(
+                    "no device lock ({}: {error}): two servers that start on one device at the same moment may both count the \
+                     same memory; give a directory that they share with --device-lock-dir",
+                    path.display()
+                );
+                return Ok(DeviceLock::none());
             }
-        }
-        if files.is_empty() {
-            no_lock(&refused.join(", "));
-            return Ok(DeviceLock::none());
-        }
+        };
         let waited = begin.elapsed();
         tracing::info!(
             "device lock: {} after {:.1} s",
-            paths.join(", "),
+            path.display(),
             waited.as_secs_f64()
         );
         let at_once = Self {
@@ -148,13 +144,13 @@ impl Locks {
             ..self.clone()
         };
         Ok(DeviceLock {
-            files,
+            file: Some(file),
             waited,
             relock: Relock(Some((at_once, device.to_owned()))),
         })
     }
 
-    /// Waits for one file's lock; `Ok(Err)`: it cannot be locked at all.
+    /// Waits for the file's lock; `Ok(Err)`: it cannot be locked at all.
     fn wait(
         &self,
         device: &str,
@@ -197,83 +193,37 @@ impl Locks {
     }
 }
 
-fn is_same(a: &File, b: &File) -> bool {
-    let id = |file: &File| {
-        file.metadata()
-            .map(|metadata| (metadata.dev(), metadata.ino()))
-            .ok()
-    };
-    id(a).is_some() && id(a) == id(b)
-}
-
-fn no_lock(reason: &str) {
-    tracing::warn!(
-        "no device lock ({reason}): two servers that start on one device at the same moment may both count the same memory; \
-         give a directory that they share with --device-lock-dir"
-    );
-}
-
-/// Where all users of a machine can meet: in some systems only the superuser may write to the first, and not everybody's
-/// `TMPDIR` is the same.
-fn default_dirs() -> Vec<PathBuf> {
-    ["/run/lock/plimsoll", "/tmp/plimsoll"].map(PathBuf::from).into()
-}
-
 /// Name of the machine or the container, which makes a process id mean something.
 fn host() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname")
         .map_or_else(|_| "this host".to_owned(), |name| name.trim().to_owned())
 }
 
-/// Opens the lock file of `device` for everybody.
-fn open(dir: &Path, device: &str) -> io::Result<(PathBuf, File)> {
+/// Opens a lock file for everybody, in a directory where everybody can make files and nobody remove those of others.
+fn open(path: &Path) -> io::Result<File> {
+    let dir = path.parent().unwrap_or(path);
     if !dir.is_dir() {
-        make(dir)?;
+        fs::create_dir_all(dir)?;
+        fs::set_permissions(dir, Permissions::from_mode(0o1777))?;
     }
-    let path = dir.join(format!("{device}.lock"));
-    let existing = || {
-        OpenOptions::new()
-            .read(true)
-            .write(true)
-            // Others may write to the directory: a link would make us write where they like.
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&path)
+    let mut options = OpenOptions::new();
+    // Others may write to the directory: a link would make us write where they like.
+    options.read(true).custom_flags(libc::O_NOFOLLOW);
+    // A file that is there is opened without O_CREAT, which the kernel refuses for another user's (fs.protected_regular).
+    let existing = || match options.clone().write(true).open(path) {
+        // Enough for the lock, if not to say who holds it.
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => options.open(path),
+        opened => opened,
     };
-    let file = match existing() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            // Under its name it is everybody's from the first moment on: who comes between must not be turned away.
-            let unfinished = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(dir)?;
-            let permissions = fs::Permissions::from_mode(0o666);
-            unfinished.as_file().set_permissions(permissions)?;
-            match unfinished.persist_noclobber(&path) {
-                Ok(file) => file,
-                Err(error) if error.error.kind() == io::ErrorKind::AlreadyExists => existing()?,
-                Err(error) => return Err(error.error),
+    match existing() {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            match options.clone().write(true).create_new(true).open(path) {
+                Ok(file) => file.set_permissions(Permissions::from_mode(0o666)).map(|()| file),
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => existing(),
+                Err(error) => Err(error),
             }
         }
-        other => other?,
-    };
-    Ok((path, file))
-}
-
-/// Makes a directory in which everybody can make files, and nobody can remove those of others.
-fn make(dir: &Path) -> io::Result<()> {
-    if let Some(parent) = dir.parent() {
-        fs::create_dir_all(parent)?;
-    }
-    let unfinished = tempfile::Builder::new()
-        .prefix(UNFINISHED)
-        .tempdir_in(dir.parent().unwrap_or(dir))?;
-    fs::set_permissions(unfinished.path(), fs::Permissions::from_mode(0o1777))?;
-    match fs::rename(unfinished.path(), dir) {
-        Ok(()) => {
-            // It has another name now, and stays.
-            let _ = unfinished.keep();
-            Ok(())
-        }
-        // Somebody else was first.
-        Err(_) if dir.is_dir() => Ok(()),
-        Err(error) => Err(error),
+        opened => opened,
     }
 }
 
@@ -305,7 +255,7 @@ mod tests {
 
     fn locks(dir: &Path, timeout: Duration) -> Locks {
         Locks {
-            dirs: vec![dir.to_owned()],
+            dir: dir.to_owned(),
             timeout,
             holder: "process 7 on here (m)".to_owned(),
         }
@@ -388,61 +338,6 @@ mod tests {
         for unusable in [file.as_path(), &file.join("below"), Path::new("/proc/plimsoll")] {
             assert!(!locks(unusable, Duration::ZERO).take("cpu").unwrap().is_held());
         }
-        // The next directory does as well.
-        let mut both = locks(&file, Duration::ZERO);
-        both.dirs.push(dir.path().join("usable"));
-        assert!(both.take("cpu").unwrap().is_held());
-    }
-
-    /// One user may write to both directories, the other to the second alone.
-    #[test]
-    fn users_who_share_one_directory_of_two_meet_there() {
-        let dir = tempfile::tempdir().unwrap();
-        let (first, second) = (dir.path().join("first"), dir.path().join("second"));
-        let all = Locks {
-            dirs: vec![first.clone(), second.clone()],
-            ..locks(&first, Duration::ZERO)
-        };
-        let some = locks(&second, Duration::ZERO);
-        let held = some.take("cpu").unwrap();
-        assert_eq!(all.take("cpu").unwrap_err().exit_code(), 8);
-        drop(held);
-        let held = all.take("cpu").unwrap();
-        assert_eq!(some.take("cpu").unwrap_err().exit_code(), 8);
-        drop(held);
-        assert!(some.take("cpu").unwrap().is_held());
-        // The same directory by two names is one.
-        let link = dir.path().join("link");
-        std::os::unix::fs::symlink(&first, &link).unwrap();
-        let twice = Locks {
-            dirs: vec![first.clone(), link],
-            ..locks(&first, Duration::ZERO)
-        };
-        assert!(twice.take("cpu").unwrap().is_held());
-    }
-
-    /// Whoever sees a file or directory may use it: there is no moment between its creation and its permissions.
-    #[test]
-    fn nothing_is_there_before_it_is_everybodys() {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path().join("plimsoll");
-        let done = std::sync::atomic::AtomicBool::new(false);
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                for device in 0..200 {
-                    drop(locks(&dir, Duration::ZERO).take(&device.to_string()).unwrap());
-                }
-                done.store(true, std::sync::atomic::Ordering::Relaxed);
-            });
-            while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
-                    let path = entry.path();
-                    let seen = path.extension().is_some_and(|extension| extension == "lock");
-                    assert!(!seen || mode(&path) == 0o666, "{}", path.display());
-                }
-            }
-        });
-        assert_eq!(fs::read_dir(&dir).unwrap().count(), 200, "nothing is left behind");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What MODEL says about the simulated model: `sim`, `sim:0.02` or `sim:0.02,fail=100,oom=1000,hang=7`. Faults are of this
+//! What MODEL says about the simulated model: `sim`, `sim:0.02` or `sim:0.02,fail=100,oom=1000,hang=7,device=9`. Faults are of this
 //! model alone: nothing makes a step of another fail.
 
 use std::num::NonZeroU64;
@@ -15,7 +15,7 @@ pub(crate) struct SimSpec {
     pub(crate) faults: FaultSpec,
 }
 
-/// Steps that go wrong, counted from 1 for the first that serves. Those of a profile or a proof never do.
+/// Steps that go wrong, counted from 1 for the first that serves; those of a profile or a proof only by `device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct FaultSpec {
     /// Every such step fails.
@@ -24,6 +24,8 @@ pub(crate) struct FaultSpec {
     pub(crate) oom: Option<NonZeroU64>,
     /// This step never ends.
     pub(crate) hang: Option<NonZeroU64>,
+    /// During the start, this use of the device (an allocation or a step) and every later one fails with an error of its driver.
+    pub(crate) device: Option<NonZeroU64>,
 }
 
 /// How a step goes wrong.
@@ -55,6 +57,7 @@ impl SimSpec {
                 "fail" => &mut spec.faults.fail,
                 "oom" => &mut spec.faults.oom,
                 "hang" => &mut spec.faults.hang,
+                "device" => &mut spec.faults.device,
                 _ => return None,
             };
             if fault.replace(step.parse().ok()?).is_some() {

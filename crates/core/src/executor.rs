@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use crate::{ConstraintError, Oom, StepOutput, StepPlan};
+use crate::{BuildError, ConstraintError, Oom, StepOutput, StepPlan};
 
 /// Runs step plans: the device, as scheduler and engine see it.
 ///
@@ -78,6 +78,15 @@ impl DeviceTime {
     }
 }
 
+impl From<BuildError> for StepError {
+    fn from(error: BuildError) -> Self {
+        match error {
+            BuildError::Oom(oom) => Self::Oom(oom),
+            BuildError::Device(error) => Self::Device(error),
+        }
+    }
+}
+
 /// Why a step failed. Its requests get this error; the engine goes on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
@@ -104,6 +113,9 @@ pub enum StepError {
     /// A constraint of the request failed.
     #[error("the output no longer meets its constraints: {0}")]
     Constraint(#[from] ConstraintError),
+    /// The driver or a kernel failed, in its own words.
+    #[error("the device failed: {0}")]
+    Device(String),
     /// The executor reported a defect.
     #[error("the step failed: {0}")]
     Failed(String),

@@ -136,6 +136,17 @@ pub struct Oom {
     pub meters: Box<Meters>,
 }
 
+/// Why an engine state could not be built.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BuildError {
+    /// Device memory ran out: a smaller state may fit.
+    #[error(transparent)]
+    Oom(#[from] Oom),
+    /// The driver or a kernel failed, in its own words: no other size helps.
+    #[error("the device failed: {0}")]
+    Device(String),
+}
+
 /// What had no room for an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusedBy {

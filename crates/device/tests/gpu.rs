@@ -1,9 +1,18 @@
 //! The CUDA half of the crate, on a real GPU: `make test-gpu`.
 
-use plimsoll_core::{Component, Scratch};
-use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuLimit, GpuOptions, PinnedSlab, Uploader};
+use plimsoll_core::{Component, Oom, Scratch};
+use plimsoll_device::cuda::{
+    DeviceError, Gpu, GpuArena, GpuError, GpuLimit, GpuOptions, PinnedSlab, Uploader,
+};
 
 const MIB: usize = 1 << 20;
+
+fn out_of_memory(result: Result<(), DeviceError>) -> Oom {
+    match result {
+        Err(DeviceError::Oom(oom)) => oom,
+        other => panic!("not for want of memory: {other:?}"),
+    }
+}
 
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
@@ -96,7 +105,7 @@ fn an_arena_keeps_its_addresses_while_it_grows() {
     let arena = GpuArena::new(&gpu, Scratch::Fixed(high_water as u64)).unwrap();
     arena.alloc::<u32>(1000).unwrap();
     arena.alloc::<u8>(300 * MIB).unwrap();
-    let oom = arena.alloc::<u8>(1).unwrap_err();
+    let oom = out_of_memory(arena.alloc::<u8>(1).map(drop));
     assert_eq!(oom.component, Component::Arena);
 }
 
@@ -110,7 +119,7 @@ fn a_cap_is_an_oom_and_not_the_end() {
     let gpu = Gpu::open_with(0, options).unwrap();
     for component in [Component::Kv, Component::Weights] {
         let half = gpu.alloc(component, 256 * MIB).unwrap();
-        let oom = gpu.alloc(component, 300 * MIB).unwrap_err();
+        let oom = out_of_memory(gpu.alloc(component, 300 * MIB).map(drop));
         assert_eq!((oom.component, oom.requested > 0), (component, true));
         drop(half);
         drop(gpu.alloc(component, 500 * MIB).unwrap());

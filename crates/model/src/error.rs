@@ -2,7 +2,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use plimsoll_core::Oom;
-use plimsoll_device::cuda::GpuError;
+use plimsoll_device::cuda::{DeviceError, GpuError};
 
 /// Why a model could not be loaded. Every message names the thing at fault.
 #[derive(Debug, thiserror::Error)]
@@ -105,6 +105,15 @@ pub enum ModelError {
     /// The weights do not fit the device.
     #[error(transparent)]
     Oom(#[from] Oom),
+}
+
+impl From<DeviceError> for ModelError {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Oom(oom) => Self::Oom(oom),
+            DeviceError::Gpu(error) => Self::Gpu(error),
+        }
+    }
 }
 
 impl ModelError {

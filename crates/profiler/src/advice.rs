@@ -7,6 +7,7 @@ use plimsoll_core::{Oom, Scratch, StateConfig, StepLimits};
 use crate::arithmetic::Predictor;
 use crate::diagnostic::Knob;
 use crate::phases::Profiler;
+use crate::setting::readable;
 use crate::stress::or_exhausted;
 use crate::{
     Arithmetic, Cause, Diagnostic, KvSize, Measured, MemFraction, Observer, Phase, PhaseRecord, Probed,
@@ -16,11 +17,12 @@ use crate::{
 /// Tries of one flag at most; each runs the worst steps.
 const TRIES: usize = 4;
 
-/// Sizes of the KV cache that are tried at most, each an eighth smaller than the one before: down to a 200th.
+/// Sizes of the KV cache that are tried at most, each an eighth smaller than the one before until one fits: down to a 200th.
 const SIZES: usize = 40;
 
-/// By what the limits are divided where the whole step does not fit; the last leaves one token of one row.
-pub(crate) const PARTS: [usize; 5] = [4, 16, 64, 256, usize::MAX];
+/// By what the limits are divided where the probe does not fit: first the whole step, with no more KV than it writes; the
+/// last leaves one token of one row.
+pub(crate) const PARTS: [usize; 6] = [1, 4, 16, 64, 256, usize::MAX];
 
 /// What a failed profile knows.
 pub(crate) struct Evidence<'a> {
@@ -257,7 +259,10 @@ impl<T: Target> Profiler<'_, T> {
         let request = self.spec.request_blocks();
         let pin = match full {
             0 => None,
-            full if full >= request => Some(Knob::new([self.pin(full)], "the largest size that fits")),
+            full if full >= request => Some(Knob::new(
+                [self.pin(full)],
+                "the largest size that fits with every margin",
+            )),
             full => Some(self.short_pin(full)),
         };
         let Advice { knobs: larger, .. } = self.larger_device(basis);
@@ -275,31 +280,32 @@ impl<T: Target> Profiler<'_, T> {
         if self.ranks.count() > 1 {
             return Ok(Vec::new());
         }
-        if let Some(knob) = self.shrunk_until_it_starts(basis.whole, blocks, &[])? {
+        if let Some(knob) = self.largest_pin_that_starts(basis.whole, blocks, &[])? {
             return Ok(vec![knob]);
         }
         let usable = self.usable(basis.oom);
-        for divisor in PARTS {
+        for &divisor in &PARTS[1..] {
             let part = self.spec.part(divisor);
             let limits = [
                 Setting::MaxNumBatchedTokens(part.limits.max_num_batched_tokens),
                 Setting::MaxNumSeqs(part.limits.max_num_seqs),
             ];
             let blocks = basis.predictor.blocks(&part, usable);
-            if let Some(knob) = self.shrunk_until_it_starts(None, blocks, &limits)? {
+            if let Some(knob) = self.largest_pin_that_starts(None, blocks, &limits)? {
                 return Ok(vec![knob]);
             }
         }
         Ok(Vec::new())
     }
 
-    /// A pin of `blocks`, or of as many fewer as start, `also` set.
-    fn shrunk_until_it_starts(
+    /// The largest pin that starts, within a 64th, `also` set; the search begins at `blocks`.
+    fn largest_pin_that_starts(
         &mut self,
         whole: Option<&Measured>,
         mut blocks: usize,
         also: &[Setting],
     ) -> Result<Option<Knob>, ProfileError> {
+        let (mut fits, mut fails): (Option<(usize, Knob)>, Option<usize>) = (None, None);
         for _ in 0..SIZES {
             if blocks == 0 {
                 break;
@@ -312,12 +318,18 @@ impl<T: Target> Profiler<'_, T> {
                 knob.settings.extend(also);
                 "a smaller step, and what is left".clone_into(&mut knob.effect);
             }
-            if let Trial::Starts = self.trial(&knob.settings, whole)? {
-                return Ok(Some(knob));
+            match self.trial(&knob.settings, whole)? {
+                Trial::Starts => fits = Some((blocks, knob)),
+                Trial::Short(_) | Trial::Exhausted => fails = Some(blocks),
             }
-            blocks = blocks / 8 * 7;
+            blocks = match (&fits, fails) {
+                (None, _) => blocks - blocks.div_ceil(8),
+                (Some((fit, _)), None) => fit + fit.div_ceil(8),
+                (Some((fit, _)), Some(fail)) if fail - fit <= fit.div_ceil(64) => break,
+                (Some((fit, _)), Some(fail)) => usize::midpoint(*fit, fail),
+            };
         }
-        Ok(None)
+        Ok(fits.map(|(_, knob)| knob))
     }
 
     /// A pin, and requests short enough for it.
@@ -396,7 +408,7 @@ impl<T: Target> Profiler<'_, T> {
     fn larger_device(&self, basis: &Basis<'_>) -> Advice {
         let also = self.enough_for_a_request();
         let total = self.target.meters().total;
-        let needed = basis.predictor.device_for(&self.spec.with(&also));
+        let needed = readable(basis.predictor.device_for(&self.spec.with(&also)));
         let mut advice = Advice::default();
         // Neither a device that gives less than it promises nor a number beyond all devices is helped.
         if needed <= total || needed == u64::MAX || basis.oom.is_some_and(gave_less_than_promised) {

@@ -3,6 +3,7 @@ use std::fmt;
 use plimsoll_core::Oom;
 
 use crate::report::human;
+use crate::setting::readable;
 use crate::{Bound, Setting};
 
 /// Why nothing fits, and what would.
@@ -148,8 +149,9 @@ impl Diagnostic {
     pub fn no_flag(&self) -> String {
         match self.least_needed() {
             Some(bytes) => format!(
-                "\ntoo little to measure even a part of the step: it takes more than --device-memory={bytes}, what was held and \
-                 asked for when it failed"
+                "\ntoo little to measure even a part of the step: it takes more than {}, what was held and asked for when it \
+                 failed",
+                Setting::DeviceMemory(readable(bytes))
             ),
             None => "\nno flag makes it fit: use a smaller model or a larger device".to_owned(),
         }

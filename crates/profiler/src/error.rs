@@ -21,6 +21,16 @@ pub enum ProfileError {
         /// Bytes by which `reserved` dropped; below 0 if it rose.
         returned: i128,
     },
+    /// The driver or a kernel failed: no size helps.
+    #[error(
+        "the device failed in phase {phase}: {error}; this is no lack of memory, see the log of its driver"
+    )]
+    Device {
+        /// Which one.
+        phase: Phase,
+        /// What the driver says.
+        error: String,
+    },
     /// A worst step failed, and not for want of memory.
     #[error("the worst step {scenario} of phase {phase} failed: {error}")]
     Step {

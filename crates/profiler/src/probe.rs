@@ -154,7 +154,7 @@ impl<T: Target> Profiler<'_, T> {
         })
     }
 
-    /// The probe did not fit: measures a part of the step, so that the diagnostic can compute what the whole needs. Every
+    /// The probe did not fit: measures the step with less KV, or a part of it, from which the diagnostic computes. Every
     /// rank takes part: the steps are everyone's.
     fn probe_failed(&mut self, exhausted: &Exhausted) -> ProfileError {
         let mut part = None;
@@ -162,6 +162,9 @@ impl<T: Target> Profiler<'_, T> {
         for &divisor in parts {
             let spec = self.spec.part(divisor);
             let kv = spec.kv_of_tokens(spec.written_tokens());
+            if divisor == 1 && kv == self.spec.probe_kv() {
+                continue;
+            }
             match or_exhausted(self.probe(&spec, kv)) {
                 Ok(Ok(probed)) => {
                     part = Some((probed, spec));

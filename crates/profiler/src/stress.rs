@@ -2,7 +2,9 @@
 
 use std::time::Instant;
 
-use plimsoll_core::{Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, allow_all};
+use plimsoll_core::{
+    BuildError, Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, allow_all,
+};
 
 use crate::phases::Profiler;
 use crate::scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
@@ -50,6 +52,10 @@ impl Stop {
     fn of_step(phase: Phase, scenario: ScenarioKind, error: StepError) -> Self {
         match error {
             StepError::Oom(oom) => Self::exhausted(phase, Some(scenario), Shortage::Here(oom)),
+            StepError::Device(error) => Self::Failed(ProfileError::Device {
+                phase,
+                error: format!("{error}, in the worst step {scenario}"),
+            }),
             error => Self::Failed(ProfileError::Step {
                 phase,
                 scenario,
@@ -173,10 +179,13 @@ impl<T: Target> Profiler<'_, T> {
         self.target.reset_high_water();
         let observer = &mut *self.observer;
         let built = self.target.build(config, &mut |piece| observer.building(piece));
-        let built = built.map_err(|oom| {
-            let nothing_left = self.check_nothing_left(phase, &before);
-            let oom = Stop::exhausted(phase, None, Shortage::Here(oom));
-            nothing_left.err().map_or(oom, Stop::Failed)
+        let built = built.map_err(|error| match error {
+            BuildError::Oom(oom) => {
+                let nothing_left = self.check_nothing_left(phase, &before);
+                let oom = Stop::exhausted(phase, None, Shortage::Here(oom));
+                nothing_left.err().map_or(oom, Stop::Failed)
+            }
+            BuildError::Device(error) => Stop::Failed(ProfileError::Device { phase, error }),
         });
         let (state, here) = match built {
             Ok(state) => (Some(state), Ok(())),
@@ -236,9 +245,13 @@ impl<T: Target> Profiler<'_, T> {
         })
     }
 
-    /// Drops the states of all ranks, where they have one: if any leaks, that is what stops all.
+    /// Drops the states of all ranks, where they have one: if any leaks, that is what stops all. A device that failed may
+    /// give nothing back, which is no leak.
     pub(crate) fn give_up(&mut self, phase: Phase, state: Option<T::State>, stop: Stop) -> Stop {
-        let torn = state.map_or(Ok(()), |state| self.tear_down(phase, state));
+        let torn = match (&stop, state) {
+            (Stop::Failed(ProfileError::Device { .. }), _) | (_, None) => Ok(()),
+            (_, Some(state)) => self.tear_down(phase, state),
+        };
         let agreed = self.agree(phase, None, torn.map_err(Stop::Failed));
         agreed.err().unwrap_or(stop)
     }
@@ -267,10 +280,14 @@ impl<T: Target> Profiler<'_, T> {
         Ok(())
     }
 
-    /// Checks that a build which failed kept nothing. The runtime may have grown: it loads things when first used.
+    /// Checks that a build which failed kept nothing. The runtime may have grown: it loads things when first used. Likewise
+    /// the driver keeps the memory of graphs for the next ones.
     fn check_nothing_left(&mut self, phase: Phase, before: &Meters) -> Result<(), ProfileError> {
         self.target.trim();
-        let state_bytes = |meters: &Meters| meters.reserved - meters.by_component.get(Component::Runtime);
+        let state_bytes = |meters: &Meters| {
+            let bytes = |component| meters.by_component.get(component);
+            meters.reserved - bytes(Component::Runtime) - bytes(Component::Graphs)
+        };
         let (before, after) = (state_bytes(before), state_bytes(&self.target.meters()));
         if after > before {
             let returned = i128::from(before) - i128::from(after);

@@ -1,4 +1,4 @@
-use plimsoll_core::{Executor, Meters, Oom, StateConfig};
+use plimsoll_core::{BuildError, Executor, Meters, StateConfig};
 
 /// What a build comes to next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,8 +26,12 @@ pub trait Target {
     /// everything taken so far must have been given back.
     ///
     /// # Errors
-    /// [`Oom`] if the device cannot hold it.
-    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<Self::State, Oom>;
+    /// [`BuildError::Oom`] if the device cannot hold it, [`BuildError::Device`] if it fails otherwise.
+    fn build(
+        &mut self,
+        config: &StateConfig,
+        piece: &mut dyn FnMut(Piece),
+    ) -> Result<Self::State, BuildError>;
 
     /// Reads the meters.
     fn meters(&self) -> Meters;

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::{
-    Component, ComponentBytes, Executor, FillMasks, Meters, Oom, RefusedBy, Run, Sampled, Scratch,
-    StateConfig, StepError, StepOutput, StepPlan,
+    BuildError, Component, ComponentBytes, Executor, FillMasks, Meters, Oom, RefusedBy, Run, Sampled,
+    Scratch, StateConfig, StepError, StepOutput, StepPlan,
 };
 use plimsoll_profiler::{Piece, Target};
 use rand::rngs::StdRng;
@@ -48,7 +48,7 @@ pub struct DeviceModel {
     pub peer_steps: Vec<(u64, u64)>,
     /// Dropping a state of this number (0 is the first) keeps its KV: a defect.
     pub leak_at: Option<usize>,
-    /// The step of this number (0 is the first) fails, for another reason than memory.
+    /// The step of this number (0 is the first) fails with an error of the driver.
     pub broken_step: Option<u64>,
     /// That shows only when the step is waited for.
     pub breaks_late: bool,
@@ -137,12 +137,16 @@ struct Pool {
     peers: u64,
     allocations: u64,
     fault_at: Option<u64>,
+    broken_at: Option<u64>,
     states_dropped: usize,
     steps: u64,
     seat: Option<Seat>,
 }
 
 impl VirtualDevice {
+    /// What the driver of a broken one says.
+    pub const BROKEN: &'static str = "the driver reports an illegal address";
+
     /// A device with its weights loaded.
     ///
     /// # Panics
@@ -166,6 +170,7 @@ impl VirtualDevice {
             peers: model.peers.min(room),
             allocations: 0,
             fault_at: None,
+            broken_at: None,
             states_dropped: 0,
             steps: 0,
             seat: None,
@@ -177,6 +182,12 @@ impl VirtualDevice {
     pub fn fail_allocation(&self, n: u64) {
         let mut pool = self.pool();
         pool.fault_at = Some(pool.allocations + n);
+    }
+
+    /// The `n`-th allocation from now, and every later one, fails with an error of the driver: nothing helps such a device.
+    pub fn break_allocation(&self, n: u64) {
+        let mut pool = self.pool();
+        pool.broken_at = Some(pool.allocations + n);
     }
 
     /// From now on every step is computed together with the devices of the other ranks.
@@ -202,7 +213,7 @@ impl VirtualDevice {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn allocate(&self, component: Component, bytes: u64) -> Result<Block, Oom> {
+    fn allocate(&self, component: Component, bytes: u64) -> Result<Block, BuildError> {
         let mut pool = self.pool();
         let rounded = pool.allocate(component, bytes)?;
         Ok(Block {
@@ -251,7 +262,7 @@ impl Pool {
     fn check_step(&self, late: bool) -> Result<(), StepError> {
         let broken = self.model.broken_step.is_some_and(|step| step + 1 == self.steps);
         match broken && self.model.breaks_late == late {
-            true => Err(StepError::Failed("the device is broken".into())),
+            true => Err(StepError::Device(VirtualDevice::BROKEN.to_owned())),
             false => Ok(()),
         }
     }
@@ -269,9 +280,12 @@ impl Pool {
     }
 
     /// Takes `bytes`; returns what they really take.
-    fn allocate(&mut self, component: Component, bytes: u64) -> Result<u64, Oom> {
+    fn allocate(&mut self, component: Component, bytes: u64) -> Result<u64, BuildError> {
         self.neighbours_move();
         self.allocations += 1;
+        if self.broken_at.is_some_and(|at| at <= self.allocations) {
+            return Err(BuildError::Device(VirtualDevice::BROKEN.to_owned()));
+        }
         let rounded = bytes.next_multiple_of(self.model.granularity);
         let limit = self.model.total - self.model.missing;
         let fits = |pool: &Self| {
@@ -287,7 +301,7 @@ impl Pool {
         let fitting = fitting.filter(|&(_, size)| (rounded..=largest).contains(size));
         let reusable = fitting.min_by_key(|&(_, size)| size).map(|(index, _)| index);
         if self.fault_at == Some(self.allocations) {
-            return Err(self.oom(component, bytes));
+            return Err(self.oom(component, bytes).into());
         }
         let mut taken = rounded;
         if let Some(index) = reusable {
@@ -295,7 +309,7 @@ impl Pool {
         } else if !fits(self) {
             self.cached.clear();
             if !fits(self) {
-                return Err(self.oom(component, bytes));
+                return Err(self.oom(component, bytes).into());
             }
         }
         *self.by_component.get_mut(component) += taken;
@@ -424,7 +438,11 @@ impl Drop for VirtualState {
 impl Target for VirtualDevice {
     type State = VirtualState;
 
-    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<VirtualState, Oom> {
+    fn build(
+        &mut self,
+        config: &StateConfig,
+        piece: &mut dyn FnMut(Piece),
+    ) -> Result<VirtualState, BuildError> {
         let (block_bytes, staging) = {
             let pool = self.pool();
             (pool.model.block_bytes, pool.model.staging)

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use plimsoll_core::BlockSize;
+use plimsoll_model::{HfOverrides, ServeAs};
 use plimsoll_profiler::MemFraction;
 
-use crate::args::values::{block_size, context, duration, fraction, positive, tokens};
+use crate::args::values::{block_size, context, duration, fraction, json, positive, tokens};
 use crate::args::{LogArgs, PoolingArgs};
 use crate::bytes::Bytes;
 use crate::device::DeviceChoice;
@@ -45,13 +46,22 @@ pub struct EngineArgs {
     pub log: LogArgs,
 }
 
+impl EngineArgs {
+    /// What the model is served for, and what takes the place of its own settings.
+    pub fn serve_as(&self) -> ServeAs {
+        let overrides = self.model.hf_overrides.clone();
+        self.pooling.serve_as(overrides.unwrap_or_default())
+    }
+}
+
 /// Which model, and how it is loaded.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// Directory, .gguf file, Hugging Face Hub id (a GGUF of a repository: owner/name:Q4_K_M), or `sim` for a
     /// simulated model (`sim:0.02`: steps take 0.02 s; `sim:fail=90,oom=800,hang=7000`: every 90th step fails, every
-    /// 800th runs out of memory, the 7000th never ends) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
+    /// 800th runs out of memory, the 7000th never ends; `sim:device=9`: the driver fails at the 9th use of the device during
+    /// the start) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
     #[arg(
         value_name = "MODEL",
         overrides_with = "model_flag",
@@ -70,6 +80,9 @@ pub struct ModelArgs {
         hide_possible_values = true
     )]
     pub load_format: LoadFormat,
+    /// Fields of the model's config.json to set, as JSON; null stands for none
+    #[arg(long, value_name = "JSON", value_parser = json::<HfOverrides>)]
+    pub hf_overrides: Option<HfOverrides>,
     /// Directory, tokenizer.json, .gguf file or Hub id of the tokenizer [default: MODEL]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<String>,
@@ -98,7 +111,8 @@ impl ModelArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Device")]
 pub struct DeviceArgs {
-    /// Where the model runs: cpu, cuda, cuda:N (the N-th GPU from 0), or auto (the first GPU if it can be used)
+    /// Where the model runs: cpu, cuda, cuda:N (the N-th GPU from 0), or auto (the first GPU; the CPU where there is
+    /// no GPU, no driver, or no GPU code in this binary)
     #[arg(long, value_name = "DEVICE", default_value_t)]
     pub device: DeviceChoice,
     /// Data type of weights and activations; auto: bfloat16 on a GPU, the model's own on a CPU
@@ -110,9 +124,8 @@ pub struct DeviceArgs {
         hide_possible_values = true
     )]
     pub dtype: DType,
-    /// Directory of the device locks: while one server measures a device, others that start on it wait. Containers that share
-    /// a device must share this directory [default: /run/lock/plimsoll and /tmp/plimsoll, as far as
-    /// this user may use them]
+    /// Where servers leave their lock files: while one of them measures a device, others that start on it wait.
+    /// Containers that share a device must share this directory [default: /tmp/plimsoll]
     #[arg(long, value_name = "DIR")]
     pub device_lock_dir: Option<PathBuf>,
     /// How long to wait for another server that is starting on the device, in seconds

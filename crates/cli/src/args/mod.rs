@@ -36,7 +36,7 @@ environment (PLIMSOLL_MAX_NUM_SEQS=8). The later wins: defaults, file, environme
 
 Exit codes: 0 done, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
 4 it does not fit the memory, 5 the address cannot be bound, 6 requests were cut off by the drain timeout, \
-7 the GPU cannot be used, 8 another server was measuring the device for too long, 9 selftest: no server answers, or it is \
+7 the GPU cannot be used, or its driver failed, 8 another server was measuring the device for too long, 9 selftest: no server answers, or it is \
 not ready or not idle, 10 selftest: inconclusive, its time was too short to reach every limit, 11 the watchdog: a step \
 hung, 128 and the number of a signal that ended it before it was ready, or came a second time.";
 

@@ -73,6 +73,9 @@ impl Outline {
 
     /// `error` of a start of this, with the size of the device that would be enough where nothing could be measured.
     pub(crate) fn enough_for(source: &Source, args: &EngineArgs, device: &Device, error: Error) -> Error {
+        if error.exit_code() == 4 {
+            device.log_neighbours();
+        }
         let unmeasured = match &error {
             Error::WeightsDoNotFit(_) => true,
             error => error

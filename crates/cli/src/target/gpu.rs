@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use plimsoll_core::{Meters, Oom, StateConfig, StepLimits};
+use plimsoll_core::{BuildError, Meters, StateConfig, StepLimits};
 use plimsoll_device::cuda::GpuError;
 use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
 use plimsoll_profiler::{Piece, Target};
@@ -15,7 +15,7 @@ pub(crate) struct GpuTarget {
 impl Target for GpuTarget {
     type State = GpuRunner;
 
-    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<GpuRunner, Oom> {
+    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<GpuRunner, BuildError> {
         let graphs = &mut |done, of| piece(Piece::Graph { done, of });
         self.model.build_state(config, &self.limits, self.options, graphs)
     }

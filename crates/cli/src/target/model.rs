@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use plimsoll_core::{Meters, Oom, StateConfig, StepLimits};
+use plimsoll_core::{BuildError, Meters, StateConfig, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_model::{Model, Runner};
 use plimsoll_profiler::{Piece, Target};
@@ -15,10 +15,11 @@ pub(crate) struct ModelTarget {
 impl Target for ModelTarget {
     type State = Runner;
 
-    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<Runner, Oom> {
+    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<Runner, BuildError> {
         let touched = &mut || piece(Piece::Memory);
-        self.model
-            .build_state(config, &self.limits, &self.budget, touched)
+        Ok(self
+            .model
+            .build_state(config, &self.limits, &self.budget, touched)?)
     }
 
     fn meters(&self) -> Meters {

@@ -4,8 +4,8 @@ use std::thread;
 use std::time::Duration;
 
 use plimsoll_core::{
-    Component, Executor, FillMasks, Meters, Oom, Scratch, StateConfig, StepError, StepLimits, StepOutput,
-    StepPlan,
+    BuildError, Component, Executor, FillMasks, Meters, Oom, Scratch, StateConfig, StepError, StepLimits,
+    StepOutput, StepPlan,
 };
 use plimsoll_device::{Budget, Charge};
 use plimsoll_profiler::{Piece, Target};
@@ -21,6 +21,8 @@ pub(crate) struct SimTarget {
     faults: FaultSpec,
     /// Steps that served, of all states.
     served: Arc<AtomicU64>,
+    /// What was asked of the device before it served.
+    asked: Arc<AtomicU64>,
 }
 
 /// As a GPU's state has, for a few batch sizes. Here they are nothing but the time of a step.
@@ -34,6 +36,7 @@ impl SimTarget {
             step_time,
             faults,
             served: Arc::default(),
+            asked: Arc::default(),
         }
     }
 }
@@ -67,6 +70,19 @@ pub(crate) struct SimState {
     faults: FaultSpec,
     serves: bool,
     served: Arc<AtomicU64>,
+    asked: Arc<AtomicU64>,
+}
+
+/// Counts what is asked of the device during a start, and lets it fail where that is wanted.
+fn ask(asked: &AtomicU64, faults: &FaultSpec) -> Result<(), BuildError> {
+    let now = asked.fetch_add(1, Ordering::Relaxed) + 1;
+    match faults.device {
+        Some(device) if device.get() <= now => {
+            let words = "simulated: CUDA_ERROR_ILLEGAL_ADDRESS";
+            Err(BuildError::Device(words.to_owned()))
+        }
+        _ => Ok(()),
+    }
 }
 
 impl SimState {
@@ -119,6 +135,9 @@ impl SimState {
 impl Executor for SimState {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
         self.budget.begin_step()?;
+        if !self.serves {
+            ask(&self.asked, &self.faults)?;
+        }
         self.meet_fault(plan)?;
         self.take_scratch(plan)?;
         self.executor.launch(plan)
@@ -136,9 +155,12 @@ impl Executor for SimState {
 impl Target for SimTarget {
     type State = SimState;
 
-    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<SimState, Oom> {
+    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<SimState, BuildError> {
         let budget = self.budget.clone();
-        let charge = |component, bytes| budget.charge(component, bytes);
+        let charge = |component, bytes| {
+            ask(&self.asked, &self.faults)?;
+            Ok::<_, BuildError>(budget.charge(component, bytes)?)
+        };
         let kv = charge(
             Component::Kv,
             config.kv.capacity_tokens() as u64 * KV_BYTES_PER_TOKEN,
@@ -171,6 +193,7 @@ impl Target for SimTarget {
             faults: self.faults,
             serves: false,
             served: Arc::clone(&self.served),
+            asked: Arc::clone(&self.asked),
             budget,
         })
     }

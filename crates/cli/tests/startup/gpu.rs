@@ -29,9 +29,10 @@ fn gpu(cap: Option<u64>) -> Gpu {
     Gpu::open_with(0, options).unwrap()
 }
 
-/// What a state and weights hold.
+/// What a state and weights hold: the runtime stays, and the driver keeps the memory of graphs for the next ones.
 fn held(meters: &Meters) -> u64 {
-    meters.reserved - meters.by_component.get(Component::Runtime)
+    let bytes = |component| meters.by_component.get(component);
+    meters.reserved - bytes(Component::Runtime) - bytes(Component::Graphs)
 }
 
 async fn stop(ready: Ready, gpu: &Gpu) {
@@ -99,6 +100,52 @@ async fn the_second_start_on_a_gpu_skips_the_probe() {
     assert_eq!(second.attempts.len(), 1, "{:?}", second.attempts);
     let [first, second] = [0, 1].map(|n| allocations[n + 1] - allocations[n]);
     assert!(second < first, "{second} allocations instead of {first}");
+}
+
+/// Every start shows what the graphs took, which the driver takes once and keeps; nothing of it passes for a neighbour's or
+/// for the runtime's.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+async fn the_memory_of_graphs_is_theirs_alone() {
+    // Enough of them that the driver takes memory.
+    let config = CONFIG.replace(r#""head_dim": 8"#, r#""head_dim": 64"#);
+    let model = Model::of(&config.replace(r#""num_hidden_layers": 2"#, r#""num_hidden_layers": 32"#));
+    let gpu = Gpu::open(0).unwrap();
+    let flags = "--max-num-seqs 256 --max-num-batched-tokens 512 --max-total-token-num 8192";
+    let mut runtime = Vec::new();
+    let mut graphs = Vec::new();
+    for flags in [flags, "--max-num-seqs 256 --max-num-batched-tokens 512", flags] {
+        let ready = model.start_on(flags, gpu.clone()).unwrap();
+        let report = &ready.report;
+        let bytes = |name: &str| {
+            let mut parts = report.ready.components.iter();
+            parts.find(|part| part.name == name).unwrap().bytes
+        };
+        graphs.push(bytes("graphs"));
+        runtime.push(bytes("runtime"));
+        // A GPU that nobody else uses has no neighbours, before or after, nor in between.
+        assert_eq!(report.ready.peers, report.baseline.peers, "{report:?}");
+        let computed = report.arithmetic.as_ref().map(|arithmetic| arithmetic.peers);
+        assert!(
+            computed.is_none_or(|peers| peers == report.baseline.peers),
+            "{report:?}"
+        );
+        assert_eq!(
+            bytes("graphs"),
+            gpu.budget().meters().by_component.get(Component::Graphs)
+        );
+        stop(ready, &gpu).await;
+    }
+    assert!(
+        graphs[0] > 0 && graphs.iter().all(|bytes| *bytes == graphs[0]),
+        "{graphs:?}"
+    );
+    assert!(
+        runtime[1..].iter().all(|bytes| *bytes == runtime[1]),
+        "{runtime:?}"
+    );
+    let meters = gpu.meters();
+    assert_eq!(meters.by_component.get(Component::Graphs), graphs[0]);
 }
 
 /// A GPU that gives a little less than it promises gets a smaller cache.

@@ -24,7 +24,7 @@ use plimsoll_cli::start::{Loaded, Ready};
 use plimsoll_core::{Event, Request, RequestOptions, SamplingOptions, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_engine::{Drained, EngineHandle};
-use plimsoll_profiler::{Cause, ProfileError};
+use plimsoll_profiler::{Cause, Phase, ProfileError};
 
 const BUDGET: u64 = 24 << 20;
 
@@ -131,6 +131,40 @@ async fn every_allocation_of_a_start_may_fail() {
     // Weights and probe cannot be made smaller, the final state can.
     let Ends { smaller, refused, .. } = fail_each_allocation("").await;
     assert!(smaller > 0 && refused > 0, "{smaller} smaller, {refused} refused");
+}
+
+/// An error of the driver ends the start in whatever phase it comes, with its words and its own exit code: memory is not to
+/// blame, and nothing smaller is tried.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_error_of_the_driver_ends_a_start_wherever_it_comes() {
+    let mut phases = Vec::new();
+    for n in 1.. {
+        let model = format!("sim:device={n}");
+        let args = engine_args(Path::new(&model), "");
+        match Loaded::new(&Source::Sim, &args, Budget::new(64 << 20))
+            .and_then(|loaded| loaded.start(&args, 4))
+        {
+            Err(Error::Profile(error)) => {
+                let ProfileError::Device { phase, error: words } = &error else {
+                    panic!("use {n}: {error}")
+                };
+                assert!(words.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{words}");
+                phases.push(*phase);
+                assert_eq!(Error::from(error).exit_code(), 7);
+            }
+            Err(other) => panic!("use {n}: {other}"),
+            // The start asks less often.
+            Ok(ready) => {
+                assert_eq!(
+                    ready.engine.drain(Duration::from_secs(10)).await,
+                    Drained::Complete
+                );
+                break;
+            }
+        }
+    }
+    phases.dedup();
+    assert_eq!(phases, [Phase::Probe, Phase::Rebuild, Phase::Validate]);
 }
 
 /// A pinned size is that size or an error.
@@ -272,8 +306,9 @@ async fn a_budget_that_is_too_small_is_an_error_with_advice() {
         );
         let text = probe.to_string();
         let (_, advice) = text.split_once("--device-memory=").expect(&text);
-        let digits: String = advice.chars().take_while(char::is_ascii_digit).collect();
-        assert!(digits.parse::<u64>().unwrap() > budget, "{budget}: {text}");
+        let value = advice.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap();
+        let args = engine_args(model.dir.path(), &format!("--device-memory {value}"));
+        assert!(args.memory.device_memory.unwrap().0 > budget, "{budget}: {text}");
     }
 }
 

@@ -5,7 +5,7 @@ use bytemuck::Pod;
 use plimsoll_core::{Component, Oom, RefusedBy, Scratch};
 
 use super::mapping::{Mapping, Reservation};
-use super::{Gpu, GpuSlice};
+use super::{DeviceError, Gpu, GpuSlice};
 
 /// Alignment of every allocation, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
 const ALIGN: usize = 256;
@@ -41,14 +41,14 @@ impl GpuArena {
     /// An empty arena that grows, or one of a fixed size.
     ///
     /// # Errors
-    /// [`Oom`] if a fixed arena does not fit.
-    pub fn new(gpu: &Gpu, scratch: Scratch) -> Result<Self, Oom> {
+    /// [`DeviceError::Oom`] if a fixed arena does not fit.
+    pub fn new(gpu: &Gpu, scratch: Scratch) -> Result<Self, DeviceError> {
         let total = gpu.info().total_bytes;
         let reserved = usize::try_from(total)
             .unwrap_or(usize::MAX / 2)
             .next_multiple_of(gpu.granularity());
         let reservation =
-            Reservation::new(gpu, reserved).map_err(|error| gpu.oom(Component::Arena, total, &error))?;
+            Reservation::new(gpu, reserved).map_err(|error| gpu.failed(Component::Arena, total, error))?;
         let limit = match scratch {
             Scratch::Growable => reserved,
             Scratch::Fixed(bytes) => {
@@ -76,14 +76,14 @@ impl GpuArena {
     /// `len` elements of any content, until the next reset.
     ///
     /// # Errors
-    /// [`Oom`] if a fixed arena is full or the device refuses to let a growable one grow.
-    pub fn alloc<T: Pod>(&self, len: usize) -> Result<GpuSlice<'_, T>, Oom> {
+    /// [`DeviceError::Oom`] if a fixed arena is full or the device refuses to let a growable one grow.
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<GpuSlice<'_, T>, DeviceError> {
         let overflow = || self.full(u64::MAX);
         let bytes = rounded_bytes::<T>(len).ok_or_else(overflow)?;
         let start = self.offset.get();
         let end = start.checked_add(bytes).ok_or_else(overflow)?;
         if end > self.limit {
-            return Err(self.full(bytes as u64));
+            return Err(self.full(bytes as u64).into());
         }
         if end > self.mapped.get() {
             self.grow(growth(end, self.mapped.get()))?;
@@ -136,14 +136,14 @@ impl GpuArena {
         }
     }
 
-    fn grow(&self, bytes: usize) -> Result<(), Oom> {
+    fn grow(&self, bytes: usize) -> Result<(), DeviceError> {
         let overflow = || self.gpu.budget().oom(Component::Arena, bytes as u64);
         let bytes = bytes
             .checked_next_multiple_of(self.gpu.granularity())
             .ok_or_else(overflow)?;
         let mapped = self.mapped.get();
         if bytes > self.reserved - mapped {
-            return Err(overflow());
+            return Err(overflow().into());
         }
         self.gpu.count_allocation();
         let at = self.reservation.ptr + mapped as u64;

@@ -1,6 +1,7 @@
 use std::ffi::CStr;
 
 use cudarc::driver::sys;
+use plimsoll_core::{BuildError, Oom, StepError};
 
 /// Why a GPU cannot be used, or what it refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -12,7 +13,8 @@ pub enum GpuError {
     NoDriver,
     /// The driver is older than the kernels of this binary.
     #[error(
-        "the NVIDIA driver supports CUDA {}.{}, but this binary needs CUDA {}.{}: update the driver",
+        "the NVIDIA driver supports CUDA {}.{}, but this binary needs CUDA {}.{}: update the driver, \
+         or run on the CPU with --device cpu",
         found / 1000, found % 1000 / 10, needed / 1000, needed % 1000 / 10
     )]
     OldDriver {
@@ -30,7 +32,10 @@ pub enum GpuError {
         count: usize,
     },
     /// The GPU is too old for the kernels.
-    #[error("{name} has compute capability {major}.{minor}, but 8.0 (Ampere) or newer is needed")]
+    #[error(
+        "{name} has compute capability {major}.{minor}, but 8.0 (Ampere) or newer is needed; \
+         --device cpu runs on the CPU"
+    )]
     OldDevice {
         /// The GPU.
         name: String,
@@ -46,7 +51,8 @@ pub enum GpuError {
     NoKernels,
     /// The binary's device code is for other GPUs.
     #[error(
-        "this binary carries no CUDA kernels for {name} (compute capability {major}.{minor}): build it with CUDA_ARCHS={major}{minor}"
+        "this binary carries no CUDA kernels for {name} (compute capability {major}.{minor}): build it with CUDA_ARCHS={major}{minor}, \
+         or run on the CPU with --device cpu"
     )]
     NoKernelsFor {
         /// The GPU.
@@ -58,7 +64,8 @@ pub enum GpuError {
     },
     /// A library that ships with CUDA is not on this machine.
     #[error(
-        "{library} was not found: install it (it is part of the CUDA toolkit) or add its folder to LD_LIBRARY_PATH"
+        "{library} was not found: install it (it is part of the CUDA toolkit) or add its folder to \
+         LD_LIBRARY_PATH; --device cpu runs on the CPU"
     )]
     NoLibrary {
         /// Its file name.
@@ -77,9 +84,39 @@ pub enum GpuError {
 }
 
 impl GpuError {
-    /// True if there was no memory for the call.
+    /// True if there was no device memory for the call. Memory of the host is none: no smaller KV cache frees any.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Self::Call { code, .. } if code == "CUDA_ERROR_OUT_OF_MEMORY")
+        let codes = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
+        matches!(self, Self::Call { call, code, .. } if codes.contains(&code.as_str()) && *call != "cuMemHostAlloc")
+    }
+}
+
+/// Why work on an open GPU failed. [`Gpu::failed`](super::Gpu::failed) tells the one from the other.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// It ran out of memory: with less to hold, it may succeed.
+    #[error(transparent)]
+    Oom(#[from] Oom),
+    /// The driver or a kernel failed.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+}
+
+impl From<DeviceError> for BuildError {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Oom(oom) => Self::Oom(oom),
+            DeviceError::Gpu(error) => Self::Device(error.to_string()),
+        }
+    }
+}
+
+impl From<DeviceError> for StepError {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Oom(oom) => Self::Oom(oom),
+            DeviceError::Gpu(error) => Self::Device(error.to_string()),
+        }
     }
 }
 

@@ -262,17 +262,20 @@ pub(super) fn driver_version() -> Result<i32, GpuError> {
         if !sys::is_culib_present() {
             return Err(GpuError::NoDriver);
         }
-        check("cuDriverGetVersion", sys::cuDriverGetVersion(&mut found))?;
-        if found < NEEDED_DRIVER {
-            return Err(GpuError::OldDriver {
-                found,
-                needed: NEEDED_DRIVER,
-            });
-        }
+        // Without a GPU, the version of the driver is no matter.
         match sys::cuInit(0) {
             sys::CUresult::CUDA_ERROR_NO_DEVICE => Err(GpuError::NoDevice { ordinal: 0, count: 0 }),
+            // To link with, where there is no driver.
+            sys::CUresult::CUDA_ERROR_STUB_LIBRARY => Err(GpuError::NoDriver),
             result => check("cuInit", result),
         }?;
+        check("cuDriverGetVersion", sys::cuDriverGetVersion(&mut found))?;
+    }
+    if found < NEEDED_DRIVER {
+        return Err(GpuError::OldDriver {
+            found,
+            needed: NEEDED_DRIVER,
+        });
     }
     Ok(found)
 }

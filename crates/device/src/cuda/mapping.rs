@@ -1,10 +1,10 @@
 //! Virtual memory: addresses are reserved first, and memory is mapped to them as needed.
 
 use cudarc::driver::sys;
-use plimsoll_core::{Component, Oom};
+use plimsoll_core::Component;
 
 use super::gpu::allocation_prop;
-use super::{Gpu, GpuError, check};
+use super::{DeviceError, Gpu, GpuError, check};
 use crate::Charge;
 
 /// A range of addresses without memory.
@@ -57,9 +57,9 @@ impl Mapping {
         component: Component,
         ptr: sys::CUdeviceptr,
         bytes: usize,
-    ) -> Result<Self, Oom> {
+    ) -> Result<Self, DeviceError> {
         let charge = gpu.budget().charge(component, bytes as u64)?;
-        map(gpu, ptr, bytes).map_err(|error| gpu.oom(component, bytes as u64, &error))?;
+        map(gpu, ptr, bytes).map_err(|error| gpu.failed(component, bytes as u64, error))?;
         Ok(Self {
             gpu: gpu.clone(),
             ptr,

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
-use plimsoll_core::{Component, Oom};
+use plimsoll_core::Component;
 
 use super::mapping::{Mapping, Reservation};
-use super::{Gpu, GpuError, check};
+use super::{DeviceError, Gpu, GpuError, check};
 use crate::Charge;
 
 /// The pool's allocations are multiples of this many bytes.
@@ -46,16 +46,16 @@ impl Gpu {
     /// `bytes` of device memory for `component`, of any content.
     ///
     /// # Errors
-    /// [`Oom`] if the device or the account has no room.
-    pub fn alloc(&self, component: Component, bytes: usize) -> Result<GpuSlab, Oom> {
+    /// [`DeviceError::Oom`] if the device or the account has no room.
+    pub fn alloc(&self, component: Component, bytes: usize) -> Result<GpuSlab, DeviceError> {
         self.count_allocation();
         GpuSlab::new(self, component, bytes)
     }
 }
 
 impl GpuSlab {
-    fn new(gpu: &Gpu, component: Component, bytes: usize) -> Result<Self, Oom> {
-        let oom = |error: GpuError| gpu.oom(component, bytes as u64, &error);
+    fn new(gpu: &Gpu, component: Component, bytes: usize) -> Result<Self, DeviceError> {
+        let failed = |error: GpuError| gpu.failed(component, bytes as u64, error);
         // What has to come back to the last byte: the pool keeps a chunk as long as any part of it is in use.
         let mapped = matches!(component, Component::Kv | Component::Canary);
         let unit = if mapped { gpu.granularity() } else { POOL_UNIT };
@@ -64,7 +64,7 @@ impl GpuSlab {
             .checked_next_multiple_of(unit)
             .ok_or_else(|| gpu.budget().oom(component, u64::MAX))?;
         let memory = if mapped {
-            let reservation = Reservation::new(gpu, rounded).map_err(oom)?;
+            let reservation = Reservation::new(gpu, rounded).map_err(failed)?;
             Memory::Mapped {
                 _mapping: Mapping::new(gpu, component, reservation.ptr, rounded)?,
                 reservation,
@@ -72,7 +72,7 @@ impl GpuSlab {
         } else {
             let charge = gpu.budget().charge(component, rounded as u64)?;
             Memory::Pooled {
-                pooled: Pooled::new(gpu, rounded).map_err(oom)?,
+                pooled: Pooled::new(gpu, rounded).map_err(failed)?,
                 _charge: charge,
             }
         };

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    BlockSize, Component, FinishReason, Limits, Meters, Oom, RefusedBy, Request, RequestOptions,
+    BlockSize, BuildError, Component, FinishReason, Limits, Meters, Oom, RefusedBy, Request, RequestOptions,
     SamplingOptions, StateConfig, StepError, StepLimits,
 };
 use plimsoll_profiler::{KvSize, Margins, Piece, ProfileError, ProfileSpec, Proved, Target, profile};
@@ -65,9 +65,9 @@ impl Device {
 impl Target for Device {
     type State = Fake;
 
-    fn build(&mut self, config: &StateConfig, _: &mut dyn FnMut(Piece)) -> Result<Fake, Oom> {
+    fn build(&mut self, config: &StateConfig, _: &mut dyn FnMut(Piece)) -> Result<Fake, BuildError> {
         if config.kv.capacity_tokens() > self.room.load(Ordering::SeqCst) {
-            return Err(oom());
+            return Err(oom().into());
         }
         self.script.dropped.store(false, Ordering::SeqCst);
         Ok(Fake {

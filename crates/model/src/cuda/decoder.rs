@@ -1,8 +1,8 @@
 mod head;
 
 use half::bf16;
-use plimsoll_core::{Component, KvConfig, Oom, StepError};
-use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
+use plimsoll_core::{Component, KvConfig};
+use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
     DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope,
@@ -43,34 +43,6 @@ impl StepState {
             all.range(start..start + len),
             all.range(start + len..start + 2 * len),
         )
-    }
-}
-
-/// Why a step could not be launched.
-#[derive(Debug)]
-pub(super) enum LaunchError {
-    Oom(Oom),
-    Gpu(GpuError),
-}
-
-impl From<Oom> for LaunchError {
-    fn from(oom: Oom) -> Self {
-        Self::Oom(oom)
-    }
-}
-
-impl From<GpuError> for LaunchError {
-    fn from(error: GpuError) -> Self {
-        Self::Gpu(error)
-    }
-}
-
-impl From<LaunchError> for StepError {
-    fn from(error: LaunchError) -> Self {
-        match error {
-            LaunchError::Oom(oom) => Self::Oom(oom),
-            LaunchError::Gpu(error) => Self::Failed(error.to_string()),
-        }
     }
 }
 
@@ -181,7 +153,7 @@ pub(super) fn count_step(
 
 impl Decoder {
     /// Loads the other kernels.
-    pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, LaunchError> {
+    pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, DeviceError> {
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
         let mut decoder = Self {
             gpu: gpu.clone(),
@@ -206,7 +178,7 @@ impl Decoder {
     }
 
     /// Finds the fastest way for each linear layer and number of rows.
-    fn measure_linears(&mut self) -> Result<(), LaunchError> {
+    fn measure_linears(&mut self) -> Result<(), DeviceError> {
         let spec = self.weights.spec();
         let widest = spec.hidden_size.max(spec.intermediate_size).max(spec.q_size());
         let outputs = (2 * spec.intermediate_size)
@@ -270,7 +242,7 @@ impl Decoder {
         state: &mut StepState,
         arena: &mut GpuArena,
         logits: Option<&mut Vec<f32>>,
-    ) -> Result<(), LaunchError> {
+    ) -> Result<(), DeviceError> {
         arena.reset();
         let (spec, arena) = (self.weights.spec(), &*arena);
         let take = |width| arena.alloc(input.rows * width);
@@ -320,7 +292,7 @@ impl Decoder {
     }
 
     /// Memory for the logits of a step, behind what outlives its layers.
-    fn logits<'a>(&self, input: &StepInput, arena: &'a GpuArena) -> Result<GpuSlice<'a, f32>, Oom> {
+    fn logits<'a>(&self, input: &StepInput, arena: &'a GpuArena) -> Result<GpuSlice<'a, f32>, DeviceError> {
         let size = StepSize {
             tokens: input.rows,
             samples: input.samples,
@@ -335,7 +307,7 @@ impl Decoder {
         input: &StepInput,
         state: &mut StepState,
         arena: &mut GpuArena,
-    ) -> Result<(), LaunchError> {
+    ) -> Result<(), DeviceError> {
         let Some(head) = &self.head else { return Ok(()) };
         // What is taken in the same order lies at the same place, also under a graph.
         arena.reset();
@@ -361,7 +333,7 @@ impl Decoder {
         state: &StepState,
         scores: Option<&ScoreSlices<'_>>,
         mut act: Activations<'a>,
-    ) -> Result<Option<GpuSlice<'a, bf16>>, LaunchError> {
+    ) -> Result<Option<GpuSlice<'a, bf16>>, DeviceError> {
         let spec = self.weights.spec();
         let tokens = state.inputs.device(input.tokens);
         let tokens = GpuTokens {

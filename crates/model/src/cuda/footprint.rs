@@ -5,13 +5,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
-use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuError, POOL_CHUNK, POOL_UNIT};
+use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, GpuError, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
     AssumedGpu, DecodeKernels, DecodePlanner, FusedKernels, Linears, PrefillKernels, PrefillPlanner,
     SampleKernels,
 };
 
-use super::decoder::{LaunchError, count_step};
+use super::decoder::count_step;
 use super::graphs::ladder;
 use super::input::{Planners, Sampling, StepInputs, WindowPlanners, attention_counters};
 use super::masks::Masks;
@@ -69,10 +69,7 @@ impl GpuFootprint {
     /// As [`super::GpuModel::load`], as far as the configuration tells.
     pub fn on(gpu: &Gpu, path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
         let config = read_config(path, shape.serve_as)?;
-        let kernels = Kernels::load(gpu, config.embedding.is_none()).map_err(|error| match error {
-            LaunchError::Oom(oom) => ModelError::Oom(oom),
-            LaunchError::Gpu(error) => ModelError::Gpu(error),
-        })?;
+        let kernels = Kernels::load(gpu, config.embedding.is_none())?;
         let (heads, runs) = (config.spec.num_heads, shape.limits.max_num_seqs);
         let planners = planners::<GpuError>(&config.spec, shape.block_size, |layout, window| {
             Ok(WindowPlanners {
@@ -245,7 +242,7 @@ fn read_config(path: &Path, serve_as: ServeAs) -> Result<ModelConfig, ModelError
 
 impl Kernels {
     /// Everything that the runtime loads for a model, as far as it can be without one.
-    fn load(gpu: &Gpu, samples: bool) -> Result<Self, LaunchError> {
+    fn load(gpu: &Gpu, samples: bool) -> Result<Self, DeviceError> {
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
         let kernels = Self {
             _linears: Linears::load(gpu, workspace)?,

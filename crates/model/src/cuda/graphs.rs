@@ -1,47 +1,44 @@
-use plimsoll_core::{Component, Oom};
-use plimsoll_device::Charge;
-use plimsoll_device::cuda::{Gpu, GpuError, Graph};
+use plimsoll_device::cuda::{DeviceError, Gpu, Graph};
 
 /// Decode steps recorded as CUDA graphs, one per batch size of a ladder: a step of fewer requests runs the next larger one,
 /// with padding rows.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Graphs {
+    gpu: Gpu,
     /// Ascending.
     ladder: Vec<(usize, Graph)>,
-    /// What they take on the device, measured.
-    _charge: Option<Charge>,
 }
 
 impl Graphs {
-    /// Captures one graph per size, largest first, so that what the smaller ones need is there already; before each,
-    /// `progress` gets how many are done, and of how many.
+    /// No graph at all.
+    pub(super) fn none(gpu: &Gpu) -> Self {
+        Self {
+            gpu: gpu.clone(),
+            ladder: Vec::new(),
+        }
+    }
+
+    /// Captures one graph for each of `sizes`, which ascend, the largest first; before each, `progress` gets how many are done,
+    /// and of how many. Every size must have run once: what a first run loads is not the graphs'.
     ///
     /// # Errors
-    /// As `capture`, or [`Oom`] if the account has no room for what they took.
-    pub(super) fn capture<E: From<GpuError> + From<Oom>>(
+    /// As `capture`, or [`DeviceError::Oom`] if the account has no room for what they took.
+    pub(super) fn capture(
         gpu: &Gpu,
-        max_num_seqs: usize,
+        sizes: &[usize],
         progress: &mut dyn FnMut(usize, usize),
-        mut capture: impl FnMut(usize) -> Result<Graph, E>,
-    ) -> Result<Self, E> {
-        gpu.synchronize()?;
-        // The arena grows meanwhile, which is in the account already.
-        let held = || gpu.budget().meters().reserved;
-        let (before, held_before) = (gpu.memory_info()?.free, held());
-        let mut graphs = Vec::new();
-        let sizes = ladder(max_num_seqs);
-        for &size in sizes.iter().rev() {
-            progress(graphs.len(), sizes.len());
-            graphs.push((size, capture(size)?));
-        }
-        graphs.reverse();
-        gpu.synchronize()?;
-        let gone = before.saturating_sub(gpu.memory_info()?.free);
-        let taken = gone.saturating_sub(held().saturating_sub(held_before));
-        Ok(Self {
-            ladder: graphs,
-            _charge: Some(gpu.budget().charge(Component::Graphs, taken)?),
-        })
+        mut capture: impl FnMut(usize) -> Result<Graph, DeviceError>,
+    ) -> Result<Self, DeviceError> {
+        let mut graphs = Self::none(gpu);
+        gpu.capture_graphs(|| {
+            for &size in sizes.iter().rev() {
+                progress(graphs.ladder.len(), sizes.len());
+                graphs.ladder.push((size, capture(size)?));
+            }
+            Ok(())
+        })?;
+        graphs.ladder.reverse();
+        Ok(graphs)
     }
 
     /// The batch size whose graph serves a step of `runs` decoding requests.
@@ -54,6 +51,14 @@ impl Graphs {
     pub(super) fn get(&self, size: usize) -> Option<&Graph> {
         let at = self.ladder.binary_search_by_key(&size, |(size, _)| *size);
         at.ok().map(|at| &self.ladder[at].1)
+    }
+}
+
+impl Drop for Graphs {
+    fn drop(&mut self) {
+        if let Err(error) = self.gpu.destroy_graphs(|| self.ladder.clear()) {
+            tracing::error!(%error, "the memory of graphs could not be measured");
+        }
     }
 }
 

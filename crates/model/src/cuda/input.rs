@@ -2,11 +2,9 @@ use std::collections::HashMap;
 
 use std::ops::Range;
 
-use plimsoll_core::{
-    BlockSize, KvConfig, Oom, Pooling, RequestId, RunInput, SampleSpec, StepLimits, StepPlan,
-};
+use plimsoll_core::{BlockSize, KvConfig, Pooling, RequestId, RunInput, SampleSpec, StepLimits, StepPlan};
 use plimsoll_device::Pod;
-use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
     DecodeHeader, DecodeItem, DecodePlanner, GpuRun, PrefillItem, PrefillPlan, PrefillPlanner, SampleLists,
     SampleRow, TokenBias,
@@ -168,7 +166,7 @@ impl StepInputs {
         kv: KvConfig,
         sampling: Sampling,
         planners: Planners,
-    ) -> Result<Self, Oom> {
+    ) -> Result<Self, DeviceError> {
         let room = ListRoom::new(limits, sampling);
         let bytes = most_bytes(limits, kv.block_size, sampling, &planners);
         Ok(Self {

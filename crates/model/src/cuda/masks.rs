@@ -1,5 +1,5 @@
-use plimsoll_core::{FillMasks, Oom};
-use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
+use plimsoll_core::FillMasks;
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::cuda::SampleRow;
 
 use super::runner::STEPS_IN_FLIGHT;
@@ -37,7 +37,7 @@ impl Sections {
 
 impl Masks {
     /// Room for steps that sample from at most `rows` rows.
-    pub(super) fn new(gpu: &Gpu, rows: usize, vocab_size: usize) -> Result<Self, Oom> {
+    pub(super) fn new(gpu: &Gpu, rows: usize, vocab_size: usize) -> Result<Self, DeviceError> {
         let sections = Sections::new(rows, vocab_size);
         Ok(Self {
             staging: Staging::new(gpu, sections.bytes, STEPS_IN_FLIGHT)?,

@@ -23,14 +23,14 @@ mod weights;
 use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, Oom, StateConfig, StepLimits, TokenId};
-use plimsoll_device::cuda::{Gpu, GpuError};
+use plimsoll_core::{BlockSize, BuildError, Component, StateConfig, StepLimits, TokenId};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::KvLayout;
 use plimsoll_kernels::cuda::FusedKernels;
 
 use crate::model::{Description, LoadOptions};
 use crate::{DecoderSpec, GenerationConfig, ModelConfig, ModelError, Progress};
-use decoder::{Decoder, LaunchError};
+use decoder::Decoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
 use input::{Planners, WindowPlanners};
 pub use runner::GpuRunner;
@@ -74,10 +74,7 @@ impl GpuModel {
         check(&description.config.spec)?;
         let fused = FusedKernels::load(gpu)?;
         let weights = GpuWeights::load_described(&description, options.format, gpu, &fused, progress)?;
-        let decoder = Decoder::new(gpu, weights, fused).map_err(|error| match error {
-            LaunchError::Oom(oom) => ModelError::Oom(oom),
-            LaunchError::Gpu(error) => ModelError::Gpu(error),
-        })?;
+        let decoder = Decoder::new(gpu, weights, fused)?;
         let Description {
             config, generation, ..
         } = description;
@@ -92,15 +89,18 @@ impl GpuModel {
     /// graph is captured, `graphs` gets how many are done, and of how many.
     ///
     /// # Errors
-    /// [`Oom`], with everything given back.
+    /// [`BuildError`], with everything given back.
     pub fn build_state(
         self: &Arc<Self>,
         config: &StateConfig,
         limits: &StepLimits,
         options: GpuOptions,
         graphs: &mut dyn FnMut(usize, usize),
-    ) -> Result<GpuRunner, Oom> {
-        GpuRunner::new(Arc::clone(self), config, limits, options, graphs)
+    ) -> Result<GpuRunner, BuildError> {
+        GpuRunner::new(Arc::clone(self), config, limits, options, graphs).map_err(|error| match error {
+            DeviceError::Gpu(error) => self.gpu().failed(Component::Runtime, 0, error).into(),
+            oom => oom.into(),
+        })
     }
 
     /// What the model says about itself.

@@ -1,10 +1,10 @@
-use plimsoll_core::{Component, Logprobs, Oom, Sampled};
-use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
+use plimsoll_core::{Component, Logprobs, Sampled};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
 use plimsoll_kernels::SampleError;
 use plimsoll_kernels::cuda::RowLogprobs;
 
 use super::runner::STEPS_IN_FLIGHT;
-use super::staging::{Layout, Section, pin};
+use super::staging::{Layout, Section};
 
 /// What steps sample: on the device, where the next step reads it, and copies on the host, one per step in flight.
 #[derive(Debug)]
@@ -18,12 +18,17 @@ pub(super) struct Outputs {
 
 impl Outputs {
     /// Room for `rows` sampled rows.
-    pub(super) fn new(gpu: &Gpu, rows: usize) -> Result<Self, Oom> {
+    pub(super) fn new(gpu: &Gpu, rows: usize) -> Result<Self, DeviceError> {
         let (tokens, logprobs, bytes) = Self::layout(rows);
-        let host = (0..STEPS_IN_FLIGHT).map(|_| Ok([pin(gpu, tokens.bytes())?, pin(gpu, logprobs.bytes())?]));
+        let host = (0..STEPS_IN_FLIGHT).map(|_| {
+            Ok([
+                PinnedSlab::new(gpu, tokens.bytes())?,
+                PinnedSlab::new(gpu, logprobs.bytes())?,
+            ])
+        });
         Ok(Self {
             gpu: gpu.clone(),
-            host: host.collect::<Result<_, Oom>>()?,
+            host: host.collect::<Result<_, DeviceError>>()?,
             device: gpu.alloc(Component::Staging, bytes)?,
             tokens,
             logprobs,

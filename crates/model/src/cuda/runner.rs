@@ -2,14 +2,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, DeviceTime, Executor, FillMasks, Oom, Pooling, RequestId, ScoreSpec, StateConfig, StepError,
+    Component, DeviceTime, Executor, FillMasks, Pooling, RequestId, ScoreSpec, StateConfig, StepError,
     StepLimits, StepOutput, StepPlan,
 };
-use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
+use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab};
 
 use super::clock::Clocks;
-use super::decoder::{LaunchError, StepState};
-use super::graphs::Graphs;
+use super::decoder::StepState;
+use super::graphs::{Graphs, ladder};
 use super::input::{BatchShape, Sampling, StepInput, StepInputs, attention_counters};
 use super::masks::Masks;
 use super::output::Outputs;
@@ -64,29 +64,26 @@ impl GpuRunner {
         limits: &StepLimits,
         options: GpuOptions,
         graphs: &mut dyn FnMut(usize, usize),
-    ) -> Result<Self, Oom> {
+    ) -> Result<Self, DeviceError> {
         let (gpu, spec) = (model.gpu(), model.spec());
         let canary = match usize::try_from(config.canary_bytes) {
             Ok(0) => None,
             Ok(bytes) => Some(gpu.alloc(Component::Canary, bytes)?),
-            Err(_) => return Err(gpu.budget().oom(Component::Canary, config.canary_bytes)),
+            Err(_) => return Err(gpu.budget().oom(Component::Canary, config.canary_bytes).into()),
         };
         let kv_bytes = model
             .kv_bytes_per_block(config.kv.block_size)
             .checked_mul(config.kv.num_pages as u64)
             .and_then(|bytes| usize::try_from(bytes).ok())
             .ok_or_else(|| gpu.budget().oom(Component::Kv, u64::MAX))?;
-        let planners = model
-            .planners(config.kv.block_size, limits.max_num_seqs)
-            .map_err(|error| driver_oom(gpu, &error))?;
+        let planners = model.planners(config.kv.block_size, limits.max_num_seqs)?;
         let sampling = Sampling::of(model.config());
         let inputs = StepInputs::new(gpu, limits, config.kv, sampling, planners)?;
         let counters = gpu.alloc(
             Component::Staging,
             attention_counters(inputs.planners()) * size_of::<u32>(),
         )?;
-        gpu.fill(counters.slice(), 0)
-            .map_err(|error| driver_oom(gpu, &error))?;
+        gpu.fill(counters.slice(), 0)?;
         let state = StepState {
             kv: gpu.alloc(Component::Kv, kv_bytes)?,
             kv_config: config.kv,
@@ -101,7 +98,7 @@ impl GpuRunner {
             counters,
         };
         let state_samples = state.vectors.is_none();
-        let clocks = Clocks::new(gpu).map_err(|error| driver_oom(gpu, &error))?;
+        let clocks = Clocks::new(gpu)?;
         let mut runner = Self {
             bounds: Bounds {
                 limits: *limits,
@@ -111,7 +108,7 @@ impl GpuRunner {
             },
             state,
             arena: GpuArena::new(gpu, config.scratch)?,
-            graphs: Graphs::default(),
+            graphs: Graphs::none(gpu),
             canary,
             last: HashMap::new(),
             in_flight: VecDeque::new(),
@@ -128,23 +125,24 @@ impl GpuRunner {
     }
 
     /// Records a decode step of each batch size of the ladder.
-    fn capture_graphs(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), Oom> {
+    fn capture_graphs(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<(), DeviceError> {
         let Self {
             model, state, arena, ..
         } = self;
         let (gpu, decoder) = (model.gpu(), model.decoder());
-        let captured = Graphs::capture(gpu, self.bounds.limits.max_num_seqs, progress, |size| {
+        let sizes = ladder(self.bounds.limits.max_num_seqs);
+        // Each once for real: libraries settle, and the arena grows to what the largest needs.
+        for &size in sizes.iter().rev() {
+            progress(0, sizes.len());
             let input = state.inputs.padding(size);
             // SAFETY: nothing is in flight.
             unsafe { state.inputs.send(0, &input)? };
-            // Once for real: libraries settle, and the arena grows to what this size needs.
             decoder.step(&input, state, arena, None)?;
             gpu.synchronize()?;
+        }
+        self.graphs = Graphs::capture(gpu, &sizes, progress, |size| {
+            let input = state.inputs.padding(size);
             gpu.capture(|| decoder.step(&input, state, arena, None))
-        });
-        self.graphs = captured.map_err(|error| match error {
-            LaunchError::Oom(oom) => oom,
-            LaunchError::Gpu(error) => driver_oom(gpu, &error),
         })?;
         Ok(())
     }
@@ -206,7 +204,7 @@ impl GpuRunner {
     }
 
     /// Launches all of a checked plan that is not empty, as step `step`.
-    fn launch_step(&mut self, step: usize, plan: &StepPlan, batch: &Batch) -> Result<(), LaunchError> {
+    fn launch_step(&mut self, step: usize, plan: &StepPlan, batch: &Batch) -> Result<(), DeviceError> {
         let slot = step % STEPS_IN_FLIGHT;
         let graph = match batch.shape {
             BatchShape::Decode(size) => self.graphs.get(size),
@@ -239,7 +237,7 @@ impl GpuRunner {
     }
 
     /// Samples a step whose masks `fill` writes.
-    fn sample_step(&mut self, unsampled: &Unsampled, fill: &mut FillMasks<'_>) -> Result<(), LaunchError> {
+    fn sample_step(&mut self, unsampled: &Unsampled, fill: &mut FillMasks<'_>) -> Result<(), DeviceError> {
         let Unsampled {
             step,
             input,
@@ -259,14 +257,12 @@ impl GpuRunner {
     }
 
     /// Ends a step that could not be launched or sampled: what was launched of it is waited for.
-    fn give_up(&mut self, step: usize, error: LaunchError) -> Result<(), StepError> {
+    fn give_up(&mut self, step: usize, error: DeviceError) -> Result<(), StepError> {
         self.clocks.wait(step).map_err(failed)?;
         Err(match error {
             // A driver that lacks memory for a launch is not broken.
-            LaunchError::Gpu(error) if error.is_out_of_memory() => {
-                StepError::Oom(driver_oom(self.model.gpu(), &error))
-            }
-            other => other.into(),
+            DeviceError::Gpu(error) => self.model.gpu().failed(Component::Runtime, 0, error).into(),
+            oom => oom.into(),
         })
     }
 }
@@ -364,13 +360,7 @@ impl Batch {
 }
 
 fn failed(error: GpuError) -> StepError {
-    StepError::Failed(error.to_string())
-}
-
-/// The profile plans with memory alone, and a driver that cannot set a state up for want of anything else is as final.
-fn driver_oom(gpu: &Gpu, error: &GpuError) -> Oom {
-    tracing::error!(%error, "the driver has no room for a state or a step");
-    gpu.budget().oom(Component::Runtime, 0)
+    StepError::Device(error.to_string())
 }
 
 impl Executor for GpuRunner {
@@ -425,7 +415,7 @@ impl Executor for GpuRunner {
         // It comes back once it is sampled: a panic ends the step as an error does.
         let (launched, last) = (self.in_flight.pop_back(), std::mem::take(&mut self.last));
         let sampled = self.sample_step(&unsampled, fill);
-        let ended = self.clocks.end(unsampled.step).map_err(LaunchError::Gpu);
+        let ended = self.clocks.end(unsampled.step).map_err(DeviceError::Gpu);
         if let Err(error) = sampled.and(ended) {
             return self.give_up(unsampled.step, error);
         }

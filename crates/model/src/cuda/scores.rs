@@ -1,15 +1,14 @@
 //! Log-probabilities of prompt tokens: what a step needs for them besides logits. On the device it is part of the step's arena.
 
-use plimsoll_core::{Logprobs, Oom, PromptLogprob, ScoreSpec, StepPlan};
+use plimsoll_core::{Logprobs, PromptLogprob, ScoreSpec, StepPlan};
 use plimsoll_device::Pod;
-use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlice, PinnedSlab};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlice, PinnedSlab};
 use plimsoll_kernels::SampleError;
 use plimsoll_kernels::cuda::{RowLogprobs, SampleRow, TokenRank};
 
-use super::decoder::LaunchError;
 use super::input::StepInput;
 use super::runner::STEPS_IN_FLIGHT;
-use super::staging::{Layout, Section, pin};
+use super::staging::{Layout, Section};
 
 /// Rows whose logits exist at one time to be scored: those of a long prompt would be the largest memory of all.
 pub(super) const SCORE_ROWS: usize = 256;
@@ -88,19 +87,19 @@ struct Slot {
 
 impl Scores {
     /// Room for steps of at most `rows` rows.
-    pub(super) fn new(gpu: &Gpu, rows: usize) -> Result<Self, Oom> {
+    pub(super) fn new(gpu: &Gpu, rows: usize) -> Result<Self, GpuError> {
         let layout = ScoreLayout::new(rows);
         let slot = |_| {
             Ok(Slot {
-                input: pin(gpu, layout.sent)?,
-                best: pin(gpu, layout.best.bytes())?,
-                likeliest: pin(gpu, layout.likeliest.bytes())?,
-                ranks: pin(gpu, layout.ranks.bytes())?,
+                input: PinnedSlab::new(gpu, layout.sent)?,
+                best: PinnedSlab::new(gpu, layout.best.bytes())?,
+                likeliest: PinnedSlab::new(gpu, layout.likeliest.bytes())?,
+                ranks: PinnedSlab::new(gpu, layout.ranks.bytes())?,
             })
         };
         Ok(Self {
             gpu: gpu.clone(),
-            slots: (0..STEPS_IN_FLIGHT).map(slot).collect::<Result<_, Oom>>()?,
+            slots: (0..STEPS_IN_FLIGHT).map(slot).collect::<Result<_, GpuError>>()?,
         })
     }
 
@@ -136,7 +135,7 @@ impl Scores {
         &self,
         input: &StepInput,
         arena: &'a GpuArena,
-    ) -> Result<Option<ScoreSlices<'a>>, LaunchError> {
+    ) -> Result<Option<ScoreSlices<'a>>, DeviceError> {
         if input.scored == 0 {
             return Ok(None);
         }

@@ -3,9 +3,9 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use plimsoll_core::{Component, Oom};
+use plimsoll_core::Component;
 use plimsoll_device::Pod;
-use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
+use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
 
 /// Alignment of every section, in bytes.
 const ALIGN: usize = 16;
@@ -93,14 +93,6 @@ impl Layout {
     }
 }
 
-/// Memory of the host that the GPU copies from and to beside its steps.
-pub(super) fn pin(gpu: &Gpu, bytes: usize) -> Result<PinnedSlab, Oom> {
-    PinnedSlab::new(gpu, bytes).map_err(|error| {
-        tracing::error!(%error, bytes, "host memory could not be pinned");
-        gpu.budget().oom(Component::Staging, bytes as u64)
-    })
-}
-
 /// Pinned memory for each step in flight, and the one copy on the device that the steps use in turn: the stream orders the
 /// next step's copy after the last use.
 #[derive(Debug)]
@@ -112,11 +104,13 @@ pub(crate) struct Staging {
 
 impl Staging {
     /// Room for `bytes` of input for each of `steps` steps in flight.
-    pub(crate) fn new(gpu: &Gpu, bytes: usize, steps: usize) -> Result<Self, Oom> {
+    pub(crate) fn new(gpu: &Gpu, bytes: usize, steps: usize) -> Result<Self, DeviceError> {
         let device = gpu.alloc(Component::Staging, bytes)?;
         Ok(Self {
             gpu: gpu.clone(),
-            host: (0..steps).map(|_| pin(gpu, bytes)).collect::<Result<_, _>>()?,
+            host: (0..steps)
+                .map(|_| PinnedSlab::new(gpu, bytes))
+                .collect::<Result<_, _>>()?,
             device,
         })
     }

@@ -1,8 +1,7 @@
-use plimsoll_core::{Oom, StepLimits};
+use plimsoll_core::StepLimits;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice, PinnedSlab};
 
 use super::runner::STEPS_IN_FLIGHT;
-use super::staging::pin;
 
 /// What steps of a model for embeddings pool: copies on the host, one per step in flight.
 #[derive(Debug)]
@@ -13,12 +12,12 @@ pub(super) struct Vectors {
 }
 
 impl Vectors {
-    pub(super) fn new(gpu: &Gpu, limits: &StepLimits, width: usize) -> Result<Self, Oom> {
+    pub(super) fn new(gpu: &Gpu, limits: &StepLimits, width: usize) -> Result<Self, GpuError> {
         let bytes = limits.max_num_seqs * width * size_of::<f32>();
         Ok(Self {
             gpu: gpu.clone(),
             host: (0..STEPS_IN_FLIGHT)
-                .map(|_| pin(gpu, bytes))
+                .map(|_| PinnedSlab::new(gpu, bytes))
                 .collect::<Result<_, _>>()?,
             width,
         })

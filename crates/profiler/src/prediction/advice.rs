@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::{Footprint, Predicted};
+use crate::setting::readable;
 use crate::{Cause, Knob, KvSize, Margins, ProfileSpec, Setting};
 
 /// No device has so many bytes.
@@ -18,7 +19,9 @@ impl Predicted<'_> {
                 let most = most.min(self.arithmetic.full_blocks().saturating_mul(2));
                 let pin = largest(1..most, |blocks| self.fits(&[self.pin(blocks)]));
                 *largest_tokens = pin.map_or(0, |blocks| self.spec.kv(blocks).capacity_tokens());
-                knobs.extend(pin.map(|blocks| Knob::new([self.pin(blocks)], "the largest size that fits")));
+                knobs.extend(pin.map(|blocks| {
+                    Knob::new([self.pin(blocks)], "the largest size that fits with every margin")
+                }));
             }
             Cause::PinnedTooSmall { asked_tokens, .. } => {
                 let enough = [self.pin(self.spec.request_blocks())];
@@ -108,7 +111,7 @@ impl Predicted<'_> {
                 short = middle
             }
         }
-        Some(enough)
+        Some(readable(enough))
     }
 
     fn fits(&self, settings: &[Setting]) -> bool {

@@ -8,8 +8,8 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request, StatusCode};
 use plimsoll_core::{
-    BlockSize, Component, DeviceTime, Executor, FillMasks, Meters, Oom, RefusedBy, StateConfig, StepError,
-    StepLimits, StepOutput, StepPlan,
+    BlockSize, BuildError, Component, DeviceTime, Executor, FillMasks, Meters, Oom, RefusedBy, StateConfig,
+    StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_engine::{EngineConfig, EngineHandle, RebuildError, StateSource};
 use plimsoll_profiler::{KvSize, Margins, Piece, ProfileSpec, Proved, Target, profile};
@@ -140,10 +140,10 @@ struct Device {
 impl Target for Device {
     type State = Rigged;
 
-    fn build(&mut self, config: &StateConfig, _: &mut dyn FnMut(Piece)) -> Result<Rigged, Oom> {
+    fn build(&mut self, config: &StateConfig, _: &mut dyn FnMut(Piece)) -> Result<Rigged, BuildError> {
         let bytes = config.kv.capacity_tokens() as u64 * BYTES_PER_TOKEN;
         if self.script.full.load(Ordering::SeqCst) {
-            return Err(oom(&self.script, bytes));
+            return Err(oom(&self.script, bytes).into());
         }
         self.script.reserved.fetch_add(bytes, Ordering::SeqCst);
         let (kv, limits) = (config.kv, self.limits);

@@ -237,7 +237,7 @@ pub(crate) fn check(case: &Case, reduction: Reduction) -> Result<End, String> {
             Err(error) => {
                 check_error(&error, index, case, &errors)?;
                 end.leak |= matches!(error, ProfileError::TeardownLeak { .. });
-                end.broken |= matches!(error, ProfileError::Step { .. });
+                end.broken |= matches!(error, ProfileError::Device { .. });
                 end.other_rank |= matches!(error, ProfileError::OtherRank { .. });
             }
         }
@@ -262,10 +262,9 @@ fn check_error(
     let rank = &case.ranks[index];
     let justified = match error {
         ProfileError::TeardownLeak { .. } => rank.device.leak_at.is_some(),
-        ProfileError::Step {
-            error: StepError::Failed(why),
-            ..
-        } => rank.device.broken_step.is_some() && why == "the device is broken",
+        ProfileError::Device { error, .. } => {
+            rank.device.broken_step.is_some() && error.starts_with(VirtualDevice::BROKEN)
+        }
         ProfileError::DoesNotFit(diagnostic) => {
             // What was computed to fit and did not is each rank's own estimate.
             let estimated = |of: &Diagnostic| of.oom.is_some();
@@ -384,7 +383,7 @@ fn check_state(
             Ok(_) => {}
             // What was planned and did not come before, or a neighbour or jitter beyond the margins.
             Err(StepError::Oom(oom)) if oom.component == Component::Graphs => {}
-            Err(StepError::Failed(_)) if rank.device.broken_step.is_some() => {}
+            Err(StepError::Device(_)) if rank.device.broken_step.is_some() => {}
             Err(error) => return Err(format!("a proved step fails: {error}")),
         }
     }

@@ -2,8 +2,8 @@
 
 use plimsoll_core::{CacheGroups, Component};
 use plimsoll_profiler::{
-    Bound, Cause, KvSize, MemFraction, Observer, Outcome, PhaseRecord, Piece, ProfileError, ProfileSpec,
-    ScenarioKind, Setting, Target, profile, scenarios,
+    Bound, Cause, KvSize, MemFraction, Observer, Outcome, Phase, PhaseRecord, Piece, ProfileError,
+    ProfileSpec, ScenarioKind, Setting, Target, profile, scenarios,
 };
 use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice};
 
@@ -58,6 +58,40 @@ fn there_is_one_line_a_phase() {
                 .is_some_and(|(k, v)| !k.is_empty() && !v.is_empty())),
             "{line}"
         );
+    }
+}
+
+/// It ends at once, wherever it comes: nothing smaller is built, no step is tried again.
+#[test]
+fn an_error_of_the_driver_is_no_lack_of_memory() {
+    let started = |break_at: Option<u64>, model: DeviceModel, spec: &ProfileSpec| {
+        let mut device = VirtualDevice::new(model);
+        if let Some(n) = break_at {
+            device.break_allocation(n);
+        }
+        let result = profile(&mut device, spec, &mut ());
+        (result.map(drop), device.meters().allocations)
+    };
+    // One that fits, and one that does not, for which advice is computed.
+    let full = DeviceModel {
+        peers: 1650 * MIB,
+        ..model()
+    };
+    let mut phases = Vec::new();
+    for model in [model(), full] {
+        let (_, allocations) = started(None, model.clone(), &spec());
+        for n in 1..=allocations {
+            let (result, made) = started(Some(n), model.clone(), &spec());
+            let Err(ProfileError::Device { phase, error }) = &result else {
+                panic!("call {n} of {allocations}: {result:?}")
+            };
+            assert!(error.starts_with(VirtualDevice::BROKEN), "{error}");
+            assert_eq!(made, n, "the device was asked again");
+            phases.push(*phase);
+        }
+    }
+    for phase in [Phase::Probe, Phase::Rebuild, Phase::Validate] {
+        assert!(phases.contains(&phase), "{phase} was not reached");
     }
 }
 
@@ -124,7 +158,7 @@ fn the_report_adds_up_and_shows_every_byte() {
     assert!(now == report.kv_blocks as u64 * BLOCK && full > now, "{flags:?}");
     assert_eq!(
         serde_json::to_value(report).unwrap()["suggestions"][0]["flag"],
-        format!("--kv-cache-memory-bytes={now}")
+        flags[0].to_string()
     );
 }
 

@@ -4,7 +4,7 @@ use half::bf16;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{GpuLinear, RankArgs, SampleArgs, SampleKernels};
 
-use super::{Decoder, LaunchError, StepState};
+use super::{Decoder, DeviceError, StepState};
 use crate::cuda::input::StepInput;
 use crate::cuda::scores::{SCORE_ROWS, ScoreSlices};
 
@@ -23,7 +23,7 @@ impl Decoder {
         state: &mut StepState,
         normed: GpuSlice<'_, bf16>,
         pooled: GpuSlice<'_, f32>,
-    ) -> Result<(), LaunchError> {
+    ) -> Result<(), DeviceError> {
         let spans = state.inputs.device(input.spans);
         self.fused.sum_rows(normed, spans, pooled)?;
         if let Some(vectors) = &mut state.vectors {
