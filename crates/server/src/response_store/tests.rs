@@ -5,7 +5,7 @@ use crate::wire::responses::{
     ItemStatus, MessageItem, ReasoningConfig, ResponseStatus, TextConfig, ToolMode, Truncation,
 };
 
-/// A message of the user's.
+/// A user message.
 fn message(id: &str, text: &str) -> Item {
     Item::Message(MessageItem {
         id: id.to_owned(),
@@ -118,7 +118,7 @@ fn bytes_are_bounded_also_by_long_conversations() {
 }
 
 #[test]
-fn nothing_remains_of_what_is_deleted() {
+fn deleted_responses_leave_nothing() {
     let store = store(10, 1 << 20);
     keep(&store, "a", None, "one");
     keep(&store, "b", Some("a"), "two");
@@ -158,7 +158,7 @@ fn owners_do_not_see_each_other() {
         assert!(!store.delete(other, "a"));
     }
     assert!(store.get(owner, "a").is_some());
-    // An id that both chose is each one's own, and the first that an owner gave it to keeps it.
+    // Owners do not share ids; for one owner the first item with an id keeps it.
     let keep = |owner, id: &str, text: &str| {
         store.keep(owner, None, vec![message("in", text)], response(id, text));
     };
@@ -172,7 +172,7 @@ fn owners_do_not_see_each_other() {
 }
 
 #[test]
-fn who_holds_the_most_makes_room() {
+fn the_largest_owner_is_evicted_first() {
     let (alice, bob) = (TenantId(1), TenantId(2));
     let keep = |store: &ResponseStore, owner, id: &str, text: &str| {
         store.keep(
@@ -195,7 +195,7 @@ fn who_holds_the_most_makes_room() {
 }
 
 #[test]
-fn small_values_count_what_they_take() {
+fn small_json_values_count_their_memory() {
     let store = store(1000, 1 << 20);
     let tools = vec![json!({ "type": "function", "name": "f", "parameters": { "enum": vec![0; 100_000] } })];
     let json = json_bytes(&tools);

@@ -8,7 +8,7 @@ use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::respond::testing::events;
-use crate::respond::{Wording, Written};
+use crate::respond::{EventFormat, SseEvent};
 use crate::response_store::tests::empty;
 use crate::wire::common::Usage;
 
@@ -31,8 +31,8 @@ fn update(deltas: Vec<Delta>, end: Option<EndReason>) -> Update {
     }
 }
 
-/// Name and data of each event, without ids and without what the response says of the request.
-fn told(written: Vec<Written>) -> Vec<String> {
+/// Name and data of each event, without ids and without the response's copies of request fields.
+fn rendered(written: Vec<SseEvent>) -> Vec<String> {
     let events = events(written);
     events
         .into_iter()
@@ -54,12 +54,12 @@ fn told(written: Vec<Written>) -> Vec<String> {
 }
 
 #[test]
-fn a_response_is_told_in_openais_order() {
+fn events_have_openais_order() {
     let mut writer = writer(Shown {
         logprobs: false,
         sealed_reasoning: true,
     });
-    let mut written = Wording::begin(&mut writer);
+    let mut written = EventFormat::begin(&mut writer);
     for deltas in [
         vec![Delta::Reasoning("Let".into())],
         vec![Delta::Reasoning(" me".into()), Delta::Content("Hi".into())],
@@ -73,10 +73,10 @@ fn a_response_is_told_in_openais_order() {
             fragment: "{}".into(),
         }],
     ] {
-        written.extend(writer.word(update(deltas, None)));
+        written.extend(writer.item(update(deltas, None)));
     }
-    written.extend(writer.word(update(Vec::new(), Some(EndReason::ToolCalls))));
-    written.extend(Wording::end(&mut writer));
+    written.extend(writer.item(update(Vec::new(), Some(EndReason::ToolCalls))));
+    written.extend(EventFormat::end(&mut writer));
 
     let numbers: Vec<_> = events(
         written
@@ -110,7 +110,7 @@ fn a_response_is_told_in_openais_order() {
         r#"output_item.done {"output_index":2,"item":{"type":"function_call","call_id":"call_1","name":"find","namespace":"crm","arguments":"{}","status":"completed"}}"#,
         r#"completed {"response":"completed"}"#,
     ];
-    assert_eq!(told(written), expected);
+    assert_eq!(rendered(written), expected);
     let response = writer.into_response();
     assert_eq!(response.output.len(), 3);
     let usage = json!(response.usage);
@@ -155,7 +155,7 @@ fn log_probabilities_come_with_the_text() {
 }
 
 #[test]
-fn the_end_says_what_is_missing() {
+fn incomplete_responses_say_why() {
     let mut writer = self::writer(Shown::default());
     writer.write(update(vec![Delta::Content("Hi".into())], Some(EndReason::Length)));
     let response = json!(writer.into_response());
@@ -178,7 +178,7 @@ fn the_end_says_what_is_missing() {
 #[test]
 fn a_failure_is_the_last_event() {
     let mut writer = writer(Shown::default());
-    writer.word(update(vec![Delta::Content("Hi".into())], None));
+    writer.item(update(vec![Delta::Content("Hi".into())], None));
     let events = events(writer.fail(ApiError::Internal("broken".into())));
     let (name, data) = events.last().unwrap();
     assert_eq!(name, "response.failed");
