@@ -66,7 +66,7 @@ impl Footprint {
     /// # Errors
     /// As [`crate::Model::load`], as far as what is read tells.
     pub fn read(path: &Path, options: LoadOptions) -> Result<Self, ModelError> {
-        let description = Description::read(path, options.serve_as)?;
+        let description = Description::read(path, &options.serve_as)?;
         let stored = match options.format {
             LoadFormat::Auto => description.stored()?,
             LoadFormat::Dummy { .. } => None,

@@ -11,7 +11,8 @@ use plimsoll_core::Executor;
 use plimsoll_device::Budget;
 use plimsoll_model::rope::{RopeScaling, RopeSpec};
 use plimsoll_model::{
-    Architecture, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ModelError, OutputHead,
+    Architecture, HfOverrides, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ModelError,
+    OutputHead,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -21,7 +22,11 @@ fn config_json(name: &str) -> Value {
 }
 
 fn parse(config: &Value) -> Result<ModelConfig, ModelError> {
-    ModelConfig::from_json(Path::new("config.json"), &config.to_string())
+    ModelConfig::from_json(
+        Path::new("config.json"),
+        &config.to_string(),
+        &HfOverrides::default(),
+    )
 }
 
 /// `config` with these fields set; null removes.
@@ -86,7 +91,10 @@ fn unsupported_fields_are_named() {
             "model_type",
         ),
         (llama(json!({"hidden_size": null})), "hidden_size"),
-        (llama(json!({"hidden_size": "large"})), "invalid type"),
+        (
+            llama(json!({"hidden_size": "large"})),
+            "`hidden_size`: invalid type",
+        ),
         (llama(json!({"num_key_value_heads": 3})), "num_key_value_heads"),
         (llama(json!({"num_attention_heads": 0})), "num_attention_heads"),
         (llama(json!({"head_dim": 15})), "head_dim"),
@@ -174,7 +182,7 @@ fn absent_fields_mean_what_they_mean_in_transformers() {
     let null = config_json("mistral-window")
         .to_string()
         .replace(r#""sliding_window":11"#, r#""sliding_window":null"#);
-    let mistral = ModelConfig::from_json(Path::new("config.json"), &null).unwrap();
+    let mistral = ModelConfig::from_json(Path::new("config.json"), &null, &HfOverrides::default()).unwrap();
     assert_eq!(mistral.architecture, Architecture::Mistral);
     assert!(windows(&mistral).iter().all(Option::is_none));
     let attention = |name, fields| parsed(name, fields).spec.layers[0].attention().clone();

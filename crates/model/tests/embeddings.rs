@@ -131,7 +131,7 @@ impl Copy {
             task,
             ..ServeAs::default()
         };
-        ModelConfig::read(self.0.path(), serve_as).map_err(|error| error.to_string())
+        ModelConfig::read(self.0.path(), &serve_as).map_err(|error| error.to_string())
     }
 }
 
@@ -165,10 +165,10 @@ fn sentence_transformers_files_say_how_vectors_are_made() {
     assert_eq!((text.spec.head, text.embedding), (OutputHead::Tied, None));
     // A model of texts that is asked for vectors.
     let config = golden_path("llama");
-    let asked = ModelConfig::read(&config, serve_as(Pooling::Mean)).unwrap();
+    let asked = ModelConfig::read(&config, &serve_as(Pooling::Mean)).unwrap();
     assert_eq!(asked.pooling(), Some(Pooling::Mean));
     assert_eq!(
-        ModelConfig::read(&config, ServeAs::default()).unwrap().embedding,
+        ModelConfig::read(&config, &ServeAs::default()).unwrap().embedding,
         None
     );
 }
@@ -182,7 +182,7 @@ fn what_would_give_other_vectors_is_refused() {
     let cls = Copy::new().edit(POOLING, |pooling| *pooling = json!({ "pooling_mode": "cls" }));
     refused(cls, "first token");
     let cls = Copy::new().edit(POOLING, |pooling| *pooling = json!({ "pooling_mode": "cls" }));
-    let told = ModelConfig::read(cls.0.path(), serve_as(Pooling::Mean)).unwrap();
+    let told = ModelConfig::read(cls.0.path(), &serve_as(Pooling::Mean)).unwrap();
     assert_eq!(told.pooling(), Some(Pooling::Mean));
     assert_eq!(cls.read(Task::Generate).unwrap().embedding, None);
     let two = Copy::new().edit(POOLING, |pooling| {
@@ -209,7 +209,7 @@ fn what_would_give_other_vectors_is_refused() {
         normalize: Some(false),
         ..ServeAs::default()
     };
-    let error = ModelConfig::read(&golden_path("llama"), settings).unwrap_err();
+    let error = ModelConfig::read(&golden_path("llama"), &settings).unwrap_err();
     assert!(error.to_string().contains("--runner pooling"), "{error}");
 }
 

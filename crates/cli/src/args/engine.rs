@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use plimsoll_core::BlockSize;
+use plimsoll_model::{HfOverrides, ServeAs};
 use plimsoll_profiler::MemFraction;
 
-use crate::args::values::{block_size, context, duration, fraction, positive, tokens};
+use crate::args::values::{block_size, context, duration, fraction, json, positive, tokens};
 use crate::args::{LogArgs, PoolingArgs};
 use crate::bytes::Bytes;
 use crate::device::DeviceChoice;
@@ -45,6 +46,14 @@ pub struct EngineArgs {
     pub log: LogArgs,
 }
 
+impl EngineArgs {
+    /// What the model is served for, and what takes the place of its own settings.
+    pub fn serve_as(&self) -> ServeAs {
+        let overrides = self.model.hf_overrides.clone();
+        self.pooling.serve_as(overrides.unwrap_or_default())
+    }
+}
+
 /// Which model, and how it is loaded.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Model")]
@@ -70,6 +79,9 @@ pub struct ModelArgs {
         hide_possible_values = true
     )]
     pub load_format: LoadFormat,
+    /// Fields of the model's config.json to set, as JSON; null stands for none
+    #[arg(long, value_name = "JSON", value_parser = json::<HfOverrides>)]
+    pub hf_overrides: Option<HfOverrides>,
     /// Directory, tokenizer.json, .gguf file or Hub id to take the tokenizer from [default: MODEL]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<String>,

@@ -29,7 +29,7 @@ const H200_RUNTIME_BYTES: u64 = 568 << 20;
 const GRAPH_LAYER_BYTES: u64 = 30 << 10;
 
 /// What a state on a GPU is made for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuStateShape {
     /// The largest step.
     pub limits: StepLimits,
@@ -69,7 +69,7 @@ impl GpuFootprint {
     /// # Errors
     /// As [`super::GpuModel::load`], as far as the configuration tells.
     pub fn on(gpu: &Gpu, path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
-        let config = read_config(path, shape.serve_as)?;
+        let config = read_config(path, &shape.serve_as)?;
         let kernels = Kernels::load(gpu, config.embedding.is_none()).map_err(|error| match error {
             LaunchError::Oom(oom) => ModelError::Oom(oom),
             LaunchError::Gpu(error) => ModelError::Gpu(error),
@@ -87,7 +87,7 @@ impl GpuFootprint {
     /// # Errors
     /// As [`Self::on`].
     pub fn assumed(path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
-        let config = read_config(path, shape.serve_as)?;
+        let config = read_config(path, &shape.serve_as)?;
         let runs = shape.limits.max_num_seqs;
         let gpu = AssumedGpu::H200;
         let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, |kind| {
@@ -126,7 +126,7 @@ impl GpuFootprint {
             config: self.config.clone(),
             shape: GpuStateShape {
                 limits: *limits,
-                ..self.shape
+                ..self.shape.clone()
             },
             weights: self.weights,
             planners: planners.collect(),
@@ -248,7 +248,7 @@ impl GpuFootprint {
     }
 }
 
-fn read_config(path: &Path, serve_as: ServeAs) -> Result<ModelConfig, ModelError> {
+fn read_config(path: &Path, serve_as: &ServeAs) -> Result<ModelConfig, ModelError> {
     let config = ModelConfig::read(path, serve_as)?;
     check(&config.spec)?;
     Ok(config)

@@ -76,7 +76,7 @@ impl GpuModel {
         gpu: &Gpu,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
-        let description = Description::read(path, options.serve_as)?;
+        let description = Description::read(path, &options.serve_as)?;
         check(&description.config.spec)?;
         let fused = FusedKernels::load(gpu)?;
         let weights = GpuWeights::load(&description, options.format, gpu, &fused, progress)?;

@@ -69,12 +69,22 @@ impl<'a> Checked<'a> {
             // Tables that old checkpoints store and everybody computes.
             .filter(|name| !name.ends_with("rotary_emb.inv_freq"))
             .partition(|name| {
-                ["model.layers.", "layers.", "blk."]
-                    .iter()
-                    .any(|of| name.starts_with(of))
+                [
+                    "model.layers.",
+                    "layers.",
+                    "blk.",
+                    "model.language_model.layers.",
+                    "language_model.model.layers.",
+                ]
+                .iter()
+                .any(|of| name.starts_with(of))
             });
         if !others.is_empty() {
-            tracing::info!(tensors = ?others, "the weights hold tensors outside the decoder; they are not loaded");
+            tracing::info!(
+                "{} tensors outside the decoder are not loaded: {} and others like it",
+                others.len(),
+                others[0]
+            );
         }
         if in_decoder.is_empty() {
             return Ok(());

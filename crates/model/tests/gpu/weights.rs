@@ -103,7 +103,8 @@ fn quantised_files_arrive_dequantised() {
     use GgmlDType::*;
     let gpu = Gpu::open(0).unwrap();
     let directory = TempDir::new().unwrap();
-    let config = ModelConfig::from_json(Path::new("config.json"), LLAMA_256).unwrap();
+    let config =
+        ModelConfig::from_json(Path::new("config.json"), LLAMA_256, &HfOverrides::default()).unwrap();
     let tensors = random_tensors(&config.spec);
     let meta = metadata("llama", &config.spec);
     for dtype in [
@@ -271,7 +272,7 @@ fn loading_speed() {
     for _ in 0..3 {
         time("dummy", directory.path(), LoadFormat::Dummy { seed: 0 });
     }
-    let spec = ModelConfig::from_json(Path::new("config.json"), &config)
+    let spec = ModelConfig::from_json(Path::new("config.json"), &config, &HfOverrides::default())
         .unwrap()
         .spec;
     for (what, dtype, bytes) in [("bf16", "BF16", 2), ("f32", "F32", 4)] {
