@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::{ModelConfig, ModelError};
+use crate::{HfOverrides, ModelConfig, ModelError};
 
 /// How a model that is served for embeddings makes its vectors.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ pub enum Task {
 }
 
 /// What a model is served for, and what takes the place of its own settings for that.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServeAs {
     /// Text or embeddings.
     pub task: Task,
@@ -55,6 +55,8 @@ pub struct ServeAs {
     pub pooling: Option<Pooling>,
     /// Whether vectors are scaled to length 1.
     pub normalize: Option<bool>,
+    /// Fields of its config.json.
+    pub hf_overrides: HfOverrides,
 }
 
 impl ServeAs {
@@ -62,12 +64,13 @@ impl ServeAs {
     ///
     /// # Errors
     /// [`ModelError::Unsupported`] where settings of embeddings are given for a model that generates text.
-    pub fn resolve(self, found: Option<EmbeddingConfig>) -> Result<Option<EmbeddingConfig>, ModelError> {
+    pub fn resolve(&self, found: Option<EmbeddingConfig>) -> Result<Option<EmbeddingConfig>, ModelError> {
         let Self {
             task,
             pooling,
             normalize,
-        } = self;
+            ..
+        } = *self;
         let own = match task {
             Task::Auto => found,
             Task::Generate => None,
@@ -95,7 +98,7 @@ impl ServeAs {
 /// `serve_as` says in place of them is not read.
 pub(crate) fn read_directory(
     directory: &Path,
-    serve_as: ServeAs,
+    serve_as: &ServeAs,
 ) -> Result<Option<EmbeddingConfig>, ModelError> {
     if serve_as.task == Task::Generate {
         return Ok(None);

@@ -12,7 +12,7 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use memmap2::Mmap;
 use plimsoll_core::{MetaValue, Metadata};
 
-use crate::{ModelConfig, ModelError};
+use crate::{HfOverrides, ModelConfig, ModelError};
 
 const MAGIC: &[u8] = b"GGUF";
 
@@ -70,9 +70,12 @@ impl GgufFile {
     }
 
     /// The model's configuration.
-    pub fn config(&self) -> Result<ModelConfig, ModelError> {
+    ///
+    /// # Errors
+    /// [`ModelError`], which names the field at fault.
+    pub fn config(&self, overrides: &HfOverrides) -> Result<ModelConfig, ModelError> {
         let tied_embeddings = !self.tensors.contains_key("output.weight");
-        ModelConfig::from_gguf(&self.path, &self.metadata, tied_embeddings)
+        ModelConfig::from_gguf(&self.path, &self.metadata, tied_embeddings, overrides)
     }
 
     /// Names of all tensors.

@@ -2,7 +2,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, Oom, StateConfig, StepLimits, TokenId};
+use plimsoll_core::{KvConfig, Oom, StateConfig, StepLimits, TokenId};
 use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::WeightType;
 
@@ -13,7 +13,7 @@ use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
 use crate::{DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress, Runner};
 
 /// How to load a model.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
     /// Where the weights come from.
     pub format: LoadFormat,
@@ -71,7 +71,7 @@ impl Model {
         budget: &Budget,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
-        let description = Description::read(path, options.serve_as)?;
+        let description = Description::read(path, &options.serve_as)?;
         let spec = &description.config.spec;
         let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, progress);
@@ -126,14 +126,14 @@ impl Model {
         eos_token_ids(&self.config, &self.generation)
     }
 
-    /// Bytes of KV cache per token.
+    /// Bytes of KV cache that a token takes while every layer keeps it.
     pub fn kv_bytes_per_token(&self) -> u64 {
         self.kv_element.bytes_per_token(self.spec())
     }
 
-    /// Bytes of one block of the KV cache.
-    pub fn kv_bytes_per_block(&self, block_size: BlockSize) -> u64 {
-        self.kv_bytes_per_token() * block_size.tokens() as u64
+    /// Bytes of a KV cache.
+    pub fn kv_bytes(&self, config: KvConfig) -> u64 {
+        self.kv_element.bytes(self.spec(), config)
     }
 
     /// `f32` or `f16`: the element of the KV cache.
@@ -160,9 +160,9 @@ pub(crate) struct Description {
 }
 
 impl Description {
-    pub(crate) fn read(path: &Path, serve_as: ServeAs) -> Result<Self, ModelError> {
+    pub(crate) fn read(path: &Path, serve_as: &ServeAs) -> Result<Self, ModelError> {
         if path.is_dir() {
-            let mut config = ModelConfig::read_json(&path.join("config.json"))?;
+            let mut config = ModelConfig::read_json(&path.join("config.json"), &serve_as.hf_overrides)?;
             if let Some(embedding) = embedding::read_directory(path, serve_as)? {
                 config.embedding = Some(embedding);
             }
@@ -175,7 +175,7 @@ impl Description {
             });
         }
         let file = GgufFile::open(path)?;
-        let config = file.config()?.served(serve_as)?;
+        let config = file.config(&serve_as.hf_overrides)?.served(serve_as)?;
         Ok(Self {
             path: path.to_owned(),
             config,

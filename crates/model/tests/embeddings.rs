@@ -11,8 +11,8 @@ use common::*;
 use plimsoll_core::{Executor, MetaValue, Pooling, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_model::{
-    EmbeddingConfig, GgufFile, KvCacheDtype, LoadOptions, Model, ModelConfig, ModelError, OutputHead,
-    ServeAs, Task,
+    EmbeddingConfig, GgufFile, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig, ModelError,
+    OutputHead, ServeAs, Task,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -131,7 +131,7 @@ impl Copy {
             task,
             ..ServeAs::default()
         };
-        ModelConfig::read(self.0.path(), serve_as).map_err(|error| error.to_string())
+        ModelConfig::read(self.0.path(), &serve_as).map_err(|error| error.to_string())
     }
 }
 
@@ -165,10 +165,10 @@ fn sentence_transformers_files_say_how_vectors_are_made() {
     assert_eq!((text.spec.head, text.embedding), (OutputHead::Tied, None));
     // A model of texts that is asked for vectors.
     let config = golden_path("llama");
-    let asked = ModelConfig::read(&config, serve_as(Pooling::Mean)).unwrap();
+    let asked = ModelConfig::read(&config, &serve_as(Pooling::Mean)).unwrap();
     assert_eq!(asked.pooling(), Some(Pooling::Mean));
     assert_eq!(
-        ModelConfig::read(&config, ServeAs::default()).unwrap().embedding,
+        ModelConfig::read(&config, &ServeAs::default()).unwrap().embedding,
         None
     );
 }
@@ -182,7 +182,7 @@ fn what_would_give_other_vectors_is_refused() {
     let cls = Copy::new().edit(POOLING, |pooling| *pooling = json!({ "pooling_mode": "cls" }));
     refused(cls, "first token");
     let cls = Copy::new().edit(POOLING, |pooling| *pooling = json!({ "pooling_mode": "cls" }));
-    let told = ModelConfig::read(cls.0.path(), serve_as(Pooling::Mean)).unwrap();
+    let told = ModelConfig::read(cls.0.path(), &serve_as(Pooling::Mean)).unwrap();
     assert_eq!(told.pooling(), Some(Pooling::Mean));
     assert_eq!(cls.read(Task::Generate).unwrap().embedding, None);
     let two = Copy::new().edit(POOLING, |pooling| {
@@ -209,7 +209,7 @@ fn what_would_give_other_vectors_is_refused() {
         normalize: Some(false),
         ..ServeAs::default()
     };
-    let error = ModelConfig::read(&golden_path("llama"), settings).unwrap_err();
+    let error = ModelConfig::read(&golden_path("llama"), &settings).unwrap_err();
     assert!(error.to_string().contains("--runner pooling"), "{error}");
 }
 
@@ -220,7 +220,8 @@ fn gguf_files_say_how_vectors_are_made() {
     let read = |code: u64| {
         let mut metadata = GgufFile::open(&source).unwrap().metadata().clone();
         metadata.insert("qwen3.pooling_type".to_owned(), MetaValue::UInt(code));
-        ModelConfig::from_gguf(&source, &metadata, true).map(|config| config.pooling())
+        ModelConfig::from_gguf(&source, &metadata, true, &HfOverrides::default())
+            .map(|config| config.pooling())
     };
     assert_eq!(read(0).unwrap(), None);
     assert_eq!(read(1).unwrap(), Some(Pooling::Mean));

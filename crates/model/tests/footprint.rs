@@ -10,7 +10,8 @@ use common::*;
 use plimsoll_core::{Component, Executor, Pooling, ScoreSpec, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_model::{
-    Footprint, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ServeAs, StepSize, Task,
+    Footprint, HfOverrides, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ServeAs, StepSize,
+    Task,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -20,7 +21,7 @@ use tempfile::TempDir;
 /// Loads the model, runs some steps, and compares all of it with the footprint.
 fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
     let budget = Budget::new(1 << 30);
-    let footprint = Footprint::read(path, options).unwrap();
+    let footprint = Footprint::read(path, options.clone()).unwrap();
     let model = Model::load(path, options, &budget, &mut |_| ()).unwrap();
     let weights = budget.meters().by_component.get(Component::Weights);
     assert_eq!(footprint.weights_bytes(), weights, "{context}: weights");
@@ -123,7 +124,8 @@ fn every_quantised_type_takes_what_was_told() {
     use GgmlDType::*;
     let mut rng = StdRng::seed_from_u64(2);
     let directory = TempDir::new().unwrap();
-    let config = ModelConfig::from_json(Path::new("config.json"), LLAMA_256).unwrap();
+    let config =
+        ModelConfig::from_json(Path::new("config.json"), LLAMA_256, &HfOverrides::default()).unwrap();
     let tensors = random_tensors(&config.spec);
     let meta = metadata("llama", &config.spec);
     for dtype in [
@@ -170,6 +172,7 @@ fn serve_as(rng: &mut StdRng) -> ServeAs {
             task: Task::Embed,
             pooling: Some(pooling),
             normalize: None,
+            ..ServeAs::default()
         },
     }
 }

@@ -10,7 +10,9 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use common::convert::*;
 use common::*;
 use plimsoll_core::MetaValue;
-use plimsoll_model::{Architecture, GgufFile, KvCacheDtype, LoadOptions, Model, ModelError, OutputHead};
+use plimsoll_model::{
+    Architecture, GgufFile, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelError, OutputHead,
+};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tempfile::TempDir;
@@ -48,7 +50,9 @@ fn converted_models_equal_transformers() {
 fn every_quantised_type_loads_and_computes() {
     use GgmlDType::*;
     let directory = TempDir::new().unwrap();
-    let config = plimsoll_model::ModelConfig::from_json(Path::new("config.json"), LLAMA_256).unwrap();
+    let config =
+        plimsoll_model::ModelConfig::from_json(Path::new("config.json"), LLAMA_256, &HfOverrides::default())
+            .unwrap();
     let tensors = random_tensors(&config.spec);
     let meta = metadata("llama", &config.spec);
     for dtype in [
@@ -89,12 +93,12 @@ fn metadata_is_handed_out_as_it_is() {
         MetaValue::Str("qwen2".to_owned())
     );
     assert_eq!(file.metadata()["qwen2.block_count"].as_u64(), Some(2));
-    let config = file.config().unwrap();
+    let config = file.config(&HfOverrides::default()).unwrap();
     assert_eq!(
         (config.architecture, config.eos_token_ids),
         (Architecture::Qwen2, vec![2])
     );
-    assert!(config.spec.head == OutputHead::Tied && config.spec.qkv_bias);
+    assert!(config.spec.head == OutputHead::Tied && config.spec.layers[0].attention().qkv_bias);
 }
 
 #[test]

@@ -25,7 +25,7 @@ pub use engine::{
 pub use events::EventArgs;
 pub use logs::{LogArgs, LogFormat, LogLevels};
 pub use pages::PagesArgs;
-pub use pooling::{HfOverrides, PoolerConfig, PoolingArgs, RunnerKind};
+pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};
 pub use responses::ResponseArgs;
 pub use server::{SchedulingPolicy, ServerArgs};
 pub(crate) use values::{duration, positive};

@@ -1,8 +1,8 @@
 //! What a model is served for: text, or embeddings and how they are made.
 
 use clap::{Args, ValueEnum};
-use plimsoll_core::{Matryoshka, Pooling};
-use plimsoll_model::{ServeAs, Task};
+use plimsoll_core::Pooling;
+use plimsoll_model::{HfOverrides, ServeAs, Task};
 use serde::Deserialize;
 
 use crate::args::values::json;
@@ -25,15 +25,11 @@ pub struct PoolingArgs {
     /// false)
     #[arg(long, value_name = "JSON", visible_alias = "override-pooler-config", value_parser = json::<PoolerConfig>)]
     pub pooler_config: Option<PoolerConfig>,
-    /// What the model's config.json leaves out, as JSON: is_matryoshka (true if vectors may be cut by `dimensions`), or
-    /// matryoshka_dimensions (the sizes to which they may be cut)
-    #[arg(long, value_name = "JSON", value_parser = json::<HfOverrides>)]
-    pub hf_overrides: Option<HfOverrides>,
 }
 
 impl PoolingArgs {
-    /// As the model is loaded.
-    pub fn serve_as(&self) -> ServeAs {
+    /// As the model is loaded, with these fields of its config.json.
+    pub fn serve_as(&self, hf_overrides: HfOverrides) -> ServeAs {
         let config = self.pooler_config.clone().unwrap_or_default();
         ServeAs {
             task: match self.runner {
@@ -46,17 +42,7 @@ impl PoolingArgs {
                 PoolingType::Mean => Pooling::Mean,
             }),
             normalize: config.normalize,
-        }
-    }
-
-    /// Sizes to which vectors may be cut, of a model that says `own` of itself.
-    pub fn matryoshka(&self, own: Matryoshka) -> Matryoshka {
-        match &self.hf_overrides {
-            Some(HfOverrides {
-                is_matryoshka,
-                matryoshka_dimensions,
-            }) => Matryoshka::new(*is_matryoshka, matryoshka_dimensions.clone()),
-            None => own,
+            hf_overrides,
         }
     }
 }
@@ -92,14 +78,6 @@ enum PoolingType {
     Mean,
 }
 
-/// `--hf-overrides`: the fields of config.json that may be overridden.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct HfOverrides {
-    is_matryoshka: Option<bool>,
-    matryoshka_dimensions: Option<Vec<usize>>,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -116,8 +94,5 @@ mod tests {
         for wrong in [r#"{"pooling_type": "CLS"}"#, r#"{"softmax": true}"#, "MEAN"] {
             assert!(json::<PoolerConfig>(wrong).is_err(), "{wrong}");
         }
-        let sizes = json::<HfOverrides>(r#"{"matryoshka_dimensions": [64, 128]}"#).unwrap();
-        assert_eq!(sizes.matryoshka_dimensions, Some(vec![64, 128]));
-        assert!(json::<HfOverrides>(r#"{"rope_theta": 1.0}"#).is_err());
     }
 }

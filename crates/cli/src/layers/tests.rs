@@ -105,7 +105,7 @@ fn what_is_wrong_is_named() {
         ("port = true", "boolean"),
         ("port = [1, 2]", "array"),
         ("port = { number = 1 }", "table"),
-        ("hf-overrides = { rope_theta = 1 }", "rope_theta"),
+        ("hf-overrides = [1]", "expected a map"),
         (
             "max_num_seqs = 3\nmax-num-seqs = 4",
             ":2: max-num-seqs and max-num-seqs",
@@ -190,7 +190,7 @@ fn what_is_json_can_be_a_table() {
     let args = serve(&format!("plimsoll serve --config {}", file.path().display()), &[]).unwrap();
     let events = args.events.kv_events_config.unwrap();
     assert!(events.enable_kv_cache_events && events.topic == "kv");
-    assert!(args.engine.pooling.hf_overrides.is_some());
+    assert!(args.engine.model.hf_overrides.is_some());
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::time::UNIX_EPOCH;
 
 use plimsoll_device::cuda::Gpu;
+use plimsoll_model::HfOverrides;
 use serde::Serialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -56,6 +57,8 @@ pub(crate) struct ModelKey {
     path: String,
     /// SHA-256 of config.json.
     config: Option<String>,
+    /// `--hf-overrides`.
+    hf_overrides: HfOverrides,
     /// Files of weights.
     weights: Vec<WeightFile>,
     /// `--seed`, of dummy weights.
@@ -87,13 +90,14 @@ impl ModelKey {
         Self {
             path: crate::args::SIM_MODEL.to_owned(),
             config: None,
+            hf_overrides: HfOverrides::default(),
             weights: Vec::new(),
             seed: None,
         }
     }
 
-    /// A directory or a GGUF file; `seed` where the weights are random ones.
-    pub(crate) fn of_files(path: &Path, seed: Option<u64>) -> io::Result<Self> {
+    /// A directory or a GGUF file, with these fields of its configuration; `seed` where the weights are random ones.
+    pub(crate) fn of_files(path: &Path, hf_overrides: HfOverrides, seed: Option<u64>) -> io::Result<Self> {
         let path = path.canonicalize()?;
         let mut weights = Vec::new();
         let mut config = None;
@@ -118,6 +122,7 @@ impl ModelKey {
         Ok(Self {
             path: path.to_string_lossy().into_owned(),
             config,
+            hf_overrides,
             weights,
             seed,
         })

@@ -1,5 +1,6 @@
 use std::os::unix::fs::PermissionsExt;
 
+use plimsoll_model::HfOverrides;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -148,7 +149,7 @@ const SAFETENSORS: &str = "\u{2}\0\0\0\0\0\0\0{}data";
 #[test]
 fn the_model_is_told_by_its_files() {
     let dir = model(&[("config.json", "{}"), ("a.safetensors", SAFETENSORS)]);
-    let of = |path: &Path, seed| ModelKey::of_files(path, seed).unwrap();
+    let of = |path: &Path, seed| ModelKey::of_files(path, HfOverrides::default(), seed).unwrap();
     let before = of(dir.path(), None);
     assert_eq!(of(dir.path(), None), before);
     // A tokenizer has no say.
@@ -177,6 +178,13 @@ fn the_model_is_told_by_its_files() {
     assert_ne!(of(dir.path(), None), before, "config");
 
     // Random weights are those of the seed, whatever lies there.
+    let overrides = serde_json::from_str(r#"{"rope_theta": 5000}"#).unwrap();
+    assert_ne!(
+        ModelKey::of_files(dir.path(), overrides, None).unwrap(),
+        before,
+        "overrides"
+    );
+
     let dummy = of(dir.path(), Some(1));
     assert_ne!(of(dir.path(), Some(2)), dummy);
     fs::remove_file(&weights).unwrap();
@@ -192,7 +200,7 @@ fn the_model_is_told_by_its_files() {
 
     for missing in [Path::new("/no/such/model"), dir.path()] {
         fs::remove_file(dir.path().join("config.json")).ok();
-        assert!(ModelKey::of_files(missing, None).is_err());
+        assert!(ModelKey::of_files(missing, HfOverrides::default(), None).is_err());
     }
 }
 
@@ -381,6 +389,6 @@ fn the_seconds_of_an_earlier_start_are_found_by_the_model_alone() {
     assert_eq!(cache.seconds_of(&key().model), Some(seconds));
     assert_eq!(cache.clone().write_only().seconds_of(&key().model), None);
     fs::write(dir.path().join("config.json"), "{}").unwrap();
-    let other = ModelKey::of_files(dir.path(), Some(1)).unwrap();
+    let other = ModelKey::of_files(dir.path(), HfOverrides::default(), Some(1)).unwrap();
     assert_eq!(cache.seconds_of(&other), None);
 }

@@ -9,27 +9,25 @@ use crate::args::EngineArgs;
 use crate::error::Error;
 
 /// Of a model that was loaded; `None` where it is served for text.
-pub(super) fn of_model(config: &ModelConfig, args: &EngineArgs) -> Option<EmbeddingInfo> {
+pub(super) fn of_model(config: &ModelConfig) -> Option<EmbeddingInfo> {
     let embedding = config.embedding.as_ref()?;
-    Some(info(
-        embedding,
-        config.spec.hidden_size,
-        config.matryoshka.clone(),
-        args,
-    ))
+    let matryoshka = config.matryoshka.clone();
+    Some(info(embedding, config.spec.hidden_size, matryoshka))
 }
 
 /// Of the simulated model.
 pub(super) fn simulated(args: &EngineArgs) -> Result<Option<EmbeddingInfo>, Error> {
-    let embedding = args.pooling.serve_as().resolve(None)?;
-    Ok(embedding.map(|embedding| info(&embedding, SimModel::WIDTH, Matryoshka::No, args)))
+    let serve_as = args.serve_as();
+    let matryoshka = serve_as.hf_overrides.matryoshka()?;
+    let embedding = serve_as.resolve(None)?;
+    Ok(embedding.map(|embedding| info(&embedding, SimModel::WIDTH, matryoshka)))
 }
 
-fn info(embedding: &EmbeddingConfig, size: usize, own: Matryoshka, args: &EngineArgs) -> EmbeddingInfo {
+fn info(embedding: &EmbeddingConfig, size: usize, matryoshka: Matryoshka) -> EmbeddingInfo {
     EmbeddingInfo {
         pooling: embedding.pooling,
         normalize: embedding.normalize,
         size,
-        matryoshka: args.pooling.matryoshka(own),
+        matryoshka,
     }
 }

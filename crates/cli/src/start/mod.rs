@@ -21,8 +21,8 @@ use std::time::Duration;
 use plimsoll_core::{CacheListener, KvConfig, Pooling, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_engine::{EngineConfig, EngineHandle};
-use plimsoll_model::Model;
 use plimsoll_model::cuda::{GpuModel, GpuOptions};
+use plimsoll_model::{Model, ModelConfig};
 use plimsoll_profiler::{Disabled, KvSize, ProfileSpec, Proved, Report, Target, profile};
 use plimsoll_server::{EmbeddingInfo, StartPhase};
 use plimsoll_sim::{SimModel, StepTime};
@@ -143,7 +143,13 @@ impl Loaded {
         if let Some(threads) = args.limits.threads {
             plimsoll_kernels::set_threads(threads);
         }
-        let (text, weights, trained_for, vocab_size, stored_as, embedding) = match (source, device.into()) {
+        let device = device.into();
+        if let Source::Files { model, .. } = source {
+            // What no model of this configuration could do is found out before minutes of loading.
+            let config = ModelConfig::read(model, &args.serve_as())?;
+            spec::step_limits(args, config.max_tokens(), weights::defaults(&device))?;
+        }
+        let (text, weights, trained_for, vocab_size, stored_as, embedding) = match (source, device) {
             (Source::Files { model, tokenizer }, device) => {
                 let read_text = || times.measure("text", || Text::read(tokenizer, args.model.load_format));
                 let load = || weights::load(model, args, device, times.progress());
@@ -166,7 +172,7 @@ impl Loaded {
                 text.eos_token_ids.sort_unstable();
                 text.eos_token_ids.dedup();
                 let config = &about.config;
-                let embedding = embedding::of_model(config, args);
+                let embedding = embedding::of_model(config);
                 let (longest, vocab_size) = (config.max_tokens(), config.spec.vocab_size);
                 (text, weights, longest, vocab_size, about.stored_as, embedding)
             }

@@ -184,8 +184,8 @@ impl Outline {
 }
 
 fn gpu_shape(path: &Path, args: &EngineArgs) -> Result<GpuStateShape, Error> {
-    let serve_as = args.pooling.serve_as();
-    let config = ModelConfig::read(path, serve_as).map_err(|error: ModelError| Error::from(error))?;
+    let serve_as = args.serve_as();
+    let config = ModelConfig::read(path, &serve_as).map_err(|error: ModelError| Error::from(error))?;
     Ok(GpuStateShape {
         limits: step_limits(args, config.max_tokens(), GPU)?,
         serve_as,

@@ -15,7 +15,7 @@ pub(super) fn model_key(source: &Source, args: &EngineArgs) -> Option<ModelKey> 
     let seed = (args.model.load_format == LoadFormat::Dummy).then(|| args.limits.fixed_seed());
     match source {
         Source::Sim => Some(ModelKey::simulated()),
-        Source::Files { model, .. } => match ModelKey::of_files(model, seed) {
+        Source::Files { model, .. } => match ModelKey::of_files(model, args.serve_as().hf_overrides, seed) {
             Ok(key) => Some(key),
             Err(error) => {
                 tracing::warn!(

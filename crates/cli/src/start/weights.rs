@@ -39,6 +39,13 @@ pub(super) const GPU: Defaults = Defaults {
     steps_in_flight: 2,
 };
 
+pub(super) fn defaults(device: &Device) -> Defaults {
+    match device {
+        Device::Cpu(_) => CPU,
+        Device::Gpu(_) => GPU,
+    }
+}
+
 /// Weights, and the account of the memory that they and the engine take.
 #[derive(Debug)]
 pub(super) enum Weights {
@@ -79,10 +86,7 @@ impl Weights {
     }
 
     pub(super) fn defaults(&self) -> Defaults {
-        match self {
-            Self::Cpu(..) | Self::Sim(_) => CPU,
-            Self::Gpu(_) => GPU,
-        }
+        defaults(&self.device())
     }
 }
 
@@ -110,7 +114,7 @@ pub(super) fn load_options(args: &EngineArgs) -> LoadOptions {
             KvDtype::Float32 => KvCacheDtype::F32,
             KvDtype::Float16 => KvCacheDtype::F16,
         },
-        serve_as: args.pooling.serve_as(),
+        serve_as: args.serve_as(),
     }
 }
 
@@ -121,6 +125,12 @@ pub(super) fn load(
     start: &StartProgress,
 ) -> Result<(Weights, About), Error> {
     let options = load_options(args);
+    if !options.serve_as.hf_overrides.is_empty() {
+        tracing::info!(
+            "config.json with --hf-overrides {}",
+            options.serve_as.hf_overrides
+        );
+    }
     let bar = bytes_bar("weights", 0);
     let begin = Instant::now();
     let progress = &mut |progress: plimsoll_model::Progress| {

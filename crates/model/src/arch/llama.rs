@@ -1,16 +1,17 @@
-use super::{check_layer_types, plain};
-use crate::config::RawConfig;
-use crate::{DecoderSpec, ModelError};
+use serde_json::json;
+
+use super::{Family, check_layer_types, decoder, no_window};
 
 /// Llama ([2](https://arxiv.org/abs/2307.09288), [3](https://arxiv.org/abs/2407.21783)): the plain decoder.
-pub(super) fn spec(config: &RawConfig) -> Result<DecoderSpec, ModelError> {
-    if let Some(Some(window)) = config.sliding_window {
-        return Err(ModelError::unsupported(
-            "sliding_window",
-            window,
-            "Llama models have none: only null is",
-        ));
-    }
-    check_layer_types(config, None)?;
-    plain(config)
-}
+pub(super) const FAMILY: Family = Family {
+    hf_name: "LlamaForCausalLM",
+    headless_name: "LlamaModel",
+    model_type: "llama",
+    gguf_name: Some("llama"),
+    fields: || json!({"layer_types": null, "sliding_window": null}),
+    spec: |config| {
+        no_window(config)?;
+        check_layer_types(config, |_| false)?;
+        decoder(config, |_, _| ())
+    },
+};

@@ -1,190 +1,290 @@
-//! One short file per family: how its configuration maps to a [`DecoderSpec`].
+//! One short file per family: its names, the fields of its configuration, and how they map to a [`DecoderSpec`].
 
+mod gemma3;
 mod llama;
+mod ministral3;
 mod mistral;
+mod phi3;
 mod qwen2;
 mod qwen3;
+mod rope;
+mod smollm3;
 
-use crate::config::{RawConfig, RawRope};
-use crate::rope::{RopeScaling, RopeSpec};
-use crate::spec::{OutputHead, SlidingWindow};
-use crate::{DecoderSpec, ModelError};
+use std::sync::Arc;
+
+use plimsoll_kernels::Activation;
+use serde_json::{Map, Value};
+
+use crate::ModelError;
+use crate::config::RawConfig;
+use crate::spec::{
+    AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,
+    shared,
+};
 
 /// A supported family of models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Architecture {
+    /// Gemma 3, text.
+    Gemma3,
     /// Llama 2, 3, 3.x, SmolLM2 and everything else that calls itself Llama.
     Llama,
+    /// Ministral 3, text.
+    Ministral3,
     /// Mistral.
     Mistral,
+    /// Phi-3, Phi-3.5, Phi-4 and Phi-4-mini.
+    Phi3,
     /// Qwen 2 and 2.5.
     Qwen2,
     /// Qwen 3, dense.
     Qwen3,
+    /// SmolLM3.
+    SmolLM3,
+}
+
+/// What is to be known of a family.
+struct Family {
+    /// The name in `architectures` of config.json.
+    hf_name: &'static str,
+    /// The same of the network without a head, of which embedding models are made.
+    headless_name: &'static str,
+    /// The name in `model_type` of config.json.
+    model_type: &'static str,
+    /// The name in `general.architecture` of GGUF files, where there are any.
+    gguf_name: Option<&'static str>,
+    /// Fields of config.json beside those of all families, and what transformers takes absent ones to mean.
+    fields: fn() -> Value,
+    /// From the configuration, whose fields are all known, to the network.
+    spec: fn(&RawConfig) -> Result<DecoderSpec, ModelError>,
 }
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+    pub const ALL: [Self; 8] = [
+        Self::Llama,
+        Self::Mistral,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::Gemma3,
+        Self::Ministral3,
+        Self::Phi3,
+        Self::SmolLM3,
+    ];
+
+    fn family(self) -> Family {
+        match self {
+            Self::Gemma3 => gemma3::FAMILY,
+            Self::Llama => llama::FAMILY,
+            Self::Ministral3 => ministral3::FAMILY,
+            Self::Mistral => mistral::FAMILY,
+            Self::Phi3 => phi3::FAMILY,
+            Self::Qwen2 => qwen2::FAMILY,
+            Self::Qwen3 => qwen3::FAMILY,
+            Self::SmolLM3 => smollm3::FAMILY,
+        }
+    }
 
     /// The name in `architectures` of config.json.
     pub fn hf_name(self) -> &'static str {
-        match self {
-            Self::Llama => "LlamaForCausalLM",
-            Self::Mistral => "MistralForCausalLM",
-            Self::Qwen2 => "Qwen2ForCausalLM",
-            Self::Qwen3 => "Qwen3ForCausalLM",
-        }
+        self.family().hf_name
     }
 
     /// The name of the family's network without a head, of which embedding models are made.
     pub fn headless_name(self) -> &'static str {
-        match self {
-            Self::Llama => "LlamaModel",
-            Self::Mistral => "MistralModel",
-            Self::Qwen2 => "Qwen2Model",
-            Self::Qwen3 => "Qwen3Model",
-        }
+        self.family().headless_name
     }
 
     /// The name in `model_type` of config.json.
     pub fn model_type(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-        }
+        self.family().model_type
+    }
+
+    /// The name in `general.architecture` of GGUF files.
+    pub fn gguf_name(self) -> Option<&'static str> {
+        self.family().gguf_name
     }
 
     pub(crate) fn from_hf_name(name: &str) -> Result<Self, ModelError> {
-        Self::find(name, &Self::ALL, Self::hf_name)
+        Self::find(name, |architecture| Some(architecture.hf_name()))
     }
 
     pub(crate) fn from_model_type(name: &str) -> Result<Self, ModelError> {
-        Self::find(name, &Self::ALL, Self::model_type)
+        Self::find(name, |architecture| Some(architecture.model_type()))
     }
 
-    /// GGUF files call Mistral models llama.
     pub(crate) fn from_gguf_name(name: &str) -> Result<Self, ModelError> {
-        Self::find(name, &[Self::Llama, Self::Qwen2, Self::Qwen3], Self::model_type)
+        Self::find(name, Self::gguf_name)
     }
 
-    fn find(found: &str, among: &[Self], name: fn(Self) -> &'static str) -> Result<Self, ModelError> {
-        among
-            .iter()
-            .copied()
-            .find(|&architecture| name(architecture) == found)
-            .ok_or_else(|| {
-                let names: Vec<_> = among.iter().map(|&architecture| name(architecture)).collect();
-                ModelError::UnknownArchitecture {
-                    found: found.to_owned(),
-                    supported: names.join(", "),
-                }
-            })
+    fn find(found: &str, name: fn(Self) -> Option<&'static str>) -> Result<Self, ModelError> {
+        let known = Self::ALL
+            .into_iter()
+            .find(|&architecture| name(architecture) == Some(found));
+        known.ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.into_iter().filter_map(name).collect();
+            ModelError::UnknownArchitecture {
+                found: found.to_owned(),
+                supported: names.join(", "),
+            }
+        })
+    }
+
+    /// Fields of config.json that the family has beside those of all families, with what transformers takes an absent one to
+    /// mean.
+    pub(crate) fn fields(self) -> Map<String, Value> {
+        match (self.family().fields)() {
+            Value::Object(fields) => fields,
+            _ => unreachable!("families write objects"),
+        }
     }
 
     pub(crate) fn spec(self, config: &RawConfig) -> Result<DecoderSpec, ModelError> {
-        match self {
-            Self::Llama => llama::spec(config),
-            Self::Mistral => mistral::spec(config),
-            Self::Qwen2 => qwen2::spec(config),
-            Self::Qwen3 => qwen3::spec(config),
-        }
+        (self.family().spec)(config)
     }
 }
 
-/// A decoder without biases, QK norm or window: what the families start from.
-fn plain(config: &RawConfig) -> Result<DecoderSpec, ModelError> {
-    let heads = config.num_attention_heads;
+/// Llama's decoder, each layer as `change` leaves it, which gets its index.
+fn decoder(config: &RawConfig, change: impl Fn(usize, &mut LayerSpec)) -> Result<DecoderSpec, ModelError> {
+    // More than any model has: each layer is described before anything is checked against the weights.
+    const MOST_LAYERS: usize = 4096;
+    if config.num_hidden_layers > MOST_LAYERS {
+        return Err(ModelError::unsupported(
+            "num_hidden_layers",
+            config.num_hidden_layers,
+            format!("up to {MOST_LAYERS} are"),
+        ));
+    }
+    let layer = layer(config)?;
+    let layers = (0..config.num_hidden_layers).map(|index| {
+        let mut layer = layer.clone();
+        change(index, &mut layer);
+        layer
+    });
     Ok(DecoderSpec {
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
-        intermediate_size: config.intermediate_size,
-        num_layers: config.num_hidden_layers,
-        num_heads: heads,
-        num_kv_heads: config.num_key_value_heads.unwrap_or(heads),
-        head_dim: config.head_dim.unwrap_or(config.hidden_size / heads.max(1)),
-        rms_norm_eps: config.rms_norm_eps as f32,
-        rope: rope(config)?,
-        qkv_bias: false,
-        qk_norm: false,
-        sliding_window: None,
+        max_position_embeddings: config.max_position_embeddings,
+        embedding_scale: 1.0,
+        layers: shared(layers),
+        final_norm: layer.norm,
         head: match config.tie_word_embeddings {
             Some(true) => OutputHead::Tied,
             _ => OutputHead::Own,
         },
-        max_position_embeddings: config.max_position_embeddings,
     })
 }
 
-fn rope(config: &RawConfig) -> Result<RopeSpec, ModelError> {
-    let (field, raw) = match (&config.rope_parameters, &config.rope_scaling) {
-        (Some(raw), _) => ("rope_parameters", raw),
-        (None, Some(raw)) => ("rope_scaling", raw),
-        (None, None) => ("rope_scaling", &RawRope::default()),
-    };
-    // Every family's default in transformers and llama.cpp.
-    let theta = raw.rope_theta.or(config.rope_theta).unwrap_or(10_000.0);
-    if let Some(partial) = raw.partial_rotary_factor.filter(|&partial| partial != 1.0) {
-        return Err(ModelError::unsupported(
-            format!("{field}.partial_rotary_factor"),
-            partial,
-            "only 1 is",
-        ));
-    }
-    let positive = |name: &str, value: Option<f64>| {
-        let value = value.filter(|value| value.is_finite() && *value > 0.0);
-        value.ok_or_else(|| {
-            ModelError::unsupported(
-                format!("{field}.{name}"),
-                "absent or not positive",
-                "a positive number is",
-            )
-        })
-    };
-    let scaling = match raw.rope_type.as_deref() {
-        None | Some("default") => RopeScaling::None,
-        Some("linear") => RopeScaling::Linear {
-            factor: positive("factor", raw.factor)?,
+/// Llama's layer: full attention with rotary positions, no biases, a SwiGLU MLP.
+fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
+    let heads = config.num_attention_heads;
+    let head_dim = config.head_dim();
+    Ok(LayerSpec {
+        norm: NormSpec {
+            eps: config.rms_norm_eps as f32,
+            unit_offset: false,
         },
-        Some("llama3") => RopeScaling::Llama3 {
-            factor: positive("factor", raw.factor)?,
-            low_freq_factor: positive("low_freq_factor", raw.low_freq_factor)?,
-            high_freq_factor: positive("high_freq_factor", raw.high_freq_factor)?,
-            original_context: positive(
-                "original_max_position_embeddings",
-                raw.original_max_position_embeddings,
-            )?,
-        },
-        Some(other) => {
-            return Err(ModelError::unsupported(
-                format!("{field}.rope_type"),
-                format!("`{other}`"),
-                "default, linear and llama3 are",
-            ));
-        }
-    };
-    Ok(RopeSpec { theta, scaling })
+        post_norms: false,
+        mixer: Mixer::Attention(AttentionSpec {
+            heads,
+            kv_heads: config.num_key_value_heads.unwrap_or(heads),
+            head_dim,
+            window: None,
+            rope: Some(Arc::new(rope::read(config)?)),
+            qk_norm: false,
+            qkv_bias: false,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            projections: Projections::Separate,
+        }),
+        mlp: Mlp::Dense(DenseMlpSpec {
+            intermediate_size: config.intermediate_size,
+            activation: Activation::Silu,
+            projections: Projections::Separate,
+        }),
+    })
 }
 
 /// `layer_types` repeats what the window fields say; if it says something else, we would run the wrong network.
-fn check_layer_types(config: &RawConfig, window: Option<SlidingWindow>) -> Result<(), ModelError> {
-    let first_sliding = window.map_or(usize::MAX, |window| window.first_layer);
-    for (layer, found) in config.layer_types.iter().flatten().enumerate() {
-        let expected = if layer < first_sliding {
-            "full_attention"
-        } else {
-            "sliding_attention"
-        };
-        if found != expected {
-            let field = format!("layer_types[{layer}]");
-            return Err(ModelError::unsupported(
-                field,
-                format!("`{found}`"),
-                format!("only `{expected}` is"),
-            ));
-        }
+fn check_layer_types(config: &RawConfig, is_sliding: impl Fn(usize) -> bool) -> Result<(), ModelError> {
+    let Some(kinds) = &config.layer_types else {
+        return Ok(());
+    };
+    for (layer, found) in list("layer_types", kinds, config)?.iter().enumerate() {
+        let expected = if is_sliding(layer) { SLIDING } else { FULL };
+        only(&format!("layer_types[{layer}]"), Some(found), expected)?;
     }
     Ok(())
+}
+
+const SLIDING: &str = "sliding_attention";
+const FULL: &str = "full_attention";
+
+/// Which layers have a window, of a family in which all but every n-th have one unless `layer_types` says otherwise.
+fn sliding_layers(config: &RawConfig) -> Result<Vec<bool>, ModelError> {
+    let Some(kinds) = &config.layer_types else {
+        let every = config.sliding_window_pattern.unwrap_or(0);
+        return Ok((1..=config.num_hidden_layers)
+            .map(|layer| every == 0 || layer % every != 0)
+            .collect());
+    };
+    let kinds = list("layer_types", kinds, config)?.iter().enumerate();
+    kinds
+        .map(|(layer, kind)| match kind.as_str() {
+            SLIDING => Ok(true),
+            FULL => Ok(false),
+            other => Err(ModelError::unsupported(
+                format!("layer_types[{layer}]"),
+                format!("`{other}`"),
+                format!("{SLIDING} and {FULL} are"),
+            )),
+        })
+        .collect()
+}
+
+/// A list with an entry for each layer.
+fn list<'a, T>(field: &str, list: &'a [T], config: &RawConfig) -> Result<&'a [T], ModelError> {
+    let layers = config.num_hidden_layers;
+    match list.len() == layers {
+        true => Ok(list),
+        false => Err(ModelError::unsupported(
+            field,
+            format!("a list of {}", list.len()),
+            format!("one entry for each of {layers} layers is (`num_hidden_layers`)"),
+        )),
+    }
+}
+
+/// A field with one supported value.
+fn only(field: &str, found: Option<&str>, supported: &str) -> Result<(), ModelError> {
+    match found {
+        Some(found) if found != supported => Err(ModelError::unsupported(
+            field,
+            format!("`{found}`"),
+            format!("only `{supported}` is"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Tokens that `sliding_window` lets a query see. One as large as the longest context is none.
+fn window(config: &RawConfig) -> Result<Option<usize>, ModelError> {
+    match config.sliding_window {
+        Some(0) => Err(ModelError::unsupported(
+            "sliding_window",
+            0,
+            "null or a positive number of tokens is",
+        )),
+        size => Ok(size.filter(|&size| size < config.max_position_embeddings)),
+    }
+}
+
+fn no_window(config: &RawConfig) -> Result<(), ModelError> {
+    match config.sliding_window {
+        None => Ok(()),
+        Some(size) => Err(ModelError::unsupported(
+            "sliding_window",
+            size,
+            "models of this family have none: only null is",
+        )),
+    }
 }

@@ -1,19 +1,24 @@
-use super::plain;
-use super::qwen2::sliding_window;
-use crate::config::RawConfig;
-use crate::{DecoderSpec, ModelError};
+use serde_json::json;
 
-/// What transformers takes an absent `head_dim` to mean.
-const DEFAULT_HEAD_DIM: usize = 128;
+use super::{Family, decoder, qwen2};
 
 /// [Qwen 3](https://arxiv.org/abs/2505.09388), dense: Qwen 2 with QK norm in place of the biases, heads of their own size.
-pub(super) fn spec(config: &RawConfig) -> Result<DecoderSpec, ModelError> {
-    let sliding_window = sliding_window(config)?;
-    let head_dim = config.head_dim.unwrap_or(DEFAULT_HEAD_DIM);
-    Ok(DecoderSpec {
-        qk_norm: true,
-        head_dim,
-        sliding_window,
-        ..plain(config)?
-    })
-}
+pub(super) const FAMILY: Family = Family {
+    hf_name: "Qwen3ForCausalLM",
+    headless_name: "Qwen3Model",
+    model_type: "qwen3",
+    gguf_name: Some("qwen3"),
+    fields: || {
+        let mut fields = qwen2::fields();
+        fields["head_dim"] = json!(128);
+        fields
+    },
+    spec: |config| {
+        let windows = qwen2::windows(config)?;
+        decoder(config, |index, layer| {
+            let attention = layer.attention_mut();
+            attention.qk_norm = true;
+            attention.window = windows(index);
+        })
+    },
+};

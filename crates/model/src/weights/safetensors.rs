@@ -22,14 +22,21 @@ pub(crate) struct Checkpoint {
     files: Vec<TensorFile>,
     /// Tensor to index in `files`.
     places: HashMap<String, usize>,
-    /// Names lack this: the checkpoint is of the network without its head.
-    left_out: &'static str,
+    /// What stands in place of the `model.` in front of names, and what in front of those that have none.
+    prefixes: (&'static str, &'static str),
 }
 
-/// In front of the names of a network with a head.
+/// In front of the names of a network with a head, but for the head.
 const PREFIX: &str = "model.";
 /// A tensor that every network has.
 const EMBEDDING: &str = "embed_tokens.weight";
+/// What stands in place of [`PREFIX`], and what in front of the head: in a network without a head, and in models of images
+/// and text as newer and as older versions of transformers save them.
+const PREFIXES: [(&str, &str); 3] = [
+    ("", ""),
+    ("model.language_model.", ""),
+    ("language_model.model.", "language_model."),
+];
 
 #[derive(Debug)]
 struct TensorFile {
@@ -85,14 +92,13 @@ impl Checkpoint {
     }
 
     fn new(files: Vec<TensorFile>, places: HashMap<String, usize>) -> Self {
-        let left_out = match places.contains_key(EMBEDDING) {
-            true => PREFIX,
-            false => "",
-        };
+        let found = PREFIXES
+            .into_iter()
+            .find(|(prefix, _)| places.contains_key(&format!("{prefix}{EMBEDDING}")));
         Self {
             files,
             places,
-            left_out,
+            prefixes: found.unwrap_or((PREFIX, "")),
         }
     }
 }
@@ -125,7 +131,11 @@ impl TensorFile {
 
 impl Source for Checkpoint {
     fn stored_name(&self, name: &str) -> String {
-        name.strip_prefix(self.left_out).unwrap_or(name).to_owned()
+        let (model, head) = self.prefixes;
+        match name.strip_prefix(PREFIX) {
+            Some(name) => format!("{model}{name}"),
+            None => format!("{head}{name}"),
+        }
     }
 
     fn tensor(&self, name: &str, _expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
@@ -155,6 +165,7 @@ impl Source for Checkpoint {
             dtype,
             shape: Shape(info.shape.clone()),
             order: RowOrder::Plain,
+            unit_offset: false,
             data: data.into(),
         }))
     }

@@ -58,6 +58,7 @@ pub fn serve_as(pooling: Pooling) -> ServeAs {
         task: Task::Embed,
         pooling: Some(pooling),
         normalize: None,
+        ..ServeAs::default()
     }
 }
 

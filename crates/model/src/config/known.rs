@@ -1,0 +1,239 @@
+//! Which fields of config.json are known. One that is not could change the network, so it is an error.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::{Architecture, ModelError};
+
+/// What every family interprets.
+const COMMON: &[&str] = &[
+    "architectures",
+    "dtype",
+    "eos_token_id",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "is_matryoshka",
+    "matryoshka_dimensions",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "vocab_size",
+];
+
+/// Fields of other networks, with the value, as JSON, at which they change nothing.
+const NEUTRAL: &[(&str, &str)] = &[
+    ("add_cross_attention", "false"),
+    ("alibi", "false"),
+    ("attention_bias", "false"),
+    ("attention_multiplier", "1"),
+    ("embedding_multiplier", "1"),
+    ("full_attn_mod", "1"),
+    ("hidden_act", "\"silu\""),
+    ("hidden_activation", "\"silu\""),
+    ("interpolate_factor", "1"),
+    ("is_causal", "true"),
+    ("is_encoder_decoder", "false"),
+    ("lm_head_bias", "false"),
+    ("logit_scale", "1"),
+    ("logits_scaling", "1"),
+    ("mlp_bias", "false"),
+    ("num_experts", "0"),
+    ("num_local_experts", "0"),
+    ("num_nextn_predict_layers", "0"),
+    ("partial_rotary_factor", "1"),
+    ("position_embedding_type", "\"rope\""),
+    ("residual_multiplier", "1"),
+    ("rope_interleaved", "false"),
+    ("tie_encoder_decoder", "false"),
+    ("use_bias", "false"),
+    ("use_bidirectional_attention", "false"),
+    ("use_mrope", "false"),
+];
+
+/// Fields that say nothing about how to run the network: those of training and of transformers itself, and defaults of
+/// generation, which older versions wrote here.
+const INERT: &[&str] = &[
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_name_or_path",
+    "attention_dropout",
+    "attn_implementation",
+    "attn_pdrop",
+    "auto_map",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "embd_pdrop",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "ffn_pdrop",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_llama_config",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_labels",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "pad_token_id",
+    "prefix",
+    "pretraining_tp",
+    "problem_type",
+    "pruned_heads",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "resid_pdrop",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "typical_p",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+];
+
+/// Models of images and text whose text part is served: the name in `architectures`, the `model_type` of a text part that
+/// does not say, and the fields around it. Those that are a part's own configuration are not read.
+const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
+    (
+        "Gemma3ForConditionalGeneration",
+        "gemma3_text",
+        &[
+            "boi_token_index",
+            "eoi_token_index",
+            "image_token_index",
+            "mm_tokens_per_image",
+            "vision_config",
+        ],
+    ),
+    (
+        "Mistral3ForConditionalGeneration",
+        "mistral",
+        &[
+            "image_token_index",
+            "multimodal_projector_bias",
+            "projector_hidden_act",
+            "spatial_merge_size",
+            "vision_config",
+            "vision_feature_layer",
+        ],
+    ),
+];
+
+/// Puts the text part of a model of images and text in its place.
+///
+/// # Errors
+/// [`ModelError`], which names the field at fault.
+pub(super) fn unwrap_text(path: &Path, fields: &mut Map<String, Value>) -> Result<(), ModelError> {
+    let name = fields.get("architectures").and_then(|names| names[0].as_str());
+    let Some((name, text_type, around)) = AROUND_TEXT.iter().find(|(known, ..)| Some(*known) == name) else {
+        return Ok(());
+    };
+    let Some(Value::Object(mut text)) = fields.remove("text_config") else {
+        return Err(ModelError::config(path, "`text_config` is missing"));
+    };
+    const SHARED: [&str; 4] = ["dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype"];
+    for (field, value) in std::mem::take(fields) {
+        if SHARED.contains(&field.as_str()) {
+            text.entry(field).or_insert(value);
+        } else if !["architectures", "model_type"].contains(&field.as_str())
+            && !around.contains(&field.as_str())
+        {
+            check_other(name, &field, &value)?;
+        }
+    }
+    tracing::info!("{name}: its text part is served; images are not taken, their weights not loaded");
+    // Text parts name no architecture, or the one without a head.
+    text.insert("architectures".to_owned(), Value::Null);
+    text.entry("model_type")
+        .or_insert_with(|| Value::from(*text_type));
+    *fields = text;
+    Ok(())
+}
+
+/// Refuses fields that the family does not know, and such as ask for another network.
+///
+/// # Errors
+/// [`ModelError::Unsupported`], which names the field.
+pub(super) fn check(architecture: Architecture, fields: &Map<String, Value>) -> Result<(), ModelError> {
+    let own = architecture.fields();
+    let others = fields
+        .iter()
+        .filter(|(field, _)| !COMMON.contains(&field.as_str()) && !own.contains_key(*field));
+    for (field, value) in others {
+        check_other(architecture.hf_name(), field, value)?;
+    }
+    Ok(())
+}
+
+/// Whether a field that is not interpreted changes nothing.
+fn check_other(family: &str, field: &str, value: &Value) -> Result<(), ModelError> {
+    if value.is_null() || INERT.contains(&field) {
+        return Ok(());
+    }
+    if field == "quantization_config" || field == "compression_config" {
+        let method = value["quant_method"].as_str().unwrap_or("an unknown method");
+        return Err(ModelError::unsupported(
+            field,
+            format!("given (quant_method {method})"),
+            "safetensors must hold float32, float16 or bfloat16: take the model as it was before it was quantised, or a              GGUF file",
+        ));
+    }
+    let supported = match NEUTRAL.iter().find(|(neutral, _)| *neutral == field) {
+        Some((_, neutral)) if is(value, neutral) => return Ok(()),
+        Some((_, neutral)) => format!("only {neutral} is"),
+        None => format!(
+            "nothing is known of such a field in {family}. If the model is the same without it, set it aside with              --hf-overrides '{{\"{field}\": null}}'"
+        ),
+    };
+    Err(ModelError::unsupported(field, value, supported))
+}
+
+fn is(value: &Value, neutral: &str) -> bool {
+    match (value.as_f64(), neutral.parse::<f64>()) {
+        (Some(value), Ok(neutral)) => value == neutral,
+        _ => value.to_string() == neutral,
+    }
+}
