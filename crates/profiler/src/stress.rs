@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use plimsoll_core::{Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, allow_all};
 
-use crate::phases::Profiler;
+use crate::profiler::Profiler;
 use crate::scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
 use crate::{
     Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, Progress, RankLost,
