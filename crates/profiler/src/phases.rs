@@ -8,7 +8,7 @@ use plimsoll_core::{Component, Scratch};
 
 use crate::advice::Evidence;
 use crate::arithmetic::{MAX_ATTEMPTS, shrunk};
-use crate::attempt::{Found, Validated};
+use crate::attempt::Found;
 use crate::probe::Baseline;
 use crate::profiler::Profiler;
 use crate::report::{Findings, Memory};

@@ -258,18 +258,4 @@ mod tests {
             serde_json::json!({ "name": "weights", "bytes": 35 })
         );
     }
-
-    #[test]
-    fn bytes_for_people() {
-        let cases = [
-            (0, "0 B"),
-            (1023, "1023 B"),
-            (1536, "1.5 KiB"),
-            (150 << 20, "150.0 MiB"),
-            (3 << 29, "1.50 GiB"),
-        ];
-        for (bytes, text) in cases {
-            assert_eq!(human(bytes), text);
-        }
-    }
 }

@@ -159,3 +159,22 @@ pub(crate) fn human(bytes: u64) -> String {
         _ => format!("{:.2} GiB", bytes as f64 / 1073741824.0),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_for_people() {
+        let cases = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1536, "1.5 KiB"),
+            (150 << 20, "150.0 MiB"),
+            (3 << 29, "1.50 GiB"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(human(bytes), text);
+        }
+    }
+}
