@@ -279,7 +279,7 @@ def test_what_claude_code_sends(agent):
         ({"workspace_id": "w"}, "`workspace_id` is not supported"),
         ({"return_token_ids": True}, "`return_token_ids` is not supported"),
         ({"prompt_logprobs": 1}, "`prompt_logprobs` is not supported"),
-        ({"chat_template_kwargs": {"messages": []}}, "`messages` is no further variable"),
+        ({"chat_template_kwargs": {"messages": []}}, "`messages` cannot be set in chat_template_kwargs"),
         ({"temprature": 1}, "unknown field `temprature`"),
     ],
 )

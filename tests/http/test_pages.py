@@ -318,7 +318,7 @@ def test_reference(sim, open_page, scheme):
 def test_a_server_with_keys_asks_for_one(start, open_page):
     with start("sim", "--api-key", "sesame") as server:
         page = open_page(server.url, complaints=("status of 401",))
-        expect(page.locator("#greeting")).to_contain_text("asks for an API key")
+        expect(page.locator("#greeting")).to_contain_text("requires an API key")
         expect(page.locator("#key")).to_be_focused()
         page.locator("#key").fill("sesame")
         page.keyboard.press("Enter")

@@ -131,7 +131,7 @@ def test_a_soak_in_which_nothing_happened_is_inconclusive():
     (200, "the step panicked: index out of bounds", "step_failed", None, WRONG),
     (429, "the server is at its limit", "queue_full", "1", REFUSED),
     (429, "the server is at its limit", "queue_full", None, WRONG),
-    (504, "not done after 1 s, which is the time it was given", "deadline_exceeded", None, LATE),
+    (504, "the request did not finish within its timeout (1.0 s after its arrival)", "deadline_exceeded", None, LATE),
     (400, "max_tokens must be positive", None, None, WRONG),
 ])
 def test_what_an_error_means(status, message, code, retry_after, outcome):

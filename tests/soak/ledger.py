@@ -16,7 +16,7 @@ WRONG = "wrong"
 # Messages and codes of what the soak itself makes go wrong.
 INJECTED = "injected"
 OUTAGES = {"out_of_memory", "rebuilding", "sleeping"}
-TIME_OVER = "which is the time it was given"
+TIME_OVER = "did not finish within its timeout"
 DEFECTS_KEPT = 20
 
 

@@ -13,9 +13,9 @@ struct State {
     requests: usize,
     idle_since: Instant,
     /// Responses with data that the client has not read.
-    untaken: usize,
+    unread: usize,
     /// When the client last read data of any response, or had none left to read.
-    taken_at: Instant,
+    last_read: Instant,
 }
 
 impl Activity {
@@ -25,8 +25,8 @@ impl Activity {
         Self(Mutex::new(State {
             requests: 0,
             idle_since: now,
-            untaken: 0,
-            taken_at: now,
+            unread: 0,
+            last_read: now,
         }))
     }
 
@@ -34,8 +34,8 @@ impl Activity {
     /// any response. `None` while requests are in progress, or where the time would overflow.
     pub(crate) fn ends_at(&self, idle: Duration, slow: Duration) -> Option<Instant> {
         let state = self.lock();
-        if state.untaken > 0 {
-            state.taken_at.checked_add(slow)
+        if state.unread > 0 {
+            state.last_read.checked_add(slow)
         } else if state.requests == 0 {
             state.idle_since.checked_add(idle)
         } else {
@@ -60,13 +60,13 @@ impl Ongoing {
     }
 
     /// Its response has data for the client.
-    pub(crate) fn untaken(&self) -> Untaken {
+    pub(crate) fn unread(&self) -> UnreadData {
         let mut state = self.0.lock();
-        if state.untaken == 0 {
-            state.taken_at = Instant::now();
+        if state.unread == 0 {
+            state.last_read = Instant::now();
         }
-        state.untaken += 1;
-        Untaken(Arc::clone(&self.0))
+        state.unread += 1;
+        UnreadData(Arc::clone(&self.0))
     }
 }
 
@@ -80,18 +80,18 @@ impl Drop for Ongoing {
 
 /// Response data that the client has not read.
 #[derive(Debug)]
-pub(crate) struct Untaken(Arc<Activity>);
+pub(crate) struct UnreadData(Arc<Activity>);
 
-impl Untaken {
+impl UnreadData {
     /// The client read it.
-    pub(crate) fn taken(self) {
-        self.0.lock().taken_at = Instant::now();
+    pub(crate) fn read(self) {
+        self.0.lock().last_read = Instant::now();
     }
 }
 
-impl Drop for Untaken {
+impl Drop for UnreadData {
     fn drop(&mut self) {
-        self.0.lock().untaken -= 1;
+        self.0.lock().unread -= 1;
     }
 }
 
@@ -113,16 +113,16 @@ mod tests {
         assert!(matches!(ends_in(), Some(59..=60)));
         let requests = [Ongoing::new(&activity), Ongoing::new(&activity)];
         assert_eq!(ends_in(), None, "requests are in progress");
-        let untaken = requests.each_ref().map(Ongoing::untaken);
+        let unread = requests.each_ref().map(Ongoing::unread);
         assert!(matches!(ends_in(), Some(3..=59)));
         let before = activity.ends_at(IDLE, SLOW);
-        let [first, second] = untaken;
+        let [first, second] = unread;
         // Dropped data counts as unread.
         drop(first);
         assert_eq!(activity.ends_at(IDLE, SLOW), before);
-        let more = requests[0].untaken();
+        let more = requests[0].unread();
         assert_eq!(activity.ends_at(IDLE, SLOW), before);
-        second.taken();
+        second.read();
         assert!(activity.ends_at(IDLE, SLOW) > before);
         drop(more);
         assert_eq!(ends_in(), None);

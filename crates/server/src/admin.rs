@@ -1,4 +1,4 @@
-//! What the server says about itself.
+//! Endpoints about the server: probes, metrics, memory, models.
 
 use axum::Json;
 use axum::extract::{Path, State};
@@ -20,11 +20,11 @@ use crate::wire::error::ErrorBody;
 
 /// Liveness
 ///
-/// 200 while the engine lives, drains included, and while it is being started: what a liveness probe asks.
+/// 200 while the engine is alive, also during start and drain: for liveness probes.
 #[utoipa::path(
     get, path = "/health", tag = "Operation",
     responses(
-        (status = 200, description = "The engine lives.", body = HealthReport),
+        (status = 200, description = "The engine is alive.", body = HealthReport),
         (status = 503, description = "The engine is dead.", body = HealthReport),
     )
 )]
@@ -36,12 +36,12 @@ pub(crate) async fn health(State(state): State<AppState>) -> Response {
 
 /// Readiness
 ///
-/// 200 where requests are accepted and move: what a readiness probe asks.
+/// 200 while requests are accepted and make progress: for readiness probes.
 #[utoipa::path(
     get, path = "/ready", tag = "Operation",
     responses(
-        (status = 200, description = "Requests are accepted, and steps advance.", body = HealthReport),
-        (status = 503, description = "Not now; `status` says why.", body = NotReady),
+        (status = 200, description = "Requests are accepted and make progress.", body = HealthReport),
+        (status = 503, description = "Not ready; `status` says why.", body = NotReady),
     )
 )]
 pub(crate) async fn ready(State(state): State<AppState>) -> Response {
@@ -96,7 +96,7 @@ pub(crate) fn metrics_page(page: String) -> Response {
 
 /// Memory
 ///
-/// What the device's memory holds now, and what the profile measured and proved.
+/// The device's memory now, and the report of the profile.
 #[utoipa::path(
     get, path = "/memory", tag = "Operation",
     responses((status = 200, description = "All sizes in bytes.", body = MemoryReport))
@@ -185,7 +185,7 @@ pub(crate) async fn version() -> Json<Version> {
 /// The served model, once under each of its names.
 #[utoipa::path(
     get, path = "/v1/models", tag = "Models",
-    responses((status = 200, description = "The first name is the one that answers carry.", body = ModelList))
+    responses((status = 200, description = "The first name is the one in responses.", body = ModelList))
 )]
 pub(crate) async fn models(State(state): State<AppState>) -> Response {
     let model = state.model();
@@ -199,7 +199,7 @@ pub(crate) async fn models(State(state): State<AppState>) -> Response {
 
 /// Get a model
 ///
-/// The id may hold slashes, as those of the Hub do.
+/// The id may contain slashes, like ids of the Hugging Face Hub.
 #[utoipa::path(
     get, path = "/v1/models/{*id}", tag = "Models",
     params(("id" = String, Path, description = "A name of the served model.")),

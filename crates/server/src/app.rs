@@ -1,4 +1,4 @@
-//! The routes, and what all of them share.
+//! The routes and their middleware.
 
 use std::any::Any;
 
@@ -23,7 +23,7 @@ pub fn router(state: AppState) -> Router {
     let options = state.options().clone();
     let layers = tower::ServiceBuilder::new()
         .layer(from_fn(anthropic::reword))
-        // Browsers may see why they were refused.
+        // Outside of `observe`, so that browsers can read its errors too.
         .option_layer(cors(&options))
         .layer(from_fn_with_state(state.clone(), observe))
         .layer(CatchPanicLayer::custom(panicked));
@@ -38,7 +38,7 @@ pub fn router(state: AppState) -> Router {
         .with_state(state)
 }
 
-/// Every route with its description: there is no other way to add one.
+/// All routes, each with its OpenAPI description.
 fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
     let routes = OpenApiRouter::with_openapi(openapi::about())
         .routes(routes!(chat::handle))
@@ -77,13 +77,13 @@ pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {
         CorsLayer::new()
             .allow_origin(allow)
             .allow_methods(AnyOf)
-            // A star does not stand for Authorization.
+            // `*` does not include Authorization.
             .allow_headers(AllowHeaders::mirror_request())
             .expose_headers(exposed()),
     )
 }
 
-/// What scripts may read beside the body.
+/// Response headers that scripts may read.
 fn exposed() -> Vec<HeaderName> {
     [REQUEST_ID, anthropic::REQUEST_ID, header::RETRY_AFTER]
         .into_iter()
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn every_route_is_described() {
+    fn every_route_is_documented() {
         let options = ServerOptions {
             enable_sleep_mode: true,
             enable_admin_api: true,

@@ -1,10 +1,10 @@
-//! Work that would hold up the async runtime's threads.
+//! Work that would block the async runtime's threads.
 
 use std::panic::resume_unwind;
 
 use crate::error::ApiError;
 
-/// Work that may take long goes to the blocking pool. A panic there is one here.
+/// Runs long work on the blocking pool. A panic there is propagated.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {

@@ -6,11 +6,11 @@ use futures::StreamExt;
 use crate::blocking::blocking;
 use crate::context::Context;
 use crate::error::ApiError;
-use crate::room::SMALL;
+use crate::request_memory::SMALL;
 use crate::state::AppState;
 use crate::wire::request::{RequestBody, parse};
 
-/// A body that was read and parsed, or a 4xx that says what is wrong with it.
+/// A request body that was read and parsed; otherwise a 4xx that says what is wrong with it.
 #[derive(Debug)]
 pub(crate) struct Body<T>(pub(crate) T);
 
@@ -29,7 +29,7 @@ impl<T: RequestBody + Send + 'static> FromRequest<AppState> for Body<T> {
         if body.len() < LARGE {
             return Ok(Self(parse(&body)?));
         }
-        // One at a time: parsed JSON takes many times its bytes.
+        // One at a time: parsed JSON takes many times its size.
         let turn = state.large_body().await;
         let most = MAX_VALUES + 4 * state.engine().limits().max_model_len;
         let parsed = blocking(move || {
@@ -41,14 +41,14 @@ impl<T: RequestBody + Send + 'static> FromRequest<AppState> for Body<T> {
     }
 }
 
-/// All of a body. The request holds room for a large one: before it is read where its length is known, else as it grows.
+/// Reads a whole body. Reserves memory for a large one: before reading where its length is known, else as it grows.
 async fn read(request: Request, state: &AppState, context: &Context) -> Result<Vec<u8>, ApiError> {
     let most = state.options().max_body_bytes;
     let body = request.into_body();
     let mut placed = usize::try_from(body.size_hint().lower())
         .unwrap_or(most)
         .min(most);
-    context.hold(state.text_room().take(placed).await?);
+    context.hold(state.request_memory().reserve(placed).await?);
     let mut whole = Vec::with_capacity(placed);
     let mut pieces = body.into_data_stream();
     while let Some(piece) = pieces.next().await {
@@ -59,23 +59,23 @@ async fn read(request: Request, state: &AppState, context: &Context) -> Result<V
         }
         whole.extend_from_slice(&piece);
         if whole.len() > placed.max(SMALL) {
-            // As much as the buffer may have grown by.
+            // The buffer may have grown by more than the body.
             let grown = whole.capacity().min(most).saturating_sub(placed);
-            context.hold(state.text_room().take(grown).await?);
+            context.hold(state.request_memory().reserve(grown).await?);
             placed += grown;
         }
     }
     Ok(whole)
 }
 
-/// Bytes from which on parsing takes long enough to hold up what else the thread has to do.
+/// From this size on, in bytes, parsing would block the async runtime's thread for too long.
 const LARGE: usize = 256 << 10;
 
-/// JSON values that a body may hold, beside a few whole prompts as token ids. Each takes hundreds of bytes until it is a
-/// prompt, so the size in bytes alone would let one body take gigabytes.
+/// Maximum number of JSON values in a body, in addition to a few whole prompts as token ids. Each takes hundreds of bytes in
+/// memory, so a limit on the body's size alone would let one body take gigabytes.
 const MAX_VALUES: usize = 512 << 10;
 
-/// An error where `body` is JSON with more than `most` values and keys.
+/// An error if `body` has more than `most` JSON values and keys.
 fn check_values(body: &[u8], most: usize) -> Result<(), ApiError> {
     match count_values(body) {
         count if count <= most => Ok(()),
@@ -85,7 +85,8 @@ fn check_values(body: &[u8], most: usize) -> Result<(), ApiError> {
     }
 }
 
-/// Values and keys of a JSON text, lists and objects counted too; an empty one counts twice. Anything for other texts.
+/// Number of values and keys of a JSON text, including arrays and objects; empty ones count twice. For text that is not JSON,
+/// any number.
 fn count_values(body: &[u8]) -> usize {
     let (mut count, mut rest) = (1, body);
     while let Some((&byte, after)) = rest.split_first() {
@@ -102,7 +103,7 @@ fn count_values(body: &[u8]) -> usize {
     count
 }
 
-/// Bytes up to the end of a string whose opening quote is behind us, the closing one included.
+/// Bytes up to and including the closing quote of a string, from after its opening quote.
 fn string_end(text: &[u8]) -> usize {
     let mut at = 0;
     while let Some(&byte) = text.get(at) {
@@ -155,7 +156,7 @@ mod tests {
         })
     }
 
-    /// By the definition.
+    /// Counts a parsed value.
     fn naive(value: &Value) -> usize {
         let inside = match value {
             Value::Array(items) => items.iter().map(naive).sum::<usize>().max(1),
@@ -181,7 +182,7 @@ mod tests {
             error.contains("103 JSON values") && error.contains("at most 102"),
             "{error}"
         );
-        // What is no JSON is for the parser to refuse.
+        // Invalid JSON is left to the parser.
         assert_eq!(count_values(b"\"abc"), 1);
         assert_eq!(count_values(b"\"\\"), 1);
     }

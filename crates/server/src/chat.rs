@@ -12,7 +12,7 @@ use crate::conversation::{self, Answer, Conversation, Delta, End, EndReason, Fit
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::openapi::Errors;
-use crate::respond::{self, FINGERPRINT, Identity, Wording, Written, data, done};
+use crate::respond::{self, EventFormat, FINGERPRINT, Identity, SseEvent, data, done};
 use crate::scores;
 use crate::state::AppState;
 use crate::tools;
@@ -94,7 +94,7 @@ pub(crate) async fn handle(
             prompt_token_ids,
             usage_in,
             usage: Usage::default(),
-            untold: answers.len(),
+            roles_to_send: answers.len(),
         };
         return Ok(respond::stream(&state, answers.updates(), chunks));
     }
@@ -210,10 +210,10 @@ impl From<Delta> for ChatDelta {
     }
 }
 
-/// The one kind of tool.
+/// The only type of tool.
 const FUNCTION: &str = "function";
 
-/// OpenAI's word for why a choice ended.
+/// OpenAI's name of the reason.
 fn finish_reason(reason: EndReason) -> &'static str {
     match reason {
         EndReason::Stop => "stop",
@@ -222,7 +222,7 @@ fn finish_reason(reason: EndReason) -> &'static str {
     }
 }
 
-/// How tokens are called.
+/// How tokens are named in log-probabilities.
 struct TokenNames {
     tokenizer: Tokenizer,
     are_ids: bool,
@@ -258,14 +258,14 @@ struct ChatChunks {
     names: TokenNames,
     logprobs: bool,
     token_ids: bool,
-    /// Until they have been told.
+    /// Until sent.
     prompt_token_ids: Option<Vec<TokenId>>,
     usage_in: UsageIn,
     /// Of the choices that ended.
     usage: Usage,
-    /// Choices whose roles have not been told. All are with the first word, in order, whoever spoke first: the official client
+    /// Choices whose role was not sent yet. The roles of all choices are sent before the first text, in order: OpenAI's client
     /// expects choice 0 in the first chunk.
-    untold: usize,
+    roles_to_send: usize,
 }
 
 impl ChatChunks {
@@ -294,10 +294,10 @@ impl ChatChunks {
     }
 }
 
-impl Wording for ChatChunks {
+impl EventFormat for ChatChunks {
     type Item = Update;
 
-    fn word(&mut self, update: Update) -> Vec<Written> {
+    fn item(&mut self, update: Update) -> Vec<SseEvent> {
         let index = update.choice;
         let role = |index| {
             let delta = ChatDelta {
@@ -307,8 +307,8 @@ impl Wording for ChatChunks {
             };
             self.delta(index, delta)
         };
-        let mut choices: Vec<_> = (0..self.untold).map(role).collect();
-        self.untold = 0;
+        let mut choices: Vec<_> = (0..self.roles_to_send).map(role).collect();
+        self.roles_to_send = 0;
         let first = choices.len();
         choices.extend(
             update
@@ -332,7 +332,7 @@ impl Wording for ChatChunks {
         choices.into_iter().map(chunk).collect()
     }
 
-    fn end(&mut self) -> Vec<Written> {
+    fn end(&mut self) -> Vec<SseEvent> {
         let usage = Some(Some(self.usage));
         let usage = self.usage_in.last.then(|| data(&self.chunk(Vec::new(), usage)));
         usage.into_iter().chain([done()]).collect()

@@ -17,7 +17,7 @@ use crate::generate::{Piece, TokenLogprobs, collect, merge, submit};
 use crate::job::{AnswerLength, Choices, Job, Parameters};
 use crate::openapi::Errors;
 use crate::prompt;
-use crate::respond::{FINGERPRINT, Identity, Wording, Written, data, done, stream};
+use crate::respond::{EventFormat, FINGERPRINT, Identity, SseEvent, data, done, stream};
 use crate::scores;
 use crate::state::AppState;
 use crate::structured;
@@ -32,7 +32,7 @@ const DEFAULT_MAX_TOKENS: usize = 16;
 
 /// Completions
 ///
-/// Text that goes on from a prompt, whole or as server-sent events. The data of each event is one chunk, that of the last
+/// Continues a prompt; the text comes whole or as server-sent events. The data of each event is one chunk, that of the last
 /// is `[DONE]`.
 #[utoipa::path(
     post, path = "/v1/completions", tag = "Generation", operation_id = "createCompletion",
@@ -143,7 +143,7 @@ pub(crate) async fn handle(
             tokens: tokens.to_vec(),
         })
     });
-    let shape = Shape {
+    let writer = CompletionWriter {
         identity: Identity::new("cmpl", &state, &context),
         begin: begin.flat_map(|begin| vec![Some(begin); n]).collect(),
         offsets: vec![0; job.requests.len()],
@@ -159,10 +159,10 @@ pub(crate) async fn handle(
     let choices = submit(&state, &context, job)?;
     if common.stream {
         let pieces = merge(choices);
-        return Ok(stream(&state, pieces, shape));
+        return Ok(stream(&state, pieces, writer));
     }
     let pieces = best(collect(choices).await?, n, wanted);
-    Ok(Json(shape.whole(pieces)).into_response())
+    Ok(Json(writer.whole(pieces)).into_response())
 }
 
 /// How many choices per prompt are generated so that the best `n` can be returned.
@@ -177,11 +177,10 @@ fn check_best_of(best_of: usize, n: usize, stream: bool) -> Result<usize, ApiErr
     Err(ApiError::invalid("best_of", message))
 }
 
-/// As many as choices.
+/// As for choices.
 const MAX_BEST_OF: usize = 128;
 
-/// A prompt's choices by their log-probability per token, which is how OpenAI ranks them, and of these the first `n`. What was
-/// generated in vain is used too.
+/// The best `n` choices of each prompt by log-probability per token, as OpenAI ranks them. The usage includes the others.
 fn best(mut pieces: Vec<Piece>, best_of: usize, n: usize) -> Vec<Piece> {
     if best_of == n {
         return pieces;
@@ -202,7 +201,7 @@ fn best(mut pieces: Vec<Piece>, best_of: usize, n: usize) -> Vec<Piece> {
         of_prompt
             .iter_mut()
             .for_each(|piece| piece.usage = Usage::default());
-        // Stable: equal ones stay in their order.
+        // Stable: ties keep their order.
         of_prompt.sort_by(|a, b| mean(b).total_cmp(&mean(a)));
         of_prompt[0].usage = all;
         kept.extend(of_prompt[..n].iter_mut().map(std::mem::take));
@@ -210,20 +209,20 @@ fn best(mut pieces: Vec<Piece>, best_of: usize, n: usize) -> Vec<Piece> {
     kept
 }
 
-/// How the choices of a prompt begin.
+/// What precedes the generated text of a prompt's choices.
 struct Begin {
-    /// The prompt's text, if it is to be repeated.
+    /// The prompt's text, if it is echoed.
     echo: Option<String>,
-    /// The prompt.
+    /// The prompt's tokens.
     tokens: Vec<TokenId>,
 }
 
-struct Shape {
+struct CompletionWriter {
     identity: Identity,
     tokenizer: Tokenizer,
-    /// How many of the likeliest tokens to tell with each, if any.
+    /// How many of the likeliest tokens to report for each token, if any.
     logprobs: Option<usize>,
-    /// The same in vLLM's form for the tokens of the prompt.
+    /// The same for the tokens of the prompt, in vLLM's format.
     prompt_logprobs: Option<usize>,
     skip_special: bool,
     names_are_ids: bool,
@@ -231,13 +230,13 @@ struct Shape {
     usage_in: UsageIn,
     /// Of the choices that ended.
     usage: Usage,
-    /// Characters of each choice so far.
+    /// Characters of each choice so far, for `text_offset`.
     offsets: Vec<usize>,
-    /// Of each choice, until it has begun.
+    /// For each choice, until its first text.
     begin: Vec<Option<Arc<Begin>>>,
 }
 
-impl Shape {
+impl CompletionWriter {
     fn completion(&self, choices: Vec<CompletionChoice>, usage: MaybeUsage) -> Completion {
         Completion {
             id: self.identity.id.clone(),
@@ -250,7 +249,7 @@ impl Shape {
         }
     }
 
-    /// The response to a request that is not streamed: `pieces` are whole choices, in their order.
+    /// The response to a request that is not streamed; `pieces` are the whole choices in order.
     fn whole(mut self, pieces: Vec<Piece>) -> Completion {
         let usage = pieces
             .iter()
@@ -289,7 +288,7 @@ impl Shape {
         for TokenLogprobs { token, logprobs } in logprobs {
             self.list(&mut listed, index, token, Some(logprobs));
         }
-        let told = self.prompt_logprobs.filter(|_| begin.is_some());
+        let reported = self.prompt_logprobs.filter(|_| begin.is_some());
         let echo = begin.as_ref().and_then(|begin| begin.echo.clone());
         let prompt_tokens = begin.filter(|_| self.token_ids);
         CompletionChoice {
@@ -298,13 +297,13 @@ impl Shape {
             logprobs: self.logprobs.is_some().then_some(listed),
             finish_reason: finish.map(finish_reason),
             stop_reason: finish.map(|_| stop),
-            prompt_logprobs: told.map(|top| scores::prompt_logprobs(&prompt, top, &self.tokenizer)),
+            prompt_logprobs: reported.map(|top| scores::prompt_logprobs(&prompt, top, &self.tokenizer)),
             prompt_token_ids: prompt_tokens.map(|begin| begin.tokens.clone()),
             token_ids: self.token_ids.then_some(tokens),
         }
     }
 
-    /// An echoed prompt. Nothing predicts its first token.
+    /// Adds an echoed prompt. Its first token has no log-probability.
     fn list_prompt(
         &mut self,
         out: &mut CompletionLogprobs,
@@ -352,7 +351,8 @@ impl Shape {
         }
     }
 
-    /// Tokens are keys here: one that is no text by itself is named by its bytes, as OpenAI does, lest two become one.
+    /// A token's name as a key of `top_logprobs`. Tokens that are not valid UTF-8 are named by their bytes, as OpenAI does, so
+    /// that names are unique.
     fn name(&self, token: TokenId) -> String {
         if self.names_are_ids {
             return scores::token_id(token);
@@ -371,17 +371,17 @@ impl Shape {
     }
 }
 
-impl Wording for Shape {
+impl EventFormat for CompletionWriter {
     type Item = Piece;
 
-    fn word(&mut self, piece: Piece) -> Vec<Written> {
+    fn item(&mut self, piece: Piece) -> Vec<SseEvent> {
         self.usage = self.usage.plus(&piece.usage);
         let usage = self.usage_in.chunk(piece.so_far);
         let choice = self.choice(piece);
         vec![data(&self.completion(vec![choice], usage))]
     }
 
-    fn end(&mut self) -> Vec<Written> {
+    fn end(&mut self) -> Vec<SseEvent> {
         let usage = self
             .usage_in
             .last

@@ -10,13 +10,13 @@ use axum::http::{HeaderMap, Method, StatusCode, Version};
 use plimsoll_core::{FinishReason, TenantId};
 use tokio::time::timeout_at;
 
-use crate::activity::{Activity, Ongoing, Untaken};
+use crate::activity::{Activity, Ongoing, UnreadData};
 use crate::error::ApiError;
 use crate::keys::Tenant;
-use crate::metrics::Exchange;
+use crate::metrics::HttpRequest;
 use crate::quota::Left;
 use crate::record::{Generation, RequestRecord};
-use crate::room::Place;
+use crate::request_memory::Reservation;
 use crate::state::AppState;
 use crate::wire::common;
 
@@ -64,7 +64,7 @@ struct Notes {
     complete: bool,
     generation: Option<Generation>,
     /// Memory for its text, until that is tokenized.
-    places: Vec<Place>,
+    places: Vec<Reservation>,
 }
 
 impl fmt::Debug for Context {
@@ -175,15 +175,15 @@ impl Context {
     }
 
     /// Keeps memory reserved until the request's text is tokenized, or the request is over.
-    pub(crate) fn hold(&self, place: Place) {
+    pub(crate) fn hold(&self, place: Reservation) {
         self.notes().places.push(place);
     }
 
     /// Marks response data as unread, which starts the slow-client timeout. On HTTP/1 the kernel does this better
     /// (TCP_USER_TIMEOUT): it sees every acknowledged byte.
-    pub(crate) fn untaken(&self) -> Option<Untaken> {
+    pub(crate) fn unread(&self) -> Option<UnreadData> {
         let connection = self.0.connection.as_ref().filter(|_| self.0.has_window);
-        connection.map(Ongoing::untaken)
+        connection.map(Ongoing::unread)
     }
 
     /// The salt of the prefix cache: the client's `salt`, and the tenant where tenants are isolated.
@@ -270,7 +270,7 @@ impl Drop for Inner {
         }
         let notes = std::mem::take(self.notes.get_mut().unwrap_or_else(PoisonError::into_inner));
         let (status, duration) = (notes.status.unwrap_or(CLIENT_LEFT), self.arrived.elapsed());
-        self.state.metrics().http_ended(&Exchange {
+        self.state.metrics().http_ended(&HttpRequest {
             method: &self.method,
             route: self.route.as_ref().map(MatchedPath::as_str),
             status,

@@ -1,4 +1,4 @@
-//! `POST /admin/drain`: the end of the server, asked for by HTTP in place of a signal.
+//! `POST /admin/drain`: shutdown by HTTP instead of a signal.
 
 use axum::Json;
 use axum::body::to_bytes;
@@ -26,12 +26,12 @@ pub(crate) fn routes() -> OpenApiRouter<AppState> {
 
 /// Drain
 ///
-/// As SIGTERM: `/ready` fails, new requests get a 503, those that are in may finish for `--drain-timeout`, and the process
-/// ends. Nothing takes it back.
+/// Like SIGTERM: `/ready` fails, new requests get a 503, those in flight have `--drain-timeout` to finish, and the process
+/// exits. It cannot be undone.
 #[utoipa::path(
     post, path = "/admin/drain", tag = "Operation",
     responses(
-        (status = 202, description = "The drain has begun, now or before.", body = DrainReport),
+        (status = 202, description = "The drain has begun, now or earlier.", body = DrainReport),
         (status = 400, description = "There are no parameters.", body = ErrorBody),
         (status = 401, description = "The key is missing or wrong.", body = ErrorBody),
         (status = 403, description = "A web page of another origin sent it.", body = ErrorBody),
@@ -43,7 +43,7 @@ async fn drain(
     _: NoBody,
 ) -> Result<Response, ApiError> {
     query?;
-    tracing::info!("draining, as POST /admin/drain asks for");
+    tracing::info!("draining: POST /admin/drain");
     state.begin_drain();
     let stats = state.engine().stats();
     let report = DrainReport {
@@ -56,7 +56,7 @@ async fn drain(
     Ok((StatusCode::ACCEPTED, Json(report)).into_response())
 }
 
-/// A body that says nothing.
+/// An empty body.
 struct NoBody;
 
 impl<S: Sync> FromRequest<S> for NoBody {

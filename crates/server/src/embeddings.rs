@@ -32,7 +32,7 @@ use crate::wire::embedding::{
 /// Most inputs of one request (OpenAI's limit).
 const MAX_INPUTS: usize = 2048;
 
-/// How soon it is tried again to submit an input where other requests have taken all places.
+/// Retry interval for submitting an input while the queue is full.
 const RETRY: Duration = Duration::from_millis(20);
 
 const INPUT: &str = "input";
@@ -67,14 +67,14 @@ pub(crate) async fn handle(
     );
     let prompts = request.input.into_vec();
     if prompts.is_empty() || prompts.len() > MAX_INPUTS {
-        let message = format!("input holds {} texts; 1 to {MAX_INPUTS} are taken", prompts.len());
+        let message = format!("input has {} texts; 1 to {MAX_INPUTS} are allowed", prompts.len());
         return Err(ApiError::invalid(INPUT, message));
     }
     let model = Arc::clone(state.model());
     let most = limits.max_request_tokens();
     let inputs = blocking(move || tokens_of(&model, prompts, special, cut_to, most)).await?;
     for (index, tokens) in inputs.iter().enumerate() {
-        // All are found wrong before any is computed.
+        // Check all inputs before computing any.
         embedding
             .request(&state, &context, tokens, &limits)
             .map_err(|error| at(index, error))?;
@@ -111,7 +111,7 @@ pub(crate) async fn handle(
     .await
 }
 
-/// Tokens of all inputs, `most` in each that is not cut. May take long: for the blocking pool.
+/// Tokens of all inputs, at most `most` in each that is not truncated. May take long: for the blocking pool.
 fn tokens_of(
     model: &ModelInfo,
     prompts: Vec<Prompt>,
@@ -145,7 +145,7 @@ fn tokens_of(
     all.collect()
 }
 
-/// How many tokens an input is cut to.
+/// The number of tokens that inputs are truncated to.
 fn cut_to(asked: Option<i64>, most: usize) -> Result<Option<usize>, ApiError> {
     match asked {
         None => Ok(None),
@@ -160,7 +160,7 @@ fn cut_to(asked: Option<i64>, most: usize) -> Result<Option<usize>, ApiError> {
     }
 }
 
-/// The first `most` of `tokens`, which the tokenizer made of `bare` by putting its own around them: those stay.
+/// Truncates to `most` tokens. `tokens` are `bare` with the tokenizer's special tokens around them, which are kept.
 fn truncated(tokens: Vec<TokenId>, bare: &[TokenId], most: usize) -> Vec<TokenId> {
     if tokens.len() <= most {
         return tokens;
@@ -177,7 +177,7 @@ fn truncated(tokens: Vec<TokenId>, bare: &[TokenId], most: usize) -> Vec<TokenId
     }
 }
 
-/// An error of one input.
+/// Adds the input's index to an error.
 fn at(index: usize, error: ApiError) -> ApiError {
     match error {
         ApiError::ContextLength {
@@ -186,7 +186,7 @@ fn at(index: usize, error: ApiError) -> ApiError {
             prompt,
             limit,
         } => ApiError::ContextLength {
-            message: format!("input[{index}]: {message}; truncate_prompt_tokens cuts it"),
+            message: format!("input[{index}]: {message}; set truncate_prompt_tokens to truncate it"),
             param,
             prompt,
             limit,
@@ -197,7 +197,7 @@ fn at(index: usize, error: ApiError) -> ApiError {
 }
 
 impl EmbeddingInfo {
-    /// Elements of the vectors to be returned.
+    /// The dimensions of the vectors to return.
     fn cut(&self, dimensions: Option<usize>) -> Result<usize, ApiError> {
         let Some(asked) = dimensions else {
             return Ok(self.size);
@@ -239,8 +239,8 @@ impl EmbeddingInfo {
         request.map_err(|error| ApiError::from_request(error, INPUT))
     }
 
-    /// The vectors of all inputs, in their order. No more of them are in at once than leaves half of the engine's places to
-    /// others, so there may be more inputs than places. Dropping it cancels all that are in.
+    /// The vectors of all inputs, in order. Uses at most half of the engine's capacity at a time, so there may be more inputs
+    /// than that. Dropping the future cancels all of them.
     async fn compute(
         &self,
         state: &AppState,
@@ -268,7 +268,7 @@ impl EmbeddingInfo {
                         pending.pop_front();
                         begun = true;
                     }
-                    // One of ours that ends makes room.
+                    // Wait for one of this request's inputs to finish.
                     Err(SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. })
                         if !running.is_empty() =>
                     {
@@ -293,12 +293,12 @@ impl EmbeddingInfo {
         }
     }
 
-    /// Cut to `size` elements, and then scaled.
+    /// Truncates to `size` dimensions, then normalizes.
     fn finish(&self, mut vector: Vec<f32>, size: usize) -> Result<Vec<f32>, ApiError> {
         vector.truncate(size);
         let norm = vector.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
         if !norm.is_finite() {
-            return Err(ApiError::Internal("the model's output is not a number".into()));
+            return Err(ApiError::Internal("the model's output is not finite".into()));
         }
         if self.normalize && norm > 0.0 {
             for x in &mut vector {
@@ -326,7 +326,7 @@ async fn vector(mut events: RequestStream, mut timer: Timer) -> Result<Vec<f32>,
         }
     }
     timer.failed();
-    Err(StepError::Failed("a text came for a vector".into()))
+    Err(StepError::Failed("got text for an embedding request".into()))
 }
 
 fn encode(vector: Vec<f32>, format: EncodingFormat) -> Vector {
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn vectors_are_cut_where_the_model_was_trained_for_it() {
+    fn only_matryoshka_vectors_are_truncated() {
         let no = info(Matryoshka::No);
         assert_eq!((no.cut(None).unwrap(), no.cut(Some(4)).unwrap()), (4, 4));
         for wrong in [0, 1, 5] {
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_is_scaled_again() {
+    fn truncated_vectors_are_normalized_again() {
         let any = info(Matryoshka::Any);
         assert_eq!(any.finish(vec![3.0, 4.0, 12.0, 84.0], 2).unwrap(), [0.6, 0.8]);
         assert_eq!(any.finish(vec![0.0; 4], 4).unwrap(), [0.0; 4]);
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tokens_around_a_text_survive_its_cut() {
+    fn truncation_keeps_special_tokens() {
         let cut = |most| truncated(vec![1, 7, 8, 9, 2], &[7, 8, 9], most);
         assert_eq!(cut(9), [1, 7, 8, 9, 2]);
         assert_eq!(cut(4), [1, 7, 8, 2]);
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn inputs_are_cut_to_what_the_model_takes() {
+    fn truncation_lengths_are_checked() {
         assert_eq!(cut_to(None, 9).unwrap(), None);
         assert_eq!(cut_to(Some(-1), 9).unwrap(), Some(9));
         assert_eq!(cut_to(Some(4), 9).unwrap(), Some(4));

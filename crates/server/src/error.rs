@@ -12,33 +12,33 @@ use serde_json::{Value, json};
 use crate::start::StartStatus;
 use crate::wire::error::{ErrorBody, ErrorObject, FieldError};
 
-/// Everything that can go wrong with a request. The one place where errors become statuses: `ApiError::class`.
+/// Errors of requests. `ApiError::class` is the one place that maps them to HTTP statuses.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ApiError {
     /// A field, or the whole body, is wrong, unknown or not supported.
     #[error(transparent)]
     Field(#[from] FieldError),
-    /// The request can never fit.
+    /// The request can never fit the context.
     #[error("{message}")]
     ContextLength {
-        /// All the numbers.
+        /// Includes all the numbers.
         message: String,
         /// The field that holds the prompt.
         param: &'static str,
         /// Tokens of the prompt.
         prompt: usize,
-        /// Tokens of prompt and output that fit.
+        /// Maximum tokens of prompt and output together.
         limit: usize,
     },
-    /// Something that is not in the store of responses, or not any more.
+    /// Something that is not in the response store, or no longer.
     #[error("{message}")]
     NotStored {
-        /// What, and why that may be.
+        /// What is missing and the possible reasons.
         message: String,
-        /// The field that names it.
+        /// The field that refers to it.
         param: Option<&'static str>,
     },
-    /// A web page that may not use the server.
+    /// A web page of an origin that is not allowed.
     #[error("web pages of {0} may not use this server: start it with --allowed-origins {0} if they may")]
     ForeignOrigin(String),
     /// A model this server does not serve.
@@ -56,53 +56,53 @@ pub enum ApiError {
     /// The body took too long to arrive.
     #[error("the request body did not arrive within {} s", .0.as_secs())]
     BodyTimeout(Duration),
-    /// Other large requests have taken all the room there is for them.
-    #[error("the server has as many large requests in as it can hold, and had so for {:.1} s; try again", .0.as_secs_f64())]
-    NoRoom(Duration),
-    /// The body is not JSON by its own account.
+    /// The memory for large requests is in use.
+    #[error("the memory for large requests has been in use for {:.1} s; try again", .0.as_secs_f64())]
+    NoRequestMemory(Duration),
+    /// The Content-Type is not JSON.
     #[error("the Content-Type `{0}` is not supported; send application/json")]
     MediaType(String),
-    /// The request brings no API key.
+    /// The request has no API key.
     #[error("this server needs an API key: send it as `Authorization: Bearer KEY`")]
     NoKey,
-    /// The API key is none of the server's.
+    /// The API key is not valid.
     #[error("the API key is not valid for this server")]
     WrongKey,
-    /// A web page of another origin asks for what is the operator's.
-    #[error("web pages of other origins cannot operate this server")]
+    /// A web page of another origin calls an operator's endpoint.
+    #[error("web pages of other origins cannot call the operator's endpoints of this server")]
     CrossOrigin,
     /// The server is not ready to answer.
-    #[error("the server is starting ({}, {:.1} %): GET /ready says how far it is", .0.phase.name(), .0.percent())]
+    #[error("the server is starting ({}, {:.1} %): GET /ready reports the progress", .0.phase.name(), .0.percent())]
     Starting(StartStatus),
-    /// The key has used up what comes to it in a minute.
+    /// The key has reached a limit per minute.
     #[error("this API key may use {limit} {} per minute; try again in {:.1} s", counted.name(), retry_after.as_secs_f64())]
     RateLimited {
-        /// What was used up.
+        /// What the limit counts.
         counted: Counted,
-        /// How many come in a minute.
+        /// The limit per minute.
         limit: usize,
-        /// When there are some again.
+        /// When to try again.
         retry_after: Duration,
     },
-    /// The key has as many requests in as it may have.
-    #[error("this API key may have {0} requests at once; wait until one ends")]
+    /// The key has reached its limit of concurrent requests.
+    #[error("this API key may have {0} concurrent requests; wait until one ends")]
     TooManyAtOnce(usize),
-    /// The request was not begun in time.
-    #[error("the request waited {:.1} s for its turn, which is the longest that requests wait here", .0.as_secs_f64())]
+    /// The request waited in the queue for too long.
+    #[error("the request waited in the queue for {:.1} s, the maximum of this server", .0.as_secs_f64())]
     QueueTimeout(Duration),
-    /// The client's time for the request is over.
-    #[error("the request was not done {:.1} s after it arrived, which is the time it was given", .0.as_secs_f64())]
+    /// The request's deadline has passed.
+    #[error("the request did not finish within its timeout ({:.1} s after its arrival)", .0.as_secs_f64())]
     DeadlineExceeded(Duration),
     /// The engine did not admit the request.
     #[error(transparent)]
     Refused(#[from] SubmitError),
-    /// The server stays awake.
+    /// The server cannot go to sleep now.
     #[error(transparent)]
     Sleep(#[from] SleepError),
-    /// The server does not wake.
+    /// The server cannot wake up now.
     #[error(transparent)]
     Wake(#[from] WakeError),
-    /// The step that worked on the request failed.
+    /// The request's step failed.
     #[error("{0}")]
     Step(#[from] StepError),
     /// A defect of the server.
@@ -110,7 +110,7 @@ pub enum ApiError {
     Internal(String),
 }
 
-/// What a limit counts, as OpenAI calls it.
+/// What a rate limit counts, by OpenAI's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Counted {
     /// Requests.
@@ -134,7 +134,7 @@ impl ApiError {
         FieldError::invalid(param, message).into()
     }
 
-    /// A field, or with ` = VALUE` behind it a value, that this server does not support.
+    /// A field that this server does not support, or, with ` = VALUE` appended, not with this value.
     pub(crate) fn unsupported(field: impl Into<String>, hint: impl Into<Option<&'static str>>) -> Self {
         FieldError::unsupported(field, hint).into()
     }
@@ -197,7 +197,7 @@ impl ApiError {
                 Some("method_not_supported"),
             ),
             Self::ForeignOrigin(_) => (StatusCode::FORBIDDEN, INVALID, Some("origin_not_allowed")),
-            Self::NoRoom(_) => unavailable("too_many_large_requests"),
+            Self::NoRequestMemory(_) => unavailable("too_many_large_requests"),
             Self::BodyTooLarge(_) => (StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large")),
             Self::BodyTimeout(_) => (StatusCode::REQUEST_TIMEOUT, INVALID, Some("request_timeout")),
             Self::MediaType(_) => (
@@ -242,7 +242,7 @@ impl ApiError {
             Self::Sleep(_) | Self::Wake(_) => (StatusCode::CONFLICT, INVALID, Some("not_now")),
             Self::Step(StepError::Oom(_) | StepError::NoState { .. }) => unavailable("out_of_memory"),
             Self::Step(StepError::KvTooSmall { .. }) => unavailable("kv_cache_too_small"),
-            // The grammar and what came before it are the client's.
+            // The grammar is the client's.
             Self::Step(StepError::Constraint(_)) => {
                 (StatusCode::BAD_REQUEST, INVALID, Some("constraint_failed"))
             }
@@ -259,7 +259,7 @@ impl ApiError {
         }
     }
 
-    /// When it is worth trying again, where that is known.
+    /// When to try again, if known.
     fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Refused(
@@ -269,28 +269,28 @@ impl ApiError {
             )
             | Self::Wake(WakeError::NoMemory { retry_after, .. }) => Some(*retry_after),
             Self::Refused(SubmitError::Asleep) => Some(RETRY_ASLEEP),
-            // Another server may answer at once, or the next one soon.
+            // Another replica may answer at once.
             Self::Refused(SubmitError::ShuttingDown) => Some(RETRY_SOON),
             Self::Starting(status) => Some(status.retry_after()),
             Self::RateLimited { retry_after, .. } => Some(*retry_after),
             Self::TooManyAtOnce(_) => Some(RETRY_SOON),
-            // The queue is as long as requests wait.
-            Self::QueueTimeout(waited) | Self::NoRoom(waited) => Some(*waited),
+            // The queue was full for this long.
+            Self::QueueTimeout(waited) | Self::NoRequestMemory(waited) => Some(*waited),
             _ => None,
         }
     }
 
-    /// No news: how long to wait is the client's choice, and which step failed, or what the server is told to do or waits for,
-    /// the log has said once. What became of each request is for its own line, of which there are only so many in a second.
+    /// Not worth a log line per request: the client chose the timeout, or the cause was logged once (a failed step, a drain, a
+    /// start). The access log has each request.
     fn is_known(&self) -> bool {
         match self {
-            Self::Starting(_) | Self::DeadlineExceeded(_) | Self::NoRoom(_) | Self::Step(_) => true,
+            Self::Starting(_) | Self::DeadlineExceeded(_) | Self::NoRequestMemory(_) | Self::Step(_) => true,
             Self::Refused(error) => !matches!(error, SubmitError::DuplicateId(_)),
             _ => false,
         }
     }
 
-    /// Trying again would be in vain, although the status says otherwise to clients that try by themselves.
+    /// Retrying is pointless although clients retry this status by default.
     fn is_final(&self) -> bool {
         matches!(
             self,
@@ -364,7 +364,7 @@ impl IntoResponse for ApiError {
                 .headers_mut()
                 .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        // For those who word errors in their own way.
+        // For middleware that rewrites errors in another API's format.
         response.extensions_mut().insert(self.clone());
         if self.is_final() {
             response
@@ -380,11 +380,11 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// The error's code, left with the response for its record.
+/// The error's code, as an extension of the response, for the request's record.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ErrorCode(pub(crate) Option<&'static str>);
 
-/// The server cannot answer now, which may pass.
+/// A 503: the server cannot answer now.
 fn unavailable(code: &'static str) -> (StatusCode, &'static str, Option<&'static str>) {
     (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some(code))
 }
@@ -394,9 +394,9 @@ pub(crate) fn whole_seconds(duration: Duration) -> HeaderValue {
     HeaderValue::from(duration.as_secs_f64().ceil() as u64)
 }
 
-/// How OpenAI's and Anthropic's clients are told whether to try again.
+/// Tells OpenAI's and Anthropic's clients whether to retry.
 const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
-/// When to ask a server that sleeps: nobody knows when it is woken.
+/// When to retry a sleeping server: it is unknown when it will be woken.
 const RETRY_ASLEEP: Duration = Duration::from_secs(30);
-/// When to ask again while one's own requests run, or elsewhere.
+/// When to retry while the key's other requests run, or on another replica.
 const RETRY_SOON: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! Choices while they are generated: submitted to the engine, then from its tokens to text.
+//! Choices while they are generated: requests to the engine, and its tokens back to text.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,45 +42,45 @@ pub(crate) struct Choice {
     stopping: Stopping,
     timer: Timer,
     context: Context,
-    /// When the first step must have begun.
+    /// Deadline of leaving the queue.
     begin_by: Option<Instant>,
-    /// When all must be done.
+    /// Deadline of the whole request.
     deadline: Option<Instant>,
     prompt_len: usize,
-    /// Counted once per prompt, not once per choice.
+    /// 0 for all but the first choice of a prompt: counted once per prompt.
     prompt_tokens: usize,
     generated: usize,
     cached_tokens: Option<usize>,
-    /// Tokens whose text has not been given out.
+    /// Tokens whose text was not emitted yet.
     held: Vec<TokenLogprobs>,
 }
 
-/// A token with the logprobs that were asked for.
+/// A token with the requested log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TokenLogprobs {
     pub(crate) token: TokenId,
     pub(crate) logprobs: Logprobs,
 }
 
-/// What a choice gained since the last piece; the last one has `finish`.
+/// What a choice generated since the last piece; the last piece has `finish`.
 #[derive(Debug, Default)]
 pub(crate) struct Piece {
     /// Which choice.
     pub(crate) index: usize,
     pub(crate) text: String,
-    /// For each token, how long `text` was when it had been taken.
+    /// For each token, the length of `text` after it, in bytes.
     pub(crate) ends: Vec<usize>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) finish: Option<FinishReason>,
-    /// What the client named to end it, if that did.
+    /// The client's stop string or token that ended it, if one did.
     pub(crate) stop: Option<StopReason>,
-    /// Of the prompt's tokens, from the second on; all of them come with the choice's first text, or its end.
+    /// Log-probabilities of the prompt's tokens from the second on; all come with the choice's first text or its end.
     pub(crate) prompt: Vec<PromptLogprob>,
-    /// Tokens that were generated, the one that ends the choice included.
+    /// Generated tokens, including the one that ends the choice.
     pub(crate) tokens: Vec<TokenId>,
-    /// Of the choice, so far.
+    /// Usage of the choice so far.
     pub(crate) so_far: Usage,
-    /// With `finish`: what the choice adds to the usage of the response.
+    /// With `finish`: what the choice adds to the response's usage.
     pub(crate) usage: Usage,
 }
 
@@ -122,7 +122,7 @@ impl Choice {
         })
     }
 
-    /// Tokens of the prompt, if this choice is the one that counts them.
+    /// Prompt tokens, on the first choice of each prompt; 0 on others, so that they are counted once.
     pub(crate) fn prompt_tokens(&self) -> usize {
         self.prompt_tokens
     }
@@ -141,7 +141,7 @@ impl Choice {
             ..Default::default()
         };
         loop {
-            // Waits until there is something to tell; takes more only if it is there.
+            // Waits for the first text; then takes only what is already there.
             let event = if piece.text.is_empty() {
                 match self.wait().await {
                     Ok(event) => event,
@@ -178,7 +178,10 @@ impl Choice {
                 }
                 Event::Pooled(_) => {
                     self.events = None;
-                    return Some(Err(StepError::Failed("a vector came for a text".into()).into()));
+                    return Some(Err(StepError::Failed(
+                        "got an embedding for a generation request".into(),
+                    )
+                    .into()));
                 }
                 Event::Failed(error) => {
                     self.timer.failed();
@@ -195,7 +198,7 @@ impl Choice {
         }
     }
 
-    /// The next event, unless the time for it is over: an error then, and the choice is to be dropped.
+    /// The next event; an error if a deadline passes before it.
     async fn wait(&mut self) -> Result<Option<Event>, ApiError> {
         let Some(events) = &mut self.events else {
             return Ok(None);
@@ -224,7 +227,7 @@ impl Choice {
         if finish == Some(FinishReason::Stop) && self.stopping.named_tokens.contains(&token.token) {
             piece.stop = Some(StopReason::Token(token.token));
         }
-        // The token that stops generation is no part of the text, unless it is wanted.
+        // The stop token is not part of the text unless requested.
         if finish != Some(FinishReason::Stop) || self.stopping.include_stop {
             let text = self.detokenizer.push(token.token);
             self.held.extend(token.logprobs.map(|logprobs| TokenLogprobs {
@@ -249,12 +252,12 @@ impl Choice {
         }
     }
 
-    /// Tokens of the prompt and of the choice so far.
+    /// Usage of the prompt and the choice so far.
     pub(crate) fn so_far(&self) -> Usage {
         Usage::new(self.prompt_len, self.generated, self.cached_tokens.unwrap_or(0))
     }
 
-    /// Ends the choice, which cancels what is left of the request. What it adds to the usage of the response.
+    /// Ends the choice, which cancels the rest of the request. Returns what it adds to the response's usage.
     pub(crate) fn end(&mut self, reason: FinishReason) -> Usage {
         let at = self.sent();
         if self.events.take().is_some() {
@@ -268,14 +271,14 @@ impl Choice {
         Usage::new(self.prompt_tokens, self.generated, cached_tokens)
     }
 
-    /// When the engine sent what was heard last.
+    /// When the engine sent the last event: a slow client does not distort the metrics.
     fn sent(&self) -> Instant {
         self.events
             .as_ref()
             .map_or_else(Instant::now, RequestStream::sent)
     }
 
-    /// Moves `text` through the stop strings into `piece`.
+    /// Appends `text` to `piece` up to a stop string.
     fn scan(&mut self, text: &str, piece: &mut Piece, finish: &mut Option<FinishReason>) {
         if self.generated <= self.stopping.min_tokens {
             piece.text += text;
@@ -290,12 +293,12 @@ impl Choice {
     }
 }
 
-/// All choices of a response, piece by piece, in the order in which they arrive.
+/// The pieces of all choices of a response as they arrive.
 pub(crate) fn merge(choices: Vec<Choice>) -> impl Stream<Item = Result<Piece, ApiError>> + Send {
     stream::select_all(choices.into_iter().map(|choice| choice.pieces().boxed()))
 }
 
-/// All choices of a response, whole, in order. The first error ends the others.
+/// Waits for all choices of a response, in order. The first error cancels the others.
 pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, ApiError> {
     let mut whole: Vec<Piece> = choices
         .iter()

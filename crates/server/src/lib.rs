@@ -1,16 +1,19 @@
 //! The OpenAI API over HTTP.
 //!
-//! `server` listens from the start on; until there is an engine `start` answers, then the routes of `app`.
-//! Every request passes `observe` (its id, its key, its limits, its record). One that generates goes through `body` (JSON, fields), its endpoint (`chat`, `completions`), `conversation` or `prompt` (template
-//! and tokenizer, on the blocking pool), `generate` (engine requests; tokens to text), `conversation` again (text to
-//! reasoning, content and tool calls), and `respond` (whole, or as server-sent events).
-//! Errors become statuses in `error` alone, metric names stand in `metrics` alone.
+//! `server` listens from the start on: until there is an engine `starting` answers, then the routes of `app`.
+//!
+//! Every request passes `observe` (id, API key, limits, record). One that generates is parsed by `body` into a type of `wire`,
+//! becomes a checked `job` in its endpoint (`completions`) or in `conversation` (chat template, tools), is submitted by
+//! `generate`, which turns tokens into text, and is answered by `respond` or as one JSON object.
+//!
+//! Only `error` maps errors to HTTP statuses; only `metrics` has metric names.
 
 mod activity;
 mod admin;
 mod anthropic;
 mod app;
 mod blocking;
+mod bodies;
 mod body;
 mod chat;
 mod completions;
@@ -36,10 +39,10 @@ mod pages;
 mod prompt;
 mod quota;
 mod record;
+mod request_memory;
 mod respond;
 mod response_store;
 mod responses;
-mod room;
 mod scores;
 mod sealed;
 mod server;
@@ -54,7 +57,6 @@ mod time;
 mod tls;
 mod tools;
 mod transcript;
-mod watched;
 mod wire;
 
 pub use app::router;

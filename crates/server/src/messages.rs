@@ -1,4 +1,4 @@
-//! From the messages of a chat request to those that templates read.
+//! Converts the messages of a chat request to those of chat templates.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use crate::transcript::arguments;
 use crate::wire::chat::{ChatPrompt, Message, Role, SentToolCall};
 
 impl ChatPrompt {
-    /// Checks the messages. The tools, whose choice stands elsewhere, are left to the caller.
+    /// Checks and converts everything but the tools.
     pub(crate) fn into_prompt(self, options: &ServerOptions) -> Result<Prompt, ApiError> {
         if self.chat_template.is_some() && !options.trust_request_chat_template {
             return Err(ApiError::unsupported(
@@ -27,8 +27,7 @@ impl ChatPrompt {
             .map(|(index, message)| Reader { index }.read(message, &mut called))
             .collect::<Result<Vec<_>, _>>()?;
         if self.continue_final_message && self.add_generation_prompt == Some(true) {
-            let message = "continue_final_message and add_generation_prompt exclude each other: no turn begins where one \
-                           is continued";
+            let message = "continue_final_message and add_generation_prompt are mutually exclusive";
             return Err(ApiError::invalid("continue_final_message", message));
         }
         let documents = self.documents.unwrap_or_default();
@@ -57,7 +56,7 @@ impl Reader {
         format!("messages[{}].{name}", self.index)
     }
 
-    /// As templates expect it: `content` is text. `called` holds the names of the functions called so far by call id.
+    /// As templates expect it: `content` is text. `called` maps the ids of the calls so far to function names.
     fn read(&self, message: Message, called: &mut HashMap<String, String>) -> Result<Value, ApiError> {
         let unsupported = [
             (
@@ -72,7 +71,7 @@ impl Reader {
             return Err(ApiError::unsupported(field, hint));
         }
         let role = match message.role {
-            // OpenAI's newer name; models know the older.
+            // Templates only know the older name.
             Role::System | Role::Developer => "system",
             Role::User => "user",
             Role::Assistant => "assistant",
@@ -121,7 +120,7 @@ impl Reader {
                 )
             })?;
             rendered.insert("tool_call_id".into(), json!(id));
-            // Many templates show which function answers.
+            // Many templates show the function's name.
             name = name.or_else(|| called.get(id));
         }
         if let Some(name) = name {
@@ -140,7 +139,7 @@ impl Reader {
         Ok(Value::Object(rendered))
     }
 
-    /// A call, its arguments parsed.
+    /// A call with parsed arguments.
     fn call(
         &self,
         index: usize,

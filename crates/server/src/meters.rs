@@ -1,4 +1,4 @@
-//! The device's meters, asked of a driver that may not answer.
+//! Reads the device's memory meters with a timeout: the driver may hang.
 
 use std::panic::resume_unwind;
 use std::sync::{Arc, PoisonError};
@@ -11,19 +11,19 @@ use tokio::time::timeout;
 
 use crate::memory::Memory;
 
-/// How long the driver may take. Below every scraper's own patience: the other metrics are wanted most while a device hangs.
+/// Timeout of the driver. Shorter than scrape timeouts: the other metrics matter most while a device hangs.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Asks for the meters, and keeps the answer for when there is none.
+/// Reads the meters and keeps the last values.
 #[derive(Debug)]
 pub(crate) struct MeterReader {
-    /// Whose turn it is to ask: a driver that hangs holds one thread, however often it is asked.
+    /// One reader at a time: a driver that hangs blocks only one thread.
     turn: Arc<Mutex<()>>,
     last: Arc<std::sync::Mutex<Meters>>,
 }
 
 impl MeterReader {
-    /// Asks once, so that there is an answer from the start.
+    /// Reads once, so that there are values from the start.
     pub(crate) fn new(memory: &dyn Memory) -> Self {
         Self {
             turn: Arc::default(),
@@ -31,7 +31,7 @@ impl MeterReader {
         }
     }
 
-    /// The meters now; as they were last read where the device does not answer.
+    /// The meters; the last known ones where the device does not answer in time.
     pub(crate) async fn read(&self, memory: &Arc<dyn Memory>) -> Meters {
         let asked = async {
             let turn = Arc::clone(&self.turn).lock_owned().await;
@@ -45,13 +45,15 @@ impl MeterReader {
         };
         match timeout(PATIENCE, asked).await {
             Ok(Ok(())) => {}
-            // A panic goes on here; else the runtime ends.
+            // Propagate a panic; otherwise the runtime is shutting down.
             Ok(Err(error)) => {
                 if let Ok(panic) = error.try_into_panic() {
                     resume_unwind(panic);
                 }
             }
-            Err(_) => tracing::warn!("the device does not say what memory is free: its numbers are old"),
+            Err(_) => {
+                tracing::warn!("the device does not report its memory in time: showing the last known values")
+            }
         }
         *self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }

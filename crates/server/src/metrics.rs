@@ -1,5 +1,5 @@
-//! `/metrics`. Every metric name of the project stands in [`catalog`]: our own `plimsoll_*`, and for those that dashboards,
-//! autoscalers and the Gateway API inference extension already know, vLLM's name as well.
+//! `/metrics`. All metric names are in [`catalog`]: our own `plimsoll_*`, and vLLM's names for metrics that existing
+//! dashboards, autoscalers and the Gateway API inference extension use.
 
 mod catalog;
 mod http;
@@ -21,11 +21,11 @@ use crate::status::Status;
 use crate::time::unix_seconds;
 
 use catalog::*;
-pub(crate) use http::Exchange;
+pub(crate) use http::HttpRequest;
 pub(crate) use start::start_page;
 pub(crate) use timer::Timer;
 
-/// The server's metrics, and the one place that renders them.
+/// The server's metrics.
 pub(crate) struct Metrics {
     recorder: PrometheusRecorder,
     handle: PrometheusHandle,
@@ -42,7 +42,7 @@ impl std::fmt::Debug for Metrics {
     }
 }
 
-/// What each request observes.
+/// Metrics recorded by each request.
 #[derive(Clone, Debug)]
 pub(crate) struct PerRequest {
     prompt_tokens: Both<Counter>,
@@ -71,7 +71,7 @@ impl PerRequest {
     }
 }
 
-/// The same metric under both names.
+/// One metric under our name and vLLM's.
 #[derive(Clone, Debug)]
 struct Both<T>(T, Option<T>);
 
@@ -90,7 +90,7 @@ impl Both<metrics::Histogram> {
 
 const METADATA: Metadata<'static> = Metadata::new(module_path!(), metrics::Level::INFO, None);
 
-/// Names, labels and the recorder in one, to make metrics from.
+/// Registers metrics with their labels.
 struct Maker<'a> {
     recorder: &'a PrometheusRecorder,
     labels: &'a [Label],
@@ -111,7 +111,7 @@ impl Maker<'_> {
         })
     }
 
-    /// A counter under vLLM's name alone, for a label value that ours does not have.
+    /// A counter only under vLLM's name, for a label value that ours does not have.
     fn alias(&self, name: &Name, extra: &[Label]) -> Option<Counter> {
         let &Name(_, other, help) = name;
         other.map(|other| self.counter(&Name(other, None, help), extra).0)
@@ -143,8 +143,7 @@ impl Maker<'_> {
 }
 
 impl Metrics {
-    /// Metrics of a server of `model`, whose sequences have at most `max_model_len` tokens, and whose `/ready` fails where no
-    /// step ends for `stall_timeout`.
+    /// Metrics of a server of `model`. `/ready` fails if no step completes for `stall_timeout`.
     pub(crate) fn new(model: &str, max_model_len: usize, stall_timeout: Duration) -> Self {
         let mut builder = PrometheusBuilder::new();
         for (name, ours, others) in buckets(max_model_len) {
@@ -215,12 +214,12 @@ impl Metrics {
         }
     }
 
-    /// Folds raw observations into buckets, which [`Self::render`] does too; without either they pile up.
+    /// Folds observations into histogram buckets, as [`Self::render`] does; otherwise they would accumulate.
     pub(crate) fn run_upkeep(&self) {
         self.handle.run_upkeep();
     }
 
-    /// The whole page. `meters` are those of `memory`, read before: the device may be slow to answer.
+    /// Renders the page. `meters` are those of `memory`, read separately because the device may be slow to answer.
     pub(crate) fn render(&self, engine: &EngineHandle, memory: &dyn Memory, meters: &Meters) -> String {
         let (stats, health, kv) = (&engine.stats(), &engine.health(), engine.kv());
         let maker = self.maker();
@@ -242,7 +241,7 @@ impl Metrics {
         page
     }
 
-    /// The recorder would remember the shape of every cache there ever was.
+    /// SseEvent by hand: the recorder would keep the labels of every past cache configuration.
     fn write_cache_config(&self, page: &mut String, kv: KvConfig) {
         let Name(ours, other, help) = CACHE_CONFIG;
         let labels = self.label_text();
@@ -256,18 +255,18 @@ impl Metrics {
         }
     }
 
-    /// Endpoint pickers that route by adapter read it of every server; here there are none.
+    /// For endpoint pickers that route by LoRA adapter: this server has none.
     fn write_no_adapters(&self, page: &mut String) {
         let labels = self.label_text();
         let _ = writeln!(
             page,
-            "# HELP {LORA_REQUESTS} Adapters that run and wait: there are none.\n# TYPE {LORA_REQUESTS} gauge\n\
+            "# HELP {LORA_REQUESTS} Running and waiting LoRA adapters: none.\n# TYPE {LORA_REQUESTS} gauge\n\
              {LORA_REQUESTS}{{{labels},max_lora=\"0\",running_lora_adapters=\"\",waiting_lora_adapters=\"\"}} {}\n",
             unix_seconds()
         );
     }
 
-    /// The recorder's counters are whole numbers.
+    /// SseEvent by hand: the recorder's counters are integers.
     fn write_seconds(&self, page: &mut String, name: &Name, seconds: f64) {
         let Name(text, _, help) = name;
         let labels = self.label_text();
@@ -282,7 +281,7 @@ impl Metrics {
         labels.collect::<Vec<_>>().join(",")
     }
 
-    /// The engine counts into buckets itself, which the recorder cannot take over.
+    /// SseEvent by hand: the engine keeps its own histogram buckets.
     fn write_histogram(&self, page: &mut String, name: &Name, histogram: &Histogram) {
         let labels = self.label_text();
         for text in [Some(name.0), name.1].into_iter().flatten() {
@@ -301,7 +300,7 @@ impl Metrics {
     }
 }
 
-/// A label as Prometheus reads it: it knows three escapes.
+/// A label with Prometheus's three escapes.
 fn label(key: &str, value: &str) -> String {
     let value = value
         .replace('\\', r"\\")

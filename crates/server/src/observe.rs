@@ -9,14 +9,14 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use tracing::Instrument;
 
+use crate::bodies::{RequestBody, ResponseBody};
 use crate::context::{Context, header_timeout};
 use crate::error::{ApiError, ErrorCode};
 use crate::options::ServerOptions;
 use crate::origin::is_foreign;
 use crate::quota::Left;
-use crate::room::SMALL;
+use crate::request_memory::SMALL;
 use crate::state::AppState;
-use crate::watched::{Received, Watched};
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -36,7 +36,7 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
         };
         let mut response = match admitted {
             Ok(()) => {
-                let mut request = request.map(|body| Body::new(Received::new(body, context.clone())));
+                let mut request = request.map(|body| Body::new(RequestBody::new(body, context.clone())));
                 request.extensions_mut().insert(context.clone());
                 next.run(request).await
             }
@@ -60,7 +60,7 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     }
     let code = response.extensions().get::<ErrorCode>().and_then(|code| code.0);
     context.answered(response.status(), code);
-    response.map(|body| Body::new(Watched::new(body, context)))
+    response.map(|body| Body::new(ResponseBody::new(body, context)))
 }
 
 /// Reads the small body of a refused request. A connection with an unread body would be closed, and the client's retry on it

@@ -1,4 +1,4 @@
-//! The API's description for programs: OpenAPI 3.1, made from the routes and from the types that parse requests.
+//! The OpenAPI 3.1 document, generated from the routes and the types that parse requests.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use utoipa::{IntoResponses, OpenApi};
 
 use crate::wire::error::ErrorBody;
 
-/// What the document says beside paths and their types.
+/// The document's general information.
 #[derive(OpenApi)]
 #[openapi(
     info(
@@ -32,7 +32,7 @@ use crate::wire::error::ErrorBody;
         (name = "Models", description = "What is served."),
         (name = "Tokens", description = "Text to tokens and back, as in vLLM."),
         (name = "Operation", description = "Probes, metrics, memory, sleep."),
-        (name = "Pages", description = "For people and their browsers."),
+        (name = "Pages", description = "For browsers."),
     )
 )]
 struct About;
@@ -44,7 +44,7 @@ pub(crate) fn about() -> utoipa::openapi::OpenApi {
     components.add_security_scheme("bearer", SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)));
     let key = ApiKeyValue::with_description("x-api-key", "As Anthropic's clients send it.");
     components.add_security_scheme("x-api-key", SecurityScheme::ApiKey(ApiKey::Header(key)));
-    // Whether keys are asked for is the operator's choice.
+    // The operator decides whether keys are required.
     let none: [&str; 0] = [];
     api.security = Some(vec![
         SecurityRequirement::default(),
@@ -54,13 +54,13 @@ pub(crate) fn about() -> utoipa::openapi::OpenApi {
     api
 }
 
-/// The document as it is sent, from the API of all routes.
+/// The serialized document.
 #[derive(Clone, Debug)]
 pub(crate) struct Document(Bytes);
 
 impl Document {
     pub(crate) fn new(mut api: utoipa::openapi::OpenApi) -> Self {
-        // Parameters that hold slashes have a star in the router's paths; OpenAPI knows no such thing.
+        // axum marks parameters that may contain slashes with a star; OpenAPI has no such notation.
         let paths = std::mem::take(&mut api.paths.paths);
         api.paths.paths = paths
             .into_iter()
@@ -82,7 +82,7 @@ pub(crate) async fn openapi(Extension(Document(json)): Extension<Document>) -> i
     ([(header::CONTENT_TYPE, "application/json")], json)
 }
 
-/// The errors that every endpoint with a body can answer with.
+/// The errors of every endpoint with a body.
 #[derive(Debug)]
 pub(crate) struct Errors;
 
@@ -111,8 +111,8 @@ impl IntoResponses for Errors {
             error("408", "The body took too long to arrive."),
             error("413", "The body is too large."),
             error("415", "The body is not JSON."),
-            error("429", "Too many requests wait."),
-            error("500", "A defect of the server."),
+            error("429", "Too many requests are waiting."),
+            error("500", "A bug in the server."),
             error("503", "The server cannot answer now."),
         ]
         .into()
@@ -121,9 +121,7 @@ impl IntoResponses for Errors {
 
 fn retry_after() -> utoipa::openapi::Header {
     HeaderBuilder::new()
-        .description(Some(
-            "Seconds after which it is worth trying again, where that is known.",
-        ))
+        .description(Some("Seconds to wait before retrying, if known."))
         .schema(Some(ObjectBuilder::new().schema_type(Type::Integer)))
         .build()
 }

@@ -1,5 +1,5 @@
-//! Requests that a browser sends for pages of other servers. Browsers send whatever a page wants to whatever server they reach,
-//! also one that only this machine can, and only keep the answer from the page.
+//! Cross-origin requests. Browsers send them on behalf of any web page to any server they can reach, also on localhost, and
+//! only hide the response from the page.
 
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, Uri, header};
@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 
 use crate::error::ApiError;
 
-/// Refuses all of them, for what is the operator's.
+/// Refuses cross-origin requests to the operator's endpoints.
 pub(crate) async fn same_origin(request: Request, next: Next) -> Response {
     match is_foreign(request.uri(), request.headers()) {
         true => ApiError::CrossOrigin.into_response(),
@@ -16,7 +16,7 @@ pub(crate) async fn same_origin(request: Request, next: Next) -> Response {
     }
 }
 
-/// By the headers that browsers alone send: `Sec-Fetch-Site`, or with older ones `Origin`.
+/// Whether a request is cross-origin, by headers that only browsers send: `Sec-Fetch-Site`, or `Origin` from older ones.
 pub(crate) fn is_foreign(uri: &Uri, headers: &HeaderMap) -> bool {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
     if let Some(site) = text(HeaderName::from_static("sec-fetch-site")) {
@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_other_origins_are_told_by_what_browsers_send() {
+    fn cross_origin_requests_are_detected_by_browser_headers() {
         let host = ("host", "127.0.0.1:8000");
         assert!(!foreign("/", &[host]));
         assert!(!foreign("/", &[host, ("origin", "http://127.0.0.1:8000")]));

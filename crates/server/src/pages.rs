@@ -1,4 +1,4 @@
-//! Pages for people: chat at `/`, the reference of the API at `/docs`. All of it is in the binary, nothing comes from elsewhere.
+//! Web pages: chat at `/`, the API reference at `/docs`. Everything is in the binary; nothing is loaded from elsewhere.
 
 use axum::extract::Path;
 use axum::http::header;
@@ -15,7 +15,7 @@ const CSS: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
-/// What the pages load, by name.
+/// Files that the pages load: name, media type, content.
 const ASSETS: &[(&str, &str, &str)] = &[
     ("base.css", CSS, include_str!("pages/base.css")),
     ("chat.css", CSS, include_str!("pages/chat.css")),
@@ -28,7 +28,7 @@ const ASSETS: &[(&str, &str, &str)] = &[
     ("memory.js", SCRIPT, include_str!("pages/memory.js")),
 ];
 
-/// Scripts, styles and requests of this server alone: what a model says can load and run nothing, even if it became markup.
+/// Only this server's scripts, styles and requests: text of a model could run nothing even if it became markup.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -52,7 +52,7 @@ async fn chat() -> Response {
 
 /// Reference page
 ///
-/// The OpenAPI document, for people.
+/// The OpenAPI document as a web page.
 #[utoipa::path(
     get, path = "/docs", tag = "Pages", operation_id = "docsPage",
     responses((status = 200, description = "The page.", body = String, content_type = "text/html"))
@@ -82,7 +82,7 @@ fn page(kind: &'static str, text: &'static str) -> Response {
         (header::CONTENT_SECURITY_POLICY, POLICY),
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
         (header::REFERRER_POLICY, "no-referrer"),
-        // The next version of the server may have other pages.
+        // The pages may change with the server's version.
         (header::CACHE_CONTROL, "no-cache"),
     ];
     (headers, text).into_response()
@@ -92,9 +92,9 @@ fn page(kind: &'static str, text: &'static str) -> Response {
 mod tests {
     use super::*;
 
-    /// Each page names what it loads, and all of that is there.
+    /// Every file that a page loads is in the binary.
     #[test]
-    fn nothing_is_missing_and_nothing_comes_from_elsewhere() {
+    fn pages_load_only_existing_files_of_this_server() {
         let pages = [include_str!("pages/chat.html"), include_str!("pages/docs.html")];
         let texts = pages.iter().chain(ASSETS.iter().map(|(_, _, text)| text));
         for text in texts {
@@ -113,7 +113,7 @@ mod tests {
 
     /// Text never becomes markup or code.
     #[test]
-    fn scripts_write_no_markup() {
+    fn scripts_never_write_markup() {
         for (name, _, text) in ASSETS.iter().filter(|(_, kind, _)| *kind == SCRIPT) {
             for wrong in [
                 "innerHTML",

@@ -1,4 +1,4 @@
-//! From texts to the tokens of a prompt.
+//! Tokenizes prompts.
 
 use plimsoll_core::TokenId;
 
@@ -6,8 +6,7 @@ use crate::error::ApiError;
 use crate::model::ModelInfo;
 use crate::wire::completion::Prompt;
 
-/// Tokens of one prompt of a completion, which has to have at most `most`, if there is a bound. May take long: for the blocking
-/// pool.
+/// Tokens of one prompt of a completion, at most `most` if that is set. May take long: for the blocking pool.
 pub(crate) fn completion(
     model: &ModelInfo,
     prompt: &Prompt,
@@ -20,8 +19,8 @@ pub(crate) fn completion(
     }
 }
 
-/// Tokens of a text of the request's `field`. One that cannot have as few as `most` is refused before all of it is cut into
-/// tokens, which takes a second for some megabytes; others may still have more.
+/// Tokens of a text in the request's `field`. A text too long to have at most `most` tokens is refused before it is tokenized,
+/// which takes about a second for some megabytes; the result may still have more.
 pub(crate) fn encode(
     model: &ModelInfo,
     text: &str,

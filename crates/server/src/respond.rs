@@ -1,4 +1,4 @@
-//! What the endpoints that generate share in answering: identity of the response, and the stream of events.
+//! Shared by the generation endpoints: ids of responses, and streams of server-sent events.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -16,14 +16,13 @@ use crate::error::ApiError;
 use crate::state::AppState;
 use crate::time::unix_seconds;
 
-/// What OpenAI calls the configuration that answers.
+/// `system_fingerprint` of responses.
 pub(crate) const FINGERPRINT: &str = concat!("plimsoll-", env!("CARGO_PKG_VERSION"));
 
-/// Events between the generation and a client's connection; more wait in the engine's channel, where a request can have no
-/// more than its `max_tokens`.
+/// Events buffered between generation and the connection; more wait in the engine's channel, bounded by `max_tokens`.
 const BUFFERED_EVENTS: usize = 64;
 
-/// What all parts of one response have in common.
+/// Fields shared by all chunks of a response.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     pub(crate) id: String,
@@ -32,9 +31,9 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// An id that begins with `prefix`, and ends with the client's own if there is one.
+    /// An id with `prefix`, followed by the client's request id if there is one.
     pub(crate) fn new(prefix: &str, state: &AppState, context: &Context) -> Self {
-        // As vLLM does: a client that names its request finds the name again.
+        // As in vLLM.
         let id = match context.given_id() {
             Some(id) => format!("{prefix}-{id}"),
             None => format!("{prefix}-{:032x}", rand::random::<u128>()),
@@ -47,59 +46,59 @@ impl Identity {
     }
 }
 
-/// A fresh id, as responses and messages have them.
+/// A random id, for responses and messages.
 pub(crate) fn fresh_id(prefix: &str) -> String {
     format!("{prefix}_{:032x}", rand::random::<u128>())
 }
 
-/// An event, unless it cannot be serialized, which is a defect.
-pub(crate) type Written = Result<Event, axum::Error>;
+/// An event; an error, which is a bug, if it cannot be serialized.
+pub(crate) type SseEvent = Result<Event, axum::Error>;
 
-/// An event without a name, as OpenAI's chat and completions have them.
-pub(crate) fn data(value: &impl Serialize) -> Written {
+/// An unnamed event: chat and completions.
+pub(crate) fn data(value: &impl Serialize) -> SseEvent {
     Event::default().json_data(value)
 }
 
-/// An event with a name, as responses and messages have them.
-pub(crate) fn named(name: &'static str, value: &impl Serialize) -> Written {
+/// A named event: responses and messages.
+pub(crate) fn named(name: &'static str, value: &impl Serialize) -> SseEvent {
     Event::default().event(name).json_data(value)
 }
 
-/// OpenAI's mark of the end.
-pub(crate) fn done() -> Written {
+/// OpenAI's end marker.
+pub(crate) fn done() -> SseEvent {
     Ok(Event::default().data("[DONE]"))
 }
 
-/// Words what is generated as the events of one endpoint.
-pub(crate) trait Wording: Send + 'static {
+/// Turns what is generated into the events of one endpoint.
+pub(crate) trait EventFormat: Send + 'static {
     /// What is generated.
     type Item: Send + 'static;
 
-    /// Events before there is anything to tell.
-    fn begin(&mut self) -> Vec<Written> {
+    /// Events before the first item.
+    fn begin(&mut self) -> Vec<SseEvent> {
         Vec::new()
     }
 
     /// The events of one item.
-    fn word(&mut self, item: Self::Item) -> Vec<Written>;
+    fn item(&mut self, item: Self::Item) -> Vec<SseEvent>;
 
     /// Events after the last item.
-    fn end(&mut self) -> Vec<Written> {
+    fn end(&mut self) -> Vec<SseEvent> {
         vec![done()]
     }
 
-    /// Events in place of the rest, which an error took away.
-    fn fail(&mut self, error: ApiError) -> Vec<Written> {
+    /// Events after an error, instead of the rest.
+    fn fail(&mut self, error: ApiError) -> Vec<SseEvent> {
         vec![data(&error.body()), done()]
     }
 }
 
-/// Streams what is generated as server-sent events. A task of its own drives the generation, so that a client that reads
-/// nothing is noticed: it is cut off after a while; one that is gone is noticed at once. Both cancel the request.
-pub(crate) fn stream<W: Wording>(
+/// Streams what is generated as server-sent events. Generation runs in its own task, so that a client that reads nothing is
+/// detected and disconnected after a timeout, and one that is gone at once. Both cancel the request.
+pub(crate) fn stream<W: EventFormat>(
     state: &AppState,
     items: impl Stream<Item = Result<W::Item, ApiError>> + Send + 'static,
-    mut wording: W,
+    mut format: W,
 ) -> Response {
     let (sender, receiver) = mpsc::channel(BUFFERED_EVENTS);
     let client = Client {
@@ -107,8 +106,8 @@ pub(crate) fn stream<W: Wording>(
         patience: state.options().slow_client_timeout,
     };
     let work = async move {
-        // A client that is gone needs no more.
-        let _ = client.tell(items, &mut wording).await;
+        // The client may be gone.
+        let _ = client.tell(items, &mut format).await;
     };
     tokio::spawn(work.in_current_span());
     let events = ReceiverStream::new(receiver).map(Ok::<_, Infallible>);
@@ -121,34 +120,34 @@ struct Client {
 }
 
 impl Client {
-    /// `None` where the client did not hear the end.
-    async fn tell<W: Wording>(
+    /// Sends all events; `None` if the client did not read them to the end.
+    async fn tell<W: EventFormat>(
         &self,
         items: impl Stream<Item = Result<W::Item, ApiError>>,
-        wording: &mut W,
+        format: &mut W,
     ) -> Option<()> {
         let mut items = std::pin::pin!(items);
-        self.send(wording.begin()).await?;
+        self.send(format.begin()).await?;
         loop {
             let item = tokio::select! {
                 item = items.next() => item,
                 () = self.sender.closed() => return None,
             };
             match item {
-                Some(Ok(item)) => self.send(wording.word(item)).await?,
-                Some(Err(error)) => return self.send(wording.fail(error)).await,
-                None => return self.send(wording.end()).await,
+                Some(Ok(item)) => self.send(format.item(item)).await?,
+                Some(Err(error)) => return self.send(format.fail(error)).await,
+                None => return self.send(format.end()).await,
             }
         }
     }
 
-    /// `None` where there is no point in going on.
-    async fn send(&self, events: Vec<Written>) -> Option<()> {
+    /// `None` if the client is gone or too slow.
+    async fn send(&self, events: Vec<SseEvent>) -> Option<()> {
         for event in events {
             let event = match event {
                 Ok(event) => event,
                 Err(error) => {
-                    tracing::error!(%error, "an event cannot be serialized");
+                    tracing::error!(%error, "cannot serialize an event");
                     return None;
                 }
             };
@@ -156,7 +155,7 @@ impl Client {
                 Ok(()) => {}
                 Err(mpsc::error::SendTimeoutError::Closed(_)) => return None,
                 Err(mpsc::error::SendTimeoutError::Timeout(_)) => {
-                    tracing::warn!(patience = ?self.patience, "a client reads nothing; its request is cancelled");
+                    tracing::warn!(patience = ?self.patience, "the client does not read; cancelling its request");
                     return None;
                 }
             }
@@ -169,8 +168,8 @@ impl Client {
 pub(crate) mod testing {
     use super::*;
 
-    /// Name and data of events as they go over the wire.
-    pub(crate) fn events(written: Vec<Written>) -> Vec<(String, serde_json::Value)> {
+    /// Name and data of serialized events.
+    pub(crate) fn events(written: Vec<SseEvent>) -> Vec<(String, serde_json::Value)> {
         let body = Sse::new(futures::stream::iter(written))
             .into_response()
             .into_body();

@@ -1,4 +1,4 @@
-//! Log-probabilities of prompts in vLLM's shape.
+//! Log-probabilities in responses.
 
 use plimsoll_core::{PromptLogprob, TokenId};
 use plimsoll_text::Tokenizer;
@@ -6,21 +6,21 @@ use serde_json::{Map, Value, json};
 
 use crate::wire::extra::ScoredToken;
 
-/// JSON knows no infinity; this is OpenAI's word for "never".
+/// JSON has no infinity; OpenAI uses this value.
 const LOWEST_LOGPROB: f32 = -9999.0;
 
-/// A log-probability as all answers say it: the same number wherever it stands, so that clients can compare.
+/// A log-probability as reported in all responses.
 pub(crate) fn number(logprob: f32) -> f64 {
     f64::from(logprob.max(LOWEST_LOGPROB))
 }
 
-/// The name of a token that is to be told by its id.
+/// A token's name where tokens are named by id.
 pub(crate) fn token_id(token: TokenId) -> String {
     format!("token_id:{token}")
 }
 
-/// One entry per token of the prompt: `null` for the first, of which nothing is known, then by id the token itself and the
-/// `top` likeliest.
+/// Log-probabilities of a prompt in vLLM's format, one entry per token: `null` for the first, then the token itself and the
+/// `top` likeliest, by id.
 pub(crate) fn prompt_logprobs(
     prompt: &[PromptLogprob],
     top: usize,

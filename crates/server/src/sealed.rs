@@ -1,10 +1,10 @@
-//! Reasoning as an opaque string: what clients that keep no plain reasoning send back (`encrypted_content`, `signature`).
-//! It hides nothing from anybody; it only has to come back unchanged.
+//! Reasoning as an opaque string (`encrypted_content`, `signature`), for clients that send it back instead of plain text. It
+//! is encoded, not encrypted.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
-/// How a string of this server's begins; those of other servers are told by its absence.
+/// Prefix of this server's strings; others are ignored.
 const MARK: &str = "plimsoll1:";
 
 /// The string that stands for `reasoning`.
@@ -12,7 +12,7 @@ pub(crate) fn seal(reasoning: &str) -> String {
     format!("{MARK}{}", STANDARD.encode(reasoning))
 }
 
-/// What `sealed` stands for, unless another server made it.
+/// The reasoning in `sealed`, unless another server made it.
 pub(crate) fn open(sealed: &str) -> Option<String> {
     let bytes = STANDARD.decode(sealed.strip_prefix(MARK)?).ok()?;
     String::from_utf8(bytes).ok()
@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn opens_its_own_alone() {
+    fn opens_only_its_own_strings() {
         for reasoning in ["", "2 + 2 ≠ 5\n"] {
             assert_eq!(open(&seal(reasoning)).as_deref(), Some(reasoning));
         }

@@ -1,4 +1,4 @@
-//! Sleep mode, with vLLM's paths: the memory of everything but the weights is given back until the server is woken.
+//! Sleep mode, with vLLM's paths: all memory but the weights is released until the server is woken.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ pub(crate) struct NoQuery {}
 
 /// Sleep
 ///
-/// Gives the memory of everything but the weights back, once running requests have ended.
+/// Releases all memory but the weights, after running requests have ended.
 #[utoipa::path(
     post, path = "/sleep", tag = "Operation", params(SleepQuery),
     responses(
@@ -50,7 +50,7 @@ async fn sleep(
     if level.is_some_and(|level| level != 1) {
         return Err(ApiError::invalid(
             "level",
-            "level must be 1: KV cache and step memory are given back, weights stay on the device",
+            "level must be 1: KV cache and activations are released, weights stay on the device",
         ));
     }
     let timeout = match timeout.map(Duration::try_from_secs_f64) {
@@ -63,7 +63,7 @@ async fn sleep(
             ));
         }
     };
-    // A client that goes away meanwhile takes nothing back.
+    // Continues if the client disconnects.
     let engine = state.engine().clone();
     tokio::spawn(async move { engine.sleep(timeout).await })
         .await
@@ -73,14 +73,14 @@ async fn sleep(
 
 /// Wake up
 ///
-/// Takes the memory again and proves it.
+/// Allocates the memory again and validates it.
 #[utoipa::path(
     post, path = "/wake_up", tag = "Operation",
     responses(
         (status = 200, description = "Requests are accepted.", body = SleepState),
         (status = 400, description = "There are no parameters.", body = ErrorBody),
         (status = 409, description = "Not now.", body = ErrorBody),
-        (status = 503, description = "The memory is not there; trying goes on.", body = ErrorBody),
+        (status = 503, description = "There is not enough memory; the server keeps trying.", body = ErrorBody),
     )
 )]
 async fn wake_up(

@@ -17,8 +17,8 @@ use crate::metrics::Metrics;
 use crate::model::ModelInfo;
 use crate::options::ServerOptions;
 use crate::quota::Quotas;
+use crate::request_memory::RequestMemory;
 use crate::response_store::ResponseStore;
-use crate::room::Room;
 use crate::status::Status;
 use crate::time::unix_seconds;
 
@@ -39,7 +39,7 @@ struct Inner {
     answer_marks: Arc<[TokenId]>,
     quotas: Quotas,
     responses: ResponseStore,
-    room: Room,
+    request_memory: RequestMemory,
     longest_text: usize,
     seeds: Mutex<StdRng>,
     large_bodies: Arc<Semaphore>,
@@ -89,7 +89,7 @@ impl AppState {
             memory,
             quotas: Quotas::new(options.key_limits),
             responses: ResponseStore::new(options.response_store),
-            room: Room::new(
+            request_memory: RequestMemory::new(
                 options.request_bytes.max(options.max_body_bytes),
                 MAX_WAIT.min(options.body_timeout / 2),
             ),
@@ -153,8 +153,8 @@ impl AppState {
     }
 
     /// Memory for the text of large requests.
-    pub(crate) fn text_room(&self) -> &Room {
-        &self.0.room
+    pub(crate) fn request_memory(&self) -> &RequestMemory {
+        &self.0.request_memory
     }
 
     /// Upper bound of the bytes of text that fit the context: every token the longest one.

@@ -1,25 +1,25 @@
-//! What `/ready` and the metrics say of the whole server in a word.
+//! The server's status in `/ready` and the metrics.
 
 use std::time::Duration;
 
 use plimsoll_engine::{Health, Phase};
 
-/// Whether requests are accepted and move, or why not.
+/// Whether requests are accepted and make progress, or why not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Status {
     /// There is no engine yet.
     Starting,
     Ready,
-    /// There is work, and no step ends.
+    /// There is work but no step completes.
     Stalled,
-    /// There is no state, for want of memory or after a sleep.
+    /// The engine's state is being rebuilt after an out-of-memory error or a sleep.
     Rebuilding,
-    /// It sleeps, or is about to.
+    /// It sleeps or is falling asleep.
     Sleeping,
     Draining,
-    /// Ended as asked.
+    /// Shut down as requested.
     Stopped,
-    /// Ended by a defect.
+    /// Failed.
     Dead,
 }
 
@@ -35,7 +35,7 @@ impl Status {
         Self::Dead,
     ];
 
-    /// Of a server whose `/ready` fails where no step ends for `patience`.
+    /// The status, with a stall after `patience` without a completed step.
     pub(crate) fn of(health: &Health, patience: Duration) -> Self {
         match health.phase {
             Phase::Running if health.is_moving(patience) => Self::Ready,

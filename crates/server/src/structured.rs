@@ -19,7 +19,7 @@ pub(crate) struct Requested {
     pub(crate) field: &'static str,
 }
 
-/// Compiles what a request asks for, if it does. May wait for others that compile.
+/// Compiles a request's grammar, if it has one. May wait for other compilations.
 pub(crate) async fn compile(
     state: &AppState,
     requested: Option<Requested>,
@@ -35,8 +35,8 @@ pub(crate) async fn compile(
     compiled.await.map(Some)
 }
 
-/// Does `work` on the blocking pool, as many at a time as there are permits. It cannot be stopped: where nobody waits for it any
-/// more, it keeps its permit until it is done.
+/// Runs `work` on the blocking pool, limited by permits. It cannot be cancelled: if its request is gone, it keeps its permit
+/// until it is done.
 async fn permitted<T: Send + 'static>(
     permits: &Arc<Semaphore>,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
@@ -52,7 +52,7 @@ async fn permitted<T: Send + 'static>(
 }
 
 impl StructuredFields {
-    /// What the text must be, if anything.
+    /// The grammar of the text, if one is requested.
     pub(crate) fn grammar(self) -> Result<Option<Requested>, ApiError> {
         let Self {
             response_format,
@@ -68,7 +68,7 @@ impl StructuredFields {
         if let Some(format) = response_format {
             asked.format(format);
         }
-        let mut spaces = Spaces {
+        let mut spaces = Whitespace {
             pattern: guided_whitespace_pattern,
             field: "guided_whitespace_pattern",
         };
@@ -85,13 +85,13 @@ impl StructuredFields {
     }
 }
 
-/// What may stand between the tokens of JSON, and the field that says so.
-struct Spaces {
+/// The whitespace allowed between JSON tokens, and the field that sets it.
+struct Whitespace {
     pattern: Option<String>,
     field: &'static str,
 }
 
-/// Everything that a request asks for, with the fields.
+/// All grammars that a request asks for, with their fields.
 #[derive(Default)]
 struct Asked(Vec<(&'static str, GrammarSpec)>);
 
@@ -119,14 +119,14 @@ impl Asked {
     fn schema(&mut self, field: &'static str, schema: Value, strict: bool) -> Result<(), ApiError> {
         let schema = match schema {
             Value::String(text) => serde_json::from_str(&text)
-                .map_err(|error| ApiError::invalid(field, format!("{field} is no JSON: {error}")))?,
+                .map_err(|error| ApiError::invalid(field, format!("{field} is not JSON: {error}")))?,
             schema => schema,
         };
         self.spec(field, Some(GrammarSpec::JsonSchema { schema, strict }));
         Ok(())
     }
 
-    fn outputs(&mut self, outputs: StructuredOutputs, outer: Spaces) -> Result<Spaces, ApiError> {
+    fn outputs(&mut self, outputs: StructuredOutputs, outer: Whitespace) -> Result<Whitespace, ApiError> {
         let StructuredOutputs {
             json,
             regex,
@@ -145,11 +145,11 @@ impl Asked {
         self.spec("structured_outputs.grammar", rules.map(grammar));
         let object = json_object.then_some(GrammarSpec::JsonObject);
         self.spec("structured_outputs.json_object", object);
-        let none = disable_any_whitespace.then(|| Spaces {
+        let none = disable_any_whitespace.then(|| Whitespace {
             pattern: Some(String::new()),
             field: "structured_outputs.disable_any_whitespace",
         });
-        let own = whitespace_pattern.map(|pattern| Spaces {
+        let own = whitespace_pattern.map(|pattern| Whitespace {
             pattern: Some(pattern),
             field: "structured_outputs.whitespace_pattern",
         });
@@ -161,19 +161,19 @@ impl Asked {
                 let said = one.or(other).map_or(outer.field, |spaces| spaces.field);
                 Err(ApiError::invalid(
                     said,
-                    format!("{said}: whitespace is described more than once"),
+                    format!("{said}: whitespace is set more than once"),
                 ))
             }
         }
     }
 
-    fn one(self, spaces: Spaces) -> Result<Option<Requested>, ApiError> {
+    fn one(self, spaces: Whitespace) -> Result<Option<Requested>, ApiError> {
         let mut asked = self.0.into_iter();
         let first = asked.next();
         if let (Some((one, _)), Some((other, _))) = (&first, asked.next()) {
             return Err(ApiError::invalid(
                 other,
-                format!("{one} and {other} exclude each other: ask for one structure"),
+                format!("{one} and {other} are mutually exclusive"),
             ));
         }
         let json = matches!(
@@ -182,7 +182,7 @@ impl Asked {
         );
         if spaces.pattern.is_some() && !json {
             let message = format!(
-                "{} is about JSON, which the request does not ask for",
+                "{} applies to JSON, which the request does not ask for",
                 spaces.field
             );
             return Err(ApiError::invalid(spaces.field, message));
@@ -197,7 +197,7 @@ impl Asked {
     }
 }
 
-/// A grammar in either notation: only GBNF has `::=`.
+/// A grammar in GBNF or Lark notation: only GBNF has `::=`.
 fn grammar(text: String) -> GrammarSpec {
     match text.contains("::=") {
         true => GrammarSpec::Ebnf(text),
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn work_that_nobody_waits_for_keeps_its_permit() {
+    async fn cancelled_work_keeps_its_permit_until_done() {
         let permits = Arc::new(Semaphore::new(1));
         let (begun, begins) = tokio::sync::oneshot::channel();
         let (end, ends) = mpsc::channel::<()>();
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_asks_for_its_grammar() {
+    fn every_field_requests_its_grammar() {
         let schema = json!({"type": "object"});
         let strict = |strict| GrammarSpec::JsonSchema {
             schema: json!({"type": "object"}),
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_refused_by_name() {
+    fn conflicting_fields_are_refused_by_name() {
         let object = json!({"type": "json_object"});
         let spaces = json!({"json_object": true, "whitespace_pattern": "a", "disable_any_whitespace": true});
         let cases = [

@@ -15,7 +15,7 @@ use crate::wire::tokenize::{DetokenizeRequest, Detokenized, TokenizeInput, Token
 
 /// Tokenize
 ///
-/// The tokens of a prompt, or of a conversation behind the model's chat template.
+/// The tokens of a prompt, or of a conversation rendered by the model's chat template.
 #[utoipa::path(
     post, path = "/tokenize", tag = "Tokens",
     request_body(content = TokenizeRequest, examples(

@@ -1,4 +1,4 @@
-//! From the tools of a chat request to those of a conversation.
+//! Reads the tools of a chat request.
 
 use std::collections::HashSet;
 
@@ -6,7 +6,7 @@ use crate::conversation::{Tool, ToolChoice, Tools};
 use crate::error::ApiError;
 use crate::wire::chat::{ChatTool, ChatToolChoice, FunctionName, ToolMode};
 
-/// Checks tools and choice. Where only some tools are allowed, the model sees only these.
+/// Checks `tools` and `tool_choice`. With `allowed_tools` the model sees only those.
 pub(crate) fn read(
     tools: Option<Vec<ChatTool>>,
     choice: Option<ChatToolChoice>,

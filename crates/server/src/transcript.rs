@@ -1,14 +1,14 @@
-//! A conversation as responses and messages tell it, item by item, on its way to the messages that chat templates read.
+//! Builds the messages of chat templates from the items of responses and the blocks of messages.
 
 use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
-/// Collects what was said. Items of one assistant's turn become one message.
+/// Collects the turns. Items of one assistant turn become one message.
 #[derive(Debug, Default)]
 pub(crate) struct Transcript {
     turns: Vec<Turn>,
-    /// Names of the functions called, by call.
+    /// Function names by call id.
     calls: HashMap<String, String>,
 }
 
@@ -35,7 +35,7 @@ struct Call {
     arguments: Map<String, Value>,
 }
 
-/// A call's arguments as the model wrote them. Anthropic's advice for what is no JSON object: an object that says so.
+/// A call's arguments. What is not a JSON object is wrapped in one, as Anthropic advises.
 pub(crate) fn arguments(text: &str) -> Map<String, Value> {
     match text.trim() {
         "" => Map::new(),
@@ -45,7 +45,7 @@ pub(crate) fn arguments(text: &str) -> Map<String, Value> {
 }
 
 impl Transcript {
-    /// Instructions. Those that begin a conversation are one message: many templates know no second.
+    /// A system message. Those at the beginning are merged: many templates take only one.
     pub(crate) fn system(&mut self, text: &str) {
         match self.turns.as_mut_slice() {
             [Turn::System(first)] => {
@@ -56,12 +56,12 @@ impl Transcript {
         }
     }
 
-    /// The user speaks.
+    /// A user message.
     pub(crate) fn user(&mut self, text: String) {
         self.turns.push(Turn::User(text));
     }
 
-    /// The user goes on, if it is the user who spoke last.
+    /// Appends to the last message if it is the user's.
     pub(crate) fn user_goes_on(&mut self, text: String) {
         match self.turns.last_mut() {
             Some(Turn::User(said)) => {
@@ -72,7 +72,7 @@ impl Transcript {
         }
     }
 
-    /// The model thinks, before it says or calls anything.
+    /// Reasoning, before content or calls.
     pub(crate) fn reasoning(&mut self, text: &str) {
         match self.turns.last_mut() {
             Some(Turn::Assistant {
@@ -88,7 +88,7 @@ impl Transcript {
         }
     }
 
-    /// The model answers; what it says after something else is a turn of its own.
+    /// Content of the assistant; a new turn if the last one has content or calls.
     pub(crate) fn answer(&mut self, text: String) {
         match self.turns.last_mut() {
             Some(Turn::Assistant { content, calls, .. }) if content.is_empty() && calls.is_empty() => {
@@ -102,7 +102,7 @@ impl Transcript {
         }
     }
 
-    /// The model goes on, if it is the model who spoke last.
+    /// Appends to the last message if it is the assistant's.
     pub(crate) fn answer_goes_on(&mut self, text: String) {
         match self.turns.last_mut() {
             Some(Turn::Assistant { content, .. }) if !content.is_empty() => {
@@ -114,7 +114,7 @@ impl Transcript {
         }
     }
 
-    /// The model calls a function.
+    /// A tool call.
     pub(crate) fn call(&mut self, id: String, name: String, arguments: Map<String, Value>) {
         self.calls.insert(id.clone(), name.clone());
         let call = Call { id, name, arguments };
@@ -128,7 +128,7 @@ impl Transcript {
         }
     }
 
-    /// What a call gave; false where there was no such call.
+    /// The result of a call; false if there was no such call.
     pub(crate) fn result(&mut self, call: &str, content: String) -> bool {
         let Some(name) = self.calls.get(call).cloned() else {
             return false;
@@ -141,12 +141,12 @@ impl Transcript {
         true
     }
 
-    /// Whether the model spoke last: the answer continues what it said.
+    /// Whether the last message is the assistant's: the answer continues it.
     pub(crate) fn ends_with_answer(&self) -> bool {
         matches!(self.turns.last(), Some(Turn::Assistant { calls, .. }) if calls.is_empty())
     }
 
-    /// The messages of a chat template.
+    /// The messages for the chat template.
     pub(crate) fn into_messages(self) -> Vec<Value> {
         self.turns.into_iter().map(Turn::into_message).collect()
     }

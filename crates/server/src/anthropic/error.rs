@@ -1,4 +1,4 @@
-//! Errors in Anthropic's words, whatever raised them.
+//! Errors in Anthropic's format.
 
 use axum::Json;
 use axum::extract::Request;
@@ -11,14 +11,14 @@ use crate::wire::anthropic::{ErrorBody, ErrorDetails, ErrorObject};
 use crate::wire::error::FieldError;
 use crate::wire::fields::THREAD;
 
-/// Paths whose errors are Anthropic's.
+/// Paths whose errors have Anthropic's format.
 const PATHS: &str = "/v1/messages";
-/// Anthropic's name of the header.
+/// Anthropic's header with the request id.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
-/// That of everybody else.
+/// The usual header with the request id.
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Rewords the errors of Anthropic's paths, those included that never reached a handler.
+/// Middleware that rewrites errors of Anthropic's paths, including those raised by other middleware.
 pub(crate) async fn reword(request: Request, next: Next) -> Response {
     let path = request.uri().path();
     let ours = path
@@ -55,7 +55,7 @@ pub(super) fn body(error: &ApiError, request_id: Option<String>) -> ErrorBody {
         _ => "invalid_request_error",
     };
     let message = match error {
-        // Agents shorten a conversation when they read these words.
+        // Agents match on this text to compact a conversation.
         ApiError::ContextLength { prompt, limit, .. } if prompt >= limit => {
             format!("prompt is too long: {prompt} tokens > {limit} maximum")
         }

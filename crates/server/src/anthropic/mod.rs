@@ -1,5 +1,4 @@
-//! Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`. `request` reads, `writer` writes, `error` words
-//! what goes wrong.
+//! Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`.
 
 mod error;
 mod request;
@@ -56,7 +55,7 @@ async fn create(
 ) -> Result<Response, ApiError> {
     let streamed = request.common.stream;
     state.check_model(request.common.model.as_deref())?;
-    let asked = request::understand(&state, request)?;
+    let asked = request::parse(&state, request)?;
     let max_tokens = asked.max_tokens;
     let answers = conversation::open(&state, &context, asked.conversation).await?;
     let mut writer = Writer::new(

@@ -1,4 +1,4 @@
-//! What a request asks for, as a conversation for the model.
+//! Converts a request to a conversation.
 
 use plimsoll_text::grammar::GrammarSpec;
 use serde_json::Value;
@@ -22,18 +22,18 @@ use crate::wire::request::typed;
 /// The request field that holds the conversation.
 const MESSAGES: &str = "messages";
 
-/// How Claude Code begins a block, or a line, that is meant for Anthropic's books. It differs from request to request: a
-/// model that read it could not use the prefix cache.
+/// Prefix of a block or line that Claude Code sends for Anthropic's billing. It differs in every request, so it would defeat
+/// the prefix cache; it is removed.
 const BILLING: &str = "x-anthropic-billing-header:";
 
-/// A request that was understood.
+/// A parsed request.
 pub(super) struct Asked {
     pub(super) conversation: Conversation,
     pub(super) shown: Shown,
     pub(super) max_tokens: usize,
 }
 
-pub(super) fn understand(state: &AppState, request: MessagesRequest) -> Result<Asked, ApiError> {
+pub(super) fn parse(state: &AppState, request: MessagesRequest) -> Result<Asked, ApiError> {
     let MessagesRequest {
         mut common,
         prompt,
@@ -53,7 +53,7 @@ pub(super) fn understand(state: &AppState, request: MessagesRequest) -> Result<A
     let conversation = Conversation {
         prompt,
         max_tokens: Some(own.max_tokens),
-        // As Anthropic's newer models have it: agents ask for more than is left.
+        // As in Anthropic's newer models: agents request more than fits.
         fit: Fit::CutAnswer,
         structure,
         include_reasoning,
@@ -67,7 +67,7 @@ pub(super) fn understand(state: &AppState, request: MessagesRequest) -> Result<A
     })
 }
 
-/// What the text must be.
+/// The grammar of the text.
 fn structure(format: &OutputFormat) -> Requested {
     let OutputFormat::JsonSchema { schema } = format;
     let spec = GrammarSpec::JsonSchema {
@@ -80,7 +80,7 @@ fn structure(format: &OutputFormat) -> Requested {
     }
 }
 
-/// The prompt, and what is shown of the thinking.
+/// The prompt, and what is shown of the reasoning.
 pub(super) struct Prompting {
     pub(super) prompt: Prompt,
     shown: Shown,
@@ -96,10 +96,10 @@ pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Promptin
     let mut switch = |on| template.is_some_and(|template| switch_reasoning(template, on, &mut kwargs));
     match asked.thinking {
         None => {}
-        // What a model thinks that cannot stop is not shown.
+        // Without a switch the model reasons anyway; that is hidden.
         Some(Thinking::Disabled {}) => include_reasoning = switch(false),
         Some(Thinking::Enabled { display, .. } | Thinking::Adaptive { display }) => {
-            // A model without a switch thinks as it always does.
+            // Without a switch the model reasons as by default.
             switch(true);
             if display == Some(Display::Omitted) {
                 shown = Shown::Sealed;
@@ -108,7 +108,7 @@ pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Promptin
     }
     let effort = asked.output_config.as_ref().and_then(|config| config.effort);
     if let (Some(effort), Some(template)) = (effort, template) {
-        // A hint, which many models do not know.
+        // A hint: many templates ignore it.
         set_effort(template, effort, &mut kwargs);
     }
 
@@ -131,7 +131,7 @@ pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Promptin
     })
 }
 
-/// What the model reads.
+/// The text that the model reads.
 #[derive(Debug)]
 pub(super) struct Prompted {
     pub(super) system: Option<Content>,
@@ -169,7 +169,7 @@ fn say(transcript: &mut Transcript, role: Role, text: String) {
     }
 }
 
-/// What is left of a text of instructions, if anything is.
+/// A system text without the billing line, if anything remains.
 fn without_billing(text: &str) -> Option<&str> {
     let rest = match text.strip_prefix(BILLING) {
         Some(rest) => rest.split_once('\n').map_or("", |(_, rest)| rest),
@@ -218,7 +218,7 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
         (InputBlock::RedactedThinking {}, Role::Assistant) => {}
         (_, role) => {
             let message = format!(
-                "`{field}`: a message of the role `{}` cannot hold such a block",
+                "`{field}`: a message of the role `{}` cannot contain this type of block",
                 role.word()
             );
             return Err(ApiError::invalid(field, message));
@@ -227,7 +227,7 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
     Ok(())
 }
 
-/// The texts of content that can be nothing else; `field` is its path.
+/// The texts of content that may only be text; `field` is its path.
 fn texts(content: Content, field: &str) -> Result<Vec<String>, ApiError> {
     let blocks = match content {
         Content::Text(text) => return Ok(vec![text]),
@@ -296,7 +296,7 @@ fn tool(definition: &Value, field: &str) -> Result<Tool, ApiError> {
         Some(other) => {
             return Err(ApiError::unsupported(
                 format!("{field}.type = {other}"),
-                "only tools with an `input_schema` are, which the client runs",
+                "only client-side tools with an `input_schema` are",
             ));
         }
     }
@@ -308,7 +308,7 @@ fn tool(definition: &Value, field: &str) -> Result<Tool, ApiError> {
         .map_err(|message| ApiError::invalid(field, format!("{field}: {message}")))
 }
 
-/// A description with the examples behind it.
+/// The description followed by the examples.
 fn described(description: Option<String>, examples: Vec<Value>) -> Option<String> {
     if examples.is_empty() {
         return description;
@@ -325,7 +325,7 @@ fn described(description: Option<String>, examples: Vec<Value>) -> Option<String
 fn check_context_management(management: Option<&ContextManagement>) -> Result<(), ApiError> {
     let edits = management.map(|management| &management.edits);
     for (i, edit) in edits.into_iter().flatten().enumerate() {
-        // Chat templates leave out what was thought in earlier turns, or need it.
+        // Chat templates decide which earlier reasoning they include.
         if !edit.r#type.starts_with("clear_thinking_") {
             return Err(ApiError::unsupported(
                 format!("context_management.edits[{i}].type = {}", edit.r#type),

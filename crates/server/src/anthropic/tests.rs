@@ -6,7 +6,7 @@ use super::writer::{Shown, Writer};
 use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::respond::testing::events;
-use crate::respond::{Wording, Written};
+use crate::respond::{EventFormat, SseEvent};
 use crate::sealed::seal;
 use crate::wire::common::{StopReason as StoppedBy, Usage};
 
@@ -128,7 +128,7 @@ fn update(deltas: Vec<Delta>, end: Option<(EndReason, usize)>) -> Update {
     }
 }
 
-fn told(written: Vec<Written>) -> Vec<String> {
+fn told(written: Vec<SseEvent>) -> Vec<String> {
     let events = events(written);
     events
         .into_iter()
@@ -169,17 +169,17 @@ fn argument(fragment: &str) -> Delta {
 #[test]
 fn a_message_is_told_in_anthropics_order() {
     let mut writer = writer(Shown::All);
-    let mut written = Wording::begin(&mut writer);
+    let mut written = EventFormat::begin(&mut writer);
     for deltas in [
         vec![Delta::Reasoning("Let".into())],
         vec![Delta::Reasoning(" me".into()), Delta::Content("Hi".into())],
         vec![Delta::Content("!".into()), call(), argument("{\"a\"")],
         vec![argument(":1}")],
     ] {
-        written.extend(writer.word(update(deltas, None)));
+        written.extend(writer.item(update(deltas, None)));
     }
-    written.extend(writer.word(update(Vec::new(), Some((EndReason::ToolCalls, 5)))));
-    written.extend(Wording::end(&mut writer));
+    written.extend(writer.item(update(Vec::new(), Some((EndReason::ToolCalls, 5)))));
+    written.extend(EventFormat::end(&mut writer));
     let expected = [
         r#"message_start {"message":{"type":"message","role":"assistant","model":"m","content":[],"stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":10,"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":0}}}"#,
         r#"ping {}"#,

@@ -1,38 +1,37 @@
-//! Writes a message while it is generated, and tells of it in events, if anybody wants them.
+//! Builds a message while it is generated, and its stream of events.
 
 use super::error;
 use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
-use crate::respond::{Wording, Written, fresh_id, named};
+use crate::respond::{EventFormat, SseEvent, fresh_id, named};
 use crate::sealed;
 use crate::transcript::arguments;
 use crate::wire::anthropic::{Block, BlockDelta, Event, Message, MessageEnd, MessageUsage, StopReason};
 use crate::wire::common::{StopReason as StoppedBy, Usage};
 
-/// What is shown of the thinking.
+/// How reasoning is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shown {
-    /// All.
+    /// As text.
     All,
-    /// That there was some, with a signature to send back.
+    /// Only as a signature to send back.
     Sealed,
 }
 
-/// A message in the making.
+/// A message that is being built.
 pub(super) struct Writer {
     message: Message,
     shown: Shown,
     max_tokens: usize,
-    /// Named where it fails.
+    /// For errors.
     request_id: Option<String>,
-    /// What belongs to the last block, which is being written, and is in it only once it is done: sealed thinking, or the
-    /// JSON text of a call's input.
+    /// Content of the current block that is added at its end: hidden reasoning, or the JSON text of a call's input.
     open: Option<String>,
     log: Log,
 }
 
 /// Events that were not yet sent; `None` where nobody listens.
-struct Log(Option<Vec<Written>>);
+struct Log(Option<Vec<SseEvent>>);
 
 impl Log {
     fn tell(&mut self, event: &Event<'_>) {
@@ -41,7 +40,7 @@ impl Log {
         }
     }
 
-    fn take(&mut self) -> Vec<Written> {
+    fn take(&mut self) -> Vec<SseEvent> {
         self.0.as_mut().map(std::mem::take).unwrap_or_default()
     }
 }
@@ -61,7 +60,7 @@ impl Event<'_> {
 }
 
 impl Writer {
-    /// Begins with a message without content. `max_tokens` were asked for; `streamed`: somebody wants the events.
+    /// A message without content. `max_tokens` is the client's; `streamed`: record events.
     pub(super) fn new(
         model: String,
         prompt_tokens: usize,
@@ -92,18 +91,18 @@ impl Writer {
         }
     }
 
-    /// The message answers the request of this id.
+    /// Sets the request's id.
     pub(super) fn answering(mut self, request_id: &str) -> Self {
         self.request_id = Some(request_id.to_owned());
         self
     }
 
-    /// The message as far as it is written.
+    /// The message so far.
     pub(super) fn into_message(self) -> Message {
         self.message
     }
 
-    /// Writes what the answer gained.
+    /// Adds an update.
     pub(super) fn write(&mut self, update: Update) {
         for delta in update.deltas {
             match delta {
@@ -159,7 +158,7 @@ impl Writer {
         }
     }
 
-    /// A new block, after the one before is done.
+    /// Ends the current block and starts a new one.
     fn start(&mut self, block: Block) {
         self.close();
         let event = Event::ContentBlockStart {
@@ -171,7 +170,7 @@ impl Writer {
         self.open = Some(String::new());
     }
 
-    /// The block that is being written is done.
+    /// Ends the current block.
     fn close(&mut self) {
         let Some(held) = self.open.take() else { return };
         match self.message.content.last_mut() {
@@ -191,7 +190,7 @@ impl Writer {
         });
     }
 
-    /// Tells what the last block gained.
+    /// Records a delta of the current block.
     fn tell(log: &mut Log, message: &Message, delta: BlockDelta<'_>) {
         let index = message.content.len().saturating_sub(1);
         log.tell(&Event::ContentBlockDelta { index, delta });
@@ -222,10 +221,10 @@ impl Writer {
     }
 }
 
-impl Wording for Writer {
+impl EventFormat for Writer {
     type Item = Update;
 
-    fn begin(&mut self) -> Vec<Written> {
+    fn begin(&mut self) -> Vec<SseEvent> {
         self.log.tell(&Event::MessageStart {
             message: &self.message,
         });
@@ -233,22 +232,22 @@ impl Wording for Writer {
         self.log.take()
     }
 
-    fn word(&mut self, update: Update) -> Vec<Written> {
+    fn item(&mut self, update: Update) -> Vec<SseEvent> {
         self.write(update);
         self.log.take()
     }
 
-    /// `message_stop` was the last.
-    fn end(&mut self) -> Vec<Written> {
+    /// `message_stop` was already sent.
+    fn end(&mut self) -> Vec<SseEvent> {
         Vec::new()
     }
 
-    fn fail(&mut self, error: ApiError) -> Vec<Written> {
+    fn fail(&mut self, error: ApiError) -> Vec<SseEvent> {
         vec![named("error", &error::body(&error, self.request_id.take()))]
     }
 }
 
-/// Anthropic counts what was cached apart.
+/// Anthropic counts cached tokens separately.
 fn usage(usage: &Usage) -> MessageUsage {
     let cached = usage.prompt_tokens_details.cached_tokens;
     MessageUsage {

@@ -23,7 +23,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// Takes the content. A text that is empty is no text beside tool calls or reasoning.
+    /// Takes the content. Empty content is `None` if there are tool calls or reasoning.
     pub(crate) fn take_content(&mut self) -> Option<String> {
         let content = std::mem::take(&mut self.content);
         let alone = self.tool_calls.is_empty() && self.reasoning.is_empty();
@@ -31,12 +31,12 @@ impl Answer {
     }
 }
 
-/// A call that the model wants made.
+/// A tool call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ToolCall {
     pub(crate) id: String,
     pub(crate) name: String,
-    /// JSON text as the model wrote it: whoever calls must check it.
+    /// JSON text as the model wrote it; it may be invalid.
     pub(crate) arguments: String,
 }
 
@@ -74,12 +74,12 @@ impl Answers {
         self.readers.iter().map(Reader::prompt_tokens).sum()
     }
 
-    /// Updates of all choices in the order in which they arrive; an error is the last item.
+    /// Updates of all choices as they arrive; an error is the last item.
     pub(crate) fn updates(self) -> impl Stream<Item = Result<Update, ApiError>> + Send {
         stream::select_all(self.readers.into_iter().map(|reader| reader.updates().boxed()))
     }
 
-    /// The choices, whole, in order. The first error ends the others.
+    /// Waits for all choices, in order. The first error cancels the others.
     pub(crate) async fn whole(self) -> Result<Vec<Answer>, ApiError> {
         let mut parts: Vec<Partial> = (0..self.len()).map(|_| Partial::default()).collect();
         let mut updates = std::pin::pin!(self.updates());
@@ -91,7 +91,7 @@ impl Answers {
     }
 }
 
-/// An answer that is being put together.
+/// An answer that is being assembled.
 #[derive(Debug, Default)]
 struct Partial {
     reasoning: String,
@@ -126,7 +126,7 @@ impl Partial {
     fn finish(self) -> Result<Answer, ApiError> {
         let end = self
             .end
-            .ok_or_else(|| ApiError::Internal("a choice has no end".into()))?;
+            .ok_or_else(|| ApiError::Internal("a choice did not end".into()))?;
         Ok(Answer {
             reasoning: self.reasoning,
             content: self.content,

@@ -10,19 +10,18 @@ use crate::model::ModelInfo;
 /// What to do where a prompt and its answer do not fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Fit {
-    /// Refuse them.
+    /// Refuse the request.
     #[default]
     Refuse,
-    /// Fewer tokens of answer than `max_tokens` will do.
+    /// Lower `max_tokens` to what fits.
     CutAnswer,
-    /// The model need not read the beginning of the conversation.
+    /// Drop the oldest turns of the conversation.
     DropOldest,
 }
 
 impl Prompt {
-    /// The prompt without as many of its oldest turns as it takes to have at most `wanted` tokens. Instructions at the
-    /// beginning and the last turn stay, so that there may still be more; more than `most` is refused as by
-    /// [`Self::rendered`].
+    /// Drops as many of the oldest turns as needed to have at most `wanted` tokens. System messages at the beginning and the
+    /// last turn are kept, so the result may still be longer; more than `most` is refused as by [`Self::rendered`].
     pub(super) fn rendered_within(
         &mut self,
         model: &ModelInfo,
@@ -46,8 +45,8 @@ impl Prompt {
     }
 }
 
-/// What `render` makes of the messages without the fewest of their oldest turns that makes it fit; without all but the last
-/// turn, where nothing does.
+/// Renders the messages without as few of the oldest turns as possible so that they fit; if nothing fits, with only the last
+/// turn.
 fn within<T>(
     messages: &[Value],
     mut render: impl FnMut(Vec<Value>) -> Result<(T, bool), ApiError>,
@@ -57,7 +56,7 @@ fn within<T>(
     if fits {
         return Ok(best);
     }
-    // The more turns are dropped, the fewer tokens remain: the fewest turns are found by halving.
+    // Binary search: dropping more turns leaves fewer tokens.
     let (mut few, mut many) = (1, starts.len().saturating_sub(1));
     while few <= many {
         let dropped = few.midpoint(many);
@@ -75,8 +74,8 @@ fn within<T>(
     Ok(best)
 }
 
-/// How many messages stay at the beginning, and where the turns behind them start: each with something the user says, so
-/// that no result loses its call.
+/// The number of messages kept at the beginning, and the start of each turn after them. A turn starts with a user message, so
+/// that no tool result loses its call.
 fn turns(messages: &[Value]) -> (usize, Vec<usize>) {
     let role = |message: &Value, role: &str| message["role"] == role;
     let kept = messages
@@ -94,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_turns_go_first_and_no_more_than_need() {
+    fn as_few_old_turns_as_possible_are_dropped() {
         let messages = [
             ("system", "sys "),
             ("user", "aaaa"),

@@ -1,4 +1,4 @@
-//! What an answer must be: a structure that the client asked for, calls that must be made, or either.
+//! The grammar of an answer: structured output, required tool calls, or either.
 
 use plimsoll_text::grammar::{Grammar, GrammarSpec, Lead};
 use plimsoll_text::{CallGrammar, Function, ReasoningFormat, Tokenizer, ToolFormat};
@@ -8,12 +8,12 @@ use super::Tools;
 use crate::error::ApiError;
 use crate::structured::Requested;
 
-/// Where a model that reasons stands when it begins.
+/// Whether the answer begins with reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Thinking {
-    /// It does not reason, or is done.
+    /// The model does not reason, or the prompt ends after it.
     Over,
-    /// It may begin.
+    /// The model may reason first.
     Possible(ReasoningFormat),
     /// The prompt ends within reasoning.
     Open(ReasoningFormat),
@@ -28,7 +28,7 @@ impl Thinking {
         }
     }
 
-    /// What is thought before the answer: a grammar does not apply to it.
+    /// The reasoning before the answer: the grammar does not apply to it.
     fn lead(self) -> Option<Lead> {
         match self {
             Self::Open(format) => Some(Lead::UpTo(format.marks()[1].to_owned())),
@@ -38,8 +38,8 @@ impl Thinking {
     }
 }
 
-/// The grammar of the answer, if it is not free. `structure` is what the client asked for, `format` how calls are written if
-/// there may be any.
+/// The grammar of the answer, if there is one. `structure` is what the client requested, `format` the format of tool calls if
+/// they are allowed.
 pub(super) fn of_answer(
     tokenizer: &Tokenizer,
     tools: &Tools,
@@ -99,7 +99,7 @@ fn is_strict(function: &Function) -> bool {
     function.strict
 }
 
-/// The schema that a structure is: only JSON can stand beside calls.
+/// The JSON schema of a structure: only JSON can be combined with tool calls.
 fn json_schema(structure: &Requested) -> Result<(Map<String, Value>, bool), ApiError> {
     match &structure.grammar.spec {
         GrammarSpec::JsonObject => {
@@ -110,13 +110,13 @@ fn json_schema(structure: &Requested) -> Result<(Map<String, Value>, bool), ApiE
             Value::Object(schema) => Ok((schema.clone(), *strict)),
             Value::Bool(true) => Ok((Map::new(), *strict)),
             _ => {
-                let message = format!("{}: a JSON schema is an object", structure.field);
+                let message = format!("{}: a JSON schema must be an object", structure.field);
                 Err(ApiError::invalid(structure.field, message))
             }
         },
         _ => Err(ApiError::unsupported(
             structure.field,
-            "beside tools that need not be called only JSON is; send tool_choice = none or required",
+            "together with optional tools only JSON is; set tool_choice to none or required",
         )),
     }
 }

@@ -1,7 +1,7 @@
-//! Conversations: what chat, responses and messages have in common behind their wire formats.
+//! Conversations: what the chat, responses and messages endpoints share.
 //!
-//! An endpoint turns its request into a [`Conversation`], gets [`Answers`] from [`open`], and words the [`Update`]s in its
-//! own format, or takes the whole [`Answer`]s.
+//! An endpoint turns its request into a [`Conversation`], gets [`Answers`] from [`open`], and formats either the streamed
+//! [`Update`]s or the whole [`Answer`]s.
 
 mod answer;
 mod fit;
@@ -35,21 +35,21 @@ use reader::Style;
 pub(crate) use tools::{Tool, ToolChoice, Tools, check_offered};
 pub(crate) use update::{Delta, End, EndReason, Update};
 
-/// What a client wants answered, whichever endpoint it came by.
+/// A conversation to answer, independent of the endpoint.
 #[derive(Debug)]
 pub(crate) struct Conversation {
     pub(crate) prompt: Prompt,
-    /// Sampling, seed, `n`, stop strings; its `max_tokens` is not read.
+    /// Sampling, seed, `n`, stop strings; its `max_tokens` is ignored.
     pub(crate) common: Common,
-    /// Most tokens of each answer, reasoning included; the model's default where absent.
+    /// Maximum tokens of each answer including reasoning; the model's default if absent.
     pub(crate) max_tokens: Option<usize>,
-    /// What to do where the conversation and `max_tokens` do not fit.
+    /// What to do if the conversation and `max_tokens` do not fit.
     pub(crate) fit: Fit,
     /// How many of the likeliest tokens to report for each token, if logprobs are asked for.
     pub(crate) logprobs: Option<u32>,
-    /// What the answer must be, if it is not free.
+    /// The grammar of the answer, if one is requested.
     pub(crate) structure: Option<Requested>,
-    /// Tell what the model thinks.
+    /// Report reasoning.
     pub(crate) include_reasoning: bool,
 }
 
@@ -116,7 +116,7 @@ pub(crate) async fn open(
     Ok(Answers::new(tokens, submit(state, context, job)?, &style))
 }
 
-/// How many tokens the prompt of an answer of `max_tokens` would have.
+/// Number of prompt tokens, with `max_tokens` reserved for the answer.
 pub(crate) async fn count(
     state: &AppState,
     prompt: Prompt,
@@ -127,8 +127,8 @@ pub(crate) async fn count(
     Ok(rendered.tokens.len())
 }
 
-/// Text and tokens of a prompt, and the prompt as far as it was kept. `is_bounded`: one that is too long may be refused before all
-/// of it is tokenized.
+/// Text and tokens of a prompt, and the prompt with the messages that were kept. `is_bounded`: a prompt that is too long may
+/// be refused before all of it is tokenized.
 async fn render(
     state: &AppState,
     mut prompt: Prompt,
@@ -151,7 +151,7 @@ async fn render(
     .await
 }
 
-/// How calls will be written, if any may be.
+/// The format of tool calls, if calls are allowed.
 fn tool_format(style: &AnswerStyle, tools: &Tools) -> Result<Option<ToolFormat>, ApiError> {
     if !tools.may_call() {
         return Ok(None);
@@ -160,11 +160,11 @@ fn tool_format(style: &AnswerStyle, tools: &Tools) -> Result<Option<ToolFormat>,
     match style.tools {
         _ if tools.must_call() => Ok(Some(style.tools.unwrap_or(ToolFormat::Json))),
         _ if !style.auto_tool_choice => {
-            refused("it runs with --no-enable-auto-tool-choice; required and named are")
+            refused("the server runs with --no-enable-auto-tool-choice; required and named are")
         }
         Some(format) => Ok(Some(format)),
         None => refused(
-            "it does not know how this model writes calls; start it with --tool-call-parser. required and named are",
+            "the format of this model's tool calls is unknown; start the server with --tool-call-parser. required and named are",
         ),
     }
 }

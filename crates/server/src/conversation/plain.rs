@@ -1,17 +1,17 @@
-//! Tools for models whose chat template knows none: told in a system message, calls and results as text.
+//! Tools for models whose chat template takes none: described in a system message, calls and results as text.
 
 use std::borrow::Cow;
 
 use plimsoll_text::ToolFormat;
 use serde_json::{Value, json};
 
-/// The messages with the tools told; as they are where there is nothing to tell.
-pub(super) fn tell<'a>(messages: &'a [Value], tools: &[Value], format: ToolFormat) -> Cow<'a, [Value]> {
+/// Adds the tools to the messages; unchanged where there are no tools, calls or results.
+pub(super) fn with_tools<'a>(messages: &'a [Value], tools: &[Value], format: ToolFormat) -> Cow<'a, [Value]> {
     let is_about_tools = |message: &Value| message["role"] == "tool" || message.get("tool_calls").is_some();
     if tools.is_empty() && !messages.iter().any(is_about_tools) {
         return Cow::Borrowed(messages);
     }
-    let mut told: Vec<Value> = messages.iter().map(|message| as_text(message, format)).collect();
+    let mut described: Vec<Value> = messages.iter().map(|message| as_text(message, format)).collect();
     if !tools.is_empty() {
         let list: String = tools
             .iter()
@@ -21,18 +21,18 @@ pub(super) fn tell<'a>(messages: &'a [Value], tools: &[Value], format: ToolForma
             "You can call these functions, given as JSON:\n{list}To call one, answer with nothing but\n{}",
             format.call("function_name", &json!({ "argument": "value" }))
         );
-        match told.first_mut().filter(|first| first["role"] == "system") {
+        match described.first_mut().filter(|first| first["role"] == "system") {
             Some(system) => {
                 let before = system["content"].as_str().unwrap_or_default();
                 system["content"] = json!(format!("{before}\n\n{text}"));
             }
-            None => told.insert(0, json!({ "role": "system", "content": text })),
+            None => described.insert(0, json!({ "role": "system", "content": text })),
         }
     }
-    Cow::Owned(told)
+    Cow::Owned(described)
 }
 
-/// A call as the model would write it; a result as a message of the user.
+/// A call as the model would write it; a result as a user message.
 fn as_text(message: &Value, format: ToolFormat) -> Value {
     let content = message["content"].as_str().unwrap_or_default();
     let text = |field: &str| message[field].as_str().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! From messages to the tokens of a prompt.
+//! Renders and tokenizes conversations.
 
 use std::borrow::Cow;
 
@@ -13,47 +13,47 @@ use crate::model::ModelInfo;
 use crate::prompt;
 use crate::wire::chat::ReasoningEffort;
 
-/// Most messages of a conversation: templates read all of them, some more than once.
+/// Maximum number of messages: templates iterate over them, some more than once.
 const MAX_MESSAGES: usize = 16_384;
 
 const CHAT_TEMPLATE: &str = "chat_template";
 
-/// Variables of chat templates that the request's own fields fill.
+/// Template variables that are set by the request's own fields.
 const OURS: [&str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
 
-/// Variables by which templates switch reasoning on and off.
+/// Template variables that switch reasoning on and off.
 const SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
-/// The variable by which templates take a level of effort.
+/// The template variable of the reasoning effort.
 const EFFORT: &str = "reasoning_effort";
 
-/// Everything that makes the prompt of a conversation.
+/// Everything that determines the prompt of a conversation.
 #[derive(Debug)]
 pub(crate) struct Prompt {
     /// As chat templates read them: `role` (system, user, assistant, tool), `content` (text), `name`, `tool_calls`,
-    /// `tool_call_id`. Checked: whatever is wrong with them is the template's own opinion.
+    /// `tool_call_id`. Already checked; only the template may still reject them.
     pub(crate) messages: Vec<Value>,
-    /// What the model may call, and whether it must.
+    /// Tools and tool choice.
     pub(crate) tools: Tools,
-    /// End with the beginning of the assistant's turn.
+    /// End with the start of an assistant message.
     pub(crate) add_generation_prompt: bool,
-    /// End within the final message instead.
+    /// Continue the final message instead.
     pub(crate) continue_final_message: bool,
-    /// A template in place of the model's own.
+    /// Replaces the model's template.
     pub(crate) template: Option<String>,
-    /// More variables for the template.
+    /// Additional template variables.
     pub(crate) template_kwargs: Map<String, Value>,
     /// For templates that take documents.
     pub(crate) documents: Vec<Value>,
-    /// How much to think, if the client says.
+    /// Reasoning effort, if set.
     pub(crate) effort: Option<Effort>,
-    /// Add what the tokenizer puts around a plain text; templates write it themselves.
+    /// Add the tokenizer's special tokens; templates usually contain them.
     pub(crate) add_special_tokens: bool,
     /// The API field that holds the conversation, for errors.
     pub(crate) field: &'static str,
 }
 
 impl Prompt {
-    /// Of plain messages; everything else as by default.
+    /// Of messages, with defaults for everything else.
     pub(crate) fn new(messages: Vec<Value>, field: &'static str) -> Self {
         Self {
             messages,
@@ -74,7 +74,7 @@ impl Prompt {
         self.rendered(model, None).map(|rendered| rendered.tokens)
     }
 
-    /// [`Self::tokens`], and the text. One that has more than `most` tokens may be refused before all of it is tokenized.
+    /// [`Self::tokens`] and the text. More than `most` tokens may be refused before everything is tokenized.
     pub(super) fn rendered(&self, model: &ModelInfo, most: Option<usize>) -> Result<Rendered, ApiError> {
         let text = self.text(model)?;
         let tokens = self.encode(model, &text, most)?;
@@ -102,7 +102,7 @@ impl Prompt {
         self.text_by(&template, model, CHAT_TEMPLATE)
     }
 
-    /// `field` is the one to blame where the template refuses the conversation.
+    /// `field` is named in errors of the template.
     fn text_by(
         &self,
         template: &ChatTemplate,
@@ -115,28 +115,28 @@ impl Prompt {
         }
         if self.messages.len() > MAX_MESSAGES {
             let message = format!(
-                "{} holds {} messages; at most {MAX_MESSAGES} are taken",
+                "{} has {} messages; at most {MAX_MESSAGES} are allowed",
                 self.field,
                 self.messages.len()
             );
             return Err(ApiError::invalid(self.field, message));
         }
         if !self.documents.is_empty() && !template.mentions("documents") {
-            let hint = Some("this model's chat template takes none");
+            let hint = Some("this model's chat template does not use documents");
             return Err(ApiError::unsupported("documents", hint));
         }
         let kwargs = self.kwargs(template)?;
         let tools = self.tools.as_template();
-        let told = match template.takes_tools() {
+        let messages = match template.takes_tools() {
             true => Cow::Borrowed(self.messages.as_slice()),
-            false => plain::tell(
+            false => plain::with_tools(
                 &self.messages,
                 &tools,
                 model.answers.tools.unwrap_or(ToolFormat::Json),
             ),
         };
         let input = ChatInput {
-            messages: &told,
+            messages: &messages,
             tools: (!tools.is_empty()).then_some(tools.as_slice()),
             documents: (!self.documents.is_empty()).then_some(self.documents.as_slice()),
             add_generation_prompt: self.add_generation_prompt,
@@ -147,12 +147,12 @@ impl Prompt {
         text.map_err(|error| ApiError::from(error).in_field(field))
     }
 
-    /// The template's variables: those of the client, and what the effort means to this template.
+    /// The template's variables: the client's, and those for the effort.
     fn kwargs(&self, template: &ChatTemplate) -> Result<Cow<'_, Map<String, Value>>, ApiError> {
         let taken = |name: &&&str| self.template_kwargs.contains_key(**name);
         if let Some(name) = OURS.iter().find(taken) {
             let message =
-                format!("`{name}` is no further variable of the chat template: send the field of this name");
+                format!("`{name}` cannot be set in chat_template_kwargs: use the field of this name");
             return Err(ApiError::invalid(format!("chat_template_kwargs.{name}"), message));
         }
         let Some(Effort { level: effort, field }) = self.effort else {
@@ -167,22 +167,21 @@ impl Prompt {
             true => Ok(Cow::Owned(kwargs)),
             false => Err(ApiError::unsupported(
                 field,
-                Some("this model's chat template cannot change how much it thinks"),
+                Some("this model's chat template has no reasoning effort"),
             )),
         }
     }
 }
 
-/// How much to think.
+/// A reasoning effort.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Effort {
     pub(crate) level: ReasoningEffort,
-    /// The API field that says so, for errors.
+    /// The API field that sets it, for errors.
     pub(crate) field: &'static str,
 }
 
-/// Tells a template that takes it how much effort to make; false where it takes none. Variables that the client sets itself
-/// stay, here and below.
+/// Sets the template's effort variable; false if it has none. The client's own variables are kept, here and below.
 pub(crate) fn set_effort(
     template: &ChatTemplate,
     effort: impl Serialize,
@@ -195,7 +194,7 @@ pub(crate) fn set_effort(
     takes
 }
 
-/// Switches reasoning on or off; false where the template has no switch.
+/// Switches reasoning on or off; false if the template has no switch.
 pub(crate) fn switch_reasoning(template: &ChatTemplate, on: bool, kwargs: &mut Map<String, Value>) -> bool {
     let mut switches = SWITCHES
         .into_iter()
@@ -208,7 +207,7 @@ pub(crate) fn switch_reasoning(template: &ChatTemplate, on: bool, kwargs: &mut M
     has_switch
 }
 
-/// A prompt, ready.
+/// A rendered prompt.
 #[derive(Debug)]
 pub(super) struct Rendered {
     pub(super) text: String,

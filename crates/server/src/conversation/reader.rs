@@ -1,4 +1,4 @@
-//! One choice, read while it is generated.
+//! Parses one choice while it is generated.
 
 use futures::{Stream, stream};
 use plimsoll_core::{FinishReason, PromptLogprob, TokenId};
@@ -11,34 +11,34 @@ use crate::error::ApiError;
 use crate::generate::{Choice, Piece, TokenLogprobs};
 use crate::wire::common::StopReason;
 
-/// How the answers of one conversation are read.
+/// How the answers of one conversation are parsed.
 #[derive(Clone, Debug)]
 pub(super) struct Style {
     pub(super) format: AnswerFormat,
-    /// Tell what the model thinks.
+    /// Report reasoning.
     pub(super) include_reasoning: bool,
-    /// An answer is calls and nothing else.
+    /// Tool calls are required: the answer has nothing else.
     pub(super) must_call: bool,
 }
 
-/// Turns the text of one choice into deltas.
+/// Parses the text of one choice into deltas.
 #[derive(Debug)]
 pub(super) struct Reader {
     index: usize,
     choice: Choice,
     parser: AnswerParser,
-    /// Mistral's templates take ids of nine characters alone.
+    /// Mistral's templates require ids of nine characters.
     short_ids: bool,
     include_reasoning: bool,
     must_call: bool,
     reasoning_tokens: usize,
-    /// Calls told.
+    /// Calls so far.
     calls: usize,
-    /// Of tokens whose text has not been told.
+    /// Of tokens whose text was not emitted yet.
     logprobs: Vec<TokenLogprobs>,
     /// Likewise.
     tokens: Vec<TokenId>,
-    /// Until it is told.
+    /// Until emitted.
     prompt: Vec<PromptLogprob>,
 }
 
@@ -59,7 +59,7 @@ impl Reader {
         }
     }
 
-    /// Tokens of the prompt, if this choice is the one that counts them.
+    /// As [`Choice::prompt_tokens`].
     pub(super) fn prompt_tokens(&self) -> usize {
         self.choice.prompt_tokens()
     }
@@ -71,7 +71,7 @@ impl Reader {
         })
     }
 
-    /// The next update that has something to tell.
+    /// The next update with new deltas or the end.
     async fn next(&mut self) -> Option<Result<Update, ApiError>> {
         loop {
             match self.choice.next().await? {
@@ -91,7 +91,7 @@ impl Reader {
         let mut from = 0;
         for &to in &piece.ends {
             let before = self.parser.in_reasoning();
-            self.tell(&piece.text[from..to], &mut deltas);
+            self.parse(&piece.text[from..to], &mut deltas);
             from = to;
             self.reasoning_tokens += usize::from(before || self.parser.in_reasoning());
         }
@@ -104,7 +104,7 @@ impl Reader {
             usage: piece.usage,
         });
         if self.parser.is_full() {
-            // One call was all the client wants.
+            // The maximum number of calls is reached.
             end = Some(End {
                 reason: EndReason::Stop,
                 stop: None,
@@ -117,7 +117,7 @@ impl Reader {
                 true => self.parser.cut_off(),
                 false => self.parser.finish(),
             };
-            // The beginning of a call that did not come is no text.
+            // The beginning of an incomplete call is not content.
             parts.retain(|part| !(is_cut && self.must_call && matches!(part, Part::Content(_))));
             self.add(parts, &mut deltas);
             end.usage = end.usage.with_reasoning(self.reasoning_tokens);
@@ -143,12 +143,12 @@ impl Reader {
         update
     }
 
-    fn tell(&mut self, text: &str, deltas: &mut Vec<Delta>) {
+    fn parse(&mut self, text: &str, deltas: &mut Vec<Delta>) {
         let parts = self.parser.push(text);
         self.add(parts, deltas);
     }
 
-    /// Appends deltas, as few as say the same.
+    /// Appends deltas, merging adjacent ones of the same kind.
     fn add(&mut self, parts: Vec<Part>, deltas: &mut Vec<Delta>) {
         for part in parts {
             match (part, deltas.last_mut()) {

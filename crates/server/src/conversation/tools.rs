@@ -1,4 +1,4 @@
-//! Functions that a model may call.
+//! Tools.
 
 use std::collections::HashSet;
 
@@ -7,10 +7,10 @@ use serde_json::{Map, Value, json};
 
 use crate::error::ApiError;
 
-/// Longest name of a function: Anthropic's limit, twice OpenAI's.
+/// Maximum length of a function's name: Anthropic's limit, twice OpenAI's.
 const MAX_NAME: usize = 128;
 
-/// Most functions of a conversation, eight times OpenAI's limit: each is read by the model, and is a rule of a grammar.
+/// Maximum number of functions, eight times OpenAI's limit: each is part of the prompt and a rule of the grammar.
 const MAX_TOOLS: usize = 1024;
 
 /// A function that the model may call.
@@ -18,13 +18,13 @@ const MAX_TOOLS: usize = 1024;
 pub(crate) struct Tool {
     name: String,
     description: Option<String>,
-    /// The JSON schema of its arguments, an object.
+    /// JSON schema of its arguments, an object.
     parameters: Option<Map<String, Value>>,
     strict: bool,
 }
 
 impl Tool {
-    /// A function; `Err` says what is wrong with the definition. A `strict` one's arguments shall follow the schema.
+    /// A function; `Err` says what is wrong with it. The arguments of a `strict` function follow its schema.
     pub(crate) fn new(
         name: String,
         description: Option<String>,
@@ -34,7 +34,7 @@ impl Tool {
         let legal = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
         if name.is_empty() || name.len() > MAX_NAME || !name.chars().all(legal) {
             return Err(format!(
-                "a function's name has 1 to {MAX_NAME} of a-z, A-Z, 0-9, underscores and dashes, not {name:?}"
+                "a function's name must have 1 to {MAX_NAME} characters of a-z, A-Z, 0-9, _ and -, not {name:?}"
             ));
         }
         let kind = parameters.as_ref().and_then(|schema| schema.get("type"));
@@ -55,7 +55,7 @@ impl Tool {
         &self.name
     }
 
-    /// As chat templates know it: OpenAI's shape in chat completions, without what the client left out.
+    /// The format that chat templates expect: OpenAI's, without absent fields.
     fn as_template(&self) -> Value {
         let mut function = Map::new();
         function.insert("name".into(), json!(self.name));
@@ -73,7 +73,7 @@ impl Tool {
     }
 }
 
-/// Refuses a definition (`field`) that is told to the model late, or that others than the model call.
+/// Refuses a definition (`field`) with deferred loading or with callers other than the model.
 pub(crate) fn check_offered(
     field: &str,
     defer_loading: Option<bool>,
@@ -90,13 +90,13 @@ pub(crate) fn check_offered(
     }
 }
 
-/// Whether the model has to call.
+/// Whether the model may or must call tools.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum ToolChoice {
-    /// As it sees fit.
+    /// The model decides.
     #[default]
     Auto,
-    /// It must not.
+    /// It must not call any.
     None,
     /// It must call one or several.
     Required,
@@ -104,7 +104,7 @@ pub(crate) enum ToolChoice {
     Named(String),
 }
 
-/// The functions of one conversation.
+/// The tools of one conversation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Tools {
     list: Vec<Tool>,
@@ -113,7 +113,7 @@ pub(crate) struct Tools {
 }
 
 impl Tools {
-    /// Those of `list` that are among `names`, for a choice that allows only these; an error names one that is in no list.
+    /// Filters `list` by `names`, for `allowed_tools`; an unknown name is an error.
     pub(crate) fn allow(mut list: Vec<Tool>, names: &HashSet<String>) -> Result<Vec<Tool>, ApiError> {
         let is_there = |name: &&String| list.iter().any(|tool| tool.name == **name);
         if let Some(unknown) = names.iter().find(|name| !is_there(name)) {
@@ -124,12 +124,12 @@ impl Tools {
         Ok(list)
     }
 
-    /// Checks that names are unique and that the choice can be made. `parallel`: several calls in one answer. Errors name the
+    /// Checks that names are unique and the choice is possible. `parallel`: allow several calls in one answer. Errors name the
     /// fields `tools` and `tool_choice`.
     pub(crate) fn new(list: Vec<Tool>, choice: ToolChoice, parallel: bool) -> Result<Self, ApiError> {
         if list.len() > MAX_TOOLS {
             let message = format!(
-                "tools holds {} functions; at most {MAX_TOOLS} are taken",
+                "tools has {} functions; at most {MAX_TOOLS} are allowed",
                 list.len()
             );
             return Err(ApiError::invalid("tools", message));
@@ -164,12 +164,12 @@ impl Tools {
         matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_))
     }
 
-    /// Most calls in one answer, where there is a limit.
+    /// Maximum calls in one answer, if limited.
     pub(crate) fn max_calls(&self) -> Option<usize> {
         (!self.parallel || matches!(self.choice, ToolChoice::Named(_))).then_some(1)
     }
 
-    /// As the template sees them; none where the model must not call.
+    /// For the chat template; none if the model must not call any.
     pub(crate) fn as_template(&self) -> Vec<Value> {
         match self.choice {
             ToolChoice::None => Vec::new(),
@@ -177,7 +177,7 @@ impl Tools {
         }
     }
 
-    /// What the model may call.
+    /// Functions that the model may call.
     pub(crate) fn functions(&self) -> Vec<Function> {
         let named = |tool: &&Tool| match &self.choice {
             ToolChoice::None => false,

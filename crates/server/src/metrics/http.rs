@@ -6,22 +6,22 @@ use metrics::Label;
 use super::Metrics;
 use super::catalog::*;
 
-/// One HTTP request that is over.
+/// A finished HTTP request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Exchange<'a> {
+pub(crate) struct HttpRequest<'a> {
     pub(crate) method: &'a Method,
-    /// As the router has it, with names for what varies; `None` where no route was found.
+    /// The matched route pattern, if any.
     pub(crate) route: Option<&'a str>,
     pub(crate) status: StatusCode,
     /// From its head to the end of its response.
     pub(crate) duration: Duration,
-    /// Bytes of its body that were read.
+    /// Bytes of the request's body that were read.
     pub(crate) received: u64,
-    /// Bytes of the response's body that were taken.
+    /// Bytes of the response's body that were sent.
     pub(crate) sent: u64,
 }
 
-/// Methods by name. Clients may make up others, which must not make labels.
+/// Known methods. Others become `other`, so that clients cannot create labels.
 const METHODS: [&str; 7] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"];
 
 impl Metrics {
@@ -30,8 +30,8 @@ impl Metrics {
         self.http_in_flight.each(|gauge| gauge.increment(1.0));
     }
 
-    /// One that [`Self::http_began`] is over.
-    pub(crate) fn http_ended(&self, exchange: &Exchange<'_>) {
+    /// A request counted by [`Self::http_began`] ended.
+    pub(crate) fn http_ended(&self, exchange: &HttpRequest<'_>) {
         self.http_in_flight.each(|gauge| gauge.decrement(1.0));
         let maker = self.maker();
         let method = METHODS.into_iter().find(|name| *name == exchange.method.as_str());

@@ -1,15 +1,15 @@
-//! What Prometheus' own clients tell of their process, under their names. Linux only: elsewhere there is no /proc.
+//! Process metrics under the names of Prometheus's client libraries. Linux only: read from /proc.
 
 use std::fmt::Write;
 use std::fs;
 use std::sync::LazyLock;
 
-/// Ticks of a second in /proc: what the kernel tells programs, on every machine that this server runs on.
+/// USER_HZ: clock ticks per second in /proc, 100 on all supported platforms.
 const TICKS: f64 = 100.0;
-/// Bytes in a unit of /proc/self/status.
+/// Bytes per unit of /proc/self/status.
 const KIB: f64 = 1024.0;
 
-/// Appends what can be known; reads files of the operating system.
+/// Appends the metrics that can be read.
 pub(super) fn write(page: &mut String) {
     for (name, kind, help, value) in [
         (
@@ -64,7 +64,7 @@ pub(super) fn write(page: &mut String) {
     }
 }
 
-/// Field of /proc/self/stat, counted from 1 as proc(5) does; those behind the name, which may hold anything.
+/// A field of /proc/self/stat after the process name, numbered from 1 as in proc(5).
 fn stat(field: usize) -> Option<f64> {
     let text = fs::read_to_string("/proc/self/stat").ok()?;
     let (_, rest) = text.rsplit_once(')')?;
@@ -77,7 +77,7 @@ fn cpu_seconds() -> Option<f64> {
     Some((stat(USER)? + stat(SYSTEM)?) / TICKS)
 }
 
-/// Read once: the clock may be set, and who counts starts by it would count that.
+/// Read once: a change of the system clock must not look like a restart.
 static START: LazyLock<Option<f64>> = LazyLock::new(start_time);
 
 fn start_time() -> Option<f64> {
@@ -94,7 +94,7 @@ fn status(name: &str) -> Option<f64> {
 }
 
 fn open_files() -> Option<f64> {
-    // Without the one that reads the directory.
+    // Without the descriptor of this read.
     Some(fs::read_dir("/proc/self/fd").ok()?.count().saturating_sub(1) as f64)
 }
 

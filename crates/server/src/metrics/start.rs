@@ -1,4 +1,4 @@
-//! The page of a server that is not ready.
+//! The metrics page while the server is starting.
 
 use crate::start::StartStatus;
 use crate::status::Status;
@@ -6,7 +6,7 @@ use crate::status::Status;
 use super::catalog::{Name, START_ELAPSED, START_PROGRESS, STATUS};
 use super::{label, process};
 
-/// What there is to scrape while `model` is being started.
+/// The page while `model` is being started.
 pub(crate) fn start_page(model: &str, start: &StartStatus) -> String {
     let labels = format!("{},{}", label("model_name", model), label("engine", "0"));
     let head = |Name(text, _, help): &Name| format!("# HELP {text} {help}\n# TYPE {text} gauge\n");

@@ -2,8 +2,8 @@ use std::time::Instant;
 
 use super::PerRequest;
 
-/// The clock of one request. It goes by when the engine sent what is heard: clients that read slowly make nothing slow but
-/// themselves.
+/// Records the latencies of one request. Times are those at which the engine sent events, so that slow clients do not distort
+/// them.
 #[derive(Debug)]
 pub(crate) struct Timer {
     metrics: PerRequest,
@@ -17,7 +17,7 @@ pub(crate) struct Timer {
 }
 
 impl Timer {
-    /// Of a request that was submitted at `submitted` and admitted.
+    /// For a request that was submitted at `submitted` and accepted.
     pub(crate) fn start(
         metrics: &PerRequest,
         prompt_tokens: usize,
@@ -42,7 +42,7 @@ impl Timer {
         }
     }
 
-    /// The request got KV; called again after a preemption, which counts as running.
+    /// The request was scheduled first; calls after preemptions are ignored.
     pub(crate) fn admitted(&mut self, at: Instant) {
         if self.admitted.is_none() {
             self.admitted = Some(at);
@@ -53,7 +53,7 @@ impl Timer {
         }
     }
 
-    /// One more token.
+    /// A token was generated.
     pub(crate) fn token(&mut self, at: Instant) {
         if self.first_token.is_none() {
             self.first_token = Some(at);
@@ -68,7 +68,7 @@ impl Timer {
         self.tokens += 1;
     }
 
-    /// The request was answered with a vector.
+    /// The embedding was computed.
     pub(crate) fn pooled(&mut self, at: Instant) {
         self.metrics
             .prefill
@@ -76,11 +76,11 @@ impl Timer {
         self.finished(false, at);
     }
 
-    /// The request ended well, at its `max_tokens` or not.
+    /// The request finished; `at_length`: because of `max_tokens`.
     pub(crate) fn finished(&mut self, at_length: bool, at: Instant) {
         self.ended = true;
         if self.tokens == 0 {
-            // Nothing but its prompt was wanted.
+            // Only its prompt was scored.
             self.last_token = at;
         }
         let metrics = &self.metrics;
@@ -114,7 +114,7 @@ impl Timer {
 }
 
 impl Drop for Timer {
-    /// The client went away before the end.
+    /// An unfinished request was cancelled by its client.
     fn drop(&mut self) {
         if !self.ended {
             self.metrics.aborted.each(|counter| counter.increment(1));

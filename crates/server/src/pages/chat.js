@@ -1,4 +1,4 @@
-// The chat page: one conversation, kept in this page.
+// The chat page: one conversation, kept in memory.
 import { ApiError, Client } from "./client.js";
 import { Markdown, copyButton, element } from "./markdown.js";
 import { drawMemory } from "./memory.js";
@@ -9,7 +9,7 @@ const SAMPLING = ["temperature", "top_p", "max_tokens", "seed"];
 
 const client = new Client();
 let model = null;
-// What was said: `{ role, content, left }`; a question that got no answer is left out of later requests with it.
+// The messages: `{ role, content, left }`; a question without an answer is left out of later requests.
 let conversation = [];
 let running = null;
 
@@ -21,7 +21,7 @@ function failed(error) {
 
 function askForKey() {
   $("key-section").hidden = false;
-  $("greeting").textContent = "This server asks for an API key.";
+  $("greeting").textContent = "This server requires an API key.";
   showPanel(true);
   $("key").focus();
 }
@@ -45,7 +45,7 @@ async function loadMemory() {
   try {
     drawMemory($("memory"), await client.get("memory"));
   } catch {
-    // It is shown where it can be had; the conversation does not depend on it.
+    // Optional: the conversation does not need it.
     $("memory").hidden = true;
   }
 }
@@ -78,7 +78,7 @@ function say(content) {
   answer();
 }
 
-// One answer on its way: what has come, and how fast.
+// An answer while it is streamed, with its timings.
 class Answer {
   content = "";
   reasoning = "";
@@ -129,7 +129,7 @@ class Answer {
     this.thought.parentElement.open = false;
   }
 
-  // Once a frame, however many chunks there are.
+  // At most once per frame.
   #draw() {
     this.frame ??= requestAnimationFrame(() => this.show());
   }
@@ -161,7 +161,7 @@ class Answer {
     this.node.append(after);
   }
 
-  // Another answer in this one's place; what was said later goes with it.
+  // Regenerates this answer; later messages are removed.
   again() {
     if (running) return;
     const turns = [...$("log").children];
@@ -172,11 +172,11 @@ class Answer {
     answer();
   }
 
-  // Tokens are known from the usage; one that was stopped has none, its chunks are about as many.
+  // The usage has the number of tokens; a stopped answer has no usage, its chunks are about as many.
   speed() {
     const tokens = this.usage?.completion_tokens ?? this.chunks;
     const about = this.usage ? "" : "about ";
-    // What came in one piece took as long as its wait.
+    // A single chunk took as long as the wait for it.
     const [began, timed] = this.chunks > 1 ? [this.first, tokens - 1] : [this.begun, tokens];
     const span = this.last - began;
     $("ttft").textContent = this.first === null ? "–" : seconds(this.first - this.begun);
@@ -192,7 +192,7 @@ class Answer {
 
 async function answer() {
   const reply = new Answer();
-  // A new chat is another list: what still comes for this one does not touch it.
+  // A new chat has its own list: late chunks of this one do not touch it.
   const mine = conversation;
   running = new AbortController();
   busy(true);
@@ -207,7 +207,7 @@ async function answer() {
   busy(false);
   if (mine !== conversation) return;
   reply.end(problem);
-  // It keeps its place all the same, so that the list and the page stay in step.
+  // Kept in the list, so that list and page match.
   const left = reply.content === "";
   mine.at(-1).left = left;
   mine.push({ role: "assistant", content: reply.content, left });

@@ -1,6 +1,6 @@
-// The server's API, as the page uses it.
+// The server's API for the page.
 
-// What the server answered in place of what was asked for.
+// An error response of the server.
 export class ApiError extends Error {
   constructor(status, error = {}) {
     super(error.message ?? `The server answered with status ${status}.`);
@@ -10,7 +10,7 @@ export class ApiError extends Error {
 }
 
 export class Client {
-  // In no storage: it is gone when the page is.
+  // Not stored: it is lost when the page is closed.
   key = "";
 
   async #fetch(path, options = {}) {

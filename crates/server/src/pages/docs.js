@@ -1,4 +1,4 @@
-// The reference: openapi.json, drawn. Text of the document becomes text nodes alone.
+// The API reference, rendered from openapi.json. Its text only becomes text nodes.
 import { element } from "./markdown.js";
 
 const METHODS = ["get", "post", "put", "patch", "delete"];
@@ -9,7 +9,7 @@ const refName = (ref) => ref.split("/").at(-1);
 const resolve = (schema) => (schema?.$ref ? schemas[refName(schema.$ref)] : schema);
 const word = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
-// Descriptions use paragraphs and `code`, no more of Markdown.
+// Descriptions use only paragraphs and `code` of Markdown.
 function prose(text = "") {
   return text
     .split(/\n\n+/)
@@ -21,7 +21,7 @@ function marked(text) {
   return text.split(/`([^`]+)`/).map((part, i) => (i % 2 === 1 ? element("code", {}, part) : part));
 }
 
-// A schema's type in words; names of other schemas are links.
+// A schema's type as text; other schemas are links.
 function type(schema = {}) {
   if (schema.$ref) return [element("a", { href: `#schema-${refName(schema.$ref)}` }, refName(schema.$ref))];
   if (schema.enum) return [schema.enum.filter((value) => value !== null).map(word).join(" | ")];
@@ -50,7 +50,7 @@ function limits(schema = {}) {
     ["maxLength", "characters, at most:"],
     ["default", "default"],
   ];
-  // That a count is no negative number need not be said.
+  // Unsigned integers: a minimum of 0 is not shown.
   const said = known.filter(([name]) => schema[name] !== undefined && !(name === "minimum" && schema[name] === 0 && schema.format === undefined && schema.type !== "number"));
   return said.map(([name, words]) => `${words} ${word(schema[name])}`).join(", ");
 }
@@ -110,7 +110,7 @@ function response([status, { description, content = {} }]) {
   const words = [element("b", {}, status), " ", ...marked(description)];
   const title = element("summary", {}, ...words);
   const details = element("details", {}, title);
-  // Drawn when it is looked at: schemas are long.
+  // Rendered when opened: schemas are long.
   details.addEventListener(
     "toggle",
     () => {
@@ -167,7 +167,7 @@ function draw(api) {
   }
   $("reference").replaceChildren(...reference);
   $("list").replaceChildren(...contents);
-  // The place that the address names exists only now.
+  // The element of the address's fragment exists only now.
   if (location.hash) document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
 }
 

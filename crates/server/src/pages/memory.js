@@ -1,8 +1,8 @@
-// The device's memory as a hull: what lies in it, and the load line that was proved at start.
+// The device's memory as a ship's hull: what it holds, and the load line measured at start.
 import { element } from "./markdown.js";
 
 const KNOWN = ["weights", "kv", "arena", "staging", "graphs", "runtime", "canary"];
-const NAMES = { kv: "KV cache", peers: "other processes", arena: "step memory" };
+const NAMES = { kv: "KV cache", peers: "other processes", arena: "activations" };
 
 export function bytes(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -43,7 +43,7 @@ export function drawMemory(section, { now }) {
   );
   find("memory-total").textContent = bytes(now.total);
   find("line").style.left = share(Math.min(now.proved_peak, now.total));
-  find("line-note").textContent = `Load line: the worst steps held ${bytes(now.proved_peak)} when this size was proved.`;
+  find("line-note").textContent = `Load line: worst-case steps peaked at ${bytes(now.proved_peak)} when the KV cache size was validated.`;
   const spoken = parts.map(([name, size]) => `${label(name)} ${bytes(size)}`).join(", ");
   find("hull").setAttribute("aria-label", `Memory of the device, ${bytes(now.total)}: ${spoken}`);
   section.hidden = false;

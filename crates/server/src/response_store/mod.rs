@@ -1,4 +1,4 @@
-//! Responses that are kept, for `previous_response_id` and retrieval: in memory, bounded, each the matter of its owner alone.
+//! Stored responses, for `previous_response_id` and retrieval: in memory, bounded, visible only to their owner.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -12,18 +12,18 @@ use serde_json::{Map, Value};
 use crate::options::StoreLimits;
 use crate::wire::responses::{Item, Part, ResponseObject, Role, TextFormat, TokenLogprob, ToolChoice};
 
-/// One response with what was new when it was asked for. The turns before it live as long as it does, so that a conversation
-/// goes on although its beginning had to make room.
+/// One response with its new input items. It keeps the turns before it alive, so that a conversation can continue after its
+/// beginning was evicted.
 #[derive(Debug)]
 pub(crate) struct Turn {
     previous: Option<Arc<Turn>>,
     input: Vec<Item>,
     response: ResponseObject,
-    /// Bytes of text of `input` and of the response's output.
+    /// Bytes of text of the input and output.
     text: usize,
-    /// The same with all turns before.
+    /// Including all turns before.
     all_text: usize,
-    /// Bytes that `input` and `response` take, and who counts them: their owner and the store.
+    /// Memory of `input` and `response` in bytes, and its counters: the owner's and the store's.
     bytes: usize,
     counts: [Arc<AtomicUsize>; 2],
 }
@@ -47,7 +47,7 @@ impl Turn {
         self.input.iter().chain(&self.response.output)
     }
 
-    /// What the model was given for this response, oldest first.
+    /// All input items of this response, including earlier turns, oldest first.
     pub(crate) fn given(&self) -> Vec<&Item> {
         let turns = self.turns();
         let earlier = turns[1..].iter().rev();
@@ -61,13 +61,13 @@ impl Turn {
         items
     }
 
-    /// Bytes of text of the conversation. An item without any counts too.
+    /// Bytes of text of the conversation, with an overhead per item.
     pub(crate) fn text_bytes(&self) -> usize {
         self.all_text
     }
 
-    /// As [`Self::conversation`], with at most `most` bytes of text: the instructions that begin it, if they fit, and of the
-    /// last turns as many as do, from something that the user says on, so that no result loses its call.
+    /// The end of [`Self::conversation`] with at most `most` bytes of text: its initial system messages, if they fit, and as
+    /// many of the last turns as fit, starting with a user message so that no tool result loses its call.
     pub(crate) fn end_of_conversation(&self, most: usize) -> Vec<&Item> {
         let turns = self.turns();
         let mut left = most;
@@ -96,7 +96,7 @@ impl Drop for Turn {
         for count in &self.counts {
             count.fetch_sub(self.bytes, Ordering::Relaxed);
         }
-        // One after the other: a long conversation must not end in a deep recursion.
+        // Iteratively: dropping a long conversation recursively could overflow the stack.
         let mut previous = self.previous.take();
         while let Some(mut turn) = previous.and_then(Arc::into_inner) {
             previous = turn.previous.take();
@@ -108,21 +108,21 @@ impl Drop for Turn {
 #[derive(Debug)]
 pub(crate) struct ResponseStore {
     limits: StoreLimits,
-    /// Of all turns that live.
+    /// Bytes of all live turns.
     bytes: Arc<AtomicUsize>,
     owners: Mutex<HashMap<TenantId, Owned>>,
 }
 
-/// What is kept for one owner.
+/// The responses of one owner.
 #[derive(Debug, Default)]
 struct Owned {
-    /// Of the owner's turns that live.
+    /// Bytes of the owner's live turns.
     bytes: Arc<AtomicUsize>,
     /// By age.
     turns: BTreeMap<u64, Arc<Turn>>,
     /// Age of each response.
     ages: HashMap<String, u64>,
-    /// Age of the response to which each item belongs, as input or output.
+    /// Age of the response that has the item as input or output.
     items: HashMap<String, u64>,
     next: u64,
 }
@@ -136,12 +136,12 @@ impl ResponseStore {
         }
     }
 
-    /// Whether anything can be kept at all.
+    /// Whether anything can be stored.
     pub(crate) fn is_enabled(&self) -> bool {
         self.limits.responses > 0
     }
 
-    /// Keeps a response. The oldest of the owner that holds the most make room.
+    /// Stores a response. If needed, evicts the oldest ones of the owner that holds the most.
     pub(crate) fn keep(
         &self,
         owner: TenantId,
@@ -186,14 +186,14 @@ impl ResponseStore {
         }
     }
 
-    /// The response of this id, if it is kept and the owner's.
+    /// The owner's response with this id.
     pub(crate) fn get(&self, owner: TenantId, id: &str) -> Option<Arc<Turn>> {
         let owners = self.lock();
         let owned = owners.get(&owner)?;
         owned.turns.get(owned.ages.get(id)?).cloned()
     }
 
-    /// Forgets a response; false where there was none. Responses that continue it still know what was said.
+    /// Deletes a response; false if there was none. Responses that continue it keep its text.
     pub(crate) fn delete(&self, owner: TenantId, id: &str) -> bool {
         let mut owners = self.lock();
         let Some(owned) = owners.get_mut(&owner) else {
@@ -203,7 +203,7 @@ impl ResponseStore {
         age.is_some_and(|age| owned.remove(age))
     }
 
-    /// An item of a response that is kept and the owner's.
+    /// An item of one of the owner's responses.
     pub(crate) fn item(&self, owner: TenantId, id: &str) -> Option<Item> {
         let owners = self.lock();
         let owned = owners.get(&owner)?;
@@ -211,7 +211,7 @@ impl ResponseStore {
         turn.items().find(|item| item.id() == id).cloned()
     }
 
-    /// What a client may want to know when something is not there.
+    /// The limits, for error messages.
     pub(crate) fn limits(&self) -> StoreLimits {
         self.limits
     }
@@ -225,7 +225,7 @@ impl Owned {
     fn add(&mut self, turn: Arc<Turn>) {
         let age = self.next;
         self.next += 1;
-        // Clients choose ids of input: none of them takes the place of what is there.
+        // Clients choose the ids of input items: they must not replace existing ones.
         for item in turn.items() {
             self.items.entry(item.id().to_owned()).or_insert(age);
         }
@@ -255,7 +255,7 @@ impl Owned {
     }
 }
 
-/// Bytes of text that a model would read of items. Each counts a few for what a template writes around it.
+/// Bytes of text of items in the prompt, with an overhead per item for the template's markup.
 fn text_of<'a>(items: impl IntoIterator<Item = &'a Item>) -> usize {
     const AROUND: usize = 16;
     let texts = items.into_iter().map(|item| {
@@ -270,12 +270,12 @@ fn text_of<'a>(items: impl IntoIterator<Item = &'a Item>) -> usize {
     texts.sum()
 }
 
-/// What one allocation takes beside its content, about.
+/// Approximate overhead of an allocation.
 const ALLOCATION: usize = 16;
-/// What the index of items takes for each beside its id.
+/// Overhead of the index per item, without its id.
 const INDEX_ENTRY: usize = 64;
 
-/// Bytes that items take beside their text, about.
+/// Approximate bytes of items without their text.
 fn items_cost(items: &[Item]) -> usize {
     let costs = items.iter().map(|item| {
         let parts = match item {
@@ -288,7 +288,7 @@ fn items_cost(items: &[Item]) -> usize {
     costs.sum()
 }
 
-/// Beside its text.
+/// Without its text.
 fn part_cost(part: &Part) -> usize {
     const TOKEN: usize = size_of::<TokenLogprob>() + 2 * ALLOCATION;
     let logprobs: usize = match part {
@@ -298,7 +298,7 @@ fn part_cost(part: &Part) -> usize {
     size_of::<Part>() + ALLOCATION + TOKEN * logprobs
 }
 
-/// Bytes that a response takes, about.
+/// Approximate bytes of a response.
 fn response_cost(response: &ResponseObject) -> usize {
     let schema = match &response.text.format {
         Some(TextFormat::JsonSchema { schema, .. }) => value_cost(schema),
@@ -310,11 +310,11 @@ fn response_cost(response: &ResponseObject) -> usize {
     };
     let tools: usize = response.tools.iter().map(value_cost).sum();
     let values = schema + choice + tools + map_cost(&response.metadata);
-    // The rest is text, which the JSON holds too.
+    // The remaining fields are text, measured by their JSON.
     values + items_cost(&response.output) + json_bytes(response)
 }
 
-/// Bytes that a value takes: many times those of its JSON where it holds small ones.
+/// Bytes of a JSON value in memory: small values take many times their JSON.
 fn value_cost(value: &Value) -> usize {
     let inside = match value {
         Value::String(text) => ALLOCATION + text.capacity(),
@@ -329,7 +329,7 @@ fn value_cost(value: &Value) -> usize {
 }
 
 fn map_cost(map: &Map<String, Value>) -> usize {
-    // A hash, a name, and a place in a table that is half empty.
+    // Hash, key, and a slot in a half-empty table.
     const ENTRY: usize = size_of::<u64>() + size_of::<String>() + ALLOCATION + 4 * size_of::<usize>();
     let entries = map
         .iter()
@@ -353,7 +353,7 @@ fn json_bytes(value: &impl serde::Serialize) -> usize {
     }
 
     let mut count = Count(0);
-    // What was sent over the wire is JSON; counting cannot fail.
+    // Serializing these types cannot fail.
     serde_json::to_writer(&mut count, value).map_or(usize::MAX, |()| count.0)
 }
 

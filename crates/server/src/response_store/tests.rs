@@ -5,7 +5,7 @@ use crate::wire::responses::{
     ItemStatus, MessageItem, ReasoningConfig, ResponseStatus, TextConfig, ToolMode, Truncation,
 };
 
-/// A message of the user's.
+/// A user message.
 fn message(id: &str, text: &str) -> Item {
     Item::Message(MessageItem {
         id: id.to_owned(),
@@ -158,7 +158,7 @@ fn owners_do_not_see_each_other() {
         assert!(!store.delete(other, "a"));
     }
     assert!(store.get(owner, "a").is_some());
-    // An id that both chose is each one's own, and the first that an owner gave it to keeps it.
+    // Owners do not share ids; for one owner the first item with an id keeps it.
     let keep = |owner, id: &str, text: &str| {
         store.keep(owner, None, vec![message("in", text)], response(id, text));
     };

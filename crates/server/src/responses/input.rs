@@ -1,4 +1,4 @@
-//! From the items that a client sends to those that are kept, and from there to the conversation that the model reads.
+//! Converts input items to stored items, and those to the conversation for the model.
 
 use serde_json::Value;
 
@@ -17,7 +17,7 @@ use crate::wire::responses::{
 /// The request field.
 pub(crate) const INPUT: &str = "input";
 
-/// The items of an input; `find` looks up those that are only referred to.
+/// The items of an input; `find` looks up item references.
 pub(crate) fn items(input: Input, find: impl Fn(&str) -> Option<Item>) -> Result<Vec<Item>, ApiError> {
     let values = match input {
         Input::Text(text) => {
@@ -85,7 +85,7 @@ fn parsed(value: Value, field: &str) -> Result<InputItem, ApiError> {
             let field = format!("{field}.type");
             return Err(ApiError::invalid(&field, format!("`{field}` must be a string")));
         }
-        // Both may leave it out.
+        // Both may omit `type`.
         None if object.contains_key("role") => "message",
         None => "item_reference",
     };
@@ -126,7 +126,7 @@ fn part(role: Role, text: String) -> Part {
     }
 }
 
-/// Lets the model read the items, oldest first.
+/// Adds items to the transcript, oldest first.
 pub(crate) fn read<'a>(
     transcript: &mut Transcript,
     items: impl IntoIterator<Item = &'a Item>,
@@ -155,7 +155,7 @@ pub(crate) fn read<'a>(
                     return Err(ApiError::invalid(INPUT, message));
                 }
             }
-            // What another server sealed cannot be read, and is left out.
+            // Another server's encrypted content cannot be read and is ignored.
             Item::Reasoning(reasoning) => {
                 for part in &reasoning.content {
                     transcript.reasoning(&part.text);

@@ -1,5 +1,4 @@
-//! `/v1/responses`: OpenAI's Responses API. `input` and `tools` read a request, `writer` writes the response and its events,
-//! `response_store` keeps it.
+//! `/v1/responses`: OpenAI's Responses API.
 
 mod input;
 mod request;
@@ -35,9 +34,9 @@ use crate::wire::responses::{
 use request::Asked;
 use writer::{Keep, Writer};
 
-/// Items of a page, unless the client says.
+/// Default number of items of a page.
 const PAGE: usize = 20;
-/// Most items of a page.
+/// Maximum number of items of a page.
 const MAX_PAGE: usize = 100;
 
 /// The routes.
@@ -73,7 +72,7 @@ async fn create(
     Body(request): Body<ResponsesRequest>,
 ) -> Result<Response, ApiError> {
     let streamed = request.common.stream;
-    let asked = understood(&state, &context, request).await?;
+    let asked = parse_request(&state, &context, request).await?;
     let answers = conversation::open(&state, &context, asked.conversation).await?;
     let keep = asked.response.store.then(|| Keep {
         state: state.clone(),
@@ -94,8 +93,8 @@ async fn create(
     Ok(Json(writer.into_response()).into_response())
 }
 
-/// What a request asks for. There is room for the text of the conversation that it continues as long as it is answered.
-async fn understood(
+/// Parses a request, with memory reserved for the text of the conversation that it continues.
+async fn parse_request(
     state: &AppState,
     context: &Context,
     request: ResponsesRequest,
@@ -104,10 +103,10 @@ async fn understood(
     let previous = request::previous(state, owner, &request)?;
     if let Some(turn) = &previous {
         let bytes = turn.text_bytes().min(state.longest_text());
-        context.hold(state.text_room().take(bytes).await?);
+        context.hold(state.request_memory().reserve(bytes).await?);
     }
     let state = state.clone();
-    blocking(move || request::understand(&state, owner, previous, request)).await
+    blocking(move || request::parse(&state, owner, previous, request)).await
 }
 
 /// Tokens of a response
@@ -122,7 +121,7 @@ async fn count(
     Extension(context): Extension<Context>,
     Body(request): Body<ResponsesRequest>,
 ) -> Result<Json<InputTokens>, ApiError> {
-    let asked = understood(&state, &context, request).await?.conversation;
+    let asked = parse_request(&state, &context, request).await?.conversation;
     let input_tokens = conversation::count(&state, asked.prompt, asked.fit, asked.max_tokens).await?;
     Ok(Json(InputTokens {
         object: "response.input_tokens",
@@ -145,7 +144,7 @@ async fn retrieve(
     Path(id): Path<String>,
     RawQuery(query): RawQuery,
 ) -> Result<Response, ApiError> {
-    // `include` asks for what is there already; `stream` for events that are over.
+    // `include` has no effect here; `stream` would replay past events.
     for parameter in ["stream", "starting_after"] {
         let asked = query.iter().flat_map(|query| query.split('&'));
         let mut pairs = asked.map(|pair| pair.split_once('=').unwrap_or((pair, "")));
@@ -160,11 +159,11 @@ async fn retrieve(
     blocking(move || Ok(Json(turn.response()).into_response())).await
 }
 
-/// Forget a response
+/// Delete a response
 #[utoipa::path(
     delete, path = "/v1/responses/{id}", operation_id = "deleteResponse", tag = "Generation", params(("id" = String, Path, description = "The response's.")),
     responses(
-        (status = 200, description = "It is forgotten.", body = DeletedResponse),
+        (status = 200, description = "It is deleted.", body = DeletedResponse),
         (status = 404, description = "It is not stored.", body = ErrorBody),
     )
 )]
@@ -190,7 +189,7 @@ async fn delete(
     post, path = "/v1/responses/{id}/cancel", operation_id = "cancelResponse", tag = "Generation",
     params(("id" = String, Path, description = "The response's.")),
     responses(
-        (status = 400, description = "It is no background response.", body = ErrorBody),
+        (status = 400, description = "It is not a background response.", body = ErrorBody),
         (status = 404, description = "It is not stored.", body = ErrorBody),
     )
 )]
@@ -205,9 +204,9 @@ async fn cancel(
     Err(ApiError::bad_request(message))
 }
 
-/// What a response was made from
+/// Input items of a response
 ///
-/// All items the model was given, earlier turns of the conversation included.
+/// All items that the model read, including earlier turns of the conversation.
 #[utoipa::path(
     get, path = "/v1/responses/{id}/input_items", operation_id = "listInputItems", tag = "Generation",
     params(("id" = String, Path, description = "The response's."), ItemsQuery),
@@ -228,7 +227,7 @@ async fn input_items(
     page(turn.given(), &query).map(Json)
 }
 
-/// Reads a query. Lists come as names that repeat, which no struct takes; the one there is asks for nothing.
+/// Parses a query without `include`, a repeated parameter that serde cannot parse and that has no effect here.
 fn items_query(query: &str) -> Result<ItemsQuery, ApiError> {
     let is_include = |pair: &&str| {
         let name = pair.split('=').next().unwrap_or_default();
@@ -243,7 +242,7 @@ fn items_query(query: &str) -> Result<ItemsQuery, ApiError> {
     Ok(query)
 }
 
-/// A part of a list of items, which are given oldest first.
+/// A page of a list of items; `items` are oldest first.
 fn page(mut items: Vec<&Item>, query: &ItemsQuery) -> Result<ItemList, ApiError> {
     let limit = query.limit.unwrap_or(PAGE);
     if !(1..=MAX_PAGE).contains(&limit) {
@@ -276,12 +275,12 @@ fn turn(state: &AppState, context: &Context, id: &str) -> Result<Arc<Turn>, ApiE
     turn.ok_or_else(|| not_stored(state, format!("response `{id}`"), None))
 }
 
-/// What is not there, and why that may be.
+/// The error for something that is not stored, with the possible reasons.
 fn not_stored(state: &AppState, what: String, param: Option<&'static str>) -> ApiError {
     let limits = state.responses().limits();
     let message = format!(
-        "{what} is not stored: it does not exist, was made with store = false or was deleted, or had to make room \
-         (this server keeps the last {} responses, up to {} bytes of them, until it ends)",
+        "{what} is not stored: it does not exist, was created with store = false, was deleted or was evicted \
+         (this server keeps the last {} responses, up to {} bytes, in memory)",
         limits.responses, limits.bytes
     );
     ApiError::NotStored { message, param }

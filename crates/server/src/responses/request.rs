@@ -1,4 +1,4 @@
-//! What a request asks for: a conversation for the model, and a response that is still to be written.
+//! Converts a request to a conversation and an empty response.
 
 use std::sync::Arc;
 
@@ -23,24 +23,24 @@ use crate::wire::responses::{
     TextFormat, ToolChoice, ToolMode, Truncation,
 };
 
-/// A request that was understood.
+/// A parsed request.
 pub(super) struct Asked {
     pub(super) conversation: Conversation,
     /// Without output.
     pub(super) response: ResponseObject,
     pub(super) functions: Functions,
     pub(super) shown: Shown,
-    /// What is new.
+    /// New input items.
     pub(super) input: Vec<Item>,
-    /// What it continues.
+    /// The response it continues.
     pub(super) previous: Option<Arc<Turn>>,
 }
 
-/// `include` adds log probabilities.
+/// `include` value for log-probabilities.
 const LOGPROBS: &str = "message.output_text.logprobs";
-/// `include` adds reasoning in a form to send back.
+/// `include` value for reasoning that can be sent back.
 const SEALED: &str = "reasoning.encrypted_content";
-/// What else `include` may name: it belongs to tools and images, so that there is nothing to add.
+/// Other known `include` values: for built-in tools and images, which this server does not have; no effect.
 const NOT_HERE: [&str; 6] = [
     "file_search_call.results",
     "web_search_call.results",
@@ -50,10 +50,10 @@ const NOT_HERE: [&str; 6] = [
     "code_interpreter_call.outputs",
 ];
 
-/// Most pairs of metadata, and the most characters of a key and of a value: OpenAI's limits.
+/// Maximum number of metadata pairs, characters of a key and of a value: OpenAI's limits.
 const MAX_METADATA: (usize, usize, usize) = (16, 64, 512);
 
-/// What the request continues.
+/// The response that the request continues.
 pub(super) fn previous(
     state: &AppState,
     owner: TenantId,
@@ -72,8 +72,8 @@ pub(super) fn previous(
     })
 }
 
-/// What the model reads of the conversation that is continued. What can never fit is not even read: a small request must not
-/// make the server retell all that it keeps.
+/// Items of the continued conversation for the prompt. A conversation that can never fit is not rendered: a small request must
+/// not cause the work for megabytes of stored text.
 fn earlier<'a>(
     state: &AppState,
     previous: Option<&'a Turn>,
@@ -91,7 +91,7 @@ fn earlier<'a>(
             Err(ApiError::ContextLength {
                 message: format!(
                     "the conversation of previous_response_id has {bytes} bytes, more than the {limit} tokens of this \
-                     server's maximum context length can hold: set truncation = auto, or begin anew"
+                     server's maximum context length can hold: set truncation = auto, or start a new conversation"
                 ),
                 param: "previous_response_id",
                 prompt: bytes.div_ceil(most.max(1)).saturating_mul(limit),
@@ -102,7 +102,7 @@ fn earlier<'a>(
 }
 
 /// May take long: for the blocking pool.
-pub(super) fn understand(
+pub(super) fn parse(
     state: &AppState,
     owner: TenantId,
     previous: Option<Arc<Turn>>,
@@ -171,7 +171,7 @@ pub(super) fn understand(
     })
 }
 
-/// The response to a request, before it has any output.
+/// The response, before it has any output.
 fn begin(
     state: &AppState,
     common: &Common,
@@ -229,7 +229,7 @@ fn shown(own: &ResponsesFields) -> Result<Shown, ApiError> {
                 let field = format!("include[{i}]");
                 return Err(ApiError::invalid(
                     &field,
-                    format!("`{field}`: there is no `{name}`"),
+                    format!("`{field}`: unknown value `{name}`"),
                 ));
             }
         }
@@ -241,7 +241,7 @@ fn shown(own: &ResponsesFields) -> Result<Shown, ApiError> {
     Ok(shown)
 }
 
-/// What the text must be.
+/// The grammar of the text.
 fn structure(text: &TextConfig) -> Option<Requested> {
     let (field, spec) = match text.format.clone()? {
         TextFormat::Text {} => return None,
@@ -266,7 +266,7 @@ fn check_metadata(metadata: &Map<String, Value>) -> Result<(), ApiError> {
         return Ok(());
     }
     let message = format!(
-        "metadata takes up to {pairs} strings of up to {value} characters, under names of up to {key} characters"
+        "metadata may have up to {pairs} string values of up to {value} characters, with keys of up to {key} characters"
     );
     Err(ApiError::invalid("metadata", message))
 }
@@ -281,7 +281,7 @@ fn check_text(text: &TextConfig) -> Result<(), ApiError> {
 }
 
 fn check_reasoning(reasoning: &ReasoningConfig) -> Result<(), ApiError> {
-    const SUMMARY: &str = "only `auto` is; the reasoning itself is in the answer";
+    const SUMMARY: &str = "only `auto` is; the response has the full reasoning";
     for (field, value, word, hint) in [
         ("reasoning.summary", &reasoning.summary, "auto", SUMMARY),
         (
@@ -303,7 +303,7 @@ fn check_reasoning(reasoning: &ReasoningConfig) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Refuses all but one word.
+/// Refuses all values but one.
 fn only(field: &str, value: Option<&str>, word: &str, hint: &'static str) -> Result<(), ApiError> {
     match value {
         Some(value) if value != word => Err(ApiError::unsupported(format!("{field} = {value}"), hint)),

@@ -8,7 +8,7 @@ use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
 use crate::respond::testing::events;
-use crate::respond::{Wording, Written};
+use crate::respond::{EventFormat, SseEvent};
 use crate::response_store::tests::empty;
 use crate::wire::common::Usage;
 
@@ -32,7 +32,7 @@ fn update(deltas: Vec<Delta>, end: Option<EndReason>) -> Update {
 }
 
 /// Name and data of each event, without ids and without what the response says of the request.
-fn told(written: Vec<Written>) -> Vec<String> {
+fn told(written: Vec<SseEvent>) -> Vec<String> {
     let events = events(written);
     events
         .into_iter()
@@ -59,7 +59,7 @@ fn a_response_is_told_in_openais_order() {
         logprobs: false,
         sealed_reasoning: true,
     });
-    let mut written = Wording::begin(&mut writer);
+    let mut written = EventFormat::begin(&mut writer);
     for deltas in [
         vec![Delta::Reasoning("Let".into())],
         vec![Delta::Reasoning(" me".into()), Delta::Content("Hi".into())],
@@ -73,10 +73,10 @@ fn a_response_is_told_in_openais_order() {
             fragment: "{}".into(),
         }],
     ] {
-        written.extend(writer.word(update(deltas, None)));
+        written.extend(writer.item(update(deltas, None)));
     }
-    written.extend(writer.word(update(Vec::new(), Some(EndReason::ToolCalls))));
-    written.extend(Wording::end(&mut writer));
+    written.extend(writer.item(update(Vec::new(), Some(EndReason::ToolCalls))));
+    written.extend(EventFormat::end(&mut writer));
 
     let numbers: Vec<_> = events(
         written
@@ -178,7 +178,7 @@ fn the_end_says_what_is_missing() {
 #[test]
 fn a_failure_is_the_last_event() {
     let mut writer = writer(Shown::default());
-    writer.word(update(vec![Delta::Content("Hi".into())], None));
+    writer.item(update(vec![Delta::Content("Hi".into())], None));
     let events = events(writer.fail(ApiError::Internal("broken".into())));
     let (name, data) = events.last().unwrap();
     assert_eq!(name, "response.failed");

@@ -1,4 +1,4 @@
-//! The functions of a response: the model knows them by one flat name each.
+//! The functions of a response. The model knows each by one flat name.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,14 +11,14 @@ use crate::wire::responses::{
     self as wire, AllowedTools, FunctionTool, NamedTool, ToolChoice, ToolChoiceObject,
 };
 
-/// The functions that were offered, and what a client calls them.
+/// The offered functions, and the client's names for them.
 #[derive(Debug, Default)]
 pub(crate) struct Functions {
-    /// Namespace and name of those in a namespace, by the name that the model knows.
+    /// Namespace and name of namespaced functions, by flat name.
     spaces: HashMap<String, (String, String)>,
 }
 
-/// The name by which the model knows a function.
+/// The flat name of a function.
 pub(crate) fn flat_name(namespace: Option<&str>, name: &str) -> String {
     match namespace {
         Some(namespace) => format!("{namespace}__{name}"),
@@ -27,7 +27,7 @@ pub(crate) fn flat_name(namespace: Option<&str>, name: &str) -> String {
 }
 
 impl Functions {
-    /// The request's functions, and those of them that the model is given.
+    /// Parses the request's functions and the tools for the model.
     pub(crate) fn new(
         tools: &[Value],
         choice: Option<&ToolChoice>,
@@ -45,7 +45,7 @@ impl Functions {
         Ok((functions, Tools::new(list, choice, parallel)?))
     }
 
-    /// Namespace and name of the function that the model calls.
+    /// Namespace and name of a function by its flat name.
     pub(crate) fn named(&self, called: String) -> (Option<String>, String) {
         match self.spaces.get(&called) {
             Some((namespace, name)) => (Some(namespace.clone()), name.clone()),
@@ -89,7 +89,7 @@ fn parsed(tool: &Value, field: &str) -> Result<wire::Tool, ApiError> {
 fn unsupported(kind: &str, field: &str) -> ApiError {
     ApiError::unsupported(
         format!("{field}.type = {kind}"),
-        "only tools of the types `function` and `namespace` are; switch it off in the client",
+        "only the types `function` and `namespace` are; disable this tool in the client",
     )
 }
 
@@ -105,7 +105,7 @@ fn function(tool: FunctionTool, namespace: Option<&str>, field: &str) -> Result<
     .map_err(|message| ApiError::invalid(format!("{field}.name"), format!("{field}: {message}")))
 }
 
-/// The choice, and the names of the functions it leaves if it names some.
+/// The choice, and the allowed functions if it lists some.
 fn choice(choice: Option<&ToolChoice>) -> Result<(Chosen, Option<HashSet<String>>), ApiError> {
     let flat = |tool: &NamedTool| match tool.r#type.as_str() {
         "function" => Ok(flat_name(tool.namespace.as_deref(), &tool.name)),

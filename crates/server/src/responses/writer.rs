@@ -1,4 +1,4 @@
-//! Writes a response while it is generated, and tells of it in events, if anybody wants them.
+//! Builds a response while it is generated, and its stream of events.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::tools::Functions;
 use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
-use crate::respond::{Wording, Written, fresh_id, named};
+use crate::respond::{EventFormat, SseEvent, fresh_id, named};
 use crate::response_store::Turn;
 use crate::scores;
 use crate::sealed;
@@ -22,14 +22,14 @@ use crate::wire::responses::{
     ResponseStatus, ResponseUsage, Role, TokenLogprob,
 };
 
-/// A response in the making.
+/// A response that is being built.
 pub(crate) struct Writer {
     response: ResponseObject,
     functions: Functions,
     tokenizer: Tokenizer,
     shown: Shown,
     keep: Option<Keep>,
-    /// The last item of the output is being written.
+    /// The last item of the output is not complete.
     open: bool,
     log: Log,
 }
@@ -37,13 +37,13 @@ pub(crate) struct Writer {
 /// What `include` adds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Shown {
-    /// Log probabilities of the text's tokens.
+    /// Log-probabilities of the text's tokens.
     pub(crate) logprobs: bool,
     /// Reasoning also as `encrypted_content`.
     pub(crate) sealed_reasoning: bool,
 }
 
-/// Where the response goes once it has ended.
+/// Where the response is stored when complete.
 pub(crate) struct Keep {
     pub(crate) state: AppState,
     pub(crate) owner: TenantId,
@@ -51,11 +51,11 @@ pub(crate) struct Keep {
     pub(crate) input: Vec<Item>,
 }
 
-/// Events that were not yet sent.
+/// Events that were not sent yet.
 struct Log {
     sequence: u64,
-    /// `None` where nobody listens.
-    events: Option<Vec<Written>>,
+    /// `None` without streaming.
+    events: Option<Vec<SseEvent>>,
 }
 
 impl Log {
@@ -71,13 +71,13 @@ impl Log {
         }
     }
 
-    fn take(&mut self) -> Vec<Written> {
+    fn take(&mut self) -> Vec<SseEvent> {
         self.events.as_mut().map(std::mem::take).unwrap_or_default()
     }
 }
 
 impl Writer {
-    /// Begins with a response that has no output. `streamed`: somebody wants the events.
+    /// Starts from a response without output. `streamed`: record events.
     pub(crate) fn new(
         response: ResponseObject,
         functions: Functions,
@@ -99,24 +99,24 @@ impl Writer {
         }
     }
 
-    /// The response shall be kept once it has ended.
+    /// Stores the response when complete.
     pub(crate) fn keep(mut self, keep: Option<Keep>) -> Self {
         self.keep = keep;
         self
     }
 
-    /// The response as far as it is written.
+    /// The response so far.
     pub(crate) fn into_response(self) -> ResponseObject {
         self.response
     }
 
-    /// Writes what the answer gained.
+    /// Adds an update.
     pub(crate) fn write(&mut self, update: Update) {
         let mut logprobs = update.logprobs;
         for delta in update.deltas {
             match delta {
                 Delta::Reasoning(text) => self.reason(&text),
-                // Markup and reasoning have log probabilities too; shown are those that came with the text.
+                // Markup and reasoning have log-probabilities too; only those of the text are reported.
                 Delta::Content(text) => self.say(&text, std::mem::take(&mut logprobs)),
                 Delta::ToolCall { id, name, .. } => self.call(id, name),
                 Delta::ToolArguments { fragment, .. } => self.argue(&fragment),
@@ -228,7 +228,7 @@ impl Writer {
         }
     }
 
-    /// A new item, after the one before is done.
+    /// Ends the current item and starts a new one.
     fn start(&mut self, item: Item) {
         self.close(ItemStatus::Completed);
         let payload = Payload::Item {
@@ -240,7 +240,7 @@ impl Writer {
         self.open = true;
     }
 
-    /// The item that is being written is done.
+    /// Ends the current item.
     fn close(&mut self, status: ItemStatus) {
         if !std::mem::replace(&mut self.open, false) {
             return;
@@ -336,10 +336,10 @@ impl Writer {
     }
 }
 
-impl Wording for Writer {
+impl EventFormat for Writer {
     type Item = Update;
 
-    fn begin(&mut self) -> Vec<Written> {
+    fn begin(&mut self) -> Vec<SseEvent> {
         for event in ["response.created", "response.in_progress"] {
             let response = &self.response;
             self.log.tell(event, Payload::Response { response });
@@ -347,18 +347,18 @@ impl Wording for Writer {
         self.log.take()
     }
 
-    fn word(&mut self, update: Update) -> Vec<Written> {
+    fn item(&mut self, update: Update) -> Vec<SseEvent> {
         self.write(update);
         self.log.take()
     }
 
-    /// The last event told all.
-    fn end(&mut self) -> Vec<Written> {
+    /// The last event was already sent.
+    fn end(&mut self) -> Vec<SseEvent> {
         Vec::new()
     }
 
-    fn fail(&mut self, error: ApiError) -> Vec<Written> {
-        // Nothing can go on from it.
+    fn fail(&mut self, error: ApiError) -> Vec<SseEvent> {
+        // Failed responses are not stored: they cannot be continued.
         self.keep = None;
         self.close(ItemStatus::Incomplete);
         self.response.status = ResponseStatus::Failed;

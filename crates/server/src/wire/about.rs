@@ -1,4 +1,4 @@
-//! What the server says about itself.
+//! Responses about the server: models, health, memory.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -22,47 +22,47 @@ pub(crate) struct ModelCard<'a> {
     /// When the server started, in seconds since 1970.
     pub(crate) created: u64,
     pub(crate) owned_by: &'static str,
-    /// The name that answers carry.
+    /// The name in responses.
     pub(crate) root: &'a str,
     /// Always `null`: there are no adapters.
     pub(crate) parent: Option<&'a str>,
-    /// Most tokens of prompt and answer together.
+    /// Maximum tokens of prompt and answer together.
     pub(crate) max_model_len: usize,
 }
 
-/// How the engine is.
+/// The engine's health.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct HealthReport<'a> {
-    /// Of `/health`: `ok` or `dead`. Of `/ready`: `ready`, or why not.
+    /// In `/health`: `ok` or `dead`. In `/ready`: `ready`, or why not.
     pub(crate) status: &'a str,
-    /// Since the last step ended; `null` before the first.
+    /// Time since the last step ended; `null` before the first.
     pub(crate) last_step_age_seconds: Option<f64>,
-    /// Since the step that is being computed began.
+    /// Time since the current step began.
     pub(crate) step_in_progress_seconds: Option<f64>,
-    /// For how long there has been work and no step has ended, or a state that is built again has not come further.
+    /// How long there has been work without a completed step, or a rebuild without progress.
     pub(crate) stalled_seconds: Option<f64>,
-    /// Steps that failed since the last that ended well.
+    /// Steps that failed since the last successful one.
     pub(crate) failures_in_a_row: u64,
-    /// What the last failed step said.
+    /// The error of the last failed step.
     pub(crate) last_error: Option<&'a str>,
-    /// Why requests are not accepted, while memory is lacking.
+    /// Why requests are not accepted after an out-of-memory error.
     pub(crate) reason: Option<&'a str>,
 }
 
-/// How far a start is.
+/// Progress of a start.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct StartReport {
     /// `starting`.
     pub(crate) status: &'static str,
     /// `resolve`, `download`, `device`, `weights`, `probe`, `rebuild`, `capture`, `validate` or `engine`.
     pub(crate) phase: &'static str,
-    /// How far the phase is, in words.
+    /// Progress within the phase, as text.
     pub(crate) detail: Option<String>,
-    /// What part of the start is done; it never falls.
+    /// Completed part of the start; never decreases.
     #[schema(minimum = 0, maximum = 100)]
     pub(crate) percent: f64,
     pub(crate) elapsed_seconds: f64,
-    /// How long it will still take; `null` while that is unknown.
+    /// Estimated remaining time; `null` while unknown.
     pub(crate) estimated_seconds: Option<f64>,
 }
 
@@ -74,18 +74,18 @@ pub(crate) enum NotReady<'a> {
     Engine(HealthReport<'a>),
 }
 
-/// What a drain waits for.
+/// Requests that a drain waits for.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct DrainReport {
     /// `draining`.
     pub(crate) status: &'static str,
-    /// Requests admitted and not yet ended.
+    /// Requests that were accepted and have not ended.
     pub(crate) requests_in_flight: usize,
-    /// Of these, how many run.
+    /// Of these, how many are running.
     pub(crate) requests_running: usize,
-    /// Of these, how many wait for their turn.
+    /// Of these, how many are queued.
     pub(crate) requests_waiting: usize,
-    /// After so many seconds what is left is failed.
+    /// Seconds after which remaining requests are failed.
     pub(crate) timeout_seconds: f64,
 }
 
@@ -95,15 +95,15 @@ pub(crate) struct Version {
     pub(crate) version: &'static str,
 }
 
-/// What the device's memory holds; all sizes are bytes.
+/// The device's memory; all sizes are bytes.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MemoryReport {
     /// The report of the auto-profile, as `--profile-report` writes it.
     pub(crate) profile: Value,
     pub(crate) now: MemoryNow,
-    /// 0, or memory was taken that no proof covers.
+    /// Device allocations since the server became ready; expected to be 0.
     pub(crate) device_allocs_after_ready: u64,
-    /// How often steps held more than was proved.
+    /// Number of steps that exceeded the validated peak.
     pub(crate) high_water_above_proof: u64,
     pub(crate) rebuilds: Rebuilds,
     /// The last step that ran out of memory.
@@ -113,39 +113,39 @@ pub(crate) struct MemoryReport {
 /// The device's meters, in bytes.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MemoryNow {
-    /// What the device has.
+    /// Capacity of the device.
     pub(crate) total: u64,
-    /// What anybody could still take.
+    /// Free memory.
     pub(crate) free: u64,
-    /// What this server took.
+    /// Memory held by this server.
     pub(crate) reserved: u64,
-    /// What of that is in use.
+    /// Of that, in use.
     pub(crate) used: u64,
     pub(crate) reserved_high: u64,
     pub(crate) used_high: u64,
-    /// The most that the worst steps held when the size was proved.
+    /// Peak of the worst-case steps when the KV cache size was validated.
     pub(crate) proved_peak: u64,
     /// Reserved and not in use.
     pub(crate) fragmentation: u64,
-    /// What is left before memory runs out.
+    /// Memory that the server could still allocate.
     pub(crate) headroom: u64,
-    /// What other processes hold.
+    /// Memory of other processes.
     pub(crate) peers: u64,
-    /// What this server took, by purpose.
+    /// Memory held by this server, by component.
     #[schema(value_type = std::collections::BTreeMap<String, u64>)]
     pub(crate) components: Map<String, Value>,
 }
 
-/// How often the engine's state was built again.
+/// How often the engine's state was rebuilt.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Rebuilds {
-    /// Because memory had run out.
+    /// After an out-of-memory error.
     pub(crate) oom: u64,
-    /// Because the server was woken.
+    /// After a sleep.
     pub(crate) wake: u64,
 }
 
-/// Which step ran out of memory, and who had it.
+/// The step that ran out of memory, and the memory at that time.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct LastOom {
     pub(crate) step: OomStep,
@@ -166,7 +166,7 @@ pub(crate) struct OomStep {
     pub(crate) rows: usize,
     pub(crate) tokens: usize,
     pub(crate) longest_context: usize,
-    /// Kinds of sampling: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`.
+    /// Sampling features in use: `greedy`, `random`, `top`, `penalties`, `bias`, `logprobs`.
     pub(crate) sampling: Vec<&'static str>,
 }
 
@@ -181,10 +181,10 @@ pub(crate) struct SleepState {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct SleepQuery {
-    /// Only 1: all memory but the weights is given back.
+    /// Only 1: all memory but the weights is released.
     #[param(minimum = 1, maximum = 1)]
     pub(crate) level: Option<u32>,
-    /// Seconds that running requests are waited for.
+    /// Seconds to wait for running requests.
     #[param(minimum = 0)]
     pub(crate) timeout: Option<f64>,
 }

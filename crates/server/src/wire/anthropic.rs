@@ -19,7 +19,7 @@ pub(crate) struct MessagesRequest {
     pub(crate) own: MessagesFields,
 }
 
-/// `POST /v1/messages/count_tokens`: clients count what they are about to send, whole.
+/// `POST /v1/messages/count_tokens`: takes all fields of a message request.
 #[derive(Debug)]
 pub(crate) struct CountRequest {
     pub(crate) model: Option<String>,
@@ -29,25 +29,25 @@ pub(crate) struct CountRequest {
 /// The fields that make the prompt.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct MessagesPrompt {
-    /// The conversation, oldest message first. An answer continues a last message of the assistant's.
+    /// The conversation, oldest message first. If the last message is the assistant's, the answer continues it.
     pub(crate) messages: Vec<InputMessage>,
-    /// Instructions.
+    /// System prompt.
     pub(crate) system: Option<Content>,
-    /// What the model may call.
+    /// Tools that the model may call.
     #[schema(value_type = Vec<ToolDefinition>)]
     #[serde(default)]
     pub(crate) tools: Vec<Value>,
     /// Which tools may or must be called.
     pub(crate) tool_choice: Option<ToolChoice>,
-    /// Whether the model thinks before it answers; as its chat template has it if absent.
+    /// Switches reasoning on or off; the chat template's default if absent.
     pub(crate) thinking: Option<Thinking>,
-    /// Effort and format of the answer.
+    /// Reasoning effort and format of the answer.
     pub(crate) output_config: Option<OutputConfig>,
-    /// `output_config.format` by an older name.
+    /// Older name of `output_config.format`.
     pub(crate) output_format: Option<OutputFormat>,
-    /// Only edits that clear thinking, which chat templates do by themselves.
+    /// Only edits that clear thinking, which chat templates do anyway.
     pub(crate) context_management: Option<ContextManagement>,
-    /// Further variables for the model's chat template.
+    /// Additional variables for the chat template.
     #[serde(default)]
     pub(crate) chat_template_kwargs: Map<String, Value>,
 }
@@ -55,17 +55,17 @@ pub(crate) struct MessagesPrompt {
 /// The fields that only generation has.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct MessagesFields {
-    /// Most tokens to generate, thinking included. Where fewer fit, the answer ends with the context.
+    /// Maximum number of tokens to generate, including thinking. If fewer fit, the answer ends with the context.
     #[schema(minimum = 1)]
     pub(crate) max_tokens: usize,
-    /// Texts that end the answer and are no part of it.
+    /// Stop strings; not part of the answer.
     #[serde(default)]
     pub(crate) stop_sequences: Vec<String>,
 }
 
 impl RequestBody for MessagesRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, MESSAGES_UNSUPPORTED, NO_REPORTS];
-    // OpenAI's fields of the same meaning, and of one that messages do not have.
+    // OpenAI's fields that have another name here, or that messages do not have.
     const FOREIGN: &[&str] = &["stop", "n", "stream_options"];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
@@ -109,7 +109,7 @@ pub(crate) struct InputMessage {
     pub(crate) content: Content,
 }
 
-/// Who speaks.
+/// The author of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
 #[schema(as = messages::Role)]
 #[serde(rename_all = "lowercase")]
@@ -128,13 +128,13 @@ pub(crate) enum Content {
     Blocks(Blocks),
 }
 
-/// Blocks of which each has a type.
+/// Content blocks.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::Blocks, value_type = Vec<InputBlock>)]
 #[serde(transparent)]
 pub(crate) struct Blocks(pub(crate) Vec<Value>);
 
-/// A block that a client sends.
+/// An input block.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::InputBlock)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -143,7 +143,7 @@ pub(crate) enum InputBlock {
     ToolUse(ToolUse),
     ToolResult(ToolResult),
     Thinking(ThinkingBlock),
-    /// What another model thought; nobody can read it here, and it is left out.
+    /// Encrypted thinking of another provider; ignored.
     RedactedThinking {},
 }
 
@@ -155,15 +155,15 @@ pub(crate) struct TextBlock {
     #[serde(rename = "type")]
     _type: Option<String>,
     pub(crate) text: String,
-    /// All prefixes are cached.
+    /// No effect: all prefixes are cached.
     #[serde(rename = "cache_control")]
     _cache_control: Option<Value>,
-    /// Of answers that are sent back.
+    /// Only in answers sent back; ignored.
     #[serde(rename = "citations")]
     _citations: Option<Value>,
 }
 
-/// A call that the model made.
+/// A tool call.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::ToolUse)]
 #[serde(deny_unknown_fields)]
@@ -179,24 +179,24 @@ pub(crate) struct ToolUse {
     _caller: Option<Value>,
 }
 
-/// What a call gave.
+/// The result of a tool call.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::ToolResult)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ToolResult {
     #[serde(rename = "type")]
     _type: Option<String>,
-    /// The call's.
+    /// The id of the call.
     pub(crate) tool_use_id: String,
     #[schema(no_recursion)]
     pub(crate) content: Option<Content>,
-    /// The call failed: the model reads `Error: ` before the content.
+    /// The call failed: the content is prefixed with `Error: `.
     pub(crate) is_error: Option<bool>,
     #[serde(rename = "cache_control")]
     _cache_control: Option<Value>,
 }
 
-/// What the model thought.
+/// Thinking in an answer sent back.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::ThinkingBlock)]
 #[serde(deny_unknown_fields)]
@@ -204,13 +204,13 @@ pub(crate) struct ThinkingBlock {
     #[serde(rename = "type")]
     _type: Option<String>,
     pub(crate) thinking: String,
-    /// Stands for `thinking` where that was omitted, if this server wrote it.
+    /// Replaces an omitted `thinking`, if this server created it.
     pub(crate) signature: Option<String>,
     #[serde(rename = "cache_control")]
     _cache_control: Option<Value>,
 }
 
-/// A tool of the client's.
+/// A client-side tool.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::ToolDefinition)]
 #[serde(deny_unknown_fields)]
@@ -220,17 +220,17 @@ pub(crate) struct ToolDefinition {
     _type: Option<String>,
     pub(crate) name: String,
     pub(crate) description: Option<String>,
-    /// A JSON schema of an object.
+    /// JSON schema of the input, an object.
     pub(crate) input_schema: Map<String, Value>,
-    /// Holds the input to the schema.
+    /// Enforces the schema.
     pub(crate) strict: Option<bool>,
     /// Only false is supported.
     pub(crate) defer_loading: Option<bool>,
     /// Only `direct` is supported.
     pub(crate) allowed_callers: Option<Vec<String>>,
-    /// The model reads them with the description.
+    /// Appended to the description.
     pub(crate) input_examples: Option<Vec<Value>>,
-    /// Input is always streamed while it is written.
+    /// No effect: input is always streamed.
     #[serde(rename = "eager_input_streaming")]
     _eager_input_streaming: Option<bool>,
     #[serde(rename = "cache_control")]
@@ -242,46 +242,46 @@ pub(crate) struct ToolDefinition {
 #[schema(as = messages::ToolChoice)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum ToolChoice {
-    /// As the model sees fit.
+    /// The model decides.
     Auto {
         /// At most one call in an answer.
         disable_parallel_tool_use: Option<bool>,
     },
-    /// At least one.
+    /// At least one call.
     Any {
         /// Exactly one call in an answer.
         disable_parallel_tool_use: Option<bool>,
     },
-    /// This one.
+    /// This tool.
     Tool {
         /// Its name.
         name: String,
         /// Exactly one call in an answer.
         disable_parallel_tool_use: Option<bool>,
     },
-    /// None.
+    /// No calls.
     None {},
 }
 
-/// Whether the model thinks before it answers.
+/// Whether the model reasons before it answers.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::Thinking)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum Thinking {
-    /// It does, where its chat template has a switch for it.
+    /// Switched on, if the chat template has a switch.
     Enabled {
-        /// A target of Anthropic's models. Here, `max_tokens` alone bounds thinking.
+        /// No effect: only `max_tokens` limits thinking.
         #[serde(rename = "budget_tokens")]
         _budget_tokens: Option<u64>,
         /// Whether thinking is shown.
         display: Option<Display>,
     },
-    /// As the model sees fit.
+    /// The model decides.
     Adaptive {
         /// Whether thinking is shown.
         display: Option<Display>,
     },
-    /// It does not; what a model thinks that cannot stop is not shown.
+    /// Switched off; if the chat template has no switch, thinking is hidden.
     Disabled {},
 }
 
@@ -292,22 +292,22 @@ pub(crate) enum Thinking {
 pub(crate) enum Display {
     /// All of it.
     Summarized,
-    /// Only as a signature, to be sent back.
+    /// Only as a signature to send back.
     Omitted,
 }
 
-/// Effort and format of the answer.
+/// Reasoning effort and format of the answer.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::OutputConfig)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct OutputConfig {
-    /// `low`, `medium`, `high`, `xhigh` or `max`: a hint, for chat templates that know levels.
+    /// `low`, `medium`, `high`, `xhigh` or `max`: a hint for chat templates that support levels.
     pub(crate) effort: Option<Effort>,
-    /// JSON of a schema.
+    /// JSON that follows a schema.
     pub(crate) format: Option<OutputFormat>,
 }
 
-/// How much effort the model shall make.
+/// Reasoning effort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[schema(as = messages::Effort)]
 #[serde(rename_all = "lowercase")]
@@ -324,14 +324,14 @@ pub(crate) enum Effort {
 #[schema(as = messages::OutputFormat)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum OutputFormat {
-    /// JSON of a schema.
+    /// JSON that follows a schema.
     JsonSchema {
         /// The schema.
         schema: Value,
     },
 }
 
-/// What the server shall leave out of a long conversation.
+/// Edits of long conversations.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::ContextManagement)]
 #[serde(deny_unknown_fields)]
@@ -344,11 +344,11 @@ pub(crate) struct ContextManagement {
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = messages::Edit)]
 pub(crate) struct Edit {
-    /// `clear_thinking_20251015` alone.
+    /// Only `clear_thinking_20251015`.
     pub(crate) r#type: String,
 }
 
-/// The response, whole or as it begins.
+/// The response, complete or as it starts.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = messages::Message)]
 pub(crate) struct Message {
@@ -360,7 +360,7 @@ pub(crate) struct Message {
     pub(crate) model: String,
     pub(crate) content: Vec<Block>,
     pub(crate) stop_reason: Option<StopReason>,
-    /// The one that ended the answer.
+    /// The stop string that ended the answer.
     pub(crate) stop_sequence: Option<String>,
     pub(crate) usage: MessageUsage,
 }
@@ -370,15 +370,15 @@ pub(crate) struct Message {
 #[schema(as = messages::StopReason)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum StopReason {
-    /// The model is done.
+    /// End of sequence.
     EndTurn,
-    /// `max_tokens` were generated.
+    /// `max_tokens` reached.
     MaxTokens,
-    /// One of `stop_sequences` came.
+    /// A stop string.
     StopSequence,
-    /// The model calls tools.
+    /// Tool calls.
     ToolUse,
-    /// The context is full, before `max_tokens` were generated.
+    /// End of the context before `max_tokens`.
     ModelContextWindowExceeded,
 }
 
@@ -389,7 +389,7 @@ pub(crate) enum StopReason {
 pub(crate) enum Block {
     Thinking {
         thinking: String,
-        /// To be sent back with the block.
+        /// Send back with the block.
         signature: String,
     },
     Text {
@@ -402,20 +402,20 @@ pub(crate) enum Block {
     },
 }
 
-/// Tokens read and written.
+/// Token counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
 #[schema(as = messages::MessageUsage)]
 pub(crate) struct MessageUsage {
-    /// Those of the prompt that were computed.
+    /// Prompt tokens that were computed.
     pub(crate) input_tokens: usize,
-    /// Always 0: nothing is paid for what the cache keeps.
+    /// Always 0.
     pub(crate) cache_creation_input_tokens: usize,
-    /// Those of the prompt that were found in the prefix cache.
+    /// Prompt tokens found in the prefix cache.
     pub(crate) cache_read_input_tokens: usize,
     pub(crate) output_tokens: usize,
 }
 
-/// What `/v1/messages/count_tokens` answers.
+/// Response of `/v1/messages/count_tokens`.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = messages::MessageTokens)]
 pub(crate) struct MessageTokens {
@@ -449,7 +449,7 @@ pub(crate) enum Event<'a> {
     MessageStop,
 }
 
-/// What a block gained.
+/// New content of a block.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = messages::BlockDelta)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -464,13 +464,13 @@ pub(crate) enum BlockDelta<'a> {
     SignatureDelta {
         signature: &'a str,
     },
-    /// A piece of the input's JSON text.
+    /// A fragment of the input's JSON text.
     InputJsonDelta {
         partial_json: &'a str,
     },
 }
 
-/// How the message ended.
+/// The end of a message.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = messages::MessageEnd)]
 pub(crate) struct MessageEnd<'a> {
@@ -493,15 +493,15 @@ pub(crate) struct ErrorBody {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = messages::ErrorObject)]
 pub(crate) struct ErrorObject {
-    /// Anthropic's word for the kind of error.
+    /// Anthropic's error type.
     pub(crate) r#type: &'static str,
     pub(crate) message: String,
-    /// For clients that know what to do about it.
+    /// For clients that handle it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) details: Option<ErrorDetails>,
 }
 
-/// What a client can do without.
+/// An unsupported field that clients can do without.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = messages::ErrorDetails)]
 pub(crate) struct ErrorDetails {

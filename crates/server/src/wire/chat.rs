@@ -31,26 +31,26 @@ pub(crate) struct ChatPrompt {
     /// The conversation, oldest message first.
     #[schema(min_items = 1, max_items = 16384, value_type = Vec<AnyMessage>)]
     pub(crate) messages: Vec<Message>,
-    /// What the model may call.
+    /// Functions that the model may call.
     #[schema(max_items = 1024)]
     pub(crate) tools: Option<Vec<ChatTool>>,
-    /// Ends the prompt with what begins an answer. Default: true, unless the final message is continued.
+    /// Ends the prompt with the start of an assistant message. Default: true, unless the final message is continued.
     pub(crate) add_generation_prompt: Option<bool>,
-    /// Continues the final message in place of answering it.
+    /// Continues the final message instead of answering it.
     #[serde(default)]
     pub(crate) continue_final_message: bool,
-    /// Further variables for the model's chat template.
+    /// Additional variables for the chat template.
     #[serde(default)]
     pub(crate) chat_template_kwargs: Map<String, Value>,
-    /// A Jinja template in place of the model's own. Needs a server with `--trust-request-chat-template`.
+    /// A Jinja template that replaces the model's. Needs a server with `--trust-request-chat-template`.
     pub(crate) chat_template: Option<String>,
-    /// For templates that take documents.
+    /// Documents, for templates that use them.
     pub(crate) documents: Option<Vec<Map<String, Value>>>,
-    /// For templates that know it, or that can switch reasoning off.
+    /// Reasoning effort, for templates that support it or can switch reasoning off.
     pub(crate) reasoning_effort: Option<ReasoningEffort>,
 }
 
-/// How much to think.
+/// Reasoning effort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ReasoningEffort {
@@ -63,13 +63,13 @@ pub(crate) enum ReasoningEffort {
     Max,
 }
 
-/// Something the model may call: a function.
+/// A tool: a function.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ChatTool {
     pub(crate) r#type: String,
     pub(crate) function: Option<FunctionDefinition>,
-    /// Of a tool that takes text, and is refused.
+    /// Custom tools with text input are refused.
     #[serde(rename = "custom")]
     _custom: Option<Value>,
 }
@@ -80,13 +80,13 @@ pub(crate) struct ChatTool {
 pub(crate) struct FunctionDefinition {
     pub(crate) name: String,
     pub(crate) description: Option<String>,
-    /// JSON schema of the arguments, which are an object; without it there are none.
+    /// JSON schema of the arguments, an object; absent: no arguments.
     pub(crate) parameters: Option<Map<String, Value>>,
-    /// The arguments shall follow the schema.
+    /// Enforces the schema.
     pub(crate) strict: Option<bool>,
 }
 
-/// `none`, `auto`, `required`, or what must or may be called.
+/// `none`, `auto`, `required`, or the functions that must or may be called.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[serde(
     untagged,
@@ -97,7 +97,7 @@ pub(crate) enum ChatToolChoice {
     Particular(ParticularTool),
 }
 
-/// Whether the model calls.
+/// Whether the model may or must call tools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ToolMode {
@@ -113,18 +113,18 @@ pub(crate) struct ParticularTool {
     pub(crate) r#type: String,
     pub(crate) function: Option<FunctionName>,
     pub(crate) allowed_tools: Option<AllowedTools>,
-    /// Of a tool that takes text, and is refused.
+    /// Custom tools with text input are refused.
     #[serde(rename = "custom")]
     _custom: Option<Value>,
 }
 
-/// A function by its name.
+/// A function's name.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 pub(crate) struct FunctionName {
     pub(crate) name: String,
 }
 
-/// Those of the tools that may be called.
+/// The tools that may be called.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AllowedTools {
@@ -132,7 +132,7 @@ pub(crate) struct AllowedTools {
     pub(crate) tools: Vec<AllowedTool>,
 }
 
-/// One of those that may be called.
+/// A tool that may be called.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 pub(crate) struct AllowedTool {
     pub(crate) r#type: String,
@@ -142,18 +142,18 @@ pub(crate) struct AllowedTool {
 /// The fields that only chat has.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct ChatFields {
-    /// Most tokens to generate; `max_tokens` by its newer name.
+    /// Maximum number of tokens to generate; the newer name of `max_tokens`.
     #[schema(minimum = 1)]
     pub(crate) max_completion_tokens: Option<usize>,
-    /// Reports the log probability of each token.
+    /// Reports the log-probability of each token.
     #[serde(default)]
     pub(crate) logprobs: bool,
-    /// And those of this many of the likeliest tokens; needs `logprobs`.
+    /// Also reports this many of the likeliest tokens; needs `logprobs`.
     #[schema(maximum = 20)]
     pub(crate) top_logprobs: Option<u32>,
     pub(crate) tool_choice: Option<ChatToolChoice>,
     pub(crate) parallel_tool_calls: Option<bool>,
-    /// vLLM's: false leaves reasoning out of the answer.
+    /// vLLM's: false omits reasoning from the answer.
     pub(crate) include_reasoning: Option<bool>,
 }
 
@@ -182,8 +182,8 @@ body!(
 );
 
 impl ChatPrompt {
-    /// Takes these fields out of `object`. Clients add to an answer what they made of it, and send that back: no field of an
-    /// assistant's message asks for anything, so what is unknown there is left out, and `null` in any message.
+    /// Removes these fields from `object`. Unknown fields of assistant messages are ignored: clients send answers back with
+    /// fields of their own. So is `null` in any message.
     pub(crate) fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         let known = field_names::<Message>();
         let messages = object.get_mut("messages").and_then(Value::as_array_mut);
@@ -195,7 +195,7 @@ impl ChatPrompt {
     }
 }
 
-/// A message as the document describes it: with further fields where it is an answer sent back.
+/// The schema of a message: assistant messages may have additional fields.
 #[derive(Debug)]
 pub(crate) struct AnyMessage;
 
@@ -211,7 +211,7 @@ impl PartialSchema for AnyMessage {
             object.properties.insert("role".to_owned(), role.into());
             object.additional_properties = None;
         }
-        let description = "A message; one of the assistant's may have further fields, which say nothing.";
+        let description = "A message; assistant messages may have additional fields, which are ignored.";
         AnyOfBuilder::new()
             .description(Some(description))
             .item(closed)
@@ -235,25 +235,25 @@ impl ToSchema for AnyMessage {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Message {
     pub(crate) role: Role,
-    /// What is said.
+    /// The text.
     pub(crate) content: Option<Content>,
-    /// Tells speakers of one role apart.
+    /// Distinguishes participants with the same role.
     pub(crate) name: Option<String>,
     /// The call that a `tool` message answers.
     pub(crate) tool_call_id: Option<String>,
-    /// Only as part of an answer sent back; a refusal has no text for the model.
+    /// Only in an answer sent back.
     pub(crate) refusal: Option<String>,
     pub(crate) tool_calls: Option<Vec<SentToolCall>>,
-    /// What the model thought, as part of an answer sent back.
+    /// Reasoning, in an answer sent back.
     pub(crate) reasoning_content: Option<String>,
     /// The same by its newer name.
     pub(crate) reasoning: Option<String>,
-    /// Part of answers of older servers, sent back by their clients.
+    /// Only in answers of older servers; refused.
     pub(crate) function_call: Option<Value>,
     pub(crate) audio: Option<Value>,
 }
 
-/// A call as part of an answer sent back.
+/// A tool call in an answer sent back.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 pub(crate) struct SentToolCall {
     pub(crate) id: Option<String>,
@@ -261,15 +261,15 @@ pub(crate) struct SentToolCall {
     pub(crate) function: Option<SentFunctionCall>,
 }
 
-/// The function called, and with what.
+/// The called function and its arguments.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 pub(crate) struct SentFunctionCall {
     pub(crate) name: String,
-    /// JSON text; what is none, since the answer was cut off, is told to the model as it stands.
+    /// JSON text; invalid JSON of a truncated answer is passed to the model as it is.
     pub(crate) arguments: Option<String>,
 }
 
-/// Who speaks.
+/// The author of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Role {
@@ -320,7 +320,7 @@ pub(crate) struct ChatAnswer {
     /// Absent text is `null`.
     pub(crate) content: Option<String>,
     pub(crate) refusal: Option<String>,
-    /// What the model thinks before it answers, by DeepSeek's name.
+    /// Reasoning, by DeepSeek's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reasoning_content: Option<String>,
     /// The same by vLLM's newer name.
@@ -330,7 +330,7 @@ pub(crate) struct ChatAnswer {
     pub(crate) tool_calls: Vec<ChatToolCall>,
 }
 
-/// A call the model wants made.
+/// A tool call.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatToolCall {
     pub(crate) id: String,
@@ -338,7 +338,7 @@ pub(crate) struct ChatToolCall {
     pub(crate) function: ChatFunctionCall,
 }
 
-/// The function called, and with what.
+/// The called function and its arguments.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatFunctionCall {
     pub(crate) name: String,
@@ -346,7 +346,7 @@ pub(crate) struct ChatFunctionCall {
     pub(crate) arguments: String,
 }
 
-/// A piece of a call: the first has everything but the arguments, the others arguments alone.
+/// A part of a tool call: the first has everything but the arguments, the others only arguments.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatToolCallDelta {
     pub(crate) index: usize,
@@ -357,7 +357,7 @@ pub(crate) struct ChatToolCallDelta {
     pub(crate) function: ChatFunctionDelta,
 }
 
-/// What is new of the function called.
+/// A part of the called function.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatFunctionDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -373,7 +373,7 @@ pub(crate) struct ChatChunk {
     pub(crate) created: u64,
     pub(crate) model: String,
     pub(crate) choices: Vec<ChatChunkChoice>,
-    /// Where `stream_options.include_usage` asks for it: `null`, but for the last chunk.
+    /// With `stream_options.include_usage`: `null` except in the last chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Usage>)]
     pub(crate) usage: MaybeUsage,
@@ -384,7 +384,7 @@ pub(crate) struct ChatChunk {
     pub(crate) prompt_token_ids: Option<Vec<TokenId>>,
 }
 
-/// What one chunk adds to one of the answers.
+/// A part of one of the answers.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ChatChunkChoice {
     pub(crate) index: usize,
@@ -395,20 +395,20 @@ pub(crate) struct ChatChunkChoice {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<StopReason>)]
     pub(crate) stop_reason: Option<Option<StopReason>>,
-    /// As with logprobs: with the first chunk that holds some of their text.
+    /// Like logprobs, in the first chunk with some of their text.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<u32>>)]
     pub(crate) token_ids: Option<Vec<TokenId>>,
 }
 
-/// What is new in a message.
+/// A part of a message.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct ChatDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) content: Option<String>,
-    /// What the model thinks before it answers, by DeepSeek's name.
+    /// Reasoning, by DeepSeek's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reasoning_content: Option<String>,
     /// The same by vLLM's newer name.
@@ -418,7 +418,7 @@ pub(crate) struct ChatDelta {
     pub(crate) tool_calls: Option<Vec<ChatToolCallDelta>>,
 }
 
-/// Log probabilities of the answer's tokens.
+/// Log-probabilities of the answer's tokens.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct ChatLogprobs {
     pub(crate) content: Vec<ChatTokenLogprob>,
@@ -426,7 +426,7 @@ pub(crate) struct ChatLogprobs {
     pub(crate) refusal: Option<()>,
 }
 
-/// A sampled token, and the likeliest ones at its place.
+/// A sampled token and the likeliest ones at its position.
 #[derive(Clone, Debug, Serialize, ToSchema)]
 pub(crate) struct ChatTokenLogprob {
     #[serde(flatten)]
@@ -434,7 +434,7 @@ pub(crate) struct ChatTokenLogprob {
     pub(crate) top_logprobs: Vec<ChatLogprob>,
 }
 
-/// A token's text, bytes and log probability (-9999: never).
+/// A token's text, bytes and log-probability (-9999: probability 0).
 #[derive(Clone, Debug, Serialize, ToSchema)]
 pub(crate) struct ChatLogprob {
     pub(crate) token: String,

@@ -10,13 +10,13 @@ use super::error::FieldError;
 use super::extra::{Extra, Reports};
 use super::request::take;
 
-/// Most choices per prompt (OpenAI's limit).
+/// Maximum choices per prompt (OpenAI's limit).
 const MAX_N: usize = 128;
-/// Most stop strings; each costs a comparison per token.
+/// Maximum number of stop strings; each costs a comparison per token.
 const MAX_STOPS: usize = 64;
-/// Most bytes of a stop string: each takes some more to be looked for.
+/// Maximum bytes of a stop string.
 const MAX_STOP_BYTES: usize = 1024;
-/// Most stop tokens; each costs a comparison per token.
+/// Maximum number of stop tokens; each costs a comparison per token.
 const MAX_STOP_TOKENS: usize = 256;
 
 /// One value or several.
@@ -30,99 +30,99 @@ pub(crate) enum OneOrMany<T> {
 /// The fields that chat and completions share.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct Common {
-    /// A name of `/v1/models`; the served model if left out.
+    /// A name from `/v1/models`; the served model if absent.
     pub(crate) model: Option<String>,
-    /// Flattens (above 1) or sharpens the distribution; 0 takes the likeliest token. Default: the model's, else 1.
+    /// Sampling temperature; 0 is greedy. Default: the model's, else 1.
     #[schema(minimum = 0, maximum = 100)]
     pub(crate) temperature: Option<f64>,
-    /// Samples among the likeliest tokens that hold this much probability together.
+    /// Nucleus sampling: samples from the likeliest tokens with this total probability.
     #[schema(exclusive_minimum = 0, maximum = 1)]
     pub(crate) top_p: Option<f64>,
-    /// Samples among this many of the likeliest tokens; 0 or -1 for all.
+    /// Samples from this many of the likeliest tokens; 0 or -1 for all.
     #[schema(minimum = -1)]
     pub(crate) top_k: Option<i64>,
-    /// Leaves out tokens less likely than this share of the likeliest one.
+    /// Minimum probability of a token, relative to the likeliest.
     #[schema(minimum = 0, maximum = 1)]
     pub(crate) min_p: Option<f64>,
-    /// Taken off the logits of tokens that were generated before.
+    /// Subtracted from the logits of tokens that were already generated.
     #[schema(minimum = -2, maximum = 2)]
     pub(crate) presence_penalty: Option<f64>,
-    /// Taken off the logits of generated tokens as often as they were generated.
+    /// Subtracted from the logits of generated tokens, times how often they were generated.
     #[schema(minimum = -2, maximum = 2)]
     pub(crate) frequency_penalty: Option<f64>,
-    /// Divides the logits of tokens of the prompt and the text so far; 1 changes nothing.
+    /// Repetition penalty for tokens of the prompt and the text so far; 1 has no effect.
     #[schema(exclusive_minimum = 0, maximum = 100)]
     pub(crate) repetition_penalty: Option<f64>,
-    /// Added to the logits of tokens, named by their ids.
+    /// Added to the logits of tokens, by token id.
     pub(crate) logit_bias: Option<BTreeMap<String, f64>>,
-    /// The same seed, request and model give the same text.
+    /// Seed of sampling: the same seed, request and model give the same text.
     pub(crate) seed: Option<i64>,
-    /// Most tokens to generate.
+    /// Maximum number of tokens to generate.
     #[schema(minimum = 1)]
     pub(crate) max_tokens: Option<usize>,
     /// Choices per prompt.
     #[schema(minimum = 1, maximum = 128)]
     pub(crate) n: Option<usize>,
-    /// Strings that end the text, up to 64 of up to 1024 bytes; they are not part of it.
+    /// Stop strings, up to 64 of up to 1024 bytes each; not part of the text.
     #[schema(value_type = Option<OneOrMany<String>>)]
     pub(crate) stop: Option<OneOrMany<String>>,
-    /// Tokens that end the text.
+    /// Stop tokens.
     #[schema(value_type = Option<Vec<u32>>, max_items = 256)]
     pub(crate) stop_token_ids: Option<Vec<TokenId>>,
-    /// Goes on behind the model's own end of text.
+    /// Continues after the model's end-of-sequence token.
     #[serde(default)]
     pub(crate) ignore_eos: bool,
-    /// Answers with server-sent events.
+    /// Streams server-sent events.
     #[serde(default)]
     pub(crate) stream: bool,
     /// Only with `stream`.
     pub(crate) stream_options: Option<StreamOptions>,
-    /// vLLM's: requests with a lower one get their turn earlier. Needs `--scheduling-policy priority`.
+    /// vLLM's: requests with a lower value are scheduled first. Needs `--scheduling-policy priority`.
     pub(crate) priority: Option<i64>,
-    /// vLLM's: the request's id, where no `X-Request-Id` gives it one. Up to 128 of letters, digits and `-_.:/+=@`.
+    /// vLLM's: the request's id if there is no `X-Request-Id`. Up to 128 characters: letters, digits and `-_.:/+=@`.
     pub(crate) request_id: Option<String>,
-    /// Seconds from its arrival after which the request is given up.
+    /// Timeout in seconds from the request's arrival.
     #[schema(exclusive_minimum = 0)]
     timeout: Option<f64>,
-    /// Taken apart, by [`Self::take_from`].
+    /// Read separately by [`Self::take_from`].
     #[serde(skip)]
     pub(crate) extra: Extra,
-    /// Taken apart, by [`Self::take_with_reports`].
+    /// Read separately by [`Self::take_with_reports`].
     #[serde(skip)]
     pub(crate) reports: Reports,
 }
 
-/// What a stream holds besides text.
+/// Options of a stream.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct StreamOptions {
-    /// A last chunk with the usage.
+    /// Sends the usage in a last chunk.
     include_usage: Option<bool>,
-    /// Padding against side channels of the network; there is none to remove.
+    /// Padding against network side channels; this server never adds any.
     #[serde(rename = "include_obfuscation")]
     _include_obfuscation: Option<bool>,
-    /// vLLM's: with `include_usage`, every chunk has the usage so far.
+    /// vLLM's: with `include_usage`, sends the usage so far in every chunk.
     continuous_usage_stats: Option<bool>,
 }
 
-/// Which chunks of a stream tell the usage.
+/// Which chunks of a stream have the usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct UsageIn {
-    /// One more at the end.
+    /// An extra one at the end.
     pub(crate) last: bool,
-    /// Every one, of the choice so far.
+    /// Every one: that of the choice so far.
     pub(crate) every: bool,
 }
 
 impl UsageIn {
-    /// What a chunk says of a usage: nothing, or `null` in streams that tell it at the end alone.
+    /// The usage of a chunk: absent, or `null` in streams that only send it at the end.
     pub(crate) fn chunk(self, so_far: Usage) -> MaybeUsage {
         self.last.then_some(self.every.then_some(so_far))
     }
 }
 
 impl Common {
-    /// Takes these fields and vLLM's further ones out of `object`.
+    /// Removes these fields and vLLM's sampling fields from `object`.
     pub(crate) fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         Ok(Self {
             extra: take(object)?,
@@ -130,7 +130,7 @@ impl Common {
         })
     }
 
-    /// The same, with the reports that answers of chat and completions have a place for.
+    /// The same with the reporting fields of chat and completions.
     pub(crate) fn take_with_reports(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
         Ok(Self {
             reports: take(object)?,
@@ -175,7 +175,7 @@ impl Common {
         Ok(stop.to_vec())
     }
 
-    /// Stop tokens as the client names them.
+    /// The client's stop tokens.
     pub(crate) fn stop_token_ids(&self) -> Result<Vec<TokenId>, FieldError> {
         let named = self.stop_token_ids.as_deref().unwrap_or_default();
         if named.len() > MAX_STOP_TOKENS {
@@ -199,12 +199,12 @@ impl Common {
         }
     }
 
-    /// How long the client waits for all of the answer.
+    /// The timeout of the request.
     pub(crate) fn timeout(&self) -> Result<Option<Duration>, FieldError> {
         self.timeout.map(|value| seconds("timeout", value)).transpose()
     }
 
-    /// Which chunks of the stream tell the usage.
+    /// Which chunks of the stream have the usage.
     pub(crate) fn usage_in(&self) -> Result<UsageIn, FieldError> {
         let Some(options) = &self.stream_options else {
             return Ok(UsageIn::default());
@@ -220,7 +220,7 @@ impl Common {
         })
     }
 
-    /// How many of the likeliest tokens to report at each place of the prompt, if its log-probabilities are asked for.
+    /// How many of the likeliest tokens to report for each prompt token, if its log-probabilities are requested.
     pub(crate) fn prompt_logprobs(&self) -> Result<Option<u32>, FieldError> {
         let asked = self.reports.prompt_logprobs;
         if asked.is_some() && self.stream {
@@ -239,14 +239,14 @@ pub(crate) fn seconds(field: &str, seconds: f64) -> Result<Duration, FieldError>
     valid.ok_or_else(|| FieldError::invalid(field, format!("{field} must be a number of seconds above 0")))
 }
 
-/// Tokens read and written.
+/// Token counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct Usage {
     /// Tokens of the prompts.
     pub(crate) prompt_tokens: usize,
-    /// Tokens of the answers.
+    /// Generated tokens.
     pub(crate) completion_tokens: usize,
-    /// Both.
+    /// The sum.
     pub(crate) total_tokens: usize,
     pub(crate) prompt_tokens_details: PromptTokensDetails,
     /// Of chats.
@@ -254,17 +254,17 @@ pub(crate) struct Usage {
     pub(crate) completion_tokens_details: Option<CompletionTokensDetails>,
 }
 
-/// What the tokens of an answer are.
+/// Details of the generated tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct CompletionTokensDetails {
-    /// Tokens of what the model thought before it answered, marks included.
+    /// Tokens of reasoning, including its markup.
     pub(crate) reasoning_tokens: usize,
 }
 
-/// What is known of the prompts' tokens.
+/// Details of the prompts' tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct PromptTokensDetails {
-    /// Tokens whose KV was there already.
+    /// Tokens found in the prefix cache.
     pub(crate) cached_tokens: usize,
 }
 
@@ -279,7 +279,7 @@ impl Usage {
         }
     }
 
-    /// Says how many of the tokens are reasoning.
+    /// Sets the number of reasoning tokens.
     pub(crate) fn with_reasoning(mut self, reasoning_tokens: usize) -> Self {
         self.completion_tokens_details = Some(CompletionTokensDetails { reasoning_tokens });
         self
@@ -287,7 +287,7 @@ impl Usage {
 }
 
 impl Usage {
-    /// The usage of both.
+    /// The sum of two usages.
     pub(crate) fn plus(self, other: &Self) -> Self {
         let cached = self.prompt_tokens_details.cached_tokens + other.prompt_tokens_details.cached_tokens;
         let completion = self.completion_tokens + other.completion_tokens;
@@ -305,7 +305,7 @@ impl Usage {
     }
 }
 
-/// What the client named to end a choice, and did.
+/// The client's stop string or token that ended a choice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(untagged)]
 pub(crate) enum StopReason {
@@ -326,7 +326,7 @@ impl StopReason {
     }
 }
 
-/// OpenAI's word for why a choice ended.
+/// OpenAI's name of the reason.
 pub(crate) fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop | FinishReason::Complete => "stop",
@@ -334,5 +334,5 @@ pub(crate) fn finish_reason(reason: FinishReason) -> &'static str {
     }
 }
 
-/// Serialized as absent, `null`, or the value: streams show `usage: null` before the last chunk, if asked for at all.
+/// Serialized as absent, `null` or the value: with `include_usage`, chunks have `usage: null` before the last one.
 pub(crate) type MaybeUsage = Option<Option<Usage>>;

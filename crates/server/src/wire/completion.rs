@@ -22,17 +22,17 @@ pub(crate) struct CompletionRequest {
 /// The fields that only completions have.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct CompletionFields {
-    /// The beginning of the text, or several.
+    /// The prompt, or several.
     pub(crate) prompt: Prompts,
-    /// Begins each text with its prompt.
+    /// Prepends the prompt to the text.
     #[serde(default)]
     pub(crate) echo: bool,
-    /// Reports the log probabilities of each token and of this many of the likeliest.
+    /// Reports the log-probability of each token and this many of the likeliest.
     #[schema(maximum = 20)]
     pub(crate) logprobs: Option<u32>,
-    /// Choices to generate per prompt, of which the `n` likeliest are returned; `n` where absent.
+    /// Choices to generate per prompt, of which the best `n` are returned. Default: `n`.
     pub(crate) best_of: Option<usize>,
-    /// Add what the tokenizer puts around a text. Default true.
+    /// Adds the tokenizer's special tokens. Default: true.
     pub(crate) add_special_tokens: Option<bool>,
 }
 
@@ -50,7 +50,7 @@ impl RequestBody for CompletionRequest {
 
 body!(
     CompletionRequest,
-    "A prompt, and how to go on from it.",
+    "A prompt, and how to continue it.",
     Common,
     Extra,
     Reports,
@@ -99,14 +99,14 @@ pub(crate) struct Completion {
     pub(crate) created: u64,
     pub(crate) model: String,
     pub(crate) choices: Vec<CompletionChoice>,
-    /// Of a stream, only where `stream_options.include_usage` asks for it: `null`, but for the last chunk.
+    /// In streams only with `stream_options.include_usage`: `null` except in the last chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Usage>)]
     pub(crate) usage: MaybeUsage,
     pub(crate) system_fingerprint: &'static str,
 }
 
-/// One of the texts, or what a chunk adds to it.
+/// One of the texts, or a part of it.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct CompletionChoice {
     pub(crate) index: usize,
@@ -129,16 +129,16 @@ pub(crate) struct CompletionChoice {
     pub(crate) token_ids: Option<Vec<TokenId>>,
 }
 
-/// Log probabilities of the text's tokens.
+/// Log-probabilities of the text's tokens.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct CompletionLogprobs {
     /// Characters before each token, from the beginning of the choice's text.
     pub(crate) text_offset: Vec<usize>,
-    /// Log probability of each token (-9999: never); `null` for the first token of an echoed prompt, of which nothing is known.
+    /// Log-probability of each token (-9999: probability 0); `null` for the first token of an echoed prompt.
     pub(crate) token_logprobs: Vec<Option<f64>>,
-    /// The tokens' texts; `bytes:\x..` where they are none by themselves.
+    /// The tokens' texts; `bytes:\x..` if not valid UTF-8.
     pub(crate) tokens: Vec<String>,
-    /// The likeliest tokens at each place, and the token itself; `null` likewise.
+    /// The likeliest tokens at each position and the token itself; `null` likewise.
     #[schema(value_type = Vec<Option<std::collections::BTreeMap<String, f64>>>)]
     pub(crate) top_logprobs: Vec<Option<Map<String, Value>>>,
 }

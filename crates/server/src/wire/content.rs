@@ -3,7 +3,7 @@ use utoipa::ToSchema;
 
 use super::error::FieldError;
 
-/// What a message of a chat, or an item of a response, says: text, or parts of which this server takes those of text.
+/// Content of a chat message or of a response's item: text, or parts, which must be text.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[serde(untagged, expecting = "expected a string or a list of parts")]
 pub(crate) enum Content {
@@ -14,12 +14,12 @@ pub(crate) enum Content {
 /// One part: `text` (`input_text` and `output_text` in items), or `refusal`.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 pub(crate) struct Part {
-    /// The part's kind.
+    /// The part's type.
     #[schema(example = "text")]
     r#type: String,
-    /// What it says.
+    /// The text.
     text: Option<String>,
-    /// What a part of the type `refusal` says.
+    /// The text of a `refusal` part.
     refusal: Option<String>,
 }
 
@@ -46,7 +46,7 @@ impl Part {
     fn into_text(self, field: &str) -> Result<String, FieldError> {
         let (name, text) = match self.r#type.as_str() {
             "text" | "input_text" | "output_text" => ("text", self.text),
-            // What the assistant said in place of an answer.
+            // An assistant's refusal to answer.
             "refusal" => ("refusal", self.refusal),
             other => {
                 return Err(FieldError::unsupported(

@@ -19,14 +19,14 @@ pub(crate) struct EmbeddingFields {
     pub(crate) model: Option<String>,
     /// A text or several, as text or as token ids; each becomes a vector.
     pub(crate) input: Prompts,
-    /// How vectors are written.
+    /// The encoding of vectors.
     #[serde(default)]
     pub(crate) encoding_format: EncodingFormat,
-    /// Cuts vectors to so many elements, if the model was trained for that.
+    /// Truncates vectors to this many dimensions, if the model was trained for that.
     pub(crate) dimensions: Option<usize>,
-    /// Cuts inputs to so many tokens, from the beginning; -1 to as many as the model takes. Without, longer ones are refused.
+    /// Truncates inputs to this many tokens; -1: to the model's maximum. If absent, longer inputs are refused.
     pub(crate) truncate_prompt_tokens: Option<i64>,
-    /// Whether texts get the tokens that the tokenizer puts around them: true by default.
+    /// Adds the tokenizer's special tokens. Default: true.
     pub(crate) add_special_tokens: Option<bool>,
 }
 
@@ -40,7 +40,7 @@ impl RequestBody for EmbeddingRequest {
 
 body!(EmbeddingRequest, "Texts to turn into vectors.", EmbeddingFields);
 
-/// How vectors are written.
+/// The encoding of vectors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum EncodingFormat {
@@ -69,7 +69,7 @@ pub(crate) struct Embedding {
     pub(crate) embedding: Vector,
 }
 
-/// A vector, as `encoding_format` wants it.
+/// A vector in the requested encoding.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(untagged)]
 pub(crate) enum Vector {
@@ -77,7 +77,7 @@ pub(crate) enum Vector {
     Base64(String),
 }
 
-/// Tokens read.
+/// Token counts.
 #[derive(Clone, Copy, Debug, Serialize, ToSchema)]
 pub(crate) struct EmbeddingUsage {
     pub(crate) prompt_tokens: usize,

@@ -16,13 +16,13 @@ pub(crate) struct ErrorBody<'a> {
     "code": "unknown_parameter"
 }))]
 pub(crate) struct ErrorObject<'a> {
-    /// What is wrong and what would be right, for people.
+    /// What is wrong and what would be right.
     pub(crate) message: String,
     /// The kind of error.
     pub(crate) r#type: &'static str,
-    /// The field that is wrong, where one is.
+    /// The field at fault, if any.
     pub(crate) param: Option<&'a str>,
-    /// What is wrong, for programs.
+    /// A machine-readable code.
     pub(crate) code: Option<&'static str>,
 }
 
@@ -37,10 +37,10 @@ pub enum FieldError {
         /// The field's name.
         param: Option<String>,
     },
-    /// A field that no version of the API has.
+    /// A field that is not in the API.
     #[error("unknown field `{0}`")]
     Unknown(String),
-    /// A field of the API that this server does not support, or, with ` = VALUE` behind it, not with this value.
+    /// A field of the API that this server does not support, or, with ` = VALUE` appended, not with this value.
     #[error("`{field}` is not supported by this server{}", hint.map(|h| format!(": {h}")).unwrap_or_default())]
     Unsupported {
         /// The field's name.
@@ -59,7 +59,7 @@ impl FieldError {
         }
     }
 
-    /// A value, or with ` = VALUE` behind it this value, that is not supported.
+    /// A field that is not supported, or, with ` = VALUE` appended, not with this value.
     pub(crate) fn unsupported(field: impl Into<String>, hint: impl Into<Option<&'static str>>) -> Self {
         Self::Unsupported {
             field: field.into(),

@@ -1,18 +1,18 @@
-//! What the server knows about fields it does not act on: accepted, harmless with one value, or refused by name.
+//! Fields that the server knows but does not implement: accepted, accepted with values that have no effect, or refused by name.
 
 use serde_json::{Map, Value};
 
 use super::error::FieldError;
 
-/// A field that is refused, with its harmless value.
+/// A field that is refused, except with harmless values.
 pub(crate) type Unsupported = (&'static str, Harmless);
 
-/// The values of a field that ask for nothing.
+/// Values of a field that have no effect.
 #[derive(Debug)]
 pub(crate) enum Harmless {
-    /// None: the field's presence asks for something.
+    /// None.
     Never,
-    /// All: the field is meant for other servers, or asks for no more than a report.
+    /// All: the field is meant for other servers, or only affects reporting.
     Always,
     /// `false`.
     False,
@@ -24,13 +24,13 @@ pub(crate) enum Harmless {
     One,
     /// An empty list, object or string.
     Empty,
-    /// An empty string: models that write what comes before a suffix are trained for it.
+    /// An empty string: a suffix needs a model trained for fill-in-the-middle.
     NoSuffix,
     /// One of these words.
     Word(&'static [&'static str]),
-    /// A list of this word alone.
+    /// A list of only this word.
     Only(&'static str),
-    /// Nothing but `[]`, `none` and `auto`, which ask for nothing: there is a newer field, which this names.
+    /// `[]`, `none` and `auto`; otherwise there is a newer field, which this names.
     Older(&'static str),
 }
 
@@ -61,7 +61,7 @@ impl Harmless {
     }
 }
 
-/// Checks the fields that no struct took: an error names the first that is neither accepted nor harmless.
+/// Checks the fields that no struct has: an error names the first that is neither accepted nor harmless.
 pub(crate) fn check_rest(
     rest: &Map<String, Value>,
     unsupported: &[&[Unsupported]],
@@ -90,9 +90,7 @@ impl Harmless {
             Self::True => Some("only true is"),
             Self::Zero => Some("only 0 is"),
             Self::One => Some("only 1 is"),
-            Self::NoSuffix => {
-                Some("no model it serves writes what goes before a suffix; put all text into `prompt`")
-            }
+            Self::NoSuffix => Some("fill-in-the-middle is not implemented; put all text into `prompt`"),
             Self::Only("text") => Some("only `text` is"),
             Self::Older(hint) => Some(hint),
             _ => None,
@@ -100,7 +98,7 @@ impl Harmless {
     }
 }
 
-/// OpenAI's fields that mean nothing to a server of one's own.
+/// OpenAI's fields without effect on a self-hosted server.
 pub(crate) const ACCEPTED: &[&str] = &[
     "user",
     "metadata",
@@ -111,7 +109,7 @@ pub(crate) const ACCEPTED: &[&str] = &[
     "prompt_cache_retention",
 ];
 
-/// Refused in chat and completions alike; most are vLLM's.
+/// Refused in chat and completions; most are vLLM's.
 pub(crate) const UNSUPPORTED: &[Unsupported] = &[
     ("structural_tag", Harmless::Never),
     ("use_beam_search", Harmless::False),
@@ -172,17 +170,17 @@ pub(crate) const MESSAGES_UNSUPPORTED: &[Unsupported] = &[
     ("diagnostics", Harmless::Always),
 ];
 
-/// Without effect on a count of tokens.
+/// Without effect on token counts.
 pub(crate) const COUNTED_LATER: &[Unsupported] = &[("stop_sequences", Harmless::Always)];
 
-/// Refused where answers have no place for what they ask for.
+/// Refused where the API's responses cannot report them.
 pub(crate) const NO_REPORTS: &[Unsupported] = &[
     ("prompt_logprobs", Harmless::Never),
     ("return_token_ids", Harmless::False),
     ("return_tokens_as_token_ids", Harmless::False),
 ];
 
-/// Clients of Anthropic's that are refused this field send the whole conversation in place of a part.
+/// When this field is refused, Anthropic's clients send the whole conversation instead of a part.
 pub(crate) const THREAD: &str = "thread";
 
 /// Refused in `/tokenize`.
@@ -221,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn lets_the_harmless_pass() {
+    fn harmless_values_are_accepted() {
         let body = json!({
             "user": "u", "modalities": ["text"], "spaces_between_special_tokens": true, "length_penalty": 1.0,
         });
@@ -229,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn names_what_it_refuses() {
+    fn refused_fields_are_named() {
         for (name, value) in [
             ("audio", json!({})),
             ("web_search_options", json!({})),

@@ -6,18 +6,18 @@ use serde_json::{Map, Value};
 use super::error::FieldError;
 use super::fields::{Unsupported, check_rest};
 
-/// A request type of the API.
+/// The body of a request.
 pub(crate) trait RequestBody: Sized {
-    /// Fields that are refused by name unless their value is harmless.
+    /// Fields that are refused by name unless their value has no effect.
     const UNSUPPORTED: &[&[Unsupported]];
-    /// Fields of its parts that this request does not have.
+    /// Fields of the structs it consists of that this request does not have.
     const FOREIGN: &[&str] = &[];
 
-    /// Takes the fields it knows out of `object`, with [`take`].
+    /// Removes its fields from `object`, with [`take`].
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError>;
 }
 
-/// Parses a body: JSON, then the fields that the struct does not have, then the struct. `null` means absent throughout.
+/// Parses a JSON body and checks the fields that its type does not have. `null` means absent.
 pub(crate) fn parse<T: RequestBody>(body: &[u8]) -> Result<T, FieldError> {
     let whole = |message: String| FieldError::Invalid { message, param: None };
     let text = std::str::from_utf8(body).map_err(|e| whole(format!("the body is not UTF-8: {e}")))?;
@@ -54,7 +54,7 @@ pub(crate) fn take<T: DeserializeOwned>(object: &mut Map<String, Value>) -> Resu
     })
 }
 
-/// A part of a request whose type is known only once something else was read; `field` is its path. `null` means absent.
+/// Parses a part of a request whose type depends on another field; `field` is its path. `null` means absent.
 pub(crate) fn typed<T: DeserializeOwned>(mut value: Value, field: &str) -> Result<T, FieldError> {
     if let Value::Object(object) = &mut value {
         object.retain(|_, value| !value.is_null());
@@ -71,12 +71,12 @@ pub(crate) fn typed<T: DeserializeOwned>(mut value: Value, field: &str) -> Resul
     })
 }
 
-/// A missing field has the path of its parent: its name stands in the message alone.
+/// The name of a missing field: serde gives it only in the message, the path is that of its parent.
 fn missing(message: &str) -> Option<&str> {
     message.strip_prefix("missing field `")?.split('`').next()
 }
 
-/// The field names of a struct, as its `Deserialize` asks for them, so that they stand in one place.
+/// The field names of a struct, as requested by its `Deserialize` implementation.
 pub(crate) fn field_names<T: DeserializeOwned>() -> &'static [&'static str] {
     struct Ask<'a>(&'a mut &'static [&'static str]);
 
@@ -94,7 +94,7 @@ pub(crate) fn field_names<T: DeserializeOwned>() -> &'static [&'static str] {
             _: V,
         ) -> Result<V::Value, Self::Error> {
             *self.0 = fields;
-            Err(Self::Error::custom("only the names were wanted"))
+            Err(Self::Error::custom("only the names are needed"))
         }
 
         serde::forward_to_deserialize_any! {

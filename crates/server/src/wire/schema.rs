@@ -1,4 +1,4 @@
-//! Schemas of request bodies that `RequestBody::take_from` takes apart.
+//! OpenAPI schemas of request bodies.
 
 use serde_json::{Value, json};
 use utoipa::openapi::schema::{AdditionalProperties, AnyOfBuilder, Object, Schema, SchemaType, Type};
@@ -6,8 +6,8 @@ use utoipa::openapi::{ObjectBuilder, RefOr};
 
 use super::fields::{ACCEPTED, Harmless, Unsupported};
 
-/// The schema of a body whose fields are those of `parts` but for `foreign`, then those with but one harmless value; all else is
-/// refused. `null` means absent, as in `body::parse`.
+/// The schema of a body: the fields of `parts` without `foreign`, then fields that are accepted with values without effect. No
+/// other fields. `null` means absent, as in `request::parse`.
 pub(crate) fn schema(
     description: &str,
     parts: impl IntoIterator<Item = RefOr<Schema>>,
@@ -49,7 +49,7 @@ pub(crate) fn schema(
     whole.into()
 }
 
-/// `ToSchema` for a body: the structs that its `RequestBody::take_from` takes out of it, one after the other.
+/// Implements `ToSchema` for a body from the structs that its `RequestBody::take_from` reads.
 macro_rules! body {
     ($body:ty, $description:literal, $($part:ty),+) => {
         impl utoipa::PartialSchema for $body {
@@ -70,7 +70,7 @@ macro_rules! body {
 }
 pub(crate) use body;
 
-/// What `schema` allows, or `null`.
+/// `schema` or `null`.
 fn or_null(mut schema: RefOr<Schema>) -> RefOr<Schema> {
     match &mut schema {
         RefOr::T(Schema::Object(object)) => {
@@ -80,7 +80,7 @@ fn or_null(mut schema: RefOr<Schema>) -> RefOr<Schema> {
             }
         }
         RefOr::T(Schema::Array(array)) => add_null(&mut array.schema_type),
-        // An optional field of a type of its own has it already.
+        // Optional fields of enum and struct types already include null.
         RefOr::T(Schema::OneOf(_)) => {}
         _ => return AnyOfBuilder::new().item(null()).item(schema).into(),
     }
@@ -100,7 +100,7 @@ fn null() -> Object {
 }
 
 impl Harmless {
-    /// The values that are accepted, where there are any.
+    /// Schema of the accepted values, if there are any.
     fn schema(&self) -> Option<Schema> {
         let any = || ObjectBuilder::new().schema_type(SchemaType::AnyValue);
         let one = |value: Value| any().enum_values(Some([value]));

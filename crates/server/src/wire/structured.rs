@@ -2,33 +2,33 @@ use serde::Deserialize;
 use serde_json::Value;
 use utoipa::ToSchema;
 
-/// The fields that say what the text must be: OpenAI's `response_format`, and vLLM's. At most one may ask for something.
+/// Structured output: OpenAI's `response_format` and vLLM's fields. At most one may be set.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
 pub(crate) struct StructuredFields {
-    /// OpenAI's way to ask for JSON.
+    /// OpenAI's field: JSON.
     pub(crate) response_format: Option<ResponseFormat>,
-    /// vLLM's way to ask for any structure.
+    /// vLLM's field: any structure.
     pub(crate) structured_outputs: Option<StructuredOutputs>,
-    /// A JSON schema that the text follows, as an object or as a string that holds one.
+    /// A JSON schema for the text, as an object or a string with JSON.
     pub(crate) guided_json: Option<Value>,
-    /// A regular expression that the whole text matches.
+    /// A regular expression for the whole text.
     pub(crate) guided_regex: Option<String>,
-    /// Texts of which one is said.
+    /// The text is one of these.
     pub(crate) guided_choice: Option<Vec<String>>,
-    /// A grammar, in Lark's or llama.cpp's notation (GBNF: `root ::= ...`), that the text follows.
+    /// A grammar for the text, in Lark or llama.cpp's GBNF (`root ::= ...`).
     pub(crate) guided_grammar: Option<String>,
-    /// A regular expression of what may stand between the tokens of JSON.
+    /// A regular expression for whitespace between JSON tokens.
     pub(crate) guided_whitespace_pattern: Option<String>,
-    /// There is one backend, by whatever name.
+    /// There is only one backend; all its names are accepted.
     #[serde(rename = "guided_decoding_backend")]
     pub(crate) _guided_decoding_backend: Option<Backend>,
 }
 
-/// vLLM's names of the one backend.
+/// vLLM's backend names that are accepted.
 #[derive(Clone, Copy, Debug, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Backend {
-    /// Whatever there is.
+    /// Any.
     Auto,
     /// llguidance.
     Guidance,
@@ -42,9 +42,9 @@ pub(crate) enum Backend {
 pub(crate) enum ResponseFormat {
     /// Any text.
     Text,
-    /// Any JSON object. Unlike OpenAI's, the messages need not say so.
+    /// Any JSON object. Unlike with OpenAI, the messages need not mention JSON.
     JsonObject,
-    /// JSON that a schema describes.
+    /// JSON that follows a schema.
     JsonSchema {
         /// The schema and its name.
         json_schema: JsonSchemaFormat,
@@ -63,7 +63,7 @@ pub(crate) struct JsonSchemaFormat {
     pub(crate) _description: Option<String>,
     /// The schema.
     pub(crate) schema: Value,
-    /// With `false`, keywords that cannot be enforced are let through and not enforced; otherwise they are refused.
+    /// `false`: keywords that cannot be enforced are ignored; otherwise they are refused.
     pub(crate) strict: Option<bool>,
 }
 
@@ -84,10 +84,10 @@ pub(crate) struct StructuredOutputs {
     pub(crate) json_object: bool,
     /// As `guided_whitespace_pattern`.
     pub(crate) whitespace_pattern: Option<String>,
-    /// Nothing may stand between the tokens of JSON.
+    /// No whitespace between JSON tokens.
     #[serde(default)]
     pub(crate) disable_any_whitespace: bool,
-    /// There is no other backend to fall back to, so this changes nothing.
+    /// No effect: there is only one backend.
     #[serde(default, rename = "disable_fallback")]
     pub(crate) _disable_fallback: bool,
 }

@@ -23,14 +23,14 @@ pub(crate) enum TokenizeInput {
     Chat(ChatPrompt),
 }
 
-/// What both kinds of input share.
+/// Fields of both kinds of input.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct TokenizeFields {
-    /// A name of `/v1/models`; the served model if left out.
+    /// A name from `/v1/models`; the served model if absent.
     pub(crate) model: Option<String>,
-    /// Default: true for a prompt, false for a conversation, whose template has them.
+    /// Default: true for a prompt, false for a conversation, whose template contains them.
     pub(crate) add_special_tokens: Option<bool>,
-    /// Returns the tokens' texts too.
+    /// Also returns the tokens' texts.
     #[serde(default)]
     pub(crate) return_token_strs: bool,
 }
@@ -85,12 +85,12 @@ impl ToSchema for TokenizeRequest {
 pub(crate) struct Tokenized {
     /// How many tokens there are.
     pub(crate) count: usize,
-    /// Most tokens of prompt and answer together.
+    /// Maximum tokens of prompt and answer together.
     pub(crate) max_model_len: usize,
     /// The tokens' ids.
     #[schema(value_type = Vec<u32>)]
     pub(crate) tokens: Vec<TokenId>,
-    /// The tokens' texts, where `return_token_strs` asks for them.
+    /// The tokens' texts, with `return_token_strs`.
     pub(crate) token_strs: Option<Vec<String>>,
 }
 
@@ -101,7 +101,7 @@ pub(crate) struct DetokenizeRequest(pub(crate) DetokenizeFields);
 /// The fields of the endpoint.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct DetokenizeFields {
-    /// A name of `/v1/models`; the served model if left out.
+    /// A name from `/v1/models`; the served model if absent.
     pub(crate) model: Option<String>,
     /// Token ids.
     #[schema(value_type = Vec<u32>)]

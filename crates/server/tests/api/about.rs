@@ -1,4 +1,4 @@
-//! What the server says about itself.
+//! `/metrics`, `/memory`, models and version.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -75,7 +75,7 @@ async fn metrics_are_prometheus_text_under_both_names() {
         line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()
     };
     assert_eq!(value("vllm:generation_tokens_total"), 20.0);
-    // Half a second of each step, those of the profile left out.
+    // Half a second of each step, without those of the profile.
     assert_eq!(
         value("plimsoll_gpu_busy_seconds_total"),
         value("plimsoll_steps_total") / 2.0
@@ -103,7 +103,7 @@ fn value(page: &str, name: &str, labels: &[&str]) -> f64 {
 }
 
 #[tokio::test]
-async fn aliases_mean_what_they_mean_in_vllm() {
+async fn vllm_aliases_have_vllms_meaning() {
     let rig = Rig::new(Setup::default());
     let request = with(chat("x"), "n", json!(3));
     assert_eq!(rig.post(CHAT, request).await.status, 200);
@@ -119,7 +119,7 @@ async fn aliases_mean_what_they_mean_in_vllm() {
         assert!(value(&page, name, &[bound]) > 0.0, "{name}");
     }
     assert!(!page.contains("le=\"2000\""), "no sequence has so many tokens");
-    // Every choice is a request of the engine; the parameter is counted once.
+    // Each choice is a request of the engine; `n` is recorded once per request.
     let success = |page: &str, reason: &str| {
         value(
             page,
@@ -164,9 +164,9 @@ async fn memory_shows_report_and_meters() {
     );
 }
 
-/// Memory that creeps is counted, once for each new height.
+/// Creeping memory is counted, once for each new peak.
 #[tokio::test]
-async fn a_step_that_holds_more_than_was_proved_is_counted() {
+async fn a_step_above_the_validated_peak_is_counted() {
     let rig = Rig::new(Setup::default());
     let counted = async || rig.get("/memory").await.json()["high_water_above_proof"].clone();
     let body = || crate::with(chat("x"), "max_tokens", 1.into());

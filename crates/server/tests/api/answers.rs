@@ -1,4 +1,4 @@
-//! What goes well: texts, templates, defaults, streams, stop strings.
+//! Successful requests: texts, templates, defaults, streams, stop strings.
 
 use plimsoll_server::GenerationDefaults;
 use rand::rngs::StdRng;
@@ -9,7 +9,7 @@ use crate::rig::{Rig, Setup};
 use crate::{CHAT, COMPLETIONS, chat, oracle_text, streamed, with};
 
 #[tokio::test]
-async fn answers_are_what_the_model_says() {
+async fn answers_have_the_models_text() {
     let rig = Rig::new(Setup::default());
     let answer = rig.post(CHAT, with(chat("Hi"), "n", json!(2))).await.json();
     for (i, seed) in [(0, 1), (1, 2)] {
@@ -44,7 +44,7 @@ async fn templates_get_text_roles_and_variables() {
 }
 
 #[tokio::test]
-async fn a_model_without_template_has_completions_alone() {
+async fn a_model_without_template_only_has_completions() {
     let rig = Rig::new(Setup {
         template: None,
         ..Default::default()
@@ -58,7 +58,7 @@ async fn a_model_without_template_has_completions_alone() {
 }
 
 #[tokio::test]
-async fn defaults_of_the_model_hold_where_the_client_is_silent() {
+async fn the_models_defaults_apply_unless_set() {
     let defaults = GenerationDefaults {
         temperature: Some(0.0),
         max_new_tokens: Some(7),
@@ -83,7 +83,7 @@ async fn defaults_of_the_model_hold_where_the_client_is_silent() {
 }
 
 #[tokio::test]
-async fn chat_streams_in_openais_shape() {
+async fn chat_streams_in_openais_format() {
     let rig = Rig::new(Setup::default());
     let whole = rig.post(CHAT, with(chat("Hi"), "n", json!(3))).await.json();
     let mut body = with(with(chat("Hi"), "n", json!(3)), "stream", json!(true));
@@ -120,7 +120,7 @@ async fn chat_streams_in_openais_shape() {
     }
 }
 
-/// `usage` with the cached tokens of `other`: the second request finds what the first one left.
+/// `usage` with the cached tokens of `other`: the second request hits the prefix cache.
 fn with_cached(usage: &Value, other: &Value) -> Value {
     with(
         usage.clone(),
@@ -130,14 +130,14 @@ fn with_cached(usage: &Value, other: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn stop_strings_end_the_text_wherever_they_fall() {
+async fn stop_strings_end_the_text_at_any_position() {
     let rig = Rig::new(Setup::default());
     let seed = rand::random::<u64>();
     let mut random = StdRng::seed_from_u64(seed);
     for _ in 0..30 {
         let request_seed = random.random_range(0..1000);
         let text = oracle_text("<user>x</><assistant>", 80, request_seed);
-        // Ends of generation are none of the text, so that it is shorter than 80 for some seeds.
+        // End-of-sequence tokens have no text, so it is shorter than 80 for some seeds.
         let start = random.random_range(0..text.len() - 8);
         let stop = &text[start..start + random.random_range(1..8)];
         let expected = &text[..text.find(stop).unwrap()];

@@ -1,4 +1,4 @@
-//! Disturbed requests of every endpoint.
+//! Mutated requests of every endpoint.
 
 #[path = "../../../../fuzz/inputs.rs"]
 mod inputs;

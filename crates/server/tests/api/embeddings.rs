@@ -49,9 +49,9 @@ fn vectors(answer: &Value) -> Vec<Vec<f32>> {
     data.iter().enumerate().map(vector).collect()
 }
 
-/// Many times more inputs than the engine has places, each of its own length.
+/// Many more inputs than the engine's capacity, each of a different length.
 #[tokio::test]
-async fn inputs_beyond_the_engines_places_are_fed_in_turn() {
+async fn inputs_beyond_the_engines_capacity_are_queued() {
     for pooling in [Pooling::Last, Pooling::Mean] {
         let rig = Rig::new(Setup {
             max_num_seqs: 2,
@@ -75,9 +75,9 @@ async fn inputs_beyond_the_engines_places_are_fed_in_turn() {
     }
 }
 
-/// An alert looks at how many: who finds no place for his next input and waits for one was not refused.
+/// An input that waits within its request does not count as refused: an alert watches that metric.
 #[tokio::test]
-async fn refusals_are_those_that_clients_hear_of() {
+async fn only_refused_requests_count_as_refused() {
     let rig = Rig::new(Setup {
         max_num_seqs: 1,
         max_queue: 1,
@@ -93,7 +93,7 @@ async fn refusals_are_those_that_clients_hear_of() {
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_takes_its_inputs_along() {
+async fn a_disconnected_client_cancels_its_inputs() {
     let rig = Rig::new(setup(Pooling::Last));
     rig.set_step(Duration::from_millis(20));
     let texts: Vec<String> = (0..500).map(|i| format!("text {i}")).collect();
@@ -107,7 +107,7 @@ async fn a_client_that_goes_away_takes_its_inputs_along() {
 }
 
 #[tokio::test]
-async fn vectors_are_cut_and_inputs_too() {
+async fn vectors_and_inputs_are_truncated() {
     let rig = Rig::new(setup(Pooling::Last));
     let answer = |body: Value| async {
         let answer = rig.post(EMBEDDINGS, body).await;
@@ -144,7 +144,7 @@ async fn wrong_requests_name_field_and_input() {
             "input",
             "input[1]: token id 257",
         ),
-        (json!({ "input": vec!["a"; 2049] }), "input", "holds 2049 texts"),
+        (json!({ "input": vec!["a"; 2049] }), "input", "has 2049 texts"),
         (
             json!({ "input": "a", "dimensions": 0 }),
             "dimensions",
@@ -184,7 +184,7 @@ async fn wrong_requests_name_field_and_input() {
 }
 
 #[tokio::test]
-async fn each_kind_of_model_says_where_it_is_to_be_asked() {
+async fn each_kind_of_model_names_its_endpoint() {
     let embedder = Rig::new(setup(Pooling::Mean));
     for (path, body) in [(CHAT, chat("x")), (COMPLETIONS, json!({ "prompt": "x" }))] {
         let answer = embedder.post(path, body).await;

@@ -13,7 +13,7 @@ pub fn valid() -> Map<String, Value> {
     serde_json::from_str(include_str!("../../../../tests/http/requests.json")).expect("a file of ours")
 }
 
-/// Every request that is known, with the byte that chooses its endpoint.
+/// All example requests, each with the byte that selects its endpoint.
 pub fn corpus() -> Vec<String> {
     let valid = valid();
     let bodies = valid.values().enumerate().flat_map(|(i, bodies)| {
@@ -25,7 +25,7 @@ pub fn corpus() -> Vec<String> {
     bodies.collect()
 }
 
-/// The names and values of all requests, so that fields meet endpoints and places they are not made for.
+/// Names and values from all requests, to combine fields with endpoints that do not have them.
 pub fn words() -> Vec<String> {
     let odd = [
         "{",
@@ -65,14 +65,14 @@ struct Server {
 thread_local! {
     static SERVER: LazyCell<Server> = LazyCell::new(|| {
         let runtime = Runtime::new().expect("threads");
-        // What is accepted is soon done.
+        // Keeps accepted requests short.
         let setup = Setup { max_model_len: 512, ..Setup::default() };
         let rig = runtime.block_on(async { Rig::new(setup) });
         Server { runtime, rig, paths: valid().keys().cloned().collect() }
     });
 }
 
-/// The first byte chooses the endpoint. The answer is one, and no 5xx.
+/// The first byte selects the endpoint. The response must not be a 5xx.
 pub fn request(data: &[u8]) {
     let Some((&first, body)) = data.split_first() else {
         return;

@@ -1,4 +1,4 @@
-//! From the first connection to the last: start, shutdown, drain, watchdog.
+//! Life cycle: start, shutdown, drain, watchdog.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::rig::{PATIENCE, Rig, Setup};
 use crate::{CHAT, chat, with};
 
-/// A start that stands where the test says.
+/// A start whose status the test sets.
 struct At(Mutex<StartStatus>);
 
 impl Start for At {
@@ -30,7 +30,7 @@ fn loading() -> StartStatus {
     }
 }
 
-/// Listens on a real socket; gives its address.
+/// Listens on a real socket; returns its address.
 async fn listening(options: &ServerOptions, start: Arc<At>) -> (String, Server) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -39,14 +39,14 @@ async fn listening(options: &ServerOptions, start: Arc<At>) -> (String, Server) 
 
 type Served = tokio::task::JoinHandle<Result<Drained, ServeError>>;
 
-/// Serves on a real socket; gives the address, the trigger of the shutdown and the result.
+/// Serves on a real socket; returns the address, the shutdown trigger and the result.
 async fn served(rig: &Rig) -> (String, tokio::sync::oneshot::Sender<()>, Served) {
     let start = Arc::new(At(Mutex::new(loading())));
     let (address, server) = listening(&ServerOptions::default(), start).await;
     let (stop, stopped) = tokio::sync::oneshot::channel();
     let state = rig.state.clone();
     let server = tokio::spawn(server.serve(state, async {
-        // Without a trigger nobody stops it.
+        // A dropped trigger does not stop it.
         if stopped.await.is_err() {
             std::future::pending().await
         }
@@ -54,7 +54,7 @@ async fn served(rig: &Rig) -> (String, tokio::sync::oneshot::Sender<()>, Served)
     (address, stop, server)
 }
 
-/// One request over a connection of its own; the response, whole.
+/// Sends one request over its own connection; returns the whole response.
 async fn raw(address: &str, request: &str) -> String {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let mut connection = tokio::net::TcpStream::connect(address).await.unwrap();
@@ -144,9 +144,9 @@ async fn a_shutdown_does_not_wait_for_clients_that_do_not_read() {
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
 }
 
-/// The port answers from the first moment on, and a connection outlives the start.
+/// The port answers immediately, and connections survive the start.
 #[tokio::test]
-async fn a_start_says_how_far_it_is_and_refuses_the_rest() {
+async fn a_start_reports_progress_and_refuses_the_rest() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let start = Arc::new(At(Mutex::new(loading())));
     let rig = Rig::new(Setup::default());
@@ -217,9 +217,9 @@ async fn a_start_says_how_far_it_is_and_refuses_the_rest() {
     assert_eq!(server.await.unwrap().unwrap(), Drained::Complete);
 }
 
-/// `POST /admin/drain` is a shutdown; what waits in the queue was admitted, and is answered too.
+/// `POST /admin/drain` shuts down; queued requests were accepted and are answered too.
 #[tokio::test]
-async fn a_drain_by_request_finishes_what_runs_and_what_waits() {
+async fn a_drain_by_request_finishes_running_and_queued_requests() {
     let options = ServerOptions {
         enable_admin_api: true,
         ..Default::default()
@@ -229,7 +229,7 @@ async fn a_drain_by_request_finishes_what_runs_and_what_waits() {
         options,
         ..Default::default()
     });
-    // Nobody is done before the drain.
+    // No request finishes before the drain.
     rig.set_step(Duration::from_millis(500));
     let (address, _stop, server) = served(&rig).await;
     let answers: Vec<_> = (0..3)
@@ -267,13 +267,13 @@ async fn a_drain_by_request_finishes_what_runs_and_what_waits() {
 }
 
 #[tokio::test]
-async fn there_is_no_admin_api_unless_it_is_asked_for() {
+async fn the_admin_api_is_off_by_default() {
     let rig = Rig::new(Setup::default());
     assert_eq!(rig.post("/admin/drain", json!({})).await.status, 404);
     assert_eq!(rig.get("/ready").await.status, 200);
 }
 
-/// Nobody waits for a step that hangs; clients hear of it, and serving ends.
+/// A hung step ends the server, after clients get an error.
 #[tokio::test]
 async fn the_watchdog_ends_a_server_whose_step_hangs() {
     let options = ServerOptions {
@@ -285,11 +285,11 @@ async fn the_watchdog_ends_a_server_whose_step_hangs() {
         ..Default::default()
     });
     let (address, _stop, server) = served(&rig).await;
-    // Longer than the watchdog's patience in all, but each of the 20 steps is short.
+    // Together longer than the watchdog's timeout, but each of the 20 steps is short.
     rig.set_step(Duration::from_millis(110));
     assert_eq!(rig.post(CHAT, chat("x")).await.status, 200);
     rig.set_step(Duration::from_secs(60));
-    // What hangs a step may hang the meters too, which its record shows.
+    // The meters may hang too; the watchdog logs them.
     rig.script.meters_hold.store(true, Ordering::SeqCst);
     let request = http(CHAT, &with(chat("x"), "stream", json!(true)).to_string());
     let began = Instant::now();

@@ -1,4 +1,4 @@
-//! Who may use the server, how much of it, for how long, and what is told about it at the end.
+//! API keys, rate limits, timeouts, and the records of requests.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -54,7 +54,7 @@ async fn code(response: Response<Body>, status: u16) -> String {
 }
 
 #[tokio::test]
-async fn keys_are_needed_where_there_are_any() {
+async fn keys_are_required_if_there_are_any() {
     let rig = rig(keyed());
     let missing = rig.post(CHAT, short()).await;
     assert_eq!(missing.headers["www-authenticate"], "Bearer");
@@ -77,7 +77,7 @@ async fn keys_are_needed_where_there_are_any() {
 }
 
 #[tokio::test]
-async fn metrics_can_need_a_key() {
+async fn metrics_can_require_a_key() {
     let rig = rig(ServerOptions {
         metrics_require_key: true,
         ..keyed()
@@ -113,7 +113,7 @@ async fn each_key_has_its_own_rate() {
 }
 
 #[tokio::test]
-async fn tokens_are_counted_to_the_last() {
+async fn every_token_is_counted() {
     let rig = rig(ServerOptions {
         key_limits: KeyLimits {
             tokens_per_minute: Some(50),
@@ -136,7 +136,7 @@ async fn tokens_are_counted_to_the_last() {
 }
 
 #[tokio::test]
-async fn tokens_count_as_they_come() {
+async fn tokens_are_counted_while_streaming() {
     let rig = rig(ServerOptions {
         key_limits: KeyLimits {
             tokens_per_minute: Some(60),
@@ -148,7 +148,7 @@ async fn tokens_count_as_they_come() {
     assert_eq!(stream.status(), 200);
     let begin = std::time::Instant::now();
     loop {
-        // Looking uses none, and needs none.
+        // A request that generates nothing needs no tokens.
         let look = Request::get("/v1/models").header("x-api-key", "secret-a");
         let look = rig.send(look.body(Body::empty()).unwrap()).await;
         assert_eq!(look.status(), 200);
@@ -161,12 +161,12 @@ async fn tokens_count_as_they_come() {
     let refused = rig.send(by("secret-a", &short())).await;
     assert_eq!(refused.headers()["x-ratelimit-limit-tokens"], "60");
     assert_eq!(code(refused, 429).await, "rate_limit_exceeded");
-    // Nobody reads the stream, so it cannot be over.
+    // The stream is not read, so it cannot be over.
     drop(stream);
 }
 
 #[tokio::test]
-async fn a_stream_counts_until_it_is_read_or_left() {
+async fn a_stream_counts_until_it_is_read_or_dropped() {
     let rig = rig(ServerOptions {
         key_limits: KeyLimits {
             concurrent_requests: Some(1),
@@ -186,12 +186,12 @@ async fn a_stream_counts_until_it_is_read_or_left() {
     rig.until_in_flight(0).await;
     let begin = std::time::Instant::now();
     while rig.send(by("secret-a", &short())).await.status() != 200 {
-        assert!(begin.elapsed() < PATIENCE, "the place stays taken");
+        assert!(begin.elapsed() < PATIENCE, "the slot was not released");
     }
 }
 
 #[tokio::test]
-async fn no_key_takes_every_place_of_the_queue() {
+async fn no_key_fills_the_queue_alone() {
     let rig = Rig::new(Setup {
         max_num_seqs: 1,
         max_queue: 17,
@@ -213,7 +213,7 @@ async fn no_key_takes_every_place_of_the_queue() {
 }
 
 #[tokio::test]
-async fn a_request_does_not_wait_longer_than_it_may() {
+async fn the_queue_timeout_applies() {
     let rig = Rig::new(Setup {
         max_num_seqs: 1,
         options: ServerOptions {
@@ -231,13 +231,13 @@ async fn a_request_does_not_wait_longer_than_it_may() {
     let refused = rig.post(CHAT, short()).await;
     assert!(refused.headers.contains_key("retry-after"));
     assert_eq!(refused.error(429)["code"], "queue_timeout");
-    // It waits no more, and the one that runs is left alone.
+    // It left the queue, and the running one continues.
     rig.until_in_flight(1).await;
     drop(running);
 }
 
 #[tokio::test]
-async fn a_request_whose_first_step_is_long_has_not_waited_for_its_turn() {
+async fn a_long_first_step_is_not_queueing() {
     let rig = rig(ServerOptions {
         queue_timeout: Some(Duration::from_secs(2)),
         ..Default::default()
@@ -271,7 +271,7 @@ async fn a_deadline_ends_the_request_and_frees_its_kv() {
     assert_eq!(events.last().unwrap()["error"]["code"], "deadline_exceeded");
     rig.until_in_flight(0).await;
     assert_eq!(rig.state.engine().stats().scheduler.cancelled, 2);
-    // The header says the same for every endpoint; nonsense in either is refused by name.
+    // The header works for every endpoint; invalid values in either are refused by name.
     let mut request = post(CHAT, with(long(), "stream", json!(false)).to_string());
     request
         .headers_mut()
@@ -284,7 +284,7 @@ async fn a_deadline_ends_the_request_and_frees_its_kv() {
 }
 
 #[tokio::test]
-async fn priorities_need_their_policy() {
+async fn priorities_need_the_scheduling_policy() {
     let body = with(short(), "priority", json!(3));
     let fcfs = rig(ServerOptions::default());
     assert_eq!(
@@ -303,7 +303,7 @@ async fn priorities_need_their_policy() {
 }
 
 #[tokio::test]
-async fn request_ids_are_taken_if_they_are_sane() {
+async fn valid_request_ids_are_accepted() {
     let rig = rig(ServerOptions::default());
     let mut request = post(CHAT, short().to_string());
     request
@@ -376,7 +376,7 @@ async fn every_request_leaves_one_record_at_its_end() {
     );
     assert!(record.generation.is_none() && record.key.is_none());
 
-    // Left while it streams, and before there is an answer.
+    // Disconnected while streaming, and before the response.
     rig.set_step(Duration::from_millis(5));
     drop(rig.send(by("secret-b", &long())).await);
     let record = records.next().await;

@@ -1,4 +1,4 @@
-//! The API in one process: every way a request can go wrong, and the shapes of what goes well.
+//! The API in one process, over a simulated model: successful requests and everything that can go wrong.
 
 mod about;
 mod answers;
@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 
-/// What the simulated model says to `prompt`, by definition.
+/// The simulated model's text for `prompt`.
 fn oracle_text(prompt: &str, max_tokens: usize, seed: u64) -> String {
     let options = RequestOptions {
         prompt: prompt.bytes().map(u32::from).collect(),

@@ -1,4 +1,4 @@
-//! Device memory that runs out while serving, or is given back for a time.
+//! Running out of device memory while serving, and sleep mode.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -14,7 +14,7 @@ fn content(answer: &Value) -> &str {
     answer["choices"][0]["message"]["content"].as_str().unwrap()
 }
 
-/// What the model says to `chat("x")`.
+/// The model's answer to `chat("x")`.
 fn expected() -> String {
     oracle_text("<user>x</><assistant>", 20, 1)
 }
@@ -133,7 +133,7 @@ fn sleepy() -> Rig {
 }
 
 #[tokio::test]
-async fn sleep_frees_the_state_and_waking_brings_it_back() {
+async fn sleep_releases_the_state_and_waking_restores_it() {
     let rig = sleepy();
     let before = rig.get("/memory").await.json()["now"]["reserved"].clone();
     let post = async |path: &str| rig.post_raw(path, "").await;
@@ -173,7 +173,7 @@ async fn sleep_frees_the_state_and_waking_brings_it_back() {
 }
 
 #[tokio::test]
-async fn a_server_with_work_stays_awake() {
+async fn a_busy_server_does_not_sleep() {
     let rig = sleepy();
     rig.set_step(Duration::from_millis(2));
     let body = with(chat("x"), "max_tokens", json!(500));
@@ -193,7 +193,7 @@ async fn a_server_with_work_stays_awake() {
 }
 
 #[tokio::test]
-async fn what_is_not_supported_is_named() {
+async fn unsupported_parameters_are_named() {
     let rig = sleepy();
     for (path, named) in [
         ("/sleep?level=2", "level must be 1"),

@@ -1,4 +1,4 @@
-//! The OpenAPI document: whole, and true.
+//! The OpenAPI document matches the server.
 
 use std::collections::BTreeSet;
 
@@ -28,7 +28,7 @@ fn references<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
 }
 
 #[tokio::test]
-async fn every_reference_leads_somewhere() {
+async fn every_reference_resolves() {
     let rig = Rig::new(Setup::default());
     let document = document(&rig).await;
     assert_eq!(document["openapi"], "3.1.0");
@@ -42,7 +42,7 @@ async fn every_reference_leads_somewhere() {
 }
 
 #[tokio::test]
-async fn requests_list_what_is_supported_and_refuse_all_else() {
+async fn schemas_list_supported_fields_and_no_others() {
     let rig = Rig::new(Setup::default());
     let document = document(&rig).await;
     let chat = &document["components"]["schemas"]["ChatRequest"];
@@ -54,7 +54,7 @@ async fn requests_list_what_is_supported_and_refuse_all_else() {
         serde_json::json!(["number", "null"])
     );
     assert!(fields["temperature"]["description"].is_string());
-    // Means nothing to this server; its harmless value is all there is.
+    // Not implemented; only its harmless value is listed.
     assert_eq!(
         fields["use_beam_search"]["enum"],
         serde_json::json!([false, null])
@@ -63,7 +63,7 @@ async fn requests_list_what_is_supported_and_refuse_all_else() {
     assert!(fields["prompt"].is_null() && fields["messages"].is_object());
 }
 
-/// The schema that `reference` leads to.
+/// The schema of a reference.
 fn resolved<'a>(document: &'a Value, schema: &'a Value) -> &'a Value {
     match schema["$ref"].as_str() {
         Some(reference) => document.pointer(&reference[1..]).expect("it leads somewhere"),
@@ -80,10 +80,9 @@ fn kinds<'a>(document: &'a Value, path: &str) -> Vec<&'a Map<String, Value>> {
     kinds.filter_map(|kind| kind["properties"].as_object()).collect()
 }
 
-/// Every request that we know, with every field of every endpoint: those that the document lists are known to the server, and
-/// no others.
+/// Every example request with every field of every endpoint: the server knows exactly the fields in the document.
 #[tokio::test]
-async fn the_fields_that_are_listed_are_those_that_are_taken() {
+async fn documented_fields_are_accepted_fields() {
     let rig = Rig::new(Setup::default());
     let document = document(&rig).await;
     let requests = valid();
@@ -151,12 +150,12 @@ async fn examples_work() {
             let answer = rig.post(path, example.clone()).await;
             tried += 1;
             if path == "/v1/embeddings" {
-                // Understood, and refused for what the model is alone.
+                // Valid; refused only because of the kind of model.
                 assert_eq!(answer.error(400)["param"], "model");
                 continue;
             }
             if example.get("previous_response_id").is_some() {
-                // Understood, but nothing is stored under an example's name.
+                // Valid, but the example's id is not stored.
                 assert_eq!(answer.error(404)["param"], "previous_response_id");
                 continue;
             }

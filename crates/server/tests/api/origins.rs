@@ -1,4 +1,4 @@
-//! What web pages may do, and what they are told.
+//! Cross-origin requests and CORS.
 
 use axum::body::Body;
 use axum::http::{HeaderValue, Method, Request, Response};
@@ -31,7 +31,7 @@ async fn ask(rig: &Rig, method: Method, path: &str, headers: &[(&str, &str)]) ->
 }
 
 #[tokio::test]
-async fn a_foreign_page_changes_nothing() {
+async fn cross_origin_requests_have_no_effect() {
     let rig = rig(&[], ServerOptions::default());
     for origin in [
         PAGE,
@@ -50,7 +50,7 @@ async fn a_foreign_page_changes_nothing() {
             let refused = ask(&rig, method.clone(), path, &[("origin", origin)]).await;
             assert_eq!(refused.status(), 403, "{method} {path} {origin}");
         }
-        // Browsers keep the answer from it.
+        // Without CORS headers browsers hide the response.
         let read = ask(&rig, Method::GET, "/v1/models", &[("origin", origin)]).await;
         assert_eq!(read.status(), 200);
     }
@@ -109,12 +109,12 @@ async fn pages_may_send_keys_and_read_their_limits() {
         ("access-control-request-headers", wanted),
     ];
     let allowed = ask(&rig, Method::OPTIONS, "/v1/completions", &preflight).await;
-    // A star stands for every header but Authorization.
+    // `*` includes every header except Authorization.
     assert_eq!(allowed.headers()["access-control-allow-headers"], wanted);
 
     let by_key = [("origin", PAGE), ("authorization", "Bearer secret")];
     assert_eq!(ask(&rig, Method::GET, "/v1/models", &by_key).await.status(), 200);
-    // Looking counts too.
+    // GET requests count too.
     let refused = ask(&rig, Method::GET, "/v1/models", &by_key).await;
     assert_eq!(refused.status(), 429);
     let exposed = refused.headers()["access-control-expose-headers"]

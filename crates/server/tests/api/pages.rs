@@ -1,11 +1,11 @@
-//! The pages for browsers, as far as they can be seen without one.
+//! The web pages, without a browser.
 
 use plimsoll_server::ServerOptions;
 
 use crate::rig::{Rig, Setup};
 
 #[tokio::test]
-async fn pages_come_with_a_policy_that_lets_nothing_else_in() {
+async fn pages_have_a_strict_content_security_policy() {
     let rig = Rig::new(Setup::default());
     for (path, kind) in [
         ("/", "text/html; charset=utf-8"),
@@ -28,7 +28,7 @@ async fn pages_come_with_a_policy_that_lets_nothing_else_in() {
 }
 
 #[tokio::test]
-async fn pages_can_be_left_out() {
+async fn pages_can_be_disabled() {
     let options = ServerOptions {
         pages: false,
         ..ServerOptions::default()

@@ -1,4 +1,4 @@
-//! What is refused, and how the client learns why.
+//! Refused requests and their errors.
 
 use std::time::Duration;
 
@@ -114,7 +114,7 @@ async fn wrong_requests_name_the_field() {
     );
 }
 
-/// A token of the simulated model is a byte, or the seven of its one special token.
+/// Tokens of the simulated model are single bytes, and one special token of seven bytes.
 #[tokio::test]
 async fn a_text_far_beyond_the_context_is_not_tokenized() {
     let rig = Rig::new(Setup::default());
@@ -140,7 +140,7 @@ async fn a_text_far_beyond_the_context_is_not_tokenized() {
             "{message}"
         );
     }
-    // Where it is to be cut, it fits.
+    // Truncated, it fits.
     let cut = json!({ "prompt": long, "max_tokens": 2, "truncate_prompt_tokens": -1 });
     assert_eq!(
         rig.post(COMPLETIONS, cut).await.json()["usage"]["prompt_tokens"],
@@ -183,7 +183,7 @@ async fn conversations_have_limits() {
 }
 
 #[tokio::test]
-async fn an_effort_is_named_as_the_endpoint_names_it() {
+async fn reasoning_effort_errors_name_the_endpoints_field() {
     let rig = Rig::new(Setup::default());
     for (path, body, param) in [
         (
@@ -204,7 +204,7 @@ async fn an_effort_is_named_as_the_endpoint_names_it() {
 }
 
 #[tokio::test]
-async fn a_request_may_bring_a_template_where_it_is_trusted() {
+async fn request_templates_need_the_trust_flag() {
     let ask = |template: &str| with(chat("abc"), "chat_template", json!(template));
     let wary = Rig::new(Setup::default());
     let error = wary.post(CHAT, ask("x")).await.error(400);
@@ -246,7 +246,7 @@ async fn a_request_may_bring_a_template_where_it_is_trusted() {
 }
 
 #[tokio::test]
-async fn parts_that_are_no_text_are_refused_by_name() {
+async fn non_text_parts_are_refused_by_name() {
     let rig = Rig::new(Setup::default());
     let part = json!({ "type": "image_url", "image_url": { "url": "http://x/y.png" } });
     let body = json!({ "messages": [{ "role": "user", "content": [part] }] });
@@ -324,7 +324,7 @@ async fn a_body_that_does_not_arrive_is_408() {
 }
 
 #[tokio::test]
-async fn a_request_that_cannot_fit_says_so() {
+async fn a_request_that_cannot_fit_is_refused() {
     let rig = Rig::new(Setup::default());
     for (path, body, param) in [
         (COMPLETIONS, json!({ "prompt": "x".repeat(1024) }), "prompt"),
@@ -341,7 +341,7 @@ async fn a_request_that_cannot_fit_says_so() {
             (&json!("context_length_exceeded"), &json!(param))
         );
     }
-    // Without max_tokens a completion takes what room there is.
+    // Without max_tokens a completion uses what fits.
     let usage = rig
         .post(
             COMPLETIONS,
@@ -365,7 +365,7 @@ async fn a_full_queue_is_429_with_retry_after() {
         .send(post(CHAT, with(body.clone(), "n", json!(2)).to_string()))
         .await;
     assert_eq!(first.status(), 200);
-    // Two are in, one more fits: of a request for two, none is taken.
+    // Two are in flight, one more fits: a request for two is refused as a whole.
     let refused = rig.post(CHAT, with(body.clone(), "n", json!(2))).await;
     assert_eq!(refused.error(429)["code"], "queue_full");
     let retry_after: u64 = refused.headers["retry-after"].to_str().unwrap().parse().unwrap();
@@ -373,7 +373,7 @@ async fn a_full_queue_is_429_with_retry_after() {
     rig.until_in_flight(2).await;
     let third = rig.send(post(CHAT, body.to_string())).await;
     assert_eq!(third.status(), 200);
-    // Unread responses that are dropped cancel.
+    // Dropping unread responses cancels them.
     drop((first, third));
     rig.until_in_flight(0).await;
 }

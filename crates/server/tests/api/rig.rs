@@ -22,34 +22,34 @@ use plimsoll_text::{ChatTemplate, Tokenizer};
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
-/// Longer than anything here takes on a busy machine.
+/// Longer than any test takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 const TOTAL: u64 = 1 << 30;
 const BYTES_PER_TOKEN: u64 = 64;
 
-/// What the executor shall do; the test changes it while the server runs.
+/// Controls the executor while the server runs.
 #[derive(Debug, Default)]
 pub struct Script {
-    /// How long steps take.
+    /// Duration of steps.
     pub step_micros: AtomicU64,
     /// The next step panics.
     pub panic: AtomicBool,
-    /// The next step finds no memory.
+    /// The next step runs out of memory.
     pub oom: AtomicBool,
-    /// Nothing can be built.
+    /// Building the state fails.
     pub full: AtomicBool,
     reserved: AtomicU64,
-    /// What neighbours hold.
+    /// Memory of other processes.
     pub peers: AtomicU64,
-    /// What the account shows.
+    /// The process's own memory counters.
     pub high_water: AtomicU64,
     proved_peak: AtomicU64,
     /// `/memory` panics.
     pub meters_panic: AtomicBool,
     /// The driver does not answer.
     pub meters_hold: AtomicBool,
-    /// So many wait for it.
+    /// Number of callers waiting for it.
     pub meters_waiting: AtomicUsize,
 }
 
@@ -240,15 +240,15 @@ pub struct Setup {
     pub kv_tokens: usize,
     /// The chat template.
     pub template: Option<&'static str>,
-    /// As the template shows where absent.
+    /// Detected from the template if absent.
     pub answers: Option<AnswerStyle>,
-    /// Of sampling.
+    /// Sampling defaults.
     pub defaults: GenerationDefaults,
-    /// Where the model is served for embeddings.
+    /// Set if the model is served for embeddings.
     pub embedding: Option<EmbeddingInfo>,
-    /// How long requests wait for a state that is built again.
+    /// How long requests wait for a rebuild.
     pub outage_patience: Duration,
-    /// Of the HTTP side.
+    /// HTTP options.
     pub options: ServerOptions,
 }
 
@@ -278,9 +278,9 @@ impl Default for Setup {
 /// The server.
 #[derive(Debug)]
 pub struct Rig {
-    /// What its handlers share.
+    /// The handlers' state.
     pub state: AppState,
-    /// What its executor does.
+    /// Control of its executor.
     pub script: Arc<Script>,
     router: Router,
 }
@@ -323,7 +323,7 @@ impl Answer {
         assert_eq!(keys(&body["error"]), ["type", "message"]);
     }
 
-    /// The data of server-sent events; the last, `[DONE]`, is checked and left out.
+    /// The data of server-sent events, without the final `[DONE]`.
     pub fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{}", self.text);
         assert_eq!(self.headers["content-type"], "text/event-stream");
@@ -342,7 +342,7 @@ impl Answer {
 }
 
 impl Rig {
-    /// Measures, proves and starts.
+    /// Profiles and starts the engine.
     pub fn new(setup: Setup) -> Self {
         let script = Arc::new(Script::default());
         let limits = StepLimits {
@@ -406,7 +406,7 @@ impl Rig {
         }
     }
 
-    /// The response to a request, whose body is still to come.
+    /// The response to a request, with its body unread.
     pub async fn send(&self, request: Request<Body>) -> axum::response::Response {
         self.router.clone().oneshot(request).await.unwrap()
     }
@@ -435,12 +435,12 @@ impl Rig {
         self.read(post(path, body.to_string())).await
     }
 
-    /// The answer to a POST of anything that says it is JSON.
+    /// The answer to a POST with Content-Type JSON.
     pub async fn post_raw(&self, path: &str, body: impl Into<Body>) -> Answer {
         self.read(post(path, body)).await
     }
 
-    /// From now on steps take this long.
+    /// Sets the duration of steps.
     pub fn set_step(&self, duration: Duration) {
         self.script
             .step_micros
@@ -460,7 +460,7 @@ impl Rig {
         }
     }
 
-    /// Waits until so many requests are in.
+    /// Waits until this many requests are in flight.
     pub async fn until_in_flight(&self, requests: usize) {
         self.until("the number of requests", |rig| {
             rig.state.engine().stats().in_flight == requests
@@ -469,7 +469,7 @@ impl Rig {
     }
 }
 
-/// A POST of anything that says it is JSON.
+/// A POST with Content-Type JSON.
 pub fn post(path: &str, body: impl Into<Body>) -> Request<Body> {
     Request::post(path)
         .header("content-type", "application/json")

@@ -1,4 +1,4 @@
-//! Calls that grammars enforce.
+//! Tool calls enforced by grammars.
 
 use plimsoll_text::{ReasoningFormat, ToolFormat};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ fn strict_tool(name: &str) -> Value {
 }
 
 #[tokio::test]
-async fn calls_that_must_be_made_are_made() {
+async fn required_calls_are_made() {
     for (_, format) in ToolFormat::NAMES {
         let rig = rig(Some(*format), Some(ReasoningFormat::Think));
         let named = json!({ "type": "function", "function": { "name": "g" } });
@@ -60,7 +60,7 @@ async fn strict_arguments_follow_their_schema() {
     let arguments = &held["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"];
     let arguments: Value = serde_json::from_str(arguments.as_str().unwrap()).unwrap();
     assert!(arguments["a"].is_number(), "{held}");
-    // Text stays free.
+    // Plain text is not constrained.
     let text = rig
         .post(CHAT, with(say("No."), "tools", json!([strict_tool("f")])))
         .await
@@ -69,7 +69,7 @@ async fn strict_arguments_follow_their_schema() {
 }
 
 #[tokio::test]
-async fn a_model_may_think_before_what_is_held_to_a_grammar() {
+async fn reasoning_before_a_grammar_is_allowed() {
     let rig = hermes();
     let format =
         json!({ "type": "json_schema", "json_schema": { "name": "n", "schema": { "type": "boolean" } } });
@@ -92,7 +92,7 @@ async fn a_model_may_think_before_what_is_held_to_a_grammar() {
 }
 
 #[tokio::test]
-async fn calls_that_are_only_thought_of_are_free() {
+async fn calls_within_reasoning_are_not_constrained() {
     let rig = hermes();
     let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"x\"}}\n</tool_call>";
     let thought = "I could write <tool_call> and mean nothing.";
@@ -113,7 +113,7 @@ async fn calls_that_are_only_thought_of_are_free() {
             (Some(thought), Some("No.")),
             "{free}"
         );
-        // The schema still holds behind it.
+        // The schema applies after it.
         let held = rig.post(CHAT, ask(call)).await.json();
         let arguments = &held["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"];
         let arguments: Value = serde_json::from_str(arguments.as_str().unwrap()).unwrap();
@@ -121,9 +121,9 @@ async fn calls_that_are_only_thought_of_are_free() {
     }
 }
 
-/// A schema that this format of calls cannot follow is the client's to change.
+/// A schema that the model's call format cannot express is a client error.
 #[tokio::test]
-async fn what_cannot_be_enforced_is_refused_by_name() {
+async fn unenforceable_schemas_are_refused_by_name() {
     let rig = rig(Some(ToolFormat::QwenCoder), None);
     let mut tool = strict_tool("f");
     tool["function"]["parameters"]["properties"]["a"] = json!({ "type": "string", "format": "date" });
@@ -139,7 +139,7 @@ async fn what_cannot_be_enforced_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn structures_stand_beside_calls() {
+async fn structured_output_works_with_calls() {
     let rig = hermes();
     let schema = json!({ "type": "object", "properties": { "c": { "type": "null" } }, "required": ["c"] });
     let format =

@@ -1,4 +1,4 @@
-//! Tools and reasoning, end to end: the simulated model says what a test asks it to say.
+//! Tools and reasoning, end to end: the simulated model answers with the text that a test sets.
 
 use plimsoll_server::AnswerStyle;
 use plimsoll_text::{ReasoningFormat, ToolFormat};
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::rig::{Rig, Setup};
 use crate::{CHAT, chat, with};
 
-/// Shows tools, so that they reach the prompt.
+/// A template that renders tools.
 const TEMPLATE: &str = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}\
     {% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}\
     ({{ c.function.name }}{{ c.function.arguments|tojson }}){% endfor %}{{ m.name }}</>{% endfor %}\
@@ -34,7 +34,7 @@ fn tool(name: &str) -> Value {
     json!({ "type": "function", "function": { "name": name, "description": "Does f.", "parameters": parameters } })
 }
 
-/// Has the model answer `text`, which it ends itself.
+/// Makes the model answer `text` and stop.
 pub(crate) fn say(text: &str) -> Value {
     let mut body = chat(&format!("<say>{text}</say>"));
     body["ignore_eos"] = json!(false);
@@ -50,7 +50,7 @@ const CALLS: &str = "Let me see.\n<tool_call>\n{\"name\": \"f\", \"arguments\": 
                      <tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>";
 
 #[tokio::test]
-async fn calls_come_in_openais_shape() {
+async fn calls_have_openais_format() {
     let rig = hermes();
     let answer = rig.post(CHAT, ask(CALLS)).await.json();
     let choice = &answer["choices"][0];
@@ -67,7 +67,7 @@ async fn calls_come_in_openais_shape() {
         json!({ "name": "f", "arguments": "{\"a\": 1}" })
     );
     assert_eq!(calls[1]["function"], json!({ "name": "g", "arguments": "{}" }));
-    // Without text there is none.
+    // No text: no content.
     let answer = rig
         .post(CHAT, ask(CALLS.trim_start_matches("Let me see.\n")))
         .await
@@ -75,9 +75,9 @@ async fn calls_come_in_openais_shape() {
     assert_eq!(answer["choices"][0]["message"]["content"], Value::Null);
 }
 
-/// The golden stream: id, type and name once, in the first delta of a call; then arguments alone.
+/// Id, type and name once, in the first delta of a call; then only arguments.
 #[tokio::test]
-async fn streamed_calls_have_openais_shape() {
+async fn streamed_calls_have_openais_format() {
     let rig = hermes();
     let events = rig
         .post(CHAT, with(ask(CALLS), "stream", json!(true)))
@@ -134,7 +134,7 @@ async fn streamed_calls_have_openais_shape() {
 }
 
 #[tokio::test]
-async fn every_format_is_read() {
+async fn every_format_is_parsed() {
     let cases = [
         (
             ToolFormat::LlamaJson,
@@ -168,7 +168,7 @@ async fn every_format_is_read() {
 }
 
 #[tokio::test]
-async fn what_is_no_call_stays_text() {
+async fn invalid_calls_stay_text() {
     let rig = hermes();
     let broken = "<tool_call>{\"nome\": 1}</tool_call>";
     for body in [
@@ -188,7 +188,7 @@ async fn what_is_no_call_stays_text() {
         );
         assert!(choice["message"].get("tool_calls").is_none());
     }
-    // Cut off in the middle of the arguments: what is there is told.
+    // Truncated arguments are returned as they are.
     let cut = with(ask(CALLS), "max_tokens", json!(CALLS.find(" 1}").unwrap()));
     let choice = rig.post(CHAT, cut).await.json()["choices"][0].take();
     assert_eq!(choice["finish_reason"], "length");
@@ -199,7 +199,7 @@ async fn what_is_no_call_stays_text() {
 }
 
 #[tokio::test]
-async fn one_call_is_enough_where_calls_are_not_parallel() {
+async fn parallel_calls_can_be_disabled() {
     let rig = hermes();
     let body = with(ask(CALLS), "parallel_tool_calls", json!(false));
     let whole = rig.post(CHAT, with(body.clone(), "n", json!(2))).await.json();
@@ -286,7 +286,7 @@ async fn templates_without_tools_get_them_as_text() {
 }
 
 #[tokio::test]
-async fn reasoning_is_told_apart() {
+async fn reasoning_is_separated() {
     let rig = hermes();
     let text = "<think>\nTwo and two.\n</think>\n\nFour.";
     let answer = rig.post(CHAT, say(text)).await.json();
@@ -318,7 +318,7 @@ async fn reasoning_is_told_apart() {
         (told("reasoning_content").as_str(), told("content").as_str()),
         ("Two and two.", "Four.")
     );
-    // The template opens it; the client does not want it.
+    // The template begins it; the client excludes it.
     let mut body = with(
         say("Two.</think>Four."),
         "chat_template_kwargs",
@@ -337,7 +337,7 @@ async fn reasoning_is_told_apart() {
 }
 
 #[tokio::test]
-async fn logprobs_are_those_of_all_tokens() {
+async fn all_tokens_have_logprobs() {
     let rig = hermes();
     let text = format!("<think>Hm.</think>{CALLS}");
     let body = with(
@@ -502,7 +502,7 @@ async fn wrong_tools_are_named() {
         (
             with(say("x"), "documents", json!([{ "text": "x" }])),
             "documents",
-            "takes none",
+            "does not use documents",
         ),
         (
             with(say("x"), "reasoning_effort", json!("high")),
@@ -519,7 +519,7 @@ async fn wrong_tools_are_named() {
         );
     }
     assert_eq!(rig.state.engine().stats().submitted, 0);
-    // The model is shown what may be called, and no more.
+    // The model only sees the allowed tools.
     let allowed = json!({ "type": "allowed_tools", "allowed_tools": { "mode": "auto", "tools": [
         { "type": "function", "function": { "name": "g" } }] } });
     let mut tokens = Vec::new();
@@ -531,7 +531,7 @@ async fn wrong_tools_are_named() {
 }
 
 #[tokio::test]
-async fn a_format_that_nobody_knows_is_said() {
+async fn an_unknown_call_format_is_reported() {
     let rig = rig(None, None);
     let error = rig.post(CHAT, ask("x")).await.error(400);
     assert!(

@@ -9,13 +9,13 @@ use super::{Item, Part, ResponseObject, TokenLogprob};
 pub(crate) struct Event<'a> {
     /// The event's name, such as `response.output_text.delta`.
     pub(crate) r#type: &'static str,
-    /// Counts the events of the stream from 0.
+    /// Number of the event in the stream, from 0.
     pub(crate) sequence_number: u64,
     #[serde(flatten)]
     pub(crate) payload: Payload<'a>,
 }
 
-/// What an event tells.
+/// The content of an event.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = responses::Payload)]
 #[serde(untagged)]

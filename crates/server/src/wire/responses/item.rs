@@ -4,7 +4,7 @@ use utoipa::ToSchema;
 
 use crate::wire::content::Content;
 
-/// An item that a client sends.
+/// An input item.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputItem)]
 #[serde(untagged)]
@@ -16,7 +16,7 @@ pub(crate) enum InputItem {
     ItemReference(ItemReference),
 }
 
-/// Somebody says something.
+/// A message.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputMessage)]
 #[serde(deny_unknown_fields)]
@@ -28,12 +28,12 @@ pub(crate) struct InputMessage {
     pub(crate) content: Content,
     #[serde(rename = "status")]
     _status: Option<Value>,
-    /// Labels of other models' answers.
+    /// Only in answers of other servers; ignored.
     #[serde(rename = "phase")]
     _phase: Option<Value>,
 }
 
-/// Who speaks.
+/// The author of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[schema(as = responses::Role)]
 #[serde(rename_all = "lowercase")]
@@ -44,7 +44,7 @@ pub(crate) enum Role {
     Developer,
 }
 
-/// A call that the model made. Clients send back what they added to it, which asks for nothing.
+/// A tool call. Additional fields are ignored: clients send items back with fields of their own.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputFunctionCall)]
 pub(crate) struct InputFunctionCall {
@@ -55,11 +55,11 @@ pub(crate) struct InputFunctionCall {
     pub(crate) call_id: String,
     pub(crate) name: String,
     pub(crate) namespace: Option<String>,
-    /// JSON text; what is none, since the answer was cut off, is told to the model as it stands.
+    /// JSON text; invalid JSON of a truncated answer is passed to the model as it is.
     pub(crate) arguments: String,
 }
 
-/// What a call gave. Clients send back what they added to it, which asks for nothing.
+/// The result of a tool call. Additional fields are ignored.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputFunctionCallOutput)]
 pub(crate) struct InputFunctionCallOutput {
@@ -67,12 +67,12 @@ pub(crate) struct InputFunctionCallOutput {
     #[serde(rename = "type")]
     _type: String,
     pub(crate) id: Option<String>,
-    /// The call's.
+    /// The id of the call.
     pub(crate) call_id: String,
     pub(crate) output: Content,
 }
 
-/// What the model thought. Clients send back what they added to it, which asks for nothing.
+/// Reasoning. Additional fields are ignored.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputReasoning)]
 pub(crate) struct InputReasoning {
@@ -81,7 +81,7 @@ pub(crate) struct InputReasoning {
     _type: String,
     pub(crate) id: Option<String>,
     pub(crate) content: Option<Vec<ReasoningText>>,
-    /// Stands for `content`, where this server wrote it; that of others is left out.
+    /// Replaces `content`, if this server created it; otherwise ignored.
     pub(crate) encrypted_content: Option<String>,
 }
 
@@ -95,7 +95,7 @@ pub(crate) struct ItemReference {
     pub(crate) id: String,
 }
 
-/// An item as this server keeps and shows it.
+/// An item in a response.
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::Item)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -106,7 +106,7 @@ pub(crate) enum Item {
     Reasoning(Reasoning),
 }
 
-/// Where an item stands.
+/// Status of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[schema(as = responses::ItemStatus)]
 #[serde(rename_all = "snake_case")]
@@ -116,7 +116,7 @@ pub(crate) enum ItemStatus {
     Incomplete,
 }
 
-/// Somebody says something.
+/// A message.
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::MessageItem)]
 pub(crate) struct MessageItem {
@@ -146,7 +146,7 @@ pub(crate) enum Part {
     },
 }
 
-/// A token that was generated.
+/// A generated token and the likeliest ones at its position.
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::TokenLogprob)]
 pub(crate) struct TokenLogprob {
@@ -155,17 +155,17 @@ pub(crate) struct TokenLogprob {
     pub(crate) top_logprobs: Vec<Logprob>,
 }
 
-/// A token with its log probability.
+/// A token with its log-probability.
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::Logprob)]
 pub(crate) struct Logprob {
     pub(crate) token: String,
     pub(crate) bytes: Vec<u8>,
-    /// -9999: never.
+    /// -9999: probability 0.
     pub(crate) logprob: f64,
 }
 
-/// A call that the model wants made.
+/// A tool call.
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::FunctionCall)]
 pub(crate) struct FunctionCall {
@@ -179,7 +179,7 @@ pub(crate) struct FunctionCall {
     pub(crate) status: ItemStatus,
 }
 
-/// What a call gave.
+/// The result of a tool call.
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::FunctionCallOutput)]
 pub(crate) struct FunctionCallOutput {
@@ -189,7 +189,7 @@ pub(crate) struct FunctionCallOutput {
     pub(crate) status: ItemStatus,
 }
 
-/// What the model thinks before it answers.
+/// Reasoning.
 #[derive(Clone, Debug, PartialEq, Serialize, ToSchema)]
 #[schema(as = responses::Reasoning)]
 pub(crate) struct Reasoning {
@@ -197,7 +197,7 @@ pub(crate) struct Reasoning {
     /// Always empty.
     pub(crate) summary: Vec<Value>,
     pub(crate) content: Vec<ReasoningText>,
-    /// The text again for clients that send back nothing else, if asked for by `include`.
+    /// The text as an opaque string for clients that only send that back, if requested by `include`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) encrypted_content: Option<String>,
     pub(crate) status: ItemStatus,
@@ -212,7 +212,7 @@ pub(crate) struct ReasoningText {
 }
 
 impl Item {
-    /// Its name, unique in the store.
+    /// Its id, unique in the store.
     pub(crate) fn id(&self) -> &str {
         match self {
             Self::Message(item) => &item.id,
@@ -224,7 +224,7 @@ impl Item {
 }
 
 impl Part {
-    /// What it says.
+    /// Its text.
     pub(crate) fn text(&self) -> &str {
         match self {
             Self::InputText { text } | Self::OutputText { text, .. } | Self::ReasoningText { text } => text,

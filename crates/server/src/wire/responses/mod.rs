@@ -35,18 +35,18 @@ pub(crate) struct ResponsesRequest {
 /// The fields that only this endpoint has.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct ResponsesFields {
-    /// What is new in the conversation: text of the user, or items.
+    /// New input: text of the user, or items.
     pub(crate) input: Option<Input>,
-    /// The first system message; not carried over by `previous_response_id`.
+    /// System message; not inherited through `previous_response_id`.
     pub(crate) instructions: Option<String>,
     /// Continues the conversation of a stored response.
     pub(crate) previous_response_id: Option<String>,
-    /// Most tokens to generate, reasoning included; as many as fit if absent.
+    /// Maximum number of tokens to generate, including reasoning; as many as fit if absent.
     #[schema(minimum = 1)]
     pub(crate) max_output_tokens: Option<usize>,
-    /// Bounds the calls of built-in tools, of which this server has none.
+    /// No effect: limits calls of built-in tools, which this server does not have.
     pub(crate) max_tool_calls: Option<u64>,
-    /// What the model may call: functions, also grouped in namespaces.
+    /// Tools that the model may call: functions, also grouped in namespaces.
     #[schema(value_type = Vec<Tool>)]
     #[serde(default)]
     pub(crate) tools: Vec<Value>,
@@ -56,36 +56,35 @@ pub(crate) struct ResponsesFields {
     pub(crate) parallel_tool_calls: Option<bool>,
     /// The format of the text.
     pub(crate) text: Option<TextConfig>,
-    /// How the model reasons.
+    /// Reasoning options.
     pub(crate) reasoning: Option<ReasoningConfig>,
-    /// `message.output_text.logprobs` and `reasoning.encrypted_content` add these; what belongs to built-in tools adds nothing.
+    /// `message.output_text.logprobs` and `reasoning.encrypted_content` are added; values for built-in tools have no effect.
     #[serde(default)]
     pub(crate) include: Vec<String>,
     /// Reports this many of the likeliest tokens; needs `message.output_text.logprobs` in `include`.
     #[schema(maximum = 20)]
     pub(crate) top_logprobs: Option<u32>,
-    /// What to do with a conversation that is too long: `disabled` (the default) refuses it, `auto` leaves out its oldest
-    /// items.
+    /// If the conversation is too long, `disabled` (the default) refuses it and `auto` drops its oldest items.
     pub(crate) truncation: Option<Truncation>,
-    /// Up to 16 pairs that come back with the response.
+    /// Up to 16 pairs, returned with the response.
     #[serde(default)]
     pub(crate) metadata: Map<String, Value>,
-    /// Keeps the response for `previous_response_id` and retrieval, in memory and bounded. Default: true.
+    /// Stores the response in memory, for `previous_response_id` and retrieval. Default: true.
     pub(crate) store: Option<bool>,
-    /// Comes back with the response.
+    /// Returned with the response.
     pub(crate) prompt_cache_key: Option<String>,
-    /// Comes back with the response.
+    /// Returned with the response.
     pub(crate) safety_identifier: Option<String>,
-    /// Comes back with the response.
+    /// Returned with the response.
     pub(crate) user: Option<String>,
-    /// Further variables for the model's chat template.
+    /// Additional variables for the chat template.
     #[serde(default)]
     pub(crate) chat_template_kwargs: Map<String, Value>,
 }
 
 impl RequestBody for ResponsesRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[UNSUPPORTED, RESPONSES_UNSUPPORTED, NO_REPORTS];
-    // Chat's field of the same meaning, and one that responses do not have.
+    // A field that has another name here, and one that responses do not have.
     const FOREIGN: &[&str] = &["max_tokens", "n"];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
@@ -98,7 +97,7 @@ impl RequestBody for ResponsesRequest {
 
 body!(
     ResponsesRequest,
-    "A conversation, or what is new in a stored one, and how to answer it.",
+    "A conversation, or new input of a stored one, and how to answer it.",
     Common,
     Extra,
     ResponsesFields
@@ -113,7 +112,7 @@ pub(crate) enum Input {
     Items(InputItems),
 }
 
-/// Items of which each has a type.
+/// Input items.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::InputItems, value_type = Vec<InputItem>)]
 #[serde(transparent)]
@@ -131,7 +130,7 @@ pub(crate) enum ToolChoice {
     Object(ToolChoiceObject),
 }
 
-/// A function, or those that are allowed.
+/// A function, or a list of allowed functions.
 #[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = responses::ToolChoiceObject, value_type = NamedTool)]
 #[serde(transparent)]
@@ -144,21 +143,21 @@ pub(crate) struct ToolChoiceObject(pub(crate) Map<String, Value>);
 pub(crate) struct TextConfig {
     /// Text where absent.
     pub(crate) format: Option<TextFormat>,
-    /// Only `medium`, which asks for nothing, is supported.
+    /// Only `medium`, the default, is supported.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) verbosity: Option<String>,
 }
 
-/// What the text has to be.
+/// The format of the text.
 #[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
 #[schema(as = responses::TextFormat)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum TextFormat {
     /// Anything.
     Text {},
-    /// Some JSON object.
+    /// Any JSON object.
     JsonObject {},
-    /// JSON of this schema.
+    /// JSON that follows this schema.
     JsonSchema {
         /// The format's name.
         name: String,
@@ -173,31 +172,31 @@ pub(crate) enum TextFormat {
     },
 }
 
-/// How the model reasons.
+/// Reasoning options.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, ToSchema)]
 #[schema(as = responses::ReasoningConfig)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReasoningConfig {
-    /// As in chat: refused where the model's chat template cannot change how much it thinks.
+    /// Reasoning effort, as in chat: refused if the chat template does not support it.
     pub(crate) effort: Option<ReasoningEffort>,
-    /// `auto` alone: the reasoning itself is in the answer, there is no summary of it.
+    /// Only `auto`: the response has the full reasoning and no summary.
     pub(crate) summary: Option<String>,
     #[serde(skip_serializing)]
     pub(crate) generate_summary: Option<String>,
-    /// `auto` alone: the chat template decides.
+    /// Only `auto`: the chat template decides.
     #[serde(skip_serializing)]
     pub(crate) context: Option<String>,
-    /// `standard` alone.
+    /// Only `standard`.
     #[serde(skip_serializing)]
     pub(crate) mode: Option<String>,
 }
 
-/// What to do with a conversation that is too long.
+/// What to do if a conversation is too long.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[schema(as = responses::Truncation)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Truncation {
-    /// Leave out its oldest items.
+    /// Drop its oldest items.
     Auto,
     /// Refuse it.
     #[default]
@@ -241,13 +240,13 @@ pub(crate) struct ResponseObject {
     pub(crate) top_logprobs: u32,
     pub(crate) top_p: f64,
     pub(crate) truncation: Truncation,
-    /// Once it ended.
+    /// Set when it has ended.
     pub(crate) usage: Option<ResponseUsage>,
     pub(crate) user: Option<String>,
     pub(crate) metadata: Map<String, Value>,
 }
 
-/// Where a response stands.
+/// Status of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[schema(as = responses::ResponseStatus)]
 #[serde(rename_all = "snake_case")]
@@ -275,7 +274,7 @@ pub(crate) struct IncompleteDetails {
     pub(crate) reason: &'static str,
 }
 
-/// Tokens read and written.
+/// Token counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[schema(as = responses::ResponseUsage)]
 pub(crate) struct ResponseUsage {
@@ -286,24 +285,24 @@ pub(crate) struct ResponseUsage {
     pub(crate) total_tokens: usize,
 }
 
-/// Of the tokens read.
+/// Details of the input tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[schema(as = responses::InputTokensDetails)]
 pub(crate) struct InputTokensDetails {
     /// Found in the prefix cache.
     pub(crate) cached_tokens: usize,
-    /// Always 0: nothing is paid for what the cache keeps.
+    /// Always 0.
     pub(crate) cache_write_tokens: usize,
 }
 
-/// Of the tokens written.
+/// Details of the output tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[schema(as = responses::OutputTokensDetails)]
 pub(crate) struct OutputTokensDetails {
     pub(crate) reasoning_tokens: usize,
 }
 
-/// What `DELETE /v1/responses/{id}` answers.
+/// Response of `DELETE /v1/responses/{id}`.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = responses::DeletedResponse)]
 pub(crate) struct DeletedResponse {
@@ -313,24 +312,24 @@ pub(crate) struct DeletedResponse {
     pub(crate) deleted: bool,
 }
 
-/// What `GET /v1/responses/{id}/input_items` asks for.
+/// Query of `GET /v1/responses/{id}/input_items`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ItemsQuery {
-    /// Begin behind this item.
+    /// Start after this item.
     pub(crate) after: Option<String>,
-    /// Most items, up to 100. Default: 20.
+    /// Maximum number of items, up to 100. Default: 20.
     pub(crate) limit: Option<usize>,
     /// Newest first unless `asc`.
     #[param(inline)]
     pub(crate) order: Option<Order>,
-    /// What was asked for when the response was made is there; nothing can be added later.
+    /// No effect: what the response was created with is included, and nothing can be added later.
     #[serde(default, rename = "include[]")]
     _include: Vec<String>,
 }
 
-/// How many tokens of prompt a response would have.
+/// Number of prompt tokens of a response.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = responses::InputTokens)]
 pub(crate) struct InputTokens {
@@ -351,7 +350,7 @@ pub(crate) enum Order {
     Desc,
 }
 
-/// What the model was given for a response, a page of it.
+/// A page of a response's input items.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = responses::ItemList)]
 pub(crate) struct ItemList {

@@ -13,7 +13,7 @@ pub(crate) enum Tool {
     Namespace(NamespaceTool),
 }
 
-/// A function of the client's.
+/// A client-side function.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::FunctionTool)]
 #[serde(deny_unknown_fields)]
@@ -24,21 +24,21 @@ pub(crate) struct FunctionTool {
     pub(crate) description: Option<String>,
     /// A JSON schema.
     pub(crate) parameters: Option<Map<String, Value>>,
-    /// Holds the arguments to the schema.
+    /// Enforces the schema.
     pub(crate) strict: Option<bool>,
     /// Only false is supported.
     pub(crate) defer_loading: Option<bool>,
     /// Only `direct` is supported.
     pub(crate) allowed_callers: Option<Vec<String>>,
-    /// The client's own matter: when it answers.
+    /// No effect: concerns only the client.
     #[serde(rename = "async")]
     _async: Option<bool>,
-    /// What the function answers with; no chat template knows it.
+    /// No effect: chat templates do not use it.
     #[serde(rename = "output_schema")]
     _output_schema: Option<Value>,
 }
 
-/// Functions with a common first name.
+/// Functions with a common prefix.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
 #[schema(as = responses::NamespaceTool)]
 #[serde(deny_unknown_fields)]
@@ -46,7 +46,7 @@ pub(crate) struct NamespaceTool {
     #[serde(rename = "type")]
     _type: Option<String>,
     pub(crate) name: String,
-    /// Functions describe themselves to the model.
+    /// No effect: each function has its own description.
     #[serde(rename = "description")]
     _description: Option<String>,
     #[schema(value_type = Vec<FunctionTool>)]

@@ -6,22 +6,22 @@ use std::task::{Context as TaskContext, Poll, ready};
 use axum::body::{Body, Bytes, HttpBody};
 use http_body::{Frame, SizeHint};
 
-use crate::activity::Untaken;
+use crate::activity::UnreadData;
 use crate::context::Context;
 
 /// A request body that counts its bytes.
-pub(crate) struct Received {
+pub(crate) struct RequestBody {
     body: Body,
     context: Context,
 }
 
-impl Received {
+impl RequestBody {
     pub(crate) fn new(body: Body, context: Context) -> Self {
         Self { body, context }
     }
 }
 
-impl HttpBody for Received {
+impl HttpBody for RequestBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -47,31 +47,31 @@ impl HttpBody for Received {
 
 /// A response body that counts its bytes, tracks whether the client reads, and holds the request's context until it is sent
 /// or dropped.
-pub(crate) struct Watched {
+pub(crate) struct ResponseBody {
     body: Body,
     /// Data of `body` that was not yet handed to the connection.
     rest: Bytes,
     /// Set while data waits for the client.
-    untaken: Option<Untaken>,
+    unread: Option<UnreadData>,
     context: Context,
 }
 
 /// Most bytes handed to the connection at once: what is in its buffers can no longer be tracked.
 const PIECE: usize = 64 << 10;
 
-impl Watched {
+impl ResponseBody {
     pub(crate) fn new(body: Body, context: Context) -> Self {
-        let untaken = (!body.is_end_stream()).then(|| context.untaken()).flatten();
+        let unread = (!body.is_end_stream()).then(|| context.unread()).flatten();
         Self {
             body,
             rest: Bytes::new(),
-            untaken,
+            unread,
             context,
         }
     }
 }
 
-impl HttpBody for Watched {
+impl HttpBody for ResponseBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -79,8 +79,8 @@ impl HttpBody for Watched {
         mut self: Pin<&mut Self>,
         task: &mut TaskContext<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        if let Some(untaken) = self.untaken.take() {
-            untaken.taken();
+        if let Some(unread) = self.unread.take() {
+            unread.read();
         }
         if self.rest.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(task)) {
@@ -99,7 +99,7 @@ impl HttpBody for Watched {
         let piece = self.rest.split_to(len);
         self.context.sent(len);
         if !self.is_end_stream() {
-            self.untaken = self.context.untaken();
+            self.unread = self.context.unread();
         }
         Poll::Ready(Some(Ok(Frame::data(piece))))
     }
@@ -119,7 +119,7 @@ impl HttpBody for Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for ResponseBody {
     fn drop(&mut self) {
         // Bodies of known length are not polled again after their end.
         if self.is_end_stream() {

@@ -14,16 +14,16 @@ pub(crate) const SMALL: usize = 64 << 10;
 
 /// A budget of bytes.
 #[derive(Debug)]
-pub(crate) struct Room {
+pub(crate) struct RequestMemory {
     free: Arc<Semaphore>,
     all: u32,
     patience: Duration,
 }
 
 /// A reservation; dropping it releases it.
-pub(crate) type Place = OwnedSemaphorePermit;
+pub(crate) type Reservation = OwnedSemaphorePermit;
 
-impl Room {
+impl RequestMemory {
     /// A budget of `bytes`; a reservation that waits longer than `patience` fails.
     pub(crate) fn new(bytes: usize, patience: Duration) -> Self {
         let all = u32::try_from(bytes).unwrap_or(u32::MAX);
@@ -35,16 +35,16 @@ impl Room {
     }
 
     /// Reserves `bytes`, at most the whole budget, once they are free.
-    pub(crate) async fn take(&self, bytes: usize) -> Result<Place, ApiError> {
+    pub(crate) async fn reserve(&self, bytes: usize) -> Result<Reservation, ApiError> {
         let wanted = match bytes {
             ..=SMALL => 0,
             bytes => u32::try_from(bytes).unwrap_or(u32::MAX).min(self.all),
         };
-        let place = Arc::clone(&self.free).acquire_many_owned(wanted);
-        match timeout(self.patience, place).await {
-            Ok(Ok(place)) => Ok(place),
+        let reservation = Arc::clone(&self.free).acquire_many_owned(wanted);
+        match timeout(self.patience, reservation).await {
+            Ok(Ok(reservation)) => Ok(reservation),
             // The semaphore is never closed.
-            Ok(Err(_)) | Err(_) => Err(ApiError::NoRoom(self.patience)),
+            Ok(Err(_)) | Err(_) => Err(ApiError::NoRequestMemory(self.patience)),
         }
     }
 }
@@ -55,15 +55,18 @@ mod tests {
 
     #[tokio::test]
     async fn large_requests_wait_and_small_ones_do_not() {
-        let room = Room::new(1 << 20, Duration::from_millis(50));
-        let first = room.take(1 << 20).await.unwrap();
-        assert!(matches!(room.take(SMALL + 1).await, Err(ApiError::NoRoom(_))));
-        drop(room.take(SMALL).await.unwrap());
+        let memory = RequestMemory::new(1 << 20, Duration::from_millis(50));
+        let first = memory.reserve(1 << 20).await.unwrap();
+        assert!(matches!(
+            memory.reserve(SMALL + 1).await,
+            Err(ApiError::NoRequestMemory(_))
+        ));
+        drop(memory.reserve(SMALL).await.unwrap());
         drop(first);
         // Larger than the budget: reserves all of it.
-        let huge = room.take(usize::MAX).await.unwrap();
-        assert!(room.take(1 << 19).await.is_err());
+        let huge = memory.reserve(usize::MAX).await.unwrap();
+        assert!(memory.reserve(1 << 19).await.is_err());
         drop(huge);
-        drop(room.take(1 << 19).await.unwrap());
+        drop(memory.reserve(1 << 19).await.unwrap());
     }
 }
