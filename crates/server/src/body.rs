@@ -168,7 +168,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn counts_what_a_parser_makes(value in values()) {
+        fn counts_match_the_parsed_values(value in values()) {
             prop_assert_eq!(count_values(value.to_string().as_bytes()), naive(&value));
         }
     }

@@ -126,7 +126,7 @@ pub(crate) async fn handle(
 }
 
 impl ChatFields {
-    /// How many of the likeliest tokens to report, if logprobs are asked for.
+    /// How many of the likeliest tokens to report, if logprobs are requested.
     fn logprobs_per_token(&self) -> Result<Option<u32>, ApiError> {
         match (self.logprobs, self.top_logprobs) {
             (true, top) => Ok(Some(top.unwrap_or(0))),

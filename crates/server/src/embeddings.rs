@@ -29,7 +29,7 @@ use crate::wire::embedding::{
     Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, EncodingFormat, Vector,
 };
 
-/// Most inputs of one request (OpenAI's limit).
+/// Maximum inputs of one request (OpenAI's limit).
 const MAX_INPUTS: usize = 2048;
 
 /// Retry interval for submitting an input while the queue is full.

@@ -43,12 +43,12 @@ pub(crate) struct Parameters {
     truncate_prompt_tokens: Option<i64>,
 }
 
-/// When the text of a choice ends, and what of that is shown.
+/// How a choice's text ends.
 #[derive(Clone, Debug)]
 pub(crate) struct Stopping {
     pub(crate) matcher: StopMatcher,
     pub(crate) strings: Arc<[String]>,
-    /// The client's stop tokens; those that end the model's text anyway are left out.
+    /// The client's stop tokens, without end-of-sequence tokens.
     pub(crate) named_tokens: Arc<[TokenId]>,
     /// The text of the stop token is part of the answer.
     pub(crate) include_stop: bool,
@@ -119,7 +119,7 @@ impl Parameters {
         })
     }
 
-    /// Whether prompts that are too long are truncated, as the client asks for.
+    /// Whether the client requests truncation of long prompts.
     pub(crate) fn truncates_prompts(&self) -> bool {
         self.truncate_prompt_tokens.is_some()
     }
@@ -137,7 +137,7 @@ impl Parameters {
         Err(ApiError::invalid("n", message))
     }
 
-    /// Truncates prompts from the left, if the client asks for it. `reserved`: tokens to leave for the answer.
+    /// Truncates prompts from the left, if requested. `reserved`: tokens to leave for the answer.
     fn truncate(&self, prompts: &mut [Vec<TokenId>], limit: usize, reserved: usize) -> Result<(), ApiError> {
         let Some(asked) = self.truncate_prompt_tokens else {
             return Ok(());
@@ -162,18 +162,18 @@ impl Parameters {
 /// How long answers may be.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AnswerLength {
-    /// `max_tokens`, if the client says.
+    /// The client's `max_tokens`.
     pub(crate) asked: Option<usize>,
-    /// In its place, as far as it fits; all that fits where there is none.
+    /// Used if `asked` is absent, lowered to what fits. If both are absent, as many as fit.
     pub(crate) default: Option<usize>,
-    /// `asked` too is lowered to what fits. Otherwise more is refused.
+    /// Lower `asked` to what fits; otherwise a request that does not fit is refused.
     pub(crate) shrinks: bool,
     /// Tokens that truncated prompts leave for the answer.
     pub(crate) reserved: usize,
 }
 
 impl AnswerLength {
-    /// Most tokens of an answer where `room` are left. At least 1: what does not fit at all is refused with all its numbers.
+    /// Maximum tokens of an answer if `room` are left. At least 1: a prompt that does not fit is refused with all its numbers.
     fn max_tokens(self, room: usize) -> Option<usize> {
         let room = room.max(1);
         match self.asked {
@@ -184,10 +184,10 @@ impl AnswerLength {
     }
 }
 
-/// A job that the engine can serve to its end.
+/// A checked job: the engine can serve it to its end.
 #[derive(Debug)]
 pub(crate) struct Job {
-    /// For each prompt, its choices.
+    /// The choices of each prompt, prompt by prompt.
     pub(crate) requests: Vec<Request>,
     /// Choices per prompt.
     pub(crate) n: usize,

@@ -65,7 +65,7 @@ pub(crate) struct PerRequest {
 }
 
 impl PerRequest {
-    /// A request asks for `n` choices for each prompt.
+    /// A request with `n` choices per prompt was submitted.
     pub(crate) fn submitted(&self, n: usize) {
         self.choices.each(|histogram| histogram.record(n as f64));
     }

@@ -107,7 +107,7 @@ pub(crate) fn stream<W: EventFormat>(
     };
     let work = async move {
         // The client may be gone.
-        let _ = client.tell(items, &mut format).await;
+        let _ = client.send_all(items, &mut format).await;
     };
     tokio::spawn(work.in_current_span());
     let events = ReceiverStream::new(receiver).map(Ok::<_, Infallible>);
@@ -121,7 +121,7 @@ struct Client {
 
 impl Client {
     /// Sends all events; `None` if the client did not read them to the end.
-    async fn tell<W: EventFormat>(
+    async fn send_all<W: EventFormat>(
         &self,
         items: impl Stream<Item = Result<W::Item, ApiError>>,
         format: &mut W,

@@ -142,9 +142,9 @@ pub(super) fn transcript(prompted: Prompted) -> Result<Transcript, ApiError> {
     let mut transcript = Transcript::default();
     if let Some(system) = prompted.system {
         let texts = texts(system, "system")?;
-        let told: Vec<_> = texts.iter().filter_map(|text| without_billing(text)).collect();
-        if !told.is_empty() {
-            transcript.system(&told.join("\n"));
+        let kept: Vec<_> = texts.iter().filter_map(|text| without_billing(text)).collect();
+        if !kept.is_empty() {
+            transcript.system(&kept.join("\n"));
         }
     }
     for (i, message) in prompted.messages.into_iter().enumerate() {

@@ -128,7 +128,7 @@ fn update(deltas: Vec<Delta>, end: Option<(EndReason, usize)>) -> Update {
     }
 }
 
-fn told(written: Vec<SseEvent>) -> Vec<String> {
+fn rendered(written: Vec<SseEvent>) -> Vec<String> {
     let events = events(written);
     events
         .into_iter()
@@ -167,7 +167,7 @@ fn argument(fragment: &str) -> Delta {
 }
 
 #[test]
-fn a_message_is_told_in_anthropics_order() {
+fn events_have_anthropics_order() {
     let mut writer = writer(Shown::All);
     let mut written = EventFormat::begin(&mut writer);
     for deltas in [
@@ -199,7 +199,7 @@ fn a_message_is_told_in_anthropics_order() {
         r#"message_delta {"delta":{"stop_reason":"tool_use","stop_sequence":null},"usage":{"input_tokens":6,"cache_creation_input_tokens":0,"cache_read_input_tokens":4,"output_tokens":5}}"#,
         r#"message_stop {}"#,
     ];
-    assert_eq!(told(written), expected);
+    assert_eq!(rendered(written), expected);
     let message = json!(writer.into_message());
     assert_eq!(message["content"][0]["thinking"], "Let me");
     assert_eq!(message["content"][1]["text"], "Hi!");

@@ -30,11 +30,11 @@ pub(super) struct Writer {
     log: Log,
 }
 
-/// Events that were not yet sent; `None` where nobody listens.
+/// Events that were not sent yet; `None` without streaming.
 struct Log(Option<Vec<SseEvent>>);
 
 impl Log {
-    fn tell(&mut self, event: &Event<'_>) {
+    fn push(&mut self, event: &Event<'_>) {
         if let Some(events) = &mut self.0 {
             events.push(named(event.name(), event));
         }
@@ -117,7 +117,7 @@ impl Writer {
                     let delta = BlockDelta::InputJsonDelta {
                         partial_json: &fragment,
                     };
-                    Self::tell(&mut self.log, &self.message, delta);
+                    Self::push(&mut self.log, &self.message, delta);
                     self.open.get_or_insert_default().push_str(&fragment);
                 }
             }
@@ -138,7 +138,7 @@ impl Writer {
             self.open.get_or_insert_default().push_str(&text);
             return;
         }
-        Self::tell(
+        Self::push(
             &mut self.log,
             &self.message,
             BlockDelta::ThinkingDelta { thinking: &text },
@@ -152,7 +152,7 @@ impl Writer {
         if self.open.is_none() || !matches!(self.message.content.last(), Some(Block::Text { .. })) {
             self.start(Block::Text { text: String::new() });
         }
-        Self::tell(&mut self.log, &self.message, BlockDelta::TextDelta { text });
+        Self::push(&mut self.log, &self.message, BlockDelta::TextDelta { text });
         if let Some(Block::Text { text: all }) = self.message.content.last_mut() {
             all.push_str(text);
         }
@@ -165,7 +165,7 @@ impl Writer {
             index: self.message.content.len(),
             content_block: &block,
         };
-        self.log.tell(&event);
+        self.log.push(&event);
         self.message.content.push(block);
         self.open = Some(String::new());
     }
@@ -180,20 +180,20 @@ impl Writer {
                 let delta = BlockDelta::SignatureDelta {
                     signature: &signature,
                 };
-                Self::tell(&mut self.log, &self.message, delta);
+                Self::push(&mut self.log, &self.message, delta);
             }
             Some(Block::ToolUse { input, .. }) => *input = arguments(&held),
             Some(Block::Text { .. }) | None => {}
         }
-        self.log.tell(&Event::ContentBlockStop {
+        self.log.push(&Event::ContentBlockStop {
             index: self.message.content.len().saturating_sub(1),
         });
     }
 
     /// Records a delta of the current block.
-    fn tell(log: &mut Log, message: &Message, delta: BlockDelta<'_>) {
+    fn push(log: &mut Log, message: &Message, delta: BlockDelta<'_>) {
         let index = message.content.len().saturating_sub(1);
-        log.tell(&Event::ContentBlockDelta { index, delta });
+        log.push(&Event::ContentBlockDelta { index, delta });
     }
 
     fn finish(&mut self, end: End) {
@@ -216,8 +216,8 @@ impl Writer {
             stop_sequence: message.stop_sequence.as_deref(),
         };
         let usage = message.usage;
-        self.log.tell(&Event::MessageDelta { delta, usage });
-        self.log.tell(&Event::MessageStop);
+        self.log.push(&Event::MessageDelta { delta, usage });
+        self.log.push(&Event::MessageStop);
     }
 }
 
@@ -225,10 +225,10 @@ impl EventFormat for Writer {
     type Item = Update;
 
     fn begin(&mut self) -> Vec<SseEvent> {
-        self.log.tell(&Event::MessageStart {
+        self.log.push(&Event::MessageStart {
             message: &self.message,
         });
-        self.log.tell(&Event::Ping);
+        self.log.push(&Event::Ping);
         self.log.take()
     }
 

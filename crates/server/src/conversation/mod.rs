@@ -45,7 +45,7 @@ pub(crate) struct Conversation {
     pub(crate) max_tokens: Option<usize>,
     /// What to do if the conversation and `max_tokens` do not fit.
     pub(crate) fit: Fit,
-    /// How many of the likeliest tokens to report for each token, if logprobs are asked for.
+    /// How many of the likeliest tokens to report for each token, if logprobs are requested.
     pub(crate) logprobs: Option<u32>,
     /// The grammar of the answer, if one is requested.
     pub(crate) structure: Option<Requested>,

@@ -118,7 +118,7 @@ fn bytes_are_bounded_also_by_long_conversations() {
 }
 
 #[test]
-fn nothing_remains_of_what_is_deleted() {
+fn deleted_responses_leave_nothing() {
     let store = store(10, 1 << 20);
     keep(&store, "a", None, "one");
     keep(&store, "b", Some("a"), "two");
@@ -172,7 +172,7 @@ fn owners_do_not_see_each_other() {
 }
 
 #[test]
-fn who_holds_the_most_makes_room() {
+fn the_largest_owner_is_evicted_first() {
     let (alice, bob) = (TenantId(1), TenantId(2));
     let keep = |store: &ResponseStore, owner, id: &str, text: &str| {
         store.keep(
@@ -195,7 +195,7 @@ fn who_holds_the_most_makes_room() {
 }
 
 #[test]
-fn small_values_count_what_they_take() {
+fn small_json_values_count_their_memory() {
     let store = store(1000, 1 << 20);
     let tools = vec![json!({ "type": "function", "name": "f", "parameters": { "enum": vec![0; 100_000] } })];
     let json = json_bytes(&tools);

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_server_sealed_is_left_out() {
+    fn encrypted_reasoning_of_other_servers_is_ignored() {
         let input = json!([
             { "type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo" },
             { "role": "user", "content": "Hi" },

@@ -31,8 +31,8 @@ fn update(deltas: Vec<Delta>, end: Option<EndReason>) -> Update {
     }
 }
 
-/// Name and data of each event, without ids and without what the response says of the request.
-fn told(written: Vec<SseEvent>) -> Vec<String> {
+/// Name and data of each event, without ids and without the response's copies of request fields.
+fn rendered(written: Vec<SseEvent>) -> Vec<String> {
     let events = events(written);
     events
         .into_iter()
@@ -54,7 +54,7 @@ fn told(written: Vec<SseEvent>) -> Vec<String> {
 }
 
 #[test]
-fn a_response_is_told_in_openais_order() {
+fn events_have_openais_order() {
     let mut writer = writer(Shown {
         logprobs: false,
         sealed_reasoning: true,
@@ -110,7 +110,7 @@ fn a_response_is_told_in_openais_order() {
         r#"output_item.done {"output_index":2,"item":{"type":"function_call","call_id":"call_1","name":"find","namespace":"crm","arguments":"{}","status":"completed"}}"#,
         r#"completed {"response":"completed"}"#,
     ];
-    assert_eq!(told(written), expected);
+    assert_eq!(rendered(written), expected);
     let response = writer.into_response();
     assert_eq!(response.output.len(), 3);
     let usage = json!(response.usage);
@@ -155,7 +155,7 @@ fn log_probabilities_come_with_the_text() {
 }
 
 #[test]
-fn the_end_says_what_is_missing() {
+fn incomplete_responses_say_why() {
     let mut writer = self::writer(Shown::default());
     writer.write(update(vec![Delta::Content("Hi".into())], Some(EndReason::Length)));
     let response = json!(writer.into_response());

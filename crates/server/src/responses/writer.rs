@@ -59,7 +59,7 @@ struct Log {
 }
 
 impl Log {
-    fn tell(&mut self, r#type: &'static str, payload: Payload<'_>) {
+    fn push(&mut self, r#type: &'static str, payload: Payload<'_>) {
         if let Some(events) = &mut self.events {
             let event = Event {
                 r#type,
@@ -139,7 +139,7 @@ impl Writer {
             if let (output_index, Some(Item::Reasoning(item))) = last(&mut self.response.output) {
                 item.content.push(ReasoningText { text: String::new() });
                 let part = Part::ReasoningText { text: String::new() };
-                self.log.tell(
+                self.log.push(
                     "response.content_part.added",
                     part_of(&item.id, output_index, &part),
                 );
@@ -153,7 +153,7 @@ impl Writer {
                 content_index: 0,
                 delta: text,
             };
-            self.log.tell("response.reasoning_text.delta", payload);
+            self.log.push("response.reasoning_text.delta", payload);
         }
     }
 
@@ -171,7 +171,7 @@ impl Writer {
                     annotations: Vec::new(),
                     logprobs: Vec::new(),
                 };
-                self.log.tell(
+                self.log.push(
                     "response.content_part.added",
                     part_of(&item.id, output_index, &part),
                 );
@@ -199,7 +199,7 @@ impl Writer {
                 delta: text,
                 logprobs: &new,
             };
-            self.log.tell("response.output_text.delta", payload);
+            self.log.push("response.output_text.delta", payload);
         }
         logprobs.extend(new);
     }
@@ -224,7 +224,7 @@ impl Writer {
                 output_index,
                 delta: fragment,
             };
-            self.log.tell("response.function_call_arguments.delta", payload);
+            self.log.push("response.function_call_arguments.delta", payload);
         }
     }
 
@@ -235,7 +235,7 @@ impl Writer {
             output_index: self.response.output.len(),
             item: &item,
         };
-        self.log.tell("response.output_item.added", payload);
+        self.log.push("response.output_item.added", payload);
         self.response.output.push(item);
         self.open = true;
     }
@@ -260,9 +260,9 @@ impl Writer {
                     content_index: 0,
                     text: &text,
                 };
-                log.tell("response.reasoning_text.done", payload);
+                log.push("response.reasoning_text.done", payload);
                 let part = Part::ReasoningText { text };
-                log.tell(
+                log.push(
                     "response.content_part.done",
                     part_of(&item.id, output_index, &part),
                 );
@@ -278,9 +278,9 @@ impl Writer {
                             text,
                             logprobs,
                         };
-                        log.tell("response.output_text.done", payload);
+                        log.push("response.output_text.done", payload);
                     }
-                    log.tell(
+                    log.push(
                         "response.content_part.done",
                         part_of(&item.id, output_index, part),
                     );
@@ -294,11 +294,11 @@ impl Writer {
                     name: &item.name,
                     arguments: &item.arguments,
                 };
-                log.tell("response.function_call_arguments.done", payload);
+                log.push("response.function_call_arguments.done", payload);
             }
             Item::FunctionCallOutput(_) => {}
         }
-        log.tell("response.output_item.done", Payload::Item { output_index, item });
+        log.push("response.output_item.done", Payload::Item { output_index, item });
     }
 
     fn finish(&mut self, end: &End) {
@@ -328,7 +328,7 @@ impl Writer {
 
     fn ended(&mut self, event: &'static str) {
         let response = &self.response;
-        self.log.tell(event, Payload::Response { response });
+        self.log.push(event, Payload::Response { response });
         if let Some(keep) = self.keep.take() {
             let store = keep.state.responses();
             store.keep(keep.owner, keep.previous, keep.input, response.clone());
@@ -342,7 +342,7 @@ impl EventFormat for Writer {
     fn begin(&mut self) -> Vec<SseEvent> {
         for event in ["response.created", "response.in_progress"] {
             let response = &self.response;
-            self.log.tell(event, Payload::Response { response });
+            self.log.push(event, Payload::Response { response });
         }
         self.log.take()
     }
