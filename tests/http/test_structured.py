@@ -167,7 +167,7 @@ def test_refusals_name_what_is_wrong(sim):
         ({"guided_grammar": "root ::= missing"}, "guided_grammar", "missing"),
         ({"guided_grammar": "start: missing"}, "guided_grammar", "missing"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex"),
-        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "exclude"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "mutually exclusive"),
         ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "outlines"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
         ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern", "JSON"),

@@ -497,7 +497,7 @@ async fn wrong_tools_are_named() {
                 json!(true),
             ),
             "continue_final_message",
-            "exclude",
+            "mutually exclusive",
         ),
         (
             with(say("x"), "documents", json!([{ "text": "x" }])),
@@ -507,7 +507,7 @@ async fn wrong_tools_are_named() {
         (
             with(say("x"), "reasoning_effort", json!("high")),
             "reasoning_effort",
-            "cannot change",
+            "has no reasoning effort",
         ),
     ];
     for (body, param, message) in cases {
