@@ -1,18 +1,22 @@
 //! From a step plan to the rows of a batch.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 
 use plimsoll_core::{
     KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan, TokenId,
 };
 use plimsoll_kernels::RunMeta;
 
+use crate::tables::{self, PageTable};
+
 /// What one step computes: rows of tokens, and which of them belong together.
 #[derive(Debug)]
 pub(crate) struct Batch<'a> {
     /// Ids, run after run.
     pub(crate) tokens: &'a [TokenId],
-    pub(crate) runs: Vec<RunMeta<'a>>,
+    /// The runs, once for each table of pages.
+    pub(crate) tables: Vec<Vec<RunMeta<'a>>>,
 }
 
 /// The bounds inside which a plan is legal.
@@ -82,34 +86,14 @@ impl Bounds {
     fn check_blocks(&self, run: &Run) -> Result<(), String> {
         let limit = self.limits.max_model_len;
         let end = run.start.checked_add(run.input.len()).filter(|&end| end <= limit);
-        let Some(end) = end else {
+        if end.is_none() {
             return Err(format!(
                 "{} tokens from {} on exceed the longest context, {limit}",
                 run.input.len(),
                 run.start
             ));
-        };
-        let block_size = self.kv.block_size;
-        let needed = block_size.blocks_for(end);
-        let [table] = &run.tables[..] else {
-            return Err(format!("{} block tables; 1 is needed", run.tables.len()));
-        };
-        let Some(blocks) = table.pages.get(..needed) else {
-            return Err(format!(
-                "{} blocks for {end} tokens; {needed} are needed",
-                table.pages.len()
-            ));
-        };
-        if let Some(block) = blocks.iter().find(|block| block.index() >= self.kv.num_pages) {
-            return Err(format!("block {} of {}", block.0, self.kv.num_pages));
         }
-        // The rows of a run are written in parallel.
-        let written = &blocks[run.start / block_size.tokens()..];
-        let distinct: HashSet<PageId> = written.iter().copied().collect();
-        match distinct.len() == written.len() {
-            true => Ok(()),
-            false => Err("a block to be written is in its table twice".to_owned()),
-        }
+        tables::check(run, &self.kv.groups, self.kv.block_size, self.kv.num_pages)
     }
 
     /// Every scored token follows a token of the run. The row that is sampled from is not scored too.
@@ -152,15 +136,40 @@ impl Bounds {
     }
 }
 
+/// The tables of a step's runs.
+#[derive(Debug)]
+pub(crate) struct StepPages {
+    /// Table after table.
+    pages: Vec<PageId>,
+    /// For each table, and in it for each run: the first block, and where in `pages` the rest is.
+    places: Vec<Vec<(usize, Range<usize>)>>,
+}
+
+impl StepPages {
+    /// Of a checked plan.
+    pub(crate) fn new(plan: &StepPlan, kv: KvConfig) -> Self {
+        let (mut pages, mut places) = (Vec::new(), Vec::new());
+        for table in PageTable::all(&kv.groups) {
+            let place = |run: &Run| {
+                let (blocks, start) = (table.blocks(run, kv.block_size), pages.len());
+                pages.extend(blocks.clone().map(|block| table.page(run, block)));
+                (blocks.start, start..pages.len())
+            };
+            places.push(plan.runs.iter().map(place).collect());
+        }
+        Self { pages, places }
+    }
+}
+
 impl<'a> Batch<'a> {
     /// Packs a checked plan: token ids go to `tokens`, which has room for exactly the plan's.
     pub(crate) fn pack(
-        plan: &'a StepPlan,
+        plan: &StepPlan,
         last: &HashMap<RequestId, TokenId>,
+        pages: &'a StepPages,
         tokens: &'a mut [TokenId],
     ) -> Self {
         let mut first_row = 0;
-        let mut runs = Vec::with_capacity(plan.runs.len());
         for run in &plan.runs {
             let len = run.input.len();
             let rows = &mut tokens[first_row..first_row + len];
@@ -168,15 +177,30 @@ impl<'a> Batch<'a> {
                 RunInput::Known(known) => rows.copy_from_slice(known),
                 RunInput::LastSampled => rows[0] = last[&run.request],
             }
-            runs.push(RunMeta {
-                first_row,
-                len,
-                start: run.start,
-                first_block: run.tables[0].first,
-                blocks: &run.tables[0].pages,
-            });
             first_row += len;
         }
-        Self { tokens, runs }
+        let table = |places: &'a Vec<(usize, Range<usize>)>| {
+            let mut first_row = 0;
+            let run = |(run, (first_block, range)): (&Run, &(usize, Range<usize>))| {
+                first_row += run.input.len();
+                RunMeta {
+                    first_row: first_row - run.input.len(),
+                    len: run.input.len(),
+                    start: run.start,
+                    first_block: *first_block,
+                    blocks: &pages.pages[range.clone()],
+                }
+            };
+            plan.runs.iter().zip(places).map(run).collect()
+        };
+        Self {
+            tables: pages.places.iter().map(table).collect(),
+            tokens,
+        }
+    }
+
+    /// The runs, whichever their pages.
+    pub(crate) fn runs(&self) -> &[RunMeta<'a>] {
+        self.tables.first().map_or(&[], Vec::as_slice)
     }
 }

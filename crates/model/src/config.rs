@@ -11,7 +11,7 @@ use crate::arch::Architecture;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
 use crate::generation::token_ids;
 use crate::model::Description;
-use crate::spec::OutputHead;
+use crate::spec::{AttentionSpec, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 
 /// What a model says about itself.
@@ -312,56 +312,103 @@ const MOST_HEAD_DIM: usize = 256;
 
 /// What every family needs and the decoder relies on.
 fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
-    let sizes = [
-        ("vocab_size", spec.vocab_size),
-        ("hidden_size", spec.hidden_size),
-        ("intermediate_size", spec.intermediate_size),
-        ("num_hidden_layers", spec.num_layers),
-        ("num_attention_heads", spec.num_heads),
-        ("num_key_value_heads", spec.num_kv_heads),
-        ("head_dim", spec.head_dim),
-        ("max_position_embeddings", spec.max_position_embeddings),
-    ];
     // Far above any model, and low enough that products of two cannot overflow.
     const MOST: usize = 1 << 28;
-    if let Some((field, size)) = sizes.into_iter().find(|(_, size)| !(1..=MOST).contains(size)) {
-        return Err(ModelError::config(
+    let sizes = |sizes: &[(&str, usize)]| match sizes.iter().find(|(_, size)| !(1..=MOST).contains(size)) {
+        Some((field, size)) => Err(ModelError::config(
             path,
             format!("`{field}` is {size}, which no model has"),
+        )),
+        None => Ok(()),
+    };
+    sizes(&[
+        ("vocab_size", spec.vocab_size),
+        ("hidden_size", spec.hidden_size),
+        ("num_hidden_layers", spec.layers.len()),
+        ("max_position_embeddings", spec.max_position_embeddings),
+    ])?;
+    for layer in &spec.layers {
+        let attention = layer.attention();
+        sizes(&[
+            ("intermediate_size", layer.dense_mlp().intermediate_size),
+            ("num_attention_heads", attention.heads),
+            ("num_key_value_heads", attention.kv_heads),
+            ("head_dim", attention.head_dim),
+        ])?;
+        check_attention(path, attention)?;
+        check_norm(path, layer.norm)?;
+    }
+    let [first, ..] = &spec.layers[..] else {
+        return Ok(());
+    };
+    if spec
+        .attention()
+        .any(|attention| attention.kv_size() != first.attention().kv_size())
+    {
+        // The KV cache has pages of one size.
+        return Err(ModelError::unsupported(
+            "num_key_value_heads",
+            "not the same in all layers",
+            "equally large keys and values in all layers are",
         ));
     }
-    if !spec.num_heads.is_multiple_of(spec.num_kv_heads) {
-        let (heads, kv_heads) = (spec.num_heads, spec.num_kv_heads);
+    spec.own_cache_layout()
+        .map_err(|error| ModelError::config(path, format!("`sliding_window`: {error}")))?;
+    check_norm(path, spec.final_norm)
+}
+
+fn check_attention(path: &Path, attention: &AttentionSpec) -> Result<(), ModelError> {
+    let AttentionSpec {
+        heads,
+        kv_heads,
+        head_dim,
+        ..
+    } = *attention;
+    if !heads.is_multiple_of(kv_heads) {
         let message =
             format!("`num_attention_heads` ({heads}) is no multiple of `num_key_value_heads` ({kv_heads})");
         return Err(ModelError::config(path, message));
     }
-    if spec.head_dim > MOST_HEAD_DIM {
+    if head_dim > MOST_HEAD_DIM {
         return Err(ModelError::unsupported(
             "head_dim",
-            spec.head_dim,
+            head_dim,
             format!("up to {MOST_HEAD_DIM} are"),
         ));
     }
-    if !spec.head_dim.is_multiple_of(2) {
+    if !head_dim.is_multiple_of(2) {
         return Err(ModelError::config(
             path,
-            format!("`head_dim` is {}, which is odd", spec.head_dim),
+            format!("`head_dim` is {head_dim}, which is odd"),
         ));
     }
-    if !(spec.rms_norm_eps > 0.0 && spec.rms_norm_eps < 1.0) {
+    let Some(rope) = &attention.rope else {
+        return Ok(());
+    };
+    if !(rope.theta > 0.0 && rope.theta.is_finite()) {
         return Err(ModelError::config(
             path,
-            format!("`rms_norm_eps` is {}", spec.rms_norm_eps),
+            format!("`rope_theta` is {}", rope.theta),
         ));
     }
-    if !(spec.rope.theta > 0.0 && spec.rope.theta.is_finite()) {
-        return Err(ModelError::config(
-            path,
-            format!("`rope_theta` is {}", spec.rope.theta),
-        ));
+    if !rope.rotary_dim.is_multiple_of(2) || !(2..=head_dim).contains(&rope.rotary_dim) {
+        let message = format!(
+            "`partial_rotary_factor` means that {} of {head_dim} elements of a head are rotated",
+            rope.rotary_dim
+        );
+        return Err(ModelError::config(path, message));
     }
     Ok(())
+}
+
+fn check_norm(path: &Path, norm: NormSpec) -> Result<(), ModelError> {
+    match norm.eps > 0.0 && norm.eps < 1.0 {
+        true => Ok(()),
+        false => Err(ModelError::config(
+            path,
+            format!("`rms_norm_eps` is {}", norm.eps),
+        )),
+    }
 }
 
 /// GGUF metadata with the architecture's prefix.

@@ -1,82 +1,66 @@
-//! The network: pre-norm blocks of grouped-query attention over a paged KV cache and a SwiGLU MLP.
+//! The network on a CPU: the blocks' operations on `f32` activations in the step arena.
 
 use std::sync::Arc;
 
 use half::f16;
-use plimsoll_core::Oom;
+use plimsoll_core::{KvConfig, Oom};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
-    Activation, AttentionOptions, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm,
-    attention, glu, qk_norm_rope_kv_write, rope_angles,
+    AttentionOptions, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm, attention,
+    glu, qk_norm_rope_kv_write, rms_norm, rope_angles, sandwich_norm,
 };
 
 use crate::batch::Batch;
+use crate::blocks::{self, Norms, Operations, Widths};
+use crate::rope::{RopeSpec, RopeTable};
+use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
 use crate::state::{KvCache, KvElementType};
-use crate::weights::{LayerTensors, Loader, OuterTensors};
-use crate::{DecoderSpec, ModelError, OutputHead};
+use crate::tables::LayerPage;
+use crate::weights::Loader;
+use crate::{DecoderSpec, ModelError};
 
 /// The decoder's weights.
 #[derive(Debug)]
 pub(crate) struct Decoder {
     spec: DecoderSpec,
-    /// Radians per position of each pair of a head's elements.
-    frequencies: Vec<f32>,
-    embedding: Embedding,
-    layers: Vec<Layer>,
-    final_norm: Vec<f32>,
-    /// Shares the embedding's memory where tied; a model for embeddings has none.
-    lm_head: Option<Arc<Linear>>,
+    weights: blocks::Decoder<Embedding, Arc<Linear>, Vec<f32>>,
+    ropes: Vec<Rope>,
 }
 
+/// Rotary positions of some layers.
 #[derive(Debug)]
-struct Layer {
-    attention_norm: Vec<f32>,
-    /// q, k and v, stacked.
-    qkv: Linear,
-    qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    output: Linear,
-    mlp_norm: Vec<f32>,
-    /// Gate and up, stacked.
-    gate_up: Linear,
-    down: Linear,
-    /// Tokens attention sees.
-    window: Option<usize>,
+struct Rope {
+    spec: RopeSpec,
+    tables: Vec<RopeTable>,
 }
 
 impl Decoder {
     pub(crate) fn load(spec: &DecoderSpec, loader: &mut Loader<'_>) -> Result<Self, ModelError> {
-        let tensors = OuterTensors::new(spec);
-        let factors = loader.optional_vector(&tensors.rope_factors)?;
-        let embedding = loader.embedding(&tensors.embedding)?;
-        let lm_head = match (&tensors.lm_head, spec.head) {
-            (Some(stack), _) => Some(Arc::new(loader.linear(stack)?)),
-            (None, OutputHead::None) => None,
-            (None, _) => Some(embedding.tied()),
+        let weights = blocks::Decoder::visit(spec, loader)?;
+        let rope = |rope: &RopeSpec| Rope {
+            spec: rope.clone(),
+            tables: rope.scaled_tables(weights.rope_factors.as_deref()),
         };
         Ok(Self {
-            embedding,
-            lm_head,
-            layers: (0..spec.num_layers)
-                .map(|i| Layer::load(spec, i, loader))
-                .collect::<Result<_, _>>()?,
-            final_norm: loader.vector(&tensors.final_norm)?,
+            ropes: spec.ropes().into_iter().map(rope).collect(),
             spec: spec.clone(),
-            frequencies: spec.rope.scaled_frequencies(spec.head_dim, factors.as_deref()),
+            weights,
         })
     }
 
-    /// Runs the batch through all blocks and extends its requests' KV. Returns the given rows of it, ascending, behind
-    /// the last norm: `[rows, hidden_size]`.
+    /// Runs the batch through all layers and extends its requests' KV. Returns the given rows of it, ascending, behind
+    /// the last norm: `[rows, hidden_size]`. The state serves contexts of up to `max_model_len` tokens.
     pub(crate) fn forward<'a>(
         &self,
         batch: &Batch<'_>,
         rows: &[usize],
         kv: &mut KvCache,
+        max_model_len: usize,
         arena: &'a Arena,
     ) -> Result<&'a [f32], Oom> {
         match kv.element {
-            KvElementType::F32 => self.forward_as::<f32>(batch, rows, kv, arena),
-            KvElementType::F16 => self.forward_as::<f16>(batch, rows, kv, arena),
+            KvElementType::F32 => self.forward_as::<f32>(batch, rows, kv, max_model_len, arena),
+            KvElementType::F16 => self.forward_as::<f16>(batch, rows, kv, max_model_len, arena),
         }
     }
 
@@ -85,12 +69,11 @@ impl Decoder {
         batch: &Batch<'_>,
         rows: &[usize],
         kv: &mut KvCache,
+        max_model_len: usize,
         arena: &'a Arena,
     ) -> Result<&'a [f32], Oom> {
         let spec = &self.spec;
-        let (n, eps) = (batch.tokens.len(), spec.rms_norm_eps);
-        let (width, inner, q_size) = (spec.hidden_size, spec.intermediate_size, spec.q_size());
-        let scale = 1.0 / (spec.head_dim as f32).sqrt();
+        let n = batch.tokens.len();
         let [
             hidden,
             delta,
@@ -102,117 +85,226 @@ impl Decoder {
             gate_up,
             activated,
         ] = activation_widths(spec).map(|width| arena.alloc::<f32>(n * width));
-        let (mut hidden, mut delta, mut normed, angles) = (hidden?, delta?, normed?, angles?);
-        let (qkv, q, mut attended) = (qkv?, q?, attended?);
-        let (mut gate_up, mut activated) = (gate_up?, activated?);
-
-        rope_angles(&self.frequencies, 1.0, &batch.runs, angles);
-        self.embedding.forward(batch.tokens, 1.0, hidden);
-        delta.fill(0.0);
-        for (index, (layer, mut kv)) in self.layers.iter().zip(kv_layers::<E>(spec, kv)).enumerate() {
-            add_rms_norm(hidden, delta, &layer.attention_norm, eps, normed);
-            layer.qkv.forward(normed, qkv, arena)?;
-            qk_norm_rope_kv_write(qkv, layer.qk_norm(eps), angles, None, &batch.runs, &mut kv, q);
-            let options = AttentionOptions {
-                scale,
-                window: layer.window,
-            };
-            attention(q, kv.as_ref(), &batch.runs, options, attended, arena)?;
-
-            if index + 1 == self.layers.len() {
-                // The KV is complete; from here on only the rows that are asked for matter.
-                let m = rows.len();
-                hidden = keep_rows(hidden, width, rows);
-                attended = keep_rows(attended, q_size, rows);
-                (delta, normed) = (&mut delta[..m * width], &mut normed[..m * width]);
-                (gate_up, activated) = (&mut gate_up[..m * 2 * inner], &mut activated[..m * inner]);
-                if rows.is_empty() {
-                    break;
-                }
-            }
-            layer.output.forward(attended, delta, arena)?;
-            add_rms_norm(hidden, delta, &layer.mlp_norm, eps, normed);
-            layer.gate_up.forward(normed, gate_up, arena)?;
-            glu(Activation::Silu, gate_up, inner, activated);
-            layer.down.forward(activated, delta, arena)?;
+        let mut step = Step {
+            batch,
+            pages: &kv.pages,
+            given: rows,
+            ropes: Vec::with_capacity(self.ropes.len()),
+            kv: kv.slab.as_mut_slice::<E>(),
+            kv_config: kv.config,
+            arena,
+            rows: n,
+            is_fresh: true,
+            layer: 0,
+            hidden: hidden?,
+            delta: delta?,
+            normed: normed?,
+            qkv: qkv?,
+            q: q?,
+            attended: attended?,
+            gate_up: gate_up?,
+            activated: activated?,
+        };
+        let mut angles: &'a mut [f32] = angles?;
+        for rope in &self.ropes {
+            let table = &rope.tables[rope.spec.variant(max_model_len)];
+            let (own, rest) = angles.split_at_mut(n * rope.spec.rotary_dim);
+            rope_angles(&table.frequencies, table.attention_factor, batch.runs(), own);
+            step.ropes.push((&rope.spec, own));
+            angles = rest;
         }
-        add_rms_norm(hidden, delta, &self.final_norm, eps, normed);
-        Ok(normed)
+        self.weights
+            .embedding
+            .forward(batch.tokens, spec.embedding_scale, step.hidden);
+        self.weights.forward(spec, &mut step)?;
+        let len = rows.len() * spec.hidden_size;
+        Ok(&step.normed[..len])
     }
 
     /// From normalised rows to logits, `[rows, vocab_size]`; none where the model is for embeddings.
     pub(crate) fn head(&self) -> Option<&Linear> {
-        self.lm_head.as_deref()
-    }
-}
-
-impl Layer {
-    fn load(spec: &DecoderSpec, index: usize, loader: &mut Loader<'_>) -> Result<Self, ModelError> {
-        let tensors = LayerTensors::new(spec, index);
-        let qk_norm = match &tensors.qk_norm {
-            None => None,
-            Some([q, k]) => Some((loader.vector(q)?, loader.vector(k)?)),
-        };
-        Ok(Self {
-            attention_norm: loader.vector(&tensors.attention_norm)?,
-            qkv: loader.linear(&tensors.qkv)?,
-            qk_norm,
-            output: loader.linear(&tensors.output)?,
-            mlp_norm: loader.vector(&tensors.mlp_norm)?,
-            gate_up: loader.linear(&tensors.gate_up)?,
-            down: loader.linear(&tensors.down)?,
-            window: spec.window(index),
-        })
-    }
-
-    fn qk_norm(&self, eps: f32) -> Option<QkNorm<'_>> {
-        self.qk_norm.as_ref().map(|(q, k)| QkNorm { q, k, eps })
+        self.weights.head.as_deref()
     }
 }
 
 /// Elements of a row of each activation that a step takes from the arena for all of its rows: the residual stream, what is
 /// to be added to it, its norm; angles; q, k and v, rotated q, attention's output; gate and up, their product.
 pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 9] {
-    let (width, inner, q_size) = (spec.hidden_size, spec.intermediate_size, spec.q_size());
-    let qkv = q_size + 2 * spec.kv_size();
-    [
-        width,
-        width,
-        width,
-        spec.head_dim,
+    let Widths {
+        hidden,
         qkv,
-        q_size,
-        q_size,
-        2 * inner,
-        inner,
+        attended,
+        gate_up,
+        activated,
+    } = Widths::of(spec);
+    let angles = spec.ropes().iter().map(|rope| rope.rotary_dim).sum();
+    [
+        hidden, hidden, hidden, angles, qkv, attended, attended, gate_up, activated,
     ]
 }
 
-/// The cache, layer by layer.
-fn kv_layers<'a, E: KvElement>(
-    spec: &DecoderSpec,
-    kv: &'a mut KvCache,
-) -> impl Iterator<Item = PagedKvMut<'a, E>> + use<'a, E> {
-    let KvCache { slab, config, .. } = kv;
-    let layout = KvLayout {
-        kv_heads: spec.num_kv_heads,
-        head_dim: spec.head_dim,
-        block_size: config.block_size,
-    };
-    let elements = layout.elements(config.num_pages);
-    // At least 1, as a cache without blocks has nothing to chunk.
-    slab.as_mut_slice::<E>()
-        .chunks_exact_mut((2 * elements).max(1))
-        .map(move |layer| {
-            let (k, v) = layer.split_at_mut(elements);
-            PagedKvMut { k, v, layout }
-        })
+/// The activations of a step, `[rows, n]` each, for the widest layer.
+struct Step<'a, 'b, E> {
+    batch: &'b Batch<'b>,
+    /// Of each layer.
+    pages: &'b [LayerPage],
+    /// Rows that are given out.
+    given: &'b [usize],
+    /// Each kind of rotary positions, and the angles of all rows.
+    ropes: Vec<(&'b RopeSpec, &'a [f32])>,
+    kv: &'b mut [E],
+    kv_config: KvConfig,
+    arena: &'a Arena,
+    /// Rows that are computed.
+    rows: usize,
+    /// Nothing is to be added to the residual stream yet.
+    is_fresh: bool,
+    /// Index of the layer.
+    layer: usize,
+    hidden: &'a mut [f32],
+    delta: &'a mut [f32],
+    normed: &'a mut [f32],
+    qkv: &'a mut [f32],
+    q: &'a mut [f32],
+    attended: &'a mut [f32],
+    gate_up: &'a mut [f32],
+    activated: &'a mut [f32],
 }
 
-/// Moves the given rows, ascending, to the front and returns them.
-fn keep_rows<'a>(matrix: &'a mut [f32], width: usize, rows: &[usize]) -> &'a mut [f32] {
+impl<E: KvElement> Step<'_, '_, E> {
+    fn add_norm(&mut self, norms: &Norms<'_, Vec<f32>>) {
+        let Norms { added, weight, eps } = *norms;
+        let len = self.rows * weight.len();
+        let (hidden, delta) = (&mut self.hidden[..len], &mut self.delta[..len]);
+        let normed = &mut self.normed[..len];
+        if std::mem::take(&mut self.is_fresh) {
+            return rms_norm(hidden, weight, eps, normed);
+        }
+        match added {
+            None => add_rms_norm(hidden, delta, weight, eps, normed),
+            Some(added) => sandwich_norm(hidden, delta, added, weight, eps, normed),
+        }
+    }
+
+    /// The cache of a layer of each page.
+    fn layer_kv<'k>(
+        kv: &'k mut [E],
+        config: KvConfig,
+        column: usize,
+        spec: &AttentionSpec,
+    ) -> PagedKvMut<'k, E> {
+        let layout = KvLayout {
+            kv_heads: spec.kv_heads,
+            head_dim: spec.head_dim,
+            block_size: config.block_size,
+        };
+        let elements = layout.elements(config.num_pages);
+        let (k, v) = kv[2 * column * elements..2 * (column + 1) * elements].split_at_mut(elements);
+        PagedKvMut { k, v, layout }
+    }
+}
+
+impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
+    type Error = Oom;
+
+    fn begin_layer(&mut self, index: usize) {
+        self.layer = index;
+    }
+
+    fn project_qkv(&mut self, norms: &Norms<'_, Vec<f32>>, qkv: &Arc<Linear>) -> Result<(), Oom> {
+        self.add_norm(norms);
+        let (x, out) = (self.rows * qkv.inputs(), self.rows * qkv.outputs());
+        qkv.forward(&self.normed[..x], &mut self.qkv[..out], self.arena)
+    }
+
+    fn write_kv(&mut self, layer: &LayerSpec, qk_norm: Option<&[Vec<f32>; 2]>) -> Result<(), Oom> {
+        let (spec, page) = (layer.attention(), self.pages[self.layer]);
+        let angles = spec.rope.as_deref().and_then(|rope| {
+            let own = self.ropes.iter().find(|(known, _)| *known == rope);
+            own.map(|(_, angles)| *angles)
+        });
+        let norm = qk_norm.map(|[q, k]| QkNorm {
+            q,
+            k,
+            eps: layer.norm.eps,
+        });
+        qk_norm_rope_kv_write(
+            &self.qkv[..self.rows * spec.qkv_size()],
+            norm,
+            angles.unwrap_or_default(),
+            spec.rope.as_deref().and_then(|rope| rope.query_scale),
+            &self.batch.tables[page.table],
+            &mut Self::layer_kv(self.kv, self.kv_config, page.column, spec),
+            &mut self.q[..self.rows * spec.q_size()],
+        );
+        Ok(())
+    }
+
+    fn attend(&mut self, spec: &AttentionSpec) -> Result<(), Oom> {
+        let options = AttentionOptions {
+            scale: spec.scale,
+            window: spec.window,
+        };
+        let page = self.pages[self.layer];
+        let len = self.rows * spec.q_size();
+        let kv = Self::layer_kv(self.kv, self.kv_config, page.column, spec);
+        let out = &mut self.attended[..len];
+        attention(
+            &self.q[..len],
+            kv.as_ref(),
+            &self.batch.tables[page.table],
+            options,
+            out,
+            self.arena,
+        )
+    }
+
+    fn rows_given(&self) -> usize {
+        self.given.len()
+    }
+
+    fn keep_given(&mut self, spec: &AttentionSpec) -> Result<(), Oom> {
+        let width = self.hidden.len() / self.rows;
+        keep_rows(self.hidden, width, self.given);
+        keep_rows(self.attended, spec.q_size(), self.given);
+        self.rows = self.given.len();
+        Ok(())
+    }
+
+    fn project_output(&mut self, _: &AttentionSpec, output: &Arc<Linear>) -> Result<(), Oom> {
+        let (x, out) = (self.rows * output.inputs(), self.rows * output.outputs());
+        output.forward(&self.attended[..x], &mut self.delta[..out], self.arena)
+    }
+
+    fn project_gated(
+        &mut self,
+        mlp: &DenseMlpSpec,
+        norms: &Norms<'_, Vec<f32>>,
+        gate_up: &Arc<Linear>,
+    ) -> Result<(), Oom> {
+        self.add_norm(norms);
+        let (x, out) = (self.rows * gate_up.inputs(), self.rows * gate_up.outputs());
+        gate_up.forward(&self.normed[..x], &mut self.gate_up[..out], self.arena)?;
+        let inner = mlp.intermediate_size;
+        let activated = &mut self.activated[..self.rows * inner];
+        glu(mlp.activation, &self.gate_up[..out], inner, activated);
+        Ok(())
+    }
+
+    fn project_down(&mut self, _: &DenseMlpSpec, down: &Arc<Linear>) -> Result<(), Oom> {
+        let (x, out) = (self.rows * down.inputs(), self.rows * down.outputs());
+        down.forward(&self.activated[..x], &mut self.delta[..out], self.arena)
+    }
+
+    fn finish(&mut self, norms: &Norms<'_, Vec<f32>>) -> Result<(), Oom> {
+        self.add_norm(norms);
+        Ok(())
+    }
+}
+
+/// Moves the given rows, ascending, to the front.
+fn keep_rows(matrix: &mut [f32], width: usize, rows: &[usize]) {
     for (to, &from) in rows.iter().enumerate() {
         matrix.copy_within(from * width..(from + 1) * width, to * width);
     }
-    &mut matrix[..rows.len() * width]
 }

@@ -7,12 +7,14 @@ use plimsoll_core::{KvConfig, Pooling, StepLimits};
 use plimsoll_device::DryArena;
 use plimsoll_kernels::{LinearShape, WeightType, attention_scratch, sample_scratch};
 
+use crate::blocks::{self, Norms, Operations, Stack, Vector, Visitor};
 use crate::decoder::activation_widths;
 use crate::model::Description;
 use crate::runner::LOGIT_ROWS;
+use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
 use crate::state::{KvElementType, Staging};
-use crate::weights::{Checked, LayerTensors, OuterTensors, Stack, Vector};
-use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError, OutputHead};
+use crate::weights::Checked;
+use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError};
 
 /// How large a step is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,18 +56,7 @@ pub struct Footprint {
     /// Bytes; `u64::MAX` if they fit no memory.
     weights: u64,
     kv_element: KvElementType,
-    layers: Vec<LayerShapes>,
-    /// Nothing is sampled where there is none.
-    lm_head: Option<LinearShape>,
-}
-
-/// The projections of a block.
-#[derive(Clone, Debug)]
-struct LayerShapes {
-    qkv: LinearShape,
-    output: LinearShape,
-    gate_up: LinearShape,
-    down: LinearShape,
+    decoder: blocks::Decoder<LinearShape, LinearShape, ()>,
 }
 
 impl Footprint {
@@ -90,18 +81,7 @@ impl Footprint {
             all_f32: true,
         };
         let spec = &description.config.spec;
-        let tensors = OuterTensors::new(spec);
-        sizes.optional_vector(&tensors.rope_factors)?;
-        let embedding = sizes.packed(&tensors.embedding)?;
-        let lm_head = match (&tensors.lm_head, spec.head) {
-            (Some(stack), _) => Some(sizes.linear(stack)?),
-            (None, OutputHead::None) => None,
-            (None, _) => Some(embedding),
-        };
-        let layers = (0..spec.num_layers)
-            .map(|index| LayerShapes::read(&LayerTensors::new(spec, index), &mut sizes))
-            .collect::<Result<_, _>>()?;
-        sizes.vector(&tensors.final_norm)?;
+        let decoder = blocks::Decoder::visit(spec, &mut sizes)?;
         let Sizes {
             types,
             weights,
@@ -114,8 +94,7 @@ impl Footprint {
         Ok(Self {
             weights: weights.unwrap_or(u64::MAX),
             kv_element: KvElementType::choose(options.kv_cache_dtype, all_f32),
-            layers,
-            lm_head,
+            decoder,
             config: description.config,
         })
     }
@@ -137,8 +116,7 @@ impl Footprint {
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        let tokens = (config.num_pages as u64).saturating_mul(config.block_size.tokens() as u64);
-        self.kv_bytes_per_token().saturating_mul(tokens)
+        self.kv_element.bytes(self.spec(), config)
     }
 
     /// Bytes of a state's staging.
@@ -176,21 +154,18 @@ impl Footprint {
         for width in activation_widths(spec) {
             arena.alloc::<f32>(tokens.checked_mul(width)?)?;
         }
-        for (index, layer) in self.layers.iter().enumerate() {
-            layer.qkv.scratch(tokens, arena)?;
-            attention_scratch(spec.head_dim, spec.num_heads / spec.num_kv_heads, arena)?;
-            // After the last attention only the rows that are given out matter.
-            let rows = match self.config.pooling() {
-                _ if index + 1 < self.layers.len() => tokens,
-                Some(Pooling::Mean) => tokens,
-                Some(Pooling::Last) => samples,
-                None => read,
-            };
-            for linear in [&layer.output, &layer.gate_up, &layer.down] {
-                linear.scratch(rows, arena)?;
-            }
-        }
-        let Some(lm_head) = &self.lm_head else {
+        let given = match self.config.pooling() {
+            Some(Pooling::Mean) => tokens,
+            Some(Pooling::Last) => samples,
+            None => read,
+        };
+        let mut layers = CountStep {
+            rows: tokens,
+            given,
+            arena,
+        };
+        self.decoder.forward(spec, &mut layers).ok()?;
+        let Some(lm_head) = &self.decoder.head else {
             return Some(());
         };
         arena.alloc::<f32>(read.min(LOGIT_ROWS).checked_mul(spec.vocab_size)?)?;
@@ -209,19 +184,68 @@ impl Footprint {
     }
 }
 
-impl LayerShapes {
-    fn read(tensors: &LayerTensors, sizes: &mut Sizes<'_>) -> Result<Self, ModelError> {
-        for vector in tensors.qk_norm.iter().flatten() {
-            sizes.vector(vector)?;
-        }
-        sizes.vector(&tensors.attention_norm)?;
-        sizes.vector(&tensors.mlp_norm)?;
-        Ok(Self {
-            qkv: sizes.linear(&tensors.qkv)?,
-            output: sizes.linear(&tensors.output)?,
-            gate_up: sizes.linear(&tensors.gate_up)?,
-            down: sizes.linear(&tensors.down)?,
-        })
+/// Counts what the operations of [`crate::decoder`] take from the arena.
+struct CountStep<'a> {
+    /// Rows that are computed.
+    rows: usize,
+    given: usize,
+    arena: &'a mut DryArena,
+}
+
+/// No memory could hold it.
+struct Boundless;
+
+impl CountStep<'_> {
+    fn linear(&mut self, linear: &LinearShape) -> Result<(), Boundless> {
+        linear.scratch(self.rows, self.arena).ok_or(Boundless)
+    }
+}
+
+impl Operations<LinearShape, ()> for CountStep<'_> {
+    type Error = Boundless;
+
+    fn begin_layer(&mut self, _: usize) {}
+
+    fn project_qkv(&mut self, _: &Norms<'_, ()>, qkv: &LinearShape) -> Result<(), Boundless> {
+        self.linear(qkv)
+    }
+
+    fn write_kv(&mut self, _: &LayerSpec, _: Option<&[(); 2]>) -> Result<(), Boundless> {
+        Ok(())
+    }
+
+    fn attend(&mut self, spec: &AttentionSpec) -> Result<(), Boundless> {
+        attention_scratch(spec.head_dim, spec.heads / spec.kv_heads, self.arena).ok_or(Boundless)
+    }
+
+    fn rows_given(&self) -> usize {
+        self.given
+    }
+
+    fn keep_given(&mut self, _: &AttentionSpec) -> Result<(), Boundless> {
+        self.rows = self.given;
+        Ok(())
+    }
+
+    fn project_output(&mut self, _: &AttentionSpec, output: &LinearShape) -> Result<(), Boundless> {
+        self.linear(output)
+    }
+
+    fn project_gated(
+        &mut self,
+        _: &DenseMlpSpec,
+        _: &Norms<'_, ()>,
+        gate_up: &LinearShape,
+    ) -> Result<(), Boundless> {
+        self.linear(gate_up)
+    }
+
+    fn project_down(&mut self, _: &DenseMlpSpec, down: &LinearShape) -> Result<(), Boundless> {
+        self.linear(down)
+    }
+
+    fn finish(&mut self, _: &Norms<'_, ()>) -> Result<(), Boundless> {
+        Ok(())
     }
 }
 
@@ -241,10 +265,34 @@ struct Sizes<'a> {
     all_f32: bool,
 }
 
-impl Sizes<'_> {
-    /// Stacked projections.
+impl Visitor for Sizes<'_> {
+    /// Kept as f32.
+    type Vector = ();
+    type Linear = LinearShape;
+    type Embedding = LinearShape;
+    type Error = ModelError;
+
+    fn vector(&mut self, vector: &Vector) -> Result<(), ModelError> {
+        if let Types::Stored(tensors) = &mut self.types {
+            tensors.vector(vector)?;
+        }
+        self.add(Some((vector.len * size_of::<f32>()) as u64));
+        Ok(())
+    }
+
+    fn optional_vector(&mut self, vector: &Vector) -> Result<Option<()>, ModelError> {
+        let there = match &mut self.types {
+            Types::Stored(tensors) => tensors.optional_vector(vector)?.is_some(),
+            Types::All(_) => false,
+        };
+        if there {
+            self.add(Some((vector.len * size_of::<f32>()) as u64));
+        }
+        Ok(there.then_some(()))
+    }
+
     fn linear(&mut self, stack: &Stack) -> Result<LinearShape, ModelError> {
-        let shape = self.packed(stack)?;
+        let shape = self.embedding(stack)?;
         for bias in stack.biases() {
             self.vector(&bias)?;
         }
@@ -253,7 +301,7 @@ impl Sizes<'_> {
     }
 
     /// The matrices of a stack.
-    fn packed(&mut self, stack: &Stack) -> Result<LinearShape, ModelError> {
+    fn embedding(&mut self, stack: &Stack) -> Result<LinearShape, ModelError> {
         let parts = stack.weights().map(|(name, outputs)| {
             let dtype = self.stored_type(&name, &[outputs, stack.inputs])?;
             Ok((dtype, outputs))
@@ -266,24 +314,12 @@ impl Sizes<'_> {
         Ok(shape)
     }
 
-    /// A vector, which is kept as f32.
-    fn vector(&mut self, vector: &Vector) -> Result<(), ModelError> {
-        self.stored_type(&vector.name, &[vector.len])?;
-        self.add(Some((vector.len * size_of::<f32>()) as u64));
-        Ok(())
+    fn tied(&mut self, embedding: &LinearShape) -> LinearShape {
+        embedding.clone()
     }
+}
 
-    fn optional_vector(&mut self, vector: &Vector) -> Result<(), ModelError> {
-        let there = match &mut self.types {
-            Types::Stored(tensors) => tensors.optional(&vector.name, &[vector.len])?.is_some(),
-            Types::All(_) => false,
-        };
-        if there {
-            self.add(Some((vector.len * size_of::<f32>()) as u64));
-        }
-        Ok(())
-    }
-
+impl Sizes<'_> {
     fn stored_type(&mut self, name: &str, expected: &[usize]) -> Result<WeightType, ModelError> {
         match &mut self.types {
             Types::Stored(tensors) => Ok(tensors.tensor(name, expected)?.dtype),

@@ -5,6 +5,7 @@
 
 pub mod arch;
 mod batch;
+mod blocks;
 mod config;
 pub mod cuda;
 mod decoder;
@@ -18,6 +19,7 @@ pub mod rope;
 mod runner;
 mod spec;
 mod state;
+mod tables;
 mod weights;
 
 pub use arch::Architecture;
@@ -28,6 +30,9 @@ pub use footprint::{ArenaUse, Footprint, StepSize};
 pub use generation::GenerationConfig;
 pub use gguf::GgufFile;
 pub use model::{KvCacheDtype, LoadFormat, LoadOptions, Model};
+pub use plimsoll_kernels::{Activation, QueryScale};
 pub use runner::Runner;
-pub use spec::{DecoderSpec, OutputHead, SlidingWindow};
+pub use spec::{
+    AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,
+};
 pub use weights::Progress;

@@ -2,7 +2,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, Oom, StateConfig, StepLimits, TokenId};
+use plimsoll_core::{KvConfig, Oom, StateConfig, StepLimits, TokenId};
 use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::WeightType;
 
@@ -126,14 +126,14 @@ impl Model {
         eos_token_ids(&self.config, &self.generation)
     }
 
-    /// Bytes of KV cache per token.
+    /// Bytes of KV cache that a token takes while every layer keeps it.
     pub fn kv_bytes_per_token(&self) -> u64 {
         self.kv_element.bytes_per_token(self.spec())
     }
 
-    /// Bytes of one block of the KV cache.
-    pub fn kv_bytes_per_block(&self, block_size: BlockSize) -> u64 {
-        self.kv_bytes_per_token() * block_size.tokens() as u64
+    /// Bytes of a KV cache.
+    pub fn kv_bytes(&self, config: KvConfig) -> u64 {
+        self.kv_element.bytes(self.spec(), config)
     }
 
     /// `f32` or `f16`: the element of the KV cache.

@@ -9,7 +9,7 @@ use plimsoll_device::{Arena, Budget, Slab};
 use plimsoll_kernels::{ScoreRow, apply_mask, sample, score, sum_rows};
 
 use crate::Model;
-use crate::batch::{Batch, Bounds};
+use crate::batch::{Batch, Bounds, StepPages};
 use crate::decoder::Decoder;
 use crate::state::{KvCache, Staging, mask_words};
 
@@ -43,6 +43,7 @@ impl Runner {
         touches: &mut dyn FnMut(),
     ) -> Result<Self, Oom> {
         let spec = model.spec();
+        let kv = KvCache::new(budget, spec, model.kv_element, config.kv, touches)?;
         let canary = usize::try_from(config.canary_bytes)
             .map_err(|_| budget.oom(Component::Canary, config.canary_bytes))
             .and_then(|bytes| {
@@ -53,11 +54,11 @@ impl Runner {
         Ok(Self {
             bounds: Bounds {
                 limits: *limits,
-                kv: config.kv,
+                kv: kv.config,
                 vocab_size: spec.vocab_size,
                 pooling: model.config().pooling(),
             },
-            kv: KvCache::new(budget, spec, model.kv_element, config.kv, touches)?,
+            kv,
             arena: Arena::new(budget, config.scratch)?,
             staging: Staging::new(budget, limits, spec.num_logits())?,
             canary,
@@ -227,14 +228,19 @@ impl Runner {
     fn forward(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Forward<'_>, StepError> {
         self.arena.reset();
         let Self {
-            arena, kv, staging, ..
+            arena,
+            kv,
+            staging,
+            bounds,
+            ..
         } = self;
         let (arena, decoder): (&Arena, _) = (arena, &self.model.decoder);
         let (tokens, masks) = staging.parts_mut(plan.num_tokens());
-        let batch = Batch::pack(plan, &self.last, tokens);
+        let pages = StepPages::new(plan, bounds.kv);
+        let batch = Batch::pack(plan, &self.last, &pages, tokens);
         let normed = match plan.is_empty() {
             true => &[],
-            false => decoder.forward(&batch, rows, kv, arena)?,
+            false => decoder.forward(&batch, rows, kv, bounds.limits.max_model_len, arena)?,
         };
         Ok(Forward {
             normed,

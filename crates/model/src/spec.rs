@@ -1,38 +1,109 @@
+//! What a decoder is made of. Values are made by [`crate::arch`] and checked when a configuration is read; whoever holds one
+//! need not check it again.
+
+use std::sync::Arc;
+
+use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout, CacheLayoutError};
+use plimsoll_kernels::Activation;
+
 use crate::rope::RopeSpec;
 
-/// What every decoder family here boils down to: pre-norm blocks of grouped-query attention with rotary positions and
-/// a SwiGLU MLP ([Llama](https://arxiv.org/abs/2302.13971)). Made by [`crate::arch`]; whoever holds one need not check
-/// it again.
+/// A decoder-only transformer: an embedding, layers that each add to a residual stream of `hidden_size`, and a head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecoderSpec {
     /// Rows of the embedding.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width inside the MLP.
-    pub intermediate_size: usize,
-    /// Decoder blocks.
-    pub num_layers: usize,
-    /// Query heads, a multiple of `num_kv_heads`.
-    pub num_heads: usize,
-    /// Key and value heads.
-    pub num_kv_heads: usize,
-    /// Elements of one head, even; not always `hidden_size / num_heads`.
-    pub head_dim: usize,
-    /// Added to the mean square in every norm.
-    pub rms_norm_eps: f32,
-    /// Rotary positions.
-    pub rope: RopeSpec,
-    /// The q, k and v projections have a bias (Qwen2).
-    pub qkv_bias: bool,
-    /// Each head of q and k is normalised before the rotation (Qwen3).
-    pub qk_norm: bool,
-    /// Attention over the last tokens only (Mistral).
-    pub sliding_window: Option<SlidingWindow>,
-    /// What turns the last rows into logits.
-    pub head: OutputHead,
     /// Longest context the model was made for, in tokens.
     pub max_position_embeddings: usize,
+    /// Multiplies the embedding's rows; 1 in most families.
+    pub embedding_scale: f32,
+    /// At least one. Equal layers share one value.
+    pub layers: Vec<Arc<LayerSpec>>,
+    /// After the last layer.
+    pub final_norm: NormSpec,
+    /// What turns the last rows into logits.
+    pub head: OutputHead,
+}
+
+/// One layer: a mixer of tokens, then an MLP, each of the norm of the residual stream.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerSpec {
+    /// All norms of the layer.
+    pub norm: NormSpec,
+    /// What the mixer and the MLP add to the residual stream is normalised too (Gemma 3).
+    pub post_norms: bool,
+    /// What lets tokens see each other.
+    pub mixer: Mixer,
+    /// What follows it.
+    pub mlp: Mlp,
+}
+
+/// [RMSNorm](https://arxiv.org/abs/1910.07467).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NormSpec {
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Checkpoints store weights less 1 (Gemma). They are added up at load.
+    pub unit_offset: bool,
+}
+
+/// How a layer's tokens see each other.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Mixer {
+    /// Softmax attention over a KV cache.
+    Attention(AttentionSpec),
+}
+
+/// [Grouped-query attention](https://arxiv.org/abs/2305.13245).
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionSpec {
+    /// Query heads, a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Elements of one head, even; not always `hidden_size / heads`.
+    pub head_dim: usize,
+    /// Tokens seen, the current one included; `None` is all.
+    pub window: Option<usize>,
+    /// Rotary positions; `None` in layers without positions (SmolLM3).
+    pub rope: Option<Arc<RopeSpec>>,
+    /// Each head of q and k is normalised before the rotation (Qwen3, Gemma 3).
+    pub qk_norm: bool,
+    /// The q, k and v projections have a bias (Qwen2).
+    pub qkv_bias: bool,
+    /// Multiplies the scores, usually `1 / sqrt(head_dim)`.
+    pub scale: f32,
+    /// How q, k and v are stored.
+    pub projections: Projections,
+}
+
+/// How matrices that take the same input are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Projections {
+    /// Each as a tensor of its own.
+    Separate,
+    /// All as one tensor (`qkv_proj`, `gate_up_proj` of Phi-3).
+    Fused,
+}
+
+/// What follows a layer's mixer.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Mlp {
+    /// The same matrices for every token.
+    Dense(DenseMlpSpec),
+}
+
+/// A [gated MLP](https://arxiv.org/abs/2002.05202): `down(activation(gate x) * up x)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DenseMlpSpec {
+    /// Width inside.
+    pub intermediate_size: usize,
+    /// Of the gate.
+    pub activation: Activation,
+    /// How gate and up are stored.
+    pub projections: Projections,
 }
 
 /// What turns normalised rows into logits.
@@ -46,15 +117,6 @@ pub enum OutputHead {
     None,
 }
 
-/// Attention over a bounded past.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SlidingWindow {
-    /// Tokens seen, the current one included.
-    pub size: usize,
-    /// Blocks before this one see everything.
-    pub first_layer: usize,
-}
-
 impl DecoderSpec {
     /// Logits of a row: none without a head.
     pub fn num_logits(&self) -> usize {
@@ -64,20 +126,112 @@ impl DecoderSpec {
         }
     }
 
+    /// The attention of all layers that have any, in order.
+    pub fn attention(&self) -> impl Iterator<Item = &AttentionSpec> {
+        self.layers.iter().map(|layer| layer.attention())
+    }
+
+    /// The kinds of rotary positions that layers have, each once.
+    pub fn ropes(&self) -> Vec<&RopeSpec> {
+        let mut ropes: Vec<&RopeSpec> = Vec::new();
+        for rope in self.attention().filter_map(|attention| attention.rope.as_deref()) {
+            if !ropes.contains(&rope) {
+                ropes.push(rope);
+            }
+        }
+        ropes
+    }
+
+    /// Elements that a token takes in the KV cache, all layers together.
+    pub fn kv_elements_per_token(&self) -> usize {
+        self.attention().map(|attention| 2 * attention.kv_size()).sum()
+    }
+
+    /// Elements of one page of a KV cache.
+    pub fn kv_elements_per_page(&self, groups: &CacheGroups, block_size: BlockSize) -> usize {
+        let layers = self.cache_layout(groups).groups.layers_per_page();
+        let layer = self.attention().map(|attention| 2 * attention.kv_size()).max();
+        layers * layer.unwrap_or(0) * block_size.tokens()
+    }
+
+    /// What the layers keep of a request.
+    pub fn cache_groups(&self) -> CacheGroups {
+        self.own_cache_layout()
+            .expect("checked when the configuration is read")
+            .groups
+    }
+
+    /// Where the layers keep what they do in a cache of these groups: those of [`Self::cache_groups`], or one in which all
+    /// layers keep everything.
+    pub fn cache_layout(&self, groups: &CacheGroups) -> CacheLayout {
+        let all_full = || CacheLayout::new(&vec![CacheKind::Full; self.layers.len()], usize::MAX);
+        match self.own_cache_layout() {
+            Ok(own) if own.groups == *groups => own,
+            _ => all_full().expect("a decoder has layers"),
+        }
+    }
+
+    /// # Errors
+    /// [`CacheLayoutError`] where there can be no cache.
+    pub(crate) fn own_cache_layout(&self) -> Result<CacheLayout, CacheLayoutError> {
+        let kind = |attention: &AttentionSpec| attention.window.map_or(CacheKind::Full, CacheKind::Window);
+        let kinds: Vec<CacheKind> = self.attention().map(kind).collect();
+        CacheLayout::new(&kinds, self.max_position_embeddings)
+    }
+}
+
+impl LayerSpec {
+    /// The layer's attention.
+    pub fn attention(&self) -> &AttentionSpec {
+        let Mixer::Attention(attention) = &self.mixer;
+        attention
+    }
+
+    /// The same, to change it.
+    pub fn attention_mut(&mut self) -> &mut AttentionSpec {
+        let Mixer::Attention(attention) = &mut self.mixer;
+        attention
+    }
+
+    /// The layer's MLP.
+    pub fn dense_mlp(&self) -> &DenseMlpSpec {
+        let Mlp::Dense(mlp) = &self.mlp;
+        mlp
+    }
+
+    /// The same, to change it.
+    pub fn dense_mlp_mut(&mut self) -> &mut DenseMlpSpec {
+        let Mlp::Dense(mlp) = &mut self.mlp;
+        mlp
+    }
+}
+
+impl AttentionSpec {
     /// Elements of all query heads.
     pub fn q_size(&self) -> usize {
-        self.num_heads * self.head_dim
+        self.heads * self.head_dim
     }
 
     /// Elements of all key heads (and of all value heads).
     pub fn kv_size(&self) -> usize {
-        self.num_kv_heads * self.head_dim
+        self.kv_heads * self.head_dim
     }
 
-    /// Tokens that attention in block `layer` sees, the current one included; `None` is all.
-    pub fn window(&self, layer: usize) -> Option<usize> {
-        self.sliding_window
-            .filter(|window| layer >= window.first_layer)
-            .map(|window| window.size)
+    /// Elements of q, k and v.
+    pub fn qkv_size(&self) -> usize {
+        self.q_size() + 2 * self.kv_size()
     }
+}
+
+/// Layers of which equal ones share one value.
+pub(crate) fn shared(layers: impl IntoIterator<Item = LayerSpec>) -> Vec<Arc<LayerSpec>> {
+    let mut distinct: Vec<Arc<LayerSpec>> = Vec::new();
+    let share = |layer: LayerSpec| match distinct.iter().find(|known| ***known == layer) {
+        Some(known) => Arc::clone(known),
+        None => {
+            distinct.push(Arc::new(layer));
+            Arc::clone(&distinct[distinct.len() - 1])
+        }
+    };
+    layers.into_iter().map(share).collect()
 }

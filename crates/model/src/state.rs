@@ -3,6 +3,7 @@
 use plimsoll_core::{Component, KvConfig, Oom, StepLimits, TokenId};
 use plimsoll_device::{Budget, Slab};
 
+use crate::tables::LayerPage;
 use crate::{DecoderSpec, KvCacheDtype};
 
 /// Element of the KV cache.
@@ -24,10 +25,16 @@ impl KvElementType {
 
     /// Bytes of KV cache per token of a model.
     pub(crate) fn bytes_per_token(self, spec: &DecoderSpec) -> u64 {
-        (2 * spec.num_layers * spec.kv_size() * self.bytes()) as u64
+        (spec.kv_elements_per_token() * self.size()) as u64
     }
 
-    pub(crate) fn bytes(self) -> usize {
+    /// Bytes of a model's KV cache; `u64::MAX` if they fit no memory.
+    pub(crate) fn bytes(self, spec: &DecoderSpec, config: KvConfig) -> u64 {
+        let page = spec.kv_elements_per_page(&config.groups, config.block_size) * self.size();
+        (page as u64).saturating_mul(config.num_pages as u64)
+    }
+
+    fn size(self) -> usize {
         match self {
             Self::F32 => 4,
             Self::F16 => 2,
@@ -42,11 +49,13 @@ impl KvElementType {
     }
 }
 
-/// The paged KV cache: per layer K, then V, laid out as [`KvLayout`](plimsoll_kernels::KvLayout) says.
+/// The paged KV cache: per layer of a page K then V, as [`plimsoll_kernels::KvLayout`] says.
 #[derive(Debug)]
 pub(crate) struct KvCache {
     pub(crate) slab: Slab,
     pub(crate) config: KvConfig,
+    /// Where each layer's keys and values are.
+    pub(crate) pages: Vec<LayerPage>,
     pub(crate) element: KvElementType,
 }
 
@@ -58,19 +67,18 @@ impl KvCache {
         config: KvConfig,
         touches: &mut dyn FnMut(),
     ) -> Result<Self, Oom> {
-        let bytes = [
-            2,
-            spec.num_layers,
-            spec.kv_size(),
-            element.bytes(),
-            config.block_size.tokens(),
-        ]
-        .into_iter()
-        .try_fold(config.num_pages, usize::checked_mul)
-        .ok_or_else(|| budget.oom(Component::Kv, u64::MAX))?;
+        let layout = spec.cache_layout(&config.groups);
+        let bytes = usize::try_from(element.bytes(spec, config))
+            .ok()
+            .filter(|&bytes| bytes < usize::MAX)
+            .ok_or_else(|| budget.oom(Component::Kv, u64::MAX))?;
         Ok(Self {
             slab: Slab::with(budget, Component::Kv, bytes, touches)?,
-            config,
+            config: KvConfig {
+                groups: layout.groups,
+                ..config
+            },
+            pages: LayerPage::all(&layout),
             element,
         })
     }

@@ -20,15 +20,16 @@ fn llama3_equals_candle_transformers() {
     let rope = &config["rope_parameters"];
     let float = |value: &serde_json::Value| value.as_f64().unwrap() as f32;
     let spec = model.spec();
+    let (layer, attention) = (&spec.layers[0], spec.layers[0].attention());
     let candle_config = llama::Config {
         hidden_size: spec.hidden_size,
-        intermediate_size: spec.intermediate_size,
+        intermediate_size: layer.dense_mlp().intermediate_size,
         vocab_size: spec.vocab_size,
-        num_hidden_layers: spec.num_layers,
-        num_attention_heads: spec.num_heads,
-        num_key_value_heads: spec.num_kv_heads,
+        num_hidden_layers: spec.layers.len(),
+        num_attention_heads: attention.heads,
+        num_key_value_heads: attention.kv_heads,
         use_flash_attn: false,
-        rms_norm_eps: f64::from(spec.rms_norm_eps),
+        rms_norm_eps: f64::from(layer.norm.eps),
         rope_theta: float(&rope["rope_theta"]),
         bos_token_id: None,
         eos_token_id: None,

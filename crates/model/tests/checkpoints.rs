@@ -12,7 +12,6 @@ use plimsoll_device::Budget;
 use plimsoll_model::rope::{RopeScaling, RopeSpec};
 use plimsoll_model::{
     Architecture, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ModelError, OutputHead,
-    SlidingWindow,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -143,53 +142,46 @@ fn both_generations_of_transformers_configs_mean_the_same() {
         high_freq_factor: 4.0,
         original_context: 32.0,
     };
-    assert_eq!(
-        parsed.spec.rope,
-        RopeSpec {
-            theta: 1000.0,
-            scaling
-        }
-    );
+    let rope = |theta, scaling| RopeSpec {
+        theta,
+        rotary_dim: parsed.spec.layers[0].attention().head_dim,
+        scaling,
+        query_scale: None,
+    };
+    assert_eq!(parsed.spec.ropes(), [&rope(1000.0, scaling)]);
 
     // Llama 2's and SmolLM2's own files.
     let plain = with(
         new,
         json!({"rope_parameters": null, "rope_interleaved": false, "is_llama_config": true}),
     );
-    assert_eq!(
-        parse(&plain).unwrap().spec.rope,
-        RopeSpec {
-            theta: 10_000.0,
-            scaling: RopeScaling::None
-        }
-    );
+    let plain = parse(&plain).unwrap().spec;
+    assert_eq!(plain.ropes(), [&rope(10_000.0, RopeScaling::None)]);
 }
 
 #[test]
 fn absent_fields_mean_what_they_mean_in_transformers() {
     let parsed = |name, fields| parse(&with(config_json(name), fields)).unwrap();
     let mistral = parsed("mistral-window", json!({"sliding_window": null}));
-    assert_eq!(
-        mistral.spec.sliding_window,
-        Some(SlidingWindow {
-            size: 4096,
-            first_layer: 0
-        })
-    );
+    let windows = |config: &ModelConfig| {
+        config
+            .spec
+            .attention()
+            .map(|attention| attention.window)
+            .collect::<Vec<_>>()
+    };
+    assert!(windows(&mistral).iter().all(|&window| window == Some(4096)));
     let null = config_json("mistral-window")
         .to_string()
         .replace(r#""sliding_window":11"#, r#""sliding_window":null"#);
     let mistral = ModelConfig::from_json(Path::new("config.json"), &null).unwrap();
+    assert_eq!(mistral.architecture, Architecture::Mistral);
+    assert!(windows(&mistral).iter().all(Option::is_none));
+    let attention = |name, fields| parsed(name, fields).spec.layers[0].attention().clone();
+    assert_eq!(attention("qwen3-f16", json!({"head_dim": null})).head_dim, 128);
+    assert_eq!(attention("llama", json!({"head_dim": null})).head_dim, 16);
     assert_eq!(
-        (mistral.architecture, mistral.spec.sliding_window),
-        (Architecture::Mistral, None)
-    );
-    assert_eq!(parsed("qwen3-f16", json!({"head_dim": null})).spec.head_dim, 128);
-    assert_eq!(parsed("llama", json!({"head_dim": null})).spec.head_dim, 16);
-    assert_eq!(
-        parsed("llama", json!({"num_key_value_heads": null}))
-            .spec
-            .num_kv_heads,
+        attention("llama", json!({"num_key_value_heads": null})).kv_heads,
         4
     );
     assert_eq!(
@@ -200,7 +192,7 @@ fn absent_fields_mean_what_they_mean_in_transformers() {
         "qwen2-window",
         json!({"use_sliding_window": false, "layer_types": null}),
     );
-    assert_eq!(off.spec.sliding_window, None);
+    assert!(windows(&off).iter().all(Option::is_none));
 }
 
 /// Loads the model's tensors, lets `change` have them, and stores them again.

@@ -94,7 +94,7 @@ fn metadata_is_handed_out_as_it_is() {
         (config.architecture, config.eos_token_ids),
         (Architecture::Qwen2, vec![2])
     );
-    assert!(config.spec.head == OutputHead::Tied && config.spec.qkv_bias);
+    assert!(config.spec.head == OutputHead::Tied && config.spec.layers[0].attention().qkv_bias);
 }
 
 #[test]

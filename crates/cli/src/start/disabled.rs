@@ -29,7 +29,12 @@ pub(super) fn disabled(
         }
         Weights::Gpu(model) => {
             let capability = model.gpu().info().compute_capability;
-            on_gpu(&mut list, capability, model.config().spec.head_dim, args);
+            on_gpu(
+                &mut list,
+                capability,
+                model.spec().layers[0].attention().head_dim,
+                args,
+            );
         }
         Weights::Sim(_) => {}
     }

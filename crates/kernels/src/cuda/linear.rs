@@ -73,6 +73,17 @@ impl GpuLinear {
         Self { weight, bias, n, k }
     }
 
+    /// The weight, `[n, k]`.
+    pub fn weight(&self) -> GpuSlice<'_, bf16> {
+        self.weight.slice()
+    }
+
+    /// Whether it has the shape of another.
+    pub fn is_like(&self, other: &Self) -> bool {
+        let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some());
+        shape(self) == shape(other)
+    }
+
     /// Output features.
     pub fn outputs(&self) -> usize {
         self.n

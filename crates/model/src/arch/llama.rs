@@ -1,4 +1,4 @@
-use super::{check_layer_types, plain};
+use super::{check_layer_types, decoder};
 use crate::config::RawConfig;
 use crate::{DecoderSpec, ModelError};
 
@@ -11,6 +11,6 @@ pub(super) fn spec(config: &RawConfig) -> Result<DecoderSpec, ModelError> {
             "Llama models have none: only null is",
         ));
     }
-    check_layer_types(config, None)?;
-    plain(config)
+    check_layer_types(config, |_| false)?;
+    decoder(config, |_, _| ())
 }

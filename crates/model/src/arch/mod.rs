@@ -5,10 +5,17 @@ mod mistral;
 mod qwen2;
 mod qwen3;
 
+use std::sync::Arc;
+
+use plimsoll_kernels::Activation;
+
+use crate::ModelError;
 use crate::config::{RawConfig, RawRope};
 use crate::rope::{RopeScaling, RopeSpec};
-use crate::spec::{OutputHead, SlidingWindow};
-use crate::{DecoderSpec, ModelError};
+use crate::spec::{
+    AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,
+    shared,
+};
 
 /// A supported family of models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -94,31 +101,67 @@ impl Architecture {
     }
 }
 
-/// A decoder without biases, QK norm or window: what the families start from.
-fn plain(config: &RawConfig) -> Result<DecoderSpec, ModelError> {
-    let heads = config.num_attention_heads;
+/// Llama's decoder, each layer as `change` leaves it, which gets its index.
+fn decoder(config: &RawConfig, change: impl Fn(usize, &mut LayerSpec)) -> Result<DecoderSpec, ModelError> {
+    // More than any model has: each layer is described before anything is checked against the weights.
+    const MOST_LAYERS: usize = 4096;
+    if config.num_hidden_layers > MOST_LAYERS {
+        return Err(ModelError::unsupported(
+            "num_hidden_layers",
+            config.num_hidden_layers,
+            format!("up to {MOST_LAYERS} are"),
+        ));
+    }
+    let layer = layer(config)?;
+    let layers = (0..config.num_hidden_layers).map(|index| {
+        let mut layer = layer.clone();
+        change(index, &mut layer);
+        layer
+    });
     Ok(DecoderSpec {
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
-        intermediate_size: config.intermediate_size,
-        num_layers: config.num_hidden_layers,
-        num_heads: heads,
-        num_kv_heads: config.num_key_value_heads.unwrap_or(heads),
-        head_dim: config.head_dim.unwrap_or(config.hidden_size / heads.max(1)),
-        rms_norm_eps: config.rms_norm_eps as f32,
-        rope: rope(config)?,
-        qkv_bias: false,
-        qk_norm: false,
-        sliding_window: None,
+        max_position_embeddings: config.max_position_embeddings,
+        embedding_scale: 1.0,
+        layers: shared(layers),
+        final_norm: layer.norm,
         head: match config.tie_word_embeddings {
             Some(true) => OutputHead::Tied,
             _ => OutputHead::Own,
         },
-        max_position_embeddings: config.max_position_embeddings,
     })
 }
 
-fn rope(config: &RawConfig) -> Result<RopeSpec, ModelError> {
+/// Llama's layer: full attention with rotary positions, no biases, a SwiGLU MLP.
+fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
+    let heads = config.num_attention_heads;
+    let head_dim = config.head_dim.unwrap_or(config.hidden_size / heads.max(1));
+    Ok(LayerSpec {
+        norm: NormSpec {
+            eps: config.rms_norm_eps as f32,
+            unit_offset: false,
+        },
+        post_norms: false,
+        mixer: Mixer::Attention(AttentionSpec {
+            heads,
+            kv_heads: config.num_key_value_heads.unwrap_or(heads),
+            head_dim,
+            window: None,
+            rope: Some(Arc::new(rope(config, head_dim)?)),
+            qk_norm: false,
+            qkv_bias: false,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            projections: Projections::Separate,
+        }),
+        mlp: Mlp::Dense(DenseMlpSpec {
+            intermediate_size: config.intermediate_size,
+            activation: Activation::Silu,
+            projections: Projections::Separate,
+        }),
+    })
+}
+
+fn rope(config: &RawConfig, rotary_dim: usize) -> Result<RopeSpec, ModelError> {
     let (field, raw) = match (&config.rope_parameters, &config.rope_scaling) {
         (Some(raw), _) => ("rope_parameters", raw),
         (None, Some(raw)) => ("rope_scaling", raw),
@@ -165,17 +208,31 @@ fn rope(config: &RawConfig) -> Result<RopeSpec, ModelError> {
             ));
         }
     };
-    Ok(RopeSpec { theta, scaling })
+    Ok(RopeSpec {
+        theta,
+        rotary_dim,
+        scaling,
+        query_scale: None,
+    })
 }
 
 /// `layer_types` repeats what the window fields say; if it says something else, we would run the wrong network.
-fn check_layer_types(config: &RawConfig, window: Option<SlidingWindow>) -> Result<(), ModelError> {
-    let first_sliding = window.map_or(usize::MAX, |window| window.first_layer);
-    for (layer, found) in config.layer_types.iter().flatten().enumerate() {
-        let expected = if layer < first_sliding {
-            "full_attention"
-        } else {
+fn check_layer_types(config: &RawConfig, is_sliding: impl Fn(usize) -> bool) -> Result<(), ModelError> {
+    let Some(kinds) = &config.layer_types else {
+        return Ok(());
+    };
+    if kinds.len() != config.num_hidden_layers {
+        return Err(ModelError::unsupported(
+            "layer_types",
+            format!("{} kinds", kinds.len()),
+            format!("one for each of {} layers is", config.num_hidden_layers),
+        ));
+    }
+    for (layer, found) in kinds.iter().enumerate() {
+        let expected = if is_sliding(layer) {
             "sliding_attention"
+        } else {
+            "full_attention"
         };
         if found != expected {
             let field = format!("layer_types[{layer}]");
@@ -187,4 +244,16 @@ fn check_layer_types(config: &RawConfig, window: Option<SlidingWindow>) -> Resul
         }
     }
     Ok(())
+}
+
+/// The number of tokens of a window that a field gives.
+fn window(size: usize) -> Result<usize, ModelError> {
+    match size {
+        0 => Err(ModelError::unsupported(
+            "sliding_window",
+            0,
+            "null or a positive number of tokens is",
+        )),
+        size => Ok(size),
+    }
 }

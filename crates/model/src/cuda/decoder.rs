@@ -2,21 +2,24 @@ mod head;
 
 use half::bf16;
 use plimsoll_core::{Component, KvConfig, Oom, StepError};
-use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
+use plimsoll_device::Pod;
+use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
     DecodeArgs, DecodeKernels, FusedKernels, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope,
     GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears, PrefillArgs, PrefillKernels, SampleKernels,
 };
 
-use super::input::{StepInput, StepInputs, WindowPlanners, attention_scratch};
+use super::input::{AttentionKind, StepInput, StepInputs};
 use super::masks::Masks;
 use super::output::Outputs;
-use super::scores::{SCORE_ROWS, ScoreLayout, ScoreSlices, Scores};
+use super::scores::{ScoreSlices, Scores};
+use super::step::{Activations, StepLayout};
 use super::vectors::Vectors;
-use super::weights::{GpuLayer, GpuLinears, GpuWeights};
-use crate::footprint::StepSize;
-use crate::{DecoderSpec, OutputHead};
+use super::weights::{GpuLayer, GpuVector, GpuWeights};
+use crate::blocks::{Norms, Operations, Widths};
+use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
+use crate::tables::LayerPage;
 use head::Head;
 
 /// What the kernels of a step work on.
@@ -24,6 +27,10 @@ use head::Head;
 pub(super) struct StepState {
     pub(super) kv: GpuSlab,
     pub(super) kv_config: KvConfig,
+    /// Where each layer's keys and values are.
+    pub(super) pages: Vec<LayerPage>,
+    /// Longest context that is served, in tokens.
+    pub(super) max_model_len: usize,
     pub(super) inputs: StepInputs,
     pub(super) outputs: Outputs,
     pub(super) masks: Masks,
@@ -35,10 +42,15 @@ pub(super) struct StepState {
 }
 
 impl StepState {
-    /// K and V of block `index`: `[num_blocks][kv_heads][block_size][head_dim]` each.
-    fn layer_kv(&self, spec: &DecoderSpec, index: usize) -> (GpuSlice<'_, bf16>, GpuSlice<'_, bf16>) {
-        let len = self.kv_config.capacity_tokens() * spec.kv_size();
-        let (all, start) = (self.kv.slice(), 2 * index * len);
+    /// K and V of layer `column` of each page: `[num_pages][kv_heads][block_size][head_dim]` each.
+    fn layer_kv(&self, column: usize, spec: &AttentionSpec) -> (GpuSlice<'_, bf16>, GpuSlice<'_, bf16>) {
+        let KvConfig {
+            num_pages,
+            block_size,
+            ..
+        } = self.kv_config;
+        let len = num_pages * block_size.tokens() * spec.kv_size();
+        let (all, start) = (self.kv.slice(), 2 * column * len);
         (
             all.range(start..start + len),
             all.range(start + len..start + 2 * len),
@@ -74,13 +86,14 @@ impl From<LaunchError> for StepError {
     }
 }
 
-/// The network on a GPU: the launches of a step, in order.
+/// The network on a GPU.
 #[derive(Debug)]
 pub(super) struct Decoder {
     gpu: Gpu,
     weights: GpuWeights,
-    /// Views of `weights`, by block.
-    blocks: Vec<GpuLinears>,
+    /// The first layer of each distinct specification, and which of them each layer is like.
+    kinds: Vec<usize>,
+    kind_of: Vec<usize>,
     /// A model for embeddings has no head, and samples nothing.
     head: Option<Head>,
     fused: FusedKernels,
@@ -94,104 +107,22 @@ const MEASURED_ROWS: [usize; 16] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192
 /// Most rows that are sampled from are fewer.
 const MEASURED_HEAD_ROWS: usize = 256;
 
-/// Activations of a step, in its arena; `[rows, n]` each.
-#[derive(Clone, Copy)]
-struct Activations<'a> {
-    /// The residual stream.
-    hidden: GpuSlice<'a, bf16>,
-    normed: GpuSlice<'a, bf16>,
-    /// What is to be added to the residual stream.
-    delta: GpuSlice<'a, bf16>,
-    qkv: GpuSlice<'a, bf16>,
-    attended: GpuSlice<'a, bf16>,
-    gate_up: GpuSlice<'a, bf16>,
-    activated: GpuSlice<'a, bf16>,
-    /// Partial results of attention, `f32`, not by row.
-    scratch: GpuSlice<'a, f32>,
-}
-
-impl<'a> Activations<'a> {
-    /// The first `rows` rows of all.
-    fn front(&self, spec: &DecoderSpec, rows: usize) -> Self {
-        let (width, inner) = (spec.hidden_size, spec.intermediate_size);
-        Self {
-            hidden: self.hidden.range(0..rows * width),
-            normed: self.normed.range(0..rows * width),
-            delta: self.delta.range(0..rows * width),
-            qkv: self.qkv.range(0..rows * qkv_size(spec)),
-            attended: self.attended.range(0..rows * spec.q_size()),
-            gate_up: self.gate_up.range(0..rows * 2 * inner),
-            activated: self.activated.range(0..rows * inner),
-            scratch: self.scratch,
-        }
-    }
-}
-
-/// Outputs of the fused projection.
-fn qkv_size(spec: &DecoderSpec) -> usize {
-    spec.q_size() + 2 * spec.kv_size()
-}
-
-/// Elements of a row of each activation that outlives the blocks: the residual stream, its norm.
-fn lasting_widths(spec: &DecoderSpec) -> [usize; 2] {
-    [spec.hidden_size; 2]
-}
-
-/// Elements of a row of each other activation, in the order in which a step takes them from its arena.
-fn layer_widths(spec: &DecoderSpec) -> [usize; 5] {
-    let inner = spec.intermediate_size;
-    [spec.hidden_size, qkv_size(spec), spec.q_size(), 2 * inner, inner]
-}
-
-/// Rows whose logits exist at one time: scored rows some at a time, then those to sample from all together.
-fn logit_rows(step: StepSize) -> usize {
-    match step.scored {
-        0 => step.samples,
-        _ => step.samples.max(step.tokens.min(SCORE_ROWS)),
-    }
-}
-
-/// Counts the allocations of [`Decoder::step`] for a step of this size, padding included; `None` if no memory could hold
-/// them.
-pub(super) fn count_step(
-    spec: &DecoderSpec,
-    step: StepSize,
-    planners: &[WindowPlanners],
-    arena: &mut DryGpuArena,
-) -> Option<()> {
-    let rows = step.tokens;
-    arena.reset();
-    for width in lasting_widths(spec) {
-        arena.alloc::<bf16>(rows.checked_mul(width)?)?;
-    }
-    if step.scored > 0 && spec.head != OutputHead::None {
-        arena.alloc::<u8>(ScoreLayout::new(rows).bytes)?;
-    }
-    arena.frame(|arena| {
-        for width in layer_widths(spec) {
-            arena.alloc::<bf16>(rows.checked_mul(width)?)?;
-        }
-        arena.alloc::<f32>(attention_scratch(planners))
-    })?;
-    arena.alloc::<f32>(match spec.head {
-        OutputHead::None => step.samples.checked_mul(spec.hidden_size)?,
-        OutputHead::Own | OutputHead::Tied => logit_rows(step).checked_mul(spec.vocab_size)?,
-    })
-}
-
 impl Decoder {
     /// Loads the other kernels.
     pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, LaunchError> {
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
+        let layers = &weights.spec.layers;
+        let like = |index: usize| layers[..index].iter().position(|layer| *layer == layers[index]);
+        let kinds: Vec<usize> = (0..layers.len()).filter(|&index| like(index).is_none()).collect();
+        let kind_of = |index: usize| kinds.iter().position(|&first| layers[first] == layers[index]);
         let mut decoder = Self {
             gpu: gpu.clone(),
-            blocks: (0..weights.spec().num_layers)
-                .map(|index| weights.linears(index))
-                .collect(),
-            head: match weights.head() {
+            kind_of: (0..layers.len()).filter_map(kind_of).collect(),
+            kinds,
+            head: match &weights.decoder.head {
                 None => None,
                 Some(linear) => Some(Head {
-                    linear,
+                    linear: linear.clone(),
                     sampler: SampleKernels::load(gpu)?,
                 }),
             },
@@ -207,11 +138,10 @@ impl Decoder {
 
     /// Finds the fastest way for each linear layer and number of rows.
     fn measure_linears(&mut self) -> Result<(), LaunchError> {
-        let spec = self.weights.spec();
-        let widest = spec.hidden_size.max(spec.intermediate_size).max(spec.q_size());
-        let outputs = (2 * spec.intermediate_size)
-            .max(qkv_size(spec))
-            .max(spec.hidden_size);
+        let GpuWeights { spec, decoder, .. } = &self.weights;
+        let widths = Widths::of(spec);
+        let widest = widths.hidden.max(widths.activated).max(widths.attended);
+        let outputs = widths.gate_up.max(widths.qkv).max(widths.hidden);
         let most = MEASURED_ROWS[MEASURED_ROWS.len() - 1];
         let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
         let logits = head.len() * MEASURED_HEAD_ROWS * spec.vocab_size;
@@ -226,21 +156,34 @@ impl Decoder {
             x: x.slice(),
             out: out.slice(),
         };
-        let all = |pick: fn(&GpuLinears) -> &GpuLinear| self.blocks.iter().map(pick).collect::<Vec<_>>();
-        let (qkv, output) = (all(|block| &block.qkv), all(|block| &block.output));
-        let (gate_up, down) = (all(|block| &block.gate_up), all(|block| &block.down));
+        let layers = &decoder.layers;
+        let qkv = by_shape(layers, |layer| &layer.mixer.qkv);
+        let output = by_shape(layers, |layer| &layer.mixer.output);
+        let gate_up = by_shape(layers, |layer| &layer.mlp.gate_up);
+        let down = by_shape(layers, |layer| &layer.mlp.down);
         let plain = |layers, output| LinearUse {
             layers,
             output,
             rows: &MEASURED_ROWS,
         };
-        let mut uses = vec![
-            plain(&qkv, LinearOutput::Bf16),
-            plain(&output, LinearOutput::Bf16),
-            plain(&gate_up, LinearOutput::Bf16),
-            plain(&gate_up, LinearOutput::Glu(Activation::Silu)),
-            plain(&down, LinearOutput::Bf16),
-        ];
+        let mut uses = Vec::new();
+        let activations = [Activation::Silu, Activation::GeluTanh];
+        let used = |activation: &Activation| {
+            let mut mlps = spec.layers.iter().map(|layer| layer.dense_mlp());
+            mlps.any(|mlp| mlp.activation == *activation)
+        };
+        for (groups, kind) in [
+            (&qkv, LinearOutput::Bf16),
+            (&output, LinearOutput::Bf16),
+            (&gate_up, LinearOutput::Bf16),
+            (&down, LinearOutput::Bf16),
+        ] {
+            uses.extend(groups.iter().map(|layers| plain(layers, kind)));
+        }
+        for activation in activations.into_iter().filter(used) {
+            let kind = LinearOutput::Glu(activation);
+            uses.extend(gate_up.iter().map(|layers| plain(layers, kind)));
+        }
         if !head.is_empty() {
             uses.push(LinearUse {
                 rows: MEASURED_ROWS
@@ -261,7 +204,12 @@ impl Decoder {
         &self.gpu
     }
 
-    /// Launches a whole step: the batch through all blocks, its KV into the cache, logits and samples of the rows that are
+    /// A stored tensor as it lies in device memory.
+    pub(super) fn tensor(&self, name: &str) -> Result<Option<Vec<f32>>, GpuError> {
+        self.weights.tensor(&self.gpu, name)
+    }
+
+    /// Launches a whole step: the batch through all layers, its KV into the cache, logits and samples of the rows that are
     /// asked for, or vectors. With `logits` those are taken out instead of sampled from, which waits for them. Rows that wait
     /// for masks are not sampled from: that is [`Self::sample_deferred`]'s.
     pub(super) fn step(
@@ -271,43 +219,26 @@ impl Decoder {
         arena: &mut GpuArena,
         logits: Option<&mut Vec<f32>>,
     ) -> Result<(), LaunchError> {
-        arena.reset();
-        let (spec, arena) = (self.weights.spec(), &*arena);
-        let take = |width| arena.alloc(input.rows * width);
-        let [hidden, normed] = lasting_widths(spec).map(take);
-        let (hidden, normed) = (hidden?, normed?);
+        let spec = &self.weights.spec;
+        let (layout, memory) = self.memory(input, state, arena)?;
         // SAFETY: the slot is packed again when this step has ended.
-        let scores = unsafe { state.scores.send(input, arena)? };
-        let after = arena.mark();
-        let [delta, qkv, attended, gate_up, activated] = layer_widths(spec).map(take);
-        let act = Activations {
-            hidden,
-            normed,
-            delta: delta?,
-            qkv: qkv?,
-            attended: attended?,
-            gate_up: gate_up?,
-            activated: activated?,
-            scratch: arena.alloc(attention_scratch(state.inputs.planners()))?,
-        };
+        let scores = unsafe { state.scores.send(input, layout.scores.within(memory))? };
+        let act = layout.activations(memory);
         let Some(normed) = self.forward(input, state, scores.as_ref(), act)? else {
             return Ok(());
         };
-        // The layers' activations are not needed any more.
-        arena.rewind(after);
+        let given = layout.given.within(memory);
         let Some(head) = &self.head else {
-            let pooled = arena.alloc(input.spans.len() / 2 * spec.hidden_size)?;
-            return self.pool(input, state, normed, pooled);
+            return self.pool(input, state, normed, given);
         };
         let (width, vocab) = (spec.hidden_size, spec.vocab_size);
-        let memory = self.logits(input, arena)?;
         if let Some(scores) = scores {
             let rows = normed.range(input.samples * width..normed.len());
-            self.score(head, input, state, rows, &scores, memory)?;
+            self.score(head, input, state, rows, &scores, given)?;
             state.scores.fetch(input.slot, &scores)?;
         }
         if input.samples > 0 {
-            let found = memory.range(0..input.samples * vocab);
+            let found = given.range(0..input.samples * vocab);
             let rows = normed.range(0..input.samples * width);
             self.linears.forward_f32(rows, &head.linear, found)?;
             match logits {
@@ -319,14 +250,17 @@ impl Decoder {
         Ok(())
     }
 
-    /// Memory for the logits of a step, behind what outlives its layers.
-    fn logits<'a>(&self, input: &StepInput, arena: &'a GpuArena) -> Result<GpuSlice<'a, f32>, Oom> {
-        let size = StepSize {
-            tokens: input.rows,
-            samples: input.samples,
-            scored: input.scored,
-        };
-        arena.alloc(logit_rows(size) * self.weights.spec().vocab_size)
+    /// All that a step takes from its arena.
+    fn memory<'a>(
+        &self,
+        input: &StepInput,
+        state: &StepState,
+        arena: &'a mut GpuArena,
+    ) -> Result<(StepLayout, GpuSlice<'a, u8>), Oom> {
+        arena.reset();
+        let layout = StepLayout::of(&self.weights.spec, input, state.inputs.planners());
+        let layout = layout.ok_or_else(|| self.gpu.budget().oom(Component::Arena, u64::MAX))?;
+        Ok((layout, arena.alloc(layout.bytes)?))
     }
 
     /// Samples the rows of the step launched last that waited for masks, which were sent. `arena` has not been used since.
@@ -337,238 +271,361 @@ impl Decoder {
         arena: &mut GpuArena,
     ) -> Result<(), LaunchError> {
         let Some(head) = &self.head else { return Ok(()) };
-        // What is taken in the same order lies at the same place, also under a graph.
-        arena.reset();
-        let spec = self.weights.spec();
-        for width in lasting_widths(spec) {
-            arena.alloc::<bf16>(input.rows * width)?;
-        }
-        if input.scored > 0 {
-            arena.alloc::<u8>(ScoreLayout::new(input.rows).bytes)?;
-        }
-        let logits = self
-            .logits(input, arena)?
-            .range(0..input.samples * spec.vocab_size);
+        // The same memory again, also under a graph.
+        let (layout, memory) = self.memory(input, state, arena)?;
+        let logits = layout.given.within(memory);
+        let logits = logits.range(0..input.samples * self.weights.spec.vocab_size);
         self.sample(head, input, state, logits)?;
         Ok(())
     }
 
-    /// Runs all blocks. Returns the normalised rows that are given out, if there are any: first those to sample from or to
+    /// Runs all layers. Returns the normalised rows that are given out, if there are any: first those to sample from or to
     /// pool, then those to be scored.
     fn forward<'a>(
         &self,
         input: &StepInput,
         state: &StepState,
         scores: Option<&ScoreSlices<'_>>,
-        mut act: Activations<'a>,
+        act: Activations<'a>,
     ) -> Result<Option<GpuSlice<'a, bf16>>, LaunchError> {
-        let spec = self.weights.spec();
+        let GpuWeights { spec, decoder, .. } = &self.weights;
         let tokens = state.inputs.device(input.tokens);
         let tokens = GpuTokens {
             tokens,
             prev_sampled: state.outputs.sampled(),
             resolved: tokens,
         };
-        self.fused
-            .embedding(self.weights.embedding(), tokens, 1.0, act.hidden)?;
-        let last = spec.num_layers - 1;
-        for index in 0..=last {
-            let layer = self.weights.layer(index);
-            let norm = self.norm(layer.attention_norm);
-            let (qkv, out) = (&self.blocks[index].qkv, act.qkv);
-            if index == 0 {
-                self.fused.rms_norm(act.hidden, norm, act.normed)?;
-                self.linears.forward(act.normed, qkv, out)?;
-            } else {
-                self.add_norm_linear(&mut act, norm, qkv, LinearOutput::Bf16, out)?;
-            }
-            self.write_kv(input, state, &layer, index, &act)?;
-            if index < last {
-                self.attend(input, state, &layer, index, &act)?;
-                self.finish_block(&layer, index, &mut act)?;
-            }
-        }
-        // The KV is complete; from here on only the rows that are given out matter.
-        if input.samples + input.scored == 0 {
-            return Ok(None);
-        }
-        let layer = self.weights.layer(last);
-        self.attend(input, state, &layer, last, &act)?;
-        let mut act = match input.sample_at {
-            None => act,
-            Some(at) => {
-                let rows = act.front(spec, input.samples + input.scored);
-                let attended = act.qkv.range(0..rows.attended.len());
-                let sampled = (input.samples > 0).then(|| state.inputs.device(at));
-                let mut first = 0;
-                for at in sampled.into_iter().chain(scores.map(|scores| scores.at)) {
-                    let part = |width: usize| first * width..(first + at.len()) * width;
-                    // Each into memory that this layer has no more use for.
-                    let hidden = rows.normed.range(part(spec.hidden_size));
-                    self.fused.gather_rows(act.hidden, at, hidden)?;
-                    let attended = attended.range(part(spec.q_size()));
-                    self.fused.gather_rows(act.attended, at, attended)?;
-                    first += at.len();
-                }
-                Activations {
-                    hidden: rows.normed,
-                    normed: rows.hidden,
-                    attended,
-                    ..rows
-                }
-            }
+        self.fused.embedding(
+            decoder.embedding.weight(),
+            tokens,
+            spec.embedding_scale,
+            act.hidden,
+        )?;
+        let kinds = self.kinds.iter().map(|&first| {
+            let layer = &decoder.layers[first];
+            Kind::new(self, layer, input.rows, state)
+        });
+        let mut step = Step {
+            decoder: self,
+            kinds: kinds.collect(),
+            input,
+            state,
+            scores,
+            act,
+            rows: input.rows,
+            is_fresh: true,
+            layer: 0,
         };
-        self.finish_block(&layer, last, &mut act)?;
-        let norm = self.norm(self.weights.final_norm());
-        self.fused.add_rms_norm(act.hidden, act.delta, norm, act.normed)?;
-        Ok(Some(act.normed))
+        decoder.forward(spec, &mut step)?;
+        let given = step.rows_given();
+        Ok((given > 0).then(|| step.act.normed.range(0..given * spec.hidden_size)))
+    }
+}
+
+/// Layers of one shape, whose weights a measurement takes in turn.
+fn by_shape<'a>(
+    layers: &'a [GpuLayer],
+    pick: impl Fn(&'a GpuLayer) -> &'a GpuLinear,
+) -> Vec<Vec<&'a GpuLinear>> {
+    let mut groups: Vec<Vec<&GpuLinear>> = Vec::new();
+    for linear in layers.iter().map(pick) {
+        match groups.iter_mut().find(|group| group[0].is_like(linear)) {
+            Some(group) => group.push(linear),
+            None => groups.push(vec![linear]),
+        }
+    }
+    groups
+}
+
+/// What is chosen for all layers of one specification, once for a step.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    /// Index of its work list.
+    attention: usize,
+    /// Of its rotary positions: which kind, and which table.
+    rope: Option<[usize; 2]>,
+    qkv: Fusion,
+    gate_up: Fusion,
+}
+
+/// What a linear layer's kernel does beside the product.
+#[derive(Clone, Copy, Debug)]
+struct Fusion {
+    /// The norm of its input.
+    norm: bool,
+    output: LinearOutput,
+}
+
+impl Kind {
+    fn new(decoder: &Decoder, layer: &GpuLayer, rows: usize, state: &StepState) -> Self {
+        let spec = layer.spec.attention();
+        let attention = AttentionKind::of(spec, state.kv_config.block_size);
+        let planners = state.inputs.planners();
+        let at = planners.iter().position(|planners| planners.kind == attention);
+        let rope = spec.rope.as_deref().map(|rope| {
+            let ropes = decoder.weights.spec.ropes();
+            let at = ropes.iter().position(|known| *known == rope);
+            let at = at.expect("a decoder knows its layers' ropes");
+            [at, rope.variant(state.max_model_len)]
+        });
+        Self {
+            attention: at.expect("there are planners for every layer"),
+            rope,
+            qkv: Fusion::new(&decoder.linears, rows, &layer.mixer.qkv, LinearOutput::Bf16),
+            gate_up: Self::gate_up(decoder, layer, rows),
+        }
     }
 
-    /// `act.hidden += act.delta`, and the linear layer of its norm to `out`.
-    fn add_norm_linear(
-        &self,
-        act: &mut Activations<'_>,
-        norm: GpuNorm<'_>,
+    fn gate_up(decoder: &Decoder, layer: &GpuLayer, rows: usize) -> Fusion {
+        let (linears, gate_up) = (&decoder.linears, &layer.mlp.gate_up);
+        let activation = layer.spec.dense_mlp().activation;
+        let output = match linears.fuses_glu(rows, gate_up, activation) {
+            true => LinearOutput::Glu(activation),
+            false => LinearOutput::Bf16,
+        };
+        Fusion::new(linears, rows, gate_up, output)
+    }
+}
+
+impl Fusion {
+    fn new(linears: &Linears, rows: usize, linear: &GpuLinear, output: LinearOutput) -> Self {
+        Self {
+            norm: linears.fuses_norm(rows, linear, output),
+            output,
+        }
+    }
+}
+
+/// A step on its way through the layers: launches in order.
+struct Step<'a, 'b> {
+    decoder: &'b Decoder,
+    kinds: Vec<Kind>,
+    input: &'b StepInput,
+    state: &'b StepState,
+    scores: Option<&'b ScoreSlices<'b>>,
+    /// As wide as the widest layer needs.
+    act: Activations<'a>,
+    /// Rows that are computed.
+    rows: usize,
+    /// Nothing is to be added to the residual stream yet.
+    is_fresh: bool,
+    layer: usize,
+}
+
+impl<'a> Step<'a, '_> {
+    fn kind(&self) -> &Kind {
+        &self.kinds[self.decoder.kind_of[self.layer]]
+    }
+
+    /// The first `width` elements' worth of each row, closely packed.
+    fn rows<T: Pod>(&self, of: GpuSlice<'a, T>, width: usize) -> GpuSlice<'a, T> {
+        of.range(0..self.rows * width)
+    }
+
+    /// The sum of the residual stream and what is added to it, and its norm.
+    fn add_norm(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
+        let width = norms.weight.slice().len();
+        let [hidden, delta, normed] =
+            [self.act.hidden, self.act.delta, self.act.normed].map(|slice| self.rows(slice, width));
+        let fused = &self.decoder.fused;
+        match norms.added {
+            _ if std::mem::take(&mut self.is_fresh) => fused.rms_norm(hidden, norm(norms), normed),
+            None => fused.add_rms_norm(hidden, delta, norm(norms), normed),
+            Some(added) => fused.sandwich_norm(hidden, delta, added.slice(), norm(norms), normed),
+        }
+    }
+
+    /// A linear layer of the norm of the sum of the residual stream and what is added to it.
+    fn norm_linear(
+        &mut self,
+        norms: &Norms<'_, GpuVector>,
         linear: &GpuLinear,
-        output: LinearOutput,
-        out: GpuSlice<'_, bf16>,
+        fusion: Fusion,
+        out: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
-        let rows = act.hidden.len() / self.weights.spec().hidden_size;
-        if self.linears.fuses_norm(rows, linear, output) {
+        let linears = &self.decoder.linears;
+        let width = linear.inputs();
+        if fusion.norm && !self.is_fresh && norms.added.is_none() {
             let residual = GpuResidual {
-                hidden: act.hidden,
-                delta: act.delta,
-                norm,
-                sum: act.normed,
+                hidden: self.rows(self.act.hidden, width),
+                delta: self.rows(self.act.delta, width),
+                norm: norm(norms),
+                sum: self.rows(self.act.normed, width),
             };
-            self.linears.forward_norm(&residual, linear, output, out)?;
-            std::mem::swap(&mut act.hidden, &mut act.normed);
+            linears.forward_norm(&residual, linear, fusion.output, out)?;
+            std::mem::swap(&mut self.act.hidden, &mut self.act.normed);
             return Ok(());
         }
-        self.fused.add_rms_norm(act.hidden, act.delta, norm, act.normed)?;
-        match output {
-            LinearOutput::Glu(activation) => self.linears.forward_glu(act.normed, linear, activation, out),
-            _ => self.linears.forward(act.normed, linear, out),
+        self.add_norm(norms)?;
+        let normed = self.rows(self.act.normed, width);
+        match fusion.output {
+            LinearOutput::Glu(activation) => linears.forward_glu(normed, linear, activation, out),
+            _ => linears.forward(normed, linear, out),
         }
     }
+}
 
-    /// Rotates q in its place in `act.qkv` and writes k and v to the cache of block `index`.
-    fn write_kv(
-        &self,
-        input: &StepInput,
-        state: &StepState,
-        layer: &GpuLayer<'_>,
-        index: usize,
-        act: &Activations<'_>,
-    ) -> Result<(), GpuError> {
-        let spec = self.weights.spec();
-        let eps = spec.rms_norm_eps;
-        let norm = layer.qk_norm.map(|[q, k]| GpuQkNorm { q, k, eps });
+fn norm<'a>(norms: &Norms<'a, GpuVector>) -> GpuNorm<'a> {
+    GpuNorm {
+        weight: norms.weight.slice(),
+        eps: norms.eps,
+    }
+}
+
+impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
+    type Error = GpuError;
+
+    fn begin_layer(&mut self, index: usize) {
+        self.layer = index;
+    }
+
+    fn project_qkv(&mut self, norms: &Norms<'_, GpuVector>, qkv: &GpuLinear) -> Result<(), GpuError> {
+        let out = self.rows(self.act.qkv, qkv.outputs());
+        self.norm_linear(norms, qkv, self.kind().qkv, out)
+    }
+
+    /// Queries stay in their place.
+    fn write_kv(&mut self, layer: &LayerSpec, qk_norm: Option<&[GpuVector; 2]>) -> Result<(), GpuError> {
+        let (spec, Self { input, state, .. }) = (layer.attention(), &*self);
+        let norm = qk_norm.map(|[q, k]| GpuQkNorm {
+            q: q.slice(),
+            k: k.slice(),
+            eps: layer.norm.eps,
+        });
+        let weights = &self.decoder.weights;
+        let table = self.kind().rope.map(|[rope, table]| &weights.ropes[rope][table]);
         let rope = GpuRope {
             positions: state.inputs.device(input.positions),
-            turns: self.weights.turns(),
-            factor: 1.0,
-            query_scale: None,
+            turns: table.map_or(weights.no_turns(), |table| table.turns.slice()),
+            factor: table.map_or(1.0, |table| table.factor),
+            query_scale: spec.rope.as_deref().and_then(|rope| rope.query_scale),
         };
-        let (k, v) = state.layer_kv(spec, index);
+        let page = state.pages[self.layer];
+        let (k, v) = state.layer_kv(page.column, spec);
         let write = GpuKvWrite {
             k,
             v,
-            slots: state.inputs.device(input.slots),
-            kv_heads: spec.num_kv_heads,
+            slots: state.inputs.device(input.slots[page.table]),
+            kv_heads: spec.kv_heads,
             block_size: state.kv_config.block_size.tokens(),
             head_dim: spec.head_dim,
         };
-        self.fused.qk_norm_rope_kv_write(act.qkv, norm, rope, write)
+        let qkv = self.rows(self.act.qkv, spec.qkv_size());
+        self.decoder.fused.qk_norm_rope_kv_write(qkv, norm, rope, write)
     }
 
-    /// From q in `act.qkv` to `act.attended`.
-    fn attend(
-        &self,
-        input: &StepInput,
-        state: &StepState,
-        layer: &GpuLayer<'_>,
-        index: usize,
-        act: &Activations<'_>,
-    ) -> Result<(), GpuError> {
-        let spec = self.weights.spec();
-        let scale = 1.0 / (spec.head_dim as f32).sqrt();
-        let (k, v) = state.layer_kv(spec, index);
-        let (inputs, planners) = (&state.inputs, state.inputs.planners());
+    fn attend(&mut self, spec: &AttentionSpec) -> Result<(), GpuError> {
+        let Self { input, state, .. } = *self;
+        let page = state.pages[self.layer];
+        let (k, v) = state.layer_kv(page.column, spec);
+        let (inputs, at) = (&state.inputs, self.kind().attention);
+        let planners = &inputs.planners()[at];
         let blocks = inputs.device(input.blocks);
-        let at = planners
-            .iter()
-            .position(|planners| planners.window == layer.window)
-            .expect("there is a planner for every window");
+        let (q, out) = (
+            self.rows(self.act.qkv, spec.qkv_size()),
+            self.rows(self.act.attended, spec.q_size()),
+        );
         if let Some(decode) = &input.decode {
             let (header, items) = decode.work[at];
             let args = DecodeArgs {
-                q: act.qkv,
-                q_stride: qkv_size(spec),
+                q,
+                q_stride: spec.qkv_size(),
                 k,
                 v,
-                runs: inputs.device(decode.runs),
+                runs: inputs.device(decode.runs[page.table]),
                 blocks,
                 header: inputs.device(header),
                 items: inputs.device(items),
-                out: act.attended,
-                scratch: act.scratch,
+                out,
+                scratch: self.act.scratch,
                 counters: state.counters.slice(),
-                scale,
+                scale: spec.scale,
             };
-            self.decode.forward(&planners[at].decode, &args)?;
+            self.decoder.decode.forward(&planners.decode, &args)?;
         }
         if let Some(prefill) = &input.prefill {
             let (plan, items) = prefill.work[at];
             let args = PrefillArgs {
-                q: act.qkv,
-                q_stride: qkv_size(spec),
+                q,
+                q_stride: spec.qkv_size(),
                 k,
                 v,
-                runs: inputs.device(prefill.runs),
+                runs: inputs.device(prefill.runs[page.table]),
                 blocks,
                 items: inputs.device(items),
-                out: act.attended,
-                scratch: act.scratch,
-                scale,
+                out,
+                scratch: self.act.scratch,
+                scale: spec.scale,
             };
-            self.prefill.forward(&planners[at].prefill, plan, &args)?;
+            self.decoder.prefill.forward(&planners.prefill, plan, &args)?;
         }
         Ok(())
     }
 
-    /// From `act.attended` to what the block adds to the residual stream, `act.delta`.
-    fn finish_block(
-        &self,
-        layer: &GpuLayer<'_>,
-        index: usize,
-        act: &mut Activations<'_>,
-    ) -> Result<(), GpuError> {
-        let (spec, block) = (self.weights.spec(), &self.blocks[index]);
-        self.linears.forward(act.attended, &block.output, act.delta)?;
-        let norm = self.norm(layer.mlp_norm);
-        let rows = act.hidden.len() / spec.hidden_size;
-        let (gate_up, activated) = (act.gate_up, act.activated);
-        if self.linears.fuses_glu(rows, &block.gate_up, Activation::Silu) {
-            self.add_norm_linear(
-                act,
-                norm,
-                &block.gate_up,
-                LinearOutput::Glu(Activation::Silu),
-                activated,
-            )?;
-        } else {
-            self.add_norm_linear(act, norm, &block.gate_up, LinearOutput::Bf16, gate_up)?;
-            self.fused
-                .glu(Activation::Silu, gate_up, spec.intermediate_size, activated)?;
-        }
-        self.linears.forward(activated, &block.down, act.delta)
+    fn rows_given(&self) -> usize {
+        self.input.samples + self.input.scored
     }
 
-    fn norm<'a>(&self, weight: GpuSlice<'a, f32>) -> GpuNorm<'a> {
-        GpuNorm {
-            weight,
-            eps: self.weights.spec().rms_norm_eps,
+    fn keep_given(&mut self, spec: &AttentionSpec) -> Result<(), GpuError> {
+        let Some(sampled) = self.input.sample_at else {
+            return Ok(());
+        };
+        let decoder = self.decoder;
+        let width = decoder.weights.spec.hidden_size;
+        let attended = self.rows(self.act.attended, spec.q_size());
+        let hidden = self.rows(self.act.hidden, width);
+        let sampled = (self.input.samples > 0).then(|| self.state.inputs.device(sampled));
+        let mut first = 0;
+        for at in sampled.into_iter().chain(self.scores.map(|scores| scores.at)) {
+            let part = |width: usize| first * width..(first + at.len()) * width;
+            // Each into memory that this layer has no more use for.
+            decoder
+                .fused
+                .gather_rows(hidden, at, self.act.normed.range(part(width)))?;
+            decoder
+                .fused
+                .gather_rows(attended, at, self.act.qkv.range(part(spec.q_size())))?;
+            first += at.len();
         }
+        let act = self.act;
+        (self.act.hidden, self.act.normed, self.act.attended) = (act.normed, act.hidden, act.qkv);
+        self.rows = self.rows_given();
+        let layer = &decoder.weights.decoder.layers[self.layer];
+        self.kinds[decoder.kind_of[self.layer]].gate_up = Kind::gate_up(decoder, layer, self.rows);
+        Ok(())
+    }
+
+    fn project_output(&mut self, spec: &AttentionSpec, output: &GpuLinear) -> Result<(), GpuError> {
+        let attended = self.rows(self.act.attended, spec.q_size());
+        let delta = self.rows(self.act.delta, output.outputs());
+        self.decoder.linears.forward(attended, output, delta)
+    }
+
+    fn project_gated(
+        &mut self,
+        mlp: &DenseMlpSpec,
+        norms: &Norms<'_, GpuVector>,
+        gate_up: &GpuLinear,
+    ) -> Result<(), GpuError> {
+        let fusion = self.kind().gate_up;
+        let activated = self.rows(self.act.activated, mlp.intermediate_size);
+        if fusion.output != LinearOutput::Bf16 {
+            return self.norm_linear(norms, gate_up, fusion, activated);
+        }
+        let out = self.rows(self.act.gate_up, gate_up.outputs());
+        self.norm_linear(norms, gate_up, fusion, out)?;
+        self.decoder
+            .fused
+            .glu(mlp.activation, out, mlp.intermediate_size, activated)
+    }
+
+    fn project_down(&mut self, mlp: &DenseMlpSpec, down: &GpuLinear) -> Result<(), GpuError> {
+        let activated = self.rows(self.act.activated, mlp.intermediate_size);
+        let delta = self.rows(self.act.delta, down.outputs());
+        self.decoder.linears.forward(activated, down, delta)
+    }
+
+    fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
+        self.add_norm(norms)
     }
 }

@@ -5,19 +5,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
-use plimsoll_device::cuda::{DryGpuArena, Gpu, GpuError, POOL_CHUNK, POOL_UNIT};
+use plimsoll_device::cuda::{DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
     AssumedGpu, DecodeKernels, DecodePlanner, FusedKernels, Linears, PrefillKernels, PrefillPlanner,
     SampleKernels,
 };
 
-use super::decoder::{LaunchError, count_step};
+use super::decoder::LaunchError;
 use super::graphs::ladder;
-use super::input::{Planners, Sampling, StepInputs, WindowPlanners, attention_counters};
+use super::input::{AttentionKind, AttentionPlanners, Planners, Sampling, StepInputs, attention_counters};
 use super::masks::Masks;
 use super::output::Outputs;
+use super::step::StepLayout;
 use super::weights::weights_bytes;
-use super::{GpuOptions, check, kv_bytes_per_token, planners};
+use super::{GpuOptions, check, kv_bytes, kv_bytes_per_token, planners, planners_on};
 use crate::footprint::{ArenaUse, StepSize};
 use crate::{ModelConfig, ModelError, ServeAs};
 
@@ -73,13 +74,9 @@ impl GpuFootprint {
             LaunchError::Oom(oom) => ModelError::Oom(oom),
             LaunchError::Gpu(error) => ModelError::Gpu(error),
         })?;
-        let (heads, runs) = (config.spec.num_heads, shape.limits.max_num_seqs);
-        let planners = planners::<GpuError>(&config.spec, shape.block_size, |layout, window| {
-            Ok(WindowPlanners {
-                window,
-                decode: kernels.decode.planner(layout, heads, window, runs)?,
-                prefill: kernels.prefill.planner(layout, heads, window)?,
-            })
+        let runs = shape.limits.max_num_seqs;
+        let planners = planners(&config.spec, shape.block_size, |kind| {
+            planners_on(&kernels.decode, &kernels.prefill, kind, runs)
         });
         let planners = planners.map_err(ModelError::Gpu)?;
         Ok(Self::new(config, shape, planners, Some(kernels)))
@@ -91,11 +88,16 @@ impl GpuFootprint {
     /// As [`Self::on`].
     pub fn assumed(path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
         let config = read_config(path, shape.serve_as)?;
-        let (heads, runs) = (config.spec.num_heads, shape.limits.max_num_seqs);
+        let runs = shape.limits.max_num_seqs;
         let gpu = AssumedGpu::H200;
-        let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, |layout, window| {
-            Ok(WindowPlanners {
+        let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, |kind| {
+            let AttentionKind {
+                layout,
+                heads,
                 window,
+            } = kind;
+            Ok(AttentionPlanners {
+                kind,
                 decode: DecodePlanner::assumed(layout, heads, window, gpu, runs),
                 prefill: PrefillPlanner::assumed(layout, heads, window, gpu),
             })
@@ -116,7 +118,7 @@ impl GpuFootprint {
     /// The same for other limits.
     #[must_use]
     pub fn for_limits(&self, limits: &StepLimits) -> Self {
-        let planners = self.planners.iter().map(|planners| WindowPlanners {
+        let planners = self.planners.iter().map(|planners| AttentionPlanners {
             decode: planners.decode.for_runs(limits.max_num_seqs),
             ..*planners
         });
@@ -157,8 +159,7 @@ impl GpuFootprint {
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        let tokens = (config.num_pages as u64).saturating_mul(config.block_size.tokens() as u64);
-        mapped(self.kv_bytes_per_token().saturating_mul(tokens))
+        mapped(kv_bytes(&self.config.spec, config))
     }
 
     /// Bytes of a fixed arena of `scratch` bytes.
@@ -173,7 +174,13 @@ impl GpuFootprint {
         } = &self.shape;
         let sampling = Sampling::of(&self.config);
         let parts = [
-            StepInputs::bytes(limits, *block_size, sampling, &self.planners),
+            StepInputs::bytes(
+                limits,
+                *block_size,
+                &self.config.spec.cache_groups(),
+                sampling,
+                &self.planners,
+            ),
             attention_counters(&self.planners) * size_of::<u32>(),
             Outputs::bytes(sampling.most_rows(limits)),
             Masks::bytes(sampling.most_rows(limits), self.config.spec.num_logits()),
@@ -193,7 +200,7 @@ impl GpuFootprint {
 
     /// Bytes of a state's graphs.
     pub fn graph_bytes(&self) -> u64 {
-        mapped(GRAPH_LAYER_BYTES * (self.graphs().len() * self.config.spec.num_layers) as u64)
+        mapped(GRAPH_LAYER_BYTES * (self.graphs().len() * self.config.spec.layers.len()) as u64)
     }
 
     /// What capturing the graphs, and then `steps`, take from the arena; of each step whether it runs as a graph.
@@ -205,18 +212,22 @@ impl GpuFootprint {
     fn count(&self, steps: &[(StepSize, bool)]) -> Option<ArenaUse> {
         let (spec, graphs) = (&self.config.spec, self.graphs());
         let mut arena = DryGpuArena::default();
+        let count = |step, arena: &mut DryGpuArena| {
+            arena.reset();
+            arena.alloc::<u8>(StepLayout::new(spec, step, &self.planners)?.bytes)
+        };
         for &size in graphs.iter().rev() {
             let step = StepSize {
                 tokens: size,
                 samples: size,
                 scored: 0,
             };
-            count_step(spec, step, &self.planners, &mut arena)?;
+            count(step, &mut arena)?;
         }
         let mut scratch = Vec::with_capacity(steps.len());
         for &(step, graph) in steps {
             if graphs.is_empty() || !graph {
-                count_step(spec, step, &self.planners, &mut arena)?;
+                count(step, &mut arena)?;
             }
             scratch.push(arena.take_high_water() as u64);
         }

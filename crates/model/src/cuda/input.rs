@@ -3,10 +3,11 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use plimsoll_core::{
-    BlockSize, KvConfig, Oom, Pooling, RequestId, RunInput, SampleSpec, StepLimits, StepPlan,
+    BlockSize, CacheGroups, KvConfig, Oom, Pooling, RequestId, RunInput, SampleSpec, StepLimits, StepPlan,
 };
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
+use plimsoll_kernels::KvLayout;
 use plimsoll_kernels::cuda::{
     DecodeHeader, DecodeItem, DecodePlanner, GpuRun, PrefillItem, PrefillPlan, PrefillPlanner, SampleLists,
     SampleRow, TokenBias,
@@ -15,6 +16,8 @@ use plimsoll_kernels::cuda::{
 use super::runner::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
 use crate::ModelConfig;
+use crate::spec::AttentionSpec;
+use crate::tables::PageTable;
 
 /// What the kernels of a step read, besides weights and KV: sections of the staging memory.
 #[derive(Debug)]
@@ -25,7 +28,8 @@ pub(super) struct StepInput {
     pub(super) samples: usize,
     pub(super) tokens: Section<i32>,
     pub(super) positions: Section<i32>,
-    pub(super) slots: Section<i32>,
+    /// For each table of pages, where rows are written.
+    pub(super) slots: Vec<Section<i32>>,
     /// The rows that are given out; `None` if all are, in order.
     pub(super) sample_at: Option<Section<i32>>,
     /// First row and number of rows, among those given out, of each pooled vector.
@@ -48,26 +52,50 @@ pub(super) struct StepInput {
     pub(super) bytes: usize,
 }
 
-/// Runs of one token, or longer ones, and the work of the layers of each window, in the order of [`Planners`].
+/// Runs of one token, or longer ones, and the work of each kind of attention, in the order of [`Planners`].
 #[derive(Debug)]
 pub(super) struct DecodeInput {
-    pub(super) runs: Section<GpuRun>,
+    /// For each table of pages.
+    pub(super) runs: Vec<Section<GpuRun>>,
     pub(super) work: Vec<(Section<DecodeHeader>, Section<DecodeItem>)>,
 }
 
 /// As [`DecodeInput`].
 #[derive(Debug)]
 pub(super) struct PrefillInput {
-    pub(super) runs: Section<GpuRun>,
+    /// For each table of pages.
+    pub(super) runs: Vec<Section<GpuRun>>,
     pub(super) work: Vec<(PrefillPlan, Section<PrefillItem>)>,
 }
 
-/// How attention's work is cut up: one entry per window that layers have.
-pub(super) type Planners = Vec<WindowPlanners>;
+/// How attention's work is cut up: one entry per kind of attention that layers have.
+pub(super) type Planners = Vec<AttentionPlanners>;
+
+/// What a work list of attention depends on beside the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct AttentionKind {
+    pub(super) layout: KvLayout,
+    pub(super) heads: usize,
+    pub(super) window: Option<usize>,
+}
+
+impl AttentionKind {
+    pub(super) fn of(spec: &AttentionSpec, block_size: BlockSize) -> Self {
+        Self {
+            layout: KvLayout {
+                kv_heads: spec.kv_heads,
+                head_dim: spec.head_dim,
+                block_size,
+            },
+            heads: spec.heads,
+            window: spec.window,
+        }
+    }
+}
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct WindowPlanners {
-    pub(super) window: Option<usize>,
+pub(super) struct AttentionPlanners {
+    pub(super) kind: AttentionKind,
     pub(super) decode: DecodePlanner,
     pub(super) prefill: PrefillPlanner,
 }
@@ -155,9 +183,10 @@ pub(super) struct StepInputs {
     planners: Planners,
     kv: KvConfig,
     room: ListRoom,
-    /// Runs of the step being packed.
-    decode_runs: Vec<GpuRun>,
-    prefill_runs: Vec<GpuRun>,
+    tables: Vec<PageTable>,
+    /// Runs of the step being packed, for each table.
+    decode_runs: Vec<Vec<GpuRun>>,
+    prefill_runs: Vec<Vec<GpuRun>>,
 }
 
 impl StepInputs {
@@ -170,14 +199,16 @@ impl StepInputs {
         planners: Planners,
     ) -> Result<Self, Oom> {
         let room = ListRoom::new(limits, sampling);
-        let bytes = most_bytes(limits, kv.block_size, sampling, &planners);
+        let bytes = Self::bytes(limits, kv.block_size, &kv.groups, sampling, &planners);
+        let tables = PageTable::all(&kv.groups);
         Ok(Self {
             staging: Staging::new(gpu, bytes, STEPS_IN_FLIGHT)?,
             planners,
             kv,
             room,
-            decode_runs: Vec::new(),
-            prefill_runs: Vec::new(),
+            decode_runs: vec![Vec::new(); tables.len()],
+            prefill_runs: vec![Vec::new(); tables.len()],
+            tables,
         })
     }
 
@@ -199,14 +230,14 @@ impl StepInputs {
         last: &HashMap<RequestId, u32>,
         shape: &BatchShape,
     ) -> StepInput {
-        self.split_runs(plan, shape);
+        let pages = self.split_runs(plan, shape);
         let (mut sample_rows, sample_parts) = self.sample_rows(plan, shape);
         let deferred = plan.awaits_masks().then(|| {
             let skipped = vec![SampleRow::padding(); sample_rows.len()];
             std::mem::replace(&mut sample_rows, skipped)
         });
         let lists = &sample_parts[0].1;
-        let mut counts = self.counts(plan, shape);
+        let mut counts = self.counts(plan, shape, pages);
         // Later parts take the place of the first.
         counts.history = lists.history.len();
         counts.biases = lists.biases.len();
@@ -287,54 +318,79 @@ impl StepInputs {
         unsafe { self.staging.send(slot, input.bytes) }
     }
 
-    /// Bytes of device memory that it takes.
+    /// Bytes of the largest step, which it takes of device memory.
     pub(super) fn bytes(
         limits: &StepLimits,
         block_size: BlockSize,
+        groups: &CacheGroups,
         sampling: Sampling,
-        planners: &[WindowPlanners],
+        planners: &[AttentionPlanners],
     ) -> usize {
-        most_bytes(limits, block_size, sampling, planners)
+        let room = ListRoom::new(limits, sampling);
+        let (sample_rows, spans) = match sampling {
+            Sampling::From { .. } => (limits.max_num_seqs, 0),
+            Sampling::Pooled(_) => (0, limits.max_num_seqs),
+        };
+        let tables = PageTable::all(groups);
+        let most = |table: &PageTable| {
+            table.most_blocks(block_size, limits.max_model_len, limits.max_num_batched_tokens)
+        };
+        let counts = Counts {
+            tables: tables.len(),
+            rows: limits.max_num_batched_tokens.max(limits.max_num_seqs),
+            samples: limits.max_num_seqs,
+            gather: sampling != Sampling::Pooled(Pooling::Mean),
+            sample_rows,
+            spans,
+            decode_runs: limits.max_num_seqs,
+            prefill_runs: limits.max_num_seqs,
+            pages: limits.max_num_seqs * tables.iter().map(most).sum::<usize>(),
+            history: room.history,
+            biases: room.biases,
+        };
+        layout(&counts, planners).bytes
     }
 
-    pub(super) fn planners(&self) -> &[WindowPlanners] {
+    pub(super) fn planners(&self) -> &[AttentionPlanners] {
         &self.planners
     }
 
-    /// Runs of one token, padded as `shape` wants, and the others.
-    fn split_runs(&mut self, plan: &StepPlan, shape: &BatchShape) {
-        self.decode_runs.clear();
-        self.prefill_runs.clear();
-        let (mut first_row, mut block_offset) = (0, 0);
-        for run in &plan.runs {
-            let meta = GpuRun {
-                first_row: first_row as i32,
-                len: run.input.len() as i32,
-                context_end: run.end() as i32,
-                block_offset: block_offset as i32,
-            };
-            match meta.len {
-                1 => self.decode_runs.push(meta),
-                _ => self.prefill_runs.push(meta),
+    /// Runs of one token, padded as `shape` wants, and the others. Returns how many pages their tables have.
+    fn split_runs(&mut self, plan: &StepPlan, shape: &BatchShape) -> usize {
+        let mut pages = 0;
+        let runs = self.decode_runs.iter_mut().zip(&mut self.prefill_runs);
+        for (table, (decode, prefill)) in self.tables.iter().zip(runs) {
+            decode.clear();
+            prefill.clear();
+            let mut first_row = 0;
+            for run in &plan.runs {
+                let blocks = table.blocks(run, self.kv.block_size);
+                let meta = GpuRun {
+                    first_row: first_row as i32,
+                    len: run.input.len() as i32,
+                    context_end: run.end() as i32,
+                    // That of the first block of all, which need not be there.
+                    block_offset: pages as i32 - blocks.start as i32,
+                };
+                match meta.len {
+                    1 => decode.push(meta),
+                    _ => prefill.push(meta),
+                }
+                first_row += run.input.len();
+                pages += blocks.len();
             }
-            first_row += run.input.len();
-            block_offset += self.kv.block_size.blocks_for(run.end());
+            if let BatchShape::Decode(size) = *shape {
+                let padding = |row: usize| GpuRun {
+                    first_row: row as i32,
+                    ..Default::default()
+                };
+                decode.extend((decode.len()..size).map(padding));
+            }
         }
-        if let BatchShape::Decode(size) = *shape {
-            let padding = |row: usize| GpuRun {
-                first_row: row as i32,
-                ..Default::default()
-            };
-            self.decode_runs
-                .extend((self.decode_runs.len()..size).map(padding));
-        }
+        pages
     }
 
-    fn counts(&self, plan: &StepPlan, shape: &BatchShape) -> Counts {
-        let blocks = plan
-            .runs
-            .iter()
-            .map(|run| self.kv.block_size.blocks_for(run.end()));
+    fn counts(&self, plan: &StepPlan, shape: &BatchShape, pages: usize) -> Counts {
         let tokens = plan.num_tokens();
         let (rows, samples, gather) = match (shape, shape.picked()) {
             (BatchShape::Decode(size), _) => (*size, *size, false),
@@ -342,6 +398,7 @@ impl StepInputs {
             (_, None) => (tokens, tokens, false),
         };
         Counts {
+            tables: self.tables.len(),
             rows,
             samples,
             gather,
@@ -350,9 +407,9 @@ impl StepInputs {
                 BatchShape::Decode(_) | BatchShape::Exact(_) => samples,
             },
             spans: shape.spans().len(),
-            decode_runs: self.decode_runs.len(),
-            prefill_runs: self.prefill_runs.len(),
-            blocks: blocks.sum(),
+            decode_runs: self.decode_runs[0].len(),
+            prefill_runs: self.prefill_runs[0].len(),
+            pages,
             history: 0,
             biases: 0,
         }
@@ -390,16 +447,18 @@ impl StepInputs {
         positions[row..].fill(0);
 
         let block_size = self.kv.block_size.tokens();
-        let slots = self.staging.host(slot, input.slots);
-        let mut row = 0;
-        for run in &plan.runs {
-            for position in run.start..run.end() {
-                let block = run.tables[0].pages[position / block_size];
-                slots[row] = (block.index() * block_size + position % block_size) as i32;
-                row += 1;
+        for (table, &slots) in self.tables.iter().zip(&input.slots) {
+            let slots = self.staging.host(slot, slots);
+            let mut row = 0;
+            for run in &plan.runs {
+                for position in run.start..run.end() {
+                    let page = table.page(run, position / block_size);
+                    slots[row] = (page.index() * block_size + position % block_size) as i32;
+                    row += 1;
+                }
             }
+            slots[row..].fill(-1);
         }
-        slots[row..].fill(-1);
     }
 
     fn write_attention(&mut self, slot: usize, input: &mut StepInput) {
@@ -411,9 +470,11 @@ impl StepInputs {
             ..
         } = self;
         if let Some(decode) = &input.decode {
-            staging.host(slot, decode.runs).copy_from_slice(decode_runs);
+            for (&section, runs) in decode.runs.iter().zip(&*decode_runs) {
+                staging.host(slot, section).copy_from_slice(runs);
+            }
             // Padding has no context, and no work.
-            let contexts = decode_runs.iter().map(|run| run.context_end as usize);
+            let contexts = decode_runs[0].iter().map(|run| run.context_end as usize);
             let contexts = contexts.enumerate().filter(|&(_, context)| context > 0);
             for (planners, &(header, items)) in planners.iter().zip(&decode.work) {
                 let planned = planners.decode.plan(contexts.clone(), staging.host(slot, items));
@@ -421,9 +482,13 @@ impl StepInputs {
             }
         }
         if let Some(prefill) = &mut input.prefill {
-            staging.host(slot, prefill.runs).copy_from_slice(prefill_runs);
+            for (&section, runs) in prefill.runs.iter().zip(&*prefill_runs) {
+                staging.host(slot, section).copy_from_slice(runs);
+            }
             for (planners, (plan, items)) in planners.iter().zip(&mut prefill.work) {
-                *plan = planners.prefill.plan(prefill_runs, staging.host(slot, *items));
+                *plan = planners
+                    .prefill
+                    .plan(&prefill_runs[0], staging.host(slot, *items));
             }
         }
     }
@@ -431,45 +496,20 @@ impl StepInputs {
     fn write_blocks(&mut self, slot: usize, plan: &StepPlan, input: &StepInput) {
         let blocks = self.staging.host(slot, input.blocks);
         let mut at = 0;
-        for run in &plan.runs {
-            for block in &run.tables[0].pages[..self.kv.block_size.blocks_for(run.end())] {
-                blocks[at] = block.0 as i32;
-                at += 1;
+        for table in &self.tables {
+            for run in &plan.runs {
+                for block in table.blocks(run, self.kv.block_size) {
+                    blocks[at] = table.page(run, block).0 as i32;
+                    at += 1;
+                }
             }
         }
     }
 }
 
-/// Bytes of the largest step.
-fn most_bytes(
-    limits: &StepLimits,
-    block_size: BlockSize,
-    sampling: Sampling,
-    planners: &[WindowPlanners],
-) -> usize {
-    let room = ListRoom::new(limits, sampling);
-    let (sample_rows, spans) = match sampling {
-        Sampling::From { .. } => (limits.max_num_seqs, 0),
-        Sampling::Pooled(_) => (0, limits.max_num_seqs),
-    };
-    let counts = Counts {
-        rows: limits.max_num_batched_tokens.max(limits.max_num_seqs),
-        samples: limits.max_num_seqs,
-        gather: sampling != Sampling::Pooled(Pooling::Mean),
-        sample_rows,
-        spans,
-        decode_runs: limits.max_num_seqs,
-        prefill_runs: limits.max_num_seqs,
-        blocks: limits.max_num_seqs * block_size.blocks_for(limits.max_model_len),
-        history: room.history,
-        biases: room.biases,
-    };
-    layout(&counts, planners).bytes
-}
-
 /// Floats of scratch that attention needs in any step.
-pub(super) fn attention_scratch(planners: &[WindowPlanners]) -> usize {
-    let most = |planners: &WindowPlanners| {
+pub(super) fn attention_scratch(planners: &[AttentionPlanners]) -> usize {
+    let most = |planners: &AttentionPlanners| {
         planners
             .decode
             .scratch_floats()
@@ -479,7 +519,7 @@ pub(super) fn attention_scratch(planners: &[WindowPlanners]) -> usize {
 }
 
 /// Counters that the attention of decoding runs needs.
-pub(super) fn attention_counters(planners: &[WindowPlanners]) -> usize {
+pub(super) fn attention_counters(planners: &[AttentionPlanners]) -> usize {
     let all = planners.iter().map(|planners| planners.decode.counters());
     all.max().unwrap_or(0)
 }
@@ -506,6 +546,8 @@ impl ListRoom {
 
 /// Elements of a step's sections.
 struct Counts {
+    /// Tables of pages.
+    tables: usize,
     rows: usize,
     samples: usize,
     gather: bool,
@@ -513,26 +555,29 @@ struct Counts {
     spans: usize,
     decode_runs: usize,
     prefill_runs: usize,
-    blocks: usize,
+    pages: usize,
     history: usize,
     biases: usize,
 }
 
 /// Where the sections lie. Those of a graph come first and depend on its size alone; the rest may be of any length.
-fn layout(counts: &Counts, planners: &[WindowPlanners]) -> StepInput {
+fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
+    fn sections<T: Pod>(layout: &mut Layout, count: usize, len: usize) -> Vec<Section<T>> {
+        (0..count).map(|_| layout.section(len)).collect()
+    }
     let mut layout = Layout::default();
     let mut input = StepInput {
         rows: counts.rows,
         samples: counts.samples,
         tokens: layout.section(counts.rows),
         positions: layout.section(counts.rows),
-        slots: layout.section(counts.rows),
+        slots: sections(&mut layout, counts.tables, counts.rows),
         sample_at: counts.gather.then(|| layout.section(counts.samples)),
         spans: layout.section(2 * counts.spans),
         sample_rows: layout.section(counts.sample_rows),
         deferred: None,
         decode: (counts.decode_runs > 0).then(|| DecodeInput {
-            runs: layout.section(counts.decode_runs),
+            runs: sections(&mut layout, counts.tables, counts.decode_runs),
             work: planners
                 .iter()
                 .map(|planners| {
@@ -542,7 +587,7 @@ fn layout(counts: &Counts, planners: &[WindowPlanners]) -> StepInput {
                 .collect(),
         }),
         prefill: (counts.prefill_runs > 0).then(|| PrefillInput {
-            runs: layout.section(counts.prefill_runs),
+            runs: sections(&mut layout, counts.tables, counts.prefill_runs),
             work: planners
                 .iter()
                 .map(|planners| {
@@ -551,7 +596,7 @@ fn layout(counts: &Counts, planners: &[WindowPlanners]) -> StepInput {
                 })
                 .collect(),
         }),
-        blocks: layout.section(counts.blocks),
+        blocks: layout.section(counts.pages),
         history: layout.section(counts.history),
         biases: layout.section(counts.biases),
         sample_parts: Vec::new(),

@@ -17,30 +17,36 @@ mod output;
 mod runner;
 mod scores;
 mod staging;
+mod step;
 mod vectors;
 mod weights;
 
 use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, Oom, StateConfig, StepLimits, TokenId};
+use plimsoll_core::{BlockSize, KvConfig, Oom, StateConfig, StepLimits, TokenId};
 use plimsoll_device::cuda::{Gpu, GpuError};
-use plimsoll_kernels::KvLayout;
-use plimsoll_kernels::cuda::FusedKernels;
+use plimsoll_kernels::cuda::{DecodeKernels, FusedKernels, PrefillKernels};
 
 use crate::model::{Description, LoadOptions};
 use crate::{DecoderSpec, GenerationConfig, ModelConfig, ModelError, Progress};
 use decoder::{Decoder, LaunchError};
 pub use footprint::{GpuFootprint, GpuStateShape};
-use input::{Planners, WindowPlanners};
+use input::{AttentionKind, AttentionPlanners, Planners};
 pub use runner::GpuRunner;
-pub use weights::{GpuLayer, GpuWeights};
+use weights::GpuWeights;
 
 /// Bytes of an element of the KV cache, `bf16`.
 const KV_ELEMENT: usize = 2;
 
 fn kv_bytes_per_token(spec: &DecoderSpec) -> u64 {
-    (2 * spec.num_layers * spec.kv_size() * KV_ELEMENT) as u64
+    (spec.kv_elements_per_token() * KV_ELEMENT) as u64
+}
+
+/// Bytes of a KV cache; `u64::MAX` if they fit no memory.
+fn kv_bytes(spec: &DecoderSpec, config: KvConfig) -> u64 {
+    let page = spec.kv_elements_per_page(&config.groups, config.block_size) * KV_ELEMENT;
+    (page as u64).saturating_mul(config.num_pages as u64)
 }
 
 /// How a state on a GPU works.
@@ -73,7 +79,7 @@ impl GpuModel {
         let description = Description::read(path, options.serve_as)?;
         check(&description.config.spec)?;
         let fused = FusedKernels::load(gpu)?;
-        let weights = GpuWeights::load_described(&description, options.format, gpu, &fused, progress)?;
+        let weights = GpuWeights::load(&description, options.format, gpu, &fused, progress)?;
         let decoder = Decoder::new(gpu, weights, fused).map_err(|error| match error {
             LaunchError::Oom(oom) => ModelError::Oom(oom),
             LaunchError::Gpu(error) => ModelError::Gpu(error),
@@ -128,14 +134,14 @@ impl GpuModel {
         self.decoder.gpu()
     }
 
-    /// Bytes of KV cache per token.
+    /// Bytes of KV cache that a token takes while every layer keeps it.
     pub fn kv_bytes_per_token(&self) -> u64 {
         kv_bytes_per_token(self.spec())
     }
 
-    /// Bytes of one block of the KV cache.
-    pub fn kv_bytes_per_block(&self, block_size: BlockSize) -> u64 {
-        self.kv_bytes_per_token() * block_size.tokens() as u64
+    /// Bytes of a KV cache.
+    pub fn kv_bytes(&self, config: KvConfig) -> u64 {
+        kv_bytes(self.spec(), config)
     }
 
     /// Element of the KV cache.
@@ -149,35 +155,53 @@ impl GpuModel {
 
     /// How attention's work is cut for a cache of that block size.
     fn planners(&self, block_size: BlockSize, max_runs: usize) -> Result<Planners, GpuError> {
-        let (spec, decoder) = (self.spec(), &self.decoder);
-        planners(spec, block_size, |layout, window| {
-            Ok(WindowPlanners {
-                window,
-                decode: decoder.decode.planner(layout, spec.num_heads, window, max_runs)?,
-                prefill: decoder.prefill.planner(layout, spec.num_heads, window)?,
-            })
+        let Decoder { decode, prefill, .. } = &self.decoder;
+        planners(self.spec(), block_size, |kind| {
+            planners_on(decode, prefill, kind, max_runs)
         })
+    }
+
+    /// A stored tensor as it lies in device memory; `None` if the model has none of that name. For oracles.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the copy.
+    pub fn tensor(&self, name: &str) -> Result<Option<Vec<f32>>, GpuError> {
+        self.decoder.tensor(name)
     }
 }
 
-/// One entry for every window that layers have.
+/// One entry for every kind of attention that layers have.
 fn planners<E>(
     spec: &DecoderSpec,
     block_size: BlockSize,
-    planner: impl Fn(KvLayout, Option<usize>) -> Result<WindowPlanners, E>,
+    planner: impl Fn(AttentionKind) -> Result<AttentionPlanners, E>,
 ) -> Result<Planners, E> {
-    let layout = KvLayout {
-        kv_heads: spec.num_kv_heads,
-        head_dim: spec.head_dim,
-        block_size,
-    };
     let mut planners = Planners::new();
-    for window in (0..spec.num_layers).map(|layer| spec.window(layer)) {
-        if planners.iter().all(|known| known.window != window) {
-            planners.push(planner(layout, window)?);
+    for kind in spec.attention().map(|spec| AttentionKind::of(spec, block_size)) {
+        if planners.iter().all(|known| known.kind != kind) {
+            planners.push(planner(kind)?);
         }
     }
     Ok(planners)
+}
+
+/// On the GPU that has these kernels.
+fn planners_on(
+    decode: &DecodeKernels,
+    prefill: &PrefillKernels,
+    kind: AttentionKind,
+    max_runs: usize,
+) -> Result<AttentionPlanners, GpuError> {
+    let AttentionKind {
+        layout,
+        heads,
+        window,
+    } = kind;
+    Ok(AttentionPlanners {
+        kind,
+        decode: decode.planner(layout, heads, window, max_runs)?,
+        prefill: prefill.planner(layout, heads, window)?,
+    })
 }
 
 /// Head sizes the attention kernels are built for.
@@ -190,19 +214,22 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
         value: value.to_string(),
         supported: format!("on a GPU {supported}; --device cpu has no such bound"),
     };
-    if !HEAD_DIMS.contains(&spec.head_dim) {
-        return Err(unsupported(
-            "head_dim",
-            spec.head_dim,
-            format!("it is one of {HEAD_DIMS:?}"),
-        ));
+    let multiple = |field, width: usize, of: usize| match width.is_multiple_of(of) {
+        true => Ok(()),
+        false => Err(unsupported(field, width, format!("it is a multiple of {of}"))),
+    };
+    multiple("hidden_size", spec.hidden_size, 8)?;
+    for layer in &spec.layers {
+        let attention = layer.attention();
+        if !HEAD_DIMS.contains(&attention.head_dim) {
+            let supported = format!("it is one of {HEAD_DIMS:?}");
+            return Err(unsupported("head_dim", attention.head_dim, supported));
+        }
+        if let Some(rope) = &attention.rope {
+            // The kernel rotates eight pairs at a time.
+            multiple("head_dim * partial_rotary_factor", rope.rotary_dim, 16)?;
+        }
+        multiple("intermediate_size", layer.dense_mlp().intermediate_size, 8)?;
     }
-    let widths = [
-        ("hidden_size", spec.hidden_size),
-        ("intermediate_size", spec.intermediate_size),
-    ];
-    match widths.into_iter().find(|(_, width)| !width.is_multiple_of(8)) {
-        Some((field, width)) => Err(unsupported(field, width, "it is a multiple of 8".to_owned())),
-        None => Ok(()),
-    }
+    Ok(())
 }

@@ -2,8 +2,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Component, DeviceTime, Executor, FillMasks, Oom, Pooling, RequestId, ScoreSpec, StateConfig, StepError,
-    StepLimits, StepOutput, StepPlan,
+    Component, DeviceTime, Executor, FillMasks, KvConfig, Oom, Pooling, RequestId, ScoreSpec, StateConfig,
+    StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlab};
 
@@ -17,6 +17,7 @@ use super::scores::Scores;
 use super::vectors::Vectors;
 use super::{GpuModel, GpuOptions};
 use crate::batch::Bounds;
+use crate::tables::LayerPage;
 
 /// Steps launched and not finished at most: while the GPU runs one, the host prepares the next.
 pub(super) const STEPS_IN_FLIGHT: usize = 2;
@@ -71,16 +72,20 @@ impl GpuRunner {
             Ok(bytes) => Some(gpu.alloc(Component::Canary, bytes)?),
             Err(_) => return Err(gpu.budget().oom(Component::Canary, config.canary_bytes)),
         };
-        let kv_bytes = model
-            .kv_bytes_per_block(config.kv.block_size)
-            .checked_mul(config.kv.num_pages as u64)
-            .and_then(|bytes| usize::try_from(bytes).ok())
+        let layout = spec.cache_layout(&config.kv.groups);
+        let kv = KvConfig {
+            groups: layout.groups,
+            ..config.kv
+        };
+        let kv_bytes = usize::try_from(model.kv_bytes(kv))
+            .ok()
+            .filter(|&bytes| bytes < usize::MAX)
             .ok_or_else(|| gpu.budget().oom(Component::Kv, u64::MAX))?;
         let planners = model
-            .planners(config.kv.block_size, limits.max_num_seqs)
+            .planners(kv.block_size, limits.max_num_seqs)
             .map_err(|error| driver_oom(gpu, &error))?;
         let sampling = Sampling::of(model.config());
-        let inputs = StepInputs::new(gpu, limits, config.kv, sampling, planners)?;
+        let inputs = StepInputs::new(gpu, limits, kv, sampling, planners)?;
         let counters = gpu.alloc(
             Component::Staging,
             attention_counters(inputs.planners()) * size_of::<u32>(),
@@ -89,7 +94,9 @@ impl GpuRunner {
             .map_err(|error| driver_oom(gpu, &error))?;
         let state = StepState {
             kv: gpu.alloc(Component::Kv, kv_bytes)?,
-            kv_config: config.kv,
+            kv_config: kv,
+            pages: LayerPage::all(&layout),
+            max_model_len: limits.max_model_len,
             inputs,
             outputs: Outputs::new(gpu, sampling.most_rows(limits))?,
             masks: Masks::new(gpu, sampling.most_rows(limits), spec.num_logits())?,
@@ -105,7 +112,7 @@ impl GpuRunner {
         let mut runner = Self {
             bounds: Bounds {
                 limits: *limits,
-                kv: config.kv,
+                kv,
                 vocab_size: spec.vocab_size,
                 pooling: model.config().pooling(),
             },

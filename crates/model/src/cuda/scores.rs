@@ -2,11 +2,10 @@
 
 use plimsoll_core::{Logprobs, Oom, PromptLogprob, ScoreSpec, StepPlan};
 use plimsoll_device::Pod;
-use plimsoll_device::cuda::{Gpu, GpuArena, GpuError, GpuSlice, PinnedSlab};
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice, PinnedSlab};
 use plimsoll_kernels::SampleError;
 use plimsoll_kernels::cuda::{RowLogprobs, SampleRow, TokenRank};
 
-use super::decoder::LaunchError;
 use super::input::StepInput;
 use super::runner::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, pin};
@@ -128,20 +127,19 @@ impl Scores {
         scored
     }
 
-    /// Takes the step's memory from its arena and starts to send what was packed; `None` where nothing is scored.
+    /// Starts to send what was packed to the step's memory for it; `None` where nothing is scored.
     ///
     /// # Safety
     /// The step's slot must not be packed again until the copy is done.
     pub(super) unsafe fn send<'a>(
         &self,
         input: &StepInput,
-        arena: &'a GpuArena,
-    ) -> Result<Option<ScoreSlices<'a>>, LaunchError> {
+        memory: GpuSlice<'a, u8>,
+    ) -> Result<Option<ScoreSlices<'a>>, GpuError> {
         if input.scored == 0 {
             return Ok(None);
         }
         let layout = ScoreLayout::new(input.rows);
-        let memory: GpuSlice<'_, u8> = arena.alloc(layout.bytes)?;
         let from = &self.slots[input.slot].input;
         // SAFETY: the caller's promise; whoever drops this waits for the stream.
         unsafe { self.gpu.upload_async(from, 0, memory.range(0..layout.sent))? };

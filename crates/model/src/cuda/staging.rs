@@ -71,20 +71,42 @@ impl<T: Pod> Section<T> {
 }
 
 /// Hands out sections one after another.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Layout {
     end: usize,
+    align: usize,
+}
+
+impl Default for Layout {
+    fn default() -> Self {
+        Self::aligned(ALIGN)
+    }
 }
 
 impl Layout {
+    /// Of sections that begin at multiples of so many bytes.
+    pub(crate) fn aligned(align: usize) -> Self {
+        Self { end: 0, align }
+    }
+
+    /// # Panics
+    /// If no memory could hold it.
     pub(crate) fn section<T: Pod>(&mut self, len: usize) -> Section<T> {
-        let start = self.end.next_multiple_of(ALIGN.max(align_of::<T>()));
-        self.end = start + len * size_of::<T>();
-        Section {
+        self.rows(len, 1).expect("inputs of a step are small")
+    }
+
+    /// `rows` rows of `width` elements; `None` if no memory could hold them.
+    pub(crate) fn rows<T: Pod>(&mut self, rows: usize, width: usize) -> Option<Section<T>> {
+        let start = self
+            .end
+            .checked_next_multiple_of(self.align.max(align_of::<T>()))?;
+        let len = rows.checked_mul(width)?;
+        self.end = len.checked_mul(size_of::<T>())?.checked_add(start)?;
+        Some(Section {
             start,
             len,
             of: PhantomData,
-        }
+        })
     }
 
     /// Bytes so far.

@@ -4,7 +4,6 @@ mod convert;
 mod layout;
 mod transfer;
 
-use std::path::Path;
 use std::sync::Arc;
 
 use half::bf16;
@@ -13,56 +12,55 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{FusedKernels, GpuLinear, GpuWeight, rope_turns};
 
+use crate::blocks::{self, Stack, Vector, Visitor};
 use crate::model::Description;
-use crate::weights::{Checked, OuterTensors, Vector};
-use crate::{DecoderSpec, LoadFormat, ModelError, Progress, ServeAs};
+use crate::rope::RopeTable;
+use crate::weights::Checked;
+use crate::{DecoderSpec, LoadFormat, ModelError, Progress};
 use convert::Job;
-use layout::{Layout, Part, Span};
+use layout::{Boundless, Element, Layout, LinearSpan, Part, Places, Span};
 use transfer::transfer;
 
 /// All weights of a decoder on a GPU, in one piece of memory. Matrices are row-major, `[outputs, inputs]`.
 #[derive(Debug)]
-pub struct GpuWeights {
-    spec: DecoderSpec,
-    layout: Layout,
+pub(super) struct GpuWeights {
+    pub(super) spec: DecoderSpec,
+    /// The embedding is `[vocab, hidden]`.
+    pub(super) decoder: blocks::Decoder<GpuLinear, GpuLinear, GpuVector>,
+    /// Of each kind of rotary positions, its tables.
+    pub(super) ropes: Vec<Vec<GpuRopeTable>>,
+    parts: Vec<Part>,
     slab: Arc<GpuSlab>,
 }
 
-/// Views of one block's weights.
-#[derive(Clone, Copy, Debug)]
-pub struct GpuLayer<'a> {
-    /// `[hidden]`.
-    pub attention_norm: GpuSlice<'a, f32>,
-    /// q, k and v, stacked: `[q_size + 2 * kv_size, hidden]`.
-    pub qkv: GpuSlice<'a, bf16>,
-    /// `[q_size + 2 * kv_size]`.
-    pub qkv_bias: Option<GpuSlice<'a, bf16>>,
-    /// Norms of the heads of q and of k, `[head_dim]` each.
-    pub qk_norm: Option<[GpuSlice<'a, f32>; 2]>,
-    /// `[hidden, q_size]`.
-    pub output: GpuSlice<'a, bf16>,
-    /// `[hidden]`.
-    pub mlp_norm: GpuSlice<'a, f32>,
-    /// Gate and up, stacked: `[2 * inner, hidden]`.
-    pub gate_up: GpuSlice<'a, bf16>,
-    /// `[hidden, inner]`.
-    pub down: GpuSlice<'a, bf16>,
-    /// Tokens attention sees; `None` is all.
-    pub window: Option<usize>,
+/// A vector of `f32`.
+#[derive(Clone, Debug)]
+pub(super) struct GpuVector {
+    slab: Arc<GpuSlab>,
+    span: Span,
 }
+
+/// A [`RopeTable`](crate::rope::RopeTable).
+#[derive(Debug)]
+pub(super) struct GpuRopeTable {
+    /// [`rope_turns`] of the frequencies: `[rotary_dim / 2, 2]`.
+    pub(super) turns: GpuVector,
+    /// Multiplies cosines and sines.
+    pub(super) factor: f32,
+}
+
+impl GpuVector {
+    pub(super) fn slice(&self) -> GpuSlice<'_, f32> {
+        view(&self.slab, self.span)
+    }
+}
+
+/// One layer.
+pub(super) type GpuLayer = blocks::Layer<GpuLinear, GpuVector>;
 
 /// Bytes of a model's weights; `None` if no memory could hold them.
 pub(super) fn weights_bytes(spec: &DecoderSpec) -> Option<usize> {
     Layout::new(spec).map(|layout| layout.bytes)
-}
-
-/// The linear layers of one block.
-#[derive(Debug)]
-pub(super) struct GpuLinears {
-    pub(super) qkv: GpuLinear,
-    pub(super) output: GpuLinear,
-    pub(super) gate_up: GpuLinear,
-    pub(super) down: GpuLinear,
 }
 
 impl GpuWeights {
@@ -70,24 +68,7 @@ impl GpuWeights {
     ///
     /// # Errors
     /// [`ModelError`], which names what is at fault. [`ModelError::Oom`] if the weights do not fit.
-    pub fn load(
-        path: &Path,
-        format: LoadFormat,
-        gpu: &Gpu,
-        kernels: &FusedKernels,
-        progress: &mut dyn FnMut(Progress),
-    ) -> Result<Self, ModelError> {
-        Self::load_described(
-            &Description::read(path, ServeAs::default())?,
-            format,
-            gpu,
-            kernels,
-            progress,
-        )
-    }
-
-    /// As [`Self::load`], of a model that is already described.
-    pub(crate) fn load_described(
+    pub(super) fn load(
         description: &Description,
         format: LoadFormat,
         gpu: &Gpu,
@@ -106,159 +87,156 @@ impl GpuWeights {
         let Some(layout) = layout.filter(|_| bytes <= gpu.info().total_bytes) else {
             return Err(gpu.budget().oom(Component::Weights, bytes).into());
         };
-        let jobs = match format {
-            LoadFormat::Auto => jobs(&mut tensors, layout.parts(spec)),
-            // Matrices are made on the device.
-            LoadFormat::Dummy { .. } => jobs(
-                &mut tensors,
-                layout.parts(spec).filter(|part| part.cols.is_none()),
-            ),
-        }?;
-        let factors = rope_factors(&mut tensors, spec)?;
+        // Matrices that are made up are made on the device.
+        let stored = |part: &&Part| format == LoadFormat::Auto || part.cols.is_none();
+        let jobs = jobs(&mut tensors, layout.parts.iter().filter(stored))?;
+        let mut factors = None;
+        for vector in &layout.optional {
+            let tensor = tensors.optional_vector(vector)?;
+            factors = tensor.map(|tensor| tensor.widen()).transpose()?;
+        }
         tensors.finish()?;
 
-        let slab = gpu.alloc(Component::Weights, layout.bytes)?;
-        let weights = Self {
-            spec: spec.clone(),
-            layout,
-            slab: Arc::new(slab),
+        let slab = Arc::new(gpu.alloc(Component::Weights, layout.bytes)?);
+        let mut views = Views {
+            places: Places::default(),
+            slab: &slab,
         };
-        let frequencies = spec.rope.scaled_frequencies(spec.head_dim, factors.as_deref());
-        gpu.upload(&rope_turns(&frequencies), weights.turns())?;
+        let Ok(decoder) = blocks::Decoder::visit(spec, &mut views) else {
+            return Err(gpu.budget().oom(Component::Weights, bytes).into());
+        };
+        let mut ropes = Vec::new();
+        for (rope, spans) in spec.ropes().into_iter().zip(&layout.turns) {
+            let tables = rope.scaled_tables(factors.as_deref());
+            let upload = |(table, &span): (&RopeTable, &Span)| {
+                let slab = Arc::clone(&slab);
+                let turns = GpuVector { slab, span };
+                gpu.upload(&rope_turns(&table.frequencies), turns.slice())?;
+                let factor = table.attention_factor;
+                Ok(GpuRopeTable { turns, factor })
+            };
+            ropes.push(
+                tables
+                    .iter()
+                    .zip(spans)
+                    .map(upload)
+                    .collect::<Result<_, GpuError>>()?,
+            );
+        }
         if let LoadFormat::Dummy { seed } = format {
-            weights.fill_matrices(kernels, seed)?;
+            fill_matrices(&layout.parts, &slab, kernels, seed)?;
             gpu.synchronize()?;
         }
-        transfer(gpu, &weights.slab, &jobs, |bytes| {
+        transfer(gpu, &slab, &jobs, |bytes| {
             done.done += bytes as u64;
             progress(done);
         })?;
-        Ok(weights)
+        Ok(Self {
+            spec: spec.clone(),
+            decoder,
+            ropes,
+            parts: layout.parts,
+            slab,
+        })
     }
 
-    /// Random matrices that keep the variance of what they are applied to.
-    fn fill_matrices(&self, kernels: &FusedKernels, seed: u64) -> Result<(), GpuError> {
-        let matrices = self.layout.parts(&self.spec);
-        for (index, part) in (0_u64..).zip(matrices) {
-            if let Some(inputs) = part.cols {
-                let span = Span {
-                    start: part.start,
-                    len: part.bytes(),
-                };
-                kernels.fill_random(
-                    self.view(span),
-                    seed.wrapping_add(index),
-                    1.0 / (inputs as f32).sqrt(),
-                )?;
-            }
-        }
-        Ok(())
+    /// For layers without rotary positions.
+    pub(super) fn no_turns(&self) -> GpuSlice<'_, f32> {
+        self.slab.slice().range(0..0)
     }
 
-    /// The network.
-    pub fn spec(&self) -> &DecoderSpec {
-        &self.spec
-    }
-
-    /// Bytes of device memory.
-    pub fn bytes(&self) -> usize {
-        self.slab.bytes()
-    }
-
-    /// `[vocab, hidden]`.
-    pub fn embedding(&self) -> GpuSlice<'_, bf16> {
-        self.view(self.layout.embedding)
-    }
-
-    /// `[vocab, hidden]`: the embedding's memory where tied; a model for embeddings has none.
-    pub fn lm_head(&self) -> Option<GpuSlice<'_, bf16>> {
-        self.layout.lm_head.map(|span| self.view(span))
-    }
-
-    /// `[hidden]`.
-    pub fn final_norm(&self) -> GpuSlice<'_, f32> {
-        self.view(self.layout.final_norm)
-    }
-
-    /// The rotary frequencies as [`rope_turns`], `[head_dim / 2, 2]`.
-    pub fn turns(&self) -> GpuSlice<'_, f32> {
-        self.view(self.layout.turns)
-    }
-
-    /// Block `index`.
-    ///
-    /// # Panics
-    /// If there is none.
-    pub fn layer(&self, index: usize) -> GpuLayer<'_> {
-        assert!(
-            index < self.spec.num_layers,
-            "block {index} of {}",
-            self.spec.num_layers
-        );
-        let (layer, base) = (&self.layout.layer, self.layout.layer_start(index));
-        let matrix = |span: Span| self.view(span.after(base));
-        let norm = |span: Span| self.view(span.after(base));
-        GpuLayer {
-            attention_norm: norm(layer.attention_norm),
-            qkv: matrix(layer.qkv),
-            qkv_bias: layer.qkv_bias.map(matrix),
-            qk_norm: layer.qk_norm.map(|norms| norms.map(norm)),
-            output: matrix(layer.output),
-            mlp_norm: norm(layer.mlp_norm),
-            gate_up: matrix(layer.gate_up),
-            down: matrix(layer.down),
-            window: self.spec.window(index),
-        }
-    }
-
-    /// The linear layers of block `index`.
-    pub(super) fn linears(&self, index: usize) -> GpuLinears {
-        let (layer, base) = (&self.layout.layer, self.layout.layer_start(index));
-        let spec = &self.spec;
-        let (hidden, inner, q) = (spec.hidden_size, spec.intermediate_size, spec.q_size());
-        let linear = |weight: Span, bias: Option<Span>, n, k| {
-            let part = |span: Span| self.weight(span.after(base));
-            GpuLinear::new(part(weight), bias.map(part), n, k)
+    /// A stored tensor as it lies in device memory.
+    pub(super) fn tensor(&self, gpu: &Gpu, name: &str) -> Result<Option<Vec<f32>>, GpuError> {
+        let Some(part) = self.parts.iter().find(|part| part.vector.name == name) else {
+            return Ok(None);
         };
-        GpuLinears {
-            qkv: linear(layer.qkv, layer.qkv_bias, q + 2 * spec.kv_size(), hidden),
-            output: linear(layer.output, None, hidden, q),
-            gate_up: linear(layer.gate_up, None, 2 * inner, hidden),
-            down: linear(layer.down, None, hidden, inner),
+        let span = part.span();
+        Ok(Some(match part.element {
+            Element::F32 => gpu.download(view(&self.slab, span))?,
+            Element::Bf16 => {
+                let values = gpu.download(view::<bf16>(&self.slab, span))?;
+                values.into_iter().map(bf16::to_f32).collect()
+            }
+        }))
+    }
+}
+
+/// Random matrices that keep the variance of what they are applied to.
+fn fill_matrices(parts: &[Part], slab: &GpuSlab, kernels: &FusedKernels, seed: u64) -> Result<(), GpuError> {
+    for (index, part) in (0_u64..).zip(parts) {
+        if let Some(inputs) = part.cols {
+            let scale = 1.0 / (inputs as f32).sqrt();
+            kernels.fill_random(view(slab, part.span()), seed.wrapping_add(index), scale)?;
         }
     }
+    Ok(())
+}
 
-    /// The linear layer from the last norm to logits, if there is one.
-    pub(super) fn head(&self) -> Option<GpuLinear> {
-        let (vocab, hidden) = (self.spec.vocab_size, self.spec.hidden_size);
-        let span = self.layout.lm_head?;
-        Some(GpuLinear::new(self.weight(span), None, vocab, hidden))
-    }
+/// Makes weights of the places in memory that is there.
+struct Views<'a> {
+    places: Places,
+    slab: &'a Arc<GpuSlab>,
+}
 
+impl Views<'_> {
     fn weight(&self, span: Span) -> GpuWeight {
         let element = size_of::<bf16>();
-        GpuWeight::new(
-            &self.slab,
-            span.start / element..(span.start + span.len) / element,
-        )
+        GpuWeight::new(self.slab, span.start / element..(span.start + span.len) / element)
     }
 
-    fn view<T: Pod>(&self, span: Span) -> GpuSlice<'_, T> {
-        self.slab.slice::<u8>().range(span.range()).cast()
+    fn at(&self, span: LinearSpan) -> GpuLinear {
+        let bias = span.bias.map(|bias| self.weight(bias));
+        GpuLinear::new(self.weight(span.weight), bias, span.outputs, span.inputs)
     }
 }
 
-fn jobs<'a>(
+impl Visitor for Views<'_> {
+    type Vector = GpuVector;
+    type Linear = GpuLinear;
+    type Embedding = GpuLinear;
+    type Error = Boundless;
+
+    fn vector(&mut self, vector: &Vector) -> Result<GpuVector, Boundless> {
+        let span = self.places.vector(vector)?;
+        Ok(GpuVector {
+            slab: Arc::clone(self.slab),
+            span,
+        })
+    }
+
+    fn optional_vector(&mut self, _: &Vector) -> Result<Option<GpuVector>, Boundless> {
+        Ok(None)
+    }
+
+    fn linear(&mut self, stack: &Stack) -> Result<GpuLinear, Boundless> {
+        let span = self.places.linear(stack)?;
+        Ok(self.at(span))
+    }
+
+    fn embedding(&mut self, stack: &Stack) -> Result<GpuLinear, Boundless> {
+        self.linear(stack)
+    }
+
+    /// The same memory.
+    fn tied(&mut self, embedding: &GpuLinear) -> GpuLinear {
+        embedding.clone()
+    }
+}
+
+fn view<T: Pod>(slab: &GpuSlab, span: Span) -> GpuSlice<'_, T> {
+    slab.slice::<u8>().range(span.range()).cast()
+}
+
+fn jobs<'a, 'p>(
     tensors: &mut Checked<'a>,
-    parts: impl Iterator<Item = Part>,
+    parts: impl Iterator<Item = &'p Part>,
 ) -> Result<Vec<Job<'a>>, ModelError> {
-    parts
-        .map(|part| Job::new(tensors.tensor(&part.name, &part.shape())?, part))
-        .collect()
-}
-
-fn rope_factors(tensors: &mut Checked<'_>, spec: &DecoderSpec) -> Result<Option<Vec<f32>>, ModelError> {
-    let Vector { name, len } = OuterTensors::new(spec).rope_factors;
-    let tensor = tensors.optional(&name, &[len])?;
-    tensor.map(|tensor| tensor.widen()).transpose()
+    let job = |part: &Part| {
+        let tensor = match part.cols {
+            None => tensors.vector(&part.vector)?,
+            Some(cols) => tensors.tensor(&part.vector.name, &[part.rows(), cols])?,
+        };
+        Job::new(tensor, part.clone())
+    };
+    parts.map(job).collect()
 }

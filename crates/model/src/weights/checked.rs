@@ -1,6 +1,7 @@
 use std::collections::HashSet;
 
 use super::{Source, Tensor};
+use crate::blocks::Vector;
 use crate::{ModelError, Shape};
 
 /// Takes tensors from a source and checks that they are what the configuration implies, all of it and nothing else.
@@ -42,14 +43,19 @@ impl<'a> Checked<'a> {
         Ok(tensor)
     }
 
-    /// A tensor that a model may do without, not taken before.
-    pub(crate) fn optional(
-        &mut self,
-        name: &str,
-        expected: &[usize],
-    ) -> Result<Option<Tensor<'a>>, ModelError> {
-        match self.left.contains(&self.source.stored_name(name)) {
-            true => self.tensor(name, expected).map(Some),
+    /// As [`Self::tensor`].
+    pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Tensor<'a>, ModelError> {
+        let unit_offset = vector.unit_offset && !self.source.has_whole_norms();
+        Ok(Tensor {
+            unit_offset,
+            ..self.tensor(&vector.name, &[vector.len])?
+        })
+    }
+
+    /// A vector that a model may do without, not taken before.
+    pub(crate) fn optional_vector(&mut self, vector: &Vector) -> Result<Option<Tensor<'a>>, ModelError> {
+        match self.left.contains(&self.source.stored_name(&vector.name)) {
+            true => self.vector(vector).map(Some),
             false => Ok(None),
         }
     }

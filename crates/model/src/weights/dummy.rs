@@ -50,6 +50,7 @@ impl Source for DummyWeights {
             dtype,
             shape: Shape(expected.to_vec()),
             order: RowOrder::Plain,
+            unit_offset: false,
             data: data.into(),
         }))
     }

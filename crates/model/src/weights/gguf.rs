@@ -14,6 +14,8 @@ pub(crate) struct GgufWeights<'a> {
     file: &'a GgufFile,
     /// Sizes of the heads whose rows the converter interleaved, for q and k.
     interleaved: Option<Heads>,
+    /// Layers have norms behind attention and MLP too.
+    post_norms: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -27,13 +29,18 @@ impl<'a> GgufWeights<'a> {
         // llama.cpp rotates neighbouring pairs for `llama` and halves for the others, and its converter orders the
         // rows accordingly (`LlamaModel.permute` in convert_hf_to_gguf.py).
         let interleaved = match architecture {
-            Architecture::Llama | Architecture::Mistral => Some(Heads {
-                q: spec.num_heads,
-                k: spec.num_kv_heads,
+            Architecture::Llama | Architecture::Mistral => spec.attention().next().map(|attention| Heads {
+                q: attention.heads,
+                k: attention.kv_heads,
             }),
             Architecture::Qwen2 | Architecture::Qwen3 => None,
         };
-        Self { file, interleaved }
+        let post_norms = spec.layers.iter().any(|layer| layer.post_norms);
+        Self {
+            file,
+            interleaved,
+            post_norms,
+        }
     }
 
     fn interleaved_heads(&self, gguf_name: &str) -> Option<usize> {
@@ -69,6 +76,7 @@ impl Source for GgufWeights<'_> {
             dtype: WeightType::from(info.dtype),
             shape,
             order,
+            unit_offset: false,
             data: Cow::Borrowed(data),
         }))
     }
@@ -81,30 +89,43 @@ impl Source for GgufWeights<'_> {
         self.file.tensor_bytes()
     }
 
+    /// The converter adds the 1.
+    fn has_whole_norms(&self) -> bool {
+        true
+    }
+
     fn stored_name(&self, name: &str) -> String {
-        gguf_name(name)
+        gguf_name(name, self.post_norms)
     }
 }
 
-/// GGUF's name of a tensor; a name without a counterpart stays as it is.
-fn gguf_name(name: &str) -> String {
-    const PARTS: [(&str, &str); 11] = [
+/// GGUF's name of a tensor, in layers with or without norms behind attention and MLP; a name without a counterpart stays as
+/// it is.
+fn gguf_name(name: &str, post_norms: bool) -> String {
+    const PARTS: [(&str, &str); 15] = [
         ("input_layernorm", "attn_norm"),
         ("self_attn.q_proj", "attn_q"),
         ("self_attn.k_proj", "attn_k"),
         ("self_attn.v_proj", "attn_v"),
+        ("self_attn.qkv_proj", "attn_qkv"),
         ("self_attn.q_norm", "attn_q_norm"),
         ("self_attn.k_norm", "attn_k_norm"),
         ("self_attn.o_proj", "attn_output"),
         ("post_attention_layernorm", "ffn_norm"),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.up_proj", "ffn_up"),
+        ("mlp.gate_up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
     ];
     let in_layer = || {
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let (part, kind) = rest.rsplit_once('.')?;
-        let (_, gguf) = PARTS.iter().find(|(hf, _)| *hf == part)?;
+        let gguf = match PARTS.iter().find(|(hf, _)| *hf == part)?.1 {
+            _ if post_norms && part == "post_attention_layernorm" => "post_attention_norm",
+            gguf => gguf,
+        };
         Some(format!("blk.{layer}.{gguf}.{kind}"))
     };
     match name {
@@ -122,14 +143,18 @@ mod tests {
     #[test]
     fn names_follow_llama_cpp() {
         assert_eq!(
-            gguf_name("model.layers.12.self_attn.q_proj.bias"),
+            gguf_name("model.layers.12.self_attn.q_proj.bias", false),
             "blk.12.attn_q.bias"
         );
         assert_eq!(
-            gguf_name("model.layers.0.post_attention_layernorm.weight"),
+            gguf_name("model.layers.0.post_attention_layernorm.weight", false),
             "blk.0.ffn_norm.weight"
         );
-        assert_eq!(gguf_name("lm_head.weight"), "output.weight");
-        assert_eq!(gguf_name("rope_freqs.weight"), "rope_freqs.weight");
+        assert_eq!(
+            gguf_name("model.layers.0.post_attention_layernorm.weight", true),
+            "blk.0.post_attention_norm.weight"
+        );
+        assert_eq!(gguf_name("lm_head.weight", false), "output.weight");
+        assert_eq!(gguf_name("rope_freqs.weight", false), "rope_freqs.weight");
     }
 }

@@ -1,9 +1,12 @@
+use std::sync::Arc;
+
 use plimsoll_core::Component;
 use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::{Embedding, Linear, WeightType};
 
-use super::{Checked, Progress, Source, Stack, Tensor, Vector, weight_error};
+use super::{Checked, Progress, Source, Tensor, weight_error};
 use crate::ModelError;
+use crate::blocks::{Stack, Vector, Visitor};
 
 /// Turns tensors into weights of the CPU, charged to the budget.
 pub(crate) struct Loader<'a> {
@@ -37,49 +40,6 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Stacked projections.
-    pub(crate) fn linear(&mut self, stack: &Stack) -> Result<Linear, ModelError> {
-        let tensors = stack
-            .weights()
-            .map(|(name, outputs)| self.tensor(&name, &[outputs, stack.inputs]))
-            .collect::<Result<Vec<_>, _>>()?;
-        let matrices = tensors
-            .iter()
-            .map(Tensor::matrix)
-            .collect::<Result<Vec<_>, _>>()?;
-        let mut bias = Vec::new();
-        for part in stack.biases() {
-            bias.extend(self.vector(&part)?);
-        }
-        self.all_f32 &= tensors.iter().all(|tensor| tensor.dtype == WeightType::F32);
-        Linear::new(&matrices, stack.bias.then_some(&bias), self.budget)
-            .map_err(|error| weight_error(error, &tensors[0].name))
-    }
-
-    /// One row per token of the vocabulary.
-    pub(crate) fn embedding(&mut self, stack: &Stack) -> Result<Embedding, ModelError> {
-        let (name, rows) = stack.weights().next().expect("a stack has a part");
-        let tensor = self.tensor(&name, &[rows, stack.inputs])?;
-        Embedding::new(tensor.matrix()?, self.budget).map_err(|error| weight_error(error, &tensor.name))
-    }
-
-    /// A vector that scales activations.
-    pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Vec<f32>, ModelError> {
-        let tensor = self.tensor(&vector.name, &[vector.len])?;
-        self.keep(&tensor)
-    }
-
-    /// A vector that a model may do without.
-    pub(crate) fn optional_vector(&mut self, vector: &Vector) -> Result<Option<Vec<f32>>, ModelError> {
-        let tensor = self.tensors.optional(&vector.name, &[vector.len])?;
-        tensor
-            .map(|tensor| {
-                self.advance(&tensor);
-                self.keep(&tensor)
-            })
-            .transpose()
-    }
-
     /// True if every matrix was stored as f32.
     pub(crate) fn all_f32(&self) -> bool {
         self.all_f32
@@ -92,7 +52,7 @@ impl<'a> Loader<'a> {
         Ok(self.charges)
     }
 
-    fn tensor(&mut self, name: &str, expected: &[usize]) -> Result<Tensor<'a>, ModelError> {
+    fn matrix(&mut self, name: &str, expected: &[usize]) -> Result<Tensor<'a>, ModelError> {
         let tensor = self.tensors.tensor(name, expected)?;
         self.advance(&tensor);
         Ok(tensor.in_order())
@@ -104,9 +64,57 @@ impl<'a> Loader<'a> {
     }
 
     fn keep(&mut self, tensor: &Tensor<'_>) -> Result<Vec<f32>, ModelError> {
+        self.advance(tensor);
         let bytes = tensor.shape.0[0] * size_of::<f32>();
         self.charges
             .push(self.budget.charge(Component::Weights, bytes as u64)?);
         tensor.widen()
+    }
+}
+
+impl Visitor for Loader<'_> {
+    type Vector = Vec<f32>;
+    type Linear = Arc<Linear>;
+    type Embedding = Embedding;
+    type Error = ModelError;
+
+    fn vector(&mut self, vector: &Vector) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.tensors.vector(vector)?;
+        self.keep(&tensor)
+    }
+
+    fn optional_vector(&mut self, vector: &Vector) -> Result<Option<Vec<f32>>, ModelError> {
+        let tensor = self.tensors.optional_vector(vector)?;
+        tensor.map(|tensor| self.keep(&tensor)).transpose()
+    }
+
+    fn linear(&mut self, stack: &Stack) -> Result<Arc<Linear>, ModelError> {
+        let tensors = stack
+            .weights()
+            .map(|(name, outputs)| self.matrix(&name, &[outputs, stack.inputs]))
+            .collect::<Result<Vec<_>, _>>()?;
+        let matrices = tensors
+            .iter()
+            .map(Tensor::matrix)
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut bias = Vec::new();
+        for part in stack.biases() {
+            bias.extend(self.vector(&part)?);
+        }
+        self.all_f32 &= tensors.iter().all(|tensor| tensor.dtype == WeightType::F32);
+        Linear::new(&matrices, stack.bias.then_some(&bias), self.budget)
+            .map(Arc::new)
+            .map_err(|error| weight_error(error, &tensors[0].name))
+    }
+
+    fn embedding(&mut self, stack: &Stack) -> Result<Embedding, ModelError> {
+        let (name, rows) = stack.weights().next().expect("a stack has a part");
+        let tensor = self.matrix(&name, &[rows, stack.inputs])?;
+        Embedding::new(tensor.matrix()?, self.budget).map_err(|error| weight_error(error, &tensor.name))
+    }
+
+    /// Shares the embedding's memory.
+    fn tied(&mut self, embedding: &Embedding) -> Arc<Linear> {
+        embedding.tied()
     }
 }

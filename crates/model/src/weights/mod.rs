@@ -1,5 +1,5 @@
 //! From stored tensors to charged weights: [`Source`] gives tensors, [`Checked`] checks them, [`Loader`] packs them for the
-//! CPU. [`LayerTensors`] and [`OuterTensors`] say which there are.
+//! CPU. [`crate::blocks`] says which there are.
 
 mod checked;
 mod dummy;
@@ -7,7 +7,6 @@ mod gguf;
 mod loader;
 mod rows;
 mod safetensors;
-mod tensors;
 
 use std::borrow::Cow;
 
@@ -22,7 +21,6 @@ pub(crate) use gguf::GgufWeights;
 pub(crate) use loader::Loader;
 pub(crate) use rows::RowOrder;
 pub(crate) use safetensors::Checkpoint;
-pub(crate) use tensors::{LayerTensors, OuterTensors, Stack, Vector};
 
 /// Where tensors come from. Names are those of Hugging Face checkpoints; a source translates.
 pub(crate) trait Source {
@@ -34,6 +32,11 @@ pub(crate) trait Source {
 
     /// Bytes of all tensors; 0 if unknown.
     fn total_bytes(&self) -> u64;
+
+    /// Norms that checkpoints store less 1 are stored whole.
+    fn has_whole_norms(&self) -> bool {
+        false
+    }
 
     /// What the source calls a tensor.
     fn stored_name(&self, name: &str) -> String {
@@ -48,6 +51,8 @@ pub(crate) struct Tensor<'a> {
     pub(crate) dtype: WeightType,
     pub(crate) shape: Shape,
     pub(crate) order: RowOrder,
+    /// Stored less 1: a vector's elements are 1 more than is stored.
+    pub(crate) unit_offset: bool,
     pub(crate) data: Cow<'a, [u8]>,
 }
 
@@ -61,7 +66,7 @@ impl Tensor<'_> {
     /// Elements of a float vector.
     pub(crate) fn widen(&self) -> Result<Vec<f32>, ModelError> {
         let data = &self.data;
-        Ok(match self.dtype {
+        let mut values = match self.dtype {
             WeightType::F32 => elements(data, f32::from_le_bytes),
             WeightType::F16 => elements(data, |bytes| f16::from_le_bytes(bytes).to_f32()),
             WeightType::Bf16 => elements(data, |bytes| bf16::from_le_bytes(bytes).to_f32()),
@@ -72,7 +77,11 @@ impl Tensor<'_> {
                     supported: "F32, F16 and BF16, as this is a vector",
                 });
             }
-        })
+        };
+        if self.unit_offset {
+            values.iter_mut().for_each(|value| *value += 1.0);
+        }
+        Ok(values)
     }
 }
 

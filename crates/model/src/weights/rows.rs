@@ -69,6 +69,7 @@ mod tests {
             order: RowOrder::Interleaved {
                 head_dim: usize::from(2 * half),
             },
+            unit_offset: false,
             data: converted.into(),
         };
         assert_eq!(tensor.in_order().data, original);

@@ -155,6 +155,7 @@ impl Source for Checkpoint {
             dtype,
             shape: Shape(info.shape.clone()),
             order: RowOrder::Plain,
+            unit_offset: false,
             data: data.into(),
         }))
     }

@@ -17,34 +17,36 @@ pub type Tensors = BTreeMap<String, Tensor>;
 /// What convert_hf_to_gguf.py writes for this model.
 pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> {
     let size = |key: &str, value: usize| (format!("{architecture}.{key}"), Value::U32(value as u32));
+    let (layer, attention) = (&spec.layers[0], spec.layers[0].attention());
+    let rope = attention.rope.as_ref().unwrap();
     let mut out = vec![
         (
             "general.architecture".to_owned(),
             Value::String(architecture.to_owned()),
         ),
-        size("block_count", spec.num_layers),
+        size("block_count", spec.layers.len()),
         size("context_length", spec.max_position_embeddings),
         size("embedding_length", spec.hidden_size),
-        size("feed_forward_length", spec.intermediate_size),
-        size("attention.head_count", spec.num_heads),
-        size("attention.head_count_kv", spec.num_kv_heads),
-        size("attention.key_length", spec.head_dim),
-        size("attention.value_length", spec.head_dim),
+        size("feed_forward_length", layer.dense_mlp().intermediate_size),
+        size("attention.head_count", attention.heads),
+        size("attention.head_count_kv", attention.kv_heads),
+        size("attention.key_length", attention.head_dim),
+        size("attention.value_length", attention.head_dim),
         size("vocab_size", spec.vocab_size),
         (
             format!("{architecture}.attention.layer_norm_rms_epsilon"),
-            Value::F32(spec.rms_norm_eps),
+            Value::F32(layer.norm.eps),
         ),
         (
             format!("{architecture}.rope.freq_base"),
-            Value::F32(spec.rope.theta as f32),
+            Value::F32(rope.theta as f32),
         ),
         ("tokenizer.ggml.eos_token_id".to_owned(), Value::U32(2)),
     ];
-    if let Some(window) = spec.sliding_window {
-        out.push(size("attention.sliding_window", window.size));
+    if let Some(window) = attention.window {
+        out.push(size("attention.sliding_window", window));
     }
-    if let plimsoll_model::rope::RopeScaling::Linear { factor } = spec.rope.scaling {
+    if let plimsoll_model::rope::RopeScaling::Linear { factor } = rope.scaling {
         out.push((
             format!("{architecture}.rope.scaling.type"),
             Value::String("linear".to_owned()),
@@ -116,9 +118,9 @@ pub fn converted(
     let convert = |(name, tensor): (&String, &Tensor)| {
         let tensor = tensor.to_dtype(DType::F32).unwrap();
         let heads = if name.contains("q_proj.weight") {
-            spec.num_heads
+            spec.layers[0].attention().heads
         } else {
-            spec.num_kv_heads
+            spec.layers[0].attention().kv_heads
         };
         let rotated = name.contains("q_proj.weight") || name.contains("k_proj.weight");
         let tensor = if rotated && architecture == "llama" {
@@ -158,16 +160,15 @@ pub fn golden_gguf(directory: &Path, name: &str) -> PathBuf {
     let mut tensors = converted(model.spec(), architecture, &golden_tensors(name), GgmlDType::F32);
     if name.starts_with("llama3") {
         // The converter spells Llama 3's scaling out as divisors of the unscaled frequencies.
+        let rope = model.spec().ropes()[0].clone();
         let unscaled = plimsoll_model::rope::RopeSpec {
             scaling: plimsoll_model::rope::RopeScaling::None,
-            ..model.spec().rope.clone()
+            ..rope.clone()
         };
-        let dim = model.spec().head_dim;
-        let scaled = model.spec().rope.frequencies(dim);
-        let factors: Vec<f32> = unscaled
-            .frequencies(dim)
+        let frequencies = |rope: &plimsoll_model::rope::RopeSpec| rope.tables()[0].frequencies.clone();
+        let factors: Vec<f32> = frequencies(&unscaled)
             .iter()
-            .zip(scaled)
+            .zip(frequencies(&rope))
             .map(|(plain, s)| plain / s)
             .collect();
         assert!(factors[0] == 1.0 && *factors.last().unwrap() > 7.9);
@@ -201,18 +202,20 @@ pub fn random_tensors(spec: &DecoderSpec) -> Tensors {
         normal(spec.vocab_size, spec.hidden_size),
     );
     tensors.insert("model.norm.weight".to_owned(), ones());
-    for layer in 0..spec.num_layers {
+    for (layer, of) in spec.layers.iter().enumerate() {
+        let (q, kv) = (of.attention().q_size(), of.attention().kv_size());
+        let inner = of.dense_mlp().intermediate_size;
         let mut add =
             |name: &str, tensor| tensors.insert(format!("model.layers.{layer}.{name}.weight"), tensor);
         add("input_layernorm", ones());
         add("post_attention_layernorm", ones());
-        add("self_attn.q_proj", normal(spec.q_size(), spec.hidden_size));
-        add("self_attn.k_proj", normal(spec.kv_size(), spec.hidden_size));
-        add("self_attn.v_proj", normal(spec.kv_size(), spec.hidden_size));
-        add("self_attn.o_proj", normal(spec.hidden_size, spec.q_size()));
-        add("mlp.gate_proj", normal(spec.intermediate_size, spec.hidden_size));
-        add("mlp.up_proj", normal(spec.intermediate_size, spec.hidden_size));
-        add("mlp.down_proj", normal(spec.hidden_size, spec.intermediate_size));
+        add("self_attn.q_proj", normal(q, spec.hidden_size));
+        add("self_attn.k_proj", normal(kv, spec.hidden_size));
+        add("self_attn.v_proj", normal(kv, spec.hidden_size));
+        add("self_attn.o_proj", normal(spec.hidden_size, q));
+        add("mlp.gate_proj", normal(inner, spec.hidden_size));
+        add("mlp.up_proj", normal(inner, spec.hidden_size));
+        add("mlp.down_proj", normal(spec.hidden_size, inner));
     }
     tensors
 }

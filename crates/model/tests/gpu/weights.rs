@@ -1,114 +1,52 @@
 //! Weights in device memory against what the files hold, as candle reads them.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device};
 use half::bf16;
 use plimsoll_core::Component;
-use plimsoll_device::Pod;
-use plimsoll_device::cuda::{Gpu, GpuOptions, GpuSlice};
-use plimsoll_kernels::cuda::FusedKernels;
-use plimsoll_model::cuda::GpuWeights;
-use plimsoll_model::{DecoderSpec, LoadFormat, ModelConfig, ModelError, OutputHead, Progress};
+use plimsoll_device::cuda::{Gpu, GpuOptions};
+use plimsoll_model::cuda::GpuModel;
+use plimsoll_model::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError, OutputHead, Progress};
 use tempfile::TempDir;
 
 use crate::common::convert::*;
 use crate::common::*;
+use crate::setup::{MODELS, Setup};
 
-fn load_to(gpu: &Gpu, path: &Path, format: LoadFormat) -> Result<GpuWeights, ModelError> {
-    let kernels = FusedKernels::load(gpu).unwrap();
-    GpuWeights::load(path, format, gpu, &kernels, &mut |_| ())
-}
-
-/// Everything on the device, in one order, with names.
-fn contents(gpu: &Gpu, weights: &GpuWeights) -> Vec<(String, Vec<f32>)> {
-    let wide = |slice: GpuSlice<'_, bf16>| down(gpu, slice).into_iter().map(bf16::to_f32).collect();
-    let mut all = vec![
-        ("embedding".to_owned(), wide(weights.embedding())),
-        ("lm_head".to_owned(), wide(weights.lm_head().unwrap())),
-        ("final_norm".to_owned(), down(gpu, weights.final_norm())),
-    ];
-    for index in 0..weights.spec().num_layers {
-        let layer = weights.layer(index);
-        let mut add = |name: &str, values| all.push((format!("{index}.{name}"), values));
-        add("attention_norm", down(gpu, layer.attention_norm));
-        add("qkv", wide(layer.qkv));
-        if let Some(bias) = layer.qkv_bias {
-            add("qkv_bias", wide(bias));
-        }
-        if let Some([q, k]) = layer.qk_norm {
-            add("q_norm", down(gpu, q));
-            add("k_norm", down(gpu, k));
-        }
-        add("output", wide(layer.output));
-        add("mlp_norm", down(gpu, layer.mlp_norm));
-        add("gate_up", wide(layer.gate_up));
-        add("down", wide(layer.down));
-    }
-    all
-}
-
-fn down<T: Pod>(gpu: &Gpu, slice: GpuSlice<'_, T>) -> Vec<T> {
-    gpu.download(slice).unwrap()
-}
-
-/// What [`contents`] should be: matrices and biases rounded to `bf16`, norms as they are.
-fn expected(spec: &DecoderSpec, tensors: &Tensors) -> Vec<(String, Vec<f32>)> {
-    let wide = |name: &str| -> Vec<f32> {
-        let tensor = tensors[name].to_dtype(DType::F32).unwrap();
-        tensor.flatten_all().unwrap().to_vec1().unwrap()
+fn load_to(gpu: &Gpu, path: &Path, format: LoadFormat) -> Result<Arc<GpuModel>, ModelError> {
+    let options = LoadOptions {
+        format,
+        ..Default::default()
     };
-    let rounded = |names: &[String]| -> Vec<f32> {
-        let values = names.iter().flat_map(|name| wide(name));
-        values.map(|value| bf16::from_f32(value).to_f32()).collect()
-    };
-    let one = |name: &str| rounded(&[name.to_owned()]);
-    let embedding = "model.embed_tokens.weight";
-    let head = if spec.head == OutputHead::Tied {
-        embedding
-    } else {
-        "lm_head.weight"
-    };
-    let mut all = vec![
-        ("embedding".to_owned(), one(embedding)),
-        ("lm_head".to_owned(), one(head)),
-        ("final_norm".to_owned(), wide("model.norm.weight")),
-    ];
-    for index in 0..spec.num_layers {
-        let name = |part: &str| format!("model.layers.{index}.{part}");
-        let qkv = |kind: &str| ["q", "k", "v"].map(|x| name(&format!("self_attn.{x}_proj.{kind}")));
-        let mut add = |name: &str, values| all.push((format!("{index}.{name}"), values));
-        add("attention_norm", wide(&name("input_layernorm.weight")));
-        add("qkv", rounded(&qkv("weight")));
-        if spec.qkv_bias {
-            add("qkv_bias", rounded(&qkv("bias")));
-        }
-        if spec.qk_norm {
-            add("q_norm", wide(&name("self_attn.q_norm.weight")));
-            add("k_norm", wide(&name("self_attn.k_norm.weight")));
-        }
-        add("output", one(&name("self_attn.o_proj.weight")));
-        add("mlp_norm", wide(&name("post_attention_layernorm.weight")));
-        add(
-            "gate_up",
-            rounded(&[name("mlp.gate_proj.weight"), name("mlp.up_proj.weight")]),
-        );
-        add("down", one(&name("mlp.down_proj.weight")));
-    }
-    all
+    GpuModel::load(path, options, gpu, &mut |_| ())
 }
 
-/// Equal up to `tolerance` of each value; 0 is to the bit.
+/// Every stored tensor is on the device: matrices and biases rounded to `bf16`, norms as they are, up to `tolerance` of
+/// each value; 0 is to the bit.
 #[track_caller]
-fn assert_contents(found: &[(String, Vec<f32>)], want: &[(String, Vec<f32>)], tolerance: f32, context: &str) {
-    assert_eq!(found.len(), want.len(), "{context}");
-    for ((name, found), (same, want)) in found.iter().zip(want) {
-        assert_eq!((name, found.len()), (same, want.len()), "{context}");
+fn assert_contents(model: &GpuModel, tensors: &Tensors, tolerance: f32, context: &str) {
+    for (name, tensor) in tensors {
+        let wide = tensor.to_dtype(DType::F32).unwrap();
+        let mut want: Vec<f32> = wide.flatten_all().unwrap().to_vec1().unwrap();
+        if tensor.rank() == 2 || name.ends_with("bias") {
+            want.iter_mut()
+                .for_each(|value| *value = bf16::from_f32(*value).to_f32());
+        }
+        // A tied head may be stored all the same.
+        let name = match name.as_str() {
+            "lm_head.weight" if model.spec().head == OutputHead::Tied => "model.embed_tokens.weight",
+            name => name,
+        };
+        let found = model.tensor(name).unwrap();
+        let found = found.unwrap_or_else(|| panic!("{context}: there is no {name}"));
+        assert_eq!(found.len(), want.len(), "{context}: {name}");
         let wrong = found
             .iter()
-            .zip(want)
+            .zip(&want)
             .position(|(f, w)| (f - w).abs() > tolerance * w.abs() || f.is_nan());
         if let Some(at) = wrong {
             panic!("{context}: {name}[{at}] is {}, not {}", found[at], want[at]);
@@ -116,15 +54,16 @@ fn assert_contents(found: &[(String, Vec<f32>)], want: &[(String, Vec<f32>)], to
     }
 }
 
-fn assert_turns(gpu: &Gpu, weights: &GpuWeights, frequencies: &[f32], context: &str) {
-    let turns = down(gpu, weights.turns());
-    assert_eq!(turns.len(), 2 * frequencies.len(), "{context}");
-    for (turns, &frequency) in turns.chunks_exact(2).zip(frequencies) {
-        let found = (f64::from(turns[0]) + f64::from(turns[1])) * std::f64::consts::TAU;
-        let error = (found / f64::from(frequency) - 1.0).abs();
-        // Factors of GGUF files are rounded to f32.
-        assert!(error < 2e-7, "{context}: {found} for {frequency}");
-    }
+/// Logits of a prompt, for which the angles of its positions are needed too.
+fn logits(model: &Arc<GpuModel>) -> Vec<f32> {
+    let setup = Setup {
+        block_size: 16,
+        tokens: 256,
+        enforce_eager: true,
+    };
+    let prompt: Vec<u32> = (0..100).map(|i| i * 7 % 97).collect();
+    let plan = plan(vec![run(1, 0, &prompt, &blocks(0..7))]);
+    setup.build(model).logits(&plan, &[50, 99]).unwrap()
 }
 
 #[test]
@@ -134,33 +73,25 @@ fn golden_models_arrive_as_stored() {
     let directory = TempDir::new().unwrap();
     for name in MODELS {
         let mut last = Progress { done: 0, total: 0 };
-        let kernels = FusedKernels::load(&gpu).unwrap();
-        let weights = GpuWeights::load(
-            &golden_path(name),
-            LoadFormat::Auto,
-            &gpu,
-            &kernels,
-            &mut |progress| {
-                assert!(progress.done > last.done, "{name}");
-                last = progress;
-            },
-        )
-        .unwrap();
+        let mut progress = |progress: Progress| {
+            assert!(progress.done > last.done, "{name}");
+            last = progress;
+        };
+        let options = LoadOptions::default();
+        let model = GpuModel::load(&golden_path(name), options, &gpu, &mut progress).unwrap();
         assert!(last.total > 0 && last.done == last.total, "{name}: {last:?}");
-        let want = expected(weights.spec(), &golden_tensors(name));
-        assert_contents(&contents(&gpu, &weights), &want, 0.0, name);
-        let spec = weights.spec();
-        let frequencies = spec.rope.frequencies(spec.head_dim);
-        assert_turns(&gpu, &weights, &frequencies, name);
-        let meters = gpu.budget().meters();
-        assert!(meters.by_component.get(Component::Weights) >= weights.bytes() as u64);
+        let tensors = golden_tensors(name);
+        assert_contents(&model, &tensors, 0.0, name);
+        assert!(gpu.budget().meters().by_component.get(Component::Weights) > 0);
 
         // llama.cpp has no window for qwen2.
         if name != "qwen2-window" {
-            let weights = load_to(&gpu, &golden_gguf(directory.path(), name), LoadFormat::Auto).unwrap();
-            assert_contents(&contents(&gpu, &weights), &want, 0.0, &format!("{name} as GGUF"));
-            // Llama 3's scaling is in the file's factors then.
-            assert_turns(&gpu, &weights, &frequencies, name);
+            let file = golden_gguf(directory.path(), name);
+            let converted = load_to(&gpu, &file, LoadFormat::Auto).unwrap();
+            assert_contents(&converted, &tensors, 0.0, &format!("{name} as GGUF"));
+            // Llama 3's scaling is in the file's factors then, which are rounded to f32.
+            let error = relative_error(&logits(&converted), &logits(&model));
+            assert!(error < 1e-3, "{name}: {error}");
         }
     }
     assert_eq!(gpu.budget().meters().by_component.get(Component::Weights), 0);
@@ -186,15 +117,14 @@ fn quantised_files_arrive_dequantised() {
             let stored = QTensor::quantize(tensor, dtype).unwrap();
             (name.clone(), stored.dequantize(&Device::Cpu).unwrap())
         });
-        let want = expected(&config.spec, &dequantised.collect());
-        let weights = load_to(&gpu, &path, LoadFormat::Auto).unwrap();
+        let model = load_to(&gpu, &path, LoadFormat::Auto).unwrap();
         // Another order of products may round to the other neighbour.
         let tolerance = if matches!(dtype, F32 | F16 | BF16) {
             0.0
         } else {
             1.0 / 128.0
         };
-        assert_contents(&contents(&gpu, &weights), &want, tolerance, &format!("{dtype:?}"));
+        assert_contents(&model, &dequantised.collect(), tolerance, &format!("{dtype:?}"));
     }
 }
 
@@ -212,6 +142,8 @@ fn what_does_not_fit_or_is_wrong_leaves_nothing() {
         ModelError::Oom(oom) => assert_eq!(oom.component, Component::Weights),
         other => panic!("{other}"),
     }
+    drop(gpu);
+    let gpu = Gpu::open(0).unwrap();
     let name = "model.layers.1.mlp.up_proj.weight";
     let mut tensors = golden_tensors("qwen2");
     let whole = tensors[name].clone();
@@ -251,22 +183,28 @@ fn dummy_weights_keep_the_variance_and_differ() {
     let gpu = Gpu::open(0).unwrap();
     let directory = model_directory(&shape(2));
     let load = |seed| load_to(&gpu, directory.path(), LoadFormat::Dummy { seed }).unwrap();
-    let weights = load(7);
-    let sample = |weights: &GpuWeights, layer| {
-        let layer = weights.layer(layer);
-        [layer.qkv, layer.output, layer.gate_up, layer.down].map(|slice| {
-            let values = down(&gpu, slice.range(slice.len() - 100_000..slice.len()));
-            values.into_iter().map(bf16::to_f32).collect::<Vec<_>>()
+    let model = load(7);
+    let sample = |model: &GpuModel, layer: usize| {
+        [
+            "self_attn.q_proj",
+            "self_attn.o_proj",
+            "mlp.gate_proj",
+            "mlp.down_proj",
+        ]
+        .map(|part| {
+            let name = format!("model.layers.{layer}.{part}.weight");
+            let values = model.tensor(&name).unwrap().unwrap();
+            values[values.len() - 100_000..].to_vec()
         })
     };
-    let spec = weights.spec().clone();
+    let (hidden, layer) = (model.spec().hidden_size, &model.spec().layers[1]);
     let inputs = [
-        spec.hidden_size,
-        spec.q_size(),
-        spec.hidden_size,
-        spec.intermediate_size,
+        hidden,
+        layer.attention().q_size(),
+        hidden,
+        layer.dense_mlp().intermediate_size,
     ];
-    for (values, inputs) in sample(&weights, 1).iter().zip(inputs) {
+    for (values, inputs) in sample(&model, 1).iter().zip(inputs) {
         let n = values.len() as f32;
         let mean = values.iter().sum::<f32>() / n;
         let deviation = (values.iter().map(|v| v * v).sum::<f32>() / n).sqrt();
@@ -276,12 +214,14 @@ fn dummy_weights_keep_the_variance_and_differ() {
             "{mean} {deviation} {want}"
         );
     }
-    assert_ne!(sample(&weights, 0), sample(&weights, 1));
-    assert_eq!(sample(&weights, 1), sample(&load(7), 1));
-    assert_ne!(sample(&weights, 1), sample(&load(8), 1));
-    let norm = down(&gpu, weights.layer(1).mlp_norm);
+    assert_ne!(sample(&model, 0), sample(&model, 1));
+    assert_eq!(sample(&model, 1), sample(&load(7), 1));
+    assert_ne!(sample(&model, 1), sample(&load(8), 1));
+    let norm = model
+        .tensor("model.layers.1.post_attention_layernorm.weight")
+        .unwrap();
     // One tenth about 1, rounded.
-    assert!(norm.iter().all(|v| (0.89..=1.11).contains(v)));
+    assert!(norm.unwrap().iter().all(|v| (0.89..=1.11).contains(v)));
 }
 
 /// Llama 3.1 8B's shape with so many blocks.
@@ -311,10 +251,15 @@ fn loading_speed() {
     };
     let gpu = Gpu::open(0).unwrap();
     let time = |what: &str, path: &Path, format| {
-        let start = Instant::now();
-        let weights = load_to(&gpu, path, format).unwrap();
-        let seconds = start.elapsed().as_secs_f64();
-        let gigabytes = weights.bytes() as f64 / 1e9;
+        let (start, mut seconds) = (Instant::now(), 0.0);
+        let options = LoadOptions {
+            format,
+            ..Default::default()
+        };
+        // What follows the last progress measures linear layers.
+        let mut progress = |_| seconds = start.elapsed().as_secs_f64();
+        let _model = GpuModel::load(path, options, &gpu, &mut progress).unwrap();
+        let gigabytes = gpu.budget().meters().by_component.get(Component::Weights) as f64 / 1e9;
         println!(
             "{what:<12} {gigabytes:6.2} GB {seconds:7.3} s {:7.1} GB/s",
             gigabytes / seconds
@@ -331,12 +276,12 @@ fn loading_speed() {
         .spec;
     for (what, dtype, bytes) in [("bf16", "BF16", 2), ("f32", "F32", 4)] {
         // Half the blocks of wide elements, to be as large.
-        let layers = spec.num_layers * 2 / bytes;
+        let layers = spec.layers.len() * 2 / bytes;
         std::fs::write(directory.path().join("config.json"), shape(layers)).unwrap();
         write_checkpoint(
             directory.path(),
             &DecoderSpec {
-                num_layers: layers,
+                layers: spec.layers[..layers].to_vec(),
                 ..spec.clone()
             },
             dtype,
@@ -351,7 +296,7 @@ fn loading_speed() {
 /// A safetensors file of the right shapes, written by several threads, of bytes that are small numbers in every type.
 fn write_checkpoint(directory: &Path, spec: &DecoderSpec, dtype: &str, element: usize) {
     use std::os::unix::fs::FileExt;
-    let (hidden, inner) = (spec.hidden_size, spec.intermediate_size);
+    let hidden = spec.hidden_size;
     let mut shapes = vec![
         (
             "model.embed_tokens.weight".to_owned(),
@@ -360,13 +305,15 @@ fn write_checkpoint(directory: &Path, spec: &DecoderSpec, dtype: &str, element: 
         ("lm_head.weight".to_owned(), vec![spec.vocab_size, hidden]),
         ("model.norm.weight".to_owned(), vec![hidden]),
     ];
-    for index in 0..spec.num_layers {
+    for (index, layer) in spec.layers.iter().enumerate() {
+        let (q, kv) = (layer.attention().q_size(), layer.attention().kv_size());
+        let inner = layer.dense_mlp().intermediate_size;
         let parts = [
             ("input_layernorm", vec![hidden]),
-            ("self_attn.q_proj", vec![spec.q_size(), hidden]),
-            ("self_attn.k_proj", vec![spec.kv_size(), hidden]),
-            ("self_attn.v_proj", vec![spec.kv_size(), hidden]),
-            ("self_attn.o_proj", vec![hidden, spec.q_size()]),
+            ("self_attn.q_proj", vec![q, hidden]),
+            ("self_attn.k_proj", vec![kv, hidden]),
+            ("self_attn.v_proj", vec![kv, hidden]),
+            ("self_attn.o_proj", vec![hidden, q]),
             ("post_attention_layernorm", vec![hidden]),
             ("mlp.gate_proj", vec![inner, hidden]),
             ("mlp.up_proj", vec![inner, hidden]),

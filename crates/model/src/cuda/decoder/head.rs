@@ -40,7 +40,7 @@ impl Decoder {
         state: &mut StepState,
         logits: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
-        let vocab = self.weights.spec().vocab_size;
+        let vocab = self.weights.spec.vocab_size;
         for (index, (rows, _)) in input.sample_parts.iter().enumerate() {
             if index > 0 {
                 state.inputs.send_part(&self.gpu, input, index)?;
@@ -78,7 +78,7 @@ impl Decoder {
         scores: &ScoreSlices<'_>,
         logits: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
-        let (width, vocab) = (self.weights.spec().hidden_size, self.weights.spec().vocab_size);
+        let (width, vocab) = (self.weights.spec.hidden_size, self.weights.spec.vocab_size);
         let inputs = &state.inputs;
         for first in (0..input.scored).step_by(SCORE_ROWS) {
             let rows = first..(first + SCORE_ROWS).min(input.scored);

@@ -38,7 +38,7 @@ impl<'a> Job<'a> {
 
     /// Stored bytes of `rows` rows.
     pub(super) fn stored_bytes(&self, rows: usize) -> usize {
-        self.tensor.data.len() / self.part.rows * rows
+        self.tensor.data.len() / self.part.rows() * rows
     }
 
     /// Writes what a range of rows becomes in device memory.

@@ -106,12 +106,12 @@ impl Work<'_> {
 }
 
 fn row_bytes(part: &Part) -> usize {
-    part.bytes() / part.rows
+    part.bytes() / part.rows()
 }
 
 /// Ranges of rows of up to [`PIECE_BYTES`] each, at least one row.
 fn pieces(part: &Part) -> impl Iterator<Item = Range<usize>> + use<> {
-    let (rows, step) = (part.rows, (PIECE_BYTES / row_bytes(part)).max(1));
+    let (rows, step) = (part.rows(), (PIECE_BYTES / row_bytes(part)).max(1));
     (0..rows)
         .step_by(step)
         .map(move |first| first..rows.min(first + step))
@@ -130,6 +130,7 @@ mod tests {
     use super::super::layout::{Element, Layout};
     use super::*;
     use crate::Shape;
+    use crate::blocks::Vector;
     use crate::weights::{Checked, DummyWeights, RowOrder, Source, Tensor};
 
     #[test]
@@ -142,8 +143,7 @@ mod tests {
             (9 << 20, None),
         ] {
             let part = Part {
-                name: String::new(),
-                rows,
+                vector: Vector::plain("", rows),
                 cols,
                 element: Element::Bf16,
                 start: 0,
@@ -203,7 +203,7 @@ mod tests {
             spec.hidden_size = 32 * rng.random_range(1..3);
             let layout = Layout::new(&spec).unwrap();
             let mixed = Mixed::new();
-            let jobs = jobs(&mut Checked::new(&mixed), layout.parts(&spec)).unwrap();
+            let jobs = jobs(&mut Checked::new(&mixed), layout.parts.iter()).unwrap();
             let mut aligned = vec![u64::MAX; layout.bytes / 8];
             let memory: &mut [u8] = cast_slice_mut(&mut aligned);
             for job in &jobs {
@@ -214,10 +214,12 @@ mod tests {
                     job.write_rows(rows, out).unwrap();
                 }
             }
-            for part in layout.parts(&spec) {
-                let tensor = mixed.tensor(&part.name, &part.shape()).unwrap().unwrap();
+            for part in &layout.parts {
+                let shape: Vec<usize> = std::iter::once(part.rows()).chain(part.cols).collect();
+                let mut tensor = mixed.tensor(&part.vector.name, &shape).unwrap().unwrap();
+                tensor.unit_offset = part.vector.unit_offset;
                 let found = &mut memory[part.start..part.start + part.bytes()];
-                let context = format!("seed {seed}: {} as {:?}", part.name, tensor.dtype);
+                let context = format!("seed {seed}: {} as {:?}", part.vector.name, tensor.dtype);
                 let Some(cols) = part.cols else {
                     let want = tensor.widen().unwrap();
                     match part.element {
@@ -229,7 +231,7 @@ mod tests {
                     continue;
                 };
                 let tensor = tensor.in_order();
-                let mut want = vec![f32::NAN; part.rows * cols];
+                let mut want = vec![f32::NAN; part.rows() * cols];
                 for (row, out) in want.chunks_exact_mut(cols).enumerate() {
                     tensor.matrix().unwrap().widen_row(row, out);
                 }

@@ -1,0 +1,95 @@
+use super::{Norms, Operations, Stack, Vector, Visitor, Widths};
+use crate::spec::{AttentionSpec, LayerSpec, Projections};
+
+/// Attention and the norms around it.
+#[derive(Clone, Debug)]
+pub(crate) struct Attention<L, V> {
+    norm: V,
+    /// q, k and v, stacked.
+    pub(crate) qkv: L,
+    /// Of the heads of q and of k.
+    qk_norm: Option<[V; 2]>,
+    pub(crate) output: L,
+    /// Of what is added to the residual stream.
+    pub(super) post_norm: Option<V>,
+}
+
+impl<L, V> Attention<L, V> {
+    pub(super) fn visit<T>(
+        layer: &LayerSpec,
+        hidden: usize,
+        name: &dyn Fn(&str) -> String,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error>
+    where
+        T: Visitor<Linear = L, Vector = V>,
+    {
+        let spec = layer.attention();
+        let (q, kv) = (spec.q_size(), spec.kv_size());
+        let parts = match spec.projections {
+            Projections::Separate => vec![("q_proj", q), ("k_proj", kv), ("v_proj", kv)],
+            Projections::Fused => vec![("qkv_proj", spec.qkv_size())],
+        };
+        let own = |part: &str| name(&format!("self_attn.{part}"));
+        let norm = |name: String, len| Vector::norm(name, len, layer.norm);
+        Ok(Self {
+            norm: visitor.vector(&norm(name("input_layernorm.weight"), hidden))?,
+            qkv: visitor.linear(&Stack {
+                parts: parts
+                    .into_iter()
+                    .map(|(part, outputs)| (own(part), outputs))
+                    .collect(),
+                inputs: hidden,
+                bias: spec.qkv_bias,
+            })?,
+            qk_norm: match spec.qk_norm {
+                false => None,
+                true => Some([
+                    visitor.vector(&norm(own("q_norm.weight"), spec.head_dim))?,
+                    visitor.vector(&norm(own("k_norm.weight"), spec.head_dim))?,
+                ]),
+            },
+            output: visitor.linear(&Stack::one(own("o_proj"), hidden, q))?,
+            post_norm: match layer.post_norms {
+                false => None,
+                true => Some(visitor.vector(&norm(name("post_attention_layernorm.weight"), hidden))?),
+            },
+        })
+    }
+
+    /// Up to the keys and values in the cache.
+    pub(super) fn write<O: Operations<L, V>>(
+        &self,
+        layer: &LayerSpec,
+        added: Option<&V>,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
+        let norms = Norms {
+            added,
+            weight: &self.norm,
+            eps: layer.norm.eps,
+        };
+        step.project_qkv(&norms, &self.qkv)?;
+        step.write_kv(layer, self.qk_norm.as_ref())
+    }
+
+    /// The rest, of the last layer only for the rows that are given out.
+    pub(super) fn finish<O: Operations<L, V>>(
+        &self,
+        layer: &LayerSpec,
+        is_last: bool,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
+        let attention = layer.attention();
+        step.attend(attention)?;
+        if is_last {
+            step.keep_given(attention)?;
+        }
+        step.project_output(attention, &self.output)
+    }
+}
+
+pub(super) fn widen(spec: &AttentionSpec, widths: &mut Widths) {
+    widths.qkv = widths.qkv.max(spec.qkv_size());
+    widths.attended = widths.attended.max(spec.q_size());
+}

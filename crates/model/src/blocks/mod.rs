@@ -1,0 +1,217 @@
+//! What a decoder consists of, written down once: each block's tensors, activations and operations. Devices implement the
+//! operations ([`Operations`]); loading, layouts and sums of memory visit the tensors ([`Visitor`]).
+
+mod attention;
+mod dense_mlp;
+mod tensors;
+
+use std::sync::Arc;
+
+pub(crate) use attention::Attention;
+pub(crate) use dense_mlp::DenseMlp;
+pub(crate) use tensors::{Stack, Vector};
+
+use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
+use crate::{DecoderSpec, OutputHead};
+
+/// Makes something of each tensor of a decoder: weights, sizes, places.
+pub(crate) trait Visitor {
+    /// Of a vector.
+    type Vector;
+    /// Of stacked matrices and their biases.
+    type Linear;
+    /// Of the table of tokens.
+    type Embedding;
+    type Error;
+
+    fn vector(&mut self, vector: &Vector) -> Result<Self::Vector, Self::Error>;
+
+    /// A vector that a model may do without.
+    fn optional_vector(&mut self, vector: &Vector) -> Result<Option<Self::Vector>, Self::Error>;
+
+    fn linear(&mut self, stack: &Stack) -> Result<Self::Linear, Self::Error>;
+
+    fn embedding(&mut self, stack: &Stack) -> Result<Self::Embedding, Self::Error>;
+
+    /// The embedding as a projection to logits.
+    fn tied(&mut self, embedding: &Self::Embedding) -> Self::Linear;
+}
+
+/// A decoder, with `E` for its embedding, `L` for each linear layer and `V` for each vector.
+#[derive(Clone, Debug)]
+pub(crate) struct Decoder<E, L, V> {
+    /// One divisor per frequency, by which GGUF files of Llama 3 spell out the scaling; others have none.
+    pub(crate) rope_factors: Option<V>,
+    pub(crate) embedding: E,
+    /// A model for embeddings has none.
+    pub(crate) head: Option<L>,
+    pub(crate) final_norm: V,
+    pub(crate) layers: Vec<Layer<L, V>>,
+}
+
+/// One layer of a [`Decoder`].
+#[derive(Clone, Debug)]
+pub(crate) struct Layer<L, V> {
+    pub(crate) spec: Arc<LayerSpec>,
+    pub(crate) mixer: Attention<L, V>,
+    pub(crate) mlp: DenseMlp<L, V>,
+}
+
+impl<E, L, V> Decoder<E, L, V> {
+    /// Visits all tensors, in one order.
+    pub(crate) fn visit<T>(spec: &DecoderSpec, visitor: &mut T) -> Result<Self, T::Error>
+    where
+        T: Visitor<Embedding = E, Linear = L, Vector = V>,
+    {
+        let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
+        let rope_factors = match spec.ropes().first() {
+            Some(rope) => {
+                visitor.optional_vector(&Vector::plain("rope_freqs.weight", rope.rotary_dim / 2))?
+            }
+            None => None,
+        };
+        let embedding = visitor.embedding(&Stack::one("model.embed_tokens", vocab, hidden))?;
+        Ok(Self {
+            rope_factors,
+            head: match spec.head {
+                OutputHead::None => None,
+                OutputHead::Own => Some(visitor.linear(&Stack::one("lm_head", vocab, hidden))?),
+                OutputHead::Tied => Some(visitor.tied(&embedding)),
+            },
+            embedding,
+            final_norm: visitor.vector(&Vector::norm("model.norm.weight", hidden, spec.final_norm))?,
+            layers: (spec.layers.iter().enumerate())
+                .map(|(index, layer)| Layer::visit(spec, index, layer, visitor))
+                .collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// All layers and the last norm, of a step whose embedding is there. After the last layer's keys and values are written,
+    /// only the rows that are given out matter; nothing more is done if there are none.
+    pub(crate) fn forward<O: Operations<L, V>>(
+        &self,
+        spec: &DecoderSpec,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
+        let mut added = None;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let is_last = index + 1 == self.layers.len();
+            step.begin_layer(index);
+            layer.mixer.write(&layer.spec, added, step)?;
+            if is_last && step.rows_given() == 0 {
+                return Ok(());
+            }
+            layer.mixer.finish(&layer.spec, is_last, step)?;
+            layer
+                .mlp
+                .forward(&layer.spec, layer.mixer.post_norm.as_ref(), step)?;
+            added = layer.mlp.post_norm.as_ref();
+        }
+        step.finish(&Norms {
+            added,
+            weight: &self.final_norm,
+            eps: spec.final_norm.eps,
+        })
+    }
+}
+
+impl<L, V> Layer<L, V> {
+    fn visit<T>(
+        decoder: &DecoderSpec,
+        index: usize,
+        spec: &Arc<LayerSpec>,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error>
+    where
+        T: Visitor<Linear = L, Vector = V>,
+    {
+        let names = |part: &str| format!("model.layers.{index}.{part}");
+        Ok(Self {
+            mixer: Attention::visit(spec, decoder.hidden_size, &names, visitor)?,
+            mlp: DenseMlp::visit(spec, decoder.hidden_size, &names, visitor)?,
+            spec: Arc::clone(spec),
+        })
+    }
+}
+
+/// What is done to the residual stream before a block: what the block before gave is normalised, if its layer says so, and
+/// added, and the sum is normalised.
+#[derive(Debug)]
+pub(crate) struct Norms<'a, V> {
+    /// Of what is added.
+    pub(crate) added: Option<&'a V>,
+    /// Of the sum.
+    pub(crate) weight: &'a V,
+    /// Of both.
+    pub(crate) eps: f32,
+}
+
+/// The operations of a decoder's blocks on the activations of one step, which the implementation holds. Before the first
+/// block there is nothing to be added to the residual stream.
+pub(crate) trait Operations<L, V> {
+    type Error;
+
+    /// What follows is that layer's.
+    fn begin_layer(&mut self, index: usize);
+
+    /// The projections of the norm of the residual stream to q, k and v.
+    fn project_qkv(&mut self, norms: &Norms<'_, V>, qkv: &L) -> Result<(), Self::Error>;
+
+    /// Norms of the heads of q and k, rotation, and k and v to the layer's cache.
+    fn write_kv(&mut self, layer: &LayerSpec, qk_norm: Option<&[V; 2]>) -> Result<(), Self::Error>;
+
+    /// From q and the layer's cache to what is attended.
+    fn attend(&mut self, attention: &AttentionSpec) -> Result<(), Self::Error>;
+
+    /// Rows of the step that are given out.
+    fn rows_given(&self) -> usize;
+
+    /// From here on, only these rows of the residual stream and of what is attended matter.
+    fn keep_given(&mut self, attention: &AttentionSpec) -> Result<(), Self::Error>;
+
+    /// From what is attended to what is added to the residual stream.
+    fn project_output(&mut self, attention: &AttentionSpec, output: &L) -> Result<(), Self::Error>;
+
+    /// The gated projections of the norm of the residual stream.
+    fn project_gated(
+        &mut self,
+        mlp: &DenseMlpSpec,
+        norms: &Norms<'_, V>,
+        gate_up: &L,
+    ) -> Result<(), Self::Error>;
+
+    /// From these to what is added to the residual stream.
+    fn project_down(&mut self, mlp: &DenseMlpSpec, down: &L) -> Result<(), Self::Error>;
+
+    /// The last norm.
+    fn finish(&mut self, norms: &Norms<'_, V>) -> Result<(), Self::Error>;
+}
+
+/// Elements of a row of each activation: as many as the widest layer needs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Widths {
+    /// The residual stream, its norm, and what is added to it.
+    pub(crate) hidden: usize,
+    /// q, k and v.
+    pub(crate) qkv: usize,
+    /// What is attended; rotated queries, where they have a place of their own.
+    pub(crate) attended: usize,
+    /// Gate and up.
+    pub(crate) gate_up: usize,
+    /// Their product.
+    pub(crate) activated: usize,
+}
+
+impl Widths {
+    pub(crate) fn of(spec: &DecoderSpec) -> Self {
+        let mut widths = Self {
+            hidden: spec.hidden_size,
+            ..Self::default()
+        };
+        for layer in &spec.layers {
+            attention::widen(layer.attention(), &mut widths);
+            dense_mlp::widen(layer.dense_mlp(), &mut widths);
+        }
+        widths
+    }
+}

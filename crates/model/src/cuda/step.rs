@@ -1,0 +1,115 @@
+use half::bf16;
+use plimsoll_device::cuda::GpuSlice;
+
+use super::input::{AttentionPlanners, StepInput, attention_scratch};
+use super::scores::{SCORE_ROWS, ScoreLayout};
+use super::staging::{Layout, Section};
+use crate::blocks::Widths;
+use crate::footprint::StepSize;
+use crate::{DecoderSpec, OutputHead};
+
+/// Alignment of each activation, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
+const ALIGN: usize = 256;
+
+/// Where everything lies that a step takes from its arena, as one piece. The same for the same sizes: a step that is sampled
+/// later finds its logits where a graph has put them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StepLayout {
+    /// The residual stream.
+    pub(super) hidden: Section<bf16>,
+    pub(super) normed: Section<bf16>,
+    /// Of a step that scores.
+    pub(super) scores: Section<u8>,
+    /// What is to be added to the residual stream.
+    pub(super) delta: Section<bf16>,
+    pub(super) qkv: Section<bf16>,
+    pub(super) attended: Section<bf16>,
+    pub(super) gate_up: Section<bf16>,
+    pub(super) activated: Section<bf16>,
+    /// Partial results of attention.
+    pub(super) attention: Section<f32>,
+    /// What the step gives out: logits, or pooled vectors. In the place of what only the layers need.
+    pub(super) given: Section<f32>,
+    /// Bytes of everything.
+    pub(super) bytes: usize,
+}
+
+impl StepLayout {
+    /// Of a step of this size, padding included; `None` if no memory could hold it.
+    pub(super) fn new(spec: &DecoderSpec, step: StepSize, planners: &[AttentionPlanners]) -> Option<Self> {
+        let (widths, rows) = (Widths::of(spec), step.tokens);
+        let mut layout = Layout::aligned(ALIGN);
+        let hidden = layout.rows(rows, widths.hidden)?;
+        let normed = layout.rows(rows, widths.hidden)?;
+        let scores = match step.scored > 0 && spec.head != OutputHead::None {
+            true => ScoreLayout::new(rows).bytes,
+            false => 0,
+        };
+        let scores = layout.rows(scores, 1)?;
+        let mut after = layout.clone();
+        Some(Self {
+            hidden,
+            normed,
+            scores,
+            delta: layout.rows(rows, widths.hidden)?,
+            qkv: layout.rows(rows, widths.qkv)?,
+            attended: layout.rows(rows, widths.attended)?,
+            gate_up: layout.rows(rows, widths.gate_up)?,
+            activated: layout.rows(rows, widths.activated)?,
+            attention: layout.rows(attention_scratch(planners), 1)?,
+            given: match spec.head {
+                OutputHead::None => after.rows(step.samples, spec.hidden_size)?,
+                OutputHead::Own | OutputHead::Tied => after.rows(logit_rows(step), spec.vocab_size)?,
+            },
+            bytes: layout.bytes().max(after.bytes()),
+        })
+    }
+
+    /// Of a packed step.
+    pub(super) fn of(spec: &DecoderSpec, input: &StepInput, planners: &[AttentionPlanners]) -> Option<Self> {
+        let step = StepSize {
+            tokens: input.rows,
+            samples: match spec.head {
+                OutputHead::None => input.spans.len() / 2,
+                OutputHead::Own | OutputHead::Tied => input.samples,
+            },
+            scored: input.scored,
+        };
+        Self::new(spec, step, planners)
+    }
+
+    /// The activations in the step's memory.
+    pub(super) fn activations<'a>(&self, memory: GpuSlice<'a, u8>) -> Activations<'a> {
+        Activations {
+            hidden: self.hidden.within(memory),
+            normed: self.normed.within(memory),
+            delta: self.delta.within(memory),
+            qkv: self.qkv.within(memory),
+            attended: self.attended.within(memory),
+            gate_up: self.gate_up.within(memory),
+            activated: self.activated.within(memory),
+            scratch: self.attention.within(memory),
+        }
+    }
+}
+
+/// Rows whose logits exist at one time: scored rows some at a time, then those to sample from all together.
+fn logit_rows(step: StepSize) -> usize {
+    match step.scored {
+        0 => step.samples,
+        _ => step.samples.max(step.tokens.min(SCORE_ROWS)),
+    }
+}
+
+/// See [`StepLayout`].
+#[derive(Clone, Copy)]
+pub(super) struct Activations<'a> {
+    pub(super) hidden: GpuSlice<'a, bf16>,
+    pub(super) normed: GpuSlice<'a, bf16>,
+    pub(super) delta: GpuSlice<'a, bf16>,
+    pub(super) qkv: GpuSlice<'a, bf16>,
+    pub(super) attended: GpuSlice<'a, bf16>,
+    pub(super) gate_up: GpuSlice<'a, bf16>,
+    pub(super) activated: GpuSlice<'a, bf16>,
+    pub(super) scratch: GpuSlice<'a, f32>,
+}
