@@ -75,7 +75,7 @@ pub(crate) fn check(
     if run.tables.len() != count {
         return Err(format!("{} block tables; {count} are needed", run.tables.len()));
     }
-    let mut written = Vec::new();
+    let mut written: Vec<PageId> = Vec::new();
     for (table, group) in run.tables.iter().zip(groups) {
         let (needed, first) = (
             block_size.blocks_for(run.end()),

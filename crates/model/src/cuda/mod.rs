@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, KvConfig, Oom, StateConfig, StepLimits, TokenId};
 use plimsoll_device::cuda::{Gpu, GpuError};
-use plimsoll_kernels::cuda::{DecodeKernels, FusedKernels, PrefillKernels};
+use plimsoll_kernels::cuda::{DecodeKernels, FusedKernels, HEAD_DIMS, PrefillKernels};
 
 use crate::model::{Description, LoadOptions};
 use crate::{DecoderSpec, GenerationConfig, ModelConfig, ModelError, Progress};
@@ -203,9 +203,6 @@ fn planners_on(
         prefill: prefill.planner(layout, heads, window)?,
     })
 }
-
-/// Head sizes the attention kernels are built for.
-const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
 
 /// What the kernels ask of a model beyond what the CPU does.
 fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
