@@ -17,7 +17,7 @@ serve:  ## Fetch the default model, build, serve it on PORT (8000); more flags i
 		--generation-config config/SmolLM2-135M-Instruct --port $(PORT) $(ARGS)
 
 .PHONY: cuda
-cuda:  ## target/release/plimsoll for NVIDIA GPUs too; CUDA_ARCHS=90a builds for one kind alone
+cuda:  ## target/release/plimsoll with CUDA kernels; CUDA_ARCHS=90a builds for one GPU architecture only
 	@scripts/install-cuda >/dev/null
 	cargo build --release --locked -p plimsoll-cli --features cuda
 
@@ -29,7 +29,7 @@ bench:  ## Latency and throughput of the default model, in release
 	target/release/plimsoll bench throughput "$$model" $(ARGS)
 
 .PHONY: test
-test: lint test-rust test-http  ## Everything CI checks, but for the CUDA build
+test: lint test-rust test-http  ## Everything CI checks except the CUDA build
 
 .PHONY: lint
 lint:  ## Format, clippy, docs
@@ -55,7 +55,7 @@ build:
 	cargo build --locked -p plimsoll-cli
 
 .PHONY: soak
-soak: $(VENV)/ready build  ## Mixed load, chaos and faults for MINUTES (60), and whether anything leaked, was lost or got slower
+soak: $(VENV)/ready build  ## Mixed load with client failures and injected faults for MINUTES (60); checks for leaks, lost requests and slowdown
 	exec $(PYTHON) tests/soak --minutes $${MINUTES:-60} $(ARGS)
 
 .PHONY: fuzz
@@ -63,22 +63,22 @@ fuzz:  ## Every fuzz target for a minute each, with libFuzzer
 	@for target in $$(scripts/fuzz); do echo "== $$target"; scripts/fuzz $$target $${SECONDS_EACH:-60} || exit 1; done
 
 .PHONY: bench-front
-bench-front:  ## What the server costs beside the model, in release, into tests/bench/cpu/front.json
+bench-front:  ## Overhead of the HTTP server, in release, into tests/bench/cpu/front.json
 	cargo build --release --locked -p plimsoll-cli
 	scripts/bench-front --output-json tests/bench/cpu/front.json $(ARGS)
 
 .PHONY: test-clients
-test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official client for Node.js, Dynamo's router and its indexer, which need packages of their own
+test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official Node.js client, Dynamo's router and indexer, which need their own packages
 	cargo build --locked --manifest-path tests/clients/kv-router/Cargo.toml --target-dir .cache/clients/target
 	scripts/fetch-default-model >/dev/null
 	.cache/clients/venv/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
 .PHONY: test-agents
-test-agents: $(VENV)/ready tests/agents/node_modules/ready build  ## Claude Code and Codex (600 MB), which do as the simulated model says
+test-agents: $(VENV)/ready tests/agents/node_modules/ready build  ## Claude Code and Codex (600 MB) against the simulated model
 	$(PYTHON) -m pytest tests/agents $(PYTEST_ARGS)
 
 .PHONY: container
-container:  ## Build the image for DEVICE (cuda; or cpu), try it, report its size; needs docker or podman
+container:  ## Build the image for DEVICE (cuda or cpu), test it, report its size; needs docker or podman
 	scripts/container $${DEVICE:-cuda}
 
 .PHONY: test-cuda

@@ -50,7 +50,7 @@ pub struct Settings {
 pub enum ConfigError {
     /// The endpoint is not one to listen on: subscribers connect to the server.
     #[error(
-        "endpoint {0:?} is none to listen on: give tcp://*:PORT, and let routers connect to it; this server does not connect \
+        "endpoint {0:?} is no address to listen on: use tcp://*:PORT, and let routers connect to it; this server does not connect \
          to a router"
     )]
     Endpoint(String),

@@ -6,7 +6,7 @@ use plimsoll_core::{Oom, Scratch, StateConfig, StepLimits};
 
 use crate::arithmetic::Predictor;
 use crate::diagnostic::Knob;
-use crate::phases::Profiler;
+use crate::profiler::Profiler;
 use crate::setting::readable;
 use crate::stress::or_exhausted;
 use crate::{

@@ -1,32 +1,9 @@
 //! From what the probe measured to the size of the KV cache, and back: what a size would need.
 
 use plimsoll_core::{Meters, StepLimits};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use crate::{Bound, Margins, ProfileSpec, ScenarioKind, ScenarioResult};
-
-/// What the stress of a state measured.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Measured {
-    /// Highest `reserved`.
-    pub peak_reserved: u64,
-    /// Highest `used`.
-    pub peak_used: u64,
-    /// Bytes of the KV cache meanwhile.
-    pub kv_bytes: u64,
-    /// Tokens it held.
-    pub kv_tokens: usize,
-    /// Most bytes of the step arena in use at once.
-    pub scratch_bytes: u64,
-}
-
-impl Measured {
-    /// Bytes allocators held without using them, at the peak.
-    pub fn fragmentation(&self) -> u64 {
-        self.peak_reserved.saturating_sub(self.peak_used)
-    }
-}
+use crate::{Bound, Margins, Measured, ProfileSpec, ScenarioKind, ScenarioResult};
 
 /// The sum that gives the KV cache its size, in bytes where nothing else is said.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -4,9 +4,12 @@ use std::time::Instant;
 
 use plimsoll_core::{Component, KvConfig, Meters, Scratch, StateConfig};
 
-use crate::phases::{Profiler, seconds};
+use crate::profiler::{Profiler, seconds};
 use crate::stress::{Stop, Stress};
-use crate::{Attempt, LeftOut, Outcome, Phase, ProfileError, ScenarioResult, Target};
+use crate::{
+    Arithmetic, Attempt, Bound, DiscardedPlan, LeftOut, Measured, Origin, Outcome, Phase, Plan, ProfileError,
+    ScenarioResult, Target,
+};
 
 /// A state of the size to prove, with its canary.
 struct Rebuilt<S> {
@@ -164,4 +167,16 @@ impl<T: Target> Profiler<'_, T> {
         }
         Ok(())
     }
+}
+
+/// The end of a successful search.
+pub(crate) struct Found<S> {
+    pub(crate) validated: Validated<S>,
+    pub(crate) bound: Bound,
+    pub(crate) origin: Origin,
+    pub(crate) discarded_plan: Option<DiscardedPlan>,
+    pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
+    pub(crate) plan: Option<Plan>,
+    pub(crate) plan_error: Option<f64>,
+    pub(crate) attempts: Vec<Attempt>,
 }

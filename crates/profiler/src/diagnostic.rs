@@ -2,7 +2,7 @@ use std::fmt;
 
 use plimsoll_core::Oom;
 
-use crate::report::human;
+use crate::results::human;
 use crate::setting::readable;
 use crate::{Bound, Setting};
 

@@ -8,14 +8,14 @@ use plimsoll_core::{Component, Scratch};
 
 use crate::advice::Evidence;
 use crate::arithmetic::{MAX_ATTEMPTS, shrunk};
-use crate::attempt::Validated;
+use crate::attempt::Found;
 use crate::probe::Baseline;
+use crate::profiler::Profiler;
 use crate::report::{Findings, Memory};
 use crate::stress::{Stop, or_exhausted};
 use crate::{
-    Arithmetic, Attempt, Bound, Cause, DRIFT_WARNING, DiscardReason, DiscardedPlan, KvSize, Measured,
-    Observer, Origin, Phase, PhaseRecord, Plan, ProfileError, ProfileSpec, Proved, Ranks, Report,
-    ScenarioResult, Solo, Target, Verdict,
+    Attempt, Bound, Cause, DRIFT_WARNING, DiscardReason, DiscardedPlan, KvSize, Measured, Observer, Origin,
+    Phase, Plan, ProfileError, ProfileSpec, Proved, Ranks, Report, Solo, Target, Verdict,
 };
 
 /// Finds the size of the KV cache, or checks a pinned one, and proves it.
@@ -74,42 +74,7 @@ pub fn profile_rank<T: Target>(
     Ok(Proved::new(found.validated, spec.limits, report, found.plan))
 }
 
-pub(crate) struct Profiler<'a, T> {
-    pub(crate) target: &'a mut T,
-    pub(crate) spec: &'a ProfileSpec,
-    pub(crate) ranks: &'a mut dyn Ranks,
-    pub(crate) observer: &'a mut dyn Observer,
-}
-
-/// The end of a successful search.
-pub(crate) struct Found<S> {
-    pub(crate) validated: Validated<S>,
-    pub(crate) bound: Bound,
-    pub(crate) origin: Origin,
-    pub(crate) discarded_plan: Option<DiscardedPlan>,
-    pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
-    pub(crate) plan: Option<Plan>,
-    pub(crate) plan_error: Option<f64>,
-    pub(crate) attempts: Vec<Attempt>,
-}
-
 impl<'a, T: Target> Profiler<'a, T> {
-    pub(crate) fn log(&mut self, phase: Phase, fields: Vec<(&'static str, String)>) {
-        self.observer.phase(&PhaseRecord {
-            phase,
-            fields,
-            warning: false,
-        });
-    }
-
-    fn warn(&mut self, phase: Phase, fields: Vec<(&'static str, String)>) {
-        self.observer.phase(&PhaseRecord {
-            phase,
-            fields,
-            warning: true,
-        });
-    }
-
     /// The spec makes sense, and every rank has the same: they would run different steps, and wait for each other for ever.
     fn check(&mut self) -> Result<(), ProfileError> {
         let sensible = self.spec.check().map_err(Stop::Failed);
@@ -324,8 +289,4 @@ impl<'a, T: Target> Profiler<'a, T> {
             }),
         }
     }
-}
-
-pub(crate) fn seconds(since: Instant) -> String {
-    format!("{:.3}", since.elapsed().as_secs_f64())
 }

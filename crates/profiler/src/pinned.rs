@@ -3,8 +3,9 @@
 use plimsoll_core::{Oom, Scratch};
 
 use crate::advice::Evidence;
-use crate::phases::{Found, Profiler};
+use crate::attempt::Found;
 use crate::probe::{Baseline, Sized};
+use crate::profiler::Profiler;
 use crate::stress::or_exhausted;
 use crate::{Attempt, Bound, Cause, DiscardedPlan, KvSize, Origin, Phase, ProfileError, Target};
 

@@ -5,8 +5,7 @@ use std::fmt;
 use plimsoll_core::{Component, Meters};
 use serde::{Deserialize, Serialize};
 
-use crate::arithmetic::MAX_ATTEMPTS;
-use crate::{Attempt, Measured, ProfileSpec, ScenarioResult, ScenarioShape, scenario_shapes};
+use crate::{Attempt, Measured, ScenarioResult};
 
 /// What a search measured and the size it led to: whoever has one skips the probe, never the proof.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -95,29 +94,6 @@ impl Plan {
     pub(crate) fn drift(&self, blocks: usize) -> f64 {
         let planned = self.kv_blocks.max(1) as f64;
         (blocks as f64 - self.kv_blocks as f64) / planned
-    }
-
-    /// Whether the numbers can be a probe of `spec` on a device of `total` bytes. What passes is still only believed after
-    /// a proof; what does not is not worth an attempt.
-    pub(crate) fn is_plausible(&self, spec: &ProfileSpec, total: u64) -> bool {
-        let Probed {
-            measured,
-            scenarios,
-            weights,
-            runtime,
-        } = &self.probe;
-        let kv = spec.probe_kv();
-        let (planned, _) = scenario_shapes(&spec.limits, kv, spec.pooling);
-        let steps = scenarios.iter().map(ScenarioShape::from);
-        let held = [measured.kv_bytes, *weights, *runtime].map(u128::from);
-        self.kv_blocks > 0
-            && self.cuts < MAX_ATTEMPTS
-            && measured.kv_tokens == kv.capacity_tokens()
-            && u128::from(measured.kv_bytes) >= u128::from(spec.block_bytes()) * kv.num_pages as u128
-            && u128::from(measured.peak_reserved) >= held.iter().sum()
-            && measured.peak_used <= measured.peak_reserved
-            && measured.scratch_bytes <= total
-            && steps.eq(planned)
     }
 }
 

@@ -6,7 +6,7 @@ use plimsoll_core::{Component, KvConfig, Meters, Oom, Scratch, StateConfig};
 
 use crate::advice::{Evidence, PARTS};
 use crate::arithmetic::shrunk;
-use crate::phases::{Profiler, seconds};
+use crate::profiler::{Profiler, seconds};
 use crate::stress::{Exhausted, Stop, or_exhausted};
 use crate::{Arithmetic, Bound, Cause, Measured, Phase, Probed, ProfileError, ProfileSpec, Target};
 

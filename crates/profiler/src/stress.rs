@@ -6,7 +6,7 @@ use plimsoll_core::{
     BuildError, Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, allow_all,
 };
 
-use crate::phases::Profiler;
+use crate::profiler::Profiler;
 use crate::scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
 use crate::{
     Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, Progress, RankLost,

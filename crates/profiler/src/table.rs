@@ -2,7 +2,8 @@
 
 use std::fmt::{self, Write};
 
-use crate::report::{Memory, human};
+use crate::report::Memory;
+use crate::results::human;
 use crate::{Bound, Compared, GroupReport, Prediction, Report};
 
 /// Cells of the bar.

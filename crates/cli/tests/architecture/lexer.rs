@@ -1,16 +1,16 @@
 //! Just enough of Rust's lexical structure to tell code from comments and literals.
 
-/// One piece of a source file.
+/// One lexeme of a source file.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Piece<'a> {
+pub(crate) enum Lexeme<'a> {
     Code(&'a str),
     /// Content of a string literal, without quotes.
     Literal(&'a str),
 }
 
 /// Code and string literals of `source`, comments left out.
-pub(crate) fn pieces(source: &str) -> Vec<Piece<'_>> {
-    let mut pieces = Vec::new();
+pub(crate) fn lexemes(source: &str) -> Vec<Lexeme<'_>> {
+    let mut lexemes = Vec::new();
     let mut rest = source;
     while !rest.is_empty() {
         let code = rest.find(['"', '/', '\'']).unwrap_or(rest.len());
@@ -22,22 +22,22 @@ pub(crate) fn pieces(source: &str) -> Vec<Piece<'_>> {
             () if after.starts_with('\'') => (character(after), None),
             () => (after.chars().next().map_or(0, char::len_utf8), None),
         };
-        pieces.push(Piece::Code(before));
+        lexemes.push(Lexeme::Code(before));
         match literal {
-            Some(literal) => pieces.push(Piece::Literal(literal)),
-            None if after.starts_with('/') && length == 1 => pieces.push(Piece::Code(&after[..1])),
+            Some(literal) => lexemes.push(Lexeme::Literal(literal)),
+            None if after.starts_with('/') && length == 1 => lexemes.push(Lexeme::Code(&after[..1])),
             None => {}
         }
         rest = &after[length..];
     }
-    pieces
+    lexemes
 }
 
 /// All code, with literals left out.
 pub(crate) fn code(source: &str) -> String {
-    let code = pieces(source).into_iter().map(|piece| match piece {
-        Piece::Code(code) => code,
-        Piece::Literal(_) => "\"\"",
+    let code = lexemes(source).into_iter().map(|lexeme| match lexeme {
+        Lexeme::Code(code) => code,
+        Lexeme::Literal(_) => "\"\"",
     });
     code.collect()
 }
@@ -103,10 +103,10 @@ fn code_is_what_is_left() {
     ] {
         assert!(code.contains(kept), "{kept} in {code}");
     }
-    let literals: Vec<_> = pieces(source)
+    let literals: Vec<_> = lexemes(source)
         .into_iter()
-        .filter(|p| matches!(p, Piece::Literal(_)))
+        .filter(|p| matches!(p, Lexeme::Literal(_)))
         .collect();
-    let expected = [r#"unsafe \" x"#, r#"unsafe "quoted""#, "x"].map(Piece::Literal);
+    let expected = [r#"unsafe \" x"#, r#"unsafe "quoted""#, "x"].map(Lexeme::Literal);
     assert_eq!(literals, expected);
 }

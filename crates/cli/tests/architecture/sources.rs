@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::lexer::{Piece, code, pieces};
+use crate::lexer::{Lexeme, code, lexemes};
 use crate::{assert_none, root};
 
 /// One file: path from the root, text.
@@ -142,8 +142,8 @@ fn metric_names(sources: &[Source]) -> Vec<String> {
     for source in sources {
         let outside =
             crate_of(&source.path).is_some() && source.path != METRICS_FILE && !is_test(&source.path);
-        for piece in pieces(&source.text).into_iter().filter(|_| outside) {
-            if let Piece::Literal(literal) = piece
+        for lexeme in lexemes(&source.text).into_iter().filter(|_| outside) {
+            if let Lexeme::Literal(literal) = lexeme
                 && is_name(literal)
             {
                 complaints.push(format!(
@@ -174,10 +174,10 @@ fn lengths(sources: &[Source]) -> Vec<String> {
 /// Whether Rust code ignores a test for another reason than [`NEEDS_GPU`].
 fn ignores(source: &str) -> bool {
     let mut before = String::new();
-    for piece in pieces(source) {
-        match piece {
-            Piece::Code(code) => before.extend(code.split_whitespace()),
-            Piece::Literal(reason) => {
+    for lexeme in lexemes(source) {
+        match lexeme {
+            Lexeme::Code(code) => before.extend(code.split_whitespace()),
+            Lexeme::Literal(reason) => {
                 if reason == NEEDS_GPU
                     && let Some(rest) = before.strip_suffix("#[ignore=")
                 {

@@ -43,7 +43,7 @@ pub fn refuses_malformed_plans(runner: &mut impl Oracle) {
         (vec![run(1, 0, &[], &blocks(0..3))], "without tokens"),
         (vec![run(1, 0, &[160], &blocks(0..3))], "token 160"),
         (vec![run(1, 5, &[5; 20], &blocks(0..3))], "4 are needed"),
-        (vec![run(1, 0, &[5], &blocks(8..9))], "block 8 of 8"),
+        (vec![run(1, 0, &[5], &blocks(8..9))], "page 8 of 8"),
         (vec![run(1, 120, &[5; 9], &blocks(0..3))], "longest context"),
         (
             vec![run(1, usize::MAX, &[5; 9], &blocks(0..3))],

@@ -3,6 +3,7 @@
 
 pub mod convert;
 pub mod embeddings;
+pub mod groups;
 pub mod malformed;
 pub mod requests;
 pub mod scores;

@@ -24,7 +24,7 @@ pub(crate) const fn edit(file: &'static str, site: &'static str, bug: &'static s
     Edit { file, site, bug }
 }
 
-const JOURNAL: &str = "kv/journal.rs";
+const JOURNAL: &str = "kv/prefix/journal.rs";
 const MANAGER: &str = "kv/manager.rs";
 const PREFIX: &str = "kv/prefix.rs";
 const QUEUE: &str = "scheduler/queue.rs";

@@ -72,11 +72,11 @@ impl Encode for SentencePiece {
         // A text begins a word, and so does what follows a special token.
         let mut at_word_start = true;
         splitter.split(text, |piece| match piece {
-            Piece::Token(id) => {
+            Segment::Token(id) => {
                 tokens.push(id);
                 at_word_start = true;
             }
-            Piece::Text(text) => {
+            Segment::Text(text) => {
                 let prefix = if self.add_space_prefix && at_word_start {
                     "▁"
                 } else {
@@ -199,7 +199,7 @@ struct Splitter {
     ids: Vec<TokenId>,
 }
 
-enum Piece<'a> {
+enum Segment<'a> {
     Token(TokenId),
     Text(&'a str),
 }
@@ -217,17 +217,17 @@ impl Splitter {
         Ok(Self { matcher, ids })
     }
 
-    fn split<'a>(&self, text: &'a str, mut each: impl FnMut(Piece<'a>)) {
+    fn split<'a>(&self, text: &'a str, mut each: impl FnMut(Segment<'a>)) {
         let mut done = 0;
         for found in self.matcher.find_iter(text) {
             if found.start() > done {
-                each(Piece::Text(&text[done..found.start()]));
+                each(Segment::Text(&text[done..found.start()]));
             }
-            each(Piece::Token(self.ids[found.pattern().as_usize()]));
+            each(Segment::Token(self.ids[found.pattern().as_usize()]));
             done = found.end();
         }
         if done < text.len() {
-            each(Piece::Text(&text[done..]));
+            each(Segment::Text(&text[done..]));
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use serde::Serialize;
 
-use crate::report::{Findings, Outcome, human};
-use crate::{ProfileSpec, Setting};
+use super::Findings;
+use crate::results::human;
+use crate::{Outcome, ProfileSpec, Setting};
 
 /// A flag that makes the next start skip the search, or use more of the device.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -1,0 +1,91 @@
+//! Layers that keep different things, in pages of one size.
+
+mod common;
+
+use common::groups::{Tables, logits_of_chunks};
+use common::*;
+use plimsoll_core::{CacheGroups, Component, KvConfig, StateConfig};
+use plimsoll_model::KvCacheDtype;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+/// With blocks behind the window gone and their pages used again, every logit is that of a cache that keeps everything.
+#[test]
+fn nobody_sees_what_lies_behind_the_window() {
+    for seed in (0..6).chain([rand::random()]) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        for name in ["mistral-window", "qwen2-window"] {
+            let model = load(name, KvCacheDtype::F32);
+            let groups = model.spec().cache_groups();
+            let block_size = [8, 16, 32][rng.random_range(0..3)];
+            let prompt: Vec<u32> = (0..rng.random_range(40..128))
+                .map(|_| rng.random_range(0..160))
+                .collect();
+            let (mut ends, mut end) = (Vec::new(), 0);
+            while end < prompt.len() {
+                end = (end + rng.random_range(1..20)).min(prompt.len());
+                ends.push(end);
+            }
+            let full = KvConfig {
+                groups: CacheGroups::default(),
+                ..state_config(block_size, 16).kv
+            };
+            let mut kv = KvConfig { groups, ..full };
+            kv.num_pages = kv.request_pages(prompt.len(), 20);
+            let logits = |kv: KvConfig| {
+                let budget = budget();
+                let config = StateConfig {
+                    kv,
+                    ..state_config(block_size, 0)
+                };
+                let mut runner = model.build_state(&config, &LIMITS, &budget, &mut || {}).unwrap();
+                let held = budget.meters().by_component.get(Component::Kv);
+                assert_eq!(held, model.kv_bytes(kv), "seed {seed}: {name}");
+                let mut tables = Tables::new(kv.groups, kv.block_size, kv.num_pages);
+                logits_of_chunks(&mut runner, &mut tables, &prompt, &ends)
+            };
+            assert_eq!(logits(kv), logits(full), "seed {seed}: {name}, {block_size}");
+        }
+    }
+}
+
+/// A request's tables that lack what its step sees, or have too little, are refused.
+#[test]
+fn tables_must_hold_what_a_step_sees() {
+    let model = load("qwen2-window", KvCacheDtype::F32);
+    let groups = model.spec().cache_groups();
+    assert_eq!(groups.as_slice().len(), 2);
+    let config = StateConfig {
+        kv: KvConfig {
+            groups,
+            ..state_config(8, 64).kv
+        },
+        ..state_config(8, 0)
+    };
+    let mut runner = model
+        .build_state(&config, &LIMITS, &budget(), &mut || {})
+        .unwrap();
+    let mut tables = Tables::new(groups, config.kv.block_size, 64);
+    let good = tables.reserve(40, 60);
+    let mut refused = |change: &dyn Fn(&mut plimsoll_core::Run), message: &str| {
+        let mut run = run(1, 40, &[5; 20], &[]);
+        run.tables = good.clone();
+        change(&mut run);
+        let error = runner.logits(&plan(vec![run]), &[0]).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    };
+    refused(&|run| run.tables.truncate(1), "1 block tables; 2 are needed");
+    refused(&|run| run.tables[1].first += 1, "are needed (window of");
+    refused(&|run| run.tables[0].first += 1, "are needed (full)");
+    let short = |run: &mut plimsoll_core::Run| {
+        let len = run.tables[1].pages.len();
+        run.tables[1].pages.truncate(len - 1);
+    };
+    refused(&short, "are needed (window of");
+    refused(&|run| run.tables[1].pages[0].0 = 64, "page 64 of 64");
+    let last = |run: &plimsoll_core::Run| *run.tables[0].pages.last().unwrap();
+    refused(
+        &|run| *run.tables[1].pages.last_mut().unwrap() = last(run),
+        "twice",
+    );
+}
