@@ -259,6 +259,7 @@ impl Loaded {
             limits: self.limits,
             vocab_size: self.vocab_size,
             pooling: self.pooling(),
+            groups: self.weights.cache_groups(),
             kv_bytes_per_token: self.weights.kv_bytes_per_token(),
             total: self.weights.account().meters().total,
             is_gpu: self.weights.gpu_bytes().is_some(),

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::rc::Rc;
 
-use plimsoll_core::{Component, Meters, Oom, RefusedBy};
+use plimsoll_core::{CacheGroups, Component, Meters, Oom, RefusedBy};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuFootprint, GpuOptions, GpuStateShape};
 use plimsoll_model::{ModelConfig, ModelError};
@@ -114,6 +114,7 @@ impl Outline {
             limits,
             vocab_size: config.spec.vocab_size,
             pooling: config.pooling(),
+            groups: model.config().spec.cache_groups(),
             kv_bytes_per_token: model.kv_bytes_per_token(),
             total: device.total,
             is_gpu: false,
@@ -152,6 +153,7 @@ impl Outline {
             limits: model.shape().limits,
             vocab_size: model.config().spec.vocab_size,
             pooling: model.config().pooling(),
+            groups: model.config().spec.cache_groups(),
             kv_bytes_per_token: model.kv_bytes_per_token(),
             total: device.total,
             is_gpu: true,
@@ -171,6 +173,7 @@ impl Outline {
             limits: step_limits(args, sim_model_len(args), CPU)?,
             vocab_size: SimModel::text().vocab_size(),
             pooling: embedding::simulated(args)?.map(|embedding| embedding.pooling),
+            groups: CacheGroups::default(),
             kv_bytes_per_token: SIM_KV_BYTES_PER_TOKEN,
             total: device.total,
             is_gpu: false,

@@ -1,6 +1,6 @@
 //! What is asked of the auto-profile: the flags, over what suits the device.
 
-use plimsoll_core::{Pooling, StepLimits};
+use plimsoll_core::{CacheGroups, Pooling, StepLimits};
 use plimsoll_profiler::{KvSize, MAX_STEP, MAX_TOKENS, Margins, ProfileSpec};
 
 use super::weights::Defaults;
@@ -68,6 +68,8 @@ pub(super) struct Subject {
     pub(super) vocab_size: usize,
     /// How rows are pooled, if it is served for embeddings.
     pub(super) pooling: Option<Pooling>,
+    /// How its KV cache is cut.
+    pub(super) groups: CacheGroups,
     pub(super) kv_bytes_per_token: u64,
     /// Bytes of the device, as far as they are granted.
     pub(super) total: u64,
@@ -85,6 +87,7 @@ pub(super) fn profile_spec(subject: &Subject, args: &EngineArgs) -> ProfileSpec 
         args.limits.block_size,
         subject.kv_bytes_per_token,
     );
+    spec.groups = subject.groups;
     spec.pooling = subject.pooling;
     spec.margins = Margins::scaled_to(subject.total);
     spec.mem_fraction = args.memory.mem_fraction;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use plimsoll_core::TokenId;
+use plimsoll_core::{CacheGroups, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_kernels::WeightType;
 use plimsoll_model::cuda::GpuModel;
@@ -74,6 +74,15 @@ impl Weights {
             Self::Cpu(model, _) => model.kv_bytes_per_token(),
             Self::Gpu(model) => model.kv_bytes_per_token(),
             Self::Sim(_) => SIM_KV_BYTES_PER_TOKEN,
+        }
+    }
+
+    /// How its KV cache is cut.
+    pub(super) fn cache_groups(&self) -> CacheGroups {
+        match self {
+            Self::Cpu(model, _) => model.spec().cache_groups(),
+            Self::Gpu(model) => model.spec().cache_groups(),
+            Self::Sim(_) => CacheGroups::default(),
         }
     }
 
