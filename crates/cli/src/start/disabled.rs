@@ -1,4 +1,4 @@
-//! Paths that a start does without: said in the log, and listed in the report.
+//! Features that a start runs without: logged, and listed in the report.
 
 use plimsoll_kernels::instruction_set;
 use plimsoll_profiler::Disabled;
@@ -24,7 +24,10 @@ pub(super) fn disabled(
         Weights::Cpu(..) => {
             on_cpu(&mut list, instruction_set());
             if args.device.device == DeviceChoice::Auto {
-                list.add("GPU", "none is in use; the log's device line says why".to_owned());
+                list.add(
+                    "GPU",
+                    "not in use; the device line of the log says why".to_owned(),
+                );
             }
         }
         Weights::Gpu(model) => {
@@ -43,14 +46,14 @@ pub(super) fn disabled(
         list.add("weights as they are stored", reason);
     }
     if !args.limits.prefix_caching() {
-        let reason = "every prompt is computed anew (--no-enable-prefix-caching)";
+        let reason = "every prompt is computed from the beginning (--no-enable-prefix-caching)";
         list.add("prefix caching", reason.to_owned());
     }
     if let Some(embedding) = embedding {
         for_embeddings(&mut list, embedding, args);
     }
     if !args.memory.profile_cache() {
-        let reason = "what this start measures is not kept for the next (--no-profile-cache)";
+        let reason = "measurements are not kept for the next start (--no-profile-cache)";
         list.add("profile cache", reason.to_owned());
     }
     list.0
@@ -63,7 +66,7 @@ fn for_embeddings(list: &mut List, embedding: &EmbeddingInfo, args: &EngineArgs)
     );
     list.add(TEXT_GENERATION, reason);
     if embedding.pooling.needs_every_row() && args.limits.prefix_caching() {
-        let reason = "a mean takes every token's row, so every prompt is computed anew";
+        let reason = "a mean takes every token's row, so every prompt is computed from the beginning";
         list.add("prefix caching", reason.to_owned());
     }
 }
@@ -73,14 +76,14 @@ fn on_cpu(list: &mut List, instruction_set: &str) {
         let reason = format!("this CPU does not have all of it: {instruction_set} is used");
         list.add("AVX-512 VNNI kernels", reason);
     }
-    let reason = "a CPU computes one step at a time, nothing is planned meanwhile";
-    list.add("two steps in flight", reason.to_owned());
+    let reason = "a CPU computes one step at a time";
+    list.add("step overlap", reason.to_owned());
 }
 
 fn on_gpu(list: &mut List, capability: (u32, u32), head_dim: usize, args: &EngineArgs) {
     let (major, minor) = capability;
     if args.device.enforce_eager() {
-        let reason = "every kernel is launched by itself (--enforce-eager)";
+        let reason = "every kernel is launched separately (--enforce-eager)";
         list.add("CUDA graphs", reason.to_owned());
     }
     if capability != (9, 0) {
@@ -153,10 +156,10 @@ mod tests {
         let served = |pooling| paths(|list| for_embeddings(list, &embedding(pooling), &args("")));
         assert_eq!(served(Pooling::Last), [TEXT_GENERATION]);
         assert_eq!(served(Pooling::Mean), [TEXT_GENERATION, "prefix caching"]);
-        assert_eq!(paths(|list| on_cpu(list, "avx512-vnni")), ["two steps in flight"]);
+        assert_eq!(paths(|list| on_cpu(list, "avx512-vnni")), ["step overlap"]);
         assert_eq!(
             paths(|list| on_cpu(list, "scalar")),
-            ["AVX-512 VNNI kernels", "two steps in flight"]
+            ["AVX-512 VNNI kernels", "step overlap"]
         );
     }
 }

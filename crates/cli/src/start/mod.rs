@@ -271,7 +271,7 @@ impl Loaded {
         let StartContext { plans, times, .. } = &self.context;
         let mut spec = self.spec(args);
         for Disabled { path, reason } in &spec.disabled {
-            tracing::info!("without {path}: {reason}");
+            tracing::info!("{path}: off ({reason})");
         }
         // A pinned size needs no measurement.
         let model_key = self.model_key.clone().filter(|_| spec.size == KvSize::Auto);
