@@ -251,7 +251,9 @@ impl KvManager {
         let references = &mut self.references[head.index()];
         *references -= 1;
         if *references == 0 {
-            self.pool.put(head, self.index.contains(head));
+            // Where no more can be cached, what is cached must get its turn to go.
+            let last = self.index.contains(head) || self.index.is_full();
+            self.pool.put(head, last);
         }
     }
 

@@ -165,6 +165,11 @@ impl PrefixIndex {
         self.by_hash.len()
     }
 
+    /// Whether there is no name for another block.
+    pub(crate) fn is_full(&self) -> bool {
+        self.vacant.is_empty()
+    }
+
     /// Whether the block that begins with `page` can be shared.
     pub(crate) fn contains(&self, page: PageId) -> bool {
         self.node_of[page.index()].is_some()

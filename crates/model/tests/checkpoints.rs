@@ -119,7 +119,14 @@ fn unsupported_fields_are_named() {
             rope(json!({"type": "dynamic", "factor": 2.0})),
             "rope_scaling.rope_type",
         ),
-        (rope(json!({"rope_type": "yarn", "factor": 2.0})), "`yarn`"),
+        (
+            rope(json!({"rope_type": "yarn", "factor": 2.0})),
+            "rope_scaling.original_max_position_embeddings",
+        ),
+        (
+            rope(json!({"rope_type": "default", "mrope_section": [1]})),
+            "`rope_scaling`: unknown field",
+        ),
         (rope(json!({"rope_type": "linear"})), "rope_scaling.factor"),
         (
             rope(json!({"rope_type": "llama3", "factor": 8.0})),

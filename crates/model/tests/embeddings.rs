@@ -34,7 +34,7 @@ fn embedder(name: &str, pooling: Pooling) -> Arc<Model> {
 
 #[test]
 fn vectors_equal_transformers() {
-    for name in MODELS.into_iter().chain([EMBEDDER]) {
+    for name in VECTOR_MODELS.into_iter().chain([EMBEDDER]) {
         for pooling in POOLINGS {
             let model = embedder(name, pooling);
             for case in golden_vectors(name) {
@@ -50,7 +50,7 @@ fn vectors_equal_transformers() {
 /// To the bit: rows do not depend on scheduling, and their sum is exact enough that its rounding does not either.
 #[test]
 fn vectors_do_not_depend_on_scheduling() {
-    for (seed, name) in MODELS.into_iter().chain([EMBEDDER]).enumerate() {
+    for (seed, name) in VECTOR_MODELS.into_iter().chain([EMBEDDER]).enumerate() {
         for pooling in POOLINGS {
             let model = embedder(name, pooling);
             let mut rng = StdRng::seed_from_u64(seed as u64);

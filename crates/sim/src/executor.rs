@@ -5,8 +5,8 @@ use std::{
 };
 
 use plimsoll_core::{
-    CacheGroup, Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run, RunInput,
-    Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    CacheGroup, CacheKind, Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run,
+    RunInput, Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 
 use crate::model::{Context, SimModel};
@@ -155,7 +155,7 @@ impl SimExecutor {
             return Err(format!("has {} tables", run.tables.len()));
         }
         for (table, group) in run.tables.iter().zip(&kv.groups) {
-            let needed = group.first_block(kv.block_size, run.start)..kv.block_size.blocks_for(run.end());
+            let needed = self.first_block(group, run)..kv.block_size.blocks_for(run.end());
             let held = table.first..table.end(group);
             let whole = table.pages.len().is_multiple_of(group.pages_per_block);
             if held.start > needed.start || held.end < needed.end || !whole {
@@ -182,7 +182,7 @@ impl SimExecutor {
         }
         for run in &plan.runs {
             let mut seen = HashSet::new();
-            for page in self.pages(run, |group| group.first_block(block_size, run.start)) {
+            for page in self.pages(run, |group| self.first_block(group, run)) {
                 if writers.get(&page).is_some_and(|&writer| writer != run.request) || !seen.insert(page) {
                     return Err(format!(
                         "{} uses page {}, which is written meanwhile",
@@ -206,6 +206,11 @@ impl SimExecutor {
             let blocks = first(group)..end;
             blocks.flat_map(move |block| table.block(group, block).iter().copied())
         })
+    }
+
+    /// The first block that the run reads.
+    fn first_block(&self, group: &CacheGroup, run: &Run) -> usize {
+        first_seen(group.kind, run.start) / self.config.kv.block_size.tokens()
     }
 
     /// Where each plane of a group keeps a token.
@@ -319,7 +324,7 @@ impl SimExecutor {
         }
         let mut context = (run.start == 0).then_some(Context::EMPTY);
         for (index, group) in self.config.kv.groups.iter().enumerate() {
-            let first = group.kind.first_visible(run.start);
+            let first = first_seen(group.kind, run.start);
             // What lies behind the window is known by what follows it alone.
             let mut last = (first == 0).then_some(Context::EMPTY);
             for position in first..run.start {
@@ -350,6 +355,15 @@ impl SimExecutor {
             later.ruined.insert(run.request);
         }
     }
+}
+
+/// The first position that a query sees: by the definition, not as the scheduler has it.
+fn first_seen(kind: CacheKind, query: usize) -> usize {
+    let sees = |key: usize| match kind {
+        CacheKind::Full => true,
+        CacheKind::Window(window) => query - key < window,
+    };
+    (0..=query).find(|&key| sees(key)).unwrap_or(query)
 }
 
 /// Every scored token follows a token of the run, and is the run's next where there is one; the last row is another's if it

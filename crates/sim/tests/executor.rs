@@ -92,20 +92,20 @@ fn refuses_what_no_scheduler_may_plan() {
             plan(0, vec![run(1, 29, &[1, 1], &[0, 1, 2, 3])]),
         ),
         (
-            "has 1 blocks for 9 tokens",
+            "has blocks 0..1 of a full, not 0..2",
             plan(0, vec![run(1, 0, &[1; 9], &[0])]),
         ),
-        ("names block 4", plan(0, vec![run(1, 0, &[1], &[4])])),
+        ("names page 4", plan(0, vec![run(1, 0, &[1], &[4])])),
         ("outside the vocabulary", plan(0, vec![run(1, 0, &[50], &[0])])),
         (
-            "two requests write block 0",
+            "two requests write page 0",
             plan(0, vec![run(1, 0, &[1], &[0]), run(2, 0, &[1], &[0])]),
         ),
         (
-            "uses block 0",
+            "uses page 0",
             plan(0, vec![run(1, 0, &[1], &[0]), run(2, 8, &[1], &[0, 1])]),
         ),
-        ("uses block 0", plan(0, vec![run(1, 0, &[1; 9], &[0, 0])])),
+        ("uses page 0", plan(0, vec![run(1, 0, &[1; 9], &[0, 0])])),
         ("belongs to another context", plan(0, vec![run(1, 1, &[1], &[0])])),
         (
             "wrong history",

@@ -10,11 +10,14 @@ use std::{
     process::Command,
 };
 
+#[path = "mutations/groups.rs"]
+mod groups;
 #[path = "mutations/list.rs"]
 mod list;
 #[path = "mutations/profile.rs"]
 mod profile;
 
+use groups::GROUP_MUTATIONS;
 use list::{EQUIVALENT, Edit, MUTATIONS, Mutation};
 use profile::PROFILE_MUTATIONS;
 
@@ -30,7 +33,7 @@ struct Program {
     dependencies: &'static str,
     /// The rest of `main.rs`: `broken` says what a seed shows.
     main: &'static str,
-    mutations: &'static [Mutation],
+    mutations: &'static [&'static [Mutation]],
     equivalent: &'static [Mutation],
 }
 
@@ -49,7 +52,7 @@ const SCHEDULING: Program = Program {
     ],
     dependencies: "",
     main: SCHEDULING_MAIN,
-    mutations: &MUTATIONS,
+    mutations: &[&MUTATIONS, &GROUP_MUTATIONS],
     equivalent: &EQUIVALENT,
 };
 
@@ -59,7 +62,7 @@ const PROFILE: Program = Program {
     modules: &["tests/profile/cases.rs", "tests/profile/check.rs"],
     dependencies: "plimsoll-profiler.workspace = true\nplimsoll-sim.workspace = true\n",
     main: PROFILE_MAIN,
-    mutations: &PROFILE_MUTATIONS,
+    mutations: &[&PROFILE_MUTATIONS],
     equivalent: &[],
 };
 
@@ -75,7 +78,7 @@ fn the_simulation_of_the_profile_notices_every_bug() {
 
 impl Program {
     fn all(&self) -> impl Iterator<Item = &'static Mutation> {
-        self.mutations.iter().chain(self.equivalent)
+        self.mutations.iter().copied().flatten().chain(self.equivalent)
     }
 
     fn notices_every_bug(&self) {
@@ -90,7 +93,7 @@ impl Program {
         for (i, verdict) in verdicts.iter().enumerate() {
             assert_eq!(
                 *verdict == "unnoticed",
-                i >= self.mutations.len(),
+                i >= names.len() - self.equivalent.len(),
                 "{}\n\n{report}",
                 names[i]
             );
@@ -132,7 +135,7 @@ impl Program {
             let name = name.expect("sources have plain names");
             format!("#[path = {path:?}]\nmod {name};\n")
         });
-        let mutants = self.mutations.len() + self.equivalent.len();
+        let mutants = self.all().count();
         let modules: String = modules.collect();
         let main = format!("{modules}const MUTANTS: usize = {mutants};\n{MAIN}{}", self.main);
         write(&program.join("src/main.rs"), &main);
@@ -239,6 +242,9 @@ fn write(path: &Path, content: &str) {
 }
 
 const SWITCH: &str = "
+// Bugs in this crate ask for the switch by its name too.
+extern crate self as plimsoll_core;
+
 /// The bug that is on.
 pub static MUTANT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 

@@ -141,8 +141,7 @@ async fn an_error_of_the_driver_ends_a_start_wherever_it_comes() {
     for n in 1.. {
         let model = format!("sim:device={n}");
         let args = engine_args(Path::new(&model), "");
-        match Loaded::new(&Source::Sim, &args, Budget::new(64 << 20))
-            .and_then(|loaded| loaded.start(&args, 4))
+        match Loaded::new(&Source::Sim, &args, Budget::new(1 << 30)).and_then(|loaded| loaded.start(&args, 4))
         {
             Err(Error::Profile(error)) => {
                 let ProfileError::Device { phase, error: words } = &error else {

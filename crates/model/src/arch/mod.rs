@@ -266,7 +266,7 @@ fn only(field: &str, found: Option<&str>, supported: &str) -> Result<(), ModelEr
     }
 }
 
-/// Tokens that `sliding_window` lets a query see. One as large as the longest context is none.
+/// Tokens that `sliding_window` lets a query see; `None` is all.
 fn window(config: &RawConfig) -> Result<Option<usize>, ModelError> {
     match config.sliding_window {
         Some(0) => Err(ModelError::unsupported(
@@ -274,7 +274,7 @@ fn window(config: &RawConfig) -> Result<Option<usize>, ModelError> {
             0,
             "null or a positive number of tokens is",
         )),
-        size => Ok(size.filter(|&size| size < config.max_position_embeddings)),
+        size => Ok(size),
     }
 }
 

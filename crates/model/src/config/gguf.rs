@@ -137,6 +137,13 @@ impl<'a> GgufFields<'a> {
                 .filter(|&factor| factor != 1.0)
                 .map(|_| "linear".to_owned())
         });
+        if let Some(other) = kind.as_deref().filter(|&kind| kind != "linear") {
+            return Err(ModelError::unsupported(
+                self.key("rope.scaling.type"),
+                format!("`{other}`"),
+                "none and linear are",
+            ));
+        }
         Ok(kind.map(|kind| json!({"rope_type": kind, "factor": factor})))
     }
 

@@ -225,7 +225,7 @@ fn check_other(family: &str, field: &str, value: &Value) -> Result<(), ModelErro
         Some((_, neutral)) if is(value, neutral) => return Ok(()),
         Some((_, neutral)) => format!("only {neutral} is"),
         None => format!(
-            "nothing is known of such a field in {family}. If the model is the same without it, set it aside with              --hf-overrides '{{\"{field}\": null}}'"
+            "nothing is known of such a field in {family}. If the model is the same without it, set it aside with --hf-overrides '{{\"{field}\": null}}'"
         ),
     };
     Err(ModelError::unsupported(field, value, supported))
@@ -234,6 +234,6 @@ fn check_other(family: &str, field: &str, value: &Value) -> Result<(), ModelErro
 fn is(value: &Value, neutral: &str) -> bool {
     match (value.as_f64(), neutral.parse::<f64>()) {
         (Some(value), Ok(neutral)) => value == neutral,
-        _ => value.to_string() == neutral,
+        _ => neutral.parse::<Value>().is_ok_and(|neutral| neutral == *value),
     }
 }

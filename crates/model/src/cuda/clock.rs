@@ -3,7 +3,7 @@ use plimsoll_device::cuda::{Event, Gpu, GpuError};
 
 /// Steps whose events are kept: the gap before a step is known once it has ended, when the one after it and the one before
 /// it still need theirs.
-const KEPT: usize = super::runner::STEPS_IN_FLIGHT + 1;
+const KEPT: usize = super::staging::STEPS_IN_FLIGHT + 1;
 
 /// When steps began and ended on the device, and how long it stood idle between and within them.
 #[derive(Debug)]

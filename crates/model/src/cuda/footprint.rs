@@ -12,12 +12,15 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::graphs::ladder;
-use super::input::{AttentionKind, AttentionPlanners, Planners, Sampling, StepInputs, attention_counters};
+use super::input::{Sampling, StepInputs};
 use super::masks::Masks;
 use super::output::Outputs;
+use super::planners::{
+    AttentionKind, AttentionPlanners, Planners, attention_counters, planners, planners_on,
+};
 use super::step::StepLayout;
 use super::weights::weights_bytes;
-use super::{GpuOptions, check, kv_bytes, kv_bytes_per_token, planners, planners_on};
+use super::{GpuOptions, check, kv_bytes, kv_bytes_per_token};
 use crate::footprint::{ArenaUse, StepSize};
 use crate::{ModelConfig, ModelError, ServeAs};
 

@@ -7,16 +7,14 @@ use plimsoll_core::{
 };
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice};
-use plimsoll_kernels::KvLayout;
 use plimsoll_kernels::cuda::{
-    DecodeHeader, DecodeItem, DecodePlanner, GpuRun, PrefillItem, PrefillPlan, PrefillPlanner, SampleLists,
-    SampleRow, TokenBias,
+    DecodeHeader, DecodeItem, GpuRun, PrefillItem, PrefillPlan, SampleLists, SampleRow, TokenBias,
 };
 
-use super::runner::STEPS_IN_FLIGHT;
+use super::planners::{AttentionPlanners, Planners};
+use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
 use crate::ModelConfig;
-use crate::spec::AttentionSpec;
 use crate::tables::PageTable;
 
 /// What the kernels of a step read, besides weights and KV: sections of the staging memory.
@@ -66,38 +64,6 @@ pub(super) struct PrefillInput {
     /// For each table of pages.
     pub(super) runs: Vec<Section<GpuRun>>,
     pub(super) work: Vec<(PrefillPlan, Section<PrefillItem>)>,
-}
-
-/// How attention's work is cut up: one entry per kind of attention that layers have.
-pub(super) type Planners = Vec<AttentionPlanners>;
-
-/// What a work list of attention depends on beside the step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct AttentionKind {
-    pub(super) layout: KvLayout,
-    pub(super) heads: usize,
-    pub(super) window: Option<usize>,
-}
-
-impl AttentionKind {
-    pub(super) fn of(spec: &AttentionSpec, block_size: BlockSize) -> Self {
-        Self {
-            layout: KvLayout {
-                kv_heads: spec.kv_heads,
-                head_dim: spec.head_dim,
-                block_size,
-            },
-            heads: spec.heads,
-            window: spec.window,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(super) struct AttentionPlanners {
-    pub(super) kind: AttentionKind,
-    pub(super) decode: DecodePlanner,
-    pub(super) prefill: PrefillPlanner,
 }
 
 /// Size of a step's batch.
@@ -505,23 +471,6 @@ impl StepInputs {
             }
         }
     }
-}
-
-/// Floats of scratch that attention needs in any step.
-pub(super) fn attention_scratch(planners: &[AttentionPlanners]) -> usize {
-    let most = |planners: &AttentionPlanners| {
-        planners
-            .decode
-            .scratch_floats()
-            .max(planners.prefill.scratch_floats())
-    };
-    planners.iter().map(most).max().unwrap_or(0)
-}
-
-/// Counters that the attention of decoding runs needs.
-pub(super) fn attention_counters(planners: &[AttentionPlanners]) -> usize {
-    let all = planners.iter().map(|planners| planners.decode.counters());
-    all.max().unwrap_or(0)
 }
 
 impl ListRoom {

@@ -2,7 +2,7 @@ use plimsoll_core::FillMasks;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice};
 use plimsoll_kernels::cuda::SampleRow;
 
-use super::runner::STEPS_IN_FLIGHT;
+use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
 use crate::state::mask_words;
 

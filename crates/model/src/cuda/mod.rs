@@ -14,6 +14,7 @@ mod graphs;
 mod input;
 mod masks;
 mod output;
+mod planners;
 mod runner;
 mod scores;
 mod staging;
@@ -26,13 +27,13 @@ use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepLimits, TokenId};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
-use plimsoll_kernels::cuda::{DecodeKernels, FusedKernels, HEAD_DIMS, PrefillKernels};
+use plimsoll_kernels::cuda::{FusedKernels, HEAD_DIMS};
 
 use crate::model::{Description, LoadOptions};
 use crate::{DecoderSpec, GenerationConfig, ModelConfig, ModelError, Progress};
 use decoder::Decoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
-use input::{AttentionKind, AttentionPlanners, Planners};
+use planners::{Planners, planners, planners_on};
 pub use runner::GpuRunner;
 use weights::GpuWeights;
 
@@ -168,40 +169,6 @@ impl GpuModel {
     pub fn tensor(&self, name: &str) -> Result<Option<Vec<f32>>, GpuError> {
         self.decoder.tensor(name)
     }
-}
-
-/// One entry for every kind of attention that layers have.
-fn planners<E>(
-    spec: &DecoderSpec,
-    block_size: BlockSize,
-    planner: impl Fn(AttentionKind) -> Result<AttentionPlanners, E>,
-) -> Result<Planners, E> {
-    let mut planners = Planners::new();
-    for kind in spec.attention().map(|spec| AttentionKind::of(spec, block_size)) {
-        if planners.iter().all(|known| known.kind != kind) {
-            planners.push(planner(kind)?);
-        }
-    }
-    Ok(planners)
-}
-
-/// On the GPU that has these kernels.
-fn planners_on(
-    decode: &DecodeKernels,
-    prefill: &PrefillKernels,
-    kind: AttentionKind,
-    max_runs: usize,
-) -> Result<AttentionPlanners, GpuError> {
-    let AttentionKind {
-        layout,
-        heads,
-        window,
-    } = kind;
-    Ok(AttentionPlanners {
-        kind,
-        decode: decode.planner(layout, heads, window, max_runs)?,
-        prefill: prefill.planner(layout, heads, window)?,
-    })
 }
 
 /// What the kernels ask of a model beyond what the CPU does.

@@ -3,7 +3,7 @@ use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, Pinne
 use plimsoll_kernels::SampleError;
 use plimsoll_kernels::cuda::RowLogprobs;
 
-use super::runner::STEPS_IN_FLIGHT;
+use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section};
 
 /// What steps sample: on the device, where the next step reads it, and copies on the host, one per step in flight.

@@ -10,17 +10,16 @@ use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab};
 use super::clock::Clocks;
 use super::decoder::StepState;
 use super::graphs::{Graphs, ladder};
-use super::input::{BatchShape, Sampling, StepInput, StepInputs, attention_counters};
+use super::input::{BatchShape, Sampling, StepInput, StepInputs};
 use super::masks::Masks;
 use super::output::Outputs;
+use super::planners::attention_counters;
 use super::scores::Scores;
+use super::staging::STEPS_IN_FLIGHT;
 use super::vectors::Vectors;
 use super::{GpuModel, GpuOptions};
 use crate::batch::Bounds;
 use crate::tables::LayerPage;
-
-/// Steps launched and not finished at most: while the GPU runs one, the host prepares the next.
-pub(super) const STEPS_IN_FLIGHT: usize = 2;
 
 /// One engine state on a GPU: everything that serves a model besides its weights. Dropped whole.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use plimsoll_kernels::SampleError;
 use plimsoll_kernels::cuda::{RowLogprobs, SampleRow, TokenRank};
 
 use super::input::StepInput;
-use super::runner::STEPS_IN_FLIGHT;
+use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section};
 
 /// Rows whose logits exist at one time to be scored: those of a long prompt would be the largest memory of all.

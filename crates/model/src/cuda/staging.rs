@@ -7,6 +7,9 @@ use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlab, GpuSlice, PinnedSlab};
 
+/// Steps launched and not finished at most: while the GPU runs one, the host prepares the next.
+pub(super) const STEPS_IN_FLIGHT: usize = 2;
+
 /// Alignment of every section, in bytes.
 const ALIGN: usize = 16;
 

@@ -1,7 +1,8 @@
 use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
 
-use super::input::{AttentionPlanners, StepInput, attention_scratch};
+use super::input::StepInput;
+use super::planners::{AttentionPlanners, attention_scratch};
 use super::scores::{SCORE_ROWS, ScoreLayout};
 use super::staging::{Layout, Section};
 use crate::blocks::Widths;

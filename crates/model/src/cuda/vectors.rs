@@ -1,7 +1,7 @@
 use plimsoll_core::StepLimits;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice, PinnedSlab};
 
-use super::runner::STEPS_IN_FLIGHT;
+use super::staging::STEPS_IN_FLIGHT;
 
 /// What steps of a model for embeddings pool: copies on the host, one per step in flight.
 #[derive(Debug)]

@@ -29,12 +29,10 @@ impl<'a> GgufWeights<'a> {
         // llama.cpp rotates neighbouring pairs for `llama` and halves for the others, and its converter orders the
         // rows accordingly (`LlamaModel.permute` in convert_hf_to_gguf.py).
         let interleaved = match architecture {
-            Architecture::Llama | Architecture::Mistral | Architecture::SmolLM3 => {
-                spec.attention().next().map(|attention| Heads {
-                    q: attention.heads,
-                    k: attention.kv_heads,
-                })
-            }
+            Architecture::Llama | Architecture::Mistral => spec.attention().next().map(|attention| Heads {
+                q: attention.heads,
+                k: attention.kv_heads,
+            }),
             _ => None,
         };
         let post_norms = spec.layers.iter().any(|layer| layer.post_norms);

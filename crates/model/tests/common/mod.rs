@@ -21,7 +21,37 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 8] = [
+pub const MODELS: [&str; 14] = [
+    "gemma3",
+    "gemma3-vision",
+    "llama",
+    "llama-linear-rope",
+    "llama3-tied-bf16",
+    "ministral3",
+    "mistral-window",
+    "phi3-longrope",
+    "phi3-window",
+    "qwen2",
+    "qwen2-window",
+    "qwen3-f16",
+    "qwen3-sharded",
+    "smollm3",
+];
+
+/// Those whose families are known in GGUF files, which tell of no window that begins at a layer.
+pub const GGUF_MODELS: [&str; 7] = [
+    "llama",
+    "llama-linear-rope",
+    "llama3-tied-bf16",
+    "mistral-window",
+    "qwen2",
+    "qwen3-f16",
+    "qwen3-sharded",
+];
+
+/// Those with golden vectors.
+pub const VECTOR_MODELS: [&str; 10] = [
+    "gemma3",
     "llama",
     "llama-linear-rope",
     "llama3-tied-bf16",
@@ -30,6 +60,7 @@ pub const MODELS: [&str; 8] = [
     "qwen2-window",
     "qwen3-f16",
     "qwen3-sharded",
+    "smollm3",
 ];
 
 pub const LIMITS: StepLimits = StepLimits {

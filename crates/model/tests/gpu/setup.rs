@@ -11,14 +11,20 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 use crate::common::{Oracle, golden_path, state_config};
 
 /// The tiny models whose heads have a size that the kernels know.
-pub(crate) const MODELS: [&str; 7] = [
+pub(crate) const MODELS: [&str; 13] = [
+    "gemma3",
+    "gemma3-vision",
     "llama",
     "llama3-tied-bf16",
+    "ministral3",
     "mistral-window",
+    "phi3-longrope",
+    "phi3-window",
     "qwen2",
     "qwen2-window",
     "qwen3-f16",
     "qwen3-sharded",
+    "smollm3",
 ];
 
 pub(crate) const BLOCK_SIZES: [usize; 3] = [8, 16, 32];

@@ -42,7 +42,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "what goes with an evicted block stays in the cache",
-        &[edit(PREFIX, "if let Some(child) = «entry.first_child»", "None")],
+        &[edit(PREFIX, "if let Some(child) = «node.first_child»", "None")],
     ),
     bug(
         "a block is cached behind one that is gone",
@@ -50,7 +50,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a router hears nothing of what is evicted",
-        &[edit(PREFIX, "«journal.removed(entry.name);»", "let _ = journal;")],
+        &[edit(PREFIX, "«journal.removed(node.name);»", "let _ = journal;")],
     ),
     bug(
         "a router hears nothing of a lost cache",
@@ -86,7 +86,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a shared block stays in the free list",
-        &[edit(MANAGER, "«self.free.remove(block);»", "{}")],
+        &[edit(MANAGER, "«self.pool.claim(head);»", "{}")],
     ),
     bug(
         "a block is given up by all at once",
@@ -94,13 +94,13 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a freed block is lost",
-        &[edit(MANAGER, "«self.free.push_front(block);»", "{}")],
+        &[edit(MANAGER, "«self.pool.put(head, last);»", "{}")],
     ),
     bug(
         "an evicted block stays in the cache",
         &[edit(
             MANAGER,
-            "self.evictions += «self.index.remove(block)» as u64;",
+            "self.evictions += «self.index.evict(page)» as u64;",
             "0_usize",
         )],
     ),
@@ -126,13 +126,17 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "more blocks are promised than are free",
-        &[edit(MANAGER, "blocks.len() + «idle» + headroom", "0")],
+        &[edit(
+            MANAGER,
+            "needed += «idle.count()» * group.pages_per_block;",
+            "{ let _ = idle; 0 }",
+        )],
     ),
     bug(
         "the tokens of a block are not compared",
         &[edit(
             PREFIX,
-            "&& «self.tokens[block.index() * self.block_size..].starts_with(tokens)»",
+            "&& «self.tokens[id.index() * self.block_size..].starts_with(tokens)»",
             "true",
         )],
     ),
@@ -141,8 +145,8 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         &[
             edit(
                 PREFIX,
-                "is_some_and(|entry| «entry.before == before»)",
-                "{ let _ = entry; true }",
+                "is_some_and(|node| «node.before == before»)",
+                "{ let _ = node; true }",
             ),
             edit(
                 PREFIX,
@@ -153,7 +157,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a block is cached twice",
-        &[edit(PREFIX, "«return name;»", "{ let _ = name; }")],
+        &[edit(PREFIX, "«return Some(prefix);»", "{ let _ = prefix; }")],
     ),
     bug(
         "a run starts too early",
@@ -171,16 +175,16 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         "the table misses its last block",
         &[edit(
             SEQUENCE,
-            "«self.table.blocks()[..block_size.blocks_for(end)].to_vec()»,",
-            "self.table.blocks()[..block_size.blocks_for(end - 1)].to_vec()",
+            "tables: «self.table.up_to(end, kv)»,",
+            "self.table.up_to(end - 1, kv)",
         )],
     ),
     bug(
         "the table repeats its first block",
         &[edit(
             SEQUENCE,
-            "«self.table.blocks()[..block_size.blocks_for(end)].to_vec()»,",
-            "vec![self.table.blocks()[0]; block_size.blocks_for(end)]",
+            "tables: «self.table.up_to(end, kv)»,",
+            "{ let mut tables = self.table.up_to(end, kv); tables.iter_mut().for_each(|t| if let Some(&page) = t.pages.first() { t.pages.fill(page) }); tables }",
         )],
     ),
     bug(

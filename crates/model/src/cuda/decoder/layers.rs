@@ -1,0 +1,311 @@
+//! The blocks' operations as launches.
+
+use half::bf16;
+use plimsoll_device::Pod;
+use plimsoll_device::cuda::{GpuError, GpuSlice};
+use plimsoll_kernels::cuda::{
+    DecodeArgs, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, LinearOutput, Linears,
+    PrefillArgs,
+};
+
+use super::{Decoder, StepState};
+use crate::blocks::{Norms, Operations};
+use crate::cuda::input::StepInput;
+use crate::cuda::planners::AttentionKind;
+use crate::cuda::scores::ScoreSlices;
+use crate::cuda::step::Activations;
+use crate::cuda::weights::{GpuLayer, GpuVector};
+use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
+
+/// What is chosen for all layers of one specification, once for a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kind {
+    /// Index of its work list.
+    attention: usize,
+    /// Of its rotary positions: which kind, and which table.
+    rope: Option<[usize; 2]>,
+    qkv: Fusion,
+    gate_up: Fusion,
+}
+
+/// What a linear layer's kernel does beside the product.
+#[derive(Clone, Copy, Debug)]
+struct Fusion {
+    /// The norm of its input.
+    norm: bool,
+    output: LinearOutput,
+}
+
+impl Kind {
+    pub(super) fn new(decoder: &Decoder, layer: &GpuLayer, rows: usize, state: &StepState) -> Self {
+        let spec = layer.spec.attention();
+        let attention = AttentionKind::of(spec, state.kv_config.block_size);
+        let planners = state.inputs.planners();
+        let at = planners.iter().position(|planners| planners.kind == attention);
+        let rope = spec.rope.as_deref().map(|rope| {
+            let ropes = decoder.weights.spec.ropes();
+            let at = ropes.iter().position(|known| *known == rope);
+            let at = at.expect("a decoder knows its layers' ropes");
+            [at, rope.variant(state.max_model_len)]
+        });
+        Self {
+            attention: at.expect("there are planners for every layer"),
+            rope,
+            qkv: Fusion::new(&decoder.linears, rows, &layer.mixer.qkv, LinearOutput::Bf16),
+            gate_up: Self::gate_up(decoder, layer, rows),
+        }
+    }
+
+    fn gate_up(decoder: &Decoder, layer: &GpuLayer, rows: usize) -> Fusion {
+        let (linears, gate_up) = (&decoder.linears, &layer.mlp.gate_up);
+        let activation = layer.spec.dense_mlp().activation;
+        let output = match linears.fuses_glu(rows, gate_up, activation) {
+            true => LinearOutput::Glu(activation),
+            false => LinearOutput::Bf16,
+        };
+        Fusion::new(linears, rows, gate_up, output)
+    }
+}
+
+impl Fusion {
+    fn new(linears: &Linears, rows: usize, linear: &GpuLinear, output: LinearOutput) -> Self {
+        Self {
+            norm: linears.fuses_norm(rows, linear, output),
+            output,
+        }
+    }
+}
+
+/// A step on its way through the layers: launches in order.
+pub(super) struct Step<'a, 'b> {
+    pub(super) decoder: &'b Decoder,
+    pub(super) kinds: Vec<Kind>,
+    pub(super) input: &'b StepInput,
+    pub(super) state: &'b StepState,
+    pub(super) scores: Option<&'b ScoreSlices<'b>>,
+    /// As wide as the widest layer needs.
+    pub(super) act: Activations<'a>,
+    /// Rows that are computed.
+    pub(super) rows: usize,
+    /// Nothing is to be added to the residual stream yet.
+    pub(super) is_fresh: bool,
+    pub(super) layer: usize,
+}
+
+impl<'a> Step<'a, '_> {
+    fn kind(&self) -> &Kind {
+        &self.kinds[self.decoder.kind_of[self.layer]]
+    }
+
+    /// The first `width` elements' worth of each row, closely packed.
+    fn rows<T: Pod>(&self, of: GpuSlice<'a, T>, width: usize) -> GpuSlice<'a, T> {
+        of.range(0..self.rows * width)
+    }
+
+    /// The sum of the residual stream and what is added to it, and its norm.
+    fn add_norm(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
+        let width = norms.weight.slice().len();
+        let [hidden, delta, normed] =
+            [self.act.hidden, self.act.delta, self.act.normed].map(|slice| self.rows(slice, width));
+        let fused = &self.decoder.fused;
+        match norms.added {
+            _ if std::mem::take(&mut self.is_fresh) => fused.rms_norm(hidden, norm(norms), normed),
+            None => fused.add_rms_norm(hidden, delta, norm(norms), normed),
+            Some(added) => fused.sandwich_norm(hidden, delta, added.slice(), norm(norms), normed),
+        }
+    }
+
+    /// A linear layer of the norm of the sum of the residual stream and what is added to it.
+    fn norm_linear(
+        &mut self,
+        norms: &Norms<'_, GpuVector>,
+        linear: &GpuLinear,
+        fusion: Fusion,
+        out: GpuSlice<'a, bf16>,
+    ) -> Result<(), GpuError> {
+        let linears = &self.decoder.linears;
+        let width = linear.inputs();
+        if fusion.norm && !self.is_fresh && norms.added.is_none() {
+            let residual = GpuResidual {
+                hidden: self.rows(self.act.hidden, width),
+                delta: self.rows(self.act.delta, width),
+                norm: norm(norms),
+                sum: self.rows(self.act.normed, width),
+            };
+            linears.forward_norm(&residual, linear, fusion.output, out)?;
+            std::mem::swap(&mut self.act.hidden, &mut self.act.normed);
+            return Ok(());
+        }
+        self.add_norm(norms)?;
+        let normed = self.rows(self.act.normed, width);
+        match fusion.output {
+            LinearOutput::Glu(activation) => linears.forward_glu(normed, linear, activation, out),
+            _ => linears.forward(normed, linear, out),
+        }
+    }
+}
+
+fn norm<'a>(norms: &Norms<'a, GpuVector>) -> GpuNorm<'a> {
+    GpuNorm {
+        weight: norms.weight.slice(),
+        eps: norms.eps,
+    }
+}
+
+impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
+    type Error = GpuError;
+
+    fn begin_layer(&mut self, index: usize) {
+        self.layer = index;
+    }
+
+    fn project_qkv(&mut self, norms: &Norms<'_, GpuVector>, qkv: &GpuLinear) -> Result<(), GpuError> {
+        let out = self.rows(self.act.qkv, qkv.outputs());
+        self.norm_linear(norms, qkv, self.kind().qkv, out)
+    }
+
+    /// Queries stay in their place.
+    fn write_kv(&mut self, layer: &LayerSpec, qk_norm: Option<&[GpuVector; 2]>) -> Result<(), GpuError> {
+        let (spec, Self { input, state, .. }) = (layer.attention(), &*self);
+        let norm = qk_norm.map(|[q, k]| GpuQkNorm {
+            q: q.slice(),
+            k: k.slice(),
+            eps: layer.norm.eps,
+        });
+        let weights = &self.decoder.weights;
+        let table = self.kind().rope.map(|[rope, table]| &weights.ropes[rope][table]);
+        let rope = GpuRope {
+            positions: state.inputs.device(input.positions),
+            turns: table.map_or(weights.no_turns(), |table| table.turns.slice()),
+            factor: table.map_or(1.0, |table| table.factor),
+            query_scale: spec.rope.as_deref().and_then(|rope| rope.query_scale),
+        };
+        let page = state.pages[self.layer];
+        let (k, v) = state.layer_kv(page.column, spec);
+        let write = GpuKvWrite {
+            k,
+            v,
+            slots: state.inputs.device(input.slots[page.table]),
+            kv_heads: spec.kv_heads,
+            block_size: state.kv_config.block_size.tokens(),
+            head_dim: spec.head_dim,
+        };
+        let qkv = self.rows(self.act.qkv, spec.qkv_size());
+        self.decoder.fused.qk_norm_rope_kv_write(qkv, norm, rope, write)
+    }
+
+    fn attend(&mut self, spec: &AttentionSpec) -> Result<(), GpuError> {
+        let Self { input, state, .. } = *self;
+        let page = state.pages[self.layer];
+        let (k, v) = state.layer_kv(page.column, spec);
+        let (inputs, at) = (&state.inputs, self.kind().attention);
+        let planners = &inputs.planners()[at];
+        let blocks = inputs.device(input.blocks);
+        let (q, out) = (
+            self.rows(self.act.qkv, spec.qkv_size()),
+            self.rows(self.act.attended, spec.q_size()),
+        );
+        if let Some(decode) = &input.decode {
+            let (header, items) = decode.work[at];
+            let args = DecodeArgs {
+                q,
+                q_stride: spec.qkv_size(),
+                k,
+                v,
+                runs: inputs.device(decode.runs[page.table]),
+                blocks,
+                header: inputs.device(header),
+                items: inputs.device(items),
+                out,
+                scratch: self.act.scratch,
+                counters: state.counters.slice(),
+                scale: spec.scale,
+            };
+            self.decoder.decode.forward(&planners.decode, &args)?;
+        }
+        if let Some(prefill) = &input.prefill {
+            let (plan, items) = prefill.work[at];
+            let args = PrefillArgs {
+                q,
+                q_stride: spec.qkv_size(),
+                k,
+                v,
+                runs: inputs.device(prefill.runs[page.table]),
+                blocks,
+                items: inputs.device(items),
+                out,
+                scratch: self.act.scratch,
+                scale: spec.scale,
+            };
+            self.decoder.prefill.forward(&planners.prefill, plan, &args)?;
+        }
+        Ok(())
+    }
+
+    fn rows_given(&self) -> usize {
+        self.input.samples + self.input.scored
+    }
+
+    fn keep_given(&mut self, spec: &AttentionSpec) -> Result<(), GpuError> {
+        let Some(sampled) = self.input.sample_at else {
+            return Ok(());
+        };
+        let decoder = self.decoder;
+        let width = decoder.weights.spec.hidden_size;
+        let attended = self.rows(self.act.attended, spec.q_size());
+        let hidden = self.rows(self.act.hidden, width);
+        let sampled = (self.input.samples > 0).then(|| self.state.inputs.device(sampled));
+        let mut first = 0;
+        for at in sampled.into_iter().chain(self.scores.map(|scores| scores.at)) {
+            let part = |width: usize| first * width..(first + at.len()) * width;
+            // Each into memory that this layer has no more use for.
+            decoder
+                .fused
+                .gather_rows(hidden, at, self.act.normed.range(part(width)))?;
+            decoder
+                .fused
+                .gather_rows(attended, at, self.act.qkv.range(part(spec.q_size())))?;
+            first += at.len();
+        }
+        let act = self.act;
+        (self.act.hidden, self.act.normed, self.act.attended) = (act.normed, act.hidden, act.qkv);
+        self.rows = self.rows_given();
+        let layer = &decoder.weights.decoder.layers[self.layer];
+        self.kinds[decoder.kind_of[self.layer]].gate_up = Kind::gate_up(decoder, layer, self.rows);
+        Ok(())
+    }
+
+    fn project_output(&mut self, spec: &AttentionSpec, output: &GpuLinear) -> Result<(), GpuError> {
+        let attended = self.rows(self.act.attended, spec.q_size());
+        let delta = self.rows(self.act.delta, output.outputs());
+        self.decoder.linears.forward(attended, output, delta)
+    }
+
+    fn project_gated(
+        &mut self,
+        mlp: &DenseMlpSpec,
+        norms: &Norms<'_, GpuVector>,
+        gate_up: &GpuLinear,
+    ) -> Result<(), GpuError> {
+        let fusion = self.kind().gate_up;
+        let activated = self.rows(self.act.activated, mlp.intermediate_size);
+        if fusion.output != LinearOutput::Bf16 {
+            return self.norm_linear(norms, gate_up, fusion, activated);
+        }
+        let out = self.rows(self.act.gate_up, gate_up.outputs());
+        self.norm_linear(norms, gate_up, fusion, out)?;
+        self.decoder
+            .fused
+            .glu(mlp.activation, out, mlp.intermediate_size, activated)
+    }
+
+    fn project_down(&mut self, mlp: &DenseMlpSpec, down: &GpuLinear) -> Result<(), GpuError> {
+        let activated = self.rows(self.act.activated, mlp.intermediate_size);
+        let delta = self.rows(self.act.delta, down.outputs());
+        self.decoder.linears.forward(activated, down, delta)
+    }
+
+    fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
+        self.add_norm(norms)
+    }
+}

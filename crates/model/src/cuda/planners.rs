@@ -1,0 +1,92 @@
+//! How attention's work is cut up.
+
+use plimsoll_core::BlockSize;
+use plimsoll_device::cuda::GpuError;
+use plimsoll_kernels::KvLayout;
+use plimsoll_kernels::cuda::{DecodeKernels, DecodePlanner, PrefillKernels, PrefillPlanner};
+
+use crate::DecoderSpec;
+use crate::spec::AttentionSpec;
+
+/// How attention's work is cut up: one entry per kind of attention that layers have.
+pub(super) type Planners = Vec<AttentionPlanners>;
+
+/// What a work list of attention depends on beside the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct AttentionKind {
+    pub(super) layout: KvLayout,
+    pub(super) heads: usize,
+    pub(super) window: Option<usize>,
+}
+
+impl AttentionKind {
+    pub(super) fn of(spec: &AttentionSpec, block_size: BlockSize) -> Self {
+        Self {
+            layout: KvLayout {
+                kv_heads: spec.kv_heads,
+                head_dim: spec.head_dim,
+                block_size,
+            },
+            heads: spec.heads,
+            window: spec.window,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AttentionPlanners {
+    pub(super) kind: AttentionKind,
+    pub(super) decode: DecodePlanner,
+    pub(super) prefill: PrefillPlanner,
+}
+
+/// Floats of scratch that attention needs in any step.
+pub(super) fn attention_scratch(planners: &[AttentionPlanners]) -> usize {
+    let most = |planners: &AttentionPlanners| {
+        planners
+            .decode
+            .scratch_floats()
+            .max(planners.prefill.scratch_floats())
+    };
+    planners.iter().map(most).max().unwrap_or(0)
+}
+
+/// Counters that the attention of decoding runs needs.
+pub(super) fn attention_counters(planners: &[AttentionPlanners]) -> usize {
+    let all = planners.iter().map(|planners| planners.decode.counters());
+    all.max().unwrap_or(0)
+}
+
+/// One entry for every kind of attention that layers have.
+pub(super) fn planners<E>(
+    spec: &DecoderSpec,
+    block_size: BlockSize,
+    planner: impl Fn(AttentionKind) -> Result<AttentionPlanners, E>,
+) -> Result<Planners, E> {
+    let mut planners = Planners::new();
+    for kind in spec.attention().map(|spec| AttentionKind::of(spec, block_size)) {
+        if planners.iter().all(|known| known.kind != kind) {
+            planners.push(planner(kind)?);
+        }
+    }
+    Ok(planners)
+}
+
+/// On the GPU that has these kernels.
+pub(super) fn planners_on(
+    decode: &DecodeKernels,
+    prefill: &PrefillKernels,
+    kind: AttentionKind,
+    max_runs: usize,
+) -> Result<AttentionPlanners, GpuError> {
+    let AttentionKind {
+        layout,
+        heads,
+        window,
+    } = kind;
+    Ok(AttentionPlanners {
+        kind,
+        decode: decode.planner(layout, heads, window, max_runs)?,
+        prefill: prefill.planner(layout, heads, window)?,
+    })
+}
