@@ -118,7 +118,6 @@ mod tests {
         let gpu = crate::cuda::Gpu::open(0).unwrap();
         let holders = holders(&crate::cuda::uuid(0).unwrap());
         // A container may see other ids, or no processes at all.
-        println!("{holders:?}");
         assert!(
             holders.iter().all(|holder| holder.bytes != Some(0)),
             "{holders:?}"

@@ -40,7 +40,7 @@ pub(super) struct GpuVector {
     span: Span,
 }
 
-/// A [`RopeTable`](crate::rope::RopeTable).
+/// A [`crate::rope::RopeTable`].
 #[derive(Debug)]
 pub(super) struct GpuRopeTable {
     /// [`rope_turns`] of the frequencies: `[rotary_dim / 2, 2]`.
