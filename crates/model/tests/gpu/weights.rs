@@ -28,7 +28,7 @@ fn load_to(gpu: &Gpu, path: &Path, format: LoadFormat) -> Result<Arc<GpuModel>, 
 }
 
 /// Every stored tensor is on the device: matrices and biases rounded to `bf16`, norms as they are, up to `tolerance` of
-/// each value; 0 is to the bit.
+/// each value; 0 is to the bit. A norm that is stored as its difference from 1 arrives whole.
 #[track_caller]
 fn assert_contents(model: &GpuModel, tensors: &Tensors, tolerance: f32, context: &str) {
     for (name, tensor) in tensors {
@@ -37,6 +37,9 @@ fn assert_contents(model: &GpuModel, tensors: &Tensors, tolerance: f32, context:
         if tensor.rank() == 2 || name.ends_with("bias") {
             want.iter_mut()
                 .for_each(|value| *value = bf16::from_f32(*value).to_f32());
+        }
+        if name.ends_with("norm.weight") && model.spec().final_norm.unit_offset {
+            want.iter_mut().for_each(|value| *value += 1.0);
         }
         // A tied head may be stored all the same.
         let name = match name.as_str() {
@@ -73,7 +76,8 @@ fn logits(model: &Arc<GpuModel>) -> Vec<f32> {
 fn golden_models_arrive_as_stored() {
     let gpu = Gpu::open(0).unwrap();
     let directory = TempDir::new().unwrap();
-    for name in MODELS {
+    // The vision tower of gemma3-vision is not loaded.
+    for name in MODELS.into_iter().filter(|&name| name != "gemma3-vision") {
         let mut last = Progress { done: 0, total: 0 };
         let mut progress = |progress: Progress| {
             assert!(progress.done > last.done, "{name}");
@@ -86,8 +90,7 @@ fn golden_models_arrive_as_stored() {
         assert_contents(&model, &tensors, 0.0, name);
         assert!(gpu.budget().meters().by_component.get(Component::Weights) > 0);
 
-        // llama.cpp has no window for qwen2.
-        if name != "qwen2-window" {
+        if GGUF_MODELS.contains(&name) {
             let file = golden_gguf(directory.path(), name);
             let converted = load_to(&gpu, &file, LoadFormat::Auto).unwrap();
             assert_contents(&converted, &tensors, 0.0, &format!("{name} as GGUF"));
