@@ -90,7 +90,7 @@ impl Harmless {
             Self::True => Some("only true is"),
             Self::Zero => Some("only 0 is"),
             Self::One => Some("only 1 is"),
-            Self::NoSuffix => Some("fill-in-the-middle is not implemented; put all text into `prompt`"),
+            Self::NoSuffix => Some("completions have no fill-in-the-middle here; put all text into `prompt`"),
             Self::Only("text") => Some("only `text` is"),
             Self::Older(hint) => Some(hint),
             _ => None,
