@@ -5,25 +5,28 @@ use std::sync::Arc;
 use plimsoll_core::CacheListener;
 use plimsoll_kv_events::Publisher;
 
-use crate::args::ServeArgs;
 use crate::error::Error;
+use crate::serve_settings::ServeSettings;
 
 /// Listens for routers, if there are to be events, and tells them from here on. Returns what the engine is to fill.
-pub(crate) fn publish(args: &ServeArgs) -> Result<Option<Arc<dyn CacheListener>>, Error> {
+pub(crate) fn publish(settings: &ServeSettings) -> Result<Option<Arc<dyn CacheListener>>, Error> {
     let wrong = |message: String| Error::Configuration {
         origin: "--kv-events-config".into(),
         message,
     };
-    let config = args.events.kv_events_config.clone().unwrap_or_default();
-    let Some(settings) = config.settings().map_err(|error| wrong(error.to_string()))? else {
+    let Some(publisher) = settings
+        .kv_events
+        .settings()
+        .map_err(|error| wrong(error.to_string()))?
+    else {
         return Ok(None);
     };
-    if !args.engine.limits.prefix_caching() {
+    if !settings.engine.prefix_caching {
         return Err(wrong(
             "events tell what the prefix cache holds, and there is none: leave out --no-enable-prefix-caching".into(),
         ));
     }
-    let publisher = Publisher::bind(settings)?;
+    let publisher = Publisher::bind(publisher)?;
     let queue = publisher.queue();
     tokio::spawn(async move {
         if let Err(error) = publisher.run().await {

@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::args::EngineArgs;
 use crate::error::Error;
 
 /// Where lock files lie by default: all users of a machine can meet there, and not everybody's `TMPDIR` is the same.
@@ -97,18 +96,12 @@ impl Drop for DeviceLock {
 }
 
 impl Locks {
-    /// As the flags say.
-    pub fn new(args: &EngineArgs) -> Self {
-        let dir = args.device.device_lock_dir.clone();
+    /// With lock files in `dir`, for a start of `model`; `timeout`: how long to wait for another start.
+    pub fn new(dir: Option<PathBuf>, timeout: Duration, model: &str) -> Self {
         Self {
             dir: dir.unwrap_or_else(|| DEFAULT_DIR.into()),
-            timeout: args.device.device_lock_timeout,
-            holder: format!(
-                "process {} on {} ({})",
-                std::process::id(),
-                host(),
-                args.model.model()
-            ),
+            timeout,
+            holder: format!("process {} on {} ({model})", std::process::id(), host()),
         }
     }
 

@@ -24,7 +24,8 @@ fn main() -> ExitCode {
 
 fn start() -> Result<(), Error> {
     let cli = layers::from_process()?;
-    if cli.command.model().is_some_and(source::is_remote) {
+    let model = cli.command.model();
+    if model.is_some_and(|args| source::is_remote(args.model(), args.tokenizer.as_deref())) {
         hub::disable_telemetry()?;
     }
     let runtime = tokio::runtime::Runtime::new()?;

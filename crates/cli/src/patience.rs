@@ -2,7 +2,14 @@
 
 use std::time::Duration;
 
-use crate::args::ServerArgs;
+/// What flags say of that.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct StepTimeouts {
+    /// `--stall-timeout`.
+    pub(crate) stall: Option<Duration>,
+    /// `--watchdog-timeout`; zero: never.
+    pub(crate) watchdog: Option<Duration>,
+}
 
 /// How long there may be work without the end of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,11 +31,11 @@ const WATCHDOG_FACTOR: u32 = 30;
 
 impl Patience {
     /// As the flags say, or else as the slowest step of the proof does.
-    pub(crate) fn new(args: &ServerArgs, slowest: Duration) -> Self {
+    pub(crate) fn new(flags: StepTimeouts, slowest: Duration) -> Self {
         let derived = |least: Duration, factor| least.max(slowest.saturating_mul(factor));
-        let stall = args.stall_timeout.unwrap_or(derived(LEAST_STALL, STALL_FACTOR));
-        let watchdog = args
-            .watchdog_timeout
+        let stall = flags.stall.unwrap_or(derived(LEAST_STALL, STALL_FACTOR));
+        let watchdog = flags
+            .watchdog
             // Whoever is patient with /ready is no less so with the process.
             .unwrap_or_else(|| derived(LEAST_WATCHDOG, WATCHDOG_FACTOR).max(stall.saturating_mul(2)));
         Self {
@@ -66,30 +73,25 @@ impl Patience {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-    use crate::args::{Cli, Command};
 
-    fn patience(flags: &str, slowest: f64) -> (f64, Option<f64>) {
-        let argv = ["plimsoll", "serve", "sim"]
-            .into_iter()
-            .chain(flags.split_whitespace());
-        let Command::Serve(args) = Cli::try_parse_from(argv).unwrap().command else {
-            panic!("not serve");
+    fn patience(stall: Option<f64>, watchdog: Option<f64>, slowest: f64) -> (f64, Option<f64>) {
+        let flags = StepTimeouts {
+            stall: stall.map(Duration::from_secs_f64),
+            watchdog: watchdog.map(Duration::from_secs_f64),
         };
-        let patience = Patience::new(&args.server, Duration::from_secs_f64(slowest));
+        let patience = Patience::new(flags, Duration::from_secs_f64(slowest));
         let watchdog = patience.watchdog.map(|watchdog| watchdog.as_secs_f64());
         (patience.stall.as_secs_f64(), watchdog)
     }
 
     #[test]
     fn bounds_follow_the_slowest_step_of_the_proof_unless_flags_say() {
-        assert_eq!(patience("", 0.01), (5.0, Some(120.0)));
-        assert_eq!(patience("", 10.0), (50.0, Some(300.0)));
-        assert_eq!(patience("--stall-timeout 2", 10.0), (2.0, Some(300.0)));
-        assert_eq!(patience("--stall-timeout 90", 0.01), (90.0, Some(180.0)));
-        assert_eq!(patience("--watchdog-timeout 7", 10.0), (50.0, Some(7.0)));
-        assert_eq!(patience("--watchdog-timeout 0", 10.0), (50.0, None));
+        assert_eq!(patience(None, None, 0.01), (5.0, Some(120.0)));
+        assert_eq!(patience(None, None, 10.0), (50.0, Some(300.0)));
+        assert_eq!(patience(Some(2.0), None, 10.0), (2.0, Some(300.0)));
+        assert_eq!(patience(Some(90.0), None, 0.01), (90.0, Some(180.0)));
+        assert_eq!(patience(None, Some(7.0), 10.0), (50.0, Some(7.0)));
+        assert_eq!(patience(None, Some(0.0), 10.0), (50.0, None));
     }
 }

@@ -1,21 +1,23 @@
 //! `plimsoll plan`: what a server would need and how large its KV cache would be, without loading a model; and
 //! `plimsoll profile`, which measures that and says how far off the plan is.
 
+use std::sync::Arc;
+
 use plimsoll_core::Component;
 use plimsoll_profiler::{Compared, Prediction, Report, comparison_table};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::args::{EngineArgs, PlanArgs, ProfileArgs};
+use crate::args::{PlanArgs, ProfileArgs};
+use crate::backend::{self, Device};
 use crate::bench::command_line;
 use crate::bytes::Bytes;
 use crate::command_line::quoted;
-use crate::device::{Device, Site};
 use crate::error::Error;
-use crate::plan_cache::PlanCache;
 use crate::serve::{open_timed, resolve_timed, say};
-use crate::source::{Source, resolve_config};
-use crate::start::{Loaded, Outline, ReportFile, StartContext, report_json};
+use crate::settings::EngineSettings;
+use crate::source::resolve_config;
+use crate::start::{Loaded, StartTimes, predict, report_json, with_enough_memory};
 
 /// The exit code that says so.
 const DOES_NOT_FIT: u8 = 4;
@@ -25,18 +27,19 @@ const DOES_NOT_FIT: u8 = 4;
 /// # Errors
 /// As [`profile`] would end with, as far as configuration and device tell.
 pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = String>) -> Result<(), Error> {
-    let source = resolve_config(&args.engine.model).await?;
+    let settings = Arc::new(EngineSettings::new(args.engine)?);
+    let source = resolve_config(&settings).await?;
     let serve = serve_command(argv);
     let work = move || {
-        let site = Site::look(&source, &args.engine)?;
-        let predicted = Outline::new(&source, &args.engine, &site).and_then(|outline| outline.predict());
+        let device = backend::look(&source, &settings)?;
+        let predicted = predict(&settings, &*device);
         if args.json {
             say(&format!(
                 "{:#}",
-                plan_json(&args.engine, &site, &predicted, &serve)
+                plan_json(&settings.model, &*device, &predicted, &serve)
             ));
         } else if let Ok(prediction) = &predicted {
-            say(&plan_text(&args.engine, &site, prediction, &serve));
+            say(&plan_text(&settings.model, &*device, prediction, &serve));
         }
         predicted.map(|_| ())
     };
@@ -48,24 +51,25 @@ pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = String>) -> Result<
 /// # Errors
 /// Where the model cannot be loaded or does not fit.
 pub async fn profile(args: ProfileArgs) -> Result<(), Error> {
-    let ProfileArgs { engine: args, json } = args;
-    let report_file = ReportFile::new(&args.memory)?;
+    let mut settings = EngineSettings::new(args.engine)?;
     // It is asked to measure; the next server profits.
-    let context = StartContext::new(PlanCache::from_flags(&args.memory).write_only());
-    let times = context.times.clone();
-    let source = resolve_timed(&args, &times).await?;
+    settings.plans = settings.plans.write_only();
+    let settings = Arc::new(settings);
+    let times = StartTimes::begin();
+    let source = resolve_timed(&settings, &times).await?;
     let work = move || {
-        let (device, _lock) = open_timed(&source, &args, &times)?;
-        let prediction = times.measure("prediction", || predicted(&source, &args, &device));
-        let report = Loaded::with(&source, &args, device.clone(), context)
-            .and_then(|loaded| loaded.profile(&args))
-            .map_err(|error| Outline::enough_for(&source, &args, &device, error))?;
+        let (backend, _lock) = open_timed(&source, &settings, &times)?;
+        let prediction = times.measure("prediction", || predicted(&settings, &*backend));
+        let proof = Loaded::new(&source, &settings, Arc::clone(&backend), &times)
+            .and_then(|loaded| loaded.prove())
+            .map_err(|error| with_enough_memory(&settings, &*backend, error))?;
         times.ready();
-        let whole = profile_json(report_json(&report, &times), prediction.as_ref(), &report);
-        report_file.write(&whole)?;
-        say(&match json {
+        let report = proof.report();
+        let whole = profile_json(report_json(report, &times), prediction.as_ref(), report);
+        settings.report_file.write(&whole)?;
+        say(&match args.json {
             true => format!("{whole:#}"),
-            false => profile_text(prediction.as_ref(), &report),
+            false => profile_text(prediction.as_ref(), report),
         });
         Ok(())
     };
@@ -73,9 +77,8 @@ pub async fn profile(args: ProfileArgs) -> Result<(), Error> {
 }
 
 /// What [`plan`] would say on this device. A prediction that fails is no reason not to measure.
-fn predicted(source: &Source, args: &EngineArgs, device: &Device) -> Option<Prediction> {
-    let outline = Outline::new(source, args, &Site::There(device.clone()));
-    match outline.and_then(|outline| outline.predict()) {
+fn predicted(settings: &EngineSettings, device: &dyn Device) -> Option<Prediction> {
+    match predict(settings, device) {
         Ok(prediction) => Some(prediction),
         Err(error) => {
             // What to do about it is better said by who measured.
@@ -89,15 +92,14 @@ fn predicted(source: &Source, args: &EngineArgs, device: &Device) -> Option<Pred
     }
 }
 
-fn plan_text(args: &EngineArgs, site: &Site, prediction: &Prediction, serve: &str) -> String {
+fn plan_text(model: &str, device: &dyn Device, prediction: &Prediction, serve: &str) -> String {
     let weights = prediction.baseline.components.iter();
     let weights = weights.filter(|line| line.name == Component::Weights.name());
     let weights: u64 = weights.map(|line| line.bytes).sum();
     format!(
-        "predicted for {} on {}\n  no weights were read and nothing was measured; `plimsoll profile` does\n{}\n  \
+        "predicted for {model} on {}\n  no weights were read and nothing was measured; `plimsoll profile` does\n{}\n  \
          {} of weights, {} bytes of KV a token\n{serve}",
-        args.model.model(),
-        site_name(site),
+        device.name(),
         prediction.table(),
         Bytes(weights),
         prediction.kv_bytes_per_token,
@@ -112,34 +114,16 @@ fn profile_text(prediction: Option<&Prediction>, report: &Report) -> String {
     format!("{}\n{compared}", report.table())
 }
 
-/// Where it would run, for people.
-fn site_name(site: &Site) -> String {
-    match site {
-        Site::There(Device::Cpu(_)) => "cpu".to_owned(),
-        Site::There(Device::Gpu(gpu)) => format!("cuda:{} ({})", gpu.info().ordinal, gpu.info().name),
-        Site::AssumedGpu(bytes) => {
-            format!(
-                "a GPU of {} (not here; taken for an H200 otherwise)",
-                Bytes(*bytes)
-            )
-        }
-    }
-}
-
-fn plan_json(args: &EngineArgs, site: &Site, predicted: &Result<Prediction, Error>, serve: &str) -> Value {
-    let kind = match site {
-        Site::There(Device::Cpu(_)) => "cpu",
-        Site::There(Device::Gpu(_)) | Site::AssumedGpu(_) => "cuda",
-    };
+fn plan_json(model: &str, device: &dyn Device, predicted: &Result<Prediction, Error>, serve: &str) -> Value {
     let mut whole = match predicted {
         Ok(prediction) => json!(prediction),
         Err(error) => json!({ "error": error.to_string() }),
     };
-    whole["model"] = json!(args.model.model());
+    whole["model"] = json!(model);
     whole["device"] = json!({
-        "kind": kind,
-        "name": site_name(site),
-        "assumed": matches!(site, Site::AssumedGpu(_)),
+        "kind": device.kind(),
+        "name": device.name(),
+        "assumed": device.is_assumed(),
     });
     whole["fits"] = match predicted {
         Ok(_) => json!(true),

@@ -1,17 +1,12 @@
 //! Progress for people, on stderr; nothing where stderr is not a terminal.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use hf_hub::progress::{DownloadEvent, Progress, ProgressEvent, ProgressHandler};
 use indicatif::{ProgressBar, ProgressStyle};
 use plimsoll_profiler::{Observer, Phase, PhaseRecord, Piece};
 use plimsoll_server::StartPhase;
 
-use crate::bytes::Bytes;
-use crate::hub::RemoteFile;
-use crate::start::{StartProgress, StartTimes};
+use crate::start::StartTimes;
 
 /// A bar over bytes.
 pub(crate) fn bytes_bar(what: &str, total: u64) -> ProgressBar {
@@ -36,88 +31,6 @@ fn bar(what: &str, total: u64, style: &str) -> ProgressBar {
     ProgressBar::new(total)
         .with_style(style)
         .with_message(what.to_owned())
-}
-
-/// Progress of one download from the Hub.
-#[derive(Debug)]
-pub(crate) struct DownloadBar {
-    bar: ProgressBar,
-    files: usize,
-    start: StartProgress,
-}
-
-impl DownloadBar {
-    /// `missing`: the files to come with their sizes; with none of them, nothing is shown.
-    pub(crate) fn new(repo: &str, missing: &[RemoteFile], start: &StartProgress) -> Self {
-        let total = missing.iter().map(|file| file.size).sum();
-        if missing.is_empty() {
-            return Self {
-                bar: ProgressBar::hidden(),
-                files: 0,
-                start: start.clone(),
-            };
-        }
-        start.downloads();
-        tracing::info!("downloading {} files of {repo}, {}", missing.len(), Bytes(total));
-        Self {
-            bar: bytes_bar(repo, total),
-            files: missing.len(),
-            start: start.clone(),
-        }
-    }
-
-    pub(crate) fn handler(&self) -> Progress {
-        Arc::new(Handler {
-            bar: self.bar.clone(),
-            start: (self.files > 0).then(|| self.start.clone()),
-            done: Mutex::default(),
-        })
-        .into()
-    }
-
-    pub(crate) fn finish(&self) {
-        self.bar.finish_and_clear();
-        if self.files > 0 {
-            tracing::debug!(
-                files = self.files,
-                seconds = self.bar.elapsed().as_secs_f64(),
-                "download ended"
-            );
-        }
-    }
-}
-
-struct Handler {
-    bar: ProgressBar,
-    /// Unless there is nothing to download.
-    start: Option<StartProgress>,
-    /// Bytes by file; what xet transfers is known only in sum and stands under the empty name.
-    done: Mutex<HashMap<String, u64>>,
-}
-
-impl ProgressHandler for Handler {
-    fn on_progress(&self, event: &ProgressEvent) {
-        let ProgressEvent::Download(event) = event else {
-            return;
-        };
-        let mut done = self.done.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        match event {
-            DownloadEvent::Progress { files } => {
-                for file in files {
-                    done.insert(file.filename.clone(), file.bytes_completed);
-                }
-            }
-            DownloadEvent::AggregateProgress { bytes_completed, .. } => {
-                done.insert(String::new(), *bytes_completed);
-            }
-            DownloadEvent::Start { .. } | DownloadEvent::Complete => return,
-        }
-        let done = done.values().sum();
-        self.bar.set_position(done);
-        if let (Some(start), Some(total)) = (&self.start, self.bar.length()) {
-            start.bytes(done, total);
-        }
-    }
 }
 
 /// The auto-profile: a log line per phase, a bar over its worst steps.

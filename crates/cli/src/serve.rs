@@ -2,83 +2,70 @@
 
 use std::io::Write;
 use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use plimsoll_core::CacheListener;
 use plimsoll_engine::Drained;
-use plimsoll_model::GenerationConfig;
-use plimsoll_profiler::Report;
-use plimsoll_server::{
-    AppState, GenerationDefaults, Memory, ModelInfo, RequestSink, ServeError, Server, ServerOptions, Start,
-    StartPhase, StartStatus,
-};
-use plimsoll_text::{ChatTemplate, SpecialTokens};
+use plimsoll_server::{AppState, Memory, ModelInfo, ServeError, Server, Start, StartPhase, StartStatus};
 use tokio::net::{TcpListener, TcpSocket, lookup_host};
 
-use crate::access_log::AccessLog;
-use crate::args::{EngineArgs, SchedulingPolicy, ServeArgs, ServerArgs};
-use crate::device::Device;
+use crate::args::ServeArgs;
+use crate::backend::{self, Backend};
 use crate::error::Error;
-use crate::keys::{self, KeySource};
 use crate::kv_events;
 use crate::lock::DeviceLock;
 use crate::logging;
-use crate::patience::Patience;
-use crate::plan_cache::PlanCache;
-use crate::request_log::RequestLog;
+use crate::serve_settings::ServeSettings;
+use crate::settings::EngineSettings;
 use crate::signals::{self, Signal};
 use crate::source::{Source, resolve};
-use crate::standing::Standing;
-use crate::start::{Loaded, Outline, Ready, ReportFile, StartContext, StartTimes, Text};
-use crate::tls::Certificate;
-use crate::traces::Traces;
+use crate::start::{Loaded, Serving, StartTimes, Started, Text, with_enough_memory};
 
 /// Connections the operating system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
 
 /// Serves until a signal says stop.
 pub async fn serve(args: ServeArgs) -> Result<(), Error> {
-    let report_file = ReportFile::new(&args.engine.memory)?;
-    let mut context = StartContext::new(PlanCache::from_flags(&args.engine.memory));
-    let times = context.times.clone();
+    let times = StartTimes::begin();
     let mut signal = signals::first()?;
-    let given = Given::read(&args.server).await?;
-    let name = args.server.served_names(&args.engine.model).remove(0);
+    let settings = ServeSettings::new(args).await?;
+    let name = settings.names[0].clone();
     // It answers that it starts; an address that is taken is found out now, not after minutes of loading.
-    let listener = listen(&args.server, &times).await?;
+    let listener = listen(&settings.host, settings.port, &times).await?;
     let bound = listener.local_addr()?;
-    context.cache_listener = kv_events::publish(&args)?;
+    let cache_listener = kv_events::publish(&settings)?;
     let progress = Arc::new(times.progress().clone());
-    let server = Server::listen(listener, &name, &given.options(&args, None), progress);
-    let scheme = given.scheme();
+    let server = Server::listen(listener, &name, &settings.options(None), progress);
+    let (scheme, drain_timeout) = (settings.scheme(), settings.drain_timeout);
     tracing::info!("starting {name}: {scheme}://{bound}/ready says how far it is");
+    let (report_file, clock) = (settings.engine.report_file.clone(), times.clone());
     let started = async {
-        let source = resolve_timed(&args.engine, &times).await?;
-        let args = args.clone();
-        tokio::task::spawn_blocking(move || prepare(&source, &args, given, context)).await?
+        let source = resolve_timed(&settings.engine, &times).await?;
+        let work = move || start(&source, settings, &clock, cache_listener);
+        tokio::task::spawn_blocking(work).await?
     };
-    let prepared = tokio::select! {
-        prepared = started => prepared?,
+    let (settings, loaded, started) = tokio::select! {
+        started = started => started?,
         Ok(signal) = &mut signal => return Err(interrupted(signal, &times)),
     };
+    let Started { report, memory, .. } = &started;
     if !logging::is_json() {
-        say(&prepared.report.table());
+        say(&report.table());
     }
-    let Prepared {
-        state,
-        standing,
-        example,
-        given,
-        ..
-    } = prepared;
+    let memory = Arc::clone(memory);
+    let example = match loaded.embedding() {
+        None => CHAT,
+        Some(_) => EMBEDDINGS,
+    };
+    let state = app_state(&settings, loaded, started)?;
     let total = times.ready();
     // Clients are connected by now: no reason to end.
-    if let Err(error) = report_file.write(&standing.report()) {
+    if let Err(error) = report_file.write(&memory.report()) {
         tracing::error!("no --profile-report: {error}");
     }
-    let (traces, access_log) = (given.traces.clone(), given.access_log.clone());
-    let watch = tokio::spawn(given.watch());
+    let (traces, access_log) = (settings.traces.clone(), settings.access_log.clone());
+    let watch = tokio::spawn(settings.watch());
     let shutdown = async {
         match signal.await {
             Ok(signal) => {
@@ -103,9 +90,65 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         Drained::Complete => Ok(()),
         Drained::Failed(requests) => Err(Error::CutOff {
             requests,
-            timeout: args.server.drain_timeout,
+            timeout: drain_timeout,
         }),
     }
+}
+
+/// Load, prove, spawn; blocks for as long as that takes.
+fn start(
+    source: &Source,
+    settings: ServeSettings,
+    times: &StartTimes,
+    cache_listener: Option<Arc<dyn CacheListener>>,
+) -> Result<(ServeSettings, Loaded, Started), Error> {
+    let (backend, lock) = open_timed(source, &settings.engine, times)?;
+    let serving = Serving {
+        max_queue: settings.max_queue,
+        relock: lock.relock(),
+        cache_listener,
+    };
+    let proved = || {
+        let loaded = Loaded::new(source, &settings.engine, Arc::clone(&backend), times)?;
+        let proof = loaded.prove()?;
+        Ok((loaded, proof))
+    };
+    let (loaded, proof) = proved().map_err(|error| with_enough_memory(&settings.engine, &*backend, error))?;
+    let started = loaded.spawn(proof, serving)?;
+    // All memory is taken: whoever starts next sees what is left.
+    drop(lock);
+    Ok((settings, loaded, started))
+}
+
+/// Everything the API needs.
+fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Result<AppState, Error> {
+    let embedding = loaded.embedding().cloned();
+    let Text {
+        tokenizer,
+        template,
+        eos_token_ids,
+        generation,
+    } = loaded.text;
+    let template = settings.template(template, tokenizer.special_tokens())?;
+    let mut names = settings.names.clone();
+    let model = ModelInfo {
+        id: names.remove(0),
+        aliases: names,
+        tokenizer,
+        answers: settings.answers(template.as_ref()),
+        template,
+        eos_token_ids,
+        defaults: settings.generation_defaults(&generation),
+        embedding,
+    };
+    let Started {
+        engine,
+        report,
+        memory,
+        ..
+    } = started;
+    let options = settings.options(Some(&report));
+    Ok(AppState::new(engine, model, memory, options))
 }
 
 fn interrupted(signal: Signal, times: &StartTimes) -> Error {
@@ -117,9 +160,9 @@ fn interrupted(signal: Signal, times: &StartTimes) -> Error {
     }
 }
 
-pub(crate) async fn resolve_timed(args: &EngineArgs, times: &StartTimes) -> Result<Source, Error> {
+pub(crate) async fn resolve_timed(settings: &EngineSettings, times: &StartTimes) -> Result<Source, Error> {
     let begin = Instant::now();
-    let source = resolve(&args.model, times.progress()).await?;
+    let source = resolve(settings, times.progress()).await?;
     times.add("resolve", begin.elapsed());
     Ok(source)
 }
@@ -127,24 +170,15 @@ pub(crate) async fn resolve_timed(args: &EngineArgs, times: &StartTimes) -> Resu
 /// The device, open. To wait for others that measure it is a stage of its own.
 pub(crate) fn open_timed(
     source: &Source,
-    args: &EngineArgs,
+    settings: &Arc<EngineSettings>,
     times: &StartTimes,
-) -> Result<(Device, DeviceLock), Error> {
+) -> Result<(Arc<dyn Backend>, DeviceLock), Error> {
     let begin = Instant::now();
     times.progress().enter(StartPhase::Device);
-    let (device, lock) = Device::open(source, args)?;
+    let (backend, lock) = backend::open(source, settings)?;
     times.add("wait", lock.waited());
     times.add("device", begin.elapsed().saturating_sub(lock.waited()));
-    Ok((device, lock))
-}
-
-/// Everything the HTTP server needs, and what is to be said about it.
-struct Prepared {
-    state: AppState,
-    report: Report,
-    standing: Arc<Standing>,
-    example: Example,
-    given: Given,
+    Ok((backend, lock))
 }
 
 /// A first request.
@@ -164,218 +198,14 @@ const EMBEDDINGS: Example = Example {
     body: r#"{"input": ["The capital of France", "Paris"]}"#,
 };
 
-/// From files to everything the HTTP server needs; blocks for as long as loading and profiling take.
-fn prepare(
-    source: &Source,
-    args: &ServeArgs,
-    given: Given,
-    mut context: StartContext,
-) -> Result<Prepared, Error> {
-    let (device, lock) = open_timed(source, &args.engine, &context.times)?;
-    context.relock = lock.relock();
-    let enough = |error| Outline::enough_for(source, &args.engine, &device, error);
-    let loaded = Loaded::with(source, &args.engine, device.clone(), context).map_err(enough)?;
-    let started = loaded.start(&args.engine, args.server.max_queue);
-    let Ready {
-        engine,
-        report,
-        standing,
-        ..
-    } = started.map_err(enough)?;
-    // All memory is taken: whoever starts next sees what is left.
-    drop(lock);
-    let Text {
-        tokenizer,
-        template,
-        eos_token_ids,
-        generation,
-    } = loaded.text;
-    let template = match &given.template {
-        None => template,
-        Some(source) => Some(ChatTemplate::new(source, tokenizer.special_tokens())?),
-    };
-    let example = match &loaded.embedding {
-        None => CHAT,
-        Some(_) => EMBEDDINGS,
-    };
-    let mut names = args.server.served_names(&args.engine.model);
-    let model = ModelInfo {
-        id: names.remove(0),
-        aliases: names,
-        tokenizer,
-        answers: args.chat.answer_style(template.as_ref()),
-        template,
-        eos_token_ids,
-        defaults: given.defaults.unwrap_or_else(|| defaults_of(&generation)),
-        embedding: loaded.embedding,
-    };
-    let options = given.options(args, Some(&report));
-    Ok(Prepared {
-        state: AppState::new(engine, model, Arc::clone(&standing) as _, options),
-        report,
-        standing,
-        example,
-        given,
-    })
-}
-
-/// What flags name in place of the model's own, read before anything is loaded: a typo is told at once.
-struct Given {
-    /// Source of the chat template, which compiles.
-    template: Option<String>,
-    /// Sampling defaults; the model's where there are none.
-    defaults: Option<GenerationDefaults>,
-    keys: KeySource,
-    certificate: Option<Certificate>,
-    sinks: Vec<Arc<dyn RequestSink>>,
-    traces: Option<Arc<Traces>>,
-    access_log: Option<Arc<AccessLog>>,
-}
-
-impl Given {
-    async fn read(args: &ServerArgs) -> Result<Self, Error> {
-        let template = args.chat_template.as_deref().map(chat_template).transpose()?;
-        if let Some(source) = &template {
-            // The special tokens are the model's; they are no matter of syntax.
-            ChatTemplate::new(source, &SpecialTokens::new())?;
-        }
-        let traces = args.otlp_traces_endpoint.as_deref().map(Traces::to).transpose()?;
-        let traces = traces.map(Arc::new);
-        let mut sinks: Vec<Arc<dyn RequestSink>> = Vec::new();
-        let access_log = args.access_log.as_deref().map(AccessLog::open).transpose()?;
-        let access_log = access_log.map(Arc::new);
-        sinks.extend(access_log.clone().map(|log| log as Arc<dyn RequestSink>));
-        if args.request_log_rate > 0 {
-            sinks.push(Arc::new(RequestLog::new(args.request_log_rate)));
-        }
-        sinks.extend(traces.clone().map(|traces| traces as Arc<dyn RequestSink>));
-        Ok(Self {
-            template,
-            defaults: generation_defaults(&args.generation_config)?,
-            keys: KeySource::read(&args.access)?,
-            certificate: Certificate::read(&args.access).await?,
-            sinks,
-            traces,
-            access_log,
-        })
-    }
-
-    fn scheme(&self) -> &'static str {
-        match self.certificate {
-            Some(_) => "https",
-            None => "http",
-        }
-    }
-
-    /// What the API is told; before there is a proof, what connections are to be like.
-    fn options(&self, args: &ServeArgs, proof: Option<&Report>) -> ServerOptions {
-        let server = &args.server;
-        let slowest = proof.map(Report::slowest_step).unwrap_or_default();
-        let patience = Patience::new(server, slowest);
-        if proof.is_some() {
-            patience.log(slowest);
-        }
-        ServerOptions {
-            max_body_bytes: usize::try_from(server.max_body_size.0).unwrap_or(usize::MAX),
-            slow_client_timeout: server.slow_client_timeout,
-            drain_timeout: server.drain_timeout,
-            ready_patience: patience.stall,
-            watchdog_timeout: patience.watchdog,
-            enable_admin_api: server.enable_admin_api(),
-            seed: args.engine.limits.seed,
-            enable_sleep_mode: server.enable_sleep_mode(),
-            pages: args.pages.pages(),
-            allowed_origins: server.allowed_origins(),
-            keys: self.keys.keys.clone(),
-            metrics_require_key: server.access.metrics_require_key(),
-            key_limits: keys::limits(&server.access),
-            queue_timeout: server.queue_timeout,
-            request_timeout: server.request_timeout,
-            trust_request_chat_template: args.chat.trust_request_chat_template,
-            isolate_prefix_cache: server.access.isolate_prefix_cache(),
-            priorities: server.scheduling_policy == SchedulingPolicy::Priority,
-            sinks: self.sinks.clone(),
-            tls: self
-                .certificate
-                .as_ref()
-                .map(|certificate| certificate.tls.clone()),
-            max_connections: server.max_connections,
-            header_timeout: server.header_timeout,
-            response_store: args.responses.limits(),
-            ..ServerOptions::default()
-        }
-    }
-
-    /// Follows files that may change.
-    async fn watch(self) {
-        let Self {
-            keys, certificate, ..
-        } = self;
-        let certificate = async {
-            if let Some(certificate) = certificate {
-                certificate.watch().await;
-            }
-        };
-        tokio::join!(keys.watch(), certificate);
-    }
-}
-
-/// A file, or the template itself, which is told by its braces.
-fn chat_template(given: &str) -> Result<String, Error> {
-    let path = Path::new(given);
-    if !path.exists() && given.contains('{') {
-        return Ok(given.to_owned());
-    }
-    std::fs::read_to_string(path).map_err(|source| Error::Read {
-        path: path.to_owned(),
-        source,
-    })
-}
-
-/// `--generation-config`, with vLLM's values. `None`: the model's.
-fn generation_defaults(given: &str) -> Result<Option<GenerationDefaults>, Error> {
-    Ok(match given {
-        "vllm" => Some(GenerationDefaults::default()),
-        "auto" => None,
-        directory => {
-            let path = Path::new(directory).join("generation_config.json");
-            let text = std::fs::read_to_string(&path).map_err(|source| Error::Read {
-                path: path.clone(),
-                source,
-            })?;
-            let wrong = |e: serde_json::Error| Error::Configuration {
-                origin: path.display().to_string(),
-                message: e.to_string(),
-            };
-            Some(defaults_of(&serde_json::from_str(&text).map_err(wrong)?))
-        }
-    })
-}
-
-fn defaults_of(config: &GenerationConfig) -> GenerationDefaults {
-    GenerationDefaults {
-        // transformers samples greedily, whatever the temperature, where sampling is off.
-        temperature: if config.do_sample == Some(false) {
-            Some(0.0)
-        } else {
-            config.temperature
-        },
-        top_p: config.top_p,
-        top_k: config.top_k,
-        min_p: config.min_p,
-        repetition_penalty: config.repetition_penalty,
-        max_new_tokens: None,
-    }
-}
-
-async fn listen(args: &ServerArgs, times: &StartTimes) -> Result<TcpListener, Error> {
+async fn listen(host: &str, port: u16, times: &StartTimes) -> Result<TcpListener, Error> {
     let begin = Instant::now();
     let failed = |source| Error::Bind {
-        address: format!("{}:{}", args.host, args.port),
+        address: format!("{host}:{port}"),
         source,
     };
     let mut last = std::io::Error::other("the name has no address");
-    for address in lookup_host((&*args.host, args.port)).await.map_err(failed)? {
+    for address in lookup_host((host, port)).await.map_err(failed)? {
         match listen_on(address) {
             Ok(listener) => {
                 times.add("listen", begin.elapsed());
@@ -441,71 +271,22 @@ pub(crate) fn say(text: &str) {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
-
     use super::*;
-
-    #[test]
-    fn generation_configs() {
-        let model: GenerationConfig =
-            serde_json::from_str(r#"{"temperature": 0.6, "top_k": 20, "do_sample": true}"#).unwrap();
-        assert_eq!(generation_defaults("auto").unwrap(), None);
-        let auto = defaults_of(&model);
-        assert_eq!((auto.temperature, auto.top_k), (Some(0.6), Some(20)));
-        assert_eq!(
-            generation_defaults("vllm").unwrap(),
-            Some(GenerationDefaults::default())
-        );
-
-        let dir = tempfile::tempdir().unwrap();
-        let dir_name = dir.path().to_str().unwrap();
-        assert!(matches!(generation_defaults(dir_name), Err(Error::Read { .. })));
-        let file = dir.path().join("generation_config.json");
-        std::fs::write(&file, r#"{"temperature": 0.6, "do_sample": false}"#).unwrap();
-        assert_eq!(
-            generation_defaults(dir_name).unwrap().unwrap().temperature,
-            Some(0.0)
-        );
-        std::fs::write(&file, r#"{"temperature": "hot"}"#).unwrap();
-        assert!(matches!(
-            generation_defaults(dir_name),
-            Err(Error::Configuration { .. })
-        ));
-    }
-
-    #[test]
-    fn templates_are_files_or_text() {
-        assert_eq!(chat_template("{{ messages }}").unwrap(), "{{ messages }}");
-        assert!(chat_template("/no/such/template.jinja").is_err());
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "{{ bos_token }}").unwrap();
-        assert_eq!(
-            chat_template(file.path().to_str().unwrap()).unwrap(),
-            "{{ bos_token }}"
-        );
-    }
 
     #[tokio::test]
     async fn a_port_that_is_taken_is_found_out_at_once() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
         let times = StartTimes::begin();
-        let args = |host: &str, port: u16| {
-            let argv = ["plimsoll", "serve", "--host", host, "--port", &port.to_string()];
-            match crate::args::Cli::try_parse_from(argv).unwrap().command {
-                crate::args::Command::Serve(args) => args.server,
-                other => panic!("not serve: {other:?}"),
-            }
-        };
         assert!(matches!(
-            listen(&args("127.0.0.1", port), &times).await,
+            listen("127.0.0.1", port, &times).await,
             Err(Error::Bind { .. })
         ));
         assert!(matches!(
-            listen(&args("no-such-host.invalid", 1), &times).await,
+            listen("no-such-host.invalid", 1, &times).await,
             Err(Error::Bind { .. })
         ));
-        let listener = listen(&args("127.0.0.1", 0), &times).await.unwrap();
+        let listener = listen("127.0.0.1", 0, &times).await.unwrap();
         let address = listener.local_addr().unwrap();
         assert!(tokio::net::TcpStream::connect(address).await.is_ok());
     }

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::args::{LoadFormat, ModelArgs};
+use crate::args::LoadFormat;
 use crate::error::Error;
 use crate::hub::{self, HubOptions, RepoId, Weights};
+use crate::settings::EngineSettings;
 use crate::simulated::SimSpec;
 use crate::start::StartProgress;
 
@@ -28,16 +29,22 @@ pub(crate) fn is_sim(model: &str) -> bool {
 }
 
 /// Finds MODEL, downloading it where it is a repository.
-pub async fn resolve(args: &ModelArgs, progress: &StartProgress) -> Result<Source, Error> {
-    if is_sim(args.model()) {
+pub async fn resolve(settings: &EngineSettings, progress: &StartProgress) -> Result<Source, Error> {
+    if is_sim(&settings.model) {
         return Ok(Source::Sim);
     }
-    let model = locate(args.model(), args, weights_wanted(args.load_format), progress).await?;
-    let model = pick(&model, args.load_format)?;
-    let tokenizer = match &args.tokenizer {
+    let model = locate(
+        &settings.model,
+        settings,
+        weights_wanted(settings.load_format),
+        progress,
+    )
+    .await?;
+    let model = pick(&model, settings.load_format)?;
+    let tokenizer = match &settings.tokenizer {
         None => model.clone(),
         Some(path) => {
-            let path = locate(path, args, Weights::None, progress).await?;
+            let path = locate(path, settings, Weights::None, progress).await?;
             if path.ends_with("tokenizer.json") {
                 path.parent().unwrap_or(Path::new(".")).to_owned()
             } else {
@@ -49,22 +56,28 @@ pub async fn resolve(args: &ModelArgs, progress: &StartProgress) -> Result<Sourc
 }
 
 /// Finds what tells about MODEL without its weights: config.json, or a GGUF file that is here.
-pub async fn resolve_config(args: &ModelArgs) -> Result<Source, Error> {
-    if is_sim(args.model()) {
+pub async fn resolve_config(settings: &EngineSettings) -> Result<Source, Error> {
+    if is_sim(&settings.model) {
         return Ok(Source::Sim);
     }
-    let is_here = Path::new(args.model()).exists();
+    let is_here = Path::new(&settings.model).exists();
     let only_weights = || Error::OnlyWeights {
-        model: args.model().to_owned(),
+        model: settings.model.clone(),
     };
-    if !is_here && RepoId::parse(args.model()).is_some_and(|repo| repo.quant.is_some()) {
+    if !is_here && RepoId::parse(&settings.model).is_some_and(|repo| repo.quant.is_some()) {
         return Err(only_weights());
     }
-    let path = locate(args.model(), args, Weights::None, &StartProgress::default()).await?;
+    let path = locate(
+        &settings.model,
+        settings,
+        Weights::None,
+        &StartProgress::default(),
+    )
+    .await?;
     let has_config = path.join("config.json").is_file();
-    let model = match pick(&path, args.load_format) {
+    let model = match pick(&path, settings.load_format) {
         // Weights may be missing.
-        Err(_) if has_config && args.load_format != LoadFormat::Gguf => path,
+        Err(_) if has_config && settings.load_format != LoadFormat::Gguf => path,
         Err(_) if !is_here => return Err(only_weights()),
         picked => picked?,
     };
@@ -74,10 +87,10 @@ pub async fn resolve_config(args: &ModelArgs) -> Result<Source, Error> {
     })
 }
 
-/// Whether resolving `args` may need the network.
-pub fn is_remote(args: &ModelArgs) -> bool {
+/// Whether resolving MODEL and `--tokenizer` may need the network.
+pub fn is_remote(model: &str, tokenizer: Option<&str>) -> bool {
     let remote = |text: &str| !is_sim(text) && !Path::new(text).exists();
-    remote(args.model()) || args.tokenizer.as_deref().is_some_and(remote)
+    remote(model) || tokenizer.is_some_and(remote)
 }
 
 fn weights_wanted(format: LoadFormat) -> Weights {
@@ -91,7 +104,7 @@ fn weights_wanted(format: LoadFormat) -> Weights {
 
 async fn locate(
     text: &str,
-    args: &ModelArgs,
+    settings: &EngineSettings,
     weights: Weights,
     progress: &StartProgress,
 ) -> Result<PathBuf, Error> {
@@ -108,9 +121,9 @@ async fn locate(
     };
     let options = HubOptions {
         endpoint: None,
-        cache_dir: args.download_dir.clone(),
-        token: args.hf_token.clone(),
-        revision: args.revision.clone(),
+        cache_dir: settings.download_dir.clone(),
+        token: settings.hf_token.clone(),
+        revision: settings.revision.clone(),
         offline: truthy("HF_HUB_OFFLINE"),
         progress: progress.clone(),
     };

@@ -42,6 +42,28 @@ pub trait Executor: Send {
     }
 }
 
+impl<E: Executor + ?Sized> Executor for Box<E> {
+    fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        (**self).launch(plan)
+    }
+
+    fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
+        (**self).sample(fill)
+    }
+
+    fn finish(&mut self) -> Result<StepOutput, StepError> {
+        (**self).finish()
+    }
+
+    fn rest(&mut self) {
+        (**self).rest();
+    }
+
+    fn device_time(&self) -> Option<DeviceTime> {
+        (**self).device_time()
+    }
+}
+
 /// Writes the masks of a step, one slice for each constrained run: bit `t % 32` of word `t / 32` is 1 where token `t` may be
 /// chosen.
 pub type FillMasks<'a> = dyn FnMut(&mut [&mut [u32]]) + 'a;

@@ -1,17 +1,18 @@
 //! What is loaded, where it runs, and in how many bytes.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use plimsoll_core::BlockSize;
-use plimsoll_model::{HfOverrides, ServeAs};
+use plimsoll_model::HfOverrides;
 use plimsoll_profiler::MemFraction;
 
 use crate::args::values::{block_size, context, duration, fraction, json, positive, tokens};
 use crate::args::{LogArgs, PoolingArgs};
 use crate::bytes::Bytes;
-use crate::device::DeviceChoice;
 
 /// Where `plimsoll serve` without MODEL gets its model.
 pub const DEFAULT_MODEL: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
@@ -44,14 +45,6 @@ pub struct EngineArgs {
     /// Logging.
     #[command(flatten)]
     pub log: LogArgs,
-}
-
-impl EngineArgs {
-    /// What the model is served for, and what takes the place of its own settings.
-    pub fn serve_as(&self) -> ServeAs {
-        let overrides = self.model.hf_overrides.clone();
-        self.pooling.serve_as(overrides.unwrap_or_default())
-    }
 }
 
 /// Which model, and how it is loaded.
@@ -186,20 +179,12 @@ pub struct LimitArgs {
     /// Compute threads on a CPU [default: decided at start: as many as this process may use]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
-    /// Raises what `--max-num-seqs` comes to, for who knows how many requests there will be.
-    #[arg(skip)]
-    pub least_num_seqs: usize,
 }
 
 impl LimitArgs {
     /// Whether prompts that begin alike share their KV.
     pub fn prefix_caching(&self) -> bool {
         !self.no_enable_prefix_caching
-    }
-
-    /// Seed of dummy weights and benchmark prompts.
-    pub fn fixed_seed(&self) -> u64 {
-        self.seed.unwrap_or(0)
     }
 }
 
@@ -274,6 +259,54 @@ pub enum KvDtype {
     Bfloat16,
 }
 
+/// `--device`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The first GPU; the CPU where there is none, no driver, or no GPU code in this binary.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU of this number among those that the driver shows.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "auto" => Some(Self::Auto),
+            None if text == "cpu" => Some(Self::Cpu),
+            None if text == "cuda" => Some(Self::Cuda(0)),
+            Some(("cuda", number)) => number.parse().map(Self::Cuda).ok(),
+            _ => None,
+        }
+        .ok_or_else(|| "auto, cpu, cuda or cuda:N is expected".to_owned())
+    }
+}
+
+impl DeviceChoice {
+    /// Number of the GPU to look for, if one is.
+    pub(crate) fn ordinal(self) -> Option<usize> {
+        match self {
+            Self::Auto => Some(0),
+            Self::Cpu => None,
+            Self::Cuda(number) => Some(number),
+        }
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(number) => write!(f, "cuda:{number}"),
+        }
+    }
+}
+
 /// `--dtype`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum DType {
@@ -288,4 +321,26 @@ pub enum DType {
     /// 32 bits.
     #[value(alias = "float")]
     Float32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_have_names() {
+        for (text, choice) in [
+            ("auto", DeviceChoice::Auto),
+            ("cpu", DeviceChoice::Cpu),
+            ("cuda:0", DeviceChoice::Cuda(0)),
+            ("cuda:11", DeviceChoice::Cuda(11)),
+        ] {
+            assert_eq!(text.parse(), Ok(choice));
+            assert_eq!(choice.to_string(), text);
+        }
+        assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
+        for wrong in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "auto:1"] {
+            assert!(wrong.parse::<DeviceChoice>().is_err(), "{wrong}");
+        }
+    }
 }

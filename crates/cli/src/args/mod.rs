@@ -1,6 +1,7 @@
 //! The command line. Flags that vLLM has carry vLLM's names and meaning.
 
 mod access;
+mod bench;
 mod chat;
 mod engine;
 mod events;
@@ -13,14 +14,15 @@ mod values;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::bench::{LatencyArgs, ServeBenchArgs, ThroughputArgs};
+use crate::bench::ServeBenchArgs;
 use crate::selftest::SelftestArgs;
 
 pub use access::{AccessArgs, Secret};
+pub use bench::{LatencyArgs, ThroughputArgs};
 pub use chat::ChatArgs;
 pub use engine::{
-    DEFAULT_MODEL, DType, DeviceArgs, EngineArgs, KvDtype, LimitArgs, LoadFormat, MemoryArgs, ModelArgs,
-    SIM_MODEL,
+    DEFAULT_MODEL, DType, DeviceArgs, DeviceChoice, EngineArgs, KvDtype, LimitArgs, LoadFormat, MemoryArgs,
+    ModelArgs, SIM_MODEL,
 };
 pub use events::EventArgs;
 pub use logs::{LogArgs, LogFormat, LogLevels};
@@ -28,7 +30,7 @@ pub use pages::PagesArgs;
 pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};
 pub use responses::ResponseArgs;
 pub use server::{SchedulingPolicy, ServerArgs};
-pub(crate) use values::{duration, positive};
+pub(crate) use values::{duration, positive, ratio};
 
 const EXIT_CODES: &str = "\
 Every flag of serve can also stand in the file given by --config (TOML, key = flag without the dashes) or in the \

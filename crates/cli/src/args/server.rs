@@ -6,8 +6,8 @@ use std::time::Duration;
 use clap::{ArgAction, Args, ValueEnum};
 use reqwest::header::HeaderValue;
 
+use crate::args::AccessArgs;
 use crate::args::values::{Origins, duration, positive, some_time};
-use crate::args::{AccessArgs, ModelArgs};
 use crate::bytes::Bytes;
 
 /// The API.
@@ -132,13 +132,5 @@ impl ServerArgs {
     pub fn allowed_origins(&self) -> Vec<HeaderValue> {
         let given = self.allowed_origins.iter().flatten();
         given.flat_map(|origins| origins.all().to_vec()).collect()
-    }
-
-    /// The names the API knows the model by, at least one.
-    pub fn served_names(&self, model: &ModelArgs) -> Vec<String> {
-        match &self.served_model_name {
-            Some(names) => names.clone(),
-            None => vec![model.model().to_owned()],
-        }
     }
 }

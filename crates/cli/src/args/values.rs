@@ -16,6 +16,13 @@ pub(crate) fn positive(text: &str) -> Result<usize, String> {
     }
 }
 
+pub(crate) fn ratio(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|r| (0.0..1.0).contains(r))
+        .ok_or_else(|| "a number in [0, 1) is expected".to_owned())
+}
+
 /// Tokens, as vLLM counts them: `8k` is 8,000 and `8K` is 8,192.
 pub(super) fn tokens(text: &str) -> Result<usize, String> {
     const UNITS: [(char, f64); 6] = [

@@ -18,7 +18,7 @@ use tokio::sync::Semaphore;
 use super::dataset::{RandomDataset, Sample};
 use super::report::Report;
 use super::stats::Summary;
-use crate::args::positive;
+use crate::args::{positive, ratio};
 use crate::client::{self, ClientArgs, LAST_EVENT, Lines, event_data};
 use crate::error::Error;
 use crate::progress::count_bar;
@@ -130,13 +130,6 @@ impl Metric {
             Self::E2el => "e2el",
         }
     }
-}
-
-pub(super) fn ratio(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|r| (0.0..1.0).contains(r))
-        .ok_or_else(|| "a number in [0, 1) is expected".to_owned())
 }
 
 fn rate(text: &str) -> Result<f64, String> {

@@ -7,5 +7,5 @@ mod report;
 mod stats;
 
 pub use http::{ServeBenchArgs, run as serve};
-pub use offline::{LatencyArgs, ThroughputArgs, latency, throughput};
+pub use offline::{latency, throughput};
 pub(crate) use report::command_line;

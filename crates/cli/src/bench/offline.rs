@@ -1,96 +1,32 @@
 //! `plimsoll bench latency` and `throughput`: the engine in this process, without HTTP, with vLLM's options.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use clap::Args;
 use futures::StreamExt;
 use futures::future::try_join_all;
 use plimsoll_core::{DeviceTime, Event, Request, RequestOptions, SamplingOptions};
-use plimsoll_device::cuda::Gpu;
 use plimsoll_engine::EngineHandle;
 use plimsoll_server::Memory;
 use plimsoll_text::grammar::{CompiledGrammar, GrammarCompiler, GrammarSpec};
 
 use super::dataset::{RandomDataset, Sample};
-use super::http::ratio;
 use super::report::Report;
 use super::stats::Summary;
-use crate::args::{EngineArgs, positive};
-use crate::device::Device;
+use crate::args::{EngineArgs, LatencyArgs, ThroughputArgs};
+use crate::backend::{self, Backend};
 use crate::error::Error;
 use crate::logging::{self, Kind};
-use crate::plan_cache::PlanCache;
 use crate::progress::count_bar;
+use crate::settings::EngineSettings;
 use crate::source::resolve;
-use crate::start::{Loaded, ReportFile, StartContext, Text};
-
-/// `plimsoll bench latency`.
-#[derive(Clone, Debug, Args)]
-pub struct LatencyArgs {
-    /// The engine under test.
-    #[command(flatten)]
-    pub engine: EngineArgs,
-    /// Prompt length in tokens
-    #[arg(long, value_name = "TOKENS", default_value_t = 32, value_parser = positive)]
-    input_len: usize,
-    /// Output length in tokens
-    #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = positive)]
-    output_len: usize,
-    /// Requests that run at once
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = positive)]
-    batch_size: usize,
-    /// Batches before the measurement
-    #[arg(long, value_name = "N", default_value_t = 3)]
-    num_iters_warmup: usize,
-    /// Batches measured
-    #[arg(long, value_name = "N", default_value_t = 10, value_parser = positive)]
-    num_iters: usize,
-    /// On a GPU: let a profiler that was started with `ncu --profile-from-start off` watch the measured batches alone
-    #[arg(long)]
-    profile: bool,
-    /// Generate JSON under the schema in this file, whose texts must be longer than the output; its whitespace is bounded
-    #[arg(long, value_name = "FILE")]
-    guided_json: Option<PathBuf>,
-    /// Write everything measured to this file, as JSON
-    #[arg(long, value_name = "FILE")]
-    output_json: Option<PathBuf>,
-}
-
-/// `plimsoll bench throughput`.
-#[derive(Clone, Debug, Args)]
-pub struct ThroughputArgs {
-    /// The engine under test.
-    #[command(flatten)]
-    pub engine: EngineArgs,
-    /// Mean prompt length in tokens
-    #[arg(long, value_name = "TOKENS", default_value_t = 256, value_parser = positive)]
-    input_len: usize,
-    /// Mean output length in tokens
-    #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = positive)]
-    output_len: usize,
-    /// Lengths vary by this part around their mean, in [0, 1)
-    #[arg(long, value_name = "RATIO", default_value_t = 0.0, value_parser = ratio)]
-    random_range_ratio: f64,
-    /// Requests, all there from the start
-    #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
-    num_prompts: usize,
-    /// Requests before the measurement, with prompts of their own
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    num_warmups: usize,
-    /// Generate JSON under the schema in this file, whose texts must be longer than the output; its whitespace is bounded
-    #[arg(long, value_name = "FILE")]
-    guided_json: Option<PathBuf>,
-    /// Write everything measured to this file, as JSON
-    #[arg(long, value_name = "FILE")]
-    output_json: Option<PathBuf>,
-}
+use crate::start::{Loaded, Serving, StartTimes, Text};
 
 /// Latency of batches, one after the other.
 pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
-    let mut engine_args = args.engine;
-    engine_args.limits.least_num_seqs = args.batch_size;
-    let mut bench = Bench::start(engine_args, args.batch_size).await?;
+    let batch = args.batch_size;
+    let mut bench = Bench::start(args.engine, batch, batch).await?;
     bench.guide(args.guided_json.as_deref())?;
     let dataset = bench.dataset(args.input_len, args.output_len, 0.0);
     let iterations = args.num_iters_warmup + args.num_iters;
@@ -104,7 +40,7 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
         if iteration == args.num_iters_warmup {
             idle_before = bench.device_time();
             if args.profile {
-                bench.watch(true)?;
+                bench.backend.watch(true)?;
             }
         }
         let timing = bench.run(batch, &indicatif::ProgressBar::hidden()).await?;
@@ -116,7 +52,7 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     }
     bar.finish_and_clear();
     if args.profile {
-        bench.watch(false)?;
+        bench.backend.watch(false)?;
     }
 
     let prefill: f64 = prefills.iter().sum();
@@ -153,7 +89,8 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
 
 /// Throughput of many requests that are all there from the start.
 pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
-    let mut bench = Bench::start(args.engine, args.num_prompts.max(args.num_warmups)).await?;
+    let queue = args.num_prompts.max(args.num_warmups);
+    let mut bench = Bench::start(args.engine, 0, queue).await?;
     bench.guide(args.guided_json.as_deref())?;
     let mut warmups = bench
         .dataset(args.input_len, args.output_len, args.random_range_ratio)
@@ -199,7 +136,7 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
 
 struct Bench {
     engine: EngineHandle,
-    gpu: Option<Gpu>,
+    backend: Arc<dyn Backend>,
     seed: u64,
     text: Text,
     /// What all outputs are.
@@ -215,36 +152,36 @@ struct Timing {
 }
 
 impl Bench {
-    async fn start(args: EngineArgs, queue: usize) -> Result<Self, Error> {
+    /// With room for `least` requests at once, and `queue` that wait.
+    async fn start(args: EngineArgs, least: usize, queue: usize) -> Result<Self, Error> {
         logging::init(&args.log, Kind::Command)?;
-        let report_file = ReportFile::new(&args.memory)?;
-        let context = StartContext::new(PlanCache::from_flags(&args.memory));
-        let source = resolve(&args.model, context.times.progress()).await?;
-        let seed = args.limits.fixed_seed();
+        let mut settings = EngineSettings::new(args)?;
+        settings.least_num_seqs = least;
+        let (settings, times) = (Arc::new(settings), StartTimes::begin());
+        let source = resolve(&settings, times.progress()).await?;
         let work = move || {
-            let (device, _lock) = Device::open(&source, &args)?;
-            let gpu = match &device {
-                Device::Gpu(gpu) => Some(gpu.clone()),
-                Device::Cpu(_) => None,
-            };
-            let loaded = Loaded::with(&source, &args, device, context)?;
-            if loaded.embedding.is_some() {
+            let (backend, _lock) = backend::open(&source, &settings)?;
+            let loaded = Loaded::new(&source, &settings, Arc::clone(&backend), &times)?;
+            if loaded.embedding().is_some() {
                 return Err(Error::Bench(
                     "the model is served for embeddings and generates no tokens; see --runner".to_owned(),
                 ));
             }
-            let ready = loaded.start(&args, queue)?;
-            report_file.write(&ready.standing.report())?;
-            Ok::<_, Error>((ready.engine, gpu, loaded.text))
+            let serving = Serving {
+                max_queue: queue,
+                ..Serving::default()
+            };
+            let started = loaded.spawn(loaded.prove()?, serving)?;
+            settings.report_file.write(&started.memory.report())?;
+            Ok(Self {
+                engine: started.engine,
+                backend,
+                seed: settings.fixed_seed(),
+                text: loaded.text,
+                grammar: None,
+            })
         };
-        let (engine, gpu, text) = tokio::task::spawn_blocking(work).await??;
-        Ok(Self {
-            engine,
-            gpu,
-            seed,
-            text,
-            grammar: None,
-        })
+        tokio::task::spawn_blocking(work).await?
     }
 
     /// Generates JSON from here on, if there is a schema.
@@ -277,12 +214,6 @@ impl Bench {
                 100.0 * idle / (busy + idle).max(1e-9),
             );
         }
-    }
-
-    fn watch(&self, on: bool) -> Result<(), Error> {
-        let gpu = self.gpu.as_ref();
-        let gpu = gpu.ok_or_else(|| Error::Bench("--profile is for models on a GPU".to_owned()))?;
-        gpu.watch(on).map_err(|error| Error::Bench(error.to_string()))
     }
 
     fn dataset(&self, input_len: usize, output_len: usize, range_ratio: f64) -> RandomDataset {

@@ -3,6 +3,7 @@
 //! hf-hub does the transfers. What it leaves open is done here: choosing files, checking what arrived (it writes whatever
 //! body a server sends), retrying a transfer that broke off, and working offline.
 
+mod progress;
 mod select;
 mod verify;
 
@@ -16,7 +17,6 @@ use hf_hub::{HFClient, HFError};
 
 use self::select::{glob_escape, select};
 use self::verify::{check, list, missing_shard};
-use crate::progress::DownloadBar;
 use crate::start::StartProgress;
 
 /// How often a download that broke off or arrived damaged is tried.
@@ -267,7 +267,7 @@ impl Hub<'_> {
         for attempt in 1..=ATTEMPTS {
             let known = self.snapshot().await;
             let new = missing(known.as_deref(), &wanted);
-            let bar = DownloadBar::new(&self.repo.id, &new, &self.options.progress);
+            let bar = progress::DownloadBar::new(&self.repo.id, &new, &self.options.progress);
             let result = self
                 .remote
                 .snapshot_download()

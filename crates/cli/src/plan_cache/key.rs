@@ -179,7 +179,7 @@ impl BuildKey {
 
 /// The device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub(crate) struct DeviceKey {
+pub struct DeviceKey {
     /// As the driver or the operating system calls it.
     pub(crate) name: String,
     /// Cores of a CPU, multiprocessors of a GPU.
@@ -194,15 +194,20 @@ pub(crate) struct DeviceKey {
     pub(crate) cuda: Option<i32>,
     /// Major and minor.
     pub(crate) compute_capability: Option<(u32, u32)>,
+    /// Whether a GPU does without graphs, which take memory.
+    pub(crate) enforce_eager: bool,
+    /// Threads of a CPU: each has scratch memory of its own.
+    pub(crate) threads: Option<usize>,
 }
 
 impl DeviceKey {
     /// This machine's CPU. Its memory is that of everybody, so only what a flag grants of it is the same at each start.
-    pub(crate) fn cpu(granted: Option<u64>) -> Self {
+    pub(crate) fn cpu(granted: Option<u64>, threads: usize) -> Self {
         Self {
             name: hardware::cpu().unwrap_or_else(|| std::env::consts::ARCH.to_owned()),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             granted,
+            threads: Some(threads),
             ..Self::default()
         }
     }
@@ -216,7 +221,7 @@ impl DeviceKey {
     }
 
     /// Any GPU of the same kind: a plan may move to the one beside it.
-    pub(crate) fn gpu(gpu: &Gpu) -> Self {
+    pub(crate) fn gpu(gpu: &Gpu, enforce_eager: bool) -> Self {
         let info = gpu.info();
         Self {
             name: info.name.clone(),
@@ -226,6 +231,8 @@ impl DeviceKey {
             driver: hardware::field("/proc/driver/nvidia/version", "NVRM version"),
             cuda: Some(info.driver_version),
             compute_capability: Some(info.compute_capability),
+            enforce_eager,
+            threads: None,
         }
     }
 }
@@ -240,9 +247,6 @@ pub(crate) struct ShapeKey {
     pub(crate) kv_bytes_per_token: u64,
     pub(crate) kv_cache_dtype: String,
     pub(crate) dtype: String,
-    pub(crate) enforce_eager: bool,
-    /// Of a CPU: each has scratch memory of its own.
-    pub(crate) threads: Option<usize>,
     /// How rows are pooled, where there are no logits.
     pub(crate) pooling: Option<&'static str>,
     /// Devices that share the model.

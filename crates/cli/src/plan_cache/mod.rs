@@ -17,10 +17,10 @@ use std::time::{Duration, SystemTime};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::args::MemoryArgs;
 use crate::start::PhaseSeconds;
 use file::Stored;
-pub(crate) use key::{DeviceKey, Key, ModelKey, ShapeKey};
+pub use key::DeviceKey;
+pub(crate) use key::{Key, ModelKey, ShapeKey};
 
 /// Most plans that are kept; the least recently used go first.
 const MAX_PLANS: usize = 64;
@@ -105,12 +105,9 @@ impl PlanCache {
         self.dir.is_some()
     }
 
-    /// As the flags say; without them, where the environment says that caches are.
-    pub fn from_flags(args: &MemoryArgs) -> Self {
-        if !args.profile_cache() {
-            return Self::off();
-        }
-        let dir = args.profile_cache_dir.clone().or_else(|| {
+    /// In `dir`, or else where the environment says that caches are.
+    pub fn in_dir(dir: Option<PathBuf>) -> Self {
+        let dir = dir.or_else(|| {
             // A relative path is to be ignored, says the XDG specification.
             let xdg = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
             let caches = xdg.filter(|path| path.is_absolute());

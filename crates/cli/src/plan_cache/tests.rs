@@ -18,6 +18,8 @@ fn key() -> Key {
         driver: Some("580.1".to_owned()),
         cuda: Some(13000),
         compute_capability: Some((9, 0)),
+        enforce_eager: false,
+        threads: None,
     };
     let shape = ShapeKey {
         max_num_batched_tokens: 8192,
@@ -27,8 +29,6 @@ fn key() -> Key {
         kv_bytes_per_token: 131_072,
         kv_cache_dtype: "auto".to_owned(),
         dtype: "auto".to_owned(),
-        enforce_eager: false,
-        threads: None,
         pooling: None,
         ranks: 1,
     };
@@ -88,7 +88,7 @@ fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
         ("device.total", |k| k.device.total = Some(1)),
         ("shape.block_size", |k| k.shape.block_size = 8),
         ("shape.dtype", |k| k.shape.dtype = "bfloat16".to_owned()),
-        ("shape.enforce_eager", |k| k.shape.enforce_eager = true),
+        ("device.enforce_eager", |k| k.device.enforce_eager = true),
         ("shape.kv_bytes_per_token", |k| k.shape.kv_bytes_per_token = 1),
         ("shape.kv_cache_dtype", |k| {
             k.shape.kv_cache_dtype = "float32".to_owned()
@@ -99,7 +99,7 @@ fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
         }),
         ("shape.max_num_seqs", |k| k.shape.max_num_seqs = 1),
         ("shape.ranks", |k| k.shape.ranks = 2),
-        ("shape.threads", |k| k.shape.threads = Some(2)),
+        ("device.threads", |k| k.device.threads = Some(2)),
     ];
     let (_dir, cache) = cache();
     cache.store(&key(), &vec![7], &PhaseSeconds::new()).unwrap();
@@ -345,16 +345,7 @@ fn many_writers_and_readers_see_whole_plans() {
 
 #[test]
 fn flags_choose_the_directory() {
-    use clap::Parser;
-    let of = |flags: &str| {
-        let argv = ["plimsoll", "profile"]
-            .into_iter()
-            .chain(flags.split_whitespace());
-        match crate::args::Cli::try_parse_from(argv).unwrap().command {
-            crate::args::Command::Profile(args) => PlanCache::from_flags(&args.engine.memory),
-            other => panic!("not profile: {other:?}"),
-        }
-    };
+    let of = |flags: &str| crate::settings::tests::settings(flags).plans;
     assert_eq!(of("--profile-cache-dir /a/b"), PlanCache::at("/a/b"));
     assert_eq!(
         of("--profile-cache-dir /a/b --no-profile-cache"),

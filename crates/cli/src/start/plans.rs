@@ -1,53 +1,52 @@
 //! The plan of an earlier start of the same model, build, device and shape.
 
-use plimsoll_core::Pooling;
+use plimsoll_core::{Pooling, StepLimits};
 use plimsoll_profiler::{Origin, Plan, Report};
 
 use super::PhaseSeconds;
-use super::spec::Subject;
-use super::weights::Weights;
-use crate::args::{EngineArgs, LoadFormat};
+use crate::backend::ModelFacts;
 use crate::plan_cache::{DeviceKey, Key, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
+use crate::settings::EngineSettings;
 use crate::source::Source;
 
-/// Tells the model before its weights are read: if somebody replaces the files meanwhile, the plan is kept for the old ones.
-pub(super) fn model_key(source: &Source, args: &EngineArgs) -> Option<ModelKey> {
-    let seed = (args.model.load_format == LoadFormat::Dummy).then(|| args.limits.fixed_seed());
-    match source {
-        Source::Sim => Some(ModelKey::simulated()),
-        Source::Files { model, .. } => match ModelKey::of_files(model, args.serve_as().hf_overrides, seed) {
-            Ok(key) => Some(key),
-            Err(error) => {
-                tracing::warn!(
-                    "profile-cache outcome=off problem=\"{}: {error}\"",
-                    model.display()
-                );
-                None
-            }
-        },
+/// Names the model; `None` where no plans are kept.
+pub(super) fn model_key(source: &Source, settings: &EngineSettings) -> Option<ModelKey> {
+    if !settings.plans.is_on() {
+        return None;
+    }
+    let Source::Files { model, .. } = source else {
+        return Some(ModelKey::simulated());
+    };
+    let seed = settings.is_dummy().then(|| settings.fixed_seed());
+    match ModelKey::of_files(model, settings.serve_as.hf_overrides.clone(), seed) {
+        Ok(key) => Some(key),
+        Err(error) => {
+            tracing::warn!(
+                "profile-cache outcome=off problem=\"{}: {error}\"",
+                model.display()
+            );
+            None
+        }
     }
 }
 
-pub(super) fn key(model: ModelKey, weights: &Weights, subject: &Subject, args: &EngineArgs) -> Key {
-    let limits = subject.limits;
-    let granted = args.memory.device_memory.map(|bytes| bytes.0);
-    let (device, threads) = match weights {
-        Weights::Gpu(model) => (DeviceKey::gpu(model.gpu()), None),
-        Weights::Cpu(..) => (DeviceKey::cpu(granted), Some(plimsoll_kernels::threads())),
-        Weights::Sim(_) => (DeviceKey::simulated(granted), None),
-    };
+/// For `facts` of that model under these limits, on that device.
+pub(super) fn key(
+    model: ModelKey,
+    device: DeviceKey,
+    settings: &EngineSettings,
+    limits: &StepLimits,
+    facts: &ModelFacts,
+) -> Key {
     let shape = ShapeKey {
         max_num_batched_tokens: limits.max_num_batched_tokens,
         max_num_seqs: limits.max_num_seqs,
         max_model_len: limits.max_model_len,
-        block_size: args.limits.block_size.tokens(),
-        kv_bytes_per_token: weights.kv_bytes_per_token(),
-        kv_cache_dtype: format!("{:?}", args.limits.kv_cache_dtype),
-        dtype: format!("{:?}", args.device.dtype),
-        // There are no graphs to do without on a CPU.
-        enforce_eager: matches!(weights, Weights::Gpu(_)) && args.device.enforce_eager(),
-        threads,
-        pooling: subject.pooling.map(Pooling::name),
+        block_size: settings.block_size.tokens(),
+        kv_bytes_per_token: facts.kv_bytes_per_token,
+        kv_cache_dtype: format!("{:?}", settings.kv_cache_dtype),
+        dtype: format!("{:?}", settings.dtype),
+        pooling: facts.pooling().map(Pooling::name),
         ranks: 1,
     };
     Key::new(model, device, shape)

@@ -1,13 +1,12 @@
 //! Text in and out of a model: tokenizer, chat template, and what ends a text.
 
-use std::path::Path;
-
 use plimsoll_core::TokenId;
 use plimsoll_model::{GenerationConfig, GgufFile};
 use plimsoll_text::{ChatTemplate, Tokenizer};
 
-use crate::args::LoadFormat;
 use crate::error::Error;
+use crate::settings::EngineSettings;
+use crate::source::Source;
 
 /// Where a directory has its tokenizer.
 const FILE: &str = "tokenizer.json";
@@ -26,21 +25,16 @@ pub struct Text {
 }
 
 impl Text {
-    pub(super) fn simulated() -> Result<Self, Error> {
-        let tokenizer = Tokenizer::bytes();
-        let template = Some(ChatTemplate::new(SIM_TEMPLATE, tokenizer.special_tokens())?);
-        Ok(Self::new(tokenizer, template))
-    }
-
-    /// Whether there is nothing to read from.
-    pub(super) fn is_absent(path: &Path) -> bool {
-        path.is_dir() && !path.join(FILE).exists()
-    }
-
-    /// From a directory or a GGUF file. Dummy weights need no tokenizer: without one, bytes are tokens.
-    pub(super) fn read(path: &Path, format: LoadFormat) -> Result<Self, Error> {
+    /// From a directory or a GGUF file. The simulated model and dummy weights need no tokenizer: without one, bytes are tokens.
+    ///
+    /// # Errors
+    /// Where there is none, or it cannot be read.
+    pub(super) fn read(source: &Source, settings: &EngineSettings) -> Result<Self, Error> {
+        let Source::Files { tokenizer: path, .. } = source else {
+            return Self::simulated();
+        };
         let (tokenizer, template) = if path.is_dir() {
-            if format == LoadFormat::Dummy && Self::is_absent(path) {
+            if settings.is_dummy() && Self::is_absent(source) {
                 tracing::warn!("{} has no {FILE}: every byte is a token", path.display());
                 return Self::simulated();
             }
@@ -51,6 +45,20 @@ impl Text {
             let template = ChatTemplate::from_gguf(file.metadata(), tokenizer.special_tokens())?;
             (tokenizer, template)
         };
+        Ok(Self::new(tokenizer, template))
+    }
+
+    /// Whether there is nothing to read from: that is found out at once, and not after minutes of loading weights.
+    pub(super) fn is_absent(source: &Source) -> bool {
+        match source {
+            Source::Sim => false,
+            Source::Files { tokenizer, .. } => tokenizer.is_dir() && !tokenizer.join(FILE).exists(),
+        }
+    }
+
+    fn simulated() -> Result<Self, Error> {
+        let tokenizer = Tokenizer::bytes();
+        let template = Some(ChatTemplate::new(SIM_TEMPLATE, tokenizer.special_tokens())?);
         Ok(Self::new(tokenizer, template))
     }
 

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use plimsoll_profiler::Report;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -113,6 +114,13 @@ impl fmt::Display for StartTimes {
             .iter()
             .try_for_each(|Stage { stage, seconds }| write!(f, " {stage}={seconds:.3}"))
     }
+}
+
+/// What the profile found, and how long the start took.
+pub(crate) fn report_json(report: &Report, times: &StartTimes) -> Value {
+    let mut json = serde_json::to_value(report).expect("a report is JSON");
+    json["start"] = times.to_json();
+    json
 }
 
 #[cfg(test)]

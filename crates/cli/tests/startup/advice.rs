@@ -4,11 +4,14 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
 
 use plimsoll_cli::Error;
+use plimsoll_cli::backend::CpuBackend;
 use plimsoll_cli::command_line::CommandLine;
 use plimsoll_cli::layers;
-use plimsoll_cli::start::Loaded;
+use plimsoll_cli::settings::EngineSettings;
+use plimsoll_cli::start::{Loaded, StartTimes};
 use plimsoll_device::Budget;
 use plimsoll_profiler::{Cause, Origin, Setting};
 
@@ -338,12 +341,13 @@ fn a_printed_command_parses_to_the_advised_flags() {
     let plimsoll_cli::args::Command::Profile(args) = cli.command else {
         panic!("{printed}")
     };
-    let args = args.engine;
+    let settings = Arc::new(EngineSettings::new(args.engine).unwrap());
     assert_eq!(
-        (args.limits.max_num_seqs, args.limits.max_model_len),
+        (settings.max_num_seqs, settings.max_model_len),
         (Some(2), Some(128))
     );
-    let small = Budget::new(10 << 10);
-    let error: Error = Loaded::new(&model.source(), &args, small).unwrap_err();
+    let small = CpuBackend::new(model.dir.path(), &settings, Budget::new(10 << 10));
+    let loaded = Loaded::new(&model.source(), &settings, Arc::new(small), &StartTimes::begin());
+    let error: Error = loaded.unwrap_err();
     assert_eq!(error.exit_code(), 4);
 }

@@ -1,9 +1,8 @@
 //! The same on a GPU that gives less than it promises, so that nothing has to fill it: `make test-gpu`.
 
 use plimsoll_cli::Error;
-use plimsoll_cli::device::{Device, Site};
 use plimsoll_cli::plan_cache::PlanCache;
-use plimsoll_cli::start::{Loaded, Outline, Ready, StartContext};
+use plimsoll_cli::start::{Started, predict};
 use plimsoll_core::{Component, Meters, StepError};
 use plimsoll_device::cuda::{Gpu, GpuLimit, GpuOptions};
 use plimsoll_engine::Drained;
@@ -11,7 +10,7 @@ use plimsoll_profiler::{Origin, Outcome, ProfileError};
 use plimsoll_server::Memory;
 
 use crate::recovery::{PATIENCE, read, submit, until_ready};
-use crate::{CONFIG, Model, answers, engine_args};
+use crate::{CONFIG, Model, answers, start};
 
 /// What the GPU says it has.
 const LIMIT: u64 = 4 << 30;
@@ -35,7 +34,7 @@ fn held(meters: &Meters) -> u64 {
     meters.reserved - bytes(Component::Runtime) - bytes(Component::Graphs)
 }
 
-async fn stop(ready: Ready, gpu: &Gpu) {
+async fn stop(ready: Started, gpu: &Gpu) {
     let patience = std::time::Duration::from_secs(10);
     assert_eq!(ready.engine.drain(patience).await, Drained::Complete);
     drop(ready);
@@ -48,7 +47,7 @@ async fn stop(ready: Ready, gpu: &Gpu) {
 async fn the_size_that_is_proved_is_what_the_gpu_holds() {
     let model = model();
     let gpu = gpu(None);
-    let ready = model.start_on("--mem-fraction 1.0", gpu.clone()).unwrap();
+    let ready = model.start_on_gpu("--mem-fraction 1.0", &gpu).unwrap();
     let (report, meters) = (&ready.report, gpu.meters());
     assert_eq!(report.attempts.len(), 1, "{:?}", report.attempts);
     assert_eq!(report.baseline.total, LIMIT);
@@ -63,7 +62,7 @@ async fn the_size_that_is_proved_is_what_the_gpu_holds() {
     assert_eq!(gpu.meters().allocations, allocations, "serving allocates nothing");
     stop(ready, &gpu).await;
     // Without graphs the text is the same.
-    let ready = model.start_on("--enforce-eager", gpu.clone()).unwrap();
+    let ready = model.start_on_gpu("--enforce-eager", &gpu).unwrap();
     assert_eq!(answers(&ready.engine).await, expected);
     stop(ready, &gpu).await;
 }
@@ -75,13 +74,12 @@ async fn the_second_start_on_a_gpu_skips_the_probe() {
     let model = model();
     let gpu = gpu(None);
     let plans = tempfile::tempdir().unwrap();
-    let args = engine_args(model.dir.path(), "--mem-fraction 1.0");
+    let settings = model.settings("--mem-fraction 1.0", PlanCache::at(plans.path()));
     let mut allocations = vec![gpu.budget().meters().allocations];
     let mut starts = Vec::new();
     for _ in 0..2 {
-        let context = StartContext::new(PlanCache::at(plans.path()));
-        let loaded = Loaded::with(&model.source(), &args, gpu.clone(), context).unwrap();
-        let ready = loaded.start(&args, 4).unwrap();
+        let loaded = model.load_on(&settings, model.on_gpu(&settings, &gpu)).unwrap();
+        let ready = start(&loaded).unwrap();
         drop(loaded);
         allocations.push(gpu.budget().meters().allocations);
         starts.push((ready.report.clone(), answers(&ready.engine).await));
@@ -115,7 +113,7 @@ async fn the_memory_of_graphs_is_theirs_alone() {
     let mut runtime = Vec::new();
     let mut graphs = Vec::new();
     for flags in [flags, "--max-num-seqs 256 --max-num-batched-tokens 512", flags] {
-        let ready = model.start_on(flags, gpu.clone()).unwrap();
+        let ready = model.start_on_gpu(flags, &gpu).unwrap();
         let report = &ready.report;
         let bytes = |name: &str| {
             let mut parts = report.ready.components.iter();
@@ -154,14 +152,14 @@ async fn the_memory_of_graphs_is_theirs_alone() {
 async fn a_gpu_that_gives_less_gets_a_smaller_cache() {
     let model = model();
     let clean = gpu(None);
-    let ready = model.start_on("", clean.clone()).unwrap();
+    let ready = model.start_on_gpu("", &clean).unwrap();
     let (full, peak) = (ready.report.kv_tokens, ready.report.attempts[0].peak_reserved);
     let runtime = clean.meters().by_component.get(Component::Runtime);
     let expected = answers(&ready.engine).await;
     stop(ready, &clean).await;
 
     let capped = gpu(Some((peak - runtime) / 100 * 97));
-    let ready = model.start_on("", capped.clone()).unwrap();
+    let ready = model.start_on_gpu("", &capped).unwrap();
     let outcomes: Vec<_> = ready
         .report
         .attempts
@@ -181,7 +179,7 @@ async fn a_gpu_that_gives_less_gets_a_smaller_cache() {
 async fn a_gpu_that_gives_far_less_is_diagnosed() {
     let model = model();
     let capped = gpu(Some(LIMIT / 4));
-    let error = model.start_on("", capped.clone()).unwrap_err();
+    let error = model.start_on_gpu("", &capped).unwrap_err();
     assert!(
         matches!(&error, Error::Profile(ProfileError::DoesNotFit(_))),
         "{error:?}"
@@ -189,7 +187,7 @@ async fn a_gpu_that_gives_far_less_is_diagnosed() {
     capped.trim().unwrap();
     assert_eq!((error.exit_code(), held(&capped.meters())), (4, 0));
     let tiny = gpu(Some(1 << 20));
-    let error = model.start_on("", tiny.clone()).unwrap_err();
+    let error = model.start_on_gpu("", &tiny).unwrap_err();
     tiny.trim().unwrap();
     assert_eq!((error.exit_code(), held(&tiny.meters())), (4, 0), "{error}");
 }
@@ -201,15 +199,15 @@ async fn every_allocation_of_a_start_on_a_gpu_may_fail() {
     let model = model();
     let gpu = gpu(None);
     let flags = "--max-total-token-num 4096";
-    let ready = model.start_on(flags, gpu.clone()).unwrap();
+    let ready = model.start_on_gpu(flags, &gpu).unwrap();
     let before = gpu.budget().meters().allocations;
     stop(ready, &gpu).await;
-    let ready = model.start_on(flags, gpu.clone()).unwrap();
+    let ready = model.start_on_gpu(flags, &gpu).unwrap();
     let allocations = gpu.budget().meters().allocations - before;
     stop(ready, &gpu).await;
     for n in 1..=allocations {
         gpu.budget().fail_allocation(n);
-        match model.start_on(flags, gpu.clone()) {
+        match model.start_on_gpu(flags, &gpu) {
             Ok(ready) => stop(ready, &gpu).await,
             Err(error) => assert_eq!(error.exit_code(), 4, "allocation {n}: {error:?}"),
         }
@@ -225,7 +223,7 @@ async fn every_allocation_of_a_start_on_a_gpu_may_fail() {
 async fn a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
     let model = model();
     let gpu = gpu(None);
-    let ready = model.start_on("", gpu.clone()).unwrap();
+    let ready = model.start_on_gpu("", &gpu).unwrap();
     let (engine, full) = (ready.engine.clone(), ready.report.kv_tokens);
     let expected = answers(&engine).await;
     until_ready(&engine).await;
@@ -252,7 +250,7 @@ async fn a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
         }
         assert_eq!(answers(&engine).await, expected);
     }
-    assert_eq!(ready.standing.allocations_after_ready(), 0);
+    assert_eq!(ready.memory.allocations_after_ready(), 0);
 
     // There is room for the state, and none for the canary beside it.
     gpu.budget().set_cap(Some(gpu.budget().meters().reserved));
@@ -276,7 +274,7 @@ async fn a_step_without_memory_costs_its_requests_alone_on_a_gpu() {
 async fn a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
     let model = model();
     let gpu = gpu(None);
-    let ready = model.start_on("", gpu.clone()).unwrap();
+    let ready = model.start_on_gpu("", &gpu).unwrap();
     let engine = ready.engine.clone();
     let expected = answers(&engine).await;
     until_ready(&engine).await;
@@ -291,7 +289,7 @@ async fn a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
         engine.wake().await.unwrap();
         assert_eq!(answers(&engine).await, expected);
     }
-    assert_eq!(ready.standing.allocations_after_ready(), 0);
+    assert_eq!(ready.memory.allocations_after_ready(), 0);
     drop(engine);
     stop(ready, &gpu).await;
 }
@@ -302,24 +300,17 @@ async fn a_gpu_holds_the_weights_alone_while_the_server_sleeps() {
 async fn parts_sum_to_what_the_gpu_reports_and_are_predicted() {
     let model = model();
     let gpu = gpu(None);
-    let args = crate::engine_args(
-        model.dir.path(),
-        "--max-num-seqs 64 --max-num-batched-tokens 2048",
-    );
-    let site = Site::There(Device::Gpu(gpu.clone()));
-    let prediction = Outline::new(&model.source(), &args, &site)
-        .unwrap()
-        .predict()
-        .unwrap();
-    let report = Loaded::new(&model.source(), &args, gpu)
-        .unwrap()
-        .profile(&args)
-        .unwrap();
+    let flags = "--max-num-seqs 64 --max-num-batched-tokens 2048";
+    let settings = model.settings(flags, PlanCache::off());
+    let backend = model.on_gpu(&settings, &gpu);
+    let prediction = predict(&settings, &*backend).unwrap();
+    let proof = model.load_on(&settings, backend).unwrap().prove().unwrap();
+    let report = proof.report();
     for memory in [&report.baseline, &report.ready] {
         // Others on the GPU are not ours to explain, and a limit hides what is beyond it.
         let parts = memory.attributed + memory.peers;
         assert!(parts.abs_diff(memory.device_used) <= 64 << 20, "{memory:?}");
     }
     let tokens = prediction.kv_tokens as f64 / report.kv_tokens as f64;
-    assert!((tokens - 1.0).abs() < 0.03, "{:?}", prediction.compare(&report));
+    assert!((tokens - 1.0).abs() < 0.03, "{:?}", prediction.compare(report));
 }

@@ -12,17 +12,21 @@ mod recovery;
 mod two_servers;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
 use futures::StreamExt;
 use plimsoll_cli::Error;
-use plimsoll_cli::args::{Cli, Command, EngineArgs};
-use plimsoll_cli::device::Device;
+use plimsoll_cli::args::{Cli, Command};
+use plimsoll_cli::backend::{Backend, CpuBackend, GpuBackend, SimBackend};
+use plimsoll_cli::plan_cache::PlanCache;
+use plimsoll_cli::settings::EngineSettings;
 use plimsoll_cli::source::Source;
-use plimsoll_cli::start::{Loaded, Ready};
+use plimsoll_cli::start::{Loaded, Serving, StartTimes, Started};
 use plimsoll_core::{Event, Request, RequestOptions, SamplingOptions, TokenId};
 use plimsoll_device::Budget;
+use plimsoll_device::cuda::Gpu;
 use plimsoll_engine::{Drained, EngineHandle};
 use plimsoll_profiler::{Cause, Phase, ProfileError};
 
@@ -59,17 +63,46 @@ impl Model {
         }
     }
 
-    fn start(&self, flags: &str, budget: &Budget) -> Result<Ready, Error> {
-        self.start_on(&format!("{flags} --threads 2"), budget.clone())
+    /// A start whose plans are kept nowhere.
+    fn start(&self, flags: &str, budget: &Budget) -> Result<Started, Error> {
+        start(&self.load(flags, budget, PlanCache::off())?)
     }
 
-    fn start_on(&self, flags: &str, device: impl Into<Device>) -> Result<Ready, Error> {
-        let args = engine_args(self.dir.path(), flags);
-        Loaded::new(&self.source(), &args, device)?.start(&args, 4)
+    fn load(&self, flags: &str, budget: &Budget, plans: PlanCache) -> Result<Loaded, Error> {
+        let settings = self.settings(&format!("{flags} --threads 2"), plans);
+        let backend = CpuBackend::new(self.dir.path(), &settings, budget.clone());
+        self.load_on(&settings, Arc::new(backend))
+    }
+
+    fn start_on_gpu(&self, flags: &str, gpu: &Gpu) -> Result<Started, Error> {
+        let settings = self.settings(flags, PlanCache::off());
+        start(&self.load_on(&settings, self.on_gpu(&settings, gpu))?)
+    }
+
+    fn on_gpu(&self, settings: &Arc<EngineSettings>, gpu: &Gpu) -> Arc<dyn Backend> {
+        Arc::new(GpuBackend::new(self.dir.path(), settings, gpu.clone()))
+    }
+
+    fn load_on(&self, settings: &Arc<EngineSettings>, backend: Arc<dyn Backend>) -> Result<Loaded, Error> {
+        Loaded::new(&self.source(), settings, backend, &StartTimes::begin())
+    }
+
+    fn settings(&self, flags: &str, plans: PlanCache) -> Arc<EngineSettings> {
+        let settings = engine_settings(self.dir.path(), flags);
+        Arc::new(EngineSettings { plans, ..settings })
     }
 }
 
-fn engine_args(model: &Path, flags: &str) -> EngineArgs {
+/// Proves and spawns, with room for four requests that wait.
+fn start(loaded: &Loaded) -> Result<Started, Error> {
+    let serving = Serving {
+        max_queue: 4,
+        ..Serving::default()
+    };
+    loaded.spawn(loaded.prove()?, serving)
+}
+
+fn engine_settings(model: &Path, flags: &str) -> EngineSettings {
     let fixed =
         "--load-format dummy --seed 7 --max-num-seqs 4 --max-num-batched-tokens 32 --max-model-len 256";
     let argv = ["plimsoll", "serve", model.to_str().unwrap()].into_iter();
@@ -78,7 +111,7 @@ fn engine_args(model: &Path, flags: &str) -> EngineArgs {
         .chain(fixed.split(' '))
         .chain(flags.split(' ').filter(|flag| !flag.is_empty()));
     match Cli::try_parse_from(argv).unwrap().command {
-        Command::Serve(args) => args.engine,
+        Command::Serve(args) => EngineSettings::new(args.engine).unwrap(),
         other => panic!("not serve: {other:?}"),
     }
 }
@@ -108,7 +141,7 @@ async fn answers(engine: &EngineHandle) -> Vec<Vec<TokenId>> {
     futures::future::join_all([0, 50, 100, 150].map(ask)).await
 }
 
-async fn stop(ready: Ready, budget: &Budget) {
+async fn stop(ready: Started, budget: &Budget) {
     assert_eq!(
         ready.engine.drain(Duration::from_secs(10)).await,
         Drained::Complete
@@ -140,9 +173,14 @@ async fn an_error_of_the_driver_ends_a_start_wherever_it_comes() {
     let mut phases = Vec::new();
     for n in 1.. {
         let model = format!("sim:device={n}");
-        let args = engine_args(Path::new(&model), "");
-        match Loaded::new(&Source::Sim, &args, Budget::new(1 << 30)).and_then(|loaded| loaded.start(&args, 4))
-        {
+        let settings = EngineSettings {
+            plans: PlanCache::off(),
+            ..engine_settings(Path::new(&model), "")
+        };
+        let settings = Arc::new(settings);
+        let backend = Arc::new(SimBackend::new(&settings, Budget::new(1 << 30)));
+        let loaded = Loaded::new(&Source::Sim, &settings, backend, &StartTimes::begin());
+        match loaded.and_then(|loaded| start(&loaded)) {
             Err(Error::Profile(error)) => {
                 let ProfileError::Device { phase, error: words } = &error else {
                     panic!("use {n}: {error}")
@@ -306,8 +344,8 @@ async fn a_budget_that_is_too_small_is_an_error_with_advice() {
         let text = probe.to_string();
         let (_, advice) = text.split_once("--device-memory=").expect(&text);
         let value = advice.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap();
-        let args = engine_args(model.dir.path(), &format!("--device-memory {value}"));
-        assert!(args.memory.device_memory.unwrap().0 > budget, "{budget}: {text}");
+        let settings = model.settings(&format!("--device-memory {value}"), PlanCache::off());
+        assert!(settings.device_memory.unwrap() > budget, "{budget}: {text}");
     }
 }
 

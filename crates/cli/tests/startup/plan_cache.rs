@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_cli::Error;
 use plimsoll_cli::plan_cache::PlanCache;
-use plimsoll_cli::start::{Loaded, Ready, StartContext};
+use plimsoll_cli::start::{Loaded, Started};
 use plimsoll_device::Budget;
 use plimsoll_profiler::{Origin, Outcome, Report};
 use plimsoll_server::Memory;
@@ -15,7 +15,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::neighbours::Machine;
-use crate::{BUDGET, CONFIG, Model, answers, engine_args, stop};
+use crate::{BUDGET, CONFIG, Model, answers, engine_settings, start, stop};
 
 /// So many tokens would be of use that memory is the bound.
 const LARGE: &str = "--max-num-seqs 32 --max-model-len 4096";
@@ -39,17 +39,14 @@ impl Rig {
     }
 
     fn load(&self, flags: &str, budget: &Budget, plans: PlanCache) -> Loaded {
-        let args = engine_args(self.model.dir.path(), &format!("{flags} --threads 2"));
-        let context = StartContext::new(plans);
-        Loaded::with(&self.model.source(), &args, budget.clone(), context).unwrap()
+        self.model.load(flags, budget, plans).unwrap()
     }
 
-    fn start_with(&self, flags: &str, budget: &Budget, plans: PlanCache) -> Result<Ready, Error> {
-        let args = engine_args(self.model.dir.path(), flags);
-        self.load(flags, budget, plans).start(&args, 4)
+    fn start_with(&self, flags: &str, budget: &Budget, plans: PlanCache) -> Result<Started, Error> {
+        start(&self.load(flags, budget, plans))
     }
 
-    fn start(&self, flags: &str, budget: &Budget) -> Ready {
+    fn start(&self, flags: &str, budget: &Budget) -> Started {
         self.start_with(flags, budget, self.plans()).unwrap()
     }
 
@@ -83,8 +80,8 @@ fn drift(report: &Report) -> f64 {
 }
 
 /// Names of the stages of a start.
-fn stages(ready: &Ready) -> Vec<String> {
-    let start = &ready.standing.report()["start"];
+fn stages(ready: &Started) -> Vec<String> {
+    let start = &ready.memory.report()["start"];
     let stages = start["stages"].as_array().unwrap();
     assert!(stages.iter().all(|stage| stage["seconds"].is_number()));
     let names = stages.iter().map(|stage| stage["stage"].as_str().unwrap());
@@ -142,7 +139,7 @@ async fn nothing_is_read_or_written_where_the_cache_is_off() {
     let rig = Rig::new();
     let dir = rig.dir.path().to_str().unwrap().to_owned();
     let flags = format!("--profile-cache-dir {dir} --no-profile-cache");
-    let off = PlanCache::from_flags(&engine_args(rig.model.dir.path(), &flags).memory);
+    let off = engine_settings(rig.model.dir.path(), &flags).plans;
     let budget = Budget::new(BUDGET);
     for _ in 0..2 {
         let ready = rig.start_with(&flags, &budget, off.clone()).unwrap();
@@ -160,11 +157,10 @@ async fn nothing_is_read_or_written_where_the_cache_is_off() {
 #[tokio::test(flavor = "multi_thread")]
 async fn who_asks_for_a_measurement_gets_one_and_leaves_it_to_others() {
     let rig = Rig::new();
-    let args = engine_args(rig.model.dir.path(), "");
     for _ in 0..2 {
         let budget = Budget::new(BUDGET);
         let loaded = rig.load("", &budget, rig.plans().write_only());
-        assert_eq!(loaded.profile(&args).unwrap().origin, Origin::Measured);
+        assert_eq!(loaded.prove().unwrap().report().origin, Origin::Measured);
     }
     rig.file();
     assert_eq!(drift(&rig.report("").await), 0.0);

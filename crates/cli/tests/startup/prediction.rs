@@ -1,10 +1,14 @@
 //! What is predicted of a start is what it measures: on the CPU to the byte, whatever the model and the limits.
 
+use std::sync::Arc;
+
 use clap::Parser;
 use plimsoll_cli::Error;
-use plimsoll_cli::args::{Cli, Command, EngineArgs};
-use plimsoll_cli::device::{Device, Site};
-use plimsoll_cli::start::{Loaded, Outline};
+use plimsoll_cli::args::{Cli, Command};
+use plimsoll_cli::backend::CpuBackend;
+use plimsoll_cli::plan_cache::PlanCache;
+use plimsoll_cli::settings::EngineSettings;
+use plimsoll_cli::start::predict;
 use plimsoll_device::Budget;
 use plimsoll_profiler::{Bound, Prediction, ProfileError, Report, Setting};
 use rand::rngs::StdRng;
@@ -17,15 +21,19 @@ use crate::Model;
 fn both(model: &Model, flags: &str, bytes: u64) -> (Result<Prediction, Error>, Result<Report, Error>) {
     let argv = ["plimsoll", "profile", "--load-format", "dummy", "--threads", "2"];
     let argv = argv.into_iter().chain(flags.split_whitespace());
-    let args: EngineArgs = match Cli::try_parse_from(argv).unwrap().command {
-        Command::Profile(args) => args.engine,
+    let settings = match Cli::try_parse_from(argv).unwrap().command {
+        Command::Profile(args) => EngineSettings::new(args.engine).unwrap(),
         other => panic!("not profile: {other:?}"),
     };
-    let site = Site::There(Device::Cpu(Budget::new(bytes)));
-    let outline = Outline::new(&model.source(), &args, &site);
-    let predicted = outline.and_then(|outline| outline.predict());
-    let loaded = Loaded::new(&model.source(), &args, Budget::new(bytes));
-    (predicted, loaded.and_then(|loaded| loaded.profile(&args)))
+    let settings = Arc::new(EngineSettings {
+        plans: PlanCache::off(),
+        ..settings
+    });
+    let backend = || CpuBackend::new(model.dir.path(), &settings, Budget::new(bytes));
+    let predicted = predict(&settings, &backend());
+    let loaded = model.load_on(&settings, Arc::new(backend()));
+    let proved = loaded.and_then(|loaded| loaded.prove());
+    (predicted, proved.map(|proof| proof.report().clone()))
 }
 
 fn compare(prediction: &Prediction, report: &Report, context: &str) {

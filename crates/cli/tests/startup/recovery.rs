@@ -3,15 +3,16 @@
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
-use plimsoll_cli::device::Device;
-use plimsoll_cli::start::{Loaded, StartContext};
+use plimsoll_cli::backend;
+use plimsoll_cli::plan_cache::PlanCache;
+use plimsoll_cli::start::Serving;
 use plimsoll_core::{Component, Event, Request, RequestOptions, SamplingOptions, StepError, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_engine::{EngineHandle, Phase, RequestStream, SubmitError, WakeError};
 use plimsoll_server::Memory;
 
 use crate::neighbours::Machine;
-use crate::{BUDGET, Model, answers, engine_args, stop};
+use crate::{BUDGET, Model, answers, stop};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -77,20 +78,20 @@ async fn a_neighbour_that_takes_all_memory_disturbs_no_request() {
     for flags in ["", "--max-total-token-num 1024"] {
         let (machine, budget) = Machine::quiet(BUDGET);
         let ready = model.start(flags, &budget).unwrap();
-        let standing = ready.standing.clone();
+        let memory = ready.memory.clone();
         let expected = answers(&ready.engine).await;
         let at_rest = budget.meters();
         machine.set(BUDGET);
         budget.set_cap(Some(0));
         assert_eq!(answers(&ready.engine).await, expected);
-        let meters = standing.meters();
+        let meters = memory.meters();
         assert_eq!((meters.reserved, meters.headroom()), (at_rest.reserved, 0));
         assert_eq!(
             meters.reserved_high, meters.reserved,
             "the mark is as low as at ready"
         );
-        assert!(standing.proved_peak() >= meters.reserved_high);
-        assert_eq!(standing.allocations_after_ready(), 0);
+        assert!(memory.proved_peak() >= meters.reserved_high);
+        assert_eq!(memory.allocations_after_ready(), 0);
         assert_eq!(ready.engine.stats().high_water_above_proof, 0);
         stop(ready, &budget).await;
     }
@@ -103,7 +104,7 @@ async fn one_step_without_memory_costs_its_requests_alone() {
     for flags in ["", "--max-total-token-num 1024", "--no-enable-prefix-caching"] {
         let budget = Budget::new(BUDGET);
         let ready = model.start(flags, &budget).unwrap();
-        let (engine, standing) = (ready.engine.clone(), ready.standing.clone());
+        let (engine, memory) = (ready.engine.clone(), ready.memory.clone());
         let expected = answers(&engine).await;
         let asked = [0, 50, 100, 150];
         until_ready(&engine).await;
@@ -132,7 +133,7 @@ async fn one_step_without_memory_costs_its_requests_alone() {
         }
         let stats = engine.stats();
         assert_eq!((stats.rebuilds_oom, stats.high_water_above_proof), (4, 0));
-        assert_eq!(standing.allocations_after_ready(), 0, "a rebuild is no step");
+        assert_eq!(memory.allocations_after_ready(), 0, "a rebuild is no step");
         assert_eq!(engine.limits().kv_capacity_tokens, ready.report.kv_tokens);
         assert_eq!(answers(&engine).await, expected);
         drop(engine);
@@ -147,7 +148,7 @@ async fn a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
     for flags in ["", "--max-total-token-num 16384"] {
         let (machine, budget) = Machine::quiet(BUDGET);
         let ready = model.start(flags, &budget).unwrap();
-        let (engine, standing) = (ready.engine.clone(), ready.standing.clone());
+        let (engine, memory) = (ready.engine.clone(), ready.memory.clone());
         let expected = answers(&engine).await;
         until_ready(&engine).await;
         let held = budget.meters();
@@ -165,7 +166,7 @@ async fn a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
         until_ready(&engine).await;
         let smaller = engine.limits().kv_capacity_tokens;
         assert!(smaller < full && smaller >= 256, "{flags}: {smaller} of {full}");
-        assert_eq!(standing.report()["kv_tokens"], smaller);
+        assert_eq!(memory.report()["kv_tokens"], smaller);
         assert!(budget.meters().reserved + budget.meters().peers() <= BUDGET);
         assert_eq!(answers(&engine).await, expected);
         let outage = engine.stats().last_oom.unwrap();
@@ -193,7 +194,7 @@ async fn a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
         until_ready(&engine).await;
         assert_eq!(engine.limits().kv_capacity_tokens, full, "{flags}");
         assert_eq!(answers(&engine).await, expected);
-        assert_eq!(standing.allocations_after_ready(), 0);
+        assert_eq!(memory.allocations_after_ready(), 0);
         drop(engine);
         stop(ready, &budget).await;
     }
@@ -218,7 +219,7 @@ async fn sleep_gives_everything_back_but_the_weights() {
         assert_eq!(answers(&engine).await, expected);
     }
     assert_eq!(engine.stats().rebuilds_wake, 2);
-    assert_eq!(ready.standing.allocations_after_ready(), 0);
+    assert_eq!(ready.memory.allocations_after_ready(), 0);
     drop(engine);
     stop(ready, &budget).await;
 }
@@ -231,16 +232,16 @@ async fn a_server_wakes_once_no_other_measures_its_device() {
         "--device-lock-dir {} --device-memory 24MiB",
         locks.path().display()
     );
-    let args = engine_args(model.dir.path(), &flags);
-    let source = model.source();
-    let (device, lock) = Device::open(&source, &args).unwrap();
+    let settings = model.settings(&flags, PlanCache::off());
+    let (backend, lock) = backend::open(&model.source(), &settings).unwrap();
     let relock = lock.relock();
-    let context = StartContext {
+    let loaded = model.load_on(&settings, backend).unwrap();
+    let serving = Serving {
+        max_queue: 4,
         relock: relock.clone(),
-        ..Default::default()
+        ..Serving::default()
     };
-    let loaded = Loaded::with(&source, &args, device, context).unwrap();
-    let ready = loaded.start(&args, 4).unwrap();
+    let ready = loaded.spawn(loaded.prove().unwrap(), serving).unwrap();
     drop(lock);
     let engine = ready.engine.clone();
     let expected = answers(&engine).await;

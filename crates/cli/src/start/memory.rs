@@ -1,18 +1,18 @@
-//! What is known of the engine's state in use: its proof, and where the device's meters stood when it was ready.
+//! Memory of the engine's state: what was proved at the start, and the device's meters since.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::Meters;
 use plimsoll_profiler::Report;
 use plimsoll_server::{Memory, StartNumbers};
 
-use crate::device::Device;
-use crate::start::{StartTimes, report_json};
+use super::times::{StartTimes, report_json};
+use crate::backend::Backend;
 
 /// The proof of the state in use, on its device. Shared by the engine, which has it replaced, and the API, which shows it.
 #[derive(Debug)]
-pub struct Standing {
-    device: Device,
+pub struct StateMemory {
+    device: Arc<dyn Backend>,
     times: StartTimes,
     proof: Mutex<Proof>,
 }
@@ -28,11 +28,11 @@ struct Proof {
     rebuilding_since: Option<u64>,
 }
 
-impl Standing {
+impl StateMemory {
     /// Taken at ready: the device's marks still show the proof, and start anew here.
-    pub(crate) fn new(device: Device, report: Report, times: StartTimes) -> Self {
+    pub(crate) fn new(device: Arc<dyn Backend>, report: Report, times: StartTimes) -> Self {
         let proof = Proof {
-            peak: proved_peak(&device, &report),
+            peak: proved_peak(&*device, &report),
             allocations: device.allocations(),
             rebuilding_since: None,
             report,
@@ -58,7 +58,7 @@ impl Standing {
         let since = proof.rebuilding_since.take().unwrap_or(now);
         proof.allocations += now - since;
         if let Some(report) = report {
-            proof.peak = proved_peak(&self.device, report);
+            proof.peak = proved_peak(&*self.device, report);
             proof.report = report.clone();
             self.device.reset_high_water();
         }
@@ -76,13 +76,13 @@ impl Standing {
 }
 
 /// What the account shows of the attempt that passed, in which the canary was held from the first byte to the last.
-fn proved_peak(device: &Device, report: &Report) -> u64 {
+fn proved_peak(device: &dyn Backend, report: &Report) -> u64 {
     let meters = device.account().meters();
     let without_canary = meters.reserved_high.saturating_sub(report.margins.canary_bytes);
     without_canary.max(meters.reserved)
 }
 
-impl Memory for Standing {
+impl Memory for StateMemory {
     fn report(&self) -> serde_json::Value {
         report_json(&self.proof().report, &self.times)
     }

@@ -1,4 +1,4 @@
-//! What the engine gets along with its state: how that stands, and another in its place.
+//! Builds and proves another state for a running engine, after device memory ran out or a sleep.
 
 use std::sync::Arc;
 
@@ -9,58 +9,58 @@ use plimsoll_profiler::{
 };
 use plimsoll_server::Memory;
 
+use super::StateMemory;
+use crate::backend::{EngineState, ProfiledBackend};
 use crate::error::Error;
 use crate::lock::Relock;
 use crate::progress::log_phase;
-use crate::standing::Standing;
 
 /// Proves the state of a running server again. Weights stay where they are.
-pub(super) struct Keeper<T> {
-    pub(super) target: T,
+pub(super) struct Rebuilder {
+    pub(super) target: ProfiledBackend,
     /// That of the start, with what its probe measured.
     pub(super) spec: ProfileSpec,
-    pub(super) standing: Arc<Standing>,
+    pub(super) memory: Arc<StateMemory>,
     /// As at the start, nobody else measures the device meanwhile.
     pub(super) relock: Relock,
 }
 
-impl<T: Target + Send> StateSource<T::State> for Keeper<T> {
+impl StateSource<Box<dyn EngineState>> for Rebuilder {
     fn high_water(&self) -> u64 {
-        self.standing.high_water()
+        self.memory.high_water()
     }
 
     fn proved_peak(&self) -> u64 {
-        self.standing.proved_peak()
+        self.memory.proved_peak()
     }
 
     fn meters(&self) -> Meters {
-        self.standing.meters()
+        self.memory.meters()
     }
 
     fn trim(&mut self) {
         self.target.trim();
     }
 
-    fn rebuild(&mut self, meanwhile: &mut dyn FnMut()) -> Result<Proved<T::State>, RebuildError> {
+    fn rebuild(&mut self, meanwhile: &mut dyn FnMut()) -> Result<Proved<Box<dyn EngineState>>, RebuildError> {
         let _lock = self.relock.try_take().map_err(|error| match error {
             Error::DeviceBusy { device, holder, .. } => {
                 RebuildError::NotNow(format!("{holder} measures {device} at the moment"))
             }
             other => RebuildError::NotNow(other.to_string()),
         })?;
-        self.standing.rebuild_begins();
+        self.memory.rebuild_begins();
         let mut log = Log { meanwhile };
         let mut proved = profile(&mut self.target, &self.spec, &mut log);
         if let (Err(ProfileError::DoesNotFit(_)), Some(spec)) = (&proved, self.what_fits()) {
             proved = profile(&mut self.target, &spec, &mut log);
         }
-        self.standing
-            .rebuild_ends(proved.as_ref().ok().map(Proved::report));
+        self.memory.rebuild_ends(proved.as_ref().ok().map(Proved::report));
         Ok(proved?)
     }
 }
 
-impl<T> Keeper<T> {
+impl Rebuilder {
     /// Where the start's size was pinned: a search for as much of it as there is room for.
     fn what_fits(&self) -> Option<ProfileSpec> {
         let pinned = match self.spec.size {

@@ -8,27 +8,26 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use tempfile::NamedTempFile;
 
-use crate::args::MemoryArgs;
 use crate::error::Error;
 
 /// Where the report goes, if anywhere.
 #[derive(Clone, Debug)]
-pub(crate) struct ReportFile(Option<PathBuf>);
+pub struct ReportFile(Option<PathBuf>);
 
 impl ReportFile {
-    /// As the flag says.
+    /// At `path`, if there is one.
     ///
     /// # Errors
     /// [`Error::Write`] where a report could not be written: nobody shall wait minutes for that.
-    pub(crate) fn new(args: &MemoryArgs) -> Result<Self, Error> {
-        if let Some(path) = &args.profile_report {
+    pub(crate) fn new(path: Option<PathBuf>) -> Result<Self, Error> {
+        if let Some(path) = &path {
             let writable = match is_special(path) {
                 true => fs::OpenOptions::new().write(true).open(path).map(drop),
                 false => unfinished(&target(path)).map(drop),
             };
             writable.map_err(|source| refused(path, source))?;
         }
-        Ok(Self(args.profile_report.clone()))
+        Ok(Self(path))
     }
 
     /// Readers see the whole of it, or what was there before.
@@ -89,28 +88,14 @@ mod tests {
 
     use super::*;
 
-    fn report_file(path: &Path) -> Result<ReportFile, Error> {
-        let argv = [
-            "plimsoll",
-            "profile",
-            "sim",
-            "--profile-report",
-            path.to_str().unwrap(),
-        ];
-        match <crate::args::Cli as clap::Parser>::parse_from(argv).command {
-            crate::args::Command::Profile(args) => ReportFile::new(&args.engine.memory),
-            other => panic!("not profile: {other:?}"),
-        }
-    }
-
     #[test]
     fn a_report_that_cannot_be_written_is_told_before_it_is_made() {
         let dir = tempfile::tempdir().unwrap();
         for wrong in [dir.path(), &dir.path().join("no/such/report.json")] {
-            let error = report_file(wrong).unwrap_err();
+            let error = ReportFile::new(Some(wrong.to_owned())).unwrap_err();
             assert!(matches!(error, Error::Write { .. }), "{error}");
         }
-        report_file(Path::new("/dev/null"))
+        ReportFile::new(Some("/dev/null".into()))
             .unwrap()
             .write(&json!({}))
             .unwrap();
@@ -123,7 +108,7 @@ mod tests {
         fs::write(&path, "old").unwrap();
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
-        let file = report_file(&link).unwrap();
+        let file = ReportFile::new(Some(link.clone())).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "old");
         let mut reader = fs::File::open(&path).unwrap();
         file.write(&json!({"kv_tokens": 7})).unwrap();

@@ -1,0 +1,380 @@
+//! `--device`: which backend a start gets.
+
+use std::sync::Arc;
+
+use plimsoll_device::cuda::{self, Gpu, GpuError, GpuLimit, GpuOptions, Holder};
+use plimsoll_device::{Budget, Machine, capacity};
+
+use super::gpu::holders;
+use super::{AssumedBytes, AssumedGpu, Backend, CpuBackend, Device, GpuBackend, SimBackend};
+use crate::args::{DType, DeviceChoice, KvDtype};
+use crate::bytes::Bytes;
+use crate::error::Error;
+use crate::lock::DeviceLock;
+use crate::settings::EngineSettings;
+use crate::source::Source;
+
+/// Bytes the simulated device has unless `--device-memory` says more or less.
+const SIM_BYTES: u64 = 4 << 30;
+
+/// The device that the settings ask for, as [`open`], but it is only looked at: nobody is waited for. A GPU that is not
+/// there is assumed, if `--device cuda` asks for one and `--device-memory` says how large it is.
+///
+/// # Errors
+/// As [`open`].
+pub fn look(source: &Source, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
+    let Source::Files { model, .. } = source else {
+        return Ok(Box::new(simulated(settings)?));
+    };
+    match (
+        choose(settings.device, |ordinal| open_gpu(ordinal, settings), holders),
+        settings.device_memory,
+    ) {
+        (Ok(Chosen { gpu: Some(gpu), .. }), _) => {
+            check_gpu(settings)?;
+            Ok(Box::new(GpuBackend::new(model, settings, gpu)))
+        }
+        (Ok(Chosen { gpu: None, .. }), _) => {
+            check_cpu(settings)?;
+            Ok(Box::new(CpuBackend::new(model, settings, cpu_budget(settings)?)))
+        }
+        (Err(Error::Gpu(error)), Some(bytes)) if is_absent(&error) => {
+            check_gpu(settings)?;
+            Ok(Box::new(AssumedGpu::new(model, settings, AssumedBytes(bytes))))
+        }
+        (Err(Error::Gpu(error)), None) if is_absent(&error) => Err(wrong(
+            "--device",
+            &format!(
+                "{error}; to plan for a GPU that is not here, say how large it is: --device-memory 80GiB"
+            ),
+        )),
+        (Err(error), _) => Err(error),
+    }
+}
+
+/// Opens the device that the settings ask for, and says in the log which it is and why. Nobody else may measure it until the
+/// lock is dropped, which is to be kept until this process has taken all that it will ever take.
+///
+/// # Errors
+/// Where a GPU was asked for and cannot be used, flags do not suit the device, or another start works on it.
+pub fn open(
+    source: &Source,
+    settings: &Arc<EngineSettings>,
+) -> Result<(Arc<dyn Backend>, DeviceLock), Error> {
+    let Source::Files { model, .. } = source else {
+        tracing::info!("device: cpu");
+        return Ok((Arc::new(simulated(settings)?), DeviceLock::none()));
+    };
+    let choice = settings.device;
+    let gpu_lock = match choice.ordinal().map(cuda::uuid).transpose() {
+        Ok(Some(uuid)) => settings.locks.take(&uuid)?,
+        // What keeps a GPU from having a name keeps it from being opened too, which says so.
+        Ok(None) | Err(_) => DeviceLock::none(),
+    };
+    let Chosen { gpu, why } = choose(choice, |ordinal| open_gpu(ordinal, settings), holders)?;
+    if let Some(gpu) = gpu {
+        check_gpu(settings)?;
+        let info = gpu.info();
+        let (major, minor) = info.compute_capability;
+        tracing::info!(
+            "device: cuda:{}, {}, compute capability {major}.{minor}, {}",
+            info.ordinal,
+            info.name,
+            Bytes(gpu.budget().meters().total)
+        );
+        return Ok((Arc::new(GpuBackend::new(model, settings, gpu)), gpu_lock));
+    }
+    drop(gpu_lock);
+    check_cpu(settings)?;
+    match why {
+        None => tracing::info!("device: cpu"),
+        Some(GpuError::NoDriver) => tracing::info!("device: cpu (no NVIDIA driver)"),
+        Some(GpuError::NoDevice { .. }) => tracing::info!("device: cpu (no NVIDIA GPU)"),
+        Some(why) => tracing::info!("device: cpu ({why})"),
+    }
+    let lock = settings.locks.take("cpu")?;
+    let budget = cpu_budget(settings)?;
+    Ok((Arc::new(CpuBackend::new(model, settings, budget)), lock))
+}
+
+/// The simulated device is nobody else's.
+fn simulated(settings: &Arc<EngineSettings>) -> Result<SimBackend, Error> {
+    if let DeviceChoice::Cuda(_) = settings.device {
+        return Err(wrong("--device", "the simulated model runs on the CPU"));
+    }
+    check_cpu(settings)?;
+    let bytes = settings.device_memory.unwrap_or(SIM_BYTES);
+    Ok(SimBackend::new(settings, Budget::new(bytes)))
+}
+
+fn open_gpu(ordinal: usize, settings: &EngineSettings) -> Result<Gpu, GpuError> {
+    let options = GpuOptions {
+        limit: limit(settings),
+        cap: None,
+    };
+    if !plimsoll_kernels::cuda::has_images() {
+        cuda::uuid(ordinal)?;
+        return Err(GpuError::NoKernels);
+    }
+    let gpu = Gpu::open_with(ordinal, options)?;
+    plimsoll_kernels::cuda::check(&gpu)?;
+    Ok(gpu)
+}
+
+/// What a choice came to.
+#[derive(Debug)]
+struct Chosen<G> {
+    /// The GPU; without one it is the CPU.
+    gpu: Option<G>,
+    /// Why there is no GPU, where one was looked for.
+    why: Option<GpuError>,
+}
+
+/// Follows `choice`; `open` gives the GPU of a number ready for use.
+fn choose<G>(
+    choice: DeviceChoice,
+    open: impl FnOnce(usize) -> Result<G, GpuError>,
+    holders: impl FnOnce(usize) -> Vec<Holder>,
+) -> Result<Chosen<G>, Error> {
+    let Some(ordinal) = choice.ordinal() else {
+        return Ok(Chosen { gpu: None, why: None });
+    };
+    match open(ordinal) {
+        Ok(gpu) => Ok(Chosen {
+            gpu: Some(gpu),
+            why: None,
+        }),
+        Err(why) if choice == DeviceChoice::Auto && is_absent(&why) => Ok(Chosen {
+            gpu: None,
+            why: Some(why),
+        }),
+        // A model that is made for a GPU would take minutes for an answer on a CPU: nobody wants that unasked.
+        Err(error) if error.is_out_of_memory() => Err(Error::GpuFull {
+            ordinal,
+            holders: holders(ordinal),
+            error,
+        }),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether there is no GPU, or none that this binary was made for.
+fn is_absent(error: &GpuError) -> bool {
+    matches!(
+        error,
+        GpuError::NoDriver | GpuError::NoDevice { .. } | GpuError::NoKernels
+    )
+}
+
+fn limit(settings: &EngineSettings) -> GpuLimit {
+    match (settings.device_memory, settings.gpu_memory_utilization) {
+        (Some(bytes), _) => GpuLimit::Bytes(bytes),
+        (None, Some(fraction)) => GpuLimit::Fraction(fraction.get()),
+        (None, None) => GpuLimit::All,
+    }
+}
+
+/// What `--device-memory` grants, or what this machine can spare.
+fn cpu_budget(settings: &EngineSettings) -> Result<Budget, Error> {
+    let bytes = match settings.device_memory {
+        Some(bytes) => bytes,
+        None => {
+            let capacity = capacity::default_capacity()?;
+            tracing::info!("device memory: {}, {}", Bytes(capacity.bytes), capacity.bound);
+            capacity.bytes
+        }
+    };
+    Ok(Budget::shared(bytes, Arc::new(Machine::this())))
+}
+
+/// Refuses what only a CPU can do.
+fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
+    if !matches!(settings.dtype, DType::Auto | DType::Bfloat16) {
+        return Err(wrong(
+            "--dtype",
+            "a GPU computes in bfloat16, with sums in float32; give auto or bfloat16, or --device cpu",
+        ));
+    }
+    if !matches!(settings.kv_cache_dtype, KvDtype::Auto | KvDtype::Bfloat16) {
+        return Err(wrong(
+            "--kv-cache-dtype",
+            "the KV cache of a GPU is bfloat16; give auto or bfloat16, or --device cpu",
+        ));
+    }
+    if settings.threads.is_some() {
+        return Err(wrong(
+            "--threads",
+            "a GPU computes; --device cpu has threads to count",
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses what only a GPU can do.
+fn check_cpu(settings: &EngineSettings) -> Result<(), Error> {
+    if settings.dtype != DType::Auto {
+        return Err(wrong(
+            "--dtype",
+            "a CPU keeps weights as the model stores them and computes in float32; leave it at auto",
+        ));
+    }
+    if settings.kv_cache_dtype == KvDtype::Bfloat16 {
+        return Err(wrong(
+            "--kv-cache-dtype",
+            "the KV cache of a CPU is float16 or float32; bfloat16 needs a GPU",
+        ));
+    }
+    if settings.gpu_memory_utilization.is_some() {
+        return Err(wrong(
+            "--gpu-memory-utilization",
+            "there is no GPU in use; --device-memory limits the memory of a CPU",
+        ));
+    }
+    Ok(())
+}
+
+fn wrong(flag: &str, message: &str) -> Error {
+    Error::Configuration {
+        origin: flag.to_owned(),
+        message: message.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::tests::settings;
+
+    fn nobody(_: usize) -> Vec<Holder> {
+        Vec::new()
+    }
+
+    fn old() -> GpuError {
+        GpuError::OldDevice {
+            name: "Old".into(),
+            major: 7,
+            minor: 5,
+        }
+    }
+
+    #[test]
+    fn auto_takes_the_first_gpu_that_can_be_used() {
+        let chosen = choose(DeviceChoice::Auto, Ok, nobody).unwrap();
+        assert_eq!((chosen.gpu, chosen.why), (Some(0), None));
+        let reasons = [
+            GpuError::NoDriver,
+            GpuError::NoDevice { ordinal: 0, count: 0 },
+            GpuError::NoKernels,
+        ];
+        for why in reasons {
+            let chosen = choose::<()>(DeviceChoice::Auto, |_| Err(why.clone()), nobody).unwrap();
+            assert_eq!((chosen.gpu, chosen.why), (None, Some(why)));
+        }
+        // One that is there and cannot be used is no reason to be a hundred times slower.
+        let broken = GpuError::Call {
+            call: "cuInit",
+            code: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH".into(),
+            message: String::new(),
+        };
+        for why in [old(), broken] {
+            let error = choose::<()>(DeviceChoice::Auto, |_| Err(why.clone()), nobody).unwrap_err();
+            assert_eq!((error.exit_code(), error.to_string()), (7, why.to_string()));
+        }
+    }
+
+    /// As measured where another server held all of an H200.
+    #[test]
+    fn a_gpu_that_is_full_is_an_error_that_says_who_holds_it() {
+        let full = GpuError::Call {
+            call: "cuDevicePrimaryCtxRetain",
+            code: "CUDA_ERROR_OUT_OF_MEMORY".into(),
+            message: "out of memory".into(),
+        };
+        let holder = Holder {
+            pid: 4711,
+            name: Some("plimsoll".into()),
+            bytes: Some(139 << 30),
+        };
+        for choice in [DeviceChoice::Auto, DeviceChoice::Cuda(0)] {
+            let open = |_| Err::<(), _>(full.clone());
+            let error = choose(choice, open, |_| vec![holder.clone()]).unwrap_err();
+            assert_eq!(error.exit_code(), 4);
+            let text = error.to_string();
+            let parts = [
+                "cuda:0",
+                "process 4711 (plimsoll) holds 139.00 GiB",
+                "--mem-fraction",
+                "--device cpu",
+            ];
+            for part in parts {
+                assert!(text.contains(part), "{part} is missing: {text}");
+            }
+            let error = choose(choice, open, nobody).unwrap_err();
+            assert!(error.to_string().contains("nvidia-smi"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_was_asked_for_is_that_gpu_or_an_error() {
+        assert_eq!(choose(DeviceChoice::Cuda(3), Ok, nobody).unwrap().gpu, Some(3));
+        let error = choose::<()>(DeviceChoice::Cuda(0), |_| Err(old()), nobody).unwrap_err();
+        assert!(error.to_string().contains("7.5"), "{error}");
+        assert_eq!(error.exit_code(), 7);
+        let never = |_| -> Result<(), _> { panic!("the CPU needs no GPU") };
+        assert!(choose(DeviceChoice::Cpu, never, nobody).unwrap().gpu.is_none());
+    }
+
+    #[test]
+    fn flags_that_do_not_suit_the_device_are_refused_by_name() {
+        let on_gpu = [
+            ("--dtype float16", "--dtype"),
+            ("--dtype float32", "--dtype"),
+            ("--kv-cache-dtype float16", "--kv-cache-dtype"),
+            ("--threads 2", "--threads"),
+        ];
+        let on_cpu = [
+            ("--dtype bfloat16", "--dtype"),
+            ("--kv-cache-dtype bfloat16", "--kv-cache-dtype"),
+            ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization"),
+        ];
+        let refused = |result: Result<(), Error>, flag: &str| {
+            let error = result.unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.to_string().starts_with(flag), "{error}");
+        };
+        for (flags, flag) in on_gpu {
+            refused(check_gpu(&settings(flags)), flag);
+        }
+        for (flags, flag) in on_cpu {
+            refused(check_cpu(&settings(flags)), flag);
+        }
+        check_gpu(&settings(
+            "--dtype bfloat16 --kv-cache-dtype bfloat16 --enforce-eager",
+        ))
+        .unwrap();
+        check_cpu(&settings("--kv-cache-dtype float32 --threads 2 --enforce-eager")).unwrap();
+        for flags in ["", "--dtype auto --kv-cache-dtype auto"] {
+            check_gpu(&settings(flags)).unwrap();
+            check_cpu(&settings(flags)).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_limit_is_in_bytes_or_a_part() {
+        assert_eq!(limit(&settings("")), GpuLimit::All);
+        assert_eq!(limit(&settings("--device-memory 8GiB")), GpuLimit::Bytes(8 << 30));
+        assert_eq!(
+            limit(&settings("--gpu-memory-utilization 0.9")),
+            GpuLimit::Fraction(0.9)
+        );
+    }
+
+    #[test]
+    fn the_simulated_model_needs_no_gpu() {
+        let (device, lock) = open(&Source::Sim, &Arc::new(settings("sim"))).unwrap();
+        assert!(!lock.is_held(), "the simulated device is this process's own");
+        assert_eq!(device.meters().total, SIM_BYTES);
+        let error = open(&Source::Sim, &Arc::new(settings("sim --device cuda"))).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+    }
+}

@@ -1,0 +1,199 @@
+//! The CPU, within a budget of bytes.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
+use plimsoll_device::Budget;
+use plimsoll_kernels::instruction_set;
+use plimsoll_model::{Model, Progress, Runner};
+use plimsoll_profiler::{ArenaUse, Disabled, Footprint, Piece, ScenarioShape};
+
+use super::predicted::{arena_use, holding, resized, step_size};
+use super::{
+    Backend, CPU_DEFAULTS, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights,
+};
+use crate::args::DeviceChoice;
+use crate::error::Error;
+use crate::plan_cache::DeviceKey;
+
+/// A model on the CPU, within a budget of bytes. Clones of the budget share it.
+pub type CpuBackend = ModelOn<Budget>;
+
+impl CpuBackend {
+    /// Compute threads are of the whole process.
+    fn set_threads(&self) {
+        if let Some(threads) = self.settings.threads {
+            plimsoll_kernels::set_threads(threads);
+        }
+    }
+}
+
+impl Device for CpuBackend {
+    fn kind(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn defaults(&self) -> Defaults {
+        CPU_DEFAULTS
+    }
+
+    fn max_model_len(&self) -> Result<usize, Error> {
+        self.longest_request()
+    }
+
+    fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
+        self.set_threads();
+        let model = plimsoll_model::Footprint::read(&self.model, self.settings.load_options())?;
+        let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token());
+        let footprint = CpuFootprint {
+            model: Rc::new(model),
+            limits,
+            device: self.meters(),
+        };
+        Ok((facts, Box::new(footprint)))
+    }
+}
+
+impl Backend for CpuBackend {
+    fn load(&self, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+        self.set_threads();
+        let model = Model::load(&self.model, self.settings.load_options(), &self.device, progress)?;
+        Ok(LoadedModel {
+            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token()),
+            generation: model.generation().clone(),
+            eos_token_ids: model.eos_token_ids(),
+            disabled: disabled(instruction_set(), self.settings.device),
+            weights: Arc::new(CpuWeights {
+                model,
+                budget: self.device.clone(),
+            }),
+        })
+    }
+
+    fn account(&self) -> &Budget {
+        &self.device
+    }
+
+    /// Its memory is that of everybody, so only what a flag grants of it is the same at each start.
+    fn plan_key(&self) -> DeviceKey {
+        DeviceKey::cpu(self.settings.device_memory, plimsoll_kernels::threads())
+    }
+}
+
+#[derive(Debug)]
+struct CpuWeights {
+    model: Arc<Model>,
+    budget: Budget,
+}
+
+impl Weights for CpuWeights {
+    fn build(
+        &self,
+        config: &StateConfig,
+        limits: &StepLimits,
+        piece: &mut dyn FnMut(Piece),
+    ) -> Result<Box<dyn EngineState>, BuildError> {
+        let touched = &mut || piece(Piece::Memory);
+        let state = self.model.build_state(config, limits, &self.budget, touched)?;
+        Ok(Box::new(state))
+    }
+}
+
+impl EngineState for Runner {
+    fn take_arena_high_water(&mut self) -> u64 {
+        Self::take_arena_high_water(self)
+    }
+
+    fn release_canary(&mut self) {
+        Self::release_canary(self);
+    }
+}
+
+fn disabled(instruction_set: &str, choice: DeviceChoice) -> Vec<Disabled> {
+    let mut disabled = Vec::new();
+    if instruction_set != "avx512-vnni" {
+        disabled.push(Disabled {
+            path: "AVX-512 VNNI kernels",
+            reason: format!("this CPU does not have all of it: {instruction_set} is used"),
+        });
+    }
+    disabled.push(Disabled {
+        path: "step overlap",
+        reason: "a CPU computes one step at a time".to_owned(),
+    });
+    if choice == DeviceChoice::Auto {
+        disabled.push(Disabled {
+            path: "GPU",
+            reason: "not in use; the device line of the log says why".to_owned(),
+        });
+    }
+    disabled
+}
+
+/// What a model on a CPU would take.
+struct CpuFootprint {
+    model: Rc<plimsoll_model::Footprint>,
+    limits: StepLimits,
+    /// Before the model is loaded.
+    device: Meters,
+}
+
+impl Footprint for CpuFootprint {
+    fn idle(&self) -> Meters {
+        let weights = [(Component::Weights, self.model.weights_bytes())];
+        holding(&self.device, &weights, 0)
+    }
+
+    fn with_state(&self, kv: KvConfig, arena: u64) -> Meters {
+        let parts = [
+            (Component::Kv, self.model.kv_bytes(kv)),
+            (Component::Staging, self.model.staging_bytes(&self.limits)),
+            (Component::Arena, arena),
+        ];
+        holding(&self.idle(), &parts, 0)
+    }
+
+    fn arena(&self, steps: &[ScenarioShape]) -> ArenaUse {
+        let steps: Vec<_> = steps.iter().map(step_size).collect();
+        arena_use(self.model.arena(&steps))
+    }
+
+    fn fixed_arena(&self, scratch: u64) -> u64 {
+        scratch
+    }
+
+    fn for_limits(&self, limits: &StepLimits) -> Box<dyn Footprint> {
+        Box::new(Self {
+            model: Rc::clone(&self.model),
+            limits: *limits,
+            device: self.device,
+        })
+    }
+
+    fn on_device_of(&self, total: u64) -> Box<dyn Footprint> {
+        Box::new(Self {
+            model: Rc::clone(&self.model),
+            limits: self.limits,
+            device: resized(&self.device, total),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_cpu_does_without_is_named() {
+        let paths = |set, choice| {
+            let disabled = disabled(set, choice);
+            disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
+        };
+        assert_eq!(paths("avx512-vnni", DeviceChoice::Cpu), ["step overlap"]);
+        assert_eq!(
+            paths("scalar", DeviceChoice::Auto),
+            ["AVX-512 VNNI kernels", "step overlap", "GPU"]
+        );
+    }
+}

@@ -1,0 +1,343 @@
+//! An NVIDIA GPU, and one that is only planned for.
+
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
+use plimsoll_device::Budget;
+use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
+use plimsoll_kernels::WeightType;
+use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape};
+use plimsoll_model::{ModelConfig, Progress};
+use plimsoll_profiler::{ArenaUse, Disabled, Footprint, Piece, ScenarioKind, ScenarioShape};
+
+use super::predicted::{arena_use, holding, resized, step_size};
+use super::{Backend, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights};
+use crate::bytes::Bytes;
+use crate::error::Error;
+use crate::plan_cache::DeviceKey;
+use crate::settings::EngineSettings;
+
+const DEFAULTS: Defaults = Defaults {
+    max_num_seqs: 512,
+    max_num_batched_tokens: 8192,
+    steps_in_flight: 2,
+    useful_tokens: None,
+};
+
+/// A model on a GPU.
+pub type GpuBackend = ModelOn<Gpu>;
+
+/// A model on a GPU that is not here: like an H200, but for the size of its memory. It is planned for, and not loaded.
+pub type AssumedGpu = ModelOn<AssumedBytes>;
+
+/// Memory of a GPU that is not here.
+#[derive(Clone, Copy, Debug)]
+pub struct AssumedBytes(pub u64);
+
+fn state_shape(settings: &EngineSettings, limits: StepLimits) -> GpuStateShape {
+    GpuStateShape {
+        limits,
+        serve_as: settings.serve_as.clone(),
+        block_size: settings.block_size,
+        options: options(settings),
+    }
+}
+
+fn options(settings: &EngineSettings) -> GpuOptions {
+    GpuOptions {
+        enforce_eager: settings.enforce_eager,
+    }
+}
+
+fn facts_and_footprint(model: GpuFootprint, device: Meters) -> (ModelFacts, Box<dyn Footprint>) {
+    let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token());
+    let model = Rc::new(model);
+    (facts, Box::new(PredictedGpu { model, device }))
+}
+
+impl Device for GpuBackend {
+    fn kind(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn name(&self) -> String {
+        let info = self.device.info();
+        format!("cuda:{} ({})", info.ordinal, info.name)
+    }
+
+    fn defaults(&self) -> Defaults {
+        DEFAULTS
+    }
+
+    fn largest(&self) -> Option<u64> {
+        Some(self.device.info().total_bytes)
+    }
+
+    fn max_model_len(&self) -> Result<usize, Error> {
+        self.longest_request()
+    }
+
+    fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
+        let shape = state_shape(&self.settings, limits);
+        let model = GpuFootprint::on(&self.device, &self.model, shape)?;
+        Ok(facts_and_footprint(model, self.device.meters()))
+    }
+}
+
+impl Backend for GpuBackend {
+    fn load(&self, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+        let model = GpuModel::load(&self.model, self.settings.load_options(), &self.device, progress)?;
+        let capability = self.device.info().compute_capability;
+        let head_dim = model.spec().layers[0].attention().head_dim;
+        let mut disabled = disabled(capability, head_dim, self.settings.enforce_eager);
+        if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
+            disabled.push(Disabled {
+                path: "weights as they are stored",
+                reason: format!("stored as {stored}, a GPU computes with them as bfloat16"),
+            });
+        }
+        Ok(LoadedModel {
+            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token()),
+            generation: model.generation().clone(),
+            eos_token_ids: model.eos_token_ids(),
+            disabled,
+            weights: Arc::new(GpuWeights {
+                model,
+                options: options(&self.settings),
+            }),
+        })
+    }
+
+    fn account(&self) -> &Budget {
+        self.device.budget()
+    }
+
+    fn meters(&self) -> Meters {
+        self.device.meters()
+    }
+
+    fn allocations(&self) -> u64 {
+        self.device.allocations()
+    }
+
+    fn reset_high_water(&self) {
+        report(self.device.reset_high_water());
+    }
+
+    fn settle_runtime(&self) {
+        report(self.device.settle_runtime());
+    }
+
+    fn trim(&self) {
+        report(self.device.trim());
+    }
+
+    fn plan_key(&self) -> DeviceKey {
+        DeviceKey::gpu(&self.device, self.settings.enforce_eager)
+    }
+
+    fn log_neighbours(&self) {
+        if self.device.meters().peers() > 0 {
+            let ordinal = self.device.info().ordinal;
+            for holder in holders(ordinal) {
+                tracing::warn!("of the memory of cuda:{ordinal}, {holder}");
+            }
+        }
+    }
+
+    fn watch(&self, on: bool) -> Result<(), Error> {
+        self.device
+            .watch(on)
+            .map_err(|error| Error::Bench(error.to_string()))
+    }
+}
+
+/// Other processes that hold memory of a GPU.
+pub(super) fn holders(ordinal: usize) -> Vec<Holder> {
+    let mut holders = cuda::uuid(ordinal).map_or_else(|_| Vec::new(), |uuid| cuda::holders(&uuid));
+    holders.retain(|holder| holder.pid != std::process::id());
+    holders
+}
+
+/// A GPU that fails here fails at the next step too, which says so to whoever asked.
+fn report(result: Result<(), GpuError>) {
+    if let Err(error) = result {
+        tracing::error!(%error, "the GPU failed between two steps");
+    }
+}
+
+/// The number format of stored weights that became bfloat16 as they were loaded.
+fn converted_from(path: &Path, settings: &EngineSettings, config: &ModelConfig) -> Option<&'static str> {
+    match config.dtype {
+        _ if settings.is_dummy() => None,
+        _ if path.is_file() => Some("GGUF"),
+        Some(WeightType::F32) => Some("float32"),
+        Some(WeightType::F16) => Some("float16"),
+        _ => None,
+    }
+}
+
+fn disabled(capability: (u32, u32), head_dim: usize, enforce_eager: bool) -> Vec<Disabled> {
+    let (major, minor) = capability;
+    let mut disabled = Vec::new();
+    let mut add = |path, reason| disabled.push(Disabled { path, reason });
+    if enforce_eager {
+        let reason = "every kernel is launched separately (--enforce-eager)";
+        add("CUDA graphs", reason.to_owned());
+    }
+    if capability != (9, 0) {
+        let reason =
+            format!("made for compute capability 9.0, this GPU has {major}.{minor}: portable ones are used");
+        add("Hopper prefill attention", reason);
+    } else if head_dim == 96 {
+        let reason = "not made for heads of 96: the portable kernel is used";
+        add("Hopper prefill attention", reason.to_owned());
+    }
+    if capability < (9, 0) {
+        let reason = format!("they need compute capability 9.0, this GPU has {major}.{minor}");
+        add("thread block clusters in sampling", reason);
+    }
+    disabled
+}
+
+#[derive(Debug)]
+struct GpuWeights {
+    model: Arc<GpuModel>,
+    options: GpuOptions,
+}
+
+impl Weights for GpuWeights {
+    fn build(
+        &self,
+        config: &StateConfig,
+        limits: &StepLimits,
+        piece: &mut dyn FnMut(Piece),
+    ) -> Result<Box<dyn EngineState>, BuildError> {
+        let graphs = &mut |done, of| piece(Piece::Graph { done, of });
+        let state = self.model.build_state(config, limits, self.options, graphs)?;
+        Ok(Box::new(state))
+    }
+}
+
+impl EngineState for GpuRunner {
+    fn take_arena_high_water(&mut self) -> u64 {
+        Self::take_arena_high_water(self)
+    }
+
+    fn release_canary(&mut self) {
+        Self::release_canary(self);
+    }
+}
+
+impl Device for AssumedGpu {
+    fn kind(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn name(&self) -> String {
+        format!(
+            "a GPU of {} (not here; assumed to be like an H200)",
+            Bytes(self.device.0)
+        )
+    }
+
+    fn is_assumed(&self) -> bool {
+        true
+    }
+
+    fn defaults(&self) -> Defaults {
+        DEFAULTS
+    }
+
+    fn max_model_len(&self) -> Result<usize, Error> {
+        self.longest_request()
+    }
+
+    fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
+        let model = GpuFootprint::assumed(&self.model, state_shape(&self.settings, limits))?;
+        let empty = Meters {
+            total: self.device.0,
+            free: self.device.0,
+            ..Meters::default()
+        };
+        let runtime = [(Component::Runtime, GpuFootprint::ASSUMED_RUNTIME_BYTES)];
+        Ok(facts_and_footprint(model, holding(&empty, &runtime, 0)))
+    }
+}
+
+/// What a model on a GPU would take.
+struct PredictedGpu {
+    model: Rc<GpuFootprint>,
+    /// With what the runtime takes, before the model is loaded.
+    device: Meters,
+}
+
+impl Footprint for PredictedGpu {
+    fn idle(&self) -> Meters {
+        let parts = [(Component::Weights, self.model.weights_bytes())];
+        holding(&self.device, &parts, self.model.slack_bytes(0))
+    }
+
+    fn with_state(&self, kv: KvConfig, arena: u64) -> Meters {
+        let staging = self.model.staging_bytes();
+        let parts = [
+            (Component::Weights, self.model.weights_bytes()),
+            (Component::Kv, self.model.kv_bytes(kv)),
+            (Component::Staging, staging),
+            (Component::Arena, arena),
+            (Component::Graphs, self.model.graph_bytes()),
+        ];
+        holding(&self.device, &parts, self.model.slack_bytes(staging))
+    }
+
+    fn arena(&self, steps: &[ScenarioShape]) -> ArenaUse {
+        // Plain decodes are the only steps that graphs have room for.
+        let steps = steps
+            .iter()
+            .map(|step| (step_size(step), step.kind == ScenarioKind::Decode));
+        arena_use(self.model.arena(&steps.collect::<Vec<_>>()))
+    }
+
+    fn fixed_arena(&self, scratch: u64) -> u64 {
+        self.model.fixed_arena(scratch)
+    }
+
+    fn for_limits(&self, limits: &StepLimits) -> Box<dyn Footprint> {
+        Box::new(Self {
+            model: Rc::new(self.model.for_limits(limits)),
+            device: self.device,
+        })
+    }
+
+    fn on_device_of(&self, total: u64) -> Box<dyn Footprint> {
+        Box::new(Self {
+            model: Rc::clone(&self.model),
+            device: resized(&self.device, total),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_gpu_does_without_is_named() {
+        let paths = |capability, head_dim, eager| {
+            let disabled = disabled(capability, head_dim, eager);
+            disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
+        };
+        assert!(paths((9, 0), 128, false).is_empty());
+        assert_eq!(
+            paths((9, 0), 96, true),
+            ["CUDA graphs", "Hopper prefill attention"]
+        );
+        assert_eq!(
+            paths((8, 6), 128, false),
+            ["Hopper prefill attention", "thread block clusters in sampling"]
+        );
+        assert_eq!(paths((12, 0), 128, false), ["Hopper prefill attention"]);
+    }
+}

@@ -1,0 +1,281 @@
+//! Where a model runs: one implementation for each kind of device. Nothing above this module knows which it is.
+
+mod choose;
+mod cpu;
+mod gpu;
+mod predicted;
+mod sim;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use plimsoll_core::{
+    BuildError, CacheGroups, Component, Executor, Meters, Pooling, StateConfig, StepLimits, TokenId,
+};
+use plimsoll_device::Budget;
+use plimsoll_model::{GenerationConfig, ModelConfig, Progress};
+use plimsoll_profiler::{Disabled, Footprint, Piece, Target};
+use plimsoll_server::EmbeddingInfo;
+
+use crate::error::Error;
+use crate::plan_cache::DeviceKey;
+use crate::settings::EngineSettings;
+
+pub use choose::{look, open};
+pub use cpu::CpuBackend;
+pub use gpu::{AssumedBytes, AssumedGpu, GpuBackend};
+pub use sim::SimBackend;
+
+/// A device and the model that is to run there, as far as can be told without loading it. The device may not be here.
+pub trait Device: fmt::Debug + Send + Sync {
+    /// `cpu` or `cuda`.
+    fn kind(&self) -> &'static str;
+
+    /// For people.
+    fn name(&self) -> String {
+        self.kind().to_owned()
+    }
+
+    /// Whether the device is not here, and only its size is known.
+    fn is_assumed(&self) -> bool {
+        false
+    }
+
+    /// What suits the device where flags say nothing.
+    fn defaults(&self) -> Defaults;
+
+    /// Most bytes that could be granted, where that is known.
+    fn largest(&self) -> Option<u64> {
+        None
+    }
+
+    /// Tokens of the longest request that the model was made for.
+    ///
+    /// # Errors
+    /// Where its configuration cannot be read or served.
+    fn max_model_len(&self) -> Result<usize, Error>;
+
+    /// What the model and a state for these limits would take.
+    ///
+    /// # Errors
+    /// As [`Backend::load`], as far as configuration and headers tell.
+    fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error>;
+}
+
+/// A device that is here: it loads the model, builds states that serve it, and has meters.
+pub trait Backend: Device {
+    /// Reads the weights, which are charged to [`Self::account`]; `progress` hears about every tensor.
+    ///
+    /// # Errors
+    /// Where they cannot be read, or do not fit.
+    fn load(&self, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error>;
+
+    /// What this process has allocated there.
+    fn account(&self) -> &Budget;
+
+    /// The device's meters, now. Asks the device or the operating system: not for the step path.
+    fn meters(&self) -> Meters {
+        self.account().look();
+        self.account().meters()
+    }
+
+    /// Allocations made there so far.
+    fn allocations(&self) -> u64 {
+        self.account().meters().allocations
+    }
+
+    /// Sets the high-water marks to what is in use now.
+    fn reset_high_water(&self) {
+        self.account().reset_high_water();
+    }
+
+    /// Charges to the runtime what libraries have taken since it was last called: they load parts of themselves when those
+    /// are first used.
+    fn settle_runtime(&self) {}
+
+    /// Waits for the device and returns what allocators hold without using it.
+    fn trim(&self) {}
+
+    /// What a measurement on this device depends on.
+    fn plan_key(&self) -> DeviceKey;
+
+    /// Logs which other processes hold memory of the device, where that can be told.
+    fn log_neighbours(&self) {}
+
+    /// Lets a profiler that waits for it record from here on, or no longer.
+    ///
+    /// # Errors
+    /// Where there is no such profiler.
+    fn watch(&self, _on: bool) -> Result<(), Error> {
+        Err(Error::Bench("--profile is for models on a GPU".to_owned()))
+    }
+}
+
+/// A model's files, and the device for them.
+#[derive(Debug)]
+pub struct ModelOn<D> {
+    /// A directory, or a GGUF file.
+    model: PathBuf,
+    settings: Arc<EngineSettings>,
+    device: D,
+}
+
+impl<D> ModelOn<D> {
+    /// For the model at `model`, a directory or a GGUF file.
+    pub fn new(model: &Path, settings: &Arc<EngineSettings>, device: D) -> Self {
+        Self {
+            model: model.to_owned(),
+            settings: Arc::clone(settings),
+            device,
+        }
+    }
+
+    fn longest_request(&self) -> Result<usize, Error> {
+        Ok(ModelConfig::read(&self.model, &self.settings.serve_as)?.max_tokens())
+    }
+}
+
+/// What suits a device where nobody says.
+#[derive(Clone, Copy, Debug)]
+pub struct Defaults {
+    /// `--max-num-seqs`.
+    pub max_num_seqs: usize,
+    /// `--max-num-batched-tokens`.
+    pub max_num_batched_tokens: usize,
+    /// One where the executor computes inside `launch`; on a GPU the host prepares the next step meanwhile.
+    pub steps_in_flight: usize,
+    /// A larger KV cache is of no use at the device's speed, but would take memory from others. `--max-total-token-num` may ask
+    /// for more.
+    pub useful_tokens: Option<usize>,
+}
+
+/// Of a CPU, and of the simulated device.
+const CPU_DEFAULTS: Defaults = Defaults {
+    max_num_seqs: 32,
+    max_num_batched_tokens: 512,
+    steps_in_flight: 1,
+    useful_tokens: Some(1 << 17),
+};
+
+/// What the rest of a server needs to know of a model.
+#[derive(Clone, Debug)]
+pub struct ModelFacts {
+    /// Tokens of its vocabulary.
+    pub vocab_size: usize,
+    /// How it makes vectors, if it is served for embeddings: it generates no text then.
+    pub embedding: Option<EmbeddingInfo>,
+    /// How its KV cache is cut.
+    pub groups: CacheGroups,
+    /// Bytes of KV that a token takes while every layer keeps it.
+    pub kv_bytes_per_token: u64,
+}
+
+impl ModelFacts {
+    fn of(config: &ModelConfig, kv_bytes_per_token: u64) -> Self {
+        let embedding = config.embedding.as_ref();
+        Self {
+            vocab_size: config.spec.vocab_size,
+            embedding: embedding.map(|embedding| EmbeddingInfo {
+                pooling: embedding.pooling,
+                normalize: embedding.normalize,
+                size: config.spec.hidden_size,
+                matryoshka: config.matryoshka.clone(),
+            }),
+            groups: config.spec.cache_groups(),
+            kv_bytes_per_token,
+        }
+    }
+
+    /// How rows are pooled, if it is served for embeddings.
+    pub fn pooling(&self) -> Option<Pooling> {
+        self.embedding.as_ref().map(|embedding| embedding.pooling)
+    }
+}
+
+/// A model whose weights are on its device.
+#[derive(Debug)]
+pub struct LoadedModel {
+    /// About the model.
+    pub facts: ModelFacts,
+    /// Sampling defaults that it brings along.
+    pub generation: GenerationConfig,
+    /// Tokens that end a text.
+    pub eos_token_ids: Vec<TokenId>,
+    /// What the device or its kernels do without for this model.
+    pub disabled: Vec<Disabled>,
+    /// Builds what serves it.
+    pub weights: Arc<dyn Weights>,
+}
+
+/// Weights from which states that serve are built.
+pub trait Weights: fmt::Debug + Send + Sync {
+    /// A state: KV cache, step arena, staging, graphs and canary, as one value that gives all of it back when dropped. `piece`
+    /// hears of its parts.
+    ///
+    /// # Errors
+    /// [`BuildError`], with everything given back.
+    fn build(
+        &self,
+        config: &StateConfig,
+        limits: &StepLimits,
+        piece: &mut dyn FnMut(Piece),
+    ) -> Result<Box<dyn EngineState>, BuildError>;
+}
+
+/// What serves.
+pub trait EngineState: Executor {
+    /// Most bytes of the step arena in use at once since the state was built or this was last called.
+    fn take_arena_high_water(&mut self) -> u64;
+
+    /// Frees the canary: the last thing before serving.
+    fn release_canary(&mut self);
+}
+
+/// A backend with its loaded model, as the auto-profile sees it.
+#[derive(Debug)]
+pub(crate) struct ProfiledBackend {
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) weights: Arc<dyn Weights>,
+    pub(crate) limits: StepLimits,
+}
+
+impl Target for ProfiledBackend {
+    type State = Box<dyn EngineState>;
+
+    fn build(
+        &mut self,
+        config: &StateConfig,
+        piece: &mut dyn FnMut(Piece),
+    ) -> Result<Self::State, BuildError> {
+        self.weights.build(config, &self.limits, piece)
+    }
+
+    fn meters(&self) -> Meters {
+        self.backend.meters()
+    }
+
+    fn reset_high_water(&mut self) {
+        self.backend.settle_runtime();
+        self.backend.reset_high_water();
+    }
+
+    fn trim(&mut self) {
+        self.backend.trim();
+    }
+
+    fn take_scratch_high_water(&mut self, state: &mut Self::State) -> u64 {
+        self.backend.settle_runtime();
+        state.take_arena_high_water()
+    }
+
+    fn release_canary(&mut self, state: &mut Self::State) {
+        state.release_canary();
+        self.backend.trim();
+    }
+}
+
+/// Bytes of the weights that were loaded.
+pub(crate) fn weights_bytes(backend: &dyn Backend) -> u64 {
+    backend.account().meters().by_component.get(Component::Weights)
+}

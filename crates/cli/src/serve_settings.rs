@@ -1,0 +1,273 @@
+//! What `plimsoll serve` goes by: flags, environment, and the files that they name, read before anything is loaded.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use plimsoll_kv_events::Config;
+use plimsoll_model::GenerationConfig;
+use plimsoll_profiler::Report;
+use plimsoll_server::{AnswerStyle, GenerationDefaults, RequestSink, ServerOptions};
+use plimsoll_text::{ChatTemplate, SpecialTokens};
+
+use crate::access_log::AccessLog;
+use crate::args::{ChatArgs, SchedulingPolicy, ServeArgs};
+use crate::error::Error;
+use crate::keys::{self, KeySource};
+use crate::patience::{Patience, StepTimeouts};
+use crate::request_log::RequestLog;
+use crate::settings::EngineSettings;
+use crate::tls::Certificate;
+use crate::traces::Traces;
+
+/// Everything that decides how the server serves.
+pub(crate) struct ServeSettings {
+    pub(crate) engine: Arc<EngineSettings>,
+    /// Names of the model in the API, at least one.
+    pub(crate) names: Vec<String>,
+    pub(crate) host: String,
+    pub(crate) port: u16,
+    /// Requests that may wait.
+    pub(crate) max_queue: usize,
+    pub(crate) drain_timeout: Duration,
+    pub(crate) kv_events: Config,
+    pub(crate) traces: Option<Arc<Traces>>,
+    pub(crate) access_log: Option<Arc<AccessLog>>,
+    /// Source of the chat template, which compiles; the model's where there is none.
+    template: Option<String>,
+    /// Sampling defaults; the model's where there are none.
+    defaults: Option<GenerationDefaults>,
+    chat: ChatArgs,
+    step_timeouts: StepTimeouts,
+    /// All but what depends on the proof.
+    options: ServerOptions,
+    keys: KeySource,
+    certificate: Option<Certificate>,
+}
+
+impl ServeSettings {
+    /// # Errors
+    /// Where a file that flags name cannot be read or used, or flags do not go together.
+    pub(crate) async fn new(args: ServeArgs) -> Result<Self, Error> {
+        let ServeArgs {
+            engine,
+            server,
+            chat,
+            responses,
+            pages,
+            events,
+        } = args;
+        let engine = Arc::new(EngineSettings::new(engine)?);
+        let template = server.chat_template.as_deref().map(chat_template).transpose()?;
+        if let Some(source) = &template {
+            // The special tokens are the model's; they are no matter of syntax.
+            ChatTemplate::new(source, &SpecialTokens::new())?;
+        }
+        let traces = server.otlp_traces_endpoint.as_deref().map(Traces::to);
+        let traces = traces.transpose()?.map(Arc::new);
+        let access_log = server.access_log.as_deref().map(AccessLog::open);
+        let access_log = access_log.transpose()?.map(Arc::new);
+        let mut sinks: Vec<Arc<dyn RequestSink>> = Vec::new();
+        sinks.extend(access_log.clone().map(|log| log as Arc<dyn RequestSink>));
+        if server.request_log_rate > 0 {
+            sinks.push(Arc::new(RequestLog::new(server.request_log_rate)));
+        }
+        sinks.extend(traces.clone().map(|traces| traces as Arc<dyn RequestSink>));
+        let keys = KeySource::read(&server.access)?;
+        let certificate = Certificate::read(&server.access).await?;
+        let options = ServerOptions {
+            max_body_bytes: usize::try_from(server.max_body_size.0).unwrap_or(usize::MAX),
+            slow_client_timeout: server.slow_client_timeout,
+            drain_timeout: server.drain_timeout,
+            enable_admin_api: server.enable_admin_api(),
+            seed: engine.seed,
+            enable_sleep_mode: server.enable_sleep_mode(),
+            pages: pages.pages(),
+            allowed_origins: server.allowed_origins(),
+            keys: keys.keys.clone(),
+            metrics_require_key: server.access.metrics_require_key(),
+            key_limits: keys::limits(&server.access),
+            queue_timeout: server.queue_timeout,
+            request_timeout: server.request_timeout,
+            trust_request_chat_template: chat.trust_request_chat_template,
+            isolate_prefix_cache: server.access.isolate_prefix_cache(),
+            priorities: server.scheduling_policy == SchedulingPolicy::Priority,
+            sinks,
+            tls: certificate.as_ref().map(|certificate| certificate.tls.clone()),
+            max_connections: server.max_connections,
+            header_timeout: server.header_timeout,
+            response_store: responses.limits(),
+            ..ServerOptions::default()
+        };
+        Ok(Self {
+            names: match server.served_model_name {
+                Some(names) => names,
+                None => vec![engine.model.clone()],
+            },
+            host: server.host,
+            port: server.port,
+            max_queue: server.max_queue,
+            drain_timeout: server.drain_timeout,
+            kv_events: events.kv_events_config.unwrap_or_default(),
+            defaults: generation_defaults(&server.generation_config)?,
+            step_timeouts: StepTimeouts {
+                stall: server.stall_timeout,
+                watchdog: server.watchdog_timeout,
+            },
+            engine,
+            traces,
+            access_log,
+            template,
+            chat,
+            options,
+            keys,
+            certificate,
+        })
+    }
+
+    pub(crate) fn scheme(&self) -> &'static str {
+        match self.certificate {
+            Some(_) => "https",
+            None => "http",
+        }
+    }
+
+    /// The chat template in place of the model's, where there is one.
+    pub(crate) fn template(
+        &self,
+        of_model: Option<ChatTemplate>,
+        special_tokens: &SpecialTokens,
+    ) -> Result<Option<ChatTemplate>, Error> {
+        match &self.template {
+            None => Ok(of_model),
+            Some(source) => Ok(Some(ChatTemplate::new(source, special_tokens)?)),
+        }
+    }
+
+    /// How answers under `template` are read.
+    pub(crate) fn answers(&self, template: Option<&ChatTemplate>) -> AnswerStyle {
+        self.chat.answer_style(template)
+    }
+
+    /// Sampling defaults, for a model that brings `of_model` along.
+    pub(crate) fn generation_defaults(&self, of_model: &GenerationConfig) -> GenerationDefaults {
+        self.defaults.clone().unwrap_or_else(|| defaults_of(of_model))
+    }
+
+    /// Of the API; before there is a proof, of connections alone.
+    pub(crate) fn options(&self, proof: Option<&Report>) -> ServerOptions {
+        let slowest = proof.map(Report::slowest_step).unwrap_or_default();
+        let patience = Patience::new(self.step_timeouts, slowest);
+        if proof.is_some() {
+            patience.log(slowest);
+        }
+        ServerOptions {
+            ready_patience: patience.stall,
+            watchdog_timeout: patience.watchdog,
+            ..self.options.clone()
+        }
+    }
+
+    /// Follows files that may change.
+    pub(crate) async fn watch(self) {
+        let certificate = async {
+            if let Some(certificate) = self.certificate {
+                certificate.watch().await;
+            }
+        };
+        tokio::join!(self.keys.watch(), certificate);
+    }
+}
+
+/// A file, or the template itself, which has braces.
+fn chat_template(given: &str) -> Result<String, Error> {
+    let path = Path::new(given);
+    if !path.exists() && given.contains('{') {
+        return Ok(given.to_owned());
+    }
+    std::fs::read_to_string(path).map_err(|source| Error::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// `--generation-config`, with vLLM's values. `None`: the model's.
+fn generation_defaults(given: &str) -> Result<Option<GenerationDefaults>, Error> {
+    Ok(match given {
+        "vllm" => Some(GenerationDefaults::default()),
+        "auto" => None,
+        directory => {
+            let path = Path::new(directory).join("generation_config.json");
+            let text = std::fs::read_to_string(&path).map_err(|source| Error::Read {
+                path: path.clone(),
+                source,
+            })?;
+            let wrong = |e: serde_json::Error| Error::Configuration {
+                origin: path.display().to_string(),
+                message: e.to_string(),
+            };
+            Some(defaults_of(&serde_json::from_str(&text).map_err(wrong)?))
+        }
+    })
+}
+
+fn defaults_of(config: &GenerationConfig) -> GenerationDefaults {
+    GenerationDefaults {
+        // transformers samples greedily, whatever the temperature, where sampling is off.
+        temperature: if config.do_sample == Some(false) {
+            Some(0.0)
+        } else {
+            config.temperature
+        },
+        top_p: config.top_p,
+        top_k: config.top_k,
+        min_p: config.min_p,
+        repetition_penalty: config.repetition_penalty,
+        max_new_tokens: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn generation_configs() {
+        let model: GenerationConfig =
+            serde_json::from_str(r#"{"temperature": 0.6, "top_k": 20, "do_sample": true}"#).unwrap();
+        assert_eq!(generation_defaults("auto").unwrap(), None);
+        let auto = defaults_of(&model);
+        assert_eq!((auto.temperature, auto.top_k), (Some(0.6), Some(20)));
+        assert_eq!(
+            generation_defaults("vllm").unwrap(),
+            Some(GenerationDefaults::default())
+        );
+
+        let dir = tempfile::tempdir().unwrap();
+        let dir_name = dir.path().to_str().unwrap();
+        assert!(matches!(generation_defaults(dir_name), Err(Error::Read { .. })));
+        let file = dir.path().join("generation_config.json");
+        std::fs::write(&file, r#"{"temperature": 0.6, "do_sample": false}"#).unwrap();
+        assert_eq!(
+            generation_defaults(dir_name).unwrap().unwrap().temperature,
+            Some(0.0)
+        );
+        std::fs::write(&file, r#"{"temperature": "hot"}"#).unwrap();
+        assert!(matches!(
+            generation_defaults(dir_name),
+            Err(Error::Configuration { .. })
+        ));
+    }
+
+    #[test]
+    fn templates_are_files_or_text() {
+        assert_eq!(chat_template("{{ messages }}").unwrap(), "{{ messages }}");
+        assert!(chat_template("/no/such/template.jinja").is_err());
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "{{ bos_token }}").unwrap();
+        assert_eq!(
+            chat_template(file.path().to_str().unwrap()).unwrap(),
+            "{{ bos_token }}"
+        );
+    }
+}

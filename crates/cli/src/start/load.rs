@@ -1,0 +1,130 @@
+//! The first step of a start: a model's weights on its device, and its text.
+
+use std::panic::resume_unwind;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use plimsoll_core::StepLimits;
+use plimsoll_profiler::{Disabled, ProfileSpec};
+use plimsoll_server::{EmbeddingInfo, StartPhase};
+
+use super::disabled::disabled;
+use super::spec::{profile_spec, step_limits};
+use super::{StartTimes, Text, plans};
+use crate::backend::{Backend, LoadedModel, weights_bytes};
+use crate::bytes::Bytes;
+use crate::error::Error;
+use crate::plan_cache::ModelKey;
+use crate::progress::bytes_bar;
+use crate::settings::EngineSettings;
+use crate::source::Source;
+
+/// A model that is loaded, and not measured yet.
+#[derive(Debug)]
+pub struct Loaded {
+    /// Text in and out.
+    pub text: Text,
+    pub(super) settings: Arc<EngineSettings>,
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) model: LoadedModel,
+    pub(super) limits: StepLimits,
+    pub(super) times: StartTimes,
+    /// Names the model in plans of starts; `None` where none are kept.
+    pub(super) model_key: Option<ModelKey>,
+}
+
+impl Loaded {
+    /// Reads the model of `source`, which is that of `backend` too.
+    ///
+    /// # Errors
+    /// Where it cannot be read or served, or does not fit.
+    pub fn new(
+        source: &Source,
+        settings: &Arc<EngineSettings>,
+        backend: Arc<dyn Backend>,
+        times: &StartTimes,
+    ) -> Result<Self, Error> {
+        // Before the weights are read: if somebody replaces the files meanwhile, a plan is kept for the old ones.
+        let model_key = plans::model_key(source, settings);
+        let earlier = model_key.as_ref().and_then(|key| settings.plans.seconds_of(key));
+        if let Some(seconds) = earlier {
+            times.progress().expect(&seconds);
+        }
+        times.progress().enter(StartPhase::Weights);
+        let overrides = &settings.serve_as.hf_overrides;
+        if !overrides.is_empty() {
+            tracing::info!("config.json with --hf-overrides {overrides}");
+        }
+        // What no model of this configuration could do is found out before minutes of loading.
+        let limits = step_limits(settings, &*backend)?;
+        let read_text = || times.measure("text", || Text::read(source, settings));
+        let load = || times.measure("weights", || load(source, &*backend, times));
+        let (text, model) = if Text::is_absent(source) {
+            (Ok(read_text()?), load())
+        } else {
+            // Neither needs the other, and a large vocabulary takes a second.
+            thread::scope(|scope| {
+                let text = scope.spawn(read_text);
+                let model = load();
+                (text.join().unwrap_or_else(|panic| resume_unwind(panic)), model)
+            })
+        };
+        let (mut text, mut model) = (text?, model?);
+        text.generation = model.generation.clone();
+        text.eos_token_ids.extend(&model.eos_token_ids);
+        text.eos_token_ids.sort_unstable();
+        text.eos_token_ids.dedup();
+        model.disabled.extend(disabled(&model.facts, settings));
+        Ok(Self {
+            text,
+            settings: Arc::clone(settings),
+            backend,
+            model,
+            limits,
+            times: times.clone(),
+            model_key,
+        })
+    }
+
+    /// How it makes vectors, if it is served for embeddings: it generates no text then.
+    pub fn embedding(&self) -> Option<&EmbeddingInfo> {
+        self.model.facts.embedding.as_ref()
+    }
+
+    /// What is asked of the auto-profile.
+    pub(super) fn spec(&self) -> ProfileSpec {
+        let total = self.backend.account().meters().total;
+        let disabled: &[Disabled] = &self.model.disabled;
+        ProfileSpec {
+            disabled: disabled.to_vec(),
+            ..profile_spec(
+                &self.settings,
+                &*self.backend,
+                self.limits,
+                &self.model.facts,
+                total,
+            )
+        }
+    }
+}
+
+fn load(source: &Source, backend: &dyn Backend, times: &StartTimes) -> Result<LoadedModel, Error> {
+    let bar = bytes_bar("weights", 0);
+    let begin = Instant::now();
+    let loaded = backend.load(&mut |progress| {
+        bar.set_length(progress.total);
+        bar.set_position(progress.done);
+        times.progress().bytes(progress.done, progress.total);
+    });
+    bar.finish_and_clear();
+    if let (Ok(_), Source::Files { model, .. }) = (&loaded, source) {
+        tracing::info!(
+            "loaded {}: {} in {:.1} s",
+            model.display(),
+            Bytes(weights_bytes(backend)),
+            begin.elapsed().as_secs_f64()
+        );
+    }
+    loaded
+}
