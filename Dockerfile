@@ -63,7 +63,7 @@ RUN ldconfig
 ARG VERSION=unknown
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="plimsoll" \
-      org.opencontainers.image.description="An LLM inference server that measures its own memory load line" \
+      org.opencontainers.image.description="An LLM inference server that measures how much KV cache fits" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"

@@ -188,7 +188,7 @@ def test_variables_that_values_set_are_refused(name):
 def test_a_volume_of_one_node():
     strategy = {name: of_kind(render(values), "Deployment")["spec"]["strategy"]["type"] for name, values in VALUES.items()}
     # A new pod on another node would wait for the volume for ever, and the old one for the new one to be ready.
-    assert strategy["defaults"] == "Recreate" and "An upgrade ends the pod" in notes({})
+    assert strategy["defaults"] == "Recreate" and "An upgrade ends the old pod" in notes({})
     assert strategy["everything"] == "RollingUpdate"
     for values in [{"cache": {"enabled": False}}, {"cache": {"existingClaim": "shared"}}]:
         assert of_kind(render(values), "Deployment")["spec"]["strategy"]["type"] == "RollingUpdate" and "An upgrade ends" not in notes(values)

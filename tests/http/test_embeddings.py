@@ -86,9 +86,9 @@ def test_refusals(embedder, sim):
     assert refused(embedder, input="a", dimensions=17)["param"] == "dimensions"
     assert refused(embedder, input="a", encoding_format="int8")["param"] == "encoding_format"
     assert "--runner pooling" in refused(sim, input="a")["message"]
-    with pytest.raises(openai.BadRequestError, match="ask /v1/embeddings"):
+    with pytest.raises(openai.BadRequestError, match="use /v1/embeddings"):
         embedder.openai.chat.completions.create(model="embedder", messages=[{"role": "user", "content": "Hello"}])
-    with pytest.raises(openai.BadRequestError, match="ask /v1/embeddings"):
+    with pytest.raises(openai.BadRequestError, match="use /v1/embeddings"):
         embedder.openai.completions.create(model="embedder", prompt="Hello")
 
 

@@ -54,7 +54,7 @@ def test_sleep_waits_for_those_that_run_and_cuts_nobody_off(start):
         with contextlib.closing(server.http.send(request, stream=True)) as stream:
             lines = stream.iter_lines()
             next(lines)
-            assert "still run" in error(server.http.post("/sleep", params={"timeout": "0.05"}), 409)["message"]
+            assert "still in progress" in error(server.http.post("/sleep", params={"timeout": "0.05"}), 409)["message"]
             assert server.http.get("/ready").status_code == 200
             slept = []
             sleeper = threading.Thread(target=lambda: slept.append(server.http.post("/sleep", params={"timeout": "60"})))

@@ -168,7 +168,7 @@ pub enum CacheLayoutError {
     },
     /// More than [`CacheGroups::MAX`].
     #[error(
-        "the layers have more than {} kinds of attention: one full and two windows at most",
+        "the layers have more than {} kinds of attention: at most one full and two windows are supported",
         CacheGroups::MAX
     )]
     TooManyKinds,

@@ -117,8 +117,8 @@ pub enum StepError {
     Oom(#[from] Oom),
     /// The KV cache had to be built again after the request was admitted, and is too small for it now.
     #[error(
-        "device memory became scarce and the KV cache was built again with {capacity} tokens, but this request may need \
-         {needed}; ask for fewer tokens, or try again later"
+        "device memory ran out and the KV cache was rebuilt with {capacity} tokens, but this request may need {needed}; \
+         request fewer tokens, or try again later"
     )]
     KvTooSmall {
         /// Prompt plus output tokens of the request.

@@ -122,7 +122,7 @@ impl Meters {
 /// Device memory ran out. Typed from the allocator to the exit code.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "out of device memory: {requested} bytes for {component} asked for, {} of {} in use, {} free",
+    "out of device memory: {component} asked for {requested} bytes, {} of {} are in use, {} free",
     meters.reserved, meters.total, meters.free
 )]
 pub struct Oom {

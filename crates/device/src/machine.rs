@@ -38,9 +38,7 @@ impl Room {
 
 /// The machine does not say how much memory it has.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "cannot read how much memory is available from {path} ({reason}); say it with --device-memory, such as 8GiB"
-)]
+#[error("cannot read the available memory from {path} ({reason}); set --device-memory, such as 8GiB")]
 pub struct CapacityError {
     path: PathBuf,
     reason: String,
@@ -106,7 +104,7 @@ impl Supply for Machine {
         let room = match self.room() {
             Ok(room) => room.bytes(),
             Err(error) => {
-                tracing::debug!(%error, "neighbours are not seen");
+                tracing::debug!(%error, "cannot read the memory of other processes");
                 return None;
             }
         };

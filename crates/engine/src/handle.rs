@@ -45,7 +45,7 @@ pub enum SubmitError {
         retry_after: Duration,
     },
     /// The tenant has its share of the queue.
-    #[error("this API key has {held} of the server's {limit} requests, and the rest is for others; try again in {} s", retry_after.as_secs())]
+    #[error("this API key has {held} of the server's {limit} requests, and the rest is reserved for other keys; try again in {} s", retry_after.as_secs())]
     ShareFull {
         /// Requests of the tenant, running and waiting.
         held: usize,
@@ -55,13 +55,13 @@ pub enum SubmitError {
         retry_after: Duration,
     },
     /// There is too little memory for a KV cache now.
-    #[error("the server rebuilds its KV cache after device memory ran out; try again in {} s", retry_after.as_secs())]
+    #[error("the server is rebuilding its KV cache after device memory ran out; try again in {} s", retry_after.as_secs())]
     Rebuilding {
         /// When the next try is made.
         retry_after: Duration,
     },
     /// The engine sleeps, or is about to.
-    #[error("the server sleeps: it has no KV cache until POST /wake_up")]
+    #[error("the server is asleep until POST /wake_up")]
     Asleep,
     /// The engine drains.
     #[error("the server is shutting down")]
@@ -78,7 +78,7 @@ pub enum SubmitError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SleepError {
     /// Requests were still running after the timeout.
-    #[error("{requests} requests still run; the server stays awake")]
+    #[error("{requests} requests are still in progress; the server stays awake")]
     Busy {
         /// Requests that still run or wait.
         requests: usize,
@@ -92,7 +92,7 @@ pub enum SleepError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WakeError {
     /// The state does not fit now, or another process holds the device's lock; the engine keeps retrying.
-    #[error("the server cannot wake yet, and tries again: {why}")]
+    #[error("the server cannot wake up yet and keeps trying: {why}")]
     NoMemory {
         /// Why it could not be built.
         why: String,

@@ -36,7 +36,7 @@ impl<E: Executor> EngineThread<E> {
     pub(crate) fn sleep(&mut self, sleeper: Sleeper) -> Result<Option<E>, ProfileError> {
         self.forget_kv();
         self.source.trim();
-        tracing::info!("asleep: the memory of the KV cache and of steps is freed, the weights stay");
+        tracing::info!("asleep: KV cache and arena are freed, the weights stay");
         // The caller may have disconnected.
         let _ = sleeper.asleep.send(());
         let Waited::Woken(waker) = self.wait(None) else {
@@ -74,7 +74,7 @@ impl<E: Executor> EngineThread<E> {
                     tracing::info!(
                         tokens = self.kv.capacity_tokens(),
                         seconds = began.elapsed().as_secs_f64(),
-                        "the state is rebuilt and proved"
+                        "the engine state was rebuilt and proved"
                     );
                     if let Some(waker) = waker {
                         let _ = waker.send(Ok(()));
@@ -86,7 +86,7 @@ impl<E: Executor> EngineThread<E> {
             };
             tracing::warn!(
                 retry_seconds = pause.as_secs_f64(),
-                "the state cannot be rebuilt: {why}"
+                "the engine state cannot be rebuilt: {why}"
             );
             if let Some(waker) = waker.take() {
                 let _ = waker.send(Err(why.clone()));

@@ -329,7 +329,7 @@ impl<E: Executor> EngineThread<E> {
             StepError::Oom(oom) => {
                 // A new state would have no more scratch, and this one serves all other steps.
                 let requested = oom.requested;
-                tracing::error!(step = plan.step, %shape, requested, "a step needs more scratch than was proved");
+                tracing::error!(step = plan.step, %shape, requested, "a step needs more arena memory than was proved");
                 return;
             }
             _ => {

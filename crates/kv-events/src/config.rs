@@ -50,12 +50,12 @@ pub struct Settings {
 pub enum ConfigError {
     /// The endpoint is not one to listen on: subscribers connect to the server.
     #[error(
-        "endpoint {0:?} is no address to listen on: use tcp://*:PORT, and let routers connect to it; this server does not connect \
-         to a router"
+        "endpoint {0:?} is not an address to listen on: use tcp://*:PORT; this server does not connect to routers, they connect \
+         to it"
     )]
     Endpoint(String),
     /// The same for the replay endpoint.
-    #[error("replay_endpoint {0:?} is no address to listen on: use tcp://*:PORT")]
+    #[error("replay_endpoint {0:?} is not an address to listen on: use tcp://*:PORT")]
     ReplayEndpoint(String),
     /// A size of 0: nothing would ever be published.
     #[error("{0} must be at least 1")]

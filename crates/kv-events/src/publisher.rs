@@ -98,7 +98,7 @@ impl Publisher {
             buffer_steps,
             ..
         } = settings;
-        tracing::info!(%endpoint, topic, "KV events are published");
+        tracing::info!(%endpoint, topic, "publishing KV events");
         let log = Arc::new(Log::new(buffer_steps.max(hwm)));
         let subscribers = {
             let (log, topic) = (Arc::clone(&log), topic.clone());
@@ -164,11 +164,11 @@ where
                     // Refused peers reconnect again and again.
                     if warned.is_none_or(|warned| warned.elapsed() > QUIET) {
                         warned = Some(Instant::now());
-                        tracing::warn!(%address, "too many subscribers to KV events: one is refused");
+                        tracing::warn!(%address, "too many subscribers to KV events: refused one");
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a subscriber to KV events cannot be accepted");
+                    tracing::warn!(%error, "cannot accept a subscriber to KV events");
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
             },
@@ -294,11 +294,11 @@ async fn replayed(stream: TcpStream, log: Arc<Log>, most: usize) -> Result<()> {
             }
         };
         let [empty, start] = &frames[..] else {
-            tracing::debug!(frames = frames.len(), "a request for KV events has two frames");
+            tracing::debug!(frames = frames.len(), "a replay request must have two frames");
             continue;
         };
         let (true, Ok(start)) = (empty.is_empty(), <[u8; 8]>::try_from(&start[..])) else {
-            tracing::debug!("a request for KV events is an empty frame and eight bytes");
+            tracing::debug!("a replay request must be an empty frame and eight bytes");
             continue;
         };
         let mut next = u64::from_be_bytes(start);

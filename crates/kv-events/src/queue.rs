@@ -141,7 +141,7 @@ impl CacheListener for Queue {
         if warns {
             tracing::warn!(
                 dropped,
-                "KV events were not published in time: subscribers are told all that is cached anew"
+                "KV events were dropped because publishing is too slow: a snapshot of the cache follows"
             );
         }
     }

@@ -4,7 +4,7 @@ use crate::{BlockTable, pool::Pool, prefix::PrefixIndex};
 
 /// Too few pages are unreferenced; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{needed} KV pages are needed and {available} are available: preempt or wait for a request to end")]
+#[error("{needed} KV pages are needed, {available} are available: preempt a request or wait for one to end")]
 pub struct OutOfPages {
     /// Pages asked for, headroom included.
     pub needed: usize,

@@ -159,7 +159,7 @@ fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
     let sizes = |sizes: &[(&str, usize)]| match sizes.iter().find(|(_, size)| !(1..=MOST).contains(size)) {
         Some((field, size)) => Err(ModelError::config(
             path,
-            format!("`{field}` is {size}, which no model has"),
+            format!("`{field}` is {size}, which is implausible"),
         )),
         None => Ok(()),
     };

@@ -175,7 +175,7 @@ fn read_pooling(directory: &Path, modules: &Path, module: &Module) -> Result<Poo
         return Err(ModelError::config(modules, message));
     }
     let path = directory.join(&module.path).join("config.json");
-    let missing = || ModelError::config(&path, "it is missing, and modules.json names it");
+    let missing = || ModelError::config(&path, "it is missing, although modules.json names it");
     let fields = read_json::<Map<String, Value>>(&path)?.ok_or_else(missing)?;
     let named = fields.get("pooling_mode").and_then(Value::as_str);
     let switched = fields

@@ -48,7 +48,7 @@ impl GgufFile {
         // candle checks lengths against the file's size but not every field: an alignment of 0 panics.
         let content = catch_unwind(|| Content::read(&mut Cursor::new(&bytes[..])));
         let content = content
-            .map_err(|_| ModelError::corrupt(path, "the header makes no sense"))?
+            .map_err(|_| ModelError::corrupt(path, "the header is not valid"))?
             .map_err(|error| header_error(path, &error))?;
         let tensors = locate(path, &content, bytes.len())?;
         Ok(Self {

@@ -327,7 +327,7 @@ impl Executor for Runner {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
         self.budget.begin_step()?;
         if self.awaiting.is_some() {
-            return Err(StepError::Failed("the step before awaits its masks".to_owned()));
+            return Err(StepError::Failed("the previous step needs its masks".to_owned()));
         }
         if plan.awaits_masks() {
             self.awaiting = Some(plan.clone());
@@ -341,7 +341,7 @@ impl Executor for Runner {
     /// On a CPU there is nothing to be done in the meantime: all of the step is computed here.
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
         let plan = self.awaiting.take();
-        let plan = plan.ok_or_else(|| StepError::Failed("no step awaits masks".to_owned()))?;
+        let plan = plan.ok_or_else(|| StepError::Failed("no step needs masks".to_owned()))?;
         let words = mask_words(self.bounds.vocab_size);
         let masks = self.staging.masks.as_mut_slice().chunks_exact_mut(words);
         let mut masks: Vec<_> = masks.take(plan.constrained().count()).collect();

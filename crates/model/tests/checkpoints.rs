@@ -318,7 +318,7 @@ fn broken_indices_are_errors() {
     assert!(
         load_error(directory.path())
             .to_string()
-            .contains("the index promises")
+            .contains("of the index is missing")
     );
     std::fs::write(&path, &whole).unwrap();
     std::fs::remove_file(directory.path().join(shard(3))).unwrap();

@@ -137,7 +137,7 @@ impl Diagnostic {
         }
         if let Some(oom) = &self.oom {
             line("what failed", oom.to_string());
-            line("most we were given", human(oom.meters.reserved_high));
+            line("most memory held", human(oom.meters.reserved_high));
         }
         if let Some(bytes) = self.out_of_reach {
             line("would be enough", format!("a device of {}", human(bytes)));
@@ -149,8 +149,7 @@ impl Diagnostic {
     pub fn no_flag(&self) -> String {
         match self.least_needed() {
             Some(bytes) => format!(
-                "\ntoo little to measure even a part of the step: it takes more than {}, what was held and asked for when it \
-                 failed",
+                "\nthe device is too small to measure even a part of the step, which needs more than {}",
                 Setting::DeviceMemory(readable(bytes))
             ),
             None => "\nno flag makes it fit: use a smaller model or a larger device".to_owned(),

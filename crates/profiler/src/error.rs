@@ -10,7 +10,7 @@ pub enum ProfileError {
     InvalidSpec(&'static str),
     /// Memory that a dropped state held did not come back: a defect, never retried.
     #[error(
-        "TEARDOWN LEAK after {phase}: {expected} bytes should have come back, {returned} did; this is a defect of the \
+        "TEARDOWN LEAK after {phase}: {expected} bytes should have been freed, {returned} were; this is a bug in the \
          server: please report it with this line"
     )]
     TeardownLeak {
@@ -23,7 +23,7 @@ pub enum ProfileError {
     },
     /// The driver or a kernel failed: no size helps.
     #[error(
-        "the device failed in phase {phase}: {error}; this is no lack of memory, see the log of its driver"
+        "the device failed in phase {phase}: {error}; this is not a lack of memory, see the driver's log"
     )]
     Device {
         /// Which one.
@@ -42,7 +42,7 @@ pub enum ProfileError {
         error: StepError,
     },
     /// Another rank could not go on, so none does.
-    #[error("rank {rank} could not go on in phase {phase}: its own log says why")]
+    #[error("rank {rank} could not continue in phase {phase}: see its log")]
     OtherRank {
         /// Which one.
         rank: usize,

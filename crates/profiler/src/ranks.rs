@@ -46,7 +46,7 @@ pub enum Verdict {
 
 /// A rank is gone, or cannot be reached.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the ranks lost each other: {0}")]
+#[error("the ranks lost contact with each other: {0}")]
 pub struct RankLost(
     /// What the collective says.
     pub String,

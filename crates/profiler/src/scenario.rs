@@ -235,7 +235,7 @@ impl Shapes {
                 end: self.longest_row(),
             }]),
             ScenarioKind::LongPrefix if context <= batched => Err(format!(
-                "a request of {context} tokens is never cut: a step takes {batched} (--max-num-batched-tokens)"
+                "a request of {context} tokens is never split: a step has room for {batched} (--max-num-batched-tokens)"
             )),
             ScenarioKind::LongPrefix => Ok(vec![Row {
                 start: context - self.longest_row(),
@@ -245,13 +245,13 @@ impl Shapes {
                 Err("no request is longer than one token".into())
             }
             ScenarioKind::Mixed if seqs == 1 => {
-                Err("there is one row only (--max-num-seqs): a prompt or a decode, never both".into())
+                Err("a step has one request (--max-num-seqs): a prompt or a decode, never both".into())
             }
             ScenarioKind::Mixed if batched <= seqs => Err(format!(
-                "{seqs} rows (--max-num-seqs) of one token fill a step of {batched} (--max-num-batched-tokens)"
+                "{seqs} decodes (--max-num-seqs) fill a step of {batched} tokens (--max-num-batched-tokens)"
             )),
             ScenarioKind::PromptLogprobs if seqs > 1 && batched > seqs => {
-                Err("the step of as many rows and tokens as there may be (mixed) has them too".into())
+                Err("the step `mixed` includes it".into())
             }
             ScenarioKind::Mixed | ScenarioKind::PromptLogprobs => Ok(self.mixed_rows()),
             ScenarioKind::Decode | ScenarioKind::SampleSort => {

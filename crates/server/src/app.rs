@@ -98,7 +98,7 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
         .copied()
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     tracing::error!(panic = text.unwrap_or("no message"), "a handler panicked");
-    ApiError::Internal("a handler panicked; the log says where".into()).into_response()
+    ApiError::Internal("a handler panicked; see the server's log".into()).into_response()
 }
 
 #[cfg(test)]

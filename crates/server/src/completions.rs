@@ -170,7 +170,7 @@ fn check_best_of(best_of: usize, n: usize, stream: bool) -> Result<usize, ApiErr
     let message = if !(n..=MAX_BEST_OF).contains(&best_of) {
         format!("best_of must be between n, which is {n}, and {MAX_BEST_OF}, not {best_of}")
     } else if stream && best_of > n {
-        "best_of cannot choose from what is streamed: leave out stream or best_of".to_owned()
+        "best_of is not available with stream = true".to_owned()
     } else {
         return Ok(best_of);
     };

@@ -39,7 +39,7 @@ pub enum ApiError {
         param: Option<&'static str>,
     },
     /// A web page of an origin that is not allowed.
-    #[error("web pages of {0} may not use this server: start it with --allowed-origins {0} if they may")]
+    #[error("web pages of {0} may not use this server; --allowed-origins {0} would allow it")]
     ForeignOrigin(String),
     /// A model this server does not serve.
     #[error("the model `{0}` does not exist; this server serves `{1}`")]
@@ -57,7 +57,7 @@ pub enum ApiError {
     #[error("the request body did not arrive within {} s", .0.as_secs())]
     BodyTimeout(Duration),
     /// The memory for large requests is in use.
-    #[error("the memory for large requests has been in use for {:.1} s; try again", .0.as_secs_f64())]
+    #[error("the memory for large request bodies has been in use for {:.1} s; try again", .0.as_secs_f64())]
     NoRequestMemory(Duration),
     /// The Content-Type is not JSON.
     #[error("the Content-Type `{0}` is not supported; send application/json")]
@@ -88,7 +88,7 @@ pub enum ApiError {
     #[error("this API key may have {0} concurrent requests; wait until one ends")]
     TooManyAtOnce(usize),
     /// The request waited in the queue for too long.
-    #[error("the request waited in the queue for {:.1} s, the maximum of this server", .0.as_secs_f64())]
+    #[error("the request waited in the queue for {:.1} s, the maximum on this server", .0.as_secs_f64())]
     QueueTimeout(Duration),
     /// The request's deadline has passed.
     #[error("the request did not finish within its timeout ({:.1} s after its arrival)", .0.as_secs_f64())]

@@ -95,7 +95,7 @@ impl Parameters {
             .map_err(|error| ApiError::invalid("stop", error.to_string()))?;
         if extra.cache_salt.as_deref() == Some("") {
             let message =
-                "cache_salt must not be empty: leave it out to share the prefix cache with everybody";
+                "cache_salt must not be empty: leave it out to share the prefix cache with all requests";
             return Err(ApiError::invalid("cache_salt", message));
         }
         Ok(Self {

@@ -20,8 +20,7 @@ use crate::wire::error::ErrorBody;
 #[openapi(
     info(
         title = "Plimsoll",
-        description = "The OpenAI API, with vLLM's extensions, of an LLM inference server that measures its own load line. \
-                       A field or value that is not supported is a 400 that names it.",
+        description = "The OpenAI API with vLLM's extensions. An unsupported field or value is a 400 that names it.",
         license(name = "Apache-2.0", identifier = "Apache-2.0")
     ),
     servers((url = "/", description = "this server")),

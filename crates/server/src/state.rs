@@ -219,7 +219,7 @@ impl AppState {
             None => Ok(()),
             Some(_) => Err(ApiError::invalid(
                 "model",
-                format!("`{}` is served for embeddings: ask /v1/embeddings", model.id),
+                format!("`{}` is served for embeddings: use /v1/embeddings", model.id),
             )),
         }
     }

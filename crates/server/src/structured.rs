@@ -227,7 +227,7 @@ mod tests {
         let work = move || {
             begun
                 .send(())
-                .map_err(|()| ApiError::Internal("nobody listens".into()))?;
+                .map_err(|()| ApiError::Internal("the receiver is gone".into()))?;
             // Until the test lets go.
             let _ = ends.recv();
             Ok(())

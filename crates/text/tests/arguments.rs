@@ -202,11 +202,11 @@ fn what_no_text_can_be_held_to_is_refused_by_name() {
     for (schema, expected) in [
         (
             json!({ "type": "string", "minLength": 2, "maxLength": 1 }),
-            "holds for no text",
+            "allows no string",
         ),
         (
             json!({ "type": "string", "enum": ["</parameter>"] }),
-            "holds for no text",
+            "allows no string",
         ),
         (
             json!({ "type": "string", "maxLength": "1" }),

@@ -12,16 +12,16 @@ pub struct ChatArgs {
     /// Format of the model's tool calls [default: detected from its chat template]
     #[arg(long, value_name = "FORMAT", value_parser = tool_formats())]
     tool_call_parser: Option<String>,
-    /// Format of the model's reasoning; none leaves it in the content [default: detected from its chat template]
+    /// Format of the model's reasoning; none keeps it in the content [default: detected from its chat template]
     #[arg(long, value_name = "FORMAT", value_parser = reasoning_formats())]
     reasoning_parser: Option<String>,
-    /// Allow tool_choice auto: the model decides whether it calls a tool (the default)
+    /// Allow tool_choice auto, where the model decides whether to call a tool (the default)
     #[arg(long, overrides_with = "no_enable_auto_tool_choice")]
     enable_auto_tool_choice: bool,
     /// Refuse requests with tool_choice auto
     #[arg(long, overrides_with = "enable_auto_tool_choice")]
     no_enable_auto_tool_choice: bool,
-    /// Allow requests with their own `chat_template`: a program, which can occupy a thread for a long time
+    /// Allow requests with their own `chat_template`, a program that can occupy a thread for a long time
     #[arg(long, overrides_with = "no_trust_request_chat_template")]
     pub trust_request_chat_template: bool,
     /// Refuse requests with a `chat_template` (the default)
@@ -99,7 +99,7 @@ mod tests {
         );
         assert_eq!(style(&["--reasoning-parser", "none"], QWEN).reasoning, None);
         assert!(!style(&["--no-enable-auto-tool-choice"], QWEN).auto_tool_choice);
-        // A template that knows no tools, and one whose calls nobody here can read.
+        // A template without tools, and one whose calls are in no known format.
         assert_eq!(style(&[], "x").tools, Some(ToolFormat::Json));
         assert_eq!(style(&[], "{{ tools|tojson }}").tools, None);
         assert!(Line::try_parse_from(["x", "--tool-call-parser", "nonsense"]).is_err());

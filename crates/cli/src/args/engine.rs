@@ -51,10 +51,10 @@ pub struct EngineArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
-    /// Directory, .gguf file, Hugging Face Hub id (a GGUF of a repository: owner/name:Q4_K_M), or `sim` for a
-    /// simulated model (`sim:0.02`: steps take 0.02 s; `sim:fail=90,oom=800,hang=7000`: every 90th step fails, every
+    /// Directory, .gguf file, Hugging Face Hub id (owner/name; owner/name:Q4_K_M for one of several GGUF files), or `sim` for a
+    /// simulated model. `sim:0.02` takes 0.02 s per step; `sim:fail=90,oom=800,hang=7000`: every 90th step fails, every
     /// 800th runs out of memory, the 7000th never ends; `sim:device=9`: the driver fails at the 9th use of the device during
-    /// the start) [default: HuggingFaceTB/SmolLM2-135M-Instruct]
+    /// the start [default: HuggingFaceTB/SmolLM2-135M-Instruct]
     #[arg(
         value_name = "MODEL",
         overrides_with = "model_flag",
@@ -64,7 +64,7 @@ pub struct ModelArgs {
     /// The same as MODEL
     #[arg(long = "model", value_name = "MODEL", overrides_with = "model", hide = true)]
     model_flag: Option<String>,
-    /// Where weights come from: auto, safetensors, gguf, or dummy (random ones, from config.json alone)
+    /// Format of the weights: auto, safetensors, gguf, or dummy (random weights, from config.json alone)
     #[arg(
         long,
         value_enum,
@@ -73,7 +73,7 @@ pub struct ModelArgs {
         hide_possible_values = true
     )]
     pub load_format: LoadFormat,
-    /// Fields of the model's config.json to set, as JSON; null stands for none
+    /// Fields of the model's config.json to replace, as JSON; null removes a field
     #[arg(long, value_name = "JSON", value_parser = json::<HfOverrides>)]
     pub hf_overrides: Option<HfOverrides>,
     /// Directory, tokenizer.json, .gguf file or Hub id of the tokenizer [default: MODEL]
@@ -85,7 +85,7 @@ pub struct ModelArgs {
     /// Hub token, for gated and private models [default: HF_TOKEN, or what `hf auth login` stored]
     #[arg(long, value_name = "TOKEN", hide_default_value = true)]
     pub hf_token: Option<String>,
-    /// Directory for downloads [default: HF_HUB_CACHE, or ~/.cache/huggingface/hub]
+    /// Directory for downloads from the Hub [default: HF_HUB_CACHE, or ~/.cache/huggingface/hub]
     #[arg(long, value_name = "DIR")]
     pub download_dir: Option<PathBuf>,
 }
@@ -104,8 +104,8 @@ impl ModelArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Device")]
 pub struct DeviceArgs {
-    /// Where the model runs: cpu, cuda, cuda:N (the N-th GPU from 0), or auto (the first GPU; the CPU where there is
-    /// no GPU, no driver, or no GPU code in this binary)
+    /// Device: cpu, cuda, cuda:N (GPU number N, from 0), or auto (the first GPU; the CPU if there is no GPU, no driver, or no
+    /// GPU code in this binary)
     #[arg(long, value_name = "DEVICE", default_value_t)]
     pub device: DeviceChoice,
     /// Data type of weights and activations; auto: bfloat16 on a GPU, the model's own on a CPU
@@ -117,14 +117,14 @@ pub struct DeviceArgs {
         hide_possible_values = true
     )]
     pub dtype: DType,
-    /// Where servers leave their lock files: while one of them measures a device, others that start on it wait.
-    /// Containers that share a device must share this directory [default: /tmp/plimsoll]
+    /// Directory of lock files, by which servers that start on the same device wait for each other. Containers that share a
+    /// device must share this directory [default: /tmp/plimsoll]
     #[arg(long, value_name = "DIR")]
     pub device_lock_dir: Option<PathBuf>,
-    /// How long to wait for another server that is starting on the device, in seconds
+    /// How long to wait while another server starts on the device, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = duration)]
     pub device_lock_timeout: Duration,
-    /// Launch every kernel separately instead of replaying CUDA graphs: slower, but needs no capture at start
+    /// Launch every kernel separately instead of using CUDA graphs: slower decoding, but no memory or time for graphs
     #[arg(long, overrides_with = "no_enforce_eager")]
     enforce_eager: bool,
     /// Replay decode steps as CUDA graphs (the default)
@@ -143,15 +143,15 @@ impl DeviceArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
-    /// Maximum prompt plus output tokens of one request, such as 8192 or 32k [default: decided at start: what the model was
-    /// trained for]
+    /// Maximum prompt plus output tokens of one request, such as 8192 or 32k [default: decided at start: the context that the
+    /// model was trained for]
     #[arg(long, value_name = "TOKENS", value_parser = context, allow_negative_numbers = true)]
     pub max_model_len: Option<usize>,
-    /// Maximum number of requests that run at once [default: decided at start: 32, on a GPU 512]
+    /// Maximum number of requests that run at once [default: decided at start: 512 on a GPU, 32 on a CPU]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
-    /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start:
-    /// 512, on a GPU 8192]
+    /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start: 8192 on a GPU,
+    /// 512 on a CPU]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub max_num_batched_tokens: Option<usize>,
     /// Tokens per block of the KV cache: 8, 16 or 32
@@ -160,11 +160,11 @@ pub struct LimitArgs {
     /// Reuse the KV of common prefixes (the default)
     #[arg(long, overrides_with = "no_enable_prefix_caching")]
     enable_prefix_caching: bool,
-    /// Compute every prompt from the beginning
+    /// Compute every prompt from the beginning, without a prefix cache
     #[arg(long, overrides_with = "enable_prefix_caching")]
     no_enable_prefix_caching: bool,
-    /// Data type of the KV cache: float16, float32, or auto (float16 unless all weights are float32); on a GPU
-    /// bfloat16
+    /// Data type of the KV cache: bfloat16 on a GPU; on a CPU float16, float32, or auto (float16 unless all weights are
+    /// float32)
     #[arg(
         long,
         value_enum,
@@ -173,10 +173,10 @@ pub struct LimitArgs {
         hide_possible_values = true
     )]
     pub kv_cache_dtype: KvDtype,
-    /// Seed of dummy weights, benchmark prompts and requests without their own [default: 0; requests: random]
+    /// Seed of dummy weights, benchmark prompts and requests without a seed [default: 0; requests: random]
     #[arg(long, value_name = "SEED")]
     pub seed: Option<u64>,
-    /// Compute threads on a CPU [default: decided at start: as many as this process may use]
+    /// Compute threads on a CPU [default: decided at start: as many as there are CPUs for this process]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
 }
@@ -192,30 +192,30 @@ impl LimitArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Memory")]
 pub struct MemoryArgs {
-    /// Most device memory of this server, such as 8GiB: weights, KV cache, steps and graphs together [default: decided at
+    /// Maximum device memory of this server, such as 8GiB: weights, KV cache, steps and graphs together [default: decided at
     /// start: the whole GPU; on a CPU, half of the available memory or three quarters of the cgroup's limit]
     #[arg(long, visible_alias = "max-device-memory", value_name = "BYTES")]
     pub device_memory: Option<Bytes>,
-    /// The same as a fraction of the GPU's memory, at most 1.0
+    /// --device-memory as a fraction of the GPU's memory, at most 1.0
     #[arg(long, value_name = "FRACTION", value_parser = fraction, conflicts_with = "device_memory")]
     pub gpu_memory_utilization: Option<MemFraction>,
-    /// Fraction of the memory left after weights and the worst step that becomes KV cache, at most 1.0
+    /// Fraction of the memory that weights and the worst step leave free that becomes KV cache, at most 1.0
     #[arg(long, value_name = "FRACTION", default_value = "0.95", value_parser = fraction)]
     pub mem_fraction: MemFraction,
-    /// Tokens in the KV cache: skips the search for the size, but proves it [default: measured at start]
+    /// Size of the KV cache in tokens: not searched for, but still proved [default: measured at start]
     #[arg(long, value_name = "TOKENS", value_parser = tokens, conflicts_with = "kv_cache_memory_bytes")]
     pub max_total_token_num: Option<usize>,
-    /// Bytes of the KV cache: skips the search for the size, but proves it [default: measured at start]
+    /// Size of the KV cache in bytes: not searched for, but still proved [default: measured at start]
     #[arg(long, value_name = "BYTES")]
     pub kv_cache_memory_bytes: Option<Bytes>,
     /// Write the auto-profile's report to this file, as JSON
     #[arg(long, value_name = "FILE")]
     pub profile_report: Option<PathBuf>,
-    /// Directory for measurements that later starts reuse [default: $XDG_CACHE_HOME/plimsoll/profiles, or
+    /// Directory of measurements for later starts [default: $XDG_CACHE_HOME/plimsoll/profiles, or
     /// ~/.cache/plimsoll/profiles]
     #[arg(long, value_name = "DIR")]
     pub profile_cache_dir: Option<PathBuf>,
-    /// Always measure, and keep nothing for later starts
+    /// Always measure, and store nothing for later starts
     #[arg(long, overrides_with = "profile_cache")]
     no_profile_cache: bool,
     /// Skip the measurement if this model, build, device and limits were measured before; the size is still proved (the
@@ -225,7 +225,7 @@ pub struct MemoryArgs {
 }
 
 impl MemoryArgs {
-    /// Whether starts may learn from each other.
+    /// Whether measurements are stored for later starts and reused.
     pub fn profile_cache(&self) -> bool {
         !self.no_profile_cache
     }

@@ -1,4 +1,4 @@
-//! What routers are told.
+//! KV events for routers.
 
 use clap::Args;
 use plimsoll_kv_events::Config;
@@ -9,13 +9,13 @@ use crate::args::values::json;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct EventArgs {
-    /// Publish the contents of the prefix cache for routers, in vLLM's format: JSON with enable_kv_cache_events, publisher (zmq or
+    /// Publish the contents of the prefix cache to routers, in vLLM's format: JSON with enable_kv_cache_events, publisher (zmq or
     /// null), endpoint (tcp://*:PORT), replay_endpoint, buffer_steps, hwm, max_queue_size, topic [default: off]
     #[arg(long, value_name = "JSON", value_parser = events)]
     pub kv_events_config: Option<Config>,
 }
 
-/// A value that cannot be done is told with the command line.
+/// A value that cannot be used is an error of the command line.
 fn events(text: &str) -> Result<Config, String> {
     let config: Config = json(text)?;
     config.settings().map_err(|error| error.to_string())?;

@@ -10,8 +10,8 @@ use tracing::level_filters::LevelFilter;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "General")]
 pub struct LogArgs {
-    /// Format of the log on stderr: text, json (one object per line), or auto (json for a server whose stderr is not a
-    /// terminal, else text)
+    /// Format of the log on stderr: text, json (one object per line), or auto (json if serve's stderr is not a terminal, else
+    /// text)
     #[arg(
         long,
         value_enum,
@@ -21,7 +21,7 @@ pub struct LogArgs {
     )]
     pub log_format: LogFormat,
     /// Log level: off, error, warn, info, debug or trace, optionally with levels of modules: info,plimsoll_engine=debug.
-    /// A level without a module applies to this server; libraries log only warnings unless they are named [default: RUST_LOG, or info]
+    /// A level without a module applies to this server; libraries log only warnings unless you name them [default: RUST_LOG, or info]
     #[arg(long, value_name = "LEVELS")]
     pub log_level: Option<LogLevels>,
 }
@@ -81,7 +81,9 @@ impl FromStr for LogLevels {
         for item in text.split(',').map(str::trim) {
             match item.split_once('=') {
                 Some((module, level)) => levels.modules.push((target(module)?, self::level(level)?)),
-                None if alone.is_some() => return Err(format!("{item:?} is a second level for everything")),
+                None if alone.is_some() => {
+                    return Err(format!("{item:?} is a second level without a module"));
+                }
                 None => alone = Some(self::level(item)?),
             }
         }
@@ -103,14 +105,15 @@ fn level(text: &str) -> Result<LevelFilter, String> {
     // Numbers would be legal to `tracing`.
     let named = text.chars().all(|c| c.is_ascii_alphabetic()) && !text.is_empty();
     let level = named.then(|| text.parse().ok()).flatten();
-    level.ok_or_else(|| format!("{text:?} is no level: off, error, warn, info, debug or trace is expected"))
+    level
+        .ok_or_else(|| format!("{text:?} is not a level: off, error, warn, info, debug or trace is expected"))
 }
 
 fn target(module: &str) -> Result<String, String> {
     let legal = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
     if module.is_empty() || !module.chars().all(legal) {
         return Err(format!(
-            "{module:?} is no module: a path such as plimsoll_engine::thread is expected"
+            "{module:?} is not a module path such as plimsoll_engine::thread"
         ));
     }
     // Requests are logged under plimsoll::request. A library that is not there is not known to be none.
@@ -121,7 +124,7 @@ fn target(module: &str) -> Result<String, String> {
         let likeness = |name: &&&str| (strsim::jaro_winkler(ours, name) * 1e6) as u64;
         let similar = CRATES.iter().max_by_key(likeness).unwrap_or(&CRATES[0]);
         return Err(format!(
-            "nothing is logged by {name:?}; did you mean \"plimsoll_{similar}\"?"
+            "there is no module {name:?}; did you mean \"plimsoll_{similar}\"?"
         ));
     }
     Ok(module.to_owned())
@@ -145,13 +148,13 @@ mod tests {
         );
         for (wrong, expected) in [
             ("inof", "\"inof\""),
-            ("", "no level"),
-            ("3", "no level"),
+            ("", "not a level"),
+            ("3", "not a level"),
             ("info,debug", "second level"),
             ("info,plimsoll_engine=dbug", "\"dbug\""),
-            ("info,plimsol_engine=", "no level"),
+            ("info,plimsol_engine=", "not a level"),
             ("plimsoll_engin=debug", "\"plimsoll_engine\""),
-            ("a b=debug", "no module"),
+            ("a b=debug", "not a module"),
         ] {
             let error = wrong.parse::<LogLevels>().unwrap_err();
             assert!(error.contains(expected), "{wrong}: {error}");

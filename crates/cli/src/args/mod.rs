@@ -33,16 +33,16 @@ pub use server::{SchedulingPolicy, ServerArgs};
 pub(crate) use values::{duration, positive, ratio};
 
 const EXIT_CODES: &str = "\
-Every flag of serve can also stand in the file given by --config (TOML, key = flag without the dashes) or in the \
-environment (PLIMSOLL_MAX_NUM_SEQS=8). The later wins: defaults, file, environment, flags.
+Every flag of serve can also be set in the file given by --config (TOML, key = flag without the dashes) or in the \
+environment (PLIMSOLL_MAX_NUM_SEQS=8). Flags win over the environment, and the environment over the file.
 
-Exit codes: 0 done, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
-4 it does not fit the memory, 5 the address cannot be bound, 6 requests were cut off by the drain timeout, \
-7 the GPU cannot be used, or its driver failed, 8 another server was measuring the device for too long, 9 selftest: no server answers, or it is \
-not ready or not idle, 10 selftest: inconclusive, its time was too short to reach every limit, 11 the watchdog: a step \
-hung, 128 and the number of a signal that ended it before it was ready, or came a second time.";
+Exit codes: 0 success, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
+4 the model does not fit the memory, 5 the address cannot be bound, 6 the drain timeout cut off requests, \
+7 the GPU cannot be used or its driver failed, 8 another server measured the device for too long, 9 selftest: no server \
+answers, or it is not ready or not idle, 10 selftest: inconclusive, too short to reach every limit, 11 the watchdog ended \
+the process because a step hung, 128 + N: signal N, before the server was ready or a second time.";
 
-/// Serves large language models, and measures its own load line first.
+/// An LLM inference server that measures how much KV cache fits, proves it, and then serves.
 #[derive(Debug, Parser)]
 #[command(name = "plimsoll", version = crate::version::long(), max_term_width = 110, after_help = EXIT_CODES)]
 pub struct Cli {
@@ -60,12 +60,12 @@ pub enum Command {
     Profile(Box<ProfileArgs>),
     /// Predict what a model needs and how much KV cache fits, from its configuration alone: no weights are downloaded or read
     Plan(Box<PlanArgs>),
-    /// Show every setting of serve with its value and where it comes from: default, file, environment or flag
+    /// Show every setting of serve, with its value and its source: default, file, environment or flag
     Config(Box<ConfigArgs>),
     /// Measure latency or throughput
     #[command(subcommand)]
     Bench(BenchCommand),
-    /// Load a running server up to its proved limits and check that it holds them
+    /// Load a running server up to its proved limits and check every answer
     Selftest(Box<SelftestArgs>),
 }
 
@@ -125,7 +125,7 @@ pub struct ProfileArgs {
     /// Model, limits and memory.
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Print one JSON document instead of the tables: the report and the prediction
+    /// Print the report and the prediction as one JSON document instead of tables
     #[arg(long, help_heading = "General")]
     pub json: bool,
 }
@@ -152,15 +152,16 @@ pub struct ConfigArgs {
     /// Print one JSON document: sizes in bytes, times in seconds
     #[arg(long, help_heading = "General", conflicts_with = "toml")]
     pub json: bool,
-    /// Print a file that --config takes; secrets are left out
+    /// Print a file for --config; secrets are left out
     #[arg(long, help_heading = "General")]
     pub toml: bool,
 }
 
 const CONFIG_HELP: &str = "\
-Takes the arguments of serve, and loads nothing. Values of secrets are not shown. What only a start can decide is shown in \
+Takes the arguments of serve, and loads nothing. Secrets are not shown. Values that are decided at start are described in \
 parentheses.";
 
 const PLAN_HELP: &str = "\
-The flags are those of profile; the ones that do not change what fits are left to it. A GPU that this machine does not \
-have can be planned for: --device cuda --device-memory 80GiB. Exit code 4: it would not fit, with the flags that would make it. `plimsoll profile` measures instead, and says how far off the plan is.";
+Takes the arguments of profile. For a GPU that this machine does not have: --device cuda --device-memory 80GiB. If the \
+model would not fit, the exit code is 4 and the error lists flags that make it fit. `plimsoll profile` measures instead, and \
+also reports the error of this prediction.";

@@ -11,8 +11,8 @@ use crate::args::values::json;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Embeddings")]
 pub struct PoolingArgs {
-    /// Task of the model: generate (text), pooling (embeddings), or auto (embeddings if its files say that it
-    /// is made for them: sentence-transformers' modules.json, GGUF's pooling_type, an architecture without a head)
+    /// Task of the model: generate (text), pooling (embeddings), or auto (embeddings if its files say so:
+    /// sentence-transformers' modules.json, GGUF's pooling_type, or an architecture without an LM head)
     #[arg(
         long,
         value_enum,
@@ -21,8 +21,8 @@ pub struct PoolingArgs {
         hide_possible_values = true
     )]
     pub runner: RunnerKind,
-    /// How embeddings are made, instead of what the model says: JSON with pooling_type (LAST or MEAN) and normalize (true or
-    /// false)
+    /// Pooling of embeddings, in place of what the model's files say: JSON with pooling_type (LAST or MEAN) and normalize (true
+    /// or false)
     #[arg(long, value_name = "JSON", visible_alias = "override-pooler-config", value_parser = json::<PoolerConfig>)]
     pub pooler_config: Option<PoolerConfig>,
 }

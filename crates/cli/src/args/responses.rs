@@ -9,10 +9,10 @@ use crate::bytes::Bytes;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct ResponseArgs {
-    /// Number of responses stored for previous_response_id, the newest ones; 0 stores none
+    /// Maximum number of responses stored for previous_response_id; 0 stores none
     #[arg(long, value_name = "N", default_value_t = StoreLimits::default().responses)]
     response_store_max_count: usize,
-    /// Most host memory for stored responses
+    /// Maximum host memory for stored responses
     #[arg(long, value_name = "BYTES", default_value = "256MiB")]
     response_store_max_bytes: Bytes,
 }

@@ -29,18 +29,18 @@ pub struct ServerArgs {
     /// Sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory
     #[arg(long, value_name = "SOURCE", default_value = "auto")]
     pub generation_config: String,
-    /// Requests that may wait, in addition to those that run; more get 429
+    /// Maximum number of waiting requests, in addition to running ones; more get 429
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_queue: usize,
-    /// Longest time that a request waits in the queue, in seconds; then it gets 429 [default: no limit]
+    /// Maximum time in the queue, in seconds; then a request gets 429 [default: no limit]
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub queue_timeout: Option<Duration>,
-    /// Longest total time of a request, in seconds; then it gets 504 and is cancelled. Clients may ask for less, with the field
+    /// Maximum total time of a request, in seconds; then it is cancelled and gets 504. Clients can set less with the field
     /// `timeout` or the header X-Request-Timeout [default: no limit]
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub request_timeout: Option<Duration>,
-    /// Order of the queue: fcfs (keys take turns, each in the order of arrival), or priority (the lowest `priority` of the
-    /// requests first)
+    /// Order of the queue: fcfs (API keys take turns, each in the order of arrival), or priority (requests with the lowest
+    /// `priority` first)
     #[arg(
         long,
         value_enum,
@@ -52,25 +52,25 @@ pub struct ServerArgs {
     /// Disconnect a streaming client, and cancel its request, if it reads nothing for this long, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = duration)]
     pub slow_client_timeout: Duration,
-    /// Maximum number of connections; further ones are closed
+    /// Maximum number of connections; more are closed
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = positive)]
     pub max_connections: usize,
     /// Close a connection if no complete request head arrives for this long, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = duration)]
     pub header_timeout: Duration,
-    /// Largest request body
+    /// Maximum size of a request body
     #[arg(long, value_name = "BYTES", default_value = "32MiB")]
     pub max_body_size: Bytes,
-    /// Origins of web pages, such as `https://example.org`, that may use the server from a browser; * for all [default: none]
+    /// Origins whose web pages may use the server, such as `https://example.org`; * for all [default: none]
     #[arg(long, value_name = "ORIGIN", num_args = 1.., action = ArgAction::Set)]
     pub allowed_origins: Option<Vec<Origins>>,
-    /// Offer POST /sleep and /wake_up, which free everything but the weights until the server is woken
+    /// Enable POST /sleep, which frees everything but the weights, and POST /wake_up
     #[arg(long, overrides_with = "no_enable_sleep_mode")]
     enable_sleep_mode: bool,
     /// Offer no sleep mode (the default)
     #[arg(long, overrides_with = "enable_sleep_mode", hide = true)]
     no_enable_sleep_mode: bool,
-    /// How long a shutdown (Ctrl-C, SIGTERM) waits for running requests, in seconds
+    /// How long a shutdown (Ctrl-C, SIGTERM) waits for accepted requests, in seconds
     #[arg(
         long,
         visible_alias = "shutdown-timeout",
@@ -79,27 +79,27 @@ pub struct ServerArgs {
         value_parser = duration
     )]
     pub drain_timeout: Duration,
-    /// GET /ready fails if there is work and no step ends for this long, in seconds [default: five times the
-    /// slowest step of the proof, at least 5]
+    /// Fail GET /ready if there is work and no step ends for this long, in seconds [default: five times the slowest step of
+    /// the proof, at least 5]
     #[arg(long, value_name = "SECONDS", value_parser = some_time)]
     pub stall_timeout: Option<Duration>,
-    /// The process ends with exit code 11 if there is work and no step ends for this long, in seconds; 0: never
+    /// End the process with exit code 11 if there is work and no step ends for this long, in seconds; 0: never
     /// [default: thirty times the slowest step of the proof, at least 120]
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub watchdog_timeout: Option<Duration>,
-    /// Offer POST /admin/drain, which ends the server once its requests are done; where there are API keys, each of them may
+    /// Enable POST /admin/drain, which finishes the accepted requests and ends the server; any API key may call it
     #[arg(long, overrides_with = "no_enable_admin_api")]
     enable_admin_api: bool,
     /// Do not offer it: only signals end the server (the default)
     #[arg(long, overrides_with = "enable_admin_api", hide = true)]
     no_enable_admin_api: bool,
-    /// Most log lines about finished requests per second; the next line says how many were skipped. 0: none
+    /// Maximum number of log lines about ended requests per second; the next line has the number of skipped ones. 0: none
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub request_log_rate: u32,
-    /// Append a line of JSON to this file when a request ends; - for stderr
+    /// File to which a line of JSON is appended when a request ends; - for stderr
     #[arg(long, value_name = "FILE")]
     pub access_log: Option<PathBuf>,
-    /// Send OpenTelemetry traces of requests to this URL, by OTLP over HTTP, such as http://localhost:4318/v1/traces
+    /// URL for OpenTelemetry traces of requests (OTLP over HTTP), such as http://localhost:4318/v1/traces
     #[arg(long, value_name = "URL")]
     pub otlp_traces_endpoint: Option<String>,
     /// Who may use it, and how much.

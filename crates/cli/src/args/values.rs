@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 pub(crate) fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
-        Ok(0) => Err("it must be at least 1".to_owned()),
+        Ok(0) => Err("at least 1 is expected".to_owned()),
         Ok(value) => Ok(value),
         Err(_) => Err("a whole number is expected".to_owned()),
     }
@@ -46,7 +46,7 @@ pub(super) fn tokens(text: &str) -> Result<usize, String> {
             .map(|count| count as usize),
     };
     match count {
-        Some(0) => Err("it must be at least 1".to_owned()),
+        Some(0) => Err("at least 1 is expected".to_owned()),
         Some(count) => Ok(count),
         None => Err("a number of tokens is expected, such as 8192, 8k (8000) or 8K (8192)".to_owned()),
     }
@@ -55,7 +55,7 @@ pub(super) fn tokens(text: &str) -> Result<usize, String> {
 /// Tokens of one request.
 pub(super) fn context(text: &str) -> Result<usize, String> {
     match text {
-        "auto" | "-1" => Err("leave the flag out: the length is decided at the start".to_owned()),
+        "auto" | "-1" => Err("leave the flag out: the length is decided at start".to_owned()),
         _ => tokens(text),
     }
 }
@@ -101,7 +101,7 @@ fn origin(text: &str) -> Result<HeaderValue, String> {
     };
     let value = is_origin.then(|| HeaderValue::from_str(text).ok()).flatten();
     value.ok_or_else(|| {
-        format!("{text:?} is no origin: https://example.org is one, in small letters, with nothing behind host and port")
+        format!("{text:?} is not an origin such as https://example.org: lower case, without a slash or path at the end")
     })
 }
 
@@ -109,7 +109,7 @@ pub(super) fn block_size(text: &str) -> Result<BlockSize, String> {
     text.parse()
         .ok()
         .and_then(BlockSize::new)
-        .ok_or_else(|| "a block holds 8, 16 or 32 tokens".to_owned())
+        .ok_or_else(|| "8, 16 or 32 is expected".to_owned())
 }
 
 pub(super) fn fraction(text: &str) -> Result<MemFraction, String> {

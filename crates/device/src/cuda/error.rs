@@ -24,7 +24,7 @@ pub enum GpuError {
         needed: i32,
     },
     /// There is no such GPU.
-    #[error("there is no GPU {ordinal}: the driver shows {count}; check --device and CUDA_VISIBLE_DEVICES")]
+    #[error("there is no GPU {ordinal}: the driver has {count}; check --device and CUDA_VISIBLE_DEVICES")]
     NoDevice {
         /// What was asked for.
         ordinal: usize,
@@ -34,7 +34,7 @@ pub enum GpuError {
     /// The GPU is too old for the kernels.
     #[error(
         "{name} has compute capability {major}.{minor}, but 8.0 (Ampere) or newer is needed; \
-         --device cpu runs on the CPU"
+         run on the CPU with --device cpu"
     )]
     OldDevice {
         /// The GPU.
@@ -51,7 +51,7 @@ pub enum GpuError {
     NoKernels,
     /// The binary's device code is for other GPUs.
     #[error(
-        "this binary carries no CUDA kernels for {name} (compute capability {major}.{minor}): build it with CUDA_ARCHS={major}{minor}, \
+        "this binary has no CUDA kernels for {name} (compute capability {major}.{minor}): build it with CUDA_ARCHS={major}{minor}, \
          or run on the CPU with --device cpu"
     )]
     NoKernelsFor {
@@ -64,8 +64,8 @@ pub enum GpuError {
     },
     /// A library that ships with CUDA is not on this machine.
     #[error(
-        "{library} was not found: install it (it is part of the CUDA toolkit) or add its folder to \
-         LD_LIBRARY_PATH; --device cpu runs on the CPU"
+        "{library} was not found: install it (it is part of the CUDA toolkit) or add its directory to \
+         LD_LIBRARY_PATH, or run on the CPU with --device cpu"
     )]
     NoLibrary {
         /// Its file name.

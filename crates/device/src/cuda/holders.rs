@@ -24,7 +24,7 @@ impl fmt::Display for Holder {
         }
         match self.bytes {
             Some(bytes) => write!(f, " holds {:.2} GiB", bytes as f64 / f64::from(1 << 30)),
-            None => f.write_str(" holds some of it"),
+            None => f.write_str(" holds an unknown amount"),
         }
     }
 }
@@ -109,7 +109,10 @@ mod tests {
             bytes: None,
             ..own
         };
-        assert!(hidden.to_string().ends_with(" holds some of it"), "{hidden}");
+        assert!(
+            hidden.to_string().ends_with(" holds an unknown amount"),
+            "{hidden}"
+        );
     }
 
     #[test]

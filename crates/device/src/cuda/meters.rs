@@ -31,7 +31,7 @@ impl Gpu {
         if !error.is_out_of_memory() {
             return DeviceError::Gpu(error);
         }
-        tracing::warn!(%error, %component, bytes, "the driver has no memory");
+        tracing::warn!(%error, %component, bytes, "the driver is out of memory");
         // The account covers this process only; the meters include other processes.
         DeviceError::Oom(Oom {
             requested: bytes,
@@ -50,7 +50,7 @@ impl Gpu {
         match self.readings() {
             Ok(readings) => combine(account, &readings),
             Err(error) => {
-                tracing::error!(%error, "the GPU's meters cannot be read");
+                tracing::error!(%error, "the GPU's memory counters cannot be read");
                 account
             }
         }

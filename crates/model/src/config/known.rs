@@ -184,7 +184,7 @@ pub(super) fn unwrap_text(path: &Path, fields: &mut Map<String, Value>) -> Resul
             check_other(name, &field, &value)?;
         }
     }
-    tracing::info!("{name}: its text part is served; images are not taken, their weights not loaded");
+    tracing::info!("{name}: only its text part is served, weights for images are not loaded");
     // Text parts name no architecture, or the one without a head.
     text.insert("architectures".to_owned(), Value::Null);
     text.entry("model_type")
@@ -218,14 +218,14 @@ fn check_other(family: &str, field: &str, value: &Value) -> Result<(), ModelErro
         return Err(ModelError::unsupported(
             field,
             format!("given (quant_method {method})"),
-            "safetensors must hold float32, float16 or bfloat16: take the model as it was before it was quantised, or a              GGUF file",
+            "safetensors must hold float32, float16 or bfloat16: use the model before quantisation, or a GGUF file",
         ));
     }
     let supported = match NEUTRAL.iter().find(|(neutral, _)| *neutral == field) {
         Some((_, neutral)) if is(value, neutral) => return Ok(()),
         Some((_, neutral)) => format!("only {neutral} is"),
         None => format!(
-            "nothing is known of such a field in {family}. If the model is the same without it, set it aside with --hf-overrides '{{\"{field}\": null}}'"
+            "{family} has no such field here. If it has no effect, remove it with --hf-overrides '{{\"{field}\": null}}'"
         ),
     };
     Err(ModelError::unsupported(field, value, supported))

@@ -180,7 +180,7 @@ impl GpuRunner {
     /// As [`Executor::launch`].
     pub fn logits(&mut self, plan: &StepPlan, rows: &[usize]) -> Result<Vec<f32>, StepError> {
         if !self.in_flight.is_empty() {
-            return Err(StepError::Failed("logits beside steps in flight".to_owned()));
+            return Err(StepError::Failed("logits while steps are in flight".to_owned()));
         }
         if self.bounds.pooling.is_some() {
             return Err(StepError::Failed(
@@ -377,7 +377,7 @@ impl Executor for GpuRunner {
             )));
         }
         if self.unsampled.is_some() {
-            return Err(StepError::Failed("the step before awaits its masks".to_owned()));
+            return Err(StepError::Failed("the previous step needs its masks".to_owned()));
         }
         self.model.gpu().budget().begin_step()?;
         self.bounds.check(plan, &self.last).map_err(StepError::Failed)?;
@@ -417,7 +417,7 @@ impl Executor for GpuRunner {
 
     fn sample(&mut self, fill: &mut FillMasks<'_>) -> Result<(), StepError> {
         let unsampled = self.unsampled.take();
-        let unsampled = unsampled.ok_or_else(|| StepError::Failed("no step awaits masks".to_owned()))?;
+        let unsampled = unsampled.ok_or_else(|| StepError::Failed("no step needs masks".to_owned()))?;
         // It comes back once it is sampled: a panic ends the step as an error does.
         let (launched, last) = (self.in_flight.pop_back(), std::mem::take(&mut self.last));
         let sampled = self.sample_step(&unsampled, fill);
@@ -479,7 +479,7 @@ impl Drop for GpuRunner {
     /// What the GPU still reads must not be freed under it.
     fn drop(&mut self) {
         if let Err(error) = self.model.gpu().synchronize() {
-            tracing::error!(%error, "the last steps did not end");
+            tracing::error!(%error, "the last steps did not complete");
         }
     }
 }

@@ -81,7 +81,7 @@ impl<'a> Checked<'a> {
             });
         if !others.is_empty() {
             tracing::info!(
-                "{} tensors outside the decoder are not loaded: {} and others like it",
+                "{} tensors outside the decoder are not loaded, such as {}",
                 others.len(),
                 others[0]
             );

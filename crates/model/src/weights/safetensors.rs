@@ -144,7 +144,7 @@ impl Source for Checkpoint {
             return Ok(None);
         };
         let file = &self.files[place];
-        let missing = || ModelError::corrupt(&file.path, format!("the index promises tensor `{name}` in it"));
+        let missing = || ModelError::corrupt(&file.path, format!("tensor `{name}` of the index is missing"));
         let info = file.header.info(name).ok_or_else(missing)?;
         let dtype = match info.dtype {
             Dtype::F32 => WeightType::F32,

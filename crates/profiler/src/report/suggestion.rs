@@ -26,11 +26,11 @@ pub(crate) fn suggestions(spec: &ProfileSpec, findings: &Findings) -> Vec<Sugges
     };
     let now = findings.kv_blocks;
     let searched = spec.pinned_blocks().is_none();
-    let again = searched.then(|| suggest(now, "this size again, without the search".to_owned()));
+    let again = searched.then(|| suggest(now, "the same size without the search".to_owned()));
     let full = full_blocks(spec, findings).filter(|&blocks| blocks > now);
     let full = full.map(|blocks| {
         let more = human(bytes(blocks - now));
-        suggest(blocks, format!("all of the device but the margins ({more} more)"))
+        suggest(blocks, format!("the whole device less margins ({more} more)"))
     });
     again.into_iter().chain(full).collect()
 }

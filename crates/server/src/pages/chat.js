@@ -156,7 +156,7 @@ class Answer {
     const again = element("button", { type: "button", className: "quiet again" }, error ? "Try again" : "Again");
     again.addEventListener("click", () => this.again());
     after.append(again);
-    if (this.finish === "length") after.append(element("span", {}, "cut at the most tokens allowed"));
+    if (this.finish === "length") after.append(element("span", {}, "cut off at the maximum number of tokens"));
     if (this.finish === "stopped") after.append(element("span", {}, "stopped"));
     this.node.append(after);
   }

@@ -189,7 +189,7 @@ async fn each_kind_of_model_names_its_endpoint() {
     for (path, body) in [(CHAT, chat("x")), (COMPLETIONS, json!({ "prompt": "x" }))] {
         let answer = embedder.post(path, body).await;
         assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{}", answer.text);
-        assert!(answer.text.contains("ask /v1/embeddings"), "{}", answer.text);
+        assert!(answer.text.contains("use /v1/embeddings"), "{}", answer.text);
     }
     let tokens = embedder.post("/tokenize", json!({ "prompt": "ab" })).await;
     assert_eq!(tokens.status, StatusCode::OK);

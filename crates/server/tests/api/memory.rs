@@ -186,7 +186,7 @@ async fn a_busy_server_does_not_sleep() {
         error["message"]
             .as_str()
             .unwrap()
-            .contains("1 requests still run")
+            .contains("1 requests are still in progress")
     );
     assert_eq!(answer.status, 200);
     assert_eq!(rig.get("/ready").await.status, 200);

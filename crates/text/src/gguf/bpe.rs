@@ -71,7 +71,7 @@ pub(super) fn ids(source: &Source<'_>) -> Ids {
 
 fn merges(source: &Source<'_>, ids: &Ids) -> Result<Merges, TextError> {
     let lines = list(source.metadata, MERGES, MetaValue::as_str)?;
-    let lines = lines.ok_or_else(|| TextError::invalid(MERGES, "missing: BPE cannot work without merges"))?;
+    let lines = lines.ok_or_else(|| TextError::invalid(MERGES, "missing: BPE needs merges"))?;
     let mut merges = Vec::with_capacity(lines.len());
     for line in lines {
         // A piece may itself begin with a space, as in Gemma's; none is empty.

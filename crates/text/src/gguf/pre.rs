@@ -35,7 +35,7 @@ pub(super) fn load(source: &Source<'_>) -> Result<PreTokenizer, TextError> {
     let name = name.ok_or_else(|| {
         TextError::invalid(
             KEY,
-            "missing: this GGUF file is too old to say how it splits words; convert the model again",
+            "missing: this GGUF file is too old to name its pre-tokenizer; convert the model again",
         )
     })?;
     let plain = |patterns| PreTokenizer {

@@ -92,7 +92,7 @@ impl GrammarCompiler {
             let work = thread::Builder::new().stack_size(STACK);
             let work = work.spawn_scoped(scope, || self.compile_anew(grammar));
             let work =
-                work.map_err(|error| GrammarError::Invalid(format!("no thread to compile: {error}")))?;
+                work.map_err(|error| GrammarError::Invalid(format!("cannot start a thread: {error}")))?;
             work.join()
                 .unwrap_or_else(|_| Err(GrammarError::Invalid("the grammar cannot be compiled".into())))
         })?;
@@ -109,7 +109,7 @@ impl GrammarCompiler {
         let is_mark = |mark: &String| (1..=MAX_MARKER_BYTES).contains(&mark.len());
         if !grammar.leads.iter().flat_map(Lead::marks).all(is_mark) {
             return Err(GrammarError::Invalid(format!(
-                "the marker behind which the grammar applies must have 1 to {MAX_MARKER_BYTES} bytes"
+                "the marker after which the grammar applies must have 1 to {MAX_MARKER_BYTES} bytes"
             )));
         }
         let source = source(grammar)?;

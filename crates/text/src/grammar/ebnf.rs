@@ -42,7 +42,7 @@ pub(super) fn to_lark(ebnf: &str) -> Result<String, GrammarError> {
     }
     if !names.contains_key("root") {
         return Err(GrammarError::Invalid(
-            "the grammar has no rule `root ::= ...`, with which every text begins".into(),
+            "the grammar has no rule `root ::= ...`, with which every grammar begins".into(),
         ));
     }
     let mut lark = String::new();

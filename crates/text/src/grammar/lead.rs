@@ -225,7 +225,7 @@ impl Constraint for MayBegin {
                     progress
                 }
                 _ => Err(ConstraintError(
-                    "the mark that began does not go on so".to_owned(),
+                    "the marker does not continue like this".to_owned(),
                 )),
             };
         };

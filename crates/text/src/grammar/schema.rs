@@ -173,7 +173,7 @@ fn check_values(key: &str, value: &Value) -> Result<(), String> {
 }
 
 fn beyond(key: &str, number: &Value) -> String {
-    format!("`{key}`: {number} is beyond what can be counted to, {LEAST} to {MOST}")
+    format!("`{key}`: {number} is outside the supported range, {LEAST} to {MOST}")
 }
 
 /// [`fit_numbers`] for each schema that `lark` has behind `%json`.

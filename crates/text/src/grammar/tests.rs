@@ -426,13 +426,13 @@ fn numbers_that_cannot_be_counted_to_are_refused() {
         let wanted = format!("`{where_}`: ");
         let said = refusal(schema(bad.clone()));
         assert!(
-            said.contains(&wanted) && said.contains("is beyond"),
+            said.contains(&wanted) && said.contains("is outside"),
             "{bad}: {said}"
         );
         let lark = GrammarSpec::Lark(format!("start: \"x\" %json {bad} | %json{bad}"));
         let said = refusal(lark);
         assert!(
-            said.contains(&wanted) && said.contains("is beyond"),
+            said.contains(&wanted) && said.contains("is outside"),
             "{bad} in lark: {said}"
         );
     }

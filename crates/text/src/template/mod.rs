@@ -116,7 +116,7 @@ impl ChatTemplate {
                     .collect::<Option<Vec<_>>>()
                     .filter(|named| !named.is_empty());
                 let place = dir.join("tokenizer_config.json").display().to_string();
-                let problem = "chat_template is neither a text nor a list of {name, template}";
+                let problem = "chat_template is neither a string nor a list of {name, template}";
                 let named = named.ok_or_else(|| TextError::invalid(place, problem))?;
                 Self::with_names(&named, &special_tokens).map(Some)
             }
@@ -161,7 +161,7 @@ impl ChatTemplate {
             ..*input
         })?;
         let end = text.rfind(messages::END).ok_or_else(|| {
-            TextError::Render("it does not show the final message, which cannot be continued then".to_owned())
+            TextError::Render("it omits the final message, which cannot be continued then".to_owned())
         })?;
         text.truncate(end);
         Ok(text)

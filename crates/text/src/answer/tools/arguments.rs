@@ -247,7 +247,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
                 for (keyword, value) in fields {
                     let wrong = |what: &str| self.refused(&format!("`{keyword}` of {name}"), what);
                     text.add(keyword, value)
-                        .ok_or_else(|| wrong("says nothing that a text can be"))?;
+                        .ok_or_else(|| wrong("is not valid for a string"))?;
                     if NOT_OF_TEXT.contains(&keyword.as_str()) {
                         self.cannot(&format!("`{keyword}` of {name}"))?;
                     }
@@ -264,7 +264,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         }
         match text.is_possible() {
             true => Ok(text),
-            false => Err(self.refused(&format!("what the schema says of {name}"), "holds for no text")),
+            false => Err(self.refused(&format!("the schema of {name}"), "allows no string")),
         }
     }
 

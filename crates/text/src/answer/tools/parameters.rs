@@ -299,7 +299,7 @@ impl<'a> Object<'a> {
         let mut impossible = Vec::new();
         for name in std::mem::take(&mut self.required) {
             if !self.may_have(name) {
-                impossible.push(format!("`required`, of which {name} must not be there"));
+                impossible.push(format!("`required` ({name} is not allowed)"));
                 continue;
             }
             if !self.places.contains_key(name) {
