@@ -84,6 +84,7 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     for (p, value) in summary.percentiles {
         report.number(&format!("P{p} (s)"), &format!("p{p}_latency"), value);
     }
+    bench.end().await;
     report.publish(" Latency Benchmark Result ", args.output_json.as_deref())
 }
 
@@ -131,6 +132,7 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
         (prompt + output) as f64 / seconds,
     );
     bench.report_idle(&mut report, idle_before);
+    bench.end().await;
     report.publish(" Throughput Benchmark Result ", args.output_json.as_deref())
 }
 
@@ -194,6 +196,11 @@ impl Bench {
         let spec = GrammarSpec::JsonSchema { schema, strict: true };
         self.grammar = Some(compiler.compile(&spec.into()).map_err(|error| failed(&error))?);
         Ok(())
+    }
+
+    /// Frees the state while the driver is still there: it is gone when the process ends.
+    async fn end(self) {
+        self.engine.drain(Duration::from_secs(10)).await;
     }
 
     /// How a GPU has spent its time so far.

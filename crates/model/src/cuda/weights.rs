@@ -78,10 +78,6 @@ impl GpuWeights {
         let spec = &description.config.spec;
         let source = description.source(format)?;
         let mut tensors = Checked::new(&*source);
-        let mut done = Progress {
-            done: 0,
-            total: tensors.total_bytes(),
-        };
         let layout = Layout::new(spec);
         let bytes = layout.as_ref().map_or(u64::MAX, |layout| layout.bytes as u64);
         let Some(layout) = layout.filter(|_| bytes <= gpu.info().total_bytes) else {
@@ -127,6 +123,11 @@ impl GpuWeights {
             fill_matrices(&layout.parts, &slab, kernels, seed)?;
             gpu.synchronize()?;
         }
+        let stored = jobs.iter().map(|job| job.stored_bytes(job.part().rows()) as u64);
+        let mut done = Progress {
+            done: 0,
+            total: stored.sum(),
+        };
         transfer(gpu, &slab, &jobs, |bytes| {
             done.done += bytes as u64;
             progress(done);

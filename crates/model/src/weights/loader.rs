@@ -49,6 +49,9 @@ impl<'a> Loader<'a> {
     /// keep their own.
     pub(crate) fn finish(self) -> Result<Vec<Charge>, ModelError> {
         self.tensors.finish()?;
+        // What is not part of the model was counted, and is not loaded.
+        let total = self.done.total;
+        (self.progress)(Progress { done: total, total });
         Ok(self.charges)
     }
 
