@@ -31,7 +31,7 @@ constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
 constexpr int kMostParts = 8;
 constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a phase
 
-enum Mode { kBf16 = 0, kF32 = 1, kSiluMul = 2, kGeluTanhMul = 3 };
+enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
 // The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
 struct Norm {
@@ -51,7 +51,7 @@ struct Problem {
     int mode;
     Norm norm;
 
-    __device__ __forceinline__ bool gated() const { return mode >= kSiluMul; }
+    __device__ __forceinline__ bool gated() const { return mode == kGlu; }
 };
 
 __device__ __forceinline__ int cluster_rank() {
@@ -239,9 +239,9 @@ __device__ __forceinline__ float2 add_parts(const float* sums, int parts, int st
     return sum;
 }
 
-__device__ __forceinline__ float activate(const Problem& p, float x) {
-    const Activation activation = p.mode == kSiluMul ? Activation::kSilu : Activation::kGeluTanh;
-    return x / (1.0f + __expf(-sigmoid_input(activation, x)));
+template <Activation kActivation>
+__device__ __forceinline__ float activate(float x) {
+    return x / (1.0f + __expf(-sigmoid_input(kActivation, x)));
 }
 
 // One or two neighbouring outputs of a row.
@@ -272,7 +272,7 @@ __device__ __forceinline__ void store(const Problem& p, int row, int column, flo
 }
 
 // Adds and stores the outputs of a block, each thread block of the cluster some of them.
-template <int Tiles>
+template <int Tiles, Activation kActivation>
 __device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const float* sums, int block, int rows) {
     const int pairs = cut.outputs / 2;
     for (int i = cluster_rank() * kThreads + threadIdx.x; i < p.m * pairs; i += cluster_size() * kThreads) {
@@ -284,8 +284,8 @@ __device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const f
             from += column / kTile * 2 * kTile + column % kTile;
             const float2 gate = add_parts(from, cut.parts, Tiles * 8 * rows);
             v = add_parts(from + kTile, cut.parts, Tiles * 8 * rows);
-            v.x *= activate(p, gate.x);
-            v.y *= activate(p, gate.y);
+            v.x *= activate<kActivation>(gate.x);
+            v.y *= activate<kActivation>(gate.y);
         } else {
             v = add_parts(from + column, cut.parts, Tiles * 8 * rows);
         }
@@ -294,7 +294,7 @@ __device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const f
 }
 
 // Up to 8 * Tiles rows.
-template <int Tiles>
+template <int Tiles, Activation kActivation>
 __device__ __forceinline__ void run(const Problem& p) {
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -434,7 +434,7 @@ __device__ __forceinline__ void run(const Problem& p) {
         // The sums of the block before are added now, when the other blocks of the cluster have long written them.
         if (block != first_block) {
             cluster_wait();
-            add_up<Tiles>(p, cut, sums + (turn ^ 1) * buffer_floats, block - stride, rows);
+            add_up<Tiles, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, block - stride, rows);
         }
         float* mine = sums + turn * buffer_floats + cut.part * Tiles * 8 * rows + cut.row_warp * kTile + group;
 #pragma unroll
@@ -451,23 +451,26 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
     if (first_block < cut.blocks) {
         cluster_wait();
-        add_up<Tiles>(p, cut, sums + (turn ^ 1) * buffer_floats, last_block, rows);
+        add_up<Tiles, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, last_block, rows);
         // Other blocks may still read this one's.
         cluster_arrive();
         cluster_wait();
     }
 }
 
-#define LINEAR(NAME, TILES)                                                                                             \
+#define LINEAR(NAME, TILES, ACTIVATION)                                                                                 \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
         NAME(const bf16* x, const bf16* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,        \
              int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps) {                             \
-        run<TILES>(Problem{x, weight, bias, out, m, n, k, row_warps, mode, {delta, norm_weight, sum, eps}});            \
+        run<TILES, ACTIVATION>({x, weight, bias, out, m, n, k, row_warps, mode, {delta, norm_weight, sum, eps}});       \
     }
 
-LINEAR(linear_8, 1)
-LINEAR(linear_16, 2)
-LINEAR(linear_32, 4)
+LINEAR(linear_8, 1, Activation::kSilu)
+LINEAR(linear_16, 2, Activation::kSilu)
+LINEAR(linear_32, 4, Activation::kSilu)
+LINEAR(linear_8_gelu_tanh, 1, Activation::kGeluTanh)
+LINEAR(linear_16_gelu_tanh, 2, Activation::kGeluTanh)
+LINEAR(linear_32_gelu_tanh, 4, Activation::kGeluTanh)
 
 // Stands for the small kernels between linear layers when these are measured.
 extern "C" __global__ void linear_pause() {

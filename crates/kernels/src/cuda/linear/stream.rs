@@ -38,8 +38,7 @@ impl LinearOutput {
         match self {
             Self::Bf16 => 0,
             Self::F32 => 1,
-            Self::Glu(Activation::Silu) => 2,
-            Self::Glu(Activation::GeluTanh) => 3,
+            Self::Glu(_) => 2,
         }
     }
 
@@ -76,6 +75,8 @@ pub(super) struct StreamKernels {
     gpu: Gpu,
     /// For up to 8, 16 and 32 rows.
     functions: [Function; 3],
+    /// The same with the tanh form of GELU where outputs are gated: as an argument it would cost other products a register.
+    gelu_tanh: [Function; 3],
     /// Does nothing.
     pause: Function,
     /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
@@ -85,12 +86,16 @@ pub(super) struct StreamKernels {
 impl StreamKernels {
     pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = crate::cuda::load(gpu, "linear")?;
-        let functions = [
-            module.function("linear_8")?,
-            module.function("linear_16")?,
-            module.function("linear_32")?,
-        ];
-        for function in &functions {
+        let function = |rows: usize, activation: &str| module.function(&format!("linear_{rows}{activation}"));
+        let functions = |activation| -> Result<[Function; 3], GpuError> {
+            Ok([
+                function(8, activation)?,
+                function(16, activation)?,
+                function(32, activation)?,
+            ])
+        };
+        let (functions, gelu_tanh) = (functions("")?, functions("_gelu_tanh")?);
+        for function in functions.iter().chain(&gelu_tanh) {
             function.allow_shared(gpu.info().max_shared_bytes)?;
         }
         let mut clusters = [gpu.info().sm_count, 0, 0, 0];
@@ -103,6 +108,7 @@ impl StreamKernels {
         Ok(Self {
             gpu: gpu.clone(),
             functions,
+            gelu_tanh,
             pause: module.function("linear_pause")?,
             clusters,
         })
@@ -205,7 +211,11 @@ impl StreamKernels {
             .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
             .pdl(true);
-        let function = &self.functions[tiles(shape.m).trailing_zeros() as usize];
+        let functions = match output {
+            LinearOutput::Glu(Activation::GeluTanh) => &self.gelu_tanh,
+            LinearOutput::Bf16 | LinearOutput::F32 | LinearOutput::Glu(Activation::Silu) => &self.functions,
+        };
+        let function = &functions[tiles(shape.m).trailing_zeros() as usize];
         // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu.
         unsafe { self.gpu.launch(function, launch, &args) }
     }
