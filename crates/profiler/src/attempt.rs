@@ -44,12 +44,12 @@ impl<T: Target> Profiler<'_, T> {
     /// Tries one size; what came of it is added to `attempts` unless it ends everything.
     pub(crate) fn attempt(
         &mut self,
-        blocks: usize,
+        pages: usize,
         scratch: Scratch,
         attempts: &mut Vec<Attempt>,
     ) -> Result<Validated<T::State>, Stop> {
         let started = Instant::now();
-        let kv = self.spec.kv(blocks);
+        let kv = self.spec.kv(pages);
         let mut passed = Vec::new();
         let result = self
             .rebuild(kv, scratch)

@@ -32,6 +32,7 @@ mod probe;
 mod profiler;
 mod proved;
 mod ranks;
+mod refusal;
 mod report;
 mod results;
 mod scenario;

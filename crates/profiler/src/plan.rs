@@ -13,8 +13,8 @@ use crate::{Attempt, Measured, ScenarioResult};
 pub struct Plan {
     /// What the probe measured.
     pub probe: Probed,
-    /// Blocks of KV that were proved.
-    pub kv_blocks: usize,
+    /// Pages of KV that were proved.
+    pub kv_pages: usize,
     /// Cuts of 5 % between the size that was computed and the one that was proved, where no neighbour was their cause.
     pub cuts: u32,
 }
@@ -91,9 +91,9 @@ pub const DRIFT_WARNING: f64 = 0.02;
 
 impl Plan {
     /// Relative difference of a size computed now to the planned one.
-    pub(crate) fn drift(&self, blocks: usize) -> f64 {
-        let planned = self.kv_blocks.max(1) as f64;
-        (blocks as f64 - self.kv_blocks as f64) / planned
+    pub(crate) fn drift(&self, pages: usize) -> f64 {
+        let planned = self.kv_pages.max(1) as f64;
+        (pages as f64 - self.kv_pages as f64) / planned
     }
 }
 

@@ -19,7 +19,7 @@ pub struct Report {
     /// Tokens the KV cache holds in every group of layers at once.
     pub kv_tokens: usize,
     /// Pages it has: with one group of layers, blocks.
-    pub kv_blocks: usize,
+    pub kv_pages: usize,
     /// Tokens per block.
     pub block_size: usize,
     /// Bytes of the KV cache.
@@ -46,7 +46,7 @@ pub struct Report {
     pub ready: Memory,
     /// The rank that reports, from 0.
     pub rank: usize,
-    /// Ranks that serve together, all with the same KV blocks.
+    /// Ranks that serve together, all with the same KV pages.
     pub ranks: usize,
     /// Where the numbers come from.
     pub origin: Origin,
@@ -163,7 +163,7 @@ pub(crate) struct Findings {
     pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
     pub(crate) attempts: Vec<Attempt>,
     pub(crate) left_out: Vec<LeftOut>,
-    pub(crate) kv_blocks: usize,
+    pub(crate) kv_pages: usize,
     pub(crate) seconds: f64,
 }
 
@@ -187,7 +187,7 @@ impl Report {
             probe,
             attempts,
             left_out,
-            kv_blocks,
+            kv_pages,
             seconds,
         } = findings;
         let (probe, probe_scenarios, arithmetic) = match probe {
@@ -202,10 +202,10 @@ impl Report {
                 .map_or(0, |l| l.bytes)
         };
         let kv_bytes = component("kv");
-        let kv = spec.kv(kv_blocks);
+        let kv = spec.kv(kv_pages);
         Self {
             kv_tokens: kv.capacity_tokens(),
-            kv_blocks,
+            kv_pages,
             block_size: spec.block_size.tokens(),
             kv_bytes,
             scratch_bytes: component("arena"),

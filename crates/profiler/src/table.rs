@@ -40,7 +40,7 @@ impl Report {
     pub fn table(&self) -> String {
         let size = Size {
             tokens: self.kv_tokens,
-            blocks: self.kv_blocks,
+            blocks: self.kv_pages,
             block_size: self.block_size,
             groups: &self.groups,
             requests: self.full_length_requests,
@@ -56,7 +56,7 @@ impl Prediction {
     pub fn table(&self) -> String {
         let size = Size {
             tokens: self.kv_tokens,
-            blocks: self.kv_blocks,
+            blocks: self.kv_pages,
             block_size: self.block_size,
             groups: &self.groups,
             requests: self.full_length_requests,

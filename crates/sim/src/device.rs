@@ -25,7 +25,7 @@ pub struct DeviceModel {
     /// Runtime, there from the start.
     pub runtime: u64,
     /// One KV block.
-    pub block_bytes: u64,
+    pub page_bytes: u64,
     /// Inputs and outputs of a step, owned by a state.
     pub staging: u64,
     /// Step memory.
@@ -443,13 +443,13 @@ impl Target for VirtualDevice {
         config: &StateConfig,
         piece: &mut dyn FnMut(Piece),
     ) -> Result<VirtualState, BuildError> {
-        let (block_bytes, staging) = {
+        let (page_bytes, staging) = {
             let pool = self.pool();
-            (pool.model.block_bytes, pool.model.staging)
+            (pool.model.page_bytes, pool.model.staging)
         };
         let kv = self.allocate(
             Component::Kv,
-            block_bytes.saturating_mul(config.kv.num_pages as u64),
+            page_bytes.saturating_mul(config.kv.num_pages as u64),
         )?;
         piece(Piece::Memory);
         let arena = match config.scratch {

@@ -240,7 +240,7 @@ fn a_damaged_file_is_a_miss() {
     let rewrite = |content: &str| {
         fs::write(
             &path,
-            format!("plimsoll-profile 1 {}\n{content}", key::hex(content.as_bytes())),
+            format!("plimsoll-profile 2 {}\n{content}", key::hex(content.as_bytes())),
         )
         .unwrap();
     };

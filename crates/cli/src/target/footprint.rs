@@ -68,24 +68,6 @@ impl Footprint for CpuPlan {
             device: self.device,
         })
     }
-
-    fn on_device_of(&self, total: u64) -> Box<dyn Footprint> {
-        Box::new(Self {
-            model: Rc::clone(&self.model),
-            limits: self.limits,
-            device: resized(&self.device, total),
-        })
-    }
-}
-
-/// The meters of a device of another size, with the same neighbours.
-fn resized(device: &Meters, total: u64) -> Meters {
-    let peers = device.peers();
-    Meters {
-        total,
-        free: total.saturating_sub(device.reserved).saturating_sub(peers),
-        ..*device
-    }
 }
 
 /// A model on a GPU, which may not be there.
@@ -130,13 +112,6 @@ impl Footprint for GpuPlan {
         Box::new(Self {
             model: Rc::new(self.model.for_limits(limits)),
             device: self.device,
-        })
-    }
-
-    fn on_device_of(&self, total: u64) -> Box<dyn Footprint> {
-        Box::new(Self {
-            model: Rc::clone(&self.model),
-            device: resized(&self.device, total),
         })
     }
 }
@@ -191,11 +166,5 @@ impl Footprint for SimPlan {
 
     fn for_limits(&self, _limits: &StepLimits) -> Box<dyn Footprint> {
         Box::new(Self { device: self.device })
-    }
-
-    fn on_device_of(&self, total: u64) -> Box<dyn Footprint> {
-        Box::new(Self {
-            device: resized(&self.device, total),
-        })
     }
 }

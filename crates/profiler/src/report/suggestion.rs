@@ -18,34 +18,34 @@ pub struct Suggestion {
 /// This size without the search, where there was one; and the size that uses the device fully, where that is more and
 /// nothing says that the device has less than it promises.
 pub(crate) fn suggestions(spec: &ProfileSpec, findings: &Findings) -> Vec<Suggestion> {
-    // As the flag is read: in blocks of the declared size, whatever a device rounds them up to.
-    let bytes = |blocks: usize| spec.block_bytes().saturating_mul(blocks as u64);
-    let suggest = |blocks: usize, effect: String| Suggestion {
-        flag: Setting::KvCacheMemoryBytes(bytes(blocks)),
+    // As the flag is read: in pages of the declared size, whatever a device rounds them up to.
+    let bytes = |pages: usize| spec.page_bytes().saturating_mul(pages as u64);
+    let suggest = |pages: usize, effect: String| Suggestion {
+        flag: Setting::KvCacheMemoryBytes(bytes(pages)),
         effect,
     };
-    let now = findings.kv_blocks;
-    let searched = spec.pinned_blocks().is_none();
+    let now = findings.kv_pages;
+    let searched = spec.pinned_pages().is_none();
     let again = searched.then(|| suggest(now, "this size again, without the search".to_owned()));
-    let full = full_blocks(spec, findings).filter(|&blocks| blocks > now);
-    let full = full.map(|blocks| {
-        let more = human(bytes(blocks - now));
-        suggest(blocks, format!("all of the device but the margins ({more} more)"))
+    let full = full_pages(spec, findings).filter(|&pages| pages > now);
+    let full = full.map(|pages| {
+        let more = human(bytes(pages - now));
+        suggest(pages, format!("all of the device but the margins ({more} more)"))
     });
     again.into_iter().chain(full).collect()
 }
 
-/// Blocks of which the probe's arithmetic, or a pinned size's own proof, says that they fit with every margin.
-fn full_blocks(spec: &ProfileSpec, findings: &Findings) -> Option<usize> {
+/// Pages of which the probe's arithmetic, or a pinned size's own proof, says that they fit with every margin.
+fn full_pages(spec: &ProfileSpec, findings: &Findings) -> Option<usize> {
     let failed = |outcome: &Outcome| *outcome != Outcome::Proved;
     if findings.attempts.iter().any(|attempt| failed(&attempt.outcome)) {
         return None;
     }
     if let Some((.., arithmetic)) = &findings.probe {
-        return Some(arithmetic.full_blocks());
+        return Some(arithmetic.full_pages());
     }
     // The steps of a smaller cache than a probe's are smaller too.
-    if findings.kv_blocks < spec.probe_kv().num_pages {
+    if findings.kv_pages < spec.probe_kv().num_pages {
         return None;
     }
     let ready = &findings.ready;
@@ -55,6 +55,6 @@ fn full_blocks(spec: &ProfileSpec, findings: &Findings) -> Option<usize> {
         .checked_sub(ready.peers)?
         .checked_sub(peak)?
         .checked_sub(spec.margins.fragmentation_buffer(0))?;
-    let blocks = usize::try_from(spare / spec.block_bytes()).ok()?;
-    Some(findings.kv_blocks.saturating_add(blocks))
+    let pages = usize::try_from(spare / spec.page_bytes()).ok()?;
+    Some(findings.kv_pages.saturating_add(pages))
 }

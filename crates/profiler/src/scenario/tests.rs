@@ -151,7 +151,7 @@ fn plans_are_legal_under_any_limits() {
         let block_size = BlockSize::new([8, 16, 32][up_to(3) - 1]).unwrap();
         let vocab = up_to(300);
         let spec = ProfileSpec::new(limits, vocab, block_size, 1);
-        let request = spec.request_blocks();
+        let request = spec.request_pages();
         let probe = block_size.blocks_for(spec.probe_tokens());
         let final_size = request + up_to(200) - 1;
         for num_blocks in [probe, final_size] {

@@ -177,7 +177,7 @@ fn a_device_that_gives_less_than_it_promises_is_told_a_size_it_gives() {
     assert_advice_works(&diagnostic, device, &spec);
 }
 
-fn random_device(rng: &mut StdRng, block_bytes: u64) -> DeviceModel {
+fn random_device(rng: &mut StdRng, page_bytes: u64) -> DeviceModel {
     let total = rng.random_range(64..4096) * MIB;
     let mut term = |most: u64| {
         let present = rng.random_bool(0.5);
@@ -205,7 +205,7 @@ fn random_device(rng: &mut StdRng, block_bytes: u64) -> DeviceModel {
         },
         weights,
         runtime,
-        block_bytes,
+        page_bytes,
         staging: rng.random_range(0..MIB),
         step,
         granularity: [1, 64 << 10, 2 * MIB][rng.random_range(0..3)],
@@ -261,8 +261,8 @@ fn whatever_is_advised_works() {
             let hint = rng.random_range(64..4096) * MIB;
             (hint, random_spec(&mut rng, hint))
         };
-        let block_bytes = spec.kv_bytes_per_token * spec.block_size.tokens() as u64;
-        let device = random_device(&mut rng, block_bytes);
+        let page_bytes = spec.kv_bytes_per_token * spec.block_size.tokens() as u64;
+        let device = random_device(&mut rng, page_bytes);
         if spec.margins == Margins::scaled_to(per_total) {
             spec.margins = Margins::scaled_to(device.total);
         }

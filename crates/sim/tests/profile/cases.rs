@@ -85,8 +85,8 @@ impl Case {
         };
         let total = rng.random_range(64..4096) * MIB;
         let spec = random_spec(rng, total);
-        let block_bytes = spec.kv_bytes_per_token * spec.block_size.tokens() as u64;
-        let first = random_device(rng, total, block_bytes);
+        let page_bytes = spec.kv_bytes_per_token * spec.block_size.tokens() as u64;
+        let first = random_device(rng, total, page_bytes);
         let calm = rng.random_bool(0.4);
         let ranks = (0..count).map(|rank| RankCase {
             device: match rank {
@@ -182,7 +182,7 @@ fn random_step(rng: &mut StdRng) -> StepMemory {
     }
 }
 
-fn random_device(rng: &mut StdRng, total: u64, block_bytes: u64) -> DeviceModel {
+fn random_device(rng: &mut StdRng, total: u64, page_bytes: u64) -> DeviceModel {
     let part = |rng: &mut StdRng, odds: f64, divisor: u64| match rng.random_bool(odds) {
         true => rng.random_range(0..=total / divisor),
         false => 0,
@@ -204,7 +204,7 @@ fn random_device(rng: &mut StdRng, total: u64, block_bytes: u64) -> DeviceModel 
         runtime: rng.random_range(0..total / 16),
         lazy_runtime: part(rng, 0.3, 16),
         slack: part(rng, 0.3, 32),
-        block_bytes,
+        page_bytes,
         staging: rng.random_range(0..MIB),
         step: random_step(rng),
         granularity: *[1, 64 << 10, 2 * MIB, 20 * MIB].choose(rng).unwrap(),
@@ -241,7 +241,7 @@ fn vary(rng: &mut StdRng, device: &DeviceModel) -> DeviceModel {
         2 => other.peers = rng.random_range(0..=device.total / 4),
         3 => other.missing = rng.random_range(0..=device.total / 4),
         // Another share of the layers.
-        4 => other.block_bytes = device.block_bytes * 2,
+        4 => other.page_bytes = device.page_bytes * 2,
         _ => {}
     }
     if device.leak_at.is_some() || device.broken_step.is_some() {
@@ -262,7 +262,7 @@ fn damage(rng: &mut StdRng, plan: &mut Plan) {
     };
     let measured = &mut plan.probe.measured;
     match rng.random_range(0..10) {
-        0 => plan.kv_blocks = wrong(rng, plan.kv_blocks as u64) as usize,
+        0 => plan.kv_pages = wrong(rng, plan.kv_pages as u64) as usize,
         1 => plan.cuts = wrong(rng, u64::from(plan.cuts)) as u32,
         2 => plan.probe.weights = wrong(rng, plan.probe.weights),
         3 => plan.probe.runtime = wrong(rng, plan.probe.runtime),

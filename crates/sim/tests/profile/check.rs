@@ -93,7 +93,7 @@ struct RankEnd {
 fn spec(case: &Case, rank: &RankCase) -> ProfileSpec {
     ProfileSpec {
         plan: rank.plan.clone(),
-        kv_bytes_per_token: rank.device.block_bytes / case.spec.block_size.tokens() as u64,
+        kv_bytes_per_token: rank.device.page_bytes / case.spec.block_size.tokens() as u64,
         ..case.spec.clone()
     }
 }
@@ -226,7 +226,7 @@ pub(crate) fn check(case: &Case, reduction: Reduction) -> Result<End, String> {
                 );
                 let report = proved.report();
                 check_report(report, case).map_err(in_rank)?;
-                end.blocks = report.kv_blocks;
+                end.blocks = report.kv_pages;
                 end.attempts = end.attempts.max(report.attempts.len());
                 end.cached |= matches!(report.origin, Origin::Cached { .. });
                 end.discarded |= report.discarded_plan.is_some();
@@ -367,7 +367,7 @@ fn check_state(
     let held = |component| meters.by_component.get(component);
     ensure!(held(Component::Canary) == 0, "the canary is held");
     ensure!(
-        held(Component::Kv) >= config.kv.num_pages as u64 * rank.device.block_bytes,
+        held(Component::Kv) >= config.kv.num_pages as u64 * rank.device.page_bytes,
         "the KV cache is smaller than said"
     );
     let (steps, _) = scenarios(&spec.limits, spec.vocab_size, config.kv, spec.pooling);

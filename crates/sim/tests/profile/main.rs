@@ -43,7 +43,7 @@ fn model() -> DeviceModel {
         missing: 0,
         weights: 300 * MIB,
         runtime: 20 * MIB,
-        block_bytes: BLOCK,
+        page_bytes: BLOCK,
         staging: MIB,
         step: step_memory(),
         granularity: 1,

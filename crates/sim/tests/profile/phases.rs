@@ -145,7 +145,7 @@ fn the_report_adds_up_and_shows_every_byte() {
     ] {
         assert!(table.contains(part), "{part} is missing:\n{table}");
     }
-    assert_eq!(report.kv_tokens, report.kv_blocks * 16);
+    assert_eq!(report.kv_tokens, report.kv_pages * 16);
     // This size again, and all of the device.
     let flags: Vec<_> = report.suggestions.iter().map(|s| s.flag).collect();
     let [
@@ -155,7 +155,7 @@ fn the_report_adds_up_and_shows_every_byte() {
     else {
         panic!("{flags:?}")
     };
-    assert!(now == report.kv_blocks as u64 * BLOCK && full > now, "{flags:?}");
+    assert!(now == report.kv_pages as u64 * BLOCK && full > now, "{flags:?}");
     assert_eq!(
         serde_json::to_value(report).unwrap()["suggestions"][0]["flag"],
         flags[0].to_string()
