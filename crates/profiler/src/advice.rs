@@ -281,7 +281,7 @@ impl Advisor<'_> {
         };
         if len < limits.max_model_len {
             settings.push(Setting::MaxModelLen(len));
-            effect = "the largest size that fits, and shorter requests";
+            effect = "the largest size that fits with every margin, and shorter requests";
         }
         if limits != self.spec.limits {
             settings.push(Setting::MaxNumBatchedTokens(limits.max_num_batched_tokens));

@@ -7,11 +7,11 @@ use std::time::Instant;
 use plimsoll_core::{Component, Scratch};
 
 use crate::arithmetic::{MAX_ATTEMPTS, shrunk};
-use crate::attempt::Found;
+use crate::attempt::{Found, Search};
 use crate::probe::Baseline;
 use crate::profiler::Profiler;
 use crate::refusal::Evidence;
-use crate::report::{Findings, Memory};
+use crate::report::{Memory, Start};
 use crate::stress::{Stop, or_exhausted};
 use crate::{
     Attempt, Bound, Cause, DRIFT_WARNING, DiscardReason, DiscardedPlan, KvSize, Measured, Observer, Origin,
@@ -55,22 +55,19 @@ pub fn profile_rank<T: Target>(
         KvSize::Tokens(_) => profiler.pinned(&baseline, Bound::PinnedTokens)?,
         KvSize::Bytes(_) => profiler.pinned(&baseline, Bound::PinnedBytes)?,
     };
-    let findings = Findings {
-        baseline: Memory::from(&baseline.0),
-        ready: Memory::from(&profiler.target.meters()),
-        rank: profiler.ranks.rank(),
-        ranks: profiler.ranks.count(),
-        origin: found.origin,
-        discarded_plan: found.discarded_plan,
-        plan_error: found.plan_error,
-        probe: found.probe,
-        attempts: found.attempts,
-        left_out: found.validated.left_out().to_vec(),
-        kv_pages: found.validated.config().kv.num_pages,
-        bound: found.bound,
-        seconds: started.elapsed().as_secs_f64(),
-    };
-    let report = Report::new(spec, findings);
+    let report = Report::new(
+        spec,
+        Start {
+            baseline: Memory::from(&baseline.0),
+            ready: Memory::from(&profiler.target.meters()),
+            rank: profiler.ranks.rank(),
+            ranks: profiler.ranks.count(),
+            left_out: found.validated.left_out().to_vec(),
+            kv_pages: found.validated.config().kv.num_pages,
+            seconds: started.elapsed().as_secs_f64(),
+        },
+        found.search,
+    );
     Ok(Proved::new(found.validated, spec.limits, report, found.plan))
 }
 
@@ -105,11 +102,9 @@ impl<'a, T: Target> Profiler<'a, T> {
         if let Some(discarded) = &discarded_plan {
             self.log_discarded(discarded);
         }
-        let found = self.search()?;
-        Ok(Found {
-            discarded_plan,
-            ..found
-        })
+        let mut found = self.search()?;
+        found.search.discarded_plan = discarded_plan;
+        Ok(found)
     }
 
     /// The plan, if every rank has one to use; or why this one's is of no use.
@@ -171,14 +166,16 @@ impl<'a, T: Target> Profiler<'a, T> {
                 let error = self.plan_error(&measured, &attempts);
                 Ok(Found {
                     validated,
-                    bound: sized.bound,
-                    origin: Origin::Cached { drift },
-                    discarded_plan: None,
-                    probe: Some((measured, plan.probe.scenarios.clone(), sized.arithmetic)),
                     // One that promised too much memory is not handed on: the next start measures.
                     plan: (error <= DRIFT_WARNING).then(|| plan.clone()),
-                    plan_error: Some(error),
-                    attempts,
+                    search: Search {
+                        bound: sized.bound,
+                        origin: Origin::Cached { drift },
+                        discarded_plan: None,
+                        probe: Some((measured, plan.probe.scenarios.clone(), sized.arithmetic)),
+                        plan_error: Some(error),
+                        attempts,
+                    },
                 })
             }
             Err(exhausted) => Err(exhausted.discarded(attempts)),
@@ -231,25 +228,27 @@ impl<'a, T: Target> Profiler<'a, T> {
                     let (measured, scenarios) = (probed.measured.clone(), probed.scenarios.clone());
                     return Ok(Found {
                         validated,
-                        bound: sized.bound,
-                        origin: Origin::Measured,
-                        discarded_plan: None,
-                        probe: Some((measured, scenarios, sized.arithmetic)),
                         plan: Some(Plan {
                             probe: probed,
                             kv_pages: pages,
                             cuts: if lasting { cuts } else { 0 },
                         }),
-                        plan_error: None,
-                        attempts,
+                        search: Search {
+                            bound: sized.bound,
+                            origin: Origin::Measured,
+                            discarded_plan: None,
+                            probe: Some((measured, scenarios, sized.arithmetic)),
+                            plan_error: None,
+                            attempts,
+                        },
                     });
                 }
                 Err(exhausted) => {
                     cuts += 1;
                     let planned_peers = sized.arithmetic.peers;
-                    lasting &= exhausted
-                        .oom()
-                        .is_ok_and(|oom| oom.meters.peers() <= planned_peers);
+                    // So says the rank that ran out, and all cut the same size.
+                    let own = (exhausted.oom().ok()).is_none_or(|oom| oom.meters.peers() <= planned_peers);
+                    lasting &= self.ranks.min(usize::from(own))? == 1;
                     let again = self.size_again(&probed.measured, exhausted.oom().ok())?;
                     if again.pages < shrunk(sized.pages, cuts) {
                         self.log_size(&again);

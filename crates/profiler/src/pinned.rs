@@ -2,7 +2,7 @@
 
 use plimsoll_core::{Oom, Scratch};
 
-use crate::attempt::Found;
+use crate::attempt::{Found, Search, Validated};
 use crate::probe::{Baseline, Sized};
 use crate::profiler::Profiler;
 use crate::refusal::Evidence;
@@ -56,16 +56,8 @@ impl<T: Target> Profiler<'_, T> {
             let fixed = Scratch::Fixed(probed.measured.scratch_bytes);
             match or_exhausted(self.attempt(pages, fixed, &mut failed.attempts))? {
                 Ok(validated) => {
-                    return Ok(Found {
-                        validated,
-                        bound,
-                        origin: Origin::Pinned,
-                        discarded_plan: failed.discarded_plan.take(),
-                        probe: None,
-                        plan: None,
-                        plan_error: None,
-                        attempts: std::mem::take(&mut failed.attempts),
-                    });
+                    let attempts = std::mem::take(&mut failed.attempts);
+                    return Ok(found(validated, bound, attempts, failed.discarded_plan.take()));
                 }
                 Err(exhausted) => failed.oom = Some(exhausted.oom()?.clone()),
             }
@@ -97,22 +89,12 @@ impl<T: Target> Profiler<'_, T> {
         pages: usize,
         bound: Bound,
     ) -> Result<Result<Found<T::State>, Tried>, ProfileError> {
-        let found = |validated, attempts, discarded_plan| Found {
-            validated,
-            bound,
-            origin: Origin::Pinned,
-            discarded_plan,
-            probe: None,
-            plan: None,
-            plan_error: None,
-            attempts,
-        };
         let discarded_plan = match self.usable_plan(baseline)? {
             Ok(plan) => {
                 let scratch = Scratch::Fixed(plan.probe.measured.scratch_bytes);
                 let mut attempts = Vec::new();
                 match or_exhausted(self.attempt(pages, scratch, &mut attempts))? {
-                    Ok(validated) => return Ok(Ok(found(validated, attempts, None))),
+                    Ok(validated) => return Ok(Ok(found(validated, bound, attempts, None))),
                     Err(exhausted) => Some(exhausted.discarded(attempts)),
                 }
             }
@@ -124,7 +106,7 @@ impl<T: Target> Profiler<'_, T> {
         let mut attempts = Vec::new();
         Ok(
             match or_exhausted(self.attempt(pages, Scratch::Growable, &mut attempts))? {
-                Ok(validated) => Ok(found(validated, attempts, discarded_plan)),
+                Ok(validated) => Ok(found(validated, bound, attempts, discarded_plan)),
                 Err(exhausted) => Err(Tried {
                     attempts,
                     discarded_plan,
@@ -132,5 +114,25 @@ impl<T: Target> Profiler<'_, T> {
                 }),
             },
         )
+    }
+}
+
+fn found<S>(
+    validated: Validated<S>,
+    bound: Bound,
+    attempts: Vec<Attempt>,
+    discarded_plan: Option<DiscardedPlan>,
+) -> Found<S> {
+    Found {
+        validated,
+        plan: None,
+        search: Search {
+            bound,
+            origin: Origin::Pinned,
+            discarded_plan,
+            probe: None,
+            plan_error: None,
+            attempts,
+        },
     }
 }

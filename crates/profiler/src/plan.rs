@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Attempt, Measured, ScenarioResult};
 
-/// What a search measured and the size it led to: whoever has one skips the probe, never the proof.
+/// What a search measured and the size it led to: a start that has one skips the probe, never the proof.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
@@ -15,7 +15,7 @@ pub struct Plan {
     pub probe: Probed,
     /// Pages of KV that were proved.
     pub kv_pages: usize,
-    /// Cuts of 5 % between the size that was computed and the one that was proved, where no neighbour was their cause.
+    /// Cuts of 5 % between the size that was computed and the one that was proved, unless other processes caused them.
     pub cuts: u32,
 }
 
@@ -54,7 +54,7 @@ pub enum DiscardReason {
     ArenaTooSmall,
     /// Memory ran out at its size.
     OutOfMemory,
-    /// Another rank has none, or none of use.
+    /// Another rank has no plan that it can use.
     OtherRank,
 }
 

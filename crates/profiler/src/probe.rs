@@ -76,8 +76,8 @@ impl<T: Target> Profiler<'_, T> {
         })
     }
 
-    /// The size once an attempt failed: less than before where neighbours have grown meanwhile. Those that gave back
-    /// what they held when memory ran out may take it again.
+    /// The size once an attempt failed: less than before where other processes have grown meanwhile. Those that
+    /// gave back what they held when memory ran out may take it again.
     pub(crate) fn size_again(
         &mut self,
         measured: &Measured,

@@ -189,7 +189,7 @@ impl ProfileSpec {
     }
 
     /// Bytes of one page, as declared.
-    pub(crate) fn page_bytes(&self) -> u64 {
+    pub fn page_bytes(&self) -> u64 {
         let layers = self.groups.layers_per_page() as u64;
         layers * self.layer_bytes_per_token() * self.block_size.tokens() as u64
     }

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use plimsoll_core::{BuildError, Meters, StateConfig, StepLimits};
 use plimsoll_device::cuda::GpuError;
 use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
-use plimsoll_profiler::{Piece, Target};
+use plimsoll_profiler::{BuildProgress, Target};
 
 /// A loaded model on its GPU.
 pub(crate) struct GpuTarget {
@@ -15,8 +15,12 @@ pub(crate) struct GpuTarget {
 impl Target for GpuTarget {
     type State = GpuRunner;
 
-    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<GpuRunner, BuildError> {
-        let graphs = &mut |done, of| piece(Piece::Graph { done, of });
+    fn build(
+        &mut self,
+        config: &StateConfig,
+        piece: &mut dyn FnMut(BuildProgress),
+    ) -> Result<GpuRunner, BuildError> {
+        let graphs = &mut |done, of| piece(BuildProgress::Graph { done, of });
         self.model.build_state(config, &self.limits, self.options, graphs)
     }
 

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use plimsoll_core::{BuildError, Meters, StateConfig, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_model::{Model, Runner};
-use plimsoll_profiler::{Piece, Target};
+use plimsoll_profiler::{BuildProgress, Target};
 
 /// A loaded model on a budget of bytes.
 pub(crate) struct ModelTarget {
@@ -15,8 +15,12 @@ pub(crate) struct ModelTarget {
 impl Target for ModelTarget {
     type State = Runner;
 
-    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<Runner, BuildError> {
-        let touched = &mut || piece(Piece::Memory);
+    fn build(
+        &mut self,
+        config: &StateConfig,
+        piece: &mut dyn FnMut(BuildProgress),
+    ) -> Result<Runner, BuildError> {
+        let touched = &mut || piece(BuildProgress::Memory);
         Ok(self
             .model
             .build_state(config, &self.limits, &self.budget, touched)?)

@@ -8,7 +8,7 @@ use plimsoll_core::{
     StepOutput, StepPlan,
 };
 use plimsoll_device::{Budget, Charge};
-use plimsoll_profiler::{Piece, Target};
+use plimsoll_profiler::{BuildProgress, Target};
 use plimsoll_sim::{Fault, SimConfig, SimExecutor, SimModel, StepTime};
 
 use crate::simulated::{FaultSpec, StepFault};
@@ -155,7 +155,11 @@ impl Executor for SimState {
 impl Target for SimTarget {
     type State = SimState;
 
-    fn build(&mut self, config: &StateConfig, piece: &mut dyn FnMut(Piece)) -> Result<SimState, BuildError> {
+    fn build(
+        &mut self,
+        config: &StateConfig,
+        piece: &mut dyn FnMut(BuildProgress),
+    ) -> Result<SimState, BuildError> {
         let budget = self.budget.clone();
         let charge = |component, bytes| {
             ask(&self.asked, &self.faults)?;
@@ -180,7 +184,7 @@ impl Target for SimTarget {
         });
         executor.allow_synthetic(true);
         for done in 0..GRAPHS {
-            piece(Piece::Graph { done, of: GRAPHS });
+            piece(BuildProgress::Graph { done, of: GRAPHS });
             thread::sleep(self.step_time.base);
         }
         Ok(SimState {

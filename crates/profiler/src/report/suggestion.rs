@@ -1,9 +1,10 @@
 //! Flags for the next run.
 
+use plimsoll_core::human_bytes;
 use serde::Serialize;
 
-use super::Findings;
-use crate::results::human;
+use super::Start;
+use crate::attempt::Search;
 use crate::{Outcome, ProfileSpec, Setting};
 
 /// A flag that makes the next start skip the search, or use more of the device.
@@ -17,44 +18,44 @@ pub struct Suggestion {
 
 /// This size without the search, where there was one; and the size that uses the device fully, where that is more and
 /// nothing says that the device has less than it promises.
-pub(crate) fn suggestions(spec: &ProfileSpec, findings: &Findings) -> Vec<Suggestion> {
+pub(crate) fn suggestions(spec: &ProfileSpec, start: &Start, search: &Search) -> Vec<Suggestion> {
     // As the flag is read: in pages of the declared size, whatever a device rounds them up to.
     let bytes = |pages: usize| spec.page_bytes().saturating_mul(pages as u64);
     let suggest = |pages: usize, effect: String| Suggestion {
         flag: Setting::KvCacheMemoryBytes(bytes(pages)),
         effect,
     };
-    let now = findings.kv_pages;
+    let now = start.kv_pages;
     let searched = spec.pinned_pages().is_none();
     let again = searched.then(|| suggest(now, "this size again, without the search".to_owned()));
-    let full = full_pages(spec, findings).filter(|&pages| pages > now);
+    let full = full_pages(spec, start, search).filter(|&pages| pages > now);
     let full = full.map(|pages| {
-        let more = human(bytes(pages - now));
+        let more = human_bytes(bytes(pages - now));
         suggest(pages, format!("all of the device but the margins ({more} more)"))
     });
     again.into_iter().chain(full).collect()
 }
 
 /// Pages of which the probe's arithmetic, or a pinned size's own proof, says that they fit with every margin.
-fn full_pages(spec: &ProfileSpec, findings: &Findings) -> Option<usize> {
+fn full_pages(spec: &ProfileSpec, start: &Start, search: &Search) -> Option<usize> {
     let failed = |outcome: &Outcome| *outcome != Outcome::Proved;
-    if findings.attempts.iter().any(|attempt| failed(&attempt.outcome)) {
+    if search.attempts.iter().any(|attempt| failed(&attempt.outcome)) {
         return None;
     }
-    if let Some((.., arithmetic)) = &findings.probe {
+    if let Some((.., arithmetic)) = &search.probe {
         return Some(arithmetic.full_pages());
     }
     // The steps of a smaller cache than a probe's are smaller too.
-    if findings.kv_pages < spec.probe_kv().num_pages {
+    if start.kv_pages < spec.probe_kv().num_pages {
         return None;
     }
-    let ready = &findings.ready;
-    let peak = findings.attempts.last()?.peak_reserved;
+    let ready = &start.ready;
+    let peak = search.attempts.last()?.peak_reserved;
     let spare = ready
         .total
         .checked_sub(ready.peers)?
         .checked_sub(peak)?
         .checked_sub(spec.margins.fragmentation_buffer(0))?;
     let pages = usize::try_from(spare / spec.page_bytes()).ok()?;
-    Some(findings.kv_pages.saturating_add(pages))
+    Some(start.kv_pages.saturating_add(pages))
 }

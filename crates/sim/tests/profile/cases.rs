@@ -1,9 +1,9 @@
 //! Random servers: too small, lying, fragmenting, leaking, broken, shared with neighbours that come, grow and go; alone or of
 //! several ranks that differ; started afresh or from plans that are right, stale or nonsense.
 
-use plimsoll_core::{BlockSize, StepLimits};
+use plimsoll_core::{BlockSize, CacheGroups, StepLimits};
 use plimsoll_profiler::{KvSize, Margins, MemFraction, Plan, ProfileSpec};
-use plimsoll_sim::{DeviceModel, StepMemory};
+use plimsoll_sim::{DeviceModel, StepMemory, random_groups};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -14,7 +14,7 @@ use crate::check::plans;
 /// A server to start.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
-    /// The same on every rank but for the plan and the bytes of a block.
+    /// The same on every rank but for the plan and the bytes of a page.
     pub(crate) spec: ProfileSpec,
     pub(crate) ranks: Vec<RankCase>,
     /// What the plans are worth, if there are any.
@@ -85,8 +85,7 @@ impl Case {
         };
         let total = rng.random_range(64..4096) * MIB;
         let spec = random_spec(rng, total);
-        let page_bytes = spec.kv_bytes_per_token * spec.block_size.tokens() as u64;
-        let first = random_device(rng, total, page_bytes);
+        let first = random_device(rng, total, spec.page_bytes());
         let calm = rng.random_bool(0.4);
         let ranks = (0..count).map(|rank| RankCase {
             device: match rank {
@@ -149,8 +148,10 @@ fn random_spec(rng: &mut StdRng, total: u64) -> ProfileSpec {
         max_num_seqs: up_to(rng, [1, 20, 200]),
         max_model_len: up_to(rng, [40, 900, 6000]),
     };
-    let (vocab, token_bytes) = (rng.random_range(1..500), rng.random_range(1..40 << 10));
+    let vocab = rng.random_range(1..500);
+    let (groups, token_bytes) = random_layers(rng);
     let mut spec = ProfileSpec::new(limits, vocab, block_size, token_bytes);
+    spec.groups = groups;
     spec.size = match rng.random_range(0..5) {
         0 => KvSize::Tokens(rng.random_range(1..200_000)),
         1 => KvSize::Bytes(rng.random_range(0..=total)),
@@ -162,6 +163,13 @@ fn random_spec(rng: &mut StdRng, total: u64) -> ProfileSpec {
         spec.margins = Margins::scaled_to(total);
     }
     spec
+}
+
+/// One to three groups, and the bytes of a token in all their layers.
+pub(crate) fn random_layers(rng: &mut StdRng) -> (CacheGroups, u64) {
+    let groups = random_groups(rng);
+    let layers = groups.iter().map(|group| group.layers as u64).sum::<u64>();
+    (groups, layers * rng.random_range(1..=(40 << 10) / layers))
 }
 
 fn random_step(rng: &mut StdRng) -> StepMemory {
