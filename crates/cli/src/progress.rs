@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use plimsoll_profiler::{Observer, Phase, PhaseRecord, Piece};
+use plimsoll_profiler::{BuildProgress, Observer, Phase, PhaseRecord};
 use plimsoll_server::StartPhase;
 
 use crate::start::StartTimes;
@@ -96,14 +96,14 @@ impl Observer for ProfileProgress {
         self.bar.suspend(|| log_phase(record));
     }
 
-    fn building(&mut self, piece: Piece) {
-        match piece {
-            Piece::Memory => {}
-            Piece::Graph { done, of } => self.times.progress().graphs(done, of),
+    fn building(&mut self, progress: BuildProgress) {
+        match progress {
+            BuildProgress::Memory => {}
+            BuildProgress::Graph { done, of } => self.times.progress().graphs(done, of),
         }
     }
 
-    fn progress(&mut self, progress: plimsoll_profiler::Progress) {
+    fn progress(&mut self, progress: plimsoll_profiler::ScenarioProgress) {
         self.bar
             .set_message(format!("auto-profile {} {}", progress.phase, progress.scenario));
         self.bar.set_length(progress.of as u64);

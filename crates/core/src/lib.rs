@@ -30,7 +30,7 @@ pub use event::{Event, FinishReason, PromptEvent, TokenEvent};
 pub use executor::{DeviceTime, Executor, FillMasks, StepError, allow_all};
 pub use ids::{PageId, RequestId, TenantId, TokenId};
 pub use logprobs::{Logprobs, PromptLogprob, TokenLogprob};
-pub use memory::{BuildError, Component, ComponentBytes, Meters, Oom, RefusedBy};
+pub use memory::{BuildError, Component, ComponentBytes, Meters, Oom, RefusedBy, human_bytes};
 pub use metadata::{MetaValue, Metadata};
 pub use plan::{GroupTable, Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
 pub use pooling::{Matryoshka, Pooling};

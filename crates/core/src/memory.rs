@@ -122,8 +122,8 @@ impl Meters {
 /// Device memory ran out. Typed from the allocator to the exit code.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "out of device memory: {component} asked for {requested} bytes, {} of {} are in use, {} free",
-    meters.reserved, meters.total, meters.free
+    "out of device memory: {component} asked for {}, {} of {} are in use, {} free",
+    human_bytes(*requested), human_bytes(meters.reserved), human_bytes(meters.total), human_bytes(meters.free)
 )]
 pub struct Oom {
     /// Bytes of the allocation that failed.
@@ -155,4 +155,33 @@ pub enum RefusedBy {
     /// The scratch of a state, whose size is fixed ([`crate::Scratch::Fixed`]): the same step fails again, however much of
     /// the device is free, and all others run as before.
     FixedScratch,
+}
+
+/// Bytes in binary units, for people.
+pub fn human_bytes(bytes: u64) -> String {
+    match bytes {
+        0..1024 => format!("{bytes} B"),
+        1024..0x10_0000 => format!("{:.1} KiB", bytes as f64 / 1024.0),
+        0x10_0000..0x4000_0000 => format!("{:.1} MiB", bytes as f64 / 1048576.0),
+        _ => format!("{:.2} GiB", bytes as f64 / 1073741824.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_for_people() {
+        let cases = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1536, "1.5 KiB"),
+            (150 << 20, "150.0 MiB"),
+            (3 << 29, "1.50 GiB"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(human_bytes(bytes), text);
+        }
+    }
 }

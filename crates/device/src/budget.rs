@@ -6,7 +6,7 @@ use crate::Supply;
 
 /// An account of device memory. Clones share it.
 ///
-/// The account holds this process's charges, what neighbours took of the total at the last look, and, for tests, faults. It
+/// The account holds this process's charges, what other processes took of the total at the last look, and, for tests, faults. It
 /// only counts; [`Slab`](crate::Slab) is what counts and allocates.
 #[derive(Clone, Debug)]
 pub struct Budget(Arc<Inner>);
@@ -40,8 +40,8 @@ impl Budget {
         Self::with(total, None)
     }
 
-    /// An empty account of `total` bytes of a device that others use too. What `supply` can no longer give of them is the
-    /// neighbours'.
+    /// An empty account of `total` bytes of a device that others use too. What `supply` can no longer give of them counts
+    /// as theirs.
     pub fn shared(total: u64, supply: Arc<dyn Supply>) -> Self {
         Self::with(total, Some(supply))
     }
@@ -62,7 +62,7 @@ impl Budget {
     }
 
     /// Takes `bytes` until the charge is dropped. Every call counts as one allocation, failed ones too. Asks the supply
-    /// first: nobody charges while serving.
+    /// first: nothing is charged while serving.
     ///
     /// # Errors
     /// [`Oom`] if fewer than `bytes` bytes are free, or a fault was injected here.
@@ -103,7 +103,7 @@ impl Budget {
         self.lock().oom(component, bytes)
     }
 
-    /// Reads the meters, the neighbours as of the last look. A charge is used as long as it is reserved, so the two are the
+    /// Reads the meters, other processes as of the last look. A charge is used as long as it is reserved, so the two are the
     /// same here.
     pub fn meters(&self) -> Meters {
         self.lock().meters()
@@ -115,14 +115,14 @@ impl Budget {
         account.reserved_high = account.reserved;
     }
 
-    /// Asks the supply how much is left, and takes what is missing from the total for the neighbours'. Reads files of the
+    /// Asks the supply how much is left, and counts what is missing from the total as other processes'. Reads files of the
     /// operating system: not for the step path.
     pub fn look(&self) {
         let Some(supply) = &self.0.supply else {
             return;
         };
         let reserved = self.lock().reserved;
-        // Where nobody knows, the last answer stands.
+        // If the supply does not know, the last answer stands.
         if let Some(left) = supply.left(reserved) {
             let mut account = self.lock();
             account.peers = account.total.saturating_sub(reserved).saturating_sub(left);
@@ -290,7 +290,7 @@ mod tests {
         );
     }
 
-    /// A machine of so many bytes, less what neighbours hold; 0 does not say.
+    /// A machine with so many bytes left for this process; 0: it does not say.
     #[derive(Debug, Default)]
     struct Shared(AtomicU64);
 
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_what_the_total_promises_and_the_machine_lacks() {
+    fn other_processes_hold_what_the_machine_lacks_of_the_total() {
         let machine = Arc::new(Shared::default());
         let has = |bytes| machine.0.store(bytes, Ordering::Relaxed);
         let budget = Budget::shared(100, machine.clone());

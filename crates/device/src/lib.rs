@@ -7,7 +7,7 @@
 //! - [`Slab`]: charged, zeroed memory whose pages really exist.
 //! - [`Arena`], [`Frame`]: the memory of one step, handed out by bumping an offset; [`DryArena`] only counts it.
 //! - [`cuda`]: an NVIDIA GPU with the same account, and its own slabs and arena.
-//! - [`Machine`], [`Supply`]: what the machine around us can still give, so that neighbours are seen.
+//! - [`Machine`], [`Supply`]: what the machine around us can still give, so that other processes are seen.
 //! - [`capacity`]: how much memory a server may sensibly take by default.
 
 mod arena;

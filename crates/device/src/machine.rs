@@ -76,7 +76,7 @@ impl Machine {
         })
     }
 
-    /// Bytes of free pages that CPUs keep at hand. `MemAvailable` leaves them out, and since Linux 6.7 they may be an eighth of
+    /// Bytes of free pages on the per-CPU lists of the kernel. `MemAvailable` leaves them out, and since Linux 6.7 they may be an eighth of
     /// the memory after somebody freed a lot: they would look like memory of another process.
     fn at_hand(&self) -> Option<u64> {
         let zones = fs::read_to_string(self.root.join("proc/zoneinfo")).ok()?;
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_cpus_keep_at_hand() {
+    fn free_pages_on_lists_of_cpus() {
         const ZONES: &str = "Node 0, zone   Normal\n  pages free     2637196\n        min      14563\n  pagesets\n    \
             cpu: 0\n              count:    16902\n              high:     34009\n  vm stats threshold: 36\n    cpu: 1\n\
             \x20             count:    38123\n  node_unreclaimable:  0\n  start_pfn:           1048576\n";
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_is_no_neighbour() {
+    fn page_cache_is_available() {
         let gib = |n: u64| (n * GIB).to_string();
         assert_eq!(
             V2.room(&gib(8), "3206545408\n", STAT_V2),

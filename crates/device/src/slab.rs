@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn pages_are_there_when_the_slab_is_and_whoever_waits_hears_of_them() {
+    fn pages_are_resident_and_progress_is_reported_meanwhile() {
         let resident = || -> usize {
             let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
             statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * PAGE

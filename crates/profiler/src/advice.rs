@@ -1,367 +1,179 @@
-//! What would fit where something does not: computed from what was measured, then tried on the device itself.
+//! What would fit where something does not: one computation, for measured and for predicted numbers.
+//!
+//! What steps of other limits take is not guessed: a [`Source`] measures or predicts it. A limit is searched by
+//! interpolation, until the value that fits and one that does not are 1/64 apart; sizes, contexts and devices are computed
+//! to the page and the byte.
 
 use std::ops::Range;
 
-use plimsoll_core::{Oom, Scratch, StateConfig, StepLimits};
+use plimsoll_core::{Meters, StepLimits};
 
-use crate::arithmetic::Predictor;
-use crate::diagnostic::Knob;
-use crate::profiler::Profiler;
 use crate::setting::readable;
-use crate::stress::or_exhausted;
-use crate::{
-    Arithmetic, Cause, Diagnostic, KvSize, Measured, MemFraction, Observer, Phase, PhaseRecord, Probed,
-    ProfileError, ProfileSpec, Progress, Setting, Target,
-};
+use crate::{Arithmetic, Knob, KvSize, Margins, Measured, MemFraction, ProfileError, ProfileSpec, Setting};
 
-/// Tries of one flag at most; each runs the worst steps.
-const TRIES: usize = 4;
+/// Values of one limit that are measured at most.
+const TRIES: usize = 10;
 
-/// Sizes of the KV cache that are tried at most, each an eighth smaller than the one before until one fits: down to a 200th.
-const SIZES: usize = 40;
+/// No device has so many bytes.
+const LARGEST_DEVICE: u64 = 1 << 50;
 
-/// By what the limits are divided where the probe does not fit: first the whole step, with no more KV than it writes; the
-/// last leaves one token of one row.
+/// By what the limits are divided where the whole step does not fit; the last leaves one token of one row.
 pub(crate) const PARTS: [usize; 6] = [1, 4, 16, 64, 256, usize::MAX];
 
-/// What a failed profile knows.
-pub(crate) struct Evidence<'a> {
-    /// What was measured, and under which spec.
-    pub(crate) probe: Option<(&'a Probed, &'a ProfileSpec)>,
-    pub(crate) arithmetic: Option<&'a Arithmetic>,
-    pub(crate) oom: Option<&'a Oom>,
-    pub(crate) last_tokens: Option<usize>,
+/// A device, or the formulas of one.
+pub(crate) trait Source {
+    /// What the worst steps of `spec` take; `None` where they do not fit or cannot be tried.
+    fn measure(&mut self, spec: &ProfileSpec) -> Result<Option<Measured>, ProfileError>;
+
+    /// Whether so many pages, an arena of so many bytes and the canary can really be allocated.
+    fn gives(&mut self, pages: usize, scratch_bytes: u64) -> Result<bool, ProfileError>;
 }
 
-impl<'a> Evidence<'a> {
-    /// A whole probe, and nothing that failed.
-    pub(crate) fn of(spec: &'a ProfileSpec, probed: &'a Probed, arithmetic: &'a Arithmetic) -> Self {
-        Self {
-            probe: Some((probed, spec)),
-            arithmetic: Some(arithmetic),
-            oom: None,
-            last_tokens: None,
-        }
-    }
+/// What advice is computed from.
+pub(crate) struct Basis {
+    /// Limits that were measured: those of the spec, or a part of them where the whole step does not fit.
+    pub(crate) limits: StepLimits,
+    /// What their worst steps took.
+    pub(crate) measured: Measured,
+    /// What an allocator gave back meanwhile and would keep on a larger device.
+    pub(crate) given_back: u64,
+    /// Without any state.
+    pub(crate) meters: Meters,
+    /// An allocation failed for which the meters promised room.
+    pub(crate) broke_promise: bool,
+    /// Most pages that are not known to be too many: larger sizes failed, or other ranks cannot hold them.
+    pub(crate) at_most: usize,
 }
 
 /// What to change.
 #[derive(Default)]
-struct Advice {
-    knobs: Vec<Knob>,
-    out_of_reach: Option<u64>,
+pub(crate) struct Advice {
+    /// Any one of these.
+    pub(crate) knobs: Vec<Knob>,
+    /// Bytes that would be enough, where the device has not so many.
+    pub(crate) out_of_reach: Option<u64>,
+    /// The largest pin that fits with every margin, in pages.
+    pub(crate) largest_pages: usize,
 }
 
-impl Advice {
-    #[allow(clippy::unnecessary_wraps, reason = "the end of functions that may fail")]
-    fn of(knobs: Vec<Knob>) -> Result<Self, ProfileError> {
-        Ok(Self {
-            knobs,
-            out_of_reach: None,
-        })
+/// Computes what would fit instead of `spec`.
+pub(crate) fn advise(
+    source: &mut dyn Source,
+    spec: &ProfileSpec,
+    basis: Basis,
+) -> Result<Advice, ProfileError> {
+    let mut advisor = Advisor { source, spec, basis };
+    let pin = advisor.largest_pin(spec.limits)?;
+    let mut advice = Advice {
+        largest_pages: pin.as_ref().map_or(0, |pin| pin.pages),
+        ..Advice::default()
+    };
+    // Where the device does not give what it promises, only a size can be advised.
+    let honest = !advisor.basis.broke_promise && pin.as_ref().is_none_or(|pin| !pin.is_short);
+    if honest {
+        advisor.other_sizes(&mut advice)?;
     }
-}
-
-/// How a start with other flags would end.
-enum Trial {
-    Starts,
-    /// Its worst step ran, but left too little for KV.
-    Short(Box<Predictor>),
-    Exhausted,
-}
-
-/// Lets progress through and keeps the phases of a trial to itself.
-struct Trying<'a>(&'a mut dyn Observer);
-
-impl Observer for Trying<'_> {
-    fn phase(&mut self, _record: &PhaseRecord) {}
-
-    fn progress(&mut self, progress: Progress) {
-        self.0.progress(progress);
+    let is_size = |knob: &Knob| {
+        !matches!(
+            knob.settings[0],
+            Setting::DeviceMemory(_) | Setting::MemFraction(_)
+        )
+    };
+    if let Some(pin) = pin.filter(|_| !advice.knobs.iter().any(is_size)) {
+        let at = usize::from(spec.size == KvSize::Auto).min(advice.knobs.len());
+        advice.knobs.insert(at, pin.knob);
     }
-}
-
-/// What advice is computed from.
-struct Basis<'a> {
-    predictor: Predictor,
-    /// Steps of the whole size were measured, not only a part.
-    whole: Option<&'a Measured>,
-    oom: Option<&'a Oom>,
-}
-
-impl<T: Target> Profiler<'_, T> {
-    /// The error that ends this profile, with what would not end in one.
-    pub(crate) fn refuse(&mut self, mut cause: Cause, evidence: &Evidence<'_>) -> ProfileError {
-        let basis = evidence
-            .probe
-            .filter(|_| self.spec.gives_advice)
-            .map(|(probed, spec)| Basis {
-                predictor: self.predictor(probed, spec),
-                whole: evidence.arithmetic.map(|_| &probed.measured),
-                oom: evidence.oom,
-            });
-        let advice = match (basis, evidence.arithmetic) {
-            (Some(basis), Some(arithmetic)) => self.advice(&mut cause, &basis, arithmetic, evidence),
-            (Some(basis), None) => self.smaller_steps(&basis),
-            (None, _) => Ok(Advice::default()),
-        };
-        let Advice { knobs, out_of_reach } = match advice {
-            Ok(advice) => advice,
-            Err(fatal) => return fatal,
-        };
-        let meters = self.target.meters();
-        let blocks = evidence.arithmetic.map(|arithmetic| arithmetic.blocks);
-        ProfileError::DoesNotFit(Box::new(Diagnostic {
-            initial_tokens: blocks.map(|blocks| self.spec.kv(blocks).capacity_tokens()),
-            last_tokens: evidence.last_tokens,
-            measured_peak: evidence.probe.map(|(probed, _)| probed.measured.peak_reserved),
-            total: meters.total,
-            canary: self.spec.margins.canary_bytes,
-            peers: meters.peers(),
-            oom: evidence.oom.cloned(),
-            cause,
-            knobs,
-            out_of_reach,
-        }))
+    if honest && (spec.size == KvSize::Auto || advice.largest_pages < spec.request_pages()) {
+        advisor.smaller_limits(&mut advice.knobs)?;
     }
+    let is_device = |knob: &Knob| matches!(knob.settings[0], Setting::DeviceMemory(_));
+    if advice.knobs.iter().all(is_device) {
+        advice.knobs.extend(advisor.smaller_step()?);
+    }
+    Ok(advice)
+}
 
-    fn advice(
-        &mut self,
-        cause: &mut Cause,
-        basis: &Basis<'_>,
-        arithmetic: &Arithmetic,
-        evidence: &Evidence<'_>,
-    ) -> Result<Advice, ProfileError> {
-        let request = self.spec.request_blocks();
-        let full = match cause {
-            // Of all ranks.
-            Cause::PinnedTooLarge { largest_tokens, .. } | Cause::PinnedTooSmall { largest_tokens, .. } => {
-                self.spec.kv_of_tokens(*largest_tokens).num_pages
+struct Advisor<'a> {
+    source: &'a mut dyn Source,
+    spec: &'a ProfileSpec,
+    basis: Basis,
+}
+
+/// A pinned size that fits.
+struct Pin {
+    knob: Knob,
+    pages: usize,
+    /// Less than the meters promise: the device does not give it.
+    is_short: bool,
+}
+
+impl Advisor<'_> {
+    /// A device, a fraction or a context for which the same steps fit.
+    fn other_sizes(&mut self, advice: &mut Advice) -> Result<(), ProfileError> {
+        let spec = self.spec;
+        let also = self.enough_for_a_request();
+        match (self.enough(&spec.with(&also)), spec.largest_device) {
+            (Some(bytes), Some(most)) if bytes > most => advice.out_of_reach = Some(bytes),
+            (Some(bytes), _) => {
+                let settings = [&[Setting::DeviceMemory(bytes)], &also[..]].concat();
+                advice.knobs.push(Knob::new(settings, "a larger budget"));
             }
-            _ => arithmetic.full_blocks(),
-        };
-        match cause {
-            Cause::ProbeDoesNotFit => self.smaller_steps(basis),
-            Cause::ContextDoesNotFit => self.shorter_requests(basis, arithmetic),
-            Cause::Exhausted { .. } => {
-                let failed = self
-                    .spec
-                    .kv_of_tokens(evidence.last_tokens.unwrap_or(0))
-                    .num_pages;
-                Advice::of(self.what_is_given(basis, failed)?)
-            }
-            Cause::PinnedTooLarge {
-                asked_tokens,
-                largest_tokens,
-                ..
-            } => {
-                let asked = self.spec.kv_of_tokens(*asked_tokens).num_pages;
-                let advice = match asked > full {
-                    true => self.smaller_pin(basis, full)?,
-                    false => Advice::of(self.what_is_given(basis, asked)?)?,
-                };
-                if self.ranks.count() == 1 {
-                    let largest = advice.knobs.first().and_then(|knob| self.pinned_tokens(knob));
-                    *largest_tokens = largest.unwrap_or(0);
-                } else if asked <= full {
-                    // Only all ranks together could try it.
-                    let given = basis.predictor.blocks(self.spec, self.usable(basis.oom));
-                    let largest = given.min(asked.saturating_sub(1));
-                    *largest_tokens = self.spec.kv(largest).capacity_tokens();
-                }
-                Ok(advice)
-            }
-            Cause::PinnedTooSmall { asked_tokens, .. } => {
-                let asked = *asked_tokens;
-                if request > full {
-                    return self.smaller_pin(basis, full);
-                }
-                if !self.gives(basis, request)? {
-                    return Advice::of(self.what_is_given(basis, request)?);
-                }
-                let mut knobs = vec![Knob::new([self.pin(request)], "one request of full length")];
-                if asked > 0 {
-                    knobs.push(Knob::new([Setting::MaxModelLen(asked)], "shorter requests"));
-                }
-                Advice::of(knobs)
-            }
+            (None, _) => {}
         }
-    }
-
-    /// The worst step fits, but leaves too little for one request.
-    fn shorter_requests(
-        &mut self,
-        basis: &Basis<'_>,
-        arithmetic: &Arithmetic,
-    ) -> Result<Advice, ProfileError> {
-        if arithmetic.blocks > 0 && !self.gives(basis, arithmetic.blocks)? {
-            return Advice::of(self.what_is_given(basis, arithmetic.blocks)?);
+        if self.basis.limits != spec.limits {
+            return Ok(());
         }
-        let mut advice = self.larger_device(basis);
-        let thousandth = |part: u32| f64::from(part) / 1000.0;
-        let enough = |&fraction: &f64| {
-            fraction > arithmetic.mem_fraction && arithmetic.blocks_of(fraction) >= self.spec.request_blocks()
-        };
-        if let Some(fraction) = (1..=1000).map(thousandth).find(enough)
-            && self.gives(basis, arithmetic.blocks_of(fraction))?
-        {
+        let thousandths = (1..=1000).map(|part| f64::from(part) / 1000.0);
+        let mut larger =
+            thousandths.filter(|&part| spec.size == KvSize::Auto && part > spec.mem_fraction.get());
+        if let Some(fraction) = larger.find(|&part| self.fits(&[Setting::MemFraction(part)])) {
             let effect = "more of what is left for the KV cache";
             advice
                 .knobs
                 .push(Knob::new([Setting::MemFraction(fraction)], effect));
         }
-        let context = self.shorter_context(basis, arithmetic.blocks)?;
+        if !also.is_empty() && self.fits(&also) {
+            advice.knobs.push(Knob::new(also, "one request of full length"));
+        }
+        let context = self.shorter_context()?;
         advice
             .knobs
-            .extend(context.map(|settings| Knob::new([settings], "shorter requests")));
-        advice.knobs.extend(self.smaller_limits(basis, &[])?);
-        Ok(advice)
+            .extend(context.map(|len| Knob::new([Setting::MaxModelLen(len)], "shorter requests")));
+        Ok(())
     }
 
-    /// A context for which `blocks` are enough. An allocator that keeps what is freed may keep more of other steps.
-    fn shorter_context(
-        &mut self,
-        basis: &Basis<'_>,
-        mut blocks: usize,
-    ) -> Result<Option<Setting>, ProfileError> {
-        let exact = basis.whole.is_some_and(|measured| measured.fragmentation() == 0);
-        for _ in 0..TRIES {
-            if blocks == 0 {
-                break;
+    /// The longest context for which the size is enough that there is. Steps of shorter requests take no more; only an
+    /// allocator that keeps what is freed may keep more of them.
+    fn shorter_context(&mut self) -> Result<Option<usize>, ProfileError> {
+        let arithmetic = Arithmetic::new(self.spec, &self.basis.measured, &self.basis.meters);
+        let mut pages = self.spec.pinned_pages().unwrap_or(arithmetic.pages);
+        loop {
+            let len = self.longest_request(self.spec, pages);
+            let settings = [Setting::MaxModelLen(len)];
+            if len == 0 || len == self.spec.limits.max_model_len || !self.fits(&settings) {
+                return Ok(None);
             }
-            let context = Setting::MaxModelLen(self.spec.kv(blocks).capacity_tokens());
-            if exact || matches!(self.trial(&[context], None)?, Trial::Starts) {
-                return Ok(Some(context));
+            if self.basis.measured.fragmentation() == 0
+                || self.spare_with(&settings)?.is_some_and(|spare| spare >= 0)
+            {
+                return Ok(Some(len));
             }
-            blocks = blocks / 4 * 3;
+            pages = pages / 4 * 3;
         }
-        Ok(None)
     }
 
-    /// Not even the probe fits.
-    fn smaller_steps(&mut self, basis: &Basis<'_>) -> Result<Advice, ProfileError> {
-        let mut advice = self.larger_device(basis);
-        let also = self.enough_for_a_request();
-        advice.knobs.extend(self.smaller_limits(basis, &also)?);
-        let limits = |knob: &Knob| !matches!(knob.settings[..], [Setting::DeviceMemory(_), ..]);
-        if !advice.knobs.iter().any(limits) {
-            let blocks = basis.predictor.blocks(self.spec, self.usable(basis.oom));
-            advice.knobs.extend(self.what_is_given(basis, blocks)?);
-        }
-        Ok(advice)
-    }
-
-    /// Flags for a pinned size above the `full` blocks that fit.
-    fn smaller_pin(&mut self, basis: &Basis<'_>, full: usize) -> Result<Advice, ProfileError> {
-        if full > 0 && !self.gives(basis, full)? {
-            return Advice::of(self.what_is_given(basis, full)?);
-        }
-        let request = self.spec.request_blocks();
-        let pin = match full {
-            0 => None,
-            full if full >= request => Some(Knob::new(
-                [self.pin(full)],
-                "the largest size that fits with every margin",
-            )),
-            full => Some(self.short_pin(full)),
-        };
-        let Advice { knobs: larger, .. } = self.larger_device(basis);
-        let mut knobs: Vec<Knob> = pin.into_iter().chain(larger).collect();
-        if full < request {
-            let enough = [self.pin(request)];
-            knobs.extend(self.smaller_limits(basis, &enough)?);
-        }
-        Advice::of(knobs)
-    }
-
-    /// A size of the KV cache that a device gives which gives less than it promises: at most `blocks` beside the whole step,
-    /// or what fits beside a part of it. Nothing can be computed there, so it is tried.
-    fn what_is_given(&mut self, basis: &Basis<'_>, blocks: usize) -> Result<Vec<Knob>, ProfileError> {
-        if self.ranks.count() > 1 {
-            return Ok(Vec::new());
-        }
-        if let Some(knob) = self.largest_pin_that_starts(basis.whole, blocks, &[])? {
-            return Ok(vec![knob]);
-        }
-        let usable = self.usable(basis.oom);
-        for &divisor in &PARTS[1..] {
-            let part = self.spec.part(divisor);
-            let limits = [
-                Setting::MaxNumBatchedTokens(part.limits.max_num_batched_tokens),
-                Setting::MaxNumSeqs(part.limits.max_num_seqs),
-            ];
-            let blocks = basis.predictor.blocks(&part, usable);
-            if let Some(knob) = self.largest_pin_that_starts(None, blocks, &limits)? {
-                return Ok(vec![knob]);
-            }
-        }
-        Ok(Vec::new())
-    }
-
-    /// The largest pin that starts, within a 64th, `also` set; the search begins at `blocks`.
-    fn largest_pin_that_starts(
-        &mut self,
-        whole: Option<&Measured>,
-        mut blocks: usize,
-        also: &[Setting],
-    ) -> Result<Option<Knob>, ProfileError> {
-        let (mut fits, mut fails): (Option<(usize, Knob)>, Option<usize>) = (None, None);
-        for _ in 0..SIZES {
-            if blocks == 0 {
-                break;
-            }
-            let mut knob = match blocks < self.spec.request_blocks() {
-                true => self.short_pin(blocks),
-                false => Knob::new([self.pin(blocks)], "what the device really gives"),
-            };
-            if !also.is_empty() {
-                knob.settings.extend(also);
-                "a smaller step, and what is left".clone_into(&mut knob.effect);
-            }
-            match self.trial(&knob.settings, whole)? {
-                Trial::Starts => fits = Some((blocks, knob)),
-                Trial::Short(_) | Trial::Exhausted => fails = Some(blocks),
-            }
-            blocks = match (&fits, fails) {
-                (None, _) => blocks - blocks.div_ceil(8),
-                (Some((fit, _)), None) => fit + fit.div_ceil(8),
-                (Some((fit, _)), Some(fail)) if fail - fit <= fit.div_ceil(64) => break,
-                (Some((fit, _)), Some(fail)) => usize::midpoint(*fit, fail),
-            };
-        }
-        Ok(fits.map(|(_, knob)| knob))
-    }
-
-    /// A pin, and requests short enough for it.
-    fn short_pin(&self, blocks: usize) -> Knob {
-        let tokens = self.spec.kv(blocks).capacity_tokens();
-        let settings = [
-            self.pin(blocks),
-            Setting::MaxModelLen(tokens.min(self.spec.limits.max_model_len)),
-        ];
-        Knob::new(settings, "the largest size that fits, and shorter requests")
-    }
-
-    /// Smaller steps that start, `also` set: fewer tokens, or fewer requests, or both if neither alone is enough.
-    fn smaller_limits(&mut self, basis: &Basis<'_>, also: &[Setting]) -> Result<Vec<Knob>, ProfileError> {
+    /// Fewer tokens or fewer requests in a step, or both if neither alone is enough.
+    fn smaller_limits(&mut self, knobs: &mut Vec<Knob>) -> Result<(), ProfileError> {
         let StepLimits {
             max_num_batched_tokens: batched,
             max_num_seqs: seqs,
             ..
         } = self.spec.limits;
-        let predictor = &basis.predictor;
-        let tokens = |value| vec![Setting::MaxNumBatchedTokens(value)];
         // A step holds one token of each request.
-        let tokens = self.largest_that_starts(predictor, seqs..batched, also, &tokens)?;
-        let rows = |value| vec![Setting::MaxNumSeqs(value)];
-        let rows = self.largest_that_starts(predictor, 1..seqs, also, &rows)?;
-        let knob = |effect| move |settings: Vec<Setting>| Knob::new(settings, effect);
-        let mut knobs: Vec<Knob> = tokens
-            .map(knob("prompts in smaller chunks"))
-            .into_iter()
-            .collect();
-        knobs.extend(rows.map(knob("fewer requests at once")));
-        if knobs.is_empty() {
+        let tokens = |value: usize| vec![Setting::MaxNumBatchedTokens(value)];
+        let fewer_tokens = self.largest(seqs..batched, &tokens)?;
+        let fewer_seqs = self.largest(1..seqs, &|value| vec![Setting::MaxNumSeqs(value)])?;
+        if fewer_tokens.is_none() && fewer_seqs.is_none() {
             let both = |value: usize| {
                 let tokens = (batched as u128 * value as u128 / seqs as u128) as usize;
                 vec![
@@ -369,183 +181,279 @@ impl<T: Target> Profiler<'_, T> {
                     Setting::MaxNumBatchedTokens(tokens.max(value)),
                 ]
             };
-            let both = self.largest_that_starts(predictor, 1..seqs, also, &both)?;
-            knobs.extend(both.map(knob("fewer requests at once, in smaller chunks")));
+            let both = self.largest(1..seqs, &both)?;
+            knobs.extend(
+                both.map(|settings| Knob::new(settings, "fewer requests at once, in smaller chunks")),
+            );
         }
-        Ok(knobs)
+        knobs.extend(fewer_tokens.map(|settings| Knob::new(settings, "prompts in smaller chunks")));
+        knobs.extend(fewer_seqs.map(|settings| Knob::new(settings, "fewer requests at once")));
+        Ok(())
     }
 
-    /// The settings of the largest of `values` that is predicted to start and then does.
-    fn largest_that_starts(
+    /// The largest of `values` that fits, within 1/64, if the first one does; the end of the range does not.
+    fn largest(
         &mut self,
-        predictor: &Predictor,
-        mut values: Range<usize>,
-        also: &[Setting],
+        values: Range<usize>,
         settings: &dyn Fn(usize) -> Vec<Setting>,
     ) -> Result<Option<Vec<Setting>>, ProfileError> {
-        let total = self.target.meters().total;
-        let mut predictor = predictor.clone();
-        for _ in 0..TRIES {
-            let all = |value: usize| [&settings(value), also].concat();
-            let set = |spec: &mut ProfileSpec, value: usize| *spec = spec.with(&all(value));
-            let Some(value) = predictor.largest(self.spec, total, values.clone(), &set) else {
-                return Ok(None);
-            };
-            match self.trial(&all(value), None)? {
-                Trial::Starts => return Ok(Some(all(value))),
-                Trial::Short(measured) => {
-                    predictor = *measured;
-                    values.end = value;
+        let also = self.enough_for_a_request();
+        let settings = |value: usize| [settings(value), also.clone()].concat();
+        let Range {
+            start: mut low,
+            end: mut high,
+        } = values;
+        if low >= high {
+            return Ok(None);
+        }
+        let Some(mut spare) = self.spare_with(&settings(low))?.filter(|&spare| spare >= 0) else {
+            return Ok(None);
+        };
+        let mut lack = self.spare_with(&settings(high))?;
+        let mut found = false;
+        for round in 0..TRIES {
+            let close = (low / 64).max(1);
+            if high - low <= close {
+                break;
+            }
+            let step = match lack {
+                // Is that the largest already?
+                _ if found && round % 2 == 1 => close,
+                Some(lack) if round % 2 == 0 => {
+                    ((high - low) as f64 * (spare as f64 / (spare as f64 - lack as f64))) as usize
                 }
-                // Far from what was predicted.
-                Trial::Exhausted => values.end = values.start + (value - values.start) / 2,
+                _ => (high - low) / 2,
+            };
+            let value = (low + step).clamp(low + 1, high - 1);
+            let result = self.spare_with(&settings(value))?;
+            found = result.is_some_and(|spare| spare >= 0);
+            match result {
+                Some(enough) if found => (low, spare) = (value, enough),
+                _ => (high, lack) = (value, result),
+            }
+        }
+        Ok(Some(settings(low)))
+    }
+
+    /// A part of the step, and a size that fits beside it.
+    fn smaller_step(&mut self) -> Result<Option<Knob>, ProfileError> {
+        for &divisor in &PARTS[1..] {
+            let limits = self.spec.part(divisor).limits;
+            if let Some(pin) = self.largest_pin(limits)? {
+                return Ok(Some(pin.knob));
             }
         }
         Ok(None)
     }
 
-    /// A larger device, where one could be had and the size is what was wrong.
-    fn larger_device(&self, basis: &Basis<'_>) -> Advice {
-        let also = self.enough_for_a_request();
-        let total = self.target.meters().total;
-        let needed = readable(basis.predictor.device_for(&self.spec.with(&also)));
-        let mut advice = Advice::default();
-        // Neither a device that gives less than it promises nor a number beyond all devices is helped.
-        if needed <= total || needed == u64::MAX || basis.oom.is_some_and(gave_less_than_promised) {
-            return advice;
-        }
-        match self.spec.largest_device {
-            Some(largest) if needed > largest => advice.out_of_reach = Some(needed),
-            _ => {
-                let settings = [&[Setting::DeviceMemory(needed)], &also[..]].concat();
-                advice.knobs.push(Knob::new(settings, "a larger budget"));
+    /// The largest size that fits with every margin beside steps of `limits`, with a context that it holds. What the meters
+    /// promise is tried; a device that does not give it is asked how much it gives, within 1/64.
+    fn largest_pin(&mut self, limits: StepLimits) -> Result<Option<Pin>, ProfileError> {
+        let spec = ProfileSpec {
+            limits,
+            size: KvSize::Tokens(limits.max_model_len),
+            ..self.spec.clone()
+        };
+        let Some(measured) = self.measured(&spec)? else {
+            return Ok(None);
+        };
+        let full = Arithmetic::new(&spec, &measured, &self.basis.meters).full_pages();
+        let full = full.min(self.basis.at_most);
+        let (mut low, mut high) = (0, full.saturating_add(1));
+        let mut pages = high - 1;
+        while high - low > (low / 64).max(1) {
+            match self.source.gives(pages, measured.scratch_bytes)? {
+                true => low = pages,
+                false => high = pages,
             }
+            pages = usize::midpoint(low, high);
         }
-        advice
+        let pin = self.pin(low);
+        let pages = spec.with(&[pin]).pinned_pages().unwrap_or(low);
+        let len = self.longest_request(&spec, pages);
+        if len == 0 {
+            return Ok(None);
+        }
+        let mut settings = vec![pin];
+        let mut effect = match low < full || self.basis.broke_promise {
+            true => "what the device really gives",
+            false => "the largest size that fits with every margin",
+        };
+        if len < limits.max_model_len {
+            settings.push(Setting::MaxModelLen(len));
+            effect = "the largest size that fits with every margin, and shorter requests";
+        }
+        if limits != self.spec.limits {
+            settings.push(Setting::MaxNumBatchedTokens(limits.max_num_batched_tokens));
+            settings.push(Setting::MaxNumSeqs(limits.max_num_seqs));
+            effect = "a smaller step, and what is left";
+        }
+        Ok(Some(Pin {
+            knob: Knob::new(settings, effect),
+            pages,
+            is_short: low < full,
+        }))
     }
 
-    /// Whether a start with `settings` comes to a proof, as far as can be said without the whole of it; nothing is left.
-    /// `whole`: what its worst steps were measured to need.
-    fn trial(&mut self, settings: &[Setting], whole: Option<&Measured>) -> Result<Trial, ProfileError> {
-        // A step is everyone's, and the others do not know that this rank tries something.
-        if self.ranks.count() > 1 {
-            return Ok(Trial::Starts);
+    /// Bytes of the smallest device on which `spec` fits, in a number that people can read.
+    fn enough(&self, spec: &ProfileSpec) -> Option<u64> {
+        let now = self.basis.meters.total;
+        let scaled = spec.margins == Margins::scaled_to(now);
+        let measured = self.on_a_larger_device(&spec.limits);
+        let fits = |total: u64| {
+            let mut spec = spec.clone();
+            if scaled {
+                spec.margins = Margins::scaled_to(total);
+            }
+            let peers = self.basis.meters.peers();
+            let free = total
+                .saturating_sub(peers)
+                .saturating_sub(self.basis.meters.reserved);
+            let meters = Meters {
+                total,
+                free,
+                ..self.basis.meters
+            };
+            // An allocator that rounds may round other sizes up by more.
+            let rounding = match measured.fragmentation() {
+                0 => 0,
+                bytes => i128::from(spec.margins.fragmentation_buffer(bytes)),
+            };
+            spare(&spec, &measured, &meters) >= rounding
+        };
+        if fits(now) {
+            return None;
         }
+        let (mut short, mut enough) = (now, now.saturating_mul(2).max(1));
+        while !fits(enough) {
+            short = enough;
+            enough = enough.checked_mul(2).filter(|&bytes| bytes <= LARGEST_DEVICE)?;
+        }
+        while enough - short > 1 {
+            let middle = u64::midpoint(short, enough);
+            match fits(middle) {
+                true => enough = middle,
+                false => short = middle,
+            }
+        }
+        Some(readable(enough))
+    }
+
+    /// What was measured, as on a device on which all steps of `limits` fit. What only a part of them took grows at most in
+    /// proportion.
+    fn on_a_larger_device(&self, limits: &StepLimits) -> Measured {
+        let Basis {
+            limits: at,
+            measured,
+            given_back,
+            meters,
+            ..
+        } = &self.basis;
+        let non_kv = measured.peak_reserved.saturating_sub(measured.kv_bytes);
+        let fixed = non_kv.min(meters.reserved);
+        let mut steps = u128::from(non_kv - fixed + given_back);
+        let mut fragmentation = measured.fragmentation() + given_back;
+        if limits != at {
+            // Steps of another size may leave an arena behind where these did not.
+            let (grown, kept) = (steps + u128::from(measured.scratch_bytes), fragmentation);
+            let in_proportion = |bytes: u128| {
+                let scaled = |to: usize, from: usize| (bytes * to as u128).div_ceil(from as u128);
+                scaled(limits.max_num_batched_tokens, at.max_num_batched_tokens)
+                    .max(scaled(limits.max_num_seqs, at.max_num_seqs))
+            };
+            steps = in_proportion(grown);
+            fragmentation = u64::try_from(in_proportion(kept.into())).unwrap_or(u64::MAX);
+        }
+        let steps = u64::try_from(steps).unwrap_or(u64::MAX);
+        let peak_reserved = fixed.saturating_add(steps).saturating_add(measured.kv_bytes);
+        Measured {
+            peak_reserved,
+            peak_used: peak_reserved.saturating_sub(fragmentation),
+            ..measured.clone()
+        }
+    }
+
+    /// Whether it fits with `settings`, under which the steps are no larger than those that were measured.
+    fn fits(&self, settings: &[Setting]) -> bool {
+        spare(
+            &self.spec.with(settings),
+            &self.basis.measured,
+            &self.basis.meters,
+        ) >= 0
+    }
+
+    /// [`spare`] with steps as they are under `settings`; `None` if not even they fit, or the size that follows from them.
+    fn spare_with(&mut self, settings: &[Setting]) -> Result<Option<i128>, ProfileError> {
         let spec = self.spec.with(settings);
-        let mut observer = Trying(self.observer);
-        let mut trying = Profiler {
-            target: self.target,
-            spec: &spec,
-            ranks: self.ranks,
-            observer: &mut observer,
+        let Some(measured) = self.measured(&spec)? else {
+            return Ok(None);
         };
-        let trial = trying.start_and_drop(whole)?;
-        let flags: Vec<_> = settings.iter().map(Setting::to_string).collect();
-        let outcome = match trial {
-            Trial::Starts => "fits",
-            Trial::Short(_) | Trial::Exhausted => "does_not_fit",
-        };
-        let fields = vec![("flags", flags.join(",")), ("outcome", outcome.to_owned())];
-        self.log(Phase::Advise, fields);
-        Ok(trial)
-    }
-
-    fn start_and_drop(&mut self, whole: Option<&Measured>) -> Result<Trial, ProfileError> {
-        let request = self.spec.request_blocks();
-        let starts = match (self.spec.pinned_blocks(), whole) {
-            (Some(blocks), _) if blocks < request => false,
-            (Some(blocks), Some(measured)) => self.builds(blocks, measured.scratch_bytes)?,
-            (Some(blocks), None) => {
-                match or_exhausted(self.attempt(blocks, Scratch::Growable, &mut Vec::new()))? {
-                    Ok(validated) => {
-                        self.tear_down(Phase::Advise, validated.into_state())?;
-                        true
-                    }
-                    Err(_) => false,
-                }
-            }
-            (None, _) => {
-                let Ok(probed) = or_exhausted(self.probe(self.spec, self.spec.probe_kv()))? else {
-                    return Ok(Trial::Exhausted);
-                };
-                let arithmetic = Arithmetic::new(self.spec, &probed.measured, &self.target.meters());
-                if arithmetic.blocks < request {
-                    return Ok(Trial::Short(Box::new(self.predictor(&probed, self.spec))));
-                }
-                self.builds(arithmetic.blocks, probed.measured.scratch_bytes)?
-            }
-        };
-        Ok(if starts { Trial::Starts } else { Trial::Exhausted })
-    }
-
-    /// Whether the device really has room for `blocks` beside the steps that were measured.
-    fn gives(&mut self, basis: &Basis<'_>, blocks: usize) -> Result<bool, ProfileError> {
-        match basis.whole {
-            Some(measured) => self.builds(blocks, measured.scratch_bytes),
-            None => Ok(false),
+        let spare = spare(&spec, &measured, &self.basis.meters);
+        if spare >= 0 {
+            let arithmetic = Arithmetic::new(&spec, &measured, &self.basis.meters);
+            let pages = spec.pinned_pages().unwrap_or(arithmetic.pages);
+            let given = self.source.gives(pages, measured.scratch_bytes)?;
+            return Ok(Some(spare).filter(|_| given));
         }
+        Ok(Some(spare))
     }
 
-    /// Whether a state of that size can be built with its canary, which is all the memory that its steps will ever take.
-    fn builds(&mut self, blocks: usize, scratch_bytes: u64) -> Result<bool, ProfileError> {
-        if self.ranks.count() > 1 {
-            return Ok(true);
+    fn measured(&mut self, spec: &ProfileSpec) -> Result<Option<Measured>, ProfileError> {
+        if spec.limits == self.basis.limits {
+            return Ok(Some(self.basis.measured.clone()));
         }
-        let config = StateConfig {
-            kv: self.spec.kv(blocks),
-            scratch: Scratch::Fixed(scratch_bytes),
-            canary_bytes: self.spec.margins.canary_bytes,
-        };
-        match or_exhausted(self.build(Phase::Advise, &config))? {
-            Ok(state) => self.tear_down(Phase::Advise, state).map(|()| true),
-            Err(_) => Ok(false),
+        // Those of the spec itself were tried.
+        if spec.limits == self.spec.limits {
+            return Ok(None);
         }
+        self.source.measure(spec)
     }
 
-    fn predictor(&self, probed: &Probed, spec: &ProfileSpec) -> Predictor {
-        Predictor::new(spec, &probed.measured, &probed.scenarios, &self.target.meters())
-    }
-
-    /// Bytes that this process can have, as far as the device can be believed.
-    fn usable(&self, oom: Option<&Oom>) -> u64 {
-        let meters = self.target.meters();
-        let promised = meters.total.saturating_sub(meters.peers());
-        match oom {
-            Some(oom) if gave_less_than_promised(oom) => {
-                promised.min(oom.meters.reserved.saturating_add(oom.requested))
-            }
-            _ => promised,
-        }
-    }
-
-    /// As the size is pinned now, or in tokens.
-    fn pin(&self, blocks: usize) -> Setting {
-        match self.spec.size {
-            KvSize::Bytes(_) => Setting::KvCacheMemoryBytes(self.spec.block_bytes() * blocks as u64),
-            KvSize::Auto | KvSize::Tokens(_) => {
-                Setting::MaxTotalTokenNum(self.spec.kv(blocks).capacity_tokens())
-            }
-        }
+    /// Tokens of the longest request that `pages` pages hold alone, at most as long as allowed now.
+    fn longest_request(&self, spec: &ProfileSpec, pages: usize) -> usize {
+        let longest = spec.kv(pages).longest_request(spec.limits.max_num_batched_tokens);
+        longest.min(spec.limits.max_model_len)
     }
 
     /// What a pin that is too small for one request must become, whatever else changes.
     fn enough_for_a_request(&self) -> Vec<Setting> {
-        let request = self.spec.request_blocks();
-        let too_small = self.spec.pinned_blocks().is_some_and(|blocks| blocks < request);
-        too_small.then(|| self.pin(request)).into_iter().collect()
+        let request = self.spec.request_pages();
+        let too_small = self.spec.pinned_pages().is_some_and(|pages| pages < request);
+        // A pin in tokens is held in every group.
+        let whole_blocks = request.next_multiple_of(self.spec.groups.pages_per_block());
+        too_small.then(|| self.pin(whole_blocks)).into_iter().collect()
     }
 
-    /// Tokens of the pin in a knob that has one.
-    fn pinned_tokens(&self, knob: &Knob) -> Option<usize> {
-        let pin = |setting: &&Setting| {
-            matches!(
-                setting,
-                Setting::MaxTotalTokenNum(_) | Setting::KvCacheMemoryBytes(_)
-            )
-        };
-        let setting = knob.settings.iter().find(pin)?;
-        let blocks = self.spec.with(&[*setting]).pinned_blocks()?;
-        Some(self.spec.kv(blocks).capacity_tokens())
+    /// At most so many pages, as the size is pinned now, or in tokens.
+    fn pin(&self, pages: usize) -> Setting {
+        match self.spec.size {
+            KvSize::Bytes(_) => Setting::KvCacheMemoryBytes(self.spec.page_bytes() * pages as u64),
+            KvSize::Auto | KvSize::Tokens(_) => {
+                Setting::MaxTotalTokenNum(self.spec.kv(pages).capacity_tokens())
+            }
+        }
+    }
+}
+
+/// Bytes that a start of `spec` leaves on a device with these meters if its steps take what was measured; below 0 where it
+/// does not fit.
+fn spare(spec: &ProfileSpec, measured: &Measured, meters: &Meters) -> i128 {
+    let sum = Arithmetic::new(spec, measured, meters);
+    let bytes = |pages: usize| i128::from(sum.page_bytes).saturating_mul(pages as i128);
+    let request = bytes(spec.request_pages());
+    match spec.pinned_pages() {
+        Some(pages) if bytes(pages) < request => bytes(pages) - request,
+        Some(pages) => sum.room - bytes(pages),
+        None => {
+            let margins = i128::from(sum.canary) + i128::from(sum.fragmentation_buffer);
+            let beside_probe = sum.room + margins - bytes(spec.probe_kv().num_pages);
+            let room = sum.room - (request as f64 / sum.mem_fraction) as i128;
+            let room = match sum.fitting_pages >= spec.request_pages() {
+                true => room.max(0),
+                false => room.min(-1),
+            };
+            beside_probe.min(room)
+        }
     }
 }
 
@@ -578,10 +486,4 @@ impl ProfileSpec {
         limits.max_num_batched_tokens = (limits.max_num_batched_tokens / divisor).max(limits.max_num_seqs);
         spec
     }
-}
-
-/// Whether an allocation failed although the sum said that there was room.
-fn gave_less_than_promised(oom: &Oom) -> bool {
-    let asked = oom.meters.reserved.saturating_add(oom.requested);
-    asked.saturating_add(oom.meters.peers()) <= oom.meters.total
 }

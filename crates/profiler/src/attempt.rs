@@ -44,12 +44,12 @@ impl<T: Target> Profiler<'_, T> {
     /// Tries one size; what came of it is added to `attempts` unless it ends everything.
     pub(crate) fn attempt(
         &mut self,
-        blocks: usize,
+        pages: usize,
         scratch: Scratch,
         attempts: &mut Vec<Attempt>,
     ) -> Result<Validated<T::State>, Stop> {
         let started = Instant::now();
-        let kv = self.spec.kv(blocks);
+        let kv = self.spec.kv(pages);
         let mut passed = Vec::new();
         let result = self
             .rebuild(kv, scratch)
@@ -172,11 +172,16 @@ impl<T: Target> Profiler<'_, T> {
 /// The end of a successful search.
 pub(crate) struct Found<S> {
     pub(crate) validated: Validated<S>,
+    pub(crate) plan: Option<Plan>,
+    pub(crate) search: Search,
+}
+
+/// How a size was found; fields as in [`crate::Report`].
+pub(crate) struct Search {
     pub(crate) bound: Bound,
     pub(crate) origin: Origin,
     pub(crate) discarded_plan: Option<DiscardedPlan>,
     pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
-    pub(crate) plan: Option<Plan>,
     pub(crate) plan_error: Option<f64>,
     pub(crate) attempts: Vec<Attempt>,
 }

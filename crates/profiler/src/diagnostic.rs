@@ -1,8 +1,7 @@
 use std::fmt;
 
-use plimsoll_core::Oom;
+use plimsoll_core::{Oom, human_bytes};
 
-use crate::results::human;
 use crate::setting::readable;
 use crate::{Bound, Setting};
 
@@ -123,11 +122,11 @@ impl Diagnostic {
     pub fn facts(&self) -> String {
         let mut text = self.cause.to_string();
         let mut line = |name: &str, value: String| text += &format!("\n  {name:<22}{value}");
-        line("device", human(self.total));
-        line("other processes", human(self.peers));
-        line("canary", human(self.canary));
+        line("device", human_bytes(self.total));
+        line("other processes", human_bytes(self.peers));
+        line("canary", human_bytes(self.canary));
         if let Some(peak) = self.measured_peak {
-            line("measured peak", human(peak));
+            line("measured peak", human_bytes(peak));
         }
         if let Some(tokens) = self.initial_tokens {
             line("room for KV", format!("{tokens} tokens"));
@@ -137,10 +136,10 @@ impl Diagnostic {
         }
         if let Some(oom) = &self.oom {
             line("what failed", oom.to_string());
-            line("most memory held", human(oom.meters.reserved_high));
+            line("most memory held", human_bytes(oom.meters.reserved_high));
         }
         if let Some(bytes) = self.out_of_reach {
-            line("would be enough", format!("a device of {}", human(bytes)));
+            line("would be enough", format!("a device of {}", human_bytes(bytes)));
         }
         text
     }

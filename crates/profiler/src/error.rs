@@ -31,7 +31,7 @@ pub enum ProfileError {
         /// What the driver says.
         error: String,
     },
-    /// A worst step failed, and not for want of memory.
+    /// A worst step failed for another reason than memory.
     #[error("the worst step {scenario} of phase {phase} failed: {error}")]
     Step {
         /// Probe or validate.

@@ -5,7 +5,7 @@
 //!
 //! | phase | does |
 //! |---|---|
-//! | baseline | reads the meters: weights, runtime, neighbours |
+//! | baseline | reads the meters: weights, runtime, other processes |
 //! | probe | a small KV cache, a growable step arena, and every worst step: the [`scenarios`] |
 //! | compute | [`Arithmetic`]: what the peak leaves for KV |
 //! | rebuild | drops the probe's state whole, checks that its memory came back, builds the final state and a canary |
@@ -13,8 +13,8 @@
 //!
 //! A typed out-of-memory in the last two shrinks the target by 5 %, at most three times; then [`ProfileError::DoesNotFit`]
 //! says what would fit, as flags. A [`Plan`] of an earlier start replaces the probe, never the validation. Several [`Ranks`]
-//! go through the phases together: each measures its own device, all serve the least of their sizes, and after everything that
-//! can fail all go by the worst outcome. The result, [`Proved`], cannot be made in any other way.
+//! go through the phases together: each measures its own device, all serve the smallest of their sizes, and after every step that
+//! can fail the worst outcome holds for all. The result, [`Proved`], cannot be made in any other way.
 
 mod advice;
 mod arithmetic;
@@ -32,6 +32,7 @@ mod probe;
 mod profiler;
 mod proved;
 mod ranks;
+mod refusal;
 mod report;
 mod results;
 mod scenario;
@@ -45,7 +46,7 @@ pub use arithmetic::Arithmetic;
 pub use diagnostic::{Cause, Diagnostic, Knob};
 pub use error::ProfileError;
 pub use groups::GroupReport;
-pub use observer::{Observer, Phase, PhaseRecord, Progress};
+pub use observer::{Observer, Phase, PhaseRecord, ScenarioProgress};
 pub use phases::{profile, profile_rank};
 pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
 pub use prediction::{ArenaUse, Compared, Footprint, PredictedScenario, Prediction, predict};
@@ -59,4 +60,4 @@ pub use spec::{
     CANARY_BYTES, KvSize, MAX_STEP, MAX_TOKENS, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec,
 };
 pub use table::comparison_table;
-pub use target::{Piece, Target};
+pub use target::{BuildProgress, Target};

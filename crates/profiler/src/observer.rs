@@ -2,7 +2,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::{Piece, ScenarioKind};
+use crate::{BuildProgress, ScenarioKind};
 
 /// A phase of the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -65,9 +65,9 @@ impl fmt::Display for PhaseRecord {
     }
 }
 
-/// Where the profile stands, for a progress display.
+/// Which worst step runs, for a progress display.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Progress {
+pub struct ScenarioProgress {
     /// Probe or validate.
     pub phase: Phase,
     /// The worst step that starts now.
@@ -78,19 +78,19 @@ pub struct Progress {
     pub of: usize,
 }
 
-/// Hears what the profile does.
+/// Is notified of what the profile does.
 pub trait Observer {
     /// A phase ended.
     fn phase(&mut self, record: &PhaseRecord);
 
-    /// A state is being built, and goes on with this.
-    fn building(&mut self, _piece: Piece) {}
+    /// The build of a state has got this far.
+    fn building(&mut self, _progress: BuildProgress) {}
 
     /// A worst step starts.
-    fn progress(&mut self, _progress: Progress) {}
+    fn progress(&mut self, _progress: ScenarioProgress) {}
 }
 
-/// Hears nothing.
+/// Ignores everything.
 impl Observer for () {
     fn phase(&mut self, _record: &PhaseRecord) {}
 }

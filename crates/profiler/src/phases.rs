@@ -6,12 +6,12 @@ use std::time::Instant;
 
 use plimsoll_core::{Component, Scratch};
 
-use crate::advice::Evidence;
 use crate::arithmetic::{MAX_ATTEMPTS, shrunk};
-use crate::attempt::Found;
+use crate::attempt::{Found, Search};
 use crate::probe::Baseline;
 use crate::profiler::Profiler;
-use crate::report::{Findings, Memory};
+use crate::refusal::Evidence;
+use crate::report::{Memory, Start};
 use crate::stress::{Stop, or_exhausted};
 use crate::{
     Attempt, Bound, Cause, DRIFT_WARNING, DiscardReason, DiscardedPlan, KvSize, Measured, Observer, Origin,
@@ -55,22 +55,19 @@ pub fn profile_rank<T: Target>(
         KvSize::Tokens(_) => profiler.pinned(&baseline, Bound::PinnedTokens)?,
         KvSize::Bytes(_) => profiler.pinned(&baseline, Bound::PinnedBytes)?,
     };
-    let findings = Findings {
-        baseline: Memory::from(&baseline.0),
-        ready: Memory::from(&profiler.target.meters()),
-        rank: profiler.ranks.rank(),
-        ranks: profiler.ranks.count(),
-        origin: found.origin,
-        discarded_plan: found.discarded_plan,
-        plan_error: found.plan_error,
-        probe: found.probe,
-        attempts: found.attempts,
-        left_out: found.validated.left_out().to_vec(),
-        kv_blocks: found.validated.config().kv.num_pages,
-        bound: found.bound,
-        seconds: started.elapsed().as_secs_f64(),
-    };
-    let report = Report::new(spec, findings);
+    let report = Report::new(
+        spec,
+        Start {
+            baseline: Memory::from(&baseline.0),
+            ready: Memory::from(&profiler.target.meters()),
+            rank: profiler.ranks.rank(),
+            ranks: profiler.ranks.count(),
+            left_out: found.validated.left_out().to_vec(),
+            kv_pages: found.validated.config().kv.num_pages,
+            seconds: started.elapsed().as_secs_f64(),
+        },
+        found.search,
+    );
     Ok(Proved::new(found.validated, spec.limits, report, found.plan))
 }
 
@@ -105,11 +102,9 @@ impl<'a, T: Target> Profiler<'a, T> {
         if let Some(discarded) = &discarded_plan {
             self.log_discarded(discarded);
         }
-        let found = self.search()?;
-        Ok(Found {
-            discarded_plan,
-            ..found
-        })
+        let mut found = self.search()?;
+        found.search.discarded_plan = discarded_plan;
+        Ok(found)
     }
 
     /// The plan, if every rank has one to use; or why this one's is of no use.
@@ -145,17 +140,17 @@ impl<'a, T: Target> Profiler<'a, T> {
     ) -> Result<Result<Found<T::State>, DiscardedPlan>, ProfileError> {
         let measured = plan.probe.on_top_of(&baseline.0);
         let sized = self.size(&measured, &baseline.0, plan.cuts)?;
-        if sized.blocks < self.spec.request_blocks() {
+        if sized.pages < self.spec.request_pages() {
             let reason = match sized.bound {
                 Bound::OtherRank => DiscardReason::OtherRank,
                 _ => DiscardReason::TooSmall,
             };
             return Ok(Err(reason.into()));
         }
-        let drift = plan.drift(sized.blocks);
+        let drift = plan.drift(sized.pages);
         let fields = vec![
             ("reason", "cached".to_owned()),
-            ("tokens", self.spec.kv(sized.blocks).capacity_tokens().to_string()),
+            ("tokens", self.spec.kv(sized.pages).capacity_tokens().to_string()),
             ("drift", format!("{drift:.4}")),
         ];
         match drift.abs() > DRIFT_WARNING {
@@ -165,20 +160,22 @@ impl<'a, T: Target> Profiler<'a, T> {
         self.log_size(&sized);
         let scratch = Scratch::Fixed(measured.scratch_bytes);
         let mut attempts = Vec::new();
-        let outcome = or_exhausted(self.attempt(sized.blocks, scratch, &mut attempts))?;
+        let outcome = or_exhausted(self.attempt(sized.pages, scratch, &mut attempts))?;
         Ok(match outcome {
             Ok(validated) => {
                 let error = self.plan_error(&measured, &attempts);
                 Ok(Found {
                     validated,
-                    bound: sized.bound,
-                    origin: Origin::Cached { drift },
-                    discarded_plan: None,
-                    probe: Some((measured, plan.probe.scenarios.clone(), sized.arithmetic)),
                     // One that promised too much memory is not handed on: the next start measures.
                     plan: (error <= DRIFT_WARNING).then(|| plan.clone()),
-                    plan_error: Some(error),
-                    attempts,
+                    search: Search {
+                        bound: sized.bound,
+                        origin: Origin::Cached { drift },
+                        discarded_plan: None,
+                        probe: Some((measured, plan.probe.scenarios.clone(), sized.arithmetic)),
+                        plan_error: Some(error),
+                        attempts,
+                    },
                 })
             }
             Err(exhausted) => Err(exhausted.discarded(attempts)),
@@ -222,51 +219,53 @@ impl<'a, T: Target> Profiler<'a, T> {
         // The device itself gave less than it promises: so it will at the next start.
         let mut lasting = true;
         while attempts.len() < MAX_ATTEMPTS as usize {
-            let blocks = shrunk(sized.blocks, cuts);
-            if blocks < self.spec.request_blocks() {
+            let pages = shrunk(sized.pages, cuts);
+            if pages < self.spec.request_pages() {
                 break;
             }
-            match or_exhausted(self.attempt(blocks, scratch, &mut attempts))? {
+            match or_exhausted(self.attempt(pages, scratch, &mut attempts))? {
                 Ok(validated) => {
                     let (measured, scenarios) = (probed.measured.clone(), probed.scenarios.clone());
                     return Ok(Found {
                         validated,
-                        bound: sized.bound,
-                        origin: Origin::Measured,
-                        discarded_plan: None,
-                        probe: Some((measured, scenarios, sized.arithmetic)),
                         plan: Some(Plan {
                             probe: probed,
-                            kv_blocks: blocks,
+                            kv_pages: pages,
                             cuts: if lasting { cuts } else { 0 },
                         }),
-                        plan_error: None,
-                        attempts,
+                        search: Search {
+                            bound: sized.bound,
+                            origin: Origin::Measured,
+                            discarded_plan: None,
+                            probe: Some((measured, scenarios, sized.arithmetic)),
+                            plan_error: None,
+                            attempts,
+                        },
                     });
                 }
                 Err(exhausted) => {
                     cuts += 1;
                     let planned_peers = sized.arithmetic.peers;
-                    lasting &= exhausted
-                        .oom()
-                        .is_ok_and(|oom| oom.meters.peers() <= planned_peers);
+                    // So says the rank that ran out, and all cut the same size.
+                    let own = (exhausted.oom().ok()).is_none_or(|oom| oom.meters.peers() <= planned_peers);
+                    lasting &= self.ranks.min(usize::from(own))? == 1;
                     let again = self.size_again(&probed.measured, exhausted.oom().ok())?;
-                    if again.blocks < shrunk(sized.blocks, cuts) {
+                    if again.pages < shrunk(sized.pages, cuts) {
                         self.log_size(&again);
                         (sized, cuts, lasting) = (again, 0, true);
                     }
-                    last = Some((blocks, exhausted));
+                    last = Some((pages, exhausted));
                 }
             }
         }
-        let Some((blocks, exhausted)) = last else {
-            self.own_shortage(sized.arithmetic.blocks)?;
+        let Some((pages, exhausted)) = last else {
+            self.own_shortage(sized.arithmetic.pages)?;
             let evidence = Evidence::of(self.spec, &probed, &sized.arithmetic);
             return Err(self.refuse(Cause::ContextDoesNotFit, &evidence));
         };
         let evidence = Evidence {
             oom: Some(exhausted.oom()?),
-            last_tokens: Some(self.spec.kv(blocks).capacity_tokens()),
+            last_tokens: Some(self.spec.kv(pages).capacity_tokens()),
             ..Evidence::of(self.spec, &probed, &sized.arithmetic)
         };
         let attempts = attempts.len();
@@ -274,8 +273,8 @@ impl<'a, T: Target> Profiler<'a, T> {
     }
 
     /// One request of full length fits no more on some rank: the error of the others names it.
-    fn own_shortage(&mut self, own_blocks: usize) -> Result<(), ProfileError> {
-        let short = own_blocks < self.spec.request_blocks();
+    fn own_shortage(&mut self, own_pages: usize) -> Result<(), ProfileError> {
+        let short = own_pages < self.spec.request_pages();
         let verdict = match short {
             true => Verdict::OutOfMemory,
             false => Verdict::Passed,

@@ -2,10 +2,10 @@
 
 use plimsoll_core::{Oom, Scratch};
 
-use crate::advice::Evidence;
-use crate::attempt::Found;
+use crate::attempt::{Found, Search, Validated};
 use crate::probe::{Baseline, Sized};
 use crate::profiler::Profiler;
+use crate::refusal::Evidence;
 use crate::stress::or_exhausted;
 use crate::{Attempt, Bound, Cause, DiscardedPlan, KvSize, Origin, Phase, ProfileError, Target};
 
@@ -24,11 +24,11 @@ impl<T: Target> Profiler<'_, T> {
         baseline: &Baseline,
         bound: Bound,
     ) -> Result<Found<T::State>, ProfileError> {
-        // Ranks may differ in the bytes of a block.
-        let blocks = self.ranks.min(self.spec.pinned_blocks().unwrap_or(0))?;
+        // Ranks may differ in the bytes of a page.
+        let pages = self.ranks.min(self.spec.pinned_pages().unwrap_or(0))?;
         let asked_tokens = match self.spec.size {
             KvSize::Tokens(tokens) => tokens,
-            _ => self.spec.kv(blocks).capacity_tokens(),
+            _ => self.spec.kv(pages).capacity_tokens(),
         };
         let fields = vec![
             ("reason", "pinned".to_owned()),
@@ -36,36 +36,28 @@ impl<T: Target> Profiler<'_, T> {
             ("tokens", asked_tokens.to_string()),
         ];
         self.log(Phase::Skip, fields);
-        let too_small = blocks < self.spec.request_blocks();
-        let bytes = u128::from(self.spec.block_bytes()) * blocks as u128;
+        let too_small = pages < self.spec.request_pages();
+        let bytes = u128::from(self.spec.page_bytes()) * pages as u128;
         let conceivable = usize::from(bytes <= u128::from(baseline.0.total));
         let mut tried = None;
         if self.ranks.min(conceivable)? == 1 && !too_small {
-            match self.pinned_attempts(baseline, blocks, bound)? {
+            match self.pinned_attempts(baseline, pages, bound)? {
                 Ok(found) => return Ok(found),
                 Err(failed) => tried = Some(failed),
             }
         }
         // What would fit only a measurement can say.
         let (probed, Sized { arithmetic, .. }) = self.measure()?;
-        let fits = self.ranks.min(arithmetic.full_blocks())?;
+        let fits = self.ranks.min(arithmetic.full_pages())?;
         if let Some(failed) = &mut tried
-            && blocks <= fits
+            && pages <= fits
         {
             // An arena takes more while it grows than one of the final size.
             let fixed = Scratch::Fixed(probed.measured.scratch_bytes);
-            match or_exhausted(self.attempt(blocks, fixed, &mut failed.attempts))? {
+            match or_exhausted(self.attempt(pages, fixed, &mut failed.attempts))? {
                 Ok(validated) => {
-                    return Ok(Found {
-                        validated,
-                        bound,
-                        origin: Origin::Pinned,
-                        discarded_plan: failed.discarded_plan.take(),
-                        probe: None,
-                        plan: None,
-                        plan_error: None,
-                        attempts: std::mem::take(&mut failed.attempts),
-                    });
+                    let attempts = std::mem::take(&mut failed.attempts);
+                    return Ok(found(validated, bound, attempts, failed.discarded_plan.take()));
                 }
                 Err(exhausted) => failed.oom = Some(exhausted.oom()?.clone()),
             }
@@ -94,25 +86,15 @@ impl<T: Target> Profiler<'_, T> {
     fn pinned_attempts(
         &mut self,
         baseline: &Baseline,
-        blocks: usize,
+        pages: usize,
         bound: Bound,
     ) -> Result<Result<Found<T::State>, Tried>, ProfileError> {
-        let found = |validated, attempts, discarded_plan| Found {
-            validated,
-            bound,
-            origin: Origin::Pinned,
-            discarded_plan,
-            probe: None,
-            plan: None,
-            plan_error: None,
-            attempts,
-        };
         let discarded_plan = match self.usable_plan(baseline)? {
             Ok(plan) => {
                 let scratch = Scratch::Fixed(plan.probe.measured.scratch_bytes);
                 let mut attempts = Vec::new();
-                match or_exhausted(self.attempt(blocks, scratch, &mut attempts))? {
-                    Ok(validated) => return Ok(Ok(found(validated, attempts, None))),
+                match or_exhausted(self.attempt(pages, scratch, &mut attempts))? {
+                    Ok(validated) => return Ok(Ok(found(validated, bound, attempts, None))),
                     Err(exhausted) => Some(exhausted.discarded(attempts)),
                 }
             }
@@ -123,8 +105,8 @@ impl<T: Target> Profiler<'_, T> {
         }
         let mut attempts = Vec::new();
         Ok(
-            match or_exhausted(self.attempt(blocks, Scratch::Growable, &mut attempts))? {
-                Ok(validated) => Ok(found(validated, attempts, discarded_plan)),
+            match or_exhausted(self.attempt(pages, Scratch::Growable, &mut attempts))? {
+                Ok(validated) => Ok(found(validated, bound, attempts, discarded_plan)),
                 Err(exhausted) => Err(Tried {
                     attempts,
                     discarded_plan,
@@ -132,5 +114,25 @@ impl<T: Target> Profiler<'_, T> {
                 }),
             },
         )
+    }
+}
+
+fn found<S>(
+    validated: Validated<S>,
+    bound: Bound,
+    attempts: Vec<Attempt>,
+    discarded_plan: Option<DiscardedPlan>,
+) -> Found<S> {
+    Found {
+        validated,
+        plan: None,
+        search: Search {
+            bound,
+            origin: Origin::Pinned,
+            discarded_plan,
+            probe: None,
+            plan_error: None,
+            attempts,
+        },
     }
 }

@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Attempt, Measured, ScenarioResult};
 
-/// What a search measured and the size it led to: whoever has one skips the probe, never the proof.
+/// What a search measured and the size it led to: a start that has one skips the probe, never the proof.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
     /// What the probe measured.
     pub probe: Probed,
-    /// Blocks of KV that were proved.
-    pub kv_blocks: usize,
-    /// Cuts of 5 % between the size that was computed and the one that was proved, where no neighbour was their cause.
+    /// Pages of KV that were proved.
+    pub kv_pages: usize,
+    /// Cuts of 5 % between the size that was computed and the one that was proved, unless other processes caused them.
     pub cuts: u32,
 }
 
@@ -54,7 +54,7 @@ pub enum DiscardReason {
     ArenaTooSmall,
     /// Memory ran out at its size.
     OutOfMemory,
-    /// Another rank has none, or none of use.
+    /// Another rank has no plan that it can use.
     OtherRank,
 }
 
@@ -91,9 +91,9 @@ pub const DRIFT_WARNING: f64 = 0.02;
 
 impl Plan {
     /// Relative difference of a size computed now to the planned one.
-    pub(crate) fn drift(&self, blocks: usize) -> f64 {
-        let planned = self.kv_blocks.max(1) as f64;
-        (blocks as f64 - self.kv_blocks as f64) / planned
+    pub(crate) fn drift(&self, pages: usize) -> f64 {
+        let planned = self.kv_pages.max(1) as f64;
+        (pages as f64 - self.kv_pages as f64) / planned
     }
 }
 

@@ -17,10 +17,10 @@ impl Plan {
         let (planned, _) = scenario_shapes(&spec.limits, kv, spec.pooling);
         let steps = scenarios.iter().map(ScenarioShape::from);
         let held = [measured.kv_bytes, *weights, *runtime].map(u128::from);
-        self.kv_blocks > 0
+        self.kv_pages > 0
             && self.cuts < MAX_ATTEMPTS
             && measured.kv_tokens == kv.capacity_tokens()
-            && u128::from(measured.kv_bytes) >= u128::from(spec.block_bytes()) * kv.num_pages as u128
+            && u128::from(measured.kv_bytes) >= u128::from(spec.page_bytes()) * kv.num_pages as u128
             && u128::from(measured.peak_reserved) >= held.iter().sum()
             && measured.peak_used <= measured.peak_reserved
             && measured.scratch_bytes <= total

@@ -1,10 +1,9 @@
 //! What the profile would find, told without a device state: the same sum over computed numbers.
 
-mod advice;
-
 use plimsoll_core::{Component, KvConfig, Meters, StepLimits};
 use serde::Serialize;
 
+use crate::advice::{Basis, Source, advise};
 use crate::report::Memory;
 use crate::{
     Arithmetic, Bound, Cause, Diagnostic, GroupReport, KvSize, LeftOut, Margins, Measured, ProfileError,
@@ -28,9 +27,6 @@ pub trait Footprint {
 
     /// The same for other limits.
     fn for_limits(&self, limits: &StepLimits) -> Box<dyn Footprint>;
-
-    /// The same on a device of `total` bytes.
-    fn on_device_of(&self, total: u64) -> Box<dyn Footprint>;
 }
 
 /// What steps take from a growing arena, in bytes.
@@ -49,8 +45,8 @@ pub struct ArenaUse {
 pub struct Prediction {
     /// Tokens the KV cache would hold.
     pub kv_tokens: usize,
-    /// Pages it would have: with one group of layers, blocks.
-    pub kv_blocks: usize,
+    /// Pages it would have: with one group of layers, pages.
+    pub kv_pages: usize,
     /// Tokens per block.
     pub block_size: usize,
     /// Bytes of the KV cache.
@@ -112,7 +108,7 @@ pub fn predict(spec: &ProfileSpec, footprint: &dyn Footprint) -> Result<Predicti
 
 /// Of the state that would serve.
 struct Size {
-    blocks: usize,
+    pages: usize,
     bound: Bound,
     /// Bytes its arena holds.
     arena: u64,
@@ -160,47 +156,47 @@ impl<'a> Predicted<'a> {
     fn size(&self) -> Result<Size, Cause> {
         let (spec, arithmetic) = (self.spec, &self.arithmetic);
         let fixed = self.footprint.fixed_arena(self.measured.scratch_bytes);
-        let (blocks, bound, asked_tokens) = match (spec.pinned_blocks(), spec.size) {
+        let (pages, bound, asked_tokens) = match (spec.pinned_pages(), spec.size) {
             (None, _) if self.measured.peak_reserved > self.available() => {
                 return Err(Cause::ProbeDoesNotFit);
             }
-            (None, _) if arithmetic.blocks < spec.request_blocks() => return Err(Cause::ContextDoesNotFit),
+            (None, _) if arithmetic.pages < spec.request_pages() => return Err(Cause::ContextDoesNotFit),
             (None, _) => {
                 return Ok(Size {
-                    blocks: arithmetic.blocks,
+                    pages: arithmetic.pages,
                     bound: arithmetic.bound,
                     arena: fixed,
                 });
             }
-            (Some(blocks), KvSize::Tokens(tokens)) => (blocks, Bound::PinnedTokens, tokens),
-            (Some(blocks), _) => {
-                let tokens = spec.kv(blocks).capacity_tokens();
-                (blocks, Bound::PinnedBytes, tokens)
+            (Some(pages), KvSize::Tokens(tokens)) => (pages, Bound::PinnedTokens, tokens),
+            (Some(pages), _) => {
+                let tokens = spec.kv(pages).capacity_tokens();
+                (pages, Bound::PinnedBytes, tokens)
             }
         };
-        let largest_tokens = spec.kv(arithmetic.full_blocks()).capacity_tokens();
-        if blocks < spec.request_blocks() {
+        let largest_tokens = spec.kv(arithmetic.full_pages()).capacity_tokens();
+        if pages < spec.request_pages() {
             return Err(Cause::PinnedTooSmall {
                 bound,
                 asked_tokens,
                 largest_tokens,
             });
         }
-        let bytes = u128::from(spec.block_bytes()) * blocks as u128;
+        let bytes = u128::from(spec.page_bytes()) * pages as u128;
         if bytes <= u128::from(self.available()) {
-            let growing = self.pinned_arena(blocks);
-            let peak = self.footprint.with_state(spec.kv(blocks), growing.peak).reserved;
+            let growing = self.pinned_arena(pages);
+            let peak = self.footprint.with_state(spec.kv(pages), growing.peak).reserved;
             if peak.saturating_add(spec.margins.canary_bytes) <= self.available() {
                 return Ok(Size {
-                    blocks,
+                    pages,
                     bound,
                     arena: growing.held,
                 });
             }
             // An arena takes more while it grows than one of the final size.
-            if blocks <= arithmetic.full_blocks() {
+            if pages <= arithmetic.full_pages() {
                 return Ok(Size {
-                    blocks,
+                    pages,
                     bound,
                     arena: fixed,
                 });
@@ -214,8 +210,8 @@ impl<'a> Predicted<'a> {
     }
 
     /// A pinned size is proved in two passes over its worst steps, the arena growing in the first.
-    fn pinned_arena(&self, blocks: usize) -> ArenaUse {
-        let kv = self.spec.kv(blocks);
+    fn pinned_arena(&self, pages: usize) -> ArenaUse {
+        let kv = self.spec.kv(pages);
         let (mut steps, _) = scenario_shapes(&self.spec.limits, kv, self.spec.pooling);
         steps.extend_from_within(..);
         self.footprint.arena(&steps)
@@ -227,24 +223,38 @@ impl<'a> Predicted<'a> {
     }
 
     fn refuse(&self, mut cause: Cause) -> ProfileError {
-        let (knobs, out_of_reach) = self.knobs(&mut cause);
+        let basis = Basis {
+            limits: self.spec.limits,
+            measured: self.measured.clone(),
+            given_back: 0,
+            meters: self.idle,
+            broke_promise: false,
+            at_most: usize::MAX,
+        };
+        let advice = match advise(&mut Formulas(self.footprint), self.spec, basis) {
+            Ok(advice) => advice,
+            Err(error) => return error,
+        };
+        if let Cause::PinnedTooLarge { largest_tokens, .. } = &mut cause {
+            *largest_tokens = self.spec.kv(advice.largest_pages).capacity_tokens();
+        }
         ProfileError::DoesNotFit(Box::new(Diagnostic {
             cause,
-            initial_tokens: Some(self.spec.kv(self.arithmetic.blocks).capacity_tokens()),
+            initial_tokens: Some(self.spec.kv(self.arithmetic.pages).capacity_tokens()),
             last_tokens: None,
             measured_peak: Some(self.measured.peak_reserved),
             total: self.idle.total,
             canary: self.spec.margins.canary_bytes,
             peers: self.idle.peers(),
             oom: None,
-            knobs,
-            out_of_reach,
+            knobs: advice.knobs,
+            out_of_reach: advice.out_of_reach,
         }))
     }
 
     fn prediction(self, size: Size) -> Prediction {
         let Size {
-            blocks: kv_blocks,
+            pages: kv_pages,
             bound,
             arena,
         } = size;
@@ -257,11 +267,11 @@ impl<'a> Predicted<'a> {
             left_out,
             arithmetic,
         } = self;
-        let kv = spec.kv(kv_blocks);
+        let kv = spec.kv(kv_pages);
         let ready = footprint.with_state(kv, arena);
         Prediction {
             kv_tokens: kv.capacity_tokens(),
-            kv_blocks,
+            kv_pages,
             block_size: spec.block_size.tokens(),
             kv_bytes: ready.by_component.get(Component::Kv),
             kv_bytes_per_token: spec.kv_bytes_per_token,
@@ -280,6 +290,20 @@ impl<'a> Predicted<'a> {
             arithmetic,
             left_out,
         }
+    }
+}
+
+/// Steps of other limits, by the same formulas; what they promise is there.
+struct Formulas<'a>(&'a dyn Footprint);
+
+impl Source for Formulas<'_> {
+    fn measure(&mut self, spec: &ProfileSpec) -> Result<Option<Measured>, ProfileError> {
+        let footprint = self.0.for_limits(&spec.limits);
+        Ok(Some(Predicted::new(spec, &*footprint).measured))
+    }
+
+    fn gives(&mut self, _pages: usize, _scratch_bytes: u64) -> Result<bool, ProfileError> {
+        Ok(true)
     }
 }
 

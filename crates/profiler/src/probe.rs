@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use plimsoll_core::{Component, KvConfig, Meters, Oom, Scratch, StateConfig};
 
-use crate::advice::{Evidence, PARTS};
+use crate::advice::PARTS;
 use crate::arithmetic::shrunk;
 use crate::profiler::{Profiler, seconds};
+use crate::refusal::Evidence;
 use crate::stress::{Exhausted, Stop, or_exhausted};
 use crate::{Arithmetic, Bound, Cause, Measured, Phase, Probed, ProfileError, ProfileSpec, Target};
 
@@ -18,7 +19,7 @@ pub(crate) struct Sized {
     /// This rank's sum.
     pub(crate) arithmetic: Arithmetic,
     /// The least that any rank can hold.
-    pub(crate) blocks: usize,
+    pub(crate) pages: usize,
     /// What decided it.
     pub(crate) bound: Bound,
 }
@@ -42,7 +43,9 @@ impl<T: Target> Profiler<'_, T> {
 
     /// The whole probe and what it leads to, or why it does not fit.
     pub(crate) fn measure(&mut self) -> Result<(Probed, Sized), ProfileError> {
-        let probed = match or_exhausted(self.probe(self.spec, self.spec.probe_kv()))? {
+        // A pinned size needs no more KV than a step writes: it is smaller than a probe's on small devices.
+        let kv = self.spec.measured_kv();
+        let probed = match or_exhausted(self.probe(Phase::Probe, self.spec, kv))? {
             Ok(probed) => probed,
             Err(exhausted) => return Err(self.probe_failed(&exhausted)),
         };
@@ -60,21 +63,21 @@ impl<T: Target> Profiler<'_, T> {
         cuts: u32,
     ) -> Result<Sized, ProfileError> {
         let arithmetic = Arithmetic::new(self.spec, measured, meters);
-        let own = shrunk(arithmetic.blocks, cuts);
-        let blocks = self.ranks.min(own)?;
-        let bound = match blocks < own {
+        let own = shrunk(arithmetic.pages, cuts);
+        let pages = self.ranks.min(own)?;
+        let bound = match pages < own {
             true => Bound::OtherRank,
             false => arithmetic.bound,
         };
         Ok(Sized {
             arithmetic,
-            blocks,
+            pages,
             bound,
         })
     }
 
-    /// The size once an attempt failed: less than before where neighbours have grown meanwhile. Those that gave back
-    /// what they held when memory ran out may take it again.
+    /// The size once an attempt failed: less than before where other processes have grown meanwhile. Those that
+    /// gave back what they held when memory ran out may take it again.
     pub(crate) fn size_again(
         &mut self,
         measured: &Measured,
@@ -89,7 +92,7 @@ impl<T: Target> Profiler<'_, T> {
     pub(crate) fn log_size(&mut self, sized: &Sized) {
         let Sized {
             arithmetic,
-            blocks,
+            pages,
             bound,
         } = sized;
         let fields = vec![
@@ -103,8 +106,8 @@ impl<T: Target> Profiler<'_, T> {
             ),
             ("room", arithmetic.room.to_string()),
             ("mem_fraction", arithmetic.mem_fraction.to_string()),
-            ("bytes_per_block", arithmetic.block_bytes.to_string()),
-            ("tokens", self.spec.kv(*blocks).capacity_tokens().to_string()),
+            ("bytes_per_page", arithmetic.page_bytes.to_string()),
+            ("tokens", self.spec.kv(*pages).capacity_tokens().to_string()),
             ("bound", bound.name().to_owned()),
             ("clamped", arithmetic.clamped.to_string()),
         ];
@@ -112,22 +115,22 @@ impl<T: Target> Profiler<'_, T> {
     }
 
     /// The worst steps of `spec` with a KV cache of `kv` and an arena that grows.
-    pub(crate) fn probe(&mut self, spec: &ProfileSpec, kv: KvConfig) -> Result<Probed, Stop> {
+    pub(crate) fn probe(&mut self, phase: Phase, spec: &ProfileSpec, kv: KvConfig) -> Result<Probed, Stop> {
         let started = Instant::now();
         let config = StateConfig {
             kv,
             scratch: Scratch::Growable,
             canary_bytes: 0,
         };
-        let mut state = self.build(Phase::Probe, &config)?;
+        let mut state = self.build(phase, &config)?;
         let mut scenarios = Vec::new();
-        let stress = match self.stress(Phase::Probe, spec, kv, &mut state, &mut scenarios) {
+        let stress = match self.stress(phase, spec, kv, &mut state, &mut scenarios) {
             Ok(stress) => stress,
-            Err(stop) => return Err(self.give_up(Phase::Probe, Some(state), stop)),
+            Err(stop) => return Err(self.give_up(phase, Some(state), stop)),
         };
         let meters = self.target.meters();
-        let torn = self.tear_down(Phase::Probe, state).map_err(Stop::Failed);
-        self.agree(Phase::Probe, None, torn)?;
+        let torn = self.tear_down(phase, state).map_err(Stop::Failed);
+        self.agree(phase, None, torn)?;
         let measured = Measured {
             peak_reserved: meters.reserved_high,
             peak_used: meters.used_high,
@@ -135,7 +138,7 @@ impl<T: Target> Profiler<'_, T> {
             kv_tokens: kv.capacity_tokens(),
             scratch_bytes: stress.scratch_bytes,
         };
-        let fields = vec![
+        let mut fields = vec![
             ("kv_tokens", measured.kv_tokens.to_string()),
             ("kv_bytes", measured.kv_bytes.to_string()),
             ("peak_reserved", measured.peak_reserved.to_string()),
@@ -145,7 +148,16 @@ impl<T: Target> Profiler<'_, T> {
             ("left_out", stress.left_out.len().to_string()),
             ("seconds", seconds(started)),
         ];
-        self.log(Phase::Probe, fields);
+        if phase == Phase::Advise {
+            let limits = spec.limits;
+            fields.push((
+                "max_num_batched_tokens",
+                limits.max_num_batched_tokens.to_string(),
+            ));
+            fields.push(("max_num_seqs", limits.max_num_seqs.to_string()));
+            fields.push(("max_model_len", limits.max_model_len.to_string()));
+        }
+        self.log(phase, fields);
         Ok(Probed {
             measured,
             scenarios,
@@ -162,10 +174,10 @@ impl<T: Target> Profiler<'_, T> {
         for &divisor in parts {
             let spec = self.spec.part(divisor);
             let kv = spec.kv_of_tokens(spec.written_tokens());
-            if divisor == 1 && kv == self.spec.probe_kv() {
+            if divisor == 1 && kv == self.spec.measured_kv() {
                 continue;
             }
-            match or_exhausted(self.probe(&spec, kv)) {
+            match or_exhausted(self.probe(Phase::Probe, &spec, kv)) {
                 Ok(Ok(probed)) => {
                     part = Some((probed, spec));
                     break;
@@ -179,7 +191,7 @@ impl<T: Target> Profiler<'_, T> {
             Err(error) => return error,
         };
         let evidence = Evidence {
-            probe: part.as_ref().map(|(probed, spec)| (probed, spec)),
+            probe: part.as_ref().map(|(probed, spec)| (probed, spec.limits)),
             arithmetic: None,
             oom: Some(oom),
             last_tokens: None,

@@ -4,7 +4,7 @@ use crate::attempt::Validated;
 use crate::{Plan, Report};
 
 /// An engine state that has run the worst steps of its limits at its final size. [`profile`](crate::profile) makes it after
-/// a passed validation and nothing else does, so whoever holds one may serve.
+/// a passed validation and nothing else does, so holding one permits serving.
 #[derive(Debug)]
 #[must_use = "dropping the proof frees the state"]
 pub struct Proved<S> {

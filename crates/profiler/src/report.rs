@@ -2,9 +2,10 @@ mod suggestion;
 
 use std::time::Duration;
 
-use plimsoll_core::{Meters, StepLimits};
+use plimsoll_core::{Component, Meters};
 use serde::Serialize;
 
+use crate::attempt::Search;
 use crate::{
     Arithmetic, Attempt, Bound, Disabled, DiscardedPlan, GroupReport, LeftOut, Margins, Measured,
     ProfileSpec, ScenarioResult,
@@ -19,7 +20,7 @@ pub struct Report {
     /// Tokens the KV cache holds in every group of layers at once.
     pub kv_tokens: usize,
     /// Pages it has: with one group of layers, blocks.
-    pub kv_blocks: usize,
+    pub kv_pages: usize,
     /// Tokens per block.
     pub block_size: usize,
     /// Bytes of the KV cache.
@@ -46,11 +47,11 @@ pub struct Report {
     pub ready: Memory,
     /// The rank that reports, from 0.
     pub rank: usize,
-    /// Ranks that serve together, all with the same KV blocks.
+    /// Ranks that serve together, all with the same KV pages.
     pub ranks: usize,
     /// Where the numbers come from.
     pub origin: Origin,
-    /// A plan that was given and was of no use.
+    /// A plan of an earlier start that could not be used.
     pub discarded_plan: Option<DiscardedPlan>,
     /// Where the size was planned: relative difference of the proved peak to the one the plan predicts.
     pub plan_error: Option<f64>,
@@ -93,7 +94,7 @@ pub enum Origin {
 pub struct Memory {
     /// Capacity of the device.
     pub total: u64,
-    /// Used by nobody.
+    /// Free, as the device reports it.
     pub free: u64,
     /// Held by other processes.
     pub peers: u64,
@@ -140,6 +141,14 @@ impl From<&Meters> for Memory {
     }
 }
 
+impl Memory {
+    /// Bytes of one component.
+    pub(crate) fn bytes_of(&self, component: Component) -> u64 {
+        let line = self.components.iter().find(|line| line.name == component.name());
+        line.map_or(0, |line| line.bytes)
+    }
+}
+
 impl Report {
     /// Time of the slowest step of the proof.
     pub fn slowest_step(&self) -> Duration {
@@ -150,95 +159,59 @@ impl Report {
     }
 }
 
-/// What a finished profile hands to its report.
-pub(crate) struct Findings {
+/// What a finished profile hands to its report, beside its search.
+pub(crate) struct Start {
     pub(crate) baseline: Memory,
     pub(crate) ready: Memory,
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
-    pub(crate) bound: Bound,
-    pub(crate) origin: Origin,
-    pub(crate) discarded_plan: Option<DiscardedPlan>,
-    pub(crate) plan_error: Option<f64>,
-    pub(crate) probe: Option<(Measured, Vec<ScenarioResult>, Arithmetic)>,
-    pub(crate) attempts: Vec<Attempt>,
     pub(crate) left_out: Vec<LeftOut>,
-    pub(crate) kv_blocks: usize,
+    pub(crate) kv_pages: usize,
     pub(crate) seconds: f64,
 }
 
 impl Report {
-    pub(crate) fn new(spec: &ProfileSpec, findings: Findings) -> Self {
-        let StepLimits {
-            max_num_batched_tokens,
-            max_num_seqs,
-            max_model_len,
-        } = spec.limits;
-        let suggestions = suggestions(spec, &findings);
-        let Findings {
-            baseline,
-            ready,
-            rank,
-            ranks,
-            bound,
-            origin,
-            discarded_plan,
-            plan_error,
-            probe,
-            attempts,
-            left_out,
-            kv_blocks,
-            seconds,
-        } = findings;
-        let (probe, probe_scenarios, arithmetic) = match probe {
+    pub(crate) fn new(spec: &ProfileSpec, start: Start, search: Search) -> Self {
+        let suggestions = suggestions(spec, &start, &search);
+        let (probe, probe_scenarios, arithmetic) = match search.probe {
             Some((measured, scenarios, arithmetic)) => (Some(measured), scenarios, Some(arithmetic)),
             None => (None, Vec::new(), None),
         };
-        let component = |name: &str| {
-            ready
-                .components
-                .iter()
-                .find(|line| line.name == name)
-                .map_or(0, |l| l.bytes)
-        };
-        let kv_bytes = component("kv");
-        let kv = spec.kv(kv_blocks);
+        let kv = spec.kv(start.kv_pages);
         Self {
             kv_tokens: kv.capacity_tokens(),
-            kv_blocks,
+            kv_pages: start.kv_pages,
             block_size: spec.block_size.tokens(),
-            kv_bytes,
-            scratch_bytes: component("arena"),
-            bound,
-            max_model_len,
-            max_num_seqs,
-            max_num_batched_tokens,
+            kv_bytes: start.ready.bytes_of(Component::Kv),
+            scratch_bytes: start.ready.bytes_of(Component::Arena),
+            bound: search.bound,
+            max_model_len: spec.limits.max_model_len,
+            max_num_seqs: spec.limits.max_num_seqs,
+            max_num_batched_tokens: spec.limits.max_num_batched_tokens,
             groups: GroupReport::all(spec),
-            full_length_requests: kv.requests_of(max_model_len),
+            full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,
-            baseline,
-            ready,
-            rank,
-            ranks,
-            origin,
-            discarded_plan,
-            plan_error,
+            baseline: start.baseline,
+            ready: start.ready,
+            rank: start.rank,
+            ranks: start.ranks,
+            origin: search.origin,
+            discarded_plan: search.discarded_plan,
+            plan_error: search.plan_error,
             probe,
             probe_scenarios,
             arithmetic,
-            attempts,
-            left_out,
+            attempts: search.attempts,
+            left_out: start.left_out,
             disabled: spec.disabled.clone(),
             suggestions,
-            seconds,
+            seconds: start.seconds,
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_core::Component;
-
     use super::*;
 
     #[test]

@@ -149,32 +149,3 @@ pub struct Disabled {
     /// What is done instead, and why.
     pub reason: String,
 }
-
-/// Bytes in binary units, for people.
-pub(crate) fn human(bytes: u64) -> String {
-    match bytes {
-        0..1024 => format!("{bytes} B"),
-        1024..0x10_0000 => format!("{:.1} KiB", bytes as f64 / 1024.0),
-        0x10_0000..0x4000_0000 => format!("{:.1} MiB", bytes as f64 / 1048576.0),
-        _ => format!("{:.2} GiB", bytes as f64 / 1073741824.0),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_for_people() {
-        let cases = [
-            (0, "0 B"),
-            (1023, "1023 B"),
-            (1536, "1.5 KiB"),
-            (150 << 20, "150.0 MiB"),
-            (3 << 29, "1.50 GiB"),
-        ];
-        for (bytes, text) in cases {
-            assert_eq!(human(bytes), text);
-        }
-    }
-}

@@ -377,7 +377,7 @@ impl Shapes {
         blocks * self.kv.groups.pages_per_block()
     }
 
-    /// The tables of a row whose own pages follow the `written` ones of those before it. Contexts share what nobody writes, or
+    /// The tables of a row whose own pages follow the `written` ones of those before it. Contexts share the pages that no row writes, or
     /// all pages if everything is written.
     fn tables(&self, row: &Row, written: &mut usize, total_written: usize) -> Vec<GroupTable> {
         let block_size = self.kv.block_size;

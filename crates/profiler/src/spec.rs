@@ -84,6 +84,14 @@ impl ProfileSpec {
         self.kv_of_tokens(self.probe_tokens())
     }
 
+    /// The KV cache beside which steps are measured: the probe's, or, for a size that is pinned, no more than they write.
+    pub(crate) fn measured_kv(&self) -> KvConfig {
+        match self.size {
+            KvSize::Auto => self.probe_kv(),
+            KvSize::Tokens(_) | KvSize::Bytes(_) => self.kv_of_tokens(self.written_tokens()),
+        }
+    }
+
     /// Capacity of a KV cache that holds what any one step writes.
     pub(crate) fn written_tokens(&self) -> usize {
         let StepLimits {
@@ -162,16 +170,16 @@ impl ProfileSpec {
     }
 
     /// Pages of a size that is not the profile's to choose.
-    pub(crate) fn pinned_blocks(&self) -> Option<usize> {
+    pub(crate) fn pinned_pages(&self) -> Option<usize> {
         match self.size {
             KvSize::Auto => None,
             KvSize::Tokens(tokens) => Some(self.kv_of_tokens(tokens).num_pages),
-            KvSize::Bytes(bytes) => Some(usize::try_from(bytes / self.block_bytes()).unwrap_or(usize::MAX)),
+            KvSize::Bytes(bytes) => Some(usize::try_from(bytes / self.page_bytes()).unwrap_or(usize::MAX)),
         }
     }
 
     /// Pages that one request of `--max-model-len` needs, most of which it may hold while its prompt is computed.
-    pub(crate) fn request_blocks(&self) -> usize {
+    pub(crate) fn request_pages(&self) -> usize {
         let StepLimits {
             max_num_batched_tokens,
             max_model_len,
@@ -181,7 +189,7 @@ impl ProfileSpec {
     }
 
     /// Bytes of one page, as declared.
-    pub(crate) fn block_bytes(&self) -> u64 {
+    pub fn page_bytes(&self) -> u64 {
         let layers = self.groups.layers_per_page() as u64;
         layers * self.layer_bytes_per_token() * self.block_size.tokens() as u64
     }

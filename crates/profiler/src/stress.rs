@@ -9,8 +9,8 @@ use plimsoll_core::{
 use crate::profiler::Profiler;
 use crate::scenario::{LeftOut, Scenario, ScenarioKind, scenarios};
 use crate::{
-    Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, Progress, RankLost,
-    ScenarioResult, Target, Verdict,
+    Attempt, DiscardReason, DiscardedPlan, Outcome, Phase, ProfileError, ProfileSpec, RankLost,
+    ScenarioProgress, ScenarioResult, Target, Verdict,
 };
 
 /// Why a phase has no result.
@@ -80,7 +80,7 @@ impl Stop {
     }
 }
 
-/// Tells what a smaller size may cure from what ends everything.
+/// Separates running out of memory, which a smaller size may avoid, from errors that end the profile.
 pub(crate) fn or_exhausted<X>(result: Result<X, Stop>) -> Result<Result<X, Exhausted>, ProfileError> {
     match result {
         Ok(value) => Ok(Ok(value)),
@@ -150,7 +150,7 @@ pub(crate) struct Stress {
 }
 
 impl<T: Target> Profiler<'_, T> {
-    /// Hears from all ranks how it went, and goes by the worst.
+    /// Exchanges the outcome with all ranks; the worst one holds for all.
     pub(crate) fn agree(
         &mut self,
         phase: Phase,
@@ -160,7 +160,7 @@ impl<T: Target> Profiler<'_, T> {
         let verdict = here.as_ref().err().map_or(Verdict::Passed, Stop::verdict);
         let (worst, rank) = match (self.ranks.worst(verdict), &here) {
             (Ok(worst), _) => worst,
-            // The reason at hand says more than that nobody hears it.
+            // This rank's own error says more than that the others cannot be reached.
             (Err(_), Err(Stop::Failed(_))) => return here,
             (Err(lost), _) => return Err(lost.into()),
         };
@@ -178,7 +178,9 @@ impl<T: Target> Profiler<'_, T> {
         let before = self.target.meters();
         self.target.reset_high_water();
         let observer = &mut *self.observer;
-        let built = self.target.build(config, &mut |piece| observer.building(piece));
+        let built = self
+            .target
+            .build(config, &mut |progress| observer.building(progress));
         let built = built.map_err(|error| match error {
             BuildError::Oom(oom) => {
                 let nothing_left = self.check_nothing_left(phase, &before);
@@ -194,7 +196,7 @@ impl<T: Target> Profiler<'_, T> {
         match (self.agree(phase, None, here), state) {
             (Ok(()), Some(state)) => Ok(state),
             (Err(stop), state) => Err(self.give_up(phase, state, stop)),
-            (Ok(()), None) => unreachable!("who has no state does not agree"),
+            (Ok(()), None) => unreachable!("without a state there is no agreement"),
         }
     }
 
@@ -211,7 +213,7 @@ impl<T: Target> Profiler<'_, T> {
         let of = scenarios.len();
         let mut scratch_bytes = 0;
         for (done, Scenario { kind, plan }) in scenarios.into_iter().enumerate() {
-            self.observer.progress(Progress {
+            self.observer.progress(ScenarioProgress {
                 phase,
                 scenario: kind,
                 done,
@@ -219,7 +221,7 @@ impl<T: Target> Profiler<'_, T> {
             });
             let started = Instant::now();
             let stop = |error| Stop::of_step(phase, kind, error);
-            // Whoever finished a step that is not launched everywhere would wait for ever.
+            // A rank that finished a step that is not launched everywhere would wait for ever.
             let launched = state.launch(&plan).and_then(|()| match plan.awaits_masks() {
                 true => state.sample(&mut allow_all),
                 false => Ok(()),
@@ -245,7 +247,7 @@ impl<T: Target> Profiler<'_, T> {
         })
     }
 
-    /// Drops the states of all ranks, where they have one: if any leaks, that is what stops all. A device that failed may
+    /// Drops the states of all ranks that have one; a leak on any rank replaces the error of all. A device that failed may
     /// give nothing back, which is no leak.
     pub(crate) fn give_up(&mut self, phase: Phase, state: Option<T::State>, stop: Stop) -> Stop {
         let torn = match (&stop, state) {

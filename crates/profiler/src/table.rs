@@ -2,8 +2,9 @@
 
 use std::fmt::{self, Write};
 
+use plimsoll_core::human_bytes;
+
 use crate::report::Memory;
-use crate::results::human;
 use crate::{Bound, Compared, GroupReport, Prediction, Report};
 
 /// Cells of the bar.
@@ -40,7 +41,7 @@ impl Report {
     pub fn table(&self) -> String {
         let size = Size {
             tokens: self.kv_tokens,
-            blocks: self.kv_blocks,
+            blocks: self.kv_pages,
             block_size: self.block_size,
             groups: &self.groups,
             requests: self.full_length_requests,
@@ -56,7 +57,7 @@ impl Prediction {
     pub fn table(&self) -> String {
         let size = Size {
             tokens: self.kv_tokens,
-            blocks: self.kv_blocks,
+            blocks: self.kv_pages,
             block_size: self.block_size,
             groups: &self.groups,
             requests: self.full_length_requests,
@@ -127,7 +128,7 @@ pub fn comparison_table(compared: &[Compared]) -> String {
     {
         let number = |value: u64| match name.ends_with("tokens") {
             true => value.to_string(),
-            false => human(value),
+            false => human_bytes(value),
         };
         let error = error.map_or("-".to_owned(), |error| format!("{:+.2} %", error * 100.0));
         // Writing to a string cannot fail.
@@ -156,10 +157,10 @@ impl Memory {
                 "\n  {} {:<16}{:>12} {share:>6.1} %",
                 part.letter,
                 part.name,
-                human(part.bytes)
+                human_bytes(part.bytes)
             );
         }
-        let _ = write!(text, "\n    {:<16}{:>12}", "total", human(total));
+        let _ = write!(text, "\n    {:<16}{:>12}", "total", human_bytes(total));
         text
     }
 

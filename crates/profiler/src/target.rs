@@ -1,11 +1,11 @@
 use plimsoll_core::{BuildError, Executor, Meters, StateConfig};
 
-/// What a build comes to next.
+/// How far the build of a state is: sent again and again, so that a long build is told from one that hangs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Piece {
-    /// Some more of the memory.
+pub enum BuildProgress {
+    /// More of the memory is there.
     Memory,
-    /// A CUDA graph.
+    /// The next CUDA graph is captured.
     Graph {
         /// Graphs that are captured.
         done: usize,
@@ -22,15 +22,14 @@ pub trait Target {
     /// What serves once it is proved.
     type State: Executor;
 
-    /// Builds a state; `piece` hears of each of its pieces, so that a long build is told from one that hangs. On failure
-    /// everything taken so far must have been given back.
+    /// Builds a state and reports to `progress`. On failure everything taken so far must have been given back.
     ///
     /// # Errors
     /// [`BuildError::Oom`] if the device cannot hold it, [`BuildError::Device`] if it fails otherwise.
     fn build(
         &mut self,
         config: &StateConfig,
-        piece: &mut dyn FnMut(Piece),
+        progress: &mut dyn FnMut(BuildProgress),
     ) -> Result<Self::State, BuildError>;
 
     /// Reads the meters.

@@ -1,16 +1,17 @@
 //! A device that exists on paper: for proving the profiler against everything that goes wrong on real ones.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::{
-    BuildError, Component, ComponentBytes, Executor, FillMasks, Meters, Oom, RefusedBy, Run, Sampled,
-    Scratch, StateConfig, StepError, StepOutput, StepPlan,
+    BuildError, Component, ComponentBytes, Executor, FillMasks, KvConfig, Meters, Oom, RefusedBy, Run,
+    Sampled, Scratch, StateConfig, StepError, StepOutput, StepPlan,
 };
-use plimsoll_profiler::{Piece, Target};
+use plimsoll_profiler::{BuildProgress, Target};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::executor::garbage;
+use crate::executor::{check_tables, garbage};
 use crate::ranks::{Member, Seat};
 
 /// What a virtual device is like. Sizes are in bytes.
@@ -24,8 +25,8 @@ pub struct DeviceModel {
     pub weights: u64,
     /// Runtime, there from the start.
     pub runtime: u64,
-    /// One KV block.
-    pub block_bytes: u64,
+    /// One page of the KV cache.
+    pub page_bytes: u64,
     /// Inputs and outputs of a step, owned by a state.
     pub staging: u64,
     /// Step memory.
@@ -361,6 +362,7 @@ impl Drop for Block {
 #[derive(Debug)]
 pub struct VirtualState {
     device: VirtualDevice,
+    kv_config: KvConfig,
     scratch: Scratch,
     kv: Block,
     arena: Block,
@@ -378,8 +380,26 @@ impl VirtualState {
     }
 }
 
+/// Every run has its pages in every group, and no page is written twice.
+fn check_pages(kv: &KvConfig, plan: &StepPlan) -> Result<(), String> {
+    let mut written = HashSet::new();
+    for run in &plan.runs {
+        check_tables(kv, run, |group| group.first_block(kv.block_size, run.start))
+            .map_err(|broken| format!("{} {broken}", run.request))?;
+        let blocks = run.start / kv.block_size.tokens()..kv.block_size.blocks_for(run.end());
+        for (table, group) in run.tables.iter().zip(&kv.groups) {
+            let mut pages = blocks.clone().flat_map(|block| table.block(group, block));
+            if let Some(page) = pages.find(|page| !written.insert(page.0)) {
+                return Err(format!("page {} is written twice", page.0));
+            }
+        }
+    }
+    Ok(())
+}
+
 impl Executor for VirtualState {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
+        check_pages(&self.kv_config, plan).map_err(StepError::Failed)?;
         let (step, jitter) = self.device.pool().begin_step()?;
         let bytes = step.bytes(plan);
         if bytes > self.arena.bytes {
@@ -441,17 +461,17 @@ impl Target for VirtualDevice {
     fn build(
         &mut self,
         config: &StateConfig,
-        piece: &mut dyn FnMut(Piece),
+        piece: &mut dyn FnMut(BuildProgress),
     ) -> Result<VirtualState, BuildError> {
-        let (block_bytes, staging) = {
+        let (page_bytes, staging) = {
             let pool = self.pool();
-            (pool.model.block_bytes, pool.model.staging)
+            (pool.model.page_bytes, pool.model.staging)
         };
         let kv = self.allocate(
             Component::Kv,
-            block_bytes.saturating_mul(config.kv.num_pages as u64),
+            page_bytes.saturating_mul(config.kv.num_pages as u64),
         )?;
-        piece(Piece::Memory);
+        piece(BuildProgress::Memory);
         let arena = match config.scratch {
             Scratch::Fixed(bytes) => bytes,
             Scratch::Growable => 0,
@@ -463,6 +483,7 @@ impl Target for VirtualDevice {
             .transpose()?;
         Ok(VirtualState {
             device: self.clone(),
+            kv_config: config.kv,
             scratch: config.scratch,
             kv,
             arena,

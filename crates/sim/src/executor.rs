@@ -133,7 +133,7 @@ impl SimExecutor {
             if let Some(score) = &run.score {
                 check_score(run, score).map_err(|broken| format!("{id} {broken}"))?;
             }
-            self.check_tables(run)
+            check_tables(&self.config.kv, run, |group| self.first_block(group, run))
                 .map_err(|broken| format!("{id} {broken}"))?;
             let vocab_size = self.config.model.vocab_size();
             if matches!(&run.input, RunInput::Known(tokens) if tokens.iter().any(|&t| t as usize >= vocab_size))
@@ -146,26 +146,6 @@ impl SimExecutor {
         } else {
             self.check_sharing(plan)
         }
-    }
-
-    /// Each group has the blocks that the run reads and writes.
-    fn check_tables(&self, run: &Run) -> Result<(), String> {
-        let kv = &self.config.kv;
-        if run.tables.len() != kv.groups.as_slice().len() {
-            return Err(format!("has {} tables", run.tables.len()));
-        }
-        for (table, group) in run.tables.iter().zip(&kv.groups) {
-            let needed = self.first_block(group, run)..kv.block_size.blocks_for(run.end());
-            let held = table.first..table.end(group);
-            let whole = table.pages.len().is_multiple_of(group.pages_per_block);
-            if held.start > needed.start || held.end < needed.end || !whole {
-                return Err(format!("has blocks {held:?} of a {}, not {needed:?}", group.kind));
-            }
-            if let Some(page) = table.pages.iter().find(|page| page.index() >= kv.num_pages) {
-                return Err(format!("names page {}", page.0));
-            }
-        }
-        Ok(())
     }
 
     /// A page that a run writes is in no other table, of this step or of one in flight, and twice in none.
@@ -358,6 +338,29 @@ impl SimExecutor {
 }
 
 /// The first position that a query sees: by the definition, not as the scheduler has it.
+/// Each group has the blocks that the run reads and writes; `first_block` says where a group's begin.
+pub(crate) fn check_tables(
+    kv: &KvConfig,
+    run: &Run,
+    first_block: impl Fn(&CacheGroup) -> usize,
+) -> Result<(), String> {
+    if run.tables.len() != kv.groups.as_slice().len() {
+        return Err(format!("has {} tables", run.tables.len()));
+    }
+    for (table, group) in run.tables.iter().zip(&kv.groups) {
+        let needed = first_block(group)..kv.block_size.blocks_for(run.end());
+        let held = table.first..table.end(group);
+        let whole = table.pages.len().is_multiple_of(group.pages_per_block);
+        if held.start > needed.start || held.end < needed.end || !whole {
+            return Err(format!("has blocks {held:?} of a {}, not {needed:?}", group.kind));
+        }
+        if let Some(page) = table.pages.iter().find(|page| page.index() >= kv.num_pages) {
+            return Err(format!("names page {}", page.0));
+        }
+    }
+    Ok(())
+}
+
 fn first_seen(kind: CacheKind, query: usize) -> usize {
     let sees = |key: usize| match kind {
         CacheKind::Full => true,

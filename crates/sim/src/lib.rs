@@ -17,4 +17,4 @@ pub use executor::{Fault, SimConfig, SimExecutor, StepTime};
 pub use harness::{Report, simulate};
 pub use model::{Context, SimModel, oracle, pooled_oracle, score_oracle};
 pub use ranks::{Member, World};
-pub use workload::{Cancel, Workload};
+pub use workload::{Cancel, Workload, random_groups};

@@ -64,7 +64,7 @@ impl Workload {
         } else {
             rng.random_range(12..=80)
         };
-        let groups = groups(rng);
+        let groups = random_groups(rng);
         let num_pages = num_blocks * groups.pages_per_block();
         let kv = KvConfig {
             block_size,
@@ -130,7 +130,7 @@ impl Workload {
 }
 
 /// One kind of layers, or up to three with windows that no block size divides, in numbers that take several pages.
-fn groups(rng: &mut StdRng) -> CacheGroups {
+pub fn random_groups(rng: &mut StdRng) -> CacheGroups {
     if rng.random_bool(0.4) {
         return CacheGroups::default();
     }

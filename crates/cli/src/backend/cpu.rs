@@ -7,9 +7,9 @@ use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLi
 use plimsoll_device::Budget;
 use plimsoll_kernels::instruction_set;
 use plimsoll_model::{Model, Progress, Runner};
-use plimsoll_profiler::{ArenaUse, Disabled, Footprint, Piece, ScenarioShape};
+use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
 
-use super::predicted::{arena_use, holding, resized, step_size};
+use super::predicted::{arena_use, holding, step_size};
 use super::{
     Backend, CPU_DEFAULTS, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights,
 };
@@ -92,9 +92,9 @@ impl Weights for CpuWeights {
         &self,
         config: &StateConfig,
         limits: &StepLimits,
-        piece: &mut dyn FnMut(Piece),
+        piece: &mut dyn FnMut(BuildProgress),
     ) -> Result<Box<dyn EngineState>, BuildError> {
-        let touched = &mut || piece(Piece::Memory);
+        let touched = &mut || piece(BuildProgress::Memory);
         let state = self.model.build_state(config, limits, &self.budget, touched)?;
         Ok(Box::new(state))
     }
@@ -168,14 +168,6 @@ impl Footprint for CpuFootprint {
             model: Rc::clone(&self.model),
             limits: *limits,
             device: self.device,
-        })
-    }
-
-    fn on_device_of(&self, total: u64) -> Box<dyn Footprint> {
-        Box::new(Self {
-            model: Rc::clone(&self.model),
-            limits: self.limits,
-            device: resized(&self.device, total),
         })
     }
 }

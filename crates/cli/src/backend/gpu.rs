@@ -10,9 +10,9 @@ use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape};
 use plimsoll_model::{ModelConfig, Progress};
-use plimsoll_profiler::{ArenaUse, Disabled, Footprint, Piece, ScenarioKind, ScenarioShape};
+use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
 
-use super::predicted::{arena_use, holding, resized, step_size};
+use super::predicted::{arena_use, holding, step_size};
 use super::{Backend, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights};
 use crate::bytes::Bytes;
 use crate::error::Error;
@@ -213,9 +213,9 @@ impl Weights for GpuWeights {
         &self,
         config: &StateConfig,
         limits: &StepLimits,
-        piece: &mut dyn FnMut(Piece),
+        piece: &mut dyn FnMut(BuildProgress),
     ) -> Result<Box<dyn EngineState>, BuildError> {
-        let graphs = &mut |done, of| piece(Piece::Graph { done, of });
+        let graphs = &mut |done, of| piece(BuildProgress::Graph { done, of });
         let state = self.model.build_state(config, limits, self.options, graphs)?;
         Ok(Box::new(state))
     }
@@ -308,13 +308,6 @@ impl Footprint for PredictedGpu {
         Box::new(Self {
             model: Rc::new(self.model.for_limits(limits)),
             device: self.device,
-        })
-    }
-
-    fn on_device_of(&self, total: u64) -> Box<dyn Footprint> {
-        Box::new(Self {
-            model: Rc::clone(&self.model),
-            device: resized(&self.device, total),
         })
     }
 }

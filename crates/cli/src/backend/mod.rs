@@ -15,7 +15,7 @@ use plimsoll_core::{
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{GenerationConfig, ModelConfig, Progress};
-use plimsoll_profiler::{Disabled, Footprint, Piece, Target};
+use plimsoll_profiler::{BuildProgress, Disabled, Footprint, Target};
 use plimsoll_server::EmbeddingInfo;
 
 use crate::error::Error;
@@ -219,7 +219,7 @@ pub trait Weights: fmt::Debug + Send + Sync {
         &self,
         config: &StateConfig,
         limits: &StepLimits,
-        piece: &mut dyn FnMut(Piece),
+        piece: &mut dyn FnMut(BuildProgress),
     ) -> Result<Box<dyn EngineState>, BuildError>;
 }
 
@@ -246,7 +246,7 @@ impl Target for ProfiledBackend {
     fn build(
         &mut self,
         config: &StateConfig,
-        piece: &mut dyn FnMut(Piece),
+        piece: &mut dyn FnMut(BuildProgress),
     ) -> Result<Self::State, BuildError> {
         self.weights.build(config, &self.limits, piece)
     }

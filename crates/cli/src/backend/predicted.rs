@@ -21,16 +21,6 @@ pub(super) fn holding(device: &Meters, parts: &[(Component, u64)], slack: u64) -
     meters
 }
 
-/// The meters of a device of another size, with the same neighbours.
-pub(super) fn resized(device: &Meters, total: u64) -> Meters {
-    let peers = device.peers();
-    Meters {
-        total,
-        free: total.saturating_sub(device.reserved).saturating_sub(peers),
-        ..*device
-    }
-}
-
 pub(super) fn step_size(step: &ScenarioShape) -> StepSize {
     StepSize {
         tokens: step.tokens,

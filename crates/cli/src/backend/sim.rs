@@ -11,11 +11,11 @@ use plimsoll_core::{
 };
 use plimsoll_device::{Budget, Charge};
 use plimsoll_model::{EmbeddingConfig, GenerationConfig, Progress};
-use plimsoll_profiler::{ArenaUse, Footprint, Piece, ScenarioShape};
+use plimsoll_profiler::{ArenaUse, BuildProgress, Footprint, ScenarioShape};
 use plimsoll_server::EmbeddingInfo;
 use plimsoll_sim::{Fault, SimConfig, SimExecutor, SimModel, StepTime};
 
-use super::predicted::{holding, resized};
+use super::predicted::holding;
 use super::{Backend, CPU_DEFAULTS, Defaults, Device, EngineState, LoadedModel, ModelFacts, Weights};
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
@@ -241,7 +241,7 @@ impl Weights for SimWeights {
         &self,
         config: &StateConfig,
         limits: &StepLimits,
-        piece: &mut dyn FnMut(Piece),
+        piece: &mut dyn FnMut(BuildProgress),
     ) -> Result<Box<dyn EngineState>, BuildError> {
         let charge = |component, bytes| {
             ask(&self.asked, &self.faults)?;
@@ -266,7 +266,7 @@ impl Weights for SimWeights {
         });
         executor.allow_synthetic(true);
         for done in 0..GRAPHS {
-            piece(Piece::Graph { done, of: GRAPHS });
+            piece(BuildProgress::Graph { done, of: GRAPHS });
             thread::sleep(self.step_time.base);
         }
         Ok(Box::new(SimState {
@@ -332,11 +332,5 @@ impl Footprint for SimFootprint {
 
     fn for_limits(&self, _limits: &StepLimits) -> Box<dyn Footprint> {
         Box::new(Self { device: self.device })
-    }
-
-    fn on_device_of(&self, total: u64) -> Box<dyn Footprint> {
-        Box::new(Self {
-            device: resized(&self.device, total),
-        })
     }
 }

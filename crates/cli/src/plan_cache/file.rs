@@ -11,7 +11,7 @@ use super::key::hex;
 use crate::start::PhaseSeconds;
 
 /// What every file begins with; the number changes with the format.
-const MAGIC: &str = "plimsoll-profile 1 ";
+const MAGIC: &str = "plimsoll-profile 2 ";
 
 /// Plans have a few kilobytes; what is larger is none.
 const MAX_BYTES: u64 = 1 << 20;

@@ -240,7 +240,7 @@ fn a_damaged_file_is_a_miss() {
     let rewrite = |content: &str| {
         fs::write(
             &path,
-            format!("plimsoll-profile 1 {}\n{content}", key::hex(content.as_bytes())),
+            format!("plimsoll-profile 2 {}\n{content}", key::hex(content.as_bytes())),
         )
         .unwrap();
     };
@@ -260,7 +260,7 @@ fn a_damaged_file_is_a_miss() {
         assert!(reason.contains(problem), "{content}: {reason}");
     }
     let text = String::from_utf8(whole.clone()).unwrap();
-    fs::write(&path, text.replacen("profile 1", "profile 2", 1)).unwrap();
+    fs::write(&path, text.replacen("profile 2", "profile 1", 1)).unwrap();
     assert!(damaged("version").contains("another format"));
     fs::write(&path, vec![b' '; (1 << 20) + 1]).unwrap();
     assert!(damaged("length").contains("too long"));

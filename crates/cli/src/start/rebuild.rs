@@ -5,7 +5,8 @@ use std::sync::Arc;
 use plimsoll_core::Meters;
 use plimsoll_engine::{RebuildError, StateSource};
 use plimsoll_profiler::{
-    KvSize, Observer, PhaseRecord, Piece, ProfileError, ProfileSpec, Progress, Proved, Target, profile,
+    BuildProgress, KvSize, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, ScenarioProgress,
+    Target, profile,
 };
 use plimsoll_server::Memory;
 
@@ -89,11 +90,11 @@ impl Observer for Log<'_> {
         log_phase(record);
     }
 
-    fn building(&mut self, _piece: Piece) {
+    fn building(&mut self, _piece: BuildProgress) {
         (self.meanwhile)();
     }
 
-    fn progress(&mut self, _progress: Progress) {
+    fn progress(&mut self, _progress: ScenarioProgress) {
         (self.meanwhile)();
     }
 }
@@ -109,9 +110,9 @@ mod tests {
         let mut log = Log {
             meanwhile: &mut || moves += 1,
         };
-        log.building(Piece::Memory);
-        log.building(Piece::Graph { done: 0, of: 2 });
-        log.building(Piece::Graph { done: 1, of: 2 });
+        log.building(BuildProgress::Memory);
+        log.building(BuildProgress::Graph { done: 0, of: 2 });
+        log.building(BuildProgress::Graph { done: 1, of: 2 });
         assert_eq!(moves, 3);
     }
 }

@@ -314,7 +314,7 @@ async fn the_largest_size_that_is_named_is_the_largest() {
             .unwrap();
         // What the proof does not hold is the buffer for fragmentation; a pin may use it.
         let spare = ready.report.margins.min_fragmentation_bytes;
-        let block = ready.report.kv_bytes / ready.report.kv_blocks as u64;
+        let block = ready.report.kv_bytes / ready.report.kv_pages as u64;
         stop(ready, &budget).await;
         let beyond = named + (spare / block + 2) as usize * 16 + (64 << 10) / block as usize * 16;
         assert_eq!(largest(&format!("--max-total-token-num {beyond}")), named);

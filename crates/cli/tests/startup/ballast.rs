@@ -116,13 +116,13 @@ pub(crate) fn assert_justified(report: &Value, name: &str) {
         .sum();
     let room = number(&sum["total"]).saturating_sub(taken);
     let budget = room as f64 * sum["mem_fraction"].as_f64().unwrap();
-    let justified = budget as u64 / number(&sum["block_bytes"]);
+    let justified = budget as u64 / number(&sum["page_bytes"]);
     let retries = report["attempts"].as_array().unwrap().len() as i32 - 1;
     let (least, most) = (
         (justified as f64 * 0.95_f64.powi(retries)) as u64 - 1,
         justified + 1,
     );
-    let blocks = number(&report["kv_blocks"]);
+    let blocks = number(&report["kv_pages"]);
     assert!(
         (least..=most).contains(&blocks),
         "{name}: {blocks} blocks, {justified} justified\n{report:#}"

@@ -122,11 +122,11 @@ fn justified(arithmetic: &Arithmetic) -> usize {
         canary,
         fragmentation_buffer,
         mem_fraction,
-        block_bytes,
+        page_bytes,
         ..
     } = *arithmetic;
     let room = total - non_kv - peers - canary - fragmentation_buffer;
-    ((room as f64 * mem_fraction) as u64 / block_bytes) as usize
+    ((room as f64 * mem_fraction) as u64 / page_bytes) as usize
 }
 
 /// Checks that the KV cache is what its own meters justify, within one block, or for each retry 5 % less.
@@ -137,7 +137,7 @@ fn assert_justified(report: &Report, name: &str) {
     assert_eq!(report.attempts.last().unwrap().outcome, Outcome::Proved, "{name}");
     assert!(report.attempts.len() <= 4, "{name}");
     let last = report.attempts.last().unwrap().kv_tokens / tokens;
-    assert_eq!(last, report.kv_blocks, "{name}");
+    assert_eq!(last, report.kv_pages, "{name}");
     // The sum is that of the attempt that followed it; cuts come after.
     let cuts = (0..4)
         .find(|&cuts| (justified as f64 * 0.95_f64.powi(cuts) - last as f64).abs() <= 1.0 + f64::from(cuts));
@@ -209,16 +209,16 @@ async fn a_neighbour_costs_what_it_takes() {
         assert_eq!(ready.report.attempts.len(), 1);
         assert_eq!(ready.report.baseline.peers, bytes);
         blocks.push((
-            ready.report.kv_blocks as u64,
-            ready.report.arithmetic.as_ref().unwrap().block_bytes,
+            ready.report.kv_pages as u64,
+            ready.report.arithmetic.as_ref().unwrap().page_bytes,
         ));
         stop(ready, &budget).await;
     }
-    let [(alone, block_bytes), (beside, _)] = blocks[..] else {
+    let [(alone, page_bytes), (beside, _)] = blocks[..] else {
         panic!("two starts")
     };
     assert!(
-        (alone - beside).abs_diff((4 << 20) / block_bytes) <= 1,
+        (alone - beside).abs_diff((4 << 20) / page_bytes) <= 1,
         "{blocks:?}"
     );
 }

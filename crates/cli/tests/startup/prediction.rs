@@ -5,12 +5,13 @@ use std::sync::Arc;
 use clap::Parser;
 use plimsoll_cli::Error;
 use plimsoll_cli::args::{Cli, Command};
-use plimsoll_cli::backend::CpuBackend;
+use plimsoll_cli::backend::{Backend, CpuBackend, SimBackend};
 use plimsoll_cli::plan_cache::PlanCache;
 use plimsoll_cli::settings::EngineSettings;
-use plimsoll_cli::start::predict;
+use plimsoll_cli::source::Source;
+use plimsoll_cli::start::{Loaded, StartTimes, predict};
 use plimsoll_device::Budget;
-use plimsoll_profiler::{Bound, Prediction, ProfileError, Report, Setting};
+use plimsoll_profiler::{Bound, Cause, Prediction, ProfileError, Report, Setting};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -18,9 +19,12 @@ use serde_json::json;
 use crate::Model;
 
 /// The prediction and the measurement of the same start.
-fn both(model: &Model, flags: &str, bytes: u64) -> (Result<Prediction, Error>, Result<Report, Error>) {
-    let argv = ["plimsoll", "profile", "--load-format", "dummy", "--threads", "2"];
-    let argv = argv.into_iter().chain(flags.split_whitespace());
+fn both(source: &Source, flags: &str, bytes: u64) -> (Result<Prediction, Error>, Result<Report, Error>) {
+    let argv: &[&str] = match source {
+        Source::Sim => &["plimsoll", "profile", "sim"],
+        Source::Files { .. } => &["plimsoll", "profile", "--load-format", "dummy", "--threads", "2"],
+    };
+    let argv = argv.iter().copied().chain(flags.split_whitespace());
     let settings = match Cli::try_parse_from(argv).unwrap().command {
         Command::Profile(args) => EngineSettings::new(args.engine).unwrap(),
         other => panic!("not profile: {other:?}"),
@@ -29,9 +33,15 @@ fn both(model: &Model, flags: &str, bytes: u64) -> (Result<Prediction, Error>, R
         plans: PlanCache::off(),
         ..settings
     });
-    let backend = || CpuBackend::new(model.dir.path(), &settings, Budget::new(bytes));
-    let predicted = predict(&settings, &backend());
-    let loaded = model.load_on(&settings, Arc::new(backend()));
+    let backend = || -> Arc<dyn Backend> {
+        let budget = Budget::new(bytes);
+        match source {
+            Source::Sim => Arc::new(SimBackend::new(&settings, budget)),
+            Source::Files { model, .. } => Arc::new(CpuBackend::new(model, &settings, budget)),
+        }
+    };
+    let predicted = predict(&settings, &*backend());
+    let loaded = Loaded::new(source, &settings, backend(), &StartTimes::begin());
     let proved = loaded.and_then(|loaded| loaded.prove());
     (predicted, proved.map(|proof| proof.report().clone()))
 }
@@ -79,7 +89,8 @@ fn the_prediction_is_what_the_profile_measures() {
         let (flags, bytes) = random_flags(&mut rng);
         let context = format!("seed {seed}: {flags}, {bytes} bytes, {config}");
         let model = Model::of(&config);
-        match both(&model, &flags, bytes) {
+        let source = model.source();
+        match both(&source, &flags, bytes) {
             (Ok(prediction), Ok(report)) => {
                 compare(&prediction, &report, &context);
                 fit += 1;
@@ -89,7 +100,8 @@ fn the_prediction_is_what_the_profile_measures() {
             (Err(predicted), Err(measured)) => {
                 assert_eq!((predicted.exit_code(), measured.exit_code()), (4, 4), "{context}");
                 unfit += 1;
-                advised += follow(&predicted, &model, &flags, bytes, &context);
+                advised += follow(&predicted, &source, &flags, bytes, &context);
+                follow(&measured, &source, &flags, bytes, &context);
             }
             (predicted, measured) => panic!("{context}: {predicted:?} but {measured:?}"),
         }
@@ -100,24 +112,75 @@ fn the_prediction_is_what_the_profile_measures() {
     );
 }
 
-/// Each advice of a prediction starts when it is followed; returns how many there were.
-fn follow(error: &Error, model: &Model, flags: &str, bytes: u64, context: &str) -> usize {
-    let Error::Predicted(error) = error else {
-        panic!("{context}: {error:?}")
+/// The same for the simulated model.
+#[test]
+fn what_is_advised_for_the_simulated_model_fits_and_little_more_does() {
+    let mut advised = 0;
+    for seed in (0..60).chain([rand::random()]) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let seqs = rng.random_range(1..200);
+        let flags = format!(
+            "--max-num-seqs {seqs} --max-num-batched-tokens {} --max-model-len {} --mem-fraction {}",
+            rng.random_range(seqs..10_000),
+            rng.random_range(1..40_000),
+            rng.random_range(0.3..1.0),
+        );
+        let bytes = rng.random_range(100..800) << 20;
+        let context = format!("seed {seed}: {flags}, {bytes} bytes");
+        match both(&Source::Sim, &flags, bytes) {
+            (Ok(prediction), Ok(report)) => compare(&prediction, &report, &context),
+            (Err(predicted), Err(measured)) => {
+                for error in [predicted, measured] {
+                    advised += follow(&error, &Source::Sim, &flags, bytes, &context);
+                }
+            }
+            (predicted, measured) => panic!("{context}: {predicted:?} but {measured:?}"),
+        }
+    }
+    assert!(advised > 40, "{advised}");
+}
+
+/// Each advice starts when it is followed; returns how many there were. With 2 % less memory or a longer context it does
+/// not, where the whole step was measured or computed.
+fn follow(error: &Error, source: &Source, flags: &str, bytes: u64, context: &str) -> usize {
+    let (error, predicted) = match error {
+        Error::Predicted(error) => (&**error, true),
+        error => (error, false),
     };
     // Weights that do not fit have no advice but other weights.
-    let Error::Profile(ProfileError::DoesNotFit(diagnostic)) = &**error else {
+    let Error::Profile(ProfileError::DoesNotFit(diagnostic)) = error else {
         return 0;
     };
-    for knob in &diagnostic.knobs {
-        let device = knob.settings.iter().find_map(|setting| match setting {
+    let whole = predicted || diagnostic.cause == Cause::ContextDoesNotFit;
+    let start = |settings: &[Setting]| {
+        let device = settings.iter().find_map(|setting| match setting {
             Setting::DeviceMemory(bytes) => Some(*bytes),
             _ => None,
         });
-        let flags = format!("{flags} {}", knob.flags());
-        let (predicted, measured) = both(model, &flags, device.unwrap_or(bytes));
+        let settings: Vec<_> = settings.iter().map(Setting::to_string).collect();
+        let flags = format!("{flags} {}", settings.join(" "));
+        both(source, &flags, device.unwrap_or(bytes))
+    };
+    for knob in &diagnostic.knobs {
+        let (predicted, measured) = start(&knob.settings);
         assert!(predicted.is_ok(), "{context}: {knob:?}: {predicted:?}");
         assert!(measured.is_ok(), "{context}: {knob:?}: {measured:?}");
+        let more = match knob.settings[..] {
+            [Setting::DeviceMemory(bytes)] if !flags.contains("--max-total-token-num") => {
+                Setting::DeviceMemory(bytes - bytes / 50)
+            }
+            [Setting::MaxModelLen(len)] => Setting::MaxModelLen(len + (len / 50).max(32)),
+            _ => continue,
+        };
+        let (predicted, measured) = start(&[more]);
+        assert!(
+            !whole || predicted.is_err(),
+            "{context}: {more} is enough: {predicted:?}"
+        );
+        assert!(
+            !whole || measured.is_err(),
+            "{context}: {more} is enough: {measured:?}"
+        );
     }
     diagnostic.knobs.len()
 }
@@ -174,7 +237,7 @@ fn random_config(rng: &mut StdRng) -> String {
 #[test]
 fn parts_sum_to_what_the_device_reports_used() {
     let (_, report) = both(
-        &Model::new(),
+        &Model::new().source(),
         "--max-num-seqs 4 --max-num-batched-tokens 32 --max-model-len 256",
         24 << 20,
     );

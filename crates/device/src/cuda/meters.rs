@@ -26,7 +26,7 @@ struct Readings {
 }
 
 impl Gpu {
-    /// What a failed call means that needs `bytes` for `component`; 0 where nobody knows how many.
+    /// What a failed call means that needs `bytes` for `component`; 0 where that is not known.
     pub fn failed(&self, component: Component, bytes: u64, error: GpuError) -> DeviceError {
         if !error.is_out_of_memory() {
             return DeviceError::Gpu(error);
@@ -111,7 +111,7 @@ impl Gpu {
     }
 
     /// Destroys graphs with `work`. What the driver keeps of their memory, all of it on an H200, stays charged: it is for the
-    /// next graphs, and nobody else's.
+    /// next graphs, and no other process's.
     ///
     /// # Errors
     /// [`GpuError`] of the driver.
@@ -128,7 +128,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Bytes in use that are not in the account: neighbours, and what the driver took since the last look.
+    /// Bytes in use that are not in the account: other processes, and what the driver took since the last look.
     fn unclaimed(&self) -> Result<u64, GpuError> {
         let info = self.memory_info()?;
         let held = combine(self.budget().meters(), &self.readings()?).reserved;

@@ -158,11 +158,11 @@ mod tests {
         }));
         let held =
             || [Component::Runtime, Component::Graphs].map(|part| budget.meters().by_component.get(part));
-        // Beside a neighbour of 100 bytes, the runtime loads 50, and graphs take 46.
+        // Beside another process of 100 bytes, the runtime loads 50, and graphs take 46.
         runtime.settle(&budget, 150);
         runtime.settle_graphs(&budget, 146).unwrap();
         assert_eq!(held(), [50, 46]);
-        // The driver keeps all of it; so the next ones take nothing, and nothing is the neighbour's.
+        // The driver keeps all of it; so the next ones take nothing, and nothing is the other process's.
         runtime.graphs_returned(&budget, 0);
         runtime.settle(&budget, 100);
         runtime.settle_graphs(&budget, 100).unwrap();

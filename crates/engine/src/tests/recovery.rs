@@ -10,7 +10,7 @@ use plimsoll_core::{
     BlockSize, BuildError, Component, FinishReason, Limits, Meters, Oom, RefusedBy, Request, RequestOptions,
     SamplingOptions, StateConfig, StepError, StepLimits,
 };
-use plimsoll_profiler::{KvSize, Margins, Piece, ProfileError, ProfileSpec, Proved, Target, profile};
+use plimsoll_profiler::{BuildProgress, KvSize, Margins, ProfileError, ProfileSpec, Proved, Target, profile};
 use plimsoll_scheduler::{Scheduler, SchedulerConfig};
 use tokio::sync::oneshot;
 
@@ -65,7 +65,7 @@ impl Device {
 impl Target for Device {
     type State = Fake;
 
-    fn build(&mut self, config: &StateConfig, _: &mut dyn FnMut(Piece)) -> Result<Fake, BuildError> {
+    fn build(&mut self, config: &StateConfig, _: &mut dyn FnMut(BuildProgress)) -> Result<Fake, BuildError> {
         if config.kv.capacity_tokens() > self.room.load(Ordering::SeqCst) {
             return Err(oom().into());
         }

@@ -1,6 +1,6 @@
 use std::collections::HashSet;
 
-use plimsoll_core::{BlockSize, CacheGroups};
+use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -150,16 +150,17 @@ fn plans_are_legal_under_any_limits() {
         let limits = limits(up_to(700), up_to(60), up_to(900));
         let block_size = BlockSize::new([8, 16, 32][up_to(3) - 1]).unwrap();
         let vocab = up_to(300);
-        let spec = ProfileSpec::new(limits, vocab, block_size, 1);
-        let request = spec.request_blocks();
-        let probe = block_size.blocks_for(spec.probe_tokens());
-        let final_size = request + up_to(200) - 1;
-        for num_blocks in [probe, final_size] {
-            let kv = KvConfig {
-                block_size,
-                num_pages: num_blocks,
-                groups: CacheGroups::default(),
-            };
+        let mut spec = ProfileSpec::new(limits, vocab, block_size, 1);
+        let kinds = [
+            CacheKind::Full,
+            CacheKind::Window(up_to(100)),
+            CacheKind::Window(up_to(900)),
+        ];
+        let layers: Vec<_> = (0..up_to(6)).map(|_| kinds[up_to(3) - 1]).collect();
+        spec.groups = CacheLayout::new(&layers, 1000).unwrap().groups;
+        let probe = spec.probe_kv();
+        let final_size = spec.kv(spec.request_pages() + up_to(200) - 1);
+        for kv in [probe, final_size] {
             let (all, left_out) = scenarios(&limits, vocab, kv, None);
             let (sizes, left_out_sizes) = scenario_shapes(&limits, kv, None);
             assert_eq!(
@@ -179,7 +180,7 @@ fn plans_are_legal_under_any_limits() {
                 assert_eq!((size.sampled(), size.scored()), read, "seed {seed}, {kind}");
                 check(plan, &limits, kv, vocab, &format!("seed {seed}, {kind}"));
             }
-            if num_blocks == probe {
+            if kv == probe {
                 let most = all
                     .iter()
                     .map(|scenario| scenario.plan.num_tokens())
@@ -209,20 +210,24 @@ fn check(plan: &StepPlan, limits: &StepLimits, kv: KvConfig, vocab: usize, conte
             !run.input.is_empty() && run.end() <= limits.max_model_len,
             "{context}"
         );
-        assert_eq!(
-            run.tables[0].pages.len(),
-            block_size.blocks_for(run.end()),
-            "{context}"
-        );
-        assert!(
-            run.tables[0]
-                .pages
-                .iter()
-                .all(|block| block.index() < kv.num_pages),
-            "{context}"
-        );
-        for block in &run.tables[0].pages[run.start / block_size.tokens()..] {
-            assert!(written.insert(*block), "{context}: {block:?} is written twice");
+        assert_eq!(run.tables.len(), kv.groups.as_slice().len(), "{context}");
+        for (table, group) in run.tables.iter().zip(&kv.groups) {
+            // Whole blocks, from the first that the first query sees.
+            let seen = group.first_block(block_size, run.start);
+            let blocks = block_size.blocks_for(run.end()) - seen;
+            assert_eq!(
+                (table.first, table.pages.len()),
+                (seen, blocks * group.pages_per_block),
+                "{context}"
+            );
+            assert!(
+                table.pages.iter().all(|page| page.index() < kv.num_pages),
+                "{context}"
+            );
+            let own = (run.start / block_size.tokens() - seen) * group.pages_per_block;
+            for page in &table.pages[own..] {
+                assert!(written.insert(*page), "{context}: {page:?} is written twice");
+            }
         }
         let RunInput::Known(tokens) = &run.input else {
             panic!("{context}")

@@ -12,7 +12,7 @@ use plimsoll_core::{
     StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_engine::{EngineConfig, EngineHandle, RebuildError, StateSource};
-use plimsoll_profiler::{KvSize, Margins, Piece, ProfileSpec, Proved, Target, profile};
+use plimsoll_profiler::{BuildProgress, KvSize, Margins, ProfileSpec, Proved, Target, profile};
 use plimsoll_server::{
     AnswerStyle, AppState, EmbeddingInfo, GenerationDefaults, Memory, ModelInfo, ServerOptions, StartNumbers,
     router,
@@ -140,7 +140,11 @@ struct Device {
 impl Target for Device {
     type State = Rigged;
 
-    fn build(&mut self, config: &StateConfig, _: &mut dyn FnMut(Piece)) -> Result<Rigged, BuildError> {
+    fn build(
+        &mut self,
+        config: &StateConfig,
+        _: &mut dyn FnMut(BuildProgress),
+    ) -> Result<Rigged, BuildError> {
         let bytes = config.kv.capacity_tokens() as u64 * BYTES_PER_TOKEN;
         if self.script.full.load(Ordering::SeqCst) {
             return Err(oom(&self.script, bytes).into());

@@ -46,7 +46,7 @@ pub(crate) const PROFILE_MUTATIONS: [Mutation; 22] = [
     ),
     bug(
         "a leak of the probe elsewhere is not heard of",
-        &[edit(PROBE, "«self.agree(Phase::Probe, None, torn)?;»", "torn?;")],
+        &[edit(PROBE, "«self.agree(phase, None, torn)?;»", "torn?;")],
     ),
     bug(
         "want of memory is fatal",
@@ -74,13 +74,13 @@ pub(crate) const PROFILE_MUTATIONS: [Mutation; 22] = [
     ),
     bug(
         "each rank has a size of its own",
-        &[edit(PROBE, "let blocks = «self.ranks.min(own)?»;", "own")],
+        &[edit(PROBE, "let pages = «self.ranks.min(own)?»;", "own")],
     ),
     bug(
         "a planned size forgets its cuts",
         &[edit(
             PROBE,
-            "let own = shrunk(arithmetic.blocks, «cuts»);",
+            "let own = shrunk(arithmetic.pages, «cuts»);",
             "cuts * 0",
         )],
     ),
@@ -96,7 +96,7 @@ pub(crate) const PROFILE_MUTATIONS: [Mutation; 22] = [
         "a planned size need not hold one request",
         &[edit(
             PHASES,
-            "if «sized.blocks < self.spec.request_blocks()» {",
+            "if «sized.pages < self.spec.request_pages()» {",
             "false",
         )],
     ),
@@ -104,7 +104,7 @@ pub(crate) const PROFILE_MUTATIONS: [Mutation; 22] = [
         "a size need not hold one request",
         &[edit(
             PHASES,
-            "if «blocks < self.spec.request_blocks()» {\n                break;",
+            "if «pages < self.spec.request_pages()» {\n                break;",
             "false",
         )],
     ),
@@ -136,8 +136,8 @@ pub(crate) const PROFILE_MUTATIONS: [Mutation; 22] = [
         "each rank has a pinned size of its own",
         &[edit(
             PINNED,
-            "let blocks = «self.ranks.min(self.spec.pinned_blocks().unwrap_or(0))?»;",
-            "self.spec.pinned_blocks().unwrap_or(0)",
+            "let pages = «self.ranks.min(self.spec.pinned_pages().unwrap_or(0))?»;",
+            "self.spec.pinned_pages().unwrap_or(0)",
         )],
     ),
     bug(

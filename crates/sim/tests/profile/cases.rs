@@ -1,9 +1,9 @@
 //! Random servers: too small, lying, fragmenting, leaking, broken, shared with neighbours that come, grow and go; alone or of
 //! several ranks that differ; started afresh or from plans that are right, stale or nonsense.
 
-use plimsoll_core::{BlockSize, StepLimits};
+use plimsoll_core::{BlockSize, CacheGroups, StepLimits};
 use plimsoll_profiler::{KvSize, Margins, MemFraction, Plan, ProfileSpec};
-use plimsoll_sim::{DeviceModel, StepMemory};
+use plimsoll_sim::{DeviceModel, StepMemory, random_groups};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -14,7 +14,7 @@ use crate::check::plans;
 /// A server to start.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
-    /// The same on every rank but for the plan and the bytes of a block.
+    /// The same on every rank but for the plan and the bytes of a page.
     pub(crate) spec: ProfileSpec,
     pub(crate) ranks: Vec<RankCase>,
     /// What the plans are worth, if there are any.
@@ -85,8 +85,7 @@ impl Case {
         };
         let total = rng.random_range(64..4096) * MIB;
         let spec = random_spec(rng, total);
-        let block_bytes = spec.kv_bytes_per_token * spec.block_size.tokens() as u64;
-        let first = random_device(rng, total, block_bytes);
+        let first = random_device(rng, total, spec.page_bytes());
         let calm = rng.random_bool(0.4);
         let ranks = (0..count).map(|rank| RankCase {
             device: match rank {
@@ -149,8 +148,10 @@ fn random_spec(rng: &mut StdRng, total: u64) -> ProfileSpec {
         max_num_seqs: up_to(rng, [1, 20, 200]),
         max_model_len: up_to(rng, [40, 900, 6000]),
     };
-    let (vocab, token_bytes) = (rng.random_range(1..500), rng.random_range(1..40 << 10));
+    let vocab = rng.random_range(1..500);
+    let (groups, token_bytes) = random_layers(rng);
     let mut spec = ProfileSpec::new(limits, vocab, block_size, token_bytes);
+    spec.groups = groups;
     spec.size = match rng.random_range(0..5) {
         0 => KvSize::Tokens(rng.random_range(1..200_000)),
         1 => KvSize::Bytes(rng.random_range(0..=total)),
@@ -162,6 +163,13 @@ fn random_spec(rng: &mut StdRng, total: u64) -> ProfileSpec {
         spec.margins = Margins::scaled_to(total);
     }
     spec
+}
+
+/// One to three groups, and the bytes of a token in all their layers.
+pub(crate) fn random_layers(rng: &mut StdRng) -> (CacheGroups, u64) {
+    let groups = random_groups(rng);
+    let layers = groups.iter().map(|group| group.layers as u64).sum::<u64>();
+    (groups, layers * rng.random_range(1..=(40 << 10) / layers))
 }
 
 fn random_step(rng: &mut StdRng) -> StepMemory {
@@ -182,7 +190,7 @@ fn random_step(rng: &mut StdRng) -> StepMemory {
     }
 }
 
-fn random_device(rng: &mut StdRng, total: u64, block_bytes: u64) -> DeviceModel {
+fn random_device(rng: &mut StdRng, total: u64, page_bytes: u64) -> DeviceModel {
     let part = |rng: &mut StdRng, odds: f64, divisor: u64| match rng.random_bool(odds) {
         true => rng.random_range(0..=total / divisor),
         false => 0,
@@ -204,7 +212,7 @@ fn random_device(rng: &mut StdRng, total: u64, block_bytes: u64) -> DeviceModel 
         runtime: rng.random_range(0..total / 16),
         lazy_runtime: part(rng, 0.3, 16),
         slack: part(rng, 0.3, 32),
-        block_bytes,
+        page_bytes,
         staging: rng.random_range(0..MIB),
         step: random_step(rng),
         granularity: *[1, 64 << 10, 2 * MIB, 20 * MIB].choose(rng).unwrap(),
@@ -241,7 +249,7 @@ fn vary(rng: &mut StdRng, device: &DeviceModel) -> DeviceModel {
         2 => other.peers = rng.random_range(0..=device.total / 4),
         3 => other.missing = rng.random_range(0..=device.total / 4),
         // Another share of the layers.
-        4 => other.block_bytes = device.block_bytes * 2,
+        4 => other.page_bytes = device.page_bytes * 2,
         _ => {}
     }
     if device.leak_at.is_some() || device.broken_step.is_some() {
@@ -262,7 +270,7 @@ fn damage(rng: &mut StdRng, plan: &mut Plan) {
     };
     let measured = &mut plan.probe.measured;
     match rng.random_range(0..10) {
-        0 => plan.kv_blocks = wrong(rng, plan.kv_blocks as u64) as usize,
+        0 => plan.kv_pages = wrong(rng, plan.kv_pages as u64) as usize,
         1 => plan.cuts = wrong(rng, u64::from(plan.cuts)) as u32,
         2 => plan.probe.weights = wrong(rng, plan.probe.weights),
         3 => plan.probe.runtime = wrong(rng, plan.probe.runtime),

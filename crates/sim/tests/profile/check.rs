@@ -2,10 +2,10 @@
 
 use std::thread;
 
-use plimsoll_core::{Component, Executor, Meters, StepError};
+use plimsoll_core::{Component, Executor, KvConfig, Meters, StepError};
 use plimsoll_profiler::{
     Bound, Cause, Diagnostic, KvSize, Observer, Origin, Outcome, Phase, PhaseRecord, Plan, ProfileError,
-    ProfileSpec, Progress, Proved, RankLost, Ranks, Report, ScenarioKind, Solo, Target, Verdict,
+    ProfileSpec, Proved, RankLost, Ranks, Report, ScenarioKind, ScenarioProgress, Solo, Target, Verdict,
     profile_rank, scenarios,
 };
 use plimsoll_sim::{Member, VirtualDevice, VirtualState, World};
@@ -77,7 +77,7 @@ impl Observer for Watch {
         self.phases.push(record.phase);
     }
 
-    fn progress(&mut self, progress: Progress) {
+    fn progress(&mut self, progress: ScenarioProgress) {
         self.steps.push((progress.phase, progress.scenario));
     }
 }
@@ -91,9 +91,11 @@ struct RankEnd {
 }
 
 fn spec(case: &Case, rank: &RankCase) -> ProfileSpec {
+    // A rank with pages of twice the size has twice the heads.
+    let heads = rank.device.page_bytes / case.spec.page_bytes();
     ProfileSpec {
         plan: rank.plan.clone(),
-        kv_bytes_per_token: rank.device.block_bytes / case.spec.block_size.tokens() as u64,
+        kv_bytes_per_token: case.spec.kv_bytes_per_token * heads,
         ..case.spec.clone()
     }
 }
@@ -207,11 +209,11 @@ pub(crate) fn check(case: &Case, reduction: Reduction) -> Result<End, String> {
     }
     for (index, (rank, rank_end)) in case.ranks.iter().zip(ends).enumerate() {
         let in_rank = |what| format!("rank {index}: {what}");
-        // The probe, its parts, a plan's attempt and four of two passes; and for the advice at most four tries each of three
-        // limits, and forty sizes beside the step and each of its parts.
-        let (steps, tries) = (rank_end.watch.steps.len(), 4 * 3 + 40 * (1 + 5));
+        // The probe, its parts, a plan's attempt and four of two passes; and for the advice at most a dozen values of each of
+        // three limits, a few contexts, and the parts again.
+        let (steps, tries) = (rank_end.watch.steps.len(), 12 * 3 + 8 + 5);
         ensure!(
-            steps <= 6 * (1 + 5 + 1 + 2 * (4 + tries)),
+            steps <= 6 * (1 + 5 + 1 + 2 * 4 + tries),
             "rank {index}: {steps} steps"
         );
         match rank_end.result {
@@ -226,7 +228,7 @@ pub(crate) fn check(case: &Case, reduction: Reduction) -> Result<End, String> {
                 );
                 let report = proved.report();
                 check_report(report, case).map_err(in_rank)?;
-                end.blocks = report.kv_blocks;
+                end.blocks = report.kv_pages;
                 end.attempts = end.attempts.max(report.attempts.len());
                 end.cached |= matches!(report.origin, Origin::Cached { .. });
                 end.discarded |= report.discarded_plan.is_some();
@@ -322,9 +324,20 @@ fn check_report(report: &Report, case: &Case) -> Result<(), String> {
     // A pinned size stays what it is, with an arena that no longer grows.
     let auto = spec.size == KvSize::Auto;
     let mut pairs = report.attempts.windows(2);
-    let shrinks = pairs.all(|pair| (pair[1].kv_tokens < pair[0].kv_tokens) == auto);
+    // A page less may be as many whole blocks.
+    let same = spec.groups.pages_per_block() > 1;
+    let shrinks = pairs.all(|pair| match auto {
+        true => pair[1].kv_tokens < pair[0].kv_tokens + usize::from(same),
+        false => pair[1].kv_tokens == pair[0].kv_tokens,
+    });
     ensure!(shrinks, "attempts do not shrink");
-    ensure!(report.kv_tokens >= spec.limits.max_model_len, "no request fits");
+    let kv = KvConfig {
+        block_size: spec.block_size,
+        num_pages: report.kv_pages,
+        groups: spec.groups,
+    };
+    let request = kv.request_pages(spec.limits.max_model_len, spec.limits.max_num_batched_tokens);
+    ensure!(report.kv_pages >= request, "no request fits");
     ensure!(
         (report.origin == Origin::Pinned) == (spec.size != KvSize::Auto),
         "{:?}",
@@ -367,7 +380,7 @@ fn check_state(
     let held = |component| meters.by_component.get(component);
     ensure!(held(Component::Canary) == 0, "the canary is held");
     ensure!(
-        held(Component::Kv) >= config.kv.num_pages as u64 * rank.device.block_bytes,
+        held(Component::Kv) >= config.kv.num_pages as u64 * rank.device.page_bytes,
         "the KV cache is smaller than said"
     );
     let (steps, _) = scenarios(&spec.limits, spec.vocab_size, config.kv, spec.pooling);

@@ -8,7 +8,7 @@ mod plans;
 mod ranks;
 mod simulation;
 
-use plimsoll_core::{BlockSize, StepLimits};
+use plimsoll_core::{BlockSize, CacheKind, CacheLayout, StepLimits};
 use plimsoll_profiler::{Diagnostic, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, profile};
 use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice, VirtualState};
 
@@ -27,6 +27,27 @@ fn spec() -> ProfileSpec {
     ProfileSpec::new(limits(512, 16, 2048), 1000, BlockSize::default(), BLOCK / 16)
 }
 
+/// A model of up to three groups of layers, and a device for it.
+fn grouped(groups: usize) -> (ProfileSpec, DeviceModel) {
+    let (full, near, far) = (CacheKind::Full, CacheKind::Window(100), CacheKind::Window(700));
+    let kinds = match groups {
+        1 => vec![full],
+        2 => vec![full, near, near],
+        _ => vec![full, near, far, near, far],
+    };
+    let mut spec = spec();
+    spec.groups = CacheLayout::new(&kinds, spec.limits.max_model_len)
+        .unwrap()
+        .groups;
+    assert_eq!(spec.groups.as_slice().len(), groups);
+    spec.kv_bytes_per_token = BLOCK / 16 / kinds.len() as u64 * kinds.len() as u64;
+    let device = DeviceModel {
+        page_bytes: spec.page_bytes(),
+        ..model()
+    };
+    (spec, device)
+}
+
 fn step_memory() -> StepMemory {
     StepMemory {
         token: 40 << 10,
@@ -43,7 +64,7 @@ fn model() -> DeviceModel {
         missing: 0,
         weights: 300 * MIB,
         runtime: 20 * MIB,
-        block_bytes: BLOCK,
+        page_bytes: BLOCK,
         staging: MIB,
         step: step_memory(),
         granularity: 1,

@@ -2,13 +2,13 @@
 
 use plimsoll_core::{CacheGroups, Component};
 use plimsoll_profiler::{
-    Bound, Cause, KvSize, MemFraction, Observer, Outcome, Phase, PhaseRecord, Piece, ProfileError,
+    Bound, BuildProgress, Cause, KvSize, MemFraction, Observer, Outcome, Phase, PhaseRecord, ProfileError,
     ProfileSpec, ScenarioKind, Setting, Target, profile, scenarios,
 };
 use plimsoll_sim::{DeviceModel, StepMemory, VirtualDevice};
 
 use crate::advice::assert_advice_works;
-use crate::{BLOCK, Lines, MIB, limits, model, refused, run, spec, step_memory};
+use crate::{BLOCK, Lines, MIB, grouped, limits, model, refused, run, spec, step_memory};
 
 #[test]
 fn the_size_is_the_formulas() {
@@ -104,8 +104,8 @@ impl Observer for Order {
         self.0.push(record.phase.to_string());
     }
 
-    fn building(&mut self, piece: Piece) {
-        self.0.push(format!("{piece:?}"));
+    fn building(&mut self, progress: BuildProgress) {
+        self.0.push(format!("{progress:?}"));
     }
 }
 
@@ -145,7 +145,7 @@ fn the_report_adds_up_and_shows_every_byte() {
     ] {
         assert!(table.contains(part), "{part} is missing:\n{table}");
     }
-    assert_eq!(report.kv_tokens, report.kv_blocks * 16);
+    assert_eq!(report.kv_tokens, report.kv_pages * 16);
     // This size again, and all of the device.
     let flags: Vec<_> = report.suggestions.iter().map(|s| s.flag).collect();
     let [
@@ -155,7 +155,7 @@ fn the_report_adds_up_and_shows_every_byte() {
     else {
         panic!("{flags:?}")
     };
-    assert!(now == report.kv_blocks as u64 * BLOCK && full > now, "{flags:?}");
+    assert!(now == report.kv_pages as u64 * BLOCK && full > now, "{flags:?}");
     assert_eq!(
         serde_json::to_value(report).unwrap()["suggestions"][0]["flag"],
         flags[0].to_string()
@@ -417,15 +417,17 @@ fn fragmentation_is_measured_and_doubled() {
 /// The n-th allocation fails, for every n of a start.
 #[test]
 fn every_allocation_of_a_start_may_fail() {
-    for size in [KvSize::Auto, KvSize::Tokens(4096)] {
-        let spec = ProfileSpec { size, ..spec() };
-        let mut device = VirtualDevice::new(model());
+    let sizes = [KvSize::Auto, KvSize::Tokens(4096)].into_iter();
+    for (size, groups) in sizes.flat_map(|size| (1..=3).map(move |groups| (size, groups))) {
+        let (spec, model) = grouped(groups);
+        let spec = ProfileSpec { size, ..spec };
+        let mut device = VirtualDevice::new(model.clone());
         let undisturbed = profile(&mut device, &spec, &mut ()).unwrap();
         let allocations = device.meters().allocations;
         assert!(allocations > 10);
         let (mut second, mut refused) = (0, 0);
         for n in 1..=allocations {
-            let mut device = VirtualDevice::new(model());
+            let mut device = VirtualDevice::new(model.clone());
             device.fail_allocation(n);
             match profile(&mut device, &spec, &mut ()) {
                 Ok(proved) => {

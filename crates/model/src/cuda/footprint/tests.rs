@@ -65,7 +65,7 @@ fn formulas_give_what_an_h200_measured() {
         );
         let kv = KvConfig {
             block_size: footprint.shape.block_size,
-            num_pages: report["kv_blocks"].as_u64().unwrap() as usize,
+            num_pages: report["kv_pages"].as_u64().unwrap() as usize,
             groups: plimsoll_core::CacheGroups::default(),
         };
         assert_eq!(footprint.kv_bytes(kv), component(&report, "kv"));
