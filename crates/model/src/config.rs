@@ -17,6 +17,7 @@ use crate::model::Description;
 use crate::spec::{AttentionSpec, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
+pub use gguf::GgufTensors;
 pub use overrides::HfOverrides;
 use raw::Fields;
 pub(crate) use raw::{RawConfig, RawRope};
@@ -105,18 +106,18 @@ impl ModelConfig {
     pub fn from_gguf(
         path: &Path,
         metadata: &Metadata,
-        tied_embeddings: bool,
+        tensors: GgufTensors,
         overrides: &HfOverrides,
     ) -> Result<Self, ModelError> {
         let fields = GgufFields::new(path, metadata)?;
         // Before the fields: an unknown architecture has other ones.
         let architecture = Architecture::from_gguf_name(fields.architecture)?;
-        let mut values = fields.config(tied_embeddings)?;
         let architecture = match architecture {
             // GGUF calls Mistral models llama too.
-            Architecture::Llama if !values["sliding_window"].is_null() => Architecture::Mistral,
+            Architecture::Llama if fields.window()?.is_some() => Architecture::Mistral,
             architecture => architecture,
         };
+        let mut values = fields.config(architecture, tensors)?;
         overrides.apply(&mut values);
         let embedding = match fields.get("pooling_type", MetaValue::as_u64)? {
             Some(code) => embedding::from_gguf(fields.key("pooling_type"), code)?,
@@ -132,8 +133,19 @@ impl ModelConfig {
         embedding: Option<EmbeddingConfig>,
     ) -> Result<Self, ModelError> {
         known::check(architecture, &values)?;
+        let given = |field: &str| values.get(field).is_some_and(|value| !value.is_null());
+        let has_old_rope = given("rope_scaling");
+        if has_old_rope && given("rope_parameters") {
+            return Err(ModelError::unsupported(
+                "rope_scaling",
+                "given beside `rope_parameters`",
+                "one of the two is",
+            ));
+        }
         for (field, default) in architecture.fields() {
-            values.entry(field).or_insert(default);
+            if field != "rope_parameters" || !has_old_rope {
+                values.entry(field).or_insert(default);
+            }
         }
         let raw = RawConfig::read(&Fields::new(path, &values))?;
         let spec = architecture.spec(&raw)?;

@@ -23,7 +23,7 @@ mod tables;
 mod weights;
 
 pub use arch::Architecture;
-pub use config::{HfOverrides, ModelConfig};
+pub use config::{GgufTensors, HfOverrides, ModelConfig};
 pub use embedding::{EmbeddingConfig, ServeAs, Task};
 pub use error::{ModelError, Shape};
 pub use footprint::{ArenaUse, Footprint, StepSize};

@@ -11,7 +11,7 @@ use common::*;
 use plimsoll_core::{Executor, MetaValue, Pooling, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_model::{
-    EmbeddingConfig, GgufFile, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig, ModelError,
+    EmbeddingConfig, GgufFile, GgufTensors, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig, ModelError,
     OutputHead, ServeAs, Task,
 };
 use rand::rngs::StdRng;
@@ -220,7 +220,7 @@ fn gguf_files_say_how_vectors_are_made() {
     let read = |code: u64| {
         let mut metadata = GgufFile::open(&source).unwrap().metadata().clone();
         metadata.insert("qwen3.pooling_type".to_owned(), MetaValue::UInt(code));
-        ModelConfig::from_gguf(&source, &metadata, true, &HfOverrides::default())
+        ModelConfig::from_gguf(&source, &metadata, GgufTensors::default(), &HfOverrides::default())
             .map(|config| config.pooling())
     };
     assert_eq!(read(0).unwrap(), None);

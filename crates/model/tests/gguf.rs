@@ -28,7 +28,6 @@ fn load_gguf(path: &Path) -> Result<std::sync::Arc<Model>, ModelError> {
 #[test]
 fn converted_models_equal_transformers() {
     let directory = TempDir::new().unwrap();
-    // llama.cpp has no window for qwen2.
     for name in GGUF_MODELS {
         let model = load_gguf(&golden_gguf(directory.path(), name)).unwrap();
         for case in golden(name).cases {
@@ -114,7 +113,7 @@ fn unsupported_metadata_is_named() {
             "`mamba` is not supported; supported are llama, qwen2, qwen3",
         ),
         ("llama.expert_count", Value::U32(8), "llama.expert_count"),
-        ("llama.rope.scaling.type", text("yarn"), "yarn"),
+        ("llama.rope.scaling.type", text("dynamic"), "`dynamic`"),
         (
             "llama.rope.dimension_count",
             Value::U32(8),

@@ -56,7 +56,8 @@ impl<'a> Reader<'a> {
                 "more than 0 and at most 1 is",
             ));
         }
-        let rotary_dim = (config.head_dim() as f64 * partial) as usize;
+        // Rounded down, but for what the product is too small by.
+        let rotary_dim = (config.head_dim() as f64 * partial + 1e-6) as usize;
         let query_scale = match raw.llama_4_scaling_beta {
             None => None,
             Some(_) => Some(QueryScale {

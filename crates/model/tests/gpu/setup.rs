@@ -10,15 +10,16 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 
 use crate::common::{Oracle, golden_path, state_config};
 
-/// The tiny models whose heads have a size that the kernels know. The part that phi3-longrope rotates, 72 elements, is not a
-/// multiple of 16, as that of Phi-4-mini is.
-pub(crate) const MODELS: [&str; 12] = [
+/// The tiny models whose heads have a size that the kernels know.
+pub(crate) const MODELS: [&str; 14] = [
     "gemma3",
     "gemma3-vision",
     "llama",
     "llama3-tied-bf16",
     "ministral3",
     "mistral-window",
+    "phi3-longrope",
+    "phi3-longrope-short",
     "phi3-window",
     "qwen2",
     "qwen2-window",
