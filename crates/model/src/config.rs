@@ -135,10 +135,10 @@ impl ModelConfig {
         known::check(architecture, &values)?;
         let given = |field: &str| values.get(field).is_some_and(|value| !value.is_null());
         let has_old_rope = given("rope_scaling");
-        if has_old_rope && given("rope_parameters") {
+        if has_old_rope && given("rope_parameters") && values["rope_scaling"] != values["rope_parameters"] {
             return Err(ModelError::unsupported(
                 "rope_scaling",
-                "given beside `rope_parameters`",
+                "given beside `rope_parameters`, and something else",
                 "one of the two is",
             ));
         }

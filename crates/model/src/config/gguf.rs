@@ -153,7 +153,11 @@ impl<'a> GgufFields<'a> {
         if architecture == Architecture::Gemma3 {
             // llama.cpp too knows 27B, whose heads are smaller than its scale says, by its layers.
             let is_27b = layers == 62;
-            let scalar = if is_27b { hidden_size / heads.max(1) } else { head_dim };
+            let scalar = if is_27b {
+                hidden_size / heads.max(1)
+            } else {
+                head_dim
+            };
             values.insert("query_pre_attn_scalar".to_owned(), scalar.into());
         }
         if is_partial {
@@ -254,12 +258,18 @@ impl<'a> GgufFields<'a> {
                 ));
             }
         };
-        if let Some(beta) = self.float("attention.temperature_scale")?.filter(|&beta| beta != 0.0) {
+        if let Some(beta) = self
+            .float("attention.temperature_scale")?
+            .filter(|&beta| beta != 0.0)
+        {
             self.only("attention.temperature_length", &[original as f64])?;
             rope["llama_4_scaling_beta"] = json!(beta);
             rope["original_max_position_embeddings"] = json!(original);
         }
-        Ok(rope.as_object().is_some_and(|rope| !rope.is_empty()).then_some(rope))
+        Ok(rope
+            .as_object()
+            .is_some_and(|rope| !rope.is_empty())
+            .then_some(rope))
     }
 
     /// The tokenizer's own end tokens, and like llama.cpp those of well-known text, since many files name only one of a

@@ -38,10 +38,7 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     add("feed_forward_length", size(layer.dense_mlp().intermediate_size));
     add("attention.head_count", size(attention.heads));
     add("attention.head_count_kv", size(attention.kv_heads));
-    add(
-        "attention.layer_norm_rms_epsilon",
-        Value::F32(layer.norm.eps),
-    );
+    add("attention.layer_norm_rms_epsilon", Value::F32(layer.norm.eps));
     add("rope.freq_base", float(rope.theta));
     // Phi3MiniModel writes its own.
     if architecture == "phi3" {
@@ -58,7 +55,9 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     // `LlamaModel` and what derives from it; for others the number of tokens says so, of which there are none here.
     add("vocab_size", size(spec.vocab_size));
     if architecture == "gemma3" {
-        let slides = spec.attention().map(|attention| Value::Bool(attention.window.is_some()));
+        let slides = spec
+            .attention()
+            .map(|attention| Value::Bool(attention.window.is_some()));
         add("attention.sliding_window_pattern", Value::Array(slides.collect()));
         let local = sliding.and_then(|attention| attention.rope.as_deref());
         add("rope.freq_base_swa", float(local.unwrap().theta));
@@ -79,12 +78,18 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
         } => {
             add("rope.scaling.type", text("yarn"));
             add("rope.scaling.factor", float(factor));
-            add("rope.scaling.original_context_length", size(original_context as usize));
+            add(
+                "rope.scaling.original_context_length",
+                size(original_context as usize),
+            );
             add("rope.scaling.yarn_beta_fast", float(beta_fast));
             add("rope.scaling.yarn_beta_slow", float(beta_slow));
             // `mscale_all_dim`, from (0.1 ln factor + 1) / (0.1 mscale_all_dim ln factor + 1).
             let log = 0.1 * factor.ln();
-            add("rope.scaling.yarn_log_multiplier", float(((log + 1.0) / attention_factor - 1.0) / log));
+            add(
+                "rope.scaling.yarn_log_multiplier",
+                float(((log + 1.0) / attention_factor - 1.0) / log),
+            );
         }
         RopeScaling::LongRope {
             original_context,
@@ -185,7 +190,10 @@ pub fn converted(
             _ => tensor,
         };
         let dtype = if tensor.rank() == 2 { dtype } else { GgmlDType::F32 };
-        (gguf_name(architecture, name), QTensor::quantize(&tensor, dtype).unwrap())
+        (
+            gguf_name(architecture, name),
+            QTensor::quantize(&tensor, dtype).unwrap(),
+        )
     };
     tensors.iter().map(convert).collect()
 }
@@ -216,7 +224,10 @@ pub fn golden_gguf(directory: &Path, name: &str) -> PathBuf {
     let mut tensors = converted(model.spec(), architecture, &golden_tensors(name), GgmlDType::F32);
     let mut add = |name: &str, values: Vec<f32>| {
         let values = Tensor::new(values, &Device::Cpu).unwrap();
-        tensors.push((name.to_owned(), QTensor::quantize(&values, GgmlDType::F32).unwrap()));
+        tensors.push((
+            name.to_owned(),
+            QTensor::quantize(&values, GgmlDType::F32).unwrap(),
+        ));
     };
     let rope = model.spec().ropes()[0].clone();
     match &rope.scaling {
