@@ -56,6 +56,15 @@ pub const GGUF_MODELS: [&str; 13] = [
     "smollm3",
 ];
 
+/// Those with windows, which all but the shortest prompts leave.
+pub const WINDOW_MODELS: [&str; 5] = [
+    "gemma3",
+    "gemma3-vision",
+    "mistral-window",
+    "phi3-window",
+    "qwen2-window",
+];
+
 /// Those with golden vectors.
 pub const VECTOR_MODELS: [&str; 10] = [
     "gemma3",

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_core::{Scratch, StateConfig, StepError, StepLimits, StepPlan};
+use plimsoll_core::{KvConfig, Scratch, StateConfig, StepError, StepLimits, StepPlan};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
 use plimsoll_model::{LoadFormat, LoadOptions};
@@ -91,9 +91,26 @@ impl Setup {
         limits: &StepLimits,
         scratch: Scratch,
     ) -> GpuRunner {
+        let kv = state_config(self.block_size, self.num_blocks()).kv;
+        self.build_state(model, kv, limits, scratch)
+    }
+
+    /// Over a KV cache of this form.
+    pub(crate) fn build_over(&self, model: &Arc<GpuModel>, kv: KvConfig) -> GpuRunner {
+        self.build_state(model, kv, &LIMITS, Scratch::Growable)
+    }
+
+    fn build_state(
+        &self,
+        model: &Arc<GpuModel>,
+        kv: KvConfig,
+        limits: &StepLimits,
+        scratch: Scratch,
+    ) -> GpuRunner {
         let config = StateConfig {
+            kv,
             scratch,
-            ..state_config(self.block_size, self.num_blocks())
+            ..state_config(self.block_size, 0)
         };
         let options = GpuOptions {
             enforce_eager: self.enforce_eager,
