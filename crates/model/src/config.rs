@@ -7,13 +7,12 @@ mod raw;
 
 use std::path::Path;
 
-use plimsoll_core::{Matryoshka, MetaValue, Metadata, TokenId};
+use plimsoll_core::{Matryoshka, MetaValue, Metadata, Pooling, TokenId};
 use plimsoll_kernels::WeightType;
 use serde_json::{Map, Value};
 
 use crate::arch::Architecture;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
-use crate::model::Description;
 use crate::spec::{AttentionSpec, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
@@ -40,14 +39,6 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads the config.json of a model directory, or the header of a GGUF file, of a model that is served so.
-    ///
-    /// # Errors
-    /// [`ModelError`], which names what is at fault.
-    pub fn read(path: &Path, serve_as: &ServeAs) -> Result<Self, ModelError> {
-        Description::read(path, serve_as).map(|description| description.config)
-    }
-
     /// The same model, served so: one for embeddings needs no head.
     pub(crate) fn served(mut self, serve_as: &ServeAs) -> Result<Self, ModelError> {
         self.embedding = serve_as.resolve(self.embedding)?;
@@ -158,6 +149,18 @@ impl ModelConfig {
             embedding,
             matryoshka: raw.matryoshka,
         })
+    }
+
+    /// Longest request, in tokens.
+    pub fn max_tokens(&self) -> usize {
+        let trained_for = self.spec.max_position_embeddings;
+        let embedding = self.embedding.as_ref().and_then(|embedding| embedding.max_tokens);
+        embedding.map_or(trained_for, |tokens| tokens.min(trained_for))
+    }
+
+    /// How prompts become vectors, where the model is served for embeddings.
+    pub fn pooling(&self) -> Option<Pooling> {
+        self.embedding.as_ref().map(|embedding| embedding.pooling)
     }
 }
 

@@ -29,10 +29,11 @@ pub use error::{ModelError, Shape};
 pub use footprint::{ArenaUse, Footprint, StepSize};
 pub use generation::GenerationConfig;
 pub use gguf::GgufFile;
-pub use model::{KvCacheDtype, LoadFormat, LoadOptions, Model};
+pub use model::{About, LoadFormat, LoadOptions, Model};
 pub use plimsoll_kernels::{Activation, QueryScale};
 pub use runner::Runner;
 pub use spec::{
     AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,
 };
+pub use state::KvCacheDtype;
 pub use weights::Progress;
