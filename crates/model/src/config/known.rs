@@ -218,7 +218,7 @@ fn check_other(family: &str, field: &str, value: &Value) -> Result<(), ModelErro
         return Err(ModelError::unsupported(
             field,
             format!("given (quant_method {method})"),
-            "safetensors must hold float32, float16 or bfloat16: take the model as it was before it was quantised, or a              GGUF file",
+            "safetensors must hold float32, float16 or bfloat16: take the model as it was before it was quantised, or a GGUF file",
         ));
     }
     let supported = match NEUTRAL.iter().find(|(neutral, _)| *neutral == field) {
