@@ -226,3 +226,15 @@ fn what_is_no_model_is_said_with_its_exit_code() {
     let output = plimsoll("plan", Path::new("sim"), "--device cuda");
     assert_eq!(output.status.code(), Some(2));
 }
+
+#[test]
+fn a_field_that_is_not_known_is_named_before_weights_are_read() {
+    let model = model(&TINY.replacen('{', r#"{"num_experts": 8, "#, 1));
+    std::fs::write(model.path().join("model.safetensors"), "not read").unwrap();
+    for command in ["plan", "profile"] {
+        let output = plimsoll(command, model.path(), "");
+        assert_eq!(output.status.code(), Some(3), "{command}: {output:?}");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(error.contains("`num_experts` is 8"), "{command}: {error}");
+    }
+}

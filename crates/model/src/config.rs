@@ -7,16 +7,16 @@ mod raw;
 
 use std::path::Path;
 
-use plimsoll_core::{Matryoshka, MetaValue, Metadata, TokenId};
+use plimsoll_core::{Matryoshka, MetaValue, Metadata, Pooling, TokenId};
 use plimsoll_kernels::WeightType;
 use serde_json::{Map, Value};
 
 use crate::arch::Architecture;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
-use crate::model::Description;
 use crate::spec::{AttentionSpec, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
+pub use gguf::GgufTensors;
 pub use overrides::HfOverrides;
 use raw::Fields;
 pub(crate) use raw::{RawConfig, RawRope};
@@ -39,14 +39,6 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads the config.json of a model directory, or the header of a GGUF file, of a model that is served so.
-    ///
-    /// # Errors
-    /// [`ModelError`], which names what is at fault.
-    pub fn read(path: &Path, serve_as: &ServeAs) -> Result<Self, ModelError> {
-        Description::read(path, serve_as).map(|description| description.config)
-    }
-
     /// The same model, served so: one for embeddings needs no head.
     pub(crate) fn served(mut self, serve_as: &ServeAs) -> Result<Self, ModelError> {
         self.embedding = serve_as.resolve(self.embedding)?;
@@ -105,18 +97,18 @@ impl ModelConfig {
     pub fn from_gguf(
         path: &Path,
         metadata: &Metadata,
-        tied_embeddings: bool,
+        tensors: GgufTensors,
         overrides: &HfOverrides,
     ) -> Result<Self, ModelError> {
         let fields = GgufFields::new(path, metadata)?;
         // Before the fields: an unknown architecture has other ones.
         let architecture = Architecture::from_gguf_name(fields.architecture)?;
-        let mut values = fields.config(tied_embeddings)?;
         let architecture = match architecture {
             // GGUF calls Mistral models llama too.
-            Architecture::Llama if !values["sliding_window"].is_null() => Architecture::Mistral,
+            Architecture::Llama if fields.window()?.is_some() => Architecture::Mistral,
             architecture => architecture,
         };
+        let mut values = fields.config(architecture, tensors)?;
         overrides.apply(&mut values);
         let embedding = match fields.get("pooling_type", MetaValue::as_u64)? {
             Some(code) => embedding::from_gguf(fields.key("pooling_type"), code)?,
@@ -132,8 +124,19 @@ impl ModelConfig {
         embedding: Option<EmbeddingConfig>,
     ) -> Result<Self, ModelError> {
         known::check(architecture, &values)?;
+        let given = |field: &str| values.get(field).is_some_and(|value| !value.is_null());
+        let has_old_rope = given("rope_scaling");
+        if has_old_rope && given("rope_parameters") && values["rope_scaling"] != values["rope_parameters"] {
+            return Err(ModelError::unsupported(
+                "rope_scaling",
+                "given beside `rope_parameters`, and something else",
+                "one of the two is",
+            ));
+        }
         for (field, default) in architecture.fields() {
-            values.entry(field).or_insert(default);
+            if field != "rope_parameters" || !has_old_rope {
+                values.entry(field).or_insert(default);
+            }
         }
         let raw = RawConfig::read(&Fields::new(path, &values))?;
         let spec = architecture.spec(&raw)?;
@@ -146,6 +149,18 @@ impl ModelConfig {
             embedding,
             matryoshka: raw.matryoshka,
         })
+    }
+
+    /// Longest request, in tokens.
+    pub fn max_tokens(&self) -> usize {
+        let trained_for = self.spec.max_position_embeddings;
+        let embedding = self.embedding.as_ref().and_then(|embedding| embedding.max_tokens);
+        embedding.map_or(trained_for, |tokens| tokens.min(trained_for))
+    }
+
+    /// How prompts become vectors, where the model is served for embeddings.
+    pub fn pooling(&self) -> Option<Pooling> {
+        self.embedding.as_ref().map(|embedding| embedding.pooling)
     }
 }
 

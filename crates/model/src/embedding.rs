@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::{HfOverrides, ModelConfig, ModelError};
+use crate::{HfOverrides, ModelError};
 
 /// How a model that is served for embeddings makes its vectors.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -216,18 +216,4 @@ fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ModelError> 
     serde_json::from_str(&text)
         .map(Some)
         .map_err(|error| ModelError::config(path, error))
-}
-
-impl ModelConfig {
-    /// Longest request, in tokens.
-    pub fn max_tokens(&self) -> usize {
-        let trained_for = self.spec.max_position_embeddings;
-        let embedding = self.embedding.as_ref().and_then(|embedding| embedding.max_tokens);
-        embedding.map_or(trained_for, |tokens| tokens.min(trained_for))
-    }
-
-    /// How prompts become vectors, where the model is served for embeddings.
-    pub fn pooling(&self) -> Option<Pooling> {
-        self.embedding.as_ref().map(|embedding| embedding.pooling)
-    }
 }

@@ -80,7 +80,7 @@ impl Footprint {
             weights: Some(0),
             all_f32: true,
         };
-        let spec = &description.config.spec;
+        let spec = description.about.spec();
         let decoder = blocks::Decoder::visit(spec, &mut sizes)?;
         let Sizes {
             types,
@@ -95,7 +95,7 @@ impl Footprint {
             weights: weights.unwrap_or(u64::MAX),
             kv_element: KvElementType::choose(options.kv_cache_dtype, all_f32),
             decoder,
-            config: description.config,
+            config: description.about.config,
         })
     }
 
@@ -111,12 +111,12 @@ impl Footprint {
 
     /// As [`crate::Model::kv_bytes_per_token`].
     pub fn kv_bytes_per_token(&self) -> u64 {
-        self.kv_element.bytes_per_token(&self.config.spec)
+        self.spec().kv_bytes_per_token(self.kv_element.size())
     }
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        self.kv_element.bytes(self.spec(), config)
+        self.spec().kv_bytes(config, self.kv_element.size())
     }
 
     /// Bytes of a state's staging.

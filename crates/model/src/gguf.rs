@@ -12,9 +12,12 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use memmap2::Mmap;
 use plimsoll_core::{MetaValue, Metadata};
 
-use crate::{HfOverrides, ModelConfig, ModelError};
+use crate::{GgufTensors, HfOverrides, ModelConfig, ModelError};
 
 const MAGIC: &[u8] = b"GGUF";
+
+/// Tensors that hold a part of the configuration: LongRoPE's divisors, for short and for long contexts.
+pub(crate) const ROPE_FACTORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
 
 /// An open GGUF file. The header is checked against the file's size, so every tensor lies inside it.
 #[derive(Debug)]
@@ -74,8 +77,27 @@ impl GgufFile {
     /// # Errors
     /// [`ModelError`], which names the field at fault.
     pub fn config(&self, overrides: &HfOverrides) -> Result<ModelConfig, ModelError> {
-        let tied_embeddings = !self.tensors.contains_key("output.weight");
-        ModelConfig::from_gguf(&self.path, &self.metadata, tied_embeddings, overrides)
+        let [short, long] = ROPE_FACTORS.map(|name| self.floats(name));
+        let tensors = GgufTensors {
+            tied_embeddings: !self.tensors.contains_key("output.weight"),
+            rope_factors: short?.zip(long?),
+        };
+        ModelConfig::from_gguf(&self.path, &self.metadata, tensors, overrides)
+    }
+
+    fn floats(&self, name: &str) -> Result<Option<Vec<f32>>, ModelError> {
+        let float = |bytes: &[u8; 4]| f32::from_le_bytes(*bytes);
+        match self.tensor(name) {
+            None => Ok(None),
+            Some((info, data)) if info.dtype == GgmlDType::F32 => {
+                Ok(Some(data.as_chunks().0.iter().map(float).collect()))
+            }
+            Some((info, _)) => Err(ModelError::TensorType {
+                name: name.to_owned(),
+                found: format!("{:?}", info.dtype),
+                supported: "F32",
+            }),
+        }
     }
 
     /// Names of all tensors.

@@ -23,16 +23,17 @@ mod tables;
 mod weights;
 
 pub use arch::Architecture;
-pub use config::{HfOverrides, ModelConfig};
+pub use config::{GgufTensors, HfOverrides, ModelConfig};
 pub use embedding::{EmbeddingConfig, ServeAs, Task};
 pub use error::{ModelError, Shape};
 pub use footprint::{ArenaUse, Footprint, StepSize};
 pub use generation::GenerationConfig;
 pub use gguf::GgufFile;
-pub use model::{KvCacheDtype, LoadFormat, LoadOptions, Model};
+pub use model::{About, LoadFormat, LoadOptions, Model};
 pub use plimsoll_kernels::{Activation, QueryScale};
 pub use runner::Runner;
 pub use spec::{
     AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,
 };
+pub use state::KvCacheDtype;
 pub use weights::Progress;

@@ -1,16 +1,17 @@
 use std::io::ErrorKind;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use plimsoll_core::{KvConfig, Oom, StateConfig, StepLimits, TokenId};
+use plimsoll_core::{KvConfig, TokenId};
 use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::WeightType;
 
 use crate::decoder::Decoder;
 use crate::embedding::{self, ServeAs};
-use crate::state::KvElementType;
+use crate::state::{KvCacheDtype, KvElementType};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
-use crate::{DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress, Runner};
+use crate::{DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress};
 
 /// How to load a model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -36,23 +37,10 @@ pub enum LoadFormat {
     },
 }
 
-/// Element of the KV cache (`--kv-cache-dtype`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum KvCacheDtype {
-    /// f32 for weights stored as f32, otherwise f16.
-    #[default]
-    Auto,
-    /// 4 bytes.
-    F32,
-    /// 2 bytes.
-    F16,
-}
-
 /// A model's configuration and weights. States that serve it are built with [`Model::build_state`].
 #[derive(Debug)]
 pub struct Model {
-    config: ModelConfig,
-    generation: GenerationConfig,
+    about: About,
     pub(crate) decoder: Decoder,
     pub(crate) kv_element: KvElementType,
     /// Given back after the weights: fields are dropped in order.
@@ -72,40 +60,53 @@ impl Model {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
         let description = Description::read(path, &options.serve_as)?;
-        let spec = &description.config.spec;
+        let spec = description.about.spec();
         let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, progress);
         let decoder = Decoder::load(spec, &mut loader)?;
         let kv_element = KvElementType::choose(options.kv_cache_dtype, loader.all_f32());
         let charges = loader.finish()?;
         drop(source);
-        let Description {
-            config, generation, ..
-        } = description;
         Ok(Arc::new(Self {
-            config,
-            generation,
+            about: description.about,
             decoder,
             kv_element,
             _charges: charges,
         }))
     }
 
-    /// Everything that serves: KV cache, step arena, staging, canary, as one value that is dropped whole. `touches` is called
-    /// again and again while the KV cache is made.
-    ///
-    /// # Errors
-    /// [`Oom`], with everything given back.
-    pub fn build_state(
-        self: &Arc<Self>,
-        config: &StateConfig,
-        limits: &StepLimits,
-        budget: &Budget,
-        touches: &mut dyn FnMut(),
-    ) -> Result<Runner, Oom> {
-        Runner::new(Arc::clone(self), config, limits, budget, touches)
+    /// Bytes of KV cache that a token takes while every layer keeps it.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        self.spec().kv_bytes_per_token(self.kv_element.size())
     }
 
+    /// Bytes of a KV cache.
+    pub fn kv_bytes(&self, config: KvConfig) -> u64 {
+        self.spec().kv_bytes(config, self.kv_element.size())
+    }
+
+    /// `f32` or `f16`: the element of the KV cache.
+    pub fn kv_cache_dtype(&self) -> &'static str {
+        self.kv_element.name()
+    }
+}
+
+impl Deref for Model {
+    type Target = About;
+
+    fn deref(&self) -> &About {
+        &self.about
+    }
+}
+
+/// What a model's files say about it beside its weights.
+#[derive(Debug)]
+pub struct About {
+    pub(crate) config: ModelConfig,
+    generation: GenerationConfig,
+}
+
+impl About {
     /// What the model says about itself.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -121,41 +122,30 @@ impl Model {
         &self.generation
     }
 
-    /// Tokens that end a text: those of config.json, generation_config.json or the GGUF metadata.
+    /// Tokens that end a text, ascending: those of config.json, generation_config.json or the GGUF metadata.
     pub fn eos_token_ids(&self) -> Vec<TokenId> {
-        eos_token_ids(&self.config, &self.generation)
-    }
-
-    /// Bytes of KV cache that a token takes while every layer keeps it.
-    pub fn kv_bytes_per_token(&self) -> u64 {
-        self.kv_element.bytes_per_token(self.spec())
-    }
-
-    /// Bytes of a KV cache.
-    pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        self.kv_element.bytes(self.spec(), config)
-    }
-
-    /// `f32` or `f16`: the element of the KV cache.
-    pub fn kv_cache_dtype(&self) -> &'static str {
-        self.kv_element.name()
+        let mut ids = self.config.eos_token_ids.clone();
+        ids.extend(&self.generation.eos_token_ids);
+        ids.sort_unstable();
+        ids.dedup();
+        ids
     }
 }
 
-/// What either configuration says ends a text, ascending.
-pub(crate) fn eos_token_ids(config: &ModelConfig, generation: &GenerationConfig) -> Vec<TokenId> {
-    let mut ids = config.eos_token_ids.clone();
-    ids.extend(&generation.eos_token_ids);
-    ids.sort_unstable();
-    ids.dedup();
-    ids
+impl ModelConfig {
+    /// Reads the config.json of a model directory, or the header of a GGUF file, of a model that is served so.
+    ///
+    /// # Errors
+    /// [`ModelError`], which names what is at fault.
+    pub fn read(path: &Path, serve_as: &ServeAs) -> Result<Self, ModelError> {
+        Description::read(path, serve_as).map(|description| description.about.config)
+    }
 }
 
 /// All that is known before the weights are read.
 pub(crate) struct Description {
     path: PathBuf,
-    pub(crate) config: ModelConfig,
-    pub(crate) generation: GenerationConfig,
+    pub(crate) about: About,
     gguf: Option<GgufFile>,
 }
 
@@ -167,19 +157,19 @@ impl Description {
                 config.embedding = Some(embedding);
             }
             let config = config.served(serve_as)?;
+            let generation = GenerationConfig::read(path)?;
             return Ok(Self {
                 path: path.to_owned(),
-                config,
-                generation: GenerationConfig::read(path)?,
+                about: About { config, generation },
                 gguf: None,
             });
         }
         let file = GgufFile::open(path)?;
         let config = file.config(&serve_as.hf_overrides)?.served(serve_as)?;
+        let generation = GenerationConfig::default();
         Ok(Self {
             path: path.to_owned(),
-            config,
-            generation: GenerationConfig::default(),
+            about: About { config, generation },
             gguf: Some(file),
         })
     }
@@ -190,8 +180,8 @@ impl Description {
             (LoadFormat::Dummy { seed }, _) => Box::new(self.dummy(seed)),
             (LoadFormat::Auto, Some(file)) => Box::new(GgufWeights::new(
                 file,
-                self.config.architecture,
-                &self.config.spec,
+                self.about.config.architecture,
+                self.about.spec(),
             )),
             (LoadFormat::Auto, None) => Box::new(Checkpoint::open(&self.path)?),
         })
@@ -211,7 +201,7 @@ impl Description {
     pub(crate) fn dummy(&self, seed: u64) -> DummyWeights {
         DummyWeights {
             seed,
-            dtype: self.config.dtype.unwrap_or(WeightType::F32),
+            dtype: self.about.config.dtype.unwrap_or(WeightType::F32),
         }
     }
 }

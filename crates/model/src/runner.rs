@@ -34,6 +34,23 @@ pub struct Runner {
     done: VecDeque<StepOutput>,
 }
 
+impl Model {
+    /// Everything that serves: KV cache, step arena, staging, canary, as one value that is dropped whole. `touches` is called
+    /// again and again while the KV cache is made.
+    ///
+    /// # Errors
+    /// [`Oom`], with everything given back.
+    pub fn build_state(
+        self: &Arc<Self>,
+        config: &StateConfig,
+        limits: &StepLimits,
+        budget: &Budget,
+        touches: &mut dyn FnMut(),
+    ) -> Result<Runner, Oom> {
+        Runner::new(Arc::clone(self), config, limits, budget, touches)
+    }
+}
+
 impl Runner {
     pub(crate) fn new(
         model: Arc<Model>,

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout, CacheLayoutError};
+use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, KvConfig};
 use plimsoll_kernels::Activation;
 
 use crate::rope::RopeSpec;
@@ -142,9 +142,16 @@ impl DecoderSpec {
         ropes
     }
 
-    /// Elements that a token takes in the KV cache, all layers together.
-    pub fn kv_elements_per_token(&self) -> usize {
-        self.attention().map(|attention| 2 * attention.kv_size()).sum()
+    /// Bytes that a token takes in the KV cache while all layers keep it, for elements of so many bytes.
+    pub fn kv_bytes_per_token(&self, element: usize) -> u64 {
+        let elements: usize = self.attention().map(|attention| 2 * attention.kv_size()).sum();
+        (elements * element) as u64
+    }
+
+    /// Bytes of a KV cache, for elements of so many bytes; `u64::MAX` if they fit no memory.
+    pub fn kv_bytes(&self, config: KvConfig, element: usize) -> u64 {
+        let page = self.kv_elements_per_page(&config.groups, config.block_size) * element;
+        (page as u64).saturating_mul(config.num_pages as u64)
     }
 
     /// Elements of one page of a KV cache.

@@ -3,8 +3,20 @@
 use plimsoll_core::{Component, KvConfig, Oom, StepLimits, TokenId};
 use plimsoll_device::{Budget, Slab};
 
+use crate::DecoderSpec;
 use crate::tables::LayerPage;
-use crate::{DecoderSpec, KvCacheDtype};
+
+/// Element of the KV cache (`--kv-cache-dtype`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvCacheDtype {
+    /// f32 for weights stored as f32, otherwise f16.
+    #[default]
+    Auto,
+    /// 4 bytes.
+    F32,
+    /// 2 bytes.
+    F16,
+}
 
 /// Element of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,18 +35,8 @@ impl KvElementType {
         }
     }
 
-    /// Bytes of KV cache per token of a model.
-    pub(crate) fn bytes_per_token(self, spec: &DecoderSpec) -> u64 {
-        (spec.kv_elements_per_token() * self.size()) as u64
-    }
-
-    /// Bytes of a model's KV cache; `u64::MAX` if they fit no memory.
-    pub(crate) fn bytes(self, spec: &DecoderSpec, config: KvConfig) -> u64 {
-        let page = spec.kv_elements_per_page(&config.groups, config.block_size) * self.size();
-        (page as u64).saturating_mul(config.num_pages as u64)
-    }
-
-    fn size(self) -> usize {
+    /// Bytes.
+    pub(crate) fn size(self) -> usize {
         match self {
             Self::F32 => 4,
             Self::F16 => 2,
@@ -68,7 +70,7 @@ impl KvCache {
         touches: &mut dyn FnMut(),
     ) -> Result<Self, Oom> {
         let layout = spec.cache_layout(&config.groups);
-        let bytes = usize::try_from(element.bytes(spec, config))
+        let bytes = usize::try_from(spec.kv_bytes(config, element.size()))
             .ok()
             .filter(|&bytes| bytes < usize::MAX)
             .ok_or_else(|| budget.oom(Component::Kv, u64::MAX))?;

@@ -1,4 +1,4 @@
-//! Model directories: what is supported, what is wrong and how it is said.
+//! Weights of model directories: what is wrong and how it is said.
 
 mod common;
 
@@ -9,39 +9,8 @@ use candle_core::{DType, Device, Tensor};
 use common::*;
 use plimsoll_core::Executor;
 use plimsoll_device::Budget;
-use plimsoll_model::rope::{RopeScaling, RopeSpec};
-use plimsoll_model::{
-    Architecture, HfOverrides, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ModelError,
-    OutputHead,
-};
-use serde_json::{Value, json};
+use plimsoll_model::{KvCacheDtype, LoadFormat, LoadOptions, Model, ModelError};
 use tempfile::TempDir;
-
-fn config_json(name: &str) -> Value {
-    serde_json::from_str(&std::fs::read_to_string(golden_path(name).join("config.json")).unwrap()).unwrap()
-}
-
-fn parse(config: &Value) -> Result<ModelConfig, ModelError> {
-    ModelConfig::from_json(
-        Path::new("config.json"),
-        &config.to_string(),
-        &HfOverrides::default(),
-    )
-}
-
-/// `config` with these fields set; null removes.
-fn with(mut config: Value, fields: Value) -> Value {
-    for (field, value) in fields.as_object().unwrap() {
-        match value {
-            Value::Null => config.as_object_mut().unwrap().remove(field),
-            value => config
-                .as_object_mut()
-                .unwrap()
-                .insert(field.clone(), value.clone()),
-        };
-    }
-    config
-}
 
 /// A copy of a golden model to be damaged.
 fn copy(name: &str) -> TempDir {
@@ -60,154 +29,6 @@ fn load_error(directory: &Path) -> ModelError {
         .unwrap_err();
     assert_eq!(budget.meters().reserved, 0);
     error
-}
-
-#[test]
-fn unsupported_fields_are_named() {
-    let llama = |fields| with(config_json("llama"), fields);
-    let qwen2 = |fields| with(config_json("qwen2-window"), fields);
-    let mistral = |fields| with(config_json("mistral-window"), fields);
-    let rope = |rope: Value| {
-        with(
-            config_json("llama"),
-            json!({"rope_parameters": null, "rope_scaling": rope}),
-        )
-    };
-    let cases = [
-        (
-            llama(json!({"architectures": ["MambaForCausalLM"]})),
-            "`MambaForCausalLM` is not supported",
-        ),
-        (
-            llama(json!({"architectures": ["MambaForCausalLM"]})),
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM",
-        ),
-        (
-            llama(json!({"architectures": null, "model_type": "mamba"})),
-            "`mamba`",
-        ),
-        (
-            llama(json!({"architectures": null, "model_type": null})),
-            "model_type",
-        ),
-        (llama(json!({"hidden_size": null})), "hidden_size"),
-        (
-            llama(json!({"hidden_size": "large"})),
-            "`hidden_size`: invalid type",
-        ),
-        (llama(json!({"num_key_value_heads": 3})), "num_key_value_heads"),
-        (llama(json!({"num_attention_heads": 0})), "num_attention_heads"),
-        (llama(json!({"head_dim": 15})), "head_dim"),
-        (llama(json!({"head_dim": 512})), "head_dim"),
-        (llama(json!({"vocab_size": 1u64 << 40})), "vocab_size"),
-        (llama(json!({"rms_norm_eps": 0.0})), "rms_norm_eps"),
-        (llama(json!({"hidden_act": "gelu"})), "hidden_act"),
-        (llama(json!({"attention_bias": true})), "attention_bias"),
-        (llama(json!({"mlp_bias": true})), "mlp_bias"),
-        (
-            llama(json!({"quantization_config": {"quant_method": "gptq"}})),
-            "quantization_config",
-        ),
-        (llama(json!({"num_local_experts": 8})), "num_local_experts"),
-        (llama(json!({"sliding_window": 64})), "sliding_window"),
-        (
-            llama(json!({"partial_rotary_factor": 0.5})),
-            "partial_rotary_factor",
-        ),
-        (llama(json!({"dtype": "float8_e4m3fn"})), "dtype"),
-        (
-            rope(json!({"type": "dynamic", "factor": 2.0})),
-            "rope_scaling.rope_type",
-        ),
-        (
-            rope(json!({"rope_type": "yarn", "factor": 2.0})),
-            "rope_scaling.original_max_position_embeddings",
-        ),
-        (
-            rope(json!({"rope_type": "default", "mrope_section": [1]})),
-            "`rope_scaling`: unknown field",
-        ),
-        (rope(json!({"rope_type": "linear"})), "rope_scaling.factor"),
-        (
-            rope(json!({"rope_type": "llama3", "factor": 8.0})),
-            "rope_scaling.low_freq_factor",
-        ),
-        (qwen2(json!({"max_window_layers": 0})), "layer_types[0]"),
-        (mistral(json!({"sliding_window": 0})), "sliding_window"),
-    ];
-    for (config, message) in cases {
-        let error = parse(&config).unwrap_err().to_string();
-        assert!(error.contains(message), "{error:?} does not say {message:?}");
-    }
-}
-
-#[test]
-fn both_generations_of_transformers_configs_mean_the_same() {
-    let new = config_json("llama3-tied-bf16");
-    let mut scaling = new["rope_parameters"].clone();
-    let theta = scaling.as_object_mut().unwrap().remove("rope_theta").unwrap();
-    let fields = json!({"rope_parameters": null, "rope_scaling": scaling, "rope_theta": theta, "dtype": null,
-        "torch_dtype": "bfloat16"});
-    let old = with(new.clone(), fields);
-    let parsed = parse(&new).unwrap();
-    assert_eq!(parse(&old).unwrap(), parsed);
-    let scaling = RopeScaling::Llama3 {
-        factor: 8.0,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_context: 32.0,
-    };
-    let rope = |theta, scaling| RopeSpec {
-        theta,
-        rotary_dim: parsed.spec.layers[0].attention().head_dim,
-        scaling,
-        query_scale: None,
-    };
-    assert_eq!(parsed.spec.ropes(), [&rope(1000.0, scaling)]);
-
-    // Llama 2's and SmolLM2's own files.
-    let plain = with(
-        new,
-        json!({"rope_parameters": null, "rope_interleaved": false, "is_llama_config": true}),
-    );
-    let plain = parse(&plain).unwrap().spec;
-    assert_eq!(plain.ropes(), [&rope(10_000.0, RopeScaling::None)]);
-}
-
-#[test]
-fn absent_fields_mean_what_they_mean_in_transformers() {
-    let parsed = |name, fields| parse(&with(config_json(name), fields)).unwrap();
-    let mistral = parsed("mistral-window", json!({"sliding_window": null}));
-    let windows = |config: &ModelConfig| {
-        config
-            .spec
-            .attention()
-            .map(|attention| attention.window)
-            .collect::<Vec<_>>()
-    };
-    assert!(windows(&mistral).iter().all(|&window| window == Some(4096)));
-    let null = config_json("mistral-window")
-        .to_string()
-        .replace(r#""sliding_window":11"#, r#""sliding_window":null"#);
-    let mistral = ModelConfig::from_json(Path::new("config.json"), &null, &HfOverrides::default()).unwrap();
-    assert_eq!(mistral.architecture, Architecture::Mistral);
-    assert!(windows(&mistral).iter().all(Option::is_none));
-    let attention = |name, fields| parsed(name, fields).spec.layers[0].attention().clone();
-    assert_eq!(attention("qwen3-f16", json!({"head_dim": null})).head_dim, 128);
-    assert_eq!(attention("llama", json!({"head_dim": null})).head_dim, 16);
-    assert_eq!(
-        attention("llama", json!({"num_key_value_heads": null})).kv_heads,
-        4
-    );
-    assert_eq!(
-        parsed("qwen2", json!({"tie_word_embeddings": null})).spec.head,
-        OutputHead::Own
-    );
-    let off = parsed(
-        "qwen2-window",
-        json!({"use_sliding_window": false, "layer_types": null}),
-    );
-    assert!(windows(&off).iter().all(Option::is_none));
 }
 
 /// Loads the model's tensors, lets `change` have them, and stores them again.

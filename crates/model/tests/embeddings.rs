@@ -11,8 +11,8 @@ use common::*;
 use plimsoll_core::{Executor, MetaValue, Pooling, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_model::{
-    EmbeddingConfig, GgufFile, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig, ModelError,
-    OutputHead, ServeAs, Task,
+    EmbeddingConfig, GgufFile, GgufTensors, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig,
+    ModelError, OutputHead, ServeAs, Task,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -220,8 +220,13 @@ fn gguf_files_say_how_vectors_are_made() {
     let read = |code: u64| {
         let mut metadata = GgufFile::open(&source).unwrap().metadata().clone();
         metadata.insert("qwen3.pooling_type".to_owned(), MetaValue::UInt(code));
-        ModelConfig::from_gguf(&source, &metadata, true, &HfOverrides::default())
-            .map(|config| config.pooling())
+        ModelConfig::from_gguf(
+            &source,
+            &metadata,
+            GgufTensors::default(),
+            &HfOverrides::default(),
+        )
+        .map(|config| config.pooling())
     };
     assert_eq!(read(0).unwrap(), None);
     assert_eq!(read(1).unwrap(), Some(Pooling::Mean));

@@ -9,9 +9,10 @@ use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QTensor};
 use common::convert::*;
 use common::*;
-use plimsoll_core::MetaValue;
+use plimsoll_core::{MetaValue, Metadata};
 use plimsoll_model::{
-    Architecture, GgufFile, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelError, OutputHead,
+    Architecture, GgufFile, GgufTensors, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig,
+    ModelError, OutputHead,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -28,7 +29,6 @@ fn load_gguf(path: &Path) -> Result<std::sync::Arc<Model>, ModelError> {
 #[test]
 fn converted_models_equal_transformers() {
     let directory = TempDir::new().unwrap();
-    // llama.cpp has no window for qwen2.
     for name in GGUF_MODELS {
         let model = load_gguf(&golden_gguf(directory.path(), name)).unwrap();
         for case in golden(name).cases {
@@ -101,6 +101,50 @@ fn metadata_is_handed_out_as_it_is() {
     assert!(config.spec.head == OutputHead::Tied && config.spec.layers[0].attention().qkv_bias);
 }
 
+/// What files of Gemma 3 do not say, as llama.cpp takes it.
+#[test]
+fn absent_metadata_means_what_it_means_in_llama_cpp() {
+    let gemma3 = |layers: u64, more: &[(&str, MetaValue)]| {
+        let sizes = [
+            ("block_count", layers),
+            ("context_length", 131_072),
+            ("embedding_length", 5376),
+            ("feed_forward_length", 21_504),
+            ("attention.head_count", 32),
+            ("attention.head_count_kv", 16),
+            ("attention.key_length", 128),
+            ("attention.value_length", 128),
+            ("vocab_size", 262_144),
+        ];
+        let eps = ("attention.layer_norm_rms_epsilon", MetaValue::Float(1e-6));
+        let sizes = sizes.map(|(key, size)| (key, MetaValue::UInt(size)));
+        let all = sizes.iter().chain([&eps]).chain(more);
+        let mut metadata: Metadata = all
+            .map(|(key, value)| (format!("gemma3.{key}"), value.clone()))
+            .collect();
+        let name = MetaValue::Str("gemma3".to_owned());
+        metadata.insert("general.architecture".to_owned(), name);
+        let path = Path::new("model.gguf");
+        ModelConfig::from_gguf(path, &metadata, GgufTensors::default(), &HfOverrides::default()).unwrap()
+    };
+    let window = ("attention.sliding_window", MetaValue::UInt(1024));
+    let base = ("rope.freq_base", MetaValue::Float(1e6));
+    let big = gemma3(62, &[window.clone(), base.clone()]).spec;
+    for (index, attention) in big.attention().enumerate() {
+        let slides = (index + 1) % 6 != 0;
+        assert_eq!(attention.window, slides.then_some(1024), "layer {index}");
+        let theta = if slides { 1e4 } else { 1e6 };
+        assert_eq!(attention.rope.as_ref().unwrap().theta, theta, "layer {index}");
+        // 27B's heads have 128 elements, but 5376 / 32 count.
+        assert_eq!(attention.scale, 168_f32.sqrt().recip());
+    }
+    let small = gemma3(18, &[window, base.clone()]).spec;
+    assert_eq!(small.layers[0].attention().scale, 128_f32.sqrt().recip());
+    let full = gemma3(18, &[base]).spec;
+    assert_eq!(full.ropes().len(), 1);
+    assert!(full.attention().all(|attention| attention.window.is_none()));
+}
+
 #[test]
 fn unsupported_metadata_is_named() {
     let directory = TempDir::new().unwrap();
@@ -114,7 +158,12 @@ fn unsupported_metadata_is_named() {
             "`mamba` is not supported; supported are llama, qwen2, qwen3",
         ),
         ("llama.expert_count", Value::U32(8), "llama.expert_count"),
-        ("llama.rope.scaling.type", text("yarn"), "yarn"),
+        (
+            "llama.final_logit_softcapping",
+            Value::F32(30.0),
+            "llama.final_logit_softcapping",
+        ),
+        ("llama.rope.scaling.type", text("dynamic"), "`dynamic`"),
         (
             "llama.rope.dimension_count",
             Value::U32(8),

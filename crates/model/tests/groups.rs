@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::groups::{Tables, logits_of_chunks};
+use common::groups::{Tables, grouped, hits_past_the_window, logits_of_chunks, serve_twice};
 use common::*;
 use plimsoll_core::{CacheGroups, Component, KvConfig, StateConfig};
 use plimsoll_model::KvCacheDtype;
@@ -14,7 +14,7 @@ use rand::{Rng, SeedableRng};
 fn nobody_sees_what_lies_behind_the_window() {
     for seed in (0..6).chain([rand::random()]) {
         let mut rng = StdRng::seed_from_u64(seed);
-        for name in ["mistral-window", "qwen2-window"] {
+        for name in WINDOW_MODELS {
             let model = load(name, KvCacheDtype::F32);
             let groups = model.spec().cache_groups();
             let block_size = [8, 16, 32][rng.random_range(0..3)];
@@ -45,6 +45,34 @@ fn nobody_sees_what_lies_behind_the_window() {
                 logits_of_chunks(&mut runner, &mut tables, &prompt, &ends)
             };
             assert_eq!(logits(kv), logits(full), "seed {seed}: {name}, {block_size}");
+        }
+    }
+}
+
+/// Of a window, a request that begins with cached tokens needs only what its next token sees.
+#[test]
+fn prefix_hits_past_the_window_change_no_text() {
+    for name in WINDOW_MODELS {
+        let model = load(name, KvCacheDtype::F32);
+        let cases = golden(name).cases;
+        for block_size in [8, 16, 32] {
+            for (case, (hit, chunk)) in hits_past_the_window(&cases, block_size) {
+                let kv = grouped(model.spec(), block_size, chunk);
+                let config = StateConfig {
+                    kv,
+                    ..state_config(block_size, 0)
+                };
+                let mut runner = model
+                    .build_state(&config, &LIMITS, &budget(), &mut || {})
+                    .unwrap();
+                let mut told = 0;
+                serve_twice(&mut runner, kv, case, (hit, chunk), &mut |index, token| {
+                    let what = format!("{name}, blocks of {block_size}, {hit} cached, chunks of {chunk}");
+                    assert_eq!(token, case.greedy[index], "{what}, token {index}");
+                    told += 1;
+                });
+                assert_eq!(told, 2 * case.greedy.len());
+            }
         }
     }
 }

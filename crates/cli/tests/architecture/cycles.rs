@@ -11,9 +11,6 @@ use crate::assert_none;
 use crate::lexer::code;
 use crate::sources::{Source, sources};
 
-/// Crates that still have cycles.
-const TIED: [&str; 1] = ["model"];
-
 /// Names from the crate's root, which is the empty path.
 type Path = Vec<String>;
 
@@ -299,16 +296,7 @@ fn cycles(sources: &[Source]) -> Vec<String> {
 
 #[test]
 fn modules_import_one_way() {
-    let mut complaints = cycles(&sources());
-    for name in TIED {
-        let before = complaints.len();
-        complaints.retain(|complaint| !complaint.starts_with(&format!("{name}: ")));
-        assert!(
-            complaints.len() < before,
-            "{name} has no cycles: take it from the list"
-        );
-    }
-    assert_none(complaints);
+    assert_none(cycles(&sources()));
 }
 
 #[cfg(test)]

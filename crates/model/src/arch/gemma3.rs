@@ -10,7 +10,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "Gemma3ForCausalLM",
     headless_name: "Gemma3TextModel",
     model_type: "gemma3_text",
-    gguf_name: None,
+    gguf_name: Some("gemma3"),
     fields: || {
         json!({"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,

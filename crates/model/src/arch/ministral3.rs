@@ -7,7 +7,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "Ministral3ForCausalLM",
     headless_name: "Ministral3Model",
     model_type: "ministral3",
-    gguf_name: None,
+    gguf_name: Some("mistral3"),
     fields: || {
         json!({"sliding_window": null, "head_dim": 128, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16, "original_max_position_embeddings": 16384,

@@ -9,7 +9,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "Phi3ForCausalLM",
     headless_name: "Phi3Model",
     model_type: "phi3",
-    gguf_name: None,
+    gguf_name: Some("phi3"),
     fields: || json!({"sliding_window": null, "partial_rotary_factor": 1, "original_max_position_embeddings": 4096}),
     spec: |config| {
         let window = window(config)?;

@@ -56,11 +56,13 @@ impl<'a> Reader<'a> {
                 "more than 0 and at most 1 is",
             ));
         }
-        let rotary_dim = (config.head_dim() as f64 * partial) as usize;
+        // Rounded down, but for what the product is too small by.
+        let rotary_dim = (config.head_dim() as f64 * partial + 1e-6) as usize;
         let query_scale = match raw.llama_4_scaling_beta {
-            None => None,
-            Some(_) => Some(QueryScale {
-                beta: self.positive("llama_4_scaling_beta", raw.llama_4_scaling_beta)? as f32,
+            // Devstral 2 has it, and does not use it.
+            None | Some(0.0) => None,
+            beta => Some(QueryScale {
+                beta: self.positive("llama_4_scaling_beta", beta)? as f32,
                 original: self.original_context()? as usize,
             }),
         };

@@ -7,7 +7,7 @@ pub(super) const FAMILY: Family = Family {
     hf_name: "SmolLM3ForCausalLM",
     headless_name: "SmolLM3Model",
     model_type: "smollm3",
-    gguf_name: None,
+    gguf_name: Some("smollm3"),
     fields: || {
         json!({"no_rope_layers": null, "no_rope_layer_interval": 4, "rope_theta": 2_000_000, "tie_word_embeddings": true,
             "use_sliding_window": false, "sliding_window": null, "max_window_layers": null, "layer_types": null})

@@ -5,7 +5,16 @@ use std::path::Path;
 use plimsoll_core::{MetaValue, Metadata, TokenId};
 use serde_json::{Map, Value, json};
 
-use crate::ModelError;
+use crate::{Architecture, ModelError};
+
+/// What the tensors of a GGUF file say about the network.
+#[derive(Clone, Debug, Default)]
+pub struct GgufTensors {
+    /// There is no head beside the embedding.
+    pub tied_embeddings: bool,
+    /// [LongRoPE](https://arxiv.org/abs/2402.13753)'s divisors for short and for long contexts, one per pair.
+    pub rope_factors: Option<(Vec<f32>, Vec<f32>)>,
+}
 
 /// GGUF metadata with the architecture's prefix.
 pub(super) struct GgufFields<'a> {
@@ -50,6 +59,10 @@ impl<'a> GgufFields<'a> {
         })
     }
 
+    fn float(&self, field: &str) -> Result<Option<f64>, ModelError> {
+        self.get(field, MetaValue::as_f64)
+    }
+
     fn required<T>(&self, field: &str, value: Option<T>) -> Result<T, ModelError> {
         value.ok_or_else(|| ModelError::config(self.path, format!("`{}` is missing", self.key(field))))
     }
@@ -58,11 +71,35 @@ impl<'a> GgufFields<'a> {
         self.required(field, self.size(field)?)
     }
 
-    pub(super) fn config(&self, tied_embeddings: bool) -> Result<Map<String, Value>, ModelError> {
-        for field in ["expert_count", "nextn_predict_layers", "attention.kv_lora_rank"] {
-            if let Some(value) = self.size(field)?.filter(|&value| value > 0) {
-                return Err(ModelError::unsupported(self.key(field), value, "only 0 is"));
+    /// A value that has an effect unless it is one of these.
+    fn only(&self, field: &str, neutral: &[f64]) -> Result<(), ModelError> {
+        match self.float(field)?.filter(|value| !neutral.contains(value)) {
+            None => Ok(()),
+            Some(value) => {
+                let supported = format!("only {} is", neutral[0]);
+                Err(ModelError::unsupported(self.key(field), value, supported))
             }
+        }
+    }
+
+    /// Tokens that layers with a window see.
+    pub(super) fn window(&self) -> Result<Option<usize>, ModelError> {
+        let window = self.size("attention.sliding_window")?;
+        // Phi-4's files have 0 where Phi-3's have a window.
+        Ok(window.filter(|&window| window > 0))
+    }
+
+    /// The keys are those of llama.cpp's `gguf-py/gguf/constants.py`.
+    pub(super) fn config(
+        &self,
+        architecture: Architecture,
+        tensors: GgufTensors,
+    ) -> Result<Map<String, Value>, ModelError> {
+        for field in ["expert_count", "nextn_predict_layers", "attention.kv_lora_rank"] {
+            self.only(field, &[0.0])?;
+        }
+        for field in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            self.only(field, &[0.0])?;
         }
         for field in [
             "logit_scale",
@@ -70,46 +107,94 @@ impl<'a> GgufFields<'a> {
             "embedding_scale",
             "attention.scale",
         ] {
-            if let Some(value) = self
-                .get(field, MetaValue::as_f64)?
-                .filter(|&value| value != 1.0 && value != 0.0)
-            {
-                return Err(ModelError::unsupported(self.key(field), value, "only 1 is"));
-            }
+            self.only(field, &[1.0, 0.0])?;
         }
+        let own = architecture.fields();
         let hidden_size = self.required_size("embedding_length")?;
         let heads = self.required_size("attention.head_count")?;
+        let layers = self.required_size("block_count")?;
         let head_dim = match self.size("attention.key_length")? {
             Some(key_length) => key_length,
             None => hidden_size / heads.max(1),
         };
-        for field in ["attention.value_length", "rope.dimension_count"] {
-            if let Some(value) = self.size(field)?.filter(|&value| value != head_dim) {
+        let rotated = self.size("rope.dimension_count")?.unwrap_or(head_dim);
+        let is_partial = own.contains_key("partial_rotary_factor");
+        for (field, value) in [
+            ("attention.value_length", self.size("attention.value_length")?),
+            ("rope.dimension_count", Some(rotated).filter(|_| !is_partial)),
+        ] {
+            if let Some(value) = value.filter(|&value| value != head_dim) {
                 let supported = format!("only the head's size, {head_dim}, is");
                 return Err(ModelError::unsupported(self.key(field), value, supported));
             }
         }
+        let context = self.required_size("context_length")?;
+        let original = self.size("rope.scaling.original_context_length")?;
         let eps = "attention.layer_norm_rms_epsilon";
-        let values = json!({
+        let window = self.window()?;
+        let Value::Object(mut values) = json!({
             "vocab_size": self.vocab_size()?,
             "hidden_size": hidden_size,
             "intermediate_size": self.required_size("feed_forward_length")?,
-            "num_hidden_layers": self.required_size("block_count")?,
+            "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self.size("attention.head_count_kv")?,
             "head_dim": head_dim,
-            "rms_norm_eps": self.required(eps, self.get(eps, MetaValue::as_f64)?)?,
-            "max_position_embeddings": self.required_size("context_length")?,
-            "rope_theta": self.get("rope.freq_base", MetaValue::as_f64)?,
-            "rope_scaling": self.rope_scaling()?,
-            "tie_word_embeddings": tied_embeddings,
-            "sliding_window": self.size("attention.sliding_window")?,
+            "rms_norm_eps": self.required(eps, self.float(eps)?)?,
+            "max_position_embeddings": context,
+            "rope_theta": self.float("rope.freq_base")?,
+            "rope_parameters": self.rope(original.unwrap_or(context), tensors.rope_factors)?,
+            "tie_word_embeddings": tensors.tied_embeddings,
+            "sliding_window": window,
             "eos_token_id": self.end_of_generation(),
-        });
-        match values {
-            Value::Object(values) => Ok(values),
-            _ => unreachable!("it is written as an object"),
+        }) else {
+            unreachable!("it is written as an object")
+        };
+        if architecture == Architecture::Gemma3 {
+            // llama.cpp too knows 27B, whose heads are smaller than its scale says, by its layers.
+            let is_27b = layers == 62;
+            let scalar = if is_27b {
+                hidden_size / heads.max(1)
+            } else {
+                head_dim
+            };
+            values.insert("query_pre_attn_scalar".to_owned(), scalar.into());
         }
+        if is_partial {
+            let partial = rotated as f64 / head_dim.max(1) as f64;
+            values.insert("partial_rotary_factor".to_owned(), partial.into());
+        }
+        let every = match window {
+            Some(_) => self.window_pattern()?,
+            None => Some(("sliding_window_pattern", json!(1))),
+        };
+        let optional = [
+            every,
+            original.map(|tokens| ("original_max_position_embeddings", json!(tokens))),
+            (self.float("rope.freq_base_swa")?).map(|base| ("rope_local_base_freq", json!(base))),
+        ];
+        for (field, value) in optional.into_iter().flatten() {
+            if own.contains_key(field) {
+                values.insert(field.to_owned(), value);
+            }
+        }
+        Ok(values)
+    }
+
+    /// Which layers have the window: all but every n-th, or those that a list says.
+    fn window_pattern(&self) -> Result<Option<(&'static str, Value)>, ModelError> {
+        let field = "attention.sliding_window_pattern";
+        if self.get(field, |value| Some(value.as_list().is_some()))? != Some(true) {
+            let every = self.size(field)?;
+            return Ok(every.map(|every| ("sliding_window_pattern", json!(every))));
+        }
+        let kind = |slides: &MetaValue| match slides.as_bool()? {
+            true => Some("sliding_attention"),
+            false => Some("full_attention"),
+        };
+        let kinds = self.required(field, self.metadata[&self.key(field)].as_list())?;
+        let kinds: Option<Vec<_>> = kinds.iter().map(kind).collect();
+        Ok(Some(("layer_types", json!(self.required(field, kinds)?))))
     }
 
     fn vocab_size(&self) -> Result<usize, ModelError> {
@@ -124,27 +209,67 @@ impl<'a> GgufFields<'a> {
         }
     }
 
-    fn rope_scaling(&self) -> Result<Option<Value>, ModelError> {
+    /// `original` is the context of the training, in tokens.
+    fn rope(
+        &self,
+        original: usize,
+        factors: Option<(Vec<f32>, Vec<f32>)>,
+    ) -> Result<Option<Value>, ModelError> {
         let text = |value: &MetaValue| value.as_str().map(str::to_owned);
         let kind = self.get("rope.scaling.type", text)?.filter(|kind| kind != "none");
         // Older files give the factor alone.
-        let factor = match self.get("rope.scaling.factor", MetaValue::as_f64)? {
+        let factor = match self.float("rope.scaling.factor")? {
             Some(factor) => Some(factor),
-            None => self.get("rope.scale_linear", MetaValue::as_f64)?,
+            None => self.float("rope.scale_linear")?,
         };
-        let kind = kind.or_else(|| {
-            factor
-                .filter(|&factor| factor != 1.0)
-                .map(|_| "linear".to_owned())
-        });
-        if let Some(other) = kind.as_deref().filter(|&kind| kind != "linear") {
-            return Err(ModelError::unsupported(
-                self.key("rope.scaling.type"),
-                format!("`{other}`"),
-                "none and linear are",
-            ));
+        let scale = |scale: &str| format!("rope.scaling.{scale}");
+        let mut rope = match (kind.as_deref(), factors) {
+            // The type is not always given.
+            (_, Some((short, long))) => json!({
+                "rope_type": "longrope",
+                "short_factor": short,
+                "long_factor": long,
+                "original_max_position_embeddings": original,
+                "attention_factor": self.float(&scale("attn_factor"))?,
+            }),
+            (None, None) if factor.unwrap_or(1.0) == 1.0 => json!({}),
+            (None | Some("linear"), None) => json!({"rope_type": "linear", "factor": factor}),
+            (Some("yarn"), None) => {
+                self.only(&scale("yarn_ext_factor"), &[1.0, -1.0])?;
+                self.only(&scale("attn_factor"), &[1.0])?;
+                let all_dim = self.float(&scale("yarn_log_multiplier"))?;
+                json!({
+                    "rope_type": "yarn",
+                    "factor": factor,
+                    "original_max_position_embeddings": original,
+                    "beta_fast": self.float(&scale("yarn_beta_fast"))?,
+                    "beta_slow": self.float(&scale("yarn_beta_slow"))?,
+                    "attention_factor": self.float(&scale("yarn_attn_factor"))?,
+                    // What llama.cpp assumes beside the other.
+                    "mscale": all_dim.map(|_| 1.0),
+                    "mscale_all_dim": all_dim,
+                })
+            }
+            (Some(other), None) => {
+                return Err(ModelError::unsupported(
+                    self.key("rope.scaling.type"),
+                    format!("`{other}`"),
+                    "none, linear, yarn and, with its tensors, longrope are",
+                ));
+            }
+        };
+        if let Some(beta) = self
+            .float("attention.temperature_scale")?
+            .filter(|&beta| beta != 0.0)
+        {
+            self.only("attention.temperature_length", &[original as f64])?;
+            rope["llama_4_scaling_beta"] = json!(beta);
+            rope["original_max_position_embeddings"] = json!(original);
         }
-        Ok(kind.map(|kind| json!({"rope_type": kind, "factor": factor})))
+        Ok(rope
+            .as_object()
+            .is_some_and(|rope| !rope.is_empty())
+            .then_some(rope))
     }
 
     /// The tokenizer's own end tokens, and like llama.cpp those of well-known text, since many files name only one of a

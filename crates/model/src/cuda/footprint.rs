@@ -20,7 +20,7 @@ use super::planners::{
 };
 use super::step::StepLayout;
 use super::weights::weights_bytes;
-use super::{GpuOptions, check, kv_bytes, kv_bytes_per_token};
+use super::{GpuOptions, KV_ELEMENT, check};
 use crate::footprint::{ArenaUse, StepSize};
 use crate::{ModelConfig, ModelError, ServeAs};
 
@@ -153,12 +153,12 @@ impl GpuFootprint {
 
     /// As [`super::GpuModel::kv_bytes_per_token`].
     pub fn kv_bytes_per_token(&self) -> u64 {
-        kv_bytes_per_token(&self.config.spec)
+        self.config.spec.kv_bytes_per_token(KV_ELEMENT)
     }
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        mapped(kv_bytes(&self.config.spec, config))
+        mapped(self.config.spec.kv_bytes(config, KV_ELEMENT))
     }
 
     /// Bytes of a fixed arena of `scratch` bytes.

@@ -22,15 +22,16 @@ mod step;
 mod vectors;
 mod weights;
 
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepLimits, TokenId};
+use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{FusedKernels, HEAD_DIMS};
 
-use crate::model::{Description, LoadOptions};
-use crate::{DecoderSpec, GenerationConfig, ModelConfig, ModelError, Progress};
+use crate::model::Description;
+use crate::{About, DecoderSpec, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
 use planners::{Planners, planners, planners_on};
@@ -39,16 +40,6 @@ use weights::GpuWeights;
 
 /// Bytes of an element of the KV cache, `bf16`.
 const KV_ELEMENT: usize = 2;
-
-fn kv_bytes_per_token(spec: &DecoderSpec) -> u64 {
-    (spec.kv_elements_per_token() * KV_ELEMENT) as u64
-}
-
-/// Bytes of a KV cache; `u64::MAX` if they fit no memory.
-fn kv_bytes(spec: &DecoderSpec, config: KvConfig) -> u64 {
-    let page = spec.kv_elements_per_page(&config.groups, config.block_size) * KV_ELEMENT;
-    (page as u64).saturating_mul(config.num_pages as u64)
-}
 
 /// How a state on a GPU works.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -60,9 +51,16 @@ pub struct GpuOptions {
 /// A model's configuration, and its weights on a GPU. States that serve it are built with [`GpuModel::build_state`].
 #[derive(Debug)]
 pub struct GpuModel {
-    config: ModelConfig,
-    generation: GenerationConfig,
+    about: About,
     decoder: Decoder,
+}
+
+impl Deref for GpuModel {
+    type Target = About;
+
+    fn deref(&self) -> &About {
+        &self.about
+    }
 }
 
 impl GpuModel {
@@ -78,16 +76,12 @@ impl GpuModel {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
         let description = Description::read(path, &options.serve_as)?;
-        check(&description.config.spec)?;
+        check(description.about.spec())?;
         let fused = FusedKernels::load(gpu)?;
         let weights = GpuWeights::load(&description, options.format, gpu, &fused, progress)?;
         let decoder = Decoder::new(gpu, weights, fused)?;
-        let Description {
-            config, generation, ..
-        } = description;
         Ok(Arc::new(Self {
-            config,
-            generation,
+            about: description.about,
             decoder,
         }))
     }
@@ -110,26 +104,6 @@ impl GpuModel {
         })
     }
 
-    /// What the model says about itself.
-    pub fn config(&self) -> &ModelConfig {
-        &self.config
-    }
-
-    /// The network.
-    pub fn spec(&self) -> &DecoderSpec {
-        &self.config.spec
-    }
-
-    /// Sampling defaults that the model brings along.
-    pub fn generation(&self) -> &GenerationConfig {
-        &self.generation
-    }
-
-    /// Tokens that end a text: those of config.json, generation_config.json or the GGUF metadata.
-    pub fn eos_token_ids(&self) -> Vec<TokenId> {
-        crate::model::eos_token_ids(&self.config, &self.generation)
-    }
-
     /// Where it runs.
     pub fn gpu(&self) -> &Gpu {
         self.decoder.gpu()
@@ -137,12 +111,12 @@ impl GpuModel {
 
     /// Bytes of KV cache that a token takes while every layer keeps it.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        kv_bytes_per_token(self.spec())
+        self.spec().kv_bytes_per_token(KV_ELEMENT)
     }
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        kv_bytes(self.spec(), config)
+        self.spec().kv_bytes(config, KV_ELEMENT)
     }
 
     /// Element of the KV cache.

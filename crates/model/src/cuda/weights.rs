@@ -75,7 +75,7 @@ impl GpuWeights {
         kernels: &FusedKernels,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Self, ModelError> {
-        let spec = &description.config.spec;
+        let spec = description.about.spec();
         let source = description.source(format)?;
         let mut tensors = Checked::new(&*source);
         let layout = Layout::new(spec);

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use plimsoll_kernels::WeightType;
 
 use super::{RowOrder, Source, Tensor};
-use crate::gguf::GgufFile;
+use crate::gguf::{GgufFile, ROPE_FACTORS};
 use crate::{Architecture, DecoderSpec, ModelError, Shape};
 
 /// A GGUF file as a source of weights.
@@ -26,10 +26,13 @@ struct Heads {
 
 impl<'a> GgufWeights<'a> {
     pub(crate) fn new(file: &'a GgufFile, architecture: Architecture, spec: &DecoderSpec) -> Self {
-        // llama.cpp rotates neighbouring pairs for `llama` and halves for the others, and its converter orders the
-        // rows accordingly (`LlamaModel.permute` in convert_hf_to_gguf.py).
+        // llama.cpp rotates neighbouring pairs for `llama` and what its converter derives from it, halves for the others,
+        // and the converter orders the rows accordingly (`LlamaModel.permute` in convert_hf_to_gguf.py).
         let interleaved = match architecture {
-            Architecture::Llama | Architecture::Mistral => spec.attention().next().map(|attention| Heads {
+            Architecture::Llama
+            | Architecture::Mistral
+            | Architecture::Ministral3
+            | Architecture::SmolLM3 => spec.attention().next().map(|attention| Heads {
                 q: attention.heads,
                 k: attention.kv_heads,
             }),
@@ -82,7 +85,9 @@ impl Source for GgufWeights<'_> {
     }
 
     fn names(&self) -> Vec<String> {
-        self.file.tensor_names().map(str::to_owned).collect()
+        let in_config = |name: &&str| ROPE_FACTORS.contains(name);
+        let names = self.file.tensor_names().filter(|name| !in_config(name));
+        names.map(str::to_owned).collect()
     }
 
     fn total_bytes(&self) -> u64 {

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use plimsoll_model::{Architecture, DecoderSpec, KvCacheDtype, Model};
+use plimsoll_model::rope::{RopeScaling, RopeSpec};
+use plimsoll_model::{DecoderSpec, KvCacheDtype, Model};
 
 use super::{golden_path, load};
 
@@ -16,45 +17,92 @@ pub type Tensors = BTreeMap<String, Tensor>;
 
 /// What convert_hf_to_gguf.py writes for this model.
 pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> {
-    let size = |key: &str, value: usize| (format!("{architecture}.{key}"), Value::U32(value as u32));
-    let (layer, attention) = (&spec.layers[0], spec.layers[0].attention());
-    let rope = attention.rope.as_ref().unwrap();
     let mut out = vec![
         (
             "general.architecture".to_owned(),
             Value::String(architecture.to_owned()),
         ),
-        size("block_count", spec.layers.len()),
-        size("context_length", spec.max_position_embeddings),
-        size("embedding_length", spec.hidden_size),
-        size("feed_forward_length", layer.dense_mlp().intermediate_size),
-        size("attention.head_count", attention.heads),
-        size("attention.head_count_kv", attention.kv_heads),
-        size("attention.key_length", attention.head_dim),
-        size("attention.value_length", attention.head_dim),
-        size("vocab_size", spec.vocab_size),
-        (
-            format!("{architecture}.attention.layer_norm_rms_epsilon"),
-            Value::F32(layer.norm.eps),
-        ),
-        (
-            format!("{architecture}.rope.freq_base"),
-            Value::F32(rope.theta as f32),
-        ),
         ("tokenizer.ggml.eos_token_id".to_owned(), Value::U32(2)),
     ];
-    if let Some(window) = attention.window {
-        out.push(size("attention.sliding_window", window));
+    let mut add = |key: &str, value| out.push((format!("{architecture}.{key}"), value));
+    let size = |value: usize| Value::U32(value as u32);
+    let float = |value: f64| Value::F32(value as f32);
+    let layer = &spec.layers[0];
+    let full = spec.attention().find(|attention| attention.window.is_none());
+    let attention = full.unwrap_or_else(|| layer.attention());
+    let rope = attention.rope.as_ref().unwrap();
+    let sliding = spec.attention().find(|attention| attention.window.is_some());
+    add("block_count", size(spec.layers.len()));
+    add("context_length", size(spec.max_position_embeddings));
+    add("embedding_length", size(spec.hidden_size));
+    add("feed_forward_length", size(layer.dense_mlp().intermediate_size));
+    add("attention.head_count", size(attention.heads));
+    add("attention.head_count_kv", size(attention.kv_heads));
+    add("attention.layer_norm_rms_epsilon", Value::F32(layer.norm.eps));
+    add("rope.freq_base", float(rope.theta));
+    // Phi3MiniModel writes its own.
+    if architecture == "phi3" {
+        add("rope.dimension_count", size(rope.rotary_dim));
+        let window = sliding.and_then(|attention| attention.window);
+        add("attention.sliding_window", size(window.unwrap_or(0)));
+    } else {
+        add("attention.key_length", size(attention.head_dim));
+        add("attention.value_length", size(attention.head_dim));
+        if let Some(window) = sliding.and_then(|attention| attention.window) {
+            add("attention.sliding_window", size(window));
+        }
     }
-    if let plimsoll_model::rope::RopeScaling::Linear { factor } = rope.scaling {
-        out.push((
-            format!("{architecture}.rope.scaling.type"),
-            Value::String("linear".to_owned()),
-        ));
-        out.push((
-            format!("{architecture}.rope.scaling.factor"),
-            Value::F32(factor as f32),
-        ));
+    // `LlamaModel` and what derives from it; for others the number of tokens says so, of which there are none here.
+    add("vocab_size", size(spec.vocab_size));
+    if architecture == "gemma3" {
+        let slides = spec
+            .attention()
+            .map(|attention| Value::Bool(attention.window.is_some()));
+        add("attention.sliding_window_pattern", Value::Array(slides.collect()));
+        let local = sliding.and_then(|attention| attention.rope.as_deref());
+        add("rope.freq_base_swa", float(local.unwrap().theta));
+    }
+    let text = |text: &str| Value::String(text.to_owned());
+    match rope.scaling {
+        RopeScaling::Linear { factor } => {
+            add("rope.scaling.type", text("linear"));
+            add("rope.scaling.factor", float(factor));
+        }
+        RopeScaling::Yarn {
+            factor,
+            original_context,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+            ..
+        } => {
+            add("rope.scaling.type", text("yarn"));
+            add("rope.scaling.factor", float(factor));
+            add(
+                "rope.scaling.original_context_length",
+                size(original_context as usize),
+            );
+            add("rope.scaling.yarn_beta_fast", float(beta_fast));
+            add("rope.scaling.yarn_beta_slow", float(beta_slow));
+            // `mscale_all_dim`, from (0.1 ln factor + 1) / (0.1 mscale_all_dim ln factor + 1).
+            let log = 0.1 * factor.ln();
+            add(
+                "rope.scaling.yarn_log_multiplier",
+                float(((log + 1.0) / attention_factor - 1.0) / log),
+            );
+        }
+        RopeScaling::LongRope {
+            original_context,
+            attention_factor,
+            ..
+        } => {
+            add("rope.scaling.original_context_length", size(original_context));
+            add("rope.scaling.attn_factor", float(attention_factor));
+        }
+        RopeScaling::None | RopeScaling::Llama3 { .. } => {}
+    }
+    if let Some(scale) = rope.query_scale {
+        add("attention.temperature_scale", Value::F32(scale.beta));
     }
     out
 }
@@ -77,22 +125,34 @@ pub fn write(path: &Path, metadata: &[(String, Value)], tensors: &[(String, QTen
 }
 
 /// The renaming of gguf-py's tensor_mapping.py for these families.
-pub fn gguf_name(name: &str) -> String {
-    name.replace("model.layers.", "blk.")
-        .replace("model.embed_tokens", "token_embd")
-        .replace("model.norm", "output_norm")
-        .replace("lm_head", "output")
-        .replace("input_layernorm", "attn_norm")
-        .replace("post_attention_layernorm", "ffn_norm")
-        .replace("self_attn.o_proj", "attn_output")
-        .replace("self_attn.q_norm", "attn_q_norm")
-        .replace("self_attn.k_norm", "attn_k_norm")
-        .replace("self_attn.q_proj", "attn_q")
-        .replace("self_attn.k_proj", "attn_k")
-        .replace("self_attn.v_proj", "attn_v")
-        .replace("mlp.gate_proj", "ffn_gate")
-        .replace("mlp.up_proj", "ffn_up")
-        .replace("mlp.down_proj", "ffn_down")
+pub fn gguf_name(architecture: &str, name: &str) -> String {
+    const GEMMA3: [(&str, &str); 3] = [
+        ("post_attention_layernorm", "post_attention_norm"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
+    ];
+    const ALL: [(&str, &str); 17] = [
+        ("model.layers.", "blk."),
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.o_proj", "attn_output"),
+        ("self_attn.q_norm", "attn_q_norm"),
+        ("self_attn.k_norm", "attn_k_norm"),
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"),
+        ("self_attn.qkv_proj", "attn_qkv"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.gate_up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+    ];
+    let own: &[_] = if architecture == "gemma3" { &GEMMA3 } else { &[] };
+    let parts = own.iter().chain(&ALL);
+    parts.fold(name.to_owned(), |name, (hf, gguf)| name.replace(hf, gguf))
 }
 
 /// `LlamaModel.permute` of convert_hf_to_gguf.py.
@@ -123,17 +183,22 @@ pub fn converted(
             spec.layers[0].attention().kv_heads
         };
         let rotated = name.contains("q_proj.weight") || name.contains("k_proj.weight");
-        let tensor = if rotated && architecture == "llama" {
-            permute(&tensor, heads)
-        } else {
-            tensor
+        let tensor = match architecture {
+            "llama" | "mistral3" | "smollm3" if rotated => permute(&tensor, heads),
+            // `norm_shift`: Gemma's norms are stored less 1.
+            "gemma3" if name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
+            _ => tensor,
         };
         let dtype = if tensor.rank() == 2 { dtype } else { GgmlDType::F32 };
-        (gguf_name(name), QTensor::quantize(&tensor, dtype).unwrap())
+        (
+            gguf_name(architecture, name),
+            QTensor::quantize(&tensor, dtype).unwrap(),
+        )
     };
     tensors.iter().map(convert).collect()
 }
 
+/// Those of the decoder, without the prefix that they have beside a vision tower.
 pub fn golden_tensors(name: &str) -> Tensors {
     let files = std::fs::read_dir(golden_path(name))
         .unwrap()
@@ -144,39 +209,50 @@ pub fn golden_tensors(name: &str) -> Tensors {
     });
     files
         .flat_map(|path| candle_core::safetensors::load(path, &Device::Cpu).unwrap())
+        .filter(|(name, _)| !name.starts_with("vision_tower") && !name.starts_with("multi_modal_projector"))
+        .map(|(name, tensor)| (name.replace("language_model.", ""), tensor))
         .collect()
 }
 
 pub fn gguf_architecture(model: &Model) -> &'static str {
-    match model.config().architecture {
-        Architecture::Mistral => "llama",
-        architecture => architecture.model_type(),
-    }
+    model.config().architecture.gguf_name().unwrap_or("llama")
 }
 
 pub fn golden_gguf(directory: &Path, name: &str) -> PathBuf {
     let model = load(name, KvCacheDtype::Auto);
     let architecture = gguf_architecture(&model);
     let mut tensors = converted(model.spec(), architecture, &golden_tensors(name), GgmlDType::F32);
-    if name.starts_with("llama3") {
-        // The converter spells Llama 3's scaling out as divisors of the unscaled frequencies.
-        let rope = model.spec().ropes()[0].clone();
-        let unscaled = plimsoll_model::rope::RopeSpec {
-            scaling: plimsoll_model::rope::RopeScaling::None,
-            ..rope.clone()
-        };
-        let frequencies = |rope: &plimsoll_model::rope::RopeSpec| rope.tables()[0].frequencies.clone();
-        let factors: Vec<f32> = frequencies(&unscaled)
-            .iter()
-            .zip(frequencies(&rope))
-            .map(|(plain, s)| plain / s)
-            .collect();
-        assert!(factors[0] == 1.0 && *factors.last().unwrap() > 7.9);
-        let factors = Tensor::new(factors, &Device::Cpu).unwrap();
+    let mut add = |name: &str, values: Vec<f32>| {
+        let values = Tensor::new(values, &Device::Cpu).unwrap();
         tensors.push((
-            "rope_freqs.weight".to_owned(),
-            QTensor::quantize(&factors, GgmlDType::F32).unwrap(),
+            name.to_owned(),
+            QTensor::quantize(&values, GgmlDType::F32).unwrap(),
         ));
+    };
+    let rope = model.spec().ropes()[0].clone();
+    match &rope.scaling {
+        RopeScaling::Llama3 { .. } => {
+            // The converter spells the scaling out as divisors of the unscaled frequencies.
+            let unscaled = RopeSpec {
+                scaling: RopeScaling::None,
+                ..rope.clone()
+            };
+            let frequencies = |rope: &RopeSpec| rope.tables()[0].frequencies.clone();
+            let factors: Vec<f32> = frequencies(&unscaled)
+                .iter()
+                .zip(frequencies(&rope))
+                .map(|(plain, s)| plain / s)
+                .collect();
+            assert!(factors[0] == 1.0 && *factors.last().unwrap() > 7.9);
+            add("rope_freqs.weight", factors);
+        }
+        RopeScaling::LongRope { short, long, .. } => {
+            for (name, factors) in [("rope_factors_long", long), ("rope_factors_short", short)] {
+                let factors = factors.iter().map(|&factor| factor as f32).collect();
+                add(&format!("{name}.weight"), factors);
+            }
+        }
+        _ => {}
     }
     let path = directory.join(format!("{name}.gguf"));
     write(&path, &metadata(architecture, model.spec()), &tensors);

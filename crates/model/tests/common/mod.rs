@@ -21,7 +21,7 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 14] = [
+pub const MODELS: [&str; 15] = [
     "gemma3",
     "gemma3-vision",
     "llama",
@@ -30,6 +30,7 @@ pub const MODELS: [&str; 14] = [
     "ministral3",
     "mistral-window",
     "phi3-longrope",
+    "phi3-longrope-short",
     "phi3-window",
     "qwen2",
     "qwen2-window",
@@ -38,15 +39,30 @@ pub const MODELS: [&str; 14] = [
     "smollm3",
 ];
 
-/// Those whose families are known in GGUF files, which tell of no window that begins at a layer.
-pub const GGUF_MODELS: [&str; 7] = [
+/// Those that GGUF files can hold, which tell of no window that begins at a layer and of no scale of Gemma's attention.
+pub const GGUF_MODELS: [&str; 13] = [
+    "gemma3",
     "llama",
     "llama-linear-rope",
     "llama3-tied-bf16",
+    "ministral3",
     "mistral-window",
+    "phi3-longrope",
+    "phi3-longrope-short",
+    "phi3-window",
     "qwen2",
     "qwen3-f16",
     "qwen3-sharded",
+    "smollm3",
+];
+
+/// Those with windows, which all but the shortest prompts leave.
+pub const WINDOW_MODELS: [&str; 5] = [
+    "gemma3",
+    "gemma3-vision",
+    "mistral-window",
+    "phi3-window",
+    "qwen2-window",
 ];
 
 /// Those with golden vectors.

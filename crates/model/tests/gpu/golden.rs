@@ -8,6 +8,7 @@
 use plimsoll_core::{Executor, RunInput, TokenId};
 use plimsoll_model::cuda::GpuRunner;
 
+use crate::common::groups::{grouped, hits_past_the_window, serve_twice};
 use crate::common::*;
 use crate::reference::root_mean_square;
 use crate::setup::{MODELS, Setup, gpu, load, report};
@@ -126,6 +127,31 @@ fn greedy_tokens_that_lead_are_chosen() {
                 3 * decided > all,
                 "{what}: only {decided} of {all} tokens lead by {near_tie}"
             );
+        }
+    }
+}
+
+/// Of a window, a request that begins with cached tokens needs only what its next token sees.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn prefix_hits_past_the_window_change_no_text() {
+    let gpu = gpu();
+    for name in WINDOW_MODELS {
+        let model = load(&gpu, name);
+        let cases = golden(name).cases;
+        let near_tie = near_tie(&cases);
+        for setup in Setup::all(1024) {
+            for (case, (hit, chunk)) in hits_past_the_window(&cases, setup.block_size) {
+                let kv = grouped(model.spec(), setup.block_size, chunk);
+                let mut runner = setup.build_over(&model, kv);
+                serve_twice(&mut runner, kv, case, (hit, chunk), &mut |index, token| {
+                    let (expected, lead) = (case.greedy[index], case.leads[index]);
+                    assert!(
+                        token == expected || lead < near_tie,
+                        "{name}, {setup:?}, {hit} cached, chunks of {chunk}, token {index}: {token} instead of {expected}"
+                    );
+                });
+            }
         }
     }
 }

@@ -3,22 +3,23 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_core::{Scratch, StateConfig, StepError, StepLimits, StepPlan};
+use plimsoll_core::{KvConfig, Scratch, StateConfig, StepError, StepLimits, StepPlan};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuModel, GpuOptions, GpuRunner};
 use plimsoll_model::{LoadFormat, LoadOptions};
 
 use crate::common::{Oracle, golden_path, state_config};
 
-/// The tiny models whose heads have a size that the kernels know. The part that phi3-longrope rotates, 72 elements, is not a
-/// multiple of 16, as that of Phi-4-mini is.
-pub(crate) const MODELS: [&str; 12] = [
+/// The tiny models whose heads have a size that the kernels know.
+pub(crate) const MODELS: [&str; 14] = [
     "gemma3",
     "gemma3-vision",
     "llama",
     "llama3-tied-bf16",
     "ministral3",
     "mistral-window",
+    "phi3-longrope",
+    "phi3-longrope-short",
     "phi3-window",
     "qwen2",
     "qwen2-window",
@@ -90,9 +91,26 @@ impl Setup {
         limits: &StepLimits,
         scratch: Scratch,
     ) -> GpuRunner {
+        let kv = state_config(self.block_size, self.num_blocks()).kv;
+        self.build_state(model, kv, limits, scratch)
+    }
+
+    /// Over a KV cache of this form.
+    pub(crate) fn build_over(&self, model: &Arc<GpuModel>, kv: KvConfig) -> GpuRunner {
+        self.build_state(model, kv, &LIMITS, Scratch::Growable)
+    }
+
+    fn build_state(
+        &self,
+        model: &Arc<GpuModel>,
+        kv: KvConfig,
+        limits: &StepLimits,
+        scratch: Scratch,
+    ) -> GpuRunner {
         let config = StateConfig {
+            kv,
             scratch,
-            ..state_config(self.block_size, self.num_blocks())
+            ..state_config(self.block_size, 0)
         };
         let options = GpuOptions {
             enforce_eager: self.enforce_eager,

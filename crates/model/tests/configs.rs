@@ -1,0 +1,384 @@
+//! config.json: what published ones mean, what is refused and how it is said.
+
+mod common;
+
+use std::path::Path;
+
+use common::golden_path;
+use plimsoll_model::rope::{RopeScaling, RopeSpec};
+use plimsoll_model::{
+    Architecture, AttentionSpec, DecoderSpec, HfOverrides, ModelConfig, ModelError, OutputHead, Projections,
+};
+use serde_json::{Value, json};
+
+fn config_json(name: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(golden_path(name).join("config.json")).unwrap()).unwrap()
+}
+
+fn parse_with(config: &Value, overrides: &HfOverrides) -> Result<ModelConfig, ModelError> {
+    ModelConfig::from_json(Path::new("config.json"), &config.to_string(), overrides)
+}
+
+fn parse(config: &Value) -> Result<ModelConfig, ModelError> {
+    parse_with(config, &HfOverrides::default())
+}
+
+/// `config` with these fields set, those of a part one by one; null removes.
+fn with(mut config: Value, fields: Value) -> Value {
+    for (field, value) in fields.as_object().unwrap() {
+        let is_part = field.ends_with("_config") && value.is_object();
+        match value {
+            Value::Null => drop(config.as_object_mut().unwrap().remove(field)),
+            value if is_part => config[field] = with(config[field].take(), value.clone()),
+            value => config[field] = value.clone(),
+        }
+    }
+    config
+}
+
+/// Each kind of layer: how many there are, from which on, and what sets it apart.
+fn summary(spec: &DecoderSpec) -> String {
+    let mut kinds: Vec<(usize, usize, String)> = Vec::new();
+    for (index, layer) in spec.layers.iter().enumerate() {
+        let text = attention_summary(layer.attention());
+        match kinds.iter_mut().find(|(.., known)| *known == text) {
+            Some((count, ..)) => *count += 1,
+            None => kinds.push((1, index, text)),
+        }
+    }
+    let kind = |(count, first, text): &(usize, usize, String)| format!("{count} from {first}: {text}");
+    kinds.iter().map(kind).collect::<Vec<_>>().join("; ")
+}
+
+fn attention_summary(attention: &AttentionSpec) -> String {
+    let AttentionSpec {
+        heads,
+        kv_heads,
+        head_dim,
+        ..
+    } = attention;
+    let mut parts = vec![format!("{heads}/{kv_heads} x {head_dim}")];
+    parts.extend(attention.window.map(|window| format!("window {window}")));
+    parts.push(match attention.rope.as_deref() {
+        None => "no positions".to_owned(),
+        Some(rope) => {
+            let rotated = match rope.rotary_dim {
+                all if all == *head_dim => String::new(),
+                part => format!(" of {part}"),
+            };
+            let scaling = match &rope.scaling {
+                RopeScaling::None => String::new(),
+                RopeScaling::Linear { factor } => format!(" linear {factor}"),
+                RopeScaling::Llama3 { factor, .. } => format!(" llama3 {factor}"),
+                RopeScaling::Yarn {
+                    factor,
+                    attention_factor,
+                    ..
+                } => format!(" yarn {factor} x {attention_factor:.4}"),
+                RopeScaling::LongRope {
+                    original_context,
+                    attention_factor,
+                    ..
+                } => {
+                    format!(" longrope from {original_context} x {attention_factor:.4}")
+                }
+            };
+            format!("theta {}{scaling}{rotated}", rope.theta)
+        }
+    });
+    let query_scale = attention.rope.as_deref().and_then(|rope| rope.query_scale);
+    parts.extend(query_scale.map(|scale| format!("queries {} per {}", scale.beta, scale.original)));
+    if attention.scale != (*head_dim as f32).sqrt().recip() {
+        parts.push(format!("scale 1/{:.4}", attention.scale.recip()));
+    }
+    for (is, name) in [
+        (attention.qk_norm, "qk norm"),
+        (attention.qkv_bias, "qkv bias"),
+        (attention.projections == Projections::Fused, "fused"),
+    ] {
+        if is {
+            parts.push(name.to_owned());
+        }
+    }
+    parts.join(", ")
+}
+
+/// Files of every family as Hugging Face publishes them.
+#[test]
+fn published_files_mean_what_they_say() {
+    // Number and first of the layers of a kind: query/key heads x size, and what sets them apart.
+    let expected = "
+        Llama-2-7b-chat-hf => Llama, Own: 32 from 0: 32/32 x 128, theta 10000
+        Llama-3.1-8B-Instruct => Llama, Own: 32 from 0: 32/8 x 128, theta 500000 llama3 8
+        Llama-3.2-1B-Instruct => Llama, Tied: 16 from 0: 32/8 x 64, theta 500000 llama3 32
+        SmolLM2-135M-Instruct => Llama, Tied: 30 from 0: 9/3 x 64, theta 100000
+        Mistral-7B-v0.1 => Mistral, Own: 32 from 0: 32/8 x 128, window 4096, theta 10000
+        Mistral-7B-Instruct-v0.3 => Mistral, Own: 32 from 0: 32/8 x 128, theta 1000000
+        Mistral-Nemo-Instruct-2407 => Mistral, Own: 40 from 0: 32/8 x 128, theta 1000000
+        Mistral-Small-3.1-24B-Instruct-2503 => Mistral, Own: 40 from 0: 32/8 x 128, theta 1000000000
+        e5-mistral-7b-instruct => Mistral, Own: 32 from 0: 32/8 x 128, window 4096, theta 10000
+        Qwen2.5-0.5B-Instruct => Qwen2, Tied: 24 from 0: 14/2 x 64, theta 1000000, qkv bias
+        Qwen2.5-7B-Instruct => Qwen2, Own: 28 from 0: 28/4 x 128, theta 1000000, qkv bias
+        Qwen3-8B => Qwen3, Own: 36 from 0: 32/8 x 128, theta 1000000, qk norm
+        Qwen3-Embedding-0.6B => Qwen3, Tied: 28 from 0: 16/8 x 128, theta 1000000, qk norm
+        gemma-3-270m-it => Gemma3, Tied: 15 from 0: 4/1 x 256, window 512, theta 10000, qk norm; 3 from 5: 4/1 x 256, theta 1000000, qk norm
+        gemma-3-1b-it => Gemma3, Tied: 22 from 0: 4/1 x 256, window 512, theta 10000, qk norm; 4 from 5: 4/1 x 256, theta 1000000, qk norm
+        gemma-3-4b-it => Gemma3, Tied: 29 from 0: 8/4 x 256, window 1024, theta 10000, qk norm; 5 from 5: 8/4 x 256, theta 1000000 linear 8, qk norm
+        gemma-3-27b-it => Gemma3, Tied: 52 from 0: 32/16 x 128, window 1024, theta 10000, scale 1/12.9615, qk norm; 10 from 5: 32/16 x 128, theta 1000000 linear 8, scale 1/12.9615, qk norm
+        Ministral-3-3B-Instruct-2512-BF16 => Ministral3, Tied: 26 from 0: 32/8 x 128, theta 1000000 yarn 16 x 1.0000, queries 0.1 per 16384
+        Devstral-2-123B-Instruct-2512 => Ministral3, Own: 88 from 0: 96/8 x 128, theta 1000000 yarn 64 x 1.4159
+        Phi-3-mini-4k-instruct => Phi3, Own: 32 from 0: 32/32 x 96, window 2047, theta 10000, fused
+        Phi-3-mini-128k-instruct => Phi3, Own: 32 from 0: 32/32 x 96, window 262144, theta 10000 longrope from 4096 x 1.1902, fused
+        Phi-3.5-mini-instruct => Phi3, Own: 32 from 0: 32/32 x 96, window 262144, theta 10000 longrope from 4096 x 1.1902, fused
+        Phi-4-mini-instruct => Phi3, Tied: 32 from 0: 24/8 x 128, window 262144, theta 10000 longrope from 4096 x 1.1902 of 96, fused
+        phi-4 => Phi3, Own: 40 from 0: 40/10 x 128, theta 250000, fused
+        SmolLM3-3B => SmolLM3, Tied: 27 from 0: 16/4 x 128, theta 5000000; 9 from 3: 16/4 x 128, no positions
+    ";
+    let cases: Vec<_> = expected
+        .lines()
+        .filter_map(|line| line.trim().split_once(" => "))
+        .collect();
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs");
+    assert_eq!(directory.read_dir().unwrap().count(), cases.len());
+    for (name, expected) in cases {
+        let path = directory.join(format!("{name}.json"));
+        let text = std::fs::read_to_string(&path).unwrap();
+        let config = ModelConfig::from_json(&path, &text, &HfOverrides::default())
+            .unwrap_or_else(|error| panic!("{name}: {error}"));
+        let layers = summary(&config.spec);
+        let found = format!("{:?}, {:?}: {layers}", config.architecture, config.spec.head);
+        assert_eq!(found, expected, "{name}");
+    }
+}
+
+/// In the file or by `--hf-overrides`, before weights are read.
+#[test]
+fn unsupported_fields_are_named() {
+    let llama = |fields, message| ("llama", fields, message);
+    let rope = |rope: Value, message| llama(json!({"rope_parameters": null, "rope_scaling": rope}), message);
+    let cases = [
+        llama(
+            json!({"architectures": ["MambaForCausalLM"]}),
+            "`MambaForCausalLM` is not supported",
+        ),
+        llama(
+            json!({"architectures": ["MambaForCausalLM"]}),
+            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM",
+        ),
+        llama(json!({"architectures": null, "model_type": "mamba"}), "`mamba`"),
+        llama(json!({"architectures": null, "model_type": null}), "model_type"),
+        llama(json!({"hidden_size": null}), "hidden_size"),
+        llama(json!({"hidden_size": "large"}), "`hidden_size`: invalid type"),
+        llama(json!({"num_key_value_heads": 3}), "num_key_value_heads"),
+        llama(json!({"num_attention_heads": 0}), "num_attention_heads"),
+        llama(json!({"head_dim": 15}), "head_dim"),
+        llama(json!({"head_dim": 512}), "head_dim"),
+        llama(json!({"vocab_size": 1u64 << 40}), "vocab_size"),
+        llama(json!({"rms_norm_eps": 0.0}), "rms_norm_eps"),
+        llama(json!({"hidden_act": "gelu"}), "hidden_act"),
+        llama(json!({"attention_bias": true}), "attention_bias"),
+        llama(json!({"mlp_bias": true}), "mlp_bias"),
+        llama(
+            json!({"quantization_config": {"quant_method": "gptq"}}),
+            "quantization_config",
+        ),
+        llama(json!({"num_local_experts": 8}), "num_local_experts"),
+        llama(json!({"num_experts": 8}), "`num_experts` is 8"),
+        llama(
+            json!({"attention_sinks": 4}),
+            "nothing is known of such a field in LlamaForCausalLM",
+        ),
+        llama(json!({"sliding_window": 64}), "sliding_window"),
+        llama(json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        llama(json!({"dtype": "float8_e4m3fn"}), "dtype"),
+        llama(
+            json!({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+            "`rope_scaling` is given beside",
+        ),
+        rope(
+            json!({"type": "dynamic", "factor": 2.0}),
+            "rope_scaling.rope_type",
+        ),
+        rope(
+            json!({"rope_type": "yarn", "factor": 2.0}),
+            "rope_scaling.original_max_position_embeddings",
+        ),
+        rope(
+            json!({"rope_type": "default", "mrope_section": [1]}),
+            "`rope_scaling`: unknown field",
+        ),
+        rope(json!({"rope_type": "linear"}), "rope_scaling.factor"),
+        rope(
+            json!({"rope_type": "llama3", "factor": 8.0}),
+            "rope_scaling.low_freq_factor",
+        ),
+        ("qwen2-window", json!({"max_window_layers": 0}), "layer_types[0]"),
+        (
+            "qwen2-window",
+            json!({"layer_types": ["full_attention"]}),
+            "`layer_types` is a list of 1",
+        ),
+        (
+            "qwen2-window",
+            json!({"dual_chunk_attention_config": {"chunk_size": 262_144}}),
+            "`dual_chunk_attention_config`",
+        ),
+        (
+            "mistral-window",
+            json!({"sliding_window": 0}),
+            "`sliding_window` is 0",
+        ),
+        ("gemma3", json!({"sliding_window": 0}), "`sliding_window` is 0"),
+        (
+            "gemma3",
+            json!({"final_logit_softcapping": 30.0}),
+            "`final_logit_softcapping`",
+        ),
+        (
+            "gemma3",
+            json!({"use_bidirectional_attention": true}),
+            "`use_bidirectional_attention`",
+        ),
+        (
+            "gemma3",
+            json!({"hidden_activation": "gelu"}),
+            "`hidden_activation`",
+        ),
+        (
+            "gemma3",
+            json!({"layer_types": ["full_attention", "full_attention"]}),
+            "`layer_types` is a list of 2",
+        ),
+        (
+            "gemma3",
+            json!({"layer_types": ["full_attention", "chunked_attention", "full_attention", "full_attention"]}),
+            "`layer_types[1]` is `chunked_attention`",
+        ),
+        (
+            "smollm3",
+            json!({"no_rope_layers": [1, 1, 1, 0]}),
+            "`no_rope_layers` is a list of 4",
+        ),
+        (
+            "smollm3",
+            json!({"use_sliding_window": true, "sliding_window": 64, "layer_types": null}),
+            "`sliding_window` is 64",
+        ),
+        (
+            "phi3-longrope",
+            json!({"rope_parameters": null, "partial_rotary_factor": 1.5}),
+            "`partial_rotary_factor`",
+        ),
+        (
+            "phi3-longrope",
+            json!({"rope_parameters": null, "rope_scaling": {"type": "su", "short_factor": [1.0]}}),
+            "rope_scaling.short_factor",
+        ),
+        (
+            "gemma3-vision",
+            json!({"text_config": {"num_experts": 8}}),
+            "`num_experts` is 8",
+        ),
+        (
+            "gemma3-vision",
+            json!({"text_config": {"layer_types": ["full_attention"]}}),
+            "`layer_types` is a list of 1",
+        ),
+        (
+            "ministral3",
+            json!({"text_config": {"sliding_window": 0}}),
+            "`sliding_window` is 0",
+        ),
+        (
+            "ministral3",
+            json!({"video_token_id": 7}),
+            "nothing is known of such a field in Mistral3ForConditionalGeneration",
+        ),
+        (
+            "ministral3",
+            json!({"text_config": null}),
+            "`text_config` is missing",
+        ),
+    ];
+    for (name, fields, message) in cases {
+        let config = config_json(name);
+        let overrides: HfOverrides = serde_json::from_value(fields.clone()).unwrap();
+        let edited = parse(&with(config.clone(), fields.clone()));
+        for result in [edited, parse_with(&config, &overrides)] {
+            let error = result.map(|_| ()).unwrap_err().to_string();
+            assert!(
+                error.contains(message),
+                "{name}, {fields}: {error:?} does not say {message:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn both_generations_of_transformers_configs_mean_the_same() {
+    let new = config_json("llama3-tied-bf16");
+    let mut scaling = new["rope_parameters"].clone();
+    let theta = scaling.as_object_mut().unwrap().remove("rope_theta").unwrap();
+    let fields = json!({"rope_parameters": null, "rope_scaling": scaling, "rope_theta": theta, "dtype": null,
+        "torch_dtype": "bfloat16"});
+    let old = with(new.clone(), fields);
+    let parsed = parse(&new).unwrap();
+    assert_eq!(parse(&old).unwrap(), parsed);
+    let scaling = RopeScaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_context: 32.0,
+    };
+    let rope = |theta, scaling| RopeSpec {
+        theta,
+        rotary_dim: parsed.spec.layers[0].attention().head_dim,
+        scaling,
+        query_scale: None,
+    };
+    assert_eq!(parsed.spec.ropes(), [&rope(1000.0, scaling)]);
+
+    // Llama 2's and SmolLM2's own files.
+    let plain = with(
+        new,
+        json!({"rope_parameters": null, "rope_interleaved": false, "is_llama_config": true}),
+    );
+    let plain = parse(&plain).unwrap().spec;
+    assert_eq!(plain.ropes(), [&rope(10_000.0, RopeScaling::None)]);
+}
+
+#[test]
+fn absent_fields_mean_what_they_mean_in_transformers() {
+    let parsed = |name, fields| parse(&with(config_json(name), fields)).unwrap();
+    let mistral = parsed("mistral-window", json!({"sliding_window": null}));
+    let windows = |config: &ModelConfig| {
+        config
+            .spec
+            .attention()
+            .map(|attention| attention.window)
+            .collect::<Vec<_>>()
+    };
+    assert!(windows(&mistral).iter().all(|&window| window == Some(4096)));
+    let null = config_json("mistral-window")
+        .to_string()
+        .replace(r#""sliding_window":11"#, r#""sliding_window":null"#);
+    let mistral = ModelConfig::from_json(Path::new("config.json"), &null, &HfOverrides::default()).unwrap();
+    assert_eq!(mistral.architecture, Architecture::Mistral);
+    assert!(windows(&mistral).iter().all(Option::is_none));
+    let attention = |name, fields| parsed(name, fields).spec.layers[0].attention().clone();
+    assert_eq!(attention("qwen3-f16", json!({"head_dim": null})).head_dim, 128);
+    assert_eq!(attention("llama", json!({"head_dim": null})).head_dim, 16);
+    assert_eq!(
+        attention("llama", json!({"num_key_value_heads": null})).kv_heads,
+        4
+    );
+    assert_eq!(
+        parsed("qwen2", json!({"tie_word_embeddings": null})).spec.head,
+        OutputHead::Own
+    );
+    let off = parsed(
+        "qwen2-window",
+        json!({"use_sliding_window": false, "layer_types": null}),
+    );
+    assert!(windows(&off).iter().all(Option::is_none));
+}
