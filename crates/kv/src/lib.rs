@@ -19,5 +19,5 @@ mod pool;
 mod prefix;
 mod table;
 
-pub use manager::{KvManager, KvStats, OutOfPages, Sharing};
+pub use manager::{GroupStats, KvManager, KvStats, OutOfPages, Sharing};
 pub use table::BlockTable;

@@ -349,7 +349,7 @@ impl Scheduler {
             leaving: self.leaving.len(),
             pages_total: kv.total,
             pages_used: kv.used,
-            blocks_cached: kv.cached,
+            groups: kv.groups,
             tail_tokens: self.running.values().map(|running| self.tail(running)).sum(),
             evictions: kv.evictions,
             ..self.counters

@@ -326,7 +326,7 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     for (state, blocks) in [
         ("total", scheduler.pages_total),
         ("used", scheduler.pages_used),
-        ("cached", scheduler.blocks_cached),
+        ("cached", scheduler.blocks_cached()),
     ] {
         maker.set(
             &KV_BLOCKS,

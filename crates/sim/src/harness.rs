@@ -1,8 +1,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use plimsoll_core::{
-    CacheKind, Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run,
-    StepError, StepPlan, TokenEvent, TokenId,
+    Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, StepError,
+    StepPlan, TokenEvent, TokenId,
 };
 use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
 
@@ -316,14 +316,9 @@ impl<'a> Life<'a> {
             false => tokens.len() - 1,
         };
         let shareable = &tokens[..most.min(tokens.len() - 1)];
-        let block_size = self.kv.block_size.tokens();
-        let foretold = self
-            .router
-            .longest(client.request.cache_salt(), shareable, block_size);
-        // Of a window, a router does not know how much of it is left.
-        let windows = self.kv.groups.iter().any(|group| group.kind != CacheKind::Full);
-        let right = foretold == run.start || windows && foretold > run.start;
-        right.then_some(()).ok_or(format!(
+        let salt = client.request.cache_salt();
+        let foretold = self.router.longest(salt, shareable, &self.kv);
+        (foretold == run.start).then_some(()).ok_or(format!(
             "{} finds {} tokens cached, and a router foretold {foretold}",
             run.request, run.start
         ))
@@ -504,7 +499,7 @@ impl<'a> Life<'a> {
         }
         self.scheduler.check_invariants()?;
         self.router.hear(self.scheduler.take_cache_events())?;
-        let (heard, cached) = (self.router.len(), self.scheduler.stats().blocks_cached);
+        let (heard, cached) = (self.router.len(), self.scheduler.stats().blocks_cached());
         (heard == cached).then_some(()).ok_or(format!(
             "{cached} blocks are cached, and a router knows of {heard}"
         ))
