@@ -4,8 +4,8 @@ use std::thread;
 use std::time::Duration;
 
 use plimsoll_core::{
-    BuildError, Component, Executor, FillMasks, Meters, Oom, Scratch, StateConfig, StepError, StepLimits,
-    StepOutput, StepPlan,
+    BuildError, Component, Executor, FillMasks, KvConfig, Meters, Oom, Scratch, StateConfig, StepError,
+    StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::{Budget, Charge};
 use plimsoll_profiler::{Piece, Target};
@@ -44,6 +44,14 @@ impl SimTarget {
 /// Made up, of the order of a small model's.
 pub(crate) const KV_BYTES_PER_TOKEN: u64 = 16 << 10;
 const SCRATCH_BYTES_PER_TOKEN: u64 = 32 << 10;
+
+/// Bytes of a KV cache.
+pub(crate) fn kv_bytes(kv: &KvConfig) -> u64 {
+    let layers: usize = kv.groups.iter().map(|group| group.layers).sum();
+    let layer_bytes = KV_BYTES_PER_TOKEN / layers as u64;
+    let page_tokens = (kv.groups.layers_per_page() * kv.block_size.tokens()) as u64;
+    (kv.num_pages as u64).saturating_mul(page_tokens * layer_bytes)
+}
 
 /// Long enough that requests meet each other, as they do on a real device.
 pub(crate) const STEP_TIME: StepTime = StepTime {
@@ -161,10 +169,7 @@ impl Target for SimTarget {
             ask(&self.asked, &self.faults)?;
             Ok::<_, BuildError>(budget.charge(component, bytes)?)
         };
-        let kv = charge(
-            Component::Kv,
-            config.kv.capacity_tokens() as u64 * KV_BYTES_PER_TOKEN,
-        )?;
+        let kv = charge(Component::Kv, kv_bytes(&config.kv))?;
         let canary = (config.canary_bytes > 0)
             .then(|| charge(Component::Canary, config.canary_bytes))
             .transpose()?;
