@@ -39,7 +39,7 @@ pub(super) fn disabled(
                 args,
             );
         }
-        Weights::Sim(_) => {}
+        Weights::Sim(..) => {}
     }
     if let Some(stored) = stored_as {
         let reason = format!("stored as {stored}, a GPU computes with them as bfloat16");

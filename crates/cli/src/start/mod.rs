@@ -181,7 +181,12 @@ impl Loaded {
                 let vocab_size = SimModel::text().vocab_size();
                 (
                     Text::simulated()?,
-                    Weights::Sim(budget),
+                    Weights::Sim(
+                        budget,
+                        SimSpec::parse(args.model.model())
+                            .unwrap_or_default()
+                            .cache_groups(),
+                    ),
                     sim_model_len(args),
                     vocab_size,
                     None,
@@ -206,7 +211,7 @@ impl Loaded {
         Ok(match &self.weights {
             Weights::Cpu(model, budget) => self.measure(self.cpu(model, budget), args)?,
             Weights::Gpu(model) => self.measure(self.gpu(model, args), args)?,
-            Weights::Sim(budget) => self.measure(self.sim(budget, args), args)?,
+            Weights::Sim(budget, _) => self.measure(self.sim(budget, args), args)?,
         })
     }
 
@@ -215,7 +220,7 @@ impl Loaded {
         match &self.weights {
             Weights::Cpu(model, budget) => self.spawn(self.cpu(model, budget), args, max_queue),
             Weights::Gpu(model) => self.spawn(self.gpu(model, args), args, max_queue),
-            Weights::Sim(budget) => self.spawn(self.sim(budget, args), args, max_queue),
+            Weights::Sim(budget, _) => self.spawn(self.sim(budget, args), args, max_queue),
         }
     }
 
@@ -242,7 +247,9 @@ impl Loaded {
     }
 
     fn sim(&self, budget: &Budget, args: &EngineArgs) -> SimTarget {
-        let SimSpec { step_time, faults } = SimSpec::parse(args.model.model()).unwrap_or_default();
+        let SimSpec {
+            step_time, faults, ..
+        } = SimSpec::parse(args.model.model()).unwrap_or_default();
         let step_time = step_time.map_or(SIM_STEP_TIME, |base| StepTime {
             base,
             ..StepTime::default()

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::rc::Rc;
 
-use plimsoll_core::{CacheGroups, Component, Meters, Oom, RefusedBy};
+use plimsoll_core::{Component, Meters, Oom, RefusedBy};
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuFootprint, GpuOptions, GpuStateShape};
 use plimsoll_model::{ModelConfig, ModelError};
@@ -16,6 +16,7 @@ use super::{embedding, sim_model_len};
 use crate::args::EngineArgs;
 use crate::device::{Device, Site};
 use crate::error::Error;
+use crate::simulated::SimSpec;
 use crate::source::Source;
 use crate::target::{CpuPlan, GpuPlan, SIM_KV_BYTES_PER_TOKEN, SimPlan, holding};
 
@@ -173,7 +174,9 @@ impl Outline {
             limits: step_limits(args, sim_model_len(args), CPU)?,
             vocab_size: SimModel::text().vocab_size(),
             pooling: embedding::simulated(args)?.map(|embedding| embedding.pooling),
-            groups: CacheGroups::default(),
+            groups: SimSpec::parse(args.model.model())
+                .unwrap_or_default()
+                .cache_groups(),
             kv_bytes_per_token: SIM_KV_BYTES_PER_TOKEN,
             total: device.total,
             is_gpu: false,

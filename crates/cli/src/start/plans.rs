@@ -8,13 +8,17 @@ use super::spec::Subject;
 use super::weights::Weights;
 use crate::args::{EngineArgs, LoadFormat};
 use crate::plan_cache::{DeviceKey, Key, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
+use crate::simulated::SimSpec;
 use crate::source::Source;
 
 /// Tells the model before its weights are read: if somebody replaces the files meanwhile, the plan is kept for the old ones.
 pub(super) fn model_key(source: &Source, args: &EngineArgs) -> Option<ModelKey> {
     let seed = (args.model.load_format == LoadFormat::Dummy).then(|| args.limits.fixed_seed());
     match source {
-        Source::Sim => Some(ModelKey::simulated()),
+        Source::Sim => {
+            let spec = SimSpec::parse(args.model.model()).unwrap_or_default();
+            Some(ModelKey::simulated(spec.window))
+        }
         Source::Files { model, .. } => match ModelKey::of_files(model, args.serve_as().hf_overrides, seed) {
             Ok(key) => Some(key),
             Err(error) => {
@@ -34,7 +38,7 @@ pub(super) fn key(model: ModelKey, weights: &Weights, subject: &Subject, args: &
     let (device, threads) = match weights {
         Weights::Gpu(model) => (DeviceKey::gpu(model.gpu()), None),
         Weights::Cpu(..) => (DeviceKey::cpu(granted), Some(plimsoll_kernels::threads())),
-        Weights::Sim(_) => (DeviceKey::simulated(granted), None),
+        Weights::Sim(..) => (DeviceKey::simulated(granted), None),
     };
     let shape = ShapeKey {
         max_num_batched_tokens: limits.max_num_batched_tokens,

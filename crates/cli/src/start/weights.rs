@@ -51,20 +51,20 @@ pub(super) fn defaults(device: &Device) -> Defaults {
 pub(super) enum Weights {
     Cpu(Arc<Model>, Budget),
     Gpu(Arc<GpuModel>),
-    Sim(Budget),
+    Sim(Budget, CacheGroups),
 }
 
 impl Weights {
     pub(super) fn account(&self) -> &Budget {
         match self {
-            Self::Cpu(_, budget) | Self::Sim(budget) => budget,
+            Self::Cpu(_, budget) | Self::Sim(budget, _) => budget,
             Self::Gpu(model) => model.gpu().budget(),
         }
     }
 
     pub(super) fn device(&self) -> Device {
         match self {
-            Self::Cpu(_, budget) | Self::Sim(budget) => Device::Cpu(budget.clone()),
+            Self::Cpu(_, budget) | Self::Sim(budget, _) => Device::Cpu(budget.clone()),
             Self::Gpu(model) => Device::Gpu(model.gpu().clone()),
         }
     }
@@ -73,7 +73,7 @@ impl Weights {
         match self {
             Self::Cpu(model, _) => model.kv_bytes_per_token(),
             Self::Gpu(model) => model.kv_bytes_per_token(),
-            Self::Sim(_) => SIM_KV_BYTES_PER_TOKEN,
+            Self::Sim(..) => SIM_KV_BYTES_PER_TOKEN,
         }
     }
 
@@ -82,14 +82,14 @@ impl Weights {
         match self {
             Self::Cpu(model, _) => model.spec().cache_groups(),
             Self::Gpu(model) => model.spec().cache_groups(),
-            Self::Sim(_) => CacheGroups::default(),
+            Self::Sim(_, groups) => *groups,
         }
     }
 
     /// Bytes of the GPU, if it is one.
     pub(super) fn gpu_bytes(&self) -> Option<u64> {
         match self {
-            Self::Cpu(..) | Self::Sim(_) => None,
+            Self::Cpu(..) | Self::Sim(..) => None,
             Self::Gpu(model) => Some(model.gpu().info().total_bytes),
         }
     }

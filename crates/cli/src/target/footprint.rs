@@ -7,7 +7,7 @@ use plimsoll_model::StepSize;
 use plimsoll_model::cuda::GpuFootprint;
 use plimsoll_profiler::{ArenaUse, Footprint, ScenarioKind, ScenarioShape};
 
-use super::sim::{KV_BYTES_PER_TOKEN, scratch_bytes};
+use super::sim::{kv_bytes, scratch_bytes};
 
 /// Far more than any device has, and little enough that sums of it do not overflow.
 const BOUNDLESS: u64 = 1 << 58;
@@ -168,7 +168,7 @@ impl Footprint for SimPlan {
     }
 
     fn with_state(&self, kv: KvConfig, arena: u64) -> Meters {
-        let kv = (kv.capacity_tokens() as u64).saturating_mul(KV_BYTES_PER_TOKEN);
+        let kv = kv_bytes(&kv);
         holding(&self.device, &[(Component::Kv, kv), (Component::Arena, arena)], 0)
     }
 
