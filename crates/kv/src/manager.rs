@@ -2,17 +2,17 @@ use plimsoll_core::{CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, 
 
 use crate::{BlockTable, pool::Pool, prefix::PrefixIndex};
 
-/// Too few pages are unreferenced; nothing was changed.
+/// Too few pages are free; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{needed} KV pages are needed and {available} are available: preempt or wait for a request to end")]
 pub struct OutOfPages {
     /// Pages asked for, headroom included.
     pub needed: usize,
-    /// Pages nobody references, cached ones included.
+    /// Unreferenced pages, cached ones included.
     pub available: usize,
 }
 
-/// Where the pages are.
+/// Use of the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KvStats {
     /// All pages.
@@ -32,7 +32,7 @@ impl KvStats {
     }
 }
 
-/// Where the blocks of one cache group are.
+/// Use of one cache group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupStats {
     /// Blocks referenced by at least one table.
@@ -60,7 +60,7 @@ impl Default for Sharing<'_> {
     }
 }
 
-/// Owns every page of the KV cache and says who may use it.
+/// Owns every page of the KV cache and hands them out to requests.
 #[derive(Debug)]
 pub struct KvManager {
     config: KvConfig,
@@ -120,7 +120,7 @@ impl KvManager {
         self.config
     }
 
-    /// Pages nobody references, cached ones included.
+    /// Unreferenced pages, cached ones included.
     pub fn available(&self) -> usize {
         self.pool.available()
     }
@@ -151,7 +151,7 @@ impl KvManager {
     ) -> Result<BlockTable, OutOfPages> {
         let available = self.pool.available();
         if available <= headroom {
-            // Even a fully cached prompt needs one page; a long queue must not be hashed anew in every step.
+            // Even a fully cached prompt needs one page; this avoids hashing a long queue in every step.
             return Err(OutOfPages {
                 needed: headroom + 1,
                 available,
@@ -172,7 +172,7 @@ impl KvManager {
         let mut needed = headroom;
         for ((&end, group), held) in ends.iter().zip(&groups).zip(&table.groups) {
             needed += (end - held.end(group)) * group.pages_per_block;
-            // Shared blocks that nobody else references leave the pool too.
+            // Shared blocks without references leave the pool too.
             let idle = heads(held, group).filter(|head| self.references[head.index()] == 0);
             needed += idle.count() * group.pages_per_block;
         }

@@ -39,9 +39,9 @@ impl NodeId {
 /// Which blocks hold which tokens. The identity of a node is (everything before it, its own tokens); both are compared, the
 /// hash only finds candidates, so a collision costs time and never correctness.
 ///
-/// A node has a block of each group that still holds its tokens. With a group that keeps everything it lives as long as that
-/// group's block is cached, and those behind it no longer, as nobody would find them. With windows alone it lives as long
-/// as it or one behind it has a block.
+/// A node has a block of each group that still holds its tokens. In a model with full attention it is removed with that group's
+/// block, together with all nodes that continue it, which no lookup would reach. In a model with windows alone it is removed
+/// once neither it nor a node that continues it has a block.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
     by_hash: HashTable<NodeId>,
@@ -197,9 +197,9 @@ impl PrefixIndex {
         Some((prefix, self.nodes[prefix.node?.index()]?.blocks))
     }
 
-    /// Caches `blocks` as holding `tokens` after `before`, in a sequence of `salt`. Where other blocks already do, those stay
-    /// the cached ones. Returns the name of the two together; `None` where what comes before was forgotten meanwhile and
-    /// nobody would find this, or where there are too many names.
+    /// Caches `blocks` as holding `tokens` after `before`, in a sequence of `salt`. Blocks that are
+    /// already cached for these tokens stay. Returns the prefix that includes `tokens`; `None` if `before` was evicted
+    /// meanwhile, so that no lookup would reach it, or if the index is full.
     pub(crate) fn insert(
         &mut self,
         blocks: Blocks,
@@ -387,8 +387,8 @@ impl PrefixIndex {
         xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)
     }
 
-    /// Every node is found under its own identity, and under no other, behind one that is there; its blocks know it, and what
-    /// nobody needs is gone.
+    /// Checks that every node is found under its own identity and no other, that the node before it exists, that its blocks
+    /// refer to it, and that no unneeded node is left.
     pub(crate) fn check_invariants(&self) -> Result<(), String> {
         let (mut cached, mut blocks) = (0, [0; CacheGroups::MAX]);
         for (index, node) in self.nodes.iter().enumerate() {
