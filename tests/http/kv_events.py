@@ -30,11 +30,15 @@ class BlockStored(Event):
     extra_keys: list[tuple[str, ...] | None] | None = None
     # Dynamo's.
     cache_salt: str | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(Event):
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(Event):
@@ -52,9 +56,13 @@ DECODER = msgspec.msgpack.Decoder(Batch)
 
 @dataclass
 class Cache:
-    """Blocks by hash: parent, tokens, salt."""
+    """What is cached in each cache group."""
 
+    # By hash: parent, tokens, salt.
     blocks: dict[int, tuple] = field(default_factory=dict)
+    # Hashes by group, and each group's window.
+    held: dict[int, set[int]] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
     removed: int = 0
     cleared: int = 0
 
@@ -63,13 +71,13 @@ class Cache:
         for event in batch.events:
             match event:
                 case AllBlocksCleared():
-                    self.blocks.clear()
+                    self.held = {group: set() for group in self.held}
                     self.cleared += 1
-                case BlockRemoved(block_hashes=hashes, medium=medium):
+                case BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group):
                     assert medium == "GPU"
                     self.removed += len(hashes)
                     for one in hashes:
-                        del self.blocks[one]
+                        self.held[group].remove(one)
                 case BlockStored():
                     self.store(event)
 
@@ -78,24 +86,37 @@ class Cache:
         assert len(event.token_ids) == len(event.block_hashes) * event.block_size
         keys = event.extra_keys or [None] * len(event.block_hashes)
         assert len(keys) == len(event.block_hashes) and (keys[0] or (None,))[0] == event.cache_salt
-        parent = event.parent_block_hash
-        assert parent is None or parent in self.blocks
+        group, parent, window = event.group_idx, event.parent_block_hash, event.kv_cache_spec_sliding_window
+        assert event.kv_cache_spec_kind == ("sliding_window" if window else "full_attention")
+        assert self.windows.setdefault(group, window) == window
+        held = self.held.setdefault(group, set())
+        assert parent is None or window or parent in held
         for index, (one, key) in enumerate(zip(event.block_hashes, keys, strict=True)):
             tokens = event.token_ids[index * event.block_size:][:event.block_size]
-            assert one not in self.blocks and one != 0
-            self.blocks[one] = (parent, tuple(tokens), key and key[0])
+            block = (parent, tuple(tokens), key and key[0])
+            assert one not in held and one != 0 and self.blocks.setdefault(one, block) == block
+            held.add(one)
             parent = one
 
+    def __len__(self) -> int:
+        return sum(len(held) for held in self.held.values())
+
     def longest(self, tokens: list[int], block_size: int, salt: str | None = None) -> int:
-        """Tokens at the beginning of `tokens` that are cached."""
+        """Tokens at the beginning of `tokens` that a request finds: every group has what the next token sees."""
         by_content = {content: one for one, content in self.blocks.items()}
-        parent, found = None, 0
+        parent, row = None, []
         for start in range(0, len(tokens) - block_size + 1, block_size):
             content = (parent, tuple(tokens[start:start + block_size]), salt if parent is None else None)
             if content not in by_content:
                 break
-            parent, found = by_content[content], start + block_size
-        return found
+            parent = by_content[content]
+            row.append(parent)
+
+        def is_found(end: int) -> bool:
+            seen = {group: max(0, end * block_size + 1 - window) // block_size if window else 0 for group, window in self.windows.items()}
+            return all(set(row[seen[group]:end]) <= held for group, held in self.held.items())
+
+        return next((end * block_size for end in range(len(row), 0, -1) if is_found(end)), 0)
 
 
 class Subscriber:
@@ -175,8 +196,9 @@ def wait_until_known(server, subscriber: Subscriber) -> None:
         subscriber.read()
         # The two are counted on different ways.
         sent = sum(server.metric(f"{BATCHES}_{fate}_total") for fate in ("published", "dropped"))
-        cached = server.metric("plimsoll_kv_blocks", state="cached")
-        return subscriber.cache.longest(mark, BLOCK) > 0 and (len(subscriber.cache.blocks), subscriber.last + 1) == (cached, sent)
+        cached = {group: server.metric("plimsoll_kv_group_blocks", group=str(group), state="cached") for group in subscriber.cache.held}
+        heard = {group: len(held) for group, held in subscriber.cache.held.items()}
+        return subscriber.cache.longest(mark, BLOCK) > 0 and (heard, subscriber.last + 1) == (cached, sent)
 
     server.wait_for("a subscriber that knows the cache", known)
 

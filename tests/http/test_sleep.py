@@ -3,6 +3,7 @@
 import contextlib
 import threading
 
+import pytest
 from test_sim import CHAT, HELLO, error
 
 ASK = {"messages": HELLO, "max_tokens": 200, "seed": 5, "ignore_eos": True}
@@ -22,8 +23,9 @@ def test_without_the_flag_there_is_no_sleep_mode(sim):
     assert error(sim.http.get("/is_sleeping"), 404)
 
 
-def test_sleep_gives_memory_back_and_waking_takes_it_again(start):
-    with start("sim", "--enable-sleep-mode", "--max-model-len", "2048") as server:
+@pytest.mark.parametrize("model", ["sim", "sim:window=40"])
+def test_sleep_gives_memory_back_and_waking_takes_it_again(start, model):
+    with start(model, "--served-model-name", "sim", "--enable-sleep-mode", "--max-model-len", "2048") as server:
         said, awake = text(server), held(server)
         assert awake["kv"] > 0
         for rounds in [1, 2]:

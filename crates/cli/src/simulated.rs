@@ -1,8 +1,10 @@
-//! What MODEL says about the simulated model: `sim`, `sim:0.02` or `sim:0.02,fail=100,oom=1000,hang=7,device=9`. Faults are of this
-//! model alone: nothing makes a step of another fail.
+//! What MODEL says about the simulated model: `sim`, `sim:0.02` or `sim:0.02,window=64,fail=100,oom=1000,hang=7,device=9`. Faults
+//! are of this model alone: nothing makes a step of another fail.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
+
+use plimsoll_core::{CacheGroups, CacheKind, CacheLayout};
 
 use crate::args::{SIM_MODEL, duration};
 
@@ -11,6 +13,8 @@ use crate::args::{SIM_MODEL, duration};
 pub(crate) struct SimSpec {
     /// How long a step takes, whatever it computes.
     pub(crate) step_time: Option<Duration>,
+    /// Tokens that three of its four layers see; without it, all layers see everything.
+    pub(crate) window: Option<NonZeroU64>,
     /// What goes wrong while it serves.
     pub(crate) faults: FaultSpec,
 }
@@ -53,18 +57,29 @@ impl SimSpec {
                 spec.step_time = Some(duration(part).ok().filter(|_| at == 0)?);
                 continue;
             };
-            let fault = match name {
+            let number = match name {
+                "window" => &mut spec.window,
                 "fail" => &mut spec.faults.fail,
                 "oom" => &mut spec.faults.oom,
                 "hang" => &mut spec.faults.hang,
                 "device" => &mut spec.faults.device,
                 _ => return None,
             };
-            if fault.replace(step.parse().ok()?).is_some() {
+            if number.replace(step.parse().ok()?).is_some() {
                 return None;
             }
         }
         Some(spec)
+    }
+
+    /// The cache groups of its layers.
+    pub(crate) fn cache_groups(&self) -> CacheGroups {
+        let Some(window) = self.window else {
+            return CacheGroups::default();
+        };
+        let window = CacheKind::Window(usize::try_from(window.get()).unwrap_or(usize::MAX));
+        let layout = CacheLayout::new(&[window, window, window, CacheKind::Full], usize::MAX);
+        layout.expect("there are two kinds of layers").groups
     }
 }
 
@@ -96,8 +111,16 @@ mod tests {
             (all.faults.fail, all.faults.oom, all.faults.hang),
             (NonZeroU64::new(3), NonZeroU64::new(9), NonZeroU64::new(7))
         );
+        let groups = parsed("sim:window=9,fail=3").cache_groups();
+        let groups: Vec<_> = groups
+            .iter()
+            .map(|group| (group.kind, group.pages_per_block))
+            .collect();
+        assert_eq!(groups, [(CacheKind::Full, 1), (CacheKind::Window(9), 3)]);
+        assert_eq!(SimSpec::default().cache_groups(), CacheGroups::default());
         for other in [
             "sim:",
+            "sim:window=0",
             "sim:fast",
             "sims",
             "sim/one",

@@ -2,25 +2,37 @@
 
 use std::fmt::Debug;
 
-use crate::TokenId;
+use crate::{CacheKind, TokenId};
 
-/// A change of the prefix cache. A block's name is a hash of its tokens, all tokens before them and the salt: equal on all
-/// servers, and different for different blocks.
+/// A change of the prefix cache in one cache group. A block's name is a hash of its tokens, all tokens before them and the salt:
+/// equal on all servers and in all groups of one server, and different for different tokens.
+///
+/// A request finds the longest prefix of whole blocks of which every group with full attention holds all, and every group with
+/// a window those blocks that the next token sees.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
     /// Consecutive blocks were cached.
     Stored {
+        /// Index of their cache group.
+        group: usize,
+        /// What the layers of that group keep.
+        kind: CacheKind,
         /// Their names, never 0.
         blocks: Vec<u64>,
-        /// The block before the first one, which is cached; `None` where a sequence begins.
+        /// The block before the first one, which is cached too if the group keeps everything; `None` where a sequence begins.
         parent: Option<u64>,
         /// Their tokens, the same number for each.
         tokens: Vec<TokenId>,
         /// Salt of the sequence that begins here; only requests with the same salt share it.
         salt: Option<Box<str>>,
     },
-    /// Blocks were evicted; no block that continues them is cached either.
-    Removed(Vec<u64>),
+    /// Blocks were evicted. In a group that keeps everything, no block that continues them is cached either.
+    Removed {
+        /// Index of their cache group.
+        group: usize,
+        /// Their names.
+        blocks: Vec<u64>,
+    },
     /// Nothing is cached.
     Cleared,
 }
@@ -30,7 +42,7 @@ impl CacheEvent {
     pub fn weight(&self) -> usize {
         match self {
             Self::Stored { blocks, tokens, .. } => 2 * blocks.len() + tokens.len(),
-            Self::Removed(blocks) => 2 * blocks.len(),
+            Self::Removed { blocks, .. } => 2 * blocks.len(),
             Self::Cleared => 1,
         }
     }

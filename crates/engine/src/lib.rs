@@ -31,6 +31,7 @@ mod tests;
 pub use handle::{Drained, EngineConfig, EngineHandle, SleepError, SubmitError, WakeError};
 pub use histogram::Histogram;
 pub use outage::OutOfMemory;
+pub use plimsoll_scheduler::SchedulerStats;
 pub use shape::StepShape;
 pub use source::{RebuildError, StateSource};
 pub use stall::{Activity, Stall, StepInFlight};

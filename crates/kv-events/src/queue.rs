@@ -156,14 +156,19 @@ impl CacheListener for Queue {
 
 #[cfg(test)]
 mod tests {
+    use plimsoll_core::CacheKind;
+
     use super::*;
 
     fn removed(block: u64) -> Vec<CacheEvent> {
-        vec![CacheEvent::Removed(vec![block])]
+        let blocks = vec![block];
+        vec![CacheEvent::Removed { group: 0, blocks }]
     }
 
     fn stored(block: u64, tokens: usize) -> Vec<CacheEvent> {
         vec![CacheEvent::Stored {
+            group: 0,
+            kind: CacheKind::Full,
             blocks: vec![block],
             parent: None,
             tokens: vec![0; tokens],

@@ -1,6 +1,6 @@
 //! vLLM's events as MessagePack: a batch is an array, an event is a map with its `type` (`vllm/distributed/kv_events.py`).
 
-use plimsoll_core::{CacheEvent, TokenId};
+use plimsoll_core::{CacheEvent, CacheKind, TokenId};
 use serde::Serialize;
 
 /// Medium of the blocks: vLLM's name for the memory of any device.
@@ -25,10 +25,16 @@ enum Event<'a> {
         /// Field that Dynamo reads.
         #[serde(skip_serializing_if = "Option::is_none")]
         cache_salt: Option<&'a str>,
+        /// The cache group, and what its layers keep (vLLM pull requests 37688 and 40984).
+        group_idx: usize,
+        kv_cache_spec_kind: &'static str,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        kv_cache_spec_sliding_window: Option<usize>,
     },
     BlockRemoved {
         block_hashes: &'a [u64],
         medium: &'static str,
+        group_idx: usize,
     },
     AllBlocksCleared {},
 }
@@ -37,12 +43,18 @@ impl<'a> From<&'a CacheEvent> for Event<'a> {
     fn from(event: &'a CacheEvent) -> Self {
         match event {
             CacheEvent::Stored {
+                group,
+                kind,
                 blocks,
                 parent,
                 tokens,
                 salt,
             } => {
                 let salt = salt.as_deref();
+                let (kind, window) = match *kind {
+                    CacheKind::Full => ("full_attention", None),
+                    CacheKind::Window(window) => ("sliding_window", Some(window)),
+                };
                 Self::BlockStored {
                     block_hashes: blocks,
                     parent_block_hash: *parent,
@@ -57,11 +69,15 @@ impl<'a> From<&'a CacheEvent> for Event<'a> {
                         keys
                     }),
                     cache_salt: salt,
+                    group_idx: *group,
+                    kv_cache_spec_kind: kind,
+                    kv_cache_spec_sliding_window: window,
                 }
             }
-            CacheEvent::Removed(blocks) => Self::BlockRemoved {
+            CacheEvent::Removed { group, blocks } => Self::BlockRemoved {
                 block_hashes: blocks,
                 medium: MEDIUM,
+                group_idx: *group,
             },
             CacheEvent::Cleared => Self::AllBlocksCleared {},
         }
@@ -82,12 +98,17 @@ mod tests {
     fn bytes_are_those_of_vllms_encoder() {
         let events = [
             CacheEvent::Stored {
+                group: 1,
+                kind: CacheKind::Window(100),
                 blocks: vec![1, u64::MAX],
                 parent: Some(300),
                 tokens: vec![7, 8, 9, 70_000],
                 salt: None,
             },
-            CacheEvent::Removed(vec![2]),
+            CacheEvent::Removed {
+                group: 1,
+                blocks: vec![2],
+            },
             CacheEvent::Cleared,
         ];
         // msgspec.msgpack.encode of vLLM's structs.
@@ -98,7 +119,7 @@ mod tests {
             out.push(0xa0 | text.len() as u8);
             out.extend(text.as_bytes());
         };
-        expected.push(0x88);
+        expected.push(0x8b);
         text(&mut expected, "type");
         text(&mut expected, "BlockStored");
         text(&mut expected, "block_hashes");
@@ -115,13 +136,21 @@ mod tests {
         text(&mut expected, "GPU");
         text(&mut expected, "lora_name");
         expected.push(0xc0);
-        expected.push(0x83);
+        text(&mut expected, "group_idx");
+        expected.push(1);
+        text(&mut expected, "kv_cache_spec_kind");
+        text(&mut expected, "sliding_window");
+        text(&mut expected, "kv_cache_spec_sliding_window");
+        expected.push(100);
+        expected.push(0x84);
         text(&mut expected, "type");
         text(&mut expected, "BlockRemoved");
         text(&mut expected, "block_hashes");
         expected.extend([0x91, 2]);
         text(&mut expected, "medium");
         text(&mut expected, "GPU");
+        text(&mut expected, "group_idx");
+        expected.push(1);
         expected.push(0x81);
         text(&mut expected, "type");
         text(&mut expected, "AllBlocksCleared");
@@ -132,13 +161,15 @@ mod tests {
     #[test]
     fn a_salt_is_told_with_the_first_block() {
         let event = CacheEvent::Stored {
+            group: 0,
+            kind: CacheKind::Full,
             blocks: vec![1, 2],
             parent: None,
             tokens: vec![5, 6],
             salt: Some("pepper".into()),
         };
         let bytes = encode(0.0, &[event]);
-        let expected = b"\xaaextra_keys\x92\x91\xa6pepper\xc0\xaacache_salt\xa6pepper";
+        let expected = b"\xaaextra_keys\x92\x91\xa6pepper\xc0\xaacache_salt\xa6pepper\xa9group_idx\0";
         assert!(
             bytes.windows(expected.len()).any(|part| part == expected),
             "{bytes:?}"

@@ -1,7 +1,7 @@
 use plimsoll_core::PageId;
 
-/// First pages of blocks nobody references, next to be taken first: a doubly linked list threaded through one array, so that a block in
-/// the middle (a cached one that is wanted again) leaves in constant time.
+/// First pages of unreferenced blocks, next to be taken first: a doubly linked list in one array, so that a cached block that is
+/// hit again leaves the middle of the list in constant time.
 #[derive(Debug)]
 pub(crate) struct FreeList {
     /// One link per page, then the sentinel that closes the ring.

@@ -3,15 +3,15 @@
 //! A request's tokens live in blocks of a fixed number of tokens (PagedAttention, Kwon et al. 2023), named in order by its
 //! [`BlockTable`]. A table is opened, grown ([`KvManager::reserve`]) before each step, told what the step computed
 //! ([`KvManager::commit`]) and consumed by [`KvManager::release`]. Full blocks whose content is computed enter the prefix
-//! cache; they stay there after the last release until their memory is needed, least recently used first. Who wants to know
-//! what is cached elsewhere has it record its changes ([`KvManager::record_events`]).
+//! cache; they stay there after the last release until their memory is needed, least recently used first. The changes of the
+//! cache can be recorded for others ([`KvManager::record_events`]).
 //!
 //! Layers that keep the same form a group ([`plimsoll_core::CacheGroups`]), and a table has blocks of each. Those behind a
 //! sliding window go back to the pool while the request runs. All groups share one pool of pages.
 //!
 //! Two rules keep sharing safe. A block enters the cache only when the step that computed it has been applied. And a
 //! shared block is never written: [`KvManager::open`] shares only full blocks before the last token, so that at least
-//! this token is computed anew, into a block of the request's own.
+//! this token is computed, into a block of the request's own.
 
 mod free_list;
 mod manager;
@@ -19,5 +19,5 @@ mod pool;
 mod prefix;
 mod table;
 
-pub use manager::{KvManager, KvStats, OutOfPages, Sharing};
+pub use manager::{GroupStats, KvManager, KvStats, OutOfPages, Sharing};
 pub use table::BlockTable;

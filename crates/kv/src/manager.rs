@@ -2,27 +2,43 @@ use plimsoll_core::{CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, 
 
 use crate::{BlockTable, pool::Pool, prefix::PrefixIndex};
 
-/// Too few pages are unreferenced; nothing was changed.
+/// Too few pages are free; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{needed} KV pages are needed, {available} are available: preempt a request or wait for one to end")]
 pub struct OutOfPages {
     /// Pages asked for, headroom included.
     pub needed: usize,
-    /// Pages nobody references, cached ones included.
+    /// Unreferenced pages, cached ones included.
     pub available: usize,
 }
 
-/// Where the pages are.
+/// Use of the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KvStats {
     /// All pages.
     pub total: usize,
     /// Pages referenced by at least one table.
     pub used: usize,
-    /// Blocks of tokens that the prefix cache can share, referenced or not.
-    pub cached: usize,
+    /// Blocks of each group.
+    pub groups: [GroupStats; CacheGroups::MAX],
     /// Cached blocks given up since the start because their memory was needed, or that of the block before them.
     pub evictions: u64,
+}
+
+impl KvStats {
+    /// Blocks of all groups that the prefix cache can share.
+    pub fn cached(&self) -> usize {
+        self.groups.iter().map(|group| group.cached).sum()
+    }
+}
+
+/// Use of one cache group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GroupStats {
+    /// Blocks referenced by at least one table.
+    pub used: usize,
+    /// Blocks that the prefix cache can share, referenced or not.
+    pub cached: usize,
 }
 
 /// Limits which cached blocks a new table may share.
@@ -44,7 +60,7 @@ impl Default for Sharing<'_> {
     }
 }
 
-/// Owns every page of the KV cache and says who may use it.
+/// Owns every page of the KV cache and hands them out to requests.
 #[derive(Debug)]
 pub struct KvManager {
     config: KvConfig,
@@ -53,6 +69,8 @@ pub struct KvManager {
     prefix_caching: bool,
     /// Tables that hold each block, by its first page.
     references: Vec<u32>,
+    /// Blocks of each group that are referenced.
+    used: [usize; CacheGroups::MAX],
     pool: Pool,
     index: PrefixIndex,
     evictions: u64,
@@ -66,6 +84,7 @@ impl KvManager {
             chunk,
             prefix_caching,
             references: vec![0; config.num_pages],
+            used: [0; CacheGroups::MAX],
             pool: Pool::full(config.num_pages),
             index: PrefixIndex::new(&config),
             evictions: 0,
@@ -77,6 +96,7 @@ impl KvManager {
         self.index.reset(&config);
         self.config = config;
         self.references = vec![0; config.num_pages];
+        self.used = [0; CacheGroups::MAX];
         self.pool = Pool::full(config.num_pages);
     }
 
@@ -100,7 +120,7 @@ impl KvManager {
         self.config
     }
 
-    /// Pages nobody references, cached ones included.
+    /// Unreferenced pages, cached ones included.
     pub fn available(&self) -> usize {
         self.pool.available()
     }
@@ -131,7 +151,7 @@ impl KvManager {
     ) -> Result<BlockTable, OutOfPages> {
         let available = self.pool.available();
         if available <= headroom {
-            // Even a fully cached prompt needs one page; a long queue must not be hashed anew in every step.
+            // Even a fully cached prompt needs one page; this avoids hashing a long queue in every step.
             return Err(OutOfPages {
                 needed: headroom + 1,
                 available,
@@ -152,7 +172,7 @@ impl KvManager {
         let mut needed = headroom;
         for ((&end, group), held) in ends.iter().zip(&groups).zip(&table.groups) {
             needed += (end - held.end(group)) * group.pages_per_block;
-            // Shared blocks that nobody else references leave the pool too.
+            // Shared blocks without references leave the pool too.
             let idle = heads(held, group).filter(|head| self.references[head.index()] == 0);
             needed += idle.count() * group.pages_per_block;
         }
@@ -160,17 +180,18 @@ impl KvManager {
             return Err(OutOfPages { needed, available });
         }
         // All hits first: what is referenced cannot be evicted for the rest.
-        for (held, group) in table.groups.iter().zip(&groups) {
+        for ((held, group), used) in table.groups.iter().zip(&groups).zip(&mut self.used) {
             for head in heads(held, group) {
                 let references = &mut self.references[head.index()];
                 if *references == 0 {
                     self.pool.claim(head);
+                    *used += 1;
                 }
                 *references += 1;
             }
         }
-        for ((&end, group), held) in ends.iter().zip(&groups).zip(&mut table.groups) {
-            self.grow(held, group, end);
+        for (index, held) in table.groups.iter_mut().enumerate() {
+            self.grow(held, index, ends[index]);
         }
         Ok(table)
     }
@@ -189,8 +210,8 @@ impl KvManager {
             return Err(OutOfPages { needed, available });
         }
         if needed > 0 {
-            for (held, group) in table.groups.iter_mut().zip(&groups) {
-                self.grow(held, group, total);
+            for (index, held) in table.groups.iter_mut().enumerate() {
+                self.grow(held, index, total);
             }
         }
         Ok(())
@@ -223,14 +244,14 @@ impl KvManager {
                     .insert(blocks, before, block_tokens, table.salt.as_deref());
             }
         }
-        for (held, group) in table.groups.iter_mut().zip(&groups) {
+        for (index, (held, group)) in table.groups.iter_mut().zip(&groups).enumerate() {
             let first = group.first_block(self.config.block_size, table.computed);
             if first > held.first {
                 let behind = (first - held.first) * group.pages_per_block;
                 let behind: Vec<PageId> = held.pages.drain(..behind).collect();
                 held.first = first;
                 for pages in behind.chunks_exact(group.pages_per_block).rev() {
-                    self.drop_reference(pages[0]);
+                    self.drop_reference(index, pages[0]);
                 }
             }
         }
@@ -239,30 +260,35 @@ impl KvManager {
     /// Drops the table's references. Cached blocks stay cached until their memory is needed.
     pub fn release(&mut self, table: BlockTable) {
         let groups = self.config.groups;
-        for (held, group) in table.groups.iter().zip(&groups) {
+        for (index, (held, group)) in table.groups.iter().zip(&groups).enumerate() {
             // From the end: a block is evicted before those it continues.
             for pages in held.pages.chunks_exact(group.pages_per_block).rev() {
-                self.drop_reference(pages[0]);
+                self.drop_reference(index, pages[0]);
             }
         }
     }
 
-    fn drop_reference(&mut self, head: PageId) {
+    fn drop_reference(&mut self, group: usize, head: PageId) {
         let references = &mut self.references[head.index()];
         *references -= 1;
         if *references == 0 {
             // Where no more can be cached, what is cached must get its turn to go.
             let last = self.index.contains(head) || self.index.is_full();
             self.pool.put(head, last);
+            self.used[group] -= 1;
         }
     }
 
     /// Current numbers.
     pub fn stats(&self) -> KvStats {
+        let cached = self.index.cached();
         KvStats {
             total: self.config.num_pages,
             used: self.config.num_pages - self.pool.available(),
-            cached: self.index.len(),
+            groups: std::array::from_fn(|group| GroupStats {
+                used: self.used[group],
+                cached: cached[group],
+            }),
             evictions: self.evictions,
         }
     }
@@ -276,9 +302,10 @@ impl KvManager {
         let mut references = vec![0; self.config.num_pages];
         // The block of each page, by its first.
         let mut owners: Vec<Option<PageId>> = vec![None; self.config.num_pages];
+        let mut used = [0; CacheGroups::MAX];
         let mut unfinished = Vec::new();
         for table in tables {
-            for (held, group) in table.groups.iter().zip(&self.config.groups) {
+            for ((held, group), used) in table.groups.iter().zip(&self.config.groups).zip(&mut used) {
                 let needed = group.first_block(self.config.block_size, table.computed);
                 if held.first != needed {
                     return Err(format!("a table begins at block {}, not {needed}", held.first));
@@ -286,6 +313,7 @@ impl KvManager {
                 for (pages, index) in held.pages.chunks(group.pages_per_block).zip(held.first..) {
                     let head = pages[0];
                     references[head.index()] += 1;
+                    *used += usize::from(references[head.index()] == 1);
                     for page in pages {
                         if owners[page.index()]
                             .replace(head)
@@ -300,10 +328,10 @@ impl KvManager {
                 }
             }
         }
-        if references != self.references {
+        if (&references, used) != (&self.references, self.used) {
             return Err(format!(
-                "reference counts are {:?}, tables hold {references:?}",
-                self.references
+                "reference counts are {:?}, by group {:?}; tables hold {references:?} and {used:?}",
+                self.references, self.used
             ));
         }
         if let Some(block) = unfinished
@@ -380,8 +408,10 @@ impl KvManager {
     }
 
     /// Lengthens a table up to block `end`; the caller has checked that the pages exist.
-    fn grow(&mut self, table: &mut GroupTable, group: &CacheGroup, end: usize) {
-        while table.end(group) < end {
+    fn grow(&mut self, table: &mut GroupTable, index: usize, end: usize) {
+        let group = self.config.groups.as_slice()[index];
+        while table.end(&group) < end {
+            self.used[index] += 1;
             let start = table.pages.len();
             for _ in 0..group.pages_per_block {
                 let page = self

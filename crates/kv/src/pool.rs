@@ -2,7 +2,7 @@ use plimsoll_core::PageId;
 
 use crate::free_list::FreeList;
 
-/// Pages nobody references. They lie in blocks, as they were used last: a cached block that is wanted again leaves as a whole,
+/// The unreferenced pages, in blocks as they were last used: a cached block that is hit again leaves as a whole,
 /// and one whose memory is needed is taken apart.
 #[derive(Debug)]
 pub(crate) struct Pool {
@@ -23,7 +23,7 @@ impl Pool {
         }
     }
 
-    /// Pages nobody references.
+    /// Number of unreferenced pages.
     pub(crate) fn available(&self) -> usize {
         self.available
     }
@@ -56,7 +56,7 @@ impl Pool {
         self.available -= self.pages(head).count();
     }
 
-    /// A block that nobody references any more: `last` to be taken if it is worth keeping.
+    /// Returns a block without references; it is taken again first, or `last` if its content is worth keeping.
     pub(crate) fn put(&mut self, head: PageId, last: bool) {
         match last {
             true => self.heads.push_back(head),

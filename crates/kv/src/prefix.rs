@@ -39,9 +39,9 @@ impl NodeId {
 /// Which blocks hold which tokens. The identity of a node is (everything before it, its own tokens); both are compared, the
 /// hash only finds candidates, so a collision costs time and never correctness.
 ///
-/// A node has a block of each group that still holds its tokens. With a group that keeps everything it lives as long as that
-/// group's block is cached, and those behind it no longer, as nobody would find them. With windows alone it lives as long
-/// as it or one behind it has a block.
+/// A node has a block of each group that still holds its tokens. In a model with full attention it is removed with that group's
+/// block, together with all nodes that continue it, which no lookup would reach. In a model with windows alone it is removed
+/// once neither it nor a node that continues it has a block.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
     by_hash: HashTable<NodeId>,
@@ -56,8 +56,9 @@ pub(crate) struct PrefixIndex {
     /// The node of each block, by its first page.
     node_of: Vec<Option<NodeId>>,
     block_size: usize,
-    /// The first group keeps everything.
-    keeps_all: bool,
+    groups: CacheGroups,
+    /// Blocks of each group that can be shared.
+    cached: [usize; CacheGroups::MAX],
     /// The name given last.
     last: u64,
     /// Random, so that clients cannot craft prompts that collide.
@@ -85,12 +86,11 @@ struct Node {
 
 impl PrefixIndex {
     pub(crate) fn new(config: &KvConfig) -> Self {
-        let groups = config.groups.as_slice();
-        let keeps_all = groups[0].kind == CacheKind::Full;
-        // Windows leave nodes without blocks behind: as many again are let be.
-        let most = match keeps_all {
-            true => config.num_pages / groups[0].pages_per_block,
-            false => 2 * config.num_pages,
+        let first = config.groups.as_slice()[0];
+        let most = match first.kind {
+            CacheKind::Full => config.num_pages / first.pages_per_block,
+            // Nodes before those that have blocks are kept without any: leave room for as many.
+            CacheKind::Window(_) => 2 * config.num_pages,
         };
         Self {
             by_hash: HashTable::with_capacity(most),
@@ -100,7 +100,8 @@ impl PrefixIndex {
             tokens: vec![0; most * config.block_size.tokens()],
             node_of: vec![None; config.num_pages],
             block_size: config.block_size.tokens(),
-            keeps_all,
+            groups: config.groups,
+            cached: [0; CacheGroups::MAX],
             last: 0,
             seed: RandomState::new().hash_one(0),
             salts: RandomState::new(),
@@ -145,7 +146,12 @@ impl PrefixIndex {
         cached.sort_unstable_by_key(|(_, node)| node.name);
         let mut events = Vec::new();
         for (index, node) in cached {
-            journal.tell(&mut events, node.before, node.name, self.tokens_of(index));
+            for (group, kind) in self.kinds().enumerate() {
+                if node.blocks[group].is_some() {
+                    let tokens = self.tokens_of(index);
+                    journal.tell(&mut events, (group, kind), node.before, node.name, tokens);
+                }
+            }
         }
         events
     }
@@ -161,8 +167,18 @@ impl PrefixIndex {
         self.journal.as_ref().and(salt).map(Box::from)
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.by_hash.len()
+    /// Blocks of each group that can be shared.
+    pub(crate) fn cached(&self) -> [usize; CacheGroups::MAX] {
+        self.cached
+    }
+
+    fn kinds(&self) -> impl Iterator<Item = CacheKind> {
+        self.groups.iter().map(|group| group.kind)
+    }
+
+    /// Whether the first group keeps everything.
+    fn keeps_all(&self) -> bool {
+        self.groups.as_slice()[0].kind == CacheKind::Full
     }
 
     /// Whether there is no name for another block.
@@ -181,9 +197,9 @@ impl PrefixIndex {
         Some((prefix, self.nodes[prefix.node?.index()]?.blocks))
     }
 
-    /// Caches `blocks` as holding `tokens` after `before`, in a sequence of `salt`. Where other blocks already do, those stay
-    /// the cached ones. Returns the name of the two together; `None` where what comes before was forgotten meanwhile and
-    /// nobody would find this, or where there are too many names.
+    /// Caches `blocks` as holding `tokens` after `before`, in a sequence of `salt`. Blocks that are
+    /// already cached for these tokens stay. Returns the prefix that includes `tokens`; `None` if `before` was evicted
+    /// meanwhile, so that no lookup would reach it, or if the index is full.
     pub(crate) fn insert(
         &mut self,
         blocks: Blocks,
@@ -212,26 +228,31 @@ impl PrefixIndex {
             next: None,
             previous: None,
         });
-        self.complete(id, blocks);
         self.link(id, before);
         let nodes = &self.nodes;
         self.by_hash
             .insert_unique(hash, id, |id| nodes[id.index()].map_or(0, |node| node.hash));
         if let Some(journal) = &mut self.journal {
-            journal.stored(before, name, tokens, salt);
+            journal.name(before, name, tokens, salt);
         }
+        self.complete(id, blocks);
         Some(Prefix { name, node: Some(id) })
     }
 
     /// Adds those blocks that a node lacks.
     fn complete(&mut self, id: NodeId, blocks: Blocks) {
-        let Some(node) = &mut self.nodes[id.index()] else {
-            return;
-        };
-        for (held, block) in node.blocks.iter_mut().zip(blocks) {
-            if let (None, Some(block)) = (*held, block) {
+        for (group, kind) in self.groups.iter().map(|group| group.kind).enumerate() {
+            let Some(node) = &mut self.nodes[id.index()] else {
+                return;
+            };
+            if let (held @ None, Some(block)) = (&mut node.blocks[group], blocks[group]) {
                 *held = Some(block);
                 self.node_of[block.index()] = Some(id);
+                self.cached[group] += 1;
+                if let Some(journal) = &mut self.journal {
+                    let tokens = &self.tokens[id.index() * self.block_size..][..self.block_size];
+                    journal.stored((group, kind), node.before, node.name, tokens);
+                }
             }
         }
     }
@@ -239,25 +260,24 @@ impl PrefixIndex {
     /// The block that begins with `page` holds other tokens from here on. Returns how many blocks are cached no more: its
     /// node may go, and those behind it, which a table may hold still that computed the same tokens in other blocks.
     pub(crate) fn evict(&mut self, page: PageId) -> usize {
-        let Some(id) = self.node_of[page.index()].take() else {
+        let Some(id) = self.node_of[page.index()] else {
             return 0;
         };
-        let node = self.nodes[id.index()].as_mut().expect("a block's node is there");
-        let kept = node.blocks.iter_mut().find(|block| **block == Some(page));
-        *kept.expect("a node knows its blocks") = None;
-        match self.keeps_all {
-            true if node.blocks[0].is_none() => self.forget_all_behind(id),
-            true => 1,
-            false => {
+        let cached: usize = self.cached.iter().sum();
+        let node = self.nodes[id.index()].expect("a block's node is there");
+        let group = node.blocks.iter().position(|&block| block == Some(page));
+        match group.expect("a node knows its blocks") {
+            0 if self.keeps_all() => self.forget_all_behind(id),
+            group => {
+                self.drop_block(id, group);
                 self.prune(id);
-                1
             }
         }
+        cached - self.cached.iter().sum::<usize>()
     }
 
-    /// Forgets a node and all behind it; returns how many they were.
-    fn forget_all_behind(&mut self, id: NodeId) -> usize {
-        let mut forgotten = 0;
+    /// Forgets a node and all behind it.
+    fn forget_all_behind(&mut self, id: NodeId) {
         let mut at = id;
         while let Some(node) = self.nodes[at.index()] {
             if let Some(child) = node.first_child {
@@ -269,14 +289,12 @@ impl PrefixIndex {
                 at = child;
                 continue;
             }
-            self.forget(at, node);
-            forgotten += 1;
+            self.forget(at);
             match node.before.node {
                 Some(parent) if at != id => at = parent,
                 _ => break,
             }
         }
-        forgotten
     }
 
     /// Forgets a node, and those before it, as far as nothing is left of them.
@@ -287,18 +305,29 @@ impl PrefixIndex {
             && node.first_child.is_none()
             && node.blocks.iter().all(Option::is_none)
         {
-            self.forget(id, node);
+            self.forget(id);
             at = node.before.node;
         }
     }
 
-    /// Forgets a node, which no other continues.
-    fn forget(&mut self, id: NodeId, node: Node) {
-        self.nodes[id.index()] = None;
-        self.vacant.push(id);
-        for block in node.blocks.into_iter().flatten() {
+    /// The block of a group is cached no more.
+    fn drop_block(&mut self, id: NodeId, group: usize) {
+        if let Some(node) = &mut self.nodes[id.index()]
+            && let Some(block) = node.blocks[group].take()
+        {
             self.node_of[block.index()] = None;
+            self.cached[group] -= 1;
+            if let Some(journal) = &mut self.journal {
+                journal.removed(group, node.name);
+            }
         }
+    }
+
+    /// Forgets a node, which no other continues.
+    fn forget(&mut self, id: NodeId) {
+        (0..CacheGroups::MAX).for_each(|group| self.drop_block(id, group));
+        let node = self.nodes[id.index()].take().expect("it is cached");
+        self.vacant.push(id);
         match (node.previous, node.before.node) {
             (Some(previous), _) => self.change(previous, |previous| previous.next = node.next),
             (None, Some(parent)) => self.change(parent, |parent| parent.first_child = node.next),
@@ -310,7 +339,7 @@ impl PrefixIndex {
         let found = self.by_hash.find_entry(node.hash, |&other| other == id);
         found.expect("every node is in the table").remove();
         if let Some(journal) = &mut self.journal {
-            journal.removed(node.name);
+            journal.forget(node.name);
         }
     }
 
@@ -358,10 +387,10 @@ impl PrefixIndex {
         xxh3_64_with_seed(&bytes[..4 * tokens.len()], self.seed ^ before.name)
     }
 
-    /// Every node is found under its own identity, and under no other, behind one that is there; its blocks know it, and what
-    /// nobody needs is gone.
+    /// Checks that every node is found under its own identity and no other, that the node before it exists, that its blocks
+    /// refer to it, and that no unneeded node is left.
     pub(crate) fn check_invariants(&self) -> Result<(), String> {
-        let (mut cached, mut blocks) = (0, 0);
+        let (mut cached, mut blocks) = (0, [0; CacheGroups::MAX]);
         for (index, node) in self.nodes.iter().enumerate() {
             let Some(node) = node else { continue };
             cached += 1;
@@ -372,13 +401,14 @@ impl PrefixIndex {
             if !self.is_cached(node.before) {
                 return Err(format!("node {index} is behind one that is not cached"));
             }
-            for block in node.blocks.iter().flatten() {
-                blocks += 1;
+            for (count, block) in blocks.iter_mut().zip(node.blocks) {
+                let Some(block) = block else { continue };
+                *count += 1;
                 if self.node_of[block.index()].map(NodeId::index) != Some(index) {
                     return Err(format!("block {} does not know its node, {index}", block.0));
                 }
             }
-            let needed = match self.keeps_all {
+            let needed = match self.keeps_all() {
                 true => node.blocks[0].is_some(),
                 false => node.first_child.is_some() || node.blocks.iter().any(Option::is_some),
             };
@@ -387,12 +417,15 @@ impl PrefixIndex {
             }
         }
         let known = self.node_of.iter().flatten().count();
-        if (cached, cached + self.vacant.len(), known) != (self.by_hash.len(), self.most, blocks) {
+        let counted = (cached, cached + self.vacant.len(), blocks, blocks.iter().sum());
+        if counted != (self.by_hash.len(), self.most, self.cached, known) {
             return Err(format!(
-                "{} nodes in the hash table, {cached} in use and {} vacant of {}; {blocks} blocks, {known} with a node",
+                "{} nodes in the hash table, {cached} in use and {} vacant of {}; {blocks:?} blocks, of which {:?} are \
+                 counted and {known} know their node",
                 self.by_hash.len(),
                 self.vacant.len(),
                 self.most,
+                self.cached,
             ));
         }
         Ok(())

@@ -12,7 +12,7 @@ pub struct BlockTable {
     pub(crate) computed: usize,
     /// Names the tokens of all full computed blocks; `None` where they are cached no more.
     pub(crate) prefix: Option<Prefix>,
-    /// Who may share them, while changes of the cache are recorded.
+    /// Only requests with the same salt may share them; kept only while events are recorded.
     pub(crate) salt: Option<Box<str>>,
 }
 

@@ -48,7 +48,7 @@ fn blocks_are_shared_once_computed_and_counted() {
     assert_eq!(manager.stats().used, 3);
     manager.check_invariants([&third]).unwrap();
     manager.release(third);
-    assert_eq!((manager.stats().used, manager.stats().cached), (0, 2));
+    assert_eq!((manager.stats().used, manager.stats().cached()), (0, 2));
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn without_prefix_caching_nothing_is_kept() {
     manager.release(table);
     assert_eq!(
         (
-            manager.stats().cached,
+            manager.stats().cached(),
             manager
                 .open(&tokens(1, 40), Sharing::default(), 0)
                 .unwrap()

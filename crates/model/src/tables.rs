@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use plimsoll_core::{BlockSize, CacheGroup, CacheGroups, CacheLayout, LayerPlace, PageId, Run};
+use plimsoll_core::{
+    BlockSize, CacheGroup, CacheGroups, CacheKind, CacheLayout, LayerPlace, PageId, Run, StepLimits,
+};
 
 /// The pages of one index within the blocks of a group.
 #[derive(Clone, Copy, Debug)]
@@ -28,9 +30,21 @@ impl PageTable {
         self.kind.first_block(block_size, run.start)..block_size.blocks_for(run.end())
     }
 
-    /// Most blocks of a run.
-    pub(crate) fn most_blocks(&self, block_size: BlockSize, tokens: usize, chunk: usize) -> usize {
-        self.kind.most_blocks(block_size, tokens, chunk)
+    /// Most blocks of all runs of a step.
+    pub(crate) fn most_blocks(&self, block_size: BlockSize, limits: &StepLimits) -> usize {
+        let tokens = limits.max_num_batched_tokens;
+        let runs = limits.max_num_seqs.min(tokens);
+        let all = runs.saturating_mul(block_size.blocks_for(limits.max_model_len));
+        match self.kind.kind {
+            CacheKind::Full => all,
+            // A run of n tokens sees n + window - 1 of them, which lie in at most (n + window + size - 3) / size + 1 blocks,
+            // rounded down; all runs together have `tokens` tokens.
+            CacheKind::Window(window) => {
+                let size = block_size.tokens();
+                let seen = runs.saturating_mul(window.saturating_add(size - 3));
+                all.min((seen.saturating_add(tokens) / size).saturating_add(runs))
+            }
+        }
     }
 
     /// The page of a block of a checked run.
@@ -102,5 +116,69 @@ pub(crate) fn check(
     match written.windows(2).any(|pair| pair[0] == pair[1]) {
         false => Ok(()),
         true => Err("a page to be written is in its tables twice".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_core::{RequestId, RunInput};
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+
+    /// Where steps are as bad as can be, they need all room but a block for each run, and never more.
+    #[test]
+    fn no_step_has_more_blocks_than_there_is_room_for() {
+        let mut rng = StdRng::seed_from_u64(7);
+        let mut tight = 0;
+        for _ in 0..2000 {
+            let limits = StepLimits {
+                max_num_batched_tokens: rng.random_range(1..200),
+                max_num_seqs: rng.random_range(1..20),
+                max_model_len: rng.random_range(1..600),
+            };
+            let block_size = BlockSize::new([8, 16, 32][rng.random_range(0..3)]).unwrap();
+            let kinds = [CacheKind::Full, CacheKind::Window(rng.random_range(1..300))];
+            let groups = CacheLayout::new(&kinds, limits.max_model_len.max(2))
+                .unwrap()
+                .groups;
+            let worst = rng.random_bool(0.5);
+            let (mut runs, mut tokens) = (Vec::new(), limits.max_num_batched_tokens);
+            while runs.len() < limits.max_num_seqs && tokens > 0 {
+                let rest = limits.max_num_seqs - runs.len() - 1;
+                let most = tokens
+                    .saturating_sub(if worst { rest } else { 0 })
+                    .clamp(1, limits.max_model_len);
+                let len = if worst { most } else { rng.random_range(1..=most) };
+                // In the worst case, a run begins with the last token of a block.
+                let last = limits.max_model_len - len;
+                let start = match worst {
+                    true => last - (last + 1) % block_size.tokens().min(last + 1),
+                    false => rng.random_range(0..=last),
+                };
+                tokens -= len;
+                runs.push(Run {
+                    request: RequestId(0),
+                    start,
+                    input: RunInput::Known(vec![0; len]),
+                    tables: Vec::new(),
+                    sample: None,
+                    score: None,
+                    pool: None,
+                });
+            }
+            for table in PageTable::all(&groups) {
+                let needed: usize = runs.iter().map(|run| table.blocks(run, block_size).len()).sum();
+                let room = table.most_blocks(block_size, &limits);
+                assert!(
+                    needed <= room,
+                    "{needed} blocks and room for {room}: {limits:?}, {groups:?}"
+                );
+                let full = runs.len() == limits.max_num_seqs.min(limits.max_num_batched_tokens);
+                tight += usize::from(worst && full && room <= needed + runs.len() + 1);
+            }
+        }
+        assert!(tight > 100, "{tight} steps nearly need the room there is");
     }
 }

@@ -48,8 +48,8 @@ enum Spot {
     InLine(Class, TenantId),
 }
 
-/// The tenants of one class. Who had the fewest turns comes first, and one that comes new has had as many as those that
-/// are served now (start-time fair queueing: Goyal, Vin and Cheng 1996).
+/// The tenants of one class. The one with the fewest turns comes first, and a new one starts with as many as those that
+/// are being served (start-time fair queueing: Goyal, Vin and Cheng 1996).
 #[derive(Debug, Default)]
 struct Line {
     /// Turns that the tenant served last had had.

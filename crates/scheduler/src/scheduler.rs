@@ -75,7 +75,7 @@ pub struct Scheduler {
     next_arrival: u64,
     /// Steps planned and not yet applied or failed.
     in_flight: Vec<u64>,
-    /// A request was preempted and no blocks came back since: whoever is admitted now would soon be preempted in turn.
+    /// A request was preempted and no blocks came back since: a request admitted now would soon be preempted too.
     short_of_blocks: bool,
     counters: SchedulerStats,
 }
@@ -268,8 +268,8 @@ impl Scheduler {
         events
     }
 
-    /// Starts over with an empty KV cache of `kv`, the old one being gone. Requests keep what they have said: those that ran
-    /// wait again, before all others of their class, and are computed anew. The events end those for which `kv` is too small.
+    /// Starts over with an empty KV cache of `kv`, the old one being gone. Requests keep their output: those that ran
+    /// wait again, before all others of their class, and are recomputed. The events end those for which `kv` is too small.
     ///
     /// # Panics
     /// Where a step is in flight: what it will say is about the old cache.
@@ -349,7 +349,7 @@ impl Scheduler {
             leaving: self.leaving.len(),
             pages_total: kv.total,
             pages_used: kv.used,
-            blocks_cached: kv.cached,
+            groups: kv.groups,
             tail_tokens: self.running.values().map(|running| self.tail(running)).sum(),
             evictions: kv.evictions,
             ..self.counters

@@ -1,3 +1,6 @@
+use plimsoll_core::CacheGroups;
+use plimsoll_kv::GroupStats;
+
 /// Numbers for metrics, logs and tests. Counters count since the scheduler was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {
@@ -11,8 +14,8 @@ pub struct SchedulerStats {
     pub pages_total: usize,
     /// KV pages that a request holds.
     pub pages_used: usize,
-    /// Blocks of tokens that the prefix cache can share, whether held or not.
-    pub blocks_cached: usize,
+    /// Blocks of each cache group.
+    pub groups: [GroupStats; CacheGroups::MAX],
     /// Token slots behind the last token of each running request: what whole blocks waste, on average half a block each.
     pub tail_tokens: usize,
     /// Cached blocks given up because their memory was needed.
@@ -45,4 +48,11 @@ pub struct SchedulerStats {
     pub generated_tokens: u64,
     /// Tokens sampled for requests that had ended meanwhile.
     pub discarded_tokens: u64,
+}
+
+impl SchedulerStats {
+    /// Blocks of all groups that the prefix cache can share.
+    pub fn blocks_cached(&self) -> usize {
+        self.groups.iter().map(|group| group.cached).sum()
+    }
 }

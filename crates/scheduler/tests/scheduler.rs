@@ -321,7 +321,7 @@ fn a_failed_step_ends_its_requests_and_no_others() {
         (
             scheduler.stats().failed,
             scheduler.stats().pages_used,
-            scheduler.stats().blocks_cached
+            scheduler.stats().blocks_cached()
         ),
         (1, 0, 0)
     );

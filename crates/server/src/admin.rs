@@ -10,10 +10,11 @@ use serde_json::json;
 
 use crate::blocking::blocking;
 use crate::error::{ApiError, whole_seconds};
+use crate::memory::kv_groups;
 use crate::state::AppState;
 use crate::status::Status;
 use crate::wire::about::{
-    HealthReport, LastOom, MemoryNow, MemoryReport, ModelCard, ModelList, NotReady, OomStep, Rebuilds,
+    HealthReport, KvNow, LastOom, MemoryNow, MemoryReport, ModelCard, ModelList, NotReady, OomStep, Rebuilds,
     Version,
 };
 use crate::wire::error::ErrorBody;
@@ -108,10 +109,15 @@ pub(crate) async fn memory(State(state): State<AppState>) -> Result<Response, Ap
 
 fn memory_now(state: &AppState, meters: &Meters) -> MemoryReport {
     let memory = state.memory();
-    let stats = state.engine().stats();
+    let (stats, kv) = (state.engine().stats(), state.engine().kv());
     MemoryReport {
         profile: memory.report(),
         now: live(meters, memory.proved_peak()),
+        kv: KvNow {
+            pages: stats.scheduler.pages_total,
+            pages_used: stats.scheduler.pages_used,
+            groups: kv_groups(&kv, &stats.scheduler, meters),
+        },
         device_allocs_after_ready: memory.allocations_after_ready(),
         high_water_above_proof: stats.high_water_above_proof,
         rebuilds: Rebuilds {

@@ -16,7 +16,7 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, 
 use plimsoll_core::{KvConfig, Meters};
 use plimsoll_engine::{EngineHandle, EngineStats, Health, Histogram, Phase};
 
-use crate::memory::{Memory, StartNumbers};
+use crate::memory::{Memory, StartNumbers, kv_groups};
 use crate::status::Status;
 use crate::time::unix_seconds;
 
@@ -225,6 +225,7 @@ impl Metrics {
         let maker = self.maker();
         set_status(&maker, Status::of(health, self.stall_timeout));
         set_engine(&maker, stats, health);
+        set_kv(&maker, &kv, stats, meters);
         set_memory(&maker, memory, meters);
         maker.count(&ABOVE_PROOF, stats.high_water_above_proof);
         let mut page = self.handle.render();
@@ -321,20 +322,6 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     maker.set(&RUNNING, &[], scheduler.running as f64);
     maker.set(&WAITING, &[], scheduler.waiting as f64);
     maker.set(&IN_FLIGHT, &[], stats.in_flight as f64);
-    let total = scheduler.pages_total.max(1);
-    maker.set(&KV_USAGE, &[], scheduler.pages_used as f64 / total as f64);
-    for (state, blocks) in [
-        ("total", scheduler.pages_total),
-        ("used", scheduler.pages_used),
-        ("cached", scheduler.blocks_cached),
-    ] {
-        maker.set(
-            &KV_BLOCKS,
-            &[Label::from_static_parts("state", state)],
-            blocks as f64,
-        );
-    }
-    maker.set(&KV_TAIL, &[], scheduler.tail_tokens as f64);
     let Name(ours, _, help) = PREEMPTIONS;
     for (cause, times) in [
         ("kv_full", scheduler.preemptions),
@@ -372,6 +359,48 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
         &[],
         health.stalled_for.unwrap_or_default().as_secs_f64(),
     );
+}
+
+fn set_kv(maker: &Maker<'_>, kv: &KvConfig, stats: &EngineStats, meters: &Meters) {
+    let scheduler = &stats.scheduler;
+    let total = scheduler.pages_total;
+    maker.set(&KV_USAGE, &[], scheduler.pages_used as f64 / total.max(1) as f64);
+    maker.set(&KV_TAIL, &[], scheduler.tail_tokens as f64);
+    let state = |state| Label::from_static_parts("state", state);
+    let mut cached = 0;
+    for (index, group) in kv_groups(kv, scheduler, meters).into_iter().enumerate() {
+        cached += group.blocks_cached * group.pages_per_block;
+        let about = [
+            Label::new("group", index.to_string()),
+            Label::from_static_parts("kind", group.kind),
+        ];
+        let window = group.window.map(|window| window.to_string());
+        let info = [
+            Label::new("window", window.unwrap_or_default()),
+            Label::new("layers", group.layers.to_string()),
+            Label::new("pages_per_block", group.pages_per_block.to_string()),
+        ];
+        maker.set(&KV_GROUP, &[about.as_slice(), &info].concat(), 1.0);
+        maker.set(&KV_ROUNDING, &about, group.rounding_bytes as f64);
+        for (name, blocks) in [
+            ("total", group.blocks),
+            ("used", group.blocks_used),
+            ("cached", group.blocks_cached),
+        ] {
+            maker.set(
+                &KV_GROUP_BLOCKS,
+                &[&about[..], &[state(name)]].concat(),
+                blocks as f64,
+            );
+        }
+    }
+    for (name, pages) in [
+        ("total", total),
+        ("used", scheduler.pages_used),
+        ("cached", cached),
+    ] {
+        maker.set(&KV_BLOCKS, &[state(name)], pages as f64);
+    }
 }
 
 fn set_memory(maker: &Maker<'_>, memory: &dyn Memory, meters: &Meters) {

@@ -250,7 +250,7 @@ impl Pool {
         let swing = self.model.peer_swing;
         if swing > 0 {
             let target = (self.peers + self.rng.random_range(0..=2 * swing)).saturating_sub(swing);
-            // Nobody can take what is not free.
+            // Other processes can take only what is free.
             self.peers = target.min(self.model.total - self.reserved());
         }
         let now = self.allocations;
@@ -271,7 +271,7 @@ impl Pool {
     /// The step's memory, and how much of it is outside the arena.
     fn begin_step(&mut self) -> Result<(StepMemory, u64), StepError> {
         if self.steps == 0 && self.model.lazy_runtime > 0 {
-            // Stays to the end: nobody gives it back.
+            // Never freed.
             self.allocate(Component::Runtime, self.model.lazy_runtime)?;
         }
         self.steps += 1;

@@ -295,7 +295,7 @@ impl SimExecutor {
     }
 
     /// The context up to the run, after making sure that in each group every slot that the run sees continues the one before
-    /// it, and that all groups are of one mind.
+    /// it, and that all groups agree.
     fn context_before(&self, run: &Run) -> Result<Context, String> {
         if self.synthetic {
             let last = run.start.checked_sub(1);

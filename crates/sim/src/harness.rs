@@ -1,8 +1,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use plimsoll_core::{
-    CacheKind, Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run,
-    StepError, StepPlan, TokenEvent, TokenId,
+    Event, Executor, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run, StepError,
+    StepPlan, TokenEvent, TokenId,
 };
 use plimsoll_scheduler::{Follow, Scheduler, SchedulerStats};
 
@@ -23,20 +23,21 @@ pub struct Report {
     pub stats: SchedulerStats,
 }
 
-/// Lives through `workload` with up to `depth` steps in flight and holds the scheduler to its promises:
+/// Runs `workload` with up to `depth` steps in flight and checks what the scheduler promises:
 ///
-/// - each text and each vector is the oracle's, however requests were scheduled, and so is what is said about each prompt
-///   token, once;
-/// - nothing is sampled against its constraints, and no text goes on behind their end;
-/// - nothing is computed twice but after a preemption or a loss of the KV cache, nothing at all that the prefix cache held;
-/// - where the KV cache is lost, no request is, but those for which the new one is too small;
-/// - each request is admitted in its turn: by priority, tenant after tenant, and nobody waits for ever; every step serves
-///   those that had their turn earlier first; a preempted one does not return on the blocks it gave up;
-/// - the life ends, within a bounded number of steps, with all blocks free and every request accounted for;
-/// - every plan passes the executor's checks; with `audit`, the bookkeeping is sound after every move, and who knows the
-///   prefix cache from its events alone knows what is in it, and how much of a prompt a request finds there.
+/// - each text and each vector equals the oracle's, however requests were scheduled, and so do prompt logprobs, each reported
+///   once;
+/// - all sampled tokens obey the constraints, and no text goes on after their end;
+/// - nothing is computed twice except after a preemption or a loss of the KV cache, and nothing that the prefix cache held;
+/// - when the KV cache is lost, only requests for which the new one is too small fail;
+/// - requests are admitted in order: by priority, tenants in turn, without starvation; every step serves those admitted
+///   earlier first; a preempted request does not return on the blocks that it gave up;
+/// - the run ends, within a bounded number of steps, with all blocks free and every request accounted for;
+/// - every plan passes the executor's checks; with `audit`, the invariants hold after every call, and a router that knows only
+///   the events of the prefix cache predicts exactly how much of a prompt each request finds there.
 ///
-/// The error says what was broken.
+/// # Errors
+/// The promise that was broken.
 pub fn simulate(workload: &Workload, depth: usize, audit: bool) -> Result<Report, String> {
     let mut life = Life::new(workload, depth, audit);
     let mut arrivals = workload.arrivals.iter().peekable();
@@ -93,10 +94,10 @@ struct Life<'a> {
 
 struct Client<'a> {
     request: &'a Request,
-    /// What it is to say, and why it ends.
+    /// Its expected text, and why it ends.
     oracle: (Vec<TokenId>, FinishReason),
     text: Vec<TokenId>,
-    /// What it is to hear about its prompt, and how much of that it heard.
+    /// The expected logprobs of its prompt, and how many were reported.
     scores: Vec<PromptLogprob>,
     scored: usize,
     state: ClientState,
@@ -119,8 +120,8 @@ enum ClientState {
 impl<'a> Life<'a> {
     fn new(workload: &'a Workload, depth: usize, audit: bool) -> Self {
         let arrivals = &workload.arrivals;
-        // Every step computes a token; a request starts anew at most once for each other that ends, and all do with a new
-        // KV cache.
+        // Every step computes a token; a request restarts at most once for each other that ends, and all restart with a
+        // new KV cache.
         let total: u64 = arrivals.iter().map(|(_, request)| request.longest() as u64).sum();
         let lives = 1 + workload.resets.len() as u64;
         let last = arrivals.last().map_or(0, |(tick, _)| *tick);
@@ -179,7 +180,7 @@ impl<'a> Life<'a> {
         self.kv.num_pages = reset.num_pages;
         self.executor = executor(self.workload, self.kv);
         for client in self.clients.values_mut() {
-            // Whoever ran may return at once.
+            // Running requests may return at once.
             client.freed_at_admission = NEVER;
         }
         let events = self.scheduler.reset(self.kv);
@@ -316,14 +317,9 @@ impl<'a> Life<'a> {
             false => tokens.len() - 1,
         };
         let shareable = &tokens[..most.min(tokens.len() - 1)];
-        let block_size = self.kv.block_size.tokens();
-        let foretold = self
-            .router
-            .longest(client.request.cache_salt(), shareable, block_size);
-        // Of a window, a router does not know how much of it is left.
-        let windows = self.kv.groups.iter().any(|group| group.kind != CacheKind::Full);
-        let right = foretold == run.start || windows && foretold > run.start;
-        right.then_some(()).ok_or(format!(
+        let salt = client.request.cache_salt();
+        let foretold = self.router.longest(salt, shareable, &self.kv);
+        (foretold == run.start).then_some(()).ok_or(format!(
             "{} finds {} tokens cached, and a router foretold {foretold}",
             run.request, run.start
         ))
@@ -504,7 +500,7 @@ impl<'a> Life<'a> {
         }
         self.scheduler.check_invariants()?;
         self.router.hear(self.scheduler.take_cache_events())?;
-        let (heard, cached) = (self.router.len(), self.scheduler.stats().blocks_cached);
+        let (heard, cached) = (self.router.len(), self.scheduler.stats().blocks_cached());
         (heard == cached).then_some(()).ok_or(format!(
             "{cached} blocks are cached, and a router knows of {heard}"
         ))

@@ -5,8 +5,7 @@ use plimsoll_core::{
 
 use crate::quote::Quote;
 
-/// All tokens up to some position, as one number: what a KV slot of the simulated device holds. Beside it stands where the
-/// text asks to be quoted.
+/// Hash of all tokens up to some position: what a KV slot of the simulated device holds; and the last `<say>` in them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Context {
     hash: u64,
@@ -56,7 +55,7 @@ pub struct SimModel {
     alphabet: &'static [u8],
 }
 
-/// Letters by their frequency in English, and what stands between words.
+/// Letters by their frequency in English, spaces and punctuation.
 const LETTERS: &[u8] = b"eeeeeetttttaaaaooooiiinnnsssrrhhddllucmwfgypbvk          ,.";
 
 impl SimModel {
@@ -114,7 +113,7 @@ impl SimModel {
                 let biases = params.logit_bias();
                 !is_allowed(mask, token) || biases.iter().any(|&(t, bias)| t == token && bias <= -100.0)
             };
-            // Who bans everything gets something.
+            // If everything is banned, some token is still returned.
             for _ in 0..64 {
                 if !banned(token) {
                     break;
@@ -133,8 +132,8 @@ impl SimModel {
         self.sampled(token, params)
     }
 
-    /// The token after `context`: that of the text it asks for, which stands at some position, if it asks and the mask allows
-    /// it; else as [`Self::sample`] has it.
+    /// The token after `context`: the next one of the text between `<say>` and `</say>`, if there is one and the mask allows
+    /// it, else that of [`Self::sample`].
     pub fn say(
         &self,
         context: Context,
@@ -210,7 +209,7 @@ impl SimModel {
     }
 }
 
-/// Of the token that so many others are likelier than.
+/// Log-probability of the token with this many likelier ones.
 fn made_up(worse: usize) -> f32 {
     -0.5 - worse as f32
 }

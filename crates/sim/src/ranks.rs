@@ -25,7 +25,7 @@ pub struct World {
 #[derive(Debug)]
 struct State {
     ranks: Vec<At>,
-    /// Result of the last meeting; nobody meets again before all have read it.
+    /// Result of the last meeting; the next one begins after all ranks have read it.
     least: usize,
     meetings: u64,
     fault: Option<String>,

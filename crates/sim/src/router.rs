@@ -1,20 +1,31 @@
 //! What a router knows of a prefix cache from its events alone.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
-use plimsoll_core::{CacheEvent, TokenId};
+use plimsoll_core::{CacheEvent, CacheKind, KvConfig, TokenId};
 
 /// Blocks by name.
-#[derive(Debug, Default, PartialEq)]
+#[derive(Debug, Default)]
 pub(crate) struct Router {
+    /// What each name that was ever stored stands for.
     blocks: HashMap<u64, Block>,
+    /// Group and name of the blocks that are cached.
+    held: HashSet<(usize, u64)>,
 }
 
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 struct Block {
     parent: Option<u64>,
     tokens: Vec<TokenId>,
     salt: Option<Box<str>>,
+}
+
+/// The same blocks are cached, whatever was cached before.
+impl PartialEq for Router {
+    fn eq(&self, other: &Self) -> bool {
+        let mut names = self.held.iter().map(|(_, name)| name);
+        self.held == other.held && names.all(|name| self.blocks.get(name) == other.blocks.get(name))
+    }
 }
 
 impl Router {
@@ -22,37 +33,38 @@ impl Router {
     pub(crate) fn hear(&mut self, events: Vec<CacheEvent>) -> Result<(), String> {
         for event in events {
             match event {
-                CacheEvent::Cleared => self.blocks.clear(),
-                CacheEvent::Removed(names) => {
-                    for name in names {
-                        self.blocks
-                            .remove(&name)
-                            .ok_or(format!("{name} was never stored"))?;
-                        if self.blocks.values().any(|block| block.parent == Some(name)) {
-                            return Err(format!("{name} goes before those behind it"));
+                CacheEvent::Cleared => self.held.clear(),
+                CacheEvent::Removed { group, blocks } => {
+                    for name in blocks {
+                        if !self.held.remove(&(group, name)) {
+                            return Err(format!("{name} was never stored in group {group}"));
                         }
                     }
                 }
                 CacheEvent::Stored {
+                    group,
+                    kind,
                     blocks,
                     mut parent,
                     tokens,
                     mut salt,
                 } => {
-                    if parent.is_some_and(|parent| !self.blocks.contains_key(&parent)) {
-                        return Err(format!("{blocks:?} follow what is not there"));
-                    }
-                    for (&name, tokens) in blocks
-                        .iter()
-                        .zip(tokens.chunks_exact(tokens.len() / blocks.len()))
-                    {
+                    let len = tokens.len() / blocks.len();
+                    for (&name, tokens) in blocks.iter().zip(tokens.chunks_exact(len)) {
+                        let behind = parent.is_none_or(|parent| self.held.contains(&(group, parent)));
+                        if kind == CacheKind::Full && !behind {
+                            return Err(format!("{blocks:?} follow a block that is not cached"));
+                        }
                         let block = Block {
                             parent,
                             tokens: tokens.to_vec(),
                             salt: salt.take(),
                         };
-                        if name == 0 || self.blocks.insert(name, block).is_some() {
-                            return Err(format!("{name} is no name, or that of another block"));
+                        let known = self.blocks.entry(name).or_insert_with(|| block.clone());
+                        if name == 0 || *known != block || !self.held.insert((group, name)) {
+                            return Err(format!(
+                                "{name} is no name, that of another block, or stored twice"
+                            ));
                         }
                         parent = Some(name);
                     }
@@ -62,23 +74,35 @@ impl Router {
         Ok(())
     }
 
+    /// Cached blocks of all groups.
     pub(crate) fn len(&self) -> usize {
-        self.blocks.len()
+        self.held.len()
     }
 
-    /// Tokens of the longest beginning of `tokens` that is cached for `salt`.
-    pub(crate) fn longest(&self, salt: Option<&str>, tokens: &[TokenId], block_size: usize) -> usize {
-        let mut parent = None;
-        let mut found = 0;
+    /// Tokens of the longest prefix of `tokens` that a request of `salt` finds: every group has what a query behind it sees.
+    pub(crate) fn longest(&self, salt: Option<&str>, tokens: &[TokenId], kv: &KvConfig) -> usize {
+        let block_size = kv.block_size.tokens();
+        let mut names: Vec<u64> = Vec::new();
         for tokens in tokens.chunks_exact(block_size) {
+            let parent = names.last().copied();
             let salt = salt.filter(|_| parent.is_none());
             let next = self.blocks.iter().find(|(_, block)| {
                 block.parent == parent && block.tokens == tokens && block.salt.as_deref() == salt
             });
             let Some((&name, _)) = next else { break };
-            parent = Some(name);
-            found += block_size;
+            names.push(name);
         }
-        found
+        let is_hit = |&blocks: &usize| {
+            let query = blocks * block_size;
+            kv.groups.iter().enumerate().all(|(group, described)| {
+                let seen = |&block: &usize| match described.kind {
+                    CacheKind::Full => true,
+                    CacheKind::Window(window) => query - ((block + 1) * block_size - 1) < window,
+                };
+                let mut seen = (0..blocks).filter(seen);
+                seen.all(|block| self.held.contains(&(group, names[block])))
+            })
+        };
+        (0..=names.len()).rev().find(is_hit).unwrap_or(0) * block_size
     }
 }

@@ -82,7 +82,7 @@ impl Turns {
         });
     }
 
-    /// Who is to be admitted next.
+    /// The request to be admitted next.
     pub(crate) fn next(&self) -> Option<RequestId> {
         self.choose().map(|(chosen, _)| chosen.id)
     }

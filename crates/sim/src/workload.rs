@@ -138,7 +138,7 @@ pub fn random_groups(rng: &mut StdRng) -> CacheGroups {
     let windows = rng.random_range(1..=CacheGroups::MAX - usize::from(full));
     let mut kinds = vec![CacheKind::Full; if full { rng.random_range(1..=3) } else { 0 }];
     for _ in 0..windows {
-        // Who sees only itself knows its past from other layers.
+        // Without full attention, a window of one token would see no context at all.
         let least = if full { 1 } else { 2 };
         let most = *[4, 20, 100].choose(rng).expect("there are windows");
         let window = CacheKind::Window(rng.random_range(least..=most));

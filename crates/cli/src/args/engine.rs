@@ -52,7 +52,7 @@ pub struct EngineArgs {
 #[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// Directory, .gguf file, Hugging Face Hub id (owner/name; owner/name:Q4_K_M for one of several GGUF files), or `sim` for a
-    /// simulated model. `sim:0.02` takes 0.02 s per step; `sim:fail=90,oom=800,hang=7000`: every 90th step fails, every
+    /// simulated model. `sim:0.02` takes 0.02 s per step; `sim:window=64`: most layers see 64 tokens; `sim:fail=90,oom=800,hang=7000`: every 90th step fails, every
     /// 800th runs out of memory, the 7000th never ends; `sim:device=9`: the driver fails at the 9th use of the device during
     /// the start [default: HuggingFaceTB/SmolLM2-135M-Instruct]
     #[arg(

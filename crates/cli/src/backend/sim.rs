@@ -6,8 +6,8 @@ use std::thread;
 use std::time::Duration;
 
 use plimsoll_core::{
-    BuildError, CacheGroups, Component, Executor, FillMasks, KvConfig, Meters, Oom, Scratch, StateConfig,
-    StepError, StepLimits, StepOutput, StepPlan,
+    BuildError, Component, Executor, FillMasks, KvConfig, Meters, Oom, Scratch, StateConfig, StepError,
+    StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::{Budget, Charge};
 use plimsoll_model::{EmbeddingConfig, GenerationConfig, Progress};
@@ -55,6 +55,10 @@ impl SimBackend {
         }
     }
 
+    fn spec(&self) -> SimSpec {
+        SimSpec::parse(&self.settings.model).unwrap_or_default()
+    }
+
     fn facts(&self) -> Result<ModelFacts, Error> {
         let matryoshka = self.settings.serve_as.hf_overrides.matryoshka()?;
         let embedding: Option<EmbeddingConfig> = self.settings.serve_as.resolve(None)?;
@@ -66,7 +70,7 @@ impl SimBackend {
                 size: SimModel::WIDTH,
                 matryoshka,
             }),
-            groups: CacheGroups::default(),
+            groups: self.spec().cache_groups(),
             kv_bytes_per_token: KV_BYTES_PER_TOKEN,
         })
     }
@@ -94,7 +98,9 @@ impl Device for SimBackend {
 
 impl Backend for SimBackend {
     fn load(&self, _progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
-        let SimSpec { step_time, faults } = SimSpec::parse(&self.settings.model).unwrap_or_default();
+        let SimSpec {
+            step_time, faults, ..
+        } = self.spec();
         let step_time = step_time.map_or(STEP_TIME, |base| StepTime {
             base,
             ..StepTime::default()
@@ -133,6 +139,14 @@ struct SimWeights {
     served: Arc<AtomicU64>,
     /// What was asked of the device before it served.
     asked: Arc<AtomicU64>,
+}
+
+/// Bytes of a KV cache.
+fn kv_bytes(kv: &KvConfig) -> u64 {
+    let layers: usize = kv.groups.iter().map(|group| group.layers).sum();
+    let layer_bytes = KV_BYTES_PER_TOKEN / layers as u64;
+    let page_tokens = (kv.groups.layers_per_page() * kv.block_size.tokens()) as u64;
+    (kv.num_pages as u64).saturating_mul(page_tokens * layer_bytes)
 }
 
 /// What a step takes from its arena.
@@ -247,10 +261,7 @@ impl Weights for SimWeights {
             ask(&self.asked, &self.faults)?;
             Ok::<_, BuildError>(self.budget.charge(component, bytes)?)
         };
-        let kv = charge(
-            Component::Kv,
-            config.kv.capacity_tokens() as u64 * KV_BYTES_PER_TOKEN,
-        )?;
+        let kv = charge(Component::Kv, kv_bytes(&config.kv))?;
         let canary = (config.canary_bytes > 0)
             .then(|| charge(Component::Canary, config.canary_bytes))
             .transpose()?;
@@ -309,8 +320,8 @@ impl Footprint for SimFootprint {
     }
 
     fn with_state(&self, kv: KvConfig, arena: u64) -> Meters {
-        let kv = (kv.capacity_tokens() as u64).saturating_mul(KV_BYTES_PER_TOKEN);
-        holding(&self.device, &[(Component::Kv, kv), (Component::Arena, arena)], 0)
+        let parts = [(Component::Kv, kv_bytes(&kv)), (Component::Arena, arena)];
+        holding(&self.device, &parts, 0)
     }
 
     fn arena(&self, steps: &[ScenarioShape]) -> ArenaUse {

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
+use std::num::NonZeroU64;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
@@ -85,10 +86,11 @@ const GGUF_HEAD: u64 = 16 << 20;
 const MAX_SAFETENSORS_HEADER: u64 = 100_000_000;
 
 impl ModelKey {
-    /// The simulated model.
-    pub(crate) fn simulated() -> Self {
+    /// The simulated model, whose layers have this window.
+    pub(crate) fn simulated(window: Option<NonZeroU64>) -> Self {
+        let window = window.map(|window| format!(":window={window}"));
         Self {
-            path: crate::args::SIM_MODEL.to_owned(),
+            path: crate::args::SIM_MODEL.to_owned() + &window.unwrap_or_default(),
             config: None,
             hf_overrides: HfOverrides::default(),
             weights: Vec::new(),

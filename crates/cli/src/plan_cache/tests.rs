@@ -32,7 +32,7 @@ fn key() -> Key {
         pooling: None,
         ranks: 1,
     };
-    Key::new(ModelKey::simulated(), device, shape)
+    Key::new(ModelKey::simulated(None), device, shape)
 }
 
 fn cache() -> (tempfile::TempDir, PlanCache) {

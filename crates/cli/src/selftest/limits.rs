@@ -1,9 +1,12 @@
 //! What the server proved, and what follows for a load that goes there.
 
+use std::iter::repeat_n;
+
+use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout, KvConfig};
 use serde::{Deserialize, Serialize};
 
 /// The limits that the server says it proved (`GET /memory`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub(super) struct Limits {
     /// Prompt plus output tokens of one request.
     pub(super) max_model_len: usize,
@@ -15,6 +18,17 @@ pub(super) struct Limits {
     pub(super) kv_tokens: usize,
     /// Tokens of one block of it.
     pub(super) block_size: usize,
+    /// Its cache groups.
+    pub(super) groups: Vec<Group>,
+}
+
+/// Layers that keep the same part of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub(super) struct Group {
+    /// How many.
+    pub(super) layers: usize,
+    /// Tokens that they see; `None` for all.
+    pub(super) window: Option<usize>,
 }
 
 /// Requests that fill rows and KV cache at the same time.
@@ -34,7 +48,36 @@ const FULL: f64 = 0.95;
 impl Limits {
     /// Prompt plus output tokens of the longest request.
     pub(super) fn longest(&self) -> usize {
-        self.max_model_len.min(self.kv_tokens)
+        self.max_model_len
+            .min(self.kv().longest_request(self.max_num_batched_tokens))
+    }
+
+    /// The KV cache.
+    fn kv(&self) -> KvConfig {
+        let layers = self.groups.iter().flat_map(|group| {
+            let kind = group.window.map_or(CacheKind::Full, CacheKind::Window);
+            repeat_n(kind, group.layers)
+        });
+        let layout = CacheLayout::new(&layers.collect::<Vec<_>>(), usize::MAX);
+        let groups = layout.map_or_else(|_| CacheGroups::default(), |layout| layout.groups);
+        KvConfig {
+            block_size: BlockSize::new(self.block_size).unwrap_or_default(),
+            num_pages: self.kv_tokens / self.block_size.max(1) * groups.pages_per_block(),
+            groups,
+        }
+    }
+
+    /// Part of the KV cache that this many requests are sure to hold at once when each has computed `tokens` tokens.
+    fn usage(&self, requests: usize, tokens: usize) -> f64 {
+        let kv = self.kv();
+        let pages = kv.groups.iter().map(|group| {
+            let seen = match group.kind {
+                CacheKind::Full => tokens,
+                CacheKind::Window(window) => tokens.min(window),
+            };
+            kv.block_size.blocks_for(seen) * group.pages_per_block
+        });
+        (requests * pages.sum::<usize>()) as f64 / kv.num_pages.max(1) as f64
     }
 
     /// Rows that are sure to run at once: each grows into its second block, and the scheduler keeps one back for each.
@@ -56,17 +99,17 @@ impl Limits {
     pub(super) fn filling(&self) -> Filling {
         let rows = self.rows();
         // A tenth more than fits, where there are rows for it: the cache runs full, and somebody is preempted.
-        let each = (self.kv_tokens + self.kv_tokens / 10).div_ceil(rows) + self.block_size;
-        let each = each.min(self.longest());
+        let mut lengths = (self.block_size..self.longest()).step_by(self.block_size.max(1));
+        let each = lengths.find(|&each| self.usage(rows, each) > 1.1);
+        let each = each.unwrap_or(usize::MAX).min(self.longest());
         // The first to begin generates a token in each step until the prompts of all others are computed.
         let steps = (rows * each).div_ceil(self.max_num_batched_tokens.max(1));
         let output = (steps + 2 * self.block_size).min(each / 2).max(1);
         let (prompt, output) = self.fit(each.saturating_sub(output), output);
-        let usage = (rows * prompt) as f64 / self.kv_tokens.max(1) as f64;
         Filling {
             prompt,
             output,
-            usage: FULL * usage.min(1.0),
+            usage: FULL * self.usage(rows, prompt).min(1.0),
         }
     }
 }
@@ -75,17 +118,56 @@ impl Limits {
 mod tests {
     use super::*;
 
-    const CPU: Limits = Limits {
-        max_model_len: 8192,
-        max_num_seqs: 32,
-        max_num_batched_tokens: 512,
-        kv_tokens: 131072,
-        block_size: 16,
-    };
+    fn cpu() -> Limits {
+        Limits {
+            max_model_len: 8192,
+            max_num_seqs: 32,
+            max_num_batched_tokens: 512,
+            kv_tokens: 131072,
+            block_size: 16,
+            groups: vec![Group {
+                layers: 30,
+                window: None,
+            }],
+        }
+    }
+
+    #[test]
+    fn windows_fill_less() {
+        let [all, window] = [None, Some(1024)];
+        let groups = vec![
+            Group {
+                layers: 1,
+                window: all,
+            },
+            Group { layers: 3, window },
+        ];
+        // Of 8192 tokens, three of four layers keep 1024.
+        let limits = Limits {
+            groups,
+            kv_tokens: 32768,
+            max_num_seqs: 8,
+            ..cpu()
+        };
+        assert_eq!(
+            limits.usage(8, 8192),
+            (8192.0 + 3.0 * 1024.0) / (4.0 * 32768.0) * 8.0
+        );
+        assert_eq!(
+            (limits.longest(), limits.filling().usage),
+            (8192, FULL * limits.usage(8, limits.filling().prompt))
+        );
+        let short = Limits {
+            kv_tokens: 4096,
+            max_num_seqs: 1,
+            ..limits
+        };
+        assert_eq!(short.longest(), 8192, "longer than what all layers together hold");
+    }
 
     #[test]
     fn all_rows_together_fill_the_cache() {
-        let filling = CPU.filling();
+        let filling = cpu().filling();
         let together = 32 * (filling.prompt + filling.output);
         assert!((131072..150_000).contains(&together), "{filling:?}");
         // The output lasts while 32 prompts are computed.
@@ -97,7 +179,7 @@ mod tests {
     fn few_rows_of_full_length_need_not_fill_it() {
         let few = Limits {
             max_num_seqs: 4,
-            ..CPU
+            ..cpu()
         };
         let filling = few.filling();
         assert_eq!(filling.prompt + filling.output, 8192);
@@ -109,9 +191,9 @@ mod tests {
         let small = Limits {
             max_model_len: 512,
             kv_tokens: 512,
-            ..CPU
+            ..cpu()
         };
-        assert_eq!((CPU.rows(), small.rows()), (32, 10));
+        assert_eq!((cpu().rows(), small.rows()), (32, 10));
         let filling = small.filling();
         assert!(
             filling.prompt > 0 && filling.prompt + filling.output <= 512,
@@ -121,7 +203,7 @@ mod tests {
             max_model_len: 16,
             kv_tokens: 16,
             max_num_seqs: 1,
-            ..CPU
+            ..cpu()
         };
         assert_eq!(tiny.filling().prompt + tiny.filling().output, 16);
         assert_eq!(tiny.fit(100, 100), (15, 1));

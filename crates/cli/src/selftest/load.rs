@@ -502,6 +502,7 @@ mod tests {
                 max_num_batched_tokens: 64,
                 kv_tokens: 4 * longest,
                 block_size: 16,
+                groups: Vec::new(),
             },
             model: "m".into(),
             vocab_size: 50,

@@ -121,7 +121,7 @@ async fn learn(server: &Server, seed: u64) -> Result<Load, String> {
     let limits = server.limits().await?;
     let chat = server.chat_tokens(SHORT_CHAT).await?;
     Ok(Load {
-        limits,
+        limits: limits.clone(),
         model: server.model().await?,
         vocab_size: server.vocab_size().await?,
         chat: chat.is_some_and(|tokens| 2 * tokens <= limits.longest()),
@@ -206,7 +206,7 @@ impl Test {
             url: args.url.clone(),
             model: self.load.model.clone(),
             seed: args.seed,
-            limits: self.load.limits,
+            limits: self.load.limits.clone(),
         };
         Verdict::new(
             subject,
@@ -367,7 +367,7 @@ impl Test {
 
     /// The limits of the server, and whether the load really went there.
     fn goals(&self) -> Vec<Goal> {
-        let (limits, peaks) = (self.load.limits, self.watch.peaks());
+        let (limits, peaks) = (&self.load.limits, self.watch.peaks());
         let (by_stage, left, longest) = self.tally(|tally| {
             let requests = &tally.requests;
             (requests.by_stage.clone(), requests.left, tally.longest)

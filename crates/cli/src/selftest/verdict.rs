@@ -265,6 +265,7 @@ mod tests {
                 max_num_batched_tokens: 64,
                 kv_tokens: 1000,
                 block_size: 16,
+                groups: Vec::new(),
             },
         };
         let measured = Measurements {

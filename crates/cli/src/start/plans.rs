@@ -7,6 +7,7 @@ use super::PhaseSeconds;
 use crate::backend::ModelFacts;
 use crate::plan_cache::{DeviceKey, Key, Lookup, Miss, ModelKey, PlanCache, ShapeKey};
 use crate::settings::EngineSettings;
+use crate::simulated::SimSpec;
 use crate::source::Source;
 
 /// Names the model; `None` where no plans are kept.
@@ -15,7 +16,8 @@ pub(super) fn model_key(source: &Source, settings: &EngineSettings) -> Option<Mo
         return None;
     }
     let Source::Files { model, .. } = source else {
-        return Some(ModelKey::simulated());
+        let spec = SimSpec::parse(&settings.model).unwrap_or_default();
+        return Some(ModelKey::simulated(spec.window));
     };
     let seed = settings.is_dummy().then(|| settings.fixed_seed());
     match ModelKey::of_files(model, settings.serve_as.hf_overrides.clone(), seed) {

@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 
-use plimsoll_core::{CacheEvent, TokenId};
+use plimsoll_core::{CacheEvent, CacheGroups, CacheKind, TokenId};
 use sha2::{Digest, Sha256};
 
 use super::Prefix;
@@ -9,9 +9,9 @@ use super::Prefix;
 #[derive(Debug, Default)]
 pub(crate) struct Journal {
     events: Vec<CacheEvent>,
-    /// Salts of cached blocks at the beginning of a sequence, by name.
+    /// Salts of blocks at the beginning of a sequence, by name.
     salts: HashMap<u64, Box<str>>,
-    /// Public hashes of cached blocks, by name.
+    /// Public hashes of blocks, by name.
     public: HashMap<u64, u64>,
 }
 
@@ -31,45 +31,81 @@ impl Journal {
         }
     }
 
-    pub(crate) fn stored(&mut self, before: Prefix, name: u64, tokens: &[TokenId], salt: Option<&str>) {
-        if let Some(salt) = salt.filter(|_| before.is_root()) {
-            self.salts.insert(name, salt.into());
-        }
-        let public = public(
-            self.parent(before),
-            tokens,
-            self.salts.get(&name).map(Box::as_ref),
-        );
+    /// Gives the block called `name` within this process its public name.
+    pub(crate) fn name(&mut self, before: Prefix, name: u64, tokens: &[TokenId], salt: Option<&str>) {
+        let salt = salt.filter(|_| before.is_root());
+        let public = public(self.parent(before), tokens, salt);
         self.public.insert(name, public);
+        self.salts.extend(salt.map(|salt| (name, salt.into())));
+    }
+
+    /// No group holds block `name` any more, nor one that continues it.
+    pub(crate) fn forget(&mut self, name: u64) {
+        self.salts.remove(&name);
+        self.public.remove(&name);
+    }
+
+    /// Records that `group` holds block `name`.
+    pub(crate) fn stored(
+        &mut self,
+        group: (usize, CacheKind),
+        before: Prefix,
+        name: u64,
+        tokens: &[TokenId],
+    ) {
         let mut events = std::mem::take(&mut self.events);
-        self.tell(&mut events, before, name, tokens);
+        self.tell(&mut events, group, before, name, tokens);
         self.events = events;
     }
 
-    pub(crate) fn removed(&mut self, name: u64) {
-        self.salts.remove(&name);
-        let public = self.public.remove(&name).expect("it was stored");
-        match self.events.last_mut() {
-            Some(CacheEvent::Removed(blocks)) => blocks.push(public),
-            _ => self.events.push(CacheEvent::Removed(vec![public])),
+    /// Records that `group` holds block `name` no more.
+    pub(crate) fn removed(&mut self, group: usize, name: u64) {
+        let public = self.public[&name];
+        // Groups take turns: the last event of each is among the last few.
+        for event in self.events.iter_mut().rev().take(CacheGroups::MAX) {
+            match event {
+                CacheEvent::Removed { group: of, blocks } if *of == group => return blocks.push(public),
+                CacheEvent::Removed { .. } => {}
+                _ => break,
+            }
         }
+        let blocks = vec![public];
+        self.events.push(CacheEvent::Removed { group, blocks });
     }
 
-    /// Appends to `events` that block `name` holds `tokens` after `before`; consecutive blocks become one event.
-    pub(crate) fn tell(&self, events: &mut Vec<CacheEvent>, before: Prefix, name: u64, tokens: &[TokenId]) {
+    /// Appends to `events` that `group` holds block `name`, with `tokens` after `before`; consecutive blocks become one event.
+    pub(crate) fn tell(
+        &self,
+        events: &mut Vec<CacheEvent>,
+        (group, kind): (usize, CacheKind),
+        before: Prefix,
+        name: u64,
+        tokens: &[TokenId],
+    ) {
         let parent = self.parent(before);
         let public = self.public[&name];
-        if let Some(CacheEvent::Stored {
-            blocks, tokens: row, ..
-        }) = events.last_mut()
-            && parent.is_some()
-            && blocks.last() == parent.as_ref()
-        {
-            blocks.push(public);
-            row.extend_from_slice(tokens);
-            return;
+        for event in events.iter_mut().rev().take(CacheGroups::MAX) {
+            let CacheEvent::Stored {
+                group: of,
+                blocks,
+                tokens: row,
+                ..
+            } = event
+            else {
+                break;
+            };
+            if *of == group {
+                if parent.is_some() && blocks.last() == parent.as_ref() {
+                    blocks.push(public);
+                    row.extend_from_slice(tokens);
+                    return;
+                }
+                break;
+            }
         }
         events.push(CacheEvent::Stored {
+            group,
+            kind,
             blocks: vec![public],
             parent,
             tokens: tokens.to_vec(),

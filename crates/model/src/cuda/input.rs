@@ -298,9 +298,7 @@ impl StepInputs {
             Sampling::Pooled(_) => (0, limits.max_num_seqs),
         };
         let tables = PageTable::all(groups);
-        let most = |table: &PageTable| {
-            table.most_blocks(block_size, limits.max_model_len, limits.max_num_batched_tokens)
-        };
+        let most = |table: &PageTable| table.most_blocks(block_size, limits);
         let counts = Counts {
             tables: tables.len(),
             rows: limits.max_num_batched_tokens.max(limits.max_num_seqs),
@@ -310,7 +308,7 @@ impl StepInputs {
             spans,
             decode_runs: limits.max_num_seqs,
             prefill_runs: limits.max_num_seqs,
-            pages: limits.max_num_seqs * tables.iter().map(most).sum::<usize>(),
+            pages: tables.iter().map(most).sum(),
             history: room.history,
             biases: room.biases,
         };

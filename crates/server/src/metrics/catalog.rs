@@ -24,8 +24,12 @@ catalog! {
     RUNNING: "plimsoll_requests_running", "vllm:num_requests_running": "Running requests.";
     WAITING: "plimsoll_requests_waiting", "vllm:num_requests_waiting": "Queued requests.";
     IN_FLIGHT: "plimsoll_requests_in_flight": "Requests that were accepted and have not ended.";
-    KV_USAGE: "plimsoll_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc": "Fraction of KV blocks in use, 0 to 1.";
-    KV_BLOCKS: "plimsoll_kv_blocks": "KV blocks by state.";
+    KV_USAGE: "plimsoll_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc": "Fraction of KV pages in use, 0 to 1.";
+    KV_BLOCKS: "plimsoll_kv_blocks": "Pages of the KV cache by state; with one cache group, a page is a block.";
+    KV_GROUP: "plimsoll_kv_group_info": "Cache groups of the model, as labels.";
+    KV_GROUP_BLOCKS: "plimsoll_kv_group_blocks":
+        "KV blocks of a cache group by state; the total is what fits if no other group needs pages.";
+    KV_ROUNDING: "plimsoll_kv_rounding_bytes": "Bytes of KV blocks in use that are lost because pages have room for more layers.";
     KV_TAIL: "plimsoll_kv_tail_tokens": "Unused token slots in the last KV block of running requests.";
     CACHE_CONFIG: "plimsoll_kv_cache_info", "vllm:cache_config_info": "Configuration of the KV cache, as labels.";
     PREEMPTIONS: "plimsoll_preemptions_total", "vllm:num_preemptions_total":

@@ -101,6 +101,7 @@ pub(crate) struct MemoryReport {
     /// The report of the auto-profile, as `--profile-report` writes it.
     pub(crate) profile: Value,
     pub(crate) now: MemoryNow,
+    pub(crate) kv: KvNow,
     /// Device allocations since the server became ready; expected to be 0.
     pub(crate) device_allocs_after_ready: u64,
     /// Number of steps that exceeded the validated peak.
@@ -134,6 +135,35 @@ pub(crate) struct MemoryNow {
     /// Memory held by this server, by component.
     #[schema(value_type = std::collections::BTreeMap<String, u64>)]
     pub(crate) components: Map<String, Value>,
+}
+
+/// The KV cache.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct KvNow {
+    pub(crate) pages: usize,
+    /// Pages that requests hold.
+    pub(crate) pages_used: usize,
+    /// One entry per cache group: layers that keep the same part of a request.
+    pub(crate) groups: Vec<KvGroupNow>,
+}
+
+/// A cache group. All groups take their blocks from the same pages.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct KvGroupNow {
+    /// `full` or `window`.
+    pub(crate) kind: &'static str,
+    /// Tokens that the layers see; `null` for all.
+    pub(crate) window: Option<usize>,
+    pub(crate) layers: usize,
+    pub(crate) pages_per_block: usize,
+    /// Blocks that fit the cache if no other group needs pages.
+    pub(crate) blocks: usize,
+    /// Blocks that requests hold.
+    pub(crate) blocks_used: usize,
+    /// Blocks in the prefix cache, whether requests hold them or not.
+    pub(crate) blocks_cached: usize,
+    /// Of the blocks in use, bytes without a layer, as pages have room for more layers.
+    pub(crate) rounding_bytes: u64,
 }
 
 /// How often the engine's state was rebuilt.

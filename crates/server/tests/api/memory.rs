@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use plimsoll_core::CacheKind;
 use plimsoll_engine::Phase;
 use plimsoll_server::ServerOptions;
 use serde_json::{Value, json};
@@ -213,4 +214,119 @@ async fn unsupported_parameters_are_named() {
     off.post_raw("/sleep", "").await.error(404);
     off.post_raw("/wake_up", "").await.error(404);
     off.get("/is_sleeping").await.error(404);
+}
+
+/// A server of a model with sliding windows, whose KV cache holds two requests of full length.
+fn with_windows() -> Rig {
+    let mut layers = vec![CacheKind::Window(40); 4];
+    layers[1] = CacheKind::Full;
+    Rig::new(Setup {
+        max_model_len: 256,
+        kv_tokens: 512,
+        layers,
+        options: ServerOptions {
+            enable_sleep_mode: true,
+            ..Setup::default().options
+        },
+        ..Default::default()
+    })
+}
+
+/// `/memory` and `/metrics` agree about the blocks of each cache group: those used, and those cached.
+async fn blocks(rig: &Rig) -> [(u64, u64); 2] {
+    let kv = rig.get("/memory").await.json()["kv"].take();
+    let page = rig.get("/metrics").await.text;
+    let groups = [("full", 1, 1, 128), ("window", 3, 3, 42)];
+    let mut pages = 0;
+    let found = std::array::from_fn(|index| {
+        let (kind, layers, pages_per_block, total) = groups[index];
+        let group = &kv["groups"][index];
+        assert_eq!(
+            (
+                &group["kind"],
+                &group["layers"],
+                &group["pages_per_block"],
+                &group["blocks"]
+            ),
+            (
+                &json!(kind),
+                &json!(layers),
+                &json!(pages_per_block),
+                &json!(total)
+            )
+        );
+        let labels = format!(r#"{{model_name="sim",engine="0",group="{index}",kind="{kind}""#);
+        let count = |state: &str| {
+            let blocks = group[format!("blocks_{state}")].as_u64().unwrap();
+            let series = format!(r#"plimsoll_kv_group_blocks{labels},state="{state}"}} {blocks}"#);
+            assert!(page.contains(&series), "{series} is not in {page}");
+            blocks
+        };
+        let window = if index == 0 { "" } else { "40" };
+        let info = format!(
+            r#"plimsoll_kv_group_info{labels},window="{window}",layers="{layers}",pages_per_block="{pages_per_block}"}} 1"#
+        );
+        assert!(page.contains(&info), "{info} is not in {page}");
+        assert!(
+            page.contains(&format!("plimsoll_kv_rounding_bytes{labels}}} 0")),
+            "{page}"
+        );
+        let (used, cached) = (count("used"), count("cached"));
+        pages += used * pages_per_block;
+        (used, cached)
+    });
+    assert_eq!((&kv["pages"], &kv["pages_used"]), (&json!(128), &json!(pages)));
+    found
+}
+
+#[tokio::test]
+async fn a_model_with_windows_survives_preemption_cancellation_loss_and_sleep() {
+    let rig = with_windows();
+    assert_eq!(blocks(&rig).await, [(0, 0), (0, 0)]);
+    let body = |seed: u64| with(with(chat("x"), "max_tokens", json!(200)), "seed", json!(seed));
+    let expected = |seed| oracle_text("<user>x</><assistant>", 200, seed);
+
+    // Preemption: more requests than fit.
+    let answers = futures::future::join_all((0..6).map(|seed| rig.post(CHAT, body(seed)))).await;
+    for (seed, answer) in answers.iter().enumerate() {
+        assert_eq!(content(&answer.json()), expected(seed as u64));
+    }
+    assert!(rig.state.engine().stats().scheduler.preemptions > 0);
+
+    // Cancellation while it runs: its blocks come back, and those behind the window did before.
+    rig.set_step(Duration::from_millis(2));
+    let stream = rig.post(CHAT, with(body(9), "stream", json!(true)));
+    let watch = async {
+        rig.until("a long request", |rig| {
+            rig.state.engine().stats().scheduler.groups[0].used > 10
+        })
+        .await;
+        let [(full, _), (window, _)] = blocks(&rig).await;
+        assert!(full > 10 && window <= 4, "{full} and {window} blocks");
+    };
+    tokio::select! {
+        _ = stream => panic!("the request ended before it was cancelled"),
+        () = watch => {}
+    }
+    rig.set_step(Duration::ZERO);
+    rig.until("an empty cache", |rig| {
+        rig.state.engine().stats().scheduler.pages_used == 0
+    })
+    .await;
+    let [full, window] = blocks(&rig).await;
+    assert!((full.0, window.0) == (0, 0) && full.1 > 0 && window.1 > 0);
+
+    // Loss of the state, and sleep: nothing is cached, and the text is the same.
+    rig.script.oom.store(true, Ordering::SeqCst);
+    rig.post(CHAT, body(1)).await.error(503);
+    rig.until("readiness", |rig| {
+        rig.state.engine().health().phase == Phase::Running
+    })
+    .await;
+    assert_eq!(blocks(&rig).await, [(0, 0), (0, 0)]);
+    assert_eq!(content(&rig.post(CHAT, body(2)).await.json()), expected(2));
+    assert_eq!(rig.post_raw("/sleep", "").await.status, 200);
+    assert_eq!(rig.post_raw("/wake_up", "").await.status, 200);
+    assert_eq!(blocks(&rig).await, [(0, 0), (0, 0)]);
+    assert_eq!(content(&rig.post(CHAT, body(3)).await.json()), expected(3));
 }

@@ -8,8 +8,8 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request, StatusCode};
 use plimsoll_core::{
-    BlockSize, BuildError, Component, DeviceTime, Executor, FillMasks, Meters, Oom, RefusedBy, StateConfig,
-    StepError, StepLimits, StepOutput, StepPlan,
+    BlockSize, BuildError, CacheKind, CacheLayout, Component, DeviceTime, Executor, FillMasks, Meters, Oom,
+    RefusedBy, StateConfig, StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_engine::{EngineConfig, EngineHandle, RebuildError, StateSource};
 use plimsoll_profiler::{BuildProgress, KvSize, Margins, ProfileSpec, Proved, Target, profile};
@@ -242,6 +242,8 @@ pub struct Setup {
     pub max_model_len: usize,
     /// Tokens of the KV cache.
     pub kv_tokens: usize,
+    /// What each layer keeps.
+    pub layers: Vec<CacheKind>,
     /// The chat template.
     pub template: Option<&'static str>,
     /// Detected from the template if absent.
@@ -263,6 +265,7 @@ impl Default for Setup {
             max_queue: 64,
             max_model_len: 1024,
             kv_tokens: 16384,
+            layers: vec![CacheKind::Full],
             template: Some(
                 "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}\
                  {% if add_generation_prompt %}<assistant>{% endif %}{{ suffix }}",
@@ -358,6 +361,8 @@ impl Rig {
         let mut spec = ProfileSpec::new(limits, vocab_size, BlockSize::default(), BYTES_PER_TOKEN);
         spec.pooling = setup.embedding.as_ref().map(|embedding| embedding.pooling);
         spec.size = KvSize::Tokens(setup.kv_tokens);
+        let layout = CacheLayout::new(&setup.layers, setup.max_model_len);
+        spec.groups = layout.expect("the layers are of few kinds").groups;
         spec.margins = Margins {
             canary_bytes: 0,
             min_fragmentation_bytes: 0,

@@ -2,13 +2,14 @@
 
 use super::list::{Mutation, bug, edit};
 
+const JOURNAL: &str = "kv/prefix/journal.rs";
 const LAYOUT: &str = "core/cache_layout.rs";
 const MANAGER: &str = "kv/manager.rs";
 const POOL: &str = "kv/pool.rs";
 const PREFIX: &str = "kv/prefix.rs";
 const TABLE: &str = "kv/table.rs";
 
-pub(crate) const GROUP_MUTATIONS: [Mutation; 18] = [
+pub(crate) const GROUP_MUTATIONS: [Mutation; 22] = [
     bug(
         "a window ends a token early",
         &[edit(
@@ -93,8 +94,8 @@ pub(crate) const GROUP_MUTATIONS: [Mutation; 18] = [
         "a node keeps a block that was evicted",
         &[edit(
             PREFIX,
-            "«*kept.expect(\"a node knows its blocks\") = None;»",
-            "let _ = kept;",
+            "let Some(block) = «node.blocks[group].take()»",
+            "node.blocks[group]",
         )],
     ),
     bug(
@@ -108,6 +109,26 @@ pub(crate) const GROUP_MUTATIONS: [Mutation; 18] = [
     bug(
         "nodes outlive their blocks",
         &[edit(PREFIX, "«self.prune(id);»", "let _ = id;")],
+    ),
+    bug(
+        "a router hears of the first group alone",
+        &[edit(
+            PREFIX,
+            "«journal.stored((group, kind), node.before, node.name, tokens);»",
+            "if group == 0 { journal.stored((group, kind), node.before, node.name, tokens); }",
+        )],
+    ),
+    bug(
+        "a router takes blocks of one group for those of another",
+        &[edit(JOURNAL, "if «*of == group» {", "{ let _ = of; true }")],
+    ),
+    bug(
+        "a router takes evictions from one group for those from another",
+        &[edit(JOURNAL, "if «*of == group» =>", "{ let _ = of; true }")],
+    ),
+    bug(
+        "a shared block does not count as used",
+        &[edit(MANAGER, "«*used += 1;»", "let _ = used;")],
     ),
     bug(
         "a table has one page for each block",

@@ -50,7 +50,11 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a router hears nothing of what is evicted",
-        &[edit(PREFIX, "«journal.removed(node.name);»", "let _ = journal;")],
+        &[edit(
+            PREFIX,
+            "«journal.removed(group, node.name);»",
+            "let _ = (journal, group);",
+        )],
     ),
     bug(
         "a router hears nothing of a lost cache",
