@@ -70,6 +70,8 @@ pub(super) struct Splitter {
     marks: Marks,
     /// Space that is layout if nothing follows.
     space: String,
+    /// Text since the mark of a call: the answer if reasoning is never closed, as models that forget to close it write calls.
+    call: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,13 +87,17 @@ enum State {
 }
 
 const OPEN: usize = 0;
+const CLOSE: usize = 1;
 
 impl Splitter {
-    pub(super) fn new(format: ReasoningFormat, is_open: bool) -> Self {
+    /// `call` is what begins a call, if there is such a mark.
+    pub(super) fn new(format: ReasoningFormat, is_open: bool, call: Option<&'static str>) -> Self {
+        let marks: Vec<_> = format.marks().iter().copied().chain(call).collect();
         Self {
             state: if is_open { State::Begun } else { State::Before },
-            marks: Marks::new(format.marks()),
+            marks: Marks::new(&marks),
             space: String::new(),
+            call: None,
         }
     }
 
@@ -117,7 +123,7 @@ impl Splitter {
         }
         let (text, mark) = match self.marks.take(c) {
             Seen::Text(text) => (text, None),
-            Seen::Mark { text, index } => (text, Some(index)),
+            Seen::Mark { text, index } => (text, Some((index, self.marks.mark(index)))),
         };
         if self.state == State::Before {
             self.before(&text, mark, out)
@@ -126,16 +132,16 @@ impl Splitter {
         }
     }
 
-    fn before(&mut self, text: &str, mark: Option<usize>, out: &mut String) -> Region {
+    fn before(&mut self, text: &str, mark: Option<(usize, &str)>, out: &mut String) -> Region {
         self.space += text;
         let only_space = self.space.chars().all(char::is_whitespace);
         match mark {
-            Some(OPEN) if only_space => {
+            Some((OPEN, _)) if only_space => {
                 self.space.clear();
                 self.state = State::Begun;
             }
             // An end without a beginning: the model omitted the beginning.
-            Some(_) if only_space => {
+            Some((CLOSE, _)) if only_space => {
                 self.space.clear();
                 self.state = State::Over;
             }
@@ -143,29 +149,37 @@ impl Splitter {
             _ => {
                 self.state = State::Answer;
                 out.push_str(&std::mem::take(&mut self.space));
+                out.push_str(mark.map_or("", |(_, mark)| mark));
                 out.push_str(&self.marks.finish());
             }
         }
         Region::Answer
     }
 
-    fn inside(&mut self, text: &str, mark: Option<usize>, out: &mut String) -> Region {
-        for c in text.chars() {
-            self.think(c, out);
-        }
+    fn inside(&mut self, text: &str, mark: Option<(usize, &str)>, out: &mut String) -> Region {
+        self.add(text, out);
         match mark {
-            // Some models open what the template has opened.
-            Some(OPEN) if self.state == State::Begun => {}
-            Some(OPEN) => {
-                self.marks.mark(OPEN).chars().for_each(|c| self.think(c, out));
-            }
-            Some(_) => {
+            Some((CLOSE, _)) => {
+                let call = self.call.take().unwrap_or_default();
+                self.add(&call, out);
                 self.space.clear();
                 self.state = State::Over;
             }
+            // Some models open what the template has opened.
+            Some((OPEN, _)) if self.state == State::Begun && self.call.is_none() => {}
+            Some((OPEN, mark)) => self.add(mark, out),
+            Some((_, mark)) => self.call.get_or_insert_default().push_str(mark),
             None => {}
         }
         Region::Reasoning
+    }
+
+    /// Text of reasoning, which is held back behind the mark of a call.
+    fn add(&mut self, text: &str, out: &mut String) {
+        match &mut self.call {
+            Some(call) => call.push_str(text),
+            None => text.chars().for_each(|c| self.think(c, out)),
+        }
     }
 
     fn think(&mut self, c: char, out: &mut String) {
@@ -185,8 +199,14 @@ impl Splitter {
         let rest = self.marks.finish();
         match self.state {
             State::Begun | State::Inside => {
-                rest.chars().for_each(|c| self.think(c, out));
-                Region::Reasoning
+                self.add(&rest, out);
+                match self.call.take() {
+                    Some(call) => {
+                        *out = call;
+                        Region::Answer
+                    }
+                    None => Region::Reasoning,
+                }
             }
             State::Before | State::Over | State::Answer => {
                 out.push_str(&std::mem::take(&mut self.space));

@@ -17,6 +17,8 @@ pub(super) struct JsonCall {
     early: Option<String>,
     /// Only these may be called, where text without marks is read.
     known: Option<Arc<[Function]>>,
+    /// There is no object around the arguments: the call ends with them.
+    is_named: bool,
 }
 
 #[derive(Debug)]
@@ -80,6 +82,17 @@ impl JsonCall {
             name: None,
             early: None,
             known,
+            is_named: false,
+        }
+    }
+
+    /// Only the arguments are left to read.
+    pub(super) fn named(name: String) -> Self {
+        Self {
+            state: State::BeforeValue("arguments".to_owned()),
+            name: Some(name),
+            is_named: true,
+            ..Self::new(None)
         }
     }
 
@@ -141,7 +154,7 @@ impl JsonCall {
 
     fn begin_value(&mut self, key: String, c: char, sink: &mut Sink) -> Outcome {
         let mut value = Scalar::new();
-        value.flows = is_arguments(&key) && self.name.is_some() && !self.told && matches!(c, '{' | '[');
+        value.flows = is_arguments(&key) && self.name.is_some() && !self.told && c == '{';
         if value.flows {
             self.tell(sink);
         }
@@ -178,6 +191,7 @@ impl JsonCall {
                 }
                 match scanned {
                     Scanned::After => self.step(c, sink),
+                    _ if self.is_named => Outcome::Done,
                     _ => Outcome::More,
                 }
             }
@@ -199,7 +213,9 @@ impl JsonCall {
             return legal;
         }
         if is_arguments(key) && !self.told {
-            let arguments = arguments(text);
+            let Some(arguments) = arguments(text) else {
+                return false;
+            };
             if self.name.is_some() {
                 self.tell(sink);
                 sink.arguments(&arguments);
@@ -233,14 +249,12 @@ fn is_arguments(key: &str) -> bool {
     matches!(key, "arguments" | "parameters")
 }
 
-/// Arguments that are no object: some models write them as a string, as the API does.
-fn arguments(text: String) -> String {
+/// The object that arguments are. Some models write it as a string, as the API does, or null for none.
+fn arguments(text: String) -> Option<String> {
+    let is_object = |text: &String| text.trim_start().starts_with('{');
     match text.trim() {
-        "null" => "{}".to_owned(),
-        quoted if quoted.starts_with('"') => match serde_json::from_str::<String>(quoted) {
-            Ok(inner) if inner.trim_start().starts_with('{') => inner,
-            _ => text,
-        },
-        _ => text,
+        "null" => Some("{}".to_owned()),
+        quoted if quoted.starts_with('"') => serde_json::from_str(quoted).ok().filter(is_object),
+        _ => Some(text).filter(is_object),
     }
 }

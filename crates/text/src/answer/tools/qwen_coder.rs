@@ -3,9 +3,8 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::super::json::escape;
-use super::super::mark::{Marks, Seen};
+use super::super::mark::{Closed, Closing, Marks, Seen};
 use super::super::sink::Sink;
-use super::hermes::{Closed, Closing};
 use super::parameters::Signature;
 use super::{Function, Syntax, python};
 

@@ -18,6 +18,7 @@ impl ToolFormat {
             Self::Hermes => format!("<tool_call>\n{}\n</tool_call>", object("arguments")),
             Self::LlamaJson => object("parameters"),
             Self::Json => object("arguments"),
+            Self::Phi4Mini => format!("<|tool_call|>[{}]<|/tool_call|>", object("arguments")),
             Self::Mistral => format!("[TOOL_CALLS] [{}]", object("arguments")),
             Self::Pythonic => {
                 let fields: Vec<_> = fields().map(|(key, value)| format!("{key}={value}")).collect();
@@ -62,6 +63,7 @@ impl ToolFormat {
         match self {
             Self::Hermes | Self::QwenCoder => Some("<tool_call>"),
             Self::Mistral => Some("[TOOL_CALLS]"),
+            Self::Phi4Mini => Some("<|tool_call|>"),
             Self::LlamaJson | Self::Pythonic | Self::Json => None,
         }
     }
@@ -153,6 +155,7 @@ impl Lark<'_> {
             ToolFormat::Hermes | ToolFormat::QwenCoder => list(&format!("\"\\n\" {open}")),
             ToolFormat::Mistral if self.has_args() => list(&open),
             ToolFormat::Mistral => format!("\" \"? \"[\" {} \"]\"", list("\", \"")),
+            ToolFormat::Phi4Mini => format!("\"[\" {} \"]\" {}", list("\", \""), self.mark("<|/tool_call|>")),
             ToolFormat::LlamaJson => list("\"; \""),
             ToolFormat::Pythonic => format!("\"[\" {} \"]\"", list("\", \"")),
             ToolFormat::Json if grammar.several => "(call | \"[\" call (\", \" call)+ \"]\")".to_owned(),
@@ -181,7 +184,9 @@ impl Lark<'_> {
                 let head = format!("{} {}", literal(&function.name), self.mark("[ARGS]"));
                 (head, String::new())
             }
-            ToolFormat::Mistral | ToolFormat::Json => (object("arguments"), literal("}")),
+            ToolFormat::Mistral | ToolFormat::Phi4Mini | ToolFormat::Json => {
+                (object("arguments"), literal("}"))
+            }
         };
         Ok(format!("{head} {} {tail}", self.arguments(rule, function)))
     }
