@@ -42,7 +42,7 @@ pub struct AnswerFormat {
     pub tools: Option<ToolFormat>,
     /// Functions that the model may call.
     pub functions: Arc<[Function]>,
-    /// Maximum number of calls; the answer ends where another one begins.
+    /// Maximum number of calls; the answer ends before the next one.
     pub max_calls: Option<usize>,
 }
 
@@ -80,8 +80,7 @@ impl AnswerParser {
         self.end(false)
     }
 
-    /// The text was cut off: as [`Self::finish`], but what stands behind a mark that begins calls is no text, although
-    /// the call did not come.
+    /// Ends a text that was cut off: as [`Self::finish`], but an incomplete call behind a mark is left out.
     pub fn cut_off(&mut self) -> Vec<Part> {
         self.end(true)
     }

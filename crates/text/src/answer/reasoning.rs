@@ -7,7 +7,7 @@ use super::mark::{Marks, Seen};
 pub enum ReasoningFormat {
     /// `<think>..</think>` (Qwen3, SmolLM3 and many others).
     Think,
-    /// The same, but a text that does not say otherwise begins within reasoning (DeepSeek R1).
+    /// The same, but the answer begins within reasoning unless the prompt ends with `</think>` (DeepSeek R1).
     DeepseekR1,
     /// `[THINK]..[/THINK]` (Mistral).
     Mistral,
@@ -63,14 +63,15 @@ pub(super) enum Region {
     Answer,
 }
 
-/// Finds the end of reasoning. Space around it and before the answer is layout.
+/// Finds the end of reasoning. Whitespace around it and before the answer is dropped.
 #[derive(Debug)]
 pub(super) struct Splitter {
     state: State,
     marks: Marks,
-    /// Space that is layout if nothing follows.
+    /// Whitespace that is dropped if nothing follows.
     space: String,
-    /// Text since the mark of a call: the answer if reasoning is never closed, as models that forget to close it write calls.
+    /// Text from the first mark of a call on. If reasoning is never closed, it is the answer: some models forget `</think>` before
+    /// a call.
     call: Option<String>,
 }
 
@@ -105,7 +106,7 @@ impl Splitter {
         matches!(self.state, State::Begun | State::Inside)
     }
 
-    /// Puts what is certain after `c` into `out`.
+    /// Appends the text that is certain after `c` to `out`.
     pub(super) fn take(&mut self, c: char, out: &mut String) -> Region {
         match self.state {
             State::Answer => {
@@ -140,7 +141,7 @@ impl Splitter {
                 self.space.clear();
                 self.state = State::Begun;
             }
-            // An end without a beginning: the model omitted the beginning.
+            // The model omitted the opening mark.
             Some((CLOSE, _)) if only_space => {
                 self.space.clear();
                 self.state = State::Over;
@@ -194,7 +195,7 @@ impl Splitter {
         out.push(c);
     }
 
-    /// Puts what was held back into `out`.
+    /// Appends the text that was held back to `out`.
     pub(super) fn finish(&mut self, out: &mut String) -> Region {
         let rest = self.marks.finish();
         match self.state {

@@ -137,14 +137,14 @@ impl JsonCalls {
             return;
         };
         let outcome = call.take(c, sink);
-        if call.is_told() {
+        if call.is_emitted() {
             self.held.clear();
         }
         match outcome {
             Outcome::More => {}
             Outcome::Done => self.end_call(),
             // It stays a call, although it breaks off here.
-            Outcome::Wrong if call.is_told() => {
+            Outcome::Wrong if call.is_emitted() => {
                 self.end_call();
                 self.take(c, sink);
             }
@@ -254,7 +254,7 @@ impl Syntax for JsonCalls {
             State::Text(marks) => self.held = marks.finish(),
             // Separators without a call after them.
             State::Between | State::Closing(_) => return,
-            State::Call(call) if call.is_told() => return,
+            State::Call(call) if call.is_emitted() => return,
             State::Call(call) => call.hand_over(&mut self.held),
             State::Ready | State::Name(_) | State::BeforeArguments { .. } => {}
         }
@@ -264,7 +264,7 @@ impl Syntax for JsonCalls {
     fn is_in_markup(&self) -> bool {
         match &self.state {
             State::Text(_) | State::Between | State::Closing(_) => false,
-            State::Call(call) => (self.marked || self.several) && !call.is_told(),
+            State::Call(call) => (self.marked || self.several) && !call.is_emitted(),
             State::Ready | State::Name(_) | State::BeforeArguments { .. } => self.marked,
         }
     }

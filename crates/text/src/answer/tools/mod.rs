@@ -63,7 +63,7 @@ impl ToolFormat {
         ("json", Self::Json),
     ];
 
-    /// The format of a chat template, if it is one of these.
+    /// Detects the format from a chat template.
     pub fn detect(template: &str) -> Option<Self> {
         let has = |text: &str| template.contains(text);
         // As text of the template, or within one of its strings.
@@ -88,7 +88,7 @@ impl ToolFormat {
         }
     }
 
-    /// What may stand around calls. Where it is a special token, the text must be decoded with it.
+    /// Marks around calls. Those that are special tokens must not be skipped when the answer is decoded.
     pub fn marks(self) -> &'static [&'static str] {
         match self {
             Self::QwenCoder => &qwen_coder::MARKS,
@@ -97,7 +97,7 @@ impl ToolFormat {
         }
     }
 
-    /// Of a format that writes calls in JSON.
+    /// Layout of a format that writes calls as JSON.
     fn json_layout(self) -> &'static Layout {
         match self {
             Self::Hermes => &json_calls::HERMES,
@@ -118,7 +118,7 @@ impl ToolFormat {
     }
 }
 
-/// Reads calls of one format.
+/// Parser of one format's calls.
 pub(super) trait Syntax: fmt::Debug + Send {
     /// Takes one more character.
     fn take(&mut self, c: char, sink: &mut Sink);
@@ -126,7 +126,7 @@ pub(super) trait Syntax: fmt::Debug + Send {
     /// Nothing more comes.
     fn finish(&mut self, sink: &mut Sink);
 
-    /// What is held is the beginning of a call for certain: it stands behind a mark, or among calls. False where it is told.
+    /// The held text is certainly the beginning of a call, as it stands behind a mark or among calls. False once it was emitted.
     fn is_in_markup(&self) -> bool;
 }
 
