@@ -48,14 +48,14 @@ pub struct ConstraintError(pub String);
 ///
 /// A constraint that fails is not asked again: its mask allows everything, and the next token ends the request with the error.
 #[derive(Clone, Debug, Default)]
-pub struct Guide {
+pub struct Constraints {
     constraints: Vec<Box<dyn Constraint>>,
     /// Result for a token that was accepted ahead of time, until the scheduler asks for it.
     foreseen: Option<(TokenId, Progress)>,
     failure: Option<ConstraintError>,
 }
 
-impl Guide {
+impl Constraints {
     /// All constraints of a new sequence.
     pub fn new(constraints: Vec<Box<dyn Constraint>>) -> Self {
         Self {
@@ -174,45 +174,51 @@ mod tests {
         }
     }
 
-    fn guide(of: &[(u32, usize)]) -> Guide {
+    fn constraints(of: &[(u32, usize)]) -> Constraints {
         let constraints = of
             .iter()
             .map(|&(of, left)| Box::new(Multiples { of, left }) as Box<dyn Constraint>);
-        Guide::new(constraints.collect())
+        Constraints::new(constraints.collect())
     }
 
-    fn allowed(guide: &mut Guide) -> Vec<u32> {
+    fn allowed(constraints: &mut Constraints) -> Vec<u32> {
         let mut mask = [0; 1];
-        guide.fill(&mut mask);
+        constraints.fill(&mut mask);
         (0..32).filter(|token| mask[0] >> token & 1 == 1).collect()
     }
 
     #[test]
     fn all_constraints_hold_and_the_first_to_end_ends_the_sequence() {
-        let mut guide = guide(&[(4, 9), (6, 2)]);
-        assert_eq!(allowed(&mut guide), [0, 12, 24]);
-        assert_eq!(guide.accept(12), Ok(Progress::Open));
-        assert_eq!(guide.accept(24), Ok(Progress::Complete));
-        assert!(Guide::default().is_free());
-        assert_eq!(allowed(&mut Guide::default()).len(), 32);
+        let mut constraints = constraints(&[(4, 9), (6, 2)]);
+        assert_eq!(allowed(&mut constraints), [0, 12, 24]);
+        assert_eq!(constraints.accept(12), Ok(Progress::Open));
+        assert_eq!(constraints.accept(24), Ok(Progress::Complete));
+        assert!(Constraints::default().is_free());
+        assert_eq!(allowed(&mut Constraints::default()).len(), 32);
     }
 
     #[test]
     fn what_was_foreseen_is_not_counted_twice() {
-        let mut guide = guide(&[(3, 2)]);
-        guide.foresee(3);
-        assert_eq!(guide.accept(3), Ok(Progress::Open));
-        guide.foresee(6);
-        assert_eq!(guide.accept(6), Ok(Progress::Complete));
+        let mut constraints = constraints(&[(3, 2)]);
+        constraints.foresee(3);
+        assert_eq!(constraints.accept(3), Ok(Progress::Open));
+        constraints.foresee(6);
+        assert_eq!(constraints.accept(6), Ok(Progress::Complete));
     }
 
     #[test]
     fn a_failure_allows_everything_until_it_is_heard() {
-        let mut guide = guide(&[(3, 9)]);
-        guide.foresee(4);
-        assert_eq!(allowed(&mut guide).len(), 32);
-        assert!(guide.accept(4).unwrap_err().to_string().contains("no multiple"));
-        assert!(guide.accept(3).is_err(), "it does not recover");
+        let mut constraints = constraints(&[(3, 9)]);
+        constraints.foresee(4);
+        assert_eq!(allowed(&mut constraints).len(), 32);
+        assert!(
+            constraints
+                .accept(4)
+                .unwrap_err()
+                .to_string()
+                .contains("no multiple")
+        );
+        assert!(constraints.accept(3).is_err(), "it does not recover");
     }
 
     #[test]
@@ -231,8 +237,18 @@ mod tests {
                 Box::new(self.clone())
             }
         }
-        let mut guide = Guide::new(vec![Box::new(Nothing)]);
-        assert_eq!(allowed(&mut guide).len(), 32, "the sampler always has a choice");
-        assert!(guide.accept(0).unwrap_err().to_string().contains("no token"));
+        let mut constraints = Constraints::new(vec![Box::new(Nothing)]);
+        assert_eq!(
+            allowed(&mut constraints).len(),
+            32,
+            "the sampler always has a choice"
+        );
+        assert!(
+            constraints
+                .accept(0)
+                .unwrap_err()
+                .to_string()
+                .contains("no token")
+        );
     }
 }

@@ -25,7 +25,7 @@ pub use block_size::BlockSize;
 pub use cache::{CacheEvent, CacheEventCounts, CacheListener};
 pub use cache_layout::{CacheGroup, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, LayerPlace};
 pub use config::{KvConfig, Scratch, StateConfig, StepLimits};
-pub use constraint::{Constraint, ConstraintError, Guide, Progress};
+pub use constraint::{Constraint, ConstraintError, Constraints, Progress};
 pub use event::{Event, FinishReason, PromptEvent, TokenEvent};
 pub use executor::{DeviceTime, Executor, FillMasks, StepError, allow_all};
 pub use ids::{PageId, RequestId, TenantId, TokenId};

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use crate::{
-    Bans, Constraint, Guide, ParamError, Pooling, RequestId, SamplingOptions, SamplingParams, TenantId,
+    Bans, Constraint, Constraints, ParamError, Pooling, RequestId, SamplingOptions, SamplingParams, TenantId,
     TokenId,
 };
 
@@ -98,7 +98,7 @@ pub struct Request {
     sampling: Arc<SamplingParams>,
     seed: u64,
     stop_token_ids: Vec<TokenId>,
-    guide: Guide,
+    constraints: Constraints,
     prompt_logprobs: Option<usize>,
     min_tokens: usize,
     /// Parameters for the tokens before `min_tokens`.
@@ -177,7 +177,7 @@ impl Request {
             sampling,
             seed,
             stop_token_ids,
-            guide: Guide::new(constraints),
+            constraints: Constraints::new(constraints),
             prompt_logprobs,
             min_tokens: bans.min_tokens,
             early_sampling,
@@ -259,8 +259,8 @@ impl Request {
     }
 
     /// Takes the constraints on the output, in their initial state.
-    pub fn take_guide(&mut self) -> Guide {
-        std::mem::take(&mut self.guide)
+    pub fn take_constraints(&mut self) -> Constraints {
+        std::mem::take(&mut self.constraints)
     }
 
     /// `Some(k)`: the prompt's tokens are scored, with the `k` likeliest at each place.
@@ -435,11 +435,11 @@ mod tests {
         });
         let mut allowed = allowed.unwrap();
         assert!(!allowed.needs_output() && banned(&allowed, &[1]).is_empty());
-        let (mut guide, mut mask) = (allowed.take_guide(), [0]);
+        let (mut constraints, mut mask) = (allowed.take_constraints(), [0]);
         for token in [8, 0] {
-            guide.fill(&mut mask);
+            constraints.fill(&mut mask);
             assert_eq!(mask, [1 << 8 | 1]);
-            assert_eq!(guide.accept(token), Ok(Progress::Open));
+            assert_eq!(constraints.accept(token), Ok(Progress::Open));
         }
         let one = banning(Bans {
             words: [vec![7]].into(),

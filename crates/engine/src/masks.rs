@@ -1,7 +1,7 @@
 use std::sync::OnceLock;
 use std::thread::available_parallelism;
 
-use plimsoll_core::Guide;
+use plimsoll_core::Constraints;
 use plimsoll_scheduler::Follow;
 use rayon::ThreadPool;
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
@@ -14,11 +14,11 @@ const MAX_THREADS: usize = 16;
 pub(crate) struct MaskPool(OnceLock<Option<ThreadPool>>);
 
 impl MaskPool {
-    /// Writes one mask for each guide; a request that has ended gets a mask that allows everything.
-    pub(crate) fn fill(&self, guides: Vec<Option<&mut Guide>>, masks: &mut [&mut [u32]]) {
-        let work: Vec<_> = guides.into_iter().zip(masks).collect();
-        self.each(work, |(guide, mask)| match guide {
-            Some(guide) => guide.fill(mask),
+    /// Writes the mask of each request; one that has ended gets a mask that allows everything.
+    pub(crate) fn fill(&self, constraints: Vec<Option<&mut Constraints>>, masks: &mut [&mut [u32]]) {
+        let work: Vec<_> = constraints.into_iter().zip(masks).collect();
+        self.each(work, |(constraints, mask)| match constraints {
+            Some(constraints) => constraints.fill(mask),
             None => mask.fill(u32::MAX),
         });
     }

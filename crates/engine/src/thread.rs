@@ -243,7 +243,7 @@ impl<E: Executor> EngineThread<E> {
         self.unsampled = false;
         let (pool, scheduler) = (&self.masks, &mut self.scheduler);
         self.shared.activity.set(Activity::Masks);
-        let sampled = guard(|| executor.sample(&mut |masks| pool.fill(scheduler.guides(&plan), masks)));
+        let sampled = guard(|| executor.sample(&mut |masks| pool.fill(scheduler.constraints(&plan), masks)));
         self.shared.activity.set(Activity::BetweenSteps);
         match sampled {
             Ok(()) => self.in_flight.push_front(plan),

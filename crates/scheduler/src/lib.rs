@@ -19,7 +19,7 @@
 //! ([`plimsoll_core::RunInput::LastSampled`]). If such a token turns out to end its request, the run behind it was in
 //! vain: its token is discarded, and the blocks go back when no step in flight uses them any more.
 //!
-//! The tokens of a constrained request ([`plimsoll_core::Guide`]) are chosen under masks that follow its output. It runs ahead
+//! The tokens of a constrained request ([`plimsoll_core::Constraints`]) are chosen under masks that follow its output. It runs ahead
 //! like any other: only the sampling of the step planned meanwhile waits until its mask is known.
 
 mod defect;

@@ -2,8 +2,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 
 use plimsoll_core::{
-    CacheEvent, Event, FinishReason, Guide, KvConfig, PromptEvent, PromptLogprob, Request, RequestId, Run,
-    Sampled, StepError, StepLimits, StepOutput, StepPlan, TokenEvent, TokenId,
+    CacheEvent, Constraints, Event, FinishReason, KvConfig, PromptEvent, PromptLogprob, Request, RequestId,
+    Run, Sampled, StepError, StepLimits, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 use plimsoll_kv::{BlockTable, KvManager};
 
@@ -233,21 +233,21 @@ impl Scheduler {
         followed.collect()
     }
 
-    /// The guides of the constrained runs of a step, in its order, to fill its masks; `None` where the request has ended
+    /// The constraints of the runs of a step that have some, in its order, to fill its masks; `None` where the request has ended
     /// and its token will be discarded. Every earlier step has been applied.
-    pub fn guides<'a>(&'a mut self, plan: &StepPlan) -> Vec<Option<&'a mut Guide>> {
+    pub fn constraints<'a>(&'a mut self, plan: &StepPlan) -> Vec<Option<&'a mut Constraints>> {
         let order: HashMap<RequestId, usize> = plan
             .constrained()
             .enumerate()
             .map(|(at, (_, run))| (run.request, at))
             .collect();
-        let mut guides: Vec<Option<&mut Guide>> = order.iter().map(|_| None).collect();
+        let mut constraints: Vec<Option<&mut Constraints>> = order.iter().map(|_| None).collect();
         for Running { sequence, .. } in self.running.values_mut() {
             if let Some(&at) = order.get(&sequence.request.id()) {
-                guides[at] = Some(&mut sequence.guide);
+                constraints[at] = Some(&mut sequence.constraints);
             }
         }
-        guides
+        constraints
     }
 
     /// Fails all requests of a failed step.

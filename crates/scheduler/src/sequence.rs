@@ -1,8 +1,8 @@
 use std::ops::Range;
 
 use plimsoll_core::{
-    ConstraintError, FinishReason, Guide, KvConfig, Pooling, Progress, Request, Run, RunInput, SampleSpec,
-    ScoreSpec, TokenId,
+    ConstraintError, Constraints, FinishReason, KvConfig, Pooling, Progress, Request, Run, RunInput,
+    SampleSpec, ScoreSpec, TokenId,
 };
 use plimsoll_kv::{BlockTable, Sharing};
 
@@ -17,7 +17,7 @@ pub(crate) struct Sequence {
     /// Prompt, then output.
     pub(crate) tokens: Vec<TokenId>,
     /// Constraints on the next token.
-    pub(crate) guide: Guide,
+    pub(crate) constraints: Constraints,
     /// Prompt tokens, from the second on, whose log-probabilities were sent.
     pub(crate) scored: usize,
     /// Order of arrival.
@@ -32,11 +32,11 @@ impl Sequence {
     pub(crate) fn new(mut request: Request, arrival: Arrival, turns_before: u64) -> Self {
         let mut tokens = Vec::with_capacity(request.prompt().len() + request.max_tokens());
         tokens.extend_from_slice(request.prompt());
-        let guide = request.take_guide();
+        let constraints = request.take_constraints();
         Self {
             request,
             tokens,
-            guide,
+            constraints,
             scored: 0,
             arrival,
             turns_before,
@@ -91,13 +91,13 @@ impl Sequence {
     /// Appends a sampled token; `Some` where it is the last. An error ends the request: its constraints cannot be followed.
     pub(crate) fn push(&mut self, token: TokenId) -> Result<Option<FinishReason>, ConstraintError> {
         self.tokens.push(token);
-        if let Some(failure) = self.guide.failure() {
+        if let Some(failure) = self.constraints.failure() {
             return Err(failure.clone());
         }
         if self.request.stop_token_ids().contains(&token) {
             return Ok(Some(FinishReason::Stop));
         }
-        Ok(match self.guide.accept(token)? {
+        Ok(match self.constraints.accept(token)? {
             Progress::Complete => Some(FinishReason::Complete),
             Progress::Open if self.outputs() == self.request.max_tokens() => Some(FinishReason::Length),
             Progress::Open => None,
@@ -107,7 +107,7 @@ impl Sequence {
     /// Follows the constraints by a token that [`Self::push`] is about to append.
     pub(crate) fn foresee(&mut self, token: TokenId) {
         if !self.request.stop_token_ids().contains(&token) {
-            self.guide.foresee(token);
+            self.constraints.foresee(token);
         }
     }
 }
@@ -208,7 +208,7 @@ impl Running {
         let Sequence {
             request,
             tokens,
-            guide,
+            constraints,
             ..
         } = &self.sequence;
         let index = self.sequence.outputs() + usize::from(self.sampling);
@@ -224,7 +224,7 @@ impl Running {
             index,
             history,
             prompt_len: request.prompt().len(),
-            constrained: !guide.is_free(),
+            constrained: !constraints.is_free(),
         }
     }
 }

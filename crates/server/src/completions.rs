@@ -13,7 +13,7 @@ use crate::blocking::blocking;
 use crate::body::Body;
 use crate::context::Context;
 use crate::error::ApiError;
-use crate::generate::{Piece, TokenLogprobs, collect, merge, submit};
+use crate::generate::{Output, TokenLogprobs, collect, merge, submit};
 use crate::job::{AnswerLength, Choices, Job, Parameters};
 use crate::openapi::Errors;
 use crate::prompt;
@@ -158,11 +158,11 @@ pub(crate) async fn handle(
     };
     let choices = submit(&state, &context, job)?;
     if common.stream {
-        let pieces = merge(choices);
-        return Ok(stream(&state, pieces, writer));
+        let outputs = merge(choices);
+        return Ok(stream(&state, outputs, writer));
     }
-    let pieces = best(collect(choices).await?, n, wanted);
-    Ok(Json(writer.whole(pieces)).into_response())
+    let outputs = best(collect(choices).await?, n, wanted);
+    Ok(Json(writer.whole(outputs)).into_response())
 }
 
 /// How many choices per prompt are generated so that the best `n` can be returned.
@@ -181,26 +181,26 @@ fn check_best_of(best_of: usize, n: usize, stream: bool) -> Result<usize, ApiErr
 const MAX_BEST_OF: usize = 128;
 
 /// The best `n` choices of each prompt by log-probability per token, as OpenAI ranks them. The usage includes the others.
-fn best(mut pieces: Vec<Piece>, best_of: usize, n: usize) -> Vec<Piece> {
+fn best(mut outputs: Vec<Output>, best_of: usize, n: usize) -> Vec<Output> {
     if best_of == n {
-        return pieces;
+        return outputs;
     }
-    let mean = |piece: &Piece| {
-        let sum: f64 = piece
+    let mean = |output: &Output| {
+        let sum: f64 = output
             .logprobs
             .iter()
             .map(|token| f64::from(token.logprobs.sampled))
             .sum();
-        sum / piece.logprobs.len().max(1) as f64
+        sum / output.logprobs.len().max(1) as f64
     };
-    let mut kept = Vec::with_capacity(pieces.len() / best_of * n);
-    for of_prompt in pieces.chunks_mut(best_of) {
+    let mut kept = Vec::with_capacity(outputs.len() / best_of * n);
+    for of_prompt in outputs.chunks_mut(best_of) {
         let all = of_prompt
             .iter()
-            .fold(Usage::default(), |sum, piece| sum.plus(&piece.usage));
+            .fold(Usage::default(), |sum, output| sum.plus(&output.usage));
         of_prompt
             .iter_mut()
-            .for_each(|piece| piece.usage = Usage::default());
+            .for_each(|output| output.usage = Usage::default());
         // Stable: ties keep their order.
         of_prompt.sort_by(|a, b| mean(b).total_cmp(&mean(a)));
         of_prompt[0].usage = all;
@@ -249,24 +249,24 @@ impl CompletionWriter {
         }
     }
 
-    /// The response to a request that is not streamed; `pieces` are the whole choices in order.
-    fn whole(mut self, pieces: Vec<Piece>) -> Completion {
-        let usage = pieces
+    /// The response to a request that is not streamed; `outputs` are the whole choices in order.
+    fn whole(mut self, outputs: Vec<Output>) -> Completion {
+        let usage = outputs
             .iter()
-            .fold(Usage::default(), |sum, piece| sum.plus(&piece.usage));
-        let choices = pieces
+            .fold(Usage::default(), |sum, output| sum.plus(&output.usage));
+        let choices = outputs
             .into_iter()
             .enumerate()
-            .map(|(index, piece)| CompletionChoice {
+            .map(|(index, output)| CompletionChoice {
                 index,
-                ..self.choice(piece)
+                ..self.choice(output)
             });
         let choices = choices.collect();
         self.completion(choices, Some(Some(usage)))
     }
 
-    fn choice(&mut self, piece: Piece) -> CompletionChoice {
-        let Piece {
+    fn choice(&mut self, output: Output) -> CompletionChoice {
+        let Output {
             index,
             text,
             logprobs,
@@ -275,7 +275,7 @@ impl CompletionWriter {
             prompt,
             tokens,
             ..
-        } = piece;
+        } = output;
         let begin = self.begin[index].take();
         let mut listed = CompletionLogprobs::default();
         if let Some(Begin {
@@ -372,12 +372,12 @@ impl CompletionWriter {
 }
 
 impl EventFormat for CompletionWriter {
-    type Item = Piece;
+    type Item = Output;
 
-    fn item(&mut self, piece: Piece) -> Vec<SseEvent> {
-        self.usage = self.usage.plus(&piece.usage);
-        let usage = self.usage_in.chunk(piece.so_far);
-        let choice = self.choice(piece);
+    fn item(&mut self, output: Output) -> Vec<SseEvent> {
+        self.usage = self.usage.plus(&output.usage);
+        let usage = self.usage_in.chunk(output.so_far);
+        let choice = self.choice(output);
         vec![data(&self.completion(vec![choice], usage))]
     }
 

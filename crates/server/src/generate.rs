@@ -62,9 +62,9 @@ pub(crate) struct TokenLogprobs {
     pub(crate) logprobs: Logprobs,
 }
 
-/// What a choice generated since the last piece; the last piece has `finish`.
+/// What a choice generated since the last output; the last output has `finish`.
 #[derive(Debug, Default)]
-pub(crate) struct Piece {
+pub(crate) struct Output {
     /// Which choice.
     pub(crate) index: usize,
     pub(crate) text: String,
@@ -127,22 +127,22 @@ impl Choice {
         self.prompt_tokens
     }
 
-    /// Pieces as they come; an error is the last item.
-    pub(crate) fn pieces(self) -> impl Stream<Item = Result<Piece, ApiError>> + Send {
+    /// Outputs as they come; an error is the last item.
+    pub(crate) fn outputs(self) -> impl Stream<Item = Result<Output, ApiError>> + Send {
         stream::unfold(self, |mut choice| async {
-            choice.next().await.map(|piece| (piece, choice))
+            choice.next().await.map(|output| (output, choice))
         })
     }
 
-    /// The next piece: one token, or as many as have arrived since the last call.
-    pub(crate) async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
-        let mut piece = Piece {
+    /// The next output: one token, or as many as have arrived since the last call.
+    pub(crate) async fn next(&mut self) -> Option<Result<Output, ApiError>> {
+        let mut output = Output {
             index: self.index,
             ..Default::default()
         };
         loop {
             // Waits for the first text; then takes only what is already there.
-            let event = if piece.text.is_empty() {
+            let event = if output.text.is_empty() {
                 match self.wait().await {
                     Ok(event) => event,
                     Err(error) => {
@@ -154,7 +154,7 @@ impl Choice {
             } else {
                 match self.events.as_mut()?.next().now_or_never() {
                     Some(event) => event,
-                    None => return Some(Ok(piece)),
+                    None => return Some(Ok(output)),
                 }
             };
             match event? {
@@ -168,12 +168,12 @@ impl Choice {
                     }
                 }
                 Event::Prompt(PromptEvent { logprobs, finish }) => {
-                    piece.prompt.extend(logprobs);
+                    output.prompt.extend(logprobs);
                     if let Some(reason) = finish {
-                        piece.so_far = self.so_far();
-                        piece.usage = self.end(reason);
-                        piece.finish = finish;
-                        return Some(Ok(piece));
+                        output.so_far = self.so_far();
+                        output.usage = self.end(reason);
+                        output.finish = finish;
+                        return Some(Ok(output));
                     }
                 }
                 Event::Pooled(_) => {
@@ -189,9 +189,9 @@ impl Choice {
                     return Some(Err(error.into()));
                 }
                 Event::Token(token) => {
-                    self.take(token, &mut piece);
-                    if piece.finish.is_some() {
-                        return Some(Ok(piece));
+                    self.take(token, &mut output);
+                    if output.finish.is_some() {
+                        return Some(Ok(output));
                     }
                 }
             }
@@ -217,15 +217,15 @@ impl Choice {
         })
     }
 
-    fn take(&mut self, token: TokenEvent, piece: &mut Piece) {
+    fn take(&mut self, token: TokenEvent, output: &mut Output) {
         self.generated += 1;
         let at = self.sent();
         self.timer.token(at);
         self.context.token(at);
-        piece.tokens.push(token.token);
+        output.tokens.push(token.token);
         let mut finish = token.finish;
         if finish == Some(FinishReason::Stop) && self.stopping.named_tokens.contains(&token.token) {
-            piece.stop = Some(StopReason::Token(token.token));
+            output.stop = Some(StopReason::Token(token.token));
         }
         // The stop token is not part of the text unless requested.
         if finish != Some(FinishReason::Stop) || self.stopping.include_stop {
@@ -234,21 +234,21 @@ impl Choice {
                 token: token.token,
                 logprobs,
             }));
-            self.scan(&text, piece, &mut finish);
+            self.scan(&text, output, &mut finish);
         }
         if finish.is_some() {
             let text = self.detokenizer.flush();
-            self.scan(&text, piece, &mut finish);
-            piece.text += &self.stopping.matcher.flush();
+            self.scan(&text, output, &mut finish);
+            output.text += &self.stopping.matcher.flush();
         }
-        piece.ends.push(piece.text.len());
-        if finish.is_some() || !piece.text.is_empty() {
-            piece.logprobs.append(&mut self.held);
+        output.ends.push(output.text.len());
+        if finish.is_some() || !output.text.is_empty() {
+            output.logprobs.append(&mut self.held);
         }
-        piece.so_far = self.so_far();
+        output.so_far = self.so_far();
         if let Some(reason) = finish {
-            piece.usage = self.end(reason);
-            piece.finish = finish;
+            output.usage = self.end(reason);
+            output.finish = finish;
         }
     }
 
@@ -278,47 +278,47 @@ impl Choice {
             .map_or_else(Instant::now, RequestStream::sent)
     }
 
-    /// Appends `text` to `piece` up to a stop string.
-    fn scan(&mut self, text: &str, piece: &mut Piece, finish: &mut Option<FinishReason>) {
+    /// Appends `text` to `output` up to a stop string.
+    fn scan(&mut self, text: &str, output: &mut Output, finish: &mut Option<FinishReason>) {
         if self.generated <= self.stopping.min_tokens {
-            piece.text += text;
+            output.text += text;
             return;
         }
         let scanned = self.stopping.matcher.push(text);
-        piece.text += &scanned.text;
+        output.text += &scanned.text;
         if let Some(index) = scanned.stop {
             *finish = Some(FinishReason::Stop);
-            piece.stop = self.stopping.strings.get(index).cloned().map(StopReason::Text);
+            output.stop = self.stopping.strings.get(index).cloned().map(StopReason::Text);
         }
     }
 }
 
-/// The pieces of all choices of a response as they arrive.
-pub(crate) fn merge(choices: Vec<Choice>) -> impl Stream<Item = Result<Piece, ApiError>> + Send {
-    stream::select_all(choices.into_iter().map(|choice| choice.pieces().boxed()))
+/// The outputs of all choices of a response as they arrive.
+pub(crate) fn merge(choices: Vec<Choice>) -> impl Stream<Item = Result<Output, ApiError>> + Send {
+    stream::select_all(choices.into_iter().map(|choice| choice.outputs().boxed()))
 }
 
 /// Waits for all choices of a response, in order. The first error cancels the others.
-pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Piece>, ApiError> {
-    let mut whole: Vec<Piece> = choices
+pub(crate) async fn collect(choices: Vec<Choice>) -> Result<Vec<Output>, ApiError> {
+    let mut whole: Vec<Output> = choices
         .iter()
-        .map(|c| Piece {
+        .map(|c| Output {
             index: c.index,
             ..Default::default()
         })
         .collect();
-    let mut pieces = merge(choices);
-    while let Some(piece) = pieces.next().await {
-        let piece = piece?;
-        let into = &mut whole[piece.index];
-        into.text += &piece.text;
-        into.logprobs.extend(piece.logprobs);
-        into.prompt.extend(piece.prompt);
-        into.tokens.extend(piece.tokens);
-        into.finish = piece.finish;
-        into.stop = piece.stop;
-        into.so_far = piece.so_far;
-        into.usage = piece.usage;
+    let mut outputs = merge(choices);
+    while let Some(output) = outputs.next().await {
+        let output = output?;
+        let into = &mut whole[output.index];
+        into.text += &output.text;
+        into.logprobs.extend(output.logprobs);
+        into.prompt.extend(output.prompt);
+        into.tokens.extend(output.tokens);
+        into.finish = output.finish;
+        into.stop = output.stop;
+        into.so_far = output.so_far;
+        into.usage = output.usage;
     }
     Ok(whole)
 }

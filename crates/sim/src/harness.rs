@@ -264,9 +264,9 @@ impl<'a> Life<'a> {
         };
         let scheduler = &mut self.scheduler;
         let sampled = self.executor.sample(&mut |masks| {
-            for (guide, mask) in scheduler.guides(&plan).into_iter().zip(masks) {
-                match guide {
-                    Some(guide) => guide.fill(mask),
+            for (constraints, mask) in scheduler.constraints(&plan).into_iter().zip(masks) {
+                match constraints {
+                    Some(constraints) => constraints.fill(mask),
                     None => mask.fill(u32::MAX),
                 }
             }

@@ -244,8 +244,8 @@ fn is_allowed(mask: Option<&[u32]>, token: TokenId) -> bool {
 
 /// What `model` answers to `request`, and why it ends, by the definition: token after token, with no scheduler, batch or cache.
 pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReason) {
-    let mut guide = request.clone().take_guide();
-    let constrained = !guide.is_free();
+    let mut constraints = request.clone().take_constraints();
+    let constrained = !constraints.is_free();
     let mut mask = vec![0; model.vocab_size().div_ceil(32)];
     let mut context = Context::of(request.prompt());
     let mut output = Vec::new();
@@ -258,7 +258,7 @@ pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReaso
             prompt_len: request.prompt().len(),
             constrained,
         };
-        guide.fill(&mut mask);
+        constraints.fill(&mut mask);
         let mask = constrained.then_some(mask.as_slice());
         let token_at = |position: usize| request.prompt()[position];
         let token = model.say(context, &spec, mask, token_at).token;
@@ -266,7 +266,7 @@ pub fn oracle(model: &SimModel, request: &Request) -> (Vec<TokenId>, FinishReaso
         if request.stop_token_ids().contains(&token) {
             return (output, FinishReason::Stop);
         }
-        if guide.accept(token) == Ok(Progress::Complete) {
+        if constraints.accept(token) == Ok(Progress::Complete) {
             return (output, FinishReason::Complete);
         }
         context = context.then(token);

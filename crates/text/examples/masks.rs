@@ -7,7 +7,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{Guide, Progress};
+use plimsoll_core::{Constraints, Progress};
 use plimsoll_text::Tokenizer;
 use plimsoll_text::grammar::{GrammarCompiler, GrammarSpec};
 use serde_json::{Value, json};
@@ -28,14 +28,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let compiled = compiler.compile(&spec.into())?;
         let compile = began.elapsed();
         let (mut masks, mut begins, mut accepts) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut guides, before) = (Vec::new(), resident());
+        let (mut constraints, before) = (Vec::new(), resident());
         for seed in 0..SEQUENCES {
-            let mut guide = Guide::new(vec![compiled.constraint(&[])]);
+            let mut constraints = Constraints::new(vec![compiled.constraint(&[])]);
             let mut mask = vec![0; tokenizer.vocab_size().div_ceil(32)];
             let mut random = seed;
             for index in 0..TOKENS {
                 let began = Instant::now();
-                guide.fill(&mut mask);
+                constraints.fill(&mut mask);
                 // The first mask is known since the grammar was compiled.
                 if index > 0 {
                     masks.push(began.elapsed());
@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     .wrapping_add(1_442_695_040_888_963_407);
                 let token = choose(&mask, random >> 33);
                 let began = Instant::now();
-                let progress = guide.accept(token)?;
+                let progress = constraints.accept(token)?;
                 // With the first token a sequence gets lexer and parser of its own.
                 match index {
                     0 => begins.push(began.elapsed()),
@@ -55,13 +55,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     break;
                 }
             }
-            guides.push(guide);
+            constraints.push(constraints);
         }
         let taken = before
             .zip(resident())
             .map(|(before, now)| now.saturating_sub(before) / SEQUENCES);
         let began = Instant::now();
-        drop(guides);
+        drop(constraints);
         let freed = began.elapsed() / SEQUENCES as u32;
         let figures = json!({
             "compile_ms": micros(compile) / 1e3,

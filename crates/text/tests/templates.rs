@@ -205,6 +205,8 @@ fn what_transformers_adds_to_jinja() {
                   {{ strftime_now('%d %b %Y %H:%M:%S') }} {{ none }} {{ true }} {{ {'a': [1, 'é<']}|tojson }}\n\
                   {{ {'b': 1.0, 'a': 1e-5}|tojson(indent=2, sort_keys=true) }} {{ 'é'|tojson(ensure_ascii=true) }}";
     let messages = json!([{"role": "user", "content": "<&>"}, {"role": "other", "content": ""}]);
+    let nothing = "{{ x|length }}{{ x|count }}{{ 'ab'|count }}{% for k, v in x|items %}!{% endfor %}";
+    assert_eq!(render(nothing, messages.clone()).unwrap(), "002");
     let expected = "<&></s>user03 Feb 2026 04:05:06 None True {\"a\": [1, \"é<\"]}\n\
                     {\n  \"a\": 1e-05,\n  \"b\": 1.0\n} \"\\u00e9\"";
     assert_eq!(render(source, messages).unwrap(), expected);
@@ -226,6 +228,41 @@ fn content_takes_the_shape_that_the_template_reads() {
     assert_eq!(render(text, messages.clone()).unwrap(), "[one][two\nthree][][]");
     assert_eq!(render(parts, messages.clone()).unwrap(), "[one;][two;three;][][]");
     assert_eq!(render(both, messages).unwrap(), "[one][two;three;][][]");
+}
+
+#[test]
+fn tools_go_to_where_the_template_reads_them() {
+    let tools = [
+        json!({"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}),
+    ];
+    let function = r#"{"name": "f", "description": "", "parameters": {"type": "object"}}"#;
+    let cases = [
+        (
+            "{{ tools|tojson }}",
+            true,
+            format!(r#"[{{"type": "function", "function": {function}}}]"#),
+        ),
+        ("{{ xml_tools[0].function|tojson }}", true, function.to_owned()),
+        (
+            "{% for m in messages %}{{ m.role }}{% if m.tools %}[{{ m.tools }}]{% endif %};{% endfor %}",
+            true,
+            format!("system[[{function}]];user;"),
+        ),
+        ("{{ messages[0].content }}", false, "x".to_owned()),
+    ];
+    for (source, takes_tools, expected) in cases {
+        let template = template(source);
+        assert_eq!(template.takes_tools(), takes_tools, "{source}");
+        let rendered = template.render(&ChatInput {
+            messages: &[json!({"role": "user", "content": "x"})],
+            tools: Some(&tools),
+            ..Default::default()
+        });
+        assert_eq!(rendered.unwrap(), expected, "{source}");
+    }
+    let shows = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}";
+    assert!(template(shows).shows_calls());
+    assert!(!template("{% for m in messages %}{{ m.content }}{% endfor %}").shows_calls());
 }
 
 #[test]

@@ -15,6 +15,7 @@ const FORMATS: &[(ToolFormat, &str)] = &[
     (ToolFormat::QwenCoder, "\n"),
     (ToolFormat::LlamaJson, "; "),
     (ToolFormat::Mistral, ""),
+    (ToolFormat::Phi4Mini, ""),
     (ToolFormat::Json, "\n"),
     (ToolFormat::Pythonic, ""),
 ];

@@ -1,17 +1,49 @@
-//! Tools for models whose chat template takes none: described in a system message, calls and results as text.
+//! Tools for models whose chat template does not show them: described in a system message, calls and results as text.
 
 use std::borrow::Cow;
 
-use plimsoll_text::ToolFormat;
+use plimsoll_text::{ChatTemplate, ToolFormat};
 use serde_json::{Value, json};
 
-/// Adds the tools to the messages; unchanged where there are no tools, calls or results.
-pub(super) fn with_tools<'a>(messages: &'a [Value], tools: &[Value], format: ToolFormat) -> Cow<'a, [Value]> {
-    let is_about_tools = |message: &Value| message["role"] == "tool" || message.get("tool_calls").is_some();
-    if tools.is_empty() && !messages.iter().any(is_about_tools) {
-        return Cow::Borrowed(messages);
+/// Messages and tools as `template` shows them: what it has no place for becomes text.
+pub(super) fn for_template<'a>(
+    template: &ChatTemplate,
+    messages: &'a [Value],
+    tools: &'a [Value],
+    format: ToolFormat,
+) -> (Cow<'a, [Value]>, &'a [Value]) {
+    let is_call = |message: &Value| message.get("tool_calls").is_some();
+    let is_result = |message: &Value| message["role"] == "tool";
+    let has_calls = messages.iter().any(is_call);
+    if template.takes_tools() {
+        let messages = match has_calls && !template.shows_calls() {
+            true => messages
+                .iter()
+                .map(|message| with_calls(message, format))
+                .collect(),
+            false => Cow::Borrowed(messages),
+        };
+        return (messages, tools);
     }
-    let mut described: Vec<Value> = messages.iter().map(|message| as_text(message, format)).collect();
+    if tools.is_empty() && !has_calls && !messages.iter().any(is_result) {
+        return (Cow::Borrowed(messages), &[]);
+    }
+    let mut described: Vec<Value> = Vec::new();
+    for (index, message) in messages.iter().enumerate() {
+        if !is_result(message) {
+            described.push(with_calls(message, format));
+            continue;
+        }
+        let result = result(message);
+        match described.last_mut() {
+            // One message for all results of an answer: many templates want roles to alternate.
+            Some(last) if index > 0 && is_result(&messages[index - 1]) => {
+                let before = last["content"].as_str().unwrap_or_default();
+                last["content"] = json!(format!("{before}\n{result}"));
+            }
+            _ => described.push(json!({ "role": "user", "content": result })),
+        }
+    }
     if !tools.is_empty() {
         let list: String = tools
             .iter()
@@ -29,20 +61,21 @@ pub(super) fn with_tools<'a>(messages: &'a [Value], tools: &[Value], format: Too
             None => described.insert(0, json!({ "role": "system", "content": text })),
         }
     }
-    Cow::Owned(described)
+    (Cow::Owned(described), &[])
 }
 
-/// A call as the model would write it; a result as a user message.
-fn as_text(message: &Value, format: ToolFormat) -> Value {
-    let content = message["content"].as_str().unwrap_or_default();
+/// A result as text of the user.
+fn result(message: &Value) -> String {
     let text = |field: &str| message[field].as_str().unwrap_or_default();
-    if message["role"] == "tool" {
-        let of = match text("name") {
-            "" => text("tool_call_id"),
-            name => name,
-        };
-        return json!({ "role": "user", "content": format!("Result of {of}: {content}") });
-    }
+    let of = match text("name") {
+        "" => text("tool_call_id"),
+        name => name,
+    };
+    format!("Result of {of}: {}", text("content"))
+}
+
+/// A message whose calls are text, as the model would write them.
+fn with_calls(message: &Value, format: ToolFormat) -> Value {
     let Some(calls) = message["tool_calls"].as_array() else {
         return message.clone();
     };
@@ -53,9 +86,7 @@ fn as_text(message: &Value, format: ToolFormat) -> Value {
             &function["arguments"],
         )
     });
-    let content = [content.to_owned()]
-        .into_iter()
-        .filter(|text| !text.is_empty())
-        .chain(written);
+    let content = message["content"].as_str().filter(|text| !text.is_empty());
+    let content = content.map(str::to_owned).into_iter().chain(written);
     json!({ "role": "assistant", "content": content.collect::<Vec<_>>().join("\n") })
 }

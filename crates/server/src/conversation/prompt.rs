@@ -127,17 +127,11 @@ impl Prompt {
         }
         let kwargs = self.kwargs(template)?;
         let tools = self.tools.as_template();
-        let messages = match template.takes_tools() {
-            true => Cow::Borrowed(self.messages.as_slice()),
-            false => plain::with_tools(
-                &self.messages,
-                &tools,
-                model.answers.tools.unwrap_or(ToolFormat::Json),
-            ),
-        };
+        let format = model.answers.tools.unwrap_or(ToolFormat::Json);
+        let (messages, tools) = plain::for_template(template, &self.messages, &tools, format);
         let input = ChatInput {
             messages: &messages,
-            tools: (!tools.is_empty()).then_some(tools.as_slice()),
+            tools: (!tools.is_empty()).then_some(tools),
             documents: (!self.documents.is_empty()).then_some(self.documents.as_slice()),
             add_generation_prompt: self.add_generation_prompt,
             continue_final_message: self.continue_final_message,

@@ -8,7 +8,7 @@ use rand::distr::Alphanumeric;
 
 use super::update::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
-use crate::generate::{Choice, Piece, TokenLogprobs};
+use crate::generate::{Choice, Output, TokenLogprobs};
 use crate::wire::common::StopReason;
 
 /// How the answers of one conversation are parsed.
@@ -75,8 +75,8 @@ impl Reader {
     async fn next(&mut self) -> Option<Result<Update, ApiError>> {
         loop {
             match self.choice.next().await? {
-                Ok(piece) => {
-                    let update = self.read(piece);
+                Ok(output) => {
+                    let update = self.read(output);
                     if !update.deltas.is_empty() || update.end.is_some() {
                         return Some(Ok(update));
                     }
@@ -86,22 +86,22 @@ impl Reader {
         }
     }
 
-    fn read(&mut self, piece: Piece) -> Update {
+    fn read(&mut self, output: Output) -> Update {
         let mut deltas = Vec::new();
         let mut from = 0;
-        for &to in &piece.ends {
+        for &to in &output.ends {
             let before = self.parser.in_reasoning();
-            self.parse(&piece.text[from..to], &mut deltas);
+            self.parse(&output.text[from..to], &mut deltas);
             from = to;
             self.reasoning_tokens += usize::from(before || self.parser.in_reasoning());
         }
-        let mut end = piece.finish.map(|reason| End {
+        let mut end = output.finish.map(|reason| End {
             reason: match reason {
                 FinishReason::Stop | FinishReason::Complete => EndReason::Stop,
                 FinishReason::Length => EndReason::Length,
             },
-            stop: piece.stop,
-            usage: piece.usage,
+            stop: output.stop,
+            usage: output.usage,
         });
         if self.parser.is_full() {
             // The maximum number of calls is reached.
@@ -125,13 +125,13 @@ impl Reader {
                 end.reason = EndReason::ToolCalls;
             }
         }
-        self.logprobs.extend(piece.logprobs);
-        self.tokens.extend(piece.tokens);
-        self.prompt.extend(piece.prompt);
+        self.logprobs.extend(output.logprobs);
+        self.tokens.extend(output.tokens);
+        self.prompt.extend(output.prompt);
         let mut update = Update {
             choice: self.index,
             deltas,
-            so_far: piece.so_far,
+            so_far: output.so_far,
             end,
             ..Update::default()
         };

@@ -19,7 +19,11 @@ async fn required_calls_are_made() {
         let rig = rig(Some(*format), Some(ReasoningFormat::Think));
         let named = json!({ "type": "function", "function": { "name": "g" } });
         for choice in [json!("required"), named] {
-            let mut body = with(say("I would rather not."), "tool_choice", choice.clone());
+            let mut body = with(
+                say("<think>Hm.</think>I would rather not."),
+                "tool_choice",
+                choice.clone(),
+            );
             body["tools"] = json!([strict_tool("f"), strict_tool("g")]);
             body["parallel_tool_calls"] = json!(false);
             let answer = rig.post(CHAT, body).await.json();

@@ -251,30 +251,69 @@ async fn conversations_with_tools_reach_the_template() {
     assert_eq!(rig.post(CHAT, body).await.status, 200);
 }
 
-#[tokio::test]
-async fn templates_without_tools_get_them_as_text() {
-    let rig = Rig::new(Setup::default());
-    let call =
-        json!({ "id": "c1", "type": "function", "function": { "name": "f", "arguments": "{\"a\":1}" } });
+/// The prompt of a conversation with tools, two calls and their results.
+async fn prompt_of_calls(rig: &Rig) -> String {
+    let call = |id: &str| json!({ "id": id, "type": "function", "function": { "name": "f", "arguments": "{\"a\":1}" } });
     let body = json!({
         "messages": [
             { "role": "system", "content": "Be brief." },
             { "role": "user", "content": "x" },
-            { "role": "assistant", "tool_calls": [call] },
+            { "role": "assistant", "tool_calls": [call("c1"), call("c2")] },
             { "role": "tool", "tool_call_id": "c1", "content": "7" },
+            { "role": "tool", "tool_call_id": "c2", "content": "8" },
         ],
         "tools": [tool("f")],
     });
     let tokens = rig.post("/tokenize", body).await.json()["tokens"].clone();
-    let text = rig.post("/detokenize", json!({ "tokens": tokens })).await.json()["prompt"].clone();
-    let text = text.as_str().unwrap();
+    let text = rig.post("/detokenize", json!({ "tokens": tokens })).await.json();
+    text["prompt"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn calls_that_a_template_does_not_show_are_text() {
+    // As Phi-4-mini's, and as SmolLM3's.
+    let system = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if 'tools' in m %}<|tool|>{{ m.tools }}<|/tool|>{% endif %}</>{% endfor %}";
+    let variable = "{{ xml_tools or '' }}<tool_call>\n{arguments}{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}";
+    let call = "{\"name\": \"f\", \"arguments\": {\"a\":1}}";
+    let cases = [
+        (
+            system,
+            "<system>Be brief.<|tool|>[{\"name\": \"f\", ",
+            format!("<|tool_call|>[{call}]<|/tool_call|>"),
+        ),
+        (
+            variable,
+            "[{'type': 'function', 'function': {'name': 'f', ",
+            format!("<tool_call>\n{call}\n</tool_call>"),
+        ),
+    ];
+    for (template, tools, call) in cases {
+        let rig = Rig::new(Setup {
+            template: Some(template),
+            ..Default::default()
+        });
+        let text = prompt_of_calls(&rig).await;
+        assert!(text.starts_with(tools), "{text}");
+        let turns = format!("<user>x</><assistant>{call}\n{call}</><tool>7</><tool>8</>");
+        assert!(text.ends_with(&turns), "{text}");
+        let answer = rig.post(CHAT, ask(&call)).await.json();
+        let called = &answer["choices"][0]["message"]["tool_calls"][0]["function"];
+        assert_eq!(called["arguments"], "{\"a\":1}", "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn templates_without_tools_get_them_as_text() {
+    let rig = Rig::new(Setup::default());
+    let text = prompt_of_calls(&rig).await;
     assert!(
         text.starts_with("<system>Be brief.\n\nYou can call these functions"),
         "{text}"
     );
     assert!(text.contains("\"description\":\"Does f.\""), "{text}");
-    let turns = "<assistant>{\"name\": \"f\", \"arguments\": {\"a\":1}}</><user>Result of f: 7</><assistant>";
-    assert!(text.ends_with(turns), "{text}");
+    let call = "{\"name\": \"f\", \"arguments\": {\"a\":1}}";
+    let turns = format!("<assistant>{call}\n{call}</><user>Result of f: 7\nResult of f: 8</><assistant>");
+    assert!(text.ends_with(&turns), "{text}");
     let answer = rig
         .post(CHAT, ask("{\"name\": \"g\", \"arguments\": {}}"))
         .await

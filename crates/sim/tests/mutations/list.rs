@@ -247,15 +247,15 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         "a constrained request is sampled like any other",
         &[edit(
             SEQUENCE,
-            "constrained: «!guide.is_free()»,",
-            "{ let _ = guide; false }",
+            "constrained: «!constraints.is_free()»,",
+            "{ let _ = constraints; false }",
         )],
     ),
     bug(
         "masks are left out",
         &[edit(
             SCHEDULER,
-            "«guides[at] = Some(&mut sequence.guide);»",
+            "«constraints[at] = Some(&mut sequence.constraints);»",
             "let _ = (at, sequence);",
         )],
     ),

@@ -1,7 +1,7 @@
 /// Finds one of several marks in a stream of characters. No mark may begin with another one.
 #[derive(Clone, Debug)]
 pub(super) struct Marks {
-    marks: &'static [&'static str],
+    marks: Vec<&'static str>,
     /// End of the text that may be the beginning of a mark.
     held: String,
 }
@@ -21,9 +21,9 @@ pub(super) enum Seen {
 }
 
 impl Marks {
-    pub(super) fn new(marks: &'static [&'static str]) -> Self {
+    pub(super) fn new(marks: &[&'static str]) -> Self {
         Self {
-            marks,
+            marks: marks.to_vec(),
             held: String::new(),
         }
     }
@@ -54,6 +54,52 @@ impl Marks {
     /// Nothing more comes: what was held is text.
     pub(super) fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
+    }
+}
+
+/// A mark that is expected after space, but may be missing.
+#[derive(Debug)]
+pub(super) struct Closing {
+    mark: &'static str,
+    space: String,
+    matched: usize,
+}
+
+/// Result of one more character.
+pub(super) enum Closed {
+    More,
+    Yes,
+    /// It is missing; this is text.
+    No(String),
+}
+
+impl Closing {
+    pub(super) fn new(mark: &'static str) -> Self {
+        Self {
+            mark,
+            space: String::new(),
+            matched: 0,
+        }
+    }
+
+    pub(super) fn take(&mut self, c: char) -> Closed {
+        if self.matched == 0 && c.is_whitespace() {
+            self.space.push(c);
+            return Closed::More;
+        }
+        if self.mark[self.matched..].starts_with(c) {
+            self.matched += c.len_utf8();
+            return match self.matched == self.mark.len() {
+                true => Closed::Yes,
+                false => Closed::More,
+            };
+        }
+        Closed::No(format!("{}{c}", self.finish()))
+    }
+
+    /// What was held back.
+    pub(super) fn finish(&mut self) -> String {
+        format!("{}{}", self.space, &self.mark[..self.matched])
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub use reasoning::ReasoningFormat;
 use reasoning::{Region, Splitter};
 use sink::Sink;
-use tools::Parser;
+use tools::Syntax;
 pub use tools::{CallGrammar, Function, ToolFormat};
 
 /// A part of an answer. Consecutive parts of the same kind continue each other.
@@ -42,7 +42,7 @@ pub struct AnswerFormat {
     pub tools: Option<ToolFormat>,
     /// Functions that the model may call.
     pub functions: Arc<[Function]>,
-    /// Maximum number of calls; the answer ends where another one begins.
+    /// Maximum number of calls; the answer ends before the next one.
     pub max_calls: Option<usize>,
 }
 
@@ -50,19 +50,17 @@ pub struct AnswerFormat {
 #[derive(Debug)]
 pub struct AnswerParser {
     splitter: Option<Splitter>,
-    tools: Option<Parser>,
+    tools: Option<Box<dyn Syntax>>,
     sink: Sink,
 }
 
 impl AnswerParser {
     /// Reads a text of this format from its beginning.
     pub fn new(format: &AnswerFormat) -> Self {
-        let splitter = format
-            .reasoning
-            .map(|marks| Splitter::new(marks, format.reasoning_is_open));
-        let tools = format
-            .tools
-            .map(|tools| Parser::new(tools, Arc::clone(&format.functions)));
+        let AnswerFormat { reasoning, tools, .. } = format;
+        let call = tools.and_then(ToolFormat::opening);
+        let splitter = reasoning.map(|marks| Splitter::new(marks, format.reasoning_is_open, call));
+        let tools = tools.map(|tools| tools.parser(Arc::clone(&format.functions)));
         let sink = Sink::new(tools.is_some(), format.max_calls);
         Self {
             splitter,
@@ -82,8 +80,7 @@ impl AnswerParser {
         self.end(false)
     }
 
-    /// The text was cut off: as [`Self::finish`], but what stands behind a mark that begins calls is no text, although
-    /// the call did not come.
+    /// Ends a text that was cut off: as [`Self::finish`], but an incomplete call behind a mark is left out.
     pub fn cut_off(&mut self) -> Vec<Part> {
         self.end(true)
     }
@@ -91,12 +88,8 @@ impl AnswerParser {
     fn end(&mut self, cut_off: bool) -> Vec<Part> {
         if let Some(splitter) = &mut self.splitter {
             let mut rest = String::new();
-            match splitter.finish(&mut rest) {
-                Region::Reasoning => self.sink.reasoning(&rest),
-                Region::Answer => rest
-                    .chars()
-                    .for_each(|c| Self::answer(&mut self.tools, &mut self.sink, c)),
-            }
+            let region = splitter.finish(&mut rest);
+            self.give(region, &rest);
         }
         match &mut self.tools {
             Some(tools) if cut_off && tools.is_in_markup() => self.sink.drop_space(),
@@ -118,22 +111,22 @@ impl AnswerParser {
     }
 
     fn take(&mut self, c: char) {
-        let Some(splitter) = &mut self.splitter else {
-            return Self::answer(&mut self.tools, &mut self.sink, c);
-        };
         let mut text = String::new();
-        match splitter.take(c, &mut text) {
-            Region::Reasoning => self.sink.reasoning(&text),
-            Region::Answer => text
-                .chars()
-                .for_each(|c| Self::answer(&mut self.tools, &mut self.sink, c)),
-        }
+        let region = match &mut self.splitter {
+            Some(splitter) => splitter.take(c, &mut text),
+            None => {
+                text.push(c);
+                Region::Answer
+            }
+        };
+        self.give(region, &text);
     }
 
-    fn answer(tools: &mut Option<Parser>, sink: &mut Sink, c: char) {
-        match tools {
-            Some(tools) => tools.take(c, sink),
-            None => sink.content(c),
+    fn give(&mut self, region: Region, text: &str) {
+        match (region, &mut self.tools) {
+            (Region::Reasoning, _) => self.sink.reasoning(text),
+            (Region::Answer, Some(tools)) => text.chars().for_each(|c| tools.take(c, &mut self.sink)),
+            (Region::Answer, None) => self.sink.contents(text),
         }
     }
 }

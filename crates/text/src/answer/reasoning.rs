@@ -7,7 +7,7 @@ use super::mark::{Marks, Seen};
 pub enum ReasoningFormat {
     /// `<think>..</think>` (Qwen3, SmolLM3 and many others).
     Think,
-    /// The same, but a text that does not say otherwise begins within reasoning (DeepSeek R1).
+    /// The same, but the answer begins within reasoning unless the prompt ends with `</think>` (DeepSeek R1).
     DeepseekR1,
     /// `[THINK]..[/THINK]` (Mistral).
     Mistral,
@@ -63,13 +63,16 @@ pub(super) enum Region {
     Answer,
 }
 
-/// Finds the end of reasoning. Space around it and before the answer is layout.
+/// Finds the end of reasoning. Whitespace around it and before the answer is dropped.
 #[derive(Debug)]
 pub(super) struct Splitter {
     state: State,
     marks: Marks,
-    /// Space that is layout if nothing follows.
+    /// Whitespace that is dropped if nothing follows.
     space: String,
+    /// Text from the first mark of a call on. If reasoning is never closed, it is the answer: some models forget `</think>` before
+    /// a call.
+    call: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,13 +88,17 @@ enum State {
 }
 
 const OPEN: usize = 0;
+const CLOSE: usize = 1;
 
 impl Splitter {
-    pub(super) fn new(format: ReasoningFormat, is_open: bool) -> Self {
+    /// `call` is what begins a call, if there is such a mark.
+    pub(super) fn new(format: ReasoningFormat, is_open: bool, call: Option<&'static str>) -> Self {
+        let marks: Vec<_> = format.marks().iter().copied().chain(call).collect();
         Self {
             state: if is_open { State::Begun } else { State::Before },
-            marks: Marks::new(format.marks()),
+            marks: Marks::new(&marks),
             space: String::new(),
+            call: None,
         }
     }
 
@@ -99,7 +106,7 @@ impl Splitter {
         matches!(self.state, State::Begun | State::Inside)
     }
 
-    /// Puts what is certain after `c` into `out`.
+    /// Appends the text that is certain after `c` to `out`.
     pub(super) fn take(&mut self, c: char, out: &mut String) -> Region {
         match self.state {
             State::Answer => {
@@ -117,7 +124,7 @@ impl Splitter {
         }
         let (text, mark) = match self.marks.take(c) {
             Seen::Text(text) => (text, None),
-            Seen::Mark { text, index } => (text, Some(index)),
+            Seen::Mark { text, index } => (text, Some((index, self.marks.mark(index)))),
         };
         if self.state == State::Before {
             self.before(&text, mark, out)
@@ -126,16 +133,16 @@ impl Splitter {
         }
     }
 
-    fn before(&mut self, text: &str, mark: Option<usize>, out: &mut String) -> Region {
+    fn before(&mut self, text: &str, mark: Option<(usize, &str)>, out: &mut String) -> Region {
         self.space += text;
         let only_space = self.space.chars().all(char::is_whitespace);
         match mark {
-            Some(OPEN) if only_space => {
+            Some((OPEN, _)) if only_space => {
                 self.space.clear();
                 self.state = State::Begun;
             }
-            // An end without a beginning: the model omitted the beginning.
-            Some(_) if only_space => {
+            // The model omitted the opening mark.
+            Some((CLOSE, _)) if only_space => {
                 self.space.clear();
                 self.state = State::Over;
             }
@@ -143,29 +150,37 @@ impl Splitter {
             _ => {
                 self.state = State::Answer;
                 out.push_str(&std::mem::take(&mut self.space));
+                out.push_str(mark.map_or("", |(_, mark)| mark));
                 out.push_str(&self.marks.finish());
             }
         }
         Region::Answer
     }
 
-    fn inside(&mut self, text: &str, mark: Option<usize>, out: &mut String) -> Region {
-        for c in text.chars() {
-            self.think(c, out);
-        }
+    fn inside(&mut self, text: &str, mark: Option<(usize, &str)>, out: &mut String) -> Region {
+        self.add(text, out);
         match mark {
-            // Some models open what the template has opened.
-            Some(OPEN) if self.state == State::Begun => {}
-            Some(OPEN) => {
-                self.marks.mark(OPEN).chars().for_each(|c| self.think(c, out));
-            }
-            Some(_) => {
+            Some((CLOSE, _)) => {
+                let call = self.call.take().unwrap_or_default();
+                self.add(&call, out);
                 self.space.clear();
                 self.state = State::Over;
             }
+            // Some models open what the template has opened.
+            Some((OPEN, _)) if self.state == State::Begun && self.call.is_none() => {}
+            Some((OPEN, mark)) => self.add(mark, out),
+            Some((_, mark)) => self.call.get_or_insert_default().push_str(mark),
             None => {}
         }
         Region::Reasoning
+    }
+
+    /// Text of reasoning, which is held back behind the mark of a call.
+    fn add(&mut self, text: &str, out: &mut String) {
+        match &mut self.call {
+            Some(call) => call.push_str(text),
+            None => text.chars().for_each(|c| self.think(c, out)),
+        }
     }
 
     fn think(&mut self, c: char, out: &mut String) {
@@ -180,13 +195,19 @@ impl Splitter {
         out.push(c);
     }
 
-    /// Puts what was held back into `out`.
+    /// Appends the text that was held back to `out`.
     pub(super) fn finish(&mut self, out: &mut String) -> Region {
         let rest = self.marks.finish();
         match self.state {
             State::Begun | State::Inside => {
-                rest.chars().for_each(|c| self.think(c, out));
-                Region::Reasoning
+                self.add(&rest, out);
+                match self.call.take() {
+                    Some(call) => {
+                        *out = call;
+                        Region::Answer
+                    }
+                    None => Region::Reasoning,
+                }
             }
             State::Before | State::Over | State::Answer => {
                 out.push_str(&std::mem::take(&mut self.space));

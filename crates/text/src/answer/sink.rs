@@ -1,10 +1,10 @@
 use super::Part;
 
-/// Gathers parts.
+/// Collects the parts of an answer.
 #[derive(Debug)]
 pub(super) struct Sink {
     parts: Vec<Part>,
-    /// Space at the end of the content: dropped before a call, where it is layout.
+    /// Whitespace at the end of the content, which is dropped before a call.
     space: String,
     holds_space: bool,
     calls: usize,
@@ -61,7 +61,7 @@ impl Sink {
         text.chars().for_each(|c| self.content(c));
     }
 
-    /// What came before a call, although that is not told.
+    /// Drops whitespace before a call, even one that is not emitted.
     pub(super) fn drop_space(&mut self) {
         self.space.clear();
     }
@@ -87,7 +87,7 @@ impl Sink {
         }
     }
 
-    /// Space at the end of an answer without calls is text.
+    /// Whitespace at the end of an answer without calls is content.
     pub(super) fn finish(&mut self) {
         if self.calls == 0 {
             self.give_space();

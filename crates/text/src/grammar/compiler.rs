@@ -20,7 +20,7 @@ pub(crate) const MAX_BYTES: usize = 256 << 10;
 const MAX_MARKER_BYTES: usize = 1 << 10;
 /// Stack of the compiling thread, as rules are resolved recursively. Only used pages take memory.
 const STACK: usize = 256 << 20;
-/// What may stand between the tokens of JSON.
+/// Whitespace between the tokens of JSON.
 const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
 
 /// Limits on time and memory, for untrusted grammars: llguidance's defaults are for trusted ones. On a server's core a mask
@@ -204,7 +204,7 @@ fn json_schema(schema: Value, strict: bool, grammar: &Grammar) -> Result<Grammar
     };
     let mut schema = schema;
     schema::fit_numbers(&mut schema).map_err(GrammarError::Invalid)?;
-    // Also in place of options that a client may have sent.
+    // These replace options that a client may have sent.
     options.apply_to(&mut schema);
     Ok(GrammarWithLexer::from_json_schema(schema))
 }

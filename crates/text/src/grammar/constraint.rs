@@ -12,9 +12,9 @@ use crate::Tokenizer;
 pub struct CompiledGrammar(Arc<Compiled>);
 
 pub(super) struct Compiled {
-    /// At the beginning.
+    /// In its initial state.
     pub(super) matcher: Mutex<Matcher>,
-    /// What may come first.
+    /// Tokens allowed first.
     pub(super) first: Allowed,
     pub(super) leads: Vec<SpelledLead>,
     pub(super) tokenizer: Tokenizer,
@@ -28,13 +28,13 @@ impl From<Compiled> for CompiledGrammar {
 }
 
 impl CompiledGrammar {
-    /// Whether both are one and the same, compiled once.
+    /// Whether both share one compilation.
     #[cfg(test)]
     pub(super) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// No copy of the state is taken while this lives.
+    /// Blocks copies of the initial state while it lives.
     #[cfg(test)]
     pub(super) fn hold(&self) -> std::sync::MutexGuard<'_, Matcher> {
         self.0.matcher.lock().unwrap()
@@ -66,12 +66,12 @@ impl CompiledGrammar {
         constraint
     }
 
-    /// What may come first, but for tokens that end the sequence.
+    /// Tokens allowed first, without those that end the sequence.
     fn first(&self) -> &Allowed {
         &self.0.first
     }
 
-    /// What `matcher`, one of [`Self::matcher`], allows next.
+    /// Tokens that `matcher` (from [`Self::matcher`]) allows next.
     fn allowed(&self, matcher: &mut Matcher) -> Result<Allowed, ConstraintError> {
         Allowed::compute(matcher, self.0.tokenizer.vocab_size(), &self.0.ends)
     }
@@ -83,7 +83,7 @@ impl CompiledGrammar {
     }
 }
 
-/// One sequence under a grammar.
+/// A grammar's constraint of one sequence.
 struct Grammatical {
     grammar: CompiledGrammar,
     /// Its own lexer and parser, from the first token on: waiting sequences need none, and sequences that shared a lexer would
@@ -103,7 +103,7 @@ pub(super) struct Allowed {
 }
 
 impl Allowed {
-    /// Asks `matcher`, of a tokenizer of `vocab_size` tokens.
+    /// Tokens that `matcher` allows next, for a vocabulary of `vocab_size` tokens.
     pub(super) fn compute(
         matcher: &mut Matcher,
         vocab_size: usize,

@@ -1,4 +1,4 @@
-//! Constraints that apply after free parts of a text.
+//! Constraints that apply after an unconstrained lead, such as reasoning.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
 use super::Lead;
 use crate::Tokenizer;
 
-/// A [`Lead`] and how its first mark is written.
+/// A [`Lead`] with the tokens of its first mark.
 #[derive(Debug)]
 pub(super) enum SpelledLead {
     UpTo(String),
@@ -27,12 +27,12 @@ impl SpelledLead {
         }
     }
 
-    /// Whether the text may end in it.
+    /// Whether the text may end within the lead.
     pub(super) fn is_optional(&self) -> bool {
         matches!(self, Self::Once(_))
     }
 
-    /// What applies behind this lead becomes what applies to a text with it, in which `barred` do not come.
+    /// The constraint of a text with this lead, after which `inner` applies. Tokens in `barred` are not allowed within it.
     pub(super) fn before(
         &self,
         inner: Box<dyn Constraint>,
@@ -53,16 +53,16 @@ impl SpelledLead {
     }
 }
 
-/// A constraint of what comes behind a marker: before it, everything is allowed but what would end the text too early.
+/// Applies a constraint after a marker. Before it, all tokens but `barred` are allowed.
 ///
-/// What the token that ends the marker holds behind it is not checked: models that have such markers have tokens for them.
+/// Text after the marker within the marker's last token is not checked: models that use markers have tokens for them.
 #[derive(Clone, Debug)]
 pub(super) struct Behind {
     marker: Vec<u8>,
     tokenizer: Tokenizer,
-    /// The last bytes of the text, as far as the marker may begin there; `None` behind it.
+    /// The last bytes of the text, in which the marker may begin; `None` after the marker.
     before: Option<Vec<u8>>,
-    /// What may not come before the marker.
+    /// Tokens that are not allowed before the marker.
     barred: Arc<[TokenId]>,
     inner: Box<dyn Constraint>,
 }
@@ -119,17 +119,17 @@ impl Constraint for Behind {
     }
 }
 
-/// How a mark is written in tokens.
+/// All ways to write a mark in tokens.
 #[derive(Debug)]
 pub(super) struct Spelling {
-    /// For every byte of the mark that may come next: the tokens that go on there, with their lengths.
+    /// For each position in the mark: tokens that continue it there, with their lengths in bytes.
     next: Vec<Vec<(TokenId, usize)>>,
-    /// Tokens of nothing but space, which may come before the mark.
+    /// Tokens of whitespace only, which may precede the mark.
     spaces: Vec<TokenId>,
 }
 
 impl Spelling {
-    /// Looks through the vocabulary. A mark that is a special token is written in no other way.
+    /// Searches the vocabulary. A mark that is a special token is written only by that token.
     pub(super) fn new(mark: &str, tokenizer: &Tokenizer) -> Self {
         let mut next = vec![Vec::new(); mark.len()];
         let tokens = 0..tokenizer.vocab_size() as TokenId;
@@ -157,20 +157,19 @@ impl Spelling {
     }
 }
 
-/// A constraint of a text that may begin with a part in which everything is allowed: from one mark, with which the text begins,
-/// to another. The constraint applies behind that part, or to all of a text without one.
+/// Applies a constraint after an optional lead that begins with a mark, or to the whole text if there is no lead.
 #[derive(Clone, Debug)]
 pub(super) enum MayBegin {
-    /// The first mark may still come.
+    /// Undecided: the text so far may begin with the mark.
     Open {
         spelling: Arc<Spelling>,
-        /// Bytes of the mark so far.
+        /// Bytes of the mark read so far.
         written: usize,
-        /// The text so far as one without the part, while it may be that too.
+        /// State of the constraint if there is no lead, while that is possible.
         without: Option<Box<dyn Constraint>>,
         behind: Box<dyn Constraint>,
     },
-    /// It is certain which of them it is.
+    /// Decided.
     Settled(Box<dyn Constraint>),
 }
 
@@ -213,7 +212,7 @@ impl Constraint for MayBegin {
         let step = spelling.next[*written].iter().find(|(known, _)| *known == token);
         let Some(&(_, bytes)) = step else {
             return match (without.take(), other) {
-                // Space before the mark, where that is possible at all.
+                // Whitespace before the mark, where the constraint allows it.
                 (Some(text), Some(Ok(Progress::Open)))
                     if *written == 0 && spelling.spaces.contains(&token) =>
                 {

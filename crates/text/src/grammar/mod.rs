@@ -50,11 +50,11 @@ pub struct Grammar {
     /// A regular expression of the whitespace between tokens of JSON; empty: none. Default: up to 32 spaces, tabs and line ends,
     /// so that a model cannot repeat them for ever.
     pub whitespace: Option<String>,
-    /// Free parts before the text that it applies to, in order.
+    /// Unconstrained leads before the text that it applies to, in order.
     pub leads: Vec<Lead>,
 }
 
-/// A part of a text that is free, before the part to which a grammar applies.
+/// An unconstrained part of a text, before the part to which a grammar applies.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Lead {
     /// Up to the first occurrence of this, before which the text does not end.

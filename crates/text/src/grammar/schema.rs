@@ -75,21 +75,20 @@ fn collect(schema: &Value, path: &str, found: &mut Vec<UnsupportedKeyword>) {
     }
 }
 
-/// What the compiler counts to, as the doubles that it reads numbers into. It has no negative of `i64::MIN`, and looks for one
-/// until its stack is full; and text may be read one double off.
+/// Range of numbers that llguidance handles, which reads them as doubles: it negates `i64::MIN` in an endless recursion, and may
+/// read a number one double off.
 const LEAST: f64 = -9_223_372_036_854_770_000.0;
 const MOST: f64 = 9_223_372_036_854_770_000.0;
 
-/// Narrows the bounds of numbers in `schema`, and in all schemas in it, to what the compiler counts to: what the result allows,
-/// `schema` allows too.
+/// Narrows bounds of numbers in `schema` and its subschemas to that range: what the result allows, `schema` allows too.
 ///
 /// # Errors
-/// The number that leaves nothing to narrow to, and where it stands.
+/// Names a number outside of the range that cannot be narrowed.
 pub(super) fn fit_numbers(schema: &mut Value) -> Result<(), String> {
     fit(schema)?;
     let (mut references, mut fitted) = (Vec::new(), HashSet::new());
     collect_references(schema, &mut references);
-    // To the compiler a schema is whatever is referred to, be it the default of another.
+    // llguidance treats any target of a reference as a schema, even the `default` of another.
     for reference in references {
         if let Some(schema) = target(schema, &reference)
             && fitted.insert(ptr::from_ref(schema))
@@ -111,7 +110,7 @@ fn collect_references(value: &Value, found: &mut Vec<String>) {
     }
 }
 
-/// What `reference` points to, as the compiler follows it: unlike a JSON pointer it escapes nothing.
+/// Target of `reference` as llguidance resolves it: unlike in a JSON pointer, nothing is escaped.
 fn target<'a>(schema: &'a mut Value, reference: &str) -> Option<&'a mut Value> {
     let mut segments = reference.strip_prefix("#/")?.split('/');
     segments.try_fold(schema, |value, segment| match value {
@@ -120,7 +119,7 @@ fn target<'a>(schema: &'a mut Value, reference: &str) -> Option<&'a mut Value> {
     })
 }
 
-/// [`fit_numbers`] without what is referred to.
+/// [`fit_numbers`] without targets of references.
 fn fit(schema: &mut Value) -> Result<(), String> {
     let schema = match schema {
         Value::Array(schemas) => return schemas.iter_mut().try_for_each(fit),
@@ -176,7 +175,7 @@ fn beyond(key: &str, number: &Value) -> String {
     format!("`{key}`: {number} is outside the supported range, {LEAST} to {MOST}")
 }
 
-/// [`fit_numbers`] for each schema that `lark` has behind `%json`.
+/// [`fit_numbers`] for each `%json` schema in `lark`.
 ///
 /// # Errors
 /// As there.
@@ -187,7 +186,7 @@ pub(super) fn fit_numbers_in_lark(lark: &str) -> Result<String, String> {
         let (before, schema) = rest.split_at(at + MARK.len());
         fitted.push_str(before);
         let mut values = Deserializer::from_str(schema).into_iter::<Value>();
-        // What is no JSON, the compiler complains of.
+        // Invalid JSON is reported by llguidance.
         let parsed = values.next().and_then(Result::ok);
         let (text, behind) = schema.split_at(values.byte_offset());
         match parsed {

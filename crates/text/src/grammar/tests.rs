@@ -1,4 +1,4 @@
-use plimsoll_core::{Guide, Progress};
+use plimsoll_core::{Constraints, Progress};
 use serde_json::json;
 
 use super::*;
@@ -14,9 +14,9 @@ fn schema(schema: Value) -> GrammarSpec {
     GrammarSpec::JsonSchema { schema, strict: true }
 }
 
-fn begin(grammar: impl Into<Grammar>) -> Guide {
+fn begin(grammar: impl Into<Grammar>) -> Constraints {
     let compiled = compiler().compile(&grammar.into()).unwrap();
-    Guide::new(vec![compiled.constraint(&[EOS])])
+    Constraints::new(vec![compiled.constraint(&[EOS])])
 }
 
 fn refusal(grammar: impl Into<Grammar>) -> String {
@@ -27,9 +27,9 @@ fn token(byte: u8) -> u32 {
     byte.into()
 }
 
-fn allowed(guide: &mut Guide) -> Vec<u32> {
+fn allowed(constraints: &mut Constraints) -> Vec<u32> {
     let mut mask = [0; 9];
-    guide.fill(&mut mask);
+    constraints.fill(&mut mask);
     (0..288)
         .filter(|token| mask[*token as usize / 32] >> (token % 32) & 1 == 1)
         .collect()
@@ -37,16 +37,16 @@ fn allowed(guide: &mut Guide) -> Vec<u32> {
 
 /// Follows `text` byte by byte; whether it may end behind it, and must. `None` where some byte is not allowed.
 fn follow(grammar: impl Into<Grammar>, text: &str) -> Option<(bool, bool)> {
-    let mut guide = begin(grammar);
+    let mut constraints = begin(grammar);
     let mut progress = Progress::Open;
     for byte in text.bytes() {
-        if progress == Progress::Complete || !allowed(&mut guide).contains(&byte.into()) {
+        if progress == Progress::Complete || !allowed(&mut constraints).contains(&byte.into()) {
             return None;
         }
-        progress = guide.accept(byte.into()).unwrap();
+        progress = constraints.accept(byte.into()).unwrap();
     }
     let must = progress == Progress::Complete;
-    Some((must || allowed(&mut guide).contains(&EOS), must))
+    Some((must || allowed(&mut constraints).contains(&EOS), must))
 }
 
 #[test]
@@ -197,11 +197,15 @@ fn a_text_does_not_end_before_what_must_follow() {
             ..GrammarSpec::Regex("[0-9]+".into()).into()
         };
         let compiled = compiler().compile(&grammar).unwrap();
-        let mut guide = Guide::new(vec![compiled.constraint(&[EOS])]);
+        let mut constraints = Constraints::new(vec![compiled.constraint(&[EOS])]);
         for byte in said.bytes() {
-            guide.accept(token(byte)).unwrap();
+            constraints.accept(token(byte)).unwrap();
         }
-        assert_eq!(allowed(&mut guide).contains(&EOS), may_end, "{grammar:?}: {said}");
+        assert_eq!(
+            allowed(&mut constraints).contains(&EOS),
+            may_end,
+            "{grammar:?}: {said}"
+        );
     }
 }
 
@@ -210,10 +214,10 @@ fn stop_tokens_that_are_no_text_are_allowed_where_the_grammar_may_end() {
     let compiled = compiler()
         .compile(&GrammarSpec::Regex("a+".into()).into())
         .unwrap();
-    let mut ignoring_eos = Guide::new(vec![compiled.constraint(&[])]);
+    let mut ignoring_eos = Constraints::new(vec![compiled.constraint(&[])]);
     ignoring_eos.accept(token(b'a')).unwrap();
     assert_eq!(allowed(&mut ignoring_eos), [token(b'a')]);
-    let mut text = Guide::new(vec![compiled.constraint(&[EOS, token(b'b')])]);
+    let mut text = Constraints::new(vec![compiled.constraint(&[EOS, token(b'b')])]);
     assert_eq!(allowed(&mut text), [token(b'a')]);
     text.accept(token(b'a')).unwrap();
     assert_eq!(allowed(&mut text), [token(b'a'), EOS]);
@@ -224,8 +228,8 @@ fn sequences_of_one_grammar_do_not_know_of_each_other() {
     let compiled = compiler()
         .compile(&GrammarSpec::Regex("ab|cd".into()).into())
         .unwrap();
-    let mut one = Guide::new(vec![compiled.constraint(&[EOS])]);
-    let mut other = Guide::new(vec![compiled.constraint(&[EOS])]);
+    let mut one = Constraints::new(vec![compiled.constraint(&[EOS])]);
+    let mut other = Constraints::new(vec![compiled.constraint(&[EOS])]);
     one.accept(token(b'a')).unwrap();
     other.accept(token(b'c')).unwrap();
     let mut third = one.clone();
@@ -245,12 +249,16 @@ fn a_sequence_without_tokens_takes_nothing() {
     let (told, hears) = std::sync::mpsc::channel();
     let theirs = compiled.clone();
     let sequence = std::thread::spawn(move || {
-        let mut guide = Guide::new(vec![theirs.constraint(&[EOS])]);
-        let mut again = guide.clone();
-        told.send([allowed(&mut guide), allowed(&mut guide), allowed(&mut again)])
-            .unwrap();
-        guide.accept(token(b'a')).unwrap();
-        (allowed(&mut guide), allowed(&mut again))
+        let mut constraints = Constraints::new(vec![theirs.constraint(&[EOS])]);
+        let mut again = constraints.clone();
+        told.send([
+            allowed(&mut constraints),
+            allowed(&mut constraints),
+            allowed(&mut again),
+        ])
+        .unwrap();
+        constraints.accept(token(b'a')).unwrap();
+        (allowed(&mut constraints), allowed(&mut again))
     });
     let first = hears.recv_timeout(std::time::Duration::from_secs(30));
     assert_eq!(first.unwrap(), [[token(b'a')], [token(b'a')], [token(b'a')]]);

@@ -7,8 +7,8 @@ use crate::Tokenizer;
 struct Tokens {
     trie: TokTrie,
     tokenizer: Tokenizer,
-    /// Text is cut the same way wherever it stands, so that forced text can be said with the tokens that the model knows
-    /// it by.
+    /// Tokenization does not depend on the position in a text, so that text which the grammar forces gets the tokens that the
+    /// model would choose.
     canonical: bool,
 }
 
@@ -17,7 +17,7 @@ pub(super) fn environment(tokenizer: &Tokenizer, ends: &[TokenId]) -> TokEnv {
     let vocab = tokenizer.vocab();
     let words: Vec<Vec<u8>> = (0..vocab.len() as TokenId)
         .map(|id| match vocab.is_special(id) || ends.contains(&id) {
-            // No text of a grammar is a special token.
+            // Text of a grammar never matches a special token.
             true => [&[TokTrie::SPECIAL_TOKEN_MARKER], vocab.bytes(id)].concat(),
             false => vocab.bytes(id).to_vec(),
         })
@@ -47,7 +47,7 @@ impl TokenizerEnv for Tokens {
     fn tokenize_bytes(&self, bytes: &[u8]) -> Vec<TokenId> {
         self.trie.tokenize_with_greedy_fallback(bytes, |text| {
             let tokens = self.tokenizer.encode_literal(text, false).unwrap_or_default();
-            // A tokenizer that changes the text, or takes parts of it for unknown, is of no use here.
+            // Not if the tokenizer normalizes the text, or replaces parts by the unknown token.
             let bytes = tokens.iter().flat_map(|&token| self.tokenizer.token_bytes(token));
             match bytes.eq(text.as_bytes()) {
                 true => tokens,

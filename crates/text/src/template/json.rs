@@ -24,6 +24,12 @@ pub(super) fn to_jinja(value: &Value) -> JinjaValue {
     }
 }
 
+/// Python's `json.dumps` with `ensure_ascii=False`.
+pub(super) fn dumps(value: &Value) -> String {
+    tojson(&to_jinja(value), Kwargs::from_iter::<[(&str, JinjaValue); 0]>([]))
+        .map_or_else(|_| value.to_string(), |text| text.to_string())
+}
+
 /// The `tojson` filter of transformers: `json.dumps(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`,
 /// without Jinja's escapes for HTML.
 pub(super) fn tojson(value: &JinjaValue, options: Kwargs) -> Result<JinjaValue, Error> {

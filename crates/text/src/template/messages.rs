@@ -48,6 +48,22 @@ pub(super) fn normalize(messages: &[Value], format: ContentFormat) -> Result<Vec
         .collect()
 }
 
+/// Gives the first message, a system message, the functions as `tools`, in JSON text as `json.dumps` writes it.
+pub(super) fn add_tools(
+    messages: &mut Vec<Value>,
+    tools: &[Value],
+    format: ContentFormat,
+) -> Result<(), TextError> {
+    if messages.first().is_none_or(|first| first["role"] != "system") {
+        // What Phi-4-mini's model card says here.
+        let system = json!({"role": "system", "content": "You are a helpful assistant with some tools."});
+        messages.insert(0, normalize_one(0, &system, format)?);
+    }
+    let functions = tools.iter().map(|tool| tool["function"].clone()).collect();
+    messages[0]["tools"] = super::json::dumps(&functions).into();
+    Ok(())
+}
+
 /// Stands for the end of the final message's content; no text has it but by malice, which gains nothing.
 pub(super) const END: &str = "\u{2}plimsoll-end-of-final-message\u{3}";
 

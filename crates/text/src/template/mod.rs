@@ -34,7 +34,19 @@ pub struct ChatTemplate {
     tool_source: Arc<str>,
     special_tokens: SpecialTokens,
     content: ContentFormat,
-    takes_tools: bool,
+    tools: ToolPlace,
+    shows_calls: bool,
+}
+
+/// Where a template reads the tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ToolPlace {
+    /// It does not show them.
+    Nowhere,
+    /// The variable of this name.
+    Variable(&'static str),
+    /// The field `tools` of the system message, as JSON text.
+    SystemMessage,
 }
 
 /// What to render. Objects keep the order of their keys.
@@ -53,6 +65,14 @@ pub struct ChatInput<'a> {
     /// More variables for the template (`chat_template_kwargs`), such as `enable_thinking`.
     pub kwargs: Option<&'a Map<String, Value>>,
 }
+
+const TOOLS: &str = "tools";
+/// Where templates read tools: nearly all, SmolLM3's, Phi-4-mini's.
+const TOOL_PLACES: [ToolPlace; 3] = [
+    ToolPlace::Variable(TOOLS),
+    ToolPlace::Variable("xml_tools"),
+    ToolPlace::SystemMessage,
+];
 
 const DEFAULT: &str = "default";
 /// Where a model has several templates, transformers takes this one for requests with tools.
@@ -88,10 +108,12 @@ impl ChatTemplate {
             tool_source: named(TOOL_USE).unwrap_or(source).into(),
             special_tokens: special_tokens.clone(),
             content: ContentFormat::Text,
-            takes_tools: false,
+            tools: ToolPlace::Nowhere,
+            shows_calls: true,
         };
         template.content = ContentFormat::detect(&template);
-        template.takes_tools = template.shows_tools();
+        template.tools = template.find_tools();
+        template.shows_calls = template.find_calls();
         Ok(template)
     }
 
@@ -145,25 +167,41 @@ impl ChatTemplate {
     /// Renders the prompt of a chat. It contains BOS where the model wants one: tokenize it without special tokens added.
     ///
     /// `messages` are as OpenAI's API has them. Content is brought into the shape that this template reads, a text or a
-    /// list of parts, and the arguments of tool calls are parsed, as templates expect them.
+    /// list of parts, tools go to where it reads them, and the arguments of tool calls are parsed, as templates expect them.
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, TextError> {
+        self.render_with(input, self.tools)
+    }
+
+    fn render_with(&self, input: &ChatInput<'_>, place: ToolPlace) -> Result<String, TextError> {
         let mut messages = messages::normalize(input.messages, self.content)?;
-        if !input.continue_final_message {
-            return self.render_as_given(&ChatInput {
-                messages: &messages,
-                ..*input
-            });
+        let mut kwargs = input.kwargs.cloned().unwrap_or_default();
+        let mut tools = input.tools;
+        match (place, tools) {
+            (ToolPlace::SystemMessage, Some(list)) => {
+                messages::add_tools(&mut messages, list, self.content)?;
+                tools = None;
+            }
+            (ToolPlace::Variable(name), Some(list)) if name != TOOLS => {
+                kwargs.entry(name).or_insert_with(|| json!(list));
+            }
+            _ => {}
         }
-        messages::mark_end(&mut messages);
+        if input.continue_final_message {
+            messages::mark_end(&mut messages);
+        }
         let mut text = self.render_as_given(&ChatInput {
             messages: &messages,
-            add_generation_prompt: false,
+            tools,
+            kwargs: Some(&kwargs),
+            add_generation_prompt: input.add_generation_prompt && !input.continue_final_message,
             ..*input
         })?;
-        let end = text.rfind(messages::END).ok_or_else(|| {
-            TextError::Render("it omits the final message, which cannot be continued then".to_owned())
-        })?;
-        text.truncate(end);
+        if input.continue_final_message {
+            let end = text.rfind(messages::END).ok_or_else(|| {
+                TextError::Render("it omits the final message, which cannot be continued then".to_owned())
+            })?;
+            text.truncate(end);
+        }
         Ok(text)
     }
 
@@ -179,7 +217,7 @@ impl ChatTemplate {
         let kwargs = input.kwargs.into_iter().flatten();
         variables.extend(kwargs.map(|(name, value)| (name.as_str(), json::to_jinja(value))));
         variables.insert("messages", list(input.messages));
-        variables.insert("tools", input.tools.map(list).unwrap_or(JinjaValue::from(())));
+        variables.insert(TOOLS, input.tools.map(list).unwrap_or(JinjaValue::from(())));
         variables.insert(
             "documents",
             input.documents.map(list).unwrap_or(JinjaValue::from(())),
@@ -219,7 +257,12 @@ impl ChatTemplate {
 
     /// Whether the template tells the model about tools.
     pub fn takes_tools(&self) -> bool {
-        self.takes_tools
+        self.tools != ToolPlace::Nowhere
+    }
+
+    /// Whether the template shows the calls of earlier messages.
+    pub fn shows_calls(&self) -> bool {
+        self.shows_calls
     }
 
     /// Whether the template reads the variable `name`, as far as its text shows.
@@ -233,22 +276,49 @@ impl ChatTemplate {
         })
     }
 
-    /// Determined by test renderings, as templates do not declare it.
-    fn shows_tools(&self) -> bool {
-        const PROBE: &str = "probe_for_tools";
+    /// Determined by test renderings, as templates do not declare it. One that refuses them takes tools if it mentions them.
+    fn find_tools(&self) -> ToolPlace {
+        let messages = [json!({"role": "user", "content": "x"})];
+        for place in TOOL_PLACES {
+            match self.probe(&messages, place) {
+                Ok(true) => return place,
+                Ok(false) => {}
+                Err(_) if self.mentions(TOOLS) => return ToolPlace::Variable(TOOLS),
+                Err(_) => {}
+            }
+        }
+        ToolPlace::Nowhere
+    }
+
+    /// Likewise; one that refuses the test's messages is taken to show calls.
+    fn find_calls(&self) -> bool {
+        let id = "probe0000";
+        let function = json!({"name": PROBE, "arguments": {}});
+        let messages = [
+            json!({"role": "user", "content": "x"}),
+            json!({"role": "assistant", "tool_calls": [{"id": id, "type": "function", "function": function}]}),
+            json!({"role": "tool", "tool_call_id": id, "name": "y", "content": "x"}),
+        ];
+        self.probe(&messages, ToolPlace::Nowhere).unwrap_or(true)
+    }
+
+    /// Whether [`PROBE`] is shown, the name of a tool unless that is nowhere.
+    fn probe(&self, messages: &[Value], place: ToolPlace) -> Result<bool, TextError> {
         let parameters = json!({"type": "object", "properties": {}, "required": []});
         let function = json!({"name": PROBE, "description": "A probe.", "parameters": parameters});
         let tools = [json!({"type": "function", "function": function})];
-        let messages = [json!({"role": "user", "content": "x"})];
-        let rendered = self.render(&ChatInput {
-            messages: &messages,
-            tools: Some(&tools),
+        let input = ChatInput {
+            messages,
+            tools: (place != ToolPlace::Nowhere).then_some(&tools),
             add_generation_prompt: true,
             ..Default::default()
-        });
-        rendered.map_or_else(|_| self.mentions("tools"), |text| text.contains(PROBE))
+        };
+        Ok(self.render_with(&input, place)?.contains(PROBE))
     }
 }
+
+/// Name of a function that no template mentions by itself.
+const PROBE: &str = "probe_for_tools";
 
 fn environment() -> Result<Environment<'static>, TextError> {
     let mut environment = Environment::new();
@@ -268,6 +338,17 @@ fn environment() -> Result<Environment<'static>, TextError> {
         ValueKind::Iterable => value.len().is_some(),
         _ => false,
     });
+    // Both are empty in Jinja where there is nothing.
+    environment.add_filter("items", |value: &JinjaValue| match value.is_undefined() {
+        true => Ok(JinjaValue::from_iter::<[JinjaValue; 0]>([])),
+        false => minijinja::filters::items(value),
+    });
+    for name in ["length", "count"] {
+        environment.add_filter(name, |value: &JinjaValue| match value.is_undefined() {
+            true => Ok(0),
+            false => minijinja::filters::length(value),
+        });
+    }
     environment.add_filter("tojson", json::tojson);
     environment.add_function(
         "raise_exception",

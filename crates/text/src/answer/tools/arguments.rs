@@ -1,29 +1,29 @@
-//! Grammars of arguments that are written one by one, as in Python or in tags.
+//! Grammars of calls whose arguments are written one by one: as in Python, or in XML tags.
 
 use llguidance::regex_to_lark;
 use serde_json::{Map, Value, json};
 
 use super::Function;
-use super::parameters::{Object, Others, Parameters};
+use super::parameters::{Additional, Object, Parameters};
 use super::write::{Lark, literal};
 use crate::grammar::GrammarError;
 
-/// Rule of text up to the end of its tag.
+/// Rule of a string up to its closing tag.
 const TEXT: &str = "text";
-/// What a tag's text cannot hold.
+/// Closing tag, which a string cannot contain.
 const END_OF_TEXT: &str = "</parameter>";
-/// The end of a tag's text, without a line break that is layout.
+/// Closing tag with the line break before it, which is not part of the string.
 const END: &str = "\n</parameter>";
-/// Names of arguments that a schema allows without naming them.
+/// Names of additional arguments.
 const NAME: &str = "/[a-zA-Z_][a-zA-Z0-9_]{0,63}/";
-/// Under this name the whole schema comes along with one of its parts.
+/// Name in `$defs` under which a subschema carries the whole schema, for its references.
 const WHOLE: &str = "arguments";
 
-/// References that are followed from one to the next.
+/// Maximum length of a chain of references.
 const MAX_REFERENCES: usize = 16;
 
-/// Keywords that say something about a text that a grammar of it cannot.
-const NOT_OF_TEXT: [&str; 10] = [
+/// Keywords of strings that the grammar of an unquoted string cannot enforce.
+const UNENFORCED_IN_TEXT: [&str; 10] = [
     "$dynamicRef",
     "$recursiveRef",
     "allOf",
@@ -36,11 +36,11 @@ const NOT_OF_TEXT: [&str; 10] = [
     "then",
 ];
 
-/// One way to put arguments together, in rules.
+/// One alternative of the arguments, as rules.
 struct Written {
-    /// Each with its name, and whether it must be there.
+    /// Rule of each, and whether it is required.
     arguments: Vec<(String, bool)>,
-    /// Any other, as often as one likes.
+    /// Rule of additional arguments, any number of them.
     other: Option<String>,
 }
 
@@ -52,7 +52,7 @@ enum Style {
 }
 
 impl Style {
-    /// An argument, of a terminal for its name and a rule for its value.
+    /// Rule of an argument, from a terminal for its name and a rule for its value.
     fn argument(self, name: &str, value: &str) -> String {
         match self {
             Self::Python => format!("{name} \"=\" {value}"),
@@ -60,7 +60,7 @@ impl Style {
         }
     }
 
-    /// Whether a parser finds the end of this name.
+    /// Whether the parser can find the end of this name.
     fn can_write(self, name: &str) -> bool {
         let bare = !name.is_empty() && name.trim() == name;
         bare && match self {
@@ -70,7 +70,7 @@ impl Style {
     }
 }
 
-/// A grammar for the arguments of one function.
+/// Writes the grammar of one function's arguments.
 struct Arguments<'l, 'a, 'f> {
     lark: &'l mut Lark<'a>,
     function: &'f Function,
@@ -104,20 +104,20 @@ impl Lark<'_> {
                 written.arguments.iter().partition(|(_, required)| *required);
             let more = |rest: &[&(String, bool)]| {
                 let rest = rest.iter().map(|(argument, _)| format!("(\", \" {argument})?"));
-                let others = written.other.iter().map(|other| format!("(\", \" {other})*"));
-                rest.chain(others).collect::<Vec<_>>().join(" ")
+                let additional = written.other.iter().map(|other| format!("(\", \" {other})*"));
+                rest.chain(additional).collect::<Vec<_>>().join(" ")
             };
             let first: Vec<_> = required.iter().map(|(argument, _)| argument.as_str()).collect();
             if !first.is_empty() {
                 return format!("{} {}", first.join(" \", \" "), more(&optional));
             }
-            // Any of them may be the first.
+            // Any of the optional arguments may come first.
             let begun = optional
                 .iter()
                 .enumerate()
                 .map(|(i, (argument, _))| format!("{argument} {}", more(&optional[i + 1..])));
-            let others = written.other.iter().map(|other| format!("{other} {}", more(&[])));
-            let begun: Vec<_> = begun.chain(others).collect();
+            let additional = written.other.iter().map(|other| format!("{other} {}", more(&[])));
+            let begun: Vec<_> = begun.chain(additional).collect();
             match begun.as_slice() {
                 [] => String::new(),
                 begun => format!("({})?", begun.join(" | ")),
@@ -138,9 +138,9 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         }
     }
 
-    /// All ways to put the arguments together, each as `body` writes it.
+    /// All alternatives of the arguments, each as `body` writes it.
     fn all(mut self, rule: &str, body: impl Fn(&Written) -> String) -> Result<String, GrammarError> {
-        for keyword in &self.parameters.beyond {
+        for keyword in &self.parameters.unenforced {
             self.cannot(keyword)?;
         }
         let mut bodies = Vec::new();
@@ -155,9 +155,9 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         let mut arguments = Vec::new();
         for (i, argument) in object.arguments.iter().enumerate() {
             let name = argument.name;
-            if self.style.can_write(name) && !argument.said.contains(&&Value::Bool(false)) {
+            if self.style.can_write(name) && !argument.schemas.contains(&&Value::Bool(false)) {
                 let is_text = self.parameters.is_text(name);
-                let value = self.value(&format!("{rule}_{i}"), name, &argument.said, is_text)?;
+                let value = self.value(&format!("{rule}_{i}"), name, &argument.schemas, is_text)?;
                 arguments.push((self.style.argument(&literal(name), &value), argument.is_required));
             } else if argument.is_required {
                 let name = literal(name);
@@ -165,14 +165,18 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
             }
         }
         let any: Vec<&Value> = Vec::new();
-        let others = match &object.others {
-            Others::Of(said) => Some(said),
-            // What is said in other ways is left to the model.
-            Others::Unsaid if object.arguments.is_empty() && !self.parameters.beyond.is_empty() => Some(&any),
-            Others::Unsaid | Others::None => None,
+        let additional = match &object.additional {
+            Additional::Of(schemas) => Some(schemas),
+            // Arguments that only unenforced keywords describe are left to the model.
+            Additional::Unspecified
+                if object.arguments.is_empty() && !self.parameters.unenforced.is_empty() =>
+            {
+                Some(&any)
+            }
+            Additional::Unspecified | Additional::None => None,
         };
-        let other = match others {
-            Some(said) => {
+        let other = match additional {
+            Some(schemas) => {
                 let names: Vec<_> = object
                     .arguments
                     .iter()
@@ -184,8 +188,8 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
                     names => format!(" & ~({})", names.join(" | ")),
                 };
                 self.lark.rule(&name, &format!("{NAME}{but}"));
-                let is_text = self.parameters.others_are_text();
-                let value = self.value(&format!("{rule}_other"), "any other", said, is_text)?;
+                let is_text = self.parameters.additional_is_text();
+                let value = self.value(&format!("{rule}_other"), "any other", schemas, is_text)?;
                 Some(self.style.argument(&name, &value))
             }
             None => None,
@@ -193,17 +197,17 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         Ok(Written { arguments, other })
     }
 
-    /// A rule of the value of an argument, with what ends it.
+    /// Rule of an argument's value with its closing tag.
     fn value(
         &mut self,
         rule: &str,
         name: &str,
-        said: &[&'f Value],
+        schemas: &[&'f Value],
         is_text: bool,
     ) -> Result<String, GrammarError> {
         self.lark.check_size()?;
         if self.style == Style::Xml && is_text {
-            let text = self.text(name, said)?;
+            let text = self.text(name, schemas)?;
             let rule = match text.regex() {
                 None => self.any_text(),
                 Some(regex) => {
@@ -214,7 +218,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
             };
             return Ok(format!("{rule} \"\\n\""));
         }
-        let schema = match said {
+        let schema = match schemas {
             [] => json!({}),
             [one] => (*one).clone(),
             all => json!({ "allOf": all }),
@@ -227,7 +231,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         })
     }
 
-    /// The rule of a text of which nothing is said, the same for all.
+    /// The rule of an unconstrained string, shared by all arguments.
     fn any_text(&mut self) -> &'static str {
         if !std::mem::replace(&mut self.lark.has_text, true) {
             let rule = format!("{TEXT}[suffix={}]", literal(END_OF_TEXT));
@@ -236,19 +240,19 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         TEXT
     }
 
-    /// What the schemas say about a text, all of which hold.
-    fn text(&self, name: &str, said: &[&'f Value]) -> Result<Text, GrammarError> {
+    /// Constraints on a string from `schemas`, all of which apply.
+    fn text(&self, name: &str, schemas: &[&'f Value]) -> Result<Text, GrammarError> {
         let mut text = Text::default();
-        for schema in said {
+        for schema in schemas {
             let mut schema = *schema;
-            // References that lead back to themselves lead nowhere.
+            // References may be circular.
             for _ in 0..MAX_REFERENCES {
                 let Some(fields) = schema.as_object() else { break };
                 for (keyword, value) in fields {
                     let wrong = |what: &str| self.refused(&format!("`{keyword}` of {name}"), what);
                     text.add(keyword, value)
                         .ok_or_else(|| wrong("is not valid for a string"))?;
-                    if NOT_OF_TEXT.contains(&keyword.as_str()) {
+                    if UNENFORCED_IN_TEXT.contains(&keyword.as_str()) {
                         self.cannot(&format!("`{keyword}` of {name}"))?;
                     }
                 }
@@ -268,7 +272,7 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
         }
     }
 
-    /// A keyword that no rule says: an error if the function is strict.
+    /// An unenforceable keyword: an error if the function is strict.
     fn cannot(&self, keyword: &str) -> Result<(), GrammarError> {
         match self.function.strict {
             true => Err(self.refused(
@@ -284,10 +288,10 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
     }
 }
 
-/// A grammar of a text.
+/// Constraints on an unquoted string.
 #[derive(Default)]
 struct Text {
-    /// One of these, if there are any.
+    /// The string is one of these, if set.
     choices: Option<Vec<String>>,
     patterns: Vec<String>,
     min: u64,
@@ -295,7 +299,7 @@ struct Text {
 }
 
 impl Text {
-    /// `None` where the keyword's value is none that it may have.
+    /// Adds a keyword; `None` if its value is invalid.
     fn add(&mut self, keyword: &str, value: &Value) -> Option<()> {
         match keyword {
             "enum" => self.choose(value.as_array()?),
@@ -333,7 +337,7 @@ impl Text {
         min <= max && self.choices.as_ref().is_none_or(|choices| !choices.is_empty())
     }
 
-    /// As a terminal; `None` where any text will do.
+    /// A terminal; `None` for an unconstrained string.
     fn regex(&self) -> Option<String> {
         let mut all: Vec<_> = self.patterns.iter().map(|pattern| search(pattern)).collect();
         match &self.choices {
@@ -355,7 +359,7 @@ impl Text {
     }
 }
 
-/// A terminal of all texts in which a pattern of JSON Schema is found.
+/// A terminal of all strings that contain a match of a JSON Schema `pattern`.
 fn search(pattern: &str) -> String {
     let pattern = regex_to_lark(pattern, "dw");
     let anywhere = |found: bool| if found { "" } else { "(?s:.*)" };
@@ -376,7 +380,7 @@ fn search(pattern: &str) -> String {
     format!("({})", alternatives.join(" | "))
 }
 
-/// What stands between the bars of a pattern that are in no group or class.
+/// Top-level alternatives of a pattern: split at `|` outside of groups and classes.
 fn alternatives(pattern: &str) -> Vec<&str> {
     let (mut from, mut groups, mut class, mut escaped) = (0, 0usize, false, false);
     let mut found = Vec::new();
@@ -400,7 +404,7 @@ fn alternatives(pattern: &str) -> Vec<&str> {
     found
 }
 
-/// A schema that is a part of `whole` as one that stands alone: what it refers to comes along.
+/// A subschema of `whole` as a schema of its own, which carries `whole` in `$defs` if it has references.
 fn alone(mut schema: Value, whole: &Map<String, Value>) -> Map<String, Value> {
     let refers = redirect(&mut schema);
     let mut schema = match schema {
@@ -421,7 +425,7 @@ fn alone(mut schema: Value, whole: &Map<String, Value>) -> Map<String, Value> {
     schema
 }
 
-/// Has references within the whole schema lead to where it comes along; false where there are none.
+/// Redirects references within the whole schema to where [`alone`] puts it; false if there are none.
 fn redirect(schema: &mut Value) -> bool {
     let mut any = false;
     match schema {
@@ -439,7 +443,7 @@ fn redirect(schema: &mut Value) -> bool {
                     }
                     // Values, not schemas.
                     ("const" | "enum" | "default" | "examples", _) => false,
-                    // Names, which may be any.
+                    // Keys are names, not keywords.
                     (
                         "properties" | "patternProperties" | "$defs" | "definitions",
                         Value::Object(schemas),

@@ -4,19 +4,22 @@ use super::super::json::{JsonScan, Scanned, escape_control};
 use super::super::sink::Sink;
 use super::{Function, is_known};
 
-/// A call written as an object with `name` and `arguments` or `parameters`, in any order, among others.
+/// Parses one call incrementally: a JSON object with `name` and `arguments` or `parameters`, in any order. Other fields are
+/// ignored.
 #[derive(Debug)]
 pub(super) struct JsonCall {
     state: State,
     /// Everything so far, until it is certain that this is a call.
     raw: String,
-    /// The call has been told.
-    told: bool,
+    /// The call has been emitted.
+    emitted: bool,
     name: Option<String>,
     /// Arguments that came before the name.
     early: Option<String>,
-    /// Only these may be called, where text without marks is read.
+    /// Only these may be called, if the call has no mark.
     known: Option<Arc<[Function]>>,
+    /// The call ends with its arguments: there is no object around them.
+    is_named: bool,
 }
 
 #[derive(Debug)]
@@ -31,13 +34,13 @@ enum State {
     CommaOrClose,
 }
 
-/// A value on its way, and its text as far as it is kept.
+/// A JSON value being read.
 #[derive(Debug)]
 struct Scalar {
     scan: JsonScan,
     text: String,
-    /// Told as it comes.
-    flows: bool,
+    /// Emitted as it comes; otherwise collected in `text`.
+    streams: bool,
 }
 
 impl Scalar {
@@ -45,29 +48,29 @@ impl Scalar {
         Self {
             scan: JsonScan::new(),
             text: String::new(),
-            flows: false,
+            streams: false,
         }
     }
 }
 
-/// What a character meant to the call.
+/// Result of one more character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It belongs to it, and more must come.
+    /// The call is incomplete.
     More,
-    /// It is the last of the call.
+    /// The call is complete.
     Done,
-    /// No call goes on so. The character is not taken.
+    /// This is no call, or its JSON is invalid. The character is not consumed.
     Wrong,
 }
 
 impl JsonCall {
-    /// Any name will do.
+    /// A call behind a mark: of any function, so that the client sees wrong names.
     pub(super) fn marked() -> Self {
         Self::new(None)
     }
 
-    /// The name must be that of a function: text that just looks like a call is an answer.
+    /// A call without a mark: only of known functions, as an answer may look like a call.
     pub(super) fn bare(functions: &Arc<[Function]>) -> Self {
         Self::new(Some(Arc::clone(functions)))
     }
@@ -76,26 +79,37 @@ impl JsonCall {
         Self {
             state: State::Start,
             raw: String::new(),
-            told: false,
+            emitted: false,
             name: None,
             early: None,
             known,
+            is_named: false,
         }
     }
 
-    /// Whether this is certain to be a call.
-    pub(super) fn is_told(&self) -> bool {
-        self.told
+    /// A call whose name was read: its arguments follow.
+    pub(super) fn named(name: String) -> Self {
+        Self {
+            state: State::BeforeValue("arguments".to_owned()),
+            name: Some(name),
+            is_named: true,
+            ..Self::new(None)
+        }
     }
 
-    /// Gives up: appends what was taken and not told.
+    /// Whether the call was emitted, as it is certain to be one.
+    pub(super) fn is_emitted(&self) -> bool {
+        self.emitted
+    }
+
+    /// Appends the text that was consumed but not emitted.
     pub(super) fn hand_over(&mut self, text: &mut String) {
         text.push_str(&std::mem::take(&mut self.raw));
     }
 
     pub(super) fn take(&mut self, c: char, sink: &mut Sink) -> Outcome {
         let outcome = self.step(c, sink);
-        if self.told {
+        if self.emitted {
             self.raw.clear();
         } else if outcome != Outcome::Wrong {
             self.raw.push(c);
@@ -141,9 +155,9 @@ impl JsonCall {
 
     fn begin_value(&mut self, key: String, c: char, sink: &mut Sink) -> Outcome {
         let mut value = Scalar::new();
-        value.flows = is_arguments(&key) && self.name.is_some() && !self.told && matches!(c, '{' | '[');
-        if value.flows {
-            self.tell(sink);
+        value.streams = is_arguments(&key) && self.name.is_some() && !self.emitted && c == '{';
+        if value.streams {
+            self.emit(sink);
         }
         self.state = State::InValue(key, value);
         self.value(c, sink)
@@ -157,12 +171,12 @@ impl JsonCall {
         let scanned = value.scan.take(c);
         if matches!(scanned, Scanned::Inside | Scanned::Last) {
             if in_string {
-                // Models write lines into strings as they are.
+                // Models write raw line breaks into strings.
                 escape_control(c, &mut value.text);
             } else {
                 value.text.push(c);
             }
-            if value.flows {
+            if value.streams {
                 sink.arguments(&std::mem::take(&mut value.text));
             }
         }
@@ -171,20 +185,21 @@ impl JsonCall {
             Scanned::Wrong => Outcome::Wrong,
             Scanned::Last | Scanned::After => {
                 let (key, text) = (std::mem::take(key), std::mem::take(&mut value.text));
-                let flowed = value.flows;
+                let streamed = value.streams;
                 self.state = State::CommaOrClose;
-                if !flowed && !self.keep(&key, text, sink) {
+                if !streamed && !self.keep(&key, text, sink) {
                     return Outcome::Wrong;
                 }
                 match scanned {
                     Scanned::After => self.step(c, sink),
+                    _ if self.is_named => Outcome::Done,
                     _ => Outcome::More,
                 }
             }
         }
     }
 
-    /// A value that did not flow is complete; false where no call has such a one.
+    /// Uses a complete value that was not emitted as it came; false if no call can have it.
     fn keep(&mut self, key: &str, text: String, sink: &mut Sink) -> bool {
         if key == "name" && self.name.is_none() {
             let Ok(name) = serde_json::from_str::<String>(&text) else {
@@ -193,15 +208,17 @@ impl JsonCall {
             let legal = !name.is_empty() && self.known.as_ref().is_none_or(|known| is_known(known, &name));
             self.name = Some(name);
             if legal && let Some(early) = self.early.take() {
-                self.tell(sink);
+                self.emit(sink);
                 sink.arguments(&early);
             }
             return legal;
         }
-        if is_arguments(key) && !self.told {
-            let arguments = arguments(text);
+        if is_arguments(key) && !self.emitted {
+            let Some(arguments) = arguments(text) else {
+                return false;
+            };
             if self.name.is_some() {
-                self.tell(sink);
+                self.emit(sink);
                 sink.arguments(&arguments);
             } else {
                 self.early = Some(arguments);
@@ -214,17 +231,17 @@ impl JsonCall {
         if self.name.is_none() {
             return Outcome::Wrong;
         }
-        if !self.told {
-            self.tell(sink);
+        if !self.emitted {
+            self.emit(sink);
             sink.arguments("{}");
         }
         Outcome::Done
     }
 
-    fn tell(&mut self, sink: &mut Sink) {
-        if let Some(name) = self.name.as_deref().filter(|_| !self.told) {
+    fn emit(&mut self, sink: &mut Sink) {
+        if let Some(name) = self.name.as_deref().filter(|_| !self.emitted) {
             sink.call(name);
-            self.told = true;
+            self.emitted = true;
         }
     }
 }
@@ -233,14 +250,12 @@ fn is_arguments(key: &str) -> bool {
     matches!(key, "arguments" | "parameters")
 }
 
-/// Arguments that are no object: some models write them as a string, as the API does.
-fn arguments(text: String) -> String {
+/// Arguments as a JSON object. Some models write it as a string, as the API does, or null for none. `None` if it is no object.
+fn arguments(text: String) -> Option<String> {
+    let is_object = |text: &String| text.trim_start().starts_with('{');
     match text.trim() {
-        "null" => "{}".to_owned(),
-        quoted if quoted.starts_with('"') => match serde_json::from_str::<String>(quoted) {
-            Ok(inner) if inner.trim_start().starts_with('{') => inner,
-            _ => text,
-        },
-        _ => text,
+        "null" => Some("{}".to_owned()),
+        quoted if quoted.starts_with('"') => serde_json::from_str(quoted).ok().filter(is_object),
+        _ => Some(text).filter(is_object),
     }
 }

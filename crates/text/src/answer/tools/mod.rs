@@ -1,10 +1,8 @@
 //! Tool calls in a model's output: one file per family of formats.
 
 mod arguments;
-mod bare;
 mod call;
-mod hermes;
-mod mistral;
+mod json_calls;
 mod parameters;
 mod python;
 mod pythonic;
@@ -17,6 +15,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::sink::Sink;
+use json_calls::{JsonCalls, Layout};
 pub use write::CallGrammar;
 
 /// A function that may be called.
@@ -43,6 +42,8 @@ pub enum ToolFormat {
     Pythonic,
     /// `[TOOL_CALLS][{"name": .., "arguments": ..}]`, or `[TOOL_CALLS]name[ARGS]{..}` (Mistral).
     Mistral,
+    /// `<|tool_call|>[{"name": .., "arguments": ..}]<|/tool_call|>`, or `functools[..]` (Phi-4-mini).
+    Phi4Mini,
     /// `{"name": .., "arguments": ..}` or a list of these as the whole answer: for models trained on no format.
     Json,
 }
@@ -58,10 +59,11 @@ impl ToolFormat {
         ("pythonic", Self::Pythonic),
         ("llama4_pythonic", Self::Pythonic),
         ("mistral", Self::Mistral),
+        ("phi4_mini_json", Self::Phi4Mini),
         ("json", Self::Json),
     ];
 
-    /// The format of a chat template, if it is one of these.
+    /// Detects the format from a chat template.
     pub fn detect(template: &str) -> Option<Self> {
         let has = |text: &str| template.contains(text);
         // As text of the template, or within one of its strings.
@@ -73,6 +75,8 @@ impl ToolFormat {
             Some(Self::QwenCoder)
         } else if has("[TOOL_CALLS]") {
             Some(Self::Mistral)
+        } else if has("<|/tool|>") || has("functools[") {
+            Some(Self::Phi4Mini)
         } else if has("arguments")
             && (has_line("<tool_call>", "{") || has("<tool_call></tool_call>") && has("return a json object"))
         {
@@ -84,20 +88,37 @@ impl ToolFormat {
         }
     }
 
-    /// What may stand around calls. Where it is a special token, the text must be decoded with it.
+    /// Marks around calls. Those that are special tokens must not be skipped when the answer is decoded.
     pub fn marks(self) -> &'static [&'static str] {
         match self {
-            Self::Hermes => &hermes::MARKS,
             Self::QwenCoder => &qwen_coder::MARKS,
-            Self::LlamaJson => &bare::MARKS,
             Self::Pythonic => &pythonic::MARKS,
-            Self::Mistral => &mistral::MARKS,
-            Self::Json => &[],
+            _ => self.json_layout().marks,
+        }
+    }
+
+    /// Layout of a format that writes calls as JSON.
+    fn json_layout(self) -> &'static Layout {
+        match self {
+            Self::Hermes => &json_calls::HERMES,
+            Self::Phi4Mini => &json_calls::PHI4_MINI,
+            Self::Mistral => &json_calls::MISTRAL,
+            Self::LlamaJson => &json_calls::LLAMA,
+            Self::Json | Self::QwenCoder | Self::Pythonic => &json_calls::JSON,
+        }
+    }
+
+    /// A parser of answers in this format.
+    pub(super) fn parser(self, functions: Arc<[Function]>) -> Box<dyn Syntax> {
+        match self {
+            Self::QwenCoder => Box::new(qwen_coder::QwenCoder::new(functions)),
+            Self::Pythonic => Box::new(pythonic::Pythonic::new(functions)),
+            _ => Box::new(JsonCalls::new(self.json_layout(), functions)),
         }
     }
 }
 
-/// Reads calls of one format.
+/// Parser of one format's calls.
 pub(super) trait Syntax: fmt::Debug + Send {
     /// Takes one more character.
     fn take(&mut self, c: char, sink: &mut Sink);
@@ -105,37 +126,8 @@ pub(super) trait Syntax: fmt::Debug + Send {
     /// Nothing more comes.
     fn finish(&mut self, sink: &mut Sink);
 
-    /// What is held is the beginning of a call for certain: it stands behind a mark, or among calls. False where it is told.
+    /// The held text is certainly the beginning of a call, as it stands behind a mark or among calls. False once it was emitted.
     fn is_in_markup(&self) -> bool;
-}
-
-/// The reader of some format.
-#[derive(Debug)]
-pub(super) struct Parser(Box<dyn Syntax>);
-
-impl Parser {
-    pub(super) fn new(format: ToolFormat, functions: Arc<[Function]>) -> Self {
-        Self(match format {
-            ToolFormat::Hermes => Box::new(hermes::Hermes::new(functions)),
-            ToolFormat::QwenCoder => Box::new(qwen_coder::QwenCoder::new(functions)),
-            ToolFormat::LlamaJson => Box::new(bare::Bare::new(functions, true)),
-            ToolFormat::Json => Box::new(bare::Bare::new(functions, false)),
-            ToolFormat::Pythonic => Box::new(pythonic::Pythonic::new(functions)),
-            ToolFormat::Mistral => Box::new(mistral::Mistral::new(functions)),
-        })
-    }
-
-    pub(super) fn take(&mut self, c: char, sink: &mut Sink) {
-        self.0.take(c, sink);
-    }
-
-    pub(super) fn finish(&mut self, sink: &mut Sink) {
-        self.0.finish(sink);
-    }
-
-    pub(super) fn is_in_markup(&self) -> bool {
-        self.0.is_in_markup()
-    }
 }
 
 fn is_known(functions: &[Function], name: &str) -> bool {

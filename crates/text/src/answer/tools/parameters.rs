@@ -1,4 +1,4 @@
-//! What a function takes, argument by argument: for formats that do not write arguments as one JSON object.
+//! Arguments of a function one by one, from its JSON schema: for formats that do not write them as one JSON object.
 
 use std::collections::{HashMap, HashSet};
 
@@ -6,15 +6,15 @@ use serde_json::{Map, Value};
 
 use super::Function;
 
-/// Most schemas that a function's schema is put together from: references may lead to each other.
+/// Maximum subschemas read of one function: references may be circular.
 const MAX_SCHEMAS: usize = 64;
-/// Deepest nesting of references and of schemas in schemas.
+/// Maximum nesting of references and subschemas.
 const MAX_DEPTH: usize = 16;
-/// Most ways in which arguments may be put together.
+/// Maximum alternatives of one function's arguments.
 const MAX_OBJECTS: usize = 16;
 
-/// Keywords that say something about an object that its arguments one by one do not.
-const OF_THE_WHOLE: [&str; 16] = [
+/// Keywords that constrain an object as a whole, which no constraint of single arguments expresses.
+const OBJECT_KEYWORDS: [&str; 16] = [
     "$dynamicRef",
     "$recursiveRef",
     "const",
@@ -33,8 +33,8 @@ const OF_THE_WHOLE: [&str; 16] = [
     "unevaluatedProperties",
 ];
 
-/// Keywords of values that are no text, or not text alone.
-const OF_OTHERS: [&str; 21] = [
+/// Keywords of schemas whose values are not, or not only, strings.
+const OTHER_KEYWORDS: [&str; 21] = [
     "$ref",
     "additionalProperties",
     "allOf",
@@ -58,46 +58,46 @@ const OF_OTHERS: [&str; 21] = [
     "then",
 ];
 
-/// The schema of a function's arguments, taken apart.
+/// The schema of a function's arguments, split by argument.
 #[derive(Debug)]
 pub(super) struct Parameters<'a> {
     root: &'a Map<String, Value>,
-    /// The arguments are one of these.
+    /// Alternatives, one of which the arguments match.
     pub(super) objects: Vec<Object<'a>>,
-    /// Keywords with their places that say more than the objects do.
-    pub(super) beyond: Vec<String>,
-    /// Schemas that may still be read.
+    /// Keywords, with their places, that `objects` do not express.
+    pub(super) unenforced: Vec<String>,
+    /// Subschemas that may still be read.
     left: usize,
 }
 
-/// One way to put arguments together.
+/// One alternative of the arguments.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Object<'a> {
     /// In the order of the schema.
     pub(super) arguments: Vec<Argument<'a>>,
     places: HashMap<&'a str, usize>,
     required: Vec<&'a str>,
-    pub(super) others: Others<'a>,
+    pub(super) additional: Additional<'a>,
 }
 
-/// An argument that is named.
+/// An argument from `properties` or `required`.
 #[derive(Clone, Debug)]
 pub(super) struct Argument<'a> {
     pub(super) name: &'a str,
-    /// Schemas, all of which hold.
-    pub(super) said: Vec<&'a Value>,
+    /// All of these apply.
+    pub(super) schemas: Vec<&'a Value>,
     pub(super) is_required: bool,
 }
 
-/// Arguments that are not named.
+/// Arguments that are not in `properties`.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) enum Others<'a> {
-    /// Nothing is said: they are possible, and nobody waits for them.
+pub(super) enum Additional<'a> {
+    /// Not mentioned: possible, but not expected.
     #[default]
-    Unsaid,
-    /// There are none.
+    Unspecified,
+    /// Forbidden.
     None,
-    /// All of these hold for each.
+    /// All of these apply to each.
     Of(Vec<&'a Value>),
 }
 
@@ -106,33 +106,33 @@ impl<'a> Parameters<'a> {
         let mut parameters = Self {
             root,
             objects: Vec::new(),
-            beyond: Vec::new(),
+            unenforced: Vec::new(),
             left: MAX_SCHEMAS,
         };
         let mut objects = parameters.read_object(root, "", 0);
         for object in &mut objects {
-            parameters.beyond.extend(object.complete());
+            parameters.unenforced.extend(object.complete());
         }
         parameters.objects = objects;
         parameters
     }
 
-    /// Whether the value of an argument is written as it is, and is text whatever it looks like.
+    /// Whether the value of an argument is a string, which is written without quotes.
     pub(super) fn is_text(&self, name: &str) -> bool {
-        let mut said = self.objects.iter().flat_map(|object| object.said(name));
-        said.all(|schema| self.is_text_by(schema, 0))
+        let mut schemas = self.objects.iter().flat_map(|object| object.schemas(name));
+        schemas.all(|schema| self.is_text_by(schema, 0))
     }
 
-    /// [`Self::is_text`] of those that are not named.
-    pub(super) fn others_are_text(&self) -> bool {
-        let mut said = self.objects.iter().flat_map(|object| match &object.others {
-            Others::Of(said) => said.as_slice(),
-            Others::None | Others::Unsaid => &[],
+    /// [`Self::is_text`] of arguments that are not in `properties`.
+    pub(super) fn additional_is_text(&self) -> bool {
+        let mut schemas = self.objects.iter().flat_map(|object| match &object.additional {
+            Additional::Of(schemas) => schemas.as_slice(),
+            Additional::None | Additional::Unspecified => &[],
         });
-        said.all(|schema| self.is_text_by(schema, 0))
+        schemas.all(|schema| self.is_text_by(schema, 0))
     }
 
-    /// What is not described is text.
+    /// Values without a schema are strings.
     fn is_text_by(&self, schema: &Value, depth: usize) -> bool {
         let Some(schema) = schema.as_object() else {
             return true;
@@ -150,11 +150,11 @@ impl<'a> Parameters<'a> {
         match (schema.get("enum"), schema.get("const")) {
             (Some(Value::Array(values)), _) => !values.is_empty() && values.iter().all(Value::is_string),
             (_, Some(value)) => value.is_string(),
-            _ => !schema.contains_key("type") && !OF_OTHERS.iter().any(|key| schema.contains_key(*key)),
+            _ => !schema.contains_key("type") && !OTHER_KEYWORDS.iter().any(|key| schema.contains_key(*key)),
         }
     }
 
-    /// What a schema refers to that is a reference within the whole.
+    /// Target of a schema's `$ref` within the whole schema.
     pub(super) fn target(&self, schema: &Map<String, Value>) -> Option<&'a Value> {
         let mut path = schema.get("$ref")?.as_str()?.strip_prefix("#/")?.split('/');
         let name = |part: &str| part.replace("~1", "/").replace("~0", "~");
@@ -176,7 +176,7 @@ impl<'a> Parameters<'a> {
                 return self.read_object(schema, place, depth);
             }
             Value::Bool(true) => {}
-            _ => self.beyond.push(format!("the schema at {place}")),
+            _ => self.unenforced.push(format!("the schema at {place}")),
         }
         vec![Object::default()]
     }
@@ -185,7 +185,7 @@ impl<'a> Parameters<'a> {
         let mut objects = vec![Object::own(schema)];
         for (key, value) in schema {
             let here = format!("{place}/{key}");
-            // Each of these holds, in one of its ways.
+            // Each list holds alternatives, one of which applies.
             let more = match (key.as_str(), value) {
                 ("$ref", _) => match self.target(schema) {
                     Some(target) => vec![self.read(target, &here, depth + 1)],
@@ -194,8 +194,8 @@ impl<'a> Parameters<'a> {
                 ("allOf", Value::Array(all)) => self.read_each(all, &here, depth),
                 ("anyOf", Value::Array(any)) => vec![self.read_each(any, &here, depth).concat()],
                 ("oneOf", Value::Array(any)) => {
-                    // That the others do not hold goes unsaid.
-                    self.beyond.push(named(key, place));
+                    // That no other alternative may match is not expressed.
+                    self.unenforced.push(named(key, place));
                     vec![self.read_each(any, &here, depth).concat()]
                 }
                 ("type", Value::Array(kinds)) if kinds.iter().any(|kind| kind == "object") => continue,
@@ -203,12 +203,12 @@ impl<'a> Parameters<'a> {
                 ("unevaluatedProperties", Value::Bool(false)) => continue,
                 ("minProperties", least) if *least == 0 => continue,
                 ("type", _) => vec![Vec::new()],
-                (key, _) if OF_THE_WHOLE.contains(&key) => vec![Vec::new()],
+                (key, _) if OBJECT_KEYWORDS.contains(&key) => vec![Vec::new()],
                 _ => continue,
             };
             for ways in more {
                 if ways.is_empty() || objects.len() * ways.len() > MAX_OBJECTS {
-                    self.beyond.push(named(key, place));
+                    self.unenforced.push(named(key, place));
                 } else {
                     let each = objects.iter();
                     objects = each.flat_map(|one| ways.iter().map(|way| one.and(way))).collect();
@@ -225,7 +225,7 @@ impl<'a> Parameters<'a> {
     }
 }
 
-/// A keyword with the place of the schema that has it.
+/// A keyword and where it stands.
 pub(super) fn named(keyword: &str, place: &str) -> String {
     match place {
         "" => format!("`{keyword}`"),
@@ -239,10 +239,10 @@ impl<'a> Object<'a> {
         let required = schema.get("required").and_then(Value::as_array);
         let mut object = Self {
             required: required.into_iter().flatten().filter_map(Value::as_str).collect(),
-            others: match schema.get("additionalProperties") {
-                None => Others::Unsaid,
-                Some(Value::Bool(false)) => Others::None,
-                Some(schema) => Others::Of(vec![schema]),
+            additional: match schema.get("additionalProperties") {
+                None => Additional::Unspecified,
+                Some(Value::Bool(false)) => Additional::None,
+                Some(schema) => Additional::Of(vec![schema]),
             },
             ..Self::default()
         };
@@ -252,49 +252,51 @@ impl<'a> Object<'a> {
         object
     }
 
-    fn push(&mut self, name: &'a str, said: Vec<&'a Value>) {
+    fn push(&mut self, name: &'a str, schemas: Vec<&'a Value>) {
         self.places.insert(name, self.arguments.len());
         self.arguments.push(Argument {
             name,
-            said,
+            schemas,
             is_required: false,
         });
     }
 
-    /// Both hold.
+    /// An object that matches both.
     fn and(&self, other: &Self) -> Self {
         let mut both = Self {
             required: [self.required.as_slice(), &other.required].concat(),
-            others: match (&self.others, &other.others) {
-                (Others::None, _) | (_, Others::None) => Others::None,
-                (Others::Of(one), Others::Of(other)) => Others::Of([one.as_slice(), other].concat()),
-                (Others::Unsaid, said) | (said, Others::Unsaid) => said.clone(),
+            additional: match (&self.additional, &other.additional) {
+                (Additional::None, _) | (_, Additional::None) => Additional::None,
+                (Additional::Of(one), Additional::Of(other)) => {
+                    Additional::Of([one.as_slice(), other].concat())
+                }
+                (Additional::Unspecified, schemas) | (schemas, Additional::Unspecified) => schemas.clone(),
             },
             ..Self::default()
         };
         for Argument { name, .. } in self.arguments.iter().chain(&other.arguments) {
             let known = both.places.contains_key(name);
             if !known && self.may_have(name) && other.may_have(name) {
-                both.push(name, [self.said(name), other.said(name)].concat());
+                both.push(name, [self.schemas(name), other.schemas(name)].concat());
             }
         }
         both
     }
 
-    /// All that is said about an argument.
-    fn said(&self, name: &str) -> Vec<&'a Value> {
-        match (self.places.get(name), &self.others) {
-            (Some(&at), _) => self.arguments[at].said.clone(),
-            (None, Others::Of(said)) => said.clone(),
-            (None, Others::None | Others::Unsaid) => Vec::new(),
+    /// All schemas of an argument.
+    fn schemas(&self, name: &str) -> Vec<&'a Value> {
+        match (self.places.get(name), &self.additional) {
+            (Some(&at), _) => self.arguments[at].schemas.clone(),
+            (None, Additional::Of(schemas)) => schemas.clone(),
+            (None, Additional::None | Additional::Unspecified) => Vec::new(),
         }
     }
 
     fn may_have(&self, name: &str) -> bool {
-        self.others != Others::None || self.places.contains_key(name)
+        self.additional != Additional::None || self.places.contains_key(name)
     }
 
-    /// Marks what is required, and adds it where it is not described; gives what is required and must not be there.
+    /// Marks required arguments, adding those without a schema; returns those that are required and forbidden.
     fn complete(&mut self) -> Vec<String> {
         let mut impossible = Vec::new();
         for name in std::mem::take(&mut self.required) {
@@ -303,7 +305,7 @@ impl<'a> Object<'a> {
                 continue;
             }
             if !self.places.contains_key(name) {
-                self.push(name, self.said(name));
+                self.push(name, self.schemas(name));
             }
             self.arguments[self.places[name]].is_required = true;
         }
@@ -311,17 +313,17 @@ impl<'a> Object<'a> {
     }
 }
 
-/// What a parser needs to know of a function's parameters.
+/// Which of a function's arguments are strings.
 #[derive(Debug, Default)]
 pub(super) struct Signature {
-    /// Arguments by name; true where the value is text.
+    /// Arguments by name; true for strings.
     known: HashMap<String, bool>,
-    /// All others.
-    others_are_text: bool,
+    /// All others are strings.
+    additional_is_text: bool,
 }
 
 impl Signature {
-    /// Of `name` among `functions`; of an unknown one all arguments are text.
+    /// Of the function `name`; all arguments of an unknown function are strings.
     pub(super) fn of(name: &str, functions: &[Function]) -> Self {
         let empty = Map::new();
         let function = functions.iter().find(|function| function.name == name);
@@ -333,15 +335,15 @@ impl Signature {
                 .into_iter()
                 .map(|name| (name.to_owned(), parameters.is_text(name)))
                 .collect(),
-            others_are_text: parameters.others_are_text(),
+            additional_is_text: parameters.additional_is_text(),
         }
     }
 
     pub(super) fn is_text(&self, name: &str) -> bool {
-        self.known.get(name).copied().unwrap_or(self.others_are_text)
+        self.known.get(name).copied().unwrap_or(self.additional_is_text)
     }
 
-    /// Whether some argument's name begins with `text` and goes on with `c`.
+    /// Whether `text` followed by `c` is a prefix of some argument's name.
     pub(super) fn knows_beginning(&self, text: &str, c: char) -> bool {
         let mut names = self.known.keys();
         names.any(|name| name.strip_prefix(text).is_some_and(|rest| rest.starts_with(c)))

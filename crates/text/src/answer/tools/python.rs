@@ -1,4 +1,4 @@
-//! Values as models write them, as JSON.
+//! Python literals to JSON.
 
 use serde_json::{Value, json};
 
@@ -7,7 +7,7 @@ use super::super::json::escape;
 /// Deepest nesting that is read.
 const MAX_DEPTH: usize = 64;
 
-/// The JSON text of a value as a model writes it: JSON, else a Python literal, else text that stands for itself.
+/// JSON of a value that a model wrote: as JSON, else as a Python literal, else as an unquoted string.
 pub(super) fn value(text: &str) -> String {
     let text = text.trim();
     match serde_json::from_str::<Value>(text) {
@@ -16,7 +16,7 @@ pub(super) fn value(text: &str) -> String {
     }
 }
 
-/// The JSON text of a Python literal: text, number, True, False, None, list, tuple or dict. `None` where it is no such.
+/// JSON of a Python literal: str, number, True, False, None, list, tuple or dict. `None` if it is none of these.
 fn to_json(text: &str) -> Option<String> {
     let mut reader = Reader {
         rest: text,
@@ -102,7 +102,7 @@ impl Reader<'_> {
             self.space();
             let from = self.out.len();
             self.value(depth + 1)?;
-            // JSON has keys of text alone.
+            // Keys of JSON are strings.
             if !self.out[from..].starts_with('"') {
                 let key = self.out.split_off(from);
                 self.out += &json!(key).to_string();
@@ -130,7 +130,7 @@ impl Reader<'_> {
         if serde_json::from_str::<serde_json::Number>(text).is_ok() {
             self.out += text;
         } else {
-            // `1.` and `.5` are numbers in Python alone.
+            // `1.` and `.5` are no numbers in JSON.
             let number: f64 = text.parse().ok()?;
             self.out += &serde_json::Number::from_f64(number)?.to_string();
         }
@@ -162,7 +162,7 @@ impl Reader<'_> {
                         '\n' => {}
                         '\\' | '\'' | '"' => escape(c, &mut self.out),
                         c => {
-                            // Python keeps what it does not know.
+                            // Python keeps unknown escapes.
                             escape('\\', &mut self.out);
                             escape(c, &mut self.out);
                         }
@@ -175,14 +175,13 @@ impl Reader<'_> {
     }
 }
 
-/// The number that so many hexadecimal digits are.
+/// Reads a number of this many hexadecimal digits.
 fn hex(chars: &mut (impl Iterator<Item = (usize, char)> + Clone), digits: usize) -> Option<u32> {
     let mut digit = || chars.next()?.1.to_digit(16);
     (0..digits).try_fold(0u32, |number, _| Some(number << 4 | digit()?))
 }
 
-/// The character behind `\u`, which may take two of them: models write JSON's escapes in Python too. What is half of a
-/// character is unknown.
+/// The character of `\u` escapes, which may be a surrogate pair, as in JSON. A single surrogate is U+FFFD.
 fn utf16(chars: &mut (impl Iterator<Item = (usize, char)> + Clone)) -> Option<char> {
     let unit = u16::try_from(hex(chars, 4)?).ok()?;
     let mut ahead = chars.clone();
@@ -193,7 +192,7 @@ fn utf16(chars: &mut (impl Iterator<Item = (usize, char)> + Clone)) -> Option<ch
     let more = more.and_then(|more| u16::try_from(more).ok());
     let mut decoded = char::decode_utf16([Some(unit), more].into_iter().flatten());
     let first = decoded.next()?.unwrap_or(char::REPLACEMENT_CHARACTER);
-    // Two units are one character.
+    // A surrogate pair.
     if more.is_some() && decoded.next().is_none() {
         *chars = ahead;
     }

@@ -16,13 +16,13 @@ const CLOSE: &str = "<|python_end|>";
 pub(super) struct Pythonic {
     state: State,
     functions: Arc<[Function]>,
-    /// Text since what was told last: content unless a call comes of it.
+    /// Text that was not emitted: content unless it turns out to be a call.
     held: String,
     tagged: bool,
-    /// A call of the list came.
+    /// The list has at least one call.
     several: bool,
-    /// The call is told, and its arguments are open.
-    told: bool,
+    /// The current call was emitted; its arguments are incomplete.
+    emitted: bool,
     arguments: usize,
     name: String,
     signature: Signature,
@@ -45,7 +45,7 @@ enum State {
     Text(Marks),
 }
 
-/// A literal of which some has been read: where it ends, not whether it is right.
+/// Finds the end of a Python literal, without checking it.
 #[derive(Debug, Default)]
 struct Literal {
     text: String,
@@ -55,7 +55,7 @@ struct Literal {
 }
 
 impl Literal {
-    /// False where `c` ends the literal and is no part of it.
+    /// False if the literal ended before `c`.
     fn take(&mut self, c: char) -> bool {
         match (self.quote, c) {
             (Some(_), _) if self.escaped => self.escaped = false,
@@ -81,54 +81,54 @@ impl Pythonic {
             held: String::new(),
             tagged: false,
             several: false,
-            told: false,
+            emitted: false,
             arguments: 0,
             name: String::new(),
             signature: Signature::default(),
         }
     }
 
-    /// What is told of a call stays one; what was held and all that follows is text.
+    /// Closes a call that was emitted; held text and all that follows is content.
     fn give_up(&mut self, sink: &mut Sink) {
         let held = std::mem::take(&mut self.held);
-        if std::mem::take(&mut self.told) {
+        if std::mem::take(&mut self.emitted) {
             sink.arguments("}");
         }
         self.state = State::Text(Marks::new(if self.tagged { &MARKS } else { &[OPEN] }));
         sink.contents(&held);
     }
 
-    fn tell(&mut self, sink: &mut Sink) {
-        if !self.told {
-            self.told = true;
+    fn emit(&mut self, sink: &mut Sink) {
+        if !self.emitted {
+            self.emitted = true;
             sink.call(&self.name);
             sink.arguments("{");
         }
         self.held.clear();
     }
 
-    fn tell_argument(&mut self, key: &str, text: &str, sink: &mut Sink) {
+    fn emit_argument(&mut self, key: &str, text: &str, sink: &mut Sink) {
         let comma = if self.arguments > 0 { ", " } else { "" };
         self.arguments += 1;
         sink.arguments(&format!("{comma}{}: {}", json!(key), python::value(text)));
     }
 
     fn end_call(&mut self, sink: &mut Sink) {
-        self.tell(sink);
+        self.emit(sink);
         sink.arguments("}");
-        self.told = false;
+        self.emitted = false;
         self.state = State::Between;
     }
 }
 
-/// Whether a key goes on with `c`. One that the function knows may be anything; what cannot be a name before the call is certain
-/// is text, and so is, behind that, what begins as a value without key.
-fn goes_on(key: &str, c: char, signature: &Signature, told: bool) -> bool {
+/// Whether `c` can continue a key. Names that the function has may hold any character; other keys only those of names, or, once
+/// the call was emitted, anything that does not begin like a value.
+fn goes_on(key: &str, c: char, signature: &Signature, emitted: bool) -> bool {
     let is_value = |c| matches!(c, '"' | '\'' | '[' | '(' | '{');
     let begins_value = key.chars().next().map_or(is_value(c), is_value);
     c.is_whitespace()
         || is_name(c)
-        || told && !matches!(c, ')' | ',') && !begins_value
+        || emitted && !matches!(c, ')' | ',') && !begins_value
         || signature.knows_beginning(key, c)
 }
 
@@ -162,17 +162,17 @@ impl Syntax for Pythonic {
             State::Key(key) if c == ')' && key.is_empty() => self.end_call(sink),
             State::Key(key) if c == '=' && !key.is_empty() => {
                 let key = key.trim_end().to_owned();
-                self.tell(sink);
+                self.emit(sink);
                 self.state = State::Value {
                     key,
                     value: Literal::default(),
                 };
             }
-            State::Key(key) if goes_on(key, c, &self.signature, self.told) => key.push(c),
+            State::Key(key) if goes_on(key, c, &self.signature, self.emitted) => key.push(c),
             State::Value { key, value } => {
                 if !value.take(c) {
                     let (key, text) = (std::mem::take(key), std::mem::take(&mut value.text));
-                    self.tell_argument(&key, &text, sink);
+                    self.emit_argument(&key, &text, sink);
                     match c {
                         ')' => self.end_call(sink),
                         _ => {
@@ -207,7 +207,7 @@ impl Syntax for Pythonic {
                 }
             },
             _ => {
-                // Not taken: it may begin a mark.
+                // `c` may begin a mark.
                 self.held.pop();
                 self.give_up(sink);
                 self.take(c, sink);
@@ -222,12 +222,12 @@ impl Syntax for Pythonic {
                 sink.contents(&rest);
             }
             State::Value { key, value } => {
-                // Cut off: what is there is told, and stays open.
+                // Cut off: the incomplete argument is emitted as it is.
                 let (key, text) = (std::mem::take(key), std::mem::take(&mut value.text));
                 let comma = if self.arguments > 0 { ", " } else { "" };
                 sink.arguments(&format!("{comma}{}: {}", json!(key), text.trim()));
             }
-            State::Key(_) if self.told => {}
+            State::Key(_) if self.emitted => {}
             // A separator without a call after it.
             State::Call if self.name.is_empty() && self.held.trim_start().starts_with(',') => {}
             State::Between => {}
@@ -236,6 +236,6 @@ impl Syntax for Pythonic {
     }
 
     fn is_in_markup(&self) -> bool {
-        (self.tagged || self.several) && !self.told && !matches!(self.state, State::Text(_))
+        (self.tagged || self.several) && !self.emitted && !matches!(self.state, State::Text(_))
     }
 }

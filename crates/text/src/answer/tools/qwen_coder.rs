@@ -3,9 +3,8 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::super::json::escape;
-use super::super::mark::{Marks, Seen};
+use super::super::mark::{Closed, Closing, Marks, Seen};
 use super::super::sink::Sink;
-use super::hermes::{Closed, Closing};
 use super::parameters::Signature;
 use super::{Function, Syntax, python};
 
@@ -22,9 +21,9 @@ const END_PARAMETER: &str = "</parameter>";
 pub(super) struct QwenCoder {
     state: State,
     functions: Arc<[Function]>,
-    /// Text that is content unless a call comes of it.
+    /// Text that was not emitted: content unless it turns out to be a call.
     held: String,
-    /// Of the function that is called.
+    /// Signature of the function being called.
     signature: Signature,
     parameters: usize,
 }
@@ -43,13 +42,13 @@ enum State {
     Closing(Closing),
 }
 
-/// The value of a parameter on its way.
+/// The value of a parameter being read.
 #[derive(Debug)]
 struct Parameter {
     marks: Marks,
-    /// Told as it comes; otherwise JSON, or a string where it is none.
+    /// A string, emitted as it comes. Other values are JSON, or strings if they are not valid JSON.
     is_string: bool,
-    /// Text not told: all of what is no string; a line break of a string that may be layout.
+    /// Text not emitted: the whole value if it is no string, else a line break that may precede the closing tag.
     text: String,
     begun: bool,
 }
@@ -218,7 +217,7 @@ impl Syntax for QwenCoder {
             }
             State::Name => sink.contents(&self.held),
             State::Value(value) => {
-                // Cut off: what is there is told, and stays open.
+                // Cut off: the incomplete value is emitted as it is.
                 let rest = value.marks.finish();
                 value.push(&rest, sink);
                 if !value.is_string {

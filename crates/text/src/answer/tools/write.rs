@@ -1,4 +1,4 @@
-//! Calls as models write them: one by one, and as a grammar of all that may come.
+//! Writes calls as models do, and grammars of all calls that are possible.
 
 use plimsoll_core::TokenId;
 use serde_json::{Map, Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::{Function, ToolFormat};
 use crate::grammar::{GrammarError, MAX_BYTES};
 
-/// What may stand between the tokens of arguments: no model can go on with it for ever.
+/// Whitespace between the tokens of arguments: bounded, as a model could repeat it for ever.
 const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
 
 impl ToolFormat {
@@ -18,6 +18,7 @@ impl ToolFormat {
             Self::Hermes => format!("<tool_call>\n{}\n</tool_call>", object("arguments")),
             Self::LlamaJson => object("parameters"),
             Self::Json => object("arguments"),
+            Self::Phi4Mini => format!("<|tool_call|>[{}]<|/tool_call|>", object("arguments")),
             Self::Mistral => format!("[TOOL_CALLS] [{}]", object("arguments")),
             Self::Pythonic => {
                 let fields: Vec<_> = fields().map(|(key, value)| format!("{key}={value}")).collect();
@@ -36,8 +37,7 @@ impl ToolFormat {
     /// A grammar, in llguidance's Lark, of answers that do nothing but call some of the functions, as this format reads them.
     ///
     /// # Errors
-    /// [`GrammarError`] where this format cannot write what a function must be given, or a strict function's schema says what
-    /// no grammar of this format can.
+    /// [`GrammarError`] if this format cannot write a required argument, or cannot enforce a strict function's schema.
     pub fn grammar(self, grammar: &CallGrammar<'_>) -> Result<String, GrammarError> {
         let mut lark = Lark {
             token: grammar.token,
@@ -57,11 +57,12 @@ impl ToolFormat {
         Ok(format!("start: {start}\nWS: /[ \\n]{{1,4}}/\n{}", lark.rules))
     }
 
-    /// What begins a call wherever it stands, if the format has such a mark.
+    /// The mark that begins a call anywhere in an answer, if the format has one.
     pub fn opening(self) -> Option<&'static str> {
         match self {
             Self::Hermes | Self::QwenCoder => Some("<tool_call>"),
             Self::Mistral => Some("[TOOL_CALLS]"),
+            Self::Phi4Mini => Some("<|tool_call|>"),
             Self::LlamaJson | Self::Pythonic | Self::Json => None,
         }
     }
@@ -93,7 +94,7 @@ impl std::fmt::Debug for CallGrammar<'_> {
     }
 }
 
-/// Rules on their way.
+/// A grammar being written.
 pub(super) struct Lark<'a> {
     token: &'a dyn Fn(&str) -> Option<TokenId>,
     rules: String,
@@ -111,7 +112,7 @@ impl Lark<'_> {
         self.rules += &format!("{name}: {body}\n");
     }
 
-    /// Stops before more is written than is compiled: schemas may come along with each of their parts.
+    /// An error once the grammar is longer than can be compiled: subschemas with references carry the whole schema.
     pub(super) fn check_size(&self) -> Result<(), GrammarError> {
         match self.rules.len() {
             0..=MAX_BYTES => Ok(()),
@@ -130,7 +131,7 @@ impl Lark<'_> {
         }
     }
 
-    /// What opens the first call, and the rest of all calls.
+    /// What begins the first call, and the rest of all calls.
     fn calls(
         &mut self,
         format: ToolFormat,
@@ -153,6 +154,7 @@ impl Lark<'_> {
             ToolFormat::Hermes | ToolFormat::QwenCoder => list(&format!("\"\\n\" {open}")),
             ToolFormat::Mistral if self.has_args() => list(&open),
             ToolFormat::Mistral => format!("\" \"? \"[\" {} \"]\"", list("\", \"")),
+            ToolFormat::Phi4Mini => format!("\"[\" {} \"]\" {}", list("\", \""), self.mark("<|/tool_call|>")),
             ToolFormat::LlamaJson => list("\"; \""),
             ToolFormat::Pythonic => format!("\"[\" {} \"]\"", list("\", \"")),
             ToolFormat::Json if grammar.several => "(call | \"[\" call (\", \" call)+ \"]\")".to_owned(),
@@ -181,7 +183,9 @@ impl Lark<'_> {
                 let head = format!("{} {}", literal(&function.name), self.mark("[ARGS]"));
                 (head, String::new())
             }
-            ToolFormat::Mistral | ToolFormat::Json => (object("arguments"), literal("}")),
+            ToolFormat::Mistral | ToolFormat::Phi4Mini | ToolFormat::Json => {
+                (object("arguments"), literal("}"))
+            }
         };
         Ok(format!("{head} {} {tail}", self.arguments(rule, function)))
     }

@@ -1,10 +1,13 @@
 //! Answers taken apart: every format, however the text is cut.
 
+mod write;
+
 use std::sync::Arc;
 
 use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, ReasoningFormat, ToolFormat};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
+use write::write_calls;
 
 /// Name and arguments.
 type Call = (String, Map<String, Value>);
@@ -56,6 +59,7 @@ const FORMATS: &[ToolFormat] = &[
     ToolFormat::LlamaJson,
     ToolFormat::Pythonic,
     ToolFormat::Mistral,
+    ToolFormat::Phi4Mini,
     ToolFormat::Json,
 ];
 
@@ -73,78 +77,6 @@ fn tools(format: ToolFormat, names: &[&str]) -> AnswerFormat {
         tools: Some(format),
         functions: functions(names),
         ..AnswerFormat::default()
-    }
-}
-
-/// One call as models of the family write it.
-fn write_calls(format: ToolFormat, calls: &[Call], style: bool) -> String {
-    let object = |arguments: &str, (name, value): &Call| {
-        format!("{{\"name\": {}, \"{arguments}\": {}}}", json!(name), json!(value))
-    };
-    let each = |one: &dyn Fn(&Call) -> String, separator: &str| {
-        calls.iter().map(one).collect::<Vec<_>>().join(separator)
-    };
-    match (format, style) {
-        (ToolFormat::Hermes, _) => each(
-            &|call| format!("<tool_call>\n{}\n</tool_call>", object("arguments", call)),
-            if style { "\n" } else { "" },
-        ),
-        (ToolFormat::QwenCoder, _) => each(&write_xml, "\n"),
-        (ToolFormat::LlamaJson, true) => {
-            format!("<|python_tag|>{}", each(&|call| object("parameters", call), "; "))
-        }
-        (ToolFormat::LlamaJson, false) => each(&|call| object("parameters", call), ";"),
-        (ToolFormat::Pythonic, _) => {
-            let list = format!("[{}]", each(&write_python, ", "));
-            if style {
-                format!("<|python_start|>{list}<|python_end|>")
-            } else {
-                list
-            }
-        }
-        (ToolFormat::Mistral, true) => each(
-            &|(name, value)| format!("[TOOL_CALLS]{name}[ARGS]{}", json!(value)),
-            "",
-        ),
-        (ToolFormat::Mistral, false) => {
-            format!("[TOOL_CALLS] [{}]", each(&|call| object("arguments", call), ", "))
-        }
-        (ToolFormat::Json, true) => format!("[{}]", each(&|call| object("arguments", call), ", ")),
-        (ToolFormat::Json, false) => each(&|call| object("arguments", call), "\n"),
-    }
-}
-
-fn write_xml((name, arguments): &Call) -> String {
-    let value = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-    let parameters: String = arguments
-        .iter()
-        .map(|(key, v)| format!("<parameter={key}>\n{}\n</parameter>\n", value(v)))
-        .collect();
-    format!("<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
-}
-
-fn write_python((name, arguments): &Call) -> String {
-    let arguments: Vec<_> = arguments
-        .iter()
-        .map(|(key, value)| format!("{key}={}", python(value)))
-        .collect();
-    format!("{name}({})", arguments.join(", "))
-}
-
-fn python(value: &Value) -> String {
-    let list = |items: Vec<String>| items.join(", ");
-    match value {
-        Value::Null => "None".to_owned(),
-        Value::Bool(true) => "True".to_owned(),
-        Value::Bool(false) => "False".to_owned(),
-        Value::Number(_) | Value::String(_) => value.to_string(),
-        Value::Array(items) => format!("[{}]", list(items.iter().map(python).collect())),
-        Value::Object(fields) => {
-            let fields = fields
-                .iter()
-                .map(|(key, value)| format!("{}: {}", json!(key), python(value)));
-            format!("{{{}}}", list(fields.collect()))
-        }
     }
 }
 
@@ -237,7 +169,7 @@ proptest! {
         // Two functions of one name have one schema.
         let mut names = std::collections::HashSet::new();
         let calls: Vec<_> = calls.into_iter().filter(|(name, _)| names.insert(name.clone())).collect();
-        let marked = style || matches!(format, ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Mistral);
+        let marked = style || format.opening().is_some();
         let before = if has_before && marked && format != ToolFormat::Json { before } else { String::new() };
         let text = format!("{before}{}", write_calls(format, &calls, style));
         let format = AnswerFormat { functions: described(&calls), ..tools(format, &[]) };
@@ -255,7 +187,7 @@ proptest! {
             Just("{\"name\": \"f\""), Just(", \"arguments\": "), Just("{\"a\": \"}"), Just("}"), Just("\""), Just("["), Just("]"),
             Just("[TOOL_CALLS]"), Just("f[ARGS]{"), Just("[CALL_ID]"), Just("<|python_tag|>"), Just(";"), Just("f(a=1"),
             Just(", b='x')"), Just("<function=f>"), Just("<parameter=a>"), Just("</parameter>"), Just("</function>"),
-            Just("<think>"), Just("</think>"), Just("<|python_start|>"), Just("\n"), Just(" "), Just("word"), Just("é"), Just("<"),
+            Just("<think>"), Just("</think>"), Just("<|python_start|>"), Just("functools"), Just("<|/tool_call|>"), Just(","), Just("\n"), Just(" "), Just("word"), Just("é"), Just("<"),
         ], 0..16),
         format in prop::sample::select(FORMATS),
         reasons: bool,
@@ -301,6 +233,16 @@ fn what_is_no_call_is_content() {
         (ToolFormat::Mistral, "[TOOL_CALLS] none"),
         (ToolFormat::Mistral, "[TOOL_CALLS]f[ARG"),
         (ToolFormat::Mistral, "[TOOL_CALLS][1]"),
+        (ToolFormat::Phi4Mini, "functools[] is no call"),
+        (ToolFormat::Phi4Mini, "functools.partial(f)[0]"),
+        (ToolFormat::Phi4Mini, "<|tool_call|> none <|/tool_call|>"),
+        // Arguments are an object.
+        (
+            ToolFormat::Phi4Mini,
+            "functools[{\"name\": \"f\", \"arguments\": \"none\"}]",
+        ),
+        (ToolFormat::LlamaJson, "{\"name\": \"f\", \"parameters\": 5}"),
+        (ToolFormat::Json, "{\"name\": \"f\", \"arguments\": [1]}"),
         (ToolFormat::QwenCoder, "<tool_call>\n<func=f>"),
         (ToolFormat::QwenCoder, "<function=\n"),
         (ToolFormat::QwenCoder, "<tool_call> <function=f"),
@@ -393,6 +335,18 @@ fn models_write_in_many_ways() {
             "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{\"a\": 1}",
             "",
             call("{\"a\": 1}"),
+        ),
+        (
+            ToolFormat::Phi4Mini,
+            "Now.\nfunctools[\n  {\"name\": \"f\", \"arguments\": {\"a\": [1]}}\n]\nDone",
+            "Now.\nDone",
+            call("{\"a\": [1]}"),
+        ),
+        (
+            ToolFormat::Phi4Mini,
+            "<|tool_call|>{\"name\": \"f\"} <|/tool_call|>!",
+            "!",
+            call("{}"),
         ),
         (
             ToolFormat::QwenCoder,
@@ -503,21 +457,44 @@ fn reasoning_is_split_off() {
             "{text}"
         );
     }
-    // Calls that are only thought of are none.
+}
+
+#[test]
+fn calls_among_reasoning_count_if_it_is_never_closed() {
     let call = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
     let format = AnswerFormat {
         reasoning: Some(ReasoningFormat::Think),
         ..tools(ToolFormat::Hermes, &["f"])
     };
-    let whole = read(&format, &[&format!("<think>{call}</think>\n\n{call}")]);
-    assert_eq!(
+    let cases = [
+        // Only thought of.
+        (format!("<think>{call}</think>\n\n{call}"), call, "", 1),
         (
+            format!("<think>a\n{call} b</think>c"),
+            &format!("a\n{call} b"),
+            "c",
+            0,
+        ),
+        // `</think>` is missing.
+        (format!("<think>\nHm.\n{call}\n{call}"), "Hm.", "", 2),
+        (
+            "<think>Hm. <tool_call>oops".to_owned(),
+            "Hm.",
+            "<tool_call>oops",
+            0,
+        ),
+        (format!("<think>{call} <think> so"), "", " <think> so", 1),
+    ];
+    for (text, reasoning, content, calls) in cases {
+        let whole = read(&format, &[&text]);
+        let found = (
             whole.reasoning.as_str(),
             whole.content.as_str(),
-            whole.calls.len()
-        ),
-        (call, "", 1)
-    );
+            whole.calls.len(),
+        );
+        assert_eq!(found, (reasoning, content, calls), "{text}");
+        assert_eq!(read(&format, &cut(&text, &[100, 350, 600, 901])), whole, "{text}");
+    }
 }
 
 #[test]
@@ -540,11 +517,7 @@ fn what_is_cut_off_behind_a_mark_is_no_text() {
         .flat_map(|&format| [(format, true), (format, false)])
     {
         let text = write_calls(format, &calls, style);
-        let is_marked = match format {
-            ToolFormat::Hermes | ToolFormat::QwenCoder | ToolFormat::Mistral => true,
-            ToolFormat::LlamaJson | ToolFormat::Pythonic => style,
-            ToolFormat::Json => false,
-        };
+        let is_marked = format.opening().is_some() || style && format != ToolFormat::Json;
         for end in 0..=text.len() {
             let mut parser = AnswerParser::new(&tools(format, &["f", "g"]));
             let mut whole = Whole::default();
