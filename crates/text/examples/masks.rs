@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let compiled = compiler.compile(&spec.into())?;
         let compile = began.elapsed();
         let (mut masks, mut begins, mut accepts) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut constraints, before) = (Vec::new(), resident());
+        let (mut sequences, before) = (Vec::new(), resident());
         for seed in 0..SEQUENCES {
             let mut constraints = Constraints::new(vec![compiled.constraint(&[])]);
             let mut mask = vec![0; tokenizer.vocab_size().div_ceil(32)];
@@ -55,13 +55,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     break;
                 }
             }
-            constraints.push(constraints);
+            sequences.push(constraints);
         }
         let taken = before
             .zip(resident())
             .map(|(before, now)| now.saturating_sub(before) / SEQUENCES);
         let began = Instant::now();
-        drop(constraints);
+        drop(sequences);
         let freed = began.elapsed() / SEQUENCES as u32;
         let figures = json!({
             "compile_ms": micros(compile) / 1e3,
