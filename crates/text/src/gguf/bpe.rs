@@ -8,7 +8,6 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, SplitDelimiterBehavior};
 
 use super::{Kind, Source, TokenType, list, pre};
-use crate::pipeline::Pipeline;
 use crate::{TextError, vocab};
 
 const MERGES: &str = "tokenizer.ggml.merges";
@@ -29,13 +28,8 @@ pub(super) fn byte_level(source: &Source<'_>) -> Result<Kind, TextError> {
     inner.with_pre_tokenizer(Some(Sequence::new(steps)));
     add_special(source, &mut inner)?;
     Ok(Kind {
-        encoder: Box::new(Pipeline::new(inner)),
-        shrinks: Some(1),
-        vocab: source.vocab(false, vocab::byte_level),
         add_bos: pre.add_bos,
-        add_eos: false,
-        default_bos: None,
-        default_eos: None,
+        ..Kind::of(inner, source.vocab(false, vocab::byte_level))
     })
 }
 
@@ -54,15 +48,7 @@ pub(super) fn gemma4(source: &Source<'_>) -> Result<Kind, TextError> {
         .map_err(|e| TextError::invalid(super::MODEL, e.to_string()))?;
     inner.with_pre_tokenizer(Some(Sequence::new(vec![split(r"[^\n]+|[\n]+")?])));
     add_special(source, &mut inner)?;
-    Ok(Kind {
-        encoder: Box::new(Pipeline::new(inner)),
-        shrinks: Some(1),
-        vocab: source.vocab(false, vocab::sentencepiece),
-        add_bos: false,
-        add_eos: false,
-        default_bos: None,
-        default_eos: None,
-    })
+    Ok(Kind::of(inner, source.vocab(false, vocab::sentencepiece)))
 }
 
 pub(super) fn ids(source: &Source<'_>) -> Ids {

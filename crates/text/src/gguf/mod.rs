@@ -9,6 +9,7 @@ mod word_piece;
 use plimsoll_core::{MetaValue, Metadata, TokenId};
 
 use crate::TextError;
+use crate::pipeline::Pipeline;
 use crate::tokenizer::{Encode, Parts, SpecialTokens, Tokenizer, Wrap};
 use crate::vocab::{self, Vocab};
 
@@ -145,6 +146,21 @@ struct Kind {
     /// Where the file does not say.
     default_bos: Option<TokenId>,
     default_eos: Option<TokenId>,
+}
+
+impl Kind {
+    /// A tokenizer of the `tokenizers` crate that loses no text and adds nothing around it.
+    fn of(inner: tokenizers::Tokenizer, vocab: Vocab) -> Self {
+        Self {
+            encoder: Box::new(Pipeline::new(inner)),
+            shrinks: Some(1),
+            vocab,
+            add_bos: false,
+            add_eos: false,
+            default_bos: None,
+            default_eos: None,
+        }
+    }
 }
 
 impl Tokenizer {

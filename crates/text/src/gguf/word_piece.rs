@@ -3,7 +3,6 @@ use tokenizers::normalizers::BertNormalizer;
 use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 
 use super::{Kind, Source, bpe};
-use crate::pipeline::Pipeline;
 use crate::{TextError, vocab};
 
 /// BERT's WordPiece. GGUF marks the beginning of a word with `▁`, where BERT marks the continuation with `##`.
@@ -37,13 +36,10 @@ pub(super) fn load(source: &Source<'_>) -> Result<Kind, TextError> {
     inner.with_pre_tokenizer(Some(BertPreTokenizer));
     bpe::add_special(source, &mut inner)?;
     Ok(Kind {
-        encoder: Box::new(Pipeline::new(inner)),
         // A word that is unknown is one token, however long it is.
         shrinks: None,
-        vocab: source.vocab(true, vocab::sentencepiece),
         add_bos: true,
         add_eos: true,
-        default_bos: None,
-        default_eos: None,
+        ..Kind::of(inner, source.vocab(true, vocab::sentencepiece))
     })
 }
