@@ -6,7 +6,6 @@
 mod file;
 mod foreign;
 mod settings;
-mod strangers;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -155,17 +154,13 @@ fn refused(error: clap::Error, argv: &[OsString]) -> Error {
     };
     match strangers.as_slice() {
         [] => Error::Clap(error),
-        [(flag, advice)] => Error::Configuration {
-            origin: flag.clone(),
-            message: advice.clone(),
-        },
-        several => Error::Configuration {
-            origin: "flags that are none here".to_owned(),
-            message: several
+        [(flag, advice)] => Error::configuration(flag, advice),
+        several => {
+            let lines = several
                 .iter()
-                .map(|(flag, advice)| format!("\n  {flag}: {advice}"))
-                .collect(),
-        },
+                .map(|(flag, advice)| format!("\n  {flag}: {advice}"));
+            Error::configuration("flags that are none here", lines.collect::<String>())
+        }
     }
 }
 
@@ -253,14 +248,11 @@ impl Layers {
     fn environment(&self, variables: &BTreeMap<String, OsString>) -> Result<Vec<LayerFlag>, Error> {
         let mut flags = Vec::new();
         for (variable, value) in variables {
-            let error = |message: String| Error::Configuration {
-                origin: format!("environment variable {variable}"),
-                message,
-            };
+            let error =
+                |message: String| Error::configuration(format!("environment variable {variable}"), message);
             let key = variable[PREFIX.len()..].to_ascii_lowercase().replace('_', "-");
-            let value = value
-                .to_str()
-                .ok_or_else(|| error("the value is not UTF-8".to_owned()))?;
+            let not_text = || error("the value is not UTF-8".to_owned());
+            let value = value.to_str().ok_or_else(not_text)?;
             let wrong = |message: String| error(message + service_links_hint(variables));
             let arg = known(&key).map_err(wrong)?;
             let value = match (arg.get_action(), value.to_ascii_lowercase().as_str()) {
