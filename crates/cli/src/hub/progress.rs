@@ -1,10 +1,11 @@
 //! Progress of one download from the Hub: a bar, and the start's.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use hf_hub::progress::{DownloadEvent, Progress, ProgressEvent, ProgressHandler};
 use indicatif::ProgressBar;
+use parking_lot::Mutex;
 
 use super::RemoteFile;
 use crate::bytes::Bytes;
@@ -73,7 +74,7 @@ impl ProgressHandler for Handler {
         let ProgressEvent::Download(event) = event else {
             return;
         };
-        let mut done = self.done.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut done = self.done.lock();
         match event {
             DownloadEvent::Progress { files } => {
                 for file in files {

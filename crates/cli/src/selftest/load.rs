@@ -4,12 +4,14 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use serde_json::{Map, Value, json};
+use strum::{EnumIter, IntoStaticStr};
 
 use super::answer::Expected;
 use super::limits::Limits;
 
 /// One kind of load, in the order in which they run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub(super) enum Stage {
     /// Every feature of the API, once with each endpoint, whole and as a stream.
     Features,
@@ -30,28 +32,8 @@ pub(super) enum Stage {
 }
 
 impl Stage {
-    pub(super) const ALL: [Self; 8] = [
-        Self::Features,
-        Self::Longest,
-        Self::Rows,
-        Self::Mixed,
-        Self::Prefixes,
-        Self::Disconnects,
-        Self::Full,
-        Self::Mix,
-    ];
-
     pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Features => "features",
-            Self::Longest => "longest",
-            Self::Rows => "rows",
-            Self::Mixed => "mixed",
-            Self::Prefixes => "prefixes",
-            Self::Disconnects => "disconnects",
-            Self::Full => "full",
-            Self::Mix => "mix",
-        }
+        self.into()
     }
 
     /// Part of the time, in percent.
@@ -492,6 +474,8 @@ impl Draw<'_> {
 mod tests {
     use std::collections::BTreeSet;
 
+    use strum::IntoEnumIterator;
+
     use super::*;
 
     fn load(longest: usize, chat: bool) -> Load {
@@ -514,7 +498,7 @@ mod tests {
     fn every_request_is_legal() {
         for longest in [16, 64, 1000] {
             let load = load(longest, true);
-            for stage in Stage::ALL {
+            for stage in Stage::iter() {
                 for job in (0..300).map_while(|index| load.job(stage, index)) {
                     let Expected {
                         prompt_tokens,
@@ -541,7 +525,7 @@ mod tests {
             seed: 4,
             ..one.clone()
         };
-        for stage in Stage::ALL {
+        for stage in Stage::iter() {
             assert_eq!(body(&one, stage, 5), body(&same, stage, 5));
             assert_ne!(body(&one, stage, 5), body(&other, stage, 5));
             assert_ne!(body(&one, stage, 5), body(&one, stage, 6));

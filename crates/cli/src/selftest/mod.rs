@@ -13,12 +13,14 @@ mod verdict;
 mod watch;
 
 use std::io::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::Args;
 use indicatif::ProgressBar;
+use parking_lot::Mutex;
+use strum::IntoEnumIterator;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -167,7 +169,7 @@ impl Test {
         let mut workers = JoinSet::new();
         let all = async {
             self.repeat().await;
-            for stage in Stage::ALL {
+            for stage in Stage::iter() {
                 self.stage(stage, deadline, &mut workers, &bar).await;
             }
         };
@@ -242,7 +244,7 @@ impl Test {
         workers: &mut JoinSet<()>,
         bar: &ProgressBar,
     ) {
-        let later = Stage::ALL.iter().filter(|&&other| other >= stage);
+        let later = Stage::iter().filter(|&other| other >= stage);
         let shares: u32 = later.map(|other| other.share()).sum();
         let end =
             Instant::now() + deadline.saturating_duration_since(Instant::now()) * stage.share() / shares;
@@ -407,7 +409,7 @@ impl Test {
     }
 
     fn tally<T>(&self, act: impl FnOnce(&mut Tally) -> T) -> T {
-        act(&mut self.tally.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut self.tally.lock())
     }
 }
 

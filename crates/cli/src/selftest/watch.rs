@@ -1,10 +1,9 @@
 //! What the server says about itself while it is under load.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use plimsoll_server::metric_names as names;
 use tokio::time::Instant;
 
@@ -230,7 +229,7 @@ impl Watch {
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut Seen) -> T) -> T {
-        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut self.0.lock())
     }
 }
 
