@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use plimsoll_core::{
-    BlockSize, DeviceTime, Executor, FillMasks, RequestOptions, Run, Sampled, StepError, StepLimits,
-    StepOutput, StepPlan,
+    BlockSize, DeviceTime, Executor, FillMasks, RequestOptions, StepError, StepLimits, StepOutput, StepPlan,
 };
 
+use super::fake::answer;
 use super::{PATIENCE, config, options, read, start, submit, token, whole};
 use crate::EngineStats;
 
@@ -63,16 +63,7 @@ impl Executor for Device {
         let (plan, done) = self.launched.pop_front().expect("a step was launched");
         self.world.now.fetch_max(done, Ordering::SeqCst);
         self.world.now.fetch_add(HOST, Ordering::SeqCst);
-        let sampled = |run: &Run| {
-            run.sample.as_ref().map(|spec| Sampled {
-                token: token(spec.seed, spec.index),
-                logprobs: None,
-            })
-        };
-        Ok(StepOutput {
-            samples: plan.runs.iter().map(sampled).collect(),
-            ..Default::default()
-        })
+        Ok(answer(&plan))
     }
 
     fn rest(&mut self) {

@@ -2,22 +2,21 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    BlockSize, BuildError, Component, Limits, Meters, Oom, RefusedBy, StateConfig, StepError, StepLimits,
+    BlockSize, BuildError, Component, Meters, Oom, RefusedBy, StateConfig, StepError, StepLimits,
 };
 use plimsoll_profiler::{KvSize, Margins, Piece, ProfileError, ProfileSpec, Proved, Target, profile};
-use plimsoll_scheduler::{Scheduler, SchedulerConfig};
+use plimsoll_scheduler::SchedulerConfig;
 use tokio::sync::oneshot;
 
 use super::{Fake, PATIENCE, Rig, Script, config, options, read, submit, whole};
-use crate::masks::MaskPool;
 use crate::recovery::FIRST_RETRY;
-use crate::shared::{Command, SHUT_DOWN, Shared, Sleeper};
-use crate::thread::{Clock, EngineThread};
+use crate::shared::{Command, SHUT_DOWN, Sleeper};
+use crate::thread::EngineThread;
 use crate::{
     Activity, Drained, EngineConfig, EngineHandle, Phase, RebuildError, RequestStream, SleepError,
     StateSource, SubmitError, WakeError,
@@ -37,6 +36,15 @@ const TOKENS: usize = 512;
 struct Device {
     script: Arc<Script>,
     room: Arc<AtomicUsize>,
+}
+
+impl Default for Device {
+    fn default() -> Self {
+        Self {
+            script: Arc::default(),
+            room: Arc::new(AtomicUsize::new(TOKENS)),
+        }
+    }
 }
 
 impl Device {
@@ -146,10 +154,7 @@ pub(super) fn told_overflow() -> StepError {
 }
 
 fn start(steps_in_flight: usize, outage_patience: Duration) -> (Rig, Device) {
-    let device = Device {
-        script: Arc::default(),
-        room: Arc::new(AtomicUsize::new(TOKENS)),
-    };
+    let device = Device::default();
     let config = EngineConfig {
         outage_patience,
         ..config(100, steps_in_flight)
@@ -500,41 +505,14 @@ async fn sleep_gives_the_state_back_and_waking_proves_it_again() {
 /// in between is in its queue, and is not slept over.
 #[test]
 fn a_sleep_that_was_given_up_does_not_answer_for_the_next() {
-    let device = Device {
-        script: Arc::default(),
-        room: Arc::new(AtomicUsize::new(TOKENS)),
-    };
-    let parts = device.prove().unwrap().into_parts();
-    let scheduler = Scheduler::new(SchedulerConfig {
+    let device = Device::default();
+    let scheduler = SchedulerConfig {
         limits: LIMITS,
-        kv: parts.config.kv,
+        kv: device.prove().unwrap().into_parts().config.kv,
         enable_prefix_caching: false,
         patience: 1000,
-    });
-    let limits = Limits {
-        max_model_len: 256,
-        kv_capacity_tokens: TOKENS,
-        vocab_size: 100,
     };
-    let (_link, commands) = mpsc::channel();
-    let mut thread = EngineThread {
-        shared: Arc::new(Shared::new(scheduler.stats(), limits, parts.config.kv)),
-        scheduler,
-        source: Box::new(device),
-        kv: parts.config.kv,
-        commands,
-        in_flight: VecDeque::new(),
-        depth: 1,
-        outage_patience: PATIENCE,
-        clock: Clock::default(),
-        highest: 0,
-        peers_at_ready: 0,
-        unsampled: false,
-        masks: MaskPool::default(),
-        lost: false,
-        sleeper: None,
-        cache_listener: None,
-    };
+    let (_handle, mut thread) = EngineHandle::prepare(None, Box::new(device), scheduler, &config(100, 1));
     let ask = |thread: &EngineThread<Fake>| {
         let (asleep, told) = oneshot::channel();
         let attempt = thread.shared.lock().fall_asleep();
