@@ -68,7 +68,7 @@ pub(crate) struct PerRequest {
 impl PerRequest {
     /// A request with `n` choices per prompt was submitted.
     pub(crate) fn submitted(&self, n: usize) {
-        self.choices.each(|histogram| histogram.record(n as f64));
+        self.choices.count(n);
     }
 }
 
@@ -86,6 +86,10 @@ impl<T> Both<T> {
 impl Both<metrics::Histogram> {
     fn record(&self, duration: Duration) {
         self.each(|histogram| histogram.record(duration.as_secs_f64()));
+    }
+
+    fn count(&self, things: usize) {
+        self.each(|histogram| histogram.record(things as f64));
     }
 }
 

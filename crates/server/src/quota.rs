@@ -127,13 +127,8 @@ impl Quotas {
                 remaining: account.requests.level,
             });
         }
-        match refused {
-            Some(error) => (left, Err(error)),
-            None => {
-                account.running += 1;
-                (left, Ok(()))
-            }
-        }
+        account.running += usize::from(refused.is_none());
+        (left, refused.map_or(Ok(()), Err))
     }
 
     /// A request that entered is over.
