@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use futures::StreamExt;
+use futures::future::join_all;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
@@ -240,11 +241,10 @@ async fn send_all(
             result
         }));
     }
-    let mut results = Vec::with_capacity(tasks.len());
-    for task in tasks {
-        results.push(task.await.unwrap_or_else(|error| Err(error.to_string())));
-    }
+    let results = join_all(tasks).await.into_iter();
     results
+        .map(|task| task.unwrap_or_else(|error| Err(error.to_string())))
+        .collect()
 }
 
 struct Client {
@@ -299,19 +299,12 @@ impl Client {
             body["ignore_eos"] = true.into();
         }
         let begin = Instant::now();
-        let response = self
-            .http
-            .post(&self.url)
-            .json(&body)
-            .send()
-            .await
-            .map_err(|e| e.to_string())?;
-        if !response.status().is_success() {
-            let status = response.status();
-            return Err(format!(
-                "{status}: {}",
-                response.text().await.unwrap_or_default().trim()
-            ));
+        let request = self.http.post(&self.url).json(&body);
+        let response = request.send().await.map_err(|e| e.to_string())?;
+        let status = response.status();
+        if !status.is_success() {
+            let text = response.text().await.unwrap_or_default();
+            return Err(format!("{status}: {}", text.trim()));
         }
         let mut outcome = Outcome::default();
         let mut last = None;
@@ -329,10 +322,8 @@ impl Client {
                 if let Some(error) = chunk.get("error") {
                     return Err(error.to_string());
                 }
-                if chunk["choices"]
-                    .as_array()
-                    .is_some_and(|choices| !choices.is_empty())
-                {
+                let choices = chunk["choices"].as_array();
+                if choices.is_some_and(|choices| !choices.is_empty()) {
                     match last.replace(now) {
                         None => outcome.ttft = now - begin,
                         Some(before) => outcome.gaps.push(now - before),

@@ -24,17 +24,14 @@ impl DownloadBar {
     /// `missing`: the files to come with their sizes; with none of them, nothing is shown.
     pub(super) fn new(repo: &str, missing: &[RemoteFile], start: &StartProgress) -> Self {
         let total = missing.iter().map(|file| file.size).sum();
-        if missing.is_empty() {
-            return Self {
-                bar: ProgressBar::hidden(),
-                files: 0,
-                start: start.clone(),
-            };
+        let mut bar = ProgressBar::hidden();
+        if !missing.is_empty() {
+            start.downloads();
+            tracing::info!("downloading {} files of {repo}, {}", missing.len(), Bytes(total));
+            bar = bytes_bar(repo, total);
         }
-        start.downloads();
-        tracing::info!("downloading {} files of {repo}, {}", missing.len(), Bytes(total));
         Self {
-            bar: bytes_bar(repo, total),
+            bar,
             files: missing.len(),
             start: start.clone(),
         }

@@ -105,11 +105,17 @@ fn what_is_wrong_is_named() {
         ("hf-overrides = [1]", "expected a map"),
         (
             "max_num_seqs = 3\nmax-num-seqs = 4",
-            "max-num-seqs and max-num-seqs",
+            ":2: max-num-seqs and max-num-seqs",
         ),
-        ("disable-ui = true\nno-disable-ui = true", "no-disable-ui and dis"),
+        (
+            "disable-ui = true\nno-disable-ui = true",
+            ":2: no-disable-ui and disable-ui",
+        ),
         ("device-memory = 1\nmax-device-memory = 2", "cannot both be set"),
-        ("device-memory = 1\nmem-fraction = 0.5", "mem-fraction and device"),
+        (
+            "device-memory = 1\ngpu-memory-utilization = 0.5",
+            ":2: gpu-memory-utilization and device-memory",
+        ),
         ("port = 1\n\n# a comment\n\"max-num-seq\" = 3\n", ":4: "),
         ("port = 1\nblock-size = 12\n", ":2: block-size: "),
         ("enable-prefix-caching = 3", "true or false"),
@@ -235,29 +241,33 @@ fn flags_of_other_servers_are_told_what_to_do_instead() {
     let (_file, with_file) = config("swap_space = 4\n");
     let variable = [("PLIMSOLL_CONTEXT_LENGTH", "8")];
     for (argv, environment, parts) in [
-        ("plimsoll serve -tp 2 sim", &[][..], ["-tp: a flag of", "vLLM"]),
+        (
+            "plimsoll serve -tp 2 sim",
+            &[][..],
+            ["-tp: a flag of vLLM", "one device"],
+        ),
         (
             "plimsoll serve sim --tensor_parallel_size=2",
             &[],
-            ["--tensor-parallel-size: a flag of", "of vLLM and SGLang"],
+            ["--tensor-parallel-size: a flag of vLLM and SGLang", "one device"],
         ),
         (
             "plimsoll serve sim --no-enable-chunked-prefill",
             &[],
-            ["always", "on"],
+            ["always on", "leave"],
         ),
         (
             "plimsoll serve --model-path x --context-length 4",
             &[],
             [
-                "--context-length: a flag of SGLang:",
-                "SGLang: use --max-model-len",
+                "--context-length: a flag of SGLang: use --max-model-len",
+                "--model-path: ",
             ],
         ),
         (
             "plimsoll profile sim --max_req_total_len 8",
             &[],
-            ["use", "--max-model-len"],
+            ["--max-req-total-len: ", "use --max-model-len"],
         ),
         (&with_file, &[], [":1: ", "nothing is swapped"]),
         (
