@@ -4,10 +4,10 @@ use std::fs::OpenOptions;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use plimsoll_server::{RequestRecord, RequestSink};
 use serde_json::{Map, Value, json};
 
@@ -44,9 +44,9 @@ impl AccessLog {
             Box::new(std::io::stderr())
         } else {
             let file = OpenOptions::new().create(true).append(true).open(path);
-            Box::new(file.map_err(|error| Error::Configuration {
-                origin: "--access-log".into(),
-                message: format!("{} cannot be written: {error}", path.display()),
+            Box::new(file.map_err(|error| {
+                let message = format!("{} cannot be written: {error}", path.display());
+                Error::configuration("--access-log", message)
             })?)
         };
         let (lines, queue) = sync_channel(QUEUE);
@@ -65,7 +65,7 @@ impl AccessLog {
 
     /// Writes what is left. Requests that end later are not logged. Blocks for as long as the disk takes.
     pub(crate) fn finish(&self) {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         let (writer, lost) = (state.writer.take(), state.lost);
         drop(state);
         if lost > 0 {
@@ -79,16 +79,12 @@ impl AccessLog {
             tracing::error!("the thread of the access log panicked: its last lines are lost");
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl RequestSink for AccessLog {
     fn ended(&self, record: &RequestRecord) {
         let line = line(record);
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         let Some(writer) = &state.writer else { return };
         // Told when it begins and when it is over.
         match writer.lines.try_send(line) {
@@ -229,9 +225,9 @@ mod tests {
         let thread = std::thread::spawn(|| {});
         let log = AccessLog::new(Writer { lines, thread });
         (0..5).for_each(|_| log.ended(&record()));
-        assert_eq!(log.lock().lost, 3);
+        assert_eq!(log.0.lock().lost, 3);
         queue.recv().unwrap();
         log.ended(&record());
-        assert_eq!(log.lock().lost, 0);
+        assert_eq!(log.0.lock().lost, 0);
     }
 }

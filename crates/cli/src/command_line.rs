@@ -121,40 +121,33 @@ mod tests {
 
     #[test]
     fn a_flag_replaces_itself_and_what_it_contradicts() {
-        let line = [
-            "plimsoll",
-            "serve",
-            "m",
-            "--max-num-seqs",
-            "64",
-            "--port=0",
-            "--gpu-memory-utilization=0.5",
-        ];
-        assert_eq!(
-            with(&line, &[Setting::MaxNumSeqs(8)]),
-            "plimsoll serve m --port=0 --gpu-memory-utilization=0.5 --max-num-seqs=8"
-        );
-        assert_eq!(
-            with(&line, &[Setting::DeviceMemory(9), Setting::MaxModelLen(4)]),
-            "plimsoll serve m --max-num-seqs 64 --port=0 --device-memory=9 --max-model-len=4"
-        );
-        let pinned = [
-            "plimsoll",
-            "profile",
-            "--max-total-token-num",
-            "64",
-            "--max-device-memory",
-            "1GiB",
-            "m",
-        ];
-        assert_eq!(
-            with(&pinned, &[Setting::KvCacheMemoryBytes(5)]),
-            "plimsoll profile --max-device-memory 1GiB m --kv-cache-memory-bytes=5"
-        );
-        assert_eq!(
-            with(&pinned, &[Setting::DeviceMemory(5)]),
-            "plimsoll profile --max-total-token-num 64 m --device-memory=5"
-        );
+        let line = "plimsoll serve m --max-num-seqs 64 --port=0 --gpu-memory-utilization=0.5";
+        let pinned = "plimsoll profile --max-total-token-num 64 --max-device-memory 1GiB m";
+        for (line, settings, expected) in [
+            (
+                line,
+                &[Setting::MaxNumSeqs(8)][..],
+                "plimsoll serve m --port=0 --gpu-memory-utilization=0.5 --max-num-seqs=8",
+            ),
+            (
+                line,
+                &[Setting::DeviceMemory(9), Setting::MaxModelLen(4)],
+                "plimsoll serve m --max-num-seqs 64 --port=0 --device-memory=9 --max-model-len=4",
+            ),
+            (
+                pinned,
+                &[Setting::KvCacheMemoryBytes(5)],
+                "plimsoll profile --max-device-memory 1GiB m --kv-cache-memory-bytes=5",
+            ),
+            (
+                pinned,
+                &[Setting::DeviceMemory(5)],
+                "plimsoll profile --max-total-token-num 64 m --device-memory=5",
+            ),
+        ] {
+            let line: Vec<_> = line.split(' ').collect();
+            assert_eq!(with(&line, settings), expected);
+        }
     }
 
     #[test]

@@ -107,22 +107,18 @@ pub fn as_json(settings: &[Setting]) -> String {
         if let (Value::Unset, Some(otherwise)) = (&setting.value, &setting.otherwise) {
             entry.insert("otherwise".to_owned(), json!(otherwise));
         }
-        entry.insert(
-            "from".to_owned(),
-            match &setting.origin {
-                Origin::Default => json!({"layer": "default"}),
-                Origin::File { path, line } => json!({"layer": "file", "file": path, "line": line}),
-                Origin::Environment(variable) => json!({"layer": "environment", "variable": variable}),
-                Origin::Flag => json!({"layer": "flag"}),
-            },
-        );
+        let from = match &setting.origin {
+            Origin::Default => json!({"layer": "default"}),
+            Origin::File { path, line } => json!({"layer": "file", "file": path, "line": line}),
+            Origin::Environment(variable) => json!({"layer": "environment", "variable": variable}),
+            Origin::Flag => json!({"layer": "flag"}),
+        };
+        entry.insert("from".to_owned(), from);
         (setting.name.clone(), entry.into())
     };
     let settings: Map<_, _> = settings.iter().map(entry).collect();
-    format!(
-        "{:#}\n",
-        json!({"version": crate::version::long(), "settings": settings})
-    )
+    let all = json!({"version": crate::version::long(), "settings": settings});
+    format!("{all:#}\n")
 }
 
 /// A file for `--config` that resolves to the same, but for secrets.

@@ -1,5 +1,6 @@
 //! What can go wrong, and with which exit code the process then ends.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -197,6 +198,14 @@ fn held_by(holders: &[Holder]) -> String {
 }
 
 impl Error {
+    /// What `origin`, a file, a variable or a flag, says wrongly, and what would be right.
+    pub(crate) fn configuration(origin: impl Display, message: impl Into<String>) -> Self {
+        Self::Configuration {
+            origin: origin.to_string(),
+            message: message.into(),
+        }
+    }
+
     /// As `plimsoll --help` lists them.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -220,9 +229,7 @@ impl Error {
             Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
         }
     }
-}
 
-impl Error {
     /// Whether threads may still be at work on the device, perhaps for ever.
     pub fn leaves_work_behind(&self) -> bool {
         matches!(

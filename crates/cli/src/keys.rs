@@ -27,15 +27,10 @@ impl KeySource {
     /// # Errors
     /// Where a key is none, a file cannot be read or holds none, or limits per key are set without keys.
     pub(crate) fn read(args: &AccessArgs) -> Result<Self, Error> {
-        let wrong = |message: String| Error::Configuration {
-            origin: "--api-key".into(),
-            message,
-        };
-        let flags = args
-            .api_key
-            .iter()
-            .map(|key| ApiKey::new(None, key.reveal()).map_err(|error| wrong(error.to_string())))
-            .collect::<Result<Vec<_>, _>>()?;
+        let wrong = |message: &str| Error::configuration("--api-key", message);
+        let flags = args.api_key.iter().map(|key| ApiKey::new(None, key.reveal()));
+        let flags: Result<Vec<_>, _> = flags.collect();
+        let flags = flags.map_err(|error| wrong(&error.to_string()))?;
         let mut keys = flags.clone();
         let file = match &args.api_key_file {
             None => None,
@@ -43,7 +38,7 @@ impl KeySource {
                 let [content] = read_files(std::array::from_ref(path))?;
                 let found = parse(path, &content)?;
                 if found.is_empty() {
-                    return Err(in_file(path, "it holds no key".into()));
+                    return Err(Error::configuration(path.display(), "it holds no key"));
                 }
                 keys.extend(found);
                 Some(KeyFile {
@@ -53,11 +48,11 @@ impl KeySource {
             }
         };
         if keys.is_empty() && !limits(args).is_none() {
-            let message = "limits per key need keys: add --api-key-file or --api-key".to_owned();
+            let message = "limits per key need keys: add --api-key-file or --api-key";
             return Err(wrong(message));
         }
         if keys.is_empty() && args.isolate_prefix_cache() {
-            let message = "--isolate-prefix-cache needs keys: add --api-key-file or --api-key".to_owned();
+            let message = "--isolate-prefix-cache needs keys: add --api-key-file or --api-key";
             return Err(wrong(message));
         }
         Ok(Self {
@@ -102,7 +97,7 @@ pub(crate) fn first_in(path: &Path) -> Result<String, Error> {
     let mut lines = entries(&text);
     let key = lines.next().and_then(|(_, words)| words.last().copied());
     key.map(str::to_owned)
-        .ok_or_else(|| in_file(path, "it holds no key".into()))
+        .ok_or_else(|| Error::configuration(path.display(), "it holds no key"))
 }
 
 /// Lines that are no comment, as their numbers and words.
@@ -114,24 +109,17 @@ fn entries(text: &str) -> impl Iterator<Item = (usize, Vec<&str>)> {
 
 /// `KEY` or `NAME KEY` on each line. Errors say the line's number, never its text.
 fn parse(path: &Path, content: &[u8]) -> Result<Vec<ApiKey>, Error> {
-    let text = std::str::from_utf8(content).map_err(|_| in_file(path, "it is no text".into()))?;
-    let mut keys = Vec::new();
-    for (number, words) in entries(text) {
-        let key = match words[..] {
-            [key] => ApiKey::new(None, key).map_err(|error| error.to_string()),
-            [name, key] => ApiKey::new(Some(name), key).map_err(|error| error.to_string()),
-            _ => Err("KEY or NAME KEY is expected".to_owned()),
+    let wrong = |message: String| Error::configuration(path.display(), message);
+    let text = std::str::from_utf8(content).map_err(|_| wrong("it is no text".into()))?;
+    let key = |(number, words): (usize, Vec<&str>)| {
+        let (name, key) = match words[..] {
+            [key] => (None, key),
+            [name, key] => (Some(name), key),
+            _ => return Err(wrong(format!("line {number}: KEY or NAME KEY is expected"))),
         };
-        keys.push(key.map_err(|message| in_file(path, format!("line {number}: {message}")))?);
-    }
-    Ok(keys)
-}
-
-fn in_file(path: &Path, message: String) -> Error {
-    Error::Configuration {
-        origin: path.display().to_string(),
-        message,
-    }
+        ApiKey::new(name, key).map_err(|error| wrong(format!("line {number}: {error}")))
+    };
+    entries(text).map(key).collect()
 }
 
 #[cfg(test)]

@@ -10,20 +10,14 @@ use crate::serve_settings::ServeSettings;
 
 /// Listens for routers, if there are to be events, and tells them from here on. Returns what the engine is to fill.
 pub(crate) fn publish(settings: &ServeSettings) -> Result<Option<Arc<dyn CacheListener>>, Error> {
-    let wrong = |message: String| Error::Configuration {
-        origin: "--kv-events-config".into(),
-        message,
-    };
-    let Some(publisher) = settings
-        .kv_events
-        .settings()
-        .map_err(|error| wrong(error.to_string()))?
-    else {
+    let wrong = |message: &str| Error::configuration("--kv-events-config", message);
+    let publisher = settings.kv_events.settings();
+    let Some(publisher) = publisher.map_err(|error| wrong(&error.to_string()))? else {
         return Ok(None);
     };
     if !settings.engine.prefix_caching {
         return Err(wrong(
-            "events tell what the prefix cache holds, and there is none: leave out --no-enable-prefix-caching".into(),
+            "events tell what the prefix cache holds, and there is none: leave out --no-enable-prefix-caching",
         ));
     }
     let publisher = Publisher::bind(publisher)?;

@@ -37,9 +37,9 @@ pub fn init(args: &LogArgs, kind: Kind) -> Result<(), Error> {
             _ => LogLevels::default().to_string().parse(),
         },
     };
-    let filter: EnvFilter = filter.map_err(|error| Error::Configuration {
-        origin: format!("environment variable {}", EnvFilter::DEFAULT_ENV),
-        message: format!("{error}; --log-level takes levels too"),
+    let filter: EnvFilter = filter.map_err(|error| {
+        let origin = format!("environment variable {}", EnvFilter::DEFAULT_ENV);
+        Error::configuration(origin, format!("{error}; --log-level takes levels too"))
     })?;
     let json = is_json_for(args.log_format, kind);
     if JSON.set(json).is_err() {

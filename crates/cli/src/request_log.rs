@@ -1,8 +1,8 @@
 //! One line of the log per request at its end, for as many as the log shall hold.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use plimsoll_server::{RequestRecord, RequestSink};
 
 /// Asked again and again by machines, and 503 for as long as a start or a drain takes.
@@ -36,7 +36,7 @@ impl RequestLog {
 
     /// Whether a request that ends `now` gets a line, and how many before it had none.
     fn turn(&self, now: Instant) -> Option<u64> {
-        let mut window = self.window.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut window = self.window.lock();
         let window = window.get_or_insert(Window {
             begin: now,
             lines: 0,

@@ -1,18 +1,18 @@
 //! Signals that end a server: the first asks, the second does not.
 
-use std::fmt;
-
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
 use crate::exit;
 
 /// One of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
 pub enum Signal {
     /// Ctrl-C.
+    #[strum(to_string = "SIGINT")]
     Interrupt,
     /// What supervisors send.
+    #[strum(to_string = "SIGTERM")]
     Terminate,
 }
 
@@ -23,15 +23,6 @@ impl Signal {
             Self::Interrupt => 128 + 2,
             Self::Terminate => 128 + 15,
         }
-    }
-}
-
-impl fmt::Display for Signal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Interrupt => "SIGINT",
-            Self::Terminate => "SIGTERM",
-        })
     }
 }
 

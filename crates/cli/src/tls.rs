@@ -27,19 +27,15 @@ impl Certificate {
             (None, None) => return Ok(None),
             (Some(certificate), Some(key)) => [certificate.clone(), key.clone()],
             _ => {
-                return Err(Error::Configuration {
-                    origin: "--ssl-certfile".into(),
-                    message: "it needs --ssl-keyfile, and the other way round".into(),
-                });
+                let message = "it needs --ssl-keyfile, and the other way round";
+                return Err(Error::configuration("--ssl-certfile", message));
             }
         };
         let pem = read_files(&files)?;
         let [certificates, key] = pem.clone();
         let tls = Tls::from_pem(certificates, key).await;
-        let tls = tls.map_err(|error| Error::Configuration {
-            origin: format!("{} and {}", files[0].display(), files[1].display()),
-            message: error.to_string(),
-        })?;
+        let origin = || format!("{} and {}", files[0].display(), files[1].display());
+        let tls = tls.map_err(|error| Error::configuration(origin(), error.to_string()))?;
         Ok(Some(Self { files, pem, tls }))
     }
 

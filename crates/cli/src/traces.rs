@@ -32,10 +32,7 @@ impl Traces {
     /// # Panics
     /// Outside of a tokio runtime.
     pub(crate) fn to(endpoint: &str) -> Result<Self, Error> {
-        let wrong = |message: String| Error::Configuration {
-            origin: "--otlp-traces-endpoint".into(),
-            message,
-        };
+        let wrong = |message: String| Error::configuration("--otlp-traces-endpoint", message);
         let client = reqwest::Client::builder().timeout(TIMEOUT).build();
         let client = OnRuntime {
             client: client.map_err(|error| wrong(error.to_string()))?,

@@ -3,7 +3,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use plimsoll_core::{CacheListener, Executor, KvConfig, Limits, Request, RequestId, StepError};
+use plimsoll_core::{CacheListener, DeviceTime, Executor, KvConfig, Limits, Request, RequestId, StepError};
 use plimsoll_profiler::{Proved, ProvedParts};
 use plimsoll_scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 use tokio::sync::mpsc::unbounded_channel;
@@ -138,18 +138,13 @@ impl EngineHandle {
             limits,
             report: _,
         } = proved.into_parts();
-        let enable_prefix_caching = config.enable_prefix_caching;
-        Self::start(
-            state,
-            Box::new(source),
-            SchedulerConfig {
-                limits,
-                kv: built.kv,
-                enable_prefix_caching,
-                patience: PATIENCE,
-            },
-            config,
-        )
+        let scheduler = SchedulerConfig {
+            limits,
+            kv: built.kv,
+            enable_prefix_caching: config.enable_prefix_caching,
+            patience: PATIENCE,
+        };
+        Self::start(state, Box::new(source), scheduler, config)
     }
 
     pub(crate) fn start<S: Executor + 'static>(
@@ -158,6 +153,20 @@ impl EngineHandle {
         scheduler: SchedulerConfig,
         config: &EngineConfig,
     ) -> std::io::Result<Self> {
+        let (handle, thread) = Self::prepare(executor.device_time(), source, scheduler, config);
+        std::thread::Builder::new()
+            .name("plimsoll-engine".into())
+            .spawn(move || thread.run(executor))?;
+        Ok(handle)
+    }
+
+    /// A handle, and what its thread is going to run.
+    pub(crate) fn prepare<S: Executor>(
+        device_time: Option<DeviceTime>,
+        source: Box<dyn StateSource<S>>,
+        scheduler: SchedulerConfig,
+        config: &EngineConfig,
+    ) -> (Self, EngineThread<S>) {
         let limits = Limits {
             max_model_len: scheduler.limits.max_model_len,
             kv_capacity_tokens: scheduler
@@ -172,7 +181,6 @@ impl EngineHandle {
             scheduler.record_cache_events();
         }
         let (sender, commands) = mpsc::channel();
-        let device_time = executor.device_time();
         let shared = Arc::new(Shared::new(scheduler.stats(), limits, kv));
         let mut clock = Clock::default();
         clock.start(device_time);
@@ -202,15 +210,13 @@ impl EngineHandle {
             sleeper: None,
             cache_listener: config.cache_listener.clone(),
         };
-        std::thread::Builder::new()
-            .name("plimsoll-engine".into())
-            .spawn(move || thread.run(executor))?;
-        Ok(Self {
+        let handle = Self {
             link,
             capacity,
             next_id: Arc::default(),
             cache_listener: config.cache_listener.clone(),
-        })
+        };
+        (handle, thread)
     }
 
     /// Limits of requests with the current KV cache.

@@ -29,17 +29,13 @@ impl OutOfMemory {
 /// Keys and values for the log; bytes are plain numbers.
 impl fmt::Display for OutOfMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            shape,
-            requested,
-            component,
-            meters,
-            ..
-        } = self;
+        let meters = &self.meters;
         write!(
             f,
-            "{shape} requested={requested} component={component} reserved={} used={} free={} total={} peers={} \
-             peers_delta={:+}",
+            "{} requested={} component={} reserved={} used={} free={} total={} peers={} peers_delta={:+}",
+            self.shape,
+            self.requested,
+            self.component,
             meters.reserved,
             meters.used,
             meters.free,

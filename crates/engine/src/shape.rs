@@ -48,17 +48,12 @@ fn kinds(params: &SamplingParams) -> impl Iterator<Item = &'static str> {
 
 impl fmt::Display for StepShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            rows,
-            tokens,
-            longest_context,
-            sampling,
-        } = self;
-        let sampling: Vec<_> = sampling.iter().copied().collect();
+        let sampling: Vec<_> = self.sampling.iter().copied().collect();
+        let (rows, tokens, sampling) = (self.rows, self.tokens, sampling.join("+"));
+        let longest_context = self.longest_context;
         write!(
             f,
-            "rows={rows} tokens={tokens} longest_context={longest_context} sampling={}",
-            sampling.join("+")
+            "rows={rows} tokens={tokens} longest_context={longest_context} sampling={sampling}"
         )
     }
 }

@@ -1,8 +1,9 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use plimsoll_core::{Event, KvConfig, Limits, Request, RequestId, StepError, StepPlan, TenantId};
 use plimsoll_scheduler::{MAX_IN_FLIGHT, SchedulerStats};
 use tokio::sync::{mpsc::UnboundedSender, oneshot, watch};
@@ -161,7 +162,7 @@ impl Shared {
 
     /// The state stays valid if another thread panics: every critical section is a few plain assignments.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Delivers events outside a step.

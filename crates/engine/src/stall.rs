@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{Run, StepPlan};
+use strum::{EnumIter, FromRepr, IntoStaticStr};
 
 use crate::Phase;
 
@@ -41,26 +42,21 @@ impl From<&StepPlan> for StepInFlight {
 /// Keys and values for the log.
 impl fmt::Display for StepInFlight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            step,
-            rows,
-            prefill_tokens,
-            decode_tokens,
-            longest_context,
-        } = self;
         write!(
             f,
-            "step={step} rows={rows} prefill_tokens={prefill_tokens} decode_tokens={decode_tokens} \
-             longest_context={longest_context}"
+            "step={} rows={} prefill_tokens={} decode_tokens={} longest_context={}",
+            self.step, self.rows, self.prefill_tokens, self.decode_tokens, self.longest_context
         )
     }
 }
 
 /// What the engine thread is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumIter, FromRepr, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 #[repr(u8)]
 pub enum Activity {
     /// Commands, plans, events.
+    #[default]
     BetweenSteps,
     /// It hands a step to the executor.
     Launch,
@@ -73,35 +69,15 @@ pub enum Activity {
 }
 
 impl Activity {
-    const ALL: [Self; 5] = [
-        Self::BetweenSteps,
-        Self::Launch,
-        Self::Masks,
-        Self::Finish,
-        Self::Build,
-    ];
-
     /// Name in logs.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::BetweenSteps => "between_steps",
-            Self::Launch => "launch",
-            Self::Masks => "masks",
-            Self::Finish => "finish",
-            Self::Build => "build",
-        }
+        self.into()
     }
 }
 
 /// What the engine thread is doing, as it last recorded: written a few times per step, read when a step hangs.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct CurrentActivity(AtomicU8);
-
-impl Default for CurrentActivity {
-    fn default() -> Self {
-        Self(AtomicU8::new(Activity::BetweenSteps as u8))
-    }
-}
 
 impl CurrentActivity {
     pub(crate) fn set(&self, activity: Activity) {
@@ -109,10 +85,7 @@ impl CurrentActivity {
     }
 
     pub(crate) fn get(&self) -> Activity {
-        let current = self.0.load(Ordering::Relaxed);
-        let mut all = Activity::ALL.into_iter();
-        all.find(|&activity| activity as u8 == current)
-            .unwrap_or(Activity::BetweenSteps)
+        Activity::from_repr(self.0.load(Ordering::Relaxed)).unwrap_or_default()
     }
 }
 
@@ -136,25 +109,13 @@ pub struct Stall {
 /// Keys and values for the log.
 impl fmt::Display for Stall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            phase,
-            activity,
-            waited,
-            step,
-            running,
-            waiting,
-        } = self;
-        write!(
-            f,
-            "phase=\"{phase}\" activity={} seconds={:.1} ",
-            activity.name(),
-            waited.as_secs_f64()
-        )?;
-        match step {
+        let (phase, activity, seconds) = (self.phase, self.activity.name(), self.waited.as_secs_f64());
+        write!(f, "phase=\"{phase}\" activity={activity} seconds={seconds:.1} ")?;
+        match &self.step {
             Some(step) => write!(f, "{step}")?,
             None => f.write_str("step=none")?,
         }
-        write!(f, " running={running} waiting={waiting}")
+        write!(f, " running={} waiting={}", self.running, self.waiting)
     }
 }
 
@@ -200,6 +161,8 @@ impl Patience {
 
 #[cfg(test)]
 mod tests {
+    use strum::IntoEnumIterator;
+
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -229,11 +192,8 @@ mod tests {
         let start = Instant::now();
         let mut patience = Patience::new(SECOND, start);
         assert_eq!(patience.look(Some(start), start + SECOND), SECOND);
-        assert_eq!(
-            patience.look(Some(start), start + 1000 * SECOND),
-            3 * SECOND,
-            "one long interval"
-        );
+        let waited = patience.look(Some(start), start + 1000 * SECOND);
+        assert_eq!(waited, 3 * SECOND, "one long interval");
         assert_eq!(patience.look(Some(start), start + 1001 * SECOND), 4 * SECOND);
     }
 
@@ -241,7 +201,7 @@ mod tests {
     fn activities_are_told_apart() {
         let current = CurrentActivity::default();
         assert_eq!(current.get(), Activity::BetweenSteps);
-        for activity in Activity::ALL {
+        for activity in Activity::iter() {
             current.set(activity);
             assert_eq!(current.get(), activity);
         }

@@ -1,4 +1,3 @@
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -44,13 +43,16 @@ pub struct EngineStats {
 }
 
 /// Phase of the engine's life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "lowercase")]
 pub enum Phase {
     /// Accepts requests.
     Running,
     /// Builds a state after an out of memory or a wake-up; accepts no requests.
+    #[strum(to_string = "building its state")]
     Rebuilding,
     /// Finishes its requests before it sleeps; accepts no more.
+    #[strum(to_string = "falling asleep")]
     FallingAsleep,
     /// Has freed its state; accepts no requests.
     Asleep,
@@ -60,20 +62,6 @@ pub enum Phase {
     Stopped,
     /// The thread ended by a defect; only a restart helps.
     Dead,
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Running => "running",
-            Self::Rebuilding => "building its state",
-            Self::FallingAsleep => "falling asleep",
-            Self::Asleep => "asleep",
-            Self::Draining => "draining",
-            Self::Stopped => "stopped",
-            Self::Dead => "dead",
-        })
-    }
 }
 
 /// Whether the engine is alive and makes progress.

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use futures::{FutureExt, StreamExt};
 use plimsoll_core::{
-    BlockSize, CacheGroups, Event, FinishReason, KvConfig, Request, RequestOptions, StepError, StepLimits,
+    BlockSize, CacheGroups, Event, Executor, FinishReason, KvConfig, Request, RequestOptions, StepError,
+    StepLimits,
 };
 use plimsoll_scheduler::SchedulerConfig;
 use rand::rngs::StdRng;
@@ -49,6 +50,53 @@ impl Default for Shape {
     }
 }
 
+fn config(max_queue: usize, steps_in_flight: usize) -> EngineConfig {
+    EngineConfig {
+        max_queue,
+        vocab_size: 100,
+        enable_prefix_caching: true,
+        steps_in_flight,
+        outage_patience: PATIENCE,
+        cache_listener: None,
+    }
+}
+
+/// An engine over an executor that has `num_pages` blocks.
+fn start(
+    executor: impl Executor + 'static,
+    limits: StepLimits,
+    block_size: BlockSize,
+    num_pages: usize,
+    config: &EngineConfig,
+) -> EngineHandle {
+    let groups = CacheGroups::default();
+    let scheduler = SchedulerConfig {
+        limits,
+        kv: KvConfig {
+            block_size,
+            num_pages,
+            groups,
+        },
+        enable_prefix_caching: true,
+        patience: 1000,
+    };
+    EngineHandle::start(executor, Box::new(Unmetered), scheduler, config).unwrap()
+}
+
+/// A request of `len` output tokens; its seed is its prompt.
+fn options(seed: u64, len: usize) -> RequestOptions {
+    RequestOptions {
+        prompt: (0..5).map(|i| token(seed, i + 1000)).collect(),
+        max_tokens: Some(len),
+        seed,
+        ..Default::default()
+    }
+}
+
+fn submit(engine: &EngineHandle, options: RequestOptions) -> Result<RequestStream, SubmitError> {
+    engine.submit(Request::new(engine.next_id(), options, &engine.limits()).unwrap())
+}
+
 impl Rig {
     fn new(shape: Shape) -> Self {
         let script = Arc::new(Script::default());
@@ -56,42 +104,18 @@ impl Rig {
             script: Arc::clone(&script),
             launched: VecDeque::new(),
         };
-        let scheduler = SchedulerConfig {
-            limits: StepLimits {
-                max_num_batched_tokens: 64,
-                max_num_seqs: shape.max_num_seqs,
-                max_model_len: 256,
-            },
-            kv: KvConfig {
-                block_size: BlockSize::default(),
-                num_pages: shape.num_blocks,
-                groups: CacheGroups::default(),
-            },
-            enable_prefix_caching: true,
-            patience: 1000,
+        let limits = StepLimits {
+            max_num_batched_tokens: 64,
+            max_num_seqs: shape.max_num_seqs,
+            max_model_len: 256,
         };
-        let config = EngineConfig {
-            max_queue: shape.max_queue,
-            vocab_size: 100,
-            enable_prefix_caching: true,
-            steps_in_flight: shape.steps_in_flight,
-            outage_patience: PATIENCE,
-            cache_listener: None,
-        };
-        let engine = EngineHandle::start(executor, Box::new(Unmetered), scheduler, &config).unwrap();
+        let config = config(shape.max_queue, shape.steps_in_flight);
+        let engine = start(executor, limits, BlockSize::default(), shape.num_blocks, &config);
         Self { engine, script }
     }
 
-    /// A request of `len` output tokens; its seed is its prompt.
     fn submit(&self, seed: u64, len: usize) -> Result<RequestStream, SubmitError> {
-        let options = RequestOptions {
-            prompt: (0..5).map(|i| token(seed, i + 1000)).collect(),
-            max_tokens: Some(len),
-            seed,
-            ..Default::default()
-        };
-        let request = Request::new(self.engine.next_id(), options, &self.engine.limits()).unwrap();
-        self.engine.submit(request)
+        submit(&self.engine, options(seed, len))
     }
 
     fn set(&self, flag: impl Fn(&Script) -> &AtomicBool) {
@@ -157,6 +181,11 @@ fn expected(seed: u64, len: usize) -> Vec<u32> {
     (0..len).map(|index| token(seed, index)).collect()
 }
 
+/// What is read of a request that got all its tokens.
+fn whole(seed: u64, len: usize) -> (Vec<u32>, Result<FinishReason, StepError>) {
+    (expected(seed, len), Ok(FinishReason::Length))
+}
+
 #[tokio::test]
 async fn a_thousand_streams_get_their_own_tokens_with_little_kv() {
     for steps_in_flight in [1, 2] {
@@ -179,12 +208,8 @@ async fn a_thousand_streams_get_their_own_tokens_with_little_kv() {
         let reads = streams
             .into_iter()
             .map(|(i, stream)| async move { (i, read(stream).await) });
-        for (i, (tokens, end)) in futures::future::join_all(reads).await {
-            assert_eq!(
-                (tokens, end),
-                (expected(i, 1 + i as usize % 40), Ok(FinishReason::Length)),
-                "request {i}"
-            );
+        for (i, found) in futures::future::join_all(reads).await {
+            assert_eq!(found, whole(i, 1 + i as usize % 40), "request {i}");
         }
         rig.until_empty().await;
         let stats = rig.engine.stats();
@@ -224,16 +249,13 @@ async fn a_step_that_fails_takes_its_own_requests_along_and_no_others() {
         let failed = [&a, &b, &c].into_iter().filter(|(_, end)| end.is_err()).count();
         assert!((1..=2).contains(&failed), "{failed} failed");
         assert!(a.1.unwrap_err().to_string().contains(message), "{message}");
-        assert_eq!(c, (expected(3, 3), Ok(FinishReason::Length)));
+        assert_eq!(c, whole(3, 3));
         rig.until_empty().await;
         let health = rig.engine.health();
         assert_eq!((health.phase, health.failures_in_a_row), (Phase::Running, 0));
         assert!(health.last_error.unwrap().contains(message));
         assert_eq!(rig.engine.stats().failed_steps, 1);
-        assert_eq!(
-            read(rig.submit(4, 5).unwrap()).await,
-            (expected(4, 5), Ok(FinishReason::Length))
-        );
+        assert_eq!(read(rig.submit(4, 5).unwrap()).await, whole(4, 5));
     }
 }
 
@@ -285,12 +307,7 @@ async fn a_storm_of_cancellations_disturbs_nobody() {
             tokio::task::yield_now().await;
         }
         for (i, reader) in readers {
-            let (tokens, end) = reader.await.unwrap();
-            assert_eq!(
-                (tokens, end),
-                (expected(i, 30), Ok(FinishReason::Length)),
-                "request {i}, seed {seed}"
-            );
+            assert_eq!(reader.await.unwrap(), whole(i, 30), "request {i}, seed {seed}");
         }
         rig.until_empty().await;
         assert!(rig.engine.stats().scheduler.cancelled > 0, "seed {seed}");
@@ -333,16 +350,12 @@ async fn admission_is_bounded_and_says_when_to_come_back() {
 async fn an_id_that_is_in_is_refused() {
     let rig = Rig::new(Shape::default());
     rig.set_step(Duration::from_millis(5));
-    let options = RequestOptions {
-        prompt: vec![1],
-        max_tokens: Some(20),
-        ..Default::default()
-    };
-    let request = Request::new(rig.engine.next_id(), options, &rig.engine.limits()).unwrap();
+    let request = Request::new(rig.engine.next_id(), options(1, 20), &rig.engine.limits()).unwrap();
     let stream = rig.engine.submit(request.clone()).unwrap();
+    let id = request.id();
     assert_eq!(
-        rig.engine.submit(request.clone()).unwrap_err(),
-        SubmitError::DuplicateId(request.id())
+        rig.engine.submit(request).unwrap_err(),
+        SubmitError::DuplicateId(id)
     );
     assert!(read(stream).await.1.is_ok());
 }
@@ -360,7 +373,7 @@ async fn a_drain_finishes_what_is_in_and_refuses_the_rest() {
         .await;
     assert_eq!(rig.submit(2, 1).unwrap_err(), SubmitError::ShuttingDown);
     assert!(!rig.engine.health().is_moving(PATIENCE));
-    assert_eq!(reader.await.unwrap(), (expected(1, 50), Ok(FinishReason::Length)));
+    assert_eq!(reader.await.unwrap(), whole(1, 50));
     assert_eq!(draining.await.unwrap(), Drained::Complete);
     assert!(
         rig.script.dropped.load(Ordering::SeqCst),

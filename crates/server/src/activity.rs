@@ -1,7 +1,9 @@
 //! Tracks whether a connection is idle, and whether its client reads, so that it can be closed after a timeout.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// Shared by a connection and its requests.
 #[derive(Debug)]
@@ -33,7 +35,7 @@ impl Activity {
     /// When to close the connection if nothing changes: after `idle` without a request, or `slow` without the client reading
     /// any response. `None` while requests are in progress, or where the time would overflow.
     pub(crate) fn ends_at(&self, idle: Duration, slow: Duration) -> Option<Instant> {
-        let state = self.lock();
+        let state = self.0.lock();
         if state.unread > 0 {
             state.last_read.checked_add(slow)
         } else if state.requests == 0 {
@@ -41,11 +43,6 @@ impl Activity {
         } else {
             None
         }
-    }
-
-    /// Poisoning is ignored: every critical section is plain arithmetic.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -55,13 +52,13 @@ pub(crate) struct Ongoing(Arc<Activity>);
 
 impl Ongoing {
     pub(crate) fn new(activity: &Arc<Activity>) -> Self {
-        activity.lock().requests += 1;
+        activity.0.lock().requests += 1;
         Self(Arc::clone(activity))
     }
 
     /// Its response has data for the client.
     pub(crate) fn unread(&self) -> UnreadData {
-        let mut state = self.0.lock();
+        let mut state = self.0.0.lock();
         if state.unread == 0 {
             state.last_read = Instant::now();
         }
@@ -72,7 +69,7 @@ impl Ongoing {
 
 impl Drop for Ongoing {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
+        let mut state = self.0.0.lock();
         state.requests -= 1;
         state.idle_since = Instant::now();
     }
@@ -85,13 +82,13 @@ pub(crate) struct UnreadData(Arc<Activity>);
 impl UnreadData {
     /// The client read it.
     pub(crate) fn read(self) {
-        self.0.lock().last_read = Instant::now();
+        self.0.0.lock().last_read = Instant::now();
     }
 }
 
 impl Drop for UnreadData {
     fn drop(&mut self) {
-        self.0.lock().unread -= 1;
+        self.0.0.lock().unread -= 1;
     }
 }
 

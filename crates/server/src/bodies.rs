@@ -9,6 +9,8 @@ use http_body::{Frame, SizeHint};
 use crate::activity::UnreadData;
 use crate::context::Context;
 
+type Polled = Poll<Option<Result<Frame<Bytes>, axum::Error>>>;
+
 /// A request body that counts its bytes.
 pub(crate) struct RequestBody {
     body: Body,
@@ -25,10 +27,7 @@ impl HttpBody for RequestBody {
     type Data = Bytes;
     type Error = axum::Error;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        task: &mut TaskContext<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, task: &mut TaskContext<'_>) -> Polled {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(task));
         if let Some(Ok(frame)) = &frame {
             self.context.received(frame.data_ref().map_or(0, Bytes::len));
@@ -75,10 +74,7 @@ impl HttpBody for ResponseBody {
     type Data = Bytes;
     type Error = axum::Error;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        task: &mut TaskContext<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, task: &mut TaskContext<'_>) -> Polled {
         if let Some(unread) = self.unread.take() {
             unread.read();
         }

@@ -99,16 +99,15 @@ pub(crate) async fn handle(
         return Ok(respond::stream(&state, answers.updates(), chunks));
     }
     let answers = answers.whole().await?;
-    let usage = answers
-        .iter()
-        .fold(Usage::default(), |sum, answer| sum.plus(&answer.end.usage));
+    let ends = answers.iter().map(|(_, end)| &end.usage);
+    let usage = ends.fold(Usage::default(), |sum, usage| sum.plus(usage));
     let prompt_logprobs =
-        prompt_logprobs.map(|top| scores::prompt_logprobs(&answers[0].prompt, top, &names.tokenizer));
-    let choices = answers.into_iter().enumerate().map(|(index, mut answer)| {
+        prompt_logprobs.map(|top| scores::prompt_logprobs(&answers[0].0.prompt, top, &names.tokenizer));
+    let choices = answers.into_iter().enumerate().map(|(index, (mut answer, end))| {
         let tokens = std::mem::take(&mut answer.tokens);
         ChatChoice {
             token_ids: token_ids.then_some(tokens),
-            ..choice(index, answer, logprobs.is_some(), &names)
+            ..choice(index, answer, end, logprobs.is_some(), &names)
         }
     });
     let completion = ChatCompletion {
@@ -139,7 +138,7 @@ impl ChatFields {
     }
 }
 
-fn choice(index: usize, mut answer: Answer, logprobs: bool, names: &TokenNames) -> ChatChoice {
+fn choice(index: usize, mut answer: Answer, end: End, logprobs: bool, names: &TokenNames) -> ChatChoice {
     let content = answer.take_content();
     let reasoning = (!answer.reasoning.is_empty()).then_some(answer.reasoning);
     ChatChoice {
@@ -153,8 +152,8 @@ fn choice(index: usize, mut answer: Answer, logprobs: bool, names: &TokenNames) 
             tool_calls: answer.tool_calls.into_iter().map(ChatToolCall::from).collect(),
         },
         logprobs: logprobs.then(|| self::logprobs(&answer.logprobs, names)),
-        finish_reason: finish_reason(answer.end.reason),
-        stop_reason: answer.end.stop,
+        finish_reason: finish_reason(end.reason),
+        stop_reason: end.stop,
         token_ids: None,
     }
 }
@@ -174,9 +173,20 @@ impl From<ToolCall> for ChatToolCall {
 
 impl From<Delta> for ChatDelta {
     fn from(delta: Delta) -> Self {
-        let call = |call| Self {
-            tool_calls: Some(vec![call]),
-            ..Self::default()
+        let call = |index, begins: Option<(String, String)>, arguments| {
+            let r#type = begins.as_ref().map(|_| FUNCTION);
+            let (id, name) = begins.unzip();
+            let function = ChatFunctionDelta { name, arguments };
+            let call = ChatToolCallDelta {
+                index,
+                id,
+                r#type,
+                function,
+            };
+            Self {
+                tool_calls: Some(vec![call]),
+                ..Self::default()
+            }
         };
         match delta {
             Delta::Content(text) => Self {
@@ -188,24 +198,8 @@ impl From<Delta> for ChatDelta {
                 reasoning: Some(text),
                 ..Self::default()
             },
-            Delta::ToolCall { index, id, name } => call(ChatToolCallDelta {
-                index,
-                id: Some(id),
-                r#type: Some(FUNCTION),
-                function: ChatFunctionDelta {
-                    name: Some(name),
-                    arguments: String::new(),
-                },
-            }),
-            Delta::ToolArguments { index, fragment } => call(ChatToolCallDelta {
-                index,
-                id: None,
-                r#type: None,
-                function: ChatFunctionDelta {
-                    name: None,
-                    arguments: fragment,
-                },
-            }),
+            Delta::ToolCall { index, id, name } => call(index, Some((id, name)), String::new()),
+            Delta::ToolArguments { index, fragment } => call(index, None, fragment),
         }
     }
 }

@@ -22,9 +22,7 @@ use crate::scores;
 use crate::state::AppState;
 use crate::structured;
 use crate::wire::common::{MaybeUsage, Usage, UsageIn, finish_reason};
-use crate::wire::completion::{
-    Completion, CompletionChoice, CompletionFields, CompletionLogprobs, CompletionRequest, Prompt,
-};
+use crate::wire::completion::{Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt};
 
 const PROMPT: &str = "prompt";
 /// OpenAI's default of `max_tokens` for completions.
@@ -58,20 +56,14 @@ pub(crate) async fn handle(
     } = request;
     state.check_model(common.model.as_deref())?;
     let usage_in = common.usage_in()?;
-    let CompletionFields {
-        prompt: prompts,
-        echo,
-        logprobs,
-        best_of,
-        add_special_tokens,
-    } = own;
+    let (echo, logprobs) = (own.echo, own.logprobs);
     if let Some(top) = logprobs.filter(|&top| top > SamplingParams::MAX_LOGPROBS) {
         let most = SamplingParams::MAX_LOGPROBS;
         let message = format!("logprobs must be at most {most}, not {top}");
         return Err(ApiError::invalid("logprobs", message));
     }
     let wanted = common.n()?;
-    let n = match best_of {
+    let n = match own.best_of {
         Some(best_of) => check_best_of(best_of, wanted, common.stream)?,
         None => wanted,
     };
@@ -79,11 +71,7 @@ pub(crate) async fn handle(
     let choices = Choices {
         n,
         // The best of several are chosen by their log-probabilities.
-        logprobs: if n > wanted {
-            logprobs.or(Some(0))
-        } else {
-            logprobs
-        },
+        logprobs: logprobs.or((n > wanted).then_some(0)),
         prompt_logprobs: match scores_prompt {
             true => common.prompt_logprobs()?.max(logprobs.or(Some(0))),
             false => common.prompt_logprobs()?,
@@ -96,7 +84,7 @@ pub(crate) async fn handle(
         let message = "max_tokens must be at least 1, unless the prompt is echoed";
         return Err(ApiError::invalid("max_tokens", message));
     }
-    let prompts = prompts.into_vec();
+    let prompts = own.prompt.into_vec();
     if prompts.is_empty() {
         return Err(ApiError::invalid(PROMPT, "prompt must not be empty"));
     }
@@ -104,11 +92,11 @@ pub(crate) async fn handle(
     let model = Arc::clone(state.model());
     let most = (!parameters.truncates_prompts()).then(|| state.engine().limits().max_request_tokens());
     let (prompts, tokens) = blocking(move || {
-        let add_special = add_special_tokens.unwrap_or(true);
+        let add_special = own.add_special_tokens.unwrap_or(true);
         let tokens = prompts
             .iter()
-            .map(|p| prompt::completion(&model, p, add_special, most))
-            .collect::<Result<Vec<_>, _>>()?;
+            .map(|p| prompt::completion(&model, p, add_special, most));
+        let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
         Ok((prompts, tokens))
     })
     .await?;
@@ -119,15 +107,8 @@ pub(crate) async fn handle(
         shrinks: false,
         reserved: common.max_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
     };
-    let job = Job::new(
-        &state,
-        &context,
-        parameters,
-        tokens,
-        length,
-        grammar,
-        Arc::default(),
-    )?;
+    let shown = Arc::default();
+    let job = Job::new(&state, &context, parameters, tokens, length, grammar, shown)?;
 
     let tokenizer = state.model().tokenizer.clone();
     let reports = &common.reports;
@@ -186,21 +167,18 @@ fn best(mut outputs: Vec<Output>, best_of: usize, n: usize) -> Vec<Output> {
         return outputs;
     }
     let mean = |output: &Output| {
-        let sum: f64 = output
+        let logprobs = output
             .logprobs
             .iter()
-            .map(|token| f64::from(token.logprobs.sampled))
-            .sum();
-        sum / output.logprobs.len().max(1) as f64
+            .map(|token| f64::from(token.logprobs.sampled));
+        logprobs.sum::<f64>() / output.logprobs.len().max(1) as f64
     };
     let mut kept = Vec::with_capacity(outputs.len() / best_of * n);
     for of_prompt in outputs.chunks_mut(best_of) {
-        let all = of_prompt
-            .iter()
-            .fold(Usage::default(), |sum, output| sum.plus(&output.usage));
-        of_prompt
+        let usages = of_prompt
             .iter_mut()
-            .for_each(|output| output.usage = Usage::default());
+            .map(|output| std::mem::take(&mut output.usage));
+        let all = usages.fold(Usage::default(), |sum, usage| sum.plus(&usage));
         // Stable: ties keep their order.
         of_prompt.sort_by(|a, b| mean(b).total_cmp(&mean(a)));
         of_prompt[0].usage = all;
@@ -251,9 +229,8 @@ impl CompletionWriter {
 
     /// The response to a request that is not streamed; `outputs` are the whole choices in order.
     fn whole(mut self, outputs: Vec<Output>) -> Completion {
-        let usage = outputs
-            .iter()
-            .fold(Usage::default(), |sum, output| sum.plus(&output.usage));
+        let usages = outputs.iter().map(|output| &output.usage);
+        let usage = usages.fold(Usage::default(), |sum, usage| sum.plus(usage));
         let choices = outputs
             .into_iter()
             .enumerate()
@@ -266,26 +243,15 @@ impl CompletionWriter {
     }
 
     fn choice(&mut self, output: Output) -> CompletionChoice {
-        let Output {
-            index,
-            text,
-            logprobs,
-            finish,
-            stop,
-            prompt,
-            tokens,
-            ..
-        } = output;
+        let index = output.index;
         let begin = self.begin[index].take();
         let mut listed = CompletionLogprobs::default();
-        if let Some(Begin {
-            echo: Some(_),
-            tokens,
-        }) = begin.as_deref().filter(|_| self.logprobs.is_some())
+        if let Some(begin) = begin.as_ref().filter(|begin| begin.echo.is_some())
+            && self.logprobs.is_some()
         {
-            self.list_prompt(&mut listed, index, tokens, &prompt);
+            self.list_prompt(&mut listed, index, &begin.tokens, &output.prompt);
         }
-        for TokenLogprobs { token, logprobs } in logprobs {
+        for TokenLogprobs { token, logprobs } in output.logprobs {
             self.list(&mut listed, index, token, Some(logprobs));
         }
         let reported = self.prompt_logprobs.filter(|_| begin.is_some());
@@ -293,13 +259,14 @@ impl CompletionWriter {
         let prompt_tokens = begin.filter(|_| self.token_ids);
         CompletionChoice {
             index,
-            text: echo.unwrap_or_default() + &text,
+            text: echo.unwrap_or_default() + &output.text,
             logprobs: self.logprobs.is_some().then_some(listed),
-            finish_reason: finish.map(finish_reason),
-            stop_reason: finish.map(|_| stop),
-            prompt_logprobs: reported.map(|top| scores::prompt_logprobs(&prompt, top, &self.tokenizer)),
+            finish_reason: output.finish.map(finish_reason),
+            stop_reason: output.finish.map(|_| output.stop),
+            prompt_logprobs: reported
+                .map(|top| scores::prompt_logprobs(&output.prompt, top, &self.tokenizer)),
             prompt_token_ids: prompt_tokens.map(|begin| begin.tokens.clone()),
-            token_ids: self.token_ids.then_some(tokens),
+            token_ids: self.token_ids.then_some(output.tokens),
         }
     }
 
@@ -336,13 +303,10 @@ impl CompletionWriter {
         out.top_logprobs.push(logprobs.map(|logprobs| {
             let mut by_name = Map::new();
             let top = logprobs.top.iter().take(self.logprobs.unwrap_or(0));
-            for (token, logprob) in top
-                .map(|top| (top.token, top.logprob))
-                .chain([(token, logprobs.sampled)])
-            {
-                by_name
-                    .entry(self.name(token))
-                    .or_insert(json!(scores::number(logprob)));
+            let top = top.map(|top| (top.token, top.logprob));
+            for (token, logprob) in top.chain([(token, logprobs.sampled)]) {
+                let named = by_name.entry(self.name(token));
+                named.or_insert(json!(scores::number(logprob)));
             }
             by_name
         }));
@@ -360,13 +324,10 @@ impl CompletionWriter {
         let bytes = self.tokenizer.token_bytes(token);
         match std::str::from_utf8(bytes) {
             Ok(text) => text.to_owned(),
-            Err(_) => format!(
-                "bytes:{}",
-                bytes
-                    .iter()
-                    .map(|byte| format!("\\x{byte:02x}"))
-                    .collect::<String>()
-            ),
+            Err(_) => {
+                let bytes = bytes.iter().map(|byte| format!("\\x{byte:02x}"));
+                format!("bytes:{}", bytes.collect::<String>())
+            }
         }
     }
 }
@@ -382,10 +343,11 @@ impl EventFormat for CompletionWriter {
     }
 
     fn end(&mut self) -> Vec<SseEvent> {
+        let usage = Some(Some(self.usage));
         let usage = self
             .usage_in
             .last
-            .then(|| data(&self.completion(Vec::new(), Some(Some(self.usage)))));
+            .then(|| data(&self.completion(Vec::new(), usage)));
         usage.into_iter().chain([done()]).collect()
     }
 }

@@ -2,11 +2,12 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use axum::extract::{MatchedPath, Request};
 use axum::http::{HeaderMap, Method, StatusCode, Version};
+use parking_lot::Mutex;
 use plimsoll_core::{FinishReason, TenantId};
 use tokio::time::timeout_at;
 
@@ -176,7 +177,7 @@ impl Context {
 
     /// Keeps memory reserved until the request's text is tokenized, or the request is over.
     pub(crate) fn hold(&self, place: Reservation) {
-        self.notes().places.push(place);
+        self.0.notes.lock().places.push(place);
     }
 
     /// Marks response data as unread, which starts the slow-client timeout. On HTTP/1 the kernel does this better
@@ -195,13 +196,9 @@ impl Context {
         Some(format!("{tenant:016x}/{}", salt.unwrap_or_default()).into())
     }
 
-    fn notes(&self) -> MutexGuard<'_, Notes> {
-        self.0.notes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The response begins.
     pub(crate) fn answered(&self, status: StatusCode, error: Option<&'static str>) {
-        let mut notes = self.notes();
+        let mut notes = self.0.notes.lock();
         notes.status = Some(status);
         notes.error = error;
     }
@@ -218,7 +215,7 @@ impl Context {
 
     /// The response was sent in full.
     pub(crate) fn completed(&self) {
-        self.notes().complete = true;
+        self.0.notes.lock().complete = true;
     }
 
     /// Generation begins: the request's text is tokenized, so its memory is released.
@@ -227,7 +224,7 @@ impl Context {
             .state
             .quotas()
             .spend(self.tenant(), generation.prompt_tokens);
-        let mut notes = self.notes();
+        let mut notes = self.0.notes.lock();
         notes.places.clear();
         notes.generation.get_or_insert(generation);
     }
@@ -235,7 +232,7 @@ impl Context {
     /// A choice was admitted; `cached` prompt tokens were found in the prefix cache.
     pub(crate) fn admitted(&self, at: Instant, cached: usize) {
         let age = at - self.0.arrived;
-        if let Some(generation) = &mut self.notes().generation {
+        if let Some(generation) = &mut self.0.notes.lock().generation {
             generation.queued.get_or_insert(age);
             generation.cached_tokens += cached;
         }
@@ -252,7 +249,7 @@ impl Context {
 
     /// A choice ended.
     pub(crate) fn finished(&self, reason: FinishReason) {
-        if let Some(generation) = &mut self.notes().generation {
+        if let Some(generation) = &mut self.0.notes.lock().generation {
             generation.finish_reasons.push(common::finish_reason(reason));
         }
     }
@@ -268,7 +265,7 @@ impl Drop for Inner {
             self.state.quotas().spend(tenant.id, unspent);
             self.state.quotas().leave(tenant.id);
         }
-        let notes = std::mem::take(self.notes.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let notes = std::mem::take(self.notes.get_mut());
         let (status, duration) = (notes.status.unwrap_or(CLIENT_LEFT), self.arrived.elapsed());
         self.state.metrics().http_ended(&HttpRequest {
             method: &self.method,

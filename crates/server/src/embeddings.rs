@@ -61,10 +61,8 @@ pub(crate) async fn handle(
     let size = embedding.cut(request.dimensions)?;
     let limits = state.engine().limits();
     let cut_to = cut_to(request.truncate_prompt_tokens, limits.max_request_tokens())?;
-    let (format, special) = (
-        request.encoding_format,
-        request.add_special_tokens.unwrap_or(true),
-    );
+    let (format, special) = (request.encoding_format, request.add_special_tokens);
+    let special = special.unwrap_or(true);
     let prompts = request.input.into_vec();
     if prompts.is_empty() || prompts.len() > MAX_INPUTS {
         let message = format!("input has {} texts; 1 to {MAX_INPUTS} are allowed", prompts.len());
@@ -128,11 +126,9 @@ fn tokens_of(
             Prompt::Tokens(tokens) => (tokens, Vec::new()),
             Prompt::Text(text) => {
                 let tokens = encode(index, &text, special)?;
-                let is_cut = cut_to.is_some_and(|most| tokens.len() > most);
-                let bare = if is_cut {
-                    encode(index, &text, false)?
-                } else {
-                    Vec::new()
+                let bare = match cut_to {
+                    Some(most) if tokens.len() > most => encode(index, &text, false)?,
+                    _ => Vec::new(),
                 };
                 (tokens, bare)
             }
@@ -178,22 +174,15 @@ fn truncated(tokens: Vec<TokenId>, bare: &[TokenId], most: usize) -> Vec<TokenId
 }
 
 /// Adds the input's index to an error.
-fn at(index: usize, error: ApiError) -> ApiError {
-    match error {
-        ApiError::ContextLength {
-            message,
-            param,
-            prompt,
-            limit,
-        } => ApiError::ContextLength {
-            message: format!("input[{index}]: {message}; set truncate_prompt_tokens to truncate it"),
-            param,
-            prompt,
-            limit,
-        },
-        ApiError::Field(error) => ApiError::invalid(INPUT, format!("input[{index}]: {error}")),
-        error => error,
+fn at(index: usize, mut error: ApiError) -> ApiError {
+    match &mut error {
+        ApiError::ContextLength { message, .. } => {
+            *message = format!("input[{index}]: {message}; set truncate_prompt_tokens to truncate it");
+        }
+        ApiError::Field(field) => return ApiError::invalid(INPUT, format!("input[{index}]: {field}")),
+        _ => {}
     }
+    error
 }
 
 impl EmbeddingInfo {

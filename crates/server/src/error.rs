@@ -111,7 +111,8 @@ pub enum ApiError {
 }
 
 /// What a rate limit counts, by OpenAI's names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum Counted {
     /// Requests.
     Requests,
@@ -121,10 +122,7 @@ pub enum Counted {
 
 impl Counted {
     pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Requests => "requests",
-            Self::Tokens => "tokens",
-        }
+        self.into()
     }
 }
 
@@ -177,85 +175,56 @@ impl ApiError {
 
     /// Status, OpenAI's `type` and OpenAI's `code`.
     fn class(&self) -> (StatusCode, &'static str, Option<&'static str>) {
-        const INVALID: &str = "invalid_request_error";
+        use StatusCode as Status;
+        let invalid = |status, code| (status, "invalid_request_error", Some(code));
+        let limited = |kind, code| (Status::TOO_MANY_REQUESTS, kind, Some(code));
+        let failed = |status, code| (status, "server_error", Some(code));
+        let unavailable = |code| failed(Status::SERVICE_UNAVAILABLE, code);
         match self {
-            Self::Field(error) => {
-                let code = match error {
-                    FieldError::Invalid { .. } => None,
-                    FieldError::Unknown(_) => Some("unknown_parameter"),
-                    FieldError::Unsupported { .. } => Some("unsupported_parameter"),
-                };
-                (StatusCode::BAD_REQUEST, INVALID, code)
+            Self::Field(FieldError::Invalid { .. }) => (Status::BAD_REQUEST, "invalid_request_error", None),
+            Self::Field(FieldError::Unknown(_)) => invalid(Status::BAD_REQUEST, "unknown_parameter"),
+            Self::Field(FieldError::Unsupported { .. }) => {
+                invalid(Status::BAD_REQUEST, "unsupported_parameter")
             }
-            Self::ContextLength { .. } => (StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded")),
-            Self::ModelNotFound(..) => (StatusCode::NOT_FOUND, INVALID, Some("model_not_found")),
-            Self::NotStored { .. } => (StatusCode::NOT_FOUND, INVALID, Some("not_found")),
-            Self::PathNotFound(_) => (StatusCode::NOT_FOUND, INVALID, Some("unknown_url")),
-            Self::MethodNotAllowed(_) => (
-                StatusCode::METHOD_NOT_ALLOWED,
-                INVALID,
-                Some("method_not_supported"),
-            ),
-            Self::ForeignOrigin(_) => (StatusCode::FORBIDDEN, INVALID, Some("origin_not_allowed")),
+            Self::ContextLength { .. } => invalid(Status::BAD_REQUEST, "context_length_exceeded"),
+            Self::ModelNotFound(..) => invalid(Status::NOT_FOUND, "model_not_found"),
+            Self::NotStored { .. } => invalid(Status::NOT_FOUND, "not_found"),
+            Self::PathNotFound(_) => invalid(Status::NOT_FOUND, "unknown_url"),
+            Self::MethodNotAllowed(_) => invalid(Status::METHOD_NOT_ALLOWED, "method_not_supported"),
+            Self::ForeignOrigin(_) => invalid(Status::FORBIDDEN, "origin_not_allowed"),
             Self::NoRequestMemory(_) => unavailable("too_many_large_requests"),
-            Self::BodyTooLarge(_) => (StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large")),
-            Self::BodyTimeout(_) => (StatusCode::REQUEST_TIMEOUT, INVALID, Some("request_timeout")),
-            Self::MediaType(_) => (
-                StatusCode::UNSUPPORTED_MEDIA_TYPE,
-                INVALID,
-                Some("unsupported_media_type"),
-            ),
-            Self::NoKey | Self::WrongKey => (StatusCode::UNAUTHORIZED, INVALID, Some("invalid_api_key")),
-            Self::CrossOrigin => (StatusCode::FORBIDDEN, INVALID, Some("cross_origin")),
+            Self::BodyTooLarge(_) => invalid(Status::PAYLOAD_TOO_LARGE, "request_too_large"),
+            Self::BodyTimeout(_) => invalid(Status::REQUEST_TIMEOUT, "request_timeout"),
+            Self::MediaType(_) => invalid(Status::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type"),
+            Self::NoKey | Self::WrongKey => invalid(Status::UNAUTHORIZED, "invalid_api_key"),
+            Self::CrossOrigin => invalid(Status::FORBIDDEN, "cross_origin"),
             Self::Starting(_) => unavailable("starting"),
-            Self::RateLimited { counted, .. } => (
-                StatusCode::TOO_MANY_REQUESTS,
-                counted.name(),
-                Some("rate_limit_exceeded"),
-            ),
-            Self::TooManyAtOnce(_) => (
-                StatusCode::TOO_MANY_REQUESTS,
-                Counted::Requests.name(),
-                Some("rate_limit_exceeded"),
-            ),
-            Self::QueueTimeout(_) => (
-                StatusCode::TOO_MANY_REQUESTS,
-                "rate_limit_error",
-                Some("queue_timeout"),
-            ),
+            Self::RateLimited { counted, .. } => limited(counted.name(), "rate_limit_exceeded"),
+            Self::TooManyAtOnce(_) => limited(Counted::Requests.name(), "rate_limit_exceeded"),
+            Self::QueueTimeout(_) => limited("rate_limit_error", "queue_timeout"),
             Self::DeadlineExceeded(_) => (
-                StatusCode::GATEWAY_TIMEOUT,
+                Status::GATEWAY_TIMEOUT,
                 "timeout_error",
                 Some("deadline_exceeded"),
             ),
-            Self::Refused(SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. }) => (
-                StatusCode::TOO_MANY_REQUESTS,
-                "rate_limit_error",
-                Some("queue_full"),
-            ),
+            Self::Refused(SubmitError::QueueFull { .. } | SubmitError::ShareFull { .. }) => {
+                limited("rate_limit_error", "queue_full")
+            }
             Self::Refused(SubmitError::ShuttingDown) => unavailable("shutting_down"),
             Self::Refused(SubmitError::Dead(_)) => unavailable("engine_dead"),
             Self::Refused(SubmitError::Rebuilding { .. }) | Self::Wake(WakeError::NoMemory { .. }) => {
                 unavailable("rebuilding")
             }
             Self::Refused(SubmitError::Asleep) => unavailable("sleeping"),
-            Self::Sleep(_) | Self::Wake(_) => (StatusCode::CONFLICT, INVALID, Some("not_now")),
+            Self::Sleep(_) | Self::Wake(_) => invalid(Status::CONFLICT, "not_now"),
             Self::Step(StepError::Oom(_) | StepError::NoState { .. }) => unavailable("out_of_memory"),
             Self::Step(StepError::KvTooSmall { .. }) => unavailable("kv_cache_too_small"),
             // The grammar is the client's.
-            Self::Step(StepError::Constraint(_)) => {
-                (StatusCode::BAD_REQUEST, INVALID, Some("constraint_failed"))
+            Self::Step(StepError::Constraint(_)) => invalid(Status::BAD_REQUEST, "constraint_failed"),
+            Self::Step(_) => failed(Status::INTERNAL_SERVER_ERROR, "step_failed"),
+            Self::Refused(SubmitError::DuplicateId(_)) | Self::Internal(_) => {
+                failed(Status::INTERNAL_SERVER_ERROR, "internal_error")
             }
-            Self::Step(_) => (
-                StatusCode::INTERNAL_SERVER_ERROR,
-                "server_error",
-                Some("step_failed"),
-            ),
-            Self::Refused(SubmitError::DuplicateId(_)) | Self::Internal(_) => (
-                StatusCode::INTERNAL_SERVER_ERROR,
-                "server_error",
-                Some("internal_error"),
-            ),
         }
     }
 
@@ -359,22 +328,17 @@ impl IntoResponse for ApiError {
         }
         let mut response = (status, Json(self.body())).into_response();
         response.extensions_mut().insert(ErrorCode(code));
-        if status == StatusCode::UNAUTHORIZED {
-            response
-                .headers_mut()
-                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-        }
         // For middleware that rewrites errors in another API's format.
         response.extensions_mut().insert(self.clone());
+        let headers = response.headers_mut();
+        if status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if self.is_final() {
-            response
-                .headers_mut()
-                .insert(SHOULD_RETRY, HeaderValue::from_static("false"));
+            headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
         if let Some(after) = self.retry_after() {
-            response
-                .headers_mut()
-                .insert(header::RETRY_AFTER, whole_seconds(after));
+            headers.insert(header::RETRY_AFTER, whole_seconds(after));
         }
         response
     }
@@ -383,11 +347,6 @@ impl IntoResponse for ApiError {
 /// The error's code, as an extension of the response, for the request's record.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ErrorCode(pub(crate) Option<&'static str>);
-
-/// A 503: the server cannot answer now.
-fn unavailable(code: &'static str) -> (StatusCode, &'static str, Option<&'static str>) {
-    (StatusCode::SERVICE_UNAVAILABLE, "server_error", Some(code))
-}
 
 /// The value of a Retry-After header.
 pub(crate) fn whole_seconds(duration: Duration) -> HeaderValue {

@@ -1,9 +1,10 @@
 //! API keys.
 
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use axum::http::{HeaderMap, header};
+use parking_lot::RwLock;
 use plimsoll_core::TenantId;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
@@ -89,7 +90,7 @@ impl ApiKeys {
 
     /// Replaces the valid keys. A server that requires keys still does, even if none are left.
     pub fn replace(&self, keys: Vec<ApiKey>) {
-        *self.keys.write().unwrap_or_else(PoisonError::into_inner) = keys.into();
+        *self.keys.write() = keys.into();
     }
 
     /// Whether requests need a key.
@@ -109,7 +110,7 @@ impl ApiKeys {
     /// Compares hashes, and always all of them, in constant time: timing reveals neither part of a key nor its owner.
     fn find(&self, secret: &[u8]) -> Option<Tenant> {
         let hash: Hash = Sha256::digest(secret).into();
-        let keys = Arc::clone(&self.keys.read().unwrap_or_else(PoisonError::into_inner));
+        let keys = Arc::clone(&self.keys.read());
         let mut found = None;
         for key in keys.iter() {
             if bool::from(key.hash.ct_eq(&hash)) {

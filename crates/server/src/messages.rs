@@ -58,17 +58,14 @@ impl Reader {
 
     /// As templates expect it: `content` is text. `called` maps the ids of the calls so far to function names.
     fn read(&self, message: Message, called: &mut HashMap<String, String>) -> Result<Value, ApiError> {
-        let unsupported = [
-            (
-                "function_call",
-                message.function_call.is_some(),
-                Some("send tool_calls"),
-            ),
-            ("audio", message.audio.is_some(), None),
-        ];
-        if let Some((name, _, hint)) = unsupported.into_iter().find(|(_, present, _)| *present) {
-            let field = self.field(name);
-            return Err(ApiError::unsupported(field, hint));
+        if message.function_call.is_some() {
+            return Err(ApiError::unsupported(
+                self.field("function_call"),
+                "send tool_calls",
+            ));
+        }
+        if message.audio.is_some() {
+            return Err(ApiError::unsupported(self.field("audio"), None));
         }
         let role = match message.role {
             // Templates only know the older name.
@@ -79,24 +76,13 @@ impl Reader {
         };
         let is_answer = message.role == Role::Assistant;
         let reasoning = message.reasoning_content.or(message.reasoning);
+        let is_result = message.role == Role::Tool;
         let own = [
-            (
-                "tool_calls",
-                message.tool_calls.is_some() && !is_answer,
-                "assistant",
-            ),
-            (
-                "reasoning_content",
-                reasoning.is_some() && !is_answer,
-                "assistant",
-            ),
-            (
-                "tool_call_id",
-                message.tool_call_id.is_some() && message.role != Role::Tool,
-                "tool",
-            ),
+            (message.tool_calls.is_some(), "tool_calls", is_answer, "assistant"),
+            (reasoning.is_some(), "reasoning_content", is_answer, "assistant"),
+            (message.tool_call_id.is_some(), "tool_call_id", is_result, "tool"),
         ];
-        if let Some((name, _, owner)) = own.into_iter().find(|(_, wrong, _)| *wrong) {
+        if let Some((_, name, _, owner)) = own.into_iter().find(|(set, _, may, _)| *set && !may) {
             let text = format!("{name} belongs to {owner} messages, not to a {role} message");
             return Err(ApiError::invalid(self.field(name), text));
         }
@@ -112,13 +98,10 @@ impl Reader {
         };
         rendered.insert("content".into(), json!(content));
         let mut name = message.name.as_ref();
-        if message.role == Role::Tool {
-            let id = message.tool_call_id.as_ref().ok_or_else(|| {
-                ApiError::invalid(
-                    self.field("tool_call_id"),
-                    "a tool message needs the id of the call it answers",
-                )
-            })?;
+        if is_result {
+            let missing = "a tool message needs the id of the call it answers";
+            let missing = || ApiError::invalid(self.field("tool_call_id"), missing);
+            let id = message.tool_call_id.as_ref().ok_or_else(missing)?;
             rendered.insert("tool_call_id".into(), json!(id));
             // Many templates show the function's name.
             name = name.or_else(|| called.get(id));
@@ -160,16 +143,13 @@ impl Reader {
             }
         };
         let arguments = arguments(function.arguments.as_deref().unwrap_or_default());
-        let mut rendered = Map::new();
-        if let Some(id) = &call.id {
-            called.insert(id.clone(), function.name.clone());
-            rendered.insert("id".into(), json!(id));
-        }
-        rendered.insert("type".into(), json!("function"));
-        rendered.insert(
-            "function".into(),
-            json!({ "name": function.name, "arguments": arguments }),
-        );
-        Ok(Value::Object(rendered))
+        let function_called = json!({ "name": function.name, "arguments": arguments });
+        Ok(match &call.id {
+            Some(id) => {
+                called.insert(id.clone(), function.name.clone());
+                json!({ "id": id, "type": "function", "function": function_called })
+            }
+            None => json!({ "type": "function", "function": function_called }),
+        })
     }
 }

@@ -1,7 +1,7 @@
 //! Reads the device's memory meters with a timeout: the driver may hang.
 
 use std::panic::resume_unwind;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use plimsoll_core::Meters;
@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct MeterReader {
     /// One reader at a time: a driver that hangs blocks only one thread.
     turn: Arc<Mutex<()>>,
-    last: Arc<std::sync::Mutex<Meters>>,
+    last: Arc<parking_lot::Mutex<Meters>>,
 }
 
 impl MeterReader {
@@ -38,7 +38,7 @@ impl MeterReader {
             let (memory, last) = (Arc::clone(memory), Arc::clone(&self.last));
             let read = move || {
                 let meters = memory.meters();
-                *last.lock().unwrap_or_else(PoisonError::into_inner) = meters;
+                *last.lock() = meters;
                 drop(turn);
             };
             spawn_blocking(read).await
@@ -55,6 +55,6 @@ impl MeterReader {
                 tracing::warn!("the device does not report its memory in time: showing the last known values")
             }
         }
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.last.lock()
     }
 }

@@ -15,6 +15,7 @@ use metrics::{Counter, Gauge, Key, Label, Metadata, Recorder, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use plimsoll_core::{KvConfig, Meters};
 use plimsoll_engine::{EngineHandle, EngineStats, Health, Histogram, Phase};
+use strum::IntoEnumIterator;
 
 use crate::memory::{Memory, StartNumbers, kv_groups};
 use crate::status::Status;
@@ -67,7 +68,7 @@ pub(crate) struct PerRequest {
 impl PerRequest {
     /// A request with `n` choices per prompt was submitted.
     pub(crate) fn submitted(&self, n: usize) {
-        self.choices.each(|histogram| histogram.record(n as f64));
+        self.choices.count(n);
     }
 }
 
@@ -85,6 +86,10 @@ impl<T> Both<T> {
 impl Both<metrics::Histogram> {
     fn record(&self, duration: Duration) {
         self.each(|histogram| histogram.record(duration.as_secs_f64()));
+    }
+
+    fn count(&self, things: usize) {
+        self.each(|histogram| histogram.record(things as f64));
     }
 }
 
@@ -133,8 +138,29 @@ impl Maker<'_> {
         })
     }
 
-    fn set(&self, name: &Name, extra: &[Label], value: f64) {
-        self.gauge(name, extra).each(|gauge| gauge.set(value));
+    fn set(&self, name: &Name, value: f64) {
+        self.gauge(name, &[]).each(|gauge| gauge.set(value));
+    }
+
+    /// A gauge with one value for each value of `label`.
+    fn set_each(
+        &self,
+        name: &Name,
+        label: &'static str,
+        values: impl IntoIterator<Item = (&'static str, f64)>,
+    ) {
+        for (of, value) in values {
+            let label = [Label::from_static_parts(label, of)];
+            self.gauge(name, &label).each(|gauge| gauge.set(value));
+        }
+    }
+
+    /// The same for a counter.
+    fn count_each(&self, name: &Name, label: &'static str, values: [(&'static str, u64); 2]) {
+        for (of, value) in values {
+            let label = [Label::from_static_parts(label, of)];
+            self.counter(name, &label).each(|counter| counter.absolute(value));
+        }
     }
 
     fn count(&self, name: &Name, value: u64) {
@@ -189,14 +215,10 @@ impl Metrics {
             max_tokens: maker.histogram(&REQUEST_MAX_TOKENS, &[]),
             choices: maker.histogram(&REQUEST_N, &[]),
         };
-        maker.set(&START_TIME, &[], unix_seconds() as f64);
+        maker.set(&START_TIME, unix_seconds() as f64);
         let http_in_flight = maker.gauge(&HTTP_IN_FLIGHT, &[]);
-        maker.set(
-            &START_PROGRESS,
-            &[Label::from_static_parts("phase", "ready")],
-            1.0,
-        );
-        maker.set(&STALL_TIMEOUT, &[], stall_timeout.as_secs_f64());
+        maker.set_each(&START_PROGRESS, "phase", [("ready", 1.0)]);
+        maker.set(&STALL_TIMEOUT, stall_timeout.as_secs_f64());
         Self {
             handle: recorder.handle(),
             recorder,
@@ -223,7 +245,9 @@ impl Metrics {
     pub(crate) fn render(&self, engine: &EngineHandle, memory: &dyn Memory, meters: &Meters) -> String {
         let (stats, health, kv) = (&engine.stats(), &engine.health(), engine.kv());
         let maker = self.maker();
-        set_status(&maker, Status::of(health, self.stall_timeout));
+        let now = Status::of(health, self.stall_timeout);
+        let statuses = Status::iter().map(|status| (status.name(), f64::from(u8::from(status == now))));
+        maker.set_each(&STATUS, "status", statuses);
         set_engine(&maker, stats, health);
         set_kv(&maker, &kv, stats, meters);
         set_memory(&maker, memory, meters);
@@ -248,10 +272,10 @@ impl Metrics {
         let labels = self.label_text();
         let (size, blocks) = (kv.block_size, kv.num_pages);
         for text in [Some(ours), other].into_iter().flatten() {
+            page.push_str(&head(text, "gauge", help));
             let _ = writeln!(
                 page,
-                "# HELP {text} {help}\n# TYPE {text} gauge\n{text}{{{labels},block_size=\"{size}\",\
-                 num_gpu_blocks=\"{blocks}\"}} 1\n"
+                "{text}{{{labels},block_size=\"{size}\",num_gpu_blocks=\"{blocks}\"}} 1\n"
             );
         }
     }
@@ -270,11 +294,8 @@ impl Metrics {
     /// SseEvent by hand: the recorder's counters are integers.
     fn write_seconds(&self, page: &mut String, name: &Name, seconds: f64) {
         let Name(text, _, help) = name;
-        let labels = self.label_text();
-        let _ = writeln!(
-            page,
-            "# HELP {text} {help}\n# TYPE {text} counter\n{text}{{{labels}}} {seconds}\n"
-        );
+        page.push_str(&head(text, "counter", help));
+        let _ = writeln!(page, "{text}{{{}}} {seconds}\n", self.label_text());
     }
 
     fn label_text(&self) -> String {
@@ -286,12 +307,11 @@ impl Metrics {
     fn write_histogram(&self, page: &mut String, name: &Name, histogram: &Histogram) {
         let labels = self.label_text();
         for text in [Some(name.0), name.1].into_iter().flatten() {
-            let _ = writeln!(page, "# HELP {text} {}\n# TYPE {text} histogram", name.2);
+            page.push_str(&head(text, "histogram", name.2));
             for (bound, count) in histogram.cumulative() {
-                let bound = if bound.is_infinite() {
-                    "+Inf".into()
-                } else {
-                    bound.to_string()
+                let bound = match bound.is_infinite() {
+                    true => "+Inf".to_owned(),
+                    false => bound.to_string(),
                 };
                 let _ = writeln!(page, "{text}_bucket{{{labels},le=\"{bound}\"}} {count}");
             }
@@ -299,6 +319,11 @@ impl Metrics {
             let _ = writeln!(page, "{text}_count{{{labels}}} {}\n", histogram.count());
         }
     }
+}
+
+/// The lines before a metric's values.
+fn head(name: &str, kind: &str, help: &str) -> String {
+    format!("# HELP {name} {help}\n# TYPE {name} {kind}\n")
 }
 
 /// A label with Prometheus's three escapes.
@@ -310,27 +335,17 @@ fn label(key: &str, value: &str) -> String {
     format!("{key}=\"{value}\"")
 }
 
-fn set_status(maker: &Maker<'_>, now: Status) {
-    for status in Status::ALL {
-        let name = [Label::from_static_parts("status", status.name())];
-        maker.set(&STATUS, &name, f64::from(u8::from(status == now)));
-    }
-}
-
 fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     let scheduler = &stats.scheduler;
-    maker.set(&RUNNING, &[], scheduler.running as f64);
-    maker.set(&WAITING, &[], scheduler.waiting as f64);
-    maker.set(&IN_FLIGHT, &[], stats.in_flight as f64);
+    maker.set(&RUNNING, scheduler.running as f64);
+    maker.set(&WAITING, scheduler.waiting as f64);
+    maker.set(&IN_FLIGHT, stats.in_flight as f64);
     let Name(ours, _, help) = PREEMPTIONS;
-    for (cause, times) in [
+    let causes = [
         ("kv_full", scheduler.preemptions),
         ("kv_lost", scheduler.restarts),
-    ] {
-        let cause = [Label::from_static_parts("cause", cause)];
-        let counter = maker.counter(&Name(ours, None, help), &cause);
-        counter.each(|counter| counter.absolute(times));
-    }
+    ];
+    maker.count_each(&Name(ours, None, help), "cause", causes);
     if let Some(sum) = maker.alias(&PREEMPTIONS, &[]) {
         sum.absolute(scheduler.preemptions + scheduler.restarts);
     }
@@ -347,70 +362,52 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     maker.count(&REFUSED, stats.refused);
     maker.count(&STEPS, stats.steps);
     maker.count(&FAILED_STEPS, stats.failed_steps);
-    for (reason, rebuilds) in [("oom", stats.rebuilds_oom), ("wake", stats.rebuilds_wake)] {
-        let reason = [Label::from_static_parts("reason", reason)];
-        maker
-            .counter(&REBUILDS, &reason)
-            .each(|counter| counter.absolute(rebuilds));
-    }
-    maker.set(&HEALTHY, &[], f64::from(u8::from(health.phase != Phase::Dead)));
-    maker.set(
-        &STALLED,
-        &[],
-        health.stalled_for.unwrap_or_default().as_secs_f64(),
-    );
+    let rebuilds = [("oom", stats.rebuilds_oom), ("wake", stats.rebuilds_wake)];
+    maker.count_each(&REBUILDS, "reason", rebuilds);
+    maker.set(&HEALTHY, f64::from(u8::from(health.phase != Phase::Dead)));
+    let stalled = health.stalled_for.unwrap_or_default();
+    maker.set(&STALLED, stalled.as_secs_f64());
 }
 
 fn set_kv(maker: &Maker<'_>, kv: &KvConfig, stats: &EngineStats, meters: &Meters) {
     let scheduler = &stats.scheduler;
-    let total = scheduler.pages_total;
-    maker.set(&KV_USAGE, &[], scheduler.pages_used as f64 / total.max(1) as f64);
-    maker.set(&KV_TAIL, &[], scheduler.tail_tokens as f64);
-    let state = |state| Label::from_static_parts("state", state);
+    let (total, used) = (scheduler.pages_total, scheduler.pages_used);
+    maker.set(&KV_USAGE, used as f64 / total.max(1) as f64);
+    maker.set(&KV_TAIL, scheduler.tail_tokens as f64);
     let mut cached = 0;
     for (index, group) in kv_groups(kv, scheduler, meters).into_iter().enumerate() {
         cached += group.blocks_cached * group.pages_per_block;
-        let about = [
-            Label::new("group", index.to_string()),
-            Label::from_static_parts("kind", group.kind),
-        ];
+        let set = |name, more: &[Label], value: usize| {
+            let index = Label::new("group", index.to_string());
+            let labels = [&[index, Label::from_static_parts("kind", group.kind)], more].concat();
+            maker.gauge(name, &labels).each(|gauge| gauge.set(value as f64));
+        };
         let window = group.window.map(|window| window.to_string());
         let info = [
             Label::new("window", window.unwrap_or_default()),
             Label::new("layers", group.layers.to_string()),
             Label::new("pages_per_block", group.pages_per_block.to_string()),
         ];
-        maker.set(&KV_GROUP, &[about.as_slice(), &info].concat(), 1.0);
-        maker.set(&KV_ROUNDING, &about, group.rounding_bytes as f64);
-        for (name, blocks) in [
+        set(&KV_GROUP, &info, 1);
+        set(&KV_ROUNDING, &[], group.rounding_bytes as usize);
+        for (state, blocks) in [
             ("total", group.blocks),
             ("used", group.blocks_used),
             ("cached", group.blocks_cached),
         ] {
-            maker.set(
-                &KV_GROUP_BLOCKS,
-                &[&about[..], &[state(name)]].concat(),
-                blocks as f64,
-            );
+            let state = Label::from_static_parts("state", state);
+            set(&KV_GROUP_BLOCKS, &[state], blocks);
         }
     }
-    for (name, pages) in [
-        ("total", total),
-        ("used", scheduler.pages_used),
-        ("cached", cached),
-    ] {
-        maker.set(&KV_BLOCKS, &[state(name)], pages as f64);
-    }
+    let pages = [("total", total), ("used", used), ("cached", cached)];
+    let pages = pages.map(|(state, pages)| (state, pages as f64));
+    maker.set_each(&KV_BLOCKS, "state", pages);
 }
 
 fn set_memory(maker: &Maker<'_>, memory: &dyn Memory, meters: &Meters) {
-    for (component, bytes) in meters.by_component.iter() {
-        maker.set(
-            &MEMORY,
-            &[Label::from_static_parts("component", component.name())],
-            bytes as f64,
-        );
-    }
+    let components = meters.by_component.iter();
+    let components = components.map(|(component, bytes)| (component.name(), bytes as f64));
+    maker.set_each(&MEMORY, "component", components);
     let gauges = [
         (&MEMORY_TOTAL, meters.total),
         (&MEMORY_FREE, meters.free),
@@ -422,17 +419,13 @@ fn set_memory(maker: &Maker<'_>, memory: &dyn Memory, meters: &Meters) {
         (&HEADROOM, meters.headroom()),
     ];
     for (name, bytes) in gauges {
-        maker.set(name, &[], bytes as f64);
+        maker.set(name, bytes as f64);
     }
     maker.count(&ALLOCATIONS, memory.allocations_after_ready());
     let StartNumbers { stages, tried } = memory.start();
-    for (stage, seconds) in stages {
-        maker.set(&START_STAGE, &[Label::from_static_parts("stage", stage)], seconds);
-    }
-    for (outcome, sizes) in [("proved", 1), ("out_of_memory", tried.saturating_sub(1))] {
-        let outcome = [Label::from_static_parts("outcome", outcome)];
-        maker.set(&PROFILE_ATTEMPTS, &outcome, sizes as f64);
-    }
+    maker.set_each(&START_STAGE, "stage", stages);
+    let tried = [("proved", 1.0), ("out_of_memory", tried.saturating_sub(1) as f64)];
+    maker.set_each(&PROFILE_ATTEMPTS, "outcome", tried);
 }
 
 #[cfg(test)]

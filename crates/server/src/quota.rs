@@ -1,10 +1,10 @@
 //! Limits of each API key: concurrent requests, requests and tokens per minute.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use parking_lot::Mutex;
 use plimsoll_core::TenantId;
 
 use crate::error::{ApiError, Counted};
@@ -57,6 +57,11 @@ pub(crate) struct Left {
 }
 
 impl Bucket {
+    fn full(limit: Option<usize>, at: Instant) -> Self {
+        let level = limit.unwrap_or(0) as f64;
+        Self { level, at }
+    }
+
     /// The level at `now`, refilled at `limit` per minute.
     fn refill(&mut self, limit: usize, now: Instant) -> f64 {
         let limit = limit as f64;
@@ -75,11 +80,6 @@ impl Quotas {
         }
     }
 
-    /// Poisoning is ignored: every critical section is plain arithmetic.
-    fn lock(&self) -> MutexGuard<'_, HashMap<TenantId, Account>> {
-        self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Counts a request of `tenant` until [`Self::leave`], unless it is refused. Returns what remains either way. Only a
     /// request that `uses_tokens` is refused for want of tokens.
     pub(crate) fn enter(
@@ -93,17 +93,11 @@ impl Quotas {
         if limits.is_none() {
             return (left, Ok(()));
         }
-        let mut accounts = self.lock();
+        let mut accounts = self.accounts.lock();
         let account = accounts.entry(tenant).or_insert_with(|| Account {
             running: 0,
-            requests: Bucket {
-                level: limits.requests_per_minute.unwrap_or(0) as f64,
-                at: now,
-            },
-            tokens: Bucket {
-                level: limits.tokens_per_minute.unwrap_or(0) as f64,
-                at: now,
-            },
+            requests: Bucket::full(limits.requests_per_minute, now),
+            tokens: Bucket::full(limits.tokens_per_minute, now),
         });
         let full = limits
             .concurrent_requests
@@ -133,18 +127,13 @@ impl Quotas {
                 remaining: account.requests.level,
             });
         }
-        match refused {
-            Some(error) => (left, Err(error)),
-            None => {
-                account.running += 1;
-                (left, Ok(()))
-            }
-        }
+        account.running += usize::from(refused.is_none());
+        (left, refused.map_or(Ok(()), Err))
     }
 
     /// A request that entered is over.
     pub(crate) fn leave(&self, tenant: TenantId) {
-        if let Some(account) = self.lock().get_mut(&tenant) {
+        if let Some(account) = self.accounts.lock().get_mut(&tenant) {
             account.running = account.running.saturating_sub(1);
         }
     }
@@ -154,7 +143,7 @@ impl Quotas {
         if self.limits.tokens_per_minute.is_none() {
             return;
         }
-        if let Some(account) = self.lock().get_mut(&tenant) {
+        if let Some(account) = self.accounts.lock().get_mut(&tenant) {
             account.tokens.level -= tokens as f64;
         }
     }

@@ -64,6 +64,25 @@ pub(crate) fn named(name: &'static str, value: &impl Serialize) -> SseEvent {
     Event::default().event(name).json_data(value)
 }
 
+/// Named events that were not sent yet; `None` without streaming.
+pub(crate) struct Log(Option<Vec<SseEvent>>);
+
+impl Log {
+    pub(crate) fn new(streamed: bool) -> Self {
+        Self(streamed.then(Vec::new))
+    }
+
+    pub(crate) fn push(&mut self, name: &'static str, value: &impl Serialize) {
+        if let Some(events) = &mut self.0 {
+            events.push(named(name, value));
+        }
+    }
+
+    pub(crate) fn take(&mut self) -> Vec<SseEvent> {
+        self.0.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+}
+
 /// OpenAI's end marker.
 pub(crate) fn done() -> SseEvent {
     Ok(Event::default().data("[DONE]"))

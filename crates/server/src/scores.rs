@@ -34,11 +34,8 @@ pub(crate) fn prompt_logprobs(
                 decoded_token: tokenizer.token_str(token),
             })
         };
-        let mut entries = Map::new();
-        entries.insert(
-            scored.token.to_string(),
-            entry(scored.token, scored.logprob, scored.rank),
-        );
+        let own = entry(scored.token, scored.logprob, scored.rank);
+        let mut entries = Map::from_iter([(scored.token.to_string(), own)]);
         for (likeliest, rank) in scored.top.iter().take(top).zip(1..) {
             entries
                 .entry(likeliest.token.to_string())
@@ -46,9 +43,8 @@ pub(crate) fn prompt_logprobs(
         }
         entries
     };
-    std::iter::once(None)
-        .chain(prompt.iter().map(|scored| Some(one(scored))))
-        .collect()
+    let scored = prompt.iter().map(|scored| Some(one(scored)));
+    std::iter::once(None).chain(scored).collect()
 }
 
 #[cfg(test)]

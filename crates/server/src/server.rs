@@ -155,15 +155,10 @@ const NEXT: &str = "the engine's thread hangs and the process ends, so that a su
 
 /// The device's memory in bytes, for the log.
 fn account(meters: &Meters) -> String {
-    let Meters {
-        total,
-        free,
-        reserved,
-        used,
-        reserved_high,
-        ..
-    } = meters;
-    format!("total={total} free={free} reserved={reserved} used={used} reserved_high={reserved_high}")
+    format!(
+        "total={} free={} reserved={} used={} reserved_high={}",
+        meters.total, meters.free, meters.reserved, meters.used, meters.reserved_high
+    )
 }
 
 async fn watchdog(state: &AppState) -> Stall {

@@ -48,19 +48,15 @@ async fn sleep(
 ) -> Result<Response, ApiError> {
     let Query(SleepQuery { level, timeout }) = query?;
     if level.is_some_and(|level| level != 1) {
-        return Err(ApiError::invalid(
-            "level",
-            "level must be 1: KV cache and activations are released, weights stay on the device",
-        ));
+        let message = "level must be 1: KV cache and activations are released, weights stay on the device";
+        return Err(ApiError::invalid("level", message));
     }
     let timeout = match timeout.map(Duration::try_from_secs_f64) {
         None => state.options().drain_timeout,
         Some(Ok(timeout)) => timeout,
         Some(Err(_)) => {
-            return Err(ApiError::invalid(
-                "timeout",
-                "timeout must be a number of seconds",
-            ));
+            let message = "timeout must be a number of seconds";
+            return Err(ApiError::invalid("timeout", message));
         }
     };
     // Continues if the client disconnects.

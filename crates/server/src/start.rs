@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 /// Phases of a start, in order. After an attempt that runs out of memory, rebuild to validate are repeated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum StartPhase {
     /// Finding the model's files.
     Resolve,
@@ -41,17 +42,7 @@ impl StartPhase {
 
     /// Name in JSON, metrics and logs.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Resolve => "resolve",
-            Self::Download => "download",
-            Self::Device => "device",
-            Self::Weights => "weights",
-            Self::Probe => "probe",
-            Self::Rebuild => "rebuild",
-            Self::Capture => "capture",
-            Self::Validate => "validate",
-            Self::Engine => "engine",
-        }
+        self.into()
     }
 }
 

@@ -64,12 +64,8 @@ async fn health(State(Waiting(waiting)): State<Waiting>) -> Json<StartReport> {
 async fn ready(State(Waiting(waiting)): State<Waiting>) -> Response {
     let status = waiting.start.status();
     let retry = [(header::RETRY_AFTER, whole_seconds(status.retry_after()))];
-    (
-        StatusCode::SERVICE_UNAVAILABLE,
-        retry,
-        Json(NotReady::Starting(report(&status))),
-    )
-        .into_response()
+    let body = Json(NotReady::Starting(report(&status)));
+    (StatusCode::SERVICE_UNAVAILABLE, retry, body).into_response()
 }
 
 fn report(status: &StartStatus) -> StartReport {
@@ -87,10 +83,8 @@ async fn metrics(State(Waiting(waiting)): State<Waiting>, headers: HeaderMap) ->
     if waiting.options.metrics_require_key {
         waiting.options.keys.tenant(&headers)?;
     }
-    Ok(admin::metrics_page(start_page(
-        &waiting.model,
-        &waiting.start.status(),
-    )))
+    let page = start_page(&waiting.model, &waiting.start.status());
+    Ok(admin::metrics_page(page))
 }
 
 async fn refuse(State(Waiting(waiting)): State<Waiting>) -> ApiError {

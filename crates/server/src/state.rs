@@ -1,8 +1,9 @@
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::available_parallelism;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use plimsoll_core::{Meters, TokenId};
 use plimsoll_engine::{EngineHandle, Health};
 use plimsoll_text::grammar::GrammarCompiler;
@@ -77,11 +78,8 @@ impl AppState {
         let longest = longest.unwrap_or(0).max(1);
         let longest_text = engine.limits().max_request_tokens().saturating_mul(longest);
         let model = Arc::new(model);
-        let seeds = Mutex::new(
-            options
-                .seed
-                .map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64),
-        );
+        let seeds = options.seed;
+        let seeds = seeds.map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
         Self(Arc::new(Inner {
             engine,
             model,
@@ -97,7 +95,7 @@ impl AppState {
             options,
             metrics,
             answer_marks,
-            seeds,
+            seeds: Mutex::new(seeds),
             large_bodies: Arc::new(Semaphore::new(1)),
             grammars: Arc::new(grammars),
             compiling: Arc::new(Semaphore::new((cores / 2).max(1))),
@@ -173,11 +171,7 @@ impl AppState {
 
     /// A seed for a request without one.
     pub(crate) fn draw_seed(&self) -> u64 {
-        self.0
-            .seeds
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .random()
+        self.0.seeds.lock().random()
     }
 
     /// Permit to parse a large body: one at a time.

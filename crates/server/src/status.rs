@@ -3,9 +3,11 @@
 use std::time::Duration;
 
 use plimsoll_engine::{Health, Phase};
+use strum::{EnumIter, IntoStaticStr};
 
 /// Whether requests are accepted and make progress, or why not.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub(crate) enum Status {
     /// There is no engine yet.
     Starting,
@@ -24,17 +26,6 @@ pub(crate) enum Status {
 }
 
 impl Status {
-    pub(crate) const ALL: [Self; 8] = [
-        Self::Starting,
-        Self::Ready,
-        Self::Stalled,
-        Self::Rebuilding,
-        Self::Sleeping,
-        Self::Draining,
-        Self::Stopped,
-        Self::Dead,
-    ];
-
     /// The status, with a stall after `patience` without a completed step.
     pub(crate) fn of(health: &Health, patience: Duration) -> Self {
         match health.phase {
@@ -50,15 +41,6 @@ impl Status {
 
     /// In JSON and metrics.
     pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Stalled => "stalled",
-            Self::Rebuilding => "rebuilding",
-            Self::Sleeping => "sleeping",
-            Self::Draining => "draining",
-            Self::Stopped => "stopped",
-            Self::Dead => "dead",
-        }
+        self.into()
     }
 }

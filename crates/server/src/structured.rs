@@ -254,41 +254,32 @@ mod tests {
             let json_schema = json!({"name": "n", "schema": {"type": "object"}, "strict": strict});
             json!({"response_format": {"type": "json_schema", "json_schema": json_schema}})
         };
+        let (object, regex) = (GrammarSpec::JsonObject, GrammarSpec::Regex("a".into()));
+        let (lark, ebnf) = ("start: \"a\"", "root ::= \"a\"");
+        let text = json!({"type": "text"});
         let cases = [
             (
                 json!({"response_format": {"type": "json_object"}}),
-                GrammarSpec::JsonObject,
+                object.clone(),
             ),
             (format(json!(null)), strict(true)),
             (format(json!(true)), strict(true)),
             (format(json!(false)), strict(false)),
             (json!({"guided_json": schema}), strict(true)),
             (json!({"guided_json": "{\"type\": \"object\"}"}), strict(true)),
-            (json!({"guided_regex": "a+"}), GrammarSpec::Regex("a+".into())),
+            (json!({"guided_regex": "a"}), regex.clone()),
             (
                 json!({"guided_choice": ["a"]}),
                 GrammarSpec::Choice(vec!["a".into()]),
             ),
-            (
-                json!({"guided_grammar": "start: \"a\""}),
-                GrammarSpec::Lark("start: \"a\"".into()),
-            ),
-            (
-                json!({"guided_grammar": "root ::= \"a\""}),
-                GrammarSpec::Ebnf("root ::= \"a\"".into()),
-            ),
+            (json!({"guided_grammar": lark}), GrammarSpec::Lark(lark.into())),
+            (json!({"guided_grammar": ebnf}), GrammarSpec::Ebnf(ebnf.into())),
             (json!({"structured_outputs": {"json": schema}}), strict(true)),
+            (json!({"structured_outputs": {"json_object": true}}), object),
+            (json!({"structured_outputs": {"regex": "a"}}), regex.clone()),
             (
-                json!({"structured_outputs": {"json_object": true}}),
-                GrammarSpec::JsonObject,
-            ),
-            (
-                json!({"structured_outputs": {"regex": "a"}}),
-                GrammarSpec::Regex("a".into()),
-            ),
-            (
-                json!({"response_format": {"type": "text"}, "guided_regex": "a", "guided_decoding_backend": "auto"}),
-                GrammarSpec::Regex("a".into()),
+                json!({"response_format": text, "guided_regex": "a", "guided_decoding_backend": "auto"}),
+                regex,
             ),
         ];
         for (fields, spec) in cases {
@@ -315,36 +306,18 @@ mod tests {
     fn conflicting_fields_are_refused_by_name() {
         let object = json!({"type": "json_object"});
         let spaces = json!({"json_object": true, "whitespace_pattern": "a", "disable_any_whitespace": true});
-        let cases = [
-            (
-                json!({"guided_regex": "a", "guided_choice": ["a"]}),
-                "guided_choice",
-            ),
-            (
-                json!({"response_format": object, "guided_json": {}}),
-                "guided_json",
-            ),
-            (
-                json!({"structured_outputs": {"regex": "a", "json_object": true}}),
-                "structured_outputs.json_object",
-            ),
-            (json!({"guided_json": "{"}), "guided_json"),
-            (
-                json!({"guided_whitespace_pattern": "a"}),
-                "guided_whitespace_pattern",
-            ),
-            (
-                json!({"guided_whitespace_pattern": "a", "guided_regex": "a"}),
-                "guided_whitespace_pattern",
-            ),
-            (
-                json!({"structured_outputs": spaces}),
-                "structured_outputs.disable_any_whitespace",
-            ),
-        ];
-        for (fields, param) in cases {
-            let error = requested(fields.clone()).unwrap_err();
-            assert_eq!(error.body()["error"]["param"], param, "{fields}: {error}");
+        let cases = json!([
+            [{"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"],
+            [{"response_format": object, "guided_json": {}}, "guided_json"],
+            [{"structured_outputs": {"regex": "a", "json_object": true}}, "structured_outputs.json_object"],
+            [{"guided_json": "{"}, "guided_json"],
+            [{"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern"],
+            [{"guided_whitespace_pattern": "a", "guided_regex": "a"}, "guided_whitespace_pattern"],
+            [{"structured_outputs": spaces}, "structured_outputs.disable_any_whitespace"],
+        ]);
+        for case in cases.as_array().unwrap() {
+            let error = requested(case[0].clone()).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], case[1], "{case}: {error}");
         }
     }
 }

@@ -44,12 +44,8 @@ pub(crate) async fn tokenize(
                 prompt.tokens(model)?
             }
         };
-        let token_strs = own.return_token_strs.then(|| {
-            tokens
-                .iter()
-                .map(|&token| model.tokenizer.token_str(token))
-                .collect()
-        });
+        let strs = tokens.iter().map(|&token| model.tokenizer.token_str(token));
+        let token_strs = own.return_token_strs.then(|| strs.collect());
         Ok(Json(Tokenized {
             count: tokens.len(),
             max_model_len: state.engine().limits().max_model_len,

@@ -16,16 +16,19 @@ pub(crate) struct Transcript {
 enum Turn {
     System(String),
     User(String),
-    Assistant {
-        reasoning: String,
-        content: String,
-        calls: Vec<Call>,
-    },
+    Assistant(Answer),
     Tool {
         call: String,
         name: String,
         content: String,
     },
+}
+
+#[derive(Debug, Default)]
+struct Answer {
+    reasoning: String,
+    content: String,
+    calls: Vec<Call>,
 }
 
 #[derive(Debug)]
@@ -74,58 +77,49 @@ impl Transcript {
 
     /// Reasoning, before content or calls.
     pub(crate) fn reasoning(&mut self, text: &str) {
+        self.begun().reasoning.push_str(text);
+    }
+
+    /// The last answer, if it has neither content nor calls, else a new one.
+    fn begun(&mut self) -> &mut Answer {
+        let is_begun = |answer: &Answer| answer.content.is_empty() && answer.calls.is_empty();
+        if !matches!(self.turns.last(), Some(Turn::Assistant(answer)) if is_begun(answer)) {
+            self.turns.push(Turn::Assistant(Answer::default()));
+        }
+        self.last_answer()
+    }
+
+    /// The last turn, a new one if that is not the assistant's.
+    fn last_answer(&mut self) -> &mut Answer {
+        if !matches!(self.turns.last(), Some(Turn::Assistant(_))) {
+            self.turns.push(Turn::Assistant(Answer::default()));
+        }
         match self.turns.last_mut() {
-            Some(Turn::Assistant {
-                reasoning,
-                content,
-                calls,
-            }) if content.is_empty() && calls.is_empty() => reasoning.push_str(text),
-            _ => self.turns.push(Turn::Assistant {
-                reasoning: text.to_owned(),
-                content: String::new(),
-                calls: Vec::new(),
-            }),
+            Some(Turn::Assistant(answer)) => answer,
+            _ => unreachable!("it was pushed"),
         }
     }
 
     /// Content of the assistant; a new turn if the last one has content or calls.
     pub(crate) fn answer(&mut self, text: String) {
-        match self.turns.last_mut() {
-            Some(Turn::Assistant { content, calls, .. }) if content.is_empty() && calls.is_empty() => {
-                *content = text;
-            }
-            _ => self.turns.push(Turn::Assistant {
-                reasoning: String::new(),
-                content: text,
-                calls: Vec::new(),
-            }),
-        }
+        self.begun().content = text;
     }
 
     /// Appends to the last message if it is the assistant's.
     pub(crate) fn answer_goes_on(&mut self, text: String) {
         match self.turns.last_mut() {
-            Some(Turn::Assistant { content, .. }) if !content.is_empty() => {
+            Some(Turn::Assistant(Answer { content, .. })) if !content.is_empty() => {
                 content.push('\n');
                 content.push_str(&text);
             }
-            Some(Turn::Assistant { content, .. }) => *content = text,
-            _ => self.answer(text),
+            _ => self.last_answer().content = text,
         }
     }
 
     /// A tool call.
     pub(crate) fn call(&mut self, id: String, name: String, arguments: Map<String, Value>) {
         self.calls.insert(id.clone(), name.clone());
-        let call = Call { id, name, arguments };
-        match self.turns.last_mut() {
-            Some(Turn::Assistant { calls, .. }) => calls.push(call),
-            _ => self.turns.push(Turn::Assistant {
-                reasoning: String::new(),
-                content: String::new(),
-                calls: vec![call],
-            }),
-        }
+        self.last_answer().calls.push(Call { id, name, arguments });
     }
 
     /// The result of a call; false if there was no such call.
@@ -143,7 +137,7 @@ impl Transcript {
 
     /// Whether the last message is the assistant's: the answer continues it.
     pub(crate) fn ends_with_answer(&self) -> bool {
-        matches!(self.turns.last(), Some(Turn::Assistant { calls, .. }) if calls.is_empty())
+        matches!(self.turns.last(), Some(Turn::Assistant(answer)) if answer.calls.is_empty())
     }
 
     /// The messages for the chat template.
@@ -160,11 +154,11 @@ impl Turn {
             Self::Tool { call, name, content } => {
                 json!({ "role": "tool", "tool_call_id": call, "name": name, "content": content })
             }
-            Self::Assistant {
+            Self::Assistant(Answer {
                 reasoning,
                 content,
                 calls,
-            } => {
+            }) => {
                 let mut message = Map::new();
                 message.insert("role".into(), json!("assistant"));
                 message.insert("content".into(), json!(content));

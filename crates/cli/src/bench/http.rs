@@ -10,9 +10,11 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use futures::StreamExt;
+use futures::future::join_all;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
+use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 use tokio::sync::Semaphore;
 
 use super::dataset::{RandomDataset, Sample};
@@ -104,7 +106,8 @@ pub(super) enum DatasetName {
     Random,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, EnumIter, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 enum Metric {
     Ttft,
     Tpot,
@@ -123,12 +126,7 @@ impl Metric {
     }
 
     fn key(self) -> &'static str {
-        match self {
-            Self::Ttft => "ttft",
-            Self::Tpot => "tpot",
-            Self::Itl => "itl",
-            Self::E2el => "e2el",
-        }
+        self.into()
     }
 }
 
@@ -243,11 +241,10 @@ async fn send_all(
             result
         }));
     }
-    let mut results = Vec::with_capacity(tasks.len());
-    for task in tasks {
-        results.push(task.await.unwrap_or_else(|error| Err(error.to_string())));
-    }
+    let results = join_all(tasks).await.into_iter();
     results
+        .map(|task| task.unwrap_or_else(|error| Err(error.to_string())))
+        .collect()
 }
 
 struct Client {
@@ -302,19 +299,12 @@ impl Client {
             body["ignore_eos"] = true.into();
         }
         let begin = Instant::now();
-        let response = self
-            .http
-            .post(&self.url)
-            .json(&body)
-            .send()
-            .await
-            .map_err(|e| e.to_string())?;
-        if !response.status().is_success() {
-            let status = response.status();
-            return Err(format!(
-                "{status}: {}",
-                response.text().await.unwrap_or_default().trim()
-            ));
+        let request = self.http.post(&self.url).json(&body);
+        let response = request.send().await.map_err(|e| e.to_string())?;
+        let status = response.status();
+        if !status.is_success() {
+            let text = response.text().await.unwrap_or_default();
+            return Err(format!("{status}: {}", text.trim()));
         }
         let mut outcome = Outcome::default();
         let mut last = None;
@@ -332,10 +322,8 @@ impl Client {
                 if let Some(error) = chunk.get("error") {
                     return Err(error.to_string());
                 }
-                if chunk["choices"]
-                    .as_array()
-                    .is_some_and(|choices| !choices.is_empty())
-                {
+                let choices = chunk["choices"].as_array();
+                if choices.is_some_and(|choices| !choices.is_empty()) {
                     match last.replace(now) {
                         None => outcome.ttft = now - begin,
                         Some(before) => outcome.gaps.push(now - before),
@@ -357,50 +345,32 @@ impl Client {
 }
 
 fn report(args: &ServeBenchArgs, outcomes: &[Outcome], errors: &[String], duration: Duration) -> Report {
-    let seconds = duration.as_secs_f64();
     let sum = |f: fn(&Outcome) -> usize| outcomes.iter().map(f).sum::<usize>();
     let (input, output) = (sum(|o| o.prompt_tokens), sum(|o| o.output_tokens));
     let mut report = Report::new("serve");
     report.detail("base_url", args.base_url.clone());
-    report.detail(
-        "request_rate",
-        if args.request_rate.is_finite() {
-            json!(args.request_rate)
-        } else {
-            json!("inf")
-        },
-    );
+    let is_finite = args.request_rate.is_finite();
+    let rate = is_finite.then_some(args.request_rate);
+    report.detail("request_rate", rate.map_or(json!("inf"), Value::from));
     report.detail("max_concurrency", json!(args.max_concurrency));
     report.detail("errors", errors.to_vec());
     report.count("Successful requests", "completed", outcomes.len());
     report.count("Failed requests", "failed", errors.len());
-    report.number("Benchmark duration (s)", "duration", seconds);
+    report.duration("Benchmark duration (s)", "duration", duration.as_secs_f64());
     report.count("Total input tokens", "total_input_tokens", input);
     report.count("Total generated tokens", "total_output_tokens", output);
-    report.number(
-        "Request throughput (req/s)",
-        "request_throughput",
-        outcomes.len() as f64 / seconds,
-    );
-    report.number(
-        "Output token throughput (tok/s)",
-        "output_throughput",
-        output as f64 / seconds,
-    );
-    report.number(
-        "Total token throughput (tok/s)",
-        "total_token_throughput",
-        (input + output) as f64 / seconds,
-    );
-    for metric in [Metric::Ttft, Metric::Tpot, Metric::Itl, Metric::E2el] {
+    let (done, total) = (outcomes.len(), input + output);
+    report.rate("Request throughput (req/s)", "request_throughput", done);
+    report.rate("Output token throughput (tok/s)", "output_throughput", output);
+    report.rate("Total token throughput (tok/s)", "total_token_throughput", total);
+    for metric in Metric::iter() {
         let values: Vec<f64> = match metric {
             Metric::Ttft => outcomes.iter().map(|o| o.ttft.as_secs_f64()).collect(),
             Metric::Tpot => outcomes.iter().filter_map(Outcome::tpot).collect(),
-            Metric::Itl => outcomes
-                .iter()
-                .flat_map(|o| &o.gaps)
-                .map(Duration::as_secs_f64)
-                .collect(),
+            Metric::Itl => {
+                let gaps = outcomes.iter().flat_map(|o| &o.gaps);
+                gaps.map(Duration::as_secs_f64).collect()
+            }
             Metric::E2el => outcomes.iter().map(|o| o.total.as_secs_f64()).collect(),
         };
         let milliseconds = values.into_iter().map(|v| v * 1e3).collect();
@@ -410,19 +380,15 @@ fn report(args: &ServeBenchArgs, outcomes: &[Outcome], errors: &[String], durati
         let summary = Summary::of(milliseconds, &args.metric_percentiles);
         let (key, name) = (metric.key(), metric.key().to_uppercase());
         report.section(metric.title());
-        report.number(
-            &format!("Mean {name} (ms)"),
-            &format!("mean_{key}_ms"),
-            summary.mean,
-        );
-        report.number(
-            &format!("Median {name} (ms)"),
-            &format!("median_{key}_ms"),
-            summary.median,
-        );
+        let number = |report: &mut Report, what: &str, value| {
+            let json = format!("{}_{key}_ms", what.to_lowercase());
+            report.number(&format!("{what} {name} (ms)"), &json, value);
+        };
+        number(&mut report, "Mean", summary.mean);
+        number(&mut report, "Median", summary.median);
         report.detail(&format!("std_{key}_ms"), json!(summary.std));
         for (p, value) in summary.percentiles {
-            report.number(&format!("P{p} {name} (ms)"), &format!("p{p}_{key}_ms"), value);
+            number(&mut report, &format!("P{p}"), value);
         }
     }
     report
@@ -442,13 +408,10 @@ mod tests {
             ..Outcome::default()
         };
         assert!((outcome.tpot().unwrap() - 0.1).abs() < 1e-9);
-        assert_eq!(
-            Outcome {
-                output_tokens: 1,
-                ..outcome
-            }
-            .tpot(),
-            None
-        );
+        let single = Outcome {
+            output_tokens: 1,
+            ..outcome
+        };
+        assert_eq!(single.tpot(), None);
     }
 }

@@ -63,18 +63,11 @@ pub async fn latency(args: LatencyArgs) -> Result<(), Error> {
     report.count("Prompt tokens per request", "input_len", args.input_len);
     report.count("Generated tokens per request", "output_len", args.output_len);
     report.count("Batches", "num_iters", args.num_iters);
-    report.number(
-        "Prompt throughput (tok/s)",
-        "prompt_throughput",
-        batches * args.input_len as f64 / prefill,
-    );
+    let throughput = batches * args.input_len as f64 / prefill;
+    report.number("Prompt throughput (tok/s)", "prompt_throughput", throughput);
     if args.output_len > 1 {
-        let tokens = batches * (args.output_len - 1) as f64;
-        report.number(
-            "Generation throughput (tok/s)",
-            "generation_throughput",
-            tokens / decode,
-        );
+        let (label, key) = ("Generation throughput (tok/s)", "generation_throughput");
+        report.number(label, key, batches * (args.output_len - 1) as f64 / decode);
     }
     bench.report_idle(&mut report, idle_before);
     report.detail("latencies", totals.clone());
@@ -103,34 +96,17 @@ pub async fn throughput(args: ThroughputArgs) -> Result<(), Error> {
     let timing = bench.run(&samples, &bar).await?;
     bar.finish_and_clear();
 
-    let seconds = timing.total.as_secs_f64();
     let prompt: usize = samples.iter().map(|sample| sample.prompt.len()).sum();
     let output: usize = samples.iter().map(|sample| sample.output_len).sum();
     let mut report = Report::new("throughput");
     report.count("Requests", "num_requests", samples.len());
-    report.number("Elapsed time (s)", "elapsed_time", seconds);
+    report.duration("Elapsed time (s)", "elapsed_time", timing.total.as_secs_f64());
     report.count("Prompt tokens", "total_prompt_tokens", prompt);
     report.count("Generated tokens", "total_output_tokens", output);
-    report.number(
-        "Requests (req/s)",
-        "requests_per_second",
-        samples.len() as f64 / seconds,
-    );
-    report.number(
-        "Prompt throughput (tok/s)",
-        "prompt_throughput",
-        prompt as f64 / seconds,
-    );
-    report.number(
-        "Generation throughput (tok/s)",
-        "output_throughput",
-        output as f64 / seconds,
-    );
-    report.number(
-        "Total throughput (tok/s)",
-        "tokens_per_second",
-        (prompt + output) as f64 / seconds,
-    );
+    report.rate("Requests (req/s)", "requests_per_second", samples.len());
+    report.rate("Prompt throughput (tok/s)", "prompt_throughput", prompt);
+    report.rate("Generation throughput (tok/s)", "output_throughput", output);
+    report.rate("Total throughput (tok/s)", "tokens_per_second", prompt + output);
     bench.report_idle(&mut report, idle_before);
     bench.end().await;
     report.publish(" Throughput Benchmark Result ", args.output_json.as_deref())
@@ -211,15 +187,10 @@ impl Bench {
     /// The part of its time that a GPU has waited for the next step since `before`.
     fn report_idle(&self, report: &mut Report, before: Option<DeviceTime>) {
         if let (Some(now), Some(before)) = (self.device_time(), before) {
-            let DeviceTime {
-                busy_seconds: busy,
-                idle_seconds: idle,
-            } = now.since(before);
-            report.number(
-                "GPU idle (%)",
-                "gpu_idle_percent",
-                100.0 * idle / (busy + idle).max(1e-9),
-            );
+            let spent = now.since(before);
+            let (busy, idle) = (spent.busy_seconds, spent.idle_seconds);
+            let percent = 100.0 * idle / (busy + idle).max(1e-9);
+            report.number("GPU idle (%)", "gpu_idle_percent", percent);
         }
     }
 
@@ -253,6 +224,7 @@ impl Bench {
         begin: Instant,
         bar: &indicatif::ProgressBar,
     ) -> Result<Timing, Error> {
+        let constraints = self.grammar.iter().map(|grammar| grammar.constraint(&[]));
         let options = RequestOptions {
             prompt: sample.prompt.clone(),
             max_tokens: Some(sample.output_len),
@@ -262,11 +234,7 @@ impl Bench {
                 ..SamplingOptions::default()
             },
             seed: self.seed,
-            constraints: self
-                .grammar
-                .iter()
-                .map(|grammar| grammar.constraint(&[]))
-                .collect(),
+            constraints: constraints.collect(),
             ..RequestOptions::default()
         };
         let failed = |error: &dyn std::fmt::Display| Error::Bench(error.to_string());

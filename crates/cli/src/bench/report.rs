@@ -13,6 +13,8 @@ use crate::version;
 pub(super) struct Report {
     rows: Vec<(String, String)>,
     json: Map<String, Value>,
+    /// What rates are over.
+    seconds: f64,
 }
 
 impl Report {
@@ -25,8 +27,8 @@ impl Report {
         json.insert("hardware".into(), hardware());
         json.insert("command".into(), command_line(std::env::args()).into());
         Self {
-            rows: Vec::new(),
             json,
+            ..Self::default()
         }
     }
 
@@ -39,6 +41,17 @@ impl Report {
     pub(super) fn number(&mut self, label: &str, key: &str, value: f64) {
         self.rows.push((label.to_owned(), format!("{value:.2}")));
         self.json.insert(key.to_owned(), json!(value));
+    }
+
+    /// How long everything took, which the rates that follow refer to.
+    pub(super) fn duration(&mut self, label: &str, key: &str, seconds: f64) {
+        self.seconds = seconds;
+        self.number(label, key, seconds);
+    }
+
+    /// A count in each second of [`Self::duration`].
+    pub(super) fn rate(&mut self, label: &str, key: &str, count: usize) {
+        self.number(label, key, count as f64 / self.seconds);
     }
 
     /// A count in the table and in the JSON.
@@ -124,11 +137,8 @@ mod tests {
         report.section("Section");
         report.number("Throughput (tok/s)", "throughput", 12.345);
         report.count("Requests", "requests", 7);
-        assert!(
-            report
-                .table(" Title ")
-                .contains("Throughput (tok/s):                                  12.35")
-        );
+        let table = report.table(" Title ");
+        assert!(table.contains("Throughput (tok/s):                                  12.35"));
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("out.json");
         report.publish(" Title ", Some(&file)).unwrap();

@@ -39,10 +39,8 @@ impl RepoId {
             None => (text, None),
         };
         let legal = |part: &str| {
-            let inner = part
-                .chars()
-                .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
-            inner && part.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
+            let inner = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            part.chars().all(inner) && part.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
         };
         let parts: Vec<_> = id.split('/').collect();
         (parts.len() <= 2 && parts.iter().all(|part| legal(part)) && quant.is_none_or(legal)).then(|| Self {
@@ -210,23 +208,19 @@ pub async fn fetch(repo: &RepoId, weights: Weights, options: &HubOptions) -> Res
     if options.offline {
         return hub.cached(weights).await;
     }
-    match hub.download(weights).await {
-        Err(HubError::Transfer { source, .. }) if unreachable(&source) => match hub.cached(weights).await {
-            Ok(path) => {
-                tracing::warn!(
-                    endpoint = hub.client.endpoint(),
-                    "the Hub cannot be reached; using the cached {}",
-                    repo.id
-                );
-                Ok(path)
-            }
-            Err(_) => Err(HubError::Transfer {
-                repo: repo.id.clone(),
-                source,
-            }),
-        },
-        other => other,
+    let downloaded = hub.download(weights).await;
+    if matches!(&downloaded, Err(HubError::Transfer { source, .. }) if unreachable(source))
+        && let Ok(path) = hub.cached(weights).await
+    {
+        let endpoint = hub.client.endpoint();
+        tracing::warn!(
+            endpoint,
+            "the Hub cannot be reached; using the cached {}",
+            repo.id
+        );
+        return Ok(path);
     }
+    downloaded
 }
 
 struct Hub<'a> {
@@ -255,13 +249,11 @@ impl Hub<'_> {
             Ok(tree) => tree.try_collect().await.map_err(|e| self.classify(e))?,
             Err(e) => return Err(self.classify(e)),
         };
-        let files: Vec<_> = entries
-            .into_iter()
-            .filter_map(|entry| match entry {
-                RepoTreeEntry::File { path, size, .. } => Some(RemoteFile { path, size }),
-                RepoTreeEntry::Directory { .. } => None,
-            })
-            .collect();
+        let files = entries.into_iter().filter_map(|entry| match entry {
+            RepoTreeEntry::File { path, size, .. } => Some(RemoteFile { path, size }),
+            RepoTreeEntry::Directory { .. } => None,
+        });
+        let files: Vec<_> = files.collect();
         let wanted = select(&files, self.repo, weights)?;
         let mut problem = None;
         for attempt in 1..=ATTEMPTS {
@@ -303,14 +295,9 @@ impl Hub<'_> {
 
     /// The snapshot of the wanted revision, if the cache has one.
     async fn snapshot(&self) -> Option<PathBuf> {
-        let revision = &*self.options.revision;
-        self.remote
-            .snapshot_download()
-            .revision(revision)
-            .local_files_only(true)
-            .send()
-            .await
-            .ok()
+        let download = self.remote.snapshot_download();
+        let local = download.revision(&*self.options.revision).local_files_only(true);
+        local.send().await.ok()
     }
 
     async fn cached(&self, weights: Weights) -> Result<PathBuf, HubError> {
@@ -361,10 +348,7 @@ impl Hub<'_> {
                 endpoint,
             },
             403 => HubError::Gated { repo, endpoint },
-            _ => HubError::Transfer {
-                repo,
-                source: Box::new(error),
-            },
+            _ => transfer(self.repo, error),
         }
     }
 }

@@ -1,10 +1,11 @@
 //! Progress of one download from the Hub: a bar, and the start's.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use hf_hub::progress::{DownloadEvent, Progress, ProgressEvent, ProgressHandler};
 use indicatif::ProgressBar;
+use parking_lot::Mutex;
 
 use super::RemoteFile;
 use crate::bytes::Bytes;
@@ -23,17 +24,14 @@ impl DownloadBar {
     /// `missing`: the files to come with their sizes; with none of them, nothing is shown.
     pub(super) fn new(repo: &str, missing: &[RemoteFile], start: &StartProgress) -> Self {
         let total = missing.iter().map(|file| file.size).sum();
-        if missing.is_empty() {
-            return Self {
-                bar: ProgressBar::hidden(),
-                files: 0,
-                start: start.clone(),
-            };
+        let mut bar = ProgressBar::hidden();
+        if !missing.is_empty() {
+            start.downloads();
+            tracing::info!("downloading {} files of {repo}, {}", missing.len(), Bytes(total));
+            bar = bytes_bar(repo, total);
         }
-        start.downloads();
-        tracing::info!("downloading {} files of {repo}, {}", missing.len(), Bytes(total));
         Self {
-            bar: bytes_bar(repo, total),
+            bar,
             files: missing.len(),
             start: start.clone(),
         }
@@ -73,7 +71,7 @@ impl ProgressHandler for Handler {
         let ProgressEvent::Download(event) = event else {
             return;
         };
-        let mut done = self.done.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut done = self.done.lock();
         match event {
             DownloadEvent::Progress { files } => {
                 for file in files {

@@ -49,17 +49,14 @@ pub(super) fn select(
         return Err(no_weights("safetensors weights", "see --load-format"));
     }
     let ggufs: Vec<_> = files.iter().filter(|file| file.path.ends_with(".gguf")).collect();
-    let matching: Vec<_> = ggufs
+    let matching = ggufs
         .iter()
         .copied()
-        .filter(|file| matches_quant(&file.path, repo))
-        .collect();
+        .filter(|file| matches_quant(&file.path, repo));
+    let matching: Vec<_> = matching.collect();
     let names = |files: &[&RemoteFile]| {
-        files
-            .iter()
-            .map(|file| &*file.path)
-            .collect::<Vec<_>>()
-            .join(", ")
+        let names: Vec<_> = files.iter().map(|file| &*file.path).collect();
+        names.join(", ")
     };
     match matching[..] {
         [file] if is_split(&file.path) => Err(no_weights(
@@ -98,11 +95,8 @@ fn safetensors(files: &[RemoteFile]) -> Vec<&RemoteFile> {
         .iter()
         .filter(|f| f.path.ends_with(".safetensors") && !f.path.contains('/'))
         .collect();
-    let named: Vec<_> = all
-        .iter()
-        .copied()
-        .filter(|f| f.path.starts_with("model"))
-        .collect();
+    let named = all.iter().copied().filter(|f| f.path.starts_with("model"));
+    let named: Vec<_> = named.collect();
     let chosen = if named.is_empty() { all } else { named };
     let index = files.iter().filter(|f| f.path == INDEX && !chosen.is_empty());
     index.chain(chosen.iter().copied()).collect()
@@ -142,13 +136,11 @@ mod tests {
     use super::*;
 
     fn files(names: &[&str]) -> Vec<RemoteFile> {
-        names
-            .iter()
-            .map(|&name| RemoteFile {
-                path: name.to_owned(),
-                size: 1,
-            })
-            .collect()
+        let file = |&name: &&str| RemoteFile {
+            path: name.to_owned(),
+            size: 1,
+        };
+        names.iter().map(file).collect()
     }
 
     fn selected(names: &[&str], repo: &str, weights: Weights) -> Result<Vec<String>, String> {
@@ -187,77 +179,45 @@ mod tests {
             "pytorch_model.bin",
             "tokenizer.json",
         ];
+        let side = ["config.json", "generation_config.json", "tokenizer.json"];
+        let [first, second] = [llama[5], llama[6]];
         let chosen = selected(&llama, "a/b", Weights::Any).unwrap();
-        let expected = [
-            "config.json",
-            "generation_config.json",
-            "tokenizer.json",
-            INDEX,
-            "model-00001-of-00002.safetensors",
-            "model-00002-of-00002.safetensors",
-        ];
-        assert_eq!(chosen, expected);
-        let chosen = selected(&llama, "a/b", Weights::None).unwrap();
-        assert_eq!(
-            chosen,
-            ["config.json", "generation_config.json", "tokenizer.json"]
-        );
+        assert_eq!(chosen, [&side[..], &[INDEX, first, second]].concat());
+        assert_eq!(selected(&llama, "a/b", Weights::None).unwrap(), side);
         let embedder = [
             "1_Pooling/config.json",
             "2_Normalize/config.json",
             "model.safetensors",
             "modules.json",
         ];
-        assert_eq!(
-            selected(&embedder, "a/b", Weights::None).unwrap(),
-            ["1_Pooling/config.json", "modules.json"]
-        );
-        assert_eq!(
-            selected(&["x.safetensors"], "a/b", Weights::Any).unwrap(),
-            ["x.safetensors"]
-        );
-        assert!(
-            selected(&["pytorch_model.bin"], "a/b", Weights::Any)
-                .unwrap_err()
-                .contains("convert")
-        );
-        assert!(
-            selected(&["a.gguf"], "a/b", Weights::Safetensors)
-                .unwrap_err()
-                .contains("--load-format")
-        );
+        let chosen = selected(&embedder, "a/b", Weights::None).unwrap();
+        assert_eq!(chosen, ["1_Pooling/config.json", "modules.json"]);
+        let chosen = selected(&["x.safetensors"], "a/b", Weights::Any).unwrap();
+        assert_eq!(chosen, ["x.safetensors"]);
+        let refused = |name, weights| selected(&[name], "a/b", weights).unwrap_err();
+        assert!(refused("pytorch_model.bin", Weights::Any).contains("convert"));
+        assert!(refused("a.gguf", Weights::Safetensors).contains("--load-format"));
     }
 
     #[test]
     fn one_gguf_file() {
         let names = ["M-Q4_K.gguf", "M-Q4_K_M.gguf", "M.Q8_0.gguf", "README.md"];
-        assert_eq!(
-            selected(&names, "a/b:q4_k", Weights::Any).unwrap(),
-            ["M-Q4_K.gguf"]
-        );
-        assert_eq!(
-            selected(&names, "a/b:Q8_0", Weights::Gguf).unwrap(),
-            ["M.Q8_0.gguf"]
-        );
-        assert_eq!(
-            selected(&["only.gguf"], "a/b", Weights::Any).unwrap(),
-            ["only.gguf"]
-        );
-        assert!(
-            selected(&names, "a/b", Weights::Any)
-                .unwrap_err()
-                .contains("such as a/b:Q4_K.")
-        );
-        assert!(
-            selected(&names, "a/b:Q2_K", Weights::Any)
-                .unwrap_err()
-                .contains("M.Q8_0.gguf")
-        );
-        assert!(
-            selected(&["x-00001-of-00003.gguf"], "a/b", Weights::Any)
-                .unwrap_err()
-                .contains("join")
-        );
+        let split = ["x-00001-of-00003.gguf"];
+        for (names, repo, weights, expected) in [
+            (&names[..], "a/b:q4_k", Weights::Any, "M-Q4_K.gguf"),
+            (&names, "a/b:Q8_0", Weights::Gguf, "M.Q8_0.gguf"),
+            (&["only.gguf"], "a/b", Weights::Any, "only.gguf"),
+        ] {
+            assert_eq!(selected(names, repo, weights).unwrap(), [expected]);
+        }
+        for (names, repo, expected) in [
+            (&names[..], "a/b", "such as a/b:Q4_K."),
+            (&names, "a/b:Q2_K", "M.Q8_0.gguf"),
+            (&split, "a/b", "join"),
+        ] {
+            let error = selected(names, repo, Weights::Any).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     #[test]

@@ -10,10 +10,7 @@ use crate::error::Error;
 impl Layers {
     /// The flags that the TOML file `path` sets.
     pub(super) fn file(&self, path: &Path) -> Result<Vec<LayerFlag>, Error> {
-        let error = |message: String| Error::Configuration {
-            origin: path.display().to_string(),
-            message,
-        };
+        let error = |message: String| Error::configuration(path.display(), message);
         let text = std::fs::read_to_string(path).map_err(|e| error(format!("it cannot be read: {e}")))?;
         let wrong = |e: toml::de::Error| {
             let yaml = path.extension().is_some_and(|end| end == "yaml" || end == "yml");
@@ -32,20 +29,15 @@ impl Layers {
         keys.sort_by_key(|key| key.span().start);
         for (key, place) in keys.into_iter().map(|key| (key.get_ref(), key.span())) {
             let line = 1 + text[..place.start].matches('\n').count();
-            let error = |message: String| Error::Configuration {
-                origin: format!("{}:{line}", path.display()),
-                message,
-            };
+            let path = path.to_owned();
+            let origin = Origin::File { path, line };
+            let error = |message: String| Error::configuration(&origin, message);
             let name = key.replace('_', "-");
             if name == "config" {
                 return Err(error("a configuration file cannot name another one".to_owned()));
             }
             known(&name).map_err(error)?;
-            let origin = Origin::File {
-                path: path.to_owned(),
-                line,
-            };
-            let flag = self.checked(&name, &table[&**key], origin);
+            let flag = self.checked(&name, &table[&**key], origin.clone());
             if let Some(flag) = flag.map_err(|e| error(format!("{key}: {e}")))? {
                 flag.beside(&flags).map_err(error)?;
                 flags.push(flag);

@@ -4,19 +4,52 @@ use std::ffi::OsString;
 
 use clap::{Command, CommandFactory};
 
-use super::strangers::{KNOWN, RARE};
 use crate::args::Cli;
+
+/// A flag of another server that is none here, without dashes.
+pub(super) struct Stranger {
+    server: &'static str,
+    pub(super) flag: &'static str,
+    /// What to do instead.
+    pub(super) advice: &'static str,
+    /// Operators meet it often.
+    listed: bool,
+}
+
+/// All of them, as `strangers.txt` has them.
+pub(super) fn all() -> impl Iterator<Item = Stranger> {
+    let (mut server, mut advice, mut listed) = ("", "", false);
+    let lines = include_str!("strangers.txt").lines();
+    lines.filter(|line| !line.starts_with('#')).flat_map(move |line| {
+        let flags = match line.trim_start().split_once(' ') {
+            _ if !line.starts_with(' ') => {
+                advice = line;
+                ""
+            }
+            Some((mark @ ("*" | "-"), rest)) => {
+                let (name, flags) = rest.split_once(": ").unwrap_or((rest, ""));
+                (server, listed) = (name, mark == "*");
+                flags
+            }
+            _ => line,
+        };
+        let stranger = move |flag| Stranger {
+            server,
+            flag,
+            advice,
+            listed,
+        };
+        flags.split_whitespace().map(stranger)
+    })
+}
 
 /// What to do instead of the flag `name`, without dashes, if it is one of another server.
 pub fn advice(name: &str) -> Option<String> {
     // vLLM's switches have opposites.
     let positive = name.strip_prefix("no-").unwrap_or(name);
     let mut servers: Vec<(&str, Vec<&str>)> = Vec::new();
-    for (server, flags, advice) in KNOWN.iter().chain(RARE) {
-        if !flags.split_whitespace().any(|flag| flag == positive) {
-            continue;
-        }
-        match servers.iter_mut().find(|(of, _)| of == advice) {
+    for Stranger { server, advice, .. } in all().filter(|stranger| stranger.flag == positive) {
+        match servers.iter_mut().find(|(of, _)| *of == advice) {
             Some((_, names)) => names.push(server),
             None => servers.push((advice, vec![server])),
         }
@@ -75,12 +108,7 @@ fn every_flag(command: &Command) -> Vec<String> {
 
 /// The flags of other servers that the documents list, without dashes.
 pub fn strangers() -> impl Iterator<Item = &'static str> {
-    KNOWN.iter().flat_map(|(_, flags, _)| flags.split_whitespace())
-}
-
-/// All of them, with what to do instead.
-#[cfg(test)]
-pub(super) fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
-    let every = KNOWN.iter().chain(RARE);
-    every.flat_map(|(_, flags, advice)| flags.split_whitespace().map(move |flag| (flag, *advice)))
+    all()
+        .filter(|stranger| stranger.listed)
+        .map(|stranger| stranger.flag)
 }

@@ -6,7 +6,6 @@
 mod file;
 mod foreign;
 mod settings;
-mod strangers;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -100,11 +99,8 @@ impl Merged {
         // The later layer wins over what it contradicts, too.
         let typed = layers.typed(at);
         environment_flags.retain(|flag| !flag.contradicts(&typed));
-        let above: Vec<String> = environment_flags
-            .iter()
-            .map(|flag| flag.name.clone())
-            .chain(typed.iter().cloned())
-            .collect();
+        let above = environment_flags.iter().map(|flag| &flag.name).chain(&typed);
+        let above: Vec<String> = above.cloned().collect();
         file_flags.retain(|flag| !flag.contradicts(&above));
         for flag in file_flags.iter().chain(&environment_flags) {
             origins.insert(canonical(&flag.name), flag.origin.clone());
@@ -112,13 +108,9 @@ impl Merged {
         origins.extend(typed.iter().map(|name| (canonical(name), Origin::Flag)));
         let words = |flags: Vec<LayerFlag>| flags.into_iter().flat_map(|flag| flag.words);
         let (head, tail) = argv.split_at(1 + path.len());
-        let words = head
-            .iter()
-            .cloned()
-            .chain(words(file_flags))
-            .chain(words(environment_flags))
-            .chain(tail.iter().cloned())
-            .collect();
+        let lower = words(file_flags).chain(words(environment_flags));
+        let words = head.iter().cloned().chain(lower).chain(tail.iter().cloned());
+        let words = words.collect();
         Ok(Self { words, origins })
     }
 }
@@ -155,17 +147,13 @@ fn refused(error: clap::Error, argv: &[OsString]) -> Error {
     };
     match strangers.as_slice() {
         [] => Error::Clap(error),
-        [(flag, advice)] => Error::Configuration {
-            origin: flag.clone(),
-            message: advice.clone(),
-        },
-        several => Error::Configuration {
-            origin: "flags that are none here".to_owned(),
-            message: several
+        [(flag, advice)] => Error::configuration(flag, advice),
+        several => {
+            let lines = several
                 .iter()
-                .map(|(flag, advice)| format!("\n  {flag}: {advice}"))
-                .collect(),
-        },
+                .map(|(flag, advice)| format!("\n  {flag}: {advice}"));
+            Error::configuration("flags that are none here", lines.collect::<String>())
+        }
     }
 }
 
@@ -253,14 +241,11 @@ impl Layers {
     fn environment(&self, variables: &BTreeMap<String, OsString>) -> Result<Vec<LayerFlag>, Error> {
         let mut flags = Vec::new();
         for (variable, value) in variables {
-            let error = |message: String| Error::Configuration {
-                origin: format!("environment variable {variable}"),
-                message,
-            };
+            let error =
+                |message: String| Error::configuration(format!("environment variable {variable}"), message);
             let key = variable[PREFIX.len()..].to_ascii_lowercase().replace('_', "-");
-            let value = value
-                .to_str()
-                .ok_or_else(|| error("the value is not UTF-8".to_owned()))?;
+            let not_text = || error("the value is not UTF-8".to_owned());
+            let value = value.to_str().ok_or_else(not_text)?;
             let wrong = |message: String| error(message + service_links_hint(variables));
             let arg = known(&key).map_err(wrong)?;
             let value = match (arg.get_action(), value.to_ascii_lowercase().as_str()) {
@@ -284,15 +269,10 @@ impl Layers {
         let name = flag.get_long().unwrap_or(key).to_owned();
         let adds = matches!(flag.get_action(), ArgAction::Append);
         let flags = flags(&name, value)?;
-        let alone = ["plimsoll", "serve"]
-            .iter()
-            .map(OsString::from)
-            .chain(flags.iter().cloned());
-        Cli::try_parse_from(alone).map_err(|e| message(&e))?;
-        let applies = self
-            .command
-            .get_arguments()
-            .any(|arg| arg.get_long() == Some(&*name));
+        let alone = ["plimsoll", "serve"].iter().map(OsString::from);
+        Cli::try_parse_from(alone.chain(flags.iter().cloned())).map_err(|e| message(&e))?;
+        let mut arguments = self.command.get_arguments();
+        let applies = arguments.any(|arg| arg.get_long() == Some(&*name));
         Ok(applies.then_some(LayerFlag {
             name,
             adds,
@@ -305,10 +285,8 @@ impl Layers {
 /// The flag of that name, or what is wrong with the name.
 fn known(key: &str) -> Result<Arg, String> {
     let command = <ServeArgs as clap::Args>::augment_args(Command::new("serve"));
-    if let Some(arg) = command
-        .get_arguments()
-        .find(|arg| names(arg).iter().any(|name| name == key))
-    {
+    let is_named = |arg: &&Arg| names(arg).iter().any(|name| name == key);
+    if let Some(arg) = command.get_arguments().find(is_named) {
         return Ok(arg.clone());
     }
     if let Some(advice) = advice(key) {
@@ -355,10 +333,8 @@ fn flags(key: &str, value: &toml::Value) -> Result<Vec<OsString>, String> {
             if values.len() > 1 && matches!(known(key)?.get_num_args(), Some(n) if n.max_values() > 1) =>
         {
             let values = values.iter().map(scalar).collect::<Result<Vec<_>, _>>()?;
-            std::iter::once(format!("--{key}"))
-                .chain(values)
-                .map(Into::into)
-                .collect()
+            let words = std::iter::once(format!("--{key}")).chain(values);
+            words.map(Into::into).collect()
         }
         // `--key=value` keeps a value that begins with a dash a value.
         toml::Value::Array(values) if values.len() == 1 => {

@@ -2,28 +2,32 @@ use super::*;
 use crate::args;
 
 fn serve(argv: &str, environment: &[(&str, &str)]) -> Result<ServeArgs, Error> {
-    let argv = argv.split(' ').map(OsString::from).collect();
-    let environment = environment
-        .iter()
-        .map(|&(k, v)| (k.to_owned(), v.into()))
-        .collect();
-    match parse(argv, environment)?.command {
+    let argv = argv.split_whitespace().map(OsString::from).collect();
+    let environment = environment.iter().map(|&(k, v)| (k.to_owned(), v.into()));
+    match parse(argv, environment.collect())?.command {
         args::Command::Serve(args) => Ok(*args),
         other => panic!("not serve: {other:?}"),
     }
 }
 
-fn config(text: &str) -> tempfile::NamedTempFile {
+fn refused(argv: &str, environment: &[(&str, &str)]) -> String {
+    serve(argv, environment).unwrap_err().to_string()
+}
+
+/// A file with `text`, and the command line that names it.
+fn config(text: &str) -> (tempfile::NamedTempFile, String) {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();
-    file
+    let argv = format!("plimsoll serve --config {}", file.path().display());
+    (file, argv)
 }
 
 #[test]
 fn flags_beat_environment_beats_file_beats_defaults() {
-    let file = config("port = 1\nmax_num_seqs = 1\nblock-size = 8\nserved-model-name = [\"a\", \"b\"]\n");
-    let argv = format!("plimsoll serve --port 3 --config {}", file.path().display());
-    let args = serve(&argv, &[("PLIMSOLL_PORT", "2"), ("PLIMSOLL_MAX_NUM_SEQS", "2")]).unwrap();
+    let (_file, argv) =
+        config("port = 1\nmax_num_seqs = 1\nblock-size = 8\nserved-model-name = [\"a\", \"b\"]\n");
+    let environment = [("PLIMSOLL_PORT", "2"), ("PLIMSOLL_MAX_NUM_SEQS", "2")];
+    let args = serve(&format!("{argv} --port 3"), &environment).unwrap();
     assert_eq!(args.server.port, 3);
     assert_eq!(args.engine.limits.max_num_seqs, Some(2));
     assert_eq!(args.engine.limits.block_size.tokens(), 8);
@@ -33,10 +37,9 @@ fn flags_beat_environment_beats_file_beats_defaults() {
 
 #[test]
 fn a_later_layer_wins_over_what_it_contradicts() {
-    let file = config("max-total-token-num = 64\ngpu-memory-utilization = 0.5\n");
-    let file = format!("--config={}", file.path().display());
+    let (_file, with_file) = config("max-total-token-num = 64\ngpu-memory-utilization = 0.5\n");
     let memory = |argv: &str, environment: &[(&str, &str)]| {
-        let args = serve(&format!("plimsoll serve {file} {argv}"), environment).unwrap();
+        let args = serve(&format!("{with_file} {argv}"), environment).unwrap();
         args.engine.memory
     };
     let pins = |memory: &args::MemoryArgs| (memory.max_total_token_num, memory.kv_cache_memory_bytes);
@@ -45,10 +48,8 @@ fn a_later_layer_wins_over_what_it_contradicts() {
     assert_eq!(pins(&memory("--kv-cache-memory-bytes 9", &[])), (None, bytes));
     let variable = [("PLIMSOLL_KV_CACHE_MEMORY_BYTES", "9")];
     assert_eq!(pins(&memory("", &variable)), (None, bytes));
-    assert_eq!(
-        pins(&memory("--max-total-token-num 3", &variable)),
-        (Some(3), None)
-    );
+    let flag = "--max-total-token-num 3";
+    assert_eq!(pins(&memory(flag, &variable)), (Some(3), None));
     let typed = memory("--max-device-memory 1GiB", &[]);
     assert_eq!(typed.device_memory, Some(crate::bytes::Bytes(1 << 30)));
     assert_eq!(typed.gpu_memory_utilization, None);
@@ -61,20 +62,19 @@ fn a_later_layer_wins_over_what_it_contradicts() {
 
 #[test]
 fn switches_and_lists_and_the_model_are_overridden_whole() {
-    let file =
+    let (_file, with_file) =
         config("enable-prefix-caching = false\nmodel = \"from/file\"\nserved-model-name = [\"a\", \"b\"]\n");
-    let file = format!("--config={}", file.path().display());
-    let args = serve(&format!("plimsoll serve {file}"), &[]).unwrap();
+    let args = serve(&with_file, &[]).unwrap();
     assert!(!args.engine.limits.prefix_caching());
     assert_eq!(args.engine.model.model(), "from/file");
 
-    let argv = format!("plimsoll serve {file} mine --enable-prefix-caching --served-model-name c");
+    let argv = format!("{with_file} mine --enable-prefix-caching --served-model-name c");
     let args = serve(&argv, &[]).unwrap();
     assert!(args.engine.limits.prefix_caching());
     assert_eq!(args.engine.model.model(), "mine");
     assert_eq!(args.server.served_model_name.unwrap(), ["c"]);
 
-    let args = serve(&format!("plimsoll serve --model sim {file}"), &[]).unwrap();
+    let args = serve(&format!("{with_file} --model sim"), &[]).unwrap();
     assert_eq!(args.engine.model.model(), args::SIM_MODEL);
     let args = serve("plimsoll serve", &[("PLIMSOLL_ENABLE_PREFIX_CACHING", "0")]).unwrap();
     assert!(!args.engine.limits.prefix_caching());
@@ -82,24 +82,21 @@ fn switches_and_lists_and_the_model_are_overridden_whole() {
 
 #[test]
 fn a_later_layer_replaces_a_list_that_flags_add_to() {
-    let file = config("api-key = [\"a\", \"b\"]\n");
-    let file = format!("--config={}", file.path().display());
+    let (_file, with_file) = config("api-key = [\"a\", \"b\"]\n");
     let keys = |argv: &str, environment: &[(&str, &str)]| {
-        let args = serve(&format!("plimsoll serve {file} {argv}"), environment).unwrap();
+        let args = serve(&format!("{with_file} {argv}"), environment).unwrap();
         let keys = args.server.access.api_key.iter();
         keys.map(|key| key.reveal().to_owned()).collect::<Vec<_>>()
     };
     assert_eq!(keys("", &[]), ["a", "b"]);
-    assert_eq!(keys("", &[("PLIMSOLL_API_KEY", "c")]), ["c"]);
-    assert_eq!(
-        keys("--api-key d --api-key e", &[("PLIMSOLL_API_KEY", "c")]),
-        ["d", "e"]
-    );
+    let variable = [("PLIMSOLL_API_KEY", "c")];
+    assert_eq!(keys("", &variable), ["c"]);
+    assert_eq!(keys("--api-key d --api-key e", &variable), ["d", "e"]);
 }
 
 #[test]
 fn what_is_wrong_is_named() {
-    let cases = [
+    for (text, expected) in [
         ("max-num-seq = 3", "did you mean \"max-num-seqs\""),
         ("port = 99999", "99999"),
         ("port = true", "boolean"),
@@ -119,54 +116,47 @@ fn what_is_wrong_is_named() {
             "device-memory = 1\ngpu-memory-utilization = 0.5",
             ":2: gpu-memory-utilization and device-memory",
         ),
+        ("port = 1\n\n# a comment\n\"max-num-seq\" = 3\n", ":4: "),
+        ("port = 1\nblock-size = 12\n", ":2: block-size: "),
         ("enable-prefix-caching = 3", "true or false"),
         ("mem-fraction = 1.5", "at most 1.0"),
         ("block-size = 12", "8, 16 or 32"),
         ("config = \"x\"", "another one"),
         ("[server]\nport = 1", "no setting \"server\""),
         ("port = ", "TOML"),
-    ];
-    for (text, expected) in cases {
-        let file = config(text);
-        let error = serve(&format!("plimsoll serve --config {}", file.path().display()), &[])
-            .unwrap_err()
-            .to_string();
+    ] {
+        let (file, argv) = config(text);
+        let error = refused(&argv, &[]);
         assert!(error.contains(expected), "{text}: {error}");
-        assert!(
-            error.contains(&file.path().display().to_string()),
-            "{text}: {error}"
-        );
+        assert!(error.contains(file.path().to_str().unwrap()), "{text}: {error}");
     }
     // vLLM's and SGLang's are YAML.
     let yaml = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
     std::fs::write(yaml.path(), "model: Qwen/Qwen3-8B\nport: 8000\n").unwrap();
-    let error = serve(&format!("plimsoll serve --config {}", yaml.path().display()), &[]).unwrap_err();
-    assert!(error.to_string().contains("no YAML"), "{error}");
+    let error = refused(&format!("plimsoll serve --config {}", yaml.path().display()), &[]);
+    assert!(error.contains("no YAML"), "{error}");
     let twice = [
         ("PLIMSOLL_DRAIN_TIMEOUT", "1"),
         ("PLIMSOLL_SHUTDOWN_TIMEOUT", "2"),
     ];
-    let error = serve("plimsoll serve", &twice).unwrap_err().to_string();
-    assert!(
-        error.contains("PLIMSOLL_DRAIN_TIMEOUT") && error.contains("both"),
-        "{error}"
-    );
-    let error = serve("plimsoll serve", &[("PLIMSOLL_PROT", "1")])
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("PLIMSOLL_PROT") && error.contains("\"port\""),
-        "{error}"
-    );
-    let error = serve("plimsoll serve --config /no/such.toml", &[])
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("/no/such.toml"), "{error}");
+    let no_file = "plimsoll serve --config /no/such.toml";
+    for (argv, environment, parts) in [
+        ("plimsoll serve", &twice[..], ["PLIMSOLL_DRAIN_TIMEOUT", "both"]),
+        (
+            "plimsoll serve",
+            &[("PLIMSOLL_PROT", "1")],
+            ["PLIMSOLL_PROT", "\"port\""],
+        ),
+        (no_file, &[], ["/no/such.toml", "cannot be read"]),
+    ] {
+        let error = refused(argv, environment);
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    }
 }
 
 #[test]
 fn what_would_be_right_is_named_too() {
-    let error = |variables: &[(&str, &str)]| serve("plimsoll serve", variables).unwrap_err().to_string();
+    let error = |variables: &[(&str, &str)]| refused("plimsoll serve", variables);
     let told = error(&[("PLIMSOLL_LOG_FORMAT", "xml")]);
     assert!(
         told.contains("json") && !told.contains("Usage") && !told.contains('\n'),
@@ -184,10 +174,10 @@ fn what_would_be_right_is_named_too() {
 
 #[test]
 fn what_is_json_can_be_a_table() {
-    let file = config(
+    let (_file, argv) = config(
         "hf-overrides = { is_matryoshka = true }\n[kv-events-config]\nenable_kv_cache_events = true\ntopic = \"kv\"\n",
     );
-    let args = serve(&format!("plimsoll serve --config {}", file.path().display()), &[]).unwrap();
+    let args = serve(&argv, &[]).unwrap();
     let events = args.events.kv_events_config.unwrap();
     assert!(events.enable_kv_cache_events && events.topic == "kv");
     assert!(args.engine.model.hf_overrides.is_some());
@@ -212,9 +202,7 @@ fn vllms_ways_to_write_values() {
     assert_eq!(args.engine.limits.max_model_len, Some(32 << 10));
     assert_eq!(args.engine.limits.max_num_batched_tokens, Some(8000));
     assert_eq!(args.server.allowed_origins(), ["https://a", "*", "https://b"]);
-    let error = serve("plimsoll serve --max-model-len -1", &[])
-        .unwrap_err()
-        .to_string();
+    let error = refused("plimsoll serve --max-model-len -1", &[]);
     assert!(error.contains("leave the flag out"), "{error}");
 }
 
@@ -235,79 +223,64 @@ fn a_layer_may_hold_what_only_serve_knows() {
 }
 
 #[test]
-fn what_is_wrong_has_its_line() {
-    let file = config("port = 1\n\n# a comment\n\"max-num-seq\" = 3\n");
-    let error = serve(&format!("plimsoll serve --config {}", file.path().display()), &[]).unwrap_err();
-    assert!(
-        error
-            .to_string()
-            .contains(&format!("{}:4: ", file.path().display())),
-        "{error}"
-    );
-    let file = config("port = 1\nblock-size = 12\n");
-    let error = serve(&format!("plimsoll serve --config {}", file.path().display()), &[]).unwrap_err();
-    assert!(error.to_string().contains(":2: block-size: "), "{error}");
-}
-
-#[test]
 fn flags_are_taken_with_underscores() {
-    let args = serve(
-        "plimsoll serve --max_model_len=64 --no_enable_prefix_caching --max_num_seqs 3",
-        &[],
-    )
-    .unwrap();
+    let argv = "plimsoll serve --max_model_len=64 --no_enable_prefix_caching --max_num_seqs 3";
+    let args = serve(argv, &[]).unwrap();
     assert_eq!(args.engine.limits.max_model_len, Some(64));
     assert_eq!(args.engine.limits.max_num_seqs, Some(3));
     assert!(!args.engine.limits.prefix_caching());
     // Values keep theirs.
-    let args = serve(
-        "plimsoll serve --revision=a_b --served-model-name c_d -- e_f",
-        &[],
-    )
-    .unwrap();
+    let argv = "plimsoll serve --revision=a_b --served-model-name c_d -- e_f";
+    let args = serve(argv, &[]).unwrap();
     assert_eq!(args.engine.model.revision, "a_b");
     assert_eq!(args.engine.model.model(), "e_f");
 }
 
 #[test]
 fn flags_of_other_servers_are_told_what_to_do_instead() {
-    let told = |argv: &str, environment: &[(&str, &str)]| serve(argv, environment).unwrap_err().to_string();
-    for (argv, expected) in [
-        ("plimsoll serve -tp 2 sim", "-tp: a flag of vLLM"),
+    let (_file, with_file) = config("swap_space = 4\n");
+    let variable = [("PLIMSOLL_CONTEXT_LENGTH", "8")];
+    for (argv, environment, parts) in [
+        (
+            "plimsoll serve -tp 2 sim",
+            &[][..],
+            ["-tp: a flag of vLLM", "one device"],
+        ),
         (
             "plimsoll serve sim --tensor_parallel_size=2",
-            "--tensor-parallel-size: a flag of vLLM and SGLang",
+            &[],
+            ["--tensor-parallel-size: a flag of vLLM and SGLang", "one device"],
         ),
-        ("plimsoll serve sim --no-enable-chunked-prefill", "always on"),
+        (
+            "plimsoll serve sim --no-enable-chunked-prefill",
+            &[],
+            ["always on", "leave"],
+        ),
         (
             "plimsoll serve --model-path x --context-length 4",
-            "--context-length: a flag of SGLang: use --max-model-len",
+            &[],
+            [
+                "--context-length: a flag of SGLang: use --max-model-len",
+                "--model-path: ",
+            ],
         ),
         (
             "plimsoll profile sim --max_req_total_len 8",
-            "use --max-model-len",
+            &[],
+            ["--max-req-total-len: ", "use --max-model-len"],
+        ),
+        (&with_file, &[], [":1: ", "nothing is swapped"]),
+        (
+            "plimsoll serve",
+            &variable,
+            ["PLIMSOLL_CONTEXT_LENGTH", "--max-model-len"],
         ),
     ] {
-        let error = told_by(argv);
-        assert!(error.contains(expected), "{argv}: {error}");
+        let error = refused(argv, environment);
+        assert!(parts.iter().all(|part| error.contains(part)), "{argv}: {error}");
     }
-    fn told_by(argv: &str) -> String {
-        let argv = argv.split(' ').map(OsString::from).collect();
-        parse(argv, BTreeMap::new()).unwrap_err().to_string()
-    }
-    let file = config("swap_space = 4\n");
-    let error = told(&format!("plimsoll serve --config {}", file.path().display()), &[]);
-    assert!(
-        error.contains(":1: ") && error.contains("nothing is swapped"),
-        "{error}"
-    );
-    let error = told("plimsoll serve", &[("PLIMSOLL_CONTEXT_LENGTH", "8")]);
-    assert!(
-        error.contains("PLIMSOLL_CONTEXT_LENGTH") && error.contains("--max-model-len"),
-        "{error}"
-    );
     // Each is told at once, those too of which nobody knows anything; values and keys of JSON are none.
-    let error = told(
+    let error = refused(
         "plimsoll serve sim -O3 -dpl 2 --nice -1 --kv-events-config.topic=kv --frobnicate x --convert embed -- --x",
         &[],
     );
@@ -325,20 +298,19 @@ fn flags_of_other_servers_are_told_what_to_do_instead() {
     assert_eq!(error.matches("\n  -").count(), flags.len(), "{error}");
     assert!(error.contains("one JSON document"), "{error}");
     // One device is what there is.
-    assert!(
-        told("plimsoll serve sim --tensor-parallel-size 1", &[])
-            .contains("leave the flag out where it says 1")
-    );
+    let error = refused("plimsoll serve sim --tensor-parallel-size 1", &[]);
+    assert!(error.contains("leave the flag out where it says 1"), "{error}");
     // A typo is clap's to explain.
-    assert!(matches!(
-        serve("plimsoll serve --prot 1", &[]),
-        Err(Error::Clap(_))
-    ));
+    let typo = serve("plimsoll serve --prot 1", &[]);
+    assert!(matches!(typo, Err(Error::Clap(_))));
 }
 
 #[test]
 fn what_is_advised_exists_and_what_exists_is_no_stranger() {
-    for (name, advice) in foreign::all() {
+    for foreign::Stranger {
+        flag: name, advice, ..
+    } in foreign::all()
+    {
         assert!(known(name).is_err(), "--{name} is a flag here");
         let named = advice.split("--").skip(1);
         for flag in named.map(|rest| rest.split([' ', ',', ':', ';']).next().unwrap()) {
@@ -371,7 +343,7 @@ fn a_switch_has_an_opposite_and_a_default() {
 
 #[test]
 fn settings_say_where_they_come_from() {
-    let file = config("port = 1\nmax-num-seqs = 2\nmax-total-token-num = 64\ndisable_ui = true\n");
+    let (file, _) = config("port = 1\nmax-num-seqs = 2\nmax-total-token-num = 64\ndisable_ui = true\n");
     let path = file.path().to_owned();
     let line = |line| Origin::File {
         path: path.clone(),

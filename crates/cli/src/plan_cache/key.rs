@@ -111,10 +111,7 @@ impl ModelKey {
             if seed.is_none() {
                 for entry in std::fs::read_dir(&path)? {
                     let file = entry?.path();
-                    if file
-                        .extension()
-                        .is_some_and(|extension| extension == "safetensors")
-                    {
+                    if is_safetensors(&file) {
                         weights.push(WeightFile::of(&file)?);
                     }
                 }
@@ -137,22 +134,16 @@ impl WeightFile {
         let metadata = file.metadata()?;
         let mut length = GGUF_HEAD;
         let mut head = Vec::new();
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "safetensors")
-        {
+        if is_safetensors(path) {
             let mut header = [0; 8];
             file.read_exact(&mut header)?;
             head.extend(header);
             length = u64::from_le_bytes(header).min(MAX_SAFETENSORS_HEADER);
         }
         file.take(length).read_to_end(&mut head)?;
+        let name = path.file_name().unwrap_or_default();
         Ok(Self {
-            name: path
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned(),
+            name: name.to_string_lossy().into_owned(),
             bytes: metadata.len(),
             modified: modified(&metadata),
             head: hex(&head),
@@ -302,11 +293,13 @@ fn leaves(key: &Value) -> BTreeMap<String, &Value> {
     found
 }
 
+fn is_safetensors(path: &Path) -> bool {
+    path.extension() == Some("safetensors".as_ref())
+}
+
 fn modified(metadata: &std::fs::Metadata) -> String {
-    let since = metadata
-        .modified()
-        .ok()
-        .and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    let modified = metadata.modified().ok();
+    let since = modified.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     since.map_or_else(
         || "unknown".to_owned(),
         |since| format!("{}.{:09}", since.as_secs(), since.subsec_nanos()),

@@ -41,6 +41,11 @@ fn cache() -> (tempfile::TempDir, PlanCache) {
     (dir, cache)
 }
 
+fn store(cache: &PlanCache, key: &Key, plan: &Plan) -> PathBuf {
+    let stored = cache.store(key, plan, &PhaseSeconds::new());
+    stored.unwrap().expect("the cache is on")
+}
+
 fn load(cache: &PlanCache, key: &Key) -> Lookup<Plan> {
     cache.load(key).expect("the cache is on")
 }
@@ -57,7 +62,7 @@ fn a_plan_comes_back_for_its_key_and_is_replaced_by_the_next() {
     let (_dir, cache) = cache();
     assert_eq!(load(&cache, &key()), Lookup::Miss(Miss::NoneStored));
     for plan in [vec![1, 2], vec![3]] {
-        let path = cache.store(&key(), &plan, &PhaseSeconds::new()).unwrap().unwrap();
+        let path = store(&cache, &key(), &plan);
         assert_eq!(hit(&load(&cache, &key())), Some(&plan));
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let dir = path.parent().unwrap();
@@ -102,7 +107,7 @@ fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
         ("device.threads", |k| k.device.threads = Some(2)),
     ];
     let (_dir, cache) = cache();
-    cache.store(&key(), &vec![7], &PhaseSeconds::new()).unwrap();
+    store(&cache, &key(), &vec![7]);
     for (part, change) in changes {
         let mut other = key();
         change(&mut other);
@@ -124,10 +129,10 @@ fn a_miss_is_compared_with_the_most_similar_plan() {
     let (_dir, cache) = cache();
     let mut far = key();
     (far.shape.max_num_seqs, far.shape.block_size) = (1, 8);
-    cache.store(&far, &vec![1], &PhaseSeconds::new()).unwrap();
+    store(&cache, &far, &vec![1]);
     let mut near = key();
     near.shape.max_num_seqs = 64;
-    cache.store(&near, &vec![2], &PhaseSeconds::new()).unwrap();
+    store(&cache, &near, &vec![2]);
     let Lookup::Miss(miss) = load(&cache, &key()) else {
         panic!("not a miss")
     };
@@ -163,11 +168,8 @@ fn the_model_is_told_by_its_files() {
         File::open(&weights).unwrap().set_modified(time).unwrap();
         of(dir.path(), None)
     };
-    assert_ne!(
-        rewrite(SAFETENSORS, time + Duration::from_secs(1)),
-        before,
-        "time"
-    );
+    let later = time + Duration::from_secs(1);
+    assert_ne!(rewrite(SAFETENSORS, later), before, "time");
     assert_ne!(rewrite("\u{2}\0\0\0\0\0\0\0{}more data", time), before, "size");
     assert_ne!(rewrite("\u{2}\0\0\0\0\0\0\0[]data", time), before, "head");
     assert_eq!(rewrite(SAFETENSORS, time), before);
@@ -179,12 +181,8 @@ fn the_model_is_told_by_its_files() {
 
     // Random weights are those of the seed, whatever lies there.
     let overrides = serde_json::from_str(r#"{"rope_theta": 5000}"#).unwrap();
-    assert_ne!(
-        ModelKey::of_files(dir.path(), overrides, None).unwrap(),
-        before,
-        "overrides"
-    );
-
+    let overridden = ModelKey::of_files(dir.path(), overrides, None).unwrap();
+    assert_ne!(overridden, before, "overrides");
     let dummy = of(dir.path(), Some(1));
     assert_ne!(of(dir.path(), Some(2)), dummy);
     fs::remove_file(&weights).unwrap();
@@ -209,7 +207,7 @@ fn the_model_is_told_by_its_files() {
 fn a_damaged_file_is_a_miss() {
     let (_dir, cache) = cache();
     let plan: Plan = (0..20).collect();
-    let path = cache.store(&key(), &plan, &PhaseSeconds::new()).unwrap().unwrap();
+    let path = store(&cache, &key(), &plan);
     let whole = fs::read(&path).unwrap();
     let damaged = |what: &str| match load(&cache, &key()) {
         Lookup::Miss(Miss::Damaged { reason, .. }) => reason,
@@ -238,11 +236,8 @@ fn a_damaged_file_is_a_miss() {
 
     // A right checksum is not enough.
     let rewrite = |content: &str| {
-        fs::write(
-            &path,
-            format!("plimsoll-profile 2 {}\n{content}", key::hex(content.as_bytes())),
-        )
-        .unwrap();
+        let checksum = key::hex(content.as_bytes());
+        fs::write(&path, format!("plimsoll-profile 2 {checksum}\n{content}")).unwrap();
     };
     let json = key().to_json();
     for (content, problem) in [
@@ -271,7 +266,7 @@ fn a_damaged_file_is_a_miss() {
     // The next plan takes the place of what is damaged.
     fs::remove_dir(&path).unwrap();
     fs::write(&path, "").unwrap();
-    cache.store(&key(), &plan, &PhaseSeconds::new()).unwrap();
+    store(&cache, &key(), &plan);
     assert_eq!(hit(&load(&cache, &key())), Some(&plan));
 }
 
@@ -280,10 +275,8 @@ fn a_directory_that_cannot_be_written_is_an_error_that_names_it() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let cache = PlanCache::at(file.path().join("profiles"));
     assert!(hit(&load(&cache, &key())).is_none());
-    let error = cache
-        .store(&key(), &vec![1], &PhaseSeconds::new())
-        .unwrap_err()
-        .to_string();
+    let error = cache.store(&key(), &vec![1], &PhaseSeconds::new());
+    let error = error.unwrap_err().to_string();
     assert!(error.contains(file.path().to_str().unwrap()), "{error}");
 }
 
@@ -298,10 +291,7 @@ fn the_directory_stays_small_and_keeps_what_is_used() {
     let long_ago = SystemTime::now() - Duration::from_secs(7 * 24 * 3600);
     let mut dir = PathBuf::new();
     for n in 0..MAX_PLANS {
-        let path = cache
-            .store(&numbered(n), &vec![n as u64], &PhaseSeconds::new())
-            .unwrap()
-            .unwrap();
+        let path = store(&cache, &numbered(n), &vec![n as u64]);
         let then = long_ago + Duration::from_secs(n as u64);
         File::open(&path).unwrap().set_modified(then).unwrap();
         dir = path.parent().unwrap().to_owned();
@@ -313,9 +303,7 @@ fn the_directory_stays_small_and_keeps_what_is_used() {
     fs::write(&in_work, "").unwrap();
     // A hit makes the oldest the newest.
     assert_eq!(hit(&load(&cache, &numbered(0))), Some(&vec![0]));
-    cache
-        .store(&numbered(MAX_PLANS), &vec![99], &PhaseSeconds::new())
-        .unwrap();
+    store(&cache, &numbered(MAX_PLANS), &vec![99]);
     assert_eq!(plans(&dir).len(), MAX_PLANS);
     assert_eq!(hit(&load(&cache, &numbered(0))), Some(&vec![0]));
     assert!(hit(&load(&cache, &numbered(1))).is_none());
@@ -327,12 +315,12 @@ fn the_directory_stays_small_and_keeps_what_is_used() {
 fn many_writers_and_readers_see_whole_plans() {
     let (_dir, cache) = cache();
     let plans: Vec<Plan> = (0..4).map(|n| vec![n; 200]).collect();
-    cache.store(&key(), &plans[0], &PhaseSeconds::new()).unwrap();
+    store(&cache, &key(), &plans[0]);
     std::thread::scope(|scope| {
         for plan in &plans {
             scope.spawn(|| {
                 for _ in 0..50 {
-                    cache.store(&key(), plan, &PhaseSeconds::new()).unwrap();
+                    store(&cache, &key(), plan);
                     let found = load(&cache, &key());
                     assert!(plans.contains(hit(&found).expect("a plan is always there")));
                 }
@@ -347,14 +335,10 @@ fn many_writers_and_readers_see_whole_plans() {
 fn flags_choose_the_directory() {
     let of = |flags: &str| crate::settings::tests::settings(flags).plans;
     assert_eq!(of("--profile-cache-dir /a/b"), PlanCache::at("/a/b"));
-    assert_eq!(
-        of("--profile-cache-dir /a/b --no-profile-cache"),
-        PlanCache::off()
-    );
-    assert_eq!(
-        of("--no-profile-cache --profile-cache --profile-cache-dir c"),
-        PlanCache::at("c")
-    );
+    let off = of("--profile-cache-dir /a/b --no-profile-cache");
+    assert_eq!(off, PlanCache::off());
+    let on_again = of("--no-profile-cache --profile-cache --profile-cache-dir c");
+    assert_eq!(on_again, PlanCache::at("c"));
     // Whatever the environment of the tests is, it names a place for caches.
     assert!(of("").dir.is_some_and(|dir| dir.ends_with("plimsoll/profiles")));
 }

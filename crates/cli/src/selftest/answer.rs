@@ -88,16 +88,13 @@ impl Answer {
         if !count_is_right {
             return Err(format!("{completion} tokens instead of {most}"));
         }
-        if expected.prompt_tokens.is_some_and(|tokens| tokens != prompt) || prompt == 0 {
-            return Err(format!(
-                "{prompt} prompt tokens instead of {:?}",
-                expected.prompt_tokens
-            ));
+        let wanted = expected.prompt_tokens;
+        if wanted.is_some_and(|tokens| tokens != prompt) || prompt == 0 {
+            return Err(format!("{prompt} prompt tokens instead of {wanted:?}"));
         }
         if total != prompt + completion {
-            return Err(format!(
-                "{total} tokens in all instead of {prompt} + {completion}"
-            ));
+            let message = format!("{total} tokens in all instead of {prompt} + {completion}");
+            return Err(message);
         }
         let tokens = (!expected.may_stop).then_some(max_tokens);
         self.choices
@@ -111,22 +108,18 @@ const MOST_CHOICES: usize = 1024;
 
 impl Choice {
     fn add(&mut self, part: &Value) {
-        let text = [
-            &part["text"],
-            &part["message"]["content"],
-            &part["delta"]["content"],
-        ];
+        let (message, delta) = (&part["message"]["content"], &part["delta"]["content"]);
+        let text = [&part["text"], message, delta];
         self.text.extend(text.into_iter().find_map(Value::as_str));
         if let Some(finish) = part["finish_reason"].as_str() {
             self.finish = Some(finish.to_owned());
         }
         let logprobs = &part["logprobs"];
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-        let size = |value: &Value| {
-            value
-                .as_array()
-                .map(Vec::len)
-                .or(value.as_object().map(|o| o.len()))
+        let size = |value: &Value| match value {
+            Value::Array(values) => Some(values.len()),
+            Value::Object(fields) => Some(fields.len()),
+            _ => None,
         };
         for token in list(&logprobs["content"]) {
             let top = size(&token["top_logprobs"]).unwrap_or(0);
@@ -151,11 +144,9 @@ impl Choice {
                 count => Err(format!("{count} log-probabilities that nobody asked for")),
             };
         };
-        if tokens.is_some_and(|tokens| tokens != self.logprobs.len()) {
-            return Err(format!(
-                "{} log-probabilities for {tokens:?} tokens",
-                self.logprobs.len()
-            ));
+        let count = self.logprobs.len();
+        if tokens.is_some_and(|tokens| tokens != count) {
+            return Err(format!("{count} log-probabilities for {tokens:?} tokens"));
         }
         // Completions name tokens by their text: two with the same text are one, and the sampled one may be one more.
         let wrong = |&&(value, count): &&(Option<f64>, usize)| {

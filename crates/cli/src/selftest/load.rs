@@ -4,12 +4,14 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use serde_json::{Map, Value, json};
+use strum::{EnumIter, IntoStaticStr};
 
 use super::answer::Expected;
 use super::limits::Limits;
 
 /// One kind of load, in the order in which they run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub(super) enum Stage {
     /// Every feature of the API, once with each endpoint, whole and as a stream.
     Features,
@@ -30,28 +32,8 @@ pub(super) enum Stage {
 }
 
 impl Stage {
-    pub(super) const ALL: [Self; 8] = [
-        Self::Features,
-        Self::Longest,
-        Self::Rows,
-        Self::Mixed,
-        Self::Prefixes,
-        Self::Disconnects,
-        Self::Full,
-        Self::Mix,
-    ];
-
     pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Features => "features",
-            Self::Longest => "longest",
-            Self::Rows => "rows",
-            Self::Mixed => "mixed",
-            Self::Prefixes => "prefixes",
-            Self::Disconnects => "disconnects",
-            Self::Full => "full",
-            Self::Mix => "mix",
-        }
+        self.into()
     }
 
     /// Part of the time, in percent.
@@ -106,16 +88,14 @@ impl Job {
     /// The request, for people who want to send it again.
     pub(super) fn describe(&self) -> String {
         let kind = if self.streams() { "streamed" } else { "whole" };
-        let Expected {
-            prompt_tokens,
-            max_tokens,
-            ..
-        } = self.expected;
-        let prompt = prompt_tokens.map_or("a chat".to_owned(), |tokens| format!("{tokens} prompt tokens"));
+        let (stage, label, expected) = (self.stage.name(), self.label, &self.expected);
+        let prompt = expected
+            .prompt_tokens
+            .map(|tokens| format!("{tokens} prompt tokens"));
+        let prompt = prompt.unwrap_or_else(|| "a chat".to_owned());
         format!(
-            "{} ({}, {kind}, {prompt}, {max_tokens} to generate)",
-            self.stage.name(),
-            self.label
+            "{stage} ({label}, {kind}, {prompt}, {} to generate)",
+            expected.max_tokens
         )
     }
 }
@@ -123,9 +103,12 @@ impl Job {
 /// What a feature adds to a request.
 struct Feature {
     name: &'static str,
+    /// The only one that has it, if it is not both.
     endpoint: Option<Endpoint>,
-    fields: fn(&mut Draw<'_>) -> Value,
+    fields: Fields,
 }
+
+type Fields = fn(&mut Draw<'_>) -> Value;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Endpoint {
@@ -150,21 +133,20 @@ struct Draw<'a> {
     load: &'a Load,
 }
 
-const fn feature(name: &'static str, fields: fn(&mut Draw<'_>) -> Value) -> Feature {
+const fn of(endpoint: Option<Endpoint>, name: &'static str, fields: Fields) -> Feature {
     Feature {
         name,
-        endpoint: None,
+        endpoint,
         fields,
     }
 }
 
-const fn of(endpoint: Endpoint, name: &'static str, fields: fn(&mut Draw<'_>) -> Value) -> Feature {
-    Feature {
-        name,
-        endpoint: Some(endpoint),
-        fields,
-    }
+const fn feature(name: &'static str, fields: Fields) -> Feature {
+    of(None, name, fields)
 }
+
+const COMPLETIONS: Option<Endpoint> = Some(Endpoint::Completions);
+const CHAT: Option<Endpoint> = Some(Endpoint::Chat);
 
 /// Every sampling feature of the API, and every form of a request.
 const FEATURES: [Feature; 18] = [
@@ -200,10 +182,10 @@ const FEATURES: [Feature; 18] = [
     ),
     feature("eos", |_| json!({"ignore_eos": false})),
     feature("n", |d| json!({"n": d.load.limits.max_num_seqs.min(3)})),
-    of(Endpoint::Completions, "logprobs", |_| json!({"logprobs": TOP})),
-    of(Endpoint::Completions, "echo", |_| json!({"echo": true})),
+    of(COMPLETIONS, "logprobs", |_| json!({"logprobs": TOP})),
+    of(COMPLETIONS, "echo", |_| json!({"echo": true})),
     of(
-        Endpoint::Chat,
+        CHAT,
         "logprobs",
         |_| json!({"logprobs": true, "top_logprobs": TOP}),
     ),
@@ -404,10 +386,8 @@ impl Draw<'_> {
     fn prefixed(&mut self, stage: Stage) -> Job {
         let which = self.rng.random_range(0..PREFIXES);
         let limits = &self.load.limits;
-        let mut prompt = self
-            .load
-            .draw(Stage::Prefixes, APART + which)
-            .tokens(limits.longest() / 2);
+        let mut beginning = self.load.draw(Stage::Prefixes, APART + which);
+        let mut prompt = beginning.tokens(limits.longest() / 2);
         let end = self.up_to((limits.longest() / 4).min(64));
         prompt.extend(self.tokens(end));
         let (length, output) = limits.fit(prompt.len(), 16);
@@ -492,6 +472,8 @@ impl Draw<'_> {
 mod tests {
     use std::collections::BTreeSet;
 
+    use strum::IntoEnumIterator;
+
     use super::*;
 
     fn load(longest: usize, chat: bool) -> Load {
@@ -515,19 +497,15 @@ mod tests {
     fn every_request_is_legal() {
         for longest in [16, 64, 1000] {
             let load = load(longest, true);
-            for stage in Stage::ALL {
+            for stage in Stage::iter() {
                 for job in (0..300).map_while(|index| load.job(stage, index)) {
-                    let Expected {
-                        prompt_tokens,
-                        max_tokens,
-                        ..
-                    } = job.expected;
-                    let prompt = prompt_tokens.unwrap_or(1);
-                    assert!(prompt >= 1 && max_tokens >= 1, "{job:?}");
-                    assert!(prompt + max_tokens <= longest, "{job:?}");
+                    let expected = &job.expected;
+                    let (prompt, output) = (expected.prompt_tokens.unwrap_or(1), expected.max_tokens);
+                    assert!(prompt >= 1 && output >= 1, "{job:?}");
+                    assert!(prompt + output <= longest, "{job:?}");
                     assert_eq!(job.stage, stage);
                     let tokens = job.body["prompt"].as_array();
-                    assert_eq!(tokens.map(Vec::len), prompt_tokens, "{job:?}");
+                    assert_eq!(tokens.map(Vec::len), expected.prompt_tokens, "{job:?}");
                     assert_eq!(job.body["stream"].is_null(), job.body["stream_options"].is_null());
                 }
             }
@@ -542,7 +520,7 @@ mod tests {
             seed: 4,
             ..one.clone()
         };
-        for stage in Stage::ALL {
+        for stage in Stage::iter() {
             assert_eq!(body(&one, stage, 5), body(&same, stage, 5));
             assert_ne!(body(&one, stage, 5), body(&other, stage, 5));
             assert_ne!(body(&one, stage, 5), body(&one, stage, 6));
@@ -564,12 +542,8 @@ mod tests {
     fn the_longest_are_of_full_length_and_prefixes_are_shared() {
         let load = load(1000, true);
         for index in 0..9 {
-            let Expected {
-                prompt_tokens,
-                max_tokens,
-                ..
-            } = load.job(Stage::Longest, index).unwrap().expected;
-            assert_eq!(prompt_tokens.unwrap() + max_tokens, 1000);
+            let expected = load.job(Stage::Longest, index).unwrap().expected;
+            assert_eq!(expected.prompt_tokens.unwrap() + expected.max_tokens, 1000);
         }
         let begins = (0..40).filter_map(|index| {
             let job = load.job(Stage::Prefixes, index)?;

@@ -13,12 +13,14 @@ mod verdict;
 mod watch;
 
 use std::io::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::Args;
 use indicatif::ProgressBar;
+use parking_lot::Mutex;
+use strum::IntoEnumIterator;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -167,7 +169,7 @@ impl Test {
         let mut workers = JoinSet::new();
         let all = async {
             self.repeat().await;
-            for stage in Stage::ALL {
+            for stage in Stage::iter() {
                 self.stage(stage, deadline, &mut workers, &bar).await;
             }
         };
@@ -181,11 +183,8 @@ impl Test {
         let settle = args.duration.clamp(SETTLE[0], SETTLE[1]);
         let after = match self.watch.until_idle(&self.server, settle).await {
             Ok(after) => {
-                after
-                    .complaints(&before)
-                    .into_iter()
-                    .chain(after.leak())
-                    .for_each(|what| self.watch.found(what));
+                let found = after.complaints(&before).into_iter().chain(after.leak());
+                found.for_each(|what| self.watch.found(what));
                 after
             }
             Err(problem) => {
@@ -208,13 +207,8 @@ impl Test {
             seed: args.seed,
             limits: self.load.limits.clone(),
         };
-        Verdict::new(
-            subject,
-            &measured,
-            self.requests(),
-            self.goals(),
-            self.watch.findings(),
-        )
+        let (requests, goals) = (self.requests(), self.goals());
+        Verdict::new(subject, &measured, requests, goals, self.watch.findings())
     }
 
     /// The same request twice, alone both times: the same text.
@@ -242,7 +236,7 @@ impl Test {
         workers: &mut JoinSet<()>,
         bar: &ProgressBar,
     ) {
-        let later = Stage::ALL.iter().filter(|&&other| other >= stage);
+        let later = Stage::iter().filter(|&other| other >= stage);
         let shares: u32 = later.map(|other| other.share()).sum();
         let end =
             Instant::now() + deadline.saturating_duration_since(Instant::now()) * stage.share() / shares;
@@ -316,10 +310,8 @@ impl Test {
         loop {
             let outcome = timeout_at(end, self.server.send(job)).await;
             let outcome = outcome.unwrap_or_else(|_| {
-                Outcome::Wrong(format!(
-                    "no answer within {} s",
-                    self.request_timeout.as_secs_f64()
-                ))
+                let seconds = self.request_timeout.as_secs_f64();
+                Outcome::Wrong(format!("no answer within {seconds} s"))
             });
             match outcome {
                 Outcome::Busy(wait) => {
@@ -355,13 +347,10 @@ impl Test {
 
     fn requests(&self) -> Requests {
         self.tally(|tally| {
-            let Requests {
-                done, left, wrong, ..
-            } = tally.requests;
-            Requests {
-                cut_off: tally.started.saturating_sub(done + left + wrong),
-                ..tally.requests.clone()
-            }
+            let mut requests = tally.requests.clone();
+            let ended = requests.done + requests.left + requests.wrong;
+            requests.cut_off = tally.started.saturating_sub(ended);
+            requests
         })
     }
 
@@ -372,25 +361,24 @@ impl Test {
             let requests = &tally.requests;
             (requests.by_stage.clone(), requests.left, tally.longest)
         });
-        let goal = |limit, wanted, reached| Goal {
-            limit,
-            wanted,
-            reached,
-        };
         let count = |stage: Stage| by_stage.get(stage.name()).copied().unwrap_or(0) as f64;
-        vec![
-            goal("rows at once", limits.rows() as f64, peaks.running as f64),
-            goal("KV cache in use", limits.filling().usage, peaks.kv_usage),
-            goal("full length", 1.0, longest as f64),
-            goal(
-                "features",
-                self.load.feature_count() as f64,
-                count(Stage::Features),
-            ),
-            goal("mixed", 1.0, count(Stage::Mixed)),
-            goal("shared prefixes", 1.0, count(Stage::Prefixes)),
-            goal("disconnects", 1.0, left as f64),
-        ]
+        let features = self.load.feature_count() as f64;
+        let goals = [
+            ("rows at once", limits.rows() as f64, peaks.running as f64),
+            ("KV cache in use", limits.filling().usage, peaks.kv_usage),
+            ("full length", 1.0, longest as f64),
+            ("features", features, count(Stage::Features)),
+            ("mixed", 1.0, count(Stage::Mixed)),
+            ("shared prefixes", 1.0, count(Stage::Prefixes)),
+            ("disconnects", 1.0, left as f64),
+        ];
+        goals
+            .map(|(limit, wanted, reached)| Goal {
+                limit,
+                wanted,
+                reached,
+            })
+            .into()
     }
 
     fn show(&self, stage: Stage, deadline: Instant, bar: &ProgressBar) {
@@ -407,7 +395,7 @@ impl Test {
     }
 
     fn tally<T>(&self, act: impl FnOnce(&mut Tally) -> T) -> T {
-        act(&mut self.tally.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut self.tally.lock())
     }
 }
 

@@ -102,14 +102,11 @@ impl Verdict {
         goals: Vec<Goal>,
         findings: Vec<String>,
     ) -> Self {
-        let Measurements {
-            seconds,
-            before,
-            after,
-            peaks,
-        } = measured;
-        let per_second = |count: u64| count as f64 / seconds.as_secs_f64().max(1e-9);
-        let computed = after.computed_tokens.saturating_sub(before.computed_tokens);
+        let (before, after) = (&measured.before, &measured.after);
+        let seconds = measured.seconds.as_secs_f64();
+        let per_second = |count: u64| count as f64 / seconds.max(1e-9);
+        let grown = |pick: fn(&Reading) -> u64| pick(after).saturating_sub(pick(before));
+        let computed = grown(|reading| reading.computed_tokens);
         let reached = goals.iter().all(Goal::is_reached);
         let selftest = match (findings.is_empty(), reached) {
             (false, _) => Judgement::Failed,
@@ -117,20 +114,18 @@ impl Verdict {
             (true, false) => Judgement::Inconclusive,
         };
         let suggested_duration = (selftest == Judgement::Inconclusive)
-            .then(|| longer(*seconds, subject.limits.kv_tokens, per_second(computed)));
+            .then(|| longer(seconds, subject.limits.kv_tokens, per_second(computed)));
         Self {
             selftest,
             subject,
-            seconds: seconds.as_secs_f64(),
+            seconds,
             requests_per_second: per_second(requests.done),
-            generated_tokens_per_second: per_second(
-                after.generated_tokens.saturating_sub(before.generated_tokens),
-            ),
+            generated_tokens_per_second: per_second(grown(|reading| reading.generated_tokens)),
             computed_tokens_per_second: per_second(computed),
-            preemptions: after.preemptions.saturating_sub(before.preemptions),
-            prefix_hit_tokens: after.prefix_hits.saturating_sub(before.prefix_hits),
-            cancelled: after.cancelled.saturating_sub(before.cancelled),
-            most_waiting: peaks.waiting,
+            preemptions: grown(|reading| reading.preemptions),
+            prefix_hit_tokens: grown(|reading| reading.prefix_hits),
+            cancelled: grown(|reading| reading.cancelled),
+            most_waiting: measured.peaks.waiting,
             device_allocs_after_ready: after.allocations,
             memory_high_bytes: after.memory_high,
             kv_blocks_at_end: after.kv_used,
@@ -150,28 +145,15 @@ impl Verdict {
         };
         for goal in &self.goals {
             let state = if goal.is_reached() { "" } else { ", NOT REACHED" };
-            line(
-                goal.limit,
-                format!(
-                    "{} (at least {}){state}",
-                    number(goal.reached),
-                    number(goal.wanted)
-                ),
-            );
+            let (reached, wanted) = (number(goal.reached), number(goal.wanted));
+            line(goal.limit, format!("{reached} (at least {wanted}){state}"));
         }
-        let Requests {
-            done,
-            left,
-            wrong,
-            busy,
-            cut_off,
-            ..
-        } = &self.requests;
+        let sent = &self.requests;
         line(
             "requests",
             format!(
-                "{done} answered, {wrong} wrong, {left} left by their clients, {cut_off} cut off at the end; \
-                 {busy} times told to wait (429)"
+                "{} answered, {} wrong, {} left by their clients, {} cut off at the end; {} times told to wait (429)",
+                sent.done, sent.wrong, sent.left, sent.cut_off, sent.busy
             ),
         );
         line(
@@ -220,25 +202,24 @@ impl Verdict {
     pub(super) fn into_result(self) -> Result<(), Error> {
         match self.selftest {
             Judgement::Passed => Ok(()),
-            Judgement::Failed => Err(Error::SelftestFailed(
-                self.findings.into_iter().next().unwrap_or_default(),
-            )),
+            Judgement::Failed => {
+                let first = self.findings.into_iter().next();
+                Err(Error::SelftestFailed(first.unwrap_or_default()))
+            }
             Judgement::Inconclusive => {
                 let missing = self.goals.iter().filter(|goal| !goal.is_reached());
                 let missing: Vec<_> = missing.map(|goal| goal.limit).collect();
-                Err(Error::Inconclusive(format!(
-                    "not reached: {}",
-                    missing.join(", ")
-                )))
+                let missing = missing.join(", ");
+                Err(Error::Inconclusive(format!("not reached: {missing}")))
             }
         }
     }
 }
 
 /// Filling the cache has half of the time; at this rate that is enough, twice over.
-fn longer(seconds: Duration, kv_tokens: usize, tokens_per_second: f64) -> u64 {
+fn longer(seconds: f64, kv_tokens: usize, tokens_per_second: f64) -> u64 {
     let filling = kv_tokens as f64 / tokens_per_second.max(1.0);
-    (4.0 * filling).max(2.0 * seconds.as_secs_f64()).ceil() as u64
+    (4.0 * filling).max(2.0 * seconds).ceil() as u64
 }
 
 /// Counts as counts, parts with two places.
@@ -290,22 +271,15 @@ mod tests {
     fn what_was_not_reached_is_no_pass() {
         assert!(verdict(4.0, &[]).into_result().is_ok());
         let short = verdict(3.0, &[]);
-        assert!(
-            short
-                .table()
-                .contains("rows             3 (at least 4), NOT REACHED"),
-            "{}",
-            short.table()
-        );
+        let table = short.table();
+        let row = "rows             3 (at least 4), NOT REACHED";
         // 50 s to compute 1000 tokens at 20 a second, four times over.
-        assert!(short.table().ends_with("--duration 200s"), "{}", short.table());
+        let advice = "--duration 200s";
+        assert!(table.contains(row) && table.ends_with(advice), "{table}");
         assert!(matches!(short.into_result(), Err(Error::Inconclusive(what)) if what.contains("rows")));
         let failed = verdict(3.0, &["a leak"]);
-        assert!(
-            failed.json().starts_with(r#"{"selftest":"failed","#),
-            "{}",
-            failed.json()
-        );
+        let json = failed.json();
+        assert!(json.starts_with(r#"{"selftest":"failed","#), "{json}");
         assert!(matches!(failed.into_result(), Err(Error::SelftestFailed(what)) if what == "a leak"));
     }
 }

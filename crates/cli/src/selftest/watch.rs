@@ -1,10 +1,9 @@
 //! What the server says about itself while it is under load.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use plimsoll_server::metric_names as names;
 use tokio::time::Instant;
 
@@ -43,10 +42,8 @@ impl Reading {
     pub(super) fn of(page: &Page) -> Result<Self, String> {
         // Counts and bytes: exact in a double.
         let get = |name| page.get(name).map(|value| value as u64);
-        let blocks = |state| {
-            page.labelled(names::KV_BLOCKS, "state", state)
-                .map(|value| value as u64)
-        };
+        let blocks = |state| page.labelled(names::KV_BLOCKS, "state", state);
+        let blocks = |state| blocks(state).map(|value| value as u64);
         Ok(Self {
             running: get(names::RUNNING)?,
             waiting: get(names::WAITING)?,
@@ -79,48 +76,29 @@ impl Reading {
         if self.steps < before.steps {
             complaints.push("the server was restarted meanwhile".to_owned());
         }
-        let counters = [
-            (
-                "device allocations after ready",
-                before.allocations,
-                self.allocations,
-            ),
-            (
-                "steps above the proved memory",
-                before.above_proof,
-                self.above_proof,
-            ),
-            ("states built again", before.rebuilds, self.rebuilds),
-            ("failed steps", before.failed_steps, self.failed_steps),
-            (
-                "requests whose step failed",
-                before.failed_requests,
-                self.failed_requests,
-            ),
-            (
-                "bytes of device memory at the high-water mark",
-                before.memory_high,
-                self.memory_high,
-            ),
+        type Counter = (&'static str, fn(&Reading) -> u64);
+        let counters: [Counter; 6] = [
+            ("device allocations after ready", |r| r.allocations),
+            ("steps above the proved memory", |r| r.above_proof),
+            ("states built again", |r| r.rebuilds),
+            ("failed steps", |r| r.failed_steps),
+            ("requests whose step failed", |r| r.failed_requests),
+            ("bytes of device memory at the high-water mark", |r| r.memory_high),
         ];
-        let rose = counters.into_iter().filter(|(_, before, after)| after > before);
+        let counters = counters
+            .into_iter()
+            .map(|(what, of)| (what, of(before), of(self)));
+        let rose = counters.filter(|(_, before, after)| after > before);
         complaints.extend(rose.map(|(what, before, after)| format!("{what} rose from {before} to {after}")));
         complaints
     }
 
     /// What is left behind, in words.
     pub(super) fn leak(&self) -> Option<String> {
-        let Self {
-            in_flight,
-            running,
-            waiting,
-            kv_used,
-            ..
-        } = self;
         (!self.is_idle()).then(|| {
             format!(
-                "with no client left, {kv_used} KV blocks are in use and {in_flight} requests are in ({running} run, \
-                 {waiting} wait)"
+                "with no client left, {} KV blocks are in use and {} requests are in ({} run, {} wait)",
+                self.kv_used, self.in_flight, self.running, self.waiting
             )
         })
     }
@@ -230,7 +208,7 @@ impl Watch {
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut Seen) -> T) -> T {
-        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut self.0.lock())
     }
 }
 

@@ -59,6 +59,20 @@ pub(super) fn token(seed: u64, index: usize) -> u32 {
     (seed.wrapping_mul(31).wrapping_add(index as u64 * 7) % 97) as u32
 }
 
+/// The tokens of a step.
+pub(super) fn answer(plan: &StepPlan) -> StepOutput {
+    let sample = |run: &Run| {
+        run.sample.as_ref().map(|spec| Sampled {
+            token: token(spec.seed, spec.index),
+            logprobs: None,
+        })
+    };
+    StepOutput {
+        samples: plan.runs.iter().map(sample).collect(),
+        ..Default::default()
+    }
+}
+
 impl Executor for Fake {
     fn launch(&mut self, plan: &StepPlan) -> Result<(), StepError> {
         while self.script.hold.load(Ordering::SeqCst) {
@@ -104,21 +118,11 @@ impl Executor for Fake {
         if alone || self.script.oom.swap(false, Ordering::SeqCst) {
             return Err(recovery::told_oom());
         }
-        let sample = |run: &Run| {
-            let spec = run.sample.as_ref()?;
-            Some(Sampled {
-                token: token(spec.seed, spec.index),
-                logprobs: None,
-            })
-        };
-        let mut samples: Vec<_> = plan.runs.iter().map(sample).collect();
+        let mut output = answer(&plan);
         if self.script.lie.swap(false, Ordering::SeqCst) {
-            samples.pop();
+            output.samples.pop();
         }
-        Ok(StepOutput {
-            samples,
-            ..Default::default()
-        })
+        Ok(output)
     }
 
     fn device_time(&self) -> Option<DeviceTime> {

@@ -4,13 +4,12 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use plimsoll_core::{
-    BlockSize, CacheGroups, Constraint, ConstraintError, Executor, FillMasks, FinishReason, KvConfig,
-    Progress, Request, RequestOptions, Run, Sampled, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    BlockSize, Constraint, ConstraintError, Executor, FillMasks, FinishReason, Progress, Run, Sampled,
+    StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
-use plimsoll_scheduler::SchedulerConfig;
 
-use super::{Unmetered, expected, read, token};
-use crate::{EngineConfig, EngineHandle};
+use super::{config, expected, options, read, start, submit, token, whole};
+use crate::EngineHandle;
 
 const VOCAB: u32 = 100;
 
@@ -176,43 +175,21 @@ impl Rig {
             in_flight: VecDeque::new(),
             fail_sampling_of,
         };
-        let scheduler = SchedulerConfig {
-            limits: StepLimits {
-                max_num_batched_tokens: 64,
-                max_num_seqs: 16,
-                max_model_len: 64,
-            },
-            kv: KvConfig {
-                block_size: BlockSize::new(8).unwrap(),
-                num_pages: num_blocks,
-                groups: CacheGroups::default(),
-            },
-            enable_prefix_caching: true,
-            patience: 1000,
+        let limits = StepLimits {
+            max_num_batched_tokens: 64,
+            max_num_seqs: 16,
+            max_model_len: 64,
         };
-        let config = EngineConfig {
-            max_queue: 1000,
-            vocab_size: VOCAB as usize,
-            enable_prefix_caching: true,
-            steps_in_flight,
-            outage_patience: super::PATIENCE,
-            cache_listener: None,
-        };
-        let engine = EngineHandle::start(device, Box::new(Unmetered), scheduler, &config).unwrap();
+        let (block_size, config) = (BlockSize::new(8).unwrap(), config(1000, steps_in_flight));
+        let engine = start(device, limits, block_size, num_blocks, &config);
         Self { engine, calls }
     }
 
     /// `len` tokens at most, `rule` if there is one.
     fn submit(&self, seed: u64, len: usize, rule: Option<Sum>) -> crate::RequestStream {
-        let options = RequestOptions {
-            prompt: (0..5).map(|i| token(seed, i + 1000)).collect(),
-            max_tokens: Some(len),
-            seed,
-            constraints: rule.map(|rule| Box::new(rule) as _).into_iter().collect(),
-            ..Default::default()
-        };
-        let request = Request::new(self.engine.next_id(), options, &self.engine.limits()).unwrap();
-        self.engine.submit(request).unwrap()
+        let mut options = options(seed, len);
+        options.constraints.extend(rule.map(|rule| Box::new(rule) as _));
+        submit(&self.engine, options).unwrap()
     }
 }
 
@@ -233,20 +210,13 @@ async fn a_step_is_sampled_behind_the_one_it_depends_on_and_before_the_next() {
         read(rig.submit(3, 4, rule)).await.1.unwrap();
         rig.calls.lock().unwrap().clone()
     };
+    let next = |step| [Sample(step), Launch(step + 1), Finish(step)];
     let ahead = [
-        Launch(0),
-        Sample(0),
-        Launch(1),
-        Finish(0),
-        Sample(1),
-        Launch(2),
-        Finish(1),
-        Sample(2),
-        Launch(3),
-        Finish(2),
-        Sample(3),
-        Finish(3),
-    ];
+        vec![Launch(0)],
+        (0..3).flat_map(next).collect(),
+        vec![Sample(3), Finish(3)],
+    ]
+    .concat();
     assert_eq!(calls(2, true).await, ahead);
     let free: Vec<Call> = ahead
         .into_iter()
@@ -303,13 +273,9 @@ async fn a_constraint_that_fails_ends_its_own_request_alone() {
         assert_eq!(failed.0, summed(1, 4));
         assert!(matches!(failed.1, Err(StepError::Constraint(_))), "{failed:?}");
         assert_eq!(ruled, (summed(2, 30), Ok(FinishReason::Length)));
-        assert_eq!(free, (expected(4, 30), Ok(FinishReason::Length)));
+        assert_eq!(free, whole(4, 30));
         let (stats, health) = (rig.engine.stats(), rig.engine.health());
-        assert_eq!(
-            (stats.failed_steps, health.last_error),
-            (0, None),
-            "no step failed"
-        );
+        assert_eq!((stats.failed_steps, health.last_error), (0, None));
     }
 }
 

@@ -6,13 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use plimsoll_core::{
-    BlockSize, CacheGroups, DeviceTime, Executor, FillMasks, FinishReason, KvConfig, Request, RequestOptions,
-    Run, Sampled, StepError, StepLimits, StepOutput, StepPlan,
+    BlockSize, DeviceTime, Executor, FillMasks, RequestOptions, StepError, StepLimits, StepOutput, StepPlan,
 };
-use plimsoll_scheduler::SchedulerConfig;
 
-use super::{PATIENCE, Unmetered, expected, read, token};
-use crate::{EngineConfig, EngineHandle, EngineStats};
+use super::fake::answer;
+use super::{PATIENCE, config, options, read, start, submit, token, whole};
+use crate::EngineStats;
 
 /// Milliseconds that the device needs for whatever it is given.
 const STEP: u64 = 10;
@@ -64,16 +63,7 @@ impl Executor for Device {
         let (plan, done) = self.launched.pop_front().expect("a step was launched");
         self.world.now.fetch_max(done, Ordering::SeqCst);
         self.world.now.fetch_add(HOST, Ordering::SeqCst);
-        let sampled = |run: &Run| {
-            run.sample.as_ref().map(|spec| Sampled {
-                token: token(spec.seed, spec.index),
-                logprobs: None,
-            })
-        };
-        Ok(StepOutput {
-            samples: plan.runs.iter().map(sampled).collect(),
-            ..Default::default()
-        })
+        Ok(answer(&plan))
     }
 
     fn rest(&mut self) {
@@ -98,51 +88,30 @@ async fn serve(steps_in_flight: usize) -> EngineStats {
         busy: 0,
         idle: 0,
     };
-    let scheduler = SchedulerConfig {
-        limits: StepLimits {
-            max_num_batched_tokens: 8192,
-            max_num_seqs: 256,
-            max_model_len: 1024,
-        },
-        kv: KvConfig {
-            block_size: BlockSize::default(),
-            num_pages: 256 * 16,
-            groups: CacheGroups::default(),
-        },
-        enable_prefix_caching: true,
-        patience: 1000,
+    let limits = StepLimits {
+        max_num_batched_tokens: 8192,
+        max_num_seqs: 256,
+        max_model_len: 1024,
     };
-    let config = EngineConfig {
-        max_queue: 256,
-        vocab_size: 100,
-        enable_prefix_caching: true,
-        steps_in_flight,
-        outage_patience: super::PATIENCE,
-        cache_listener: None,
-    };
-    let engine = EngineHandle::start(device, Box::new(Unmetered), scheduler, &config).unwrap();
+    let config = config(256, steps_in_flight);
+    let engine = start(device, limits, BlockSize::default(), 256 * 16, &config);
     for round in 0..2 {
         until_rest(&world).await;
         // With a pause before, in which the device waits for nobody.
         world.now.fetch_add(100, Ordering::SeqCst);
         world.held.store(true, Ordering::SeqCst);
-        let submit = |seed: u64| {
+        let send = |seed: u64| {
+            let prompt = (0..128).map(|i| token(seed + 1000 * round, i)).collect();
             let options = RequestOptions {
-                prompt: (0..128).map(|i| token(seed + 1000 * round, i)).collect(),
-                max_tokens: Some(40),
-                seed,
-                ..Default::default()
+                prompt,
+                ..options(seed, 40)
             };
-            let request = Request::new(engine.next_id(), options, &engine.limits()).unwrap();
-            (seed, tokio::spawn(read(engine.submit(request).unwrap())))
+            (seed, tokio::spawn(read(submit(&engine, options).unwrap())))
         };
-        let clients: Vec<_> = (0..256).map(submit).collect();
+        let clients: Vec<_> = (0..256).map(send).collect();
         world.held.store(false, Ordering::SeqCst);
         for (seed, client) in clients {
-            assert_eq!(
-                client.await.unwrap(),
-                (expected(seed, 40), Ok(FinishReason::Length))
-            );
+            assert_eq!(client.await.unwrap(), whole(seed, 40));
         }
     }
     engine.stats()

@@ -2,24 +2,21 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    BlockSize, BuildError, Component, FinishReason, Limits, Meters, Oom, RefusedBy, Request, RequestOptions,
-    SamplingOptions, StateConfig, StepError, StepLimits,
+    BlockSize, BuildError, Component, Meters, Oom, RefusedBy, StateConfig, StepError, StepLimits,
 };
 use plimsoll_profiler::{BuildProgress, KvSize, Margins, ProfileError, ProfileSpec, Proved, Target, profile};
-use plimsoll_scheduler::{Scheduler, SchedulerConfig};
+use plimsoll_scheduler::SchedulerConfig;
 use tokio::sync::oneshot;
 
-use super::{Fake, PATIENCE, Rig, Script, expected, read, token};
-use crate::masks::MaskPool;
+use super::{Fake, PATIENCE, Rig, Script, config, options, read, submit, whole};
 use crate::recovery::FIRST_RETRY;
-use crate::shared::{Command, Shared};
-use crate::shared::{SHUT_DOWN, Sleeper};
-use crate::thread::{Clock, EngineThread};
+use crate::shared::{Command, SHUT_DOWN, Sleeper};
+use crate::thread::EngineThread;
 use crate::{
     Activity, Drained, EngineConfig, EngineHandle, Phase, RebuildError, RequestStream, SleepError,
     StateSource, SubmitError, WakeError,
@@ -39,6 +36,15 @@ const TOKENS: usize = 512;
 struct Device {
     script: Arc<Script>,
     room: Arc<AtomicUsize>,
+}
+
+impl Default for Device {
+    fn default() -> Self {
+        Self {
+            script: Arc::default(),
+            room: Arc::new(AtomicUsize::new(TOKENS)),
+        }
+    }
 }
 
 impl Device {
@@ -148,17 +154,10 @@ pub(super) fn told_overflow() -> StepError {
 }
 
 fn start(steps_in_flight: usize, outage_patience: Duration) -> (Rig, Device) {
-    let device = Device {
-        script: Arc::default(),
-        room: Arc::new(AtomicUsize::new(TOKENS)),
-    };
+    let device = Device::default();
     let config = EngineConfig {
-        max_queue: 100,
-        vocab_size: 100,
-        enable_prefix_caching: true,
-        steps_in_flight,
         outage_patience,
-        cache_listener: None,
+        ..config(100, steps_in_flight)
     };
     let engine = EngineHandle::spawn(device.prove().unwrap(), device.clone(), &config).unwrap();
     let script = Arc::clone(&device.script);
@@ -168,18 +167,9 @@ fn start(steps_in_flight: usize, outage_patience: Duration) -> (Rig, Device) {
 
 /// A request that takes part in every second step alone, as its sampling needs to know the last token.
 fn submit_slow(rig: &Rig, seed: u64, len: usize) -> RequestStream {
-    let options = RequestOptions {
-        prompt: (0..5).map(|i| token(seed, i + 1000)).collect(),
-        max_tokens: Some(len),
-        seed,
-        sampling: SamplingOptions {
-            presence_penalty: Some(1.0),
-            ..Default::default()
-        },
-        ..Default::default()
-    };
-    let request = Request::new(rig.engine.next_id(), options, &rig.engine.limits()).unwrap();
-    rig.engine.submit(request).unwrap()
+    let mut options = options(seed, len);
+    options.sampling.presence_penalty = Some(1.0);
+    submit(&rig.engine, options).unwrap()
 }
 
 async fn until_steps(rig: &Rig, steps: usize) {
@@ -198,6 +188,13 @@ async fn submit_held(rig: &Rig, seed: u64, len: usize) -> RequestStream {
     stream
 }
 
+/// The held step of `guilty` finds no memory.
+async fn lose_memory(rig: &Rig, guilty: RequestStream) {
+    rig.set(|s| &s.oom_in_launch);
+    rig.script.hold.store(false, Ordering::SeqCst);
+    assert_eq!(read(guilty).await.1, Err(told_oom()));
+}
+
 #[tokio::test]
 async fn a_step_without_memory_costs_its_own_requests_and_the_state_is_built_again() {
     for (steps_in_flight, in_launch) in [(1, false), (1, true), (2, false), (2, true)] {
@@ -213,17 +210,16 @@ async fn a_step_without_memory_costs_its_own_requests_and_the_state_is_built_aga
         let ends = [(1, read(first).await), (2, read(second).await)];
         let lost = ends.iter().filter(|(_, (_, end))| end.is_err()).count();
         assert!(lost > 0, "{ends:?}");
-        for (seed, (tokens, end)) in ends {
-            match end {
-                Ok(reason) => assert_eq!((tokens, reason), (expected(seed, 60), FinishReason::Length)),
-                Err(error) => assert_eq!(error, told_oom()),
+        for (seed, found) in ends {
+            match found {
+                (_, Err(error)) => assert_eq!(error, told_oom()),
+                found => assert_eq!(found, whole(seed, 60)),
             }
         }
         for (seed, stream) in (3..).zip(waiting) {
-            let (tokens, end) = read(stream).await;
-            match end {
-                Ok(_) => assert_eq!(tokens, expected(seed, 20)),
-                Err(error) => assert_eq!(error, told_oom()),
+            match read(stream).await {
+                (_, Err(error)) => assert_eq!(error, told_oom()),
+                found => assert_eq!(found, whole(seed, 20)),
             }
         }
         rig.until_empty().await;
@@ -233,7 +229,7 @@ async fn a_step_without_memory_costs_its_own_requests_and_the_state_is_built_aga
         assert_eq!((outage.requested, outage.component), (77, Component::Arena));
         assert!(outage.shape.rows > 0 && outage.shape.longest_context > 5);
         let again = read(rig.submit(9, 30).unwrap()).await;
-        assert_eq!(again, (expected(9, 30), Ok(FinishReason::Length)));
+        assert_eq!(again, whole(9, 30));
         assert!(rig.engine.health().is_moving(PATIENCE));
     }
 }
@@ -251,7 +247,7 @@ async fn a_step_that_needs_more_scratch_than_was_proved_costs_itself_alone() {
         assert_eq!(read(guilty).await.1, Err(told_overflow()));
         let health = rig.engine.health();
         assert_eq!((health.phase, health.outage), (Phase::Running, None));
-        assert_eq!(read(waiting).await, (expected(2, 10), Ok(FinishReason::Length)));
+        assert_eq!(read(waiting).await, whole(2, 10));
         rig.until_empty().await;
         let stats = rig.engine.stats();
         assert_eq!((stats.rebuilds_oom, stats.failed_steps), (0, again), "{stats:?}");
@@ -272,7 +268,7 @@ async fn the_step_beside_the_failed_one_ends_well() {
     until_steps(&rig, 6).await;
     rig.set(|s| &s.oom_of_one);
     assert_eq!(read(in_all).await.1, Err(told_oom()));
-    assert_eq!(read(in_some).await, (expected(2, 40), Ok(FinishReason::Length)));
+    assert_eq!(read(in_some).await, whole(2, 40));
     rig.until_empty().await;
     let stats = rig.engine.stats();
     assert_eq!(
@@ -290,9 +286,7 @@ async fn a_smaller_state_serves_what_fits_it() {
     let long = rig.submit(2, 251).unwrap();
     let short = rig.submit(3, 30).unwrap();
     device.room.store(256 - 16, Ordering::SeqCst);
-    rig.set(|s| &s.oom_in_launch);
-    rig.script.hold.store(false, Ordering::SeqCst);
-    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    lose_memory(&rig, guilty).await;
     // One full request does not fit, so there is no state, until there is room for one.
     rig.until("the outage", |rig| rig.engine.health().outage.is_some())
         .await;
@@ -303,8 +297,8 @@ async fn a_smaller_state_serves_what_fits_it() {
     assert_eq!(rig.engine.health().phase, Phase::Rebuilding);
     assert!(!rig.engine.health().is_moving(PATIENCE));
     device.room.store(256, Ordering::SeqCst);
-    assert_eq!(read(short).await, (expected(3, 30), Ok(FinishReason::Length)));
-    assert_eq!(read(long).await, (expected(2, 251), Ok(FinishReason::Length)));
+    assert_eq!(read(short).await, whole(3, 30));
+    assert_eq!(read(long).await, whole(2, 251));
     assert_eq!(rig.engine.limits().kv_capacity_tokens, 256);
     assert_eq!(rig.engine.kv().num_pages, 16);
     let health = rig.engine.health();
@@ -317,9 +311,7 @@ async fn nobody_waits_for_memory_for_ever_and_a_shutdown_waits_for_none() {
     let guilty = submit_held(&rig, 1, 100).await;
     let waiting = rig.submit(2, 10).unwrap();
     device.room.store(0, Ordering::SeqCst);
-    rig.set(|s| &s.oom_in_launch);
-    rig.script.hold.store(false, Ordering::SeqCst);
-    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    lose_memory(&rig, guilty).await;
     let patience = Duration::ZERO;
     assert_eq!(read(waiting).await.1, Err(StepError::NoState { patience }));
     rig.until_empty().await;
@@ -335,9 +327,7 @@ async fn requests_are_turned_away_while_a_state_is_built() {
     let guilty = submit_held(&rig, 1, 100).await;
     let waiting = rig.submit(2, 10).unwrap();
     rig.set(|s| &s.hold_rebuild);
-    rig.set(|s| &s.oom_in_launch);
-    rig.script.hold.store(false, Ordering::SeqCst);
-    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    lose_memory(&rig, guilty).await;
     let patience = Duration::from_millis(1);
     assert_eq!(read(waiting).await.1, Err(StepError::NoState { patience }));
     assert_eq!(rig.engine.health().phase, Phase::Rebuilding);
@@ -345,7 +335,7 @@ async fn requests_are_turned_away_while_a_state_is_built() {
     rig.until("readiness", |rig| rig.engine.health().phase == Phase::Running)
         .await;
     let again = read(rig.submit(3, 10).unwrap()).await;
-    assert_eq!(again, (expected(3, 10), Ok(FinishReason::Length)));
+    assert_eq!(again, whole(3, 10));
 }
 
 /// A build that hangs is seen as a step is, and one that goes on is no hang.
@@ -355,9 +345,7 @@ async fn a_build_that_hangs_is_seen() {
     let guilty = submit_held(&rig, 1, 100).await;
     rig.set(|s| &s.hold_rebuild);
     rig.set(|s| &s.hang_rebuild);
-    rig.set(|s| &s.oom_in_launch);
-    rig.script.hold.store(false, Ordering::SeqCst);
-    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    lose_memory(&rig, guilty).await;
     let timeout = Duration::from_secs(1);
     let moving = tokio::time::timeout(2 * timeout, rig.engine.stalled(timeout)).await;
     assert!(moving.is_err(), "{moving:?}");
@@ -380,10 +368,8 @@ async fn a_second_try_begins_anew() {
     let (rig, device) = start(1, PATIENCE);
     let guilty = submit_held(&rig, 1, 100).await;
     device.room.store(0, Ordering::SeqCst);
-    rig.set(|s| &s.oom_in_launch);
     let began = Instant::now();
-    rig.script.hold.store(false, Ordering::SeqCst);
-    assert_eq!(read(guilty).await.1, Err(told_oom()));
+    lose_memory(&rig, guilty).await;
     until_refused(&rig).await;
     rig.set(|s| &s.hang_rebuild);
     let stalled = Cell::new(None);
@@ -412,9 +398,7 @@ async fn a_drain_lets_requests_wait_for_memory_until_its_time_is_over() {
         let guilty = submit_held(&rig, 1, 100).await;
         let waiting = rig.submit(2, 10).unwrap();
         device.room.store(0, Ordering::SeqCst);
-        rig.set(|s| &s.oom_in_launch);
-        rig.script.hold.store(false, Ordering::SeqCst);
-        assert_eq!(read(guilty).await.1, Err(told_oom()));
+        lose_memory(&rig, guilty).await;
         until_refused(&rig).await;
         let draining = tokio::spawn({
             let engine = rig.engine.clone();
@@ -430,7 +414,7 @@ async fn a_drain_lets_requests_wait_for_memory_until_its_time_is_over() {
             .await;
         if comes_back {
             device.room.store(TOKENS, Ordering::SeqCst);
-            assert_eq!(read(waiting).await, (expected(2, 10), Ok(FinishReason::Length)));
+            assert_eq!(read(waiting).await, whole(2, 10));
             assert_eq!(draining.await.unwrap(), Drained::Complete);
         } else {
             assert_eq!(read(waiting).await.1, Err(StepError::Failed(SHUT_DOWN.into())));
@@ -492,7 +476,7 @@ async fn sleep_gives_the_state_back_and_waking_proves_it_again() {
         Err(WakeError::NotNow(Phase::FallingAsleep))
     );
     rig.script.hold.store(false, Ordering::SeqCst);
-    assert_eq!(read(running).await, (expected(2, 60), Ok(FinishReason::Length)));
+    assert_eq!(read(running).await, whole(2, 60));
     assert_eq!(sleeping.await.unwrap(), Ok(()));
     assert!(rig.script.dropped.load(Ordering::SeqCst), "the memory is free");
     assert_eq!(rig.engine.health().phase, Phase::Asleep);
@@ -521,41 +505,14 @@ async fn sleep_gives_the_state_back_and_waking_proves_it_again() {
 /// in between is in its queue, and is not slept over.
 #[test]
 fn a_sleep_that_was_given_up_does_not_answer_for_the_next() {
-    let device = Device {
-        script: Arc::default(),
-        room: Arc::new(AtomicUsize::new(TOKENS)),
-    };
-    let parts = device.prove().unwrap().into_parts();
-    let scheduler = Scheduler::new(SchedulerConfig {
+    let device = Device::default();
+    let scheduler = SchedulerConfig {
         limits: LIMITS,
-        kv: parts.config.kv,
+        kv: device.prove().unwrap().into_parts().config.kv,
         enable_prefix_caching: false,
         patience: 1000,
-    });
-    let limits = Limits {
-        max_model_len: 256,
-        kv_capacity_tokens: TOKENS,
-        vocab_size: 100,
     };
-    let (_link, commands) = mpsc::channel();
-    let mut thread = EngineThread {
-        shared: Arc::new(Shared::new(scheduler.stats(), limits, parts.config.kv)),
-        scheduler,
-        source: Box::new(device),
-        kv: parts.config.kv,
-        commands,
-        in_flight: VecDeque::new(),
-        depth: 1,
-        outage_patience: PATIENCE,
-        clock: Clock::default(),
-        highest: 0,
-        peers_at_ready: 0,
-        unsampled: false,
-        masks: MaskPool::default(),
-        lost: false,
-        sleeper: None,
-        cache_listener: None,
-    };
+    let (_handle, mut thread) = EngineHandle::prepare(None, Box::new(device), scheduler, &config(100, 1));
     let ask = |thread: &EngineThread<Fake>| {
         let (asleep, told) = oneshot::channel();
         let attempt = thread.shared.lock().fall_asleep();

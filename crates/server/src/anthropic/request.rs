@@ -13,8 +13,8 @@ use crate::state::AppState;
 use crate::structured::Requested;
 use crate::transcript::Transcript;
 use crate::wire::anthropic::{
-    self as wire, Blocks, Content, ContextManagement, Display, InputBlock, InputMessage, MessagesPrompt,
-    MessagesRequest, OutputFormat, Role, Thinking, ToolDefinition,
+    Blocks, Content, ContextManagement, Display, InputBlock, InputMessage, MessagesPrompt, MessagesRequest,
+    OutputFormat, Role, Thinking, ToolChoice as Wanted, ToolDefinition,
 };
 use crate::wire::common::OneOrMany;
 use crate::wire::request::typed;
@@ -39,10 +39,8 @@ pub(super) fn parse(state: &AppState, request: MessagesRequest) -> Result<Asked,
         prompt,
         own,
     } = request;
-    let format = prompt
-        .output_config
-        .as_ref()
-        .and_then(|config| config.format.as_ref());
+    let config = prompt.output_config.as_ref();
+    let format = config.and_then(|config| config.format.as_ref());
     let structure = format.or(prompt.output_format.as_ref()).map(structure);
     let Prompting {
         prompt,
@@ -200,15 +198,9 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
         }
         (InputBlock::ToolUse(call), Role::Assistant) => transcript.call(call.id, call.name, call.input),
         (InputBlock::Thinking(block), Role::Assistant) => {
-            let sealed = || {
-                block
-                    .signature
-                    .as_deref()
-                    .and_then(sealed::open)
-                    .unwrap_or_default()
-            };
+            let sealed = block.signature.as_deref().and_then(sealed::open);
             let text = match block.thinking.is_empty() {
-                true => sealed(),
+                true => sealed.unwrap_or_default(),
                 false => block.thinking,
             };
             if !text.is_empty() {
@@ -267,25 +259,23 @@ fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {
     })
 }
 
-fn tools(definitions: &[Value], choice: Option<wire::ToolChoice>) -> Result<Tools, ApiError> {
-    let list = definitions
-        .iter()
-        .enumerate()
-        .map(|(i, definition)| tool(definition, &format!("tools[{i}]")))
-        .collect::<Result<Vec<_>, _>>()?;
+fn tools(definitions: &[Value], choice: Option<Wanted>) -> Result<Tools, ApiError> {
+    let list = definitions.iter().enumerate();
+    let list = list.map(|(i, definition)| tool(definition, &format!("tools[{i}]")));
+    let list = list.collect::<Result<Vec<_>, _>>()?;
     let (choice, single) = match choice {
         None => (ToolChoice::Auto, None),
-        Some(wire::ToolChoice::Auto {
-            disable_parallel_tool_use,
-        }) => (ToolChoice::Auto, disable_parallel_tool_use),
-        Some(wire::ToolChoice::Any {
-            disable_parallel_tool_use,
-        }) => (ToolChoice::Required, disable_parallel_tool_use),
-        Some(wire::ToolChoice::Tool {
+        Some(Wanted::Auto {
+            disable_parallel_tool_use: single,
+        }) => (ToolChoice::Auto, single),
+        Some(Wanted::Any {
+            disable_parallel_tool_use: single,
+        }) => (ToolChoice::Required, single),
+        Some(Wanted::Tool {
             name,
-            disable_parallel_tool_use,
-        }) => (ToolChoice::Named(name), disable_parallel_tool_use),
-        Some(wire::ToolChoice::None {}) => (ToolChoice::None, None),
+            disable_parallel_tool_use: single,
+        }) => (ToolChoice::Named(name), single),
+        Some(Wanted::None {}) => (ToolChoice::None, None),
     };
     Tools::new(list, choice, single != Some(true))
 }

@@ -70,45 +70,19 @@ fn a_line_for_the_books_is_not_for_the_model() {
 
 #[test]
 fn errors_name_the_block() {
-    for (role, block, message) in [
-        (
-            "user",
-            json!({ "type": "image" }),
-            "`messages[0].content[0].type = image` is not supported",
-        ),
-        (
-            "user",
-            json!({ "type": "text" }),
-            "`messages[0].content[0].text`: missing field",
-        ),
-        (
-            "user",
-            json!({ "text": "x" }),
-            "`messages[0].content[0].type` must be a string",
-        ),
-        (
-            "user",
-            json!({ "type": "text", "text": "x", "colour": 1 }),
-            "`messages[0].content[0].colour`: unknown field",
-        ),
-        (
-            "user",
-            json!({ "type": "tool_use", "id": "a", "name": "b", "input": {} }),
-            "`messages[0].content[0]`: a message of the role `user`",
-        ),
-        (
-            "user",
-            json!({ "type": "tool_result", "tool_use_id": "x" }),
-            "`messages[0].content[0].tool_use_id`: no tool_use block",
-        ),
-        (
-            "assistant",
-            json!({ "type": "tool_use", "id": "a", "name": "b", "input": "{}" }),
-            "`messages[0].content[0].input`: invalid type",
-        ),
-    ] {
-        let error = messages(Value::Null, json!([{ "role": role, "content": [block] }])).unwrap_err();
-        assert!(error.starts_with(message), "{error}");
+    let cases = json!([
+        ["user", { "type": "image" }, ".type = image` is not supported"],
+        ["user", { "type": "text" }, ".text`: missing field"],
+        ["user", { "text": "x" }, ".type` must be a string"],
+        ["user", { "type": "text", "text": "x", "colour": 1 }, ".colour`: unknown field"],
+        ["user", { "type": "tool_use", "id": "a", "name": "b", "input": {} }, "`: a message of the role `user`"],
+        ["user", { "type": "tool_result", "tool_use_id": "x" }, ".tool_use_id`: no tool_use block"],
+        ["assistant", { "type": "tool_use", "id": "a", "name": "b", "input": "{}" }, ".input`: invalid type"],
+    ]);
+    for case in cases.as_array().unwrap() {
+        let error = messages(Value::Null, json!([{ "role": case[0], "content": [case[1]] }])).unwrap_err();
+        let message = format!("`messages[0].content[0]{}", case[2].as_str().unwrap());
+        assert!(error.starts_with(&message), "{error}");
     }
 }
 
@@ -137,14 +111,8 @@ fn rendered(written: Vec<SseEvent>) -> Vec<String> {
             let object = data.as_object_mut().unwrap();
             object.shift_remove("type");
             if let Some(message) = object.get_mut("message").and_then(Value::as_object_mut) {
-                assert!(
-                    message
-                        .shift_remove("id")
-                        .unwrap()
-                        .as_str()
-                        .unwrap()
-                        .starts_with("msg_")
-                );
+                let id = message.shift_remove("id").unwrap();
+                assert!(id.as_str().unwrap().starts_with("msg_"));
             }
             format!("{name} {data}")
         })
@@ -234,23 +202,15 @@ fn every_end_has_its_reason() {
         let message = json!(writer.into_message());
         (message["stop_reason"].clone(), message["stop_sequence"].clone())
     };
-    assert_eq!(end(EndReason::Stop, 3, None), (json!("end_turn"), Value::Null));
-    assert_eq!(
-        end(EndReason::Stop, 3, Some("END")),
-        (json!("stop_sequence"), json!("END"))
-    );
-    assert_eq!(
-        end(EndReason::Length, 5, None),
-        (json!("max_tokens"), Value::Null)
-    );
-    assert_eq!(
-        end(EndReason::Length, 3, None),
-        (json!("model_context_window_exceeded"), Value::Null)
-    );
-    assert_eq!(
-        end(EndReason::ToolCalls, 3, None),
-        (json!("tool_use"), Value::Null)
-    );
+    for (reason, tokens, stop, expected) in [
+        (EndReason::Stop, 3, None, "end_turn"),
+        (EndReason::Stop, 3, Some("END"), "stop_sequence"),
+        (EndReason::Length, 5, None, "max_tokens"),
+        (EndReason::Length, 3, None, "model_context_window_exceeded"),
+        (EndReason::ToolCalls, 3, None, "tool_use"),
+    ] {
+        assert_eq!(end(reason, tokens, stop), (json!(expected), json!(stop)));
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::error;
 use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
-use crate::respond::{EventFormat, SseEvent, fresh_id, named};
+use crate::respond::{EventFormat, Log, SseEvent, fresh_id, named};
 use crate::sealed;
 use crate::transcript::arguments;
 use crate::wire::anthropic::{Block, BlockDelta, Event, Message, MessageEnd, MessageUsage, StopReason};
@@ -30,32 +30,18 @@ pub(super) struct Writer {
     log: Log,
 }
 
-/// Events that were not sent yet; `None` without streaming.
-struct Log(Option<Vec<SseEvent>>);
-
 impl Log {
-    fn push(&mut self, event: &Event<'_>) {
-        if let Some(events) = &mut self.0 {
-            events.push(named(event.name(), event));
-        }
-    }
-
-    fn take(&mut self) -> Vec<SseEvent> {
-        self.0.as_mut().map(std::mem::take).unwrap_or_default()
-    }
-}
-
-impl Event<'_> {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::MessageStart { .. } => "message_start",
-            Self::Ping => "ping",
-            Self::ContentBlockStart { .. } => "content_block_start",
-            Self::ContentBlockDelta { .. } => "content_block_delta",
-            Self::ContentBlockStop { .. } => "content_block_stop",
-            Self::MessageDelta { .. } => "message_delta",
-            Self::MessageStop => "message_stop",
-        }
+    fn event(&mut self, event: &Event<'_>) {
+        let name = match event {
+            Event::MessageStart { .. } => "message_start",
+            Event::Ping => "ping",
+            Event::ContentBlockStart { .. } => "content_block_start",
+            Event::ContentBlockDelta { .. } => "content_block_delta",
+            Event::ContentBlockStop { .. } => "content_block_stop",
+            Event::MessageDelta { .. } => "message_delta",
+            Event::MessageStop => "message_stop",
+        };
+        self.push(name, event);
     }
 }
 
@@ -87,7 +73,7 @@ impl Writer {
             max_tokens,
             request_id: None,
             open: None,
-            log: Log(streamed.then(Vec::new)),
+            log: Log::new(streamed),
         }
     }
 
@@ -165,7 +151,7 @@ impl Writer {
             index: self.message.content.len(),
             content_block: &block,
         };
-        self.log.push(&event);
+        self.log.event(&event);
         self.message.content.push(block);
         self.open = Some(String::new());
     }
@@ -185,7 +171,7 @@ impl Writer {
             Some(Block::ToolUse { input, .. }) => *input = arguments(&held),
             Some(Block::Text { .. }) | None => {}
         }
-        self.log.push(&Event::ContentBlockStop {
+        self.log.event(&Event::ContentBlockStop {
             index: self.message.content.len().saturating_sub(1),
         });
     }
@@ -193,7 +179,7 @@ impl Writer {
     /// Records a delta of the current block.
     fn push(log: &mut Log, message: &Message, delta: BlockDelta<'_>) {
         let index = message.content.len().saturating_sub(1);
-        log.push(&Event::ContentBlockDelta { index, delta });
+        log.event(&Event::ContentBlockDelta { index, delta });
     }
 
     fn finish(&mut self, end: End) {
@@ -216,8 +202,8 @@ impl Writer {
             stop_sequence: message.stop_sequence.as_deref(),
         };
         let usage = message.usage;
-        self.log.push(&Event::MessageDelta { delta, usage });
-        self.log.push(&Event::MessageStop);
+        self.log.event(&Event::MessageDelta { delta, usage });
+        self.log.event(&Event::MessageStop);
     }
 }
 
@@ -225,10 +211,10 @@ impl EventFormat for Writer {
     type Item = Update;
 
     fn begin(&mut self) -> Vec<SseEvent> {
-        self.log.push(&Event::MessageStart {
+        self.log.event(&Event::MessageStart {
             message: &self.message,
         });
-        self.log.push(&Event::Ping);
+        self.log.event(&Event::Ping);
         self.log.take()
     }
 

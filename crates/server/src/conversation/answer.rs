@@ -9,7 +9,7 @@ use crate::error::ApiError;
 use crate::generate::{Choice, TokenLogprobs};
 
 /// One choice, whole.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Answer {
     pub(crate) reasoning: String,
     pub(crate) content: String,
@@ -19,10 +19,27 @@ pub(crate) struct Answer {
     pub(crate) prompt: Vec<PromptLogprob>,
     /// As in [`Update`].
     pub(crate) tokens: Vec<TokenId>,
-    pub(crate) end: End,
 }
 
 impl Answer {
+    fn add(&mut self, update: Update) {
+        for delta in update.deltas {
+            match delta {
+                Delta::Reasoning(text) => self.reasoning += &text,
+                Delta::Content(text) => self.content += &text,
+                Delta::ToolCall { id, name, .. } => self.tool_calls.push(ToolCall {
+                    id,
+                    name,
+                    arguments: String::new(),
+                }),
+                Delta::ToolArguments { index, fragment } => self.tool_calls[index].arguments += &fragment,
+            }
+        }
+        self.logprobs.extend(update.logprobs);
+        self.prompt.extend(update.prompt);
+        self.tokens.extend(update.tokens);
+    }
+
     /// Takes the content. Empty content is `None` if there are tool calls or reasoning.
     pub(crate) fn take_content(&mut self) -> Option<String> {
         let content = std::mem::take(&mut self.content);
@@ -80,61 +97,18 @@ impl Answers {
     }
 
     /// Waits for all choices, in order. The first error cancels the others.
-    pub(crate) async fn whole(self) -> Result<Vec<Answer>, ApiError> {
-        let mut parts: Vec<Partial> = (0..self.len()).map(|_| Partial::default()).collect();
+    pub(crate) async fn whole(self) -> Result<Vec<(Answer, End)>, ApiError> {
+        let mut answers: Vec<(Answer, Option<End>)> = Vec::new();
+        answers.resize_with(self.len(), Default::default);
         let mut updates = std::pin::pin!(self.updates());
         while let Some(update) = updates.next().await {
-            let update = update?;
-            parts[update.choice].add(update);
+            let mut update = update?;
+            let (answer, end) = &mut answers[update.choice];
+            *end = end.take().or(update.end.take());
+            answer.add(update);
         }
-        parts.into_iter().map(Partial::finish).collect()
-    }
-}
-
-/// An answer that is being assembled.
-#[derive(Debug, Default)]
-struct Partial {
-    reasoning: String,
-    content: String,
-    tool_calls: Vec<ToolCall>,
-    logprobs: Vec<TokenLogprobs>,
-    prompt: Vec<PromptLogprob>,
-    tokens: Vec<TokenId>,
-    end: Option<End>,
-}
-
-impl Partial {
-    fn add(&mut self, update: Update) {
-        for delta in update.deltas {
-            match delta {
-                Delta::Reasoning(text) => self.reasoning += &text,
-                Delta::Content(text) => self.content += &text,
-                Delta::ToolCall { id, name, .. } => self.tool_calls.push(ToolCall {
-                    id,
-                    name,
-                    arguments: String::new(),
-                }),
-                Delta::ToolArguments { index, fragment } => self.tool_calls[index].arguments += &fragment,
-            }
-        }
-        self.logprobs.extend(update.logprobs);
-        self.prompt.extend(update.prompt);
-        self.tokens.extend(update.tokens);
-        self.end = self.end.take().or(update.end);
-    }
-
-    fn finish(self) -> Result<Answer, ApiError> {
-        let end = self
-            .end
-            .ok_or_else(|| ApiError::Internal("a choice did not end".into()))?;
-        Ok(Answer {
-            reasoning: self.reasoning,
-            content: self.content,
-            tool_calls: self.tool_calls,
-            logprobs: self.logprobs,
-            prompt: self.prompt,
-            tokens: self.tokens,
-            end,
-        })
+        let ended = answers.into_iter().map(|(answer, end)| Some((answer, end?)));
+        let ended: Option<_> = ended.collect();
+        ended.ok_or_else(|| ApiError::Internal("a choice did not end".into()))
     }
 }

@@ -113,6 +113,13 @@ catalog! {
     HTTP_RECEIVED: "plimsoll_http_request_bytes": "Size of an HTTP request's body, as read.";
     HTTP_SENT: "plimsoll_http_response_bytes": "Size of an HTTP response's body, as sent.";
     HTTP_IN_FLIGHT: "plimsoll_http_requests_in_flight": "HTTP requests in progress, including the one for this page.";
+    PROCESS_CPU: "process_cpu_seconds_total": "CPU time of the process, in all its threads.";
+    PROCESS_RESIDENT: "process_resident_memory_bytes": "Host memory that the process has in use.";
+    PROCESS_VIRTUAL: "process_virtual_memory_bytes": "Addresses that the process has in use.";
+    PROCESS_THREADS: "process_threads": "Threads of the process.";
+    PROCESS_OPEN_FILES: "process_open_fds": "File descriptors, sockets among them, that the process holds.";
+    PROCESS_MAX_FILES: "process_max_fds": "File descriptors that the process may hold.";
+    PROCESS_START: "process_start_time_seconds": "When the process began, in seconds since 1970.";
 }
 
 pub(super) const LORA_REQUESTS: &str = "vllm:lora_requests_info";

@@ -4,6 +4,9 @@ use std::fmt::Write;
 use std::fs;
 use std::sync::LazyLock;
 
+use super::catalog::*;
+use super::head;
+
 /// USER_HZ: clock ticks per second in /proc, 100 on all supported platforms.
 const TICKS: f64 = 100.0;
 /// Bytes per unit of /proc/self/status.
@@ -11,55 +14,18 @@ const KIB: f64 = 1024.0;
 
 /// Appends the metrics that can be read.
 pub(super) fn write(page: &mut String) {
-    for (name, kind, help, value) in [
-        (
-            "process_cpu_seconds_total",
-            "counter",
-            "CPU time of the process, in all its threads.",
-            cpu_seconds(),
-        ),
-        (
-            "process_resident_memory_bytes",
-            "gauge",
-            "Host memory that the process has in use.",
-            status("VmRSS:").map(|kib| kib * KIB),
-        ),
-        (
-            "process_virtual_memory_bytes",
-            "gauge",
-            "Addresses that the process has in use.",
-            status("VmSize:").map(|kib| kib * KIB),
-        ),
-        (
-            "process_threads",
-            "gauge",
-            "Threads of the process.",
-            status("Threads:"),
-        ),
-        (
-            "process_open_fds",
-            "gauge",
-            "File descriptors, sockets among them, that the process holds.",
-            open_files(),
-        ),
-        (
-            "process_max_fds",
-            "gauge",
-            "File descriptors that the process may hold.",
-            most_files(),
-        ),
-        (
-            "process_start_time_seconds",
-            "gauge",
-            "When the process began, in seconds since 1970.",
-            *START,
-        ),
+    let kib = |name| status(name).map(|kib| kib * KIB);
+    for (Name(name, _, help), kind, value) in [
+        (PROCESS_CPU, "counter", cpu_seconds()),
+        (PROCESS_RESIDENT, "gauge", kib("VmRSS:")),
+        (PROCESS_VIRTUAL, "gauge", kib("VmSize:")),
+        (PROCESS_THREADS, "gauge", status("Threads:")),
+        (PROCESS_OPEN_FILES, "gauge", open_files()),
+        (PROCESS_MAX_FILES, "gauge", most_files()),
+        (PROCESS_START, "gauge", *START),
     ] {
         if let Some(value) = value {
-            let _ = writeln!(
-                page,
-                "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n"
-            );
+            let _ = writeln!(page, "{}{name} {value}\n", head(name, kind, help));
         }
     }
 }

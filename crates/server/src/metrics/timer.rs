@@ -24,12 +24,8 @@ impl Timer {
         max_tokens: usize,
         submitted: Instant,
     ) -> Self {
-        metrics
-            .prompt
-            .each(|histogram| histogram.record(prompt_tokens as f64));
-        metrics
-            .max_tokens
-            .each(|histogram| histogram.record(max_tokens as f64));
+        metrics.prompt.count(prompt_tokens);
+        metrics.max_tokens.count(max_tokens);
         Self {
             metrics: metrics.clone(),
             prompt_tokens,
@@ -53,14 +49,17 @@ impl Timer {
         }
     }
 
+    /// When its first step began.
+    fn begun(&self) -> Instant {
+        self.admitted.unwrap_or(self.submitted)
+    }
+
     /// A token was generated.
     pub(crate) fn token(&mut self, at: Instant) {
         if self.first_token.is_none() {
             self.first_token = Some(at);
             self.metrics.ttft.record(at - self.submitted);
-            self.metrics
-                .prefill
-                .record(at - self.admitted.unwrap_or(self.submitted));
+            self.metrics.prefill.record(at - self.begun());
         } else {
             self.metrics.itl.record(at - self.last_token);
         }
@@ -70,9 +69,7 @@ impl Timer {
 
     /// The embedding was computed.
     pub(crate) fn pooled(&mut self, at: Instant) {
-        self.metrics
-            .prefill
-            .record(at - self.admitted.unwrap_or(self.submitted));
+        self.metrics.prefill.record(at - self.begun());
         self.finished(false, at);
     }
 
@@ -84,19 +81,14 @@ impl Timer {
             self.last_token = at;
         }
         let metrics = &self.metrics;
-        if at_length {
-            &metrics.length
-        } else {
-            &metrics.stopped
-        }
-        .each(|counter| counter.increment(1));
-        metrics
-            .generated
-            .each(|histogram| histogram.record(self.tokens as f64));
+        let ended = match at_length {
+            true => &metrics.length,
+            false => &metrics.stopped,
+        };
+        ended.each(|counter| counter.increment(1));
+        metrics.generated.count(self.tokens);
         metrics.e2e.record(self.last_token - self.submitted);
-        metrics
-            .inference
-            .record(self.last_token - self.admitted.unwrap_or(self.submitted));
+        metrics.inference.record(self.last_token - self.begun());
         if let Some(first) = self.first_token {
             let decode = self.last_token - first;
             metrics.decode.record(decode);

@@ -3,9 +3,10 @@
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::Mutex;
 use plimsoll_core::TenantId;
 use serde_json::{Map, Value};
 
@@ -155,7 +156,7 @@ impl ResponseStore {
             return;
         }
         let text = text_of(input.iter().chain(&response.output));
-        let mut owners = self.lock();
+        let mut owners = self.owners.lock();
         let owned = owners.entry(owner).or_default();
         let counts = [Arc::clone(&self.bytes), Arc::clone(&owned.bytes)];
         for count in &counts {
@@ -188,14 +189,14 @@ impl ResponseStore {
 
     /// The owner's response with this id.
     pub(crate) fn get(&self, owner: TenantId, id: &str) -> Option<Arc<Turn>> {
-        let owners = self.lock();
+        let owners = self.owners.lock();
         let owned = owners.get(&owner)?;
         owned.turns.get(owned.ages.get(id)?).cloned()
     }
 
     /// Deletes a response; false if there was none. Responses that continue it keep its text.
     pub(crate) fn delete(&self, owner: TenantId, id: &str) -> bool {
-        let mut owners = self.lock();
+        let mut owners = self.owners.lock();
         let Some(owned) = owners.get_mut(&owner) else {
             return false;
         };
@@ -205,7 +206,7 @@ impl ResponseStore {
 
     /// An item of one of the owner's responses.
     pub(crate) fn item(&self, owner: TenantId, id: &str) -> Option<Item> {
-        let owners = self.lock();
+        let owners = self.owners.lock();
         let owned = owners.get(&owner)?;
         let turn = owned.turns.get(owned.items.get(id)?)?;
         turn.items().find(|item| item.id() == id).cloned()
@@ -214,10 +215,6 @@ impl ResponseStore {
     /// The limits, for error messages.
     pub(crate) fn limits(&self) -> StoreLimits {
         self.limits
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<TenantId, Owned>> {
-        self.owners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -127,7 +127,7 @@ fn deleted_responses_leave_nothing() {
     assert_eq!(store.get(NOBODY, "b").unwrap().given().len(), 3);
     assert!(store.delete(NOBODY, "b"));
     assert_eq!(store.bytes.load(Ordering::Relaxed), 0);
-    let owners = store.lock();
+    let owners = store.owners.lock();
     assert!(owners[&NOBODY].items.is_empty() && owners[&NOBODY].ages.is_empty());
 }
 

@@ -217,53 +217,30 @@ mod tests {
             { "type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo" },
             { "role": "user", "content": "Hi" },
         ]);
-        assert_eq!(
-            messages(input).unwrap()[1],
-            json!({ "role": "user", "content": "Hi" })
-        );
+        let expected = json!({ "role": "user", "content": "Hi" });
+        assert_eq!(messages(input).unwrap()[1], expected);
     }
 
     #[test]
     fn errors_name_the_item() {
-        for (item, message) in [
-            (
-                json!({ "type": "computer_call" }),
-                "`input[0].type = computer_call` is not supported",
-            ),
-            (json!({ "role": "user" }), "`input[0].content`: missing"),
-            (
-                json!({ "role": "tool", "content": "x" }),
-                "`input[0].role`: unknown variant `tool`",
-            ),
-            (
-                json!({ "role": "user", "content": 1 }),
-                "`input[0].content`: expected a string or a list of parts",
-            ),
-            (
-                json!({ "role": "user", "content": "x", "colour": 1 }),
-                "`input[0].colour`: unknown field",
-            ),
-            (
-                json!({ "role": "user", "content": [{ "type": "input_image", "image_url": "x" }] }),
-                "`input[0].content[0].type = input_image` is not supported",
-            ),
-            (
-                json!({ "role": "user", "content": [{ "type": "input_text" }] }),
-                "`input[0].content[0].text` is missing",
-            ),
-            (
-                json!({ "type": "item_reference", "id": "msg_x" }),
-                "input[0].id: no item `msg_x`",
-            ),
-            (
-                json!({ "type": "function_call_output", "call_id": "call_x", "output": "" }),
-                "a function_call_output has the call_id `call_x`",
-            ),
-            (json!(1), "`input[0]` must be an object"),
-            (json!({ "type": 1 }), "`input[0].type` must be a string"),
-        ] {
-            let error = messages(json!([item])).unwrap_err();
-            assert!(error.starts_with(message), "{error}");
+        let image = json!([{ "type": "input_image", "image_url": "x" }]);
+        let call = json!({ "type": "function_call_output", "call_id": "call_x", "output": "" });
+        let cases = json!([
+            [{ "type": "computer_call" }, "`input[0].type = computer_call` is not supported"],
+            [{ "role": "user" }, "`input[0].content`: missing"],
+            [{ "role": "tool", "content": "x" }, "`input[0].role`: unknown variant `tool`"],
+            [{ "role": "user", "content": 1 }, "`input[0].content`: expected a string or a list of parts"],
+            [{ "role": "user", "content": "x", "colour": 1 }, "`input[0].colour`: unknown field"],
+            [{ "role": "user", "content": image }, "`input[0].content[0].type = input_image` is not supported"],
+            [{ "role": "user", "content": [{ "type": "input_text" }] }, "`input[0].content[0].text` is missing"],
+            [{ "type": "item_reference", "id": "msg_x" }, "input[0].id: no item `msg_x`"],
+            [call, "a function_call_output has the call_id `call_x`"],
+            [1, "`input[0]` must be an object"],
+            [{ "type": 1 }, "`input[0].type` must be a string"],
+        ]);
+        for case in cases.as_array().unwrap() {
+            let error = messages(json!([case[0]])).unwrap_err();
+            assert!(error.starts_with(case[1].as_str().unwrap()), "{error}");
         }
     }
 }

@@ -95,24 +95,20 @@ fn unsupported(kind: &str, field: &str) -> ApiError {
 
 fn function(tool: FunctionTool, namespace: Option<&str>, field: &str) -> Result<Tool, ApiError> {
     check_offered(field, tool.defer_loading, tool.allowed_callers.as_deref())?;
-    let name = flat_name(namespace, &tool.name);
-    Tool::new(
-        name,
-        tool.description,
-        tool.parameters,
-        tool.strict.unwrap_or(false),
-    )
-    .map_err(|message| ApiError::invalid(format!("{field}.name"), format!("{field}: {message}")))
+    let (name, strict) = (flat_name(namespace, &tool.name), tool.strict.unwrap_or(false));
+    Tool::new(name, tool.description, tool.parameters, strict)
+        .map_err(|message| ApiError::invalid(format!("{field}.name"), format!("{field}: {message}")))
 }
 
 /// The choice, and the allowed functions if it lists some.
 fn choice(choice: Option<&ToolChoice>) -> Result<(Chosen, Option<HashSet<String>>), ApiError> {
+    let unsupported = |other: &str| {
+        let field = format!("tool_choice.type = {other}");
+        ApiError::unsupported(field, "only functions can be chosen")
+    };
     let flat = |tool: &NamedTool| match tool.r#type.as_str() {
         "function" => Ok(flat_name(tool.namespace.as_deref(), &tool.name)),
-        other => Err(ApiError::unsupported(
-            format!("tool_choice.type = {other}"),
-            "only functions can be chosen",
-        )),
+        other => Err(unsupported(other)),
     };
     let object = match choice {
         None => return Ok((Chosen::Auto, None)),
@@ -130,10 +126,7 @@ fn choice(choice: Option<&ToolChoice>) -> Result<(Chosen, Option<HashSet<String>
             let names = allowed.tools.iter().map(flat).collect::<Result<_, _>>()?;
             Ok((allowed.mode.into(), Some(names)))
         }
-        Some(other) => Err(ApiError::unsupported(
-            format!("tool_choice.type = {other}"),
-            "only functions can be chosen",
-        )),
+        Some(other) => Err(unsupported(other)),
         None => Err(ApiError::invalid(
             "tool_choice.type",
             "`tool_choice.type` must be a string",
@@ -179,11 +172,8 @@ mod tests {
         let tools = json!([{ "type": "function", "name": "a" }, { "type": "function", "name": "b" }]);
         let allowed = |name: &str| json!({ "type": "allowed_tools", "mode": "required", "tools": [{ "type": "function", "name": name }] });
         assert_eq!(names(tools.clone(), allowed("b")).unwrap(), ["b"]);
-        assert!(
-            names(tools.clone(), allowed("c"))
-                .unwrap_err()
-                .contains("allows c")
-        );
+        let error = names(tools.clone(), allowed("c")).unwrap_err();
+        assert!(error.contains("allows c"), "{error}");
         let name = |name: &str| json!({ "type": "function", "name": name });
         let twice =
             json!({ "type": "allowed_tools", "mode": "auto", "tools": [name("b"), name("a"), name("b")] });
@@ -195,26 +185,17 @@ mod tests {
 
     #[test]
     fn others_are_refused_by_name() {
-        for (tool, field) in [
-            (json!({ "type": "web_search" }), "tools[0].type = web_search"),
-            (
-                json!({ "type": "custom", "name": "apply_patch" }),
-                "tools[0].type = custom",
-            ),
-            (
-                json!({ "type": "function", "name": "f", "defer_loading": true }),
-                "tools[0].defer_loading",
-            ),
-            (
-                json!({ "type": "namespace", "name": "n", "tools": [{ "type": "custom", "name": "c" }] }),
-                "tools[0].tools[0].type = custom",
-            ),
-        ] {
-            let error = names(json!([tool]), Value::Null).unwrap_err();
-            assert!(
-                error.starts_with(&format!("`{field}` is not supported")),
-                "{error}"
-            );
+        let space = json!({ "type": "namespace", "name": "n", "tools": [{ "type": "custom", "name": "c" }] });
+        let cases = json!([
+            [{ "type": "web_search" }, "tools[0].type = web_search"],
+            [{ "type": "custom", "name": "apply_patch" }, "tools[0].type = custom"],
+            [{ "type": "function", "name": "f", "defer_loading": true }, "tools[0].defer_loading"],
+            [space, "tools[0].tools[0].type = custom"],
+        ]);
+        for case in cases.as_array().unwrap() {
+            let error = names(json!([case[0]]), Value::Null).unwrap_err();
+            let refused = format!("`{}` is not supported", case[1].as_str().unwrap());
+            assert!(error.starts_with(&refused), "{error}");
         }
         let error = names(json!([]), json!({ "type": "file_search" })).unwrap_err();
         assert!(error.contains("tool_choice.type = file_search"), "{error}");

@@ -9,7 +9,7 @@ use super::tools::Functions;
 use crate::conversation::{Delta, End, EndReason, Update};
 use crate::error::ApiError;
 use crate::generate::TokenLogprobs;
-use crate::respond::{EventFormat, SseEvent, fresh_id, named};
+use crate::respond::{EventFormat, Log, SseEvent, fresh_id};
 use crate::response_store::Turn;
 use crate::scores;
 use crate::sealed;
@@ -31,7 +31,7 @@ pub(crate) struct Writer {
     keep: Option<Keep>,
     /// The last item of the output is not complete.
     open: bool,
-    log: Log,
+    log: Numbered,
 }
 
 /// What `include` adds.
@@ -51,28 +51,22 @@ pub(crate) struct Keep {
     pub(crate) input: Vec<Item>,
 }
 
-/// Events that were not sent yet.
-struct Log {
-    sequence: u64,
-    /// `None` without streaming.
-    events: Option<Vec<SseEvent>>,
+/// Events that were not sent yet, numbered.
+struct Numbered {
+    sequence_number: u64,
+    log: Log,
 }
 
-impl Log {
+impl Numbered {
     fn push(&mut self, r#type: &'static str, payload: Payload<'_>) {
-        if let Some(events) = &mut self.events {
-            let event = Event {
-                r#type,
-                sequence_number: self.sequence,
-                payload,
-            };
-            events.push(named(r#type, &event));
-            self.sequence += 1;
-        }
-    }
-
-    fn take(&mut self) -> Vec<SseEvent> {
-        self.events.as_mut().map(std::mem::take).unwrap_or_default()
+        let sequence_number = self.sequence_number;
+        let event = Event {
+            r#type,
+            sequence_number,
+            payload,
+        };
+        self.log.push(r#type, &event);
+        self.sequence_number += 1;
     }
 }
 
@@ -92,9 +86,9 @@ impl Writer {
             shown,
             keep: None,
             open: false,
-            log: Log {
-                sequence: 0,
-                events: streamed.then(Vec::new),
+            log: Numbered {
+                sequence_number: 0,
+                log: Log::new(streamed),
             },
         }
     }
@@ -139,10 +133,8 @@ impl Writer {
             if let (output_index, Some(Item::Reasoning(item))) = last(&mut self.response.output) {
                 item.content.push(ReasoningText { text: String::new() });
                 let part = Part::ReasoningText { text: String::new() };
-                self.log.push(
-                    "response.content_part.added",
-                    part_of(&item.id, output_index, &part),
-                );
+                let payload = part_of(&item.id, output_index, &part);
+                self.log.push("response.content_part.added", payload);
             }
         }
         if let (output_index, Some(Item::Reasoning(item))) = last(&mut self.response.output) {
@@ -171,10 +163,8 @@ impl Writer {
                     annotations: Vec::new(),
                     logprobs: Vec::new(),
                 };
-                self.log.push(
-                    "response.content_part.added",
-                    part_of(&item.id, output_index, &part),
-                );
+                let payload = part_of(&item.id, output_index, &part);
+                self.log.push("response.content_part.added", payload);
                 item.content.push(part);
             }
         }
@@ -262,10 +252,8 @@ impl Writer {
                 };
                 log.push("response.reasoning_text.done", payload);
                 let part = Part::ReasoningText { text };
-                log.push(
-                    "response.content_part.done",
-                    part_of(&item.id, output_index, &part),
-                );
+                let payload = part_of(&item.id, output_index, &part);
+                log.push("response.content_part.done", payload);
             }
             Item::Message(item) => {
                 item.status = status;
@@ -280,10 +268,8 @@ impl Writer {
                         };
                         log.push("response.output_text.done", payload);
                     }
-                    log.push(
-                        "response.content_part.done",
-                        part_of(&item.id, output_index, part),
-                    );
+                    let payload = part_of(&item.id, output_index, part);
+                    log.push("response.content_part.done", payload);
                 }
             }
             Item::FunctionCall(item) => {
@@ -344,12 +330,12 @@ impl EventFormat for Writer {
             let response = &self.response;
             self.log.push(event, Payload::Response { response });
         }
-        self.log.take()
+        self.log.log.take()
     }
 
     fn item(&mut self, update: Update) -> Vec<SseEvent> {
         self.write(update);
-        self.log.take()
+        self.log.log.take()
     }
 
     /// The last event was already sent.
@@ -367,7 +353,7 @@ impl EventFormat for Writer {
             message: error.to_string(),
         });
         self.ended("response.failed");
-        self.log.take()
+        self.log.log.take()
     }
 }
 
