@@ -253,42 +253,29 @@ impl<'a> Predicted<'a> {
     }
 
     fn prediction(self, size: Size) -> Prediction {
-        let Size {
-            pages: kv_pages,
-            bound,
-            arena,
-        } = size;
-        let Self {
-            spec,
-            footprint,
-            idle,
-            measured,
-            scenarios,
-            left_out,
-            arithmetic,
-        } = self;
-        let kv = spec.kv(kv_pages);
-        let ready = footprint.with_state(kv, arena);
+        let spec = self.spec;
+        let kv = spec.kv(size.pages);
+        let ready = self.footprint.with_state(kv, size.arena);
         Prediction {
             kv_tokens: kv.capacity_tokens(),
-            kv_pages,
+            kv_pages: size.pages,
             block_size: spec.block_size.tokens(),
             kv_bytes: ready.by_component.get(Component::Kv),
             kv_bytes_per_token: spec.kv_bytes_per_token,
             scratch_bytes: ready.by_component.get(Component::Arena),
-            bound,
+            bound: size.bound,
             max_model_len: spec.limits.max_model_len,
             max_num_seqs: spec.limits.max_num_seqs,
             max_num_batched_tokens: spec.limits.max_num_batched_tokens,
             groups: GroupReport::all(spec),
             full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,
-            baseline: Memory::from(&idle),
+            baseline: Memory::from(&self.idle),
             ready: Memory::from(&ready),
-            probe: measured,
-            probe_scenarios: scenarios,
-            arithmetic,
-            left_out,
+            probe: self.measured,
+            probe_scenarios: self.scenarios,
+            arithmetic: self.arithmetic,
+            left_out: self.left_out,
         }
     }
 }
