@@ -4,7 +4,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{CacheListener, DeviceTime, Executor, KvConfig, Limits, Request, RequestId, StepError};
-use plimsoll_profiler::{Proved, ProvedParts};
+use plimsoll_profiler::Proved;
 use plimsoll_scheduler::{MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::oneshot;
@@ -132,19 +132,14 @@ impl EngineHandle {
         source: impl StateSource<S> + 'static,
         config: &EngineConfig,
     ) -> std::io::Result<Self> {
-        let ProvedParts {
-            state,
-            config: built,
-            limits,
-            report: _,
-        } = proved.into_parts();
+        let parts = proved.into_parts();
         let scheduler = SchedulerConfig {
-            limits,
-            kv: built.kv,
+            limits: parts.limits,
+            kv: parts.config.kv,
             enable_prefix_caching: config.enable_prefix_caching,
             patience: PATIENCE,
         };
-        Self::start(state, Box::new(source), scheduler, config)
+        Self::start(parts.state, Box::new(source), scheduler, config)
     }
 
     pub(crate) fn start<S: Executor + 'static>(

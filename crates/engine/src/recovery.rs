@@ -4,7 +4,7 @@ use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{Executor, StepError};
-use plimsoll_profiler::{ProfileError, Proved, ProvedParts};
+use plimsoll_profiler::{ProfileError, Proved};
 use plimsoll_scheduler::Scheduler;
 
 use crate::shared::{Command, Shared, Sleeper, Waker};
@@ -136,20 +136,16 @@ impl<E: Executor> EngineThread<E> {
 
     /// Switches to a new state.
     fn take_over(&mut self, proved: Proved<E>) -> E {
-        let ProvedParts {
-            state: executor,
-            config,
-            limits,
-            ..
-        } = proved.into_parts();
-        self.kv = config.kv;
+        let parts = proved.into_parts();
+        let (executor, kv) = (parts.state, parts.config.kv);
+        self.kv = kv;
         self.highest = self.source.proved_peak();
         self.peers_at_ready = self.source.meters().peers();
         self.clock.start(executor.device_time());
         {
             let mut state = self.shared.lock();
-            state.kv = config.kv;
-            state.limits.kv_capacity_tokens = config.kv.longest_request(limits.max_num_batched_tokens);
+            state.kv = kv;
+            state.limits.kv_capacity_tokens = kv.longest_request(parts.limits.max_num_batched_tokens);
             state.outage = None;
             state.retry_at = None;
             state.restart_progress(Instant::now());
@@ -157,7 +153,7 @@ impl<E: Executor> EngineThread<E> {
                 state.phase = Phase::Running;
             }
         }
-        let events = self.scheduler.reset(config.kv);
+        let events = self.scheduler.reset(kv);
         self.deliver(events);
         executor
     }

@@ -62,16 +62,14 @@ fn report(good: bool, status: &str, health: &Health) -> Response {
         last_error: health.last_error.as_deref(),
         reason: health.outage.as_deref(),
     };
-    let code = if good {
-        StatusCode::OK
-    } else {
-        StatusCode::SERVICE_UNAVAILABLE
+    let code = match good {
+        true => StatusCode::OK,
+        false => StatusCode::SERVICE_UNAVAILABLE,
     };
     let mut response = (code, Json(NotReady::Engine(body))).into_response();
     if !good && health.phase == Phase::Rebuilding {
-        response
-            .headers_mut()
-            .insert(header::RETRY_AFTER, whole_seconds(health.retry_after));
+        let after = whole_seconds(health.retry_after);
+        response.headers_mut().insert(header::RETRY_AFTER, after);
     }
     response
 }
@@ -129,13 +127,7 @@ fn memory_now(state: &AppState, meters: &Meters) -> MemoryReport {
 }
 
 fn last_oom(outage: &OutOfMemory) -> LastOom {
-    let OutOfMemory {
-        shape,
-        requested,
-        component,
-        meters,
-        peers_at_ready,
-    } = outage;
+    let (shape, meters) = (&outage.shape, &outage.meters);
     LastOom {
         step: OomStep {
             rows: shape.rows,
@@ -143,19 +135,21 @@ fn last_oom(outage: &OutOfMemory) -> LastOom {
             longest_context: shape.longest_context,
             sampling: shape.sampling.iter().copied().collect(),
         },
-        requested: *requested,
-        component: component.name(),
+        requested: outage.requested,
+        component: outage.component.name(),
         total: meters.total,
         free: meters.free,
         reserved: meters.reserved,
         used: meters.used,
         peers: meters.peers(),
-        peers_at_ready: *peers_at_ready,
+        peers_at_ready: outage.peers_at_ready,
         peers_delta: outage.peers_delta() as i64,
     }
 }
 
 fn live(meters: &Meters, proved_peak: u64) -> MemoryNow {
+    let components = meters.by_component.iter();
+    let components = components.map(|(component, bytes)| (component.name().into(), json!(bytes)));
     MemoryNow {
         total: meters.total,
         free: meters.free,
@@ -167,11 +161,7 @@ fn live(meters: &Meters, proved_peak: u64) -> MemoryNow {
         fragmentation: meters.fragmentation(),
         headroom: meters.headroom(),
         peers: meters.peers(),
-        components: meters
-            .by_component
-            .iter()
-            .map(|(component, bytes)| (component.name().into(), json!(bytes)))
-            .collect(),
+        components: components.collect(),
     }
 }
 

@@ -121,12 +121,8 @@ fn check_media_type(request: &Request) -> Result<(), ApiError> {
         return Ok(());
     };
     let value = String::from_utf8_lossy(value.as_bytes());
-    let essence = value
-        .split(';')
-        .next()
-        .unwrap_or_default()
-        .trim()
-        .to_ascii_lowercase();
+    let essence = value.split(';').next().unwrap_or_default();
+    let essence = essence.trim().to_ascii_lowercase();
     if essence == "application/json" || essence.ends_with("+json") {
         return Ok(());
     }

@@ -216,18 +216,8 @@ impl Job {
         parameters.truncate(&mut prompts, limit, length.reserved)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let max_tokens = length.max_tokens(limit.saturating_sub(longest));
-        let Parameters {
-            choices,
-            sampling,
-            seed,
-            stopping,
-            stop_token_ids,
-            priority,
-            deadline,
-            bans,
-            cache_salt,
-            ..
-        } = parameters;
+        let (sampling, choices) = (&parameters.sampling, parameters.choices);
+        let (seed, stop_token_ids) = (parameters.seed, &parameters.stop_token_ids);
         let generation = Generation {
             model: state.model().id.clone(),
             max_tokens,
@@ -238,19 +228,19 @@ impl Job {
         };
         let mut requests = Vec::with_capacity(prompts.len() * choices.n);
         for prompt in prompts {
-            let constraints = grammar.iter().map(|grammar| grammar.constraint(&stop_token_ids));
+            let constraints = grammar.iter().map(|grammar| grammar.constraint(stop_token_ids));
             let options = RequestOptions {
                 prompt,
                 max_tokens,
                 sampling: sampling.clone(),
                 seed,
                 stop_token_ids: stop_token_ids.clone(),
-                priority,
+                priority: parameters.priority,
                 tenant: context.tenant(),
                 constraints: constraints.collect(),
                 prompt_logprobs: choices.prompt_logprobs,
-                bans: bans.clone(),
-                cache_salt: cache_salt.clone(),
+                bans: parameters.bans.clone(),
+                cache_salt: parameters.cache_salt.clone(),
                 pooling: None,
             };
             let first = Request::new(engine.next_id(), options, &limits)
@@ -264,8 +254,8 @@ impl Job {
         Ok(Self {
             requests,
             n: choices.n,
-            stopping,
-            deadline,
+            stopping: parameters.stopping,
+            deadline: parameters.deadline,
             shown,
             generation,
         })

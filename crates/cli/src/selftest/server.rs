@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use reqwest::header::RETRY_AFTER;
-use reqwest::{Response, StatusCode};
+use reqwest::{RequestBuilder, Response, StatusCode};
 use serde_json::{Value, json};
 
 use super::answer::Answer;
@@ -148,13 +148,9 @@ impl Server {
     }
 
     async fn get(&self, path: &str) -> Result<String, String> {
-        let request = self.http.get(self.url(path)).timeout(PATIENCE);
-        let response = request.send().await.map_err(|error| connection(&error))?;
-        let status = response.status();
-        let text = response.text().await.map_err(|error| connection(&error))?;
-        match status {
-            StatusCode::OK => Ok(text),
-            _ => Err(format!("{path}: {status}: {}", short(&text))),
+        match whole(self.http.get(self.url(path))).await? {
+            (StatusCode::OK, text) => Ok(text),
+            (status, text) => Err(format!("{path}: {status}: {}", short(&text))),
         }
     }
 
@@ -164,15 +160,20 @@ impl Server {
     }
 
     async fn post(&self, path: &str, body: &Value) -> Result<(StatusCode, String), String> {
-        let request = self.http.post(self.url(path)).json(body).timeout(PATIENCE);
-        let response = request.send().await.map_err(|error| connection(&error))?;
-        let status = response.status();
-        Ok((status, response.text().await.map_err(|error| connection(&error))?))
+        whole(self.http.post(self.url(path)).json(body)).await
     }
 
     fn url(&self, path: &str) -> String {
         format!("{}{path}", self.base)
     }
+}
+
+/// The status and the text of an answer.
+async fn whole(request: RequestBuilder) -> Result<(StatusCode, String), String> {
+    let response = request.timeout(PATIENCE).send().await;
+    let response = response.map_err(|error| connection(&error))?;
+    let status = response.status();
+    Ok((status, response.text().await.map_err(|error| connection(&error))?))
 }
 
 /// Reads a stream to its end; false where `most_events` came before.

@@ -103,9 +103,8 @@ fn update(deltas: Vec<Delta>, end: Option<(EndReason, usize)>) -> Update {
 }
 
 fn rendered(written: Vec<SseEvent>) -> Vec<String> {
-    let events = events(written);
+    let events = events(written).into_iter();
     events
-        .into_iter()
         .map(|(name, mut data)| {
             assert_eq!(data["type"], name);
             let object = data.as_object_mut().unwrap();
@@ -180,10 +179,8 @@ fn thinking_is_shown_as_asked() {
         let mut writer = writer(shown);
         writer.write(update(vec![Delta::Reasoning("Hm".into())], None));
         writer.write(update(vec![Delta::Reasoning(".".into())], None));
-        writer.write(update(
-            vec![Delta::Content("Hi".into())],
-            Some((EndReason::Stop, 3)),
-        ));
+        let said = vec![Delta::Content("Hi".into())];
+        writer.write(update(said, Some((EndReason::Stop, 3))));
         json!(writer.into_message().content)
     };
     let text = json!({ "type": "text", "text": "Hi" });
@@ -216,15 +213,11 @@ fn every_end_has_its_reason() {
 #[test]
 fn a_call_that_was_cut_off_says_so() {
     let mut writer = writer(Shown::All);
-    writer.write(update(
-        vec![call(), argument("{\"a\": ")],
-        Some((EndReason::Length, 5)),
-    ));
+    let begun = vec![call(), argument("{\"a\": ")];
+    writer.write(update(begun, Some((EndReason::Length, 5))));
     let message = json!(writer.into_message());
-    assert_eq!(
-        message["content"][0]["input"],
-        json!({ "INVALID_JSON": "{\"a\":" })
-    );
+    let input = json!({ "INVALID_JSON": "{\"a\":" });
+    assert_eq!(message["content"][0]["input"], input);
     assert_eq!(message["stop_reason"], "max_tokens");
 }
 
@@ -243,9 +236,7 @@ fn errors_are_in_anthropics_words() {
         prompt,
         limit: 100,
     };
-    assert_eq!(
-        error::body(&long(100), None).error.message,
-        "prompt is too long: 100 tokens > 100 maximum"
-    );
+    let told = "prompt is too long: 100 tokens > 100 maximum";
+    assert_eq!(error::body(&long(100), None).error.message, told);
     assert_eq!(error::body(&long(99), None).error.message, "all the numbers");
 }

@@ -68,12 +68,8 @@ fn store(responses: usize, bytes: usize) -> ResponseStore {
 
 fn keep(store: &ResponseStore, id: &str, previous: Option<&str>, text: &str) {
     let previous = previous.map(|id| store.get(NOBODY, id).expect("kept"));
-    store.keep(
-        NOBODY,
-        previous,
-        vec![message(&format!("in_{id}"), text)],
-        response(id, text),
-    );
+    let input = vec![message(&format!("in_{id}"), text)];
+    store.keep(NOBODY, previous, input, response(id, text));
 }
 
 fn ids(items: &[&Item]) -> Vec<String> {
@@ -105,12 +101,8 @@ fn bytes_are_bounded_also_by_long_conversations() {
     for i in 1..200 {
         let previous = (i - 1).to_string();
         let goes_on = store.get(NOBODY, &previous).is_some();
-        keep(
-            &store,
-            &i.to_string(),
-            goes_on.then_some(previous.as_str()),
-            &text,
-        );
+        let previous = goes_on.then_some(previous.as_str());
+        keep(&store, &i.to_string(), previous, &text);
         assert!(store.bytes.load(Ordering::Relaxed) <= 100_000);
     }
     keep(&store, "huge", None, &"x".repeat(100_000));
@@ -146,12 +138,10 @@ fn a_conversation_of_any_length_ends_without_recursion() {
 fn owners_do_not_see_each_other() {
     let store = store(10, 1 << 20);
     let owner = TenantId(1);
-    store.keep(
-        owner,
-        None,
-        vec![message("in", "secret")],
-        response("a", "secret"),
-    );
+    let keep = |owner, id: &str, text: &str| {
+        store.keep(owner, None, vec![message("in", text)], response(id, text));
+    };
+    keep(owner, "a", "secret");
     for other in [NOBODY, TenantId(2)] {
         assert!(store.get(other, "a").is_none());
         assert!(store.item(other, "in").is_none());
@@ -159,9 +149,6 @@ fn owners_do_not_see_each_other() {
     }
     assert!(store.get(owner, "a").is_some());
     // Owners do not share ids; for one owner the first item with an id keeps it.
-    let keep = |owner, id: &str, text: &str| {
-        store.keep(owner, None, vec![message("in", text)], response(id, text));
-    };
     keep(TenantId(2), "b", "other");
     keep(owner, "c", "later");
     let text = |owner| json!(store.item(owner, "in").unwrap())["content"][0]["text"].clone();
@@ -175,12 +162,8 @@ fn owners_do_not_see_each_other() {
 fn the_largest_owner_is_evicted_first() {
     let (alice, bob) = (TenantId(1), TenantId(2));
     let keep = |store: &ResponseStore, owner, id: &str, text: &str| {
-        store.keep(
-            owner,
-            None,
-            vec![message(&format!("in_{id}"), text)],
-            response(id, text),
-        );
+        let input = vec![message(&format!("in_{id}"), text)];
+        store.keep(owner, None, input, response(id, text));
     };
     let by_count = store(10, 1 << 30);
     keep(&by_count, alice, "a", "x");
@@ -205,28 +188,18 @@ fn small_json_values_count_their_memory() {
     };
     assert!(json < 1 << 18);
     store.keep(NOBODY, None, Vec::new(), large);
-    assert!(
-        store.get(NOBODY, "a").is_none(),
-        "{json} bytes of JSON take megabytes"
-    );
+    assert!(store.get(NOBODY, "a").is_none(), "{json} bytes take megabytes");
 }
 
 #[test]
 fn the_end_of_a_conversation_is_whole_turns() {
     let store = store(10, 1 << 20);
-    let rules = Item::Message(MessageItem {
-        role: Role::Developer,
-        ..match message("rules", "be brief") {
-            Item::Message(message) => message,
-            other => panic!("{other:?}"),
-        }
-    });
-    store.keep(
-        NOBODY,
-        None,
-        vec![rules, message("in_a", "one")],
-        response("a", &"x".repeat(1000)),
-    );
+    let mut rules = message("rules", "be brief");
+    if let Item::Message(message) = &mut rules {
+        message.role = Role::Developer;
+    }
+    let input = vec![rules, message("in_a", "one")];
+    store.keep(NOBODY, None, input, response("a", &"x".repeat(1000)));
     keep(&store, "b", Some("a"), "two");
     keep(&store, "c", Some("b"), "three");
     let last = store.get(NOBODY, "c").unwrap();

@@ -33,9 +33,8 @@ fn update(deltas: Vec<Delta>, end: Option<EndReason>) -> Update {
 
 /// Name and data of each event, without ids and without the response's copies of request fields.
 fn rendered(written: Vec<SseEvent>) -> Vec<String> {
-    let events = events(written);
+    let events = events(written).into_iter();
     events
-        .into_iter()
         .map(|(name, mut data)| {
             assert_eq!(data["type"], name);
             let object = data.as_object_mut().unwrap();
@@ -78,16 +77,10 @@ fn events_have_openais_order() {
     written.extend(writer.item(update(Vec::new(), Some(EndReason::ToolCalls))));
     written.extend(EventFormat::end(&mut writer));
 
-    let numbers: Vec<_> = events(
-        written
-            .iter()
-            .map(|event| Ok(event.as_ref().unwrap().clone()))
-            .collect(),
-    )
-    .into_iter()
-    .map(|(_, data)| data["sequence_number"].as_u64().unwrap())
-    .collect();
-    assert_eq!(numbers, (0..numbers.len() as u64).collect::<Vec<_>>());
+    let copies = written.iter().map(|event| Ok(event.as_ref().unwrap().clone()));
+    for (number, (_, data)) in events(copies.collect()).into_iter().enumerate() {
+        assert_eq!(data["sequence_number"], number);
+    }
     let expected = [
         r#"created {"response":"in_progress"}"#,
         r#"in_progress {"response":"in_progress"}"#,
@@ -114,13 +107,8 @@ fn events_have_openais_order() {
     let response = writer.into_response();
     assert_eq!(response.output.len(), 3);
     let usage = json!(response.usage);
-    assert_eq!(
-        (
-            usage["input_tokens"].as_u64(),
-            usage["input_tokens_details"]["cached_tokens"].as_u64()
-        ),
-        (Some(10), Some(4))
-    );
+    assert_eq!(usage["input_tokens"], 10);
+    assert_eq!(usage["input_tokens_details"]["cached_tokens"], 4);
 }
 
 #[test]
@@ -160,10 +148,7 @@ fn incomplete_responses_say_why() {
     writer.write(update(vec![Delta::Content("Hi".into())], Some(EndReason::Length)));
     let response = json!(writer.into_response());
     assert_eq!(response["status"], "incomplete");
-    assert_eq!(
-        response["incomplete_details"],
-        json!({ "reason": "max_output_tokens" })
-    );
+    assert_eq!(response["incomplete_details"]["reason"], "max_output_tokens");
     assert_eq!(response["output"][0]["status"], "incomplete");
     assert_eq!(response["completed_at"], Value::Null);
 
