@@ -69,14 +69,14 @@ impl AccessLog {
         let (writer, lost) = (state.writer.take(), state.lost);
         drop(state);
         if lost > 0 {
-            tracing::warn!(lost, "the access log ends with lines lost");
+            tracing::warn!(lost, "the access log lost lines at the end");
         }
         let Some(Writer { lines, thread }) = writer else {
             return;
         };
         drop(lines);
         if thread.join().is_err() {
-            tracing::error!("the thread of the access log panicked: its last lines are lost");
+            tracing::error!("the access log thread panicked: its last lines are lost");
         }
     }
 }
@@ -90,7 +90,7 @@ impl RequestSink for AccessLog {
         match writer.lines.try_send(line) {
             Ok(()) => match std::mem::take(&mut state.lost) {
                 0 => {}
-                lost => tracing::warn!(lost, "lines of the access log were lost; it goes on"),
+                lost => tracing::warn!(lost, "the access log continues; lines were lost"),
             },
             Err(TrySendError::Full(_)) => {
                 state.lost += 1;

@@ -37,7 +37,7 @@ impl FromStr for Bytes {
             return whole
                 .checked_mul(unit)
                 .map(Self)
-                .ok_or_else(|| format!("{text} is more bytes than can be counted"));
+                .ok_or_else(|| format!("{text} is too large"));
         }
         match number.parse::<f64>() {
             Ok(value) if value >= 0.0 && value * (unit as f64) < 9e18 => {

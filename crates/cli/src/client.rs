@@ -12,7 +12,7 @@ use crate::keys::first_in;
 /// How a client gets in.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ClientArgs {
-    /// File of API keys, as that of `serve`: every request brings the first one
+    /// File of API keys, as for `serve`; requests send the first one
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
 }

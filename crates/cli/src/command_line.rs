@@ -62,10 +62,7 @@ impl CommandLine {
     /// `error` as the last word of this process: what would work instead comes as commands.
     pub fn explain(&self, error: &Error) -> String {
         match error {
-            Error::Predicted(error) => format!(
-                "predicted from configuration and device, nothing was measured: {}",
-                self.explain(error)
-            ),
+            Error::Predicted(error) => format!("predicted, nothing was measured: {}", self.explain(error)),
             Error::NeedsLargerDevice { error, bytes } => {
                 let command = self.with(&[Setting::DeviceMemory(*bytes)]);
                 format!("{error}\npredicted to fit:\n  # a larger budget\n  {command}")
@@ -84,7 +81,7 @@ impl CommandLine {
         }
         // A device that promises more than it has is no fault of the flags.
         let tried = match diagnostic.cause {
-            Cause::Exhausted { .. } => "what the device really gives is enough for",
+            Cause::Exhausted { .. } => "the memory that the device really has is enough for",
             _ => "any one of these fits",
         };
         text += &format!("\n{tried}:");

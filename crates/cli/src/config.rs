@@ -143,7 +143,7 @@ pub fn as_toml(settings: &[Setting]) -> String {
             }
             Value::Secret => {
                 let origin = setting.origin.to_string().escape_debug().to_string();
-                let _ = writeln!(text, "# {name}: set ({origin}), and not shown");
+                let _ = writeln!(text, "# {name}: set ({origin}), not shown");
                 continue;
             }
             Value::Switch(on) => (*on).into(),

@@ -47,8 +47,8 @@ pub enum Error {
     },
     /// A repository whose weights alone would tell what it is.
     #[error(
-        "{model} has no config.json on the Hub, and its weights would have to be downloaded to know it: give the path of a \
-         .gguf file, or let `plimsoll profile` download and measure it"
+        "{model} has no config.json on the Hub, so nothing can be predicted without its weights: give the path of a \
+         .gguf file, or use `plimsoll profile`, which downloads and measures it"
     )]
     OnlyWeights {
         /// MODEL as given.
@@ -62,7 +62,7 @@ pub enum Error {
     Model(ModelError),
     /// The weights alone are too large.
     #[error(
-        "the weights do not fit: {0}; choose a smaller or quantised model, or give it more memory (--device-memory, --device)"
+        "the weights do not fit: {0}; choose a smaller or quantised model, or more memory (--device-memory, --device)"
     )]
     WeightsDoNotFit(Oom),
     /// The same, or too little to measure anything; and the device on which everything is predicted to fit.
@@ -92,7 +92,7 @@ pub enum Error {
     },
     /// Another start holds the device's lock.
     #[error(
-        "{device} is still being measured by {holder} after {:.0} s: wait for it to be ready, give it longer with \
+        "{holder} is still measuring {device} after {:.0} s: wait until it is ready, raise \
          --device-lock-timeout, or end it (lock file: {})",
         timeout.as_secs_f64(), path.display()
     )]
@@ -116,7 +116,7 @@ pub enum Error {
     #[error(transparent)]
     Profile(#[from] ProfileError),
     /// What a start would end with, by its prediction.
-    #[error("predicted from configuration and device, nothing was measured: {0}")]
+    #[error("predicted, nothing was measured: {0}")]
     Predicted(Box<Self>),
     /// The address cannot be listened on.
     #[error("cannot listen on {address}: {source}; choose another with --host and --port")]
@@ -133,7 +133,7 @@ pub enum Error {
     #[error(transparent)]
     Serve(#[from] ServeError),
     /// A signal came before there was anything to serve.
-    #[error("stopped by {signal} {:.1} s into the start, in the phase {phase}: nothing was served", after.as_secs_f64())]
+    #[error("stopped by {signal} after {:.1} s of the start, in phase {phase}", after.as_secs_f64())]
     Interrupted {
         /// Which.
         signal: Signal,
@@ -143,7 +143,7 @@ pub enum Error {
         after: Duration,
     },
     /// Requests were cut off at shutdown.
-    #[error("{requests} requests were cut off after {} s; --drain-timeout gives them longer", timeout.as_secs_f64())]
+    #[error("the drain timeout cut off {requests} requests after {} s; raise --drain-timeout", timeout.as_secs_f64())]
     CutOff {
         /// How many.
         requests: usize,
@@ -179,10 +179,10 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A defect of this program.
-    #[error("internal error: {0}; this is a defect of plimsoll, please report it with the log above")]
+    #[error("internal error: {0}; this is a bug in plimsoll, please report it with the log above")]
     Internal(String),
     /// Threads, signals, sockets.
-    #[error("the operating system refuses: {0}")]
+    #[error("the operating system reported an error: {0}")]
     System(#[from] std::io::Error),
 }
 
@@ -191,7 +191,7 @@ fn held_by(holders: &[Holder]) -> String {
     let lines: Vec<_> = holders.iter().map(Holder::to_string).collect();
     match lines.is_empty() {
         true => {
-            "the driver does not say here which processes hold it; `nvidia-smi` on the host does".to_owned()
+            "the driver does not list the processes that hold it; run `nvidia-smi` on the host".to_owned()
         }
         false => lines.join("\n  "),
     }
@@ -287,7 +287,7 @@ mod tests {
             assert_eq!(error.exit_code(), 1);
             let text = error.to_string();
             assert!(
-                text.starts_with("internal error: co") && text.contains("defect"),
+                text.starts_with("internal error: co") && text.contains("bug"),
                 "{text}"
             );
         }

@@ -38,7 +38,7 @@ impl KeySource {
                 let [content] = read_files(std::array::from_ref(path))?;
                 let found = parse(path, &content)?;
                 if found.is_empty() {
-                    return Err(Error::configuration(path.display(), "it holds no key"));
+                    return Err(Error::configuration(path.display(), "it has no key"));
                 }
                 keys.extend(found);
                 Some(KeyFile {
@@ -71,7 +71,7 @@ impl KeySource {
         let changed = move |[content]: [Vec<u8>; 1]| {
             let replaced = parse(&at, &content).map(|found| {
                 let all: Vec<_> = flags.iter().cloned().chain(found).collect();
-                tracing::info!(keys = all.len(), "API keys read again");
+                tracing::info!(keys = all.len(), "reloaded API keys");
                 keys.replace(all);
             });
             ready(replaced.map_err(|error| error.to_string()))
@@ -97,7 +97,7 @@ pub(crate) fn first_in(path: &Path) -> Result<String, Error> {
     let mut lines = entries(&text);
     let key = lines.next().and_then(|(_, words)| words.last().copied());
     key.map(str::to_owned)
-        .ok_or_else(|| Error::configuration(path.display(), "it holds no key"))
+        .ok_or_else(|| Error::configuration(path.display(), "it has no key"))
 }
 
 /// Lines that are no comment, as their numbers and words.
@@ -110,7 +110,7 @@ fn entries(text: &str) -> impl Iterator<Item = (usize, Vec<&str>)> {
 /// `KEY` or `NAME KEY` on each line. Errors say the line's number, never its text.
 fn parse(path: &Path, content: &[u8]) -> Result<Vec<ApiKey>, Error> {
     let wrong = |message: String| Error::configuration(path.display(), message);
-    let text = std::str::from_utf8(content).map_err(|_| wrong("it is no text".into()))?;
+    let text = std::str::from_utf8(content).map_err(|_| wrong("it is not text".into()))?;
     let key = |(number, words): (usize, Vec<&str>)| {
         let (name, key) = match words[..] {
             [key] => (None, key),

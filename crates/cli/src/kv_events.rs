@@ -17,14 +17,14 @@ pub(crate) fn publish(settings: &ServeSettings) -> Result<Option<Arc<dyn CacheLi
     };
     if !settings.engine.prefix_caching {
         return Err(wrong(
-            "events tell what the prefix cache holds, and there is none: leave out --no-enable-prefix-caching",
+            "KV events need the prefix cache: leave out --no-enable-prefix-caching",
         ));
     }
     let publisher = Publisher::bind(publisher)?;
     let queue = publisher.queue();
     tokio::spawn(async move {
         if let Err(error) = publisher.run().await {
-            tracing::error!(%error, "KV events are published no more");
+            tracing::error!(%error, "KV events are no longer published");
         }
     });
     Ok(Some(Arc::new(queue)))

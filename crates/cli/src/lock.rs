@@ -128,7 +128,7 @@ impl Locks {
         };
         let waited = begin.elapsed();
         tracing::info!(
-            "device lock: {} after {:.1} s",
+            "device lock: {}, acquired after {:.1} s",
             path.display(),
             waited.as_secs_f64()
         );
@@ -171,7 +171,7 @@ impl Locks {
             if waited >= POLL && said.is_none_or(|at| waited - at >= REMIND) {
                 said = Some(waited);
                 tracing::info!(
-                    "waiting for {device}: {} measures it; waited {:.0} s of at most {:.0} s",
+                    "waiting for {device}, which {} is measuring; waited {:.0} s of at most {:.0} s",
                     holder(file),
                     waited.as_secs_f64(),
                     self.timeout.as_secs_f64()
@@ -180,7 +180,7 @@ impl Locks {
             thread::sleep(POLL.min(self.timeout - waited));
         }
         if let Err(error) = sign(file, &self.holder) {
-            tracing::debug!(%error, "the lock file does not say who holds it");
+            tracing::debug!(%error, "cannot read the holder of the lock file");
         }
         Ok(Ok(()))
     }

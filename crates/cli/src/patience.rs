@@ -49,18 +49,16 @@ impl Patience {
         let (slowest, stall) = (slowest.as_secs_f64(), self.stall.as_secs_f64());
         match self.watchdog {
             Some(watchdog) => tracing::info!(
-                "a step that hangs: slowest_proved={slowest:.3} stall_timeout={stall:.1} watchdog_timeout={:.1}",
+                "timeouts of a step: slowest_proved={slowest:.3} stall_timeout={stall:.1} watchdog_timeout={:.1}",
                 watchdog.as_secs_f64()
             ),
             None => tracing::info!(
-                "a step that hangs: slowest_proved={slowest:.3} stall_timeout={stall:.1} watchdog_timeout=off"
+                "timeouts of a step: slowest_proved={slowest:.3} stall_timeout={stall:.1} watchdog_timeout=off"
             ),
         }
         let shorter = |flag: &str, bound: f64| {
             if bound <= slowest {
-                tracing::warn!(
-                    "{flag} is shorter than the slowest step that was proved, {slowest:.3} s: raise it"
-                );
+                tracing::warn!("{flag} is shorter than the slowest worst step, {slowest:.3} s: raise it");
             }
         };
         shorter("--stall-timeout", stall);

@@ -83,10 +83,7 @@ fn predicted(settings: &EngineSettings, device: &dyn Device) -> Option<Predictio
         Err(error) => {
             // What to do about it is better said by who measured.
             let text = error.to_string();
-            tracing::warn!(
-                "{}; measuring all the same",
-                text.lines().next().unwrap_or_default()
-            );
+            tracing::warn!("{}; measuring anyway", text.lines().next().unwrap_or_default());
             None
         }
     }

@@ -38,7 +38,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let progress = Arc::new(times.progress().clone());
     let server = Server::listen(listener, &name, &settings.options(None), progress);
     let (scheme, drain_timeout) = (settings.scheme(), settings.drain_timeout);
-    tracing::info!("starting {name}: {scheme}://{bound}/ready says how far it is");
+    tracing::info!("starting {name}; progress: {scheme}://{bound}/ready");
     let (report_file, clock) = (settings.engine.report_file.clone(), times.clone());
     let started = async {
         let source = resolve_timed(&settings.engine, &times).await?;
@@ -69,7 +69,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let shutdown = async {
         match signal.await {
             Ok(signal) => {
-                tracing::info!("stopping at {signal}: requests may finish; once more to stop at once")
+                tracing::info!("{signal}: draining; a second signal ends the server at once")
             }
             Err(_) => std::future::pending().await,
         }

@@ -151,7 +151,7 @@ impl ServeSettings {
 
     /// Sampling defaults, for a model that brings `of_model` along.
     pub(crate) fn generation_defaults(&self, of_model: &GenerationConfig) -> GenerationDefaults {
-        self.defaults.clone().unwrap_or_else(|| defaults_of(of_model))
+        self.defaults.unwrap_or_else(|| defaults_of(of_model))
     }
 
     /// Of the API; before there is a proof, of connections alone.

@@ -48,7 +48,7 @@ impl Certificate {
                 // Where one file was replaced and the other will be, they do not belong together.
                 let replaced = tls.replace(certificates, key).await;
                 replaced.map_err(|error| error.to_string())?;
-                tracing::info!("certificate read again");
+                tracing::info!("reloaded certificate");
                 Ok(())
             }
         };

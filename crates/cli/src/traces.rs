@@ -182,8 +182,8 @@ impl HttpClient for OnRuntime {
             let response = sent.await?;
             match &response {
                 Ok(response) if response.status().is_success() => {}
-                Ok(response) => tracing::warn!(status = %response.status(), "traces are refused"),
-                Err(error) => tracing::warn!(%error, "traces cannot be sent"),
+                Ok(response) => tracing::warn!(status = %response.status(), "the collector refused traces"),
+                Err(error) => tracing::warn!(%error, "cannot send traces"),
             }
             response
         })

@@ -42,7 +42,7 @@ pub(crate) async fn watch_files<const N: usize, F>(
     loop {
         every.tick().await;
         if let Some(wrong) = watch.look(&mut changed).await {
-            tracing::warn!("{what} stays as it was: {wrong}");
+            tracing::warn!("{what} is unchanged: {wrong}");
         }
     }
 }

@@ -51,13 +51,13 @@ pub struct ThroughputArgs {
     /// Mean output length in tokens
     #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = positive)]
     pub(crate) output_len: usize,
-    /// Lengths vary by this part around their mean, in [0, 1)
+    /// Fraction by which lengths vary around their mean, in [0, 1)
     #[arg(long, value_name = "RATIO", default_value_t = 0.0, value_parser = ratio)]
     pub(crate) random_range_ratio: f64,
     /// Requests, all there from the start
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
     pub(crate) num_prompts: usize,
-    /// Requests before the measurement, with prompts of their own
+    /// Warm-up requests before the measurement, with other prompts
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) num_warmups: usize,
     /// Generate JSON under the schema in this file, whose texts must be longer than the output; its whitespace is bounded

@@ -45,7 +45,7 @@ pub fn look(source: &Source, settings: &Arc<EngineSettings>) -> Result<Box<dyn D
         (Err(Error::Gpu(error)), None) if is_absent(&error) => Err(wrong(
             "--device",
             &format!(
-                "{error}; to plan for a GPU that is not here, say how large it is: --device-memory 80GiB"
+                "{error}; to plan for a GPU that this machine does not have, set its size: --device-memory 80GiB"
             ),
         )),
         (Err(error), _) => Err(error),
@@ -202,10 +202,7 @@ fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
         ));
     }
     if settings.threads.is_some() {
-        return Err(wrong(
-            "--threads",
-            "a GPU computes; --device cpu has threads to count",
-        ));
+        return Err(wrong("--threads", "compute threads are for --device cpu"));
     }
     Ok(())
 }

@@ -125,7 +125,7 @@ fn disabled(instruction_set: &str, choice: DeviceChoice) -> Vec<Disabled> {
     if choice == DeviceChoice::Auto {
         disabled.push(Disabled {
             path: "GPU",
-            reason: "not in use; the device line of the log says why".to_owned(),
+            reason: "not in use, see the log line about the device".to_owned(),
         });
     }
     disabled

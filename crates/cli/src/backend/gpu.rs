@@ -142,7 +142,7 @@ impl Backend for GpuBackend {
         if self.device.meters().peers() > 0 {
             let ordinal = self.device.info().ordinal;
             for holder in holders(ordinal) {
-                tracing::warn!("of the memory of cuda:{ordinal}, {holder}");
+                tracing::warn!("memory of cuda:{ordinal}: {holder}");
             }
         }
     }

@@ -28,16 +28,16 @@ use crate::progress::count_bar;
 /// `plimsoll bench serve`.
 #[derive(Clone, Debug, Args)]
 pub struct ServeBenchArgs {
-    /// Where the server is
+    /// URL of the server
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     base_url: String,
     /// Who this is to the server.
     #[command(flatten)]
     client: ClientArgs,
-    /// Model to ask for [default: the first that the server lists]
+    /// Name of the model [default: the first that the server lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// What is sent: random (tokens, of the lengths below)
+    /// Dataset: random (random tokens with the lengths below)
     #[arg(
         long,
         value_enum,
@@ -49,7 +49,7 @@ pub struct ServeBenchArgs {
     /// Requests to send
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = positive)]
     num_prompts: usize,
-    /// Requests before the measurement, with prompts of their own
+    /// Warm-up requests before the measurement, with other prompts
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive)]
     num_warmups: usize,
     /// Mean prompt length in tokens
@@ -58,10 +58,10 @@ pub struct ServeBenchArgs {
     /// Mean output length in tokens
     #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = positive)]
     random_output_len: usize,
-    /// Lengths vary by this part around their mean, in [0, 1)
+    /// Fraction by which lengths vary around their mean, in [0, 1)
     #[arg(long, value_name = "RATIO", default_value_t = 0.0, value_parser = ratio)]
     random_range_ratio: f64,
-    /// Tokens that all prompts begin with, on top of their length
+    /// Length of a prefix common to all prompts, in addition to their length
     #[arg(long, value_name = "TOKENS", default_value_t = 0)]
     random_prefix_len: usize,
     /// Token ids are drawn below this; at most the model's vocabulary
@@ -70,7 +70,7 @@ pub struct ServeBenchArgs {
     /// Requests per second, arriving as a Poisson process; inf sends all at once
     #[arg(long, value_name = "RATE", default_value = "inf", value_parser = rate)]
     request_rate: f64,
-    /// Most requests under way at once [default: no limit]
+    /// Maximum number of concurrent requests [default: no limit]
     #[arg(long, value_name = "N", value_parser = positive)]
     max_concurrency: Option<usize>,
     /// Same seed, same prompts, lengths and arrivals
@@ -82,7 +82,7 @@ pub struct ServeBenchArgs {
     /// Sampling temperature
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f64,
-    /// Series to show, of ttft, tpot, itl, e2el
+    /// Metrics to show: ttft, tpot, itl, e2el
     #[arg(
         long,
         value_delimiter = ',',

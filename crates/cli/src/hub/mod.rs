@@ -97,9 +97,7 @@ pub enum HubError {
         endpoint: String,
     },
     /// 401 with a token.
-    #[error(
-        "{endpoint} rejected the token; make a new one at {endpoint}/settings/tokens and give it with HF_TOKEN"
-    )]
+    #[error("{endpoint} rejected the token; create a new one at {endpoint}/settings/tokens and set HF_TOKEN")]
     BadToken {
         /// The Hub's address.
         endpoint: String,
@@ -134,7 +132,7 @@ pub enum HubError {
     },
     /// Offline and not in the cache.
     #[error(
-        "HF_HUB_OFFLINE is set and the cache ({cache}) lacks {missing} of {repo}; unset it once to download"
+        "HF_HUB_OFFLINE is set and {missing} of {repo} is not in the cache ({cache}); unset it to download"
     )]
     NotCached {
         /// The repository.
@@ -146,7 +144,7 @@ pub enum HubError {
     },
     /// What arrived is not what the Hub announced, several times over.
     #[error(
-        "{file} of {repo} arrived damaged {ATTEMPTS} times ({problem}); try again, or check the proxy in between"
+        "{file} of {repo} was damaged in {ATTEMPTS} downloads ({problem}); try again, or check your proxy"
     )]
     Damaged {
         /// The repository.
@@ -157,7 +155,7 @@ pub enum HubError {
         problem: String,
     },
     /// The transfer itself.
-    #[error("downloading {repo} failed: {source}. Start again to go on; HF_ENDPOINT names another server")]
+    #[error("downloading {repo} failed: {source}. Start again to resume; HF_ENDPOINT sets another server")]
     Transfer {
         /// The repository.
         repo: String,
@@ -165,7 +163,7 @@ pub enum HubError {
         source: Box<HFError>,
     },
     /// The cache.
-    #[error("the Hub cache cannot be used: {0}; --download-dir names another directory")]
+    #[error("the Hub cache cannot be used: {0}; set another directory with --download-dir")]
     Cache(#[from] std::io::Error),
 }
 
@@ -272,7 +270,7 @@ impl Hub<'_> {
             let snapshot = match result {
                 Ok(snapshot) => snapshot,
                 Err(error) if broke_off(&error) && attempt < ATTEMPTS => {
-                    tracing::warn!(attempt, %error, "the download broke off; trying again");
+                    tracing::warn!(attempt, %error, "the download was interrupted; retrying");
                     continue;
                 }
                 Err(error) => return Err(self.classify(error)),
@@ -281,11 +279,12 @@ impl Hub<'_> {
             match &problem {
                 None => return Ok(locate(&snapshot, &wanted)),
                 Some((file, problem)) => {
-                    tracing::warn!(attempt, "{file} arrived damaged ({problem}); trying again")
+                    tracing::warn!(attempt, "{file} is damaged ({problem}); retrying")
                 }
             }
         }
-        let (file, problem) = problem.unwrap_or_else(|| (self.repo.id.clone(), "it broke off".to_owned()));
+        let (file, problem) =
+            problem.unwrap_or_else(|| (self.repo.id.clone(), "it was interrupted".to_owned()));
         Err(HubError::Damaged {
             repo: self.repo.id.clone(),
             file,

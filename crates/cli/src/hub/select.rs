@@ -61,7 +61,7 @@ pub(super) fn select(
     match matching[..] {
         [file] if is_split(&file.path) => Err(no_weights(
             "whole GGUF file",
-            "split ones are not supported: join them",
+            "split files are not supported: merge them",
         )),
         [file] => Ok(vec![file.clone()]),
         [] if ggufs.is_empty() => {

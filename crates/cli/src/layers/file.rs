@@ -34,7 +34,9 @@ impl Layers {
             let error = |message: String| Error::configuration(&origin, message);
             let name = key.replace('_', "-");
             if name == "config" {
-                return Err(error("a configuration file cannot name another one".to_owned()));
+                return Err(error(
+                    "a configuration file cannot include another one".to_owned(),
+                ));
             }
             known(&name).map_err(error)?;
             let flag = self.checked(&name, &table[&**key], origin.clone());

@@ -78,7 +78,7 @@ pub(super) fn on(argv: &[OsString]) -> Vec<(String, String)> {
         let whole = name.split('.').next().unwrap_or(name);
         let advice = match advice(whole) {
             None if whole != name && ours.iter().any(|ours| ours == whole) => {
-                Some(format!("give --{whole} one JSON document with all keys"))
+                Some(format!("set --{whole} to one JSON document with all keys"))
             }
             advice => advice,
         };

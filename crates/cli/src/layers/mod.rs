@@ -152,7 +152,7 @@ fn refused(error: clap::Error, argv: &[OsString]) -> Error {
             let lines = several
                 .iter()
                 .map(|(flag, advice)| format!("\n  {flag}: {advice}"));
-            Error::configuration("flags that are none here", lines.collect::<String>())
+            Error::configuration("unknown flags", lines.collect::<String>())
         }
     }
 }
@@ -313,7 +313,7 @@ fn flags(key: &str, value: &toml::Value) -> Result<Vec<OsString>, String> {
             serde_json::to_string(value).map_err(|error| error.to_string())
         }
         other => Err(format!(
-            "one text or number is expected, and this is of type {}",
+            "a string or number is expected, not {}",
             other.type_str()
         )),
     };

@@ -36,7 +36,7 @@ impl Stored {
         let mut bytes = Vec::new();
         let file = File::open(path)?;
         if !file.metadata()?.is_file() {
-            return Err(invalid("it is no file"));
+            return Err(invalid("it is not a file"));
         }
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
         Self::decode(&bytes)
@@ -46,7 +46,7 @@ impl Stored {
         if bytes.len() as u64 > MAX_BYTES {
             return Err(invalid("it is too long"));
         }
-        let text = std::str::from_utf8(bytes).map_err(|_| invalid("it is no text"))?;
+        let text = std::str::from_utf8(bytes).map_err(|_| invalid("it is not text"))?;
         let rest = text
             .strip_prefix(MAGIC)
             .ok_or_else(|| invalid("it has another format"))?;

@@ -141,7 +141,7 @@ impl Choice {
         let Some(top) = expected.logprobs else {
             return match self.logprobs.len() {
                 0 => Ok(()),
-                count => Err(format!("{count} log-probabilities that nobody asked for")),
+                count => Err(format!("{count} log-probabilities that were not requested")),
             };
         };
         let count = self.logprobs.len();
@@ -238,7 +238,7 @@ mod tests {
         };
         assert!(
             check(&whole(), &silent).is_err(),
-            "log-probabilities nobody asked for"
+            "log-probabilities that were not requested"
         );
     }
 

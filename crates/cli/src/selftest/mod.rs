@@ -36,19 +36,19 @@ use crate::progress::seconds_bar;
 /// `plimsoll selftest`.
 #[derive(Clone, Debug, Args)]
 pub struct SelftestArgs {
-    /// Where the server is; it should have nothing else to do
+    /// URL of the server, which should have no other clients
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     url: String,
-    /// How long to load it, such as 60s or 8m: a fresh KV cache has to be filled once in half of this time
+    /// How long to load the server, such as 60s or 8m; half of this must be enough to fill a fresh KV cache once
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
     duration: Duration,
-    /// How long to wait until the server is ready and has nothing to do
+    /// How long to wait until the server is ready and idle
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration)]
     wait: Duration,
-    /// A request that has no answer after this time hangs
+    /// Time after which a request without an answer counts as hanging
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = duration)]
     request_timeout: Duration,
-    /// Same seed, same requests
+    /// Seed of the requests
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
     /// Who it is to the server.
@@ -102,14 +102,14 @@ async fn wait_until_idle(server: &Server, watch: &Watch, patience: Duration) -> 
         let problem = match state {
             Ok(reading) if reading.is_idle() => return Ok(reading),
             Ok(reading) => format!(
-                "it has {} requests of others: a selftest needs the server for itself",
+                "it has {} requests of other clients, and a selftest needs an idle server",
                 reading.in_flight
             ),
             Err(problem) => problem,
         };
         if Instant::now() >= end {
             let message = format!(
-                "no server to test within {} s: {problem}; --url names another one, --wait waits longer",
+                "no idle server within {} s: {problem}; see --url and --wait",
                 patience.as_secs_f64()
             );
             return Err(Error::NothingToTest(message));
@@ -222,7 +222,7 @@ impl Test {
                 && first != second
             {
                 self.watch.found(format!(
-                    "the same request with the same seed, alone twice, has two texts: {first:?} and {second:?}"
+                    "the same request with the same seed gave two texts: {first:?} and {second:?}"
                 ));
             }
         }

@@ -99,7 +99,7 @@ pub(super) fn keep(plans: &PlanCache, key: &Key, plan: &Plan, report: &Report, s
 pub(super) fn forget(plans: &PlanCache, key: &Key) {
     match plans.remove(key) {
         Ok(()) => tracing::warn!(
-            "profile-cache outcome=removed: memory is not as it was measured; the next start measures"
+            "profile-cache outcome=removed: memory differs from what was measured; the next start measures again"
         ),
         Err(error) => tracing::warn!("profile-cache outcome=not-removed problem=\"{error}\""),
     }

@@ -55,7 +55,7 @@ impl Loaded {
         let pools_every_row = self.model.facts.pooling().is_some_and(Pooling::needs_every_row);
         let enable_prefix_caching = self.settings.prefix_caching && !pools_every_row;
         if cache_listener.is_some() && !enable_prefix_caching {
-            tracing::warn!("there will be no KV events: a mean over all rows uses no prefix cache");
+            tracing::warn!("no KV events: mean pooling does not use the prefix cache");
         }
         let config = EngineConfig {
             max_queue,

@@ -25,13 +25,12 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         if value > most {
             return Err(Error::Configuration {
                 origin: flag.to_owned(),
-                message: format!("{value} is more than any device holds; give at most {most}"),
+                message: format!("{value} is more than any device has; the maximum is {most}"),
             });
         }
     }
     if max_model_len > trained_for {
-        let message =
-            format!("the model was made for at most {trained_for} tokens, {max_model_len} were asked for");
+        let message = format!("the model's context is at most {trained_for} tokens, not {max_model_len}");
         return Err(Error::Configuration {
             origin: "--max-model-len".to_owned(),
             message,
