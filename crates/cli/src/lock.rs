@@ -310,7 +310,10 @@ mod tests {
             // From then on it has waited for some time, however late its thread began.
             let (mut said, mut line) = (io::BufReader::new(said), String::new());
             said.read_line(&mut line).unwrap();
-            assert!(line.contains("waiting for cpu: process 7 on here (m)"), "{line}");
+            assert!(
+                line.contains("waiting for cpu, which process 7 on here (m) is measuring"),
+                "{line}"
+            );
             thread::sleep(2 * POLL);
             assert!(!waiting.is_finished());
             drop(held);

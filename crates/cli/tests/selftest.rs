@@ -317,7 +317,7 @@ async fn a_server_with_other_clients_is_not_tested() {
         .unwrap();
     assert_eq!(output.status.code(), Some(9));
     let text = String::from_utf8_lossy(&output.stderr);
-    assert!(text.contains("1 requests of others"), "{text}");
+    assert!(text.contains("1 requests of other clients"), "{text}");
 }
 
 /// A full queue is no defect: the request comes again when it was told to.

@@ -186,7 +186,7 @@ fn unsupported_fields_are_named() {
         llama(json!({"num_experts": 8}), "`num_experts` is 8"),
         llama(
             json!({"attention_sinks": 4}),
-            "nothing is known of such a field in LlamaForCausalLM",
+            "LlamaForCausalLM has no such field here",
         ),
         llama(json!({"sliding_window": 64}), "sliding_window"),
         llama(json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
@@ -292,7 +292,7 @@ fn unsupported_fields_are_named() {
         (
             "ministral3",
             json!({"video_token_id": 7}),
-            "nothing is known of such a field in Mistral3ForConditionalGeneration",
+            "Mistral3ForConditionalGeneration has no such field here",
         ),
         (
             "ministral3",

@@ -52,8 +52,8 @@ pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
 pub use prediction::{ArenaUse, Compared, Footprint, PredictedScenario, Prediction, predict};
 pub use proved::{Proved, ProvedParts};
 pub use ranks::{RankLost, Ranks, Solo, Verdict};
-pub use report::{ComponentLine, Memory, Origin, Report, Suggestion};
-pub use results::{Attempt, Bound, Disabled, Measured, Outcome, ScenarioResult};
+pub use report::{ComponentLine, Memory, Report, Suggestion};
+pub use results::{Attempt, Bound, Disabled, Measured, Origin, Outcome, ScenarioResult};
 pub use scenario::{LeftOut, Scenario, ScenarioKind, ScenarioShape, scenario_shapes, scenarios};
 pub use setting::Setting;
 pub use spec::{

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::attempt::Search;
 use crate::{
-    Arithmetic, Attempt, Bound, Disabled, DiscardedPlan, GroupReport, LeftOut, Margins, Measured,
+    Arithmetic, Attempt, Bound, Disabled, DiscardedPlan, GroupReport, LeftOut, Margins, Measured, Origin,
     ProfileSpec, ScenarioResult,
 };
 
@@ -71,21 +71,6 @@ pub struct Report {
     pub suggestions: Vec<Suggestion>,
     /// Time of the whole profile.
     pub seconds: f64,
-}
-
-/// Where the size of the KV cache comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(tag = "from", rename_all = "snake_case")]
-pub enum Origin {
-    /// This start's probe.
-    Measured,
-    /// An earlier start's probe and today's meters.
-    Cached {
-        /// Relative difference of the size computed now to the planned one.
-        drift: f64,
-    },
-    /// A flag.
-    Pinned,
 }
 
 /// One reading of the meters, in bytes. `components` + `unattributed` = `reserved`; with `peers` and `free` that is `total`

@@ -149,3 +149,18 @@ pub struct Disabled {
     /// What is done instead, and why.
     pub reason: String,
 }
+
+/// Where the size of the KV cache comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(tag = "from", rename_all = "snake_case")]
+pub enum Origin {
+    /// This start's probe.
+    Measured,
+    /// An earlier start's probe and today's meters.
+    Cached {
+        /// Relative difference of the size computed now to the planned one.
+        drift: f64,
+    },
+    /// A flag.
+    Pinned,
+}

@@ -213,7 +213,7 @@ mod tests {
         for (names, repo, expected) in [
             (&names[..], "a/b", "such as a/b:Q4_K."),
             (&names, "a/b:Q2_K", "M.Q8_0.gguf"),
-            (&split, "a/b", "join"),
+            (&split, "a/b", "merge"),
         ] {
             let error = selected(names, repo, Weights::Any).unwrap_err();
             assert!(error.contains(expected), "{error}");

@@ -269,7 +269,7 @@ fn flags_of_other_servers_are_told_what_to_do_instead() {
             &[],
             ["--max-req-total-len: ", "use --max-model-len"],
         ),
-        (&with_file, &[], [":1: ", "nothing is swapped"]),
+        (&with_file, &[], [":1: ", "not swapped"]),
         (
             "plimsoll serve",
             &variable,

@@ -311,6 +311,10 @@ fn a_little_more(knob: &Knob, device: &DeviceModel, spec: &ProfileSpec) -> Vec<(
                 .into_iter()
                 .collect()
         }
+        // Where a few short requests do not fill a step, a shorter context makes the steps smaller too: advice does not count on it.
+        [Setting::MaxModelLen(len)] if limits.max_num_seqs * len < limits.max_num_batched_tokens => {
+            Vec::new()
+        }
         [Setting::MaxModelLen(len)] => vec![with(&[Setting::MaxModelLen(more(len, block))])],
         [pin] if knob.effect == "one request of full length" => match pin {
             Setting::MaxTotalTokenNum(tokens) => vec![with(&[Setting::MaxTotalTokenNum(tokens - block)])],

@@ -5,8 +5,10 @@ use plimsoll_device::cuda::{Function, Gpu, GpuError, Launch};
 use super::cublas_lt::{Operands, Shape};
 use crate::Activation;
 
-/// Most rows of which every block computes the norm for itself: more than that is slower than a kernel of its own.
-const MAX_NORM_ROWS: usize = 4;
+/// Most elements of which every block computes the norm for itself: more than that is slower than a kernel of its own. One row
+/// at batch 1 on an H200, fused against apart: 0.96 against 0.99 ms a token at 2048 wide, 4.39 against 4.28 at 4096, 18.9
+/// against 17.1 at 5120 (tests/bench/h200/norms.json).
+const MAX_NORM_ELEMENTS: usize = 3072;
 
 /// Most rows the kernels take.
 pub(super) const MAX_ROWS: usize = 32;
@@ -156,7 +158,7 @@ impl StreamKernels {
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
     pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
-        shape.m <= MAX_NORM_ROWS && fits(shape, cut)
+        shape.m * shape.k <= MAX_NORM_ELEMENTS && fits(shape, cut)
     }
 
     fn clusters(&self, cut: Cut) -> usize {
