@@ -1,21 +1,39 @@
 use std::ffi::{CString, c_void};
+use std::sync::Arc;
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
 
 use super::{Gpu, GpuError, GpuSlice, check};
 
-/// Loaded device code; its functions stay valid as long as it lives.
+/// Loaded device code, which its functions keep loaded.
 #[derive(Debug)]
-pub struct Module {
+pub struct Module(Arc<Loaded>);
+
+/// Unloads the code when dropped.
+#[derive(Debug)]
+struct Loaded {
     gpu: Gpu,
     handle: sys::CUmodule,
 }
 
 // SAFETY: the handle belongs to the driver, whose functions may be called from any thread.
-unsafe impl Send for Module {}
+unsafe impl Send for Loaded {}
 // SAFETY: as above.
-unsafe impl Sync for Module {}
+unsafe impl Sync for Loaded {}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        // What was launched may still run.
+        let unload = self.gpu.synchronize().and_then(|()| {
+            // SAFETY: no function of it is left, so nothing is launched any more.
+            check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.handle) })
+        });
+        if let Err(error) = unload {
+            tracing::error!(%error, "kernels could not be unloaded");
+        }
+    }
+}
 
 impl Gpu {
     /// Loads a cubin, fatbin or PTX image.
@@ -57,10 +75,8 @@ impl Module {
             }
             result => check("cuModuleLoadData", result),
         }?;
-        Ok(Self {
-            gpu: gpu.clone(),
-            handle,
-        })
+        let gpu = gpu.clone();
+        Ok(Self(Arc::new(Loaded { gpu, handle })))
     }
 
     /// The kernel of that (unmangled) name.
@@ -68,7 +84,7 @@ impl Module {
     /// # Errors
     /// [`GpuError`] if there is none.
     pub fn function(&self, name: &str) -> Result<Function, GpuError> {
-        self.gpu.bind()?;
+        self.0.gpu.bind()?;
         let symbol = CString::new(name).map_err(|_| GpuError::Call {
             call: "cuModuleGetFunction",
             code: "CUDA_ERROR_INVALID_VALUE".to_owned(),
@@ -77,7 +93,7 @@ impl Module {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the module is loaded, the name ends with a zero.
         check("cuModuleGetFunction", unsafe {
-            sys::cuModuleGetFunction(&mut handle, self.handle, symbol.as_ptr())
+            sys::cuModuleGetFunction(&mut handle, self.0.handle, symbol.as_ptr())
         })
         .map_err(|error| match error {
             GpuError::Call { call, code, message } => GpuError::Call {
@@ -87,19 +103,23 @@ impl Module {
             },
             other => other,
         })?;
-        Ok(Function { handle })
+        Ok(Function {
+            handle,
+            _module: Arc::clone(&self.0),
+        })
     }
 }
 
-/// One kernel. Modules are loaded once and never unloaded, so it is valid as long as the process lives.
-#[derive(Clone, Copy, Debug)]
+/// One kernel.
+#[derive(Clone, Debug)]
 pub struct Function {
     handle: sys::CUfunction,
+    _module: Arc<Loaded>,
 }
 
-// SAFETY: as for `Module`.
+// SAFETY: as for `Loaded`.
 unsafe impl Send for Function {}
-// SAFETY: as for `Module`.
+// SAFETY: as for `Loaded`.
 unsafe impl Sync for Function {}
 
 impl Function {

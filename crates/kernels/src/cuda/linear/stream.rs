@@ -8,6 +8,8 @@ use crate::Activation;
 /// Most elements of which every block computes the norm for itself: more than that is slower than a kernel of its own (one row
 /// of 5120 on an H200: 18.9 ms a token instead of 17.1; tests/bench/h200/norms.json).
 const MAX_NORM_ELEMENTS: usize = 4096;
+/// The kernel for up to 8 rows alone computes norms.
+const MAX_NORM_ROWS: usize = 4;
 
 /// Most rows the kernels take.
 pub(super) const MAX_ROWS: usize = 32;
@@ -157,7 +159,7 @@ impl StreamKernels {
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
     pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
-        shape.m * shape.k <= MAX_NORM_ELEMENTS && fits(shape, cut)
+        shape.m <= MAX_NORM_ROWS && shape.m * shape.k <= MAX_NORM_ELEMENTS && fits(shape, cut)
     }
 
     fn clusters(&self, cut: Cut) -> usize {
