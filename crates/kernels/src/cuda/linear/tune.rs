@@ -18,10 +18,6 @@ const FEW_ROWS: usize = 2;
 const MANY_ROWS: usize = 512;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
-/// By how much one of our own kernels must be faster than cuBLASLt's to be chosen: among the other kernels of a step, where its
-/// blocks take the room of theirs, it is slower than when measured (one row of Llama-3.1-8B's shape on an H200: 4.42 ms a token
-/// with a tie for ours, 4.31 for cuBLASLt's).
-const OWN_MARGIN: f32 = 1.02;
 /// Candidates.
 const MOST_CUTS: usize = 6;
 const MOST_ALGORITHMS: usize = 3;
@@ -251,14 +247,8 @@ impl Clock<'_> {
         let mut best: Option<(Choice, f32)> = None;
         let mut failure = None;
         for choice in candidates {
-            let cost = |choice, us: f32| match choice {
-                Choice::Stream(_) => us * OWN_MARGIN,
-                Choice::Lt(_) => us,
-            };
             match self.time(one, key, choice) {
-                Ok(us) if best.is_none_or(|(best, least)| cost(choice, us) < cost(best, least)) => {
-                    best = Some((choice, us));
-                }
+                Ok(us) if best.is_none_or(|(_, least)| us < least) => best = Some((choice, us)),
                 Ok(_) => {}
                 Err(error) => failure = Some(error),
             }
