@@ -316,10 +316,10 @@ fn a_little_more(knob: &Knob, device: &DeviceModel, spec: &ProfileSpec) -> Vec<(
             Vec::new()
         }
         [Setting::MaxModelLen(len)] => vec![with(&[Setting::MaxModelLen(more(len, block))])],
-        [pin] if knob.effect == "one request of full length" => match pin {
-            Setting::MaxTotalTokenNum(tokens) => vec![with(&[Setting::MaxTotalTokenNum(tokens - block)])],
-            _ => Vec::new(),
-        },
+        [Setting::MaxTotalTokenNum(tokens)] if knob.effect == "one request of full length" => {
+            vec![with(&[Setting::MaxTotalTokenNum(tokens - block)])]
+        }
+        [_] if knob.effect == "one request of full length" => Vec::new(),
         [pin] if pin_tokens(pin) > written => vec![with(&[larger_pin(pin)])],
         [pin, Setting::MaxModelLen(len)] if pin_tokens(pin) > written => {
             vec![
