@@ -202,10 +202,7 @@ fn generation_defaults(given: &str) -> Result<Option<GenerationDefaults>, Error>
                 path: path.clone(),
                 source,
             })?;
-            let wrong = |e: serde_json::Error| Error::Configuration {
-                origin: path.display().to_string(),
-                message: e.to_string(),
-            };
+            let wrong = |e: serde_json::Error| Error::configuration(path.display(), e.to_string());
             Some(defaults_of(&serde_json::from_str(&text).map_err(wrong)?))
         }
     })

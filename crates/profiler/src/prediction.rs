@@ -45,7 +45,7 @@ pub struct ArenaUse {
 pub struct Prediction {
     /// Tokens the KV cache would hold.
     pub kv_tokens: usize,
-    /// Pages it would have: with one group of layers, pages.
+    /// Pages it would have: with one group of layers, blocks.
     pub kv_pages: usize,
     /// Tokens per block.
     pub block_size: usize,

@@ -42,9 +42,9 @@ pub fn look(source: &Source, settings: &Arc<EngineSettings>) -> Result<Box<dyn D
             check_gpu(settings)?;
             Ok(Box::new(AssumedGpu::new(model, settings, AssumedBytes(bytes))))
         }
-        (Err(Error::Gpu(error)), None) if is_absent(&error) => Err(wrong(
+        (Err(Error::Gpu(error)), None) if is_absent(&error) => Err(Error::configuration(
             "--device",
-            &format!(
+            format!(
                 "{error}; to plan for a GPU that this machine does not have, set its size: --device-memory 80GiB"
             ),
         )),
@@ -100,7 +100,10 @@ pub fn open(
 /// The simulated device is nobody else's.
 fn simulated(settings: &Arc<EngineSettings>) -> Result<SimBackend, Error> {
     if let DeviceChoice::Cuda(_) = settings.device {
-        return Err(wrong("--device", "the simulated model runs on the CPU"));
+        return Err(Error::configuration(
+            "--device",
+            "the simulated model runs on the CPU",
+        ));
     }
     check_cpu(settings)?;
     let bytes = settings.device_memory.unwrap_or(SIM_BYTES);
@@ -190,19 +193,22 @@ fn cpu_budget(settings: &EngineSettings) -> Result<Budget, Error> {
 /// Refuses what only a CPU can do.
 fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
     if !matches!(settings.dtype, DType::Auto | DType::Bfloat16) {
-        return Err(wrong(
+        return Err(Error::configuration(
             "--dtype",
             "a GPU computes in bfloat16, with sums in float32; give auto or bfloat16, or --device cpu",
         ));
     }
     if !matches!(settings.kv_cache_dtype, KvDtype::Auto | KvDtype::Bfloat16) {
-        return Err(wrong(
+        return Err(Error::configuration(
             "--kv-cache-dtype",
             "the KV cache of a GPU is bfloat16; give auto or bfloat16, or --device cpu",
         ));
     }
     if settings.threads.is_some() {
-        return Err(wrong("--threads", "compute threads are for --device cpu"));
+        return Err(Error::configuration(
+            "--threads",
+            "compute threads are for --device cpu",
+        ));
     }
     Ok(())
 }
@@ -210,31 +216,24 @@ fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
 /// Refuses what only a GPU can do.
 fn check_cpu(settings: &EngineSettings) -> Result<(), Error> {
     if settings.dtype != DType::Auto {
-        return Err(wrong(
+        return Err(Error::configuration(
             "--dtype",
             "a CPU keeps weights as the model stores them and computes in float32; leave it at auto",
         ));
     }
     if settings.kv_cache_dtype == KvDtype::Bfloat16 {
-        return Err(wrong(
+        return Err(Error::configuration(
             "--kv-cache-dtype",
             "the KV cache of a CPU is float16 or float32; bfloat16 needs a GPU",
         ));
     }
     if settings.gpu_memory_utilization.is_some() {
-        return Err(wrong(
+        return Err(Error::configuration(
             "--gpu-memory-utilization",
             "there is no GPU in use; --device-memory limits the memory of a CPU",
         ));
     }
     Ok(())
-}
-
-fn wrong(flag: &str, message: &str) -> Error {
-    Error::Configuration {
-        origin: flag.to_owned(),
-        message: message.to_owned(),
-    }
 }
 
 #[cfg(test)]

@@ -23,28 +23,20 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         ("--max-num-batched-tokens", max_num_batched_tokens, MAX_STEP),
     ] {
         if value > most {
-            return Err(Error::Configuration {
-                origin: flag.to_owned(),
-                message: format!("{value} is more than any device has; the maximum is {most}"),
-            });
+            let message = format!("{value} is more than any device has; the maximum is {most}");
+            return Err(Error::configuration(flag, message));
         }
     }
     if max_model_len > trained_for {
         let message = format!("the model's context is at most {trained_for} tokens, not {max_model_len}");
-        return Err(Error::Configuration {
-            origin: "--max-model-len".to_owned(),
-            message,
-        });
+        return Err(Error::configuration("--max-model-len", message));
     }
     if max_num_batched_tokens < max_num_seqs {
         let message = format!(
             "{max_num_batched_tokens} tokens per step cannot hold one of each of {max_num_seqs} requests; raise it or \
              lower --max-num-seqs"
         );
-        return Err(Error::Configuration {
-            origin: "--max-num-batched-tokens".to_owned(),
-            message,
-        });
+        return Err(Error::configuration("--max-num-batched-tokens", message));
     }
     Ok(StepLimits {
         max_num_batched_tokens,
