@@ -61,7 +61,7 @@ fn config(max_queue: usize, steps_in_flight: usize) -> EngineConfig {
     }
 }
 
-/// An engine over an executor that has `num_pages` blocks.
+/// An engine over an executor with `num_pages` pages of KV.
 fn start(
     executor: impl Executor + 'static,
     limits: StepLimits,
