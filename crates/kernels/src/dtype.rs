@@ -1,6 +1,3 @@
-use candle_core::DType;
-use candle_core::quantized::GgmlDType;
-
 /// How the elements of a weight matrix are stored in a checkpoint: a float type, or one of ggml's block formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "ggml's names, as GGUF files use them")]
@@ -24,77 +21,63 @@ pub enum WeightType {
 }
 
 impl WeightType {
+    /// By the number that GGUF files have for it (`enum ggml_type`); `None` for types without kernels.
+    pub fn from_ggml(code: u32) -> Option<Self> {
+        Some(match code {
+            0 => Self::F32,
+            1 => Self::F16,
+            2 => Self::Q4_0,
+            3 => Self::Q4_1,
+            6 => Self::Q5_0,
+            7 => Self::Q5_1,
+            8 => Self::Q8_0,
+            9 => Self::Q8_1,
+            10 => Self::Q2K,
+            11 => Self::Q3K,
+            12 => Self::Q4K,
+            13 => Self::Q5K,
+            14 => Self::Q6K,
+            15 => Self::Q8K,
+            30 => Self::Bf16,
+            _ => return None,
+        })
+    }
+
+    /// Elements and bytes of one block (`ggml-common.h`).
+    const fn block(self) -> (usize, usize) {
+        match self {
+            Self::F32 => (1, 4),
+            Self::F16 | Self::Bf16 => (1, 2),
+            Self::Q4_0 => (32, 18),
+            Self::Q4_1 => (32, 20),
+            Self::Q5_0 => (32, 22),
+            Self::Q5_1 => (32, 24),
+            Self::Q8_0 => (32, 34),
+            Self::Q8_1 => (32, 36),
+            Self::Q2K => (256, 84),
+            Self::Q3K => (256, 110),
+            Self::Q4K => (256, 144),
+            Self::Q5K => (256, 176),
+            Self::Q6K => (256, 210),
+            Self::Q8K => (256, 292),
+        }
+    }
+
     /// Elements in one block: every row holds a whole number of blocks.
     pub fn block_len(self) -> usize {
-        GgmlDType::from(self).block_size()
+        self.block().0
     }
 
     /// Bytes of one block.
     pub fn block_bytes(self) -> usize {
-        GgmlDType::from(self).type_size()
+        self.block().1
     }
 
     /// Bytes of a row of `cols` elements; `None` where `cols` is not a whole number of blocks.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
         cols.is_multiple_of(self.block_len())
-            .then(|| cols / self.block_len() * self.block_bytes())
-    }
-}
-
-impl From<GgmlDType> for WeightType {
-    fn from(dtype: GgmlDType) -> Self {
-        match dtype {
-            GgmlDType::F32 => Self::F32,
-            GgmlDType::F16 => Self::F16,
-            GgmlDType::BF16 => Self::Bf16,
-            GgmlDType::Q4_0 => Self::Q4_0,
-            GgmlDType::Q4_1 => Self::Q4_1,
-            GgmlDType::Q5_0 => Self::Q5_0,
-            GgmlDType::Q5_1 => Self::Q5_1,
-            GgmlDType::Q8_0 => Self::Q8_0,
-            GgmlDType::Q8_1 => Self::Q8_1,
-            GgmlDType::Q2K => Self::Q2K,
-            GgmlDType::Q3K => Self::Q3K,
-            GgmlDType::Q4K => Self::Q4K,
-            GgmlDType::Q5K => Self::Q5K,
-            GgmlDType::Q6K => Self::Q6K,
-            GgmlDType::Q8K => Self::Q8K,
-        }
-    }
-}
-
-impl From<WeightType> for GgmlDType {
-    fn from(dtype: WeightType) -> Self {
-        match dtype {
-            WeightType::F32 => Self::F32,
-            WeightType::F16 => Self::F16,
-            WeightType::Bf16 => Self::BF16,
-            WeightType::Q4_0 => Self::Q4_0,
-            WeightType::Q4_1 => Self::Q4_1,
-            WeightType::Q5_0 => Self::Q5_0,
-            WeightType::Q5_1 => Self::Q5_1,
-            WeightType::Q8_0 => Self::Q8_0,
-            WeightType::Q8_1 => Self::Q8_1,
-            WeightType::Q2K => Self::Q2K,
-            WeightType::Q3K => Self::Q3K,
-            WeightType::Q4K => Self::Q4K,
-            WeightType::Q5K => Self::Q5K,
-            WeightType::Q6K => Self::Q6K,
-            WeightType::Q8K => Self::Q8K,
-        }
-    }
-}
-
-impl TryFrom<DType> for WeightType {
-    type Error = WeightError;
-
-    fn try_from(dtype: DType) -> Result<Self, WeightError> {
-        match dtype {
-            DType::F32 => Ok(Self::F32),
-            DType::F16 => Ok(Self::F16),
-            DType::BF16 => Ok(Self::Bf16),
-            other => Err(WeightError::UnsupportedDtype(format!("{other:?}"))),
-        }
+            .then(|| (cols / self.block_len()).checked_mul(self.block_bytes()))
+            .flatten()
     }
 }
 

@@ -24,6 +24,36 @@ const QUANTIZED: [WeightType; 12] = [
 ];
 const FLOATS: [WeightType; 3] = [WeightType::F32, WeightType::F16, WeightType::Bf16];
 
+/// The type by candle's name.
+fn oracle_type(dtype: WeightType) -> GgmlDType {
+    match dtype {
+        WeightType::F32 => GgmlDType::F32,
+        WeightType::F16 => GgmlDType::F16,
+        WeightType::Bf16 => GgmlDType::BF16,
+        WeightType::Q4_0 => GgmlDType::Q4_0,
+        WeightType::Q4_1 => GgmlDType::Q4_1,
+        WeightType::Q5_0 => GgmlDType::Q5_0,
+        WeightType::Q5_1 => GgmlDType::Q5_1,
+        WeightType::Q8_0 => GgmlDType::Q8_0,
+        WeightType::Q8_1 => GgmlDType::Q8_1,
+        WeightType::Q2K => GgmlDType::Q2K,
+        WeightType::Q3K => GgmlDType::Q3K,
+        WeightType::Q4K => GgmlDType::Q4K,
+        WeightType::Q5K => GgmlDType::Q5K,
+        WeightType::Q6K => GgmlDType::Q6K,
+        WeightType::Q8K => GgmlDType::Q8K,
+    }
+}
+
+#[test]
+fn blocks_are_as_large_as_ggmls() {
+    for dtype in QUANTIZED.into_iter().chain(FLOATS) {
+        let oracle = oracle_type(dtype);
+        let found = (dtype.block_len(), dtype.block_bytes());
+        assert_eq!(found, (oracle.block_size(), oracle.type_size()), "{dtype:?}");
+    }
+}
+
 /// A matrix as a checkpoint stores it, and what it means.
 struct Weights {
     dtype: WeightType,
@@ -57,7 +87,7 @@ impl Weights {
             }
             _ => {
                 let tensor = Tensor::from_vec(values, (rows, cols), &Device::Cpu).unwrap();
-                let tensor = QTensor::quantize(&tensor, GgmlDType::from(dtype)).unwrap();
+                let tensor = QTensor::quantize(&tensor, oracle_type(dtype)).unwrap();
                 let meaning = tensor.dequantize(&Device::Cpu).unwrap().flatten_all().unwrap();
                 (tensor.data().unwrap().into_owned(), meaning.to_vec1().unwrap())
             }

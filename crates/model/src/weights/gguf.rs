@@ -2,8 +2,6 @@
 
 use std::borrow::Cow;
 
-use plimsoll_kernels::WeightType;
-
 use super::{RowOrder, Source, Tensor};
 use crate::gguf::{GgufFile, ROPE_FACTORS};
 use crate::{Architecture, DecoderSpec, ModelError, Shape};
@@ -76,7 +74,7 @@ impl Source for GgufWeights<'_> {
         let shape = Shape(info.shape.clone());
         Ok(Some(Tensor {
             name,
-            dtype: WeightType::from(info.dtype),
+            dtype: info.dtype,
             shape,
             order,
             unit_offset: false,

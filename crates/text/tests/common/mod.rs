@@ -1,5 +1,5 @@
 //! What the integration tests share: readers of answers, where the fetched data lies, and a reader of GGUF metadata. The server's reader is
-//! candle's, which this crate must not depend on.
+//! the model crate's, which this crate must not depend on.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 

@@ -1,20 +1,18 @@
 //! GGUF files: metadata and tensors, read in place.
 
-use std::collections::{BTreeMap, HashMap};
+mod header;
+
+use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Cursor;
 use std::ops::Range;
-use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
-use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, Value};
 use memmap2::Mmap;
-use plimsoll_core::{MetaValue, Metadata};
+use plimsoll_core::Metadata;
+use plimsoll_kernels::WeightType;
 
+use self::header::{Header, MAGIC, TensorInfo};
 use crate::{GgufTensors, HfOverrides, ModelConfig, ModelError};
-
-const MAGIC: &[u8] = b"GGUF";
 
 /// Tensors that hold a part of the configuration: LongRoPE's divisors, for short and for long contexts.
 pub(crate) const ROPE_FACTORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
@@ -31,7 +29,7 @@ pub struct GgufFile {
 /// Where one tensor lies.
 #[derive(Clone, Debug)]
 pub(crate) struct GgufTensor {
-    pub(crate) dtype: GgmlDType,
+    pub(crate) dtype: WeightType,
     /// Outermost dimension first.
     pub(crate) shape: Vec<usize>,
     range: Range<usize>,
@@ -48,15 +46,16 @@ impl GgufFile {
                 expected,
             });
         }
-        // candle checks lengths against the file's size but not every field: an alignment of 0 panics.
-        let content = catch_unwind(|| Content::read(&mut Cursor::new(&bytes[..])));
-        let content = content
-            .map_err(|_| ModelError::corrupt(path, "the header is not valid"))?
-            .map_err(|error| header_error(path, &error))?;
-        let tensors = locate(path, &content, bytes.len())?;
+        let Header {
+            metadata,
+            tensors,
+            data_offset,
+        } = Header::read(path, &bytes)?;
+        let locate = |info| locate(path, info, data_offset, bytes.len());
+        let tensors = tensors.into_iter().map(locate).collect::<Result<_, _>>()?;
         Ok(Self {
             path: path.to_owned(),
-            metadata: metadata(content.metadata),
+            metadata,
             bytes,
             tensors,
         })
@@ -89,7 +88,7 @@ impl GgufFile {
         let float = |bytes: &[u8; 4]| f32::from_le_bytes(*bytes);
         match self.tensor(name) {
             None => Ok(None),
-            Some((info, data)) if info.dtype == GgmlDType::F32 => {
+            Some((info, data)) if info.dtype == WeightType::F32 => {
                 Ok(Some(data.as_chunks().0.iter().map(float).collect()))
             }
             Some((info, _)) => Err(ModelError::TensorType {
@@ -132,72 +131,39 @@ pub(crate) fn map_file(path: &Path) -> Result<Mmap, ModelError> {
     Ok(bytes)
 }
 
-fn header_error(path: &Path, error: &candle_core::Error) -> ModelError {
-    let message = error.to_string();
-    match message.strip_prefix("unknown dtype for tensor ") {
-        Some(code) => ModelError::TensorType {
-            name: path.display().to_string(),
-            found: format!("ggml type {}", code.lines().next().unwrap_or(code)),
-            supported: "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q8_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and Q8_K",
-        },
-        None => ModelError::corrupt(path, message.lines().next().unwrap_or_default()),
-    }
-}
-
+/// A tensor's name and its place in a file of `file_len` bytes.
 fn locate(
     path: &Path,
-    content: &Content,
+    info: TensorInfo,
+    data_offset: usize,
     file_len: usize,
-) -> Result<BTreeMap<String, GgufTensor>, ModelError> {
-    let locate_one = |(name, info): (&String, &candle_core::quantized::gguf_file::TensorInfo)| {
-        let (dtype, shape) = (info.ggml_dtype, info.shape.dims().to_vec());
-        let elements = shape
-            .iter()
-            .try_fold(1_usize, |product, &size| product.checked_mul(size));
-        let row = shape.last().copied().unwrap_or(1);
-        let len = elements
-            .filter(|_| row.is_multiple_of(dtype.block_size()))
-            .and_then(|elements| (elements / dtype.block_size()).checked_mul(dtype.type_size()))
-            .ok_or_else(|| {
-                ModelError::corrupt(
-                    path,
-                    format!("tensor `{name}` cannot have shape {shape:?} as {dtype:?}"),
-                )
-            })?;
-        let start = content.tensor_data_offset.checked_add(info.offset);
-        let range = start
-            .and_then(|start| usize::try_from(start).ok())
-            .and_then(|start| Some(start..start.checked_add(len)?))
-            .filter(|range| range.end <= file_len)
-            .ok_or_else(|| {
-                ModelError::corrupt(path, format!("tensor `{name}` lies beyond the end of the file"))
-            })?;
-        Ok((name.clone(), GgufTensor { dtype, shape, range }))
-    };
-    content.tensor_infos.iter().map(locate_one).collect()
-}
-
-fn metadata(values: HashMap<String, Value>) -> Metadata {
-    values
-        .into_iter()
-        .map(|(key, value)| (key, meta_value(value)))
-        .collect()
-}
-
-fn meta_value(value: Value) -> MetaValue {
-    match value {
-        Value::U8(v) => MetaValue::UInt(v.into()),
-        Value::U16(v) => MetaValue::UInt(v.into()),
-        Value::U32(v) => MetaValue::UInt(v.into()),
-        Value::U64(v) => MetaValue::UInt(v),
-        Value::I8(v) => MetaValue::Int(v.into()),
-        Value::I16(v) => MetaValue::Int(v.into()),
-        Value::I32(v) => MetaValue::Int(v.into()),
-        Value::I64(v) => MetaValue::Int(v),
-        Value::F32(v) => MetaValue::Float(v.into()),
-        Value::F64(v) => MetaValue::Float(v),
-        Value::Bool(v) => MetaValue::Bool(v),
-        Value::String(v) => MetaValue::Str(v),
-        Value::Array(v) => MetaValue::List(v.into_iter().map(meta_value).collect()),
-    }
+) -> Result<(String, GgufTensor), ModelError> {
+    let TensorInfo {
+        name,
+        dtype,
+        shape,
+        offset,
+    } = info;
+    let row = shape.last().copied().unwrap_or(1);
+    let rows = &shape[..shape.len().saturating_sub(1)];
+    let rows = rows
+        .iter()
+        .try_fold(1_usize, |product, &size| product.checked_mul(size));
+    let len = dtype
+        .row_bytes(row)
+        .zip(rows)
+        .and_then(|(bytes, rows)| bytes.checked_mul(rows))
+        .ok_or_else(|| {
+            let message = format!("tensor `{name}` cannot have shape {shape:?} as {dtype:?}");
+            ModelError::corrupt(path, message)
+        })?;
+    let range = usize::try_from(offset)
+        .ok()
+        .and_then(|offset| data_offset.checked_add(offset))
+        .and_then(|start| Some(start..start.checked_add(len)?))
+        .filter(|range| range.end <= file_len)
+        .ok_or_else(|| {
+            ModelError::corrupt(path, format!("tensor `{name}` lies beyond the end of the file"))
+        })?;
+    Ok((name, GgufTensor { dtype, shape, range }))
 }
