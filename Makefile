@@ -77,9 +77,19 @@ test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official No
 test-agents: $(VENV)/ready tests/agents/node_modules/ready build  ## Claude Code and Codex (600 MB) against the simulated model
 	$(PYTHON) -m pytest tests/agents $(PYTEST_ARGS)
 
+.PHONY: release
+release:  ## Wheels, tarballs, bills of materials and checksums for CPUs and NVIDIA GPUs, into target/dist
+	scripts/release cpu cuda
+
 .PHONY: container
 container:  ## Build the image for DEVICE (cuda or cpu), test it, report its size; needs docker or podman
 	scripts/container $${DEVICE:-cuda}
+
+.PHONY: test-container
+test-container: build  ## The image around the debug binary, by podman, which root installs on Debian; reaches no registry of images
+	@scripts/install-podman
+	base=$$(scripts/base-image) && CONTAINERS_CONF=.ci/containers.conf BUILDAH_ISOLATION=chroot \
+	BUILD_FLAGS=--build-arg=RUN_IMAGE=$$base scripts/container cpu --engine podman --binary target/debug/plimsoll
 
 .PHONY: test-cuda
 test-cuda: $(VENV)/ready  ## The binary with CUDA kernels, on a machine with or without a GPU: builds, serves on the CPU

@@ -1,4 +1,4 @@
-"""What can be said about the image without a container engine; `scripts/container` builds and tries it where there is one."""
+"""What can be said about the image without a container engine; `make test-container` builds and tries it."""
 
 import json
 import re
@@ -70,3 +70,30 @@ def test_an_engine_that_does_not_work_is_told(tmp_path, name):
     environment = {"PATH": f"{tmp_path}:/nonexistent"}
     done = subprocess.run([sys.executable, SCRIPT, "cpu"], env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and f"{name} does not work here: it is not running" in done.stderr
+
+
+def test_an_engine_is_asked_for_by_name(tmp_path):
+    command = [sys.executable, SCRIPT, "cpu", "--engine", "podman"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 1 and "there is no container engine: podman is not installed" in done.stderr
+
+
+def test_a_binary_that_is_not_there_is_told(tmp_path):
+    for flags, message in [
+        (["--binary", tmp_path / "none"], f"there is no file {tmp_path}/none"),
+        (["--library", SCRIPT], "--library goes with --binary"),
+    ]:
+        done = subprocess.run([sys.executable, SCRIPT, "cpu", *flags], capture_output=True, text=True)
+        assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_binary_built_outside_takes_the_place_of_the_build_stage(tmp_path):
+    """The script lays out what the Dockerfile copies from the stage."""
+    script = runpy.run_path(str(SCRIPT), run_name="script")
+    (tmp_path / "binary").write_text("a program")
+    (tmp_path / "libcublasLt.so.13").write_text("a library")
+    script["collect"]("cpu", tmp_path / "binary", [tmp_path / "libcublasLt.so.13"], tmp_path / "context")
+    out = tmp_path / "context/out"
+    files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert files == {"bin/plimsoll", "lib/libcublasLt.so.13", script["SBOM"].removeprefix("/usr/local/")}
+    assert re.search(r"^FROM \S+ AS build$", DOCKERFILE, re.MULTILINE) and "\nCOPY --from=build /out/ /usr/local/\n" in DOCKERFILE

@@ -248,3 +248,94 @@ fn an_alignment_of_zero_is_an_error() {
     write(&path, &[("general.alignment".to_owned(), Value::U32(0))], &[]);
     assert!(matches!(GgufFile::open(&path), Err(ModelError::Corrupt { .. })));
 }
+
+/// What a header may hold is bounded, and the message names what holds too much.
+#[test]
+fn headers_out_of_bounds_are_errors_that_name_the_field() {
+    let directory = TempDir::new().unwrap();
+    let path = directory.path().join("bounds.gguf");
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let start = |version: u32, tensors: u64, fields: u64| {
+        let counts = [tensors.to_le_bytes(), fields.to_le_bytes()].concat();
+        [b"GGUF".as_slice(), &version.to_le_bytes(), &counts].concat()
+    };
+    let field = |kind: u32, value: &[u8]| [&text("a.field"), &kind.to_le_bytes()[..], value].concat();
+    let array = |kind: u32, len: u64| [&kind.to_le_bytes()[..], &len.to_le_bytes()].concat();
+    let tensor = |dimensions: &[u64], kind: u32, offset: u64| {
+        let count = (dimensions.len() as u32).to_le_bytes();
+        let sizes: Vec<u8> = dimensions.iter().flat_map(|size| size.to_le_bytes()).collect();
+        [
+            &text("a.tensor"),
+            &count[..],
+            &sizes,
+            &kind.to_le_bytes(),
+            &offset.to_le_bytes(),
+        ]
+        .concat()
+    };
+    let nested: Vec<u8> = (0..9).flat_map(|_| array(9, 1)).collect();
+    let one = field(0, &[1]);
+    let cases = [
+        (start(1, 0, 0), "GGUF version 1 is not supported"),
+        (start(3, 0, u64::MAX), "fields, more than the 131072"),
+        (start(3, 1 << 40, 0), "tensors, more than the 131072"),
+        (
+            [start(3, 0, 1), field(99, &[])].concat(),
+            "`a.field` has the unknown type 99",
+        ),
+        (
+            [start(3, 0, 1), field(7, &[2])].concat(),
+            "`a.field` is a flag of value 2",
+        ),
+        (
+            [start(3, 0, 1), field(8, &u64::MAX.to_le_bytes())].concat(),
+            "ends within the field `a.field`",
+        ),
+        (
+            [start(3, 0, 1), field(9, &array(0, 1 << 23))].concat(),
+            "`a.field` has 8388608 elements",
+        ),
+        (
+            [start(3, 0, 1), field(9, &nested)].concat(),
+            "`a.field` is an array of arrays",
+        ),
+        (
+            [start(3, 0, 2), one.clone(), one].concat(),
+            "the field `a.field` is there twice",
+        ),
+        (
+            [start(3, 1, 0), tensor(&[], 0, 0)].concat(),
+            "`a.tensor` has 0 dimensions",
+        ),
+        (
+            [start(3, 1, 0), tensor(&[1; 5], 0, 0)].concat(),
+            "`a.tensor` has 5 dimensions",
+        ),
+        (
+            [start(3, 1, 0), tensor(&[1], 4, 0)].concat(),
+            "tensor `a.tensor` has type ggml type 4",
+        ),
+        (
+            [start(3, 1, 0), tensor(&[u64::MAX, 2], 1, 0)].concat(),
+            "`a.tensor` cannot have shape",
+        ),
+        (
+            [start(3, 1, 0), tensor(&[16], 2, 0)].concat(),
+            "`a.tensor` cannot have shape [16] as Q4_0",
+        ),
+        (
+            [start(3, 1, 0), tensor(&[1], 0, u64::MAX)].concat(),
+            "`a.tensor` lies beyond the end",
+        ),
+        (
+            [start(3, 2, 0), tensor(&[1], 0, 0), tensor(&[1], 0, 0)].concat(),
+            "the tensor `a.tensor` is there twice",
+        ),
+    ];
+    for (bytes, message) in cases {
+        std::fs::write(&path, &bytes).unwrap();
+        let error = GgufFile::open(&path).unwrap_err().to_string();
+        assert!(error.contains(message), "{error:?} does not say {message:?}");
+        assert!(error.contains("bounds.gguf"), "{error}");
+    }
+}

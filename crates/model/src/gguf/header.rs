@@ -16,11 +16,14 @@ const ALIGNMENT_KEY: &str = "general.alignment";
 const DEFAULT_ALIGNMENT: u64 = 32;
 /// What ggml computes with (`GGML_MAX_DIMS`).
 const MAX_DIMENSIONS: u32 = 4;
-/// Lists of lists; no file is known to nest them at all.
+/// Arrays within arrays; no file is known to nest them at all.
 const MAX_DEPTH: u32 = 4;
-/// Elements of all lists together. A vocabulary of a million tokens with types, scores and merges has four million; a
-/// list of bytes takes 32 times as much memory as in the file.
-const MAX_ELEMENTS: u64 = 1 << 24;
+/// Elements of all arrays, each of which may take 60 bytes in memory; 260,000 tokens have a million.
+const MAX_ELEMENTS: u64 = 1 << 22;
+/// Fields, and tensors.
+const MAX_ENTRIES: u64 = 1 << 17;
+/// Bytes of all fields and descriptions of tensors; the largest vocabularies need a tenth.
+const MAX_BYTES: usize = 128 << 20;
 
 /// What the header says.
 #[derive(Debug)]
@@ -50,7 +53,7 @@ impl Header {
     pub(super) fn read(path: &Path, file: &[u8]) -> Result<Self, ModelError> {
         let mut reader = Reader {
             path,
-            file,
+            file: &file[..file.len().min(MAX_BYTES)],
             position: 0,
             elements: 0,
         };
@@ -62,8 +65,15 @@ impl Header {
             return Err(reader.corrupt(message));
         }
         let tensor_count = reader.u64(|| "the number of tensors".to_owned())?;
-        let pairs = reader.u64(|| "the number of metadata entries".to_owned())?;
-        let metadata = reader.metadata(pairs)?;
+        let field_count = reader.u64(|| "the number of fields".to_owned())?;
+        for (what, count) in [("tensors", tensor_count), ("fields", field_count)] {
+            if count > MAX_ENTRIES {
+                let message =
+                    format!("the header has {count} {what}, more than the {MAX_ENTRIES} that it may have");
+                return Err(reader.corrupt(message));
+            }
+        }
+        let metadata = reader.metadata(field_count)?;
         let tensors = reader.tensors(tensor_count)?;
         let alignment = alignment(&metadata).map_err(|message| reader.corrupt(message))?;
         // No overflow: `position` lies in the file, and the alignment is small.
@@ -82,7 +92,7 @@ fn alignment(metadata: &Metadata) -> Result<usize, String> {
     alignment
         .filter(|alignment| alignment.is_power_of_two() && *alignment <= 1 << 20)
         .and_then(|alignment| usize::try_from(alignment).ok())
-        .ok_or_else(|| format!("metadata `{ALIGNMENT_KEY}` is not a power of two up to 1048576"))
+        .ok_or_else(|| format!("`{ALIGNMENT_KEY}` is not a power of two up to 1048576"))
 }
 
 /// Reads a file from its beginning. `what`, in its methods, names for errors what is being read.
@@ -90,7 +100,7 @@ struct Reader<'a> {
     path: &'a Path,
     file: &'a [u8],
     position: usize,
-    /// Of all lists so far.
+    /// Of all arrays so far.
     elements: u64,
 }
 
@@ -102,7 +112,13 @@ impl<'a> Reader<'a> {
     fn take(&mut self, len: usize, what: impl Fn() -> String) -> Result<&'a [u8], ModelError> {
         let end = self.position.checked_add(len);
         let bytes = end.and_then(|end| self.file.get(self.position..end));
-        let bytes = bytes.ok_or_else(|| self.corrupt(format!("the file ends within {}", what())))?;
+        let bytes = bytes.ok_or_else(|| match self.file.len() {
+            MAX_BYTES => self.corrupt(format!(
+                "the header does not end within the file's first {} MiB",
+                MAX_BYTES >> 20
+            )),
+            _ => self.corrupt(format!("the file ends within {}", what())),
+        })?;
         self.position += len;
         Ok(bytes)
     }
@@ -130,14 +146,14 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn metadata(&mut self, pairs: u64) -> Result<Metadata, ModelError> {
+    fn metadata(&mut self, count: u64) -> Result<Metadata, ModelError> {
         let mut metadata = Metadata::new();
-        for index in 0..pairs {
-            let key = self.text(|| format!("the key of metadata entry {index}"))?;
-            let kind = self.u32(|| format!("the type of metadata `{key}`"))?;
+        for index in 0..count {
+            let key = self.text(|| format!("the name of field {index}"))?;
+            let kind = self.u32(|| format!("the type of `{key}`"))?;
             let value = self.value(&key, kind, 0)?;
             if metadata.contains_key(&key) {
-                return Err(self.corrupt(format!("metadata `{key}` is there twice")));
+                return Err(self.corrupt(format!("the field `{key}` is there twice")));
             }
             metadata.insert(key, value);
         }
@@ -145,7 +161,7 @@ impl<'a> Reader<'a> {
     }
 
     fn value(&mut self, key: &str, kind: u32, depth: u32) -> Result<MetaValue, ModelError> {
-        let what = || format!("metadata `{key}`");
+        let what = || format!("the field `{key}`");
         Ok(match kind {
             0 => MetaValue::UInt(u8::from_le_bytes(self.array(what)?).into()),
             1 => MetaValue::Int(i8::from_le_bytes(self.array(what)?).into()),
@@ -157,30 +173,30 @@ impl<'a> Reader<'a> {
             7 => match self.array::<1>(what)? {
                 [0] => MetaValue::Bool(false),
                 [1] => MetaValue::Bool(true),
-                [other] => return Err(self.corrupt(format!("metadata `{key}` is a flag of value {other}"))),
+                [other] => return Err(self.corrupt(format!("`{key}` is a flag of value {other}"))),
             },
             8 => MetaValue::Str(self.text(what)?),
             9 => self.list(key, depth)?,
             10 => MetaValue::UInt(self.u64(what)?),
             11 => MetaValue::Int(i64::from_le_bytes(self.array(what)?)),
             12 => MetaValue::Float(f64::from_le_bytes(self.array(what)?)),
-            other => return Err(self.corrupt(format!("metadata `{key}` has the unknown type {other}"))),
+            other => return Err(self.corrupt(format!("`{key}` has the unknown type {other}"))),
         })
     }
 
     fn list(&mut self, key: &str, depth: u32) -> Result<MetaValue, ModelError> {
-        let what = || format!("metadata `{key}`");
+        let what = || format!("the field `{key}`");
         let kind = self.u32(what)?;
         let len = self.u64(what)?;
         self.elements = self.elements.saturating_add(len);
         if self.elements > MAX_ELEMENTS {
-            let message = format!(
-                "metadata `{key}` is a list of {len} elements; all lists together may have {MAX_ELEMENTS}"
-            );
+            let message = format!("`{key}` has {len} elements; all arrays may have {MAX_ELEMENTS}");
             return Err(self.corrupt(message));
         }
         if depth >= MAX_DEPTH {
-            return Err(self.corrupt(format!("metadata `{key}` nests lists more than {MAX_DEPTH} deep")));
+            return Err(self.corrupt(format!(
+                "`{key}` is an array of arrays of arrays, deeper than {MAX_DEPTH}"
+            )));
         }
         // Not reserved in advance: the file may be shorter.
         let values = (0..len).map(|_| self.value(key, kind, depth + 1));
@@ -194,7 +210,7 @@ impl<'a> Reader<'a> {
             let name = self.text(|| format!("the name of tensor {index}"))?;
             let tensor = self.tensor(name)?;
             if !names.insert(tensor.name.clone()) {
-                return Err(self.corrupt(format!("tensor `{}` is there twice", tensor.name)));
+                return Err(self.corrupt(format!("the tensor `{}` is there twice", tensor.name)));
             }
             tensors.push(tensor);
         }
