@@ -49,13 +49,19 @@ def test_the_tarball_holds_the_same_binary(dist, wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/scripts/plimsoll"))
         binary = archive.read(name)
+        assert any(name.endswith(".dist-info/licenses/licenses/THIRD-PARTY") for name in archive.namelist())
         assert archive.getinfo(name).external_attr >> 16 & 0o111, "it can be executed"
     with tarfile.open(file) as archive:
         files = {Path(entry.name).relative_to(file.name.removesuffix(".tar.gz")).as_posix(): entry for entry in archive}
-        assert set(files) == {"bin/plimsoll", "LICENSE", "README.md", "plimsoll.cdx.json"}
+        assert set(files) == {"bin/plimsoll", "LICENSE", "THIRD-PARTY", "README.md", "plimsoll.cdx.json"}
         assert files["bin/plimsoll"].mode == 0o755 and {entry.uid for entry in files.values()} == {0}
         assert archive.extractfile(files["bin/plimsoll"]).read() == binary
         assert archive.extractfile(files["plimsoll.cdx.json"]).read() == sbom.read_bytes()
+        licences = archive.extractfile(files["THIRD-PARTY"]).read().decode()
+    # Each crate of the bill of materials with its licence, and the texts; ours are under ours.
+    for crate in json.loads(sbom.read_text())["components"]:
+        assert crate["name"].startswith("plimsoll-") or f"{crate['name']} {crate['version']}: " in licences, crate["name"]
+    assert licences.count("Permission is hereby granted, free of charge") > 50
 
 
 def test_checksums_are_of_everything(dist):
