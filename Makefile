@@ -88,7 +88,7 @@ container:  ## Build the image for DEVICE (cuda or cpu), test it, report its siz
 .PHONY: test-container
 test-container: build  ## The image around the debug binary, by podman, which root installs on Debian; reaches no registry of images
 	@scripts/install-podman
-	base=$$(scripts/base-image) && CONTAINERS_CONF=.ci/containers.conf BUILDAH_ISOLATION=chroot \
+	base=$$(scripts/base-image) && CONTAINERS_CONF=$(CURDIR)/.ci/containers.conf BUILDAH_ISOLATION=chroot \
 	BUILD_FLAGS=--build-arg=RUN_IMAGE=$$base scripts/container cpu --engine podman --binary target/debug/plimsoll
 
 .PHONY: test-cuda
