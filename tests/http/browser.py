@@ -68,6 +68,7 @@ def chat(sim, open_page):
 
 
 def send(page: Page, text: str) -> None:
+    expect(page.locator("#send")).to_be_enabled()
     page.locator("#message").fill(text)
     page.keyboard.press("Enter")
 
@@ -100,7 +101,8 @@ def seen(locator: Locator) -> None:
     assert found["inside"] and found["on"] is True and found["width"] >= 4 and found["height"] >= 4, found
 
 
-def accessible(page: Page) -> None:
-    """Checks the page as it is now with axe-core."""
-    violations = Axe().run(page).response["violations"]
+def accessible(page: Page, *parts: str) -> None:
+    """Checks the page, or these parts of it, as it is now with axe-core."""
+    context = {"include": [[part] for part in parts]} if parts else None
+    violations = Axe().run(page, context).response["violations"]
     assert not violations, [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in violations]

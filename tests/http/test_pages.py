@@ -97,7 +97,6 @@ def test_an_error_says_what_and_where(sim, open_page):
     page.locator("#more-sampling summary").click()
     page.locator("#min_p").fill("3")
     page.locator("#more-sampling summary").click()
-    expect(page.locator("#send")).to_be_enabled()
     send(page, "Too much")
     expect(page.locator(".error")).to_contain_text("min_p")
     expect(page.locator("#min_p")).to_have_attribute("aria-invalid", "true")
@@ -230,7 +229,6 @@ and another. $\undefined$ stays.
 @pytest.mark.parametrize("size", [len(RICH), 3], ids=["whole", "in pieces"])
 def test_formulas_code_and_tables_are_seen(sim, open_page, size):
     page = open_page(sim.url)
-    expect(page.locator("#send")).to_be_enabled()
     says(page, *({"content": RICH[i : i + size]} for i in range(0, len(RICH), size)))
     send(page, "Show me")
     answered(page, 1)
@@ -258,7 +256,6 @@ def test_formulas_code_and_tables_are_seen(sim, open_page, size):
 
 def test_code_and_answers_are_copied(sim, open_page):
     page = open_page(sim.url, permissions=["clipboard-read", "clipboard-write"])
-    expect(page.locator("#send")).to_be_enabled()
     says(page, {"content": "Here:\n```sh\necho 1\necho 2\n```"})
     send(page, "A script")
     answered(page, 1)
@@ -327,7 +324,6 @@ def test_phone(sim, open_page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_chat_is_accessible(sim, open_page, scheme):
     page = open_page(sim.url, color_scheme=scheme)
-    expect(page.locator("#send")).to_be_enabled()
     says(page, {"reasoning_content": "Hm."}, {"content": RICH})
     send(page, "Show me")
     answered(page, 1)

@@ -105,8 +105,9 @@ function open(chat) {
 }
 
 // Marks the open chat in the list and in the address, so that it is open after a reload.
-function mark({ id, title, messages }) {
-  chats.select(id);
+function mark(chat) {
+  const { id, title, messages } = chat;
+  chats.select(chat);
   $("title").textContent = title || "New chat";
   history.replaceState(null, "", messages.length > 0 ? `#${id}` : location.pathname + location.search);
 }

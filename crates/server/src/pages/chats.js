@@ -25,7 +25,10 @@ export class Chats {
   async load(id) {
     await this.#saving;
     try {
-      this.#chats = await allChats();
+      const chats = await allChats();
+      // The open one stays that of the conversation, whose answer may not be kept yet.
+      const open = this.#current;
+      this.#chats = chats.map((chat) => (chat.id === open?.id ? Object.assign(open, { title: chat.title }) : chat));
     } catch {
       $("chats-note").textContent = "This browser does not keep chats: they are lost when the page is closed.";
     }
@@ -34,8 +37,8 @@ export class Chats {
   }
 
   // Marks the open chat.
-  select(id) {
-    this.#current = id;
+  select(chat) {
+    this.#current = chat;
     this.#draw();
   }
 
@@ -71,7 +74,7 @@ export class Chats {
   #item(chat) {
     const open = button(chat.title, () => this.open(chat), { className: "open", title: chat.title });
     open.dataset.chat = chat.id;
-    if (chat.id === this.#current) open.setAttribute("aria-current", "true");
+    if (chat.id === this.#current?.id) open.setAttribute("aria-current", "true");
     const more = button($("dots").content.cloneNode(true), () => {}, { className: "quiet icon more", ariaLabel: `Actions for ${chat.title}` });
     this.menu.attach(more, chat);
     return element("li", {}, open, more);
@@ -120,7 +123,7 @@ export class Chats {
   }
 
   #remove(chats, change, words) {
-    const open = chats.some(({ id }) => id === this.#current);
+    const open = chats.some(({ id }) => id === this.#current?.id);
     this.#chats = this.#chats.filter((chat) => !chats.includes(chat));
     chats.forEach(({ id }) => this.#deleted.add(id));
     this.#store(change);

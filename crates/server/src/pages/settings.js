@@ -25,7 +25,7 @@ export class Settings {
   // Shows the settings that were last used with a model.
   load(model) {
     this.#model = model;
-    $("settings-note").textContent = `Kept in this browser for ${model}.`;
+    $("settings-note").textContent = `Stored in this browser for ${model}.`;
     this.#fill(settingsOf(model));
   }
 
