@@ -177,6 +177,7 @@ def test_a_page_of_a_starting_server_becomes_the_chat(tmp_path, open_page):
         expect(page.locator("#starting")).not_to_be_visible()
         exchange(page, "Are you there?", "Yes.")
         assert child.poll() is None
+        page.close()
 
 
 def test_a_server_with_keys_asks_for_one(start, open_page):
