@@ -157,7 +157,7 @@ def test_an_answer_that_was_cut_off_by_a_reload_can_be_made_again(chat):
 
 def test_a_page_of_a_starting_server_becomes_the_chat(tmp_path, open_page):
     # Each of its steps takes so long that the start can be watched.
-    with conftest.process(tmp_path, "sim:0.3", "--max-model-len", "1024") as (child, port, log):
+    with conftest.process(tmp_path, "sim:0.4", "--max-model-len", "1024") as (child, port, log):
         url = f"http://127.0.0.1:{port}"
         end = time.monotonic() + conftest.START_TIMEOUT
         while time.monotonic() < end:
