@@ -22,6 +22,12 @@ def choose(page: Page, title: str, action: str) -> None:
     page.locator("#menu").get_by_role("button", name=action).click()
 
 
+def reload(page: Page) -> None:
+    """Reloads the page once it has stored its changes: reads of the store come after them."""
+    page.evaluate("import('/assets/store.js').then(store => store.allChats())")
+    page.reload()
+
+
 def exchange(page: Page, question: str, answer: str, count: int = 1) -> None:
     says(page, {"content": answer})
     send(page, question)
@@ -37,7 +43,7 @@ def test_chats_are_kept_renamed_searched_and_deleted(chat):
     assert titles(chat) == ["Name a port", "What is a load line?"]
 
     # A reload shows the open chat, and the list has the other.
-    chat.reload()
+    reload(chat)
     expect(chat.locator(".assistant .text")).to_have_text("Rotterdam")
     expect(chat.locator("[aria-current]")).to_have_text("Name a port")
     chat.locator("#chat-list .open", has_text="load line").click()
@@ -60,11 +66,11 @@ def test_chats_are_kept_renamed_searched_and_deleted(chat):
     chat.get_by_role("button", name="Undo").click()
     expect(chat.locator("#chat-list .open")).to_have_text(["Ships", "Name a port"])
     choose(chat, "Ships", "Delete")
-    chat.reload()
+    reload(chat)
     expect(chat.locator("#chat-list .open")).to_have_text(["Name a port"])
     chat.get_by_role("button", name="Delete all chats").click()
     expect(chat.locator("#no-chats")).to_be_visible()
-    chat.reload()
+    reload(chat)
     expect(chat.locator("#greeting")).to_have_text("Ready.")
     assert titles(chat) == []
 
@@ -95,7 +101,7 @@ def test_a_question_is_changed_and_an_answer_made_again(chat):
     chat.locator("#message").press("ArrowUp")
     expect(field).to_have_value("Three")
     chat.keyboard.press("Escape")
-    chat.reload()
+    reload(chat)
     expect(chat.locator(".turn .text")).to_have_text(["Three", "Fourth answer"])
 
 
@@ -124,20 +130,20 @@ def test_chats_are_exported(chat):
 def test_settings_are_kept_for_each_model(chat):
     chat.locator("#temperature").fill("0.25")
     chat.locator("#system").fill("Be brief.")
-    chat.reload()
+    reload(chat)
     expect(chat.locator("#temperature")).to_have_value("0.25")
     expect(chat.locator("#system")).to_have_value("Be brief.")
     other = {"object": "list", "data": [{"id": "other", "max_model_len": 100}]}
     chat.route("**/v1/models", lambda route: route.fulfill(json=other))
-    chat.reload()
+    reload(chat)
     expect(chat.locator("#settings-note")).to_contain_text("other")
     expect(chat.locator("#temperature")).to_have_value("")
     chat.locator("#temperature").fill("0.75")
     chat.unroute("**/v1/models")
-    chat.reload()
+    reload(chat)
     expect(chat.locator("#temperature")).to_have_value("0.25")
     chat.get_by_role("button", name="Reset").click()
-    chat.reload()
+    reload(chat)
     expect(chat.locator("#settings-note")).to_contain_text("sim")
     expect(chat.locator("#temperature")).to_have_value("")
 
@@ -147,7 +153,7 @@ def test_an_answer_that_was_cut_off_by_a_reload_can_be_made_again(chat):
     send(chat, "Hello?")
     expect(chat.locator(".busy")).to_be_visible()
     expect(chat.locator("[aria-current]")).to_have_text("Hello?")
-    chat.reload()
+    reload(chat)
     expect(chat.locator(".error")).to_contain_text("closed before the answer")
     chat.unroute(CHAT)
     says(chat, {"content": "Hello."})
