@@ -54,6 +54,12 @@ test-http: $(VENV)/ready build  ## Black-box tests over HTTP, with the official 
 build:
 	cargo build --locked -p plimsoll-cli
 
+.PHONY: screenshot
+screenshot: $(VENV)/ready  ## docs/chat.png, the picture in README
+	scripts/fetch-default-model >/dev/null
+	cargo build --release --locked -p plimsoll-cli
+	$(PYTHON) scripts/screenshot
+
 .PHONY: soak
 soak: $(VENV)/ready build  ## Mixed load with client failures and injected faults for MINUTES (60); checks for leaks, lost requests and slowdown
 	exec $(PYTHON) tests/soak --minutes $${MINUTES:-60} $(ARGS)

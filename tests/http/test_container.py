@@ -38,6 +38,9 @@ def test_the_bill_of_materials_is_valid_and_whole(sbom):
     # That it finds anything at all:
     assert JsonStrictValidator(SchemaVersion.V1_5).validate_str(json.dumps(document | {"components": [{"name": "a"}]}))
     assert document["metadata"]["component"]["name"] == "plimsoll"
+    libraries = [component for component in components if component["purl"].startswith("pkg:npm/")]
+    vendored = json.loads((ROOT / "crates/server/src/pages/vendor/packages.json").read_text())
+    assert [(one["name"], one["version"]) for one in libraries] == [(one["name"], one["version"]) for one in vendored]
     listed = {(component["name"], component["version"]) for component in components}
     linked = crates("normal")
     assert linked - listed == {(name, version) for name, version in linked if name == "plimsoll-cli"}
@@ -46,7 +49,9 @@ def test_the_bill_of_materials_is_valid_and_whole(sbom):
     for component in components:
         ours = component["name"].startswith("plimsoll-")
         assert component["licenses"] and (ours or component["hashes"]), component
-        assert component["purl"].startswith(f"pkg:cargo/{component['name']}@{component['version']}"), component
+        kind = "npm" if component in libraries else "cargo"
+        name = component["name"].replace("@", "%40")
+        assert component["purl"].startswith(f"pkg:{kind}/{name}@{component['version']}"), component
 
 
 def test_script_and_dockerfile_agree():

@@ -1,86 +1,11 @@
-"""The chat page and the reference, in a real headless browser."""
+"""The chat page, in a real headless browser."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import re
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
-
-ROOT = Path(__file__).resolve().parents[2]
-CHAT = "**/v1/chat/completions"
-WIDE, PHONE = {"width": 1280, "height": 820}, {"width": 390, "height": 780}
-# A busy machine takes its time.
-PATIENCE_MS = 60_000
-
-
-@pytest.fixture(scope="module")
-def browser():
-    install = [sys.executable, str(ROOT / "scripts/install-browser")]
-    executable = Path(subprocess.run(install, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
-    home = executable.parent
-    environment = dict(os.environ)
-    if (home / "fonts.conf").exists():
-        environment |= {"LD_LIBRARY_PATH": str(home / "lib"), "FONTCONFIG_FILE": str(home / "fonts.conf")}
-    # Containers have no user namespaces for its sandbox; it sees nothing but our own pages.
-    arguments = ["--no-sandbox", "--headless=shell", "--disable-gpu", "--no-zygote", "--font-render-hinting=none"]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=arguments, env=environment)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser, request):
-    """Opens pages that may not complain, nor ask anybody but their server."""
-    contexts = []
-
-    def open(url: str, viewport=WIDE, complaints: tuple = (), **options) -> Page:
-        context = browser.new_context(viewport=viewport, **options)
-        context.set_default_timeout(PATIENCE_MS)
-        page = context.new_page()
-        heard = []
-        page.on("console", lambda message: heard.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: heard.append(str(error)))
-        foreign = []
-        origin = "/".join(url.split("/")[:3])
-        page.on("request", lambda r: None if r.url.startswith(origin) else foreign.append(r.url))
-        contexts.append((context, heard, foreign, complaints))
-        page.goto(url)
-        return page
-
-    yield open
-    for context, heard, foreign, complaints in contexts:
-        context.close()
-        assert foreign == []
-        assert [text for text in heard if not any(known in text for known in complaints)] == []
-
-
-@pytest.fixture
-def chat(sim, open_page):
-    page = open_page(sim.url)
-    expect(page.locator("#greeting")).to_have_text("Ready.")
-    return page
-
-
-def send(page: Page, text: str) -> None:
-    page.locator("#message").fill(text)
-    page.keyboard.press("Enter")
-
-
-def answered(page: Page, answers: int) -> None:
-    """Waits until so many answers are whole."""
-    expect(page.locator(".assistant .after")).to_have_count(answers, timeout=PATIENCE_MS)
-
-
-def says(page: Page, *deltas: dict) -> None:
-    """Has the next answers say this in place of what the model would."""
-    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=body))
+from browser import CHAT, PHONE, accessible, answered, browser, chat, open_page, says, seen, send
+from playwright.sync_api import expect
 
 
 def test_a_conversation(sim, chat):
@@ -159,26 +84,37 @@ def test_stop_ends_the_answer_here_and_there(slow, open_page, how):
     )
     send(chat, "Tell me everything")
     answered(chat, 1)
-    assert "stopped" in chat.locator(".after").inner_text()
+    assert "stopped" in chat.locator(".assistant .after").inner_text()
     slow.wait_until_empty()
     chat.unroute(CHAT)
     send(chat, "Thank you")
     answered(chat, 2)
-    assert "stopped" not in chat.locator(".after").last.inner_text()
+    assert "stopped" not in chat.locator(".assistant .after").last.inner_text()
 
 
 def test_an_error_says_what_and_where(sim, open_page):
     page = open_page(sim.url, complaints=("status of 400",))
-    page.locator("#temperature").fill("-1")
-    send(page, "Too cold")
-    expect(page.locator(".error")).to_contain_text("temperature")
-    expect(page.locator("#temperature")).to_have_attribute("aria-invalid", "true")
-    page.locator("#temperature").fill("1")
+    page.locator("#more-sampling summary").click()
+    page.locator("#min_p").fill("3")
+    page.locator("#more-sampling summary").click()
+    send(page, "Too much")
+    expect(page.locator(".error")).to_contain_text("min_p")
+    expect(page.locator("#min_p")).to_have_attribute("aria-invalid", "true")
+    seen(page.locator("#min_p-error"))
+    assert "min_p" in page.locator("#min_p-error").inner_text()
+    page.locator("#min_p").fill("0.5")
+    expect(page.locator("#min_p-error")).to_have_count(0)
     with page.expect_request(CHAT) as sent:
         page.get_by_role("button", name="Try again").click()
-    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "Too cold"}]
+    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "Too much"}]
     answered(page, 1)
     expect(page.locator(".error")).to_have_count(0)
+    # What is no number is not sent at all.
+    page.locator("#seed").press_sequentially("1e")
+    send(page, "And now?")
+    expect(page.locator("#seed-error")).to_have_text("This is not a number.")
+    expect(page.locator(".user")).to_have_count(1)
+    assert page.locator("#message").input_value() == "And now?"
 
 
 EVIL = """<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>
@@ -197,7 +133,7 @@ EVIL = """<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>
 
 @pytest.mark.parametrize("size", [len(EVIL), 5], ids=["whole", "in pieces"])
 def test_what_a_model_says_is_never_markup(sim, open_page, size):
-    page = open_page(sim.url, complaints=("Content Security Policy",))
+    page = open_page(sim.url, complaints=("Content Security Policy", "This document requires"))
     says(page, *({"content": EVIL[i : i + size]} for i in range(0, len(EVIL), size)))
     send(page, EVIL)
     answered(page, 1)
@@ -211,14 +147,17 @@ def test_what_a_model_says_is_never_markup(sim, open_page, size):
     assert page.evaluate("window.pwned") is None
     # Even markup would do nothing: the page's policy forbids it.
     blocked = page.evaluate(
-        """() => new Promise(done => {
-            document.addEventListener('securitypolicyviolation', event => done(event.violatedDirective));
+        """async () => {
+            const violation = new Promise(done => document.addEventListener('securitypolicyviolation', e => done(e.violatedDirective)));
+            let refused = false;
+            try { document.body.innerHTML = '<b>x</b>' } catch { refused = true }
             const script = document.createElement('script');
-            script.textContent = 'window.pwned = 1';
+            script.append('window.pwned = 1');
             document.body.append(script);
-        })"""
+            return [refused, await violation];
+        }"""
     )
-    assert blocked.startswith("script-src") and page.evaluate("window.pwned") is None
+    assert blocked == [True, "require-trusted-types-for"] and page.evaluate("window.pwned") is None
 
 
 def test_an_adversarial_text_does_not_hang_the_page(chat):
@@ -265,6 +204,83 @@ def test_markdown(chat):
     assert text.locator("em").inner_text() == "slanted" and text.locator("strong").inner_text() == "bold"
 
 
+RICH = r"""First:
+1. a list right after a line
+2. with \(x_1\) and $e^{i\pi}$, and $$x^2$$ too. It costs $5 and $6.
+
+\[
+\frac{\sqrt{\pi}}{2}
+\]
+
+| left | right |
+|:-----|------:|
+| a | 1 |
+
+```python
+def load(line):  # a comment
+    return "deep"
+```
+
+A line
+and another. $\undefined$ stays.
+"""
+
+
+@pytest.mark.parametrize("size", [len(RICH), 3], ids=["whole", "in pieces"])
+def test_formulas_code_and_tables_are_seen(sim, open_page, size):
+    page = open_page(sim.url)
+    says(page, *({"content": RICH[i : i + size]} for i in range(0, len(RICH), size)))
+    send(page, "Show me")
+    answered(page, 1)
+    text = page.locator(".assistant .text")
+    expect(text.locator(".katex")).to_have_count(4)
+    # Typeset, with KaTeX's fonts and sizes: a fraction is higher than a line.
+    fraction = text.locator(".formula").last
+    seen(fraction.locator(".katex-html .sqrt"))
+    assert fraction.bounding_box()["height"] > 40
+    page.evaluate("document.fonts.ready")
+    assert page.evaluate("[...document.fonts].some(font => font.family.startsWith('KaTeX') && font.status === 'loaded')")
+    words = text.inner_text()
+    assert "It costs $5 and $6." in words and r"$\undefined$" in words and r"\(" not in words and "$$" not in words
+    assert text.locator("ol > li").count() == 2 and text.locator("p").first.inner_text() == "First:"
+    aligned = page.evaluate("[...document.querySelectorAll('.assistant td')].map(cell => getComputedStyle(cell).textAlign)")
+    assert aligned == ["left", "right"]
+    assert "A line\nand another." in words
+    code = text.locator(".code")
+    expect(code.locator(".hl-keyword").first).to_have_text("def")
+    seen(code.locator(".hl-string"))
+    colours = [code.locator(part).first.evaluate("node => getComputedStyle(node).color") for part in ("code", ".hl-keyword", ".hl-string", ".hl-comment")]
+    assert len(set(colours)) == 4, colours
+    assert code.locator("code").inner_text() == 'def load(line):  # a comment\n    return "deep"'
+
+
+def test_code_and_answers_are_copied(sim, open_page):
+    page = open_page(sim.url, permissions=["clipboard-read", "clipboard-write"])
+    says(page, {"content": "Here:\n```sh\necho 1\necho 2\n```"})
+    send(page, "A script")
+    answered(page, 1)
+    for button, text in [(".code", "echo 1\necho 2"), (".assistant .after", "Here:\n```sh\necho 1\necho 2\n```"), (".user .after", "A script")]:
+        copy = page.locator(button).get_by_role("button").first
+        copy.click()
+        expect(copy).to_have_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == text
+
+
+def test_tokens_that_come_at_once_have_a_speed(chat):
+    chunks = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 20, "total_tokens": 25}}
+    deltas = [{"choices": [{"index": 0, "delta": {"content": f"{i} "}, "finish_reason": None}]} for i in range(20)]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in [*deltas, chunks]) + "data: [DONE]\n\n"
+    chat.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    send(chat, "All at once")
+    answered(chat, 1)
+    assert chat.locator("#tokens").inner_text() == "20"
+    assert re.fullmatch(r"[\d,.]+ tokens/s", chat.locator("#rate").inner_text())
+    # They took as long as the wait for them, not as long as it took to read them.
+    rate = float(chat.locator("#rate").inner_text().split()[0].replace(",", ""))
+    wait = float(chat.locator("#ttft").inner_text().split()[0])
+    assert rate * (wait - 0.01) <= 21, (rate, wait)
+
+
 def test_reasoning_folds_away(chat):
     says(chat, {"reasoning_content": "Hm, <b>let</b> me see."}, {"content": "It is 4."})
     send(chat, "2 + 2?")
@@ -286,50 +302,33 @@ def test_memory_is_that_of_the_server(sim, chat):
 
 
 def test_phone(sim, open_page):
-    page = open_page(sim.url, PHONE)
+    page = open_page(sim.url, PHONE, has_touch=True)
     expect(page.locator("#greeting")).to_have_text("Ready.")
-    expect(page.locator("#panel")).not_to_be_visible()
-    page.get_by_role("button", name="Settings").click()
-    expect(page.locator("#temperature")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.locator("#panel")).not_to_be_visible()
-    says(page, {"content": "a" * 500 + "\n\n```\n" + "b" * 500 + "\n```\n| " + "c | " * 60 + "\n|" + "---|" * 60})
+    for panel, toggle in [("#panel", "Settings"), ("#chats", "Chats")]:
+        expect(page.locator(panel)).not_to_be_visible()
+        page.get_by_role("button", name=toggle, exact=True).tap()
+        expect(page.locator(panel)).to_be_visible()
+        accessible(page)
+        page.keyboard.press("Escape")
+        expect(page.locator(panel)).not_to_be_visible()
+    wide = "a" * 500 + "\n\n```\n" + "b" * 500 + "\n```\n| " + "c | " * 60 + "\n|" + "---|" * 60
+    says(page, {"content": f"{wide}\n\n$${'x + ' * 200}y$$\n\nThe end."})
     send(page, "Wide things")
     answered(page, 1)
+    expect(page.locator(".katex")).to_have_count(1)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    for part in [page.get_by_text("The end."), page.locator("#message"), page.locator("#send"), page.get_by_role("button", name="New chat")]:
+        seen(part)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_reference(sim, open_page, scheme):
-    page = open_page(f"{sim.url}/docs", color_scheme=scheme)
-    expect(page.locator(".operation").first).to_be_visible()
-    document = sim.http.get("/openapi.json").json()
-    operations = sum(len(item) for item in document["paths"].values())
-    assert page.locator(".operation").count() == operations
-    assert page.locator(".schema").count() == len(document["components"]["schemas"])
-    chat = page.locator(".operation", has_text="/v1/chat/completions").first
-    assert "temperature" in chat.inner_text() and "curl" in chat.inner_text()
-    chat.locator("summary", has_text="200").click()
-    expect(chat.locator("td", has_text="finish_reason").or_(chat.locator("td", has_text="choices")).first).to_be_visible()
-    page.locator("#filter").fill("tokenize")
-    assert 2 <= page.locator("#list a:visible").count() <= 12
-
-
-def test_a_server_with_keys_asks_for_one(start, open_page):
-    with start("sim", "--api-key", "sesame") as server:
-        page = open_page(server.url, complaints=("status of 401",))
-        expect(page.locator("#greeting")).to_contain_text("requires an API key")
-        expect(page.locator("#key")).to_be_focused()
-        page.locator("#key").fill("sesame")
-        page.keyboard.press("Enter")
-        expect(page.locator("#greeting")).to_have_text("Ready.")
-        expect(page.locator("#memory")).to_be_visible()
-        with page.expect_request(CHAT) as sent:
-            send(page, "Hello")
-        assert sent.value.headers["authorization"] == "Bearer sesame"
-        answered(page, 1)
-        expect(page.locator(".error")).to_have_count(0)
-        assert page.evaluate("JSON.stringify([localStorage, sessionStorage])") == "[{},{}]"
+def test_the_chat_is_accessible(sim, open_page, scheme):
+    page = open_page(sim.url, color_scheme=scheme)
+    says(page, {"reasoning_content": "Hm."}, {"content": RICH})
+    send(page, "Show me")
+    answered(page, 1)
+    page.get_by_role("button", name="Actions for Show me").click()
+    accessible(page)
 
 
 def test_pages_can_be_left_out(start):

@@ -1,4 +1,5 @@
-//! The API while the engine is starting: probes and metrics report the progress, every other request gets a 503.
+//! The API while the engine is starting: probes and metrics report the progress, the web pages show it, every other request
+//! gets a 503.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use crate::observe::REQUEST_ID;
 use crate::options::ServerOptions;
 use crate::start::{Start, StartStatus};
 use crate::wire::about::{NotReady, StartReport};
-use crate::{admin, anthropic};
+use crate::{admin, anthropic, pages};
 
 #[derive(Clone)]
 struct Waiting(Arc<Inner>);
@@ -34,7 +35,11 @@ pub(crate) fn router(model: &str, options: &ServerOptions, start: Arc<dyn Start>
         .layer(from_fn(anthropic::reword))
         .option_layer(cors(options))
         .layer(from_fn(identify));
-    Router::new()
+    let (pages, _) = match options.pages {
+        true => pages::routes().split_for_parts(),
+        false => Default::default(),
+    };
+    pages
         .route("/health", get(health))
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))

@@ -1,5 +1,9 @@
 //! Licences, sources and bans of all dependencies: what `cargo deny` checks offline, from the same deny.toml.
 
+use std::sync::LazyLock;
+
+use serde_json::Value;
+
 use crate::packages::metadata;
 use crate::{assert_none, root};
 
@@ -10,14 +14,22 @@ struct Package<'a> {
     source: Option<&'a str>,
 }
 
+/// The libraries of the web pages.
+static VENDORED: LazyLock<Value> = LazyLock::new(|| {
+    let path = root().join("crates/server/src/pages/vendor/packages.json");
+    let text = std::fs::read_to_string(path).expect("packages.json exists");
+    serde_json::from_str(&text).expect("packages.json is JSON")
+});
+
 fn packages() -> Vec<Package<'static>> {
-    let all = metadata()["packages"].as_array().expect("packages");
-    let package = |p: &'static serde_json::Value| Package {
+    let crates = metadata()["packages"].as_array().expect("packages");
+    let vendored = VENDORED.as_array().expect("packages");
+    let package = |p: &'static Value| Package {
         name: p["name"].as_str().expect("a name"),
         licence: p["license"].as_str(),
         source: p["source"].as_str(),
     };
-    all.iter().map(package).collect()
+    crates.iter().chain(vendored).map(package).collect()
 }
 
 fn deny() -> toml::Table {

@@ -34,7 +34,7 @@ export class Client {
     return (await this.#fetch(path)).json();
   }
 
-  // The chunks of a streamed answer.
+  // The chunks of a streamed answer, each with the time at which it was received.
   async *chat(body, signal) {
     const response = await this.#fetch("v1/chat/completions", {
       method: "POST",
@@ -42,28 +42,29 @@ export class Client {
       body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
       signal,
     });
-    for await (const data of events(response.body)) {
+    for await (const { data, time } of events(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ApiError(200, chunk.error);
-      yield chunk;
+      yield { chunk, time };
     }
     throw new ApiError(200, { message: "The connection ended before the answer did." });
   }
 }
 
-// The data of server-sent events.
+// The data of server-sent events. Those that are received together have the same time.
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
+    const time = performance.now();
     const parts = (held + value).split("\n\n");
     held = parts.pop();
     for (const part of parts) {
       const lines = part.split("\n").filter((line) => line.startsWith("data:"));
-      if (lines.length > 0) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
+      if (lines.length > 0) yield { data: lines.map((line) => line.slice(5).trimStart()).join("\n"), time };
     }
   }
 }

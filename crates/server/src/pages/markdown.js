@@ -1,223 +1,135 @@
-// Markdown as DOM nodes. What a model says becomes text nodes alone, so nothing in it can be markup, script or a request.
+// Markdown as DOM nodes. markdown-it only parses: its tokens become elements and text nodes here, never a string of markup, so
+// nothing in a text can be markup, script or a request.
+import { codeBlock } from "./code.js";
+import { element } from "./dom.js";
+import MarkdownIt from "./markdown-it.js";
+import { tex } from "./markdown-it-tex.js";
+import { formula } from "./math.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
-const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const QUOTE = /^ {0,3}>\s?/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/;
-// Of a line without spaces at its ends.
-const TABLE_RULE = /^(?:\|\s*)?:?-+:?\s*(?:\|\s*:?-+:?\s*)+\|?$|^\|\s*:?-+:?\s*\|$/;
-// Deeper nesting is shown as it was written.
-const DEEPEST = 8;
+// Emphasis and links of longer paragraphs are shown as they were written: it takes the square of their length to find them.
+const LONGEST = 20_000;
 const LINK = /^(https?:\/\/|mailto:)/i;
 
-// Every alternative is bounded, so that no text takes more than linear time.
-const INLINE = new RegExp(
-  [
-    /(?<ticks>`{1,3})(?<code>[^`](?:.{0,2000}?[^`])?)\k<ticks>(?!`)/s,
-    /!?\[(?<label>[^\[\]\n]{0,500})\]\((?<target>[^\s()]{1,2000})(?: "[^"\n]{0,200}")?\)/,
-    /(?<bare>https?:\/\/[^\s<>()\[\]"'`*]{1,2000}[^\s<>()\[\]"'`*.,:;!?])/,
-    /(?<strong>\*\*|__)(?=\S)(?<bold>.{1,2000}?\S|\S)\k<strong>/s,
-    /(?<![\w*])(?<em>[*_])(?=[^\s*_])(?<italic>(?:.{0,1000}?[^\s*_])?)\k<em>(?![\w*])/s,
-    /~~(?=\S)(?<struck>.{0,1000}?\S)~~/s,
-    /\\(?<escaped>[\\`*_{}\[\]()#+\-.!|~>])/,
-  ]
-    .map((part) => part.source)
-    .join("|"),
-  "gs",
-);
+const parser = new MarkdownIt({ html: false, linkify: true });
+parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
+parser.validateLink = (target) => LINK.test(target.trim());
+// Its own rendering is not used.
+parser.use(tex, { delimiters: "all", render: () => "" });
+parser.core.ruler.at("inline", ({ tokens, md, env, Token }) => {
+  for (const token of tokens.filter(({ type }) => type === "inline")) {
+    if (token.content.length <= LONGEST) md.inline.parse(token.content, md, env, token.children);
+    else token.children.push(Object.assign(new Token("text", "", 0), { content: token.content }));
+  }
+});
+// Models write displayed formulas within a line, too.
+parser.inline.ruler.before("math_inline_bracket", "math_display", (state, silent) => {
+  const open = state.src.slice(state.pos, state.pos + 2);
+  const close = { "$$": "$$", "\\[": "\\]" }[open];
+  const end = close ? state.src.indexOf(close, state.pos + 2) : -1;
+  if (end <= state.pos + 2) return false;
+  if (!silent) {
+    const token = state.push("math_block", "math", 0);
+    token.markup = open;
+    token.content = state.src.slice(state.pos + 2, end);
+  }
+  state.pos = end + 2;
+  return true;
+});
 
-export function element(name, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(name), properties);
-  node.append(...children);
+// The nodes of tokens, which open and close elements.
+function render(tokens) {
+  const root = document.createDocumentFragment();
+  const open = [root];
+  for (const token of tokens) {
+    if (token.nesting < 0) open.pop();
+    else if (token.nesting > 0) open.push(start(token, open.at(-1)));
+    else open.at(-1).append(...leaf(token));
+  }
+  return root;
+}
+
+function start(token, parent) {
+  // Paragraphs of a tight list.
+  if (token.hidden) return parent;
+  const node = element(token.tag === "h5" || token.tag === "h6" ? "h4" : token.tag);
+  if (token.tag === "a") link(node, token.attrGet("href"));
+  if (token.tag === "ol") node.start = token.attrGet("start") ?? 1;
+  const align = /text-align:(left|center|right)/.exec(token.attrGet("style") ?? "");
+  if (align) node.style.textAlign = align[1];
+  parent.append(token.tag === "table" ? element("div", { className: "table", tabIndex: 0 }, node) : node);
   return node;
 }
 
-function inline(text, depth = 0) {
-  const nodes = [];
-  let end = 0;
-  if (depth <= DEEPEST) {
-    for (const match of text.matchAll(INLINE)) {
-      if (match.index > end) nodes.push(text.slice(end, match.index));
-      end = match.index + match[0].length;
-      nodes.push(span(match, depth + 1));
-    }
-  }
-  nodes.push(text.slice(end));
-  return nodes;
-}
-
-function span(match, depth) {
-  const { code, label, target, bare, bold, italic, struck, escaped } = match.groups;
-  if (code !== undefined) return element("code", {}, code);
-  if (target !== undefined) return link(target, inline(label || target, depth), match[0]);
-  if (bare !== undefined) return link(bare, [bare], bare);
-  if (bold !== undefined) return element("strong", {}, ...inline(bold, depth));
-  if (italic !== undefined) return element("em", {}, ...inline(italic, depth));
-  if (struck !== undefined) return element("s", {}, ...inline(struck, depth));
-  return escaped;
-}
-
-// Other schemes, `javascript:` among them, stay text.
-function link(target, children, source) {
-  if (!LINK.test(target)) return source;
-  return element("a", { href: target, target: "_blank", rel: "noopener noreferrer" }, ...children);
-}
-
-// Cuts a text into blocks: `{ kind, source, ... }`, whose sources tell whether one has changed.
-function split(text) {
-  const lines = text.split("\n");
-  const blocks = [];
-  const starts = (i) =>
-    FENCE.test(lines[i]) || HEADING.test(lines[i]) || RULE.test(lines[i]) || QUOTE.test(lines[i]) || ITEM.test(lines[i]);
-  let i = 0;
-  const take = (kind, until, more = {}) => {
-    const begin = i;
-    i = until;
-    blocks.push({ kind, lines: lines.slice(begin, until), source: kind + lines.slice(begin, until).join("\n"), ...more });
-  };
-  while (i < lines.length) {
-    const line = lines[i];
-    let end = i + 1;
-    if (line.trim() === "") {
-      i += 1;
-    } else if (FENCE.test(line)) {
-      const [, fence, language] = line.match(FENCE);
-      const closes = (l) => l.trim().startsWith(fence) && /^[`~]+$/.test(l.trim());
-      while (end < lines.length && !closes(lines[end])) end += 1;
-      take("code", Math.min(end + 1, lines.length), { language, body: lines.slice(i + 1, end).join("\n") });
-    } else if (HEADING.test(line)) {
-      take("heading", end);
-    } else if (RULE.test(line)) {
-      take("rule", end);
-    } else if (QUOTE.test(line)) {
-      while (end < lines.length && QUOTE.test(lines[end])) end += 1;
-      take("quote", end);
-    } else if (ITEM.test(line)) {
-      const goesOn = (l) => ITEM.test(l) || /^\s{2,}\S/.test(l);
-      while (end < lines.length) {
-        if (lines[end].trim() === "" && !(end + 1 < lines.length && goesOn(lines[end + 1]))) break;
-        if (lines[end].trim() !== "" && !goesOn(lines[end]) && (lines[end - 1].trim() === "" || starts(end))) break;
-        end += 1;
-      }
-      take("list", end);
-    } else if (line.includes("|") && TABLE_RULE.test((lines[end] ?? "").trim())) {
-      end += 1;
-      while (end < lines.length && lines[end].includes("|")) end += 1;
-      take("table", end);
-    } else {
-      while (end < lines.length && lines[end].trim() !== "" && !starts(end)) end += 1;
-      take("paragraph", end);
-    }
-  }
-  return blocks;
-}
-
-function render(block, depth) {
-  switch (block.kind) {
-    case "code":
-      return codeBlock(block);
-    case "heading": {
-      const [, marks, text] = block.lines[0].match(HEADING);
-      return element(`h${Math.min(marks.length, 4)}`, {}, ...inline(title(text)));
-    }
-    case "rule":
-      return element("hr");
-    case "quote":
-      return element("blockquote", {}, ...nodes(block.lines.map((line) => line.replace(QUOTE, "")).join("\n"), depth + 1));
-    case "list":
-      return list(block.lines, depth);
-    case "table":
-      return table(block.lines);
+function leaf(token) {
+  switch (token.type) {
+    case "inline":
+      return [render(token.children)];
+    case "code_inline":
+      return [element("code", {}, token.content)];
+    case "code_block":
+    case "fence":
+      return [codeBlock(token.content.replace(/\n$/, ""), token.info.trim().split(/\s/)[0])];
+    case "math_inline":
+    case "math_block":
+      return [formula(token.content, token.type === "math_block", token.markup)];
+    case "image":
+      return [link(element("a", {}, token.content || token.attrGet("src")), token.attrGet("src"))];
+    case "softbreak":
+      return ["\n"];
+    case "hardbreak":
+      return [element("br")];
+    case "hr":
+      return [element("hr")];
     default:
-      return element("p", {}, ...inline(block.lines.join("\n")));
+      return [token.content];
   }
 }
 
-// A heading's text without the marks that may close it. A regular expression would look for them at every space.
-function title(text) {
-  const trimmed = text.trimEnd();
-  let end = trimmed.length;
-  while (trimmed[end - 1] === "#") end -= 1;
-  return end === 0 || /\s/.test(trimmed[end - 1]) ? trimmed.slice(0, end).trimEnd() : trimmed;
+function link(node, target) {
+  return Object.assign(node, { href: target, target: "_blank", rel: "noopener noreferrer" });
 }
 
-function nodes(text, depth) {
-  return depth > DEEPEST ? [text] : split(text).map((block) => render(block, depth));
-}
-
-function list(lines, depth) {
-  const [, indent, bullet] = lines[0].match(ITEM);
-  const items = [];
-  for (const line of lines) {
-    const match = line.match(ITEM);
-    if (match && match[1].length <= indent.length) {
-      items.push({ width: match[0].length, lines: [line.slice(match[0].length)] });
-    } else {
-      const { width, lines: own } = items.at(-1);
-      own.push(line.replace(new RegExp(`^\\s{0,${Math.min(width, 99)}}`), ""));
-    }
-  }
-  const ordered = /\d/.test(bullet);
-  const node = element(ordered ? "ol" : "ul");
-  if (ordered) node.start = parseInt(bullet, 10);
-  for (const { lines: own } of items) {
-    const children = nodes(own.join("\n"), depth + 1);
-    // A line alone needs no paragraph.
-    const flat = children.flatMap((child, i) => (i === 0 && child.tagName === "P" ? [...child.childNodes] : [child]));
-    node.append(element("li", {}, ...flat));
-  }
-  return node;
-}
-
-function table(lines) {
-  const cells = (line) =>
-    line
-      .trim()
-      .replace(/^\||\|$/g, "")
-      .split(/(?<!\\)\|/)
-      .map((cell) => cell.trim().replaceAll("\\|", "|"));
-  const row = (line, name) => element("tr", {}, ...cells(line).map((cell) => element(name, {}, ...inline(cell))));
-  const head = element("thead", {}, row(lines[0], "th"));
-  const body = element("tbody", {}, ...lines.slice(2).map((line) => row(line, "td")));
-  return element("div", { className: "table" }, element("table", {}, head, body));
-}
-
-function codeBlock({ language, body }) {
-  const header = element("header", {}, element("span", {}, language || "text"));
-  // Browsers give the clipboard to pages of this machine or behind TLS alone.
-  if (navigator.clipboard) header.append(copyButton(() => body));
-  return element("div", { className: "code" }, header, element("pre", { tabIndex: 0 }, element("code", {}, body)));
-}
-
-export function copyButton(text) {
-  const button = element("button", { type: "button", className: "quiet" }, "Copy");
-  button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text());
-    button.textContent = "Copied";
-    setTimeout(() => (button.textContent = "Copy"), 1500);
-  });
-  return button;
-}
+// A line of Markdown, without paragraphs or lists.
+export const inline = (text) => render(parser.parseInline(text, {}));
 
 // A text that grows, shown in `root`: only blocks that have changed are drawn again.
 export class Markdown {
   #root;
   #sources = [];
+  #references = "";
 
   constructor(root) {
     this.#root = root;
   }
 
   show(text) {
-    const blocks = split(text);
-    blocks.forEach((block, i) => {
-      if (this.#sources[i] === block.source) return;
-      const node = render(block, 0);
+    const env = {};
+    const blocks = split(parser.parse(text, env), text);
+    // Links may refer to a later definition.
+    const references = JSON.stringify(env.references ?? {});
+    if (references !== this.#references) this.#sources = [];
+    this.#references = references;
+    blocks.forEach(({ tokens, source }, i) => {
+      if (this.#sources[i] === source) return;
+      const node = render(tokens).firstElementChild;
       if (i < this.#root.children.length) this.#root.children[i].replaceWith(node);
       else this.#root.append(node);
     });
     while (this.#root.children.length > blocks.length) this.#root.lastElementChild.remove();
-    this.#sources = blocks.map((block) => block.source);
+    this.#sources = blocks.map(({ source }) => source);
   }
+}
+
+// The outermost blocks, each with its lines, which tell whether it has changed. Each becomes one element.
+function split(tokens, text) {
+  const lines = text.split(/\r\n?|\n/);
+  const blocks = [];
+  let begin = 0;
+  tokens.forEach((token, i) => {
+    if (token.level !== 0 || token.nesting > 0) return;
+    const [from, to] = tokens[begin].map;
+    blocks.push({ tokens: tokens.slice(begin, i + 1), source: `${token.type}\n${lines.slice(from, to).join("\n")}` });
+    begin = i + 1;
+  });
+  return blocks;
 }

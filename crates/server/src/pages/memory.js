@@ -1,5 +1,5 @@
 // The device's memory as a ship's hull: what it holds, and the load line measured at start.
-import { element } from "./markdown.js";
+import { element } from "./dom.js";
 
 const KNOWN = ["weights", "kv", "arena", "staging", "graphs", "runtime", "canary"];
 const NAMES = { kv: "KV cache", peers: "other processes", arena: "activations" };

@@ -170,6 +170,15 @@ async fn a_start_reports_progress_and_refuses_the_rest() {
     let line = "plimsoll_start_progress_ratio{model_name=\"sim\",engine=\"0\",phase=\"weights\"} 0.2599";
     assert!(page.starts_with("HTTP/1.1 200") && page.contains(line), "{page}");
 
+    for (path, part) in [
+        ("/", "assets/chat.js"),
+        ("/docs", "assets/docs.js"),
+        ("/assets/start.js", "POLL_MS"),
+    ] {
+        let page = raw(&address, &get(path)).await;
+        assert!(page.starts_with("HTTP/1.1 200") && page.contains(part), "{page}");
+    }
+
     start.0.lock().unwrap().remaining = Some(Duration::from_millis(2500));
     for request in [
         http(CHAT, &chat("x").to_string()),
