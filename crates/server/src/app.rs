@@ -12,7 +12,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::error::ApiError;
-use crate::observe::{REQUEST_ID, observe};
+use crate::observe::{IGNORED_FIELDS, REQUEST_ID, observe};
 use crate::options::ServerOptions;
 use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
 use crate::state::AppState;
@@ -85,7 +85,7 @@ pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {
 
 /// Response headers that scripts may read.
 fn exposed() -> Vec<HeaderName> {
-    [REQUEST_ID, anthropic::REQUEST_ID, header::RETRY_AFTER]
+    [REQUEST_ID, anthropic::REQUEST_ID, IGNORED_FIELDS, header::RETRY_AFTER]
         .into_iter()
         .chain(REQUEST_HEADERS)
         .chain(TOKEN_HEADERS)

@@ -69,10 +69,14 @@ pub(crate) async fn handle(
     let conversation = Conversation {
         prompt: Prompt {
             tools,
-            ..prompt.into_prompt(state.options())?
+            ..prompt.into_prompt(&context)?
         },
         include_reasoning: own.include_reasoning.unwrap_or(true),
         max_tokens: own.max_completion_tokens.or(common.max_tokens),
+        length_field: match own.max_completion_tokens {
+            Some(_) => "max_completion_tokens",
+            None => "max_tokens",
+        },
         fit: Fit::Refuse,
         logprobs,
         structure: structured.grammar()?,

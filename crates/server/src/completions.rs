@@ -21,12 +21,14 @@ use crate::respond::{EventFormat, FINGERPRINT, Identity, SseEvent, data, done, s
 use crate::scores;
 use crate::state::AppState;
 use crate::structured;
-use crate::wire::common::{MaybeUsage, Usage, UsageIn, finish_reason};
+use crate::wire::common::{MaxTokens, MaybeUsage, Usage, UsageIn, finish_reason};
 use crate::wire::completion::{Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt};
 
 const PROMPT: &str = "prompt";
 /// OpenAI's default of `max_tokens` for completions.
 const DEFAULT_MAX_TOKENS: usize = 16;
+/// `max_tokens` of a request that generates nothing.
+const NOTHING: Option<MaxTokens> = Some(MaxTokens::AtMost(0));
 
 /// Completions
 ///
@@ -67,7 +69,7 @@ pub(crate) async fn handle(
         Some(best_of) => check_best_of(best_of, wanted, common.stream)?,
         None => wanted,
     };
-    let scores_prompt = echo && (logprobs.is_some() || common.max_tokens == Some(0));
+    let scores_prompt = echo && (logprobs.is_some() || common.max_tokens == NOTHING);
     let choices = Choices {
         n,
         // The best of several are chosen by their log-probabilities.
@@ -80,7 +82,7 @@ pub(crate) async fn handle(
     };
     let parameters = Parameters::new(&state, &context, &common, choices)?;
     let grammar = structured::compile(&state, structured.grammar()?).await?;
-    if common.max_tokens == Some(0) && !echo {
+    if common.max_tokens == NOTHING && !echo {
         let message = "max_tokens must be at least 1, unless the prompt is echoed";
         return Err(ApiError::invalid("max_tokens", message));
     }
@@ -103,9 +105,13 @@ pub(crate) async fn handle(
     let lengths: Vec<usize> = tokens.iter().map(Vec::len).collect();
     let length = AnswerLength {
         asked: common.max_tokens,
+        field: "max_tokens",
         default: Some(DEFAULT_MAX_TOKENS),
         shrinks: false,
-        reserved: common.max_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
+        reserved: match common.max_tokens {
+            None => DEFAULT_MAX_TOKENS,
+            Some(asked) => asked.limit().unwrap_or(1),
+        },
     };
     let shown = Arc::default();
     let job = Job::new(&state, &context, parameters, tokens, length, grammar, shown)?;

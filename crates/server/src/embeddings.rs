@@ -225,7 +225,7 @@ impl EmbeddingInfo {
             ..Default::default()
         };
         let request = Request::new(state.engine().next_id(), options, limits);
-        request.map_err(|error| ApiError::from_request(error, INPUT))
+        request.map_err(|error| ApiError::from_request(error, INPUT, INPUT))
     }
 
     /// The vectors of all inputs, in order. Uses at most half of the engine's capacity at a time, so there may be more inputs

@@ -23,7 +23,7 @@ pub enum ApiError {
     ContextLength {
         /// Includes all the numbers.
         message: String,
-        /// The field that holds the prompt.
+        /// The field that is too large.
         param: &'static str,
         /// Tokens of the prompt.
         prompt: usize,
@@ -153,19 +153,20 @@ impl ApiError {
         }
     }
 
-    /// A request that can never be served; `prompt` is the field that holds the prompt.
-    pub(crate) fn from_request(error: RequestError, prompt: &'static str) -> Self {
+    /// A request that can never be served; `prompt` is the field that holds the prompt, `length` the one that limits the answer.
+    pub(crate) fn from_request(error: RequestError, prompt: &'static str, length: &'static str) -> Self {
         match error {
             RequestError::EmptyPrompt | RequestError::UnknownToken { .. } => {
                 Self::invalid(prompt, error.to_string())
             }
             RequestError::TooLong {
                 prompt: tokens,
+                output,
                 limit,
-                ..
             } => Self::ContextLength {
                 message: error.to_string(),
-                param: prompt,
+                // A shorter answer would fit.
+                param: if tokens < limit && output > 1 { length } else { prompt },
                 prompt: tokens,
                 limit,
             },

@@ -12,7 +12,7 @@ use crate::error::ApiError;
 use crate::model::GenerationDefaults;
 use crate::record::Generation;
 use crate::state::AppState;
-use crate::wire::common::Common;
+use crate::wire::common::{Common, MaxTokens};
 use crate::wire::extra::Extra;
 
 /// What an endpoint adds to the common fields.
@@ -162,8 +162,10 @@ impl Parameters {
 /// How long answers may be.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AnswerLength {
-    /// The client's `max_tokens`.
-    pub(crate) asked: Option<usize>,
+    /// What the client wants.
+    pub(crate) asked: Option<MaxTokens>,
+    /// The API field that says so, for errors.
+    pub(crate) field: &'static str,
     /// Used if `asked` is absent, lowered to what fits. If both are absent, as many as fit.
     pub(crate) default: Option<usize>,
     /// Lower `asked` to what fits; otherwise a request that does not fit is refused.
@@ -177,8 +179,8 @@ impl AnswerLength {
     fn max_tokens(self, room: usize) -> Option<usize> {
         let room = room.max(1);
         match self.asked {
-            Some(asked) if self.shrinks => Some(asked.min(room)),
-            Some(asked) => Some(asked),
+            Some(MaxTokens::AtMost(most)) if self.shrinks => Some(most.min(room)),
+            Some(asked) => asked.limit(),
             None => self.default.map(|default| default.min(room)),
         }
     }
@@ -244,7 +246,7 @@ impl Job {
                 pooling: None,
             };
             let first = Request::new(engine.next_id(), options, &limits)
-                .map_err(|error| ApiError::from_request(error, choices.prompt_field))?;
+                .map_err(|error| ApiError::from_request(error, choices.prompt_field, length.field))?;
             let others: Vec<_> = (1..choices.n)
                 .map(|i| first.again(engine.next_id(), seed.wrapping_add(i as u64)))
                 .collect();
@@ -287,7 +289,7 @@ fn sampling(
         min_p: common.min_p.or(defaults.min_p),
         presence_penalty: common.presence_penalty,
         frequency_penalty: common.frequency_penalty,
-        repetition_penalty: common.repetition_penalty.or(defaults.repetition_penalty),
+        repetition_penalty: common.repetition_penalty()?.or(defaults.repetition_penalty),
         logit_bias,
         logprobs,
     })

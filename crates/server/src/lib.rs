@@ -73,3 +73,4 @@ pub use start::{Start, StartPhase, StartStatus};
 pub use state::AppState;
 pub use tls::Tls;
 pub use wire::error::FieldError;
+pub use wire::known::UnknownFields;

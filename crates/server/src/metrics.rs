@@ -8,11 +8,13 @@ mod process;
 mod start;
 mod timer;
 
+use std::collections::HashSet;
 use std::fmt::Write;
 use std::time::Duration;
 
 use metrics::{Counter, Gauge, Key, Label, Metadata, Recorder, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use parking_lot::Mutex;
 use plimsoll_core::{KvConfig, Meters};
 use plimsoll_engine::{EngineHandle, EngineStats, Health, Histogram, Phase};
 use strum::IntoEnumIterator;
@@ -34,6 +36,8 @@ pub(crate) struct Metrics {
     labels: Vec<Label>,
     pub(crate) per_request: PerRequest,
     http_in_flight: Both<Gauge>,
+    /// Labels of the fields that were ignored.
+    ignored_fields: Mutex<HashSet<String>>,
     stall_timeout: Duration,
 }
 
@@ -225,6 +229,7 @@ impl Metrics {
             labels,
             per_request,
             http_in_flight,
+            ignored_fields: Mutex::default(),
             stall_timeout,
         }
     }

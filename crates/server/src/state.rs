@@ -218,11 +218,11 @@ impl AppState {
         }
     }
 
-    /// An error where a request names a model that is not served; it may name none.
+    /// An error where a request names a model that is not served; it may name none, or leave the name empty.
     pub(crate) fn check_model(&self, wanted: Option<&str>) -> Result<(), ApiError> {
         let model = self.model();
         match wanted {
-            Some(name) if name != model.id && !model.aliases.iter().any(|alias| alias == name) => {
+            Some(name) if !name.is_empty() && name != model.id && !model.aliases.iter().any(|alias| alias == name) => {
                 Err(ApiError::ModelNotFound(name.to_owned(), model.id.clone()))
             }
             _ => Ok(()),

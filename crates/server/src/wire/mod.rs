@@ -10,6 +10,7 @@ pub(crate) mod embedding;
 pub(crate) mod error;
 pub(crate) mod extra;
 pub(crate) mod fields;
+pub(crate) mod known;
 pub(crate) mod request;
 pub(crate) mod responses;
 pub(crate) mod schema;

@@ -52,6 +52,8 @@ pub(crate) fn schema(
 /// Implements `ToSchema` for a body from the structs that its `RequestBody::take_from` reads.
 macro_rules! body {
     ($body:ty, $description:literal, $($part:ty),+) => {
+        $crate::wire::known::described!($body);
+
         impl utoipa::PartialSchema for $body {
             fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::Schema> {
                 use $crate::wire::request::RequestBody;
@@ -110,7 +112,6 @@ impl Harmless {
                 let any = any().description(Some("Accepted for clients that send it; has no effect."));
                 return Some(any.build().into());
             }
-            Self::NoSuffix => one("".into()),
             Self::False => one(false.into()),
             Self::True => one(true.into()),
             Self::Zero => one(0.into()),

@@ -7,6 +7,7 @@ use utoipa::{PartialSchema, ToSchema};
 use super::chat::ChatPrompt;
 use super::error::FieldError;
 use super::fields::{TOKENIZE_UNSUPPORTED, Unsupported};
+use super::known::described;
 use super::request::{RequestBody, take};
 use super::schema::{self, body};
 
@@ -55,6 +56,8 @@ impl RequestBody for TokenizeRequest {
         Ok(Self { own, input })
     }
 }
+
+described!(TokenizeRequest);
 
 impl PartialSchema for TokenizeRequest {
     fn schema() -> RefOr<Schema> {
