@@ -16,7 +16,7 @@ use crate::observe::{IGNORED_FIELDS, REQUEST_ID, observe};
 use crate::options::ServerOptions;
 use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
 use crate::state::AppState;
-use crate::{admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, sleep, text};
+use crate::{admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, scoring, sleep, text};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
@@ -44,6 +44,7 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
         .routes(routes!(chat::handle))
         .routes(routes!(completions::handle))
         .routes(routes!(embeddings::handle))
+        .merge(scoring::routes())
         .merge(responses::routes())
         .merge(anthropic::routes())
         .routes(routes!(admin::models))

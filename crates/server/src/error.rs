@@ -44,6 +44,14 @@ pub enum ApiError {
     /// A model this server does not serve.
     #[error("the model `{0}` does not exist; this server serves `{1}`")]
     ModelNotFound(String, String),
+    /// A path that only models for embeddings have.
+    #[error("{path} compares embeddings, and `{model}` is served for text generation: serve an embedding model, or this one with --runner pooling")]
+    NoEmbeddings {
+        /// The path.
+        path: String,
+        /// The served model.
+        model: String,
+    },
     /// No such path.
     #[error("no such path: {0}")]
     PathNotFound(String),
@@ -190,7 +198,7 @@ impl ApiError {
             Self::ContextLength { .. } => invalid(Status::BAD_REQUEST, "context_length_exceeded"),
             Self::ModelNotFound(..) => invalid(Status::NOT_FOUND, "model_not_found"),
             Self::NotStored { .. } => invalid(Status::NOT_FOUND, "not_found"),
-            Self::PathNotFound(_) => invalid(Status::NOT_FOUND, "unknown_url"),
+            Self::PathNotFound(_) | Self::NoEmbeddings { .. } => invalid(Status::NOT_FOUND, "unknown_url"),
             Self::MethodNotAllowed(_) => invalid(Status::METHOD_NOT_ALLOWED, "method_not_supported"),
             Self::ForeignOrigin(_) => invalid(Status::FORBIDDEN, "origin_not_allowed"),
             Self::NoRequestMemory(_) => unavailable("too_many_large_requests"),

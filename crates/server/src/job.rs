@@ -13,7 +13,7 @@ use crate::model::GenerationDefaults;
 use crate::record::Generation;
 use crate::state::AppState;
 use crate::wire::common::{Common, MaxTokens};
-use crate::wire::extra::Extra;
+use crate::wire::extra::{Extra, TruncationSide};
 
 /// What an endpoint adds to the common fields.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +41,7 @@ pub(crate) struct Parameters {
     bans: Bans,
     cache_salt: Option<Arc<str>>,
     truncate_prompt_tokens: Option<i64>,
+    truncation_side: TruncationSide,
 }
 
 /// How a choice's text ends.
@@ -116,6 +117,7 @@ impl Parameters {
             bans,
             cache_salt: context.cache_salt(extra.cache_salt.as_deref()),
             truncate_prompt_tokens: extra.truncate_prompt_tokens,
+            truncation_side: extra.truncation_side.unwrap_or(TruncationSide::Left),
         })
     }
 
@@ -137,7 +139,7 @@ impl Parameters {
         Err(ApiError::invalid("n", message))
     }
 
-    /// Truncates prompts from the left, if requested. `reserved`: tokens to leave for the answer.
+    /// Truncates prompts, if requested. `reserved`: tokens to leave for the answer.
     fn truncate(&self, prompts: &mut [Vec<TokenId>], limit: usize, reserved: usize) -> Result<(), ApiError> {
         let Some(asked) = self.truncate_prompt_tokens else {
             return Ok(());
@@ -153,7 +155,10 @@ impl Parameters {
             }
         };
         for prompt in prompts {
-            prompt.drain(..prompt.len().saturating_sub(most));
+            match self.truncation_side {
+                TruncationSide::Left => drop(prompt.drain(..prompt.len().saturating_sub(most))),
+                TruncationSide::Right => prompt.truncate(most),
+            }
         }
         Ok(())
     }

@@ -44,6 +44,7 @@ mod respond;
 mod response_store;
 mod responses;
 mod scores;
+mod scoring;
 mod sealed;
 mod server;
 mod sleep;
@@ -57,6 +58,7 @@ mod time;
 mod tls;
 mod tools;
 mod transcript;
+mod vectors;
 mod wire;
 
 pub use app::router;

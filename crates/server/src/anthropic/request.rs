@@ -14,7 +14,7 @@ use crate::structured::Requested;
 use crate::transcript::Transcript;
 use crate::wire::anthropic::{
     Blocks, Content, ContextManagement, Display, InputBlock, InputMessage, MessagesPrompt, MessagesRequest,
-    OutputFormat, RedactedThinking, Role, Thinking, ToolChoice as Wanted, ToolDefinition,
+    OutputFormat, Role, Thinking, ToolChoice as Wanted, ToolDefinition,
 };
 use crate::wire::common::{MaxTokens, OneOrMany};
 use crate::wire::request::typed;
@@ -208,7 +208,7 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
                 transcript.reasoning(&text);
             }
         }
-        (InputBlock::RedactedThinking(_), Role::Assistant) => {}
+        (InputBlock::RedactedThinking { .. }, Role::Assistant) => {}
         (_, role) => {
             let message = format!(
                 "`{field}`: a message of the role `{}` cannot contain this type of block",
@@ -246,7 +246,7 @@ fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {
         "tool_use" => InputBlock::ToolUse(typed(block, field)?),
         "tool_result" => InputBlock::ToolResult(typed(block, field)?),
         "thinking" => InputBlock::Thinking(typed(block, field)?),
-        "redacted_thinking" => InputBlock::RedactedThinking(RedactedThinking::default()),
+        "redacted_thinking" => InputBlock::RedactedThinking { _data: None },
         "" => {
             let field = format!("{field}.type");
             return Err(ApiError::invalid(&field, format!("`{field}` must be a string")));

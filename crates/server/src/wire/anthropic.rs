@@ -144,7 +144,10 @@ pub(crate) enum InputBlock {
     ToolResult(ToolResult),
     Thinking(ThinkingBlock),
     /// Encrypted thinking of another provider; ignored.
-    RedactedThinking(RedactedThinking),
+    RedactedThinking {
+        #[serde(rename = "data")]
+        _data: Option<Value>,
+    },
 }
 
 /// Text.
@@ -208,15 +211,6 @@ pub(crate) struct ThinkingBlock {
     pub(crate) signature: Option<String>,
     #[serde(rename = "cache_control")]
     _cache_control: Option<Value>,
-}
-
-/// Encrypted thinking of another provider.
-#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
-#[schema(as = messages::RedactedThinking)]
-pub(crate) struct RedactedThinking {
-    /// Ignored.
-    #[serde(rename = "data")]
-    _data: Option<String>,
 }
 
 /// A client-side tool.

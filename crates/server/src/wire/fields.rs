@@ -183,6 +183,14 @@ pub(crate) const THREAD: &str = "thread";
 /// Refused in `/tokenize`.
 pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[("mm_processor_kwargs", Harmless::Empty)];
 
+/// Refused in scores and rankings.
+pub(crate) const SCORING_UNSUPPORTED: &[Unsupported] = &[
+    ("priority", Harmless::Zero),
+    ("cache_salt", Harmless::Never),
+    ("use_activation", Harmless::Never),
+    ("mm_processor_kwargs", Harmless::Empty),
+];
+
 /// Refused in embeddings.
 pub(crate) const EMBEDDING_UNSUPPORTED: &[Unsupported] = &[
     ("priority", Harmless::Zero),

@@ -14,5 +14,6 @@ pub(crate) mod known;
 pub(crate) mod request;
 pub(crate) mod responses;
 pub(crate) mod schema;
+pub(crate) mod scoring;
 pub(crate) mod structured;
 pub(crate) mod tokenize;
