@@ -16,7 +16,9 @@ use crate::observe::{IGNORED_FIELDS, REQUEST_ID, observe};
 use crate::options::ServerOptions;
 use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
 use crate::state::AppState;
-use crate::{admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, scoring, sleep, text};
+use crate::{
+    admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, scoring, sleep, text,
+};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
@@ -86,11 +88,16 @@ pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {
 
 /// Response headers that scripts may read.
 fn exposed() -> Vec<HeaderName> {
-    [REQUEST_ID, anthropic::REQUEST_ID, IGNORED_FIELDS, header::RETRY_AFTER]
-        .into_iter()
-        .chain(REQUEST_HEADERS)
-        .chain(TOKEN_HEADERS)
-        .collect()
+    [
+        REQUEST_ID,
+        anthropic::REQUEST_ID,
+        IGNORED_FIELDS,
+        header::RETRY_AFTER,
+    ]
+    .into_iter()
+    .chain(REQUEST_HEADERS)
+    .chain(TOKEN_HEADERS)
+    .collect()
 }
 
 fn panicked(panic: Box<dyn Any + Send>) -> Response {

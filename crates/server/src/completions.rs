@@ -16,7 +16,7 @@ use crate::error::ApiError;
 use crate::generate::{Output, TokenLogprobs, collect, merge, submit};
 use crate::job::{AnswerLength, Choices, Job, Parameters};
 use crate::openapi::Errors;
-use crate::prompt;
+use crate::prompt::{self, Middle};
 use crate::respond::{EventFormat, FINGERPRINT, Identity, SseEvent, data, done, stream};
 use crate::scores;
 use crate::state::AppState;
@@ -80,7 +80,11 @@ pub(crate) async fn handle(
         },
         prompt_field: PROMPT,
     };
-    let parameters = Parameters::new(&state, &context, &common, choices)?;
+    let mut parameters = Parameters::new(&state, &context, &common, choices)?;
+    let middle = middle(&state, own.suffix, echo, parameters.truncates_prompts())?;
+    if let Some(middle) = middle.as_ref().filter(|_| !common.ignore_eos) {
+        parameters.end_with(middle.fim.ends());
+    }
     let grammar = structured::compile(&state, structured.grammar()?).await?;
     if common.max_tokens == NOTHING && !echo {
         let message = "max_tokens must be at least 1, unless the prompt is echoed";
@@ -92,12 +96,14 @@ pub(crate) async fn handle(
     }
     parameters.check_count(&state, prompts.len())?;
     let model = Arc::clone(state.model());
-    let most = (!parameters.truncates_prompts()).then(|| state.engine().limits().max_request_tokens());
+    let limit = state.engine().limits().max_request_tokens();
+    let most = (!parameters.truncates_prompts()).then_some(limit);
     let (prompts, tokens) = blocking(move || {
         let add_special = own.add_special_tokens.unwrap_or(true);
-        let tokens = prompts
-            .iter()
-            .map(|p| prompt::completion(&model, p, add_special, most));
+        let tokens = prompts.iter().map(|prompt| match &middle {
+            Some(middle) => middle.completion(&model, prompt, add_special, limit),
+            None => prompt::completion(&model, prompt, add_special, most),
+        });
         let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
         Ok((prompts, tokens))
     })
@@ -150,6 +156,29 @@ pub(crate) async fn handle(
     }
     let outputs = best(collect(choices).await?, n, wanted);
     Ok(Json(writer.whole(outputs)).into_response())
+}
+
+/// What a `suffix` asks for, if there is one.
+fn middle(
+    state: &AppState,
+    suffix: Option<String>,
+    echo: bool,
+    truncates: bool,
+) -> Result<Option<Middle>, ApiError> {
+    let Some(suffix) = suffix.filter(|suffix| !suffix.is_empty()) else {
+        return Ok(None);
+    };
+    let Some(fim) = state.fim().cloned() else {
+        let hint = "this model has no tokens for fill-in-the-middle, such as <|fim_prefix|>; put all text into `prompt`";
+        return Err(ApiError::unsupported("suffix", hint));
+    };
+    for (field, is_set) in [("echo", echo), ("truncate_prompt_tokens", truncates)] {
+        if is_set {
+            let message = format!("{field} is not available with a suffix");
+            return Err(ApiError::invalid(field, message));
+        }
+    }
+    Ok(Some(Middle { fim, suffix }))
 }
 
 /// How many choices per prompt are generated so that the best `n` can be returned.

@@ -45,7 +45,9 @@ pub enum ApiError {
     #[error("the model `{0}` does not exist; this server serves `{1}`")]
     ModelNotFound(String, String),
     /// A path that only models for embeddings have.
-    #[error("{path} compares embeddings, and `{model}` is served for text generation: serve an embedding model, or this one with --runner pooling")]
+    #[error(
+        "{path} compares embeddings, and `{model}` is served for text generation: serve an embedding model, or this one with --runner pooling"
+    )]
     NoEmbeddings {
         /// The path.
         path: String,
@@ -174,7 +176,11 @@ impl ApiError {
             } => Self::ContextLength {
                 message: error.to_string(),
                 // A shorter answer would fit.
-                param: if tokens < limit && output > 1 { length } else { prompt },
+                param: if tokens < limit && output > 1 {
+                    length
+                } else {
+                    prompt
+                },
                 prompt: tokens,
                 limit,
             },

@@ -126,6 +126,13 @@ impl Parameters {
         self.truncate_prompt_tokens.is_some()
     }
 
+    /// Ends answers with these tokens too, which are no stop tokens of the client's.
+    pub(crate) fn end_with(&mut self, tokens: &[TokenId]) {
+        self.stop_token_ids.extend(tokens);
+        self.stop_token_ids.sort_unstable();
+        self.stop_token_ids.dedup();
+    }
+
     /// Refuses more choices than the engine can hold, before their prompts cost anything.
     pub(crate) fn check_count(&self, state: &AppState, prompts: usize) -> Result<(), ApiError> {
         let (n, capacity) = (self.choices.n, state.engine().capacity());

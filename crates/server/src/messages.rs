@@ -48,7 +48,10 @@ impl ChatPrompt {
 }
 
 /// The variables for the template, with the one that is a field of its own.
-fn template_kwargs(mut kwargs: Map<String, Value>, enable_thinking: Option<bool>) -> Result<Map<String, Value>, ApiError> {
+fn template_kwargs(
+    mut kwargs: Map<String, Value>,
+    enable_thinking: Option<bool>,
+) -> Result<Map<String, Value>, ApiError> {
     const NAME: &str = "enable_thinking";
     let Some(on) = enable_thinking else {
         return Ok(kwargs);

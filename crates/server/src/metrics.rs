@@ -220,6 +220,8 @@ impl Metrics {
             choices: maker.histogram(&REQUEST_N, &[]),
         };
         maker.set(&START_TIME, unix_seconds() as f64);
+        // So that it can be watched before there is any.
+        maker.counter(&IGNORED_FIELDS, &[http::OTHER_FIELD]);
         let http_in_flight = maker.gauge(&HTTP_IN_FLIGHT, &[]);
         maker.set_each(&START_PROGRESS, "phase", [("ready", 1.0)]);
         maker.set(&STALL_TIMEOUT, stall_timeout.as_secs_f64());

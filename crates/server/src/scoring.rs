@@ -38,10 +38,10 @@ macro_rules! path {
         ///
         /// Needs a model that is served for embeddings: compares the vectors of the texts.
         #[utoipa::path(
-            post, path = $path, tag = "Embeddings", operation_id = $id,
-            request_body(content = $body, example = $example),
-            responses((status = 200, description = "How well the texts match.", body = $list), Errors)
-        )]
+                    post, path = $path, tag = "Embeddings", operation_id = $id,
+                    request_body(content = $body, example = $example),
+                    responses((status = 200, description = "How well the texts match.", body = $list), Errors)
+                )]
         async fn $name(
             State(state): State<AppState>,
             Extension(context): Extension<Context>,
@@ -49,7 +49,9 @@ macro_rules! path {
             Body(request): Body<$body>,
         ) -> Result<Json<$list>, ApiError> {
             let embedding = served(&state, &uri)?;
-            $answer(&state, &context, &embedding, request).await.map(Json)
+            $answer(&state, &context, &embedding, request)
+                .await
+                .map(Json)
         }
     };
 }
@@ -141,7 +143,11 @@ impl Sides<'_> {
         let tokens = texts.count();
         let mut first = embedding.vectors(state, context, texts).await?;
         let second = first.split_off(begin);
-        Ok(Compared { first, second, tokens })
+        Ok(Compared {
+            first,
+            second,
+            tokens,
+        })
     }
 }
 
@@ -160,16 +166,21 @@ async fn rank(
         common,
     };
     let cut = sides.cut()?;
-    let per_document = own.max_tokens_per_doc.map(|most| most.max(0));
-    let side = sides.common.truncation_side;
-    let cut_documents = match per_document {
-        // As many as fit will do.
-        Some(asked) if usize::try_from(asked).is_ok_and(|asked| asked > sides.most()) => {
-            Cut::new("max_tokens_per_doc", Some(-1), side, sides.most())?
+    let per_document = match own.max_tokens_per_doc {
+        Some(0) => {
+            return Err(ApiError::invalid(
+                "max_tokens_per_doc",
+                "max_tokens_per_doc must be at least 1",
+            ));
         }
-        asked => Cut::new("max_tokens_per_doc", asked, side, sides.most())?,
+        most => most.map(|most| most.min(sides.most()) as i64),
     };
-    let documents: Vec<String> = many(own.documents).into_iter().map(|document| document.into_text()).collect();
+    let side = sides.common.truncation_side;
+    let cut_documents = Cut::new("max_tokens_per_doc", per_document, side, sides.most())?;
+    let documents: Vec<String> = many(own.documents)
+        .into_iter()
+        .map(|document| document.into_text())
+        .collect();
     let query = Source {
         field: "query",
         prompts: vec![Prompt::Text(own.query)],
@@ -182,12 +193,19 @@ async fn rank(
         is_list: true,
         cut: cut_documents.or(cut),
     };
-    let Compared { first, second, tokens } = sides.vectors(query, listed).await?;
+    let Compared {
+        first,
+        second,
+        tokens,
+    } = sides.vectors(query, listed).await?;
     let mut results = Vec::with_capacity(second.len());
     for (index, (vector, text)) in second.iter().zip(documents).enumerate() {
         results.push(Ranked {
             index,
-            document: own.return_documents.unwrap_or(true).then_some(DocumentText { text }),
+            document: own
+                .return_documents
+                .unwrap_or(true)
+                .then_some(DocumentText { text }),
             relevance_score: cosine(&first[0], vector)?,
         });
     }
@@ -229,8 +247,16 @@ async fn compare(
         common,
     };
     let cut = sides.cut()?;
-    let first = side([("text_1", text_1), ("queries", queries), ("data_1", data_1)], cut)?;
-    let second = [("text_2", text_2), ("documents", documents), ("items", items), ("data_2", data_2)];
+    let first = side(
+        [("text_1", text_1), ("queries", queries), ("data_1", data_1)],
+        cut,
+    )?;
+    let second = [
+        ("text_2", text_2),
+        ("documents", documents),
+        ("items", items),
+        ("data_2", data_2),
+    ];
     let second = side(second, cut)?;
     let (one, other) = (first.prompts.len(), second.prompts.len());
     if one != 1 && one != other {
@@ -240,7 +266,11 @@ async fn compare(
         );
         return Err(ApiError::invalid(first.field, message));
     }
-    let Compared { first, second, tokens } = sides.vectors(first, second).await?;
+    let Compared {
+        first,
+        second,
+        tokens,
+    } = sides.vectors(first, second).await?;
     let pairs = first.iter().cycle().zip(&second).enumerate();
     let data = pairs.map(|(index, (one, other))| {
         Ok(Score {
@@ -266,7 +296,9 @@ fn side<const N: usize>(
     cut: Option<Cut>,
 ) -> Result<Source, ApiError> {
     let usual = named[0].0;
-    let mut given = named.into_iter().filter_map(|(field, texts)| Some((field, texts?)));
+    let mut given = named
+        .into_iter()
+        .filter_map(|(field, texts)| Some((field, texts?)));
     let missing = || ApiError::invalid(usual, format!("missing field `{usual}`"));
     let (field, texts) = given.next().ok_or_else(missing)?;
     if let Some((other, _)) = given.next() {

@@ -116,7 +116,9 @@ impl Place {
     /// Names the text in an error.
     fn blame(self, mut error: ApiError) -> ApiError {
         let field = self.field;
-        let text = self.index.map_or_else(|| field.to_owned(), |index| format!("{field}[{index}]"));
+        let text = self
+            .index
+            .map_or_else(|| field.to_owned(), |index| format!("{field}[{index}]"));
         match &mut error {
             ApiError::ContextLength { message, .. } => {
                 *message = format!("{text}: {message}; set truncate_prompt_tokens to truncate it");
@@ -150,7 +152,8 @@ impl Texts {
         }
         let model = Arc::clone(state.model());
         let limits = state.engine().limits();
-        let texts = blocking(move || Self::encode(&model, sources, add_special, limits.max_request_tokens())).await?;
+        let texts =
+            blocking(move || Self::encode(&model, sources, add_special, limits.max_request_tokens())).await?;
         for (tokens, place) in texts.tokens.iter().zip(&texts.places) {
             embedding.request(state, context, tokens, *place, &limits)?;
         }
@@ -323,7 +326,7 @@ impl EmbeddingInfo {
     /// Truncates to `size` dimensions, then normalizes.
     pub(crate) fn finish(&self, mut vector: Vec<f32>, size: usize) -> Result<Vec<f32>, ApiError> {
         vector.truncate(size);
-        let length = length(&vector)?;
+        let length = square(&vector)?.sqrt();
         if self.normalize && length > 0.0 {
             for x in &mut vector {
                 *x = (f64::from(*x) / length) as f32;
@@ -333,18 +336,18 @@ impl EmbeddingInfo {
     }
 }
 
-/// The Euclidean length of a vector of the model.
-fn length(vector: &[f32]) -> Result<f64, ApiError> {
-    let length = vector.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
-    match length.is_finite() {
-        true => Ok(length),
+/// The square of a vector's Euclidean length.
+fn square(vector: &[f32]) -> Result<f64, ApiError> {
+    let square: f64 = vector.iter().map(|&x| f64::from(x).powi(2)).sum();
+    match square.is_finite() {
+        true => Ok(square),
         false => Err(ApiError::Internal("the model's output is not finite".into())),
     }
 }
 
 /// The cosine of the angle between two vectors; 0 if one has no direction.
 pub(crate) fn cosine(a: &[f32], b: &[f32]) -> Result<f64, ApiError> {
-    let lengths = length(a)? * length(b)?;
+    let lengths = (square(a)? * square(b)?).sqrt();
     let product: f64 = a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
     match lengths > 0.0 {
         true => Ok((product / lengths).clamp(-1.0, 1.0)),
@@ -445,7 +448,10 @@ mod tests {
         assert_eq!(to(Some(-1)), Ok(Some(9)));
         assert_eq!(to(Some(4)), Ok(Some(4)));
         for wrong in [-2, 0, 10, i64::MAX] {
-            assert!(to(Some(wrong)).unwrap_err().starts_with("x must be -1 or"), "{wrong}");
+            assert!(
+                to(Some(wrong)).unwrap_err().starts_with("x must be -1 or"),
+                "{wrong}"
+            );
         }
     }
 }

@@ -143,7 +143,11 @@ impl Prompt {
     }
 
     /// The template's variables: the client's, and those for the effort. `reasons`: the model's answers have reasoning.
-    fn kwargs(&self, template: &ChatTemplate, reasons: bool) -> Result<Cow<'_, Map<String, Value>>, ApiError> {
+    fn kwargs(
+        &self,
+        template: &ChatTemplate,
+        reasons: bool,
+    ) -> Result<Cow<'_, Map<String, Value>>, ApiError> {
         let taken = |name: &&&str| self.template_kwargs.contains_key(**name);
         if let Some(name) = OURS.iter().find(taken) {
             let message =

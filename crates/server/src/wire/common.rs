@@ -179,7 +179,8 @@ impl Common {
     pub(crate) fn repetition_penalty(&self) -> Result<Option<f64>, FieldError> {
         match (self.repetition_penalty, self.repeat_penalty) {
             (Some(one), Some(other)) if one != other => {
-                let message = "repeat_penalty is another name of repetition_penalty, and they differ: send one of them";
+                let message =
+                    "repeat_penalty is another name of repetition_penalty, and they differ: send one of them";
                 Err(FieldError::invalid("repeat_penalty", message))
             }
             (one, other) => Ok(one.or(other)),

@@ -113,7 +113,12 @@ impl Known {
     pub(crate) fn of<T: ToSchema>() -> Self {
         let mut named = Vec::new();
         T::schemas(&mut named);
-        let schemas = Schemas(named.iter().map(|(name, schema)| (name.as_str(), schema)).collect());
+        let schemas = Schemas(
+            named
+                .iter()
+                .map(|(name, schema)| (name.as_str(), schema))
+                .collect(),
+        );
         let mut fields = Fields::new();
         schemas.add_fields(&T::schema(), &mut fields);
         let shapes = schemas.0.iter();
@@ -188,12 +193,17 @@ impl Known {
         match (shape, value) {
             (Shape::Any, _) | (Shape::List(_), Value::Array(_)) => true,
             (Shape::Scalar, value) => !value.is_array() && !value.is_object(),
-            (Shape::Fields(of), Value::Object(object)) => of.marks.iter().all(|mark| match object.get(&mark.field) {
-                None | Some(Value::Null) => !mark.is_required,
-                Some(value) => mark.values.iter().any(|word| value == word),
-            }),
+            (Shape::Fields(of), Value::Object(object)) => {
+                of.marks.iter().all(|mark| match object.get(&mark.field) {
+                    None | Some(Value::Null) => !mark.is_required,
+                    Some(value) => mark.values.iter().any(|word| value == word),
+                })
+            }
             (Shape::Either(shapes), value) => shapes.iter().any(|shape| self.may_be(shape, value)),
-            (Shape::Named(name), value) => self.named.get(name).is_some_and(|shape| self.may_be(shape, value)),
+            (Shape::Named(name), value) => self
+                .named
+                .get(name)
+                .is_some_and(|shape| self.may_be(shape, value)),
             _ => false,
         }
     }
@@ -202,9 +212,9 @@ impl Known {
     fn count(&self, shape: &Shape, value: &Value) -> usize {
         match (shape, value) {
             (Shape::Named(name), value) => self.named.get(name).map_or(0, |shape| self.count(shape, value)),
-            (Shape::Either(shapes), value) => {
-                self.closest(shapes, value).map_or(0, |shape| self.count(shape, value))
-            }
+            (Shape::Either(shapes), value) => self
+                .closest(shapes, value)
+                .map_or(0, |shape| self.count(shape, value)),
             (Shape::List(shape), Value::Array(items)) if !shape.is_leaf() => {
                 items.iter().map(|item| self.count(shape, item)).sum()
             }
@@ -242,7 +252,9 @@ impl Schemas<'_> {
 
     fn fields(&self, object: &Object) -> Fields {
         let fields = object.properties.iter();
-        fields.map(|(name, schema)| (name.clone(), self.shape(schema))).collect()
+        fields
+            .map(|(name, schema)| (name.clone(), self.shape(schema)))
+            .collect()
     }
 
     fn resolved<'s>(&'s self, schema: &'s RefOr<Schema>) -> Option<&'s Schema> {
@@ -263,8 +275,12 @@ impl Schemas<'_> {
                 ArrayItems::False => Shape::Any,
             },
             Schema::Object(object) => self.object(object),
-            Schema::OneOf(either) => Shape::Either(either.items.iter().map(|item| self.variant(item)).collect()),
-            Schema::AnyOf(either) => Shape::Either(either.items.iter().map(|item| self.shape(item)).collect()),
+            Schema::OneOf(either) => {
+                Shape::Either(either.items.iter().map(|item| self.variant(item)).collect())
+            }
+            Schema::AnyOf(either) => {
+                Shape::Either(either.items.iter().map(|item| self.shape(item)).collect())
+            }
             Schema::AllOf(all) => {
                 let mut whole = FieldsOf::default();
                 for item in &all.items {
@@ -337,7 +353,10 @@ fn words(schema: &RefOr<Schema>) -> Option<Vec<String>> {
         return None;
     };
     if let Some(values) = &object.enum_values {
-        return values.iter().map(|value| value.as_str().map(str::to_owned)).collect();
+        return values
+            .iter()
+            .map(|value| value.as_str().map(str::to_owned))
+            .collect();
     }
     let pattern = object.pattern.as_deref()?;
     let word = pattern.strip_prefix('^')?.strip_suffix('$')?;
@@ -428,13 +447,23 @@ mod tests {
         assert_eq!(body, expected);
         assert_eq!(unknown.first.as_deref(), Some("list[1].b"));
         let names: Vec<_> = unknown.names.iter().map(String::as_str).collect();
-        let expected = ["list[].b", "open.inner.c", "shape.d", "shape.of[].e", "shape.of[].f"];
+        let expected = [
+            "list[].b",
+            "open.inner.c",
+            "shape.d",
+            "shape.of[].e",
+            "shape.of[].f",
+        ];
         assert_eq!(names, expected);
     }
 
     #[test]
     fn values_of_wrong_types_are_left_alone() {
-        for body in [json!({ "list": 1 }), json!({ "shape": [1], "open": "x" }), json!({ "list": [[{ "b": 1 }]] })] {
+        for body in [
+            json!({ "list": 1 }),
+            json!({ "shape": [1], "open": "x" }),
+            json!({ "list": [[{ "b": 1 }]] }),
+        ] {
             assert_eq!(stripped(body.clone()), (body, Unknown::default()));
         }
     }

@@ -45,7 +45,7 @@ pub(crate) struct RerankFields {
     pub(crate) return_documents: Option<bool>,
     /// Cohere's: truncates each document to this many tokens.
     #[schema(minimum = 1)]
-    pub(crate) max_tokens_per_doc: Option<i64>,
+    pub(crate) max_tokens_per_doc: Option<usize>,
 }
 
 impl RequestBody for RerankRequest {
@@ -153,7 +153,12 @@ impl RequestBody for ScoreRequest {
     }
 }
 
-body!(ScoreRequest, "Pairs of texts to compare.", ScoringFields, ScoreFields);
+body!(
+    ScoreRequest,
+    "Pairs of texts to compare.",
+    ScoringFields,
+    ScoreFields
+);
 
 /// How well the texts of each pair match.
 #[derive(Debug, Serialize, ToSchema)]
