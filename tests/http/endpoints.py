@@ -7,5 +7,5 @@ from pathlib import Path
 # what is here is mutated; crates/server/tests/api/fuzz.rs reads it too.
 EVERY = json.loads(Path(__file__).with_name("requests.json").read_text())
 # Those of a server of embeddings (`--runner pooling`), which has no other endpoint of its own.
-EMBEDDINGS = {"/v1/embeddings": EVERY["/v1/embeddings"]}
+EMBEDDINGS = {path: bodies for path, bodies in EVERY.items() if path.endswith(("/embeddings", "/rerank", "/score"))}
 VALID = {path: bodies for path, bodies in EVERY.items() if path not in EMBEDDINGS}

@@ -162,7 +162,7 @@ def test_best_of_returns_the_likeliest(sim, smollm2):
 
 
 def test_suffix_is_refused_and_says_why(sim):
-    assert "suffix" in refused(sim, "suffix", prompt="a", suffix="b")
+    assert "fill-in-the-middle" in refused(sim, "suffix", prompt="a", suffix="b")
     assert complete(sim, prompt="a", suffix="", max_tokens=1).choices
 
 

@@ -86,10 +86,28 @@ def test_refusals(embedder, sim):
     assert refused(embedder, input="a", dimensions=17)["param"] == "dimensions"
     assert refused(embedder, input="a", encoding_format="int8")["param"] == "encoding_format"
     assert "--runner pooling" in refused(sim, input="a")["message"]
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        gone = error(sim.http.post(path, json={"query": "a", "documents": ["b"]}), 404)
+        assert gone["code"] == "unknown_url" and "--runner pooling" in gone["message"]
     with pytest.raises(openai.BadRequestError, match="use /v1/embeddings"):
         embedder.openai.chat.completions.create(model="embedder", messages=[{"role": "user", "content": "Hello"}])
     with pytest.raises(openai.BadRequestError, match="use /v1/embeddings"):
         embedder.openai.completions.create(model="embedder", prompt="Hello")
+
+
+def test_texts_are_ranked_by_their_vectors(embedder):
+    texts = ["A Plimsoll mark", "A load line, too", "B"]
+    data = embedder.openai.embeddings.create(model="embedder", input=["A load line", *texts]).data
+    cosines = [cosine(data[0].embedding, other.embedding) for other in data[1:]]
+    body = {"model": "embedder", "text_1": "A load line", "text_2": texts}
+    scores = embedder.http.post("/v1/score", json=body).raise_for_status().json()
+    assert [item["score"] for item in scores["data"]] == pytest.approx(cosines, abs=1e-6)
+    body = {"model": "embedder", "query": "A load line", "documents": texts}
+    ranking = embedder.http.post("/v2/rerank", json=body).raise_for_status().json()
+    best = sorted(range(3), key=lambda index: -cosines[index])
+    assert [result["index"] for result in ranking["results"]] == best
+    assert [result["document"]["text"] for result in ranking["results"]] == [texts[index] for index in best]
+    assert ranking["usage"]["total_tokens"] == scores["usage"]["total_tokens"] == len("A load line" + "".join(texts))
 
 
 def test_bad_input_breaks_nothing(embedder):
@@ -99,7 +117,7 @@ def test_bad_input_breaks_nothing(embedder):
     for path, valid in EMBEDDINGS.items():
         for body in valid:
             assert embedder.http.post(path, json=body).status_code == 200, body
-        for _ in range(600):
+        for _ in range(600 if path == "/v1/embeddings" else 100):
             body = text_of(mutate(rng, rng.choice(valid))).encode(errors="surrogatepass")
             if rng.random() < 0.2:
                 body = break_text(rng, body)
@@ -139,6 +157,9 @@ def test_meaning(start):
         expected = {(0, 1): 0.902, (0, 2): 0.522, (0, 3): 0.550, (1, 2): 0.571, (1, 3): 0.577, (2, 3): 0.936}
         for (a, b), cosine_of_both in expected.items():
             assert cosine(vectors[a], vectors[b]) == pytest.approx(cosine_of_both, abs=0.01), texts[a]
+        ranking = server.http.post("/rerank", json={"query": texts[0], "documents": texts[1:], "top_n": 1}).json()
+        [best] = ranking["results"]
+        assert best["index"] == 0 and best["relevance_score"] == pytest.approx(expected[0, 1], abs=0.01)
         # To the bit, alone and among others, whole or in chunks.
         alone = server.openai.embeddings.create(model=str(SMOLLM2), input=texts[0]).data[0].embedding
         assert alone == vectors[0]

@@ -134,9 +134,12 @@ def test_a_chat_with_a_broken_call(agent):
 def test_what_clients_add_to_an_answer(agent, extra):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", **extra}, {"role": "user", "content": say("Hi")}]
     assert chat_create(agent.openai, model="sim", messages=messages).content == "Hi"
-    # Elsewhere an unknown field may ask for something.
+    # Elsewhere only what is known to be harmless.
+    harmless = {"role": "user", "content": say("Hi"), "cache_control": {"type": "ephemeral"}, "id": "1"}
+    assert chat_create(agent.openai, model="sim", messages=[harmless]).content == "Hi"
     wrong = agent.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "?", "parsed": 1}]})
-    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "messages[0].parsed"
+    error = wrong.json()["error"]
+    assert (wrong.status_code, error["param"], error["code"]) == (400, "messages[0].parsed", "unknown_parameter")
 
 
 def test_a_refusal_sent_back(agent):

@@ -286,7 +286,7 @@ def test_completion_logprobs(sim):
         ("frequency_penalty", -3),
         ("repetition_penalty", 0),
         ("max_tokens", 0),
-        ("max_tokens", -1),
+        ("max_tokens", -2),
         ("max_tokens", 1.5),
         ("n", 0),
         ("n", 129),
@@ -362,7 +362,7 @@ def test_images_are_refused_by_name(sim):
 
 def test_fields_without_meaning_are_accepted(sim):
     meaningless = {
-        "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
+        "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "safety_identifier": "s",
         "prompt_cache_key": "k", "parallel_tool_calls": True, "tools": [], "tool_choice": "none",
         "response_format": {"type": "text"}, "modalities": ["text"], "temperature": None, "stop": None,
         "stream_options": None, "functions": None, "reasoning_effort": None,
@@ -384,6 +384,17 @@ def test_malformed_bodies(sim, body):
         assert error(sim.http.post(path, content=body, headers=headers), 400)["type"] == "invalid_request_error"
 
 
+def test_unknown_fields_can_be_ignored(start):
+    """What clients of Ollama and llama.cpp send, on a server that lets it pass."""
+    with start("sim", "--unknown-fields", "warn", "--served-model-name", "sim") as server:
+        extra = {"keep_alive": 300, "options": {"num_ctx": 4096}, "repeat_penalty": 1.1, "think": False}
+        raw = server.openai.chat.completions.with_raw_response.create(model="sim", messages=HELLO, max_tokens=-1, extra_body=extra)
+        assert raw.headers["x-ignored-fields"] == "keep_alive, options, think"
+        assert raw.parse().choices[0].message.content
+        assert server.metric("plimsoll_ignored_fields_total", field="keep_alive") == 1
+        assert "x-ignored-fields" not in server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).headers
+
+
 def test_wrong_model_is_404(sim):
     with pytest.raises(openai.NotFoundError) as info:
         sim.openai.chat.completions.create(model="gpt-4o", messages=HELLO)
@@ -393,7 +404,7 @@ def test_wrong_model_is_404(sim):
 def test_too_long(sim):
     for body, path, param in [
         ({"prompt": "x" * 4096}, COMPLETIONS, "prompt"),
-        ({"prompt": "x" * 4000, "max_tokens": 97}, COMPLETIONS, "prompt"),
+        ({"prompt": "x" * 4000, "max_tokens": 97}, COMPLETIONS, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, CHAT, "messages"),
     ]:
         wrong = error(sim.http.post(path, json=body), 400)

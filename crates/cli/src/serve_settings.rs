@@ -90,6 +90,7 @@ impl ServeSettings {
             queue_timeout: server.queue_timeout,
             request_timeout: server.request_timeout,
             trust_request_chat_template: chat.trust_request_chat_template,
+            unknown_fields: server.unknown_fields.into(),
             isolate_prefix_cache: server.access.isolate_prefix_cache(),
             priorities: server.scheduling_policy == SchedulingPolicy::Priority,
             sinks,

@@ -12,11 +12,13 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::error::ApiError;
-use crate::observe::{REQUEST_ID, observe};
+use crate::observe::{IGNORED_FIELDS, REQUEST_ID, observe};
 use crate::options::ServerOptions;
 use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
 use crate::state::AppState;
-use crate::{admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, sleep, text};
+use crate::{
+    admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, scoring, sleep, text,
+};
 
 /// The whole API.
 pub fn router(state: AppState) -> Router {
@@ -44,6 +46,7 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
         .routes(routes!(chat::handle))
         .routes(routes!(completions::handle))
         .routes(routes!(embeddings::handle))
+        .merge(scoring::routes())
         .merge(responses::routes())
         .merge(anthropic::routes())
         .routes(routes!(admin::models))
@@ -85,11 +88,16 @@ pub(crate) fn cors(options: &ServerOptions) -> Option<CorsLayer> {
 
 /// Response headers that scripts may read.
 fn exposed() -> Vec<HeaderName> {
-    [REQUEST_ID, anthropic::REQUEST_ID, header::RETRY_AFTER]
-        .into_iter()
-        .chain(REQUEST_HEADERS)
-        .chain(TOKEN_HEADERS)
-        .collect()
+    [
+        REQUEST_ID,
+        anthropic::REQUEST_ID,
+        IGNORED_FIELDS,
+        header::RETRY_AFTER,
+    ]
+    .into_iter()
+    .chain(REQUEST_HEADERS)
+    .chain(TOKEN_HEADERS)
+    .collect()
 }
 
 fn panicked(panic: Box<dyn Any + Send>) -> Response {

@@ -26,8 +26,11 @@ impl<T: RequestBody + Send + 'static> FromRequest<AppState> for Body<T> {
         let body = tokio::time::timeout(options.body_timeout, read(request, state, &context))
             .await
             .map_err(|_| ApiError::BodyTimeout(options.body_timeout))??;
+        let policy = options.unknown_fields;
         if body.len() < LARGE {
-            return Ok(Self(parse(&body)?));
+            let (parsed, unknown) = parse(&body, policy)?;
+            context.ignores(unknown.names);
+            return Ok(Self(parsed));
         }
         // One at a time: parsed JSON takes many times its size.
         let turn = state.large_body().await;
@@ -35,9 +38,11 @@ impl<T: RequestBody + Send + 'static> FromRequest<AppState> for Body<T> {
         let parsed = blocking(move || {
             let _turn = turn;
             check_values(&body, most)?;
-            Ok(parse(&body)?)
+            Ok(parse(&body, policy)?)
         });
-        parsed.await.map(Self)
+        let (parsed, unknown) = parsed.await?;
+        context.ignores(unknown.names);
+        Ok(Self(parsed))
     }
 }
 

@@ -66,13 +66,23 @@ pub(crate) async fn handle(
     let logprobs = own.logprobs_per_token()?;
     let parallel = own.parallel_tool_calls.unwrap_or(true);
     let tools = tools::read(prompt.tools.take(), own.tool_choice, parallel)?;
+    let prompt = prompt.into_prompt(&context)?;
+    let echo = prompt
+        .messages
+        .last()
+        .filter(|last| own.echo && last["role"] == "assistant");
+    let echo = echo
+        .and_then(|last| last["content"].as_str())
+        .unwrap_or_default()
+        .to_owned();
     let conversation = Conversation {
-        prompt: Prompt {
-            tools,
-            ..prompt.into_prompt(state.options())?
-        },
+        prompt: Prompt { tools, ..prompt },
         include_reasoning: own.include_reasoning.unwrap_or(true),
         max_tokens: own.max_completion_tokens.or(common.max_tokens),
+        length_field: match own.max_completion_tokens {
+            Some(_) => "max_completion_tokens",
+            None => "max_tokens",
+        },
         fit: Fit::Refuse,
         logprobs,
         structure: structured.grammar()?,
@@ -95,6 +105,7 @@ pub(crate) async fn handle(
             usage_in,
             usage: Usage::default(),
             roles_to_send: answers.len(),
+            echo,
         };
         return Ok(respond::stream(&state, answers.updates(), chunks));
     }
@@ -105,6 +116,7 @@ pub(crate) async fn handle(
         prompt_logprobs.map(|top| scores::prompt_logprobs(&answers[0].0.prompt, top, &names.tokenizer));
     let choices = answers.into_iter().enumerate().map(|(index, (mut answer, end))| {
         let tokens = std::mem::take(&mut answer.tokens);
+        answer.content.insert_str(0, &echo);
         ChatChoice {
             token_ids: token_ids.then_some(tokens),
             ..choice(index, answer, end, logprobs.is_some(), &names)
@@ -260,6 +272,8 @@ struct ChatChunks {
     /// Choices whose role was not sent yet. The roles of all choices are sent before the first text, in order: OpenAI's client
     /// expects choice 0 in the first chunk.
     roles_to_send: usize,
+    /// Text that each answer begins with.
+    echo: String,
 }
 
 impl ChatChunks {
@@ -302,6 +316,10 @@ impl EventFormat for ChatChunks {
             self.delta(index, delta)
         };
         let mut choices: Vec<_> = (0..self.roles_to_send).map(role).collect();
+        if !self.echo.is_empty() {
+            let echo = || Delta::Content(self.echo.clone()).into();
+            choices.extend((0..self.roles_to_send).map(|index| self.delta(index, echo())));
+        }
         self.roles_to_send = 0;
         let first = choices.len();
         choices.extend(

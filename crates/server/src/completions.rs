@@ -16,17 +16,19 @@ use crate::error::ApiError;
 use crate::generate::{Output, TokenLogprobs, collect, merge, submit};
 use crate::job::{AnswerLength, Choices, Job, Parameters};
 use crate::openapi::Errors;
-use crate::prompt;
+use crate::prompt::{self, Middle};
 use crate::respond::{EventFormat, FINGERPRINT, Identity, SseEvent, data, done, stream};
 use crate::scores;
 use crate::state::AppState;
 use crate::structured;
-use crate::wire::common::{MaybeUsage, Usage, UsageIn, finish_reason};
+use crate::wire::common::{MaxTokens, MaybeUsage, Usage, UsageIn, finish_reason};
 use crate::wire::completion::{Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt};
 
 const PROMPT: &str = "prompt";
 /// OpenAI's default of `max_tokens` for completions.
 const DEFAULT_MAX_TOKENS: usize = 16;
+/// `max_tokens` of a request that generates nothing.
+const NOTHING: Option<MaxTokens> = Some(MaxTokens::AtMost(0));
 
 /// Completions
 ///
@@ -67,7 +69,7 @@ pub(crate) async fn handle(
         Some(best_of) => check_best_of(best_of, wanted, common.stream)?,
         None => wanted,
     };
-    let scores_prompt = echo && (logprobs.is_some() || common.max_tokens == Some(0));
+    let scores_prompt = echo && (logprobs.is_some() || common.max_tokens == NOTHING);
     let choices = Choices {
         n,
         // The best of several are chosen by their log-probabilities.
@@ -78,9 +80,13 @@ pub(crate) async fn handle(
         },
         prompt_field: PROMPT,
     };
-    let parameters = Parameters::new(&state, &context, &common, choices)?;
+    let mut parameters = Parameters::new(&state, &context, &common, choices)?;
+    let middle = middle(&state, own.suffix, echo, parameters.truncates_prompts())?;
+    if let Some(middle) = middle.as_ref().filter(|_| !common.ignore_eos) {
+        parameters.end_with(middle.fim.ends());
+    }
     let grammar = structured::compile(&state, structured.grammar()?).await?;
-    if common.max_tokens == Some(0) && !echo {
+    if common.max_tokens == NOTHING && !echo {
         let message = "max_tokens must be at least 1, unless the prompt is echoed";
         return Err(ApiError::invalid("max_tokens", message));
     }
@@ -90,12 +96,14 @@ pub(crate) async fn handle(
     }
     parameters.check_count(&state, prompts.len())?;
     let model = Arc::clone(state.model());
-    let most = (!parameters.truncates_prompts()).then(|| state.engine().limits().max_request_tokens());
+    let limit = state.engine().limits().max_request_tokens();
+    let most = (!parameters.truncates_prompts()).then_some(limit);
     let (prompts, tokens) = blocking(move || {
         let add_special = own.add_special_tokens.unwrap_or(true);
-        let tokens = prompts
-            .iter()
-            .map(|p| prompt::completion(&model, p, add_special, most));
+        let tokens = prompts.iter().map(|prompt| match &middle {
+            Some(middle) => middle.completion(&model, prompt, add_special, limit),
+            None => prompt::completion(&model, prompt, add_special, most),
+        });
         let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
         Ok((prompts, tokens))
     })
@@ -103,9 +111,13 @@ pub(crate) async fn handle(
     let lengths: Vec<usize> = tokens.iter().map(Vec::len).collect();
     let length = AnswerLength {
         asked: common.max_tokens,
+        field: "max_tokens",
         default: Some(DEFAULT_MAX_TOKENS),
         shrinks: false,
-        reserved: common.max_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
+        reserved: match common.max_tokens {
+            None => DEFAULT_MAX_TOKENS,
+            Some(asked) => asked.limit().unwrap_or(1),
+        },
     };
     let shown = Arc::default();
     let job = Job::new(&state, &context, parameters, tokens, length, grammar, shown)?;
@@ -144,6 +156,29 @@ pub(crate) async fn handle(
     }
     let outputs = best(collect(choices).await?, n, wanted);
     Ok(Json(writer.whole(outputs)).into_response())
+}
+
+/// What a `suffix` asks for, if there is one.
+fn middle(
+    state: &AppState,
+    suffix: Option<String>,
+    echo: bool,
+    truncates: bool,
+) -> Result<Option<Middle>, ApiError> {
+    let Some(suffix) = suffix.filter(|suffix| !suffix.is_empty()) else {
+        return Ok(None);
+    };
+    let Some(fim) = state.fim().cloned() else {
+        let hint = "this model has no tokens for fill-in-the-middle, such as <|fim_prefix|>; put all text into `prompt`";
+        return Err(ApiError::unsupported("suffix", hint));
+    };
+    for (field, is_set) in [("echo", echo), ("truncate_prompt_tokens", truncates)] {
+        if is_set {
+            let message = format!("{field} is not available with a suffix");
+            return Err(ApiError::invalid(field, message));
+        }
+    }
+    Ok(Some(Middle { fim, suffix }))
 }
 
 /// How many choices per prompt are generated so that the best `n` can be returned.

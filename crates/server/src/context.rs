@@ -1,12 +1,13 @@
 //! Everything known about one HTTP request while it is handled. It ends in a [`RequestRecord`].
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use axum::extract::{MatchedPath, Request};
-use axum::http::{HeaderMap, Method, StatusCode, Version};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Version};
 use parking_lot::Mutex;
 use plimsoll_core::{FinishReason, TenantId};
 use tokio::time::timeout_at;
@@ -15,11 +16,13 @@ use crate::activity::{Activity, Ongoing, UnreadData};
 use crate::error::ApiError;
 use crate::keys::Tenant;
 use crate::metrics::HttpRequest;
+use crate::options::ServerOptions;
 use crate::quota::Left;
 use crate::record::{Generation, RequestRecord};
 use crate::request_memory::Reservation;
 use crate::state::AppState;
 use crate::wire::common;
+use crate::wire::known::UnknownFields;
 
 /// Clones share it. When the last one is dropped the request is over: its slot in the key's concurrency limit is released,
 /// metrics are updated and the sinks get the record.
@@ -66,6 +69,8 @@ struct Notes {
     generation: Option<Generation>,
     /// Memory for its text, until that is tokenized.
     places: Vec<Reservation>,
+    /// Fields that were ignored.
+    ignored: BTreeSet<String>,
 }
 
 impl fmt::Debug for Context {
@@ -194,6 +199,39 @@ impl Context {
         }
         let TenantId(tenant) = self.tenant();
         Some(format!("{tenant:016x}/{}", salt.unwrap_or_default()).into())
+    }
+
+    /// Options of the server.
+    pub(crate) fn options(&self) -> &ServerOptions {
+        self.0.state.options()
+    }
+
+    /// These fields of its body are ignored.
+    pub(crate) fn ignores(&self, fields: impl IntoIterator<Item = String>) {
+        let fields = fields.into_iter().map(|field| printable(&field));
+        let mut notes = self.0.notes.lock();
+        for field in fields {
+            if notes.ignored.len() < MAX_IGNORED && notes.ignored.insert(field.clone()) {
+                self.0.state.metrics().ignored(&field);
+            }
+        }
+    }
+
+    /// Ignores `field`, which this model has no use for, if the server ignores fields.
+    pub(crate) fn may_ignore(&self, field: &str) -> bool {
+        let may = self.options().unknown_fields == UnknownFields::Warn;
+        if may {
+            self.ignores([field.to_owned()]);
+        }
+        may
+    }
+
+    /// The header that names the ignored fields.
+    pub(crate) fn ignored(&self) -> Option<HeaderValue> {
+        let notes = self.0.notes.lock();
+        let names: Vec<_> = notes.ignored.iter().map(String::as_str).collect();
+        let value = (!names.is_empty()).then(|| names.join(", "))?;
+        HeaderValue::from_str(&value).ok()
     }
 
     /// The response begins.
@@ -325,6 +363,17 @@ pub(crate) fn request_id(headers: &HeaderMap) -> Option<String> {
 fn is_id(id: &str) -> bool {
     let sane = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
     (1..=MAX_ID).contains(&id.len()) && id.bytes().all(sane)
+}
+
+/// Most ignored fields that the header names, and characters of each.
+const MAX_IGNORED: usize = 16;
+const MAX_IGNORED_NAME: usize = 64;
+
+/// The path of a client's field as headers and labels of metrics can have it.
+fn printable(field: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-.[]".contains(c);
+    let plain = field.chars().map(|c| if is_plain(c) { c } else { '?' });
+    plain.take(MAX_IGNORED_NAME).collect()
 }
 
 /// A random id.

@@ -23,7 +23,7 @@ pub enum ApiError {
     ContextLength {
         /// Includes all the numbers.
         message: String,
-        /// The field that holds the prompt.
+        /// The field that is too large.
         param: &'static str,
         /// Tokens of the prompt.
         prompt: usize,
@@ -44,6 +44,16 @@ pub enum ApiError {
     /// A model this server does not serve.
     #[error("the model `{0}` does not exist; this server serves `{1}`")]
     ModelNotFound(String, String),
+    /// A path that only models for embeddings have.
+    #[error(
+        "{path} compares embeddings, and `{model}` is served for text generation: serve an embedding model, or this one with --runner pooling"
+    )]
+    NoEmbeddings {
+        /// The path.
+        path: String,
+        /// The served model.
+        model: String,
+    },
     /// No such path.
     #[error("no such path: {0}")]
     PathNotFound(String),
@@ -153,19 +163,24 @@ impl ApiError {
         }
     }
 
-    /// A request that can never be served; `prompt` is the field that holds the prompt.
-    pub(crate) fn from_request(error: RequestError, prompt: &'static str) -> Self {
+    /// A request that can never be served; `prompt` is the field that holds the prompt, `length` the one that limits the answer.
+    pub(crate) fn from_request(error: RequestError, prompt: &'static str, length: &'static str) -> Self {
         match error {
             RequestError::EmptyPrompt | RequestError::UnknownToken { .. } => {
                 Self::invalid(prompt, error.to_string())
             }
             RequestError::TooLong {
                 prompt: tokens,
+                output,
                 limit,
-                ..
             } => Self::ContextLength {
                 message: error.to_string(),
-                param: prompt,
+                // A shorter answer would fit.
+                param: if tokens < limit && output > 1 {
+                    length
+                } else {
+                    prompt
+                },
                 prompt: tokens,
                 limit,
             },
@@ -189,7 +204,7 @@ impl ApiError {
             Self::ContextLength { .. } => invalid(Status::BAD_REQUEST, "context_length_exceeded"),
             Self::ModelNotFound(..) => invalid(Status::NOT_FOUND, "model_not_found"),
             Self::NotStored { .. } => invalid(Status::NOT_FOUND, "not_found"),
-            Self::PathNotFound(_) => invalid(Status::NOT_FOUND, "unknown_url"),
+            Self::PathNotFound(_) | Self::NoEmbeddings { .. } => invalid(Status::NOT_FOUND, "unknown_url"),
             Self::MethodNotAllowed(_) => invalid(Status::METHOD_NOT_ALLOWED, "method_not_supported"),
             Self::ForeignOrigin(_) => invalid(Status::FORBIDDEN, "origin_not_allowed"),
             Self::NoRequestMemory(_) => unavailable("too_many_large_requests"),

@@ -12,8 +12,8 @@ use crate::error::ApiError;
 use crate::model::GenerationDefaults;
 use crate::record::Generation;
 use crate::state::AppState;
-use crate::wire::common::Common;
-use crate::wire::extra::Extra;
+use crate::wire::common::{Common, MaxTokens};
+use crate::wire::extra::{Extra, TruncationSide};
 
 /// What an endpoint adds to the common fields.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +41,7 @@ pub(crate) struct Parameters {
     bans: Bans,
     cache_salt: Option<Arc<str>>,
     truncate_prompt_tokens: Option<i64>,
+    truncation_side: TruncationSide,
 }
 
 /// How a choice's text ends.
@@ -116,12 +117,20 @@ impl Parameters {
             bans,
             cache_salt: context.cache_salt(extra.cache_salt.as_deref()),
             truncate_prompt_tokens: extra.truncate_prompt_tokens,
+            truncation_side: extra.truncation_side.unwrap_or(TruncationSide::Left),
         })
     }
 
     /// Whether the client requests truncation of long prompts.
     pub(crate) fn truncates_prompts(&self) -> bool {
         self.truncate_prompt_tokens.is_some()
+    }
+
+    /// Ends answers with these tokens too, which are no stop tokens of the client's.
+    pub(crate) fn end_with(&mut self, tokens: &[TokenId]) {
+        self.stop_token_ids.extend(tokens);
+        self.stop_token_ids.sort_unstable();
+        self.stop_token_ids.dedup();
     }
 
     /// Refuses more choices than the engine can hold, before their prompts cost anything.
@@ -137,7 +146,7 @@ impl Parameters {
         Err(ApiError::invalid("n", message))
     }
 
-    /// Truncates prompts from the left, if requested. `reserved`: tokens to leave for the answer.
+    /// Truncates prompts, if requested. `reserved`: tokens to leave for the answer.
     fn truncate(&self, prompts: &mut [Vec<TokenId>], limit: usize, reserved: usize) -> Result<(), ApiError> {
         let Some(asked) = self.truncate_prompt_tokens else {
             return Ok(());
@@ -153,7 +162,10 @@ impl Parameters {
             }
         };
         for prompt in prompts {
-            prompt.drain(..prompt.len().saturating_sub(most));
+            match self.truncation_side {
+                TruncationSide::Left => drop(prompt.drain(..prompt.len().saturating_sub(most))),
+                TruncationSide::Right => prompt.truncate(most),
+            }
         }
         Ok(())
     }
@@ -162,8 +174,10 @@ impl Parameters {
 /// How long answers may be.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AnswerLength {
-    /// The client's `max_tokens`.
-    pub(crate) asked: Option<usize>,
+    /// What the client wants.
+    pub(crate) asked: Option<MaxTokens>,
+    /// The API field that says so, for errors.
+    pub(crate) field: &'static str,
     /// Used if `asked` is absent, lowered to what fits. If both are absent, as many as fit.
     pub(crate) default: Option<usize>,
     /// Lower `asked` to what fits; otherwise a request that does not fit is refused.
@@ -177,8 +191,8 @@ impl AnswerLength {
     fn max_tokens(self, room: usize) -> Option<usize> {
         let room = room.max(1);
         match self.asked {
-            Some(asked) if self.shrinks => Some(asked.min(room)),
-            Some(asked) => Some(asked),
+            Some(MaxTokens::AtMost(most)) if self.shrinks => Some(most.min(room)),
+            Some(asked) => asked.limit(),
             None => self.default.map(|default| default.min(room)),
         }
     }
@@ -244,7 +258,7 @@ impl Job {
                 pooling: None,
             };
             let first = Request::new(engine.next_id(), options, &limits)
-                .map_err(|error| ApiError::from_request(error, choices.prompt_field))?;
+                .map_err(|error| ApiError::from_request(error, choices.prompt_field, length.field))?;
             let others: Vec<_> = (1..choices.n)
                 .map(|i| first.again(engine.next_id(), seed.wrapping_add(i as u64)))
                 .collect();
@@ -287,7 +301,7 @@ fn sampling(
         min_p: common.min_p.or(defaults.min_p),
         presence_penalty: common.presence_penalty,
         frequency_penalty: common.frequency_penalty,
-        repetition_penalty: common.repetition_penalty.or(defaults.repetition_penalty),
+        repetition_penalty: common.repetition_penalty()?.or(defaults.repetition_penalty),
         logit_bias,
         logprobs,
     })

@@ -4,16 +4,16 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
+use crate::context::Context;
 use crate::conversation::{Effort, Prompt};
 use crate::error::ApiError;
-use crate::options::ServerOptions;
 use crate::transcript::arguments;
 use crate::wire::chat::{ChatPrompt, Message, Role, SentToolCall};
 
 impl ChatPrompt {
     /// Checks and converts everything but the tools.
-    pub(crate) fn into_prompt(self, options: &ServerOptions) -> Result<Prompt, ApiError> {
-        if self.chat_template.is_some() && !options.trust_request_chat_template {
+    pub(crate) fn into_prompt(self, context: &Context) -> Result<Prompt, ApiError> {
+        if self.chat_template.is_some() && !context.options().trust_request_chat_template {
             return Err(ApiError::unsupported(
                 "chat_template",
                 "it runs without --trust-request-chat-template",
@@ -35,14 +35,34 @@ impl ChatPrompt {
             add_generation_prompt: self.add_generation_prompt.unwrap_or(!self.continue_final_message),
             continue_final_message: self.continue_final_message,
             template: self.chat_template,
-            template_kwargs: self.chat_template_kwargs,
+            template_kwargs: template_kwargs(self.chat_template_kwargs, self.enable_thinking)?,
             documents: documents.into_iter().map(Value::Object).collect(),
             effort: self.reasoning_effort.map(|level| Effort {
                 level,
                 field: "reasoning_effort",
+                context: context.clone(),
             }),
             ..Prompt::new(messages, "messages")
         })
+    }
+}
+
+/// The variables for the template, with the one that is a field of its own.
+fn template_kwargs(
+    mut kwargs: Map<String, Value>,
+    enable_thinking: Option<bool>,
+) -> Result<Map<String, Value>, ApiError> {
+    const NAME: &str = "enable_thinking";
+    let Some(on) = enable_thinking else {
+        return Ok(kwargs);
+    };
+    match kwargs.insert(NAME.to_owned(), json!(on)) {
+        Some(other) if other != json!(on) => {
+            let message = "enable_thinking is another name of chat_template_kwargs.enable_thinking, and they differ: send \
+                           one of them";
+            Err(ApiError::invalid(NAME, message))
+        }
+        _ => Ok(kwargs),
     }
 }
 

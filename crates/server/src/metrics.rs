@@ -8,11 +8,13 @@ mod process;
 mod start;
 mod timer;
 
+use std::collections::HashSet;
 use std::fmt::Write;
 use std::time::Duration;
 
 use metrics::{Counter, Gauge, Key, Label, Metadata, Recorder, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use parking_lot::Mutex;
 use plimsoll_core::{KvConfig, Meters};
 use plimsoll_engine::{EngineHandle, EngineStats, Health, Histogram, Phase};
 use strum::IntoEnumIterator;
@@ -34,6 +36,8 @@ pub(crate) struct Metrics {
     labels: Vec<Label>,
     pub(crate) per_request: PerRequest,
     http_in_flight: Both<Gauge>,
+    /// Labels of the fields that were ignored.
+    ignored_fields: Mutex<HashSet<String>>,
     stall_timeout: Duration,
 }
 
@@ -216,6 +220,8 @@ impl Metrics {
             choices: maker.histogram(&REQUEST_N, &[]),
         };
         maker.set(&START_TIME, unix_seconds() as f64);
+        // So that it can be watched before there is any.
+        maker.counter(&IGNORED_FIELDS, &[http::OTHER_FIELD]);
         let http_in_flight = maker.gauge(&HTTP_IN_FLIGHT, &[]);
         maker.set_each(&START_PROGRESS, "phase", [("ready", 1.0)]);
         maker.set(&STALL_TIMEOUT, stall_timeout.as_secs_f64());
@@ -225,6 +231,7 @@ impl Metrics {
             labels,
             per_request,
             http_in_flight,
+            ignored_fields: Mutex::default(),
             stall_timeout,
         }
     }

@@ -19,6 +19,8 @@ use crate::request_memory::SMALL;
 use crate::state::AppState;
 
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Names the fields of the request that were ignored.
+pub(crate) const IGNORED_FIELDS: HeaderName = HeaderName::from_static("x-ignored-fields");
 
 /// Paths that never require a key: probes and static pages.
 const OPEN: &[&str] = &["/health", "/ready", "/", "/docs", "/openapi.json"];
@@ -51,6 +53,9 @@ pub(crate) async fn observe(State(state): State<AppState>, request: Request, nex
     let mut response = answer.instrument(span).await;
     if let Ok(id) = HeaderValue::from_str(context.id()) {
         response.headers_mut().insert(REQUEST_ID, id);
+    }
+    if let Some(fields) = context.ignored() {
+        response.headers_mut().insert(IGNORED_FIELDS, fields);
     }
     // Tells clients to reconnect elsewhere. HTTP/2 does so with GOAWAY.
     if state.is_draining() && version < Version::HTTP_2 {

@@ -20,7 +20,8 @@ use crate::wire::error::ErrorBody;
 #[openapi(
     info(
         title = "Plimsoll",
-        description = "The OpenAI API with vLLM's extensions. An unsupported field or value is a 400 that names it.",
+        description = "The OpenAI API with vLLM's extensions. An unsupported field or value is a 400 that names it; with \
+                       `--unknown-fields warn` the header `X-Ignored-Fields` names those that are not described here.",
         license(name = "Apache-2.0", identifier = "Apache-2.0")
     ),
     servers((url = "/", description = "this server")),

@@ -9,6 +9,7 @@ use crate::keys::ApiKeys;
 use crate::quota::KeyLimits;
 use crate::record::RequestSink;
 use crate::tls::Tls;
+use crate::wire::known::UnknownFields;
 
 /// Limits of the response store. When full, the oldest responses of the key that holds the most are evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +72,8 @@ pub struct ServerOptions {
     pub priorities: bool,
     /// Requests may set `chat_template`.
     pub trust_request_chat_template: bool,
+    /// What to do about fields of requests that the API does not have.
+    pub unknown_fields: UnknownFields,
     /// Receivers of the records of finished requests.
     pub sinks: Vec<Arc<dyn RequestSink>>,
     /// TLS; plain HTTP if absent.
@@ -106,6 +109,7 @@ impl Default for ServerOptions {
             request_bytes: 128 << 20,
             priorities: false,
             trust_request_chat_template: false,
+            unknown_fields: UnknownFields::Error,
             sinks: Vec::new(),
             tls: None,
             max_connections: 8192,

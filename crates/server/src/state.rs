@@ -6,6 +6,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use plimsoll_core::{Meters, TokenId};
 use plimsoll_engine::{EngineHandle, Health};
+use plimsoll_text::Fim;
 use plimsoll_text::grammar::GrammarCompiler;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -38,6 +39,7 @@ struct Inner {
     options: ServerOptions,
     metrics: Metrics,
     answer_marks: Arc<[TokenId]>,
+    fim: Option<Fim>,
     quotas: Quotas,
     responses: ResponseStore,
     request_memory: RequestMemory,
@@ -73,6 +75,7 @@ impl AppState {
         let grammars = GrammarCompiler::new(model.tokenizer.clone(), &model.eos_token_ids);
         let cores = available_parallelism().map_or(1, usize::from);
         let answer_marks = model.answers.marks(&model.tokenizer);
+        let fim = Fim::detect(&model.tokenizer);
         let ids = 0..TokenId::try_from(model.tokenizer.vocab_size()).unwrap_or(TokenId::MAX);
         let longest = ids.map(|id| model.tokenizer.token_bytes(id).len()).max();
         let longest = longest.unwrap_or(0).max(1);
@@ -95,6 +98,7 @@ impl AppState {
             options,
             metrics,
             answer_marks,
+            fim,
             seeds: Mutex::new(seeds),
             large_bodies: Arc::new(Semaphore::new(1)),
             grammars: Arc::new(grammars),
@@ -169,6 +173,11 @@ impl AppState {
         &self.0.answer_marks
     }
 
+    /// How the model fills in the middle, if it does.
+    pub(crate) fn fim(&self) -> Option<&Fim> {
+        self.0.fim.as_ref()
+    }
+
     /// A seed for a request without one.
     pub(crate) fn draw_seed(&self) -> u64 {
         self.0.seeds.lock().random()
@@ -218,11 +227,15 @@ impl AppState {
         }
     }
 
-    /// An error where a request names a model that is not served; it may name none.
+    /// An error where a request names a model that is not served; it may name none, or leave the name empty.
     pub(crate) fn check_model(&self, wanted: Option<&str>) -> Result<(), ApiError> {
         let model = self.model();
         match wanted {
-            Some(name) if name != model.id && !model.aliases.iter().any(|alias| alias == name) => {
+            Some(name)
+                if !name.is_empty()
+                    && name != model.id
+                    && !model.aliases.iter().any(|alias| alias == name) =>
+            {
                 Err(ApiError::ModelNotFound(name.to_owned(), model.id.clone()))
             }
             _ => Ok(()),

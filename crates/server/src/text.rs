@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 
 use crate::blocking::blocking;
 use crate::body::Body;
+use crate::context::Context;
 use crate::error::ApiError;
 use crate::openapi::Errors;
 use crate::state::AppState;
@@ -26,6 +27,7 @@ use crate::wire::tokenize::{DetokenizeRequest, Detokenized, TokenizeInput, Token
 )]
 pub(crate) async fn tokenize(
     State(state): State<AppState>,
+    Extension(context): Extension<Context>,
     Body(request): Body<TokenizeRequest>,
 ) -> Result<Json<Tokenized>, ApiError> {
     let TokenizeRequest { own, input } = request;
@@ -38,7 +40,7 @@ pub(crate) async fn tokenize(
                 .encode(&text, own.add_special_tokens.unwrap_or(true))?,
             TokenizeInput::Chat(mut chat) => {
                 let tools = tools::read(chat.tools.take(), None, true)?;
-                let mut prompt = chat.into_prompt(state.options())?;
+                let mut prompt = chat.into_prompt(&context)?;
                 prompt.tools = tools;
                 prompt.add_special_tokens = own.add_special_tokens.unwrap_or(false);
                 prompt.tokens(model)?

@@ -1,5 +1,5 @@
 //! Text in, tokens out, and back: tokenizers (`tokenizer.json`, GGUF metadata, plain bytes), incremental detokenization,
-//! stop strings, chat templates rendered as Hugging Face transformers renders them, and answers taken apart into reasoning,
+//! stop strings, prompts to fill in the middle, chat templates rendered as Hugging Face transformers renders them, and answers taken apart into reasoning,
 //! content and calls of tools.
 //!
 //! No device code and no network: everything is a pure function of files and metadata.
@@ -8,6 +8,7 @@ mod answer;
 mod detokenizer;
 mod directory;
 mod error;
+mod fim;
 mod gguf;
 pub mod grammar;
 mod pipeline;
@@ -19,6 +20,7 @@ mod vocab;
 pub use answer::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, ReasoningFormat, ToolFormat};
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
+pub use fim::Fim;
 pub use stop::{Scanned, StopMatcher};
 pub use template::{ChatInput, ChatTemplate, Clock};
 pub use tokenizer::{SpecialTokens, Tokenizer};

@@ -154,6 +154,18 @@ impl Tokenizer {
             .find(|&token| self.is_special(token) && self.token_bytes(token) == text.as_bytes())
     }
 
+    /// The token that is named `name` as a whole, special or not. Searches the vocabulary.
+    pub(crate) fn token_named(&self, name: &str) -> Option<TokenId> {
+        // Where it is no token of its own kind, `▁` in its name is read as a space.
+        let spaced = name.replace('▁', " ");
+        let is_it = |&id: &TokenId| {
+            [name, &spaced]
+                .iter()
+                .any(|name| self.token_bytes(id) == name.as_bytes())
+        };
+        (0..self.vocab_size() as TokenId).find(is_it)
+    }
+
     /// Special tokens by role, for chat templates.
     pub fn special_tokens(&self) -> &SpecialTokens {
         &self.0.special_tokens

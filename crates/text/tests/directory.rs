@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use plimsoll_text::{TextError, Tokenizer};
+use plimsoll_text::{Fim, TextError, Tokenizer};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::{Value, json};
@@ -48,6 +48,59 @@ fn sentencepiece() -> Value {
             "merges": [["▁", "h"], ["e", "l"], ["l", "o"], ["▁h", "el"], ["▁hel", "lo"]],
         },
     })
+}
+
+/// CodeLlama's tokens, of a tokenizer that puts a space before a text: the prefix has it, the suffix does not.
+#[test]
+fn a_suffix_begins_without_a_space() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut spec = sentencepiece();
+    for (id, name) in (269..).zip(["▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>"]) {
+        let token = json!({"id": id, "content": name, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true});
+        spec["added_tokens"].as_array_mut().unwrap().push(token);
+    }
+    write(directory.path(), "tokenizer.json", &spec);
+    let tokenizer = Tokenizer::from_dir(directory.path()).unwrap();
+    let named = |name: &str| tokenizer.special_token(name).unwrap();
+    let text = |text: &str| tokenizer.encode_literal(text, false).unwrap();
+    let [pre, mid, suf, eot] = ["▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>"].map(named);
+    let fim = Fim::detect(&tokenizer).unwrap();
+    assert_eq!(fim.ends(), [pre, suf, mid, eot]);
+    let hello = text("hello");
+    assert_eq!(tokenizer.token_str(hello[0]), " hello");
+    let prompt = fim.prompt(&tokenizer, hello.clone(), "hello", true).unwrap();
+    let suffix: Vec<_> = prompt
+        .iter()
+        .skip_while(|token| **token != suf)
+        .skip(1)
+        .copied()
+        .collect();
+    let (last, suffix) = suffix.split_last().unwrap();
+    assert_eq!((prompt[0], prompt[1], *last), (1, pre, mid));
+    assert_eq!(prompt[2..2 + hello.len()], hello);
+    assert_eq!(
+        suffix
+            .iter()
+            .map(|&token| tokenizer.token_str(token))
+            .collect::<String>(),
+        "hello"
+    );
+}
+
+/// Codestral has no token before the middle: the suffix comes first.
+#[test]
+fn the_suffix_may_come_first() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut spec = sentencepiece();
+    for (id, name) in (269..).zip(["[PREFIX]", "[SUFFIX]"]) {
+        let token = json!({"id": id, "content": name, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true});
+        spec["added_tokens"].as_array_mut().unwrap().push(token);
+    }
+    write(directory.path(), "tokenizer.json", &spec);
+    let tokenizer = Tokenizer::from_dir(directory.path()).unwrap();
+    let fim = Fim::detect(&tokenizer).unwrap();
+    let prompt = fim.prompt(&tokenizer, vec![7, 8], "", false).unwrap();
+    assert_eq!(prompt, [270, 269, 7, 8]);
 }
 
 fn write(directory: &Path, name: &str, value: &Value) {

@@ -5,7 +5,7 @@ mod common;
 use std::collections::BTreeSet;
 use std::fs;
 
-use plimsoll_text::{TextError, Tokenizer};
+use plimsoll_text::{Fim, TextError, Tokenizer};
 
 /// Every vocabulary that comes with vectors.
 const PASSED: [&str; 15] = [
@@ -44,6 +44,50 @@ fn nothing_is_left_out() {
         .map(|&name| name.to_owned())
         .collect();
     assert_eq!(found, known);
+}
+
+/// Prompts as the model cards write them, as one text.
+#[test]
+fn models_of_code_fill_in_the_middle() {
+    for (name, begin, card) in [
+        ("qwen2", None, None),
+        (
+            "starcoder",
+            None,
+            Some("<fim_prefix>let a<fim_suffix> = 1;<fim_middle>"),
+        ),
+        (
+            "deepseek-coder",
+            Some(32013),
+            Some("<｜fim▁begin｜>let a<｜fim▁hole｜> = 1;<｜fim▁end｜>"),
+        ),
+        ("llama-spm", None, None),
+        ("gpt-2", None, None),
+    ] {
+        let tokenizer = Tokenizer::from_gguf(&common::vocabulary(name)).unwrap();
+        let fim = Fim::detect(&tokenizer);
+        assert_eq!(fim.is_some(), card.is_some(), "{name}");
+        let (Some(fim), Some(card)) = (fim, card) else {
+            continue;
+        };
+        let prefix = tokenizer.encode_literal("let a", false).unwrap();
+        let prompt = |special| fim.prompt(&tokenizer, prefix.clone(), " = 1;", special).unwrap();
+        let written = tokenizer.encode(card, false).unwrap();
+        assert_eq!(prompt(false), written, "{name}");
+        let begun: Vec<_> = begin.into_iter().chain(written).collect();
+        assert_eq!(prompt(true), begun, "{name}");
+        assert!(fim.ends().contains(prompt(false).last().unwrap()), "{name}");
+        // The texts of special tokens are text.
+        let literal = fim.prompt(&tokenizer, prefix.clone(), card, false).unwrap();
+        assert_eq!(
+            literal
+                .iter()
+                .filter(|token| fim.ends()[..3].contains(token))
+                .count(),
+            3,
+            "{name}"
+        );
+    }
 }
 
 #[test]

@@ -108,7 +108,7 @@ pub struct DeviceArgs {
     /// GPU code in this binary)
     #[arg(long, value_name = "DEVICE", default_value_t)]
     pub device: DeviceChoice,
-    /// Data type of weights and activations; auto: bfloat16 on a GPU, the model's own on a CPU
+    /// Data type of weights; auto: bfloat16 on a GPU, the model's own on a CPU, which keeps them as they are stored
     #[arg(
         long,
         value_enum,

@@ -29,7 +29,7 @@ pub use logs::{LogArgs, LogFormat, LogLevels};
 pub use pages::PagesArgs;
 pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};
 pub use responses::ResponseArgs;
-pub use server::{SchedulingPolicy, ServerArgs};
+pub use server::{SchedulingPolicy, ServerArgs, UnknownFieldPolicy};
 pub(crate) use values::{duration, positive, ratio};
 
 const EXIT_CODES: &str = "\

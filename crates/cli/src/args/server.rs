@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args, ValueEnum};
+use plimsoll_server::UnknownFields;
 use reqwest::header::HeaderValue;
 
 use crate::args::AccessArgs;
@@ -29,6 +30,16 @@ pub struct ServerArgs {
     /// Sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory
     #[arg(long, value_name = "SOURCE", default_value = "auto")]
     pub generation_config: String,
+    /// Fields of requests that the API does not have: error (400), or warn (ignored, and named in the header
+    /// X-Ignored-Fields)
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "POLICY",
+        hide_possible_values = true
+    )]
+    pub unknown_fields: UnknownFieldPolicy,
     /// Maximum number of waiting requests, in addition to running ones; more get 429
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_queue: usize,
@@ -105,6 +116,25 @@ pub struct ServerArgs {
     /// Who may use it, and how much.
     #[command(flatten)]
     pub access: AccessArgs,
+}
+
+/// `--unknown-fields`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum UnknownFieldPolicy {
+    /// Refuse the request.
+    #[default]
+    Error,
+    /// Ignore them, and tell the client.
+    Warn,
+}
+
+impl From<UnknownFieldPolicy> for UnknownFields {
+    fn from(policy: UnknownFieldPolicy) -> Self {
+        match policy {
+            UnknownFieldPolicy::Error => Self::Error,
+            UnknownFieldPolicy::Warn => Self::Warn,
+        }
+    }
 }
 
 /// `--scheduling-policy`.

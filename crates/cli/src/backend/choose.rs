@@ -215,12 +215,6 @@ fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
 
 /// Refuses what only a GPU can do.
 fn check_cpu(settings: &EngineSettings) -> Result<(), Error> {
-    if settings.dtype != DType::Auto {
-        return Err(Error::configuration(
-            "--dtype",
-            "a CPU keeps weights as the model stores them and computes in float32; leave it at auto",
-        ));
-    }
     if settings.kv_cache_dtype == KvDtype::Bfloat16 {
         return Err(Error::configuration(
             "--kv-cache-dtype",
@@ -329,7 +323,6 @@ mod tests {
             ("--threads 2", "--threads"),
         ];
         let on_cpu = [
-            ("--dtype bfloat16", "--dtype"),
             ("--kv-cache-dtype bfloat16", "--kv-cache-dtype"),
             ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization"),
         ];

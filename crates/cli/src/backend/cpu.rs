@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
 use plimsoll_device::Budget;
-use plimsoll_kernels::instruction_set;
+use plimsoll_kernels::{WeightType, instruction_set};
 use plimsoll_model::{Model, Progress, Runner};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
 
@@ -13,7 +13,7 @@ use super::predicted::{arena_use, holding, step_size};
 use super::{
     Backend, CPU_DEFAULTS, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights,
 };
-use crate::args::DeviceChoice;
+use crate::args::{DType, DeviceChoice};
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
 
@@ -39,7 +39,9 @@ impl Device for CpuBackend {
     }
 
     fn max_model_len(&self) -> Result<usize, Error> {
-        self.longest_request()
+        let config = self.config()?;
+        check_dtype(self.settings.dtype, config.dtype)?;
+        Ok(config.max_tokens())
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
@@ -79,6 +81,31 @@ impl Backend for CpuBackend {
     fn plan_key(&self) -> DeviceKey {
         DeviceKey::cpu(self.settings.device_memory, plimsoll_kernels::threads())
     }
+}
+
+/// A CPU keeps weights as they are stored: no other type can be asked for.
+fn check_dtype(asked: DType, stored: Option<WeightType>) -> Result<(), Error> {
+    let same = match asked {
+        DType::Auto => return Ok(()),
+        DType::Bfloat16 => WeightType::Bf16,
+        DType::Float16 => WeightType::F16,
+        DType::Float32 => WeightType::F32,
+    };
+    if stored == Some(same) {
+        return Ok(());
+    }
+    let stored = match stored {
+        Some(WeightType::Bf16) => "bfloat16",
+        Some(WeightType::F16) => "float16",
+        Some(WeightType::F32) => "float32",
+        _ => "quantised or of several types",
+    };
+    Err(Error::configuration(
+        "--dtype",
+        format!(
+            "a CPU keeps weights as the model stores them, here {stored}, and computes in float32; leave it at auto"
+        ),
+    ))
 }
 
 #[derive(Debug)]
@@ -175,6 +202,26 @@ impl Footprint for CpuFootprint {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn weights_stay_as_they_are_stored() {
+        for stored in [None, Some(WeightType::Bf16), Some(WeightType::Q4K)] {
+            check_dtype(DType::Auto, stored).unwrap();
+        }
+        check_dtype(DType::Bfloat16, Some(WeightType::Bf16)).unwrap();
+        check_dtype(DType::Float16, Some(WeightType::F16)).unwrap();
+        check_dtype(DType::Float32, Some(WeightType::F32)).unwrap();
+        for (stored, said) in [
+            (Some(WeightType::F32), "float32"),
+            (Some(WeightType::Q4K), "quantised"),
+            (None, "quantised"),
+        ] {
+            let error = check_dtype(DType::Bfloat16, stored).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            let text = error.to_string();
+            assert!(text.starts_with("--dtype") && text.contains(said), "{text}");
+        }
+    }
 
     #[test]
     fn what_a_cpu_does_without_is_named() {

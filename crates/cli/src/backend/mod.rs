@@ -131,8 +131,12 @@ impl<D> ModelOn<D> {
         }
     }
 
+    fn config(&self) -> Result<ModelConfig, Error> {
+        Ok(ModelConfig::read(&self.model, &self.settings.serve_as)?)
+    }
+
     fn longest_request(&self) -> Result<usize, Error> {
-        Ok(ModelConfig::read(&self.model, &self.settings.serve_as)?.max_tokens())
+        Ok(self.config()?.max_tokens())
     }
 }
 

@@ -16,7 +16,7 @@ use crate::wire::anthropic::{
     Blocks, Content, ContextManagement, Display, InputBlock, InputMessage, MessagesPrompt, MessagesRequest,
     OutputFormat, Role, Thinking, ToolChoice as Wanted, ToolDefinition,
 };
-use crate::wire::common::OneOrMany;
+use crate::wire::common::{MaxTokens, OneOrMany};
 use crate::wire::request::typed;
 
 /// The request field that holds the conversation.
@@ -50,7 +50,8 @@ pub(super) fn parse(state: &AppState, request: MessagesRequest) -> Result<Asked,
     common.stop = Some(OneOrMany::Many(own.stop_sequences));
     let conversation = Conversation {
         prompt,
-        max_tokens: Some(own.max_tokens),
+        max_tokens: Some(MaxTokens::AtMost(own.max_tokens)),
+        length_field: "max_tokens",
         // As in Anthropic's newer models: agents request more than fits.
         fit: Fit::CutAnswer,
         structure,
@@ -207,7 +208,7 @@ fn read(transcript: &mut Transcript, role: Role, block: Value, field: &str) -> R
                 transcript.reasoning(&text);
             }
         }
-        (InputBlock::RedactedThinking {}, Role::Assistant) => {}
+        (InputBlock::RedactedThinking { .. }, Role::Assistant) => {}
         (_, role) => {
             let message = format!(
                 "`{field}`: a message of the role `{}` cannot contain this type of block",
@@ -245,7 +246,7 @@ fn parsed(block: Value, field: &str) -> Result<InputBlock, ApiError> {
         "tool_use" => InputBlock::ToolUse(typed(block, field)?),
         "tool_result" => InputBlock::ToolResult(typed(block, field)?),
         "thinking" => InputBlock::Thinking(typed(block, field)?),
-        "redacted_thinking" => InputBlock::RedactedThinking {},
+        "redacted_thinking" => InputBlock::RedactedThinking { _data: None },
         "" => {
             let field = format!("{field}.type");
             return Err(ApiError::invalid(&field, format!("`{field}` must be a string")));

@@ -24,7 +24,7 @@ use crate::job::{AnswerLength, Choices, Job, Parameters};
 use crate::model::AnswerStyle;
 use crate::state::AppState;
 use crate::structured::{self, Requested};
-use crate::wire::common::Common;
+use crate::wire::common::{Common, MaxTokens};
 
 pub(crate) use answer::{Answer, Answers, ToolCall};
 pub(crate) use fit::Fit;
@@ -42,7 +42,9 @@ pub(crate) struct Conversation {
     /// Sampling, seed, `n`, stop strings; its `max_tokens` is ignored.
     pub(crate) common: Common,
     /// Maximum tokens of each answer including reasoning; the model's default if absent.
-    pub(crate) max_tokens: Option<usize>,
+    pub(crate) max_tokens: Option<MaxTokens>,
+    /// The API field that says so, for errors.
+    pub(crate) length_field: &'static str,
     /// What to do if the conversation and `max_tokens` do not fit.
     pub(crate) fit: Fit,
     /// How many of the likeliest tokens to report for each token, if logprobs are requested.
@@ -63,6 +65,7 @@ pub(crate) async fn open(
         prompt,
         common,
         max_tokens,
+        length_field,
         fit,
         logprobs,
         structure,
@@ -86,16 +89,18 @@ pub(crate) async fn open(
         max_calls: prompt.tools.max_calls(),
     };
     let is_bounded = !parameters.truncates_prompts();
-    let (rendered, prompt) = render(state, prompt, fit, max_tokens, is_bounded).await?;
+    let reserved = max_tokens.and_then(MaxTokens::limit).unwrap_or(1);
+    let (rendered, prompt) = render(state, prompt, fit, reserved, is_bounded).await?;
     let thinking = Thinking::of(format.reasoning, &rendered.text);
     format.reasoning_is_open = matches!(thinking, Thinking::Open(_));
     let wanted = grammar::of_answer(&model.tokenizer, &prompt.tools, tools, thinking, structure)?;
     let grammar = structured::compile(state, wanted).await?;
     let length = AnswerLength {
         asked: max_tokens,
+        field: length_field,
         default: model.defaults.max_new_tokens,
         shrinks: fit == Fit::CutAnswer,
-        reserved: max_tokens.unwrap_or(1),
+        reserved,
     };
     let marks = Arc::clone(state.answer_marks());
     let job = Job::new(
@@ -121,19 +126,20 @@ pub(crate) async fn count(
     state: &AppState,
     prompt: Prompt,
     fit: Fit,
-    max_tokens: Option<usize>,
+    max_tokens: Option<MaxTokens>,
 ) -> Result<usize, ApiError> {
-    let (rendered, _) = render(state, prompt, fit, max_tokens, false).await?;
+    let reserved = max_tokens.and_then(MaxTokens::limit).unwrap_or(1);
+    let (rendered, _) = render(state, prompt, fit, reserved, false).await?;
     Ok(rendered.tokens.len())
 }
 
-/// Text and tokens of a prompt, and the prompt with the messages that were kept. `is_bounded`: a prompt that is too long may
+/// Text and tokens of a prompt, and the prompt with the messages that were kept; `reserved` are the tokens of the answer. `is_bounded`: a prompt that is too long may
 /// be refused before all of it is tokenized.
 async fn render(
     state: &AppState,
     mut prompt: Prompt,
     fit: Fit,
-    max_tokens: Option<usize>,
+    reserved: usize,
     is_bounded: bool,
 ) -> Result<(Rendered, Prompt), ApiError> {
     let model = Arc::clone(state.model());
@@ -141,7 +147,7 @@ async fn render(
     blocking(move || {
         let rendered = match fit {
             Fit::DropOldest => {
-                let wanted = most.saturating_sub(max_tokens.unwrap_or(1));
+                let wanted = most.saturating_sub(reserved);
                 prompt.rendered_within(&model, wanted, most)
             }
             Fit::Refuse | Fit::CutAnswer => prompt.rendered(&model, is_bounded.then_some(most)),

@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::{Tools, plain};
+use crate::context::Context;
 use crate::error::ApiError;
 use crate::model::ModelInfo;
 use crate::prompt;
@@ -125,7 +126,7 @@ impl Prompt {
             let hint = Some("this model's chat template does not use documents");
             return Err(ApiError::unsupported("documents", hint));
         }
-        let kwargs = self.kwargs(template)?;
+        let kwargs = self.kwargs(template, model.answers.reasoning.is_some())?;
         let tools = self.tools.as_template();
         let format = model.answers.tools.unwrap_or(ToolFormat::Json);
         let (messages, tools) = plain::for_template(template, &self.messages, &tools, format);
@@ -141,38 +142,47 @@ impl Prompt {
         text.map_err(|error| ApiError::from(error).in_field(field))
     }
 
-    /// The template's variables: the client's, and those for the effort.
-    fn kwargs(&self, template: &ChatTemplate) -> Result<Cow<'_, Map<String, Value>>, ApiError> {
+    /// The template's variables: the client's, and those for the effort. `reasons`: the model's answers have reasoning.
+    fn kwargs(
+        &self,
+        template: &ChatTemplate,
+        reasons: bool,
+    ) -> Result<Cow<'_, Map<String, Value>>, ApiError> {
         let taken = |name: &&&str| self.template_kwargs.contains_key(**name);
         if let Some(name) = OURS.iter().find(taken) {
             let message =
                 format!("`{name}` cannot be set in chat_template_kwargs: use the field of this name");
             return Err(ApiError::invalid(format!("chat_template_kwargs.{name}"), message));
         }
-        let Some(Effort { level: effort, field }) = self.effort else {
+        let Some(effort) = &self.effort else {
             return Ok(Cow::Borrowed(&self.template_kwargs));
         };
         let mut kwargs = self.template_kwargs.clone();
-        let off = effort == ReasoningEffort::None;
-        let mut known = off && ReasoningFormat::detect(template.source()).is_none();
-        known |= set_effort(template, effort, &mut kwargs);
+        let off = effort.level == ReasoningEffort::None;
+        let reasons = reasons || ReasoningFormat::detect(template.source()).is_some();
+        // Without levels and without a switch, a model that reasons does so as much as it does.
+        let mut known = off != reasons;
+        known |= set_effort(template, effort.level, &mut kwargs);
         known |= switch_reasoning(template, !off, &mut kwargs);
-        match known {
-            true => Ok(Cow::Owned(kwargs)),
-            false => Err(ApiError::unsupported(
-                field,
-                Some("this model's chat template has no reasoning effort"),
-            )),
+        if known || effort.context.may_ignore(effort.field) {
+            return Ok(Cow::Owned(kwargs));
         }
+        let hint = match off {
+            true => "this model always reasons: its chat template has no switch",
+            false => "this model does not reason",
+        };
+        Err(ApiError::unsupported(effort.field, hint))
     }
 }
 
 /// A reasoning effort.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Effort {
     pub(crate) level: ReasoningEffort,
     /// The API field that sets it, for errors.
     pub(crate) field: &'static str,
+    /// Of the request, which may say that it is ignored.
+    pub(crate) context: Context,
 }
 
 /// Sets the template's effort variable; false if it has none. The client's own variables are kept, here and below.

@@ -112,6 +112,8 @@ catalog! {
     HTTP_SECONDS: "plimsoll_http_request_seconds": "From an HTTP request's head to the end of its response.";
     HTTP_RECEIVED: "plimsoll_http_request_bytes": "Size of an HTTP request's body, as read.";
     HTTP_SENT: "plimsoll_http_response_bytes": "Size of an HTTP response's body, as sent.";
+    IGNORED_FIELDS: "plimsoll_ignored_fields_total":
+        "Requests with a field that the API does not have and that was ignored, by field; `other` beyond the first 64 fields.";
     HTTP_IN_FLIGHT: "plimsoll_http_requests_in_flight": "HTTP requests in progress, including the one for this page.";
     PROCESS_CPU: "process_cpu_seconds_total": "CPU time of the process, in all its threads.";
     PROCESS_RESIDENT: "process_resident_memory_bytes": "Host memory that the process has in use.";

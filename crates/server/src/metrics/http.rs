@@ -24,7 +24,26 @@ pub(crate) struct HttpRequest<'a> {
 /// Known methods. Others become `other`, so that clients cannot create labels.
 const METHODS: [&str; 7] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"];
 
+/// Ignored fields that have a label of their own. Clients choose their names.
+const MAX_FIELDS: usize = 64;
+/// The label of all others.
+pub(super) const OTHER_FIELD: Label = Label::from_static_parts("field", "other");
+
 impl Metrics {
+    /// A request had this field, which was ignored.
+    pub(crate) fn ignored(&self, field: &str) {
+        let mut fields = self.ignored_fields.lock();
+        let is_listed =
+            fields.contains(field) || fields.len() < MAX_FIELDS && fields.insert(field.to_owned());
+        drop(fields);
+        let label = match is_listed {
+            true => Label::new("field", field.to_owned()),
+            false => OTHER_FIELD,
+        };
+        let counter = self.maker().counter(&IGNORED_FIELDS, &[label]);
+        counter.each(|counter| counter.increment(1));
+    }
+
     /// An HTTP request arrived.
     pub(crate) fn http_began(&self) {
         self.http_in_flight.each(|gauge| gauge.increment(1.0));

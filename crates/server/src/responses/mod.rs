@@ -99,14 +99,13 @@ async fn parse_request(
     context: &Context,
     request: ResponsesRequest,
 ) -> Result<Asked, ApiError> {
-    let owner = context.tenant();
-    let previous = request::previous(state, owner, &request)?;
+    let previous = request::previous(state, context.tenant(), &request)?;
     if let Some(turn) = &previous {
         let bytes = turn.text_bytes().min(state.longest_text());
         context.hold(state.request_memory().reserve(bytes).await?);
     }
-    let state = state.clone();
-    blocking(move || request::parse(&state, owner, previous, request)).await
+    let (state, context) = (state.clone(), context.clone());
+    blocking(move || request::parse(&state, &context, previous, request)).await
 }
 
 /// Tokens of a response

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use super::input::{self, INPUT};
 use super::tools::Functions;
 use super::writer::Shown;
+use crate::context::Context;
 use crate::conversation::{Conversation, Effort, Fit, Prompt};
 use crate::error::ApiError;
 use crate::respond::fresh_id;
@@ -17,7 +18,7 @@ use crate::state::AppState;
 use crate::structured::Requested;
 use crate::time::unix_seconds;
 use crate::transcript::Transcript;
-use crate::wire::common::Common;
+use crate::wire::common::{Common, MaxTokens};
 use crate::wire::responses::{
     Item, ReasoningConfig, ResponseObject, ResponseStatus, ResponsesFields, ResponsesRequest, TextConfig,
     TextFormat, ToolChoice, ToolMode, Truncation,
@@ -104,7 +105,7 @@ fn earlier<'a>(
 /// May take long: for the blocking pool.
 pub(super) fn parse(
     state: &AppState,
-    owner: TenantId,
+    context: &Context,
     previous: Option<Arc<Turn>>,
     request: ResponsesRequest,
 ) -> Result<Asked, ApiError> {
@@ -126,7 +127,7 @@ pub(super) fn parse(
     let parallel = own.parallel_tool_calls.unwrap_or(true);
     let (functions, tools) = Functions::new(&own.tools, own.tool_choice.as_ref(), parallel)?;
 
-    let store = state.responses();
+    let (store, owner) = (state.responses(), context.tenant());
     let input = match own.input.take() {
         Some(input) => input::items(input, |id| store.item(owner, id))?,
         None if previous.is_some() => Vec::new(),
@@ -148,10 +149,12 @@ pub(super) fn parse(
             effort: response.reasoning.effort.map(|level| Effort {
                 level,
                 field: "reasoning.effort",
+                context: context.clone(),
             }),
             ..Prompt::new(transcript.into_messages(), INPUT)
         },
-        max_tokens: response.max_output_tokens,
+        max_tokens: response.max_output_tokens.map(MaxTokens::AtMost),
+        length_field: "max_output_tokens",
         fit: match response.truncation {
             Truncation::Auto => Fit::DropOldest,
             Truncation::Disabled => Fit::Refuse,

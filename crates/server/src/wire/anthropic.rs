@@ -144,7 +144,10 @@ pub(crate) enum InputBlock {
     ToolResult(ToolResult),
     Thinking(ThinkingBlock),
     /// Encrypted thinking of another provider; ignored.
-    RedactedThinking {},
+    RedactedThinking {
+        #[serde(rename = "data")]
+        _data: Option<Value>,
+    },
 }
 
 /// Text.

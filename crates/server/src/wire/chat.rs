@@ -7,7 +7,7 @@ use utoipa::openapi::schema::{AnyOfBuilder, Type};
 use utoipa::openapi::{ObjectBuilder, RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::common::{Common, MaybeUsage, StopReason, Usage};
+use super::common::{Common, MaxTokens, MaybeUsage, StopReason, Usage};
 use super::content::Content;
 use super::error::FieldError;
 use super::extra::{Extra, Reports};
@@ -42,11 +42,13 @@ pub(crate) struct ChatPrompt {
     /// Additional variables for the chat template.
     #[serde(default)]
     pub(crate) chat_template_kwargs: Map<String, Value>,
+    /// The variable of this name in `chat_template_kwargs`.
+    pub(crate) enable_thinking: Option<bool>,
     /// A Jinja template that replaces the model's. Needs a server with `--trust-request-chat-template`.
     pub(crate) chat_template: Option<String>,
     /// Documents, for templates that use them.
     pub(crate) documents: Option<Vec<Map<String, Value>>>,
-    /// Reasoning effort, for templates that support it or can switch reasoning off.
+    /// Reasoning effort, for models that reason: a level if the chat template has them, or a switch.
     pub(crate) reasoning_effort: Option<ReasoningEffort>,
 }
 
@@ -72,6 +74,9 @@ pub(crate) struct ChatTool {
     /// Custom tools with text input are refused.
     #[serde(rename = "custom")]
     _custom: Option<Value>,
+    /// No effect: all prefixes are cached.
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<Value>,
 }
 
 /// A function that the model may call.
@@ -84,6 +89,9 @@ pub(crate) struct FunctionDefinition {
     pub(crate) parameters: Option<Map<String, Value>>,
     /// Enforces the schema.
     pub(crate) strict: Option<bool>,
+    /// No effect: all prefixes are cached.
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<Value>,
 }
 
 /// `none`, `auto`, `required`, or the functions that must or may be called.
@@ -142,9 +150,9 @@ pub(crate) struct AllowedTool {
 /// The fields that only chat has.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct ChatFields {
-    /// Maximum number of tokens to generate; the newer name of `max_tokens`.
-    #[schema(minimum = 1)]
-    pub(crate) max_completion_tokens: Option<usize>,
+    /// Maximum number of tokens to generate; -1: as many as fit. The newer name of `max_tokens`.
+    #[schema(minimum = -1, value_type = Option<i64>)]
+    pub(crate) max_completion_tokens: Option<MaxTokens>,
     /// Reports the log-probability of each token.
     #[serde(default)]
     pub(crate) logprobs: bool,
@@ -155,6 +163,9 @@ pub(crate) struct ChatFields {
     pub(crate) parallel_tool_calls: Option<bool>,
     /// vLLM's: false omits reasoning from the answer.
     pub(crate) include_reasoning: Option<bool>,
+    /// vLLM's: begins the answer with the content of the final message, if that is the assistant's.
+    #[serde(default)]
+    pub(crate) echo: bool,
 }
 
 impl RequestBody for ChatRequest {
@@ -251,6 +262,15 @@ pub(crate) struct Message {
     /// Only in answers of older servers; refused.
     pub(crate) function_call: Option<Value>,
     pub(crate) audio: Option<Value>,
+    /// No effect: all prefixes are cached.
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<Value>,
+    /// The client's; no effect.
+    #[serde(rename = "id")]
+    _id: Option<Value>,
+    /// The client's; no effect.
+    #[serde(rename = "metadata")]
+    _metadata: Option<Value>,
 }
 
 /// A tool call in an answer sent back.

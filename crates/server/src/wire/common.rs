@@ -2,8 +2,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use plimsoll_core::{FinishReason, TokenId};
+use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Number, Value};
 use utoipa::ToSchema;
 
 use super::error::FieldError;
@@ -52,14 +53,17 @@ pub(crate) struct Common {
     pub(crate) frequency_penalty: Option<f64>,
     /// Repetition penalty for tokens of the prompt and the text so far; 1 has no effect.
     #[schema(exclusive_minimum = 0, maximum = 100)]
-    pub(crate) repetition_penalty: Option<f64>,
+    repetition_penalty: Option<f64>,
+    /// Ollama's and llama.cpp's name of `repetition_penalty`.
+    #[schema(exclusive_minimum = 0, maximum = 100)]
+    repeat_penalty: Option<f64>,
     /// Added to the logits of tokens, by token id.
     pub(crate) logit_bias: Option<BTreeMap<String, f64>>,
     /// Seed of sampling: the same seed, request and model give the same text.
     pub(crate) seed: Option<i64>,
-    /// Maximum number of tokens to generate.
-    #[schema(minimum = 1)]
-    pub(crate) max_tokens: Option<usize>,
+    /// Maximum number of tokens to generate; -1: as many as fit.
+    #[schema(minimum = -1, value_type = Option<i64>)]
+    pub(crate) max_tokens: Option<MaxTokens>,
     /// Choices per prompt.
     #[schema(minimum = 1, maximum = 128)]
     pub(crate) n: Option<usize>,
@@ -90,6 +94,39 @@ pub(crate) struct Common {
     /// Read separately by [`Self::take_with_reports`].
     #[serde(skip)]
     pub(crate) reports: Reports,
+}
+
+/// How many tokens a client wants at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MaxTokens {
+    /// This many.
+    AtMost(usize),
+    /// As many as fit: -1.
+    Unlimited,
+}
+
+impl MaxTokens {
+    /// The number, where there is one.
+    pub(crate) fn limit(self) -> Option<usize> {
+        match self {
+            Self::AtMost(most) => Some(most),
+            Self::Unlimited => None,
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for MaxTokens {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let number = Number::deserialize(deserializer)?;
+        let most = number.as_u64().and_then(|most| usize::try_from(most).ok());
+        match most {
+            Some(most) => Ok(Self::AtMost(most)),
+            None if number.as_i64() == Some(-1) => Ok(Self::Unlimited),
+            None => Err(D::Error::custom(format!(
+                "must be a whole number of at least 1, or -1 for as many as fit, not {number}"
+            ))),
+        }
+    }
 }
 
 /// Options of a stream.
@@ -136,6 +173,18 @@ impl Common {
             reports: take(object)?,
             ..Self::take_from(object)?
         })
+    }
+
+    /// The repetition penalty, by either name.
+    pub(crate) fn repetition_penalty(&self) -> Result<Option<f64>, FieldError> {
+        match (self.repetition_penalty, self.repeat_penalty) {
+            (Some(one), Some(other)) if one != other => {
+                let message =
+                    "repeat_penalty is another name of repetition_penalty, and they differ: send one of them";
+                Err(FieldError::invalid("repeat_penalty", message))
+            }
+            (one, other) => Ok(one.or(other)),
+        }
     }
 
     /// Choices per prompt.

@@ -24,6 +24,8 @@ pub(crate) struct CompletionRequest {
 pub(crate) struct CompletionFields {
     /// The prompt, or several.
     pub(crate) prompt: Prompts,
+    /// What comes after the generated text (fill in the middle), for models that have tokens for that. Empty: nothing.
+    pub(crate) suffix: Option<String>,
     /// Prepends the prompt to the text.
     #[serde(default)]
     pub(crate) echo: bool,

@@ -2,31 +2,50 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
+use super::chat::ChatPrompt;
 use super::completion::Prompts;
 use super::error::FieldError;
+use super::extra::TruncationSide;
 use super::fields::{EMBEDDING_UNSUPPORTED, Unsupported};
 use super::request::{RequestBody, take};
-use super::schema::body;
+use super::schema::either;
 
-/// `POST /v1/embeddings`.
+/// `POST /v1/embeddings`: texts or, as in vLLM, a conversation.
 #[derive(Debug)]
-pub(crate) struct EmbeddingRequest(pub(crate) EmbeddingFields);
+pub(crate) struct EmbeddingRequest {
+    pub(crate) own: EmbeddingFields,
+    pub(crate) input: EmbeddingInput,
+}
 
-/// The fields of the endpoint.
+#[derive(Debug)]
+pub(crate) enum EmbeddingInput {
+    Texts(Prompts),
+    Chat(Box<ChatPrompt>),
+}
+
+/// Texts.
+#[derive(Debug, Deserialize, ToSchema)]
+struct InputField {
+    /// A text or several, as text or as token ids; each becomes a vector.
+    input: Prompts,
+}
+
+/// Fields of both kinds of input.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct EmbeddingFields {
     /// A name of the served model.
     pub(crate) model: Option<String>,
-    /// A text or several, as text or as token ids; each becomes a vector.
-    pub(crate) input: Prompts,
     /// The encoding of vectors.
     #[serde(default)]
     pub(crate) encoding_format: EncodingFormat,
     /// Truncates vectors to this many dimensions, if the model was trained for that.
     pub(crate) dimensions: Option<usize>,
     /// Truncates inputs to this many tokens; -1: to the model's maximum. If absent, longer inputs are refused.
+    #[schema(minimum = -1)]
     pub(crate) truncate_prompt_tokens: Option<i64>,
-    /// Adds the tokenizer's special tokens. Default: true.
+    /// Which end `truncate_prompt_tokens` cuts off. Default: right, the end.
+    pub(crate) truncation_side: Option<TruncationSide>,
+    /// Adds the tokenizer's special tokens. Default: true for texts, false for a conversation, whose template contains them.
     pub(crate) add_special_tokens: Option<bool>,
 }
 
@@ -34,11 +53,21 @@ impl RequestBody for EmbeddingRequest {
     const UNSUPPORTED: &[&[Unsupported]] = &[EMBEDDING_UNSUPPORTED];
 
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError> {
-        take(object).map(Self)
+        let own = take(object)?;
+        let input = match object.contains_key("messages") && !object.contains_key("input") {
+            true => EmbeddingInput::Chat(Box::new(ChatPrompt::take_from(object)?)),
+            false => EmbeddingInput::Texts(take::<InputField>(object)?.input),
+        };
+        Ok(Self { own, input })
     }
 }
 
-body!(EmbeddingRequest, "Texts to turn into vectors.", EmbeddingFields);
+either!(
+    EmbeddingRequest,
+    EmbeddingFields,
+    "Texts to turn into vectors.": InputField,
+    "A conversation to turn into a vector.": ChatPrompt
+);
 
 /// The encoding of vectors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ToSchema)]
@@ -80,6 +109,16 @@ pub(crate) enum Vector {
 /// Token counts.
 #[derive(Clone, Copy, Debug, Serialize, ToSchema)]
 pub(crate) struct EmbeddingUsage {
-    pub(crate) prompt_tokens: usize,
-    pub(crate) total_tokens: usize,
+    prompt_tokens: usize,
+    total_tokens: usize,
+}
+
+impl EmbeddingUsage {
+    /// Of a request whose texts have `tokens` tokens.
+    pub(crate) fn of(tokens: usize) -> Self {
+        Self {
+            prompt_tokens: tokens,
+            total_tokens: tokens,
+        }
+    }
 }

@@ -18,12 +18,24 @@ pub(crate) struct Extra {
     /// Keeps the stop string, or the text of the stop token, in the answer.
     #[serde(default)]
     pub(crate) include_stop_str_in_output: bool,
-    /// Truncates the prompt to this many of its last tokens; -1: as many as fit.
+    /// Truncates the prompt to this many tokens; -1: as many as fit.
     #[schema(minimum = -1)]
     pub(crate) truncate_prompt_tokens: Option<i64>,
+    /// Which end `truncate_prompt_tokens` cuts off. Default: left, the beginning.
+    pub(crate) truncation_side: Option<TruncationSide>,
     /// Shares the prefix cache only with requests with the same salt.
     #[schema(min_length = 1)]
     pub(crate) cache_salt: Option<String>,
+}
+
+/// The end of a text that is cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum TruncationSide {
+    /// The beginning.
+    Left,
+    /// The end.
+    Right,
 }
 
 /// vLLM's reporting options beyond OpenAI's, in chat and completions.

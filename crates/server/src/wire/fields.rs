@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::error::FieldError;
+use super::known::Unknown;
 
 /// A field that is refused, except with harmless values.
 pub(crate) type Unsupported = (&'static str, Harmless);
@@ -24,8 +25,6 @@ pub(crate) enum Harmless {
     One,
     /// An empty list, object or string.
     Empty,
-    /// An empty string: a suffix needs a model trained for fill-in-the-middle.
-    NoSuffix,
     /// One of these words.
     Word(&'static [&'static str]),
     /// A list of only this word.
@@ -43,7 +42,6 @@ impl Harmless {
             Self::True => value == &Value::Bool(true),
             Self::Zero => value.as_f64() == Some(0.0),
             Self::One => value.as_f64() == Some(1.0),
-            Self::NoSuffix => value.as_str() == Some(""),
             Self::Empty => match value {
                 Value::Array(list) => list.is_empty(),
                 Value::Object(map) => map.is_empty(),
@@ -61,10 +59,11 @@ impl Harmless {
     }
 }
 
-/// Checks the fields that no struct has: an error names the first that is neither accepted nor harmless.
+/// Checks the fields that no struct has: an error names the first that is known and neither accepted nor harmless.
 pub(crate) fn check_rest(
     rest: &Map<String, Value>,
     unsupported: &[&[Unsupported]],
+    unknown: &mut Unknown,
 ) -> Result<(), FieldError> {
     for (name, value) in rest {
         match unsupported
@@ -77,7 +76,7 @@ pub(crate) fn check_rest(
                 return Err(FieldError::unsupported(name.clone(), harmless.hint()));
             }
             None if ACCEPTED.contains(&name.as_str()) => {}
-            None => return Err(FieldError::Unknown(name.clone())),
+            None => unknown.add(name),
         }
     }
     Ok(())
@@ -90,7 +89,6 @@ impl Harmless {
             Self::True => Some("only true is"),
             Self::Zero => Some("only 0 is"),
             Self::One => Some("only 1 is"),
-            Self::NoSuffix => Some("completions have no fill-in-the-middle here; put all text into `prompt`"),
             Self::Only("text") => Some("only `text` is"),
             Self::Older(hint) => Some(hint),
             _ => None,
@@ -132,7 +130,6 @@ pub(crate) const CHAT_UNSUPPORTED: &[Unsupported] = &[
     ("web_search_options", Harmless::Never),
     ("moderation", Harmless::Never),
     ("prompt_cache_options", Harmless::Never),
-    ("echo", Harmless::False),
     ("add_special_tokens", Harmless::False),
     ("mm_processor_kwargs", Harmless::Empty),
     ("media_io_kwargs", Harmless::Empty),
@@ -186,9 +183,16 @@ pub(crate) const THREAD: &str = "thread";
 /// Refused in `/tokenize`.
 pub(crate) const TOKENIZE_UNSUPPORTED: &[Unsupported] = &[("mm_processor_kwargs", Harmless::Empty)];
 
+/// Refused in scores and rankings.
+pub(crate) const SCORING_UNSUPPORTED: &[Unsupported] = &[
+    ("priority", Harmless::Zero),
+    ("cache_salt", Harmless::Never),
+    ("use_activation", Harmless::Never),
+    ("mm_processor_kwargs", Harmless::Empty),
+];
+
 /// Refused in embeddings.
 pub(crate) const EMBEDDING_UNSUPPORTED: &[Unsupported] = &[
-    ("messages", Harmless::Never),
     ("priority", Harmless::Zero),
     ("cache_salt", Harmless::Never),
     ("embed_dtype", Harmless::Word(&["float32"])),
@@ -200,7 +204,6 @@ pub(crate) const EMBEDDING_UNSUPPORTED: &[Unsupported] = &[
 
 /// Refused in completions.
 pub(crate) const COMPLETION_UNSUPPORTED: &[Unsupported] = &[
-    ("suffix", Harmless::NoSuffix),
     ("prompt_embeds", Harmless::Never),
     ("mm_processor_kwargs", Harmless::Empty),
 ];
@@ -215,7 +218,10 @@ mod tests {
         let Value::Object(object) = value else {
             panic!("an object")
         };
-        check_rest(&object, &[UNSUPPORTED, CHAT_UNSUPPORTED]).map_err(|e| e.to_string())
+        let mut unknown = Unknown::default();
+        check_rest(&object, &[UNSUPPORTED, CHAT_UNSUPPORTED], &mut unknown).map_err(|e| e.to_string())?;
+        assert_eq!(unknown, Unknown::default());
+        Ok(())
     }
 
     #[test]
@@ -239,9 +245,5 @@ mod tests {
                 "{error}"
             );
         }
-        assert_eq!(
-            check(json!({ "temprature": 1 })),
-            Err("unknown field `temprature`".into())
-        );
     }
 }

@@ -5,9 +5,10 @@ use serde_json::{Map, Value};
 
 use super::error::FieldError;
 use super::fields::{Unsupported, check_rest};
+use super::known::{Described, Unknown, UnknownFields};
 
 /// The body of a request.
-pub(crate) trait RequestBody: Sized {
+pub(crate) trait RequestBody: Described + Sized {
     /// Fields that are refused by name unless their value has no effect.
     const UNSUPPORTED: &[&[Unsupported]];
     /// Fields of the structs it consists of that this request does not have.
@@ -17,8 +18,9 @@ pub(crate) trait RequestBody: Sized {
     fn take_from(object: &mut Map<String, Value>) -> Result<Self, FieldError>;
 }
 
-/// Parses a JSON body and checks the fields that its type does not have. `null` means absent.
-pub(crate) fn parse<T: RequestBody>(body: &[u8]) -> Result<T, FieldError> {
+/// Parses a JSON body and checks the fields that its type does not have. `null` means absent. Also returns the unknown fields
+/// that were ignored.
+pub(crate) fn parse<T: RequestBody>(body: &[u8], policy: UnknownFields) -> Result<(T, Unknown), FieldError> {
     let whole = |message: String| FieldError::Invalid { message, param: None };
     let text = std::str::from_utf8(body).map_err(|e| whole(format!("the body is not UTF-8: {e}")))?;
     let value: Value =
@@ -27,12 +29,25 @@ pub(crate) fn parse<T: RequestBody>(body: &[u8]) -> Result<T, FieldError> {
         return Err(whole("the body must be a JSON object".into()));
     };
     object.retain(|_, value| !value.is_null());
-    if let Some(name) = T::FOREIGN.iter().find(|name| object.contains_key(**name)) {
-        return Err(FieldError::Unknown((*name).to_owned()));
+    let mut unknown = Unknown::default();
+    for name in T::FOREIGN {
+        if object.shift_remove(*name).is_some() {
+            unknown.add(name);
+        }
     }
+    T::known().strip(&mut object, &mut unknown);
+    check_unknown(&unknown, policy)?;
     let request = T::take_from(&mut object)?;
-    check_rest(&object, T::UNSUPPORTED)?;
-    Ok(request)
+    check_rest(&object, T::UNSUPPORTED, &mut unknown)?;
+    check_unknown(&unknown, policy)?;
+    Ok((request, unknown))
+}
+
+fn check_unknown(unknown: &Unknown, policy: UnknownFields) -> Result<(), FieldError> {
+    match (&unknown.first, policy) {
+        (Some(path), UnknownFields::Error) => Err(FieldError::Unknown(path.clone())),
+        _ => Ok(()),
+    }
 }
 
 /// Moves the fields that `T` has from `object` into a `T`.

@@ -52,6 +52,8 @@ pub(crate) fn schema(
 /// Implements `ToSchema` for a body from the structs that its `RequestBody::take_from` reads.
 macro_rules! body {
     ($body:ty, $description:literal, $($part:ty),+) => {
+        $crate::wire::known::described!($body);
+
         impl utoipa::PartialSchema for $body {
             fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::Schema> {
                 use $crate::wire::request::RequestBody;
@@ -69,6 +71,36 @@ macro_rules! body {
     };
 }
 pub(crate) use body;
+
+/// Implements `ToSchema` for a body of one of several kinds, from the struct that all of them have and the one of each.
+macro_rules! either {
+    ($body:ty, $own:ty, $($description:literal: $input:ty),+) => {
+        $crate::wire::known::described!($body);
+
+        impl utoipa::PartialSchema for $body {
+            fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::Schema> {
+                use $crate::wire::request::RequestBody;
+
+                let kinds = utoipa::openapi::OneOfBuilder::new();
+                $(let kinds = kinds.item($crate::wire::schema::schema(
+                    $description,
+                    [<$own as utoipa::PartialSchema>::schema(), <$input as utoipa::PartialSchema>::schema()],
+                    Self::UNSUPPORTED,
+                    Self::FOREIGN,
+                ));)+
+                kinds.into()
+            }
+        }
+
+        impl utoipa::ToSchema for $body {
+            fn schemas(all: &mut Vec<(String, utoipa::openapi::RefOr<utoipa::openapi::Schema>)>) {
+                <$own as utoipa::ToSchema>::schemas(all);
+                $(<$input as utoipa::ToSchema>::schemas(all);)+
+            }
+        }
+    };
+}
+pub(crate) use either;
 
 /// `schema` or `null`.
 fn or_null(mut schema: RefOr<Schema>) -> RefOr<Schema> {
@@ -110,7 +142,6 @@ impl Harmless {
                 let any = any().description(Some("Accepted for clients that send it; has no effect."));
                 return Some(any.build().into());
             }
-            Self::NoSuffix => one("".into()),
             Self::False => one(false.into()),
             Self::True => one(true.into()),
             Self::Zero => one(0.into()),

@@ -1,14 +1,13 @@
 use plimsoll_core::TokenId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use utoipa::openapi::{OneOfBuilder, RefOr, Schema};
-use utoipa::{PartialSchema, ToSchema};
+use utoipa::ToSchema;
 
 use super::chat::ChatPrompt;
 use super::error::FieldError;
 use super::fields::{TOKENIZE_UNSUPPORTED, Unsupported};
 use super::request::{RequestBody, take};
-use super::schema::{self, body};
+use super::schema::{body, either};
 
 /// `POST /tokenize`: a prompt or a conversation, as in vLLM.
 #[derive(Debug)]
@@ -56,29 +55,7 @@ impl RequestBody for TokenizeRequest {
     }
 }
 
-impl PartialSchema for TokenizeRequest {
-    fn schema() -> RefOr<Schema> {
-        let of = |description, input| {
-            schema::schema(
-                description,
-                [TokenizeFields::schema(), input],
-                Self::UNSUPPORTED,
-                Self::FOREIGN,
-            )
-        };
-        OneOfBuilder::new()
-            .item(of("A prompt.", PromptField::schema()))
-            .item(of("A conversation.", ChatPrompt::schema()))
-            .into()
-    }
-}
-
-impl ToSchema for TokenizeRequest {
-    fn schemas(all: &mut Vec<(String, RefOr<Schema>)>) {
-        TokenizeFields::schemas(all);
-        ChatPrompt::schemas(all);
-    }
-}
+either!(TokenizeRequest, TokenizeFields, "A prompt.": PromptField, "A conversation.": ChatPrompt);
 
 /// The tokens of a text.
 #[derive(Debug, Serialize, ToSchema)]

@@ -125,6 +125,188 @@ async fn vectors_and_inputs_are_truncated() {
     assert_eq!(answer(tokens).await, expected("ab", Pooling::Last));
 }
 
+/// The template of the rig shows each message as `<role>content</>`.
+#[tokio::test]
+async fn a_conversation_has_a_vector() {
+    let rig = Rig::new(setup(Pooling::Last));
+    let messages = json!([{ "role": "user", "content": "ab" }, { "role": "assistant", "content": "c" }]);
+    let cases = [
+        (json!({ "messages": messages }), "<user>ab</><assistant>c</>"),
+        (
+            json!({ "messages": messages, "add_generation_prompt": true, "chat_template_kwargs": { "suffix": "!" } }),
+            "<user>ab</><assistant>c</><assistant>!",
+        ),
+        (
+            json!({ "messages": messages, "truncate_prompt_tokens": 4 }),
+            "<use",
+        ),
+        (
+            json!({ "messages": messages, "truncate_prompt_tokens": 4, "truncation_side": "left" }),
+            "c</>",
+        ),
+    ];
+    for (body, text) in cases {
+        let answer = rig.post(EMBEDDINGS, body.clone()).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text);
+        let answer = answer.json();
+        assert_eq!(vectors(&answer), [expected(text, Pooling::Last)], "{body}");
+        assert_eq!(answer["usage"]["prompt_tokens"], text.len());
+    }
+}
+
+#[tokio::test]
+async fn texts_are_compared_by_the_cosine_of_their_vectors() {
+    let rig = Rig::new(setup(Pooling::Mean));
+    let cosine = |a: &str, b: &str| {
+        let (a, b) = (expected(a, Pooling::Mean), expected(b, Pooling::Mean));
+        let dot = |a: &[f32], b: &[f32]| {
+            a.iter()
+                .zip(b)
+                .map(|(&a, &b)| f64::from(a) * f64::from(b))
+                .sum::<f64>()
+        };
+        dot(&a, &b) / (dot(&a, &a) * dot(&b, &b)).sqrt()
+    };
+    let close = |value: &Value, wanted: f64| (value.as_f64().unwrap() - wanted).abs() < 1e-6;
+    let documents = ["a mark", "on a hull", "of a ship"];
+    for path in ["/score", "/v1/score"] {
+        for (body, pairs) in [
+            (
+                json!({ "text_1": "line", "text_2": documents }),
+                documents.map(|text| ("line", text)),
+            ),
+            (
+                json!({ "queries": ["line"], "documents": documents }),
+                documents.map(|text| ("line", text)),
+            ),
+            (
+                json!({ "data_1": documents, "data_2": documents }),
+                documents.map(|text| (text, text)),
+            ),
+        ] {
+            let answer = rig.post(path, body.clone()).await.json();
+            assert_eq!(answer["object"], "list");
+            let data = answer["data"].as_array().unwrap();
+            assert_eq!(data.len(), 3, "{body}");
+            for (index, (score, (a, b))) in data.iter().zip(pairs).enumerate() {
+                assert_eq!(
+                    (&score["index"], &score["object"]),
+                    (&json!(index), &json!("score"))
+                );
+                assert!(close(&score["score"], cosine(a, b)), "{body}: {score}");
+            }
+        }
+    }
+    let mut best: Vec<_> = documents
+        .iter()
+        .map(|text| (cosine("line", text), *text))
+        .collect();
+    best.sort_by(|a, b| b.0.total_cmp(&a.0));
+    for path in ["/rerank", "/v1/rerank", "/v2/rerank"] {
+        let listed = json!([documents[0], { "text": documents[1] }, documents[2]]);
+        let body = json!({ "query": "line", "documents": listed, "top_n": 2, "model": "sim" });
+        let answer = rig.post(path, body).await.json();
+        let tokens = "line".len() + documents.iter().map(|text| text.len()).sum::<usize>();
+        assert_eq!(
+            answer["usage"],
+            json!({ "prompt_tokens": tokens, "total_tokens": tokens })
+        );
+        let results = answer["results"].as_array().unwrap();
+        assert_eq!(results.len(), 2, "{answer}");
+        for (result, (score, text)) in results.iter().zip(&best) {
+            assert!(close(&result["relevance_score"], *score), "{result}");
+            assert_eq!(result["document"], json!({ "text": text }));
+            assert_eq!(documents[result["index"].as_u64().unwrap() as usize], *text);
+        }
+    }
+    // Without texts, and each document truncated to one letter.
+    let short =
+        json!({ "query": "o", "documents": documents, "return_documents": false, "max_tokens_per_doc": 1 });
+    let answer = rig.post("/rerank", short).await.json();
+    assert_eq!(answer["usage"]["total_tokens"], 4);
+    let first = &answer["results"][0];
+    assert!(
+        close(&first["relevance_score"], 1.0) && first.get("document").is_none(),
+        "{first}"
+    );
+}
+
+#[tokio::test]
+async fn wrong_texts_to_compare_are_named() {
+    let rig = Rig::new(setup(Pooling::Last));
+    let long = "x".repeat(2000);
+    for (path, body, param, message) in [
+        ("/score", json!({ "text_2": "a" }), "text_1", "missing field"),
+        (
+            "/score",
+            json!({ "text_1": "a", "queries": "b", "text_2": "c" }),
+            "queries",
+            "names of the same",
+        ),
+        (
+            "/score",
+            json!({ "text_1": ["a", "b"], "text_2": "c" }),
+            "text_1",
+            "there must be as many",
+        ),
+        (
+            "/score",
+            json!({ "text_1": "a", "text_2": [] }),
+            "text_2",
+            "no texts",
+        ),
+        (
+            "/score",
+            json!({ "text_1": "", "text_2": "b" }),
+            "text_1",
+            "text_1: the prompt is empty",
+        ),
+        (
+            "/score",
+            json!({ "text_1": "a", "text_2": ["b", long] }),
+            "text_2",
+            "text_2[1]: ",
+        ),
+        ("/rerank", json!({ "query": "a" }), "documents", "missing field"),
+        (
+            "/rerank",
+            json!({ "query": "a", "documents": [1] }),
+            "documents[0]",
+            "a string or an object",
+        ),
+        (
+            "/rerank",
+            json!({ "query": "a", "documents": ["b"], "max_tokens_per_doc": 0 }),
+            "max_tokens_per_doc",
+            "at least 1",
+        ),
+        (
+            "/rerank",
+            json!({ "query": "a", "documents": ["b"], "rank": 1 }),
+            "rank",
+            "unknown field",
+        ),
+    ] {
+        let error = rig.post(path, body.clone()).await.error(400);
+        assert_eq!(error["param"], param, "{body}: {error}");
+        assert!(
+            error["message"].as_str().unwrap().contains(message),
+            "{body}: {error}"
+        );
+    }
+    assert_eq!(rig.state.engine().stats().submitted, 0);
+    let generator = Rig::new(Setup::default());
+    let error = generator
+        .post("/v1/rerank", json!({ "query": "a", "documents": ["b"] }))
+        .await
+        .error(404);
+    assert_eq!(error["code"], "unknown_url");
+    assert!(
+        error["message"].as_str().unwrap().contains("--runner pooling"),
+        "{error}"
+    );
+}
+
 #[tokio::test]
 async fn wrong_requests_name_field_and_input() {
     let rig = Rig::new(setup(Pooling::Last));
@@ -132,6 +314,7 @@ async fn wrong_requests_name_field_and_input() {
     let cases = [
         (json!({}), "input", "missing field"),
         (json!({ "input": [] }), "input", "input[0]: the prompt is empty"),
+        (json!({ "messages": [] }), "messages", "must not be empty"),
         (
             json!({ "input": ["a", ""] }),
             "input",
@@ -164,7 +347,7 @@ async fn wrong_requests_name_field_and_input() {
         (
             json!({ "input": "a", "messages": [] }),
             "messages",
-            "not supported",
+            "unknown field",
         ),
         (json!({ "input": "a", "inputs": "b" }), "inputs", "unknown field"),
     ];

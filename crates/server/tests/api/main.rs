@@ -17,6 +17,7 @@ mod refusals;
 pub mod rig;
 mod tool_grammars;
 mod tools;
+mod unknown;
 
 use plimsoll_core::{Limits, Request, RequestId, RequestOptions, SamplingOptions};
 use plimsoll_sim::{SimModel, oracle};

@@ -27,7 +27,27 @@ async fn wrong_requests_name_the_field() {
             "tools[0]",
             "missing field `type`",
         ),
-        (CHAT, with(chat("x"), "max_tokens", json!(-1)), "max_tokens", "-1"),
+        (CHAT, with(chat("x"), "max_tokens", json!(-2)), "max_tokens", "-2"),
+        (
+            CHAT,
+            with(
+                with(chat("x"), "repeat_penalty", json!(1.1)),
+                "repetition_penalty",
+                json!(1.2),
+            ),
+            "repeat_penalty",
+            "another name",
+        ),
+        (
+            CHAT,
+            with(
+                with(chat("x"), "enable_thinking", json!(true)),
+                "chat_template_kwargs",
+                json!({ "enable_thinking": false }),
+            ),
+            "enable_thinking",
+            "another name",
+        ),
         (
             CHAT,
             with(chat("x"), "temperature", json!(-1)),
@@ -297,12 +317,10 @@ async fn bodies_that_are_no_requests_get_a_4xx() {
         (&error["code"], &error["param"]),
         (&json!("model_not_found"), &json!("model"))
     );
-    assert_eq!(
-        rig.post(CHAT, with(chat("x"), "model", json!("org/sim")))
-            .await
-            .status,
-        200
-    );
+    for name in ["org/sim", ""] {
+        let answer = rig.post(CHAT, with(chat("x"), "model", json!(name))).await;
+        assert_eq!(answer.status, 200, "{name}");
+    }
     assert_eq!(rig.get("/v1/models/org/sim").await.json()["id"], "org/sim");
 }
 
@@ -331,7 +349,17 @@ async fn a_request_that_cannot_fit_is_refused() {
         (
             COMPLETIONS,
             json!({ "prompt": "x".repeat(1000), "max_tokens": 25 }),
-            "prompt",
+            "max_tokens",
+        ),
+        (
+            CHAT,
+            json!({ "messages": [{ "role": "user", "content": "x" }], "max_completion_tokens": 2000 }),
+            "max_completion_tokens",
+        ),
+        (
+            "/v1/responses",
+            json!({ "input": "x", "max_output_tokens": 2000 }),
+            "max_output_tokens",
         ),
         (CHAT, chat(&"x".repeat(2000)), "messages"),
     ] {

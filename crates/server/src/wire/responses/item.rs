@@ -21,6 +21,7 @@ pub(crate) enum InputItem {
 #[schema(as = responses::InputMessage)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct InputMessage {
+    #[schema(pattern = "^message$")]
     #[serde(rename = "type")]
     _type: Option<String>,
     pub(crate) id: Option<String>,
@@ -90,6 +91,7 @@ pub(crate) struct InputReasoning {
 #[schema(as = responses::ItemReference)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ItemReference {
+    #[schema(pattern = "^item_reference$")]
     #[serde(rename = "type")]
     _type: Option<String>,
     pub(crate) id: String,

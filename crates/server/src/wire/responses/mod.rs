@@ -4,9 +4,12 @@ mod event;
 mod item;
 mod tool;
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use utoipa::{IntoParams, ToSchema};
+use utoipa::openapi::{OneOfBuilder, RefOr, Schema};
+use utoipa::{IntoParams, PartialSchema, ToSchema};
 
 use super::chat::ReasoningEffort;
 use super::common::Common;
@@ -131,10 +134,29 @@ pub(crate) enum ToolChoice {
 }
 
 /// A function, or a list of allowed functions.
-#[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
-#[schema(as = responses::ToolChoiceObject, value_type = NamedTool)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(transparent)]
 pub(crate) struct ToolChoiceObject(pub(crate) Map<String, Value>);
+
+impl PartialSchema for ToolChoiceObject {
+    fn schema() -> RefOr<Schema> {
+        OneOfBuilder::new()
+            .item(NamedTool::schema())
+            .item(AllowedTools::schema())
+            .into()
+    }
+}
+
+impl ToSchema for ToolChoiceObject {
+    fn name() -> Cow<'static, str> {
+        Cow::Borrowed("responses.ToolChoiceObject")
+    }
+
+    fn schemas(all: &mut Vec<(String, RefOr<Schema>)>) {
+        NamedTool::schemas(all);
+        AllowedTools::schemas(all);
+    }
+}
 
 /// The format of the text.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, ToSchema)]
@@ -177,7 +199,7 @@ pub(crate) enum TextFormat {
 #[schema(as = responses::ReasoningConfig)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReasoningConfig {
-    /// Reasoning effort, as in chat: refused if the chat template does not support it.
+    /// Reasoning effort, as in chat: refused by models that do not reason.
     pub(crate) effort: Option<ReasoningEffort>,
     /// Only `auto`: the response has the full reasoning and no summary.
     pub(crate) summary: Option<String>,

@@ -59,6 +59,7 @@ pub(crate) struct NamespaceTool {
 #[serde(deny_unknown_fields)]
 pub(crate) struct NamedTool {
     /// `function`.
+    #[schema(pattern = "^function$")]
     pub(crate) r#type: String,
     pub(crate) name: String,
     pub(crate) namespace: Option<String>,
@@ -70,6 +71,7 @@ pub(crate) struct NamedTool {
 #[serde(deny_unknown_fields)]
 pub(crate) struct AllowedTools {
     /// `allowed_tools`.
+    #[schema(pattern = "^allowed_tools$")]
     #[serde(rename = "type")]
     _type: String,
     /// `auto` or `required`.

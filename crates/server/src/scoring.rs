@@ -1,0 +1,321 @@
+//! `/score` and `/rerank`: how well texts match, by the vectors of a model that is served for embeddings.
+
+use axum::extract::State;
+use axum::http::Uri;
+use axum::{Extension, Json};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use crate::body::Body;
+use crate::context::Context;
+use crate::error::ApiError;
+use crate::model::EmbeddingInfo;
+use crate::openapi::Errors;
+use crate::respond::Identity;
+use crate::state::AppState;
+use crate::vectors::{Cut, Source, Texts, cosine};
+use crate::wire::common::OneOrMany;
+use crate::wire::completion::Prompt;
+use crate::wire::embedding::EmbeddingUsage;
+use crate::wire::scoring::{
+    DocumentText, Ranked, Ranking, RerankRequest, Score, ScoreFields, ScoreList, ScoreRequest, ScoringFields,
+};
+
+/// The routes: vLLM has each endpoint under several paths, for clients of Jina and Cohere.
+pub(crate) fn routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::default()
+        .routes(routes!(rerank))
+        .routes(routes!(rerank_v1))
+        .routes(routes!(rerank_v2))
+        .routes(routes!(score))
+        .routes(routes!(score_v1))
+}
+
+/// One path of an endpoint.
+macro_rules! path {
+    ($name:ident, $path:literal, $id:literal, $body:ty, $list:ty, $answer:path, $about:literal, $example:expr) => {
+        #[doc = $about]
+        ///
+        /// Needs a model that is served for embeddings: compares the vectors of the texts.
+        #[utoipa::path(
+                    post, path = $path, tag = "Embeddings", operation_id = $id,
+                    request_body(content = $body, example = $example),
+                    responses((status = 200, description = "How well the texts match.", body = $list), Errors)
+                )]
+        async fn $name(
+            State(state): State<AppState>,
+            Extension(context): Extension<Context>,
+            uri: Uri,
+            Body(request): Body<$body>,
+        ) -> Result<Json<$list>, ApiError> {
+            let embedding = served(&state, &uri)?;
+            $answer(&state, &context, &embedding, request)
+                .await
+                .map(Json)
+        }
+    };
+}
+
+macro_rules! rerank_path {
+    ($name:ident, $path:literal, $id:literal) => {
+        path!(
+            $name,
+            $path,
+            $id,
+            RerankRequest,
+            Ranking,
+            rank,
+            "Rank texts",
+            json!({ "query": "What is a load line?", "documents": ["A mark on a hull", "A kind of bread"], "top_n": 1 })
+        );
+    };
+}
+
+macro_rules! score_path {
+    ($name:ident, $path:literal, $id:literal) => {
+        path!(
+            $name,
+            $path,
+            $id,
+            ScoreRequest,
+            ScoreList,
+            compare,
+            "Compare texts",
+            json!({ "text_1": "What is a load line?", "text_2": ["A mark on a hull", "A kind of bread"] })
+        );
+    };
+}
+
+rerank_path!(rerank, "/rerank", "rerank");
+rerank_path!(rerank_v1, "/v1/rerank", "rerankV1");
+rerank_path!(rerank_v2, "/v2/rerank", "rerankV2");
+score_path!(score, "/score", "score");
+score_path!(score_v1, "/v1/score", "scoreV1");
+
+/// How the model makes vectors; where it makes none, there is nothing at this path.
+fn served(state: &AppState, uri: &Uri) -> Result<EmbeddingInfo, ApiError> {
+    let model = state.model();
+    model.embedding.clone().ok_or_else(|| ApiError::NoEmbeddings {
+        path: uri.path().to_owned(),
+        model: model.id.clone(),
+    })
+}
+
+/// The texts' sides, and how they are truncated.
+struct Sides<'a> {
+    state: &'a AppState,
+    context: &'a Context,
+    embedding: &'a EmbeddingInfo,
+    common: ScoringFields,
+}
+
+/// Vectors of both sides, and how many tokens they took.
+struct Compared {
+    first: Vec<Vec<f32>>,
+    second: Vec<Vec<f32>>,
+    tokens: usize,
+}
+
+impl Sides<'_> {
+    fn cut(&self) -> Result<Option<Cut>, ApiError> {
+        let ScoringFields {
+            truncate_prompt_tokens: asked,
+            truncation_side: side,
+            ..
+        } = self.common;
+        Cut::new("truncate_prompt_tokens", asked, side, self.most())
+    }
+
+    /// Most tokens of a text.
+    fn most(&self) -> usize {
+        self.state.engine().limits().max_request_tokens()
+    }
+
+    async fn vectors(&self, first: Source, second: Source) -> Result<Compared, ApiError> {
+        let Self {
+            state,
+            context,
+            embedding,
+            ..
+        } = self;
+        let begin = first.prompts.len();
+        let texts = Texts::new(state, context, embedding, vec![first, second], true).await?;
+        let tokens = texts.count();
+        let mut first = embedding.vectors(state, context, texts).await?;
+        let second = first.split_off(begin);
+        Ok(Compared {
+            first,
+            second,
+            tokens,
+        })
+    }
+}
+
+async fn rank(
+    state: &AppState,
+    context: &Context,
+    embedding: &EmbeddingInfo,
+    request: RerankRequest,
+) -> Result<Ranking, ApiError> {
+    let RerankRequest { common, own } = request;
+    state.check_model(common.model.as_deref())?;
+    let sides = Sides {
+        state,
+        context,
+        embedding,
+        common,
+    };
+    let cut = sides.cut()?;
+    let per_document = match own.max_tokens_per_doc {
+        Some(0) => {
+            return Err(ApiError::invalid(
+                "max_tokens_per_doc",
+                "max_tokens_per_doc must be at least 1",
+            ));
+        }
+        most => most.map(|most| most.min(sides.most()) as i64),
+    };
+    let side = sides.common.truncation_side;
+    let cut_documents = Cut::new("max_tokens_per_doc", per_document, side, sides.most())?;
+    let documents: Vec<String> = many(own.documents)
+        .into_iter()
+        .map(|document| document.into_text())
+        .collect();
+    let query = Source {
+        field: "query",
+        prompts: vec![Prompt::Text(own.query)],
+        is_list: false,
+        cut,
+    };
+    let listed = Source {
+        field: "documents",
+        prompts: documents.iter().cloned().map(Prompt::Text).collect(),
+        is_list: true,
+        cut: cut_documents.or(cut),
+    };
+    let Compared {
+        first,
+        second,
+        tokens,
+    } = sides.vectors(query, listed).await?;
+    let mut results = Vec::with_capacity(second.len());
+    for (index, (vector, text)) in second.iter().zip(documents).enumerate() {
+        results.push(Ranked {
+            index,
+            document: own
+                .return_documents
+                .unwrap_or(true)
+                .then_some(DocumentText { text }),
+            relevance_score: cosine(&first[0], vector)?,
+        });
+    }
+    // Stable: ties keep their order.
+    results.sort_by(|a, b| b.relevance_score.total_cmp(&a.relevance_score));
+    if let Some(most @ 1..) = own.top_n {
+        results.truncate(most);
+    }
+    let Identity { id, model, .. } = Identity::new("rerank", state, context);
+    Ok(Ranking {
+        id,
+        model,
+        usage: EmbeddingUsage::of(tokens),
+        results,
+    })
+}
+
+async fn compare(
+    state: &AppState,
+    context: &Context,
+    embedding: &EmbeddingInfo,
+    request: ScoreRequest,
+) -> Result<ScoreList, ApiError> {
+    let ScoreRequest { common, own } = request;
+    state.check_model(common.model.as_deref())?;
+    let ScoreFields {
+        text_1,
+        text_2,
+        queries,
+        documents,
+        items,
+        data_1,
+        data_2,
+    } = own;
+    let sides = Sides {
+        state,
+        context,
+        embedding,
+        common,
+    };
+    let cut = sides.cut()?;
+    let first = side(
+        [("text_1", text_1), ("queries", queries), ("data_1", data_1)],
+        cut,
+    )?;
+    let second = [
+        ("text_2", text_2),
+        ("documents", documents),
+        ("items", items),
+        ("data_2", data_2),
+    ];
+    let second = side(second, cut)?;
+    let (one, other) = (first.prompts.len(), second.prompts.len());
+    if one != 1 && one != other {
+        let message = format!(
+            "{} has {one} texts and {} has {other}: there must be as many, or only one in {}",
+            first.field, second.field, first.field
+        );
+        return Err(ApiError::invalid(first.field, message));
+    }
+    let Compared {
+        first,
+        second,
+        tokens,
+    } = sides.vectors(first, second).await?;
+    let pairs = first.iter().cycle().zip(&second).enumerate();
+    let data = pairs.map(|(index, (one, other))| {
+        Ok(Score {
+            index,
+            object: "score",
+            score: cosine(one, other)?,
+        })
+    });
+    let Identity { id, created, model } = Identity::new("score", state, context);
+    Ok(ScoreList {
+        id,
+        object: "list",
+        created,
+        model,
+        data: data.collect::<Result<_, ApiError>>()?,
+        usage: EmbeddingUsage::of(tokens),
+    })
+}
+
+/// The texts of one side, which has several names, the first of them the usual one.
+fn side<const N: usize>(
+    named: [(&'static str, Option<OneOrMany<String>>); N],
+    cut: Option<Cut>,
+) -> Result<Source, ApiError> {
+    let usual = named[0].0;
+    let mut given = named
+        .into_iter()
+        .filter_map(|(field, texts)| Some((field, texts?)));
+    let missing = || ApiError::invalid(usual, format!("missing field `{usual}`"));
+    let (field, texts) = given.next().ok_or_else(missing)?;
+    if let Some((other, _)) = given.next() {
+        let message = format!("{field} and {other} are names of the same texts: send one of them");
+        return Err(ApiError::invalid(other, message));
+    }
+    Ok(Source {
+        field,
+        is_list: matches!(texts, OneOrMany::Many(_)),
+        prompts: many(texts).into_iter().map(Prompt::Text).collect(),
+        cut,
+    })
+}
+
+fn many<T>(given: OneOrMany<T>) -> Vec<T> {
+    match given {
+        OneOrMany::One(one) => vec![one],
+        OneOrMany::Many(many) => many,
+    }
+}
