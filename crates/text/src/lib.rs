@@ -18,6 +18,7 @@ mod vocab;
 
 pub use answer::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, ReasoningFormat, ToolFormat};
 pub use detokenizer::Detokenizer;
+pub use directory::tokenizer_config;
 pub use error::TextError;
 pub use stop::{Scanned, StopMatcher};
 pub use template::{ChatInput, ChatTemplate, Clock};
