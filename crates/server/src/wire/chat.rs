@@ -155,6 +155,9 @@ pub(crate) struct ChatFields {
     pub(crate) parallel_tool_calls: Option<bool>,
     /// vLLM's: false omits reasoning from the answer.
     pub(crate) include_reasoning: Option<bool>,
+    /// vLLM's: reasoning ends after this many tokens; -1: it has no limit.
+    #[schema(minimum = -1)]
+    pub(crate) thinking_token_budget: Option<i64>,
 }
 
 impl RequestBody for ChatRequest {
