@@ -16,6 +16,7 @@ pub mod hub;
 mod keys;
 mod kv_events;
 pub mod layers;
+mod listen;
 pub mod lock;
 pub mod logging;
 mod patience;

@@ -1,19 +1,18 @@
 //! `plimsoll serve`.
 
 use std::io::Write;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use plimsoll_core::CacheListener;
 use plimsoll_engine::Drained;
 use plimsoll_server::{AppState, Memory, ModelInfo, ServeError, Server, Start, StartPhase, StartStatus};
-use tokio::net::{TcpListener, TcpSocket, lookup_host};
 
 use crate::args::ServeArgs;
 use crate::backend::{self, Backend};
 use crate::error::Error;
 use crate::kv_events;
+use crate::listen::Bound;
 use crate::lock::DeviceLock;
 use crate::logging;
 use crate::serve_settings::ServeSettings;
@@ -22,9 +21,6 @@ use crate::signals::{self, Signal};
 use crate::source::{Source, resolve};
 use crate::start::{Loaded, Serving, StartTimes, Started, Text, with_enough_memory};
 
-/// Connections the operating system may hold before they are accepted.
-const BACKLOG: u32 = 1024;
-
 /// Serves until a signal says stop.
 pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let times = StartTimes::begin();
@@ -32,13 +28,12 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let settings = ServeSettings::new(args).await?;
     let name = settings.names[0].clone();
     // It answers that it starts; an address that is taken is found out now, not after minutes of loading.
-    let listener = listen(&settings.host, settings.port, &times).await?;
-    let bound = listener.local_addr()?;
+    let (listener, bound) = settings.address.listen(&times).await?;
     let cache_listener = kv_events::publish(&settings)?;
     let progress = Arc::new(times.progress().clone());
     let server = Server::listen(listener, &name, &settings.options(None), progress);
     let (scheme, drain_timeout) = (settings.scheme(), settings.drain_timeout);
-    tracing::info!("starting {name}; progress: {scheme}://{bound}/ready");
+    tracing::info!("starting {name}; progress: {}/ready", bound.url(scheme));
     let (report_file, clock) = (settings.engine.report_file.clone(), times.clone());
     let started = async {
         let source = resolve_timed(&settings.engine, &times).await?;
@@ -75,7 +70,7 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         }
     };
     server.open(&state);
-    announce(scheme, bound, &name, total, example);
+    announce(scheme, &bound, &name, total, example);
     let served = server.serve(state, shutdown).await;
     watch.abort();
     if let Some(traces) = traces
@@ -128,6 +123,7 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         template,
         eos_token_ids,
         generation,
+        config,
     } = loaded.text;
     let template = settings.template(template, tokenizer.special_tokens())?;
     let mut names = settings.names.clone();
@@ -135,6 +131,7 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         id: names.remove(0),
         aliases: names,
         tokenizer,
+        tokenizer_config: config,
         answers: settings.answers(template.as_ref()),
         template,
         eos_token_ids,
@@ -198,68 +195,22 @@ const EMBEDDINGS: Example = Example {
     body: r#"{"input": ["The capital of France", "Paris"]}"#,
 };
 
-async fn listen(host: &str, port: u16, times: &StartTimes) -> Result<TcpListener, Error> {
-    let begin = Instant::now();
-    let failed = |source| Error::Bind {
-        address: format!("{host}:{port}"),
-        source,
-    };
-    let mut last = std::io::Error::other("the name has no address");
-    for address in lookup_host((host, port)).await.map_err(failed)? {
-        match listen_on(address) {
-            Ok(listener) => {
-                times.add("listen", begin.elapsed());
-                return Ok(listener);
-            }
-            Err(error) => last = error,
-        }
-    }
-    Err(failed(last))
-}
-
-fn listen_on(address: SocketAddr) -> std::io::Result<TcpListener> {
-    let socket = if address.is_ipv4() {
-        TcpSocket::new_v4()?
-    } else {
-        TcpSocket::new_v6()?
-    };
-    // A port whose last server just ended is free.
-    socket.set_reuseaddr(true)?;
-    socket.bind(address)?;
-    socket.listen(BACKLOG)
-}
-
 /// Tells people how to talk to the server.
-fn announce(
-    scheme: &str,
-    address: SocketAddr,
-    model: &str,
-    after: Duration,
-    Example { path, body }: Example,
-) {
+fn announce(scheme: &str, bound: &Bound, model: &str, after: Duration, Example { path, body }: Example) {
     // Who collects JSON collects stdout with it.
     if logging::is_json() {
         return tracing::info!(
             model,
-            url = format!("{scheme}://{address}"),
+            url = bound.url(scheme),
             seconds = after.as_secs_f64(),
             "ready"
         );
     }
-    let host = if address.ip().is_unspecified() {
-        "127.0.0.1".to_owned()
-    } else {
-        address.ip().to_string()
-    };
-    let host = if host.contains(':') {
-        format!("[{host}]")
-    } else {
-        host
-    };
     say(&format!(
-        "ready: {model} after {seconds:.1} s at {scheme}://{address}\n\n  \
-         curl {scheme}://{host}:{port}{path} -H 'content-type: application/json' \\\n    -d '{body}'\n",
-        port = address.port(),
+        "ready: {model} after {seconds:.1} s at {url}\n\n  \
+         curl {target}{path} -H 'content-type: application/json' \\\n    -d '{body}'\n",
+        url = bound.url(scheme),
+        target = bound.curl(scheme),
         seconds = after.as_secs_f64(),
     ));
 }
@@ -267,27 +218,4 @@ fn announce(
 /// What the command is for, on stdout. A server does not end because nobody reads it.
 pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_port_that_is_taken_is_found_out_at_once() {
-        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = taken.local_addr().unwrap().port();
-        let times = StartTimes::begin();
-        assert!(matches!(
-            listen("127.0.0.1", port, &times).await,
-            Err(Error::Bind { .. })
-        ));
-        assert!(matches!(
-            listen("no-such-host.invalid", 1, &times).await,
-            Err(Error::Bind { .. })
-        ));
-        let listener = listen("127.0.0.1", 0, &times).await.unwrap();
-        let address = listener.local_addr().unwrap();
-        assert!(tokio::net::TcpStream::connect(address).await.is_ok());
-    }
 }

@@ -7,13 +7,14 @@ use std::time::Duration;
 use plimsoll_kv_events::Config;
 use plimsoll_model::GenerationConfig;
 use plimsoll_profiler::Report;
-use plimsoll_server::{AnswerStyle, GenerationDefaults, RequestSink, ServerOptions};
+use plimsoll_server::{AnswerStyle, FileStore, GenerationDefaults, RequestSink, ServerOptions};
 use plimsoll_text::{ChatTemplate, SpecialTokens};
 
 use crate::access_log::AccessLog;
-use crate::args::{ChatArgs, SchedulingPolicy, ServeArgs};
+use crate::args::{ChatArgs, FileArgs, SchedulingPolicy, ServeArgs};
 use crate::error::Error;
 use crate::keys::{self, KeySource};
+use crate::listen::Address;
 use crate::patience::{Patience, StepTimeouts};
 use crate::request_log::RequestLog;
 use crate::settings::EngineSettings;
@@ -25,8 +26,8 @@ pub(crate) struct ServeSettings {
     pub(crate) engine: Arc<EngineSettings>,
     /// Names of the model in the API, at least one.
     pub(crate) names: Vec<String>,
-    pub(crate) host: String,
-    pub(crate) port: u16,
+    /// Where it listens.
+    pub(crate) address: Address,
     /// Requests that may wait.
     pub(crate) max_queue: usize,
     pub(crate) drain_timeout: Duration,
@@ -52,8 +53,10 @@ impl ServeSettings {
         let ServeArgs {
             engine,
             server,
+            api,
             chat,
             responses,
+            files,
             pages,
             events,
         } = args;
@@ -97,6 +100,12 @@ impl ServeSettings {
             tls: certificate.as_ref().map(|certificate| certificate.tls.clone()),
             max_connections: server.max_connections,
             header_timeout: server.header_timeout,
+            root_path: api.root_path.clone().unwrap_or_default(),
+            tokenizer_info: api.tokenizer_info(),
+            load_tracking: api.load_tracking(),
+            return_tokens_as_token_ids: api.return_tokens_as_token_ids(),
+            force_include_usage: api.force_include_usage(),
+            files: file_store(&files)?,
             response_store: responses.limits(),
             ..ServerOptions::default()
         };
@@ -105,8 +114,10 @@ impl ServeSettings {
                 Some(names) => names,
                 None => vec![engine.model.clone()],
             },
-            host: server.host,
-            port: server.port,
+            address: match api.uds {
+                Some(path) => Address::Unix(path),
+                None => Address::Tcp(server.host, server.port),
+            },
             max_queue: server.max_queue,
             drain_timeout: server.drain_timeout,
             kv_events: events.kv_events_config.unwrap_or_default(),
@@ -178,6 +189,16 @@ impl ServeSettings {
         };
         tokio::join!(self.keys.watch(), certificate);
     }
+}
+
+/// The store of files and batches, if there is to be one.
+fn file_store(args: &FileArgs) -> Result<Option<Arc<FileStore>>, Error> {
+    let dir = args.file_store_dir.as_deref();
+    let open = |limits| FileStore::open(dir, limits).map(Arc::new);
+    args.limits().map(open).transpose().map_err(|source| Error::Read {
+        path: dir.unwrap_or(Path::new("temporary directory")).to_owned(),
+        source,
+    })
 }
 
 /// A file, or the template itself, which has braces.

@@ -389,6 +389,13 @@ impl EngineHandle {
         }
     }
 
+    /// Empties the prefix cache: no later request shares what was computed so far. False if the engine has ended.
+    pub async fn forget_cached(&self) -> bool {
+        let (done, forgotten) = oneshot::channel();
+        self.link.send(Command::ForgetCached(done));
+        forgotten.await.is_ok()
+    }
+
     /// Accepts no more requests, and ends the thread once admitted ones are done, or after `timeout`. [`Self::drain`] also waits
     /// for that.
     pub fn begin_drain(&self, timeout: Duration) {

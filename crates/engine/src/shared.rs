@@ -21,6 +21,8 @@ pub(crate) enum Command {
     /// Sleep once there is no work, unless the phase is another by then.
     Sleep(Sleeper),
     Wake(Waker),
+    /// Empty the prefix cache, then tell the caller.
+    ForgetCached(oneshot::Sender<()>),
 }
 
 /// A caller that waits for the engine to sleep.
@@ -124,6 +126,7 @@ impl Shared {
             refused: 0,
             step_seconds: Histogram::new(STEP_SECONDS),
             step_tokens: Histogram::new(STEP_TOKENS),
+            iteration_tokens: Histogram::new(STEP_TOKENS),
             step_requests: Histogram::new(STEP_REQUESTS),
             high_water_above_proof: 0,
             rebuilds_oom: 0,

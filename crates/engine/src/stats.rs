@@ -25,6 +25,8 @@ pub struct EngineStats {
     pub step_seconds: Histogram,
     /// Tokens computed in each step.
     pub step_tokens: Histogram,
+    /// Prompt tokens that each step computed and tokens that it generated, as vLLM counts them.
+    pub iteration_tokens: Histogram,
     /// Requests in each step: the batch size.
     pub step_requests: Histogram,
     /// Steps that raised the memory held above the proved peak (or above the last such rise), or failed because they needed

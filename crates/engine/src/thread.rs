@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    CacheListener, DeviceTime, Event, Executor, KvConfig, RefusedBy, Request, RequestId, StepError,
+    CacheListener, DeviceTime, Event, Executor, KvConfig, RefusedBy, Request, RequestId, Run, StepError,
     StepOutput, StepPlan,
 };
 use plimsoll_profiler::ProfileError;
@@ -188,6 +188,12 @@ impl<E: Executor> EngineThread<E> {
             Command::Sleep(sleeper) => self.sleeper = Some(sleeper),
             // The caller sees from the phase that it is awake.
             Command::Wake(_) => {}
+            Command::ForgetCached(done) => {
+                self.scheduler.forget_cached();
+                self.tell_cache();
+                // The caller may be gone.
+                let _ = done.send(());
+            }
         }
         let mut state = self.shared.lock();
         state.stats.scheduler = self.scheduler.stats();
@@ -298,6 +304,11 @@ impl<E: Executor> EngineThread<E> {
         let now = Instant::now();
         state.stats.high_water_above_proof += u64::from(above_proof);
         state.stats.step_requests.observe(plan.runs.len() as f64);
+        let generated = events
+            .iter()
+            .filter(|(_, event)| matches!(event, Event::Token(_)));
+        let tokens = prompt_tokens(plan) + generated.count();
+        state.stats.iteration_tokens.observe(tokens as f64);
         state.end_step(
             plan.step,
             plan.num_tokens(),
@@ -396,6 +407,16 @@ impl Clock {
     fn stop(&mut self, now: Option<DeviceTime>) {
         self.past = self.read(now).unwrap_or(self.past);
     }
+}
+
+/// Tokens of prompts that `plan` computes.
+fn prompt_tokens(plan: &StepPlan) -> usize {
+    let is_prompt = |run: &&Run| run.sample.as_ref().is_none_or(|sample| sample.index == 0);
+    plan.runs
+        .iter()
+        .filter(is_prompt)
+        .map(|run| run.input.len())
+        .sum()
 }
 
 /// True if a step needed more scratch than its arena has, while the device still had memory.

@@ -100,6 +100,11 @@ impl KvManager {
         self.pool = Pool::full(config.num_pages);
     }
 
+    /// Empties the prefix cache. Open tables stay valid; the blocks that they have computed so far are not shared.
+    pub fn forget_cached(&mut self) {
+        self.index.reset(&self.config);
+    }
+
     /// Enables event recording, for [`Self::take_events`]; the prefix cache must be empty.
     pub fn record_events(&mut self) {
         self.index.record();

@@ -325,6 +325,11 @@ impl Scheduler {
         events
     }
 
+    /// Empties the prefix cache; see [`KvManager::forget_cached`].
+    pub fn forget_cached(&mut self) {
+        self.kv.forget_cached();
+    }
+
     /// Enables event recording of the prefix cache; see [`KvManager::record_events`].
     pub fn record_cache_events(&mut self) {
         self.kv.record_events();

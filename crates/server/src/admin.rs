@@ -35,6 +35,37 @@ pub(crate) async fn health(State(state): State<AppState>) -> Response {
     report(alive, if alive { "ok" } else { "dead" }, &health)
 }
 
+/// Ping
+///
+/// As `/health`, without a body: what SageMaker asks.
+#[utoipa::path(
+    get, path = "/ping", tag = "Operation", operation_id = "ping",
+    responses(
+        (status = 200, description = "The engine is alive."),
+        (status = 503, description = "The engine is dead."),
+    )
+)]
+pub(crate) async fn ping(State(state): State<AppState>) -> StatusCode {
+    match state.engine().health().phase {
+        Phase::Dead => StatusCode::SERVICE_UNAVAILABLE,
+        _ => StatusCode::OK,
+    }
+}
+
+/// Ping
+///
+/// The same.
+#[utoipa::path(
+    post, path = "/ping", tag = "Operation", operation_id = "pingPost",
+    responses(
+        (status = 200, description = "The engine is alive."),
+        (status = 503, description = "The engine is dead."),
+    )
+)]
+pub(crate) async fn ping_post(state: State<AppState>) -> StatusCode {
+    ping(state).await
+}
+
 /// Readiness
 ///
 /// 200 while requests are accepted and make progress: for readiness probes.

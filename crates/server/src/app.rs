@@ -11,13 +11,15 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, Any as AnyOf, CorsLayer};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::batches::Endpoints;
 use crate::error::ApiError;
 use crate::observe::{IGNORED_FIELDS, REQUEST_ID, observe};
 use crate::options::ServerOptions;
 use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
 use crate::state::AppState;
 use crate::{
-    admin, anthropic, chat, completions, drain, embeddings, openapi, pages, responses, scoring, sleep, text,
+    admin, anthropic, batches, chat, completions, drain, embeddings, load, openapi, pages, prefix_cache,
+    responses, scoring, sleep, text, tokenizer_info,
 };
 
 /// The whole API.
@@ -31,7 +33,8 @@ pub fn router(state: AppState) -> Router {
         .layer(CatchPanicLayer::custom(panicked));
     let (router, api) = routes(&options).split_for_parts();
     router
-        .layer(Extension(openapi::Document::new(api)))
+        .layer(Extension(endpoints(&state)))
+        .layer(Extension(openapi::Document::new(api, &options.root_path)))
         .fallback(|uri: Uri| async move { ApiError::PathNotFound(uri.path().to_owned()) })
         .method_not_allowed_fallback(|method: Method| async move {
             ApiError::MethodNotAllowed(method.to_string())
@@ -40,14 +43,26 @@ pub fn router(state: AppState) -> Router {
         .with_state(state)
 }
 
-/// All routes, each with its OpenAPI description.
-fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
-    let routes = OpenApiRouter::with_openapi(openapi::about())
+/// What batches may use.
+pub(crate) fn endpoints(state: &AppState) -> Endpoints {
+    let (router, _) = generating().split_for_parts();
+    let router = router.layer(CatchPanicLayer::custom(panicked));
+    Endpoints(router.with_state(state.clone()))
+}
+
+/// Routes that use the model, and may be used by batches.
+fn generating() -> OpenApiRouter<AppState> {
+    OpenApiRouter::with_openapi(openapi::about())
         .routes(routes!(chat::handle))
         .routes(routes!(completions::handle))
         .routes(routes!(embeddings::handle))
         .merge(scoring::routes())
         .merge(responses::routes())
+}
+
+/// All routes, each with its OpenAPI description.
+fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
+    let routes = generating()
         .merge(anthropic::routes())
         .routes(routes!(admin::models))
         .routes(routes!(admin::model))
@@ -55,6 +70,8 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
         .routes(routes!(text::detokenize))
         .routes(routes!(admin::health))
         .routes(routes!(admin::ready))
+        .routes(routes!(admin::ping))
+        .routes(routes!(admin::ping_post))
         .routes(routes!(admin::metrics))
         .routes(routes!(admin::memory))
         .routes(routes!(admin::version))
@@ -62,6 +79,10 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
     [
         (options.enable_sleep_mode, sleep::routes as fn() -> _),
         (options.enable_admin_api, drain::routes),
+        (options.enable_admin_api, prefix_cache::routes),
+        (options.tokenizer_info, tokenizer_info::routes),
+        (options.load_tracking, load::routes),
+        (options.files.is_some(), batches::routes),
         (options.pages, pages::routes),
     ]
     .into_iter()
@@ -112,8 +133,10 @@ fn panicked(panic: Box<dyn Any + Send>) -> Response {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
+    use std::sync::Arc;
 
     use super::*;
+    use crate::file_store::{FileLimits, FileStore};
 
     /// The paths of a router, as its `Debug` shows them.
     fn paths(router: &Router<AppState>) -> BTreeSet<String> {
@@ -133,6 +156,9 @@ mod tests {
         let options = ServerOptions {
             enable_sleep_mode: true,
             enable_admin_api: true,
+            tokenizer_info: true,
+            files: Some(Arc::new(FileStore::open(None, FileLimits::default()).unwrap())),
+            load_tracking: true,
             ..Default::default()
         };
         let (router, api) = routes(&options).split_for_parts();

@@ -57,13 +57,17 @@ pub(crate) async fn handle(
         own,
     } = request;
     state.check_model(common.model.as_deref())?;
-    let (stream, usage_in) = (common.stream, common.usage_in()?);
+    let (stream, usage_in) = (
+        common.stream,
+        common.usage_in(state.options().force_include_usage)?,
+    );
     let prompt_logprobs = common.prompt_logprobs()?.map(|top| top as usize);
     let (token_ids, names_are_ids) = (
         common.reports.return_token_ids,
-        common.reports.return_tokens_as_token_ids,
+        common.reports.return_tokens_as_token_ids || state.options().return_tokens_as_token_ids,
     );
     let logprobs = own.logprobs_per_token()?;
+    let reasoning_budget = own.reasoning_budget(state.model().answers.reasoning.is_some())?;
     let parallel = own.parallel_tool_calls.unwrap_or(true);
     let tools = tools::read(prompt.tools.take(), own.tool_choice, parallel)?;
     let prompt = prompt.into_prompt(&context)?;
@@ -78,6 +82,7 @@ pub(crate) async fn handle(
     let conversation = Conversation {
         prompt: Prompt { tools, ..prompt },
         include_reasoning: own.include_reasoning.unwrap_or(true),
+        reasoning_budget,
         max_tokens: own.max_completion_tokens.or(common.max_tokens),
         length_field: match own.max_completion_tokens {
             Some(_) => "max_completion_tokens",
@@ -137,6 +142,26 @@ pub(crate) async fn handle(
 }
 
 impl ChatFields {
+    /// The limit on tokens of reasoning. `reasons`: the model's reasoning is told from its answer.
+    fn reasoning_budget(&self, reasons: bool) -> Result<Option<usize>, ApiError> {
+        const FIELD: &str = "thinking_token_budget";
+        let Some(budget) = self.thinking_token_budget.filter(|&budget| budget != -1) else {
+            return Ok(None);
+        };
+        let budget = usize::try_from(budget).map_err(|_| {
+            ApiError::invalid(FIELD, format!("{FIELD} must be at least 0, or -1, not {budget}"))
+        })?;
+        match reasons {
+            true => Ok(Some(budget)),
+            false => {
+                let message = format!(
+                    "{FIELD} needs a model that reasons; its chat template has no marks of reasoning (see --reasoning-parser)"
+                );
+                Err(ApiError::invalid(FIELD, message))
+            }
+        }
+    }
+
     /// How many of the likeliest tokens to report, if logprobs are requested.
     fn logprobs_per_token(&self) -> Result<Option<u32>, ApiError> {
         match (self.logprobs, self.top_logprobs) {
@@ -339,9 +364,15 @@ impl EventFormat for ChatChunks {
             choice.logprobs = self.logprobs.then(|| logprobs(&update.logprobs, &self.names));
             choice.token_ids = self.token_ids.then_some(update.tokens);
         }
-        let usage = self.usage_in.chunk(update.so_far);
-        let chunk = |choice| data(&self.chunk(vec![choice], usage));
-        choices.into_iter().map(chunk).collect()
+        let chunk = |(position, choice)| {
+            let so_far = match position < first {
+                true => update.so_far.of_prompt(),
+                false => update.so_far,
+            };
+            let usage = self.usage_in.chunk(so_far);
+            data(&self.chunk(vec![choice], usage))
+        };
+        choices.into_iter().enumerate().map(chunk).collect()
     }
 
     fn end(&mut self) -> Vec<SseEvent> {

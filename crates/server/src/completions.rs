@@ -1,5 +1,6 @@
 //! `/v1/completions`.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use axum::extract::State;
@@ -57,7 +58,7 @@ pub(crate) async fn handle(
         own,
     } = request;
     state.check_model(common.model.as_deref())?;
-    let usage_in = common.usage_in()?;
+    let usage_in = common.usage_in(state.options().force_include_usage)?;
     let (echo, logprobs) = (own.echo, own.logprobs);
     if let Some(top) = logprobs.filter(|&top| top > SamplingParams::MAX_LOGPROBS) {
         let most = SamplingParams::MAX_LOGPROBS;
@@ -127,12 +128,15 @@ pub(crate) async fn handle(
     let skip_special = common.extra.skip_special_tokens.unwrap_or(true);
     let parts = prompts.into_iter().zip(lengths).zip(job.prompts());
     let begin = parts.map(|((prompt, len), tokens)| {
-        let text = || match prompt {
-            Prompt::Text(text) if tokens.len() == len => text,
-            _ => tokenizer.decode(tokens, skip_special),
+        let given = match prompt {
+            Prompt::Text(text) if tokens.len() == len => Some(text),
+            _ => None,
         };
         Arc::new(Begin {
-            echo: echo.then(text),
+            given: given
+                .as_deref()
+                .and_then(|text| given_tokens(&tokenizer, text, tokens)),
+            echo: echo.then(|| given.unwrap_or_else(|| tokenizer.decode(tokens, skip_special))),
             tokens: tokens.to_vec(),
         })
     });
@@ -144,7 +148,7 @@ pub(crate) async fn handle(
         logprobs: logprobs.map(|top| top as usize),
         prompt_logprobs: reports.prompt_logprobs.map(|top| top as usize),
         skip_special,
-        names_are_ids: reports.return_tokens_as_token_ids,
+        names_are_ids: reports.return_tokens_as_token_ids || state.options().return_tokens_as_token_ids,
         token_ids: reports.return_token_ids,
         usage_in,
         usage: Usage::default(),
@@ -179,6 +183,17 @@ fn middle(
         }
     }
     Ok(Some(Middle { fim, suffix }))
+}
+
+/// Where among the tokens of an echoed prompt those of its text are: the tokenizer may have added special tokens. `None` if there
+/// are no special tokens.
+fn given_tokens(tokenizer: &Tokenizer, text: &str, tokens: &[TokenId]) -> Option<Range<usize>> {
+    if !tokens.iter().any(|&token| tokenizer.is_special(token)) {
+        return None;
+    }
+    let given = tokenizer.encode(text, false).ok()?;
+    let from = (0..tokens.len()).find(|&at| tokens[at..].starts_with(&given))?;
+    Some(from..from + given.len())
 }
 
 /// How many choices per prompt are generated so that the best `n` can be returned.
@@ -226,6 +241,8 @@ fn best(mut outputs: Vec<Output>, best_of: usize, n: usize) -> Vec<Output> {
 struct Begin {
     /// The prompt's text, if it is echoed.
     echo: Option<String>,
+    /// Which tokens a text was turned into, special ones among them: these are in the echoed text.
+    given: Option<Range<usize>>,
     /// The prompt's tokens.
     tokens: Vec<TokenId>,
 }
@@ -284,10 +301,11 @@ impl CompletionWriter {
         if let Some(begin) = begin.as_ref().filter(|begin| begin.echo.is_some())
             && self.logprobs.is_some()
         {
-            self.list_prompt(&mut listed, index, &begin.tokens, &output.prompt);
+            self.list_prompt(&mut listed, index, begin, &output.prompt);
         }
         for TokenLogprobs { token, logprobs } in output.logprobs {
-            self.list(&mut listed, index, token, Some(logprobs));
+            let is_text = self.is_text(token);
+            self.list(&mut listed, index, token, is_text, Some(logprobs));
         }
         let reported = self.prompt_logprobs.filter(|_| begin.is_some());
         let echo = begin.as_ref().and_then(|begin| begin.echo.clone());
@@ -310,7 +328,7 @@ impl CompletionWriter {
         &mut self,
         out: &mut CompletionLogprobs,
         index: usize,
-        tokens: &[TokenId],
+        begin: &Begin,
         scored: &[PromptLogprob],
     ) {
         let known = scored.iter().map(|scored| {
@@ -319,9 +337,19 @@ impl CompletionWriter {
                 top: scored.top.clone(),
             })
         });
-        for (&token, logprobs) in tokens.iter().zip(std::iter::once(None).chain(known)) {
-            self.list(out, index, token, logprobs);
+        let listed = begin.tokens.iter().zip(std::iter::once(None).chain(known));
+        for (at, (&token, logprobs)) in listed.enumerate() {
+            let is_text = match &begin.given {
+                Some(given) => given.contains(&at),
+                None => self.is_text(token),
+            };
+            self.list(out, index, token, is_text, logprobs);
         }
+    }
+
+    /// Whether generated text has the text of `token`.
+    fn is_text(&self, token: TokenId) -> bool {
+        !(self.skip_special && self.tokenizer.is_special(token))
     }
 
     fn list(
@@ -329,6 +357,7 @@ impl CompletionWriter {
         out: &mut CompletionLogprobs,
         index: usize,
         token: TokenId,
+        is_text: bool,
         logprobs: Option<Logprobs>,
     ) {
         out.text_offset.push(self.offsets[index]);
@@ -345,7 +374,7 @@ impl CompletionWriter {
             }
             by_name
         }));
-        if !(self.skip_special && self.tokenizer.is_special(token)) {
+        if is_text {
             self.offsets[index] += self.tokenizer.token_str(token).chars().count();
         }
     }

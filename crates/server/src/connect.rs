@@ -1,7 +1,8 @@
-//! Accept loop: TLS, connection limit, header and slow-client timeouts.
+//! Accept loop for TCP and Unix sockets: TLS, connection limit, header and slow-client timeouts.
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::unix::net::SocketAddr as UnixAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -11,44 +12,115 @@ use axum::middleware::AddExtension;
 use axum::{Extension, Router};
 use axum_server::accept::{Accept, DefaultAcceptor};
 use axum_server::tls_rustls::RustlsAcceptor;
-use axum_server::{Handle, Server};
+use axum_server::{Address, Handle, Server};
 use hyper_util::rt::TokioTimer;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinHandle;
 use tokio::time::Sleep;
 use tower::Layer;
 
 use crate::activity::Activity;
 use crate::options::ServerOptions;
 
-/// Accepts connections until `handle` stops it.
-pub(crate) async fn serve(
-    listener: TcpListener,
-    options: &ServerOptions,
-    handle: Handle<SocketAddr>,
-    app: Router,
-) -> io::Result<()> {
-    let app = app.into_make_service();
-    match &options.tls {
-        None => {
-            let gate = Gate::new(DefaultAcceptor::new(), options);
-            server(listener, gate, handle, options).serve(app).await
-        }
-        Some(tls) => {
-            let gate = Gate::new(RustlsAcceptor::new(tls.0.clone()), options);
-            server(listener, gate, handle, options).serve(app).await
+/// Where connections come from.
+#[derive(Debug)]
+pub enum Listener {
+    /// The network.
+    Tcp(TcpListener),
+    /// A Unix socket: processes of this machine.
+    Unix(UnixListener),
+}
+
+impl From<TcpListener> for Listener {
+    fn from(listener: TcpListener) -> Self {
+        Self::Tcp(listener)
+    }
+}
+
+/// Ends the connections of a listener.
+#[derive(Clone, Debug)]
+pub(crate) enum Stop {
+    Tcp(Handle<SocketAddr>),
+    Unix(Handle<UnixAddr>),
+}
+
+impl Stop {
+    /// Accepts no more connections, and closes those that are not idle after `grace`.
+    pub(crate) fn graceful_shutdown(&self, grace: Duration) {
+        match self {
+            Self::Tcp(handle) => handle.graceful_shutdown(Some(grace)),
+            Self::Unix(handle) => handle.graceful_shutdown(Some(grace)),
         }
     }
 }
 
-fn server<A>(
+/// Accepts connections, in a task, until the second value ends them.
+pub(crate) fn serve(
+    listener: Listener,
+    options: ServerOptions,
+    app: Router,
+) -> (JoinHandle<io::Result<()>>, Stop) {
+    match listener {
+        Listener::Tcp(listener) => {
+            let handle = Handle::new();
+            let stop = Stop::Tcp(handle.clone());
+            (tokio::spawn(tcp(listener, options, handle, app)), stop)
+        }
+        Listener::Unix(listener) => {
+            let handle = Handle::new();
+            let stop = Stop::Unix(handle.clone());
+            (tokio::spawn(unix(listener, options, handle, app)), stop)
+        }
+    }
+}
+
+async fn tcp(
     listener: TcpListener,
-    acceptor: A,
+    options: ServerOptions,
     handle: Handle<SocketAddr>,
+    app: Router,
+) -> io::Result<()> {
+    let app = app.into_make_service();
+    match options.tls.clone() {
+        None => {
+            let gate = Gate::new(DefaultAcceptor::new(), &options);
+            server(listener, gate, handle, &options).serve(app).await
+        }
+        Some(tls) => {
+            let gate = Gate::new(RustlsAcceptor::new(tls.0), &options);
+            server(listener, gate, handle, &options).serve(app).await
+        }
+    }
+}
+
+async fn unix(
+    listener: UnixListener,
+    options: ServerOptions,
+    handle: Handle<UnixAddr>,
+    app: Router,
+) -> io::Result<()> {
+    let app = app.into_make_service();
+    match options.tls.clone() {
+        None => {
+            let gate = Gate::new(DefaultAcceptor::new(), &options);
+            server(listener, gate, handle, &options).serve(app).await
+        }
+        Some(tls) => {
+            let gate = Gate::new(RustlsAcceptor::new(tls.0), &options);
+            server(listener, gate, handle, &options).serve(app).await
+        }
+    }
+}
+
+fn server<Addr: Address, A>(
+    listener: Addr::Listener,
+    acceptor: A,
+    handle: Handle<Addr>,
     options: &ServerOptions,
-) -> Server<SocketAddr, A> {
+) -> Server<Addr, A> {
     let mut server = Server::from_listener(listener).acceptor(acceptor).handle(handle);
     let builder = server.http_builder();
     builder
@@ -91,26 +163,41 @@ impl<A> Gate<A> {
             slow_client_timeout: options.slow_client_timeout,
         }
     }
+}
 
+/// A connection as it was accepted.
+trait Socket: Send + 'static {
     /// Detects clients that vanished: by unacknowledged data after the slow-client timeout, on idle connections by keep-alive
     /// probes.
-    fn prepare(&self, stream: &TcpStream) -> io::Result<()> {
-        stream.set_nodelay(true)?;
-        let socket = SockRef::from(stream);
+    fn prepare(&self, slow_client_timeout: Duration) -> io::Result<()>;
+}
+
+impl Socket for TcpStream {
+    fn prepare(&self, slow_client_timeout: Duration) -> io::Result<()> {
+        self.set_nodelay(true)?;
+        let socket = SockRef::from(self);
         let probes = TcpKeepalive::new()
             .with_time(PROBE_AFTER)
             .with_interval(PROBE_EVERY)
             .with_retries(PROBES);
         socket.set_tcp_keepalive(&probes)?;
         #[cfg(target_os = "linux")]
-        socket.set_tcp_user_timeout(Some(self.slow_client_timeout))?;
+        socket.set_tcp_user_timeout(Some(slow_client_timeout))?;
         Ok(())
     }
 }
 
-impl<A, S> Accept<TcpStream, S> for Gate<A>
+/// The kernel knows when the other process has ended.
+impl Socket for UnixStream {
+    fn prepare(&self, _: Duration) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<I, A, S> Accept<I, S> for Gate<A>
 where
-    A: Accept<TcpStream, S> + 'static,
+    I: Socket,
+    A: Accept<I, S> + 'static,
     A::Future: Send + 'static,
     S: 'static,
     A::Stream: Send,
@@ -120,12 +207,12 @@ where
     type Service = AddExtension<A::Service, Arc<Activity>>;
     type Future = Pin<Box<dyn Future<Output = io::Result<(Self::Stream, Self::Service)>> + Send>>;
 
-    fn accept(&self, stream: TcpStream, service: S) -> Self::Future {
+    fn accept(&self, stream: I, service: S) -> Self::Future {
         let Ok(place) = Arc::clone(&self.places).try_acquire_owned() else {
             tracing::warn!("connection refused: --max-connections reached");
             return Box::pin(async { Err(io::Error::other("too many connections")) });
         };
-        if let Err(error) = self.prepare(&stream) {
+        if let Err(error) = stream.prepare(self.slow_client_timeout) {
             return Box::pin(async { Err(error) });
         }
         let accepted = self.inner.accept(stream, service);

@@ -15,6 +15,7 @@ use tokio::time::timeout_at;
 use crate::activity::{Activity, Ongoing, UnreadData};
 use crate::error::ApiError;
 use crate::keys::Tenant;
+use crate::load::Counted;
 use crate::metrics::HttpRequest;
 use crate::options::ServerOptions;
 use crate::quota::Left;
@@ -46,8 +47,12 @@ struct Inner {
     /// When the request times out.
     deadline: Option<Instant>,
     tenant: OnceLock<Tenant>,
+    /// A line of a batch: it yields to all other requests, and is no HTTP request.
+    in_background: bool,
     /// It holds a slot in the tenant's concurrency limit.
     entered: AtomicBool,
+    /// Keeps it among the requests in progress.
+    _counted: Option<Counted>,
     /// Keeps its connection from being idle; absent where the API is called in-process.
     connection: Option<Ongoing>,
     /// HTTP/2: flow control shows what the client reads.
@@ -82,16 +87,43 @@ impl fmt::Debug for Context {
 impl Context {
     /// A request that just arrived. It times out after `timeout` or the server's own limit, whichever is shorter.
     pub(crate) fn new(state: &AppState, request: &Request, timeout: Option<Duration>) -> Self {
-        let headers = request.headers();
-        let given = request_id(headers).map(OnceLock::from);
-        let text = |name: &str| Some(headers.get(name)?.to_str().ok()?.to_owned());
         let timeout = [timeout, state.options().request_timeout]
             .into_iter()
             .flatten()
             .min();
         let arrived = Instant::now();
         state.metrics().http_began();
+        Self::begin(
+            state,
+            request,
+            arrived,
+            timeout.and_then(|timeout| arrived.checked_add(timeout)),
+            false,
+        )
+    }
+
+    /// A request of a batch, of the key called `owner`. It may take as long as the batch.
+    pub(crate) fn in_background(state: &AppState, request: &Request, owner: Option<Arc<str>>) -> Self {
+        let context = Self::begin(state, request, Instant::now(), None, true);
+        if let Some(name) = owner {
+            context.belongs_to(Tenant::named(name));
+        }
+        context
+    }
+
+    fn begin(
+        state: &AppState,
+        request: &Request,
+        arrived: Instant,
+        deadline: Option<Instant>,
+        in_background: bool,
+    ) -> Self {
+        let headers = request.headers();
+        let given = request_id(headers).map(OnceLock::from);
+        let text = |name: &str| Some(headers.get(name)?.to_str().ok()?.to_owned());
+        let counted = state.load().count(request.method(), request.uri().path());
         Self(Arc::new(Inner {
+            in_background,
             state: state.clone(),
             began: SystemTime::now(),
             arrived,
@@ -102,9 +134,10 @@ impl Context {
             route: request.extensions().get().cloned(),
             traceparent: text("traceparent"),
             tracestate: text("tracestate"),
-            deadline: timeout.and_then(|timeout| arrived.checked_add(timeout)),
+            deadline,
             tenant: OnceLock::new(),
             entered: AtomicBool::new(false),
+            _counted: counted.filter(|_| !in_background),
             connection: request.extensions().get::<Arc<Activity>>().map(Ongoing::new),
             has_window: request.version() == Version::HTTP_2,
             output_tokens: AtomicUsize::new(0),
@@ -140,6 +173,19 @@ impl Context {
             .tenant
             .get()
             .map_or_else(TenantId::default, |tenant| tenant.id)
+    }
+
+    /// The name of its key, if keys are required.
+    pub(crate) fn owner(&self) -> Option<String> {
+        self.0.tenant.get().map(|tenant| tenant.name.to_string())
+    }
+
+    /// The priority of its requests: those of batches come after all others.
+    pub(crate) fn priority(&self, given: i64) -> i64 {
+        match self.0.in_background {
+            true => given.saturating_add(BACKGROUND),
+            false => given,
+        }
     }
 
     /// The deadline: `timeout` after arrival, or earlier by header or flag.
@@ -305,14 +351,16 @@ impl Drop for Inner {
         }
         let notes = std::mem::take(self.notes.get_mut());
         let (status, duration) = (notes.status.unwrap_or(CLIENT_LEFT), self.arrived.elapsed());
-        self.state.metrics().http_ended(&HttpRequest {
-            method: &self.method,
-            route: self.route.as_ref().map(MatchedPath::as_str),
-            status,
-            duration,
-            received: *self.received.get_mut(),
-            sent: *self.sent.get_mut(),
-        });
+        if !self.in_background {
+            self.state.metrics().http_ended(&HttpRequest {
+                method: &self.method,
+                route: self.route.as_ref().map(MatchedPath::as_str),
+                status,
+                duration,
+                received: *self.received.get_mut(),
+                sent: *self.sent.get_mut(),
+            });
+        }
         let sinks = &self.state.options().sinks;
         if sinks.is_empty() {
             return;
@@ -341,6 +389,9 @@ impl Drop for Inner {
         }
     }
 }
+
+/// Added to the priority of batches; lower is earlier.
+const BACKGROUND: i64 = 1 << 40;
 
 /// Output tokens are charged to the tenant in batches of this size: all requests share one lock.
 const SPENT_AT_ONCE: usize = 16;

@@ -228,12 +228,15 @@ impl Choice {
             output.stop = Some(StopReason::Token(token.token));
         }
         // The stop token is not part of the text unless requested.
-        if finish != Some(FinishReason::Stop) || self.stopping.include_stop {
-            let text = self.detokenizer.push(token.token);
+        let is_text = finish != Some(FinishReason::Stop) || self.stopping.include_stop;
+        if is_text || self.stopping.scores_stop {
             self.held.extend(token.logprobs.map(|logprobs| TokenLogprobs {
                 token: token.token,
                 logprobs,
             }));
+        }
+        if is_text {
+            let text = self.detokenizer.push(token.token);
             self.scan(&text, output, &mut finish);
         }
         if finish.is_some() {

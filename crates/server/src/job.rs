@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use plimsoll_core::{Bans, Request, RequestOptions, SamplingOptions, TokenId};
-use plimsoll_text::grammar::CompiledGrammar;
+use plimsoll_text::grammar::{CompiledGrammar, ReasoningBudget};
 use plimsoll_text::{StopMatcher, Tokenizer};
 
 use crate::context::Context;
@@ -42,6 +42,7 @@ pub(crate) struct Parameters {
     cache_salt: Option<Arc<str>>,
     truncate_prompt_tokens: Option<i64>,
     truncation_side: TruncationSide,
+    reasoning: Option<ReasoningBudget>,
 }
 
 /// How a choice's text ends.
@@ -56,6 +57,8 @@ pub(crate) struct Stopping {
     /// Stop strings are looked for after this many tokens.
     pub(crate) min_tokens: usize,
     pub(crate) skip_special: bool,
+    /// Log-probabilities include that of a stop token that is not part of the text: there is one for each token id.
+    pub(crate) scores_stop: bool,
 }
 
 impl Parameters {
@@ -110,15 +113,22 @@ impl Parameters {
                 include_stop: extra.include_stop_str_in_output,
                 min_tokens: bans.min_tokens,
                 skip_special: extra.skip_special_tokens.unwrap_or(true),
+                scores_stop: common.reports.return_token_ids,
             },
             stop_token_ids,
-            priority: common.priority(state.options().priorities)?,
+            priority: context.priority(common.priority(state.options().priorities)?),
             deadline: context.deadline(common.timeout()?),
             bans,
             cache_salt: context.cache_salt(extra.cache_salt.as_deref()),
             truncate_prompt_tokens: extra.truncate_prompt_tokens,
             truncation_side: extra.truncation_side.unwrap_or(TruncationSide::Left),
+            reasoning: None,
         })
+    }
+
+    /// Limits the tokens of reasoning.
+    pub(crate) fn limit_reasoning(&mut self, budget: ReasoningBudget) {
+        self.reasoning = Some(budget);
     }
 
     /// Whether the client requests truncation of long prompts.
@@ -243,6 +253,7 @@ impl Job {
         let mut requests = Vec::with_capacity(prompts.len() * choices.n);
         for prompt in prompts {
             let constraints = grammar.iter().map(|grammar| grammar.constraint(stop_token_ids));
+            let constraints = constraints.chain(parameters.reasoning.iter().map(ReasoningBudget::constraint));
             let options = RequestOptions {
                 prompt,
                 max_tokens,

@@ -79,6 +79,16 @@ pub(crate) struct Tenant {
     pub(crate) name: Arc<str>,
 }
 
+impl Tenant {
+    /// The owner of the key called `name`.
+    pub(crate) fn named(name: Arc<str>) -> Self {
+        Self {
+            id: TenantId(first_word(&Sha256::digest(name.as_bytes()).into())),
+            name,
+        }
+    }
+}
+
 impl ApiKeys {
     /// Requires one of `keys`, unless there are none.
     pub fn new(keys: Vec<ApiKey>) -> Self {
@@ -117,10 +127,7 @@ impl ApiKeys {
                 found = Some(key);
             }
         }
-        found.map(|key| Tenant {
-            id: TenantId(first_word(&Sha256::digest(key.name.as_bytes()).into())),
-            name: Arc::clone(&key.name),
-        })
+        found.map(|key| Tenant::named(Arc::clone(&key.name)))
     }
 }
 

@@ -263,6 +263,7 @@ impl Metrics {
         self.write_cache_config(&mut page, kv);
         self.write_histogram(&mut page, &STEP_SECONDS, &stats.step_seconds);
         self.write_histogram(&mut page, &STEP_TOKENS, &stats.step_tokens);
+        self.write_histogram(&mut page, &ITERATION_TOKENS, &stats.iteration_tokens);
         self.write_histogram(&mut page, &STEP_REQUESTS, &stats.step_requests);
         self.write_no_adapters(&mut page);
         if let Some(time) = stats.device_time {
@@ -346,6 +347,12 @@ fn set_engine(maker: &Maker<'_>, stats: &EngineStats, health: &Health) {
     let scheduler = &stats.scheduler;
     maker.set(&RUNNING, scheduler.running as f64);
     maker.set(&WAITING, scheduler.waiting as f64);
+    let (waiting, is_running) = (scheduler.waiting as f64, health.phase == Phase::Running);
+    let reasons = [
+        ("capacity", if is_running { waiting } else { 0.0 }),
+        ("deferred", if is_running { 0.0 } else { waiting }),
+    ];
+    maker.set_each(&WAITING_BY_REASON, "reason", reasons);
     maker.set(&IN_FLIGHT, stats.in_flight as f64);
     let Name(ours, _, help) = PREEMPTIONS;
     let causes = [

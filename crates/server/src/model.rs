@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{Matryoshka, Pooling, TokenId};
 use plimsoll_text::{ChatTemplate, ReasoningFormat, Tokenizer, ToolFormat};
+use serde_json::{Map, Value};
 
 /// The served model: names, tokenizer, chat template, defaults.
 #[derive(Debug)]
@@ -14,6 +15,8 @@ pub struct ModelInfo {
     pub aliases: Vec<String>,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
+    /// What the model's files say about its tokenizer (tokenizer_config.json), for `/tokenizer_info`.
+    pub tokenizer_config: Map<String, Value>,
     /// The chat template; without one there is no chat, only completions.
     pub template: Option<ChatTemplate>,
     /// How its answers are parsed.

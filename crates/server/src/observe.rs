@@ -23,7 +23,7 @@ pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id"
 pub(crate) const IGNORED_FIELDS: HeaderName = HeaderName::from_static("x-ignored-fields");
 
 /// Paths that never require a key: probes and static pages.
-const OPEN: &[&str] = &["/health", "/ready", "/", "/docs", "/openapi.json"];
+const OPEN: &[&str] = &["/health", "/ready", "/ping", "/", "/docs", "/openapi.json"];
 
 pub(crate) async fn observe(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let timeout = header_timeout(request.headers());

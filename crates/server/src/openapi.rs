@@ -29,6 +29,7 @@ use crate::wire::error::ErrorBody;
     tags(
         (name = "Generation", description = "Text from prompts and conversations."),
         (name = "Embeddings", description = "Vectors from texts."),
+        (name = "Batches", description = "Files of requests that are answered in the background."),
         (name = "Models", description = "What is served."),
         (name = "Tokens", description = "Text to tokens and back, as in vLLM."),
         (name = "Operation", description = "Probes, metrics, memory, sleep."),
@@ -59,7 +60,11 @@ pub(crate) fn about() -> utoipa::openapi::OpenApi {
 pub(crate) struct Document(Bytes);
 
 impl Document {
-    pub(crate) fn new(mut api: utoipa::openapi::OpenApi) -> Self {
+    /// `root_path`: what clients put before every path; empty for nothing.
+    pub(crate) fn new(mut api: utoipa::openapi::OpenApi, root_path: &str) -> Self {
+        if !root_path.is_empty() {
+            api.servers = Some(vec![utoipa::openapi::Server::new(root_path)]);
+        }
         // axum marks parameters that may contain slashes with a star; OpenAPI has no such notation.
         let paths = std::mem::take(&mut api.paths.paths);
         api.paths.paths = paths

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use axum::http::HeaderValue;
 
+use crate::file_store::FileStore;
 use crate::keys::ApiKeys;
 use crate::quota::KeyLimits;
 use crate::record::RequestSink;
@@ -82,6 +83,18 @@ pub struct ServerOptions {
     pub max_connections: usize,
     /// A connection is closed if no request head arrives on it for this long.
     pub header_timeout: Duration,
+    /// A path before all others that a proxy adds and may not remove, such as `/llm`; empty for none.
+    pub root_path: String,
+    /// Enables `/tokenizer_info`.
+    pub tokenizer_info: bool,
+    /// Enables `/load`.
+    pub load_tracking: bool,
+    /// Log-probabilities name tokens by id, whatever requests say.
+    pub return_tokens_as_token_ids: bool,
+    /// Streams report their usage in the last chunk, whatever requests say.
+    pub force_include_usage: bool,
+    /// Where files and batches are kept; without it there are none.
+    pub files: Option<Arc<FileStore>>,
     /// Limits of the responses kept for `/v1/responses`.
     pub response_store: StoreLimits,
 }
@@ -114,6 +127,12 @@ impl Default for ServerOptions {
             tls: None,
             max_connections: 8192,
             header_timeout: Duration::from_secs(60),
+            root_path: String::new(),
+            tokenizer_info: false,
+            load_tracking: false,
+            return_tokens_as_token_ids: false,
+            force_include_usage: false,
+            files: None,
             response_store: StoreLimits::default(),
         }
     }

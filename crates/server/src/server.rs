@@ -3,24 +3,23 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::extract::Request;
+use axum::http::Uri;
 use axum::response::Response;
 use axum::routing::future::RouteFuture;
-use axum_server::Handle;
 use plimsoll_core::Meters;
 use plimsoll_engine::{Drained, Phase, Stall};
-use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tower::Service;
 
-use crate::app::router;
-use crate::connect;
+use crate::app::{endpoints, router};
+use crate::batches;
+use crate::connect::{self, Listener, Stop};
 use crate::options::ServerOptions;
 use crate::start::Start;
 use crate::starting;
@@ -45,36 +44,39 @@ pub enum ServeError {
 #[derive(Debug)]
 pub struct Server {
     connections: JoinHandle<io::Result<()>>,
-    handle: Handle<SocketAddr>,
+    stop: Stop,
     serving: Arc<OnceLock<Router>>,
 }
 
 impl Server {
     /// Starts answering on `listener` while `model` is being started.
     pub fn listen(
-        listener: TcpListener,
+        listener: impl Into<Listener>,
         model: &str,
         options: &ServerOptions,
         start: Arc<dyn Start>,
     ) -> Self {
-        let handle = Handle::new();
         let serving = Arc::default();
         let front = Front {
             starting: starting::router(model, options, start),
             serving: Arc::clone(&serving),
+            root_path: options.root_path.as_str().into(),
         };
-        let (options, used) = (options.clone(), handle.clone());
         let app = Router::new().fallback_service(front);
+        let (connections, stop) = connect::serve(listener.into(), options.clone(), app);
         Self {
-            connections: tokio::spawn(async move { connect::serve(listener, &options, used, app).await }),
-            handle,
+            connections,
+            stop,
             serving,
         }
     }
 
     /// Serves the API from now on.
     pub fn open(&self, state: &AppState) {
-        self.serving.get_or_init(|| router(state.clone()));
+        self.serving.get_or_init(|| {
+            batches::resume(state, &endpoints(state));
+            router(state.clone())
+        });
     }
 
     /// [`Self::open`], then serves until `shutdown` completes or a drain is requested. A drain fails `/ready` and refuses new
@@ -113,7 +115,7 @@ impl Server {
         }
         // All responses are complete; give clients time to read them.
         let left = timeout.saturating_sub(began.elapsed());
-        self.handle.graceful_shutdown(Some(left.max(FLUSH)));
+        self.stop.graceful_shutdown(left.max(FLUSH));
         self.connections.await.map_err(io::Error::other)??;
         upkeep.abort();
         let health = engine.health();
@@ -132,7 +134,7 @@ impl Server {
             stall.waited.as_secs_f64()
         );
         state.engine().give_up(&why);
-        self.handle.graceful_shutdown(Some(ERROR_DELIVERY));
+        self.stop.graceful_shutdown(ERROR_DELIVERY);
         // The rest is disconnected.
         let _ = tokio::time::timeout(ERROR_DELIVERY, self.connections).await;
         ServeError::Stalled(why)
@@ -181,6 +183,8 @@ async fn upkeep(state: AppState) {
 struct Front {
     starting: Router,
     serving: Arc<OnceLock<Router>>,
+    /// A path before all others, which a proxy may have left.
+    root_path: Arc<str>,
 }
 
 impl Service<Request> for Front {
@@ -192,8 +196,48 @@ impl Service<Request> for Front {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request) -> Self::Future {
+    fn call(&mut self, mut request: Request) -> Self::Future {
+        if let Some(uri) = without_root(request.uri(), &self.root_path) {
+            *request.uri_mut() = uri;
+        }
         let app = self.serving.get().unwrap_or(&self.starting);
         app.clone().call(request)
+    }
+}
+
+/// `uri` without `root` before its path; `None` if it has another path.
+fn without_root(uri: &Uri, root: &str) -> Option<Uri> {
+    if root.is_empty() {
+        return None;
+    }
+    let rest = uri.path_and_query()?.as_str().strip_prefix(root)?;
+    let path = match rest.chars().next() {
+        Some('/') => rest.to_owned(),
+        None | Some('?') => format!("/{rest}"),
+        Some(_) => return None,
+    };
+    let mut parts = uri.clone().into_parts();
+    parts.path_and_query = path.parse().ok();
+    Uri::from_parts(parts).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_path_is_taken_off() {
+        let of = |uri: &str, root: &str| without_root(&uri.parse().unwrap(), root).map(|uri| uri.to_string());
+        assert_eq!(of("/llm/v1/models?x=1", "/llm"), Some("/v1/models?x=1".into()));
+        assert_eq!(
+            of("http://host/llm/health", "/llm"),
+            Some("http://host/health".into())
+        );
+        assert_eq!(of("/llm", "/llm"), Some("/".into()));
+        assert_eq!(of("/llm?x", "/llm"), Some("/?x".into()));
+        for other in ["/v1/models", "/llmx/v1", "/"] {
+            assert_eq!(of(other, "/llm"), None, "{other}");
+        }
+        assert_eq!(of("/llm/x", ""), None);
     }
 }

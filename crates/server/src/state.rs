@@ -13,6 +13,7 @@ use rand::{Rng, SeedableRng};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use crate::error::ApiError;
+use crate::load::Load;
 use crate::memory::Memory;
 use crate::meters::MeterReader;
 use crate::metrics::Metrics;
@@ -48,6 +49,8 @@ struct Inner {
     large_bodies: Arc<Semaphore>,
     grammars: Arc<GrammarCompiler>,
     compiling: Arc<Semaphore>,
+    load: Load,
+    background: Arc<Semaphore>,
     drain_asked: Notify,
     /// Set when a drain begins: whether there were requests in flight.
     draining: OnceLock<bool>,
@@ -81,6 +84,8 @@ impl AppState {
         let longest = longest.unwrap_or(0).max(1);
         let longest_text = engine.limits().max_request_tokens().saturating_mul(longest);
         let model = Arc::new(model);
+        // Most of the places are left to other requests.
+        let background = (engine.capacity() / 4).clamp(1, Semaphore::MAX_PERMITS);
         let seeds = options.seed;
         let seeds = seeds.map_or_else(StdRng::from_os_rng, StdRng::seed_from_u64);
         Self(Arc::new(Inner {
@@ -103,6 +108,8 @@ impl AppState {
             large_bodies: Arc::new(Semaphore::new(1)),
             grammars: Arc::new(grammars),
             compiling: Arc::new(Semaphore::new((cores / 2).max(1))),
+            load: Load::default(),
+            background: Arc::new(Semaphore::new(background)),
             drain_asked: Notify::new(),
             draining: OnceLock::new(),
             started: unix_seconds(),
@@ -166,6 +173,16 @@ impl AppState {
 
     pub(crate) fn metrics(&self) -> &Metrics {
         &self.0.metrics
+    }
+
+    /// Requests in progress.
+    pub(crate) fn load(&self) -> &Load {
+        &self.0.load
+    }
+
+    /// Places for requests of batches.
+    pub(crate) fn background(&self) -> &Arc<Semaphore> {
+        &self.0.background
     }
 
     /// Special tokens that mark reasoning and tool calls in answers.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use plimsoll_core::TokenId;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::TextError;
 use crate::pipeline::Pipeline;
@@ -23,6 +23,32 @@ pub(crate) fn read_json(dir: &Path, name: &str) -> Result<Option<Value>, TextErr
     value
         .map(Some)
         .map_err(|e| TextError::invalid(path.display().to_string(), format!("not valid JSON: {e}")))
+}
+
+/// What a model directory says about its tokenizer: `tokenizer_config.json`, special tokens as their texts, without names of files.
+/// Empty if there is no such file.
+///
+/// # Errors
+/// [`TextError`] if it is no JSON.
+pub fn tokenizer_config(dir: &Path) -> Result<Map<String, Value>, TextError> {
+    let Some(Value::Object(mut config)) = read_json(dir, "tokenizer_config.json")? else {
+        return Ok(Map::new());
+    };
+    config.retain(|key, _| !matches!(key.as_str(), "vocab_file" | "merges_file" | "name_or_path"));
+    config.values_mut().for_each(name_tokens);
+    Ok(config)
+}
+
+/// Replaces serialised `AddedToken`s by their texts.
+fn name_tokens(value: &mut Value) {
+    match value {
+        Value::Object(fields) if fields.contains_key("content") => {
+            *value = fields.remove("content").unwrap_or_default();
+        }
+        Value::Object(fields) => fields.values_mut().for_each(name_tokens),
+        Value::Array(values) => values.iter_mut().for_each(name_tokens),
+        _ => {}
+    }
 }
 
 /// Special tokens by role, from `tokenizer_config.json` and, where that is silent, `special_tokens_map.json`.

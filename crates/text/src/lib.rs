@@ -19,6 +19,7 @@ mod vocab;
 
 pub use answer::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, ReasoningFormat, ToolFormat};
 pub use detokenizer::Detokenizer;
+pub use directory::tokenizer_config;
 pub use error::TextError;
 pub use fim::Fim;
 pub use stop::{Scanned, StopMatcher};

@@ -1,10 +1,12 @@
 //! The command line. Flags that vLLM has carry vLLM's names and meaning.
 
 mod access;
+mod api;
 mod bench;
 mod chat;
 mod engine;
 mod events;
+mod files;
 mod logs;
 mod pages;
 mod pooling;
@@ -18,6 +20,7 @@ use crate::bench::ServeBenchArgs;
 use crate::selftest::SelftestArgs;
 
 pub use access::{AccessArgs, Secret};
+pub use api::ApiArgs;
 pub use bench::{LatencyArgs, ThroughputArgs};
 pub use chat::ChatArgs;
 pub use engine::{
@@ -25,6 +28,7 @@ pub use engine::{
     ModelArgs, SIM_MODEL,
 };
 pub use events::EventArgs;
+pub use files::FileArgs;
 pub use logs::{LogArgs, LogFormat, LogLevels};
 pub use pages::PagesArgs;
 pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};
@@ -104,12 +108,18 @@ pub struct ServeArgs {
     /// The API.
     #[command(flatten)]
     pub server: ServerArgs,
+    /// What the API offers.
+    #[command(flatten)]
+    pub api: ApiArgs,
     /// What chats are made of.
     #[command(flatten)]
     pub chat: ChatArgs,
     /// What is kept of responses.
     #[command(flatten)]
     pub responses: ResponseArgs,
+    /// What is kept of files.
+    #[command(flatten)]
+    pub files: FileArgs,
     /// What browsers get.
     #[command(flatten)]
     pub pages: PagesArgs,

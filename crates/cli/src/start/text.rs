@@ -1,8 +1,9 @@
 //! Text in and out of a model: tokenizer, chat template, and what ends a text.
 
-use plimsoll_core::TokenId;
+use plimsoll_core::{MetaValue, TokenId};
 use plimsoll_model::{GenerationConfig, GgufFile};
 use plimsoll_text::{ChatTemplate, Tokenizer};
+use serde_json::{Map, Value, json};
 
 use crate::error::Error;
 use crate::settings::EngineSettings;
@@ -22,6 +23,8 @@ pub struct Text {
     pub eos_token_ids: Vec<TokenId>,
     /// Sampling defaults the model brings along.
     pub generation: GenerationConfig,
+    /// What the model's files say about its tokenizer.
+    pub config: Map<String, Value>,
 }
 
 impl Text {
@@ -33,19 +36,28 @@ impl Text {
         let Source::Files { tokenizer: path, .. } = source else {
             return Self::simulated();
         };
-        let (tokenizer, template) = if path.is_dir() {
+        let (tokenizer, template, config) = if path.is_dir() {
             if settings.is_dummy() && Self::is_absent(source) {
                 tracing::warn!("{} has no {FILE}: every byte is a token", path.display());
                 return Self::simulated();
             }
-            (Tokenizer::from_dir(path)?, ChatTemplate::from_dir(path)?)
+            let config = plimsoll_text::tokenizer_config(path)?;
+            (Tokenizer::from_dir(path)?, ChatTemplate::from_dir(path)?, config)
         } else {
             let file = GgufFile::open(path)?;
             let tokenizer = Tokenizer::from_gguf(file.metadata())?;
             let template = ChatTemplate::from_gguf(file.metadata(), tokenizer.special_tokens())?;
-            (tokenizer, template)
+            let class = file
+                .metadata()
+                .get("tokenizer.ggml.model")
+                .and_then(MetaValue::as_str);
+            let config = config(&tokenizer, class.unwrap_or("unknown"));
+            (tokenizer, template, config)
         };
-        Ok(Self::new(tokenizer, template))
+        Ok(Self {
+            config,
+            ..Self::new(tokenizer, template)
+        })
     }
 
     /// Whether there is nothing to read from: that is found out at once, and not after minutes of loading weights.
@@ -59,7 +71,11 @@ impl Text {
     fn simulated() -> Result<Self, Error> {
         let tokenizer = Tokenizer::bytes();
         let template = Some(ChatTemplate::new(SIM_TEMPLATE, tokenizer.special_tokens())?);
-        Ok(Self::new(tokenizer, template))
+        let config = config(&tokenizer, "bytes");
+        Ok(Self {
+            config,
+            ..Self::new(tokenizer, template)
+        })
     }
 
     /// What the weights' files say comes later.
@@ -69,8 +85,17 @@ impl Text {
             tokenizer,
             template,
             generation: GenerationConfig::default(),
+            config: Map::new(),
         }
     }
+}
+
+/// What is known without a tokenizer_config.json: the kind of tokenizer, and the special tokens.
+fn config(tokenizer: &Tokenizer, class: &str) -> Map<String, Value> {
+    let special = tokenizer.special_tokens().iter();
+    let special = special.map(|(role, text)| (role.clone(), json!(text)));
+    let class = ("tokenizer_class".to_owned(), json!(class));
+    special.chain([class]).collect()
 }
 
 /// For a model that was trained on no chats.

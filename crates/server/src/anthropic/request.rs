@@ -46,6 +46,7 @@ pub(super) fn parse(state: &AppState, request: MessagesRequest) -> Result<Asked,
         prompt,
         shown,
         include_reasoning,
+        reasoning_budget,
     } = self::prompt(state, prompt)?;
     common.stop = Some(OneOrMany::Many(own.stop_sequences));
     let conversation = Conversation {
@@ -56,6 +57,7 @@ pub(super) fn parse(state: &AppState, request: MessagesRequest) -> Result<Asked,
         fit: Fit::CutAnswer,
         structure,
         include_reasoning,
+        reasoning_budget,
         logprobs: None,
         common,
     };
@@ -84,6 +86,7 @@ pub(super) struct Prompting {
     pub(super) prompt: Prompt,
     shown: Shown,
     include_reasoning: bool,
+    reasoning_budget: Option<usize>,
 }
 
 pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Prompting, ApiError> {
@@ -92,6 +95,10 @@ pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Promptin
     let mut kwargs = asked.chat_template_kwargs;
     let mut shown = Shown::All;
     let mut include_reasoning = true;
+    let reasoning_budget = match &asked.thinking {
+        Some(Thinking::Enabled { budget_tokens, .. }) => *budget_tokens,
+        _ => None,
+    };
     let mut switch = |on| template.is_some_and(|template| switch_reasoning(template, on, &mut kwargs));
     match asked.thinking {
         None => {}
@@ -127,6 +134,7 @@ pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Promptin
         prompt,
         shown,
         include_reasoning,
+        reasoning_budget,
     })
 }
 

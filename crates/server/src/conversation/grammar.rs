@@ -28,6 +28,14 @@ impl Thinking {
         }
     }
 
+    /// The marks around reasoning, if there may be some.
+    pub(super) fn marks(self) -> Option<&'static [&'static str; 2]> {
+        match self {
+            Self::Open(format) | Self::Possible(format) => Some(format.marks()),
+            Self::Over => None,
+        }
+    }
+
     /// The reasoning before the answer: the grammar does not apply to it.
     fn lead(self) -> Option<Lead> {
         match self {

@@ -14,6 +14,7 @@ mod update;
 
 use std::sync::Arc;
 
+use plimsoll_text::grammar::ReasoningBudget;
 use plimsoll_text::{AnswerFormat, ToolFormat};
 
 use crate::blocking::blocking;
@@ -53,6 +54,8 @@ pub(crate) struct Conversation {
     pub(crate) structure: Option<Requested>,
     /// Report reasoning.
     pub(crate) include_reasoning: bool,
+    /// Maximum tokens of reasoning, if the model reasons.
+    pub(crate) reasoning_budget: Option<usize>,
 }
 
 /// Checks, renders, tokenizes and submits; then the answers are on their way.
@@ -70,6 +73,7 @@ pub(crate) async fn open(
         logprobs,
         structure,
         include_reasoning,
+        reasoning_budget,
     } = conversation;
     let choices = Choices {
         n: common.n()?,
@@ -77,7 +81,7 @@ pub(crate) async fn open(
         prompt_logprobs: common.prompt_logprobs()?,
         prompt_field: prompt.field,
     };
-    let parameters = Parameters::new(state, context, &common, choices)?;
+    let mut parameters = Parameters::new(state, context, &common, choices)?;
     parameters.check_count(state, 1)?;
     let model = Arc::clone(state.model());
     let tools = tool_format(&model.answers, &prompt.tools)?;
@@ -93,6 +97,14 @@ pub(crate) async fn open(
     let (rendered, prompt) = render(state, prompt, fit, reserved, is_bounded).await?;
     let thinking = Thinking::of(format.reasoning, &rendered.text);
     format.reasoning_is_open = matches!(thinking, Thinking::Open(_));
+    if let (Some(budget), Some(marks)) = (reasoning_budget, thinking.marks()) {
+        parameters.limit_reasoning(ReasoningBudget::new(
+            marks,
+            format.reasoning_is_open,
+            budget,
+            &model.tokenizer,
+        ));
+    }
     let wanted = grammar::of_answer(&model.tokenizer, &prompt.tools, tools, thinking, structure)?;
     let grammar = structured::compile(state, wanted).await?;
     let length = AnswerLength {

@@ -111,7 +111,7 @@ pub(super) fn parse(
 ) -> Result<Asked, ApiError> {
     let ResponsesRequest { common, mut own } = request;
     state.check_model(common.model.as_deref())?;
-    common.usage_in()?;
+    common.usage_in(false)?;
     if own.max_output_tokens == Some(0) {
         let message = "max_output_tokens must be at least 1";
         return Err(ApiError::invalid("max_output_tokens", message));
@@ -155,6 +155,7 @@ pub(super) fn parse(
         },
         max_tokens: response.max_output_tokens.map(MaxTokens::AtMost),
         length_field: "max_output_tokens",
+        reasoning_budget: None,
         fit: match response.truncation {
             Truncation::Auto => Fit::DropOldest,
             Truncation::Disabled => Fit::Refuse,

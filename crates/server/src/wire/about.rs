@@ -206,6 +206,30 @@ pub(crate) struct SleepState {
     pub(crate) is_sleeping: bool,
 }
 
+/// The query of `POST /reset_prefix_cache`.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct ResetQuery {
+    /// Only false: running requests keep their blocks.
+    pub(crate) reset_running_requests: Option<bool>,
+    /// Only false: there is no other cache.
+    pub(crate) reset_external: Option<bool>,
+}
+
+/// Whether the prefix cache was emptied.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ResetReport {
+    pub(crate) success: bool,
+}
+
+/// How busy the server is.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct LoadReport {
+    /// Requests in progress.
+    pub(crate) server_load: usize,
+}
+
 /// The query of `POST /sleep`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]

@@ -273,9 +273,8 @@ pub(crate) enum ToolChoice {
 pub(crate) enum Thinking {
     /// Switched on, if the chat template has a switch.
     Enabled {
-        /// No effect: only `max_tokens` limits thinking.
-        #[serde(rename = "budget_tokens")]
-        _budget_tokens: Option<u64>,
+        /// Thinking ends after this many tokens.
+        budget_tokens: Option<usize>,
         /// Whether thinking is shown.
         display: Option<Display>,
     },

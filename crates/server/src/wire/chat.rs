@@ -166,6 +166,9 @@ pub(crate) struct ChatFields {
     /// vLLM's: begins the answer with the content of the final message, if that is the assistant's.
     #[serde(default)]
     pub(crate) echo: bool,
+    /// vLLM's: reasoning ends after this many tokens; -1: it has no limit.
+    #[schema(minimum = -1)]
+    pub(crate) thinking_token_budget: Option<i64>,
 }
 
 impl RequestBody for ChatRequest {

@@ -253,19 +253,19 @@ impl Common {
         self.timeout.map(|value| seconds("timeout", value)).transpose()
     }
 
-    /// Which chunks of the stream have the usage.
-    pub(crate) fn usage_in(&self) -> Result<UsageIn, FieldError> {
-        let Some(options) = &self.stream_options else {
-            return Ok(UsageIn::default());
-        };
-        if !self.stream {
+    /// Which chunks of the stream have the usage. `forced`: the last one has it in any case.
+    pub(crate) fn usage_in(&self, forced: bool) -> Result<UsageIn, FieldError> {
+        if self.stream_options.is_some() && !self.stream {
             let message = "stream_options is only allowed with stream = true";
             return Err(FieldError::invalid("stream_options", message));
         }
-        let last = options.include_usage.unwrap_or(false);
+        let asked = |option: fn(&StreamOptions) -> Option<bool>| {
+            self.stream_options.as_ref().and_then(option).unwrap_or(false)
+        };
+        let last = forced || asked(|options| options.include_usage);
         Ok(UsageIn {
             last,
-            every: last && options.continuous_usage_stats.unwrap_or(false),
+            every: last && asked(|options| options.continuous_usage_stats),
         })
     }
 
@@ -326,6 +326,11 @@ impl Usage {
             prompt_tokens_details: PromptTokensDetails { cached_tokens },
             completion_tokens_details: None,
         }
+    }
+
+    /// That of the prompt, before the first token of the answer.
+    pub(crate) fn of_prompt(self) -> Self {
+        Self::new(self.prompt_tokens, 0, self.prompt_tokens_details.cached_tokens)
     }
 
     /// Sets the number of reasoning tokens.

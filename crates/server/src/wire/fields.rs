@@ -116,7 +116,6 @@ pub(crate) const UNSUPPORTED: &[Unsupported] = &[
     ("logits_processors", Harmless::Empty),
     ("kv_transfer_params", Harmless::Never),
     ("vllm_xargs", Harmless::Never),
-    ("thinking_token_budget", Harmless::Never),
 ];
 
 /// Refused in chat.
@@ -148,6 +147,7 @@ pub(crate) const RESPONSES_UNSUPPORTED: &[Unsupported] = &[
     ("personality", Harmless::Never),
     ("modalities", Harmless::Only("text")),
     ("client_metadata", Harmless::Always),
+    ("thinking_token_budget", Harmless::Never),
 ];
 
 /// Refused in messages.
@@ -205,6 +205,7 @@ pub(crate) const EMBEDDING_UNSUPPORTED: &[Unsupported] = &[
 /// Refused in completions.
 pub(crate) const COMPLETION_UNSUPPORTED: &[Unsupported] = &[
     ("prompt_embeds", Harmless::Never),
+    ("thinking_token_budget", Harmless::Never),
     ("mm_processor_kwargs", Harmless::Empty),
 ];
 

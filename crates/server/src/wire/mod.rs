@@ -2,6 +2,7 @@
 
 pub(crate) mod about;
 pub(crate) mod anthropic;
+pub(crate) mod batch;
 pub(crate) mod chat;
 pub(crate) mod common;
 pub(crate) mod completion;

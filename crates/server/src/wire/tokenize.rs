@@ -101,3 +101,11 @@ pub(crate) struct Detokenized {
     /// The text.
     pub(crate) prompt: String,
 }
+
+/// The tokenizer's configuration: `tokenizer_class`, `chat_template`, and what else its file has.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct TokenizerInfo {
+    #[serde(flatten)]
+    #[schema(value_type = Object)]
+    pub(crate) config: Map<String, Value>,
+}

@@ -390,6 +390,7 @@ impl Rig {
             .template
             .map(|t| ChatTemplate::new(t, tokenizer.special_tokens()).unwrap());
         let model = ModelInfo {
+            tokenizer_config: serde_json::Map::new(),
             id: "sim".into(),
             aliases: vec!["org/sim".into()],
             answers: setup

@@ -92,7 +92,7 @@ impl AnswerParser {
             self.give(region, &rest);
         }
         match &mut self.tools {
-            Some(tools) if cut_off && tools.is_in_markup() => self.sink.drop_space(),
+            Some(tools) if cut_off => tools.cut_off(&mut self.sink),
             Some(tools) => tools.finish(&mut self.sink),
             None => {}
         }

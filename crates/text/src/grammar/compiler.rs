@@ -9,6 +9,7 @@ use plimsoll_core::TokenId;
 use serde_json::{Value, json};
 
 use super::cache::Cache;
+use super::close::close_objects;
 use super::constraint::{Allowed, Compiled, CompiledGrammar, complaint};
 use super::lead::SpelledLead;
 use super::{Grammar, GrammarError, GrammarSpec, Lead, ebnf, schema, tokens};
@@ -204,6 +205,7 @@ fn json_schema(schema: Value, strict: bool, grammar: &Grammar) -> Result<Grammar
     };
     let mut schema = schema;
     schema::fit_numbers(&mut schema).map_err(GrammarError::Invalid)?;
+    close_objects(&mut schema);
     // These replace options that a client may have sent.
     options.apply_to(&mut schema);
     Ok(GrammarWithLexer::from_json_schema(schema))

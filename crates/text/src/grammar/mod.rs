@@ -4,7 +4,9 @@
 //! [`Constraint`](plimsoll_core::Constraint)s, one per sequence. Time and memory are bounded throughout, since grammars come
 //! from clients: a grammar that needs more is refused, and one that turns out to need more ends its own request.
 
+mod budget;
 mod cache;
+mod close;
 mod compiler;
 mod constraint;
 mod ebnf;
@@ -14,6 +16,8 @@ mod tokens;
 
 use serde_json::Value;
 
+pub use budget::ReasoningBudget;
+pub(crate) use close::close_objects;
 pub use compiler::GrammarCompiler;
 pub(crate) use compiler::MAX_BYTES;
 pub use constraint::CompiledGrammar;

@@ -338,7 +338,15 @@ fn environment() -> Result<Environment<'static>, TextError> {
         ValueKind::Iterable => value.len().is_some(),
         _ => false,
     });
-    // Both are empty in Jinja where there is nothing.
+    // What is undefined is empty in Jinja, and has neither a first nor a last element.
+    environment.add_filter("first", |value: &JinjaValue| match value.is_undefined() {
+        true => Ok(JinjaValue::UNDEFINED),
+        false => minijinja::filters::first(value),
+    });
+    environment.add_filter("last", |value: JinjaValue| match value.is_undefined() {
+        true => Ok(JinjaValue::UNDEFINED),
+        false => minijinja::filters::last(value),
+    });
     environment.add_filter("items", |value: &JinjaValue| match value.is_undefined() {
         true => Ok(JinjaValue::from_iter::<[JinjaValue; 0]>([])),
         false => minijinja::filters::items(value),

@@ -223,7 +223,23 @@ fn what_is_no_call_is_content() {
         (ToolFormat::Hermes, "a < b <tool"),
         (ToolFormat::LlamaJson, "{\"name\": \"Bob\", \"parameters\": {}}"),
         (ToolFormat::LlamaJson, "{\"name\": \"f\", \"age\": 3}x{"),
-        (ToolFormat::LlamaJson, "see {\"name\": \"f\", \"parameters\": {}}"),
+        (
+            ToolFormat::LlamaJson,
+            "see {\"name\": \"f\", \"parameters\": {\"a\"}}",
+        ),
+        (
+            ToolFormat::LlamaJson,
+            "{\"name\": \"f\", \"parameters\": {\"a\": tru}}",
+        ),
+        (
+            ToolFormat::LlamaJson,
+            "{\"name\": \"f\", \"parameters\": {\"a\": 1",
+        ),
+        (
+            ToolFormat::LlamaJson,
+            "fn f() { {\"a\": {\"name\": \"f\", \"parameters\": {}}} }",
+        ),
+        (ToolFormat::Json, "see {\"name\": \"f\", \"arguments\": {}}"),
         (ToolFormat::LlamaJson, "<|python_tag|>import math"),
         (ToolFormat::Json, "[1, 2]"),
         (ToolFormat::Json, "{\"answer\": 42}"),
@@ -311,6 +327,13 @@ fn models_write_in_many_ways() {
             "",
             call("{}"),
         ),
+        // Text before a call, and behind.
+        (
+            ToolFormat::LlamaJson,
+            "see {\"x\": {}}: {\"name\": \"f\", \"parameters\": {\"a\": 1}} so",
+            "see {\"x\": {}}: so",
+            call("{\"a\": 1}"),
+        ),
         // Broken off: what was told stays, the rest is content.
         (
             ToolFormat::Hermes,
@@ -353,6 +376,13 @@ fn models_write_in_many_ways() {
             "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>",
             "",
             call("{\"a\": \"1\"}"),
+        ),
+        // Closing tags are forgotten; in the middle of a line they are text.
+        (
+            ToolFormat::QwenCoder,
+            "<function=f>\n<parameter=a>\nx <parameter=y>\n<parameter=b>\n2\n</parameter>\n<parameter=c>\n3\n</function>!",
+            "!",
+            call("{\"a\": \"x <parameter=y>\", \"b\": \"2\", \"c\": \"3\"}"),
         ),
         (
             ToolFormat::QwenCoder,

@@ -5,12 +5,13 @@ use serde_json::{Map, Value, json};
 
 use super::Function;
 use super::parameters::{Additional, Object, Parameters};
+use super::qwen_coder::ENDS_OF_VALUE;
 use super::write::{Lark, literal};
 use crate::grammar::GrammarError;
 
 /// Rule of a string up to its closing tag.
 const TEXT: &str = "text";
-/// Closing tag, which a string cannot contain.
+/// Closing tag of a string.
 const END_OF_TEXT: &str = "</parameter>";
 /// Closing tag with the line break before it, which is not part of the string.
 const END: &str = "\n</parameter>";
@@ -235,7 +236,8 @@ impl<'l, 'a, 'f> Arguments<'l, 'a, 'f> {
     fn any_text(&mut self) -> &'static str {
         if !std::mem::replace(&mut self.lark.has_text, true) {
             let rule = format!("{TEXT}[suffix={}]", literal(END_OF_TEXT));
-            self.lark.rule(&rule, "/(?s:.*)/");
+            let body = format!("/(?s:.*)/ & {}", without_ends());
+            self.lark.rule(&rule, &body);
         }
         TEXT
     }
@@ -331,7 +333,8 @@ impl Text {
         let (min, max) = (self.min, self.max.unwrap_or(u64::MAX));
         if let Some(choices) = &mut self.choices {
             choices.retain(|text| {
-                (min..=max).contains(&(text.chars().count() as u64)) && !text.contains(END_OF_TEXT)
+                (min..=max).contains(&(text.chars().count() as u64))
+                    && !ENDS_OF_VALUE.iter().any(|end| text.contains(end))
             });
         }
         min <= max && self.choices.as_ref().is_none_or(|choices| !choices.is_empty())
@@ -353,10 +356,16 @@ impl Text {
             None => {}
         }
         if self.choices.is_none() {
-            all.push(format!("~/(?s:.*){}(?s:.*)/", regex_to_lark(END_OF_TEXT, "")));
+            all.push(without_ends());
         }
         Some(all.join(" & "))
     }
+}
+
+/// A terminal of all strings that the parser reads up to their closing tag.
+fn without_ends() -> String {
+    let ends = regex_to_lark(&ENDS_OF_VALUE.join("|"), "");
+    format!("~/(?s:.*)({ends})(?s:.*)/")
 }
 
 /// A terminal of all strings that contain a match of a JSON Schema `pattern`.

@@ -70,7 +70,8 @@ impl JsonCall {
         Self::new(None)
     }
 
-    /// A call without a mark: only of known functions, as an answer may look like a call.
+    /// A call without a mark: only of known functions, as an answer may look like a call. It is emitted once its arguments are
+    /// complete, as only then it is certain that they are JSON.
     pub(super) fn bare(functions: &Arc<[Function]>) -> Self {
         Self::new(Some(Arc::clone(functions)))
     }
@@ -155,7 +156,8 @@ impl JsonCall {
 
     fn begin_value(&mut self, key: String, c: char, sink: &mut Sink) -> Outcome {
         let mut value = Scalar::new();
-        value.streams = is_arguments(&key) && self.name.is_some() && !self.emitted && c == '{';
+        let is_marked = self.known.is_none();
+        value.streams = is_marked && is_arguments(&key) && self.name.is_some() && !self.emitted && c == '{';
         if value.streams {
             self.emit(sink);
         }
@@ -225,6 +227,20 @@ impl JsonCall {
             }
         }
         true
+    }
+
+    /// Emits a call that was cut off within its arguments; false if it has none yet, or was emitted before.
+    pub(super) fn cut_off(&mut self, sink: &mut Sink) -> bool {
+        let State::InValue(key, value) = &mut self.state else {
+            return false;
+        };
+        let begun = is_arguments(key) && self.name.is_some() && !self.emitted && value.text.starts_with('{');
+        if begun {
+            let arguments = std::mem::take(&mut value.text);
+            self.emit(sink);
+            sink.arguments(&arguments);
+        }
+        begun
     }
 
     fn close(&mut self, sink: &mut Sink) -> Outcome {

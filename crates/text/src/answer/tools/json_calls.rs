@@ -18,6 +18,8 @@ pub(super) struct Layout {
     args: &'static [&'static str],
     /// Calls may be the whole answer, without a mark, and may follow each other directly.
     may_be_bare: bool,
+    /// Calls without a mark may come after text.
+    after_text: bool,
     /// All of the marks above.
     pub(super) marks: &'static [&'static str],
 }
@@ -27,6 +29,7 @@ const MARKED: Layout = Layout {
     close: None,
     args: &[],
     may_be_bare: false,
+    after_text: false,
     marks: &[],
 };
 
@@ -54,6 +57,7 @@ pub(super) static MISTRAL: Layout = Layout {
 pub(super) static LLAMA: Layout = Layout {
     open: &["<|python_tag|>"],
     may_be_bare: true,
+    after_text: true,
     marks: &["<|python_tag|>"],
     ..MARKED
 };
@@ -175,6 +179,10 @@ impl Syntax for JsonCalls {
     fn take(&mut self, c: char, sink: &mut Sink) {
         let args = self.layout.args;
         match &mut self.state {
+            State::Text(marks) if self.layout.after_text && c == '{' => {
+                sink.contents(&marks.finish());
+                self.begin(JsonCall::bare(&self.functions), c, sink);
+            }
             State::Text(marks) => match marks.take(c) {
                 Seen::Text(text) => sink.contents(&text),
                 Seen::Mark { text, index } => {
@@ -259,6 +267,18 @@ impl Syntax for JsonCalls {
             State::Ready | State::Name(_) | State::BeforeArguments { .. } => {}
         }
         sink.contents(&std::mem::take(&mut self.held));
+    }
+
+    fn cut_off(&mut self, sink: &mut Sink) {
+        if let State::Call(call) = &mut self.state
+            && call.cut_off(sink)
+        {
+            return;
+        }
+        match self.is_in_markup() {
+            true => sink.drop_space(),
+            false => self.finish(sink),
+        }
     }
 
     fn is_in_markup(&self) -> bool {

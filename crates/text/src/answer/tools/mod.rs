@@ -126,6 +126,14 @@ pub(super) trait Syntax: fmt::Debug + Send {
     /// Nothing more comes.
     fn finish(&mut self, sink: &mut Sink);
 
+    /// The text was cut off here: the incomplete beginning of a call behind a mark is left out.
+    fn cut_off(&mut self, sink: &mut Sink) {
+        match self.is_in_markup() {
+            true => sink.drop_space(),
+            false => self.finish(sink),
+        }
+    }
+
     /// The held text is certainly the beginning of a call, as it stands behind a mark or among calls. False once it was emitted.
     fn is_in_markup(&self) -> bool;
 }

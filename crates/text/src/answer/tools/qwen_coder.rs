@@ -15,6 +15,9 @@ const FUNCTION: &str = "<function=";
 const END_FUNCTION: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 const END_PARAMETER: &str = "</parameter>";
+/// What ends a value: its closing tag or, where the model forgot that, the next parameter or the end of the function on a line of
+/// its own.
+pub(super) const ENDS_OF_VALUE: [&str; 3] = [END_PARAMETER, "\n<parameter=", "\n</function>"];
 
 /// Functions and parameters as tags. Values have no types: the schema says which of them are strings.
 #[derive(Debug)]
@@ -84,7 +87,7 @@ impl QwenCoder {
             sink.arguments("\"");
         }
         self.state = State::Value(Parameter {
-            marks: Marks::new(&[END_PARAMETER]),
+            marks: Marks::new(&ENDS_OF_VALUE),
             is_string,
             text: String::new(),
             begun: false,
@@ -191,10 +194,14 @@ impl Syntax for QwenCoder {
             State::Key(key) => key.push(c),
             State::Value(value) => match value.marks.take(c) {
                 Seen::Text(text) => value.push(&text, sink),
-                Seen::Mark { text, .. } => {
+                Seen::Mark { text, index } => {
                     value.push(&text, sink);
                     value.end(sink);
-                    self.state = State::Between(Marks::new(&[PARAMETER, END_FUNCTION, CLOSE]));
+                    match index {
+                        0 => self.state = State::Between(Marks::new(&[PARAMETER, END_FUNCTION, CLOSE])),
+                        1 => self.state = State::Key(String::new()),
+                        _ => self.end_function(sink),
+                    }
                 }
             },
             State::Closing(closing) => match closing.take(c) {

@@ -4,7 +4,7 @@ use plimsoll_core::TokenId;
 use serde_json::{Map, Value, json};
 
 use super::{Function, ToolFormat};
-use crate::grammar::{GrammarError, MAX_BYTES};
+use crate::grammar::{GrammarError, MAX_BYTES, close_objects};
 
 /// Whitespace between the tokens of arguments: bounded, as a model could repeat it for ever.
 const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
@@ -205,6 +205,8 @@ impl Lark<'_> {
         let options =
             json!({ "lenient": !strict, "coerce_one_of": !strict, "whitespace_pattern": WHITESPACE });
         schema.insert("x-guidance".to_owned(), options);
-        self.rule(rule, &format!("%json {}", Value::Object(schema)));
+        let mut schema = Value::Object(schema);
+        close_objects(&mut schema);
+        self.rule(rule, &format!("%json {schema}"));
     }
 }

@@ -1,0 +1,184 @@
+//! A limit on reasoning.
+
+use std::sync::Arc;
+
+use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
+
+use crate::Tokenizer;
+
+/// Ends reasoning after a number of tokens: then nothing but its closing mark can be sampled.
+#[derive(Clone, Debug)]
+pub struct ReasoningBudget {
+    tokenizer: Tokenizer,
+    open: &'static str,
+    close: &'static str,
+    /// The closing mark.
+    end: Arc<[TokenId]>,
+    /// Tokens between the marks.
+    budget: usize,
+    /// The prompt ends within reasoning.
+    is_open: bool,
+}
+
+impl ReasoningBudget {
+    /// `budget` tokens between `marks`. `is_open`: the prompt ends within reasoning.
+    pub fn new(marks: &[&'static str; 2], is_open: bool, budget: usize, tokenizer: &Tokenizer) -> Self {
+        let [open, close] = *marks;
+        let end = match tokenizer.special_token(close) {
+            Some(token) => vec![token],
+            // A mark can always be written in tokens.
+            None => tokenizer.encode_literal(close, false).unwrap_or_default(),
+        };
+        Self {
+            tokenizer: tokenizer.clone(),
+            open,
+            close,
+            end: end.into(),
+            budget,
+            is_open,
+        }
+    }
+
+    /// The constraint of a new sequence.
+    pub fn constraint(&self) -> Box<dyn Constraint> {
+        let state = match self.is_open {
+            true => self.inside(),
+            false => State::Before(Vec::new()),
+        };
+        Box::new(Budgeted {
+            budget: self.clone(),
+            state,
+        })
+    }
+
+    fn inside(&self) -> State {
+        State::of(self.budget, Vec::new())
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Budgeted {
+    budget: ReasoningBudget,
+    state: State,
+}
+
+#[derive(Clone, Debug)]
+enum State {
+    /// The text so far, with which reasoning may begin.
+    Before(Vec<u8>),
+    Inside {
+        /// Tokens that may still come.
+        left: usize,
+        /// The last bytes, in which the closing mark may begin.
+        tail: Vec<u8>,
+    },
+    /// The budget is used up, and this many tokens of the closing mark are written.
+    Ending(usize),
+    Over,
+}
+
+impl State {
+    fn of(left: usize, tail: Vec<u8>) -> Self {
+        match left {
+            0 => Self::Ending(0),
+            left => Self::Inside { left, tail },
+        }
+    }
+}
+
+impl Constraint for Budgeted {
+    fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
+        let State::Ending(written) = self.state else {
+            return Ok(());
+        };
+        let Some(&token) = self.budget.end.get(written) else {
+            return Ok(());
+        };
+        let (word, bit) = (token as usize / 32, 1 << (token % 32));
+        let allowed = mask.get(word).is_some_and(|bits| bits & bit != 0);
+        mask.fill(0);
+        if allowed {
+            mask[word] = bit;
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
+        let budget = &self.budget;
+        let bytes = budget.tokenizer.token_bytes(token);
+        self.state = match std::mem::replace(&mut self.state, State::Over) {
+            State::Before(mut text) => {
+                text.extend_from_slice(bytes);
+                let begun = text.trim_ascii_start();
+                if begun.starts_with(budget.open.as_bytes()) {
+                    budget.inside()
+                } else if budget.open.as_bytes().starts_with(begun) {
+                    State::Before(text)
+                } else {
+                    State::Over
+                }
+            }
+            State::Inside { left, mut tail } => {
+                tail.extend_from_slice(bytes);
+                let close = budget.close.as_bytes();
+                if tail.windows(close.len()).any(|bytes| bytes == close) {
+                    State::Over
+                } else {
+                    let useless = (tail.len() + 1).saturating_sub(close.len());
+                    tail.drain(..useless);
+                    State::of(left - 1, tail)
+                }
+            }
+            State::Ending(written) if written + 1 < budget.end.len() => State::Ending(written + 1),
+            State::Ending(_) | State::Over => State::Over,
+        };
+        Ok(Progress::Open)
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What comes of `text`, byte by byte, where the model has its way as long as it may.
+    fn written(budget: usize, is_open: bool, text: &str) -> String {
+        let tokenizer = Tokenizer::bytes();
+        let budget = ReasoningBudget::new(&["<t>", "</t>"], is_open, budget, &tokenizer);
+        let mut constraint = budget.constraint();
+        let mut wanted = text.bytes();
+        let mut out = Vec::new();
+        loop {
+            let mut mask = vec![u32::MAX; tokenizer.vocab_size().div_ceil(32)];
+            constraint.restrict(&mut mask).unwrap();
+            let forced = mask.iter().map(|word| word.count_ones()).sum::<u32>() == 1;
+            let token = match forced {
+                true => (0u8..=255).find(|&byte| mask[usize::from(byte) / 32] >> (byte % 32) & 1 == 1),
+                false => wanted.next(),
+            };
+            let Some(token) = token else { break };
+            out.push(token);
+            assert_eq!(constraint.accept(token.into()).unwrap(), Progress::Open);
+        }
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn reasoning_ends_when_its_budget_is_used_up() {
+        for (budget, is_open, text, expected) in [
+            (3, true, "abcdef", "abc</t>def"),
+            (3, false, " <t>abcdef", " <t>abc</t>def"),
+            (0, true, "ab", "</t>ab"),
+            (0, false, "<t>ab", "<t></t>ab"),
+            // It ends by itself, or there is none.
+            (9, true, "ab</t>cdefghijkl", "ab</t>cdefghijkl"),
+            (2, false, "abcdef<t>", "abcdef<t>"),
+            (4, false, "<t", "<t"),
+        ] {
+            assert_eq!(written(budget, is_open, text), expected);
+        }
+    }
+}
