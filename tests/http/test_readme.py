@@ -16,7 +16,7 @@ import threading
 from typing import NamedTuple
 
 import pytest
-from conftest import BINARY, NO_PROFILE_CACHE, ROOT, SMOLLM2, Server, free_port
+from conftest import BINARY, NO_PROFILE_CACHE, PATIENCE, ROOT, SMOLLM2, Server, free_port
 
 README = (ROOT / "README.md").read_text()
 MODEL = "SmolLM2-135M-Instruct"
@@ -112,7 +112,7 @@ def served(directory, environment):
     server = Server(process, port, log)
     lines = lambda: re.split(r"[\r\n]+", log.read_text(errors="replace"))
     try:
-        server.wait_for("ready", lambda: process.poll() is not None or any("ready:" in line for line in lines()), timeout=240)
+        server.wait_for("ready", lambda: process.poll() is not None or any("ready:" in line for line in lines()), timeout=PATIENCE)
         assert process.poll() is None, server.tail()
         yield server, lines
         assert server.stop() == 0
@@ -126,7 +126,7 @@ def served(directory, environment):
 def run(words, block, served, directory, environment):
     """What a command of README prints, against the server that the tests started."""
     text = block.text.replace("127.0.0.1:8000", f"127.0.0.1:{served[0].port}")
-    return subprocess.run([*words, text], cwd=directory, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run([*words, text], cwd=directory, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_every_block_is_tested_or_says_why_not():
@@ -151,7 +151,7 @@ def test_python(block, served, directory, environment):
 @of("console")
 def test_commands_and_what_they_print(block, directory, environment):
     command, expected = re.fullmatch(r"\$ ([^\n]*)\n(.*)", block.text, re.S).groups()
-    done = subprocess.run(["bash", "-c", command], cwd=directory, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(["bash", "-c", command], cwd=directory, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode == 0) != expected.startswith("error: "), done.stderr
     form = shape if block.comment == "numbers differ" else str
     said = [form(line) for line in (done.stdout + done.stderr).splitlines()]
