@@ -132,7 +132,7 @@ def run(words, block, served, directory, environment):
 def test_every_block_is_tested_or_says_why_not():
     assert all(block.language in ("sh", "console", "python", "text") for block in BLOCKS), [block.language for block in BLOCKS]
     assert README.count("```") == 2 * len(BLOCKS)
-    assert len(NOT_RUN) <= 4, "blocks that cannot run on a CPU"
+    assert all(len(block.comment) > len("not run: ") for block in NOT_RUN)
 
 
 @of("sh")
