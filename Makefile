@@ -48,7 +48,9 @@ test-rust: $(VENV)/ready  ## Unit, property, simulation, architecture and licenc
 .PHONY: test-http
 test-http: $(VENV)/ready build  ## Black-box tests over HTTP, with the official OpenAI client
 	scripts/fetch-default-model >/dev/null
+	scripts/fetch-test-data
 	$(PYTHON) -m pytest tests/http --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(PYTHON) tests/peers --fast
 
 .PHONY: build
 build:
@@ -72,6 +74,12 @@ fuzz:  ## Every fuzz target for a minute each, with libFuzzer
 bench-front:  ## Overhead of the HTTP server, in release, into tests/bench/cpu/front.json
 	cargo build --release --locked -p plimsoll-cli
 	scripts/bench-front --output-json tests/bench/cpu/front.json $(ARGS)
+
+.PHONY: test-peers
+test-peers: $(VENV)/ready build  ## vLLM's own tests of its API; ARGS=--rewrite writes anew which of them do not pass
+	scripts/fetch-default-model >/dev/null
+	scripts/fetch-test-data
+	$(PYTHON) tests/peers $(ARGS)
 
 .PHONY: test-clients
 test-clients: .cache/clients/ready build  ## LangChain, LiteLLM, the official Node.js client, Dynamo's router and indexer, which need their own packages

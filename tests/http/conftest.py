@@ -19,8 +19,9 @@ BINARY = Path(os.environ.get("SERVER_BINARY", ROOT / "target/debug/plimsoll"))
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Tests measure anew, and leave the user's cache alone.
 NO_PROFILE_CACHE = {"PLIMSOLL_NO_PROFILE_CACHE": "true"}
-# A debug build on a busy machine loads, measures and proves a model in this time.
-START_TIMEOUT = 240
+# Seconds in which a debug build on a busy machine does whatever a test waits for. Only what hangs takes longer: every wait ends as soon
+# as it may.
+PATIENCE = 300
 
 
 class Server:
@@ -31,9 +32,9 @@ class Server:
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
         # No retries: a 429 or a 503 is what some tests want to see.
-        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
     def metric(self, name: str, **labels: str) -> float:
         """Value of the one metric with this name that has these labels."""
@@ -48,7 +49,7 @@ class Server:
         assert len(found) == 1, f"{name}{labels}: {found} in\n{page}"
         return found[0]
 
-    def wait_for(self, what: str, condition, timeout: float = 60) -> None:
+    def wait_for(self, what: str, condition, timeout: float = PATIENCE) -> None:
         """Returns once `condition()` is true."""
         end = time.monotonic() + timeout
         while not condition():
@@ -67,7 +68,7 @@ class Server:
         """The end of the log, for messages of failed tests."""
         return "--- server log ---\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
-    def stop(self, sig: int = signal.SIGTERM, timeout: float = 60) -> int:
+    def stop(self, sig: int = signal.SIGTERM, timeout: float = PATIENCE) -> int:
         """Asks the server to end; its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(sig)
@@ -122,11 +123,11 @@ def serve(directory: Path, *args: str, expected_code: int = 0, port: int | None 
     with process(directory, *args, port=port) as (child, port, log):
         server = Server(child, port, log)
         try:
-            end = time.monotonic() + START_TIMEOUT
+            end = time.monotonic() + PATIENCE
             while True:
                 code = child.poll()
                 assert code is None, f"{args} ended with {code} before it was ready\n{server.tail()}"
-                assert time.monotonic() < end, f"{args} was not ready after {START_TIMEOUT} s\n{server.tail()}"
+                assert time.monotonic() < end, f"{args} was not ready after {PATIENCE} s\n{server.tail()}"
                 with contextlib.suppress(httpx.TransportError):
                     if server.http.get("/ready").status_code == 200:
                         break

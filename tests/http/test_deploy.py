@@ -11,7 +11,7 @@ import yaml
 from helm_python import chart as helm
 from helm_python.errors import HelmError
 
-from conftest import BINARY
+from conftest import BINARY, PATIENCE
 from test_operations import ALERTS, ROOT, named, rules, run
 
 CHART = ROOT / "deploy/helm/plimsoll"
@@ -210,7 +210,7 @@ def test_the_server_knows_every_flag(name):
         if is_test := "command" in container:
             # Nobody listens there, which it finds out once it has read its flags.
             words = ["--url=http://127.0.0.1:9" if word.startswith("--url=") else word for word in words] + ["--wait=0"]
-        done = subprocess.run([BINARY, *words], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([BINARY, *words], capture_output=True, text=True, timeout=PATIENCE)
         assert "unexpected argument" not in done.stderr and "invalid value" not in done.stderr, done.stderr
         assert is_test or done.returncode == 0, done.stderr
 
@@ -284,7 +284,7 @@ def test_compose():
     assert re.fullmatch(r"\d+s", plimsoll["stop_grace_period"])
     # A GPU that the container does not get ends the start; by itself the server would fall back to the CPU.
     words = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in plimsoll["command"]]
-    done = subprocess.run([BINARY, "config", *words, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([BINARY, "config", *words, "--json"], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert json.loads(done.stdout)["settings"]["device"]["value"] == "cuda"
     assert plimsoll["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 

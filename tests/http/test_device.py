@@ -7,7 +7,7 @@ import os
 import subprocess
 
 import pytest
-from conftest import BINARY, NO_PROFILE_CACHE, ROOT, SMOLLM2
+from conftest import BINARY, NO_PROFILE_CACHE, PATIENCE, ROOT, SMOLLM2
 
 GPU_UNUSABLE = 7
 
@@ -20,7 +20,7 @@ def no_gpu(monkeypatch):
 
 def run(*args):
     environment = os.environ | NO_PROFILE_CACHE
-    return subprocess.run([BINARY, *map(str, args)], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment)
+    return subprocess.run([BINARY, *map(str, args)], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=environment)
 
 
 def test_without_a_gpu_the_cpu_serves_and_the_log_says_why(start):

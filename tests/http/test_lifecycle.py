@@ -19,7 +19,7 @@ SLOW_START = ["sim:0.1", "--max-model-len", "1024"]
 
 def listening(child, port: int, log) -> http.client.HTTPConnection:
     """A connection to a server that was just started, as soon as there can be one."""
-    end = time.monotonic() + conftest.START_TIMEOUT
+    end = time.monotonic() + conftest.PATIENCE
     while True:
         assert child.poll() is None and time.monotonic() < end, log.read_text()
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -99,7 +99,7 @@ def test_the_port_answers_from_the_first_moment_to_the_last(tmp_path):
         assert validating and abs(validating[0]["elapsed_seconds"] + validating[0]["estimated_seconds"] - total) < max(2, total)
         assert f'plimsoll_start_progress_ratio{{model_name="{model}",engine="0",phase="'.encode() in page
         child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == 0
+        assert child.wait(conftest.PATIENCE) == 0
 
 
 def test_a_second_start_knows_how_long_it_takes(tmp_path):
@@ -117,7 +117,7 @@ def test_a_second_start_knows_how_long_it_takes(tmp_path):
             loaded = [report for report in reports if report["phase"] not in ("resolve", "device")]
             firsts.append(("probe" in phases, loaded[0]["estimated_seconds"]))
             child.send_signal(signal.SIGTERM)
-            assert child.wait(60) == 0
+            assert child.wait(conftest.PATIENCE) == 0
     assert firsts[0] == (True, None)
     assert not firsts[1][0] and firsts[1][1] > 0
 
@@ -140,7 +140,7 @@ def test_a_signal_ends_a_start_at_once(tmp_path, sig, code):
         assert ask(connection, "/ready")[0].status == 503
         began = time.monotonic()
         child.send_signal(sig)
-        assert child.wait(60) == code
+        assert child.wait(conftest.PATIENCE) == code
         assert time.monotonic() - began < 30
         connection.close()
         last = log.read_text().strip().splitlines()[-1]
@@ -149,7 +149,7 @@ def test_a_signal_ends_a_start_at_once(tmp_path, sig, code):
 
 def test_a_start_that_fails_has_its_code_though_the_port_answered(tmp_path):
     with conftest.process(tmp_path, "sim", "--device-memory", "1MiB") as (child, _, log):
-        assert child.wait(60) == 4, log.read_text()
+        assert child.wait(conftest.PATIENCE) == 4, log.read_text()
 
 
 def test_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_process(start):
@@ -173,7 +173,7 @@ def test_a_step_that_hangs_fails_readiness_within_seconds_and_ends_the_process(s
         assert ready.status_code == 503 and ready.json()["step_in_progress_seconds"] >= 1
         assert server.http.get("/health").status_code == 200, "the watchdog is the one to end it"
         assert server.metric("plimsoll_engine_stalled_seconds") > server.metric("plimsoll_engine_stall_timeout_seconds")
-        assert server.process.wait(60) == 11
+        assert server.process.wait(conftest.PATIENCE) == 11
         assert time.monotonic() - began < 50
         for thread in threads:
             thread.join(60)
@@ -293,7 +293,7 @@ def test_a_drain_under_load_drops_nothing(start, how):
             return ready.status_code == 503 and ready.headers["connection"] == "close" and ready.json()["status"] == "draining"
 
         one.wait_for("unreadiness", unready)
-        assert one.process.wait(60) == 0, one.tail()
+        assert one.process.wait(conftest.PATIENCE) == 0, one.tail()
         at_the_end = len(counts)
         two.wait_for("the other's answers", lambda: len(counts) > at_the_end + 5)
         stop.set()
@@ -320,7 +320,7 @@ def test_who_asks_again_at_once_hears_of_the_drain(start):
             except ConnectionError:
                 # A busy machine may have kept us until all was over, which then says nothing about the server.
                 assert not in_flight or time.monotonic() - began > tokens * step + moment, "it is closed at once"
-            assert server.process.wait(60) == 0
+            assert server.process.wait(conftest.PATIENCE) == 0
         if refused:
             assert refused.status == 503 and json.loads(text)["error"]["code"] == "shutting_down"
             return
@@ -336,7 +336,7 @@ def test_a_second_signal_ends_a_drain_at_once(start):
         server.wait_for("the drain", lambda: server.http.get("/ready").json()["status"] == "draining")
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 143
+        assert server.process.wait(conftest.PATIENCE) == 143
         assert time.monotonic() - began < 20
         thread.join()
 
@@ -349,7 +349,7 @@ def test_a_drain_does_not_wait_for_a_step_that_hangs(start):
         hangs = lambda: (server.http.get("/ready").json()["step_in_progress_seconds"] or 0) > 0.5
         server.wait_for("the step that hangs", hangs)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 11
+        assert server.process.wait(conftest.PATIENCE) == 11
         assert "watchdog: " in server.log.read_text() and 'phase="draining"' in server.log.read_text()
         thread.join()
 
@@ -372,7 +372,7 @@ def test_an_idle_server_drains_by_request_and_closes_idle_connections(start):
         assert server.http.get("/ready").status_code == 200
         answer = server.http.post("/admin/drain", headers=key, json={})
         assert answer.status_code == 202 and answer.json()["requests_in_flight"] == 0
-        assert server.process.wait(60) == 0
+        assert server.process.wait(conftest.PATIENCE) == 0
         assert idle.sock.recv(1) == b"", "it is closed, and not reset"
 
 

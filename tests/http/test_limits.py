@@ -90,7 +90,7 @@ def test_a_changed_key_file_takes_effect(keyed, files):
     keyed.wait_for("the new key", lambda: models() == 200)
     # What is no key file changes nothing.
     (files / "keys").write_text("too many words\n")
-    time.sleep(3)
+    keyed.wait_for("a warning", lambda: "the list of API keys is unchanged" in keyed.log.read_text())
     assert models() == 200
     (files / "keys").write_text(KEYS)
     keyed.wait_for("the end of the key", lambda: models() == 401)

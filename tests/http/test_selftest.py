@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from conftest import BINARY, SMOLLM2
+from conftest import BINARY, PATIENCE, SMOLLM2
 
 NOTHING_TO_TEST = 9
 INCONCLUSIVE = 10
@@ -13,7 +13,7 @@ INCONCLUSIVE = 10
 def selftest(server, seconds: int) -> tuple[int, dict, str]:
     """Exit code, verdict, and what people read."""
     command = [BINARY, "selftest", "--url", server.url, "--duration", f"{seconds}s"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 2 * seconds)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE + 2 * seconds)
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
@@ -40,8 +40,8 @@ def test_a_server_with_keys_is_told_one(start, tmp_path):
     keys.write_text("# of the team\nteam open-sesame\n")
     with start("sim", "--api-key-file", keys) as server:
         for program in [["selftest", "--duration", "1s", "--url", server.url], ["bench", "serve", "--num-prompts", "2", "--base-url", server.url]]:
-            refused = subprocess.run([BINARY, *program], capture_output=True, text=True, timeout=60)
+            refused = subprocess.run([BINARY, *program], capture_output=True, text=True, timeout=PATIENCE)
             assert refused.returncode in (1, NOTHING_TO_TEST) and "401" in refused.stderr, refused
-            told = subprocess.run([BINARY, *program, "--api-key-file", keys], capture_output=True, text=True, timeout=120)
+            told = subprocess.run([BINARY, *program, "--api-key-file", keys], capture_output=True, text=True, timeout=PATIENCE)
             assert told.returncode in (0, INCONCLUSIVE), told
             assert "sesame" not in told.stdout + told.stderr + refused.stderr

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import openai
 import pytest
+from conftest import PATIENCE
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
@@ -560,7 +561,7 @@ def test_sigterm_drains(start):
                 assert server.http.get("/ready").status_code == 200
         reader.join(180)
         assert finished == ["data: [DONE]"], "a drain finishes what is in"
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE) == 0
 
 
 def test_drain_timeout_fails_what_is_left(start):
@@ -573,5 +574,5 @@ def test_drain_timeout_fails_what_is_left(start):
             data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert data[-1] == "[DONE]"
         assert "shut down" in json.loads(data[-2])["error"]["message"]
-        server.process.wait(30)
+        server.process.wait(PATIENCE)
         assert time.monotonic() - began < 20

@@ -32,8 +32,8 @@ def tls(tmp_path):
     with conftest.process(tmp_path, "sim", "--max-model-len", "8192", "--max-num-seqs", "1", "--drain-timeout", "3m",
                           "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)) as (process, port, log):
         trust = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=60) as client:
-            end = time.monotonic() + conftest.START_TIMEOUT
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=conftest.PATIENCE) as client:
+            end = time.monotonic() + conftest.PATIENCE
             while True:
                 assert process.poll() is None and time.monotonic() < end, log.read_text()
                 with contextlib.suppress(httpx.TransportError):
@@ -74,20 +74,20 @@ def test_tls(tls, tmp_path):
 
     assert issuer(port) == "first"
     make_certificate(tmp_path, "second")
-    end = time.monotonic() + 60
+    end = time.monotonic() + conftest.PATIENCE
     while issuer(port) != "second":
         assert time.monotonic() < end, "a renewed certificate is never shown"
         time.sleep(0.2)
 
     # As without TLS: a stop lets streams end, and then the process.
     body = {"messages": HELLO, "max_tokens": 8000, "ignore_eos": True, "stream": True, "n": 4}
-    with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate)), timeout=60) as renewed:
+    with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate)), timeout=conftest.PATIENCE) as renewed:
         with renewed.stream("POST", f"https://127.0.0.1:{port}{CHAT}", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert process.wait(30) == 0
+    assert process.wait(conftest.PATIENCE) == 0
 
 
 def test_wrong_files_are_told_at_once(tmp_path):

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use plimsoll_text::{ChatInput, ChatTemplate, ReasoningFormat, SpecialTokens, TextError, ToolFormat};
 use serde_json::{Value, json};
 
-/// Templates that do not render as in Jinja2, on which conversations, and why.
+/// How the names of templates end that do not render as in Jinja2, on which conversations, and why.
 const DIFFERENT: &[(&str, &[&str], &str)] = &[
     ("Cohere2MoE", &["documents"], NONE),
     ("CohereForAI-c4ai-command-r-plus-tool_use", WITHOUT_TOOLS, NONE),
@@ -50,9 +50,36 @@ const DIFFERENT: &[(&str, &[&str], &str)] = &[
         WITH_TOOLS,
         "Jinja2 escapes for HTML what is added to a `| safe` text",
     ),
+    (
+        "dse_qwen2_vl",
+        EVERY,
+        "minijinja 3.0.5 trims the line break after `{% raw %}`, Jinja2 keeps it",
+    ),
+    ("tool_chat_template_llama3.2_json", &["parallel_tool_calls"], NONE),
+    ("tool_chat_template_llama4_json", &["parallel_tool_calls"], NONE),
+    (
+        "tool_chat_template_llama4_pythonic",
+        &["parallel_tool_calls"],
+        NONE,
+    ),
 ];
 const NONE: &str = "iterating over none fails in Python, here it is empty";
 const WITH_TOOLS: &[&str] = &["tools", "tool_results", "parallel_tool_calls"];
+const EVERY: &[&str] = &[
+    "user",
+    "system_and_user",
+    "no_generation_prompt",
+    "many_turns",
+    "reasoning",
+    "thinking",
+    "parts",
+    "tools",
+    "tool_results",
+    "parallel_tool_calls",
+    "roles_do_not_alternate",
+    "documents",
+    "no_messages",
+];
 const WITHOUT_TOOLS: &[&str] = &[
     "user",
     "system_and_user",
@@ -79,14 +106,11 @@ fn real_templates_render_as_in_jinja2() {
     let expected: Value = serde_json::from_slice(&expected).unwrap();
     let special_tokens: SpecialTokens = serde_json::from_value(expected["special_tokens"].clone()).unwrap();
     let results = expected["results"].as_object().unwrap();
-    assert_eq!(results.len(), 70, "templates");
+    assert_eq!(results.len(), 126, "templates");
 
     let (mut failures, mut equal) = (Vec::new(), 0);
     for (name, results) in results {
-        let path = common::cached(
-            &format!("test-data/llama.cpp/templates/{name}.jinja"),
-            "scripts/fetch-test-data",
-        );
+        let path = common::cached(&format!("test-data/{name}.jinja"), "scripts/fetch-test-data");
         let template = ChatTemplate::new(&fs::read_to_string(path).unwrap(), &special_tokens);
         let template = match template {
             Ok(template) => template.with_clock(clock),
@@ -99,7 +123,7 @@ fn real_templates_render_as_in_jinja2() {
             let rendered = template.render_as_given(&input(&expected["conversations"][conversation]));
             let excused = DIFFERENT
                 .iter()
-                .any(|(t, c, _)| t == name && c.contains(&conversation.as_str()));
+                .any(|(end, c, _)| name.ends_with(end) && c.contains(&conversation.as_str()));
             match (compare(result, rendered), excused) {
                 (Ok(()), false) => equal += 1,
                 (Ok(()), true) => {
