@@ -177,10 +177,7 @@ async fn rank(
     };
     let side = sides.common.truncation_side;
     let cut_documents = Cut::new("max_tokens_per_doc", per_document, side, sides.most())?;
-    let documents: Vec<String> = many(own.documents)
-        .into_iter()
-        .map(|document| document.into_text())
-        .collect();
+    let documents = own.documents.into_texts();
     let query = Source {
         field: "query",
         prompts: vec![Prompt::Text(own.query)],
@@ -305,17 +302,15 @@ fn side<const N: usize>(
         let message = format!("{field} and {other} are names of the same texts: send one of them");
         return Err(ApiError::invalid(other, message));
     }
-    Ok(Source {
-        field,
-        is_list: matches!(texts, OneOrMany::Many(_)),
-        prompts: many(texts).into_iter().map(Prompt::Text).collect(),
-        cut,
-    })
-}
-
-fn many<T>(given: OneOrMany<T>) -> Vec<T> {
-    match given {
+    let is_list = matches!(texts, OneOrMany::Many(_));
+    let texts = match texts {
         OneOrMany::One(one) => vec![one],
         OneOrMany::Many(many) => many,
-    }
+    };
+    Ok(Source {
+        field,
+        prompts: texts.into_iter().map(Prompt::Text).collect(),
+        is_list,
+        cut,
+    })
 }

@@ -77,16 +77,14 @@ fn models_of_code_fill_in_the_middle() {
         let begun: Vec<_> = begin.into_iter().chain(written).collect();
         assert_eq!(prompt(true), begun, "{name}");
         assert!(fim.ends().contains(prompt(false).last().unwrap()), "{name}");
-        // The texts of special tokens are text.
+        // The texts of special tokens are text. DeepSeek's are tokens that users define, in any text.
         let literal = fim.prompt(&tokenizer, prefix.clone(), card, false).unwrap();
-        assert_eq!(
-            literal
-                .iter()
-                .filter(|token| fim.ends()[..3].contains(token))
-                .count(),
-            3,
-            "{name}"
-        );
+        let marks = literal
+            .iter()
+            .filter(|token| fim.ends()[..3].contains(token))
+            .count();
+        let is_special = tokenizer.is_special(fim.ends()[0]);
+        assert_eq!(marks, if is_special { 3 } else { 6 }, "{name}");
     }
 }
 

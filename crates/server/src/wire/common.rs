@@ -20,9 +20,9 @@ const MAX_STOP_BYTES: usize = 1024;
 /// Maximum number of stop tokens; each costs a comparison per token.
 const MAX_STOP_TOKENS: usize = 256;
 
-/// One value or several.
+/// One text or several.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a string or a list of strings")]
 pub(crate) enum OneOrMany<T> {
     One(T),
     Many(Vec<T>),

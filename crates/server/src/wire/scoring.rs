@@ -37,8 +37,7 @@ pub(crate) struct RerankFields {
     /// What is looked for.
     pub(crate) query: String,
     /// The texts to rank.
-    #[schema(value_type = OneOrMany<Document>)]
-    pub(crate) documents: OneOrMany<Document>,
+    pub(crate) documents: Documents,
     /// How many of the best documents to return; 0 or absent: all.
     pub(crate) top_n: Option<usize>,
     /// Returns the documents' texts. Default: true.
@@ -66,9 +65,30 @@ body!(
     RerankFields
 );
 
+/// Texts to rank.
+#[derive(Clone, Debug, Deserialize, ToSchema)]
+#[serde(
+    untagged,
+    expecting = "expected a string, or a list of strings and of objects with `text`"
+)]
+pub(crate) enum Documents {
+    One(Document),
+    Many(Vec<Document>),
+}
+
+impl Documents {
+    pub(crate) fn into_texts(self) -> Vec<String> {
+        let documents = match self {
+            Self::One(one) => vec![one],
+            Self::Many(many) => many,
+        };
+        documents.into_iter().map(Document::into_text).collect()
+    }
+}
+
 /// A text to rank.
 #[derive(Clone, Debug, Deserialize, ToSchema)]
-#[serde(untagged, expecting = "expected a string or an object with `text`")]
+#[serde(untagged)]
 pub(crate) enum Document {
     Text(String),
     Object(DocumentText),
@@ -82,7 +102,7 @@ pub(crate) struct DocumentText {
 }
 
 impl Document {
-    pub(crate) fn into_text(self) -> String {
+    fn into_text(self) -> String {
         match self {
             Self::Text(text) | Self::Object(DocumentText { text }) => text,
         }

@@ -271,8 +271,8 @@ async fn wrong_texts_to_compare_are_named() {
         (
             "/rerank",
             json!({ "query": "a", "documents": [1] }),
-            "documents[0]",
-            "a string or an object",
+            "documents",
+            "expected a string",
         ),
         (
             "/rerank",

@@ -543,11 +543,6 @@ async fn wrong_tools_are_named() {
             "documents",
             "does not use documents",
         ),
-        (
-            with(say("x"), "reasoning_effort", json!("high")),
-            "reasoning_effort",
-            "has no reasoning effort",
-        ),
     ];
     for (body, param, message) in cases {
         let error = rig.post(CHAT, body.clone()).await.error(400);

@@ -73,7 +73,11 @@ async fn unknown_fields_are_found_in_every_object() {
                     strict.post(&path, odd.clone()).await,
                     lenient.post(&path, odd).await,
                 );
-                let error = &no.json()["error"];
+                // A stream that is accepted is no JSON.
+                let error = match no.status.as_u16() {
+                    200 => Value::Null,
+                    _ => no.json()["error"].take(),
+                };
                 let plain_name: String = name.chars().filter(|c| !c.is_ascii_digit()).collect();
                 match ignored(&yes) {
                     Some(header) => {
