@@ -48,7 +48,9 @@ def test_load(server):
     hello = [{"role": "user", "content": "hello"}]
     chat = {"model": "sim", "messages": hello, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/chat/completions", json=chat) as stream:
-        next(stream.iter_lines())
+        # Its end would close the stream.
+        lines = stream.iter_lines()
+        next(lines)
         assert load() == 1
     server.wait_for("no load", lambda: load() == 0)
 

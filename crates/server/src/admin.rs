@@ -7,6 +7,8 @@ use axum::response::{IntoResponse, Response};
 use plimsoll_core::Meters;
 use plimsoll_engine::{Health, OutOfMemory, Phase};
 use serde_json::json;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use crate::blocking::blocking;
 use crate::error::{ApiError, whole_seconds};
@@ -14,8 +16,8 @@ use crate::memory::kv_groups;
 use crate::state::AppState;
 use crate::status::Status;
 use crate::wire::about::{
-    HealthReport, KvNow, LastOom, MemoryNow, MemoryReport, ModelCard, ModelList, NotReady, OomStep, Rebuilds,
-    Version,
+    HealthReport, KvNow, LastOom, LoadReport, MemoryNow, MemoryReport, ModelCard, ModelList, NotReady,
+    OomStep, Rebuilds, Version,
 };
 use crate::wire::error::ErrorBody;
 
@@ -64,6 +66,24 @@ pub(crate) async fn ping(State(state): State<AppState>) -> StatusCode {
 )]
 pub(crate) async fn ping_post(state: State<AppState>) -> StatusCode {
     ping(state).await
+}
+
+/// The route of `--enable-server-load-tracking`.
+pub(crate) fn load_routes() -> OpenApiRouter<AppState> {
+    OpenApiRouter::default().routes(routes!(load))
+}
+
+/// Load
+///
+/// Requests for the model that have arrived and whose response has not ended.
+#[utoipa::path(
+    get, path = "/load", tag = "Operation", operation_id = "load",
+    responses((status = 200, description = "How many there are.", body = LoadReport))
+)]
+async fn load(State(state): State<AppState>) -> Json<LoadReport> {
+    Json(LoadReport {
+        server_load: state.load().now(),
+    })
 }
 
 /// Readiness

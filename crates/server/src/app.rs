@@ -18,8 +18,8 @@ use crate::options::ServerOptions;
 use crate::quota::{REQUEST_HEADERS, TOKEN_HEADERS};
 use crate::state::AppState;
 use crate::{
-    admin, anthropic, batches, chat, completions, drain, embeddings, load, openapi, pages, prefix_cache,
-    responses, scoring, sleep, text, tokenizer_info,
+    admin, anthropic, batches, chat, completions, drain, embeddings, openapi, pages, prefix_cache, responses,
+    scoring, sleep, text, tokenizer_info,
 };
 
 /// The whole API.
@@ -81,7 +81,7 @@ fn routes(options: &ServerOptions) -> OpenApiRouter<AppState> {
         (options.enable_admin_api, drain::routes),
         (options.enable_admin_api, prefix_cache::routes),
         (options.tokenizer_info, tokenizer_info::routes),
-        (options.load_tracking, load::routes),
+        (options.load_tracking, admin::load_routes),
         (options.files.is_some(), batches::routes),
         (options.pages, pages::routes),
     ]

@@ -113,9 +113,7 @@ mod tests {
 
     #[test]
     fn bad_lines_say_what_is_wrong() {
-        let of = |line: &str| {
-            parse(line.as_bytes(), "/v1/completions", 200).map_err(|(id, message)| (id, message))
-        };
+        let of = |line: &str| parse(line.as_bytes(), "/v1/completions", 200);
         let good =
             r#"{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}"#;
         assert_eq!(of(good).unwrap().custom_id, "a");
