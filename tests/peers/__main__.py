@@ -77,6 +77,8 @@ def main():
             report = directory / f"{version}.json"
             if not report.exists():
                 sys.exit(f"the run of {version} broke off:\n{(directory / f'{version}.log').read_text()[-4000:]}")
+            if running[version].returncode not in (0, 1):
+                problems.append(f"the run of {version} broke off:\n{(directory / f'{version}.log').read_text()[-4000:]}")
             result = json.loads(report.read_text())
             collected, outcomes = result["collected"], result["outcomes"]
             passed = sum(outcome["outcome"] == "passed" for outcome in outcomes.values())

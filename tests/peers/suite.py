@@ -24,8 +24,8 @@ MODELS = (
     ("entrypoints/pooling/*", "sim-embeddings"),
 )
 
-# With the simulated model, too, this file takes a minute: it calls tools in texts that end late.
-SLOW = ("entrypoints/openai/responses/test_function_call.py",)
+# These files take a minute with the simulated model, too: they write texts that end late.
+SLOW = ("entrypoints/openai/responses/test_function_call.py", "entrypoints/serve/instrumentator/test_metrics.py")
 
 # Files that are not run, and why.
 LEFT_OUT = (

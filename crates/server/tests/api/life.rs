@@ -7,7 +7,7 @@ use futures::StreamExt;
 use plimsoll_server::ServerOptions;
 use serde_json::{Value, json};
 
-use crate::rig::{Answer, Rig, Setup, post};
+use crate::rig::{Answer, PATIENCE, Rig, Setup, post};
 use crate::{CHAT, chat, with};
 
 #[tokio::test]
@@ -109,7 +109,7 @@ async fn a_stall_shows_in_ready_and_not_in_health() {
         ..Default::default()
     });
     assert_eq!(rig.get("/ready").await.json()["status"], "ready");
-    rig.set_step(Duration::from_millis(400));
+    rig.set_step(PATIENCE);
     let response = rig
         .send(post(CHAT, with(chat("x"), "stream", json!(true)).to_string()))
         .await;
@@ -124,6 +124,7 @@ async fn a_stall_shows_in_ready_and_not_in_health() {
         (503, &json!("stalled"))
     );
     assert_eq!(rig.get("/health").await.status, 200);
+    rig.set_step(Duration::ZERO);
     drop(response);
 }
 

@@ -8,7 +8,7 @@ use plimsoll_engine::Phase;
 use plimsoll_server::ServerOptions;
 use serde_json::{Value, json};
 
-use crate::rig::{Rig, Setup};
+use crate::rig::{PATIENCE, Rig, Setup};
 use crate::{CHAT, chat, oracle_text, with};
 
 fn content(answer: &Value) -> &str {
@@ -287,7 +287,12 @@ async fn a_model_with_windows_survives_preemption_cancellation_loss_and_sleep() 
     let expected = |seed| oracle_text("<user>x</><assistant>", 200, seed);
 
     // Preemption: more requests than fit.
-    let answers = futures::future::join_all((0..6).map(|seed| rig.post(CHAT, body(seed)))).await;
+    rig.set_step(PATIENCE);
+    let answers = futures::future::join_all((0..6).map(|seed| rig.post(CHAT, body(seed))));
+    let (answers, ()) = tokio::join!(answers, async {
+        rig.until_in_flight(6).await;
+        rig.set_step(Duration::ZERO);
+    });
     for (seed, answer) in answers.iter().enumerate() {
         assert_eq!(content(&answer.json()), expected(seed as u64));
     }

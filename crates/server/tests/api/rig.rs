@@ -31,7 +31,7 @@ const BYTES_PER_TOKEN: u64 = 64;
 /// Controls the executor while the server runs.
 #[derive(Debug, Default)]
 pub struct Script {
-    /// Duration of steps.
+    /// Duration of steps, which may change while one is in progress.
     pub step_micros: AtomicU64,
     /// The next step panics.
     pub panic: AtomicBool,
@@ -54,6 +54,10 @@ pub struct Script {
 }
 
 impl Script {
+    fn step(&self) -> Duration {
+        Duration::from_micros(self.step_micros.load(Ordering::SeqCst))
+    }
+
     fn meters(&self) -> Meters {
         assert!(!self.meters_panic.load(Ordering::SeqCst), "told to panic");
         let began = Instant::now();
@@ -92,9 +96,12 @@ impl Executor for Rigged {
         if self.script.oom.swap(false, Ordering::SeqCst) {
             return Err(oom(&self.script, 4096).into());
         }
-        std::thread::sleep(Duration::from_micros(
-            self.script.step_micros.load(Ordering::SeqCst),
-        ));
+        let began = Instant::now();
+        while let Some(left) = self.script.step().checked_sub(began.elapsed())
+            && !left.is_zero()
+        {
+            std::thread::sleep(left.min(Duration::from_millis(1)));
+        }
         self.inner.launch(plan)
     }
 
@@ -450,7 +457,7 @@ impl Rig {
         self.read(post(path, body)).await
     }
 
-    /// Sets the duration of steps.
+    /// Sets the duration of steps, also of the one in progress.
     pub fn set_step(&self, duration: Duration) {
         self.script
             .step_micros
