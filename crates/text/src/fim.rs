@@ -33,7 +33,7 @@ const FORMATS: [Format; 6] = [
         suffix: "<fim-suffix>",
         middle: Some("<fim-middle>"),
     },
-    // DeepSeek-Coder, DeepSeek V2 and V3.
+    // DeepSeek-Coder and later models of DeepSeek.
     Format {
         prefix: "<｜fim▁begin｜>",
         suffix: "<｜fim▁hole｜>",
