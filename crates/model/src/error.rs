@@ -130,9 +130,16 @@ impl ModelError {
     }
 
     pub(crate) fn config(path: &Path, message: impl fmt::Display) -> Self {
+        // serde names types of Rust.
+        let message = ["usize", "u64", "u32", "u8", "i64"]
+            .iter()
+            .fold(message.to_string(), |message, kind| {
+                message.replace(&format!("expected {kind}"), "expected a whole number")
+            })
+            .replace("expected f64", "expected a number");
         Self::Config {
             path: path.to_owned(),
-            message: message.to_string(),
+            message,
         }
     }
 

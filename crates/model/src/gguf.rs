@@ -1,7 +1,8 @@
 //! GGUF files: metadata and tensors, read in place.
 
+mod header;
+
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::io::Cursor;
 use std::ops::Range;
 use std::panic::catch_unwind;
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value};
 use memmap2::Mmap;
-use plimsoll_core::{MetaValue, Metadata};
+use plimsoll_core::{MetaValue, Metadata, untrusted};
 
 use crate::{GgufTensors, HfOverrides, ModelConfig, ModelError};
 
@@ -49,7 +50,8 @@ impl GgufFile {
             });
         }
         // candle checks lengths against the file's size but not every field: an alignment of 0 panics.
-        let content = catch_unwind(|| Content::read(&mut Cursor::new(&bytes[..])));
+        let header = header::check(path, &bytes)?;
+        let content = catch_unwind(|| Content::read(&mut Cursor::new(header)));
         let content = content
             .map_err(|_| ModelError::corrupt(path, "the header is not valid"))?
             .map_err(|error| header_error(path, &error))?;
@@ -121,7 +123,7 @@ impl GgufFile {
 
 /// Maps a file read-only.
 pub(crate) fn map_file(path: &Path) -> Result<Mmap, ModelError> {
-    let file = File::open(path).map_err(ModelError::io(path))?;
+    let file = untrusted::open_file(path).map_err(ModelError::io(path))?;
     // SAFETY: the map is only read. Somebody who truncates a model file while it is being loaded gets a SIGBUS, as with
     // every loader that maps; weights are copied out, so nothing reads the map once the model is loaded.
     let bytes = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
@@ -174,7 +176,28 @@ fn locate(
             })?;
         Ok((name.clone(), GgufTensor { dtype, shape, range }))
     };
-    content.tensor_infos.iter().map(locate_one).collect()
+    let tensors = content.tensor_infos.iter().map(locate_one);
+    let tensors: BTreeMap<_, _> = tensors.collect::<Result<_, ModelError>>()?;
+    check_apart(path, &tensors)?;
+    Ok(tensors)
+}
+
+/// Refuses tensors that share bytes: all but one would be wrong.
+fn check_apart(path: &Path, tensors: &BTreeMap<String, GgufTensor>) -> Result<(), ModelError> {
+    let mut ranges: Vec<_> = tensors
+        .iter()
+        .map(|(name, tensor)| (&tensor.range, name))
+        .collect();
+    ranges.retain(|(range, _)| !range.is_empty());
+    ranges.sort_unstable_by_key(|(range, _)| range.start);
+    let overlap = ranges.windows(2).find(|pair| pair[1].0.start < pair[0].0.end);
+    match overlap {
+        None => Ok(()),
+        Some(pair) => {
+            let message = format!("the tensors `{}` and `{}` overlap", pair[0].1, pair[1].1);
+            Err(ModelError::corrupt(path, message))
+        }
+    }
 }
 
 fn metadata(values: HashMap<String, Value>) -> Metadata {
