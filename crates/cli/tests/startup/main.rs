@@ -29,6 +29,7 @@ use plimsoll_device::Budget;
 use plimsoll_device::cuda::Gpu;
 use plimsoll_engine::{Drained, EngineHandle};
 use plimsoll_profiler::{Cause, Phase, ProfileError};
+use plimsoll_text::Renderer;
 
 const BUDGET: u64 = 24 << 20;
 
@@ -111,7 +112,10 @@ fn engine_settings(model: &Path, flags: &str) -> EngineSettings {
         .chain(fixed.split(' '))
         .chain(flags.split(' ').filter(|flag| !flag.is_empty()));
     match Cli::try_parse_from(argv).unwrap().command {
-        Command::Serve(args) => EngineSettings::new(args.engine).unwrap(),
+        Command::Serve(args) => EngineSettings {
+            renderer: Renderer::in_process(),
+            ..EngineSettings::new(args.engine).unwrap()
+        },
         other => panic!("not serve: {other:?}"),
     }
 }

@@ -8,10 +8,10 @@ mod word_piece;
 
 use plimsoll_core::{MetaValue, Metadata, TokenId};
 
-use crate::TextError;
 use crate::pipeline::Pipeline;
 use crate::tokenizer::{Encode, Parts, SpecialTokens, Tokenizer, Wrap};
 use crate::vocab::{self, Vocab};
+use crate::{TextError, limits};
 
 const MODEL: &str = "tokenizer.ggml.model";
 
@@ -174,6 +174,11 @@ fn load(metadata: &Metadata) -> Result<Parts, TextError> {
     let model = metadata.get(MODEL).and_then(MetaValue::as_str);
     let model = model.ok_or_else(|| TextError::invalid(MODEL, "missing: this GGUF file has no tokenizer"))?;
     let source = Source::new(metadata)?;
+    let special = source
+        .iter()
+        .filter(|(.., kind)| matches!(kind, TokenType::Control | TokenType::UserDefined));
+    limits::check_special(special.map(|(_, text, _)| text))
+        .map_err(|problem| TextError::invalid("tokenizer.ggml.tokens", problem))?;
     let kind = match model {
         "gpt2" => bpe::byte_level(&source)?,
         "gemma4" => bpe::gemma4(&source)?,
@@ -188,8 +193,12 @@ fn load(metadata: &Metadata) -> Result<Parts, TextError> {
             });
         }
     };
-    let bos = source.id("bos")?.or(source.id("cls")?).or(kind.default_bos);
-    let own_eos = source.id("eos")?.or(kind.default_eos);
+    let known = |id: &TokenId| (*id as usize) < source.tokens.len();
+    let bos = source
+        .id("bos")?
+        .or(source.id("cls")?)
+        .or(kind.default_bos.filter(known));
+    let own_eos = source.id("eos")?.or(kind.default_eos.filter(known));
     let wrap = Wrap::Explicit {
         bos: bos.filter(|_| source.flag("add_bos_token", kind.add_bos)),
         // BERT's texts end with its separator.
