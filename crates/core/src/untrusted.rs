@@ -45,9 +45,38 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
     text.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.utf8_error()))
 }
 
+/// Most characters of a file's contents in an error.
+const MAX_SHOWN: usize = 400;
+
+/// A message that quotes a file: without control characters, and cut where it is too long for people.
+pub fn quotable(message: &str) -> String {
+    let mut characters = message.chars();
+    let shown = characters.by_ref().take(MAX_SHOWN);
+    let mut shown: String = shown
+        .map(|c| match c.is_control() && c != '\n' {
+            true => '\u{fffd}',
+            false => c,
+        })
+        .collect();
+    if characters.next().is_some() {
+        shown.push('…');
+    }
+    shown
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn errors_are_short() {
+        assert_eq!(
+            quotable("`a\u{0}\u{1b}[31m`: é\n"),
+            "`a\u{fffd}\u{fffd}[31m`: é\n"
+        );
+        assert_eq!(quotable(&"é".repeat(400)), "é".repeat(400));
+        assert_eq!(quotable(&"é".repeat(9999)), "é".repeat(400) + "…");
+    }
 
     #[test]
     fn only_short_regular_files_are_read() {

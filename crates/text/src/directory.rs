@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use plimsoll_core::TokenId;
+use plimsoll_core::untrusted::quotable;
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use serde_json::Value;
 
@@ -210,7 +211,7 @@ impl Decoder {
                 return Err(TextError::Unsupported {
                     place: place.to_owned(),
                     what: "decoder",
-                    found: spec.to_string(),
+                    found: quotable(&spec.to_string()),
                     supported: supported.to_owned(),
                 });
             }

@@ -1,5 +1,7 @@
 use std::path::{Path, PathBuf};
 
+use plimsoll_core::untrusted::quotable;
+
 use crate::bounds::RenderLimit;
 
 /// Why text could not be turned into tokens, tokens into text, or messages into a prompt.
@@ -63,7 +65,7 @@ impl TextError {
     pub(crate) fn invalid(place: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Invalid {
             place: place.into(),
-            problem: problem.into(),
+            problem: quotable(&problem.into()),
         }
     }
 

@@ -1,5 +1,7 @@
 use std::collections::HashSet;
 
+use plimsoll_core::untrusted::quotable;
+
 use super::{Source, Tensor};
 use crate::blocks::Vector;
 use crate::{ModelError, Shape};
@@ -101,6 +103,7 @@ impl<'a> Checked<'a> {
             [a, b, c, _, ..] => format!("{a}, {b}, {c} and {} more", in_decoder.len() - 3),
             names => names.join(", "),
         };
+        let names = quotable(&names);
         Err(ModelError::UnusedTensors { names })
     }
 }

@@ -6,6 +6,7 @@ mod pre;
 mod spm;
 mod word_piece;
 
+use plimsoll_core::untrusted::quotable;
 use plimsoll_core::{MetaValue, Metadata, TokenId};
 
 use crate::pipeline::Pipeline;
@@ -188,7 +189,7 @@ fn load(metadata: &Metadata) -> Result<Parts, TextError> {
             return Err(TextError::Unsupported {
                 place: MODEL.to_owned(),
                 what: "tokenizer",
-                found: model.to_owned(),
+                found: quotable(model),
                 supported: "gpt2, gemma4, llama, bert".to_owned(),
             });
         }
