@@ -38,7 +38,7 @@ fn refused(command: &str, model: &Path, flags: &str, parts: &[&str]) {
     let output = plimsoll(command, model, flags);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(3), "{parts:?}: {said}");
-    let last = said.split("error: ").last().unwrap();
+    let last = said.split_once("\nerror: ").map_or(&*said, |(_, last)| last);
     for part in parts {
         assert!(last.contains(part), "no {part:?} in {said}");
     }
@@ -56,7 +56,7 @@ fn with(file: &'static str, pointer: &str, value: Value) -> TempDir {
     let mut model = Model::tiny();
     let mut json = model.json(file);
     let (parent, field) = pointer.rsplit_once('/').unwrap();
-    json.pointer_mut(parent).unwrap()[field] = value;
+    json.pointer_mut(parent).unwrap()[field.replace("~1", "/")] = value;
     model.set_json(file, &json);
     written(&model)
 }
@@ -94,7 +94,7 @@ fn ids_beyond_the_vocabulary_are_refused_before_weights_are_read() {
         &[TOKENIZER, "added_tokens[1].id", "1000000000"],
     );
     // `vocab` has it too, which is right to be elsewhere.
-    let model = with(TOKENIZER, "/model/vocab/</s>", json!(4_000_000_000_u32));
+    let model = with(TOKENIZER, "/model/vocab/<~1s>", json!(4_000_000_000_u32));
     refused("profile", model.path(), "", &[TOKENIZER, "model.vocab[\"</s>\"]"]);
 }
 

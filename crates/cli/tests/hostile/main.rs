@@ -60,7 +60,8 @@ fn mutated_files_are_read_or_refused() {
 #[test]
 fn files_that_are_cut_off_are_read_or_refused() {
     let (tiny, gguf) = (Model::tiny(), Model::gguf());
-    let targets: [(&[u8], fn(&[u8])); 5] = [
+    type Target = fn(&[u8]);
+    let targets: [(&[u8], Target); 5] = [
         (&gguf.files[files::GGUF], targets::gguf),
         (&tiny.files[files::SAFETENSORS], targets::safetensors),
         (&tiny.files["config.json"], targets::config),
@@ -77,7 +78,7 @@ fn start(first: u64) -> Child {
         .args(["--exact", "mutated_files_are_read_or_refused", "--nocapture"])
         .env(PART, format!("{first},{PROCESSES}"))
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
+        .stderr(Stdio::inherit())
         .spawn()
         .unwrap()
 }
