@@ -4,10 +4,15 @@
 mod answers;
 #[path = "../../crates/text/tests/fuzz/corpus.rs"]
 mod corpus;
+#[path = "../../crates/cli/tests/hostile/files.rs"]
+#[allow(dead_code, reason = "tests use the rest")]
+mod files;
 #[path = "../../crates/server/tests/api/fuzz.rs"]
 mod fuzz;
 #[path = "../../crates/text/tests/fuzz/grammars.rs"]
 mod grammars;
+#[path = "../../crates/cli/tests/hostile/targets.rs"]
+mod readers;
 #[path = "../../crates/server/tests/api/rig.rs"]
 pub mod rig;
 #[path = "../../crates/text/tests/fuzz/targets.rs"]
@@ -16,13 +21,15 @@ mod targets;
 use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::OnceLock;
-use std::{fs, io, panic};
+use std::{env, fs, io, panic, process};
+
+use plimsoll_text::{WorkerProgram, run_template_worker};
 
 struct Target {
     /// Panics where a promise does not hold.
     check: fn(&[u8]),
     /// Inputs to start from.
-    inputs: Vec<String>,
+    inputs: Vec<Vec<u8>>,
     /// Pieces of inputs.
     words: Vec<String>,
 }
@@ -31,21 +38,36 @@ impl Target {
     fn named(name: &str) -> Option<Self> {
         let of = |check, inputs: &[&str], words: &[&str]| Self {
             check,
-            inputs: inputs.iter().map(ToString::to_string).collect(),
+            inputs: inputs.iter().map(|text| text.as_bytes().to_vec()).collect(),
             words: words.iter().map(ToString::to_string).collect(),
         };
+        let file = |check, model: files::Model, name: &str| Self {
+            check,
+            inputs: vec![model.files[name].clone()],
+            words: Vec::new(),
+        };
+        let tiny = files::Model::tiny;
         Some(match name {
+            "config" => file(readers::config, tiny(), "config.json"),
+            "gguf" => file(readers::gguf, files::Model::gguf(), files::GGUF),
+            "safetensors" => file(readers::safetensors, tiny(), files::SAFETENSORS),
+            "tokenizer" => file(readers::tokenizer, tiny(), files::TOKENIZER),
+            "tokenizer_config" => file(readers::tokenizer_config, tiny(), "tokenizer_config.json"),
             "answer" => of(answers::answer, corpus::ANSWERS, corpus::MARKUP),
             "detokenizer" => of(targets::detokenizer, corpus::TEXTS, corpus::TEXTS),
             "grammar" => of(grammars::grammar, corpus::GRAMMARS, corpus::GRAMMAR_WORDS),
             "messages" => of(targets::messages, corpus::CONVERSATIONS, corpus::JSON),
             "request" => Self {
                 check: fuzz::request,
-                inputs: fuzz::corpus(),
+                inputs: fuzz::corpus().into_iter().map(String::into_bytes).collect(),
                 words: fuzz::words(),
             },
             "stop" => of(targets::stop, corpus::STOPS, corpus::STOP_PIECES),
-            "template" => of(targets::template, corpus::TEMPLATES, corpus::JINJA),
+            "template" => of(
+                targets::template,
+                &[corpus::TEMPLATES, corpus::HOSTILE].concat(),
+                corpus::JINJA,
+            ),
             _ => return None,
         })
     }
@@ -74,8 +96,22 @@ const LONGEST: usize = 64;
 
 static CHECK: OnceLock<fn(&[u8])> = OnceLock::new();
 
+/// The argument that makes a fuzz target a worker of its own.
+const WORKER: &str = "render-templates";
+
+pub(crate) fn template_worker() -> WorkerProgram {
+    WorkerProgram {
+        path: "/proc/self/exe".into(),
+        args: vec![WORKER.into()],
+    }
+}
+
 /// Prepares the target of this name, before libFuzzer reads what it starts from.
 pub fn begin(name: &str) {
+    if env::args().nth(1).is_some_and(|arg| arg == WORKER) {
+        run_template_worker().expect("a worker is started with a socket");
+        process::exit(0);
+    }
     let target = Target::named(name).expect("the name of a target");
     target.write(name).expect("fuzz/corpus can be written");
     CHECK.get_or_init(|| target.check);

@@ -37,6 +37,22 @@ pub enum Error {
         /// MODEL as given.
         model: String,
     },
+    /// There is something at MODEL that may not be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Unreadable {
+        /// MODEL as given, or a file in it.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// Longer than the model was made for.
+    #[error("--max-model-len: the model's context is at most {trained_for} tokens, not {asked}")]
+    ContextTooLong {
+        /// As asked for.
+        asked: usize,
+        /// What its configuration says.
+        trained_for: usize,
+    },
     /// The files at MODEL are not what `--load-format` asks for.
     #[error("{}: expected {expected}", path.display())]
     WrongFormat {
@@ -214,10 +230,12 @@ impl Error {
             Self::Configuration { .. } => 2,
             Self::NeedsLargerDevice { error, .. } => error.exit_code(),
             Self::WeightsDoNotFit(_) | Self::Profile(ProfileError::DoesNotFit(_)) | Self::GpuFull { .. } => 4,
-            Self::NoSuchModel { .. } | Self::WrongFormat { .. } | Self::OnlyWeights { .. } => 3,
+            Self::NoSuchModel { .. } | Self::Unreadable { .. } => 3,
+            Self::WrongFormat { .. } | Self::OnlyWeights { .. } => 3,
             Self::Hub(_) | Self::Model(_) | Self::Text(_) => 3,
             Self::Bind { .. } | Self::BindEvents(_) => 5,
             Self::CutOff { .. } => 6,
+            Self::ContextTooLong { .. } | Self::Profile(ProfileError::NotFinite { .. }) => 3,
             Self::Gpu(_) | Self::Profile(ProfileError::Device { .. }) => 7,
             Self::DeviceBusy { .. } => 8,
             Self::NothingToTest(_) => 9,

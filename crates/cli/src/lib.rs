@@ -33,6 +33,7 @@ pub mod signals;
 mod simulated;
 pub mod source;
 pub mod start;
+pub mod templates;
 mod tls;
 mod traces;
 mod version;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use plimsoll_cli::args::{BenchCommand, Cli, Command};
 use plimsoll_cli::command_line::CommandLine;
 use plimsoll_cli::logging::{self, Kind};
-use plimsoll_cli::{Error, bench, config, exit, hub, layers, plan, selftest, serve, source};
+use plimsoll_cli::{Error, bench, config, exit, hub, layers, plan, selftest, serve, source, templates};
 
 /// Gives back to the system what a burst of large requests leaves free, by threads of its own and within seconds. glibc's keeps
 /// the most that each of many arenas ever held, and a leak could not be told from that.
@@ -13,7 +13,7 @@ use plimsoll_cli::{Error, bench, config, exit, hub, layers, plan, selftest, serv
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    match start() {
+    match templates::render_if_asked().unwrap_or_else(start) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error);

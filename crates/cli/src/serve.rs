@@ -134,6 +134,7 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         tokenizer_config: config,
         answers: settings.answers(template.as_ref()),
         template,
+        renderer: settings.engine.renderer.clone(),
         eos_token_ids,
         defaults: settings.generation_defaults(&generation),
         embedding,

@@ -64,7 +64,7 @@ impl ServeSettings {
         let template = server.chat_template.as_deref().map(chat_template).transpose()?;
         if let Some(source) = &template {
             // The special tokens are the model's; they are no matter of syntax.
-            ChatTemplate::new(source, &SpecialTokens::new())?;
+            ChatTemplate::new(source, &SpecialTokens::new(), &engine.renderer)?;
         }
         let traces = server.otlp_traces_endpoint.as_deref().map(Traces::to);
         let traces = traces.transpose()?.map(Arc::new);
@@ -152,7 +152,11 @@ impl ServeSettings {
     ) -> Result<Option<ChatTemplate>, Error> {
         match &self.template {
             None => Ok(of_model),
-            Some(source) => Ok(Some(ChatTemplate::new(source, special_tokens)?)),
+            Some(source) => Ok(Some(ChatTemplate::new(
+                source,
+                special_tokens,
+                &self.engine.renderer,
+            )?)),
         }
     }
 

@@ -5,12 +5,14 @@ use std::path::PathBuf;
 use plimsoll_core::BlockSize;
 use plimsoll_model::{KvCacheDtype, LoadOptions, ServeAs};
 use plimsoll_profiler::{KvSize, MemFraction};
+use plimsoll_text::Renderer;
 
 use crate::args::{DType, DeviceChoice, EngineArgs, KvDtype, LoadFormat};
 use crate::error::Error;
 use crate::lock::Locks;
 use crate::plan_cache::PlanCache;
 use crate::report_file::ReportFile;
+use crate::templates;
 
 /// Which model is loaded, where it runs, and in how many bytes.
 #[derive(Clone, Debug)]
@@ -67,6 +69,8 @@ pub struct EngineSettings {
     pub plans: PlanCache,
     /// How starts on one device are kept apart.
     pub locks: Locks,
+    /// Where chat templates are rendered.
+    pub renderer: Renderer,
 }
 
 impl EngineSettings {
@@ -116,6 +120,7 @@ impl EngineSettings {
                 false => PlanCache::off(),
             },
             report_file: ReportFile::new(memory.profile_report)?,
+            renderer: templates::renderer(),
             locks: Locks::new(device.device_lock_dir, device.device_lock_timeout, &name),
             model: name,
         })

@@ -109,8 +109,10 @@ async fn locate(
     progress: &StartProgress,
 ) -> Result<PathBuf, Error> {
     let path = Path::new(text);
-    if path.exists() {
-        return Ok(path.to_owned());
+    match path.try_exists() {
+        Ok(true) => return Ok(path.to_owned()),
+        Ok(false) => {}
+        Err(source) => return Err(unreadable(path)(source)),
     }
     let looks_like_a_path = text.starts_with(['/', '.', '~', '\\']) || text.ends_with(".gguf");
     let repo = RepoId::parse(text).filter(|_| !looks_like_a_path);
@@ -136,6 +138,13 @@ fn truthy(variable: &str) -> bool {
     ["1", "on", "yes", "true"].contains(&&*value.to_ascii_lowercase())
 }
 
+fn unreadable(path: &Path) -> impl Fn(std::io::Error) -> Error {
+    move |source| Error::Unreadable {
+        path: path.to_owned(),
+        source,
+    }
+}
+
 /// The directory or the GGUF file in it, as `--load-format` says.
 fn pick(path: &Path, format: LoadFormat) -> Result<PathBuf, Error> {
     let wrong = |expected: &'static str| Error::WrongFormat {
@@ -152,19 +161,15 @@ fn pick(path: &Path, format: LoadFormat) -> Result<PathBuf, Error> {
             _ => Ok(path.to_owned()),
         };
     }
+    if !path.is_dir() {
+        return Err(wrong(
+            "a directory, or a file that ends in .gguf; it is neither a directory nor a file",
+        ));
+    }
     let mut ggufs = Vec::new();
     let mut safetensors = false;
-    let entries = std::fs::read_dir(path).map_err(|source| Error::Read {
-        path: path.to_owned(),
-        source,
-    })?;
-    for entry in entries {
-        let entry = entry
-            .map_err(|source| Error::Read {
-                path: path.to_owned(),
-                source,
-            })?
-            .path();
+    for entry in std::fs::read_dir(path).map_err(unreadable(path))? {
+        let entry = entry.map_err(unreadable(path))?.path();
         match entry.extension().and_then(|extension| extension.to_str()) {
             Some("gguf") => ggufs.push(entry),
             Some("safetensors") => safetensors = true,

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use crate::{BuildError, ConstraintError, Oom, StepOutput, StepPlan};
+use crate::{BuildError, ConstraintError, Oom, RequestId, StepOutput, StepPlan};
 
 /// Runs step plans: the device, as scheduler and engine see it.
 ///
@@ -138,6 +138,12 @@ pub enum StepError {
     /// The driver or a kernel failed, in its own words.
     #[error("the device failed: {0}")]
     Device(String),
+    /// No token can be chosen for a request.
+    #[error(
+        "the model's logits for {0} are NaN or infinite: the weights are damaged, or overflow in the precision they are \
+         computed in"
+    )]
+    NotFinite(RequestId),
     /// The executor reported a defect.
     #[error("the step failed: {0}")]
     Failed(String),

@@ -1,7 +1,7 @@
 //! Types that all other crates share: ids, requests, step plans, events, memory meters, and the [`Executor`] trait between
 //! scheduling (scheduler, KV cache manager, profiler) and devices (model, simulator).
 //!
-//! They have little behaviour; this crate depends on `thiserror` only.
+//! They have little behaviour, but for [`untrusted`], which reads files of models; this crate depends on `thiserror` only.
 
 mod bans;
 mod block_size;
@@ -19,6 +19,7 @@ mod plan;
 mod pooling;
 mod request;
 mod sampling;
+pub mod untrusted;
 
 pub use bans::Bans;
 pub use block_size::BlockSize;

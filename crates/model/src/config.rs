@@ -7,12 +7,14 @@ mod raw;
 
 use std::path::Path;
 
+use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use plimsoll_core::{Matryoshka, MetaValue, Metadata, Pooling, TokenId};
 use plimsoll_kernels::WeightType;
 use serde_json::{Map, Value};
 
 use crate::arch::Architecture;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
+use crate::generation::check_token_ids;
 use crate::spec::{AttentionSpec, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
@@ -50,7 +52,7 @@ impl ModelConfig {
 
     /// Reads a Hugging Face config.json.
     pub(crate) fn read_json(path: &Path, overrides: &HfOverrides) -> Result<Self, ModelError> {
-        let text = std::fs::read_to_string(path).map_err(ModelError::io(path))?;
+        let text = untrusted::read_text(path, MAX_SETTINGS_BYTES).map_err(ModelError::io(path))?;
         Self::from_json(path, &text, overrides)
     }
 
@@ -141,6 +143,10 @@ impl ModelConfig {
         let raw = RawConfig::read(&Fields::new(path, &values))?;
         let spec = architecture.spec(&raw)?;
         check(path, &spec)?;
+        for field in ["bos_token_id", "eos_token_id", "pad_token_id"] {
+            let ids = values.get(field).unwrap_or(&Value::Null);
+            check_token_ids(path, field, ids, spec.vocab_size)?;
+        }
         Ok(Self {
             architecture,
             spec,

@@ -6,6 +6,7 @@
 use std::path::Path;
 
 use plimsoll_core::Pooling;
+use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -208,7 +209,7 @@ fn first_row(field: impl Into<String>, value: &str) -> ModelError {
 
 /// `None` where there is no such file.
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ModelError> {
-    let text = match std::fs::read_to_string(path) {
+    let text = match untrusted::read_text(path, MAX_SETTINGS_BYTES) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(ModelError::io(path)(error)),

@@ -2,6 +2,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use plimsoll_core::Oom;
+use plimsoll_core::untrusted::quotable;
 use plimsoll_device::cuda::{DeviceError, GpuError};
 
 /// Why a model could not be loaded. Every message names the thing at fault.
@@ -125,14 +126,14 @@ impl ModelError {
     pub(crate) fn corrupt(path: &Path, message: impl fmt::Display) -> Self {
         Self::Corrupt {
             path: path.to_owned(),
-            message: message.to_string(),
+            message: plain(message),
         }
     }
 
     pub(crate) fn config(path: &Path, message: impl fmt::Display) -> Self {
         Self::Config {
             path: path.to_owned(),
-            message: message.to_string(),
+            message: plain(message),
         }
     }
 
@@ -142,11 +143,20 @@ impl ModelError {
         supported: impl Into<String>,
     ) -> Self {
         Self::Unsupported {
-            field: field.into(),
-            value: value.to_string(),
+            field: quotable(&field.into()),
+            value: quotable(&value.to_string()),
             supported: supported.into(),
         }
     }
+}
+
+/// Errors of serde name types of Rust, and values of any length.
+fn plain(message: impl fmt::Display) -> String {
+    let integers = ["usize", "u64", "u32", "u8", "i64"];
+    let message = integers.iter().fold(message.to_string(), |message, kind| {
+        message.replace(&format!("expected {kind}"), "expected a whole number")
+    });
+    quotable(&message.replace("expected f64", "expected a number"))
 }
 
 /// A tensor's shape, outermost dimension first.
@@ -155,6 +165,6 @@ pub struct Shape(pub Vec<usize>);
 
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.0)
+        f.write_str(&quotable(&format!("{:?}", self.0)))
     }
 }

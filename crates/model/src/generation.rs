@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use plimsoll_core::TokenId;
+use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use serde::Deserialize;
+use serde_json::{Value, json};
 
 use crate::ModelError;
 
@@ -34,15 +36,39 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Reads generation_config.json from a model directory; a directory without one gives the default.
-    pub(crate) fn read(directory: &Path) -> Result<Self, ModelError> {
+    /// Reads generation_config.json from the directory of a model of so many tokens; one without it gives the default.
+    pub(crate) fn read(directory: &Path, vocab_size: usize) -> Result<Self, ModelError> {
         let path = directory.join("generation_config.json");
-        let text = match std::fs::read_to_string(&path) {
+        let text = match untrusted::read_text(&path, MAX_SETTINGS_BYTES) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),
             Err(error) => return Err(ModelError::io(&path)(error)),
         };
-        serde_json::from_str(&text).map_err(|error| ModelError::config(&path, error))
+        let config: Self = serde_json::from_str(&text).map_err(|error| ModelError::config(&path, error))?;
+        check_token_ids(&path, "eos_token_id", &json!(config.eos_token_ids), vocab_size)?;
+        Ok(config)
+    }
+}
+
+/// Refuses ids of tokens that are not in the vocabulary; -1 stands for none.
+pub(crate) fn check_token_ids(
+    path: &Path,
+    field: &str,
+    ids: &Value,
+    vocab_size: usize,
+) -> Result<(), ModelError> {
+    let one = std::slice::from_ref(ids);
+    let numbers = ids.as_array().map_or(one, Vec::as_slice).iter();
+    // Anything else is found where the field is read.
+    let beyond = numbers
+        .filter_map(Value::as_u64)
+        .find(|&id| id >= vocab_size as u64);
+    match beyond {
+        None => Ok(()),
+        Some(id) => Err(ModelError::config(
+            path,
+            format!("`{field}` is {id}, beyond the vocabulary of {vocab_size} tokens (`vocab_size`)"),
+        )),
     }
 }
 

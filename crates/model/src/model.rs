@@ -157,7 +157,7 @@ impl Description {
                 config.embedding = Some(embedding);
             }
             let config = config.served(serve_as)?;
-            let generation = GenerationConfig::read(path)?;
+            let generation = GenerationConfig::read(path, config.spec.vocab_size)?;
             return Ok(Self {
                 path: path.to_owned(),
                 about: About { config, generation },

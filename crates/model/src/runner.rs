@@ -6,7 +6,7 @@ use plimsoll_core::{
     StateConfig, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 use plimsoll_device::{Arena, Budget, Slab};
-use plimsoll_kernels::{ScoreRow, apply_mask, sample, score, sum_rows};
+use plimsoll_kernels::{SampleError, ScoreRow, apply_mask, sample, score, sum_rows};
 
 use crate::Model;
 use crate::batch::{Batch, Bounds, StepPages};
@@ -178,8 +178,8 @@ impl Runner {
             for alike in read.chunk_by(ReadRow::is_alike) {
                 let (of, rest) = std::mem::take(&mut logits).split_at_mut(alike.len() * vocab);
                 logits = rest;
-                let failed = |read: &ReadRow<'_>, error| {
-                    StepError::Failed(format!("{}: {error}", plan.runs[read.run].request))
+                let failed = |read: &ReadRow<'_>, SampleError::NotFinite| {
+                    StepError::NotFinite(plan.runs[read.run].request)
                 };
                 let specs: Vec<_> = alike.iter().filter_map(ReadRow::sampled).collect();
                 let scored: Vec<_> = alike.iter().filter_map(ReadRow::scored).collect();

@@ -31,6 +31,17 @@ pub enum ProfileError {
         /// What the driver says.
         error: String,
     },
+    /// The model computes nothing that is a number.
+    #[error(
+        "what the model computes in the worst step {scenario} of phase {phase} is NaN or infinite: its weights are damaged \
+         (download them again), or overflow in the precision they are computed in"
+    )]
+    NotFinite {
+        /// Probe or validate.
+        phase: Phase,
+        /// Which worst step.
+        scenario: ScenarioKind,
+    },
     /// A worst step failed for another reason than memory.
     #[error("the worst step {scenario} of phase {phase} failed: {error}")]
     Step {

@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use plimsoll_core::{
-    BuildError, Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, allow_all,
+    BuildError, Component, Executor, KvConfig, Meters, Oom, StateConfig, StepError, StepOutput, StepPlan,
+    allow_all,
 };
 
 use crate::profiler::Profiler;
@@ -56,6 +57,7 @@ impl Stop {
                 phase,
                 error: format!("{error}, in the worst step {scenario}"),
             }),
+            StepError::NotFinite(_) => Self::Failed(ProfileError::NotFinite { phase, scenario }),
             error => Self::Failed(ProfileError::Step {
                 phase,
                 scenario,
@@ -227,7 +229,8 @@ impl<T: Target> Profiler<'_, T> {
                 false => Ok(()),
             });
             self.agree(phase, Some(kind), launched.map_err(stop))?;
-            let finished = state.finish().map(drop).map_err(stop);
+            let finished = state.finish().and_then(|output| check_pooled(&plan, &output));
+            let finished = finished.map_err(stop);
             self.agree(phase, Some(kind), finished)?;
             let seconds = started.elapsed().as_secs_f64();
             let scratch = self.target.take_scratch_high_water(state);
@@ -300,5 +303,15 @@ impl<T: Target> Profiler<'_, T> {
             });
         }
         Ok(())
+    }
+}
+
+/// As sampling refuses logits that are not finite, so do vectors: the weights are at fault.
+fn check_pooled(plan: &StepPlan, output: &StepOutput) -> Result<(), StepError> {
+    let mut vectors = plan.runs.iter().zip(&output.pooled);
+    let is_wrong = |vector: &Option<Vec<f64>>| vector.iter().flatten().any(|value| !value.is_finite());
+    match vectors.find(|(_, vector)| is_wrong(vector)) {
+        Some((run, _)) => Err(StepError::NotFinite(run.request)),
+        None => Ok(()),
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use plimsoll_core::{Matryoshka, Pooling, TokenId};
-use plimsoll_text::{ChatTemplate, ReasoningFormat, Tokenizer, ToolFormat};
+use plimsoll_text::{ChatTemplate, ReasoningFormat, Renderer, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
 
 /// The served model: names, tokenizer, chat template, defaults.
@@ -19,6 +19,8 @@ pub struct ModelInfo {
     pub tokenizer_config: Map<String, Value>,
     /// The chat template; without one there is no chat, only completions.
     pub template: Option<ChatTemplate>,
+    /// Renders the templates that requests bring.
+    pub renderer: Renderer,
     /// How its answers are parsed.
     pub answers: AnswerStyle,
     /// End-of-sequence tokens; `ignore_eos` ignores them.

@@ -1,20 +1,21 @@
 //! Tokenizers of Hugging Face model directories.
 
-use std::fs;
 use std::path::Path;
 
 use plimsoll_core::TokenId;
+use plimsoll_core::untrusted::quotable;
+use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use serde_json::{Map, Value};
 
-use crate::TextError;
-use crate::pipeline::Pipeline;
+use crate::pipeline::{self, Pipeline};
 use crate::tokenizer::{Parts, SpecialTokens, Tokenizer, Wrap};
 use crate::vocab::{self, Vocab};
+use crate::{TextError, limits};
 
 /// The JSON file `name` of a model directory, if it is there.
 pub(crate) fn read_json(dir: &Path, name: &str) -> Result<Option<Value>, TextError> {
     let path = dir.join(name);
-    let bytes = match fs::read(&path) {
+    let bytes = match untrusted::read_file(&path, MAX_SETTINGS_BYTES) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(TextError::read(&path)(e)),
@@ -84,16 +85,19 @@ fn load(dir: &Path) -> Result<Parts, TextError> {
                        AutoTokenizer.from_pretrained(..).save_pretrained(..)";
         return Err(TextError::invalid(place, problem));
     }
-    let json = fs::read(&path).map_err(TextError::read(&path))?;
-    let mut inner =
-        tokenizers::Tokenizer::from_bytes(&json).map_err(|e| TextError::invalid(&place, e.to_string()))?;
+    let json = untrusted::read_file(&path, limits::MAX_TOKENIZER_BYTES).map_err(TextError::read(&path))?;
+    let spec: Value = serde_json::from_slice(&json)
+        .map_err(|error| TextError::invalid(&place, format!("not valid JSON: {error}")))?;
+    limits::check(&spec, &place)?;
+    let mut inner = pipeline::guarded(|| tokenizers::Tokenizer::from_bytes(&json))
+        .map_err(|problem| TextError::invalid(&place, problem))?;
+    drop(json);
     // The engine checks limits; a tokenizer would truncate or pad silently.
     inner.with_padding(None);
     inner
         .with_truncation(None)
         .map_err(|e| TextError::invalid(&place, e.to_string()))?;
 
-    let spec: Value = serde_json::from_slice(&json).map_err(|e| TextError::invalid(&place, e.to_string()))?;
     let vocab = read_vocab(&inner, &Decoder::from_json(&spec["decoder"], &place)?);
     let special_tokens = special_tokens(dir)?;
     let id_of = |role: &str| special_tokens.get(role).and_then(|text| inner.token_to_id(text));
@@ -116,8 +120,12 @@ fn load(dir: &Path) -> Result<Parts, TextError> {
             eos.push(id);
         }
     }
+    let pipeline = Pipeline::new(inner);
+    pipeline
+        .try_out()
+        .map_err(|error| TextError::invalid(&place, error.to_string()))?;
     Ok(Parts {
-        encoder: Box::new(Pipeline::new(inner)),
+        encoder: Box::new(pipeline),
         wrap,
         shrinks: shrinks(&spec),
         vocab,
@@ -229,7 +237,7 @@ impl Decoder {
                 return Err(TextError::Unsupported {
                     place: place.to_owned(),
                     what: "decoder",
-                    found: spec.to_string(),
+                    found: quotable(&spec.to_string()),
                     supported: supported.to_owned(),
                 });
             }

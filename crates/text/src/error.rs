@@ -1,5 +1,9 @@
 use std::path::{Path, PathBuf};
 
+use plimsoll_core::untrusted::quotable;
+
+use crate::bounds::RenderLimit;
+
 /// Why text could not be turned into tokens, tokens into text, or messages into a prompt.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
@@ -46,6 +50,12 @@ pub enum TextError {
     /// The chat template failed on these messages.
     #[error("the chat template cannot render these messages: {0}")]
     Render(String),
+    /// Rendering exceeded a bound.
+    #[error("the chat template cannot render these messages: {0}")]
+    Limit(RenderLimit),
+    /// The process that renders chat templates could not be started, or was ended by somebody else.
+    #[error("the process that renders chat templates failed: {0}")]
+    Worker(std::io::Error),
     /// A stop string is empty.
     #[error("a stop string must not be empty")]
     EmptyStop,
@@ -55,7 +65,7 @@ impl TextError {
     pub(crate) fn invalid(place: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Invalid {
             place: place.into(),
-            problem: problem.into(),
+            problem: quotable(&problem.into()),
         }
     }
 
@@ -64,11 +74,40 @@ impl TextError {
         move |source| Self::Read { path, source }
     }
 
+    /// The same, of keys of this GGUF file.
+    #[must_use]
+    pub fn in_file(self, path: &Path) -> Self {
+        let within = |place: String| format!("{}: {place}", path.display());
+        match self {
+            Self::Invalid { place, problem } => Self::Invalid {
+                place: within(place),
+                problem,
+            },
+            Self::Unsupported {
+                place,
+                what,
+                found,
+                supported,
+            } => Self::Unsupported {
+                place: within(place),
+                what,
+                found,
+                supported,
+            },
+            error => error,
+        }
+    }
+
     /// True if the client's messages or text are at fault, not the model's files: a 4xx.
     pub fn is_client_error(&self) -> bool {
         matches!(
             self,
-            Self::Encode(_) | Self::NoChatTemplate | Self::Refused(_) | Self::Render(_) | Self::EmptyStop
+            Self::Encode(_)
+                | Self::NoChatTemplate
+                | Self::Refused(_)
+                | Self::Render(_)
+                | Self::Limit(_)
+                | Self::EmptyStop
         )
     }
 }

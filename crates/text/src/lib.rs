@@ -2,15 +2,18 @@
 //! stop strings, prompts to fill in the middle, chat templates rendered as Hugging Face transformers renders them, and answers taken apart into reasoning,
 //! content and calls of tools.
 //!
-//! No device code and no network: everything is a pure function of files and metadata.
+//! No device code and no network. Everything is a pure function of files and metadata, but that chat templates, which are
+//! programs, may be rendered in processes of their own.
 
 mod answer;
+mod bounds;
 mod detokenizer;
 mod directory;
 mod error;
 mod fim;
 mod gguf;
 pub mod grammar;
+mod limits;
 mod pipeline;
 mod stop;
 mod template;
@@ -18,10 +21,11 @@ mod tokenizer;
 mod vocab;
 
 pub use answer::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, ReasoningFormat, ToolFormat};
+pub use bounds::RenderLimit;
 pub use detokenizer::Detokenizer;
 pub use directory::tokenizer_config;
 pub use error::TextError;
 pub use fim::Fim;
 pub use stop::{Scanned, StopMatcher};
-pub use template::{ChatInput, ChatTemplate, Clock};
+pub use template::{ChatInput, ChatTemplate, Clock, Renderer, WorkerProgram, run_template_worker};
 pub use tokenizer::{SpecialTokens, Tokenizer};

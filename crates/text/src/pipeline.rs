@@ -1,3 +1,4 @@
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
 use plimsoll_core::TokenId;
@@ -19,6 +20,22 @@ impl Pipeline {
             literal: OnceLock::new(),
         }
     }
+
+    /// Encodes texts on which a regular expression takes exponential time, if it ever does.
+    pub(crate) fn try_out(&self) -> Result<(), TextError> {
+        const REPEATED: usize = 64;
+        for (repeated, last) in [
+            ("a", "!"),
+            (" ", "x"),
+            ("1", "x"),
+            ("\n", "x"),
+            ("!", "x"),
+            ("é", " "),
+        ] {
+            self.encode(&(repeated.repeat(REPEATED) + last), false, true)?;
+        }
+        Ok(())
+    }
 }
 
 impl Encode for Pipeline {
@@ -31,9 +48,22 @@ impl Encode for Pipeline {
                 literal
             }),
         };
-        let encoding = inner
-            .encode_fast(text, add_special)
-            .map_err(|e| TextError::Encode(e.to_string()))?;
+        let encoding = guarded(|| inner.encode_fast(text, add_special)).map_err(TextError::Encode)?;
         Ok(encoding.get_ids().to_vec())
     }
+}
+
+/// The `tokenizers` crate panics on some files, and where a regular expression backtracks ten million times.
+pub(crate) fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    let panicked = |panic: Box<dyn std::any::Any + Send>| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        match text.or_else(|| panic.downcast_ref::<&str>().copied()) {
+            Some(text) if text.contains("retry-limit") => {
+                "a regular expression of the tokenizer takes too long on it".to_owned()
+            }
+            _ => "the tokenizer cannot be used".to_owned(),
+        }
+    };
+    let result = catch_unwind(AssertUnwindSafe(work)).map_err(panicked)?;
+    result.map_err(|error| error.to_string())
 }

@@ -2,7 +2,9 @@
 
 mod common;
 
-use plimsoll_text::{ChatInput, ChatTemplate, TextError, Tokenizer};
+use std::path::Path;
+
+use plimsoll_text::{ChatInput, ChatTemplate, Renderer, TextError, Tokenizer};
 use serde_json::json;
 
 #[test]
@@ -55,9 +57,14 @@ fn known_ids() {
 fn chat() {
     let metadata = common::smollm2();
     let tokenizer = Tokenizer::from_gguf(&metadata).unwrap();
-    let template = ChatTemplate::from_gguf(&metadata, tokenizer.special_tokens())
-        .unwrap()
-        .unwrap();
+    let template = ChatTemplate::from_gguf(
+        Path::new("smollm2.gguf"),
+        &metadata,
+        tokenizer.special_tokens(),
+        &Renderer::in_process(),
+    )
+    .unwrap()
+    .unwrap();
     let expected = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n\
                     <|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n";
     let question = "What is the capital of France?";

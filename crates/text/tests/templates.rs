@@ -5,7 +5,9 @@ mod common;
 use std::fs;
 use std::time::{Duration, SystemTime};
 
-use plimsoll_text::{ChatInput, ChatTemplate, ReasoningFormat, SpecialTokens, TextError, ToolFormat};
+use plimsoll_text::{
+    ChatInput, ChatTemplate, ReasoningFormat, Renderer, SpecialTokens, TextError, ToolFormat,
+};
 use serde_json::{Value, json};
 
 /// How the names of templates end that do not render as in Jinja2, on which conversations, and why.
@@ -111,9 +113,10 @@ fn real_templates_render_as_in_jinja2() {
     let (mut failures, mut equal) = (Vec::new(), 0);
     for (name, results) in results {
         let path = common::cached(&format!("test-data/{name}.jinja"), "scripts/fetch-test-data");
-        let template = ChatTemplate::new(&fs::read_to_string(path).unwrap(), &special_tokens);
+        let renderer = Renderer::in_process_at(clock);
+        let template = ChatTemplate::new(&fs::read_to_string(path).unwrap(), &special_tokens, &renderer);
         let template = match template {
-            Ok(template) => template.with_clock(clock),
+            Ok(template) => template,
             Err(error) => {
                 failures.push(format!("{name}: {error}"));
                 continue;
@@ -186,9 +189,7 @@ fn first_difference(expected: &str, text: &str) -> String {
 
 fn template(source: &str) -> ChatTemplate {
     let special_tokens = SpecialTokens::from([("eos_token".to_owned(), "</s>".to_owned())]);
-    ChatTemplate::new(source, &special_tokens)
-        .unwrap()
-        .with_clock(clock)
+    ChatTemplate::new(source, &special_tokens, &Renderer::in_process_at(clock)).unwrap()
 }
 
 fn render(source: &str, messages: Value) -> Result<String, TextError> {
@@ -213,7 +214,7 @@ fn a_refusal_carries_the_templates_own_message() {
 
     let error = render("{{ messages[0].content.missing.deeper }}", json!([message])).unwrap_err();
     assert!(matches!(&error, TextError::Render(_)), "{error:?}");
-    let error = ChatTemplate::new("{% if %}", &SpecialTokens::new()).unwrap_err();
+    let error = ChatTemplate::new("{% if %}", &SpecialTokens::new(), &Renderer::in_process()).unwrap_err();
     assert!(
         matches!(&error, TextError::Template(_)) && !error.is_client_error(),
         "{error:?}"
@@ -390,7 +391,8 @@ fn real_templates_tell_their_formats() {
         .collect();
     paths.sort();
     for path in paths {
-        let template = ChatTemplate::new(&fs::read_to_string(&path).unwrap(), &special_tokens).unwrap();
+        let source = fs::read_to_string(&path).unwrap();
+        let template = ChatTemplate::new(&source, &special_tokens, &Renderer::in_process()).unwrap();
         let tools = match template.takes_tools() {
             true => format!("{:?}", ToolFormat::detect(template.tool_source())),
             false => "no tools".to_owned(),
@@ -421,11 +423,17 @@ fn arguments_of_tool_calls_are_parsed() {
 #[test]
 fn tools_choose_the_template_for_tools() {
     let directory = tempfile::tempdir().unwrap();
-    assert!(ChatTemplate::from_dir(directory.path()).unwrap().is_none());
+    assert!(
+        ChatTemplate::from_dir(directory.path(), &Renderer::in_process())
+            .unwrap()
+            .is_none()
+    );
     let named = json!([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools|length }}"}]);
     let config = json!({"chat_template": named, "bos_token": {"content": "<s>"}});
     fs::write(directory.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-    let template = ChatTemplate::from_dir(directory.path()).unwrap().unwrap();
+    let template = ChatTemplate::from_dir(directory.path(), &Renderer::in_process())
+        .unwrap()
+        .unwrap();
     assert_eq!(template.render(&ChatInput::default()).unwrap(), "plain");
     let tools = [json!({})];
     assert_eq!(
@@ -444,7 +452,9 @@ fn tools_choose_the_template_for_tools() {
         "{{ bos_token }}{{ x }}",
     )
     .unwrap();
-    let template = ChatTemplate::from_dir(directory.path()).unwrap().unwrap();
+    let template = ChatTemplate::from_dir(directory.path(), &Renderer::in_process())
+        .unwrap()
+        .unwrap();
     let kwargs = json!({"x": 5});
     assert_eq!(
         template

@@ -21,7 +21,7 @@ pub struct ChatArgs {
     /// Refuse requests with tool_choice auto
     #[arg(long, overrides_with = "enable_auto_tool_choice")]
     no_enable_auto_tool_choice: bool,
-    /// Allow requests with their own `chat_template`, a program that can occupy a thread for a long time
+    /// Allow requests with their own `chat_template`, a program that can occupy a core for 20 s and 512 MiB of memory
     #[arg(long, overrides_with = "no_trust_request_chat_template")]
     pub trust_request_chat_template: bool,
     /// Refuse requests with a `chat_template` (the default)
@@ -69,7 +69,7 @@ fn named<T: Copy>(names: &[(&str, T)], wanted: &str) -> Option<T> {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use plimsoll_text::SpecialTokens;
+    use plimsoll_text::{Renderer, SpecialTokens};
 
     use super::*;
 
@@ -82,7 +82,8 @@ mod tests {
     fn style(line: &[&str], template: &str) -> AnswerStyle {
         let words = ["x"].iter().chain(line);
         let chat = Line::try_parse_from(words).unwrap().chat;
-        chat.answer_style(Some(&ChatTemplate::new(template, &SpecialTokens::new()).unwrap()))
+        let template = ChatTemplate::new(template, &SpecialTokens::new(), &Renderer::in_process());
+        chat.answer_style(Some(&template.unwrap()))
     }
 
     #[test]

@@ -71,6 +71,11 @@ impl Loaded {
             })
         };
         let (mut text, mut model) = (text?, model?);
+        if let Source::Files { tokenizer, .. } = source
+            && !Text::is_absent(source)
+        {
+            text.check_ids(tokenizer, model.facts.vocab_size)?;
+        }
         text.generation = model.generation.clone();
         text.eos_token_ids.extend(&model.eos_token_ids);
         text.eos_token_ids.sort_unstable();

@@ -28,8 +28,10 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         }
     }
     if max_model_len > trained_for {
-        let message = format!("the model's context is at most {trained_for} tokens, not {max_model_len}");
-        return Err(Error::configuration("--max-model-len", message));
+        return Err(Error::ContextTooLong {
+            asked: max_model_len,
+            trained_for,
+        });
     }
     if max_num_batched_tokens < max_num_seqs {
         let message = format!(

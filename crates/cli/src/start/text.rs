@@ -1,8 +1,10 @@
 //! Text in and out of a model: tokenizer, chat template, and what ends a text.
 
+use std::path::Path;
+
 use plimsoll_core::{MetaValue, TokenId};
 use plimsoll_model::{GenerationConfig, GgufFile};
-use plimsoll_text::{ChatTemplate, Tokenizer};
+use plimsoll_text::{ChatTemplate, Renderer, TextError, Tokenizer};
 use serde_json::{Map, Value, json};
 
 use crate::error::Error;
@@ -33,20 +35,23 @@ impl Text {
     /// # Errors
     /// Where there is none, or it cannot be read.
     pub(super) fn read(source: &Source, settings: &EngineSettings) -> Result<Self, Error> {
+        let renderer = &settings.renderer;
         let Source::Files { tokenizer: path, .. } = source else {
-            return Self::simulated();
+            return Self::simulated(renderer);
         };
         let (tokenizer, template, config) = if path.is_dir() {
             if settings.is_dummy() && Self::is_absent(source) {
                 tracing::warn!("{} has no {FILE}: every byte is a token", path.display());
-                return Self::simulated();
+                return Self::simulated(renderer);
             }
             let config = plimsoll_text::tokenizer_config(path)?;
-            (Tokenizer::from_dir(path)?, ChatTemplate::from_dir(path)?, config)
+            let template = ChatTemplate::from_dir(path, renderer)?;
+            (Tokenizer::from_dir(path)?, template, config)
         } else {
             let file = GgufFile::open(path)?;
-            let tokenizer = Tokenizer::from_gguf(file.metadata())?;
-            let template = ChatTemplate::from_gguf(file.metadata(), tokenizer.special_tokens())?;
+            let tokenizer = Tokenizer::from_gguf(file.metadata()).map_err(|error| error.in_file(path))?;
+            let template =
+                ChatTemplate::from_gguf(path, file.metadata(), tokenizer.special_tokens(), renderer)?;
             let class = file
                 .metadata()
                 .get("tokenizer.ggml.model")
@@ -68,9 +73,31 @@ impl Text {
         }
     }
 
-    fn simulated() -> Result<Self, Error> {
+    /// Refuses a tokenizer of another model, whose texts would begin or end with tokens that this one does not have.
+    pub(super) fn check_ids(&self, path: &Path, vocab_size: usize) -> Result<(), Error> {
+        let ends = self.tokenizer.eos_ids().iter().map(|&id| ("ends", id));
+        let begins = self.tokenizer.bos_id().map(|id| ("begins", id));
+        let beyond = ends.chain(begins).find(|&(_, id)| id as usize >= vocab_size);
+        match beyond {
+            None => Ok(()),
+            Some((what, id)) => Err(Error::Text(TextError::Invalid {
+                place: path.display().to_string(),
+                problem: format!(
+                    "the token that {what} a text, `{}`, is number {id}, beyond the model's vocabulary of {vocab_size} tokens: \
+                     the tokenizer is that of another model",
+                    self.tokenizer.token_str(id)
+                ),
+            })),
+        }
+    }
+
+    fn simulated(renderer: &Renderer) -> Result<Self, Error> {
         let tokenizer = Tokenizer::bytes();
-        let template = Some(ChatTemplate::new(SIM_TEMPLATE, tokenizer.special_tokens())?);
+        let template = Some(ChatTemplate::new(
+            SIM_TEMPLATE,
+            tokenizer.special_tokens(),
+            renderer,
+        )?);
         let config = config(&tokenizer, "bytes");
         Ok(Self {
             config,

@@ -14,6 +14,7 @@ use plimsoll_cli::settings::EngineSettings;
 use plimsoll_cli::start::{Loaded, StartTimes};
 use plimsoll_device::Budget;
 use plimsoll_profiler::{Cause, Origin, Setting};
+use plimsoll_text::Renderer;
 
 use crate::{BUDGET, Model, stop};
 
@@ -341,7 +342,10 @@ fn a_printed_command_parses_to_the_advised_flags() {
     let plimsoll_cli::args::Command::Profile(args) = cli.command else {
         panic!("{printed}")
     };
-    let settings = Arc::new(EngineSettings::new(args.engine).unwrap());
+    let settings = Arc::new(EngineSettings {
+        renderer: Renderer::in_process(),
+        ..EngineSettings::new(args.engine).unwrap()
+    });
     assert_eq!(
         (settings.max_num_seqs, settings.max_model_len),
         (Some(2), Some(128))

@@ -29,6 +29,7 @@ use plimsoll_device::Budget;
 use plimsoll_device::cuda::Gpu;
 use plimsoll_engine::{Drained, EngineHandle};
 use plimsoll_profiler::{Cause, Phase, ProfileError};
+use plimsoll_text::Renderer;
 
 const BUDGET: u64 = 24 << 20;
 
@@ -111,7 +112,10 @@ fn engine_settings(model: &Path, flags: &str) -> EngineSettings {
         .chain(fixed.split(' '))
         .chain(flags.split(' ').filter(|flag| !flag.is_empty()));
     match Cli::try_parse_from(argv).unwrap().command {
-        Command::Serve(args) => EngineSettings::new(args.engine).unwrap(),
+        Command::Serve(args) => EngineSettings {
+            renderer: Renderer::in_process(),
+            ..EngineSettings::new(args.engine).unwrap()
+        },
         other => panic!("not serve: {other:?}"),
     }
 }
@@ -352,8 +356,9 @@ async fn a_budget_that_is_too_small_is_an_error_with_advice() {
 #[test]
 fn limits_that_contradict_each_other_are_refused() {
     let model = Model::new();
-    for flags in ["--max-model-len 4097", "--max-num-seqs 33"] {
+    // What the model cannot do is no contradiction of flags.
+    for (flags, exit_code) in [("--max-model-len 4097", 3), ("--max-num-seqs 33", 2)] {
         let error = model.start(flags, &Budget::new(BUDGET)).unwrap_err();
-        assert_eq!(error.exit_code(), 2, "{flags}: {error:?}");
+        assert_eq!(error.exit_code(), exit_code, "{flags}: {error:?}");
     }
 }

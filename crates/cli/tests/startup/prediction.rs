@@ -12,6 +12,7 @@ use plimsoll_cli::source::Source;
 use plimsoll_cli::start::{Loaded, StartTimes, predict};
 use plimsoll_device::Budget;
 use plimsoll_profiler::{Bound, Cause, Prediction, ProfileError, Report, Setting};
+use plimsoll_text::Renderer;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -26,7 +27,10 @@ fn both(source: &Source, flags: &str, bytes: u64) -> (Result<Prediction, Error>,
     };
     let argv = argv.iter().copied().chain(flags.split_whitespace());
     let settings = match Cli::try_parse_from(argv).unwrap().command {
-        Command::Profile(args) => EngineSettings::new(args.engine).unwrap(),
+        Command::Profile(args) => EngineSettings {
+            renderer: Renderer::in_process(),
+            ..EngineSettings::new(args.engine).unwrap()
+        },
         other => panic!("not profile: {other:?}"),
     };
     let settings = Arc::new(EngineSettings {

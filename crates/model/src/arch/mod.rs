@@ -10,6 +10,7 @@ mod qwen3;
 mod rope;
 mod smollm3;
 
+use plimsoll_core::untrusted::quotable;
 use std::sync::Arc;
 
 use plimsoll_kernels::Activation;
@@ -124,7 +125,7 @@ impl Architecture {
         known.ok_or_else(|| {
             let names: Vec<_> = Self::ALL.into_iter().filter_map(name).collect();
             ModelError::UnknownArchitecture {
-                found: found.to_owned(),
+                found: quotable(found),
                 supported: names.join(", "),
             }
         })

@@ -6,6 +6,7 @@ use plimsoll_core::{
     StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_device::cuda::{DeviceError, GpuArena, GpuError, GpuSlab};
+use plimsoll_kernels::SampleError;
 
 use super::clock::Clocks;
 use super::decoder::StepState;
@@ -443,7 +444,7 @@ impl Executor for GpuRunner {
             ..
         } = &self.state;
         let slot = step % STEPS_IN_FLIGHT;
-        let failed = |run: &LaunchedRun, error| StepError::Failed(format!("{}: {error}", run.request));
+        let failed = |run: &LaunchedRun, SampleError::NotFinite| StepError::NotFinite(run.request);
         let sampled = |run: &LaunchedRun| {
             run.sample
                 .map(|(row, logprobs)| outputs.sampled_at(slot, row as usize, logprobs))

@@ -3,12 +3,11 @@
 mod header;
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use plimsoll_core::Metadata;
+use plimsoll_core::{Metadata, untrusted};
 use plimsoll_kernels::WeightType;
 
 use self::header::{Header, MAGIC, TensorInfo};
@@ -53,6 +52,7 @@ impl GgufFile {
         } = Header::read(path, &bytes)?;
         let locate = |info| locate(path, info, data_offset, bytes.len());
         let tensors = tensors.into_iter().map(locate).collect::<Result<_, _>>()?;
+        check_apart(path, &tensors)?;
         Ok(Self {
             path: path.to_owned(),
             metadata,
@@ -120,7 +120,7 @@ impl GgufFile {
 
 /// Maps a file read-only.
 pub(crate) fn map_file(path: &Path) -> Result<Mmap, ModelError> {
-    let file = File::open(path).map_err(ModelError::io(path))?;
+    let file = untrusted::open_file(path).map_err(ModelError::io(path))?;
     // SAFETY: the map is only read. Somebody who truncates a model file while it is being loaded gets a SIGBUS, as with
     // every loader that maps; weights are copied out, so nothing reads the map once the model is loaded.
     let bytes = unsafe { Mmap::map(&file) }.map_err(ModelError::io(path))?;
@@ -166,4 +166,22 @@ fn locate(
             ModelError::corrupt(path, format!("tensor `{name}` lies beyond the end of the file"))
         })?;
     Ok((name, GgufTensor { dtype, shape, range }))
+}
+
+/// Refuses tensors that share bytes: all but one would be wrong.
+fn check_apart(path: &Path, tensors: &BTreeMap<String, GgufTensor>) -> Result<(), ModelError> {
+    let mut ranges: Vec<_> = tensors
+        .iter()
+        .map(|(name, tensor)| (&tensor.range, name))
+        .collect();
+    ranges.retain(|(range, _)| !range.is_empty());
+    ranges.sort_unstable_by_key(|(range, _)| range.start);
+    let overlap = ranges.windows(2).find(|pair| pair[1].0.start < pair[0].0.end);
+    match overlap {
+        None => Ok(()),
+        Some(pair) => {
+            let message = format!("the tensors `{}` and `{}` overlap", pair[0].1, pair[1].1);
+            Err(ModelError::corrupt(path, message))
+        }
+    }
 }

@@ -1,5 +1,7 @@
 use std::collections::HashSet;
 
+use plimsoll_core::untrusted::quotable;
+
 use super::{Source, Tensor};
 use crate::blocks::Vector;
 use crate::{ModelError, Shape};
@@ -46,10 +48,18 @@ impl<'a> Checked<'a> {
     /// As [`Self::tensor`].
     pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Tensor<'a>, ModelError> {
         let unit_offset = vector.unit_offset && !self.source.has_whole_norms();
-        Ok(Tensor {
+        let tensor = Tensor {
             unit_offset,
             ..self.tensor(&vector.name, &[vector.len])?
-        })
+        };
+        // Matrices have too many elements: the first step finds out.
+        if let Some(index) = tensor.widen()?.iter().position(|value| !value.is_finite()) {
+            return Err(ModelError::Weights {
+                name: tensor.name,
+                message: format!("element {index} is not a number: the file is damaged, download it again"),
+            });
+        }
+        Ok(tensor)
     }
 
     /// A vector that a model may do without, not taken before.
@@ -93,6 +103,7 @@ impl<'a> Checked<'a> {
             [a, b, c, _, ..] => format!("{a}, {b}, {c} and {} more", in_decoder.len() - 3),
             names => names.join(", "),
         };
+        let names = quotable(&names);
         Err(ModelError::UnusedTensors { names })
     }
 }

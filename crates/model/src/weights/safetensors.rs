@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
+use plimsoll_core::untrusted;
 use plimsoll_kernels::WeightType;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata};
@@ -14,6 +15,8 @@ use crate::gguf::map_file;
 use crate::{ModelError, Shape};
 
 const SINGLE: &str = "model.safetensors";
+/// Most bytes of an index: a line for each tensor.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
 const INDEX: &str = "model.safetensors.index.json";
 
 /// All tensors of a model directory.
@@ -71,7 +74,7 @@ impl Checkpoint {
         struct Index {
             weight_map: BTreeMap<String, String>,
         }
-        let text = std::fs::read_to_string(index).map_err(ModelError::io(index))?;
+        let text = untrusted::read_text(index, MAX_INDEX_BYTES).map_err(ModelError::io(index))?;
         let Index { weight_map } =
             serde_json::from_str(&text).map_err(|error| ModelError::config(index, error))?;
         let mut files = Vec::new();

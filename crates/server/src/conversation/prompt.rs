@@ -99,7 +99,8 @@ impl Prompt {
             return self.text_by(template, model, self.field);
         };
         let wrong = |error: TextError| ApiError::invalid(CHAT_TEMPLATE, error.to_string());
-        let template = ChatTemplate::new(source, model.tokenizer.special_tokens()).map_err(wrong)?;
+        let template = ChatTemplate::new(source, model.tokenizer.special_tokens(), &model.renderer);
+        let template = template.map_err(wrong)?;
         self.text_by(&template, model, CHAT_TEMPLATE)
     }
 

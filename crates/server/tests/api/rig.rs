@@ -18,7 +18,7 @@ use plimsoll_server::{
     router,
 };
 use plimsoll_sim::{SimConfig, SimExecutor, SimModel, StepTime};
-use plimsoll_text::{ChatTemplate, Tokenizer};
+use plimsoll_text::{ChatTemplate, Renderer, Tokenizer};
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
@@ -393,9 +393,10 @@ impl Rig {
         };
         let engine = EngineHandle::spawn(proved, device, &config).unwrap();
         let tokenizer = Tokenizer::bytes();
+        let renderer = Renderer::in_process();
         let template = setup
             .template
-            .map(|t| ChatTemplate::new(t, tokenizer.special_tokens()).unwrap());
+            .map(|t| ChatTemplate::new(t, tokenizer.special_tokens(), &renderer).unwrap());
         let model = ModelInfo {
             tokenizer_config: serde_json::Map::new(),
             id: "sim".into(),
@@ -404,6 +405,7 @@ impl Rig {
                 .answers
                 .unwrap_or_else(|| AnswerStyle::detect(template.as_ref())),
             template,
+            renderer,
             eos_token_ids: tokenizer.eos_ids().to_vec(),
             tokenizer,
             defaults: setup.defaults,

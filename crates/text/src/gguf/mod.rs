@@ -6,12 +6,13 @@ mod pre;
 mod spm;
 mod word_piece;
 
+use plimsoll_core::untrusted::quotable;
 use plimsoll_core::{MetaValue, Metadata, TokenId};
 
-use crate::TextError;
 use crate::pipeline::Pipeline;
 use crate::tokenizer::{Encode, Parts, SpecialTokens, Tokenizer, Wrap};
 use crate::vocab::{self, Vocab};
+use crate::{TextError, limits};
 
 const MODEL: &str = "tokenizer.ggml.model";
 
@@ -174,6 +175,11 @@ fn load(metadata: &Metadata) -> Result<Parts, TextError> {
     let model = metadata.get(MODEL).and_then(MetaValue::as_str);
     let model = model.ok_or_else(|| TextError::invalid(MODEL, "missing: this GGUF file has no tokenizer"))?;
     let source = Source::new(metadata)?;
+    let special = source
+        .iter()
+        .filter(|(.., kind)| matches!(kind, TokenType::Control | TokenType::UserDefined));
+    limits::check_special(special.map(|(_, text, _)| text))
+        .map_err(|problem| TextError::invalid("tokenizer.ggml.tokens", problem))?;
     let kind = match model {
         "gpt2" => bpe::byte_level(&source)?,
         "gemma4" => bpe::gemma4(&source)?,
@@ -183,13 +189,17 @@ fn load(metadata: &Metadata) -> Result<Parts, TextError> {
             return Err(TextError::Unsupported {
                 place: MODEL.to_owned(),
                 what: "tokenizer",
-                found: model.to_owned(),
+                found: quotable(model),
                 supported: "gpt2, gemma4, llama, bert".to_owned(),
             });
         }
     };
-    let bos = source.id("bos")?.or(source.id("cls")?).or(kind.default_bos);
-    let own_eos = source.id("eos")?.or(kind.default_eos);
+    let known = |id: &TokenId| (*id as usize) < source.tokens.len();
+    let bos = source
+        .id("bos")?
+        .or(source.id("cls")?)
+        .or(kind.default_bos.filter(known));
+    let own_eos = source.id("eos")?.or(kind.default_eos.filter(known));
     let wrap = Wrap::Explicit {
         bos: bos.filter(|_| source.flag("add_bos_token", kind.add_bos)),
         // BERT's texts end with its separator.

@@ -1,5 +1,6 @@
 use super::{MetaValue, Source};
 use crate::TextError;
+use plimsoll_core::untrusted::quotable;
 
 /// How a byte-level BPE cuts a text into words before merging.
 pub(super) struct PreTokenizer {
@@ -92,7 +93,7 @@ pub(super) fn load(source: &Source<'_>) -> Result<PreTokenizer, TextError> {
             return Err(TextError::Unsupported {
                 place: KEY.to_owned(),
                 what: "pre-tokenizer",
-                found: name.to_owned(),
+                found: quotable(name),
                 supported: supported.to_owned(),
             });
         }

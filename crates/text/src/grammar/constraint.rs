@@ -201,6 +201,12 @@ impl fmt::Debug for CompiledGrammar {
 pub(super) fn complaint(error: &dyn Display) -> String {
     let text = error.to_string();
     let text = text.split("\n<").next().unwrap_or_default().trim();
+    if text.contains("NoExtensionBias") {
+        return "no token of this model's vocabulary can continue such a text".to_owned();
+    }
+    if let Some((_, reference)) = text.split_once("supported without 'referencing' feature; ref ") {
+        return format!("only references within the schema are supported (`#/...`), not {reference}");
+    }
     match text.split_once(". Enable 'coerce_one_of'") {
         Some((what, _)) => format!("{what} where more than one of the schemas may hold; use anyOf"),
         None => text.to_owned(),

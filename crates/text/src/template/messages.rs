@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{ChatInput, ChatTemplate};
+use super::{ChatInput, ChatTemplate, unless_refused};
 use crate::TextError;
 
 /// How a template reads `message.content`. Determined by test renderings, as templates do not declare it.
@@ -17,7 +17,7 @@ pub(super) enum ContentFormat {
 }
 
 impl ContentFormat {
-    pub(super) fn detect(template: &ChatTemplate) -> Self {
+    pub(super) fn detect(template: &ChatTemplate) -> Result<Self, TextError> {
         const PROBE: &str = "plimsoll-probe";
         let parts = json!([{"type": "text", "text": PROBE}]);
         // A template that reads texts alone may fail on a list, ignore it, or print it as Python would.
@@ -28,15 +28,16 @@ impl ContentFormat {
                 add_generation_prompt: true,
                 ..Default::default()
             };
-            template.render_as_given(&input).is_ok_and(|text| {
+            let text = unless_refused(template.render_as_given(&input))?;
+            Ok(text.is_some_and(|text| {
                 text.contains(PROBE) && !text.contains("'type'") && !text.contains("\"type\"")
-            })
+            }))
         };
-        match (reads(PROBE.into()), reads(parts)) {
+        Ok(match (reads(PROBE.into())?, reads(parts)?) {
             (true, true) => Self::Both,
             (false, true) => Self::Parts,
             (_, false) => Self::Text,
-        }
+        })
     }
 }
 

@@ -27,6 +27,26 @@ pub(crate) const TEMPLATES: &[&str] = &[
     "{{ messages[0].content.upper().replace('S', 'x')[1:-1].strip() }}{{ range(3) | list }}{{ 7 // 0 }}",
 ];
 
+/// Templates that exceed a bound, each for a second or so.
+pub(crate) const HOSTILE: &[&str] = &[
+    CYCLE,
+    ENDLESS,
+    DOUBLING,
+    RECURSION,
+    "{% set s = 'aaaaaaaa' %}{% for i in range(9) %}{% set s = s.replace('a', s) %}{% endfor %}{{ s }}",
+];
+
+/// A value that contains itself.
+pub(crate) const CYCLE: &str = "{% set ns = namespace() %}{% set ns.i = ns %}{{ ns.i }}";
+/// Loops within loops.
+pub(crate) const ENDLESS: &str = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}\
+    {% endfor %}{% endfor %}{% endfor %}";
+/// A text of 2^60 bytes.
+pub(crate) const DOUBLING: &str =
+    "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}";
+/// A macro that calls itself with twice as much.
+pub(crate) const RECURSION: &str = "{% macro f(x) %}{{ f(x ~ x) }}{% endmacro %}{{ f('x') }}";
+
 pub(crate) const JINJA: &[&str] = &[
     "{{",
     "}}",

@@ -9,7 +9,23 @@ mod targets;
 
 use corpus::*;
 use inputs::inputs;
+use plimsoll_text::WorkerProgram;
 use proptest::prelude::*;
+
+/// What renders templates.
+pub(crate) fn template_worker() -> WorkerProgram {
+    WorkerProgram {
+        path: env!("CARGO_BIN_EXE_template-worker").into(),
+        args: Vec::new(),
+    }
+}
+
+#[test]
+fn known_templates() {
+    for source in TEMPLATES.iter().chain(HOSTILE) {
+        targets::template(source.as_bytes());
+    }
+}
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]

@@ -1,7 +1,10 @@
 //! What the fuzz targets check. Each takes any bytes and panics where a promise does not hold. Driven by `main.rs` beside it in
 //! every test run, and by libFuzzer (`fuzz/`).
 
-use plimsoll_text::{ChatInput, ChatTemplate, SpecialTokens, StopMatcher, TextError, Tokenizer};
+use std::sync::LazyLock;
+use std::thread;
+
+use plimsoll_text::{ChatInput, ChatTemplate, Renderer, SpecialTokens, StopMatcher, TextError, Tokenizer};
 use serde_json::{Map, Value, json};
 
 /// Bytes as tokens: what comes out piece by piece is their text, whatever the order and however it is cut.
@@ -63,33 +66,51 @@ pub(crate) fn stop(data: &[u8]) {
     }
 }
 
-/// A template that comes from anywhere is refused, or renders, or fails with an error; it never takes the process with it.
+/// Processes that render.
+static WORKERS: LazyLock<Renderer> = LazyLock::new(|| Renderer::workers(crate::template_worker()));
+/// More than a worker has: what it can render, a thread can.
+const STACK_BYTES: usize = 256 << 20;
+
+/// A template that comes from anywhere is refused, or renders, or fails with an error, or exceeds a bound; it never takes the
+/// process with it. What a worker renders is what is rendered without it.
 pub(crate) fn template(data: &[u8]) {
-    let source = String::from_utf8_lossy(data);
+    let source = String::from_utf8_lossy(data).into_owned();
+    let bounded = rendered(&source, &WORKERS);
+    if let Err(error) = &bounded {
+        assert!(!matches!(error, TextError::Worker(_)), "{error}");
+        if matches!(error, TextError::Limit(_)) {
+            return;
+        }
+    }
+    // The coverage of libFuzzer is that of this process.
+    let here = thread::Builder::new().stack_size(STACK_BYTES);
+    let here = here.spawn({
+        let source = source.clone();
+        move || rendered(&source, &Renderer::in_process())
+    });
+    let here = here.expect("a thread starts").join().expect("it does not panic");
+    let text = |rendered: Result<String, TextError>| rendered.map_err(|error| error.to_string());
+    assert!(
+        text(bounded) == text(here) || source.contains("now"),
+        "rendering is a function of the template and its input"
+    );
+}
+
+fn rendered(source: &str, renderer: &Renderer) -> Result<String, TextError> {
     let messages = [
         json!({ "role": "system", "content": "s" }),
         json!({ "role": "user", "content": "é<|end|>" }),
         json!({ "role": "assistant", "content": null, "tool_calls": [call("{\"a\": [1, 2.5, null]}")] }),
         json!({ "role": "tool", "content": "2", "tool_call_id": "1" }),
     ];
-    let Ok(template) = ChatTemplate::new(&source, &SpecialTokens::new()) else {
-        return;
-    };
     let tools =
         [json!({ "type": "function", "function": { "name": "f", "parameters": { "type": "object" } } })];
-    let input = ChatInput {
+    ChatTemplate::new(source, &SpecialTokens::new(), renderer)?.render(&ChatInput {
         messages: &messages,
         tools: Some(&tools),
         add_generation_prompt: true,
         ..Default::default()
-    };
-    let once = template.render(&input);
-    if let (Ok(once), Ok(again)) = (once, template.render(&input)) {
-        assert!(
-            !source.contains("now") && once == again || source.contains("now"),
-            "rendering is a function"
-        );
-    }
+    })
 }
 
 fn call(arguments: &str) -> Value {
@@ -112,7 +133,8 @@ pub(crate) fn messages(data: &[u8]) {
     let list = |key: &str| value.get(key).and_then(Value::as_array).cloned();
     let (messages, tools) = (list("messages").unwrap_or_default(), list("tools"));
     let kwargs: Option<Map<String, Value>> = value.get("kwargs").and_then(Value::as_object).cloned();
-    let template = ChatTemplate::new(CHATML, &SpecialTokens::new()).expect("a constant template");
+    let template = ChatTemplate::new(CHATML, &SpecialTokens::new(), &Renderer::in_process())
+        .expect("a constant template");
     let rendered = template.render(&ChatInput {
         messages: &messages,
         tools: tools.as_deref(),

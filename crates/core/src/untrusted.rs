@@ -1,0 +1,95 @@
+//! Files that come with models: anybody may have made them.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::Path;
+
+/// Most bytes of a file of settings, such as config.json.
+pub const MAX_SETTINGS_BYTES: u64 = 8 << 20;
+
+/// Opens a regular file. Others, such as a FIFO, would be waited for.
+///
+/// # Errors
+/// That of the operating system, or that it is something else.
+pub fn open_file(path: &Path) -> io::Result<File> {
+    let kind = fs::metadata(path)?.file_type();
+    match kind.is_file() {
+        true => File::open(path),
+        false if kind.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+        false => Err(io::Error::other("it is neither a file nor a directory")),
+    }
+}
+
+/// The bytes of a file that has no more than `most`.
+///
+/// # Errors
+/// As [`open_file`], or that it is longer.
+pub fn read_file(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_file(path)?.take(most + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > most {
+        true => Err(io::Error::other(format!(
+            "it is longer than the {} MiB that such a file may have",
+            most >> 20
+        ))),
+        false => Ok(bytes),
+    }
+}
+
+/// [`read_file`] as text.
+///
+/// # Errors
+/// As [`read_file`], or that it is no UTF-8.
+pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
+    let text = String::from_utf8(read_file(path, most)?);
+    text.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.utf8_error()))
+}
+
+/// Most characters of a file's contents in an error.
+const MAX_SHOWN: usize = 400;
+
+/// A message that quotes a file: without control characters, and cut where it is too long for people.
+pub fn quotable(message: &str) -> String {
+    let mut characters = message.chars();
+    let shown = characters.by_ref().take(MAX_SHOWN);
+    let mut shown: String = shown
+        .map(|c| match c.is_control() && c != '\n' {
+            true => '\u{fffd}',
+            false => c,
+        })
+        .collect();
+    if characters.next().is_some() {
+        shown.push('…');
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_short() {
+        assert_eq!(
+            quotable("`a\u{0}\u{1b}[31m`: é\n"),
+            "`a\u{fffd}\u{fffd}[31m`: é\n"
+        );
+        assert_eq!(quotable(&"é".repeat(400)), "é".repeat(400));
+        assert_eq!(quotable(&"é".repeat(9999)), "é".repeat(400) + "…");
+    }
+
+    #[test]
+    fn only_short_regular_files_are_read() {
+        let this = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");
+        let text = read_text(&this, 1 << 20).unwrap();
+        assert!(text.contains("plimsoll-core"));
+        assert_eq!(read_text(&this, text.len() as u64).unwrap(), text);
+        let error = read_text(&this, text.len() as u64 - 1).unwrap_err();
+        assert!(error.to_string().contains("longer"), "{error}");
+        let kind = |path: &str| read_text(Path::new(path), 1).unwrap_err().kind();
+        assert_eq!(kind("/"), io::ErrorKind::IsADirectory);
+        assert_eq!(kind("/nonexistent"), io::ErrorKind::NotFound);
+        let error = read_text(Path::new("/dev/zero"), 1).unwrap_err();
+        assert!(error.to_string().contains("neither a file"), "{error}");
+    }
+}

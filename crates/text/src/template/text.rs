@@ -1,0 +1,106 @@
+//! The text of a model's chat templates, and where it comes from.
+
+use std::path::Path;
+
+use plimsoll_core::{Metadata, untrusted};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::{SpecialTokens, TextError, directory, limits};
+
+pub(super) const DEFAULT: &str = "default";
+/// Where a model has several templates, transformers takes this one for requests with tools.
+pub(super) const TOOL_USE: &str = "tool_use";
+
+/// Templates by name, [`DEFAULT`] among them, and the special tokens that they may write.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct TemplateText {
+    pub(super) named: Vec<(String, String)>,
+    pub(super) special_tokens: SpecialTokens,
+}
+
+/// Templates, and the file that they are from.
+pub(super) struct Found {
+    pub(super) place: String,
+    pub(super) named: Vec<(String, String)>,
+}
+
+impl TemplateText {
+    /// # Errors
+    /// Without [`DEFAULT`].
+    pub(super) fn new(
+        named: Vec<(String, String)>,
+        special_tokens: &SpecialTokens,
+    ) -> Result<Self, TextError> {
+        let text = Self {
+            named,
+            special_tokens: special_tokens.clone(),
+        };
+        if text.get(DEFAULT).is_none() {
+            let names: Vec<_> = text.named.iter().map(|(name, _)| name.as_str()).collect();
+            return Err(TextError::Template(format!(
+                "there is no template called \"default\", only {}",
+                names.join(", ")
+            )));
+        }
+        Ok(text)
+    }
+
+    fn get(&self, wanted: &str) -> Option<&str> {
+        let found = self.named.iter().find(|(name, _)| name == wanted);
+        found.map(|(_, source)| source.as_str())
+    }
+
+    pub(super) fn source(&self) -> &str {
+        self.get(DEFAULT).unwrap_or_default()
+    }
+
+    pub(super) fn tool_source(&self) -> &str {
+        self.get(TOOL_USE).unwrap_or_else(|| self.source())
+    }
+}
+
+/// `chat_template.jinja` of a model directory, else `chat_template` of `tokenizer_config.json`, which may be one template or
+/// several with names.
+pub(super) fn in_dir(dir: &Path) -> Result<Option<Found>, TextError> {
+    let path = dir.join("chat_template.jinja");
+    let one = |place: &Path, source: String| Found {
+        place: place.display().to_string(),
+        named: vec![(DEFAULT.to_owned(), source)],
+    };
+    if path.exists() {
+        let source =
+            untrusted::read_text(&path, limits::MAX_TEMPLATE_BYTES).map_err(TextError::read(&path))?;
+        return Ok(Some(one(&path, source)));
+    }
+    let path = dir.join("tokenizer_config.json");
+    let config = directory::read_json(dir, "tokenizer_config.json")?.unwrap_or_default();
+    match &config["chat_template"] {
+        Value::Null => Ok(None),
+        Value::String(source) => Ok(Some(one(&path, source.clone()))),
+        several => {
+            let text = |entry: &Value, key: &str| entry.get(key)?.as_str().map(str::to_owned);
+            let entries = several.as_array().into_iter().flatten();
+            let named = entries.map(|entry| text(entry, "name").zip(text(entry, "template")));
+            let named = named
+                .collect::<Option<Vec<_>>>()
+                .filter(|named| !named.is_empty());
+            let place = path.display().to_string();
+            let problem = "chat_template is neither a string nor a list of {name, template}";
+            let named = named.ok_or_else(|| TextError::invalid(&place, problem))?;
+            Ok(Some(Found { place, named }))
+        }
+    }
+}
+
+/// The `tokenizer.chat_template` keys of a GGUF file.
+pub(super) fn in_gguf(path: &Path, metadata: &Metadata) -> Option<Found> {
+    const KEY: &str = "tokenizer.chat_template";
+    let text = |key: &str| metadata.get(key)?.as_str().map(str::to_owned);
+    let mut named = vec![(DEFAULT.to_owned(), text(KEY)?)];
+    named.extend(text(&format!("{KEY}.{TOOL_USE}")).map(|source| (TOOL_USE.to_owned(), source)));
+    Some(Found {
+        place: path.display().to_string(),
+        named,
+    })
+}
