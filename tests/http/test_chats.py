@@ -165,7 +165,7 @@ def test_a_page_of_a_starting_server_becomes_the_chat(tmp_path, open_page):
     # Each of its steps takes so long that the start can be watched.
     with conftest.process(tmp_path, "sim:0.4", "--max-model-len", "1024") as (child, port, log):
         url = f"http://127.0.0.1:{port}"
-        end = time.monotonic() + conftest.START_TIMEOUT
+        end = time.monotonic() + conftest.PATIENCE
         while time.monotonic() < end:
             with contextlib.suppress(httpx.TransportError):
                 httpx.get(f"{url}/health")

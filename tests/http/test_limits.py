@@ -101,7 +101,7 @@ def test_access_log(keyed, files):
     asked = {"messages": HELLO, "max_tokens": 4, "ignore_eos": True}
     answer = keyed.http.post(CHAT, json=asked, headers={"x-request-id": "logged-1"})
     assert answer.json()["id"] == "chatcmpl-logged-1" and answer.headers["x-request-id"] == "logged-1"
-    keyed.http.post(CHAT, json={"messages": HELLO, "max_tokens": -1}, headers={"x-request-id": "logged-2"})
+    keyed.http.post(CHAT, json={"messages": HELLO, "max_tokens": -2}, headers={"x-request-id": "logged-2"})
     by_id = lambda name: [line for line in lines(files / "log") if line["request_id"] == name]
     keyed.wait_for("both lines", lambda: by_id("logged-1") and by_id("logged-2"))
     [line] = by_id("logged-1")

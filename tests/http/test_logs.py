@@ -57,7 +57,7 @@ def test_a_request_is_one_line_at_its_end(logging):
     body = {"messages": prompt, "max_tokens": 4, "ignore_eos": True}
     answer = logging.http.post(CHAT, json=body, headers={"x-request-id": "line-1"}).raise_for_status().json()
     logging.http.post(CHAT, json=body | {"stream": True}, headers={"x-request-id": "line-2"}).raise_for_status()
-    assert logging.http.post(CHAT, json={"messages": HELLO, "max_tokens": -1}, headers={"x-request-id": "line-3"}).status_code == 400
+    assert logging.http.post(CHAT, json={"messages": HELLO, "max_tokens": -2}, headers={"x-request-id": "line-3"}).status_code == 400
     by_id = lambda name: [line for line in requests(logging) if line["id"] == name]
     logging.wait_for("the lines", lambda: all(by_id(f"line-{i}") for i in (1, 2, 3)))
     [line] = by_id("line-1")
