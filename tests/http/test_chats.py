@@ -179,7 +179,7 @@ def test_a_page_of_a_starting_server_becomes_the_chat(tmp_path, open_page):
         expect(page.locator("#send")).to_be_disabled()
         assert httpx.get(f"{url}/v1/models").status_code == 503
         accessible(page)
-        expect(page.locator("#greeting")).to_have_text("Ready.", timeout=conftest.START_TIMEOUT * 1000)
+        expect(page.locator("#greeting")).to_have_text("Ready.", timeout=conftest.PATIENCE * 1000)
         expect(page.locator("#starting")).not_to_be_visible()
         exchange(page, "Are you there?", "Yes.")
         assert child.poll() is None
