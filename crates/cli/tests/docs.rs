@@ -8,7 +8,7 @@ use clap::CommandFactory;
 use plimsoll_cli::args::Cli;
 
 /// Flags of other programs that the documents show.
-const FOREIGN: [&str; 11] = [
+const FOREIGN: [&str; 14] = [
     "rm",
     "gpus",
     "set",
@@ -20,6 +20,9 @@ const FOREIGN: [&str; 11] = [
     "attach",
     "timeout",
     "logs",
+    "binary",
+    "build-context",
+    "engine",
 ];
 /// Below these headings flags are those of other servers, up to the next heading. `tests/migration.rs` checks all of the first
 /// two.
