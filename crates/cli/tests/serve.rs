@@ -133,7 +133,7 @@ fn wrong_flags_models_and_sizes_have_their_codes() {
         (&["serve", "sim", "--block-size", "12"], 2, "8, 16 or 32"),
         (
             &["serve", "sim", "--max-model-len", "999999"],
-            2,
+            3,
             "--max-model-len",
         ),
         (
