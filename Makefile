@@ -7,7 +7,7 @@ PYTHON := $(VENV)/bin/python
 
 .PHONY: help
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 .PHONY: serve
 serve:  ## Fetch the default model, build, serve it on PORT (8000); more flags in ARGS
