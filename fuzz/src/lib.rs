@@ -5,7 +5,7 @@ mod answers;
 #[path = "../../crates/text/tests/fuzz/corpus.rs"]
 mod corpus;
 #[path = "../../crates/cli/tests/hostile/files.rs"]
-#[allow(dead_code, reason = "tests use the rest")]
+#[allow(dead_code, reason = "the tests also change single fields of these files")]
 mod files;
 #[path = "../../crates/server/tests/api/fuzz.rs"]
 mod fuzz;
