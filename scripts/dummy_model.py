@@ -3,7 +3,7 @@
 import itertools
 import json
 
-# Shape of meta-llama/Llama-3.1-8B: facts from its config.json.
+# Shape of meta-llama/Llama-3.1-8B: facts from its config.json, as in all that follow.
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -27,6 +27,52 @@ LLAMA_3_1_8B = {
     "vocab_size": 128256,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
+}
+
+# Shape of Qwen/Qwen2.5-0.5B-Instruct.
+QWEN_2_5_0_5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+# Shape of Qwen/Qwen3-32B.
+QWEN_3_32B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
 }
 
 

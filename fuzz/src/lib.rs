@@ -5,7 +5,7 @@ mod answers;
 #[path = "../../crates/text/tests/fuzz/corpus.rs"]
 mod corpus;
 #[path = "../../crates/cli/tests/hostile/files.rs"]
-#[allow(dead_code, reason = "the tests also change single fields of these files")]
+#[allow(dead_code, reason = "shared with the tests of hostile files, which use the rest")]
 mod files;
 #[path = "../../crates/server/tests/api/fuzz.rs"]
 mod fuzz;

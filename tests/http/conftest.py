@@ -105,7 +105,8 @@ def process(directory: Path, *args: str, port: int | None = None):
     command = [str(BINARY), "serve", *args, "--port", str(port)]
     # The server takes settings from PLIMSOLL_*: those of the caller's shell are not for the tests.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PLIMSOLL_")}
-    environment |= NO_PROFILE_CACHE | {"PLIMSOLL_LOG_FORMAT": "text"}
+    # Tests look for details of the log, too.
+    environment |= NO_PROFILE_CACHE | {"PLIMSOLL_LOG_FORMAT": "text", "PLIMSOLL_VERBOSE": "true"}
     # Servers outside these tests need not wait for ours, nor ours for them.
     environment["PLIMSOLL_DEVICE_LOCK_DIR"] = str(directory)
     with log.open("wb") as out:

@@ -30,7 +30,8 @@ TINY = {
 def test_every_line_of_the_table_is_measured(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
-    few = ["--num-prompts", "4", "--num-iters", "1", "--batch-sizes", "1", "3", "--load", "2:4", "--selftest-seconds", "4"]
+    few = ["--num-prompts", "4", "--num-iters", "1", "--batch-sizes", "1", "3", "--load", "2:4", "--selftest-seconds", "4",
+           "--shapes", "--long-prompt", "600", "--mixed-context", "1536", "--mixed-prompts", "6", "--burst", "5"]
     sizes = ["--model-config", config, "--plimsoll-args", "--device-memory 1GiB", "--output", tmp_path / "out"]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_VENV"}
     # Servers outside these tests need not wait for ours, nor ours for them.
@@ -40,14 +41,18 @@ def test_every_line_of_the_table_is_measured(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 at once" in done.stdout
     lines = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "out").iterdir()}
-    assert lines.keys() == {"latency-1", "latency-3", "throughput", "serve-2", "start", "kv-default", "kv-full",
-                             "start-measured", "start-cached", "selftest",
+    assert lines.keys() == {"latency-1", "latency-3", "throughput", "prompt-600", "serve-2", "chats-32", "half-load", "burst-5",
+                             "start", "kv-default", "kv-full", "start-measured", "start-cached", "selftest",
                              *(f"grammar-{kind}-{batch}" for kind in ("free", "json") for batch in (1, 32, 256))}
     for name, line in lines.items():
         assert line["figures"] and all(figure["plimsoll"] > 0 for figure in line["figures"]), name
         assert line["version"].startswith("plimsoll ") and line["plimsoll"]["command"], name
     assert lines["serve-2"]["plimsoll"]["completed"] == 4
-    assert lines["latency-1"]["figures"][0]["target"] == 4.0
+    for name, requests in ("chats-32", 6), ("half-load", 6), ("burst-5", 5):
+        assert lines[name]["plimsoll"]["completed"] == requests, name
+    assert lines["latency-1"]["figures"][0]["target"] == 3.95
+    for name in "latency-1", "latency-3", "throughput", "prompt-600", "serve-2":
+        assert lines[name]["figures"][0]["floor"] > 0, name
     origins = [lines[name]["plimsoll"]["profile"]["origin"]["from"] for name in ("start-measured", "start-cached")]
     assert origins == ["measured", "cached"]
     verdict = lines["selftest"]["plimsoll"]

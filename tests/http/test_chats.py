@@ -186,6 +186,36 @@ def test_a_page_of_a_starting_server_becomes_the_chat(tmp_path, open_page):
         page.close()
 
 
+def test_a_page_goes_on_when_the_server_restarts(tmp_path, open_page):
+    refused = ("status of 503", "ERR_CONNECTION_REFUSED")
+    with conftest.process(tmp_path, "sim", "--served-model-name", "sim") as (child, port, log):
+        page = open_page(f"http://127.0.0.1:{port}", complaints=refused)
+        expect(page.locator("#greeting")).to_have_text("Ready.", timeout=conftest.PATIENCE * 1000)
+        exchange(page, "Are you there?", "Yes.")
+        page.unroute(CHAT)
+        page.locator("#max_tokens").fill("3")
+    send(page, "And now?")
+    expect(page.locator("#phase")).to_contain_text("cannot be reached")
+    expect(page.locator("#status")).to_have_text("waiting for the server")
+    with conftest.process(tmp_path, "sim:0.4", "--served-model-name", "sim", "--max-model-len", "1024", port=port) as (child, port, log):
+        expect(page.locator("#progress-note")).to_contain_text("%")
+        seen(page.locator("#phase"))
+        seen(page.locator("#progress"))
+        expect(page.locator(".error")).to_have_count(0)
+        accessible(page)
+        # A request that gets a 503 is no error of the chat either.
+        page.get_by_role("button", name="Stop").click()
+        answered(page, 2)
+        expect(page.locator("#starting")).not_to_be_visible()
+        page.get_by_role("button", name="Regenerate").last.click()
+        seen(page.locator("#progress"))
+        answered(page, 2)
+        expect(page.locator(".assistant .text").last).not_to_be_empty()
+        expect(page.locator("#starting")).not_to_be_visible()
+        expect(page.locator(".error")).to_have_count(0)
+        page.close()
+
+
 def test_a_server_with_keys_asks_for_one(start, open_page):
     with start("sim", "--api-key", "sesame") as server:
         page = open_page(server.url, complaints=("status of 401",))

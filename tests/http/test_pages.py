@@ -40,7 +40,9 @@ def test_a_conversation(sim, chat):
 def test_sampling_controls_change_the_request(chat):
     with chat.expect_request(CHAT) as sent:
         send(chat, "Without")
-    assert set(sent.value.post_data_json) == {"model", "messages", "stream", "stream_options"}
+    assert set(sent.value.post_data_json) == {"model", "messages", "max_tokens", "stream", "stream_options"}
+    # The field shows what is sent where it is empty.
+    assert sent.value.post_data_json["max_tokens"] == 2048 == int(chat.locator("#max_tokens").get_attribute("placeholder"))
     answered(chat, 1)
     for name, value in {"temperature": "0.25", "top_p": "0.5", "max_tokens": "7", "seed": "42"}.items():
         chat.locator(f"#{name}").fill(value)
@@ -90,6 +92,20 @@ def test_stop_ends_the_answer_here_and_there(slow, open_page, how):
     send(chat, "Thank you")
     answered(chat, 2)
     assert "stopped" not in chat.locator(".assistant .after").last.inner_text()
+
+
+def test_the_default_length_of_an_answer_gives_way_to_the_context(start, open_page):
+    with start("sim", "--served-model-name", "sim", "--max-model-len", "512") as server:
+        page = open_page(server.url, complaints=("status of 400",))
+        with page.expect_response(lambda response: response.ok and response.url.endswith("/chat/completions")) as sent:
+            send(page, "Be short")
+        assert "max_tokens" not in sent.value.request.post_data_json
+        answered(page, 1)
+        expect(page.locator(".error")).to_have_count(0)
+        # What somebody asks for is refused as ever.
+        page.locator("#max_tokens").fill("2048")
+        send(page, "Be long")
+        expect(page.locator("#max_tokens-error")).to_be_visible()
 
 
 def test_an_error_says_what_and_where(sim, open_page):

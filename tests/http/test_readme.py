@@ -112,7 +112,7 @@ def served(directory, environment):
     server = Server(process, port, log)
     lines = lambda: re.split(r"[\r\n]+", log.read_text(errors="replace"))
     try:
-        server.wait_for("ready", lambda: process.poll() is not None or any("ready:" in line for line in lines()), timeout=PATIENCE)
+        server.wait_for("ready", lambda: process.poll() is not None or any("Chat: " in line for line in lines()), timeout=PATIENCE)
         assert process.poll() is None, server.tail()
         yield server, lines
         assert server.stop() == 0

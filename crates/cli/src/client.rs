@@ -3,16 +3,20 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use reqwest::Client;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+use reqwest::{Client, ClientBuilder};
 
+use crate::args::Secret;
 use crate::error::Error;
 use crate::keys::first_in;
 
 /// How a client gets in.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ClientArgs {
-    /// File of API keys, as for `serve`; requests send the first one
+    /// API key of the server. Other users of this machine can read command lines: the variable and --api-key-file are safer
+    #[arg(long, value_name = "KEY", env = "OPENAI_API_KEY", hide_env_values = true)]
+    api_key: Option<Secret>,
+    /// File of API keys, as for `serve`; requests send the first one, rather than that of --api-key
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
 }
@@ -21,19 +25,40 @@ impl ClientArgs {
     /// An HTTP client that talks to the server itself, whatever proxy the environment names.
     ///
     /// # Errors
-    /// Where the file cannot be read or holds no key.
+    /// Where the file cannot be read or holds no key, or a key is none.
     pub(crate) fn http(&self) -> Result<Client, Error> {
+        built(self.builder()?)
+    }
+
+    /// The same, over a Unix socket.
+    ///
+    /// # Errors
+    /// As [`Self::http`].
+    pub(crate) fn http_at(&self, socket: PathBuf) -> Result<Client, Error> {
+        built(self.builder()?.unix_socket(socket))
+    }
+
+    fn builder(&self) -> Result<ClientBuilder, Error> {
         let mut headers = HeaderMap::new();
-        if let Some(path) = &self.api_key_file {
-            let key = first_in(path)?;
-            let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
-                .map_err(|error| Error::Internal(error.to_string()))?;
+        let key = match (&self.api_key_file, &self.api_key) {
+            (Some(path), _) => Some(first_in(path)?),
+            (None, Some(key)) => Some(key.reveal().to_owned()),
+            (None, None) => None,
+        };
+        // A variable that is set to nothing is not set.
+        if let Some(key) = key.filter(|key| !key.is_empty()) {
+            let mut value = HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| {
+                Error::configuration("API key", "it holds characters that no header may hold")
+            })?;
             value.set_sensitive(true);
             headers.insert(AUTHORIZATION, value);
         }
-        let client = Client::builder().no_proxy().default_headers(headers);
-        client.build().map_err(|error| Error::Internal(error.to_string()))
+        Ok(Client::builder().no_proxy().default_headers(headers))
     }
+}
+
+fn built(client: ClientBuilder) -> Result<Client, Error> {
+    client.build().map_err(|error| Error::Internal(error.to_string()))
 }
 
 /// The server's address from a URL with or without `/v1`.
@@ -46,6 +71,15 @@ pub(crate) fn base(url: &str) -> &str {
 /// What a server-sent event's line carries, if it carries anything.
 pub(crate) fn event_data(line: &str) -> Option<&str> {
     line.strip_prefix("data:").map(str::trim)
+}
+
+/// What happened to a request that got no answer, by its innermost cause.
+pub(crate) fn connection(error: &reqwest::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    format!("no answer: {cause}")
 }
 
 /// The data of the last event of a stream.

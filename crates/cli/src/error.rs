@@ -1,7 +1,7 @@
 //! What can go wrong, and with which exit code the process then ends.
 
 use std::fmt::Display;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use plimsoll_core::Oom;
@@ -169,6 +169,23 @@ pub enum Error {
     /// A benchmark.
     #[error("{0}")]
     Bench(String),
+    /// A request of a chat.
+    #[error("{0}")]
+    Chat(String),
+    /// There is no server to talk to.
+    #[error("{0}")]
+    NoServer(String),
+    /// The server that a chat started has ended.
+    #[error("the server of this chat ended: {said}")]
+    OwnServer {
+        /// With this, unless a signal ended it.
+        code: Option<u8>,
+        /// Its last words.
+        said: String,
+    },
+    /// A signal ended a command.
+    #[error("stopped by {0}")]
+    Stopped(Signal),
     /// The selftest found something; the verdict says what.
     #[error("the selftest failed: {0}")]
     SelftestFailed(String),
@@ -178,14 +195,6 @@ pub enum Error {
     /// The selftest found nothing, but did not reach every limit.
     #[error("the selftest is inconclusive: {0}")]
     Inconclusive(String),
-    /// A file that is needed cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the operating system said.
-        source: std::io::Error,
-    },
     /// A file that was asked for cannot be written.
     #[error("cannot write {}: {source}", path.display())]
     Write {
@@ -222,6 +231,11 @@ impl Error {
         }
     }
 
+    /// The file at `path`, which `flag` names, cannot be read.
+    pub(crate) fn unreadable(flag: &str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| Self::configuration(flag, format!("cannot read {}: {source}", path.display()))
+    }
+
     /// As `plimsoll --help` lists them.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -238,13 +252,14 @@ impl Error {
             Self::ContextTooLong { .. } | Self::Profile(ProfileError::NotFinite { .. }) => 3,
             Self::Gpu(_) | Self::Profile(ProfileError::Device { .. }) => 7,
             Self::DeviceBusy { .. } => 8,
-            Self::NothingToTest(_) => 9,
+            Self::NothingToTest(_) | Self::NoServer(_) => 9,
             Self::Inconclusive(_) => 10,
             Self::Serve(ServeError::Stalled(_)) => 11,
-            Self::Interrupted { signal, .. } => signal.exit_code(),
+            Self::Interrupted { signal, .. } | Self::Stopped(signal) => signal.exit_code(),
+            Self::OwnServer { code, .. } => code.filter(|&code| code > 0).unwrap_or(1),
             Self::Capacity(_) | Self::Profile(_) | Self::Serve(_) => 1,
-            Self::Bench(_) | Self::SelftestFailed(_) | Self::Internal(_) => 1,
-            Self::Read { .. } | Self::Write { .. } | Self::System(_) => 1,
+            Self::Bench(_) | Self::Chat(_) | Self::SelftestFailed(_) | Self::Internal(_) => 1,
+            Self::Write { .. } | Self::System(_) => 1,
         }
     }
 

@@ -9,6 +9,9 @@ use crate::args::AccessArgs;
 use crate::error::Error;
 use crate::watch::{read_files, watch_files};
 
+/// Names the file, here and for clients.
+const FLAG: &str = "--api-key-file";
+
 /// The keys that `args` name, read before anything is loaded.
 pub(crate) struct KeySource {
     flags: Vec<ApiKey>,
@@ -35,7 +38,7 @@ impl KeySource {
         let file = match &args.api_key_file {
             None => None,
             Some(path) => {
-                let [content] = read_files(std::array::from_ref(path))?;
+                let [content] = read_files(&[(FLAG, path.clone())])?;
                 let found = parse(path, &content)?;
                 if found.is_empty() {
                     return Err(Error::configuration(path.display(), "it has no key"));
@@ -76,7 +79,7 @@ impl KeySource {
             });
             ready(replaced.map_err(|error| error.to_string()))
         };
-        watch_files("the list of API keys", [path], [content], changed).await;
+        watch_files("the list of API keys", [(FLAG, path)], [content], changed).await;
     }
 }
 
@@ -91,7 +94,7 @@ pub(crate) fn limits(args: &AccessArgs) -> KeyLimits {
 
 /// The first key of a file, for those who use it.
 pub(crate) fn first_in(path: &Path) -> Result<String, Error> {
-    let [content] = read_files(&[path.to_owned()])?;
+    let [content] = read_files(&[(FLAG, path.to_owned())])?;
     parse(path, &content)?;
     let text = String::from_utf8_lossy(&content);
     let mut lines = entries(&text);
@@ -174,7 +177,10 @@ mod tests {
             (vec!["--api-key", "secret word"], "without spaces"),
             (vec!["--api-key-file", &path(&many)], "line 2"),
             (vec!["--api-key-file", &path(&empty)], "no key"),
-            (vec!["--api-key-file", "/no/such/file"], "/no/such/file"),
+            (
+                vec!["--api-key-file", "/no/such/file"],
+                "--api-key-file: cannot read /no/such/file: ",
+            ),
             (vec!["--requests-per-minute-per-key", "3"], "need keys"),
             (vec!["--isolate-prefix-cache"], "needs keys"),
         ] {

@@ -51,6 +51,14 @@ impl Bound {
         }
     }
 
+    /// What a browser on this machine opens; a Unix socket has none.
+    pub(crate) fn browser_url(&self, scheme: &str) -> Option<String> {
+        match self {
+            Self::Tcp(_) => Some(self.curl(scheme)),
+            Self::Unix(_) => None,
+        }
+    }
+
     /// What curl is given before the path.
     pub(crate) fn curl(&self, scheme: &str) -> String {
         match self {

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
+use crate::terminal;
 
 /// Where lock files lie by default: all users of a machine can meet there, and not everybody's `TMPDIR` is the same.
 const DEFAULT_DIR: &str = "/tmp/plimsoll";
@@ -170,12 +171,14 @@ impl Locks {
             // A holder needs a moment to say who it is.
             if waited >= POLL && said.is_none_or(|at| waited - at >= REMIND) {
                 said = Some(waited);
-                tracing::info!(
+                let text = format!(
                     "waiting for {device}, which {} is measuring; waited {:.0} s of at most {:.0} s",
                     holder(file),
                     waited.as_secs_f64(),
                     self.timeout.as_secs_f64()
                 );
+                terminal::phase("device", &text);
+                tracing::info!("{text}");
             }
             thread::sleep(POLL.min(self.timeout - waited));
         }

@@ -1,17 +1,23 @@
-//! Log lines on stderr: text for people, one JSON object per line for machines.
+//! Log lines on stderr: text for people, one JSON object per line for machines. Where nobody asks for more, people get a
+//! line for each phase of a start instead of its details (see `terminal`).
 
 use std::backtrace::Backtrace;
 use std::ffi::OsString;
+use std::fmt;
 use std::io::{IsTerminal, stderr};
 use std::panic::PanicHookInfo;
 use std::sync::OnceLock;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use tracing::Subscriber;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::FormatTime;
 
 use crate::args::{LogArgs, LogFormat, LogLevels};
 use crate::error::Error;
+use crate::terminal::{self, Style};
 
 /// Whether the log is JSON, once that is known.
 static JSON: OnceLock<bool> = OnceLock::new();
@@ -30,34 +36,82 @@ pub enum Kind {
 /// # Errors
 /// Where `RUST_LOG` is needed and wrong.
 pub fn init(args: &LogArgs, kind: Kind) -> Result<(), Error> {
-    let filter = match &args.log_level {
-        Some(levels) => levels.to_string().parse(),
-        None => match std::env::var(EnvFilter::DEFAULT_ENV) {
-            Ok(filter) if !filter.trim().is_empty() => filter.parse(),
-            _ => LogLevels::default().to_string().parse(),
-        },
-    };
-    let filter: EnvFilter = filter.map_err(|error| {
-        let origin = format!("environment variable {}", EnvFilter::DEFAULT_ENV);
-        Error::configuration(origin, format!("{error}; --log-level takes levels too"))
-    })?;
+    let asked = args.log_level.as_ref().map(LogLevels::to_string);
+    let asked = asked.or_else(|| {
+        std::env::var(EnvFilter::DEFAULT_ENV)
+            .ok()
+            .filter(|set| !set.trim().is_empty())
+    });
     let json = is_json_for(args.log_format, kind);
     if JSON.set(json).is_err() {
         // A second call finds everything as it is.
         return Ok(());
     }
-    if json {
-        std::panic::set_hook(Box::new(log_panic));
-        install(as_json(filter));
-    } else {
-        let text = tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(stderr)
-            .with_ansi(stderr().is_terminal())
-            .with_target(false);
-        install(text.finish());
+    let style = match (json, &asked) {
+        (true, _) => Style::Json,
+        (false, None) if !args.verbose() => Style::Phases,
+        (false, _) => Style::Lines,
+    };
+    terminal::set_style(style);
+    let filter = match (asked, style) {
+        (Some(asked), _) => asked,
+        (None, Style::Phases) => without_details(),
+        (None, _) => LogLevels::default().to_string(),
+    };
+    let filter: EnvFilter = filter.parse().map_err(|error| {
+        let origin = format!("environment variable {}", EnvFilter::DEFAULT_ENV);
+        Error::configuration(origin, format!("{error}; --log-level takes levels too"))
+    })?;
+    let text = tracing_subscriber::fmt()
+        .with_writer(terminal::Stderr)
+        .with_ansi(terminal::is_coloured())
+        .with_target(false);
+    match style {
+        Style::Json => {
+            std::panic::set_hook(Box::new(log_panic));
+            install(as_json(filter));
+        }
+        Style::Lines => install(text.with_env_filter(filter).finish()),
+        Style::Phases => install(text.with_timer(Clock).with_env_filter(filter).finish()),
     }
     Ok(())
+}
+
+/// Modules whose lines below a warning are details of a start: phases say them in short.
+const DETAILS: [&str; 7] = [
+    "plimsoll_cli::backend",
+    "plimsoll_cli::hub",
+    "plimsoll_cli::lock",
+    "plimsoll_cli::patience",
+    "plimsoll_cli::progress",
+    "plimsoll_cli::start",
+    "plimsoll_model::weights",
+];
+
+/// Whose lines our own errors repeat: the Hub's client says each request that fails.
+const REPEATED: &str = "hf_hub::retry";
+
+/// The default levels, less the details.
+fn without_details() -> String {
+    let details = DETAILS.map(|module| format!(",{module}=warn"));
+    format!("{}{},{REPEATED}=off", LogLevels::default(), details.concat())
+}
+
+/// The time of day in UTC, to the second.
+struct Clock;
+
+impl FormatTime for Clock {
+    fn format_time(&self, writer: &mut Writer<'_>) -> fmt::Result {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let [hours, minutes, seconds] = time_of_day(now.as_secs());
+        write!(writer, "{hours:02}:{minutes:02}:{seconds:02}Z")
+    }
+}
+
+/// Hours, minutes and seconds of a time in seconds since 1970.
+fn time_of_day(since_1970: u64) -> [u64; 3] {
+    let today = since_1970 % (24 * 3600);
+    [today / 3600, today / 60 % 60, today % 60]
 }
 
 /// Whether the log is JSON; before [`init`], what it is going to be as far as these arguments and this variable tell.
@@ -70,6 +124,11 @@ pub fn is_json() -> bool {
 pub fn last_word(text: &str, exit_code: u8) {
     let all = as_json(EnvFilter::default().add_directive(LevelFilter::ERROR.into()));
     tracing::subscriber::with_default(all, || tracing::error!(target: "plimsoll", exit_code, "{text}"));
+}
+
+/// Draws no bar from here on.
+pub fn end_bars() {
+    terminal::end_bars();
 }
 
 fn install(subscriber: impl Subscriber + Send + Sync) {
@@ -131,6 +190,7 @@ fn log_panic(panic: &PanicHookInfo<'_>) {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
     use std::process::Command;
 
     use serde_json::Value;
@@ -154,6 +214,26 @@ mod tests {
         assert!(!json("plimsoll plan --oops", None));
     }
 
+    #[test]
+    fn details_are_left_out_by_module() {
+        let filter = without_details();
+        assert!(filter.starts_with("warn,plimsoll=info,plimsoll_"), "{filter}");
+        filter.parse::<EnvFilter>().unwrap();
+        let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        for module in DETAILS {
+            let (name, path) = module.split_once("::").unwrap();
+            let sources = crates.join(name.trim_start_matches("plimsoll_")).join("src");
+            let exists = sources.join(path).is_dir() || sources.join(format!("{path}.rs")).is_file();
+            assert!(exists, "there is no {module}");
+        }
+    }
+
+    #[test]
+    fn times_of_day() {
+        assert_eq!(time_of_day(0), [0, 0, 0]);
+        assert_eq!(time_of_day(20_000 * 86_400 - 1), [23, 59, 59]);
+    }
+
     /// In a process of its own: hook and subscriber are the process's.
     #[test]
     fn a_panic_is_one_line_with_its_backtrace() {
@@ -161,7 +241,7 @@ mod tests {
         if std::env::var_os(CHILD).is_some() {
             let args = LogArgs {
                 log_format: LogFormat::Json,
-                log_level: None,
+                ..LogArgs::default()
             };
             init(&args, Kind::Server).unwrap();
             let _request = tracing::error_span!("request", id = "id-1").entered();

@@ -1,11 +1,12 @@
 //! The `plimsoll` binary.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use plimsoll_cli::args::{BenchCommand, Cli, Command};
 use plimsoll_cli::command_line::CommandLine;
 use plimsoll_cli::logging::{self, Kind};
-use plimsoll_cli::{Error, bench, config, exit, hub, layers, plan, selftest, serve, source, templates};
+use plimsoll_cli::{Error, bench, chat, config, exit, hub, layers, models, plan, selftest, serve, templates};
 
 /// Gives back to the system what a burst of large requests leaves free, by threads of its own and within seconds. glibc's keeps
 /// the most that each of many arenas ever held, and a leak could not be told from that.
@@ -24,12 +25,13 @@ fn main() -> ExitCode {
 
 fn start() -> Result<(), Error> {
     let cli = layers::from_process()?;
-    let model = cli.command.model();
-    if model.is_some_and(|args| source::is_remote(args.model(), args.tokenizer.as_deref())) {
+    if cli.command.may_download() {
         hub::disable_telemetry()?;
     }
     let runtime = tokio::runtime::Runtime::new()?;
     let result = runtime.block_on(run(cli));
+    // Work that goes on has a bar of its own.
+    logging::end_bars();
     // What still works is not waited for: it may wait for a device that hangs.
     runtime.shutdown_background();
     if let Err(error) = &result
@@ -46,6 +48,16 @@ async fn run(cli: Cli) -> Result<(), Error> {
             logging::init(&args.engine.log, Kind::Server)?;
             serve::serve(*args).await
         }
+        Command::Chat(args) => chat::run(*args).await,
+        Command::Pull(args) => {
+            logging::init(&args.log, Kind::Command)?;
+            models::pull(*args).await
+        }
+        Command::List(args) => {
+            logging::init(&args.engine.log, Kind::Command)?;
+            models::list(*args).await
+        }
+        Command::Rm(args) => models::rm(args).await,
         Command::Profile(args) => {
             logging::init(&args.engine.log, Kind::Command)?;
             plan::profile(*args).await
@@ -62,10 +74,7 @@ async fn run(cli: Cli) -> Result<(), Error> {
     }
 }
 
-#[allow(
-    clippy::print_stderr,
-    reason = "the last word of the process, whatever the log level"
-)]
+/// The last word of the process, whatever the log level.
 fn report(error: &Error) {
     match error {
         Error::Clap(inner) if logging::is_json() && inner.use_stderr() => {
@@ -80,6 +89,13 @@ fn report(error: &Error) {
         error if logging::is_json() => {
             logging::last_word(&CommandLine::of_process().explain(error), error.exit_code());
         }
-        error => eprintln!("error: {}", CommandLine::of_process().explain(error)),
+        // It may be that there is nobody to read it.
+        error => {
+            let _ = writeln!(
+                std::io::stderr(),
+                "error: {}",
+                CommandLine::of_process().explain(error)
+            );
+        }
     }
 }

@@ -18,6 +18,7 @@ use crate::serve::{open_timed, resolve_timed, say};
 use crate::settings::EngineSettings;
 use crate::source::resolve_config;
 use crate::start::{Loaded, StartTimes, predict, report_json, with_enough_memory};
+use crate::terminal;
 
 /// The exit code that says so.
 const DOES_NOT_FIT: u8 = 4;
@@ -39,7 +40,8 @@ pub async fn plan(args: PlanArgs, argv: impl Iterator<Item = String>) -> Result<
                 plan_json(&settings.model, &*device, &predicted, &serve)
             ));
         } else if let Ok(prediction) = &predicted {
-            say(&plan_text(&settings.model, &*device, prediction, &serve));
+            say(&plan_text(&settings.model, &*device, prediction));
+            say(&serve);
         }
         predicted.map(|_| ())
     };
@@ -89,26 +91,28 @@ fn predicted(settings: &EngineSettings, device: &dyn Device) -> Option<Predictio
     }
 }
 
-fn plan_text(model: &str, device: &dyn Device, prediction: &Prediction, serve: &str) -> String {
+/// As wide as the terminal.
+fn plan_text(model: &str, device: &dyn Device, prediction: &Prediction) -> String {
     let weights = prediction.baseline.components.iter();
     let weights = weights.filter(|line| line.name == Component::Weights.name());
     let weights: u64 = weights.map(|line| line.bytes).sum();
-    format!(
+    terminal::fitted(&format!(
         "predicted for {model} on {}\n  no weights were read and nothing was measured; `plimsoll profile` does\n{}\n  \
-         {} of weights, {} bytes of KV a token\n{serve}",
+         {} of weights, {} bytes of KV a token",
         device.name(),
-        prediction.table(),
+        prediction.table(terminal::stdout_columns()),
         Bytes(weights),
         prediction.kv_bytes_per_token,
-    )
+    ))
 }
 
 fn profile_text(prediction: Option<&Prediction>, report: &Report) -> String {
     let compared = match prediction {
-        Some(prediction) => comparison_table(&prediction.compare(report)),
+        Some(prediction) => comparison_table(&prediction.compare(report), terminal::stdout_columns()),
         None => "  it was predicted not to fit".to_owned(),
     };
-    format!("{}\n{compared}", report.table())
+    let table = report.table(terminal::stdout_columns());
+    terminal::fitted(&format!("{table}\n{compared}"))
 }
 
 fn plan_json(model: &str, device: &dyn Device, predicted: &Result<Prediction, Error>, serve: &str) -> Value {

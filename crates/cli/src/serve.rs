@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use plimsoll_core::CacheListener;
 use plimsoll_engine::Drained;
+use plimsoll_profiler::Report;
 use plimsoll_server::{AppState, Memory, ModelInfo, ServeError, Server, Start, StartPhase, StartStatus};
 
 use crate::args::ServeArgs;
@@ -20,11 +21,12 @@ use crate::settings::EngineSettings;
 use crate::signals::{self, Signal};
 use crate::source::{Source, resolve};
 use crate::start::{Loaded, Serving, StartTimes, Started, Text, with_enough_memory};
+use crate::terminal;
 
 /// Serves until a signal says stop.
 pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let times = StartTimes::begin();
-    let mut signal = signals::first()?;
+    let mut signal = signals::first(args.server.exit_on_stdin_close())?;
     let settings = ServeSettings::new(args).await?;
     let name = settings.names[0].clone();
     // It answers that it starts; an address that is taken is found out now, not after minutes of loading.
@@ -33,7 +35,11 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
     let progress = Arc::new(times.progress().clone());
     let server = Server::listen(listener, &name, &settings.options(None), progress);
     let (scheme, drain_timeout) = (settings.scheme(), settings.drain_timeout);
-    tracing::info!("starting {name}; progress: {}/ready", bound.url(scheme));
+    let root_path = settings.root_path().to_owned();
+    let url = bound.url(scheme);
+    if !terminal::phase("starting", format_args!("{name}; progress: {url}/ready")) {
+        tracing::info!("starting {name}; progress: {url}/ready");
+    }
     let (report_file, clock) = (settings.engine.report_file.clone(), times.clone());
     let started = async {
         let source = resolve_timed(&settings.engine, &times).await?;
@@ -44,15 +50,13 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         started = started => started?,
         Ok(signal) = &mut signal => return Err(interrupted(signal, &times)),
     };
-    let Started { report, memory, .. } = &started;
-    if !logging::is_json() {
-        say(&report.table());
-    }
-    let memory = Arc::clone(memory);
+    show_memory(&started.report);
+    let memory = Arc::clone(&started.memory);
     let example = match loaded.embedding() {
         None => CHAT,
         Some(_) => EMBEDDINGS,
     };
+    let has_pages = settings.has_pages();
     let state = app_state(&settings, loaded, started)?;
     let total = times.ready();
     // Clients are connected by now: no reason to end.
@@ -70,7 +74,16 @@ pub async fn serve(args: ServeArgs) -> Result<(), Error> {
         }
     };
     server.open(&state);
-    announce(scheme, &bound, &name, total, example);
+    Ready {
+        model: &name,
+        after: total,
+        scheme,
+        bound: &bound,
+        root_path: &root_path,
+        has_pages,
+        example,
+    }
+    .announce();
     let served = server.serve(state, shutdown).await;
     watch.abort();
     if let Some(traces) = traces
@@ -182,38 +195,94 @@ pub(crate) fn open_timed(
 /// A first request.
 #[derive(Clone, Copy)]
 struct Example {
+    is_chat: bool,
     path: &'static str,
     body: &'static str,
 }
 
 const CHAT: Example = Example {
+    is_chat: true,
     path: "/v1/chat/completions",
     body: r#"{"messages": [{"role": "user", "content": "What is the capital of France?"}]}"#,
 };
 
 const EMBEDDINGS: Example = Example {
+    is_chat: false,
     path: "/v1/embeddings",
     body: r#"{"input": ["The capital of France", "Paris"]}"#,
 };
 
-/// Tells people how to talk to the server.
-fn announce(scheme: &str, bound: &Bound, model: &str, after: Duration, Example { path, body }: Example) {
-    // Who collects JSON collects stdout with it.
-    if logging::is_json() {
-        return tracing::info!(
-            model,
-            url = bound.url(scheme),
-            seconds = after.as_secs_f64(),
-            "ready"
-        );
+/// What people are told once the server is ready.
+struct Ready<'a> {
+    model: &'a str,
+    after: Duration,
+    scheme: &'a str,
+    bound: &'a Bound,
+    root_path: &'a str,
+    has_pages: bool,
+    example: Example,
+}
+
+impl Ready<'_> {
+    /// Tells people how to talk to the server; the addresses are the last line.
+    fn announce(&self) {
+        let (model, seconds) = (self.model, self.after.as_secs_f64());
+        let url = self.bound.url(self.scheme);
+        // Who collects JSON collects stdout with it.
+        if logging::is_json() {
+            return tracing::info!(model, url, seconds, "ready");
+        }
+        if terminal::shows_phases() {
+            let text = format!("{model} after {seconds:.1} s");
+            say(&terminal::labelled("ready", text, terminal::width()));
+        } else {
+            say(&format!("ready: {model} after {seconds:.1} s at {url}"));
+        }
+        // A socket has no address for browsers.
+        let address = self.bound.browser_url(self.scheme);
+        if !terminal::shows_phases() || address.is_none() {
+            say(&format!("\n{}\n", self.first_request()));
+        }
+        if let Some(address) = address {
+            say(&self.addresses(&address));
+        }
     }
-    say(&format!(
-        "ready: {model} after {seconds:.1} s at {url}\n\n  \
-         curl {target}{path} -H 'content-type: application/json' \\\n    -d '{body}'\n",
-        url = bound.url(scheme),
-        target = bound.curl(scheme),
-        seconds = after.as_secs_f64(),
-    ));
+
+    fn first_request(&self) -> String {
+        let Example { path, body, .. } = self.example;
+        format!(
+            "  curl {target}{root}{path} -H 'content-type: application/json' \\\n    -d '{body}'",
+            target = self.bound.curl(self.scheme),
+            root = self.root_path,
+        )
+    }
+
+    /// Pages for people, or where the API begins if there are none.
+    fn addresses(&self, address: &str) -> String {
+        let base = format!("{address}{}", self.root_path);
+        match (self.has_pages, self.example.is_chat) {
+            (true, true) => {
+                let line = format!("Chat: {base} - API: {base}/docs");
+                match terminal::stdout_columns().is_some_and(|columns| line.len() > columns) {
+                    true => line.replace(" - ", "\n"),
+                    false => line,
+                }
+            }
+            (true, false) => format!("API: {base}/docs"),
+            (false, _) => format!("API: {base}/v1"),
+        }
+    }
+}
+
+/// Where the device's memory is: in short, or a line for each part.
+fn show_memory(report: &Report) {
+    if terminal::shows_phases() {
+        let [bar, legend] = report.ready.short(terminal::room());
+        terminal::phase("memory", bar);
+        terminal::phase("", legend);
+    } else if !logging::is_json() {
+        say(&terminal::fitted(&report.table(terminal::stdout_columns())));
+    }
 }
 
 /// What the command is for, on stdout. A server does not end because nobody reads it.

@@ -137,6 +137,16 @@ impl ServeSettings {
         })
     }
 
+    /// Before every path, as in `--root-path`.
+    pub(crate) fn root_path(&self) -> &str {
+        &self.options.root_path
+    }
+
+    /// Whether browsers get pages.
+    pub(crate) fn has_pages(&self) -> bool {
+        self.options.pages
+    }
+
     pub(crate) fn scheme(&self) -> &'static str {
         match self.certificate {
             Some(_) => "https",
@@ -199,10 +209,9 @@ impl ServeSettings {
 fn file_store(args: &FileArgs) -> Result<Option<Arc<FileStore>>, Error> {
     let dir = args.file_store_dir.as_deref();
     let open = |limits| FileStore::open(dir, limits).map(Arc::new);
-    args.limits().map(open).transpose().map_err(|source| Error::Read {
-        path: dir.unwrap_or(Path::new("temporary directory")).to_owned(),
-        source,
-    })
+    let shown = dir.unwrap_or(Path::new("temporary directory"));
+    let opened = args.limits().map(open).transpose();
+    opened.map_err(Error::unreadable("--file-store-dir", shown))
 }
 
 /// A file, or the template itself, which has braces.
@@ -211,10 +220,7 @@ fn chat_template(given: &str) -> Result<String, Error> {
     if !path.exists() && given.contains('{') {
         return Ok(given.to_owned());
     }
-    std::fs::read_to_string(path).map_err(|source| Error::Read {
-        path: path.to_owned(),
-        source,
-    })
+    std::fs::read_to_string(path).map_err(Error::unreadable("--chat-template", path))
 }
 
 /// `--generation-config`, with vLLM's values. `None`: the model's.
@@ -224,10 +230,8 @@ fn generation_defaults(given: &str) -> Result<Option<GenerationDefaults>, Error>
         "auto" => None,
         directory => {
             let path = Path::new(directory).join("generation_config.json");
-            let text = std::fs::read_to_string(&path).map_err(|source| Error::Read {
-                path: path.clone(),
-                source,
-            })?;
+            let text = std::fs::read_to_string(&path);
+            let text = text.map_err(Error::unreadable("--generation-config", &path))?;
             let wrong = |e: serde_json::Error| Error::configuration(path.display(), e.to_string());
             Some(defaults_of(&serde_json::from_str(&text).map_err(wrong)?))
         }
@@ -268,7 +272,11 @@ mod tests {
 
         let dir = tempfile::tempdir().unwrap();
         let dir_name = dir.path().to_str().unwrap();
-        assert!(matches!(generation_defaults(dir_name), Err(Error::Read { .. })));
+        let missing = generation_defaults(dir_name).unwrap_err().to_string();
+        assert!(
+            missing.starts_with("--generation-config: cannot read "),
+            "{missing}"
+        );
         let file = dir.path().join("generation_config.json");
         std::fs::write(&file, r#"{"temperature": 0.6, "do_sample": false}"#).unwrap();
         assert_eq!(

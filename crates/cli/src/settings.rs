@@ -1,13 +1,13 @@
 //! What a start goes by: flags, environment and file, resolved into plain values once.
 
-use std::path::PathBuf;
+use std::time::Duration;
 
 use plimsoll_core::BlockSize;
 use plimsoll_model::{KvCacheDtype, LoadOptions, ServeAs};
 use plimsoll_profiler::{KvSize, MemFraction};
 use plimsoll_text::Renderer;
 
-use crate::args::{DType, DeviceChoice, EngineArgs, KvDtype, LoadFormat};
+use crate::args::{DType, DeviceChoice, EngineArgs, HubArgs, KvDtype, LoadFormat};
 use crate::error::Error;
 use crate::lock::Locks;
 use crate::plan_cache::PlanCache;
@@ -23,12 +23,8 @@ pub struct EngineSettings {
     pub load_format: LoadFormat,
     /// Where the tokenizer comes from, if not from MODEL.
     pub tokenizer: Option<String>,
-    /// Branch, tag or commit of the Hub repository.
-    pub revision: String,
-    /// Hub token.
-    pub hf_token: Option<String>,
-    /// Directory for downloads.
-    pub download_dir: Option<PathBuf>,
+    /// Where it is downloaded from and to.
+    pub hub: HubArgs,
     /// Task, pooling, and fields in place of config.json's.
     pub serve_as: ServeAs,
     /// Where it runs.
@@ -49,6 +45,8 @@ pub struct EngineSettings {
     pub least_num_seqs: usize,
     /// Tokens of one step; `None`: what suits the device.
     pub max_num_batched_tokens: Option<usize>,
+    /// Longest step in which requests generate.
+    pub target_itl: Option<Duration>,
     /// Tokens per block of the KV cache.
     pub block_size: BlockSize,
     /// Whether prompts that begin alike share their KV.
@@ -61,6 +59,8 @@ pub struct EngineSettings {
     pub gpu_memory_utilization: Option<MemFraction>,
     /// Part of the measured room that becomes KV cache.
     pub mem_fraction: MemFraction,
+    /// Whether the KV cache may take all of that room: a flag says how much memory there is for it.
+    pub fills_memory: bool,
     /// Size of the KV cache.
     pub kv_size: KvSize,
     /// Where the profile's report is written.
@@ -91,9 +91,7 @@ impl EngineSettings {
         Ok(Self {
             load_format: model.load_format,
             tokenizer: model.tokenizer,
-            revision: model.revision,
-            hf_token: model.hf_token,
-            download_dir: model.download_dir,
+            hub: model.hub,
             serve_as: pooling.serve_as(model.hf_overrides.unwrap_or_default()),
             device: device.device,
             dtype: device.dtype,
@@ -104,12 +102,14 @@ impl EngineSettings {
             max_num_seqs: limits.max_num_seqs,
             least_num_seqs: 0,
             max_num_batched_tokens: limits.max_num_batched_tokens,
+            target_itl: limits.target_itl,
             block_size: limits.block_size,
             prefix_caching: limits.prefix_caching(),
             seed: limits.seed,
             device_memory: memory.device_memory.map(|bytes| bytes.0),
             gpu_memory_utilization: memory.gpu_memory_utilization,
-            mem_fraction: memory.mem_fraction,
+            mem_fraction: memory.mem_fraction.unwrap_or_default(),
+            fills_memory: memory.device_memory.is_some() || memory.mem_fraction.is_some(),
             kv_size: match (memory.max_total_token_num, memory.kv_cache_memory_bytes) {
                 (Some(tokens), _) => KvSize::Tokens(tokens),
                 (None, Some(bytes)) => KvSize::Bytes(bytes.0),

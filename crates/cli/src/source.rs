@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::args::LoadFormat;
+use crate::args::{HubArgs, LoadFormat};
 use crate::error::Error;
 use crate::hub::{self, HubOptions, RepoId, Weights};
 use crate::settings::EngineSettings;
@@ -121,15 +121,20 @@ async fn locate(
             model: text.to_owned(),
         });
     };
-    let options = HubOptions {
+    let options = hub_options(&settings.hub, progress);
+    Ok(hub::fetch(&repo, weights, &options).await?)
+}
+
+/// How to reach the Hub, as flags and environment say.
+pub(crate) fn hub_options(args: &HubArgs, progress: &StartProgress) -> HubOptions {
+    HubOptions {
         endpoint: None,
-        cache_dir: settings.download_dir.clone(),
-        token: settings.hf_token.clone(),
-        revision: settings.revision.clone(),
+        cache_dir: args.download_dir.clone(),
+        token: args.hf_token.clone(),
+        revision: args.revision.clone(),
         offline: truthy("HF_HUB_OFFLINE"),
         progress: progress.clone(),
-    };
-    Ok(hub::fetch(&repo, weights, &options).await?)
+    }
 }
 
 /// As huggingface_hub reads its switches.
@@ -146,7 +151,7 @@ fn unreadable(path: &Path) -> impl Fn(std::io::Error) -> Error {
 }
 
 /// The directory or the GGUF file in it, as `--load-format` says.
-fn pick(path: &Path, format: LoadFormat) -> Result<PathBuf, Error> {
+pub(crate) fn pick(path: &Path, format: LoadFormat) -> Result<PathBuf, Error> {
     let wrong = |expected: &'static str| Error::WrongFormat {
         path: path.to_owned(),
         expected,

@@ -1,16 +1,14 @@
 //! The certificate for TLS, from files that may change while the server runs.
 
-use std::path::PathBuf;
-
 use plimsoll_server::Tls;
 
 use crate::args::AccessArgs;
 use crate::error::Error;
-use crate::watch::{read_files, watch_files};
+use crate::watch::{NamedFile, read_files, watch_files};
 
 /// `--ssl-certfile` and `--ssl-keyfile`.
 pub(crate) struct Certificate {
-    files: [PathBuf; 2],
+    files: [NamedFile; 2],
     /// As last read.
     pem: [Vec<u8>; 2],
     /// What connections are encrypted with.
@@ -25,7 +23,10 @@ impl Certificate {
     pub(crate) async fn read(args: &AccessArgs) -> Result<Option<Self>, Error> {
         let files = match (&args.ssl_certfile, &args.ssl_keyfile) {
             (None, None) => return Ok(None),
-            (Some(certificate), Some(key)) => [certificate.clone(), key.clone()],
+            (Some(certificate), Some(key)) => [
+                ("--ssl-certfile", certificate.clone()),
+                ("--ssl-keyfile", key.clone()),
+            ],
             _ => {
                 let message = "it needs --ssl-keyfile, and the other way round";
                 return Err(Error::configuration("--ssl-certfile", message));
@@ -34,7 +35,8 @@ impl Certificate {
         let pem = read_files(&files)?;
         let [certificates, key] = pem.clone();
         let tls = Tls::from_pem(certificates, key).await;
-        let origin = || format!("{} and {}", files[0].display(), files[1].display());
+        let [(_, certificate), (_, key)] = &files;
+        let origin = || format!("{} and {}", certificate.display(), key.display());
         let tls = tls.map_err(|error| Error::configuration(origin(), error.to_string()))?;
         Ok(Some(Self { files, pem, tls }))
     }

@@ -8,17 +8,17 @@ use crate::error::Error;
 /// How soon changed files are noticed.
 const EVERY: Duration = Duration::from_secs(2);
 
+/// A file, and the flag that names it.
+pub(crate) type NamedFile = (&'static str, PathBuf);
+
 /// Contents of all of `files`.
 ///
 /// # Errors
 /// Where one cannot be read.
-pub(crate) fn read_files<const N: usize>(files: &[PathBuf; N]) -> Result<[Vec<u8>; N], Error> {
+pub(crate) fn read_files<const N: usize>(files: &[NamedFile; N]) -> Result<[Vec<u8>; N], Error> {
     let mut contents = [const { Vec::new() }; N];
-    for (content, path) in contents.iter_mut().zip(files) {
-        *content = std::fs::read(path).map_err(|source| Error::Read {
-            path: path.clone(),
-            source,
-        })?;
+    for (content, (flag, path)) in contents.iter_mut().zip(files) {
+        *content = std::fs::read(path).map_err(Error::unreadable(flag, path))?;
     }
     Ok(contents)
 }
@@ -27,7 +27,7 @@ pub(crate) fn read_files<const N: usize>(files: &[PathBuf; N]) -> Result<[Vec<u8
 /// more. What is wrong is told once, and not again until it is something else: files may be about to be replaced.
 pub(crate) async fn watch_files<const N: usize, F>(
     what: &str,
-    files: [PathBuf; N],
+    files: [NamedFile; N],
     last: [Vec<u8>; N],
     mut changed: impl FnMut([Vec<u8>; N]) -> F,
 ) where
@@ -48,7 +48,7 @@ pub(crate) async fn watch_files<const N: usize, F>(
 }
 
 struct Watch<const N: usize> {
-    files: [PathBuf; N],
+    files: [NamedFile; N],
     /// Contents that `changed` has seen.
     last: [Vec<u8>; N],
     /// What was wrong when it was last looked.
@@ -98,7 +98,7 @@ mod tests {
             })
         };
         let mut watch = Watch {
-            files: [path.clone()],
+            files: [("--flag", path.clone())],
             last: [b"one".to_vec()],
             told: None,
         };

@@ -86,7 +86,7 @@ fn a_plan_says_what_fits_and_how_to_serve_it() {
         "KiB of weights",
         "256 bytes of KV a token",
         "requests of 512 tokens",
-        "bound by useful",
+        "limited by default",
         "free",
         "nothing was measured",
     ] {
@@ -98,6 +98,38 @@ fn a_plan_says_what_fits_and_how_to_serve_it() {
         "{serve}"
     );
     assert!(text.is_ascii(), "it survives pipes");
+}
+
+/// Other programs need memory too: who wants more of it says so.
+#[test]
+fn a_cpu_holds_no_more_tokens_than_it_is_likely_to_use() {
+    let dir = model(TINY);
+    let long = r#"--hf-overrides {"max_position_embeddings":65536}"#;
+    for (flags, tokens) in [
+        ("--max-model-len 512 --max-num-seqs 8", 8 * 512),
+        ("--max-model-len 512 --max-num-seqs 100", 32_768),
+        (
+            "--max-model-len 512 --max-num-seqs 100 --mem-fraction 0.95",
+            51_200,
+        ),
+        (
+            "--max-model-len 512 --max-num-seqs 100 --device-memory 64MiB",
+            51_200,
+        ),
+        (
+            "--max-model-len 512 --max-num-seqs 100 --max-total-token-num 40000",
+            40_000,
+        ),
+        // One request of full length must fit.
+        (long, 65_536),
+    ] {
+        let plan = json(&plimsoll(
+            "plan",
+            dir.path(),
+            &format!("--device cpu --json {flags}"),
+        ));
+        assert_eq!(number(&plan, "/kv_tokens"), f64::from(tokens), "{flags}");
+    }
 }
 
 #[test]

@@ -24,7 +24,7 @@ impl Sim {
         let mut child = Command::new(BINARY)
             .args(["serve", "sim", "--port", "0", "--max-model-len", "256"])
             .args(["--max-num-seqs", "4", "--max-num-batched-tokens", "64"])
-            .args(["--no-profile-cache", "--log-format", "text"])
+            .args(["--no-profile-cache", "--log-format", "text", "--verbose"])
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()

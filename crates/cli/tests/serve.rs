@@ -31,7 +31,7 @@ impl Server {
     fn start_as(command: &mut Command, flags: &[&str]) -> Self {
         let mut child = command
             .env("PLIMSOLL_LOG_FORMAT", "text")
-            .args(["serve", "sim", "--port", "0"])
+            .args(["serve", "sim", "--port", "0", "--verbose"])
             .args(flags)
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
@@ -185,7 +185,7 @@ fn a_gpu_that_cannot_be_used_has_its_own_code() {
 fn profile_reports_and_exits() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("profile.json");
-    let output = plimsoll(&["profile", "sim", "--profile-report", file.to_str().unwrap()]);
+    let output = plimsoll(&["profile", "sim", "-v", "--profile-report", file.to_str().unwrap()]);
     assert!(output.status.success());
     assert!(String::from_utf8_lossy(&output.stdout).contains("tokens of KV"));
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -249,6 +249,7 @@ fn the_log_says_hit_or_miss_and_what_changed() {
         let mut command = Command::new(BINARY);
         let output = command
             .env("XDG_CACHE_HOME", cache)
+            .env("PLIMSOLL_VERBOSE", "1")
             .args(bench)
             .args(flags)
             .output()

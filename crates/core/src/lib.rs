@@ -19,6 +19,7 @@ mod plan;
 mod pooling;
 mod request;
 mod sampling;
+mod step_costs;
 pub mod untrusted;
 
 pub use bans::Bans;
@@ -37,3 +38,4 @@ pub use plan::{GroupTable, Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOu
 pub use pooling::{Matryoshka, Pooling};
 pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};
+pub use step_costs::{StepCost, StepCosts};

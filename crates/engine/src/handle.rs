@@ -29,6 +29,8 @@ pub struct EngineConfig {
     pub steps_in_flight: usize,
     /// How long requests wait for a new state after an out of memory.
     pub outage_patience: Duration,
+    /// Longest step in which requests generate (`--target-itl`), as far as prompts can be computed in smaller pieces.
+    pub target_itl: Option<Duration>,
     /// Receives the events of the prefix cache.
     pub cache_listener: Option<Arc<dyn CacheListener>>,
 }
@@ -139,9 +141,14 @@ impl EngineHandle {
             enable_prefix_caching: config.enable_prefix_caching,
             patience: PATIENCE,
         };
-        Self::start(parts.state, Box::new(source), scheduler, config)
+        let (handle, mut thread) =
+            Self::prepare(parts.state.device_time(), Box::new(source), scheduler, config);
+        thread.limit_prompts(parts.costs, parts.limits);
+        Self::run(thread, parts.state)?;
+        Ok(handle)
     }
 
+    #[cfg(test)]
     pub(crate) fn start<S: Executor + 'static>(
         executor: S,
         source: Box<dyn StateSource<S>>,
@@ -149,10 +156,13 @@ impl EngineHandle {
         config: &EngineConfig,
     ) -> std::io::Result<Self> {
         let (handle, thread) = Self::prepare(executor.device_time(), source, scheduler, config);
-        std::thread::Builder::new()
-            .name("plimsoll-engine".into())
-            .spawn(move || thread.run(executor))?;
+        Self::run(thread, executor)?;
         Ok(handle)
+    }
+
+    fn run<S: Executor + 'static>(thread: EngineThread<S>, executor: S) -> std::io::Result<()> {
+        let builder = std::thread::Builder::new().name("plimsoll-engine".into());
+        builder.spawn(move || thread.run(executor)).map(drop)
     }
 
     /// A handle, and what its thread is going to run.
@@ -198,6 +208,7 @@ impl EngineHandle {
             in_flight,
             depth,
             outage_patience: config.outage_patience,
+            target_itl: config.target_itl,
             clock,
             unsampled: false,
             masks: MaskPool::default(),

@@ -137,6 +137,7 @@ impl<E: Executor> EngineThread<E> {
     /// Switches to a new state.
     fn take_over(&mut self, proved: Proved<E>) -> E {
         let parts = proved.into_parts();
+        self.limit_prompts(parts.costs, parts.limits);
         let (executor, kv) = (parts.state, parts.config.kv);
         self.kv = kv;
         self.highest = self.source.proved_peak();

@@ -127,6 +127,8 @@ impl Shared {
             step_seconds: Histogram::new(STEP_SECONDS),
             step_tokens: Histogram::new(STEP_TOKENS),
             iteration_tokens: Histogram::new(STEP_TOKENS),
+            step_prompt_tokens: Histogram::new(STEP_TOKENS),
+            steps_above_target_itl: 0,
             step_requests: Histogram::new(STEP_REQUESTS),
             high_water_above_proof: 0,
             rebuilds_oom: 0,
@@ -248,7 +250,7 @@ impl State {
         self.steps.push_back(plan.into());
     }
 
-    /// Ends a step of `tokens` tokens; with `more` behind it, the next begins now.
+    /// Ends a step of `tokens` tokens; with `more` behind it, the next begins now. Returns how long it took.
     pub(crate) fn end_step(
         &mut self,
         step: u64,
@@ -256,10 +258,11 @@ impl State {
         more: bool,
         failure: Option<String>,
         now: Instant,
-    ) {
+    ) -> Option<Duration> {
         self.steps.retain(|begun| begun.step != step);
-        if let Some(began) = self.step_began.take() {
-            self.stats.step_seconds.observe((now - began).as_secs_f64());
+        let took = self.step_began.take().map(|began| now - began);
+        if let Some(took) = took {
+            self.stats.step_seconds.observe(took.as_secs_f64());
             self.stats.step_tokens.observe(tokens as f64);
         }
         self.step_ended = Some(now);
@@ -272,6 +275,7 @@ impl State {
             self.stats.steps += 1;
             self.failures_in_a_row = 0;
         }
+        took
     }
 
     /// Time of the last progress; `None` if there is no work.

@@ -27,6 +27,10 @@ pub struct EngineStats {
     pub step_tokens: Histogram,
     /// Prompt tokens that each step computed and tokens that it generated, as vLLM counts them.
     pub iteration_tokens: Histogram,
+    /// Prompt tokens in each step that computed some beside requests that were generating.
+    pub step_prompt_tokens: Histogram,
+    /// Steps in which requests were generating that took longer than `--target-itl`.
+    pub steps_above_target_itl: u64,
     /// Requests in each step: the batch size.
     pub step_requests: Histogram,
     /// Steps that raised the memory held above the proved peak (or above the last such rise), or failed because they needed

@@ -57,6 +57,7 @@ fn config(max_queue: usize, steps_in_flight: usize) -> EngineConfig {
         enable_prefix_caching: true,
         steps_in_flight,
         outage_patience: PATIENCE,
+        target_itl: None,
         cache_listener: None,
     }
 }
@@ -99,6 +100,10 @@ fn submit(engine: &EngineHandle, options: RequestOptions) -> Result<RequestStrea
 
 impl Rig {
     fn new(shape: Shape) -> Self {
+        Self::with(shape, |_| {})
+    }
+
+    fn with(shape: Shape, configure: impl FnOnce(&mut EngineConfig)) -> Self {
         let script = Arc::new(Script::default());
         let executor = Fake {
             script: Arc::clone(&script),
@@ -109,7 +114,8 @@ impl Rig {
             max_num_seqs: shape.max_num_seqs,
             max_model_len: 256,
         };
-        let config = config(shape.max_queue, shape.steps_in_flight);
+        let mut config = config(shape.max_queue, shape.steps_in_flight);
+        configure(&mut config);
         let engine = start(executor, limits, BlockSize::default(), shape.num_blocks, &config);
         Self { engine, script }
     }
@@ -184,6 +190,27 @@ fn expected(seed: u64, len: usize) -> Vec<u32> {
 /// What is read of a request that got all its tokens.
 fn whole(seed: u64, len: usize) -> (Vec<u32>, Result<FinishReason, StepError>) {
     (expected(seed, len), Ok(FinishReason::Length))
+}
+
+#[tokio::test]
+async fn steps_that_readers_wait_for_longer_than_the_target_are_counted() {
+    for (target, late) in [
+        (Some(Duration::from_millis(1)), 4),
+        (Some(PATIENCE), 0),
+        (None, 0),
+    ] {
+        let rig = Rig::with(Shape::default(), |config| config.target_itl = target);
+        rig.set_step(Duration::from_millis(5));
+        // The first step computes its prompt, which nobody waits for yet.
+        assert_eq!(read(rig.submit(1, 5).unwrap()).await, whole(1, 5));
+        assert_eq!(rig.engine.stats().steps_above_target_itl, late);
+        assert_eq!(rig.engine.stats().step_prompt_tokens.count(), 0);
+        let mut reader = rig.submit(2, 50).unwrap();
+        while !matches!(reader.next().await, Some(Event::Token(_))) {}
+        assert_eq!(read(rig.submit(3, 5).unwrap()).await, whole(3, 5));
+        let beside = rig.engine.stats().step_prompt_tokens;
+        assert_eq!((beside.count(), beside.sum()), (1, 5.0));
+    }
 }
 
 #[tokio::test]

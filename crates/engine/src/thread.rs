@@ -6,11 +6,11 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use plimsoll_core::{
-    CacheListener, DeviceTime, Event, Executor, KvConfig, RefusedBy, Request, RequestId, Run, StepError,
-    StepOutput, StepPlan,
+    CacheListener, DeviceTime, Event, Executor, KvConfig, RefusedBy, Request, RequestId, Run, StepCosts,
+    StepError, StepLimits, StepOutput, StepPlan,
 };
 use plimsoll_profiler::ProfileError;
-use plimsoll_scheduler::Scheduler;
+use plimsoll_scheduler::{PromptBudget, Scheduler};
 
 use crate::masks::MaskPool;
 use crate::shared::{Command, SHUT_DOWN, Shared, Sleeper};
@@ -30,6 +30,8 @@ pub(crate) struct EngineThread<E> {
     pub(crate) depth: usize,
     /// How long requests wait for a new state.
     pub(crate) outage_patience: Duration,
+    /// Longest step in which requests generate.
+    pub(crate) target_itl: Option<Duration>,
     pub(crate) clock: Clock,
     /// Highest device bytes held so far, at least the proved peak.
     pub(crate) highest: u64,
@@ -55,6 +57,13 @@ pub(crate) enum Pause {
 }
 
 impl<E: Executor> EngineThread<E> {
+    /// Limits the prompts in steps that take the time of `costs`; without them prompts fill each step.
+    pub(crate) fn limit_prompts(&mut self, costs: Option<StepCosts>, limits: StepLimits) {
+        let (most, target) = (limits.max_num_batched_tokens, self.target_itl);
+        let budget = costs.map(|costs| PromptBudget::new(costs, most, target));
+        self.scheduler.limit_prompts(budget);
+    }
+
     /// Serves until it is told to end, all handles are dropped, or a defect ends it. In every case each request gets its last
     /// event, and [`Shared::ended`] is set.
     pub(crate) fn run(self, executor: E) {
@@ -307,15 +316,25 @@ impl<E: Executor> EngineThread<E> {
         let generated = events
             .iter()
             .filter(|(_, event)| matches!(event, Event::Token(_)));
-        let tokens = prompt_tokens(plan) + generated.count();
+        let prompts = prompt_tokens(plan);
+        let tokens = prompts + generated.count();
         state.stats.iteration_tokens.observe(tokens as f64);
-        state.end_step(
+        let took = state.end_step(
             plan.step,
             plan.num_tokens(),
             !self.in_flight.is_empty(),
             failure.map(|error| error.to_string()),
             now,
         );
+        if continues_outputs(plan) {
+            let is_late = took
+                .zip(self.target_itl)
+                .is_some_and(|(took, target)| took > target);
+            state.stats.steps_above_target_itl += u64::from(is_late);
+            if prompts > 0 {
+                state.stats.step_prompt_tokens.observe(prompts as f64);
+            }
+        }
         state.stats.scheduler = self.scheduler.stats();
         state.stats.device_time = device_time;
         state.deliver(events, now);
@@ -417,6 +436,12 @@ fn prompt_tokens(plan: &StepPlan) -> usize {
         .filter(is_prompt)
         .map(|run| run.input.len())
         .sum()
+}
+
+/// Whether anybody who already reads an output waits for the step.
+fn continues_outputs(plan: &StepPlan) -> bool {
+    let samples = plan.runs.iter().filter_map(|run| run.sample.as_ref());
+    samples.map(|sample| sample.index).any(|index| index > 0)
 }
 
 /// True if a step needed more scratch than its arena has, while the device still had memory.

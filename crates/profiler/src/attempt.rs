@@ -8,7 +8,7 @@ use crate::profiler::{Profiler, seconds};
 use crate::stress::{Stop, Stress};
 use crate::{
     Arithmetic, Attempt, Bound, DiscardedPlan, LeftOut, Measured, Origin, Outcome, Phase, Plan, ProfileError,
-    ScenarioResult, Target,
+    ScenarioResult, StepTimes, Target,
 };
 
 /// A state of the size to prove, with its canary.
@@ -22,6 +22,7 @@ pub(crate) struct Validated<S> {
     state: S,
     config: StateConfig,
     left_out: Vec<LeftOut>,
+    step_times: Option<StepTimes>,
 }
 
 impl<S> Validated<S> {
@@ -33,6 +34,11 @@ impl<S> Validated<S> {
     /// Worst cases that it cannot reach.
     pub(crate) fn left_out(&self) -> &[LeftOut] {
         &self.left_out
+    }
+
+    /// How long its steps take.
+    pub(crate) fn step_times(&self) -> Option<&StepTimes> {
+        self.step_times.as_ref()
     }
 
     pub(crate) fn into_state(self) -> S {
@@ -107,6 +113,10 @@ impl<T: Target> Profiler<'_, T> {
             Ok(stress) => stress,
             Err(stop) => return Err(self.give_up(Phase::Validate, Some(state), stop)),
         };
+        let step_times = match self.time_steps(&mut state, config.kv, started.elapsed()) {
+            Ok(times) => times,
+            Err(stop) => return Err(self.give_up(Phase::Timing, Some(state), stop)),
+        };
         let held = self.target.meters();
         let released = self.release_canary(&mut state, &held).map_err(Stop::Failed);
         if let Err(stop) = self.agree(Phase::Validate, None, released) {
@@ -133,6 +143,7 @@ impl<T: Target> Profiler<'_, T> {
                 ..config
             },
             left_out: stress.left_out,
+            step_times,
         })
     }
 

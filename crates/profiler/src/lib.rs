@@ -10,6 +10,7 @@
 //! | compute | [`Arithmetic`]: what the peak leaves for KV |
 //! | rebuild | drops the probe's state whole, checks that its memory came back, builds the final state and a canary |
 //! | validate | the same worst steps at the final size with the canary held, then frees the canary |
+//! | timing | a few smaller steps, for the scheduler: what a token of a prompt costs ([`StepTimes`]) |
 //!
 //! A typed out-of-memory in the last two shrinks the target by 5 %, at most three times; then [`ProfileError::DoesNotFit`]
 //! says what would fit, as flags. A [`Plan`] of an earlier start replaces the probe, never the validation. Several [`Ranks`]
@@ -38,9 +39,12 @@ mod results;
 mod scenario;
 mod setting;
 mod spec;
+mod step_times;
 mod stress;
 mod table;
 mod target;
+mod timed_shape;
+mod timing;
 
 pub use arithmetic::Arithmetic;
 pub use diagnostic::{Cause, Diagnostic, Knob};
@@ -59,5 +63,6 @@ pub use setting::Setting;
 pub use spec::{
     CANARY_BYTES, KvSize, MAX_STEP, MAX_TOKENS, MIN_FRAGMENTATION_BYTES, Margins, MemFraction, ProfileSpec,
 };
+pub use step_times::{StepTimes, TimedStep};
 pub use table::comparison_table;
 pub use target::{BuildProgress, Target};

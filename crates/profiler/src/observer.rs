@@ -18,6 +18,8 @@ pub enum Phase {
     Rebuild,
     /// The worst steps at that size.
     Validate,
+    /// Smaller steps, and how long they take.
+    Timing,
     /// The probe is skipped, or would have been: the size is pinned, or there is a plan.
     Skip,
     /// Nothing fits: other flags are tried, for the diagnostic.
@@ -33,6 +35,7 @@ impl Phase {
             Self::Compute => "compute",
             Self::Rebuild => "rebuild",
             Self::Validate => "validate",
+            Self::Timing => "timing",
             Self::Skip => "skip",
             Self::Advise => "advise",
         }
@@ -54,6 +57,14 @@ pub struct PhaseRecord {
     pub fields: Vec<(&'static str, String)>,
     /// Worth somebody's attention.
     pub warning: bool,
+}
+
+impl PhaseRecord {
+    /// The value of a key.
+    pub fn field(&self, name: &str) -> Option<&str> {
+        let field = self.fields.iter().find(|(key, _)| *key == name);
+        field.map(|(_, value)| value.as_str())
+    }
 }
 
 impl fmt::Display for PhaseRecord {
@@ -82,6 +93,9 @@ pub struct ScenarioProgress {
 pub trait Observer {
     /// A phase ended.
     fn phase(&mut self, record: &PhaseRecord);
+
+    /// The work of a phase is done; its record follows after that of the next.
+    fn ended(&mut self, _phase: Phase) {}
 
     /// The build of a state has got this far.
     fn building(&mut self, _progress: BuildProgress) {}

@@ -63,6 +63,7 @@ pub fn profile_rank<T: Target>(
             rank: profiler.ranks.rank(),
             ranks: profiler.ranks.count(),
             left_out: found.validated.left_out().to_vec(),
+            step_times: found.validated.step_times().cloned(),
             kv_pages: found.validated.config().kv.num_pages,
             seconds: started.elapsed().as_secs_f64(),
         },
@@ -164,10 +165,14 @@ impl<'a, T: Target> Profiler<'a, T> {
         Ok(match outcome {
             Ok(validated) => {
                 let error = self.plan_error(&measured, &attempts);
+                let step_times = validated.step_times().cloned();
                 Ok(Found {
                     validated,
                     // One that promised too much memory is not handed on: the next start measures.
-                    plan: (error <= DRIFT_WARNING).then(|| plan.clone()),
+                    plan: (error <= DRIFT_WARNING).then(|| Plan {
+                        step_times,
+                        ..plan.clone()
+                    }),
                     search: Search {
                         bound: sized.bound,
                         origin: Origin::Cached { drift },
@@ -226,12 +231,14 @@ impl<'a, T: Target> Profiler<'a, T> {
             match or_exhausted(self.attempt(pages, scratch, &mut attempts))? {
                 Ok(validated) => {
                     let (measured, scenarios) = (probed.measured.clone(), probed.scenarios.clone());
+                    let step_times = validated.step_times().cloned();
                     return Ok(Found {
                         validated,
                         plan: Some(Plan {
                             probe: probed,
                             kv_pages: pages,
                             cuts: if lasting { cuts } else { 0 },
+                            step_times,
                         }),
                         search: Search {
                             bound: sized.bound,

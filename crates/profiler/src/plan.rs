@@ -5,7 +5,7 @@ use std::fmt;
 use plimsoll_core::{Component, Meters};
 use serde::{Deserialize, Serialize};
 
-use crate::{Attempt, Measured, ScenarioResult};
+use crate::{Attempt, Measured, ScenarioResult, StepTimes};
 
 /// What a search measured and the size it led to: a start that has one skips the probe, never the proof.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -17,6 +17,8 @@ pub struct Plan {
     pub kv_pages: usize,
     /// Cuts of 5 % between the size that was computed and the one that was proved, unless other processes caused them.
     pub cuts: u32,
+    /// How long steps take.
+    pub step_times: Option<StepTimes>,
 }
 
 /// A measured probe.

@@ -1,7 +1,7 @@
-use plimsoll_core::{StateConfig, StepLimits};
+use plimsoll_core::{StateConfig, StepCosts, StepLimits};
 
 use crate::attempt::Validated;
-use crate::{Plan, Report};
+use crate::{Plan, Report, StepTimes};
 
 /// An engine state that has run the worst steps of its limits at its final size. [`profile`](crate::profile) makes it after
 /// a passed validation and nothing else does, so holding one permits serving.
@@ -21,6 +21,8 @@ pub struct ProvedParts<S> {
     pub config: StateConfig,
     /// The steps it was proved for; larger ones must not be planned.
     pub limits: StepLimits,
+    /// How long its steps take, if that was measured.
+    pub costs: Option<StepCosts>,
     /// How it came to this size.
     pub report: Report,
 }
@@ -36,6 +38,7 @@ impl<S> Proved<S> {
             plan,
             parts: ProvedParts {
                 config: validated.config(),
+                costs: validated.step_times().and_then(StepTimes::costs),
                 state: validated.into_state(),
                 limits,
                 report,

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::attempt::Search;
 use crate::{
     Arithmetic, Attempt, Bound, Disabled, DiscardedPlan, GroupReport, LeftOut, Margins, Measured, Origin,
-    ProfileSpec, ScenarioResult,
+    ProfileSpec, ScenarioResult, StepTimes,
 };
 
 pub use suggestion::Suggestion;
@@ -63,6 +63,8 @@ pub struct Report {
     pub arithmetic: Option<Arithmetic>,
     /// Sizes that were tried, the last of them proved.
     pub attempts: Vec<Attempt>,
+    /// How long steps take, if that was measured.
+    pub step_times: Option<StepTimes>,
     /// Worst cases that these limits or this size cannot reach.
     pub left_out: Vec<LeftOut>,
     /// What this start does without, and why.
@@ -151,6 +153,7 @@ pub(crate) struct Start {
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
     pub(crate) left_out: Vec<LeftOut>,
+    pub(crate) step_times: Option<StepTimes>,
     pub(crate) kv_pages: usize,
     pub(crate) seconds: f64,
 }
@@ -187,6 +190,7 @@ impl Report {
             probe_scenarios,
             arithmetic,
             attempts: search.attempts,
+            step_times: start.step_times,
             left_out: start.left_out,
             disabled: spec.disabled.clone(),
             suggestions,

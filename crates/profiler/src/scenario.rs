@@ -7,11 +7,13 @@ use plimsoll_core::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::timed_shape::TimedShape;
+
 /// A worst case of the steps the scheduler can plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScenarioKind {
-    /// One new prompt that fills the step.
+    /// One new prompt that fills the step, where there is no [`Self::LongPrefix`].
     Prefill,
     /// A chunk that fills the step and ends at the longest context, sampling with everything a client can ask for.
     LongPrefix,
@@ -22,10 +24,11 @@ pub enum ScenarioKind {
     Mixed,
     /// The log-probabilities of as many prompt tokens as a step may have, where there is no [`Self::Mixed`].
     PromptLogprobs,
-    /// Sampling with a full sort, penalties, bias and logprobs, as many rows as may run, all at the longest context.
+    /// Sampling with a full sort, penalties, bias and logprobs, as many rows as may run, all at the longest context, where there
+    /// is no [`Self::Mixed`].
     SampleSort,
     /// Sampling among the largest top-k that is not all, as many rows as may run, all short: how the candidates are chosen
-    /// does not depend on the context, and what does is in [`Self::SampleSort`].
+    /// does not depend on the context, and what does is in [`Self::Mixed`] or [`Self::SampleSort`].
     SampleTopK,
 }
 
@@ -94,6 +97,7 @@ pub fn scenarios(
         kv,
         vocab_size,
         pooling,
+        apart: false,
     };
     let (reached, left_out) = shapes.reached();
     let scenarios = reached
@@ -105,6 +109,54 @@ pub fn scenarios(
         });
     (scenarios.collect(), left_out)
 }
+
+/// A step of this shape, to see how long it takes: greedy sampling, contexts that share no pages while these last.
+pub(crate) fn timed_step(
+    limits: &StepLimits,
+    vocab_size: usize,
+    kv: KvConfig,
+    shape: TimedShape,
+) -> StepPlan {
+    let shapes = Shapes {
+        limits: *limits,
+        kv,
+        vocab_size,
+        pooling: None,
+        apart: true,
+    };
+    shapes.plan(0, &shape.lines(limits.max_model_len), ScenarioKind::Decode)
+}
+
+impl TimedShape {
+    /// Its requests.
+    fn lines(&self, max_model_len: usize) -> Vec<Row> {
+        let decoding = self.decoding;
+        let one = Row {
+            start: self.context,
+            end: self.context + 1,
+        };
+        let mut rows: Vec<Row> = (0..decoding).map(|_| one).collect();
+        let prompt = max_model_len.min(LONGEST_TIMED_PROMPT);
+        let mut left = self.rows - decoding;
+        while left > 0 {
+            let end = left.min(prompt);
+            rows.push(Row { start: 0, end });
+            left -= end;
+        }
+        rows
+    }
+
+    /// Whether it is within the limits, with pages of its own for all of its contexts.
+    pub(crate) fn fits(&self, limits: &StepLimits, kv: KvConfig) -> bool {
+        let rows = self.lines(limits.max_model_len);
+        let blocks: usize = rows.iter().map(|row| kv.block_size.blocks_for(row.end)).sum();
+        let pages = blocks * kv.groups.pages_per_block();
+        self.decoding > 0 && rows.len() <= limits.max_num_seqs && pages <= kv.num_pages
+    }
+}
+
+/// Attention within longer ones would cost as much as their other work.
+const LONGEST_TIMED_PROMPT: usize = 512;
 
 /// How large a worst step is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -144,6 +196,7 @@ pub fn scenario_shapes(
         kv,
         vocab_size: 0,
         pooling,
+        apart: false,
     };
     let (reached, left_out) = shapes.reached();
     let sizes = reached.into_iter().map(|(kind, rows)| ScenarioShape {
@@ -160,9 +213,12 @@ struct Shapes {
     vocab_size: usize,
     /// Rows are pooled, nothing is sampled.
     pooling: Option<Pooling>,
+    /// Contexts share no pages, as far as there are enough.
+    apart: bool,
 }
 
 /// Tokens `start..end` of one request.
+#[derive(Clone, Copy)]
 struct Row {
     start: usize,
     end: usize,
@@ -230,6 +286,7 @@ impl Shapes {
             {
                 Err("a model that is served for embeddings has no logits".into())
             }
+            ScenarioKind::Prefill if context > batched => Err("the step `long_prefix` includes it".into()),
             ScenarioKind::Prefill => Ok(vec![Row {
                 start: 0,
                 end: self.longest_row(),
@@ -250,7 +307,9 @@ impl Shapes {
             ScenarioKind::Mixed if batched <= seqs => Err(format!(
                 "{seqs} decodes (--max-num-seqs) fill a step of {batched} tokens (--max-num-batched-tokens)"
             )),
-            ScenarioKind::PromptLogprobs if seqs > 1 && batched > seqs => {
+            ScenarioKind::PromptLogprobs | ScenarioKind::SampleSort
+                if seqs > 1 && batched > seqs && context > 1 =>
+            {
                 Err("the step `mixed` includes it".into())
             }
             ScenarioKind::Mixed | ScenarioKind::PromptLogprobs => Ok(self.mixed_rows()),
@@ -329,10 +388,13 @@ impl Shapes {
         let scores = matches!(kind, ScenarioKind::Mixed | ScenarioKind::PromptLogprobs);
         // Where no prompt has two tokens in the step, one goes on in the next.
         let goes_on = scores && rows.iter().all(|row| row.len() == 1);
-        let mut written = 0;
+        let (mut written, mut read) = (0, 0);
         let total_written: usize = rows.iter().map(|row| self.written(row)).sum();
         let runs = rows.iter().enumerate().map(|(index, row)| {
-            let tables = self.tables(row, &mut written, total_written);
+            let tables = self.tables(row, &mut written, total_written, read);
+            if self.apart {
+                read += row.start.div_ceil(self.kv.block_size.tokens()) * self.kv.groups.pages_per_block();
+            }
             let history = if params.needs_history() {
                 self.tokens(0..row.end)
             } else {
@@ -377,18 +439,20 @@ impl Shapes {
         blocks * self.kv.groups.pages_per_block()
     }
 
-    /// The tables of a row whose own pages follow the `written` ones of those before it. Contexts share the pages that no row writes, or
-    /// all pages if everything is written.
-    fn tables(&self, row: &Row, written: &mut usize, total_written: usize) -> Vec<GroupTable> {
+    /// The tables of a row whose own pages follow the `written` ones of those before it, and whose context begins `apart` pages
+    /// behind the first one's. Contexts share pages that no row writes, or all pages if everything is written.
+    fn tables(&self, row: &Row, written: &mut usize, total_written: usize, apart: usize) -> Vec<GroupTable> {
         let block_size = self.kv.block_size;
-        let shared = self.kv.num_pages.saturating_sub(total_written);
+        let unwritten = self.kv.num_pages.saturating_sub(total_written);
+        let few = SHARED_BLOCKS * self.kv.groups.pages_per_block();
+        let shared = if self.apart { unwritten } else { unwritten.min(few) };
         let tables = self.kv.groups.iter().map(|group| {
             let first = group.first_block(block_size, row.start);
             let own = row.start / block_size.tokens() * group.pages_per_block;
             let end = block_size.blocks_for(row.end) * group.pages_per_block;
             let read = (first * group.pages_per_block..own).map(|page| match shared {
                 0 => page % self.kv.num_pages,
-                shared => total_written + page % shared,
+                shared => total_written + (apart + page) % shared,
             });
             let written = std::mem::replace(written, *written + end - own)..;
             let pages = read.chain(written.take(end - own));
@@ -405,6 +469,10 @@ impl Shapes {
             .collect()
     }
 }
+
+/// Blocks that all contexts of a worst step share. What a step allocates follows from the number of keys, not from where they lie;
+/// few blocks stay in the device's cache, so that reading hundreds of contexts of the longest length does not take seconds.
+const SHARED_BLOCKS: usize = 64;
 
 /// Entries of `logit_bias` in a scenario: more than clients send. More take no more memory, which is that of a vocabulary.
 const BIASED_TOKENS: usize = 1024;

@@ -35,6 +35,8 @@ pub struct ProfileSpec {
     pub gives_advice: bool,
     /// What an earlier search found: skips the probe, not the proof. One that does not fit this start is thrown away.
     pub plan: Option<Plan>,
+    /// Steps in flight while steps are timed after the proof, as when serving. 0: they are not timed.
+    pub timed_in_flight: usize,
     /// What this start does without; the report lists it.
     pub disabled: Vec<Disabled>,
 }
@@ -61,6 +63,7 @@ impl ProfileSpec {
             largest_device: None,
             gives_advice: true,
             plan: None,
+            timed_in_flight: 0,
             disabled: Vec::new(),
         }
     }

@@ -50,7 +50,7 @@ impl From<RankLost> for Stop {
 }
 
 impl Stop {
-    fn of_step(phase: Phase, scenario: ScenarioKind, error: StepError) -> Self {
+    pub(crate) fn of_step(phase: Phase, scenario: ScenarioKind, error: StepError) -> Self {
         match error {
             StepError::Oom(oom) => Self::exhausted(phase, Some(scenario), Shortage::Here(oom)),
             StepError::Device(error) => Self::Failed(ProfileError::Device {

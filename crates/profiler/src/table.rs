@@ -7,8 +7,8 @@ use plimsoll_core::human_bytes;
 use crate::report::Memory;
 use crate::{Bound, Compared, GroupReport, Prediction, Report};
 
-/// Cells of the bar.
-const CELLS: u64 = 80;
+/// Cells of the bar, where the terminal is no narrower.
+const CELLS: usize = 80;
 
 /// Names of parts, in the order of the bar, each with the letter that fills its cells. No letter stands for two.
 const LETTERS: [(&str, char); 10] = [
@@ -37,8 +37,8 @@ struct Part {
 
 impl Report {
     /// Where every byte went, for people: a bar of the device's memory, one line a component, the sum of the parts, and what
-    /// that is in requests.
-    pub fn table(&self) -> String {
+    /// that is in requests. On a terminal of so many `columns` the bar fits.
+    pub fn table(&self, columns: Option<usize>) -> String {
         let size = Size {
             tokens: self.kv_tokens,
             blocks: self.kv_pages,
@@ -48,13 +48,13 @@ impl Report {
             max_model_len: self.max_model_len,
             bound: self.bound,
         };
-        format!("{}\n{size}", self.ready.table())
+        format!("{}\n{size}", self.ready.table(columns))
     }
 }
 
 impl Prediction {
     /// As [`Report::table`].
-    pub fn table(&self) -> String {
+    pub fn table(&self, columns: Option<usize>) -> String {
         let size = Size {
             tokens: self.kv_tokens,
             blocks: self.kv_pages,
@@ -64,7 +64,7 @@ impl Prediction {
             max_model_len: self.max_model_len,
             bound: self.bound,
         };
-        format!("{}\n{size}", self.ready.table())
+        format!("{}\n{size}", self.ready.table(columns))
     }
 }
 
@@ -93,9 +93,8 @@ impl fmt::Display for Size<'_> {
         let unit = if groups.len() > 1 { "pages" } else { "blocks" };
         write!(
             f,
-            "  {tokens} tokens of KV ({blocks} {unit} of {block_size}): {requests:.1} requests of {max_model_len} tokens; \
-             bound by {}",
-            bound.name()
+            "  {tokens} tokens of KV ({blocks} {unit} of {block_size}): {requests:.1} requests of {max_model_len} tokens; {}",
+            reason(*bound)
         )?;
         for group in groups.iter().filter(|_| groups.len() > 1) {
             let kind = group
@@ -116,52 +115,79 @@ impl fmt::Display for Size<'_> {
     }
 }
 
-/// For people: a line for each number, with the error in percent.
-pub fn comparison_table(compared: &[Compared]) -> String {
-    let mut text = format!("  {:<26}{:>14}{:>14}{:>9}", "", "predicted", "measured", "error");
-    for Compared {
-        name,
-        predicted,
-        measured,
-        error,
-    } in compared
-    {
-        let number = |value: u64| match name.ends_with("tokens") {
+/// Why a KV cache is as large as it is.
+fn reason(bound: Bound) -> String {
+    match bound {
+        Bound::Memory => "bound by memory".to_owned(),
+        Bound::Useful => "limited by default (--max-total-token-num sets it)".to_owned(),
+        Bound::PinnedTokens | Bound::PinnedBytes => format!("set by --{}", bound.name()),
+        Bound::OtherRank => "bound by the memory of another rank".to_owned(),
+    }
+}
+
+/// For people: a line for each number, with the error in percent; two where a terminal of so many `columns` is too narrow.
+pub fn comparison_table(compared: &[Compared], columns: Option<usize>) -> String {
+    let narrow = columns.is_some_and(|columns| columns < 65);
+    let row = |name: &str, numbers: [&str; 3]| {
+        let [predicted, measured, error] = numbers;
+        match narrow {
+            true => format!("  {name}\n  {predicted:>14}{measured:>14}{error:>9}"),
+            false => format!("  {name:<26}{predicted:>14}{measured:>14}{error:>9}"),
+        }
+    };
+    let rows = compared.iter().map(|compared| {
+        let number = |value: u64| match compared.name.ends_with("tokens") {
             true => value.to_string(),
             false => human_bytes(value),
         };
-        let error = error.map_or("-".to_owned(), |error| format!("{:+.2} %", error * 100.0));
-        // Writing to a string cannot fail.
-        let _ = write!(
-            text,
-            "\n  {name:<26}{:>14}{:>14}{error:>9}",
-            number(*predicted),
-            number(*measured)
-        );
-    }
-    text
+        let error = compared
+            .error
+            .map_or("-".to_owned(), |error| format!("{:+.2} %", error * 100.0));
+        let numbers = [&number(compared.predicted), &number(compared.measured), &error];
+        row(compared.name, numbers.map(String::as_str))
+    });
+    let head = row("", ["predicted", "measured", "error"]);
+    let lines: Vec<_> = std::iter::once(head).chain(rows).collect();
+    lines.join("\n")
 }
 
 impl Memory {
-    /// A bar of the device's memory, then one line a component, the sum of the parts last. ASCII, without a newline at the
-    /// end.
-    pub fn table(&self) -> String {
+    /// A bar of the device's memory, at most `columns` wide, then one line a component, the sum of the parts last. ASCII,
+    /// without a newline at the end.
+    pub fn table(&self, columns: Option<usize>) -> String {
         let parts = self.parts();
         let total: u64 = parts.iter().map(|part| part.bytes).sum();
-        let mut text = format!("  [{}]", bar(&parts, total));
+        let cells = columns.map_or(CELLS, |columns| columns.saturating_sub("  []".len()).min(CELLS));
+        let mut text = format!("  [{}]", bar(&parts, total, cells));
         for part in &parts {
             let share = 100.0 * part.bytes as f64 / total.max(1) as f64;
             // Writing to a string cannot fail.
             let _ = write!(
                 text,
-                "\n  {} {:<16}{:>12} {share:>6.1} %",
+                "\n  {} {:<16}{:>11} {share:>6.1} %",
                 part.letter,
                 part.name,
                 human_bytes(part.bytes)
             );
         }
-        let _ = write!(text, "\n    {:<16}{:>12}", "total", human_bytes(total));
+        let _ = write!(text, "\n    {:<16}{:>11}", "total", human_bytes(total));
         text
+    }
+
+    /// The bar of at most `columns`, and a line that says what its letters are, without parts below a thousandth.
+    pub fn short(&self, columns: usize) -> [String; 2] {
+        let mut parts = self.parts();
+        let total: u64 = parts.iter().map(|part| part.bytes).sum();
+        parts.retain(|part| part.bytes >= total / 1000);
+        let cells = columns.saturating_sub("[]".len()).min(CELLS);
+        let legend = parts
+            .iter()
+            .map(|part| format!("{} {} {}", part.letter, part.name, human_bytes(part.bytes)));
+        let legend: Vec<_> = legend.collect();
+        [
+            format!("[{}]", bar(&parts, total, cells)),
+            format!("{}; {} in all", legend.join(", "), human_bytes(total)),
+        ]
     }
 
     /// What takes bytes, and what is free even if that is none.
@@ -187,21 +213,23 @@ impl Memory {
     }
 }
 
-/// Cells in proportion, at least one for a part that is there; the largest part makes up for that.
-fn bar(parts: &[Part], total: u64) -> String {
-    let share = |bytes: u64| (u128::from(bytes) * u128::from(CELLS) / u128::from(total.max(1))) as u64;
-    let mut cells: Vec<u64> = parts
+/// `width` cells in proportion, at least one for a part that is there, as far as there are cells; the largest part makes up for
+/// that.
+fn bar(parts: &[Part], total: u64, width: usize) -> String {
+    let share = |bytes: u64| (u128::from(bytes) * width as u128 / u128::from(total.max(1))) as usize;
+    let mut cells: Vec<usize> = parts
         .iter()
-        .map(|part| share(part.bytes).max(u64::from(part.bytes > 0)))
+        .map(|part| share(part.bytes).max(usize::from(part.bytes > 0)))
         .collect();
     if let Some(largest) = (0..parts.len()).max_by_key(|&at| parts[at].bytes) {
-        let others = cells.iter().sum::<u64>() - cells[largest];
-        cells[largest] = CELLS.saturating_sub(others);
+        let others = cells.iter().sum::<usize>() - cells[largest];
+        cells[largest] = width.saturating_sub(others);
     }
     parts
         .iter()
         .zip(cells)
         .flat_map(|(part, cells)| (0..cells).map(|_| part.letter))
+        .take(width)
         .collect()
 }
 
@@ -244,7 +272,7 @@ mod tests {
             (Component::Kv, 50 << 20),
             (Component::Arena, 1),
         ];
-        let table = memory(&parts, 10 << 20, (10 << 20) - 1).table();
+        let table = memory(&parts, 10 << 20, (10 << 20) - 1).table(None);
         let lines: Vec<&str> = table.lines().collect();
         let expected = format!(
             "  [{}{}a{}{}]",
@@ -254,9 +282,44 @@ mod tests {
             ".".repeat(7)
         );
         assert_eq!(lines[0], expected);
-        assert_eq!(lines[2], "  K kv                  50.0 MiB   50.0 %");
-        assert_eq!(lines[6], "    total              100.0 MiB");
+        assert_eq!(lines[2], "  K kv                 50.0 MiB   50.0 %");
+        assert_eq!(lines[6], "    total             100.0 MiB");
         assert!(table.is_ascii());
+    }
+
+    #[test]
+    fn a_table_fits_a_narrow_terminal() {
+        let parts = [
+            (Component::Weights, 92 << 20),
+            (Component::Kv, 720 << 20),
+            (Component::Staging, 1 << 20),
+        ];
+        let memory = memory(&parts, 1023 << 20, 8 << 30);
+        for line in memory.table(Some(40)).lines() {
+            assert!(line.len() <= 40, "{line}");
+        }
+        let [bar, legend] = memory.short(29);
+        assert_eq!(bar, "[wKxx.......................]");
+        assert_eq!(
+            legend,
+            "w weights 92.0 MiB, K kv 720.0 MiB, x other processes 1023.0 MiB, . free 8.00 GiB; 9.79 GiB in all"
+        );
+        let compared = Compared {
+            name: "peak of all that is not KV",
+            predicted: 1 << 20,
+            measured: 1 << 30,
+            error: Some(-0.999),
+        };
+        for (columns, lines) in [(None, 2), (Some(80), 2), (Some(40), 4)] {
+            let table = comparison_table(&[compared], columns);
+            assert_eq!(table.lines().count(), lines, "{table}");
+            assert!(
+                table
+                    .lines()
+                    .all(|line| columns.is_none_or(|columns| line.len() <= columns)),
+                "{table}"
+            );
+        }
     }
 
     /// Whatever the sizes, the bar is as wide, and nothing that takes memory is missing from it.
@@ -268,8 +331,8 @@ mod tests {
             let parts = Component::ALL.map(|component| (component, bytes()));
             let memory = memory(&parts, bytes(), bytes());
             let parts = memory.parts();
-            let bar = bar(&parts, memory.total);
-            assert_eq!(bar.len() as u64, CELLS, "seed {seed}");
+            let bar = bar(&parts, memory.total, CELLS);
+            assert_eq!(bar.len(), CELLS, "seed {seed}");
             for part in parts.iter().filter(|part| part.bytes > 0) {
                 assert!(bar.contains(part.letter), "seed {seed}: {}", part.name);
             }

@@ -19,14 +19,19 @@
 //! ([`plimsoll_core::RunInput::LastSampled`]). If such a token turns out to end its request, the run behind it was in
 //! vain: its token is discarded, and the blocks go back when no step in flight uses them any more.
 //!
+//! How many tokens of prompts a step computes beside requests that generate is what [`PromptBudget`] says, from measured times
+//! of steps; without them, as many as fit.
+//!
 //! The tokens of a constrained request ([`plimsoll_core::Constraints`]) are chosen under masks that follow its output. It runs ahead
 //! like any other: only the sampling of the step planned meanwhile waits until its mask is known.
 
+mod budget;
 mod defect;
 mod queue;
 mod scheduler;
 mod sequence;
 mod stats;
 
+pub use budget::{Load, PromptBudget};
 pub use scheduler::{Follow, MAX_IN_FLIGHT, Scheduler, SchedulerConfig};
 pub use stats::SchedulerStats;

@@ -1,3 +1,5 @@
+mod room;
+
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 
@@ -8,9 +10,10 @@ use plimsoll_core::{
 use plimsoll_kv::{BlockTable, KvManager};
 
 use crate::{
-    SchedulerStats,
+    PromptBudget, SchedulerStats,
     defect::defect,
     queue::{Queue, Rank},
+    scheduler::room::Room,
     sequence::{Arrival, Running, Sequence},
 };
 
@@ -77,6 +80,7 @@ pub struct Scheduler {
     in_flight: Vec<u64>,
     /// A request was preempted and no blocks came back since: a request admitted now would soon be preempted too.
     short_of_blocks: bool,
+    prompt_budget: Option<PromptBudget>,
     counters: SchedulerStats,
 }
 
@@ -106,8 +110,14 @@ impl Scheduler {
             next_arrival: 0,
             in_flight: Vec::with_capacity(MAX_IN_FLIGHT),
             short_of_blocks: false,
+            prompt_budget: None,
             counters: SchedulerStats::default(),
         }
+    }
+
+    /// From now on, `budget` limits the prompt tokens of steps in which requests generate. Without one, prompts fill each step.
+    pub fn limit_prompts(&mut self, budget: Option<PromptBudget>) {
+        self.prompt_budget = budget;
     }
 
     /// True if the KV cache can hold all of `request`. After a [`reset`](Self::reset) it may be smaller than when the request was
@@ -169,9 +179,9 @@ impl Scheduler {
     /// empty plan is not to be executed or applied.
     pub fn plan(&mut self) -> StepPlan {
         let mut runs = Vec::new();
-        let mut budget = self.limits.max_num_batched_tokens;
-        if self.in_flight.len() < MAX_IN_FLIGHT && self.plan_running(&mut runs, &mut budget) {
-            self.plan_waiting(&mut runs, budget);
+        let mut room = self.room();
+        if self.in_flight.len() < MAX_IN_FLIGHT && self.plan_running(&mut runs, &mut room) {
+            self.plan_waiting(&mut runs, room);
         }
         if runs.is_empty() {
             return StepPlan::default();
@@ -384,11 +394,11 @@ impl Scheduler {
     }
 
     /// Plans runs of running requests, the lowest rank first. False where blocks ran out.
-    fn plan_running(&mut self, runs: &mut Vec<Run>, budget: &mut usize) -> bool {
+    fn plan_running(&mut self, runs: &mut Vec<Run>, room: &mut Room) -> bool {
         let mut after = Bound::Unbounded;
         while let Some((&rank, running)) = self.running.range((after, Bound::Unbounded)).next() {
             after = Bound::Excluded(rank);
-            let len = running.ready().min(*budget);
+            let len = room.take(running.ready(), running.generates());
             if len == 0 {
                 continue;
             }
@@ -398,7 +408,6 @@ impl Scheduler {
             }
             let running = self.running.get_mut(&rank).expect("room was made for it");
             runs.push(running.next_run(len, &self.kv.config()));
-            *budget -= len;
         }
         true
     }
@@ -430,8 +439,9 @@ impl Scheduler {
     }
 
     /// Admits waiting requests, each in its turn, while tokens, runs and blocks last.
-    fn plan_waiting(&mut self, runs: &mut Vec<Run>, mut budget: usize) {
-        while budget > 0 && !self.short_of_blocks && self.running.len() < self.limits.max_num_seqs {
+    fn plan_waiting(&mut self, runs: &mut Vec<Run>, mut room: Room) {
+        while room.for_prompts() > 0 && !self.short_of_blocks && self.running.len() < self.limits.max_num_seqs
+        {
             let lowest = self.running.first_key_value().map(|(rank, _)| rank.class);
             let Some(next) = self.waiting.next(self.counters.admissions, lowest) else {
                 return;
@@ -451,9 +461,8 @@ impl Scheduler {
             }
             self.places.insert(sequence.request.id(), Place::Running(rank));
             let mut running = Running::new(sequence, table);
-            let len = running.ready().min(budget);
+            let len = room.take(running.ready(), running.generates());
             runs.push(running.next_run(len, &self.kv.config()));
-            budget -= len;
             self.running.insert(rank, running);
         }
     }

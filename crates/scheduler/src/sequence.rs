@@ -155,6 +155,11 @@ impl Running {
         }
     }
 
+    /// Whether the next run continues the output, by a single token.
+    pub(crate) fn generates(&self) -> bool {
+        self.sampling || (self.sequence.outputs() > 0 && self.planned + 1 == self.sequence.tokens.len())
+    }
+
     /// Plans the next `len` tokens, at most [`Self::ready`]; the table has room for them.
     pub(crate) fn next_run(&mut self, len: usize, kv: &KvConfig) -> Run {
         let start = self.planned;

@@ -67,41 +67,26 @@ pub(crate) fn serve(
         Listener::Tcp(listener) => {
             let handle = Handle::new();
             let stop = Stop::Tcp(handle.clone());
-            (tokio::spawn(tcp(listener, options, handle, app)), stop)
+            (tokio::spawn(accept(listener, options, handle, app)), stop)
         }
         Listener::Unix(listener) => {
             let handle = Handle::new();
             let stop = Stop::Unix(handle.clone());
-            (tokio::spawn(unix(listener, options, handle, app)), stop)
+            (tokio::spawn(accept(listener, options, handle, app)), stop)
         }
     }
 }
 
-async fn tcp(
-    listener: TcpListener,
+async fn accept<Addr>(
+    listener: Addr::Listener,
     options: ServerOptions,
-    handle: Handle<SocketAddr>,
+    handle: Handle<Addr>,
     app: Router,
-) -> io::Result<()> {
-    let app = app.into_make_service();
-    match options.tls.clone() {
-        None => {
-            let gate = Gate::new(DefaultAcceptor::new(), &options);
-            server(listener, gate, handle, &options).serve(app).await
-        }
-        Some(tls) => {
-            let gate = Gate::new(RustlsAcceptor::new(tls.0), &options);
-            server(listener, gate, handle, &options).serve(app).await
-        }
-    }
-}
-
-async fn unix(
-    listener: UnixListener,
-    options: ServerOptions,
-    handle: Handle<UnixAddr>,
-    app: Router,
-) -> io::Result<()> {
+) -> io::Result<()>
+where
+    Addr: Address + Send + 'static,
+    Addr::Stream: Socket + AsyncRead + AsyncWrite + Unpin,
+{
     let app = app.into_make_service();
     match options.tls.clone() {
         None => {

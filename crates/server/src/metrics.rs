@@ -259,11 +259,13 @@ impl Metrics {
         set_kv(&maker, &kv, stats, meters);
         set_memory(&maker, memory, meters);
         maker.count(&ABOVE_PROOF, stats.high_water_above_proof);
+        maker.count(&ABOVE_TARGET_ITL, stats.steps_above_target_itl);
         let mut page = self.handle.render();
         self.write_cache_config(&mut page, kv);
         self.write_histogram(&mut page, &STEP_SECONDS, &stats.step_seconds);
         self.write_histogram(&mut page, &STEP_TOKENS, &stats.step_tokens);
         self.write_histogram(&mut page, &ITERATION_TOKENS, &stats.iteration_tokens);
+        self.write_histogram(&mut page, &STEP_PROMPT_TOKENS, &stats.step_prompt_tokens);
         self.write_histogram(&mut page, &STEP_REQUESTS, &stats.step_requests);
         self.write_no_adapters(&mut page);
         if let Some(time) = stats.device_time {

@@ -1,6 +1,6 @@
 //! A device that exists on paper: for proving the profiler against everything that goes wrong on real ones.
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_core::{
@@ -369,7 +369,7 @@ pub struct VirtualState {
     _staging: Block,
     canary: Option<Block>,
     arena_high: u64,
-    launched: Option<StepPlan>,
+    launched: VecDeque<StepPlan>,
     steps_beside_canary: usize,
 }
 
@@ -410,7 +410,7 @@ impl Executor for VirtualState {
         }
         self.arena_high = self.arena_high.max(bytes);
         drop(self.device.allocate(Component::Graphs, jitter)?);
-        self.launched = Some(plan.clone());
+        self.launched.push_back(plan.clone());
         Ok(())
     }
 
@@ -422,7 +422,7 @@ impl Executor for VirtualState {
     fn finish(&mut self) -> Result<StepOutput, StepError> {
         let plan = self
             .launched
-            .take()
+            .pop_front()
             .ok_or_else(|| StepError::Failed("nothing was launched".into()))?;
         let seat = self.device.pool().seat.clone();
         if let Some(seat) = seat {
@@ -490,7 +490,7 @@ impl Target for VirtualDevice {
             _staging: staging,
             canary,
             arena_high: 0,
-            launched: None,
+            launched: VecDeque::new(),
             steps_beside_canary: 0,
         })
     }

@@ -127,6 +127,7 @@ impl<'a> Life<'a> {
         let last = arrivals.last().map_or(0, |(tick, _)| *tick);
         let kv = workload.scheduler.kv;
         let mut scheduler = Scheduler::new(workload.scheduler);
+        scheduler.limit_prompts(workload.prompt_budget.clone());
         if audit {
             scheduler.record_cache_events();
         }

@@ -1,6 +1,7 @@
 //! An engine without a device, and the oracles that check the real one.
 
 mod constraint;
+mod cost;
 mod device;
 mod executor;
 mod harness;
@@ -12,6 +13,7 @@ mod turns;
 mod workload;
 
 pub use constraint::SimConstraint;
+pub use cost::{StepModel, StepSize};
 pub use device::{DeviceModel, StepMemory, VirtualDevice, VirtualState};
 pub use executor::{Fault, SimConfig, SimExecutor, StepTime};
 pub use harness::{Report, simulate};

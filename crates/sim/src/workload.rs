@@ -1,8 +1,10 @@
+use std::time::Duration;
+
 use plimsoll_core::{
     Bans, BlockSize, CacheGroups, CacheKind, CacheLayout, Constraint, KvConfig, Limits, Pooling, Request,
-    RequestId, RequestOptions, SamplingOptions, StepLimits, TenantId, TokenId,
+    RequestId, RequestOptions, SamplingOptions, StepCost, StepCosts, StepLimits, TenantId, TokenId,
 };
-use plimsoll_scheduler::SchedulerConfig;
+use plimsoll_scheduler::{PromptBudget, SchedulerConfig};
 use rand::{
     Rng, SeedableRng,
     rngs::StdRng,
@@ -30,6 +32,8 @@ pub struct Workload {
     pub faults: Vec<(u64, Fault)>,
     /// Losses of the KV cache, in the order of time.
     pub resets: Vec<Reset>,
+    /// Limits the prompts beside requests that generate.
+    pub prompt_budget: Option<PromptBudget>,
 }
 
 /// The KV cache is lost and built again, perhaps at another size.
@@ -125,8 +129,30 @@ impl Workload {
             cancels,
             faults,
             resets,
+            prompt_budget: prompt_budget(seed, limits.max_num_batched_tokens),
         }
     }
+}
+
+/// That of a small device, for one engine in four.
+fn prompt_budget(seed: u64, most: usize) -> Option<PromptBudget> {
+    // Draws of its own: all else is as without.
+    let mut rng = StdRng::seed_from_u64(!seed);
+    let rng = &mut rng;
+    let limited = rng.random_bool(0.25);
+    let mut steps = |sizes: [usize; 3]| {
+        let mut seconds = 0.0;
+        let step = |rows| {
+            seconds += rng.random_range(0.1..1.0);
+            StepCost { rows, seconds }
+        };
+        sizes.map(step).to_vec()
+    };
+    let costs = StepCosts::new(steps([1, 4, 8]), steps([2, 8, 64]), 0.001)?;
+    let target = rng
+        .random_bool(0.5)
+        .then(|| Duration::from_secs_f64(rng.random_range(0.1..3.0)));
+    limited.then(|| PromptBudget::new(costs, most, target))
 }
 
 /// One kind of layers, or up to three with windows that no block size divides, in numbers that take several pages.

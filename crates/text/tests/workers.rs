@@ -11,7 +11,7 @@ use plimsoll_text::{
 use serde_json::{Value, json};
 
 #[path = "fuzz/corpus.rs"]
-#[allow(dead_code, reason = "tests/fuzz uses the other inputs")]
+#[allow(dead_code, reason = "shared with tests/fuzz, which uses the rest")]
 mod corpus;
 
 fn program() -> WorkerProgram {

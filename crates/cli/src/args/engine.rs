@@ -10,12 +10,15 @@ use plimsoll_core::BlockSize;
 use plimsoll_model::HfOverrides;
 use plimsoll_profiler::MemFraction;
 
-use crate::args::values::{block_size, context, duration, fraction, json, positive, tokens};
+use crate::args::values::{block_size, context, duration, fraction, json, milliseconds, positive, tokens};
 use crate::args::{LogArgs, PoolingArgs};
 use crate::bytes::Bytes;
 
 /// Where `plimsoll serve` without MODEL gets its model.
 pub const DEFAULT_MODEL: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
+
+/// The branch that repositories have.
+const DEFAULT_REVISION: &str = "main";
 
 /// The MODEL that stands for the simulated model.
 pub const SIM_MODEL: &str = "sim";
@@ -57,12 +60,12 @@ pub struct ModelArgs {
     /// the start [default: HuggingFaceTB/SmolLM2-135M-Instruct]
     #[arg(
         value_name = "MODEL",
-        overrides_with = "model_flag",
+        conflicts_with = "model_flag",
         help_heading = "Arguments"
     )]
     model: Option<String>,
     /// The same as MODEL
-    #[arg(long = "model", value_name = "MODEL", overrides_with = "model", hide = true)]
+    #[arg(long = "model", value_name = "MODEL", hide = true)]
     model_flag: Option<String>,
     /// Format of the weights: auto, safetensors, gguf, or dummy (random weights, from config.json alone)
     #[arg(
@@ -79,8 +82,17 @@ pub struct ModelArgs {
     /// Directory, tokenizer.json, .gguf file or Hub id of the tokenizer [default: MODEL]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<String>,
+    /// Where it is downloaded from and to.
+    #[command(flatten)]
+    pub hub: HubArgs,
+}
+
+/// The Hub and its cache.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Model")]
+pub struct HubArgs {
     /// Branch, tag or commit of the Hub repository
-    #[arg(long, value_name = "REVISION", default_value = "main")]
+    #[arg(long, value_name = "REVISION", default_value = DEFAULT_REVISION)]
     pub revision: String,
     /// Hub token, for gated and private models [default: HF_TOKEN, or what `hf auth login` stored]
     #[arg(long, value_name = "TOKEN", hide_default_value = true)]
@@ -90,13 +102,22 @@ pub struct ModelArgs {
     pub download_dir: Option<PathBuf>,
 }
 
+impl HubArgs {
+    /// Whether another revision than the default one is asked for.
+    pub fn has_revision(&self) -> bool {
+        self.revision != DEFAULT_REVISION
+    }
+}
+
 impl ModelArgs {
     /// MODEL as given, or the default.
     pub fn model(&self) -> &str {
-        self.model
-            .as_deref()
-            .or(self.model_flag.as_deref())
-            .unwrap_or(DEFAULT_MODEL)
+        self.given().unwrap_or(DEFAULT_MODEL)
+    }
+
+    /// MODEL, if it was given.
+    pub fn given(&self) -> Option<&str> {
+        self.model.as_deref().or(self.model_flag.as_deref())
     }
 }
 
@@ -147,13 +168,19 @@ pub struct LimitArgs {
     /// model was trained for]
     #[arg(long, value_name = "TOKENS", value_parser = context, allow_negative_numbers = true)]
     pub max_model_len: Option<usize>,
-    /// Maximum number of requests that run at once [default: decided at start: 512 on a GPU, 32 on a CPU]
+    /// Maximum number of requests that run at once [default: decided at start: 1024 on a GPU of at
+    /// least 80 GB where the KV cache has room for them, 512 on other GPUs, 32 on a CPU]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
     /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start: 8192 on a GPU,
     /// 512 on a CPU]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     pub max_num_batched_tokens: Option<usize>,
+    /// Aim for at most this time between two tokens of a request, in milliseconds: while requests generate, prompts are computed in
+    /// pieces that keep a step below it, as far as it can be kept [default: decided at each step, from step times measured at
+    /// start]
+    #[arg(long, value_name = "MS", value_parser = milliseconds, allow_negative_numbers = true)]
+    pub target_itl: Option<Duration>,
     /// Tokens per block of the KV cache: 8, 16 or 32
     #[arg(long, value_name = "TOKENS", default_value_t, value_parser = block_size)]
     pub block_size: BlockSize,
@@ -199,10 +226,11 @@ pub struct MemoryArgs {
     /// --device-memory as a fraction of the GPU's memory, at most 1.0
     #[arg(long, value_name = "FRACTION", value_parser = fraction, conflicts_with = "device_memory")]
     pub gpu_memory_utilization: Option<MemFraction>,
-    /// Fraction of the memory that weights and the worst step leave free that becomes KV cache, at most 1.0
-    #[arg(long, value_name = "FRACTION", default_value = "0.95", value_parser = fraction)]
-    pub mem_fraction: MemFraction,
-    /// Size of the KV cache in tokens: not searched for, but still proved [default: measured at start]
+    /// Fraction of the memory that weights and the worst step leave free that becomes KV cache, at most 1.0 [default: 0.95]
+    #[arg(long, value_name = "FRACTION", value_parser = fraction)]
+    pub mem_fraction: Option<MemFraction>,
+    /// Size of the KV cache in tokens: not searched for, but still proved [default: measured at start; on a CPU at
+    /// most 32768 or one request of --max-model-len, unless --device-memory or --mem-fraction is set]
     #[arg(long, value_name = "TOKENS", value_parser = tokens, conflicts_with = "kv_cache_memory_bytes")]
     pub max_total_token_num: Option<usize>,
     /// Size of the KV cache in bytes: not searched for, but still proved [default: measured at start]

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use tracing::level_filters::LevelFilter;
 
 /// The log on stderr.
-#[derive(Clone, Debug, Args)]
+#[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "General")]
 pub struct LogArgs {
     /// Format of the log on stderr: text, json (one object per line), or auto (json if serve's stderr is not a terminal, else
@@ -24,6 +24,20 @@ pub struct LogArgs {
     /// A level without a module applies to this server; libraries log only warnings unless you name them [default: RUST_LOG, or info]
     #[arg(long, value_name = "LEVELS")]
     pub log_level: Option<LogLevels>,
+    /// Log every detail of a start as text, with timestamps, instead of one line per phase; so does any --log-level or RUST_LOG.
+    /// JSON always has all of them
+    #[arg(short, long, overrides_with = "no_verbose")]
+    pub(crate) verbose: bool,
+    /// Log one line per phase (the default)
+    #[arg(long, overrides_with = "verbose", hide = true)]
+    pub(crate) no_verbose: bool,
+}
+
+impl LogArgs {
+    /// Whether people get the details of a start too.
+    pub fn verbose(&self) -> bool {
+        self.verbose
+    }
 }
 
 /// `--log-format`.

@@ -8,6 +8,7 @@ mod engine;
 mod events;
 mod files;
 mod logs;
+mod models;
 mod pages;
 mod pooling;
 mod responses;
@@ -17,19 +18,22 @@ mod values;
 use clap::{Args, Parser, Subcommand};
 
 use crate::bench::ServeBenchArgs;
+use crate::chat::ChatCommandArgs;
 use crate::selftest::SelftestArgs;
+use crate::source;
 
 pub use access::{AccessArgs, Secret};
 pub use api::ApiArgs;
 pub use bench::{LatencyArgs, ThroughputArgs};
 pub use chat::ChatArgs;
 pub use engine::{
-    DEFAULT_MODEL, DType, DeviceArgs, DeviceChoice, EngineArgs, KvDtype, LimitArgs, LoadFormat, MemoryArgs,
-    ModelArgs, SIM_MODEL,
+    DEFAULT_MODEL, DType, DeviceArgs, DeviceChoice, EngineArgs, HubArgs, KvDtype, LimitArgs, LoadFormat,
+    MemoryArgs, ModelArgs, SIM_MODEL,
 };
 pub use events::EventArgs;
 pub use files::FileArgs;
 pub use logs::{LogArgs, LogFormat, LogLevels};
+pub use models::{ListArgs, PullArgs, RmArgs};
 pub use pages::PagesArgs;
 pub use pooling::{PoolerConfig, PoolingArgs, RunnerKind};
 pub use responses::ResponseArgs;
@@ -42,8 +46,8 @@ environment (PLIMSOLL_MAX_NUM_SEQS=8). Flags win over the environment, and the e
 
 Exit codes: 0 success, 1 unexpected failure, 2 wrong flag or configuration, 3 the model cannot be found or loaded, \
 4 the model does not fit the memory, 5 the address cannot be bound, 6 the drain timeout cut off requests, \
-7 the GPU cannot be used or its driver failed, 8 another server measured the device for too long, 9 selftest: no server \
-answers, or it is not ready or not idle, 10 selftest: inconclusive, too short to reach every limit, 11 the watchdog ended \
+7 the GPU cannot be used or its driver failed, 8 another server measured the device for too long, 9 chat and selftest: no \
+server answers, or (selftest) it is not ready or not idle, 10 selftest: inconclusive, too short to reach every limit, 11 the watchdog ended \
 the process because a step hung, 128 + N: signal N, before the server was ready or a second time.";
 
 /// An LLM inference server that measures how much KV cache fits, proves it, and then serves.
@@ -60,6 +64,14 @@ pub struct Cli {
 pub enum Command {
     /// Serve a model over HTTP with the OpenAI API
     Serve(Box<ServeArgs>),
+    /// Chat in the terminal, with a running server or one of its own
+    Chat(Box<ChatCommandArgs>),
+    /// Download a model into the Hub cache
+    Pull(Box<PullArgs>),
+    /// List the models in the Hub cache, with whether they fit this device
+    List(Box<ListArgs>),
+    /// Remove models from the Hub cache
+    Rm(RmArgs),
     /// Measure what a model needs and how much KV cache fits, without serving
     Profile(Box<ProfileArgs>),
     /// Predict what a model needs and how much KV cache fits, from its configuration alone: no weights are downloaded or read
@@ -82,8 +94,15 @@ impl Command {
             Self::Plan(args) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Latency(args)) => Some(&args.engine.model),
             Self::Bench(BenchCommand::Throughput(args)) => Some(&args.engine.model),
-            Self::Bench(BenchCommand::Serve(_)) | Self::Config(_) | Self::Selftest(_) => None,
+            Self::Bench(BenchCommand::Serve(_)) | Self::Chat(_) | Self::Config(_) | Self::Selftest(_) => None,
+            Self::Pull(_) | Self::List(_) | Self::Rm(_) => None,
         }
+    }
+
+    /// Whether this process may ask the Hub.
+    pub fn may_download(&self) -> bool {
+        let remote = |args: &ModelArgs| source::is_remote(args.model(), args.tokenizer.as_deref());
+        matches!(self, Self::Pull(_)) || self.model().is_some_and(remote)
     }
 }
 

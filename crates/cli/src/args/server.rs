@@ -90,6 +90,12 @@ pub struct ServerArgs {
         value_parser = duration
     )]
     pub drain_timeout: Duration,
+    /// Shut down, as on SIGTERM, when standard input is closed: for a program that runs the server as its child
+    #[arg(long, overrides_with = "no_exit_on_stdin_close")]
+    exit_on_stdin_close: bool,
+    /// Do not read standard input (the default)
+    #[arg(long, overrides_with = "exit_on_stdin_close", hide = true)]
+    no_exit_on_stdin_close: bool,
     /// Fail GET /ready if there is work and no step ends for this long, in seconds [default: five times the slowest step of
     /// the proof, at least 5]
     #[arg(long, value_name = "SECONDS", value_parser = some_time)]
@@ -156,6 +162,11 @@ impl ServerArgs {
     /// Whether the server can be told to end by HTTP.
     pub fn enable_admin_api(&self) -> bool {
         self.enable_admin_api
+    }
+
+    /// Whether the end of standard input ends the server.
+    pub fn exit_on_stdin_close(&self) -> bool {
+        self.exit_on_stdin_close
     }
 
     /// Whose web pages may use the server.

@@ -142,6 +142,21 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "a time of at most a year is expected, such as 30, 30s, 8m or 1h".to_owned())
 }
 
+/// Longest time between two tokens that anybody would ask for.
+const MAX_MILLISECONDS: f64 = 3_600_000.0;
+
+/// A number of milliseconds above 0, such as 20 or 12.5.
+pub(crate) fn milliseconds(text: &str) -> Result<Duration, String> {
+    text.parse::<f64>()
+        .ok()
+        .filter(|number| *number > 0.0 && *number <= MAX_MILLISECONDS)
+        .map(|number| Duration::from_secs_f64(number / 1e3))
+        .filter(|time| !time.is_zero())
+        .ok_or_else(|| {
+            "a number of milliseconds above 0 and at most an hour is expected, such as 20 or 12.5".to_owned()
+        })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,5 +1,6 @@
 //! `--device`: which backend a start gets.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_device::cuda::{self, Gpu, GpuError, GpuLimit, GpuOptions, Holder};
@@ -13,6 +14,7 @@ use crate::error::Error;
 use crate::lock::DeviceLock;
 use crate::settings::EngineSettings;
 use crate::source::Source;
+use crate::terminal;
 
 /// Bytes the simulated device has unless `--device-memory` says more or less.
 const SIM_BYTES: u64 = 4 << 30;
@@ -23,32 +25,76 @@ const SIM_BYTES: u64 = 4 << 30;
 /// # Errors
 /// As [`open`].
 pub fn look(source: &Source, settings: &Arc<EngineSettings>) -> Result<Box<dyn Device>, Error> {
-    let Source::Files { model, .. } = source else {
-        return Ok(Box::new(simulated(settings)?));
-    };
-    match (
-        choose(settings.device, |ordinal| open_gpu(ordinal, settings), holders),
-        settings.device_memory,
-    ) {
-        (Ok(Chosen { gpu: Some(gpu), .. }), _) => {
-            check_gpu(settings)?;
-            Ok(Box::new(GpuBackend::new(model, settings, gpu)))
+    match source {
+        Source::Sim => Ok(Box::new(simulated(settings)?)),
+        Source::Files { model, .. } => Ok(Place::look(settings)?.with(model, settings)),
+    }
+}
+
+/// Where models would run: a device that is only looked at, once for all of them.
+#[derive(Debug)]
+pub enum Place {
+    /// A GPU that is here.
+    Gpu(Gpu),
+    /// A GPU that is not here.
+    Assumed(AssumedBytes),
+    /// The CPU, within a budget.
+    Cpu(Budget),
+}
+
+impl Place {
+    /// As [`look`], for a model of files.
+    ///
+    /// # Errors
+    /// As [`open`].
+    pub fn look(settings: &EngineSettings) -> Result<Self, Error> {
+        match (
+            choose(settings.device, |ordinal| open_gpu(ordinal, settings), holders),
+            settings.device_memory,
+        ) {
+            (Ok(Chosen { gpu: Some(gpu), .. }), _) => {
+                check_gpu(settings)?;
+                Ok(Self::Gpu(gpu))
+            }
+            (Ok(Chosen { gpu: None, .. }), _) => {
+                check_cpu(settings)?;
+                Ok(Self::Cpu(cpu_budget(settings)?))
+            }
+            (Err(Error::Gpu(error)), Some(bytes)) if is_absent(&error) => {
+                check_gpu(settings)?;
+                Ok(Self::Assumed(AssumedBytes(bytes)))
+            }
+            (Err(Error::Gpu(error)), None) if is_absent(&error) => Err(Error::configuration(
+                "--device",
+                format!(
+                    "{error}; to plan for a GPU that this machine does not have, set its size: --device-memory 80GiB"
+                ),
+            )),
+            (Err(error), _) => Err(error),
         }
-        (Ok(Chosen { gpu: None, .. }), _) => {
-            check_cpu(settings)?;
-            Ok(Box::new(CpuBackend::new(model, settings, cpu_budget(settings)?)))
-        }
-        (Err(Error::Gpu(error)), Some(bytes)) if is_absent(&error) => {
-            check_gpu(settings)?;
-            Ok(Box::new(AssumedGpu::new(model, settings, AssumedBytes(bytes))))
-        }
-        (Err(Error::Gpu(error)), None) if is_absent(&error) => Err(Error::configuration(
-            "--device",
-            format!(
-                "{error}; to plan for a GPU that this machine does not have, set its size: --device-memory 80GiB"
+    }
+
+    /// For people.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Gpu(gpu) => format!(
+                "cuda:{} ({}), {}",
+                gpu.info().ordinal,
+                gpu.info().name,
+                Bytes(gpu.budget().meters().total)
             ),
-        )),
-        (Err(error), _) => Err(error),
+            Self::Assumed(AssumedBytes(bytes)) => format!("cuda (assumed), {}", Bytes(*bytes)),
+            Self::Cpu(budget) => format!("cpu, {}", Bytes(budget.meters().total)),
+        }
+    }
+
+    /// The device with the model at `model`, a directory or a GGUF file.
+    pub fn with(&self, model: &Path, settings: &Arc<EngineSettings>) -> Box<dyn Device> {
+        match self {
+            Self::Gpu(gpu) => Box::new(GpuBackend::new(model, settings, gpu.clone())),
+            Self::Assumed(bytes) => Box::new(AssumedGpu::new(model, settings, *bytes)),
+            Self::Cpu(budget) => Box::new(CpuBackend::new(model, settings, budget.clone())),
+        }
     }
 }
 
@@ -63,6 +109,7 @@ pub fn open(
 ) -> Result<(Arc<dyn Backend>, DeviceLock), Error> {
     let Source::Files { model, .. } = source else {
         tracing::info!("device: cpu");
+        terminal::phase("device", "simulated");
         return Ok((Arc::new(simulated(settings)?), DeviceLock::none()));
     };
     let choice = settings.device;
@@ -76,24 +123,26 @@ pub fn open(
         check_gpu(settings)?;
         let info = gpu.info();
         let (major, minor) = info.compute_capability;
-        tracing::info!(
-            "device: cuda:{}, {}, compute capability {major}.{minor}, {}",
-            info.ordinal,
-            info.name,
-            Bytes(gpu.budget().meters().total)
-        );
+        let (ordinal, name, bytes) = (info.ordinal, &info.name, Bytes(gpu.budget().meters().total));
+        tracing::info!("device: cuda:{ordinal}, {name}, compute capability {major}.{minor}, {bytes}");
+        terminal::phase("device", format_args!("cuda:{ordinal}, {name}, {bytes}"));
         return Ok((Arc::new(GpuBackend::new(model, settings, gpu)), gpu_lock));
     }
     drop(gpu_lock);
     check_cpu(settings)?;
-    match why {
-        None => tracing::info!("device: cpu"),
-        Some(GpuError::NoDriver) => tracing::info!("device: cpu (no NVIDIA driver)"),
-        Some(GpuError::NoDevice { .. }) => tracing::info!("device: cpu (no NVIDIA GPU)"),
-        Some(why) => tracing::info!("device: cpu ({why})"),
-    }
+    let why = match why {
+        None => String::new(),
+        Some(GpuError::NoDriver) => " (no NVIDIA driver)".to_owned(),
+        Some(GpuError::NoDevice { .. }) => " (no NVIDIA GPU)".to_owned(),
+        Some(why) => format!(" ({why})"),
+    };
+    tracing::info!("device: cpu{why}");
     let lock = settings.locks.take("cpu")?;
     let budget = cpu_budget(settings)?;
+    terminal::phase(
+        "device",
+        format_args!("cpu{why}, {}", Bytes(budget.meters().total)),
+    );
     Ok((Arc::new(CpuBackend::new(model, settings, budget)), lock))
 }
 

@@ -22,7 +22,7 @@ use crate::error::Error;
 use crate::plan_cache::DeviceKey;
 use crate::settings::EngineSettings;
 
-pub use choose::{look, open};
+pub use choose::{Place, look, open};
 pub use cpu::CpuBackend;
 pub use gpu::{AssumedBytes, AssumedGpu, GpuBackend};
 pub use sim::SimBackend;
@@ -149,8 +149,8 @@ pub struct Defaults {
     pub max_num_batched_tokens: usize,
     /// One where the executor computes inside `launch`; on a GPU the host prepares the next step meanwhile.
     pub steps_in_flight: usize,
-    /// A larger KV cache is of no use at the device's speed, but would take memory from others. `--max-total-token-num` may ask
-    /// for more.
+    /// Tokens of the KV cache, or of one request if that is more, where no flag says how much memory it may take. A larger one
+    /// is of little use at the device's speed, but would take memory from others.
     pub useful_tokens: Option<usize>,
 }
 
@@ -159,7 +159,7 @@ const CPU_DEFAULTS: Defaults = Defaults {
     max_num_seqs: 32,
     max_num_batched_tokens: 512,
     steps_in_flight: 1,
-    useful_tokens: Some(1 << 17),
+    useful_tokens: Some(1 << 15),
 };
 
 /// What the rest of a server needs to know of a model.

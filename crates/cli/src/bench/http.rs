@@ -31,7 +31,7 @@ pub struct ServeBenchArgs {
     /// URL of the server
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     base_url: String,
-    /// Who this is to the server.
+    /// Credentials for the server.
     #[command(flatten)]
     client: ClientArgs,
     /// Name of the model [default: the first that the server lists]

@@ -3,10 +3,14 @@
 //! hf-hub does the transfers. What it leaves open is done here: choosing files, checking what arrived (it writes whatever
 //! body a server sends), retrying a transfer that broke off, and working offline.
 
+mod cache;
+mod name;
 mod progress;
+mod removal;
 mod select;
 mod verify;
 
+use std::error::Error as _;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,39 +20,16 @@ use hf_hub::repository::{HFRepository, RepoTreeEntry, RepoTypeModel};
 use hf_hub::{HFClient, HFError};
 
 use self::select::{glob_escape, select};
-use self::verify::{check, list, missing_shard};
+use self::verify::{check, list};
 use crate::start::StartProgress;
+
+pub use self::cache::{CachedModel, Contents, models};
+pub use self::name::{ModelName, RepoId};
+pub use self::removal::Removal;
+pub(crate) use self::verify::missing_shard;
 
 /// How often a download that broke off or arrived damaged is tried.
 const ATTEMPTS: usize = 3;
-
-/// A repository of the Hub: `owner/name`, with `:QUANT` where one of its GGUF files is meant.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RepoId {
-    /// `owner/name`, or a bare name.
-    pub id: String,
-    /// Part of the name of a GGUF file.
-    pub quant: Option<String>,
-}
-
-impl RepoId {
-    /// `None` where `text` cannot be the name of a repository.
-    pub fn parse(text: &str) -> Option<Self> {
-        let (id, quant) = match text.split_once(':') {
-            Some((id, quant)) => (id, Some(quant)),
-            None => (text, None),
-        };
-        let legal = |part: &str| {
-            let inner = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-            part.chars().all(inner) && part.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
-        };
-        let parts: Vec<_> = id.split('/').collect();
-        (parts.len() <= 2 && parts.iter().all(|part| legal(part)) && quant.is_none_or(legal)).then(|| Self {
-            id: id.to_owned(),
-            quant: quant.map(str::to_owned),
-        })
-    }
-}
 
 /// Which weights are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,7 +136,10 @@ pub enum HubError {
         problem: String,
     },
     /// The transfer itself.
-    #[error("downloading {repo} failed: {source}. Start again to resume; HF_ENDPOINT sets another server")]
+    #[error(
+        "downloading {repo} failed: {}. Start again to resume; HF_ENDPOINT sets another server",
+        cause(source)
+    )]
     Transfer {
         /// The repository.
         repo: String,
@@ -183,8 +167,29 @@ pub fn disable_telemetry() -> std::io::Result<()> {
     Err(again.arg0(name).args(arguments).env(SWITCH, "0").exec())
 }
 
+/// A model that is in the cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pulled {
+    /// Its directory, or the GGUF file in it.
+    pub path: PathBuf,
+    /// Files that are needed.
+    pub files: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Files that were not there before.
+    pub new: usize,
+}
+
 /// Makes `repo` available locally: its directory, or the GGUF file in it.
 pub async fn fetch(repo: &RepoId, weights: Weights, options: &HubOptions) -> Result<PathBuf, HubError> {
+    Ok(pull(repo, weights, options).await?.path)
+}
+
+/// Makes `repo` available locally.
+///
+/// # Errors
+/// As [`HubError`] says.
+pub async fn pull(repo: &RepoId, weights: Weights, options: &HubOptions) -> Result<Pulled, HubError> {
     let mut builder = HFClient::builder().user_agent(concat!("plimsoll/", env!("CARGO_PKG_VERSION")));
     if let Some(endpoint) = &options.endpoint {
         builder = builder.endpoint(endpoint);
@@ -208,7 +213,7 @@ pub async fn fetch(repo: &RepoId, weights: Weights, options: &HubOptions) -> Res
     }
     let downloaded = hub.download(weights).await;
     if matches!(&downloaded, Err(HubError::Transfer { source, .. }) if unreachable(source))
-        && let Ok(path) = hub.cached(weights).await
+        && let Ok(cached) = hub.cached(weights).await
     {
         let endpoint = hub.client.endpoint();
         tracing::warn!(
@@ -216,7 +221,7 @@ pub async fn fetch(repo: &RepoId, weights: Weights, options: &HubOptions) -> Res
             "the Hub cannot be reached; using the cached {}",
             repo.id
         );
-        return Ok(path);
+        return Ok(cached);
     }
     downloaded
 }
@@ -236,7 +241,7 @@ pub(crate) struct RemoteFile {
 }
 
 impl Hub<'_> {
-    async fn download(&self, weights: Weights) -> Result<PathBuf, HubError> {
+    async fn download(&self, weights: Weights) -> Result<Pulled, HubError> {
         let tree = self
             .remote
             .list_tree()
@@ -253,10 +258,11 @@ impl Hub<'_> {
         });
         let files: Vec<_> = files.collect();
         let wanted = select(&files, self.repo, weights)?;
-        let mut problem = None;
+        let (mut problem, mut came) = (None, 0);
         for attempt in 1..=ATTEMPTS {
             let known = self.snapshot().await;
             let new = missing(known.as_deref(), &wanted);
+            came = came.max(new.len());
             let bar = progress::DownloadBar::new(&self.repo.id, &new, &self.options.progress);
             let result = self
                 .remote
@@ -266,7 +272,7 @@ impl Hub<'_> {
                 .progress(bar.handler())
                 .send()
                 .await;
-            bar.finish();
+            bar.finish(result.is_ok());
             let snapshot = match result {
                 Ok(snapshot) => snapshot,
                 Err(error) if broke_off(&error) && attempt < ATTEMPTS => {
@@ -277,7 +283,7 @@ impl Hub<'_> {
             };
             problem = check(&snapshot, &wanted, &new).await?;
             match &problem {
-                None => return Ok(locate(&snapshot, &wanted)),
+                None => return Ok(Pulled::new(&snapshot, &wanted, came)),
                 Some((file, problem)) => {
                     tracing::warn!(attempt, "{file} is damaged ({problem}); retrying")
                 }
@@ -299,7 +305,7 @@ impl Hub<'_> {
         local.send().await.ok()
     }
 
-    async fn cached(&self, weights: Weights) -> Result<PathBuf, HubError> {
+    async fn cached(&self, weights: Weights) -> Result<Pulled, HubError> {
         let not_cached = |missing: String| HubError::NotCached {
             repo: self.repo.id.clone(),
             missing,
@@ -321,7 +327,7 @@ impl Hub<'_> {
                 return Err(not_cached(needed.to_owned()));
             }
         }
-        Ok(locate(&snapshot, &wanted))
+        Ok(Pulled::new(&snapshot, &wanted, 0))
     }
 
     fn classify(&self, error: HFError) -> HubError {
@@ -359,6 +365,25 @@ fn transfer(repo: &RepoId, error: HFError) -> HubError {
     }
 }
 
+/// What hf-hub reports; of a request that failed, its server once and the cause, which the HTTP client leaves out.
+fn cause(error: &HFError) -> String {
+    let HFError::Request { source, .. } = error else {
+        return error.to_string();
+    };
+    let server = source.url().and_then(|url| url.host_str().map(str::to_owned));
+    let server = server.unwrap_or_else(|| "the server".to_owned());
+    let what = match () {
+        () if source.is_timeout() => format!("{server} did not answer in time"),
+        () if source.is_connect() => format!("{server} cannot be reached"),
+        () => format!("the request to {server} failed"),
+    };
+    let causes = std::iter::successors(source.source(), |&error| error.source());
+    match causes.last() {
+        Some(root) => format!("{what} ({root})"),
+        None => what,
+    }
+}
+
 fn unreachable(error: &HFError) -> bool {
     match error {
         HFError::Request { source, .. } => source.is_connect() || source.is_timeout(),
@@ -376,11 +401,18 @@ fn broke_off(error: &HFError) -> bool {
     }
 }
 
-/// The GGUF file if that is what was selected, else the directory.
-fn locate(snapshot: &Path, wanted: &[RemoteFile]) -> PathBuf {
-    match wanted.iter().find(|file| file.path.ends_with(".gguf")) {
-        Some(file) => snapshot.join(&file.path),
-        None => snapshot.to_owned(),
+impl Pulled {
+    fn new(snapshot: &Path, wanted: &[RemoteFile], new: usize) -> Self {
+        let gguf = wanted.iter().find(|file| file.path.ends_with(".gguf"));
+        Self {
+            path: match gguf {
+                Some(file) => snapshot.join(&file.path),
+                None => snapshot.to_owned(),
+            },
+            files: wanted.len(),
+            bytes: wanted.iter().map(|file| file.size).sum(),
+            new,
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use super::RemoteFile;
 use crate::bytes::Bytes;
 use crate::progress::bytes_bar;
 use crate::start::StartProgress;
+use crate::terminal;
 
 /// Progress of one download from the Hub.
 #[derive(Debug)]
@@ -28,7 +29,7 @@ impl DownloadBar {
         if !missing.is_empty() {
             start.downloads();
             tracing::info!("downloading {} files of {repo}, {}", missing.len(), Bytes(total));
-            bar = bytes_bar(repo, total);
+            bar = bytes_bar("download", total);
         }
         Self {
             bar,
@@ -46,13 +47,18 @@ impl DownloadBar {
         .into()
     }
 
-    pub(super) fn finish(&self) {
+    pub(super) fn finish(&self, complete: bool) {
         self.bar.finish_and_clear();
-        if self.files > 0 {
-            tracing::debug!(
-                files = self.files,
-                seconds = self.bar.elapsed().as_secs_f64(),
-                "download ended"
+        let (files, seconds) = (self.files, self.bar.elapsed().as_secs_f64());
+        if files == 0 {
+            return;
+        }
+        tracing::debug!(files, seconds, "download ended");
+        if complete {
+            let bytes = Bytes(self.bar.length().unwrap_or(0));
+            terminal::phase(
+                "download",
+                format_args!("{files} files, {bytes} in {seconds:.1} s"),
             );
         }
     }

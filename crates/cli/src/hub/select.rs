@@ -77,9 +77,7 @@ pub(super) fn select(
             &format!("it has {}", names(&ggufs)),
         )),
         _ => {
-            let file_name = matching[0].path.rsplit('/').next().unwrap_or_default();
-            let stem = file_name.trim_end_matches(".gguf");
-            let example = stem.rsplit(['.', '-']).next().unwrap_or(stem).to_owned();
+            let example = quant_of(&matching[0].path).to_owned();
             Err(HubError::WhichGguf {
                 repo: repo.id.clone(),
                 example,
@@ -102,11 +100,21 @@ fn safetensors(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     index.chain(chosen.iter().copied()).collect()
 }
 
-fn matches_quant(path: &str, repo: &RepoId) -> bool {
-    let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
+/// What the name of a GGUF file ends with, which is usually its quantisation.
+pub(super) fn quant_of(path: &str) -> &str {
+    let stem = stem_of(path);
+    stem.rsplit(['.', '-']).next().unwrap_or(stem)
+}
+
+/// The name of a GGUF file without its end.
+pub(super) fn stem_of(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or(path).trim_end_matches(".gguf")
+}
+
+pub(super) fn matches_quant(path: &str, repo: &RepoId) -> bool {
+    let stem = stem_of(path).to_ascii_lowercase();
     repo.quant.as_ref().is_none_or(|quant| {
         let quant = quant.to_ascii_lowercase();
-        let stem = name.trim_end_matches(".gguf");
         // Whole words: Q4_K must not match Q4_K_M.
         stem == quant || stem.split(['.', '-']).any(|word| word == quant)
     })
@@ -147,21 +155,6 @@ mod tests {
         let repo = RepoId::parse(repo).unwrap();
         let chosen = select(&files(names), &repo, weights).map_err(|e| e.to_string())?;
         Ok(chosen.into_iter().map(|file| file.path).collect())
-    }
-
-    #[test]
-    fn names_of_repositories() {
-        let id = |text| RepoId::parse(text).map(|repo| (repo.id, repo.quant));
-        assert_eq!(id("gpt2"), Some(("gpt2".into(), None)));
-        assert_eq!(
-            id("Qwen/Qwen2.5-0.5B:Q4_K_M"),
-            Some(("Qwen/Qwen2.5-0.5B".into(), Some("Q4_K_M".into())))
-        );
-        for wrong in [
-            "", "a/b/c", "../x", "./x", "a b", "/abs", "owner/", "owner/..", "a:b:c",
-        ] {
-            assert_eq!(RepoId::parse(wrong), None, "{wrong}");
-        }
     }
 
     #[test]

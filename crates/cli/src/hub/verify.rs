@@ -89,7 +89,7 @@ pub(super) fn list(root: &Path, dir: &Path, files: &mut Vec<RemoteFile>) -> std:
 }
 
 /// A file that the index of a sharded model names and the snapshot lacks.
-pub(super) fn missing_shard(snapshot: &Path) -> Option<String> {
+pub(crate) fn missing_shard(snapshot: &Path) -> Option<String> {
     let index = std::fs::read(snapshot.join(INDEX)).ok()?;
     let index: serde_json::Value = serde_json::from_slice(&index).ok()?;
     let shards = index

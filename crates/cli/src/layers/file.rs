@@ -11,7 +11,7 @@ impl Layers {
     /// The flags that the TOML file `path` sets.
     pub(super) fn file(&self, path: &Path) -> Result<Vec<LayerFlag>, Error> {
         let error = |message: String| Error::configuration(path.display(), message);
-        let text = std::fs::read_to_string(path).map_err(|e| error(format!("it cannot be read: {e}")))?;
+        let text = std::fs::read_to_string(path).map_err(Error::unreadable("--config", path))?;
         let wrong = |e: toml::de::Error| {
             let yaml = path.extension().is_some_and(|end| end == "yaml" || end == "yml");
             let hint = if yaml {

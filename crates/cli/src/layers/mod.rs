@@ -161,8 +161,6 @@ fn refused(error: clap::Error, argv: &[OsString]) -> Error {
 struct LayerFlag {
     /// Without dashes.
     name: String,
-    /// Given again it means one more, and not another.
-    adds: bool,
     origin: Origin,
     /// As on a command line.
     words: Vec<OsString>,
@@ -183,12 +181,11 @@ impl LayerFlag {
         }
     }
 
-    /// Whether a later layer that sets `names` says something else about the same thing.
+    /// Whether a later layer that sets `names` says something about the same thing: MODEL and --model, or a list, do not stand
+    /// beside each other.
     fn contradicts(&self, names: &[String]) -> bool {
         let others = contradicted_by(&self.name);
-        names
-            .iter()
-            .any(|name| (self.adds || *name != self.name) && others.contains(name))
+        names.iter().any(|name| others.contains(name))
     }
 }
 
@@ -235,7 +232,13 @@ impl Layers {
         let typed =
             |arg: &&Arg| matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
         let typed = self.command.get_arguments().filter(typed);
-        typed.filter_map(Arg::get_long).map(str::to_owned).collect()
+        // MODEL is named as its flag.
+        let name = |arg: &Arg| {
+            arg.get_long()
+                .or_else(|| arg.is_positional().then_some(arg.get_id().as_str()))
+                .map(str::to_owned)
+        };
+        typed.filter_map(name).collect()
     }
 
     fn environment(&self, variables: &BTreeMap<String, OsString>) -> Result<Vec<LayerFlag>, Error> {
@@ -267,7 +270,6 @@ impl Layers {
     fn checked(&self, key: &str, value: &toml::Value, origin: Origin) -> Result<Option<LayerFlag>, String> {
         let flag = known(key)?;
         let name = flag.get_long().unwrap_or(key).to_owned();
-        let adds = matches!(flag.get_action(), ArgAction::Append);
         let flags = flags(&name, value)?;
         let alone = ["plimsoll", "serve"].iter().map(OsString::from);
         Cli::try_parse_from(alone.chain(flags.iter().cloned())).map_err(|e| message(&e))?;
@@ -275,7 +277,6 @@ impl Layers {
         let applies = arguments.any(|arg| arg.get_long() == Some(&*name));
         Ok(applies.then_some(LayerFlag {
             name,
-            adds,
             origin,
             words: flags,
         }))

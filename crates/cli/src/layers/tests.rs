@@ -76,6 +76,9 @@ fn switches_and_lists_and_the_model_are_overridden_whole() {
 
     let args = serve(&format!("{with_file} --model sim"), &[]).unwrap();
     assert_eq!(args.engine.model.model(), args::SIM_MODEL);
+    // On one command line neither is later.
+    let both = refused("plimsoll serve mine --model sim", &[]);
+    assert!(both.contains("[MODEL]") && both.contains("--model"), "{both}");
     let args = serve("plimsoll serve", &[("PLIMSOLL_ENABLE_PREFIX_CACHING", "0")]).unwrap();
     assert!(!args.engine.limits.prefix_caching());
 }
@@ -147,7 +150,7 @@ fn what_is_wrong_is_named() {
             &[("PLIMSOLL_PROT", "1")],
             ["PLIMSOLL_PROT", "\"port\""],
         ),
-        (no_file, &[], ["/no/such.toml", "cannot be read"]),
+        (no_file, &[], ["--config", "cannot read /no/such.toml"]),
     ] {
         let error = refused(argv, environment);
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
@@ -232,7 +235,7 @@ fn flags_are_taken_with_underscores() {
     // Values keep theirs.
     let argv = "plimsoll serve --revision=a_b --served-model-name c_d -- e_f";
     let args = serve(argv, &[]).unwrap();
-    assert_eq!(args.engine.model.revision, "a_b");
+    assert_eq!(args.engine.model.hub.revision, "a_b");
     assert_eq!(args.engine.model.model(), "e_f");
 }
 

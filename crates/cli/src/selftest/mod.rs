@@ -51,7 +51,7 @@ pub struct SelftestArgs {
     /// Seed of the requests
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
-    /// Who it is to the server.
+    /// Credentials for the server.
     #[command(flatten)]
     client: ClientArgs,
 }
@@ -165,7 +165,7 @@ impl Test {
             let test = Arc::clone(self);
             async move { test.watch.run(&test.server).await }
         });
-        let bar = seconds_bar(args.duration.as_secs().max(1));
+        let bar = seconds_bar("selftest", args.duration.as_secs().max(1));
         let mut workers = JoinSet::new();
         let all = async {
             self.repeat().await;

@@ -11,7 +11,7 @@ use super::answer::Answer;
 use super::limits::Limits;
 use super::load::{Job, Leave};
 use super::page::Page;
-use crate::client::{self, LAST_EVENT, Lines, event_data};
+use crate::client::{self, LAST_EVENT, Lines, connection, event_data};
 use crate::start::TEXT_GENERATION;
 
 /// How long a question about the server itself may take, however busy it is.
@@ -206,15 +206,6 @@ fn retry_after(response: &Response) -> Result<Duration, String> {
     seconds
         .map(Duration::from_secs)
         .ok_or_else(|| "429 without Retry-After in seconds".to_owned())
-}
-
-/// The innermost cause says what happened.
-fn connection(error: &reqwest::Error) -> String {
-    let mut cause: &dyn std::error::Error = error;
-    while let Some(inner) = cause.source() {
-        cause = inner;
-    }
-    format!("no answer: {cause}")
 }
 
 fn short(text: &str) -> String {

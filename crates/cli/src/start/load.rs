@@ -19,6 +19,7 @@ use crate::plan_cache::ModelKey;
 use crate::progress::bytes_bar;
 use crate::settings::EngineSettings;
 use crate::source::Source;
+use crate::terminal;
 
 /// A model that is loaded, and not measured yet.
 #[derive(Debug)]
@@ -102,6 +103,7 @@ impl Loaded {
         let total = self.backend.account().meters().total;
         let disabled: &[Disabled] = &self.model.disabled;
         ProfileSpec {
+            timed_in_flight: self.backend.defaults().steps_in_flight,
             disabled: disabled.to_vec(),
             ..profile_spec(
                 &self.settings,
@@ -115,21 +117,20 @@ impl Loaded {
 }
 
 fn load(source: &Source, backend: &dyn Backend, times: &StartTimes) -> Result<LoadedModel, Error> {
-    let bar = bytes_bar("weights", 0);
+    let mut bar = None;
     let begin = Instant::now();
     let loaded = backend.load(&mut |progress| {
-        bar.set_length(progress.total);
+        let bar = bar.get_or_insert_with(|| bytes_bar("weights", progress.total));
         bar.set_position(progress.done);
         times.progress().bytes(progress.done, progress.total);
     });
-    bar.finish_and_clear();
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
     if let (Ok(_), Source::Files { model, .. }) = (&loaded, source) {
-        tracing::info!(
-            "loaded {}: {} in {:.1} s",
-            model.display(),
-            Bytes(weights_bytes(backend)),
-            begin.elapsed().as_secs_f64()
-        );
+        let (bytes, seconds) = (Bytes(weights_bytes(backend)), begin.elapsed().as_secs_f64());
+        tracing::info!("loaded {}: {bytes} in {seconds:.1} s", model.display());
+        terminal::phase("weights", format_args!("{bytes} in {seconds:.1} s"));
     }
     loaded
 }

@@ -59,9 +59,7 @@ impl Loaded {
             limits: self.limits,
         };
         let mut observer = ProfileProgress::new(self.times.clone());
-        let proved = profile(&mut target, &spec, &mut observer);
-        observer.finish();
-        let proved = proved?;
+        let proved = profile(&mut target, &spec, &mut observer)?;
         match (&key, proved.plan()) {
             (Some(key), Some(plan)) => plans::keep(kept, key, plan, proved.report(), &progress.taken()),
             (Some(key), None) => plans::forget(kept, key),

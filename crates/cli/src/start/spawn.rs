@@ -63,6 +63,7 @@ impl Loaded {
             enable_prefix_caching,
             steps_in_flight: self.backend.defaults().steps_in_flight,
             outage_patience: OUTAGE_PATIENCE,
+            target_itl: self.settings.target_itl,
             cache_listener,
         };
         let memory = StateMemory::new(Arc::clone(&self.backend), report.clone(), self.times.clone());

@@ -69,7 +69,10 @@ pub(super) fn profile_spec(
     spec.largest_device = device.largest();
     spec.useful_tokens = device.defaults().useful_tokens.map(|useful| {
         let most = limits.max_num_seqs.saturating_mul(limits.max_model_len);
-        most.min(useful.max(limits.max_model_len))
+        match settings.fills_memory {
+            true => most,
+            false => most.min(useful.max(limits.max_model_len)),
+        }
     });
     spec
 }

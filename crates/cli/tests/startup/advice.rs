@@ -220,7 +220,7 @@ fn the_command_of_a_failed_server_serves() {
     );
     let mut lines = BufReader::new(server.0.stdout.take().unwrap()).lines();
     assert!(
-        lines.any(|line| line.unwrap().starts_with("ready: a ")),
+        lines.any(|line| line.unwrap().starts_with("ready      a ")),
         "{command}"
     );
 }
@@ -246,7 +246,7 @@ async fn what_a_device_really_gives_is_advised_and_starts() {
     ] {
         let budget = Budget::new(BUDGET);
         budget.set_cap(Some(cap));
-        let flags = format!("--max-num-seqs 32 {flags}");
+        let flags = format!("--max-num-seqs 32 --mem-fraction 0.95 {flags}");
         let error = model.start(&flags, &budget).unwrap_err();
         let diagnostic = error.diagnostic().expect("it does not fit");
         assert!(

@@ -205,7 +205,10 @@ async fn an_error_of_the_driver_ends_a_start_wherever_it_comes() {
         }
     }
     phases.dedup();
-    assert_eq!(phases, [Phase::Probe, Phase::Rebuild, Phase::Validate]);
+    assert_eq!(
+        phases,
+        [Phase::Probe, Phase::Rebuild, Phase::Validate, Phase::Timing]
+    );
 }
 
 /// A pinned size is that size or an error.

@@ -12,7 +12,7 @@ use rand::{Rng, SeedableRng};
 use crate::{BUDGET, Model, answers, stop};
 
 /// So many tokens would be of use that memory is the bound.
-const FLAGS: &str = "--max-num-seqs 32 --max-model-len 4096";
+const FLAGS: &str = "--max-num-seqs 32 --max-model-len 4096 --mem-fraction 0.95";
 
 /// Most bytes that neighbours take here: what is left holds weights, probe, margins and the longest request.
 const MOST: u64 = BUDGET / 2;

@@ -18,7 +18,7 @@ use crate::neighbours::Machine;
 use crate::{BUDGET, CONFIG, Model, answers, engine_settings, start, stop};
 
 /// So many tokens would be of use that memory is the bound.
-const LARGE: &str = "--max-num-seqs 32 --max-model-len 4096";
+const LARGE: &str = "--max-num-seqs 32 --max-model-len 4096 --mem-fraction 0.95";
 
 /// A model and a directory for plans.
 struct Rig {

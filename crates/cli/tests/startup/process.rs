@@ -29,6 +29,7 @@ impl Process {
             .args(flags)
             .env_remove("RUST_LOG")
             .env("PLIMSOLL_LOG_FORMAT", "text")
+            .env("PLIMSOLL_VERBOSE", "true")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

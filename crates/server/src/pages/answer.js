@@ -75,6 +75,11 @@ export class Stream {
     view.node.classList.add("busy");
   }
 
+  // The time until the first token counts from here.
+  begin() {
+    this.#begun = performance.now();
+  }
+
   take({ chunk, time }) {
     this.usage = chunk.usage ?? this.usage;
     const choice = chunk.choices[0];

@@ -83,6 +83,14 @@ const conversation = new Conversation({
     if (is) mark(conversation.chat);
   },
   save: (chat) => chats.save(chat),
+  instead: (request, error) => settings.instead(request, error),
+  async restarted(signal) {
+    const waited = await started(() => ($("status").textContent = "waiting for the server"), signal);
+    $("status").textContent = "answering";
+    // It may have another context length.
+    if (waited) await loadModel();
+    return waited;
+  },
   ended(stream, problem) {
     const facts = stream.timings(model.max_model_len);
     TIMINGS.forEach((id) => ($(id).textContent = facts[id]));

@@ -6,6 +6,12 @@ export class ApiError extends Error {
     super(error.message ?? `The server answered with status ${status}.`);
     this.status = status;
     this.param = error.param;
+    this.code = error.code;
+  }
+
+  // Whether the server is between its end and the end of its next start.
+  get restarts() {
+    return this.status === 0 || this.code === "starting";
   }
 }
 

@@ -153,7 +153,7 @@ export class Conversation {
     let saved = performance.now();
     let problem = null;
     try {
-      for await (const received of this.on.client.chat(request, running.signal)) {
+      for await (const received of this.#received(request, running.signal, stream)) {
         stream.take(received);
         if (received.time - saved > SAVE_EVERY_MS) {
           saved = received.time;
@@ -178,6 +178,28 @@ export class Conversation {
       view.end(() => this.#again(view.node));
     });
     this.on.ended(stream, problem);
+  }
+
+  // What the server sends. While it restarts it is waited for; a request that it refuses may have another in its place.
+  async *#received(request, signal, stream) {
+    let again = false;
+    for (;;) {
+      try {
+        yield* this.on.client.chat(request, signal);
+        return;
+      } catch (error) {
+        const instead = this.on.instead(request, error);
+        if (!error.restarts && !instead) throw error;
+        if (error.restarts) {
+          const waited = await this.on.restarted(signal);
+          // The server answers others: once may be chance.
+          if (again && !waited) throw error;
+          again = !waited;
+        }
+        request = instead ?? request;
+        stream.begin();
+      }
+    }
   }
 
   #save(chat) {

@@ -5,6 +5,9 @@ import { saveSettings, settingsOf } from "./store.js";
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 const FIELDS = [...NUMBERS, "system"];
 
+// Where the field is empty, which shows it: small models may repeat themselves up to the end of their context.
+const maxTokens = () => Number($("max_tokens").placeholder);
+
 export class Settings {
   #model = null;
 
@@ -44,13 +47,21 @@ export class Settings {
     saveSettings(this.#model, Object.fromEntries(filled.map((name) => [name, $(name).value])));
   }
 
-  // The fields of a request; null if one is wrong, which then says so.
+  // The fields of a request; null if one is wrong, which then says so. `max_tokens` is the field's, or else the default.
   read() {
     const wrong = NUMBERS.filter((name) => $(name).validity.badInput);
     wrong.forEach((name) => showError($(name), "This is not a number."));
     if (wrong.length > 0) return null;
     const given = NUMBERS.filter((name) => $(name).value !== "");
-    return Object.fromEntries(given.map((name) => [name, Number($(name).value)]));
+    return { max_tokens: maxTokens(), ...Object.fromEntries(given.map((name) => [name, Number($(name).value)])) };
+  }
+
+  // The request to send in place of one that was refused: where the context holds less than the default, all that it holds.
+  instead(request, { status, param }) {
+    const isDefault = "max_tokens" in request && $("max_tokens").value === "";
+    if (status !== 400 || param !== "max_tokens" || !isDefault) return null;
+    const { max_tokens, ...rest } = request;
+    return rest;
   }
 
   get system() {

@@ -14,21 +14,31 @@ const PHASES = {
   engine: "Starting the engine",
 };
 
-// Shows the progress in `#starting` until the server is ready; calls `waits` if it is not yet.
-export async function started(waits = () => {}) {
-  for (;;) {
-    const report = await fetch("health").then((response) => response.json(), () => null);
-    // A server that fails answers requests, with errors that say why.
-    if (report && report.status !== "starting") break;
-    waits();
-    show(report);
-    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+// Shows the progress in `#starting` until the server is ready; calls `waits` if it is not yet. Throws once `signal` is aborted.
+// Returns whether it had to wait.
+export async function started(waits = () => {}, signal = null) {
+  let waited = false;
+  try {
+    for (;;) {
+      const report = await fetch("health", { signal }).then((response) => response.json()).catch(() => null);
+      signal?.throwIfAborted();
+      // A server that fails answers requests, with errors that say why.
+      if (report && report.status !== "starting") return waited;
+      waited = true;
+      waits();
+      show(report);
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+    }
+  } finally {
+    $("starting").hidden = true;
   }
-  $("starting").hidden = true;
 }
 
 function show(report) {
-  $("starting").hidden = false;
+  if ($("starting").hidden) {
+    $("starting").hidden = false;
+    $("starting").scrollIntoView({ block: "nearest" });
+  }
   const phase = report ? (PHASES[report.phase] ?? report.phase) : "The server cannot be reached. Trying again…";
   // Only what changed is read out.
   if ($("phase").textContent !== phase) $("phase").textContent = phase;

@@ -389,6 +389,7 @@ impl Rig {
             enable_prefix_caching: true,
             steps_in_flight: 1,
             outage_patience: setup.outage_patience,
+            target_itl: None,
             cache_listener: None,
         };
         let engine = EngineHandle::spawn(proved, device, &config).unwrap();

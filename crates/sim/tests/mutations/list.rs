@@ -28,6 +28,7 @@ const JOURNAL: &str = "kv/prefix/journal.rs";
 const MANAGER: &str = "kv/manager.rs";
 const PREFIX: &str = "kv/prefix.rs";
 const QUEUE: &str = "scheduler/queue.rs";
+const ROOM: &str = "scheduler/scheduler/room.rs";
 const SCHEDULER: &str = "scheduler/scheduler.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 
@@ -341,7 +342,11 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a preempted request returns to be preempted again",
-        &[edit(SCHEDULER, "budget > 0 && «!self.short_of_blocks»", "true")],
+        &[edit(
+            SCHEDULER,
+            "room.for_prompts() > 0 && «!self.short_of_blocks»",
+            "true",
+        )],
     ),
     bug(
         "nobody returns after a preemption",
@@ -418,11 +423,7 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
     ),
     bug(
         "a step has too many tokens",
-        &[edit(
-            SCHEDULER,
-            "«running.ready().min(budget)»",
-            "running.ready()",
-        )],
+        &[edit(ROOM, "«ready.min(self.for_prompts())»", "ready")],
     ),
     bug(
         "a step has too many runs",

@@ -7,6 +7,7 @@ mod phases;
 mod plans;
 mod ranks;
 mod simulation;
+mod timing;
 
 use plimsoll_core::{BlockSize, CacheKind, CacheLayout, StepLimits};
 use plimsoll_profiler::{Diagnostic, Observer, PhaseRecord, ProfileError, ProfileSpec, Proved, profile};

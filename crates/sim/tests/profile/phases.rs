@@ -131,7 +131,7 @@ fn the_report_adds_up_and_shows_every_byte() {
     let components: u64 = ready.components.iter().map(|line| line.bytes).sum();
     assert_eq!(components + ready.unattributed, ready.reserved);
     assert_eq!(ready.reserved + ready.peers + ready.free, ready.total);
-    let table = report.table();
+    let table = report.table(None);
     for part in [
         "weights",
         "kv",
@@ -344,7 +344,7 @@ fn a_pinned_size_is_validated_or_refused_with_the_largest() {
         (proved.config().kv.num_pages, proved.report().bound),
         (188, Bound::PinnedTokens)
     );
-    assert_eq!(proved.report().attempts[0].scenarios.len(), 6);
+    assert_eq!(proved.report().attempts[0].scenarios.len(), 4);
     let phases: Vec<_> = lines
         .0
         .iter()
@@ -487,6 +487,7 @@ fn removing_any_scenario_lowers_the_peak_somewhere() {
     ];
     let shapes = [
         limits(512, 16, 2048),
+        limits(512, 16, 512),
         limits(16, 16, 2048),
         limits(512, 1, 300),
         limits(8, 64, 4096),

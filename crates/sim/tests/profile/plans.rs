@@ -50,7 +50,7 @@ fn a_plan_skips_the_probe_and_is_still_proved() {
     );
     assert_eq!(report.suggestions, searched.suggestions);
     assert_eq!(report.origin, Origin::Cached { drift: 0.0 });
-    assert_eq!(report.attempts[0].scenarios.len(), 6);
+    assert_eq!(report.attempts[0].scenarios.len(), 4);
     assert!(report.discarded_plan.is_none());
 }
 
@@ -223,7 +223,7 @@ fn a_useless_plan_is_thrown_away() {
         (Implausible, |plan| plan.probe.measured.peak_reserved = 0),
         (Implausible, |plan| plan.probe.measured.scratch_bytes = u64::MAX),
         (Implausible, |plan| plan.probe.scenarios[0].rows -= 1),
-        (Implausible, |plan| plan.probe.scenarios.truncate(5)),
+        (Implausible, |plan| plan.probe.scenarios.truncate(3)),
         (TooSmall, |plan| plan.probe.measured.peak_reserved = u64::MAX),
         (ArenaTooSmall, |plan| plan.probe.measured.scratch_bytes -= 1),
         (OutOfMemory, |plan| {

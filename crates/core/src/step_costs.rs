@@ -1,0 +1,170 @@
+/// Measured time of steps with this many rows. A row is a token that a step computes, of a prompt or of an output.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepCost {
+    /// Rows of the step.
+    pub rows: usize,
+    /// Its time.
+    pub seconds: f64,
+}
+
+/// How long steps take, from a few measured ones. Between them time is linear, beyond the last one too, and it never falls
+/// with the number of rows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepCosts {
+    /// Only outputs: one row of each request.
+    decode: Vec<StepCost>,
+    /// Prompts too.
+    mixed: Vec<StepCost>,
+    /// Added for each token of context that the outputs look back at.
+    context_seconds: f64,
+}
+
+impl StepCosts {
+    /// From steps in which every request generated a token (`decode`) and steps that computed prompts too (`mixed`), all with
+    /// short contexts, and the time per token of context. `None` if there are too few to tell what a row costs, or not all are
+    /// times.
+    pub fn new(decode: Vec<StepCost>, mixed: Vec<StepCost>, context_seconds: f64) -> Option<Self> {
+        let (decode, mixed) = (ladder(decode)?, ladder(mixed)?);
+        let known = context_seconds.is_finite() && context_seconds >= 0.0;
+        (known && mixed.len() > 1).then_some(Self {
+            decode,
+            mixed,
+            context_seconds,
+        })
+    }
+
+    /// Steps without prompts, by rows.
+    pub fn decode(&self) -> &[StepCost] {
+        &self.decode
+    }
+
+    /// Steps with prompts, by rows.
+    pub fn mixed(&self) -> &[StepCost] {
+        &self.mixed
+    }
+
+    /// Seconds that a row of output adds for each token of its context.
+    pub fn context_seconds(&self) -> f64 {
+        self.context_seconds
+    }
+
+    /// Seconds of a step that generates a token for each of `rows` requests with short contexts.
+    pub fn decode_seconds(&self, rows: usize) -> f64 {
+        seconds(&self.decode, rows)
+    }
+
+    /// Seconds of a step of `rows` rows, some of them of prompts, with short contexts.
+    pub fn mixed_seconds(&self, rows: usize) -> f64 {
+        seconds(&self.mixed, rows)
+    }
+
+    /// Most rows of a step with prompts that takes at most `seconds`; 0 where none does.
+    pub fn mixed_rows(&self, seconds: f64) -> usize {
+        let after = self.mixed.partition_point(|cost| cost.seconds <= seconds);
+        let Some(before) = after.checked_sub(1) else {
+            return 0;
+        };
+        let (from, slope) = (self.mixed[before], slope(&self.mixed, before));
+        // Of no time at all is only what was measured.
+        let more = match slope > 0.0 {
+            true => (seconds - from.seconds) / slope,
+            false => 0.0,
+        };
+        from.rows + more as usize
+    }
+}
+
+/// In order of rows, with times that do not fall; a time below that of fewer rows is noise.
+fn ladder(mut costs: Vec<StepCost>) -> Option<Vec<StepCost>> {
+    let is_time = |cost: &StepCost| cost.rows > 0 && cost.seconds.is_finite() && cost.seconds > 0.0;
+    if costs.is_empty() || !costs.iter().all(is_time) {
+        return None;
+    }
+    costs.sort_by_key(|cost| cost.rows);
+    costs.dedup_by(|next, cost| {
+        let same = next.rows == cost.rows;
+        if same {
+            cost.seconds = cost.seconds.min(next.seconds);
+        }
+        same
+    });
+    let mut longest = 0.0_f64;
+    for cost in &mut costs {
+        longest = longest.max(cost.seconds);
+        cost.seconds = longest;
+    }
+    Some(costs)
+}
+
+/// Seconds per row behind the measured step `at`.
+fn slope(ladder: &[StepCost], at: usize) -> f64 {
+    // The last two go on for ever.
+    let at = at.min(ladder.len().saturating_sub(2));
+    match ladder.get(at..at + 2) {
+        Some([from, to]) => (to.seconds - from.seconds) / (to.rows - from.rows) as f64,
+        _ => 0.0,
+    }
+}
+
+fn seconds(ladder: &[StepCost], rows: usize) -> f64 {
+    let after = ladder.partition_point(|cost| cost.rows <= rows);
+    let before = after.saturating_sub(1);
+    let from = ladder[before];
+    from.seconds + slope(ladder, before) * rows.saturating_sub(from.rows) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn costs(mixed: &[(usize, f64)]) -> Option<StepCosts> {
+        let cost = |&(rows, seconds): &(usize, f64)| StepCost { rows, seconds };
+        let mixed = mixed.iter().map(cost).collect();
+        StepCosts::new(vec![cost(&(1, 1.0)), cost(&(101, 2.0))], mixed, 0.0)
+    }
+
+    #[test]
+    fn times_between_and_beyond_the_measured_steps_are_linear() {
+        let costs = costs(&[(100, 2.0), (200, 4.0), (400, 10.0)]).unwrap();
+        for (rows, seconds) in [
+            (1, 2.0),
+            (100, 2.0),
+            (150, 3.0),
+            (300, 7.0),
+            (400, 10.0),
+            (500, 13.0),
+        ] {
+            assert!((costs.mixed_seconds(rows) - seconds).abs() < 1e-9, "{rows}");
+        }
+        assert!((costs.decode_seconds(51) - 1.5).abs() < 1e-9);
+        assert!((costs.decode_seconds(201) - 3.0).abs() < 1e-9);
+        for (seconds, rows) in [(1.9, 0), (2.0, 100), (3.0, 150), (10.0, 400), (13.0, 500)] {
+            assert_eq!(costs.mixed_rows(seconds), rows, "{seconds}");
+        }
+    }
+
+    #[test]
+    fn a_step_of_more_rows_takes_no_less_time() {
+        let costs = costs(&[(400, 4.0), (100, 3.0), (200, 1.0), (100, 2.0)]).unwrap();
+        let times: Vec<f64> = (1..800).map(|rows| costs.mixed_seconds(rows)).collect();
+        assert!(times.is_sorted());
+        assert_eq!(
+            costs.mixed()[1],
+            StepCost {
+                rows: 200,
+                seconds: 2.0
+            }
+        );
+        assert_eq!(costs.mixed_rows(2.0), 200);
+    }
+
+    #[test]
+    fn what_is_no_measurement_is_refused() {
+        assert_eq!(costs(&[]), None);
+        assert_eq!(costs(&[(100, 1.0)]), None);
+        for wrong in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
+            assert_eq!(costs(&[(100, 1.0), (200, wrong)]), None);
+        }
+        assert_eq!(costs(&[(0, 1.0), (200, 2.0)]), None);
+    }
+}

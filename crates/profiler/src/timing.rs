@@ -1,0 +1,223 @@
+//! How long steps of different sizes take: from this the scheduler knows what a token of a prompt costs beside those that
+//! generate.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use plimsoll_core::{Executor, KvConfig, StepPlan};
+
+use crate::profiler::Profiler;
+use crate::scenario::{ScenarioKind, timed_step};
+use crate::stress::Stop;
+use crate::timed_shape::TimedShape;
+use crate::{Phase, StepTimes, Target, TimedStep};
+
+/// Most requests that generate in a step with prompts.
+const MOST_BESIDE_PROMPTS: usize = 16;
+
+/// Steps without prompts, and with the most that may run at once, if that is less than the last.
+const DECODE_ROWS: [usize; 6] = [1, 64, 128, 256, 512, 1024];
+
+/// Steps with prompts, and the largest there may be, if that is less than the last. Beyond it a row costs what it costs there.
+const MIXED_ROWS: [usize; 6] = [32, 128, 256, 512, 1024, 2048];
+
+/// Larger steps vary less, and are timed once.
+const REPEATED_ROWS: usize = 512;
+const REPEATS: usize = 3;
+
+/// Tokens before those that are generated: reading them takes no time.
+const SHORT_CONTEXT: usize = 1;
+/// What a token of context costs is the difference to these, in steps of so many rows.
+const LONG_CONTEXT: usize = 2048;
+const LONG_CONTEXT_ROWS: usize = 64;
+/// A smaller difference says nothing.
+const LEAST_LONG_CONTEXT: usize = 256;
+
+/// For all steps together, or this part of the time of the proof if that is longer.
+const LIMIT: Duration = Duration::from_millis(150);
+const LIMIT_OF_PROOF: f64 = 0.1;
+
+impl<T: Target> Profiler<'_, T> {
+    /// Times steps of a state that took `proof` to prove, smaller than those of the proof. `None` where nothing is ever computed
+    /// beside what generates, or the device is so slow that there is no time for enough of them.
+    pub(crate) fn time_steps(
+        &mut self,
+        state: &mut T::State,
+        kv: KvConfig,
+        proof: Duration,
+    ) -> Result<Option<StepTimes>, Stop> {
+        let depth = self.spec.timed_in_flight;
+        if depth == 0 || self.spec.pooling.is_some() {
+            return Ok(None);
+        }
+        let known = self.spec.plan.as_ref().and_then(|plan| plan.step_times.clone());
+        // The ranks run the same steps, or none.
+        if self.ranks.min(usize::from(known.is_some()))? == 1 {
+            return Ok(known);
+        }
+        self.observer.ended(Phase::Validate);
+        let started = Instant::now();
+        let limit = LIMIT.max(proof.mul_f64(LIMIT_OF_PROOF));
+        let mut stopwatch = Stopwatch::new(started, limit, depth);
+        let shapes = self.timed_shapes(kv);
+        let repeated = || shapes.iter().filter(|shape| shape.rows <= REPEATED_ROWS);
+        let again = (1..REPEATS).flat_map(|_| repeated());
+        for &shape in shapes.iter().chain(again) {
+            let is_time = stopwatch.is_time_for(shape);
+            if self.ranks.min(usize::from(is_time))? == 0 {
+                break;
+            }
+            let plan = timed_step(&self.spec.limits, self.spec.vocab_size, kv, shape);
+            self.launch(state, &plan)?;
+            stopwatch.running.push_back(shape);
+            // As the engine does it: where the device works by itself, the next step is launched while one runs.
+            if stopwatch.running.len() == depth {
+                self.finish(state)?;
+                stopwatch.finished();
+            }
+        }
+        while !stopwatch.running.is_empty() {
+            self.finish(state)?;
+            stopwatch.finished();
+        }
+        let times = stopwatch.times();
+        let fields = vec![
+            ("decode", listed(&times.decode)),
+            ("mixed", listed(&times.mixed)),
+            ("context_ns", format!("{:.1}", times.context_seconds * 1e9)),
+            ("seconds", crate::profiler::seconds(started)),
+        ];
+        self.log(Phase::Timing, fields);
+        Ok(times.costs().is_some().then_some(times))
+    }
+
+    /// All that the limits and the cache have room for, the smallest first.
+    fn timed_shapes(&self, kv: KvConfig) -> Vec<TimedShape> {
+        let limits = &self.spec.limits;
+        let upto = |sizes: &[usize], most: usize| {
+            let last = sizes.last().copied().filter(|&last| last < most);
+            let smaller = sizes.iter().copied().filter(|&rows| rows < most);
+            smaller.chain([last.unwrap_or(most)]).collect::<Vec<_>>()
+        };
+        let longest = limits.max_model_len - 1;
+        let context = longest.min(SHORT_CONTEXT);
+        let decode = upto(
+            &DECODE_ROWS,
+            limits.max_num_seqs.min(limits.max_num_batched_tokens),
+        );
+        let decode = decode.into_iter().map(|rows| TimedShape::decode(rows, context));
+        let beside = MOST_BESIDE_PROMPTS.min(limits.max_num_seqs / 2);
+        let mixed = upto(&MIXED_ROWS, limits.max_num_batched_tokens);
+        let mixed = mixed.into_iter().map(|rows| TimedShape {
+            rows,
+            decoding: beside.min(rows / 2),
+            context,
+        });
+        let rows = limits.max_num_seqs.min(LONG_CONTEXT_ROWS);
+        let long = (kv.capacity_tokens() / rows).saturating_sub(2 * kv.block_size.tokens());
+        let long = long.min(longest).min(LONG_CONTEXT);
+        let compared = [context, long].map(|context| TimedShape::decode(rows, context));
+        let compared = compared.into_iter().filter(|_| long >= LEAST_LONG_CONTEXT);
+        let shapes = decode.chain(mixed).chain(compared);
+        let mut shapes: Vec<_> = shapes.filter(|shape| shape.fits(limits, kv)).collect();
+        shapes.sort_unstable();
+        shapes.dedup();
+        shapes
+    }
+
+    fn launch(&mut self, state: &mut T::State, plan: &StepPlan) -> Result<(), Stop> {
+        let launched = state.launch(plan).map_err(stop);
+        self.agree(Phase::Timing, None, launched)
+    }
+
+    fn finish(&mut self, state: &mut T::State) -> Result<(), Stop> {
+        let finished = state.finish().map(drop).map_err(stop);
+        self.agree(Phase::Timing, None, finished)
+    }
+}
+
+/// These steps are like the worst mixed one, only smaller.
+fn stop(error: plimsoll_core::StepError) -> Stop {
+    Stop::of_step(Phase::Timing, ScenarioKind::Mixed, error)
+}
+
+fn listed(steps: &[TimedStep]) -> String {
+    let steps = steps.iter();
+    let steps = steps.map(|step| format!("{}:{:.2}ms", step.rows, step.seconds * 1e3));
+    steps.collect::<Vec<_>>().join(",")
+}
+
+/// Takes the time from the end of one step to the end of the next.
+struct Stopwatch {
+    started: Instant,
+    limit: Duration,
+    /// When the last step ended.
+    last: Instant,
+    /// Steps in flight, the oldest first.
+    running: VecDeque<TimedShape>,
+    /// Seconds of the shortest step of each shape.
+    shortest: BTreeMap<TimedShape, f64>,
+    /// The step that was timed last.
+    latest: Option<(TimedShape, f64)>,
+}
+
+impl Stopwatch {
+    fn new(started: Instant, limit: Duration, depth: usize) -> Self {
+        Self {
+            started,
+            limit,
+            last: started,
+            running: VecDeque::with_capacity(depth),
+            shortest: BTreeMap::new(),
+            latest: None,
+        }
+    }
+
+    /// Whether another step is likely to end in time.
+    fn is_time_for(&self, shape: TimedShape) -> bool {
+        // As long as the last one, if not longer by its rows.
+        let behind = self.latest.map_or(0.0, |(timed, seconds)| {
+            seconds * (shape.rows as f64 / timed.rows as f64).max(1.0)
+        });
+        self.started.elapsed().as_secs_f64() + behind < self.limit.as_secs_f64()
+    }
+
+    fn finished(&mut self) {
+        let now = Instant::now();
+        let seconds = (now - self.last).as_secs_f64();
+        self.last = now;
+        if let Some(shape) = self.running.pop_front() {
+            let shortest = self.shortest.entry(shape).or_insert(seconds);
+            *shortest = shortest.min(seconds);
+            self.latest = Some((shape, seconds));
+        }
+    }
+
+    fn times(&self) -> StepTimes {
+        let short = self.shortest.keys().map(|shape| shape.context).min().unwrap_or(0);
+        let of = |mixed: bool| {
+            let steps = self.shortest.iter();
+            let steps = steps.filter(move |(shape, _)| shape.is_mixed() == mixed && shape.context == short);
+            steps
+                .map(|(shape, &seconds)| TimedStep {
+                    rows: shape.rows,
+                    seconds,
+                })
+                .collect()
+        };
+        let long = self.shortest.iter().find(|(shape, _)| shape.context > short);
+        let context_seconds = long.and_then(|(shape, seconds)| {
+            let same = self.shortest.get(&TimedShape {
+                context: short,
+                ..*shape
+            })?;
+            let tokens = shape.rows * (shape.context - short);
+            Some((seconds - same).max(0.0) / tokens as f64)
+        });
+        StepTimes {
+            decode: of(false),
+            mixed: of(true),
+            context_seconds: context_seconds.unwrap_or(0.0),
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! How many tokens of prompts a step computes while others generate: the more, the cheaper each of them, and the longer everyone
+//! who reads must wait.
+
+use std::time::Duration;
+
+use plimsoll_core::{StepCost, StepCosts};
+
+/// A choice of prompt tokens that costs at most this part more per token than the best one is as good.
+const TOLERANCE: f64 = 0.01;
+
+/// How the prompts' share of a step's fixed time grows with the part of the requests that do not generate yet.
+const SHARE_EXPONENT: f64 = 2.5;
+
+/// With few prompts to compute, they may make a step this many times as long as without them.
+const STRETCH: f64 = 2.0;
+
+/// Added to [`STRETCH`], times the square root of how many requests wait for each one that generates.
+const STRETCH_BY_BACKLOG: f64 = 7.0;
+
+/// No prompt takes more steps than this, whatever a step may take.
+const MOST_CHUNKS: usize = 256;
+
+/// The rule by which [`crate::Scheduler`] decides how many tokens of prompts go into a step in which requests generate.
+///
+/// Throughput: such a step is computed anyway, so `P` prompt tokens beside `D` rows that generate cost what they add,
+/// `mixed(D + P) - decode(D)` (Sarathi-Serve, arXiv:2403.02310, calls that piggybacking). Per token that falls with `P` as long as
+/// the device is bound by reading weights, and rises after. But while `w` requests wait for their prompts, they do not
+/// generate, and each step that passes meanwhile reads the weights for fewer rows than it could. So the part
+/// `1 - (D / (D + w))^2.5` of a step's fixed time, `decode(1)`, is the prompts' too: the longer the backlog, the larger the best `P`.
+///
+/// Latency decides among all `P` that cost at most 1 % more per token than the best: the step shall take at most
+/// `2 + 7 sqrt(w / D)` times as long as without prompts. If nothing generates, the largest of them is taken, or the whole next prompt.
+///
+/// The constants were chosen by simulation (`crates/sim/tests/prompt_budget`), all times are measured.
+#[derive(Clone, Debug)]
+pub struct PromptBudget {
+    costs: StepCosts,
+    /// Steps of the measured sizes, and of doubled ones up to the largest step.
+    steps: Vec<StepCost>,
+    /// Longest step in which requests generate, in seconds.
+    target: Option<f64>,
+    /// Rows of the largest step.
+    most: usize,
+}
+
+/// What there is to compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Requests that generate a token in the step.
+    pub decoding: usize,
+    /// Sum of their contexts, in tokens.
+    pub context: usize,
+    /// Requests with prompt tokens to compute that could be in the step.
+    pub prompts: usize,
+    /// Tokens of the prompt that is next.
+    pub next_prompt: usize,
+}
+
+impl PromptBudget {
+    /// For steps of at most `most` rows that take the time of `costs`. Steps in which requests generate shall take at most
+    /// `target`, but no prompt takes more than 256 of them for that.
+    pub fn new(costs: StepCosts, most: usize, target: Option<Duration>) -> Self {
+        let mut steps = costs.mixed().to_vec();
+        while let Some(last) = steps.last().filter(|last| last.rows < most) {
+            let rows = most.min(2 * last.rows);
+            let seconds = costs.mixed_seconds(rows);
+            steps.push(StepCost { rows, seconds });
+        }
+        Self {
+            costs,
+            steps,
+            target: target.map(|target| target.as_secs_f64()),
+            most,
+        }
+    }
+
+    /// Most prompt tokens of the next step, at least one unless requests that generate fill it.
+    pub fn prompt_tokens(&self, load: &Load) -> usize {
+        let Load {
+            decoding,
+            context,
+            prompts,
+            next_prompt,
+        } = *load;
+        let room = self.most.saturating_sub(decoding);
+        if prompts == 0 {
+            return room;
+        }
+        let (fewest, most) = self.cheap(decoding, prompts);
+        if decoding == 0 {
+            return most.max(next_prompt).min(room);
+        }
+        let read = self.costs.context_seconds() * context as f64;
+        let alone = self.costs.decode_seconds(decoding) + read;
+        let within = |seconds: f64| self.costs.mixed_rows(seconds - read).saturating_sub(decoding);
+        let stretch = STRETCH + STRETCH_BY_BACKLOG * (prompts as f64 / decoding as f64).sqrt();
+        let tokens = within(stretch * alone).clamp(fewest, most);
+        let tokens = self.target.map_or(tokens, |target| tokens.min(within(target)));
+        tokens.max(next_prompt.div_ceil(MOST_CHUNKS)).max(1).min(room)
+    }
+
+    /// Fewest and most prompt tokens that cost hardly more than they must.
+    fn cheap(&self, decoding: usize, prompts: usize) -> (usize, usize) {
+        let generating = decoding as f64 / (decoding + prompts) as f64;
+        let fixed = self.costs.decode_seconds(1);
+        let alone = match decoding {
+            0 => fixed,
+            rows => self.costs.decode_seconds(rows),
+        };
+        let shared = fixed * (1.0 - generating.powf(SHARE_EXPONENT));
+        let choices = self.steps.iter().filter(|step| step.rows > decoding);
+        let choices = choices.map(|step| {
+            let tokens = step.rows - decoding;
+            (tokens, (step.seconds - alone + shared) / tokens as f64)
+        });
+        let cheapest = choices
+            .clone()
+            .map(|(_, cost)| cost)
+            .fold(f64::INFINITY, f64::min);
+        let mut cheap = choices.filter(|&(_, cost)| cost <= cheapest * (1.0 + TOLERANCE));
+        let Some((fewest, _)) = cheap.next() else {
+            return (1, 1);
+        };
+        (fewest, cheap.next_back().map_or(fewest, |(most, _)| most))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOST: usize = 8192;
+
+    /// Reads weights in 4 ms, then computes 20 us a row, and needs 0.3 ms more for prompts.
+    fn budget(target: Option<u64>) -> PromptBudget {
+        let cost = |rows: usize, seconds: f64| StepCost { rows, seconds };
+        let decode = [1, 64, 128, 256, 512].map(|rows| cost(rows, f64::max(4e-3, 20e-6 * rows as f64)));
+        let mixed =
+            [32, 128, 200, 512, 2048].map(|rows| cost(rows, 0.3e-3 + f64::max(4e-3, 20e-6 * rows as f64)));
+        let costs = StepCosts::new(decode.into(), mixed.into(), 0.0).unwrap();
+        PromptBudget::new(costs, MOST, target.map(Duration::from_millis))
+    }
+
+    fn load(decoding: usize, prompts: usize) -> Load {
+        Load {
+            decoding,
+            prompts,
+            context: 100 * decoding,
+            next_prompt: 512,
+        }
+    }
+
+    #[test]
+    fn a_single_prompt_rides_where_rows_are_free() {
+        let tokens = budget(None).prompt_tokens(&load(64, 1));
+        // Up to 200 rows a step takes no longer, and twice as long is all that readers are asked for.
+        assert!((136..=336).contains(&tokens), "{tokens}");
+    }
+
+    #[test]
+    fn the_longer_the_backlog_the_larger_the_step() {
+        let budget = budget(None);
+        let tokens: Vec<usize> = [1, 8, 64, 512, 4096]
+            .map(|prompts| budget.prompt_tokens(&load(64, prompts)))
+            .into();
+        assert!(tokens.is_sorted() && tokens[4] > 4 * tokens[0], "{tokens:?}");
+        assert_eq!(budget.prompt_tokens(&load(0, 100)), MOST, "nobody reads");
+        assert_eq!(budget.prompt_tokens(&load(100, 0)), MOST - 100, "nobody waits");
+    }
+
+    #[test]
+    fn a_target_bounds_the_step_but_no_prompt_starves() {
+        let budget = budget(Some(6));
+        for prompts in [1, 100, 10_000] {
+            let tokens = budget.prompt_tokens(&load(64, prompts));
+            assert!(tokens <= (6.0e-3 / 20e-6) as usize - 64, "{tokens}");
+        }
+        let long = Load {
+            next_prompt: 100_000,
+            ..load(400, 1)
+        };
+        assert_eq!(budget.prompt_tokens(&long), 391, "in 256 steps");
+        let full = load(MOST, 1);
+        assert_eq!(budget.prompt_tokens(&full), 0);
+    }
+}

@@ -1,0 +1,68 @@
+//! How much of what there is to compute goes into the next step.
+
+use super::Scheduler;
+use crate::Load;
+
+/// What is left of a step while it is planned.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Tokens.
+    tokens: usize,
+    /// Of these, tokens of prompts.
+    prompts: usize,
+}
+
+impl Room {
+    /// How many of the `ready` tokens of a request are computed.
+    pub(super) fn take(&mut self, ready: usize, generates: bool) -> usize {
+        let len = match generates {
+            true => ready.min(self.tokens),
+            false => ready.min(self.for_prompts()),
+        };
+        self.tokens -= len;
+        self.prompts -= if generates { 0 } else { len };
+        len
+    }
+
+    /// Tokens of prompts that still fit.
+    pub(super) fn for_prompts(&self) -> usize {
+        self.tokens.min(self.prompts)
+    }
+}
+
+impl Scheduler {
+    /// Size of the next step.
+    pub(super) fn room(&self) -> Room {
+        let tokens = self.limits.max_num_batched_tokens;
+        let prompts = match &self.prompt_budget {
+            None => tokens,
+            Some(budget) => budget.prompt_tokens(&self.load()),
+        };
+        Room { tokens, prompts }
+    }
+
+    /// What the next step could compute.
+    fn load(&self) -> Load {
+        let mut load = Load::default();
+        for running in self.running.values().filter(|running| running.ready() > 0) {
+            if running.generates() {
+                load.decoding += 1;
+                load.context += running.planned;
+            } else {
+                load.prompts += 1;
+                load.next_prompt = load.next_prompt.max(running.sequence.tokens.len());
+            }
+        }
+        if self.short_of_blocks {
+            return load;
+        }
+        let free = self.limits.max_num_seqs.saturating_sub(self.running.len());
+        load.prompts += self.waiting.len().min(free);
+        if load.next_prompt == 0 && load.prompts > 0 {
+            let lowest = self.running.first_key_value().map(|(rank, _)| rank.class);
+            let next = self.waiting.next(self.counters.admissions, lowest);
+            load.next_prompt = next.map_or(0, |next| self.waiting.peek(next).tokens.len());
+        }
+        load
+    }
+}

@@ -1,0 +1,116 @@
+//! How long a real device takes for steps, for simulations of load.
+
+use plimsoll_core::{StepCost, StepCosts};
+
+/// What a step computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepSize {
+    /// Requests that generate a token.
+    pub decoding: usize,
+    /// Sum of their contexts, in tokens.
+    pub context: usize,
+    /// Tokens of prompts.
+    pub prompt: usize,
+    /// For each of them, the tokens of its prompt up to it, in sum.
+    pub pairs: f64,
+}
+
+impl StepSize {
+    /// `tokens` more tokens of a prompt behind the first `before`.
+    pub fn add_prompt(&mut self, before: usize, tokens: usize) {
+        self.prompt += tokens;
+        self.pairs += tokens as f64 * (before as f64 + tokens as f64 / 2.0);
+    }
+}
+
+/// Times of the parts of a step, in microseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct StepModel {
+    /// Matrix products of a step, by rows: linear between, and beyond the last.
+    pub products: &'static [(f64, f64)],
+    /// LM head, sampling and what else each step has, whatever its size.
+    pub step: f64,
+    /// Norms and activations, for each row.
+    pub row: f64,
+    /// More for each row of a prompt.
+    pub prompt_row: f64,
+    /// More for a step with prompts: it is no CUDA graph, and has a second attention.
+    pub mixed: f64,
+    /// Reading the KV of one token of context.
+    pub context: f64,
+    /// Attention of one token of a prompt to another.
+    pub pair: f64,
+}
+
+impl StepModel {
+    /// Llama 3.1 8B in bfloat16 on one H200: products measured by cuBLASLt with rotating weights under sustained load, the rest
+    /// fitted to the throughput of 64 clients (512 prompt and 128 output tokens) at budgets of 512, 1024, 2048 and 8192 tokens.
+    pub const H200_8B: Self = Self {
+        products: &[
+            (1.0, 3440.0),
+            (64.0, 4040.0),
+            (128.0, 4330.0),
+            (256.0, 5680.0),
+            (512.0, 9390.0),
+            (1024.0, 19_500.0),
+            (2048.0, 40_500.0),
+            (8192.0, 163_000.0),
+        ],
+        step: 490.0,
+        row: 0.9,
+        prompt_row: 0.45,
+        mixed: 1000.0,
+        context: 0.0324,
+        pair: 0.000_525,
+    };
+
+    /// Seconds of a step.
+    pub fn seconds(&self, size: &StepSize) -> f64 {
+        let rows = (size.decoding + size.prompt) as f64;
+        let prompts = match size.prompt {
+            0 => 0.0,
+            tokens => self.mixed + self.prompt_row * tokens as f64 + self.pair * size.pairs,
+        };
+        let micros = self.products(rows) + self.step + self.row * rows + prompts;
+        (micros + self.context * size.context as f64) * 1e-6
+    }
+
+    fn products(&self, rows: f64) -> f64 {
+        let after = self.products.partition_point(|&(known, _)| known < rows);
+        let after = after.clamp(1, self.products.len() - 1);
+        let ((from, least), (to, most)) = (self.products[after - 1], self.products[after]);
+        let part = ((rows - from) / (to - from)).max(0.0);
+        least + part * (most - least)
+    }
+
+    /// What the auto-profile would measure of it.
+    ///
+    /// # Panics
+    /// Where these are no times.
+    pub fn costs(&self, max_num_batched_tokens: usize) -> StepCosts {
+        const CONTEXT: usize = 1;
+        let timed = |decoding: usize, prompt: usize| {
+            let mut size = StepSize {
+                decoding,
+                context: decoding * CONTEXT,
+                ..StepSize::default()
+            };
+            let mut left = prompt;
+            while left > 0 {
+                let tokens = left.min(512);
+                size.add_prompt(0, tokens);
+                left -= tokens;
+            }
+            StepCost {
+                rows: decoding + prompt,
+                seconds: self.seconds(&size),
+            }
+        };
+        let decode = [1, 64, 128, 256, 512, 1024].map(|rows| timed(rows, 0));
+        let mixed = [32, 128, 256, 512, 1024, 2048].into_iter();
+        let mixed = mixed.filter(|&rows| rows <= max_num_batched_tokens);
+        let mixed = mixed.map(|rows| timed(16, rows - 16));
+        let costs = StepCosts::new(decode.into(), mixed.collect(), self.context * 1e-6);
+        costs.expect("these are times")
+    }
+}

@@ -1,0 +1,181 @@
+//! The rule for prompt tokens beside requests that generate ([`PromptBudget`]), against fixed budgets, in simulated time.
+
+#![allow(clippy::print_stdout, reason = "the figures are read with --nocapture")]
+
+mod real;
+mod server;
+mod traffic;
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use plimsoll_scheduler::PromptBudget;
+use plimsoll_sim::StepModel;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+
+use server::{Outcome, Policy, serve};
+use traffic::{Kind, Traffic, spread};
+
+/// `--max-num-batched-tokens`.
+const MOST: usize = 8192;
+const FIXED: [usize; 5] = [512, 1024, 2048, 4096, MOST];
+
+fn adaptive(device: &StepModel) -> PromptBudget {
+    PromptBudget::new(device.costs(MOST), MOST, None)
+}
+
+/// A device like an H200, whose launches, attention and small kernels may be faster or slower.
+fn random_device(seed: u64) -> StepModel {
+    let mut rng = StdRng::seed_from_u64(seed ^ 0x6465_7669_6365);
+    StepModel {
+        mixed: spread(&mut rng, 200.0, 2000.0),
+        context: spread(&mut rng, 0.005, 0.06),
+        step: 240.0 + spread(&mut rng, 100.0, 500.0),
+        ..StepModel::H200_8B
+    }
+}
+
+fn show(name: &str, outcome: &Outcome) {
+    let Outcome {
+        ttft,
+        ttft_p99,
+        itl,
+        itl_p99,
+        ..
+    } = outcome;
+    println!(
+        "{name:28} {:6.2} req/s  TTFT {ttft:6.0} p99 {ttft_p99:6.0} ms  ITL {itl:5.1} p99 {itl_p99:6.1} ms",
+        outcome.rate()
+    );
+}
+
+/// With the adaptive rule, and with the fixed budgets.
+fn compare(traffic: &Traffic, device: &StepModel) -> (Outcome, [Outcome; 5]) {
+    let ours = serve(traffic, device, &Policy::Adaptive(&adaptive(device)), MOST);
+    let fixed = FIXED.map(|rows| {
+        serve(
+            traffic,
+            device,
+            &Policy::Fixed(rows.max(traffic.max_num_seqs)),
+            MOST,
+        )
+    });
+    (ours, fixed)
+}
+
+#[test]
+fn known_loads_are_as_fast_as_the_best_fixed_budget_and_stall_nobody() {
+    let device = StepModel::H200_8B;
+    let run = |traffic: Traffic| {
+        println!("{traffic}");
+        let (ours, fixed) = compare(&traffic, &device);
+        show("adaptive", &ours);
+        for (rows, outcome) in FIXED.iter().zip(&fixed) {
+            show(&rows.to_string(), outcome);
+        }
+        let best = fixed.iter().map(Outcome::rate).fold(0.0, f64::max);
+        assert!(ours.rate() > 0.97 * best, "{:.2} of {best:.2} req/s", ours.rate());
+        (ours, fixed)
+    };
+    let (few, fixed) = run(Traffic::equal(Kind::Closed(64), 1280, 512, 128));
+    assert!(few.itl_p99 < 15.0 && few.ttft < 150.0 && few.rate() > 1.08 * fixed[4].rate());
+    let (many, _) = run(Traffic::equal(Kind::Closed(256), 5120, 512, 128));
+    assert!(many.itl_p99 < 60.0 && many.ttft < 600.0);
+    let (beside, _) = run(Traffic::beside_long_prompts(32, 16_384, 20));
+    assert!(beside.itl_p99 < 20.0);
+    let mut flood = Traffic::equal(Kind::Flood, 600, 512, 128);
+    flood.max_num_seqs = 1024;
+    let (flood, fixed) = run(flood);
+    assert!(flood.ttft_p99 < 1.02 * fixed[4].ttft_p99);
+}
+
+/// Throughput of thousands of loads, each beside the fixed budget that happens to suit it best.
+#[test]
+fn random_loads_are_nearly_as_fast_as_with_the_best_fixed_budget() {
+    const LOADS: u64 = 2000;
+    let (next, results) = (AtomicU64::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= LOADS {
+                return;
+            }
+            let (traffic, device) = (Traffic::random(seed), random_device(seed));
+            let result = (compare(&traffic, &device), traffic);
+            results.lock().unwrap().push(result);
+        }
+    };
+    thread::scope(|scope| {
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        (0..threads).for_each(|_| drop(scope.spawn(work)));
+    });
+    let mut behind: Vec<(f64, String)> = Vec::new();
+    let mut tails = [const { Vec::new() }; 5];
+    for ((ours, fixed), traffic) in results.into_inner().unwrap() {
+        let best = (0..5)
+            .min_by(|&a, &b| fixed[a].seconds.total_cmp(&fixed[b].seconds))
+            .unwrap();
+        let loss = ours.seconds / fixed[best].seconds - 1.0;
+        let line = format!(
+            "{:5.2} % behind {}; ITL p99 {:.1} and {:.1} ms, TTFT {:.0} and {:.0} ms; {traffic}",
+            100.0 * loss,
+            FIXED[best],
+            ours.itl_p99,
+            fixed[best].itl_p99,
+            ours.ttft,
+            fixed[best].ttft,
+        );
+        behind.push((loss, line));
+        for (tails, fixed) in tails.iter_mut().zip(&fixed) {
+            tails.push((ours.itl_p99 / fixed.itl_p99, ours.ttft / fixed.ttft));
+        }
+    }
+    behind.sort_by(|a, b| b.0.total_cmp(&a.0));
+    behind.iter().take(12).for_each(|(_, line)| println!("{line}"));
+    let mean = behind.iter().map(|(loss, _)| loss).sum::<f64>() / behind.len() as f64;
+    let above = behind.iter().filter(|(loss, _)| *loss > 0.03).count();
+    println!("mean {:.2} %, {above} of {LOADS} more than 3 %", 100.0 * mean);
+    for (rows, mut tails) in FIXED.into_iter().zip(tails) {
+        let mut median = |of: fn(&(f64, f64)) -> f64| {
+            tails.sort_by(|a, b| of(a).total_cmp(&of(b)));
+            of(&tails[tails.len() / 2])
+        };
+        println!(
+            "median beside {rows}: ITL p99 x {:.2}, TTFT x {:.2}",
+            median(|tail| tail.0),
+            median(|tail| tail.1)
+        );
+    }
+    assert!(mean < 0.0005, "{:.2} % behind on average", 100.0 * mean);
+    assert!(
+        above * 100 < behind.len(),
+        "{above} loads are more than 3 % behind"
+    );
+    assert!(behind[0].0 < 0.07, "{}", behind[0].1);
+}
+
+#[test]
+fn a_target_is_kept_and_starves_nobody() {
+    let device = StepModel::H200_8B;
+    let traffic = Traffic::equal(Kind::Closed(64), 640, 2048, 128);
+    for (target, most) in [(8.0, 8.5), (12.0, 12.5), (20.0, 20.8)] {
+        let time = Duration::from_secs_f64(target / 1e3);
+        let budget = PromptBudget::new(device.costs(MOST), MOST, Some(time));
+        let outcome = serve(&traffic, &device, &Policy::Adaptive(&budget), MOST);
+        show(&format!("target {target} ms"), &outcome);
+        assert!(outcome.itl_p99 < most, "{outcome:?}");
+    }
+    // Shorter than any step: prompts are computed nevertheless.
+    let budget = PromptBudget::new(device.costs(MOST), MOST, Some(Duration::from_micros(1)));
+    let outcome = serve(
+        &Traffic::equal(Kind::Closed(8), 16, 2048, 32),
+        &device,
+        &Policy::Adaptive(&budget),
+        MOST,
+    );
+    show("target 1 us", &outcome);
+    assert!(outcome.itl_p99 < 8.0 && outcome.ttft < 20e3);
+}
