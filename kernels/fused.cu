@@ -2,6 +2,11 @@
 // eight elements and 16-byte aligned, so every access is 16 bytes wide.
 //
 // Weights (tables, norms, frequencies) are read before `pdl_wait`: no kernel of a step writes them.
+//
+// What e4m3 products take is quantised where its rows are made: x = value * scale with scale = max |x| / 448 of the row or of each
+// 128 of its elements, all of it from f32.
+
+#include <cuda_fp8.h>
 
 #include "activation.cuh"
 #include "common.cuh"
@@ -54,6 +59,66 @@ __device__ __forceinline__ float block_sum(float x, float (&partial)[kWarp]) {
     return warp_sum(lane < static_cast<int>(blockDim.x) / kWarp ? partial[lane] : 0.0f);
 }
 
+// As block_sum, the largest.
+__device__ __forceinline__ float block_max(float x, float (&partial)[kWarp]) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    x = warp_max(x);
+    if (lane == 0) partial[warp] = x;
+    __syncthreads();
+    return warp_max(lane < static_cast<int>(blockDim.x) / kWarp ? partial[lane] : 0.0f);
+}
+
+// Rows of e4m3 values. `scales` is [rows], or [n / 128, rows] for one for each 128 elements.
+struct Fp8Rows {
+    uint8_t* values;
+    float* scales;
+    bool blocks;
+};
+
+constexpr float kFp8Max = 448.0f;
+constexpr int kFp8Block = 128;
+
+// Quantises the row of this block, of which this thread has the vectors `threadIdx.x + v * blockDim.x`. `partial` is used once.
+template <int kVecs>
+__device__ __forceinline__ void store_fp8(const Fp8Rows& out, int n, const Float8 (&x)[kVecs], float (&partial)[kWarp]) {
+    const int row = blockIdx.x, rows = gridDim.x;
+    float largest[kVecs], of_thread = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+        largest[v] = 0.0f;
+        if (static_cast<int>(threadIdx.x + v * blockDim.x) * kVec < n) {
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) largest[v] = fmaxf(largest[v], fabsf(x[v].at[i]));
+        }
+        of_thread = fmaxf(of_thread, largest[v]);
+    }
+    if (!out.blocks) of_thread = block_max(of_thread, partial);
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+        const int at = static_cast<int>(threadIdx.x + v * blockDim.x) * kVec;
+        float most = of_thread;
+        if (out.blocks) {
+            // The lanes that have a block's vectors are neighbours in one warp, all of whose lanes are here.
+            most = largest[v];
+#pragma unroll
+            for (int lane = kFp8Block / kVec / 2; lane > 0; lane /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, lane));
+        }
+        if (at >= n) continue;
+        const float factor = most > 0.0f ? kFp8Max / most : 0.0f;
+        uint2 packed;
+        uint16_t* pairs = reinterpret_cast<uint16_t*>(&packed);
+#pragma unroll
+        for (int i = 0; i < kVec / 2; ++i) {
+            const float2 pair = make_float2(x[v].at[2 * i] * factor, x[v].at[2 * i + 1] * factor);
+            pairs[i] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+        }
+        *reinterpret_cast<uint2*>(out.values + static_cast<int64_t>(row) * n + at) = packed;
+        if (out.blocks ? at % kFp8Block == 0 : at == 0) {
+            out.scales[out.blocks ? static_cast<int64_t>(at / kFp8Block) * rows + row : row] = most / kFp8Max;
+        }
+    }
+}
+
 // What the rows of a norm are.
 enum class Rows {
     kPlain,    // hidden
@@ -67,16 +132,17 @@ struct Norm {
     const float* delta_weight;
     const float* weight;
     bf16* out;
+    Fp8Rows quantised;  // in place of out
     int n;
     float eps;
 };
 
 // One block a row, `kVecs` vectors of it a thread: one for few rows, where latency counts (the weights are then read ahead of
 // the wait), two for long rows and for many, where it is bytes under way that count.
-template <Rows kRows, int kVecs>
+template <Rows kRows, int kVecs, bool kFp8>
 __device__ __forceinline__ void norm_row(const Norm& norm) {
     constexpr bool kReadAhead = kVecs == 1;
-    __shared__ float partial[kRows == Rows::kSandwich ? 2 : 1][kWarp];
+    __shared__ float partial[(kRows == Rows::kSandwich ? 2 : 1) + (kFp8 ? 1 : 0)][kWarp];
     pdl_launch();
     const int vecs = norm.n / kVec;
     const auto at = [&](int v) { return static_cast<int>(threadIdx.x + v * blockDim.x); };
@@ -124,15 +190,17 @@ __device__ __forceinline__ void norm_row(const Norm& norm) {
         squares += sum_of_squares(widen(x[v]));
     }
     const float scale = scale_of(squares, partial[0]);
+    Float8 wide[kVecs];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
         if (at(v) >= vecs) continue;
         if (!kReadAhead) weight = load_floats(norm.weight + at(v) * kVec);
-        Float8 wide = widen(x[v]);
+        wide[v] = widen(x[v]);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) wide.at[i] *= scale * weight.at[i];
-        store8(norm.out + row + at(v) * kVec, narrow(wide));
+        for (int i = 0; i < kVec; ++i) wide[v].at[i] *= scale * weight.at[i];
+        if (!kFp8) store8(norm.out + row + at(v) * kVec, narrow(wide[v]));
     }
+    if constexpr (kFp8) store_fp8(norm.quantised, norm.n, wide, partial[kRows == Rows::kSandwich ? 2 : 1]);
 }
 
 // Cosine and sine of `position` times a frequency given in turns per position as a sum of two floats. The product is exact
@@ -296,6 +364,18 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
     }
 }
 
+// `activation(gate) * up` of a vector, `inner` elements apart.
+template <Activation kActivation>
+__device__ __forceinline__ Float8 gated(const bf16* gate, int inner) {
+    Float8 g = widen(load8(gate));
+    const Float8 u = widen(load8(gate + inner));
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+        g.at[j] = __fdividef(g.at[j], 1.0f + __expf(-sigmoid_input(kActivation, g.at[j]))) * u.at[j];
+    }
+    return g;
+}
+
 template <Activation kActivation>
 __device__ __forceinline__ void gate_row(const bf16* gate_up, bf16* out, int inner, int blocks_per_row) {
     pdl_launch();
@@ -304,13 +384,22 @@ __device__ __forceinline__ void gate_row(const bf16* gate_up, bf16* out, int inn
     pdl_wait();
     if (i >= inner) return;
     const bf16* gate = gate_up + static_cast<int64_t>(row) * 2 * inner + i;
-    Float8 g = widen(load8(gate));
-    const Float8 u = widen(load8(gate + inner));
+    store8(out + static_cast<int64_t>(row) * inner + i, narrow(gated<kActivation>(gate, inner)));
+}
+
+// Quantises what `load` makes of each vector of this block's row.
+template <int kVecs, typename Load>
+__device__ __forceinline__ void quantise_row(const Fp8Rows& out, int n, const Load& load) {
+    __shared__ float partial[kWarp];
+    pdl_launch();
+    pdl_wait();
+    Float8 x[kVecs];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-        g.at[j] = __fdividef(g.at[j], 1.0f + __expf(-sigmoid_input(kActivation, g.at[j]))) * u.at[j];
+    for (int v = 0; v < kVecs; ++v) {
+        const int at = static_cast<int>(threadIdx.x + v * blockDim.x) * kVec;
+        if (at < n) x[v] = load(at);
     }
-    store8(out + static_cast<int64_t>(row) * inner + i, narrow(g));
+    store_fp8(out, n, x, partial);
 }
 
 }  // namespace
@@ -336,24 +425,53 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) resolved[row] = token;
 }
 
-#define NORM_KERNELS(NAME, ROWS)                                                                                        \
+#define NORM_KERNEL(NAME, ROWS, VECS)                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        NAME##_1(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out, int n,     \
-                 float eps) {                                                                                           \
-        norm_row<ROWS, 1>({hidden, delta, delta_weight, weight, out, n, eps});                                          \
+        NAME##_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out,       \
+                      int n, float eps) {                                                                               \
+        norm_row<ROWS, VECS, false>({hidden, delta, delta_weight, weight, out, {}, n, eps});                            \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        NAME##_2(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight, bf16* out, int n,     \
-                 float eps) {                                                                                           \
-        norm_row<ROWS, 2>({hidden, delta, delta_weight, weight, out, n, eps});                                          \
+        NAME##_fp8_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight,              \
+                          uint8_t* values, float* scales, int blocks, int n, float eps) {                               \
+        norm_row<ROWS, VECS, true>(                                                                                     \
+            {hidden, delta, delta_weight, weight, nullptr, {values, scales, blocks != 0}, n, eps});                     \
     }
+
+#define NORM_KERNELS(NAME, ROWS) \
+    NORM_KERNEL(NAME, ROWS, 1)   \
+    NORM_KERNEL(NAME, ROWS, 2)
 
 // out = x * rsqrt(mean(x^2) + eps) * weight, where x is hidden, or hidden + delta, or hidden + such a norm of delta with
 // delta_weight; the sum is rounded to bf16 and stored to hidden. The suffix is the vectors a thread keeps: blocks have
-// n / 8 / suffix threads.
+// n / 8 / suffix threads. Those of fp8 quantise.
 NORM_KERNELS(rms_norm, Rows::kPlain)
 NORM_KERNELS(add_rms_norm, Rows::kAdd)
 NORM_KERNELS(sandwich_norm, Rows::kSandwich)
+
+#define QUANTISE_KERNELS(VECS)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        quantise_fp8_##VECS(const bf16* x, uint8_t* values, float* scales, int blocks, int n) {                         \
+        const bf16* row = x + static_cast<int64_t>(blockIdx.x) * n;                                                     \
+        quantise_row<VECS>({values, scales, blocks != 0}, n, [&](int at) { return widen(load8(row + at)); });           \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        silu_mul_fp8_##VECS(const bf16* gate_up, uint8_t* values, float* scales, int blocks, int n) {                   \
+        const bf16* row = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * n;                                           \
+        quantise_row<VECS>({values, scales, blocks != 0}, n,                                                            \
+                           [&](int at) { return gated<Activation::kSilu>(row + at, n); });                              \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        gelu_tanh_mul_fp8_##VECS(const bf16* gate_up, uint8_t* values, float* scales, int blocks, int n) {              \
+        const bf16* row = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * n;                                           \
+        quantise_row<VECS>({values, scales, blocks != 0}, n,                                                            \
+                           [&](int at) { return gated<Activation::kGeluTanh>(row + at, n); });                          \
+    }
+
+// Rows of x, or `activation(gate) * up` of rows of gate and up, quantised, one block a row.
+QUANTISE_KERNELS(1)
+QUANTISE_KERNELS(2)
+QUANTISE_KERNELS(4)
 
 #define ROPE_KERNEL(NAME, NORM, SCALE, REGISTERS)                                                                       \
     extern "C" __global__ void __maxnreg__(REGISTERS)                                                                   \

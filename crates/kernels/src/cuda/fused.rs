@@ -1,6 +1,7 @@
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
+use super::linear::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuRows};
 use crate::{Activation, QueryScale};
 
 /// Elements of one 16-byte access; rows are multiples of it.
@@ -9,24 +10,42 @@ const MAX_THREADS: usize = 1024;
 const WARP: usize = 32;
 /// Longest row of a norm.
 const MAX_NORM: usize = 2 * VEC * MAX_THREADS;
+/// Longest row that is quantised.
+const MAX_QUANTISED: usize = 4 * VEC * MAX_THREADS;
 
 /// The element-wise steps of a decoder layer, and random weights: `kernels/fused.cu`.
 #[derive(Debug)]
 pub struct FusedKernels {
     gpu: Gpu,
     embedding: Function,
-    rms_norm: [Function; 2],
-    add_rms_norm: [Function; 2],
-    sandwich_norm: [Function; 2],
+    rms_norm: NormKernels,
+    add_rms_norm: NormKernels,
+    sandwich_norm: NormKernels,
     /// Without and with a scale of q.
     rope_kv_write: [Function; 2],
     qk_norm_rope_kv_write: [Function; 2],
-    silu_mul: Function,
-    gelu_tanh_mul: Function,
+    silu_mul: GluKernels,
+    gelu_tanh_mul: GluKernels,
+    quantise: [Function; 3],
     gather_rows: Function,
     sum_rows: Function,
     fill_random: Function,
     _module: Module,
+}
+
+/// Of rows of which a thread keeps one vector or two.
+#[derive(Debug)]
+struct NormKernels {
+    plain: [Function; 2],
+    /// Their outputs are quantised.
+    fp8: [Function; 2],
+}
+
+#[derive(Debug)]
+struct GluKernels {
+    plain: Function,
+    /// Their outputs are quantised; for rows of which a thread keeps 1, 2 and 4 vectors.
+    fp8: [Function; 3],
 }
 
 /// Input tokens of a step.
@@ -112,11 +131,16 @@ impl FusedKernels {
     /// [`GpuError`] if this binary carries no code for this GPU.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = super::load(gpu, "fused")?;
-        let norms = |name: &str| -> Result<[Function; 2], GpuError> {
-            Ok([
-                module.function(&format!("{name}_1"))?,
-                module.function(&format!("{name}_2"))?,
-            ])
+        let function = |name: &str, vecs: usize| module.function(&format!("{name}_{vecs}"));
+        let norms = |name: &str| -> Result<NormKernels, GpuError> {
+            let fp8 = &format!("{name}_fp8");
+            Ok(NormKernels {
+                plain: [function(name, 1)?, function(name, 2)?],
+                fp8: [function(fp8, 1)?, function(fp8, 2)?],
+            })
+        };
+        let quantising = |name: &str| -> Result<[Function; 3], GpuError> {
+            Ok([function(name, 1)?, function(name, 2)?, function(name, 4)?])
         };
         Ok(Self {
             gpu: gpu.clone(),
@@ -132,8 +156,15 @@ impl FusedKernels {
                 module.function("qk_norm_rope_kv_write")?,
                 module.function("qk_norm_rope_scale_kv_write")?,
             ],
-            silu_mul: module.function("silu_mul")?,
-            gelu_tanh_mul: module.function("gelu_tanh_mul")?,
+            silu_mul: GluKernels {
+                plain: module.function("silu_mul")?,
+                fp8: quantising("silu_mul_fp8")?,
+            },
+            gelu_tanh_mul: GluKernels {
+                plain: module.function("gelu_tanh_mul")?,
+                fp8: quantising("gelu_tanh_mul_fp8")?,
+            },
+            quantise: quantising("quantise_fp8")?,
             gather_rows: module.function("gather_rows")?,
             sum_rows: module.function("sum_rows")?,
             fill_random: module.function("fill_random")?,
@@ -179,12 +210,13 @@ impl FusedKernels {
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
-    pub fn rms_norm(
+    pub fn rms_norm<'a>(
         &self,
         x: GpuSlice<'_, bf16>,
         norm: GpuNorm<'_>,
-        out: GpuSlice<'_, bf16>,
+        out: impl Into<GpuRows<'a>>,
     ) -> Result<(), GpuError> {
+        let out = out.into();
         assert_eq!(x.len(), out.len(), "x and out differ");
         let sources = [x.into(), 0u64.into(), 0u64.into()];
         self.norm(&self.rms_norm, sources, norm, out)
@@ -195,13 +227,14 @@ impl FusedKernels {
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
-    pub fn add_rms_norm(
+    pub fn add_rms_norm<'a>(
         &self,
         hidden: GpuSlice<'_, bf16>,
         delta: GpuSlice<'_, bf16>,
         norm: GpuNorm<'_>,
-        out: GpuSlice<'_, bf16>,
+        out: impl Into<GpuRows<'a>>,
     ) -> Result<(), GpuError> {
+        let out = out.into();
         assert_eq!(
             (hidden.len(), delta.len()),
             (out.len(), out.len()),
@@ -216,14 +249,15 @@ impl FusedKernels {
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
-    pub fn sandwich_norm(
+    pub fn sandwich_norm<'a>(
         &self,
         hidden: GpuSlice<'_, bf16>,
         delta: GpuSlice<'_, bf16>,
         delta_weight: GpuSlice<'_, f32>,
         norm: GpuNorm<'_>,
-        out: GpuSlice<'_, bf16>,
+        out: impl Into<GpuRows<'a>>,
     ) -> Result<(), GpuError> {
+        let out = out.into();
         assert_eq!(
             (hidden.len(), delta.len()),
             (out.len(), out.len()),
@@ -236,10 +270,10 @@ impl FusedKernels {
 
     fn norm(
         &self,
-        kernels: &[Function; 2],
+        kernels: &NormKernels,
         [hidden, delta, delta_weight]: [Arg; 3],
         norm: GpuNorm<'_>,
-        out: GpuSlice<'_, bf16>,
+        out: GpuRows<'_>,
     ) -> Result<(), GpuError> {
         let n = norm.weight.len();
         assert!(n > 0 && out.len().is_multiple_of(n), "out is not [rows, n]");
@@ -252,16 +286,51 @@ impl FusedKernels {
         let vecs = if n / VEC > MAX_THREADS || many { 2 } else { 1 };
         let threads = (n / VEC).div_ceil(vecs).next_multiple_of(WARP);
         let launch = Launch::new([rows as u32, 1, 1], threads as u32);
-        let args = [
-            hidden,
-            delta,
-            delta_weight,
-            norm.weight.into(),
-            out.into(),
-            int(n),
-            norm.eps.into(),
-        ];
-        self.launch(&kernels[vecs - 1], launch, &args)
+        let sources = [hidden, delta, delta_weight, norm.weight.into()];
+        let shape = [int(n), norm.eps.into()];
+        match out {
+            GpuRows::Bf16(out) => {
+                let args = [&sources[..], &[out.into()], &shape].concat();
+                self.launch(&kernels.plain[vecs - 1], launch, &args)
+            }
+            GpuRows::Fp8(out) => {
+                let args = [&sources[..], &fp8_args(&out, rows, n), &shape].concat();
+                self.launch(&kernels.fp8[vecs - 1], launch, &args)
+            }
+        }
+    }
+
+    /// Rows of `x` quantised into `out`, both `[tokens, n]`: factors are the largest magnitude of what shares them over 448, values
+    /// rounded to nearest. Norms and [`Self::glu`] do that to what they compute before it is rounded.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn quantise(&self, x: GpuSlice<'_, bf16>, n: usize, out: GpuFp8Rows<'_>) -> Result<(), GpuError> {
+        assert_eq!(x.len(), out.values.len(), "x and out differ");
+        self.quantise_rows(&self.quantise, x, n, &out)
+    }
+
+    fn quantise_rows(
+        &self,
+        kernels: &[Function; 3],
+        x: GpuSlice<'_, bf16>,
+        n: usize,
+        out: &GpuFp8Rows<'_>,
+    ) -> Result<(), GpuError> {
+        assert!(
+            n > 0 && n.is_multiple_of(VEC) && n <= MAX_QUANTISED,
+            "rows of a multiple of {VEC} elements up to {MAX_QUANTISED} are quantised, not {n}"
+        );
+        let rows = out.values.len() / n;
+        // Few vectors a thread: each row is one block's, so what counts is how many of its loads are under way.
+        let shift = [1, 2, 4]
+            .iter()
+            .position(|vecs| n.div_ceil(VEC * vecs) <= MAX_THREADS);
+        let shift = shift.expect("the length was checked");
+        let threads = n.div_ceil(VEC << shift).next_multiple_of(WARP);
+        let launch = Launch::new([rows as u32, 1, 1], threads as u32);
+        let args = [&[x.into()], &fp8_args(out, rows, n)[..], &[int(n)]].concat();
+        self.launch(&kernels[shift], launch, &args)
     }
 
     /// From the fused projection to attention's inputs: normalises the heads of q and k if asked to, rotates them (element
@@ -348,13 +417,14 @@ impl FusedKernels {
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
-    pub fn glu(
+    pub fn glu<'a>(
         &self,
         activation: Activation,
         gate_up: GpuSlice<'_, bf16>,
         inner: usize,
-        out: GpuSlice<'_, bf16>,
+        out: impl Into<GpuRows<'a>>,
     ) -> Result<(), GpuError> {
+        let out = out.into();
         assert!(
             inner > 0 && inner.is_multiple_of(VEC),
             "rows of {inner} are not a multiple of {VEC}"
@@ -365,16 +435,20 @@ impl FusedKernels {
             (rows * inner, 2 * rows * inner),
             "gate_up is not [tokens, 2, inner]"
         );
+        let kernels = match activation {
+            Activation::Silu => &self.silu_mul,
+            Activation::GeluTanh => &self.gelu_tanh_mul,
+        };
+        let out = match out {
+            GpuRows::Bf16(out) => out,
+            GpuRows::Fp8(out) => return self.quantise_rows(&kernels.fp8, gate_up, inner, &out),
+        };
         // Small blocks, so that a single row is spread over many multiprocessors.
         let threads = if rows < 16 { 64 } else { 256 };
         let blocks_per_row = (inner / VEC).div_ceil(threads);
         let launch = Launch::new([(rows * blocks_per_row) as u32, 1, 1], threads as u32);
         let args = [gate_up.into(), out.into(), int(inner), int(blocks_per_row)];
-        let kernel = match activation {
-            Activation::Silu => &self.silu_mul,
-            Activation::GeluTanh => &self.gelu_tanh_mul,
-        };
-        self.launch(kernel, launch, &args)
+        self.launch(&kernels.plain, launch, &args)
     }
 
     /// The given rows of `x`, `[tokens, n]`, into `out`, `[rows, n]`.
@@ -453,6 +527,19 @@ fn row_len(matrix: GpuSlice<'_, bf16>, rows: usize) -> usize {
     assert_eq!(matrix.len(), rows * n, "the matrix does not have {rows} rows");
     assert!(n.is_multiple_of(VEC), "rows of {n} are not a multiple of {VEC}");
     n
+}
+
+/// `Fp8Rows` of `kernels/fused.cu`.
+fn fp8_args(out: &GpuFp8Rows<'_>, rows: usize, n: usize) -> [Arg; 3] {
+    assert_eq!(out.scales.len(), out.scaling.input_scales(rows, n), "scales");
+    let blocks = match out.scaling {
+        Fp8Scaling::Rows => 0,
+        Fp8Scaling::Blocks => {
+            assert!(n.is_multiple_of(FP8_BLOCK), "rows of {n} are not whole blocks");
+            1
+        }
+    };
+    [out.values.into(), out.scales.into(), int(blocks)]
 }
 
 fn int(value: usize) -> Arg {

@@ -1,13 +1,13 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 
 mod cublas_lt;
+mod matrix;
 mod stream;
 mod tune;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
 use plimsoll_device::Pod;
@@ -20,80 +20,9 @@ use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
+pub use matrix::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuWeight};
 pub use stream::LinearOutput;
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
-
-/// Weights in a slab that is shared with others and lives as long as any of them.
-#[derive(Clone, Debug)]
-pub struct GpuWeight {
-    slab: Arc<GpuSlab>,
-    elements: Range<usize>,
-}
-
-impl GpuWeight {
-    /// `elements` of a slab seen as `bf16`.
-    ///
-    /// # Panics
-    /// If the slab has fewer.
-    pub fn new(slab: &Arc<GpuSlab>, elements: Range<usize>) -> Self {
-        let this = Self {
-            slab: slab.clone(),
-            elements,
-        };
-        this.slice();
-        this
-    }
-
-    /// The elements.
-    pub fn slice(&self) -> GpuSlice<'_, bf16> {
-        self.slab.slice().range(self.elements.clone())
-    }
-}
-
-/// One linear layer, `y = x Wᵀ + b`.
-#[derive(Clone, Debug)]
-pub struct GpuLinear {
-    weight: GpuWeight,
-    bias: Option<GpuWeight>,
-    n: usize,
-    k: usize,
-}
-
-impl GpuLinear {
-    /// From `weight` `[n, k]` and `bias` `[n]`.
-    ///
-    /// # Panics
-    /// If a length does not fit.
-    pub fn new(weight: GpuWeight, bias: Option<GpuWeight>, n: usize, k: usize) -> Self {
-        assert_eq!(weight.slice().len(), n * k, "weight of [{n}, {k}]");
-        assert!(
-            bias.as_ref().is_none_or(|bias| bias.slice().len() == n),
-            "bias of [{n}]"
-        );
-        Self { weight, bias, n, k }
-    }
-
-    /// The weight, `[n, k]`.
-    pub fn weight(&self) -> GpuSlice<'_, bf16> {
-        self.weight.slice()
-    }
-
-    /// Whether it has the shape of another.
-    pub fn is_like(&self, other: &Self) -> bool {
-        let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some());
-        shape(self) == shape(other)
-    }
-
-    /// Output features.
-    pub fn outputs(&self) -> usize {
-        self.n
-    }
-
-    /// Input features.
-    pub fn inputs(&self) -> usize {
-        self.k
-    }
-}
 
 /// How products of a shape are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -190,14 +119,14 @@ impl Linears {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit.
-    pub fn forward(
+    /// If a length does not fit, or `x` is not of the matrix's kind.
+    pub fn forward<'a>(
         &self,
-        x: GpuSlice<'_, bf16>,
+        x: impl Into<GpuRows<'a>>,
         linear: &GpuLinear,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
-        self.run(x, linear, out, LinearOutput::Bf16)
+        self.run(x.into(), linear, out, LinearOutput::Bf16)
     }
 
     /// As [`Self::forward`] with `f32` outputs: logits.
@@ -214,7 +143,7 @@ impl Linears {
         out: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
         assert!(linear.bias.is_none(), "a bias with f32 outputs");
-        self.run(x, linear, out, LinearOutput::F32)
+        self.run(x.into(), linear, out, LinearOutput::F32)
     }
 
     /// Whether [`Self::forward_glu`] can, and should, be used for `m` rows; if not, [`Self::forward`] and then `glu`.
@@ -239,7 +168,7 @@ impl Linears {
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
         assert!(gate_up.bias.is_none(), "a bias before the activation");
-        self.run(x, gate_up, out, LinearOutput::Glu(activation))
+        self.run(x.into(), gate_up, out, LinearOutput::Glu(activation))
     }
 
     /// Whether [`Self::forward_norm`] can be used for `m` rows; if not, `add_rms_norm` and then [`Self::forward`] or
@@ -317,7 +246,7 @@ impl Linears {
 
     fn run<T: Pod>(
         &self,
-        x: GpuSlice<'_, bf16>,
+        x: GpuRows<'_>,
         linear: &GpuLinear,
         out: GpuSlice<'_, T>,
         output: LinearOutput,
@@ -326,11 +255,17 @@ impl Linears {
         let Shape { m, n, k, .. } = key.shape;
         assert_eq!(x.len(), m * k, "x of [m, {k}]");
         assert_eq!(out.len(), m * n, "out of [{m}, {n}]");
+        assert_eq!(x.scaling(), linear.matrix.scaling(), "values of x");
+        if let GpuRows::Fp8(rows) = x {
+            assert_eq!(rows.scales.len(), rows.scaling.input_scales(m, k), "scales of x");
+        }
         if m == 0 {
             return Ok(());
         }
+        let (x, x_scales) = x.addresses();
         let operands = Operands {
-            x: x.ptr(),
+            x,
+            x_scales,
             out: out.ptr(),
             ..linear.operands()
         };
@@ -401,9 +336,15 @@ impl Linears {
 impl GpuLinear {
     /// Without input and output.
     fn operands(&self) -> Operands {
+        let (weight, weight_scales) = match &self.matrix {
+            GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0),
+            GpuMatrix::Fp8 { values, scales, .. } => (values.slice().ptr(), scales.slice().ptr()),
+        };
         Operands {
             x: 0,
-            weight: self.weight.slice().ptr(),
+            x_scales: 0,
+            weight,
+            weight_scales,
             bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),
             out: 0,
         }
@@ -416,6 +357,7 @@ impl GpuLinear {
             k: self.k,
             wide: output == LinearOutput::F32,
             bias: self.bias.is_some(),
+            scaling: self.matrix.scaling(),
         };
         Key { shape, output }
     }

@@ -1,5 +1,5 @@
 //! The operations of a step on an NVIDIA GPU: the kernels of the top-level `kernels/` directory and cuBLAS, behind one
-//! struct per operation. Activations, weights and KV are `bf16`, sums `f32`, logits `f32`; matrices are row-major.
+//! struct per operation. Activations and KV are `bf16`, weights too or e4m3, sums `f32`, logits `f32`; matrices are row-major.
 //!
 //! A method launches on the GPU's one stream and returns; nothing allocates or waits. Methods check lengths, not contents:
 //! indices in device memory (tokens, slots, block tables) are the caller's promise.
@@ -17,8 +17,8 @@ pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPla
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 pub use image::{check, has_images, load};
 pub use linear::{
-    GpuLinear, GpuResidual, GpuWeight, LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse,
-    Linears,
+    FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual, GpuRows, GpuWeight, LinearChoice,
+    LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use sample::{

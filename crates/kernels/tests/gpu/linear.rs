@@ -7,7 +7,8 @@ use plimsoll_core::{Component, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use plimsoll_device::{Arena, Budget, Pod};
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch,
+    LinearUse, Linears,
 };
 use plimsoll_kernels::{Activation, Linear, Matrix, WeightType, glu};
 use rand::rngs::StdRng;
@@ -81,11 +82,16 @@ impl Case {
             .bias
             .as_ref()
             .map(|_| GpuWeight::new(&slab, split..split + self.n));
-        GpuLinear::new(GpuWeight::new(&slab, 0..split), bias, self.n, self.k)
+        GpuLinear::new(
+            GpuMatrix::Bf16(GpuWeight::new(&slab, 0..split)),
+            bias,
+            self.n,
+            self.k,
+        )
     }
 }
 
-fn linears(gpu: &Gpu) -> Linears {
+pub(crate) fn linears(gpu: &Gpu) -> Linears {
     let workspace = gpu
         .alloc(Component::Arena, Linears::WORKSPACE_BYTES)
         .expect("room");
@@ -93,7 +99,11 @@ fn linears(gpu: &Gpu) -> Linears {
 }
 
 /// Runs `run` on poisoned memory of `len` elements and some more, which must stay as they are.
-fn written<T: Pod>(gpu: &Gpu, len: usize, run: impl FnOnce(&GpuSlab) -> Result<(), GpuError>) -> Vec<T> {
+pub(crate) fn written<T: Pod>(
+    gpu: &Gpu,
+    len: usize,
+    run: impl FnOnce(&GpuSlab) -> Result<(), GpuError>,
+) -> Vec<T> {
     let guard = 512 / size_of::<T>();
     let slab = common::poisoned::<T>(gpu, len + guard);
     run(&slab).expect("a launch");
@@ -146,7 +156,7 @@ fn check(gpu: &Gpu, linears: &Linears, case: &Case, way: &str) {
     }
 }
 
-fn paths() -> Vec<Option<LinearPath>> {
+pub(crate) fn paths() -> Vec<Option<LinearPath>> {
     let sizes = [1, 2, 4, 8];
     let cuts = sizes.iter().flat_map(|&row_warps| {
         let clusters = sizes.into_iter().filter(move |cluster| *cluster <= row_warps);

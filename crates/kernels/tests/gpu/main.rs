@@ -5,6 +5,7 @@
 mod attention_decode;
 mod attention_prefill;
 mod common;
+mod fp8;
 mod fused;
 mod linear;
 mod pool;

@@ -10,6 +10,8 @@ use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 
+use super::Fp8Scaling;
+
 /// Bytes of workspace that cuBLAS wants on recent GPUs.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
@@ -22,16 +24,46 @@ pub(super) struct Shape {
     /// `f32` output instead of `bf16`.
     pub(super) wide: bool,
     pub(super) bias: bool,
+    /// x and weights are e4m3 values with these factors instead of `bf16`.
+    pub(super) scaling: Option<Fp8Scaling>,
+}
+
+impl Shape {
+    /// Bytes of an element of x and of the weights.
+    pub(super) fn element_bytes(&self) -> usize {
+        match self.scaling {
+            None => 2,
+            Some(_) => 1,
+        }
+    }
 }
 
 /// Device addresses of a product's matrices.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Operands {
     pub(super) x: u64,
+    /// Factors of e4m3 values, 0 for none.
+    pub(super) x_scales: u64,
     pub(super) weight: u64,
+    pub(super) weight_scales: u64,
     /// 0 for none.
     pub(super) bias: u64,
     pub(super) out: u64,
+}
+
+impl Operands {
+    /// For descriptions of a product that nobody computes: the library looks whether pointers are there.
+    const ANYWHERE: Self = {
+        let aligned = 256;
+        Self {
+            x: aligned,
+            x_scales: aligned,
+            weight: aligned,
+            weight_scales: aligned,
+            bias: aligned,
+            out: aligned,
+        }
+    };
 }
 
 /// How cuBLASLt computes a product; good for other `m` too, unless it says no.
@@ -101,7 +133,7 @@ impl CublasLt {
     /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; at least one.
     pub(super) fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
         self.gpu.bind()?;
-        let product = Product::new(shape, 0)?;
+        let product = Product::new(shape, &Operands::ANYWHERE)?;
         let preference = Preference::new(self.workspace.bytes())?;
         // SAFETY: all-zero is valid for this struct.
         let mut found =
@@ -136,7 +168,7 @@ impl CublasLt {
 
     /// Whether an algorithm, perhaps found for another number of rows, can compute a product.
     pub(super) fn can(&self, shape: &Shape, algorithm: &Algorithm) -> bool {
-        let Ok(product) = Product::new(shape, 0) else {
+        let Ok(product) = Product::new(shape, &Operands::ANYWHERE) else {
             return false;
         };
         // SAFETY: all-zero is valid for this struct; all handles are alive.
@@ -168,7 +200,7 @@ impl CublasLt {
         operands: &Operands,
     ) -> Result<(), GpuError> {
         self.gpu.bind()?;
-        let product = Product::new(shape, operands.bias)?;
+        let product = Product::new(shape, operands)?;
         let (alpha, beta) = (1.0_f32, 0.0_f32);
         let workspace = self.workspace.slice::<u8>();
         let address = |ptr: u64| ptr as usize as *mut c_void;
@@ -215,18 +247,21 @@ struct Product {
 }
 
 impl Product {
-    fn new(shape: &Shape, bias: u64) -> Result<Self, GpuError> {
+    fn new(shape: &Shape, operands: &Operands) -> Result<Self, GpuError> {
         let &Shape { m, n, k, wide, .. } = shape;
         let half = sys::cudaDataType_t::CUDA_R_16BF;
-        let out = if wide {
-            sys::cudaDataType_t::CUDA_R_32F
-        } else {
-            half
+        let out = match wide {
+            true => sys::cudaDataType_t::CUDA_R_32F,
+            false => half,
+        };
+        let element = match shape.scaling {
+            None => half,
+            Some(_) => sys::cudaDataType_t::CUDA_R_8F_E4M3,
         };
         Ok(Self {
-            operation: Operation::new(shape.bias.then_some(bias))?,
-            weight: Layout::new(half, k, n)?,
-            x: Layout::new(half, k, m)?,
+            operation: Operation::new(shape, operands)?,
+            weight: Layout::new(element, k, n)?,
+            x: Layout::new(element, k, m)?,
             out: Layout::new(out, n, m)?,
         })
     }
@@ -235,8 +270,9 @@ impl Product {
 struct Operation(sys::cublasLtMatmulDesc_t);
 
 impl Operation {
-    fn new(bias: Option<u64>) -> Result<Self, GpuError> {
+    fn new(shape: &Shape, operands: &Operands) -> Result<Self, GpuError> {
         use sys::cublasLtMatmulDescAttributes_t as attribute;
+        use sys::cublasLtMatmulMatrixScale_t as scale;
         let mut handle = std::ptr::null_mut();
         // SAFETY: a place to write to.
         check("cublasLtMatmulDescCreate", unsafe {
@@ -251,12 +287,36 @@ impl Operation {
             attribute::CUBLASLT_MATMUL_DESC_TRANSA,
             &cublasOperation_t::CUBLAS_OP_T,
         )?;
-        if let Some(bias) = bias {
+        if shape.bias {
             this.set(
                 attribute::CUBLASLT_MATMUL_DESC_EPILOGUE,
                 &sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
             )?;
-            this.set(attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
+            this.set(attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &operands.bias)?;
+        }
+        if let Some(scaling) = shape.scaling {
+            let (weight, x) = match scaling {
+                Fp8Scaling::Rows => (
+                    scale::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F,
+                    scale::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F,
+                ),
+                Fp8Scaling::Blocks => (
+                    scale::CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
+                    scale::CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+                ),
+            };
+            this.set(attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &weight)?;
+            this.set(attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &x)?;
+            this.set(
+                attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER,
+                &operands.weight_scales,
+            )?;
+            this.set(
+                attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
+                &operands.x_scales,
+            )?;
+            // Sums of fewer bits than f32 for some steps of k: what is lost is far below what rounding to e4m3 has lost.
+            this.set(attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1_i8)?;
         }
         Ok(this)
     }

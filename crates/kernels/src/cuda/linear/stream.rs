@@ -1,7 +1,8 @@
 //! Our own kernels for few rows (`kernels/linear.cu`), which are bound by reading the weights.
 
-use plimsoll_device::cuda::{Function, Gpu, GpuError, Launch};
+use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
+use super::Fp8Scaling;
 use super::cublas_lt::{Operands, Shape};
 use crate::Activation;
 
@@ -17,12 +18,15 @@ pub(super) const MAX_ROWS: usize = 32;
 /// Constants of `kernels/linear.cu`.
 const WARPS: usize = 8;
 const TILE: usize = 16;
-const CHUNK: usize = 64;
+const CHUNK_BYTES: usize = 128;
 const RING_BYTES: usize = 64 << 10;
 const INPUT_BYTES: usize = 32 << 10;
 const BUFFERS: usize = 4;
 const PAD: usize = 4;
 const MOST_PARTS: usize = 8;
+
+/// First GPUs whose tensor cores multiply e4m3 values.
+const FP8_CAPABILITY: (u32, u32) = (8, 9);
 
 /// What becomes of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -80,6 +84,8 @@ pub(super) struct StreamKernels {
     functions: [Function; 3],
     /// The same with the tanh form of GELU where outputs are gated: as an argument it would cost other products a register.
     gelu_tanh: [Function; 3],
+    /// Of e4m3 values: with a factor for each row, and for blocks. None where tensor cores do not know them.
+    fp8: Option<[[Function; 3]; 2]>,
     /// Does nothing.
     pause: Function,
     /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
@@ -89,29 +95,31 @@ pub(super) struct StreamKernels {
 impl StreamKernels {
     pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = crate::cuda::load(gpu, "linear")?;
-        let function = |rows: usize, activation: &str| module.function(&format!("linear_{rows}{activation}"));
-        let functions = |activation| -> Result<[Function; 3], GpuError> {
-            Ok([
-                function(8, activation)?,
-                function(16, activation)?,
-                function(32, activation)?,
-            ])
+        let functions = |name: &str, ending: &str| -> Result<[Function; 3], GpuError> {
+            let function = |rows: usize| -> Result<Function, GpuError> {
+                let function = module.function(&format!("{name}_{rows}{ending}"))?;
+                function.allow_shared(gpu.info().max_shared_bytes)?;
+                Ok(function)
+            };
+            Ok([function(8)?, function(16)?, function(32)?])
         };
-        let (functions, gelu_tanh) = (functions("")?, functions("_gelu_tanh")?);
-        for function in functions.iter().chain(&gelu_tanh) {
-            function.allow_shared(gpu.info().max_shared_bytes)?;
-        }
+        let (plain, gelu_tanh) = (functions("linear", "")?, functions("linear", "_gelu_tanh")?);
+        let fp8 = match gpu.info().compute_capability >= FP8_CAPABILITY {
+            true => Some([functions("linear_fp8", "")?, functions("linear_fp8_blocks", "")?]),
+            false => None,
+        };
         let mut clusters = [gpu.info().sm_count, 0, 0, 0];
         if gpu.info().compute_capability >= (9, 0) {
             for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
                 let whole = gpu.info().max_shared_bytes;
-                *clusters = functions[0].clusters_at_once(1 << shift, WARPS * 32, whole)?;
+                *clusters = plain[0].clusters_at_once(1 << shift, WARPS * 32, whole)?;
             }
         }
         Ok(Self {
             gpu: gpu.clone(),
-            functions,
+            functions: plain,
             gelu_tanh,
+            fp8,
             pause: module.function("linear_pause")?,
             clusters,
         })
@@ -119,7 +127,7 @@ impl StreamKernels {
 
     /// The cuts that can compute a product, the likeliest first.
     pub(super) fn cuts(&self, shape: &Shape, output: LinearOutput) -> Vec<Cut> {
-        if shape.m > MAX_ROWS || !shape.k.is_multiple_of(CHUNK) {
+        if shape.m > MAX_ROWS || chunks(shape).is_none() {
             return Vec::new();
         }
         let all = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)];
@@ -148,18 +156,26 @@ impl StreamKernels {
     /// Whether a cut can compute a product.
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput, cut: Cut) -> bool {
         let parts = WARPS / cut.row_warps;
-        shape.m <= MAX_ROWS
-            && shape.k.is_multiple_of(CHUNK)
+        let has_kernel = match shape.scaling {
+            None => true,
+            Some(_) => self.fp8.is_some() && output == LinearOutput::Bf16,
+        };
+        has_kernel
+            && shape.m <= MAX_ROWS
+            && chunks(shape).is_some()
             && cut.row_warps >= output.stacked()
             && self.clusters(cut) > 0
             && parts * cut.cluster <= MOST_PARTS
-            && BUFFERS * shape.m * parts * CHUNK * 2 <= INPUT_BYTES
+            && BUFFERS * shape.m * parts * CHUNK_BYTES <= INPUT_BYTES
             && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
     }
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
     pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
-        shape.m <= MAX_NORM_ROWS && shape.m * shape.k <= MAX_NORM_ELEMENTS && fits(shape, cut)
+        shape.scaling.is_none()
+            && shape.m <= MAX_NORM_ROWS
+            && shape.m * shape.k <= MAX_NORM_ELEMENTS
+            && fits(shape, cut)
     }
 
     fn clusters(&self, cut: Cut) -> usize {
@@ -193,41 +209,58 @@ impl StreamKernels {
         operands: &Operands,
         norm: &NormOperands,
     ) -> Result<(), GpuError> {
-        let Operands { x, weight, bias, out } = *operands;
-        let args = [
-            x.into(),
-            weight.into(),
-            bias.into(),
-            out.into(),
+        let mut args: Vec<Arg> = vec![
+            operands.x.into(),
+            operands.weight.into(),
+            operands.bias.into(),
+            operands.out.into(),
             (shape.m as i32).into(),
             (shape.n as i32).into(),
-            (shape.k as i32).into(),
+            ((shape.k * shape.element_bytes()) as i32).into(),
             (cut.row_warps as i32).into(),
             output.mode().into(),
-            norm.delta.into(),
-            norm.weight.into(),
-            norm.sum.into(),
-            norm.eps.into(),
         ];
+        match shape.scaling {
+            None => args.extend::<[Arg; 4]>([
+                norm.delta.into(),
+                norm.weight.into(),
+                norm.sum.into(),
+                norm.eps.into(),
+            ]),
+            Some(scaling) => args.extend::<[Arg; 3]>([
+                operands.x_scales.into(),
+                operands.weight_scales.into(),
+                (scaling.stride(shape.k) as i32).into(),
+            ]),
+        }
         let grid = self.clusters_of(shape.n, output, cut) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
             .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
             .pdl(true);
-        let functions = match output {
-            LinearOutput::Glu(Activation::GeluTanh) => &self.gelu_tanh,
-            LinearOutput::Bf16 | LinearOutput::F32 | LinearOutput::Glu(Activation::Silu) => &self.functions,
+        let functions = match (shape.scaling, &self.fp8, output) {
+            (None, _, LinearOutput::Glu(Activation::GeluTanh)) => &self.gelu_tanh,
+            (None, ..) => &self.functions,
+            (Some(Fp8Scaling::Rows), Some([rows, _]), _) => rows,
+            (Some(Fp8Scaling::Blocks), Some([_, blocks]), _) => blocks,
+            (Some(_), None, _) => panic!("ask `can`"),
         };
         let function = &functions[tiles(shape.m).trailing_zeros() as usize];
-        // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu.
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR` and `LINEAR_FP8` in kernels/linear.cu.
         unsafe { self.gpu.launch(function, launch, &args) }
     }
 }
 
 /// Whether a block's part of x stays in shared memory.
 fn fits(shape: &Shape, cut: Cut) -> bool {
-    let chunks = (shape.k / CHUNK).div_ceil(cut.cluster);
-    shape.m * chunks * CHUNK * 2 <= INPUT_BYTES
+    let chunks = chunks(shape).unwrap_or(0).div_ceil(cut.cluster);
+    shape.m * chunks * CHUNK_BYTES <= INPUT_BYTES
+}
+
+/// Chunks of a row of weights; `None` if they are not whole.
+fn chunks(shape: &Shape) -> Option<usize> {
+    let bytes = shape.k * shape.element_bytes();
+    bytes.is_multiple_of(CHUNK_BYTES).then_some(bytes / CHUNK_BYTES)
 }
 
 /// Tiles of 8 rows of the kernel for `m` rows.

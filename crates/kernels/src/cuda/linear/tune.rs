@@ -7,7 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
 
 use super::cublas_lt::{Operands, Shape};
-use super::{Choice, GpuLinear, Key, LinearOutput, Linears};
+use super::{Choice, Fp8Scaling, GpuLinear, Key, LinearOutput, Linears};
 
 /// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for the clock.
 const BYTES: usize = 192 << 20;
@@ -53,6 +53,8 @@ pub struct LinearChoice {
     pub k: usize,
     /// What becomes of the sums.
     pub output: LinearOutput,
+    /// How e4m3 values share factors; `None` for `bf16`.
+    pub scaling: Option<Fp8Scaling>,
     /// The way, in words.
     pub path: String,
     /// Microseconds it took.
@@ -66,10 +68,16 @@ impl fmt::Display for LinearChoice {
             n,
             k,
             output,
+            scaling,
             path,
             us,
         } = self;
-        write!(f, "[{rows}, {k}] -> {n} {output:?}: {path}, {us:.1} us")
+        let values = match scaling {
+            None => "",
+            Some(Fp8Scaling::Rows) => " fp8",
+            Some(Fp8Scaling::Blocks) => " fp8 in blocks",
+        };
+        write!(f, "[{rows}, {k}]{values} -> {n} {output:?}: {path}, {us:.1} us")
     }
 }
 
@@ -79,16 +87,20 @@ struct Kind {
     n: usize,
     k: usize,
     bias: bool,
+    scaling: Option<Fp8Scaling>,
     output: LinearOutput,
 }
 
 impl From<&Key> for Kind {
     fn from(key: &Key) -> Self {
-        let Shape { n, k, bias, .. } = key.shape;
+        let Shape {
+            n, k, bias, scaling, ..
+        } = key.shape;
         Self {
             n,
             k,
             bias,
+            scaling,
             output: key.output,
         }
     }
@@ -130,6 +142,7 @@ impl Measurements {
                 n: kind.n,
                 k: kind.k,
                 output: kind.output,
+                scaling: kind.scaling,
                 path: entry
                     .choice
                     .map_or("activation on its own".to_owned(), |choice| choice.to_string()),
@@ -263,8 +276,9 @@ impl Clock<'_> {
     /// Microseconds of one product, among others like it in a graph.
     fn time(&self, one: &LinearUse<'_>, key: &Key, choice: Choice) -> Result<f32, GpuError> {
         let Shape { m, n, k, .. } = key.shape;
+        let bytes = n * k * key.shape.element_bytes();
         let calls = match m < MANY_ROWS {
-            true => (BYTES / (2 * n * k)).clamp(2, MOST_CALLS),
+            true => (BYTES / bytes).clamp(2, MOST_CALLS),
             false => 1,
         };
         let graph = self.linears.gpu.capture(|| {
@@ -272,6 +286,8 @@ impl Clock<'_> {
                 let layer = one.layers[call % one.layers.len()];
                 let operands = Operands {
                     x: self.scratch.x.ptr(),
+                    // Any number will do.
+                    x_scales: self.scratch.x.ptr(),
                     out: self.scratch.out.ptr(),
                     ..layer.operands()
                 };

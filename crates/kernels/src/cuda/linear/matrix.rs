@@ -1,0 +1,219 @@
+//! What linear layers are made of, and the rows that they take.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_device::Pod;
+use plimsoll_device::cuda::{GpuSlab, GpuSlice};
+
+/// Elements that share a factor under [`Fp8Scaling::Blocks`]: of a row of inputs, and both ways of weights.
+pub const FP8_BLOCK: usize = 128;
+
+/// Weights in a slab that is shared with others and lives as long as any of them.
+#[derive(Clone, Debug)]
+pub struct GpuWeight<T = bf16> {
+    slab: Arc<GpuSlab>,
+    elements: Range<usize>,
+    element: PhantomData<T>,
+}
+
+impl<T: Pod> GpuWeight<T> {
+    /// `elements` of a slab seen as `T`.
+    ///
+    /// # Panics
+    /// If the slab has fewer.
+    pub fn new(slab: &Arc<GpuSlab>, elements: Range<usize>) -> Self {
+        let this = Self {
+            slab: slab.clone(),
+            elements,
+            element: PhantomData,
+        };
+        this.slice();
+        this
+    }
+
+    /// The elements.
+    pub fn slice(&self) -> GpuSlice<'_, T> {
+        self.slab.slice().range(self.elements.clone())
+    }
+}
+
+/// Which e4m3 values share a factor. What a value stands for is itself times its factor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fp8Scaling {
+    /// Those of a row of inputs; those of a row of weights, which is an output channel.
+    Rows,
+    /// Each [`FP8_BLOCK`] of a row of inputs; blocks of as many by as many weights.
+    Blocks,
+}
+
+impl Fp8Scaling {
+    /// Factors of `m` rows of `k` inputs: `[m]`, or `[k / 128, m]`.
+    pub fn input_scales(self, m: usize, k: usize) -> usize {
+        match self {
+            Self::Rows => m,
+            Self::Blocks => m * k.div_ceil(FP8_BLOCK),
+        }
+    }
+
+    /// Factors of `[n, k]` weights: `[n]`, or `[n / 128, stride]` with [`Self::stride`].
+    pub fn weight_scales(self, n: usize, k: usize) -> usize {
+        match self {
+            Self::Rows => n,
+            Self::Blocks => n.div_ceil(FP8_BLOCK) * self.stride(k),
+        }
+    }
+
+    /// Factors between a row of blocks of weights and the next; as cuBLASLt wants it, a multiple of 4. 0 without blocks.
+    pub fn stride(self, k: usize) -> usize {
+        match self {
+            Self::Rows => 0,
+            Self::Blocks => k.div_ceil(FP8_BLOCK).next_multiple_of(4),
+        }
+    }
+}
+
+/// The matrix of a linear layer, `[n, k]`.
+#[derive(Clone, Debug)]
+pub enum GpuMatrix {
+    /// As it is.
+    Bf16(GpuWeight),
+    /// For products of e4m3 values with e4m3 values.
+    Fp8 {
+        /// `[n, k]`.
+        values: GpuWeight<u8>,
+        /// As [`Fp8Scaling::weight_scales`] says.
+        scales: GpuWeight<f32>,
+        /// Which values share one of them.
+        scaling: Fp8Scaling,
+    },
+}
+
+impl GpuMatrix {
+    fn fits(&self, n: usize, k: usize) -> bool {
+        match self {
+            Self::Bf16(weight) => weight.slice().len() == n * k,
+            Self::Fp8 {
+                values,
+                scales,
+                scaling,
+            } => {
+                values.slice().len() == n * k
+                    && scales.slice().len() == scaling.weight_scales(n, k)
+                    && (*scaling == Fp8Scaling::Rows || k.is_multiple_of(FP8_BLOCK))
+            }
+        }
+    }
+
+    /// How its values share factors, if they do.
+    pub fn scaling(&self) -> Option<Fp8Scaling> {
+        match self {
+            Self::Bf16(_) => None,
+            Self::Fp8 { scaling, .. } => Some(*scaling),
+        }
+    }
+}
+
+/// One linear layer, `y = x Wᵀ + b`.
+#[derive(Clone, Debug)]
+pub struct GpuLinear {
+    pub(super) matrix: GpuMatrix,
+    pub(super) bias: Option<GpuWeight>,
+    pub(super) n: usize,
+    pub(super) k: usize,
+}
+
+impl GpuLinear {
+    /// From `matrix` `[n, k]` and `bias` `[n]`.
+    ///
+    /// # Panics
+    /// If a length does not fit.
+    pub fn new(matrix: GpuMatrix, bias: Option<GpuWeight>, n: usize, k: usize) -> Self {
+        assert!(matrix.fits(n, k), "matrix of [{n}, {k}]");
+        assert!(
+            bias.as_ref().is_none_or(|bias| bias.slice().len() == n),
+            "bias of [{n}]"
+        );
+        Self { matrix, bias, n, k }
+    }
+
+    /// Its matrix.
+    pub fn matrix(&self) -> &GpuMatrix {
+        &self.matrix
+    }
+
+    /// Whether it has the shape of another.
+    pub fn is_like(&self, other: &Self) -> bool {
+        let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some(), linear.matrix.scaling());
+        shape(self) == shape(other)
+    }
+
+    /// Output features.
+    pub fn outputs(&self) -> usize {
+        self.n
+    }
+
+    /// Input features.
+    pub fn inputs(&self) -> usize {
+        self.k
+    }
+}
+
+/// Rows that linear layers take, `[m, k]`, of the kind of their matrices.
+#[derive(Clone, Copy, Debug)]
+pub enum GpuRows<'a> {
+    /// As they are.
+    Bf16(GpuSlice<'a, bf16>),
+    /// For products of e4m3 values.
+    Fp8(GpuFp8Rows<'a>),
+}
+
+/// Rows of e4m3 values, `[m, k]`.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuFp8Rows<'a> {
+    /// `[m, k]`.
+    pub values: GpuSlice<'a, u8>,
+    /// As [`Fp8Scaling::input_scales`] says.
+    pub scales: GpuSlice<'a, f32>,
+    /// Which values share one of them.
+    pub scaling: Fp8Scaling,
+}
+
+impl<'a> From<GpuSlice<'a, bf16>> for GpuRows<'a> {
+    fn from(rows: GpuSlice<'a, bf16>) -> Self {
+        Self::Bf16(rows)
+    }
+}
+
+impl<'a> From<GpuFp8Rows<'a>> for GpuRows<'a> {
+    fn from(rows: GpuFp8Rows<'a>) -> Self {
+        Self::Fp8(rows)
+    }
+}
+
+impl GpuRows<'_> {
+    /// Elements of all rows.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Bf16(rows) => rows.len(),
+            Self::Fp8(rows) => rows.values.len(),
+        }
+    }
+
+    pub(super) fn scaling(&self) -> Option<Fp8Scaling> {
+        match self {
+            Self::Bf16(_) => None,
+            Self::Fp8(rows) => Some(rows.scaling),
+        }
+    }
+
+    /// Device addresses of the values and of their factors, 0 for none.
+    pub(super) fn addresses(&self) -> (u64, u64) {
+        match self {
+            Self::Bf16(rows) => (rows.ptr(), 0),
+            Self::Fp8(rows) => (rows.values.ptr(), rows.scales.ptr()),
+        }
+    }
+}
