@@ -8,8 +8,8 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    FusedKernels, GpuLinear, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch,
-    LinearUse, Linears,
+    FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath,
+    LinearScratch, LinearUse, Linears,
 };
 
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
@@ -49,7 +49,7 @@ impl Model {
             for (shape, &(_, n, k)) in SHAPES.iter().enumerate() {
                 if shape < 4 || layer == 0 {
                     let weight = GpuWeight::new(&slab, at..at + n * k);
-                    layers[shape].push(GpuLinear::new(weight, None, n, k));
+                    layers[shape].push(GpuLinear::new(GpuMatrix::Bf16(weight), None, n, k));
                     at += n * k;
                 }
             }

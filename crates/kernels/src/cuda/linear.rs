@@ -1,13 +1,13 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 
 mod cublas_lt;
+mod matrix;
 mod stream;
 mod tune;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
 use plimsoll_device::Pod;
@@ -20,67 +20,53 @@ use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
+pub use matrix::{GpuMatrix, GpuWeight};
 pub use stream::LinearOutput;
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
-
-/// Weights in a slab that is shared with others and lives as long as any of them.
-#[derive(Clone, Debug)]
-pub struct GpuWeight {
-    slab: Arc<GpuSlab>,
-    elements: Range<usize>,
-}
-
-impl GpuWeight {
-    /// `elements` of a slab seen as `bf16`.
-    ///
-    /// # Panics
-    /// If the slab has fewer.
-    pub fn new(slab: &Arc<GpuSlab>, elements: Range<usize>) -> Self {
-        let this = Self {
-            slab: slab.clone(),
-            elements,
-        };
-        this.slice();
-        this
-    }
-
-    /// The elements.
-    pub fn slice(&self) -> GpuSlice<'_, bf16> {
-        self.slab.slice().range(self.elements.clone())
-    }
-}
 
 /// One linear layer, `y = x Wᵀ + b`.
 #[derive(Clone, Debug)]
 pub struct GpuLinear {
-    weight: GpuWeight,
+    matrix: GpuMatrix,
     bias: Option<GpuWeight>,
     n: usize,
     k: usize,
 }
 
 impl GpuLinear {
-    /// From `weight` `[n, k]` and `bias` `[n]`.
+    /// From a matrix `[n, k]` and `bias` `[n]`.
     ///
     /// # Panics
     /// If a length does not fit.
-    pub fn new(weight: GpuWeight, bias: Option<GpuWeight>, n: usize, k: usize) -> Self {
-        assert_eq!(weight.slice().len(), n * k, "weight of [{n}, {k}]");
+    pub fn new(matrix: GpuMatrix, bias: Option<GpuWeight>, n: usize, k: usize) -> Self {
+        matrix.check(n, k);
         assert!(
             bias.as_ref().is_none_or(|bias| bias.slice().len() == n),
             "bias of [{n}]"
         );
-        Self { weight, bias, n, k }
+        Self { matrix, bias, n, k }
+    }
+
+    /// The matrix, `[n, k]`.
+    pub fn matrix(&self) -> &GpuMatrix {
+        &self.matrix
     }
 
     /// The weight, `[n, k]`.
+    ///
+    /// # Panics
+    /// If it is not in `bf16`.
     pub fn weight(&self) -> GpuSlice<'_, bf16> {
-        self.weight.slice()
+        match &self.matrix {
+            GpuMatrix::Bf16(weight) => weight.slice(),
+            GpuMatrix::Fp8 { .. } => panic!("the weight is in eight bits"),
+        }
     }
 
-    /// Whether it has the shape of another.
+    /// Whether it has the shape and the format of another.
     pub fn is_like(&self, other: &Self) -> bool {
-        let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some());
+        let format = |linear: &Self| std::mem::discriminant(&linear.matrix);
+        let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some(), format(linear));
         shape(self) == shape(other)
     }
 
@@ -403,7 +389,7 @@ impl GpuLinear {
     fn operands(&self) -> Operands {
         Operands {
             x: 0,
-            weight: self.weight.slice().ptr(),
+            weight: self.weight().ptr(),
             bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),
             out: 0,
         }

@@ -17,8 +17,8 @@ pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPla
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 pub use image::{check, has_images, load};
 pub use linear::{
-    GpuLinear, GpuResidual, GpuWeight, LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse,
-    Linears,
+    GpuLinear, GpuMatrix, GpuResidual, GpuWeight, LinearChoice, LinearOutput, LinearPath, LinearScratch,
+    LinearUse, Linears,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use sample::{

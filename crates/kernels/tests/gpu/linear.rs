@@ -7,7 +7,8 @@ use plimsoll_core::{Component, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 use plimsoll_device::{Arena, Budget, Pod};
 use plimsoll_kernels::cuda::{
-    GpuLinear, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath, LinearScratch,
+    LinearUse, Linears,
 };
 use plimsoll_kernels::{Activation, Linear, Matrix, WeightType, glu};
 use rand::rngs::StdRng;
@@ -81,7 +82,12 @@ impl Case {
             .bias
             .as_ref()
             .map(|_| GpuWeight::new(&slab, split..split + self.n));
-        GpuLinear::new(GpuWeight::new(&slab, 0..split), bias, self.n, self.k)
+        GpuLinear::new(
+            GpuMatrix::Bf16(GpuWeight::new(&slab, 0..split)),
+            bias,
+            self.n,
+            self.k,
+        )
     }
 }
 
