@@ -539,8 +539,12 @@ extern "C" __global__ void __launch_bounds__(512) sum_rows(const bf16* x, const 
     to[1] = make_float4(sum.at[4], sum.at[5], sum.at[6], sum.at[7]);
 }
 
-// Roughly normal values of standard deviation `scale`: sums of four random bytes, a function of seed and place alone.
-extern "C" __global__ void __launch_bounds__(256) fill_random(bf16* out, uint64_t len, uint64_t seed, float scale) {
+namespace {
+
+// Roughly normal values of standard deviation `scale`, sums of four random bytes, a function of seed and place alone, eight at
+// a time: `store` gets where, the values, and how many of them there are.
+template <typename Store>
+__device__ __forceinline__ void fill(uint64_t len, uint64_t seed, float scale, Store store) {
     pdl_wait();
     const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x;
     // Mean and standard deviation of the sum of four uniform bytes.
@@ -553,16 +557,39 @@ extern "C" __global__ void __launch_bounds__(256) fill_random(bf16* out, uint64_
         const uint2 counter = words(vec);
         const uint4 a = philox4x32_10(make_uint4(counter.x, counter.y, 0, 0), words(seed));
         const uint4 b = philox4x32_10(make_uint4(counter.x, counter.y, 1, 0), words(seed));
-        const Bf16x8 packed = narrow({{value(a.x), value(a.y), value(a.z), value(a.w), value(b.x), value(b.y), value(b.z),
-                                       value(b.w)}});
-        if ((vec + 1) * kVec <= len) {
-            store8(out + vec * kVec, packed);
-        } else {
-            const bf162 pairs[] = {packed.pair[0], packed.pair[1], packed.pair[2], packed.pair[3]};
-#pragma unroll
-            for (int i = 0; i < kVec; ++i) {
-                if (vec * kVec + i < len) out[vec * kVec + i] = i % 2 == 0 ? pairs[i / 2].x : pairs[i / 2].y;
-            }
-        }
+        const Float8 values = {
+            {value(a.x), value(a.y), value(a.z), value(a.w), value(b.x), value(b.y), value(b.z), value(b.w)}};
+        const uint64_t left = len - vec * kVec;
+        store(vec * kVec, values, left < kVec ? static_cast<int>(left) : kVec);
     }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(256) fill_random(bf16* out, uint64_t len, uint64_t seed, float scale) {
+    fill(len, seed, scale, [&](uint64_t at, const Float8& values, int count) {
+        if (count == kVec) return store8(out + at, narrow(values));
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+            if (i < count) out[at + i] = __float2bfloat16_rn(values.at[i]);
+        }
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    fill_random_e4m3(uint8_t* out, uint64_t len, uint64_t seed, float scale) {
+    fill(len, seed, scale, [&](uint64_t at, const Float8& values, int count) {
+        const auto code = [&](int i) -> uint32_t {
+            return __nv_cvt_float_to_fp8(values.at[i], __NV_SATFINITE, __NV_E4M3);
+        };
+        const auto four = [&](int i) { return code(i) | code(i + 1) << 8 | code(i + 2) << 16 | code(i + 3) << 24; };
+        if (count == kVec) {
+            *reinterpret_cast<uint2*>(out + at) = make_uint2(four(0), four(4));
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+            if (i < count) out[at + i] = static_cast<uint8_t>(code(i));
+        }
+    });
 }

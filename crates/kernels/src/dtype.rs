@@ -6,6 +6,8 @@ pub enum WeightType {
     F32,
     F16,
     Bf16,
+    /// Eight bits, `e4m3`, without the scale that belongs to them; there are no kernels for it on a CPU.
+    F8E4M3,
     Q4_0,
     Q4_1,
     Q5_0,
@@ -48,6 +50,7 @@ impl WeightType {
         match self {
             Self::F32 => (1, 4),
             Self::F16 | Self::Bf16 => (1, 2),
+            Self::F8E4M3 => (1, 1),
             Self::Q4_0 => (32, 18),
             Self::Q4_1 => (32, 20),
             Self::Q5_0 => (32, 22),

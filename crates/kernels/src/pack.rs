@@ -4,6 +4,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::dtype::{Matrix, WeightType};
+use crate::e4m3::e4m3_to_f32;
 use crate::format::{Codes, Format, Spec};
 use crate::panel::PANEL;
 
@@ -145,6 +146,11 @@ impl Matrix<'_> {
                     *out = bf16::from_le_bytes(bytes).to_f32();
                 }
             }
+            WeightType::F8E4M3 => {
+                for (out, &code) in out.iter_mut().zip(data) {
+                    *out = e4m3_to_f32(code);
+                }
+            }
             quantised => dequantize_row(quantised, data, out),
         }
     }
@@ -257,7 +263,7 @@ fn decode(dtype: WeightType, block: &[u8], out: &mut Block) {
             out.scale = f32::from_le_bytes(block[..4].try_into().expect("four bytes"));
             biased(&block[4..260], codes);
         }
-        WeightType::F32 | WeightType::F16 | WeightType::Bf16 => {
+        WeightType::F32 | WeightType::F16 | WeightType::Bf16 | WeightType::F8E4M3 => {
             unreachable!("floats are not packed in blocks")
         }
     }

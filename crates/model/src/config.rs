@@ -3,6 +3,7 @@
 mod gguf;
 mod known;
 mod overrides;
+mod quantization;
 mod raw;
 
 use std::path::Path;
@@ -13,8 +14,10 @@ use plimsoll_kernels::WeightType;
 use serde_json::{Map, Value};
 
 use crate::arch::Architecture;
+use crate::blocks::check_formats;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
 use crate::generation::check_token_ids;
+use crate::quantization::{OnlineQuantization, Quantization};
 use crate::spec::{AttentionSpec, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
@@ -46,6 +49,13 @@ impl ModelConfig {
         self.embedding = serve_as.resolve(self.embedding)?;
         if self.embedding.is_some() {
             self.spec.head = OutputHead::None;
+        }
+        match serve_as.quantization {
+            // A model that is stored so is kept as it is.
+            Some(OnlineQuantization::Fp8) if !self.spec.quantization.is_some() => {
+                self.spec.quantization = Quantization::to_fp8();
+            }
+            _ => {}
         }
         Ok(self)
     }
@@ -143,6 +153,7 @@ impl ModelConfig {
         let raw = RawConfig::read(&Fields::new(path, &values))?;
         let spec = architecture.spec(&raw)?;
         check(path, &spec)?;
+        check_formats(&spec)?;
         for field in ["bos_token_id", "eos_token_id", "pad_token_id"] {
             let ids = values.get(field).unwrap_or(&Value::Null);
             check_token_ids(path, field, ids, spec.vocab_size)?;

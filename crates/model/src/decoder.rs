@@ -136,6 +136,9 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 9] {
         attended,
         gate_up,
         activated,
+        // Inputs are not quantised on a CPU.
+        quantised: _,
+        scales: _,
     } = Widths::of(spec);
     let angles = spec.ropes().iter().map(|rope| rope.rotary_dim).sum();
     [

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::{HfOverrides, ModelError};
+use crate::{HfOverrides, ModelError, OnlineQuantization};
 
 /// How a model that is served for embeddings makes its vectors.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,6 +58,8 @@ pub struct ServeAs {
     pub normalize: Option<bool>,
     /// Fields of its config.json.
     pub hf_overrides: HfOverrides,
+    /// What its linear layers become.
+    pub quantization: Option<OnlineQuantization>,
 }
 
 impl ServeAs {

@@ -7,9 +7,10 @@ use plimsoll_core::{KvConfig, Pooling, StepLimits};
 use plimsoll_device::DryArena;
 use plimsoll_kernels::{LinearShape, WeightType, attention_scratch, sample_scratch};
 
-use crate::blocks::{self, Norms, Operations, Stack, Vector, Visitor};
+use crate::blocks::{self, Matrix, Norms, Operations, Stack, Vector, Visitor};
 use crate::decoder::activation_widths;
-use crate::model::Description;
+use crate::model::{Description, check_cpu};
+use crate::quantization::MatrixFormat;
 use crate::runner::LOGIT_ROWS;
 use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
 use crate::state::{KvElementType, Staging};
@@ -67,6 +68,7 @@ impl Footprint {
     /// As [`crate::Model::load`], as far as what is read tells.
     pub fn read(path: &Path, options: LoadOptions) -> Result<Self, ModelError> {
         let description = Description::read(path, &options.serve_as)?;
+        check_cpu(description.about.spec())?;
         let stored = match options.format {
             LoadFormat::Auto => description.stored()?,
             LoadFormat::Dummy { .. } => None,
@@ -292,7 +294,10 @@ impl Visitor for Sizes<'_> {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<LinearShape, ModelError> {
-        let shape = self.embedding(stack)?;
+        if let Types::Stored(tensors) = &mut self.types {
+            tensors.unneeded(&stack.unneeded)?;
+        }
+        let shape = self.matrices(&stack.parts)?;
         for bias in stack.biases() {
             self.vector(&bias)?;
         }
@@ -300,18 +305,8 @@ impl Visitor for Sizes<'_> {
         Ok(shape)
     }
 
-    /// The matrices of a stack.
-    fn embedding(&mut self, stack: &Stack) -> Result<LinearShape, ModelError> {
-        let parts = stack.weights().map(|(name, outputs)| {
-            let dtype = self.stored_type(&name, &[outputs, stack.inputs])?;
-            Ok((dtype, outputs))
-        });
-        let shape = LinearShape {
-            inputs: stack.inputs,
-            parts: parts.collect::<Result<_, ModelError>>()?,
-        };
-        self.add(shape.bytes());
-        Ok(shape)
+    fn embedding(&mut self, table: &Matrix) -> Result<LinearShape, ModelError> {
+        self.matrices(std::slice::from_ref(table))
     }
 
     fn tied(&mut self, embedding: &LinearShape) -> LinearShape {
@@ -320,11 +315,22 @@ impl Visitor for Sizes<'_> {
 }
 
 impl Sizes<'_> {
-    fn stored_type(&mut self, name: &str, expected: &[usize]) -> Result<WeightType, ModelError> {
-        match &mut self.types {
-            Types::Stored(tensors) => Ok(tensors.tensor(name, expected)?.dtype),
-            Types::All(dtype) => Ok(*dtype),
-        }
+    /// Matrices of the same inputs.
+    fn matrices(&mut self, matrices: &[Matrix]) -> Result<LinearShape, ModelError> {
+        let parts = matrices.iter().map(|matrix| {
+            let dtype = match &mut self.types {
+                Types::Stored(tensors) => tensors.matrix(matrix)?.kept_type(),
+                Types::All(_) if matrix.format != MatrixFormat::Plain => WeightType::Bf16,
+                Types::All(dtype) => *dtype,
+            };
+            Ok((dtype, matrix.outputs))
+        });
+        let shape = LinearShape {
+            inputs: matrices[0].inputs,
+            parts: parts.collect::<Result<_, ModelError>>()?,
+        };
+        self.add(shape.bytes());
+        Ok(shape)
     }
 
     fn add(&mut self, bytes: Option<u64>) {

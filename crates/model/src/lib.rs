@@ -15,6 +15,8 @@ mod footprint;
 mod generation;
 mod gguf;
 mod model;
+mod names;
+mod quantization;
 pub mod rope;
 mod runner;
 mod spec;
@@ -31,6 +33,7 @@ pub use generation::GenerationConfig;
 pub use gguf::GgufFile;
 pub use model::{About, LoadFormat, LoadOptions, Model};
 pub use plimsoll_kernels::{Activation, QueryScale};
+pub use quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, OnlineQuantization, Quantization};
 pub use runner::Runner;
 pub use spec::{
     AttentionSpec, DecoderSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead, Projections,

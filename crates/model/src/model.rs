@@ -61,6 +61,7 @@ impl Model {
     ) -> Result<Arc<Self>, ModelError> {
         let description = Description::read(path, &options.serve_as)?;
         let spec = description.about.spec();
+        check_cpu(spec)?;
         let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, progress);
         let decoder = Decoder::load(spec, &mut loader)?;
@@ -142,6 +143,18 @@ impl ModelConfig {
     }
 }
 
+/// What only a GPU can do.
+pub(crate) fn check_cpu(spec: &DecoderSpec) -> Result<(), ModelError> {
+    match spec.quantization.is_online() {
+        false => Ok(()),
+        true => Err(ModelError::unsupported(
+            "--quantization",
+            "fp8",
+            "on a CPU weights are kept as they are stored: the model runs without the flag, or with it on a GPU",
+        )),
+    }
+}
+
 /// All that is known before the weights are read.
 pub(crate) struct Description {
     path: PathBuf,
@@ -202,6 +215,7 @@ impl Description {
         DummyWeights {
             seed,
             dtype: self.about.config.dtype.unwrap_or(WeightType::F32),
+            quantization: self.about.spec().quantization.clone(),
         }
     }
 }

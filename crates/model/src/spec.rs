@@ -6,6 +6,7 @@ use std::sync::Arc;
 use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, KvConfig};
 use plimsoll_kernels::Activation;
 
+use crate::quantization::Quantization;
 use crate::rope::RopeSpec;
 
 /// A decoder-only transformer: an embedding, layers that each add to a residual stream of `hidden_size`, and a head.
@@ -25,6 +26,8 @@ pub struct DecoderSpec {
     pub final_norm: NormSpec,
     /// What turns the last rows into logits.
     pub head: OutputHead,
+    /// How the matrices of linear layers are stored.
+    pub quantization: Quantization,
 }
 
 /// One layer: a mixer of tokens, then an MLP, each of the norm of the residual stream.

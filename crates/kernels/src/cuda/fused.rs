@@ -1,4 +1,5 @@
 use half::bf16;
+use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuRows};
@@ -30,6 +31,7 @@ pub struct FusedKernels {
     gather_rows: Function,
     sum_rows: Function,
     fill_random: Function,
+    fill_random_e4m3: Function,
     _module: Module,
 }
 
@@ -168,6 +170,7 @@ impl FusedKernels {
             gather_rows: module.function("gather_rows")?,
             sum_rows: module.function("sum_rows")?,
             fill_random: module.function("fill_random")?,
+            fill_random_e4m3: module.function("fill_random_e4m3")?,
             _module: module,
         })
     }
@@ -499,11 +502,29 @@ impl FusedKernels {
     /// # Errors
     /// [`GpuError`] of the launch.
     pub fn fill_random(&self, out: GpuSlice<'_, bf16>, seed: u64, scale: f32) -> Result<(), GpuError> {
+        self.fill(&self.fill_random, out, seed, scale)
+    }
+
+    /// The same in `e4m3`.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn fill_random_e4m3(&self, out: GpuSlice<'_, u8>, seed: u64, scale: f32) -> Result<(), GpuError> {
+        self.fill(&self.fill_random_e4m3, out, seed, scale)
+    }
+
+    fn fill<T: Pod>(
+        &self,
+        kernel: &Function,
+        out: GpuSlice<'_, T>,
+        seed: u64,
+        scale: f32,
+    ) -> Result<(), GpuError> {
         let len = out.len() as u64;
         let args = [out.into(), len.into(), seed.into(), scale.into()];
         // Its threads stride over the elements.
         let blocks = out.len().div_ceil(256 * VEC).min(self.gpu.info().sm_count * 16);
-        self.launch(&self.fill_random, Launch::new([blocks as u32, 1, 1], 256), &args)
+        self.launch(kernel, Launch::new([blocks as u32, 1, 1], 256), &args)
     }
 
     fn launch(&self, kernel: &Function, launch: Launch, args: &[Arg]) -> Result<(), GpuError> {

@@ -27,6 +27,7 @@ const FLOATS: [WeightType; 3] = [WeightType::F32, WeightType::F16, WeightType::B
 /// The type by candle's name.
 fn oracle_type(dtype: WeightType) -> GgmlDType {
     match dtype {
+        WeightType::F8E4M3 => unreachable!("GGUF files have no such type"),
         WeightType::F32 => GgmlDType::F32,
         WeightType::F16 => GgmlDType::F16,
         WeightType::Bf16 => GgmlDType::BF16,

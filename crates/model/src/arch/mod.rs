@@ -173,6 +173,7 @@ fn decoder(config: &RawConfig, change: impl Fn(usize, &mut LayerSpec)) -> Result
             Some(true) => OutputHead::Tied,
             _ => OutputHead::Own,
         },
+        quantization: config.quantization.clone(),
     })
 }
 

@@ -1,4 +1,4 @@
-use super::{Norms, Operations, Stack, Vector, Visitor, Widths};
+use super::{Norms, Operations, Scope, Stack, Vector, Visitor, Widths};
 use crate::spec::{AttentionSpec, LayerSpec, Projections};
 
 /// Attention and the norms around it.
@@ -18,7 +18,7 @@ impl<L, V> Attention<L, V> {
     pub(super) fn visit<T>(
         layer: &LayerSpec,
         hidden: usize,
-        name: &dyn Fn(&str) -> String,
+        scope: &Scope<'_>,
         visitor: &mut T,
     ) -> Result<Self, T::Error>
     where
@@ -30,29 +30,32 @@ impl<L, V> Attention<L, V> {
             Projections::Separate => vec![("q_proj", q), ("k_proj", kv), ("v_proj", kv)],
             Projections::Fused => vec![("qkv_proj", spec.qkv_size())],
         };
-        let own = |part: &str| name(&format!("self_attn.{part}"));
+        let own = scope.part("self_attn");
+        let parts = parts
+            .into_iter()
+            .map(|(part, outputs)| own.matrix(part, outputs, hidden));
         let norm = |name: String, len| Vector::norm(name, len, layer.norm);
         Ok(Self {
-            norm: visitor.vector(&norm(name("input_layernorm.weight"), hidden))?,
+            norm: visitor.vector(&norm(scope.name("input_layernorm.weight"), hidden))?,
             qkv: visitor.linear(&Stack {
-                parts: parts
-                    .into_iter()
-                    .map(|(part, outputs)| (own(part), outputs))
-                    .collect(),
-                inputs: hidden,
                 bias: spec.qkv_bias,
+                unneeded: match scope.has_kv_scales() {
+                    true => ["k_scale", "v_scale"].map(|scale| own.name(scale)).to_vec(),
+                    false => Vec::new(),
+                },
+                ..Stack::new(parts.collect())
             })?,
             qk_norm: match spec.qk_norm {
                 false => None,
                 true => Some([
-                    visitor.vector(&norm(own("q_norm.weight"), spec.head_dim))?,
-                    visitor.vector(&norm(own("k_norm.weight"), spec.head_dim))?,
+                    visitor.vector(&norm(own.name("q_norm.weight"), spec.head_dim))?,
+                    visitor.vector(&norm(own.name("k_norm.weight"), spec.head_dim))?,
                 ]),
             },
-            output: visitor.linear(&Stack::one(own("o_proj"), hidden, q))?,
+            output: visitor.linear(&Stack::new(vec![own.matrix("o_proj", hidden, q)]))?,
             post_norm: match layer.post_norms {
                 false => None,
-                true => Some(visitor.vector(&norm(name("post_attention_layernorm.weight"), hidden))?),
+                true => Some(visitor.vector(&norm(scope.name("post_attention_layernorm.weight"), hidden))?),
             },
         })
     }

@@ -1,4 +1,4 @@
-use super::{Norms, Operations, Stack, Vector, Visitor, Widths};
+use super::{Norms, Operations, Scope, Stack, Vector, Visitor, Widths};
 use crate::spec::{DenseMlpSpec, LayerSpec, Projections};
 
 /// A gated MLP and the norms around it.
@@ -16,7 +16,7 @@ impl<L, V> DenseMlp<L, V> {
     pub(super) fn visit<T>(
         layer: &LayerSpec,
         hidden: usize,
-        name: &dyn Fn(&str) -> String,
+        scope: &Scope<'_>,
         visitor: &mut T,
     ) -> Result<Self, T::Error>
     where
@@ -28,24 +28,20 @@ impl<L, V> DenseMlp<L, V> {
             Projections::Separate => vec![("gate_proj", inner), ("up_proj", inner)],
             Projections::Fused => vec![("gate_up_proj", 2 * inner)],
         };
-        let own = |part: &str| name(&format!("mlp.{part}"));
+        let own = scope.part("mlp");
+        let parts = parts
+            .into_iter()
+            .map(|(part, outputs)| own.matrix(part, outputs, hidden));
         // The name that most families give this norm is that of attention's second where there is one.
         let before = match layer.post_norms {
             false => "post_attention_layernorm.weight",
             true => "pre_feedforward_layernorm.weight",
         };
-        let norm = |part: &str| Vector::norm(name(part), hidden, layer.norm);
+        let norm = |part: &str| Vector::norm(scope.name(part), hidden, layer.norm);
         Ok(Self {
             norm: visitor.vector(&norm(before))?,
-            gate_up: visitor.linear(&Stack {
-                parts: parts
-                    .into_iter()
-                    .map(|(part, outputs)| (own(part), outputs))
-                    .collect(),
-                inputs: hidden,
-                bias: false,
-            })?,
-            down: visitor.linear(&Stack::one(own("down_proj"), hidden, inner))?,
+            gate_up: visitor.linear(&Stack::new(parts.collect()))?,
+            down: visitor.linear(&Stack::new(vec![own.matrix("down_proj", hidden, inner)]))?,
             post_norm: match layer.post_norms {
                 false => None,
                 true => Some(visitor.vector(&norm("post_feedforward_layernorm.weight"))?),

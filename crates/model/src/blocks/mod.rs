@@ -3,14 +3,17 @@
 
 mod attention;
 mod dense_mlp;
+mod formats;
 mod tensors;
 
 use std::sync::Arc;
 
 pub(crate) use attention::Attention;
 pub(crate) use dense_mlp::DenseMlp;
-pub(crate) use tensors::{Stack, Vector};
+pub(crate) use formats::check_formats;
+pub(crate) use tensors::{Matrix, Scope, Stack, Vector};
 
+use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat};
 use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
 use crate::{DecoderSpec, OutputHead};
 
@@ -31,7 +34,7 @@ pub(crate) trait Visitor {
 
     fn linear(&mut self, stack: &Stack) -> Result<Self::Linear, Self::Error>;
 
-    fn embedding(&mut self, stack: &Stack) -> Result<Self::Embedding, Self::Error>;
+    fn embedding(&mut self, table: &Matrix) -> Result<Self::Embedding, Self::Error>;
 
     /// The embedding as a projection to logits.
     fn tied(&mut self, embedding: &Self::Embedding) -> Self::Linear;
@@ -70,18 +73,31 @@ impl<E, L, V> Decoder<E, L, V> {
             }
             None => None,
         };
-        let embedding = visitor.embedding(&Stack::one("model.embed_tokens", vocab, hidden))?;
+        let embedding = visitor.embedding(&Matrix {
+            module: "model.embed_tokens".to_owned(),
+            outputs: vocab,
+            inputs: hidden,
+            // A table, and no linear layer.
+            format: MatrixFormat::Plain,
+        })?;
+        let scope = Scope::new("", &spec.quantization);
         Ok(Self {
             rope_factors,
             head: match spec.head {
                 OutputHead::None => None,
-                OutputHead::Own => Some(visitor.linear(&Stack::one("lm_head", vocab, hidden))?),
+                OutputHead::Own => {
+                    let head = scope.matrix("lm_head", vocab, hidden);
+                    Some(visitor.linear(&Stack::new(vec![head]))?)
+                }
                 OutputHead::Tied => Some(visitor.tied(&embedding)),
             },
             embedding,
             final_norm: visitor.vector(&Vector::norm("model.norm.weight", hidden, spec.final_norm))?,
             layers: (spec.layers.iter().enumerate())
-                .map(|(index, layer)| Layer::visit(spec, index, layer, visitor))
+                .map(|(index, layer)| {
+                    let scope = scope.part(&format!("model.layers.{index}"));
+                    Layer::visit(layer, hidden, &scope, visitor)
+                })
                 .collect::<Result<_, _>>()?,
         })
     }
@@ -117,18 +133,17 @@ impl<E, L, V> Decoder<E, L, V> {
 
 impl<L, V> Layer<L, V> {
     fn visit<T>(
-        decoder: &DecoderSpec,
-        index: usize,
         spec: &Arc<LayerSpec>,
+        hidden: usize,
+        scope: &Scope<'_>,
         visitor: &mut T,
     ) -> Result<Self, T::Error>
     where
         T: Visitor<Linear = L, Vector = V>,
     {
-        let names = |part: &str| format!("model.layers.{index}.{part}");
         Ok(Self {
-            mixer: Attention::visit(spec, decoder.hidden_size, &names, visitor)?,
-            mlp: DenseMlp::visit(spec, decoder.hidden_size, &names, visitor)?,
+            mixer: Attention::visit(spec, hidden, scope, visitor)?,
+            mlp: DenseMlp::visit(spec, hidden, scope, visitor)?,
             spec: Arc::clone(spec),
         })
     }
@@ -200,6 +215,10 @@ pub(crate) struct Widths {
     pub(crate) gate_up: usize,
     /// Their product.
     pub(crate) activated: usize,
+    /// The widest inputs, where a device quantises them for products in eight bits.
+    pub(crate) quantised: usize,
+    /// Their scales.
+    pub(crate) scales: usize,
 }
 
 impl Widths {
@@ -211,6 +230,14 @@ impl Widths {
         for layer in &spec.layers {
             attention::widen(layer.attention(), &mut widths);
             dense_mlp::widen(layer.dense_mlp(), &mut widths);
+        }
+        let widest = widths.hidden.max(widths.attended).max(widths.activated);
+        for scales in spec.quantization.kept_scales() {
+            widths.quantised = widest;
+            widths.scales = widths.scales.max(match scales {
+                Fp8Scales::Tensor | Fp8Scales::Channel => 1,
+                Fp8Scales::Block => widest.div_ceil(FP8_BLOCK),
+            });
         }
         widths
     }

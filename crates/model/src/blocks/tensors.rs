@@ -1,5 +1,6 @@
 //! Declarations of stored tensors, under the names of Hugging Face checkpoints.
 
+use crate::quantization::{MatrixFormat, Quantization};
 use crate::spec::NormSpec;
 
 /// A vector.
@@ -28,41 +29,97 @@ impl Vector {
     }
 }
 
+/// A matrix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Matrix {
+    /// Its module, whose tensors have names that begin so.
+    pub(crate) module: String,
+    pub(crate) outputs: usize,
+    pub(crate) inputs: usize,
+    pub(crate) format: MatrixFormat,
+}
+
+impl Matrix {
+    /// The name of its elements.
+    pub(crate) fn name(&self) -> String {
+        format!("{}.weight", self.module)
+    }
+
+    pub(crate) fn shape(&self) -> [usize; 2] {
+        [self.outputs, self.inputs]
+    }
+}
+
 /// Projections of the same inputs, stacked along the output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Stack {
-    /// Names, without `.weight` or `.bias`, and outputs.
-    pub(crate) parts: Vec<(String, usize)>,
-    pub(crate) inputs: usize,
+    /// At least one, all of the same inputs.
+    pub(crate) parts: Vec<Matrix>,
     pub(crate) bias: bool,
+    /// Names of single numbers that quantised models store beside it and that are not needed.
+    pub(crate) unneeded: Vec<String>,
 }
 
 impl Stack {
-    pub(crate) fn one(name: impl Into<String>, outputs: usize, inputs: usize) -> Self {
+    pub(crate) fn new(parts: Vec<Matrix>) -> Self {
         Self {
-            parts: vec![(name.into(), outputs)],
-            inputs,
+            parts,
             bias: false,
+            unneeded: Vec::new(),
         }
     }
 
-    /// Outputs of all parts.
-    pub(crate) fn outputs(&self) -> usize {
-        self.parts.iter().map(|(_, outputs)| outputs).sum()
-    }
-
-    /// Names and outputs of the matrices.
-    pub(crate) fn weights(&self) -> impl Iterator<Item = (String, usize)> {
-        self.parts
-            .iter()
-            .map(|(name, outputs)| (format!("{name}.weight"), *outputs))
+    /// How all parts are stored.
+    pub(crate) fn format(&self) -> MatrixFormat {
+        self.parts[0].format
     }
 
     /// The biases; none where there is no bias.
-    pub(crate) fn biases(&self) -> impl Iterator<Item = Vector> {
+    pub(crate) fn biases(&self) -> impl Iterator<Item = Vector> + Clone {
         let parts = if self.bias { self.parts.as_slice() } else { &[] };
         parts
             .iter()
-            .map(|(name, outputs)| Vector::plain(format!("{name}.bias"), *outputs))
+            .map(|part| Vector::plain(format!("{}.bias", part.module), part.outputs))
+    }
+}
+
+/// Makes the names of a part of the network, and says how its matrices are stored.
+#[derive(Clone, Debug)]
+pub(crate) struct Scope<'a> {
+    /// In front of all names.
+    prefix: String,
+    quantization: &'a Quantization,
+}
+
+impl<'a> Scope<'a> {
+    pub(crate) fn new(prefix: impl Into<String>, quantization: &'a Quantization) -> Self {
+        Self {
+            prefix: prefix.into(),
+            quantization,
+        }
+    }
+
+    /// A part of it.
+    pub(crate) fn part(&self, name: &str) -> Self {
+        Self::new(format!("{}{name}.", self.prefix), self.quantization)
+    }
+
+    pub(crate) fn name(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    pub(crate) fn matrix(&self, name: &str, outputs: usize, inputs: usize) -> Matrix {
+        let module = self.name(name);
+        Matrix {
+            format: self.quantization.format(&module),
+            module,
+            outputs,
+            inputs,
+        }
+    }
+
+    /// Whether scales of keys and values are stored.
+    pub(crate) fn has_kv_scales(&self) -> bool {
+        self.quantization.kv_scales
     }
 }

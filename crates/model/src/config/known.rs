@@ -9,6 +9,7 @@ use crate::{Architecture, ModelError};
 /// What every family interprets.
 const COMMON: &[&str] = &[
     "architectures",
+    "compression_config",
     "dtype",
     "eos_token_id",
     "head_dim",
@@ -21,6 +22,7 @@ const COMMON: &[&str] = &[
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -174,7 +176,14 @@ pub(super) fn unwrap_text(path: &Path, fields: &mut Map<String, Value>) -> Resul
     let Some(Value::Object(mut text)) = fields.remove("text_config") else {
         return Err(ModelError::config(path, "`text_config` is missing"));
     };
-    const SHARED: [&str; 4] = ["dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype"];
+    const SHARED: [&str; 6] = [
+        "compression_config",
+        "dtype",
+        "eos_token_id",
+        "quantization_config",
+        "tie_word_embeddings",
+        "torch_dtype",
+    ];
     for (field, value) in std::mem::take(fields) {
         if SHARED.contains(&field.as_str()) {
             text.entry(field).or_insert(value);
@@ -212,14 +221,6 @@ pub(super) fn check(architecture: Architecture, fields: &Map<String, Value>) -> 
 fn check_other(family: &str, field: &str, value: &Value) -> Result<(), ModelError> {
     if value.is_null() || INERT.contains(&field) {
         return Ok(());
-    }
-    if field == "quantization_config" || field == "compression_config" {
-        let method = value["quant_method"].as_str().unwrap_or("an unknown method");
-        return Err(ModelError::unsupported(
-            field,
-            format!("given (quant_method {method})"),
-            "safetensors must hold float32, float16 or bfloat16: use the model before quantisation, or a GGUF file",
-        ));
     }
     let supported = match NEUTRAL.iter().find(|(neutral, _)| *neutral == field) {
         Some((_, neutral)) if is(value, neutral) => return Ok(()),

@@ -8,8 +8,10 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
+use super::quantization;
 use crate::ModelError;
 use crate::generation::token_ids;
+use crate::quantization::Quantization;
 
 /// The fields of config.json that families interpret; GGUF metadata is brought into the same form.
 #[derive(Clone, Debug)]
@@ -41,6 +43,7 @@ pub(crate) struct RawConfig {
     pub(crate) original_max_position_embeddings: Option<f64>,
     pub(crate) no_rope_layers: Option<Vec<u8>>,
     pub(crate) no_rope_layer_interval: Option<usize>,
+    pub(crate) quantization: Quantization,
     pub(super) eos_token_ids: Vec<TokenId>,
     pub(super) dtype: Option<WeightType>,
     pub(super) matryoshka: Matryoshka,
@@ -50,6 +53,7 @@ impl RawConfig {
     /// Reads fields of which all are known to the family.
     pub(super) fn read(fields: &Fields<'_>) -> Result<Self, ModelError> {
         Ok(Self {
+            quantization: quantization::read(fields.path, fields.values)?,
             vocab_size: fields.required("vocab_size")?,
             hidden_size: fields.required("hidden_size")?,
             intermediate_size: fields.required("intermediate_size")?,

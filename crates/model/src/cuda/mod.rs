@@ -10,6 +10,7 @@
 mod clock;
 mod decoder;
 mod footprint;
+mod formats;
 mod graphs;
 mod input;
 mod masks;
@@ -169,5 +170,5 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
         }
         multiple("intermediate_size", layer.dense_mlp().intermediate_size, 8)?;
     }
-    Ok(())
+    formats::check(spec)
 }

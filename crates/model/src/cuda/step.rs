@@ -27,6 +27,9 @@ pub(super) struct StepLayout {
     pub(super) attended: Section<bf16>,
     pub(super) gate_up: Section<bf16>,
     pub(super) activated: Section<bf16>,
+    /// Inputs of products in eight bits, and their scales.
+    pub(super) quantised: Section<u8>,
+    pub(super) scales: Section<f32>,
     /// Partial results of attention.
     pub(super) attention: Section<f32>,
     /// What the step gives out: logits, or pooled vectors. In the place of what only the layers need.
@@ -57,6 +60,8 @@ impl StepLayout {
             attended: layout.rows(rows, widths.attended)?,
             gate_up: layout.rows(rows, widths.gate_up)?,
             activated: layout.rows(rows, widths.activated)?,
+            quantised: layout.rows(rows, widths.quantised)?,
+            scales: layout.rows(rows, widths.scales)?,
             attention: layout.rows(attention_scratch(planners), 1)?,
             given: match spec.head {
                 OutputHead::None => after.rows(step.samples, spec.hidden_size)?,
@@ -89,6 +94,8 @@ impl StepLayout {
             attended: self.attended.within(memory),
             gate_up: self.gate_up.within(memory),
             activated: self.activated.within(memory),
+            quantised: self.quantised.within(memory),
+            scales: self.scales.within(memory),
             scratch: self.attention.within(memory),
         }
     }
@@ -112,5 +119,7 @@ pub(super) struct Activations<'a> {
     pub(super) attended: GpuSlice<'a, bf16>,
     pub(super) gate_up: GpuSlice<'a, bf16>,
     pub(super) activated: GpuSlice<'a, bf16>,
+    pub(super) quantised: GpuSlice<'a, u8>,
+    pub(super) scales: GpuSlice<'a, f32>,
     pub(super) scratch: GpuSlice<'a, f32>,
 }

@@ -10,15 +10,16 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
-use plimsoll_kernels::cuda::{FusedKernels, GpuLinear, GpuWeight, rope_turns};
+use plimsoll_kernels::cuda::{Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuWeight, rope_turns};
 
-use crate::blocks::{self, Stack, Vector, Visitor};
+use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
 use crate::model::Description;
+use crate::quantization::Fp8Scales;
 use crate::rope::RopeTable;
-use crate::weights::Checked;
+use crate::weights::{Checked, DUMMY_SCALE, Scales};
 use crate::{DecoderSpec, LoadFormat, ModelError, Progress};
 use convert::Job;
-use layout::{Boundless, Element, Layout, LinearSpan, Part, Places, Span};
+use layout::{Boundless, Element, Layout, LinearSpan, Part, Places, Span, Stored};
 use transfer::transfer;
 
 /// All weights of a decoder on a GPU, in one piece of memory. Matrices are row-major, `[outputs, inputs]`.
@@ -84,8 +85,12 @@ impl GpuWeights {
             return Err(gpu.budget().oom(Component::Weights, bytes).into());
         };
         // Matrices that are made up are made on the device.
-        let stored = |part: &&Part| format == LoadFormat::Auto || part.cols.is_none();
-        let jobs = jobs(&mut tensors, layout.parts.iter().filter(stored))?;
+        let made_up = |part: &Part| format != LoadFormat::Auto && matches!(part.stored, Stored::Matrix(_));
+        let stored = layout.parts.iter().filter(|part| !made_up(part));
+        let jobs: Vec<Job<'_>> = stored
+            .map(|part| Job::new(&mut tensors, part))
+            .collect::<Result<_, _>>()?;
+        tensors.unneeded(&layout.unneeded)?;
         let mut factors = None;
         for vector in &layout.optional {
             let tensor = tensors.optional_vector(vector)?;
@@ -120,7 +125,7 @@ impl GpuWeights {
             );
         }
         if let LoadFormat::Dummy { seed } = format {
-            fill_matrices(&layout.parts, &slab, kernels, seed)?;
+            fill_matrices(&layout.parts, &slab, gpu, kernels, seed)?;
             gpu.synchronize()?;
         }
         let stored = jobs.iter().map(|job| job.stored_bytes(job.part().rows()) as u64);
@@ -148,26 +153,49 @@ impl GpuWeights {
 
     /// A stored tensor as it lies in device memory.
     pub(super) fn tensor(&self, gpu: &Gpu, name: &str) -> Result<Option<Vec<f32>>, GpuError> {
-        let Some(part) = self.parts.iter().find(|part| part.vector.name == name) else {
+        let Some(part) = self.parts.iter().find(|part| part.name() == name) else {
             return Ok(None);
         };
         let span = part.span();
-        Ok(Some(match part.element {
-            Element::F32 => gpu.download(view(&self.slab, span))?,
-            Element::Bf16 => {
+        Ok(Some(match (part.element, part.scales, &part.stored) {
+            (Element::Fp8, Some(place), Stored::Matrix(matrix)) => {
+                let codes = gpu.download(view::<u8>(&self.slab, span))?;
+                let scales = gpu.download(view(&self.slab, place.span(0..part.rows())))?;
+                let scales = place.without_padding(&scales);
+                let kept = matrix.format.kept_scales().unwrap_or(Fp8Scales::Channel);
+                let scales = Scales::new(scales, kept, matrix);
+                let rows = codes.chunks_exact(matrix.inputs).enumerate();
+                rows.flat_map(|(row, codes)| scales.widen(row, codes)).collect()
+            }
+            (Element::Bf16, ..) => {
                 let values = gpu.download(view::<bf16>(&self.slab, span))?;
                 values.into_iter().map(bf16::to_f32).collect()
             }
+            _ => gpu.download(view(&self.slab, span))?,
         }))
     }
 }
 
 /// Random matrices that keep the variance of what they are applied to.
-fn fill_matrices(parts: &[Part], slab: &GpuSlab, kernels: &FusedKernels, seed: u64) -> Result<(), GpuError> {
+fn fill_matrices(
+    parts: &[Part],
+    slab: &GpuSlab,
+    gpu: &Gpu,
+    kernels: &FusedKernels,
+    seed: u64,
+) -> Result<(), GpuError> {
     for (index, part) in (0_u64..).zip(parts) {
-        if let Some(inputs) = part.cols {
-            let scale = 1.0 / (inputs as f32).sqrt();
-            kernels.fill_random(view(slab, part.span()), seed.wrapping_add(index), scale)?;
+        let Stored::Matrix(matrix) = &part.stored else {
+            continue;
+        };
+        let (seed, deviation) = (seed.wrapping_add(index), 1.0 / (matrix.inputs as f32).sqrt());
+        match part.scale_span() {
+            None => kernels.fill_random(view(slab, part.span()), seed, deviation)?,
+            Some(span) => {
+                kernels.fill_random_e4m3(view(slab, part.span()), seed, deviation / DUMMY_SCALE)?;
+                let scales = vec![DUMMY_SCALE; span.len / size_of::<f32>()];
+                gpu.upload(&scales, view(slab, span))?;
+            }
         }
     }
     Ok(())
@@ -180,14 +208,25 @@ struct Views<'a> {
 }
 
 impl Views<'_> {
-    fn weight(&self, span: Span) -> GpuWeight {
-        let element = size_of::<bf16>();
+    fn weight<T: Pod>(&self, span: Span) -> GpuWeight<T> {
+        let element = size_of::<T>();
         GpuWeight::new(self.slab, span.start / element..(span.start + span.len) / element)
     }
 
     fn at(&self, span: LinearSpan) -> GpuLinear {
+        let matrix = match span.scales {
+            None => GpuMatrix::Bf16(self.weight(span.weight)),
+            Some(scales) => GpuMatrix::Fp8 {
+                values: self.weight(span.weight),
+                scales: self.weight(scales.span),
+                scaling: match scales.blocks {
+                    true => Fp8Scaling::Blocks,
+                    false => Fp8Scaling::Rows,
+                },
+            },
+        };
         let bias = span.bias.map(|bias| self.weight(bias));
-        GpuLinear::new(self.weight(span.weight), bias, span.outputs, span.inputs)
+        GpuLinear::new(matrix, bias, span.outputs, span.inputs)
     }
 }
 
@@ -214,8 +253,9 @@ impl Visitor for Views<'_> {
         Ok(self.at(span))
     }
 
-    fn embedding(&mut self, stack: &Stack) -> Result<GpuLinear, Boundless> {
-        self.linear(stack)
+    fn embedding(&mut self, table: &Matrix) -> Result<GpuLinear, Boundless> {
+        let span = self.places.embedding(table)?;
+        Ok(self.at(span))
     }
 
     /// The same memory.
@@ -226,18 +266,4 @@ impl Visitor for Views<'_> {
 
 fn view<T: Pod>(slab: &GpuSlab, span: Span) -> GpuSlice<'_, T> {
     slab.slice::<u8>().range(span.range()).cast()
-}
-
-fn jobs<'a, 'p>(
-    tensors: &mut Checked<'a>,
-    parts: impl Iterator<Item = &'p Part>,
-) -> Result<Vec<Job<'a>>, ModelError> {
-    let job = |part: &Part| {
-        let tensor = match part.cols {
-            None => tensors.vector(&part.vector)?,
-            Some(cols) => tensors.tensor(&part.vector.name, &[part.rows(), cols])?,
-        };
-        Job::new(tensor, part.clone())
-    };
-    parts.map(job).collect()
 }

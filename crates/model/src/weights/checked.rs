@@ -2,21 +2,33 @@ use std::collections::HashSet;
 
 use plimsoll_core::untrusted::quotable;
 
-use super::{Source, Tensor};
-use crate::blocks::Vector;
+use plimsoll_kernels::WeightType;
+
+use super::{Scales, Source, StoredMatrix, Tensor};
+use crate::blocks::{Matrix, Vector};
+use crate::quantization::{Fp8Scales, MatrixFormat};
 use crate::{ModelError, Shape};
+
+/// Shapes of a single number.
+const SCALAR: [&[usize]; 2] = [&[1], &[]];
 
 /// Takes tensors from a source and checks that they are what the configuration implies, all of it and nothing else.
 pub(crate) struct Checked<'a> {
     source: &'a dyn Source,
     /// Names of those not yet taken, as the source calls them.
     left: HashSet<String>,
+    /// Modules of those taken.
+    modules: HashSet<String>,
 }
 
 impl<'a> Checked<'a> {
     pub(crate) fn new(source: &'a dyn Source) -> Self {
         let left = source.names().into_iter().collect();
-        Self { source, left }
+        Self {
+            source,
+            left,
+            modules: HashSet::new(),
+        }
     }
 
     /// Bytes of all tensors; 0 if unknown.
@@ -24,17 +36,82 @@ impl<'a> Checked<'a> {
         self.source.total_bytes()
     }
 
-    /// The tensor, which must be there and have the expected shape.
-    pub(crate) fn tensor(&mut self, name: &str, expected: &[usize]) -> Result<Tensor<'a>, ModelError> {
-        let shape = || Shape(expected.to_vec());
-        let tensor = self
-            .source
-            .tensor(name, expected)?
-            .ok_or_else(|| ModelError::MissingTensor {
-                name: self.source.stored_name(name),
+    /// A matrix, with its scales where it has any.
+    pub(crate) fn matrix(&mut self, matrix: &Matrix) -> Result<StoredMatrix<'a>, ModelError> {
+        let tensor = self.take(&[matrix.name()], &[&matrix.shape()])?;
+        let MatrixFormat::Fp8 { scales, input_scale } = matrix.format else {
+            return Ok(StoredMatrix {
+                tensor: in_floats(tensor)?,
+                scales: None,
+            });
+        };
+        if tensor.dtype != WeightType::F8E4M3 {
+            return Err(ModelError::TensorType {
+                name: tensor.name,
+                found: format!("{:?}", tensor.dtype),
+                supported: "F8_E4M3, as `quantization_config` says",
+            });
+        }
+        let of_module = |names: [&str; 2]| names.map(|name| format!("{}.{name}", matrix.module));
+        // The second is transformers' name, of the same: it is what the elements are multiplied by.
+        let names = of_module(["weight_scale", "weight_scale_inv"]);
+        let shape = scales.shape(matrix.outputs, matrix.inputs);
+        let values = match scales {
+            Fp8Scales::Tensor => self.scales(&names, &SCALAR)?,
+            Fp8Scales::Channel | Fp8Scales::Block => self.scales(&names, &[&shape])?,
+        };
+        if input_scale {
+            self.scales(&of_module(["input_scale", "activation_scale"]), &SCALAR)?;
+        }
+        Ok(StoredMatrix {
+            tensor,
+            scales: Some(Scales::new(values, scales, matrix)),
+        })
+    }
+
+    /// Takes single numbers that are not needed.
+    pub(crate) fn unneeded(&mut self, names: &[String]) -> Result<(), ModelError> {
+        let mut names = names.iter();
+        names.try_for_each(|name| self.scales(std::slice::from_ref(name), &SCALAR).map(drop))
+    }
+
+    /// Scales, which are positive numbers.
+    fn scales(&mut self, names: &[String], shapes: &[&[usize]]) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.take(names, shapes)?;
+        let values = tensor.widen()?;
+        match values
+            .iter()
+            .position(|value| !(value.is_finite() && *value > 0.0))
+        {
+            None => Ok(values),
+            Some(index) => Err(ModelError::Weights {
+                name: tensor.name,
+                message: format!(
+                    "element {index} is {}, and scales are positive numbers: the file is damaged, download it again",
+                    values[index]
+                ),
+            }),
+        }
+    }
+
+    /// The tensor of the first of these names that is there, which must have one of these shapes.
+    fn take(&mut self, names: &[String], shapes: &[&[usize]]) -> Result<Tensor<'a>, ModelError> {
+        let shape = || Shape(shapes[0].to_vec());
+        let mut found = None;
+        for name in names {
+            found = self.source.tensor(name, shapes[0])?;
+            if found.is_some() {
+                break;
+            }
+        }
+        let Some(tensor) = found else {
+            let names: Vec<String> = names.iter().map(|name| self.source.stored_name(name)).collect();
+            return Err(ModelError::MissingTensor {
+                name: names.join("` or `"),
                 expected: shape(),
-            })?;
-        if tensor.shape.0 != expected {
+            });
+        };
+        if !shapes.contains(&&tensor.shape.0[..]) {
             return Err(ModelError::MisshapenTensor {
                 name: tensor.name,
                 expected: shape(),
@@ -42,15 +119,16 @@ impl<'a> Checked<'a> {
             });
         }
         self.left.remove(&tensor.name);
+        self.modules.insert(module(&tensor.name).to_owned());
         Ok(tensor)
     }
 
-    /// As [`Self::tensor`].
+    /// A vector, in floats.
     pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Tensor<'a>, ModelError> {
         let unit_offset = vector.unit_offset && !self.source.has_whole_norms();
         let tensor = Tensor {
             unit_offset,
-            ..self.tensor(&vector.name, &[vector.len])?
+            ..in_floats(self.take(std::slice::from_ref(&vector.name), &[&[vector.len]])?)?
         };
         // Matrices have too many elements: the first step finds out.
         if let Some(index) = tensor.widen()?.iter().position(|value| !value.is_finite()) {
@@ -79,15 +157,18 @@ impl<'a> Checked<'a> {
             // Tables that old checkpoints store and everybody computes.
             .filter(|name| !name.ends_with("rotary_emb.inv_freq"))
             .partition(|name| {
-                [
-                    "model.layers.",
-                    "layers.",
-                    "blk.",
-                    "model.language_model.layers.",
-                    "language_model.model.layers.",
-                ]
-                .iter()
-                .any(|of| name.starts_with(of))
+                // What is left of a module that was taken, such as a bias or a scale, would have changed it.
+                let is_of_module = self.modules.contains(module(name));
+                is_of_module
+                    || [
+                        "model.layers.",
+                        "layers.",
+                        "blk.",
+                        "model.language_model.layers.",
+                        "language_model.model.layers.",
+                    ]
+                    .iter()
+                    .any(|of| name.starts_with(of))
             });
         if !others.is_empty() {
             tracing::info!(
@@ -105,5 +186,22 @@ impl<'a> Checked<'a> {
         };
         let names = quotable(&names);
         Err(ModelError::UnusedTensors { names })
+    }
+}
+
+/// The module of a tensor.
+fn module(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(module, _)| module)
+}
+
+/// The tensor, unless it is in eight bits, which are nothing without scales.
+fn in_floats(tensor: Tensor<'_>) -> Result<Tensor<'_>, ModelError> {
+    match tensor.dtype {
+        WeightType::F8E4M3 => Err(ModelError::TensorType {
+            name: tensor.name,
+            found: "F8_E4M3".to_owned(),
+            supported: "F32, F16 and BF16, as `quantization_config` does not say that it is quantised",
+        }),
+        _ => Ok(tensor),
     }
 }

@@ -1,19 +1,26 @@
 //! Random weights for any shape: benchmarks and tests need a config.json alone.
 
-use plimsoll_kernels::WeightType;
+use plimsoll_kernels::{WeightType, e4m3_from_f32};
 use rayon::prelude::*;
 
 use half::{bf16, f16};
 
 use super::{RowOrder, Source, Tensor};
+use crate::quantization::{MatrixFormat, Quantization};
 use crate::{ModelError, Shape};
 
 /// Makes each tensor up when it is asked for. The same seed gives the same weights.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct DummyWeights {
     pub(crate) seed: u64,
     pub(crate) dtype: WeightType,
+    /// Which matrices are in eight bits.
+    pub(crate) quantization: Quantization,
 }
+
+/// Every scale of matrices in eight bits. Elements of random matrices that keep the variance are then within the range in
+/// which `e4m3` has all its digits, whatever the number of inputs.
+pub(crate) const DUMMY_SCALE: f32 = 1.0 / 256.0;
 
 impl DummyWeights {
     /// As what every tensor is made.
@@ -33,16 +40,23 @@ impl Source for DummyWeights {
         let len: usize = expected.iter().product();
         // Norms scale by about 1; matrices keep the variance of what they are applied to.
         let (centre, spread) = match expected {
+            _ if is_scale(name) => (DUMMY_SCALE, 0.0),
             [_] if name.ends_with("norm.weight") => (1.0, 0.1),
             [_] => (0.0, 0.1),
             [.., inputs] => (0.0, (3.0 / *inputs as f32).sqrt()),
             [] => (0.0, 1.0),
         };
         let value = |index: usize| centre + spread * unit(stream, index);
-        let dtype = self.stored_type();
+        let module = name.strip_suffix(".weight").filter(|_| expected.len() == 2);
+        let format = module.map(|module| self.quantization.format(module));
+        let dtype = match format {
+            Some(MatrixFormat::Fp8 { .. }) => WeightType::F8E4M3,
+            _ => self.stored_type(),
+        };
         let data = match dtype {
             WeightType::F16 => bytes(len, |index| f16::from_f32(value(index)).to_le_bytes()),
             WeightType::Bf16 => bytes(len, |index| bf16::from_f32(value(index)).to_le_bytes()),
+            WeightType::F8E4M3 => bytes(len, |index| [e4m3_from_f32(value(index) / DUMMY_SCALE)]),
             _ => bytes(len, |index| value(index).to_le_bytes()),
         };
         Ok(Some(Tensor {
@@ -62,6 +76,11 @@ impl Source for DummyWeights {
     fn total_bytes(&self) -> u64 {
         0
     }
+}
+
+/// Scales alone have names that end so.
+fn is_scale(name: &str) -> bool {
+    name.ends_with("_scale") || name.ends_with("_scale_inv")
 }
 
 fn bytes<const N: usize>(len: usize, value: impl Fn(usize) -> [u8; N] + Sync) -> Vec<u8> {

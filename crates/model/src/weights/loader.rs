@@ -6,7 +6,7 @@ use plimsoll_kernels::{Embedding, Linear, WeightType};
 
 use super::{Checked, Progress, Source, Tensor, weight_error};
 use crate::ModelError;
-use crate::blocks::{Stack, Vector, Visitor};
+use crate::blocks::{Matrix, Stack, Vector, Visitor};
 
 /// Turns tensors into weights of the CPU, charged to the budget.
 pub(crate) struct Loader<'a> {
@@ -55,10 +55,10 @@ impl<'a> Loader<'a> {
         Ok(self.charges)
     }
 
-    fn matrix(&mut self, name: &str, expected: &[usize]) -> Result<Tensor<'a>, ModelError> {
-        let tensor = self.tensors.tensor(name, expected)?;
-        self.advance(&tensor);
-        Ok(tensor.in_order())
+    fn matrix(&mut self, matrix: &Matrix) -> Result<Tensor<'a>, ModelError> {
+        let stored = self.tensors.matrix(matrix)?;
+        self.advance(&stored.tensor);
+        Ok(stored.dequantised())
     }
 
     fn advance(&mut self, tensor: &Tensor<'_>) {
@@ -92,9 +92,9 @@ impl Visitor for Loader<'_> {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<Arc<Linear>, ModelError> {
-        let tensors = stack
-            .weights()
-            .map(|(name, outputs)| self.matrix(&name, &[outputs, stack.inputs]))
+        self.tensors.unneeded(&stack.unneeded)?;
+        let tensors = (stack.parts.iter())
+            .map(|part| self.matrix(part))
             .collect::<Result<Vec<_>, _>>()?;
         let matrices = tensors
             .iter()
@@ -110,9 +110,8 @@ impl Visitor for Loader<'_> {
             .map_err(|error| weight_error(error, &tensors[0].name))
     }
 
-    fn embedding(&mut self, stack: &Stack) -> Result<Embedding, ModelError> {
-        let (name, rows) = stack.weights().next().expect("a stack has a part");
-        let tensor = self.matrix(&name, &[rows, stack.inputs])?;
+    fn embedding(&mut self, table: &Matrix) -> Result<Embedding, ModelError> {
+        let tensor = self.matrix(table)?;
         Embedding::new(tensor.matrix()?, self.budget).map_err(|error| weight_error(error, &tensor.name))
     }
 

@@ -3,6 +3,7 @@
 
 mod checked;
 mod dummy;
+mod fp8;
 mod gguf;
 mod loader;
 mod rows;
@@ -16,7 +17,8 @@ use plimsoll_kernels::{Matrix, WeightError, WeightType};
 use crate::{ModelError, Shape};
 
 pub(crate) use checked::Checked;
-pub(crate) use dummy::DummyWeights;
+pub(crate) use dummy::{DUMMY_SCALE, DummyWeights};
+pub(crate) use fp8::{Scales, StoredMatrix};
 pub(crate) use gguf::GgufWeights;
 pub(crate) use loader::Loader;
 pub(crate) use rows::RowOrder;

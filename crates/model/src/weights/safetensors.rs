@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::{RowOrder, Source, Tensor};
 use crate::gguf::map_file;
-use crate::{ModelError, Shape};
+use crate::{ModelError, Shape, names};
 
 const SINGLE: &str = "model.safetensors";
 /// Most bytes of an index: a line for each tensor.
@@ -25,21 +25,11 @@ pub(crate) struct Checkpoint {
     files: Vec<TensorFile>,
     /// Tensor to index in `files`.
     places: HashMap<String, usize>,
-    /// What stands in place of the `model.` in front of names, and what in front of those that have none.
-    prefixes: (&'static str, &'static str),
+    prefixes: names::Prefixes,
 }
 
-/// In front of the names of a network with a head, but for the head.
-const PREFIX: &str = "model.";
 /// A tensor that every network has.
-const EMBEDDING: &str = "embed_tokens.weight";
-/// What stands in place of [`PREFIX`], and what in front of the head: in a network without a head, and in models of images
-/// and text as newer and as older versions of transformers save them.
-const PREFIXES: [(&str, &str); 3] = [
-    ("", ""),
-    ("model.language_model.", ""),
-    ("language_model.model.", "language_model."),
-];
+const EMBEDDING: &str = "model.embed_tokens.weight";
 
 #[derive(Debug)]
 struct TensorFile {
@@ -95,13 +85,13 @@ impl Checkpoint {
     }
 
     fn new(files: Vec<TensorFile>, places: HashMap<String, usize>) -> Self {
-        let found = PREFIXES
+        let found = names::OTHERS
             .into_iter()
-            .find(|(prefix, _)| places.contains_key(&format!("{prefix}{EMBEDDING}")));
+            .find(|&prefixes| places.contains_key(&names::stored(EMBEDDING, prefixes)));
         Self {
             files,
             places,
-            prefixes: found.unwrap_or((PREFIX, "")),
+            prefixes: found.unwrap_or(names::OWN),
         }
     }
 }
@@ -134,11 +124,7 @@ impl TensorFile {
 
 impl Source for Checkpoint {
     fn stored_name(&self, name: &str) -> String {
-        let (model, head) = self.prefixes;
-        match name.strip_prefix(PREFIX) {
-            Some(name) => format!("{model}{name}"),
-            None => format!("{head}{name}"),
-        }
+        names::stored(name, self.prefixes)
     }
 
     fn tensor(&self, name: &str, _expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
@@ -153,11 +139,12 @@ impl Source for Checkpoint {
             Dtype::F32 => WeightType::F32,
             Dtype::F16 => WeightType::F16,
             Dtype::BF16 => WeightType::Bf16,
+            Dtype::F8_E4M3 => WeightType::F8E4M3,
             other => {
                 return Err(ModelError::TensorType {
                     name: name.to_owned(),
                     found: format!("{other:?}"),
-                    supported: "F32, F16 and BF16",
+                    supported: "F32, F16 and BF16, and F8_E4M3 with `quantization_config`",
                 });
             }
         };

@@ -144,7 +144,18 @@ impl GpuLinear {
         &self.matrix
     }
 
-    /// Whether it has the shape of another.
+    /// The matrix of a table or a head, which is never quantised.
+    ///
+    /// # Panics
+    /// If it is.
+    pub fn weight(&self) -> GpuSlice<'_, bf16> {
+        match &self.matrix {
+            GpuMatrix::Bf16(weight) => weight.slice(),
+            GpuMatrix::Fp8 { .. } => panic!("a table of e4m3 values"),
+        }
+    }
+
+    /// Whether it has the shape and the format of another.
     pub fn is_like(&self, other: &Self) -> bool {
         let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some(), linear.matrix.scaling());
         shape(self) == shape(other)

@@ -4,12 +4,12 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeArgs, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, LinearOutput, Linears,
-    PrefillArgs,
+    DecodeArgs, GpuFp8Rows, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, GpuRows,
+    LinearOutput, Linears, PrefillArgs,
 };
 
 use super::{Decoder, StepState};
-use crate::blocks::{Norms, Operations};
+use crate::blocks::{DenseMlp, Norms, Operations};
 use crate::cuda::input::StepInput;
 use crate::cuda::planners::AttentionKind;
 use crate::cuda::scores::ScoreSlices;
@@ -93,6 +93,11 @@ pub(super) struct Step<'a, 'b> {
 }
 
 impl<'a> Step<'a, '_> {
+    /// The layer's MLP.
+    fn mlp(&self) -> &DenseMlp<GpuLinear, GpuVector> {
+        &self.decoder.weights.decoder.layers[self.layer].mlp
+    }
+
     fn kind(&self) -> &Kind {
         &self.kinds[self.decoder.kind_of[self.layer]]
     }
@@ -102,11 +107,41 @@ impl<'a> Step<'a, '_> {
         of.range(0..self.rows * width)
     }
 
+    /// Where a linear layer's inputs go: to `plain`, or where they are quantised if that is what its matrix takes.
+    fn inputs_of(&self, linear: &GpuLinear, plain: GpuSlice<'a, bf16>) -> GpuRows<'a> {
+        let width = linear.inputs();
+        match linear.matrix().scaling() {
+            None => self.rows(plain, width).into(),
+            Some(scaling) => {
+                let scales = scaling.input_scales(self.rows, width);
+                GpuRows::Fp8(GpuFp8Rows {
+                    values: self.rows(self.act.quantised, width),
+                    scales: self.act.scales.range(0..scales),
+                    scaling,
+                })
+            }
+        }
+    }
+
+    /// A linear layer of rows that are not quantised yet.
+    fn linear(
+        &self,
+        plain: GpuSlice<'a, bf16>,
+        linear: &GpuLinear,
+        out: GpuSlice<'a, bf16>,
+    ) -> Result<(), GpuError> {
+        let inputs = self.inputs_of(linear, plain);
+        if let GpuRows::Fp8(quantised) = inputs {
+            let plain = self.rows(plain, linear.inputs());
+            self.decoder.fused.quantise(plain, linear.inputs(), quantised)?;
+        }
+        self.decoder.linears.forward(inputs, linear, out)
+    }
+
     /// The sum of the residual stream and what is added to it, and its norm.
-    fn add_norm(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
+    fn add_norm(&mut self, norms: &Norms<'_, GpuVector>, normed: GpuRows<'a>) -> Result<(), GpuError> {
         let width = norms.weight.slice().len();
-        let [hidden, delta, normed] =
-            [self.act.hidden, self.act.delta, self.act.normed].map(|slice| self.rows(slice, width));
+        let [hidden, delta] = [self.act.hidden, self.act.delta].map(|slice| self.rows(slice, width));
         let fused = &self.decoder.fused;
         match norms.added {
             _ if std::mem::take(&mut self.is_fresh) => fused.rms_norm(hidden, norm(norms), normed),
@@ -136,11 +171,13 @@ impl<'a> Step<'a, '_> {
             std::mem::swap(&mut self.act.hidden, &mut self.act.normed);
             return Ok(());
         }
-        self.add_norm(norms)?;
-        let normed = self.rows(self.act.normed, width);
-        match fusion.output {
-            LinearOutput::Glu(activation) => linears.forward_glu(normed, linear, activation, out),
-            _ => linears.forward(normed, linear, out),
+        let inputs = self.inputs_of(linear, self.act.normed);
+        self.add_norm(norms, inputs)?;
+        match (fusion.output, inputs) {
+            (LinearOutput::Glu(activation), GpuRows::Bf16(normed)) => {
+                linears.forward_glu(normed, linear, activation, out)
+            }
+            _ => linears.forward(inputs, linear, out),
         }
     }
 }
@@ -276,9 +313,8 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_output(&mut self, spec: &AttentionSpec, output: &GpuLinear) -> Result<(), GpuError> {
-        let attended = self.rows(self.act.attended, spec.q_size());
-        let delta = self.rows(self.act.delta, output.outputs());
-        self.decoder.linears.forward(attended, output, delta)
+        debug_assert_eq!(spec.q_size(), output.inputs(), "what is attended is what is projected");
+        self.linear(self.act.attended, output, self.rows(self.act.delta, output.outputs()))
     }
 
     fn project_gated(
@@ -288,24 +324,31 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         gate_up: &GpuLinear,
     ) -> Result<(), GpuError> {
         let fusion = self.kind().gate_up;
-        let activated = self.rows(self.act.activated, mlp.intermediate_size);
         if fusion.output != LinearOutput::Bf16 {
+            let activated = self.rows(self.act.activated, mlp.intermediate_size);
             return self.norm_linear(norms, gate_up, fusion, activated);
         }
         let out = self.rows(self.act.gate_up, gate_up.outputs());
         self.norm_linear(norms, gate_up, fusion, out)?;
+        let inputs = self.inputs_of(&self.mlp().down, self.act.activated);
         self.decoder
             .fused
-            .glu(mlp.activation, out, mlp.intermediate_size, activated)
+            .glu(mlp.activation, out, mlp.intermediate_size, inputs)
     }
 
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &GpuLinear) -> Result<(), GpuError> {
-        let activated = self.rows(self.act.activated, mlp.intermediate_size);
+        debug_assert_eq!(mlp.intermediate_size, down.inputs(), "what is activated is what is projected");
         let delta = self.rows(self.act.delta, down.outputs());
-        self.decoder.linears.forward(activated, down, delta)
+        if self.kind().gate_up.output != LinearOutput::Bf16 {
+            return self.linear(self.act.activated, down, delta);
+        }
+        // Quantised with the activation.
+        let inputs = self.inputs_of(down, self.act.activated);
+        self.decoder.linears.forward(inputs, down, delta)
     }
 
     fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
-        self.add_norm(norms)
+        let width = norms.weight.slice().len();
+        self.add_norm(norms, self.rows(self.act.normed, width).into())
     }
 }

@@ -2,29 +2,42 @@
 
 use std::ops::Range;
 
-use half::bf16;
 use plimsoll_device::cast_slice_mut;
-use plimsoll_kernels::WeightType;
+use plimsoll_kernels::{E4M3_MAX, WeightType, e4m3_from_f32};
 
-use super::layout::{Element, Part};
+use super::layout::{Element, Part, Stored};
 use crate::ModelError;
-use crate::weights::Tensor;
+use crate::blocks::Matrix;
+use crate::weights::{Checked, Scales, StoredMatrix, Tensor};
 
 /// A stored tensor on its way to its place.
 #[derive(Debug)]
 pub(super) struct Job<'a> {
     tensor: Tensor<'a>,
+    /// Of a matrix that is stored in eight bits.
+    scales: Option<Scales>,
     part: Part,
 }
 
 impl<'a> Job<'a> {
-    /// Checks that [`Self::write_rows`] can do what it has to.
-    pub(super) fn new(tensor: Tensor<'a>, part: Part) -> Result<Self, ModelError> {
-        match part.cols {
-            Some(_) => drop(tensor.matrix()?),
-            None => drop(tensor.widen()?),
+    /// Takes the part's tensors, and checks that [`Self::write_rows`] can do what it has to.
+    pub(super) fn new(tensors: &mut Checked<'a>, part: &Part) -> Result<Self, ModelError> {
+        let StoredMatrix { tensor, scales } = match &part.stored {
+            Stored::Vector(vector) => StoredMatrix {
+                tensor: tensors.vector(vector)?,
+                scales: None,
+            },
+            Stored::Matrix(matrix) => tensors.matrix(matrix)?,
+        };
+        match &part.stored {
+            Stored::Vector(_) => drop(tensor.widen()?),
+            Stored::Matrix(_) => drop(tensor.matrix()?),
         }
-        Ok(Self { tensor, part })
+        Ok(Self {
+            tensor,
+            scales,
+            part: part.clone(),
+        })
     }
 
     pub(super) fn part(&self) -> &Part {
@@ -41,31 +54,70 @@ impl<'a> Job<'a> {
         self.tensor.data.len() / self.part.rows() * rows
     }
 
-    /// Writes what a range of rows becomes in device memory.
-    pub(super) fn write_rows(&self, rows: Range<usize>, out: &mut [u8]) -> Result<(), ModelError> {
-        let Some(cols) = self.part.cols else {
+    /// Writes what a range of rows becomes in device memory, and adds the scales that begin there.
+    pub(super) fn write_rows(
+        &self,
+        rows: Range<usize>,
+        out: &mut [u8],
+        scales: &mut Vec<f32>,
+    ) -> Result<(), ModelError> {
+        let Stored::Matrix(Matrix { inputs, .. }) = self.part.stored else {
             let values = &self.tensor.widen()?[rows];
             match self.part.element {
                 Element::F32 => cast_slice_mut(out).copy_from_slice(values),
                 Element::Bf16 => narrow(values, out),
+                Element::Fp8 => unreachable!("vectors have no scales"),
             }
             return Ok(());
         };
         let matrix = self.tensor.matrix()?;
-        let row_bytes = cols * size_of::<bf16>();
-        let stored = rows.map(|row| self.tensor.order.stored(row));
-        let pairs = stored.zip(out.chunks_exact_mut(row_bytes));
-        if matrix.dtype() == WeightType::Bf16 {
-            pairs.for_each(|(row, out)| out.copy_from_slice(matrix.row(row)));
-        } else {
-            let mut wide = vec![0.0; cols];
-            for (row, out) in pairs {
-                matrix.widen_row(row, &mut wide);
-                narrow(&wide, out);
+        let stored = rows.clone().map(|row| self.tensor.order.stored(row));
+        let pairs = stored.zip(out.chunks_exact_mut(self.part.row_bytes()));
+        let mut wide = vec![0.0; inputs];
+        match (self.part.element, self.part.scales, &self.scales) {
+            (Element::Fp8, Some(place), Some(stored)) => {
+                pairs.for_each(|(row, out)| out.copy_from_slice(matrix.row(row)));
+                let firsts = place.first_rows(rows);
+                firsts.for_each(|row| place.add_row(stored.of_row(row), scales));
+            }
+            (Element::Fp8, ..) => {
+                for (row, out) in pairs {
+                    matrix.widen_row(row, &mut wide);
+                    let scale = quantise(&wide, out).ok_or_else(|| ModelError::Weights {
+                        name: self.tensor.name.clone(),
+                        message: format!(
+                            "row {row} holds an infinite number, which no scale brings into eight bits"
+                        ),
+                    })?;
+                    scales.push(scale);
+                }
+            }
+            _ if matrix.dtype() == WeightType::Bf16 => {
+                pairs.for_each(|(row, out)| out.copy_from_slice(matrix.row(row)));
+            }
+            _ => {
+                for (row, out) in pairs {
+                    matrix.widen_row(row, &mut wide);
+                    narrow(&wide, out);
+                }
             }
         }
         Ok(())
     }
+}
+
+/// Rounds a row to the nearest `e4m3` of its elements over a scale, which is returned: that at which the largest magnitude
+/// becomes the largest there is. `None` where that magnitude is infinite; one that is not a number stays none.
+fn quantise(row: &[f32], out: &mut [u8]) -> Option<f32> {
+    let largest = row.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
+    if largest.is_infinite() {
+        return None;
+    }
+    // Rows of zeros have a scale too.
+    let scale = (largest / E4M3_MAX).max(f32::MIN_POSITIVE);
+    let codes = row.iter().map(|value| e4m3_from_f32(value / scale));
+    out.iter_mut().zip(codes).for_each(|(out, code)| *out = code);
+    Some(scale)
 }
 
 /// Rounds to the nearest `bf16`, ties to even. Without a branch, so that the compiler uses vectors; `half` takes four times
@@ -84,6 +136,8 @@ fn narrow(from: &[f32], out: &mut [u8]) {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+    use plimsoll_kernels::e4m3_to_f32;
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
@@ -115,5 +169,34 @@ mod tests {
             let want = bf16::from_f32(*value);
             assert_eq!(bf16::from_le_bytes(found).to_bits(), want.to_bits(), "{value:e}");
         }
+    }
+
+    /// Each element is off by half a unit in the last place at most, which is 1/16 of it, or 2^-10 of the scale if it is small.
+    #[test]
+    fn quantised_rows_are_the_nearest_within_the_range() {
+        let mut rng = StdRng::seed_from_u64(2);
+        for spread in [1e-30_f32, 0.02, 1.0, 1e30] {
+            let mut row: Vec<f32> = (0..999)
+                .map(|_| spread * rng.random_range(-1.0..1.0_f32).powi(3))
+                .collect();
+            row.push(2.0 * spread);
+            let mut out = vec![0; row.len()];
+            let scale = quantise(&row, &mut out).unwrap();
+            assert_eq!(scale, 2.0 * spread / 448.0);
+            assert_eq!(out.last(), Some(&0x7e));
+            for (value, code) in row.iter().zip(out) {
+                let error = (e4m3_to_f32(code) * scale - value).abs();
+                assert!(
+                    error <= (value.abs() / 16.0).max(scale / 1024.0) * 1.0001,
+                    "{value:e}"
+                );
+            }
+        }
+        let mut out = vec![9; 2];
+        assert!(quantise(&[0.0, -0.0], &mut out).unwrap() > 0.0);
+        assert_eq!(out, [0, 0x80]);
+        assert_eq!(quantise(&[0.0, f32::INFINITY], &mut out), None);
+        assert!(quantise(&[1.0, f32::NAN], &mut out).is_some());
+        assert!(e4m3_to_f32(out[1]).is_nan());
     }
 }

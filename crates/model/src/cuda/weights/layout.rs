@@ -3,9 +3,11 @@
 use std::ops::Range;
 
 use half::bf16;
+use plimsoll_kernels::cuda::Fp8Scaling;
 
 use crate::DecoderSpec;
-use crate::blocks::{Decoder, Stack, Vector, Visitor};
+use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
+use crate::quantization::{FP8_BLOCK, Fp8Scales};
 use crate::rope::RopeTable;
 
 /// Alignment of every weight, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
@@ -16,6 +18,8 @@ const ALIGN: usize = 256;
 pub(super) enum Element {
     Bf16,
     F32,
+    /// `e4m3`.
+    Fp8,
 }
 
 impl Element {
@@ -23,6 +27,7 @@ impl Element {
         match self {
             Self::Bf16 => size_of::<bf16>(),
             Self::F32 => size_of::<f32>(),
+            Self::Fp8 => size_of::<u8>(),
         }
     }
 }
@@ -44,27 +49,62 @@ impl Span {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LinearSpan {
     pub(super) weight: Span,
+    /// Of a weight in eight bits, `f32`.
+    pub(super) scales: Option<ScaleSpan>,
     pub(super) bias: Option<Span>,
     pub(super) outputs: usize,
     pub(super) inputs: usize,
 }
 
+/// Where the scales of a linear layer lie: one for each output, or `[outputs / 128, inputs / 128]`, one for each block, with padded
+/// rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ScaleSpan {
+    pub(super) span: Span,
+    pub(super) blocks: bool,
+}
+
+/// A stored tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Stored {
+    Vector(Vector),
+    Matrix(Matrix),
+}
+
 /// A stored tensor and its place.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Part {
-    /// As it is stored: its name, and for a vector its elements.
-    pub(super) vector: Vector,
-    /// Elements of a row of a matrix of as many rows; `None` for a vector.
-    pub(super) cols: Option<usize>,
+    pub(super) stored: Stored,
     /// What its elements become.
     pub(super) element: Element,
     /// Where the first goes, in bytes.
     pub(super) start: usize,
+    /// Where the scales of [`Element::Fp8`] go.
+    pub(super) scales: Option<ScalePlace>,
 }
 
 impl Part {
+    pub(super) fn name(&self) -> String {
+        match &self.stored {
+            Stored::Vector(vector) => vector.name.clone(),
+            Stored::Matrix(matrix) => matrix.name(),
+        }
+    }
+
     pub(super) fn rows(&self) -> usize {
-        self.vector.len
+        match &self.stored {
+            Stored::Vector(vector) => vector.len,
+            Stored::Matrix(matrix) => matrix.outputs,
+        }
+    }
+
+    /// Bytes of device memory of a row of a matrix, or of an element of a vector.
+    pub(super) fn row_bytes(&self) -> usize {
+        let elements = match &self.stored {
+            Stored::Vector(_) => 1,
+            Stored::Matrix(matrix) => matrix.inputs,
+        };
+        elements * self.element.bytes()
     }
 
     pub(super) fn span(&self) -> Span {
@@ -74,9 +114,90 @@ impl Part {
         }
     }
 
-    /// Bytes of device memory.
+    /// Where some of its rows go, and the scales that begin there.
+    pub(super) fn spans(&self, rows: Range<usize>) -> (Span, Option<Span>) {
+        let elements = Span {
+            start: self.start + rows.start * self.row_bytes(),
+            len: rows.len() * self.row_bytes(),
+        };
+        (elements, self.scales.map(|place| place.span(rows)))
+    }
+
+    /// Bytes of device memory, without scales.
     pub(super) fn bytes(&self) -> usize {
-        self.rows() * self.cols.unwrap_or(1) * self.element.bytes()
+        self.rows() * self.row_bytes()
+    }
+
+    /// Where its scales go.
+    pub(super) fn scale_span(&self) -> Option<Span> {
+        self.scales.map(|place| place.span(0..self.rows()))
+    }
+}
+
+/// Where the scales of a part go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ScalePlace {
+    /// The first, in bytes.
+    start: usize,
+    /// Rows of the matrix that share a row of scales.
+    height: usize,
+    /// Scales in a row.
+    cols: usize,
+    /// Scales between the beginnings of two rows.
+    stride: usize,
+}
+
+impl ScalePlace {
+    /// For a matrix whose scales begin at a byte.
+    fn new(scales: Fp8Scales, matrix: &Matrix, start: usize) -> Self {
+        let [_, cols] = scales.shape(matrix.outputs, matrix.inputs);
+        let height = match scales {
+            Fp8Scales::Tensor => matrix.outputs,
+            Fp8Scales::Channel => 1,
+            Fp8Scales::Block => FP8_BLOCK,
+        };
+        let stride = kept_stride(scales, matrix.inputs);
+        Self {
+            start,
+            height,
+            cols,
+            stride,
+        }
+    }
+
+    /// Adds a row of scales as it is kept.
+    pub(super) fn add_row(self, row: &[f32], scales: &mut Vec<f32>) {
+        scales.extend_from_slice(row);
+        scales.resize(scales.len() + self.stride - self.cols, 0.0);
+    }
+
+    /// Scales as they are stored, from those that are kept.
+    pub(super) fn without_padding(self, kept: &[f32]) -> Vec<f32> {
+        let rows = kept.chunks_exact(self.stride);
+        rows.flat_map(|row| &row[..self.cols]).copied().collect()
+    }
+
+    /// Of these rows of the matrix, the first of each that share a row of scales: those that begin here.
+    pub(super) fn first_rows(self, rows: Range<usize>) -> impl Iterator<Item = usize> {
+        (rows.start.next_multiple_of(self.height)..rows.end).step_by(self.height)
+    }
+
+    /// Place of the scales that begin in these rows.
+    pub(super) fn span(self, rows: Range<usize>) -> Span {
+        let row_bytes = self.stride * size_of::<f32>();
+        let (first, end) = (rows.start.div_ceil(self.height), rows.end.div_ceil(self.height));
+        Span {
+            start: self.start + first * row_bytes,
+            len: (end - first) * row_bytes,
+        }
+    }
+}
+
+/// Scales between the beginnings of two rows of them on a GPU.
+fn kept_stride(scales: Fp8Scales, inputs: usize) -> usize {
+    match scales {
+        Fp8Scales::Tensor | Fp8Scales::Channel => 1,
+        Fp8Scales::Block => Fp8Scaling::Blocks.stride(inputs),
     }
 }
 
@@ -89,6 +210,8 @@ pub(super) struct Layout {
     pub(super) parts: Vec<Part>,
     /// Vectors that a source may have, which are not stored on the device.
     pub(super) optional: Vec<Vector>,
+    /// Names of single numbers that every source has and the device does not need.
+    pub(super) unneeded: Vec<String>,
     /// Bytes of everything.
     pub(super) bytes: usize,
 }
@@ -108,6 +231,7 @@ impl Layout {
             turns,
             parts: places.parts,
             optional: places.optional,
+            unneeded: places.unneeded,
             bytes: places.end,
         })
     }
@@ -118,6 +242,7 @@ impl Layout {
 pub(super) struct Places {
     parts: Vec<Part>,
     optional: Vec<Vector>,
+    unneeded: Vec<String>,
     /// A multiple of [`ALIGN`].
     end: usize,
 }
@@ -139,24 +264,68 @@ impl Places {
         Ok(Span { start, len })
     }
 
-    /// Tensors one after another in a place.
-    fn put(
+    /// Vectors one after another.
+    fn put_vectors(
         &mut self,
-        tensors: impl IntoIterator<Item = (Vector, Option<usize>)>,
-        span: Span,
+        vectors: impl Iterator<Item = Vector> + Clone,
         element: Element,
-    ) {
+    ) -> Result<Span, Boundless> {
+        let len = vectors.clone().map(|vector| vector.len).sum();
+        let span = self.take(&[len], element)?;
         let mut start = span.start;
-        for (vector, cols) in tensors {
+        for vector in vectors {
             let part = Part {
-                vector,
-                cols,
+                stored: Stored::Vector(vector),
                 element,
                 start,
+                scales: None,
             };
             start += part.bytes();
             self.parts.push(part);
         }
+        Ok(span)
+    }
+
+    /// Matrices of the same inputs and format one after another, and then their scales.
+    fn put_matrices(&mut self, matrices: &[Matrix]) -> Result<LinearSpan, Boundless> {
+        let Matrix { inputs, format, .. } = matrices[0];
+        let outputs = matrices.iter().map(|matrix| matrix.outputs).sum();
+        let kept = format.kept_scales();
+        let element = match kept {
+            None => Element::Bf16,
+            Some(_) => Element::Fp8,
+        };
+        let weight = self.take(&[outputs, inputs], element)?;
+        let scales = match kept {
+            None => None,
+            Some(scales) => {
+                let blocks = scales == Fp8Scales::Block;
+                let shape = matrices.iter().map(|matrix| scales.shape(matrix.outputs, inputs));
+                let rows = shape.map(|[rows, _]| rows).sum();
+                let span = self.take(&[rows, kept_stride(scales, inputs)], Element::F32)?;
+                Some(ScaleSpan { span, blocks })
+            }
+        };
+        let mut start = weight.start;
+        let mut scale_start = scales.map_or(0, |scales| scales.span.start);
+        for matrix in matrices {
+            let part = Part {
+                element,
+                start,
+                scales: kept.map(|scales| ScalePlace::new(scales, matrix, scale_start)),
+                stored: Stored::Matrix(matrix.clone()),
+            };
+            start += part.bytes();
+            scale_start += part.scale_span().map_or(0, |span| span.len);
+            self.parts.push(part);
+        }
+        Ok(LinearSpan {
+            weight,
+            scales,
+            bias: None,
+            outputs,
+            inputs,
+        })
     }
 }
 
@@ -167,9 +336,7 @@ impl Visitor for Places {
     type Error = Boundless;
 
     fn vector(&mut self, vector: &Vector) -> Result<Span, Boundless> {
-        let span = self.take(&[vector.len], Element::F32)?;
-        self.put([(vector.clone(), None)], span, Element::F32);
-        Ok(span)
+        self.put_vectors(std::iter::once(vector.clone()), Element::F32)
     }
 
     fn optional_vector(&mut self, vector: &Vector) -> Result<Option<Span>, Boundless> {
@@ -178,29 +345,17 @@ impl Visitor for Places {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<LinearSpan, Boundless> {
-        let matrices = self.embedding(stack)?;
-        if !stack.bias {
-            return Ok(matrices);
-        }
-        let bias = self.take(&[stack.outputs()], Element::Bf16)?;
-        self.put(stack.biases().map(|vector| (vector, None)), bias, Element::Bf16);
-        Ok(LinearSpan {
-            bias: Some(bias),
-            ..matrices
-        })
+        self.unneeded.extend_from_slice(&stack.unneeded);
+        let matrices = self.put_matrices(&stack.parts)?;
+        let bias = match stack.bias {
+            true => Some(self.put_vectors(stack.biases(), Element::Bf16)?),
+            false => None,
+        };
+        Ok(LinearSpan { bias, ..matrices })
     }
 
-    /// The matrices of a stack.
-    fn embedding(&mut self, stack: &Stack) -> Result<LinearSpan, Boundless> {
-        let weight = self.take(&[stack.outputs(), stack.inputs], Element::Bf16)?;
-        let matrix = |(name, rows)| (Vector::plain(name, rows), Some(stack.inputs));
-        self.put(stack.weights().map(matrix), weight, Element::Bf16);
-        Ok(LinearSpan {
-            weight,
-            bias: None,
-            outputs: stack.outputs(),
-            inputs: stack.inputs,
-        })
+    fn embedding(&mut self, table: &Matrix) -> Result<LinearSpan, Boundless> {
+        self.put_matrices(std::slice::from_ref(table))
     }
 
     /// In the same place.
@@ -219,6 +374,7 @@ pub(super) mod tests {
 
     use super::*;
     use crate::OutputHead;
+    use crate::quantization::{MatrixFormat, ModuleNames, Quantization, QuantizationGroup};
     use crate::rope::{RopeScaling, RopeSpec};
     use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, Projections, shared};
 
@@ -269,6 +425,28 @@ pub(super) mod tests {
             layers: shared((0..rng.random_range(1..5)).map(|_| layer(rng))),
             final_norm: norm,
             head: [OutputHead::Own, OutputHead::Tied, OutputHead::None][rng.random_range(0..3)],
+            quantization: quantization(rng),
+        }
+    }
+
+    /// None, or one that leaves some matrices as they are.
+    fn quantization(rng: &mut StdRng) -> Quantization {
+        let format = match rng.random_range(0..5) {
+            0 => MatrixFormat::Plain,
+            1 => MatrixFormat::ToFp8,
+            scales => MatrixFormat::Fp8 {
+                scales: [Fp8Scales::Tensor, Fp8Scales::Channel, Fp8Scales::Block][scales - 2],
+                input_scale: rng.random(),
+            },
+        };
+        let ignored = ["lm_head", "re:.*down_proj"].map(str::to_owned);
+        Quantization {
+            groups: vec![QuantizationGroup {
+                modules: ModuleNames::All,
+                format,
+            }],
+            ignored: ModuleNames::named(&ignored).unwrap(),
+            kv_scales: rng.random(),
         }
     }
 
@@ -279,10 +457,10 @@ pub(super) mod tests {
         for seed in (0..200).chain([rand::random()]) {
             let spec = random_spec(&mut StdRng::seed_from_u64(seed));
             let layout = Layout::new(&spec).unwrap();
-            let places = layout.parts.iter().map(|part| (part.start, part.bytes()));
-            let turns = layout.turns.iter().flatten();
-            let turns = turns.map(|span| (span.start, span.len));
-            let mut places: Vec<_> = places.chain(turns).collect();
+            let parts = layout.parts.iter();
+            let spans = parts.flat_map(|part| std::iter::once(part.span()).chain(part.scale_span()));
+            let turns = layout.turns.iter().flatten().copied();
+            let mut places: Vec<_> = spans.chain(turns).map(|span| (span.start, span.len)).collect();
             places.sort_unstable();
             let mut end = 0;
             for (start, bytes) in places {
@@ -306,7 +484,7 @@ pub(super) mod tests {
                 other => panic!("seed {seed}: {other:?}"),
             }
             let start = |name: String| {
-                let part = places.parts.iter().find(|part| part.vector.name == name);
+                let part = places.parts.iter().find(|part| part.name() == name);
                 part.unwrap_or_else(|| panic!("seed {seed}: {name}")).start
             };
             for (index, (layer, found)) in spec.layers.iter().zip(&decoder.layers).enumerate() {
@@ -314,7 +492,9 @@ pub(super) mod tests {
                 let (attention, hidden) = (layer.attention(), spec.hidden_size);
                 let (q, kv) = (attention.q_size(), attention.kv_size());
                 let (qkv, gate_up) = (found.mixer.qkv, found.mlp.gate_up);
-                assert_eq!(qkv.weight.len, (q + 2 * kv) * hidden * 2, "seed {seed}");
+                // Bytes of an element.
+                let size = if qkv.scales.is_some() { 1 } else { 2 };
+                assert_eq!(qkv.weight.len, (q + 2 * kv) * hidden * size, "seed {seed}");
                 assert_eq!(qkv.bias.is_some(), attention.qkv_bias, "seed {seed}");
                 match attention.projections {
                     Projections::Fused => {
@@ -324,7 +504,7 @@ pub(super) mod tests {
                         let rows = [("q", 0), ("k", q), ("v", q + kv)];
                         for (part, row) in rows {
                             let at = start(name(&format!("self_attn.{part}_proj.weight")));
-                            assert_eq!(at, qkv.weight.start + row * hidden * 2, "seed {seed}");
+                            assert_eq!(at, qkv.weight.start + row * hidden * size, "seed {seed}");
                             if let Some(bias) = qkv.bias {
                                 let at = start(name(&format!("self_attn.{part}_proj.bias")));
                                 assert_eq!(at, bias.start + row * 2, "seed {seed}");
@@ -333,7 +513,7 @@ pub(super) mod tests {
                     }
                 }
                 if layer.dense_mlp().projections == Projections::Separate {
-                    let up = gate_up.weight.start + layer.dense_mlp().intermediate_size * hidden * 2;
+                    let up = gate_up.weight.start + layer.dense_mlp().intermediate_size * hidden * size;
                     assert_eq!(start(name("mlp.up_proj.weight")), up, "seed {seed}");
                 }
             }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::thread;
 
+use plimsoll_device::cast_slice_mut;
 use plimsoll_device::cuda::{Gpu, GpuSlab, Uploader};
 
 use super::convert::Job;
@@ -89,15 +90,27 @@ impl Work<'_> {
     }
 
     fn upload(&self, advanced: &Sender<usize>) -> Result<(), ModelError> {
-        let bytes = |piece: &Piece| piece.rows.len() * row_bytes(self.jobs[piece.job].part());
+        let spans = |piece: &Piece| self.jobs[piece.job].part().spans(piece.rows.clone());
+        let bytes = |piece: &Piece| {
+            let (elements, scales) = spans(piece);
+            elements.len.max(scales.map_or(0, |scales| scales.len))
+        };
         let most = self.pieces.iter().map(bytes).max().unwrap_or(0);
         let mut uploader = Uploader::new(self.gpu, most)?;
         let memory = self.slab.slice::<u8>();
+        let mut scales = Vec::new();
         while let Some(piece) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             let job = &self.jobs[piece.job];
-            let start = job.part().start + piece.rows.start * row_bytes(job.part());
-            let to = memory.range(start..start + bytes(piece));
-            uploader.upload(to, |out| job.write_rows(piece.rows.clone(), out))?;
+            let (elements, scales_at) = spans(piece);
+            scales.clear();
+            let to = memory.range(elements.range());
+            uploader.upload(to, |out| job.write_rows(piece.rows.clone(), out, &mut scales))?;
+            if let Some(span) = scales_at.filter(|span| span.len > 0) {
+                uploader.upload(memory.range(span.range()), |out| {
+                    cast_slice_mut(out).copy_from_slice(&scales);
+                    Ok::<_, ModelError>(())
+                })?;
+            }
             // Nobody listens any more only if the caller panics.
             let _ = advanced.send(job.stored_bytes(piece.rows.len()));
         }
@@ -105,13 +118,9 @@ impl Work<'_> {
     }
 }
 
-fn row_bytes(part: &Part) -> usize {
-    part.bytes() / part.rows()
-}
-
 /// Ranges of rows of up to [`PIECE_BYTES`] each, at least one row.
 fn pieces(part: &Part) -> impl Iterator<Item = Range<usize>> + use<> {
-    let (rows, step) = (part.rows(), (PIECE_BYTES / row_bytes(part)).max(1));
+    let (rows, step) = (part.rows(), (PIECE_BYTES / part.row_bytes()).max(1));
     (0..rows)
         .step_by(step)
         .map(move |first| first..rows.min(first + step))
@@ -120,18 +129,17 @@ fn pieces(part: &Part) -> impl Iterator<Item = Range<usize>> + use<> {
 #[cfg(test)]
 mod tests {
     use half::bf16;
-    use plimsoll_device::cast_slice_mut;
     use plimsoll_kernels::WeightType;
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
-    use super::super::jobs;
     use super::super::layout::tests::random_spec;
-    use super::super::layout::{Element, Layout};
+    use super::super::layout::{Element, Layout, Stored};
     use super::*;
     use crate::Shape;
-    use crate::blocks::Vector;
-    use crate::weights::{Checked, DummyWeights, RowOrder, Source, Tensor};
+    use crate::blocks::{Matrix, Vector};
+    use crate::quantization::{MatrixFormat, Quantization};
+    use crate::weights::{Checked, DummyWeights, RowOrder, Scales, Source, Tensor};
 
     #[test]
     fn pieces_are_all_rows_in_order() {
@@ -142,16 +150,25 @@ mod tests {
             (1024, Some(4096)),
             (9 << 20, None),
         ] {
+            let stored = match cols {
+                None => Stored::Vector(Vector::plain("", rows)),
+                Some(inputs) => Stored::Matrix(Matrix {
+                    module: String::new(),
+                    outputs: rows,
+                    inputs,
+                    format: MatrixFormat::Plain,
+                }),
+            };
             let part = Part {
-                vector: Vector::plain("", rows),
-                cols,
+                stored,
                 element: Element::Bf16,
                 start: 0,
+                scales: None,
             };
             let mut next = 0;
             for piece in pieces(&part) {
                 assert!(piece.start == next && !piece.is_empty());
-                assert!(piece.len() == 1 || piece.len() * row_bytes(&part) <= PIECE_BYTES);
+                assert!(piece.len() == 1 || piece.len() * part.row_bytes() <= PIECE_BYTES);
                 next = piece.end;
             }
             assert_eq!(next, rows);
@@ -162,9 +179,13 @@ mod tests {
     struct Mixed([DummyWeights; 3]);
 
     impl Mixed {
-        fn new() -> Self {
+        fn new(quantization: &Quantization) -> Self {
             let types = [WeightType::F32, WeightType::F16, WeightType::Bf16];
-            Self(types.map(|dtype| DummyWeights { seed: 1, dtype }))
+            Self(types.map(|dtype| DummyWeights {
+                seed: 1,
+                dtype,
+                quantization: quantization.clone(),
+            }))
         }
     }
 
@@ -172,7 +193,12 @@ mod tests {
         fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
             let dummy = &self.0[name.len() % self.0.len()];
             let mut tensor = dummy.tensor(name, expected)?.expect("one is made up");
-            if let [rows, cols] = *expected {
+            if name.ends_with("_scale") {
+                let scales = (0..tensor.data.len()).map(|i| 0.01 + (i * 7 % 61) as f32 / 61.0);
+                let scales: Vec<f32> = scales.take(expected.iter().product()).collect();
+                tensor.dtype = WeightType::F32;
+                tensor.data = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+            } else if let ([rows, cols], true) = (expected, tensor.dtype != WeightType::F8E4M3) {
                 if rows % 4 == 0 {
                     tensor.order = RowOrder::Interleaved { head_dim: rows / 2 };
                 }
@@ -197,47 +223,93 @@ mod tests {
     /// Into host memory, piece by piece, as the threads do it.
     #[test]
     fn every_row_is_rounded_into_its_place() {
-        for seed in 0..20 {
+        for seed in 0..40 {
             let mut rng = StdRng::seed_from_u64(seed);
             let mut spec = random_spec(&mut rng);
-            spec.hidden_size = 32 * rng.random_range(1..3);
+            spec.hidden_size = 32 * rng.random_range(1..10);
             let layout = Layout::new(&spec).unwrap();
-            let mixed = Mixed::new();
-            let jobs = jobs(&mut Checked::new(&mixed), layout.parts.iter()).unwrap();
+            let mixed = Mixed::new(&spec.quantization);
+            let mut checked = Checked::new(&mixed);
             let mut aligned = vec![u64::MAX; layout.bytes / 8];
             let memory: &mut [u8] = cast_slice_mut(&mut aligned);
-            for job in &jobs {
-                for rows in pieces(job.part()) {
-                    let row_bytes = row_bytes(job.part());
-                    let start = job.part().start + rows.start * row_bytes;
-                    let out = &mut memory[start..start + rows.len() * row_bytes];
-                    job.write_rows(rows, out).unwrap();
+            let mut scales = Vec::new();
+            for part in &layout.parts {
+                let job = Job::new(&mut checked, part).unwrap();
+                // Pieces that begin and end within blocks too.
+                let step = rng.random_range(1..200);
+                for first in (0..part.rows()).step_by(step) {
+                    let rows = first..part.rows().min(first + step);
+                    let (elements, places) = part.spans(rows.clone());
+                    scales.clear();
+                    job.write_rows(rows, &mut memory[elements.range()], &mut scales)
+                        .unwrap();
+                    match places {
+                        None => assert!(scales.is_empty()),
+                        Some(places) => cast_slice_mut(&mut memory[places.range()]).copy_from_slice(&scales),
+                    }
                 }
             }
             for part in &layout.parts {
-                let shape: Vec<usize> = std::iter::once(part.rows()).chain(part.cols).collect();
-                let mut tensor = mixed.tensor(&part.vector.name, &shape).unwrap().unwrap();
-                tensor.unit_offset = part.vector.unit_offset;
-                let found = &mut memory[part.start..part.start + part.bytes()];
-                let context = format!("seed {seed}: {} as {:?}", part.vector.name, tensor.dtype);
-                let Some(cols) = part.cols else {
-                    let want = tensor.widen().unwrap();
-                    match part.element {
-                        Element::F32 => assert_eq!(cast_slice_mut::<_, f32>(found), want, "{context}"),
-                        Element::Bf16 => {
-                            assert_eq!(cast_slice_mut::<_, bf16>(found), rounded(&want), "{context}")
-                        }
-                    }
-                    continue;
-                };
-                let tensor = tensor.in_order();
-                let mut want = vec![f32::NAN; part.rows() * cols];
-                for (row, out) in want.chunks_exact_mut(cols).enumerate() {
-                    tensor.matrix().unwrap().widen_row(row, out);
-                }
-                assert_eq!(cast_slice_mut::<_, bf16>(found), rounded(&want), "{context}");
+                check_part(part, &mixed, memory, &format!("seed {seed}: {}", part.name()));
             }
         }
+    }
+
+    fn check_part(part: &Part, mixed: &Mixed, memory: &mut [u8], context: &str) {
+        let matrix = match &part.stored {
+            Stored::Matrix(matrix) => matrix,
+            Stored::Vector(vector) => {
+                let mut tensor = mixed.tensor(&vector.name, &[vector.len]).unwrap().unwrap();
+                tensor.unit_offset = vector.unit_offset;
+                let (want, found) = (tensor.widen().unwrap(), &mut memory[part.span().range()]);
+                match part.element {
+                    Element::F32 => assert_eq!(cast_slice_mut::<_, f32>(found), want, "{context}"),
+                    _ => assert_eq!(cast_slice_mut::<_, bf16>(found), rounded(&want), "{context}"),
+                }
+                return;
+            }
+        };
+        let stored = Checked::new(mixed).matrix(matrix).unwrap();
+        let kept = part.scales.map(|place| {
+            let span = place.span(0..part.rows());
+            let scales = place.without_padding(cast_slice_mut(&mut memory[span.range()]));
+            Scales::new(scales, matrix.format.kept_scales().unwrap(), matrix)
+        });
+        let found = &mut memory[part.span().range()];
+        let Some(kept) = kept else {
+            let want = wide_rows(&stored.tensor.in_order(), matrix).concat();
+            assert_eq!(cast_slice_mut::<_, bf16>(found), rounded(&want), "{context}");
+            return;
+        };
+        let found = found.chunks_exact(matrix.inputs).enumerate();
+        let found = found.map(|(row, codes)| kept.widen(row, codes).collect::<Vec<f32>>());
+        match stored.scales {
+            // To the bit, also where one scale became many.
+            Some(scales) => {
+                let codes = stored.tensor.data.chunks_exact(matrix.inputs).enumerate();
+                for (found, (row, codes)) in found.zip(codes) {
+                    assert!(scales.widen(row, codes).eq(found), "{context}, row {row}");
+                }
+            }
+            None => {
+                for (found, want) in found.zip(wide_rows(&stored.tensor.in_order(), matrix)) {
+                    let largest = want.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
+                    let near = |(found, want): (&f32, &f32)| {
+                        (found - want).abs() <= (want.abs() / 15.0).max(largest / (448.0 * 1000.0))
+                    };
+                    assert!(found.iter().zip(&want).all(near), "{context}");
+                }
+            }
+        }
+    }
+
+    fn wide_rows(tensor: &Tensor<'_>, matrix: &Matrix) -> Vec<Vec<f32>> {
+        let row = |row| {
+            let mut out = vec![f32::NAN; matrix.inputs];
+            tensor.matrix().unwrap().widen_row(row, &mut out);
+            out
+        };
+        (0..matrix.outputs).map(row).collect()
     }
 
     fn rounded(values: &[f32]) -> Vec<bf16> {

@@ -1,0 +1,337 @@
+//! `quantization_config` of config.json: which of its formats are served, and what they say of each matrix.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use plimsoll_core::untrusted::quotable;
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use serde_json::{Map, Value};
+
+use crate::ModelError;
+use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, ModuleNames, Quantization, QuantizationGroup};
+
+/// The names of the field; the second in checkpoints of older compressed-tensors.
+pub(super) const FIELDS: [&str; 2] = ["quantization_config", "compression_config"];
+
+const SUPPORTED: &str = "`fp8` and `compressed-tensors` with 8-bit floats are: use the model in one of these, before quantisation, \
+                         or as a GGUF file";
+
+/// What a configuration says of its matrices.
+///
+/// # Errors
+/// [`ModelError`], which names the method that is not served, or the field at fault.
+pub(super) fn read(path: &Path, values: &Map<String, Value>) -> Result<Quantization, ModelError> {
+    let given = |field: &&str| values.get(*field).is_some_and(|value| !value.is_null());
+    let mut given = FIELDS.iter().copied().filter(given);
+    let Some(field) = given.next() else {
+        return Ok(Quantization::default());
+    };
+    if let Some(second) = given.next().filter(|second| values[*second] != values[field]) {
+        return Err(ModelError::unsupported(
+            second,
+            format!("given beside `{field}`, and something else"),
+            "one of the two is",
+        ));
+    }
+    let reader = Reader { path, field };
+    let value = &values[field];
+    match value["quant_method"].as_str() {
+        Some("fp8") => reader.fp8(reader.parse(value)?),
+        Some("compressed-tensors") => reader.compressed(reader.parse(value)?),
+        Some(other) => Err(reader.unsupported("quant_method", format!("`{other}`"), SUPPORTED)),
+        None => Err(reader.unsupported("quant_method", "missing", SUPPORTED)),
+    }
+}
+
+/// What transformers and AutoFP8 write for `fp8`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawFp8 {
+    #[serde(rename = "quant_method")]
+    _quant_method: String,
+    fmt: Option<String>,
+    activation_scheme: Option<String>,
+    weight_block_size: Option<Vec<usize>>,
+    modules_to_not_convert: Option<Vec<String>>,
+    ignored_layers: Option<Vec<String>>,
+    modules_to_convert: Option<Vec<String>>,
+    kv_cache_scheme: Option<Value>,
+    /// How the scales came about; they are read as they are.
+    #[serde(rename = "scale_fmt")]
+    _scale_fmt: Option<IgnoredAny>,
+    /// A wish of transformers' own.
+    #[serde(rename = "dequantize")]
+    _dequantize: Option<IgnoredAny>,
+    /// Of mixtures of experts, which are refused for themselves.
+    #[serde(rename = "expert_dtype")]
+    _expert_dtype: Option<IgnoredAny>,
+}
+
+/// The `QuantizationConfig` of [compressed-tensors](https://github.com/vllm-project/compressed-tensors).
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawCompressed {
+    #[serde(rename = "quant_method")]
+    _quant_method: String,
+    format: Option<String>,
+    config_groups: BTreeMap<String, RawGroup>,
+    ignore: Option<Vec<String>>,
+    kv_cache_scheme: Option<RawScheme>,
+    quantization_status: Option<String>,
+    sparsity_config: Option<Map<String, Value>>,
+    moe_sparsity_config: Option<Value>,
+    transform_config: Option<Map<String, Value>>,
+    #[serde(rename = "global_compression_ratio")]
+    _global_compression_ratio: Option<IgnoredAny>,
+    #[serde(rename = "version")]
+    _version: Option<IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawGroup {
+    targets: Vec<String>,
+    weights: Option<RawScheme>,
+    input_activations: Option<RawScheme>,
+    output_activations: Option<Value>,
+    format: Option<String>,
+}
+
+/// `QuantizationArgs`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawScheme {
+    num_bits: Option<u64>,
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    symmetric: Option<bool>,
+    strategy: Option<String>,
+    group_size: Option<i64>,
+    block_structure: Option<Value>,
+    dynamic: Option<Value>,
+    actorder: Option<Value>,
+    /// Of calibration, which is over.
+    #[serde(rename = "observer")]
+    _observer: Option<IgnoredAny>,
+    #[serde(rename = "observer_kwargs")]
+    _observer_kwargs: Option<IgnoredAny>,
+    /// As the tensors say.
+    #[serde(rename = "scale_dtype")]
+    _scale_dtype: Option<IgnoredAny>,
+    #[serde(rename = "zp_dtype")]
+    _zp_dtype: Option<IgnoredAny>,
+}
+
+struct Reader<'a> {
+    path: &'a Path,
+    field: &'static str,
+}
+
+impl Reader<'_> {
+    fn parse<T: DeserializeOwned>(&self, value: &Value) -> Result<T, ModelError> {
+        T::deserialize(value)
+            .map_err(|error| ModelError::config(self.path, format!("`{}`: {error}", self.field)))
+    }
+
+    fn unsupported(&self, field: &str, value: impl std::fmt::Display, supported: &str) -> ModelError {
+        ModelError::unsupported(format!("{}.{field}", self.field), value, supported)
+    }
+
+    /// A field with one supported value; an absent one has it.
+    fn only(&self, field: &str, found: Option<&Value>, supported: Value) -> Result<(), ModelError> {
+        match found {
+            None | Some(Value::Null) => Ok(()),
+            Some(found) if *found == supported => Ok(()),
+            Some(found) => Err(self.unsupported(field, found, &format!("only {supported} is"))),
+        }
+    }
+
+    fn names(&self, field: &str, names: Result<ModuleNames, String>) -> Result<ModuleNames, ModelError> {
+        names.map_err(|error| ModelError::config(self.path, format!("`{}.{field}`: {error}", self.field)))
+    }
+
+    fn fp8(&self, raw: RawFp8) -> Result<Quantization, ModelError> {
+        self.only("fmt", raw.fmt.map(Value::from).as_ref(), "e4m3".into())?;
+        self.only("kv_cache_scheme", raw.kv_cache_scheme.as_ref(), Value::Null)?;
+        if let Some(also) = raw.modules_to_convert.filter(|names| !names.is_empty()) {
+            let value = quotable(&format!("{also:?}"));
+            return Err(self.unsupported("modules_to_convert", value, "linear layers alone are"));
+        }
+        let input_scale = match raw.activation_scheme.as_deref() {
+            None | Some("dynamic") => false,
+            Some("static") => true,
+            Some(other) => {
+                let value = format!("`{other}`");
+                return Err(self.unsupported("activation_scheme", value, "`dynamic` and `static` are"));
+            }
+        };
+        let scales = match raw.weight_block_size.as_deref() {
+            None => Fp8Scales::Tensor,
+            Some([FP8_BLOCK, FP8_BLOCK]) => Fp8Scales::Block,
+            Some(other) => {
+                let supported = format!("null and [{FP8_BLOCK}, {FP8_BLOCK}] are");
+                return Err(self.unsupported("weight_block_size", format!("{other:?}"), &supported));
+            }
+        };
+        // Whoever reads this format leaves the head alone.
+        let mut ignored = vec!["lm_head".to_owned()];
+        ignored.extend(raw.modules_to_not_convert.into_iter().flatten());
+        ignored.extend(raw.ignored_layers.into_iter().flatten());
+        Ok(Quantization {
+            groups: vec![QuantizationGroup {
+                modules: ModuleNames::All,
+                format: MatrixFormat::Fp8 { scales, input_scale },
+            }],
+            ignored: self.names("modules_to_not_convert", ModuleNames::parts(&ignored))?,
+            kv_scales: false,
+        })
+    }
+
+    fn compressed(&self, raw: RawCompressed) -> Result<Quantization, ModelError> {
+        self.format("format", raw.format.as_deref())?;
+        match raw.quantization_status.as_deref() {
+            None | Some("compressed" | "frozen") => {}
+            Some(other) => {
+                let supported = "a model whose quantisation is done (`compressed`) is";
+                return Err(self.unsupported("quantization_status", format!("`{other}`"), supported));
+            }
+        }
+        let sparsity = raw.sparsity_config.unwrap_or_default();
+        self.only("sparsity_config.format", sparsity.get("format"), "dense".into())?;
+        self.only(
+            "moe_sparsity_config",
+            raw.moe_sparsity_config.as_ref(),
+            Value::Null,
+        )?;
+        let transforms = raw.transform_config.unwrap_or_default();
+        self.only(
+            "transform_config.config_groups",
+            transforms.get("config_groups"),
+            Map::new().into(),
+        )?;
+        let kv_scales = match &raw.kv_cache_scheme {
+            None => false,
+            Some(scheme) => {
+                self.float8("kv_cache_scheme", scheme)?;
+                self.only(
+                    "kv_cache_scheme.strategy",
+                    scheme.strategy.clone().map(Value::from).as_ref(),
+                    "tensor".into(),
+                )?;
+                scheme.dynamic != Some(true.into())
+            }
+        };
+        let mut groups = Vec::new();
+        for (name, group) in raw.config_groups {
+            groups.push(self.group(&format!("config_groups.{name}"), group)?);
+        }
+        Ok(Quantization {
+            groups,
+            ignored: self.names("ignore", ModuleNames::named(&raw.ignore.unwrap_or_default()))?,
+            kv_scales,
+        })
+    }
+
+    fn format(&self, field: &str, format: Option<&str>) -> Result<(), ModelError> {
+        match format {
+            // What is naive and of eight bits is stored alike.
+            None | Some("float-quantized" | "naive-quantized") => Ok(()),
+            Some(other) => Err(self.unsupported(field, format!("`{other}`"), SUPPORTED)),
+        }
+    }
+
+    fn group(&self, name: &str, raw: RawGroup) -> Result<QuantizationGroup, ModelError> {
+        let field = |field: &str| format!("{name}.{field}");
+        self.format(&field("format"), raw.format.as_deref())?;
+        self.only(
+            &field("output_activations"),
+            raw.output_activations.as_ref(),
+            Value::Null,
+        )?;
+        let Some(weights) = raw.weights else {
+            return Err(self.unsupported(&field("weights"), "null", SUPPORTED));
+        };
+        self.float8(&field("weights"), &weights)?;
+        self.only(&field("weights.dynamic"), weights.dynamic.as_ref(), false.into())?;
+        let block = Value::from(vec![FP8_BLOCK; 2]);
+        let scales = match weights.strategy.as_deref() {
+            None | Some("tensor") => Fp8Scales::Tensor,
+            Some("channel") => Fp8Scales::Channel,
+            // Older versions write the block as text.
+            Some("block") if weights.block_structure == Some(format!("{FP8_BLOCK}x{FP8_BLOCK}").into()) => {
+                Fp8Scales::Block
+            }
+            Some("block") => {
+                let found = weights.block_structure.unwrap_or_default();
+                match found == block {
+                    true => Fp8Scales::Block,
+                    false => {
+                        let supported = format!("only {block} is");
+                        return Err(self.unsupported(&field("weights.block_structure"), found, &supported));
+                    }
+                }
+            }
+            Some(other) => {
+                let supported = "`tensor`, `channel` and `block` are";
+                return Err(self.unsupported(&field("weights.strategy"), format!("`{other}`"), supported));
+            }
+        };
+        let input_scale = match &raw.input_activations {
+            None => false,
+            Some(inputs) => {
+                self.float8(&field("input_activations"), inputs)?;
+                let is_dynamic = inputs.dynamic == Some(true.into());
+                if !is_dynamic {
+                    let strategy = inputs.strategy.clone().map(Value::from);
+                    self.only(
+                        &field("input_activations.strategy"),
+                        strategy.as_ref(),
+                        "tensor".into(),
+                    )?;
+                }
+                !is_dynamic
+            }
+        };
+        let modules = match raw.targets.iter().any(|target| target == "Linear") {
+            true => ModuleNames::All,
+            false => self.names(&field("targets"), ModuleNames::named(&raw.targets))?,
+        };
+        Ok(QuantizationGroup {
+            modules,
+            format: MatrixFormat::Fp8 { scales, input_scale },
+        })
+    }
+
+    /// Checks that a scheme is of symmetric 8-bit floats. The size of groups says nothing beside the strategy.
+    fn float8(&self, name: &str, scheme: &RawScheme) -> Result<(), ModelError> {
+        let RawScheme {
+            num_bits,
+            kind,
+            symmetric,
+            actorder,
+            ..
+        } = scheme;
+        let kind = kind.as_deref().unwrap_or("int");
+        if (num_bits.unwrap_or(8), kind) != (8, "float") {
+            let value = format!("{}-bit {kind}", num_bits.unwrap_or(8));
+            return Err(self.unsupported(name, value, SUPPORTED));
+        }
+        self.only(
+            &format!("{name}.symmetric"),
+            symmetric.map(Value::from).as_ref(),
+            true.into(),
+        )?;
+        match actorder {
+            None | Some(Value::Null | Value::Bool(false)) => {}
+            Some(other) => return Err(self.unsupported(&format!("{name}.actorder"), other, "null is")),
+        }
+        // Inputs in groups of a block's inputs are of block-wise weights.
+        let size = scheme.group_size.filter(|&size| size != FP8_BLOCK as i64);
+        self.only(
+            &format!("{name}.group_size"),
+            size.map(Value::from).as_ref(),
+            Value::Null,
+        )
+    }
+}

@@ -1,0 +1,25 @@
+//! What checkpoints put in front of the names of tensors and modules. Ours are those of a network of text with a head.
+
+/// In front of all names but the head's.
+const PREFIX: &str = "model.";
+
+/// What stands in place of `model.`, and what in front of the names that have none.
+pub(crate) type Prefixes = (&'static str, &'static str);
+
+/// As we have it.
+pub(crate) const OWN: Prefixes = (PREFIX, "");
+
+/// In a network without a head, and in models of images and text as newer and as older versions of transformers save them.
+pub(crate) const OTHERS: [Prefixes; 3] = [
+    ("", ""),
+    ("model.language_model.", ""),
+    ("language_model.model.", "language_model."),
+];
+
+/// A name under other prefixes.
+pub(crate) fn stored(name: &str, (model, head): Prefixes) -> String {
+    match name.strip_prefix(PREFIX) {
+        Some(name) => format!("{model}{name}"),
+        None => format!("{head}{name}"),
+    }
+}

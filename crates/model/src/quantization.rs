@@ -1,0 +1,318 @@
+//! Which matrices are stored in eight bits, and how.
+
+use std::fmt;
+
+use plimsoll_core::untrusted::quotable;
+use regex::{RegexSet, RegexSetBuilder};
+
+use crate::names;
+
+/// Outputs and inputs that share a scale of [`Fp8Scales::Block`].
+pub const FP8_BLOCK: usize = 128;
+
+/// How a matrix `[outputs, inputs]` is stored, and kept on a device that computes in its format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MatrixFormat {
+    /// In a float type, or as a GGUF file has it.
+    #[default]
+    Plain,
+    /// Stored as `e4m3` bytes and scales: an element is byte × scale.
+    Fp8 {
+        /// What has a scale of its own.
+        scales: Fp8Scales,
+        /// A scale of the inputs is stored beside it. It is checked and not needed: inputs are quantised with a scale for
+        /// each token, which is at least as accurate.
+        input_scale: bool,
+    },
+    /// Stored as [`Self::Plain`], kept as `e4m3` bytes with a scale for each output (`--quantization fp8`).
+    ToFp8,
+}
+
+/// What has a scale of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fp8Scales {
+    /// The matrix.
+    Tensor,
+    /// Each output.
+    Channel,
+    /// Each block of [`FP8_BLOCK`] outputs by as many inputs; the last ones may be smaller.
+    Block,
+}
+
+impl MatrixFormat {
+    /// What has a scale of its own where the matrix is kept in eight bits. A matrix with one scale is kept with the same for
+    /// all outputs, as it may be stacked with others.
+    pub fn kept_scales(self) -> Option<Fp8Scales> {
+        match self {
+            Self::Plain => None,
+            Self::Fp8 {
+                scales: Fp8Scales::Block,
+                ..
+            } => Some(Fp8Scales::Block),
+            Self::Fp8 { .. } | Self::ToFp8 => Some(Fp8Scales::Channel),
+        }
+    }
+}
+
+impl Fp8Scales {
+    /// Rows and columns of the scales of a matrix.
+    pub fn shape(self, outputs: usize, inputs: usize) -> [usize; 2] {
+        match self {
+            Self::Tensor => [1, 1],
+            Self::Channel => [outputs, 1],
+            Self::Block => [outputs.div_ceil(FP8_BLOCK), inputs.div_ceil(FP8_BLOCK)],
+        }
+    }
+}
+
+impl fmt::Display for Fp8Scales {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tensor => f.write_str("a scale per tensor"),
+            Self::Channel => f.write_str("a scale per output"),
+            Self::Block => write!(f, "a scale per {FP8_BLOCK} x {FP8_BLOCK}"),
+        }
+    }
+}
+
+impl fmt::Display for MatrixFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Plain => f.write_str("floats"),
+            Self::Fp8 { scales, .. } => write!(f, "FP8 with {scales}"),
+            Self::ToFp8 => f.write_str("FP8 from floats"),
+        }
+    }
+}
+
+/// What the matrices of linear layers that are stored in floats become at load (`--quantization`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnlineQuantization {
+    /// [`MatrixFormat::ToFp8`].
+    Fp8,
+}
+
+/// How the matrices of a model are stored, by the names of their modules.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Quantization {
+    /// The first that matches decides; the others are plain.
+    pub(crate) groups: Vec<QuantizationGroup>,
+    /// Modules that are plain although they match.
+    pub(crate) ignored: ModuleNames,
+    /// Layers hold scales of keys and values, for caches in eight bits. They are checked and not needed.
+    pub(crate) kv_scales: bool,
+}
+
+/// Modules of one format.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct QuantizationGroup {
+    pub(crate) modules: ModuleNames,
+    pub(crate) format: MatrixFormat,
+}
+
+impl Quantization {
+    /// Every linear layer of the decoder is stored in floats and kept in eight bits; the head is no part of it.
+    pub(crate) fn to_fp8() -> Self {
+        Self {
+            groups: vec![QuantizationGroup {
+                modules: ModuleNames::All,
+                format: MatrixFormat::ToFp8,
+            }],
+            ignored: ModuleNames::named(&["lm_head".to_owned()]).expect("a plain name"),
+            kv_scales: false,
+        }
+    }
+
+    /// Whether a model stores any matrix in eight bits, or is to be kept so.
+    pub fn is_some(&self) -> bool {
+        !self.groups.is_empty()
+    }
+
+    /// What has a scale of its own in matrices that are kept in eight bits.
+    pub(crate) fn kept_scales(&self) -> impl Iterator<Item = Fp8Scales> {
+        self.groups.iter().filter_map(|group| group.format.kept_scales())
+    }
+
+    /// Whether matrices are to be quantised at load.
+    pub(crate) fn is_online(&self) -> bool {
+        self.groups
+            .iter()
+            .any(|group| group.format == MatrixFormat::ToFp8)
+    }
+
+    /// How the matrix of a module is stored.
+    pub fn format(&self, module: &str) -> MatrixFormat {
+        let group = self.groups.iter().find(|group| group.modules.contains(module));
+        match group {
+            Some(group) if !self.ignored.contains(module) => group.format,
+            _ => MatrixFormat::Plain,
+        }
+    }
+
+    /// For reports: the format of the linear layers, `None` where all are plain.
+    pub fn name(&self) -> Option<String> {
+        let names: Vec<String> = self.groups.iter().map(|group| group.format.to_string()).collect();
+        self.is_some().then(|| names.join(", "))
+    }
+}
+
+/// Names of modules, as lists in config.json give them.
+#[derive(Clone, Debug)]
+pub(crate) enum ModuleNames {
+    /// Every linear layer.
+    All,
+    /// Those that one of the expressions matches.
+    Some(RegexSet),
+}
+
+impl ModuleNames {
+    /// Names, and regular expressions behind `re:`, which match from a name's start on (compressed-tensors' `match_name`).
+    pub(crate) fn named(names: &[String]) -> Result<Self, String> {
+        Self::matching(names.iter().map(|name| match name.strip_prefix("re:") {
+            Some(expression) => format!("^(?:{expression})"),
+            None => format!("^{}$", regex::escape(name)),
+        }))
+    }
+
+    /// Names, beginnings and ends of names and regular expressions (transformers' `should_convert_module`).
+    pub(crate) fn parts(names: &[String]) -> Result<Self, String> {
+        Self::matching(names.iter().map(|name| {
+            let whole = regex::escape(name);
+            format!(r"^(?:{name})(?:\.|$)|(?:^|\.){whole}$")
+        }))
+    }
+
+    fn matching(expressions: impl Iterator<Item = String>) -> Result<Self, String> {
+        let expressions: Vec<String> = expressions.collect();
+        // Thousands of names, and no expression that grows without end.
+        let set = RegexSetBuilder::new(expressions).size_limit(64 << 20).build();
+        // The first lines of a syntax error draw a picture.
+        let last_line = |error: regex::Error| quotable(error.to_string().lines().last().unwrap_or_default());
+        set.map(Self::Some).map_err(last_line)
+    }
+
+    /// Under any of the names that checkpoints have for it.
+    fn contains(&self, module: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::Some(set) => {
+                let others = names::OTHERS.into_iter();
+                set.is_match(module)
+                    || others
+                        .map(|as_in| names::stored(module, as_in))
+                        .any(|name| set.is_match(&name))
+            }
+        }
+    }
+}
+
+impl Default for ModuleNames {
+    /// None.
+    fn default() -> Self {
+        Self::Some(RegexSet::empty())
+    }
+}
+
+impl PartialEq for ModuleNames {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::All, Self::All) => true,
+            (Self::Some(a), Self::Some(b)) => a.patterns() == b.patterns(),
+            _ => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(names: &[&str]) -> Vec<String> {
+        names.iter().map(|&name| name.to_owned()).collect()
+    }
+
+    #[test]
+    fn exact_names_and_expressions_match_from_the_start() {
+        let names = ModuleNames::named(&list(&[
+            "lm_head",
+            "model.layers.1.mlp.up_proj",
+            "re:.*self_attn\\.o",
+        ]))
+        .unwrap();
+        for (module, expected) in [
+            ("lm_head", true),
+            ("model.layers.1.mlp.up_proj", true),
+            ("model.layers.11.mlp.up_proj", false),
+            ("model.layers.1.mlp.up_proj.x", false),
+            ("model.layers.7.self_attn.o_proj", true),
+            ("model.layers.7.self_attn.q_proj", false),
+        ] {
+            assert_eq!(names.contains(module), expected, "{module}");
+        }
+    }
+
+    #[test]
+    fn parts_of_names_end_where_modules_do() {
+        let names = ModuleNames::parts(&list(&[
+            "lm_head",
+            "model.layers.1",
+            "mlp.gate",
+            "model.layers.2.*proj",
+        ]))
+        .unwrap();
+        for (module, expected) in [
+            ("lm_head", true),
+            ("model.layers.1.mlp.up_proj", true),
+            ("model.layers.11.mlp.up_proj", false),
+            ("model.layers.4.mlp.gate", true),
+            ("model.layers.4.mlp.gate_proj", false),
+            ("model.layers.2.mlp.down_proj", true),
+        ] {
+            assert_eq!(names.contains(module), expected, "{module}");
+        }
+    }
+
+    /// Lists name modules as the whole model has them.
+    #[test]
+    fn names_of_models_of_images_are_known() {
+        for name in [
+            "model.language_model.layers.0.mlp.up_proj",
+            "language_model.model.layers.0.mlp.up_proj",
+            "layers.0.mlp.up_proj",
+        ] {
+            let names = ModuleNames::named(&list(&[name])).unwrap();
+            assert!(names.contains("model.layers.0.mlp.up_proj"), "{name}");
+            assert!(!names.contains("model.layers.0.mlp.gate_proj"), "{name}");
+        }
+        assert!(
+            ModuleNames::parts(&list(&["language_model.lm_head"]))
+                .unwrap()
+                .contains("lm_head")
+        );
+    }
+
+    #[test]
+    fn expressions_that_are_none_are_errors() {
+        for wrong in ["re:(", "re:(?!a)b", "re:a{1000}{1000}{1000}"] {
+            assert!(ModuleNames::named(&list(&[wrong])).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_is_ignored_is_plain() {
+        let online = Quantization::to_fp8();
+        assert_eq!(online.format("lm_head"), MatrixFormat::Plain);
+        assert_eq!(online.format("model.layers.0.mlp.up_proj"), MatrixFormat::ToFp8);
+        assert_eq!(
+            Quantization::default().format("model.layers.0.mlp.up_proj"),
+            MatrixFormat::Plain
+        );
+        assert_eq!(Quantization::default().name(), None);
+    }
+
+    #[test]
+    fn last_blocks_may_be_smaller() {
+        assert_eq!(Fp8Scales::Block.shape(129, 256), [2, 2]);
+        assert_eq!(Fp8Scales::Channel.shape(129, 256), [129, 1]);
+    }
+}
