@@ -131,6 +131,12 @@ fn start(
 /// Everything the API needs.
 fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Result<AppState, Error> {
     let embedding = loaded.embedding().cloned();
+    let Started {
+        engine,
+        report,
+        memory,
+        ..
+    } = started;
     let Text {
         tokenizer,
         template,
@@ -151,13 +157,9 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         eos_token_ids,
         defaults: settings.generation_defaults(&generation),
         embedding,
+        quantization: report.quantization.clone(),
+        bits_per_weight: report.bits_per_weight,
     };
-    let Started {
-        engine,
-        report,
-        memory,
-        ..
-    } = started;
     let options = settings.options(Some(&report));
     Ok(AppState::new(engine, model, memory, options))
 }

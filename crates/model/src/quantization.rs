@@ -10,6 +10,9 @@ use crate::names;
 /// Outputs and inputs that share a scale of [`Fp8Scales::Block`].
 pub const FP8_BLOCK: usize = 128;
 
+/// The module of the table of tokens.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens";
+
 /// How a matrix `[outputs, inputs]` is stored, and kept on a device that computes in its format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MatrixFormat {
@@ -144,6 +147,8 @@ impl Quantization {
     pub fn format(&self, module: &str) -> MatrixFormat {
         let group = self.groups.iter().find(|group| group.modules.contains(module));
         match group {
+            // A table, whatever names match: rows of it are taken, and nothing is multiplied.
+            _ if module == EMBEDDING => MatrixFormat::Plain,
             Some(group) if !self.ignored.contains(module) => group.format,
             _ => MatrixFormat::Plain,
         }

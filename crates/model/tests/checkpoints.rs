@@ -6,10 +6,13 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
+use common::fp8::is_fp8;
 use common::*;
 use plimsoll_core::Executor;
 use plimsoll_device::Budget;
-use plimsoll_model::{KvCacheDtype, LoadFormat, LoadOptions, Model, ModelError};
+use plimsoll_model::{
+    Footprint, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelError, OnlineQuantization, ServeAs,
+};
 use tempfile::TempDir;
 
 /// A copy of a golden model to be damaged.
@@ -170,6 +173,161 @@ fn dummy_weights_need_a_configuration_alone() {
     assert_eq!(logits(1), first);
     assert_ne!(logits(2), first);
     assert!(first.iter().all(|logit| logit.is_finite()));
+}
+
+const UP: &str = "model.layers.0.mlp.up_proj";
+
+/// What loading a model in eight bits says with one of its tensors changed; `None` removes it.
+fn error_with(name: &str, tensor: &str, change: impl FnOnce(&Tensor) -> Option<Tensor>) -> String {
+    let directory = copy(name);
+    edit(directory.path(), |tensors| {
+        let changed = tensors
+            .get(tensor)
+            .map(change)
+            .unwrap_or_else(|| panic!("{name} has no {tensor}"));
+        match changed {
+            Some(changed) => drop(tensors.insert(tensor.to_owned(), changed)),
+            None => drop(tensors.remove(tensor)),
+        }
+    });
+    load_error(directory.path()).to_string()
+}
+
+#[test]
+fn wrong_scales_are_named() {
+    let f32s = |values: &[f32], shape: &[usize]| {
+        Tensor::new(values, &Device::Cpu)
+            .and_then(|tensor| tensor.reshape(shape))
+            .ok()
+    };
+    let (scale, inverse) = (format!("{UP}.weight_scale"), format!("{UP}.weight_scale_inv"));
+    let is_missing = format!("tensor `{scale}` or `{inverse}` is missing");
+    for (name, scale) in [
+        ("llama-fp8-channel", &scale),
+        ("llama-fp8-block", &scale),
+        ("qwen2-fp8-tensor", &scale),
+        ("qwen3-fp8-block", &inverse),
+    ] {
+        let error = error_with(name, scale, |_| None);
+        assert!(error.starts_with(&is_missing), "{name}: {error}");
+        let error = error_with(name, scale, |_| f32s(&[0.5; 6], &[2, 3]));
+        assert!(
+            error.contains(&format!("`{scale}` has shape [2, 3]")),
+            "{name}: {error}"
+        );
+        for wrong in [f32::NAN, f32::INFINITY, 0.0, -0.5] {
+            let error = error_with(name, scale, |stored| {
+                let mut values = vec![0.5; stored.elem_count()];
+                *values.last_mut().unwrap() = wrong;
+                f32s(&values, stored.dims())
+            });
+            let element = format!("tensor `{scale}`: element");
+            assert!(
+                error.starts_with(&element) && error.contains("positive"),
+                "{name}: {error}"
+            );
+        }
+    }
+    // Those that nothing is computed with are looked at too.
+    for unneeded in [
+        "model.layers.1.self_attn.k_scale",
+        "model.layers.1.mlp.up_proj.input_scale",
+    ] {
+        let error = error_with("qwen2-fp8-tensor", unneeded, |_| None);
+        assert!(
+            error.contains(unneeded) && error.contains("is missing"),
+            "{error}"
+        );
+        let error = error_with("qwen2-fp8-tensor", unneeded, |_| f32s(&[1.0, 1.0], &[2]));
+        assert!(error.contains(&format!("`{unneeded}` has shape [2]")), "{error}");
+    }
+}
+
+#[test]
+fn matrices_are_stored_as_the_configuration_says() {
+    let weight = format!("{UP}.weight");
+    let error = error_with("llama-fp8-channel", &weight, |stored| {
+        stored.to_dtype(DType::BF16).ok()
+    });
+    assert!(
+        error.contains(&format!("`{weight}` has type Bf16; supported are F8_E4M3")),
+        "{error}"
+    );
+    // What the configuration leaves in floats, here and in a model that is not quantised at all.
+    let plain = "lm_head.weight";
+    let eight_bits = |stored: &Tensor| stored.to_dtype(DType::F8E4M3).ok();
+    for name in ["llama-fp8-channel", "llama"] {
+        let error = error_with(name, plain, eight_bits);
+        assert!(
+            error.contains(&format!("`{plain}` has type F8_E4M3")) && error.contains("quantization_config"),
+            "{name}: {error}"
+        );
+    }
+    let error = error_with("llama-fp8-channel", "model.norm.weight", eight_bits);
+    assert!(error.contains("`model.norm.weight` has type F8_E4M3"), "{error}");
+}
+
+/// A scale beside a matrix that is stored in floats, of a layer and outside the layers.
+#[test]
+fn scales_of_what_is_not_quantised_are_errors() {
+    for module in ["model.layers.1.self_attn.q_proj", "lm_head"] {
+        let directory = copy("qwen3-fp8-block");
+        let scale = format!("{module}.weight_scale_inv");
+        let one = Tensor::ones((1, 1), DType::F32, &Device::Cpu).unwrap();
+        edit(directory.path(), |tensors| {
+            drop(tensors.insert(scale.clone(), one))
+        });
+        let error = load_error(directory.path());
+        assert!(
+            matches!(&error, ModelError::UnusedTensors { names } if *names == scale),
+            "{error}"
+        );
+    }
+}
+
+/// Codes that are not numbers are left to the first step, as in every format; nothing else becomes one.
+#[test]
+fn made_up_models_in_eight_bits_compute() {
+    for name in MODELS.into_iter().filter(|name| is_fp8(name)) {
+        let directory = TempDir::new().unwrap();
+        std::fs::copy(
+            golden_path(name).join("config.json"),
+            directory.path().join("config.json"),
+        )
+        .unwrap();
+        let options = LoadOptions {
+            format: LoadFormat::Dummy { seed: 1 },
+            ..Default::default()
+        };
+        let model = Model::load(directory.path(), options, &budget(), &mut |_| ()).unwrap();
+        let step = plan(vec![run(1, 0, &[1, 2, 3], &blocks(0..1))]);
+        let logits = runner(&model, 16, 8).logits(&step, &[2]).unwrap();
+        assert!(logits.iter().all(|logit| logit.is_finite()), "{name}");
+        let deviation = (logits.iter().map(|x| x * x).sum::<f32>() / logits.len() as f32).sqrt();
+        assert!((0.3..3.0).contains(&deviation), "{name}: {deviation}");
+    }
+}
+
+#[test]
+fn a_cpu_quantises_nothing() {
+    let quantise = |name: &str| {
+        let options = LoadOptions {
+            serve_as: ServeAs {
+                quantization: Some(OnlineQuantization::Fp8),
+                ..ServeAs::default()
+            },
+            ..Default::default()
+        };
+        let load = Model::load(&golden_path(name), options.clone(), &budget(), &mut |_| ()).map(|_| ());
+        (load, Footprint::read(&golden_path(name), options).map(|_| ()))
+    };
+    let (load, footprint) = quantise("llama");
+    for error in [load.unwrap_err(), footprint.unwrap_err()] {
+        assert!(error.to_string().contains("`--quantization` is fp8"), "{error}");
+    }
+    // What is stored so is kept as it is.
+    let (load, footprint) = quantise("llama-fp8-channel");
+    load.and(footprint).unwrap();
 }
 
 /// The answer to a model too large is the component and the numbers, before anything is taken.

@@ -7,7 +7,8 @@ use std::path::Path;
 use common::golden_path;
 use plimsoll_model::rope::{RopeScaling, RopeSpec};
 use plimsoll_model::{
-    Architecture, AttentionSpec, DecoderSpec, HfOverrides, ModelConfig, ModelError, OutputHead, Projections,
+    Architecture, AttentionSpec, DecoderSpec, Fp8Scales, HfOverrides, MatrixFormat, ModelConfig, ModelError,
+    OutputHead, Projections,
 };
 use serde_json::{Value, json};
 
@@ -178,10 +179,6 @@ fn unsupported_fields_are_named() {
         llama(json!({"hidden_act": "gelu"}), "hidden_act"),
         llama(json!({"attention_bias": true}), "attention_bias"),
         llama(json!({"mlp_bias": true}), "mlp_bias"),
-        llama(
-            json!({"quantization_config": {"quant_method": "gptq"}}),
-            "quantization_config",
-        ),
         llama(json!({"num_local_experts": 8}), "num_local_experts"),
         llama(json!({"num_experts": 8}), "`num_experts` is 8"),
         llama(
@@ -301,16 +298,7 @@ fn unsupported_fields_are_named() {
         ),
     ];
     for (name, fields, message) in cases {
-        let config = config_json(name);
-        let overrides: HfOverrides = serde_json::from_value(fields.clone()).unwrap();
-        let edited = parse(&with(config.clone(), fields.clone()));
-        for result in [edited, parse_with(&config, &overrides)] {
-            let error = result.map(|_| ()).unwrap_err().to_string();
-            assert!(
-                error.contains(message),
-                "{name}, {fields}: {error:?} does not say {message:?}"
-            );
-        }
+        assert_refused(name, &fields, message);
     }
 }
 
@@ -381,4 +369,199 @@ fn absent_fields_mean_what_they_mean_in_transformers() {
         json!({"use_sliding_window": false, "layer_types": null}),
     );
     assert!(windows(&off).iter().all(Option::is_none));
+}
+
+/// Set in the file, and by `--hf-overrides`.
+#[track_caller]
+fn assert_refused(name: &str, fields: &Value, message: &str) {
+    let config = config_json(name);
+    let overrides: HfOverrides = serde_json::from_value(fields.clone()).unwrap();
+    let edited = parse(&with(config.clone(), fields.clone()));
+    for result in [edited, parse_with(&config, &overrides)] {
+        let error = result.map(|_| ()).unwrap_err().to_string();
+        assert!(
+            error.contains(message),
+            "{name}, {fields}: {error:?} does not say {message:?}"
+        );
+    }
+}
+
+/// A `quantization_config` of `fp8` or compressed-tensors, with these fields in place of such as are served.
+fn fp8(fields: Value) -> Value {
+    json!({"quantization_config": with(json!({"quant_method": "fp8"}), fields)})
+}
+
+fn compressed(fields: Value) -> Value {
+    let weights =
+        json!({"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": true, "dynamic": false});
+    let inputs =
+        json!({"num_bits": 8, "type": "float", "strategy": "token", "symmetric": true, "dynamic": true});
+    let group = json!({"targets": ["Linear"], "weights": weights, "input_activations": inputs});
+    let config = json!({
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    });
+    json!({"quantization_config": with(config, fields)})
+}
+
+/// The same with another scheme of its weights.
+fn weights(fields: Value) -> Value {
+    let mut config = compressed(json!({}));
+    let weights = &mut config["quantization_config"]["config_groups"]["group_0"]["weights"];
+    *weights = with(weights.take(), fields);
+    config
+}
+
+#[test]
+fn unsupported_quantisation_is_named() {
+    let cases = [
+        (
+            fp8(json!({"quant_method": "gptq", "bits": 4})),
+            "quant_method` is `gptq`",
+        ),
+        (fp8(json!({"quant_method": "awq"})), "quant_method` is `awq`"),
+        (fp8(json!({"quant_method": "mxfp4"})), "quant_method` is `mxfp4`"),
+        (
+            fp8(json!({"quant_method": null, "bits": 4})),
+            "quantization_config.quant_method` is missing",
+        ),
+        (
+            fp8(json!({"quant_method": "fp8", "group_size": 64})),
+            "unknown field `group_size`",
+        ),
+        (
+            fp8(json!({"quant_method": "fp8", "fmt": "e5m2"})),
+            "quantization_config.fmt",
+        ),
+        (
+            fp8(json!({"quant_method": "fp8", "activation_scheme": "block"})),
+            "activation_scheme",
+        ),
+        (
+            fp8(json!({"quant_method": "fp8", "weight_block_size": [64, 128]})),
+            "weight_block_size` is [64, 128]",
+        ),
+        (
+            fp8(json!({"quant_method": "fp8", "modules_to_not_convert": ["("]})),
+            "modules_to_not_convert",
+        ),
+        (
+            fp8(json!({"quant_method": "fp8", "modules_to_convert": ["model.embed_tokens"]})),
+            "modules_to_convert",
+        ),
+        // One part of a stack alone.
+        (
+            fp8(json!({"modules_to_not_convert": ["model.layers.1.self_attn.k_proj"]})),
+            "floats for `model.layers.1.self_attn.k_proj`",
+        ),
+        (
+            compressed(json!({"format": "pack-quantized"})),
+            "format` is `pack-quantized`",
+        ),
+        (
+            compressed(json!({"format": "nvfp4-pack-quantized"})),
+            "nvfp4-pack-quantized",
+        ),
+        (
+            compressed(json!({"quantization_status": "calibration"})),
+            "quantization_status",
+        ),
+        (
+            compressed(json!({"sparsity_config": {"format": "sparse-24-bitmask"}})),
+            "sparsity_config.format",
+        ),
+        (
+            compressed(json!({"ignore": ["re:(?!a)"]})),
+            "quantization_config.ignore",
+        ),
+        (
+            compressed(json!({"kv_cache_scheme": {"num_bits": 8, "type": "int"}})),
+            "kv_cache_scheme` is 8-bit int",
+        ),
+        (weights(json!({"num_bits": 4})), "group_0.weights` is 4-bit float"),
+        (weights(json!({"type": "int"})), "group_0.weights` is 8-bit int"),
+        (weights(json!({"symmetric": false})), "weights.symmetric"),
+        (weights(json!({"dynamic": true})), "weights.dynamic"),
+        (
+            weights(json!({"strategy": "group", "group_size": 32})),
+            "weights.group_size",
+        ),
+        (
+            weights(json!({"strategy": "group", "group_size": 128})),
+            "weights.strategy",
+        ),
+        (
+            weights(json!({"strategy": "block", "block_structure": [64, 64]})),
+            "block_structure` is [64,64]",
+        ),
+        (weights(json!({"zero": 1})), "unknown field `zero`"),
+    ];
+    for (fields, message) in cases {
+        assert_refused("llama", &fields, message);
+    }
+}
+
+#[test]
+fn matrices_have_the_format_that_the_configuration_says() {
+    let format = |fields: &Value, module: &str| {
+        let config =
+            parse(&with(config_json("llama"), fields.clone())).unwrap_or_else(|error| panic!("{error}"));
+        config.spec.quantization.format(module)
+    };
+    let (query, up) = ("model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj");
+    let stored = |scales, input_scale| MatrixFormat::Fp8 { scales, input_scale };
+    let block = json!([128, 128]);
+    let layers = ["q", "k", "v"].map(|part| format!("model.layers.1.self_attn.{part}_proj"));
+    for (fields, of_up, of_query) in [
+        (
+            fp8(
+                json!({"activation_scheme": "dynamic", "weight_block_size": block, "modules_to_not_convert": layers}),
+            ),
+            stored(Fp8Scales::Block, false),
+            MatrixFormat::Plain,
+        ),
+        (
+            fp8(
+                json!({"activation_scheme": "static", "weight_block_size": null, "ignored_layers": ["lm_head"]}),
+            ),
+            stored(Fp8Scales::Tensor, true),
+            stored(Fp8Scales::Tensor, true),
+        ),
+        (
+            compressed(json!({"ignore": ["lm_head", "re:.*self_attn.*"]})),
+            stored(Fp8Scales::Channel, false),
+            MatrixFormat::Plain,
+        ),
+        (
+            weights(json!({"strategy": "block", "block_structure": "128x128"})),
+            stored(Fp8Scales::Block, false),
+            stored(Fp8Scales::Block, false),
+        ),
+        (json!({}), MatrixFormat::Plain, MatrixFormat::Plain),
+    ] {
+        assert_eq!(format(&fields, up), of_up, "{fields}");
+        assert_eq!(format(&fields, query), of_query, "{fields}");
+        assert_eq!(format(&fields, "lm_head"), MatrixFormat::Plain, "{fields}");
+        assert_eq!(
+            format(&fields, "model.embed_tokens"),
+            MatrixFormat::Plain,
+            "{fields}"
+        );
+    }
+}
+
+/// Beside the configuration of the text, as it is published, or in it.
+#[test]
+fn quantisation_of_models_of_images_is_that_of_their_text() {
+    let quantization =
+        fp8(json!({"modules_to_not_convert": ["model.language_model.layers.0.mlp", "lm_head"]}));
+    for fields in [quantization.clone(), json!({"text_config": quantization})] {
+        let config = parse(&with(config_json("ministral3"), fields)).unwrap();
+        let format = |module: &str| config.spec.quantization.format(module);
+        assert_eq!(format("model.layers.0.mlp.up_proj"), MatrixFormat::Plain);
+        assert_ne!(format("model.layers.1.mlp.up_proj"), MatrixFormat::Plain);
+    }
 }

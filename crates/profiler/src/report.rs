@@ -35,6 +35,10 @@ pub struct Report {
     pub max_num_seqs: usize,
     /// `--max-num-batched-tokens`.
     pub max_num_batched_tokens: usize,
+    /// How the linear layers are stored; null in floats.
+    pub quantization: Option<String>,
+    /// Bits of device memory for each weight, scales and norms included; null for a simulated model.
+    pub bits_per_weight: Option<f64>,
     /// What each group of layers keeps.
     pub groups: Vec<GroupReport>,
     /// Requests of full length that fit at once.
@@ -176,6 +180,8 @@ impl Report {
             max_model_len: spec.limits.max_model_len,
             max_num_seqs: spec.limits.max_num_seqs,
             max_num_batched_tokens: spec.limits.max_num_batched_tokens,
+            quantization: spec.quantization.clone(),
+            bits_per_weight: spec.bits_per_weight(&start.baseline),
             groups: GroupReport::all(spec),
             full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,

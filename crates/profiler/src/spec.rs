@@ -1,8 +1,9 @@
 use std::hash::Hash;
 
-use plimsoll_core::{BlockSize, CacheGroups, KvConfig, Pooling, StepLimits};
+use plimsoll_core::{BlockSize, CacheGroups, Component, KvConfig, Pooling, StepLimits};
 use serde::Serialize;
 
+use crate::report::Memory;
 use crate::{Disabled, Plan, ProfileError};
 
 /// What the profile has to find a size for.
@@ -20,6 +21,10 @@ pub struct ProfileSpec {
     pub kv_bytes_per_token: u64,
     /// What the layers keep of a request.
     pub groups: CacheGroups,
+    /// How the linear layers are stored, if not in floats; for reports.
+    pub quantization: Option<String>,
+    /// Weights the model has, where that is known; for reports.
+    pub num_parameters: Option<u64>,
     /// Who decides the size.
     pub size: KvSize,
     /// Part of the room for KV that is used.
@@ -56,6 +61,8 @@ impl ProfileSpec {
             block_size,
             kv_bytes_per_token,
             groups: CacheGroups::default(),
+            quantization: None,
+            num_parameters: None,
             size: KvSize::Auto,
             mem_fraction: MemFraction::default(),
             useful_tokens: None,
@@ -66,6 +73,13 @@ impl ProfileSpec {
             timed_in_flight: 0,
             disabled: Vec::new(),
         }
+    }
+
+    /// Bits of device memory for each weight, to a hundredth, where the weights alone take `baseline`.
+    pub(crate) fn bits_per_weight(&self, baseline: &Memory) -> Option<f64> {
+        let parameters = self.num_parameters.filter(|&parameters| parameters > 0)?;
+        let bits = baseline.bytes_of(Component::Weights) as f64 * 8.0;
+        Some((bits / parameters as f64 * 100.0).round() / 100.0)
     }
 
     /// Tokens of the probe's KV cache: enough for the largest step and its padding, at least 8192, and whatever the

@@ -272,5 +272,7 @@ fn card<'a>(state: &'a AppState, name: &'a str) -> ModelCard<'a> {
         root: &state.model().id,
         parent: None,
         max_model_len: state.engine().limits().max_model_len,
+        quantization: state.model().quantization.as_deref(),
+        bits_per_weight: state.model().bits_per_weight,
     }
 }

@@ -29,6 +29,10 @@ pub struct ModelInfo {
     pub defaults: GenerationDefaults,
     /// Set where it is served for embeddings instead of text generation.
     pub embedding: Option<EmbeddingInfo>,
+    /// How its linear layers are stored, if not in floats.
+    pub quantization: Option<String>,
+    /// Bits of device memory for each of its weights, if it has any.
+    pub bits_per_weight: Option<f64>,
 }
 
 /// How a model's answers are parsed into reasoning, content and tool calls.

@@ -76,6 +76,10 @@ pub struct ModelArgs {
         hide_possible_values = true
     )]
     pub load_format: LoadFormat,
+    /// Format to which the linear layers of a model that is stored in floats are quantised at load, on a GPU: fp8 (8 bits, a
+    /// scale per output) [default: none; a model that is stored in 8 bits is served so]
+    #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true)]
+    pub quantization: Option<QuantizationArg>,
     /// Fields of the model's config.json to replace, as JSON; null removes a field
     #[arg(long, value_name = "JSON", value_parser = json::<HfOverrides>)]
     pub hf_overrides: Option<HfOverrides>,
@@ -271,6 +275,13 @@ pub enum LoadFormat {
     Safetensors,
     /// Only `*.gguf`.
     Gguf,
+}
+
+/// `--quantization`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum QuantizationArg {
+    /// Floats of 8 bits, E4M3.
+    Fp8,
 }
 
 /// `--kv-cache-dtype`.

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use plimsoll_core::Pooling;
-use plimsoll_model::{HfOverrides, ServeAs, Task};
+use plimsoll_model::{HfOverrides, OnlineQuantization, ServeAs, Task};
 use serde::Deserialize;
 
 use crate::args::values::json;
@@ -28,8 +28,8 @@ pub struct PoolingArgs {
 }
 
 impl PoolingArgs {
-    /// As the model is loaded, with these fields of its config.json.
-    pub fn serve_as(&self, hf_overrides: HfOverrides) -> ServeAs {
+    /// As the model is loaded, with these fields of its config.json and this format of its linear layers.
+    pub fn serve_as(&self, hf_overrides: HfOverrides, quantization: Option<OnlineQuantization>) -> ServeAs {
         let config = self.pooler_config.clone().unwrap_or_default();
         ServeAs {
             task: match self.runner {
@@ -43,6 +43,7 @@ impl PoolingArgs {
             }),
             normalize: config.normalize,
             hf_overrides,
+            quantization,
         }
     }
 }

@@ -171,7 +171,7 @@ fn report(result: Result<(), GpuError>) {
 /// The number format of stored weights that became bfloat16 as they were loaded.
 fn converted_from(path: &Path, settings: &EngineSettings, config: &ModelConfig) -> Option<&'static str> {
     match config.dtype {
-        _ if settings.is_dummy() => None,
+        _ if settings.is_dummy() || config.spec.quantization.is_some() => None,
         _ if path.is_file() => Some("GGUF"),
         Some(WeightType::F32) => Some("float32"),
         Some(WeightType::F16) => Some("float16"),

@@ -173,6 +173,10 @@ pub struct ModelFacts {
     pub groups: CacheGroups,
     /// Bytes of KV that a token takes while every layer keeps it.
     pub kv_bytes_per_token: u64,
+    /// How its linear layers are stored, if not in floats.
+    pub quantization: Option<String>,
+    /// Weights it has; `None` for a simulated model.
+    pub num_parameters: Option<u64>,
 }
 
 impl ModelFacts {
@@ -188,6 +192,8 @@ impl ModelFacts {
             }),
             groups: config.spec.cache_groups(),
             kv_bytes_per_token,
+            quantization: config.spec.quantization.name(),
+            num_parameters: Some(config.spec.num_parameters()),
         }
     }
 

@@ -60,6 +60,12 @@ impl SimBackend {
     }
 
     fn facts(&self) -> Result<ModelFacts, Error> {
+        if self.settings.serve_as.quantization.is_some() {
+            return Err(Error::configuration(
+                "--quantization",
+                "the simulated model has no weights",
+            ));
+        }
         let matryoshka = self.settings.serve_as.hf_overrides.matryoshka()?;
         let embedding: Option<EmbeddingConfig> = self.settings.serve_as.resolve(None)?;
         Ok(ModelFacts {
@@ -72,6 +78,8 @@ impl SimBackend {
             }),
             groups: self.spec().cache_groups(),
             kv_bytes_per_token: KV_BYTES_PER_TOKEN,
+            quantization: None,
+            num_parameters: None,
         })
     }
 }

@@ -240,6 +240,8 @@ pub(crate) struct ShapeKey {
     pub(crate) kv_bytes_per_token: u64,
     pub(crate) kv_cache_dtype: String,
     pub(crate) dtype: String,
+    /// How linear layers are stored on the device, if not as `dtype` says.
+    pub(crate) quantization: Option<String>,
     /// How rows are pooled, where there are no logits.
     pub(crate) pooling: Option<&'static str>,
     /// Devices that share the model.

@@ -29,6 +29,7 @@ fn key() -> Key {
         kv_bytes_per_token: 131_072,
         kv_cache_dtype: "auto".to_owned(),
         dtype: "auto".to_owned(),
+        quantization: None,
         pooling: None,
         ranks: 1,
     };
@@ -79,7 +80,7 @@ type Change = fn(&mut Key);
 
 #[test]
 fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
-    let changes: [(&str, Change); 19] = [
+    let changes: [(&str, Change); 20] = [
         ("build.bytes", |k| k.build.bytes = Some(1)),
         ("build.modified", |k| k.build.modified = None),
         ("build.version", |k| k.build.version = "0.0.1".to_owned()),
@@ -103,6 +104,9 @@ fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
             k.shape.max_num_batched_tokens = 1
         }),
         ("shape.max_num_seqs", |k| k.shape.max_num_seqs = 1),
+        ("shape.quantization", |k| {
+            k.shape.quantization = Some("FP8".to_owned())
+        }),
         ("shape.ranks", |k| k.shape.ranks = 2),
         ("device.threads", |k| k.device.threads = Some(2)),
     ];

@@ -60,6 +60,8 @@ mod tests {
                 }),
                 groups: CacheGroups::default(),
                 kv_bytes_per_token: 1,
+                quantization: None,
+                num_parameters: None,
             };
             let disabled = disabled(&facts, &settings(flags));
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()

@@ -48,6 +48,7 @@ pub(super) fn key(
         kv_bytes_per_token: facts.kv_bytes_per_token,
         kv_cache_dtype: format!("{:?}", settings.kv_cache_dtype),
         dtype: format!("{:?}", settings.dtype),
+        quantization: facts.quantization.clone(),
         pooling: facts.pooling().map(Pooling::name),
         ranks: 1,
     };

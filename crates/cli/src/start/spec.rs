@@ -63,6 +63,8 @@ pub(super) fn profile_spec(
     );
     spec.groups = facts.groups;
     spec.pooling = facts.pooling();
+    spec.quantization.clone_from(&facts.quantization);
+    spec.num_parameters = facts.num_parameters;
     spec.margins = Margins::scaled_to(total);
     spec.mem_fraction = settings.mem_fraction;
     spec.size = settings.kv_size;

@@ -7,7 +7,7 @@ use plimsoll_core::{BlockSize, PageId};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
-use plimsoll_kernels::{self as cpu, Activation};
+use plimsoll_kernels::{self as cpu, Activation, e4m3_to_f32};
 use rand::Rng;
 use rand::rngs::StdRng;
 
@@ -390,6 +390,40 @@ fn fused_random_weights() {
                 mean(&|i| first[i] * first[(i + 1) % len]).abs() < 2e-6,
                 "neighbours are independent"
             );
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn fused_random_weights_in_eight_bits() {
+    let gpu = gpu();
+    let kernels = FusedKernels::load(&gpu).unwrap();
+    for len in [1, 7, 8, 1000, 1_000_003] {
+        let out = guarded::<u8>(&gpu, len);
+        let to = out.slice().range(0..len);
+        let mut filled = |seed| {
+            kernels.fill_random_e4m3(to, seed, 4.0).unwrap();
+            written::<u8>(&gpu, &out, len)
+        };
+        let first = filled(5);
+        assert!(first == filled(5), "the same seed");
+        let other = filled(6);
+        if len > 100_000 {
+            let mean = |f: &dyn Fn(usize) -> f32| (0..len).map(|i| f64::from(f(i))).sum::<f64>() / len as f64;
+            let value = |codes: &[u8], i: usize| e4m3_to_f32(codes[i]);
+            let deviation = mean(&|i| value(&first, i).powi(2)).sqrt();
+            assert!(mean(&|i| value(&first, i)).abs() < 0.02, "mean");
+            assert!((deviation - 4.0).abs() < 0.05, "deviation {deviation}");
+            let product = mean(&|i| value(&first, i) * value(&other, i));
+            assert!(product.abs() < 0.1, "seeds are independent");
+            // What `bf16` weights of the same seed are, rounded.
+            let wide = guarded::<bf16>(&gpu, len);
+            kernels.fill_random(wide.slice().range(0..len), 6, 4.0).unwrap();
+            let wide = widen(&written::<bf16>(&gpu, &wide, len));
+            let near =
+                |(code, wide): (&u8, &f32)| (e4m3_to_f32(*code) - wide).abs() <= wide.abs() / 14.0 + 2e-3;
+            assert!(other.iter().zip(&wide).all(near), "the same values");
         }
     }
 }

@@ -2,6 +2,7 @@
 //! operations ([`Operations`]); loading, layouts and sums of memory visit the tensors ([`Visitor`]).
 
 mod attention;
+mod count;
 mod dense_mlp;
 mod formats;
 mod tensors;
@@ -13,7 +14,7 @@ pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use formats::check_formats;
 pub(crate) use tensors::{Matrix, Scope, Stack, Vector};
 
-use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat};
+use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};
 use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
 use crate::{DecoderSpec, OutputHead};
 
@@ -73,14 +74,8 @@ impl<E, L, V> Decoder<E, L, V> {
             }
             None => None,
         };
-        let embedding = visitor.embedding(&Matrix {
-            module: "model.embed_tokens".to_owned(),
-            outputs: vocab,
-            inputs: hidden,
-            // A table, and no linear layer.
-            format: MatrixFormat::Plain,
-        })?;
         let scope = Scope::new("", &spec.quantization);
+        let embedding = visitor.embedding(&scope.matrix(EMBEDDING, vocab, hidden))?;
         Ok(Self {
             rope_factors,
             head: match spec.head {

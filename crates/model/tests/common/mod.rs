@@ -3,6 +3,7 @@
 
 pub mod convert;
 pub mod embeddings;
+pub mod fp8;
 pub mod groups;
 pub mod malformed;
 pub mod requests;
@@ -21,20 +22,26 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 15] = [
+pub const MODELS: [&str; 21] = [
     "gemma3",
     "gemma3-vision",
     "llama",
+    "llama-fp8-block",
+    "llama-fp8-channel",
     "llama-linear-rope",
     "llama3-tied-bf16",
     "ministral3",
+    "ministral3-fp8",
     "mistral-window",
+    "phi3-fp8-tensor",
     "phi3-longrope",
     "phi3-longrope-short",
     "phi3-window",
     "qwen2",
+    "qwen2-fp8-tensor",
     "qwen2-window",
     "qwen3-f16",
+    "qwen3-fp8-block",
     "qwen3-sharded",
     "smollm3",
 ];
@@ -96,7 +103,7 @@ pub struct Case {
     pub prompt: Vec<TokenId>,
     /// Of the last (at most eight) positions of the prompt.
     pub last_logits: Vec<Vec<f32>>,
-    /// How far they are off in bf16, by norm, relative.
+    /// How far they are off in bf16, with inputs of layers in eight bits rounded to these too, by norm, relative.
     pub bf16_error: f64,
     pub greedy: Vec<TokenId>,
     /// Of each greedy token over the second best.

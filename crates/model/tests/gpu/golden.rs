@@ -8,14 +8,21 @@
 use plimsoll_core::{Executor, RunInput, TokenId};
 use plimsoll_model::cuda::GpuRunner;
 
+use crate::common::fp8::is_fp8;
 use crate::common::groups::{grouped, hits_past_the_window, serve_twice};
 use crate::common::*;
 use crate::reference::root_mean_square;
 use crate::setup::{MODELS, Setup, gpu, load, report};
 
-/// Against transformers in bf16: over all prompts of a model, and for the worst one.
-const WORSE_TOGETHER: f64 = 1.0;
-const WORSE_ALONE: f64 = 1.5;
+/// Against transformers in bf16: over all prompts of a model, and for the worst one. With layers in eight bits nearly all of
+/// the error is that of rounding their inputs, 1 to 3 % of the logits of these models; both round alike, but not the same
+/// numbers, so that ours is larger as often as smaller.
+fn worse(name: &str) -> (f64, f64) {
+    match is_fp8(name) {
+        false => (1.0, 1.5),
+        true => (1.4, 2.0),
+    }
+}
 
 /// Logits of the prompt's last positions, the prompt cut into chunks of `len`.
 fn in_chunks(runner: &mut GpuRunner, setup: &Setup, case: &Case, len: usize) -> Vec<f32> {
@@ -60,9 +67,10 @@ fn logits_are_as_close_to_transformers_as_bf16_allows() {
                 report(format_args!(
                     "{what}: {mean:.4}, transformers {together:.4}; {errors:.4?}"
                 ));
-                assert!(mean < WORSE_TOGETHER * together, "{what}: relative error {mean}");
+                let (worse_together, worse_alone) = worse(name);
+                assert!(mean < worse_together * together, "{what}: relative error {mean}");
                 assert!(
-                    errors.iter().all(|&error| error < WORSE_ALONE * worst),
+                    errors.iter().all(|&error| error < worse_alone * worst),
                     "{what}: {errors:?}"
                 );
             }

@@ -11,19 +11,25 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 use crate::common::{Oracle, golden_path, state_config};
 
 /// The tiny models whose heads have a size that the kernels know.
-pub(crate) const MODELS: [&str; 14] = [
+pub(crate) const MODELS: [&str; 20] = [
     "gemma3",
     "gemma3-vision",
     "llama",
+    "llama-fp8-block",
+    "llama-fp8-channel",
     "llama3-tied-bf16",
     "ministral3",
+    "ministral3-fp8",
     "mistral-window",
+    "phi3-fp8-tensor",
     "phi3-longrope",
     "phi3-longrope-short",
     "phi3-window",
     "qwen2",
+    "qwen2-fp8-tensor",
     "qwen2-window",
     "qwen3-f16",
+    "qwen3-fp8-block",
     "qwen3-sharded",
     "smollm3",
 ];

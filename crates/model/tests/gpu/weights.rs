@@ -7,17 +7,19 @@ use std::time::Instant;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device};
 use half::bf16;
-use plimsoll_core::Component;
+use plimsoll_core::{BlockSize, Component};
 use plimsoll_device::cuda::{Gpu, GpuOptions};
-use plimsoll_model::cuda::GpuModel;
+use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuStateShape};
 use plimsoll_model::{
-    DecoderSpec, HfOverrides, LoadFormat, LoadOptions, ModelConfig, ModelError, OutputHead, Progress,
+    DecoderSpec, HfOverrides, LoadFormat, LoadOptions, ModelConfig, ModelError, OnlineQuantization,
+    OutputHead, Progress, ServeAs,
 };
 use tempfile::TempDir;
 
 use crate::common::convert::*;
+use crate::common::fp8::{dequantised, is_fp8};
 use crate::common::*;
-use crate::setup::{MODELS, Setup};
+use crate::setup::{LIMITS, MODELS, Setup};
 
 fn load_to(gpu: &Gpu, path: &Path, format: LoadFormat) -> Result<Arc<GpuModel>, ModelError> {
     let options = LoadOptions {
@@ -85,8 +87,10 @@ fn golden_models_arrive_as_stored() {
         let options = LoadOptions::default();
         let model = GpuModel::load(&golden_path(name), options, &gpu, &mut progress).unwrap();
         assert!(last.total > 0 && last.done == last.total, "{name}: {last:?}");
-        let tensors = golden_tensors(name);
-        assert_contents(&model, &tensors, 0.0, name);
+        let tensors = dequantised(&golden_tensors(name));
+        // Elements times scales have more digits than bf16.
+        let tolerance = if is_fp8(name) { 1.0 / 256.0 } else { 0.0 };
+        assert_contents(&model, &tensors, tolerance, name);
         assert!(gpu.budget().meters().by_component.get(Component::Weights) > 0);
 
         if GGUF_MODELS.contains(&name) {
@@ -99,6 +103,101 @@ fn golden_models_arrive_as_stored() {
         }
     }
     assert_eq!(gpu.budget().meters().by_component.get(Component::Weights), 0);
+}
+
+fn quantising(format: LoadFormat) -> LoadOptions {
+    LoadOptions {
+        format,
+        serve_as: ServeAs {
+            quantization: Some(OnlineQuantization::Fp8),
+            ..ServeAs::default()
+        },
+        ..Default::default()
+    }
+}
+
+/// With a scale for each output; embedding and head stay in `bf16`. They take what was told.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn models_in_floats_are_quantised_at_load() {
+    let gpu = Gpu::open(0).unwrap();
+    for name in ["llama", "qwen3-f16", "phi3-window", "gemma3"] {
+        let options = quantising(LoadFormat::Auto);
+        let model = GpuModel::load(&golden_path(name), options, &gpu, &mut |_| ()).unwrap();
+        for (tensor, stored) in &golden_tensors(name) {
+            let is_layer = tensor.ends_with("_proj.weight");
+            let (Ok((_, cols)), Some(found)) = (stored.dims2(), model.tensor(tensor).unwrap()) else {
+                continue;
+            };
+            let stored = stored.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+            let want: Vec<f32> = stored.to_vec1().unwrap();
+            for (found, want) in found.chunks(cols).zip(want.chunks(cols)) {
+                let largest = want.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
+                let near = |(found, want): (&f32, &f32)| {
+                    let allowed = match is_layer {
+                        true => (want.abs() / 16.0).max(largest / 448.0 / 1024.0) * 1.0001,
+                        false => want.abs() / 256.0,
+                    };
+                    (found - want).abs() <= allowed
+                };
+                assert!(found.iter().zip(want).all(near), "{name}: {tensor}");
+            }
+        }
+        let shape = GpuStateShape {
+            limits: LIMITS,
+            block_size: BlockSize::new(16).unwrap(),
+            options: Default::default(),
+            serve_as: quantising(LoadFormat::Auto).serve_as,
+        };
+        let told = GpuFootprint::assumed(&golden_path(name), shape)
+            .unwrap()
+            .weights_bytes();
+        assert_eq!(
+            gpu.budget().meters().by_component.get(Component::Weights),
+            told,
+            "{name}"
+        );
+    }
+}
+
+/// The same random numbers, in fewer bits and less memory, whether the configuration or a flag says so.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn dummy_weights_in_eight_bits_keep_the_variance() {
+    let gpu = Gpu::open(0).unwrap();
+    let config = shape(2);
+    let stored = |fields: &str| {
+        format!(
+            "{}, \"quantization_config\": {{{fields}}}}}",
+            config.trim_end_matches('}')
+        )
+    };
+    let block = stored(r#""quant_method": "fp8", "weight_block_size": [128, 128]"#);
+    let tensor = stored(r#""quant_method": "fp8", "activation_scheme": "static""#);
+    let dummy = LoadFormat::Dummy { seed: 7 };
+    let plain = LoadOptions {
+        format: dummy,
+        ..Default::default()
+    };
+    for (config, options) in [
+        (&config, quantising(dummy)),
+        (&block, plain.clone()),
+        (&tensor, plain),
+    ] {
+        let directory = model_directory(config);
+        let model = GpuModel::load(directory.path(), options, &gpu, &mut |_| ()).unwrap();
+        let name = "model.layers.1.mlp.down_proj.weight";
+        let values = model.tensor(name).unwrap().unwrap();
+        let square: f64 = values.iter().map(|v| f64::from(*v).powi(2)).sum();
+        let deviation = (square / values.len() as f64).sqrt() * 14336_f64.sqrt();
+        assert!((deviation - 1.0).abs() < 0.02, "{config}: {deviation}");
+        let bytes = gpu.budget().meters().by_component.get(Component::Weights);
+        // Two layers of 218 million weights, and twice 525 million in bf16.
+        assert!(
+            (2_530_000_000..2_560_000_000).contains(&bytes),
+            "{config}: {bytes}"
+        );
+    }
 }
 
 #[test]

@@ -28,6 +28,10 @@ pub(crate) struct ModelCard<'a> {
     pub(crate) parent: Option<&'a str>,
     /// Maximum tokens of prompt and answer together.
     pub(crate) max_model_len: usize,
+    /// How its linear layers are stored; `null` in floats.
+    pub(crate) quantization: Option<&'a str>,
+    /// Bits of device memory for each weight; `null` for a simulated model.
+    pub(crate) bits_per_weight: Option<f64>,
 }
 
 /// The engine's health.

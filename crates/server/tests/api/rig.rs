@@ -411,6 +411,8 @@ impl Rig {
             tokenizer,
             defaults: setup.defaults,
             embedding: setup.embedding,
+            quantization: None,
+            bits_per_weight: None,
         };
         let state = AppState::new(
             engine,

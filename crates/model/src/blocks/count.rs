@@ -1,0 +1,69 @@
+use std::convert::Infallible;
+
+use super::{Decoder, Matrix, Stack, Vector, Visitor};
+use crate::DecoderSpec;
+
+impl DecoderSpec {
+    /// Elements of all weights: not the scales of those in eight bits, and an embedding that is the head too only once.
+    pub fn num_parameters(&self) -> u64 {
+        let mut count = Count(0);
+        let Ok(_) = Decoder::visit(self, &mut count);
+        count.0
+    }
+}
+
+struct Count(u64);
+
+impl Count {
+    fn add(&mut self, rows: usize, cols: usize) {
+        let elements = (rows as u64).saturating_mul(cols as u64);
+        self.0 = self.0.saturating_add(elements);
+    }
+}
+
+impl Visitor for Count {
+    type Vector = ();
+    type Linear = ();
+    type Embedding = ();
+    type Error = Infallible;
+
+    fn vector(&mut self, vector: &Vector) -> Result<(), Infallible> {
+        self.add(vector.len, 1);
+        Ok(())
+    }
+
+    fn optional_vector(&mut self, _: &Vector) -> Result<Option<()>, Infallible> {
+        Ok(None)
+    }
+
+    fn linear(&mut self, stack: &Stack) -> Result<(), Infallible> {
+        stack
+            .parts
+            .iter()
+            .for_each(|part| self.add(part.outputs, part.inputs));
+        stack.biases().for_each(|bias| self.add(bias.len, 1));
+        Ok(())
+    }
+
+    fn embedding(&mut self, table: &Matrix) -> Result<(), Infallible> {
+        self.add(table.outputs, table.inputs);
+        Ok(())
+    }
+
+    fn tied(&mut self, (): &()) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use crate::{HfOverrides, ModelConfig};
+
+    /// As its card says: 8,030,261,248.
+    #[test]
+    fn llama_3_1_8b_has_as_many_weights_as_it_says() {
+        let text = include_str!("../../tests/configs/Llama-3.1-8B-Instruct.json");
+        let config = ModelConfig::from_json(Path::new("config.json"), text, &HfOverrides::default()).unwrap();
+        assert_eq!(config.spec.num_parameters(), 8_030_261_248);
+    }
+}
