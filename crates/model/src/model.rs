@@ -205,3 +205,6 @@ impl Description {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -23,6 +23,7 @@ pub struct FusedKernels {
     qk_norm_rope_kv_write: [Function; 2],
     silu_mul: Function,
     gelu_tanh_mul: Function,
+    soft_cap: Function,
     gather_rows: Function,
     sum_rows: Function,
     fill_random: Function,
@@ -134,6 +135,7 @@ impl FusedKernels {
             ],
             silu_mul: module.function("silu_mul")?,
             gelu_tanh_mul: module.function("gelu_tanh_mul")?,
+            soft_cap: module.function("soft_cap")?,
             gather_rows: module.function("gather_rows")?,
             sum_rows: module.function("sum_rows")?,
             fill_random: module.function("fill_random")?,
@@ -375,6 +377,21 @@ impl FusedKernels {
             Activation::GeluTanh => &self.gelu_tanh_mul,
         };
         self.launch(kernel, launch, &args)
+    }
+
+    /// `cap × tanh(x / cap)` of every value, in place; `cap` is more than 0. Twin of [`soft_cap`](crate::soft_cap).
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn soft_cap(&self, x: GpuSlice<'_, f32>, cap: f32) -> Result<(), GpuError> {
+        assert!(cap > 0.0);
+        assert!(
+            x.ptr().is_multiple_of(16),
+            "values begin at a multiple of 16 bytes"
+        );
+        let args = [x.into(), (x.len() as u64).into(), cap.into()];
+        let blocks = x.len().div_ceil(256 * 4).min(self.gpu.info().sm_count * 16);
+        self.launch(&self.soft_cap, Launch::new([blocks as u32, 1, 1], 256), &args)
     }
 
     /// The given rows of `x`, `[tokens, n]`, into `out`, `[rows, n]`.

@@ -9,3 +9,4 @@ mod fused;
 mod linear;
 mod pool;
 mod sample;
+mod soft_cap;

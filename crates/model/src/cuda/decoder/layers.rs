@@ -4,8 +4,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeArgs, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, LinearOutput, Linears,
-    PrefillArgs,
+    DecodeArgs, GpuAttentionOptions, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope,
+    LinearOutput, Linears, PrefillArgs,
 };
 
 use super::{Decoder, StepState};
@@ -194,8 +194,13 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         self.decoder.fused.qk_norm_rope_kv_write(qkv, norm, rope, write)
     }
 
-    fn attend(&mut self, spec: &AttentionSpec) -> Result<(), GpuError> {
+    fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&GpuVector>) -> Result<(), GpuError> {
         let Self { input, state, .. } = *self;
+        let options = GpuAttentionOptions {
+            scale: spec.scale,
+            soft_cap: spec.soft_cap,
+            sinks: sinks.map(GpuVector::slice),
+        };
         let page = state.pages[self.layer];
         let (k, v) = state.layer_kv(page.column, spec);
         let (inputs, at) = (&state.inputs, self.kind().attention);
@@ -219,7 +224,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
                 out,
                 scratch: self.act.scratch,
                 counters: state.counters.slice(),
-                scale: spec.scale,
+                options,
             };
             self.decoder.decode.forward(&planners.decode, &args)?;
         }
@@ -235,7 +240,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
                 items: inputs.device(items),
                 out,
                 scratch: self.act.scratch,
-                scale: spec.scale,
+                options,
             };
             self.decoder.prefill.forward(&planners.prefill, plan, &args)?;
         }
