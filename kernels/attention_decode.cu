@@ -43,6 +43,8 @@ struct Args {
     int block_shift;  // log2 of the tokens of a block
     int window;       // tokens seen, the current one included
     float scale;      // times log2(e): weights are powers of two
+    float inner;      // of a soft cap: what products are multiplied by before `tanh_exp2`, whose results `scale` multiplies
+    const float* sinks;  // a logit of each query head that has no value, or null
 };
 
 constexpr int kRows = 16;  // query heads of a unit
@@ -107,7 +109,8 @@ struct Unit {
     int rows;  // query heads
 };
 
-template <int D>
+// Scores have a soft cap if `Capped`.
+template <int D, bool Capped>
 struct Decode {
     using S = Shape<D>;
     static constexpr int kSteps = D / 16;
@@ -306,7 +309,10 @@ struct Decode {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) weights[n][i] = (chains[0][n][i] + chains[1][n][i]) * args.scale;
+            for (int i = 0; i < 4; ++i) {
+                const float product = chains[0][n][i] + chains[1][n][i];
+                weights[n][i] = (Capped ? tanh_exp2(product * args.inner) : product) * args.scale;
+            }
         }
         const int key = first_key(unit, tile);
         if (key < unit.seen || key + kKeys > unit.end) {
@@ -401,7 +407,7 @@ struct Decode {
                 add(sum, weight, factor, part, states[w][row].y);
             }
             if (unit.splits == 1) {
-                store(unit, row, column, sum, weight);
+                store(unit, row, column, sum, largest, weight);
             } else {
                 store_partial(unit, unit.split, 0, row, column, sum, make_float2(largest, weight));
             }
@@ -466,7 +472,7 @@ struct Decode {
             if (again) {
                 store_partial(unit, first, 1, row, column, sum, make_float2(largest, weight));
             } else {
-                store(unit, row, column, sum, weight);
+                store(unit, row, column, sum, largest, weight);
             }
         }
     }
@@ -479,7 +485,10 @@ struct Decode {
         weight += factor * total;
     }
 
-    __device__ __forceinline__ void store(const Unit& unit, int row, int column, const float4& sum, float weight) const {
+    // The result of a whole context: here the sink counts, once.
+    __device__ __forceinline__ void store(const Unit& unit, int row, int column, const float4& sum, float largest,
+                                          float weight) const {
+        if (args.sinks != nullptr) weight += exp2_fast(args.sinks[unit.head + row] * kLog2E - largest);
         const float inverse = 1.0f / weight;
         bf16* to = args.out + (size_t(unit.first_row) * args.kv_heads * args.group + unit.head + row) * D + column;
         *reinterpret_cast<uint2*>(to) =
@@ -508,19 +517,23 @@ struct Decode {
 extern __shared__ __align__(128) char shared[];
 
 // Grid: any number of blocks.
-#define DECODE(D)                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) attention_decode_##D(                            \
+#define DECODE(NAME, D, CAPPED)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) NAME(                                            \
         const bf16* q, const bf16* k, const bf16* v, const Run* runs, const int* blocks, const Header* header,           \
         const Item* items, bf16* out, float* scratch, unsigned* counters, int q_stride, int kv_heads, int group,         \
-        int block_shift, int window, float scale) {                                                                      \
+        int block_shift, int window, float scale, float inner, const float* sinks) {                                     \
         __shared__ float2 states[Shape<D>::kWarps][kRows];                                                               \
         __shared__ unsigned arrived;                                                                                     \
-        const Args args = {q,       k,        v,        runs,     blocks, header,      items,  out,                      \
-                           scratch, counters, q_stride, kv_heads, group,  block_shift, window, scale};                   \
-        Decode<D>(args, shared)(states, arrived);                                                                        \
+        const Args args = {q,        k,     v,           runs,   blocks, header, items, out,  scratch,                    \
+                           counters, q_stride, kv_heads, group,  block_shift, window, scale, inner, sinks};              \
+        Decode<D, CAPPED>(args, shared)(states, arrived);                                                                \
     }
 
-DECODE(64)
-DECODE(96)
-DECODE(128)
-DECODE(256)
+DECODE(attention_decode_64, 64, false)
+DECODE(attention_decode_96, 96, false)
+DECODE(attention_decode_128, 128, false)
+DECODE(attention_decode_256, 256, false)
+DECODE(attention_decode_capped_64, 64, true)
+DECODE(attention_decode_capped_96, 96, true)
+DECODE(attention_decode_capped_128, 128, true)
+DECODE(attention_decode_capped_256, 256, true)

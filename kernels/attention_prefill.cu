@@ -23,7 +23,8 @@ struct Shape {
 };
 
 // By the matrix instructions of a warp, from compute capability 8.0 on. Keys and values take turns in a ring of tiles.
-template <int D>
+// Scores have a soft cap if `Capped`.
+template <int D, bool Capped>
 struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
     using S = Shape<D>;
     using Base = QueryTile<D, S::kRows>;
@@ -107,6 +108,7 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
             const int ahead = g < S::kGroups ? this->cache_row(key + 2 * S::kKeys + g * 8) : 0;
             if (!skip) {
                 score(warp.row, stage, weights);
+                if constexpr (Capped) warp.cap(args.inner, weights);
                 if (key + S::kKeys - 1 > lowest || key <= highest - args.window) warp.mask(*this, key, weights);
                 float factor[kM][2];
                 warp.soften(args.scale, weights, factor);
@@ -128,6 +130,7 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
         // Read anew rather than kept in registers all the time.
         const Base tile(args, blockIdx.y, HeadOfBlock());
         if (tile.item.partial < 0) {
+            warp.add_sinks(tile);
             warp.template write<S::kStride>(tile, sums, q_tile + warp.row * S::kStride);
         } else {
             warp.write_partial(tile, sums);
@@ -207,7 +210,9 @@ __device__ __forceinline__ void merge(const PrefillArgs& args, int head_dim, int
     largest = warp_max(largest);
     float total = 0.0f;
     for (int i = lane; i < count; i += kWarp) total += states[i * step + 1] * exp2_fast(states[i * step] - largest);
-    const float inverse = 1.0f / warp_sum(total);
+    total = warp_sum(total);
+    if (args.sinks != nullptr) total += args.sink(kv_head, item.row + row, largest);
+    const float inverse = 1.0f / total;
 
     const int token = args.token(item.row + row), head = item.row + row - token * args.group;
     bf16* out =
@@ -233,45 +238,57 @@ extern __shared__ __align__(16) char shared[];
 
 #define ARGS                                                                                                           \
     const bf16 *q, const bf16 *k, const bf16 *v, const Run *runs, const int *blocks, const Item *items, bf16 *out,      \
-        float *scratch, int q_stride, int kv_heads, int group, unsigned group_inverse, int block_shift, int window,  \
-        float scale, int work
-#define PACKED_ARGS \
-    PrefillArgs {                                                                                                       \
-        q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, group_inverse, block_shift, window, scale, \
-            work                                                                                                        \
+        float *scratch, int q_stride, int kv_heads, int group, unsigned group_inverse, int block_shift, int window,    \
+        float scale, float inner, const float *sinks, int work
+#define PACKED_ARGS                                                                                                    \
+    PrefillArgs {                                                                                                      \
+        q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, group_inverse, block_shift, window,     \
+            scale, inner, sinks, work                                                                                  \
     }
 
 // Grid: KV heads x items.
-#define PREFILL(D)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) attention_prefill_##D(ARGS) { \
-        pdl_wait();                                                                                   \
-        pdl_launch();                                                                                 \
-        PortablePrefill<D>(PACKED_ARGS, shared)();                                                            \
+#define PREFILL(NAME, D, CAPPED)                                                   \
+    extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) NAME(ARGS) { \
+        pdl_wait();                                                                \
+        pdl_launch();                                                              \
+        PortablePrefill<D, CAPPED>(PACKED_ARGS, shared)();                         \
     }
 
-PREFILL(64)
-PREFILL(96)
-PREFILL(128)
-PREFILL(256)
+PREFILL(attention_prefill_64, 64, false)
+PREFILL(attention_prefill_96, 96, false)
+PREFILL(attention_prefill_128, 128, false)
+PREFILL(attention_prefill_256, 256, false)
+PREFILL(attention_prefill_capped_64, 64, true)
+PREFILL(attention_prefill_capped_96, 96, true)
+PREFILL(attention_prefill_capped_128, 128, true)
+PREFILL(attention_prefill_capped_256, 256, true)
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define HOPPER_BODY(D) \
-    pdl_wait();        \
-    pdl_launch();      \
-    HopperPrefill<D>{PACKED_ARGS, *reinterpret_cast<HopperPrefill<D>::Shared*>(shared + (-shared_address(shared) & 1023))}();
+template <int D, bool Capped>
+__device__ __forceinline__ void hopper_prefill(const PrefillArgs& args) {
+    using Prefill = HopperPrefill<D, Capped>;
+    pdl_wait();
+    pdl_launch();
+    using Shared = typename Prefill::Shared;
+    Prefill{args, *reinterpret_cast<Shared*>(shared + (-shared_address(shared) & 1023))}();
+}
+#define HOPPER_BODY(D, CAPPED) hopper_prefill<D, CAPPED>(PACKED_ARGS);
 #else
-#define HOPPER_BODY(D)
+#define HOPPER_BODY(D, CAPPED)
 #endif
 
 // Grid: as many blocks as run at once; on compute capability 9.0 alone.
-#define HOPPER_PREFILL(D)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kHopperThreads, 1) attention_prefill_hopper_##D(ARGS) {   \
-        HOPPER_BODY(D)                                                                                     \
+#define HOPPER_PREFILL(NAME, D, CAPPED)                                                 \
+    extern "C" __global__ void __launch_bounds__(kHopperThreads, 1) NAME(ARGS) {        \
+        HOPPER_BODY(D, CAPPED)                                                          \
     }
 
-HOPPER_PREFILL(64)
-HOPPER_PREFILL(128)
-HOPPER_PREFILL(256)
+HOPPER_PREFILL(attention_prefill_hopper_64, 64, false)
+HOPPER_PREFILL(attention_prefill_hopper_128, 128, false)
+HOPPER_PREFILL(attention_prefill_hopper_256, 256, false)
+HOPPER_PREFILL(attention_prefill_hopper_capped_64, 64, true)
+HOPPER_PREFILL(attention_prefill_hopper_capped_128, 128, true)
+HOPPER_PREFILL(attention_prefill_hopper_capped_256, 256, true)
 
 // Grid: KV heads x merges x (rows of a tile / warps of a block).
 extern "C" __global__ void __launch_bounds__(256) attention_prefill_merge(ARGS, int head_dim, int tile_rows) {

@@ -503,6 +503,22 @@ ROPE_KERNEL(qk_norm_rope_scale_kv_write, true, true, 48)
 GLU_KERNEL(silu_mul, Activation::kSilu)
 GLU_KERNEL(gelu_tanh_mul, Activation::kGeluTanh)
 
+// x = cap * tanh(x / cap), of `len` values in place; x is 16-byte aligned. Its threads stride over the values.
+extern "C" __global__ void __launch_bounds__(256) soft_cap(float* x, uint64_t len, float cap) {
+    pdl_launch();
+    pdl_wait();
+    const float inverse = 1.0f / cap;
+    const auto capped = [&](float value) { return cap * tanhf(value * inverse); };
+    const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+    const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    float4* const quads = reinterpret_cast<float4*>(x);
+    for (uint64_t i = thread; i < len / 4; i += stride) {
+        const float4 v = quads[i];
+        quads[i] = make_float4(capped(v.x), capped(v.y), capped(v.z), capped(v.w));
+    }
+    if (thread < len % 4) x[len / 4 * 4 + thread] = capped(x[len / 4 * 4 + thread]);
+}
+
 // out[i] = x[rows[i]]. One block a row.
 extern "C" __global__ void __launch_bounds__(1024) gather_rows(const bf16* x, const int* rows, bf16* out, int n) {
     pdl_launch();

@@ -30,10 +30,18 @@ struct PrefillArgs {
     int block_shift;  // log2 of the tokens of a block
     int window;       // tokens seen, the current one included
     float scale;      // times log2(e): weights are powers of two
+    float inner;      // of a soft cap: what products are multiplied by before `tanh_exp2`, whose results `scale` multiplies
+    const float* sinks;  // a logit of each query head that has no value, or null
     int work;         // items x KV heads
 
     // Token of a row; exact for rows below 2^32 / group.
     __device__ __forceinline__ int token(int row) const { return group_inverse == 0 ? row : __umulhi(row, group_inverse); }
+
+    // What a sink adds to the weights of a run's row, relative to their maximum: to those of a whole result, once.
+    __device__ __forceinline__ float sink(int kv_head, int row, float maximum) const {
+        const int head = kv_head * group + row - token(row) * group;
+        return exp2_fast(sinks[head] * kLog2E - maximum);
+    }
 };
 
 // Floats of one partial result: the rows' sums, then maximum and sum of weights of each row.
@@ -123,6 +131,18 @@ struct WarpRows {
         }
     }
 
+    // Products become capped scores, to be multiplied by the scale.
+    __device__ __forceinline__ static void cap(float inner, Weights& weights) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) weights[m][n][i] = tanh_exp2(weights[m][n][i] * inner);
+            }
+        }
+    }
+
     // Scores of keys that a row does not see become -inf.
     __device__ __forceinline__ void mask(const Tile& tile, int key, Weights& weights) const {
         const int lane = threadIdx.x % kWarp;
@@ -193,6 +213,17 @@ struct WarpRows {
                 total[m][h] += __shfl_xor_sync(kAllLanes, total[m][h], 1);
                 total[m][h] += __shfl_xor_sync(kAllLanes, total[m][h], 2);
             }
+        }
+    }
+
+    // The sinks of a whole result.
+    __device__ __forceinline__ void add_sinks(const Tile& tile) {
+        if (tile.args.sinks == nullptr) return;
+        const int first = tile.item.row + row + threadIdx.x % kWarp / 4;
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) total[m][h] += tile.args.sink(tile.kv_head, first + m * 16 + h * 8, maximum[m][h]);
         }
     }
 

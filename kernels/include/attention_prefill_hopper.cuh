@@ -10,7 +10,8 @@ constexpr int kHopperThreads = 3 * 128;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-template <int D>
+// Scores have a soft cap if `Capped`.
+template <int D, bool Capped>
 struct HopperPrefill {
     using Tile = QueryTile<D, 128, int>;
     static constexpr int kKeys = D <= 128 ? 128 : 64;
@@ -22,6 +23,10 @@ struct HopperPrefill {
     static constexpr int kStride = D + 8;  // of results on their way out, which take the place of the queries
     static constexpr int kQueries = kConsumers * kGroupRows * kStride;
     static constexpr int kBuffers = D <= 128 ? 2 : 1;  // of queries
+    // Together what a launch of 384 threads with 168 registers each has.
+    static constexpr int kProducerRegisters = Capped && D > 128 ? 40 : 56;
+    static constexpr int kConsumerRegisters = Capped && D > 128 ? 232 : 224;
+    static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == 3 * 168, "registers of the warp groups");
     using Warp = WarpRows<Tile, 1, kKeys / 8>;
     using Weights = float[1][kKeys / 8][4];
     using Packed = uint32_t[kKeys / 16][4];
@@ -80,10 +85,10 @@ struct HopperPrefill {
         // The compiler must see that it is the same for all lanes.
         const int group = __shfl_sync(kAllLanes, threadIdx.x / kWarpGroup, 0);
         if (group == 0) {
-            give_registers<56>();
+            give_registers<kProducerRegisters>();
             produce();
         } else {
-            take_registers<224>();
+            take_registers<kConsumerRegisters>();
             consume(group - 1);
         }
     }
@@ -202,6 +207,7 @@ struct HopperPrefill {
         if (group_row >= count) return step;
         warp.finish_total();
         if (tile.item.partial < 0) {
+            warp.add_sinks(tile);
             group_sync(1 + group);
             warp.template write<kStride>(tile, sums, q + (warp.row - group_row) * kStride);
         } else {
@@ -271,6 +277,7 @@ struct HopperPrefill {
     __device__ __forceinline__ void soften(const Tile& tile, Warp& warp, int at, Weights& weights,
                                            float (&factor)[1][2]) const {
         const int key = at * kKeys;
+        if constexpr (Capped) warp.cap(args.inner, weights);
         if (key + kKeys - 1 > tile.position(warp.row) || key <= tile.position(warp.row + 15) - args.window) {
             warp.mask(tile, key, weights);
         }

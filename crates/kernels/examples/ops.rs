@@ -130,6 +130,8 @@ impl Bench {
         let options = AttentionOptions {
             scale: 0.125,
             window: None,
+            soft_cap: None,
+            sinks: None,
         };
         let kv = PagedKv { k: &k, v: &v, layout };
         let time = best(200, || {

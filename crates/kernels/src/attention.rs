@@ -27,14 +27,19 @@ const MAX_PARTIALS: usize = 32;
 
 /// What attention needs to know beside its tensors.
 #[derive(Clone, Copy, Debug)]
-pub struct AttentionOptions {
+pub struct AttentionOptions<'a> {
     /// Multiplies the scores, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
     /// Tokens seen, the current one included; `None` is all.
     pub window: Option<usize>,
+    /// Scores become `cap × tanh(score / cap)` before the softmax ([Gemma 2](https://arxiv.org/abs/2408.00118)).
+    pub soft_cap: Option<f32>,
+    /// `[heads]`: a logit of each query head that takes part in the softmax and has no value
+    /// ([gpt-oss](https://arxiv.org/abs/2508.10925)).
+    pub sinks: Option<&'a [f32]>,
 }
 
-impl AttentionOptions {
+impl AttentionOptions<'_> {
     /// First position that the token at `position` sees.
     fn first_seen(&self, position: usize) -> usize {
         self.window
@@ -53,7 +58,7 @@ pub fn attention<E: KvElement>(
     q: &[f32],
     kv: PagedKv<'_, E>,
     runs: &[RunMeta<'_>],
-    options: AttentionOptions,
+    options: AttentionOptions<'_>,
     out: &mut [f32],
     arena: &Arena,
 ) -> Result<(), Oom> {
@@ -65,7 +70,7 @@ fn attention_at<E: KvElement>(
     q: &[f32],
     kv: PagedKv<'_, E>,
     runs: &[RunMeta<'_>],
-    options: AttentionOptions,
+    options: AttentionOptions<'_>,
     out: &mut [f32],
     arena: &Arena,
 ) -> Result<(), Oom> {
@@ -81,6 +86,12 @@ fn attention_at<E: KvElement>(
         "q is not [tokens, heads, head_dim]"
     );
     assert_eq!(out.len(), q.len());
+    assert!(
+        options
+            .sinks
+            .is_none_or(|sinks| sinks.len() == group * layout.kv_heads),
+        "sinks are not [heads]"
+    );
     for run in runs {
         let lowest = options.first_seen(run.start);
         run.check(&layout, kv.k.len().min(kv.v.len()), lowest);
@@ -159,7 +170,7 @@ struct Job<'a, E> {
     q: &'a [f32],
     kv: PagedKv<'a, E>,
     runs: &'a [RunMeta<'a>],
-    options: AttentionOptions,
+    options: AttentionOptions<'a>,
     /// Query heads of one KV head.
     group: usize,
     /// Tokens of one query tile.
@@ -196,7 +207,7 @@ impl<'a, E: KvElement> Job<'a, E> {
         q: &'a [f32],
         kv: PagedKv<'a, E>,
         runs: &'a [RunMeta<'a>],
-        options: AttentionOptions,
+        options: AttentionOptions<'a>,
         group: usize,
         level: Level,
     ) -> Self {
@@ -323,7 +334,8 @@ impl<'a, E: KvElement> Job<'a, E> {
         for row in 0..item.tokens * self.group {
             // SAFETY: rows of different items are disjoint.
             let out = unsafe { out.part(self.row_offset(item, row), dim) };
-            let inverse = 1.0 / state.sum[row];
+            let sink = self.options.sinks.map(|sinks| sinks[self.head(item, row)]);
+            let inverse = 1.0 / state.total(row, sink, self.level);
             for (y, a) in out.iter_mut().zip(&state.acc[row * self.width..]) {
                 *y = a * inverse;
             }
@@ -342,8 +354,12 @@ impl<'a, E: KvElement> Job<'a, E> {
     /// Where a query row of an item starts in `q` and `out`.
     fn row_offset(&self, item: &Item<'_>, row: usize) -> usize {
         let token = item.run.first_row + item.first + row / self.group;
-        let head = item.kv_head * self.group + row % self.group;
-        (token * self.kv.layout.kv_heads * self.group + head) * self.kv.layout.head_dim
+        (token * self.kv.layout.kv_heads * self.group + self.head(item, row)) * self.kv.layout.head_dim
+    }
+
+    /// Query head of a row of an item.
+    fn head(&self, item: &Item<'_>, row: usize) -> usize {
+        item.kv_head * self.group + row % self.group
     }
 }
 

@@ -36,6 +36,7 @@ mod rope;
 mod sample;
 mod score;
 mod simd;
+mod soft_cap;
 #[cfg(test)]
 mod testing;
 
@@ -53,3 +54,4 @@ pub use rope::{QkNorm, QueryScale, qk_norm_rope_kv_write, rope_angles};
 pub use sample::{SampleError, apply_mask, sample, sample_scratch};
 pub use score::{ScoreRow, score};
 pub use simd::instruction_set;
+pub use soft_cap::soft_cap;

@@ -228,7 +228,18 @@ fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
     }
     spec.own_cache_layout()
         .map_err(|error| ModelError::config(path, format!("`sliding_window`: {error}")))?;
+    check_soft_cap(path, "final_logit_softcapping", spec.logit_soft_cap)?;
     check_norm(path, spec.final_norm)
+}
+
+fn check_soft_cap(path: &Path, field: &str, cap: Option<f32>) -> Result<(), ModelError> {
+    match cap.filter(|cap| !(cap.is_normal() && *cap > 0.0)) {
+        None => Ok(()),
+        Some(cap) => {
+            let message = format!("`{field}` is {cap}: a positive number caps, null does not");
+            Err(ModelError::config(path, message))
+        }
+    }
 }
 
 fn check_attention(path: &Path, attention: &AttentionSpec) -> Result<(), ModelError> {
@@ -256,6 +267,7 @@ fn check_attention(path: &Path, attention: &AttentionSpec) -> Result<(), ModelEr
             format!("`head_dim` is {head_dim}, which is odd"),
         ));
     }
+    check_soft_cap(path, "attn_logit_softcapping", attention.soft_cap)?;
     let Some(rope) = &attention.rope else {
         return Ok(());
     };

@@ -7,7 +7,7 @@ use plimsoll_core::{KvConfig, Oom};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
     AttentionOptions, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm, attention,
-    glu, qk_norm_rope_kv_write, rms_norm, rope_angles, sandwich_norm,
+    glu, qk_norm_rope_kv_write, rms_norm, rope_angles, sandwich_norm, soft_cap,
 };
 
 use crate::batch::Batch;
@@ -122,8 +122,29 @@ impl Decoder {
     }
 
     /// From normalised rows to logits, `[rows, vocab_size]`; none where the model is for embeddings.
-    pub(crate) fn head(&self) -> Option<&Linear> {
-        self.weights.head.as_deref()
+    pub(crate) fn head(&self) -> Option<Head<'_>> {
+        Some(Head {
+            linear: self.weights.head.as_deref()?,
+            soft_cap: self.spec.logit_soft_cap,
+        })
+    }
+}
+
+/// What makes logits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Head<'a> {
+    linear: &'a Linear,
+    soft_cap: Option<f32>,
+}
+
+impl Head<'_> {
+    /// From `[rows, hidden_size]` to `[rows, vocab_size]`.
+    pub(crate) fn forward(&self, normed: &[f32], logits: &mut [f32], arena: &Arena) -> Result<(), Oom> {
+        self.linear.forward(normed, logits, arena)?;
+        if let Some(cap) = self.soft_cap {
+            soft_cap(logits, cap);
+        }
+        Ok(())
     }
 }
 
@@ -243,10 +264,12 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         Ok(())
     }
 
-    fn attend(&mut self, spec: &AttentionSpec) -> Result<(), Oom> {
+    fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&Vec<f32>>) -> Result<(), Oom> {
         let options = AttentionOptions {
             scale: spec.scale,
             window: spec.window,
+            soft_cap: spec.soft_cap,
+            sinks: sinks.map(Vec::as_slice),
         };
         let page = self.pages[self.layer];
         let len = self.rows * spec.q_size();

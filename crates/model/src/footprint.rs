@@ -216,7 +216,7 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
         Ok(())
     }
 
-    fn attend(&mut self, spec: &AttentionSpec) -> Result<(), Boundless> {
+    fn attend(&mut self, spec: &AttentionSpec, _: Option<&()>) -> Result<(), Boundless> {
         attention_scratch(spec.head_dim, spec.heads / spec.kv_heads, self.arena).ok_or(Boundless)
     }
 

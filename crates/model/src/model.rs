@@ -219,3 +219,6 @@ impl Description {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

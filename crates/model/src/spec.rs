@@ -28,6 +28,8 @@ pub struct DecoderSpec {
     pub head: OutputHead,
     /// How the matrices of linear layers are stored.
     pub quantization: Quantization,
+    /// Logits become `cap × tanh(logit / cap)` (Gemma 2).
+    pub logit_soft_cap: Option<f32>,
 }
 
 /// One layer: a mixer of tokens, then an MLP, each of the norm of the residual stream.
@@ -35,7 +37,7 @@ pub struct DecoderSpec {
 pub struct LayerSpec {
     /// All norms of the layer.
     pub norm: NormSpec,
-    /// What the mixer and the MLP add to the residual stream is normalised too (Gemma 3).
+    /// What the mixer and the MLP add to the residual stream is normalised too (Gemma 2, Gemma 3).
     pub post_norms: bool,
     /// What lets tokens see each other.
     pub mixer: Mixer,
@@ -78,6 +80,10 @@ pub struct AttentionSpec {
     pub qkv_bias: bool,
     /// Multiplies the scores, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
+    /// Scores become `cap × tanh(score / cap)` before the softmax (Gemma 2).
+    pub soft_cap: Option<f32>,
+    /// Each query head has a learned logit that takes part in the softmax and has no value (gpt-oss).
+    pub sinks: bool,
     /// How q, k and v are stored.
     pub projections: Projections,
 }

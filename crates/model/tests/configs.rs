@@ -92,6 +92,7 @@ fn attention_summary(attention: &AttentionSpec) -> String {
     if attention.scale != (*head_dim as f32).sqrt().recip() {
         parts.push(format!("scale 1/{:.4}", attention.scale.recip()));
     }
+    parts.extend(attention.soft_cap.map(|cap| format!("soft cap {cap}")));
     for (is, name) in [
         (attention.qk_norm, "qk norm"),
         (attention.qkv_bias, "qkv bias"),
@@ -122,6 +123,8 @@ fn published_files_mean_what_they_say() {
         Qwen2.5-7B-Instruct => Qwen2, Own: 28 from 0: 28/4 x 128, theta 1000000, qkv bias
         Qwen3-8B => Qwen3, Own: 36 from 0: 32/8 x 128, theta 1000000, qk norm
         Qwen3-Embedding-0.6B => Qwen3, Tied: 28 from 0: 16/8 x 128, theta 1000000, qk norm
+        gemma-2-2b-it => Gemma2, Tied capped at 30: 13 from 0: 8/4 x 256, window 4096, theta 10000, soft cap 50; 13 from 1: 8/4 x 256, theta 10000, soft cap 50
+        gemma-2-27b-it => Gemma2, Tied capped at 30: 23 from 0: 32/16 x 128, window 4096, theta 10000, scale 1/12.0000, soft cap 50; 23 from 1: 32/16 x 128, theta 10000, scale 1/12.0000, soft cap 50
         gemma-3-270m-it => Gemma3, Tied: 15 from 0: 4/1 x 256, window 512, theta 10000, qk norm; 3 from 5: 4/1 x 256, theta 1000000, qk norm
         gemma-3-1b-it => Gemma3, Tied: 22 from 0: 4/1 x 256, window 512, theta 10000, qk norm; 4 from 5: 4/1 x 256, theta 1000000, qk norm
         gemma-3-4b-it => Gemma3, Tied: 29 from 0: 8/4 x 256, window 1024, theta 10000, qk norm; 5 from 5: 8/4 x 256, theta 1000000 linear 8, qk norm
@@ -147,7 +150,9 @@ fn published_files_mean_what_they_say() {
         let config = ModelConfig::from_json(&path, &text, &HfOverrides::default())
             .unwrap_or_else(|error| panic!("{name}: {error}"));
         let layers = summary(&config.spec);
-        let found = format!("{:?}, {:?}: {layers}", config.architecture, config.spec.head);
+        let cap = config.spec.logit_soft_cap;
+        let cap = cap.map_or(String::new(), |cap| format!(" capped at {cap}"));
+        let found = format!("{:?}, {:?}{cap}: {layers}", config.architecture, config.spec.head);
         assert_eq!(found, expected, "{name}");
     }
 }
@@ -224,6 +229,22 @@ fn unsupported_fields_are_named() {
             "mistral-window",
             json!({"sliding_window": 0}),
             "`sliding_window` is 0",
+        ),
+        ("gemma2", json!({"hidden_act": "gelu"}), "`hidden_act` is `gelu`"),
+        (
+            "gemma2",
+            json!({"attn_logit_softcapping": -1.0}),
+            "`attn_logit_softcapping` is -1",
+        ),
+        (
+            "gemma2",
+            json!({"final_logit_softcapping": 0.0}),
+            "`final_logit_softcapping` is 0",
+        ),
+        (
+            "gemma2",
+            json!({"sliding_window_pattern": 3}),
+            "Gemma2ForCausalLM has no such field here",
         ),
         ("gemma3", json!({"sliding_window": 0}), "`sliding_window` is 0"),
         (

@@ -101,10 +101,10 @@ fn metadata_is_handed_out_as_it_is() {
     assert!(config.spec.head == OutputHead::Tied && config.spec.layers[0].attention().qkv_bias);
 }
 
-/// What files of Gemma 3 do not say, as llama.cpp takes it.
+/// What files of Gemma 2 and 3 do not say, as llama.cpp takes it.
 #[test]
 fn absent_metadata_means_what_it_means_in_llama_cpp() {
-    let gemma3 = |layers: u64, more: &[(&str, MetaValue)]| {
+    let gemma = |name: &str, layers: u64, more: &[(&str, MetaValue)]| {
         let sizes = [
             ("block_count", layers),
             ("context_length", 131_072),
@@ -120,16 +120,16 @@ fn absent_metadata_means_what_it_means_in_llama_cpp() {
         let sizes = sizes.map(|(key, size)| (key, MetaValue::UInt(size)));
         let all = sizes.iter().chain([&eps]).chain(more);
         let mut metadata: Metadata = all
-            .map(|(key, value)| (format!("gemma3.{key}"), value.clone()))
+            .map(|(key, value)| (format!("{name}.{key}"), value.clone()))
             .collect();
-        let name = MetaValue::Str("gemma3".to_owned());
+        let name = MetaValue::Str(name.to_owned());
         metadata.insert("general.architecture".to_owned(), name);
         let path = Path::new("model.gguf");
         ModelConfig::from_gguf(path, &metadata, GgufTensors::default(), &HfOverrides::default()).unwrap()
     };
     let window = ("attention.sliding_window", MetaValue::UInt(1024));
     let base = ("rope.freq_base", MetaValue::Float(1e6));
-    let big = gemma3(62, &[window.clone(), base.clone()]).spec;
+    let big = gemma("gemma3", 62, &[window.clone(), base.clone()]).spec;
     for (index, attention) in big.attention().enumerate() {
         let slides = (index + 1) % 6 != 0;
         assert_eq!(attention.window, slides.then_some(1024), "layer {index}");
@@ -138,11 +138,28 @@ fn absent_metadata_means_what_it_means_in_llama_cpp() {
         // 27B's heads have 128 elements, but 5376 / 32 count.
         assert_eq!(attention.scale, 168_f32.sqrt().recip());
     }
-    let small = gemma3(18, &[window, base.clone()]).spec;
+    let small = gemma("gemma3", 18, &[window, base.clone()]).spec;
     assert_eq!(small.layers[0].attention().scale, 128_f32.sqrt().recip());
-    let full = gemma3(18, &[base]).spec;
+    let full = gemma("gemma3", 18, &[base]).spec;
     assert_eq!(full.ropes().len(), 1);
     assert!(full.attention().all(|attention| attention.window.is_none()));
+
+    let second = gemma("gemma2", 46, &[]).spec;
+    assert_eq!(second.logit_soft_cap, Some(30.0));
+    for (index, attention) in second.attention().enumerate() {
+        let slides = index % 2 == 0;
+        assert_eq!(attention.window, slides.then_some(4096), "layer {index}");
+        assert_eq!(attention.soft_cap, Some(50.0));
+        assert_eq!(attention.rope.as_ref().unwrap().theta, 1e4);
+        assert_eq!(attention.scale, 168_f32.sqrt().recip());
+    }
+    let cap = ("attn_logit_softcapping", MetaValue::Float(7.0));
+    let small = gemma("gemma2", 26, &[cap]).spec;
+    let attention = small.layers[1].attention();
+    assert_eq!(
+        (attention.soft_cap, attention.scale),
+        (Some(7.0), 128_f32.sqrt().recip())
+    );
 }
 
 #[test]

@@ -9,7 +9,7 @@ use plimsoll_kernels::cuda::{DecodeArgs, DecodeItem, DecodeKernels, GpuRun};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::{READ_BANDWIDTH, time_us};
+use crate::common::{READ_BANDWIDTH, plain, time_us};
 
 /// Bytes of cache that calls walk through before they begin again: more than any L2 holds.
 const PAST_L2: usize = 256 << 20;
@@ -137,7 +137,7 @@ fn run(gpu: &Gpu, kernels: &DecodeKernels, shape: &Shape) {
         out: out.slice(),
         scratch: scratch.slice(),
         counters: counters.slice(),
-        scale: 1.0 / (layout.head_dim as f32).sqrt(),
+        options: plain(layout.head_dim),
     };
     let us = time_us(gpu, rounds.max(4), |call| {
         kernels.forward(&planner, &args(call % rounds))

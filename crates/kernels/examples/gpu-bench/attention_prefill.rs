@@ -10,7 +10,7 @@ use plimsoll_kernels::cuda::{GpuRun, PrefillArgs, PrefillItem, PrefillKernels};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
+use crate::common::{BF16_RATE, READ_BANDWIDTH, plain, time_us};
 
 /// `count` runs of `len` tokens at the end of contexts of `context` tokens.
 struct Shape {
@@ -108,7 +108,7 @@ fn run(gpu: &Gpu, kernels: &PrefillKernels, shape: &Shape) {
         items: items.slice(),
         out: out.slice::<bf16>().range(0..tokens * width),
         scratch: scratch.slice(),
-        scale: 1.0 / (shape.head_dim as f32).sqrt(),
+        options: plain(shape.head_dim),
     };
     let us = time_us(gpu, 3, |_| kernels.forward(&planner, plan, &args));
 

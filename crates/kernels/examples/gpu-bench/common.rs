@@ -1,11 +1,21 @@
 //! Timing that all benchmarks share.
 
 use plimsoll_device::cuda::{Gpu, GpuError};
+use plimsoll_kernels::cuda::GpuAttentionOptions;
 
 /// Bytes per second one H200 reads, measured.
 pub(crate) const READ_BANDWIDTH: f64 = 4.04e12;
 /// Dense bf16 operations per second of one H200, measured on random data.
 pub(crate) const BF16_RATE: f64 = 790e12;
+
+/// Attention of most families.
+pub(crate) fn plain(head_dim: usize) -> GpuAttentionOptions<'static> {
+    GpuAttentionOptions {
+        scale: 1.0 / (head_dim as f32).sqrt(),
+        soft_cap: None,
+        sinks: None,
+    }
+}
 
 /// Median microseconds of one call of `op`, which gets the index of the call (to rotate buffers past the L2 cache):
 /// `calls` of them in one CUDA graph, replayed.

@@ -53,6 +53,16 @@ impl<'a> State<'a> {
             }
         }
     }
+
+    /// Sum of the weights of a row, that of its sink included, which counts once: here, not in parts.
+    pub(super) fn total(&self, row: usize, sink: Option<f32>, level: Level) -> f32 {
+        let (max, sum) = (self.max[row], self.sum[row]);
+        match sink {
+            // Without a weight there was no score that is a number.
+            Some(sink) if sum > 0.0 => sum + dispatch(level, Exp(sink - max)),
+            _ => sum,
+        }
+    }
 }
 
 struct Exp(f32);

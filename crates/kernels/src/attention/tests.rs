@@ -13,6 +13,8 @@ struct Case {
     heads: usize,
     layout: KvLayout,
     window: Option<usize>,
+    soft_cap: Option<f32>,
+    sinks: Option<Vec<f32>>,
     requests: Vec<Request>,
     blocks: usize,
 }
@@ -34,6 +36,11 @@ impl Case {
         };
         let heads = kv_heads * pick(rng, &[1, 2, 3, 7]);
         let window = [None, Some(1), Some(50), Some(700)][rng.random_range(0..4)];
+        let soft_cap = rng.random_bool(0.5).then(|| rng.random_range(0.5..4.0));
+        // From next to nothing to nearly all of the weight.
+        let sinks = rng
+            .random_bool(0.5)
+            .then(|| (0..heads).map(|_| rng.random_range(-5.0..9.0)).collect());
         let blocks = 3 + lengths
             .iter()
             .map(|&len| layout.block_size.blocks_for(len))
@@ -51,19 +58,34 @@ impl Case {
             heads,
             layout,
             window,
+            soft_cap,
+            sinks,
             requests,
             blocks,
         }
+    }
+
+    fn describe(&self) -> String {
+        let Self {
+            layout,
+            window,
+            soft_cap,
+            sinks,
+            ..
+        } = self;
+        format!("{layout:?} window {window:?} cap {soft_cap:?} sinks {sinks:?}")
     }
 
     fn width(&self) -> usize {
         (self.heads + 2 * self.layout.kv_heads) * self.layout.head_dim
     }
 
-    fn options(&self) -> AttentionOptions {
+    fn options(&self) -> AttentionOptions<'_> {
         AttentionOptions {
             scale: 1.0 / (self.layout.head_dim as f32).sqrt(),
             window: self.window,
+            soft_cap: self.soft_cap,
+            sinks: self.sinks.as_deref(),
         }
     }
 
@@ -128,10 +150,18 @@ impl Case {
             for head in 0..self.heads {
                 let dot = |(a, b): (&f32, &f32)| f64::from(*a) * f64::from(round(*b));
                 let key = |t| at(t, self.heads + head / group);
-                let score =
-                    |t| at(token, head).iter().zip(key(t)).map(dot).sum::<f64>() / (dim as f64).sqrt();
+                let score = |t| {
+                    let score =
+                        at(token, head).iter().zip(key(t)).map(dot).sum::<f64>() / (dim as f64).sqrt();
+                    self.soft_cap
+                        .map_or(score, |cap| f64::from(cap) * f64::tanh(score / f64::from(cap)))
+                };
                 let weights: Vec<f64> = (first..=token).map(|t| f64::exp(score(t))).collect();
-                let sum: f64 = weights.iter().sum();
+                let sink = self
+                    .sinks
+                    .as_ref()
+                    .map_or(0.0, |sinks| f64::exp(f64::from(sinks[head])));
+                let sum: f64 = weights.iter().sum::<f64>() + sink;
                 let value = |t| at(t, self.heads + self.layout.kv_heads + head / group);
                 out.extend((0..dim).map(|d| {
                     let weighted = |(i, w): (usize, &f64)| w * f64::from(round(value(first + i)[d]));
@@ -177,12 +207,7 @@ fn paged_chunked_and_batched_equal_whole_and_alone_to_the_bit_and_naive_nearly()
         let mut rng = rng(seed);
         let lengths: Vec<usize> = (0..3).map(|_| rng.random_range(1..160)).collect();
         let case = Case::random(&mut rng, &lengths);
-        let context = |r: usize| {
-            format!(
-                "seed {seed} request {r} {:?} window {:?}",
-                case.layout, case.window
-            )
-        };
+        let context = |r: usize| format!("seed {seed} request {r} {}", case.describe());
         let together = case.run::<f32>(Level::detect(), &case.random_steps(&mut rng));
         let halves = case.run::<f16>(Level::detect(), &case.random_steps(&mut rng));
         for (r, request) in case.requests.iter().enumerate() {
@@ -212,7 +237,7 @@ fn long_contexts_cross_splits_and_waves() {
         let whole = case.run::<f32>(Level::detect(), &case.whole(0));
         let steps = [vec![(0, 0, len - 1)], vec![(0, len - 1, 1)]];
         let stepped = case.run::<f32>(Level::detect(), &steps);
-        let context = format!("seed {seed} len {len} {:?} window {:?}", case.layout, case.window);
+        let context = format!("seed {seed} len {len} {}", case.describe());
         assert_same_bits(&stepped[0], &whole[0], &context);
         let row = case.heads * case.layout.head_dim;
         let naive = case.naive(&case.requests[0], |x| x);
@@ -240,6 +265,42 @@ fn instruction_sets_agree_to_the_bit() {
     }
 }
 
+/// Whatever the sink: next to a large one nothing is seen, and damage is not hidden by it.
+#[test]
+fn sinks_of_any_size() {
+    let layout = KvLayout {
+        kv_heads: 1,
+        head_dim: 2,
+        block_size: BlockSize::default(),
+    };
+    let size = layout.elements(1);
+    let attend = |key: f32, sink: f32| {
+        let sinks = [sink];
+        let run = RunMeta {
+            first_row: 0,
+            len: 1,
+            start: 0,
+            first_block: 0,
+            blocks: &[PageId(0)],
+        };
+        let options = AttentionOptions {
+            scale: 1.0,
+            window: None,
+            soft_cap: None,
+            sinks: Some(&sinks),
+        };
+        let (k, v) = (vec![key; size], vec![3.0; size]);
+        let kv = PagedKv { k: &k, v: &v, layout };
+        let mut out = [f32::NAN; 2];
+        attention(&[1.0; 2], kv, &[run], options, &mut out, &arena()).unwrap();
+        out
+    };
+    assert!(attend(50.0, 1e30)[0].abs() < 1e-30);
+    assert_eq!(attend(50.0, -1e30), [3.0; 2]);
+    assert_eq!(attend(50.0, 100.0), [1.5; 2]);
+    assert!(attend(f32::NAN, 1.0)[0].is_nan());
+}
+
 #[test]
 fn scratch_does_not_grow_with_the_context() {
     let used = |len: usize| {
@@ -263,6 +324,8 @@ fn scratch_does_not_grow_with_the_context() {
         let options = AttentionOptions {
             scale: 1.0,
             window: None,
+            soft_cap: None,
+            sinks: None,
         };
         let mut out = vec![f32::NAN; 64];
         let kv = PagedKv {

@@ -7,6 +7,7 @@ use super::state::{State, exp_one};
 use super::{Item, Job};
 use crate::kv::KvElement;
 use crate::simd::{Kernel, LANES, Simd, exp};
+use crate::soft_cap::soft_cap_lanes;
 
 /// Keys handled between two updates of the running maximum.
 pub(super) const TILE: usize = 64;
@@ -106,6 +107,14 @@ impl<E: KvElement> Kernel for Tile<'_, '_, '_, E> {
             } else {
                 let keys = self.gather_keys::<S>();
                 self.scores::<S, _>(&keys);
+            }
+            if let Some(cap) = self.job.options.soft_cap {
+                for lanes in self.workspace.scores[..rows * TILE].chunks_exact_mut(LANES) {
+                    S::store(
+                        lanes.as_mut_ptr(),
+                        soft_cap_lanes::<S>(S::load(lanes.as_ptr()), cap),
+                    );
+                }
             }
             self.softmax::<S>();
             if widen || self.job.width != layout.head_dim {

@@ -1,10 +1,8 @@
-use std::f32::consts::LOG2_E;
-
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::{AssumedGpu, GpuRun, HEAD_DIMS, load};
+use super::{AssumedGpu, GpuAttentionOptions, GpuRun, HEAD_DIMS, load};
 use crate::KvLayout;
 
 /// Keys that a warp takes at once; splits begin at multiples of it.
@@ -301,8 +299,8 @@ pub struct DecodeArgs<'a> {
     pub scratch: GpuSlice<'a, f32>,
     /// [`DecodePlanner::counters`], zero before the first launch, and again after each.
     pub counters: GpuSlice<'a, u32>,
-    /// Multiplies the scores, usually `1 / sqrt(head_dim)`.
-    pub scale: f32,
+    /// What becomes of the scores.
+    pub options: GpuAttentionOptions<'a>,
 }
 
 /// Attention of runs of one row over their cached context
@@ -310,8 +308,8 @@ pub struct DecodeArgs<'a> {
 #[derive(Debug)]
 pub struct DecodeKernels {
     gpu: Gpu,
-    /// For each of [`HEAD_DIMS`].
-    attention: [Function; HEAD_DIMS.len()],
+    /// For each of [`HEAD_DIMS`], without and with a soft cap.
+    attention: [[Function; 2]; HEAD_DIMS.len()],
 }
 
 impl DecodeKernels {
@@ -322,10 +320,12 @@ impl DecodeKernels {
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = load(gpu, "attention_decode")?;
         let function = |head_dim| {
-            let shape = Shape::new(head_dim);
-            let function = module.function(&format!("attention_decode_{head_dim}"))?;
-            function.allow_shared(shape.shared_bytes())?;
-            Ok::<_, GpuError>(function)
+            let named = |name: &str| {
+                let function = module.function(&format!("{name}_{head_dim}"))?;
+                function.allow_shared(Shape::new(head_dim).shared_bytes())?;
+                Ok::<_, GpuError>(function)
+            };
+            Ok::<_, GpuError>([named("attention_decode")?, named("attention_decode_capped")?])
         };
         let [a, b, c, d] = HEAD_DIMS.map(function);
         Ok(Self {
@@ -348,7 +348,7 @@ impl DecodeKernels {
         window: Option<usize>,
         max_runs: usize,
     ) -> Result<DecodePlanner, GpuError> {
-        let (shape, function) = self.shape(layout.head_dim);
+        let (shape, [function, _]) = self.shape(layout.head_dim);
         let per_sm = function.blocks_per_sm(shape.threads(), shape.shared_bytes())?;
         let slots = per_sm * self.gpu.info().sm_count;
         Ok(DecodePlanner::new(layout, heads, window, slots, max_runs))
@@ -381,7 +381,7 @@ impl DecodeKernels {
             "floats of scratch"
         );
         assert!(args.counters.len() >= planner.counters(), "counters");
-        assert!(args.scale > 0.0);
+        args.options.check(heads);
 
         let window = planner
             .window
@@ -402,9 +402,12 @@ impl DecodeKernels {
             (planner.group() as i32).into(),
             layout.block_size.tokens().ilog2().into(),
             window.into(),
-            (args.scale * LOG2_E).into(),
+            args.options.factor().into(),
+            args.options.inner().into(),
+            args.options.sinks().into(),
         ];
-        let (shape, function) = self.shape(layout.head_dim);
+        let (shape, functions) = self.shape(layout.head_dim);
+        let function = &functions[args.options.variant()];
         let launch = Launch::new([planner.grid() as u32, 1, 1], shape.threads() as u32)
             .shared(shape.shared_bytes())
             .pdl(true);
@@ -412,7 +415,7 @@ impl DecodeKernels {
         unsafe { self.gpu.launch(function, launch, &params) }
     }
 
-    fn shape(&self, head_dim: usize) -> (Shape, &Function) {
+    fn shape(&self, head_dim: usize) -> (Shape, &[Function; 2]) {
         let at = HEAD_DIMS.iter().position(|&dim| dim == head_dim);
         let at = at.expect("the planner has checked the head size");
         (Shape::new(head_dim), &self.attention[at])

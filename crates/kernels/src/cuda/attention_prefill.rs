@@ -1,12 +1,11 @@
 use std::cmp::Reverse;
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::{AssumedGpu, GpuRun, HEAD_DIMS, load};
+use super::{AssumedGpu, GpuAttentionOptions, GpuRun, HEAD_DIMS, load};
 use crate::KvLayout;
 
 /// Keys by which the planner measures work and cuts contexts; a multiple of what a kernel takes at once.
@@ -19,6 +18,8 @@ const LONG_SPLIT: usize = 16;
 /// keep to it.
 const PARTIALS_PER_SLOT: usize = 4;
 const MERGE_THREADS: usize = 256;
+/// Parameters of a kernel; the merge takes two more.
+const ATTENTION_PARAMS: usize = 18;
 
 /// One piece of the work list of [`PrefillKernels`], in device memory: query rows of one run and the keys they are attended
 /// over. `Item` of `kernels/attention_prefill.cu`.
@@ -250,8 +251,8 @@ pub struct PrefillArgs<'a> {
     pub out: GpuSlice<'a, bf16>,
     /// At least [`PrefillPlanner::scratch_floats`].
     pub scratch: GpuSlice<'a, f32>,
-    /// Multiplies the scores, usually `1 / sqrt(head_dim)`; more than 0.
-    pub scale: f32,
+    /// What becomes of the scores.
+    pub options: GpuAttentionOptions<'a>,
 }
 
 /// Causal grouped-query attention of runs of any length over the paged cache.
@@ -265,7 +266,8 @@ pub struct PrefillKernels {
 
 #[derive(Debug)]
 struct Kernel {
-    function: Function,
+    /// Without and with a soft cap.
+    functions: [Function; 2],
     shape: Shape,
 }
 
@@ -303,12 +305,16 @@ impl PrefillKernels {
         let attention = |head_dim| {
             let shape = Shape::fastest(head_dim, hopper);
             let name = match shape.persistent {
-                true => format!("attention_prefill_hopper_{head_dim}"),
-                false => format!("attention_prefill_{head_dim}"),
+                true => "attention_prefill_hopper",
+                false => "attention_prefill",
             };
-            let function = module.function(&name)?;
-            function.allow_shared(shape.shared)?;
-            Ok::<_, GpuError>(Kernel { function, shape })
+            let function = |variant: &str| {
+                let function = module.function(&format!("{name}{variant}_{head_dim}"))?;
+                function.allow_shared(shape.shared)?;
+                Ok::<_, GpuError>(function)
+            };
+            let functions = [function("")?, function("_capped")?];
+            Ok::<_, GpuError>(Kernel { functions, shape })
         };
         let [a, b, c, d] = HEAD_DIMS.map(attention);
         Ok(Self {
@@ -333,9 +339,7 @@ impl PrefillKernels {
         window: Option<usize>,
     ) -> Result<PrefillPlanner, GpuError> {
         let kernel = self.kernel(layout.head_dim);
-        let per_sm = kernel
-            .function
-            .blocks_per_sm(kernel.shape.threads, kernel.shape.shared)?;
+        let per_sm = kernel.functions[0].blocks_per_sm(kernel.shape.threads, kernel.shape.shared)?;
         let tiling = Tiling {
             rows: kernel.shape.rows,
             slots: per_sm * self.gpu.info().sm_count,
@@ -372,7 +376,7 @@ impl PrefillKernels {
             args.scratch.len() >= planner.scratch_floats(),
             "floats of scratch"
         );
-        assert!(args.scale > 0.0);
+        args.options.check(heads);
         let kernel = self.kernel(dim);
         assert_eq!(planner.tiling.rows, kernel.shape.rows, "another kernel's planner");
 
@@ -403,7 +407,9 @@ impl PrefillKernels {
             inverse.into(),
             layout.block_size.tokens().ilog2().into(),
             window.into(),
-            (args.scale * LOG2_E).into(),
+            args.options.factor().into(),
+            args.options.inner().into(),
+            args.options.sinks().into(),
             (work as i32).into(),
             // What only the merge takes.
             (dim as i32).into(),
@@ -414,11 +420,12 @@ impl PrefillKernels {
         } else {
             [kv_heads as u32, plan.items as u32, 1]
         };
+        let function = &kernel.functions[args.options.variant()];
         let launch = Launch::new(grid, kernel.shape.threads as u32)
             .shared(kernel.shape.shared)
             .pdl(true);
         // SAFETY: the arguments are those of the kernel; the caller keeps the memory and promises what it holds.
-        unsafe { self.gpu.launch(&kernel.function, launch, &params[..16])? };
+        unsafe { self.gpu.launch(function, launch, &params[..ATTENTION_PARAMS])? };
         if plan.merges == 0 {
             return Ok(());
         }

@@ -28,6 +28,7 @@ pub struct FusedKernels {
     silu_mul: GluKernels,
     gelu_tanh_mul: GluKernels,
     quantise: [Function; 3],
+    soft_cap: Function,
     gather_rows: Function,
     sum_rows: Function,
     fill_random: Function,
@@ -167,6 +168,7 @@ impl FusedKernels {
                 fp8: quantising("gelu_tanh_mul_fp8")?,
             },
             quantise: quantising("quantise_fp8")?,
+            soft_cap: module.function("soft_cap")?,
             gather_rows: module.function("gather_rows")?,
             sum_rows: module.function("sum_rows")?,
             fill_random: module.function("fill_random")?,
@@ -452,6 +454,21 @@ impl FusedKernels {
         let launch = Launch::new([(rows * blocks_per_row) as u32, 1, 1], threads as u32);
         let args = [gate_up.into(), out.into(), int(inner), int(blocks_per_row)];
         self.launch(&kernels.plain, launch, &args)
+    }
+
+    /// `cap × tanh(x / cap)` of every value, in place; `cap` is more than 0. Twin of [`soft_cap`](crate::soft_cap).
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    pub fn soft_cap(&self, x: GpuSlice<'_, f32>, cap: f32) -> Result<(), GpuError> {
+        assert!(cap > 0.0);
+        assert!(
+            x.ptr().is_multiple_of(16),
+            "values begin at a multiple of 16 bytes"
+        );
+        let args = [x.into(), (x.len() as u64).into(), cap.into()];
+        let blocks = x.len().div_ceil(256 * 4).min(self.gpu.info().sm_count * 16);
+        self.launch(&self.soft_cap, Launch::new([blocks as u32, 1, 1], 256), &args)
     }
 
     /// The given rows of `x`, `[tokens, n]`, into `out`, `[rows, n]`.

@@ -5,6 +5,7 @@
 //! indices in device memory (tokens, slots, block tables) are the caller's promise.
 
 mod attention_decode;
+mod attention_options;
 mod attention_prefill;
 mod fused;
 mod image;
@@ -13,6 +14,7 @@ mod meta;
 mod sample;
 
 pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
+pub use attention_options::GpuAttentionOptions;
 pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner};
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 pub use image::{check, has_images, load};

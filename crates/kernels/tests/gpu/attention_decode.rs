@@ -5,19 +5,21 @@ use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::cuda::{DecodeArgs, DecodeItem, DecodeKernels, DecodePlanner, GpuRun, HEAD_DIMS};
-use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, attention};
+use plimsoll_kernels::{KvLayout, PagedKv, RunMeta, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
-use crate::common::{Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen};
+use crate::common::{
+    Scores, Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen,
+};
 
 /// One step: runs of one row with other rows between them, and a cache that is NaN where no token is.
 struct Case {
     layout: KvLayout,
     heads: usize,
     window: Option<usize>,
-    scale: f32,
+    scores: Scores,
     runs: Vec<GpuRun>,
     blocks: Vec<i32>,
     rows: usize,
@@ -54,11 +56,13 @@ impl Case {
         runs.shuffle(rng);
         let row = heads * layout.head_dim;
         let q_stride = row + 8 * rng.random_range(0..5);
+        let scale = rng.random_range(0.5..4.0) / (layout.head_dim as f32).sqrt();
+        let scores = Scores::random(rng, heads, scale);
         let mut case = Self {
             layout,
             heads,
             window,
-            scale: rng.random_range(0.5..4.0) / (layout.head_dim as f32).sqrt(),
+            scores,
             runs,
             blocks: tables.blocks,
             rows,
@@ -109,21 +113,18 @@ impl Case {
             let start = self.first_seen(run);
             for head in 0..self.heads {
                 let at = |position| self.offset(run, head / self.group(), position);
-                let score = |position| {
+                let product = |position| {
                     let key = &self.k[at(position)..][..dim];
                     let products = self
                         .query(run, head)
                         .iter()
                         .zip(key)
                         .map(|(q, k)| q.to_f64() * k.to_f64());
-                    products.sum::<f64>() * f64::from(self.scale)
+                    products.sum::<f64>()
                 };
-                let scores: Vec<f64> = (start..end).map(score).collect();
-                let largest = scores.iter().copied().fold(f64::MIN, f64::max);
-                let total: f64 = scores.iter().map(|s| (s - largest).exp()).sum();
+                let products: Vec<f64> = (start..end).map(product).collect();
                 let mut row = vec![0.0; dim];
-                for (position, s) in (start..end).zip(&scores) {
-                    let weight = (s - largest).exp() / total;
+                for (position, weight) in (start..end).zip(self.scores.softmax(head, &products)) {
                     for (sum, value) in row.iter_mut().zip(&self.v[at(position)..]) {
                         *sum += weight * value.to_f64();
                     }
@@ -139,10 +140,11 @@ impl Case {
             layout,
             heads,
             window,
+            scores,
             ..
         } = self;
         let contexts: Vec<usize> = self.contexts().map(|(_, context)| context).collect();
-        let what = format!("{layout:?}, {heads} heads, window {window:?}, contexts {contexts:?}");
+        let what = format!("{layout:?}, {heads} heads, window {window:?}, {scores:?}, contexts {contexts:?}");
         assert_close(&what, &run(self), &self.reference(), tolerance);
     }
 
@@ -157,7 +159,8 @@ impl Case {
 /// A case in device memory.
 struct OnGpu {
     q_stride: usize,
-    scale: f32,
+    scores: Scores,
+    sinks: GpuSlab,
     q: GpuSlab,
     k: GpuSlab,
     v: GpuSlab,
@@ -186,7 +189,8 @@ impl OnGpu {
             scratch: poisoned::<f32>(gpu, planner.scratch_floats()),
             counters: upload(gpu, &vec![0u32; planner.counters()]),
             q_stride: case.q_stride,
-            scale: case.scale,
+            sinks: case.scores.upload(gpu),
+            scores: case.scores.clone(),
         }
     }
 
@@ -203,7 +207,7 @@ impl OnGpu {
             out: self.out.slice(),
             scratch: self.scratch.slice(),
             counters: self.counters.slice(),
-            scale: self.scale,
+            options: self.scores.on_gpu(&self.sinks),
         }
     }
 
@@ -291,10 +295,7 @@ fn on_cpu(case: &Case) -> Vec<f32> {
         v: &v,
         layout: case.layout,
     };
-    let options = AttentionOptions {
-        scale: case.scale,
-        window: case.window,
-    };
+    let options = case.scores.on_cpu(case.window);
     attention(&q, kv, &runs, options, &mut out, &arena).expect("room in the arena");
     out
 }
@@ -377,7 +378,7 @@ fn decode_attention_in_a_graph() {
     for contexts in [vec![1], vec![3000], vec![70; 4], vec![4000, 1, 600]] {
         let mut case = Case::new(&mut rng, layout, heads, None, &contexts);
         // What is part of the graph stays.
-        case.scale = large.scale;
+        case.scores = large.scores.clone();
         case.q_stride = large.q_stride;
         case.q = random(&mut rng, case.rows * case.q_stride);
         let other = OnGpu::new(&gpu, &case, &planner);

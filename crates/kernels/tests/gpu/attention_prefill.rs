@@ -5,12 +5,14 @@ use plimsoll_core::{BlockSize, PageId, Scratch};
 use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_device::{Arena, Budget};
 use plimsoll_kernels::cuda::{GpuRun, HEAD_DIMS, PrefillArgs, PrefillItem, PrefillKernels};
-use plimsoll_kernels::{AttentionOptions, KvLayout, PagedKv, RunMeta, attention};
+use plimsoll_kernels::{KvLayout, PagedKv, RunMeta, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
-use crate::common::{Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen};
+use crate::common::{
+    Scores, Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen,
+};
 
 /// One step: queries with padding beside and between the runs, and a cache that is NaN where no token is.
 #[derive(Debug)]
@@ -18,7 +20,7 @@ struct Case {
     heads: usize,
     layout: KvLayout,
     window: Option<usize>,
-    scale: f32,
+    scores: Scores,
     runs: Vec<GpuRun>,
     blocks: Vec<i32>,
     /// Blocks of the cache.
@@ -56,11 +58,12 @@ impl Case {
             rows += len;
         }
         let sharpness = [1.0, 8.0][rng.random_range(0..2)];
+        let scores = Scores::random(rng, heads, sharpness / (layout.head_dim as f32).sqrt());
         Self {
             heads,
             layout,
             window,
-            scale: sharpness / (layout.head_dim as f32).sqrt(),
+            scores,
             runs: metas,
             blocks: tables.blocks,
             total: tables.total,
@@ -146,15 +149,12 @@ impl Case {
         for head in 0..self.heads {
             let kv_head = head / (self.heads / self.layout.kv_heads);
             let q = &data.q[row * self.q_stride + head * dim..][..dim];
-            let score = |position| {
+            let product = |position| {
                 let k = &data.k[self.slot(run, kv_head, position)..][..dim];
-                let dot: f64 = q.iter().zip(k).map(|(a, b)| a.to_f64() * b.to_f64()).sum();
-                dot * f64::from(self.scale)
+                q.iter().zip(k).map(|(a, b)| a.to_f64() * b.to_f64()).sum()
             };
-            let scores: Vec<f64> = (first..=position).map(score).collect();
-            let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
-            let total: f64 = weights.iter().sum();
+            let products: Vec<f64> = (first..=position).map(product).collect();
+            let weights = self.scores.softmax(head, &products);
             let mut sum = vec![0.0; dim];
             for (i, weight) in weights.iter().enumerate() {
                 let v = &data.v[self.slot(run, kv_head, first + i)..][..dim];
@@ -162,7 +162,7 @@ impl Case {
                     .zip(v)
                     .for_each(|(sum, v)| *sum += weight * v.to_f64());
             }
-            out.extend(sum.iter().map(|sum| sum / total));
+            out.extend(sum);
         }
         out
     }
@@ -182,6 +182,7 @@ impl Case {
         );
         let scratch = poisoned::<f32>(gpu, planner.scratch_floats());
         let out = poisoned::<bf16>(gpu, self.rows * self.width());
+        let sinks = self.scores.upload(gpu);
         let args = PrefillArgs {
             q: q.slice().range(0..data.q.len()),
             q_stride: self.q_stride,
@@ -192,7 +193,7 @@ impl Case {
             items: items.slice().range(0..plan.entries()),
             out: out.slice().range(0..self.rows * self.width()),
             scratch: scratch.slice(),
-            scale: self.scale,
+            options: self.scores.on_gpu(&sinks),
         };
         kernels.forward(&planner, plan, &args).expect("launches");
         gpu.synchronize().expect("the kernels end");
@@ -230,10 +231,7 @@ impl Case {
             rows += len;
         }
         let arena = Arena::new(&Budget::new(1 << 32), Scratch::Growable).expect("an empty arena");
-        let options = AttentionOptions {
-            scale: self.scale,
-            window: self.window,
-        };
+        let options = self.scores.on_cpu(self.window);
         let kv = PagedKv {
             k: &k,
             v: &v,
@@ -256,8 +254,8 @@ impl Case {
         let mut is_covered = vec![false; self.rows];
         covered.iter().for_each(|&row| is_covered[row] = true);
         let what = format!(
-            "{} heads, {:?}, window {:?}, scale {}, {:?}",
-            self.heads, self.layout, self.window, self.scale, self.runs
+            "{} heads, {:?}, window {:?}, {:?}, {:?}",
+            self.heads, self.layout, self.window, self.scores, self.runs
         );
         for (row, values) in out.chunks_exact(self.width()).enumerate() {
             if is_covered[row] {

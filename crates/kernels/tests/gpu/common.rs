@@ -4,6 +4,8 @@ use half::bf16;
 use plimsoll_core::{BlockSize, Component};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_kernels::AttentionOptions;
+use plimsoll_kernels::cuda::GpuAttentionOptions;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -55,6 +57,73 @@ pub(crate) fn poisoned<T: Pod>(gpu: &Gpu, len: usize) -> GpuSlab {
 pub(crate) fn download<T: Pod>(gpu: &Gpu, slab: &GpuSlab, len: usize) -> Vec<T> {
     gpu.download(slab.slice::<T>().range(0..len))
         .expect("a copy from the GPU")
+}
+
+/// What becomes of attention's scores.
+#[derive(Clone, Debug)]
+pub(crate) struct Scores {
+    pub(crate) scale: f32,
+    pub(crate) soft_cap: Option<f32>,
+    pub(crate) sinks: Option<Vec<f32>>,
+}
+
+impl Scores {
+    /// Plain ones, and such with a soft cap, sinks or both.
+    pub(crate) fn random(rng: &mut StdRng, heads: usize, scale: f32) -> Self {
+        let soft_cap = [None, None, Some(0.7), Some(50.0)][rng.random_range(0..4)];
+        // From next to nothing to nearly all of the weight.
+        let sinks = (0..heads).map(|_| rng.random_range(-5.0..10.0)).collect();
+        Self {
+            scale,
+            soft_cap,
+            sinks: rng.random_bool(0.5).then_some(sinks),
+        }
+    }
+
+    /// Weights of the products of a query of `head` with keys: the softmax in f64.
+    pub(crate) fn softmax(&self, head: usize, products: &[f64]) -> Vec<f64> {
+        let score = |product: &f64| {
+            let score = product * f64::from(self.scale);
+            self.soft_cap
+                .map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+        };
+        let scores: Vec<f64> = products.iter().map(score).collect();
+        let sink = self.sinks.as_ref().map(|sinks| f64::from(sinks[head]));
+        let largest = scores
+            .iter()
+            .copied()
+            .chain(sink)
+            .fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = scores
+            .iter()
+            .copied()
+            .chain(sink)
+            .map(|s| (s - largest).exp())
+            .sum();
+        scores.iter().map(|s| (s - largest).exp() / total).collect()
+    }
+
+    pub(crate) fn on_cpu(&self, window: Option<usize>) -> AttentionOptions<'_> {
+        AttentionOptions {
+            scale: self.scale,
+            window,
+            soft_cap: self.soft_cap,
+            sinks: self.sinks.as_deref(),
+        }
+    }
+
+    /// The sinks in device memory, for [`Self::on_gpu`].
+    pub(crate) fn upload(&self, gpu: &Gpu) -> GpuSlab {
+        upload(gpu, self.sinks.as_deref().unwrap_or_default())
+    }
+
+    pub(crate) fn on_gpu<'a>(&self, sinks: &'a GpuSlab) -> GpuAttentionOptions<'a> {
+        GpuAttentionOptions {
+            scale: self.scale,
+            soft_cap: self.soft_cap,
+            sinks: (self.sinks.as_ref()).map(|values| sinks.slice().range(0..values.len())),
+        }
+    }
 }
 
 /// First position that anyone sees of a run of `len` rows that ends at `context`.

@@ -10,3 +10,4 @@ mod fused;
 mod linear;
 mod pool;
 mod sample;
+mod soft_cap;

@@ -24,7 +24,10 @@ pub(super) const FAMILY: Family = Family {
             config.hidden_activation.as_deref(),
             "gelu_pytorch_tanh",
         )?;
-        let (window, slides) = (window(config)?, sliding_layers(config)?);
+        let (window, slides) = (
+            window(config)?,
+            sliding_layers(config, config.sliding_window_pattern.unwrap_or(0))?,
+        );
         let local = Arc::new(rope::local(config)?);
         let mut spec = decoder(config, |index, layer| {
             (layer.norm.unit_offset, layer.post_norms) = (true, true);

@@ -1,5 +1,6 @@
 //! One short file per family: its names, the fields of its configuration, and how they map to a [`DecoderSpec`].
 
+mod gemma2;
 mod gemma3;
 mod llama;
 mod ministral3;
@@ -26,6 +27,8 @@ use crate::spec::{
 /// A supported family of models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Architecture {
+    /// Gemma 2.
+    Gemma2,
     /// Gemma 3, text.
     Gemma3,
     /// Llama 2, 3, 3.x, SmolLM2 and everything else that calls itself Llama.
@@ -62,11 +65,12 @@ struct Family {
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
         Self::Qwen3,
+        Self::Gemma2,
         Self::Gemma3,
         Self::Ministral3,
         Self::Phi3,
@@ -75,6 +79,7 @@ impl Architecture {
 
     fn family(self) -> Family {
         match self {
+            Self::Gemma2 => gemma2::FAMILY,
             Self::Gemma3 => gemma3::FAMILY,
             Self::Llama => llama::FAMILY,
             Self::Ministral3 => ministral3::FAMILY,
@@ -174,6 +179,7 @@ fn decoder(config: &RawConfig, change: impl Fn(usize, &mut LayerSpec)) -> Result
             _ => OutputHead::Own,
         },
         quantization: config.quantization.clone(),
+        logit_soft_cap: None,
     })
 }
 
@@ -196,6 +202,8 @@ fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
             qk_norm: false,
             qkv_bias: false,
             scale: 1.0 / (head_dim as f32).sqrt(),
+            soft_cap: None,
+            sinks: false,
             projections: Projections::Separate,
         }),
         mlp: Mlp::Dense(DenseMlpSpec {
@@ -221,10 +229,9 @@ fn check_layer_types(config: &RawConfig, is_sliding: impl Fn(usize) -> bool) -> 
 const SLIDING: &str = "sliding_attention";
 const FULL: &str = "full_attention";
 
-/// Which layers have a window, of a family in which all but every n-th have one unless `layer_types` says otherwise.
-fn sliding_layers(config: &RawConfig) -> Result<Vec<bool>, ModelError> {
+/// Which layers have a window, of a family in which all but every n-th have one (0: all) unless `layer_types` says otherwise.
+fn sliding_layers(config: &RawConfig, every: usize) -> Result<Vec<bool>, ModelError> {
     let Some(kinds) = &config.layer_types else {
-        let every = config.sliding_window_pattern.unwrap_or(0);
         return Ok((1..=config.num_hidden_layers)
             .map(|layer| every == 0 || layer % every != 0)
             .collect());

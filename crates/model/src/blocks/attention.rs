@@ -9,6 +9,8 @@ pub(crate) struct Attention<L, V> {
     pub(crate) qkv: L,
     /// Of the heads of q and of k.
     qk_norm: Option<[V; 2]>,
+    /// A logit of each query head that has no value.
+    sinks: Option<V>,
     pub(crate) output: L,
     /// Of what is added to the residual stream.
     pub(super) post_norm: Option<V>,
@@ -52,6 +54,10 @@ impl<L, V> Attention<L, V> {
                     visitor.vector(&norm(own.name("k_norm.weight"), spec.head_dim))?,
                 ]),
             },
+            sinks: match spec.sinks {
+                false => None,
+                true => Some(visitor.vector(&Vector::plain(own.name("sinks"), spec.heads))?),
+            },
             output: visitor.linear(&Stack::new(vec![own.matrix("o_proj", hidden, q)]))?,
             post_norm: match layer.post_norms {
                 false => None,
@@ -84,7 +90,7 @@ impl<L, V> Attention<L, V> {
         step: &mut O,
     ) -> Result<(), O::Error> {
         let attention = layer.attention();
-        step.attend(attention)?;
+        step.attend(attention, self.sinks.as_ref())?;
         if is_last {
             step.keep_given(attention)?;
         }

@@ -171,7 +171,7 @@ pub(crate) trait Operations<L, V> {
     fn write_kv(&mut self, layer: &LayerSpec, qk_norm: Option<&[V; 2]>) -> Result<(), Self::Error>;
 
     /// From q and the layer's cache to what is attended.
-    fn attend(&mut self, attention: &AttentionSpec) -> Result<(), Self::Error>;
+    fn attend(&mut self, attention: &AttentionSpec, sinks: Option<&V>) -> Result<(), Self::Error>;
 
     /// Rows of the step that are given out.
     fn rows_given(&self) -> usize;

@@ -98,9 +98,6 @@ impl<'a> GgufFields<'a> {
         for field in ["expert_count", "nextn_predict_layers", "attention.kv_lora_rank"] {
             self.only(field, &[0.0])?;
         }
-        for field in ["attn_logit_softcapping", "final_logit_softcapping"] {
-            self.only(field, &[0.0])?;
-        }
         for field in [
             "logit_scale",
             "residual_scale",
@@ -110,6 +107,10 @@ impl<'a> GgufFields<'a> {
             self.only(field, &[1.0, 0.0])?;
         }
         let own = architecture.fields();
+        let caps = ["attn_logit_softcapping", "final_logit_softcapping"];
+        for field in caps.iter().filter(|&&field| !own.contains_key(field)) {
+            self.only(field, &[0.0])?;
+        }
         let hidden_size = self.required_size("embedding_length")?;
         let heads = self.required_size("attention.head_count")?;
         let layers = self.required_size("block_count")?;
@@ -150,15 +151,24 @@ impl<'a> GgufFields<'a> {
         }) else {
             unreachable!("it is written as an object")
         };
-        if architecture == Architecture::Gemma3 {
+        let layers_of_27b = match architecture {
+            Architecture::Gemma2 => Some(46),
+            Architecture::Gemma3 => Some(62),
+            _ => None,
+        };
+        if let Some(layers_of_27b) = layers_of_27b {
             // llama.cpp too knows 27B, whose heads are smaller than its scale says, by its layers.
-            let is_27b = layers == 62;
+            let is_27b = layers == layers_of_27b;
             let scalar = if is_27b {
                 hidden_size / heads.max(1)
             } else {
                 head_dim
             };
             values.insert("query_pre_attn_scalar".to_owned(), scalar.into());
+        }
+        if architecture == Architecture::Gemma2 && window.is_none() {
+            // Early files do not say; llama.cpp then takes the family's.
+            values.remove("sliding_window");
         }
         if is_partial {
             let partial = rotated as f64 / head_dim.max(1) as f64;
@@ -173,7 +183,12 @@ impl<'a> GgufFields<'a> {
             original.map(|tokens| ("original_max_position_embeddings", json!(tokens))),
             (self.float("rope.freq_base_swa")?).map(|base| ("rope_local_base_freq", json!(base))),
         ];
-        for (field, value) in optional.into_iter().flatten() {
+        let caps = caps.map(|field| Ok((field, self.float(field)?)));
+        let caps = caps.into_iter().collect::<Result<Vec<_>, ModelError>>()?;
+        let caps = caps
+            .into_iter()
+            .filter_map(|(field, cap)| Some((field, json!(cap?))));
+        for (field, value) in optional.into_iter().flatten().chain(caps) {
             if own.contains_key(field) {
                 values.insert(field.to_owned(), value);
             }

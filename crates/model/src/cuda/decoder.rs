@@ -213,7 +213,7 @@ impl Decoder {
         if input.samples > 0 {
             let found = given.range(0..input.samples * vocab);
             let rows = normed.range(0..input.samples * width);
-            self.linears.forward_f32(rows, &head.linear, found)?;
+            self.logits(head, rows, found)?;
             match logits {
                 Some(out) => *out = self.gpu.download(found)?,
                 None if input.deferred.is_some() => {}

@@ -62,6 +62,12 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
         let local = sliding.and_then(|attention| attention.rope.as_deref());
         add("rope.freq_base_swa", float(local.unwrap().theta));
     }
+    if let Some(cap) = attention.soft_cap {
+        add("attn_logit_softcapping", Value::F32(cap));
+    }
+    if let Some(cap) = spec.logit_soft_cap {
+        add("final_logit_softcapping", Value::F32(cap));
+    }
     let text = |text: &str| Value::String(text.to_owned());
     match rope.scaling {
         RopeScaling::Linear { factor } => {
@@ -126,7 +132,7 @@ pub fn write(path: &Path, metadata: &[(String, Value)], tensors: &[(String, QTen
 
 /// The renaming of gguf-py's tensor_mapping.py for these families.
 pub fn gguf_name(architecture: &str, name: &str) -> String {
-    const GEMMA3: [(&str, &str); 3] = [
+    const GEMMA: [(&str, &str); 3] = [
         ("post_attention_layernorm", "post_attention_norm"),
         ("pre_feedforward_layernorm", "ffn_norm"),
         ("post_feedforward_layernorm", "post_ffw_norm"),
@@ -150,7 +156,10 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         ("mlp.gate_up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
     ];
-    let own: &[_] = if architecture == "gemma3" { &GEMMA3 } else { &[] };
+    let own: &[_] = match architecture {
+        "gemma2" | "gemma3" => &GEMMA,
+        _ => &[],
+    };
     let parts = own.iter().chain(&ALL);
     parts.fold(name.to_owned(), |name, (hf, gguf)| name.replace(hf, gguf))
 }
@@ -186,7 +195,7 @@ pub fn converted(
         let tensor = match architecture {
             "llama" | "mistral3" | "smollm3" if rotated => permute(&tensor, heads),
             // `norm_shift`: Gemma's norms are stored less 1.
-            "gemma3" if name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
+            "gemma2" | "gemma3" if name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
             _ => tensor,
         };
         let dtype = if tensor.rank() == 2 { dtype } else { GgmlDType::F32 };

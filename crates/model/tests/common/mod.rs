@@ -22,7 +22,8 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 21] = [
+pub const MODELS: [&str; 22] = [
+    "gemma2",
     "gemma3",
     "gemma3-vision",
     "llama",
@@ -47,7 +48,8 @@ pub const MODELS: [&str; 21] = [
 ];
 
 /// Those that GGUF files can hold, which tell of no window that begins at a layer and of no scale of Gemma's attention.
-pub const GGUF_MODELS: [&str; 13] = [
+pub const GGUF_MODELS: [&str; 14] = [
+    "gemma2",
     "gemma3",
     "llama",
     "llama-linear-rope",
@@ -64,7 +66,8 @@ pub const GGUF_MODELS: [&str; 13] = [
 ];
 
 /// Those with windows, which all but the shortest prompts leave.
-pub const WINDOW_MODELS: [&str; 5] = [
+pub const WINDOW_MODELS: [&str; 6] = [
+    "gemma2",
     "gemma3",
     "gemma3-vision",
     "mistral-window",
@@ -73,7 +76,8 @@ pub const WINDOW_MODELS: [&str; 5] = [
 ];
 
 /// Those with golden vectors.
-pub const VECTOR_MODELS: [&str; 10] = [
+pub const VECTOR_MODELS: [&str; 11] = [
+    "gemma2",
     "gemma3",
     "llama",
     "llama-linear-rope",

@@ -11,7 +11,8 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 use crate::common::{Oracle, golden_path, state_config};
 
 /// The tiny models whose heads have a size that the kernels know.
-pub(crate) const MODELS: [&str; 20] = [
+pub(crate) const MODELS: [&str; 21] = [
+    "gemma2",
     "gemma3",
     "gemma3-vision",
     "llama",

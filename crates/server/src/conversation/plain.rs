@@ -1,4 +1,5 @@
-//! Tools for models whose chat template does not show them: described in a system message, calls and results as text.
+//! Tools for models whose chat template does not show them: described in a system message, or in the user's first where the
+//! template shows none; calls and results as text.
 
 use std::borrow::Cow;
 
@@ -58,10 +59,24 @@ pub(super) fn for_template<'a>(
                 let before = system["content"].as_str().unwrap_or_default();
                 system["content"] = json!(format!("{before}\n\n{text}"));
             }
-            None => described.insert(0, json!({ "role": "system", "content": text })),
+            None if template.shows_system() => {
+                described.insert(0, json!({ "role": "system", "content": text }));
+            }
+            None => match described.iter_mut().find(|message| message["role"] == "user") {
+                Some(user) => put_before(&mut user["content"], &text),
+                None => described.insert(0, json!({ "role": "user", "content": text })),
+            },
         }
     }
     (Cow::Owned(described), &[])
+}
+
+/// Puts a text before a message's content, which is a text or a list of parts.
+fn put_before(content: &mut Value, text: &str) {
+    match content {
+        Value::Array(parts) => parts.insert(0, json!({ "type": "text", "text": text })),
+        other => *other = json!(format!("{text}\n\n{}", other.as_str().unwrap_or_default())),
+    }
 }
 
 /// A result as text of the user.

@@ -34,6 +34,7 @@ pub struct ChatTemplate {
     content: ContentFormat,
     tools: ToolPlace,
     shows_calls: bool,
+    shows_system: bool,
 }
 
 /// Where a template reads the tools.
@@ -97,10 +98,12 @@ impl ChatTemplate {
             content: ContentFormat::Text,
             tools: ToolPlace::Nowhere,
             shows_calls: true,
+            shows_system: true,
         };
         template.content = ContentFormat::detect(&template)?;
         template.tools = template.find_tools()?;
         template.shows_calls = template.find_calls()?;
+        template.shows_system = template.find_system()?;
         Ok(template)
     }
 
@@ -213,6 +216,11 @@ impl ChatTemplate {
         self.shows_calls
     }
 
+    /// Whether the template shows system messages; some refuse them (Gemma 2's).
+    pub fn shows_system(&self) -> bool {
+        self.shows_system
+    }
+
     /// Whether the template reads the variable `name`, as far as its text shows.
     pub fn mentions(&self, name: &str) -> bool {
         let is_word = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
@@ -247,6 +255,16 @@ impl ChatTemplate {
             json!({"role": "tool", "tool_call_id": id, "name": "y", "content": "x"}),
         ];
         Ok(self.probe(&messages, ToolPlace::Nowhere)?.unwrap_or(true))
+    }
+
+    fn find_system(&self) -> Result<bool, TextError> {
+        let user = json!({"role": "user", "content": "x"});
+        let messages = [json!({"role": "system", "content": PROBE}), user.clone()];
+        match self.probe(&messages, ToolPlace::Nowhere)? {
+            Some(shown) => Ok(shown),
+            // One that refuses more than that is not blamed on the system message.
+            None => Ok(self.probe(&[user], ToolPlace::Nowhere)?.is_none()),
+        }
     }
 
     /// Whether [`PROBE`] is shown, the name of a tool unless that is nowhere; `None` where the template refuses the messages.

@@ -32,6 +32,20 @@ impl Decoder {
         Ok(())
     }
 
+    /// From normalised rows to logits.
+    pub(super) fn logits(
+        &self,
+        head: &Head,
+        normed: GpuSlice<'_, bf16>,
+        logits: GpuSlice<'_, f32>,
+    ) -> Result<(), GpuError> {
+        self.linears.forward_f32(normed, &head.linear, logits)?;
+        match self.weights.spec.logit_soft_cap {
+            None => Ok(()),
+            Some(cap) => self.fused.soft_cap(logits, cap),
+        }
+    }
+
     /// Samples the step's rows, or those that waited for masks.
     pub(super) fn sample(
         &self,
@@ -88,7 +102,7 @@ impl Decoder {
                 scores.likeliest.range(rows.clone()),
             );
             let normed = normed.range(rows.start * width..rows.end * width);
-            self.linears.forward_f32(normed, &head.linear, logits)?;
+            self.logits(head, normed, logits)?;
             head.sampler.sample(&SampleArgs {
                 logits,
                 rows: scores.sample_rows.range(0..rows.len()),

@@ -4,8 +4,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeArgs, GpuFp8Rows, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, GpuRows,
-    LinearOutput, Linears, PrefillArgs,
+    DecodeArgs, GpuAttentionOptions, GpuFp8Rows, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual,
+    GpuRope, GpuRows, LinearOutput, Linears, PrefillArgs,
 };
 
 use super::{Decoder, StepState};
@@ -231,8 +231,13 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         self.decoder.fused.qk_norm_rope_kv_write(qkv, norm, rope, write)
     }
 
-    fn attend(&mut self, spec: &AttentionSpec) -> Result<(), GpuError> {
+    fn attend(&mut self, spec: &AttentionSpec, sinks: Option<&GpuVector>) -> Result<(), GpuError> {
         let Self { input, state, .. } = *self;
+        let options = GpuAttentionOptions {
+            scale: spec.scale,
+            soft_cap: spec.soft_cap,
+            sinks: sinks.map(GpuVector::slice),
+        };
         let page = state.pages[self.layer];
         let (k, v) = state.layer_kv(page.column, spec);
         let (inputs, at) = (&state.inputs, self.kind().attention);
@@ -256,7 +261,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
                 out,
                 scratch: self.act.scratch,
                 counters: state.counters.slice(),
-                scale: spec.scale,
+                options,
             };
             self.decoder.decode.forward(&planners.decode, &args)?;
         }
@@ -272,7 +277,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
                 items: inputs.device(items),
                 out,
                 scratch: self.act.scratch,
-                scale: spec.scale,
+                options,
             };
             self.decoder.prefill.forward(&planners.prefill, plan, &args)?;
         }
@@ -313,8 +318,16 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_output(&mut self, spec: &AttentionSpec, output: &GpuLinear) -> Result<(), GpuError> {
-        debug_assert_eq!(spec.q_size(), output.inputs(), "what is attended is what is projected");
-        self.linear(self.act.attended, output, self.rows(self.act.delta, output.outputs()))
+        debug_assert_eq!(
+            spec.q_size(),
+            output.inputs(),
+            "what is attended is what is projected"
+        );
+        self.linear(
+            self.act.attended,
+            output,
+            self.rows(self.act.delta, output.outputs()),
+        )
     }
 
     fn project_gated(
@@ -337,7 +350,11 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &GpuLinear) -> Result<(), GpuError> {
-        debug_assert_eq!(mlp.intermediate_size, down.inputs(), "what is activated is what is projected");
+        debug_assert_eq!(
+            mlp.intermediate_size,
+            down.inputs(),
+            "what is activated is what is projected"
+        );
         let delta = self.rows(self.act.delta, down.outputs());
         if self.kind().gate_up.output != LinearOutput::Bf16 {
             return self.linear(self.act.activated, down, delta);

@@ -408,6 +408,8 @@ pub(super) mod tests {
                     qk_norm: rng.random(),
                     qkv_bias: rng.random(),
                     scale: 1.0,
+                    soft_cap: None,
+                    sinks: rng.random(),
                     projections: projections(rng),
                 }),
                 mlp: Mlp::Dense(DenseMlpSpec {
@@ -425,6 +427,7 @@ pub(super) mod tests {
             layers: shared((0..rng.random_range(1..5)).map(|_| layer(rng))),
             final_norm: norm,
             head: [OutputHead::Own, OutputHead::Tied, OutputHead::None][rng.random_range(0..3)],
+            logit_soft_cap: None,
             quantization: quantization(rng),
         }
     }
