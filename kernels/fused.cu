@@ -68,11 +68,13 @@ __device__ __forceinline__ float block_max(float x, float (&partial)[kWarp]) {
     return warp_max(lane < static_cast<int>(blockDim.x) / kWarp ? partial[lane] : 0.0f);
 }
 
-// Rows of e4m3 values. `scales` is [rows], or [n / 128, rows] for one for each 128 elements.
+// Rows of e4m3 values. `scales` is [rows], or [n / 128, stride] for one for each 128 elements; the stride of the former is 0.
 struct Fp8Rows {
     uint8_t* values;
     float* scales;
-    bool blocks;
+    int stride;
+
+    __device__ __forceinline__ bool blocks() const { return stride != 0; }
 };
 
 constexpr float kFp8Max = 448.0f;
@@ -81,7 +83,7 @@ constexpr int kFp8Block = 128;
 // Quantises the row of this block, of which this thread has the vectors `threadIdx.x + v * blockDim.x`. `partial` is used once.
 template <int kVecs>
 __device__ __forceinline__ void store_fp8(const Fp8Rows& out, int n, const Float8 (&x)[kVecs], float (&partial)[kWarp]) {
-    const int row = blockIdx.x, rows = gridDim.x;
+    const int row = blockIdx.x;
     float largest[kVecs], of_thread = 0.0f;
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -92,12 +94,12 @@ __device__ __forceinline__ void store_fp8(const Fp8Rows& out, int n, const Float
         }
         of_thread = fmaxf(of_thread, largest[v]);
     }
-    if (!out.blocks) of_thread = block_max(of_thread, partial);
+    if (!out.blocks()) of_thread = block_max(of_thread, partial);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
         const int at = static_cast<int>(threadIdx.x + v * blockDim.x) * kVec;
         float most = of_thread;
-        if (out.blocks) {
+        if (out.blocks()) {
             // The lanes that have a block's vectors are neighbours in one warp, all of whose lanes are here.
             most = largest[v];
 #pragma unroll
@@ -113,8 +115,8 @@ __device__ __forceinline__ void store_fp8(const Fp8Rows& out, int n, const Float
             pairs[i] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
         }
         *reinterpret_cast<uint2*>(out.values + static_cast<int64_t>(row) * n + at) = packed;
-        if (out.blocks ? at % kFp8Block == 0 : at == 0) {
-            out.scales[out.blocks ? static_cast<int64_t>(at / kFp8Block) * rows + row : row] = most / kFp8Max;
+        if (out.blocks() ? at % kFp8Block == 0 : at == 0) {
+            out.scales[static_cast<int64_t>(at / kFp8Block) * out.stride + row] = most / kFp8Max;
         }
     }
 }
@@ -433,9 +435,9 @@ extern "C" __global__ void __launch_bounds__(1024)
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
         NAME##_fp8_##VECS(bf16* hidden, const bf16* delta, const float* delta_weight, const float* weight,              \
-                          uint8_t* values, float* scales, int blocks, int n, float eps) {                               \
+                          uint8_t* values, float* scales, int stride, int n, float eps) {                               \
         norm_row<ROWS, VECS, true>(                                                                                     \
-            {hidden, delta, delta_weight, weight, nullptr, {values, scales, blocks != 0}, n, eps});                     \
+            {hidden, delta, delta_weight, weight, nullptr, {values, scales, stride}, n, eps});                     \
     }
 
 #define NORM_KERNELS(NAME, ROWS) \
@@ -451,20 +453,20 @@ NORM_KERNELS(sandwich_norm, Rows::kSandwich)
 
 #define QUANTISE_KERNELS(VECS)                                                                                          \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        quantise_fp8_##VECS(const bf16* x, uint8_t* values, float* scales, int blocks, int n) {                         \
+        quantise_fp8_##VECS(const bf16* x, uint8_t* values, float* scales, int stride, int n) {                         \
         const bf16* row = x + static_cast<int64_t>(blockIdx.x) * n;                                                     \
-        quantise_row<VECS>({values, scales, blocks != 0}, n, [&](int at) { return widen(load8(row + at)); });           \
+        quantise_row<VECS>({values, scales, stride}, n, [&](int at) { return widen(load8(row + at)); });           \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        silu_mul_fp8_##VECS(const bf16* gate_up, uint8_t* values, float* scales, int blocks, int n) {                   \
+        silu_mul_fp8_##VECS(const bf16* gate_up, uint8_t* values, float* scales, int stride, int n) {                   \
         const bf16* row = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * n;                                           \
-        quantise_row<VECS>({values, scales, blocks != 0}, n,                                                            \
+        quantise_row<VECS>({values, scales, stride}, n,                                                            \
                            [&](int at) { return gated<Activation::kSilu>(row + at, n); });                              \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                                  \
-        gelu_tanh_mul_fp8_##VECS(const bf16* gate_up, uint8_t* values, float* scales, int blocks, int n) {              \
+        gelu_tanh_mul_fp8_##VECS(const bf16* gate_up, uint8_t* values, float* scales, int stride, int n) {              \
         const bf16* row = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * n;                                           \
-        quantise_row<VECS>({values, scales, blocks != 0}, n,                                                            \
+        quantise_row<VECS>({values, scales, stride}, n,                                                            \
                            [&](int at) { return gated<Activation::kGeluTanh>(row + at, n); });                          \
     }
 

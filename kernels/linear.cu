@@ -45,9 +45,9 @@ enum class Values {
 
 // Factors of e4m3 values.
 struct Scales {
-    const float* x;       // [m], or for blocks [k / 128, m]
-    const float* weight;  // [n], or for blocks [n / 128, stride]
-    int stride;
+    const float* x;       // [m], or for blocks [k / 128, x_stride]
+    const float* weight;  // [n], or for blocks [n / 128, weight_stride]
+    int x_stride, weight_stride;
 };
 
 // The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
@@ -165,8 +165,8 @@ struct Cut {
     __device__ float2 stage_scale(const Problem& p, int block, int chunk, int row) const {
         const Scales& scales = p.scales;
         const int at = min(block * outputs + row_warp * kTile, p.n - 1) / 128;
-        const float weight = scales.weight[at * scales.stride + chunk];
-        const float* x = scales.x + chunk * p.m;
+        const float weight = scales.weight[at * scales.weight_stride + chunk];
+        const float* x = scales.x + chunk * scales.x_stride;
         return make_float2(weight * x[min(row, p.m - 1)], weight * x[min(row + 1, p.m - 1)]);
     }
 
@@ -549,9 +549,10 @@ LINEAR(linear_32_gelu_tanh, 4, Activation::kGeluTanh)
 #define LINEAR_FP8(NAME, TILES, VALUES)                                                                                 \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
         NAME(const uint8_t* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int row_bytes,         \
-             int row_warps, int mode, const float* x_scales, const float* weight_scales, int scale_stride) {            \
+             int row_warps, int mode, const float* x_scales, const float* weight_scales, int x_stride,                  \
+             int weight_stride) {                                                                                       \
         run<TILES, VALUES, Activation::kSilu>({x, weight, bias, out, m, n, row_bytes, row_warps, mode, {},              \
-                                               {x_scales, weight_scales, scale_stride}});                               \
+                                               {x_scales, weight_scales, x_stride, weight_stride}});                    \
     }
 
 LINEAR_FP8(linear_fp8_8, 1, Values::kFp8)

@@ -570,14 +570,12 @@ fn row_len(matrix: GpuSlice<'_, bf16>, rows: usize) -> usize {
 /// `Fp8Rows` of `kernels/fused.cu`.
 fn fp8_args(out: &GpuFp8Rows<'_>, rows: usize, n: usize) -> [Arg; 3] {
     assert_eq!(out.scales.len(), out.scaling.input_scales(rows, n), "scales");
-    let blocks = match out.scaling {
-        Fp8Scaling::Rows => 0,
-        Fp8Scaling::Blocks => {
-            assert!(n.is_multiple_of(FP8_BLOCK), "rows of {n} are not whole blocks");
-            1
-        }
-    };
-    [out.values.into(), out.scales.into(), int(blocks)]
+    assert!(
+        out.scaling == Fp8Scaling::Rows || n.is_multiple_of(FP8_BLOCK),
+        "rows of {n} are not whole blocks"
+    );
+    let stride = out.scaling.input_stride(rows);
+    [out.values.into(), out.scales.into(), int(stride)]
 }
 
 fn int(value: usize) -> Arg {

@@ -27,6 +27,7 @@ pub use tune::{LinearChoice, LinearScratch, LinearUse};
 /// How products of a shape are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice {
+    /// In parts of the most rows that the kernels take.
     Stream(Cut),
     Lt(Algorithm),
 }
@@ -266,6 +267,7 @@ impl Linears {
         let operands = Operands {
             x,
             x_scales,
+            x_stride: x_stride(&key.shape),
             out: out.ptr(),
             ..linear.operands()
         };
@@ -280,16 +282,38 @@ impl Linears {
         // SAFETY: the caller's promise; a cut is only chosen for products that it can compute.
         unsafe {
             match choice {
-                Choice::Stream(cut) => {
-                    let none = NormOperands::default();
-                    self.stream.run(&key.shape, key.output, cut, operands, &none)
-                }
+                Choice::Stream(cut) => self.stream_rows(key, cut, operands),
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
                     panic!("cuBLAS has no gated activations: ask `fuses_glu`")
                 }
                 Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
             }
         }
+    }
+
+    /// # Safety
+    /// As [`CublasLt::run`].
+    unsafe fn stream_rows(&self, key: &Key, cut: Cut, operands: &Operands) -> Result<(), GpuError> {
+        let Shape { m, n, k, .. } = key.shape;
+        let (row, out_row) = (k * key.shape.element_bytes(), n * key.output.bytes());
+        for first in (0..m).step_by(stream::MAX_ROWS) {
+            let shape = Shape {
+                m: (m - first).min(stream::MAX_ROWS),
+                ..key.shape
+            };
+            let operands = Operands {
+                x: operands.x + (first * row) as u64,
+                x_scales: operands.x_scales + (first * size_of::<f32>()) as u64,
+                out: operands.out + (first * out_row) as u64,
+                ..*operands
+            };
+            // SAFETY: the caller's promise, of some of the rows.
+            unsafe {
+                let none = NormOperands::default();
+                self.stream.run(&shape, key.output, cut, &operands, &none)?;
+            }
+        }
+        Ok(())
     }
 
     fn known(&self) -> MutexGuard<'_, HashMap<Key, Choice>> {
@@ -310,10 +334,27 @@ impl Linears {
         };
         let choice = match measured {
             Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape, &algorithm) => Choice::Lt(algorithm),
-            _ => Choice::Lt(self.lt.algorithms(&key.shape, 1)?[0]),
+            _ => match self.lt.algorithms(&key.shape, 1)?.first() {
+                Some(&algorithm) => Choice::Lt(algorithm),
+                None => Choice::Stream(self.slow_cut(key)?),
+            },
         };
         self.known().insert(*key, choice);
         Ok(choice)
+    }
+
+    /// How our own kernels compute any number of rows, where nothing else does.
+    fn slow_cut(&self, key: &Key) -> Result<Cut, GpuError> {
+        let rows = Shape {
+            m: key.shape.m.min(stream::MAX_ROWS),
+            ..key.shape
+        };
+        let cut = self.stream.cuts(&rows, key.output).first().copied();
+        cut.ok_or_else(|| GpuError::Call {
+            call: "cublasLtMatmulAlgoGetHeuristic",
+            code: "CUBLAS_STATUS_NOT_SUPPORTED".to_owned(),
+            message: format!("no algorithm for {:?}", key.shape),
+        })
     }
 
     /// The cut for our own kernels, if they are what computes this.
@@ -333,6 +374,11 @@ impl Linears {
     }
 }
 
+/// [`Fp8Scaling::input_stride`] of a product's inputs.
+fn x_stride(shape: &Shape) -> usize {
+    shape.scaling.map_or(0, |scaling| scaling.input_stride(shape.m))
+}
+
 impl GpuLinear {
     /// Without input and output.
     fn operands(&self) -> Operands {
@@ -343,6 +389,7 @@ impl GpuLinear {
         Operands {
             x: 0,
             x_scales: 0,
+            x_stride: 0,
             weight,
             weight_scales,
             bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),

@@ -41,7 +41,7 @@ fn random_byte(rng: &mut StdRng) -> u8 {
 fn input_scale(scaling: Fp8Scaling, rows: usize, row: usize, col: usize) -> usize {
     match scaling {
         Fp8Scaling::Rows => row,
-        Fp8Scaling::Blocks => col / FP8_BLOCK * rows + row,
+        Fp8Scaling::Blocks => col / FP8_BLOCK * scaling.input_stride(rows) + row,
     }
 }
 

@@ -44,6 +44,8 @@ pub(super) struct Operands {
     pub(super) x: u64,
     /// Factors of e4m3 values, 0 for none.
     pub(super) x_scales: u64,
+    /// [`Fp8Scaling::input_stride`].
+    pub(super) x_stride: usize,
     pub(super) weight: u64,
     pub(super) weight_scales: u64,
     /// 0 for none.
@@ -58,6 +60,7 @@ impl Operands {
         Self {
             x: aligned,
             x_scales: aligned,
+            x_stride: 0,
             weight: aligned,
             weight_scales: aligned,
             bias: aligned,
@@ -130,7 +133,7 @@ impl CublasLt {
         })
     }
 
-    /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; at least one.
+    /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; perhaps none.
     pub(super) fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
         self.gpu.bind()?;
         let product = Product::new(shape, &Operands::ANYWHERE)?;
@@ -140,7 +143,7 @@ impl CublasLt {
             vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; most.max(1)];
         let mut count = 0;
         // SAFETY: all handles are alive; `found` has as many places as asked for.
-        check("cublasLtMatmulAlgoGetHeuristic", unsafe {
+        let asked = check("cublasLtMatmulAlgoGetHeuristic", unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
                 product.operation.0,
@@ -153,16 +156,13 @@ impl CublasLt {
                 found.as_mut_ptr(),
                 &mut count,
             )
-        })?;
+        });
+        if asked.as_ref().is_err_and(is_unsupported) {
+            return Ok(Vec::new());
+        }
+        asked?;
         found.truncate(usize::try_from(count).unwrap_or(0));
         found.retain(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
-        if found.is_empty() {
-            return Err(GpuError::Call {
-                call: "cublasLtMatmulAlgoGetHeuristic",
-                code: "CUBLAS_STATUS_NOT_SUPPORTED".to_owned(),
-                message: format!("no algorithm for {shape:?}"),
-            });
-        }
         Ok(found.iter().map(|result| Algorithm(result.algo)).collect())
     }
 
@@ -315,8 +315,10 @@ impl Operation {
                 attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
                 &operands.x_scales,
             )?;
-            // Sums of fewer bits than f32 for some steps of k: what is lost is far below what rounding to e4m3 has lost.
-            this.set(attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1_i8)?;
+            // Sums of fewer bits than f32 for some steps of k: what is lost is far below what rounding to e4m3 has lost. Scales of
+            // blocks apply to each step, so there is nothing to gain.
+            let fast = i8::from(scaling == Fp8Scaling::Rows);
+            this.set(attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast)?;
         }
         Ok(this)
     }
@@ -385,6 +387,11 @@ impl Drop for Preference {
         // SAFETY: it is this value's; freeing host memory cannot fail.
         let _ = unsafe { sys::cublasLtMatmulPreferenceDestroy(self.0) };
     }
+}
+
+/// The library has no kernels for this GPU and shape: of e4m3 values it wants more than of others.
+fn is_unsupported(error: &GpuError) -> bool {
+    matches!(error, GpuError::Call { code, .. } if code == "CUBLAS_STATUS_NOT_SUPPORTED")
 }
 
 fn check(call: &'static str, status: sys::cublasStatus_t) -> Result<(), GpuError> {

@@ -50,11 +50,20 @@ pub enum Fp8Scaling {
 }
 
 impl Fp8Scaling {
-    /// Factors of `m` rows of `k` inputs: `[m]`, or `[k / 128, m]`.
+    /// Factors of `m` rows of `k` inputs: `[m]`, or `[k / 128, stride]` with [`Self::input_stride`].
     pub fn input_scales(self, m: usize, k: usize) -> usize {
         match self {
             Self::Rows => m,
-            Self::Blocks => m * k.div_ceil(FP8_BLOCK),
+            Self::Blocks => k.div_ceil(FP8_BLOCK) * self.input_stride(m),
+        }
+    }
+
+    /// Factors between those of a block of inputs of `m` rows and those of the next; as cuBLASLt wants it, a multiple of 4. 0 without
+    /// blocks.
+    pub fn input_stride(self, m: usize) -> usize {
+        match self {
+            Self::Rows => 0,
+            Self::Blocks => m.next_multiple_of(4),
         }
     }
 

@@ -49,6 +49,14 @@ impl LinearOutput {
         }
     }
 
+    /// Of an output.
+    pub(super) fn bytes(self) -> usize {
+        match self {
+            Self::Bf16 | Self::Glu(_) => 2,
+            Self::F32 => 4,
+        }
+    }
+
     /// Rows of weights for each output.
     pub(super) fn stacked(self) -> usize {
         match self {
@@ -227,9 +235,10 @@ impl StreamKernels {
                 norm.sum.into(),
                 norm.eps.into(),
             ]),
-            Some(scaling) => args.extend::<[Arg; 3]>([
+            Some(scaling) => args.extend::<[Arg; 4]>([
                 operands.x_scales.into(),
                 operands.weight_scales.into(),
+                (operands.x_stride as i32).into(),
                 (scaling.stride(shape.k) as i32).into(),
             ]),
         }

@@ -7,7 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
 
 use super::cublas_lt::{Operands, Shape};
-use super::{Choice, Fp8Scaling, GpuLinear, Key, LinearOutput, Linears};
+use super::{Choice, Fp8Scaling, GpuLinear, Key, LinearOutput, Linears, x_stride};
 
 /// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for the clock.
 const BYTES: usize = 192 << 20;
@@ -209,7 +209,7 @@ impl Clock<'_> {
             one.layers.iter().all(|layer| layer.key(rows, one.output) == key),
             "layers of one shape"
         );
-        let width = if one.output == LinearOutput::F32 { 4 } else { 2 };
+        let width = one.output.bytes();
         if rows * first.k > self.scratch.x.len()
             || rows * first.n * width > self.scratch.out.len()
             || rows == 0
@@ -257,6 +257,9 @@ impl Clock<'_> {
             let algorithms = linears.lt.algorithms(&key.shape, MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
+        if candidates.is_empty() {
+            candidates.push(Choice::Stream(linears.slow_cut(key)?));
+        }
         let mut best: Option<(Choice, f32)> = None;
         let mut failure = None;
         for choice in candidates {
@@ -269,7 +272,7 @@ impl Clock<'_> {
         match (best, failure) {
             (Some(best), _) => Ok(best),
             (None, Some(error)) => Err(error),
-            (None, None) => unreachable!("cuBLASLt has an algorithm or says why not"),
+            (None, None) => unreachable!("there is a candidate"),
         }
     }
 
@@ -288,6 +291,7 @@ impl Clock<'_> {
                     x: self.scratch.x.ptr(),
                     // Any number will do.
                     x_scales: self.scratch.x.ptr(),
+                    x_stride: x_stride(&key.shape),
                     out: self.scratch.out.ptr(),
                     ..layer.operands()
                 };
