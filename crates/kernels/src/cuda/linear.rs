@@ -65,8 +65,13 @@ impl GpuLinear {
 
     /// Whether it has the shape and the format of another.
     pub fn is_like(&self, other: &Self) -> bool {
-        let format = |linear: &Self| std::mem::discriminant(&linear.matrix);
-        let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some(), format(linear));
+        let shape = |linear: &Self| {
+            let blocks = match linear.matrix {
+                GpuMatrix::Bf16(_) => None,
+                GpuMatrix::Fp8 { blocks, .. } => Some(blocks),
+            };
+            (linear.n, linear.k, linear.bias.is_some(), blocks)
+        };
         shape(self) == shape(other)
     }
 
