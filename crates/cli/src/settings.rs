@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use plimsoll_core::BlockSize;
-use plimsoll_model::{KvCacheDtype, LoadOptions, OnlineQuantization, ServeAs};
+use plimsoll_model::{KvCacheDtype, LoadOptions, ServeAs};
 use plimsoll_profiler::{KvSize, MemFraction};
 use plimsoll_text::Renderer;
 
-use crate::args::{DType, DeviceChoice, EngineArgs, HubArgs, KvDtype, LoadFormat, QuantizationArg};
+use crate::args::{DType, DeviceChoice, EngineArgs, HubArgs, KvDtype, LoadFormat};
 use crate::error::Error;
 use crate::lock::Locks;
 use crate::plan_cache::PlanCache;
@@ -92,12 +92,7 @@ impl EngineSettings {
             load_format: model.load_format,
             tokenizer: model.tokenizer,
             hub: model.hub,
-            serve_as: pooling.serve_as(
-                model.hf_overrides.unwrap_or_default(),
-                model
-                    .quantization
-                    .map(|QuantizationArg::Fp8| OnlineQuantization::Fp8),
-            ),
+            serve_as: pooling.serve_as(model.hf_overrides.unwrap_or_default(), model.quantization),
             device: device.device,
             dtype: device.dtype,
             kv_cache_dtype: limits.kv_cache_dtype,

@@ -22,7 +22,7 @@ fn settings(flags: &[String], environment: &[(String, String)]) -> Result<Vec<Se
 }
 
 /// Texts of all kinds that flags take.
-const TEXTS: [&str; 21] = [
+const TEXTS: [&str; 22] = [
     "1",
     "7",
     "16",
@@ -33,6 +33,7 @@ const TEXTS: [&str; 21] = [
     "30s",
     "8m",
     "cpu",
+    "fp8",
     "cuda:1",
     "https://a.example",
     "http://localhost:4318/v1/traces",

@@ -166,6 +166,51 @@ fn a_gpu_that_is_not_here_can_be_planned_for() {
     );
 }
 
+/// 6.98 billion weights of linear layers, and 1.05 billion of embedding and head, which stay in 16 bits.
+#[test]
+fn quantised_models_are_planned_for_in_their_bits() {
+    let with = |field: &str| model(&LLAMA_8B.replacen('{', &format!("{{{field}, "), 1));
+    let plain = model(LLAMA_8B);
+    let block = with(r#""quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}"#);
+    let flags = "--device cuda --device-memory 80GiB --max-model-len 4096 --json";
+    let quantise = "--quantization fp8";
+    for (dir, more, name, bits) in [
+        (&plain, "", None, 16.0),
+        (&plain, quantise, Some("fp8-channel"), 9.05),
+        (&block, "", Some("fp8-block"), 9.05),
+        (&block, quantise, Some("fp8-block"), 9.05),
+    ] {
+        let output = plimsoll("plan", dir.path(), &format!("{flags} {more}"));
+        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+        if plan["device"]["assumed"] != true {
+            return;
+        }
+        assert_eq!(plan["quantization"].as_str(), name, "{more}");
+        let found = number(&plan, "/bits_per_weight");
+        assert!((found - bits).abs() < 0.02, "{name:?}: {found}");
+    }
+    let gptq = with(r#""quantization_config": {"quant_method": "gptq", "bits": 4}"#);
+    // Nothing is read before.
+    std::fs::write(gptq.path().join("model.safetensors"), "not read").unwrap();
+    for (dir, flags, message) in [
+        (&gptq, "", "`quantization_config.quant_method` is `gptq`"),
+        (
+            &plain,
+            "--device cpu --quantization fp8",
+            "`--quantization` is fp8",
+        ),
+    ] {
+        let output = plimsoll("plan", dir.path(), flags);
+        assert_eq!(output.status.code(), Some(3), "{output:?}");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(error.contains(message), "{error}");
+    }
+    for (model, flags) in [(plain.path(), "--quantization awq"), (Path::new("sim"), quantise)] {
+        let output = plimsoll("plan", model, flags);
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+    }
+}
+
 #[test]
 fn a_plan_and_a_profile_of_the_same_model_agree() {
     let dir = model(TINY);

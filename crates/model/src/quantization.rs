@@ -43,6 +43,25 @@ pub enum Fp8Scales {
 }
 
 impl MatrixFormat {
+    fn name(self) -> Option<&'static str> {
+        Some(match self {
+            Self::Plain => return None,
+            Self::Fp8 {
+                scales: Fp8Scales::Tensor,
+                ..
+            } => "fp8-tensor",
+            Self::Fp8 {
+                scales: Fp8Scales::Channel,
+                ..
+            }
+            | Self::ToFp8 => "fp8-channel",
+            Self::Fp8 {
+                scales: Fp8Scales::Block,
+                ..
+            } => "fp8-block",
+        })
+    }
+
     /// What has a scale of its own where the matrix is kept in eight bits. A matrix with one scale is kept with the same for
     /// all outputs, as it may be stacked with others.
     pub fn kept_scales(self) -> Option<Fp8Scales> {
@@ -83,7 +102,7 @@ impl fmt::Display for MatrixFormat {
         match self {
             Self::Plain => f.write_str("floats"),
             Self::Fp8 { scales, .. } => write!(f, "FP8 with {scales}"),
-            Self::ToFp8 => f.write_str("FP8 from floats"),
+            Self::ToFp8 => f.write_str("FP8, quantised at load,"),
         }
     }
 }
@@ -154,10 +173,15 @@ impl Quantization {
         }
     }
 
-    /// For reports: the format of the linear layers, `None` where all are plain.
+    /// For reports: the formats of linear layers, such as `fp8-channel`; `None` where all are in floats.
     pub fn name(&self) -> Option<String> {
-        let names: Vec<String> = self.groups.iter().map(|group| group.format.to_string()).collect();
-        self.is_some().then(|| names.join(", "))
+        let mut names: Vec<&str> = self
+            .groups
+            .iter()
+            .filter_map(|group| group.format.name())
+            .collect();
+        names.dedup();
+        (!names.is_empty()).then(|| names.join(", "))
     }
 }
 

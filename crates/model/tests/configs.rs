@@ -157,6 +157,14 @@ fn published_files_mean_what_they_say() {
     }
 }
 
+/// As its card says.
+#[test]
+fn llama_3_1_8b_has_8_030_261_248_weights() {
+    let text = include_str!("configs/Llama-3.1-8B-Instruct.json");
+    let config = ModelConfig::from_json(Path::new("config.json"), text, &HfOverrides::default()).unwrap();
+    assert_eq!(config.spec.num_parameters(), 8_030_261_248);
+}
+
 /// In the file or by `--hf-overrides`, before weights are read.
 #[test]
 fn unsupported_fields_are_named() {

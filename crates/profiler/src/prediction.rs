@@ -272,7 +272,7 @@ impl<'a> Predicted<'a> {
             max_num_seqs: spec.limits.max_num_seqs,
             max_num_batched_tokens: spec.limits.max_num_batched_tokens,
             quantization: spec.quantization.clone(),
-            bits_per_weight: spec.bits_per_weight(&Memory::from(&self.idle)),
+            bits_per_weight: spec.bits_per_weight(self.idle.by_component.get(Component::Weights)),
             groups: GroupReport::all(spec),
             full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,

@@ -181,7 +181,7 @@ impl Report {
             max_num_seqs: spec.limits.max_num_seqs,
             max_num_batched_tokens: spec.limits.max_num_batched_tokens,
             quantization: spec.quantization.clone(),
-            bits_per_weight: spec.bits_per_weight(&start.baseline),
+            bits_per_weight: spec.bits_per_weight(start.baseline.bytes_of(Component::Weights)),
             groups: GroupReport::all(spec),
             full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,

@@ -1,9 +1,8 @@
 use std::hash::Hash;
 
-use plimsoll_core::{BlockSize, CacheGroups, Component, KvConfig, Pooling, StepLimits};
+use plimsoll_core::{BlockSize, CacheGroups, KvConfig, Pooling, StepLimits};
 use serde::Serialize;
 
-use crate::report::Memory;
 use crate::{Disabled, Plan, ProfileError};
 
 /// What the profile has to find a size for.
@@ -75,10 +74,10 @@ impl ProfileSpec {
         }
     }
 
-    /// Bits of device memory for each weight, to a hundredth, where the weights alone take `baseline`.
-    pub(crate) fn bits_per_weight(&self, baseline: &Memory) -> Option<f64> {
+    /// Bits of device memory for each weight, to a hundredth, where all of them take `bytes`.
+    pub(crate) fn bits_per_weight(&self, bytes: u64) -> Option<f64> {
         let parameters = self.num_parameters.filter(|&parameters| parameters > 0)?;
-        let bits = baseline.bytes_of(Component::Weights) as f64 * 8.0;
+        let bits = bytes as f64 * 8.0;
         Some((bits / parameters as f64 * 100.0).round() / 100.0)
     }
 

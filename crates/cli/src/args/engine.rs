@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use plimsoll_core::BlockSize;
-use plimsoll_model::HfOverrides;
+use plimsoll_model::{HfOverrides, OnlineQuantization};
 use plimsoll_profiler::MemFraction;
 
-use crate::args::values::{block_size, context, duration, fraction, json, milliseconds, positive, tokens};
+use crate::args::values::{
+    block_size, context, duration, fraction, json, milliseconds, positive, quantization, tokens,
+};
 use crate::args::{LogArgs, PoolingArgs};
 use crate::bytes::Bytes;
 
@@ -78,8 +80,8 @@ pub struct ModelArgs {
     pub load_format: LoadFormat,
     /// Format to which the linear layers of a model that is stored in floats are quantised at load, on a GPU: fp8 (8 bits, a
     /// scale per output) [default: none; a model that is stored in 8 bits is served so]
-    #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true)]
-    pub quantization: Option<QuantizationArg>,
+    #[arg(long, value_name = "FORMAT", value_parser = quantization)]
+    pub quantization: Option<OnlineQuantization>,
     /// Fields of the model's config.json to replace, as JSON; null removes a field
     #[arg(long, value_name = "JSON", value_parser = json::<HfOverrides>)]
     pub hf_overrides: Option<HfOverrides>,
@@ -275,13 +277,6 @@ pub enum LoadFormat {
     Safetensors,
     /// Only `*.gguf`.
     Gguf,
-}
-
-/// `--quantization`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum QuantizationArg {
-    /// Floats of 8 bits, E4M3.
-    Fp8,
 }
 
 /// `--kv-cache-dtype`.

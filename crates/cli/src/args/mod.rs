@@ -28,7 +28,7 @@ pub use bench::{LatencyArgs, ThroughputArgs};
 pub use chat::ChatArgs;
 pub use engine::{
     DEFAULT_MODEL, DType, DeviceArgs, DeviceChoice, EngineArgs, HubArgs, KvDtype, LimitArgs, LoadFormat,
-    MemoryArgs, ModelArgs, QuantizationArg, SIM_MODEL,
+    MemoryArgs, ModelArgs, SIM_MODEL,
 };
 pub use events::EventArgs;
 pub use files::FileArgs;

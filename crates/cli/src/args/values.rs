@@ -4,6 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use plimsoll_core::BlockSize;
+use plimsoll_model::OnlineQuantization;
 use plimsoll_profiler::MemFraction;
 use reqwest::header::HeaderValue;
 use serde::de::DeserializeOwned;
@@ -21,6 +22,15 @@ pub(crate) fn ratio(text: &str) -> Result<f64, String> {
         .ok()
         .filter(|r| (0.0..1.0).contains(r))
         .ok_or_else(|| "a number in [0, 1) is expected".to_owned())
+}
+
+pub(super) fn quantization(text: &str) -> Result<OnlineQuantization, String> {
+    match text {
+        "fp8" => Ok(OnlineQuantization::Fp8),
+        _ => Err(
+            "fp8 is expected; a model that is stored quantised says so itself: leave the flag out".to_owned(),
+        ),
+    }
 }
 
 /// Tokens, as vLLM counts them: `8k` is 8,000 and `8K` is 8,192.

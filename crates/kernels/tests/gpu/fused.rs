@@ -402,7 +402,7 @@ fn fused_random_weights_in_eight_bits() {
     for len in [1, 7, 8, 1000, 1_000_003] {
         let out = guarded::<u8>(&gpu, len);
         let to = out.slice().range(0..len);
-        let mut filled = |seed| {
+        let filled = |seed| {
             kernels.fill_random_e4m3(to, seed, 4.0).unwrap();
             written::<u8>(&gpu, &out, len)
         };

@@ -52,18 +52,3 @@ impl Visitor for Count {
 
     fn tied(&mut self, (): &()) {}
 }
-
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use crate::{HfOverrides, ModelConfig};
-
-    /// As its card says: 8,030,261,248.
-    #[test]
-    fn llama_3_1_8b_has_as_many_weights_as_it_says() {
-        let text = include_str!("../../tests/configs/Llama-3.1-8B-Instruct.json");
-        let config = ModelConfig::from_json(Path::new("config.json"), text, &HfOverrides::default()).unwrap();
-        assert_eq!(config.spec.num_parameters(), 8_030_261_248);
-    }
-}
