@@ -8,8 +8,7 @@
 //
 // The grid is fixed: blocks walk over the units that the work list in device memory names, so one captured graph serves all
 // contexts.
-#include "common.cuh"
-#include "mma.cuh"
+#include "attention_decode.cuh"
 
 namespace {
 
@@ -28,8 +27,8 @@ struct __align__(8) Item {
 
 struct Args {
     const bf16* q;
-    const bf16* k;
-    const bf16* v;
+    const void* k;
+    const void* v;
     const Run* runs;
     const int* blocks;
     const Header* header;
@@ -45,36 +44,14 @@ struct Args {
     float scale;      // times log2(e): weights are powers of two
     float inner;      // of a soft cap: what products are multiplied by before `tanh_exp2`, whose results `scale` multiplies
     const float* sinks;  // a logit of each query head that has no value, or null
+    float out_scale;     // multiplies the result
 };
 
-constexpr int kRows = 16;  // query heads of a unit
-constexpr int kKeys = 16;  // keys of a tile
 constexpr int kFanIn = 16;  // partial results that are merged at once
 constexpr int kBatch = 8;   // of these, loaded at once
 
-template <int D>
-struct Shape {
-    static constexpr int kWarps = D <= 128 ? 4 : 2;
-    static constexpr int kThreads = kWarps * kWarp;
-    static constexpr int kStages = D < 128 ? 4 : D == 128 ? 3 : 2;
-    static constexpr int kTile = kKeys * D;  // of keys or of values
-    static constexpr int kStage = 2 * kTile;
-    static constexpr int kRing = kStages * kStage;
-    // Large queries stay in shared memory: registers hold the sums.
-    static constexpr bool kSharedQueries = D > 128;
-    // Tiles whose cache rows the lanes of a warp hold, one lane for each eight keys.
-    static constexpr int kLot = kWarp * 8 / kKeys;
-};
-
 // Floats of a row of a partial result: the sums, then maximum and sum of weights of a split, then those of several merged.
 __host__ __device__ constexpr int partial_floats(int head_dim) { return head_dim + 4; }
-
-// Where 8 elements of a row lie in a tile, such that eight rows of a column lie in different banks.
-template <int D>
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-    const int key = D % 64 == 0 ? row & 7 : row >> 1 & 3;
-    return row * D + (chunk ^ key) * 8;
-}
 
 // What other multiprocessors have just written.
 __device__ __forceinline__ float4 load_fresh4(const float* from) {
@@ -109,17 +86,18 @@ struct Unit {
     int rows;  // query heads
 };
 
-// Scores have a soft cap if `Capped`.
-template <int D, bool Capped>
+// Scores have a soft cap if `Capped`, and keys and values 8 bits if `Fp8`.
+template <int D, bool Capped, bool Fp8>
 struct Decode {
-    using S = Shape<D>;
-    static constexpr int kSteps = D / 16;
-    static constexpr int kHeld = S::kSharedQueries ? 1 : kSteps;  // of the queries' operands in registers
-    static constexpr int kD = D / 8;
+    using S = Shape<D, Fp8>;
+    using Element = typename S::Element;
+    using Products = TileProducts<D, Fp8>;
+    static constexpr int kHeld = Products::kHeld;
+    static constexpr int kD = Products::kD;
 
     const Args args;
-    bf16* const rings;
-    bf16* const ring;  // this warp's
+    char* const rings;
+    Element* const ring;  // this warp's
     const int warp;
     const int lane;
     const int passes;  // tiles of query heads for one KV head
@@ -127,8 +105,8 @@ struct Decode {
 
     __device__ __forceinline__ Decode(const Args& args, char* shared)
         : args(args),
-          rings(reinterpret_cast<bf16*>(shared)),
-          ring(rings + threadIdx.x / kWarp * S::kRing),
+          rings(shared),
+          ring(reinterpret_cast<Element*>(shared + threadIdx.x / kWarp * S::kWarpBytes)),
           warp(threadIdx.x / kWarp),
           lane(threadIdx.x % kWarp),
           passes((args.group + kRows - 1) / kRows),
@@ -188,18 +166,34 @@ struct Decode {
     __device__ __forceinline__ void load(const Unit& unit, int tile, int& rows) const {
         if (tile % S::kLot == 0 && tile > 0) rows = cache_row(unit, tile);
         const int key = first_key(unit, tile);
-        bf16* const to = ring + tile % S::kStages * S::kStage;
+        const Element* const k = static_cast<const Element*>(args.k);
+        const Element* const v = static_cast<const Element*>(args.v);
+        Element* const to = ring + tile % S::kStages * S::kStage;
+        if constexpr (Fp8) {
+            constexpr int kChunks = D / 16;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const size_t from = size_t(__shfl_sync(kAllLanes, rows, tile % S::kLot * 2 + half)) * D;
-#pragma unroll
-            for (int i = 0; i < D / kWarp; ++i) {
-                const int chunk = i * kWarp + lane;
-                const int row = half * 8 + chunk / kD;
+            for (int i = 0; i < kKeys * kChunks / kWarp; ++i) {
+                const int row = (i * kWarp + lane) / kChunks, chunk = (i * kWarp + lane) % kChunks;
+                const int head = __shfl_sync(kAllLanes, rows, tile % S::kLot * 2 + row / 8) + row % 8;
+                const size_t from = size_t(head) * D + chunk * 16;
                 const bool wanted = key + row >= unit.seen && key + row < unit.end;
-                const int at = swizzled<D>(row, chunk % kD);
-                copy_async(to + at, args.k + from + chunk * 8, wanted);
-                copy_async(to + S::kTile + at, args.v + from + chunk * 8, wanted);
+                const int at = swizzled_fp8<D>(row, chunk);
+                copy_async(to + at, k + from, wanted);
+                copy_async(to + S::kTile + at, v + from, wanted);
+            }
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const size_t from = size_t(__shfl_sync(kAllLanes, rows, tile % S::kLot * 2 + half)) * D;
+#pragma unroll
+                for (int i = 0; i < D / kWarp; ++i) {
+                    const int chunk = i * kWarp + lane;
+                    const int row = half * 8 + chunk / kD;
+                    const bool wanted = key + row >= unit.seen && key + row < unit.end;
+                    const int at = swizzled<D>(row, chunk % kD);
+                    copy_async(to + at, k + from + chunk * 8, wanted);
+                    copy_async(to + S::kTile + at, v + from + chunk * 8, wanted);
+                }
             }
         }
     }
@@ -234,7 +228,12 @@ struct Decode {
             if constexpr (S::kSharedQueries) {
                 share_queries(unit);
             } else {
-                load_queries(unit, queries);
+                const bf16* const from = args.q + size_t(unit.first_row) * args.q_stride + unit.head * D;
+                if constexpr (Fp8) {
+                    Products::load_wide_queries(from, unit.rows, queries);
+                } else {
+                    Products::load_queries(from, unit.rows, queries);
+                }
             }
             index += gridDim.x;
             const Unit next = fetch(header, index);
@@ -262,48 +261,30 @@ struct Decode {
     // The rows of the unit in shared memory; those beyond are zero.
     __device__ __forceinline__ void share_queries(const Unit& unit) const {
         const bf16* from = args.q + size_t(unit.first_row) * args.q_stride + unit.head * D;
-        bf16* to = rings + S::kWarps * S::kRing;
+        bf16* const to = shared_queries();
 #pragma unroll
         for (int i = 0; i < kRows * kD / S::kThreads; ++i) {
             const int at = i * S::kThreads + threadIdx.x;
             const Bf16x8 zero = {};
-            store8(to + swizzled<D>(at / kD, at % kD), at / kD < unit.rows ? load8(from + at * 8) : zero);
+            const int place = Fp8 ? swizzled_queries<D>(at / kD, at % kD) : swizzled<D>(at / kD, at % kD);
+            store8(to + place, at / kD < unit.rows ? load8(from + at * 8) : zero);
         }
         __syncthreads();
     }
 
-    // The rows of the unit as the left operand; those beyond are zero.
-    __device__ __forceinline__ void load_queries(const Unit& unit, uint32_t (&queries)[kHeld][4]) const {
-        const bf16* from = args.q + size_t(unit.first_row) * args.q_stride + unit.head * D + lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = i % 2 * 8 + lane / 4;
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-                const bf16* at = from + row * D + step * 16 + i / 2 * 8;
-                queries[step][i] = row < unit.rows ? *reinterpret_cast<const uint32_t*>(at) : 0;
-            }
-        }
+    __device__ __forceinline__ bf16* shared_queries() const {
+        return reinterpret_cast<bf16*>(rings + S::kWarps * S::kWarpBytes);
     }
 
     __device__ __forceinline__ void attend(const Unit& unit, int tile, const uint32_t (&queries)[kHeld][4],
                                            float (&sums)[kD][4], float (&maximum)[2], float (&total)[2]) const {
-        const bf16* keys = ring + tile % S::kStages * S::kStage;
+        const Element* keys = ring + tile % S::kStages * S::kStage;
         // Four chains of products instead of two: the tensor cores' latency is what a short context waits for.
         float chains[2][2][4] = {};
-#pragma unroll(S::kSharedQueries ? 4 : kSteps)
-        for (int step = 0; step < kSteps; ++step) {
-            uint32_t b[4];
-            load_matrices(b, keys + swizzled<D>(lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
-            if constexpr (S::kSharedQueries) {
-                uint32_t a[4];
-                load_matrices(a, rings + S::kWarps * S::kRing + swizzled<D>(lane % 16, step * 2 + lane / 16));
-                mma(chains[step % 2][0], a, b[0], b[1]);
-                mma(chains[step % 2][1], a, b[2], b[3]);
-            } else {
-                mma(chains[step % 2][0], queries[step], b[0], b[1]);
-                mma(chains[step % 2][1], queries[step], b[2], b[3]);
-            }
+        if constexpr (Fp8) {
+            Products::score_fp8(keys, shared_queries(), queries, chains);
+        } else {
+            Products::score(keys, shared_queries(), queries, chains);
         }
         float weights[2][4];
 #pragma unroll
@@ -326,13 +307,11 @@ struct Decode {
 
         const uint32_t a[4] = {pack(weights[0][0], weights[0][1]), pack(weights[0][2], weights[0][3]),
                                pack(weights[1][0], weights[1][1]), pack(weights[1][2], weights[1][3])};
-        const bf16* values = keys + S::kTile;
-#pragma unroll
-        for (int d = 0; d < kD; d += 2) {
-            uint32_t b[4];
-            load_matrices_transposed(b, values + swizzled<D>(lane % 16, d + lane / 16));
-            mma(sums[d], a, b[0], b[1]);
-            mma(sums[d + 1], a, b[2], b[3]);
+        const Element* values = keys + S::kTile;
+        if constexpr (Fp8) {
+            Products::accumulate_fp8(a, values, sums);
+        } else {
+            Products::accumulate(a, values, sums);
         }
     }
 
@@ -371,11 +350,9 @@ struct Decode {
     // Combines the warps' results and stores the unit's: the output if there is only one split, else a partial result.
     __device__ __forceinline__ void finish(const Unit& unit, const float (&sums)[kD][4], const float (&maximum)[2],
                                            float (&total)[2], float2 (*states)[kRows], unsigned& arrived) const {
-        // A stage has room for a float of each row and column; the last one is not being loaded yet. Columns are permuted so
-        // that the lanes' stores go to different banks.
-        constexpr int kExchange = (S::kStages - 1) * S::kStage;
-        static_assert(S::kStage * sizeof(bf16) == kRows * D * sizeof(float), "a stage holds the sums of a warp");
-        float* mine = reinterpret_cast<float*>(ring + kExchange);
+        // Columns are permuted so that the lanes' stores go to different banks.
+        constexpr int kExchange = S::kWarpBytes - S::kExchangeBytes;
+        float* mine = reinterpret_cast<float*>(rings + warp * S::kWarpBytes + kExchange);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             total[h] += __shfl_xor_sync(kAllLanes, total[h], 1);
@@ -383,10 +360,19 @@ struct Decode {
             const int row = h * 8 + lane / 4;
             if (row < unit.rows) {
                 if (lane % 4 == 0) states[warp][row] = make_float2(maximum[h], total[h]);
+                if constexpr (Fp8) {
+                    // Even and odd columns of 16; see `TileProducts::accumulate_fp8`.
 #pragma unroll
-                for (int d = 0; d < kD; ++d) {
-                    *reinterpret_cast<float2*>(mine + row * D + (d * 8 + lane % 4 * 2 ^ (row & 3) * 8)) =
-                        make_float2(sums[d][h * 2], sums[d][h * 2 + 1]);
+                    for (int d = 0; d < kD; d += 2) {
+                        *reinterpret_cast<float4*>(mine + row * D + (d * 8 + lane % 4 * 4 ^ (row & 3) * 8)) = make_float4(
+                            sums[d][h * 2], sums[d + 1][h * 2], sums[d][h * 2 + 1], sums[d + 1][h * 2 + 1]);
+                    }
+                } else {
+#pragma unroll
+                    for (int d = 0; d < kD; ++d) {
+                        *reinterpret_cast<float2*>(mine + row * D + (d * 8 + lane % 4 * 2 ^ (row & 3) * 8)) =
+                            make_float2(sums[d][h * 2], sums[d][h * 2 + 1]);
+                    }
                 }
             }
         }
@@ -402,8 +388,8 @@ struct Decode {
 #pragma unroll
             for (int w = 0; w < S::kWarps; ++w) {
                 const float factor = exp2_fast(states[w][row].x - largest);
-                const float4 part =
-                    *reinterpret_cast<const float4*>(warps + w * (S::kRing / 2) + row * D + (column ^ (row & 3) * 8));
+                const float* sums_of = warps + w * (S::kWarpBytes / int(sizeof(float))) + row * D;
+                const float4 part = *reinterpret_cast<const float4*>(sums_of + (column ^ (row & 3) * 8));
                 add(sum, weight, factor, part, states[w][row].y);
             }
             if (unit.splits == 1) {
@@ -489,7 +475,7 @@ struct Decode {
     __device__ __forceinline__ void store(const Unit& unit, int row, int column, const float4& sum, float largest,
                                           float weight) const {
         if (args.sinks != nullptr) weight += exp2_fast(args.sinks[unit.head + row] * kLog2E - largest);
-        const float inverse = 1.0f / weight;
+        const float inverse = args.out_scale / weight;
         bf16* to = args.out + (size_t(unit.first_row) * args.kv_heads * args.group + unit.head + row) * D + column;
         *reinterpret_cast<uint2*>(to) =
             make_uint2(pack(sum.x * inverse, sum.y * inverse), pack(sum.z * inverse, sum.w * inverse));
@@ -517,23 +503,24 @@ struct Decode {
 extern __shared__ __align__(128) char shared[];
 
 // Grid: any number of blocks.
-#define DECODE(NAME, D, CAPPED)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) NAME(                                            \
-        const bf16* q, const bf16* k, const bf16* v, const Run* runs, const int* blocks, const Header* header,           \
+#define DECODE_KERNEL(NAME, D, CAPPED, FP8)                                                                              \
+    extern "C" __global__ void __launch_bounds__(Shape<D, FP8>::kThreads, 2) NAME(                                       \
+        const bf16* q, const void* k, const void* v, const Run* runs, const int* blocks, const Header* header,           \
         const Item* items, bf16* out, float* scratch, unsigned* counters, int q_stride, int kv_heads, int group,         \
-        int block_shift, int window, float scale, float inner, const float* sinks) {                                     \
-        __shared__ float2 states[Shape<D>::kWarps][kRows];                                                               \
+        int block_shift, int window, float scale, float inner, const float* sinks, float out_scale) {                    \
+        __shared__ float2 states[Shape<D, FP8>::kWarps][kRows];                                                          \
         __shared__ unsigned arrived;                                                                                     \
-        const Args args = {q,        k,     v,           runs,   blocks, header, items, out,  scratch,                    \
-                           counters, q_stride, kv_heads, group,  block_shift, window, scale, inner, sinks};              \
-        Decode<D, CAPPED>(args, shared)(states, arrived);                                                                \
+        const Args args = {q,        k,        v,     runs,        blocks, header, items, out,   scratch,  counters,     \
+                           q_stride, kv_heads, group, block_shift, window, scale,  inner, sinks, out_scale};             \
+        Decode<D, CAPPED, FP8>(args, shared)(states, arrived);                                                           \
     }
+#define DECODE(D)                                                    \
+    DECODE_KERNEL(attention_decode_##D, D, false, false)             \
+    DECODE_KERNEL(attention_decode_capped_##D, D, true, false)       \
+    DECODE_KERNEL(attention_decode_fp8_##D, D, false, true)          \
+    DECODE_KERNEL(attention_decode_capped_fp8_##D, D, true, true)
 
-DECODE(attention_decode_64, 64, false)
-DECODE(attention_decode_96, 96, false)
-DECODE(attention_decode_128, 128, false)
-DECODE(attention_decode_256, 256, false)
-DECODE(attention_decode_capped_64, 64, true)
-DECODE(attention_decode_capped_96, 96, true)
-DECODE(attention_decode_capped_128, 128, true)
-DECODE(attention_decode_capped_256, 256, true)
+DECODE(64)
+DECODE(96)
+DECODE(128)
+DECODE(256)

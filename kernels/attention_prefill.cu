@@ -6,27 +6,33 @@
 // the context; then its unnormalised result goes to scratch, and `attention_prefill_merge` combines the parts.
 #include "attention_prefill.cuh"
 #include "attention_prefill_hopper.cuh"
+#include "fp8.cuh"
 
 namespace {
 
-template <int D>
+template <int D, bool Fp8>
 struct Shape {
+    using Element = typename KvElement<Fp8>::Type;
     static constexpr int kRows = D <= 128 ? 128 : 64;
     static constexpr int kKeys = D <= 128 ? 64 : 32;
     static constexpr int kWarps = 4;
     static constexpr int kThreads = kWarps * kWarp;
-    static constexpr int kStages = 3;
+    // Keys and values of 8 bits have one tile each, and one each as they are in the cache, from which it is filled.
+    static constexpr int kStages = Fp8 ? 2 : 3;
     // Padded so that the eight rows of an 8x8 matrix lie in different banks.
     static constexpr int kStride = D + 8;
     static constexpr int kTile = kKeys * kStride;
+    static constexpr int kRaw = Fp8 ? kKeys * D : 0;
+    static constexpr int kVec = 16 / int(sizeof(Element));
     static constexpr int kGroups = kKeys / 8;
 };
 
 // By the matrix instructions of a warp, from compute capability 8.0 on. Keys and values take turns in a ring of tiles.
-// Scores have a soft cap if `Capped`.
-template <int D, bool Capped>
-struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
-    using S = Shape<D>;
+// Scores have a soft cap if `Capped`, and keys and values 8 bits if `Fp8`.
+template <int D, bool Capped, bool Fp8>
+struct PortablePrefill : QueryTile<D, Shape<D, Fp8>::kRows> {
+    using S = Shape<D, Fp8>;
+    using Element = typename S::Element;
     using Base = QueryTile<D, S::kRows>;
     static constexpr int kM = S::kRows / S::kWarps / 16;  // tiles of 16 rows of a warp
     static constexpr int kN = S::kKeys / 8;
@@ -36,28 +42,51 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
 
     bf16* const q_tile;
     bf16* const ring;
+    uint8_t* const raw;  // of 8 bits: keys, then values
     int* const groups;  // for the tile being loaded and the next: cache row of each eight keys
 
     __device__ __forceinline__ PortablePrefill(const PrefillArgs& args, char* shared)
         : Base(args, blockIdx.y, HeadOfBlock()),
           q_tile(reinterpret_cast<bf16*>(shared)),
           ring(q_tile + S::kRows * S::kStride),
-          groups(reinterpret_cast<int*>(ring + S::kStages * S::kTile)) {}
+          raw(reinterpret_cast<uint8_t*>(ring + S::kStages * S::kTile)),
+          groups(reinterpret_cast<int*>(raw + 2 * S::kRaw)) {}
 
     // Begins to copy a tile of keys or values.
-    __device__ __forceinline__ void load(const bf16* cache, int tile, int stage) const {
-        constexpr int kChunks = D / 8;
+    __device__ __forceinline__ void load(const void* cache, int tile, int stage) const {
+        constexpr int kChunks = D / S::kVec;
         const int* from = groups + (tile & 1) * S::kGroups;
-        bf16* to = ring + stage * S::kTile;
         // Not all at once: their addresses would take the registers of the sums.
 #pragma unroll 2
         for (int i = 0; i < S::kKeys * kChunks / S::kThreads; ++i) {
             const int chunk = threadIdx.x + i * S::kThreads;
-            const int row = chunk / kChunks, column = chunk % kChunks * 8;
-            copy_async(to + row * S::kStride + column, cache + size_t(from[row / 8] + row % 8) * D + column,
+            const int row = chunk / kChunks, column = chunk % kChunks * S::kVec;
+            void* to = ring + stage * S::kTile + row * S::kStride + column;
+            if constexpr (Fp8) to = raw + stage * S::kRaw + chunk * S::kVec;
+            copy_async(to, static_cast<const Element*>(cache) + size_t(from[row / 8] + row % 8) * D + column,
                        this->wanted(tile * S::kKeys + row));
         }
     }
+
+    // Fills a tile with what this thread itself has copied of it.
+    __device__ __forceinline__ void widen(int stage) const {
+        constexpr int kChunks = D / S::kVec;
+#pragma unroll 1
+        for (int i = 0; i < S::kKeys * kChunks / S::kThreads; ++i) {
+            const int chunk = threadIdx.x + i * S::kThreads;
+            const int row = chunk / kChunks, column = chunk % kChunks * S::kVec;
+            const uint4 x = *reinterpret_cast<const uint4*>(raw + stage * S::kRaw + chunk * S::kVec);
+            uint4* const to = reinterpret_cast<uint4*>(ring + stage * S::kTile + row * S::kStride + column);
+            to[0] = make_uint4(widen_fp8(x.x & 0xffff), widen_fp8(x.x >> 16), widen_fp8(x.y & 0xffff), widen_fp8(x.y >> 16));
+            to[1] = make_uint4(widen_fp8(x.z & 0xffff), widen_fp8(x.z >> 16), widen_fp8(x.w & 0xffff), widen_fp8(x.w >> 16));
+        }
+    }
+
+    // The stage of the values beside these keys, or of the next keys beside these values; of 8 bits, each has its own.
+    __device__ __forceinline__ static int after(int stage) { return Fp8 ? 1 - stage : stage == 2 ? 0 : stage + 1; }
+
+    // The one to load into meanwhile.
+    __device__ __forceinline__ static int free(int stage) { return Fp8 ? stage : stage == 0 ? 2 : stage - 1; }
 
     __device__ __forceinline__ void load_queries() const {
         constexpr int kChunks = D / 8;
@@ -98,11 +127,12 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
             const int key = tile * S::kKeys;
             const bool skip = idle || key > highest || key + S::kKeys <= lowest - (args.window - 1);
 
-            // The keys have arrived, and everyone is done with the stage that is loaded next.
+            // The keys have arrived, and everyone is done with the stage that is loaded next, or was filled here: since the
+            // barrier before, nobody reads it.
             wait_async<1>();
+            if constexpr (Fp8) widen(stage);
             __syncthreads();
-            int next = stage == 0 ? 2 : stage - 1;
-            if (tile + 1 < last) load(args.k, tile + 1, next);
+            if (tile + 1 < last) load(args.k, tile + 1, free(stage));
             commit_async();
             const int g = threadIdx.x;
             const int ahead = g < S::kGroups ? this->cache_row(key + 2 * S::kKeys + g * 8) : 0;
@@ -115,15 +145,15 @@ struct PortablePrefill : QueryTile<D, Shape<D>::kRows> {
                 warp.rescale(factor, sums);
             }
             if (g < S::kGroups) groups[(tile & 1) * S::kGroups + g] = ahead;
-            stage = stage == 2 ? 0 : stage + 1;
+            stage = after(stage);
 
             wait_async<1>();
+            if constexpr (Fp8) widen(stage);
             __syncthreads();
-            next = stage == 0 ? 2 : stage - 1;
-            if (tile + 1 < last) load(args.v, tile + 1, next);
+            if (tile + 1 < last) load(args.v, tile + 1, free(stage));
             commit_async();
             if (!skip) accumulate(weights, stage, sums);
-            stage = stage == 2 ? 0 : stage + 1;
+            stage = after(stage);
         }
         if (idle) return;
         warp.finish_total();
@@ -212,7 +242,7 @@ __device__ __forceinline__ void merge(const PrefillArgs& args, int head_dim, int
     for (int i = lane; i < count; i += kWarp) total += states[i * step + 1] * exp2_fast(states[i * step] - largest);
     total = warp_sum(total);
     if (args.sinks != nullptr) total += args.sink(kv_head, item.row + row, largest);
-    const float inverse = 1.0f / total;
+    const float inverse = args.out_scale / total;
 
     const int token = args.token(item.row + row), head = item.row + row - token * args.group;
     bf16* out =
@@ -237,31 +267,32 @@ __device__ __forceinline__ void merge(const PrefillArgs& args, int head_dim, int
 extern __shared__ __align__(16) char shared[];
 
 #define ARGS                                                                                                           \
-    const bf16 *q, const bf16 *k, const bf16 *v, const Run *runs, const int *blocks, const Item *items, bf16 *out,      \
+    const bf16 *q, const void *k, const void *v, const Run *runs, const int *blocks, const Item *items, bf16 *out,      \
         float *scratch, int q_stride, int kv_heads, int group, unsigned group_inverse, int block_shift, int window,    \
-        float scale, float inner, const float *sinks, int work
+        float scale, float inner, const float *sinks, float out_scale, int work
 #define PACKED_ARGS                                                                                                    \
     PrefillArgs {                                                                                                      \
         q, k, v, runs, blocks, items, out, scratch, q_stride, kv_heads, group, group_inverse, block_shift, window,     \
-            scale, inner, sinks, work                                                                                  \
+            scale, inner, sinks, out_scale, work                                                                                  \
     }
 
 // Grid: KV heads x items.
-#define PREFILL(NAME, D, CAPPED)                                                   \
-    extern "C" __global__ void __launch_bounds__(Shape<D>::kThreads, 2) NAME(ARGS) { \
-        pdl_wait();                                                                \
-        pdl_launch();                                                              \
-        PortablePrefill<D, CAPPED>(PACKED_ARGS, shared)();                         \
+#define PREFILL_KERNEL(NAME, D, CAPPED, FP8)                                              \
+    extern "C" __global__ void __launch_bounds__(Shape<D, FP8>::kThreads, 2) NAME(ARGS) { \
+        pdl_wait();                                                                       \
+        pdl_launch();                                                                     \
+        PortablePrefill<D, CAPPED, FP8>(PACKED_ARGS, shared)();                           \
     }
+#define PREFILL(D)                                                  \
+    PREFILL_KERNEL(attention_prefill_##D, D, false, false)          \
+    PREFILL_KERNEL(attention_prefill_capped_##D, D, true, false)    \
+    PREFILL_KERNEL(attention_prefill_fp8_##D, D, false, true)       \
+    PREFILL_KERNEL(attention_prefill_capped_fp8_##D, D, true, true)
 
-PREFILL(attention_prefill_64, 64, false)
-PREFILL(attention_prefill_96, 96, false)
-PREFILL(attention_prefill_128, 128, false)
-PREFILL(attention_prefill_256, 256, false)
-PREFILL(attention_prefill_capped_64, 64, true)
-PREFILL(attention_prefill_capped_96, 96, true)
-PREFILL(attention_prefill_capped_128, 128, true)
-PREFILL(attention_prefill_capped_256, 256, true)
+PREFILL(64)
+PREFILL(96)
+PREFILL(128)
+PREFILL(256)
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 template <int D, bool Capped>

@@ -10,6 +10,7 @@
 
 #include "activation.cuh"
 #include "common.cuh"
+#include "fp8.cuh"
 #include "philox.cuh"
 
 namespace {
@@ -258,8 +259,10 @@ struct HeadNorm {
 };
 
 struct KvCache {
-    bf16* k;
-    bf16* v;
+    void* k;
+    void* v;
+    float k_inverse;  // what elements of 8 bits are multiplied by before they are rounded
+    float v_inverse;
     int kv_heads;
     int block_size;
     int dim;
@@ -268,6 +271,14 @@ struct KvCache {
 __device__ __forceinline__ int64_t cache_offset(const KvCache& cache, int slot, int kv_head) {
     const int block = slot / cache.block_size, token = slot % cache.block_size;
     return ((static_cast<int64_t>(block) * cache.kv_heads + kv_head) * cache.block_size + token) * cache.dim;
+}
+
+__device__ __forceinline__ void store8_fp8(uint8_t* to, const Bf16x8& value, float factor) {
+    const Float8 x = widen(value);
+    const auto four = [&](int i) {
+        return narrow_fp8(x.at[i] * factor, x.at[i + 1] * factor) | narrow_fp8(x.at[i + 2] * factor, x.at[i + 3] * factor) << 16;
+    };
+    *reinterpret_cast<uint2*>(to) = make_uint2(four(0), four(4));
 }
 
 // Normalises two vectors of a head whose others are in the `lanes` neighbouring lanes.
@@ -285,7 +296,7 @@ __device__ __forceinline__ void norm_head(Float8& a, Float8& b, const float* wei
     }
 }
 
-template <bool kNorm, bool kScale>
+template <bool kNorm, bool kScale, bool kFp8>
 __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace& place, const HeadNorm& norm,
                                            const KvCache& cache, const QueryScale& query) {
     extern __shared__ float2 angles[];
@@ -358,7 +369,17 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
         if (head >= in.heads) {
             if (slot < 0) continue;
             const bool is_v = head >= rotated_heads;
-            to = (is_v ? cache.v : cache.k) + cache_offset(cache, slot, head - (is_v ? rotated_heads : in.heads));
+            void* const elements = is_v ? cache.v : cache.k;
+            const int64_t offset = cache_offset(cache, slot, head - (is_v ? rotated_heads : in.heads));
+            if constexpr (kFp8) {
+                if (!mine) continue;
+                uint8_t* const bytes = static_cast<uint8_t*>(elements) + offset;
+                const float factor = is_v ? cache.v_inverse : cache.k_inverse;
+                store8_fp8(bytes + at.first * kVec, first, factor);
+                store8_fp8(bytes + at.second * kVec, second, factor);
+                continue;
+            }
+            to = static_cast<bf16*>(elements) + offset;
         }
         if (!mine) continue;
         store8(to + at.first * kVec, first);
@@ -475,24 +496,30 @@ QUANTISE_KERNELS(1)
 QUANTISE_KERNELS(2)
 QUANTISE_KERNELS(4)
 
-#define ROPE_KERNEL(NAME, NORM, SCALE, REGISTERS)                                                                       \
+#define ROPE_KERNEL(NAME, NORM, SCALE, FP8, REGISTERS)                                                                  \
     extern "C" __global__ void __maxnreg__(REGISTERS)                                                                   \
         NAME(bf16* qkv, const int* positions, const int* slots, const float2* frequencies, float factor,                \
-             const float* q_weight, const float* k_weight, float eps, bf16* k_cache, bf16* v_cache, int heads,          \
-             int kv_heads, int dim, int pairs, int block_size, int lanes_log2, float beta, int original) {              \
-        rotate_row<NORM, SCALE>({qkv, heads, lanes_log2, pairs}, {positions, slots, frequencies, factor},               \
-                                {q_weight, k_weight, eps}, {k_cache, v_cache, kv_heads, block_size, dim},               \
-                                {beta, original});                                                                      \
+             const float* q_weight, const float* k_weight, float eps, void* k_cache, void* v_cache, int heads,          \
+             int kv_heads, int dim, int pairs, int block_size, int lanes_log2, float beta, int original,                \
+             float k_inverse, float v_inverse) {                                                                        \
+        rotate_row<NORM, SCALE, FP8>({qkv, heads, lanes_log2, pairs}, {positions, slots, frequencies, factor},          \
+                                     {q_weight, k_weight, eps},                                                         \
+                                     {k_cache, v_cache, k_inverse, v_inverse, kv_heads, block_size, dim},               \
+                                     {beta, original});                                                                 \
     }
 
 // From a row of the fused projection, [heads + 2 kv_heads][dim]: q and k rotated, element i with i + pairs, or normalised per
 // head and then rotated, and q scaled by its position; q back into its place, k and v into the cache at the row's slot. One
 // block a row; `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs + 1 float2. The
 // registers are capped for more rows at once.
-ROPE_KERNEL(rope_kv_write, false, false, 40)
-ROPE_KERNEL(qk_norm_rope_kv_write, true, false, 40)
-ROPE_KERNEL(rope_scale_kv_write, false, true, 48)
-ROPE_KERNEL(qk_norm_rope_scale_kv_write, true, true, 48)
+ROPE_KERNEL(rope_kv_write, false, false, false, 40)
+ROPE_KERNEL(qk_norm_rope_kv_write, true, false, false, 40)
+ROPE_KERNEL(rope_scale_kv_write, false, true, false, 48)
+ROPE_KERNEL(qk_norm_rope_scale_kv_write, true, true, false, 48)
+ROPE_KERNEL(rope_kv_write_fp8, false, false, true, 56)
+ROPE_KERNEL(qk_norm_rope_kv_write_fp8, true, false, true, 56)
+ROPE_KERNEL(rope_scale_kv_write_fp8, false, true, true, 56)
+ROPE_KERNEL(qk_norm_rope_scale_kv_write_fp8, true, true, true, 56)
 
 #define GLU_KERNEL(NAME, ACTIVATION)                                                                                    \
     extern "C" __global__ void __launch_bounds__(256)                                                                   \

@@ -16,8 +16,8 @@ struct __align__(16) Item {
 
 struct PrefillArgs {
     const bf16* q;
-    const bf16* k;
-    const bf16* v;
+    const void* k;
+    const void* v;
     const Run* runs;
     const int* blocks;
     const Item* items;
@@ -32,6 +32,7 @@ struct PrefillArgs {
     float scale;      // times log2(e): weights are powers of two
     float inner;      // of a soft cap: what products are multiplied by before `tanh_exp2`, whose results `scale` multiplies
     const float* sinks;  // a logit of each query head that has no value, or null
+    float out_scale;     // multiplies the result
     int work;         // items x KV heads
 
     // Token of a row; exact for rows below 2^32 / group.
@@ -237,7 +238,7 @@ struct WarpRows {
         for (int m = 0; m < M; ++m) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float inverse = 1.0f / total[m][h];
+                const float inverse = tile.args.out_scale / total[m][h];
                 bf16* to = staging + (m * 16 + h * 8 + lane / 4) * Stride + lane % 4 * 2;
 #pragma unroll
                 for (int d = 0; d < D / 8; ++d) {

@@ -116,10 +116,10 @@ struct HopperPrefill {
                 // What the next tile needs is asked for ahead, for reading it takes as long as copying this one.
                 const int next = at + 1 < last ? lookup(work, at + 1) : 0;
                 shared.tiles.wait_empty(step);
-                load(tile, args.k, at, rows, shared.ring[step % kStages]);
+                load(tile, static_cast<const bf16*>(args.k), at, rows, shared.ring[step % kStages]);
                 shared.tiles.arrive(step++);
                 shared.tiles.wait_empty(step);
-                load(tile, args.v, at, rows, shared.ring[step % kStages]);
+                load(tile, static_cast<const bf16*>(args.v), at, rows, shared.ring[step % kStages]);
                 shared.tiles.arrive(step++);
                 rows = next;
             }

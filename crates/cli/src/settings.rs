@@ -146,8 +146,9 @@ impl EngineSettings {
                 false => plimsoll_model::LoadFormat::Auto,
             },
             kv_cache_dtype: match self.kv_cache_dtype {
-                // A GPU knows no other than bfloat16, and a CPU refused it.
+                // Without fp8 a GPU knows no other than bfloat16, and a CPU refused it.
                 KvDtype::Auto | KvDtype::Bfloat16 => KvCacheDtype::Auto,
+                KvDtype::Fp8 => KvCacheDtype::Fp8,
                 KvDtype::Float32 => KvCacheDtype::F32,
                 KvDtype::Float16 => KvCacheDtype::F16,
             },

@@ -95,7 +95,7 @@ impl Footprint {
         drop(stored);
         Ok(Self {
             weights: weights.unwrap_or(u64::MAX),
-            kv_element: KvElementType::choose(options.kv_cache_dtype, all_f32),
+            kv_element: KvElementType::choose(options.kv_cache_dtype, all_f32)?,
             decoder,
             config: description.about.config,
         })

@@ -65,7 +65,7 @@ impl Model {
         let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, progress);
         let decoder = Decoder::load(spec, &mut loader)?;
-        let kv_element = KvElementType::choose(options.kv_cache_dtype, loader.all_f32());
+        let kv_element = KvElementType::choose(options.kv_cache_dtype, loader.all_f32())?;
         let charges = loader.finish()?;
         drop(source);
         Ok(Arc::new(Self {

@@ -3,22 +3,24 @@
 use plimsoll_core::{Component, KvConfig, Oom, StepLimits, TokenId};
 use plimsoll_device::{Budget, Slab};
 
-use crate::DecoderSpec;
 use crate::tables::LayerPage;
+use crate::{DecoderSpec, ModelError};
 
 /// Element of the KV cache (`--kv-cache-dtype`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KvCacheDtype {
-    /// f32 for weights stored as f32, otherwise f16.
+    /// What suits the device: bf16 on a GPU; on a CPU f32 for weights stored as f32, otherwise f16.
     #[default]
     Auto,
     /// 4 bytes.
     F32,
     /// 2 bytes.
     F16,
+    /// 1 byte, e4m3, with a scale per layer; on a GPU.
+    Fp8,
 }
 
-/// Element of the KV cache.
+/// Element of the KV cache on a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KvElementType {
     F32,
@@ -27,11 +29,19 @@ pub(crate) enum KvElementType {
 
 impl KvElementType {
     /// What `dtype` comes to, for a model of which `all_f32` says whether every projection is stored as f32.
-    pub(crate) fn choose(dtype: KvCacheDtype, all_f32: bool) -> Self {
+    ///
+    /// # Errors
+    /// [`ModelError::Unsupported`] for what only a GPU has.
+    pub(crate) fn choose(dtype: KvCacheDtype, all_f32: bool) -> Result<Self, ModelError> {
         match dtype {
-            KvCacheDtype::F32 => Self::F32,
-            KvCacheDtype::Auto if all_f32 => Self::F32,
-            KvCacheDtype::F16 | KvCacheDtype::Auto => Self::F16,
+            KvCacheDtype::F32 => Ok(Self::F32),
+            KvCacheDtype::Auto if all_f32 => Ok(Self::F32),
+            KvCacheDtype::F16 | KvCacheDtype::Auto => Ok(Self::F16),
+            KvCacheDtype::Fp8 => Err(ModelError::unsupported(
+                "--kv-cache-dtype",
+                "fp8",
+                "float16 and float32 are on a CPU; fp8 needs a GPU",
+            )),
         }
     }
 

@@ -94,8 +94,17 @@ fn wrong_tensors_are_named() {
             zeros(&[8]),
         );
         tensors.insert("value_head.weight".to_owned(), zeros(&[1, 64]));
+        tensors.insert("model.layers.1.self_attn.k_scale".to_owned(), zeros(&[]));
+        tensors.insert("model.layers.1.self_attn.v_scale".to_owned(), zeros(&[1]));
     });
     Model::load(directory.path(), LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
+
+    let options = LoadOptions {
+        kv_cache_dtype: KvCacheDtype::Fp8,
+        ..Default::default()
+    };
+    let error = Model::load(directory.path(), options, &budget(), &mut |_| ()).unwrap_err();
+    assert!(error.to_string().contains("fp8 needs a GPU"), "{error}");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use plimsoll_core::BlockSize;
 use plimsoll_model::{HfOverrides, OnlineQuantization};
@@ -196,12 +197,12 @@ pub struct LimitArgs {
     /// Compute every prompt from the beginning, without a prefix cache
     #[arg(long, overrides_with = "enable_prefix_caching")]
     no_enable_prefix_caching: bool,
-    /// Data type of the KV cache: bfloat16 on a GPU; on a CPU float16, float32, or auto (float16 unless all weights are
-    /// float32)
+    /// Data type of the KV cache: on a GPU bfloat16 (auto), or fp8 (e4m3) for twice as many tokens; on a CPU float16, float32,
+    /// or auto (float16 unless all weights are float32)
     #[arg(
         long,
-        value_enum,
-        default_value_t,
+        value_parser = kv_dtypes(),
+        default_value = "auto",
         value_name = "DTYPE",
         hide_possible_values = true
     )]
@@ -291,6 +292,25 @@ pub enum KvDtype {
     Float16,
     /// 16 bits with the range of 32.
     Bfloat16,
+    /// 8 bits: e4m3 with a scale for each layer.
+    #[value(alias = "fp8_e4m3")]
+    Fp8,
+}
+
+/// Reads `--kv-cache-dtype`; a name that vLLM has and we have not is refused with a reason.
+fn kv_dtypes() -> impl TypedValueParser<Value = KvDtype> {
+    let known = KvDtype::value_variants()
+        .iter()
+        .filter_map(ValueEnum::to_possible_value);
+    let names = known.chain([PossibleValue::new("fp8_e5m2").hide(true)]);
+    PossibleValuesParser::new(names).try_map(|text| kv_dtype(&text))
+}
+
+fn kv_dtype(text: &str) -> Result<KvDtype, String> {
+    match text {
+        "fp8_e5m2" => Err("two bits of mantissa are not supported; fp8 is e4m3, which has three".to_owned()),
+        _ => KvDtype::from_str(text, false),
+    }
 }
 
 /// `--device`.
@@ -360,6 +380,14 @@ pub enum DType {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn elements_of_the_cache_have_vllms_names() {
+        assert_eq!(kv_dtype("fp8"), Ok(KvDtype::Fp8));
+        assert_eq!(kv_dtype("fp8_e4m3"), Ok(KvDtype::Fp8));
+        assert_eq!(kv_dtype("auto"), Ok(KvDtype::Auto));
+        assert!(kv_dtype("fp8_e5m2").unwrap_err().contains("fp8 is e4m3"));
+    }
 
     #[test]
     fn devices_have_names() {

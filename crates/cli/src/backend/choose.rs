@@ -247,11 +247,14 @@ fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
             "a GPU computes in bfloat16, with sums in float32; give auto or bfloat16, or --device cpu",
         ));
     }
-    if !matches!(settings.kv_cache_dtype, KvDtype::Auto | KvDtype::Bfloat16) {
-        return Err(Error::configuration(
-            "--kv-cache-dtype",
-            "the KV cache of a GPU is bfloat16; give auto or bfloat16, or --device cpu",
-        ));
+    match settings.kv_cache_dtype {
+        KvDtype::Auto | KvDtype::Bfloat16 | KvDtype::Fp8 => {}
+        KvDtype::Float16 | KvDtype::Float32 => {
+            return Err(Error::configuration(
+                "--kv-cache-dtype",
+                "the KV cache of a GPU is bfloat16 or fp8; give auto, bfloat16 or fp8, or --device cpu",
+            ));
+        }
     }
     if settings.threads.is_some() {
         return Err(Error::configuration(
@@ -264,11 +267,14 @@ fn check_gpu(settings: &EngineSettings) -> Result<(), Error> {
 
 /// Refuses what only a GPU can do.
 fn check_cpu(settings: &EngineSettings) -> Result<(), Error> {
-    if settings.kv_cache_dtype == KvDtype::Bfloat16 {
-        return Err(Error::configuration(
-            "--kv-cache-dtype",
-            "the KV cache of a CPU is float16 or float32; bfloat16 needs a GPU",
-        ));
+    match settings.kv_cache_dtype {
+        KvDtype::Auto | KvDtype::Float16 | KvDtype::Float32 => {}
+        KvDtype::Bfloat16 | KvDtype::Fp8 => {
+            return Err(Error::configuration(
+                "--kv-cache-dtype",
+                "the KV cache of a CPU is float16 or float32; bfloat16 and fp8 need a GPU",
+            ));
+        }
     }
     if settings.gpu_memory_utilization.is_some() {
         return Err(Error::configuration(
@@ -373,6 +379,7 @@ mod tests {
         ];
         let on_cpu = [
             ("--kv-cache-dtype bfloat16", "--kv-cache-dtype"),
+            ("--kv-cache-dtype fp8", "--kv-cache-dtype"),
             ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization"),
         ];
         let refused = |result: Result<(), Error>, flag: &str| {
@@ -390,6 +397,8 @@ mod tests {
             "--dtype bfloat16 --kv-cache-dtype bfloat16 --enforce-eager",
         ))
         .unwrap();
+        check_gpu(&settings("--kv-cache-dtype fp8")).unwrap();
+        check_gpu(&settings("--kv-cache-dtype fp8_e4m3")).unwrap();
         check_cpu(&settings("--kv-cache-dtype float32 --threads 2 --enforce-eager")).unwrap();
         for flags in ["", "--dtype auto --kv-cache-dtype auto"] {
             check_gpu(&settings(flags)).unwrap();

@@ -14,6 +14,7 @@ use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKi
 
 use super::predicted::{arena_use, holding, step_size};
 use super::{Backend, Defaults, Device, EngineState, LoadedModel, ModelFacts, ModelOn, Weights};
+use crate::args::KvDtype;
 use crate::bytes::Bytes;
 use crate::error::Error;
 use crate::plan_cache::DeviceKey;
@@ -41,6 +42,7 @@ fn state_shape(settings: &EngineSettings, limits: StepLimits) -> GpuStateShape {
         limits,
         serve_as: settings.serve_as.clone(),
         block_size: settings.block_size,
+        kv_cache_dtype: settings.load_options().kv_cache_dtype,
         options: options(settings),
     }
 }
@@ -91,7 +93,8 @@ impl Backend for GpuBackend {
         let model = GpuModel::load(&self.model, self.settings.load_options(), &self.device, progress)?;
         let capability = self.device.info().compute_capability;
         let head_dim = model.spec().layers[0].attention().head_dim;
-        let mut disabled = disabled(capability, head_dim, self.settings.enforce_eager);
+        let fp8_kv = self.settings.kv_cache_dtype == KvDtype::Fp8;
+        let mut disabled = disabled(capability, head_dim, fp8_kv, self.settings.enforce_eager);
         if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
             disabled.push(Disabled {
                 path: "weights as they are stored",
@@ -179,7 +182,7 @@ fn converted_from(path: &Path, settings: &EngineSettings, config: &ModelConfig) 
     }
 }
 
-fn disabled(capability: (u32, u32), head_dim: usize, enforce_eager: bool) -> Vec<Disabled> {
+fn disabled(capability: (u32, u32), head_dim: usize, fp8_kv: bool, enforce_eager: bool) -> Vec<Disabled> {
     let (major, minor) = capability;
     let mut disabled = Vec::new();
     let mut add = |path, reason| disabled.push(Disabled { path, reason });
@@ -191,6 +194,9 @@ fn disabled(capability: (u32, u32), head_dim: usize, enforce_eager: bool) -> Vec
         let reason =
             format!("made for compute capability 9.0, this GPU has {major}.{minor}: portable ones are used");
         add("Hopper prefill attention", reason);
+    } else if fp8_kv {
+        let reason = "not made for an fp8 KV cache: the portable kernel is used";
+        add("Hopper prefill attention", reason.to_owned());
     } else if head_dim == 96 {
         let reason = "not made for heads of 96: the portable kernel is used";
         add("Hopper prefill attention", reason.to_owned());
@@ -319,7 +325,7 @@ mod tests {
     #[test]
     fn what_a_gpu_does_without_is_named() {
         let paths = |capability, head_dim, eager| {
-            let disabled = disabled(capability, head_dim, eager);
+            let disabled = disabled(capability, head_dim, false, eager);
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
         assert!(paths((9, 0), 128, false).is_empty());
@@ -332,5 +338,7 @@ mod tests {
             ["Hopper prefill attention", "thread block clusters in sampling"]
         );
         assert_eq!(paths((12, 0), 128, false), ["Hopper prefill attention"]);
+        let fp8 = disabled((9, 0), 128, true, false);
+        assert!(fp8.len() == 1 && fp8[0].reason.contains("fp8 KV cache"));
     }
 }

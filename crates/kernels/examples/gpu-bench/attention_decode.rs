@@ -9,7 +9,7 @@ use plimsoll_kernels::cuda::{DecodeArgs, DecodeItem, DecodeKernels, GpuRun};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::{READ_BANDWIDTH, plain, time_us};
+use crate::common::{READ_BANDWIDTH, plain, time_us, wide};
 
 /// Bytes of cache that calls walk through before they begin again: more than any L2 holds.
 const PAST_L2: usize = 256 << 20;
@@ -126,8 +126,7 @@ fn run(gpu: &Gpu, kernels: &DecodeKernels, shape: &Shape) {
     let args = |round: usize| DecodeArgs {
         q: q.slice(),
         q_stride: width,
-        k: k.slice(),
-        v: v.slice(),
+        kv: wide(k.slice(), v.slice()),
         runs: runs.slice(),
         blocks: blocks
             .slice()

@@ -6,11 +6,11 @@ use plimsoll_core::{BlockSize, Component};
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels::KvLayout;
-use plimsoll_kernels::cuda::{GpuRun, PrefillArgs, PrefillItem, PrefillKernels};
+use plimsoll_kernels::cuda::{GpuKvElement, GpuRun, PrefillArgs, PrefillItem, PrefillKernels};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::{BF16_RATE, READ_BANDWIDTH, plain, time_us};
+use crate::common::{BF16_RATE, READ_BANDWIDTH, plain, time_us, wide};
 
 /// `count` runs of `len` tokens at the end of contexts of `context` tokens.
 struct Shape {
@@ -86,7 +86,9 @@ fn run(gpu: &Gpu, kernels: &PrefillKernels, shape: &Shape) {
             block_offset: (i * table) as i32,
         })
         .collect();
-    let planner = kernels.planner(layout, shape.heads, None).expect("an occupancy");
+    let planner = kernels
+        .planner(layout, shape.heads, None, GpuKvElement::Bf16)
+        .expect("an occupancy");
     let tokens = shape.count * shape.len;
     let mut items = vec![PrefillItem::default(); planner.max_entries(tokens, shape.count)];
     let plan = planner.plan(&runs, &mut items);
@@ -101,8 +103,7 @@ fn run(gpu: &Gpu, kernels: &PrefillKernels, shape: &Shape) {
     let args = PrefillArgs {
         q: q.slice(),
         q_stride: width,
-        k: k.slice(),
-        v: v.slice(),
+        kv: wide(k.slice(), v.slice()),
         runs: runs.slice(),
         blocks: blocks.slice(),
         items: items.slice(),

@@ -1,7 +1,8 @@
 //! Timing that all benchmarks share.
 
-use plimsoll_device::cuda::{Gpu, GpuError};
-use plimsoll_kernels::cuda::GpuAttentionOptions;
+use half::bf16;
+use plimsoll_device::cuda::{Gpu, GpuError, GpuSlice};
+use plimsoll_kernels::cuda::{GpuAttentionOptions, GpuKv, GpuKvElement};
 
 /// Bytes per second one H200 reads, measured.
 pub(crate) const READ_BANDWIDTH: f64 = 4.04e12;
@@ -14,6 +15,17 @@ pub(crate) fn plain(head_dim: usize) -> GpuAttentionOptions<'static> {
         scale: 1.0 / (head_dim as f32).sqrt(),
         soft_cap: None,
         sinks: None,
+    }
+}
+
+/// A cache of 16 bits.
+pub(crate) fn wide<'a>(k: GpuSlice<'a, bf16>, v: GpuSlice<'a, bf16>) -> GpuKv<'a> {
+    GpuKv {
+        k: k.cast(),
+        v: v.cast(),
+        element: GpuKvElement::Bf16,
+        k_scale: 1.0,
+        v_scale: 1.0,
     }
 }
 

@@ -7,7 +7,7 @@ use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 
-use crate::common::{READ_BANDWIDTH, time_us};
+use crate::common::{READ_BANDWIDTH, time_us, wide};
 
 const HIDDEN: usize = 4096;
 const INNER: usize = 14336;
@@ -142,8 +142,10 @@ impl Bench<'_> {
                     query_scale: None,
                 };
                 let kv = GpuKvWrite {
-                    k: cache.slice().range(0..kv_len),
-                    v: cache.slice().range(kv_len..2 * kv_len),
+                    kv: wide(
+                        cache.slice().range(0..kv_len),
+                        cache.slice().range(kv_len..2 * kv_len),
+                    ),
                     slots: slots.slice(),
                     kv_heads: KV_HEADS,
                     block_size: BLOCK_SIZE,

@@ -2,7 +2,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::{AssumedGpu, GpuAttentionOptions, GpuRun, HEAD_DIMS, load};
+use super::{AssumedGpu, GpuAttentionOptions, GpuKv, GpuKvElement, GpuRun, HEAD_DIMS, load};
 use crate::KvLayout;
 
 /// Keys that a warp takes at once; splits begin at multiples of it.
@@ -272,7 +272,7 @@ fn candidates(shortest: usize, longest: usize) -> impl Iterator<Item = usize> {
 
 /// What [`DecodeKernels::forward`] works on.
 ///
-/// `header`, `items`, `runs` and `blocks`, and `k` and `v` of all positions but each run's last, are read while kernels ahead
+/// `header`, `items`, `runs` and `blocks`, and keys and values of all positions but each run's last, are read while kernels ahead
 /// of this one may still run, back to the last that was launched without programmatic dependent launch, copy or graph. The
 /// same step must not write them in kernels: copies and earlier steps do.
 #[derive(Clone, Copy, Debug)]
@@ -281,10 +281,8 @@ pub struct DecodeArgs<'a> {
     pub q: GpuSlice<'a, bf16>,
     /// Elements from one row of `q` to the next, a multiple of 8: `q` may be a part of wider rows.
     pub q_stride: usize,
-    /// Keys of the layer, `[blocks][kv_heads][block_size][head_dim]`.
-    pub k: GpuSlice<'a, bf16>,
-    /// Values of the layer, likewise.
-    pub v: GpuSlice<'a, bf16>,
+    /// The layer's cache.
+    pub kv: GpuKv<'a>,
     /// The step's runs; those that the work list names have one row.
     pub runs: GpuSlice<'a, GpuRun>,
     /// Their block tables.
@@ -308,8 +306,8 @@ pub struct DecodeArgs<'a> {
 #[derive(Debug)]
 pub struct DecodeKernels {
     gpu: Gpu,
-    /// For each of [`HEAD_DIMS`], without and with a soft cap.
-    attention: [[Function; 2]; HEAD_DIMS.len()],
+    /// For each of [`HEAD_DIMS`] and each element of the cache, without and with a soft cap.
+    attention: [[[Function; 2]; GpuKvElement::ALL.len()]; HEAD_DIMS.len()],
 }
 
 impl DecodeKernels {
@@ -320,12 +318,15 @@ impl DecodeKernels {
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = load(gpu, "attention_decode")?;
         let function = |head_dim| {
-            let named = |name: &str| {
-                let function = module.function(&format!("{name}_{head_dim}"))?;
+            let named = |variant: &str, element: GpuKvElement| {
+                let name = format!("attention_decode{variant}{}_{head_dim}", element.infix());
+                let function = module.function(&name)?;
                 function.allow_shared(Shape::new(head_dim).shared_bytes())?;
                 Ok::<_, GpuError>(function)
             };
-            Ok::<_, GpuError>([named("attention_decode")?, named("attention_decode_capped")?])
+            let of = |element| Ok::<_, GpuError>([named("", element)?, named("_capped", element)?]);
+            let [wide, fp8] = GpuKvElement::ALL.map(of);
+            Ok::<_, GpuError>([wide?, fp8?])
         };
         let [a, b, c, d] = HEAD_DIMS.map(function);
         Ok(Self {
@@ -348,7 +349,8 @@ impl DecodeKernels {
         window: Option<usize>,
         max_runs: usize,
     ) -> Result<DecodePlanner, GpuError> {
-        let (shape, [function, _]) = self.shape(layout.head_dim);
+        // Those for elements of 8 bits take as much shared memory.
+        let (shape, [[function, _], _]) = self.shape(layout.head_dim);
         let per_sm = function.blocks_per_sm(shape.threads(), shape.shared_bytes())?;
         let slots = per_sm * self.gpu.info().sm_count;
         Ok(DecodePlanner::new(layout, heads, window, slots, max_runs))
@@ -370,7 +372,11 @@ impl DecodeKernels {
             "rows of q"
         );
         assert!(args.out.len().is_multiple_of(row), "rows of out");
-        assert_eq!(args.k.len(), args.v.len());
+        let block = layout.elements(1);
+        assert!(
+            args.kv.elements().is_multiple_of(block),
+            "k and v are not whole blocks"
+        );
         assert!(!args.header.is_empty());
         assert!(
             args.items.len() >= planner.max_items(),
@@ -388,8 +394,8 @@ impl DecodeKernels {
             .map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX));
         let params = [
             args.q.into(),
-            args.k.into(),
-            args.v.into(),
+            args.kv.k.into(),
+            args.kv.v.into(),
             args.runs.into(),
             args.blocks.into(),
             args.header.into(),
@@ -402,12 +408,13 @@ impl DecodeKernels {
             (planner.group() as i32).into(),
             layout.block_size.tokens().ilog2().into(),
             window.into(),
-            args.options.factor().into(),
-            args.options.inner().into(),
+            args.options.factor(&args.kv).into(),
+            args.options.inner(&args.kv).into(),
             args.options.sinks().into(),
+            args.kv.v_scale.into(),
         ];
         let (shape, functions) = self.shape(layout.head_dim);
-        let function = &functions[args.options.variant()];
+        let function = &functions[args.kv.element.index()][args.options.variant()];
         let launch = Launch::new([planner.grid() as u32, 1, 1], shape.threads() as u32)
             .shared(shape.shared_bytes())
             .pdl(true);
@@ -415,7 +422,7 @@ impl DecodeKernels {
         unsafe { self.gpu.launch(function, launch, &params) }
     }
 
-    fn shape(&self, head_dim: usize) -> (Shape, &[Function; 2]) {
+    fn shape(&self, head_dim: usize) -> (Shape, &[[Function; 2]; GpuKvElement::ALL.len()]) {
         let at = HEAD_DIMS.iter().position(|&dim| dim == head_dim);
         let at = at.expect("the planner has checked the head size");
         (Shape::new(head_dim), &self.attention[at])

@@ -2,6 +2,8 @@ use std::f32::consts::LOG2_E;
 
 use plimsoll_device::cuda::GpuSlice;
 
+use super::GpuKv;
+
 /// What becomes of a layer's scores. [`AttentionOptions`](crate::AttentionOptions) without the window, which planners have.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuAttentionOptions<'a> {
@@ -30,14 +32,15 @@ impl GpuAttentionOptions<'_> {
         usize::from(self.soft_cap.is_some())
     }
 
-    /// What makes powers of two of products, or of their capped values: `scale` of the kernels.
-    pub(super) fn factor(&self) -> f32 {
-        self.soft_cap.unwrap_or(self.scale) * LOG2_E
+    /// What makes powers of two of products with the cache's elements, or of their capped values: `scale` of the kernels.
+    pub(super) fn factor(&self, kv: &GpuKv<'_>) -> f32 {
+        self.soft_cap.unwrap_or(self.scale * kv.k_scale) * LOG2_E
     }
 
     /// What products are multiplied by before the `tanh` of a soft cap: `inner` of the kernels.
-    pub(super) fn inner(&self) -> f32 {
-        self.soft_cap.map_or(0.0, |cap| 2.0 * LOG2_E * self.scale / cap)
+    pub(super) fn inner(&self, kv: &GpuKv<'_>) -> f32 {
+        let scale = self.scale * kv.k_scale;
+        self.soft_cap.map_or(0.0, |cap| 2.0 * LOG2_E * scale / cap)
     }
 
     /// Device address of the sinks; 0 if there are none.

@@ -5,7 +5,7 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use plimsoll_device::cuda::{Function, Gpu, GpuError, GpuSlice, Launch};
 
-use super::{AssumedGpu, GpuAttentionOptions, GpuRun, HEAD_DIMS, load};
+use super::{AssumedGpu, GpuAttentionOptions, GpuKv, GpuKvElement, GpuRun, HEAD_DIMS, load};
 use crate::KvLayout;
 
 /// Keys by which the planner measures work and cuts contexts; a multiple of what a kernel takes at once.
@@ -19,7 +19,7 @@ const LONG_SPLIT: usize = 16;
 const PARTIALS_PER_SLOT: usize = 4;
 const MERGE_THREADS: usize = 256;
 /// Parameters of a kernel; the merge takes two more.
-const ATTENTION_PARAMS: usize = 18;
+const ATTENTION_PARAMS: usize = 19;
 
 /// One piece of the work list of [`PrefillKernels`], in device memory: query rows of one run and the keys they are attended
 /// over. `Item` of `kernels/attention_prefill.cu`.
@@ -90,8 +90,14 @@ impl PrefillPlanner {
     ///
     /// # Panics
     /// If the heads are not a multiple of the KV heads.
-    pub fn assumed(layout: KvLayout, heads: usize, window: Option<usize>, gpu: AssumedGpu) -> Self {
-        let shape = Shape::fastest(layout.head_dim, true);
+    pub fn assumed(
+        layout: KvLayout,
+        heads: usize,
+        window: Option<usize>,
+        element: GpuKvElement,
+        gpu: AssumedGpu,
+    ) -> Self {
+        let shape = Shape::fastest(layout.head_dim, element, true);
         let tiling = Tiling {
             rows: shape.rows,
             slots: gpu.slots(shape.shared),
@@ -237,10 +243,8 @@ pub struct PrefillArgs<'a> {
     pub q: GpuSlice<'a, bf16>,
     /// Elements from one token's queries to the next token's.
     pub q_stride: usize,
-    /// Keys of one layer, `[blocks][kv_heads][block_size][head_dim]`; those of the runs themselves are in it.
-    pub k: GpuSlice<'a, bf16>,
-    /// Values, likewise.
-    pub v: GpuSlice<'a, bf16>,
+    /// The layer's cache; keys and values of the runs themselves are in it.
+    pub kv: GpuKv<'a>,
     /// The step's runs, as planned.
     pub runs: GpuSlice<'a, GpuRun>,
     /// Their block tables.
@@ -259,8 +263,8 @@ pub struct PrefillArgs<'a> {
 #[derive(Debug)]
 pub struct PrefillKernels {
     gpu: Gpu,
-    /// For each of [`HEAD_DIMS`].
-    attention: [Kernel; HEAD_DIMS.len()],
+    /// For each of [`HEAD_DIMS`] and each element of the cache.
+    attention: [[Kernel; GpuKvElement::ALL.len()]; HEAD_DIMS.len()],
     merge: Function,
 }
 
@@ -302,19 +306,24 @@ impl PrefillKernels {
 
     fn load_with(gpu: &Gpu, hopper: bool) -> Result<Self, GpuError> {
         let module = load(gpu, "attention_prefill")?;
-        let attention = |head_dim| {
-            let shape = Shape::fastest(head_dim, hopper);
+        let attention = |head_dim, element: GpuKvElement| {
+            let shape = Shape::fastest(head_dim, element, hopper);
             let name = match shape.persistent {
                 true => "attention_prefill_hopper",
                 false => "attention_prefill",
             };
             let function = |variant: &str| {
-                let function = module.function(&format!("{name}{variant}_{head_dim}"))?;
+                let name = format!("{name}{variant}{}_{head_dim}", element.infix());
+                let function = module.function(&name)?;
                 function.allow_shared(shape.shared)?;
                 Ok::<_, GpuError>(function)
             };
             let functions = [function("")?, function("_capped")?];
             Ok::<_, GpuError>(Kernel { functions, shape })
+        };
+        let attention = |head_dim| {
+            let [wide, fp8] = GpuKvElement::ALL.map(|element| attention(head_dim, element));
+            Ok::<_, GpuError>([wide?, fp8?])
         };
         let [a, b, c, d] = HEAD_DIMS.map(attention);
         Ok(Self {
@@ -324,8 +333,8 @@ impl PrefillKernels {
         })
     }
 
-    /// A planner for `heads` query heads over a cache of `layout`, each token seeing `window` tokens, itself included
-    /// (`None`: all).
+    /// A planner for `heads` query heads over a cache of `layout` and `element`, each token seeing `window` tokens, itself
+    /// included (`None`: all).
     ///
     /// # Errors
     /// [`GpuError`] of the driver.
@@ -337,8 +346,9 @@ impl PrefillKernels {
         layout: KvLayout,
         heads: usize,
         window: Option<usize>,
+        element: GpuKvElement,
     ) -> Result<PrefillPlanner, GpuError> {
-        let kernel = self.kernel(layout.head_dim);
+        let kernel = self.kernel(layout.head_dim, element);
         let per_sm = kernel.functions[0].blocks_per_sm(kernel.shape.threads, kernel.shape.shared)?;
         let tiling = Tiling {
             rows: kernel.shape.rows,
@@ -370,14 +380,18 @@ impl PrefillKernels {
             "rows of q"
         );
         assert!(args.out.len().is_multiple_of(heads * dim), "rows of out");
-        assert_eq!(args.k.len(), args.v.len());
+        let block = layout.elements(1);
+        assert!(
+            args.kv.elements().is_multiple_of(block),
+            "k and v are not whole blocks"
+        );
         assert!(args.items.len() >= plan.entries(), "entries of the work list");
         assert!(
             args.scratch.len() >= planner.scratch_floats(),
             "floats of scratch"
         );
         args.options.check(heads);
-        let kernel = self.kernel(dim);
+        let kernel = self.kernel(dim, args.kv.element);
         assert_eq!(planner.tiling.rows, kernel.shape.rows, "another kernel's planner");
 
         let window = planner
@@ -394,8 +408,8 @@ impl PrefillKernels {
         let merges = args.items.range(plan.items..plan.entries());
         let mut params = [
             args.q.into(),
-            args.k.into(),
-            args.v.into(),
+            args.kv.k.into(),
+            args.kv.v.into(),
             args.runs.into(),
             args.blocks.into(),
             args.items.into(),
@@ -407,9 +421,10 @@ impl PrefillKernels {
             inverse.into(),
             layout.block_size.tokens().ilog2().into(),
             window.into(),
-            args.options.factor().into(),
-            args.options.inner().into(),
+            args.options.factor(&args.kv).into(),
+            args.options.inner(&args.kv).into(),
             args.options.sinks().into(),
+            args.kv.v_scale.into(),
             (work as i32).into(),
             // What only the merge takes.
             (dim as i32).into(),
@@ -441,29 +456,35 @@ impl PrefillKernels {
         unsafe { self.gpu.launch(&self.merge, launch, &params) }
     }
 
-    fn kernel(&self, head_dim: usize) -> &Kernel {
+    fn kernel(&self, head_dim: usize, element: GpuKvElement) -> &Kernel {
         let at = HEAD_DIMS.iter().position(|&dim| dim == head_dim);
         let at = at.unwrap_or_else(|| panic!("no attention kernel for head size {head_dim}"));
-        &self.attention[at]
+        &self.attention[at][element.index()]
     }
 }
 
 impl Shape {
-    /// The fastest kernel for a head size, on a GPU of the generation of the H200 or on any.
-    fn fastest(head_dim: usize, hopper: bool) -> Self {
-        match hopper && head_dim != 96 {
+    /// The fastest kernel for a head size, on a GPU of the generation of the H200 or on any. The products of warp groups read
+    /// bf16 from shared memory, where nobody has put what 8 bits stand for.
+    fn fastest(head_dim: usize, element: GpuKvElement, hopper: bool) -> Self {
+        match hopper && head_dim != 96 && element == GpuKvElement::Bf16 {
             true => Self::hopper(head_dim),
-            false => Self::portable(head_dim),
+            false => Self::portable(head_dim, element),
         }
     }
 
-    /// `PortablePrefill`: queries and three tiles of keys or values in padded rows, two lists of cache rows.
-    fn portable(head_dim: usize) -> Self {
+    /// `PortablePrefill`: queries and three tiles of keys or values in padded rows, or two and as many of 8 bits; two lists of
+    /// cache rows.
+    fn portable(head_dim: usize, element: GpuKvElement) -> Self {
         let (rows, keys) = if head_dim <= 128 { (128, 64) } else { (64, 32) };
+        let (tiles, raw) = match element {
+            GpuKvElement::Bf16 => (3, 0),
+            GpuKvElement::Fp8 => (2, 2 * keys * head_dim),
+        };
         let lists = 2 * (keys / 8) * size_of::<i32>();
         Self {
             threads: 128,
-            shared: (rows + 3 * keys) * (head_dim + 8) * size_of::<bf16>() + lists,
+            shared: (rows + tiles * keys) * (head_dim + 8) * size_of::<bf16>() + raw + lists,
             rows,
             persistent: false,
         }

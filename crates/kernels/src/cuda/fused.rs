@@ -3,6 +3,7 @@ use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch, Module};
 
 use super::linear::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuRows};
+use super::{GpuKv, GpuKvElement};
 use crate::{Activation, QueryScale};
 
 /// Elements of one 16-byte access; rows are multiples of it.
@@ -22,9 +23,9 @@ pub struct FusedKernels {
     rms_norm: NormKernels,
     add_rms_norm: NormKernels,
     sandwich_norm: NormKernels,
-    /// Without and with a scale of q.
-    rope_kv_write: [Function; 2],
-    qk_norm_rope_kv_write: [Function; 2],
+    /// For each element of the cache, without and with a scale of q.
+    rope_kv_write: [[Function; 2]; GpuKvElement::ALL.len()],
+    qk_norm_rope_kv_write: [[Function; 2]; GpuKvElement::ALL.len()],
     silu_mul: GluKernels,
     gelu_tanh_mul: GluKernels,
     quantise: [Function; 3],
@@ -102,10 +103,8 @@ pub struct GpuRope<'a> {
 /// Where a layer's keys and values go.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuKvWrite<'a> {
-    /// `[blocks][kv_heads][block_size][head_dim]`.
-    pub k: GpuSlice<'a, bf16>,
-    /// As `k`.
-    pub v: GpuSlice<'a, bf16>,
+    /// Beyond 448 times its scale, an element of 8 bits is that.
+    pub kv: GpuKv<'a>,
     /// Per row: block × block size + offset, or -1 to write nothing.
     pub slots: GpuSlice<'a, i32>,
     /// Key and value heads.
@@ -145,20 +144,23 @@ impl FusedKernels {
         let quantising = |name: &str| -> Result<[Function; 3], GpuError> {
             Ok([function(name, 1)?, function(name, 2)?, function(name, 4)?])
         };
+        let ropes = |name: &str| {
+            let of = |element: GpuKvElement| {
+                let function =
+                    |scale: &str| module.function(&format!("{name}{scale}_kv_write{}", element.infix()));
+                Ok::<_, GpuError>([function("")?, function("_scale")?])
+            };
+            let [wide, fp8] = GpuKvElement::ALL.map(of);
+            Ok::<_, GpuError>([wide?, fp8?])
+        };
         Ok(Self {
             gpu: gpu.clone(),
             embedding: module.function("embedding")?,
             rms_norm: norms("rms_norm")?,
             add_rms_norm: norms("add_rms_norm")?,
             sandwich_norm: norms("sandwich_norm")?,
-            rope_kv_write: [
-                module.function("rope_kv_write")?,
-                module.function("rope_scale_kv_write")?,
-            ],
-            qk_norm_rope_kv_write: [
-                module.function("qk_norm_rope_kv_write")?,
-                module.function("qk_norm_rope_scale_kv_write")?,
-            ],
+            rope_kv_write: ropes("rope")?,
+            qk_norm_rope_kv_write: ropes("qk_norm_rope")?,
             silu_mul: GluKernels {
                 plain: module.function("silu_mul")?,
                 fp8: quantising("silu_mul_fp8")?,
@@ -370,7 +372,7 @@ impl FusedKernels {
         );
         let block = kv.kv_heads * kv.block_size * dim;
         assert!(
-            block > 0 && kv.k.len() == kv.v.len() && kv.k.len().is_multiple_of(block),
+            block > 0 && kv.kv.elements().is_multiple_of(block),
             "k and v are not [blocks, kv_heads, block_size, head_dim]"
         );
         let heads = width / dim;
@@ -400,8 +402,8 @@ impl FusedKernels {
             q_norm.into(),
             k_norm.into(),
             eps.into(),
-            kv.k.into(),
-            kv.v.into(),
+            kv.kv.k.into(),
+            kv.kv.v.into(),
             int(heads - 2 * kv.kv_heads),
             int(kv.kv_heads),
             int(dim),
@@ -410,10 +412,12 @@ impl FusedKernels {
             int(lanes.trailing_zeros() as usize),
             beta.into(),
             int(original),
+            kv.kv.k_scale.recip().into(),
+            kv.kv.v_scale.recip().into(),
         ];
         let launch =
             Launch::new([rows as u32, 1, 1], threads as u32).shared((pairs + 1) * size_of::<[f32; 2]>());
-        let kernel = &kernels[usize::from(rope.query_scale.is_some())];
+        let kernel = &kernels[kv.kv.element.index()][usize::from(rope.query_scale.is_some())];
         self.launch(kernel, launch, &args)
     }
 

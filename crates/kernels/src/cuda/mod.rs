@@ -9,6 +9,7 @@ mod attention_options;
 mod attention_prefill;
 mod fused;
 mod image;
+mod kv;
 mod linear;
 mod meta;
 mod sample;
@@ -18,6 +19,7 @@ pub use attention_options::GpuAttentionOptions;
 pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner};
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 pub use image::{check, has_images, load};
+pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
     FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual, GpuRows, GpuWeight, LinearChoice,
     LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,

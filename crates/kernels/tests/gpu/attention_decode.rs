@@ -10,6 +10,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
+use crate::cache::Cache;
 use crate::common::{
     Scores, Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen,
 };
@@ -20,6 +21,7 @@ struct Case {
     heads: usize,
     window: Option<usize>,
     scores: Scores,
+    cache: Cache,
     runs: Vec<GpuRun>,
     blocks: Vec<i32>,
     rows: usize,
@@ -63,6 +65,7 @@ impl Case {
             heads,
             window,
             scores,
+            cache: Cache::random(rng),
             runs,
             blocks: tables.blocks,
             rows,
@@ -75,8 +78,10 @@ impl Case {
             for position in case.first_seen(&run)..run.context_end as usize {
                 for kv_head in 0..layout.kv_heads {
                     let at = case.offset(&run, kv_head, position);
-                    case.k[at..at + layout.head_dim].copy_from_slice(&random(rng, layout.head_dim));
-                    case.v[at..at + layout.head_dim].copy_from_slice(&random(rng, layout.head_dim));
+                    let values = case.cache.values(rng, 2 * layout.head_dim);
+                    let (k, v) = values.split_at(layout.head_dim);
+                    case.k[at..at + layout.head_dim].copy_from_slice(k);
+                    case.v[at..at + layout.head_dim].copy_from_slice(v);
                 }
             }
         }
@@ -120,13 +125,13 @@ impl Case {
                         .iter()
                         .zip(key)
                         .map(|(q, k)| q.to_f64() * k.to_f64());
-                    products.sum::<f64>()
+                    products.sum::<f64>() * f64::from(self.cache.k_scale)
                 };
                 let products: Vec<f64> = (start..end).map(product).collect();
                 let mut row = vec![0.0; dim];
                 for (position, weight) in (start..end).zip(self.scores.softmax(head, &products)) {
                     for (sum, value) in row.iter_mut().zip(&self.v[at(position)..]) {
-                        *sum += weight * value.to_f64();
+                        *sum += weight * value.to_f64() * f64::from(self.cache.v_scale);
                     }
                 }
                 out.extend(row);
@@ -141,10 +146,13 @@ impl Case {
             heads,
             window,
             scores,
+            cache,
             ..
         } = self;
         let contexts: Vec<usize> = self.contexts().map(|(_, context)| context).collect();
-        let what = format!("{layout:?}, {heads} heads, window {window:?}, {scores:?}, contexts {contexts:?}");
+        let what = format!(
+            "{layout:?}, {heads} heads, window {window:?}, {scores:?}, {cache:?}, contexts {contexts:?}"
+        );
         assert_close(&what, &run(self), &self.reference(), tolerance);
     }
 
@@ -160,6 +168,8 @@ impl Case {
 struct OnGpu {
     q_stride: usize,
     scores: Scores,
+    cache: Cache,
+    elements: usize,
     sinks: GpuSlab,
     q: GpuSlab,
     k: GpuSlab,
@@ -179,8 +189,10 @@ impl OnGpu {
         let header = planner.plan(case.contexts(), &mut items);
         Self {
             q: upload(gpu, &case.q),
-            k: upload(gpu, &case.k),
-            v: upload(gpu, &case.v),
+            k: case.cache.upload(gpu, &case.k),
+            v: case.cache.upload(gpu, &case.v),
+            elements: case.k.len(),
+            cache: case.cache,
             runs: upload(gpu, &case.runs),
             blocks: upload(gpu, &case.blocks),
             header: upload(gpu, &[header]),
@@ -198,8 +210,7 @@ impl OnGpu {
         DecodeArgs {
             q: self.q.slice(),
             q_stride: self.q_stride,
-            k: self.k.slice(),
-            v: self.v.slice(),
+            kv: self.cache.on_gpu(&self.k, &self.v, self.elements),
             runs: self.runs.slice(),
             blocks: self.blocks.slice(),
             header: self.header.slice(),
@@ -254,7 +265,7 @@ fn on_cpu(case: &Case) -> Vec<f32> {
         head_dim, block_size, ..
     } = case.layout;
     let size = block_size.tokens();
-    let v = widen(&case.v);
+    let v: Vec<f32> = case.v.iter().map(|v| v.to_f32() * case.cache.v_scale).collect();
     // The CPU's keys are transposed within a block.
     let mut k = vec![0.0; v.len()];
     for (from, to) in case
@@ -263,7 +274,7 @@ fn on_cpu(case: &Case) -> Vec<f32> {
         .zip(k.chunks_exact_mut(size * head_dim))
     {
         for (index, value) in from.iter().enumerate() {
-            to[index % head_dim * size + index / head_dim] = value.to_f32();
+            to[index % head_dim * size + index / head_dim] = value.to_f32() * case.cache.k_scale;
         }
     }
     let blocks: Vec<PageId> = case.blocks.iter().map(|&b| PageId(b as u32)).collect();
@@ -371,14 +382,17 @@ fn decode_attention_in_a_graph() {
     let (heads, max_runs) = (8, 12);
     let planner = kernels.planner(layout, heads, None, max_runs).expect("a planner");
     let large = Case::new(&mut rng, layout, heads, None, &[4000; 12]);
+    let fits = |case: &Case| case.cache.element == large.cache.element;
     let memory = OnGpu::new(&gpu, &large, &planner);
     let graph = gpu
         .capture(|| kernels.forward(&planner, &memory.args()))
         .expect("a capture");
     for contexts in [vec![1], vec![3000], vec![70; 4], vec![4000, 1, 600]] {
-        let mut case = Case::new(&mut rng, layout, heads, None, &contexts);
+        let draw = || Case::new(&mut rng, layout, heads, None, &contexts);
+        let mut case = std::iter::repeat_with(draw).find(fits).expect("they are random");
         // What is part of the graph stays.
         case.scores = large.scores.clone();
+        case.cache = large.cache;
         case.q_stride = large.q_stride;
         case.q = random(&mut rng, case.rows * case.q_stride);
         let other = OnGpu::new(&gpu, &case, &planner);

@@ -10,6 +10,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
+use crate::cache::Cache;
 use crate::common::{
     Scores, Tables, assert_close, download, first_seen, gpu, poisoned, random, rng, upload, widen,
 };
@@ -21,6 +22,7 @@ struct Case {
     layout: KvLayout,
     window: Option<usize>,
     scores: Scores,
+    cache: Cache,
     runs: Vec<GpuRun>,
     blocks: Vec<i32>,
     /// Blocks of the cache.
@@ -64,6 +66,7 @@ impl Case {
             layout,
             window,
             scores,
+            cache: Cache::random(rng),
             runs: metas,
             blocks: tables.blocks,
             total: tables.total,
@@ -116,7 +119,7 @@ impl Case {
                 for position in self.first_seen(run)..run.context_end as usize {
                     for head in 0..self.layout.kv_heads {
                         let at = self.slot(run, head, position);
-                        cache[at..at + dim].copy_from_slice(&random(rng, dim));
+                        cache[at..at + dim].copy_from_slice(&self.cache.values(rng, dim));
                     }
                 }
             }
@@ -151,7 +154,8 @@ impl Case {
             let q = &data.q[row * self.q_stride + head * dim..][..dim];
             let product = |position| {
                 let k = &data.k[self.slot(run, kv_head, position)..][..dim];
-                q.iter().zip(k).map(|(a, b)| a.to_f64() * b.to_f64()).sum()
+                let product: f64 = q.iter().zip(k).map(|(a, b)| a.to_f64() * b.to_f64()).sum();
+                product * f64::from(self.cache.k_scale)
             };
             let products: Vec<f64> = (first..=position).map(product).collect();
             let weights = self.scores.softmax(head, &products);
@@ -160,7 +164,7 @@ impl Case {
                 let v = &data.v[self.slot(run, kv_head, first + i)..][..dim];
                 sum.iter_mut()
                     .zip(v)
-                    .for_each(|(sum, v)| *sum += weight * v.to_f64());
+                    .for_each(|(sum, v)| *sum += weight * v.to_f64() * f64::from(self.cache.v_scale));
             }
             out.extend(sum);
         }
@@ -169,12 +173,13 @@ impl Case {
 
     fn on_gpu(&self, gpu: &Gpu, kernels: &PrefillKernels, data: &Data) -> Vec<f32> {
         let planner = kernels
-            .planner(self.layout, self.heads, self.window)
+            .planner(self.layout, self.heads, self.window, self.cache.element)
             .expect("an occupancy");
         let mut items = vec![PrefillItem::default(); planner.max_entries(self.rows, self.runs.len())];
         let plan = planner.plan(&self.runs, &mut items);
         items.truncate(plan.entries());
-        let (q, k, v) = (upload(gpu, &data.q), upload(gpu, &data.k), upload(gpu, &data.v));
+        let q = upload(gpu, &data.q);
+        let [k, v] = [&data.k, &data.v].map(|values| self.cache.upload(gpu, values));
         let (runs, blocks, items) = (
             upload(gpu, &self.runs),
             upload(gpu, &self.blocks),
@@ -186,8 +191,7 @@ impl Case {
         let args = PrefillArgs {
             q: q.slice().range(0..data.q.len()),
             q_stride: self.q_stride,
-            k: k.slice().range(0..data.k.len()),
-            v: v.slice().range(0..data.v.len()),
+            kv: self.cache.on_gpu(&k, &v, data.k.len()),
             runs: runs.slice().range(0..self.runs.len()),
             blocks: blocks.slice().range(0..self.blocks.len()),
             items: items.slice().range(0..plan.entries()),
@@ -203,14 +207,14 @@ impl Case {
     /// Its cache holds keys transposed, and its queries are packed.
     fn on_cpu(&self, data: &Data) -> Vec<f32> {
         let (dim, size) = (self.layout.head_dim, self.layout.block_size.tokens());
-        let v = widen(&data.v);
+        let v: Vec<f32> = data.v.iter().map(|v| v.to_f32() * self.cache.v_scale).collect();
         let mut k = widen(&data.k);
         for (head, from) in k
             .chunks_exact_mut(dim * size)
             .zip(data.k.chunks_exact(dim * size))
         {
             for (i, x) in head.iter_mut().enumerate() {
-                *x = from[i % size * dim + i / size].to_f32();
+                *x = from[i % size * dim + i / size].to_f32() * self.cache.k_scale;
             }
         }
         let blocks: Vec<PageId> = self.blocks.iter().map(|&block| PageId(block as u32)).collect();
@@ -254,8 +258,8 @@ impl Case {
         let mut is_covered = vec![false; self.rows];
         covered.iter().for_each(|&row| is_covered[row] = true);
         let what = format!(
-            "{} heads, {:?}, window {:?}, {:?}, {:?}",
-            self.heads, self.layout, self.window, self.scores, self.runs
+            "{} heads, {:?}, window {:?}, {:?}, {:?}, {:?}",
+            self.heads, self.layout, self.window, self.scores, self.cache, self.runs
         );
         for (row, values) in out.chunks_exact(self.width()).enumerate() {
             if is_covered[row] {

@@ -4,6 +4,7 @@
 
 mod attention_decode;
 mod attention_prefill;
+mod cache;
 mod common;
 mod fp8;
 mod fused;

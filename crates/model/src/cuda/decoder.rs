@@ -6,8 +6,8 @@ use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    DecodeKernels, FusedKernels, GpuLinear, GpuTokens, LinearOutput, LinearScratch, LinearUse, Linears,
-    PrefillKernels, SampleKernels,
+    DecodeKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, LinearOutput, LinearScratch,
+    LinearUse, Linears, PrefillKernels, SampleKernels,
 };
 
 use super::input::{StepInput, StepInputs};
@@ -28,6 +28,7 @@ use layers::{Kind, Step};
 pub(super) struct StepState {
     pub(super) kv: GpuSlab,
     pub(super) kv_config: KvConfig,
+    pub(super) kv_element: GpuKvElement,
     /// Where each layer's keys and values are.
     pub(super) pages: Vec<LayerPage>,
     /// Longest context that is served, in tokens.
@@ -43,19 +44,22 @@ pub(super) struct StepState {
 }
 
 impl StepState {
-    /// K and V of layer `column` of each page: `[num_pages][kv_heads][block_size][head_dim]` each.
-    fn layer_kv(&self, column: usize, spec: &AttentionSpec) -> (GpuSlice<'_, bf16>, GpuSlice<'_, bf16>) {
+    /// K and V of layer `column` of each page: `[num_pages][kv_heads][block_size][head_dim]` each, with these scales.
+    fn layer_kv(&self, column: usize, spec: &AttentionSpec, [k_scale, v_scale]: [f32; 2]) -> GpuKv<'_> {
         let KvConfig {
             num_pages,
             block_size,
             ..
         } = self.kv_config;
-        let len = num_pages * block_size.tokens() * spec.kv_size();
+        let len = num_pages * block_size.tokens() * spec.kv_size() * self.kv_element.bytes();
         let (all, start) = (self.kv.slice(), 2 * column * len);
-        (
-            all.range(start..start + len),
-            all.range(start + len..start + 2 * len),
-        )
+        GpuKv {
+            k: all.range(start..start + len),
+            v: all.range(start + len..start + 2 * len),
+            element: self.kv_element,
+            k_scale,
+            v_scale,
+        }
     }
 }
 

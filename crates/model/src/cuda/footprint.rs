@@ -7,8 +7,8 @@ use std::sync::Arc;
 use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
-    AssumedGpu, DecodeKernels, DecodePlanner, FusedKernels, Linears, PrefillKernels, PrefillPlanner,
-    SampleKernels,
+    AssumedGpu, DecodeKernels, DecodePlanner, FusedKernels, GpuKvElement, Linears, PrefillKernels,
+    PrefillPlanner, SampleKernels,
 };
 
 use super::graphs::ladder;
@@ -20,9 +20,9 @@ use super::planners::{
 };
 use super::step::StepLayout;
 use super::weights::weights_bytes;
-use super::{GpuOptions, KV_ELEMENT, check};
+use super::{GpuOptions, check, kv_element};
 use crate::footprint::{ArenaUse, StepSize};
-use crate::{ModelConfig, ModelError, ServeAs};
+use crate::{KvCacheDtype, ModelConfig, ModelError, ServeAs};
 
 /// Context, kernels and libraries with their workspace on an H200, as measured there (tests/bench/h200/kv-full.json).
 const H200_RUNTIME_BYTES: u64 = 568 << 20;
@@ -37,6 +37,8 @@ pub struct GpuStateShape {
     pub limits: StepLimits,
     /// Tokens of a block of the KV cache.
     pub block_size: BlockSize,
+    /// Its element.
+    pub kv_cache_dtype: KvCacheDtype,
     /// How it works.
     pub options: GpuOptions,
     /// Text or embeddings.
@@ -48,6 +50,7 @@ pub struct GpuStateShape {
 pub struct GpuFootprint {
     config: ModelConfig,
     shape: GpuStateShape,
+    kv_element: GpuKvElement,
     /// Bytes; `u64::MAX` if they fit no memory.
     weights: u64,
     planners: Planners,
@@ -71,14 +74,14 @@ impl GpuFootprint {
     /// # Errors
     /// As [`super::GpuModel::load`], as far as the configuration tells.
     pub fn on(gpu: &Gpu, path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
-        let config = read_config(path, &shape.serve_as)?;
+        let (config, element) = read_config(path, &shape)?;
         let kernels = Kernels::load(gpu, config.embedding.is_none())?;
         let runs = shape.limits.max_num_seqs;
-        let planners = planners(&config.spec, shape.block_size, |kind| {
+        let planners = planners(&config.spec, shape.block_size, element, |kind| {
             planners_on(&kernels.decode, &kernels.prefill, kind, runs)
         });
         let planners = planners.map_err(ModelError::Gpu)?;
-        Ok(Self::new(config, shape, planners, Some(kernels)))
+        Ok(Self::new(config, element, shape, planners, Some(kernels)))
     }
 
     /// For a GPU that is not there: like an H200, but for the size of its memory.
@@ -86,28 +89,36 @@ impl GpuFootprint {
     /// # Errors
     /// As [`Self::on`].
     pub fn assumed(path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
-        let config = read_config(path, &shape.serve_as)?;
+        let (config, element) = read_config(path, &shape)?;
         let runs = shape.limits.max_num_seqs;
         let gpu = AssumedGpu::H200;
-        let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, |kind| {
+        let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, element, |kind| {
             let AttentionKind {
                 layout,
                 heads,
                 window,
+                element,
             } = kind;
             Ok(AttentionPlanners {
                 kind,
                 decode: DecodePlanner::assumed(layout, heads, window, gpu, runs),
-                prefill: PrefillPlanner::assumed(layout, heads, window, gpu),
+                prefill: PrefillPlanner::assumed(layout, heads, window, element, gpu),
             })
         });
-        Ok(Self::new(config, shape, planners, None))
+        Ok(Self::new(config, element, shape, planners, None))
     }
 
-    fn new(config: ModelConfig, shape: GpuStateShape, planners: Planners, kernels: Option<Kernels>) -> Self {
+    fn new(
+        config: ModelConfig,
+        kv_element: GpuKvElement,
+        shape: GpuStateShape,
+        planners: Planners,
+        kernels: Option<Kernels>,
+    ) -> Self {
         Self {
             weights: weights_bytes(&config.spec).map_or(u64::MAX, pooled),
             config,
+            kv_element,
             shape,
             planners,
             kernels: kernels.map(Arc::new),
@@ -123,6 +134,7 @@ impl GpuFootprint {
         });
         Self {
             config: self.config.clone(),
+            kv_element: self.kv_element,
             shape: GpuStateShape {
                 limits: *limits,
                 ..self.shape.clone()
@@ -153,12 +165,12 @@ impl GpuFootprint {
 
     /// As [`super::GpuModel::kv_bytes_per_token`].
     pub fn kv_bytes_per_token(&self) -> u64 {
-        self.config.spec.kv_bytes_per_token(KV_ELEMENT)
+        self.config.spec.kv_bytes_per_token(self.kv_element.bytes())
     }
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        mapped(self.config.spec.kv_bytes(config, KV_ELEMENT))
+        mapped(self.config.spec.kv_bytes(config, self.kv_element.bytes()))
     }
 
     /// Bytes of a fixed arena of `scratch` bytes.
@@ -247,10 +259,11 @@ impl GpuFootprint {
     }
 }
 
-fn read_config(path: &Path, serve_as: &ServeAs) -> Result<ModelConfig, ModelError> {
-    let config = ModelConfig::read(path, serve_as)?;
+fn read_config(path: &Path, shape: &GpuStateShape) -> Result<(ModelConfig, GpuKvElement), ModelError> {
+    let element = kv_element(shape.kv_cache_dtype)?;
+    let config = ModelConfig::read(path, &shape.serve_as)?;
     check(&config.spec)?;
-    Ok(config)
+    Ok((config, element))
 }
 
 impl Kernels {

@@ -29,18 +29,15 @@ use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
-use plimsoll_kernels::cuda::{FusedKernels, HEAD_DIMS};
+use plimsoll_kernels::cuda::{FusedKernels, GpuKvElement, HEAD_DIMS};
 
 use crate::model::Description;
-use crate::{About, DecoderSpec, LoadOptions, ModelError, Progress};
+use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
 use planners::{Planners, planners, planners_on};
 pub use runner::GpuRunner;
 use weights::GpuWeights;
-
-/// Bytes of an element of the KV cache, `bf16`.
-const KV_ELEMENT: usize = 2;
 
 /// How a state on a GPU works.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,6 +51,7 @@ pub struct GpuOptions {
 pub struct GpuModel {
     about: About,
     decoder: Decoder,
+    kv_element: GpuKvElement,
 }
 
 impl Deref for GpuModel {
@@ -76,14 +74,16 @@ impl GpuModel {
         gpu: &Gpu,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Arc<Self>, ModelError> {
+        let kv_element = kv_element(options.kv_cache_dtype)?;
         let description = Description::read(path, &options.serve_as)?;
         check(description.about.spec())?;
         let fused = FusedKernels::load(gpu)?;
-        let weights = GpuWeights::load(&description, options.format, gpu, &fused, progress)?;
+        let weights = GpuWeights::load(&description, options.format, kv_element, gpu, &fused, progress)?;
         let decoder = Decoder::new(gpu, weights, fused)?;
         Ok(Arc::new(Self {
             about: description.about,
             decoder,
+            kv_element,
         }))
     }
 
@@ -112,17 +112,20 @@ impl GpuModel {
 
     /// Bytes of KV cache that a token takes while every layer keeps it.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        self.spec().kv_bytes_per_token(KV_ELEMENT)
+        self.spec().kv_bytes_per_token(self.kv_element.bytes())
     }
 
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
-        self.spec().kv_bytes(config, KV_ELEMENT)
+        self.spec().kv_bytes(config, self.kv_element.bytes())
     }
 
     /// Element of the KV cache.
     pub fn kv_cache_dtype(&self) -> &'static str {
-        "bfloat16"
+        match self.kv_element {
+            GpuKvElement::Bf16 => "bfloat16",
+            GpuKvElement::Fp8 => "fp8_e4m3",
+        }
     }
 
     fn decoder(&self) -> &Decoder {
@@ -132,7 +135,7 @@ impl GpuModel {
     /// How attention's work is cut for a cache of that block size.
     fn planners(&self, block_size: BlockSize, max_runs: usize) -> Result<Planners, GpuError> {
         let Decoder { decode, prefill, .. } = &self.decoder;
-        planners(self.spec(), block_size, |kind| {
+        planners(self.spec(), block_size, self.kv_element, |kind| {
             planners_on(decode, prefill, kind, max_runs)
         })
     }
@@ -143,6 +146,20 @@ impl GpuModel {
     /// [`GpuError`] of the copy.
     pub fn tensor(&self, name: &str) -> Result<Option<Vec<f32>>, GpuError> {
         self.decoder.tensor(name)
+    }
+}
+
+/// # Errors
+/// [`ModelError::Unsupported`] for what only a CPU has.
+fn kv_element(dtype: KvCacheDtype) -> Result<GpuKvElement, ModelError> {
+    match dtype {
+        KvCacheDtype::Auto => Ok(GpuKvElement::Bf16),
+        KvCacheDtype::Fp8 => Ok(GpuKvElement::Fp8),
+        KvCacheDtype::F32 | KvCacheDtype::F16 => Err(ModelError::unsupported(
+            "--kv-cache-dtype",
+            format!("{dtype:?}"),
+            "auto, bfloat16 and fp8 are on a GPU",
+        )),
     }
 }
 

@@ -3,7 +3,7 @@
 use plimsoll_core::BlockSize;
 use plimsoll_device::cuda::GpuError;
 use plimsoll_kernels::KvLayout;
-use plimsoll_kernels::cuda::{DecodeKernels, DecodePlanner, PrefillKernels, PrefillPlanner};
+use plimsoll_kernels::cuda::{DecodeKernels, DecodePlanner, GpuKvElement, PrefillKernels, PrefillPlanner};
 
 use crate::DecoderSpec;
 use crate::spec::AttentionSpec;
@@ -17,10 +17,12 @@ pub(super) struct AttentionKind {
     pub(super) layout: KvLayout,
     pub(super) heads: usize,
     pub(super) window: Option<usize>,
+    /// Of the cache.
+    pub(super) element: GpuKvElement,
 }
 
 impl AttentionKind {
-    pub(super) fn of(spec: &AttentionSpec, block_size: BlockSize) -> Self {
+    pub(super) fn of(spec: &AttentionSpec, block_size: BlockSize, element: GpuKvElement) -> Self {
         Self {
             layout: KvLayout {
                 kv_heads: spec.kv_heads,
@@ -29,6 +31,7 @@ impl AttentionKind {
             },
             heads: spec.heads,
             window: spec.window,
+            element,
         }
     }
 }
@@ -61,10 +64,14 @@ pub(super) fn attention_counters(planners: &[AttentionPlanners]) -> usize {
 pub(super) fn planners<E>(
     spec: &DecoderSpec,
     block_size: BlockSize,
+    element: GpuKvElement,
     planner: impl Fn(AttentionKind) -> Result<AttentionPlanners, E>,
 ) -> Result<Planners, E> {
     let mut planners = Planners::new();
-    for kind in spec.attention().map(|spec| AttentionKind::of(spec, block_size)) {
+    for kind in spec
+        .attention()
+        .map(|spec| AttentionKind::of(spec, block_size, element))
+    {
         if planners.iter().all(|known| known.kind != kind) {
             planners.push(planner(kind)?);
         }
@@ -83,10 +90,11 @@ pub(super) fn planners_on(
         layout,
         heads,
         window,
+        element,
     } = kind;
     Ok(AttentionPlanners {
         kind,
         decode: decode.planner(layout, heads, window, max_runs)?,
-        prefill: prefill.planner(layout, heads, window)?,
+        prefill: prefill.planner(layout, heads, window, element)?,
     })
 }

@@ -92,6 +92,7 @@ impl GpuRunner {
         let state = StepState {
             kv: gpu.alloc(Component::Kv, kv_bytes)?,
             kv_config: kv,
+            kv_element: model.kv_element,
             pages: LayerPage::all(&layout),
             max_model_len: limits.max_model_len,
             inputs,

@@ -10,7 +10,7 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
-use plimsoll_kernels::cuda::{Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuWeight, rope_turns};
+use plimsoll_kernels::cuda::{Fp8Scaling, FusedKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, rope_turns};
 
 use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
 use crate::model::Description;
@@ -30,6 +30,8 @@ pub(super) struct GpuWeights {
     pub(super) decoder: blocks::Decoder<GpuLinear, GpuLinear, GpuVector>,
     /// Of each kind of rotary positions, its tables.
     pub(super) ropes: Vec<Vec<GpuRopeTable>>,
+    /// Of the keys and of the values of each layer in a cache of 8 bits; otherwise 1.
+    pub(super) kv_scales: Vec<[f32; 2]>,
     parts: Vec<Part>,
     slab: Arc<GpuSlab>,
 }
@@ -72,6 +74,7 @@ impl GpuWeights {
     pub(super) fn load(
         description: &Description,
         format: LoadFormat,
+        kv_element: GpuKvElement,
         gpu: &Gpu,
         kernels: &FusedKernels,
         progress: &mut dyn FnMut(Progress),
@@ -96,6 +99,11 @@ impl GpuWeights {
             let tensor = tensors.optional_vector(vector)?;
             factors = tensor.map(|tensor| tensor.widen()).transpose()?;
         }
+        let kv_scales = (0..spec.layers.len()).map(|layer| match kv_element {
+            GpuKvElement::Bf16 => Ok([1.0; 2]),
+            GpuKvElement::Fp8 => kv_scales(&mut tensors, layer),
+        });
+        let kv_scales = kv_scales.collect::<Result<_, ModelError>>()?;
         tensors.finish()?;
 
         let slab = Arc::new(gpu.alloc(Component::Weights, layout.bytes)?);
@@ -141,6 +149,7 @@ impl GpuWeights {
             spec: spec.clone(),
             decoder,
             ropes,
+            kv_scales,
             parts: layout.parts,
             slab,
         })
@@ -174,6 +183,21 @@ impl GpuWeights {
             _ => gpu.download(view(&self.slab, span))?,
         }))
     }
+}
+
+/// What the elements of a layer's keys and values are multiplied by, as calibration found it; 1 where nobody did.
+fn kv_scales(tensors: &mut Checked<'_>, layer: usize) -> Result<[f32; 2], ModelError> {
+    let mut scale = |part: &str| {
+        // Beside the projections, and as vLLM's own attention has it.
+        let names = ["self_attn", "self_attn.attn"].map(|at| format!("model.layers.{layer}.{at}.{part}"));
+        for name in &names {
+            if let Some(scale) = tensors.optional_scale(name)? {
+                return Ok(scale);
+            }
+        }
+        Ok::<_, ModelError>(1.0)
+    };
+    Ok([scale("k_scale")?, scale("v_scale")?])
 }
 
 /// Random matrices that keep the variance of what they are applied to.

@@ -148,14 +148,37 @@ impl<'a> Checked<'a> {
         }
     }
 
+    /// A positive number, of shape `[]` or `[1]`, that a model may do without.
+    pub(crate) fn optional_scale(&mut self, name: &str) -> Result<Option<f32>, ModelError> {
+        if !self.left.contains(&self.source.stored_name(name)) {
+            return Ok(None);
+        }
+        let shape: &[usize] = match self.source.tensor(name, &[1])? {
+            Some(tensor) if tensor.shape.0.is_empty() => &[],
+            _ => &[1],
+        };
+        let tensor = self.tensor(name, shape)?;
+        match tensor.widen()?[..] {
+            [scale] if scale > 0.0 && scale.is_finite() => Ok(Some(scale)),
+            _ => Err(ModelError::Weights {
+                name: tensor.name,
+                message: "a scale is one positive number: calibrate the model again, or remove the tensor"
+                    .to_owned(),
+            }),
+        }
+    }
+
     /// Checks that no tensor was left that would have changed the output.
     pub(crate) fn finish(self) -> Result<(), ModelError> {
         let mut left: Vec<_> = self.left.into_iter().collect();
         left.sort_unstable();
         let (in_decoder, others): (Vec<_>, Vec<_>) = left
             .into_iter()
-            // Tables that old checkpoints store and everybody computes.
-            .filter(|name| !name.ends_with("rotary_emb.inv_freq"))
+            // Tables that old checkpoints store and everybody computes, and scales for a KV cache of 8 bits where it has 16.
+            .filter(|name| {
+                let idle = ["rotary_emb.inv_freq", ".k_scale", ".v_scale"];
+                !idle.iter().any(|end| name.ends_with(end))
+            })
             .partition(|name| {
                 // What is left of a module that was taken, such as a bias or a scale, would have changed it.
                 let is_of_module = self.modules.contains(module(name));
@@ -203,5 +226,59 @@ fn in_floats(tensor: Tensor<'_>) -> Result<Tensor<'_>, ModelError> {
             supported: "F32, F16 and BF16, as `quantization_config` does not say that it is quantised",
         }),
         _ => Ok(tensor),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_kernels::WeightType;
+
+    use super::*;
+    use crate::weights::RowOrder;
+
+    /// One tensor of `f32`.
+    struct One(Vec<usize>, Vec<f32>);
+
+    const NAME: &str = "model.layers.0.self_attn.k_scale";
+
+    impl Source for One {
+        fn tensor(&self, name: &str, _: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
+            Ok((name == NAME).then(|| Tensor {
+                name: name.to_owned(),
+                dtype: WeightType::F32,
+                shape: Shape(self.0.clone()),
+                order: RowOrder::Plain,
+                unit_offset: false,
+                data: self.1.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            }))
+        }
+
+        fn names(&self) -> Vec<String> {
+            vec![NAME.to_owned()]
+        }
+
+        fn total_bytes(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn a_scale_is_one_positive_number() {
+        let read = |shape: &[usize], values: &[f32], name| {
+            let source = One(shape.to_vec(), values.to_vec());
+            Checked::new(&source).optional_scale(name)
+        };
+        assert_eq!(read(&[], &[0.5], NAME).unwrap(), Some(0.5));
+        assert_eq!(read(&[1], &[0.25], NAME).unwrap(), Some(0.25));
+        assert_eq!(
+            read(&[1], &[0.25], "model.layers.1.self_attn.k_scale").unwrap(),
+            None
+        );
+        for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            let error = read(&[1], &[scale], NAME).unwrap_err().to_string();
+            assert!(error.contains(NAME) && error.contains("positive"), "{error}");
+        }
+        let error = read(&[2], &[1.0, 1.0], NAME).unwrap_err();
+        assert!(matches!(error, ModelError::MisshapenTensor { .. }), "{error}");
     }
 }

@@ -25,7 +25,7 @@ fn worse(name: &str) -> (f64, f64) {
 }
 
 /// Logits of the prompt's last positions, the prompt cut into chunks of `len`.
-fn in_chunks(runner: &mut GpuRunner, setup: &Setup, case: &Case, len: usize) -> Vec<f32> {
+pub(crate) fn in_chunks(runner: &mut GpuRunner, setup: &Setup, case: &Case, len: usize) -> Vec<f32> {
     let table = blocks(0..setup.num_blocks() as u32);
     let first = case.prompt.len() - case.last_logits.len();
     let mut found = Vec::new();

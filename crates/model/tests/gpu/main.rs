@@ -4,6 +4,7 @@
 mod common;
 mod embeddings;
 mod golden;
+mod kv;
 mod memory;
 mod reference;
 mod rows;

@@ -105,3 +105,21 @@ fn with_calls(message: &Value, format: ToolFormat) -> Value {
     let content = content.map(str::to_owned).into_iter().chain(written);
     json!({ "role": "assistant", "content": content.collect::<Vec<_>>().join("\n") })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_goes_before_any_content() {
+        let mut text = json!("b");
+        put_before(&mut text, "a");
+        assert_eq!(text, json!("a\n\nb"));
+        let mut parts = json!([{ "type": "text", "text": "b" }]);
+        put_before(&mut parts, "a");
+        assert_eq!(
+            parts,
+            json!([{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }])
+        );
+    }
+}

@@ -267,7 +267,6 @@ async fn prompt_of_calls(rig: &Rig) -> String {
     prompt(rig, body).await
 }
 
-/// What the model gets of a chat.
 async fn prompt(rig: &Rig, body: Value) -> String {
     let tokens = rig.post("/tokenize", body).await.json()["tokens"].clone();
     let text = rig.post("/detokenize", json!({ "tokens": tokens })).await.json();
@@ -329,21 +328,17 @@ async fn templates_without_tools_get_them_as_text() {
     );
 }
 
+/// As Gemma 2's.
 #[tokio::test]
 async fn templates_that_refuse_system_messages_get_tools_in_the_first_of_the_user() {
-    // As Gemma 2's.
-    let template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}\
-        {% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}";
+    let template = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}<{{ m.role }}>{{ m.content }}</>{% endfor %}";
     let rig = Rig::new(Setup {
         template: Some(template),
         ..Default::default()
     });
-    for content in [json!("Weather?"), json!([{"type": "text", "text": "Weather?"}])] {
-        let messages = [json!({ "role": "user", "content": content })];
-        let text = prompt(&rig, json!({ "messages": messages, "tools": [tool("f")] })).await;
-        assert!(text.starts_with("<user>You can call these functions"), "{text}");
-        assert!(text.ends_with("Weather?</>"), "{text}");
-    }
+    let message = json!({ "role": "user", "content": "Now?" });
+    let text = prompt(&rig, json!({ "messages": [message], "tools": [tool("f")] })).await;
+    assert!(text.starts_with("<user>You can call these functions"));
 }
 
 #[tokio::test]

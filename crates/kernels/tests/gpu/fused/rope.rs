@@ -1,8 +1,10 @@
 //! Norm of q and k, rotation, write to the cache.
 
 use plimsoll_kernels::QueryScale;
+use plimsoll_kernels::cuda::GpuKvElement;
 
 use super::*;
+use crate::cache::{Cache, to_e4m3};
 
 struct Case {
     heads: usize,
@@ -139,6 +141,20 @@ impl Case {
     }
 }
 
+const WIDE: Cache = Cache {
+    element: GpuKvElement::Bf16,
+    k_scale: 1.0,
+    v_scale: 1.0,
+};
+
+/// Elements of 16 bits.
+fn wide(bytes: &[u8]) -> Vec<bf16> {
+    let pairs = bytes.chunks_exact(2);
+    pairs
+        .map(|pair| bf16::from_le_bytes([pair[0], pair[1]]))
+        .collect()
+}
+
 const SHAPES: [[usize; 4]; 11] = [
     [32, 8, 128, 64],
     [9, 3, 64, 32],
@@ -154,7 +170,8 @@ const SHAPES: [[usize; 4]; 11] = [
     [16, 2, 64, 0],
 ];
 
-fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
+/// Writes `case` to a cache of such elements: the projections afterwards, and the bytes of keys and of values.
+fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) -> (Vec<f32>, [Vec<u8>; 2]) {
     let (tokens, dim) = (case.positions.len(), case.dim);
     let mut padded = case.qkv.clone();
     padded.extend([bf16::from_bits(0xffff); GUARD]);
@@ -162,7 +179,8 @@ fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
     let (positions, slots) = (upload(gpu, &case.positions), upload(gpu, &case.slots));
     let turns = upload(gpu, &rope_turns(&case.frequencies));
     let len = case.blocks * case.kv_heads * case.block_size * dim;
-    let (k, v) = (guarded::<bf16>(gpu, len), guarded::<bf16>(gpu, len));
+    let bytes = len * cache.element.bytes();
+    let (k, v) = (guarded::<u8>(gpu, bytes), guarded::<u8>(gpu, bytes));
     let norms = case.norm.as_ref().map(|(q, k)| (upload(gpu, q), upload(gpu, k)));
     let norm = norms.as_ref().map(|(q, k)| GpuQkNorm {
         q: q.slice().range(0..dim),
@@ -176,8 +194,7 @@ fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
         query_scale: case.query_scale,
     };
     let kv = GpuKvWrite {
-        k: k.slice().range(0..len),
-        v: v.slice().range(0..len),
+        kv: cache.on_gpu(&k, &v, len),
         slots: slots.slice().range(0..tokens),
         kv_heads: case.kv_heads,
         block_size: case.block_size,
@@ -188,15 +205,18 @@ fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
         .unwrap();
 
     let after = widen(&written::<bf16>(gpu, &qkv, case.qkv.len()));
+    (after, [written(gpu, &k, bytes), written(gpu, &v, bytes)])
+}
+
+fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {
+    let dim = case.dim;
+    let (after, written) = write_on_gpu(gpu, kernels, case, WIDE);
     let q: Vec<f32> = after
         .chunks_exact(case.width())
         .flat_map(|row| &row[..case.heads * dim])
         .copied()
         .collect();
-    let (k, v) = (
-        widen(&written::<bf16>(gpu, &k, len)),
-        widen(&written::<bf16>(gpu, &v, len)),
-    );
+    let [k, v] = written.map(|bytes| widen(&wide(&bytes)));
     let used = case.slots.iter().filter(|&&slot| slot >= 0).count() * case.kv_heads * dim;
     for cache in [&k, &v] {
         assert_eq!(
@@ -278,4 +298,37 @@ fn fused_qk_norm_rope_kv_write() {
     let gpu = gpu();
     let kernels = FusedKernels::load(&gpu).unwrap();
     check("qk_norm_rope_kv_write", |case| run_on_gpu(&gpu, &kernels, case));
+}
+
+/// Elements of 8 bits are those of 16 bits divided by the scale and rounded, to the bit, and queries are the same.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn fused_kv_of_8_bits_is_that_of_16_rounded() {
+    let (gpu, mut rng) = (gpu(), rng("kv of 8 bits"));
+    let kernels = FusedKernels::load(&gpu).unwrap();
+    for shape in SHAPES {
+        for norm in [false, true] {
+            let case = Case::new(&mut rng, shape, norm);
+            let fp8 = Cache {
+                element: GpuKvElement::Fp8,
+                // Small enough that some values are cut off.
+                k_scale: rng.random_range(0.001..2.0),
+                v_scale: rng.random_range(0.001..2.0),
+            };
+            let (after, expected) = write_on_gpu(&gpu, &kernels, &case, WIDE);
+            let (also, found) = write_on_gpu(&gpu, &kernels, &case, fp8);
+            let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&after), bits(&also), "{shape:?}: projections");
+            for ((expected, found), scale) in expected.iter().zip(&found).zip([fp8.k_scale, fp8.v_scale]) {
+                for (at, (expected, &found)) in wide(expected).into_iter().zip(found).enumerate() {
+                    let expected = match expected.is_nan() {
+                        // Not written.
+                        true => 0xff,
+                        false => to_e4m3(expected.to_f32() * scale.recip()),
+                    };
+                    assert_eq!(found, expected, "{shape:?}, norm {norm}, {fp8:?}: element {at}");
+                }
+            }
+        }
+    }
 }

@@ -39,7 +39,7 @@ struct Fusion {
 impl Kind {
     pub(super) fn new(decoder: &Decoder, layer: &GpuLayer, rows: usize, state: &StepState) -> Self {
         let spec = layer.spec.attention();
-        let attention = AttentionKind::of(spec, state.kv_config.block_size);
+        let attention = AttentionKind::of(spec, state.kv_config.block_size, state.kv_element);
         let planners = state.inputs.planners();
         let at = planners.iter().position(|planners| planners.kind == attention);
         let rope = spec.rope.as_deref().map(|rope| {
@@ -218,10 +218,8 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             query_scale: spec.rope.as_deref().and_then(|rope| rope.query_scale),
         };
         let page = state.pages[self.layer];
-        let (k, v) = state.layer_kv(page.column, spec);
         let write = GpuKvWrite {
-            k,
-            v,
+            kv: state.layer_kv(page.column, spec, weights.kv_scales[self.layer]),
             slots: state.inputs.device(input.slots[page.table]),
             kv_heads: spec.kv_heads,
             block_size: state.kv_config.block_size.tokens(),
@@ -239,7 +237,8 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             sinks: sinks.map(GpuVector::slice),
         };
         let page = state.pages[self.layer];
-        let (k, v) = state.layer_kv(page.column, spec);
+        let scales = self.decoder.weights.kv_scales[self.layer];
+        let kv = state.layer_kv(page.column, spec, scales);
         let (inputs, at) = (&state.inputs, self.kind().attention);
         let planners = &inputs.planners()[at];
         let blocks = inputs.device(input.blocks);
@@ -252,8 +251,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             let args = DecodeArgs {
                 q,
                 q_stride: spec.qkv_size(),
-                k,
-                v,
+                kv,
                 runs: inputs.device(decode.runs[page.table]),
                 blocks,
                 header: inputs.device(header),
@@ -270,8 +268,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             let args = PrefillArgs {
                 q,
                 q_stride: spec.qkv_size(),
-                k,
-                v,
+                kv,
                 runs: inputs.device(prefill.runs[page.table]),
                 blocks,
                 items: inputs.device(items),

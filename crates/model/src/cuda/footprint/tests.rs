@@ -23,6 +23,10 @@ fn recorded(name: &str) -> Value {
 }
 
 fn footprint(report: &Value) -> GpuFootprint {
+    footprint_with(report, KvCacheDtype::Auto)
+}
+
+fn footprint_with(report: &Value, kv_cache_dtype: KvCacheDtype) -> GpuFootprint {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), CONFIG).unwrap();
     let number = |name: &str| report[name].as_u64().unwrap() as usize;
@@ -33,6 +37,7 @@ fn footprint(report: &Value) -> GpuFootprint {
             max_model_len: number("max_model_len"),
         },
         block_size: BlockSize::new(number("block_size")).unwrap(),
+        kv_cache_dtype,
         options: GpuOptions::default(),
         serve_as: ServeAs::default(),
     };
@@ -43,6 +48,34 @@ fn component(report: &Value, name: &str) -> u64 {
     let lines = report["ready"]["components"].as_array().unwrap();
     let line = lines.iter().find(|line| line["name"] == name).unwrap();
     line["bytes"].as_u64().unwrap()
+}
+
+/// Elements of half the size: a token takes half, and nothing else changes but the scratch of another attention kernel.
+#[test]
+fn a_cache_of_8_bits_takes_half() {
+    let report = recorded("kv-full.json");
+    let [wide, fp8] = [KvCacheDtype::Auto, KvCacheDtype::Fp8].map(|dtype| footprint_with(&report, dtype));
+    assert_eq!(wide.kv_bytes_per_token(), 2 * fp8.kv_bytes_per_token());
+    let kv = KvConfig {
+        block_size: wide.shape.block_size,
+        num_pages: 4096,
+        groups: wide.config.spec.cache_groups(),
+    };
+    assert_eq!(wide.kv_bytes(kv), 2 * fp8.kv_bytes(kv));
+    assert_eq!(wide.weights_bytes(), fp8.weights_bytes());
+}
+
+#[test]
+fn caches_of_a_cpu_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), CONFIG).unwrap();
+    let mut shape = footprint(&recorded("kv-full.json")).shape;
+    shape.kv_cache_dtype = KvCacheDtype::F16;
+    let error = GpuFootprint::assumed(dir.path(), shape).unwrap_err().to_string();
+    assert!(
+        error.contains("--kv-cache-dtype") && error.contains("fp8"),
+        "{error}"
+    );
 }
 
 /// To the byte, what an H200 was measured to hold.
