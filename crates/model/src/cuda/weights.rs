@@ -10,7 +10,9 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
-use plimsoll_kernels::cuda::{Fp8Scaling, FusedKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, rope_turns};
+use plimsoll_kernels::cuda::{
+    Fp8Scaling, FusedKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, rope_turns,
+};
 
 use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
 use crate::model::Description;
