@@ -295,7 +295,7 @@ impl Visitor for Sizes<'_> {
 
     fn linear(&mut self, stack: &Stack) -> Result<LinearShape, ModelError> {
         if let Types::Stored(tensors) = &mut self.types {
-            tensors.unneeded(&stack.unneeded)?;
+            tensors.kv_scales(&stack.kv_scales)?;
         }
         let shape = self.matrices(&stack.parts)?;
         for bias in stack.biases() {

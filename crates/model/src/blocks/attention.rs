@@ -41,7 +41,7 @@ impl<L, V> Attention<L, V> {
             norm: visitor.vector(&norm(scope.name("input_layernorm.weight"), hidden))?,
             qkv: visitor.linear(&Stack {
                 bias: spec.qkv_bias,
-                unneeded: match scope.has_kv_scales() {
+                kv_scales: match scope.has_kv_scales() {
                     true => ["k_scale", "v_scale"].map(|scale| own.name(scale)).to_vec(),
                     false => Vec::new(),
                 },

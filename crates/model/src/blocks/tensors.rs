@@ -56,8 +56,8 @@ pub(crate) struct Stack {
     /// At least one, all of the same inputs.
     pub(crate) parts: Vec<Matrix>,
     pub(crate) bias: bool,
-    /// Names of single numbers that quantised models store beside it and that are not needed.
-    pub(crate) unneeded: Vec<String>,
+    /// Names of the scales of keys and values that the checkpoint says it stores; only a KV cache of 8 bits uses them.
+    pub(crate) kv_scales: Vec<String>,
 }
 
 impl Stack {
@@ -65,7 +65,7 @@ impl Stack {
         Self {
             parts,
             bias: false,
-            unneeded: Vec::new(),
+            kv_scales: Vec::new(),
         }
     }
 

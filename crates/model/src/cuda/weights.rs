@@ -95,7 +95,6 @@ impl GpuWeights {
         let jobs: Vec<Job<'_>> = stored
             .map(|part| Job::new(&mut tensors, part))
             .collect::<Result<_, _>>()?;
-        tensors.unneeded(&layout.unneeded)?;
         let mut factors = None;
         for vector in &layout.optional {
             let tensor = tensors.optional_vector(vector)?;
@@ -106,6 +105,7 @@ impl GpuWeights {
             GpuKvElement::Fp8 => kv_scales(&mut tensors, layer),
         });
         let kv_scales = kv_scales.collect::<Result<_, ModelError>>()?;
+        tensors.kv_scales(&layout.kv_scales)?;
         tensors.finish()?;
 
         let slab = Arc::new(gpu.alloc(Component::Weights, layout.bytes)?);

@@ -69,8 +69,8 @@ impl<'a> Checked<'a> {
         })
     }
 
-    /// Takes single numbers that are not needed.
-    pub(crate) fn unneeded(&mut self, names: &[String]) -> Result<(), ModelError> {
+    /// Takes scales of keys and values that the checkpoint says it stores, whether or not a cache uses them.
+    pub(crate) fn kv_scales(&mut self, names: &[String]) -> Result<(), ModelError> {
         let mut names = names.iter();
         names.try_for_each(|name| self.scales(std::slice::from_ref(name), &SCALAR).map(drop))
     }
@@ -153,19 +153,8 @@ impl<'a> Checked<'a> {
         if !self.left.contains(&self.source.stored_name(name)) {
             return Ok(None);
         }
-        let shape: &[usize] = match self.source.tensor(name, &[1])? {
-            Some(tensor) if tensor.shape.0.is_empty() => &[],
-            _ => &[1],
-        };
-        let tensor = self.tensor(name, shape)?;
-        match tensor.widen()?[..] {
-            [scale] if scale > 0.0 && scale.is_finite() => Ok(Some(scale)),
-            _ => Err(ModelError::Weights {
-                name: tensor.name,
-                message: "a scale is one positive number: calibrate the model again, or remove the tensor"
-                    .to_owned(),
-            }),
-        }
+        let values = self.scales(&[name.to_owned()], &SCALAR)?;
+        Ok(Some(values[0]))
     }
 
     /// Checks that no tensor was left that would have changed the output.

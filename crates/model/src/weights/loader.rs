@@ -92,7 +92,7 @@ impl Visitor for Loader<'_> {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<Arc<Linear>, ModelError> {
-        self.tensors.unneeded(&stack.unneeded)?;
+        self.tensors.kv_scales(&stack.kv_scales)?;
         let tensors = (stack.parts.iter())
             .map(|part| self.matrix(part))
             .collect::<Result<Vec<_>, _>>()?;

@@ -210,8 +210,8 @@ pub(super) struct Layout {
     pub(super) parts: Vec<Part>,
     /// Vectors that a source may have, which are not stored on the device.
     pub(super) optional: Vec<Vector>,
-    /// Names of single numbers that every source has and the device does not need.
-    pub(super) unneeded: Vec<String>,
+    /// Names of the scales of keys and values that the checkpoint says it stores.
+    pub(super) kv_scales: Vec<String>,
     /// Bytes of everything.
     pub(super) bytes: usize,
 }
@@ -231,7 +231,7 @@ impl Layout {
             turns,
             parts: places.parts,
             optional: places.optional,
-            unneeded: places.unneeded,
+            kv_scales: places.kv_scales,
             bytes: places.end,
         })
     }
@@ -242,7 +242,7 @@ impl Layout {
 pub(super) struct Places {
     parts: Vec<Part>,
     optional: Vec<Vector>,
-    unneeded: Vec<String>,
+    kv_scales: Vec<String>,
     /// A multiple of [`ALIGN`].
     end: usize,
 }
@@ -345,7 +345,7 @@ impl Visitor for Places {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<LinearSpan, Boundless> {
-        self.unneeded.extend_from_slice(&stack.unneeded);
+        self.kv_scales.extend_from_slice(&stack.kv_scales);
         let matrices = self.put_matrices(&stack.parts)?;
         let bias = match stack.bias {
             true => Some(self.put_vectors(stack.biases(), Element::Bf16)?),
