@@ -21,7 +21,7 @@ use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
 pub use matrix::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuWeight};
-pub use stream::LinearOutput;
+pub use stream::{FP8_CAPABILITY, LinearOutput};
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
 
 /// How products of a shape are computed.

@@ -6,6 +6,8 @@ pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
 /// A GPU that is not there, as far as planners ask: how many blocks of threads it runs at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AssumedGpu {
+    /// Compute capability.
+    pub compute_capability: (u32, u32),
     /// Streaming multiprocessors.
     pub sm_count: usize,
     /// Bytes of shared memory of each.
@@ -18,6 +20,7 @@ const BLOCK_SHARED_BYTES: usize = 1024;
 impl AssumedGpu {
     /// An NVIDIA H200 (and an H100 SXM), by NVIDIA's CUDA programming guide.
     pub const H200: Self = Self {
+        compute_capability: (9, 0),
         sm_count: 132,
         sm_shared_bytes: 228 << 10,
     };

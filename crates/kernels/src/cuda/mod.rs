@@ -21,8 +21,8 @@ pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens
 pub use image::{check, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
-    FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual, GpuRows, GpuWeight, LinearChoice,
-    LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+    FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual, GpuRows, GpuWeight,
+    LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
 pub use sample::{

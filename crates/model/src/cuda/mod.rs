@@ -76,7 +76,7 @@ impl GpuModel {
     ) -> Result<Arc<Self>, ModelError> {
         let kv_element = kv_element(options.kv_cache_dtype)?;
         let description = Description::read(path, &options.serve_as)?;
-        check(description.about.spec())?;
+        check(description.about.spec(), gpu.info().compute_capability)?;
         let fused = FusedKernels::load(gpu)?;
         let weights = GpuWeights::load(&description, options.format, kv_element, gpu, &fused, progress)?;
         let decoder = Decoder::new(gpu, weights, fused)?;
@@ -163,8 +163,8 @@ fn kv_element(dtype: KvCacheDtype) -> Result<GpuKvElement, ModelError> {
     }
 }
 
-/// What the kernels ask of a model beyond what the CPU does.
-fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
+/// What the kernels ask of a model on a GPU of a compute capability, beyond what the CPU does.
+fn check(spec: &DecoderSpec, capability: (u32, u32)) -> Result<(), ModelError> {
     let unsupported = |field: &str, value: usize, supported: String| ModelError::Unsupported {
         field: field.to_owned(),
         value: value.to_string(),
@@ -187,5 +187,5 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
         }
         multiple("intermediate_size", layer.dense_mlp().intermediate_size, 8)?;
     }
-    formats::check(spec)
+    formats::check(spec, capability)
 }

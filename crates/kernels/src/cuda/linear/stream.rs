@@ -25,8 +25,8 @@ const BUFFERS: usize = 4;
 const PAD: usize = 4;
 const MOST_PARTS: usize = 8;
 
-/// First GPUs whose tensor cores multiply e4m3 values.
-const FP8_CAPABILITY: (u32, u32) = (8, 9);
+/// The first compute capability whose tensor cores multiply e4m3 values.
+pub const FP8_CAPABILITY: (u32, u32) = (8, 9);
 
 /// What becomes of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
