@@ -1,0 +1,95 @@
+//! What the element-wise kernels take.
+
+use plimsoll_device::cuda::GpuSlice;
+
+use crate::QueryScale;
+use crate::cuda::GpuKv;
+
+/// Input tokens of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuTokens<'a> {
+    /// Per row: a token, or `-1 - i` for element `i` of `prev_sampled`.
+    pub tokens: GpuSlice<'a, i32>,
+    /// Tokens the step before sampled.
+    pub prev_sampled: GpuSlice<'a, i32>,
+    /// Out: the token each row stands for. May be `tokens` itself.
+    pub resolved: GpuSlice<'a, i32>,
+}
+
+/// Weight `[n]` of a norm and what is added to the mean square.
+///
+/// The weight is `f32`: read from the cache it costs little beside the rows, and weights that are stored as their difference
+/// from 1 lose nothing when the 1 is added.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuNorm<'a> {
+    /// `[n]`.
+    pub weight: GpuSlice<'a, f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Norms of the heads of q and k before the rotation (Qwen3), with one `eps`.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuQkNorm<'a> {
+    /// Of every query head, `[head_dim]`.
+    pub q: GpuSlice<'a, f32>,
+    /// Of every key head, `[head_dim]`.
+    pub k: GpuSlice<'a, f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Rotary embedding of a step's rows.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuRope<'a> {
+    /// Position of each row.
+    pub positions: GpuSlice<'a, i32>,
+    /// `[pairs, 2]`: [`rope_turns`] of the frequencies. Elements beyond `2 × pairs` of a head are not rotated; a layer
+    /// without rotary embedding has no pairs.
+    pub turns: GpuSlice<'a, f32>,
+    /// Multiplies cosines and sines ([YaRN](https://arxiv.org/abs/2309.00071)'s attention factor); 1 for none.
+    pub factor: f32,
+    /// What q is multiplied by.
+    pub query_scale: Option<QueryScale>,
+}
+
+/// Where a layer's keys and values go.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuKvWrite<'a> {
+    /// Beyond 448 times its scale, an element of 8 bits is that.
+    pub kv: GpuKv<'a>,
+    /// Per row: block × block size + offset, or -1 to write nothing.
+    pub slots: GpuSlice<'a, i32>,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// Elements per head: a multiple of 16.
+    pub head_dim: usize,
+}
+
+/// Frequencies in turns per position instead of radians, each as a sum of two `f32` (`[pairs, 2]`, large part first), for
+/// [`GpuRope`]: so the kernel can take the fraction of a turn at any position without `f64`, and needs no table of angles.
+pub fn rope_turns(frequencies: &[f32]) -> Vec<f32> {
+    let split = |&frequency: &f32| {
+        let turns = f64::from(frequency) / std::f64::consts::TAU;
+        let large = turns as f32;
+        [large, (turns - f64::from(large)) as f32]
+    };
+    frequencies.iter().flat_map(split).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rope_turns;
+
+    #[test]
+    fn turns_are_frequencies_to_48_bits() {
+        let frequencies = [1.0f32, 0.333, 1.2e-6, 0.0];
+        for (turns, &frequency) in rope_turns(&frequencies).chunks_exact(2).zip(&frequencies) {
+            let sum = f64::from(turns[0]) + f64::from(turns[1]);
+            let exact = f64::from(frequency) / std::f64::consts::TAU;
+            assert!((sum - exact).abs() <= exact * 2f64.powi(-47), "{frequency}");
+        }
+    }
+}
