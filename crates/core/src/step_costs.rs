@@ -7,8 +7,9 @@ pub struct StepCost {
     pub seconds: f64,
 }
 
-/// How long steps take, from a few measured ones. Between them time is linear, beyond the last one too, and it never falls
-/// with the number of rows.
+/// How long steps take, from a few measured ones. Between them time is linear, beyond the last one too, and it never falls with
+/// the number of rows. Beyond the last step with prompts a row costs at least what it costs on average there: a device that computes
+/// all the time slows down, which a few steps do not show.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepCosts {
     /// Only outputs: one row of each request.
@@ -50,12 +51,19 @@ impl StepCosts {
 
     /// Seconds of a step that generates a token for each of `rows` requests with short contexts.
     pub fn decode_seconds(&self, rows: usize) -> f64 {
-        seconds(&self.decode, rows)
+        seconds(&self.decode, 0.0, rows)
     }
 
     /// Seconds of a step of `rows` rows, some of them of prompts, with short contexts.
     pub fn mixed_seconds(&self, rows: usize) -> f64 {
-        seconds(&self.mixed, rows)
+        seconds(&self.mixed, self.mixed_average(), rows)
+    }
+
+    /// Seconds per row of the largest step with prompts.
+    fn mixed_average(&self) -> f64 {
+        self.mixed
+            .last()
+            .map_or(0.0, |last| last.seconds / last.rows as f64)
     }
 
     /// Most rows of a step with prompts that takes at most `seconds`; 0 where none does.
@@ -64,7 +72,10 @@ impl StepCosts {
         let Some(before) = after.checked_sub(1) else {
             return 0;
         };
-        let (from, slope) = (self.mixed[before], slope(&self.mixed, before));
+        let (from, slope) = (
+            self.mixed[before],
+            slope(&self.mixed, self.mixed_average(), before),
+        );
         // Of no time at all is only what was measured.
         let more = match slope > 0.0 {
             true => (seconds - from.seconds) / slope,
@@ -96,21 +107,21 @@ fn ladder(mut costs: Vec<StepCost>) -> Option<Vec<StepCost>> {
     Some(costs)
 }
 
-/// Seconds per row behind the measured step `at`.
-fn slope(ladder: &[StepCost], at: usize) -> f64 {
-    // The last two go on for ever.
-    let at = at.min(ladder.len().saturating_sub(2));
-    match ladder.get(at..at + 2) {
-        Some([from, to]) => (to.seconds - from.seconds) / (to.rows - from.rows) as f64,
-        _ => 0.0,
+/// Seconds per row behind the measured step `at`; behind the last one as before it, but at least `least`.
+fn slope(ladder: &[StepCost], least: f64, at: usize) -> f64 {
+    let between = |from: &StepCost, to: &StepCost| (to.seconds - from.seconds) / (to.rows - from.rows) as f64;
+    match (ladder.get(at + 1), ladder) {
+        (Some(next), _) => between(&ladder[at], next),
+        (None, [.., from, to]) => between(from, to).max(least),
+        (None, _) => least,
     }
 }
 
-fn seconds(ladder: &[StepCost], rows: usize) -> f64 {
+fn seconds(ladder: &[StepCost], least: f64, rows: usize) -> f64 {
     let after = ladder.partition_point(|cost| cost.rows <= rows);
     let before = after.saturating_sub(1);
     let from = ladder[before];
-    from.seconds + slope(ladder, before) * rows.saturating_sub(from.rows) as f64
+    from.seconds + slope(ladder, least, before) * rows.saturating_sub(from.rows) as f64
 }
 
 #[cfg(test)]
@@ -141,6 +152,15 @@ mod tests {
         for (seconds, rows) in [(1.9, 0), (2.0, 100), (3.0, 150), (10.0, 400), (13.0, 500)] {
             assert_eq!(costs.mixed_rows(seconds), rows, "{seconds}");
         }
+    }
+
+    /// As measured on an H200, where the last slope alone would make steps of 8192 rows look cheaper than any.
+    #[test]
+    fn beyond_the_last_step_a_row_costs_no_less_than_there() {
+        let costs = costs(&[(512, 11.34), (1024, 22.75), (2048, 43.07)]).unwrap();
+        let seconds = costs.mixed_seconds(8192);
+        assert!((seconds - 43.07 * 4.0).abs() < 1e-9, "{seconds}");
+        assert_eq!(costs.mixed_rows(43.07 * 2.0), 4096);
     }
 
     #[test]
