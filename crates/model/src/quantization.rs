@@ -121,7 +121,7 @@ pub struct Quantization {
     pub(crate) groups: Vec<QuantizationGroup>,
     /// Modules that are plain although they match.
     pub(crate) ignored: ModuleNames,
-    /// Layers hold scales of keys and values, for caches in eight bits. They are checked and not needed.
+    /// Layers hold scales of keys and values: checked, and used by a KV cache in eight bits alone.
     pub(crate) kv_scales: bool,
 }
 
