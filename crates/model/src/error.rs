@@ -100,6 +100,9 @@ pub enum ModelError {
         /// The first few names.
         names: String,
     },
+    /// Another thread ended it, see [`crate::Cancel`].
+    #[error("loading was cancelled")]
+    Cancelled,
     /// The GPU or its driver refused.
     #[error(transparent)]
     Gpu(#[from] GpuError),

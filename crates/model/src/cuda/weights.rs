@@ -16,7 +16,7 @@ use crate::blocks::{self, Stack, Vector, Visitor};
 use crate::model::Description;
 use crate::rope::RopeTable;
 use crate::weights::Checked;
-use crate::{DecoderSpec, LoadFormat, ModelError, Progress};
+use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelError, Progress};
 use convert::Job;
 use layout::{Boundless, Element, Layout, LinearSpan, Part, Places, Span};
 use transfer::transfer;
@@ -70,12 +70,12 @@ impl GpuWeights {
     /// [`ModelError`], which names what is at fault. [`ModelError::Oom`] if the weights do not fit.
     pub(super) fn load(
         description: &Description,
-        format: LoadFormat,
+        options: &LoadOptions,
         gpu: &Gpu,
         kernels: &FusedKernels,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Self, ModelError> {
-        let spec = description.about.spec();
+        let (spec, format) = (description.about.spec(), options.format);
         let source = description.source(format)?;
         let mut tensors = Checked::new(&*source);
         let layout = Layout::new(spec);
@@ -128,7 +128,7 @@ impl GpuWeights {
             done: 0,
             total: stored.sum(),
         };
-        transfer(gpu, &slab, &jobs, |bytes| {
+        transfer(gpu, &slab, &jobs, &options.cancel, |bytes| {
             done.done += bytes as u64;
             progress(done);
         })?;

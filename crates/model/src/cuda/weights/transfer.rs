@@ -11,7 +11,7 @@ use plimsoll_device::cuda::{Gpu, GpuSlab, Uploader};
 
 use super::convert::Job;
 use super::layout::Part;
-use crate::ModelError;
+use crate::{Cancel, ModelError};
 
 /// Bytes of device memory that are filled at once: enough that a copy's start does not matter, and little to pin, which
 /// takes a millisecond per megabyte.
@@ -32,6 +32,7 @@ pub(super) fn transfer(
     gpu: &Gpu,
     slab: &GpuSlab,
     jobs: &[Job<'_>],
+    cancel: &Cancel,
     mut advance: impl FnMut(usize),
 ) -> Result<(), ModelError> {
     let mut order: Vec<usize> = (0..jobs.len()).collect();
@@ -53,6 +54,7 @@ pub(super) fn transfer(
         jobs,
         pieces: &pieces,
         next: &next,
+        cancel,
     };
     thread::scope(|scope| {
         let work = &work;
@@ -77,6 +79,7 @@ struct Work<'a> {
     pieces: &'a [Piece],
     /// The first piece that nobody has taken.
     next: &'a AtomicUsize,
+    cancel: &'a Cancel,
 }
 
 impl Work<'_> {
@@ -94,6 +97,7 @@ impl Work<'_> {
         let mut uploader = Uploader::new(self.gpu, most)?;
         let memory = self.slab.slice::<u8>();
         while let Some(piece) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            self.cancel.check()?;
             let job = &self.jobs[piece.job];
             let start = job.part().start + piece.rows.start * row_bytes(job.part());
             let to = memory.range(start..start + bytes(piece));
