@@ -41,18 +41,19 @@ impl Target {
             inputs: inputs.iter().map(|text| text.as_bytes().to_vec()).collect(),
             words: words.iter().map(ToString::to_string).collect(),
         };
-        let file = |check, model: files::Model, name: &str| Self {
+        let file = |check, model: files::Model, name: &str, words: &[&str]| Self {
             check,
             inputs: vec![model.files[name].clone()],
-            words: Vec::new(),
+            words: words.iter().map(ToString::to_string).collect(),
         };
         let tiny = files::Model::tiny;
         Some(match name {
-            "config" => file(readers::config, tiny(), "config.json"),
-            "gguf" => file(readers::gguf, files::Model::gguf(), files::GGUF),
-            "safetensors" => file(readers::safetensors, tiny(), files::SAFETENSORS),
-            "tokenizer" => file(readers::tokenizer, tiny(), files::TOKENIZER),
-            "tokenizer_config" => file(readers::tokenizer_config, tiny(), "tokenizer_config.json"),
+            "config" => file(readers::config, tiny(), "config.json", corpus::JSON),
+            "generation_config" => file(readers::generation_config, tiny(), "generation_config.json", corpus::JSON),
+            "gguf" => file(readers::gguf, files::Model::gguf(), files::GGUF, GGUF_WORDS),
+            "safetensors" => file(readers::safetensors, tiny(), files::SAFETENSORS, corpus::JSON),
+            "tokenizer" => file(readers::tokenizer, tiny(), files::TOKENIZER, corpus::JSON),
+            "tokenizer_config" => file(readers::tokenizer_config, tiny(), "tokenizer_config.json", corpus::JSON),
             "answer" => of(answers::answer, corpus::ANSWERS, corpus::MARKUP),
             "detokenizer" => of(targets::detokenizer, corpus::TEXTS, corpus::TEXTS),
             "grammar" => of(grammars::grammar, corpus::GRAMMARS, corpus::GRAMMAR_WORDS),
@@ -89,6 +90,26 @@ impl Target {
         }
         fs::write(corpus.with_extension("dict"), dictionary)
     }
+}
+
+/// Pieces of GGUF headers.
+const GGUF_WORDS: &[&str] = &[
+    "GGUF",
+    "general.architecture",
+    "general.alignment",
+    "llama.block_count",
+    "llama.context_length",
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.tokens",
+    "tokenizer.ggml.token_type",
+    "token_embd.weight",
+];
+
+/// Options of the address sanitizer, for workers too, which do not get the environment: a worker tells an overflow of its stack
+/// by a signal; and garbage that waits for an epoch when a process ends is no leak.
+#[unsafe(no_mangle)]
+extern "C" fn __asan_default_options() -> *const std::ffi::c_char {
+    c"handle_segv=0:detect_leaks=0".as_ptr()
 }
 
 /// Longest entry of a dictionary that libFuzzer takes.

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -145,6 +146,17 @@ def test_a_chat_on_a_terminal(sim, environment, tmp_path):
         chat.type("\x03")
         assert "Ctrl-D" in plain(chat.prompt())
         assert chat.end("/exit\r") == 0
+
+
+def test_a_history_that_cannot_be_written_is_said_once(sim, environment, tmp_path):
+    with terminal(environment, "--url", sim.url, "--max-tokens", "4") as chat:
+        assert "no history" not in plain(chat.prompt())
+        directory = tmp_path / "state/plimsoll"
+        shutil.rmtree(directory)
+        directory.write_text("no directory")
+        assert f"no history is kept: {directory}/chat_history: " in plain(chat.ask("One"))
+        assert "no history" not in plain(chat.ask("Two"))
+        assert chat.end() == 0
 
 
 def test_markdown_is_drawn_while_it_comes(start, environment):

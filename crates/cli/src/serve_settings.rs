@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use plimsoll_kv_events::Config;
-use plimsoll_model::GenerationConfig;
+use plimsoll_model::{GenerationConfig, ModelError};
 use plimsoll_profiler::Report;
 use plimsoll_server::{AnswerStyle, FileStore, GenerationDefaults, RequestSink, ServerOptions};
 use plimsoll_text::{ChatTemplate, SpecialTokens};
@@ -232,8 +232,9 @@ fn generation_defaults(given: &str) -> Result<Option<GenerationDefaults>, Error>
             let path = Path::new(directory).join("generation_config.json");
             let text = std::fs::read_to_string(&path);
             let text = text.map_err(Error::unreadable("--generation-config", &path))?;
-            let wrong = |e: serde_json::Error| Error::configuration(path.display(), e.to_string());
-            Some(defaults_of(&serde_json::from_str(&text).map_err(wrong)?))
+            let wrong = |error: ModelError| Error::configuration("--generation-config", error.to_string());
+            let config = GenerationConfig::from_json(&path, &text).map_err(wrong)?;
+            Some(defaults_of(&config))
         }
     })
 }
@@ -260,8 +261,8 @@ mod tests {
 
     #[test]
     fn generation_configs() {
-        let model: GenerationConfig =
-            serde_json::from_str(r#"{"temperature": 0.6, "top_k": 20, "do_sample": true}"#).unwrap();
+        let text = r#"{"temperature": 0.6, "top_k": 20, "do_sample": true}"#;
+        let model = GenerationConfig::from_json(Path::new("generation_config.json"), text).unwrap();
         assert_eq!(generation_defaults("auto").unwrap(), None);
         let auto = defaults_of(&model);
         assert_eq!((auto.temperature, auto.top_k), (Some(0.6), Some(20)));
@@ -284,10 +285,14 @@ mod tests {
             Some(0.0)
         );
         std::fs::write(&file, r#"{"temperature": "hot"}"#).unwrap();
-        assert!(matches!(
-            generation_defaults(dir_name),
-            Err(Error::Configuration { .. })
-        ));
+        let wrong = generation_defaults(dir_name).unwrap_err();
+        assert!(matches!(wrong, Error::Configuration { .. }));
+        let wrong = wrong.to_string();
+        assert!(
+            wrong.starts_with("--generation-config: ")
+                && wrong.contains("`temperature` is \"hot\", not a number"),
+            "{wrong}"
+        );
     }
 
     #[test]

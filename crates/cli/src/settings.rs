@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use plimsoll_core::BlockSize;
-use plimsoll_model::{KvCacheDtype, LoadOptions, ServeAs};
+use plimsoll_model::{Cancel, KvCacheDtype, LoadOptions, ServeAs};
 use plimsoll_profiler::{KvSize, MemFraction};
 use plimsoll_text::Renderer;
 
@@ -153,6 +153,7 @@ impl EngineSettings {
                 KvDtype::Float16 => KvCacheDtype::F16,
             },
             serve_as: self.serve_as.clone(),
+            cancel: Cancel::default(),
         }
     }
 }

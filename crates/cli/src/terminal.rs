@@ -63,6 +63,11 @@ pub(crate) fn stdout_columns() -> Option<usize> {
     columns(&Term::stdout())
 }
 
+/// Columns of stderr, if it is a terminal.
+pub(crate) fn stderr_columns() -> Option<usize> {
+    columns(&Term::stderr())
+}
+
 fn columns(term: &Term) -> Option<usize> {
     let (_, columns) = term.is_term().then(|| term.size_checked()).flatten()?;
     // Terminals that do not know say 0.
@@ -71,7 +76,7 @@ fn columns(term: &Term) -> Option<usize> {
 
 /// Columns of a line on stderr.
 pub(crate) fn width() -> usize {
-    columns(&Term::stderr()).map_or(WIDEST, |columns| columns.min(WIDEST))
+    stderr_columns().map_or(WIDEST, |columns| columns.min(WIDEST))
 }
 
 /// Columns beside a phase's name.

@@ -64,6 +64,33 @@ pub fn quotable(message: &str) -> String {
     shown
 }
 
+/// Types as JSON has them, in a message of serde, which names those of Rust.
+pub fn with_plain_types(message: &str) -> String {
+    const PLAIN: [(&str, &[&str]); 5] = [
+        (
+            "a whole number",
+            &["usize", "u64", "u32", "u16", "u8", "isize", "i64", "i32"],
+        ),
+        ("a number", &["f64", "f32", "a JSON number"]),
+        ("true or false", &["a boolean"]),
+        ("a list", &["a sequence"]),
+        ("an object", &["a map"]),
+    ];
+    // What is expected ends the message, but for a line of a file.
+    let Some((found, expected)) = message.split_once("expected ") else {
+        return message.to_owned();
+    };
+    let named = |name: &str| {
+        let rest = expected.strip_prefix(name)?;
+        (rest.is_empty() || rest.starts_with(' ')).then_some(rest)
+    };
+    let plain = PLAIN.iter().find_map(|(plain, names)| {
+        let rest = names.iter().find_map(|name| named(name))?;
+        Some(format!("{found}expected {plain}{rest}"))
+    });
+    plain.unwrap_or_else(|| message.to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,6 +103,25 @@ mod tests {
         );
         assert_eq!(quotable(&"é".repeat(400)), "é".repeat(400));
         assert_eq!(quotable(&"é".repeat(9999)), "é".repeat(400) + "…");
+    }
+
+    #[test]
+    fn types_are_those_of_json() {
+        for (message, plain) in [
+            (
+                "invalid type: string \"x\", expected usize",
+                "invalid type: string \"x\", expected a whole number",
+            ),
+            (
+                "expected f64 at line 1 column 2",
+                "expected a number at line 1 column 2",
+            ),
+            ("integer `5`, expected a sequence", "integer `5`, expected a list"),
+            ("expected i64x", "expected i64x"),
+            ("missing field `a`", "missing field `a`"),
+        ] {
+            assert_eq!(with_plain_types(message), plain);
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use plimsoll_core::Oom;
-use plimsoll_core::untrusted::quotable;
+use plimsoll_core::untrusted::{quotable, with_plain_types};
 use plimsoll_device::cuda::{DeviceError, GpuError};
 
 /// Why a model could not be loaded. Every message names the thing at fault.
@@ -100,6 +100,9 @@ pub enum ModelError {
         /// The first few names.
         names: String,
     },
+    /// Another thread ended it, see [`crate::Cancel`].
+    #[error("loading was cancelled")]
+    Cancelled,
     /// The GPU or its driver refused.
     #[error(transparent)]
     Gpu(#[from] GpuError),
@@ -152,11 +155,7 @@ impl ModelError {
 
 /// Errors of serde name types of Rust, and values of any length.
 fn plain(message: impl fmt::Display) -> String {
-    let integers = ["usize", "u64", "u32", "u8", "i64"];
-    let message = integers.iter().fold(message.to_string(), |message, kind| {
-        message.replace(&format!("expected {kind}"), "expected a whole number")
-    });
-    quotable(&message.replace("expected f64", "expected a number"))
+    quotable(&with_plain_types(&message.to_string()))
 }
 
 /// A tensor's shape, outermost dimension first.

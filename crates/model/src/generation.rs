@@ -5,33 +5,26 @@ use std::path::Path;
 use plimsoll_core::TokenId;
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::ModelError;
 
 /// What generation_config.json says about sampling; `None` where it says nothing.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
     /// Tokens that end a text; empty if the file does not say.
-    #[serde(default, rename = "eos_token_id", deserialize_with = "token_ids")]
     pub eos_token_ids: Vec<TokenId>,
     /// False is greedy, whatever the temperature.
-    #[serde(default)]
     pub do_sample: Option<bool>,
     /// Default temperature.
-    #[serde(default)]
     pub temperature: Option<f64>,
     /// Default nucleus mass.
-    #[serde(default)]
     pub top_p: Option<f64>,
     /// Default number of candidates.
-    #[serde(default)]
     pub top_k: Option<i64>,
     /// Default least relative probability.
-    #[serde(default)]
     pub min_p: Option<f64>,
     /// Default repetition penalty.
-    #[serde(default)]
     pub repetition_penalty: Option<f64>,
 }
 
@@ -44,9 +37,60 @@ impl GenerationConfig {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),
             Err(error) => return Err(ModelError::io(&path)(error)),
         };
-        let config: Self = serde_json::from_str(&text).map_err(|error| ModelError::config(&path, error))?;
+        let config = Self::from_json(&path, &text)?;
         check_token_ids(&path, "eos_token_id", &json!(config.eos_token_ids), vocab_size)?;
         Ok(config)
+    }
+
+    /// From the text of the file at `path`, which messages name. Fields that say nothing about sampling are left alone.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`], which names the field that is not what it should be.
+    pub fn from_json(path: &Path, text: &str) -> Result<Self, ModelError> {
+        let values: Map<String, Value> = serde_json::from_str(text)
+            .map_err(|error| ModelError::config(path, format!("not an object of JSON: {error}")))?;
+        let fields = Fields {
+            path,
+            values: &values,
+        };
+        Ok(Self {
+            eos_token_ids: fields
+                .get("eos_token_id", "a token id or a list of them", |value| {
+                    token_ids(value).ok()
+                })?
+                .unwrap_or_default(),
+            do_sample: fields.get("do_sample", "true or false", Value::as_bool)?,
+            temperature: fields.number("temperature")?,
+            top_p: fields.number("top_p")?,
+            top_k: fields.get("top_k", "a whole number", Value::as_i64)?,
+            min_p: fields.number("min_p")?,
+            repetition_penalty: fields.number("repetition_penalty")?,
+        })
+    }
+}
+
+struct Fields<'a> {
+    path: &'a Path,
+    values: &'a Map<String, Value>,
+}
+
+impl Fields<'_> {
+    fn number(&self, field: &str) -> Result<Option<f64>, ModelError> {
+        self.get(field, "a number", Value::as_f64)
+    }
+
+    /// `None` where absent or null.
+    fn get<T>(
+        &self,
+        field: &str,
+        expected: &str,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ModelError> {
+        let Some(value) = self.values.get(field).filter(|value| !value.is_null()) else {
+            return Ok(None);
+        };
+        let wrong = || ModelError::config(self.path, format!("`{field}` is {value}, not {expected}"));
+        read(value).map(Some).ok_or_else(wrong)
     }
 }
 
@@ -93,7 +137,8 @@ mod tests {
 
     #[test]
     fn one_or_many_or_no_end_tokens() {
-        let parse = |text: &str| serde_json::from_str::<GenerationConfig>(text).unwrap();
+        let parse =
+            |text: &str| GenerationConfig::from_json(Path::new("generation_config.json"), text).unwrap();
         assert_eq!(
             parse(r#"{"eos_token_id": 2, "temperature": 0.6}"#).eos_token_ids,
             [2]
@@ -103,6 +148,29 @@ mod tests {
             [2, 7]
         );
         assert_eq!(parse(r#"{"eos_token_id": null}"#), GenerationConfig::default());
-        assert!(serde_json::from_str::<GenerationConfig>(r#"{"eos_token_id": -1}"#).is_err());
+    }
+
+    #[test]
+    fn a_field_of_another_type_is_named() {
+        for (text, problem) in [
+            (
+                r#"{"temperature": "hot"}"#,
+                "`temperature` is \"hot\", not a number",
+            ),
+            (r#"{"top_k": 2.5}"#, "`top_k` is 2.5, not a whole number"),
+            (r#"{"do_sample": 1}"#, "`do_sample` is 1, not true or false"),
+            (
+                r#"{"eos_token_id": -1}"#,
+                "`eos_token_id` is -1, not a token id or a list of them",
+            ),
+            ("[]", "not an object of JSON"),
+        ] {
+            let error = GenerationConfig::from_json(Path::new("generation_config.json"), text).unwrap_err();
+            let error = error.to_string();
+            assert!(
+                error.contains(&format!("generation_config.json: {problem}")),
+                "{error}"
+            );
+        }
     }
 }

@@ -6,6 +6,7 @@
 pub mod arch;
 mod batch;
 mod blocks;
+mod cancel;
 mod config;
 pub mod cuda;
 mod decoder;
@@ -25,6 +26,7 @@ mod tables;
 mod weights;
 
 pub use arch::Architecture;
+pub use cancel::Cancel;
 pub use config::{GgufTensors, HfOverrides, ModelConfig};
 pub use embedding::{EmbeddingConfig, ServeAs, Task};
 pub use error::{ModelError, Shape};

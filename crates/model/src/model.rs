@@ -11,10 +11,10 @@ use crate::decoder::Decoder;
 use crate::embedding::{self, ServeAs};
 use crate::state::{KvCacheDtype, KvElementType};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
-use crate::{DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress};
+use crate::{Cancel, DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress};
 
 /// How to load a model.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
     /// Where the weights come from.
     pub format: LoadFormat,
@@ -22,6 +22,8 @@ pub struct LoadOptions {
     pub kv_cache_dtype: KvCacheDtype,
     /// Text or embeddings.
     pub serve_as: ServeAs,
+    /// Ends it early.
+    pub cancel: Cancel,
 }
 
 /// Where weights come from (`--load-format`).
@@ -63,7 +65,7 @@ impl Model {
         let spec = description.about.spec();
         check_cpu(spec)?;
         let source = description.source(options.format)?;
-        let mut loader = Loader::new(&*source, budget, progress);
+        let mut loader = Loader::new(&*source, budget, &options.cancel, progress);
         let decoder = Decoder::load(spec, &mut loader)?;
         let kv_element = KvElementType::choose(options.kv_cache_dtype, loader.all_f32())?;
         let charges = loader.finish()?;

@@ -131,6 +131,19 @@ fn the_high_water_mark_is_the_size_of_a_fixed_arena() {
 }
 
 #[test]
+fn loading_ends_where_it_is_cancelled() {
+    let options = LoadOptions::default();
+    let cancel = options.cancel.clone();
+    let mut tensors = 0;
+    let error = Model::load(&golden_path("llama"), options, &budget(), &mut |_| {
+        tensors += 1;
+        cancel.cancel();
+    });
+    assert!(matches!(error, Err(ModelError::Cancelled)));
+    assert_eq!(tensors, 1);
+}
+
+#[test]
 fn progress_reaches_the_total() {
     let mut seen = Vec::new();
     let path = golden_path("qwen3-sharded");

@@ -81,12 +81,14 @@ impl<T: Target> Profiler<'_, T> {
             stopwatch.finished();
         }
         let times = stopwatch.times();
-        let fields = vec![
-            ("decode", listed(&times.decode)),
-            ("mixed", listed(&times.mixed)),
+        // A slow device has no time for all of them.
+        let kinds = [("decode", &times.decode), ("mixed", &times.mixed)];
+        let kinds = kinds.into_iter().filter(|(_, steps)| !steps.is_empty());
+        let mut fields: Vec<_> = kinds.map(|(kind, steps)| (kind, listed(steps))).collect();
+        fields.extend([
             ("context_ns", format!("{:.1}", times.context_seconds * 1e9)),
             ("seconds", crate::profiler::seconds(started)),
-        ];
+        ]);
         self.log(Phase::Timing, fields);
         Ok(times.costs().is_some().then_some(times))
     }

@@ -89,7 +89,7 @@ fn load(dir: &Path) -> Result<Parts, TextError> {
     let spec: Value = serde_json::from_slice(&json)
         .map_err(|error| TextError::invalid(&place, format!("not valid JSON: {error}")))?;
     limits::check(&spec, &place)?;
-    let mut inner = pipeline::guarded(|| tokenizers::Tokenizer::from_bytes(&json))
+    let mut inner = pipeline::guarded(|| pipeline::Inner::from_bytes(&json))
         .map_err(|problem| TextError::invalid(&place, problem))?;
     drop(json);
     // The engine checks limits; a tokenizer would truncate or pad silently.
@@ -263,7 +263,7 @@ impl Decoder {
     }
 }
 
-fn read_vocab(inner: &tokenizers::Tokenizer, decoder: &Decoder) -> Vocab {
+fn read_vocab(inner: &pipeline::Inner, decoder: &Decoder) -> Vocab {
     let added = inner.get_added_tokens_decoder();
     let largest = inner.get_vocab(true).into_values().max();
     let mut vocab = Vocab::new(decoder.strip_leading_space);

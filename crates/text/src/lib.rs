@@ -14,6 +14,7 @@ mod fim;
 mod gguf;
 pub mod grammar;
 mod limits;
+mod pattern;
 mod pipeline;
 mod stop;
 mod template;

@@ -15,6 +15,8 @@ const MAX_SPECIAL_BYTES: usize = 8 << 20;
 const MAX_GAPS: u64 = 1 << 20;
 /// By which factor a normalizer may lengthen a text: a space becomes the three bytes of `▁`.
 const MAX_GROWTH: usize = 64;
+/// Characters of a word that WordPiece divides, in time that is their cube; published models have 100.
+pub(crate) const MAX_WORD_CHARS: usize = 1000;
 
 /// Refuses what would take more memory than the file, or multiply a text.
 pub(crate) fn check(spec: &Value, place: &str) -> Result<(), TextError> {
@@ -22,6 +24,11 @@ pub(crate) fn check(spec: &Value, place: &str) -> Result<(), TextError> {
     check_ids(spec).map_err(wrong)?;
     if growth(&spec["normalizer"]) > MAX_GROWTH {
         let problem = format!("`normalizer` makes a text more than {MAX_GROWTH} times as long");
+        return Err(wrong(problem));
+    }
+    let word = &spec["model"]["max_input_chars_per_word"];
+    if word.as_u64().is_some_and(|chars| chars > MAX_WORD_CHARS as u64) {
+        let problem = format!("`model.max_input_chars_per_word` is {word}, more than {MAX_WORD_CHARS}");
         return Err(wrong(problem));
     }
     if copies(&spec["post_processor"]) > 1 {
@@ -121,6 +128,13 @@ mod tests {
         );
         let vocab = problem(&json!({"model": {"vocab": {"a": 4_000_000_000_u64}}}));
         assert!(vocab.contains("model.vocab[\"a\"]"), "{vocab}");
+    }
+
+    #[test]
+    fn words_have_a_length() {
+        let with = |chars: u64| problem(&json!({"model": {"max_input_chars_per_word": chars}}));
+        assert_eq!(with(100), "none");
+        assert!(with(100_000).contains("`model.max_input_chars_per_word` is 100000"));
     }
 
     #[test]

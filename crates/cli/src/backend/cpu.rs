@@ -6,7 +6,7 @@ use std::sync::Arc;
 use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_kernels::{WeightType, instruction_set};
-use plimsoll_model::{Model, Progress, Runner};
+use plimsoll_model::{Cancel, LoadOptions, Model, Progress, Runner};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
@@ -58,9 +58,13 @@ impl Device for CpuBackend {
 }
 
 impl Backend for CpuBackend {
-    fn load(&self, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
         self.set_threads();
-        let model = Model::load(&self.model, self.settings.load_options(), &self.device, progress)?;
+        let load_options = LoadOptions {
+            cancel: cancel.clone(),
+            ..self.settings.load_options()
+        };
+        let model = Model::load(&self.model, load_options, &self.device, progress)?;
         Ok(LoadedModel {
             facts: ModelFacts::of(model.config(), model.kv_bytes_per_token()),
             generation: model.generation().clone(),

@@ -9,7 +9,7 @@ use plimsoll_device::Budget;
 use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape};
-use plimsoll_model::{ModelConfig, Progress};
+use plimsoll_model::{Cancel, LoadOptions, ModelConfig, Progress};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
 
 use super::predicted::{arena_use, holding, step_size};
@@ -89,8 +89,12 @@ impl Device for GpuBackend {
 }
 
 impl Backend for GpuBackend {
-    fn load(&self, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
-        let model = GpuModel::load(&self.model, self.settings.load_options(), &self.device, progress)?;
+    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error> {
+        let load_options = LoadOptions {
+            cancel: cancel.clone(),
+            ..self.settings.load_options()
+        };
+        let model = GpuModel::load(&self.model, load_options, &self.device, progress)?;
         let capability = self.device.info().compute_capability;
         let head_dim = model.spec().layers[0].attention().head_dim;
         let fp8_kv = self.settings.kv_cache_dtype == KvDtype::Fp8;

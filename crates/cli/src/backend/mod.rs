@@ -14,7 +14,7 @@ use plimsoll_core::{
     BuildError, CacheGroups, Component, Executor, Meters, Pooling, StateConfig, StepLimits, TokenId,
 };
 use plimsoll_device::Budget;
-use plimsoll_model::{GenerationConfig, ModelConfig, Progress};
+use plimsoll_model::{Cancel, GenerationConfig, ModelConfig, Progress};
 use plimsoll_profiler::{BuildProgress, Disabled, Footprint, Target};
 use plimsoll_server::EmbeddingInfo;
 
@@ -65,11 +65,12 @@ pub trait Device: fmt::Debug + Send + Sync {
 
 /// A device that is here: it loads the model, builds states that serve it, and has meters.
 pub trait Backend: Device {
-    /// Reads the weights, which are charged to [`Self::account`]; `progress` hears about every tensor.
+    /// Reads the weights, which are charged to [`Self::account`]; `progress` hears about every tensor, and
+    /// `cancel` ends it early.
     ///
     /// # Errors
     /// Where they cannot be read, or do not fit.
-    fn load(&self, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error>;
+    fn load(&self, cancel: &Cancel, progress: &mut dyn FnMut(Progress)) -> Result<LoadedModel, Error>;
 
     /// What this process has allocated there.
     fn account(&self) -> &Budget;

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::Error;
 use crate::hardware;
+use crate::terminal;
 use crate::version;
 
 /// Rows of a table, in order, and the JSON object beside it.
@@ -65,24 +66,36 @@ impl Report {
         self.json.insert(key.to_owned(), value.into());
     }
 
-    /// The table.
-    pub(super) fn table(&self, title: &str) -> String {
+    /// The table, in as many columns as there are; labels are broken where they are longer than that leaves room for.
+    pub(super) fn table(&self, title: &str, columns: Option<usize>) -> String {
         const WIDTH: usize = 58;
-        let mut text = format!("{title:=^WIDTH$}\n");
+        const VALUES: usize = 15;
+        let width = columns.map_or(WIDTH, |columns| columns.min(WIDTH));
+        let longest = self.rows.iter().map(|(_, value)| value.len()).max();
+        let values = if width < WIDTH {
+            longest.unwrap_or(0)
+        } else {
+            VALUES
+        };
+        let labels = width.saturating_sub(values + 1);
+        let mut text = format!("{title:=^width$}\n");
         for (label, value) in &self.rows {
             if value.is_empty() {
-                text += &format!("{label:-^WIDTH$}\n");
-            } else {
-                text += &format!("{:<42} {value:>15}\n", format!("{label}:"));
+                text += &format!("{label:-^width$}\n");
+                continue;
             }
+            let lines = terminal::wrapped(&format!("{label}:"), labels);
+            let (last, others) = lines.split_last().expect("a label has words");
+            others.iter().for_each(|line| text += &format!("{line}\n"));
+            text += &format!("{last:<labels$} {value:>values$}\n");
         }
-        text + &"=".repeat(WIDTH)
+        text + &"=".repeat(width)
     }
 
     /// Prints the table, and writes the JSON where a file is given.
     #[allow(clippy::print_stdout, reason = "the table is what the command is for")]
     pub(super) fn publish(&self, title: &str, file: Option<&Path>) -> Result<(), Error> {
-        println!("{}", self.table(title));
+        println!("{}", self.table(title, terminal::stdout_columns()));
         let Some(file) = file else { return Ok(()) };
         let mut text = serde_json::to_string_pretty(&self.json).expect("a map of values is JSON");
         text.push('\n');
@@ -137,8 +150,14 @@ mod tests {
         report.section("Section");
         report.number("Throughput (tok/s)", "throughput", 12.345);
         report.count("Requests", "requests", 7);
-        let table = report.table(" Title ");
+        let table = report.table(" Title ", None);
         assert!(table.contains("Throughput (tok/s):                                  12.35"));
+        let narrow = report.table(" Title ", Some(25));
+        let lines: Vec<_> = narrow.lines().collect();
+        assert_eq!(
+            lines[2..4],
+            ["Throughput (tok/s): 12.35", "Requests:               7"]
+        );
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("out.json");
         report.publish(" Title ", Some(&file)).unwrap();

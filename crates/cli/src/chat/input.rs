@@ -35,14 +35,16 @@ pub(super) enum Line {
 pub(super) struct Editor {
     inner: Box<rustyline::Editor<Lines, FileHistory>>,
     history: Option<PathBuf>,
+    /// Why the last line was not added to the history.
+    problem: Option<String>,
 }
 
 impl Editor {
-    /// Loads the history of earlier chats. The second value says why no history is kept, where it is not.
+    /// Loads the history of earlier chats.
     ///
     /// # Errors
     /// Where the terminal cannot be used.
-    pub(super) fn new(styled: bool) -> Result<(Self, Option<String>), Error> {
+    pub(super) fn new(styled: bool) -> Result<Self, Error> {
         let config = Config::builder()
             .max_history_size(HISTORY)
             .map_err(unreadable)?
@@ -55,12 +57,16 @@ impl Editor {
         let mut editor = Self {
             inner: Box::new(inner),
             history: None,
+            problem: None,
         };
-        let problem = editor.load_history().err();
-        Ok((
-            editor,
-            problem.map(|problem| format!("no history is kept: {problem}")),
-        ))
+        editor.problem = editor.load_history().err();
+        Ok(editor)
+    }
+
+    /// Why no history is kept, once.
+    pub(super) fn problem(&mut self) -> Option<String> {
+        let problem = self.problem.take()?;
+        Some(format!("no history is kept: {problem}"))
     }
 
     fn load_history(&mut self) -> Result<(), String> {
@@ -97,7 +103,8 @@ impl Editor {
             && matches!(line, Line::Text(_))
             && let Err(error) = editor.inner.append_history(path)
         {
-            tracing::debug!(%error, "the history was not written");
+            editor.problem = Some(format!("{}: {error}", path.display()));
+            editor.history = None;
         }
         Ok((editor, line))
     }

@@ -171,12 +171,13 @@ async fn converse(
 ) -> Result<(), Error> {
     let styled = display::is_styled();
     let note = Note::on_terminal(styled);
-    let (mut editor, problem) = Editor::new(styled)?;
-    problem.iter().for_each(|text| note.say(text));
+    let mut editor = Editor::new(styled)?;
+    editor.problem().iter().for_each(|text| note.say(text));
     note.say(&session.greeting());
     loop {
         let (back, line) = editor.read().await?;
         editor = back;
+        editor.problem().iter().for_each(|text| note.say(text));
         let text = match line {
             Line::End => return Ok(()),
             Line::Interrupted => {

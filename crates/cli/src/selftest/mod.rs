@@ -32,6 +32,7 @@ use crate::args::duration;
 use crate::client::ClientArgs;
 use crate::error::Error;
 use crate::progress::seconds_bar;
+use crate::terminal;
 
 /// `plimsoll selftest`.
 #[derive(Clone, Debug, Args)]
@@ -85,7 +86,7 @@ pub async fn run(args: SelftestArgs) -> Result<(), Error> {
     let verdict = test.drive(&args, before).await;
     #[allow(clippy::print_stderr, reason = "for people; stdout is for machines")]
     {
-        eprintln!("{}", verdict.table());
+        eprintln!("{}", verdict.table(terminal::stderr_columns()));
     }
     // The verdict is the exit code, whether or not anybody reads the line.
     let _ = writeln!(std::io::stdout(), "{}", verdict.json());

@@ -10,6 +10,7 @@ use super::limits::Limits;
 use super::watch::{Peaks, Reading};
 use crate::bytes::Bytes;
 use crate::error::Error;
+use crate::terminal;
 
 /// The three ways to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -136,12 +137,21 @@ impl Verdict {
         }
     }
 
-    /// For people; the last line is the verdict.
-    pub(super) fn table(&self) -> String {
+    /// For people, in as many columns as there are; the last line is the verdict.
+    pub(super) fn table(&self, columns: Option<usize>) -> String {
+        /// Columns before a value: two spaces, a label, a space.
+        const BEFORE: usize = 19;
         let mut text = String::new();
+        let fitted = |line: String, before: usize| match columns {
+            Some(columns) => terminal::wrapped(&line, columns.saturating_sub(before)),
+            None => vec![line],
+        };
         let mut line = |label: &str, value: String| {
-            // Writing to a string cannot fail.
-            let _ = writeln!(text, "  {label:<16} {value}");
+            let labels = std::iter::once(label).chain(std::iter::repeat(""));
+            for (label, part) in labels.zip(fitted(value, BEFORE)) {
+                // Writing to a string cannot fail.
+                let _ = writeln!(text, "  {label:<16} {part}");
+            }
         };
         for goal in &self.goals {
             let state = if goal.is_reached() { "" } else { ", NOT REACHED" };
@@ -182,7 +192,7 @@ impl Verdict {
         for finding in &self.findings {
             line("FOUND", finding.clone());
         }
-        text += &match self.selftest {
+        let verdict = match self.selftest {
             Judgement::Passed => format!("selftest passed in {:.0} s", self.seconds),
             Judgement::Failed => format!("selftest FAILED: {} findings", self.findings.len()),
             Judgement::Inconclusive => {
@@ -190,7 +200,7 @@ impl Verdict {
                 format!("selftest inconclusive: give it more time, such as --duration {longer}s")
             }
         };
-        text
+        text + &fitted(verdict, 0).join("\n")
     }
 
     /// For machines, in one line.
@@ -271,12 +281,15 @@ mod tests {
     fn what_was_not_reached_is_no_pass() {
         assert!(verdict(4.0, &[]).into_result().is_ok());
         let short = verdict(3.0, &[]);
-        let table = short.table();
+        let table = short.table(None);
         let row = "rows             3 (at least 4), NOT REACHED";
         // 50 s to compute 1000 tokens at 20 a second, four times over.
         let advice = "--duration 200s";
         assert!(table.contains(row) && table.ends_with(advice), "{table}");
         assert!(matches!(short.into_result(), Err(Error::Inconclusive(what)) if what.contains("rows")));
+        let narrow = verdict(4.0, &[]).table(Some(40));
+        assert!(narrow.lines().all(|line| line.len() <= 40), "{narrow}");
+        assert!(narrow.ends_with("selftest passed in 10 s"), "{narrow}");
         let failed = verdict(3.0, &["a leak"]);
         let json = failed.json();
         assert!(json.starts_with(r#"{"selftest":"failed","#), "{json}");

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::Instant;
 
 use plimsoll_core::StepLimits;
+use plimsoll_model::Cancel;
 use plimsoll_profiler::{Disabled, ProfileSpec};
 use plimsoll_server::{EmbeddingInfo, StartPhase};
 
@@ -59,8 +60,13 @@ impl Loaded {
         }
         // What no model of this configuration could do is found out before minutes of loading.
         let limits = step_limits(settings, &*backend)?;
-        let read_text = || times.measure("text", || Text::read(source, settings));
-        let load = || times.measure("weights", || load(source, &*backend, times));
+        let cancel = Cancel::default();
+        let read_text = || {
+            let text = times.measure("text", || read_text(source, settings, &*backend, limits));
+            // Nobody waits for the weights of a model whose text cannot be read.
+            text.inspect_err(|_| cancel.cancel())
+        };
+        let load = || times.measure("weights", || load(source, &*backend, &cancel, times));
         let (text, model) = if Text::is_absent(source) {
             (Ok(read_text()?), load())
         } else {
@@ -72,11 +78,6 @@ impl Loaded {
             })
         };
         let (mut text, mut model) = (text?, model?);
-        if let Source::Files { tokenizer, .. } = source
-            && !Text::is_absent(source)
-        {
-            text.check_ids(tokenizer, model.facts.vocab_size)?;
-        }
         text.generation = model.generation.clone();
         text.eos_token_ids.extend(&model.eos_token_ids);
         text.eos_token_ids.sort_unstable();
@@ -116,10 +117,32 @@ impl Loaded {
     }
 }
 
-fn load(source: &Source, backend: &dyn Backend, times: &StartTimes) -> Result<LoadedModel, Error> {
+/// The text of a model, if it is one that the model can be given.
+fn read_text(
+    source: &Source,
+    settings: &EngineSettings,
+    backend: &dyn Backend,
+    limits: StepLimits,
+) -> Result<Text, Error> {
+    let text = Text::read(source, settings)?;
+    if let Source::Files { tokenizer, .. } = source
+        && !Text::is_absent(source)
+    {
+        let (facts, _) = backend.footprint(limits)?;
+        text.check_ids(tokenizer, facts.vocab_size)?;
+    }
+    Ok(text)
+}
+
+fn load(
+    source: &Source,
+    backend: &dyn Backend,
+    cancel: &Cancel,
+    times: &StartTimes,
+) -> Result<LoadedModel, Error> {
     let mut bar = None;
     let begin = Instant::now();
-    let loaded = backend.load(&mut |progress| {
+    let loaded = backend.load(cancel, &mut |progress| {
         let bar = bar.get_or_insert_with(|| bytes_bar("weights", progress.total));
         bar.set_position(progress.done);
         times.progress().bytes(progress.done, progress.total);

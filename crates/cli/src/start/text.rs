@@ -1,6 +1,6 @@
 //! Text in and out of a model: tokenizer, chat template, and what ends a text.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use plimsoll_core::{MetaValue, TokenId};
 use plimsoll_model::{GenerationConfig, GgufFile};
@@ -75,16 +75,16 @@ impl Text {
 
     /// Refuses a tokenizer of another model, whose texts would begin or end with tokens that this one does not have.
     pub(super) fn check_ids(&self, path: &Path, vocab_size: usize) -> Result<(), Error> {
-        let ends = self.tokenizer.eos_ids().iter().map(|&id| ("ends", id));
-        let begins = self.tokenizer.bos_id().map(|id| ("begins", id));
+        let ends = self.tokenizer.eos_ids().iter().map(|&id| ("eos_token", id));
+        let begins = self.tokenizer.bos_id().map(|id| ("bos_token", id));
         let beyond = ends.chain(begins).find(|&(_, id)| id as usize >= vocab_size);
         match beyond {
             None => Ok(()),
-            Some((what, id)) => Err(Error::Text(TextError::Invalid {
-                place: path.display().to_string(),
+            Some((field, id)) => Err(Error::Text(TextError::Invalid {
+                place: file_of(path).display().to_string(),
                 problem: format!(
-                    "the token that {what} a text, `{}`, is number {id}, beyond the model's vocabulary of {vocab_size} tokens: \
-                     the tokenizer is that of another model",
+                    "`{field}` is `{}`, token {id}, beyond the model's vocabulary of {vocab_size} tokens: the tokenizer is that \
+                     of another model",
                     self.tokenizer.token_str(id)
                 ),
             })),
@@ -114,6 +114,14 @@ impl Text {
             generation: GenerationConfig::default(),
             config: Map::new(),
         }
+    }
+}
+
+/// The file of a tokenizer in a directory or a GGUF file.
+fn file_of(path: &Path) -> PathBuf {
+    match path.is_dir() {
+        true => path.join(FILE),
+        false => path.to_owned(),
     }
 }
 

@@ -93,6 +93,18 @@ fn ids_beyond_the_vocabulary_are_refused_before_weights_are_read() {
         "",
         &[TOKENIZER, "added_tokens[1].id", "1000000000"],
     );
+    // One that the tokenizer may have, and the model does not.
+    let mut model = Model::tiny();
+    let mut tokenizer = model.json(TOKENIZER);
+    tokenizer["added_tokens"][1]["id"] = json!(200);
+    tokenizer["model"]["vocab"]["</s>"] = json!(200);
+    model.set_json(TOKENIZER, &tokenizer);
+    let parts = [
+        TOKENIZER,
+        "`eos_token` is `</s>`, token 200",
+        "vocabulary of 160 tokens",
+    ];
+    refused("profile", written(&model).path(), "", &parts);
     // `vocab` has it too, which is right to be elsewhere.
     let model = with(TOKENIZER, "/model/vocab/<~1s>", json!(4_000_000_000_u32));
     refused("profile", model.path(), "", &[TOKENIZER, "model.vocab[\"</s>\"]"]);
@@ -177,8 +189,12 @@ fn templates_are_bounded() {
 #[test]
 fn a_regular_expression_that_explodes_is_found_at_start() {
     let place = "/pre_tokenizer/pretokenizers/0/pattern/Regex";
-    let model = with(TOKENIZER, place, json!("(a+)+$"));
-    refused("profile", model.path(), "", &[TOKENIZER, "regular expression"]);
+    // Exponential, cubic and quadratic.
+    for regex in ["(a+)+$", "a*a*a*b", r"(?:.*,)*;"] {
+        let model = with(TOKENIZER, place, json!(regex));
+        let field = "`pre_tokenizer.pretokenizers[0].pattern.Regex`";
+        refused("profile", model.path(), "", &[TOKENIZER, field, "takes too long"]);
+    }
 }
 
 #[test]

@@ -61,10 +61,11 @@ fn mutated_files_are_read_or_refused() {
 fn files_that_are_cut_off_are_read_or_refused() {
     let (tiny, gguf) = (Model::tiny(), Model::gguf());
     type Target = fn(&[u8]);
-    let targets: [(&[u8], Target); 5] = [
+    let targets: [(&[u8], Target); 6] = [
         (&gguf.files[files::GGUF], targets::gguf),
         (&tiny.files[files::SAFETENSORS], targets::safetensors),
         (&tiny.files["config.json"], targets::config),
+        (&tiny.files["generation_config.json"], targets::generation_config),
         (&tiny.files[files::TOKENIZER], targets::tokenizer),
         (&tiny.files["tokenizer_config.json"], targets::tokenizer_config),
     ];

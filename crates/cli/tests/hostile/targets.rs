@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use plimsoll_device::Budget;
-use plimsoll_model::{GgufFile, HfOverrides, LoadOptions, Model, ModelConfig};
+use plimsoll_model::{GenerationConfig, GgufFile, HfOverrides, LoadOptions, Model, ModelConfig};
 use plimsoll_text::{ChatTemplate, Renderer, Tokenizer};
 use tempfile::TempDir;
 
@@ -58,6 +58,14 @@ pub(crate) fn config(data: &[u8]) {
         Path::new("config.json"),
         &text,
         &HfOverrides::default(),
+    ));
+}
+
+pub(crate) fn generation_config(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    told(GenerationConfig::from_json(
+        Path::new("generation_config.json"),
+        &text,
     ));
 }
 

@@ -78,7 +78,7 @@ impl GpuModel {
         let description = Description::read(path, &options.serve_as)?;
         check(description.about.spec(), gpu.info().compute_capability)?;
         let fused = FusedKernels::load(gpu)?;
-        let weights = GpuWeights::load(&description, options.format, kv_element, gpu, &fused, progress)?;
+        let weights = GpuWeights::load(&description, &options, kv_element, gpu, &fused, progress)?;
         let decoder = Decoder::new(gpu, weights, fused)?;
         Ok(Arc::new(Self {
             about: description.about,

@@ -19,7 +19,7 @@ use crate::model::Description;
 use crate::quantization::Fp8Scales;
 use crate::rope::RopeTable;
 use crate::weights::{Checked, DUMMY_SCALE, Scales};
-use crate::{DecoderSpec, LoadFormat, ModelError, Progress};
+use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelError, Progress};
 use convert::Job;
 use layout::{Boundless, Element, Layout, LinearSpan, Part, Places, Span, Stored};
 use transfer::transfer;
@@ -75,13 +75,13 @@ impl GpuWeights {
     /// [`ModelError`], which names what is at fault. [`ModelError::Oom`] if the weights do not fit.
     pub(super) fn load(
         description: &Description,
-        format: LoadFormat,
+        options: &LoadOptions,
         kv_element: GpuKvElement,
         gpu: &Gpu,
         kernels: &FusedKernels,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Self, ModelError> {
-        let spec = description.about.spec();
+        let (spec, format) = (description.about.spec(), options.format);
         let source = description.source(format)?;
         let mut tensors = Checked::new(&*source);
         let layout = Layout::new(spec);
@@ -143,7 +143,7 @@ impl GpuWeights {
             done: 0,
             total: stored.sum(),
         };
-        transfer(gpu, &slab, &jobs, |bytes| {
+        transfer(gpu, &slab, &jobs, &options.cancel, |bytes| {
             done.done += bytes as u64;
             progress(done);
         })?;

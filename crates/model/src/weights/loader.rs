@@ -5,13 +5,14 @@ use plimsoll_device::{Budget, Charge};
 use plimsoll_kernels::{Embedding, Linear, WeightType};
 
 use super::{Checked, Progress, Source, Tensor, weight_error};
-use crate::ModelError;
 use crate::blocks::{Matrix, Stack, Vector, Visitor};
+use crate::{Cancel, ModelError};
 
 /// Turns tensors into weights of the CPU, charged to the budget.
 pub(crate) struct Loader<'a> {
     tensors: Checked<'a>,
     budget: &'a Budget,
+    cancel: &'a Cancel,
     progress: &'a mut dyn FnMut(Progress),
     done: Progress,
     charges: Vec<Charge>,
@@ -23,6 +24,7 @@ impl<'a> Loader<'a> {
     pub(crate) fn new(
         source: &'a dyn Source,
         budget: &'a Budget,
+        cancel: &'a Cancel,
         progress: &'a mut dyn FnMut(Progress),
     ) -> Self {
         let tensors = Checked::new(source);
@@ -33,6 +35,7 @@ impl<'a> Loader<'a> {
         Self {
             tensors,
             budget,
+            cancel,
             progress,
             done,
             charges: Vec::new(),
@@ -57,17 +60,19 @@ impl<'a> Loader<'a> {
 
     fn matrix(&mut self, matrix: &Matrix) -> Result<Tensor<'a>, ModelError> {
         let stored = self.tensors.matrix(matrix)?;
-        self.advance(&stored.tensor);
+        self.advance(&stored.tensor)?;
         Ok(stored.dequantised())
     }
 
-    fn advance(&mut self, tensor: &Tensor<'_>) {
+    fn advance(&mut self, tensor: &Tensor<'_>) -> Result<(), ModelError> {
+        self.cancel.check()?;
         self.done.done += tensor.data.len() as u64;
         (self.progress)(self.done);
+        Ok(())
     }
 
     fn keep(&mut self, tensor: &Tensor<'_>) -> Result<Vec<f32>, ModelError> {
-        self.advance(tensor);
+        self.advance(tensor)?;
         let bytes = tensor.shape.0[0] * size_of::<f32>();
         self.charges
             .push(self.budget.charge(Component::Weights, bytes as u64)?);

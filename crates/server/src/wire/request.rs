@@ -1,5 +1,6 @@
 //! How a body becomes a request: every field is read by a struct, known to be without effect, or an error that names it.
 
+use plimsoll_core::untrusted::with_plain_types;
 use serde::de::{DeserializeOwned, Deserializer, Error as _, Visitor};
 use serde_json::{Map, Value};
 
@@ -58,7 +59,7 @@ pub(crate) fn take<T: DeserializeOwned>(object: &mut Map<String, Value>) -> Resu
         .filter_map(|&name| object.shift_remove(name).map(|value| (name.to_owned(), value)));
     serde_path_to_error::deserialize(Value::Object(own.collect())).map_err(|error| {
         let path = error.path().to_string();
-        let inner = error.into_inner().to_string();
+        let inner = with_plain_types(&error.into_inner().to_string());
         if path != "." {
             return FieldError::invalid(path.clone(), format!("`{path}`: {inner}"));
         }
@@ -76,7 +77,7 @@ pub(crate) fn typed<T: DeserializeOwned>(mut value: Value, field: &str) -> Resul
     }
     serde_path_to_error::deserialize(value).map_err(|error| {
         let path = error.path().to_string();
-        let inner = error.into_inner().to_string();
+        let inner = with_plain_types(&error.into_inner().to_string());
         let path = match (path.as_str(), missing(&inner)) {
             (".", None) => field.to_owned(),
             (".", Some(name)) => format!("{field}.{name}"),

@@ -5,9 +5,10 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
-use tokenizers::{AddedToken, SplitDelimiterBehavior};
+use tokenizers::{AddedToken, NormalizerWrapper, SplitDelimiterBehavior};
 
 use super::{Kind, Source, TokenType, list, pre};
+use crate::pipeline::{Inner, Normalizers, PreTokenizers};
 use crate::{TextError, vocab};
 
 const MERGES: &str = "tokenizer.ggml.merges";
@@ -21,11 +22,15 @@ pub(super) fn byte_level(source: &Source<'_>) -> Result<Kind, TextError> {
         .ignore_merges(pre.ignore_merges)
         .vocab_and_merges(ids, merges)
         .build();
-    let mut inner = tokenizers::Tokenizer::new(model.map_err(|e| TextError::invalid(MERGES, e.to_string()))?);
+    let mut inner = Inner::new(
+        model
+            .map_err(|e| TextError::invalid(MERGES, e.to_string()))?
+            .into(),
+    );
     let splits = pre.patterns.iter().map(|pattern| split(pattern));
     let mut steps = splits.collect::<Result<Vec<PreTokenizerWrapper>, _>>()?;
     steps.push(ByteLevel::new(false, false, false).into());
-    inner.with_pre_tokenizer(Some(Sequence::new(steps)));
+    cut(&mut inner, steps)?;
     add_special(source, &mut inner)?;
     Ok(Kind {
         add_bos: pre.add_bos,
@@ -41,12 +46,14 @@ pub(super) fn gemma4(source: &Source<'_>) -> Result<Kind, TextError> {
         .byte_fallback(true)
         .vocab_and_merges(ids, merges)
         .build();
-    let mut inner = tokenizers::Tokenizer::new(model.map_err(|e| TextError::invalid(MERGES, e.to_string()))?);
+    let mut inner = Inner::new(
+        model
+            .map_err(|e| TextError::invalid(MERGES, e.to_string()))?
+            .into(),
+    );
     let spaces = Replace::new(" ", "▁").map_err(|e| TextError::invalid(super::MODEL, e.to_string()))?;
-    inner
-        .with_normalizer(Some(spaces))
-        .map_err(|e| TextError::invalid(super::MODEL, e.to_string()))?;
-    inner.with_pre_tokenizer(Some(Sequence::new(vec![split(r"[^\n]+|[\n]+")?])));
+    normalize(&mut inner, spaces)?;
+    cut(&mut inner, vec![split(r"[^\n]+|[\n]+")?])?;
     add_special(source, &mut inner)?;
     Ok(Kind::of(inner, source.vocab(false, vocab::sentencepiece)))
 }
@@ -87,8 +94,22 @@ fn split(pattern: &str) -> Result<PreTokenizerWrapper, TextError> {
         .map_err(|e| TextError::invalid("tokenizer.ggml.pre", e.to_string()))
 }
 
+fn cut(inner: &mut Inner, steps: Vec<PreTokenizerWrapper>) -> Result<(), TextError> {
+    let steps = PreTokenizers::try_from(PreTokenizerWrapper::from(Sequence::new(steps)));
+    inner.with_pre_tokenizer(Some(
+        steps.map_err(|e| TextError::invalid("tokenizer.ggml.pre", e.to_string()))?,
+    ));
+    Ok(())
+}
+
+pub(super) fn normalize(inner: &mut Inner, step: impl Into<NormalizerWrapper>) -> Result<(), TextError> {
+    let done =
+        Normalizers::try_from(step.into()).and_then(|steps| inner.with_normalizer(Some(steps)).map(drop));
+    done.map_err(|e| TextError::invalid(super::MODEL, e.to_string()))
+}
+
 /// Tokens recognised in the text before anything else.
-pub(super) fn add_special(source: &Source<'_>, inner: &mut tokenizers::Tokenizer) -> Result<(), TextError> {
+pub(super) fn add_special(source: &Source<'_>, inner: &mut Inner) -> Result<(), TextError> {
     let special = source
         .iter()
         .filter(|(.., kind)| matches!(kind, TokenType::Control | TokenType::UserDefined));

@@ -9,7 +9,7 @@ mod word_piece;
 use plimsoll_core::untrusted::quotable;
 use plimsoll_core::{MetaValue, Metadata, TokenId};
 
-use crate::pipeline::Pipeline;
+use crate::pipeline::{self, Pipeline};
 use crate::tokenizer::{Encode, Parts, SpecialTokens, Tokenizer, Wrap};
 use crate::vocab::{self, Vocab};
 use crate::{TextError, limits};
@@ -151,7 +151,7 @@ struct Kind {
 
 impl Kind {
     /// A tokenizer of the `tokenizers` crate that loses no text and adds nothing around it.
-    fn of(inner: tokenizers::Tokenizer, vocab: Vocab) -> Self {
+    fn of(inner: pipeline::Inner, vocab: Vocab) -> Self {
         Self {
             encoder: Box::new(Pipeline::new(inner)),
             shrinks: Some(1),

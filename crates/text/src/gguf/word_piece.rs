@@ -1,9 +1,11 @@
 use tokenizers::models::wordpiece::WordPiece;
 use tokenizers::normalizers::BertNormalizer;
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 
 use super::{Kind, Source, bpe};
-use crate::{TextError, vocab};
+use crate::pipeline::{Inner, PreTokenizers};
+use crate::{TextError, limits, vocab};
 
 /// BERT's WordPiece. GGUF marks the beginning of a word with `▁`, where BERT marks the continuation with `##`.
 pub(super) fn load(source: &Source<'_>) -> Result<Kind, TextError> {
@@ -20,20 +22,20 @@ pub(super) fn load(source: &Source<'_>) -> Result<Kind, TextError> {
         .copied()
         .unwrap_or("[UNK]")
         .to_owned();
-    // llama.cpp knows no limit on the length of a word.
+    // llama.cpp knows no limit on the length of a word; without one, time is cubic.
     let model = WordPiece::builder()
         .vocab(ids)
         .unk_token(unknown)
-        .max_input_chars_per_word(usize::MAX)
+        .max_input_chars_per_word(limits::MAX_WORD_CHARS)
         .build();
-    let mut inner = tokenizers::Tokenizer::new(
-        model.map_err(|e| TextError::invalid("tokenizer.ggml.tokens", e.to_string()))?,
-    );
+    let model = model.map_err(|e| TextError::invalid("tokenizer.ggml.tokens", e.to_string()))?;
+    let mut inner = Inner::new(model.into());
     let normalizer = BertNormalizer::new(true, true, Some(true), true);
-    inner
-        .with_normalizer(Some(normalizer))
-        .map_err(|e| TextError::invalid(super::MODEL, e.to_string()))?;
-    inner.with_pre_tokenizer(Some(BertPreTokenizer));
+    bpe::normalize(&mut inner, normalizer)?;
+    let words = PreTokenizers::try_from(PreTokenizerWrapper::from(BertPreTokenizer));
+    inner.with_pre_tokenizer(Some(
+        words.map_err(|e| TextError::invalid(super::MODEL, e.to_string()))?,
+    ));
     bpe::add_special(source, &mut inner)?;
     Ok(Kind {
         // A word that is unknown is one token, however long it is.

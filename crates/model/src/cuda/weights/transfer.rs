@@ -12,7 +12,7 @@ use plimsoll_device::cuda::{Gpu, GpuSlab, Uploader};
 
 use super::convert::Job;
 use super::layout::Part;
-use crate::ModelError;
+use crate::{Cancel, ModelError};
 
 /// Bytes of device memory that are filled at once: enough that a copy's start does not matter, and little to pin, which
 /// takes a millisecond per megabyte.
@@ -33,6 +33,7 @@ pub(super) fn transfer(
     gpu: &Gpu,
     slab: &GpuSlab,
     jobs: &[Job<'_>],
+    cancel: &Cancel,
     mut advance: impl FnMut(usize),
 ) -> Result<(), ModelError> {
     let mut order: Vec<usize> = (0..jobs.len()).collect();
@@ -54,6 +55,7 @@ pub(super) fn transfer(
         jobs,
         pieces: &pieces,
         next: &next,
+        cancel,
     };
     thread::scope(|scope| {
         let work = &work;
@@ -78,6 +80,7 @@ struct Work<'a> {
     pieces: &'a [Piece],
     /// The first piece that nobody has taken.
     next: &'a AtomicUsize,
+    cancel: &'a Cancel,
 }
 
 impl Work<'_> {
@@ -100,6 +103,7 @@ impl Work<'_> {
         let memory = self.slab.slice::<u8>();
         let mut scales = Vec::new();
         while let Some(piece) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            self.cancel.check()?;
             let job = &self.jobs[piece.job];
             let (elements, scales_at) = spans(piece);
             scales.clear();
