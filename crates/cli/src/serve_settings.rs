@@ -214,10 +214,10 @@ fn file_store(args: &FileArgs) -> Result<Option<Arc<FileStore>>, Error> {
     opened.map_err(Error::unreadable("--file-store-dir", shown))
 }
 
-/// A file, or the template itself, which has braces.
+/// A file, or the template itself, which has braces, or the name of a format.
 fn chat_template(given: &str) -> Result<String, Error> {
     let path = Path::new(given);
-    if !path.exists() && given.contains('{') {
+    if !path.exists() && (given.contains('{') || given == ChatTemplate::HARMONY) {
         return Ok(given.to_owned());
     }
     std::fs::read_to_string(path).map_err(Error::unreadable("--chat-template", path))
@@ -298,6 +298,7 @@ mod tests {
     #[test]
     fn templates_are_files_or_text() {
         assert_eq!(chat_template("{{ messages }}").unwrap(), "{{ messages }}");
+        assert_eq!(chat_template("harmony").unwrap(), ChatTemplate::HARMONY);
         assert!(chat_template("/no/such/template.jinja").is_err());
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "{{ bos_token }}").unwrap();

@@ -60,6 +60,14 @@ impl AnswerStyle {
         }
     }
 
+    /// Tokens that end an answer in these formats, whether or not the model's files say so.
+    pub(crate) fn ends(&self, tokenizer: &Tokenizer) -> Vec<TokenId> {
+        let ends = self.tools.map(ToolFormat::ends).unwrap_or_default();
+        ends.iter()
+            .filter_map(|mark| tokenizer.special_token(mark))
+            .collect()
+    }
+
     /// Special tokens that mark reasoning and tool calls: the parser reads them as text.
     pub(crate) fn marks(&self, tokenizer: &Tokenizer) -> Arc<[TokenId]> {
         let tools = self.tools.map(ToolFormat::marks).unwrap_or_default();

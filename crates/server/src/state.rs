@@ -70,11 +70,16 @@ impl AppState {
     /// Created once the engine is ready.
     pub fn new(
         engine: EngineHandle,
-        model: ModelInfo,
+        mut model: ModelInfo,
         memory: Arc<dyn Memory>,
         options: ServerOptions,
     ) -> Self {
         let metrics = Metrics::new(&model.id, engine.limits().max_model_len, options.ready_patience);
+        for end in model.answers.ends(&model.tokenizer) {
+            if !model.eos_token_ids.contains(&end) {
+                model.eos_token_ids.push(end);
+            }
+        }
         let grammars = GrammarCompiler::new(model.tokenizer.clone(), &model.eos_token_ids);
         let cores = available_parallelism().map_or(1, usize::from);
         let answer_marks = model.answers.marks(&model.tokenizer);

@@ -13,15 +13,20 @@ mod error;
 mod fim;
 mod gguf;
 pub mod grammar;
+mod guard;
+mod harmony;
 mod limits;
 mod pattern;
 mod pipeline;
+mod special_texts;
 mod stop;
 mod template;
 mod tokenizer;
 mod vocab;
 
-pub use answer::{AnswerFormat, AnswerParser, CallGrammar, Function, Part, ReasoningFormat, ToolFormat};
+pub use answer::{
+    AnswerFormat, AnswerParser, CallGrammar, Function, Part, Position, ReasoningFormat, ToolFormat,
+};
 pub use bounds::RenderLimit;
 pub use detokenizer::Detokenizer;
 pub use directory::tokenizer_config;

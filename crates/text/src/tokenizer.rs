@@ -1,10 +1,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use plimsoll_core::TokenId;
 
 use crate::TextError;
+use crate::special_texts::SpecialTexts;
 use crate::vocab::Vocab;
 
 /// Special tokens by role (`bos_token`, `eos_token`, ...), as text, the way chat templates name them.
@@ -12,7 +13,13 @@ pub type SpecialTokens = BTreeMap<String, String>;
 
 /// Turns text into the tokens of one model and back. Cheap to clone.
 #[derive(Clone)]
-pub struct Tokenizer(Arc<Parts>);
+pub struct Tokenizer(Arc<Loaded>);
+
+struct Loaded {
+    parts: Parts,
+    /// Made when first asked for.
+    special_texts: OnceLock<SpecialTexts>,
+}
 
 pub(crate) struct Parts {
     pub(crate) encoder: Box<dyn Encode>,
@@ -63,7 +70,10 @@ impl Tokenizer {
     }
 
     pub(crate) fn new(parts: Parts) -> Self {
-        Self(Arc::new(parts))
+        Self(Arc::new(Loaded {
+            parts,
+            special_texts: OnceLock::new(),
+        }))
     }
 
     /// Tokens of `text`; the text of a special token becomes that token, as prompts rendered by a chat template need.
@@ -84,7 +94,7 @@ impl Tokenizer {
         add_special: bool,
         parse_special: bool,
     ) -> Result<Vec<TokenId>, TextError> {
-        let Parts { encoder, wrap, .. } = &*self.0;
+        let Parts { encoder, wrap, .. } = self.parts();
         match *wrap {
             Wrap::Explicit { bos, eos } if add_special => {
                 let tokens = encoder.encode(text, false, parse_special)?;
@@ -101,7 +111,7 @@ impl Tokenizer {
 
     /// A lower bound of the number of tokens of `text`, a hundred times as fast as tokenizing; 0 if there is none.
     pub fn count_at_least(&self, text: &str) -> usize {
-        let Parts { shrinks, vocab, .. } = &*self.0;
+        let Parts { shrinks, vocab, .. } = self.parts();
         // Of a character of several bytes, all may get lost where one is unknown.
         let beyond_ascii = (0x80..=0xBF).chain(0xC2..=0xF4).all(|byte| vocab.has_byte(byte));
         let is_known = |byte: &u8| vocab.has_byte(*byte) && (byte.is_ascii() || beyond_ascii);
@@ -117,7 +127,7 @@ impl Tokenizer {
 
     /// Bytes of one token within a text (not at its start); empty outside the vocabulary.
     pub fn token_bytes(&self, id: TokenId) -> &[u8] {
-        self.0.vocab.bytes(id)
+        self.parts().vocab.bytes(id)
     }
 
     /// [`Tokenizer::token_bytes`] as text; bytes that are no UTF-8 on their own become U+FFFD.
@@ -127,22 +137,22 @@ impl Tokenizer {
 
     /// Number of ids the tokenizer knows; the model's output layer may be padded beyond it.
     pub fn vocab_size(&self) -> usize {
-        self.0.vocab.len()
+        self.parts().vocab.len()
     }
 
     /// Tokens that end a text or a turn, without duplicates.
     pub fn eos_ids(&self) -> &[TokenId] {
-        &self.0.eos
+        &self.parts().eos
     }
 
     /// The token that begins a text, if the model has one.
     pub fn bos_id(&self) -> Option<TokenId> {
-        self.0.bos
+        self.parts().bos
     }
 
     /// True for tokens that structure a text and are not part of it; decoding can skip them.
     pub fn is_special(&self, id: TokenId) -> bool {
-        self.0.vocab.is_special(id)
+        self.parts().vocab.is_special(id)
     }
 
     /// The special token that is written `text`, if there is one.
@@ -168,11 +178,20 @@ impl Tokenizer {
 
     /// Special tokens by role, for chat templates.
     pub fn special_tokens(&self) -> &SpecialTokens {
-        &self.0.special_tokens
+        &self.parts().special_tokens
+    }
+
+    pub(crate) fn special_texts(&self) -> &SpecialTexts {
+        let texts = || SpecialTexts::new(self.vocab().special());
+        self.0.special_texts.get_or_init(texts)
+    }
+
+    fn parts(&self) -> &Parts {
+        &self.0.parts
     }
 
     pub(crate) fn vocab(&self) -> &Vocab {
-        &self.0.vocab
+        &self.parts().vocab
     }
 }
 
@@ -183,7 +202,7 @@ impl fmt::Debug for Tokenizer {
             bos,
             eos,
             ..
-        } = &*self.0;
+        } = self.parts();
         let mut out = f.debug_struct("Tokenizer");
         out.field("vocab_size", &self.vocab_size())
             .field("special_tokens", special_tokens);
@@ -195,7 +214,7 @@ struct Bytes;
 
 impl Bytes {
     const EOS: TokenId = 256;
-    const EOS_TEXT: &str = "<|end|>";
+    const EOS_TEXT: &str = "<|endoftext|>";
 }
 
 impl Encode for Bytes {

@@ -64,6 +64,12 @@ impl Vocab {
     }
 
     /// True for tokens that structure a text (end of turn, ...) and are not part of it.
+    /// The texts of special tokens.
+    pub(crate) fn special(&self) -> impl Iterator<Item = &[u8]> {
+        let ids = (0..self.len() as TokenId).filter(|&id| self.is_special(id));
+        ids.map(|id| self.bytes(id))
+    }
+
     pub(crate) fn is_special(&self, id: TokenId) -> bool {
         self.special.get(id as usize).copied().unwrap_or(false)
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 
 use common::{follow, read, told};
 use plimsoll_text::grammar::{GrammarCompiler, GrammarSpec};
-use plimsoll_text::{CallGrammar, Function, Tokenizer, ToolFormat};
+use plimsoll_text::{CallGrammar, Function, Position, Tokenizer, ToolFormat};
 use serde_json::{Value, json};
 
 static COMPILER: LazyLock<GrammarCompiler> = LazyLock::new(|| {
@@ -34,6 +34,7 @@ fn grammar(format: ToolFormat, functions: &[Function]) -> Result<String, String>
         several: false,
         is_begun: false,
         or_json: None,
+        position: Position::Before,
         token: &|_| None,
     };
     format.grammar(&calls).map_err(|error| error.to_string())

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use common::{follow, read};
 use plimsoll_text::grammar::GrammarCompiler;
-use plimsoll_text::{CallGrammar, Function, Tokenizer, ToolFormat};
+use plimsoll_text::{CallGrammar, Function, Position, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
 
 const FORMATS: &[(ToolFormat, &str)] = &[
@@ -139,6 +139,7 @@ fn grammars_allow_right_calls_alone() {
                 several: false,
                 is_begun: false,
                 or_json: None,
+                position: Position::Before,
                 token: &|_| None,
             });
             let lark = lark.unwrap();
@@ -172,6 +173,7 @@ fn grammars_of_calls_leave_room() {
         several: true,
         is_begun: false,
         or_json: None,
+        position: Position::Before,
         token: &|_| None,
     };
     let schema =

@@ -24,7 +24,7 @@ pub struct ServerArgs {
     /// Names of the model in the API; answers contain the first one [default: MODEL]
     #[arg(long, value_name = "NAME", num_args = 1.., action = ArgAction::Set)]
     pub served_model_name: Option<Vec<String>>,
-    /// Chat template to use instead of the model's: a file, or the template itself
+    /// Chat template to use instead of the model's: a file, the template itself, or `harmony` for OpenAI's format (gpt-oss)
     #[arg(long, value_name = "TEMPLATE")]
     pub chat_template: Option<String>,
     /// Sampling defaults: auto (the model's generation_config.json), vllm (none), or a directory

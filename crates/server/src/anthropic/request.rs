@@ -1,7 +1,7 @@
 //! Converts a request to a conversation.
 
 use plimsoll_text::grammar::GrammarSpec;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::writer::Shown;
 use crate::conversation::{
@@ -114,8 +114,13 @@ pub(super) fn prompt(state: &AppState, asked: MessagesPrompt) -> Result<Promptin
     }
     let effort = asked.output_config.as_ref().and_then(|config| config.effort);
     if let (Some(effort), Some(template)) = (effort, template) {
-        // A hint: many templates ignore it.
-        set_effort(template, effort, &mut kwargs);
+        // A hint: many templates ignore it, or have fewer levels.
+        let effort = json!(effort);
+        let most = template
+            .efforts()
+            .filter(|levels| !levels.iter().any(|level| effort == *level));
+        let most = most.and_then(|levels| levels.last());
+        set_effort(template, most.map_or(effort, |most| json!(most)), &mut kwargs);
     }
 
     let transcript = transcript(Prompted {

@@ -14,8 +14,7 @@ mod update;
 
 use std::sync::Arc;
 
-use plimsoll_text::grammar::ReasoningBudget;
-use plimsoll_text::{AnswerFormat, ToolFormat};
+use plimsoll_text::{AnswerFormat, Position, ToolFormat};
 
 use crate::blocking::blocking;
 use crate::context::Context;
@@ -29,7 +28,6 @@ use crate::wire::common::{Common, MaxTokens};
 
 pub(crate) use answer::{Answer, Answers, ToolCall};
 pub(crate) use fit::Fit;
-use grammar::Thinking;
 use prompt::Rendered;
 pub(crate) use prompt::{Effort, Prompt, set_effort, switch_reasoning};
 use reader::Style;
@@ -87,7 +85,7 @@ pub(crate) async fn open(
     let tools = tool_format(&model.answers, &prompt.tools)?;
     let mut format = AnswerFormat {
         reasoning: model.answers.reasoning,
-        reasoning_is_open: false,
+        position: Position::default(),
         tools,
         functions: prompt.tools.functions().into(),
         max_calls: prompt.tools.max_calls(),
@@ -95,17 +93,22 @@ pub(crate) async fn open(
     let is_bounded = !parameters.truncates_prompts();
     let reserved = max_tokens.and_then(MaxTokens::limit).unwrap_or(1);
     let (rendered, prompt) = render(state, prompt, fit, reserved, is_bounded).await?;
-    let thinking = Thinking::of(format.reasoning, &rendered.text);
-    format.reasoning_is_open = matches!(thinking, Thinking::Open(_));
-    if let (Some(budget), Some(marks)) = (reasoning_budget, thinking.marks()) {
-        parameters.limit_reasoning(ReasoningBudget::new(
-            marks,
-            format.reasoning_is_open,
-            budget,
-            &model.tokenizer,
-        ));
+    format.position = format.reasoning.map_or_else(Position::default, |reasoning| {
+        reasoning.position_after(&rendered.text)
+    });
+    if let (Some(tokens), Some(reasoning)) = (reasoning_budget, format.reasoning)
+        && let Some(budget) = reasoning.budget(format.position, tokens, &model.tokenizer)
+    {
+        parameters.limit_reasoning(budget);
     }
-    let wanted = grammar::of_answer(&model.tokenizer, &prompt.tools, tools, thinking, structure)?;
+    let wanted = grammar::of_answer(
+        &model.tokenizer,
+        &prompt.tools,
+        tools,
+        format.reasoning,
+        format.position,
+        structure,
+    )?;
     let grammar = structured::compile(state, wanted).await?;
     let length = AnswerLength {
         asked: max_tokens,

@@ -89,7 +89,7 @@ impl Prompt {
         text: &str,
         most: Option<usize>,
     ) -> Result<Vec<TokenId>, ApiError> {
-        prompt::encode(model, text, self.add_special_tokens, most, self.field)
+        prompt::rendered(model, text, self.add_special_tokens, most, self.field)
     }
 
     /// Renders the conversation.
@@ -131,10 +131,12 @@ impl Prompt {
         let tools = self.tools.as_template();
         let format = model.answers.tools.unwrap_or(ToolFormat::Json);
         let (messages, tools) = plain::for_template(template, &self.messages, &tools, format);
+        let guarded = |values: &[Value]| guarded(model, values);
+        let (messages, tools, documents) = (guarded(&messages), guarded(tools), guarded(&self.documents));
         let input = ChatInput {
             messages: &messages,
-            tools: (!tools.is_empty()).then_some(tools),
-            documents: (!self.documents.is_empty()).then_some(self.documents.as_slice()),
+            tools: (!tools.is_empty()).then_some(&tools),
+            documents: (!documents.is_empty()).then_some(&documents),
             add_generation_prompt: self.add_generation_prompt,
             continue_final_message: self.continue_final_message,
             kwargs: Some(&*kwargs),
@@ -159,6 +161,18 @@ impl Prompt {
             return Ok(Cow::Borrowed(&self.template_kwargs));
         };
         let mut kwargs = self.template_kwargs.clone();
+        let level = json!(effort.level);
+        let is_level = |levels: &[&str]| levels.iter().any(|known| level == *known);
+        if !template.efforts().is_none_or(is_level) {
+            if effort.context.may_ignore(effort.field) {
+                return Ok(Cow::Borrowed(&self.template_kwargs));
+            }
+            let field = format!("{} = {}", effort.field, level.as_str().unwrap_or_default());
+            return Err(ApiError::unsupported(
+                field,
+                "this model's levels are low, medium and high",
+            ));
+        }
         let off = effort.level == ReasoningEffort::None;
         let reasons = reasons || ReasoningFormat::detect(template.source()).is_some();
         // Without levels and without a switch, a model that reasons does so as much as it does.
@@ -174,6 +188,19 @@ impl Prompt {
         };
         Err(ApiError::unsupported(effort.field, hint))
     }
+}
+
+/// Messages, tools or documents in which no text is a special token.
+fn guarded(model: &ModelInfo, values: &[Value]) -> Vec<Value> {
+    let mut values = values.to_vec();
+    for value in &mut values {
+        let kept = match (model.answers.reasoning, value["role"] == "assistant") {
+            (Some(format), true) => format.in_content(),
+            _ => &[],
+        };
+        model.tokenizer.guard(value, kept);
+    }
+    values
 }
 
 /// A reasoning effort.

@@ -15,7 +15,11 @@ fn strict_tool(name: &str) -> Value {
 
 #[tokio::test]
 async fn required_calls_are_made() {
-    for (_, format) in ToolFormat::NAMES {
+    // What else an answer may have, the simulated model would not end.
+    for (_, format) in ToolFormat::NAMES
+        .iter()
+        .filter(|(_, format)| !format.holds_reasoning())
+    {
         let rig = rig(Some(*format), Some(ReasoningFormat::Think));
         let named = json!({ "type": "function", "function": { "name": "g" } });
         for choice in [json!("required"), named] {

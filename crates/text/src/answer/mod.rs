@@ -1,14 +1,18 @@
 //! Parses a model's output into reasoning, content and tool calls. It is read character by character, so that the result does
 //! not depend on how the text was split.
 
+mod harmony;
 mod json;
 mod mark;
+mod position;
 mod reasoning;
 mod sink;
 mod tools;
 
 use std::sync::Arc;
 
+use harmony::Harmony;
+pub use position::Position;
 pub use reasoning::ReasoningFormat;
 use reasoning::{Region, Splitter};
 use sink::Sink;
@@ -36,8 +40,8 @@ pub enum Part {
 pub struct AnswerFormat {
     /// How reasoning is marked, if the model reasons.
     pub reasoning: Option<ReasoningFormat>,
-    /// The prompt ends within reasoning: the template opened it, so that the model does not.
-    pub reasoning_is_open: bool,
+    /// Where in an answer the prompt ends: the template may have begun it.
+    pub position: Position,
     /// Format of tool calls; without it all is text.
     pub tools: Option<ToolFormat>,
     /// Functions that the model may call.
@@ -58,10 +62,24 @@ impl AnswerParser {
     /// Reads a text of this format from its beginning.
     pub fn new(format: &AnswerFormat) -> Self {
         let AnswerFormat { reasoning, tools, .. } = format;
-        let call = tools.and_then(ToolFormat::opening);
-        let splitter = reasoning.map(|marks| Splitter::new(marks, format.reasoning_is_open, call));
-        let tools = tools.map(|tools| tools.parser(Arc::clone(&format.functions)));
         let sink = Sink::new(tools.is_some(), format.max_calls);
+        // Its channels hold reasoning and calls alike.
+        if *reasoning == Some(ReasoningFormat::Harmony) || *tools == Some(ToolFormat::Harmony) {
+            let functions = tools.map(|_| Arc::clone(&format.functions));
+            return Self {
+                splitter: None,
+                tools: Some(Box::new(Harmony::new(
+                    format.position,
+                    reasoning.is_some(),
+                    functions,
+                ))),
+                sink,
+            };
+        }
+        let call = tools.and_then(ToolFormat::opening);
+        let is_open = format.position == Position::Reasoning;
+        let splitter = reasoning.map(|marks| Splitter::new(marks, is_open, call));
+        let tools = tools.map(|tools| tools.parser(Arc::clone(&format.functions)));
         Self {
             splitter,
             tools,
@@ -108,6 +126,7 @@ impl AnswerParser {
     /// True while the model reasons.
     pub fn in_reasoning(&self) -> bool {
         self.splitter.as_ref().is_some_and(Splitter::is_inside)
+            || self.tools.as_ref().is_some_and(|tools| tools.in_reasoning())
     }
 
     fn take(&mut self, c: char) {

@@ -1,6 +1,12 @@
 //! Separates reasoning from the answer.
 
+use plimsoll_core::TokenId;
+
 use super::mark::{Marks, Seen};
+use super::position::Position;
+use super::tools::harmony_lead;
+use crate::grammar::{Lead, ReasoningBudget};
+use crate::{Tokenizer, harmony};
 
 /// How reasoning is marked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +19,8 @@ pub enum ReasoningFormat {
     Mistral,
     /// `<seed:think>..</seed:think>` (Seed OSS).
     SeedOss,
+    /// `<|channel|>analysis<|message|>..<|end|>`, as often as the model likes (gpt-oss).
+    Harmony,
 }
 
 impl ReasoningFormat {
@@ -22,10 +30,14 @@ impl ReasoningFormat {
         ("deepseek_r1", Self::DeepseekR1),
         ("mistral", Self::Mistral),
         ("seed_oss", Self::SeedOss),
+        ("openai_gptoss", Self::Harmony),
     ];
 
     /// The format of a chat template, if it has one.
     pub fn detect(template: &str) -> Option<Self> {
+        if harmony::is_in(template) {
+            return Some(Self::Harmony);
+        }
         let formats = [Self::SeedOss, Self::Mistral, Self::Think];
         formats.into_iter().find(|format| {
             let [_, close] = format.marks();
@@ -39,20 +51,66 @@ impl ReasoningFormat {
             Self::Think | Self::DeepseekR1 => &["<think>", "</think>"],
             Self::Mistral => &["[THINK]", "[/THINK]"],
             Self::SeedOss => &["<seed:think>", "</seed:think>"],
+            Self::Harmony => &harmony::REASONING,
         }
     }
 
-    /// Whether a model that continues `prompt` is within reasoning.
-    pub fn is_open_after(self, prompt: &str) -> bool {
-        let [open, close] = self.marks();
-        let prompt = prompt.trim_end();
-        prompt.ends_with(open) || self == Self::DeepseekR1 && !prompt.ends_with(close)
+    /// Marks that chat templates look for in the content of earlier answers.
+    pub fn in_content(self) -> &'static [&'static str] {
+        match self {
+            Self::Harmony => &[],
+            _ => self.marks(),
+        }
     }
 
-    /// True if `prompt` ends after reasoning.
-    pub fn is_over_after(self, prompt: &str) -> bool {
-        let [_, close] = self.marks();
-        prompt.trim_end().ends_with(close)
+    /// Where in an answer a model begins that continues `prompt`.
+    pub fn position_after(self, prompt: &str) -> Position {
+        if self == Self::Harmony {
+            return after_messages(prompt);
+        }
+        let [open, close] = self.marks();
+        let prompt = prompt.trim_end();
+        if prompt.ends_with(close) {
+            Position::Answer
+        } else if prompt.ends_with(open) || self == Self::DeepseekR1 {
+            Position::Reasoning
+        } else {
+            Position::Before
+        }
+    }
+
+    /// What comes before the text of an answer behind a prompt that ends at `position`; `token` gives the special token that is
+    /// written like a mark.
+    pub fn lead(self, position: Position, token: &dyn Fn(&str) -> Option<TokenId>) -> Option<Lead> {
+        let marks = || self.marks().map(str::to_owned);
+        match (position, self) {
+            (Position::Answer, _) => None,
+            (_, Self::Harmony) => Some(Lead::Grammar(harmony_lead(position, token))),
+            (Position::Reasoning, _) => Some(Lead::UpTo(self.marks()[1].to_owned())),
+            (Position::Before, _) => Some(Lead::Between(marks())),
+        }
+    }
+
+    /// Ends reasoning after a number of `tokens` behind a prompt that ends at `position`; `None` if there is none to come.
+    pub fn budget(self, position: Position, tokens: usize, tokenizer: &Tokenizer) -> Option<ReasoningBudget> {
+        let repeats = self == Self::Harmony;
+        let is_open = position == Position::Reasoning;
+        let comes = repeats || position != Position::Answer;
+        comes.then(|| ReasoningBudget::new(self.marks(), is_open, repeats, tokens, tokenizer))
+    }
+}
+
+/// Where in an answer `prompt` ends, in the Harmony format.
+fn after_messages(prompt: &str) -> Position {
+    let last = prompt
+        .rsplit_once(harmony::START)
+        .map_or(prompt, |(_, last)| last);
+    match last.split_once(harmony::MESSAGE) {
+        Some((header, text)) if !text.contains(harmony::END) => match header.contains(harmony::ANALYSIS) {
+            true => Position::Reasoning,
+            false => Position::Answer,
+        },
+        _ => Position::Before,
     }
 }
 

@@ -18,11 +18,20 @@ pub struct ReasoningBudget {
     budget: usize,
     /// The prompt ends within reasoning.
     is_open: bool,
+    /// Reasoning may begin anywhere, and again.
+    repeats: bool,
 }
 
 impl ReasoningBudget {
-    /// `budget` tokens between `marks`. `is_open`: the prompt ends within reasoning.
-    pub fn new(marks: &[&'static str; 2], is_open: bool, budget: usize, tokenizer: &Tokenizer) -> Self {
+    /// `budget` tokens between `marks`. `is_open`: the prompt ends within reasoning. `repeats`: reasoning may begin anywhere, and
+    /// again; all of it shares the budget.
+    pub(crate) fn new(
+        marks: &[&'static str; 2],
+        is_open: bool,
+        repeats: bool,
+        budget: usize,
+        tokenizer: &Tokenizer,
+    ) -> Self {
         let [open, close] = *marks;
         let end = match tokenizer.special_token(close) {
             Some(token) => vec![token],
@@ -36,14 +45,16 @@ impl ReasoningBudget {
             end: end.into(),
             budget,
             is_open,
+            repeats,
         }
     }
 
     /// The constraint of a new sequence.
     pub fn constraint(&self) -> Box<dyn Constraint> {
-        let state = match self.is_open {
-            true => self.inside(),
-            false => State::Before(Vec::new()),
+        let state = match (self.is_open, self.repeats) {
+            (true, _) => State::of(self.budget, Vec::new()),
+            (false, true) => self.over(self.budget),
+            (false, false) => State::Before(Vec::new()),
         };
         Box::new(Budgeted {
             budget: self.clone(),
@@ -51,8 +62,15 @@ impl ReasoningBudget {
         })
     }
 
-    fn inside(&self) -> State {
-        State::of(self.budget, Vec::new())
+    /// Outside of reasoning, with `left` tokens for more of it.
+    fn over(&self, left: usize) -> State {
+        match self.repeats {
+            true => State::Between {
+                left,
+                tail: Vec::new(),
+            },
+            false => State::Over,
+        }
     }
 }
 
@@ -72,6 +90,12 @@ enum State {
         /// The last bytes, in which the closing mark may begin.
         tail: Vec<u8>,
     },
+    /// Reasoning may begin again.
+    Between {
+        left: usize,
+        /// The last bytes, in which the opening mark may begin.
+        tail: Vec<u8>,
+    },
     /// The budget is used up, and this many tokens of the closing mark are written.
     Ending(usize),
     Over,
@@ -84,6 +108,14 @@ impl State {
             left => Self::Inside { left, tail },
         }
     }
+}
+
+/// Whether `tail` has `mark`; what cannot be the beginning of one is dropped.
+fn has(tail: &mut Vec<u8>, mark: &str) -> bool {
+    let found = tail.windows(mark.len()).any(|bytes| bytes == mark.as_bytes());
+    let useless = (tail.len() + 1).saturating_sub(mark.len());
+    tail.drain(..useless);
+    found
 }
 
 impl Constraint for Budgeted {
@@ -111,7 +143,7 @@ impl Constraint for Budgeted {
                 text.extend_from_slice(bytes);
                 let begun = text.trim_ascii_start();
                 if begun.starts_with(budget.open.as_bytes()) {
-                    budget.inside()
+                    State::of(budget.budget, Vec::new())
                 } else if budget.open.as_bytes().starts_with(begun) {
                     State::Before(text)
                 } else {
@@ -120,17 +152,21 @@ impl Constraint for Budgeted {
             }
             State::Inside { left, mut tail } => {
                 tail.extend_from_slice(bytes);
-                let close = budget.close.as_bytes();
-                if tail.windows(close.len()).any(|bytes| bytes == close) {
-                    State::Over
-                } else {
-                    let useless = (tail.len() + 1).saturating_sub(close.len());
-                    tail.drain(..useless);
-                    State::of(left - 1, tail)
+                match has(&mut tail, budget.close) {
+                    true => budget.over(left),
+                    false => State::of(left - 1, tail),
+                }
+            }
+            State::Between { left, mut tail } => {
+                tail.extend_from_slice(bytes);
+                match has(&mut tail, budget.open) {
+                    true => State::of(left, Vec::new()),
+                    false => State::Between { left, tail },
                 }
             }
             State::Ending(written) if written + 1 < budget.end.len() => State::Ending(written + 1),
-            State::Ending(_) | State::Over => State::Over,
+            State::Ending(_) => budget.over(0),
+            State::Over => State::Over,
         };
         Ok(Progress::Open)
     }
@@ -145,9 +181,9 @@ mod tests {
     use super::*;
 
     /// What comes of `text`, byte by byte, where the model has its way as long as it may.
-    fn written(budget: usize, is_open: bool, text: &str) -> String {
+    fn written(budget: usize, is_open: bool, repeats: bool, text: &str) -> String {
         let tokenizer = Tokenizer::bytes();
-        let budget = ReasoningBudget::new(&["<t>", "</t>"], is_open, budget, &tokenizer);
+        let budget = ReasoningBudget::new(&["<t>", "</t>"], is_open, repeats, budget, &tokenizer);
         let mut constraint = budget.constraint();
         let mut wanted = text.bytes();
         let mut out = Vec::new();
@@ -178,7 +214,21 @@ mod tests {
             (2, false, "abcdef<t>", "abcdef<t>"),
             (4, false, "<t", "<t"),
         ] {
-            assert_eq!(written(budget, is_open, text), expected);
+            assert_eq!(written(budget, is_open, false, text), expected);
+        }
+    }
+
+    #[test]
+    fn reasoning_that_begins_again_shares_the_budget() {
+        for (budget, is_open, text, expected) in [
+            (3, true, "abcdef", "abc</t>def"),
+            (3, false, "so <t>abcdef", "so <t>abc</t>def"),
+            // The tokens of the closing mark but the last count too.
+            (5, false, "<t>a</t>xyz<t>bcd", "<t>a</t>xyz<t>b</t>cd"),
+            (2, true, "abc<t>def<t>", "ab</t>c<t></t>def<t></t>"),
+            (0, false, "x<t>y", "x<t></t>y"),
+        ] {
+            assert_eq!(written(budget, is_open, true, text), expected);
         }
     }
 }

@@ -128,17 +128,21 @@ impl GrammarCompiler {
         let vocab_size = self.tokenizer.vocab_size();
         let first =
             Allowed::compute(&mut matcher, vocab_size, &self.ends).map_err(|error| invalid(&error))?;
+        let leads = grammar.leads.iter().map(|lead| self.lead(lead));
         Ok(CompiledGrammar::from(Compiled {
             matcher: Mutex::new(matcher),
             first,
-            leads: grammar
-                .leads
-                .iter()
-                .map(|lead| SpelledLead::new(lead, &self.tokenizer))
-                .collect(),
+            leads: leads.collect::<Result<_, _>>()?,
             tokenizer: self.tokenizer.clone(),
             ends: Arc::clone(&self.ends),
         }))
+    }
+
+    fn lead(&self, lead: &Lead) -> Result<SpelledLead, GrammarError> {
+        SpelledLead::new(lead, &self.tokenizer, |lark| {
+            let compiled = self.compile_anew(&GrammarSpec::Lark(lark.to_owned()).into())?;
+            Ok(compiled.constraint(&[]))
+        })
     }
 }
 

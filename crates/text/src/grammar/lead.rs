@@ -4,27 +4,34 @@ use std::sync::Arc;
 
 use plimsoll_core::{Constraint, ConstraintError, Progress, TokenId};
 
-use super::Lead;
+use super::{GrammarError, Lead};
 use crate::Tokenizer;
 
-/// A [`Lead`] with the tokens of its first mark.
+/// A [`Lead`] with the tokens of its first mark, or the constraint of its text.
 #[derive(Debug)]
 pub(super) enum SpelledLead {
     UpTo(String),
     Once(String),
     Between { open: Arc<Spelling>, close: String },
+    Grammar(Box<dyn Constraint>),
 }
 
 impl SpelledLead {
-    pub(super) fn new(lead: &Lead, tokenizer: &Tokenizer) -> Self {
-        match lead {
+    /// `compile` makes the constraint of a grammar in Lark.
+    pub(super) fn new(
+        lead: &Lead,
+        tokenizer: &Tokenizer,
+        compile: impl FnOnce(&str) -> Result<Box<dyn Constraint>, GrammarError>,
+    ) -> Result<Self, GrammarError> {
+        Ok(match lead {
             Lead::UpTo(mark) => Self::UpTo(mark.clone()),
             Lead::Once(mark) => Self::Once(mark.clone()),
             Lead::Between([open, close]) => Self::Between {
                 open: Spelling::new(open, tokenizer).into(),
                 close: close.clone(),
             },
-        }
+            Lead::Grammar(lark) => Self::Grammar(compile(lark)?),
+        })
     }
 
     /// Whether the text may end within the lead.
@@ -49,7 +56,39 @@ impl SpelledLead {
                 without: Some(inner.clone()),
                 behind: behind(close, inner),
             }),
+            Self::Grammar(lead) => Box::new(Followed {
+                lead: Some(lead.clone()),
+                inner,
+            }),
         }
+    }
+}
+
+/// Applies one constraint until its text is complete, then another.
+#[derive(Clone, Debug)]
+struct Followed {
+    /// `None` once complete.
+    lead: Option<Box<dyn Constraint>>,
+    inner: Box<dyn Constraint>,
+}
+
+impl Constraint for Followed {
+    fn restrict(&mut self, mask: &mut [u32]) -> Result<(), ConstraintError> {
+        self.lead.as_mut().unwrap_or(&mut self.inner).restrict(mask)
+    }
+
+    fn accept(&mut self, token: TokenId) -> Result<Progress, ConstraintError> {
+        let Some(lead) = &mut self.lead else {
+            return self.inner.accept(token);
+        };
+        if lead.accept(token)? == Progress::Complete {
+            self.lead = None;
+        }
+        Ok(Progress::Open)
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
     }
 }
 

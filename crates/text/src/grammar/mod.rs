@@ -67,6 +67,8 @@ pub enum Lead {
     Once(String),
     /// From the first of these marks, if the text begins with it, to the second. Otherwise there is none.
     Between([String; 2]),
+    /// A text that this grammar (as [`GrammarSpec::Lark`]) describes, up to where nothing more may follow in it.
+    Grammar(String),
 }
 
 impl Lead {
@@ -74,6 +76,7 @@ impl Lead {
         match self {
             Self::UpTo(mark) | Self::Once(mark) => std::slice::from_ref(mark),
             Self::Between(marks) => marks,
+            Self::Grammar(_) => &[],
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Chat templates: Jinja2 as Hugging Face transformers sets it up (`transformers.utils.chat_template_utils`).
 
 mod engine;
+mod harmony;
 mod json;
 mod messages;
 mod protocol;
@@ -12,10 +13,11 @@ mod workers;
 use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_core::Metadata;
+use plimsoll_core::{MetaValue, Metadata};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
+use crate::harmony::is_in;
 use crate::{SpecialTokens, TextError, directory};
 use messages::ContentFormat;
 use renderer::Compiled;
@@ -66,6 +68,9 @@ pub struct ChatInput<'a> {
 }
 
 const TOOLS: &str = "tools";
+/// Stands for the text of a template where gpt-oss has none.
+const HARMONY_TEXT: &str =
+    "{# OpenAI's Harmony format, with <|channel|>analysis<|message|> and other channels #}";
 /// Where templates read tools: nearly all, SmolLM3's, Phi-4-mini's.
 const TOOL_PLACES: [ToolPlace; 3] = [
     ToolPlace::Variable(TOOLS),
@@ -74,26 +79,33 @@ const TOOL_PLACES: [ToolPlace; 3] = [
 ];
 
 impl ChatTemplate {
-    /// Compiles `source`, to be rendered by `renderer`; `special_tokens` are [`crate::Tokenizer::special_tokens`].
+    /// Compiles `source`, to be rendered by `renderer`; `special_tokens` are [`crate::Tokenizer::special_tokens`]. The source
+    /// [`Self::HARMONY`] stands for OpenAI's Harmony format.
     ///
     /// # Errors
     /// Where it is not Jinja, or a test rendering exceeds a bound.
     pub fn new(source: &str, special_tokens: &SpecialTokens, renderer: &Renderer) -> Result<Self, TextError> {
-        Self::with_names(
-            vec![(DEFAULT.to_owned(), source.to_owned())],
-            special_tokens,
-            renderer,
-        )
+        if source == Self::HARMONY {
+            return Self::harmony(special_tokens, renderer);
+        }
+        let named = vec![(DEFAULT.to_owned(), source.to_owned())];
+        let text = Arc::new(TemplateText::new(named, special_tokens)?);
+        Self::with(Arc::clone(&text), renderer.compile(text)?)
     }
 
-    fn with_names(
-        named: Vec<(String, String)>,
-        special_tokens: &SpecialTokens,
-        renderer: &Renderer,
-    ) -> Result<Self, TextError> {
+    /// What stands for OpenAI's Harmony format in place of a template.
+    pub const HARMONY: &str = "harmony";
+
+    /// OpenAI's Harmony format, for gpt-oss without a template.
+    fn harmony(special_tokens: &SpecialTokens, renderer: &Renderer) -> Result<Self, TextError> {
+        let named = vec![(DEFAULT.to_owned(), HARMONY_TEXT.to_owned())];
         let text = Arc::new(TemplateText::new(named, special_tokens)?);
+        Self::with(text, renderer.harmony())
+    }
+
+    fn with(text: Arc<TemplateText>, compiled: Compiled) -> Result<Self, TextError> {
         let mut template = Self {
-            compiled: renderer.compile(Arc::clone(&text))?,
+            compiled,
             text,
             content: ContentFormat::Text,
             tools: ToolPlace::Nowhere,
@@ -113,8 +125,15 @@ impl ChatTemplate {
         renderer: &Renderer,
     ) -> Result<Self, TextError> {
         let Found { place, named } = found;
-        let template = Self::with_names(named, special_tokens, renderer);
-        template.map_err(|error| match error {
+        let template = || {
+            let text = Arc::new(TemplateText::new(named, special_tokens)?);
+            let compiled = match is_in(text.source()) {
+                true => renderer.harmony(),
+                false => renderer.compile(Arc::clone(&text))?,
+            };
+            Self::with(text, compiled)
+        };
+        template().map_err(|error| match error {
             TextError::Template(problem) => TextError::invalid(
                 format!("chat_template of {place}"),
                 format!("not valid Jinja: {problem}"),
@@ -128,13 +147,15 @@ impl ChatTemplate {
     }
 
     /// From a model directory: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, which may be one
-    /// template or several with names. `None` where there is neither.
+    /// template or several with names. `None` where there is neither, unless `config.json` is gpt-oss's. In place of a template of OpenAI's Harmony format, here
+    /// and in GGUF files, the format itself is rendered, which has more than the templates show.
     pub fn from_dir(dir: &Path, renderer: &Renderer) -> Result<Option<Self>, TextError> {
         let special_tokens = directory::special_tokens(dir)?;
-        let found = text::in_dir(dir)?;
-        found
-            .map(|found| Self::from_file(found, &special_tokens, renderer))
-            .transpose()
+        match text::in_dir(dir)? {
+            Some(found) => Self::from_file(found, &special_tokens, renderer).map(Some),
+            None if text::is_gpt_oss(dir)? => Self::harmony(&special_tokens, renderer).map(Some),
+            None => Ok(None),
+        }
     }
 
     /// From the `tokenizer.chat_template` keys of the GGUF file at `path`; `None` where there are none.
@@ -144,10 +165,12 @@ impl ChatTemplate {
         special_tokens: &SpecialTokens,
         renderer: &Renderer,
     ) -> Result<Option<Self>, TextError> {
-        let found = text::in_gguf(path, metadata);
-        found
-            .map(|found| Self::from_file(found, special_tokens, renderer))
-            .transpose()
+        let architecture = metadata.get("general.architecture").and_then(MetaValue::as_str);
+        match text::in_gguf(path, metadata) {
+            Some(found) => Self::from_file(found, special_tokens, renderer).map(Some),
+            None if architecture == Some("gpt-oss") => Self::harmony(special_tokens, renderer).map(Some),
+            None => Ok(None),
+        }
     }
 
     /// Renders the prompt of a chat. It contains BOS where the model wants one: tokenize it without special tokens added.
@@ -223,6 +246,9 @@ impl ChatTemplate {
 
     /// Whether the template reads the variable `name`, as far as its text shows.
     pub fn mentions(&self, name: &str) -> bool {
+        if self.is_harmony() {
+            return harmony::VARIABLES.contains(&name);
+        }
         let is_word = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
         [self.source(), self.tool_source()].iter().any(|source| {
             source.match_indices(name).any(|(at, _)| {
@@ -230,6 +256,15 @@ impl ChatTemplate {
                     && !is_word(source[at + name.len()..].chars().next())
             })
         })
+    }
+
+    /// The levels of `reasoning_effort`, where they are known.
+    pub fn efforts(&self) -> Option<&'static [&'static str]> {
+        self.is_harmony().then_some(harmony::EFFORTS)
+    }
+
+    fn is_harmony(&self) -> bool {
+        matches!(self.compiled, Compiled::Harmony(_))
     }
 
     /// Determined by test renderings, as templates do not declare it. One that refuses them takes tools if it mentions them.

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use super::ChatInput;
 use super::engine::{Clock, Engine};
 use super::text::TemplateText;
 use super::workers::{WorkerProgram, Workers};
+use super::{ChatInput, harmony};
 use crate::TextError;
 
 /// Where chat templates are rendered. Cheap to clone.
@@ -41,6 +41,14 @@ impl Renderer {
         Self(Place::Here(clock))
     }
 
+    /// The format of gpt-oss, which needs no template.
+    pub(super) fn harmony(&self) -> Compiled {
+        Compiled::Harmony(match &self.0 {
+            Place::Here(clock) => *clock,
+            Place::Workers(_) => SystemTime::now,
+        })
+    }
+
     pub(super) fn compile(&self, text: Arc<TemplateText>) -> Result<Compiled, TextError> {
         Ok(match &self.0 {
             Place::Here(clock) => Compiled::Here(Engine::compile(text, *clock)?),
@@ -55,6 +63,8 @@ pub(super) enum Compiled {
     Here(Engine),
     /// They are compiled where they are rendered.
     InWorkers(Arc<Workers>, Arc<TemplateText>),
+    /// In Rust.
+    Harmony(Clock),
 }
 
 impl Compiled {
@@ -62,6 +72,7 @@ impl Compiled {
         match self {
             Self::Here(engine) => engine.render(input),
             Self::InWorkers(workers, text) => workers.render(text, input),
+            Self::Harmony(clock) => harmony::render(input, *clock),
         }
     }
 }

@@ -93,6 +93,12 @@ pub(super) fn in_dir(dir: &Path) -> Result<Option<Found>, TextError> {
     }
 }
 
+/// Whether the `config.json` of a model directory is that of gpt-oss.
+pub(super) fn is_gpt_oss(dir: &Path) -> Result<bool, TextError> {
+    let config = directory::read_json(dir, "config.json")?.unwrap_or_default();
+    Ok(config["model_type"] == "gpt_oss")
+}
+
 /// The `tokenizer.chat_template` keys of a GGUF file.
 pub(super) fn in_gguf(path: &Path, metadata: &Metadata) -> Option<Found> {
     const KEY: &str = "tokenizer.chat_template";

@@ -4,7 +4,7 @@ mod write;
 
 use std::sync::Arc;
 
-use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, ReasoningFormat, ToolFormat};
+use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, Position, ReasoningFormat, ToolFormat};
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 use write::write_calls;
@@ -61,6 +61,7 @@ const FORMATS: &[ToolFormat] = &[
     ToolFormat::Mistral,
     ToolFormat::Phi4Mini,
     ToolFormat::Json,
+    ToolFormat::Harmony,
 ];
 
 fn functions(names: &[&str]) -> Arc<[Function]> {
@@ -150,6 +151,13 @@ fn cut<'a>(text: &'a str, cuts: &[usize]) -> Vec<&'a str> {
     at.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect()
 }
 
+fn position(is_open: bool) -> Position {
+    match is_open {
+        true => Position::Reasoning,
+        false => Position::Before,
+    }
+}
+
 fn cuts() -> impl Strategy<Value = Vec<usize>> {
     prop::collection::vec(0..=1000usize, 0..12)
 }
@@ -169,7 +177,7 @@ proptest! {
         // Two functions of one name have one schema.
         let mut names = std::collections::HashSet::new();
         let calls: Vec<_> = calls.into_iter().filter(|(name, _)| names.insert(name.clone())).collect();
-        let marked = style || format.opening().is_some();
+        let marked = style || format.opening().is_some() || format == ToolFormat::Harmony;
         let before = if has_before && marked && format != ToolFormat::Json { before } else { String::new() };
         let text = format!("{before}{}", write_calls(format, &calls, style));
         let format = AnswerFormat { functions: described(&calls), ..tools(format, &[]) };
@@ -187,7 +195,8 @@ proptest! {
             Just("{\"name\": \"f\""), Just(", \"arguments\": "), Just("{\"a\": \"}"), Just("}"), Just("\""), Just("["), Just("]"),
             Just("[TOOL_CALLS]"), Just("f[ARGS]{"), Just("[CALL_ID]"), Just("<|python_tag|>"), Just(";"), Just("f(a=1"),
             Just(", b='x')"), Just("<function=f>"), Just("<parameter=a>"), Just("</parameter>"), Just("</function>"),
-            Just("<think>"), Just("</think>"), Just("<|python_start|>"), Just("functools"), Just("<|/tool_call|>"), Just(","), Just("\n"), Just(" "), Just("word"), Just("é"), Just("<"),
+            Just("<|start|>assistant"), Just("<|channel|>"), Just("analysis"), Just("commentary to=functions.f"), Just("<|constrain|>json"),
+            Just("<|message|>"), Just("<|end|>"), Just("<|call|>"), Just(" to=f"), Just("<think>"), Just("</think>"), Just("<|python_start|>"), Just("functools"), Just("<|/tool_call|>"), Just(","), Just("\n"), Just(" "), Just("word"), Just("é"), Just("<"),
         ], 0..16),
         format in prop::sample::select(FORMATS),
         reasons: bool,
@@ -197,7 +206,7 @@ proptest! {
         let text = pieces.concat();
         let format = AnswerFormat {
             reasoning: reasons.then_some(ReasoningFormat::Think),
-            reasoning_is_open: open,
+            position: position(open),
             ..tools(format, &["f"])
         };
         prop_assert_eq!(read(&format, &cut(&text, &cuts)), read(&format, &[&text]), "{}", text);
@@ -477,7 +486,7 @@ fn reasoning_is_split_off() {
     for (format, open, text, reasoning, content) in cases {
         let format = AnswerFormat {
             reasoning: Some(format),
-            reasoning_is_open: open,
+            position: position(open),
             ..AnswerFormat::default()
         };
         let whole = read(&format, &[text]);
@@ -529,12 +538,33 @@ fn calls_among_reasoning_count_if_it_is_never_closed() {
 
 #[test]
 fn prompts_open_reasoning() {
-    use ReasoningFormat::{DeepseekR1, Think};
-    assert!(Think.is_open_after("<|im_start|>assistant\n<think>\n"));
-    assert!(!Think.is_open_after("<|im_start|>assistant\n"));
-    assert!(!Think.is_open_after("<|im_start|>assistant\n<think>\n\n</think>\n\n"));
-    assert!(DeepseekR1.is_open_after("<|Assistant|>"));
-    assert!(!DeepseekR1.is_open_after("<|Assistant|></think>"));
+    use Position::{Answer, Before, Reasoning};
+    use ReasoningFormat::{DeepseekR1, Harmony, Think};
+    for (format, prompt, position) in [
+        (Think, "<|im_start|>assistant\n<think>\n", Reasoning),
+        (Think, "<|im_start|>assistant\n", Before),
+        (Think, "<|im_start|>assistant\n<think>\n\n</think>\n\n", Answer),
+        (DeepseekR1, "<|Assistant|>", Reasoning),
+        (DeepseekR1, "<|Assistant|></think>", Answer),
+        (
+            Harmony,
+            "<|start|>user<|message|>x<|end|><|start|>assistant",
+            Before,
+        ),
+        (Harmony, "<|start|>user<|message|>analysis<|end|>", Before),
+        (
+            Harmony,
+            "<|end|><|start|>assistant<|channel|>analysis<|message|>So",
+            Reasoning,
+        ),
+        (
+            Harmony,
+            "<|end|><|start|>assistant<|channel|>final<|message|>analysis",
+            Answer,
+        ),
+    ] {
+        assert_eq!(format.position_after(prompt), position, "{prompt}");
+    }
 }
 
 #[test]

@@ -45,6 +45,8 @@ pub(crate) fn write_calls(format: ToolFormat, calls: &[Call], style: bool) -> St
                 false => format!("functools{list}"),
             }
         }
+        (ToolFormat::Harmony, true) => each(&|call| write_harmony(call, style), "<|start|>assistant"),
+        (ToolFormat::Harmony, false) => each(&|call| write_harmony(call, style), ""),
         (ToolFormat::Json, true) => format!("[{}]", each(&|call| object("arguments", call), ", ")),
         (ToolFormat::Json, false) => each(&|call| object("arguments", call), "\n"),
     }
@@ -57,6 +59,14 @@ fn write_xml((name, arguments): &Call) -> String {
         .map(|(key, v)| format!("<parameter={key}>\n{}\n</parameter>\n", value(v)))
         .collect();
     format!("<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
+}
+
+fn write_harmony((name, arguments): &Call, style: bool) -> String {
+    let header = match style {
+        true => format!("<|channel|>commentary to=functions.{name} <|constrain|>json"),
+        false => format!("<|start|>assistant to=functions.{name}<|channel|>commentary json"),
+    };
+    format!("{header}<|message|>{}<|call|>", json!(arguments))
 }
 
 fn write_python((name, arguments): &Call) -> String {

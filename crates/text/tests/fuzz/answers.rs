@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, ReasoningFormat, ToolFormat};
+use plimsoll_text::{AnswerFormat, AnswerParser, Function, Part, Position, ReasoningFormat, ToolFormat};
 use serde_json::{Map, Value, json};
 
 /// The first byte chooses the format of calls and reasoning, the second how the text is cut; the rest is a model's text. What
@@ -67,7 +67,10 @@ fn format_of(byte: u8) -> AnswerFormat {
     let reasoning = ReasoningFormat::NAMES.get(usize::from(byte >> 4 & 7));
     AnswerFormat {
         reasoning: reasoning.map(|&(_, format)| format),
-        reasoning_is_open: byte >> 7 == 1,
+        position: match byte >> 7 {
+            1 => Position::Reasoning,
+            _ => Position::Before,
+        },
         tools: tools.map(|&(_, format)| format),
         functions: Arc::new([function("weather"), function("f")]),
         max_calls: byte.is_multiple_of(3).then_some(1),

@@ -2,6 +2,7 @@
 
 mod arguments;
 mod call;
+mod harmony_grammar;
 mod json_calls;
 mod parameters;
 mod python;
@@ -15,6 +16,8 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::sink::Sink;
+use crate::harmony;
+pub(super) use harmony_grammar::lead as harmony_lead;
 use json_calls::{JsonCalls, Layout};
 pub use write::CallGrammar;
 
@@ -46,6 +49,8 @@ pub enum ToolFormat {
     Phi4Mini,
     /// `{"name": .., "arguments": ..}` or a list of these as the whole answer: for models trained on no format.
     Json,
+    /// `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{..}<|call|>` (gpt-oss).
+    Harmony,
 }
 
 impl ToolFormat {
@@ -61,6 +66,7 @@ impl ToolFormat {
         ("mistral", Self::Mistral),
         ("phi4_mini_json", Self::Phi4Mini),
         ("json", Self::Json),
+        ("openai", Self::Harmony),
     ];
 
     /// Detects the format from a chat template.
@@ -71,7 +77,9 @@ impl ToolFormat {
             has(&format!("{before}\n{after}")) || has(&format!("{before}\\n{after}"))
         };
         // The more particular first: many templates mention `<tool_call>`.
-        if has("<tool_call>") && has("<function=") && has("<parameter=") {
+        if harmony::is_in(template) {
+            Some(Self::Harmony)
+        } else if has("<tool_call>") && has("<function=") && has("<parameter=") {
             Some(Self::QwenCoder)
         } else if has("[TOOL_CALLS]") {
             Some(Self::Mistral)
@@ -93,7 +101,16 @@ impl ToolFormat {
         match self {
             Self::QwenCoder => &qwen_coder::MARKS,
             Self::Pythonic => &pythonic::MARKS,
+            Self::Harmony => &harmony::MARKS,
             _ => self.json_layout().marks,
+        }
+    }
+
+    /// Marks that end an answer, if they are tokens.
+    pub fn ends(self) -> &'static [&'static str] {
+        match self {
+            Self::Harmony => &[harmony::RETURN, harmony::CALL],
+            _ => &[],
         }
     }
 
@@ -104,11 +121,11 @@ impl ToolFormat {
             Self::Phi4Mini => &json_calls::PHI4_MINI,
             Self::Mistral => &json_calls::MISTRAL,
             Self::LlamaJson => &json_calls::LLAMA,
-            Self::Json | Self::QwenCoder | Self::Pythonic => &json_calls::JSON,
+            Self::Json | Self::QwenCoder | Self::Pythonic | Self::Harmony => &json_calls::JSON,
         }
     }
 
-    /// A parser of answers in this format.
+    /// A parser of what follows reasoning in this format. [`Self::Harmony`] has one of whole answers.
     pub(super) fn parser(self, functions: Arc<[Function]>) -> Box<dyn Syntax> {
         match self {
             Self::QwenCoder => Box::new(qwen_coder::QwenCoder::new(functions)),
@@ -136,8 +153,13 @@ pub(super) trait Syntax: fmt::Debug + Send {
 
     /// The held text is certainly the beginning of a call, as it stands behind a mark or among calls. False once it was emitted.
     fn is_in_markup(&self) -> bool;
+
+    /// The text is reasoning; for formats that mark it as they mark calls.
+    fn in_reasoning(&self) -> bool {
+        false
+    }
 }
 
-fn is_known(functions: &[Function], name: &str) -> bool {
+pub(super) fn is_known(functions: &[Function], name: &str) -> bool {
     functions.iter().any(|function| function.name == name)
 }

@@ -3,8 +3,10 @@
 use plimsoll_core::TokenId;
 use serde_json::{Map, Value, json};
 
+use super::super::position::Position;
 use super::{Function, ToolFormat};
 use crate::grammar::{GrammarError, MAX_BYTES, close_objects};
+use crate::harmony;
 
 /// Whitespace between the tokens of arguments: bounded, as a model could repeat it for ever.
 const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,32}";
@@ -18,6 +20,11 @@ impl ToolFormat {
             Self::Hermes => format!("<tool_call>\n{}\n</tool_call>", object("arguments")),
             Self::LlamaJson => object("parameters"),
             Self::Json => object("arguments"),
+            Self::Harmony => {
+                // Only a string can hold a mark.
+                let arguments = arguments.to_string().replace("<|", "\\u003c|");
+                harmony::call(name, &arguments)
+            }
             Self::Phi4Mini => format!("<|tool_call|>[{}]<|/tool_call|>", object("arguments")),
             Self::Mistral => format!("[TOOL_CALLS] [{}]", object("arguments")),
             Self::Pythonic => {
@@ -35,6 +42,7 @@ impl ToolFormat {
     }
 
     /// A grammar, in llguidance's Lark, of answers that do nothing but call some of the functions, as this format reads them.
+    /// If [`Self::holds_reasoning`], reasoning and what else comes before calls is part of it.
     ///
     /// # Errors
     /// [`GrammarError`] if this format cannot write a required argument, or cannot enforce a strict function's schema.
@@ -44,6 +52,9 @@ impl ToolFormat {
             rules: String::new(),
             has_text: false,
         };
+        if self == Self::Harmony {
+            return lark.harmony(grammar);
+        }
         let (open, calls) = lark.calls(self, grammar)?;
         let start = if grammar.is_begun {
             calls
@@ -63,8 +74,13 @@ impl ToolFormat {
             Self::Hermes | Self::QwenCoder => Some("<tool_call>"),
             Self::Mistral => Some("[TOOL_CALLS]"),
             Self::Phi4Mini => Some("<|tool_call|>"),
-            Self::LlamaJson | Self::Pythonic | Self::Json => None,
+            Self::LlamaJson | Self::Pythonic | Self::Json | Self::Harmony => None,
         }
+    }
+
+    /// Whether grammars in this format are of whole answers, with their reasoning.
+    pub fn holds_reasoning(self) -> bool {
+        self == Self::Harmony
     }
 }
 
@@ -75,10 +91,13 @@ pub struct CallGrammar<'a> {
     pub functions: &'a [Function],
     /// Several calls may follow each other.
     pub several: bool,
-    /// The grammar applies behind [`ToolFormat::opening`], which must be there.
+    /// The grammar applies behind [`ToolFormat::opening`], which must be there. If the grammar is of whole answers: they need
+    /// not have calls.
     pub is_begun: bool,
     /// In place of calls the answer may be JSON of this schema; true where keywords that cannot be enforced are an error.
     pub or_json: Option<(&'a Map<String, Value>, bool)>,
+    /// Where in an answer the prompt ends, for grammars of whole answers.
+    pub position: Position,
     /// The special token with this text, if there is one.
     pub token: &'a dyn Fn(&str) -> Option<TokenId>,
 }
@@ -90,14 +109,15 @@ impl std::fmt::Debug for CallGrammar<'_> {
             .field("several", &self.several)
             .field("is_begun", &self.is_begun)
             .field("or_json", &self.or_json)
+            .field("position", &self.position)
             .finish_non_exhaustive()
     }
 }
 
 /// A grammar being written.
 pub(super) struct Lark<'a> {
-    token: &'a dyn Fn(&str) -> Option<TokenId>,
-    rules: String,
+    pub(super) token: &'a dyn Fn(&str) -> Option<TokenId>,
+    pub(super) rules: String,
     /// There is a rule for text up to the end of a tag.
     pub(super) has_text: bool,
 }
@@ -157,6 +177,8 @@ impl Lark<'_> {
             ToolFormat::Phi4Mini => format!("\"[\" {} \"]\" {}", list("\", \""), self.mark("<|/tool_call|>")),
             ToolFormat::LlamaJson => list("\"; \""),
             ToolFormat::Pythonic => format!("\"[\" {} \"]\"", list("\", \"")),
+            // It has grammars of whole answers.
+            ToolFormat::Harmony => list(""),
             ToolFormat::Json if grammar.several => "(call | \"[\" call (\", \" call)+ \"]\")".to_owned(),
             ToolFormat::Json => list(""),
         };
@@ -183,14 +205,14 @@ impl Lark<'_> {
                 let head = format!("{} {}", literal(&function.name), self.mark("[ARGS]"));
                 (head, String::new())
             }
-            ToolFormat::Mistral | ToolFormat::Phi4Mini | ToolFormat::Json => {
+            ToolFormat::Mistral | ToolFormat::Phi4Mini | ToolFormat::Json | ToolFormat::Harmony => {
                 (object("arguments"), literal("}"))
             }
         };
         Ok(format!("{head} {} {tail}", self.arguments(rule, function)))
     }
 
-    fn arguments(&mut self, rule: &str, function: &Function) -> String {
+    pub(super) fn arguments(&mut self, rule: &str, function: &Function) -> String {
         if function.parameters.is_empty() {
             return literal("{}");
         }
