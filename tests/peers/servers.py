@@ -56,6 +56,7 @@ DROPPED = {
     "--enable-request-id-headers": 0,
     "--enable-tokenizer-info-endpoint": 0,
     "--max-logprobs": 1,
+    "--no-async-scheduling": 0,
     "--reasoning-config": 1,
     "--show-hidden-metrics-for-version": 1,
     "--tokenizer-mode": 1,

@@ -150,7 +150,12 @@ class RemoteOpenAIServer:
     def __init__(self, model, vllm_serve_args, *, env_dict=None, seed=0, auto_port=True, max_wait_seconds=None, override_hf_configs=None):
         if not auto_port and "--port" in vllm_serve_args:
             raise Inside("the test chooses the port")
-        self.server = servers.start(model, list(vllm_serve_args), override_hf_configs)
+        if "--uds" in vllm_serve_args:
+            raise Inside("the test asks through a Unix socket; tests/http has its own")
+        # Their server reads its key from a variable of another name.
+        key = (env_dict or {}).get("VLLM_API_KEY")
+        own = ["--api-key", key] if key else []
+        self.server = servers.start(model, [*vllm_serve_args, *own], override_hf_configs)
         self.proc = self.server.process
         self.host, self.port = "127.0.0.1", self.server.port
         self.show_hidden_metrics = False

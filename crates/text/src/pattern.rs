@@ -90,9 +90,10 @@ impl Named {
     /// All matches, as [`Regex::find_iter`] finds them.
     fn matches(&self, text: &str, end: Instant) -> Result<Vec<Offsets>, TooLong> {
         let mut matches: Vec<Offsets> = Vec::new();
+        let mut region = Region::new();
         let mut from = 0;
         while from <= text.len() {
-            let Some(found) = self.next(text, from, end)? else {
+            let Some(found) = self.next(text, from, &mut region, end)? else {
                 break;
             };
             let (first, last) = found;
@@ -108,28 +109,34 @@ impl Named {
         Ok(matches)
     }
 
-    /// The first match that begins at `from` or later.
-    fn next(&self, text: &str, from: usize, end: Instant) -> Result<Option<Offsets>, TooLong> {
+    /// The first match that begins at `from` or later; `region` is scratch.
+    fn next(
+        &self,
+        text: &str,
+        from: usize,
+        region: &mut Region,
+        end: Instant,
+    ) -> Result<Option<Offsets>, TooLong> {
         const OPTIONS: SearchOptions = SearchOptions::SEARCH_OPTION_NONE;
-        let mut region = Region::new();
         let few = (SEARCH_STEPS / text.len().max(1)).min(MAX_SEARCH_STEPS);
-        let found =
-            self.regex
-                .search_with_param(text, from, text.len(), OPTIONS, Some(&mut region), limit(few));
+        region.clear();
+        let found = self
+            .regex
+            .search_with_param(text, from, text.len(), OPTIONS, Some(region), limit(few));
         self.check(end)?;
-        if found.is_ok() {
-            return Ok(region.pos(0).filter(|_| found != Ok(None)));
+        if let Ok(place) = found {
+            return Ok(place.and_then(|_| region.pos(0)));
         }
         // Step by step: with more steps for each place, and the clock in view.
         let steps = (STEPS_PER_BYTE * text.len()).clamp(MIN_STEPS, MAX_STEPS);
         let places = text[from..].char_indices().map(|(at, _)| from + at);
         for place in places.chain([text.len()]) {
             region.clear();
-            let found = self
+            let length = self
                 .regex
-                .match_with_param(text, place, OPTIONS, Some(&mut region), limit(steps));
+                .match_with_param(text, place, OPTIONS, Some(region), limit(steps));
             self.check(end)?;
-            if found.map_err(|_| self.too_long())?.is_some() {
+            if length.map_err(|_| self.too_long())?.is_some() {
                 return Ok(region.pos(0));
             }
         }
