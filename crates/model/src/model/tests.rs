@@ -163,7 +163,8 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
     };
     let budget = Budget::new(1 << 30);
     let mut progress = |_| ();
-    let mut loader = Loader::new(&weights, &budget, &mut progress);
+    let cancel = Cancel::default();
+    let mut loader = Loader::new(&weights, &budget, &cancel, &mut progress);
     let decoder = Decoder::load(&config.spec, &mut loader).unwrap();
     let model = Arc::new(Model {
         about: About {
