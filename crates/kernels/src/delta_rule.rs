@@ -10,7 +10,7 @@ use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
 mod norm;
 
 pub use norm::{DeltaGates, sigmoid_gate};
-use norm::{Gates, GatedNorm, normalise};
+use norm::{GatedNorm, Gates, normalise};
 
 /// Shape of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -340,7 +340,10 @@ impl Kernel for Recurrence<'_> {
             let (q, k) = (of_key(0), of_key(keys));
             let of_value = |start: usize| &x[start + head * dim..][..dim];
             let (v, z) = (of_value(2 * keys), of_value(layout.channels()));
-            let Gates { decay, beta } = gates.of(head, &ba[row * 2 * layout.value_heads..][..2 * layout.value_heads]);
+            let Gates { decay, beta } = gates.of(
+                head,
+                &ba[row * 2 * layout.value_heads..][..2 * layout.value_heads],
+            );
             delta.fill(0.0);
             for (state, &k) in state.chunks_exact_mut(dim).zip(k) {
                 for (state, sum) in state.iter_mut().zip(&mut *delta) {

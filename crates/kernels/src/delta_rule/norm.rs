@@ -109,7 +109,11 @@ impl Kernel for GatedNorm<'_> {
         for (x, weight) in out.iter_mut().zip(weight) {
             *x = *x * factor * weight;
         }
-        let times = Times { gate, out, is_silu: true };
+        let times = Times {
+            gate,
+            out,
+            is_silu: true,
+        };
         // SAFETY: the features are there.
         unsafe { times.run::<S>() };
     }

@@ -49,21 +49,42 @@ impl Case {
     }
 
     /// What the layer makes of these rows, which change `states`.
-    fn forward(&self, level: Level, runs: &[StateRun], rows: std::ops::Range<usize>, states: &mut States) -> Vec<f32> {
+    fn forward(
+        &self,
+        level: Level,
+        runs: &[StateRun],
+        rows: std::ops::Range<usize>,
+        states: &mut States,
+    ) -> Vec<f32> {
         let layout = &self.layout;
         let mut x = self.x[rows.start * layout.width()..rows.end * layout.width()].to_vec();
         let ba = 2 * layout.value_heads;
         let ba = &self.ba[rows.start * ba..rows.end * ba];
         let mut out = vec![f32::NAN; rows.len() * layout.values()];
         causal_conv_at(level, layout, &self.conv, runs, &mut states.conv, &mut x);
-        gated_delta_rule_at(level, layout, self.gates(), runs, &mut x, ba, &mut states.heads, &mut out);
+        gated_delta_rule_at(
+            level,
+            layout,
+            self.gates(),
+            runs,
+            &mut x,
+            ba,
+            &mut states.heads,
+            &mut out,
+        );
         out
     }
 
     /// The definition, in `f64`: the convolution by indices of tokens, the recurrence as transformers'
     /// `torch_recurrent_gated_delta_rule` has it, of the tokens of one request.
     fn exact(&self, rows: std::ops::Range<usize>) -> Vec<f64> {
-        let DeltaLayout { key_heads, value_heads, key_dim, value_dim, taps } = self.layout;
+        let DeltaLayout {
+            key_heads,
+            value_heads,
+            key_dim,
+            value_dim,
+            taps,
+        } = self.layout;
         let (width, channels, keys) = (self.layout.width(), self.layout.channels(), self.layout.keys());
         let at = |row: usize, column: usize| f64::from(self.x[row * width + column]);
         let silu = |x: f64| x / (1.0 + (-x).exp());
@@ -91,7 +112,8 @@ impl Case {
                     of.iter().map(|x| x / length).collect::<Vec<f64>>()
                 };
                 let (q, k) = (unit(0), unit(keys));
-                let gate = |part: usize| f64::from(self.ba[row * 2 * value_heads + part * value_heads + head]);
+                let gate =
+                    |part: usize| f64::from(self.ba[row * 2 * value_heads + part * value_heads + head]);
                 let rate = f64::from(self.a_log[head]).exp();
                 let decay = (-rate * (gate(1) + f64::from(self.dt_bias[head])).exp().ln_1p()).exp();
                 let beta = 1.0 / (1.0 + (-gate(0)).exp());
@@ -100,7 +122,9 @@ impl Case {
                     state.iter().zip(by).map(|(line, x)| line[column] * x).sum()
                 };
                 let delta: Vec<f64> = (0..value_dim)
-                    .map(|column| (mixed[2 * keys + head * value_dim + column] - read(state, &k, column)) * beta)
+                    .map(|column| {
+                        (mixed[2 * keys + head * value_dim + column] - read(state, &k, column)) * beta
+                    })
                     .collect();
                 for (line, k) in state.iter_mut().zip(&k) {
                     line.iter_mut().zip(&delta).for_each(|(s, delta)| *s += k * delta);
@@ -157,7 +181,12 @@ fn matches_the_definition_on_every_instruction_set() {
             let context = format!("seed {seed} {level:?} {:?}", case.layout);
             assert_close(&out, &want, 2e-5, &context);
             assert_same_bits(&out, first.get_or_insert(out.clone()), &context);
-            assert!(states.heads[..case.layout.head_states()].iter().all(|x| x.is_nan()), "{context}");
+            assert!(
+                states.heads[..case.layout.head_states()]
+                    .iter()
+                    .all(|x| x.is_nan()),
+                "{context}"
+            );
         }
     }
 }
@@ -175,7 +204,12 @@ fn cuts_and_neighbours_change_no_bit() {
         let mut states = States::of_others(layout, 2);
         let both = [one(0..middle, 1, true), one(middle..rows, 0, true)];
         let whole = case.forward(level, &both, 0..rows, &mut states);
-        assert_close(&whole[middle * layout.values()..], &case.exact(middle..rows), 2e-5, "the second request");
+        assert_close(
+            &whole[middle * layout.values()..],
+            &case.exact(middle..rows),
+            2e-5,
+            "the second request",
+        );
         // The same, each alone and cut anywhere.
         for (rows, slot) in [(0..middle, 1), (middle..rows, 0)] {
             let mut states = States::of_others(layout, 2);
@@ -196,7 +230,11 @@ fn cuts_and_neighbours_change_no_bit() {
 fn attention_is_gated_by_sigmoids_of_a_part_of_each_row() {
     for seed in seeds(4) {
         let mut rng = rng(seed);
-        let (rows, n, first) = (rng.random_range(1..30), rng.random_range(1..70), rng.random_range(0..50));
+        let (rows, n, first) = (
+            rng.random_range(1..30),
+            rng.random_range(1..70),
+            rng.random_range(0..50),
+        );
         let width = first + n + rng.random_range(0..30);
         let (x, gates) = (normal(&mut rng, rows * n), normal(&mut rng, rows * width));
         let want: Vec<f64> = (0..rows * n)

@@ -157,6 +157,7 @@ mod tests {
                     outputs: rows,
                     inputs,
                     format: MatrixFormat::Plain,
+                    order: RowOrder::Plain,
                 }),
             };
             let part = Part {
