@@ -41,6 +41,8 @@ pub struct EngineSettings {
     pub max_model_len: Option<usize>,
     /// Requests that run at once; `None`: what suits the device.
     pub max_num_seqs: Option<usize>,
+    /// Tokens of a request on average, where this decides how many run at once; `None`: the default.
+    pub mean_request_len: Option<usize>,
     /// Least of these where nobody gave a number: a benchmark knows how many requests come.
     pub least_num_seqs: usize,
     /// Tokens of one step; `None`: what suits the device.
@@ -100,6 +102,7 @@ impl EngineSettings {
             threads: limits.threads,
             max_model_len: limits.max_model_len,
             max_num_seqs: limits.max_num_seqs,
+            mean_request_len: limits.mean_request_len,
             least_num_seqs: 0,
             max_num_batched_tokens: limits.max_num_batched_tokens,
             target_itl: limits.target_itl,

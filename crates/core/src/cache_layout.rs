@@ -3,6 +3,9 @@
 //! Layers that keep the same form a group. A block is `block_size` tokens of all layers of one group; it takes one or several
 //! pages, each with the same number of layers. So any free page serves any group: there is one pool, without a split that
 //! is fixed beforehand (vLLM's hybrid KV cache manager shares pages between kinds of layers in the same way).
+//!
+//! Layers that keep a state of fixed size in place of tokens are a group without pages: a request has one slot for the states
+//! of all of them, whatever its length ([`CacheGroups::state_layers`]).
 
 use std::fmt;
 
@@ -73,6 +76,7 @@ pub struct CacheGroups {
     groups: [CacheGroup; CacheGroups::MAX],
     len: usize,
     layers_per_page: usize,
+    state_layers: usize,
 }
 
 impl Default for CacheGroups {
@@ -82,6 +86,7 @@ impl Default for CacheGroups {
             groups: [Self::SINGLE; Self::MAX],
             len: 1,
             layers_per_page: 1,
+            state_layers: 0,
         }
     }
 }
@@ -104,6 +109,14 @@ impl CacheGroups {
         &self.groups[..self.len]
     }
 
+    /// The same of a model that has so many layers with states too.
+    pub fn with_states(self, layers: usize) -> Self {
+        Self {
+            state_layers: layers,
+            ..self
+        }
+    }
+
     /// The groups, in order.
     pub fn iter(&self) -> std::slice::Iter<'_, CacheGroup> {
         self.as_slice().iter()
@@ -112,6 +125,22 @@ impl CacheGroups {
     /// Layers in one page, some of them unused where their number does not divide that of a group.
     pub fn layers_per_page(&self) -> usize {
         self.layers_per_page
+    }
+
+    /// Layers that keep a state of fixed size of each request, and no tokens.
+    pub fn state_layers(&self) -> usize {
+        self.state_layers
+    }
+
+    /// Whether a request can go on from the pages of another that began with the same tokens: not if it needs the states of
+    /// layers at that point too, which no one keeps.
+    pub fn can_share_prefixes(&self) -> bool {
+        self.state_layers == 0
+    }
+
+    /// State slots of a cache for so many requests at once.
+    pub fn state_slots(&self, requests: usize) -> usize {
+        if self.state_layers > 0 { requests } else { 0 }
     }
 
     /// Pages of one block in every group.
@@ -150,7 +179,7 @@ pub struct LayerPlace {
 pub struct CacheLayout {
     /// The groups.
     pub groups: CacheGroups,
-    /// One place for each layer, in their order.
+    /// One place for each layer that keeps tokens, in their order.
     pub places: Vec<LayerPlace>,
 }
 
@@ -158,7 +187,7 @@ pub struct CacheLayout {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CacheLayoutError {
     /// Nothing to keep.
-    #[error("a model without attention layers has no KV cache")]
+    #[error("a model without attention layers has no KV cache, and none is served without")]
     NoLayers,
     /// A query that does not see itself.
     #[error("a sliding window must hold at least 1 token, and that of layer {layer} holds none")]
@@ -232,8 +261,15 @@ impl CacheLayout {
                 groups,
                 len: kinds.len(),
                 layers_per_page,
+                state_layers: 0,
             },
         })
+    }
+
+    /// As [`CacheGroups::with_states`].
+    pub fn with_states(mut self, layers: usize) -> Self {
+        self.groups = self.groups.with_states(layers);
+        self
     }
 }
 

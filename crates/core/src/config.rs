@@ -9,6 +9,8 @@ pub struct KvConfig {
     pub num_pages: usize,
     /// What the layers keep.
     pub groups: CacheGroups,
+    /// States of fixed size beside the pages: requests that can run at once; 0 where no layer has a state.
+    pub state_slots: usize,
 }
 
 impl KvConfig {
@@ -105,6 +107,7 @@ mod tests {
             groups: CacheLayout::new(kinds, 1 << 20)
                 .expect("the kinds are few")
                 .groups,
+            state_slots: 0,
         }
     }
 

@@ -17,6 +17,17 @@ impl fmt::Display for RequestId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub u64);
 
+/// Where the fixed state of one request is kept, in models whose layers have such states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StateSlot(pub u32);
+
+impl StateSlot {
+    /// The slot's index, for addressing storage.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// Index of one physical page of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]

@@ -30,7 +30,7 @@ pub use config::{KvConfig, Scratch, StateConfig, StepLimits};
 pub use constraint::{Constraint, ConstraintError, Constraints, Progress};
 pub use event::{Event, FinishReason, PromptEvent, TokenEvent};
 pub use executor::{DeviceTime, Executor, FillMasks, StepError, allow_all};
-pub use ids::{PageId, RequestId, TenantId, TokenId};
+pub use ids::{PageId, RequestId, StateSlot, TenantId, TokenId};
 pub use logprobs::{Logprobs, PromptLogprob, TokenLogprob};
 pub use memory::{BuildError, Component, ComponentBytes, Meters, Oom, RefusedBy, human_bytes};
 pub use metadata::{MetaValue, Metadata};

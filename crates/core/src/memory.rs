@@ -7,6 +7,8 @@ pub enum Component {
     Weights,
     /// The paged KV cache.
     Kv,
+    /// States of fixed size, one for each request that runs.
+    States,
     /// The step arena: activations, logits, attention scratch, sampler.
     Arena,
     /// Block tables, token ids and other per-step inputs and outputs.
@@ -21,9 +23,10 @@ pub enum Component {
 
 impl Component {
     /// All components, in the order in which reports show them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Weights,
         Self::Kv,
+        Self::States,
         Self::Arena,
         Self::Staging,
         Self::Graphs,
@@ -36,6 +39,7 @@ impl Component {
         match self {
             Self::Weights => "weights",
             Self::Kv => "kv",
+            Self::States => "states",
             Self::Arena => "arena",
             Self::Staging => "staging",
             Self::Graphs => "graphs",

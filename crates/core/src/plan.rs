@@ -1,6 +1,8 @@
 use std::sync::Arc;
 
-use crate::{CacheGroup, Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, TokenId};
+use crate::{
+    CacheGroup, Logprobs, PageId, Pooling, PromptLogprob, RequestId, SamplingParams, StateSlot, TokenId,
+};
 
 /// One step: a forward pass over a batch. Plain data.
 #[derive(Clone, Debug, Default)]
@@ -55,6 +57,9 @@ pub struct Run {
     pub input: RunInput,
     /// The request's tables, one for each group of the KV cache, long enough for `start + input.len()` tokens.
     pub tables: Vec<GroupTable>,
+    /// Where the request's state is, in a model whose layers have states. Before its first token the state is zero, whatever
+    /// the slot holds.
+    pub state: Option<StateSlot>,
     /// Sample after the last token of the run; `None` if the prompt continues in a later step.
     pub sample: Option<SampleSpec>,
     /// Compute log-probabilities of prompt tokens that follow tokens of the run.

@@ -78,6 +78,7 @@ mod tests {
             start,
             input: RunInput::Known(vec![1; tokens]),
             tables: Vec::new(),
+            state: None,
             sample,
             score: None,
             pool: None,

@@ -416,6 +416,7 @@ mod tests {
             block_size: BlockSize::default(),
             num_pages: 1,
             groups: CacheGroups::default(),
+            state_slots: 0,
         };
         Shared::new(SchedulerStats::default(), limits, kv)
     }

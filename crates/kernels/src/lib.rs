@@ -17,6 +17,7 @@
 mod activation;
 mod attention;
 pub mod cuda;
+mod delta_rule;
 mod dense;
 mod dtype;
 mod e4m3;
@@ -42,6 +43,7 @@ mod testing;
 
 pub use activation::{Activation, glu};
 pub use attention::{AttentionOptions, attention, attention_scratch};
+pub use delta_rule::{DeltaGates, DeltaLayout, StateRun, causal_conv, gated_delta_rule, sigmoid_gate};
 pub use dtype::{Matrix, WeightError, WeightType};
 pub use e4m3::{E4M3_MAX, e4m3_from_f32, e4m3_to_f32};
 pub use embedding::Embedding;

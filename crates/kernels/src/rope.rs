@@ -54,7 +54,8 @@ pub struct QkNorm<'a> {
 /// ([RoFormer](https://arxiv.org/abs/2104.09864), the "NeoX" pairing of element `i` with `i + pairs`), multiplies q by
 /// `query_scale` and writes k and v into the cache and q into `q`.
 ///
-/// `qkv` is `[tokens, (heads + 2 × kv_heads) × head_dim]`, `angles` is [`rope_angles`]' (elements beyond `2 × pairs` of a
+/// `qkv` is `[tokens, width]`: a row begins with the heads of q and ends with those of k and of v, and what is between them
+/// (attention's gates, if it has any) is left alone. `angles` is [`rope_angles`]' (elements beyond `2 × pairs` of a
 /// head are not rotated; a layer without rotary embedding has no pairs), `q` is `[tokens, heads × head_dim]`. Every row must
 /// belong to one of `runs`.
 pub fn qk_norm_rope_kv_write<E: KvElement>(
@@ -73,16 +74,15 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
     let layout = kv.layout;
     let dim = layout.head_dim;
     let heads = q.len() / (tokens * dim);
-    let width = (heads + 2 * layout.kv_heads) * dim;
+    let width = qkv.len() / tokens;
     assert_eq!(
         q.len(),
         tokens * heads * dim,
         "q is not [tokens, heads, head_dim]"
     );
-    assert_eq!(
-        qkv.len(),
-        tokens * width,
-        "qkv is not [tokens, heads + 2 kv_heads, head_dim]"
+    assert!(
+        qkv.len() == tokens * width && width >= (heads + 2 * layout.kv_heads) * dim,
+        "qkv is not [tokens, at least heads + 2 kv_heads, head_dim]"
     );
     let pairs = angles.len() / (2 * tokens);
     assert!(
@@ -98,8 +98,9 @@ pub fn qk_norm_rope_kv_write<E: KvElement>(
     let write = |run: &RunMeta<'_>, i: usize| {
         let row = run.first_row + i;
         let (cos, sin) = angles[row * 2 * pairs..(row + 1) * 2 * pairs].split_at(pairs);
-        let (q_in, kv_in) = qkv[row * width..(row + 1) * width].split_at(heads * dim);
-        let (k_in, v_in) = kv_in.split_at(layout.kv_heads * dim);
+        let row_in = &qkv[row * width..(row + 1) * width];
+        let q_in = &row_in[..heads * dim];
+        let (k_in, v_in) = row_in[width - 2 * layout.kv_heads * dim..].split_at(layout.kv_heads * dim);
         // SAFETY: rows are disjoint.
         let q_out = unsafe { q.part(row * heads * dim, heads * dim) };
         for (head, out) in q_in.chunks_exact(dim).zip(q_out.chunks_exact_mut(dim)) {

@@ -7,7 +7,9 @@
 //! cache can be recorded for others ([`KvManager::record_events`]).
 //!
 //! Layers that keep the same form a group ([`plimsoll_core::CacheGroups`]), and a table has blocks of each. Those behind a
-//! sliding window go back to the pool while the request runs. All groups share one pool of pages.
+//! sliding window go back to the pool while the request runs. All groups share one pool of pages. Layers that keep a state of
+//! fixed size have no blocks: a table has one slot for the states of all of them, from its opening to its release. Such a
+//! state is that of all tokens so far and no others, so no prefix is shared between requests.
 //!
 //! Two rules keep sharing safe. A block enters the cache only when the step that computed it has been applied. And a
 //! shared block is never written: [`KvManager::open`] shares only full blocks before the last token, so that at least
@@ -17,7 +19,9 @@ mod free_list;
 mod manager;
 mod pool;
 mod prefix;
+mod slots;
 mod table;
 
 pub use manager::{GroupStats, KvManager, KvStats, OutOfPages, Sharing};
+pub use slots::{NoRoom, SlotStats};
 pub use table::BlockTable;

@@ -1,6 +1,11 @@
 use plimsoll_core::{CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, KvConfig, PageId, TokenId};
 
-use crate::{BlockTable, pool::Pool, prefix::PrefixIndex};
+use crate::{
+    BlockTable, NoRoom,
+    pool::Pool,
+    prefix::PrefixIndex,
+    slots::{SlotStats, Slots},
+};
 
 /// Too few pages are free; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -21,6 +26,8 @@ pub struct KvStats {
     pub used: usize,
     /// Blocks of each group.
     pub groups: [GroupStats; CacheGroups::MAX],
+    /// Slots for states.
+    pub slots: SlotStats,
     /// Cached blocks given up since the start because their memory was needed, or that of the block before them.
     pub evictions: u64,
 }
@@ -72,20 +79,22 @@ pub struct KvManager {
     /// Blocks of each group that are referenced.
     used: [usize; CacheGroups::MAX],
     pool: Pool,
+    slots: Slots,
     index: PrefixIndex,
     evictions: u64,
 }
 
 impl KvManager {
-    /// All pages free, nothing cached. A step computes at most `chunk` tokens of a request.
+    /// All pages and slots free, nothing cached. No prefix is ever cached where layers have states. A step computes at most `chunk` tokens of a request.
     pub fn new(config: KvConfig, chunk: usize, prefix_caching: bool) -> Self {
         Self {
             config,
             chunk,
-            prefix_caching,
+            prefix_caching: prefix_caching && config.groups.can_share_prefixes(),
             references: vec![0; config.num_pages],
             used: [0; CacheGroups::MAX],
             pool: Pool::full(config.num_pages),
+            slots: Slots::new(config.state_slots),
             index: PrefixIndex::new(&config),
             evictions: 0,
         }
@@ -98,6 +107,7 @@ impl KvManager {
         self.references = vec![0; config.num_pages];
         self.used = [0; CacheGroups::MAX];
         self.pool = Pool::full(config.num_pages);
+        self.slots = Slots::new(config.state_slots);
     }
 
     /// Empties the prefix cache. Open tables stay valid; the blocks that they have computed so far are not shared.
@@ -147,20 +157,22 @@ impl KvManager {
 
     /// A table for `tokens` that shares the longest cached prefix that `sharing` allows, at most all but the last token. It has
     /// room for all of them, or in a group with a window for as many as it ever holds at once. Fails unless `headroom`
-    /// pages stay available.
+    /// pages stay available. Where layers have states, the table gets a slot too.
     pub fn open(
         &mut self,
         tokens: &[TokenId],
         sharing: Sharing<'_>,
         headroom: usize,
-    ) -> Result<BlockTable, OutOfPages> {
+    ) -> Result<BlockTable, NoRoom> {
+        let has_state = self.config.groups.state_layers() > 0;
         let available = self.pool.available();
         if available <= headroom {
             // Even a fully cached prompt needs one page; this avoids hashing a long queue in every step.
             return Err(OutOfPages {
                 needed: headroom + 1,
                 available,
-            });
+            }
+            .into());
         }
         let mut table = self.longest_prefix(tokens, sharing);
         let total = self.config.block_size.blocks_for(tokens.len());
@@ -182,8 +194,9 @@ impl KvManager {
             needed += idle.count() * group.pages_per_block;
         }
         if needed > available {
-            return Err(OutOfPages { needed, available });
+            return Err(OutOfPages { needed, available }.into());
         }
+        table.state = has_state.then(|| self.slots.take()).transpose()?;
         // All hits first: what is referenced cannot be evicted for the rest.
         for ((held, group), used) in table.groups.iter().zip(&groups).zip(&mut self.used) {
             for head in heads(held, group) {
@@ -264,6 +277,9 @@ impl KvManager {
 
     /// Drops the table's references. Cached blocks stay cached until their memory is needed.
     pub fn release(&mut self, table: BlockTable) {
+        if let Some(slot) = table.state {
+            self.slots.put(slot);
+        }
         let groups = self.config.groups;
         for (index, (held, group)) in table.groups.iter().zip(&groups).enumerate() {
             // From the end: a block is evicted before those it continues.
@@ -294,6 +310,7 @@ impl KvManager {
                 used: self.used[group],
                 cached: cached[group],
             }),
+            slots: self.slots.stats(),
             evictions: self.evictions,
         }
     }
@@ -308,8 +325,9 @@ impl KvManager {
         // The block of each page, by its first.
         let mut owners: Vec<Option<PageId>> = vec![None; self.config.num_pages];
         let mut used = [0; CacheGroups::MAX];
-        let mut unfinished = Vec::new();
+        let (mut unfinished, mut slots) = (Vec::new(), Vec::new());
         for table in tables {
+            slots.extend(table.state);
             for ((held, group), used) in table.groups.iter().zip(&self.config.groups).zip(&mut used) {
                 let needed = group.first_block(self.config.block_size, table.computed);
                 if held.first != needed {
@@ -355,6 +373,7 @@ impl KvManager {
                 self.pool.available()
             ));
         }
+        self.slots.check_invariants(slots.into_iter())?;
         self.index.check_invariants()
     }
 
@@ -406,6 +425,7 @@ impl KvManager {
         });
         BlockTable {
             groups: shared.collect(),
+            state: None,
             computed,
             prefix: Some(prefix),
             salt: self.index.keep_salt(sharing.salt),

@@ -1,4 +1,4 @@
-use plimsoll_core::{GroupTable, KvConfig};
+use plimsoll_core::{GroupTable, KvConfig, StateSlot};
 
 use crate::prefix::Prefix;
 
@@ -8,6 +8,8 @@ use crate::prefix::Prefix;
 #[must_use = "a table that is not released leaks its blocks"]
 pub struct BlockTable {
     pub(crate) groups: Vec<GroupTable>,
+    /// Where layers have states.
+    pub(crate) state: Option<StateSlot>,
     /// Tokens whose KV is computed.
     pub(crate) computed: usize,
     /// Names the tokens of all full computed blocks; `None` where they are cached no more.
@@ -34,6 +36,11 @@ impl BlockTable {
             }
         });
         cut.collect()
+    }
+
+    /// Where the request's state is, if layers have states.
+    pub fn state(&self) -> Option<StateSlot> {
+        self.state
     }
 
     /// Tokens whose KV is computed; right after `open`, those the prefix cache held.

@@ -13,6 +13,7 @@ fn manager(kinds: &[CacheKind], num_pages: usize) -> KvManager {
         groups: CacheLayout::new(kinds, 1 << 20)
             .expect("the kinds are few")
             .groups,
+        state_slots: 0,
     };
     KvManager::new(config, CHUNK, true)
 }

@@ -1,7 +1,7 @@
 //! What the manager promises, one promise at a time.
 
 use plimsoll_core::{BlockSize, CacheEvent, CacheGroups, KvConfig, TokenId};
-use plimsoll_kv::{BlockTable, KvManager, OutOfPages, Sharing};
+use plimsoll_kv::{BlockTable, KvManager, NoRoom, OutOfPages, Sharing};
 
 fn manager(num_blocks: usize) -> KvManager {
     KvManager::new(
@@ -9,6 +9,7 @@ fn manager(num_blocks: usize) -> KvManager {
             block_size: BlockSize::new(8).expect("8 is legal"),
             num_pages: num_blocks,
             groups: CacheGroups::default(),
+            state_slots: 0,
         },
         64,
         true,
@@ -74,17 +75,17 @@ fn all_or_nothing() {
     let mut table = compute(&mut manager, &tokens(1, 16));
     assert_eq!(
         manager.open(&tokens(2, 17), Sharing::default(), 0).unwrap_err(),
-        OutOfPages {
+        NoRoom::Pages(OutOfPages {
             needed: 3,
             available: 2
-        }
+        })
     );
     assert_eq!(
         manager.open(&tokens(2, 9), Sharing::default(), 1).unwrap_err(),
-        OutOfPages {
+        NoRoom::Pages(OutOfPages {
             needed: 3,
             available: 2
-        }
+        })
     );
     assert_eq!(
         manager.reserve(&mut table, 40).unwrap_err(),
@@ -189,6 +190,7 @@ fn without_prefix_caching_nothing_is_kept() {
             block_size: BlockSize::default(),
             num_pages: 4,
             groups: CacheGroups::default(),
+            state_slots: 0,
         },
         64,
         false,

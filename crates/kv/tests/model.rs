@@ -378,6 +378,7 @@ fn kv() -> impl Strategy<Value = KvConfig> {
             block_size: BlockSize::new(BLOCK_SIZE).expect("8 is legal"),
             num_pages: num_blocks * groups.pages_per_block() + rest,
             groups,
+            state_slots: 0,
         }
     })
 }

@@ -4,9 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use plimsoll_core::{
-    KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, StepLimits, StepPlan, TokenId,
+    KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, StateSlot, StepLimits, StepPlan, TokenId,
 };
-use plimsoll_kernels::RunMeta;
+use plimsoll_kernels::{RunMeta, StateRun};
 
 use crate::tables::{self, PageTable};
 
@@ -17,6 +17,8 @@ pub(crate) struct Batch<'a> {
     pub(crate) tokens: &'a [TokenId],
     /// The runs, once for each table of pages.
     pub(crate) tables: Vec<Vec<RunMeta<'a>>>,
+    /// The runs and their states, in a model whose layers have such.
+    pub(crate) states: Vec<StateRun>,
 }
 
 /// The bounds inside which a plan is legal.
@@ -46,7 +48,7 @@ impl Bounds {
                 limits.max_num_batched_tokens
             ));
         }
-        let mut requests = HashSet::new();
+        let (mut requests, mut slots) = (HashSet::new(), HashSet::new());
         for run in &plan.runs {
             let unique = requests
                 .insert(run.request)
@@ -55,6 +57,7 @@ impl Bounds {
             unique
                 .and_then(|()| self.check_input(run, last))
                 .and_then(|()| self.check_blocks(run))
+                .and_then(|()| self.check_state(run, &mut slots))
                 .and_then(|()| self.check_score(run))
                 .and_then(|()| self.check_output(run))
                 .and_then(|()| {
@@ -94,6 +97,18 @@ impl Bounds {
             ));
         }
         tables::check(run, &self.kv.groups, self.kv.block_size, self.kv.num_pages)
+    }
+
+    /// Where layers have states, each run has a slot of its own.
+    fn check_state(&self, run: &Run, used: &mut HashSet<StateSlot>) -> Result<(), String> {
+        let slots = self.kv.state_slots;
+        match run.state {
+            _ if self.kv.groups.state_layers() == 0 => Ok(()),
+            None => Err("it has no slot for its state".to_owned()),
+            Some(slot) if slot.index() >= slots => Err(format!("state slot {} of {slots}", slot.0)),
+            Some(slot) if !used.insert(slot) => Err(format!("state slot {} is in the plan twice", slot.0)),
+            Some(_) => Ok(()),
+        }
     }
 
     /// Every scored token follows a token of the run. The row that is sampled from is not scored too.
@@ -193,7 +208,18 @@ impl<'a> Batch<'a> {
             };
             plan.runs.iter().zip(places).map(run).collect()
         };
+        let mut first_row = 0;
+        let states = plan.runs.iter().filter_map(|run| {
+            first_row += run.input.len();
+            Some(StateRun {
+                first_row: first_row - run.input.len(),
+                len: run.input.len(),
+                slot: run.state?.index(),
+                is_new: run.start == 0,
+            })
+        });
         Self {
+            states: states.collect(),
             tables: pages.places.iter().map(table).collect(),
             tokens,
         }

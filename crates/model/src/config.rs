@@ -10,15 +10,15 @@ use std::path::Path;
 
 use plimsoll_core::untrusted::{self, MAX_SETTINGS_BYTES};
 use plimsoll_core::{Matryoshka, MetaValue, Metadata, Pooling, TokenId};
-use plimsoll_kernels::WeightType;
+use plimsoll_kernels::{DeltaLayout, WeightType};
 use serde_json::{Map, Value};
 
-use crate::arch::Architecture;
+use crate::arch::{Architecture, LINEAR};
 use crate::blocks::check_formats;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
 use crate::generation::check_token_ids;
 use crate::quantization::{OnlineQuantization, Quantization};
-use crate::spec::{AttentionSpec, NormSpec, OutputHead};
+use crate::spec::{AttentionSpec, DeltaNetSpec, Mixer, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
 pub use gguf::GgufTensors;
@@ -202,22 +202,38 @@ fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
         ("max_position_embeddings", spec.max_position_embeddings),
     ])?;
     for layer in &spec.layers {
-        let attention = layer.attention();
-        sizes(&[
-            ("intermediate_size", layer.dense_mlp().intermediate_size),
-            ("num_attention_heads", attention.heads),
-            ("num_key_value_heads", attention.kv_heads),
-            ("head_dim", attention.head_dim),
-        ])?;
-        check_attention(path, attention)?;
+        sizes(&[("intermediate_size", layer.dense_mlp().intermediate_size)])?;
+        match &layer.mixer {
+            Mixer::Attention(attention) => {
+                sizes(&[
+                    ("num_attention_heads", attention.heads),
+                    ("num_key_value_heads", attention.kv_heads),
+                    ("head_dim", attention.head_dim),
+                ])?;
+                check_attention(path, attention)?;
+            }
+            Mixer::DeltaNet(DeltaNetSpec { layout, .. }) => {
+                sizes(&[
+                    ("linear_num_key_heads", layout.key_heads),
+                    ("linear_num_value_heads", layout.value_heads),
+                    ("linear_key_head_dim", layout.key_dim),
+                    ("linear_value_head_dim", layout.value_dim),
+                ])?;
+                check_delta_net(path, layout)?;
+            }
+        }
         check_norm(path, layer.norm)?;
     }
-    let [first, ..] = &spec.layers[..] else {
-        return Ok(());
+    let Some(first) = spec.attention().next() else {
+        return Err(ModelError::unsupported(
+            "layer_types",
+            format!("{LINEAR} in all layers"),
+            "at least one layer with attention is",
+        ));
     };
     if spec
         .attention()
-        .any(|attention| attention.kv_size() != first.attention().kv_size())
+        .any(|attention| attention.kv_size() != first.kv_size())
     {
         // The KV cache has pages of one size.
         return Err(ModelError::unsupported(
@@ -239,6 +255,40 @@ fn check_soft_cap(path: &Path, field: &str, cap: Option<f32>) -> Result<(), Mode
             let message = format!("`{field}` is {cap}: a positive number caps, null does not");
             Err(ModelError::config(path, message))
         }
+    }
+}
+
+fn check_delta_net(path: &Path, layout: &DeltaLayout) -> Result<(), ModelError> {
+    let DeltaLayout {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        taps,
+    } = *layout;
+    if !value_heads.is_multiple_of(key_heads) {
+        let message = format!(
+            "`linear_num_value_heads` ({value_heads}) is no multiple of `linear_num_key_heads` ({key_heads})"
+        );
+        return Err(ModelError::config(path, message));
+    }
+    let most = DeltaLayout::MAX_HEAD_DIM;
+    for (field, dim) in [
+        ("linear_key_head_dim", key_dim),
+        ("linear_value_head_dim", value_dim),
+    ] {
+        if dim > most {
+            return Err(ModelError::unsupported(field, dim, format!("up to {most} are")));
+        }
+    }
+    let most = DeltaLayout::MAX_TAPS;
+    match (2..=most).contains(&taps) {
+        true => Ok(()),
+        false => Err(ModelError::unsupported(
+            "linear_conv_kernel_dim",
+            taps,
+            format!("2 to {most} are"),
+        )),
     }
 }
 

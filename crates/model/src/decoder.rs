@@ -6,15 +6,16 @@ use half::f16;
 use plimsoll_core::{KvConfig, Oom};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
-    AttentionOptions, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm, attention,
-    glu, qk_norm_rope_kv_write, rms_norm, rope_angles, sandwich_norm, soft_cap,
+    AttentionOptions, DeltaGates, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm,
+    attention, causal_conv, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rope_angles,
+    sandwich_norm, sigmoid_gate, soft_cap,
 };
 
 use crate::batch::Batch;
-use crate::blocks::{self, Norms, Operations, Widths};
+use crate::blocks::{self, DeltaRule, Norms, Operations, Widths};
 use crate::rope::{RopeSpec, RopeTable};
-use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
-use crate::state::{KvCache, KvElementType};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer};
+use crate::state::{KvCache, KvElementType, StateCache};
 use crate::tables::LayerPage;
 use crate::weights::Loader;
 use crate::{DecoderSpec, ModelError};
@@ -48,19 +49,19 @@ impl Decoder {
         })
     }
 
-    /// Runs the batch through all layers and extends its requests' KV. Returns the given rows of it, ascending, behind
+    /// Runs the batch through all layers and extends its requests' KV and states. Returns the given rows of it, ascending, behind
     /// the last norm: `[rows, hidden_size]`. The state serves contexts of up to `max_model_len` tokens.
     pub(crate) fn forward<'a>(
         &self,
         batch: &Batch<'_>,
         rows: &[usize],
-        kv: &mut KvCache,
+        cache: (&mut KvCache, &mut StateCache),
         max_model_len: usize,
         arena: &'a Arena,
     ) -> Result<&'a [f32], Oom> {
-        match kv.element {
-            KvElementType::F32 => self.forward_as::<f32>(batch, rows, kv, max_model_len, arena),
-            KvElementType::F16 => self.forward_as::<f16>(batch, rows, kv, max_model_len, arena),
+        match cache.0.element {
+            KvElementType::F32 => self.forward_as::<f32>(batch, rows, cache, max_model_len, arena),
+            KvElementType::F16 => self.forward_as::<f16>(batch, rows, cache, max_model_len, arena),
         }
     }
 
@@ -68,7 +69,7 @@ impl Decoder {
         &self,
         batch: &Batch<'_>,
         rows: &[usize],
-        kv: &mut KvCache,
+        (kv, states): (&mut KvCache, &mut StateCache),
         max_model_len: usize,
         arena: &'a Arena,
     ) -> Result<&'a [f32], Oom> {
@@ -80,6 +81,7 @@ impl Decoder {
             normed,
             angles,
             qkv,
+            state_gates,
             q,
             attended,
             gate_up,
@@ -87,7 +89,8 @@ impl Decoder {
         ] = activation_widths(spec).map(|width| arena.alloc::<f32>(n * width));
         let mut step = Step {
             batch,
-            pages: &kv.pages,
+            places: LayerPlace::all(spec, &kv.pages),
+            states: states.layers_mut(spec),
             given: rows,
             ropes: Vec::with_capacity(self.ropes.len()),
             kv: kv.slab.as_mut_slice::<E>(),
@@ -100,6 +103,7 @@ impl Decoder {
             delta: delta?,
             normed: normed?,
             qkv: qkv?,
+            state_gates: state_gates?,
             q: q?,
             attended: attended?,
             gate_up: gate_up?,
@@ -149,11 +153,12 @@ impl Head<'_> {
 }
 
 /// Elements of a row of each activation that a step takes from the arena for all of its rows: the residual stream, what is
-/// to be added to it, its norm; angles; q, k and v, rotated q, attention's output; gate and up, their product.
-pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 9] {
+/// to be added to it, its norm; angles; q, k and v, gates of states, rotated q, the mixer's output; gate and up, their product.
+pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 10] {
     let Widths {
         hidden,
         qkv,
+        state_gates,
         attended,
         gate_up,
         activated,
@@ -163,15 +168,50 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 9] {
     } = Widths::of(spec);
     let angles = spec.ropes().iter().map(|rope| rope.rotary_dim).sum();
     [
-        hidden, hidden, hidden, angles, qkv, attended, attended, gate_up, activated,
+        hidden,
+        hidden,
+        hidden,
+        angles,
+        qkv,
+        state_gates,
+        attended,
+        attended,
+        gate_up,
+        activated,
     ]
+}
+
+/// Where a layer keeps what it does of a request.
+#[derive(Clone, Copy, Debug)]
+enum LayerPlace {
+    Page(LayerPage),
+    /// Index among the layers with states.
+    State(usize),
+}
+
+impl LayerPlace {
+    /// Of each layer; `pages` are of those with attention.
+    fn all(spec: &DecoderSpec, pages: &[LayerPage]) -> Vec<Self> {
+        let (mut pages, mut states) = (pages.iter(), 0..);
+        let place = |mixer: &Mixer| match mixer {
+            Mixer::Attention(_) => pages.next().map(|&page| Self::Page(page)),
+            Mixer::DeltaNet(_) => states.next().map(Self::State),
+        };
+        spec.layers
+            .iter()
+            .map(|layer| &layer.mixer)
+            .filter_map(place)
+            .collect()
+    }
 }
 
 /// The activations of a step, `[rows, n]` each, for the widest layer.
 struct Step<'a, 'b, E> {
     batch: &'b Batch<'b>,
     /// Of each layer.
-    pages: &'b [LayerPage],
+    places: Vec<LayerPlace>,
+    /// Of each layer that has any: those of the convolution and of the recurrence.
+    states: Vec<[&'b mut [f32]; 2]>,
     /// Rows that are given out.
     given: &'b [usize],
     /// Each kind of rotary positions, and the angles of all rows.
@@ -189,6 +229,7 @@ struct Step<'a, 'b, E> {
     delta: &'a mut [f32],
     normed: &'a mut [f32],
     qkv: &'a mut [f32],
+    state_gates: &'a mut [f32],
     q: &'a mut [f32],
     attended: &'a mut [f32],
     gate_up: &'a mut [f32],
@@ -207,6 +248,14 @@ impl<E: KvElement> Step<'_, '_, E> {
         match added {
             None => add_rms_norm(hidden, delta, weight, eps, normed),
             Some(added) => sandwich_norm(hidden, delta, added, weight, eps, normed),
+        }
+    }
+
+    /// Where the layer keeps KV.
+    fn page(&self) -> LayerPage {
+        match self.places[self.layer] {
+            LayerPlace::Page(page) => page,
+            LayerPlace::State(_) => unreachable!("a layer with attention has pages"),
         }
     }
 
@@ -241,8 +290,13 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
         qkv.forward(&self.normed[..x], &mut self.qkv[..out], self.arena)
     }
 
-    fn write_kv(&mut self, layer: &LayerSpec, qk_norm: Option<&[Vec<f32>; 2]>) -> Result<(), Oom> {
-        let (spec, page) = (layer.attention(), self.pages[self.layer]);
+    fn write_kv(
+        &mut self,
+        layer: &LayerSpec,
+        spec: &AttentionSpec,
+        qk_norm: Option<&[Vec<f32>; 2]>,
+    ) -> Result<(), Oom> {
+        let page = self.page();
         let angles = spec.rope.as_deref().and_then(|rope| {
             let own = self.ropes.iter().find(|(known, _)| *known == rope);
             own.map(|(_, angles)| *angles)
@@ -271,7 +325,7 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             soft_cap: spec.soft_cap,
             sinks: sinks.map(Vec::as_slice),
         };
-        let page = self.pages[self.layer];
+        let page = self.page();
         let len = self.rows * spec.q_size();
         let kv = Self::layer_kv(self.kv, self.kv_config, page.column, spec);
         let out = &mut self.attended[..len];
@@ -282,22 +336,74 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
             options,
             out,
             self.arena,
-        )
+        )?;
+        if spec.gated {
+            let gates = &self.qkv[..self.rows * spec.qkv_size()];
+            sigmoid_gate(
+                &mut self.attended[..len],
+                spec.q_size(),
+                gates,
+                spec.qkv_size(),
+                spec.q_size(),
+            );
+        }
+        Ok(())
+    }
+
+    fn project_delta(
+        &mut self,
+        norms: &Norms<'_, Vec<f32>>,
+        qkvz: &Arc<Linear>,
+        ba: &Arc<Linear>,
+    ) -> Result<(), Oom> {
+        self.project_qkv(norms, qkvz)?;
+        let (x, out) = (self.rows * ba.inputs(), self.rows * ba.outputs());
+        ba.forward(&self.normed[..x], &mut self.state_gates[..out], self.arena)
+    }
+
+    fn apply_delta_rule(
+        &mut self,
+        layer: &LayerSpec,
+        spec: &DeltaNetSpec,
+        rule: &DeltaRule<Vec<f32>>,
+    ) -> Result<(), Oom> {
+        let LayerPlace::State(index) = self.places[self.layer] else {
+            unreachable!("a layer with a recurrence has states");
+        };
+        let (layout, runs) = (&spec.layout, &self.batch.states);
+        let [conv, heads] = &mut self.states[index];
+        let x = &mut self.qkv[..self.rows * layout.width()];
+        causal_conv(layout, &rule.conv, runs, conv, x);
+        gated_delta_rule(
+            layout,
+            DeltaGates {
+                a_log: &rule.a_log,
+                dt_bias: &rule.dt_bias,
+                norm: &rule.norm,
+                eps: layer.norm.eps,
+            },
+            runs,
+            x,
+            &self.state_gates[..self.rows * 2 * layout.value_heads],
+            heads,
+            &mut self.attended[..self.rows * layout.values()],
+        );
+        Ok(())
     }
 
     fn rows_given(&self) -> usize {
         self.given.len()
     }
 
-    fn keep_given(&mut self, spec: &AttentionSpec) -> Result<(), Oom> {
+    fn keep_given(&mut self, attended: usize) -> Result<(), Oom> {
         let width = self.hidden.len() / self.rows;
         keep_rows(self.hidden, width, self.given);
-        keep_rows(self.attended, spec.q_size(), self.given);
+        keep_rows(self.attended, attended, self.given);
         self.rows = self.given.len();
         Ok(())
     }
 
-    fn project_output(&mut self, _: &AttentionSpec, output: &Arc<Linear>) -> Result<(), Oom> {
+    fn project_output(&mut self, output: &Arc<Linear>) -> Result<(), Oom> {
         let (x, out) = (self.rows * output.inputs(), self.rows * output.outputs());
         output.forward(&self.attended[..x], &mut self.delta[..out], self.arena)
     }

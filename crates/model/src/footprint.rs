@@ -7,13 +7,13 @@ use plimsoll_core::{KvConfig, Pooling, StepLimits};
 use plimsoll_device::DryArena;
 use plimsoll_kernels::{LinearShape, WeightType, attention_scratch, sample_scratch};
 
-use crate::blocks::{self, Matrix, Norms, Operations, Stack, Vector, Visitor};
+use crate::blocks::{self, DeltaRule, Matrix, Norms, Operations, Stack, Vector, Visitor};
 use crate::decoder::activation_widths;
 use crate::model::{Description, check_cpu};
 use crate::quantization::MatrixFormat;
 use crate::runner::LOGIT_ROWS;
-use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
-use crate::state::{KvElementType, Staging};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec};
+use crate::state::{KvElementType, Staging, StateCache};
 use crate::weights::Checked;
 use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError};
 
@@ -121,6 +121,11 @@ impl Footprint {
         self.spec().kv_bytes(config, self.kv_element.size())
     }
 
+    /// As [`crate::Model::state_bytes`].
+    pub fn state_bytes(&self) -> u64 {
+        StateCache::slot_bytes(self.spec())
+    }
+
     /// Bytes of a state's staging.
     pub fn staging_bytes(&self, limits: &StepLimits) -> u64 {
         Staging::bytes(limits, self.spec().num_logits()).map_or(u64::MAX, |bytes| bytes as u64)
@@ -212,7 +217,7 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
         self.linear(qkv)
     }
 
-    fn write_kv(&mut self, _: &LayerSpec, _: Option<&[(); 2]>) -> Result<(), Boundless> {
+    fn write_kv(&mut self, _: &LayerSpec, _: &AttentionSpec, _: Option<&[(); 2]>) -> Result<(), Boundless> {
         Ok(())
     }
 
@@ -220,16 +225,35 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
         attention_scratch(spec.head_dim, spec.heads / spec.kv_heads, self.arena).ok_or(Boundless)
     }
 
+    fn project_delta(
+        &mut self,
+        _: &Norms<'_, ()>,
+        qkvz: &LinearShape,
+        ba: &LinearShape,
+    ) -> Result<(), Boundless> {
+        self.linear(qkvz)?;
+        self.linear(ba)
+    }
+
+    fn apply_delta_rule(
+        &mut self,
+        _: &LayerSpec,
+        _: &DeltaNetSpec,
+        _: &DeltaRule<()>,
+    ) -> Result<(), Boundless> {
+        Ok(())
+    }
+
     fn rows_given(&self) -> usize {
         self.given
     }
 
-    fn keep_given(&mut self, _: &AttentionSpec) -> Result<(), Boundless> {
+    fn keep_given(&mut self, _: usize) -> Result<(), Boundless> {
         self.rows = self.given;
         Ok(())
     }
 
-    fn project_output(&mut self, _: &AttentionSpec, output: &LinearShape) -> Result<(), Boundless> {
+    fn project_output(&mut self, output: &LinearShape) -> Result<(), Boundless> {
         self.linear(output)
     }
 

@@ -9,7 +9,7 @@ use plimsoll_kernels::WeightType;
 
 use crate::decoder::Decoder;
 use crate::embedding::{self, ServeAs};
-use crate::state::{KvCacheDtype, KvElementType};
+use crate::state::{KvCacheDtype, KvElementType, StateCache};
 use crate::weights::{Checkpoint, DummyWeights, GgufWeights, Loader, Source};
 use crate::{Cancel, DecoderSpec, GenerationConfig, GgufFile, ModelConfig, ModelError, Progress};
 
@@ -86,6 +86,11 @@ impl Model {
     /// Bytes of a KV cache.
     pub fn kv_bytes(&self, config: KvConfig) -> u64 {
         self.spec().kv_bytes(config, self.kv_element.size())
+    }
+
+    /// Bytes of the states of fixed size that a request has beside its KV; 0 where no layer has one.
+    pub fn state_bytes(&self) -> u64 {
+        StateCache::slot_bytes(self.spec())
     }
 
     /// `f32` or `f16`: the element of the KV cache.

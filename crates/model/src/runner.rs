@@ -11,7 +11,7 @@ use plimsoll_kernels::{SampleError, ScoreRow, apply_mask, sample, score, sum_row
 use crate::Model;
 use crate::batch::{Batch, Bounds, StepPages};
 use crate::decoder::Decoder;
-use crate::state::{KvCache, Staging, mask_words};
+use crate::state::{KvCache, Staging, StateCache, mask_words};
 
 /// Rows whose logits exist at one time. Their memory, rows × vocabulary, would otherwise be the largest of the step.
 pub(crate) const LOGIT_ROWS: usize = 32;
@@ -22,6 +22,7 @@ pub struct Runner {
     model: Arc<Model>,
     bounds: Bounds,
     kv: KvCache,
+    states: StateCache,
     arena: Arena,
     staging: Staging,
     canary: Option<Slab>,
@@ -61,6 +62,7 @@ impl Runner {
     ) -> Result<Self, Oom> {
         let spec = model.spec();
         let kv = KvCache::new(budget, spec, model.kv_element, config.kv, touches)?;
+        let states = StateCache::new(budget, spec, kv.config.state_slots, touches)?;
         let canary = usize::try_from(config.canary_bytes)
             .map_err(|_| budget.oom(Component::Canary, config.canary_bytes))
             .and_then(|bytes| {
@@ -76,6 +78,7 @@ impl Runner {
                 pooling: model.config().pooling(),
             },
             kv,
+            states,
             arena: Arena::new(budget, config.scratch)?,
             staging: Staging::new(budget, limits, spec.num_logits())?,
             canary,
@@ -247,6 +250,7 @@ impl Runner {
         let Self {
             arena,
             kv,
+            states,
             staging,
             bounds,
             ..
@@ -257,7 +261,7 @@ impl Runner {
         let batch = Batch::pack(plan, &self.last, &pages, tokens);
         let normed = match plan.is_empty() {
             true => &[],
-            false => decoder.forward(&batch, rows, kv, bounds.limits.max_model_len, arena)?,
+            false => decoder.forward(&batch, rows, (kv, states), bounds.limits.max_model_len, arena)?,
         };
         Ok(Forward {
             normed,

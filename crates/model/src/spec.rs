@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, KvConfig};
-use plimsoll_kernels::Activation;
+use plimsoll_kernels::{Activation, DeltaLayout};
 
 use crate::quantization::Quantization;
 use crate::rope::RopeSpec;
@@ -59,6 +59,17 @@ pub struct NormSpec {
 pub enum Mixer {
     /// Softmax attention over a KV cache.
     Attention(AttentionSpec),
+    /// A recurrence over a state of fixed size.
+    DeltaNet(DeltaNetSpec),
+}
+
+/// [Gated DeltaNet](https://arxiv.org/abs/2412.06464).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaNetSpec {
+    /// Its heads and their sizes.
+    pub layout: DeltaLayout,
+    /// How the projections are stored.
+    pub projections: Projections,
 }
 
 /// [Grouped-query attention](https://arxiv.org/abs/2305.13245).
@@ -84,6 +95,9 @@ pub struct AttentionSpec {
     pub soft_cap: Option<f32>,
     /// Each query head has a learned logit that takes part in the softmax and has no value (gpt-oss).
     pub sinks: bool,
+    /// The q projection has a gate beside each element of q, and what is attended is multiplied by the sigmoids of the gates
+    /// ([gated attention](https://arxiv.org/abs/2505.06708), Qwen3-Next).
+    pub gated: bool,
     /// How q, k and v are stored.
     pub projections: Projections,
 }
@@ -93,7 +107,7 @@ pub struct AttentionSpec {
 pub enum Projections {
     /// Each as a tensor of its own.
     Separate,
-    /// All as one tensor (`qkv_proj`, `gate_up_proj` of Phi-3).
+    /// All as one tensor (`qkv_proj`, `gate_up_proj` of Phi-3; `in_proj_qkvz`, `in_proj_ba` of Qwen3-Next).
     Fused,
 }
 
@@ -137,7 +151,23 @@ impl DecoderSpec {
 
     /// The attention of all layers that have any, in order.
     pub fn attention(&self) -> impl Iterator<Item = &AttentionSpec> {
-        self.layers.iter().map(|layer| layer.attention())
+        self.layers.iter().filter_map(|layer| layer.attention())
+    }
+
+    /// The layers that keep a state of fixed size, in order.
+    pub fn delta_nets(&self) -> impl Iterator<Item = &DeltaNetSpec> {
+        self.layers.iter().filter_map(|layer| match &layer.mixer {
+            Mixer::DeltaNet(delta_net) => Some(delta_net),
+            Mixer::Attention(_) => None,
+        })
+    }
+
+    /// Elements of the states of one request, all layers'.
+    pub fn state_elements(&self) -> usize {
+        let layers = self.delta_nets().map(|delta_net| &delta_net.layout);
+        layers
+            .map(|layout| layout.conv_state() + layout.head_states())
+            .sum()
     }
 
     /// The kinds of rotary positions that layers have, each once.
@@ -180,10 +210,11 @@ impl DecoderSpec {
     /// Where the layers keep what they do in a cache of these groups: those of [`Self::cache_groups`], or one in which all
     /// layers keep everything.
     pub fn cache_layout(&self, groups: &CacheGroups) -> CacheLayout {
-        let all_full = || CacheLayout::new(&vec![CacheKind::Full; self.layers.len()], usize::MAX);
+        let kinds = vec![CacheKind::Full; self.attention().count()];
+        let all_full = || CacheLayout::new(&kinds, usize::MAX).expect("a decoder has layers with attention");
         match self.own_cache_layout() {
             Ok(own) if own.groups == *groups => own,
-            _ => all_full().expect("a decoder has layers"),
+            _ => all_full().with_states(self.delta_nets().count()),
         }
     }
 
@@ -192,21 +223,29 @@ impl DecoderSpec {
     pub(crate) fn own_cache_layout(&self) -> Result<CacheLayout, CacheLayoutError> {
         let kind = |attention: &AttentionSpec| attention.window.map_or(CacheKind::Full, CacheKind::Window);
         let kinds: Vec<CacheKind> = self.attention().map(kind).collect();
-        CacheLayout::new(&kinds, self.max_position_embeddings)
+        let layout = CacheLayout::new(&kinds, self.max_position_embeddings)?;
+        Ok(layout.with_states(self.delta_nets().count()))
     }
 }
 
 impl LayerSpec {
-    /// The layer's attention.
-    pub fn attention(&self) -> &AttentionSpec {
-        let Mixer::Attention(attention) = &self.mixer;
-        attention
+    /// The layer's attention, if that is its mixer.
+    pub fn attention(&self) -> Option<&AttentionSpec> {
+        match &self.mixer {
+            Mixer::Attention(attention) => Some(attention),
+            Mixer::DeltaNet(_) => None,
+        }
     }
 
     /// The same, to change it.
+    ///
+    /// # Panics
+    /// Where its mixer is something else.
     pub fn attention_mut(&mut self) -> &mut AttentionSpec {
-        let Mixer::Attention(attention) = &mut self.mixer;
-        attention
+        match &mut self.mixer {
+            Mixer::Attention(attention) => attention,
+            Mixer::DeltaNet(_) => panic!("the layer has no attention"),
+        }
     }
 
     /// The layer's MLP.
@@ -233,9 +272,14 @@ impl AttentionSpec {
         self.kv_heads * self.head_dim
     }
 
-    /// Elements of q, k and v.
+    /// Elements of q and the gates that go with it.
+    pub fn gated_q_size(&self) -> usize {
+        self.q_size() * if self.gated { 2 } else { 1 }
+    }
+
+    /// Elements of q, gates, k and v.
     pub fn qkv_size(&self) -> usize {
-        self.q_size() + 2 * self.kv_size()
+        self.gated_q_size() + 2 * self.kv_size()
     }
 }
 

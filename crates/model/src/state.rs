@@ -2,6 +2,7 @@
 
 use plimsoll_core::{Component, KvConfig, Oom, StepLimits, TokenId};
 use plimsoll_device::{Budget, Slab};
+use plimsoll_kernels::DeltaLayout;
 
 use crate::tables::LayerPage;
 use crate::{DecoderSpec, ModelError};
@@ -93,6 +94,51 @@ impl KvCache {
             pages: LayerPage::all(&layout),
             element,
         })
+    }
+}
+
+/// The states of fixed size of all slots: of each layer that has one, those of the convolution, `[slots][conv_state]`, then
+/// those of the recurrence, `[slots][head_states]`, as [`DeltaLayout`] says, all in `f32`.
+#[derive(Debug)]
+pub(crate) struct StateCache {
+    slab: Slab,
+    slots: usize,
+}
+
+impl StateCache {
+    pub(crate) fn new(
+        budget: &Budget,
+        spec: &DecoderSpec,
+        slots: usize,
+        touches: &mut dyn FnMut(),
+    ) -> Result<Self, Oom> {
+        let bytes = Self::slot_bytes(spec).checked_mul(slots as u64);
+        let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
+        let bytes = bytes.ok_or_else(|| budget.oom(Component::States, u64::MAX))?;
+        Ok(Self {
+            slab: Slab::with(budget, Component::States, bytes, touches)?,
+            slots,
+        })
+    }
+
+    /// Bytes of a slot.
+    pub(crate) fn slot_bytes(spec: &DecoderSpec) -> u64 {
+        (spec.state_elements() as u64).saturating_mul(size_of::<f32>() as u64)
+    }
+
+    /// Of each layer that has states: those of the convolution and those of the recurrence.
+    pub(crate) fn layers_mut(&mut self, spec: &DecoderSpec) -> Vec<[&mut [f32]; 2]> {
+        let (mut rest, slots) = (self.slab.as_mut_slice::<f32>(), self.slots);
+        let mut layer = |layout: &DeltaLayout| {
+            [layout.conv_state(), layout.head_states()].map(|elements| {
+                let part;
+                (part, rest) = std::mem::take(&mut rest).split_at_mut(slots * elements);
+                part
+            })
+        };
+        spec.delta_nets()
+            .map(|delta_net| layer(&delta_net.layout))
+            .collect()
     }
 }
 

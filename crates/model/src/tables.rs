@@ -64,7 +64,7 @@ pub(crate) struct LayerPage {
 }
 
 impl LayerPage {
-    /// Of each layer.
+    /// Of each layer that keeps tokens.
     pub(crate) fn all(layout: &CacheLayout) -> Vec<Self> {
         let place = |place: &LayerPlace| {
             let before = &layout.groups.as_slice()[..place.group];
@@ -163,6 +163,7 @@ mod tests {
                     start,
                     input: RunInput::Known(vec![0; len]),
                     tables: Vec::new(),
+                    state: None,
                     sample: None,
                     score: None,
                     pool: None,

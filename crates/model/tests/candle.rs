@@ -20,7 +20,7 @@ fn llama3_equals_candle_transformers() {
     let rope = &config["rope_parameters"];
     let float = |value: &serde_json::Value| value.as_f64().unwrap() as f32;
     let spec = model.spec();
-    let (layer, attention) = (&spec.layers[0], spec.layers[0].attention());
+    let (layer, attention) = (&spec.layers[0], spec.layers[0].attention().unwrap());
     let candle_config = llama::Config {
         hidden_size: spec.hidden_size,
         intermediate_size: layer.dense_mlp().intermediate_size,

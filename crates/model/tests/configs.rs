@@ -5,10 +5,10 @@ mod common;
 use std::path::Path;
 
 use common::golden_path;
+use common::summary::summary;
 use plimsoll_model::rope::{RopeScaling, RopeSpec};
 use plimsoll_model::{
-    Architecture, AttentionSpec, DecoderSpec, Fp8Scales, HfOverrides, MatrixFormat, ModelConfig, ModelError,
-    OutputHead, Projections,
+    Architecture, Fp8Scales, HfOverrides, MatrixFormat, ModelConfig, ModelError, OutputHead,
 };
 use serde_json::{Value, json};
 
@@ -37,74 +37,6 @@ fn with(mut config: Value, fields: Value) -> Value {
     config
 }
 
-/// Each kind of layer: how many there are, from which on, and what sets it apart.
-fn summary(spec: &DecoderSpec) -> String {
-    let mut kinds: Vec<(usize, usize, String)> = Vec::new();
-    for (index, layer) in spec.layers.iter().enumerate() {
-        let text = attention_summary(layer.attention());
-        match kinds.iter_mut().find(|(.., known)| *known == text) {
-            Some((count, ..)) => *count += 1,
-            None => kinds.push((1, index, text)),
-        }
-    }
-    let kind = |(count, first, text): &(usize, usize, String)| format!("{count} from {first}: {text}");
-    kinds.iter().map(kind).collect::<Vec<_>>().join("; ")
-}
-
-fn attention_summary(attention: &AttentionSpec) -> String {
-    let AttentionSpec {
-        heads,
-        kv_heads,
-        head_dim,
-        ..
-    } = attention;
-    let mut parts = vec![format!("{heads}/{kv_heads} x {head_dim}")];
-    parts.extend(attention.window.map(|window| format!("window {window}")));
-    parts.push(match attention.rope.as_deref() {
-        None => "no positions".to_owned(),
-        Some(rope) => {
-            let rotated = match rope.rotary_dim {
-                all if all == *head_dim => String::new(),
-                part => format!(" of {part}"),
-            };
-            let scaling = match &rope.scaling {
-                RopeScaling::None => String::new(),
-                RopeScaling::Linear { factor } => format!(" linear {factor}"),
-                RopeScaling::Llama3 { factor, .. } => format!(" llama3 {factor}"),
-                RopeScaling::Yarn {
-                    factor,
-                    attention_factor,
-                    ..
-                } => format!(" yarn {factor} x {attention_factor:.4}"),
-                RopeScaling::LongRope {
-                    original_context,
-                    attention_factor,
-                    ..
-                } => {
-                    format!(" longrope from {original_context} x {attention_factor:.4}")
-                }
-            };
-            format!("theta {}{scaling}{rotated}", rope.theta)
-        }
-    });
-    let query_scale = attention.rope.as_deref().and_then(|rope| rope.query_scale);
-    parts.extend(query_scale.map(|scale| format!("queries {} per {}", scale.beta, scale.original)));
-    if attention.scale != (*head_dim as f32).sqrt().recip() {
-        parts.push(format!("scale 1/{:.4}", attention.scale.recip()));
-    }
-    parts.extend(attention.soft_cap.map(|cap| format!("soft cap {cap}")));
-    for (is, name) in [
-        (attention.qk_norm, "qk norm"),
-        (attention.qkv_bias, "qkv bias"),
-        (attention.projections == Projections::Fused, "fused"),
-    ] {
-        if is {
-            parts.push(name.to_owned());
-        }
-    }
-    parts.join(", ")
-}
-
 /// Files of every family as Hugging Face publishes them.
 #[test]
 fn published_files_mean_what_they_say() {
@@ -123,6 +55,7 @@ fn published_files_mean_what_they_say() {
         Qwen2.5-7B-Instruct => Qwen2, Own: 28 from 0: 28/4 x 128, theta 1000000, qkv bias
         Qwen3-8B => Qwen3, Own: 36 from 0: 32/8 x 128, theta 1000000, qk norm
         Qwen3-Embedding-0.6B => Qwen3, Tied: 28 from 0: 16/8 x 128, theta 1000000, qk norm
+        Qwen3.5-27B => Qwen3_5, Own: 48 from 0: delta net 16 x 128, 48 x 128, 4 taps, Separate; 16 from 3: 24/4 x 256, theta 10000000 of 64, qk norm, gated
         gemma-2-2b-it => Gemma2, Tied capped at 30: 13 from 0: 8/4 x 256, window 4096, theta 10000, soft cap 50; 13 from 1: 8/4 x 256, theta 10000, soft cap 50
         gemma-2-27b-it => Gemma2, Tied capped at 30: 23 from 0: 32/16 x 128, window 4096, theta 10000, scale 1/12.0000, soft cap 50; 23 from 1: 32/16 x 128, theta 10000, scale 1/12.0000, soft cap 50
         gemma-3-270m-it => Gemma3, Tied: 15 from 0: 4/1 x 256, window 512, theta 10000, qk norm; 3 from 5: 4/1 x 256, theta 1000000, qk norm
@@ -215,7 +148,7 @@ fn unsupported_fields_are_named() {
         ),
         rope(
             json!({"rope_type": "default", "mrope_section": [1]}),
-            "`rope_scaling`: unknown field",
+            "`rope_scaling.mrope_section` is given",
         ),
         rope(json!({"rope_type": "linear"}), "rope_scaling.factor"),
         rope(
@@ -349,7 +282,7 @@ fn both_generations_of_transformers_configs_mean_the_same() {
     };
     let rope = |theta, scaling| RopeSpec {
         theta,
-        rotary_dim: parsed.spec.layers[0].attention().head_dim,
+        rotary_dim: parsed.spec.layers[0].attention().unwrap().head_dim,
         scaling,
         query_scale: None,
     };
@@ -382,7 +315,7 @@ fn absent_fields_mean_what_they_mean_in_transformers() {
     let mistral = ModelConfig::from_json(Path::new("config.json"), &null, &HfOverrides::default()).unwrap();
     assert_eq!(mistral.architecture, Architecture::Mistral);
     assert!(windows(&mistral).iter().all(Option::is_none));
-    let attention = |name, fields| parsed(name, fields).spec.layers[0].attention().clone();
+    let attention = |name, fields| parsed(name, fields).spec.layers[0].attention().unwrap().clone();
     assert_eq!(attention("qwen3-f16", json!({"head_dim": null})).head_dim, 128);
     assert_eq!(attention("llama", json!({"head_dim": null})).head_dim, 16);
     assert_eq!(

@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::quantized::GgmlDType;
 use common::convert::*;
 use common::*;
-use plimsoll_core::{Component, Executor, Pooling, ScoreSpec, StepLimits};
+use plimsoll_core::{Component, Executor, Pooling, ScoreSpec, StateSlot, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_model::{
     Footprint, HfOverrides, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ServeAs, StepSize,
@@ -35,7 +35,8 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
         max_num_seqs: 70,
         max_model_len: model.spec().max_position_embeddings,
     };
-    let config = state_config([8, 16, 32][rng.random_range(0..3)], 140);
+    let mut config = state_config([8, 16, 32][rng.random_range(0..3)], 140);
+    config.kv.state_slots = limits.max_num_seqs;
     let mut runner = model.build_state(&config, &limits, &budget, &mut || {}).unwrap();
     let bytes = |component| budget.meters().by_component.get(component);
     assert_eq!(
@@ -44,6 +45,8 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
         "{context}"
     );
     assert_eq!(footprint.kv_bytes(config.kv), bytes(Component::Kv), "{context}");
+    let states = footprint.state_bytes() * config.kv.state_slots as u64;
+    assert_eq!(states, bytes(Component::States), "{context}");
 
     let idle = budget.meters().reserved;
     budget.reset_high_water();
@@ -57,6 +60,7 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
             let len = if index + 1 == samples as u32 { longest } else { 1 };
             let blocks = blocks(3 * index..3 * index + 4);
             let mut run = run(u64::from(index), 0, &vec![index % 7; len], &blocks);
+            run.state = Some(StateSlot(index));
             match model.config().pooling() {
                 None => {
                     run.sample = Some(greedy_spec(0));

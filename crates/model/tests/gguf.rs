@@ -98,7 +98,7 @@ fn metadata_is_handed_out_as_it_is() {
         (config.architecture, config.eos_token_ids),
         (Architecture::Qwen2, vec![2])
     );
-    assert!(config.spec.head == OutputHead::Tied && config.spec.layers[0].attention().qkv_bias);
+    assert!(config.spec.head == OutputHead::Tied && config.spec.layers[0].attention().unwrap().qkv_bias);
 }
 
 /// What files of Gemma 2 and 3 do not say, as llama.cpp takes it.
@@ -139,7 +139,7 @@ fn absent_metadata_means_what_it_means_in_llama_cpp() {
         assert_eq!(attention.scale, 168_f32.sqrt().recip());
     }
     let small = gemma("gemma3", 18, &[window, base.clone()]).spec;
-    assert_eq!(small.layers[0].attention().scale, 128_f32.sqrt().recip());
+    assert_eq!(small.layers[0].attention().unwrap().scale, 128_f32.sqrt().recip());
     let full = gemma("gemma3", 18, &[base]).spec;
     assert_eq!(full.ropes().len(), 1);
     assert!(full.attention().all(|attention| attention.window.is_none()));
@@ -155,7 +155,7 @@ fn absent_metadata_means_what_it_means_in_llama_cpp() {
     }
     let cap = ("attn_logit_softcapping", MetaValue::Float(7.0));
     let small = gemma("gemma2", 26, &[cap]).spec;
-    let attention = small.layers[1].attention();
+    let attention = small.layers[1].attention().unwrap();
     assert_eq!(
         (attention.soft_cap, attention.scale),
         (Some(7.0), 128_f32.sqrt().recip())

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use plimsoll_core::{Meters, StepLimits};
+use plimsoll_core::{KvConfig, Meters, StepLimits};
 
 use crate::setting::readable;
 use crate::{Arithmetic, Knob, KvSize, Margins, Measured, MemFraction, ProfileError, ProfileSpec, Setting};
@@ -25,8 +25,8 @@ pub(crate) trait Source {
     /// What the worst steps of `spec` take; `None` where they do not fit or cannot be tried.
     fn measure(&mut self, spec: &ProfileSpec) -> Result<Option<Measured>, ProfileError>;
 
-    /// Whether so many pages, an arena of so many bytes and the canary can really be allocated.
-    fn gives(&mut self, pages: usize, scratch_bytes: u64) -> Result<bool, ProfileError>;
+    /// Whether that KV cache with its states, an arena of so many bytes and the canary can really be allocated.
+    fn gives(&mut self, kv: KvConfig, scratch_bytes: u64) -> Result<bool, ProfileError>;
 }
 
 /// What advice is computed from.
@@ -262,7 +262,7 @@ impl Advisor<'_> {
         let (mut low, mut high) = (0, full.saturating_add(1));
         let mut pages = high - 1;
         while high - low > (low / 64).max(1) {
-            match self.source.gives(pages, measured.scratch_bytes)? {
+            match self.source.gives(spec.kv(pages), measured.scratch_bytes)? {
                 true => low = pages,
                 false => high = pages,
             }
@@ -392,7 +392,7 @@ impl Advisor<'_> {
         if spare >= 0 {
             let arithmetic = Arithmetic::new(&spec, &measured, &self.basis.meters);
             let pages = spec.pinned_pages().unwrap_or(arithmetic.pages);
-            let given = self.source.gives(pages, measured.scratch_bytes)?;
+            let given = self.source.gives(spec.kv(pages), measured.scratch_bytes)?;
             return Ok(Some(spare).filter(|_| given));
         }
         Ok(Some(spare))

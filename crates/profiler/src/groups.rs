@@ -24,6 +24,32 @@ pub struct GroupReport {
     pub rounding_bytes: u64,
 }
 
+/// The layers that keep a state of fixed size of each request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StatesReport {
+    /// Layers with such a state.
+    pub layers: usize,
+    /// Requests that have one at the same time: `--max-num-seqs`.
+    pub slots: usize,
+    /// Bytes of the states of one request, all layers'.
+    pub bytes_per_request: u64,
+    /// The same in tokens of KV, rounded.
+    pub tokens_per_request: u64,
+}
+
+impl StatesReport {
+    /// Those of `spec`, if any layer has one.
+    pub(crate) fn of(spec: &ProfileSpec) -> Option<Self> {
+        let slots = spec.kv(0).state_slots;
+        (slots > 0).then(|| Self {
+            layers: spec.groups.state_layers(),
+            slots,
+            bytes_per_request: spec.state_bytes,
+            tokens_per_request: (spec.state_bytes as f64 / spec.kv_bytes_per_token as f64).round() as u64,
+        })
+    }
+}
+
 impl GroupReport {
     /// The groups of `spec`, in their order.
     pub(crate) fn all(spec: &ProfileSpec) -> Vec<Self> {

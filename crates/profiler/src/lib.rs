@@ -49,11 +49,13 @@ mod timing;
 pub use arithmetic::Arithmetic;
 pub use diagnostic::{Cause, Diagnostic, Knob};
 pub use error::ProfileError;
-pub use groups::GroupReport;
+pub use groups::{GroupReport, StatesReport};
 pub use observer::{Observer, Phase, PhaseRecord, ScenarioProgress};
 pub use phases::{profile, profile_rank};
 pub use plan::{DRIFT_WARNING, DiscardReason, DiscardedPlan, Plan, Probed};
-pub use prediction::{ArenaUse, Compared, Footprint, PredictedScenario, Prediction, predict};
+pub use prediction::{
+    ArenaUse, Compared, Footprint, PredictedScenario, Prediction, predict, requests_with_states,
+};
 pub use proved::{Proved, ProvedParts};
 pub use ranks::{RankLost, Ranks, Solo, Verdict};
 pub use report::{ComponentLine, Memory, Report, Suggestion};

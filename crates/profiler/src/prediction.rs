@@ -7,7 +7,7 @@ use crate::advice::{Basis, Source, advise};
 use crate::report::Memory;
 use crate::{
     Arithmetic, Bound, Cause, Diagnostic, GroupReport, KvSize, LeftOut, Margins, Measured, ProfileError,
-    ProfileSpec, Report, ScenarioShape, scenario_shapes,
+    ProfileSpec, Report, ScenarioShape, StatesReport, scenario_shapes,
 };
 
 /// What a model and its states for the limits of one profile take on a device, by the formulas with which the real ones take
@@ -69,6 +69,8 @@ pub struct Prediction {
     pub bits_per_weight: Option<f64>,
     /// What each group of layers would keep.
     pub groups: Vec<GroupReport>,
+    /// What layers with states of fixed size would keep; null where there are none.
+    pub states: Option<StatesReport>,
     /// Requests of full length that would fit at once.
     pub full_length_requests: f64,
     /// What would be kept free.
@@ -108,6 +110,33 @@ pub fn predict(spec: &ProfileSpec, footprint: &dyn Footprint) -> Result<Predicti
         Ok(size) => Ok(predicted.prediction(size)),
         Err(cause) => Err(predicted.refuse(cause)),
     }
+}
+
+/// Most requests at once, at least 1 and at most those of the spec's limits, of a model whose layers keep states of fixed size:
+/// states and KV share the memory, so each request more leaves fewer tokens to all. As many as leave KV for a request of
+/// `mean_tokens` tokens to each, or where the size of the KV cache is pinned, as many as fit beside it. All else (margins,
+/// weights, step arena) is counted as by [`predict`].
+pub fn requests_with_states(spec: &ProfileSpec, footprint: &dyn Footprint, mean_tokens: usize) -> usize {
+    let leaves_enough = |requests: usize| {
+        let mut spec = spec.clone();
+        spec.limits.max_num_seqs = requests;
+        let footprint = footprint.for_limits(&spec.limits);
+        let Predicted { arithmetic, .. } = Predicted::new(&spec, &*footprint);
+        match spec.pinned_pages() {
+            Some(pages) => pages <= arithmetic.full_pages(),
+            None => spec.kv(arithmetic.fitting_pages).requests_of(mean_tokens) >= requests as f64,
+        }
+    };
+    // The first is taken whether or not it leaves enough: a profile says best what is missing.
+    let (mut most, mut too_many) = (1, spec.limits.max_num_seqs + 1);
+    while too_many - most > 1 {
+        let middle = most + (too_many - most) / 2;
+        match leaves_enough(middle) {
+            true => most = middle,
+            false => too_many = middle,
+        }
+    }
+    most
 }
 
 /// Of the state that would serve.
@@ -274,6 +303,7 @@ impl<'a> Predicted<'a> {
             quantization: spec.quantization.clone(),
             bits_per_weight: spec.bits_per_weight(self.idle.by_component.get(Component::Weights)),
             groups: GroupReport::all(spec),
+            states: StatesReport::of(spec),
             full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,
             baseline: Memory::from(&self.idle),
@@ -295,7 +325,7 @@ impl Source for Formulas<'_> {
         Ok(Some(Predicted::new(spec, &*footprint).measured))
     }
 
-    fn gives(&mut self, _pages: usize, _scratch_bytes: u64) -> Result<bool, ProfileError> {
+    fn gives(&mut self, _kv: KvConfig, _scratch_bytes: u64) -> Result<bool, ProfileError> {
         Ok(true)
     }
 }

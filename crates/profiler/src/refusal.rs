@@ -1,6 +1,6 @@
 //! The error of a profile that finds no size, with what would fit instead.
 
-use plimsoll_core::{Oom, Scratch, StateConfig, StepLimits};
+use plimsoll_core::{KvConfig, Oom, Scratch, StateConfig, StepLimits};
 
 use crate::advice::{Advice, Basis, Source, advise};
 use crate::profiler::Profiler;
@@ -107,12 +107,12 @@ impl<T: Target> Source for Profiler<'_, T> {
         Ok(probed.ok().map(|probed| probed.measured))
     }
 
-    fn gives(&mut self, pages: usize, scratch_bytes: u64) -> Result<bool, ProfileError> {
+    fn gives(&mut self, kv: KvConfig, scratch_bytes: u64) -> Result<bool, ProfileError> {
         if self.ranks.count() > 1 {
             return Ok(true);
         }
         let config = StateConfig {
-            kv: self.spec.kv(pages),
+            kv,
             scratch: Scratch::Fixed(scratch_bytes),
             canary_bytes: self.spec.margins.canary_bytes,
         };

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::attempt::Search;
 use crate::{
     Arithmetic, Attempt, Bound, Disabled, DiscardedPlan, GroupReport, LeftOut, Margins, Measured, Origin,
-    ProfileSpec, ScenarioResult, StepTimes,
+    ProfileSpec, ScenarioResult, StatesReport, StepTimes,
 };
 
 pub use suggestion::Suggestion;
@@ -41,6 +41,8 @@ pub struct Report {
     pub bits_per_weight: Option<f64>,
     /// What each group of layers keeps.
     pub groups: Vec<GroupReport>,
+    /// What layers with states of fixed size keep; null where there are none.
+    pub states: Option<StatesReport>,
     /// Requests of full length that fit at once.
     pub full_length_requests: f64,
     /// What was kept free.
@@ -183,6 +185,7 @@ impl Report {
             quantization: spec.quantization.clone(),
             bits_per_weight: spec.bits_per_weight(start.baseline.bytes_of(Component::Weights)),
             groups: GroupReport::all(spec),
+            states: StatesReport::of(spec),
             full_length_requests: kv.requests_of(spec.limits.max_model_len),
             margins: spec.margins,
             baseline: start.baseline,

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use plimsoll_core::{
     GroupTable, KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, SamplingOptions,
-    SamplingParams, ScoreSpec, StepLimits, StepPlan, TokenId,
+    SamplingParams, ScoreSpec, StateSlot, StepLimits, StepPlan, TokenId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -422,6 +422,7 @@ impl Shapes {
                 start: row.start,
                 input: RunInput::Known(self.tokens(row.start..row.end)),
                 tables,
+                state: (self.kv.state_slots > 0).then_some(StateSlot(index as u32)),
                 sample: (!goes_on && self.pooling.is_none()).then_some(sample),
                 score: (scores && scored > 0 && self.pooling.is_none()).then_some(score),
                 pool: self.pooling,

@@ -20,6 +20,8 @@ pub struct ProfileSpec {
     pub kv_bytes_per_token: u64,
     /// What the layers keep of a request.
     pub groups: CacheGroups,
+    /// Bytes of the states of fixed size of one request; 0 where no layer has one.
+    pub state_bytes: u64,
     /// How the linear layers are stored, if not in floats; for reports.
     pub quantization: Option<String>,
     /// Weights the model has, where that is known; for reports.
@@ -60,6 +62,7 @@ impl ProfileSpec {
             block_size,
             kv_bytes_per_token,
             groups: CacheGroups::default(),
+            state_bytes: 0,
             quantization: None,
             num_parameters: None,
             size: KvSize::Auto,
@@ -177,6 +180,7 @@ impl ProfileSpec {
             block_size: self.block_size,
             num_pages,
             groups: self.groups,
+            state_slots: self.groups.state_slots(self.limits.max_num_seqs),
         }
     }
 

@@ -5,15 +5,16 @@ use std::fmt::{self, Write};
 use plimsoll_core::human_bytes;
 
 use crate::report::Memory;
-use crate::{Bound, Compared, GroupReport, Prediction, Report};
+use crate::{Bound, Compared, GroupReport, Prediction, Report, StatesReport};
 
 /// Cells of the bar, where the terminal is no narrower.
 const CELLS: usize = 80;
 
 /// Names of parts, in the order of the bar, each with the letter that fills its cells. No letter stands for two.
-const LETTERS: [(&str, char); 10] = [
+const LETTERS: [(&str, char); 11] = [
     ("weights", 'w'),
     ("kv", 'K'),
+    ("states", 'S'),
     ("arena", 'a'),
     ("staging", 's'),
     ("graphs", 'g'),
@@ -44,6 +45,7 @@ impl Report {
             blocks: self.kv_pages,
             block_size: self.block_size,
             groups: &self.groups,
+            states: self.states.as_ref(),
             requests: self.full_length_requests,
             max_model_len: self.max_model_len,
             bound: self.bound,
@@ -60,6 +62,7 @@ impl Prediction {
             blocks: self.kv_pages,
             block_size: self.block_size,
             groups: &self.groups,
+            states: self.states.as_ref(),
             requests: self.full_length_requests,
             max_model_len: self.max_model_len,
             bound: self.bound,
@@ -74,6 +77,7 @@ struct Size<'a> {
     blocks: usize,
     block_size: usize,
     groups: &'a [GroupReport],
+    states: Option<&'a StatesReport>,
     requests: f64,
     max_model_len: usize,
     bound: Bound,
@@ -86,6 +90,7 @@ impl fmt::Display for Size<'_> {
             blocks,
             block_size,
             groups,
+            states,
             requests,
             max_model_len,
             bound,
@@ -109,6 +114,16 @@ impl fmt::Display for Size<'_> {
                 group.rounding_bytes,
                 group.pages_per_block,
                 group.request_tokens
+            )?;
+        }
+        if let Some(states) = states {
+            write!(
+                f,
+                "\n  {:>3} layers, states: {} for each of {} requests at once, as much as {} tokens of KV",
+                states.layers,
+                human_bytes(states.bytes_per_request),
+                states.slots,
+                states.tokens_per_request
             )?;
         }
         Ok(())

@@ -18,6 +18,7 @@ fn running(requests: usize, prompt: usize) -> Scheduler {
         block_size: BlockSize::default(),
         num_pages: 1 << 20,
         groups: CacheGroups::default(),
+        state_slots: 0,
     };
     let limits = StepLimits {
         max_num_batched_tokens: requests * prompt,

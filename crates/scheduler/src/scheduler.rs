@@ -365,6 +365,7 @@ impl Scheduler {
             pages_total: kv.total,
             pages_used: kv.used,
             groups: kv.groups,
+            slots: kv.slots,
             tail_tokens: self.running.values().map(|running| self.tail(running)).sum(),
             evictions: kv.evictions,
             ..self.counters

@@ -184,6 +184,7 @@ impl Running {
             start,
             input,
             tables: self.table.up_to(end, kv),
+            state: self.table.state(),
             sample,
             score,
             pool,

@@ -1,5 +1,5 @@
 use plimsoll_core::CacheGroups;
-use plimsoll_kv::GroupStats;
+use plimsoll_kv::{GroupStats, SlotStats};
 
 /// Numbers for metrics, logs and tests. Counters count since the scheduler was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,6 +16,8 @@ pub struct SchedulerStats {
     pub pages_used: usize,
     /// Blocks of each cache group.
     pub groups: [GroupStats; CacheGroups::MAX],
+    /// Slots for states of fixed size.
+    pub slots: SlotStats,
     /// Token slots behind the last token of each running request: what whole blocks waste, on average half a block each.
     pub tail_tokens: usize,
     /// Cached blocks given up because their memory was needed.

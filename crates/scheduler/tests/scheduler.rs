@@ -21,6 +21,7 @@ fn scheduler(max_num_batched_tokens: usize, max_num_seqs: usize, num_blocks: usi
             block_size: BlockSize::new(8).expect("8 is legal"),
             num_pages: num_blocks,
             groups: CacheGroups::default(),
+            state_slots: 0,
         },
         enable_prefix_caching: true,
         patience: PATIENCE,
@@ -367,6 +368,7 @@ fn a_lost_cache_sends_everybody_back_with_their_tokens() {
         block_size: BlockSize::new(8).expect("8 is legal"),
         num_pages: num_blocks,
         groups: CacheGroups::default(),
+        state_slots: 0,
     };
     // 68 tokens no longer fit, 28 do.
     let events = scheduler.reset(kv(5));
@@ -399,6 +401,7 @@ fn a_cache_is_not_replaced_under_a_step() {
         block_size: BlockSize::default(),
         num_pages: 20,
         groups: CacheGroups::default(),
+        state_slots: 0,
     };
     scheduler.reset(kv);
 }
@@ -463,6 +466,7 @@ fn what_was_scored_is_not_scored_again_after_a_loss() {
         block_size: BlockSize::new(8).expect("8 is legal"),
         num_pages: 20,
         groups: CacheGroups::default(),
+        state_slots: 0,
     });
     let (plan, events) = step(&mut scheduler, 0);
     assert_eq!((shape(&plan), scores(&plan)), (vec![(1, 0, 12, false)], None));

@@ -12,7 +12,7 @@ use utoipa_axum::routes;
 
 use crate::blocking::blocking;
 use crate::error::{ApiError, whole_seconds};
-use crate::memory::kv_groups;
+use crate::memory::{kv_groups, states};
 use crate::state::AppState;
 use crate::status::Status;
 use crate::wire::about::{
@@ -166,6 +166,7 @@ fn memory_now(state: &AppState, meters: &Meters) -> MemoryReport {
             pages: stats.scheduler.pages_total,
             pages_used: stats.scheduler.pages_used,
             groups: kv_groups(&kv, &stats.scheduler, meters),
+            states: states(&kv, &stats.scheduler, meters),
         },
         device_allocs_after_ready: memory.allocations_after_ready(),
         high_water_above_proof: stats.high_water_above_proof,

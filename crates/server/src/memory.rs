@@ -4,7 +4,7 @@ use plimsoll_core::{CacheKind, Component, KvConfig, Meters};
 use plimsoll_engine::SchedulerStats;
 use serde_json::Value;
 
-use crate::wire::about::KvGroupNow;
+use crate::wire::about::{KvGroupNow, StatesNow};
 
 /// The source of `/memory` and the memory metrics.
 pub trait Memory: Send + Sync + 'static {
@@ -56,6 +56,16 @@ pub(crate) fn kv_groups(kv: &KvConfig, stats: &SchedulerStats, meters: &Meters) 
     groups.collect()
 }
 
+/// The states of fixed size beside a KV cache, if there are any.
+pub(crate) fn states(kv: &KvConfig, stats: &SchedulerStats, meters: &Meters) -> Option<StatesNow> {
+    (stats.slots.total > 0).then(|| StatesNow {
+        layers: kv.groups.state_layers(),
+        slots: stats.slots.total,
+        slots_used: stats.slots.used,
+        slot_bytes: meters.by_component.get(Component::States) / stats.slots.total as u64,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use plimsoll_core::{BlockSize, CacheLayout};
@@ -70,6 +80,7 @@ mod tests {
             block_size: BlockSize::default(),
             num_pages: 31,
             groups: CacheLayout::new(&kinds, usize::MAX).unwrap().groups,
+            state_slots: 0,
         };
         let mut stats = SchedulerStats::default();
         (stats.groups[0].used, stats.groups[0].cached) = (5, 2);

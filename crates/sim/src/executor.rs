@@ -45,11 +45,15 @@ pub enum Fault {
 }
 
 /// A device that stores, in each KV slot of each group, the whole context up to that token; a query reads the slots that its
-/// window lets it see. A wrong block table, start or stale block thus changes the text; and every plan is checked before it runs: a violation is an error that names it.
+/// window lets it see. Where layers have states, each state slot holds the whole context of its request too. A wrong block table,
+/// slot, start or stale block thus changes the text; and every plan is checked before it runs: a violation is an error that
+/// names it.
 #[derive(Debug)]
 pub struct SimExecutor {
     config: SimConfig,
     slots: Vec<Slot>,
+    /// Of each state slot; `None` where it holds garbage.
+    states: Vec<Option<Context>>,
     launched: VecDeque<Launched>,
     /// Tokens that the step before sampled.
     last_sampled: HashMap<RequestId, TokenId>,
@@ -84,6 +88,7 @@ impl SimExecutor {
         Self {
             config,
             slots: vec![GARBAGE; config.kv.num_pages * config.kv.block_size.tokens()],
+            states: vec![None; config.kv.state_slots],
             launched: VecDeque::new(),
             last_sampled: HashMap::new(),
             faults: HashMap::new(),
@@ -135,6 +140,11 @@ impl SimExecutor {
             }
             check_tables(&self.config.kv, run, |group| self.first_block(group, run))
                 .map_err(|broken| format!("{id} {broken}"))?;
+            let slots = self.config.kv.state_slots;
+            let has_slot = run.state.is_some_and(|slot| slot.index() < slots);
+            if has_slot != (self.config.kv.groups.state_layers() > 0) {
+                return Err(format!("{id} has its state in {:?} of {slots}", run.state));
+            }
             let vocab_size = self.config.model.vocab_size();
             if matches!(&run.input, RunInput::Known(tokens) if tokens.iter().any(|&t| t as usize >= vocab_size))
             {
@@ -148,12 +158,18 @@ impl SimExecutor {
         }
     }
 
-    /// A page that a run writes is in no other table, of this step or of one in flight, and twice in none.
+    /// A page that a run writes is in no other table, of this step or of one in flight, and twice in none; nor does anyone else
+    /// have its state slot.
     fn check_sharing(&self, plan: &StepPlan) -> Result<(), String> {
         let block_size = self.config.kv.block_size;
-        let mut writers = HashMap::new();
+        let (mut writers, mut owners) = (HashMap::new(), HashMap::new());
         let in_flight = self.launched.iter().flat_map(|launched| &launched.plan.runs);
         for run in in_flight.chain(&plan.runs) {
+            if let Some(slot) = run.state
+                && *owners.entry(slot).or_insert(run.request) != run.request
+            {
+                return Err(format!("two requests have state slot {}", slot.0));
+            }
             for page in self.pages(run, |_| run.start / block_size.tokens()) {
                 if *writers.entry(page).or_insert(run.request) != run.request {
                     return Err(format!("two requests write page {}", page.0));
@@ -274,6 +290,9 @@ impl SimExecutor {
                 sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
             }
         }
+        if let Some(slot) = run.state {
+            self.states[slot.index()] = Some(context);
+        }
         scores.extend(run.score.as_ref().map(|_| scored));
         pooled.push(run.pool.map(|_| sum.to_vec()));
         let Some(spec) = &run.sample else { return Ok(None) };
@@ -323,13 +342,23 @@ impl SimExecutor {
             }
             context = context.or(seen);
         }
-        context.ok_or_else(|| format!("{} sees nothing of its context", run.request))
+        let context = context.ok_or_else(|| format!("{} sees nothing of its context", run.request))?;
+        match run.state.filter(|_| run.start > 0) {
+            Some(slot) if self.states[slot.index()] != Some(context) => Err(format!(
+                "the state of {} in slot {} belongs to another context",
+                run.request, slot.0
+            )),
+            _ => Ok(context),
+        }
     }
 
     /// A failed step leaves garbage wherever it was to write.
     fn ruin(&mut self, run: &Run) {
         for position in run.start..run.end() {
             self.write(run, position, GARBAGE);
+        }
+        if let Some(slot) = run.state {
+            self.states[slot.index()] = None;
         }
         for later in &mut self.launched {
             later.ruined.insert(run.request);

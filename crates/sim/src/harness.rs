@@ -443,7 +443,7 @@ impl<'a> Life<'a> {
             return Err("who comes late is told of another cache".into());
         }
         let stats = self.scheduler.stats();
-        if stats.pages_used != 0 || stats.waiting + stats.running + stats.leaving != 0 {
+        if stats.pages_used + stats.slots.used != 0 || stats.waiting + stats.running + stats.leaving != 0 {
             return Err(format!("something is left: {stats:?}"));
         }
         let count = |state| {

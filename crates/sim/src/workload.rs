@@ -70,15 +70,17 @@ impl Workload {
         };
         let groups = random_groups(rng);
         let num_pages = num_blocks * groups.pages_per_block();
-        let kv = KvConfig {
-            block_size,
-            num_pages,
-            groups,
-        };
         let limits = StepLimits {
             max_num_batched_tokens: *[1, 3, 8, 17, 64, 500].choose(rng).expect("there are limits"),
             max_num_seqs: rng.random_range(1..=10),
             max_model_len: rng.random_range(16..=256),
+        };
+        let (groups, state_slots) = with_states(seed, groups, limits.max_num_seqs);
+        let kv = KvConfig {
+            block_size,
+            num_pages,
+            groups,
+            state_slots,
         };
         let scheduler = SchedulerConfig {
             limits,
@@ -132,6 +134,20 @@ impl Workload {
             prompt_budget: prompt_budget(seed, limits.max_num_batched_tokens),
         }
     }
+}
+
+/// In one model of three, some layers have states, mostly in as many slots as requests run at once, or in fewer.
+fn with_states(seed: u64, groups: CacheGroups, max_num_seqs: usize) -> (CacheGroups, usize) {
+    // Draws of its own: all else is as without.
+    let mut rng = StdRng::seed_from_u64(seed.rotate_left(32));
+    if !rng.random_bool(0.33) {
+        return (groups, 0);
+    }
+    let slots = match rng.random_bool(0.7) {
+        true => max_num_seqs,
+        false => rng.random_range(1..=max_num_seqs),
+    };
+    (groups.with_states(rng.random_range(1..=5)), slots)
 }
 
 /// That of a small device, for one engine in four.

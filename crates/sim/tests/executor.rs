@@ -15,6 +15,7 @@ fn executor() -> SimExecutor {
             block_size: BlockSize::new(8).expect("8 is legal"),
             num_pages: 4,
             groups: CacheGroups::default(),
+            state_slots: 0,
         },
         limits: StepLimits {
             max_num_batched_tokens: 16,
@@ -33,6 +34,7 @@ fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[u32]) -> Run {
         start,
         input: RunInput::Known(tokens.to_vec()),
         tables: vec![GroupTable::whole(pages)],
+        state: None,
         sample: None,
         score: None,
         pool: None,

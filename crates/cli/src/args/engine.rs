@@ -179,6 +179,11 @@ pub struct LimitArgs {
     /// least 80 GB where the KV cache has room for them, 512 on other GPUs, 32 on a CPU]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_num_seqs: Option<usize>,
+    /// Of a model whose layers keep a state of fixed size per request (Qwen3.5): tokens that a request has on average. States and
+    /// KV share the memory, and as many requests run at once as leave KV for so many tokens to each, unless --max-num-seqs
+    /// says how many [default: 8192, or --max-model-len if that is less]
+    #[arg(long, value_name = "TOKENS", value_parser = tokens)]
+    pub mean_request_len: Option<usize>,
     /// Maximum number of tokens in one step; longer prompts are computed in chunks [default: decided at start: 8192 on a GPU,
     /// 512 on a CPU]
     #[arg(long, value_name = "TOKENS", value_parser = tokens)]

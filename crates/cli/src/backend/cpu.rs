@@ -44,10 +44,14 @@ impl Device for CpuBackend {
         Ok(config.max_tokens())
     }
 
+    fn state_layers(&self) -> Result<usize, Error> {
+        self.layers_with_states()
+    }
+
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         self.set_threads();
         let model = plimsoll_model::Footprint::read(&self.model, self.settings.load_options())?;
-        let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token());
+        let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes());
         let footprint = CpuFootprint {
             model: Rc::new(model),
             limits,
@@ -66,7 +70,7 @@ impl Backend for CpuBackend {
         };
         let model = Model::load(&self.model, load_options, &self.device, progress)?;
         Ok(LoadedModel {
-            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token()),
+            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes()),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled: disabled(instruction_set(), self.settings.device),
@@ -179,6 +183,10 @@ impl Footprint for CpuFootprint {
     fn with_state(&self, kv: KvConfig, arena: u64) -> Meters {
         let parts = [
             (Component::Kv, self.model.kv_bytes(kv)),
+            (
+                Component::States,
+                self.model.state_bytes().saturating_mul(kv.state_slots as u64),
+            ),
             (Component::Staging, self.model.staging_bytes(&self.limits)),
             (Component::Arena, arena),
         ];

@@ -54,7 +54,7 @@ fn options(settings: &EngineSettings) -> GpuOptions {
 }
 
 fn facts_and_footprint(model: GpuFootprint, device: Meters) -> (ModelFacts, Box<dyn Footprint>) {
-    let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token());
+    let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token(), 0);
     let model = Rc::new(model);
     (facts, Box::new(PredictedGpu { model, device }))
 }
@@ -81,6 +81,10 @@ impl Device for GpuBackend {
         self.longest_request()
     }
 
+    fn state_layers(&self) -> Result<usize, Error> {
+        self.layers_with_states()
+    }
+
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         let shape = state_shape(&self.settings, limits);
         let model = GpuFootprint::on(&self.device, &self.model, shape)?;
@@ -96,7 +100,11 @@ impl Backend for GpuBackend {
         };
         let model = GpuModel::load(&self.model, load_options, &self.device, progress)?;
         let capability = self.device.info().compute_capability;
-        let head_dim = model.spec().layers[0].attention().head_dim;
+        let head_dim = model
+            .spec()
+            .attention()
+            .next()
+            .map_or(0, |attention| attention.head_dim);
         let fp8_kv = self.settings.kv_cache_dtype == KvDtype::Fp8;
         let mut disabled = disabled(capability, head_dim, fp8_kv, self.settings.enforce_eager);
         if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
@@ -106,7 +114,7 @@ impl Backend for GpuBackend {
             });
         }
         Ok(LoadedModel {
-            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token()),
+            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token(), 0),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled,
@@ -263,6 +271,10 @@ impl Device for AssumedGpu {
 
     fn max_model_len(&self) -> Result<usize, Error> {
         self.longest_request()
+    }
+
+    fn state_layers(&self) -> Result<usize, Error> {
+        self.layers_with_states()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

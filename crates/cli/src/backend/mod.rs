@@ -56,6 +56,12 @@ pub trait Device: fmt::Debug + Send + Sync {
     /// Where its configuration cannot be read or served.
     fn max_model_len(&self) -> Result<usize, Error>;
 
+    /// Layers of the model that keep a state of fixed size per request.
+    ///
+    /// # Errors
+    /// As [`Self::max_model_len`].
+    fn state_layers(&self) -> Result<usize, Error>;
+
     /// What the model and a state for these limits would take.
     ///
     /// # Errors
@@ -136,6 +142,10 @@ impl<D> ModelOn<D> {
         Ok(ModelConfig::read(&self.model, &self.settings.serve_as)?)
     }
 
+    fn layers_with_states(&self) -> Result<usize, Error> {
+        Ok(self.config()?.spec.cache_groups().state_layers())
+    }
+
     fn longest_request(&self) -> Result<usize, Error> {
         Ok(self.config()?.max_tokens())
     }
@@ -174,6 +184,8 @@ pub struct ModelFacts {
     pub groups: CacheGroups,
     /// Bytes of KV that a token takes while every layer keeps it.
     pub kv_bytes_per_token: u64,
+    /// Bytes of the states of fixed size that a request has beside its KV; 0 where no layer has one.
+    pub state_bytes: u64,
     /// How its linear layers are stored, if not in floats.
     pub quantization: Option<String>,
     /// Weights it has; `None` for a simulated model.
@@ -181,7 +193,7 @@ pub struct ModelFacts {
 }
 
 impl ModelFacts {
-    fn of(config: &ModelConfig, kv_bytes_per_token: u64) -> Self {
+    fn of(config: &ModelConfig, kv_bytes_per_token: u64, state_bytes: u64) -> Self {
         let embedding = config.embedding.as_ref();
         Self {
             vocab_size: config.spec.vocab_size,
@@ -193,6 +205,7 @@ impl ModelFacts {
             }),
             groups: config.spec.cache_groups(),
             kv_bytes_per_token,
+            state_bytes,
             quantization: config.spec.quantization.name(),
             num_parameters: Some(config.spec.num_parameters()),
         }

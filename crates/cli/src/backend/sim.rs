@@ -78,6 +78,7 @@ impl SimBackend {
             }),
             groups: self.spec().cache_groups(),
             kv_bytes_per_token: KV_BYTES_PER_TOKEN,
+            state_bytes: 0,
             quantization: None,
             num_parameters: None,
         })
@@ -96,6 +97,10 @@ impl Device for SimBackend {
     fn max_model_len(&self) -> Result<usize, Error> {
         let asked = self.settings.max_model_len;
         Ok(asked.map_or(MODEL_LEN, |asked| asked.min(LONGEST_MODEL_LEN)))
+    }
+
+    fn state_layers(&self) -> Result<usize, Error> {
+        Ok(self.spec().cache_groups().state_layers())
     }
 
     fn footprint(&self, _limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

@@ -238,6 +238,8 @@ pub(crate) struct ShapeKey {
     pub(crate) max_model_len: usize,
     pub(crate) block_size: usize,
     pub(crate) kv_bytes_per_token: u64,
+    /// Of the states of one request.
+    pub(crate) state_bytes: u64,
     pub(crate) kv_cache_dtype: String,
     pub(crate) dtype: String,
     /// How linear layers are stored on the device, if not as `dtype` says.

@@ -64,6 +64,7 @@ impl Limits {
             block_size: BlockSize::new(self.block_size).unwrap_or_default(),
             num_pages: self.kv_tokens / self.block_size.max(1) * groups.pages_per_block(),
             groups,
+            state_slots: 0,
         }
     }
 

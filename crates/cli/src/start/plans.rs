@@ -46,6 +46,7 @@ pub(super) fn key(
         max_model_len: limits.max_model_len,
         block_size: settings.block_size.tokens(),
         kv_bytes_per_token: facts.kv_bytes_per_token,
+        state_bytes: facts.state_bytes,
         kv_cache_dtype: format!("{:?}", settings.kv_cache_dtype),
         dtype: format!("{:?}", settings.dtype),
         quantization: facts.quantization.clone(),

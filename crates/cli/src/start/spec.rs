@@ -1,12 +1,15 @@
 //! What is asked of the auto-profile: the flags, over what suits the device.
 
 use plimsoll_core::StepLimits;
-use plimsoll_profiler::{MAX_STEP, MAX_TOKENS, Margins, ProfileSpec};
+use plimsoll_profiler::{MAX_STEP, MAX_TOKENS, Margins, ProfileSpec, requests_with_states};
 
 use crate::backend::{Device, ModelFacts};
+use crate::bytes::Bytes;
 use crate::error::Error;
 use crate::settings::EngineSettings;
 
+/// The largest step: from the flags, or what suits the device and the model.
+///
 /// # Errors
 /// Where the model's configuration cannot be read, or limits do not go together.
 pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Result<StepLimits, Error> {
@@ -40,10 +43,38 @@ pub(super) fn step_limits(settings: &EngineSettings, device: &dyn Device) -> Res
         );
         return Err(Error::configuration("--max-num-batched-tokens", message));
     }
-    Ok(StepLimits {
+    let limits = StepLimits {
         max_num_batched_tokens,
         max_num_seqs,
         max_model_len,
+    };
+    match settings.max_num_seqs.is_none() && device.state_layers()? > 0 {
+        true => fewer_for_states(settings, device, limits),
+        false => Ok(limits),
+    }
+}
+
+/// Tokens of a request on average where nobody says.
+const MEAN_REQUEST_LEN: usize = 8192;
+
+/// The limits with as many requests at once as their states leave enough KV to.
+fn fewer_for_states(
+    settings: &EngineSettings,
+    device: &dyn Device,
+    limits: StepLimits,
+) -> Result<StepLimits, Error> {
+    let (facts, footprint) = device.footprint(limits)?;
+    let spec = profile_spec(settings, device, limits, &facts, footprint.idle().total);
+    let mean = settings.mean_request_len.unwrap_or(MEAN_REQUEST_LEN);
+    let requests = requests_with_states(&spec, &*footprint, mean.min(limits.max_model_len));
+    let max_num_seqs = requests.max(settings.least_num_seqs);
+    tracing::info!(
+        "{max_num_seqs} requests at once: each has states of {} beside its KV (--max-num-seqs, --mean-request-len)",
+        Bytes(facts.state_bytes)
+    );
+    Ok(StepLimits {
+        max_num_seqs,
+        ..limits
     })
 }
 
@@ -62,6 +93,7 @@ pub(super) fn profile_spec(
         facts.kv_bytes_per_token,
     );
     spec.groups = facts.groups;
+    spec.state_bytes = facts.state_bytes;
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
     spec.num_parameters = facts.num_parameters;

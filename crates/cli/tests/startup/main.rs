@@ -9,6 +9,7 @@ mod plan_cache;
 mod prediction;
 mod process;
 mod recovery;
+mod states;
 mod two_servers;
 
 use std::path::{Path, PathBuf};
@@ -41,6 +42,15 @@ const CONFIG: &str = r#"{
     "max_position_embeddings": 4096, "tie_word_embeddings": false
 }"#;
 
+/// Three of four layers have states.
+const HYBRID: &str = r#"{
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "dtype": "float32", "hidden_act": "silu",
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "vocab_size": 260,
+    "max_position_embeddings": 4096, "tie_word_embeddings": false,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 64
+}"#;
+
 struct Model {
     dir: tempfile::TempDir,
 }
@@ -48,6 +58,10 @@ struct Model {
 impl Model {
     fn new() -> Self {
         Self::of(CONFIG)
+    }
+
+    fn hybrid() -> Self {
+        Self::of(HYBRID)
     }
 
     fn of(config: &str) -> Self {
@@ -166,8 +180,10 @@ async fn stop(ready: Started, budget: &Budget) {
 #[tokio::test(flavor = "multi_thread")]
 async fn every_allocation_of_a_start_may_fail() {
     // Weights and probe cannot be made smaller, the final state can.
-    let Ends { smaller, refused, .. } = fail_each_allocation("").await;
-    assert!(smaller > 0 && refused > 0, "{smaller} smaller, {refused} refused");
+    for model in [Model::new(), Model::hybrid()] {
+        let Ends { smaller, refused, .. } = fail_each_allocation(&model, "").await;
+        assert!(smaller > 0 && refused > 0, "{smaller} smaller, {refused} refused");
+    }
 }
 
 /// An error of the driver ends the start in whatever phase it comes, with its words and its own exit code: memory is not to
@@ -214,7 +230,8 @@ async fn an_error_of_the_driver_ends_a_start_wherever_it_comes() {
 /// A pinned size is that size or an error.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_allocation_of_a_pinned_start_may_fail() {
-    let Ends { smaller, refused, .. } = fail_each_allocation("--max-total-token-num 4096").await;
+    let Ends { smaller, refused, .. } =
+        fail_each_allocation(&Model::new(), "--max-total-token-num 4096").await;
     assert!(
         smaller == 0 && refused > 0,
         "{smaller} smaller, {refused} refused"
@@ -230,8 +247,7 @@ struct Ends {
     refused: usize,
 }
 
-async fn fail_each_allocation(flags: &str) -> Ends {
-    let model = Model::new();
+async fn fail_each_allocation(model: &Model, flags: &str) -> Ends {
     let budget = Budget::new(BUDGET);
     let clean = model.start(flags, &budget).unwrap();
     let expected = answers(&clean.engine).await;

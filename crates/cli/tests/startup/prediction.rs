@@ -20,7 +20,11 @@ use serde_json::json;
 use crate::Model;
 
 /// The prediction and the measurement of the same start.
-fn both(source: &Source, flags: &str, bytes: u64) -> (Result<Prediction, Error>, Result<Report, Error>) {
+pub(crate) fn both(
+    source: &Source,
+    flags: &str,
+    bytes: u64,
+) -> (Result<Prediction, Error>, Result<Report, Error>) {
     let argv: &[&str] = match source {
         Source::Sim => &["plimsoll", "profile", "sim"],
         Source::Files { .. } => &["plimsoll", "profile", "--load-format", "dummy", "--threads", "2"],
@@ -50,7 +54,7 @@ fn both(source: &Source, flags: &str, bytes: u64) -> (Result<Prediction, Error>,
     (predicted, proved.map(|proof| proof.report().clone()))
 }
 
-fn compare(prediction: &Prediction, report: &Report, context: &str) {
+pub(crate) fn compare(prediction: &Prediction, report: &Report, context: &str) {
     assert_eq!(
         (prediction.kv_tokens, prediction.bound),
         (report.kv_tokens, report.bound),
@@ -58,6 +62,7 @@ fn compare(prediction: &Prediction, report: &Report, context: &str) {
     );
     assert_eq!(prediction.baseline, report.baseline, "{context}");
     assert_eq!(prediction.ready, report.ready, "{context}");
+    assert_eq!(prediction.states, report.states, "{context}");
     for compared in prediction.compare(report) {
         let error = compared.error.unwrap_or(0.0);
         assert!(error.abs() < 0.03, "{context}: {compared:?}");
@@ -217,7 +222,7 @@ fn random_config(rng: &mut StdRng) -> String {
     ];
     let dtypes = ["float32", "float16", "bfloat16"];
     let kv_heads = rng.random_range(1..3);
-    json!({
+    let mut config = json!({
         "architectures": [families[rng.random_range(0..families.len())]],
         "dtype": dtypes[rng.random_range(0..dtypes.len())],
         "hidden_act": "silu",
@@ -233,8 +238,22 @@ fn random_config(rng: &mut StdRng) -> String {
         "max_position_embeddings": 4096,
         "tie_word_embeddings": rng.random::<bool>(),
         "sliding_window": null,
-    })
-    .to_string()
+    });
+    if rng.random_bool(0.3) {
+        // Layers with states beside those with attention.
+        let key_heads = rng.random_range(1..3);
+        config["architectures"] = json!(["Qwen3_5ForCausalLM"]);
+        // A quarter of a head is rotated, in pairs.
+        config["head_dim"] = json!(8 * rng.random_range(1..6));
+        config["num_hidden_layers"] = json!(rng.random_range(2..6));
+        config["full_attention_interval"] = json!(2);
+        config["linear_num_key_heads"] = json!(key_heads);
+        config["linear_num_value_heads"] = json!(key_heads * rng.random_range(1..4));
+        config["linear_key_head_dim"] = json!(rng.random_range(1..70));
+        config["linear_value_head_dim"] = json!(rng.random_range(1..70));
+        config["linear_conv_kernel_dim"] = json!(rng.random_range(2..6));
+    }
+    config.to_string()
 }
 
 /// The parts sum to what the device says is in use.

@@ -100,8 +100,12 @@ async fn a_neighbour_that_takes_all_memory_disturbs_no_request() {
 /// Only the requests of the step without memory fail; the others wait for the new state and say what they would have.
 #[tokio::test(flavor = "multi_thread")]
 async fn one_step_without_memory_costs_its_requests_alone() {
-    let model = Model::new();
-    for flags in ["", "--max-total-token-num 1024", "--no-enable-prefix-caching"] {
+    for (model, flags) in [
+        (Model::new(), ""),
+        (Model::new(), "--max-total-token-num 1024"),
+        (Model::new(), "--no-enable-prefix-caching"),
+        (Model::hybrid(), ""),
+    ] {
         let budget = Budget::new(BUDGET);
         let ready = model.start(flags, &budget).unwrap();
         let (engine, memory) = (ready.engine.clone(), ready.memory.clone());
@@ -203,25 +207,26 @@ async fn a_neighbour_that_stays_leaves_a_smaller_server_or_one_that_waits() {
 /// Asleep, there is nothing but the weights; awake, everything is as it was.
 #[tokio::test(flavor = "multi_thread")]
 async fn sleep_gives_everything_back_but_the_weights() {
-    let model = Model::new();
-    let budget = Budget::new(BUDGET);
-    let ready = model.start("", &budget).unwrap();
-    let engine = ready.engine.clone();
-    let expected = answers(&engine).await;
-    until_ready(&engine).await;
-    let awake = budget.meters();
-    for _ in 0..2 {
-        engine.sleep(PATIENCE).await.unwrap();
-        let asleep = budget.meters();
-        assert_eq!(asleep.reserved, awake.by_component.get(Component::Weights));
-        engine.wake().await.unwrap();
-        assert_eq!(budget.meters().by_component, awake.by_component);
-        assert_eq!(answers(&engine).await, expected);
+    for model in [Model::new(), Model::hybrid()] {
+        let budget = Budget::new(BUDGET);
+        let ready = model.start("", &budget).unwrap();
+        let engine = ready.engine.clone();
+        let expected = answers(&engine).await;
+        until_ready(&engine).await;
+        let awake = budget.meters();
+        for _ in 0..2 {
+            engine.sleep(PATIENCE).await.unwrap();
+            let asleep = budget.meters();
+            assert_eq!(asleep.reserved, awake.by_component.get(Component::Weights));
+            engine.wake().await.unwrap();
+            assert_eq!(budget.meters().by_component, awake.by_component);
+            assert_eq!(answers(&engine).await, expected);
+        }
+        assert_eq!(engine.stats().rebuilds_wake, 2);
+        assert_eq!(ready.memory.allocations_after_ready(), 0);
+        drop(engine);
+        stop(ready, &budget).await;
     }
-    assert_eq!(engine.stats().rebuilds_wake, 2);
-    assert_eq!(ready.memory.allocations_after_ready(), 0);
-    drop(engine);
-    stop(ready, &budget).await;
 }
 
 /// Who wakes measures the device as a start does, so not while another start does.

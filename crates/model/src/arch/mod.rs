@@ -8,6 +8,8 @@ mod mistral;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
+mod qwen3_next;
 mod rope;
 mod smollm3;
 
@@ -43,6 +45,10 @@ pub enum Architecture {
     Qwen2,
     /// Qwen 3, dense.
     Qwen3,
+    /// Qwen 3.5, dense, text; Qwen 3.6 and 3.8 too.
+    Qwen3_5,
+    /// Qwen3-Next, as far as its MLPs are dense.
+    Qwen3Next,
     /// SmolLM3.
     SmolLM3,
 }
@@ -65,11 +71,13 @@ struct Family {
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
         Self::Qwen3,
+        Self::Qwen3_5,
+        Self::Qwen3Next,
         Self::Gemma2,
         Self::Gemma3,
         Self::Ministral3,
@@ -87,6 +95,8 @@ impl Architecture {
             Self::Phi3 => phi3::FAMILY,
             Self::Qwen2 => qwen2::FAMILY,
             Self::Qwen3 => qwen3::FAMILY,
+            Self::Qwen3_5 => qwen3_5::FAMILY,
+            Self::Qwen3Next => qwen3_next::FAMILY,
             Self::SmolLM3 => smollm3::FAMILY,
         }
     }
@@ -204,6 +214,7 @@ fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
             scale: 1.0 / (head_dim as f32).sqrt(),
             soft_cap: None,
             sinks: false,
+            gated: false,
             projections: Projections::Separate,
         }),
         mlp: Mlp::Dense(DenseMlpSpec {
@@ -228,9 +239,16 @@ fn check_layer_types(config: &RawConfig, is_sliding: impl Fn(usize) -> bool) -> 
 
 const SLIDING: &str = "sliding_attention";
 const FULL: &str = "full_attention";
+pub(crate) const LINEAR: &str = "linear_attention";
 
 /// Which layers have a window, of a family in which all but every n-th have one (0: all) unless `layer_types` says otherwise.
 fn sliding_layers(config: &RawConfig, every: usize) -> Result<Vec<bool>, ModelError> {
+    layers_of_kind(config, SLIDING, every)
+}
+
+/// Which layers are of `kind`, of a family in which all but every n-th are (0: all) unless `layer_types` says otherwise; the
+/// others have full attention.
+fn layers_of_kind(config: &RawConfig, kind: &str, every: usize) -> Result<Vec<bool>, ModelError> {
     let Some(kinds) = &config.layer_types else {
         return Ok((1..=config.num_hidden_layers)
             .map(|layer| every == 0 || layer % every != 0)
@@ -238,13 +256,13 @@ fn sliding_layers(config: &RawConfig, every: usize) -> Result<Vec<bool>, ModelEr
     };
     let kinds = list("layer_types", kinds, config)?.iter().enumerate();
     kinds
-        .map(|(layer, kind)| match kind.as_str() {
-            SLIDING => Ok(true),
+        .map(|(layer, found)| match found.as_str() {
             FULL => Ok(false),
+            found if found == kind => Ok(true),
             other => Err(ModelError::unsupported(
                 format!("layer_types[{layer}]"),
                 format!("`{other}`"),
-                format!("{SLIDING} and {FULL} are"),
+                format!("{kind} and {FULL} are"),
             )),
         })
         .collect()

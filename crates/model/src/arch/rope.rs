@@ -45,6 +45,13 @@ impl<'a> Reader<'a> {
 
     fn spec(&self) -> Result<RopeSpec, ModelError> {
         let Self { raw, config, .. } = *self;
+        if raw.mrope_section.is_some() || raw.mrope_interleaved.is_some() {
+            return Err(ModelError::unsupported(
+                format!("{}.mrope_section", self.field),
+                "given",
+                "positions of one dimension are, in this family",
+            ));
+        }
         let partial = raw
             .partial_rotary_factor
             .or(config.partial_rotary_factor)

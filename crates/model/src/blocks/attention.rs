@@ -5,7 +5,7 @@ use crate::spec::{AttentionSpec, LayerSpec, Projections};
 #[derive(Clone, Debug)]
 pub(crate) struct Attention<L, V> {
     norm: V,
-    /// q, k and v, stacked.
+    /// q, its gates if it has any, k and v, stacked.
     pub(crate) qkv: L,
     /// Of the heads of q and of k.
     qk_norm: Option<[V; 2]>,
@@ -19,6 +19,7 @@ pub(crate) struct Attention<L, V> {
 impl<L, V> Attention<L, V> {
     pub(super) fn visit<T>(
         layer: &LayerSpec,
+        spec: &AttentionSpec,
         hidden: usize,
         scope: &Scope<'_>,
         visitor: &mut T,
@@ -26,16 +27,20 @@ impl<L, V> Attention<L, V> {
     where
         T: Visitor<Linear = L, Vector = V>,
     {
-        let spec = layer.attention();
         let (q, kv) = (spec.q_size(), spec.kv_size());
-        let parts = match spec.projections {
-            Projections::Separate => vec![("q_proj", q), ("k_proj", kv), ("v_proj", kv)],
-            Projections::Fused => vec![("qkv_proj", spec.qkv_size())],
-        };
         let own = scope.part("self_attn");
-        let parts = parts
-            .into_iter()
-            .map(|(part, outputs)| own.matrix(part, outputs, hidden));
+        let matrix = |name, outputs| own.matrix(name, outputs, hidden);
+        let parts = match spec.projections {
+            Projections::Separate => vec![
+                match spec.gated {
+                    false => matrix("q_proj", q),
+                    true => own.grouped("q_proj", spec.heads, [spec.head_dim, spec.head_dim, 0, 0], hidden),
+                },
+                matrix("k_proj", kv),
+                matrix("v_proj", kv),
+            ],
+            Projections::Fused => vec![matrix("qkv_proj", spec.qkv_size())],
+        };
         let norm = |name: String, len| Vector::norm(name, len, layer.norm);
         Ok(Self {
             norm: visitor.vector(&norm(scope.name("input_layernorm.weight"), hidden))?,
@@ -45,7 +50,7 @@ impl<L, V> Attention<L, V> {
                     true => ["k_scale", "v_scale"].map(|scale| own.name(scale)).to_vec(),
                     false => Vec::new(),
                 },
-                ..Stack::new(parts.collect())
+                ..Stack::new(parts)
             })?,
             qk_norm: match spec.qk_norm {
                 false => None,
@@ -70,6 +75,7 @@ impl<L, V> Attention<L, V> {
     pub(super) fn write<O: Operations<L, V>>(
         &self,
         layer: &LayerSpec,
+        spec: &AttentionSpec,
         added: Option<&V>,
         step: &mut O,
     ) -> Result<(), O::Error> {
@@ -79,22 +85,21 @@ impl<L, V> Attention<L, V> {
             eps: layer.norm.eps,
         };
         step.project_qkv(&norms, &self.qkv)?;
-        step.write_kv(layer, self.qk_norm.as_ref())
+        step.write_kv(layer, spec, self.qk_norm.as_ref())
     }
 
     /// The rest, of the last layer only for the rows that are given out.
     pub(super) fn finish<O: Operations<L, V>>(
         &self,
-        layer: &LayerSpec,
+        spec: &AttentionSpec,
         is_last: bool,
         step: &mut O,
     ) -> Result<(), O::Error> {
-        let attention = layer.attention();
-        step.attend(attention, self.sinks.as_ref())?;
+        step.attend(spec, self.sinks.as_ref())?;
         if is_last {
-            step.keep_given(attention)?;
+            step.keep_given(spec.q_size())?;
         }
-        step.project_output(attention, &self.output)
+        step.project_output(&self.output)
     }
 }
 

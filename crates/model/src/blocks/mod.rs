@@ -3,6 +3,7 @@
 
 mod attention;
 mod count;
+mod delta_net;
 mod dense_mlp;
 mod formats;
 mod tensors;
@@ -10,12 +11,13 @@ mod tensors;
 use std::sync::Arc;
 
 pub(crate) use attention::Attention;
+pub(crate) use delta_net::{DeltaNet, DeltaRule};
 pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use formats::check_formats;
 pub(crate) use tensors::{Matrix, Scope, Stack, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};
-use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
+use crate::spec::{self, AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec};
 use crate::{DecoderSpec, OutputHead};
 
 /// Makes something of each tensor of a decoder: weights, sizes, places.
@@ -57,8 +59,15 @@ pub(crate) struct Decoder<E, L, V> {
 #[derive(Clone, Debug)]
 pub(crate) struct Layer<L, V> {
     pub(crate) spec: Arc<LayerSpec>,
-    pub(crate) mixer: Attention<L, V>,
+    pub(crate) mixer: Mixer<L, V>,
     pub(crate) mlp: DenseMlp<L, V>,
+}
+
+/// What lets tokens see each other, and the norms around it.
+#[derive(Clone, Debug)]
+pub(crate) enum Mixer<L, V> {
+    Attention(Attention<L, V>),
+    DeltaNet(DeltaNet<L, V>),
 }
 
 impl<E, L, V> Decoder<E, L, V> {
@@ -113,9 +122,7 @@ impl<E, L, V> Decoder<E, L, V> {
                 return Ok(());
             }
             layer.mixer.finish(&layer.spec, is_last, step)?;
-            layer
-                .mlp
-                .forward(&layer.spec, layer.mixer.post_norm.as_ref(), step)?;
+            layer.mlp.forward(&layer.spec, layer.mixer.post_norm(), step)?;
             added = layer.mlp.post_norm.as_ref();
         }
         step.finish(&Norms {
@@ -137,10 +144,73 @@ impl<L, V> Layer<L, V> {
         T: Visitor<Linear = L, Vector = V>,
     {
         Ok(Self {
-            mixer: Attention::visit(spec, hidden, scope, visitor)?,
+            mixer: Mixer::visit(spec, hidden, scope, visitor)?,
             mlp: DenseMlp::visit(spec, hidden, scope, visitor)?,
             spec: Arc::clone(spec),
         })
+    }
+}
+
+impl<L, V> Mixer<L, V> {
+    fn visit<T>(
+        layer: &LayerSpec,
+        hidden: usize,
+        scope: &Scope<'_>,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error>
+    where
+        T: Visitor<Linear = L, Vector = V>,
+    {
+        Ok(match &layer.mixer {
+            spec::Mixer::Attention(spec) => {
+                Self::Attention(Attention::visit(layer, spec, hidden, scope, visitor)?)
+            }
+            spec::Mixer::DeltaNet(spec) => {
+                Self::DeltaNet(DeltaNet::visit(layer, spec, hidden, scope, visitor)?)
+            }
+        })
+    }
+
+    /// Up to the point from which rows that are not given out no longer matter.
+    fn write<O: Operations<L, V>>(
+        &self,
+        layer: &LayerSpec,
+        added: Option<&V>,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
+        match (self, &layer.mixer) {
+            (Self::Attention(block), spec::Mixer::Attention(spec)) => block.write(layer, spec, added, step),
+            (Self::DeltaNet(block), spec::Mixer::DeltaNet(spec)) => block.write(layer, spec, added, step),
+            _ => unreachable!("blocks are made from their layers"),
+        }
+    }
+
+    fn finish<O: Operations<L, V>>(
+        &self,
+        layer: &LayerSpec,
+        is_last: bool,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
+        match (self, &layer.mixer) {
+            (Self::Attention(block), spec::Mixer::Attention(spec)) => block.finish(spec, is_last, step),
+            (Self::DeltaNet(block), spec::Mixer::DeltaNet(spec)) => block.finish(spec, is_last, step),
+            _ => unreachable!("blocks are made from their layers"),
+        }
+    }
+
+    fn post_norm(&self) -> Option<&V> {
+        match self {
+            Self::Attention(block) => block.post_norm.as_ref(),
+            Self::DeltaNet(block) => block.post_norm.as_ref(),
+        }
+    }
+
+    /// The attention, where that is what it is.
+    pub(crate) fn attention(&self) -> Option<&Attention<L, V>> {
+        match self {
+            Self::Attention(block) => Some(block),
+            Self::DeltaNet(_) => None,
+        }
     }
 }
 
@@ -164,23 +234,40 @@ pub(crate) trait Operations<L, V> {
     /// What follows is that layer's.
     fn begin_layer(&mut self, index: usize);
 
-    /// The projections of the norm of the residual stream to q, k and v.
+    /// The projections of the norm of the residual stream to q, its gates if there are any, k and v.
     fn project_qkv(&mut self, norms: &Norms<'_, V>, qkv: &L) -> Result<(), Self::Error>;
 
     /// Norms of the heads of q and k, rotation, and k and v to the layer's cache.
-    fn write_kv(&mut self, layer: &LayerSpec, qk_norm: Option<&[V; 2]>) -> Result<(), Self::Error>;
+    fn write_kv(
+        &mut self,
+        layer: &LayerSpec,
+        attention: &AttentionSpec,
+        qk_norm: Option<&[V; 2]>,
+    ) -> Result<(), Self::Error>;
 
-    /// From q and the layer's cache to what is attended.
+    /// From q and the layer's cache to what is attended, times the sigmoids of the gates if there are any.
     fn attend(&mut self, attention: &AttentionSpec, sinks: Option<&V>) -> Result<(), Self::Error>;
+
+    /// The projections of the norm of the residual stream to q, k, v and the output's gate, and to the gates of the state.
+    fn project_delta(&mut self, norms: &Norms<'_, V>, qkvz: &L, ba: &L) -> Result<(), Self::Error>;
+
+    /// From these and the layer's states to the states behind the step, and to the normalised and gated output, which takes
+    /// the place of what is attended.
+    fn apply_delta_rule(
+        &mut self,
+        layer: &LayerSpec,
+        delta_net: &DeltaNetSpec,
+        rule: &DeltaRule<V>,
+    ) -> Result<(), Self::Error>;
 
     /// Rows of the step that are given out.
     fn rows_given(&self) -> usize;
 
-    /// From here on, only these rows of the residual stream and of what is attended matter.
-    fn keep_given(&mut self, attention: &AttentionSpec) -> Result<(), Self::Error>;
+    /// From here on, only these rows of the residual stream and of what is attended matter; the latter are of that width.
+    fn keep_given(&mut self, attended: usize) -> Result<(), Self::Error>;
 
     /// From what is attended to what is added to the residual stream.
-    fn project_output(&mut self, attention: &AttentionSpec, output: &L) -> Result<(), Self::Error>;
+    fn project_output(&mut self, output: &L) -> Result<(), Self::Error>;
 
     /// The gated projections of the norm of the residual stream.
     fn project_gated(
@@ -202,8 +289,10 @@ pub(crate) trait Operations<L, V> {
 pub(crate) struct Widths {
     /// The residual stream, its norm, and what is added to it.
     pub(crate) hidden: usize,
-    /// q, k and v.
+    /// What a mixer projects to first: q, k, v and gates of what is attended.
     pub(crate) qkv: usize,
+    /// Gates of states.
+    pub(crate) state_gates: usize,
     /// What is attended; rotated queries, where they have a place of their own.
     pub(crate) attended: usize,
     /// Gate and up.
@@ -223,7 +312,10 @@ impl Widths {
             ..Self::default()
         };
         for layer in &spec.layers {
-            attention::widen(layer.attention(), &mut widths);
+            match &layer.mixer {
+                spec::Mixer::Attention(spec) => attention::widen(spec, &mut widths),
+                spec::Mixer::DeltaNet(spec) => delta_net::widen(spec, &mut widths),
+            }
             dense_mlp::widen(layer.dense_mlp(), &mut widths);
         }
         let widest = widths.hidden.max(widths.attended).max(widths.activated);

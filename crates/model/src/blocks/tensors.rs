@@ -2,12 +2,15 @@
 
 use crate::quantization::{MatrixFormat, Quantization};
 use crate::spec::NormSpec;
+use crate::weights::RowOrder;
 
 /// A vector.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Vector {
     pub(crate) name: String,
     pub(crate) len: usize,
+    /// The shape in which the elements are stored, if that is not one dimension.
+    pub(crate) shape: Option<[usize; 3]>,
     /// Stored less 1, as far as the source does not say otherwise.
     pub(crate) unit_offset: bool,
 }
@@ -17,7 +20,16 @@ impl Vector {
         Self {
             name: name.into(),
             len,
+            shape: None,
             unit_offset: false,
+        }
+    }
+
+    /// Stored in three dimensions.
+    pub(crate) fn shaped(name: impl Into<String>, shape: [usize; 3]) -> Self {
+        Self {
+            shape: Some(shape),
+            ..Self::plain(name, shape.iter().product())
         }
     }
 
@@ -37,6 +49,8 @@ pub(crate) struct Matrix {
     pub(crate) outputs: usize,
     pub(crate) inputs: usize,
     pub(crate) format: MatrixFormat,
+    /// How the checkpoint orders its outputs.
+    pub(crate) order: RowOrder,
 }
 
 impl Matrix {
@@ -115,6 +129,17 @@ impl<'a> Scope<'a> {
             module,
             outputs,
             inputs,
+            order: RowOrder::Plain,
+        }
+    }
+
+    /// A matrix whose outputs are stored group by group, each with some of each part, and are wanted part by part: `parts` are
+    /// the outputs of one group.
+    pub(crate) fn grouped(&self, name: &str, groups: usize, parts: [usize; 4], inputs: usize) -> Matrix {
+        let of_group: usize = parts.iter().sum();
+        Matrix {
+            order: RowOrder::Grouped { groups, parts },
+            ..self.matrix(name, groups * of_group, inputs)
         }
     }
 

@@ -49,6 +49,7 @@ const NEUTRAL: &[(&str, &str)] = &[
     ("logit_scale", "1"),
     ("logits_scaling", "1"),
     ("mlp_bias", "false"),
+    ("mlp_only_layers", "[]"),
     ("num_experts", "0"),
     ("num_local_experts", "0"),
     ("num_nextn_predict_layers", "0"),
@@ -148,6 +149,17 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
             "image_token_index",
             "mm_tokens_per_image",
             "vision_config",
+        ],
+    ),
+    (
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5_text",
+        &[
+            "image_token_id",
+            "video_token_id",
+            "vision_config",
+            "vision_end_token_id",
+            "vision_start_token_id",
         ],
     ),
     (

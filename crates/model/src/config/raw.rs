@@ -46,6 +46,16 @@ pub(crate) struct RawConfig {
     pub(crate) original_max_position_embeddings: Option<f64>,
     pub(crate) no_rope_layers: Option<Vec<u8>>,
     pub(crate) no_rope_layer_interval: Option<usize>,
+    pub(crate) num_experts: Option<usize>,
+    pub(crate) full_attention_interval: Option<usize>,
+    pub(crate) attn_output_gate: Option<bool>,
+    pub(crate) output_gate_type: Option<String>,
+    pub(crate) mamba_ssm_dtype: Option<String>,
+    pub(crate) linear_conv_kernel_dim: Option<usize>,
+    pub(crate) linear_key_head_dim: Option<usize>,
+    pub(crate) linear_value_head_dim: Option<usize>,
+    pub(crate) linear_num_key_heads: Option<usize>,
+    pub(crate) linear_num_value_heads: Option<usize>,
     pub(crate) quantization: Quantization,
     pub(super) eos_token_ids: Vec<TokenId>,
     pub(super) dtype: Option<WeightType>,
@@ -89,12 +99,34 @@ impl RawConfig {
             original_max_position_embeddings: fields.get("original_max_position_embeddings")?,
             no_rope_layers: fields.get("no_rope_layers")?,
             no_rope_layer_interval: fields.get("no_rope_layer_interval")?,
+            num_experts: fields.get("num_experts")?,
+            full_attention_interval: fields.get("full_attention_interval")?,
+            attn_output_gate: fields.get("attn_output_gate")?,
+            output_gate_type: fields.get("output_gate_type")?,
+            mamba_ssm_dtype: fields.get("mamba_ssm_dtype")?,
+            linear_conv_kernel_dim: fields.get("linear_conv_kernel_dim")?,
+            linear_key_head_dim: fields.get("linear_key_head_dim")?,
+            linear_value_head_dim: fields.get("linear_value_head_dim")?,
+            linear_num_key_heads: fields.get("linear_num_key_heads")?,
+            linear_num_value_heads: fields.get("linear_num_value_heads")?,
             eos_token_ids: fields
                 .get("eos_token_id")?
                 .map_or_else(Vec::new, |EosTokenIds(ids)| ids),
             dtype: weight_type(fields)?,
             matryoshka: matryoshka(fields)?,
         })
+    }
+
+    /// The same with positions of one dimension. Those of text are the same in all dimensions, which comes to that.
+    pub(crate) fn of_text_positions(&self) -> Self {
+        let mut config = self.clone();
+        for rope in [&mut config.rope_parameters, &mut config.rope_scaling]
+            .into_iter()
+            .flatten()
+        {
+            (rope.mrope_section, rope.mrope_interleaved) = (None, None);
+        }
+        config
     }
 
     /// Elements of a head.
@@ -189,6 +221,9 @@ pub(crate) struct RawRope {
     /// Repeats the field beside it; transformers ignores it.
     #[serde(rename = "max_position_embeddings")]
     pub(crate) _max_position_embeddings: Option<f64>,
+    /// How the dimensions of a position share the pairs of a head.
+    pub(crate) mrope_section: Option<Vec<usize>>,
+    pub(crate) mrope_interleaved: Option<bool>,
     /// Of layers of one kind, where kinds differ; there is nothing beside these then.
     pub(crate) full_attention: Option<Box<RawRope>>,
     pub(crate) sliding_attention: Option<Box<RawRope>>,

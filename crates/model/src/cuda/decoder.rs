@@ -134,10 +134,10 @@ impl Decoder {
             out: out.slice(),
         };
         let layers = &decoder.layers;
-        let qkv = by_shape(layers, |layer| &layer.mixer.qkv);
-        let output = by_shape(layers, |layer| &layer.mixer.output);
-        let gate_up = by_shape(layers, |layer| &layer.mlp.gate_up);
-        let down = by_shape(layers, |layer| &layer.mlp.down);
+        let qkv = by_shape(layers, |layer| Some(&layer.mixer.attention()?.qkv));
+        let output = by_shape(layers, |layer| Some(&layer.mixer.attention()?.output));
+        let gate_up = by_shape(layers, |layer| Some(&layer.mlp.gate_up));
+        let down = by_shape(layers, |layer| Some(&layer.mlp.down));
         let plain = |layers, output| LinearUse {
             layers,
             output,
@@ -302,10 +302,10 @@ impl Decoder {
 /// Layers of one shape, whose weights a measurement takes in turn.
 fn by_shape<'a>(
     layers: &'a [GpuLayer],
-    pick: impl Fn(&'a GpuLayer) -> &'a GpuLinear,
+    pick: impl Fn(&'a GpuLayer) -> Option<&'a GpuLinear>,
 ) -> Vec<Vec<&'a GpuLinear>> {
     let mut groups: Vec<Vec<&GpuLinear>> = Vec::new();
-    for linear in layers.iter().map(pick) {
+    for linear in layers.iter().filter_map(pick) {
         match groups.iter_mut().find(|group| group[0].is_like(linear)) {
             Some(group) => group.push(linear),
             None => groups.push(vec![linear]),

@@ -51,6 +51,7 @@ impl Visitor for Products {
                 outputs,
                 inputs,
                 format,
+                order: _,
             } = part;
             if self.capability < FP8_CAPABILITY {
                 let ((major, minor), (least_major, least_minor)) = (self.capability, FP8_CAPABILITY);

@@ -31,6 +31,7 @@ use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, Ste
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{FusedKernels, GpuKvElement, HEAD_DIMS};
 
+use crate::arch::LINEAR;
 use crate::model::Description;
 use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
@@ -174,9 +175,19 @@ fn check(spec: &DecoderSpec, capability: (u32, u32)) -> Result<(), ModelError> {
         true => Ok(()),
         false => Err(unsupported(field, width, format!("it is a multiple of {of}"))),
     };
+    let has_gates = spec.attention().any(|attention| attention.gated);
+    if has_gates || spec.delta_nets().next().is_some() {
+        return Err(ModelError::unsupported(
+            "layer_types",
+            LINEAR,
+            "Gated DeltaNet layers run on CPUs only so far: use --device cpu",
+        ));
+    }
     multiple("hidden_size", spec.hidden_size, 8)?;
     for layer in &spec.layers {
-        let attention = layer.attention();
+        multiple("intermediate_size", layer.dense_mlp().intermediate_size, 8)?;
+    }
+    for attention in spec.attention() {
         if !HEAD_DIMS.contains(&attention.head_dim) {
             let supported = format!("it is one of {HEAD_DIMS:?}");
             return Err(unsupported("head_dim", attention.head_dim, supported));
@@ -185,7 +196,6 @@ fn check(spec: &DecoderSpec, capability: (u32, u32)) -> Result<(), ModelError> {
             // The kernel rotates eight pairs at a time.
             multiple("head_dim * partial_rotary_factor", rope.rotary_dim, 16)?;
         }
-        multiple("intermediate_size", layer.dense_mlp().intermediate_size, 8)?;
     }
     formats::check(spec, capability)
 }

@@ -74,7 +74,7 @@ impl Naive<'_> {
     }
 
     fn layer(&self, name: &str, layer: &LayerSpec, rows: &mut [Vec<f64>]) {
-        let spec = layer.attention();
+        let spec = layer.attention().unwrap();
         let own = |part: &str| format!("{name}.self_attn.{part}");
         let sinks = self.tensor(&own("sinks"), &[spec.heads]);
         let (mut keys, mut values): (Vec<Vec<f64>>, Vec<Vec<f64>>) = (vec![], vec![]);
@@ -180,6 +180,7 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
             block_size: BlockSize::new(8).unwrap(),
             num_pages: 32,
             groups: config.spec.cache_groups(),
+            state_slots: 0,
         },
         scratch: Scratch::Growable,
         canary_bytes: 0,
@@ -209,6 +210,7 @@ fn sinks_and_soft_caps_are_those_of_the_definition() {
             tables: groups
                 .map(|group| GroupTable::whole((group * 8..(group + 1) * 8).map(PageId).collect()))
                 .collect(),
+            state: None,
             sample: None,
             score: None,
             pool: None,

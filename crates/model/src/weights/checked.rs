@@ -4,7 +4,7 @@ use plimsoll_core::untrusted::quotable;
 
 use plimsoll_kernels::WeightType;
 
-use super::{Scales, Source, StoredMatrix, Tensor};
+use super::{RowOrder, Scales, Source, StoredMatrix, Tensor};
 use crate::blocks::{Matrix, Vector};
 use crate::quantization::{Fp8Scales, MatrixFormat};
 use crate::{ModelError, Shape};
@@ -38,7 +38,10 @@ impl<'a> Checked<'a> {
 
     /// A matrix, with its scales where it has any.
     pub(crate) fn matrix(&mut self, matrix: &Matrix) -> Result<StoredMatrix<'a>, ModelError> {
-        let tensor = self.take(&[matrix.name()], &[&matrix.shape()])?;
+        let mut tensor = self.take(&[matrix.name()], &[&matrix.shape()])?;
+        if matrix.order != RowOrder::Plain {
+            tensor.order = matrix.order;
+        }
         let MatrixFormat::Fp8 { scales, input_scale } = matrix.format else {
             return Ok(StoredMatrix {
                 tensor: in_floats(tensor)?,
@@ -126,9 +129,11 @@ impl<'a> Checked<'a> {
     /// A vector, in floats.
     pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Tensor<'a>, ModelError> {
         let unit_offset = vector.unit_offset && !self.source.has_whole_norms();
+        let flat = [vector.len];
+        let shape = vector.shape.as_ref().map_or(&flat[..], |shape| shape);
         let tensor = Tensor {
             unit_offset,
-            ..in_floats(self.take(std::slice::from_ref(&vector.name), &[&[vector.len]])?)?
+            ..in_floats(self.take(std::slice::from_ref(&vector.name), &[shape])?)?
         };
         // Matrices have too many elements: the first step finds out.
         if let Some(index) = tensor.widen()?.iter().position(|value| !value.is_finite()) {

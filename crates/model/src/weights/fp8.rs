@@ -82,5 +82,6 @@ impl<'a> StoredMatrix<'a> {
             data: rounded.into(),
             ..self.tensor
         }
+        .in_order()
     }
 }

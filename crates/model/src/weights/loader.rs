@@ -73,7 +73,7 @@ impl<'a> Loader<'a> {
 
     fn keep(&mut self, tensor: &Tensor<'_>) -> Result<Vec<f32>, ModelError> {
         self.advance(tensor)?;
-        let bytes = tensor.shape.0[0] * size_of::<f32>();
+        let bytes = tensor.shape.0.iter().product::<usize>() * size_of::<f32>();
         self.charges
             .push(self.budget.charge(Component::Weights, bytes as u64)?);
         tensor.widen()

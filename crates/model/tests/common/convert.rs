@@ -29,7 +29,7 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     let float = |value: f64| Value::F32(value as f32);
     let layer = &spec.layers[0];
     let full = spec.attention().find(|attention| attention.window.is_none());
-    let attention = full.unwrap_or_else(|| layer.attention());
+    let attention = full.or(layer.attention()).unwrap();
     let rope = attention.rope.as_ref().unwrap();
     let sliding = spec.attention().find(|attention| attention.window.is_some());
     add("block_count", size(spec.layers.len()));
@@ -187,9 +187,9 @@ pub fn converted(
     let convert = |(name, tensor): (&String, &Tensor)| {
         let tensor = tensor.to_dtype(DType::F32).unwrap();
         let heads = if name.contains("q_proj.weight") {
-            spec.layers[0].attention().heads
+            spec.layers[0].attention().unwrap().heads
         } else {
-            spec.layers[0].attention().kv_heads
+            spec.layers[0].attention().unwrap().kv_heads
         };
         let rotated = name.contains("q_proj.weight") || name.contains("k_proj.weight");
         let tensor = match architecture {
@@ -288,7 +288,8 @@ pub fn random_tensors(spec: &DecoderSpec) -> Tensors {
     );
     tensors.insert("model.norm.weight".to_owned(), ones());
     for (layer, of) in spec.layers.iter().enumerate() {
-        let (q, kv) = (of.attention().q_size(), of.attention().kv_size());
+        let attention = of.attention().unwrap();
+        let (q, kv) = (attention.q_size(), attention.kv_size());
         let inner = of.dense_mlp().intermediate_size;
         let mut add =
             |name: &str, tensor| tensors.insert(format!("model.layers.{layer}.{name}.weight"), tensor);

@@ -9,20 +9,21 @@ pub mod malformed;
 pub mod requests;
 pub mod scores;
 pub mod smollm2;
+pub mod summary;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use plimsoll_core::{
     BlockSize, CacheGroups, Executor, GroupTable, KvConfig, PageId, RequestId, Run, RunInput, SampleSpec,
-    SamplingParams, Scratch, StateConfig, StepError, StepLimits, StepPlan, TokenId,
+    SamplingParams, Scratch, StateConfig, StateSlot, StepError, StepLimits, StepPlan, TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 22] = [
+pub const MODELS: [&str; 24] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -43,7 +44,9 @@ pub const MODELS: [&str; 22] = [
     "qwen2-window",
     "qwen3-f16",
     "qwen3-fp8-block",
+    "qwen3-next",
     "qwen3-sharded",
+    "qwen3_5-vision",
     "smollm3",
 ];
 
@@ -151,6 +154,7 @@ pub fn state_config(block_size: usize, num_blocks: usize) -> StateConfig {
             block_size: BlockSize::new(block_size).unwrap(),
             num_pages: num_blocks,
             groups: CacheGroups::default(),
+            state_slots: LIMITS.max_num_seqs,
         },
         scratch: Scratch::Growable,
         canary_bytes: 0,
@@ -198,6 +202,8 @@ pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) ->
         start,
         input: RunInput::Known(tokens.to_vec()),
         tables: vec![GroupTable::whole(blocks.to_vec())],
+        // Read where layers have states.
+        state: Some(StateSlot((request % LIMITS.max_num_seqs as u64) as u32)),
         sample: None,
         score: None,
         pool: None,

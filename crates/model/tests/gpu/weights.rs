@@ -305,7 +305,7 @@ fn dummy_weights_keep_the_variance_and_differ() {
     let (hidden, layer) = (model.spec().hidden_size, &model.spec().layers[1]);
     let inputs = [
         hidden,
-        layer.attention().q_size(),
+        layer.attention().unwrap().q_size(),
         hidden,
         layer.dense_mlp().intermediate_size,
     ];
@@ -411,7 +411,10 @@ fn write_checkpoint(directory: &Path, spec: &DecoderSpec, dtype: &str, element: 
         ("model.norm.weight".to_owned(), vec![hidden]),
     ];
     for (index, layer) in spec.layers.iter().enumerate() {
-        let (q, kv) = (layer.attention().q_size(), layer.attention().kv_size());
+        let (q, kv) = (
+            layer.attention().unwrap().q_size(),
+            layer.attention().unwrap().kv_size(),
+        );
         let inner = layer.dense_mlp().intermediate_size;
         let parts = [
             ("input_layernorm", vec![hidden]),

@@ -20,6 +20,7 @@ fn kv(num_blocks: usize) -> KvConfig {
         block_size: BlockSize::default(),
         num_pages: num_blocks,
         groups: CacheGroups::default(),
+        state_slots: 0,
     }
 }
 

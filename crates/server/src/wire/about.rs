@@ -149,6 +149,21 @@ pub(crate) struct KvNow {
     pub(crate) pages_used: usize,
     /// One entry per cache group: layers that keep the same part of a request.
     pub(crate) groups: Vec<KvGroupNow>,
+    /// Absent where no layer has a state of fixed size.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) states: Option<StatesNow>,
+}
+
+/// States of fixed size, which a request has beside its KV from its admission to its end.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct StatesNow {
+    /// Layers that have one.
+    pub(crate) layers: usize,
+    pub(crate) slots: usize,
+    /// Slots that requests hold.
+    pub(crate) slots_used: usize,
+    /// Bytes of one slot.
+    pub(crate) slot_bytes: u64,
 }
 
 /// A cache group. All groups take their blocks from the same pages.

@@ -7,9 +7,43 @@ const LAYOUT: &str = "core/cache_layout.rs";
 const MANAGER: &str = "kv/manager.rs";
 const POOL: &str = "kv/pool.rs";
 const PREFIX: &str = "kv/prefix.rs";
+const SEQUENCE: &str = "scheduler/sequence.rs";
+const SLOTS: &str = "kv/slots.rs";
 const TABLE: &str = "kv/table.rs";
 
-pub(crate) const GROUP_MUTATIONS: [Mutation; 22] = [
+pub(crate) const GROUP_MUTATIONS: [Mutation; 27] = [
+    bug(
+        "a state slot is not given back",
+        &[edit(MANAGER, "«self.slots.put(slot);»", "let _ = slot;")],
+    ),
+    bug(
+        "two requests get one state slot",
+        &[edit(
+            SLOTS,
+            "«self.free.pop()».ok_or(NoRoom::Slots(self.total))",
+            "self.free.last().copied()",
+        )],
+    ),
+    bug(
+        "a new cache has the slots that were free in the old one",
+        &[edit(
+            MANAGER,
+            "«self.slots = Slots::new(config.state_slots);»\n    }\n\n    /// Empties",
+            "{}",
+        )],
+    ),
+    bug(
+        "prefixes are shared without the states behind them",
+        &[edit(
+            MANAGER,
+            "prefix_caching: prefix_caching «&& config.groups.can_share_prefixes()»,",
+            "",
+        )],
+    ),
+    bug(
+        "a run does not say where its state is",
+        &[edit(SEQUENCE, "state: «self.table.state()»,", "None")],
+    ),
     bug(
         "a window ends a token early",
         &[edit(

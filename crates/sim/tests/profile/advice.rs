@@ -265,6 +265,7 @@ fn a_little_more(knob: &Knob, device: &DeviceModel, spec: &ProfileSpec) -> Vec<(
         block_size: spec.block_size,
         num_pages: 0,
         groups: spec.groups,
+        state_slots: 0,
     };
     let pin_tokens = |pin: Setting| match pin {
         Setting::MaxTotalTokenNum(tokens) => tokens,

@@ -335,6 +335,7 @@ fn check_report(report: &Report, case: &Case) -> Result<(), String> {
         block_size: spec.block_size,
         num_pages: report.kv_pages,
         groups: spec.groups,
+        state_slots: 0,
     };
     let request = kv.request_pages(spec.limits.max_model_len, spec.limits.max_num_batched_tokens);
     ensure!(report.kv_pages >= request, "no request fits");

@@ -502,6 +502,7 @@ fn removing_any_scenario_lowers_the_peak_somewhere() {
                 block_size: probe.block_size,
                 num_pages: probe.probe_tokens().div_ceil(16),
                 groups: CacheGroups::default(),
+                state_slots: 0,
             };
             let (all, _) = scenarios(limits, 1000, kv, None);
             devices.iter().any(|device| {

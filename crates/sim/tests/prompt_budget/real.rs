@@ -56,6 +56,7 @@ fn serve_really(traffic: &Traffic, clients: usize, device: &StepModel) -> (f64, 
         block_size: BlockSize::default(),
         num_pages: 1 << 18,
         groups: CacheGroups::default(),
+        state_slots: 0,
     };
     let step = StepLimits {
         max_num_batched_tokens: MOST,

@@ -9,13 +9,13 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::{Decoder, StepState};
-use crate::blocks::{DenseMlp, Norms, Operations};
+use crate::blocks::{DeltaRule, DenseMlp, Norms, Operations};
 use crate::cuda::input::StepInput;
 use crate::cuda::planners::AttentionKind;
 use crate::cuda::scores::ScoreSlices;
 use crate::cuda::step::Activations;
 use crate::cuda::weights::{GpuLayer, GpuVector};
-use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec};
 
 /// What is chosen for all layers of one specification, once for a step.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +38,8 @@ struct Fusion {
 
 impl Kind {
     pub(super) fn new(decoder: &Decoder, layer: &GpuLayer, rows: usize, state: &StepState) -> Self {
-        let spec = layer.spec.attention();
+        let mixer = layer.spec.attention().zip(layer.mixer.attention());
+        let (spec, mixer) = mixer.expect("a GPU serves no other mixers");
         let attention = AttentionKind::of(spec, state.kv_config.block_size, state.kv_element);
         let planners = state.inputs.planners();
         let at = planners.iter().position(|planners| planners.kind == attention);
@@ -51,7 +52,7 @@ impl Kind {
         Self {
             attention: at.expect("there are planners for every layer"),
             rope,
-            qkv: Fusion::new(&decoder.linears, rows, &layer.mixer.qkv, LinearOutput::Bf16),
+            qkv: Fusion::new(&decoder.linears, rows, &mixer.qkv, LinearOutput::Bf16),
             gate_up: Self::gate_up(decoder, layer, rows),
         }
     }
@@ -202,8 +203,13 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
     }
 
     /// Queries stay in their place.
-    fn write_kv(&mut self, layer: &LayerSpec, qk_norm: Option<&[GpuVector; 2]>) -> Result<(), GpuError> {
-        let (spec, Self { input, state, .. }) = (layer.attention(), &*self);
+    fn write_kv(
+        &mut self,
+        layer: &LayerSpec,
+        spec: &AttentionSpec,
+        qk_norm: Option<&[GpuVector; 2]>,
+    ) -> Result<(), GpuError> {
+        let Self { input, state, .. } = &*self;
         let norm = qk_norm.map(|[q, k]| GpuQkNorm {
             q: q.slice(),
             k: k.slice(),
@@ -281,17 +287,35 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         Ok(())
     }
 
+    fn project_delta(
+        &mut self,
+        _: &Norms<'_, GpuVector>,
+        _: &GpuLinear,
+        _: &GpuLinear,
+    ) -> Result<(), GpuError> {
+        unreachable!("a GPU serves no layers with states")
+    }
+
+    fn apply_delta_rule(
+        &mut self,
+        _: &LayerSpec,
+        _: &DeltaNetSpec,
+        _: &DeltaRule<GpuVector>,
+    ) -> Result<(), GpuError> {
+        unreachable!("a GPU serves no layers with states")
+    }
+
     fn rows_given(&self) -> usize {
         self.input.samples + self.input.scored
     }
 
-    fn keep_given(&mut self, spec: &AttentionSpec) -> Result<(), GpuError> {
+    fn keep_given(&mut self, attended_width: usize) -> Result<(), GpuError> {
         let Some(sampled) = self.input.sample_at else {
             return Ok(());
         };
         let decoder = self.decoder;
         let width = decoder.weights.spec.hidden_size;
-        let attended = self.rows(self.act.attended, spec.q_size());
+        let attended = self.rows(self.act.attended, attended_width);
         let hidden = self.rows(self.act.hidden, width);
         let sampled = (self.input.samples > 0).then(|| self.state.inputs.device(sampled));
         let mut first = 0;
@@ -303,7 +327,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
                 .gather_rows(hidden, at, self.act.normed.range(part(width)))?;
             decoder
                 .fused
-                .gather_rows(attended, at, self.act.qkv.range(part(spec.q_size())))?;
+                .gather_rows(attended, at, self.act.qkv.range(part(attended_width)))?;
             first += at.len();
         }
         let act = self.act;
@@ -314,12 +338,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         Ok(())
     }
 
-    fn project_output(&mut self, spec: &AttentionSpec, output: &GpuLinear) -> Result<(), GpuError> {
-        debug_assert_eq!(
-            spec.q_size(),
-            output.inputs(),
-            "what is attended is what is projected"
-        );
+    fn project_output(&mut self, output: &GpuLinear) -> Result<(), GpuError> {
         self.linear(
             self.act.attended,
             output,

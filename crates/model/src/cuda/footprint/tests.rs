@@ -60,6 +60,7 @@ fn a_cache_of_8_bits_takes_half() {
         block_size: wide.shape.block_size,
         num_pages: 4096,
         groups: wide.config.spec.cache_groups(),
+        state_slots: 0,
     };
     assert_eq!(wide.kv_bytes(kv), 2 * fp8.kv_bytes(kv));
     assert_eq!(wide.weights_bytes(), fp8.weights_bytes());
@@ -76,6 +77,21 @@ fn caches_of_a_cpu_are_refused_by_name() {
         error.contains("--kv-cache-dtype") && error.contains("fp8"),
         "{error}"
     );
+}
+
+#[test]
+fn layers_with_states_are_refused_with_what_runs_them() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
+    for name in ["qwen3-next", "qwen3_5-vision"] {
+        let shape = footprint(&recorded("kv-full.json")).shape;
+        let error = GpuFootprint::assumed(&golden.join(name), shape)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("layer_types") && error.contains("--device cpu"),
+            "{error}"
+        );
+    }
 }
 
 /// To the byte, what an H200 was measured to hold.
@@ -100,6 +116,7 @@ fn formulas_give_what_an_h200_measured() {
             block_size: footprint.shape.block_size,
             num_pages: report["kv_pages"].as_u64().unwrap() as usize,
             groups: plimsoll_core::CacheGroups::default(),
+            state_slots: 0,
         };
         assert_eq!(footprint.kv_bytes(kv), component(&report, "kv"));
 

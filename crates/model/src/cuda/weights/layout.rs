@@ -410,6 +410,7 @@ pub(super) mod tests {
                     scale: 1.0,
                     soft_cap: None,
                     sinks: rng.random(),
+                    gated: false,
                     projections: projections(rng),
                 }),
                 mlp: Mlp::Dense(DenseMlpSpec {
@@ -492,9 +493,9 @@ pub(super) mod tests {
             };
             for (index, (layer, found)) in spec.layers.iter().zip(&decoder.layers).enumerate() {
                 let name = |part: &str| format!("model.layers.{index}.{part}");
-                let (attention, hidden) = (layer.attention(), spec.hidden_size);
+                let (attention, hidden) = (layer.attention().unwrap(), spec.hidden_size);
                 let (q, kv) = (attention.q_size(), attention.kv_size());
-                let (qkv, gate_up) = (found.mixer.qkv, found.mlp.gate_up);
+                let (qkv, gate_up) = (found.mixer.attention().unwrap().qkv, found.mlp.gate_up);
                 // Bytes of an element.
                 let size = if qkv.scales.is_some() { 1 } else { 2 };
                 assert_eq!(qkv.weight.len, (q + 2 * kv) * hidden * size, "seed {seed}");

@@ -161,6 +161,7 @@ mod tests {
                     outputs: rows,
                     inputs,
                     format: MatrixFormat::Plain,
+                    order: RowOrder::Plain,
                 }),
             };
             let part = Part {

@@ -1,0 +1,165 @@
+//! Models whose layers have states of fixed size: how many requests run at once and how many tokens they have is one problem.
+
+use plimsoll_cli::start::Started;
+use plimsoll_core::Component;
+use plimsoll_device::Budget;
+use plimsoll_profiler::{Prediction, Setting};
+
+use crate::prediction::{both, compare};
+use crate::recovery::until_ready;
+use crate::{BUDGET, Model, answers, stop};
+
+/// Limits without the number of requests.
+const FLAGS: &str = "--max-num-batched-tokens 64 --max-model-len 2048 --mem-fraction 0.95";
+
+/// Tokens that one request holds on average in these tests.
+const MEAN: usize = 1024;
+
+/// The prediction of a start, which is what the start measures, or that neither fits.
+fn plan(model: &Model, flags: &str, bytes: u64) -> Option<Prediction> {
+    let flags = format!("{FLAGS} --mean-request-len {MEAN} {flags}");
+    match both(&model.source(), &flags, bytes) {
+        (Ok(prediction), Ok(report)) => {
+            compare(&prediction, &report, &flags);
+            Some(prediction)
+        }
+        (Err(predicted), Err(measured)) => {
+            assert_eq!((predicted.exit_code(), measured.exit_code()), (4, 4), "{flags}");
+            None
+        }
+        (predicted, measured) => panic!("{flags}, {bytes} bytes: {predicted:?} but {measured:?}"),
+    }
+}
+
+/// Tokens that fit, whether or not they are of use.
+fn fitting(prediction: &Prediction) -> usize {
+    prediction.arithmetic.fitting_pages * prediction.block_size
+}
+
+#[test]
+fn as_many_requests_run_as_leave_each_the_kv_of_a_mean_request() {
+    let model = Model::hybrid();
+    let mut counts = Vec::new();
+    for bytes in [2, 3, 4, 6, 9, 12, 24, 64].map(|mebibytes| mebibytes << 20) {
+        let Some(chosen) = plan(&model, "", bytes) else {
+            assert!(counts.is_empty(), "{bytes} bytes are not enough, and fewer were");
+            continue;
+        };
+        let (requests, states) = (chosen.max_num_seqs, chosen.states.clone().unwrap());
+        assert_eq!((states.layers, states.slots), (3, requests), "{bytes} bytes");
+        let held = chosen
+            .ready
+            .components
+            .iter()
+            .find(|line| line.name == "states")
+            .unwrap();
+        assert_eq!(
+            held.bytes,
+            states.bytes_per_request * requests as u64,
+            "{bytes} bytes"
+        );
+        assert!(
+            requests == 1 || fitting(&chosen) >= requests * MEAN,
+            "{bytes} bytes: {chosen:?}"
+        );
+        // One more would leave too little to all.
+        if requests < 32 {
+            let more = plan(&model, &format!("--max-num-seqs {}", requests + 1), bytes);
+            assert!(
+                more.is_none_or(|more| fitting(&more) < (requests + 1) * MEAN),
+                "{bytes} bytes have room for more than {requests} requests"
+            );
+        }
+        counts.push(requests);
+    }
+    assert!(counts.is_sorted() && counts.len() > 4, "{counts:?}");
+    assert!(counts[0] < 8 && counts[counts.len() - 1] == 32, "{counts:?}");
+}
+
+/// A request more costs as many tokens as its states have bytes for.
+#[test]
+fn each_side_may_be_pinned_and_the_other_follows() {
+    let model = Model::hybrid();
+    let bytes = 8 << 20;
+    let of = |requests: usize| plan(&model, &format!("--max-num-seqs {requests}"), bytes).unwrap();
+    let (few, many) = (of(2), of(12));
+    assert!(fitting(&few) > fitting(&many));
+    let states = few.states.clone().unwrap();
+    let cost = 10.0 * states.tokens_per_request as f64 * 0.95;
+    let lost = (fitting(&few) - fitting(&many)) as f64;
+    // More requests also take more of the step arena.
+    assert!(
+        lost >= cost * 0.98 && lost < cost * 1.3,
+        "{lost} tokens for {cost}"
+    );
+
+    let tokens = fitting(&of(6)) / 16 * 16;
+    let pinned = plan(&model, &format!("--max-total-token-num {tokens}"), bytes).unwrap();
+    assert!(
+        pinned.kv_tokens == tokens && pinned.max_num_seqs >= 6,
+        "{pinned:?}"
+    );
+    // With every margin, one request more does not go with so many tokens.
+    let most = |plan: &Prediction| plan.arithmetic.full_pages() * plan.block_size;
+    assert!(most(&pinned) >= tokens);
+    assert!(most(&of(pinned.max_num_seqs + 1)) < tokens, "{pinned:?}");
+}
+
+#[test]
+fn states_that_do_not_fit_are_named_with_what_would() {
+    let model = Model::hybrid();
+    let flags = "--max-num-seqs 64 --max-num-batched-tokens 64 --max-model-len 256";
+    let (predicted, measured) = both(&model.source(), flags, 6 << 20);
+    for error in [predicted.map(drop).unwrap_err(), measured.map(drop).unwrap_err()] {
+        assert_eq!(error.exit_code(), 4, "{error}");
+        let knobs = error.diagnostic().map(|diagnostic| diagnostic.knobs.clone());
+        let fewer = knobs.unwrap_or_default().into_iter().find_map(|knob| {
+            knob.settings.iter().find_map(|setting| match setting {
+                Setting::MaxNumSeqs(requests) => Some(*requests),
+                _ => None,
+            })
+        });
+        let fewer = fewer.unwrap_or_else(|| panic!("no number of requests is advised: {error}"));
+        let fits = format!("{flags} --max-num-seqs {fewer}");
+        let (predicted, measured) = both(&model.source(), &fits, 6 << 20);
+        assert!(
+            predicted.is_ok() && measured.is_ok(),
+            "{fewer} requests: {predicted:?}, {measured:?}"
+        );
+    }
+    // Not one request: what asked, for how much, and what there was.
+    let (_, measured) = both(
+        &model.source(),
+        "--max-num-batched-tokens 64 --max-model-len 256",
+        300 << 10,
+    );
+    let text = measured.map(drop).unwrap_err().to_string();
+    assert!(
+        text.contains("states asked for") || text.contains("kv asked for"),
+        "{text}"
+    );
+}
+
+/// Four requests at once and four that wait: slots are held while they run, and free at the end.
+#[tokio::test(flavor = "multi_thread")]
+async fn slots_are_free_when_all_is_answered() {
+    let (model, budget) = (Model::hybrid(), Budget::new(BUDGET));
+    let ready: Started = model.start("", &budget).unwrap();
+    let stats = ready.engine.stats().scheduler;
+    assert_eq!((stats.slots.total, stats.slots.used), (4, 0));
+    assert!(budget.meters().by_component.get(Component::States) > 0);
+    let expected = answers(&ready.engine).await;
+    // The same prompts again: nothing is found in a prefix cache, and nothing differs.
+    assert_eq!(answers(&ready.engine).await, expected);
+    until_ready(&ready.engine).await;
+    let stats = ready.engine.stats().scheduler;
+    assert_eq!((stats.slots.used, stats.prefix_queried_tokens), (0, 0));
+    assert!(
+        ready
+            .report
+            .disabled
+            .iter()
+            .any(|off| off.path == "prefix caching")
+    );
+    stop(ready, &budget).await;
+}

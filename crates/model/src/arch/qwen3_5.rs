@@ -1,0 +1,19 @@
+use super::{Family, qwen3_next};
+use crate::spec::Projections;
+
+/// Qwen 3.5, 3.6 and 3.8, dense, text: [Qwen3-Next](super::qwen3_next), each projection stored by itself. Positions of text are
+/// the same in all three dimensions of its rotary embedding, which is then a plain one.
+pub(super) const FAMILY: Family = Family {
+    hf_name: "Qwen3_5ForCausalLM",
+    headless_name: "Qwen3_5TextModel",
+    model_type: "qwen3_5_text",
+    gguf_name: None,
+    fields: || {
+        let mut fields = qwen3_next::fields();
+        // Of a layer that drafts, which is not loaded.
+        fields["mtp_num_hidden_layers"] = 0.into();
+        fields["mtp_use_dedicated_embeddings"] = false.into();
+        fields
+    },
+    spec: |config| qwen3_next::hybrid(&config.of_text_positions(), Projections::Separate),
+};

@@ -1,0 +1,132 @@
+use super::{Norms, Operations, Scope, Stack, Vector, Visitor, Widths};
+use crate::spec::{DeltaNetSpec, LayerSpec, Projections};
+
+/// Gated DeltaNet and the norm before it.
+#[derive(Clone, Debug)]
+pub(crate) struct DeltaNet<L, V> {
+    norm: V,
+    /// q, k, v and the output's gate, stacked.
+    pub(crate) qkvz: L,
+    /// What makes the gates of the state, stacked. Checkpoints in eight bits keep it in floats.
+    pub(crate) ba: L,
+    rule: DeltaRule<V>,
+    pub(crate) output: L,
+    /// Of what is added to the residual stream.
+    pub(super) post_norm: Option<V>,
+}
+
+/// Vectors of the convolution and the recurrence.
+#[derive(Clone, Debug)]
+pub(crate) struct DeltaRule<V> {
+    /// `[channels, 1, taps]`.
+    pub(crate) conv: V,
+    pub(crate) a_log: V,
+    pub(crate) dt_bias: V,
+    /// Of the heads of the output. Stored whole, also where other norms are stored less 1.
+    pub(crate) norm: V,
+}
+
+impl<L, V> DeltaNet<L, V> {
+    pub(super) fn visit<T>(
+        layer: &LayerSpec,
+        spec: &DeltaNetSpec,
+        hidden: usize,
+        scope: &Scope<'_>,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error>
+    where
+        T: Visitor<Linear = L, Vector = V>,
+    {
+        let layout = &spec.layout;
+        let (groups, heads) = (layout.key_heads, layout.value_heads);
+        let own = scope.part("linear_attn");
+        let (qkvz, ba) = match spec.projections {
+            Projections::Separate => (
+                vec![
+                    own.matrix("in_proj_qkv", layout.channels(), hidden),
+                    own.matrix("in_proj_z", layout.values(), hidden),
+                ],
+                vec![
+                    own.matrix("in_proj_b", heads, hidden),
+                    own.matrix("in_proj_a", heads, hidden),
+                ],
+            ),
+            Projections::Fused => {
+                let (keys, values) = (layout.key_dim, layout.values() / groups);
+                (
+                    vec![own.grouped("in_proj_qkvz", groups, [keys, keys, values, values], hidden)],
+                    vec![own.grouped(
+                        "in_proj_ba",
+                        groups,
+                        [heads / groups, heads / groups, 0, 0],
+                        hidden,
+                    )],
+                )
+            }
+        };
+        let vector = |name: &str, len| Vector::plain(own.name(name), len);
+        Ok(Self {
+            norm: visitor.vector(&Vector::norm(
+                scope.name("input_layernorm.weight"),
+                hidden,
+                layer.norm,
+            ))?,
+            qkvz: visitor.linear(&Stack::new(qkvz))?,
+            ba: visitor.linear(&Stack::new(ba))?,
+            rule: DeltaRule {
+                conv: visitor.vector(&Vector::shaped(
+                    own.name("conv1d.weight"),
+                    [layout.channels(), 1, layout.taps],
+                ))?,
+                a_log: visitor.vector(&vector("A_log", heads))?,
+                dt_bias: visitor.vector(&vector("dt_bias", heads))?,
+                norm: visitor.vector(&vector("norm.weight", layout.value_dim))?,
+            },
+            output: visitor.linear(&Stack::new(vec![own.matrix("out_proj", hidden, layout.values())]))?,
+            post_norm: match layer.post_norms {
+                false => None,
+                true => Some(visitor.vector(&Vector::norm(
+                    scope.name("post_attention_layernorm.weight"),
+                    hidden,
+                    layer.norm,
+                ))?),
+            },
+        })
+    }
+
+    /// Up to the states of all requests after the step, and what is read from them.
+    pub(super) fn write<O: Operations<L, V>>(
+        &self,
+        layer: &LayerSpec,
+        spec: &DeltaNetSpec,
+        added: Option<&V>,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
+        let norms = Norms {
+            added,
+            weight: &self.norm,
+            eps: layer.norm.eps,
+        };
+        step.project_delta(&norms, &self.qkvz, &self.ba)?;
+        step.apply_delta_rule(layer, spec, &self.rule)
+    }
+
+    /// The rest, of the last layer only for the rows that are given out.
+    pub(super) fn finish<O: Operations<L, V>>(
+        &self,
+        spec: &DeltaNetSpec,
+        is_last: bool,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
+        if is_last {
+            step.keep_given(spec.layout.values())?;
+        }
+        step.project_output(&self.output)
+    }
+}
+
+pub(super) fn widen(spec: &DeltaNetSpec, widths: &mut Widths) {
+    widths.qkv = widths.qkv.max(spec.layout.width());
+    widths.attended = widths.attended.max(spec.layout.values());
+    widths.state_gates = widths.state_gates.max(2 * spec.layout.value_heads);
+}
