@@ -148,7 +148,8 @@ fn widen(x: &[f32]) -> Vec<f64> {
 
 fn forward(linear: &Linear, level: Level, x: &[f32]) -> Vec<f32> {
     let mut out = vec![f32::NAN; x.len() / linear.inputs() * linear.outputs()];
-    linear.forward_at(level, x, &mut out, &arena()).unwrap();
+    let room = x.len() / linear.inputs();
+    linear.forward_at(level, room, x, &mut out, &arena()).unwrap();
     out
 }
 
