@@ -41,7 +41,7 @@ mod soft_cap;
 #[cfg(test)]
 mod testing;
 
-pub use activation::{Activation, glu};
+pub use activation::{Activation, ExpertActivation, expert_activation, glu};
 pub use attention::{AttentionOptions, attention, attention_scratch};
 pub use dtype::{Matrix, WeightError, WeightType};
 pub use e4m3::{E4M3_MAX, e4m3_from_f32, e4m3_to_f32};

@@ -122,7 +122,14 @@ impl Linear {
         let frame = arena.frame();
         let formats = self.parts.iter().filter_map(|part| part.weights.format());
         let activations = match shape::quantised_input(formats) {
-            Some(halves) => Some(Activations::quantize(level, room, x, self.inputs, halves, &frame)?),
+            Some(halves) => Some(Activations::quantize(
+                level,
+                room,
+                x,
+                self.inputs,
+                halves,
+                &frame,
+            )?),
             None => None,
         };
         let out = Disjoint::new(out);

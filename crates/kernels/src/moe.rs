@@ -10,7 +10,7 @@ use bytemuck::{Pod, Zeroable};
 use plimsoll_core::Oom;
 use plimsoll_device::Arena;
 
-use crate::activation::{Activation, glu};
+use crate::activation::{ExpertActivation, expert_activation};
 use crate::linear::Linear;
 use crate::parallel::{Disjoint, run_ranges};
 use crate::simd::{Kernel, LANES, Level, Simd, dispatch, exp};
@@ -57,8 +57,12 @@ fn route_at(level: Level, logits: &mut [f32], experts: usize, softmax: RouterSof
         run_ranges(rows, (4096 / experts).max(1), &|rows| {
             for row in rows {
                 // SAFETY: rows are disjoint.
-                let (logits, routes) =
-                    unsafe { (logits.part(row * experts, experts), routes.part(row * chosen, chosen)) };
+                let (logits, routes) = unsafe {
+                    (
+                        logits.part(row * experts, experts),
+                        routes.part(row * chosen, chosen),
+                    )
+                };
                 route_row(level, row, logits, softmax, routes);
             }
         });
@@ -89,9 +93,14 @@ fn route_row(level: Level, row: usize, logits: &mut [f32], softmax: RouterSoftma
     for some in routes.chunks_mut(LANES) {
         let mut weights = [0f32; LANES];
         let weights = &mut weights[..some.len()];
-        weights.iter_mut().zip(&*some).for_each(|(to, route)| *to = route.weight);
+        weights
+            .iter_mut()
+            .zip(&*some)
+            .for_each(|(to, route)| *to = route.weight);
         dispatch(level, Exp { values: weights, max });
-        some.iter_mut().zip(weights).for_each(|(route, weight)| route.weight = *weight);
+        some.iter_mut()
+            .zip(weights)
+            .for_each(|(route, weight)| route.weight = *weight);
     }
     let sum: f32 = match softmax {
         RouterSoftmax::All => {
@@ -102,7 +111,9 @@ fn route_row(level: Level, row: usize, logits: &mut [f32], softmax: RouterSoftma
     };
     // `exp` makes a number of what is none.
     let poison = (max - max) * 0.0;
-    routes.iter_mut().for_each(|route| route.weight = route.weight / sum + poison);
+    routes
+        .iter_mut()
+        .for_each(|route| route.weight = route.weight / sum + poison);
 }
 
 /// `exp(x - max)` of every value, in place.
@@ -160,14 +171,18 @@ pub fn experts(
     x: &[f32],
     routes: &[Route],
     weights: ExpertWeights<'_>,
-    activation: Activation,
+    activation: ExpertActivation,
     buffers: ExpertBuffers<'_>,
     out: &mut [f32],
     arena: &Arena,
 ) -> Result<(), Oom> {
     let width = weights.gate_up[0].inputs();
     let rows = x.len() / width;
-    assert_eq!((x.len(), out.len()), (rows * width, rows * width), "x and out are [rows, {width}]");
+    assert_eq!(
+        (x.len(), out.len()),
+        (rows * width, rows * width),
+        "x and out are [rows, {width}]"
+    );
     let ExpertBuffers {
         gathered,
         gate_up,
@@ -185,7 +200,7 @@ pub fn experts(
         let gate_up = &mut gate_up[..count * up.outputs()];
         up.forward_in_room(rows, &gathered[..count * width], gate_up, arena)?;
         let activated = &mut activated[..count * down.inputs()];
-        glu(activation, gate_up, down.inputs(), activated);
+        expert_activation(activation, gate_up, down.inputs(), activated);
         let projected = &mut projected[..count * width];
         down.forward_in_room(rows, activated, projected, arena)?;
         add_weighted(projected, group, width, out);
@@ -197,10 +212,15 @@ pub fn experts(
 fn add_weighted(x: &[f32], routes: &[Route], width: usize, out: &mut [f32]) {
     let out = Disjoint::new(out);
     run_ranges(routes.len(), (16384 / width).max(1), &|range| {
-        for (route, x) in routes[range.clone()].iter().zip(x.chunks_exact(width).skip(range.start)) {
+        for (route, x) in routes[range.clone()]
+            .iter()
+            .zip(x.chunks_exact(width).skip(range.start))
+        {
             // SAFETY: an expert gets a row once.
             let out = unsafe { out.part(route.row as usize * width, width) };
-            out.iter_mut().zip(x).for_each(|(out, x)| *out += route.weight * x);
+            out.iter_mut()
+                .zip(x)
+                .for_each(|(out, x)| *out += route.weight * x);
         }
     });
 }
@@ -209,7 +229,10 @@ fn add_weighted(x: &[f32], routes: &[Route], width: usize, out: &mut [f32]) {
 pub fn add_gated(x: &[f32], gates: &mut [f32], out: &mut [f32]) {
     dispatch(Level::detect(), Sigmoid { values: gates });
     let width = out.len() / gates.len().max(1);
-    let rows = out.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(&*gates);
+    let rows = out
+        .chunks_exact_mut(width)
+        .zip(x.chunks_exact(width))
+        .zip(&*gates);
     for ((out, x), gate) in rows {
         out.iter_mut().zip(x).for_each(|(out, x)| *out += gate * x);
     }

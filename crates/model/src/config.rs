@@ -18,7 +18,7 @@ use crate::blocks::check_formats;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
 use crate::generation::check_token_ids;
 use crate::quantization::{OnlineQuantization, Quantization};
-use crate::spec::{AttentionSpec, NormSpec, OutputHead};
+use crate::spec::{AttentionSpec, Mlp, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
 pub use gguf::GgufTensors;
@@ -116,7 +116,8 @@ impl ModelConfig {
         // Before the fields: an unknown architecture has other ones.
         let architecture = Architecture::from_gguf_name(fields.architecture)?;
         let architecture = match architecture {
-            // GGUF calls Mistral models llama too.
+            // GGUF calls Mixtral and Mistral models llama too.
+            Architecture::Llama if fields.has_experts()? => Architecture::Mixtral,
             Architecture::Llama if fields.window()?.is_some() => Architecture::Mistral,
             architecture => architecture,
         };
@@ -204,11 +205,18 @@ fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
     for layer in &spec.layers {
         let attention = layer.attention();
         sizes(&[
-            ("intermediate_size", layer.dense_mlp().intermediate_size),
             ("num_attention_heads", attention.heads),
             ("num_key_value_heads", attention.kv_heads),
             ("head_dim", attention.head_dim),
         ])?;
+        match &layer.mlp {
+            Mlp::Dense(mlp) => sizes(&[("intermediate_size", mlp.intermediate_size)])?,
+            Mlp::Moe(moe) => {
+                sizes(&[("moe_intermediate_size", moe.intermediate_size)])?;
+                let shared = moe.shared.map_or(1, |shared| shared.intermediate_size);
+                sizes(&[("shared_expert_intermediate_size", shared)])?;
+            }
+        }
         check_attention(path, attention)?;
         check_norm(path, layer.norm)?;
     }

@@ -80,6 +80,7 @@ impl SimBackend {
             kv_bytes_per_token: KV_BYTES_PER_TOKEN,
             quantization: None,
             num_parameters: None,
+            num_active_parameters: None,
         })
     }
 }

@@ -62,6 +62,7 @@ mod tests {
                 kv_bytes_per_token: 1,
                 quantization: None,
                 num_parameters: None,
+                num_active_parameters: None,
             };
             let disabled = disabled(&facts, &settings(flags));
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()

@@ -6,7 +6,7 @@ use rand::rngs::StdRng;
 
 use super::*;
 use crate::testing::{arena, assert_close, assert_same_bits, budget, normal, rng, seeds};
-use crate::{LinearShape, Matrix, WeightType};
+use crate::{Activation, LinearShape, Matrix, WeightType};
 
 /// Where rows go: by logits that are random, or the same for all rows, or of which each row has its own.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,7 +45,7 @@ struct Case {
     experts: usize,
     top_k: usize,
     softmax: RouterSoftmax,
-    activation: Activation,
+    activation: ExpertActivation,
     dtype: WeightType,
     /// Of each expert: gate and up, down.
     weights: Vec<[Vec<f32>; 2]>,
@@ -70,7 +70,10 @@ impl Case {
             experts,
             top_k: rng.random_range(1..=experts.min(9)),
             softmax: [RouterSoftmax::All, RouterSoftmax::Chosen][rng.random_range(0..2)],
-            activation: [Activation::Silu, Activation::GeluTanh][rng.random_range(0..2)],
+            activation: [
+                ExpertActivation::Glu(Activation::Silu),
+                ExpertActivation::ClampedSwiglu,
+            ][rng.random_range(0..2)],
             dtype,
             weights: Vec::new(),
             gate_up: Vec::new(),
@@ -90,7 +93,10 @@ impl Case {
     fn matrix(&self, rng: &mut StdRng, rows: usize, cols: usize) -> (Linear, Vec<f32>) {
         let values = normal(rng, rows * cols);
         let data: Vec<u8> = match self.dtype {
-            WeightType::Bf16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
+            WeightType::Bf16 => values
+                .iter()
+                .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
+                .collect(),
             WeightType::Q8_0 => values
                 .chunks_exact(32)
                 .flat_map(|x| {
@@ -149,7 +155,10 @@ impl Case {
             RouterSoftmax::All => &order[..],
             RouterSoftmax::Chosen => chosen,
         };
-        let sum: f64 = sum_over.iter().map(|&e| f64::from(logits[e] - logits[order[0]]).exp()).sum();
+        let sum: f64 = sum_over
+            .iter()
+            .map(|&e| f64::from(logits[e] - logits[order[0]]).exp())
+            .sum();
         let x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
         let product = |x: &[f64], w: &[f32]| -> Vec<f64> {
             w.chunks_exact(x.len())
@@ -162,20 +171,20 @@ impl Case {
             let [gate_up, down] = &self.weights[expert];
             let gate_up = product(&x, gate_up);
             let (gate, up) = gate_up.split_at(self.inner);
-            let inner = gate.iter().zip(up).map(|(gate, up)| self.activate(*gate) * up);
+            let inner = gate.iter().zip(up).map(|(&gate, &up)| self.activate(gate, up));
             let y = product(&inner.collect::<Vec<_>>(), down);
             out.iter_mut().zip(y).for_each(|(out, y)| *out += weight * y);
         }
         out
     }
 
-    fn activate(&self, x: f64) -> f64 {
+    fn activate(&self, gate: f64, up: f64) -> f64 {
         match self.activation {
-            Activation::Silu => x / (1.0 + (-x).exp()),
-            Activation::GeluTanh => {
-                let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
-                x / 2.0 * (1.0 + inner.tanh())
+            ExpertActivation::ClampedSwiglu => {
+                let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
+                gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
             }
+            ExpertActivation::Glu(_) => gate / (1.0 + (-gate).exp()) * up,
         }
     }
 }
@@ -190,7 +199,11 @@ fn matches_the_definition_wherever_rows_go() {
             let logits = routing.logits(&mut rng, case.rows, case.experts);
             let (routes, out) = case.run(&x, &logits, &arena());
             // Inputs of quantised products have 15 bits.
-            let tolerance = if case.dtype == WeightType::Q8_0 { 2e-4 } else { 5e-6 };
+            let tolerance = if case.dtype == WeightType::Q8_0 {
+                2e-4
+            } else {
+                5e-6
+            };
             let context = format!("seed {seed}, {routing:?}, {:?}", case.dtype);
             assert_close(&out, &case.naive(&x, &logits), tolerance, &context);
             let hit = routes.chunk_by(|a, b| a.expert == b.expert).count();
@@ -214,7 +227,11 @@ fn a_row_does_not_depend_on_those_beside_it() {
         for row in 0..case.rows {
             let x = &x[row * case.width..][..case.width];
             let (_, alone) = case.run(x, &logits[row * case.experts..][..case.experts], &arena());
-            assert_same_bits(&alone, &together[row * case.width..][..case.width], &format!("seed {seed}"));
+            assert_same_bits(
+                &alone,
+                &together[row * case.width..][..case.width],
+                &format!("seed {seed}"),
+            );
         }
     }
 }
@@ -239,7 +256,12 @@ fn memory_does_not_depend_on_the_routing() {
             let logits = routing.logits(&mut rng, case.rows, case.experts);
             let mut arena = Arena::new(&budget(), Scratch::Growable).unwrap();
             case.run(&x, &logits, &arena);
-            assert_eq!(arena.take_high_water(), counted, "seed {seed}, {routing:?}, {:?}", case.dtype);
+            assert_eq!(
+                arena.take_high_water(),
+                counted,
+                "seed {seed}, {routing:?}, {:?}",
+                case.dtype
+            );
         }
     }
 }
@@ -279,7 +301,10 @@ fn what_is_no_number_stays_so() {
         for softmax in [RouterSoftmax::All, RouterSoftmax::Chosen] {
             let mut routes = [Route::zeroed(); 2];
             route(&mut [0.5, wrong, 0.25], 3, softmax, &mut routes);
-            assert!(routes.iter().all(|route| route.weight.is_nan()), "{wrong}: {routes:?}");
+            assert!(
+                routes.iter().all(|route| route.weight.is_nan()),
+                "{wrong}: {routes:?}"
+            );
         }
     }
 }

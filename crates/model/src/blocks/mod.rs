@@ -5,6 +5,8 @@ mod attention;
 mod count;
 mod dense_mlp;
 mod formats;
+mod mlp;
+mod moe;
 mod tensors;
 
 use std::sync::Arc;
@@ -12,10 +14,12 @@ use std::sync::Arc;
 pub(crate) use attention::Attention;
 pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use formats::check_formats;
-pub(crate) use tensors::{Matrix, Scope, Stack, Vector};
+pub(crate) use mlp::Mlp;
+pub(crate) use moe::Moe;
+pub(crate) use tensors::{Among, InExperts, Matrix, Scope, Stack, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};
-use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec};
+use crate::spec::{self, AttentionSpec, DenseMlpSpec, LayerSpec, MoeSpec};
 use crate::{DecoderSpec, OutputHead};
 
 /// Makes something of each tensor of a decoder: weights, sizes, places.
@@ -58,7 +62,7 @@ pub(crate) struct Decoder<E, L, V> {
 pub(crate) struct Layer<L, V> {
     pub(crate) spec: Arc<LayerSpec>,
     pub(crate) mixer: Attention<L, V>,
-    pub(crate) mlp: DenseMlp<L, V>,
+    pub(crate) mlp: Mlp<L, V>,
 }
 
 impl<E, L, V> Decoder<E, L, V> {
@@ -138,7 +142,7 @@ impl<L, V> Layer<L, V> {
     {
         Ok(Self {
             mixer: Attention::visit(spec, hidden, scope, visitor)?,
-            mlp: DenseMlp::visit(spec, hidden, scope, visitor)?,
+            mlp: Mlp::visit(spec, hidden, scope, visitor)?,
             spec: Arc::clone(spec),
         })
     }
@@ -193,6 +197,9 @@ pub(crate) trait Operations<L, V> {
     /// From these to what is added to the residual stream.
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &L) -> Result<(), Self::Error>;
 
+    /// From the norm of the residual stream through each row's experts to what is added to it.
+    fn experts(&mut self, spec: &MoeSpec, norms: &Norms<'_, V>, moe: &Moe<L>) -> Result<(), Self::Error>;
+
     /// The last norm.
     fn finish(&mut self, norms: &Norms<'_, V>) -> Result<(), Self::Error>;
 }
@@ -210,6 +217,10 @@ pub(crate) struct Widths {
     pub(crate) gate_up: usize,
     /// Their product.
     pub(crate) activated: usize,
+    /// Logits of the router: experts of the layer with the most; 0 without any.
+    pub(crate) experts: usize,
+    /// Experts that a row goes to.
+    pub(crate) routes: usize,
     /// The widest inputs, where a device quantises them for products in eight bits.
     pub(crate) quantised: usize,
     /// Their scales.
@@ -224,7 +235,10 @@ impl Widths {
         };
         for layer in &spec.layers {
             attention::widen(layer.attention(), &mut widths);
-            dense_mlp::widen(layer.dense_mlp(), &mut widths);
+            match &layer.mlp {
+                spec::Mlp::Dense(mlp) => dense_mlp::widen(mlp, &mut widths),
+                spec::Mlp::Moe(moe) => moe::widen(moe, &mut widths),
+            }
         }
         let widest = widths.hidden.max(widths.attended).max(widths.activated);
         for scales in spec.quantization.kept_scales() {

@@ -136,8 +136,8 @@ impl Decoder {
         let layers = &decoder.layers;
         let qkv = by_shape(layers, |layer| &layer.mixer.qkv);
         let output = by_shape(layers, |layer| &layer.mixer.output);
-        let gate_up = by_shape(layers, |layer| &layer.mlp.gate_up);
-        let down = by_shape(layers, |layer| &layer.mlp.down);
+        let gate_up = by_shape(layers, |layer| &layer.mlp.dense().gate_up);
+        let down = by_shape(layers, |layer| &layer.mlp.dense().down);
         let plain = |layers, output| LinearUse {
             layers,
             output,

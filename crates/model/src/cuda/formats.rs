@@ -46,6 +46,7 @@ impl Visitor for Products {
                 outputs,
                 inputs,
                 format,
+                expert: _,
             } = part;
             if module == "lm_head" {
                 let value = format!("{format} for `{module}`");

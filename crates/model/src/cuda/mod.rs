@@ -32,6 +32,7 @@ use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
 use plimsoll_kernels::cuda::{FusedKernels, GpuKvElement, HEAD_DIMS};
 
 use crate::model::Description;
+use crate::spec::Mlp;
 use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
@@ -185,7 +186,16 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
             // The kernel rotates eight pairs at a time.
             multiple("head_dim * partial_rotary_factor", rope.rotary_dim, 16)?;
         }
-        multiple("intermediate_size", layer.dense_mlp().intermediate_size, 8)?;
+        match &layer.mlp {
+            Mlp::Dense(mlp) => multiple("intermediate_size", mlp.intermediate_size, 8)?,
+            Mlp::Moe(moe) => {
+                return Err(ModelError::unsupported(
+                    "num_experts_per_tok",
+                    moe.top_k,
+                    "mixture-of-experts layers run on CPUs only so far: use --device cpu",
+                ));
+            }
+        }
     }
     formats::check(spec)
 }

@@ -157,6 +157,7 @@ mod tests {
                     outputs: rows,
                     inputs,
                     format: MatrixFormat::Plain,
+                    expert: None,
                 }),
             };
             let part = Part {
@@ -190,6 +191,10 @@ mod tests {
     }
 
     impl Source for Mixed {
+        fn has(&self, _: &str) -> bool {
+            true
+        }
+
         fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
             let dummy = &self.0[name.len() % self.0.len()];
             let mut tensor = dummy.tensor(name, expected)?.expect("one is made up");
