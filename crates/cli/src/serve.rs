@@ -131,6 +131,7 @@ fn start(
 /// Everything the API needs.
 fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Result<AppState, Error> {
     let embedding = loaded.embedding().cloned();
+    let [num_parameters, num_active_parameters] = loaded.num_parameters();
     let Started {
         engine,
         report,
@@ -159,6 +160,8 @@ fn app_state(settings: &ServeSettings, loaded: Loaded, started: Started) -> Resu
         embedding,
         quantization: report.quantization.clone(),
         bits_per_weight: report.bits_per_weight,
+        num_parameters,
+        num_active_parameters,
     };
     let options = settings.options(Some(&report));
     Ok(AppState::new(engine, model, memory, options))

@@ -77,6 +77,7 @@ fn start(
             block_size,
             num_pages,
             groups,
+            state_slots: 0,
         },
         enable_prefix_caching: true,
         patience: 1000,

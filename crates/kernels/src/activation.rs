@@ -12,13 +12,33 @@ pub enum Activation {
     GeluTanh,
 }
 
+/// How gate and up of an expert become its inner row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExpertActivation {
+    /// `activation(gate) × up`.
+    Glu(Activation),
+    /// `g × sigmoid(1.702 g) × (u + 1)`, where `g` is the gate, at most 7, and `u` is up, between -7 and 7
+    /// ([gpt-oss](https://arxiv.org/abs/2508.10925)).
+    ClampedSwiglu,
+}
+
+impl ExpertActivation {
+    /// The constants of [`Self::ClampedSwiglu`]: what the gate is multiplied by, and the bound.
+    pub const CLAMPED_SWIGLU: [f32; 2] = [1.702, 7.0];
+}
+
 /// `activation(gate) × up`: `gate_up` is `[tokens, 2n]`, each row the gate and then the up projection; `out` is
 /// `[tokens, n]`. `n` is `width`.
 pub fn glu(activation: Activation, gate_up: &[f32], width: usize, out: &mut [f32]) {
-    glu_at(Level::detect(), activation, gate_up, width, out);
+    expert_activation(ExpertActivation::Glu(activation), gate_up, width, out);
 }
 
-fn glu_at(level: Level, activation: Activation, gate_up: &[f32], width: usize, out: &mut [f32]) {
+/// The same for what experts have.
+pub fn expert_activation(activation: ExpertActivation, gate_up: &[f32], width: usize, out: &mut [f32]) {
+    activate_at(Level::detect(), activation, gate_up, width, out);
+}
+
+fn activate_at(level: Level, activation: ExpertActivation, gate_up: &[f32], width: usize, out: &mut [f32]) {
     assert_eq!(gate_up.len(), 2 * out.len(), "gate and up for every output");
     assert_eq!(out.len() % width.max(1), 0, "whole rows");
     let rows = out.len() / width.max(1);
@@ -29,51 +49,85 @@ fn glu_at(level: Level, activation: Activation, gate_up: &[f32], width: usize, o
             // SAFETY: rows are disjoint.
             let out = unsafe { out.part(row * width, width) };
             match activation {
-                Activation::Silu => dispatch(level, Glu::<Silu>::new(gate, up, out)),
-                Activation::GeluTanh => dispatch(level, Glu::<GeluTanh>::new(gate, up, out)),
+                ExpertActivation::Glu(Activation::Silu) => dispatch(level, Rows::<Silu>::new(gate, up, out)),
+                ExpertActivation::Glu(Activation::GeluTanh) => {
+                    dispatch(level, Rows::<GeluTanh>::new(gate, up, out));
+                }
+                ExpertActivation::ClampedSwiglu => {
+                    dispatch(level, Rows::<ClampedSwiglu>::new(gate, up, out));
+                }
             }
         }
     });
 }
 
-/// An activation is its input times the sigmoid of this.
-trait SigmoidInput {
+/// From gate and up to the inner row.
+trait GatedUnit {
     /// # Safety
     /// The CPU has the features of `S`.
-    unsafe fn of<S: Simd>(x: S::F) -> S::F;
+    unsafe fn of<S: Simd>(gate: S::F, up: S::F) -> S::F;
 }
 
 struct Silu;
 
-impl SigmoidInput for Silu {
+impl GatedUnit for Silu {
     #[inline(always)]
-    unsafe fn of<S: Simd>(x: S::F) -> S::F {
-        x
+    unsafe fn of<S: Simd>(gate: S::F, up: S::F) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { S::mul(times_sigmoid::<S>(gate, gate), up) }
     }
 }
 
 struct GeluTanh;
 
-impl SigmoidInput for GeluTanh {
+impl GatedUnit for GeluTanh {
     /// `(1 + tanh(u)) / 2` is `sigmoid(2u)`.
     #[inline(always)]
-    unsafe fn of<S: Simd>(x: S::F) -> S::F {
+    unsafe fn of<S: Simd>(gate: S::F, up: S::F) -> S::F {
         // SAFETY: the caller's promise.
         unsafe {
             let (linear, cubic) = (S::splat(1.595_769), S::splat(0.071_354_82));
-            S::mul(x, S::fma(cubic, S::mul(x, x), linear))
+            let twice = S::mul(gate, S::fma(cubic, S::mul(gate, gate), linear));
+            S::mul(times_sigmoid::<S>(gate, twice), up)
         }
     }
 }
 
-struct Glu<'a, A> {
+struct ClampedSwiglu;
+
+impl GatedUnit for ClampedSwiglu {
+    #[inline(always)]
+    unsafe fn of<S: Simd>(gate: S::F, up: S::F) -> S::F {
+        let [alpha, limit] = ExpertActivation::CLAMPED_SWIGLU;
+        // SAFETY: the caller's promise.
+        unsafe {
+            // With these orders of arguments NaN stays.
+            let gate = S::min(S::splat(limit), gate);
+            let up = S::max(S::splat(-limit), S::min(S::splat(limit), up));
+            let gated = times_sigmoid::<S>(gate, S::mul(S::splat(alpha), gate));
+            S::mul(gated, S::add(up, S::splat(1.0)))
+        }
+    }
+}
+
+/// `x × sigmoid(y)`.
+#[inline(always)]
+unsafe fn times_sigmoid<S: Simd>(x: S::F, y: S::F) -> S::F {
+    // SAFETY: the caller has the features of `S`.
+    unsafe {
+        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), y)));
+        S::div(x, denominator)
+    }
+}
+
+struct Rows<'a, A> {
     gate: &'a [f32],
     up: &'a [f32],
     out: &'a mut [f32],
     activation: PhantomData<A>,
 }
 
-impl<'a, A> Glu<'a, A> {
+impl<'a, A> Rows<'a, A> {
     fn new(gate: &'a [f32], up: &'a [f32], out: &'a mut [f32]) -> Self {
         Self {
             gate,
@@ -84,7 +138,7 @@ impl<'a, A> Glu<'a, A> {
     }
 }
 
-impl<A: SigmoidInput> Kernel for Glu<'_, A> {
+impl<A: GatedUnit> Kernel for Rows<'_, A> {
     type Out = ();
 
     #[inline(always)]
@@ -93,7 +147,7 @@ impl<A: SigmoidInput> Kernel for Glu<'_, A> {
         for i in (0..whole).step_by(LANES) {
             // SAFETY: the three rows are equally long and have sixteen elements from `i` on.
             unsafe {
-                let y = glu_lanes::<S, A>(S::load(self.gate[i..].as_ptr()), S::load(self.up[i..].as_ptr()));
+                let y = A::of::<S>(S::load(self.gate[i..].as_ptr()), S::load(self.up[i..].as_ptr()));
                 S::store(self.out[i..].as_mut_ptr(), y);
             }
         }
@@ -104,20 +158,11 @@ impl<A: SigmoidInput> Kernel for Glu<'_, A> {
             up[..rest].copy_from_slice(&self.up[whole..]);
             // SAFETY: arrays of sixteen.
             unsafe {
-                let y = glu_lanes::<S, A>(S::load(gate.as_ptr()), S::load(up.as_ptr()));
+                let y = A::of::<S>(S::load(gate.as_ptr()), S::load(up.as_ptr()));
                 S::store(gate.as_mut_ptr(), y);
             }
             self.out[whole..].copy_from_slice(&gate[..rest]);
         }
-    }
-}
-
-#[inline(always)]
-unsafe fn glu_lanes<S: Simd, A: SigmoidInput>(gate: S::F, up: S::F) -> S::F {
-    // SAFETY: the caller has the features of `S`.
-    unsafe {
-        let denominator = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), A::of::<S>(gate))));
-        S::mul(S::div(gate, denominator), up)
     }
 }
 
@@ -127,13 +172,19 @@ mod tests {
     use crate::testing::{assert_close, assert_same_bits, normal, rng, seeds};
     use rand::Rng;
 
-    type Definition = fn(f64) -> f64;
+    type Definition = fn(f64, f64) -> f64;
 
-    const DEFINITIONS: [(Activation, Definition); 2] = [
-        (Activation::Silu, |x| x / (1.0 + (-x).exp())),
-        (Activation::GeluTanh, |x| {
-            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
-            x / 2.0 * (1.0 + inner.tanh())
+    const DEFINITIONS: [(ExpertActivation, Definition); 3] = [
+        (ExpertActivation::Glu(Activation::Silu), |gate, up| {
+            gate / (1.0 + (-gate).exp()) * up
+        }),
+        (ExpertActivation::Glu(Activation::GeluTanh), |gate, up| {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate.powi(3));
+            gate / 2.0 * (1.0 + inner.tanh()) * up
+        }),
+        (ExpertActivation::ClampedSwiglu, |gate, up| {
+            let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
+            gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
         }),
     ];
 
@@ -146,14 +197,14 @@ mod tests {
             for (activation, exact) in DEFINITIONS {
                 let want: Vec<f64> = (0..rows * n)
                     .map(|i| i / n * 2 * n + i % n)
-                    .map(|gate| exact(f64::from(x[gate])) * f64::from(x[gate + n]))
+                    .map(|gate| exact(f64::from(x[gate]), f64::from(x[gate + n])))
                     .collect();
                 let mut out = vec![f32::NAN; rows * n];
-                glu(activation, &x, n, &mut out);
+                expert_activation(activation, &x, n, &mut out);
                 assert_close(&out, &want, 1e-6, &format!("seed {seed} {activation:?}"));
                 for level in Level::available() {
                     let mut again = vec![f32::NAN; rows * n];
-                    glu_at(level, activation, &x, n, &mut again);
+                    activate_at(level, activation, &x, n, &mut again);
                     assert_same_bits(&again, &out, &format!("seed {seed} {activation:?} {level:?}"));
                 }
             }
@@ -165,8 +216,13 @@ mod tests {
         for (activation, _) in DEFINITIONS {
             let mut out = [f32::NAN; 4];
             let gate_up = [1e30, -1e30, f32::NAN, 0.0, 1.0, 1.0, 1.0, 5.0];
-            glu(activation, &gate_up, 4, &mut out);
-            assert_eq!((out[0], out[3]), (1e30, 0.0), "{activation:?}");
+            expert_activation(activation, &gate_up, 4, &mut out);
+            let most = match activation {
+                ExpertActivation::Glu(_) => 1e30,
+                ExpertActivation::ClampedSwiglu => 14.0,
+            };
+            assert!((out[0] / most - 1.0).abs() < 1e-5, "{activation:?}: {out:?}");
+            assert_eq!(out[3], 0.0, "{activation:?}");
             assert!(out[1].abs() < 1e-6 && out[2].is_nan(), "{activation:?}: {out:?}");
         }
     }

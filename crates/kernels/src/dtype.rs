@@ -8,6 +8,11 @@ pub enum WeightType {
     Bf16,
     /// Eight bits, `e4m3`, without the scale that belongs to them; there are no kernels for it on a CPU.
     F8E4M3,
+    /// Bytes that mean something together with another tensor; there are no kernels for them.
+    U8,
+    /// Four bits, `e2m1`, with a power of two for each 32, as ggml orders them
+    /// ([OCP Microscaling Formats](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)).
+    Mxfp4,
     Q4_0,
     Q4_1,
     Q5_0,
@@ -41,6 +46,7 @@ impl WeightType {
             14 => Self::Q6K,
             15 => Self::Q8K,
             30 => Self::Bf16,
+            39 => Self::Mxfp4,
             _ => return None,
         })
     }
@@ -50,7 +56,8 @@ impl WeightType {
         match self {
             Self::F32 => (1, 4),
             Self::F16 | Self::Bf16 => (1, 2),
-            Self::F8E4M3 => (1, 1),
+            Self::F8E4M3 | Self::U8 => (1, 1),
+            Self::Mxfp4 => (32, 17),
             Self::Q4_0 => (32, 18),
             Self::Q4_1 => (32, 20),
             Self::Q5_0 => (32, 22),

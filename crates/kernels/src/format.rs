@@ -49,7 +49,11 @@ pub(crate) enum Format {
 impl Format {
     pub(crate) fn of(dtype: WeightType) -> Option<Self> {
         Some(match dtype {
-            WeightType::F32 | WeightType::F16 | WeightType::Bf16 | WeightType::F8E4M3 => return None,
+            WeightType::F32 | WeightType::F16 | WeightType::Bf16 | WeightType::F8E4M3 | WeightType::U8 => {
+                return None;
+            }
+            // Twice an element is a whole number of five bits.
+            WeightType::Mxfp4 => Self::Q5_0,
             WeightType::Q4_0 => Self::Q4_0,
             WeightType::Q4_1 => Self::Q4_1,
             WeightType::Q5_0 => Self::Q5_0,

@@ -25,6 +25,7 @@ mod embedding;
 mod format;
 mod kv;
 mod linear;
+mod moe;
 mod norm;
 mod pack;
 mod panel;
@@ -41,7 +42,7 @@ mod soft_cap;
 #[cfg(test)]
 mod testing;
 
-pub use activation::{Activation, glu};
+pub use activation::{Activation, ExpertActivation, expert_activation, glu};
 pub use attention::{AttentionOptions, attention, attention_scratch};
 pub use delta_rule::{DeltaGates, DeltaLayout, StateRun, causal_conv, gated_delta_rule, sigmoid_gate};
 pub use dtype::{Matrix, WeightError, WeightType};
@@ -49,6 +50,7 @@ pub use e4m3::{E4M3_MAX, e4m3_from_f32, e4m3_to_f32};
 pub use embedding::Embedding;
 pub use kv::{KvElement, KvLayout, PagedKv, PagedKvMut, RunMeta};
 pub use linear::{Linear, LinearShape};
+pub use moe::{ExpertBuffers, ExpertWeights, Route, RouterSoftmax, add_gated, experts, route};
 pub use norm::{add_rms_norm, rms_norm, sandwich_norm};
 pub use parallel::{set_threads, threads};
 pub use pool::sum_rows;

@@ -96,17 +96,40 @@ impl Linear {
     /// # Errors
     /// [`Oom`] if the arena has no room for the quantised input.
     pub fn forward(&self, x: &[f32], out: &mut [f32], arena: &Arena) -> Result<(), Oom> {
-        self.forward_at(Level::detect(), x, out, arena)
+        self.forward_in_room(x.len() / self.inputs, x, out, arena)
     }
 
-    fn forward_at(&self, level: Level, x: &[f32], out: &mut [f32], arena: &Arena) -> Result<(), Oom> {
+    /// The same, for which the arena is asked for as much as `room` rows need, at least those of `x`.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_in_room(&self, room: usize, x: &[f32], out: &mut [f32], arena: &Arena) -> Result<(), Oom> {
+        self.forward_at(Level::detect(), room, x, out, arena)
+    }
+
+    fn forward_at(
+        &self,
+        level: Level,
+        room: usize,
+        x: &[f32],
+        out: &mut [f32],
+        arena: &Arena,
+    ) -> Result<(), Oom> {
         let rows = x.len() / self.inputs;
+        assert!(rows <= room, "{rows} rows in room for {room}");
         assert_eq!(x.len(), rows * self.inputs, "x is not [m, {}]", self.inputs);
         assert_eq!(out.len(), rows * self.outputs, "out is not [m, {}]", self.outputs);
         let frame = arena.frame();
         let formats = self.parts.iter().filter_map(|part| part.weights.format());
         let activations = match shape::quantised_input(formats) {
-            Some(halves) => Some(Activations::quantize(level, x, self.inputs, halves, &frame)?),
+            Some(halves) => Some(Activations::quantize(
+                level,
+                room,
+                x,
+                self.inputs,
+                halves,
+                &frame,
+            )?),
             None => None,
         };
         let out = Disjoint::new(out);

@@ -146,6 +146,11 @@ impl Matrix<'_> {
                     *out = bf16::from_le_bytes(bytes).to_f32();
                 }
             }
+            WeightType::U8 => {
+                out.iter_mut()
+                    .zip(data)
+                    .for_each(|(out, &byte)| *out = f32::from(byte));
+            }
             WeightType::F8E4M3 => {
                 for (out, &code) in out.iter_mut().zip(data) {
                     *out = e4m3_to_f32(code);
@@ -263,9 +268,29 @@ fn decode(dtype: WeightType, block: &[u8], out: &mut Block) {
             out.scale = f32::from_le_bytes(block[..4].try_into().expect("four bytes"));
             biased(&block[4..260], codes);
         }
-        WeightType::F32 | WeightType::F16 | WeightType::Bf16 | WeightType::F8E4M3 => {
+        WeightType::Mxfp4 => {
+            out.scale = half_power(block[0]);
+            nibbles(&block[1..], &mut codes[..32]);
+            codes[..32]
+                .iter_mut()
+                .for_each(|code| *code = TWICE_E2M1[usize::from(*code)]);
+        }
+        WeightType::F32 | WeightType::F16 | WeightType::Bf16 | WeightType::F8E4M3 | WeightType::U8 => {
             unreachable!("floats are not packed in blocks")
         }
+    }
+}
+
+/// Twice each element of MXFP4, plus the offset of 16 that its packed format has.
+const TWICE_E2M1: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
+
+/// Half of the power of two that a scale of MXFP4 stands for: 2^(code - 128), but for 255, which is no number.
+fn half_power(code: u8) -> f32 {
+    match code {
+        0 => f32::from_bits(1 << 21),
+        1 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        code => f32::from_bits(u32::from(code - 1) << 23),
     }
 }
 

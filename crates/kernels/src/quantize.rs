@@ -34,9 +34,10 @@ pub(crate) struct Sums<'a> {
 }
 
 impl<'a> Activations<'a> {
-    /// Quantises `x`, `[rows, inputs]`, into memory of `frame`.
+    /// Quantises `x`, `[rows, inputs]`, into memory of `frame` with room for `room` rows.
     pub(crate) fn quantize(
         level: Level,
+        room: usize,
         x: &[f32],
         inputs: usize,
         halves: bool,
@@ -44,13 +45,13 @@ impl<'a> Activations<'a> {
     ) -> Result<Self, Oom> {
         let rows = x.len() / inputs;
         let [codes, groups, half_groups] = row_lens(inputs, halves);
-        let high: &'a mut [i8] = frame.alloc(rows * codes)?;
-        let low: &'a mut [i8] = frame.alloc(rows * codes)?;
-        let scales: &'a mut [f32] = frame.alloc(rows * groups)?;
-        let exact: &'a mut [i32] = frame.alloc(rows * groups)?;
-        let scaled: &'a mut [f32] = frame.alloc(rows * groups)?;
-        let exact_halves: &'a mut [i32] = frame.alloc(rows * half_groups)?;
-        let scaled_halves: &'a mut [f32] = frame.alloc(rows * half_groups)?;
+        let high: &'a mut [i8] = &mut frame.alloc(room * codes)?[..rows * codes];
+        let low: &'a mut [i8] = &mut frame.alloc(room * codes)?[..rows * codes];
+        let scales: &'a mut [f32] = &mut frame.alloc(room * groups)?[..rows * groups];
+        let exact: &'a mut [i32] = &mut frame.alloc(room * groups)?[..rows * groups];
+        let scaled: &'a mut [f32] = &mut frame.alloc(room * groups)?[..rows * groups];
+        let exact_halves: &'a mut [i32] = &mut frame.alloc(room * half_groups)?[..rows * half_groups];
+        let scaled_halves: &'a mut [f32] = &mut frame.alloc(room * half_groups)?[..rows * half_groups];
         {
             let (high, low, scales) = (Disjoint::new(high), Disjoint::new(low), Disjoint::new(scales));
             let (exact, scaled) = (Disjoint::new(exact), Disjoint::new(scaled));
@@ -98,7 +99,7 @@ fn row_lens(inputs: usize, halves: bool) -> [usize; 3] {
     [inputs, groups, if halves { 2 * groups } else { 0 }]
 }
 
-/// Counts what [`Activations::quantize`] takes for `rows` rows.
+/// Counts what [`Activations::quantize`] takes with room for `rows` rows.
 pub(crate) fn quantize_scratch(rows: usize, inputs: usize, halves: bool, arena: &mut DryArena) -> Option<()> {
     let [codes, groups, half_groups] = row_lens(inputs, halves);
     for _ in 0..2 {

@@ -18,7 +18,7 @@ use crate::blocks::check_formats;
 use crate::embedding::{self, EmbeddingConfig, ServeAs};
 use crate::generation::check_token_ids;
 use crate::quantization::{OnlineQuantization, Quantization};
-use crate::spec::{AttentionSpec, DeltaNetSpec, Mixer, NormSpec, OutputHead};
+use crate::spec::{AttentionSpec, DeltaNetSpec, Mixer, Mlp, NormSpec, OutputHead};
 use crate::{DecoderSpec, ModelError};
 use gguf::GgufFields;
 pub use gguf::GgufTensors;
@@ -116,7 +116,8 @@ impl ModelConfig {
         // Before the fields: an unknown architecture has other ones.
         let architecture = Architecture::from_gguf_name(fields.architecture)?;
         let architecture = match architecture {
-            // GGUF calls Mistral models llama too.
+            // GGUF calls Mixtral and Mistral models llama too.
+            Architecture::Llama if fields.has_experts()? => Architecture::Mixtral,
             Architecture::Llama if fields.window()?.is_some() => Architecture::Mistral,
             architecture => architecture,
         };
@@ -202,7 +203,14 @@ fn check(path: &Path, spec: &DecoderSpec) -> Result<(), ModelError> {
         ("max_position_embeddings", spec.max_position_embeddings),
     ])?;
     for layer in &spec.layers {
-        sizes(&[("intermediate_size", layer.dense_mlp().intermediate_size)])?;
+        match &layer.mlp {
+            Mlp::Dense(mlp) => sizes(&[("intermediate_size", mlp.intermediate_size)])?,
+            Mlp::Moe(moe) => {
+                sizes(&[("moe_intermediate_size", moe.intermediate_size)])?;
+                let shared = moe.shared.map_or(1, |shared| shared.intermediate_size);
+                sizes(&[("shared_expert_intermediate_size", shared)])?;
+            }
+        }
         match &layer.mixer {
             Mixer::Attention(attention) => {
                 sizes(&[

@@ -6,15 +6,15 @@ use half::f16;
 use plimsoll_core::{KvConfig, Oom};
 use plimsoll_device::Arena;
 use plimsoll_kernels::{
-    AttentionOptions, DeltaGates, Embedding, KvElement, KvLayout, Linear, PagedKvMut, QkNorm, add_rms_norm,
-    attention, causal_conv, gated_delta_rule, glu, qk_norm_rope_kv_write, rms_norm, rope_angles,
-    sandwich_norm, sigmoid_gate, soft_cap,
+    AttentionOptions, DeltaGates, Embedding, ExpertBuffers, ExpertWeights, KvElement, KvLayout, Linear,
+    PagedKvMut, QkNorm, Route, add_gated, add_rms_norm, attention, causal_conv, experts, gated_delta_rule,
+    glu, qk_norm_rope_kv_write, rms_norm, rope_angles, route, sandwich_norm, sigmoid_gate, soft_cap,
 };
 
 use crate::batch::Batch;
-use crate::blocks::{self, DeltaRule, Norms, Operations, Widths};
+use crate::blocks::{self, DeltaRule, Moe, Norms, Operations, Widths};
 use crate::rope::{RopeSpec, RopeTable};
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer, MoeSpec};
 use crate::state::{KvCache, KvElementType, StateCache};
 use crate::tables::LayerPage;
 use crate::weights::Loader;
@@ -86,7 +86,11 @@ impl Decoder {
             attended,
             gate_up,
             activated,
+            gathered,
+            projected,
+            router_logits,
         ] = activation_widths(spec).map(|width| arena.alloc::<f32>(n * width));
+        let routes = arena.alloc::<Route>(n * Widths::of(spec).routes);
         let mut step = Step {
             batch,
             places: LayerPlace::all(spec, &kv.pages),
@@ -108,6 +112,10 @@ impl Decoder {
             attended: attended?,
             gate_up: gate_up?,
             activated: activated?,
+            gathered: gathered?,
+            projected: projected?,
+            router_logits: router_logits?,
+            routes: routes?,
         };
         let mut angles: &'a mut [f32] = angles?;
         for rope in &self.ropes {
@@ -153,8 +161,9 @@ impl Head<'_> {
 }
 
 /// Elements of a row of each activation that a step takes from the arena for all of its rows: the residual stream, what is
-/// to be added to it, its norm; angles; q, k and v, gates of states, rotated q, the mixer's output; gate and up, their product.
-pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 10] {
+/// to be added to it, its norm; angles; q, k and v, gates of states, rotated q, the mixer's output; gate and up, their product;
+/// inputs and outputs of an expert, the router's logits. [`Widths::routes`] come after them.
+pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 13] {
     let Widths {
         hidden,
         qkv,
@@ -162,11 +171,14 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 10] {
         attended,
         gate_up,
         activated,
+        experts,
+        routes: _,
         // Inputs are not quantised on a CPU.
         quantised: _,
         scales: _,
     } = Widths::of(spec);
     let angles = spec.ropes().iter().map(|rope| rope.rotary_dim).sum();
+    let expert = if experts > 0 { hidden } else { 0 };
     [
         hidden,
         hidden,
@@ -178,6 +190,9 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 10] {
         attended,
         gate_up,
         activated,
+        expert,
+        expert,
+        experts,
     ]
 }
 
@@ -234,6 +249,10 @@ struct Step<'a, 'b, E> {
     attended: &'a mut [f32],
     gate_up: &'a mut [f32],
     activated: &'a mut [f32],
+    gathered: &'a mut [f32],
+    projected: &'a mut [f32],
+    router_logits: &'a mut [f32],
+    routes: &'a mut [Route],
 }
 
 impl<E: KvElement> Step<'_, '_, E> {
@@ -426,6 +445,45 @@ impl<E: KvElement> Operations<Arc<Linear>, Vec<f32>> for Step<'_, '_, E> {
     fn project_down(&mut self, _: &DenseMlpSpec, down: &Arc<Linear>) -> Result<(), Oom> {
         let (x, out) = (self.rows * down.inputs(), self.rows * down.outputs());
         down.forward(&self.activated[..x], &mut self.delta[..out], self.arena)
+    }
+
+    fn experts(
+        &mut self,
+        spec: &MoeSpec,
+        norms: &Norms<'_, Vec<f32>>,
+        moe: &Moe<Arc<Linear>>,
+    ) -> Result<(), Oom> {
+        self.add_norm(norms);
+        let (rows, arena) = (self.rows, self.arena);
+        let len = rows * moe.router.inputs();
+        let (normed, delta) = (&self.normed[..len], &mut self.delta[..len]);
+        let logits = &mut self.router_logits[..rows * spec.experts];
+        moe.router.forward(normed, logits, arena)?;
+        let routes = &mut self.routes[..rows * spec.top_k];
+        route(logits, spec.experts, spec.softmax, routes);
+        let weights = ExpertWeights {
+            gate_up: &moe.gate_up,
+            down: &moe.down,
+        };
+        let buffers = ExpertBuffers {
+            gathered: self.gathered,
+            gate_up: self.gate_up,
+            activated: self.activated,
+            out: self.projected,
+        };
+        experts(normed, routes, weights, spec.activation, buffers, delta, arena)?;
+        if let (Some(spec), Some(shared)) = (&spec.shared, &moe.shared) {
+            let inner = spec.intermediate_size;
+            let gate_up = &mut self.gate_up[..rows * 2 * inner];
+            let activated = &mut self.activated[..rows * inner];
+            let (gates, out) = (&mut self.router_logits[..rows], &mut self.projected[..len]);
+            shared.mlp.gate_up.forward(normed, gate_up, arena)?;
+            glu(spec.activation, gate_up, inner, activated);
+            shared.mlp.down.forward(activated, out, arena)?;
+            shared.gate.forward(normed, gates, arena)?;
+            add_gated(out, gates, delta);
+        }
+        Ok(())
     }
 
     fn finish(&mut self, norms: &Norms<'_, Vec<f32>>) -> Result<(), Oom> {

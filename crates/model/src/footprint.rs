@@ -5,14 +5,14 @@ use std::path::Path;
 
 use plimsoll_core::{KvConfig, Pooling, StepLimits};
 use plimsoll_device::DryArena;
-use plimsoll_kernels::{LinearShape, WeightType, attention_scratch, sample_scratch};
+use plimsoll_kernels::{LinearShape, Route, WeightType, attention_scratch, sample_scratch};
 
-use crate::blocks::{self, DeltaRule, Matrix, Norms, Operations, Stack, Vector, Visitor};
+use crate::blocks::{self, DeltaRule, Matrix, Moe, Norms, Operations, Stack, Vector, Visitor, Widths};
 use crate::decoder::activation_widths;
 use crate::model::{Description, check_cpu};
 use crate::quantization::MatrixFormat;
 use crate::runner::LOGIT_ROWS;
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
 use crate::state::{KvElementType, Staging, StateCache};
 use crate::weights::Checked;
 use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelConfig, ModelError};
@@ -161,6 +161,7 @@ impl Footprint {
         for width in activation_widths(spec) {
             arena.alloc::<f32>(tokens.checked_mul(width)?)?;
         }
+        arena.alloc::<Route>(tokens.checked_mul(Widths::of(spec).routes)?)?;
         let given = match self.config.pooling() {
             Some(Pooling::Mean) => tokens,
             Some(Pooling::Last) => samples,
@@ -270,6 +271,21 @@ impl Operations<LinearShape, ()> for CountStep<'_> {
         self.linear(down)
     }
 
+    /// Each expert that is hit takes as much as if all rows went to it.
+    fn experts(&mut self, _: &MoeSpec, _: &Norms<'_, ()>, moe: &Moe<LinearShape>) -> Result<(), Boundless> {
+        self.linear(&moe.router)?;
+        for (gate_up, down) in moe.gate_up.iter().zip(&moe.down) {
+            self.linear(gate_up)?;
+            self.linear(down)?;
+        }
+        if let Some(shared) = &moe.shared {
+            self.linear(&shared.mlp.gate_up)?;
+            self.linear(&shared.mlp.down)?;
+            self.linear(&shared.gate)?;
+        }
+        Ok(())
+    }
+
     fn finish(&mut self, _: &Norms<'_, ()>) -> Result<(), Boundless> {
         Ok(())
     }
@@ -344,6 +360,7 @@ impl Sizes<'_> {
         let parts = matrices.iter().map(|matrix| {
             let dtype = match &mut self.types {
                 Types::Stored(tensors) => tensors.matrix(matrix)?.kept_type(),
+                Types::All(_) if matrix.format == MatrixFormat::Mxfp4 => WeightType::Mxfp4,
                 Types::All(_) if matrix.format != MatrixFormat::Plain => WeightType::Bf16,
                 Types::All(dtype) => *dtype,
             };

@@ -34,12 +34,12 @@ pub use footprint::{ArenaUse, Footprint, StepSize};
 pub use generation::GenerationConfig;
 pub use gguf::GgufFile;
 pub use model::{About, LoadFormat, LoadOptions, Model};
-pub use plimsoll_kernels::{Activation, DeltaLayout, QueryScale};
-pub use quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, OnlineQuantization, Quantization};
+pub use plimsoll_kernels::{Activation, DeltaLayout, ExpertActivation, QueryScale, RouterSoftmax};
+pub use quantization::{FP8_BLOCK, Fp8Scales, MXFP4_BLOCK, MatrixFormat, OnlineQuantization, Quantization};
 pub use runner::Runner;
 pub use spec::{
-    AttentionSpec, DecoderSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, OutputHead,
-    Projections,
+    AttentionSpec, DecoderSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, MoeNames, MoeSpec,
+    NormSpec, OutputHead, Projections, StackedExperts,
 };
 pub use state::KvCacheDtype;
 pub use weights::Progress;

@@ -1,4 +1,4 @@
-//! Which matrices are stored in eight bits, and how.
+//! Which matrices are stored in eight bits or four, and how.
 
 use std::fmt;
 
@@ -9,6 +9,9 @@ use crate::names;
 
 /// Outputs and inputs that share a scale of [`Fp8Scales::Block`].
 pub const FP8_BLOCK: usize = 128;
+
+/// Inputs that share a scale of [`MatrixFormat::Mxfp4`].
+pub const MXFP4_BLOCK: usize = 32;
 
 /// The module of the table of tokens.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens";
@@ -27,6 +30,8 @@ pub enum MatrixFormat {
         /// each token, which is at least as accurate.
         input_scale: bool,
     },
+    /// Of an expert, in four bits, `e2m1`, with a power of two for each [`MXFP4_BLOCK`] inputs.
+    Mxfp4,
     /// Stored as [`Self::Plain`], kept as `e4m3` bytes with a scale for each output (`--quantization fp8`).
     ToFp8,
 }
@@ -46,6 +51,7 @@ impl MatrixFormat {
     fn name(self) -> Option<&'static str> {
         Some(match self {
             Self::Plain => return None,
+            Self::Mxfp4 => "mxfp4",
             Self::Fp8 {
                 scales: Fp8Scales::Tensor,
                 ..
@@ -66,7 +72,7 @@ impl MatrixFormat {
     /// all outputs, as it may be stacked with others.
     pub fn kept_scales(self) -> Option<Fp8Scales> {
         match self {
-            Self::Plain => None,
+            Self::Plain | Self::Mxfp4 => None,
             Self::Fp8 {
                 scales: Fp8Scales::Block,
                 ..
@@ -101,6 +107,7 @@ impl fmt::Display for MatrixFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Plain => f.write_str("floats"),
+            Self::Mxfp4 => f.write_str("MXFP4"),
             Self::Fp8 { scales, .. } => write!(f, "FP8 with {scales}"),
             Self::ToFp8 => f.write_str("FP8, quantised at load,"),
         }
@@ -145,7 +152,7 @@ impl Quantization {
         }
     }
 
-    /// Whether a model stores any matrix in eight bits, or is to be kept so.
+    /// Whether a model stores any matrix in eight bits or four, or is to be kept so.
     pub fn is_some(&self) -> bool {
         !self.groups.is_empty()
     }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, KvConfig};
-use plimsoll_kernels::{Activation, DeltaLayout};
+use plimsoll_kernels::{Activation, DeltaLayout, ExpertActivation, RouterSoftmax};
 
 use crate::quantization::Quantization;
 use crate::rope::RopeSpec;
@@ -89,6 +89,8 @@ pub struct AttentionSpec {
     pub qk_norm: bool,
     /// The q, k and v projections have a bias (Qwen2).
     pub qkv_bias: bool,
+    /// The output projection has a bias (gpt-oss).
+    pub output_bias: bool,
     /// Multiplies the scores, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
     /// Scores become `cap × tanh(score / cap)` before the softmax (Gemma 2).
@@ -116,6 +118,8 @@ pub enum Projections {
 pub enum Mlp {
     /// The same matrices for every token.
     Dense(DenseMlpSpec),
+    /// A few of many experts for each token.
+    Moe(MoeSpec),
 }
 
 /// A [gated MLP](https://arxiv.org/abs/2002.05202): `down(activation(gate x) * up x)`.
@@ -127,6 +131,50 @@ pub struct DenseMlpSpec {
     pub activation: Activation,
     /// How gate and up are stored.
     pub projections: Projections,
+}
+
+/// A [mixture of experts](https://arxiv.org/abs/1701.06538): a router sends each token to a few of many gated MLPs, whose
+/// weighted sum is the output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MoeSpec {
+    /// Experts.
+    pub experts: usize,
+    /// Experts of a token, at most as many as there are: those with the largest logits.
+    pub top_k: usize,
+    /// How their logits become weights.
+    pub softmax: RouterSoftmax,
+    /// Width inside each expert.
+    pub intermediate_size: usize,
+    /// Of gate and up.
+    pub activation: ExpertActivation,
+    /// The router and the experts' projections have a bias (gpt-oss).
+    pub bias: bool,
+    /// An expert that every token goes to, whose output is multiplied by the sigmoid of a projection to one number (Qwen2-MoE).
+    pub shared: Option<DenseMlpSpec>,
+    /// How checkpoints call the tensors.
+    pub names: MoeNames,
+    /// How checkpoints that store all experts as one tensor do that.
+    pub stacked: StackedExperts,
+}
+
+/// Names of a mixture's modules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MoeNames {
+    /// All of it, within the layer.
+    pub module: &'static str,
+    /// The router.
+    pub router: &'static str,
+    /// Gate, up and down of an expert, where each expert is stored for itself.
+    pub projections: [&'static str; 3],
+}
+
+/// What `experts.gate_up_proj` and `experts.down_proj` hold, each of which is one tensor of all experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StackedExperts {
+    /// Of each expert all outputs of the gate, then those of up: `[experts, outputs, inputs]`.
+    Halves,
+    /// Outputs of gate and up by turns: `[experts, inputs, outputs]` in floats, `[experts, outputs, inputs]` in MXFP4 (gpt-oss).
+    Interleaved,
 }
 
 /// What turns normalised rows into logits.
@@ -248,16 +296,23 @@ impl LayerSpec {
         }
     }
 
-    /// The layer's MLP.
+    /// The MLP of a layer without experts.
+    ///
+    /// # Panics
+    /// If it has any.
     pub fn dense_mlp(&self) -> &DenseMlpSpec {
-        let Mlp::Dense(mlp) = &self.mlp;
-        mlp
+        match &self.mlp {
+            Mlp::Dense(mlp) => mlp,
+            Mlp::Moe(_) => panic!("a layer with experts"),
+        }
     }
 
     /// The same, to change it.
-    pub fn dense_mlp_mut(&mut self) -> &mut DenseMlpSpec {
-        let Mlp::Dense(mlp) = &mut self.mlp;
-        mlp
+    pub(crate) fn dense_mlp_mut(&mut self) -> &mut DenseMlpSpec {
+        match &mut self.mlp {
+            Mlp::Dense(mlp) => mlp,
+            Mlp::Moe(_) => panic!("a layer with experts"),
+        }
     }
 }
 

@@ -385,7 +385,7 @@ fn unsupported_quantisation_is_named() {
             "quant_method` is `gptq`",
         ),
         (fp8(json!({"quant_method": "awq"})), "quant_method` is `awq`"),
-        (fp8(json!({"quant_method": "mxfp4"})), "quant_method` is `mxfp4`"),
+        (fp8(json!({"quant_method": "quark"})), "quant_method` is `quark`"),
         (
             fp8(json!({"quant_method": null, "bits": 4})),
             "quantization_config.quant_method` is missing",

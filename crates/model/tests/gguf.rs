@@ -174,7 +174,11 @@ fn unsupported_metadata_is_named() {
             text("mamba"),
             "`mamba` is not supported; supported are llama, qwen2, qwen3",
         ),
-        ("llama.expert_count", Value::U32(8), "llama.expert_count"),
+        (
+            "llama.expert_count",
+            Value::U32(8),
+            "`llama.expert_used_count` is missing",
+        ),
         (
             "llama.final_logit_softcapping",
             Value::F32(30.0),

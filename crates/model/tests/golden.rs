@@ -25,7 +25,9 @@ fn logits_error(name: &str, kv_cache_dtype: KvCacheDtype) -> f64 {
 fn logits_equal_transformers() {
     for name in MODELS {
         let error = logits_error(name, KvCacheDtype::F32);
-        assert!(error < 1e-5, "{name}: relative error {error:e}");
+        // Inputs of products in four bits have 15.
+        let tolerance = if name.contains("mxfp4") { 2e-4 } else { 1e-5 };
+        assert!(error < tolerance, "{name}: relative error {error:e}");
     }
 }
 

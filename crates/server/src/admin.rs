@@ -275,5 +275,7 @@ fn card<'a>(state: &'a AppState, name: &'a str) -> ModelCard<'a> {
         max_model_len: state.engine().limits().max_model_len,
         quantization: state.model().quantization.as_deref(),
         bits_per_weight: state.model().bits_per_weight,
+        num_parameters: state.model().num_parameters,
+        num_active_parameters: state.model().num_active_parameters,
     }
 }

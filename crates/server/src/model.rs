@@ -33,6 +33,10 @@ pub struct ModelInfo {
     pub quantization: Option<String>,
     /// Bits of device memory for each of its weights, if it has any.
     pub bits_per_weight: Option<f64>,
+    /// Weights, if it has any.
+    pub num_parameters: Option<u64>,
+    /// Those that are read for one token: without the experts to which it does not go.
+    pub num_active_parameters: Option<u64>,
 }
 
 /// How a model's answers are parsed into reasoning, content and tool calls.

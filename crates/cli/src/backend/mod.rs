@@ -190,6 +190,8 @@ pub struct ModelFacts {
     pub quantization: Option<String>,
     /// Weights it has; `None` for a simulated model.
     pub num_parameters: Option<u64>,
+    /// Those that are read for one token.
+    pub num_active_parameters: Option<u64>,
 }
 
 impl ModelFacts {
@@ -208,6 +210,7 @@ impl ModelFacts {
             state_bytes,
             quantization: config.spec.quantization.name(),
             num_parameters: Some(config.spec.num_parameters()),
+            num_active_parameters: Some(config.spec.num_active_parameters()),
         }
     }
 

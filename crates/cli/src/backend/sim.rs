@@ -81,6 +81,7 @@ impl SimBackend {
             state_bytes: 0,
             quantization: None,
             num_parameters: None,
+            num_active_parameters: None,
         })
     }
 }

@@ -69,6 +69,7 @@ mod tests {
                 state_bytes: 0,
                 quantization: None,
                 num_parameters: None,
+                num_active_parameters: None,
             };
             let disabled = disabled(&facts, &settings(flags));
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()

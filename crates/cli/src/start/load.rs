@@ -99,6 +99,12 @@ impl Loaded {
         self.model.facts.embedding.as_ref()
     }
 
+    /// Weights of the model, and those of them that are read for one token.
+    pub(crate) fn num_parameters(&self) -> [Option<u64>; 2] {
+        let facts = &self.model.facts;
+        [facts.num_parameters, facts.num_active_parameters]
+    }
+
     /// What is asked of the auto-profile.
     pub(super) fn spec(&self) -> ProfileSpec {
         let total = self.backend.account().meters().total;

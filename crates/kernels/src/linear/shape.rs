@@ -25,7 +25,8 @@ impl LinearShape {
         })
     }
 
-    /// Counts what [`Linear::forward`](super::Linear::forward) takes for `rows` rows, in a frame of its own.
+    /// Counts what [`Linear::forward_in_room`](super::Linear::forward_in_room) takes in room for `rows` rows, in a frame of its
+    /// own.
     pub fn scratch(&self, rows: usize, arena: &mut DryArena) -> Option<()> {
         let formats = self.parts.iter().filter_map(|&(dtype, _)| Format::of(dtype));
         match quantised_input(formats) {

@@ -27,7 +27,8 @@ const FLOATS: [WeightType; 3] = [WeightType::F32, WeightType::F16, WeightType::B
 /// The type by candle's name.
 fn oracle_type(dtype: WeightType) -> GgmlDType {
     match dtype {
-        WeightType::F8E4M3 => unreachable!("GGUF files have no such type"),
+        WeightType::F8E4M3 | WeightType::U8 => unreachable!("GGUF files have no such type"),
+        WeightType::Mxfp4 => unreachable!("candle has no such type"),
         WeightType::F32 => GgmlDType::F32,
         WeightType::F16 => GgmlDType::F16,
         WeightType::Bf16 => GgmlDType::BF16,
@@ -148,7 +149,8 @@ fn widen(x: &[f32]) -> Vec<f64> {
 
 fn forward(linear: &Linear, level: Level, x: &[f32]) -> Vec<f32> {
     let mut out = vec![f32::NAN; x.len() / linear.inputs() * linear.outputs()];
-    linear.forward_at(level, x, &mut out, &arena()).unwrap();
+    let room = x.len() / linear.inputs();
+    linear.forward_at(level, room, x, &mut out, &arena()).unwrap();
     out
 }
 
@@ -333,4 +335,40 @@ fn wrong_shapes_are_typed_errors() {
     );
     let full = Linear::new(&[matrix], None, &Budget::new(100)).unwrap_err();
     assert!(matches!(full, WeightError::Oom(_)), "{full}");
+}
+
+/// Elements by the definition of the format: every code, and scales at which `f16` is normal, subnormal and too small.
+#[test]
+fn mxfp4_is_kept_exactly() {
+    const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let mut rng = rng(3);
+    let (rows, cols) = (21, 96);
+    for exponent in [1 - 16, 0, 15, -22] {
+        let mut data = Vec::new();
+        let mut want = vec![0f32; rows * cols];
+        for block in want.chunks_exact_mut(32) {
+            data.push((127 + exponent) as u8);
+            let codes: [u8; 32] = std::array::from_fn(|_| rng.random_range(0..16));
+            data.extend((0..16).map(|i| codes[i] | codes[i + 16] << 4));
+            for (value, code) in block.iter_mut().zip(codes) {
+                let magnitude = E2M1[usize::from(code & 7)] * 2f32.powi(exponent);
+                *value = if code >= 8 { -magnitude } else { magnitude };
+            }
+        }
+        let matrix = Matrix::new(WeightType::Mxfp4, rows, cols, &data).unwrap();
+        let linear = Linear::new(&[matrix], None, &budget()).unwrap();
+        let (mut row, mut widened) = (vec![0.0; cols], vec![0.0; cols]);
+        for (index, want) in want.chunks_exact(cols).enumerate() {
+            linear.weight_row(index, &mut row);
+            matrix.widen_row(index, &mut widened);
+            assert_eq!((&row[..], &widened[..]), (want, want), "2^{exponent}");
+        }
+    }
+    // 2^-30 is less than half of the least `f16`.
+    let data = [&[97_u8][..], &[0x77; 16]].concat();
+    let matrix = Matrix::new(WeightType::Mxfp4, 1, 32, &data).unwrap();
+    let linear = Linear::new(&[matrix], None, &budget()).unwrap();
+    let mut row = vec![1.0; 32];
+    linear.weight_row(0, &mut row);
+    assert_eq!(row, [0.0; 32]);
 }

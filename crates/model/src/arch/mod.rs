@@ -2,13 +2,18 @@
 
 mod gemma2;
 mod gemma3;
+mod gpt_oss;
 mod llama;
 mod ministral3;
 mod mistral;
+mod mixtral;
+mod moe;
 mod phi3;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_moe;
 mod qwen3_next;
 mod rope;
 mod smollm3;
@@ -33,20 +38,28 @@ pub enum Architecture {
     Gemma2,
     /// Gemma 3, text.
     Gemma3,
+    /// gpt-oss.
+    GptOss,
     /// Llama 2, 3, 3.x, SmolLM2 and everything else that calls itself Llama.
     Llama,
     /// Ministral 3, text.
     Ministral3,
     /// Mistral.
     Mistral,
+    /// Mixtral.
+    Mixtral,
     /// Phi-3, Phi-3.5, Phi-4 and Phi-4-mini.
     Phi3,
     /// Qwen 2 and 2.5.
     Qwen2,
+    /// Qwen 1.5 and 2 with experts.
+    Qwen2Moe,
     /// Qwen 3, dense.
     Qwen3,
     /// Qwen 3.5, dense, text; Qwen 3.6 and 3.8 too.
     Qwen3_5,
+    /// Qwen 3 with experts.
+    Qwen3Moe,
     /// Qwen3-Next, as far as its MLPs are dense.
     Qwen3Next,
     /// SmolLM3.
@@ -71,7 +84,7 @@ struct Family {
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 15] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
@@ -83,19 +96,27 @@ impl Architecture {
         Self::Ministral3,
         Self::Phi3,
         Self::SmolLM3,
+        Self::GptOss,
+        Self::Mixtral,
+        Self::Qwen2Moe,
+        Self::Qwen3Moe,
     ];
 
     fn family(self) -> Family {
         match self {
             Self::Gemma2 => gemma2::FAMILY,
             Self::Gemma3 => gemma3::FAMILY,
+            Self::GptOss => gpt_oss::FAMILY,
             Self::Llama => llama::FAMILY,
             Self::Ministral3 => ministral3::FAMILY,
             Self::Mistral => mistral::FAMILY,
+            Self::Mixtral => mixtral::FAMILY,
             Self::Phi3 => phi3::FAMILY,
             Self::Qwen2 => qwen2::FAMILY,
+            Self::Qwen2Moe => qwen2_moe::FAMILY,
             Self::Qwen3 => qwen3::FAMILY,
             Self::Qwen3_5 => qwen3_5::FAMILY,
+            Self::Qwen3Moe => qwen3_moe::FAMILY,
             Self::Qwen3Next => qwen3_next::FAMILY,
             Self::SmolLM3 => smollm3::FAMILY,
         }
@@ -211,6 +232,7 @@ fn layer(config: &RawConfig) -> Result<LayerSpec, ModelError> {
             rope: Some(Arc::new(rope::read(config)?)),
             qk_norm: false,
             qkv_bias: false,
+            output_bias: false,
             scale: 1.0 / (head_dim as f32).sqrt(),
             soft_cap: None,
             sinks: false,

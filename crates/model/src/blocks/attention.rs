@@ -63,7 +63,10 @@ impl<L, V> Attention<L, V> {
                 false => None,
                 true => Some(visitor.vector(&Vector::plain(own.name("sinks"), spec.heads))?),
             },
-            output: visitor.linear(&Stack::new(vec![own.matrix("o_proj", hidden, q)]))?,
+            output: visitor.linear(&Stack {
+                bias: spec.output_bias,
+                ..Stack::new(vec![own.matrix("o_proj", hidden, q)])
+            })?,
             post_norm: match layer.post_norms {
                 false => None,
                 true => Some(visitor.vector(&norm(scope.name("post_attention_layernorm.weight"), hidden))?),

@@ -1,14 +1,29 @@
 use std::convert::Infallible;
 
 use super::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::DecoderSpec;
+use crate::{DecoderSpec, spec};
 
 impl DecoderSpec {
-    /// Elements of all weights: not the scales of those in eight bits, and an embedding that is the head too only once.
+    /// Elements of all weights: not the scales of those in eight bits or four, and an embedding that is the head too only once.
     pub fn num_parameters(&self) -> u64 {
         let mut count = Count(0);
         let Ok(_) = Decoder::visit(self, &mut count);
         count.0
+    }
+
+    /// Those that are read for one token: all but the experts to which it does not go.
+    pub fn num_active_parameters(&self) -> u64 {
+        let idle = self.layers.iter().map(|layer| match &layer.mlp {
+            spec::Mlp::Dense(_) => 0,
+            spec::Mlp::Moe(moe) => {
+                let (inner, hidden) = (moe.intermediate_size as u64, self.hidden_size as u64);
+                let biases = if moe.bias { 2 * inner + hidden } else { 0 };
+                let expert = (3 * inner).saturating_mul(hidden).saturating_add(biases);
+                expert.saturating_mul((moe.experts - moe.top_k) as u64)
+            }
+        });
+        self.num_parameters()
+            .saturating_sub(idle.fold(0, u64::saturating_add))
     }
 }
 

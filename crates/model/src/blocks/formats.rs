@@ -1,7 +1,8 @@
 use super::{Decoder, Matrix, Stack, Vector, Visitor};
+use crate::quantization::{MXFP4_BLOCK, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
-/// Checks that what is stacked is stored alike: it is one product, in one format.
+/// Checks that what is stacked is stored alike, as it is one product, in one format, and in whole blocks.
 ///
 /// # Errors
 /// [`ModelError::Unsupported`], which names two parts that differ.
@@ -27,6 +28,13 @@ impl Visitor for Alike {
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
         let first = &stack.parts[0];
+        if first.format == MatrixFormat::Mxfp4 && !first.inputs.is_multiple_of(MXFP4_BLOCK) {
+            return Err(ModelError::unsupported(
+                "quantization_config",
+                format!("MXFP4 for {} inputs of `{}`", first.inputs, first.module),
+                format!("a multiple of {MXFP4_BLOCK} is"),
+            ));
+        }
         match stack.parts.iter().find(|part| part.format != first.format) {
             None => Ok(()),
             Some(other) => Err(ModelError::unsupported(

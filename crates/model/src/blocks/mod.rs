@@ -6,6 +6,8 @@ mod count;
 mod delta_net;
 mod dense_mlp;
 mod formats;
+mod mlp;
+mod moe;
 mod tensors;
 
 use std::sync::Arc;
@@ -14,10 +16,12 @@ pub(crate) use attention::Attention;
 pub(crate) use delta_net::{DeltaNet, DeltaRule};
 pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use formats::check_formats;
-pub(crate) use tensors::{Matrix, Scope, Stack, Vector};
+pub(crate) use mlp::Mlp;
+pub(crate) use moe::Moe;
+pub(crate) use tensors::{Among, InExperts, Matrix, Scope, Stack, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};
-use crate::spec::{self, AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec};
+use crate::spec::{self, AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
 use crate::{DecoderSpec, OutputHead};
 
 /// Makes something of each tensor of a decoder: weights, sizes, places.
@@ -60,7 +64,7 @@ pub(crate) struct Decoder<E, L, V> {
 pub(crate) struct Layer<L, V> {
     pub(crate) spec: Arc<LayerSpec>,
     pub(crate) mixer: Mixer<L, V>,
-    pub(crate) mlp: DenseMlp<L, V>,
+    pub(crate) mlp: Mlp<L, V>,
 }
 
 /// What lets tokens see each other, and the norms around it.
@@ -145,7 +149,7 @@ impl<L, V> Layer<L, V> {
     {
         Ok(Self {
             mixer: Mixer::visit(spec, hidden, scope, visitor)?,
-            mlp: DenseMlp::visit(spec, hidden, scope, visitor)?,
+            mlp: Mlp::visit(spec, hidden, scope, visitor)?,
             spec: Arc::clone(spec),
         })
     }
@@ -280,6 +284,9 @@ pub(crate) trait Operations<L, V> {
     /// From these to what is added to the residual stream.
     fn project_down(&mut self, mlp: &DenseMlpSpec, down: &L) -> Result<(), Self::Error>;
 
+    /// From the norm of the residual stream through each row's experts to what is added to it.
+    fn experts(&mut self, spec: &MoeSpec, norms: &Norms<'_, V>, moe: &Moe<L>) -> Result<(), Self::Error>;
+
     /// The last norm.
     fn finish(&mut self, norms: &Norms<'_, V>) -> Result<(), Self::Error>;
 }
@@ -299,6 +306,10 @@ pub(crate) struct Widths {
     pub(crate) gate_up: usize,
     /// Their product.
     pub(crate) activated: usize,
+    /// Logits of the router: experts of the layer with the most; 0 without any.
+    pub(crate) experts: usize,
+    /// Experts that a row goes to.
+    pub(crate) routes: usize,
     /// The widest inputs, where a device quantises them for products in eight bits.
     pub(crate) quantised: usize,
     /// Their scales.
@@ -316,7 +327,10 @@ impl Widths {
                 spec::Mixer::Attention(spec) => attention::widen(spec, &mut widths),
                 spec::Mixer::DeltaNet(spec) => delta_net::widen(spec, &mut widths),
             }
-            dense_mlp::widen(layer.dense_mlp(), &mut widths);
+            match &layer.mlp {
+                spec::Mlp::Dense(mlp) => dense_mlp::widen(mlp, &mut widths),
+                spec::Mlp::Moe(moe) => moe::widen(moe, &mut widths),
+            }
         }
         let widest = widths.hidden.max(widths.attended).max(widths.activated);
         for scales in spec.quantization.kept_scales() {

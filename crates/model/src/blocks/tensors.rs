@@ -13,6 +13,8 @@ pub(crate) struct Vector {
     pub(crate) shape: Option<[usize; 3]>,
     /// Stored less 1, as far as the source does not say otherwise.
     pub(crate) unit_offset: bool,
+    /// Of an expert.
+    pub(crate) expert: Option<InExperts>,
 }
 
 impl Vector {
@@ -22,6 +24,7 @@ impl Vector {
             len,
             shape: None,
             unit_offset: false,
+            expert: None,
         }
     }
 
@@ -51,6 +54,22 @@ pub(crate) struct Matrix {
     pub(crate) format: MatrixFormat,
     /// How the checkpoint orders its outputs.
     pub(crate) order: RowOrder,
+    /// Of an expert.
+    pub(crate) expert: Option<InExperts>,
+}
+
+/// Where a matrix or a bias of an expert is in a checkpoint that stores those of all experts as one tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct InExperts {
+    /// The name of that tensor, in front of `_bias` and the like.
+    pub(crate) stacked: String,
+    /// The expert, and how many there are.
+    pub(crate) index: usize,
+    pub(crate) count: usize,
+    /// Which of an expert's rows, where gate and up are one tensor.
+    pub(crate) rows: Among,
+    /// Matrices in floats are stored as `[inputs, outputs]`.
+    pub(crate) transposed: bool,
 }
 
 impl Matrix {
@@ -62,6 +81,16 @@ impl Matrix {
     pub(crate) fn shape(&self) -> [usize; 2] {
         [self.outputs, self.inputs]
     }
+}
+
+/// Which of so many rows belong to a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Among {
+    /// How many there are.
+    pub(crate) all: usize,
+    /// The first that belongs to it, and how far the next ones are.
+    pub(crate) first: usize,
+    pub(crate) step: usize,
 }
 
 /// Projections of the same inputs, stacked along the output.
@@ -91,9 +120,10 @@ impl Stack {
     /// The biases; none where there is no bias.
     pub(crate) fn biases(&self) -> impl Iterator<Item = Vector> + Clone {
         let parts = if self.bias { self.parts.as_slice() } else { &[] };
-        parts
-            .iter()
-            .map(|part| Vector::plain(format!("{}.bias", part.module), part.outputs))
+        parts.iter().map(|part| Vector {
+            expert: part.expert.clone(),
+            ..Vector::plain(format!("{}.bias", part.module), part.outputs)
+        })
     }
 }
 
@@ -130,6 +160,7 @@ impl<'a> Scope<'a> {
             outputs,
             inputs,
             order: RowOrder::Plain,
+            expert: None,
         }
     }
 
@@ -140,6 +171,20 @@ impl<'a> Scope<'a> {
         Matrix {
             order: RowOrder::Grouped { groups, parts },
             ..self.matrix(name, groups * of_group, inputs)
+        }
+    }
+
+    /// A matrix `[outputs, inputs]` of one of the experts whose scope this is.
+    pub(crate) fn expert_matrix(
+        &self,
+        name: &str,
+        [outputs, inputs]: [usize; 2],
+        expert: InExperts,
+    ) -> Matrix {
+        let own = self.part(&expert.index.to_string());
+        Matrix {
+            expert: Some(expert),
+            ..own.matrix(name, outputs, inputs)
         }
     }
 

@@ -89,13 +89,50 @@ impl<'a> GgufFields<'a> {
         Ok(window.filter(|&window| window > 0))
     }
 
+    /// Whether layers are mixtures of experts.
+    pub(super) fn has_experts(&self) -> Result<bool, ModelError> {
+        Ok(self.size("expert_count")?.unwrap_or(0) > 0)
+    }
+
+    /// Fields of a family with experts. llama.cpp knows by the family whether the weights of a token's experts are normalised.
+    fn experts(&self, architecture: Architecture) -> Result<Map<String, Value>, ModelError> {
+        // 1 is a softmax.
+        self.only("expert_gating_func", &[1.0, 0.0])?;
+        self.only("expert_weights_scale", &[1.0, 0.0])?;
+        for field in ["expert_group_count", "leading_dense_block_count"] {
+            self.only(field, &[0.0])?;
+        }
+        let inner = self.required_size("feed_forward_length")?;
+        let used = self.required_size("expert_used_count")?;
+        let expert = self.size("expert_feed_forward_length")?;
+        let shared = self.size("expert_shared_feed_forward_length")?;
+        let Value::Object(values) = json!({
+            "num_local_experts": self.required_size("expert_count")?,
+            "num_experts_per_tok": used,
+            "moe_intermediate_size": expert.unwrap_or(inner / used.max(1)),
+            "shared_expert_intermediate_size": shared.unwrap_or(inner),
+            "norm_topk_prob": architecture == Architecture::Qwen3Moe,
+        }) else {
+            unreachable!("it is written as an object")
+        };
+        Ok(values)
+    }
+
     /// The keys are those of llama.cpp's `gguf-py/gguf/constants.py`.
     pub(super) fn config(
         &self,
         architecture: Architecture,
         tensors: GgufTensors,
     ) -> Result<Map<String, Value>, ModelError> {
-        for field in ["expert_count", "nextn_predict_layers", "attention.kv_lora_rank"] {
+        let own = architecture.fields();
+        let experts = match own.contains_key("num_experts_per_tok") {
+            true => self.experts(architecture)?,
+            false => {
+                self.only("expert_count", &[0.0])?;
+                Map::new()
+            }
+        };
+        for field in ["nextn_predict_layers", "attention.kv_lora_rank"] {
             self.only(field, &[0.0])?;
         }
         for field in [
@@ -106,7 +143,6 @@ impl<'a> GgufFields<'a> {
         ] {
             self.only(field, &[1.0, 0.0])?;
         }
-        let own = architecture.fields();
         let caps = ["attn_logit_softcapping", "final_logit_softcapping"];
         for field in caps.iter().filter(|&&field| !own.contains_key(field)) {
             self.only(field, &[0.0])?;
@@ -188,7 +224,8 @@ impl<'a> GgufFields<'a> {
         let caps = caps
             .into_iter()
             .filter_map(|(field, cap)| Some((field, json!(cap?))));
-        for (field, value) in optional.into_iter().flatten().chain(caps) {
+        let experts = experts.iter().map(|(field, value)| (&field[..], value.clone()));
+        for (field, value) in optional.into_iter().flatten().chain(caps).chain(experts) {
             if own.contains_key(field) {
                 values.insert(field.to_owned(), value);
             }

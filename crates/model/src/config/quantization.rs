@@ -14,8 +14,8 @@ use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, ModuleNames, Quant
 /// The names of the field; the second in checkpoints of older compressed-tensors.
 pub(super) const FIELDS: [&str; 2] = ["quantization_config", "compression_config"];
 
-const SUPPORTED: &str = "`fp8` and `compressed-tensors` with 8-bit floats are: use the model in one of these, before quantisation, \
-                         or as a GGUF file";
+const SUPPORTED: &str = "`fp8`, `compressed-tensors` with 8-bit floats and, for experts, `mxfp4` are: use the model in one of \
+                         these, before quantisation, or as a GGUF file";
 
 /// What a configuration says of its matrices.
 ///
@@ -38,6 +38,7 @@ pub(super) fn read(path: &Path, values: &Map<String, Value>) -> Result<Quantizat
     let value = &values[field];
     match value["quant_method"].as_str() {
         Some("fp8") => reader.fp8(reader.parse(value)?),
+        Some("mxfp4") => reader.mxfp4(reader.parse(value)?),
         Some("compressed-tensors") => reader.compressed(reader.parse(value)?),
         Some(other) => Err(reader.unsupported("quant_method", format!("`{other}`"), SUPPORTED)),
         None => Err(reader.unsupported("quant_method", "missing", SUPPORTED)),
@@ -66,6 +67,18 @@ struct RawFp8 {
     /// Of mixtures of experts, which are refused for themselves.
     #[serde(rename = "expert_dtype")]
     _expert_dtype: Option<IgnoredAny>,
+}
+
+/// What gpt-oss has.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawMxfp4 {
+    #[serde(rename = "quant_method")]
+    _quant_method: String,
+    modules_to_not_convert: Option<Vec<String>>,
+    /// A wish of transformers' own.
+    #[serde(rename = "dequantize")]
+    _dequantize: Option<IgnoredAny>,
 }
 
 /// The `QuantizationConfig` of [compressed-tensors](https://github.com/vllm-project/compressed-tensors).
@@ -182,6 +195,20 @@ impl Reader<'_> {
             groups: vec![QuantizationGroup {
                 modules: ModuleNames::All,
                 format: MatrixFormat::Fp8 { scales, input_scale },
+            }],
+            ignored: self.names("modules_to_not_convert", ModuleNames::parts(&ignored))?,
+            kv_scales: false,
+        })
+    }
+
+    /// Experts alone are stored so.
+    fn mxfp4(&self, raw: RawMxfp4) -> Result<Quantization, ModelError> {
+        let ignored = raw.modules_to_not_convert.unwrap_or_default();
+        let experts = ModuleNames::named(&[r"re:.*\.experts\.\d+\.".to_owned()]);
+        Ok(Quantization {
+            groups: vec![QuantizationGroup {
+                modules: self.names("quant_method", experts)?,
+                format: MatrixFormat::Mxfp4,
             }],
             ignored: self.names("modules_to_not_convert", ModuleNames::parts(&ignored))?,
             kv_scales: false,

@@ -136,8 +136,8 @@ impl Decoder {
         let layers = &decoder.layers;
         let qkv = by_shape(layers, |layer| Some(&layer.mixer.attention()?.qkv));
         let output = by_shape(layers, |layer| Some(&layer.mixer.attention()?.output));
-        let gate_up = by_shape(layers, |layer| Some(&layer.mlp.gate_up));
-        let down = by_shape(layers, |layer| Some(&layer.mlp.down));
+        let gate_up = by_shape(layers, |layer| Some(&layer.mlp.dense().gate_up));
+        let down = by_shape(layers, |layer| Some(&layer.mlp.dense().down));
         let plain = |layers, output| LinearUse {
             layers,
             output,

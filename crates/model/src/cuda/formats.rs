@@ -52,6 +52,7 @@ impl Visitor for Products {
                 inputs,
                 format,
                 order: _,
+                expert: _,
             } = part;
             if self.capability < FP8_CAPABILITY {
                 let ((major, minor), (least_major, least_minor)) = (self.capability, FP8_CAPABILITY);

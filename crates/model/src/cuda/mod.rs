@@ -33,6 +33,7 @@ use plimsoll_kernels::cuda::{FusedKernels, GpuKvElement, HEAD_DIMS};
 
 use crate::arch::LINEAR;
 use crate::model::Description;
+use crate::spec::Mlp;
 use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
@@ -185,7 +186,16 @@ fn check(spec: &DecoderSpec, capability: (u32, u32)) -> Result<(), ModelError> {
     }
     multiple("hidden_size", spec.hidden_size, 8)?;
     for layer in &spec.layers {
-        multiple("intermediate_size", layer.dense_mlp().intermediate_size, 8)?;
+        match &layer.mlp {
+            Mlp::Dense(mlp) => multiple("intermediate_size", mlp.intermediate_size, 8)?,
+            Mlp::Moe(moe) => {
+                return Err(ModelError::unsupported(
+                    "num_experts_per_tok",
+                    moe.top_k,
+                    "mixture-of-experts layers run on CPUs only so far: use --device cpu",
+                ));
+            }
+        }
     }
     for attention in spec.attention() {
         if !HEAD_DIMS.contains(&attention.head_dim) {

@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::collections::HashSet;
 
 use plimsoll_core::untrusted::quotable;
@@ -5,8 +6,8 @@ use plimsoll_core::untrusted::quotable;
 use plimsoll_kernels::WeightType;
 
 use super::{RowOrder, Scales, Source, StoredMatrix, Tensor};
-use crate::blocks::{Matrix, Vector};
-use crate::quantization::{Fp8Scales, MatrixFormat};
+use crate::blocks::{InExperts, Matrix, Vector};
+use crate::quantization::{Fp8Scales, MXFP4_BLOCK, MatrixFormat};
 use crate::{ModelError, Shape};
 
 /// Shapes of a single number.
@@ -38,7 +39,15 @@ impl<'a> Checked<'a> {
 
     /// A matrix, with its scales where it has any.
     pub(crate) fn matrix(&mut self, matrix: &Matrix) -> Result<StoredMatrix<'a>, ModelError> {
-        let mut tensor = self.take(&[matrix.name()], &[&matrix.shape()])?;
+        if matrix.format == MatrixFormat::Mxfp4 {
+            return self.mxfp4(matrix);
+        }
+        let mut tensor = match &matrix.expert {
+            Some(expert) if matrix.format == MatrixFormat::Plain && !self.source.has(&matrix.name()) => {
+                self.of_experts(&matrix.name(), expert, &matrix.shape())?
+            }
+            _ => self.take(&[matrix.name()], &[&matrix.shape()])?,
+        };
         if matrix.order != RowOrder::Plain {
             tensor.order = matrix.order;
         }
@@ -46,6 +55,7 @@ impl<'a> Checked<'a> {
             return Ok(StoredMatrix {
                 tensor: in_floats(tensor)?,
                 scales: None,
+                exponents: None,
             });
         };
         if tensor.dtype != WeightType::F8E4M3 {
@@ -69,7 +79,40 @@ impl<'a> Checked<'a> {
         Ok(StoredMatrix {
             tensor,
             scales: Some(Scales::new(values, scales, matrix)),
+            exponents: None,
         })
+    }
+
+    /// An expert's matrix in MXFP4: elements `[outputs, inputs / 32, 16]`, two in a byte, and exponents `[outputs, inputs / 32]`.
+    fn mxfp4(&mut self, matrix: &Matrix) -> Result<StoredMatrix<'a>, ModelError> {
+        let blocks = [matrix.inputs / MXFP4_BLOCK, MXFP4_BLOCK / 2];
+        Ok(StoredMatrix {
+            tensor: self.mxfp4_part(matrix, "blocks", &blocks)?,
+            scales: None,
+            exponents: Some(self.mxfp4_part(matrix, "scales", &blocks[..1])?),
+        })
+    }
+
+    /// Bytes of an expert's matrix, so many for each row.
+    fn mxfp4_part(&mut self, matrix: &Matrix, part: &str, row: &[usize]) -> Result<Tensor<'a>, ModelError> {
+        let own = format!("{}_{part}", matrix.module);
+        let shape = [&[matrix.outputs][..], row].concat();
+        let tensor = match &matrix.expert {
+            Some(expert) if !self.source.has(&own) => {
+                let stored = [&[expert.count, expert.rows.all][..], row].concat();
+                let tensor = self.take(&[format!("{}_{part}", expert.stacked)], &[&stored])?;
+                tensor.of_expert(expert, Shape(shape), RowOrder::Among(expert.rows))
+            }
+            _ => self.take(&[own], &[&shape])?,
+        };
+        match tensor.dtype {
+            WeightType::U8 => Ok(tensor),
+            other => Err(ModelError::TensorType {
+                name: tensor.name,
+                found: format!("{other:?}"),
+                supported: "U8, as `quantization_config` says that it is in MXFP4",
+            }),
+        }
     }
 
     /// Takes scales of keys and values that the checkpoint says it stores, whether or not a cache uses them.
@@ -126,14 +169,51 @@ impl<'a> Checked<'a> {
         Ok(tensor)
     }
 
+    /// An expert's matrix, in floats, or its bias, of this shape, in a tensor of all experts. `name` is that of a tensor of its
+    /// own, for errors.
+    fn of_experts(
+        &mut self,
+        name: &str,
+        expert: &InExperts,
+        shape: &[usize],
+    ) -> Result<Tensor<'a>, ModelError> {
+        let (rows, stacked) = (expert.rows, &expert.stacked);
+        let (names, stored, order) = match shape[1..] {
+            [inputs] if expert.transposed => (
+                [name.to_owned(), stacked.clone()],
+                vec![expert.count, inputs, rows.all],
+                RowOrder::Columns(rows),
+            ),
+            [inputs] => (
+                [name.to_owned(), stacked.clone()],
+                vec![expert.count, rows.all, inputs],
+                RowOrder::Among(rows),
+            ),
+            _ => (
+                [name.to_owned(), format!("{stacked}_bias")],
+                vec![expert.count, rows.all],
+                RowOrder::Among(rows),
+            ),
+        };
+        let tensor = self.take(&names, &[&stored])?;
+        Ok(in_floats(tensor)?.of_expert(expert, Shape(shape.to_vec()), order))
+    }
+
     /// A vector, in floats.
     pub(crate) fn vector(&mut self, vector: &Vector) -> Result<Tensor<'a>, ModelError> {
         let unit_offset = vector.unit_offset && !self.source.has_whole_norms();
         let flat = [vector.len];
         let shape = vector.shape.as_ref().map_or(&flat[..], |shape| shape);
+        let tensor = match &vector.expert {
+            Some(expert) if !self.source.has(&vector.name) => {
+                let bias = self.of_experts(&vector.name, expert, shape)?;
+                bias.in_order()
+            }
+            _ => self.take(std::slice::from_ref(&vector.name), &[shape])?,
+        };
         let tensor = Tensor {
             unit_offset,
-            ..in_floats(self.take(std::slice::from_ref(&vector.name), &[shape])?)?
+            ..in_floats(tensor)?
         };
         // Matrices have too many elements: the first step finds out.
         if let Some(index) = tensor.widen()?.iter().position(|value| !value.is_finite()) {
@@ -206,17 +286,37 @@ impl<'a> Checked<'a> {
     }
 }
 
+impl Tensor<'_> {
+    /// An expert's part of a tensor of all.
+    fn of_expert(self, expert: &InExperts, shape: Shape, order: RowOrder) -> Self {
+        let bytes = self.data.len() / expert.count;
+        let own = expert.index * bytes..(expert.index + 1) * bytes;
+        Self {
+            shape,
+            order,
+            data: match self.data {
+                Cow::Borrowed(data) => Cow::Borrowed(&data[own]),
+                Cow::Owned(data) => Cow::Owned(data[own].to_vec()),
+            },
+            ..self
+        }
+    }
+}
+
 /// The module of a tensor.
 fn module(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
-/// The tensor, unless it is in eight bits, which are nothing without scales.
+/// The tensor, unless it is in bytes, which are nothing without scales.
 fn in_floats(tensor: Tensor<'_>) -> Result<Tensor<'_>, ModelError> {
     match tensor.dtype {
-        WeightType::F8E4M3 => Err(ModelError::TensorType {
+        WeightType::F8E4M3 | WeightType::U8 => Err(ModelError::TensorType {
             name: tensor.name,
-            found: "F8_E4M3".to_owned(),
+            found: match tensor.dtype {
+                WeightType::U8 => "U8".to_owned(),
+                _ => "F8_E4M3".to_owned(),
+            },
             supported: "F32, F16 and BF16, as `quantization_config` does not say that it is quantised",
         }),
         _ => Ok(tensor),
@@ -228,7 +328,6 @@ mod tests {
     use plimsoll_kernels::WeightType;
 
     use super::*;
-    use crate::weights::RowOrder;
 
     /// One tensor of `f32`.
     struct One(Vec<usize>, Vec<f32>);
@@ -236,6 +335,10 @@ mod tests {
     const NAME: &str = "model.layers.0.self_attn.k_scale";
 
     impl Source for One {
+        fn has(&self, name: &str) -> bool {
+            name == NAME
+        }
+
         fn tensor(&self, name: &str, _: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
             Ok((name == NAME).then(|| Tensor {
                 name: name.to_owned(),

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use half::{bf16, f16};
 
 use super::{RowOrder, Source, Tensor};
-use crate::quantization::{MatrixFormat, Quantization};
+use crate::quantization::{MXFP4_BLOCK, MatrixFormat, Quantization};
 use crate::{ModelError, Shape};
 
 /// Makes each tensor up when it is asked for. The same seed gives the same weights.
@@ -14,7 +14,7 @@ use crate::{ModelError, Shape};
 pub(crate) struct DummyWeights {
     pub(crate) seed: u64,
     pub(crate) dtype: WeightType,
-    /// Which matrices are in eight bits.
+    /// Which matrices are in eight bits or four.
     pub(crate) quantization: Quantization,
 }
 
@@ -33,6 +33,10 @@ impl DummyWeights {
 }
 
 impl Source for DummyWeights {
+    fn has(&self, _: &str) -> bool {
+        true
+    }
+
     fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
         let stream = name
             .bytes()
@@ -50,12 +54,15 @@ impl Source for DummyWeights {
         let module = name.strip_suffix(".weight").filter(|_| expected.len() == 2);
         let format = module.map(|module| self.quantization.format(module));
         let dtype = match format {
+            _ if name.ends_with("_blocks") || name.ends_with("_scales") => WeightType::U8,
             Some(MatrixFormat::Fp8 { .. }) => WeightType::F8E4M3,
             _ => self.stored_type(),
         };
         let data = match dtype {
             WeightType::F16 => bytes(len, |index| f16::from_f32(value(index)).to_le_bytes()),
             WeightType::Bf16 => bytes(len, |index| bf16::from_f32(value(index)).to_le_bytes()),
+            WeightType::U8 if name.ends_with("_scales") => vec![mxfp4_exponent(expected); len],
+            WeightType::U8 => bytes(len, |index| [(unit(stream, index) * 128.0) as i8 as u8]),
             WeightType::F8E4M3 => bytes(len, |index| [e4m3_from_f32(value(index) / DUMMY_SCALE)]),
             _ => bytes(len, |index| value(index).to_le_bytes()),
         };
@@ -76,6 +83,16 @@ impl Source for DummyWeights {
     fn total_bytes(&self) -> u64 {
         0
     }
+}
+
+/// With it, random elements of MXFP4, of which each has the same chance, keep the variance, about. `scales` is the shape of a
+/// matrix's exponents.
+fn mxfp4_exponent(scales: &[usize]) -> u8 {
+    /// Of all elements.
+    const MEAN_SQUARE: f32 = 8.5625;
+    let inputs = scales.last().map_or(1, |blocks| blocks * MXFP4_BLOCK).max(1);
+    let exponent = -(MEAN_SQUARE * inputs as f32).log2() / 2.0;
+    (127.0 + exponent.round()) as u8
 }
 
 /// Scales alone have names that end so.

@@ -1,10 +1,10 @@
-//! Matrices in eight bits, with their scales.
+//! Stored matrices: in floats, in eight bits with their scales, in four with their exponents.
 
 use half::bf16;
 use plimsoll_kernels::{WeightType, e4m3_to_f32};
 use rayon::prelude::*;
 
-use super::Tensor;
+use super::{Tensor, mxfp4};
 use crate::blocks::Matrix;
 use crate::quantization::{FP8_BLOCK, Fp8Scales};
 
@@ -14,6 +14,8 @@ pub(crate) struct StoredMatrix<'a> {
     pub(crate) tensor: Tensor<'a>,
     /// Of one in eight bits.
     pub(crate) scales: Option<Scales>,
+    /// Of one in MXFP4: a byte for each block of its rows, which lie as the tensor's do.
+    pub(crate) exponents: Option<Tensor<'a>>,
 }
 
 /// The scales of a matrix, `[rows, cols]`, each for a block of its elements.
@@ -55,15 +57,19 @@ impl Scales {
 impl<'a> StoredMatrix<'a> {
     /// In which a CPU keeps it.
     pub(crate) fn kept_type(&self) -> WeightType {
-        match self.scales {
-            Some(_) => WeightType::Bf16,
-            None => self.tensor.dtype,
+        match (&self.scales, &self.exponents) {
+            (Some(_), _) => WeightType::Bf16,
+            (None, Some(_)) => WeightType::Mxfp4,
+            (None, None) => self.tensor.dtype,
         }
     }
 
     /// In a type that a CPU computes with, its rows one after another: eight bits times scales become `bf16`.
     pub(crate) fn dequantised(self) -> Tensor<'a> {
         let dtype = self.kept_type();
+        if let Some(exponents) = self.exponents {
+            return mxfp4::in_blocks(self.tensor.in_order(), exponents.in_order());
+        }
         let Some(scales) = self.scales else {
             return self.tensor.in_order();
         };

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use super::{RowOrder, Source, Tensor};
 use crate::gguf::{GgufFile, ROPE_FACTORS};
+use crate::spec::Mlp;
 use crate::{Architecture, DecoderSpec, ModelError, Shape};
 
 /// A GGUF file as a source of weights.
@@ -14,6 +15,8 @@ pub(crate) struct GgufWeights<'a> {
     interleaved: Option<Heads>,
     /// Layers have norms behind attention and MLP too.
     post_norms: bool,
+    /// Experts of a layer that has any.
+    experts: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +32,7 @@ impl<'a> GgufWeights<'a> {
         let interleaved = match architecture {
             Architecture::Llama
             | Architecture::Mistral
+            | Architecture::Mixtral
             | Architecture::Ministral3
             | Architecture::SmolLM3 => spec.attention().next().map(|attention| Heads {
                 q: attention.heads,
@@ -37,10 +41,15 @@ impl<'a> GgufWeights<'a> {
             _ => None,
         };
         let post_norms = spec.layers.iter().any(|layer| layer.post_norms);
+        let experts = spec.layers.iter().map(|layer| match &layer.mlp {
+            Mlp::Dense(_) => 0,
+            Mlp::Moe(moe) => moe.experts,
+        });
         Self {
             file,
             interleaved,
             post_norms,
+            experts: experts.max().unwrap_or(0),
         }
     }
 
@@ -55,12 +64,26 @@ impl<'a> GgufWeights<'a> {
 }
 
 impl Source for GgufWeights<'_> {
-    fn tensor(&self, name: &str, _expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
-        let name = self.stored_name(name);
+    fn has(&self, name: &str) -> bool {
+        self.file.tensor(&self.stored_name(name)).is_some()
+    }
+
+    fn tensor(&self, hf_name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
+        let name = self.stored_name(hf_name);
         let Some((info, data)) = self.file.tensor(&name) else {
             return Ok(None);
         };
-        let rows = info.shape[0];
+        let (data, shape) = match (expert_of(hf_name), &info.shape[..]) {
+            // A tensor of all experts.
+            (Some(expert), [experts, of_each @ ..]) if *experts == self.experts && !of_each.is_empty() => {
+                let bytes = data.len() / experts;
+                (&data[expert * bytes..][..bytes], of_each)
+            }
+            // A projection to one number is a vector.
+            (_, [_]) if expected.len() == 2 && expected[0] == 1 => (data, expected),
+            (_, shape) => (data, shape),
+        };
+        let rows = shape[0];
         let order = match self.interleaved_heads(&name) {
             None => RowOrder::Plain,
             Some(heads) if rows > 0 && rows.is_multiple_of(2 * heads) => RowOrder::Interleaved {
@@ -71,7 +94,7 @@ impl Source for GgufWeights<'_> {
                 return Err(ModelError::corrupt(self.file.path(), message));
             }
         };
-        let shape = Shape(info.shape.clone());
+        let shape = Shape(shape.to_vec());
         Ok(Some(Tensor {
             name,
             dtype: info.dtype,
@@ -105,7 +128,7 @@ impl Source for GgufWeights<'_> {
 /// GGUF's name of a tensor, in layers with or without norms behind attention and MLP; a name without a counterpart stays as
 /// it is.
 fn gguf_name(name: &str, post_norms: bool) -> String {
-    const PARTS: [(&str, &str); 15] = [
+    const PARTS: [(&str, &str); 27] = [
         ("input_layernorm", "attn_norm"),
         ("self_attn.q_proj", "attn_q"),
         ("self_attn.k_proj", "attn_k"),
@@ -119,12 +142,28 @@ fn gguf_name(name: &str, post_norms: bool) -> String {
         ("mlp.up_proj", "ffn_up"),
         ("mlp.gate_up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
+        ("mlp.gate", "ffn_gate_inp"),
+        ("mlp.experts.gate_proj", "ffn_gate_exps"),
+        ("mlp.experts.up_proj", "ffn_up_exps"),
+        ("mlp.experts.down_proj", "ffn_down_exps"),
+        ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+        ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+        ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+        ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+        ("block_sparse_moe.gate", "ffn_gate_inp"),
+        ("block_sparse_moe.experts.w1", "ffn_gate_exps"),
+        ("block_sparse_moe.experts.w3", "ffn_up_exps"),
+        ("block_sparse_moe.experts.w2", "ffn_down_exps"),
         ("pre_feedforward_layernorm", "ffn_norm"),
         ("post_feedforward_layernorm", "post_ffw_norm"),
     ];
     let in_layer = || {
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let (part, kind) = rest.rsplit_once('.')?;
+        // One tensor has the matrices of all experts.
+        let expert = expert_of(name).map(|expert| format!("experts.{expert}."));
+        let of_all = expert.map(|expert| part.replace(&expert, "experts."));
+        let part = of_all.as_deref().unwrap_or(part);
         let gguf = match PARTS.iter().find(|(hf, _)| *hf == part)?.1 {
             _ if post_norms && part == "post_attention_layernorm" => "post_attention_norm",
             gguf => gguf,
@@ -137,6 +176,12 @@ fn gguf_name(name: &str, post_norms: bool) -> String {
         "lm_head.weight" => "output.weight".to_owned(),
         _ => in_layer().unwrap_or_else(|| name.to_owned()),
     }
+}
+
+/// Which expert a tensor belongs to.
+fn expert_of(name: &str) -> Option<usize> {
+    let (_, rest) = name.split_once(".experts.")?;
+    rest.split_once('.')?.0.parse().ok()
 }
 
 #[cfg(test)]
@@ -156,6 +201,14 @@ mod tests {
         assert_eq!(
             gguf_name("model.layers.0.post_attention_layernorm.weight", true),
             "blk.0.post_attention_norm.weight"
+        );
+        for expert in ["mlp.experts.17.up_proj", "block_sparse_moe.experts.7.w3"] {
+            let name = format!("model.layers.1.{expert}.weight");
+            assert_eq!(gguf_name(&name, false), "blk.1.ffn_up_exps.weight");
+        }
+        assert_eq!(
+            gguf_name("model.layers.3.mlp.gate.weight", false),
+            "blk.3.ffn_gate_inp.weight"
         );
         assert_eq!(gguf_name("lm_head.weight", false), "output.weight");
         assert_eq!(gguf_name("rope_freqs.weight", false), "rope_freqs.weight");

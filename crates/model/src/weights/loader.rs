@@ -66,7 +66,7 @@ impl<'a> Loader<'a> {
 
     fn advance(&mut self, tensor: &Tensor<'_>) -> Result<(), ModelError> {
         self.cancel.check()?;
-        self.done.done += tensor.data.len() as u64;
+        self.done.done += tensor.bytes() as u64;
         (self.progress)(self.done);
         Ok(())
     }

@@ -6,6 +6,7 @@ mod dummy;
 mod fp8;
 mod gguf;
 mod loader;
+mod mxfp4;
 mod rows;
 mod safetensors;
 
@@ -26,6 +27,9 @@ pub(crate) use safetensors::Checkpoint;
 
 /// Where tensors come from. Names are those of Hugging Face checkpoints; a source translates.
 pub(crate) trait Source {
+    /// Whether there is a tensor of this name.
+    fn has(&self, name: &str) -> bool;
+
     /// The tensor, if there is one. `expected` is for sources that make tensors up; the caller compares shapes.
     fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError>;
 

@@ -1,6 +1,7 @@
 use std::borrow::Cow;
 
 use super::Tensor;
+use crate::blocks::Among;
 
 /// How the rows of a stored matrix lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,10 +20,14 @@ pub(crate) enum RowOrder {
         /// Rows of each part in one group.
         parts: [usize; 4],
     },
+    /// Between others.
+    Among(Among),
+    /// The same of columns, of a matrix of floats that is stored the other way round.
+    Columns(Among),
 }
 
 impl RowOrder {
-    /// Where row `row` lies.
+    /// Where row `row` lies: which row it is, or which column.
     pub(crate) fn stored(self, row: usize) -> usize {
         match self {
             Self::Plain => row,
@@ -42,24 +47,60 @@ impl RowOrder {
                 }
                 unreachable!("a matrix has the rows of its parts")
             }
+            Self::Among(among) | Self::Columns(among) => among.first + row * among.step,
         }
     }
 }
 
 impl Tensor<'_> {
+    /// Stored bytes, without those of rows between its own.
+    pub(crate) fn bytes(&self) -> usize {
+        match self.order {
+            RowOrder::Plain | RowOrder::Interleaved { .. } | RowOrder::Grouped { .. } => self.data.len(),
+            RowOrder::Among(among) | RowOrder::Columns(among) => {
+                self.data.len() / among.all * self.shape.0[0]
+            }
+        }
+    }
+
     /// The tensor with its rows one after another. Rows are whole blocks in every quantised type, so this moves bytes.
     pub(crate) fn in_order(mut self) -> Self {
-        if self.order != RowOrder::Plain {
-            let rows = self.shape.0[0];
-            let row_bytes = self.data.len() / rows;
-            let mut ordered = Vec::with_capacity(self.data.len());
+        let (rows, len) = (self.shape.0[0], self.data.len());
+        let at = |row: usize| self.order.stored(row);
+        let gather = |row_bytes: usize| {
+            let mut ordered = Vec::with_capacity(rows * row_bytes);
             for row in 0..rows {
-                let start = self.order.stored(row) * row_bytes;
-                ordered.extend_from_slice(&self.data[start..start + row_bytes]);
+                ordered.extend_from_slice(&self.data[at(row) * row_bytes..][..row_bytes]);
             }
-            self.data = Cow::Owned(ordered);
-            self.order = RowOrder::Plain;
-        }
+            ordered
+        };
+        let data: Vec<u8> = match self.order {
+            RowOrder::Plain => return self,
+            RowOrder::Interleaved { .. } | RowOrder::Grouped { .. } => gather(len / rows),
+            RowOrder::Among(Among { all, first, step: 1 }) => {
+                let row_bytes = len / all;
+                let own = first * row_bytes..(first + rows) * row_bytes;
+                self.data = match self.data {
+                    Cow::Borrowed(data) => Cow::Borrowed(&data[own]),
+                    Cow::Owned(data) => Cow::Owned(data[own].to_vec()),
+                };
+                self.order = RowOrder::Plain;
+                return self;
+            }
+            RowOrder::Among(among) => gather(len / among.all),
+            RowOrder::Columns(among) => {
+                let size = self.dtype.block_bytes();
+                let mut turned = Vec::with_capacity(rows * len / among.all);
+                for row in 0..rows {
+                    for column in self.data.chunks_exact(among.all * size) {
+                        turned.extend_from_slice(&column[at(row) * size..][..size]);
+                    }
+                }
+                turned
+            }
+        };
+        self.data = Cow::Owned(data);
+        self.order = RowOrder::Plain;
         self
     }
 }
@@ -108,5 +149,40 @@ mod tests {
             data: converted.into(),
         };
         assert_eq!(tensor.in_order().data, original);
+    }
+
+    /// Each element says in which row and in which column it is.
+    #[test]
+    fn rows_are_found_among_others() {
+        let tensor = |order, is_turned: bool| {
+            let at = |row, column| (10 * row + column) as f32;
+            let elements: Vec<f32> = match is_turned {
+                false => (0..12).map(|i| at(i / 3, i % 3)).collect(),
+                true => (0..12).map(|i| at(i % 4, i / 4)).collect(),
+            };
+            Tensor {
+                name: String::new(),
+                dtype: WeightType::F32,
+                shape: Shape(vec![2, 3]),
+                order,
+                unit_offset: false,
+                data: elements.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            }
+        };
+        let among = |first, step| Among { all: 4, first, step };
+        for (among, rows) in [
+            (among(2, 1), [2, 3]),
+            (among(0, 2), [0, 2]),
+            (among(1, 2), [1, 3]),
+        ] {
+            let want: Vec<f32> = (0..6).map(|i| (10 * rows[i / 3] + i % 3) as f32).collect();
+            for (order, is_turned) in [(RowOrder::Among(among), false), (RowOrder::Columns(among), true)] {
+                let found = tensor(order, is_turned);
+                assert_eq!(found.bytes(), 2 * 3 * 4);
+                let found = found.in_order();
+                assert_eq!(found.order, RowOrder::Plain);
+                assert_eq!(found.widen().unwrap(), want, "{order:?}");
+            }
+        }
     }
 }

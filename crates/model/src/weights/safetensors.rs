@@ -127,6 +127,10 @@ impl Source for Checkpoint {
         names::stored(name, self.prefixes)
     }
 
+    fn has(&self, name: &str) -> bool {
+        self.places.contains_key(&self.stored_name(name))
+    }
+
     fn tensor(&self, name: &str, _expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
         let name = &self.stored_name(name);
         let Some(&place) = self.places.get(name) else {
@@ -140,6 +144,7 @@ impl Source for Checkpoint {
             Dtype::F16 => WeightType::F16,
             Dtype::BF16 => WeightType::Bf16,
             Dtype::F8_E4M3 => WeightType::F8E4M3,
+            Dtype::U8 => WeightType::U8,
             other => {
                 return Err(ModelError::TensorType {
                     name: name.to_owned(),

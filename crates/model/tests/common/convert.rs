@@ -9,7 +9,7 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use plimsoll_model::rope::{RopeScaling, RopeSpec};
-use plimsoll_model::{DecoderSpec, KvCacheDtype, Model};
+use plimsoll_model::{DecoderSpec, KvCacheDtype, Mlp, Model};
 
 use super::{golden_path, load};
 
@@ -35,7 +35,24 @@ pub fn metadata(architecture: &str, spec: &DecoderSpec) -> Vec<(String, Value)> 
     add("block_count", size(spec.layers.len()));
     add("context_length", size(spec.max_position_embeddings));
     add("embedding_length", size(spec.hidden_size));
-    add("feed_forward_length", size(layer.dense_mlp().intermediate_size));
+    match &layer.mlp {
+        Mlp::Dense(mlp) => add("feed_forward_length", size(mlp.intermediate_size)),
+        Mlp::Moe(moe) => {
+            // Qwen's is that of dense layers, of which there are none.
+            add("feed_forward_length", size(moe.intermediate_size));
+            add("expert_count", size(moe.experts));
+            add("expert_used_count", size(moe.top_k));
+            if architecture != "llama" {
+                add("expert_feed_forward_length", size(moe.intermediate_size));
+            }
+            if let Some(shared) = &moe.shared {
+                add(
+                    "expert_shared_feed_forward_length",
+                    size(shared.intermediate_size),
+                );
+            }
+        }
+    }
     add("attention.head_count", size(attention.heads));
     add("attention.head_count_kv", size(attention.kv_heads));
     add("attention.layer_norm_rms_epsilon", Value::F32(layer.norm.eps));
@@ -137,7 +154,7 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         ("pre_feedforward_layernorm", "ffn_norm"),
         ("post_feedforward_layernorm", "post_ffw_norm"),
     ];
-    const ALL: [(&str, &str); 17] = [
+    const ALL: [(&str, &str); 29] = [
         ("model.layers.", "blk."),
         ("model.embed_tokens", "token_embd"),
         ("model.norm", "output_norm"),
@@ -151,6 +168,18 @@ pub fn gguf_name(architecture: &str, name: &str) -> String {
         ("self_attn.k_proj", "attn_k"),
         ("self_attn.v_proj", "attn_v"),
         ("self_attn.qkv_proj", "attn_qkv"),
+        ("block_sparse_moe.gate.", "ffn_gate_inp."),
+        ("block_sparse_moe.experts.w1", "ffn_gate_exps"),
+        ("block_sparse_moe.experts.w2", "ffn_down_exps"),
+        ("block_sparse_moe.experts.w3", "ffn_up_exps"),
+        ("mlp.experts.gate_proj", "ffn_gate_exps"),
+        ("mlp.experts.up_proj", "ffn_up_exps"),
+        ("mlp.experts.down_proj", "ffn_down_exps"),
+        ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+        ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+        ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+        ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+        ("mlp.gate.", "ffn_gate_inp."),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.up_proj", "ffn_up"),
         ("mlp.gate_up_proj", "ffn_up"),
@@ -198,13 +227,41 @@ pub fn converted(
             "gemma2" | "gemma3" if name.ends_with("norm.weight") => (tensor + 1.0).unwrap(),
             _ => tensor,
         };
-        let dtype = if tensor.rank() == 2 { dtype } else { GgmlDType::F32 };
+        // `shared_expert_gate`.
+        let is_vector = tensor.rank() == 2 && tensor.dims()[0] == 1;
+        let tensor = if is_vector {
+            tensor.squeeze(0).unwrap()
+        } else {
+            tensor
+        };
+        let dtype = if tensor.rank() >= 2 { dtype } else { GgmlDType::F32 };
         (
             gguf_name(architecture, name),
             QTensor::quantize(&tensor, dtype).unwrap(),
         )
     };
-    tensors.iter().map(convert).collect()
+    merged(tensors).iter().map(convert).collect()
+}
+
+/// The matrices of all experts as one tensor (`modify_tensors` of the families with experts).
+fn merged(tensors: &Tensors) -> Tensors {
+    let mut out = Tensors::new();
+    for (name, tensor) in tensors {
+        let Some((before, rest)) = name.split_once(".experts.") else {
+            out.insert(name.clone(), tensor.clone());
+            continue;
+        };
+        let (index, part) = rest.split_once('.').unwrap();
+        if index == "0" {
+            let of = |index| tensors.get(&format!("{before}.experts.{index}.{part}"));
+            let all: Vec<_> = (0..).map_while(of).collect();
+            out.insert(
+                format!("{before}.experts.{part}"),
+                Tensor::stack(&all, 0).unwrap(),
+            );
+        }
+    }
+    out
 }
 
 /// Those of the decoder, without the prefix that they have beside a vision tower.
@@ -276,7 +333,8 @@ pub fn random_tensors(spec: &DecoderSpec) -> Tensors {
     let normal = |rows, cols: usize| {
         Tensor::randn(0f32, 1.0 / (cols as f32).sqrt(), (rows, cols), &Device::Cpu).unwrap()
     };
-    let ones = || Tensor::ones(spec.hidden_size, DType::F32, &Device::Cpu).unwrap();
+    let ones_of = |len: usize| Tensor::ones(len, DType::F32, &Device::Cpu).unwrap();
+    let ones = || ones_of(spec.hidden_size);
     let mut tensors = Tensors::new();
     tensors.insert(
         "model.embed_tokens.weight".to_owned(),
@@ -290,7 +348,6 @@ pub fn random_tensors(spec: &DecoderSpec) -> Tensors {
     for (layer, of) in spec.layers.iter().enumerate() {
         let attention = of.attention().unwrap();
         let (q, kv) = (attention.q_size(), attention.kv_size());
-        let inner = of.dense_mlp().intermediate_size;
         let mut add =
             |name: &str, tensor| tensors.insert(format!("model.layers.{layer}.{name}.weight"), tensor);
         add("input_layernorm", ones());
@@ -299,9 +356,24 @@ pub fn random_tensors(spec: &DecoderSpec) -> Tensors {
         add("self_attn.k_proj", normal(kv, spec.hidden_size));
         add("self_attn.v_proj", normal(kv, spec.hidden_size));
         add("self_attn.o_proj", normal(spec.hidden_size, q));
-        add("mlp.gate_proj", normal(inner, spec.hidden_size));
-        add("mlp.up_proj", normal(inner, spec.hidden_size));
-        add("mlp.down_proj", normal(spec.hidden_size, inner));
+        if attention.qk_norm {
+            add("self_attn.q_norm", ones_of(attention.head_dim));
+            add("self_attn.k_norm", ones_of(attention.head_dim));
+        }
+        let mut add_mlp = |module: &str, inner| {
+            add(&format!("{module}.gate_proj"), normal(inner, spec.hidden_size));
+            add(&format!("{module}.up_proj"), normal(inner, spec.hidden_size));
+            add(&format!("{module}.down_proj"), normal(spec.hidden_size, inner));
+        };
+        match &of.mlp {
+            Mlp::Dense(mlp) => add_mlp("mlp", mlp.intermediate_size),
+            Mlp::Moe(moe) => {
+                for expert in 0..moe.experts {
+                    add_mlp(&format!("mlp.experts.{expert}"), moe.intermediate_size);
+                }
+                add("mlp.gate", normal(moe.experts, spec.hidden_size));
+            }
+        }
     }
     tensors
 }

@@ -23,10 +23,12 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 24] = [
+pub const MODELS: [&str; 30] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
+    "gpt-oss",
+    "gpt-oss-mxfp4",
     "llama",
     "llama-fp8-block",
     "llama-fp8-channel",
@@ -35,15 +37,19 @@ pub const MODELS: [&str; 24] = [
     "ministral3",
     "ministral3-fp8",
     "mistral-window",
+    "mixtral",
     "phi3-fp8-tensor",
     "phi3-longrope",
     "phi3-longrope-short",
     "phi3-window",
     "qwen2",
     "qwen2-fp8-tensor",
+    "qwen2-moe",
     "qwen2-window",
     "qwen3-f16",
     "qwen3-fp8-block",
+    "qwen3-moe",
+    "qwen3-moe-fp8-block",
     "qwen3-next",
     "qwen3-sharded",
     "qwen3_5-vision",
@@ -51,7 +57,7 @@ pub const MODELS: [&str; 24] = [
 ];
 
 /// Those that GGUF files can hold, which tell of no window that begins at a layer and of no scale of Gemma's attention.
-pub const GGUF_MODELS: [&str; 14] = [
+pub const GGUF_MODELS: [&str; 16] = [
     "gemma2",
     "gemma3",
     "llama",
@@ -59,21 +65,25 @@ pub const GGUF_MODELS: [&str; 14] = [
     "llama3-tied-bf16",
     "ministral3",
     "mistral-window",
+    "mixtral",
     "phi3-longrope",
     "phi3-longrope-short",
     "phi3-window",
     "qwen2",
+    "qwen2-moe",
     "qwen3-f16",
     "qwen3-sharded",
     "smollm3",
 ];
 
 /// Those with windows, which all but the shortest prompts leave.
-pub const WINDOW_MODELS: [&str; 6] = [
+pub const WINDOW_MODELS: [&str; 8] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
+    "gpt-oss",
     "mistral-window",
+    "mixtral",
     "phi3-window",
     "qwen2-window",
 ];

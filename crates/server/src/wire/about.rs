@@ -32,6 +32,10 @@ pub(crate) struct ModelCard<'a> {
     pub(crate) quantization: Option<&'a str>,
     /// Bits of device memory for each weight; `null` for a simulated model.
     pub(crate) bits_per_weight: Option<f64>,
+    /// Weights; `null` for a simulated model.
+    pub(crate) num_parameters: Option<u64>,
+    /// Weights that are read for one token: without the experts to which it does not go.
+    pub(crate) num_active_parameters: Option<u64>,
 }
 
 /// The engine's health.

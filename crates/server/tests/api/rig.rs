@@ -413,6 +413,8 @@ impl Rig {
             embedding: setup.embedding,
             quantization: None,
             bits_per_weight: None,
+            num_parameters: None,
+            num_active_parameters: None,
         };
         let state = AppState::new(
             engine,

@@ -9,13 +9,13 @@ use plimsoll_kernels::cuda::{
 };
 
 use super::{Decoder, StepState};
-use crate::blocks::{DeltaRule, DenseMlp, Norms, Operations};
+use crate::blocks::{DeltaRule, DenseMlp, Moe, Norms, Operations};
 use crate::cuda::input::StepInput;
 use crate::cuda::planners::AttentionKind;
 use crate::cuda::scores::ScoreSlices;
 use crate::cuda::step::Activations;
 use crate::cuda::weights::{GpuLayer, GpuVector};
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
 
 /// What is chosen for all layers of one specification, once for a step.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +58,7 @@ impl Kind {
     }
 
     fn gate_up(decoder: &Decoder, layer: &GpuLayer, rows: usize) -> Fusion {
-        let (linears, gate_up) = (&decoder.linears, &layer.mlp.gate_up);
+        let (linears, gate_up) = (&decoder.linears, &layer.mlp.dense().gate_up);
         let activation = layer.spec.dense_mlp().activation;
         let output = match linears.fuses_glu(rows, gate_up, activation) {
             true => LinearOutput::Glu(activation),
@@ -95,8 +95,8 @@ pub(super) struct Step<'a, 'b> {
 
 impl<'a> Step<'a, '_> {
     /// The layer's MLP.
-    fn mlp(&self) -> &DenseMlp<GpuLinear, GpuVector> {
-        &self.decoder.weights.decoder.layers[self.layer].mlp
+    fn mlp(&self) -> &DenseMlp<GpuLinear> {
+        self.decoder.weights.decoder.layers[self.layer].mlp.dense()
     }
 
     fn kind(&self) -> &Kind {
@@ -378,6 +378,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         // Quantised with the activation.
         let inputs = self.inputs_of(down, self.act.activated);
         self.decoder.linears.forward(inputs, down, delta)
+    }
+
+    fn experts(&mut self, _: &MoeSpec, _: &Norms<'_, GpuVector>, _: &Moe<GpuLinear>) -> Result<(), GpuError> {
+        unreachable!("models with experts are refused before their weights are read")
     }
 
     fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {

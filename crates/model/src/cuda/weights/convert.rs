@@ -22,10 +22,11 @@ pub(super) struct Job<'a> {
 impl<'a> Job<'a> {
     /// Takes the part's tensors, and checks that [`Self::write_rows`] can do what it has to.
     pub(super) fn new(tensors: &mut Checked<'a>, part: &Part) -> Result<Self, ModelError> {
-        let StoredMatrix { tensor, scales } = match &part.stored {
+        let StoredMatrix { tensor, scales, .. } = match &part.stored {
             Stored::Vector(vector) => StoredMatrix {
                 tensor: tensors.vector(vector)?,
                 scales: None,
+                exponents: None,
             },
             Stored::Matrix(matrix) => tensors.matrix(matrix)?,
         };

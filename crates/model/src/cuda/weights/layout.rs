@@ -407,6 +407,7 @@ pub(super) mod tests {
                     })),
                     qk_norm: rng.random(),
                     qkv_bias: rng.random(),
+                    output_bias: rng.random(),
                     scale: 1.0,
                     soft_cap: None,
                     sinks: rng.random(),
@@ -495,7 +496,7 @@ pub(super) mod tests {
                 let name = |part: &str| format!("model.layers.{index}.{part}");
                 let (attention, hidden) = (layer.attention().unwrap(), spec.hidden_size);
                 let (q, kv) = (attention.q_size(), attention.kv_size());
-                let (qkv, gate_up) = (found.mixer.attention().unwrap().qkv, found.mlp.gate_up);
+                let (qkv, gate_up) = (found.mixer.attention().unwrap().qkv, found.mlp.dense().gate_up);
                 // Bytes of an element.
                 let size = if qkv.scales.is_some() { 1 } else { 2 };
                 assert_eq!(qkv.weight.len, (q + 2 * kv) * hidden * size, "seed {seed}");

@@ -162,6 +162,7 @@ mod tests {
                     inputs,
                     format: MatrixFormat::Plain,
                     order: RowOrder::Plain,
+                    expert: None,
                 }),
             };
             let part = Part {
@@ -195,6 +196,10 @@ mod tests {
     }
 
     impl Source for Mixed {
+        fn has(&self, _: &str) -> bool {
+            true
+        }
+
         fn tensor(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor<'_>>, ModelError> {
             let dummy = &self.0[name.len() % self.0.len()];
             let mut tensor = dummy.tensor(name, expected)?.expect("one is made up");

@@ -1,4 +1,4 @@
-"""Checkpoints in eight bits for scripts/make-goldens, as those who publish them write them, and what they hold."""
+"""Checkpoints in eight bits or four for scripts/make-goldens, as those who publish them write them, and what they hold."""
 
 import json
 import pathlib
@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 BLOCK = 128
+# Elements of MXFP4 by their codes, of which the upper half are the negative ones, and how many share an exponent.
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+MXFP4_BLOCK = 32
 
 # Names of tensors beside a weight, in transformers' format and in that of compressed-tensors.
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -38,6 +41,14 @@ SCHEMES = {
         # One layer as it was, but for its MLP.
         modules_to_not_convert=["lm_head", "model.layers.1.self_attn"],
     ),
+    "qwen3-moe-fp8-block": dict(
+        quant_method="fp8",
+        fmt="e4m3",
+        activation_scheme="dynamic",
+        weight_block_size=[BLOCK, BLOCK],
+        # Routers are left alone.
+        modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+    ),
     "ministral3-fp8": dict(
         quant_method="fp8",
         activation_scheme="static",
@@ -52,6 +63,10 @@ SCHEMES = {
         dict(strategy="tensor", dynamic=False),
         ignore=["lm_head", "model.layers.0.mlp.down_proj"],
         kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True),
+    ),
+    "gpt-oss-mxfp4": dict(
+        quant_method="mxfp4",
+        modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
     ),
     "phi3-fp8-tensor": compressed(dict(strategy="tensor"), TOKENS, ignore=["lm_head"]),
 }
@@ -81,6 +96,8 @@ def quantise(model, directory: pathlib.Path, scheme: dict) -> None:
     """Writes a model of floats as a checkpoint of this scheme."""
     if scheme.get("quant_method") == "fp8":
         write_fp8(model, directory, scheme)
+    elif scheme.get("quant_method") == "mxfp4":
+        write_mxfp4(model, directory, scheme)
     else:
         write_compressed(model, directory, scheme)
 
@@ -104,6 +121,26 @@ def write_fp8(model, directory: pathlib.Path, scheme: dict) -> None:
             tensors[f"{module}.weight_scale_inv"] = scale
             tensors[f"{module}.activation_scale"] = torch.tensor(0.017, dtype=torch.bfloat16)
             tensors[name] = (tensor.float() / scale.float()).clamp(-LARGEST, LARGEST).to(FP8)
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}, indent=2) + "\n")
+
+
+def write_mxfp4(model, directory: pathlib.Path, scheme: dict) -> None:
+    """As gpt-oss is published, whose experts have an output where transformers has an input."""
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        if not name.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        groups = tensor.float().transpose(1, 2).unflatten(-1, (-1, MXFP4_BLOCK))
+        exponents = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
+        codes = (groups / exponents.exp2()).abs().unsqueeze(-1).sub(E2M1).abs().argmin(-1)
+        codes = (codes + 8 * (groups < 0)).to(torch.uint8)
+        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_scales"] = (exponents.squeeze(-1) + 127).to(torch.uint8)
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}, indent=2) + "\n")
@@ -138,7 +175,12 @@ def dequantise(directory: pathlib.Path, to: pathlib.Path) -> None:
         if tensor.dtype == FP8:
             scales = next(tensors[f"{module}.{scale}"] for scale in SCALES if f"{module}.{scale}" in tensors)
             plain[name] = (tensor.float() * spread(scales, tensor.shape)).bfloat16()
-        elif not name.endswith(SCALES + UNNEEDED):
+        elif name.endswith("_proj_blocks"):
+            exponents = tensors[name.removesuffix("blocks") + "scales"].float() - 127
+            codes = torch.stack((tensor & 15, tensor >> 4), -1).flatten(-2).int()
+            values = torch.cat((E2M1, -E2M1))[codes] * exponents.exp2().unsqueeze(-1)
+            plain[name.removesuffix("_blocks")] = values.flatten(-2).transpose(1, 2).contiguous().bfloat16()
+        elif not name.endswith(SCALES + UNNEEDED + ("_proj_scales",)):
             plain[name] = tensor
     save_file(plain, to / "model.safetensors", {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())

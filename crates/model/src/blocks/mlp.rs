@@ -1,0 +1,80 @@
+use super::{DenseMlp, Moe, Norms, Operations, Scope, Vector, Visitor};
+use crate::spec::{self, LayerSpec};
+
+/// What follows a layer's mixer, and the norms around it.
+#[derive(Clone, Debug)]
+pub(crate) struct Mlp<L, V> {
+    norm: V,
+    pub(crate) kind: MlpKind<L>,
+    /// Of what is added to the residual stream.
+    pub(super) post_norm: Option<V>,
+}
+
+/// As [`spec::Mlp`].
+#[derive(Clone, Debug)]
+pub(crate) enum MlpKind<L> {
+    Dense(DenseMlp<L>),
+    Moe(Moe<L>),
+}
+
+impl<L, V> Mlp<L, V> {
+    pub(super) fn visit<T>(
+        layer: &LayerSpec,
+        hidden: usize,
+        scope: &Scope<'_>,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error>
+    where
+        T: Visitor<Linear = L, Vector = V>,
+    {
+        // The name that most families give this norm is that of attention's second where there is one.
+        let before = match layer.post_norms {
+            false => "post_attention_layernorm.weight",
+            true => "pre_feedforward_layernorm.weight",
+        };
+        let norm = |part: &str| Vector::norm(scope.name(part), hidden, layer.norm);
+        Ok(Self {
+            norm: visitor.vector(&norm(before))?,
+            kind: match &layer.mlp {
+                spec::Mlp::Dense(spec) => {
+                    MlpKind::Dense(DenseMlp::visit(spec, hidden, &scope.part("mlp"), visitor)?)
+                }
+                spec::Mlp::Moe(spec) => MlpKind::Moe(Moe::visit(spec, hidden, scope, visitor)?),
+            },
+            post_norm: match layer.post_norms {
+                false => None,
+                true => Some(visitor.vector(&norm("post_feedforward_layernorm.weight"))?),
+            },
+        })
+    }
+
+    /// `added` is the norm of what the block before adds.
+    pub(super) fn forward<O: Operations<L, V>>(
+        &self,
+        layer: &LayerSpec,
+        added: Option<&V>,
+        step: &mut O,
+    ) -> Result<(), O::Error> {
+        let norms = Norms {
+            added,
+            weight: &self.norm,
+            eps: layer.norm.eps,
+        };
+        match (&layer.mlp, &self.kind) {
+            (spec::Mlp::Dense(spec), MlpKind::Dense(mlp)) => mlp.forward(spec, &norms, step),
+            (spec::Mlp::Moe(spec), MlpKind::Moe(moe)) => step.experts(spec, &norms, moe),
+            _ => unreachable!("a layer has the MLP of its specification"),
+        }
+    }
+
+    /// The MLP of a layer without experts.
+    ///
+    /// # Panics
+    /// If it has any.
+    pub(crate) fn dense(&self) -> &DenseMlp<L> {
+        match &self.kind {
+            MlpKind::Dense(mlp) => mlp,
+            MlpKind::Moe(_) => panic!("a layer with experts"),
+        }
+    }
+}

@@ -1,0 +1,103 @@
+use super::{Among, DenseMlp, InExperts, Scope, Stack, Visitor, Widths, dense_mlp};
+use crate::spec::{MoeSpec, StackedExperts};
+
+/// A mixture of experts.
+#[derive(Clone, Debug)]
+pub(crate) struct Moe<L> {
+    /// From the residual stream to a logit for each expert.
+    pub(crate) router: L,
+    /// Gate and up of each expert, stacked.
+    pub(crate) gate_up: Vec<L>,
+    /// Of each expert.
+    pub(crate) down: Vec<L>,
+    pub(crate) shared: Option<SharedExpert<L>>,
+}
+
+/// An expert that every token goes to.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedExpert<L> {
+    pub(crate) mlp: DenseMlp<L>,
+    /// From the residual stream to what the sigmoid of multiplies the output.
+    pub(crate) gate: L,
+}
+
+impl<L> Moe<L> {
+    /// `scope` is the layer's.
+    pub(super) fn visit<T>(
+        spec: &MoeSpec,
+        hidden: usize,
+        scope: &Scope<'_>,
+        visitor: &mut T,
+    ) -> Result<Self, T::Error>
+    where
+        T: Visitor<Linear = L>,
+    {
+        let inner = spec.intermediate_size;
+        let own = scope.part(spec.names.module);
+        let experts = own.part("experts");
+        let [gate, up, down] = spec.names.projections;
+        let biased = |parts| Stack {
+            bias: spec.bias,
+            ..Stack::new(parts)
+        };
+        let is_interleaved = spec.stacked == StackedExperts::Interleaved;
+        let expert = |index, stacked, rows| InExperts {
+            stacked: experts.name(stacked),
+            index,
+            count: spec.experts,
+            rows,
+            transposed: is_interleaved,
+        };
+        let gate_or_up = |index, part, second: usize| {
+            let (first, step) = if is_interleaved {
+                (second, 2)
+            } else {
+                (second * inner, 1)
+            };
+            let rows = Among {
+                all: 2 * inner,
+                first,
+                step,
+            };
+            experts.expert_matrix(part, [inner, hidden], expert(index, "gate_up_proj", rows))
+        };
+        let gate_up = |index| biased(vec![gate_or_up(index, gate, 0), gate_or_up(index, up, 1)]);
+        let all = Among {
+            all: hidden,
+            first: 0,
+            step: 1,
+        };
+        let down = |index| {
+            let expert = expert(index, "down_proj", all);
+            biased(vec![experts.expert_matrix(down, [hidden, inner], expert)])
+        };
+        Ok(Self {
+            router: visitor.linear(&biased(vec![own.matrix(spec.names.router, spec.experts, hidden)]))?,
+            gate_up: (0..spec.experts)
+                .map(|index| visitor.linear(&gate_up(index)))
+                .collect::<Result<_, _>>()?,
+            down: (0..spec.experts)
+                .map(|index| visitor.linear(&down(index)))
+                .collect::<Result<_, _>>()?,
+            shared: match &spec.shared {
+                None => None,
+                Some(shared) => Some(SharedExpert {
+                    mlp: DenseMlp::visit(shared, hidden, &own.part("shared_expert"), visitor)?,
+                    gate: visitor.linear(&Stack::new(vec![own.matrix("shared_expert_gate", 1, hidden)]))?,
+                }),
+            },
+        })
+    }
+}
+
+/// Every row may go to the same expert, whose buffers have room for all of them: more are not needed, as experts are computed
+/// one after the other.
+pub(super) fn widen(spec: &MoeSpec, widths: &mut Widths) {
+    widths.gate_up = widths.gate_up.max(2 * spec.intermediate_size);
+    widths.activated = widths.activated.max(spec.intermediate_size);
+    widths.experts = widths.experts.max(spec.experts);
+    widths.routes = widths.routes.max(spec.top_k);
+    if let Some(shared) = &spec.shared {
+        dense_mlp::widen(shared, widths);
+    }
+}
