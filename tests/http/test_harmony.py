@@ -90,8 +90,9 @@ def test_chat(server):
     assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
     two = chat(server, say(THOUGHT, THOUGHT, ANSWER))
     assert two.message.reasoning_content == "The user asks.\n\nThe user asks."
-    cut = chat(server, say(THOUGHT, ANSWER), max_tokens=len(THOUGHT) - 5)
-    assert cut.finish_reason == "length" and not cut.message.content
+    # Within the header of the last message.
+    cut = server.openai.chat.completions.create(model="sim", messages=say(THOUGHT, ANSWER), max_tokens=len(THOUGHT) + 5)
+    assert cut.choices[0].finish_reason == "length" and not cut.choices[0].message.content
     hidden = server.openai.chat.completions.create(
         model="sim", messages=say(THOUGHT, ANSWER), extra_body={"include_reasoning": False}
     )

@@ -147,8 +147,10 @@ impl ChatTemplate {
     }
 
     /// From a model directory: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, which may be one
-    /// template or several with names. `None` where there is neither, unless `config.json` is gpt-oss's. In place of a template of OpenAI's Harmony format, here
-    /// and in GGUF files, the format itself is rendered, which has more than the templates show.
+    /// template or several with names. `None` where there is neither, unless `config.json` is gpt-oss's.
+    ///
+    /// In place of a template of OpenAI's Harmony format, here and in GGUF files, the format itself is rendered, which has more
+    /// than the templates show.
     pub fn from_dir(dir: &Path, renderer: &Renderer) -> Result<Option<Self>, TextError> {
         let special_tokens = directory::special_tokens(dir)?;
         match text::in_dir(dir)? {

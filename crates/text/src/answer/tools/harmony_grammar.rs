@@ -6,12 +6,13 @@ use super::super::position::Position;
 use super::write::{CallGrammar, Lark, literal};
 use crate::grammar::GrammarError;
 use crate::harmony::{
-    ANALYSIS, ASSISTANT, CHANNEL, COMMENTARY, CONSTRAIN, END, FINAL, MARKS, MESSAGE, NAMESPACE, START,
+    ANALYSIS, ASSISTANT, CHANNEL, COMMENTARY, CONSTRAIN, END, FINAL, MESSAGE, NAMESPACE, START,
 };
 
 /// Rule of JSON in place of a call, and of any text of a message.
 const OTHER: &str = "other";
 const TEXT: &str = "text";
+const ANY_TEXT: &str = "/(?s:.*)/";
 
 impl Lark<'_> {
     /// An answer with a call of one of the functions, which ends it; in place of the call it may end as `grammar` says.
@@ -71,9 +72,8 @@ struct Marks {
     channel: String,
     constrain: String,
     message: String,
-    end: String,
-    /// Text of a message: a regular expression.
-    text: &'static str,
+    /// The rule of a message's text with its end.
+    ended: String,
 }
 
 impl Marks {
@@ -85,11 +85,10 @@ impl Marks {
             channel: mark(CHANNEL),
             constrain: mark(CONSTRAIN),
             message: mark(MESSAGE),
-            end: mark(END),
-            // Text never matches a special token; any other mark must not be in it.
-            text: match MARKS.iter().all(|mark| token(mark).is_some()) {
-                true => r"/(.|\n)*/",
-                false => r"/([^<]|<+[^<|])*/",
+            // Text never matches a special token; with any other mark it ends where that comes first.
+            ended: match token(END) {
+                Some(_) => format!("ended: {TEXT} {}", mark(END)),
+                None => format!("ended[suffix={}]: {ANY_TEXT}", literal(END)),
             },
         }
     }
@@ -130,7 +129,7 @@ impl Marks {
         let assistant = format!("{} {}", self.start, literal(ASSISTANT));
         match position {
             Position::Before => format!("({assistant})?"),
-            Position::Reasoning | Position::Answer => format!("text {} {assistant}", self.end),
+            Position::Reasoning | Position::Answer => format!("ended {assistant}"),
         }
     }
 
@@ -140,11 +139,12 @@ impl Marks {
             start,
             channel,
             message,
-            end,
-            text,
+            ended,
             ..
         } = self;
         let assistant = literal(ASSISTANT);
-        format!("message: {channel} {channels} {message} text {end} {start} {assistant}\ntext: {text}\n")
+        format!(
+            "message: {channel} {channels} {message} ended {start} {assistant}\n{ended}\n{TEXT}: {ANY_TEXT}\n"
+        )
     }
 }
