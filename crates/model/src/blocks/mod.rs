@@ -6,6 +6,7 @@ mod count;
 mod delta_net;
 mod dense_mlp;
 mod formats;
+mod row_order;
 mod tensors;
 
 use std::sync::Arc;
@@ -14,6 +15,7 @@ pub(crate) use attention::Attention;
 pub(crate) use delta_net::{DeltaNet, DeltaRule};
 pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use formats::check_formats;
+pub(crate) use row_order::RowOrder;
 pub(crate) use tensors::{Matrix, Scope, Stack, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};

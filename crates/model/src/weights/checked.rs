@@ -228,7 +228,7 @@ mod tests {
     use plimsoll_kernels::WeightType;
 
     use super::*;
-    use crate::weights::RowOrder;
+    use crate::blocks::RowOrder;
 
     /// One tensor of `f32`.
     struct One(Vec<usize>, Vec<f32>);
