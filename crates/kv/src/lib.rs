@@ -17,11 +17,13 @@
 
 mod free_list;
 mod manager;
+mod no_room;
 mod pool;
 mod prefix;
 mod slots;
 mod table;
 
-pub use manager::{GroupStats, KvManager, KvStats, OutOfPages, Sharing};
-pub use slots::{NoRoom, SlotStats};
+pub use manager::{GroupStats, KvManager, KvStats, Sharing};
+pub use no_room::{NoRoom, OutOfPages};
+pub use slots::SlotStats;
 pub use table::BlockTable;

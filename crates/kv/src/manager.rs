@@ -1,21 +1,12 @@
 use plimsoll_core::{CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, KvConfig, PageId, TokenId};
 
 use crate::{
-    BlockTable, NoRoom,
+    BlockTable,
+    no_room::{NoRoom, OutOfPages},
     pool::Pool,
     prefix::PrefixIndex,
     slots::{SlotStats, Slots},
 };
-
-/// Too few pages are free; nothing was changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{needed} KV pages are needed, {available} are available: preempt a request or wait for one to end")]
-pub struct OutOfPages {
-    /// Pages asked for, headroom included.
-    pub needed: usize,
-    /// Unreferenced pages, cached ones included.
-    pub available: usize,
-}
 
 /// Use of the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

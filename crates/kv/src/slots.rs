@@ -2,18 +2,7 @@
 
 use plimsoll_core::StateSlot;
 
-use crate::OutOfPages;
-
-/// Why a table cannot be opened; nothing was changed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoRoom {
-    /// For its blocks.
-    #[error(transparent)]
-    Pages(#[from] OutOfPages),
-    /// For its state.
-    #[error("all {0} state slots are in use: wait for a request to end")]
-    Slots(usize),
-}
+use crate::NoRoom;
 
 /// Use of the slots for states.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

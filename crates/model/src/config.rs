@@ -31,6 +31,8 @@ pub(crate) use raw::{RawConfig, RawRope};
 pub struct ModelConfig {
     /// The family.
     pub architecture: Architecture,
+    /// The model of images and text of which it is the text part, as `architectures` names it.
+    pub text_part_of: Option<&'static str>,
     /// The network.
     pub spec: DecoderSpec,
     /// Tokens that end a text, as far as the configuration knows.
@@ -74,7 +76,7 @@ impl ModelConfig {
         let mut values: Map<String, Value> =
             serde_json::from_str(text).map_err(|error| ModelError::config(path, error))?;
         overrides.apply(&mut values);
-        known::unwrap_text(path, &mut values)?;
+        let text_part_of = known::unwrap_text(path, &mut values)?;
         let fields = Fields::new(path, &values);
         let names: Vec<String> = fields.get("architectures")?.unwrap_or_default();
         let headless = |name: &str| Architecture::ALL.into_iter().find(|a| a.headless_name() == name);
@@ -102,7 +104,11 @@ impl ModelConfig {
                 ));
             }
         };
-        Self::new(path, architecture, values, embedding)
+        let config = Self::new(path, architecture, values, embedding)?;
+        Ok(Self {
+            text_part_of,
+            ..config
+        })
     }
 
     /// Reads the metadata of a GGUF file; `path` is for messages.
@@ -161,6 +167,7 @@ impl ModelConfig {
         }
         Ok(Self {
             architecture,
+            text_part_of: None,
             spec,
             eos_token_ids: raw.eos_token_ids,
             dtype: raw.dtype,

@@ -64,6 +64,7 @@ impl Model {
         let description = Description::read(path, &options.serve_as)?;
         let spec = description.about.spec();
         check_cpu(spec)?;
+        description.about.log_what_is_left_out();
         let source = description.source(options.format)?;
         let mut loader = Loader::new(&*source, budget, &options.cancel, progress);
         let decoder = Decoder::load(spec, &mut loader)?;
@@ -123,6 +124,13 @@ impl About {
     /// The network.
     pub fn spec(&self) -> &DecoderSpec {
         &self.config.spec
+    }
+
+    /// Where only a part of the model is loaded.
+    pub(crate) fn log_what_is_left_out(&self) {
+        if let Some(name) = self.config.text_part_of {
+            tracing::info!("{name}: only its text part is served, weights for images are not loaded");
+        }
     }
 
     /// Sampling defaults that the model brings along.

@@ -8,6 +8,7 @@ mod dense_mlp;
 mod formats;
 mod mlp;
 mod moe;
+mod row_order;
 mod tensors;
 
 use std::sync::Arc;
@@ -18,6 +19,7 @@ pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use formats::check_formats;
 pub(crate) use mlp::Mlp;
 pub(crate) use moe::Moe;
+pub(crate) use row_order::RowOrder;
 pub(crate) use tensors::{Among, InExperts, Matrix, Scope, Stack, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};

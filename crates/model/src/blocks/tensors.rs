@@ -1,8 +1,8 @@
 //! Declarations of stored tensors, under the names of Hugging Face checkpoints.
 
+use super::RowOrder;
 use crate::quantization::{MatrixFormat, Quantization};
 use crate::spec::NormSpec;
-use crate::weights::RowOrder;
 
 /// A vector.
 #[derive(Clone, Debug, PartialEq)]

@@ -179,14 +179,17 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
     ),
 ];
 
-/// Puts the text part of a model of images and text in its place.
+/// Puts the text part of a model of images and text in its place, and returns that model's name in `architectures`.
 ///
 /// # Errors
 /// [`ModelError`], which names the field at fault.
-pub(super) fn unwrap_text(path: &Path, fields: &mut Map<String, Value>) -> Result<(), ModelError> {
+pub(super) fn unwrap_text(
+    path: &Path,
+    fields: &mut Map<String, Value>,
+) -> Result<Option<&'static str>, ModelError> {
     let name = fields.get("architectures").and_then(|names| names[0].as_str());
     let Some((name, text_type, around)) = AROUND_TEXT.iter().find(|(known, ..)| Some(*known) == name) else {
-        return Ok(());
+        return Ok(None);
     };
     let Some(Value::Object(mut text)) = fields.remove("text_config") else {
         return Err(ModelError::config(path, "`text_config` is missing"));
@@ -208,13 +211,12 @@ pub(super) fn unwrap_text(path: &Path, fields: &mut Map<String, Value>) -> Resul
             check_other(name, &field, &value)?;
         }
     }
-    tracing::info!("{name}: only its text part is served, weights for images are not loaded");
     // Text parts name no architecture, or the one without a head.
     text.insert("architectures".to_owned(), Value::Null);
     text.entry("model_type")
         .or_insert_with(|| Value::from(*text_type));
     *fields = text;
-    Ok(())
+    Ok(Some(*name))
 }
 
 /// Refuses fields that the family does not know, and such as ask for another network.

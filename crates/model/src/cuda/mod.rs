@@ -79,6 +79,7 @@ impl GpuModel {
         let kv_element = kv_element(options.kv_cache_dtype)?;
         let description = Description::read(path, &options.serve_as)?;
         check(description.about.spec(), gpu.info().compute_capability)?;
+        description.about.log_what_is_left_out();
         let fused = FusedKernels::load(gpu)?;
         let weights = GpuWeights::load(&description, &options, kv_element, gpu, &fused, progress)?;
         let decoder = Decoder::new(gpu, weights, fused)?;

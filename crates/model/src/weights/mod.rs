@@ -15,6 +15,7 @@ use std::borrow::Cow;
 use half::{bf16, f16};
 use plimsoll_kernels::{Matrix, WeightError, WeightType};
 
+use crate::blocks::RowOrder;
 use crate::{ModelError, Shape};
 
 pub(crate) use checked::Checked;
@@ -22,7 +23,6 @@ pub(crate) use dummy::{DUMMY_SCALE, DummyWeights};
 pub(crate) use fp8::{Scales, StoredMatrix};
 pub(crate) use gguf::GgufWeights;
 pub(crate) use loader::Loader;
-pub(crate) use rows::RowOrder;
 pub(crate) use safetensors::Checkpoint;
 
 /// Where tensors come from. Names are those of Hugging Face checkpoints; a source translates.

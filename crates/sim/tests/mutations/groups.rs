@@ -36,8 +36,8 @@ pub(crate) const GROUP_MUTATIONS: [Mutation; 27] = [
         "prefixes are shared without the states behind them",
         &[edit(
             MANAGER,
-            "prefix_caching: prefix_caching «&& config.groups.can_share_prefixes()»,",
-            "",
+            "prefix_caching: «prefix_caching && config.groups.can_share_prefixes()»,",
+            "prefix_caching",
         )],
     ),
     bug(

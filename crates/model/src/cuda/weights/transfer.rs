@@ -141,9 +141,9 @@ mod tests {
     use super::super::layout::{Element, Layout, Stored};
     use super::*;
     use crate::Shape;
-    use crate::blocks::{Matrix, Vector};
+    use crate::blocks::{Matrix, RowOrder, Vector};
     use crate::quantization::{MatrixFormat, Quantization};
-    use crate::weights::{Checked, DummyWeights, RowOrder, Scales, Source, Tensor};
+    use crate::weights::{Checked, DummyWeights, Scales, Source, Tensor};
 
     #[test]
     fn pieces_are_all_rows_in_order() {
