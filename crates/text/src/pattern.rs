@@ -120,9 +120,9 @@ impl Named {
         const OPTIONS: SearchOptions = SearchOptions::SEARCH_OPTION_NONE;
         let few = (SEARCH_STEPS / text.len().max(1)).min(MAX_SEARCH_STEPS);
         region.clear();
-        let found = self
-            .regex
-            .search_with_param(text, from, text.len(), OPTIONS, Some(region), limit(few));
+        let found =
+            self.regex
+                .search_with_param(text, from, text.len(), OPTIONS, Some(&mut *region), limit(few));
         self.check(end)?;
         if let Ok(place) = found {
             return Ok(place.and_then(|_| region.pos(0)));
@@ -134,7 +134,7 @@ impl Named {
             region.clear();
             let length = self
                 .regex
-                .match_with_param(text, place, OPTIONS, Some(region), limit(steps));
+                .match_with_param(text, place, OPTIONS, Some(&mut *region), limit(steps));
             self.check(end)?;
             if length.map_err(|_| self.too_long())?.is_some() {
                 return Ok(region.pos(0));
