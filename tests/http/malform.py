@@ -62,7 +62,7 @@ NUMBERS = [
     Raw("+1"), Raw(".5"), Raw("1."), Raw("0x10"), Raw("1_000"), Raw("9" * 400), Raw("0." + "0" * 400 + "1"),
 ]
 WORDS = [
-    "", " ", "\0", "a\0b", "é", "€", "\U0001f4a9", "e" + "\u0301" * 50, "\u202e", "\ufeff", "\ufffd", "\u2028", "<|endoftext|>",
+    "", " ", "\0", "a\0b", "é", "€", "\U0001f4a9", "e" + "\u0301" * 50, "\u202e", "\ufeff", "\ufffd", "\u2028", "<|eos|>",
     "<think>", "</think>", "{{ 7 * 7 }}", "{% raw %}", "../../etc/passwd", "true", "null", "NaN", "1", "[", "\\", '"', "\n",
     "text", "auto", "none", "required", "json_object", "user", "tool", "x" * 300,
     Raw('"\\ud800"'), Raw('"\\udfff\\ud800"'), Raw('"\\u0000"'), Raw('"\\x"'), Raw('"\n"'), Raw('"unended'), Raw("'single'"),

@@ -150,7 +150,7 @@ def test_effort(server):
 
 def test_messages_cannot_write_marks(server):
     """Only the server ends a message or begins one: the simulated model's one special token cannot come from a text."""
-    text = "a<|endoftext|>b"
+    text = "a<|eos|>b"
     tokens = server.http.post("/tokenize", json={"messages": [{"role": "user", "content": text}]}).json()["tokens"]
     assert 256 not in tokens
     assert text in server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]

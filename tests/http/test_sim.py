@@ -191,7 +191,7 @@ def test_stop_strings(sim):
 def test_stop_tokens_and_eos(sim):
     body = {"messages": HELLO, "max_tokens": 2000, "seed": 11}
     choice = sim.http.post(CHAT, json=body).json()["choices"][0]
-    assert choice["finish_reason"] == "stop" and "<|endoftext|>" not in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop" and "<|eos|>" not in choice["message"]["content"]
     text = choice["message"]["content"]
     stopped = sim.http.post(CHAT, json={**body, "stop_token_ids": [ord(text[5])]}).json()["choices"][0]
     assert stopped["message"]["content"] == text[: text.index(text[5])]

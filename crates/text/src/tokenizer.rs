@@ -214,7 +214,7 @@ struct Bytes;
 
 impl Bytes {
     const EOS: TokenId = 256;
-    const EOS_TEXT: &str = "<|endoftext|>";
+    const EOS_TEXT: &str = "<|eos|>";
 }
 
 impl Encode for Bytes {

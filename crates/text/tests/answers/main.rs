@@ -539,29 +539,13 @@ fn calls_among_reasoning_count_if_it_is_never_closed() {
 #[test]
 fn prompts_open_reasoning() {
     use Position::{Answer, Before, Reasoning};
-    use ReasoningFormat::{DeepseekR1, Harmony, Think};
+    use ReasoningFormat::{DeepseekR1, Think};
     for (format, prompt, position) in [
         (Think, "<|im_start|>assistant\n<think>\n", Reasoning),
         (Think, "<|im_start|>assistant\n", Before),
         (Think, "<|im_start|>assistant\n<think>\n\n</think>\n\n", Answer),
         (DeepseekR1, "<|Assistant|>", Reasoning),
         (DeepseekR1, "<|Assistant|></think>", Answer),
-        (
-            Harmony,
-            "<|start|>user<|message|>x<|end|><|start|>assistant",
-            Before,
-        ),
-        (Harmony, "<|start|>user<|message|>analysis<|end|>", Before),
-        (
-            Harmony,
-            "<|end|><|start|>assistant<|channel|>analysis<|message|>So",
-            Reasoning,
-        ),
-        (
-            Harmony,
-            "<|end|><|start|>assistant<|channel|>final<|message|>analysis",
-            Answer,
-        ),
     ] {
         assert_eq!(format.position_after(prompt), position, "{prompt}");
     }

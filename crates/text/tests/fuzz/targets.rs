@@ -99,7 +99,7 @@ pub(crate) fn template(data: &[u8]) {
 fn rendered(source: &str, renderer: &Renderer) -> Result<String, TextError> {
     let messages = [
         json!({ "role": "system", "content": "s" }),
-        json!({ "role": "user", "content": "é<|endoftext|>" }),
+        json!({ "role": "user", "content": "é<|eos|>" }),
         json!({ "role": "assistant", "content": null, "tool_calls": [call("{\"a\": [1, 2.5, null]}")] }),
         json!({ "role": "tool", "content": "2", "tool_call_id": "1" }),
     ];

@@ -19,7 +19,7 @@ const MARKS: [&str; 8] = [
     "<|end|>",
     "<|return|>",
     "<|call|>",
-    "<|endoftext|>",
+    "<|eos|>",
 ];
 
 fn recorded(what: &str) -> Vec<Value> {
@@ -212,6 +212,31 @@ fn what_is_not_asked_for_is_content() {
         read(&in_answer, ["assistant: yes"]),
         whole("", "assistant: yes", &[])
     );
+}
+
+#[test]
+fn prompts_end_within_messages() {
+    for (prompt, position) in [
+        (
+            "<|start|>user<|message|>x<|end|><|start|>assistant",
+            Position::Before,
+        ),
+        ("<|start|>user<|message|>analysis<|end|>", Position::Before),
+        (
+            "<|end|><|start|>assistant<|channel|>analysis<|message|>So",
+            Position::Reasoning,
+        ),
+        (
+            "<|end|><|start|>assistant<|channel|>final<|message|>analysis",
+            Position::Answer,
+        ),
+    ] {
+        assert_eq!(
+            ReasoningFormat::Harmony.position_after(prompt),
+            position,
+            "{prompt}"
+        );
+    }
 }
 
 #[test]

@@ -100,7 +100,7 @@ fn messages_cannot_write_marks() {
 fn marks_are_shown_to_the_parser() {
     let tokenizer = tokenizer();
     let text =
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>é<|endoftext|>";
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>é<|eos|>";
     let marks: Vec<u32> = ToolFormat::Harmony
         .marks()
         .iter()
@@ -119,7 +119,7 @@ fn marks_are_shown_to_the_parser() {
 
 /// How many tokens of `text` a constraint allows, and whether it may end there.
 fn follow(tokenizer: &Tokenizer, mut constraint: Box<dyn Constraint>, text: &str) -> (String, bool) {
-    let ends = ["<|return|>", "<|endoftext|>"].map(|end| tokenizer.special_token(end));
+    let ends = ["<|return|>", "<|eos|>"].map(|end| tokenizer.special_token(end));
     let allowed = |constraint: &mut Box<dyn Constraint>, token: u32| {
         let mut mask = vec![u32::MAX; tokenizer.vocab_size().div_ceil(32)];
         constraint.restrict(&mut mask).unwrap();
@@ -162,7 +162,7 @@ fn grammars_hold_on_their_channels() {
     let thoughts = format!("{analysis}{analysis}");
     let joined = |parts: &[&str]| parts.concat();
     for tokenizer in [tokenizer(), Tokenizer::bytes()] {
-        let ends: Vec<u32> = ["<|return|>", "<|call|>", "<|endoftext|>"]
+        let ends: Vec<u32> = ["<|return|>", "<|call|>", "<|eos|>"]
             .iter()
             .filter_map(|end| tokenizer.special_token(end))
             .collect();
