@@ -76,9 +76,13 @@ pub fn with_plain_types(message: &str) -> String {
         ("a list", &["a sequence"]),
         ("an object", &["a map"]),
     ];
+    // Their values are of any length, so serde does not show them.
+    let message = message
+        .replacen("invalid type: sequence,", "invalid type: list,", 1)
+        .replacen("invalid type: map,", "invalid type: object,", 1);
     // What is expected ends the message, but for a line of a file.
     let Some((found, expected)) = message.split_once("expected ") else {
-        return message.to_owned();
+        return message;
     };
     let named = |name: &str| {
         let rest = expected.strip_prefix(name)?;
@@ -88,7 +92,7 @@ pub fn with_plain_types(message: &str) -> String {
         let rest = names.iter().find_map(|name| named(name))?;
         Some(format!("{found}expected {plain}{rest}"))
     });
-    plain.unwrap_or_else(|| message.to_owned())
+    plain.unwrap_or(message)
 }
 
 #[cfg(test)]
@@ -117,6 +121,10 @@ mod tests {
                 "expected a number at line 1 column 2",
             ),
             ("integer `5`, expected a sequence", "integer `5`, expected a list"),
+            (
+                "invalid type: sequence, expected a map",
+                "invalid type: list, expected an object",
+            ),
             ("expected i64x", "expected i64x"),
             ("missing field `a`", "missing field `a`"),
         ] {

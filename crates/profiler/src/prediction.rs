@@ -115,16 +115,20 @@ pub fn predict(spec: &ProfileSpec, footprint: &dyn Footprint) -> Result<Predicti
 /// Most requests at once, at least 1 and at most those of the spec's limits, of a model whose layers keep states of fixed size:
 /// states and KV share the memory, so each request more leaves fewer tokens to all. As many as leave KV for a request of
 /// `mean_tokens` tokens to each, or where the size of the KV cache is pinned, as many as fit beside it. All else (margins,
-/// weights, step arena) is counted as by [`predict`].
+/// weights, step arena, the probe) is counted as by [`predict`].
 pub fn requests_with_states(spec: &ProfileSpec, footprint: &dyn Footprint, mean_tokens: usize) -> usize {
     let leaves_enough = |requests: usize| {
         let mut spec = spec.clone();
         spec.limits.max_num_seqs = requests;
         let footprint = footprint.for_limits(&spec.limits);
-        let Predicted { arithmetic, .. } = Predicted::new(&spec, &*footprint);
+        let predicted = Predicted::new(&spec, &*footprint);
+        let arithmetic = &predicted.arithmetic;
         match spec.pinned_pages() {
             Some(pages) => pages <= arithmetic.full_pages(),
-            None => spec.kv(arithmetic.fitting_pages).requests_of(mean_tokens) >= requests as f64,
+            None => {
+                let probe_fits = predicted.measured.peak_reserved <= predicted.available();
+                probe_fits && spec.kv(arithmetic.fitting_pages).requests_of(mean_tokens) >= requests as f64
+            }
         }
     };
     // The first is taken whether or not it leaves enough: a profile says best what is missing.

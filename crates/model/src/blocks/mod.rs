@@ -19,8 +19,8 @@ pub(crate) use dense_mlp::DenseMlp;
 pub(crate) use formats::check_formats;
 pub(crate) use mlp::Mlp;
 pub(crate) use moe::Moe;
-pub(crate) use row_order::RowOrder;
-pub(crate) use tensors::{Among, InExperts, Matrix, Scope, Stack, Vector};
+pub(crate) use row_order::{Among, RowOrder};
+pub(crate) use tensors::{InExperts, Matrix, Scope, Stack, Vector};
 
 use crate::quantization::{EMBEDDING, FP8_BLOCK, Fp8Scales};
 use crate::spec::{self, AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};

@@ -1,5 +1,3 @@
-use super::Among;
-
 /// How the rows of a stored matrix lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowOrder {
@@ -21,6 +19,16 @@ pub(crate) enum RowOrder {
     Among(Among),
     /// The same of columns, of a matrix of floats that is stored the other way round.
     Columns(Among),
+}
+
+/// Which of so many rows belong to a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Among {
+    /// How many there are.
+    pub(crate) all: usize,
+    /// The first that belongs to it, and how far the next ones are.
+    pub(crate) first: usize,
+    pub(crate) step: usize,
 }
 
 impl RowOrder {

@@ -1,6 +1,6 @@
 //! Declarations of stored tensors, under the names of Hugging Face checkpoints.
 
-use super::RowOrder;
+use super::{Among, RowOrder};
 use crate::quantization::{MatrixFormat, Quantization};
 use crate::spec::NormSpec;
 
@@ -81,16 +81,6 @@ impl Matrix {
     pub(crate) fn shape(&self) -> [usize; 2] {
         [self.outputs, self.inputs]
     }
-}
-
-/// Which of so many rows belong to a matrix.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Among {
-    /// How many there are.
-    pub(crate) all: usize,
-    /// The first that belongs to it, and how far the next ones are.
-    pub(crate) first: usize,
-    pub(crate) step: usize,
 }
 
 /// Projections of the same inputs, stacked along the output.

@@ -234,7 +234,12 @@ pub fn converted(
         } else {
             tensor
         };
-        let dtype = if tensor.rank() >= 2 { dtype } else { GgmlDType::F32 };
+        // Routers stay as they are.
+        let is_router = name.ends_with("mlp.gate.weight") || name.ends_with("moe.gate.weight");
+        let dtype = match tensor.rank() >= 2 && !is_router {
+            true => dtype,
+            false => GgmlDType::F32,
+        };
         (
             gguf_name(architecture, name),
             QTensor::quantize(&tensor, dtype).unwrap(),

@@ -451,7 +451,7 @@ async fn wrong_tools_are_named() {
         (
             function(json!({ "name": "f", "parameters": [] })),
             "tools[0].function.parameters",
-            "map",
+            "list, expected an object",
         ),
         (
             function(json!({ "name": "f", "parameters": { "type": "string" } })),
