@@ -418,13 +418,11 @@ fn set_kv(maker: &Maker<'_>, kv: &KvConfig, stats: &EngineStats, meters: &Meters
     let pages = [("total", total), ("used", used), ("cached", cached)];
     let pages = pages.map(|(state, pages)| (state, pages as f64));
     maker.set_each(&KV_BLOCKS, "state", pages);
-    if scheduler.slots.total > 0 {
-        let slots = [
-            ("total", scheduler.slots.total as f64),
-            ("used", scheduler.slots.used as f64),
-        ];
-        maker.set_each(&STATE_SLOTS, "state", slots);
-    }
+    let slots = [
+        ("total", scheduler.slots.total as f64),
+        ("used", scheduler.slots.used as f64),
+    ];
+    maker.set_each(&STATE_SLOTS, "state", slots);
 }
 
 fn set_memory(maker: &Maker<'_>, memory: &dyn Memory, meters: &Meters) {

@@ -27,7 +27,7 @@ catalog! {
         "Queued requests by reason: `capacity` wait for their turn, `deferred` for the engine's state to be rebuilt.";
     IN_FLIGHT: "plimsoll_requests_in_flight": "Requests that were accepted and have not ended.";
     KV_USAGE: "plimsoll_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc": "Fraction of KV pages in use, 0 to 1.";
-    STATE_SLOTS: "plimsoll_state_slots": "Slots for states of fixed size by state; none where no layer of the model has one.";
+    STATE_SLOTS: "plimsoll_state_slots": "Slots for states of fixed size by state; 0 where no layer of the model has one.";
     KV_BLOCKS: "plimsoll_kv_blocks": "Pages of the KV cache by state; with one cache group, a page is a block.";
     KV_GROUP: "plimsoll_kv_group_info": "Cache groups of the model, as labels.";
     KV_GROUP_BLOCKS: "plimsoll_kv_group_blocks":
