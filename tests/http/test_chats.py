@@ -161,16 +161,22 @@ def test_an_answer_that_was_cut_off_by_a_reload_can_be_made_again(chat):
     expect(chat.locator(".turn .text")).to_have_text(["Hello?", "Hello."])
 
 
+def reachable(url: str) -> None:
+    """Waits until a server listens."""
+    end = time.monotonic() + conftest.PATIENCE
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx.TransportError):
+            httpx.get(f"{url}/health")
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{url} is not there after {conftest.PATIENCE} s")
+
+
 def test_a_page_of_a_starting_server_becomes_the_chat(tmp_path, open_page):
     # Each of its steps takes so long that the start can be watched.
     with conftest.process(tmp_path, "sim:0.4", "--max-model-len", "1024") as (child, port, log):
         url = f"http://127.0.0.1:{port}"
-        end = time.monotonic() + conftest.PATIENCE
-        while time.monotonic() < end:
-            with contextlib.suppress(httpx.TransportError):
-                httpx.get(f"{url}/health")
-                break
-            time.sleep(0.01)
+        reachable(url)
         page = open_page(url)
         seen(page.locator("#phase"))
         seen(page.locator("#progress"))
@@ -189,7 +195,9 @@ def test_a_page_of_a_starting_server_becomes_the_chat(tmp_path, open_page):
 def test_a_page_goes_on_when_the_server_restarts(tmp_path, open_page):
     refused = ("status of 503", "ERR_CONNECTION_REFUSED")
     with conftest.process(tmp_path, "sim", "--served-model-name", "sim") as (child, port, log):
-        page = open_page(f"http://127.0.0.1:{port}", complaints=refused)
+        url = f"http://127.0.0.1:{port}"
+        reachable(url)
+        page = open_page(url, complaints=refused)
         expect(page.locator("#greeting")).to_have_text("Ready.", timeout=conftest.PATIENCE * 1000)
         exchange(page, "Are you there?", "Yes.")
         page.unroute(CHAT)

@@ -24,8 +24,9 @@ PREAMBLE = "<|channel|>commentary<|message|>I shall look.<|end|><|start|>assista
 ARGUMENTS = '{"place": "Ülm", "days": 2}'
 CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
 ROLE_CALL = f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>"
-OTHER_CALL = CALL.replace("get_weather", "tell")
-WRONG_CALL = CALL.replace('"Ülm"', "17")
+# Refused, the model goes on with the rest, maybe within a string: a mark there would end the call.
+OTHER_CALL = CALL.replace("get_weather", "tell").removesuffix("<|call|>")
+WRONG_CALL = CALL.replace('"Ülm"', "17").removesuffix("<|call|>")
 ANSWER = "<|channel|>final<|message|>It rains.\n\nMuch."
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA, "strict": True}}
