@@ -395,6 +395,10 @@ fn unsupported_quantisation_is_named() {
             "unknown field `group_size`",
         ),
         (
+            fp8(json!({"quant_method": "fp8", "expert_dtype": "fp4"})),
+            "expert_dtype",
+        ),
+        (
             fp8(json!({"quant_method": "fp8", "fmt": "e5m2"})),
             "quantization_config.fmt",
         ),

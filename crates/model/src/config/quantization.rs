@@ -61,12 +61,10 @@ struct RawFp8 {
     /// How the scales came about; they are read as they are.
     #[serde(rename = "scale_fmt")]
     _scale_fmt: Option<IgnoredAny>,
-    /// A wish of transformers' own.
+    /// Asks transformers to load the model in floats; without effect here.
     #[serde(rename = "dequantize")]
     _dequantize: Option<IgnoredAny>,
-    /// Of mixtures of experts, which are refused for themselves.
-    #[serde(rename = "expert_dtype")]
-    _expert_dtype: Option<IgnoredAny>,
+    expert_dtype: Option<Value>,
 }
 
 /// What gpt-oss has.
@@ -76,7 +74,7 @@ struct RawMxfp4 {
     #[serde(rename = "quant_method")]
     _quant_method: String,
     modules_to_not_convert: Option<Vec<String>>,
-    /// A wish of transformers' own.
+    /// Asks transformers to load the model in floats; without effect here.
     #[serde(rename = "dequantize")]
     _dequantize: Option<IgnoredAny>,
 }
@@ -167,6 +165,7 @@ impl Reader<'_> {
     fn fp8(&self, raw: RawFp8) -> Result<Quantization, ModelError> {
         self.only("fmt", raw.fmt.map(Value::from).as_ref(), "e4m3".into())?;
         self.only("kv_cache_scheme", raw.kv_cache_scheme.as_ref(), Value::Null)?;
+        self.only("expert_dtype", raw.expert_dtype.as_ref(), "fp8".into())?;
         if let Some(also) = raw.modules_to_convert.filter(|names| !names.is_empty()) {
             let value = quotable(&format!("{also:?}"));
             return Err(self.unsupported("modules_to_convert", value, "linear layers alone are"));
