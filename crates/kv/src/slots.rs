@@ -17,7 +17,7 @@ pub struct SlotStats {
 #[derive(Debug)]
 pub(crate) struct Slots {
     total: usize,
-    /// The one to be given out next is the last.
+    /// A stack: the last is given out next.
     free: Vec<StateSlot>,
 }
 

@@ -17,7 +17,7 @@ pub(crate) struct Moe<L> {
 #[derive(Clone, Debug)]
 pub(crate) struct SharedExpert<L> {
     pub(crate) mlp: DenseMlp<L>,
-    /// From the residual stream to what the sigmoid of multiplies the output.
+    /// From the residual stream to one logit, whose sigmoid multiplies the output.
     pub(crate) gate: L,
 }
 

@@ -15,19 +15,20 @@ pub(crate) enum RowOrder {
         /// Rows of each part in one group.
         parts: [usize; 4],
     },
-    /// Between others.
+    /// Some of the rows of a larger tensor, as those of one expert in a tensor of all.
     Among(Among),
-    /// The same of columns, of a matrix of floats that is stored the other way round.
+    /// Some of the columns of a larger tensor, which stores the matrix transposed.
     Columns(Among),
 }
 
-/// Which of so many rows belong to a matrix.
+/// Which rows of a tensor belong to a matrix: `first`, `first + step`, ...
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Among {
-    /// How many there are.
+    /// Rows of the tensor.
     pub(crate) all: usize,
-    /// The first that belongs to it, and how far the next ones are.
+    /// The first row of the matrix.
     pub(crate) first: usize,
+    /// From one of its rows to the next.
     pub(crate) step: usize,
 }
 

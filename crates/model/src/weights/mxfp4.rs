@@ -11,7 +11,7 @@ use crate::quantization::MXFP4_BLOCK;
 const HALF: usize = MXFP4_BLOCK / 2;
 
 /// Elements and exponents, both in plain order, as ggml's blocks: the exponent, then bytes with the elements of the first half of
-/// the block in their low bits and those of the second half in their high ones. Checkpoints have neighbours in a byte.
+/// the block in their low bits and those of the second half in their high ones. In checkpoints a byte has two neighbouring elements.
 pub(super) fn in_blocks<'a>(elements: Tensor<'a>, exponents: Tensor<'a>) -> Tensor<'a> {
     let rows = elements.shape.0[0];
     let inputs = 2 * elements.data.len() / rows.max(1);

@@ -17,7 +17,7 @@ const BETWEEN: &str = "\n\n";
 pub(super) struct Harmony {
     marks: Marks,
     state: State,
-    /// Reasoning is told from content.
+    /// Whether reasoning is reported apart from content.
     has_reasoning: bool,
     /// Functions that may be called; `None` where nothing may be.
     functions: Option<Arc<[Function]>>,
@@ -46,7 +46,7 @@ enum Kind {
 /// A header as far as it was read.
 #[derive(Debug, Default)]
 struct Header {
-    /// [`START`] came; without it, the header may turn out to be text of a model that omits headers.
+    /// [`START`] came before it. Otherwise it may turn out to be text, of a model that omits headers.
     is_marked: bool,
     section: Section,
     /// The author, and perhaps the recipient.
@@ -73,7 +73,7 @@ impl Header {
         }
     }
 
-    /// What came so far cannot begin a header.
+    /// Whether what was read so far cannot be the beginning of a header.
     fn is_text(&self) -> bool {
         if self.is_marked || self.section != Section::Role {
             return false;
@@ -86,7 +86,7 @@ impl Header {
         }
     }
 
-    /// What looked like a header but is none, as `mark` or nothing follows: text, if it is anything.
+    /// Takes what was read as a header if it turns out to be text. `mark` is what follows it; `None` at the end of the answer.
     fn take_text(&mut self, mark: Option<&str>) -> Option<String> {
         let goes_on = matches!(mark, Some(CHANNEL | CONSTRAIN | MESSAGE)) && self.role.contains(RECIPIENT);
         let is_header = self.is_marked || self.section != Section::Role || self.role.trim() == ASSISTANT;
