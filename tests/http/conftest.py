@@ -1,12 +1,15 @@
 """Starts `plimsoll serve` for the tests, which see nothing of it but HTTP, signals and its exit code."""
 
+import atexit
 import contextlib
 import functools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,7 +18,22 @@ import openai
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BINARY = Path(os.environ.get("SERVER_BINARY", ROOT / "target/debug/plimsoll"))
+
+
+def own_binary() -> Path:
+    """SERVER_BINARY, or a copy of what `make build` made, which all workers share: `scripts/release` moves the original away for a
+    moment."""
+    if "SERVER_BINARY" not in os.environ:
+        built = ROOT / "target/debug/plimsoll"
+        if not built.exists():
+            return built
+        directory = tempfile.mkdtemp(prefix="plimsoll-tests-")
+        atexit.register(shutil.rmtree, directory)
+        os.environ["SERVER_BINARY"] = shutil.copy(built, directory)
+    return Path(os.environ["SERVER_BINARY"])
+
+
+BINARY = own_binary()
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Tests measure anew, and leave the user's cache alone.
 NO_PROFILE_CACHE = {"PLIMSOLL_NO_PROFILE_CACHE": "true"}
