@@ -1,5 +1,6 @@
 use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
+use plimsoll_kernels::cuda::Fp8Scaling;
 
 use super::input::StepInput;
 use super::planners::{AttentionPlanners, attention_scratch};
@@ -61,7 +62,8 @@ impl StepLayout {
             gate_up: layout.rows(rows, widths.gate_up)?,
             activated: layout.rows(rows, widths.activated)?,
             quantised: layout.rows(rows, widths.quantised)?,
-            scales: layout.rows(rows, widths.scales)?,
+            // Of blocks there are more than the rows have.
+            scales: layout.rows(Fp8Scaling::Blocks.input_stride(rows), widths.scales)?,
             attention: layout.rows(attention_scratch(planners), 1)?,
             given: match spec.head {
                 OutputHead::None => after.rows(step.samples, spec.hidden_size)?,
