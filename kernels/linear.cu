@@ -12,9 +12,8 @@
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
 // are added in a fixed order, one block of features later: nobody waits for the slowest.
 //
-// Weights and x are both bf16, or both e4m3 with scales, by mma.m16n8k32: operands of the two instructions have the same bytes in
-// the same registers. Sums of e4m3 products are kept by the tensor cores with few bits (arXiv:2412.19437, 3.3.2), so they are added
-// up in f32 after each stage, which is where scales of blocks apply, too.
+// x is bf16. Weights are bf16, or e4m3 with scales, which become bf16 in registers: few rows need no products of e4m3 values to be as
+// fast as their weights are read, and x keeps its bits.
 #include "activation.cuh"
 #include "mma.cuh"
 
@@ -36,18 +35,21 @@ constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a 
 
 enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
-// Of x and of weights.
+// Of weights.
 enum class Values {
     kBf16,
     kFp8,       // e4m3 with a factor for each row
-    kFp8Blocks  // e4m3 with a factor for each 128 inputs of a row of x and each 128 x 128 weights
+    kFp8Blocks  // e4m3 with a factor for each 128 x 128 weights
 };
 
-// Factors of e4m3 values.
+// Bytes of x for each byte of weights.
+template <Values kValues>
+constexpr int kWidening = kValues == Values::kBf16 ? 1 : 2;
+
+// Factors of e4m3 weights.
 struct Scales {
-    const float* x;       // [m], or for blocks [k / 128, x_stride]
-    const float* weight;  // [n], or for blocks [n / 128, weight_stride]
-    int x_stride, weight_stride;
+    const float* of;  // [n], or for blocks [n / 128, stride]; if gated of 2 n rows
+    int stride;
 };
 
 // The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
@@ -59,16 +61,16 @@ struct Norm {
 };
 
 struct Problem {
-    const uint8_t* x;
+    const bf16* x;
     const uint8_t* weight;  // if gated [2 n, k]: gate, up
     const bf16* bias;       // null for none; never if gated
     void* out;
     int m, n;
-    int row_bytes;          // of k inputs
+    int k;
     int row_warps;
     int mode;
-    Norm norm;              // of bf16 only
-    Scales scales;          // of e4m3
+    Norm norm;
+    Scales scales;          // of e4m3 weights
 
     __device__ __forceinline__ bool gated() const { return mode == kGlu; }
 };
@@ -125,9 +127,24 @@ __device__ __forceinline__ void prefetch_line(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
-// Where a piece of a row of a chunk lies: the halves are swapped in odd rows against bank conflicts.
+// Where a piece of a row of weights lies in a stage: the halves are swapped in odd rows against bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * kRowBytes + (piece ^ ((row & 1) * (kRowPieces / 2))) * 16;
+}
+
+// What the index of a piece of an odd row of x is XORed with, for the same reason: a lane reads one piece for each byte of a weight.
+template <Values kValues>
+constexpr int kInputSwap = kValues == Values::kBf16 ? kRowPieces / 2 : 1;
+
+// Two e4m3 weights, bytes 0 and 1 or 2 and 3 of a word, as bf16, exactly: exponent and mantissa go where bf16 has them, and a factor
+// makes up for the other bias. NaN, which makes no sense as a weight, becomes 480.
+template <bool kHigh>
+__device__ __forceinline__ uint32_t widen_e4m3(uint32_t word) {
+    const uint32_t apart = __byte_perm(word, 0, kHigh ? 0x3424 : 0x1404);
+    const uint32_t bits = (apart & 0x80008000) | ((apart >> 4) & 0x07f007f0);
+    const uint32_t factor = 0x7b807b80;  // 2^120
+    const bf162 wide = __hmul2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(factor));
+    return reinterpret_cast<const uint32_t&>(wide);
 }
 
 __device__ __forceinline__ void wait_all_async() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -140,18 +157,21 @@ struct Cut {
     int phase;          // chunks of x that are in shared memory at once
     int row_warp;
     int part, parts;    // of k, among this block's warps
+    int row_bytes;      // of weights
 
-    __device__ Cut(const Problem& p, int warp) {
+    // `widening`: bytes of x for each byte of weights.
+    __device__ Cut(const Problem& p, int warp, int widening) {
         row_warp = warp & (p.row_warps - 1);
         part = warp / p.row_warps;
         parts = kWarps / p.row_warps;
         outputs = p.row_warps * kTile / (p.gated() ? 2 : 1);
         blocks = (p.n + outputs - 1) / outputs;
-        const int chunks = p.row_bytes / kRowBytes, size = cluster_size(), rank = cluster_rank();
+        row_bytes = p.k * int(sizeof(bf16)) / widening;
+        const int chunks = row_bytes / kRowBytes, size = cluster_size(), rank = cluster_rank();
         begin = chunks * rank / size;
         end = chunks * (rank + 1) / size;
         // All of it, if that fits, or a ring of buffers.
-        const int chunk_bytes = p.m * kRowBytes;
+        const int chunk_bytes = p.m * kRowBytes * widening;
         const int largest = (chunks + size - 1) / size;
         phase = largest;
         if (largest * chunk_bytes > kInputBytes) {
@@ -160,48 +180,52 @@ struct Cut {
         }
     }
 
-    // What the products of a chunk of e4m3 values of this warp's tile, never gated, and of two rows of x are multiplied by before
-    // they are added up. The tile lies in one row of blocks, as 16 divides 128.
-    __device__ float2 stage_scale(const Problem& p, int block, int chunk, int row) const {
-        const Scales& scales = p.scales;
-        const int at = min(block * outputs + row_warp * kTile, p.n - 1) / 128;
-        const float weight = scales.weight[at * scales.weight_stride + chunk];
-        const float* x = scales.x + chunk * scales.x_stride;
-        return make_float2(weight * x[min(row, p.m - 1)], weight * x[min(row + 1, p.m - 1)]);
+    // First row of weights of this warp's tile.
+    __device__ int first_row(const Problem& p, int block) const {
+        if (!p.gated()) return block * outputs + row_warp * kTile;
+        return block * outputs + (row_warp >> 1) * kTile + (row_warp & 1) * p.n;
     }
 
-    // First weight of a row of this warp's tile; rows past the end repeat the last one and are not stored.
-    __device__ const uint8_t* weights(const Problem& p, int block, int row) const {
+    // The factor of a chunk of e4m3 weights of this warp's tile, which lies in one row of blocks, as 16 divides 128.
+    __device__ float stage_scale(const Problem& p, int block, int chunk) const {
+        const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
+        return p.scales.of[min(first_row(p, block), last) / 128 * p.scales.stride + chunk];
+    }
+
+    // First piece of a row of this warp's tile; rows past the end repeat the last one and are not stored.
+    __device__ uint32_t first_piece(const Problem& p, int block, int row) const {
         int at = block * outputs;
         if (p.gated()) {
             at = min(at + (row_warp >> 1) * kTile + row, p.n - 1) + (row_warp & 1) * p.n;
         } else {
             at = min(at + row_warp * kTile + row, p.n - 1);
         }
-        return p.weight + size_t(at) * p.row_bytes;
+        return uint32_t(at) * uint32_t(row_bytes / 16);
     }
 };
 
-// Starts to copy a phase of x: [m][phase chunks], with the halves of a chunk swapped in odd rows against bank conflicts.
+// Starts to copy a phase of x: [m][phase chunks], pieces swapped in odd rows.
+template <Values kValues>
 __device__ __forceinline__ void copy_inputs(uint8_t* to, const Problem& p, const Cut& cut, int first) {
-    const int pieces = (min(first + cut.phase, cut.end) - first) * kRowPieces;
+    constexpr int kChunkPieces = kRowPieces * kWidening<kValues>;
+    const int pieces = (min(first + cut.phase, cut.end) - first) * kChunkPieces;
     for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
         const int row = i / pieces, piece = i % pieces;
-        const int swapped = piece ^ ((row & 1) * (kRowPieces / 2));
-        copy_async(to + (row * cut.phase * kRowPieces + swapped) * 16,
-                   p.x + size_t(row) * p.row_bytes + first * kRowBytes + piece * 16, true);
+        const int swapped = piece ^ ((row & 1) * kInputSwap<kValues>);
+        copy_async(to + (row * cut.phase * kChunkPieces + swapped) * 16,
+                   p.x + size_t(row) * p.k + (first * kChunkPieces + piece) * 8, true);
     }
 }
 
 // As copy_inputs for all of this block's x, normalised. `partial` is room for kWarps floats a row.
+template <Values kValues>
 __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, const Cut& cut, float* partial) {
-    const bf16* const inputs = reinterpret_cast<const bf16*>(p.x);
-    const int k = p.row_bytes / int(sizeof(bf16));
+    constexpr int kChunkPieces = kRowPieces * kWidening<kValues>;
     constexpr int kAtOnce = 2;  // loads before the first store, which might be to the same place for all the compiler knows
-    const int pieces = k / 8, low = cut.begin * kRowPieces, high = cut.end * kRowPieces;
+    const int k = p.k, pieces = k / 8, low = cut.begin * kChunkPieces, high = cut.end * kChunkPieces;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const auto place = [&](int row, int piece) {
-        return to + (row * cut.phase * kRowPieces + ((piece - low) ^ ((row & 1) * (kRowPieces / 2)))) * 8;
+        return to + (row * cut.phase * kChunkPieces + ((piece - low) ^ ((row & 1) * kInputSwap<kValues>))) * 8;
     };
     for (int row = 0; row < p.m; ++row) {
         float squares = 0.0f;
@@ -211,7 +235,7 @@ __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, con
             for (int i = 0; i < kAtOnce; ++i) {
                 const int piece = first + i * kThreads;
                 if (piece >= pieces) continue;
-                x[i] = load8(inputs + size_t(row) * k + piece * 8);
+                x[i] = load8(p.x + size_t(row) * k + piece * 8);
                 delta[i] = load8(p.norm.delta + size_t(row) * k + piece * 8);
             }
 #pragma unroll
@@ -302,31 +326,37 @@ __device__ __forceinline__ void store(const Problem& p, int row, int column, flo
     }
 }
 
+// The sums of two neighbouring rows of weights, times the rows' factors if each has its own.
+template <Values kValues>
+__device__ __forceinline__ float2 scaled(const Problem& p, int row, float2 sums) {
+    if constexpr (kValues == Values::kFp8) {
+        const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
+        sums.x *= p.scales.of[row];
+        sums.y *= p.scales.of[min(row + 1, last)];
+    }
+    return sums;
+}
+
 // Adds and stores the outputs of a block, each thread block of the cluster some of them.
 template <int Tiles, Values kValues, Activation kActivation>
 __device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const float* sums, int block, int rows) {
     const int pairs = cut.outputs / 2;
     for (int i = cluster_rank() * kThreads + threadIdx.x; i < p.m * pairs; i += cluster_size() * kThreads) {
         const int token = i / pairs, column = i % pairs * 2;
-        if (block * cut.outputs + column >= p.n) continue;
+        const int at = block * cut.outputs + column;
+        if (at >= p.n) continue;
         const float* from = sums + token * rows;
         float2 v;
         if (p.gated()) {
             from += column / kTile * 2 * kTile + column % kTile;
-            const float2 gate = add_parts(from, cut.parts, Tiles * 8 * rows);
-            v = add_parts(from + kTile, cut.parts, Tiles * 8 * rows);
+            const float2 gate = scaled<kValues>(p, at, add_parts(from, cut.parts, Tiles * 8 * rows));
+            v = scaled<kValues>(p, p.n + at, add_parts(from + kTile, cut.parts, Tiles * 8 * rows));
             v.x *= activate<kActivation>(gate.x);
             v.y *= activate<kActivation>(gate.y);
         } else {
-            v = add_parts(from + column, cut.parts, Tiles * 8 * rows);
+            v = scaled<kValues>(p, at, add_parts(from + column, cut.parts, Tiles * 8 * rows));
         }
-        if constexpr (kValues == Values::kFp8) {
-            const int at = block * cut.outputs + column;
-            const float scale = p.scales.x[token];
-            v.x *= scale * p.scales.weight[at];
-            v.y *= scale * p.scales.weight[min(at + 1, p.n - 1)];
-        }
-        store(p, token, block * cut.outputs + column, v);
+        store(p, token, at, v);
     }
 }
 
@@ -341,7 +371,8 @@ __device__ __forceinline__ void run(const Problem& p) {
     float* sums = reinterpret_cast<float*>(shared + kRingBytes + kInputBytes);
 
     pdl_launch();
-    const Cut cut(p, warp);
+    constexpr int kChunkBytes = kRowBytes * kWidening<kValues>;  // of x
+    const Cut cut(p, warp, kWidening<kValues>);
     const int size = cluster_size();
     const int first_block = blockIdx.x / size, stride = gridDim.x / size;
 
@@ -349,11 +380,11 @@ __device__ __forceinline__ void run(const Problem& p) {
     int next_block = first_block, next_chunk = cut.begin + cut.part, next_stage = 0;
     const int fetch_row = lane / kRowPieces, fetch_piece = lane % kRowPieces;
     uint8_t* const fetch_to = ring + swizzled(fetch_row, fetch_piece);
-    const uint8_t* rows_from[kLanePieces];
+    uint32_t pieces_from[kLanePieces];  // 16 bytes each: half the registers of addresses
     auto enter_block = [&] {
 #pragma unroll
         for (int i = 0; i < kLanePieces; ++i) {
-            rows_from[i] = cut.weights(p, next_block, fetch_row + i * kRowsAtOnce) + fetch_piece * 16;
+            pieces_from[i] = cut.first_piece(p, next_block, fetch_row + i * kRowsAtOnce) + fetch_piece;
         }
     };
     auto request = [&] {
@@ -366,7 +397,8 @@ __device__ __forceinline__ void run(const Problem& p) {
             uint8_t* to = fetch_to + next_stage * kStageBytes;
 #pragma unroll
             for (int i = 0; i < kLanePieces; ++i) {
-                copy_async(to + i * kRowsAtOnce * kRowBytes, rows_from[i] + next_chunk * kRowBytes, true);
+                const size_t piece = pieces_from[i] + next_chunk * kRowPieces;
+                copy_async(to + i * kRowsAtOnce * kRowBytes, p.weight + piece * 16, true);
             }
             next_chunk += cut.parts;
         }
@@ -377,24 +409,24 @@ __device__ __forceinline__ void run(const Problem& p) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) request();
 
-    const bool normalise = Tiles == 1 && kValues == Values::kBf16 && p.norm.weight != nullptr;
-    if (normalise && threadIdx.x * 64 < p.row_bytes) prefetch_line(p.norm.weight + threadIdx.x * 32);
+    const bool normalise = Tiles == 1 && p.norm.weight != nullptr;
+    if (normalise && threadIdx.x * 32 < p.k) prefetch_line(p.norm.weight + threadIdx.x * 32);
 
     pdl_wait();
     // Phases of x: all in one, or a ring of buffers.
     const bool resident = cut.phase >= cut.end - cut.begin;
     const bool even = (cut.end - cut.begin) % cut.phase == 0;
-    const int buffer = p.m * cut.phase * kRowBytes;
+    const int buffer = p.m * cut.phase * kChunkBytes;
     int input_block = first_block, input_chunk = cut.begin, input_to = 0;
     auto request_inputs = [&] {
         if (input_block >= cut.blocks) return;
-        copy_inputs(inputs + input_to * buffer, p, cut, input_chunk);
+        copy_inputs<kValues>(inputs + input_to * buffer, p, cut, input_chunk);
         input_to = (input_to + 1) % kBuffers;
         input_chunk += cut.phase;
         if (input_chunk >= cut.end) input_chunk = cut.begin, input_block += stride;
     };
     if (normalise) {
-        normalise_inputs(reinterpret_cast<bf16*>(inputs), p, cut, sums);
+        normalise_inputs<kValues>(reinterpret_cast<bf16*>(inputs), p, cut, sums);
     } else {
         request_inputs();
         if (!resident) {
@@ -406,14 +438,13 @@ __device__ __forceinline__ void run(const Problem& p) {
     int odd = 0;
     bool fresh = true;
 
-    const uint8_t* row[Tiles];
-    int swap[Tiles];
+    // Where this lane's pieces of x begin; those of the other half of what is swapped have one other bit.
+    int row[Tiles];
 #pragma unroll
     for (int j = 0; j < Tiles; ++j) {
         // Rows past the end repeat the last one: a column of a product reaches no other.
         const int token = min(j * 8 + group, p.m - 1);
-        row[j] = inputs + token * cut.phase * kRowBytes + quad * 16;
-        swap[j] = (token & 1) * (kRowBytes / 2);
+        row[j] = token * cut.phase * kChunkBytes + quad * 16 * kWidening<kValues> + (token & 1) * 16 * kInputSwap<kValues>;
     }
 
     const int rows = p.row_warps * kTile + kPad;
@@ -441,62 +472,69 @@ __device__ __forceinline__ void run(const Problem& p) {
             }
             const int last = min(first + cut.phase, cut.end);
             for (int chunk = first + cut.part; chunk < last; chunk += cut.parts) {
-                float2 scale[kValues == Values::kFp8Blocks ? Tiles : 1];
-                if constexpr (kValues == Values::kFp8Blocks) {
-#pragma unroll
-                    for (int j = 0; j < Tiles; ++j) scale[j] = cut.stage_scale(p, block, chunk, j * 8 + quad * 2);
-                }
+                float scale = 1.0f;
+                if constexpr (kValues == Values::kFp8Blocks) scale = cut.stage_scale(p, block, chunk);
                 wait_async<kStages - 1>();
                 __syncwarp();
                 const uint8_t* from = ring + stage * kStageBytes;
-                uint4 w[kLanePieces];
-#pragma unroll
-                for (int i = 0; i < kLanePieces; ++i) {
-                    w[i] = *reinterpret_cast<const uint4*>(from + swizzled(group, quad + i / 2 * 4) + i % 2 * 8 * kRowBytes);
-                }
-                __syncwarp();
-                stage = stage + 1 == kStages ? 0 : stage + 1;
-                request();
-                const int at = odd * buffer + (chunk - first) * kRowBytes;
-                // Of a half of the chunk, two operands of 16 rows.
-                const auto operands = [&](int half, uint32_t (&even)[4], uint32_t (&second)[4]) {
-                    const uint4 l = w[half * 2], h = w[half * 2 + 1];
-                    even[0] = l.x, even[1] = h.x, even[2] = l.y, even[3] = h.y;
-                    second[0] = l.z, second[1] = h.z, second[2] = l.w, second[3] = h.w;
+                // Of rows `group` and `group + 8` of the tile, a piece in each half of the chunk.
+                const auto piece = [&](int half, int second) {
+                    return *reinterpret_cast<const uint4*>(from + swizzled(group, quad + half * 4) + second * 8 * kRowBytes);
                 };
-                const auto inputs_of = [&](int j, int half) {
-                    return *reinterpret_cast<const uint4*>(row[j] + at + ((half * (kRowBytes / 2)) ^ swap[j]));
+                const auto leave_stage = [&] {
+                    __syncwarp();
+                    stage = stage + 1 == kStages ? 0 : stage + 1;
+                    request();
                 };
-                uint32_t even[4], second[4];
-                if constexpr (kValues != Values::kBf16) {
+                const int at = odd * buffer + (chunk - first) * kChunkBytes;
+                const auto inputs_at = [&](int j, int added, int swapped) {
+                    return *reinterpret_cast<const uint4*>(inputs + ((row[j] + at + added) ^ swapped));
+                };
+                if constexpr (kValues == Values::kBf16) {
+                    const uint4 w[2][2] = {{piece(0, 0), piece(0, 1)}, {piece(1, 0), piece(1, 1)}};
+                    leave_stage();
 #pragma unroll
-                    for (int j = 0; j < Tiles; ++j) {
-                        float part[4] = {};
+                    for (int half = 0; half < 2; ++half) {
+                        const uint4 l = w[half][0], h = w[half][1];
+                        const uint32_t even[4] = {l.x, h.x, l.y, h.y}, second[4] = {l.z, h.z, l.w, h.w};
 #pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            operands(half, even, second);
-                            const uint4 v = inputs_of(j, half);
-                            mma_e4m3(part, even, v.x, v.y);
-                            mma_e4m3(part, second, v.z, v.w);
-                        }
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            if constexpr (kValues == Values::kFp8Blocks) {
-                                acc[j][i] = fmaf(part[i], i % 2 == 0 ? scale[j].x : scale[j].y, acc[j][i]);
-                            } else {
-                                acc[j][i] += part[i];
-                            }
+                        for (int j = 0; j < Tiles; ++j) {
+                            const uint4 v = inputs_at(j, 0, half * (kRowBytes / 2));
+                            mma(acc[j], even, v.x, v.y);
+                            mma(acc[j], second, v.z, v.w);
                         }
                     }
                 } else {
+                    float part[kValues == Values::kFp8Blocks ? Tiles : 1][4] = {};
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        operands(half, even, second);
+                        const uint4 l = piece(half, 0), h = piece(half, 1);
+                        if (half == 1) leave_stage();
+                        const uint32_t low[4] = {l.x, l.y, l.z, l.w}, high[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+                        for (int eight = 0; eight < 2; ++eight) {
+                            uint32_t operand[2][4];
+#pragma unroll
+                            for (int i = 0; i < 2; ++i) {
+                                operand[i][0] = widen_e4m3<false>(low[eight * 2 + i]);
+                                operand[i][1] = widen_e4m3<false>(high[eight * 2 + i]);
+                                operand[i][2] = widen_e4m3<true>(low[eight * 2 + i]);
+                                operand[i][3] = widen_e4m3<true>(high[eight * 2 + i]);
+                            }
+#pragma unroll
+                            for (int j = 0; j < Tiles; ++j) {
+                                const uint4 v = inputs_at(j, half * kRowBytes, eight * 16);
+                                float(&to)[4] = kValues == Values::kFp8Blocks ? part[j] : acc[j];
+                                mma(to, operand[0], v.x, v.y);
+                                mma(to, operand[1], v.z, v.w);
+                            }
+                        }
+                    }
+                    if constexpr (kValues == Values::kFp8Blocks) {
 #pragma unroll
                         for (int j = 0; j < Tiles; ++j) {
-                            const uint4 v = inputs_of(j, half);
-                            mma(acc[j], even, v.x, v.y);
-                            mma(acc[j], second, v.z, v.w);
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) acc[j][i] = fmaf(part[j][i], scale, acc[j][i]);
                         }
                     }
                 }
@@ -530,37 +568,25 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
 }
 
-#define LINEAR(NAME, TILES, ACTIVATION)                                                                                 \
+#define LINEAR(NAME, TILES, VALUES, ACTIVATION)                                                                         \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
-        NAME(const uint8_t* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int row_bytes,         \
-             int row_warps, int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps) {              \
-        run<TILES, Values::kBf16, ACTIVATION>(                                                                                  \
-            {x, weight, bias, out, m, n, row_bytes, row_warps, mode, {delta, norm_weight, sum, eps}, {}});              \
+        NAME(const bf16* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,     \
+             int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const float* scales,          \
+             int stride) {                                                                                              \
+        run<TILES, VALUES, ACTIVATION>({x, weight, bias, out, m, n, k, row_warps, mode,                                 \
+                                        {delta, norm_weight, sum, eps}, {scales, stride}});                             \
     }
+#define LINEARS(NAME, VALUES, ACTIVATION)         \
+    LINEAR(NAME##_8, 1, VALUES, ACTIVATION)       \
+    LINEAR(NAME##_16, 2, VALUES, ACTIVATION)      \
+    LINEAR(NAME##_32, 4, VALUES, ACTIVATION)
 
-LINEAR(linear_8, 1, Activation::kSilu)
-LINEAR(linear_16, 2, Activation::kSilu)
-LINEAR(linear_32, 4, Activation::kSilu)
-LINEAR(linear_8_gelu_tanh, 1, Activation::kGeluTanh)
-LINEAR(linear_16_gelu_tanh, 2, Activation::kGeluTanh)
-LINEAR(linear_32_gelu_tanh, 4, Activation::kGeluTanh)
-
-// Never gated: what follows e4m3 products is quantised, which takes a kernel that sees whole rows.
-#define LINEAR_FP8(NAME, TILES, VALUES)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
-        NAME(const uint8_t* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int row_bytes,         \
-             int row_warps, int mode, const float* x_scales, const float* weight_scales, int x_stride,                  \
-             int weight_stride) {                                                                                       \
-        run<TILES, VALUES, Activation::kSilu>({x, weight, bias, out, m, n, row_bytes, row_warps, mode, {},              \
-                                               {x_scales, weight_scales, x_stride, weight_stride}});                    \
-    }
-
-LINEAR_FP8(linear_fp8_8, 1, Values::kFp8)
-LINEAR_FP8(linear_fp8_16, 2, Values::kFp8)
-LINEAR_FP8(linear_fp8_32, 4, Values::kFp8)
-LINEAR_FP8(linear_fp8_blocks_8, 1, Values::kFp8Blocks)
-LINEAR_FP8(linear_fp8_blocks_16, 2, Values::kFp8Blocks)
-LINEAR_FP8(linear_fp8_blocks_32, 4, Values::kFp8Blocks)
+LINEARS(linear_silu, Values::kBf16, Activation::kSilu)
+LINEARS(linear_gelu_tanh, Values::kBf16, Activation::kGeluTanh)
+LINEARS(linear_fp8_silu, Values::kFp8, Activation::kSilu)
+LINEARS(linear_fp8_gelu_tanh, Values::kFp8, Activation::kGeluTanh)
+LINEARS(linear_fp8_blocks_silu, Values::kFp8Blocks, Activation::kSilu)
+LINEARS(linear_fp8_blocks_gelu_tanh, Values::kFp8Blocks, Activation::kGeluTanh)
 
 // Stands for the small kernels between linear layers when these are measured.
 extern "C" __global__ void linear_pause() {

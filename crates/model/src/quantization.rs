@@ -158,7 +158,7 @@ impl Quantization {
     }
 
     /// What has a scale of its own in matrices that are kept in eight bits.
-    pub(crate) fn kept_scales(&self) -> impl Iterator<Item = Fp8Scales> {
+    pub fn kept_scales(&self) -> impl Iterator<Item = Fp8Scales> {
         self.groups.iter().filter_map(|group| group.format.kept_scales())
     }
 

@@ -8,6 +8,7 @@ use plimsoll_core::{BuildError, Component, KvConfig, Meters, StateConfig, StepLi
 use plimsoll_device::Budget;
 use plimsoll_device::cuda::{self, Gpu, GpuError, Holder};
 use plimsoll_kernels::WeightType;
+use plimsoll_kernels::cuda::FP8_CAPABILITY;
 use plimsoll_model::cuda::{GpuFootprint, GpuModel, GpuOptions, GpuRunner, GpuStateShape};
 use plimsoll_model::{Cancel, LoadOptions, ModelConfig, Progress};
 use plimsoll_profiler::{ArenaUse, BuildProgress, Disabled, Footprint, ScenarioKind, ScenarioShape};
@@ -107,6 +108,17 @@ impl Backend for GpuBackend {
             .map_or(0, |attention| attention.head_dim);
         let fp8_kv = self.settings.kv_cache_dtype == KvDtype::Fp8;
         let mut disabled = disabled(capability, head_dim, fp8_kv, self.settings.enforce_eager);
+        let fp8_weights = model.spec().quantization.kept_scales().next().is_some();
+        if fp8_weights && capability < FP8_CAPABILITY {
+            let ((major, minor), (least_major, least_minor)) = (capability, FP8_CAPABILITY);
+            disabled.push(Disabled {
+                path: "FP8 products",
+                reason: format!(
+                    "they need compute capability {least_major}.{least_minor}, this GPU has {major}.{minor}: weights stay FP8, prompts \
+                     take longer"
+                ),
+            });
+        }
         if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
             disabled.push(Disabled {
                 path: "weights as they are stored",

@@ -1,4 +1,7 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
+//!
+//! e4m3 weights meet e4m3 inputs in cuBLASLt and bf16 inputs in our kernels, which also compute any number of rows, in parts, on GPUs
+//! whose tensor cores do not know e4m3 values.
 
 mod cublas_lt;
 mod matrix;
@@ -15,13 +18,14 @@ use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 
 use super::GpuNorm;
 use crate::Activation;
+pub use cublas_lt::FP8_CAPABILITY;
 pub(super) use cublas_lt::find as find_cublas;
 use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
 pub use matrix::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuWeight};
-pub use stream::{FP8_CAPABILITY, LinearOutput};
+pub use stream::LinearOutput;
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
 
 /// How products of a shape are computed.
@@ -114,13 +118,27 @@ impl Linears {
         self.known().clear();
     }
 
+    /// How [`Self::forward`] wants `m` rows quantised; `None` for as they are, which few rows are, whatever the weights.
+    ///
+    /// # Errors
+    /// [`GpuError`] of cuBLASLt.
+    pub fn input_scaling(&self, m: usize, linear: &GpuLinear) -> Result<Option<Fp8Scaling>, GpuError> {
+        let Some(scaling) = linear.matrix.scaling() else {
+            return Ok(None);
+        };
+        Ok(match self.choice(&linear.key(m, LinearOutput::Bf16))? {
+            Choice::Stream(_) => None,
+            Choice::Lt(_) => Some(scaling),
+        })
+    }
+
     /// `x` `[m, k]` to `out` `[m, n]`.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit, or `x` is not of the matrix's kind.
+    /// If a length does not fit, or `x` is not as [`Self::input_scaling`] says.
     pub fn forward<'a>(
         &self,
         x: impl Into<GpuRows<'a>>,
@@ -136,7 +154,7 @@ impl Linears {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit or the layer has a bias.
+    /// If a length does not fit, the layer has a bias, or its matrix is quantised.
     pub fn forward_f32(
         &self,
         x: GpuSlice<'_, bf16>,
@@ -256,22 +274,26 @@ impl Linears {
         let Shape { m, n, k, .. } = key.shape;
         assert_eq!(x.len(), m * k, "x of [m, {k}]");
         assert_eq!(out.len(), m * n, "out of [{m}, {n}]");
-        assert_eq!(x.scaling(), linear.matrix.scaling(), "values of x");
         if let GpuRows::Fp8(rows) = x {
             assert_eq!(rows.scales.len(), rows.scaling.input_scales(m, k), "scales of x");
         }
         if m == 0 {
             return Ok(());
         }
+        let given = x.scaling();
         let (x, x_scales) = x.addresses();
         let operands = Operands {
             x,
             x_scales,
-            x_stride: x_stride(&key.shape),
             out: out.ptr(),
             ..linear.operands()
         };
         let choice = self.choice(&key)?;
+        let wanted = match choice {
+            Choice::Stream(_) => None,
+            Choice::Lt(_) => key.shape.scaling,
+        };
+        assert_eq!(given, wanted, "ask `input_scaling`");
         // SAFETY: the lengths were checked; slices cannot outlive their memory, and what follows on the stream is ordered.
         unsafe { self.launch(&key, choice, &operands) }
     }
@@ -295,7 +317,7 @@ impl Linears {
     /// As [`CublasLt::run`].
     unsafe fn stream_rows(&self, key: &Key, cut: Cut, operands: &Operands) -> Result<(), GpuError> {
         let Shape { m, n, k, .. } = key.shape;
-        let (row, out_row) = (k * key.shape.element_bytes(), n * key.output.bytes());
+        let (row, out_row) = (k * size_of::<bf16>(), n * key.output.bytes());
         for first in (0..m).step_by(stream::MAX_ROWS) {
             let shape = Shape {
                 m: (m - first).min(stream::MAX_ROWS),
@@ -303,7 +325,6 @@ impl Linears {
             };
             let operands = Operands {
                 x: operands.x + (first * row) as u64,
-                x_scales: operands.x_scales + (first * size_of::<f32>()) as u64,
                 out: operands.out + (first * out_row) as u64,
                 ..*operands
             };
@@ -374,11 +395,6 @@ impl Linears {
     }
 }
 
-/// [`Fp8Scaling::input_stride`] of a product's inputs.
-fn x_stride(shape: &Shape) -> usize {
-    shape.scaling.map_or(0, |scaling| scaling.input_stride(shape.m))
-}
-
 impl GpuLinear {
     /// Without input and output.
     fn operands(&self) -> Operands {
@@ -389,7 +405,6 @@ impl GpuLinear {
         Operands {
             x: 0,
             x_scales: 0,
-            x_stride: 0,
             weight,
             weight_scales,
             bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),

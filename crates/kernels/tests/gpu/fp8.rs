@@ -6,8 +6,8 @@ use half::bf16;
 use plimsoll_device::cuda::{Gpu, GpuError};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    FP8_BLOCK, Fp8Scaling, FusedKernels, GpuFp8Rows, GpuLinear, GpuMatrix, GpuNorm, GpuWeight, LinearOutput,
-    LinearPath, LinearScratch, LinearUse, Linears,
+    FP8_BLOCK, Fp8Scaling, FusedKernels, GpuFp8Rows, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuRows,
+    GpuWeight, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -253,8 +253,7 @@ struct Case {
     m: usize,
     n: usize,
     k: usize,
-    x: Vec<u8>,
-    x_scales: Vec<f32>,
+    x: Vec<bf16>,
     weight: Vec<u8>,
     weight_scales: Vec<f32>,
     bias: Option<Vec<bf16>>,
@@ -262,30 +261,23 @@ struct Case {
 
 impl Case {
     fn random(rng: &mut StdRng, scaling: Fp8Scaling, [m, n, k]: [usize; 3], bias: bool) -> Self {
-        let bytes = |rng: &mut StdRng, len| (0..len).map(|_| random_byte(rng)).collect();
-        let scales = |rng: &mut StdRng, len| (0..len).map(|_| rng.random_range(0.001..0.01)).collect();
+        let scales = (0..scaling.weight_scales(n, k)).map(|_| rng.random_range(0.001..0.01));
         Self {
             scaling,
             m,
             n,
             k,
-            x: bytes(rng, m * k),
-            x_scales: scales(rng, scaling.input_scales(m, k)),
-            weight: bytes(rng, n * k),
-            weight_scales: scales(rng, scaling.weight_scales(n, k)),
+            weight_scales: scales.collect(),
+            x: common::random(rng, m * k),
+            weight: (0..n * k).map(|_| random_byte(rng)).collect(),
             bias: bias.then(|| common::random(rng, n)),
         }
     }
 
-    fn reference(&self) -> Vec<f64> {
-        let &Self { scaling, m, n, k, .. } = self;
+    /// The product of these inputs.
+    fn reference(&self, x: &[f64]) -> Vec<f64> {
+        let &Self { scaling, n, k, .. } = self;
         let table: Vec<f64> = (0..=255).map(decode).collect();
-        let x: Vec<f64> = (0..m * k)
-            .map(|at| {
-                let scale = self.x_scales[input_scale(scaling, m, at / k, at % k)];
-                table[usize::from(self.x[at])] * f64::from(scale)
-            })
-            .collect();
         let weight: Vec<f64> = (0..n * k)
             .map(|at| {
                 let scale = self.weight_scales[weight_scale(scaling, k, at / k, at % k)];
@@ -321,28 +313,111 @@ impl Case {
         GpuLinear::new(matrix, bias, self.n, self.k)
     }
 
-    fn forward(&self, gpu: &Gpu, linears: &Linears) -> Vec<bf16> {
-        let (values, scales) = (common::upload(gpu, &self.x), common::upload(gpu, &self.x_scales));
-        let rows = GpuFp8Rows {
-            values: values.slice().range(0..self.x.len()),
-            scales: scales.slice().range(0..self.x_scales.len()),
-            scaling: self.scaling,
+    /// The inputs that the product is given, as the layer wants them, and the outputs.
+    fn forward(&self, gpu: &Gpu, linears: &Linears, fused: &FusedKernels) -> (Vec<f64>, Vec<bf16>) {
+        let &Self { m, n, k, .. } = self;
+        let (layer, x) = (self.layer(gpu), common::upload(gpu, &self.x));
+        let run = |rows: GpuRows<'_>| {
+            crate::linear::written(gpu, m * n, |out| {
+                linears.forward(rows, &layer, out.slice().range(0..m * n))
+            })
         };
-        let layer = self.layer(gpu);
-        crate::linear::written(gpu, self.m * self.n, |out| {
-            linears.forward(rows, &layer, out.slice().range(0..self.m * self.n))
-        })
+        let Some(scaling) = linears.input_scaling(m, &layer).expect("cuBLASLt") else {
+            return (wide(&self.x), run(x.slice().into()));
+        };
+        let mut out = Vec::new();
+        let quantised = Quantised::by(gpu, scaling, m, k, |rows| {
+            fused.quantise(x.slice(), k, rows)?;
+            out = run(rows.into());
+            Ok(())
+        });
+        let at = |at: usize| {
+            let scale = quantised.scales[input_scale(scaling, m, at / k, at % k)];
+            decode(quantised.values[at]) * f64::from(scale)
+        };
+        ((0..m * k).map(at).collect(), out)
     }
 
-    fn check(&self, gpu: &Gpu, linears: &Linears, way: &str) {
+    fn check(&self, gpu: &Gpu, linears: &Linears, fused: &FusedKernels, way: &str) {
         let &Self { scaling, m, n, k, .. } = self;
-        let out = self.forward(gpu, linears);
+        let (inputs, out) = self.forward(gpu, linears, fused);
         let what = format!(
             "{way} {scaling:?} [{m}, {k}] x [{n}, {k}] bias {}",
             self.bias.is_some()
         );
+        let reference = self.reference(&inputs);
         // Tensor cores add e4m3 products up with some 14 bits.
-        common::assert_close(&what, &common::widen(&out), &self.reference(), 6e-3);
+        common::assert_close(&what, &common::widen(&out), &reference, 6e-3);
+        if self.bias.is_some() || !n.is_multiple_of(2) {
+            return;
+        }
+        let layer = self.layer(gpu);
+        for activation in ACTIVATIONS {
+            if !linears.fuses_glu(m, &layer, activation) {
+                continue;
+            }
+            let x = common::upload(gpu, &self.x);
+            let out: Vec<bf16> = crate::linear::written(gpu, m * n / 2, |out| {
+                linears.forward_glu(x.slice(), &layer, activation, out.slice().range(0..m * n / 2))
+            });
+            let reference = self.reference(&wide(&self.x));
+            let reference: Vec<f64> = reference
+                .chunks_exact(n)
+                .flat_map(|row| {
+                    let (gate, up) = row.split_at(n / 2);
+                    let pairs = gate.iter().zip(up);
+                    pairs
+                        .map(|(gate, up)| activate(activation, *gate) * up)
+                        .collect::<Vec<f64>>()
+                })
+                .collect();
+            common::assert_close(&format!("{what} {activation:?}"), &common::widen(&out), &reference, 4e-3);
+        }
+        self.check_norm(gpu, linears, &what);
+    }
+
+    /// The norm ahead of the product, where it is a part of it.
+    fn check_norm(&self, gpu: &Gpu, linears: &Linears, what: &str) {
+        const EPS: f32 = 1e-5;
+        let &Self { m, n, k, .. } = self;
+        let layer = self.layer(gpu);
+        if !linears.fuses_norm(m, &layer, LinearOutput::Bf16) {
+            return;
+        }
+        let delta: Vec<bf16> = self.x.iter().rev().copied().collect();
+        let weight: Vec<f32> = (0..k).map(|at| 0.5 + (at % 7) as f32 / 8.0).collect();
+        let [hidden, deltas] = [&self.x, &delta].map(|values| common::upload(gpu, values));
+        let weights = common::upload(gpu, &weight);
+        let sum = common::poisoned::<bf16>(gpu, m * k);
+        let residual = GpuResidual {
+            hidden: hidden.slice(),
+            delta: deltas.slice(),
+            norm: GpuNorm {
+                weight: weights.slice(),
+                eps: EPS,
+            },
+            sum: sum.slice().range(0..m * k),
+        };
+        let out: Vec<bf16> = crate::linear::written(gpu, m * n, |out| {
+            linears.forward_norm(&residual, &layer, LinearOutput::Bf16, out.slice().range(0..m * n))
+        });
+        let sums: Vec<f64> = wide(&self.x)
+            .into_iter()
+            .zip(wide(&delta))
+            .map(|(x, delta)| bf16::from_f64(x + delta).to_f64())
+            .collect();
+        let normed: Vec<f64> = sums
+            .chunks_exact(k)
+            .flat_map(|row| {
+                let square = row.iter().map(|x| x * x).sum::<f64>() / k as f64;
+                let scale = 1.0 / (square + f64::from(EPS)).sqrt();
+                let row = row.iter().zip(&weight);
+                row.map(|(x, weight)| bf16::from_f64(x * scale * f64::from(*weight)).to_f64())
+                    .collect::<Vec<_>>()
+            })
+            .collect();
+        let reference = self.reference(&normed);
+        common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
     }
 }
 
@@ -355,6 +430,7 @@ fn name(path: Option<LinearPath>) -> String {
 fn products_match_the_reference() {
     let gpu = common::gpu();
     let mut rng = common::rng("fp8, products");
+    let fused = FusedKernels::load(&gpu).expect("kernels");
     let mut linears = linears(&gpu);
     for path in paths() {
         linears.fix(path);
@@ -369,15 +445,15 @@ fn products_match_the_reference() {
             ] {
                 let m = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 70][rng.random_range(0..12)];
                 let bias = rng.random();
-                Case::random(&mut rng, scaling, [m, n, k], bias).check(&gpu, &linears, &name(path));
+                Case::random(&mut rng, scaling, [m, n, k], bias).check(&gpu, &linears, &fused, &name(path));
             }
         }
     }
     // Rows that are not whole lines are cuBLASLt's.
     linears.fix(None);
-    Case::random(&mut rng, Fp8Scaling::Rows, [5, 48, 192], true).check(&gpu, &linears, "not whole lines");
-    Case::random(&mut rng, Fp8Scaling::Rows, [11, 20_000, 128], false).check(&gpu, &linears, "many outputs");
-    Case::random(&mut rng, Fp8Scaling::Blocks, [3, 20_000, 128], false).check(&gpu, &linears, "many outputs");
+    Case::random(&mut rng, Fp8Scaling::Rows, [5, 48, 192], true).check(&gpu, &linears, &fused, "not whole lines");
+    Case::random(&mut rng, Fp8Scaling::Rows, [11, 20_000, 128], false).check(&gpu, &linears, &fused, "many outputs");
+    Case::random(&mut rng, Fp8Scaling::Blocks, [3, 20_000, 128], false).check(&gpu, &linears, &fused, "many outputs");
 }
 
 /// Same bits in every run, whatever the other rows hold.
@@ -387,6 +463,7 @@ fn rows_are_independent() {
     const SHAPE: [usize; 2] = [208, 1024];
     let gpu = common::gpu();
     let mut rng = common::rng("fp8, rows of products");
+    let fused = FusedKernels::load(&gpu).expect("kernels");
     let mut linears = linears(&gpu);
     for path in paths() {
         linears.fix(path);
@@ -396,16 +473,15 @@ fn rows_are_independent() {
         {
             let [n, k] = SHAPE;
             let mut case = Case::random(&mut rng, scaling, [m, n, k], true);
-            let bits = |out: &[bf16]| -> Vec<u16> { out[..n].iter().map(|x| x.to_bits()).collect() };
-            let first = bits(&case.forward(&gpu, &linears));
+            let first_row = |case: &Case| -> Vec<u16> {
+                let (_, out) = case.forward(&gpu, &linears, &fused);
+                out[..n].iter().map(|x| x.to_bits()).collect()
+            };
+            let first = first_row(&case);
             let way = name(path);
-            assert_eq!(first, bits(&case.forward(&gpu, &linears)), "{way}: two runs");
-            case.x[k..].fill(0x7f);
-            assert_eq!(
-                first,
-                bits(&case.forward(&gpu, &linears)),
-                "{way}: NaN in other rows"
-            );
+            assert_eq!(first, first_row(&case), "{way}: two runs");
+            case.x[k..].fill(bf16::NAN);
+            assert_eq!(first, first_row(&case), "{way}: NaN in other rows");
         }
     }
 }
@@ -417,6 +493,7 @@ fn measured_choices() {
     let mut rng = common::rng("fp8, measured");
     let rows = [1, 8, 32, 64, 256];
     let (n, k) = (1040, 512);
+    let fused = FusedKernels::load(&gpu).expect("kernels");
     for scaling in SCALINGS {
         let mut linears = linears(&gpu);
         let x = common::poisoned::<bf16>(&gpu, 256 * k);
@@ -435,11 +512,7 @@ fn measured_choices() {
         };
         linears.measure(&uses, scratch).expect("measurements");
         for m in [1, 5, 8, 30, 33, 100, 256, 300] {
-            assert!(
-                !linears.fuses_glu(m, &layer, Activation::Silu),
-                "gates are quantised apart"
-            );
-            Case::random(&mut rng, scaling, [m, n, k], false).check(&gpu, &linears, "measured");
+            Case::random(&mut rng, scaling, [m, n, k], false).check(&gpu, &linears, &fused, "measured");
         }
     }
 }

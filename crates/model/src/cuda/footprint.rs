@@ -74,7 +74,7 @@ impl GpuFootprint {
     /// # Errors
     /// As [`super::GpuModel::load`], as far as the configuration tells.
     pub fn on(gpu: &Gpu, path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
-        let (config, element) = read_config(path, &shape, gpu.info().compute_capability)?;
+        let (config, element) = read_config(path, &shape)?;
         let kernels = Kernels::load(gpu, config.embedding.is_none())?;
         let runs = shape.limits.max_num_seqs;
         let planners = planners(&config.spec, shape.block_size, element, |kind| {
@@ -90,7 +90,7 @@ impl GpuFootprint {
     /// As [`Self::on`].
     pub fn assumed(path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
         let gpu = AssumedGpu::H200;
-        let (config, element) = read_config(path, &shape, gpu.compute_capability)?;
+        let (config, element) = read_config(path, &shape)?;
         let runs = shape.limits.max_num_seqs;
         let Ok(planners) = planners::<Infallible>(&config.spec, shape.block_size, element, |kind| {
             let AttentionKind {
@@ -259,14 +259,10 @@ impl GpuFootprint {
     }
 }
 
-fn read_config(
-    path: &Path,
-    shape: &GpuStateShape,
-    capability: (u32, u32),
-) -> Result<(ModelConfig, GpuKvElement), ModelError> {
+fn read_config(path: &Path, shape: &GpuStateShape) -> Result<(ModelConfig, GpuKvElement), ModelError> {
     let element = kv_element(shape.kv_cache_dtype)?;
     let config = ModelConfig::read(path, &shape.serve_as)?;
-    check(&config.spec, capability)?;
+    check(&config.spec)?;
     Ok((config, element))
 }
 

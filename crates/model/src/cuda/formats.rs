@@ -1,24 +1,19 @@
-use plimsoll_kernels::cuda::FP8_CAPABILITY;
-
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
 use crate::quantization::{FP8_BLOCK, Fp8Scales};
 use crate::{DecoderSpec, ModelError};
 
-/// What products in eight bits ask of matrices and of a GPU.
+/// What products in eight bits ask of matrices.
 ///
 /// # Errors
 /// [`ModelError::Unsupported`], which names the matrix.
-pub(super) fn check(spec: &DecoderSpec, capability: (u32, u32)) -> Result<(), ModelError> {
-    Decoder::visit(spec, &mut Products { capability }).map(drop)
+pub(super) fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
+    Decoder::visit(spec, &mut Products).map(drop)
 }
 
 /// Sizes that cuBLASLt takes in eight bits: rows of whole 16-byte vectors, of inputs and of outputs.
 const VECTOR: usize = 16;
 
-struct Products {
-    /// Of the GPU.
-    capability: (u32, u32),
-}
+struct Products;
 
 impl Visitor for Products {
     type Vector = ();
@@ -54,15 +49,6 @@ impl Visitor for Products {
                 order: _,
                 expert: _,
             } = part;
-            if self.capability < FP8_CAPABILITY {
-                let ((major, minor), (least_major, least_minor)) = (self.capability, FP8_CAPABILITY);
-                let value = format!("{format} for `{module}`");
-                let supported = format!(
-                    "a GPU of compute capability {least_major}.{least_minor} or newer multiplies them, \
-                     this one has {major}.{minor}; --device cpu takes it"
-                );
-                return refuse(value, supported);
-            }
             if module == "lm_head" {
                 let value = format!("{format} for `{module}`");
                 return refuse(
@@ -86,34 +72,4 @@ impl Visitor for Products {
     }
 
     fn tied(&mut self, (): &()) {}
-}
-
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use super::*;
-    use crate::{ModelConfig, ServeAs};
-
-    fn checked(name: &str, capability: (u32, u32)) -> Result<(), String> {
-        let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden")).join(name);
-        let config = ModelConfig::read(&path, &ServeAs::default()).unwrap();
-        check(&config.spec, capability).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn eight_bits_need_a_gpu_that_multiplies_them() {
-        assert_eq!(checked("qwen3-fp8-block", (8, 9)), Ok(()));
-        assert_eq!(checked("llama", (8, 0)), Ok(()));
-        let error = checked("qwen3-fp8-block", (8, 6)).unwrap_err();
-        for part in [
-            "quantization_config",
-            "q_proj",
-            "8.9 or newer",
-            "has 8.6",
-            "--device cpu",
-        ] {
-            assert!(error.contains(part), "{part}: {error}");
-        }
-    }
 }

@@ -78,7 +78,7 @@ impl GpuModel {
     ) -> Result<Arc<Self>, ModelError> {
         let kv_element = kv_element(options.kv_cache_dtype)?;
         let description = Description::read(path, &options.serve_as)?;
-        check(description.about.spec(), gpu.info().compute_capability)?;
+        check(description.about.spec())?;
         description.about.log_what_is_left_out();
         let fused = FusedKernels::load(gpu)?;
         let weights = GpuWeights::load(&description, &options, kv_element, gpu, &fused, progress)?;
@@ -166,8 +166,8 @@ fn kv_element(dtype: KvCacheDtype) -> Result<GpuKvElement, ModelError> {
     }
 }
 
-/// What the kernels ask of a model on a GPU of a compute capability, beyond what the CPU does.
-fn check(spec: &DecoderSpec, capability: (u32, u32)) -> Result<(), ModelError> {
+/// What the kernels ask of a model, beyond what the CPU does.
+fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
     let unsupported = |field: &str, value: usize, supported: String| ModelError::Unsupported {
         field: field.to_owned(),
         value: value.to_string(),
@@ -208,5 +208,5 @@ fn check(spec: &DecoderSpec, capability: (u32, u32)) -> Result<(), ModelError> {
             multiple("head_dim * partial_rotary_factor", rope.rotary_dim, 16)?;
         }
     }
-    formats::check(spec, capability)
+    formats::check(spec)
 }

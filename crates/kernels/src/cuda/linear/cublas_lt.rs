@@ -15,6 +15,9 @@ use super::Fp8Scaling;
 /// Bytes of workspace that cuBLAS wants on recent GPUs.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
+/// The first compute capability whose tensor cores multiply e4m3 values.
+pub const FP8_CAPABILITY: (u32, u32) = (8, 9);
+
 /// One matrix product: `out[m, n] = x[m, k] · weight[n, k]ᵀ + bias[n]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
@@ -24,12 +27,12 @@ pub(super) struct Shape {
     /// `f32` output instead of `bf16`.
     pub(super) wide: bool,
     pub(super) bias: bool,
-    /// x and weights are e4m3 values with these factors instead of `bf16`.
+    /// Weights are e4m3 values with these factors instead of `bf16`; so is x where cuBLASLt computes the product.
     pub(super) scaling: Option<Fp8Scaling>,
 }
 
 impl Shape {
-    /// Bytes of an element of x and of the weights.
+    /// Bytes of a weight.
     pub(super) fn element_bytes(&self) -> usize {
         match self.scaling {
             None => 2,
@@ -44,8 +47,6 @@ pub(super) struct Operands {
     pub(super) x: u64,
     /// Factors of e4m3 values, 0 for none.
     pub(super) x_scales: u64,
-    /// [`Fp8Scaling::input_stride`].
-    pub(super) x_stride: usize,
     pub(super) weight: u64,
     pub(super) weight_scales: u64,
     /// 0 for none.
@@ -60,7 +61,6 @@ impl Operands {
         Self {
             x: aligned,
             x_scales: aligned,
-            x_stride: 0,
             weight: aligned,
             weight_scales: aligned,
             bias: aligned,
@@ -135,6 +135,9 @@ impl CublasLt {
 
     /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; perhaps none.
     pub(super) fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
+        if shape.scaling.is_some() && self.gpu.info().compute_capability < FP8_CAPABILITY {
+            return Ok(Vec::new());
+        }
         self.gpu.bind()?;
         let product = Product::new(shape, &Operands::ANYWHERE)?;
         let preference = Preference::new(self.workspace.bytes())?;

@@ -89,7 +89,7 @@ impl Fp8Scaling {
 pub enum GpuMatrix {
     /// As it is.
     Bf16(GpuWeight),
-    /// For products of e4m3 values with e4m3 values.
+    /// e4m3 values.
     Fp8 {
         /// `[n, k]`.
         values: GpuWeight<u8>,
@@ -181,7 +181,7 @@ impl GpuLinear {
     }
 }
 
-/// Rows that linear layers take, `[m, k]`, of the kind of their matrices.
+/// Rows that linear layers take, `[m, k]`.
 #[derive(Clone, Copy, Debug)]
 pub enum GpuRows<'a> {
     /// As they are.

@@ -1,5 +1,6 @@
 //! Our own kernels for few rows (`kernels/linear.cu`), which are bound by reading the weights.
 
+use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
 use super::Fp8Scaling;
@@ -24,9 +25,6 @@ const INPUT_BYTES: usize = 32 << 10;
 const BUFFERS: usize = 4;
 const PAD: usize = 4;
 const MOST_PARTS: usize = 8;
-
-/// The first compute capability whose tensor cores multiply e4m3 values.
-pub const FP8_CAPABILITY: (u32, u32) = (8, 9);
 
 /// What becomes of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,15 +83,19 @@ pub(super) struct Cut {
     pub(super) cluster: usize,
 }
 
+/// The kernels for one type of weights: for up to 8, 16 and 32 rows, by the activation where outputs are gated, which as an argument
+/// would cost a register.
+#[derive(Debug)]
+struct Activations {
+    silu: [Function; 3],
+    gelu_tanh: [Function; 3],
+}
+
 #[derive(Debug)]
 pub(super) struct StreamKernels {
     gpu: Gpu,
-    /// For up to 8, 16 and 32 rows.
-    functions: [Function; 3],
-    /// The same with the tanh form of GELU where outputs are gated: as an argument it would cost other products a register.
-    gelu_tanh: [Function; 3],
-    /// Of e4m3 values: with a factor for each row, and for blocks. None where tensor cores do not know them.
-    fp8: Option<[[Function; 3]; 2]>,
+    /// Of bf16 weights, and of e4m3 weights with a factor for each row and for blocks.
+    functions: [Activations; 3],
     /// Does nothing.
     pause: Function,
     /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
@@ -103,31 +105,35 @@ pub(super) struct StreamKernels {
 impl StreamKernels {
     pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = crate::cuda::load(gpu, "linear")?;
-        let functions = |name: &str, ending: &str| -> Result<[Function; 3], GpuError> {
+        let functions = |name: String| -> Result<[Function; 3], GpuError> {
             let function = |rows: usize| -> Result<Function, GpuError> {
-                let function = module.function(&format!("{name}_{rows}{ending}"))?;
+                let function = module.function(&format!("{name}_{rows}"))?;
                 function.allow_shared(gpu.info().max_shared_bytes)?;
                 Ok(function)
             };
             Ok([function(8)?, function(16)?, function(32)?])
         };
-        let (plain, gelu_tanh) = (functions("linear", "")?, functions("linear", "_gelu_tanh")?);
-        let fp8 = match gpu.info().compute_capability >= FP8_CAPABILITY {
-            true => Some([functions("linear_fp8", "")?, functions("linear_fp8_blocks", "")?]),
-            false => None,
+        let of_type = |name: &str| -> Result<Activations, GpuError> {
+            Ok(Activations {
+                silu: functions(format!("{name}_silu"))?,
+                gelu_tanh: functions(format!("{name}_gelu_tanh"))?,
+            })
         };
+        let types = [
+            of_type("linear")?,
+            of_type("linear_fp8")?,
+            of_type("linear_fp8_blocks")?,
+        ];
         let mut clusters = [gpu.info().sm_count, 0, 0, 0];
         if gpu.info().compute_capability >= (9, 0) {
             for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
                 let whole = gpu.info().max_shared_bytes;
-                *clusters = plain[0].clusters_at_once(1 << shift, WARPS * 32, whole)?;
+                *clusters = types[0].silu[0].clusters_at_once(1 << shift, WARPS * 32, whole)?;
             }
         }
         Ok(Self {
             gpu: gpu.clone(),
-            functions: plain,
-            gelu_tanh,
-            fp8,
+            functions: types,
             pause: module.function("linear_pause")?,
             clusters,
         })
@@ -164,26 +170,23 @@ impl StreamKernels {
     /// Whether a cut can compute a product.
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput, cut: Cut) -> bool {
         let parts = WARPS / cut.row_warps;
-        let has_kernel = match shape.scaling {
-            None => true,
-            Some(_) => self.fp8.is_some() && output == LinearOutput::Bf16,
-        };
-        has_kernel
+        // The tile of a warp has one factor.
+        let whole_blocks = shape.scaling != Some(Fp8Scaling::Blocks)
+            || output.stacked() == 1
+            || shape.n.is_multiple_of(TILE);
+        whole_blocks
             && shape.m <= MAX_ROWS
             && chunks(shape).is_some()
             && cut.row_warps >= output.stacked()
             && self.clusters(cut) > 0
             && parts * cut.cluster <= MOST_PARTS
-            && BUFFERS * shape.m * parts * CHUNK_BYTES <= INPUT_BYTES
+            && BUFFERS * shape.m * parts * chunk_bytes(shape) <= INPUT_BYTES
             && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
     }
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
     pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
-        shape.scaling.is_none()
-            && shape.m <= MAX_NORM_ROWS
-            && shape.m * shape.k <= MAX_NORM_ELEMENTS
-            && fits(shape, cut)
+        shape.m <= MAX_NORM_ROWS && shape.m * shape.k <= MAX_NORM_ELEMENTS && fits(shape, cut)
     }
 
     fn clusters(&self, cut: Cut) -> usize {
@@ -217,45 +220,40 @@ impl StreamKernels {
         operands: &Operands,
         norm: &NormOperands,
     ) -> Result<(), GpuError> {
-        let mut args: Vec<Arg> = vec![
+        let stride = shape.scaling.map_or(0, |scaling| scaling.stride(shape.k));
+        let args: [Arg; 15] = [
             operands.x.into(),
             operands.weight.into(),
             operands.bias.into(),
             operands.out.into(),
             (shape.m as i32).into(),
             (shape.n as i32).into(),
-            ((shape.k * shape.element_bytes()) as i32).into(),
+            (shape.k as i32).into(),
             (cut.row_warps as i32).into(),
             output.mode().into(),
+            norm.delta.into(),
+            norm.weight.into(),
+            norm.sum.into(),
+            norm.eps.into(),
+            operands.weight_scales.into(),
+            (stride as i32).into(),
         ];
-        match shape.scaling {
-            None => args.extend::<[Arg; 4]>([
-                norm.delta.into(),
-                norm.weight.into(),
-                norm.sum.into(),
-                norm.eps.into(),
-            ]),
-            Some(scaling) => args.extend::<[Arg; 4]>([
-                operands.x_scales.into(),
-                operands.weight_scales.into(),
-                (operands.x_stride as i32).into(),
-                (scaling.stride(shape.k) as i32).into(),
-            ]),
-        }
         let grid = self.clusters_of(shape.n, output, cut) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
             .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
             .pdl(true);
-        let functions = match (shape.scaling, &self.fp8, output) {
-            (None, _, LinearOutput::Glu(Activation::GeluTanh)) => &self.gelu_tanh,
-            (None, ..) => &self.functions,
-            (Some(Fp8Scaling::Rows), Some([rows, _]), _) => rows,
-            (Some(Fp8Scaling::Blocks), Some([_, blocks]), _) => blocks,
-            (Some(_), None, _) => panic!("ask `can`"),
+        let of_type = &self.functions[match shape.scaling {
+            None => 0,
+            Some(Fp8Scaling::Rows) => 1,
+            Some(Fp8Scaling::Blocks) => 2,
+        }];
+        let functions = match output {
+            LinearOutput::Glu(Activation::GeluTanh) => &of_type.gelu_tanh,
+            LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => &of_type.silu,
         };
         let function = &functions[tiles(shape.m).trailing_zeros() as usize];
-        // SAFETY: the caller's promise; the arguments are those of `LINEAR` and `LINEAR_FP8` in kernels/linear.cu.
+        // SAFETY: the caller's promise; the arguments are those of `LINEAR` in kernels/linear.cu.
         unsafe { self.gpu.launch(function, launch, &args) }
     }
 }
@@ -263,7 +261,12 @@ impl StreamKernels {
 /// Whether a block's part of x stays in shared memory.
 fn fits(shape: &Shape, cut: Cut) -> bool {
     let chunks = chunks(shape).unwrap_or(0).div_ceil(cut.cluster);
-    shape.m * chunks * CHUNK_BYTES <= INPUT_BYTES
+    shape.m * chunks * chunk_bytes(shape) <= INPUT_BYTES
+}
+
+/// Of a chunk of a row of x.
+fn chunk_bytes(shape: &Shape) -> usize {
+    CHUNK_BYTES / shape.element_bytes() * size_of::<bf16>()
 }
 
 /// Chunks of a row of weights; `None` if they are not whole.

@@ -7,7 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
 
 use super::cublas_lt::{Operands, Shape};
-use super::{Choice, Fp8Scaling, GpuLinear, Key, LinearOutput, Linears, x_stride};
+use super::{Choice, Fp8Scaling, GpuLinear, Key, LinearOutput, Linears};
 
 /// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for the clock.
 const BYTES: usize = 192 << 20;
@@ -291,15 +291,16 @@ impl Clock<'_> {
                     x: self.scratch.x.ptr(),
                     // Any number will do.
                     x_scales: self.scratch.x.ptr(),
-                    x_stride: x_stride(&key.shape),
                     out: self.scratch.out.ptr(),
                     ..layer.operands()
                 };
                 // SAFETY: the scratch was found large enough; the stream orders what follows.
                 unsafe { self.linears.launch(key, choice, &operands)? };
                 // In a step small kernels lie between products, and with a row or two products that start early gain from
-                // it. With more, what is fastest without them was fastest in a step, as measured.
-                match m <= FEW_ROWS {
+                // it. With more, what is fastest without them was fastest in a step, as measured. Rows of e4m3 values take one in
+                // any case, which quantises them.
+                let quantises = key.shape.scaling.is_some() && matches!(choice, Choice::Lt(_));
+                match m <= FEW_ROWS || quantises {
                     true => self.linears.stream.pause(),
                     false => Ok(()),
                 }

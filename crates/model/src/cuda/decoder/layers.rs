@@ -108,10 +108,10 @@ impl<'a> Step<'a, '_> {
         of.range(0..self.rows * width)
     }
 
-    /// Where a linear layer's inputs go: to `plain`, or where they are quantised if that is what its matrix takes.
-    fn inputs_of(&self, linear: &GpuLinear, plain: GpuSlice<'a, bf16>) -> GpuRows<'a> {
+    /// Where a linear layer's inputs go: to `plain`, or where they are quantised if its product takes them so.
+    fn inputs_of(&self, linear: &GpuLinear, plain: GpuSlice<'a, bf16>) -> Result<GpuRows<'a>, GpuError> {
         let width = linear.inputs();
-        match linear.matrix().scaling() {
+        Ok(match self.decoder.linears.input_scaling(self.rows, linear)? {
             None => self.rows(plain, width).into(),
             Some(scaling) => {
                 let scales = scaling.input_scales(self.rows, width);
@@ -121,7 +121,7 @@ impl<'a> Step<'a, '_> {
                     scaling,
                 })
             }
-        }
+        })
     }
 
     /// A linear layer of rows that are not quantised yet.
@@ -131,7 +131,7 @@ impl<'a> Step<'a, '_> {
         linear: &GpuLinear,
         out: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
-        let inputs = self.inputs_of(linear, plain);
+        let inputs = self.inputs_of(linear, plain)?;
         if let GpuRows::Fp8(quantised) = inputs {
             let plain = self.rows(plain, linear.inputs());
             self.decoder.fused.quantise(plain, linear.inputs(), quantised)?;
@@ -172,7 +172,7 @@ impl<'a> Step<'a, '_> {
             std::mem::swap(&mut self.act.hidden, &mut self.act.normed);
             return Ok(());
         }
-        let inputs = self.inputs_of(linear, self.act.normed);
+        let inputs = self.inputs_of(linear, self.act.normed)?;
         self.add_norm(norms, inputs)?;
         match (fusion.output, inputs) {
             (LinearOutput::Glu(activation), GpuRows::Bf16(normed)) => {
@@ -359,7 +359,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         }
         let out = self.rows(self.act.gate_up, gate_up.outputs());
         self.norm_linear(norms, gate_up, fusion, out)?;
-        let inputs = self.inputs_of(&self.mlp().down, self.act.activated);
+        let inputs = self.inputs_of(&self.mlp().down, self.act.activated)?;
         self.decoder
             .fused
             .glu(mlp.activation, out, mlp.intermediate_size, inputs)
@@ -376,7 +376,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             return self.linear(self.act.activated, down, delta);
         }
         // Quantised with the activation.
-        let inputs = self.inputs_of(down, self.act.activated);
+        let inputs = self.inputs_of(down, self.act.activated)?;
         self.decoder.linears.forward(inputs, down, delta)
     }
 
