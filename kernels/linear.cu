@@ -12,10 +12,13 @@
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
 // are added in a fixed order, one block of features later: nobody waits for the slowest.
 //
-// x is bf16. Weights are bf16, or e4m3 with scales, which become bf16 in registers: few rows need no products of e4m3 values to be as
-// fast as their weights are read, and x keeps its bits.
+// Weights and x are both bf16, or both e4m3 with scales, by mma.m16n8k32: operands of the two instructions have the same bytes in
+// the same registers. Sums of e4m3 products are kept by the tensor cores with few bits (arXiv:2412.19437, 3.3.2), so they are added
+// up in f32 after each stage, which is where scales of blocks apply, too. A few rows of x may come as bf16: every block quantises them
+// for itself. For GPUs whose tensor cores do not know e4m3, x stays bf16 and weights become bf16 in registers.
 #include "activation.cuh"
 #include "mma.cuh"
+#include "rows.cuh"
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
@@ -35,21 +38,32 @@ constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a 
 
 enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
-// Of weights.
+// Of weights and of x.
 enum class Values {
     kBf16,
-    kFp8,       // e4m3 with a factor for each row
-    kFp8Blocks  // e4m3 with a factor for each 128 x 128 weights
+    kFp8,           // e4m3 with a factor for each row
+    kFp8Blocks,     // e4m3 with a factor for each 128 inputs of a row of x and each 128 x 128 weights
+    kFp8Widened,    // weights as for kFp8, x bf16
+    kBlocksWidened  // weights as for kFp8Blocks, x bf16
 };
+
+template <Values kValues>
+constexpr bool kWidens = kValues == Values::kFp8Widened || kValues == Values::kBlocksWidened;
+template <Values kValues>
+constexpr bool kQuantises = kValues == Values::kFp8 || kValues == Values::kFp8Blocks;
+template <Values kValues>
+constexpr bool kInBlocks = kValues == Values::kFp8Blocks || kValues == Values::kBlocksWidened;
 
 // Bytes of x for each byte of weights.
 template <Values kValues>
-constexpr int kWidening = kValues == Values::kBf16 ? 1 : 2;
+constexpr int kWidening = kWidens<kValues> ? 2 : 1;
 
-// Factors of e4m3 weights.
+// Factors of e4m3 values.
 struct Scales {
-    const float* of;  // [n], or for blocks [n / 128, stride]; if gated of 2 n rows
-    int stride;
+    const float* weight;  // [n], or for blocks [n / 128, weight_stride]; if gated of 2 n rows
+    int weight_stride;
+    const float* x;       // [m], or for blocks [k / 128, x_stride]; null where x is bf16
+    int x_stride;
 };
 
 // The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
@@ -61,7 +75,7 @@ struct Norm {
 };
 
 struct Problem {
-    const bf16* x;
+    const void* x;
     const uint8_t* weight;  // if gated [2 n, k]: gate, up
     const bf16* bias;       // null for none; never if gated
     void* out;
@@ -69,10 +83,11 @@ struct Problem {
     int k;
     int row_warps;
     int mode;
-    Norm norm;
-    Scales scales;          // of e4m3 weights
+    Norm norm;              // of bf16 x
+    Scales scales;          // of e4m3 values
 
     __device__ __forceinline__ bool gated() const { return mode == kGlu; }
+    __device__ __forceinline__ const bf16* rows() const { return static_cast<const bf16*>(x); }
 };
 
 __device__ __forceinline__ int cluster_rank() {
@@ -134,14 +149,16 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
 
 // What the index of a piece of an odd row of x is XORed with, for the same reason: a lane reads one piece for each byte of a weight.
 template <Values kValues>
-constexpr int kInputSwap = kValues == Values::kBf16 ? kRowPieces / 2 : 1;
+constexpr int kInputSwap = kWidens<kValues> ? 1 : kRowPieces / 2;
 
 // Two e4m3 weights, bytes 0 and 1 or 2 and 3 of a word, as bf16, exactly: exponent and mantissa go where bf16 has them, and a factor
 // makes up for the other bias. NaN, which makes no sense as a weight, becomes 480.
 template <bool kHigh>
 __device__ __forceinline__ uint32_t widen_e4m3(uint32_t word) {
-    const uint32_t apart = __byte_perm(word, 0, kHigh ? 0x3424 : 0x1404);
-    const uint32_t bits = (apart & 0x80008000) | ((apart >> 4) & 0x07f007f0);
+    const uint32_t pair = __byte_perm(word, 0, kHigh ? 0x4342 : 0x4140);
+    // All but the sign is where it belongs after a shift by 4, the sign, bit 7, goes on to bit 15: multiplications, as other units than
+    // those of shifts and logic compute them.
+    const uint32_t bits = pair * 16 + (pair & 0x00800080) * 240;
     const uint32_t factor = 0x7b807b80;  // 2^120
     const bf162 wide = __hmul2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(factor));
     return reinterpret_cast<const uint32_t&>(wide);
@@ -159,14 +176,14 @@ struct Cut {
     int part, parts;    // of k, among this block's warps
     int row_bytes;      // of weights
 
-    // `widening`: bytes of x for each byte of weights.
-    __device__ Cut(const Problem& p, int warp, int widening) {
+    // `weight_bytes`: of a weight; `widening`: bytes of x for each byte of weights.
+    __device__ Cut(const Problem& p, int warp, int weight_bytes, int widening) {
         row_warp = warp & (p.row_warps - 1);
         part = warp / p.row_warps;
         parts = kWarps / p.row_warps;
         outputs = p.row_warps * kTile / (p.gated() ? 2 : 1);
         blocks = (p.n + outputs - 1) / outputs;
-        row_bytes = p.k * int(sizeof(bf16)) / widening;
+        row_bytes = p.k * weight_bytes;
         const int chunks = row_bytes / kRowBytes, size = cluster_size(), rank = cluster_rank();
         begin = chunks * rank / size;
         end = chunks * (rank + 1) / size;
@@ -189,7 +206,7 @@ struct Cut {
     // The factor of a chunk of e4m3 weights of this warp's tile, which lies in one row of blocks, as 16 divides 128.
     __device__ float stage_scale(const Problem& p, int block, int chunk) const {
         const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
-        return p.scales.of[min(first_row(p, block), last) / 128 * p.scales.stride + chunk];
+        return p.scales.weight[min(first_row(p, block), last) / kFp8Block * p.scales.weight_stride + chunk];
     }
 
     // First piece of a row of this warp's tile; rows past the end repeat the last one and are not stored.
@@ -209,11 +226,12 @@ template <Values kValues>
 __device__ __forceinline__ void copy_inputs(uint8_t* to, const Problem& p, const Cut& cut, int first) {
     constexpr int kChunkPieces = kRowPieces * kWidening<kValues>;
     const int pieces = (min(first + cut.phase, cut.end) - first) * kChunkPieces;
+    const uint8_t* const from = static_cast<const uint8_t*>(p.x) + first * kChunkPieces * 16;
+    const size_t row_bytes = size_t(cut.row_bytes) * kWidening<kValues>;
     for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
         const int row = i / pieces, piece = i % pieces;
         const int swapped = piece ^ ((row & 1) * kInputSwap<kValues>);
-        copy_async(to + (row * cut.phase * kChunkPieces + swapped) * 16,
-                   p.x + size_t(row) * p.k + (first * kChunkPieces + piece) * 8, true);
+        copy_async(to + (row * cut.phase * kChunkPieces + swapped) * 16, from + row * row_bytes + piece * 16, true);
     }
 }
 
@@ -235,7 +253,7 @@ __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, con
             for (int i = 0; i < kAtOnce; ++i) {
                 const int piece = first + i * kThreads;
                 if (piece >= pieces) continue;
-                x[i] = load8(p.x + size_t(row) * k + piece * 8);
+                x[i] = load8(p.rows() + size_t(row) * k + piece * 8);
                 delta[i] = load8(p.norm.delta + size_t(row) * k + piece * 8);
             }
 #pragma unroll
@@ -273,6 +291,96 @@ __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, con
                 x.pair[j] = __floats2bfloat162_rn(v.x * scale * w.x, v.y * scale * w.y);
             }
             store8(place(row, piece), x);
+        }
+    }
+    __syncthreads();
+}
+
+// As copy_inputs for all of this block's x, which is bf16 and quantised on the way, normalised before if there is a norm. `partial` is
+// room for 2 kWarps floats a row; `scales` gets the factors: [m], or for blocks [chunks of this thread block, m].
+template <Values kValues>
+__device__ __forceinline__ void quantise_inputs(uint8_t* to, const Problem& p, const Cut& cut, float* partial, float* scales) {
+    constexpr int kChunkPieces = kFp8Block / kVec;
+    const int pieces = p.k / kVec, low = cut.begin * kChunkPieces, high = cut.end * kChunkPieces;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const bool normalise = p.norm.weight != nullptr, whole_rows = normalise || !kInBlocks<kValues>;
+    const auto load = [&](int row, int piece) {
+        const size_t at = size_t(row) * p.k + piece * kVec;
+        Bf16x8 x = load8(p.rows() + at);
+        if (normalise) {
+            Float8 sum = widen(x);
+            const Float8 added = widen(load8(p.norm.delta + at));
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) sum.at[i] += added.at[i];
+            x = narrow(sum);
+        }
+        return x;
+    };
+    const auto largest_of = [](const Float8& x) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, fabsf(x.at[i]));
+        return largest;
+    };
+    for (int row = 0; row < p.m && whole_rows; ++row) {
+        float squares = 0.0f, largest = 0.0f;
+        for (int piece = threadIdx.x; piece < pieces; piece += kThreads) {
+            const Bf16x8 x = load(row, piece);
+            Float8 wide = widen(x);
+            if (normalise) {
+                if (blockIdx.x == 0) store8(p.norm.sum + size_t(row) * p.k + piece * kVec, x);
+                squares += sum_of_squares(wide);
+                const Float8 weight = load_floats(p.norm.weight + piece * kVec);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) wide.at[i] *= weight.at[i];
+            }
+            largest = fmaxf(largest, largest_of(wide));
+        }
+        squares = warp_sum(squares);
+        largest = warp_max(largest);
+        if (lane == 0) partial[(row * kWarps + warp) * 2] = squares, partial[(row * kWarps + warp) * 2 + 1] = largest;
+    }
+    __syncthreads();
+    for (int row = 0; row < p.m; ++row) {
+        float squares = 0.0f, most = 0.0f, scale = 1.0f;
+        for (int i = 0; i < kWarps && whole_rows; ++i) {
+            squares += partial[(row * kWarps + i) * 2];
+            most = fmaxf(most, partial[(row * kWarps + i) * 2 + 1]);
+        }
+        if (normalise) scale = rsqrtf(squares / float(p.k) + p.norm.eps);
+        most *= scale;
+        if (!kInBlocks<kValues> && threadIdx.x == 0) scales[row] = most / kFp8Max;
+        for (int first = low + warp * kWarp; first < high; first += kThreads) {
+            const int piece = first + lane;
+            Float8 x = {};
+            if (piece < high) {
+                x = widen(load(row, piece));
+                if (normalise) {
+                    const Float8 weight = load_floats(p.norm.weight + piece * kVec);
+#pragma unroll
+                    for (int i = 0; i < kVec; ++i) x.at[i] *= scale * weight.at[i];
+                }
+            }
+            float largest = most;
+            if constexpr (kInBlocks<kValues>) {
+                // The lanes that have a chunk's pieces are neighbours.
+                largest = largest_of(x);
+#pragma unroll
+                for (int i = kChunkPieces / 2; i > 0; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, i));
+            }
+            if (piece >= high) continue;
+            const int at = piece - low;
+            if (kInBlocks<kValues> && at % kChunkPieces == 0) scales[at / kChunkPieces * p.m + row] = largest / kFp8Max;
+            const float factor = largest > 0.0f ? kFp8Max / largest : 0.0f;
+            uint2 packed;
+            uint16_t* pairs = reinterpret_cast<uint16_t*>(&packed);
+#pragma unroll
+            for (int i = 0; i < kVec / 2; ++i) {
+                const float2 pair = make_float2(x.at[2 * i] * factor, x.at[2 * i + 1] * factor);
+                pairs[i] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+            }
+            const int swapped = (at / 2) ^ ((row & 1) * kInputSwap<kValues>);
+            *reinterpret_cast<uint2*>(to + row * cut.phase * kRowBytes + swapped * 16 + at % 2 * 8) = packed;
         }
     }
     __syncthreads();
@@ -326,35 +434,37 @@ __device__ __forceinline__ void store(const Problem& p, int row, int column, flo
     }
 }
 
-// The sums of two neighbouring rows of weights, times the rows' factors if each has its own.
+// Sums of two neighbouring rows of weights, times the factors of these rows and of the row of x, if rows have factors.
 template <Values kValues>
-__device__ __forceinline__ float2 scaled(const Problem& p, int row, float2 sums) {
-    if constexpr (kValues == Values::kFp8) {
+__device__ __forceinline__ float2 scaled(const Problem& p, int row, float x_scale, float2 sums) {
+    if constexpr (kValues == Values::kFp8 || kValues == Values::kFp8Widened) {
         const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
-        sums.x *= p.scales.of[row];
-        sums.y *= p.scales.of[min(row + 1, last)];
+        sums.x *= x_scale * p.scales.weight[row];
+        sums.y *= x_scale * p.scales.weight[min(row + 1, last)];
     }
     return sums;
 }
 
 // Adds and stores the outputs of a block, each thread block of the cluster some of them.
 template <int Tiles, Values kValues, Activation kActivation>
-__device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const float* sums, int block, int rows) {
+__device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const float* sums, const float* x_scales, int block,
+                                       int rows) {
     const int pairs = cut.outputs / 2;
     for (int i = cluster_rank() * kThreads + threadIdx.x; i < p.m * pairs; i += cluster_size() * kThreads) {
         const int token = i / pairs, column = i % pairs * 2;
         const int at = block * cut.outputs + column;
         if (at >= p.n) continue;
         const float* from = sums + token * rows;
+        const float scale = kValues == Values::kFp8 ? x_scales[token] : 1.0f;
         float2 v;
         if (p.gated()) {
             from += column / kTile * 2 * kTile + column % kTile;
-            const float2 gate = scaled<kValues>(p, at, add_parts(from, cut.parts, Tiles * 8 * rows));
-            v = scaled<kValues>(p, p.n + at, add_parts(from + kTile, cut.parts, Tiles * 8 * rows));
+            const float2 gate = scaled<kValues>(p, at, scale, add_parts(from, cut.parts, Tiles * 8 * rows));
+            v = scaled<kValues>(p, p.n + at, scale, add_parts(from + kTile, cut.parts, Tiles * 8 * rows));
             v.x *= activate<kActivation>(gate.x);
             v.y *= activate<kActivation>(gate.y);
         } else {
-            v = scaled<kValues>(p, at, add_parts(from + column, cut.parts, Tiles * 8 * rows));
+            v = scaled<kValues>(p, at, scale, add_parts(from + column, cut.parts, Tiles * 8 * rows));
         }
         store(p, token, at, v);
     }
@@ -372,7 +482,8 @@ __device__ __forceinline__ void run(const Problem& p) {
 
     pdl_launch();
     constexpr int kChunkBytes = kRowBytes * kWidening<kValues>;  // of x
-    const Cut cut(p, warp, kWidening<kValues>);
+    constexpr int kWeightBytes = kValues == Values::kBf16 ? 2 : 1;
+    const Cut cut(p, warp, kWeightBytes, kWidening<kValues>);
     const int size = cluster_size();
     const int first_block = blockIdx.x / size, stride = gridDim.x / size;
 
@@ -425,7 +536,16 @@ __device__ __forceinline__ void run(const Problem& p) {
         input_chunk += cut.phase;
         if (input_chunk >= cut.end) input_chunk = cut.begin, input_block += stride;
     };
-    if (normalise) {
+    const int rows = p.row_warps * kTile + kPad;
+    const int buffer_floats = cut.parts * Tiles * 8 * rows;
+    // Of chunk `first_scale` and the next ones, where chunks have their own.
+    const float* x_scales = p.scales.x;
+    int first_scale = 0, scale_stride = p.scales.x_stride;
+    if (kQuantises<kValues> && Tiles == 1 && x_scales == nullptr) {
+        float* own = sums + 2 * buffer_floats;
+        quantise_inputs<kValues>(inputs, p, cut, sums, own);
+        x_scales = own, first_scale = cut.begin, scale_stride = p.m;
+    } else if (!kQuantises<kValues> && normalise) {
         normalise_inputs<kValues>(reinterpret_cast<bf16*>(inputs), p, cut, sums);
     } else {
         request_inputs();
@@ -447,8 +567,6 @@ __device__ __forceinline__ void run(const Problem& p) {
         row[j] = token * cut.phase * kChunkBytes + quad * 16 * kWidening<kValues> + (token & 1) * 16 * kInputSwap<kValues>;
     }
 
-    const int rows = p.row_warps * kTile + kPad;
-    const int buffer_floats = cut.parts * Tiles * 8 * rows;
     int turn = 0, last_block = first_block;
     int stage = 0;
     for (int block = first_block; block < cut.blocks; block += stride) {
@@ -473,7 +591,7 @@ __device__ __forceinline__ void run(const Problem& p) {
             const int last = min(first + cut.phase, cut.end);
             for (int chunk = first + cut.part; chunk < last; chunk += cut.parts) {
                 float scale = 1.0f;
-                if constexpr (kValues == Values::kFp8Blocks) scale = cut.stage_scale(p, block, chunk);
+                if constexpr (kInBlocks<kValues>) scale = cut.stage_scale(p, block, chunk);
                 wait_async<kStages - 1>();
                 __syncwarp();
                 const uint8_t* from = ring + stage * kStageBytes;
@@ -490,22 +608,52 @@ __device__ __forceinline__ void run(const Problem& p) {
                 const auto inputs_at = [&](int j, int added, int swapped) {
                     return *reinterpret_cast<const uint4*>(inputs + ((row[j] + at + added) ^ swapped));
                 };
-                if constexpr (kValues == Values::kBf16) {
+                // Rows of x that this lane has sums of: `quad * 2` of each eight, and the next.
+                const auto scale_of = [&](int j, int second) {
+                    const int token = min(j * 8 + quad * 2 + second, p.m - 1);
+                    return scale * x_scales[(chunk - first_scale) * scale_stride + token];
+                };
+                if constexpr (!kWidens<kValues>) {
                     const uint4 w[2][2] = {{piece(0, 0), piece(0, 1)}, {piece(1, 0), piece(1, 1)}};
                     leave_stage();
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
+                    const auto operands = [&](int half, uint32_t (&even)[4], uint32_t (&second)[4]) {
                         const uint4 l = w[half][0], h = w[half][1];
-                        const uint32_t even[4] = {l.x, h.x, l.y, h.y}, second[4] = {l.z, h.z, l.w, h.w};
+                        even[0] = l.x, even[1] = h.x, even[2] = l.y, even[3] = h.y;
+                        second[0] = l.z, second[1] = h.z, second[2] = l.w, second[3] = h.w;
+                    };
+                    uint32_t even[4], second[4];
+                    if constexpr (kQuantises<kValues>) {
 #pragma unroll
                         for (int j = 0; j < Tiles; ++j) {
-                            const uint4 v = inputs_at(j, 0, half * (kRowBytes / 2));
-                            mma(acc[j], even, v.x, v.y);
-                            mma(acc[j], second, v.z, v.w);
+                            float part[4] = {};
+#pragma unroll
+                            for (int half = 0; half < 2; ++half) {
+                                operands(half, even, second);
+                                const uint4 v = inputs_at(j, 0, half * (kRowBytes / 2));
+                                mma_e4m3(part, even, v.x, v.y);
+                                mma_e4m3(part, second, v.z, v.w);
+                            }
+                            const float low = kInBlocks<kValues> ? scale_of(j, 0) : 1.0f, high = kInBlocks<kValues> ? scale_of(j, 1) : 1.0f;
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) acc[j][i] = fmaf(part[i], i % 2 == 0 ? low : high, acc[j][i]);
+                        }
+                    } else {
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            operands(half, even, second);
+#pragma unroll
+                            for (int j = 0; j < Tiles; ++j) {
+                                const uint4 v = inputs_at(j, 0, half * (kRowBytes / 2));
+                                mma(acc[j], even, v.x, v.y);
+                                mma(acc[j], second, v.z, v.w);
+                            }
                         }
                     }
                 } else {
-                    float part[kValues == Values::kFp8Blocks ? Tiles : 1][4] = {};
+                    float part[kInBlocks<kValues> ? Tiles : 1][4] = {};
+                    // One tile's products in two sums, so that half as many wait for each other.
+                    constexpr bool kTwoSums = Tiles == 1;
+                    float second[4] = {};
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const uint4 l = piece(half, 0), h = piece(half, 1);
@@ -524,13 +672,18 @@ __device__ __forceinline__ void run(const Problem& p) {
 #pragma unroll
                             for (int j = 0; j < Tiles; ++j) {
                                 const uint4 v = inputs_at(j, half * kRowBytes, eight * 16);
-                                float(&to)[4] = kValues == Values::kFp8Blocks ? part[j] : acc[j];
+                                float(&to)[4] = kInBlocks<kValues> ? part[j] : acc[j];
                                 mma(to, operand[0], v.x, v.y);
-                                mma(to, operand[1], v.z, v.w);
+                                mma(kTwoSums ? second : to, operand[1], v.z, v.w);
                             }
                         }
                     }
-                    if constexpr (kValues == Values::kFp8Blocks) {
+                    if constexpr (kTwoSums) {
+                        float(&to)[4] = kInBlocks<kValues> ? part[0] : acc[0];
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) to[i] += second[i];
+                    }
+                    if constexpr (kInBlocks<kValues>) {
 #pragma unroll
                         for (int j = 0; j < Tiles; ++j) {
 #pragma unroll
@@ -544,7 +697,7 @@ __device__ __forceinline__ void run(const Problem& p) {
         // The sums of the block before are added now, when the other blocks of the cluster have long written them.
         if (block != first_block) {
             cluster_wait();
-            add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, block - stride, rows);
+            add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, x_scales, block - stride, rows);
         }
         float* mine = sums + turn * buffer_floats + cut.part * Tiles * 8 * rows + cut.row_warp * kTile + group;
 #pragma unroll
@@ -561,7 +714,7 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
     if (first_block < cut.blocks) {
         cluster_wait();
-        add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, last_block, rows);
+        add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, x_scales, last_block, rows);
         // Other blocks may still read this one's.
         cluster_arrive();
         cluster_wait();
@@ -570,23 +723,26 @@ __device__ __forceinline__ void run(const Problem& p) {
 
 #define LINEAR(NAME, TILES, VALUES, ACTIVATION)                                                                         \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
-        NAME(const bf16* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,     \
-             int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const float* scales,          \
-             int stride) {                                                                                              \
+        NAME(const void* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,     \
+             int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const float* weight_scales,   \
+             int weight_stride, const float* x_scales, int x_stride) {                                                  \
         run<TILES, VALUES, ACTIVATION>({x, weight, bias, out, m, n, k, row_warps, mode,                                 \
-                                        {delta, norm_weight, sum, eps}, {scales, stride}});                             \
+                                        {delta, norm_weight, sum, eps},                                                 \
+                                        {weight_scales, weight_stride, x_scales, x_stride}});                           \
     }
-#define LINEARS(NAME, VALUES, ACTIVATION)         \
-    LINEAR(NAME##_8, 1, VALUES, ACTIVATION)       \
-    LINEAR(NAME##_16, 2, VALUES, ACTIVATION)      \
-    LINEAR(NAME##_32, 4, VALUES, ACTIVATION)
+#define LINEARS(NAME, VALUES)                                             \
+    LINEAR(NAME##_silu_8, 1, VALUES, Activation::kSilu)                   \
+    LINEAR(NAME##_silu_16, 2, VALUES, Activation::kSilu)                  \
+    LINEAR(NAME##_silu_32, 4, VALUES, Activation::kSilu)                  \
+    LINEAR(NAME##_gelu_tanh_8, 1, VALUES, Activation::kGeluTanh)          \
+    LINEAR(NAME##_gelu_tanh_16, 2, VALUES, Activation::kGeluTanh)         \
+    LINEAR(NAME##_gelu_tanh_32, 4, VALUES, Activation::kGeluTanh)
 
-LINEARS(linear_silu, Values::kBf16, Activation::kSilu)
-LINEARS(linear_gelu_tanh, Values::kBf16, Activation::kGeluTanh)
-LINEARS(linear_fp8_silu, Values::kFp8, Activation::kSilu)
-LINEARS(linear_fp8_gelu_tanh, Values::kFp8, Activation::kGeluTanh)
-LINEARS(linear_fp8_blocks_silu, Values::kFp8Blocks, Activation::kSilu)
-LINEARS(linear_fp8_blocks_gelu_tanh, Values::kFp8Blocks, Activation::kGeluTanh)
+LINEARS(linear, Values::kBf16)
+LINEARS(linear_fp8, Values::kFp8)
+LINEARS(linear_fp8_blocks, Values::kFp8Blocks)
+LINEARS(linear_fp8_widened, Values::kFp8Widened)
+LINEARS(linear_fp8_blocks_widened, Values::kBlocksWidened)
 
 // Stands for the small kernels between linear layers when these are measured.
 extern "C" __global__ void linear_pause() {

@@ -48,6 +48,10 @@ impl Device for CpuBackend {
         self.layers_with_states()
     }
 
+    fn vocab_size(&self) -> Result<usize, Error> {
+        self.tokens_known()
+    }
+
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         self.set_threads();
         let model = plimsoll_model::Footprint::read(&self.model, self.settings.load_options())?;

@@ -86,6 +86,10 @@ impl Device for GpuBackend {
         self.layers_with_states()
     }
 
+    fn vocab_size(&self) -> Result<usize, Error> {
+        self.tokens_known()
+    }
+
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         let shape = state_shape(&self.settings, limits);
         let model = GpuFootprint::on(&self.device, &self.model, shape)?;
@@ -287,6 +291,10 @@ impl Device for AssumedGpu {
 
     fn state_layers(&self) -> Result<usize, Error> {
         self.layers_with_states()
+    }
+
+    fn vocab_size(&self) -> Result<usize, Error> {
+        self.tokens_known()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

@@ -62,6 +62,12 @@ pub trait Device: fmt::Debug + Send + Sync {
     /// As [`Self::max_model_len`].
     fn state_layers(&self) -> Result<usize, Error>;
 
+    /// Tokens that the model knows. Read from its configuration alone: weights may be loading meanwhile.
+    ///
+    /// # Errors
+    /// As [`Self::max_model_len`].
+    fn vocab_size(&self) -> Result<usize, Error>;
+
     /// What the model and a state for these limits would take.
     ///
     /// # Errors
@@ -144,6 +150,10 @@ impl<D> ModelOn<D> {
 
     fn layers_with_states(&self) -> Result<usize, Error> {
         Ok(self.config()?.spec.cache_groups().state_layers())
+    }
+
+    fn tokens_known(&self) -> Result<usize, Error> {
+        Ok(self.config()?.spec.vocab_size)
     }
 
     fn longest_request(&self) -> Result<usize, Error> {

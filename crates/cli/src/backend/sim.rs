@@ -104,6 +104,10 @@ impl Device for SimBackend {
         Ok(self.spec().cache_groups().state_layers())
     }
 
+    fn vocab_size(&self) -> Result<usize, Error> {
+        Ok(self.facts()?.vocab_size)
+    }
+
     fn footprint(&self, _limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
         let device = self.meters();
         Ok((self.facts()?, Box::new(SimFootprint { device })))

@@ -62,7 +62,7 @@ impl Loaded {
         let limits = step_limits(settings, &*backend)?;
         let cancel = Cancel::default();
         let read_text = || {
-            let text = times.measure("text", || read_text(source, settings, &*backend, limits));
+            let text = times.measure("text", || read_text(source, settings, &*backend));
             // Nobody waits for the weights of a model whose text cannot be read.
             text.inspect_err(|_| cancel.cancel())
         };
@@ -128,14 +128,12 @@ fn read_text(
     source: &Source,
     settings: &EngineSettings,
     backend: &dyn Backend,
-    limits: StepLimits,
 ) -> Result<Text, Error> {
     let text = Text::read(source, settings)?;
     if let Source::Files { tokenizer, .. } = source
         && !Text::is_absent(source)
     {
-        let (facts, _) = backend.footprint(limits)?;
-        text.check_ids(tokenizer, facts.vocab_size)?;
+        text.check_ids(tokenizer, backend.vocab_size()?)?;
     }
     Ok(text)
 }

@@ -8,7 +8,7 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath,
+    Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath,
     LinearScratch, LinearUse, Linears,
 };
 
@@ -34,7 +34,8 @@ struct Model {
 }
 
 impl Model {
-    fn new(gpu: &Gpu) -> Self {
+    /// The head is always bf16.
+    fn new(gpu: &Gpu, scaling: Option<Fp8Scaling>) -> Self {
         let per_layer: usize = SHAPES[..4].iter().map(|(_, n, k)| n * k).sum();
         let (_, vocab, hidden) = SHAPES[4];
         let total = per_layer * LAYERS + vocab * hidden;
@@ -48,8 +49,16 @@ impl Model {
         for layer in 0..LAYERS {
             for (shape, &(_, n, k)) in SHAPES.iter().enumerate() {
                 if shape < 4 || layer == 0 {
-                    let weight = GpuWeight::new(&slab, at..at + n * k);
-                    layers[shape].push(GpuLinear::new(GpuMatrix::Bf16(weight), None, n, k));
+                    let matrix = match scaling {
+                        Some(scaling) if shape < 4 => GpuMatrix::Fp8 {
+                            values: GpuWeight::new(&slab, 2 * at..2 * at + n * k),
+                            // Any numbers will do.
+                            scales: GpuWeight::new(&slab, 0..scaling.weight_scales(n, k)),
+                            scaling,
+                        },
+                        _ => GpuMatrix::Bf16(GpuWeight::new(&slab, at..at + n * k)),
+                    };
+                    layers[shape].push(GpuLinear::new(matrix, None, n, k));
                     at += n * k;
                 }
             }
@@ -92,7 +101,7 @@ pub(crate) fn bench(gpu: &Gpu) {
         "libraries and kernels loaded in {:.0} ms",
         start.elapsed().as_secs_f64() * 1e3
     );
-    let model = Model::new(gpu);
+    let model = Model::new(gpu, None);
     println!("one kind of layer after another, us; % of the floor");
     println!(
         "{:8} {:>4} {:>7} {:>14}  row_warps x cluster",
@@ -117,6 +126,17 @@ pub(crate) fn bench(gpu: &Gpu) {
         }
     }
     linears.fix(None);
+    for (name, scaling) in [("rows", Fp8Scaling::Rows), ("blocks", Fp8Scaling::Blocks)] {
+        println!("e4m3 weights with scales of {name}, bf16 inputs quantised in the kernel, us; % of the floor; (with silu(gate) * up)");
+        stream_fp8(gpu, &mut linears, scaling);
+        println!("the same with weights widened in registers");
+        let workspace = gpu
+            .alloc(Component::Runtime, Linears::WORKSPACE_BYTES)
+            .expect("room");
+        let mut widening = Linears::without_fp8_products(gpu, workspace).expect("cuBLASLt and kernels");
+        stream_fp8(gpu, &mut widening, scaling);
+    }
+    linears.fix(None);
     println!(
         "qkv, o, gate_up (with silu(gate) * up where fused), down of {LAYERS} layers and lm_head, ms; % of the floor"
     );
@@ -137,6 +157,35 @@ pub(crate) fn bench(gpu: &Gpu) {
     for m in [1, 2, 4, 8, 16, 32, 64, 256] {
         let times = [false, true].map(|fuse| time_us(gpu, 1, |_| norms.chain(&linears, &model, m, fuse)));
         println!("m {m:4}: {:.3} {:.3}", times[0] / 1e3, times[1] / 1e3);
+    }
+}
+
+fn stream_fp8(gpu: &Gpu, linears: &mut Linears, scaling: Fp8Scaling) {
+    let model = Model::new(gpu, Some(scaling));
+    for (shape, (name, n, k)) in SHAPES[..4].iter().enumerate() {
+        for m in [1, 2, 4, 8, 16, 32] {
+            let floor = 1e6 * (n * k + 2 * m * k + 2 * m * n) as f64 / READ_BANDWIDTH;
+            print!("{name:8} {m:4} {floor:7.1}");
+            for (row_warps, cluster) in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)] {
+                linears.fix(Some(LinearPath::Stream { row_warps, cluster }));
+                let layers = &model.layers[shape];
+                let layer = &layers[0];
+                if linears.input_scaling(m, layer, LinearOutput::Bf16).expect("cuBLASLt").is_some() {
+                    continue;
+                }
+                let us = time_layer(gpu, linears, &model, shape, m);
+                print!(" {row_warps}x{cluster} {us:.1} {:.0}%", 100.0 * floor / us);
+                if *name == "gate_up" && linears.fuses_glu(m, layer, Activation::Silu) {
+                    let us = time_us(gpu, 2 * layers.len(), |call| {
+                        let x = model.x.slice().range(0..m * k);
+                        let out = model.out.slice().range(0..m * n / 2);
+                        linears.forward_glu(x, &layers[call % layers.len()], Activation::Silu, out)
+                    });
+                    print!(" ({us:.1})");
+                }
+            }
+            println!();
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 //!
-//! e4m3 weights meet e4m3 inputs in cuBLASLt and bf16 inputs in our kernels, which also compute any number of rows, in parts, on GPUs
-//! whose tensor cores do not know e4m3 values.
+//! e4m3 weights meet e4m3 inputs, which our kernels make of a few bf16 rows themselves. On GPUs whose tensor cores do not know e4m3
+//! values our kernels compute any number of bf16 rows, in parts.
 
 mod cublas_lt;
 mod matrix;
@@ -102,10 +102,23 @@ impl Linears {
     /// # Errors
     /// [`GpuError`] if the library is missing or does not start, or there are no kernels for this GPU.
     pub fn load(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
+        let fp8_products = gpu.info().compute_capability >= FP8_CAPABILITY;
+        Self::with_products(gpu, workspace, fp8_products)
+    }
+
+    /// As [`Self::load`] on a GPU whose tensor cores do not know e4m3 values, for tests.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn without_fp8_products(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
+        Self::with_products(gpu, workspace, false)
+    }
+
+    fn with_products(gpu: &Gpu, workspace: GpuSlab, fp8_products: bool) -> Result<Self, GpuError> {
         Ok(Self {
             gpu: gpu.clone(),
-            lt: CublasLt::open(gpu, workspace)?,
-            stream: StreamKernels::load(gpu)?,
+            lt: CublasLt::open(gpu, workspace, fp8_products)?,
+            stream: StreamKernels::load(gpu, fp8_products)?,
             measurements: Measurements::default(),
             chosen: Mutex::default(),
             fixed: None,
@@ -118,18 +131,28 @@ impl Linears {
         self.known().clear();
     }
 
-    /// How [`Self::forward`] wants `m` rows quantised; `None` for as they are, which few rows are, whatever the weights.
+    /// How `m` rows must be quantised for a product; `None` for as they are.
     ///
     /// # Errors
     /// [`GpuError`] of cuBLASLt.
-    pub fn input_scaling(&self, m: usize, linear: &GpuLinear) -> Result<Option<Fp8Scaling>, GpuError> {
-        let Some(scaling) = linear.matrix.scaling() else {
-            return Ok(None);
-        };
-        Ok(match self.choice(&linear.key(m, LinearOutput::Bf16))? {
-            Choice::Stream(_) => None,
-            Choice::Lt(_) => Some(scaling),
-        })
+    pub fn input_scaling(
+        &self,
+        m: usize,
+        linear: &GpuLinear,
+        output: LinearOutput,
+    ) -> Result<Option<Fp8Scaling>, GpuError> {
+        let key = linear.key(m, output);
+        match key.shape.scaling {
+            None => Ok(None),
+            Some(_) => Ok(self.scaling_of(&key, self.choice(&key)?)),
+        }
+    }
+
+    fn scaling_of(&self, key: &Key, choice: Choice) -> Option<Fp8Scaling> {
+        match choice {
+            Choice::Stream(cut) if self.stream.takes_bf16(&key.shape, cut) => None,
+            Choice::Stream(_) | Choice::Lt(_) => key.shape.scaling,
+        }
     }
 
     /// `x` `[m, k]` to `out` `[m, n]`.
@@ -178,10 +201,10 @@ impl Linears {
     /// [`GpuError`] of the launch.
     ///
     /// # Panics
-    /// If a length does not fit, or for other numbers of rows.
-    pub fn forward_glu(
+    /// If a length does not fit, for other numbers of rows, or if `x` is not as [`Self::input_scaling`] says.
+    pub fn forward_glu<'a>(
         &self,
-        x: GpuSlice<'_, bf16>,
+        x: impl Into<GpuRows<'a>>,
         gate_up: &GpuLinear,
         activation: Activation,
         out: GpuSlice<'_, bf16>,
@@ -201,7 +224,7 @@ impl Linears {
         fuses
             && self
                 .own(&key)
-                .is_some_and(|cut| StreamKernels::can_norm(&key.shape, cut))
+                .is_some_and(|cut| self.stream.takes_bf16(&key.shape, cut) && self.stream.can_norm(&key.shape, cut))
     }
 
     /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::Glu`], for the rows for which
@@ -285,15 +308,12 @@ impl Linears {
         let operands = Operands {
             x,
             x_scales,
+            x_stride: key.shape.scaling.map_or(0, |scaling| scaling.input_stride(m)),
             out: out.ptr(),
             ..linear.operands()
         };
         let choice = self.choice(&key)?;
-        let wanted = match choice {
-            Choice::Stream(_) => None,
-            Choice::Lt(_) => key.shape.scaling,
-        };
-        assert_eq!(given, wanted, "ask `input_scaling`");
+        assert_eq!(given, self.scaling_of(&key, choice), "ask `input_scaling`");
         // SAFETY: the lengths were checked; slices cannot outlive their memory, and what follows on the stream is ordered.
         unsafe { self.launch(&key, choice, &operands) }
     }
@@ -317,7 +337,11 @@ impl Linears {
     /// As [`CublasLt::run`].
     unsafe fn stream_rows(&self, key: &Key, cut: Cut, operands: &Operands) -> Result<(), GpuError> {
         let Shape { m, n, k, .. } = key.shape;
-        let (row, out_row) = (k * size_of::<bf16>(), n * key.output.bytes());
+        let element = match operands.x_scales {
+            0 => size_of::<bf16>(),
+            _ => size_of::<u8>(),
+        };
+        let (row, out_row) = (k * element, n * key.output.bytes());
         for first in (0..m).step_by(stream::MAX_ROWS) {
             let shape = Shape {
                 m: (m - first).min(stream::MAX_ROWS),
@@ -325,6 +349,10 @@ impl Linears {
             };
             let operands = Operands {
                 x: operands.x + (first * row) as u64,
+                x_scales: match operands.x_scales {
+                    0 => 0,
+                    scales => scales + (first * size_of::<f32>()) as u64,
+                },
                 out: operands.out + (first * out_row) as u64,
                 ..*operands
             };
@@ -405,6 +433,7 @@ impl GpuLinear {
         Operands {
             x: 0,
             x_scales: 0,
+            x_stride: 0,
             weight,
             weight_scales,
             bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),

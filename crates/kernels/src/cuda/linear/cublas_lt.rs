@@ -47,6 +47,8 @@ pub(super) struct Operands {
     pub(super) x: u64,
     /// Factors of e4m3 values, 0 for none.
     pub(super) x_scales: u64,
+    /// [`Fp8Scaling::input_stride`].
+    pub(super) x_stride: usize,
     pub(super) weight: u64,
     pub(super) weight_scales: u64,
     /// 0 for none.
@@ -61,6 +63,7 @@ impl Operands {
         Self {
             x: aligned,
             x_scales: aligned,
+            x_stride: 0,
             weight: aligned,
             weight_scales: aligned,
             bias: aligned,
@@ -100,6 +103,8 @@ pub(super) struct CublasLt {
     gpu: Gpu,
     handle: sys::cublasLtHandle_t,
     workspace: GpuSlab,
+    /// Tensor cores multiply e4m3 values.
+    fp8_products: bool,
 }
 
 // SAFETY: cuBLASLt's functions may be called from any thread.
@@ -120,7 +125,7 @@ pub(in crate::cuda) fn find() -> Result<(), GpuError> {
 
 impl CublasLt {
     /// Opens the library.
-    pub(super) fn open(gpu: &Gpu, workspace: GpuSlab) -> Result<Self, GpuError> {
+    pub(super) fn open(gpu: &Gpu, workspace: GpuSlab, fp8_products: bool) -> Result<Self, GpuError> {
         gpu.bind()?;
         find()?;
         let mut handle = std::ptr::null_mut();
@@ -130,12 +135,13 @@ impl CublasLt {
             gpu: gpu.clone(),
             handle,
             workspace,
+            fp8_products,
         })
     }
 
     /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; perhaps none.
     pub(super) fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
-        if shape.scaling.is_some() && self.gpu.info().compute_capability < FP8_CAPABILITY {
+        if shape.scaling.is_some() && !self.fp8_products {
             return Ok(Vec::new());
         }
         self.gpu.bind()?;

@@ -284,13 +284,18 @@ impl Clock<'_> {
             true => (BYTES / bytes).clamp(2, MOST_CALLS),
             false => 1,
         };
+        let quantised = self.linears.scaling_of(key, choice);
         let graph = self.linears.gpu.capture(|| {
             (0..calls).try_for_each(|call| {
                 let layer = one.layers[call % one.layers.len()];
                 let operands = Operands {
                     x: self.scratch.x.ptr(),
-                    // Any number will do.
-                    x_scales: self.scratch.x.ptr(),
+                    // Any numbers will do.
+                    x_scales: match quantised {
+                        None => 0,
+                        Some(_) => self.scratch.x.ptr(),
+                    },
+                    x_stride: quantised.map_or(0, |scaling| scaling.input_stride(m)),
                     out: self.scratch.out.ptr(),
                     ..layer.operands()
                 };
@@ -299,8 +304,7 @@ impl Clock<'_> {
                 // In a step small kernels lie between products, and with a row or two products that start early gain from
                 // it. With more, what is fastest without them was fastest in a step, as measured. Rows of e4m3 values take one in
                 // any case, which quantises them.
-                let quantises = key.shape.scaling.is_some() && matches!(choice, Choice::Lt(_));
-                match m <= FEW_ROWS || quantises {
+                match m <= FEW_ROWS || quantised.is_some() {
                     true => self.linears.stream.pause(),
                     false => Ok(()),
                 }

@@ -109,9 +109,15 @@ impl<'a> Step<'a, '_> {
     }
 
     /// Where a linear layer's inputs go: to `plain`, or where they are quantised if its product takes them so.
-    fn inputs_of(&self, linear: &GpuLinear, plain: GpuSlice<'a, bf16>) -> Result<GpuRows<'a>, GpuError> {
+    fn inputs_of(
+        &self,
+        linear: &GpuLinear,
+        output: LinearOutput,
+        plain: GpuSlice<'a, bf16>,
+    ) -> Result<GpuRows<'a>, GpuError> {
         let width = linear.inputs();
-        Ok(match self.decoder.linears.input_scaling(self.rows, linear)? {
+        let linears = &self.decoder.linears;
+        Ok(match linears.input_scaling(self.rows, linear, output)? {
             None => self.rows(plain, width).into(),
             Some(scaling) => {
                 let scales = scaling.input_scales(self.rows, width);
@@ -131,7 +137,7 @@ impl<'a> Step<'a, '_> {
         linear: &GpuLinear,
         out: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
-        let inputs = self.inputs_of(linear, plain)?;
+        let inputs = self.inputs_of(linear, LinearOutput::Bf16, plain)?;
         if let GpuRows::Fp8(quantised) = inputs {
             let plain = self.rows(plain, linear.inputs());
             self.decoder.fused.quantise(plain, linear.inputs(), quantised)?;
@@ -172,13 +178,11 @@ impl<'a> Step<'a, '_> {
             std::mem::swap(&mut self.act.hidden, &mut self.act.normed);
             return Ok(());
         }
-        let inputs = self.inputs_of(linear, self.act.normed)?;
+        let inputs = self.inputs_of(linear, fusion.output, self.act.normed)?;
         self.add_norm(norms, inputs)?;
-        match (fusion.output, inputs) {
-            (LinearOutput::Glu(activation), GpuRows::Bf16(normed)) => {
-                linears.forward_glu(normed, linear, activation, out)
-            }
-            _ => linears.forward(inputs, linear, out),
+        match fusion.output {
+            LinearOutput::Glu(activation) => linears.forward_glu(inputs, linear, activation, out),
+            LinearOutput::Bf16 | LinearOutput::F32 => linears.forward(inputs, linear, out),
         }
     }
 }
@@ -359,7 +363,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         }
         let out = self.rows(self.act.gate_up, gate_up.outputs());
         self.norm_linear(norms, gate_up, fusion, out)?;
-        let inputs = self.inputs_of(&self.mlp().down, self.act.activated)?;
+        let inputs = self.inputs_of(&self.mlp().down, LinearOutput::Bf16, self.act.activated)?;
         self.decoder
             .fused
             .glu(mlp.activation, out, mlp.intermediate_size, inputs)
@@ -376,7 +380,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             return self.linear(self.act.activated, down, delta);
         }
         // Quantised with the activation.
-        let inputs = self.inputs_of(down, self.act.activated)?;
+        let inputs = self.inputs_of(down, LinearOutput::Bf16, self.act.activated)?;
         self.decoder.linears.forward(inputs, down, delta)
     }
 
