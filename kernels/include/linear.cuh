@@ -1,0 +1,371 @@
+// A linear layer for a few rows: what is multiplied, how it is cut, and how x comes into shared memory. See linear.cu.
+#pragma once
+
+#include "mma.cuh"
+#include "rows.cuh"
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kTile = 16;            // output features of a warp
+constexpr int kStages = 4;           // of a warp's ring
+constexpr int kLanePieces = 4;       // 16-byte pieces of a stage that a lane copies
+constexpr int kRowBytes = 128;       // of a row of weights in a stage: a chunk of its inputs
+constexpr int kRowPieces = kRowBytes / 16;
+constexpr int kRowsAtOnce = kWarp / kRowPieces;
+constexpr int kStageBytes = kTile * kRowBytes;
+constexpr int kRingBytes = kWarps * kStages * kStageBytes;
+constexpr int kInputBytes = 32 << 10;
+constexpr int kBuffers = 4;          // of x, where not all of it fits
+constexpr int kPad = 4;              // of sums, in floats: no bank conflicts
+constexpr int kMostParts = 8;
+constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a phase
+
+enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
+
+// Of weights and of x.
+enum class Values {
+    kBf16,
+    kFp8,           // e4m3 with a factor for each row
+    kFp8Blocks,     // e4m3 with a factor for each 128 inputs of a row of x and each 128 x 128 weights
+    kFp8Widened,    // weights as for kFp8, x bf16
+    kBlocksWidened  // weights as for kFp8Blocks, x bf16
+};
+
+template <Values kValues>
+constexpr bool kWidens = kValues == Values::kFp8Widened || kValues == Values::kBlocksWidened;
+template <Values kValues>
+constexpr bool kQuantises = kValues == Values::kFp8 || kValues == Values::kFp8Blocks;
+template <Values kValues>
+constexpr bool kInBlocks = kValues == Values::kFp8Blocks || kValues == Values::kBlocksWidened;
+
+// Bytes of x for each byte of weights.
+template <Values kValues>
+constexpr int kWidening = kWidens<kValues> ? 2 : 1;
+
+// Factors of e4m3 values.
+struct Scales {
+    const float* weight;  // [n], or for blocks [n / 128, weight_stride]; if gated of 2 n rows
+    int weight_stride;
+    const float* x;       // [m], or for blocks [k / 128, x_stride]; null where x is bf16
+    int x_stride;
+};
+
+// The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
+struct Norm {
+    const bf16* delta;    // [m, k], added to x
+    const float* weight;  // [k]; null for none of this
+    bf16* sum;            // [m, k]: x + delta, rounded; another place than x, which blocks read at any time
+    float eps;
+};
+
+struct Problem {
+    const void* x;
+    const uint8_t* weight;  // if gated [2 n, k]: gate, up
+    const bf16* bias;       // null for none; never if gated
+    void* out;
+    int m, n;
+    int k;
+    int row_warps;
+    int mode;
+    Norm norm;              // of bf16 x
+    Scales scales;          // of e4m3 values
+
+    __device__ __forceinline__ bool gated() const { return mode == kGlu; }
+    __device__ __forceinline__ const bf16* rows() const { return static_cast<const bf16*>(x); }
+};
+
+__device__ __forceinline__ int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+#else
+    return 0;
+#endif
+}
+
+__device__ __forceinline__ int cluster_size() {
+#if __CUDA_ARCH__ >= 900
+    int size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+#else
+    return 1;
+#endif
+}
+
+// The two halves of a barrier among the threads of a cluster.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
+// Two floats from the shared memory of a block of the cluster, at the address that `from` has in this one.
+__device__ __forceinline__ float2 load_remote(const float* from, int rank) {
+    float2 v;
+#if __CUDA_ARCH__ >= 900
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(from)), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+#else
+    v = *reinterpret_cast<const float2*>(from);
+#endif
+    return v;
+}
+
+__device__ __forceinline__ void prefetch_line(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
+// Where a piece of a row of weights lies in a stage: the halves are swapped in odd rows against bank conflicts.
+__device__ __forceinline__ int swizzled(int row, int piece) {
+    return row * kRowBytes + (piece ^ ((row & 1) * (kRowPieces / 2))) * 16;
+}
+
+// What the index of a piece of an odd row of x is XORed with, for the same reason: a lane reads one piece for each byte of a weight.
+template <Values kValues>
+constexpr int kInputSwap = kWidens<kValues> ? 1 : kRowPieces / 2;
+
+// Two e4m3 weights, bytes 0 and 1 or 2 and 3 of a word, as bf16, exactly: exponent and mantissa go where bf16 has them, and a factor
+// makes up for the other bias. NaN, which makes no sense as a weight, becomes 480.
+template <bool kHigh>
+__device__ __forceinline__ uint32_t widen_e4m3(uint32_t word) {
+    const uint32_t pair = __byte_perm(word, 0, kHigh ? 0x4342 : 0x4140);
+    // All but the sign is where it belongs after a shift by 4, the sign, bit 7, goes on to bit 15: multiplications, as other units than
+    // those of shifts and logic compute them.
+    const uint32_t bits = pair * 16 + (pair & 0x00800080) * 240;
+    const uint32_t factor = 0x7b807b80;  // 2^120
+    const bf162 wide = __hmul2(reinterpret_cast<const bf162&>(bits), reinterpret_cast<const bf162&>(factor));
+    return reinterpret_cast<const uint32_t&>(wide);
+}
+
+__device__ __forceinline__ void wait_all_async() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// How a problem is cut: the same in all threads of a cluster but for the warp's own coordinates.
+struct Cut {
+    int blocks;         // of output features
+    int outputs;        // of a block
+    int begin, end;     // chunks of k of this thread block
+    int phase;          // chunks of x that are in shared memory at once
+    int row_warp;
+    int part, parts;    // of k, among this block's warps
+    int row_bytes;      // of weights
+
+    // `weight_bytes`: of a weight; `widening`: bytes of x for each byte of weights.
+    __device__ Cut(const Problem& p, int warp, int weight_bytes, int widening) {
+        row_warp = warp & (p.row_warps - 1);
+        part = warp / p.row_warps;
+        parts = kWarps / p.row_warps;
+        outputs = p.row_warps * kTile / (p.gated() ? 2 : 1);
+        blocks = (p.n + outputs - 1) / outputs;
+        row_bytes = p.k * weight_bytes;
+        const int chunks = row_bytes / kRowBytes, size = cluster_size(), rank = cluster_rank();
+        begin = chunks * rank / size;
+        end = chunks * (rank + 1) / size;
+        // All of it, if that fits, or a ring of buffers.
+        const int chunk_bytes = p.m * kRowBytes * widening;
+        const int largest = (chunks + size - 1) / size;
+        phase = largest;
+        if (largest * chunk_bytes > kInputBytes) {
+            phase = max(kInputBytes / kBuffers / chunk_bytes / parts, 1) * parts;
+            while (phase > parts && (end - begin) % phase != 0) phase -= parts;
+        }
+    }
+
+    // First row of weights of this warp's tile.
+    __device__ int first_row(const Problem& p, int block) const {
+        if (!p.gated()) return block * outputs + row_warp * kTile;
+        return block * outputs + (row_warp >> 1) * kTile + (row_warp & 1) * p.n;
+    }
+
+    // The factor of a chunk of e4m3 weights of this warp's tile, which lies in one row of blocks, as 16 divides 128.
+    __device__ float stage_scale(const Problem& p, int block, int chunk) const {
+        const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
+        return p.scales.weight[min(first_row(p, block), last) / kFp8Block * p.scales.weight_stride + chunk];
+    }
+
+    // First piece of a row of this warp's tile; rows past the end repeat the last one and are not stored.
+    __device__ uint32_t first_piece(const Problem& p, int block, int row) const {
+        int at = block * outputs;
+        if (p.gated()) {
+            at = min(at + (row_warp >> 1) * kTile + row, p.n - 1) + (row_warp & 1) * p.n;
+        } else {
+            at = min(at + row_warp * kTile + row, p.n - 1);
+        }
+        return uint32_t(at) * uint32_t(row_bytes / 16);
+    }
+};
+
+// Starts to copy a phase of x: [m][phase chunks], pieces swapped in odd rows.
+template <Values kValues>
+__device__ __forceinline__ void copy_inputs(uint8_t* to, const Problem& p, const Cut& cut, int first) {
+    constexpr int kChunkPieces = kRowPieces * kWidening<kValues>;
+    const int pieces = (min(first + cut.phase, cut.end) - first) * kChunkPieces;
+    const uint8_t* const from = static_cast<const uint8_t*>(p.x) + first * kChunkPieces * 16;
+    const size_t row_bytes = size_t(cut.row_bytes) * kWidening<kValues>;
+    for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
+        const int row = i / pieces, piece = i % pieces;
+        const int swapped = piece ^ ((row & 1) * kInputSwap<kValues>);
+        copy_async(to + (row * cut.phase * kChunkPieces + swapped) * 16, from + row * row_bytes + piece * 16, true);
+    }
+}
+
+// As copy_inputs for all of this block's x, normalised. `partial` is room for kWarps floats a row.
+template <Values kValues>
+__device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, const Cut& cut, float* partial) {
+    constexpr int kChunkPieces = kRowPieces * kWidening<kValues>;
+    constexpr int kAtOnce = 2;  // loads before the first store, which might be to the same place for all the compiler knows
+    const int k = p.k, pieces = k / 8, low = cut.begin * kChunkPieces, high = cut.end * kChunkPieces;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const auto place = [&](int row, int piece) {
+        return to + (row * cut.phase * kChunkPieces + ((piece - low) ^ ((row & 1) * kInputSwap<kValues>))) * 8;
+    };
+    for (int row = 0; row < p.m; ++row) {
+        float squares = 0.0f;
+        for (int first = threadIdx.x; first < pieces; first += kAtOnce * kThreads) {
+            Bf16x8 x[kAtOnce], delta[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int piece = first + i * kThreads;
+                if (piece >= pieces) continue;
+                x[i] = load8(p.rows() + size_t(row) * k + piece * 8);
+                delta[i] = load8(p.norm.delta + size_t(row) * k + piece * 8);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int piece = first + i * kThreads;
+                if (piece >= pieces) continue;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 a = __bfloat1622float2(x[i].pair[j]), b = __bfloat1622float2(delta[i].pair[j]);
+                    x[i].pair[j] = __floats2bfloat162_rn(a.x + b.x, a.y + b.y);
+                    const float2 sum = __bfloat1622float2(x[i].pair[j]);
+                    squares = fmaf(sum.x, sum.x, fmaf(sum.y, sum.y, squares));
+                }
+                if (blockIdx.x == 0) store8(p.norm.sum + size_t(row) * k + piece * 8, x[i]);
+                if (piece >= low && piece < high) store8(place(row, piece), x[i]);
+            }
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) partial[row * kWarps + warp] = squares;
+    }
+    __syncthreads();
+    for (int row = 0; row < p.m; ++row) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i) squares += partial[row * kWarps + i];
+        const float scale = rsqrtf(squares / float(k) + p.norm.eps);
+        // What this thread wrote itself.
+        for (int piece = threadIdx.x; piece < high; piece += kThreads) {
+            if (piece < low) continue;
+            Bf16x8 x = load8(place(row, piece));
+            const float2* weight = reinterpret_cast<const float2*>(p.norm.weight + piece * 8);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 v = __bfloat1622float2(x.pair[j]), w = weight[j];
+                x.pair[j] = __floats2bfloat162_rn(v.x * scale * w.x, v.y * scale * w.y);
+            }
+            store8(place(row, piece), x);
+        }
+    }
+    __syncthreads();
+}
+
+// As copy_inputs for all of this block's x, which is bf16 and quantised on the way, normalised before if there is a norm. `partial` is
+// room for 2 kWarps floats a row; `scales` gets the factors: [m], or for blocks [chunks of this thread block, m].
+template <Values kValues>
+__device__ __forceinline__ void quantise_inputs(uint8_t* to, const Problem& p, const Cut& cut, float* partial, float* scales) {
+    constexpr int kChunkPieces = kFp8Block / kVec;
+    const int pieces = p.k / kVec, low = cut.begin * kChunkPieces, high = cut.end * kChunkPieces;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const bool normalise = p.norm.weight != nullptr, whole_rows = normalise || !kInBlocks<kValues>;
+    const auto load = [&](int row, int piece) {
+        const size_t at = size_t(row) * p.k + piece * kVec;
+        Bf16x8 x = load8(p.rows() + at);
+        if (normalise) {
+            Float8 sum = widen(x);
+            const Float8 added = widen(load8(p.norm.delta + at));
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) sum.at[i] += added.at[i];
+            x = narrow(sum);
+        }
+        return x;
+    };
+    const auto largest_of = [](const Float8& x) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, fabsf(x.at[i]));
+        return largest;
+    };
+    for (int row = 0; row < p.m && whole_rows; ++row) {
+        float squares = 0.0f, largest = 0.0f;
+        for (int piece = threadIdx.x; piece < pieces; piece += kThreads) {
+            const Bf16x8 x = load(row, piece);
+            Float8 wide = widen(x);
+            if (normalise) {
+                if (blockIdx.x == 0) store8(p.norm.sum + size_t(row) * p.k + piece * kVec, x);
+                squares += sum_of_squares(wide);
+                const Float8 weight = load_floats(p.norm.weight + piece * kVec);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) wide.at[i] *= weight.at[i];
+            }
+            largest = fmaxf(largest, largest_of(wide));
+        }
+        squares = warp_sum(squares);
+        largest = warp_max(largest);
+        if (lane == 0) partial[(row * kWarps + warp) * 2] = squares, partial[(row * kWarps + warp) * 2 + 1] = largest;
+    }
+    __syncthreads();
+    for (int row = 0; row < p.m; ++row) {
+        float squares = 0.0f, most = 0.0f, scale = 1.0f;
+        for (int i = 0; i < kWarps && whole_rows; ++i) {
+            squares += partial[(row * kWarps + i) * 2];
+            most = fmaxf(most, partial[(row * kWarps + i) * 2 + 1]);
+        }
+        if (normalise) scale = rsqrtf(squares / float(p.k) + p.norm.eps);
+        most *= scale;
+        if (!kInBlocks<kValues> && threadIdx.x == 0) scales[row] = most / kFp8Max;
+        for (int first = low + warp * kWarp; first < high; first += kThreads) {
+            const int piece = first + lane;
+            Float8 x = {};
+            if (piece < high) {
+                x = widen(load(row, piece));
+                if (normalise) {
+                    const Float8 weight = load_floats(p.norm.weight + piece * kVec);
+#pragma unroll
+                    for (int i = 0; i < kVec; ++i) x.at[i] *= scale * weight.at[i];
+                }
+            }
+            float largest = most;
+            if constexpr (kInBlocks<kValues>) {
+                // The lanes that have a chunk's pieces are neighbours.
+                largest = largest_of(x);
+#pragma unroll
+                for (int i = kChunkPieces / 2; i > 0; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, i));
+            }
+            if (piece >= high) continue;
+            const int at = piece - low;
+            if (kInBlocks<kValues> && at % kChunkPieces == 0) scales[at / kChunkPieces * p.m + row] = largest / kFp8Max;
+            const float factor = largest > 0.0f ? kFp8Max / largest : 0.0f;
+            uint2 packed;
+            uint16_t* pairs = reinterpret_cast<uint16_t*>(&packed);
+#pragma unroll
+            for (int i = 0; i < kVec / 2; ++i) {
+                const float2 pair = make_float2(x.at[2 * i] * factor, x.at[2 * i + 1] * factor);
+                pairs[i] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+            }
+            const int swapped = (at / 2) ^ ((row & 1) * kInputSwap<kValues>);
+            *reinterpret_cast<uint2*>(to + row * cut.phase * kRowBytes + swapped * 16 + at % 2 * 8) = packed;
+        }
+    }
+    __syncthreads();
+}
