@@ -397,7 +397,13 @@ mod tests {
             slot: 0,
             is_new: 0,
         };
-        let runs = [run(0, 70), run(70, 1), GpuStateRun::PADDING, run(71, 32), run(103, 33)];
+        let runs = [
+            run(0, 70),
+            run(70, 1),
+            GpuStateRun::PADDING,
+            run(71, 32),
+            run(103, 33),
+        ];
         let tiles: Vec<_> = GpuStateTile::all(&runs)
             .map(|tile| (tile.run, tile.first))
             .collect();
@@ -417,8 +423,20 @@ mod tests {
         };
         assert_eq!(DeltaKernels::check(&layout), Ok(()));
         for (bad, name) in [
-            (DeltaLayout { key_dim: 12, ..layout }, DeltaSize::KeyDim),
-            (DeltaLayout { value_dim: 264, ..layout }, DeltaSize::ValueDim),
+            (
+                DeltaLayout {
+                    key_dim: 12,
+                    ..layout
+                },
+                DeltaSize::KeyDim,
+            ),
+            (
+                DeltaLayout {
+                    value_dim: 264,
+                    ..layout
+                },
+                DeltaSize::ValueDim,
+            ),
             (DeltaLayout { taps: 5, ..layout }, DeltaSize::Taps),
         ] {
             assert_eq!(DeltaKernels::check(&bad).unwrap_err().name, name);

@@ -6,8 +6,8 @@ use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, LinearOutput, LinearScratch,
-    LinearUse, Linears, PrefillKernels, SampleKernels,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, LinearOutput,
+    LinearScratch, LinearUse, Linears, PrefillKernels, SampleKernels,
 };
 
 use super::input::{StepInput, StepInputs};
@@ -112,7 +112,11 @@ impl Decoder {
             linears: Linears::load(gpu, workspace)?,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
-            delta: weights.spec.is_hybrid().then(|| DeltaKernels::load(gpu)).transpose()?,
+            delta: weights
+                .spec
+                .is_hybrid()
+                .then(|| DeltaKernels::load(gpu))
+                .transpose()?,
             weights,
         };
         decoder.measure_linears()?;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
-    AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, FusedKernels, GpuKvElement, Linears, PrefillKernels,
-    PrefillPlanner, SampleKernels,
+    AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, FusedKernels, GpuKvElement, Linears,
+    PrefillKernels, PrefillPlanner, SampleKernels,
 };
 
 use super::graphs::ladder;

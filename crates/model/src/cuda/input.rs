@@ -231,8 +231,12 @@ impl StepInputs {
         self.write_tokens(slot, plan, last, &input);
         self.write_attention(slot, &mut input);
         if let Some(states) = input.states {
-            self.staging.host(slot, states.runs).copy_from_slice(&self.state_runs);
-            self.staging.host(slot, states.tiles).copy_from_slice(&self.state_tiles);
+            self.staging
+                .host(slot, states.runs)
+                .copy_from_slice(&self.state_runs);
+            self.staging
+                .host(slot, states.tiles)
+                .copy_from_slice(&self.state_tiles);
         }
         self.write_blocks(slot, plan, &input);
         if let (Some(at), Some(section)) = (shape.picked(), input.sample_at) {

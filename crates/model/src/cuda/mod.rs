@@ -213,7 +213,11 @@ fn check(spec: &DecoderSpec, capability: (u32, u32)) -> Result<(), ModelError> {
                 DeltaSize::ValueDim => "linear_value_head_dim",
                 DeltaSize::Taps => "linear_conv_kernel_dim",
             };
-            return Err(unsupported(field, bound.size, format!("it is {}", bound.supported)));
+            return Err(unsupported(
+                field,
+                bound.size,
+                format!("it is {}", bound.supported),
+            ));
         }
     }
     formats::check(spec, capability)

@@ -4,8 +4,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeArgs, DeltaArgs, DeltaKernels, GpuAttentionOptions, GpuDeltaGates, GpuFp8Rows, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual,
-    GpuRope, GpuRows, LinearOutput, Linears, PrefillArgs,
+    DecodeArgs, DeltaArgs, DeltaKernels, GpuAttentionOptions, GpuDeltaGates, GpuFp8Rows, GpuKvWrite,
+    GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, GpuRows, LinearOutput, Linears, PrefillArgs,
 };
 
 use super::{Decoder, StepState};
@@ -251,7 +251,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             eps: layer.norm.eps,
         });
         let weights = &self.decoder.weights;
-        let table = self.attention().rope.map(|[rope, table]| &weights.ropes[rope][table]);
+        let table = self
+            .attention()
+            .rope
+            .map(|[rope, table]| &weights.ropes[rope][table]);
         let rope = GpuRope {
             positions: state.inputs.device(input.positions),
             turns: table.map_or(weights.no_turns(), |table| table.turns.slice()),
