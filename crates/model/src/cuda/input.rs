@@ -7,15 +7,14 @@ use plimsoll_core::{
 };
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError, GpuSlice};
-use plimsoll_kernels::StateRun;
 use plimsoll_kernels::cuda::{
-    DecodeHeader, DecodeItem, GpuRun, GpuStateRun, GpuStateTile, PrefillItem, PrefillPlan, SampleLists,
-    SampleRow, TokenBias,
+    DecodeHeader, DecodeItem, GpuRun, PrefillItem, PrefillPlan, SampleLists, SampleRow, TokenBias,
 };
 
 use super::planners::{AttentionPlanners, Planners};
 use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
+use super::states::{StateCounts, StateInput, StateLists};
 use crate::ModelConfig;
 use crate::tables::PageTable;
 
@@ -52,13 +51,6 @@ pub(super) struct StepInput {
     pub(super) slot: usize,
     /// Bytes in use.
     pub(super) bytes: usize,
-}
-
-/// All runs, and how they are cut into tiles.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct StateInput {
-    pub(super) runs: Section<GpuStateRun>,
-    pub(super) tiles: Section<GpuStateTile>,
 }
 
 /// Runs of one token, or longer ones, and the work of each kind of attention, in the order of [`Planners`].
@@ -164,9 +156,7 @@ pub(super) struct StepInputs {
     /// Runs of the step being packed, for each table.
     decode_runs: Vec<Vec<GpuRun>>,
     prefill_runs: Vec<Vec<GpuRun>>,
-    /// The same for states; none where there are none.
-    state_runs: Vec<GpuStateRun>,
-    state_tiles: Vec<GpuStateTile>,
+    states: StateLists,
 }
 
 impl StepInputs {
@@ -188,8 +178,7 @@ impl StepInputs {
             room,
             decode_runs: vec![Vec::new(); tables.len()],
             prefill_runs: vec![Vec::new(); tables.len()],
-            state_runs: Vec::new(),
-            state_tiles: Vec::new(),
+            states: StateLists::default(),
             tables,
         })
     }
@@ -213,7 +202,13 @@ impl StepInputs {
         shape: &BatchShape,
     ) -> StepInput {
         let pages = self.split_runs(plan, shape);
-        self.list_states(plan, shape);
+        if self.kv.groups.state_layers() > 0 {
+            let padded = match *shape {
+                BatchShape::Decode(size) => size,
+                BatchShape::Exact(_) | BatchShape::Pool(..) => 0,
+            };
+            self.states.fill(plan, padded);
+        }
         let (mut sample_rows, sample_parts) = self.sample_rows(plan, shape);
         let deferred = plan.awaits_masks().then(|| {
             let skipped = vec![SampleRow::padding(); sample_rows.len()];
@@ -231,12 +226,7 @@ impl StepInputs {
         self.write_tokens(slot, plan, last, &input);
         self.write_attention(slot, &mut input);
         if let Some(states) = input.states {
-            self.staging
-                .host(slot, states.runs)
-                .copy_from_slice(&self.state_runs);
-            self.staging
-                .host(slot, states.tiles)
-                .copy_from_slice(&self.state_tiles);
+            self.states.write(&mut self.staging, slot, states);
         }
         self.write_blocks(slot, plan, &input);
         if let (Some(at), Some(section)) = (shape.picked(), input.sample_at) {
@@ -325,15 +315,10 @@ impl StepInputs {
         let tables = PageTable::all(groups);
         let most = |table: &PageTable| table.most_blocks(block_size, limits);
         let rows = limits.max_num_batched_tokens.max(limits.max_num_seqs);
-        let (state_runs, state_tiles) = match groups.state_layers() {
-            0 => (0, 0),
-            _ => (limits.max_num_seqs, GpuStateTile::most(rows, limits.max_num_seqs)),
-        };
         let counts = Counts {
             tables: tables.len(),
             rows,
-            state_runs,
-            state_tiles,
+            states: StateCounts::most(groups, rows, limits.max_num_seqs),
             samples: limits.max_num_seqs,
             gather: sampling != Sampling::Pooled(Pooling::Mean),
             sample_rows,
@@ -386,33 +371,6 @@ impl StepInputs {
         pages
     }
 
-    /// Where each run's state is, longest runs first, padded as `shape` wants.
-    fn list_states(&mut self, plan: &StepPlan, shape: &BatchShape) {
-        self.state_runs.clear();
-        self.state_tiles.clear();
-        if self.kv.groups.state_layers() == 0 {
-            return;
-        }
-        let mut first_row = 0;
-        for run in &plan.runs {
-            let len = run.input.len();
-            self.state_runs.extend(run.state.map(|slot| {
-                GpuStateRun::from(StateRun {
-                    first_row,
-                    len,
-                    slot: slot.index(),
-                    is_new: run.start == 0,
-                })
-            }));
-            first_row += len;
-        }
-        self.state_runs.sort_by_key(|run| std::cmp::Reverse(run.len));
-        if let BatchShape::Decode(size) = *shape {
-            self.state_runs.resize(size, GpuStateRun::PADDING);
-        }
-        self.state_tiles.extend(GpuStateTile::all(&self.state_runs));
-    }
-
     fn counts(&self, plan: &StepPlan, shape: &BatchShape, pages: usize) -> Counts {
         let tokens = plan.num_tokens();
         let (rows, samples, gather) = match (shape, shape.picked()) {
@@ -423,8 +381,7 @@ impl StepInputs {
         Counts {
             tables: self.tables.len(),
             rows,
-            state_runs: self.state_runs.len(),
-            state_tiles: self.state_tiles.len(),
+            states: self.states.counts(),
             samples,
             gather,
             sample_rows: match shape {
@@ -557,8 +514,7 @@ struct Counts {
     /// Tables of pages.
     tables: usize,
     rows: usize,
-    state_runs: usize,
-    state_tiles: usize,
+    states: StateCounts,
     samples: usize,
     gather: bool,
     sample_rows: usize,
@@ -582,10 +538,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
         tokens: layout.section(counts.rows),
         positions: layout.section(counts.rows),
         slots: sections(&mut layout, counts.tables, counts.rows),
-        states: (counts.state_runs > 0).then(|| StateInput {
-            runs: layout.section(counts.state_runs),
-            tiles: layout.section(counts.state_tiles),
-        }),
+        states: counts.states.layout(&mut layout),
         sample_at: counts.gather.then(|| layout.section(counts.samples)),
         spans: layout.section(2 * counts.spans),
         sample_rows: layout.section(counts.sample_rows),
