@@ -127,6 +127,7 @@ __device__ __forceinline__ Rotation rotation(int unit, int pairs) {
 struct Projection {
     bf16* qkv;
     int heads;
+    int gate_heads;  // between q and k, left alone
     int lanes_log2;
     int pairs;
 };
@@ -204,7 +205,7 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
     pdl_wait();
 
     const int row = blockIdx.x;
-    bf16* const heads_of_row = in.qkv + static_cast<int64_t>(row) * all_heads * cache.dim;
+    bf16* const heads_of_row = in.qkv + static_cast<int64_t>(row) * (all_heads + in.gate_heads) * cache.dim;
     const int slot = place.slots[row], position = place.positions[row];
     const auto angle_of = [&](float2 frequency) {
         const float2 angle = cos_sin(position, frequency);
@@ -223,7 +224,7 @@ __device__ __forceinline__ void rotate_row(const Projection& in, const RowPlace&
     for (int base = 0; base < all_heads; base += groups) {
         const int head = base + group;
         const bool mine = in_head && head < all_heads;
-        bf16* const from = heads_of_row + head * cache.dim;
+        bf16* const from = heads_of_row + (head < in.heads ? head : head + in.gate_heads) * cache.dim;
         Bf16x8 first{}, second{};
         if (mine) {
             first = load8(from + at.first * kVec);
@@ -392,15 +393,15 @@ QUANTISE_KERNELS(4)
     extern "C" __global__ void __maxnreg__(REGISTERS)                                                                   \
         NAME(bf16* qkv, const int* positions, const int* slots, const float2* frequencies, float factor,                \
              const float* q_weight, const float* k_weight, float eps, void* k_cache, void* v_cache, int heads,          \
-             int kv_heads, int dim, int pairs, int block_size, int lanes_log2, float beta, int original,                \
+             int gate_heads, int kv_heads, int dim, int pairs, int block_size, int lanes_log2, float beta, int original,                \
              float k_inverse, float v_inverse) {                                                                        \
-        rotate_row<NORM, SCALE, FP8>({qkv, heads, lanes_log2, pairs}, {positions, slots, frequencies, factor},          \
+        rotate_row<NORM, SCALE, FP8>({qkv, heads, gate_heads, lanes_log2, pairs}, {positions, slots, frequencies, factor},          \
                                      {q_weight, k_weight, eps},                                                         \
                                      {k_cache, v_cache, k_inverse, v_inverse, kv_heads, block_size, dim},               \
                                      {beta, original});                                                                 \
     }
 
-// From a row of the fused projection, [heads + 2 kv_heads][dim]: q and k rotated, element i with i + pairs, or normalised per
+// From a row of the fused projection, [heads + gate_heads + 2 kv_heads][dim] (q, gates, k, v): q and k rotated, element i with i + pairs, or normalised per
 // head and then rotated, and q scaled by its position; q back into its place, k and v into the cache at the row's slot. One
 // block a row; `1 << lanes_log2` lanes share a head, each with two vectors of it. Dynamic shared memory: pairs + 1 float2. The
 // registers are capped for more rows at once.

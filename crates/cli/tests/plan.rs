@@ -166,6 +166,30 @@ fn a_gpu_that_is_not_here_can_be_planned_for() {
     );
 }
 
+/// States are a component of a GPU too: a slot for each request, in whole pages of memory.
+#[test]
+fn a_model_with_states_is_planned_for_on_a_gpu() {
+    let config = include_str!("../../model/tests/configs/Qwen3.5-27B.json");
+    let dir = model(config);
+    let flags = "--device cuda --max-model-len 8192 --json --device-memory 139GiB";
+    let document = json(&plimsoll("plan", dir.path(), flags));
+    if document["device"]["assumed"] != true {
+        return;
+    }
+    let (slots, each) = (
+        number(&document, "/states/slots"),
+        number(&document, "/states/bytes_per_request"),
+    );
+    assert_eq!(each, 4.0 * 48.0 * (48.0 * 128.0 * 128.0 + 3.0 * 10_240.0));
+    let components = document["ready"]["components"].as_array().unwrap();
+    let states = components.iter().find(|line| line["name"] == "states").unwrap();
+    let held = states["bytes"].as_u64().unwrap();
+    assert_eq!(held, (slots as u64 * each as u64).next_multiple_of(2 << 20));
+    // Each has the KV of a mean request beside it, which is less than the default number of requests.
+    assert!(slots > 100.0 && slots < 512.0, "{slots} slots");
+    assert!(number(&document, "/kv_tokens") >= slots * 8192.0, "{document}");
+}
+
 /// 6.98 billion weights of linear layers, and 1.05 billion of embedding and head, which stay in 16 bits.
 #[test]
 fn quantised_models_are_planned_for_in_their_bits() {

@@ -14,8 +14,8 @@ use plimsoll_kernels::{
 use crate::batch::Batch;
 use crate::blocks::{self, DeltaRule, Moe, Norms, Operations, Widths};
 use crate::rope::{RopeSpec, RopeTable};
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer, MoeSpec};
-use crate::state::{KvCache, KvElementType, StateCache};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
+use crate::state::{KvCache, KvElementType, LayerPlace, StateCache};
 use crate::tables::LayerPage;
 use crate::weights::Loader;
 use crate::{DecoderSpec, ModelError};
@@ -194,30 +194,6 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 13] {
         expert,
         experts,
     ]
-}
-
-/// Where a layer keeps what it does of a request.
-#[derive(Clone, Copy, Debug)]
-enum LayerPlace {
-    Page(LayerPage),
-    /// Index among the layers with states.
-    State(usize),
-}
-
-impl LayerPlace {
-    /// Of each layer; `pages` are of those with attention.
-    fn all(spec: &DecoderSpec, pages: &[LayerPage]) -> Vec<Self> {
-        let (mut pages, mut states) = (pages.iter(), 0..);
-        let place = |mixer: &Mixer| match mixer {
-            Mixer::Attention(_) => pages.next().map(|&page| Self::Page(page)),
-            Mixer::DeltaNet(_) => states.next().map(Self::State),
-        };
-        spec.layers
-            .iter()
-            .map(|layer| &layer.mixer)
-            .filter_map(place)
-            .collect()
-    }
 }
 
 /// The activations of a step, `[rows, n]` each, for the widest layer.

@@ -210,6 +210,11 @@ impl DecoderSpec {
         })
     }
 
+    /// Whether layers have states of fixed size, or attention has gates.
+    pub(crate) fn is_hybrid(&self) -> bool {
+        self.delta_nets().next().is_some() || self.attention().any(|attention| attention.gated)
+    }
+
     /// Elements of the states of one request, all layers'.
     pub fn state_elements(&self) -> usize {
         let layers = self.delta_nets().map(|delta_net| &delta_net.layout);

@@ -4,6 +4,7 @@ use plimsoll_core::{Component, KvConfig, Oom, StepLimits, TokenId};
 use plimsoll_device::{Budget, Slab};
 use plimsoll_kernels::DeltaLayout;
 
+use crate::spec::Mixer;
 use crate::tables::LayerPage;
 use crate::{DecoderSpec, ModelError};
 
@@ -138,6 +139,30 @@ impl StateCache {
         };
         spec.delta_nets()
             .map(|delta_net| layer(&delta_net.layout))
+            .collect()
+    }
+}
+
+/// Where a layer keeps what it does of a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum LayerPlace {
+    Page(LayerPage),
+    /// Index among the layers with states.
+    State(usize),
+}
+
+impl LayerPlace {
+    /// Of each layer; `pages` are of those with attention.
+    pub(crate) fn all(spec: &DecoderSpec, pages: &[LayerPage]) -> Vec<Self> {
+        let (mut pages, mut states) = (pages.iter(), 0..);
+        let place = |mixer: &Mixer| match mixer {
+            Mixer::Attention(_) => pages.next().map(|&page| Self::Page(page)),
+            Mixer::DeltaNet(_) => states.next().map(Self::State),
+        };
+        spec.layers
+            .iter()
+            .map(|layer| &layer.mixer)
+            .filter_map(place)
             .collect()
     }
 }

@@ -269,7 +269,7 @@ impl<T: Target> Profiler<'_, T> {
         let left = self.target.meters();
         let kept = |meters: &Meters| {
             let bytes = |component| meters.by_component.get(component);
-            bytes(Component::Kv) + bytes(Component::Canary)
+            bytes(Component::Kv) + bytes(Component::States) + bytes(Component::Canary)
         };
         let expected = kept(&held);
         let dropped = |before: u64, after: u64| i128::from(before) - i128::from(after);

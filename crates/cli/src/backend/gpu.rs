@@ -55,7 +55,7 @@ fn options(settings: &EngineSettings) -> GpuOptions {
 }
 
 fn facts_and_footprint(model: GpuFootprint, device: Meters) -> (ModelFacts, Box<dyn Footprint>) {
-    let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token(), 0);
+    let facts = ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes());
     let model = Rc::new(model);
     (facts, Box::new(PredictedGpu { model, device }))
 }
@@ -130,7 +130,7 @@ impl Backend for GpuBackend {
             });
         }
         Ok(LoadedModel {
-            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token(), 0),
+            facts: ModelFacts::of(model.config(), model.kv_bytes_per_token(), model.state_bytes()),
             generation: model.generation().clone(),
             eos_token_ids: model.eos_token_ids(),
             disabled,
@@ -327,6 +327,7 @@ impl Footprint for PredictedGpu {
         let parts = [
             (Component::Weights, self.model.weights_bytes()),
             (Component::Kv, self.model.kv_bytes(kv)),
+            (Component::States, self.model.states_bytes(kv.state_slots)),
             (Component::Staging, staging),
             (Component::Arena, arena),
             (Component::Graphs, self.model.graph_bytes()),

@@ -150,6 +150,7 @@ impl Bench<'_> {
                     kv_heads: KV_HEADS,
                     block_size: BLOCK_SIZE,
                     head_dim: DIM,
+                    gated: false,
                 };
                 let at = (i % count) * tokens * width;
                 self.kernels

@@ -5,6 +5,7 @@
 mod attention_decode;
 mod attention_prefill;
 mod common;
+mod delta_rule;
 mod fused;
 mod linear;
 mod sample;
@@ -18,6 +19,7 @@ fn main() {
     let all: &[(&str, Bench)] = &[
         ("attention_decode", attention_decode::bench),
         ("attention_prefill", attention_prefill::bench),
+        ("delta_rule", delta_rule::bench),
         ("fused", fused::bench),
         ("linear", linear::bench),
         ("sample", sample::bench),

@@ -274,7 +274,8 @@ impl FusedKernels {
     /// `i` with `i + pairs`), scales q by its position, leaves it in its place and writes k and v into the cache. Twin of
     /// [`qk_norm_rope_kv_write`](crate::qk_norm_rope_kv_write).
     ///
-    /// `qkv` is `[tokens, (heads + 2 × kv_heads) × head_dim]`; its k and v columns are left as they were.
+    /// `qkv` is `[tokens, (heads + 2 × kv_heads) × head_dim]`, with as many columns of gates as of q behind these where
+    /// [`GpuKvWrite::gated`]; its other columns are left as they were.
     ///
     /// # Errors
     /// [`GpuError`] of the launch.
@@ -305,7 +306,13 @@ impl FusedKernels {
             block > 0 && kv.kv.elements().is_multiple_of(block),
             "k and v are not [blocks, kv_heads, block_size, head_dim]"
         );
-        let heads = width / dim;
+        let others = width / dim - 2 * kv.kv_heads;
+        assert!(!kv.gated || others.is_multiple_of(2), "a gate for each head");
+        let (q_heads, gate_heads) = match kv.gated {
+            false => (others, 0),
+            true => (others / 2, others / 2),
+        };
+        let heads = q_heads + 2 * kv.kv_heads;
         let lanes = (dim / (2 * VEC)).next_power_of_two();
         let threads = (heads * lanes).next_multiple_of(WARP).min(MAX_THREADS);
         let (kernels, q_norm, k_norm, eps) = match norm {
@@ -334,7 +341,8 @@ impl FusedKernels {
             eps.into(),
             kv.kv.k.into(),
             kv.kv.v.into(),
-            int(heads - 2 * kv.kv_heads),
+            int(q_heads),
+            int(gate_heads),
             int(kv.kv_heads),
             int(dim),
             int(pairs),

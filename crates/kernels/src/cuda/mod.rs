@@ -7,6 +7,7 @@
 mod attention_decode;
 mod attention_options;
 mod attention_prefill;
+mod delta_rule;
 mod fused;
 mod image;
 mod kv;
@@ -17,6 +18,9 @@ mod sample;
 pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
 pub use attention_options::GpuAttentionOptions;
 pub use attention_prefill::{PrefillArgs, PrefillItem, PrefillKernels, PrefillPlan, PrefillPlanner};
+pub use delta_rule::{
+    DeltaArgs, DeltaBound, DeltaKernels, DeltaSize, GpuDeltaGates, GpuStateRun, GpuStateTile,
+};
 pub use fused::{FusedKernels, GpuKvWrite, GpuNorm, GpuQkNorm, GpuRope, GpuTokens, rope_turns};
 pub use image::{check, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};

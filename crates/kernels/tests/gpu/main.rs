@@ -6,6 +6,7 @@ mod attention_decode;
 mod attention_prefill;
 mod cache;
 mod common;
+mod delta_rule;
 mod fp8;
 mod fused;
 mod linear;

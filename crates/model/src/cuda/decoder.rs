@@ -6,20 +6,21 @@ use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    DecodeKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, LinearOutput, LinearScratch,
-    LinearUse, Linears, PrefillKernels, SampleKernels,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, LinearOutput,
+    LinearScratch, LinearUse, Linears, PrefillKernels, SampleKernels,
 };
 
 use super::input::{StepInput, StepInputs};
 use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::{ScoreSlices, Scores};
+use super::states::States;
 use super::step::{Activations, StepLayout};
 use super::vectors::Vectors;
 use super::weights::{GpuLayer, GpuWeights};
-use crate::blocks::{Operations, Widths};
+use crate::blocks::{Mixer, Operations, Widths};
 use crate::spec::AttentionSpec;
-use crate::tables::LayerPage;
+use crate::state::LayerPlace;
 use head::Head;
 use layers::{Kind, Step};
 
@@ -29,8 +30,10 @@ pub(super) struct StepState {
     pub(super) kv: GpuSlab,
     pub(super) kv_config: KvConfig,
     pub(super) kv_element: GpuKvElement,
-    /// Where each layer's keys and values are.
-    pub(super) pages: Vec<LayerPage>,
+    /// Of all slots.
+    pub(super) states: States,
+    /// Where each layer's keys and values are, or its states.
+    pub(super) places: Vec<LayerPlace>,
     /// Longest context that is served, in tokens.
     pub(super) max_model_len: usize,
     pub(super) inputs: StepInputs,
@@ -77,6 +80,8 @@ pub(super) struct Decoder {
     linears: Linears,
     pub(super) decode: DecodeKernels,
     pub(super) prefill: PrefillKernels,
+    /// Of a model that has layers with states, or gated attention.
+    delta: Option<DeltaKernels>,
 }
 
 /// Numbers of rows that linear layers are measured for: those of decode steps, and of prompts.
@@ -103,11 +108,16 @@ impl Decoder {
                     sampler: SampleKernels::load(gpu)?,
                 }),
             },
-            weights,
             fused,
             linears: Linears::load(gpu, workspace)?,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
+            delta: weights
+                .spec
+                .is_hybrid()
+                .then(|| DeltaKernels::load(gpu))
+                .transpose()?,
+            weights,
         };
         decoder.measure_linears()?;
         Ok(decoder)
@@ -134,8 +144,18 @@ impl Decoder {
             out: out.slice(),
         };
         let layers = &decoder.layers;
-        let qkv = by_shape(layers, |layer| Some(&layer.mixer.attention()?.qkv));
-        let output = by_shape(layers, |layer| Some(&layer.mixer.attention()?.output));
+        let qkv = by_shape(layers, |layer| match &layer.mixer {
+            Mixer::Attention(block) => Some(&block.qkv),
+            Mixer::DeltaNet(block) => Some(&block.qkvz),
+        });
+        let state_gates = by_shape(layers, |layer| match &layer.mixer {
+            Mixer::Attention(_) => None,
+            Mixer::DeltaNet(block) => Some(&block.ba),
+        });
+        let output = by_shape(layers, |layer| match &layer.mixer {
+            Mixer::Attention(block) => Some(&block.output),
+            Mixer::DeltaNet(block) => Some(&block.output),
+        });
         let gate_up = by_shape(layers, |layer| Some(&layer.mlp.dense().gate_up));
         let down = by_shape(layers, |layer| Some(&layer.mlp.dense().down));
         let plain = |layers, output| LinearUse {
@@ -151,6 +171,7 @@ impl Decoder {
         };
         for (groups, kind) in [
             (&qkv, LinearOutput::Bf16),
+            (&state_gates, LinearOutput::Bf16),
             (&output, LinearOutput::Bf16),
             (&gate_up, LinearOutput::Bf16),
             (&down, LinearOutput::Bf16),

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
-    AssumedGpu, DecodeKernels, DecodePlanner, FusedKernels, GpuKvElement, Linears, PrefillKernels,
-    PrefillPlanner, SampleKernels,
+    AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, FusedKernels, GpuKvElement, Linears,
+    PrefillKernels, PrefillPlanner, SampleKernels,
 };
 
 use super::graphs::ladder;
@@ -18,10 +18,12 @@ use super::output::Outputs;
 use super::planners::{
     AttentionKind, AttentionPlanners, Planners, attention_counters, planners, planners_on,
 };
+use super::states::States;
 use super::step::StepLayout;
 use super::weights::weights_bytes;
 use super::{GpuOptions, check, kv_element};
 use crate::footprint::{ArenaUse, StepSize};
+use crate::state::StateCache;
 use crate::{KvCacheDtype, ModelConfig, ModelError, ServeAs};
 
 /// Context, kernels and libraries with their workspace on an H200, as measured there (tests/bench/h200/kv-full.json).
@@ -65,6 +67,7 @@ struct Kernels {
     _fused: FusedKernels,
     _linears: Linears,
     _sampler: Option<SampleKernels>,
+    _delta: Option<DeltaKernels>,
 }
 
 impl GpuFootprint {
@@ -75,7 +78,7 @@ impl GpuFootprint {
     /// As [`super::GpuModel::load`], as far as the configuration tells.
     pub fn on(gpu: &Gpu, path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
         let (config, element) = read_config(path, &shape)?;
-        let kernels = Kernels::load(gpu, config.embedding.is_none())?;
+        let kernels = Kernels::load(gpu, &config)?;
         let runs = shape.limits.max_num_seqs;
         let planners = planners(&config.spec, shape.block_size, element, |kind| {
             planners_on(&kernels.decode, &kernels.prefill, kind, runs)
@@ -173,6 +176,16 @@ impl GpuFootprint {
         mapped(self.config.spec.kv_bytes(config, self.kv_element.bytes()))
     }
 
+    /// As [`super::GpuModel::state_bytes`].
+    pub fn state_bytes(&self) -> u64 {
+        StateCache::slot_bytes(&self.config.spec)
+    }
+
+    /// Bytes of the states of so many slots.
+    pub fn states_bytes(&self, slots: usize) -> u64 {
+        mapped(States::bytes(&self.config.spec, slots))
+    }
+
     /// Bytes of a fixed arena of `scratch` bytes.
     pub fn fixed_arena(&self, scratch: u64) -> u64 {
         mapped(scratch)
@@ -268,12 +281,14 @@ fn read_config(path: &Path, shape: &GpuStateShape) -> Result<(ModelConfig, GpuKv
 
 impl Kernels {
     /// Everything that the runtime loads for a model, as far as it can be without one.
-    fn load(gpu: &Gpu, samples: bool) -> Result<Self, DeviceError> {
+    fn load(gpu: &Gpu, config: &ModelConfig) -> Result<Self, DeviceError> {
+        let samples = config.embedding.is_none();
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
         let kernels = Self {
             _linears: Linears::load(gpu, workspace)?,
             _fused: FusedKernels::load(gpu)?,
             _sampler: samples.then(|| SampleKernels::load(gpu)).transpose()?,
+            _delta: (config.spec.is_hybrid().then(|| DeltaKernels::load(gpu))).transpose()?,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
         };

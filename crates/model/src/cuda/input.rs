@@ -14,6 +14,7 @@ use plimsoll_kernels::cuda::{
 use super::planners::{AttentionPlanners, Planners};
 use super::staging::STEPS_IN_FLIGHT;
 use super::staging::{Layout, Section, Staging};
+use super::states::{StateCounts, StateInput, StateLists};
 use crate::ModelConfig;
 use crate::tables::PageTable;
 
@@ -28,6 +29,8 @@ pub(super) struct StepInput {
     pub(super) positions: Section<i32>,
     /// For each table of pages, where rows are written.
     pub(super) slots: Vec<Section<i32>>,
+    /// Of a model whose layers have states.
+    pub(super) states: Option<StateInput>,
     /// The rows that are given out; `None` if all are, in order.
     pub(super) sample_at: Option<Section<i32>>,
     /// First row and number of rows, among those given out, of each pooled vector.
@@ -153,6 +156,7 @@ pub(super) struct StepInputs {
     /// Runs of the step being packed, for each table.
     decode_runs: Vec<Vec<GpuRun>>,
     prefill_runs: Vec<Vec<GpuRun>>,
+    states: StateLists,
 }
 
 impl StepInputs {
@@ -174,6 +178,7 @@ impl StepInputs {
             room,
             decode_runs: vec![Vec::new(); tables.len()],
             prefill_runs: vec![Vec::new(); tables.len()],
+            states: StateLists::default(),
             tables,
         })
     }
@@ -197,6 +202,13 @@ impl StepInputs {
         shape: &BatchShape,
     ) -> StepInput {
         let pages = self.split_runs(plan, shape);
+        if self.kv.groups.state_layers() > 0 {
+            let padded = match *shape {
+                BatchShape::Decode(size) => size,
+                BatchShape::Exact(_) | BatchShape::Pool(..) => 0,
+            };
+            self.states.fill(plan, padded);
+        }
         let (mut sample_rows, sample_parts) = self.sample_rows(plan, shape);
         let deferred = plan.awaits_masks().then(|| {
             let skipped = vec![SampleRow::padding(); sample_rows.len()];
@@ -213,6 +225,9 @@ impl StepInputs {
         let mut input = layout(&counts, &self.planners);
         self.write_tokens(slot, plan, last, &input);
         self.write_attention(slot, &mut input);
+        if let Some(states) = input.states {
+            self.states.write(&mut self.staging, slot, states);
+        }
         self.write_blocks(slot, plan, &input);
         if let (Some(at), Some(section)) = (shape.picked(), input.sample_at) {
             self.staging.host(slot, section).copy_from_slice(at);
@@ -299,9 +314,11 @@ impl StepInputs {
         };
         let tables = PageTable::all(groups);
         let most = |table: &PageTable| table.most_blocks(block_size, limits);
+        let rows = limits.max_num_batched_tokens.max(limits.max_num_seqs);
         let counts = Counts {
             tables: tables.len(),
-            rows: limits.max_num_batched_tokens.max(limits.max_num_seqs),
+            rows,
+            states: StateCounts::most(groups, rows, limits.max_num_seqs),
             samples: limits.max_num_seqs,
             gather: sampling != Sampling::Pooled(Pooling::Mean),
             sample_rows,
@@ -364,6 +381,7 @@ impl StepInputs {
         Counts {
             tables: self.tables.len(),
             rows,
+            states: self.states.counts(),
             samples,
             gather,
             sample_rows: match shape {
@@ -496,6 +514,7 @@ struct Counts {
     /// Tables of pages.
     tables: usize,
     rows: usize,
+    states: StateCounts,
     samples: usize,
     gather: bool,
     sample_rows: usize,
@@ -519,6 +538,7 @@ fn layout(counts: &Counts, planners: &[AttentionPlanners]) -> StepInput {
         tokens: layout.section(counts.rows),
         positions: layout.section(counts.rows),
         slots: sections(&mut layout, counts.tables, counts.rows),
+        states: counts.states.layout(&mut layout),
         sample_at: counts.gather.then(|| layout.section(counts.samples)),
         spans: layout.section(2 * counts.spans),
         sample_rows: layout.section(counts.sample_rows),

@@ -19,6 +19,7 @@ mod planners;
 mod runner;
 mod scores;
 mod staging;
+mod states;
 mod step;
 mod vectors;
 mod weights;
@@ -29,11 +30,11 @@ use std::sync::Arc;
 
 use plimsoll_core::{BlockSize, BuildError, Component, KvConfig, StateConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuError};
-use plimsoll_kernels::cuda::{FusedKernels, GpuKvElement, HEAD_DIMS};
+use plimsoll_kernels::cuda::{DeltaKernels, DeltaSize, FusedKernels, GpuKvElement, HEAD_DIMS};
 
-use crate::arch::LINEAR;
 use crate::model::Description;
 use crate::spec::Mlp;
+use crate::state::StateCache;
 use crate::{About, DecoderSpec, KvCacheDtype, LoadOptions, ModelError, Progress};
 use decoder::Decoder;
 pub use footprint::{GpuFootprint, GpuStateShape};
@@ -123,6 +124,11 @@ impl GpuModel {
         self.spec().kv_bytes(config, self.kv_element.bytes())
     }
 
+    /// Bytes of the states of fixed size of one request; 0 where no layer has one.
+    pub fn state_bytes(&self) -> u64 {
+        StateCache::slot_bytes(self.spec())
+    }
+
     /// Element of the KV cache.
     pub fn kv_cache_dtype(&self) -> &'static str {
         match self.kv_element {
@@ -177,14 +183,6 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
         true => Ok(()),
         false => Err(unsupported(field, width, format!("it is a multiple of {of}"))),
     };
-    let has_gates = spec.attention().any(|attention| attention.gated);
-    if has_gates || spec.delta_nets().next().is_some() {
-        return Err(ModelError::unsupported(
-            "layer_types",
-            LINEAR,
-            "Gated DeltaNet layers run on CPUs only so far: use --device cpu",
-        ));
-    }
     multiple("hidden_size", spec.hidden_size, 8)?;
     for layer in &spec.layers {
         match &layer.mlp {
@@ -206,6 +204,20 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
         if let Some(rope) = &attention.rope {
             // The kernel rotates eight pairs at a time.
             multiple("head_dim * partial_rotary_factor", rope.rotary_dim, 16)?;
+        }
+    }
+    for delta_net in spec.delta_nets() {
+        if let Err(bound) = DeltaKernels::check(&delta_net.layout) {
+            let field = match bound.name {
+                DeltaSize::KeyDim => "linear_key_head_dim",
+                DeltaSize::ValueDim => "linear_value_head_dim",
+                DeltaSize::Taps => "linear_conv_kernel_dim",
+            };
+            return Err(unsupported(
+                field,
+                bound.size,
+                format!("it is {}", bound.supported),
+            ));
         }
     }
     formats::check(spec)

@@ -17,9 +17,11 @@ use super::output::Outputs;
 use super::planners::attention_counters;
 use super::scores::Scores;
 use super::staging::STEPS_IN_FLIGHT;
+use super::states::States;
 use super::vectors::Vectors;
 use super::{GpuModel, GpuOptions};
 use crate::batch::Bounds;
+use crate::state::LayerPlace;
 use crate::tables::LayerPage;
 
 /// One engine state on a GPU: everything that serves a model besides its weights. Dropped whole.
@@ -93,7 +95,8 @@ impl GpuRunner {
             kv: gpu.alloc(Component::Kv, kv_bytes)?,
             kv_config: kv,
             kv_element: model.kv_element,
-            pages: LayerPage::all(&layout),
+            states: States::new(gpu, spec, kv.state_slots)?,
+            places: LayerPlace::all(spec, &LayerPage::all(&layout)),
             max_model_len: limits.max_model_len,
             inputs,
             outputs: Outputs::new(gpu, sampling.most_rows(limits))?,

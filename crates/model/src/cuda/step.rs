@@ -1,6 +1,6 @@
 use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
-use plimsoll_kernels::cuda::Fp8Scaling;
+use plimsoll_kernels::cuda::{DeltaKernels, Fp8Scaling};
 
 use super::input::StepInput;
 use super::planners::{AttentionPlanners, attention_scratch};
@@ -26,11 +26,14 @@ pub(super) struct StepLayout {
     pub(super) delta: Section<bf16>,
     pub(super) qkv: Section<bf16>,
     pub(super) attended: Section<bf16>,
+    /// Also what a recurrence takes beside its states.
     pub(super) gate_up: Section<bf16>,
     pub(super) activated: Section<bf16>,
     /// Inputs of products in eight bits, and their scales.
     pub(super) quantised: Section<u8>,
     pub(super) scales: Section<f32>,
+    /// Gates of states.
+    pub(super) state_gates: Section<bf16>,
     /// Partial results of attention.
     pub(super) attention: Section<f32>,
     /// What the step gives out: logits, or pooled vectors. In the place of what only the layers need.
@@ -59,11 +62,12 @@ impl StepLayout {
             delta: layout.rows(rows, widths.hidden)?,
             qkv: layout.rows(rows, widths.qkv)?,
             attended: layout.rows(rows, widths.attended)?,
-            gate_up: layout.rows(rows, widths.gate_up)?,
+            gate_up: layout.rows(rows, widths.gate_up.max(recurrence_width(spec)))?,
             activated: layout.rows(rows, widths.activated)?,
             quantised: layout.rows(rows, widths.quantised)?,
             // Of blocks there are more than the rows have.
             scales: layout.rows(Fp8Scaling::Blocks.input_stride(rows), widths.scales)?,
+            state_gates: layout.rows(rows, widths.state_gates)?,
             attention: layout.rows(attention_scratch(planners), 1)?,
             given: match spec.head {
                 OutputHead::None => after.rows(step.samples, spec.hidden_size)?,
@@ -98,6 +102,7 @@ impl StepLayout {
             activated: self.activated.within(memory),
             quantised: self.quantised.within(memory),
             scales: self.scales.within(memory),
+            state_gates: self.state_gates.within(memory),
             scratch: self.attention.within(memory),
         }
     }
@@ -109,6 +114,14 @@ fn logit_rows(step: StepSize) -> usize {
         0 => step.samples,
         _ => step.samples.max(step.tokens.min(SCORE_ROWS)),
     }
+}
+
+/// Elements of a row of what a recurrence takes beside its states, which is in `f32`.
+fn recurrence_width(spec: &DecoderSpec) -> usize {
+    let floats = spec
+        .delta_nets()
+        .map(|delta_net| DeltaKernels::scratch_floats(&delta_net.layout));
+    floats.max().unwrap_or(0) * size_of::<f32>() / size_of::<bf16>()
 }
 
 /// See [`StepLayout`].
@@ -123,5 +136,6 @@ pub(super) struct Activations<'a> {
     pub(super) activated: GpuSlice<'a, bf16>,
     pub(super) quantised: GpuSlice<'a, u8>,
     pub(super) scales: GpuSlice<'a, f32>,
+    pub(super) state_gates: GpuSlice<'a, bf16>,
     pub(super) scratch: GpuSlice<'a, f32>,
 }

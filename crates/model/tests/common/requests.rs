@@ -22,6 +22,8 @@ pub struct Request {
     pub max_tokens: usize,
     /// A mask that depends on the output so far says what may be sampled.
     pub constrained: bool,
+    /// Layers keep a state, which cannot forget a token: where one is replaced, it is computed from the beginning.
+    pub has_state: bool,
     pub output: Vec<TokenId>,
     /// Tokens in the cache, or on their way to it.
     pub computed: usize,
@@ -80,6 +82,7 @@ impl Request {
             params,
             max_tokens,
             constrained: false,
+            has_state: false,
             output: vec![],
             computed: 0,
             blocks: vec![],
@@ -177,7 +180,10 @@ impl Request {
         self.output.push(token);
         if token != sampled {
             self.replaced += 1;
-            self.computed = self.prompt.len() + self.output.len() - 1;
+            self.computed = match self.has_state {
+                false => self.prompt.len() + self.output.len() - 1,
+                true => 0,
+            };
             (self.sampling, self.fresh) = (false, false);
         }
     }

@@ -8,11 +8,11 @@ use plimsoll_model::{LoadOptions, ModelError};
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::{golden_path, state_config};
 use crate::reference::VOCAB;
-use crate::setup::{LIMITS, MODELS, Setup, gpu, load};
+use crate::setup::{HYBRID_MODELS, LIMITS, MODELS, Setup, gpu, load};
 
 /// Whether memory sufficed.
-fn start(gpu: &Gpu) -> Result<(), Oom> {
-    let path = golden_path("llama3-tied-bf16");
+fn start(gpu: &Gpu, name: &str) -> Result<(), Oom> {
+    let path = golden_path(name);
     let model = match GpuModel::load(&path, LoadOptions::default(), gpu, &mut |_| ()) {
         Err(ModelError::Oom(oom)) => return Err(oom),
         loaded => loaded.unwrap(),
@@ -32,21 +32,47 @@ fn start(gpu: &Gpu) -> Result<(), Oom> {
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn any_allocation_of_a_start_may_fail() {
     let gpu = gpu();
-    let meters = || gpu.budget().meters();
-    // The kernels' modules stay loaded, so that every load of a model takes some more of the runtime.
-    let held = || meters().reserved - meters().by_component.get(Component::Runtime);
-    start(&gpu).unwrap();
-    let (before, allocations) = (held(), meters().allocations);
-    start(&gpu).unwrap();
-    let allocations = meters().allocations - allocations;
-    assert_eq!(held(), before);
-    assert!(allocations > 10, "{allocations} allocations");
-    for n in 1..=allocations {
-        gpu.budget().fail_allocation(n);
-        assert!(start(&gpu).is_err(), "allocation {n}");
-        assert_eq!(held(), before, "allocation {n}");
+    for name in ["llama3-tied-bf16", HYBRID_MODELS[0]] {
+        let meters = || gpu.budget().meters();
+        // The kernels' modules stay loaded, so that every load of a model takes some more of the runtime.
+        let held = || meters().reserved - meters().by_component.get(Component::Runtime);
+        start(&gpu, name).unwrap();
+        let (before, allocations) = (held(), meters().allocations);
+        start(&gpu, name).unwrap();
+        let allocations = meters().allocations - allocations;
+        assert_eq!(held(), before, "{name}");
+        assert!(allocations > 10, "{name}: {allocations} allocations");
+        for n in 1..=allocations {
+            gpu.budget().fail_allocation(n);
+            assert!(start(&gpu, name).is_err(), "{name}, allocation {n}");
+            assert_eq!(held(), before, "{name}, allocation {n}");
+        }
+        start(&gpu, name).unwrap();
     }
-    start(&gpu).unwrap();
+}
+
+/// All slots are charged as they were asked for, and come back.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn states_are_charged() {
+    let gpu = gpu();
+    for name in HYBRID_MODELS {
+        let model = load(&gpu, name);
+        let setup = Setup {
+            block_size: 16,
+            tokens: 256,
+            enforce_eager: false,
+        };
+        let held = || gpu.budget().meters().by_component.get(Component::States);
+        assert_eq!(held(), 0, "{name}");
+        let runner = setup.build(&model);
+        let asked = model.state_bytes() * state_config(16, 0).kv.state_slots as u64;
+        assert!(asked > 0, "{name}");
+        // In whole pages of 2 MiB.
+        assert_eq!(held(), asked.next_multiple_of(2 << 20), "{name}");
+        drop(runner);
+        assert_eq!(held(), 0, "{name}");
+    }
 }
 
 #[test]
@@ -56,7 +82,12 @@ fn a_mixed_load_allocates_nothing() {
     for name in MODELS {
         let model = load(&gpu, name);
         for setup in Setup::all(2048) {
-            let requests = Request::random(200, 11, VOCAB, 200);
+            // As many as have slots.
+            let (requests, least_steps) = match HYBRID_MODELS.contains(&name) {
+                false => (200, 200),
+                true => (state_config(8, 0).kv.state_slots as u64, 10),
+            };
+            let requests = Request::random(requests, 11, VOCAB, 200);
             let how = Disturbance {
                 block_size: setup.block_size,
                 num_blocks: setup.num_blocks() as u32,
@@ -77,7 +108,7 @@ fn a_mixed_load_allocates_nothing() {
             let (before, free) = (meters(), gpu.memory_info().unwrap().free);
             let mut again = requests.clone();
             let steps = serve(&mut runner, &mut again, how, &mut |_, sampled| sampled.token);
-            assert!(steps > 200, "only {steps} steps");
+            assert!(steps > least_steps, "only {steps} steps");
             gpu.synchronize().unwrap();
             assert_eq!(meters(), before, "{name}, {setup:?}: {steps} steps");
             let left = gpu.memory_info().unwrap().free;

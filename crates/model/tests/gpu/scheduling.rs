@@ -7,13 +7,17 @@ use crate::common::malformed::refuses_malformed_plans;
 use crate::common::requests::{Disturbance, Request, serve};
 use crate::common::{blocks, greedy_spec, plan, run};
 use crate::reference::{Judge, VOCAB, expected_texts};
-use crate::setup::{self, LIMITS, MODELS, Setup, gpu, load};
+use crate::setup::{self, HYBRID_MODELS, LIMITS, MODELS, Setup, gpu, load};
 
 /// Serves random requests in batches of random chunks over random blocks, with preemptions, each step finished before the
 /// next is launched, or two in flight, the second continuing what the first samples.
 fn check_texts(gpu: &Gpu, (seed, name): (u64, &str), load: &Load) {
     let model = setup::load(gpu, name);
-    let requests = Request::random(load.requests, seed, VOCAB, load.longest);
+    let mut requests = Request::random(load.requests, seed, VOCAB, load.longest);
+    let has_state = HYBRID_MODELS.contains(&name);
+    requests
+        .iter_mut()
+        .for_each(|request| request.has_state = has_state);
     let expected = expected_texts(name, &requests, &load.limits);
     let mut judge = Judge::default();
     for setup in Setup::all(load.cached) {

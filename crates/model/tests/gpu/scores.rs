@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use plimsoll_core::{Executor, RequestId, Scratch, StepLimits, StepPlan, TokenId};
+use plimsoll_core::{Executor, RequestId, Scratch, StateSlot, StepLimits, StepPlan, TokenId};
 use plimsoll_model::KvCacheDtype;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -42,6 +42,7 @@ fn scored_step(prompts: &[Vec<TokenId>], len: usize) -> StepPlan {
         let table = blocks(15 * index..15 * (index + 1));
         let mut run = scored_run(&prompt[..len], 0, len, 0, &table);
         run.request = RequestId(u64::from(index));
+        run.state = Some(StateSlot(index));
         run
     });
     let neighbours = (0..4).map(|index| {

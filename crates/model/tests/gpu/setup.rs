@@ -11,7 +11,7 @@ use plimsoll_model::{LoadFormat, LoadOptions};
 use crate::common::{Oracle, golden_path, state_config};
 
 /// The tiny models whose heads have a size that the kernels know.
-pub(crate) const MODELS: [&str; 21] = [
+pub(crate) const MODELS: [&str; 22] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -32,8 +32,12 @@ pub(crate) const MODELS: [&str; 21] = [
     "qwen3-f16",
     "qwen3-fp8-block",
     "qwen3-sharded",
+    "qwen3_5-vision",
     "smollm3",
 ];
+
+/// Those of which some layers keep a state.
+pub(crate) const HYBRID_MODELS: [&str; 1] = ["qwen3_5-vision"];
 
 pub(crate) const BLOCK_SIZES: [usize; 3] = [8, 16, 32];
 

@@ -30,7 +30,8 @@ fn load_to(gpu: &Gpu, path: &Path, format: LoadFormat) -> Result<Arc<GpuModel>, 
 }
 
 /// Every stored tensor is on the device: matrices and biases rounded to `bf16`, norms as they are, up to `tolerance` of
-/// each value; 0 is to the bit. A norm that is stored as its difference from 1 arrives whole.
+/// each value; 0 is to the bit. A norm that is stored as its difference from 1 arrives whole, and gates of attention, which are
+/// stored head by head, behind all of q.
 #[track_caller]
 fn assert_contents(model: &GpuModel, tensors: &Tensors, tolerance: f32, context: &str) {
     for (name, tensor) in tensors {
@@ -40,8 +41,15 @@ fn assert_contents(model: &GpuModel, tensors: &Tensors, tolerance: f32, context:
             want.iter_mut()
                 .for_each(|value| *value = bf16::from_f32(*value).to_f32());
         }
-        if name.ends_with("norm.weight") && model.spec().final_norm.unit_offset {
+        let is_whole = name.ends_with("linear_attn.norm.weight");
+        if name.ends_with("norm.weight") && !is_whole && model.spec().final_norm.unit_offset {
             want.iter_mut().for_each(|value| *value += 1.0);
+        }
+        let gated = model.spec().attention().find(|attention| attention.gated);
+        if let (Some(attention), true) = (gated, name.ends_with("q_proj.weight")) {
+            let head = want.len() / attention.heads / 2;
+            let part = |first: usize| want.chunks_exact(head).skip(first).step_by(2);
+            want = part(0).chain(part(1)).flatten().copied().collect();
         }
         // A tied head may be stored all the same.
         let name = match name.as_str() {

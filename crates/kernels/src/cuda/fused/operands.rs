@@ -66,6 +66,8 @@ pub struct GpuKvWrite<'a> {
     pub block_size: usize,
     /// Elements per head: a multiple of 16.
     pub head_dim: usize,
+    /// The projection has a gate for each element of q, between q and k.
+    pub gated: bool,
 }
 
 /// Frequencies in turns per position instead of radians, each as a sum of two `f32` (`[pairs, 2]`, large part first), for

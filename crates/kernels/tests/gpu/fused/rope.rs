@@ -21,6 +21,8 @@ struct Case {
     frequencies: Vec<f32>,
     factor: f32,
     query_scale: Option<QueryScale>,
+    /// On a GPU there are gates between q and k.
+    gated: bool,
 }
 
 /// Rotated q `[tokens, heads, dim]`, and of each row with a slot k and v `[rows, 2, kv_heads, dim]`.
@@ -59,7 +61,32 @@ impl Case {
                 beta: 0.1,
                 original: 16_384,
             }),
+            gated: rng.random_bool(0.3),
         }
+    }
+
+    /// The projections with gates, if there are any, that nobody reads.
+    fn with_gates(&self) -> Vec<bf16> {
+        let rows = self.qkv.chunks_exact(self.width());
+        let (q, gates) = (self.heads * self.dim, vec![bf16::NAN; self.gates()]);
+        rows.flat_map(|row| [&row[..q], &gates, &row[q..]].concat())
+            .collect()
+    }
+
+    /// The same without them. They are as they were.
+    fn without_gates(&self, rows: &[f32]) -> Vec<f32> {
+        let q = self.heads * self.dim;
+        let rows = rows.chunks_exact(self.width() + self.gates());
+        rows.flat_map(|row| {
+            let (gates, kv) = row[q..].split_at(self.gates());
+            assert!(gates.iter().all(|x| x.is_nan()), "gates are left alone");
+            [&row[..q], kv].concat()
+        })
+        .collect()
+    }
+
+    fn gates(&self) -> usize {
+        usize::from(self.gated) * self.heads * self.dim
     }
 
     fn width(&self) -> usize {
@@ -173,7 +200,8 @@ const SHAPES: [[usize; 4]; 11] = [
 /// Writes `case` to a cache of such elements: the projections afterwards, and the bytes of keys and of values.
 fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) -> (Vec<f32>, [Vec<u8>; 2]) {
     let (tokens, dim) = (case.positions.len(), case.dim);
-    let mut padded = case.qkv.clone();
+    let projections = case.with_gates();
+    let mut padded = projections.clone();
     padded.extend([bf16::from_bits(0xffff); GUARD]);
     let qkv = upload(gpu, &padded);
     let (positions, slots) = (upload(gpu, &case.positions), upload(gpu, &case.slots));
@@ -199,13 +227,17 @@ fn write_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case, cache: Cache) ->
         kv_heads: case.kv_heads,
         block_size: case.block_size,
         head_dim: dim,
+        gated: case.gated,
     };
     kernels
-        .qk_norm_rope_kv_write(qkv.slice().range(0..case.qkv.len()), norm, rope, kv)
+        .qk_norm_rope_kv_write(qkv.slice().range(0..projections.len()), norm, rope, kv)
         .unwrap();
 
-    let after = widen(&written::<bf16>(gpu, &qkv, case.qkv.len()));
-    (after, [written(gpu, &k, bytes), written(gpu, &v, bytes)])
+    let after = widen(&written::<bf16>(gpu, &qkv, projections.len()));
+    (
+        case.without_gates(&after),
+        [written(gpu, &k, bytes), written(gpu, &v, bytes)],
+    )
 }
 
 fn run_on_gpu(gpu: &Gpu, kernels: &FusedKernels, case: &Case) -> Out {

@@ -4,8 +4,8 @@ use half::bf16;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{GpuError, GpuSlice};
 use plimsoll_kernels::cuda::{
-    DecodeArgs, GpuAttentionOptions, GpuFp8Rows, GpuKvWrite, GpuLinear, GpuNorm, GpuQkNorm, GpuResidual,
-    GpuRope, GpuRows, LinearOutput, Linears, PrefillArgs,
+    DecodeArgs, DeltaArgs, DeltaKernels, GpuAttentionOptions, GpuDeltaGates, GpuFp8Rows, GpuKvWrite,
+    GpuLinear, GpuNorm, GpuQkNorm, GpuResidual, GpuRope, GpuRows, LinearOutput, Linears, PrefillArgs,
 };
 
 use super::{Decoder, StepState};
@@ -16,16 +16,24 @@ use crate::cuda::scores::ScoreSlices;
 use crate::cuda::step::Activations;
 use crate::cuda::weights::{GpuLayer, GpuVector};
 use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
+use crate::state::LayerPlace;
+use crate::tables::LayerPage;
 
 /// What is chosen for all layers of one specification, once for a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kind {
+    /// Of a layer with attention.
+    attention: Option<AttentionChoice>,
+    gate_up: Fusion,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct AttentionChoice {
     /// Index of its work list.
-    attention: usize,
+    planners: usize,
     /// Of its rotary positions: which kind, and which table.
     rope: Option<[usize; 2]>,
     qkv: Fusion,
-    gate_up: Fusion,
 }
 
 /// What a linear layer's kernel does beside the product.
@@ -38,21 +46,10 @@ struct Fusion {
 
 impl Kind {
     pub(super) fn new(decoder: &Decoder, layer: &GpuLayer, rows: usize, state: &StepState) -> Self {
-        let mixer = layer.spec.attention().zip(layer.mixer.attention());
-        let (spec, mixer) = mixer.expect("a GPU serves no other mixers");
-        let attention = AttentionKind::of(spec, state.kv_config.block_size, state.kv_element);
-        let planners = state.inputs.planners();
-        let at = planners.iter().position(|planners| planners.kind == attention);
-        let rope = spec.rope.as_deref().map(|rope| {
-            let ropes = decoder.weights.spec.ropes();
-            let at = ropes.iter().position(|known| *known == rope);
-            let at = at.expect("a decoder knows its layers' ropes");
-            [at, rope.variant(state.max_model_len)]
-        });
+        let attention = layer.spec.attention().zip(layer.mixer.attention());
         Self {
-            attention: at.expect("there are planners for every layer"),
-            rope,
-            qkv: Fusion::new(&decoder.linears, rows, &mixer.qkv, LinearOutput::Bf16),
+            attention: attention
+                .map(|(spec, block)| AttentionChoice::new(decoder, spec, &block.qkv, rows, state)),
             gate_up: Self::gate_up(decoder, layer, rows),
         }
     }
@@ -65,6 +62,25 @@ impl Kind {
             false => LinearOutput::Bf16,
         };
         Fusion::new(linears, rows, gate_up, output)
+    }
+}
+
+impl AttentionChoice {
+    fn new(decoder: &Decoder, spec: &AttentionSpec, qkv: &GpuLinear, rows: usize, state: &StepState) -> Self {
+        let attention = AttentionKind::of(spec, state.kv_config.block_size, state.kv_element);
+        let planners = state.inputs.planners();
+        let at = planners.iter().position(|planners| planners.kind == attention);
+        let rope = spec.rope.as_deref().map(|rope| {
+            let ropes = decoder.weights.spec.ropes();
+            let at = ropes.iter().position(|known| *known == rope);
+            let at = at.expect("a decoder knows its layers' ropes");
+            [at, rope.variant(state.max_model_len)]
+        });
+        Self {
+            planners: at.expect("there are planners for every layer"),
+            rope,
+            qkv: Fusion::new(&decoder.linears, rows, qkv, LinearOutput::Bf16),
+        }
     }
 }
 
@@ -93,7 +109,7 @@ pub(super) struct Step<'a, 'b> {
     pub(super) layer: usize,
 }
 
-impl<'a> Step<'a, '_> {
+impl<'a, 'b> Step<'a, 'b> {
     /// The layer's MLP.
     fn mlp(&self) -> &DenseMlp<GpuLinear> {
         self.decoder.weights.decoder.layers[self.layer].mlp.dense()
@@ -101,6 +117,25 @@ impl<'a> Step<'a, '_> {
 
     fn kind(&self) -> &Kind {
         &self.kinds[self.decoder.kind_of[self.layer]]
+    }
+
+    /// What is chosen for the layer's attention.
+    fn attention(&self) -> &AttentionChoice {
+        let attention = self.kind().attention.as_ref();
+        attention.expect("a layer with attention")
+    }
+
+    /// Where the layer's keys and values are.
+    fn page(&self) -> LayerPage {
+        match self.state.places[self.layer] {
+            LayerPlace::Page(page) => page,
+            LayerPlace::State(_) => unreachable!("a layer with attention has pages"),
+        }
+    }
+
+    fn delta(&self) -> &'b DeltaKernels {
+        let kernels = self.decoder.delta.as_ref();
+        kernels.expect("they are loaded for models that need them")
     }
 
     /// The first `width` elements' worth of each row, closely packed.
@@ -203,7 +238,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
 
     fn project_qkv(&mut self, norms: &Norms<'_, GpuVector>, qkv: &GpuLinear) -> Result<(), GpuError> {
         let out = self.rows(self.act.qkv, qkv.outputs());
-        self.norm_linear(norms, qkv, self.kind().qkv, out)
+        self.norm_linear(norms, qkv, self.attention().qkv, out)
     }
 
     /// Queries stay in their place.
@@ -220,20 +255,24 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             eps: layer.norm.eps,
         });
         let weights = &self.decoder.weights;
-        let table = self.kind().rope.map(|[rope, table]| &weights.ropes[rope][table]);
+        let table = self
+            .attention()
+            .rope
+            .map(|[rope, table]| &weights.ropes[rope][table]);
         let rope = GpuRope {
             positions: state.inputs.device(input.positions),
             turns: table.map_or(weights.no_turns(), |table| table.turns.slice()),
             factor: table.map_or(1.0, |table| table.factor),
             query_scale: spec.rope.as_deref().and_then(|rope| rope.query_scale),
         };
-        let page = state.pages[self.layer];
+        let page = self.page();
         let write = GpuKvWrite {
             kv: state.layer_kv(page.column, spec, weights.kv_scales[self.layer]),
             slots: state.inputs.device(input.slots[page.table]),
             kv_heads: spec.kv_heads,
             block_size: state.kv_config.block_size.tokens(),
             head_dim: spec.head_dim,
+            gated: spec.gated,
         };
         let qkv = self.rows(self.act.qkv, spec.qkv_size());
         self.decoder.fused.qk_norm_rope_kv_write(qkv, norm, rope, write)
@@ -246,10 +285,10 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             soft_cap: spec.soft_cap,
             sinks: sinks.map(GpuVector::slice),
         };
-        let page = state.pages[self.layer];
+        let page = self.page();
         let scales = self.decoder.weights.kv_scales[self.layer];
         let kv = state.layer_kv(page.column, spec, scales);
-        let (inputs, at) = (&state.inputs, self.kind().attention);
+        let (inputs, at) = (&state.inputs, self.attention().planners);
         let planners = &inputs.planners()[at];
         let blocks = inputs.device(input.blocks);
         let (q, out) = (
@@ -288,25 +327,60 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
             };
             self.decoder.prefill.forward(&planners.prefill, plan, &args)?;
         }
-        Ok(())
+        match spec.gated {
+            false => Ok(()),
+            true => self
+                .delta()
+                .sigmoid_gate(out, spec.q_size(), q, spec.qkv_size(), spec.q_size()),
+        }
     }
 
     fn project_delta(
         &mut self,
-        _: &Norms<'_, GpuVector>,
-        _: &GpuLinear,
-        _: &GpuLinear,
+        norms: &Norms<'_, GpuVector>,
+        qkvz: &GpuLinear,
+        ba: &GpuLinear,
     ) -> Result<(), GpuError> {
-        unreachable!("a GPU serves no layers with states")
+        // Both take it, and one of them may take it in eight bits.
+        let normed = self.rows(self.act.normed, qkvz.inputs());
+        self.add_norm(norms, normed.into())?;
+        let [x, gates] = [(self.act.qkv, qkvz), (self.act.state_gates, ba)]
+            .map(|(out, linear)| self.rows(out, linear.outputs()));
+        self.linear(normed, qkvz, x)?;
+        self.linear(normed, ba, gates)
     }
 
     fn apply_delta_rule(
         &mut self,
-        _: &LayerSpec,
-        _: &DeltaNetSpec,
-        _: &DeltaRule<GpuVector>,
+        layer: &LayerSpec,
+        spec: &DeltaNetSpec,
+        rule: &DeltaRule<GpuVector>,
     ) -> Result<(), GpuError> {
-        unreachable!("a GPU serves no layers with states")
+        let Self { input, state, .. } = *self;
+        let (LayerPlace::State(index), Some(states)) = (state.places[self.layer], input.states) else {
+            unreachable!("a layer with a recurrence has states, and steps say where");
+        };
+        let [conv_states, head_states] = state.states.of(index);
+        let layout = spec.layout;
+        let scratch = self.act.gate_up.cast::<f32>();
+        self.delta().forward(&DeltaArgs {
+            layout,
+            conv: rule.conv.slice(),
+            gates: GpuDeltaGates {
+                a_log: rule.a_log.slice(),
+                dt_bias: rule.dt_bias.slice(),
+                norm: rule.norm.slice(),
+                eps: layer.norm.eps,
+            },
+            runs: state.inputs.device(states.runs),
+            tiles: state.inputs.device(states.tiles),
+            x: self.rows(self.act.qkv, layout.width()),
+            ba: self.rows(self.act.state_gates, 2 * layout.value_heads),
+            conv_states,
+            head_states,
+            scratch: self.rows(scratch, DeltaKernels::scratch_floats(&layout)),
+            out: self.rows(self.act.attended, layout.values()),
+        })
     }
 
     fn rows_given(&self) -> usize {

@@ -79,18 +79,49 @@ fn caches_of_a_cpu_are_refused_by_name() {
     );
 }
 
+fn golden(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/golden")
+        .join(name)
+}
+
+/// Whole pages of memory for all slots; none where no layer has a state.
 #[test]
-fn layers_with_states_are_refused_with_what_runs_them() {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
-    for name in ["qwen3-next", "qwen3_5-vision"] {
-        let shape = footprint(&recorded("kv-full.json")).shape;
-        let error = GpuFootprint::assumed(&golden.join(name), shape)
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("layer_types") && error.contains("--device cpu"),
-            "{error}"
-        );
+fn states_are_as_large_as_their_slots() {
+    let shape = footprint(&recorded("kv-full.json")).shape;
+    let hybrid = GpuFootprint::assumed(&golden("qwen3_5-vision"), shape).unwrap();
+    // Two layers, each with three states of 16 x 24 and three inputs of 2 x 16 + 72 channels.
+    assert_eq!(hybrid.state_bytes(), 2 * 4 * (3 * 16 * 24 + 3 * 104));
+    for slots in [1, 100, 1000] {
+        let bytes = hybrid.state_bytes() * slots as u64;
+        assert_eq!(hybrid.states_bytes(slots), bytes.next_multiple_of(2 << 20));
+    }
+    let step = StepSize {
+        tokens: 8192,
+        samples: 1,
+        scored: 0,
+    };
+    assert!(hybrid.arena(&[(step, false)]).scratch[0] > 0);
+    let dense = footprint(&recorded("kv-full.json"));
+    assert_eq!((dense.state_bytes(), dense.states_bytes(512)), (0, 0));
+}
+
+#[test]
+fn states_without_kernels_are_refused_by_name() {
+    let text = std::fs::read_to_string(golden("qwen3_5-vision").join("config.json")).unwrap();
+    let shape = footprint(&recorded("kv-full.json")).shape;
+    for (field, value) in [
+        ("linear_key_head_dim", 20),
+        ("linear_value_head_dim", 12),
+        ("linear_conv_kernel_dim", 5),
+    ] {
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        config["text_config"][field] = value.into();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        let error = GpuFootprint::assumed(dir.path(), shape.clone()).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(field) && text.contains("--device cpu"), "{text}");
     }
 }
 

@@ -1,0 +1,519 @@
+//! Gated DeltaNet and the gate of attention. One body for the CPU twins and the GPU.
+
+use half::bf16;
+use plimsoll_device::cuda::{Gpu, GpuSlab, GpuSlice};
+use plimsoll_kernels as cpu;
+use plimsoll_kernels::cuda::{DeltaArgs, DeltaKernels, GpuDeltaGates, GpuStateRun, GpuStateTile};
+use plimsoll_kernels::{DeltaGates, DeltaLayout, StateRun};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+
+use crate::common::{assert_close, download, gpu, poisoned, random, rng, upload, widen};
+
+/// Of an output that is rounded to bf16 once.
+const BF16: f64 = 4e-3;
+/// Of states in f32.
+const F32: f64 = 1e-4;
+const EPS: f32 = 1e-6;
+/// Elements behind an output that must stay poisoned.
+const GUARD: usize = 64;
+
+/// A layer, and requests whose tokens go through it.
+struct Case {
+    layout: DeltaLayout,
+    conv: Vec<f32>,
+    a_log: Vec<f32>,
+    dt_bias: Vec<f32>,
+    norm: Vec<f32>,
+    requests: Vec<Request>,
+    /// Where the state of each request is.
+    slots: Vec<usize>,
+    num_slots: usize,
+}
+
+/// `[tokens, width]` and `[tokens, 2 value_heads]`.
+struct Request {
+    x: Vec<bf16>,
+    ba: Vec<bf16>,
+    tokens: usize,
+}
+
+/// What becomes of a request: all outputs, and the states behind its last token.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Served {
+    out: Vec<f32>,
+    conv_state: Vec<f32>,
+    head_states: Vec<f32>,
+}
+
+/// The layer on a device, with the states of all slots.
+trait Layer {
+    /// Whether rows and runs of nobody may be among the others.
+    const PADS: bool;
+
+    /// Outputs of all rows.
+    fn step(&mut self, runs: &[StateRun], x: &[bf16], ba: &[bf16]) -> Vec<f32>;
+
+    /// Of the convolution and of the recurrence.
+    fn states(&self) -> [Vec<f32>; 2];
+}
+
+impl Case {
+    fn new(rng: &mut StdRng, layout: DeltaLayout, lens: &[usize]) -> Self {
+        let mut values = |len: usize, low: f32, high: f32| -> Vec<f32> {
+            (0..len).map(|_| rng.random_range(low..high)).collect()
+        };
+        let (conv, norm) = (
+            values(layout.channels() * layout.taps, -1.0, 1.0),
+            values(layout.value_dim, 0.5, 2.0),
+        );
+        // From heads that forget within a token to such that hardly do.
+        let a_log = values(layout.value_heads, -6.0, 2.0);
+        let dt_bias = values(layout.value_heads, -4.0, 2.0);
+        let requests = lens.iter().map(|&tokens| Request {
+            x: random(rng, tokens * layout.width()),
+            ba: random(rng, tokens * 2 * layout.value_heads)
+                .into_iter()
+                .map(|x| bf16::from_f32(4.0 * x.to_f32()))
+                .collect(),
+            tokens,
+        });
+        let requests: Vec<Request> = requests.collect();
+        let num_slots = requests.len() + 2;
+        let mut slots: Vec<usize> = (0..num_slots).collect();
+        slots.shuffle(rng);
+        slots.truncate(requests.len());
+        Self {
+            layout,
+            conv,
+            a_log,
+            dt_bias,
+            norm,
+            requests,
+            slots,
+            num_slots,
+        }
+    }
+
+    /// The definition in `f64`, token by token.
+    fn exact(&self, request: &Request) -> [Vec<f64>; 2] {
+        let layout = &self.layout;
+        let DeltaLayout {
+            value_heads,
+            key_heads,
+            key_dim,
+            value_dim,
+            taps,
+        } = *layout;
+        let silu = |x: f64| x / (1.0 + (-x).exp());
+        let at = |token: usize, channel: usize| request.x[token * layout.width() + channel].to_f64();
+        let (mut out, mut states) = (Vec::new(), vec![0.0; layout.head_states()]);
+        for token in 0..request.tokens {
+            let mixed = |channel: usize| {
+                let seen = (0..taps.min(token + 1)).map(|back| {
+                    f64::from(self.conv[channel * taps + taps - 1 - back]) * at(token - back, channel)
+                });
+                silu(seen.sum())
+            };
+            for head in 0..value_heads {
+                let unit = |first: usize| {
+                    let first = first + head / (value_heads / key_heads) * key_dim;
+                    let x: Vec<f64> = (first..first + key_dim).map(mixed).collect();
+                    let length = (x.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
+                    x.into_iter().map(|x| x / length).collect::<Vec<f64>>()
+                };
+                let (q, k) = (unit(0), unit(layout.keys()));
+                let ba = |part: usize| request.ba[(2 * token + part) * value_heads + head].to_f64();
+                let rate = f64::from(self.a_log[head]).exp();
+                let decay = (-rate * (ba(1) + f64::from(self.dt_bias[head])).exp().ln_1p()).exp();
+                let beta = 1.0 / (1.0 + (-ba(0)).exp());
+                let size = key_dim * value_dim;
+                let state = &mut states[head * size..(head + 1) * size];
+                let first = head * value_dim;
+                let mut values: Vec<f64> = (0..value_dim)
+                    .map(|column| {
+                        let of_column = |key: usize| key * value_dim + column;
+                        (0..key_dim).for_each(|key| state[of_column(key)] *= decay);
+                        let known: f64 = (0..key_dim).map(|key| state[of_column(key)] * k[key]).sum();
+                        let delta = beta * (mixed(2 * layout.keys() + first + column) - known);
+                        (0..key_dim).for_each(|key| state[of_column(key)] += k[key] * delta);
+                        let read: f64 = (0..key_dim).map(|key| state[of_column(key)] * q[key]).sum();
+                        read / (key_dim as f64).sqrt()
+                    })
+                    .collect();
+                let mean = values.iter().map(|x| x * x).sum::<f64>() / value_dim as f64;
+                let factor = 1.0 / (mean + f64::from(EPS)).sqrt();
+                for (column, value) in values.iter_mut().enumerate() {
+                    let gate = at(token, layout.channels() + first + column);
+                    *value *= factor * f64::from(self.norm[column]) * silu(gate);
+                }
+                out.extend(values);
+            }
+        }
+        [out, states]
+    }
+
+    /// The last inputs of the convolution, oldest first.
+    fn last_inputs(&self, request: &Request) -> Vec<f32> {
+        let past = self.layout.taps - 1;
+        let tokens = (0..past).map(|tap| (request.tokens + tap).checked_sub(past));
+        let inputs = tokens.flat_map(|token| match token {
+            None => vec![0.0; self.layout.channels()],
+            Some(token) => {
+                let row = &request.x[token * self.layout.width()..];
+                widen(&row[..self.layout.channels()])
+            }
+        });
+        inputs.collect()
+    }
+
+    /// Serves all requests in steps of random runs, of one token as often as of many, in random order.
+    fn serve<L: Layer>(&self, rng: &mut StdRng, layer: &mut L, most: usize) -> Vec<Served> {
+        let (width, ba_width) = (self.layout.width(), 2 * self.layout.value_heads);
+        let mut served = vec![Served::default(); self.requests.len()];
+        let mut done = vec![0; self.requests.len()];
+        loop {
+            let left = (0..done.len()).filter(|&index| done[index] < self.requests[index].tokens);
+            let mut order: Vec<usize> = left.collect();
+            if order.is_empty() {
+                break;
+            }
+            order.shuffle(rng);
+            order.truncate(rng.random_range(1..=order.len()));
+            let (mut runs, mut x, mut ba) = (Vec::new(), Vec::new(), Vec::new());
+            for &index in &order {
+                let request = &self.requests[index];
+                let left = request.tokens - done[index];
+                let len = match rng.random_range(0..3) {
+                    0 => 1,
+                    1 => left.min(most),
+                    _ => rng.random_range(1..=left.min(most)),
+                };
+                for _ in 0..rng.random_range(0..3) * usize::from(L::PADS) {
+                    x.extend(vec![bf16::NAN; width]);
+                    ba.extend(vec![bf16::NAN; ba_width]);
+                }
+                runs.push(StateRun {
+                    first_row: x.len() / width,
+                    len,
+                    slot: self.slots[index],
+                    is_new: done[index] == 0,
+                });
+                x.extend(&request.x[done[index] * width..(done[index] + len) * width]);
+                ba.extend(&request.ba[done[index] * ba_width..(done[index] + len) * ba_width]);
+                done[index] += len;
+            }
+            let out = layer.step(&runs, &x, &ba);
+            let values = self.layout.values();
+            for (run, index) in runs.iter().zip(order) {
+                served[index]
+                    .out
+                    .extend(&out[run.first_row * values..(run.first_row + run.len) * values]);
+            }
+        }
+        let [conv, heads] = layer.states();
+        let (conv_state, head_states) = (self.layout.conv_state(), self.layout.head_states());
+        for (served, &slot) in served.iter_mut().zip(&self.slots) {
+            served.conv_state = conv[slot * conv_state..(slot + 1) * conv_state].to_vec();
+            served.head_states = heads[slot * head_states..(slot + 1) * head_states].to_vec();
+        }
+        for slot in (0..self.num_slots).filter(|slot| !self.slots.contains(slot)) {
+            let untouched = conv[slot * conv_state..(slot + 1) * conv_state]
+                .iter()
+                .chain(&heads[slot * head_states..(slot + 1) * head_states])
+                .all(|x| x.is_nan());
+            assert!(untouched, "slot {slot} is nobody's");
+        }
+        served
+    }
+
+    fn check(&self, what: &str, served: &[Served]) {
+        for (request, served) in self.requests.iter().zip(served) {
+            let what = format!("{what}, {:?}, {} tokens", self.layout, request.tokens);
+            let [out, states] = self.exact(request);
+            assert_close(&format!("{what}: outputs"), &served.out, &out, BF16);
+            assert_close(&format!("{what}: states"), &served.head_states, &states, F32);
+            assert_eq!(served.conv_state, self.last_inputs(request), "{what}");
+        }
+    }
+}
+
+struct OnCpu<'a> {
+    case: &'a Case,
+    conv: Vec<f32>,
+    heads: Vec<f32>,
+}
+
+impl<'a> OnCpu<'a> {
+    fn new(case: &'a Case) -> Self {
+        Self {
+            case,
+            conv: vec![f32::NAN; case.num_slots * case.layout.conv_state()],
+            heads: vec![f32::NAN; case.num_slots * case.layout.head_states()],
+        }
+    }
+}
+
+impl Layer for OnCpu<'_> {
+    const PADS: bool = false;
+
+    fn step(&mut self, runs: &[StateRun], x: &[bf16], ba: &[bf16]) -> Vec<f32> {
+        let Case {
+            layout,
+            conv,
+            a_log,
+            dt_bias,
+            norm,
+            ..
+        } = self.case;
+        let (mut x, ba) = (widen(x), widen(ba));
+        let mut out = vec![f32::NAN; x.len() / layout.width() * layout.values()];
+        let gates = DeltaGates {
+            a_log,
+            dt_bias,
+            norm,
+            eps: EPS,
+        };
+        cpu::causal_conv(layout, conv, runs, &mut self.conv, &mut x);
+        cpu::gated_delta_rule(layout, gates, runs, &mut x, &ba, &mut self.heads, &mut out);
+        out
+    }
+
+    fn states(&self) -> [Vec<f32>; 2] {
+        [self.conv.clone(), self.heads.clone()]
+    }
+}
+
+fn floats(slab: &GpuSlab, len: usize) -> GpuSlice<'_, f32> {
+    slab.slice().range(0..len)
+}
+
+struct OnGpu<'a> {
+    gpu: &'a Gpu,
+    kernels: &'a DeltaKernels,
+    case: &'a Case,
+    weights: [GpuSlab; 4],
+    states: [GpuSlab; 2],
+    rng: StdRng,
+}
+
+impl<'a> OnGpu<'a> {
+    fn new(gpu: &'a Gpu, kernels: &'a DeltaKernels, case: &'a Case, rng: StdRng) -> Self {
+        let weights = [&case.conv, &case.a_log, &case.dt_bias, &case.norm];
+        let [conv, heads] = [case.layout.conv_state(), case.layout.head_states()]
+            .map(|elements| poisoned::<f32>(gpu, case.num_slots * elements));
+        Self {
+            gpu,
+            kernels,
+            case,
+            weights: weights.map(|weight| upload(gpu, weight)),
+            states: [conv, heads],
+            rng,
+        }
+    }
+}
+
+impl Layer for OnGpu<'_> {
+    const PADS: bool = true;
+
+    fn step(&mut self, runs: &[StateRun], x: &[bf16], ba: &[bf16]) -> Vec<f32> {
+        let (gpu, layout) = (self.gpu, self.case.layout);
+        let rows = x.len() / layout.width();
+        // In any order, with padding among them.
+        let mut list: Vec<GpuStateRun> = runs.iter().map(|&run| run.into()).collect();
+        list.extend(vec![GpuStateRun::PADDING; self.rng.random_range(0..4)]);
+        list.shuffle(&mut self.rng);
+        let tiles: Vec<GpuStateTile> = GpuStateTile::all(&list).collect();
+        assert!(tiles.len() <= GpuStateTile::most(rows, list.len()));
+        let (on_gpu, tiles_on_gpu) = (upload(gpu, &list), upload(gpu, &tiles));
+        let (x_on_gpu, ba_on_gpu) = (upload(gpu, x), upload(gpu, ba));
+        let room = rows * DeltaKernels::scratch_floats(&layout);
+        let scratch = poisoned::<f32>(gpu, room + GUARD);
+        let len = rows * layout.values();
+        let out = poisoned::<bf16>(gpu, len + GUARD);
+        let [conv, a_log, dt_bias, norm] = &self.weights;
+        let args = DeltaArgs {
+            layout,
+            conv: floats(conv, layout.channels() * layout.taps),
+            gates: GpuDeltaGates {
+                a_log: floats(a_log, layout.value_heads),
+                dt_bias: floats(dt_bias, layout.value_heads),
+                norm: floats(norm, layout.value_dim),
+                eps: EPS,
+            },
+            runs: on_gpu.slice().range(0..list.len()),
+            tiles: tiles_on_gpu.slice().range(0..tiles.len()),
+            x: x_on_gpu.slice().range(0..x.len()),
+            ba: ba_on_gpu.slice().range(0..ba.len()),
+            conv_states: floats(&self.states[0], self.case.num_slots * layout.conv_state()),
+            head_states: floats(&self.states[1], self.case.num_slots * layout.head_states()),
+            scratch: floats(&scratch, room),
+            out: out.slice().range(0..len),
+        };
+        self.kernels.forward(&args).unwrap();
+        let after: Vec<f32> = download(gpu, &scratch, room + GUARD);
+        assert!(after[room..].iter().all(|x| x.to_bits() == u32::MAX), "scratch");
+        let mut all: Vec<bf16> = download(gpu, &out, len + GUARD);
+        assert!(
+            all.split_off(len).iter().all(|x| x.to_bits() == u16::MAX),
+            "outputs"
+        );
+        let bits = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let x_after: Vec<bf16> = download(gpu, &x_on_gpu, x.len());
+        assert_eq!(bits(&x_after), bits(x), "inputs stay as they are");
+        widen(&all)
+    }
+
+    fn states(&self) -> [Vec<f32>; 2] {
+        let layout = &self.case.layout;
+        let [conv, heads] = &self.states;
+        [
+            download(self.gpu, conv, self.case.num_slots * layout.conv_state()),
+            download(self.gpu, heads, self.case.num_slots * layout.head_states()),
+        ]
+    }
+}
+
+/// Key heads, value heads, elements of each, taps.
+const SHAPES: [[usize; 5]; 8] = [
+    // The golden model's.
+    [1, 3, 16, 24, 4],
+    [2, 2, 64, 64, 4],
+    [2, 4, 128, 128, 4],
+    [1, 2, 256, 256, 3],
+    [3, 3, 72, 40, 2],
+    [1, 1, 8, 8, 4],
+    [2, 6, 136, 200, 4],
+    // Qwen3.5-9B's.
+    [16, 32, 128, 128, 4],
+];
+
+fn layout([key_heads, value_heads, key_dim, value_dim, taps]: [usize; 5]) -> DeltaLayout {
+    DeltaLayout {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        taps,
+    }
+}
+
+/// Tokens of requests: some shorter than the convolution, some around the lengths in which kernels go through them.
+fn lens(rng: &mut StdRng, layout: &DeltaLayout) -> Vec<usize> {
+    let mut lens = vec![1, 2, 3, 8, 33];
+    let longest = if layout.value_heads > 8 { 40 } else { 150 };
+    lens.extend((0..3).map(|_| rng.random_range(1..longest)));
+    lens
+}
+
+#[test]
+fn the_delta_rule_on_the_cpu() {
+    let mut rng = rng("delta_rule on the CPU");
+    for shape in SHAPES.into_iter().take(6) {
+        let layout = layout(shape);
+        let lens = lens(&mut rng, &layout);
+        let case = Case::new(&mut rng, layout, &lens);
+        let served = case.serve(&mut rng, &mut OnCpu::new(&case), 100);
+        case.check("CPU", &served);
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn the_delta_rule() {
+    let (gpu, mut rng) = (gpu(), rng("delta_rule"));
+    let kernels = DeltaKernels::load(&gpu).unwrap();
+    for shape in SHAPES {
+        let layout = layout(shape);
+        let lens = lens(&mut rng, &layout);
+        let case = Case::new(&mut rng, layout, &lens);
+        let mut serve = |most: usize| {
+            let mut layer = OnGpu::new(&gpu, &kernels, &case, fork(&mut rng));
+            case.serve(&mut rng, &mut layer, most)
+        };
+        let served = serve(usize::MAX);
+        case.check("GPU", &served);
+        // Cut anywhere, beside anyone: every bit is the same.
+        for most in [1, 7, 40, usize::MAX] {
+            assert!(serve(most) == served, "{layout:?}: runs of up to {most} tokens");
+        }
+    }
+}
+
+/// What a slot holds of an earlier request is nothing to the next, and the same steps give the same bits.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn slots_are_used_again() {
+    let (gpu, mut rng) = (gpu(), rng("slots of the delta rule"));
+    let kernels = DeltaKernels::load(&gpu).unwrap();
+    let layout = layout(SHAPES[2]);
+    let case = Case::new(&mut rng, layout, &[3, 70, 1]);
+    let mut layer = OnGpu::new(&gpu, &kernels, &case, fork(&mut rng));
+    let first = case.serve(&mut rng, &mut layer, 50);
+    assert!(case.serve(&mut rng, &mut layer, 50) == first);
+    case.check("GPU, a second time", &first);
+}
+
+fn fork(rng: &mut StdRng) -> StdRng {
+    use rand::SeedableRng;
+    StdRng::seed_from_u64(rng.random())
+}
+
+/// Calls `run` with rows to be gated, their length, gates, their stride, and where they begin.
+fn check_gates(run: impl Fn(&[bf16], usize, &[bf16], usize, usize) -> Vec<f32>, tolerance: f64) {
+    let mut rng = rng("sigmoid_gate");
+    for (rows, n, width, first) in [
+        (1, 8, 8, 0),
+        (3, 128, 512, 256),
+        (40, 4096, 10_240, 4096),
+        (7, 72, 240, 80),
+    ] {
+        let x = random(&mut rng, rows * n);
+        let gates: Vec<bf16> = random(&mut rng, rows * width)
+            .into_iter()
+            .map(|x| bf16::from_f32(10.0 * x.to_f32()))
+            .collect();
+        let want: Vec<f64> = (0..rows * n)
+            .map(|i| {
+                let gate = gates[i / n * width + first + i % n].to_f64();
+                x[i].to_f64() / (1.0 + (-gate).exp())
+            })
+            .collect();
+        let what = format!("gates of [{rows}, {n}]");
+        assert_close(&what, &run(&x, n, &gates, width, first), &want, tolerance);
+    }
+}
+
+#[test]
+fn gates_of_attention_on_the_cpu() {
+    check_gates(
+        |x, n, gates, width, first| {
+            let mut out = widen(x);
+            cpu::sigmoid_gate(&mut out, n, &widen(gates), width, first);
+            out
+        },
+        1e-5,
+    );
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn gates_of_attention() {
+    let gpu = gpu();
+    let kernels = DeltaKernels::load(&gpu).unwrap();
+    check_gates(
+        |x, n, gates, width, first| {
+            let mut all = x.to_vec();
+            all.extend([bf16::from_bits(u16::MAX); GUARD]);
+            let (out, gates_on_gpu) = (upload(&gpu, &all), upload(&gpu, gates));
+            let gates = gates_on_gpu.slice().range(0..gates.len());
+            let to = out.slice().range(0..x.len());
+            kernels.sigmoid_gate(to, n, gates, width, first).unwrap();
+            let mut all: Vec<bf16> = download(&gpu, &out, all.len());
+            assert!(all.split_off(x.len()).iter().all(|x| x.to_bits() == u16::MAX));
+            widen(&all)
+        },
+        BF16,
+    );
+}
