@@ -20,7 +20,7 @@ use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
-pub use matrix::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuWeight};
+pub use matrix::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuWeight, mxfp4_pitch};
 pub use stream::{FP8_CAPABILITY, LinearOutput};
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
 
@@ -385,6 +385,7 @@ impl GpuLinear {
         let (weight, weight_scales) = match &self.matrix {
             GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0),
             GpuMatrix::Fp8 { values, scales, .. } => (values.slice().ptr(), scales.slice().ptr()),
+            GpuMatrix::Mxfp4(_) => panic!("experts are no linear layers"),
         };
         Operands {
             x: 0,

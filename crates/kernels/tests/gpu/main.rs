@@ -9,6 +9,7 @@ mod common;
 mod fp8;
 mod fused;
 mod linear;
+mod moe;
 mod pool;
 mod sample;
 mod soft_cap;
