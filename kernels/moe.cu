@@ -249,7 +249,7 @@ __device__ __forceinline__ void product(const Problem& p) {
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
                         const uint32_t e = exponents[(row + j * 8) * exponent_pieces * 16 + chunk * 2 + quad / 2];
-                        power[j] = max(e << 7, 0x40u) * 0x10001u;
+                        power[j] = (e == 255 ? 0x7fffu : max(e << 7, 0x40u)) * 0x10001u;
                     }
                 }
                 const uint4 low = load_weights<kFormat>(weights, row, quad, half, scale, power[0]);

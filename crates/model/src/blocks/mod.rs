@@ -312,6 +312,8 @@ pub(crate) struct Widths {
     pub(crate) experts: usize,
     /// Experts that a row goes to.
     pub(crate) routes: usize,
+    /// Inside an expert.
+    pub(crate) expert_inner: usize,
     /// The widest inputs, where a device quantises them for products in eight bits.
     pub(crate) quantised: usize,
     /// Their scales.

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
-    AssumedGpu, DecodeKernels, DecodePlanner, FusedKernels, GpuKvElement, Linears, PrefillKernels,
-    PrefillPlanner, SampleKernels,
+    AssumedGpu, DecodeKernels, DecodePlanner, FusedKernels, GpuKvElement, Linears, MoeKernels,
+    PrefillKernels, PrefillPlanner, SampleKernels,
 };
 
 use super::graphs::ladder;
@@ -65,6 +65,7 @@ struct Kernels {
     _fused: FusedKernels,
     _linears: Linears,
     _sampler: Option<SampleKernels>,
+    _experts: Option<MoeKernels>,
 }
 
 impl GpuFootprint {
@@ -75,7 +76,8 @@ impl GpuFootprint {
     /// As [`super::GpuModel::load`], as far as the configuration tells.
     pub fn on(gpu: &Gpu, path: &Path, shape: GpuStateShape) -> Result<Self, ModelError> {
         let (config, element) = read_config(path, &shape, gpu.info().compute_capability)?;
-        let kernels = Kernels::load(gpu, config.embedding.is_none())?;
+        let has_experts = config.spec.mixtures().next().is_some();
+        let kernels = Kernels::load(gpu, config.embedding.is_none(), has_experts)?;
         let runs = shape.limits.max_num_seqs;
         let planners = planners(&config.spec, shape.block_size, element, |kind| {
             planners_on(&kernels.decode, &kernels.prefill, kind, runs)
@@ -272,12 +274,13 @@ fn read_config(
 
 impl Kernels {
     /// Everything that the runtime loads for a model, as far as it can be without one.
-    fn load(gpu: &Gpu, samples: bool) -> Result<Self, DeviceError> {
+    fn load(gpu: &Gpu, samples: bool, has_experts: bool) -> Result<Self, DeviceError> {
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
         let kernels = Self {
             _linears: Linears::load(gpu, workspace)?,
             _fused: FusedKernels::load(gpu)?,
             _sampler: samples.then(|| SampleKernels::load(gpu)).transpose()?,
+            _experts: has_experts.then(|| MoeKernels::load(gpu)).transpose()?,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
         };

@@ -1,6 +1,7 @@
 use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
 
+use super::experts::{ExpertLayout, ExpertSlices};
 use super::input::StepInput;
 use super::planners::{AttentionPlanners, attention_scratch};
 use super::scores::{SCORE_ROWS, ScoreLayout};
@@ -30,6 +31,8 @@ pub(super) struct StepLayout {
     /// Inputs of products in eight bits, and their scales.
     pub(super) quantised: Section<u8>,
     pub(super) scales: Section<f32>,
+    /// Of layers with experts.
+    pub(super) experts: ExpertLayout,
     /// Partial results of attention.
     pub(super) attention: Section<f32>,
     /// What the step gives out: logits, or pooled vectors. In the place of what only the layers need.
@@ -62,6 +65,7 @@ impl StepLayout {
             activated: layout.rows(rows, widths.activated)?,
             quantised: layout.rows(rows, widths.quantised)?,
             scales: layout.rows(rows, widths.scales)?,
+            experts: ExpertLayout::new(&mut layout, &widths, rows)?,
             attention: layout.rows(attention_scratch(planners), 1)?,
             given: match spec.head {
                 OutputHead::None => after.rows(step.samples, spec.hidden_size)?,
@@ -96,6 +100,7 @@ impl StepLayout {
             activated: self.activated.within(memory),
             quantised: self.quantised.within(memory),
             scales: self.scales.within(memory),
+            experts: self.experts.within(memory),
             scratch: self.attention.within(memory),
         }
     }
@@ -121,5 +126,6 @@ pub(super) struct Activations<'a> {
     pub(super) activated: GpuSlice<'a, bf16>,
     pub(super) quantised: GpuSlice<'a, u8>,
     pub(super) scales: GpuSlice<'a, f32>,
+    pub(super) experts: ExpertSlices<'a>,
     pub(super) scratch: GpuSlice<'a, f32>,
 }

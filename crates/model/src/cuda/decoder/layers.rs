@@ -15,7 +15,7 @@ use crate::cuda::planners::AttentionKind;
 use crate::cuda::scores::ScoreSlices;
 use crate::cuda::step::Activations;
 use crate::cuda::weights::{GpuLayer, GpuVector};
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mlp, MoeSpec};
 
 /// What is chosen for all layers of one specification, once for a step.
 #[derive(Clone, Copy, Debug)]
@@ -58,8 +58,14 @@ impl Kind {
     }
 
     fn gate_up(decoder: &Decoder, layer: &GpuLayer, rows: usize) -> Fusion {
-        let (linears, gate_up) = (&decoder.linears, &layer.mlp.dense().gate_up);
-        let activation = layer.spec.dense_mlp().activation;
+        let (linears, Mlp::Dense(spec)) = (&decoder.linears, &layer.spec.mlp) else {
+            // Nothing of a layer with experts asks.
+            return Fusion {
+                norm: false,
+                output: LinearOutput::Bf16,
+            };
+        };
+        let (gate_up, activation) = (&layer.mlp.dense().gate_up, spec.activation);
         let output = match linears.fuses_glu(rows, gate_up, activation) {
             true => LinearOutput::Glu(activation),
             false => LinearOutput::Bf16,
@@ -104,12 +110,12 @@ impl<'a> Step<'a, '_> {
     }
 
     /// The first `width` elements' worth of each row, closely packed.
-    fn rows<T: Pod>(&self, of: GpuSlice<'a, T>, width: usize) -> GpuSlice<'a, T> {
+    pub(super) fn rows<T: Pod>(&self, of: GpuSlice<'a, T>, width: usize) -> GpuSlice<'a, T> {
         of.range(0..self.rows * width)
     }
 
     /// Where a linear layer's inputs go: to `plain`, or where they are quantised if that is what its matrix takes.
-    fn inputs_of(&self, linear: &GpuLinear, plain: GpuSlice<'a, bf16>) -> GpuRows<'a> {
+    pub(super) fn inputs_of(&self, linear: &GpuLinear, plain: GpuSlice<'a, bf16>) -> GpuRows<'a> {
         let width = linear.inputs();
         match linear.matrix().scaling() {
             None => self.rows(plain, width).into(),
@@ -125,7 +131,7 @@ impl<'a> Step<'a, '_> {
     }
 
     /// A linear layer of rows that are not quantised yet.
-    fn linear(
+    pub(super) fn linear(
         &self,
         plain: GpuSlice<'a, bf16>,
         linear: &GpuLinear,
@@ -380,8 +386,15 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         self.decoder.linears.forward(inputs, down, delta)
     }
 
-    fn experts(&mut self, _: &MoeSpec, _: &Norms<'_, GpuVector>, _: &Moe<GpuLinear>) -> Result<(), GpuError> {
-        unreachable!("models with experts are refused before their weights are read")
+    fn experts(
+        &mut self,
+        spec: &MoeSpec,
+        norms: &Norms<'_, GpuVector>,
+        moe: &Moe<GpuLinear>,
+    ) -> Result<(), GpuError> {
+        let normed = self.rows(self.act.normed, moe.router.inputs());
+        self.add_norm(norms, normed.into())?;
+        self.route_to_experts(spec, moe, normed)
     }
 
     fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {
