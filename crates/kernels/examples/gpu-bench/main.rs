@@ -7,6 +7,7 @@ mod attention_prefill;
 mod common;
 mod fused;
 mod linear;
+mod moe;
 mod sample;
 
 type Bench = fn(&plimsoll_device::cuda::Gpu);
@@ -20,6 +21,7 @@ fn main() {
         ("attention_prefill", attention_prefill::bench),
         ("fused", fused::bench),
         ("linear", linear::bench),
+        ("moe", moe::bench),
         ("sample", sample::bench),
     ];
     for &(name, bench) in all {

@@ -83,6 +83,6 @@ fn experts_arrive_as_a_cpu_reads_them() {
             }
             experts += usize::from(matrix.expert.is_some());
         }
-        assert!(experts > 20, "{name}: {experts} matrices of experts");
+        assert!(experts >= 18, "{name}: {experts} matrices of experts");
     }
 }
