@@ -213,7 +213,10 @@ impl GpuFootprint {
 
     /// Bytes of a state's graphs.
     pub fn graph_bytes(&self) -> u64 {
-        mapped(GRAPH_LAYER_BYTES * (self.graphs().len() * self.config.spec.layers.len()) as u64)
+        let spec = &self.config.spec;
+        // Layers with experts launch half as many kernels again.
+        let halves = 2 * spec.layers.len() + spec.mixtures().count();
+        mapped(GRAPH_LAYER_BYTES * (self.graphs().len() * halves) as u64 / 2)
     }
 
     /// What capturing the graphs, and then `steps`, take from the arena; of each step whether it runs as a graph.

@@ -44,7 +44,7 @@ pub(super) struct StepLayout {
 impl StepLayout {
     /// Of a step of this size, padding included; `None` if no memory could hold it.
     pub(super) fn new(spec: &DecoderSpec, step: StepSize, planners: &[AttentionPlanners]) -> Option<Self> {
-        let (widths, rows) = (Widths::of(spec), step.tokens);
+        let (widths, rows) = (Widths::beside_experts(spec), step.tokens);
         let mut layout = Layout::aligned(ALIGN);
         let hidden = layout.rows(rows, widths.hidden)?;
         let normed = layout.rows(rows, widths.hidden)?;
