@@ -221,6 +221,8 @@ __device__ __forceinline__ void product(const Problem& p) {
 
     const float* const scales = of_expert(p.scales, p.stride, tile.expert);
     const int warp_row = feature_warp * S::kFeatureTiles * 16;
+    // A warp whose rows of x are all beyond the tile's only copies.
+    const bool idle = token_warp * S::kTokenTiles * 8 >= tile.count;
     float acc[S::kFeatureTiles][S::kTokenTiles][4] = {};
     int stage = 0;
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -230,6 +232,7 @@ __device__ __forceinline__ void product(const Problem& p) {
         const uint8_t* const weights = shared + stage * S::kStageBytes;
         const uint8_t* const inputs = weights + S::kWeightBytes + token_warp * S::kTokenTiles * 8 * kInputBytes;
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
+        if (idle) continue;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint4 v[S::kTokenTiles];

@@ -190,7 +190,7 @@ impl MoeKernels {
         let each = routes.len() / routes.experts;
         self.tile.unwrap_or(match each {
             0..=8 => 16,
-            9..=96 => 64,
+            9..=64 => 64,
             _ => 128,
         })
     }
