@@ -173,6 +173,8 @@ pub(crate) fn activation_widths(spec: &DecoderSpec) -> [usize; 13] {
         activated,
         experts,
         routes: _,
+        // Experts are computed one after the other on a CPU.
+        expert_inner: _,
         // Inputs are not quantised on a CPU.
         quantised: _,
         scales: _,

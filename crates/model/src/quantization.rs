@@ -140,14 +140,18 @@ pub(crate) struct QuantizationGroup {
 }
 
 impl Quantization {
-    /// Every linear layer of the decoder is stored in floats and kept in eight bits; the head is no part of it.
+    /// Every linear layer of the decoder is stored in floats and kept in eight bits; the head is no part of it, and what chooses
+    /// experts is small and stays exact.
     pub(crate) fn to_fp8() -> Self {
         Self {
             groups: vec![QuantizationGroup {
                 modules: ModuleNames::All,
                 format: MatrixFormat::ToFp8,
             }],
-            ignored: ModuleNames::named(&["lm_head".to_owned()]).expect("a plain name"),
+            ignored: ModuleNames::named(
+                &["lm_head", r"re:.*\.(?:gate|router|shared_expert_gate)$"].map(str::to_owned),
+            )
+            .expect("a name and an expression"),
             kv_scales: false,
         }
     }
@@ -339,6 +343,19 @@ mod tests {
         let online = Quantization::to_fp8();
         assert_eq!(online.format("lm_head"), MatrixFormat::Plain);
         assert_eq!(online.format("model.layers.0.mlp.up_proj"), MatrixFormat::ToFp8);
+        for router in [
+            "mlp.gate",
+            "mlp.router",
+            "block_sparse_moe.gate",
+            "mlp.shared_expert_gate",
+        ] {
+            let module = format!("model.layers.0.{router}");
+            assert_eq!(online.format(&module), MatrixFormat::Plain, "{module}");
+        }
+        assert_eq!(
+            online.format("model.layers.0.mlp.experts.7.gate_proj"),
+            MatrixFormat::ToFp8
+        );
         assert_eq!(
             Quantization::default().format("model.layers.0.mlp.up_proj"),
             MatrixFormat::Plain

@@ -202,6 +202,14 @@ impl DecoderSpec {
         self.layers.iter().filter_map(|layer| layer.attention())
     }
 
+    /// The mixtures of experts of all layers that have any, in order.
+    pub fn mixtures(&self) -> impl Iterator<Item = &MoeSpec> {
+        self.layers.iter().filter_map(|layer| match &layer.mlp {
+            Mlp::Moe(moe) => Some(moe),
+            Mlp::Dense(_) => None,
+        })
+    }
+
     /// The layers that keep a state of fixed size, in order.
     pub fn delta_nets(&self) -> impl Iterator<Item = &DeltaNetSpec> {
         self.layers.iter().filter_map(|layer| match &layer.mixer {
@@ -298,6 +306,14 @@ impl LayerSpec {
         match &mut self.mixer {
             Mixer::Attention(attention) => attention,
             Mixer::DeltaNet(_) => panic!("the layer has no attention"),
+        }
+    }
+
+    /// The MLP that every token goes through: that of a layer without experts, or the expert that is shared.
+    pub(crate) fn mlp_of_all(&self) -> Option<&DenseMlpSpec> {
+        match &self.mlp {
+            Mlp::Dense(mlp) => Some(mlp),
+            Mlp::Moe(moe) => moe.shared.as_ref(),
         }
     }
 

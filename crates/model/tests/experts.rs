@@ -8,6 +8,7 @@ use std::path::Path;
 use candle_core::quantized::{GgmlDType, gguf_file};
 use candle_core::{DType, Device, Tensor};
 use common::convert::*;
+use common::experts::{adversarial, config_json, edited};
 use common::*;
 use plimsoll_core::{BlockSize, Executor, Scratch, StepLimits};
 use plimsoll_model::cuda::{GpuFootprint, GpuOptions, GpuStateShape};
@@ -17,16 +18,6 @@ use plimsoll_model::{
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
-
-/// Those with experts.
-const NAMES: [&str; 6] = [
-    "gpt-oss",
-    "gpt-oss-mxfp4",
-    "mixtral",
-    "qwen2-moe",
-    "qwen3-moe",
-    "qwen3-moe-fp8-block",
-];
 
 fn parse(config: &Value) -> Result<ModelConfig, ModelError> {
     ModelConfig::from_json(
@@ -86,10 +77,6 @@ fn published_files_mean_what_they_say() {
         );
         assert_eq!(found, expected, "{name}");
     }
-}
-
-fn config_json(name: &str) -> Value {
-    serde_json::from_str(&std::fs::read_to_string(golden_path(name).join("config.json")).unwrap()).unwrap()
 }
 
 /// Before weights are read.
@@ -189,40 +176,73 @@ fn wrong_configurations_are_named() {
     }
 }
 
-/// As a start on one and `plan` for one say it.
+/// A directory with a configuration alone.
+fn bare(config: &Value) -> TempDir {
+    let directory = TempDir::new().unwrap();
+    std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    directory
+}
+
+fn on_a_gpu(directory: &TempDir) -> Result<GpuFootprint, ModelError> {
+    let shape = GpuStateShape {
+        limits: LIMITS,
+        block_size: BlockSize::new(16).unwrap(),
+        kv_cache_dtype: KvCacheDtype::Auto,
+        options: GpuOptions { enforce_eager: true },
+        serve_as: ServeAs::default(),
+    };
+    GpuFootprint::assumed(directory.path(), shape)
+}
+
+/// Without weights: each row has room for what all of its experts take, wherever it goes.
 #[test]
-fn a_gpu_refuses_experts_before_weights() {
-    for name in NAMES {
-        let directory = TempDir::new().unwrap();
-        let config = golden_path(name).join("config.json");
-        std::fs::copy(config, directory.path().join("config.json")).unwrap();
-        let shape = GpuStateShape {
-            limits: LIMITS,
-            block_size: BlockSize::new(16).unwrap(),
-            kv_cache_dtype: KvCacheDtype::Auto,
-            options: GpuOptions::default(),
-            serve_as: ServeAs::default(),
+fn a_gpu_has_room_for_every_route() {
+    for name in EXPERT_MODELS {
+        let config = config_json(name);
+        let (directory, spec) = (bare(&config), parse(&config).unwrap().spec);
+        let footprint = on_a_gpu(&directory).unwrap();
+        let step = |tokens| StepSize {
+            tokens,
+            samples: 1,
+            scored: 0,
         };
-        let error = GpuFootprint::assumed(directory.path(), shape).unwrap_err();
-        assert!(matches!(error, ModelError::Unsupported { .. }), "{error:?}");
-        let error = error.to_string();
-        assert!(
-            error.contains("run on CPUs only so far: use --device cpu"),
-            "{name}: {error}"
-        );
+        let [few, many] = [64, 256].map(|tokens| footprint.arena(&[(step(tokens), false)]).scratch[0]);
+        let moe = spec.layers.iter().find_map(|layer| match &layer.mlp {
+            Mlp::Moe(moe) => Some(moe),
+            Mlp::Dense(_) => None,
+        });
+        let moe = moe.unwrap();
+        let route = 2 * (moe.intermediate_size + spec.hidden_size);
+        let least = (256 - 64) * moe.top_k * route;
+        assert!(many - few > least as u64, "{name}: {few} {many}");
     }
 }
 
-/// A copy of a golden model, of whose tensors `change` makes others.
-fn edited(name: &str, change: impl FnOnce(&mut HashMap<String, Tensor>)) -> TempDir {
-    let directory = TempDir::new().unwrap();
-    let copy = |file: &str| std::fs::copy(golden_path(name).join(file), directory.path().join(file)).unwrap();
-    copy("config.json");
-    let path = golden_path(name).join("model.safetensors");
-    let mut tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
-    change(&mut tensors);
-    candle_core::safetensors::save(&tensors, directory.path().join("model.safetensors")).unwrap();
-    directory
+/// As a start on one and `plan` for one say it, before weights are read.
+#[test]
+fn a_gpu_refuses_experts_that_its_kernels_do_not_know() {
+    for (fields, message) in [
+        (
+            json!({"num_local_experts": 64, "num_experts_per_tok": 33}),
+            "`num_experts_per_tok` is 33",
+        ),
+        (
+            json!({"moe_intermediate_size": 44}),
+            "`moe_intermediate_size` is 44",
+        ),
+    ] {
+        let mut config = config_json("qwen3-moe");
+        for (field, value) in fields.as_object().unwrap() {
+            config[field] = value.clone();
+        }
+        let error = on_a_gpu(&bare(&config)).unwrap_err();
+        assert!(matches!(error, ModelError::Unsupported { .. }), "{error:?}");
+        let error = error.to_string();
+        assert!(
+            error.contains(message) && error.contains("--device cpu"),
+            "{fields}: {error}"
+        );
+    }
 }
 
 fn load_from(directory: &Path) -> Result<std::sync::Arc<Model>, ModelError> {
@@ -342,79 +362,6 @@ fn wrong_experts_are_named() {
     std::fs::write(directory.path().join("model.safetensors"), file).unwrap();
     let found = load_from(directory.path()).map(|_| ()).unwrap_err().to_string();
     assert!(found.contains(scale) && found.contains("is missing"), "{found}");
-}
-
-/// A model whose routers send every token to the first experts, however many it goes to; all others are not numbers, so that
-/// an answer in numbers shows that none of them was read.
-fn adversarial(name: &str) -> TempDir {
-    const FAR: f32 = 20.0;
-    let config = config_json(name);
-    let size = |field: &str| config[field].as_u64().map(|size| size as usize);
-    let (hidden, top_k) = (size("hidden_size").unwrap(), size("num_experts_per_tok").unwrap());
-    let experts = size("num_experts").or(size("num_local_experts")).unwrap();
-    let column = |rows: usize, of: &dyn Fn(usize) -> f32, rest: &[Vec<f32>]| -> Vec<f32> {
-        (0..rows * hidden)
-            .map(|i| {
-                if i % hidden == 0 {
-                    of(i / hidden)
-                } else {
-                    rest.get(i / hidden).map_or(0.0, |row| row[i % hidden])
-                }
-            })
-            .collect()
-    };
-    edited(name, |tensors| {
-        for (name, tensor) in tensors.iter_mut() {
-            let (dtype, shape) = (tensor.dtype(), tensor.shape().clone());
-            let floats = |values: Vec<f32>| {
-                Tensor::from_vec(values, shape.clone(), &Device::Cpu)
-                    .unwrap()
-                    .to_dtype(dtype)
-                    .unwrap()
-            };
-            let expert = || {
-                name.split("experts.")
-                    .nth(1)?
-                    .split('.')
-                    .next()?
-                    .parse::<usize>()
-                    .ok()
-            };
-            if name == "model.embed_tokens.weight" {
-                // The first element of the residual stream is large, whatever the layers add.
-                let rows: Vec<Vec<f32>> = tensor.to_dtype(DType::F32).unwrap().to_vec2().unwrap();
-                *tensor = floats(column(rows.len(), &|_| FAR, &rows));
-            } else if name.ends_with("post_attention_layernorm.weight") {
-                *tensor = floats(vec![1.0; hidden]);
-            } else if name.ends_with("mlp.gate.weight")
-                || name.ends_with("moe.gate.weight")
-                || name.ends_with("router.weight")
-            {
-                *tensor = floats(column(experts, &|expert| (experts - expert) as f32 * FAR, &[]));
-            } else if name.ends_with("router.bias") {
-                *tensor = floats(vec![0.0; experts]);
-            } else if name.ends_with("_proj_scales") {
-                // 255 is no number.
-                let mut exponents: Vec<u8> = tensor.flatten_all().unwrap().to_vec1().unwrap();
-                let unread = exponents.len() / experts * top_k;
-                exponents[unread..].fill(255);
-                *tensor = Tensor::from_vec(exponents, shape, &Device::Cpu).unwrap();
-            } else if name.ends_with("experts.gate_up_proj") {
-                let mut values: Vec<f32> = tensor
-                    .to_dtype(DType::F32)
-                    .unwrap()
-                    .flatten_all()
-                    .unwrap()
-                    .to_vec1()
-                    .unwrap();
-                let unread = values.len() / experts * top_k;
-                values[unread..].fill(f32::NAN);
-                *tensor = floats(values);
-            } else if expert().is_some_and(|expert| expert >= top_k) {
-                *tensor = floats(vec![f32::NAN; shape.elem_count()]);
-            }
-        }
-    })
 }
 
 /// A step takes the same memory wherever its tokens go: as much as was told before the weights were read, which is proved with
@@ -557,7 +504,7 @@ fn gguf_files_hold_experts() {
 
 #[test]
 fn made_up_experts_compute() {
-    for name in NAMES {
+    for name in EXPERT_MODELS {
         let directory = TempDir::new().unwrap();
         let config = golden_path(name).join("config.json");
         std::fs::copy(config, directory.path().join("config.json")).unwrap();

@@ -124,11 +124,7 @@ impl Loaded {
 }
 
 /// The text of a model, if it is one that the model can be given.
-fn read_text(
-    source: &Source,
-    settings: &EngineSettings,
-    backend: &dyn Backend,
-) -> Result<Text, Error> {
+fn read_text(source: &Source, settings: &EngineSettings, backend: &dyn Backend) -> Result<Text, Error> {
     let text = Text::read(source, settings)?;
     if let Source::Files { tokenizer, .. } = source
         && !Text::is_absent(source)

@@ -8,8 +8,8 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput, LinearPath,
-    LinearScratch, LinearUse, Linears,
+    Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput,
+    LinearPath, LinearScratch, LinearUse, Linears,
 };
 
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
@@ -127,7 +127,9 @@ pub(crate) fn bench(gpu: &Gpu) {
     }
     linears.fix(None);
     for (name, scaling) in [("rows", Fp8Scaling::Rows), ("blocks", Fp8Scaling::Blocks)] {
-        println!("e4m3 weights with scales of {name}, bf16 inputs quantised in the kernel, us; % of the floor; (with silu(gate) * up)");
+        println!(
+            "e4m3 weights with scales of {name}, bf16 inputs quantised in the kernel, us; % of the floor; (with silu(gate) * up)"
+        );
         stream_fp8(gpu, &mut linears, scaling);
         println!("the same with weights widened in registers");
         let workspace = gpu
@@ -170,7 +172,11 @@ fn stream_fp8(gpu: &Gpu, linears: &mut Linears, scaling: Fp8Scaling) {
                 linears.fix(Some(LinearPath::Stream { row_warps, cluster }));
                 let layers = &model.layers[shape];
                 let layer = &layers[0];
-                if linears.input_scaling(m, layer, LinearOutput::Bf16).expect("cuBLASLt").is_some() {
+                if linears
+                    .input_scaling(m, layer, LinearOutput::Bf16)
+                    .expect("cuBLASLt")
+                    .is_some()
+                {
                     continue;
                 }
                 let us = time_layer(gpu, linears, &model, shape, m);

@@ -8,6 +8,7 @@ mod common;
 mod delta_rule;
 mod fused;
 mod linear;
+mod moe;
 mod sample;
 
 type Bench = fn(&plimsoll_device::cuda::Gpu);
@@ -22,6 +23,7 @@ fn main() {
         ("delta_rule", delta_rule::bench),
         ("fused", fused::bench),
         ("linear", linear::bench),
+        ("moe", moe::bench),
         ("sample", sample::bench),
     ];
     for &(name, bench) in all {

@@ -520,7 +520,7 @@ fn fp8_args(out: &GpuFp8Rows<'_>, rows: usize, n: usize) -> [Arg; 3] {
     [out.values.into(), out.scales.into(), int(stride)]
 }
 
-fn int(value: usize) -> Arg {
+pub(super) fn int(value: usize) -> Arg {
     i32::try_from(value)
         .expect("sizes of a step are below 2^31")
         .into()

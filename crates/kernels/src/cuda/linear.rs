@@ -24,7 +24,7 @@ use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
-pub use matrix::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuWeight};
+pub use matrix::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuWeight, mxfp4_pitch};
 pub use stream::LinearOutput;
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
 
@@ -222,9 +222,9 @@ impl Linears {
             LinearOutput::Bf16 | LinearOutput::F32 => true,
         };
         fuses
-            && self
-                .own(&key)
-                .is_some_and(|cut| self.stream.takes_bf16(&key.shape, cut) && self.stream.can_norm(&key.shape, cut))
+            && self.own(&key).is_some_and(|cut| {
+                self.stream.takes_bf16(&key.shape, cut) && self.stream.can_norm(&key.shape, cut)
+            })
     }
 
     /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::Glu`], for the rows for which
@@ -429,6 +429,7 @@ impl GpuLinear {
         let (weight, weight_scales) = match &self.matrix {
             GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0),
             GpuMatrix::Fp8 { values, scales, .. } => (values.slice().ptr(), scales.slice().ptr()),
+            GpuMatrix::Mxfp4(_) => panic!("experts are no linear layers"),
         };
         Operands {
             x: 0,

@@ -13,6 +13,7 @@ mod image;
 mod kv;
 mod linear;
 mod meta;
+mod moe;
 mod sample;
 
 pub use attention_decode::{DecodeArgs, DecodeHeader, DecodeItem, DecodeKernels, DecodePlanner};
@@ -26,9 +27,10 @@ pub use image::{check, has_images, load};
 pub use kv::{GpuKv, GpuKvElement};
 pub use linear::{
     FP8_BLOCK, FP8_CAPABILITY, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuResidual, GpuRows, GpuWeight,
-    LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears,
+    LinearChoice, LinearOutput, LinearPath, LinearScratch, LinearUse, Linears, mxfp4_pitch,
 };
 pub use meta::{AssumedGpu, HEAD_DIMS, RunMeta as GpuRun};
+pub use moe::{EXPERT_TILES, GpuExperts, GpuRoutes, MOST_EXPERTS, MOST_ROUTES, MoeKernels};
 pub use sample::{
     RankArgs, RowLogprobs, SampleArgs, SampleKernels, SampleLists, SampleRow, TokenBias, TokenRank,
 };

@@ -565,7 +565,10 @@ fn measured_choices() {
     let mut rng = common::rng("fp8, measured");
     let rows = [1, 8, 32, 64, 256];
     let (n, k) = (1040, 512);
-    for (scaling, widens) in SCALINGS.into_iter().flat_map(|scaling| [(scaling, false), (scaling, true)]) {
+    for (scaling, widens) in SCALINGS
+        .into_iter()
+        .flat_map(|scaling| [(scaling, false), (scaling, true)])
+    {
         let mut ways = Ways::new(&gpu, widens);
         let x = common::poisoned::<bf16>(&gpu, 256 * k);
         let out = common::poisoned::<f32>(&gpu, 256 * n);

@@ -10,6 +10,7 @@ mod delta_rule;
 mod fp8;
 mod fused;
 mod linear;
+mod moe;
 mod pool;
 mod sample;
 mod soft_cap;

@@ -67,6 +67,22 @@ impl<L, V> Mlp<L, V> {
         }
     }
 
+    /// What every token goes through: the MLP of a layer without experts, or the expert that is shared.
+    pub(crate) fn of_all(&self) -> Option<&DenseMlp<L>> {
+        match &self.kind {
+            MlpKind::Dense(mlp) => Some(mlp),
+            MlpKind::Moe(moe) => moe.shared.as_ref().map(|shared| &shared.mlp),
+        }
+    }
+
+    /// The experts of a layer that has any.
+    pub(crate) fn experts(&self) -> Option<&Moe<L>> {
+        match &self.kind {
+            MlpKind::Dense(_) => None,
+            MlpKind::Moe(moe) => Some(moe),
+        }
+    }
+
     /// The MLP of a layer without experts.
     ///
     /// # Panics

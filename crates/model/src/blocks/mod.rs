@@ -312,6 +312,8 @@ pub(crate) struct Widths {
     pub(crate) experts: usize,
     /// Experts that a row goes to.
     pub(crate) routes: usize,
+    /// Inside an expert.
+    pub(crate) expert_inner: usize,
     /// The widest inputs, where a device quantises them for products in eight bits.
     pub(crate) quantised: usize,
     /// Their scales.
@@ -343,5 +345,16 @@ impl Widths {
             });
         }
         widths
+    }
+
+    /// Where all experts are computed at once, in room of their own: gate and up are those of what every token goes through.
+    pub(crate) fn beside_experts(spec: &DecoderSpec) -> Self {
+        let mlps = spec.layers.iter().filter_map(|layer| layer.mlp_of_all());
+        let inner = mlps.map(|mlp| mlp.intermediate_size).max().unwrap_or(0);
+        Self {
+            gate_up: 2 * inner,
+            activated: inner,
+            ..Self::of(spec)
+        }
     }
 }

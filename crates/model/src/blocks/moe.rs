@@ -97,6 +97,7 @@ pub(super) fn widen(spec: &MoeSpec, widths: &mut Widths) {
     widths.activated = widths.activated.max(spec.intermediate_size);
     widths.experts = widths.experts.max(spec.experts);
     widths.routes = widths.routes.max(spec.top_k);
+    widths.expert_inner = widths.expert_inner.max(spec.intermediate_size);
     if let Some(shared) = &spec.shared {
         dense_mlp::widen(shared, widths);
     }

@@ -1,3 +1,4 @@
+mod experts;
 mod head;
 mod layers;
 
@@ -10,6 +11,7 @@ use plimsoll_kernels::cuda::{
     LinearScratch, LinearUse, Linears, PrefillKernels, SampleKernels,
 };
 
+use super::experts::Experts;
 use super::input::{StepInput, StepInputs};
 use super::masks::Masks;
 use super::output::Outputs;
@@ -78,6 +80,8 @@ pub(super) struct Decoder {
     head: Option<Head>,
     fused: FusedKernels,
     linears: Linears,
+    /// Of a model that has any.
+    experts: Option<Experts>,
     pub(super) decode: DecodeKernels,
     pub(super) prefill: PrefillKernels,
     /// Of a model that has layers with states, or gated attention.
@@ -108,6 +112,7 @@ impl Decoder {
                     sampler: SampleKernels::load(gpu)?,
                 }),
             },
+            experts: Experts::load(gpu, &weights.decoder.layers)?,
             fused,
             linears: Linears::load(gpu, workspace)?,
             decode: DecodeKernels::load(gpu)?,
@@ -128,7 +133,12 @@ impl Decoder {
         let GpuWeights { spec, decoder, .. } = &self.weights;
         let widths = Widths::of(spec);
         let widest = widths.hidden.max(widths.activated).max(widths.attended);
-        let outputs = widths.gate_up.max(widths.qkv).max(widths.hidden);
+        // Of 16 bits; logits of routers have 32.
+        let outputs = widths
+            .gate_up
+            .max(widths.qkv)
+            .max(widths.hidden)
+            .max(2 * widths.experts);
         let most = MEASURED_ROWS[MEASURED_ROWS.len() - 1];
         let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
         let logits = head.len() * MEASURED_HEAD_ROWS * spec.vocab_size;
@@ -156,8 +166,10 @@ impl Decoder {
             Mixer::Attention(block) => Some(&block.output),
             Mixer::DeltaNet(block) => Some(&block.output),
         });
-        let gate_up = by_shape(layers, |layer| Some(&layer.mlp.dense().gate_up));
-        let down = by_shape(layers, |layer| Some(&layer.mlp.dense().down));
+        let gate_up = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.gate_up));
+        let down = by_shape(layers, |layer| Some(&layer.mlp.of_all()?.down));
+        let routers = self.experts.iter().flat_map(Experts::routers);
+        let routers = alike(routers);
         let plain = |layers, output| LinearUse {
             layers,
             output,
@@ -166,7 +178,7 @@ impl Decoder {
         let mut uses = Vec::new();
         let activations = [Activation::Silu, Activation::GeluTanh];
         let used = |activation: &Activation| {
-            let mut mlps = spec.layers.iter().map(|layer| layer.dense_mlp());
+            let mut mlps = spec.layers.iter().filter_map(|layer| layer.mlp_of_all());
             mlps.any(|mlp| mlp.activation == *activation)
         };
         for (groups, kind) in [
@@ -175,6 +187,7 @@ impl Decoder {
             (&output, LinearOutput::Bf16),
             (&gate_up, LinearOutput::Bf16),
             (&down, LinearOutput::Bf16),
+            (&routers, LinearOutput::F32),
         ] {
             uses.extend(groups.iter().map(|layers| plain(layers, kind)));
         }
@@ -325,8 +338,12 @@ fn by_shape<'a>(
     layers: &'a [GpuLayer],
     pick: impl Fn(&'a GpuLayer) -> Option<&'a GpuLinear>,
 ) -> Vec<Vec<&'a GpuLinear>> {
+    alike(layers.iter().filter_map(pick))
+}
+
+fn alike<'a>(linears: impl Iterator<Item = &'a GpuLinear>) -> Vec<Vec<&'a GpuLinear>> {
     let mut groups: Vec<Vec<&GpuLinear>> = Vec::new();
-    for linear in layers.iter().filter_map(pick) {
+    for linear in linears {
         match groups.iter_mut().find(|group| group[0].is_like(linear)) {
             Some(group) => group.push(linear),
             None => groups.push(vec![linear]),

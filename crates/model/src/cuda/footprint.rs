@@ -7,7 +7,7 @@ use std::sync::Arc;
 use plimsoll_core::{BlockSize, Component, KvConfig, StepLimits};
 use plimsoll_device::cuda::{DeviceError, DryGpuArena, Gpu, POOL_CHUNK, POOL_UNIT};
 use plimsoll_kernels::cuda::{
-    AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, FusedKernels, GpuKvElement, Linears,
+    AssumedGpu, DecodeKernels, DecodePlanner, DeltaKernels, FusedKernels, GpuKvElement, Linears, MoeKernels,
     PrefillKernels, PrefillPlanner, SampleKernels,
 };
 
@@ -68,6 +68,7 @@ struct Kernels {
     _linears: Linears,
     _sampler: Option<SampleKernels>,
     _delta: Option<DeltaKernels>,
+    _experts: Option<MoeKernels>,
 }
 
 impl GpuFootprint {
@@ -224,7 +225,10 @@ impl GpuFootprint {
 
     /// Bytes of a state's graphs.
     pub fn graph_bytes(&self) -> u64 {
-        mapped(GRAPH_LAYER_BYTES * (self.graphs().len() * self.config.spec.layers.len()) as u64)
+        let spec = &self.config.spec;
+        // Layers with experts launch half as many kernels again.
+        let halves = 2 * spec.layers.len() + spec.mixtures().count();
+        mapped(GRAPH_LAYER_BYTES * (self.graphs().len() * halves) as u64 / 2)
     }
 
     /// What capturing the graphs, and then `steps`, take from the arena; of each step whether it runs as a graph.
@@ -283,12 +287,14 @@ impl Kernels {
     /// Everything that the runtime loads for a model, as far as it can be without one.
     fn load(gpu: &Gpu, config: &ModelConfig) -> Result<Self, DeviceError> {
         let samples = config.embedding.is_none();
+        let has_experts = config.spec.mixtures().next().is_some();
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
         let kernels = Self {
             _linears: Linears::load(gpu, workspace)?,
             _fused: FusedKernels::load(gpu)?,
             _sampler: samples.then(|| SampleKernels::load(gpu)).transpose()?,
             _delta: (config.spec.is_hybrid().then(|| DeltaKernels::load(gpu))).transpose()?,
+            _experts: has_experts.then(|| MoeKernels::load(gpu)).transpose()?,
             decode: DecodeKernels::load(gpu)?,
             prefill: PrefillKernels::load(gpu)?,
         };

@@ -49,12 +49,18 @@ impl Visitor for Products {
                 order: _,
                 expert: _,
             } = part;
-            if module == "lm_head" {
+            let is_router = [".gate", ".router", ".shared_expert_gate"]
+                .iter()
+                .any(|name| module.ends_with(name));
+            if module == "lm_head" || is_router {
                 let value = format!("{format} for `{module}`");
-                return refuse(
-                    value,
-                    "on a GPU the head is stored in floats; --device cpu takes it".to_owned(),
-                );
+                let what = if is_router {
+                    "what chooses experts"
+                } else {
+                    "the head"
+                };
+                let supported = format!("on a GPU {what} is stored in floats; --device cpu takes it");
+                return refuse(value, supported);
             }
             if !inputs.is_multiple_of(inputs_of) || !outputs.is_multiple_of(outputs_of) {
                 let value = format!("{format} for `{module}` of shape [{outputs}, {inputs}]");

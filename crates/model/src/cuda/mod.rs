@@ -9,6 +9,7 @@
 
 mod clock;
 mod decoder;
+mod experts;
 mod footprint;
 mod formats;
 mod graphs;
@@ -188,14 +189,14 @@ fn check(spec: &DecoderSpec) -> Result<(), ModelError> {
         match &layer.mlp {
             Mlp::Dense(mlp) => multiple("intermediate_size", mlp.intermediate_size, 8)?,
             Mlp::Moe(moe) => {
-                return Err(ModelError::unsupported(
-                    "num_experts_per_tok",
-                    moe.top_k,
-                    "mixture-of-experts layers run on CPUs only so far: use --device cpu",
-                ));
+                multiple("moe_intermediate_size", moe.intermediate_size, 8)?;
+                if let Some(shared) = &moe.shared {
+                    multiple("shared_expert_intermediate_size", shared.intermediate_size, 8)?;
+                }
             }
         }
     }
+    experts::check(spec)?;
     for attention in spec.attention() {
         if !HEAD_DIMS.contains(&attention.head_dim) {
             let supported = format!("it is one of {HEAD_DIMS:?}");

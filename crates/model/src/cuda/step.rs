@@ -2,6 +2,7 @@ use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
 use plimsoll_kernels::cuda::{DeltaKernels, Fp8Scaling};
 
+use super::experts::{ExpertLayout, ExpertSlices};
 use super::input::StepInput;
 use super::planners::{AttentionPlanners, attention_scratch};
 use super::scores::{SCORE_ROWS, ScoreLayout};
@@ -34,6 +35,8 @@ pub(super) struct StepLayout {
     pub(super) scales: Section<f32>,
     /// Gates of states.
     pub(super) state_gates: Section<bf16>,
+    /// Of layers with experts.
+    pub(super) experts: ExpertLayout,
     /// Partial results of attention.
     pub(super) attention: Section<f32>,
     /// What the step gives out: logits, or pooled vectors. In the place of what only the layers need.
@@ -45,7 +48,7 @@ pub(super) struct StepLayout {
 impl StepLayout {
     /// Of a step of this size, padding included; `None` if no memory could hold it.
     pub(super) fn new(spec: &DecoderSpec, step: StepSize, planners: &[AttentionPlanners]) -> Option<Self> {
-        let (widths, rows) = (Widths::of(spec), step.tokens);
+        let (widths, rows) = (Widths::beside_experts(spec), step.tokens);
         let mut layout = Layout::aligned(ALIGN);
         let hidden = layout.rows(rows, widths.hidden)?;
         let normed = layout.rows(rows, widths.hidden)?;
@@ -68,6 +71,7 @@ impl StepLayout {
             // Of blocks there are more than the rows have.
             scales: layout.rows(Fp8Scaling::Blocks.input_stride(rows), widths.scales)?,
             state_gates: layout.rows(rows, widths.state_gates)?,
+            experts: ExpertLayout::new(&mut layout, &widths, rows)?,
             attention: layout.rows(attention_scratch(planners), 1)?,
             given: match spec.head {
                 OutputHead::None => after.rows(step.samples, spec.hidden_size)?,
@@ -103,6 +107,7 @@ impl StepLayout {
             quantised: self.quantised.within(memory),
             scales: self.scales.within(memory),
             state_gates: self.state_gates.within(memory),
+            experts: self.experts.within(memory),
             scratch: self.attention.within(memory),
         }
     }
@@ -137,5 +142,6 @@ pub(super) struct Activations<'a> {
     pub(super) quantised: GpuSlice<'a, u8>,
     pub(super) scales: GpuSlice<'a, f32>,
     pub(super) state_gates: GpuSlice<'a, bf16>,
+    pub(super) experts: ExpertSlices<'a>,
     pub(super) scratch: GpuSlice<'a, f32>,
 }

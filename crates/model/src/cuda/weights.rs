@@ -11,7 +11,7 @@ use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    Fp8Scaling, FusedKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, rope_turns,
+    Fp8Scaling, FusedKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, MoeKernels, rope_turns,
 };
 
 use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
@@ -20,7 +20,7 @@ use crate::quantization::Fp8Scales;
 use crate::rope::RopeTable;
 use crate::weights::{Checked, DUMMY_SCALE, Scales};
 use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelError, Progress};
-use convert::Job;
+use convert::{Job, widen_mxfp4};
 use layout::{Boundless, Element, Layout, LinearSpan, Part, Places, Span, Stored};
 use transfer::transfer;
 
@@ -178,6 +178,11 @@ impl GpuWeights {
                 let rows = codes.chunks_exact(matrix.inputs).enumerate();
                 rows.flat_map(|(row, codes)| scales.widen(row, codes)).collect()
             }
+            (Element::Mxfp4, _, Stored::Matrix(matrix)) => {
+                let rows = gpu.download(view::<u8>(&self.slab, span))?;
+                let rows = rows.chunks_exact(part.row_bytes());
+                rows.flat_map(|row| widen_mxfp4(row, matrix.inputs)).collect()
+            }
             (Element::Bf16, ..) => {
                 let values = gpu.download(view::<bf16>(&self.slab, span))?;
                 values.into_iter().map(bf16::to_f32).collect()
@@ -210,12 +215,22 @@ fn fill_matrices(
     kernels: &FusedKernels,
     seed: u64,
 ) -> Result<(), GpuError> {
+    let mut experts = None;
     for (index, part) in (0_u64..).zip(parts) {
         let Stored::Matrix(matrix) = &part.stored else {
             continue;
         };
         let (seed, deviation) = (seed.wrapping_add(index), 1.0 / (matrix.inputs as f32).sqrt());
         match part.scale_span() {
+            None if part.element == Element::Mxfp4 => {
+                if experts.is_none() {
+                    experts = Some(MoeKernels::load(gpu)?);
+                }
+                let out = view(slab, part.span());
+                experts
+                    .iter()
+                    .try_for_each(|experts| experts.fill_mxfp4(out, matrix.inputs, seed, deviation))?;
+            }
             None => kernels.fill_random(view(slab, part.span()), seed, deviation)?,
             Some(span) => {
                 kernels.fill_random_e4m3(view(slab, part.span()), seed, deviation / DUMMY_SCALE)?;
@@ -241,6 +256,7 @@ impl Views<'_> {
 
     fn at(&self, span: LinearSpan) -> GpuLinear {
         let matrix = match span.scales {
+            None if span.element == Element::Mxfp4 => GpuMatrix::Mxfp4(self.weight(span.weight)),
             None => GpuMatrix::Bf16(self.weight(span.weight)),
             Some(scales) => GpuMatrix::Fp8 {
                 values: self.weight(span.weight),
@@ -293,3 +309,6 @@ impl Visitor for Views<'_> {
 fn view<T: Pod>(slab: &GpuSlab, span: Span) -> GpuSlice<'_, T> {
     slab.slice::<u8>().range(span.range()).cast()
 }
+
+#[cfg(test)]
+mod tests;

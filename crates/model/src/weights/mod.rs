@@ -63,9 +63,14 @@ pub(crate) struct Tensor<'a> {
 }
 
 impl Tensor<'_> {
-    /// The stored rows of a tensor of two dimensions.
+    /// The stored rows of a tensor of two dimensions, also those between its own.
     pub(crate) fn matrix(&self) -> Result<Matrix<'_>, ModelError> {
-        let (rows, cols) = (self.shape.0[0], self.shape.0[1]);
+        let (mut rows, mut cols) = (self.shape.0[0], self.shape.0[1]);
+        match self.order {
+            RowOrder::Plain | RowOrder::Interleaved { .. } | RowOrder::Grouped { .. } => {}
+            RowOrder::Among(among) => rows = among.all,
+            RowOrder::Columns(among) => (rows, cols) = (cols, among.all),
+        }
         Matrix::new(self.dtype, rows, cols, &self.data).map_err(|error| weight_error(error, &self.name))
     }
 

@@ -3,6 +3,7 @@
 
 pub mod convert;
 pub mod embeddings;
+pub mod experts;
 pub mod fp8;
 pub mod groups;
 pub mod malformed;
@@ -86,6 +87,16 @@ pub const WINDOW_MODELS: [&str; 8] = [
     "mixtral",
     "phi3-window",
     "qwen2-window",
+];
+
+/// Those with experts.
+pub const EXPERT_MODELS: [&str; 6] = [
+    "gpt-oss",
+    "gpt-oss-mxfp4",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "qwen3-moe-fp8-block",
 ];
 
 /// Those with golden vectors.

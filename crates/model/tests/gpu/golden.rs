@@ -78,6 +78,45 @@ fn logits_are_as_close_to_transformers_as_bf16_allows() {
     }
 }
 
+/// The one in the middle.
+fn median(errors: impl Iterator<Item = f64>) -> f64 {
+    let mut errors: Vec<f64> = errors.collect();
+    errors.sort_unstable_by(f64::total_cmp);
+    errors[errors.len() / 2]
+}
+
+/// Where two experts are nearly as good, rounding may send a row to the other one, which changes more than rounding: transformers'
+/// own logits of one prompt of five are off by 12 % (Mixtral). So most prompts are compared as closely as those of other models,
+/// and the others roughly. Experts in eight bits take inputs of 16 here, as in `bf16_error`.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn experts_give_logits_close_to_transformers() {
+    let gpu = gpu();
+    for name in EXPERT_MODELS {
+        let model = load(&gpu, name);
+        let cases = golden(name).cases;
+        let theirs = median(cases.iter().map(|case| case.bf16_error));
+        for setup in Setup::all(256).filter(|setup| setup.enforce_eager) {
+            for len in [128, 17, 5, 1] {
+                let mut runner = setup.build(&model);
+                let what = format!("{name}, {setup:?}, chunks of {len}");
+                let error = |case: &Case| {
+                    let found = in_chunks(&mut runner, &setup, case, len);
+                    relative_error(&found, &case.last_logits.concat())
+                };
+                let errors: Vec<f64> = cases.iter().map(error).collect();
+                let middle = median(errors.iter().copied());
+                report(format_args!(
+                    "{what}: {middle:.4}, transformers {theirs:.4}; {errors:.4?}"
+                ));
+                let (_, worse_alone) = worse(name);
+                assert!(middle < worse_alone * theirs, "{what}: {errors:?}");
+                assert!(errors.iter().all(|&error| error < 0.3), "{what}: {errors:?}");
+            }
+        }
+    }
+}
+
 /// Leads that no rounding overcomes: the error of a difference of two logits, many times over. `bf16_error` has nothing of what
 /// rounding inputs to eight bits adds, as much again and more.
 fn near_tie(name: &str, cases: &[Case]) -> f32 {

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod embeddings;
+mod experts;
 mod golden;
 mod kv;
 mod memory;

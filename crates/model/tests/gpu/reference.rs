@@ -148,10 +148,7 @@ impl Judge {
             assert_eq!(found.top.len(), expected.top.len(), "{what}");
             for (found, expected) in found.top.iter().zip(&expected.top) {
                 let difference = (found.logprob - expected.logprob).abs();
-                assert!(
-                    difference < *slack,
-                    "{what}: logprob {found:?} for {expected:?}"
-                );
+                assert!(difference < *slack, "{what}: logprob {found:?} for {expected:?}");
             }
         }
         sampled.token

@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::common::fp8::is_fp8;
-use crate::common::{blocks, greedy_spec, plan, relative_error, run};
+use crate::common::{EXPERT_MODELS, blocks, greedy_spec, plan, relative_error, run};
 use crate::reference::VOCAB;
 use crate::setup::{LIMITS, MODELS, Setup, gpu, load, load_dummy, report};
 
@@ -33,7 +33,11 @@ struct Case {
 
 impl Case {
     fn tiny(gpu: &Gpu) -> impl Iterator<Item = Self> {
-        MODELS.into_iter().map(|name| Self {
+        Self::all_of(gpu, &MODELS)
+    }
+
+    fn all_of(gpu: &Gpu, names: &'static [&str]) -> impl Iterator<Item = Self> {
+        names.iter().map(|name| Self {
             name,
             model: load(gpu, name),
             limits: LIMITS,
@@ -177,6 +181,14 @@ fn a_row_does_not_see_its_neighbours() {
     let gpu = gpu();
     Case::tiny(&gpu).for_each(|case| check_neighbours(&case));
     check_neighbours(&Case::large(&gpu));
+}
+
+/// Nor where its neighbours go.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_row_does_not_see_its_neighbours_experts() {
+    let gpu = gpu();
+    Case::all_of(&gpu, &EXPERT_MODELS).for_each(|case| check_neighbours(&case));
 }
 
 /// Relative, by norm: what other orders of summation make of a model in bf16. A sum that is off by the last bit of an f32

@@ -98,6 +98,14 @@ pub enum GpuMatrix {
         /// Which values share one of them.
         scaling: Fp8Scaling,
     },
+    /// Of an expert: rows of [`mxfp4_pitch`] bytes, first two elements in each byte, then an exponent for each 32 inputs. Of eight
+    /// elements four bytes hold the even ones in their lower half and the odd ones in the upper.
+    Mxfp4(GpuWeight<u8>),
+}
+
+/// Bytes between two rows of `k` inputs of [`GpuMatrix::Mxfp4`].
+pub fn mxfp4_pitch(k: usize) -> usize {
+    (k / 2 + k / 32).next_multiple_of(16)
 }
 
 impl GpuMatrix {
@@ -113,15 +121,21 @@ impl GpuMatrix {
                     && scales.slice().len() == scaling.weight_scales(n, k)
                     && (*scaling == Fp8Scaling::Rows || k.is_multiple_of(FP8_BLOCK))
             }
+            Self::Mxfp4(rows) => rows.slice().len() == n * mxfp4_pitch(k) && k.is_multiple_of(32),
         }
     }
 
     /// How its values share factors, if they do.
     pub fn scaling(&self) -> Option<Fp8Scaling> {
         match self {
-            Self::Bf16(_) => None,
+            Self::Bf16(_) | Self::Mxfp4(_) => None,
             Self::Fp8 { scaling, .. } => Some(*scaling),
         }
+    }
+
+    /// Whether it is in four bits, in which experts alone are.
+    fn is_mxfp4(&self) -> bool {
+        matches!(self, Self::Mxfp4(_))
     }
 }
 
@@ -160,14 +174,29 @@ impl GpuLinear {
     pub fn weight(&self) -> GpuSlice<'_, bf16> {
         match &self.matrix {
             GpuMatrix::Bf16(weight) => weight.slice(),
-            GpuMatrix::Fp8 { .. } => panic!("a table of e4m3 values"),
+            GpuMatrix::Fp8 { .. } | GpuMatrix::Mxfp4(_) => panic!("a table of few bits"),
+        }
+    }
+
+    /// Its bias, `[n]`.
+    pub fn bias(&self) -> Option<GpuSlice<'_, bf16>> {
+        self.bias.as_ref().map(GpuWeight::slice)
+    }
+
+    /// Its matrix alone, for what adds the bias elsewhere.
+    #[must_use]
+    pub fn without_bias(&self) -> Self {
+        Self {
+            bias: None,
+            ..self.clone()
         }
     }
 
     /// Whether it has the shape and the format of another.
     pub fn is_like(&self, other: &Self) -> bool {
-        let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some(), linear.matrix.scaling());
-        shape(self) == shape(other)
+        let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some());
+        let format = |linear: &Self| (linear.matrix.scaling(), linear.matrix.is_mxfp4());
+        shape(self) == shape(other) && format(self) == format(other)
     }
 
     /// Output features.

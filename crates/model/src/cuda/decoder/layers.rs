@@ -15,7 +15,7 @@ use crate::cuda::planners::AttentionKind;
 use crate::cuda::scores::ScoreSlices;
 use crate::cuda::step::Activations;
 use crate::cuda::weights::{GpuLayer, GpuVector};
-use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, MoeSpec};
+use crate::spec::{AttentionSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mlp, MoeSpec};
 use crate::state::LayerPlace;
 use crate::tables::LayerPage;
 
@@ -55,8 +55,14 @@ impl Kind {
     }
 
     fn gate_up(decoder: &Decoder, layer: &GpuLayer, rows: usize) -> Fusion {
-        let (linears, gate_up) = (&decoder.linears, &layer.mlp.dense().gate_up);
-        let activation = layer.spec.dense_mlp().activation;
+        let (linears, Mlp::Dense(spec)) = (&decoder.linears, &layer.spec.mlp) else {
+            // Nothing of a layer with experts asks.
+            return Fusion {
+                norm: false,
+                output: LinearOutput::Bf16,
+            };
+        };
+        let (gate_up, activation) = (&layer.mlp.dense().gate_up, spec.activation);
         let output = match linears.fuses_glu(rows, gate_up, activation) {
             true => LinearOutput::Glu(activation),
             false => LinearOutput::Bf16,
@@ -139,12 +145,12 @@ impl<'a, 'b> Step<'a, 'b> {
     }
 
     /// The first `width` elements' worth of each row, closely packed.
-    fn rows<T: Pod>(&self, of: GpuSlice<'a, T>, width: usize) -> GpuSlice<'a, T> {
+    pub(super) fn rows<T: Pod>(&self, of: GpuSlice<'a, T>, width: usize) -> GpuSlice<'a, T> {
         of.range(0..self.rows * width)
     }
 
     /// Where a linear layer's inputs go: to `plain`, or where they are quantised if its product takes them so.
-    fn inputs_of(
+    pub(super) fn inputs_of(
         &self,
         linear: &GpuLinear,
         output: LinearOutput,
@@ -166,18 +172,43 @@ impl<'a, 'b> Step<'a, 'b> {
     }
 
     /// A linear layer of rows that are not quantised yet.
-    fn linear(
+    pub(super) fn linear(
         &self,
         plain: GpuSlice<'a, bf16>,
         linear: &GpuLinear,
         out: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
-        let inputs = self.inputs_of(linear, LinearOutput::Bf16, plain)?;
+        self.product(plain, linear, LinearOutput::Bf16, out)
+    }
+
+    /// As [`Self::linear`], with this output.
+    pub(super) fn product(
+        &self,
+        plain: GpuSlice<'a, bf16>,
+        linear: &GpuLinear,
+        output: LinearOutput,
+        out: GpuSlice<'a, bf16>,
+    ) -> Result<(), GpuError> {
+        let inputs = self.inputs_of(linear, output, plain)?;
         if let GpuRows::Fp8(quantised) = inputs {
             let plain = self.rows(plain, linear.inputs());
             self.decoder.fused.quantise(plain, linear.inputs(), quantised)?;
         }
-        self.decoder.linears.forward(inputs, linear, out)
+        self.multiply(inputs, linear, output, out)
+    }
+
+    fn multiply(
+        &self,
+        inputs: GpuRows<'a>,
+        linear: &GpuLinear,
+        output: LinearOutput,
+        out: GpuSlice<'a, bf16>,
+    ) -> Result<(), GpuError> {
+        let linears = &self.decoder.linears;
+        match output {
+            LinearOutput::Glu(activation) => linears.forward_glu(inputs, linear, activation, out),
+            LinearOutput::Bf16 | LinearOutput::F32 => linears.forward(inputs, linear, out),
+        }
     }
 
     /// The sum of the residual stream and what is added to it, and its norm.
@@ -215,10 +246,7 @@ impl<'a, 'b> Step<'a, 'b> {
         }
         let inputs = self.inputs_of(linear, fusion.output, self.act.normed)?;
         self.add_norm(norms, inputs)?;
-        match fusion.output {
-            LinearOutput::Glu(activation) => linears.forward_glu(inputs, linear, activation, out),
-            LinearOutput::Bf16 | LinearOutput::F32 => linears.forward(inputs, linear, out),
-        }
+        self.multiply(inputs, linear, fusion.output, out)
     }
 }
 
@@ -458,8 +486,15 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         self.decoder.linears.forward(inputs, down, delta)
     }
 
-    fn experts(&mut self, _: &MoeSpec, _: &Norms<'_, GpuVector>, _: &Moe<GpuLinear>) -> Result<(), GpuError> {
-        unreachable!("models with experts are refused before their weights are read")
+    fn experts(
+        &mut self,
+        spec: &MoeSpec,
+        norms: &Norms<'_, GpuVector>,
+        moe: &Moe<GpuLinear>,
+    ) -> Result<(), GpuError> {
+        let normed = self.rows(self.act.normed, moe.router.inputs());
+        self.add_norm(norms, normed.into())?;
+        self.route_to_experts(spec, moe, normed)
     }
 
     fn finish(&mut self, norms: &Norms<'_, GpuVector>) -> Result<(), GpuError> {

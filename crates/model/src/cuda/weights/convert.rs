@@ -7,7 +7,8 @@ use plimsoll_kernels::{E4M3_MAX, WeightType, e4m3_from_f32};
 
 use super::layout::{Element, Part, Stored};
 use crate::ModelError;
-use crate::blocks::Matrix;
+use crate::blocks::{Among, Matrix, RowOrder};
+use crate::quantization::MXFP4_BLOCK;
 use crate::weights::{Checked, Scales, StoredMatrix, Tensor};
 
 /// A stored tensor on its way to its place.
@@ -16,13 +17,19 @@ pub(super) struct Job<'a> {
     tensor: Tensor<'a>,
     /// Of a matrix that is stored in eight bits.
     scales: Option<Scales>,
+    /// Of a matrix that is stored in four.
+    exponents: Option<Tensor<'a>>,
     part: Part,
 }
 
 impl<'a> Job<'a> {
     /// Takes the part's tensors, and checks that [`Self::write_rows`] can do what it has to.
     pub(super) fn new(tensors: &mut Checked<'a>, part: &Part) -> Result<Self, ModelError> {
-        let StoredMatrix { tensor, scales, .. } = match &part.stored {
+        let StoredMatrix {
+            mut tensor,
+            scales,
+            exponents,
+        } = match &part.stored {
             Stored::Vector(vector) => StoredMatrix {
                 tensor: tensors.vector(vector)?,
                 scales: None,
@@ -30,13 +37,18 @@ impl<'a> Job<'a> {
             },
             Stored::Matrix(matrix) => tensors.matrix(matrix)?,
         };
+        if matches!(tensor.order, RowOrder::Columns(_)) && part.element != Element::Bf16 {
+            tensor = tensor.in_order();
+        }
         match &part.stored {
             Stored::Vector(_) => drop(tensor.widen()?),
+            Stored::Matrix(_) if exponents.is_some() => {}
             Stored::Matrix(_) => drop(tensor.matrix()?),
         }
         Ok(Self {
             tensor,
             scales,
+            exponents,
             part: part.clone(),
         })
     }
@@ -52,7 +64,7 @@ impl<'a> Job<'a> {
 
     /// Stored bytes of `rows` rows.
     pub(super) fn stored_bytes(&self, rows: usize) -> usize {
-        self.tensor.data.len() / self.part.rows() * rows
+        self.tensor.bytes() / self.part.rows() * rows
     }
 
     /// Writes what a range of rows becomes in device memory, and adds the scales that begin there.
@@ -67,11 +79,19 @@ impl<'a> Job<'a> {
             match self.part.element {
                 Element::F32 => cast_slice_mut(out).copy_from_slice(values),
                 Element::Bf16 => narrow(values, out),
-                Element::Fp8 => unreachable!("vectors have no scales"),
+                Element::Fp8 | Element::Mxfp4 => unreachable!("vectors have no scales"),
             }
             return Ok(());
         };
+        if let Some(exponents) = &self.exponents {
+            self.write_mxfp4(exponents, inputs, rows, out);
+            return Ok(());
+        }
         let matrix = self.tensor.matrix()?;
+        if let RowOrder::Columns(among) = self.tensor.order {
+            write_columns(&matrix, among, rows, out);
+            return Ok(());
+        }
         let stored = rows.clone().map(|row| self.tensor.order.stored(row));
         let pairs = stored.zip(out.chunks_exact_mut(self.part.row_bytes()));
         let mut wide = vec![0.0; inputs];
@@ -104,6 +124,67 @@ impl<'a> Job<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Rows as the kernels take them: eight elements in four bytes, the even ones in their lower half, and the row's exponents
+    /// behind all of them.
+    fn write_mxfp4(&self, exponents: &Tensor<'_>, inputs: usize, rows: Range<usize>, out: &mut [u8]) {
+        let [code_bytes, exponent_bytes] = [inputs / 2, inputs / MXFP4_BLOCK];
+        for (row, out) in rows.zip(out.chunks_exact_mut(self.part.row_bytes())) {
+            let (codes, rest) = out.split_at_mut(code_bytes);
+            let stored = &self.tensor.data[self.tensor.order.stored(row) * code_bytes..][..code_bytes];
+            for (out, stored) in codes.as_chunks_mut().0.iter_mut().zip(stored.as_chunks().0) {
+                *out = apart(u32::from_le_bytes(*stored)).to_le_bytes();
+            }
+            let stored = exponents.order.stored(row) * exponent_bytes;
+            let (own, padding) = rest.split_at_mut(exponent_bytes);
+            own.copy_from_slice(&exponents.data[stored..][..exponent_bytes]);
+            padding.fill(0);
+        }
+    }
+}
+
+/// Codes of four bits: the even ones to the lower half, the odd ones to the upper.
+fn apart(codes: u32) -> u32 {
+    let together = |codes: u32| {
+        let pairs = (codes | codes >> 4) & 0x00ff_00ff;
+        (pairs | pairs >> 8) & 0xffff
+    };
+    together(codes & 0x0f0f_0f0f) | together(codes >> 4 & 0x0f0f_0f0f) << 16
+}
+
+/// A row of [`Element::Mxfp4`] as the kernels take it, for oracles.
+pub(super) fn widen_mxfp4(row: &[u8], inputs: usize) -> Vec<f32> {
+    const VALUES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let element = |index: usize| {
+        let (at, half) = (index / 8 * 4 + index % 2 * 2, index % 8 / 2);
+        let code = row[at + half / 2] >> (4 * (half % 2)) & 15;
+        let value = VALUES[usize::from(code & 7)] * if code & 8 == 0 { 1.0 } else { -1.0 };
+        let exponent = i32::from(row[inputs / 2 + index / MXFP4_BLOCK]) - 127;
+        value * (f64::from(exponent)).exp2() as f32
+    };
+    (0..inputs).map(element).collect()
+}
+
+/// Rows of a matrix that is stored transposed, `[inputs, rows and others]`, as `bf16`.
+fn write_columns(stored: &plimsoll_kernels::Matrix<'_>, among: Among, rows: Range<usize>, out: &mut [u8]) {
+    let (inputs, element) = (stored.rows(), size_of::<u16>());
+    let mut wide = vec![0.0; among.all];
+    let mut narrowed = vec![0; among.all * element];
+    for input in 0..inputs {
+        let column = match stored.dtype() {
+            WeightType::Bf16 => stored.row(input),
+            _ => {
+                stored.widen_row(input, &mut wide);
+                narrow(&wide, &mut narrowed);
+                &narrowed
+            }
+        };
+        for (index, row) in rows.clone().enumerate() {
+            let from = (among.first + row * among.step) * element;
+            let to = (index * inputs + input) * element;
+            out[to..to + element].copy_from_slice(&column[from..from + element]);
+        }
     }
 }
 
@@ -170,6 +251,18 @@ mod tests {
             let want = bf16::from_f32(*value);
             assert_eq!(bf16::from_le_bytes(found).to_bits(), want.to_bits(), "{value:e}");
         }
+    }
+
+    #[test]
+    fn codes_of_four_bits_are_told_apart() {
+        let bytes = [0x10, 0x32, 0x54, 0x76];
+        assert_eq!(apart(u32::from_le_bytes(bytes)), 0x7531_6420);
+        // Elements 0 to 7 have the codes 0 to 7.
+        let mut row = apart(u32::from_le_bytes(bytes)).to_le_bytes().repeat(4);
+        row.push(128);
+        let found = widen_mxfp4(&row, 32);
+        let want = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0].repeat(4);
+        assert_eq!(found, want);
     }
 
     /// Each element is off by half a unit in the last place at most, which is 1/16 of it, or 2^-10 of the scale if it is small.

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use half::bf16;
-use plimsoll_kernels::cuda::Fp8Scaling;
+use plimsoll_kernels::cuda::{Fp8Scaling, mxfp4_pitch};
 
 use crate::DecoderSpec;
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::quantization::{FP8_BLOCK, Fp8Scales};
+use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat};
 use crate::rope::RopeTable;
 
 /// Alignment of every weight, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
@@ -20,14 +20,18 @@ pub(super) enum Element {
     F32,
     /// `e4m3`.
     Fp8,
+    /// Of matrices: `e2m1`, with exponents in each row.
+    Mxfp4,
 }
 
 impl Element {
-    pub(super) fn bytes(self) -> usize {
+    /// Bytes of a row of so many; `None` if no memory could hold it.
+    pub(super) fn row_bytes(self, elements: usize) -> Option<usize> {
         match self {
-            Self::Bf16 => size_of::<bf16>(),
-            Self::F32 => size_of::<f32>(),
-            Self::Fp8 => size_of::<u8>(),
+            Self::Bf16 => elements.checked_mul(size_of::<bf16>()),
+            Self::F32 => elements.checked_mul(size_of::<f32>()),
+            Self::Fp8 => Some(elements),
+            Self::Mxfp4 => Some(mxfp4_pitch(elements)),
         }
     }
 }
@@ -49,6 +53,8 @@ impl Span {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LinearSpan {
     pub(super) weight: Span,
+    /// Of the weight.
+    pub(super) element: Element,
     /// Of a weight in eight bits, `f32`.
     pub(super) scales: Option<ScaleSpan>,
     pub(super) bias: Option<Span>,
@@ -104,7 +110,8 @@ impl Part {
             Stored::Vector(_) => 1,
             Stored::Matrix(matrix) => matrix.inputs,
         };
-        elements * self.element.bytes()
+        let bytes = self.element.row_bytes(elements);
+        bytes.expect("places are handed out where there is memory")
     }
 
     pub(super) fn span(&self) -> Span {
@@ -224,7 +231,7 @@ impl Layout {
         let mut turns = Vec::new();
         for rope in spec.ropes() {
             let tables = rope.tables();
-            let table = |table: &RopeTable| places.take(&[table.frequencies.len(), 2], Element::F32).ok();
+            let table = |table: &RopeTable| places.take(table.frequencies.len(), 2, Element::F32).ok();
             turns.push(tables.iter().map(table).collect::<Option<_>>()?);
         }
         Some(Self {
@@ -252,14 +259,13 @@ pub(super) struct Places {
 pub(super) struct Boundless;
 
 impl Places {
-    fn take(&mut self, shape: &[usize], element: Element) -> Result<Span, Boundless> {
+    fn take(&mut self, rows: usize, width: usize, element: Element) -> Result<Span, Boundless> {
         let start = self.end;
-        let bytes = |shape: &[usize]| {
-            let mut sizes = shape.iter();
-            let len = sizes.try_fold(element.bytes(), |bytes, &n| bytes.checked_mul(n))?;
+        let bytes = || {
+            let len = element.row_bytes(width)?.checked_mul(rows)?;
             Some((len, start.checked_add(len)?.checked_next_multiple_of(ALIGN)?))
         };
-        let (len, end) = bytes(shape).ok_or(Boundless)?;
+        let (len, end) = bytes().ok_or(Boundless)?;
         self.end = end;
         Ok(Span { start, len })
     }
@@ -271,7 +277,7 @@ impl Places {
         element: Element,
     ) -> Result<Span, Boundless> {
         let len = vectors.clone().map(|vector| vector.len).sum();
-        let span = self.take(&[len], element)?;
+        let span = self.take(1, len, element)?;
         let mut start = span.start;
         for vector in vectors {
             let part = Part {
@@ -292,17 +298,18 @@ impl Places {
         let outputs = matrices.iter().map(|matrix| matrix.outputs).sum();
         let kept = format.kept_scales();
         let element = match kept {
+            None if format == MatrixFormat::Mxfp4 => Element::Mxfp4,
             None => Element::Bf16,
             Some(_) => Element::Fp8,
         };
-        let weight = self.take(&[outputs, inputs], element)?;
+        let weight = self.take(outputs, inputs, element)?;
         let scales = match kept {
             None => None,
             Some(scales) => {
                 let blocks = scales == Fp8Scales::Block;
                 let shape = matrices.iter().map(|matrix| scales.shape(matrix.outputs, inputs));
                 let rows = shape.map(|[rows, _]| rows).sum();
-                let span = self.take(&[rows, kept_stride(scales, inputs)], Element::F32)?;
+                let span = self.take(rows, kept_stride(scales, inputs), Element::F32)?;
                 Some(ScaleSpan { span, blocks })
             }
         };
@@ -321,6 +328,7 @@ impl Places {
         }
         Ok(LinearSpan {
             weight,
+            element,
             scales,
             bias: None,
             outputs,

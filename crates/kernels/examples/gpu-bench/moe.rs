@@ -1,0 +1,250 @@
+//! Mixtures of experts: routing, both products in tiles of each size, and the sums, in the shapes of Qwen3-30B-A3B and gpt-oss-20b.
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_core::Component;
+use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_kernels::cuda::{
+    EXPERT_TILES, FusedKernels, GpuExperts, GpuLinear, GpuMatrix, GpuRoutes, GpuWeight, MoeKernels,
+    mxfp4_pitch,
+};
+use plimsoll_kernels::{Activation, ExpertActivation, Route, RouterSoftmax, route};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
+
+const ROWS: [usize; 7] = [1, 4, 32, 128, 512, 2048, 8192];
+/// Steps whose rows go elsewhere, so that experts are not in the cache.
+const STEPS: usize = 6;
+
+#[derive(Clone, Copy)]
+struct Model {
+    name: &'static str,
+    experts: usize,
+    top_k: usize,
+    hidden: usize,
+    inner: usize,
+    is_mxfp4: bool,
+}
+
+const MODELS: [Model; 2] = [
+    Model {
+        name: "Qwen3-30B-A3B, bf16",
+        experts: 128,
+        top_k: 8,
+        hidden: 2048,
+        inner: 768,
+        is_mxfp4: false,
+    },
+    Model {
+        name: "gpt-oss-20b, MXFP4",
+        experts: 32,
+        top_k: 4,
+        hidden: 2880,
+        inner: 2880,
+        is_mxfp4: true,
+    },
+];
+
+struct Layer<'a> {
+    gpu: &'a Gpu,
+    model: Model,
+    kernels: MoeKernels,
+    gate_up: GpuExperts,
+    down: GpuExperts,
+}
+
+impl Model {
+    fn row_bytes(&self, inputs: usize) -> usize {
+        if self.is_mxfp4 {
+            mxfp4_pitch(inputs)
+        } else {
+            2 * inputs
+        }
+    }
+
+    /// Of one expert.
+    fn bytes(&self) -> usize {
+        2 * self.inner * self.row_bytes(self.hidden) + self.hidden * self.row_bytes(self.inner)
+    }
+}
+
+/// Random matrices `[n, k]`.
+fn experts(
+    gpu: &Gpu,
+    kernels: &MoeKernels,
+    fused: &FusedKernels,
+    model: &Model,
+    n: usize,
+    k: usize,
+) -> GpuExperts {
+    let each = (n * model.row_bytes(k)).next_multiple_of(256);
+    let slab = Arc::new(alloc(gpu, each * model.experts));
+    let scale = 1.0 / (k as f32).sqrt();
+    let linear = |expert: usize| {
+        let start = expert * each;
+        let matrix = if model.is_mxfp4 {
+            let rows = GpuWeight::new(&slab, start..start + n * mxfp4_pitch(k));
+            kernels
+                .fill_mxfp4(rows.slice(), k, expert as u64, scale)
+                .expect("random weights");
+            GpuMatrix::Mxfp4(rows)
+        } else {
+            let rows = GpuWeight::new(&slab, start / 2..start / 2 + n * k);
+            fused
+                .fill_random(rows.slice(), expert as u64, scale)
+                .expect("random weights");
+            GpuMatrix::Bf16(rows)
+        };
+        GpuLinear::new(matrix, None, n, k)
+    };
+    let linears: Vec<GpuLinear> = (0..model.experts).map(linear).collect();
+    GpuExperts::new(&linears)
+}
+
+fn alloc(gpu: &Gpu, bytes: usize) -> GpuSlab {
+    gpu.alloc(Component::Arena, bytes).expect("room on the GPU")
+}
+
+/// Where the rows of one step go.
+struct Step {
+    logits: GpuSlab,
+    room: GpuSlab,
+    /// Experts to which any row goes.
+    hit: usize,
+}
+
+impl Step {
+    fn new(gpu: &Gpu, model: &Model, rows: usize, seed: u64) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut logits: Vec<f32> = (0..rows * model.experts)
+            .map(|_| rng.random_range(-1.0..1.0))
+            .collect();
+        let slab = alloc(gpu, 4 * logits.len());
+        gpu.upload(&logits, slab.slice::<f32>().range(0..logits.len()))
+            .expect("a copy");
+        let none = Route {
+            expert: 0,
+            row: 0,
+            weight: 0.0,
+        };
+        let mut routes = vec![none; rows * model.top_k];
+        route(&mut logits, model.experts, RouterSoftmax::Chosen, &mut routes);
+        let tiles = GpuRoutes::tile_list(routes.len(), model.experts);
+        Self {
+            logits: slab,
+            room: alloc(gpu, 16 * routes.len().next_multiple_of(64) + 4 * tiles),
+            hit: routes.chunk_by(|a, b| a.expert == b.expert).count(),
+        }
+    }
+
+    fn routes(&self, model: &Model, rows: usize) -> GpuRoutes<'_> {
+        let routes = rows * model.top_k;
+        let (all, each) = (self.room.slice::<u8>(), 4 * routes.next_multiple_of(64));
+        let at = |part: usize, bytes: usize| all.range(part * each..part * each + bytes);
+        GpuRoutes {
+            weights: at(0, 4 * routes).cast(),
+            places: at(1, 4 * routes).cast(),
+            sources: at(2, 4 * routes).cast(),
+            chosen: at(3, 2 * routes).cast(),
+            tiles: at(4, 4 * GpuRoutes::tile_list(routes, model.experts)).cast(),
+            rows,
+            top_k: model.top_k,
+            experts: model.experts,
+        }
+    }
+}
+
+impl Layer<'_> {
+    fn line(&self, what: &str, rows: usize, us: f64, bytes: f64, flops: f64) {
+        let floor = (bytes / READ_BANDWIDTH).max(flops / BF16_RATE) * 1e6;
+        println!(
+            "{what:12} {rows:5} rows {us:9.2} us  {:7.1} GB/s  {:6.1} TFLOP/s  x{:.2} of the floor",
+            bytes / us / 1e3,
+            flops / us / 1e6,
+            us / floor
+        );
+    }
+
+    fn rows(&mut self, fused: &FusedKernels, rows: usize) {
+        let (gpu, model) = (self.gpu, self.model);
+        let Model {
+            top_k, hidden, inner, ..
+        } = model;
+        let steps: Vec<Step> = (0..STEPS as u64)
+            .map(|seed| Step::new(gpu, &model, rows, seed))
+            .collect();
+        let places = rows * top_k;
+        let [x, activated, projected, out] =
+            [rows * hidden, places * inner, places * hidden, rows * hidden].map(|len| alloc(gpu, 2 * len));
+        fused.fill_random(x.slice(), 1, 1.0).expect("random rows");
+        let inputs = x.slice::<bf16>().range(0..rows * hidden);
+        let inner_rows = activated.slice::<bf16>().range(0..places * inner);
+        let outputs = projected.slice::<bf16>().range(0..places * hidden);
+        let sums = out.slice::<bf16>().range(0..rows * hidden);
+        let hit = steps.iter().map(|step| step.hit).sum::<usize>() as f64 / STEPS as f64;
+        println!("-- {}: {rows} rows, {hit:.1} experts hit", model.name);
+        let gate_up_bytes = hit * (2 * inner * model.row_bytes(hidden)) as f64;
+        let down_bytes = hit * (hidden * model.row_bytes(inner)) as f64;
+        let flops = 2.0 * (places * hidden * inner) as f64;
+        let activation = ExpertActivation::Glu(Activation::Silu);
+        for tile in EXPERT_TILES.map(Some).into_iter().chain([None]) {
+            self.kernels.fix_tile(tile);
+            let kernels = &self.kernels;
+            let route = |step: &Step| {
+                let logits = step.logits.slice().range(0..rows * model.experts);
+                kernels.route(logits, None, RouterSoftmax::Chosen, &step.routes(&model, rows))
+            };
+            steps.iter().try_for_each(route).expect("routes");
+            let routes = |call: usize| steps[call % STEPS].routes(&model, rows);
+            let name = tile.map_or("chosen".to_owned(), |tile| format!("tile {tile}"));
+            if tile.is_some() {
+                let us = time_us(gpu, 24, |call| {
+                    kernels.gate_up(inputs, &self.gate_up, activation, &routes(call), inner_rows)
+                });
+                let what = format!("up {name}");
+                self.line(&what, rows, us, gate_up_bytes, 2.0 * flops);
+                let us = time_us(gpu, 24, |call| {
+                    kernels.down(inner_rows, &self.down, &routes(call), outputs)
+                });
+                self.line(&format!("down {name}"), rows, us, down_bytes, flops);
+                continue;
+            }
+            let us = time_us(gpu, 24, |call| route(&steps[call % STEPS]));
+            println!("route        {rows:5} rows {us:9.2} us");
+            let us = time_us(gpu, 24, |call| {
+                kernels.combine(outputs, &routes(call), None, sums)
+            });
+            println!("combine      {rows:5} rows {us:9.2} us");
+            let us = time_us(gpu, 24, |call| {
+                let routes = routes(call);
+                route(&steps[call % STEPS])?;
+                kernels.gate_up(inputs, &self.gate_up, activation, &routes, inner_rows)?;
+                kernels.down(inner_rows, &self.down, &routes, outputs)?;
+                kernels.combine(outputs, &routes, None, sums)
+            });
+            self.line("all", rows, us, gate_up_bytes + down_bytes, 3.0 * flops);
+        }
+    }
+}
+
+pub(crate) fn bench(gpu: &Gpu) {
+    let fused = FusedKernels::load(gpu).expect("kernels");
+    for model in MODELS {
+        let kernels = MoeKernels::load(gpu).expect("kernels");
+        let Model { hidden, inner, .. } = model;
+        println!("{}: {:.1} MB an expert", model.name, model.bytes() as f64 / 1e6);
+        let mut layer = Layer {
+            gpu,
+            model,
+            gate_up: experts(gpu, &kernels, &fused, &model, 2 * inner, hidden),
+            down: experts(gpu, &kernels, &fused, &model, hidden, inner),
+            kernels,
+        };
+        for rows in ROWS {
+            layer.rows(&fused, rows);
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! What the kernels of experts take.
+
+use plimsoll_device::cuda::GpuSlice;
+
+use super::{EXPERT_TILES, MOST_EXPERTS, MOST_ROUTES};
+use crate::cuda::linear::{GpuLinear, GpuMatrix};
+
+/// The matrices of all experts of a layer, in one format, `[n, k]` each, at equal distances in one piece of memory.
+#[derive(Clone, Debug)]
+pub struct GpuExperts {
+    first: GpuLinear,
+    count: usize,
+    /// Bytes from anything of one expert to that of the next.
+    stride: usize,
+}
+
+/// Of the first expert, in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Addresses {
+    pub(super) weight: u64,
+    /// 0 for none.
+    pub(super) bias: u64,
+    /// 0 for none.
+    pub(super) scales: u64,
+    /// Scales from one row of blocks to the next.
+    pub(super) scale_stride: usize,
+}
+
+impl Addresses {
+    fn of(linear: &GpuLinear) -> Self {
+        let (weight, scales, scale_stride) = match linear.matrix() {
+            GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0, 0),
+            GpuMatrix::Fp8 {
+                values,
+                scales,
+                scaling,
+            } => (
+                values.slice().ptr(),
+                scales.slice().ptr(),
+                scaling.stride(linear.inputs()),
+            ),
+            GpuMatrix::Mxfp4(rows) => (rows.slice().ptr(), 0, 0),
+        };
+        Self {
+            weight,
+            bias: linear.bias().map_or(0, |bias| bias.ptr()),
+            scales,
+            scale_stride,
+        }
+    }
+
+    /// The same so many bytes further.
+    fn behind(self, bytes: u64) -> Self {
+        let add = |address| if address == 0 { 0 } else { address + bytes };
+        Self {
+            weight: add(self.weight),
+            bias: add(self.bias),
+            scales: add(self.scales),
+            ..self
+        }
+    }
+}
+
+impl GpuExperts {
+    /// Of each expert, in order.
+    ///
+    /// # Panics
+    /// If there are none, or they differ, or do not lie at equal distances.
+    pub fn new(experts: &[GpuLinear]) -> Self {
+        let first = &experts[0];
+        let start = Addresses::of(first);
+        let stride = match experts.get(1) {
+            None => 0,
+            Some(second) => Addresses::of(second).weight - start.weight,
+        };
+        for (index, expert) in (0_u64..).zip(experts) {
+            assert!(expert.is_like(first), "experts of one shape and format");
+            assert_eq!(
+                Addresses::of(expert),
+                start.behind(index * stride),
+                "experts at equal distances"
+            );
+        }
+        assert!(
+            stride.is_multiple_of(16) && start.weight.is_multiple_of(16),
+            "experts at multiples of 16 bytes"
+        );
+        Self {
+            first: first.clone(),
+            count: experts.len(),
+            stride: stride as usize,
+        }
+    }
+
+    /// Experts.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Output features of each.
+    pub fn outputs(&self) -> usize {
+        self.first.outputs()
+    }
+
+    /// Input features of each.
+    pub fn inputs(&self) -> usize {
+        self.first.inputs()
+    }
+
+    pub(super) fn stride(&self) -> usize {
+        self.stride
+    }
+
+    pub(super) fn matrix(&self) -> &GpuMatrix {
+        self.first.matrix()
+    }
+
+    pub(super) fn addresses(&self) -> Addresses {
+        Addresses::of(&self.first)
+    }
+}
+
+/// Which rows of a step go to which experts: filled by [`MoeKernels::route`](super::MoeKernels::route). Places are routes grouped
+/// by expert, and those of an expert in the order of rows.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuRoutes<'a> {
+    /// `[rows, top_k]`: experts, ascending, where there are many rows.
+    pub chosen: GpuSlice<'a, u16>,
+    /// `[rows, top_k]`: what each expert's output is multiplied by.
+    pub weights: GpuSlice<'a, f32>,
+    /// `[rows, top_k]`: the place of each route.
+    pub places: GpuSlice<'a, i32>,
+    /// `[rows * top_k]`: the route at each place.
+    pub sources: GpuSlice<'a, i32>,
+    /// As many as [`Self::tile_list`] says.
+    pub tiles: GpuSlice<'a, i32>,
+    /// Rows of the step.
+    pub rows: usize,
+    /// Experts of each.
+    pub top_k: usize,
+    /// Experts of the layer.
+    pub experts: usize,
+}
+
+impl GpuRoutes<'_> {
+    /// Elements of the list of tiles of so many routes.
+    pub fn tile_list(routes: usize, experts: usize) -> usize {
+        4 * (1 + most_tiles(routes, experts, EXPERT_TILES[0]))
+    }
+
+    /// Tiles that there may be.
+    pub(super) fn most_tiles(&self, tile: usize) -> usize {
+        most_tiles(self.len(), self.experts, tile)
+    }
+
+    /// Routes of all rows.
+    pub(super) fn len(&self) -> usize {
+        self.rows * self.top_k
+    }
+
+    pub(super) fn check(&self) {
+        let Self { top_k, experts, .. } = *self;
+        assert!(
+            (1..=experts.min(MOST_ROUTES)).contains(&top_k) && experts <= MOST_EXPERTS,
+            "{top_k} of {experts} experts"
+        );
+        let routes = self.len();
+        assert!(
+            self.chosen.len() == routes
+                && self.weights.len() == routes
+                && self.places.len() == routes
+                && self.sources.len() == routes
+                && self.tiles.len() == Self::tile_list(routes, experts),
+            "{routes} routes"
+        );
+        assert!(
+            self.chosen.ptr().is_multiple_of(16) && self.tiles.ptr().is_multiple_of(16),
+            "routes begin at multiples of 16 bytes"
+        );
+    }
+}
+
+/// Each expert may have one tile that is not full.
+fn most_tiles(routes: usize, experts: usize, tile: usize) -> usize {
+    routes / tile + experts.min(routes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::most_tiles;
+
+    #[test]
+    fn no_routing_has_more_tiles() {
+        for (routes, experts, tile) in [(1, 8, 16), (40, 5, 16), (1000, 128, 64), (129, 1, 128)] {
+            let tiles = |counts: &[usize]| counts.iter().map(|count| count.div_ceil(tile)).sum::<usize>();
+            let most = most_tiles(routes, experts, tile);
+            // One row for each expert but the first, and all others to that one.
+            let others = (experts - 1).min(routes - 1);
+            let mut counts = vec![1; others];
+            counts.push(routes - others);
+            assert!(tiles(&counts) <= most && tiles(&[routes]) <= most);
+            let even = vec![routes.div_ceil(experts); experts.min(routes)];
+            assert!(tiles(&even) <= most + 1, "{routes} {experts} {tile}");
+        }
+    }
+}

@@ -1,0 +1,554 @@
+//! Mixtures of experts: where rows go against the CPU, products and sums against definitions in `f64`, and what a row may depend on.
+
+mod weights;
+
+use half::bf16;
+use plimsoll_device::cuda::{Gpu, GpuSlab};
+use plimsoll_kernels::cuda::{EXPERT_TILES, GpuRoutes, MoeKernels};
+use plimsoll_kernels::{Activation, ExpertActivation, Route, RouterSoftmax, route};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+
+use crate::common;
+use weights::{Experts, Format};
+
+const SOFTMAXES: [RouterSoftmax; 2] = [RouterSoftmax::All, RouterSoftmax::Chosen];
+const ACTIVATIONS: [ExpertActivation; 3] = [
+    ExpertActivation::Glu(Activation::Silu),
+    ExpertActivation::Glu(Activation::GeluTanh),
+    ExpertActivation::ClampedSwiglu,
+];
+
+/// Sums are within this of the reference, rounded to bf16 once.
+const TOLERANCE: f64 = 4e-3;
+
+/// Memory of the routes of a step, one piece.
+struct Room {
+    slab: GpuSlab,
+    rows: usize,
+    top_k: usize,
+    experts: usize,
+}
+
+impl Room {
+    /// Poisoned: nothing may rely on what was there.
+    fn new(gpu: &Gpu, rows: usize, top_k: usize, experts: usize) -> Self {
+        let this = Self {
+            slab: common::poisoned::<u8>(gpu, 0),
+            rows,
+            top_k,
+            experts,
+        };
+        let bytes = this.ends()[4];
+        Self {
+            slab: common::poisoned::<u8>(gpu, bytes),
+            ..this
+        }
+    }
+
+    /// Where each part ends.
+    fn ends(&self) -> [usize; 5] {
+        let routes = self.rows * self.top_k;
+        let tiles = GpuRoutes::tile_list(routes, self.experts);
+        let mut end = 0;
+        [2 * routes, 4 * routes, 4 * routes, 4 * routes, 4 * tiles].map(|bytes| {
+            end += bytes.next_multiple_of(256);
+            end
+        })
+    }
+
+    fn routes(&self) -> GpuRoutes<'_> {
+        let routes = self.rows * self.top_k;
+        let (all, ends) = (self.slab.slice::<u8>(), self.ends());
+        let at = |part: usize, bytes: usize| {
+            let start = if part == 0 { 0 } else { ends[part - 1] };
+            all.range(start..start + bytes)
+        };
+        GpuRoutes {
+            chosen: at(0, 2 * routes).cast(),
+            weights: at(1, 4 * routes).cast(),
+            places: at(2, 4 * routes).cast(),
+            sources: at(3, 4 * routes).cast(),
+            tiles: at(4, 4 * GpuRoutes::tile_list(routes, self.experts)).cast(),
+            rows: self.rows,
+            top_k: self.top_k,
+            experts: self.experts,
+        }
+    }
+}
+
+/// Numbers with many ties, infinities and what is no number now and then.
+fn random_logits(rng: &mut StdRng, rows: usize, experts: usize) -> Vec<f32> {
+    let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0];
+    let chance = [0.0, 0.0, 0.01][rng.random_range(0..3)];
+    let few = rng.random_bool(0.5);
+    (0..rows * experts)
+        .map(|_| match (rng.random_bool(chance), few) {
+            (true, _) => odd[rng.random_range(0..odd.len())],
+            (false, true) => rng.random_range(-3..4) as f32 * 0.5,
+            (false, false) => rng.random_range(-5.0..5.0),
+        })
+        .collect()
+}
+
+/// All routes, in the order of places, and the tiles, as the kernels found them.
+fn found_routes(gpu: &Gpu, room: &Room, routes: &GpuRoutes<'_>) -> (Vec<(u32, f32)>, Vec<[i32; 4]>) {
+    let count = room.rows * room.top_k;
+    let sources: Vec<i32> = gpu.download(routes.sources).unwrap();
+    let places: Vec<i32> = gpu.download(routes.places).unwrap();
+    let weights: Vec<f32> = gpu.download(routes.weights).unwrap();
+    assert_eq!(sources.len(), count);
+    for (place, &source) in sources.iter().enumerate() {
+        assert_eq!(places[source as usize], place as i32, "places and sources");
+    }
+    let of_place = |&source: &i32| {
+        let row = source as usize / room.top_k;
+        (row as u32, weights[source as usize])
+    };
+    let tiles: Vec<i32> = gpu.download(routes.tiles).unwrap();
+    let tiles = tiles.as_chunks().0;
+    let listed = tiles[0][2] as usize;
+    (sources.iter().map(of_place).collect(), tiles[1..=listed].to_vec())
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn rows_go_where_a_cpu_sends_them() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("rows_go_where_a_cpu_sends_them");
+    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    let sizes = [
+        (1, 1),
+        (3, 8),
+        (128, 128),
+        (129, 8),
+        (700, 128),
+        (2000, 5),
+        (40, 300),
+        (300, 1024),
+    ];
+    for (rows, experts) in sizes {
+        for _ in 0..6 {
+            let top_k = rng.random_range(1..=experts.min(9));
+            let softmax = *SOFTMAXES.choose(&mut rng).unwrap();
+            let tile = *EXPERT_TILES.choose(&mut rng).unwrap();
+            kernels.fix_tile(Some(tile));
+            let mut logits = random_logits(&mut rng, rows, experts);
+            let bias = rng.random_bool(0.3).then(|| common::random(&mut rng, experts));
+            let what = format!("{rows} rows, {top_k} of {experts}, {softmax:?}, tiles of {tile}");
+
+            let device = common::upload(&gpu, &logits);
+            let device_bias = common::upload(&gpu, bias.as_deref().unwrap_or_default());
+            let room = Room::new(&gpu, rows, top_k, experts);
+            let routes = room.routes();
+            let bias_slice = bias.as_ref().map(|bias| device_bias.slice().range(0..bias.len()));
+            let logits_slice = device.slice().range(0..logits.len());
+            kernels.route(logits_slice, bias_slice, softmax, &routes).unwrap();
+            let (found, tiles) = found_routes(&gpu, &room, &routes);
+
+            for row in logits.chunks_exact_mut(experts) {
+                let bias = bias.iter().flatten();
+                row.iter_mut().zip(bias).for_each(|(x, b)| *x += b.to_f32());
+            }
+            let mut expected = vec![
+                Route {
+                    expert: 0,
+                    row: 0,
+                    weight: 0.0
+                };
+                rows * top_k
+            ];
+            route(&mut logits, experts, softmax, &mut expected);
+            for (place, (found, want)) in found.iter().zip(&expected).enumerate() {
+                assert_eq!(found.0, want.row, "{what}, place {place}: {want:?}");
+                let near = (found.1 - want.weight).abs() <= 1e-5 * want.weight.abs() + 1e-9;
+                assert!(
+                    near || (found.1.is_nan() && want.weight.is_nan()),
+                    "{what}, place {place}: {found:?} {want:?}"
+                );
+            }
+            // Tiles are the places of each expert, in order, and none is empty.
+            let mut next = 0;
+            for [expert, first, count, _] in tiles {
+                assert_eq!(first, next, "{what}");
+                assert!((1..=tile as i32).contains(&count), "{what}: {count}");
+                let own = &expected[first as usize..(first + count) as usize];
+                assert!(own.iter().all(|route| route.expert == expert as u32), "{what}");
+                next = first + count;
+                let is_last = expected
+                    .get(next as usize)
+                    .is_none_or(|route| route.expert != expert as u32);
+                assert!(is_last || count == tile as i32, "{what}: a tile that is not full");
+            }
+            assert_eq!(next as usize, rows * top_k, "{what}");
+        }
+    }
+}
+
+/// A layer with experts and rows for it.
+struct Case {
+    rows: usize,
+    top_k: usize,
+    hidden: usize,
+    inner: usize,
+    activation: ExpertActivation,
+    x: Vec<bf16>,
+    logits: Vec<f32>,
+    gates: Option<Vec<f32>>,
+    gate_up: Experts,
+    down: Experts,
+}
+
+impl Case {
+    fn random(
+        gpu: &Gpu,
+        rng: &mut StdRng,
+        format: Format,
+        rows: usize,
+        experts: usize,
+        top_k: usize,
+    ) -> Self {
+        let (hidden, inner) = format.random_sizes(rng);
+        let bias = rng.random_bool(0.5);
+        let logits = random_logits(rng, rows, experts);
+        // Where rows go is another test's.
+        let logits = logits
+            .iter()
+            .map(|x| if x.is_finite() { *x } else { 0.0 })
+            .collect();
+        Self {
+            rows,
+            top_k,
+            hidden,
+            inner,
+            activation: *ACTIVATIONS.choose(rng).unwrap(),
+            x: common::random(rng, rows * hidden),
+            logits,
+            gates: rng
+                .random_bool(0.5)
+                .then(|| (0..rows).map(|_| rng.random_range(-4.0..4.0)).collect()),
+            gate_up: Experts::random(gpu, rng, format, experts, [2 * inner, hidden], bias),
+            down: Experts::random(gpu, rng, format, experts, [hidden, inner], bias),
+        }
+    }
+
+    fn what(&self) -> String {
+        let Self {
+            rows,
+            top_k,
+            hidden,
+            inner,
+            activation,
+            gates,
+            gate_up,
+            ..
+        } = self;
+        let (format, experts, bias) = (gate_up.format, gate_up.wide.len(), gate_up.biases.is_some());
+        format!(
+            "{format:?}, {rows} rows, {top_k} of {experts} of [{inner}, {hidden}], {activation:?}, bias {bias}, shared {}",
+            gates.is_some()
+        )
+    }
+
+    /// Rows after the experts, from what is in `shared` before; and what was within.
+    fn run(&self, gpu: &Gpu, kernels: &MoeKernels, shared: &[bf16]) -> Outputs {
+        let Self {
+            rows,
+            top_k,
+            hidden,
+            inner,
+            ..
+        } = *self;
+        let room = Room::new(gpu, rows, top_k, self.gate_up.wide.len());
+        let routes = room.routes();
+        let (x, logits) = (common::upload(gpu, &self.x), common::upload(gpu, &self.logits));
+        let gates = common::upload(gpu, self.gates.as_deref().unwrap_or_default());
+        let places = rows * top_k;
+        let activated = common::poisoned::<bf16>(gpu, places * inner);
+        let projected = common::poisoned::<bf16>(gpu, places * hidden);
+        let out = common::upload(gpu, shared);
+        kernels
+            .route(
+                logits.slice().range(0..self.logits.len()),
+                None,
+                RouterSoftmax::Chosen,
+                &routes,
+            )
+            .unwrap();
+        let inner_rows = activated.slice().range(0..places * inner);
+        let x = x.slice().range(0..rows * hidden);
+        kernels
+            .gate_up(x, &self.gate_up.device, self.activation, &routes, inner_rows)
+            .unwrap();
+        let outputs = projected.slice().range(0..places * hidden);
+        kernels
+            .down(inner_rows, &self.down.device, &routes, outputs)
+            .unwrap();
+        let gates = self.gates.as_ref().map(|_| gates.slice().range(0..rows));
+        let sums = out.slice().range(0..rows * hidden);
+        kernels.combine(outputs, &routes, gates, sums).unwrap();
+        Outputs {
+            sources: gpu.download(routes.sources).unwrap(),
+            weights: gpu.download(routes.weights).unwrap(),
+            activated: gpu.download(inner_rows).unwrap(),
+            projected: gpu.download(outputs).unwrap(),
+            sums: gpu.download(sums).unwrap(),
+        }
+    }
+
+    /// The expert of each place: where rows go is what [`rows_go_where_a_cpu_sends_them`] tests.
+    fn experts_of_places(&self) -> Vec<usize> {
+        let mut expected = vec![
+            Route {
+                expert: 0,
+                row: 0,
+                weight: 0.0
+            };
+            self.rows * self.top_k
+        ];
+        let mut logits = self.logits.clone();
+        route(
+            &mut logits,
+            self.gate_up.wide.len(),
+            RouterSoftmax::Chosen,
+            &mut expected,
+        );
+        expected.iter().map(|route| route.expert as usize).collect()
+    }
+
+    fn check(&self, gpu: &Gpu, kernels: &MoeKernels, rng: &mut StdRng, tile: usize) {
+        let what = format!("{}, tiles of {tile}", self.what());
+        let shared = common::random(rng, self.rows * self.hidden);
+        let found = self.run(gpu, kernels, &shared);
+        let experts = self.experts_of_places();
+        let (mut activated, mut projected) = (Vec::new(), Vec::new());
+        for (place, &expert) in experts.iter().enumerate() {
+            let row = found.sources[place] as usize / self.top_k;
+            let x: Vec<f64> = self.x[row * self.hidden..][..self.hidden]
+                .iter()
+                .map(|x| x.to_f64())
+                .collect();
+            let gate_up = self.gate_up.product(expert, &x);
+            let (gate, up) = gate_up.split_at(self.inner);
+            activated.extend(
+                gate.iter()
+                    .zip(up)
+                    .map(|(g, u)| activate(self.activation, *g, *u)),
+            );
+            // Of what the device rounded.
+            let inner: Vec<f64> = found.activated[place * self.inner..][..self.inner]
+                .iter()
+                .map(|x| x.to_f64())
+                .collect();
+            projected.extend(self.down.product(expert, &inner));
+        }
+        common::assert_close(
+            &format!("{what}: gate and up"),
+            &common::widen(&found.activated),
+            &activated,
+            TOLERANCE,
+        );
+        common::assert_close(
+            &format!("{what}: down"),
+            &common::widen(&found.projected),
+            &projected,
+            TOLERANCE,
+        );
+        let mut sums = vec![0.0; self.rows * self.hidden];
+        for (place, &source) in found.sources.iter().enumerate() {
+            let (source, weight) = (source as usize, f64::from(found.weights[source as usize]));
+            let row = source / self.top_k * self.hidden;
+            let one = &found.projected[place * self.hidden..][..self.hidden];
+            sums[row..row + self.hidden]
+                .iter_mut()
+                .zip(one)
+                .for_each(|(sum, x)| *sum += weight * x.to_f64());
+        }
+        if let Some(gates) = &self.gates {
+            for (row, gate) in gates.iter().enumerate() {
+                let gate = 1.0 / (1.0 + (-f64::from(*gate)).exp());
+                for at in row * self.hidden..(row + 1) * self.hidden {
+                    sums[at] += gate * shared[at].to_f64();
+                }
+            }
+        }
+        common::assert_close(
+            &format!("{what}: sums"),
+            &common::widen(&found.sums),
+            &sums,
+            TOLERANCE,
+        );
+    }
+
+    /// Some of the rows, in that order.
+    fn rows(&self, rows: &[usize]) -> (Vec<bf16>, Vec<f32>, Option<Vec<f32>>) {
+        let experts = self.gate_up.wide.len();
+        (
+            rows.iter()
+                .flat_map(|row| self.x[row * self.hidden..][..self.hidden].to_vec())
+                .collect(),
+            rows.iter()
+                .flat_map(|row| self.logits[row * experts..][..experts].to_vec())
+                .collect(),
+            self.gates
+                .as_ref()
+                .map(|gates| rows.iter().map(|&row| gates[row]).collect()),
+        )
+    }
+}
+
+struct Outputs {
+    sources: Vec<i32>,
+    weights: Vec<f32>,
+    activated: Vec<bf16>,
+    projected: Vec<bf16>,
+    sums: Vec<bf16>,
+}
+
+fn activate(activation: ExpertActivation, gate: f64, up: f64) -> f64 {
+    match activation {
+        ExpertActivation::Glu(activation) => crate::fused::activate(activation, gate) * up,
+        ExpertActivation::ClampedSwiglu => {
+            let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
+            gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn experts_are_what_they_say() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("experts_are_what_they_say");
+    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    for format in Format::ALL {
+        for (rows, experts, top_k) in [
+            (1, 8, 2),
+            (5, 3, 3),
+            (33, 1, 1),
+            (60, 8, 4),
+            (200, 6, 2),
+            (400, 4, 2),
+        ] {
+            let case = Case::random(&gpu, &mut rng, format, rows, experts, top_k);
+            for tile in EXPERT_TILES {
+                kernels.fix_tile(Some(tile));
+                case.check(&gpu, &kernels, &mut rng, tile);
+            }
+        }
+    }
+}
+
+/// All rows to the same experts, so that one has every row and others have none, and rows of a tile and one more.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn full_and_empty_experts() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("full_and_empty_experts");
+    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    for format in Format::ALL {
+        for rows in [1, 16, 17, 64, 129, 256] {
+            let mut case = Case::random(&gpu, &mut rng, format, rows, 7, 2);
+            for row in case.logits.chunks_exact_mut(7) {
+                row.copy_from_slice(&[0.0, 1.0, 0.5, 9.0, -1.0, 8.0, 0.0]);
+            }
+            for tile in EXPERT_TILES {
+                kernels.fix_tile(Some(tile));
+                case.check(&gpu, &kernels, &mut rng, tile);
+            }
+        }
+    }
+}
+
+/// A row alone, among others in other orders, and beside rows that are no numbers, in tiles of any size: every bit is the same.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_row_depends_on_itself_alone() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("a_row_depends_on_itself_alone");
+    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    for format in Format::ALL {
+        for rows in [3, 70, 300] {
+            let case = Case::random(&gpu, &mut rng, format, rows, 6, 3);
+            let shared = common::random(&mut rng, rows * case.hidden);
+            kernels.fix_tile(None);
+            let all = case.run(&gpu, &kernels, &shared).sums;
+            let bits = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<u16>>();
+            for tile in EXPERT_TILES {
+                kernels.fix_tile(Some(tile));
+                let again = case.run(&gpu, &kernels, &shared).sums;
+                assert_eq!(bits(&again), bits(&all), "{}, tiles of {tile}", case.what());
+            }
+            kernels.fix_tile(None);
+            for _ in 0..6 {
+                // The watched row, then some others, half of which hold what is no number.
+                let watched = rng.random_range(0..rows);
+                let mut chosen = vec![watched];
+                chosen.extend((0..rng.random_range(0..40)).map(|_| rng.random_range(0..rows)));
+                let (mut x, logits, gates) = case.rows(&chosen);
+                for row in (1..chosen.len()).step_by(2) {
+                    x[row * case.hidden..][..case.hidden].fill(bf16::NAN);
+                }
+                let shared: Vec<bf16> = chosen
+                    .iter()
+                    .flat_map(|row| shared[row * case.hidden..][..case.hidden].to_vec())
+                    .collect();
+                let some = Case {
+                    rows: chosen.len(),
+                    x,
+                    logits,
+                    gates,
+                    gate_up: case.gate_up.clone(),
+                    down: case.down.clone(),
+                    ..case
+                };
+                let found = some.run(&gpu, &kernels, &shared).sums;
+                let own = &all[watched * case.hidden..][..case.hidden];
+                assert_eq!(
+                    bits(&found[..case.hidden]),
+                    bits(own),
+                    "{}, row {watched}",
+                    case.what()
+                );
+            }
+        }
+    }
+}
+
+/// A row of what is no number stays that, and a router's too.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn what_is_no_number_stays_none() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("what_is_no_number_stays_none");
+    let kernels = MoeKernels::load(&gpu).unwrap();
+    for activation in ACTIVATIONS {
+        let mut case = Case::random(&gpu, &mut rng, Format::Bf16, 3, 5, 2);
+        case.activation = activation;
+        case.x[case.hidden] = bf16::NAN;
+        case.logits[2 * 5 + 1] = f32::NAN;
+        let shared = common::random(&mut rng, 3 * case.hidden);
+        let sums = case.run(&gpu, &kernels, &shared).sums;
+        let rows: Vec<bool> = sums
+            .chunks_exact(case.hidden)
+            .map(|row| row.iter().all(|x| x.is_nan()))
+            .collect();
+        assert!(
+            sums[..case.hidden].iter().all(|x| x.is_finite()),
+            "{activation:?}"
+        );
+        assert_eq!(rows, [false, true, true], "{activation:?}");
+    }
+}
+
+/// Nothing is asked of rows that are not there.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn no_rows_are_no_work() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("no_rows_are_no_work");
+    let kernels = MoeKernels::load(&gpu).unwrap();
+    let case = Case::random(&gpu, &mut rng, Format::Bf16, 0, 5, 2);
+    assert!(case.run(&gpu, &kernels, &[]).sums.is_empty());
+}

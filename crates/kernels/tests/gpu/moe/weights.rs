@@ -1,0 +1,204 @@
+//! Random experts, as a device keeps them and in `f64`.
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_device::cuda::Gpu;
+use plimsoll_kernels::cuda::{
+    FP8_BLOCK, Fp8Scaling, GpuExperts, GpuLinear, GpuMatrix, GpuWeight, mxfp4_pitch,
+};
+use plimsoll_kernels::{e4m3_from_f32, e4m3_to_f32};
+use rand::Rng;
+use rand::rngs::StdRng;
+
+use crate::common;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    Bf16,
+    Fp8,
+    Fp8Blocks,
+    Mxfp4,
+}
+
+impl Format {
+    pub(super) const ALL: [Self; 4] = [Self::Bf16, Self::Fp8, Self::Fp8Blocks, Self::Mxfp4];
+
+    /// Outer and inner width: with parts of tiles and of stages, where the format has such.
+    pub(super) fn random_sizes(self, rng: &mut StdRng) -> (usize, usize) {
+        let unit = match self {
+            Self::Bf16 => 8,
+            Self::Fp8 => 16,
+            Self::Fp8Blocks => 128,
+            Self::Mxfp4 => 32,
+        };
+        let mut size = |most: usize| unit * rng.random_range(1..=most.div_ceil(unit));
+        (size(400), size(300))
+    }
+}
+
+/// Matrices of experts, `[n, k]` each.
+#[derive(Clone)]
+pub(super) struct Experts {
+    pub(super) format: Format,
+    pub(super) device: GpuExperts,
+    /// Of each expert, as products take it.
+    pub(super) wide: Vec<Vec<f64>>,
+    pub(super) biases: Option<Vec<Vec<bf16>>>,
+    k: usize,
+}
+
+/// One matrix as a device keeps it.
+struct Stored {
+    bytes: Vec<u8>,
+    scales: Vec<f32>,
+    wide: Vec<f64>,
+}
+
+impl Experts {
+    pub(super) fn random(
+        gpu: &Gpu,
+        rng: &mut StdRng,
+        format: Format,
+        count: usize,
+        [n, k]: [usize; 2],
+        bias: bool,
+    ) -> Self {
+        let mut bytes: Vec<u8> = Vec::new();
+        let (mut wide, mut biases, mut starts) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..count {
+            let stored = Stored::random(rng, format, n, k);
+            let bias = if bias { common::random(rng, n) } else { Vec::new() };
+            let parts = [
+                &stored.bytes,
+                bytemuck::cast_slice(&stored.scales),
+                bytemuck::cast_slice::<bf16, u8>(&bias),
+            ];
+            starts.push(parts.map(|part| {
+                let start = bytes.len();
+                bytes.extend_from_slice(part);
+                bytes.resize(bytes.len().next_multiple_of(256), 0xff);
+                start..start + part.len()
+            }));
+            wide.push(stored.wide);
+            biases.push(bias);
+        }
+        let slab = Arc::new(common::upload(gpu, &bytes));
+        let linears: Vec<GpuLinear> = starts
+            .into_iter()
+            .map(|[weight, scales, own_bias]| {
+                let scales = || GpuWeight::<f32>::new(&slab, scales.start / 4..scales.end / 4);
+                let values = |scaling| GpuMatrix::Fp8 {
+                    values: GpuWeight::new(&slab, weight.clone()),
+                    scales: scales(),
+                    scaling,
+                };
+                let matrix = match format {
+                    Format::Bf16 => GpuMatrix::Bf16(GpuWeight::new(&slab, weight.start / 2..weight.end / 2)),
+                    Format::Fp8 => values(Fp8Scaling::Rows),
+                    Format::Fp8Blocks => values(Fp8Scaling::Blocks),
+                    Format::Mxfp4 => GpuMatrix::Mxfp4(GpuWeight::new(&slab, weight)),
+                };
+                let bias = bias.then(|| GpuWeight::new(&slab, own_bias.start / 2..own_bias.end / 2));
+                GpuLinear::new(matrix, bias, n, k)
+            })
+            .collect();
+        Self {
+            format,
+            device: GpuExperts::new(&linears),
+            wide,
+            biases: bias.then_some(biases),
+            k,
+        }
+    }
+
+    /// An expert's outputs of one row.
+    pub(super) fn product(&self, expert: usize, x: &[f64]) -> Vec<f64> {
+        let rows = self.wide[expert].chunks_exact(self.k).enumerate();
+        rows.map(|(at, row)| {
+            let bias = self
+                .biases
+                .as_ref()
+                .map_or(0.0, |biases| biases[expert][at].to_f64());
+            row.iter().zip(x).map(|(w, x)| w * x).sum::<f64>() + bias
+        })
+        .collect()
+    }
+}
+
+impl Stored {
+    fn random(rng: &mut StdRng, format: Format, n: usize, k: usize) -> Self {
+        match format {
+            Format::Bf16 => {
+                let values = common::random(rng, n * k);
+                Self {
+                    bytes: bytemuck::cast_slice(&values).to_vec(),
+                    scales: Vec::new(),
+                    wide: values.iter().map(|x| x.to_f64()).collect(),
+                }
+            }
+            Format::Fp8 => Self::fp8(rng, Fp8Scaling::Rows, n, k),
+            Format::Fp8Blocks => Self::fp8(rng, Fp8Scaling::Blocks, n, k),
+            Format::Mxfp4 => Self::mxfp4(rng, n, k),
+        }
+    }
+
+    fn fp8(rng: &mut StdRng, scaling: Fp8Scaling, n: usize, k: usize) -> Self {
+        let bytes: Vec<u8> = (0..n * k)
+            .map(|_| e4m3_from_f32(rng.random_range(-448.0..448.0)))
+            .collect();
+        let scales: Vec<f32> = (0..scaling.weight_scales(n, k))
+            .map(|_| rng.random_range(0.5..2.0) / 448.0)
+            .collect();
+        let wide = bytes.iter().enumerate().map(|(at, &code)| {
+            let (row, column) = (at / k, at % k);
+            match scaling {
+                Fp8Scaling::Rows => f64::from(e4m3_to_f32(code)) * f64::from(scales[row]),
+                Fp8Scaling::Blocks => {
+                    let scale = scales[row / FP8_BLOCK * scaling.stride(k) + column / FP8_BLOCK];
+                    bf16::from_f32(e4m3_to_f32(code) * scale).to_f64()
+                }
+            }
+        });
+        Self {
+            wide: wide.collect(),
+            bytes,
+            scales,
+        }
+    }
+
+    /// Rows as [`GpuMatrix::Mxfp4`] says. Blocks of all sizes, and some whose exponents are far off.
+    fn mxfp4(rng: &mut StdRng, n: usize, k: usize) -> Self {
+        const VALUES: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        let mut bytes = Vec::new();
+        let mut wide = Vec::new();
+        for _ in 0..n {
+            let codes: Vec<u32> = (0..k).map(|_| rng.random_range(0..16)).collect();
+            let exponents: Vec<u8> = (0..k / 32)
+                .map(|_| match rng.random_range(0..20) {
+                    0 => rng.random_range(0..60),
+                    _ => rng.random_range(121..128),
+                })
+                .collect();
+            wide.extend(codes.iter().enumerate().map(|(at, &code)| {
+                let sign = if code & 8 == 0 { 1.0 } else { -1.0 };
+                sign * VALUES[(code & 7) as usize] * (f64::from(exponents[at / 32]) - 127.0).exp2()
+            }));
+            let start = bytes.len();
+            for eight in codes.chunks_exact(8) {
+                let nibbles = eight.iter().enumerate();
+                let word: u32 = nibbles
+                    .map(|(at, code)| code << (4 * (at / 2) + 16 * (at % 2)))
+                    .sum();
+                bytes.extend(word.to_le_bytes());
+            }
+            bytes.extend(exponents);
+            bytes.resize(start + mxfp4_pitch(k), 0);
+        }
+        Self {
+            bytes,
+            scales: Vec::new(),
+            wide,
+        }
+    }
+}

@@ -1,0 +1,236 @@
+// Mixtures of experts, first part: which experts each row goes to.
+//
+// A route is one row's way to one expert; route `row * top_k + i` leads to the row's i-th expert, in ascending order. Routes are
+// grouped by expert, those of one expert in the order of their rows: the place of a route is its index in that order. The places
+// of an expert are cut into tiles, which moe.cu multiplies, and which are listed in device memory: what the host launches does not
+// depend on where rows go.
+#include "common.cuh"
+
+namespace {
+
+constexpr int kMostExperts = 1024;
+
+// Places `first` on, so many, of one expert. In front of the tiles is one whose `count` is the number of tiles.
+struct __align__(16) Tile {
+    int expert, first, count, unused;
+};
+
+// What a step's routes are kept in.
+struct Routes {
+    uint16_t* chosen;  // [rows, top_k]: experts
+    float* weights;    // [rows, top_k]
+    int* places;       // [rows, top_k]
+    int* sources;      // [rows * top_k]: the route at each place
+    Tile* tiles;
+    int rows, experts, top_k, tile;
+};
+
+// Unsigned numbers in the order of logits. What is no number is the largest, and there is one zero.
+__device__ __forceinline__ uint32_t to_key(float logit) {
+    const uint32_t bits = isnan(logit) ? 0x7f800000u : __float_as_uint(logit + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float from_key(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+// The experts of a row, by a warp whose lanes hold `kLogits` logits each.
+template <int kLogits>
+__device__ __forceinline__ void route_row(const float* logits, const bf16* bias, int experts, int top_k, bool of_all,
+                                          uint16_t* chosen, float* weights) {
+    const int lane = threadIdx.x % kWarp;
+    uint32_t keys[kLogits];
+#pragma unroll
+    for (int i = 0; i < kLogits; ++i) {
+        const int at = lane + i * kWarp;
+        keys[i] = 0;
+        if (at >= experts) continue;
+        keys[i] = to_key(logits[at] + (bias == nullptr ? 0.0f : __bfloat162float(bias[at])));
+    }
+    // The largest logit that comes after the last one found; of equal ones the first expert.
+    uint64_t last = ~uint64_t(0), top = 0, mine = 0;
+    for (int found = 0; found < top_k; ++found) {
+        uint64_t best = 0;
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) {
+            const uint64_t next = uint64_t(keys[i]) << 32 | uint32_t(~(lane + i * kWarp));
+            if (next < last && next > best) best = next;
+        }
+#pragma unroll
+        for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+            const uint64_t other = __shfl_xor_sync(kAllLanes, static_cast<unsigned long long>(best), offset);
+            best = other > best ? other : best;
+        }
+        if (found == 0) top = best;
+        if (found == lane) mine = best;
+        last = best;
+    }
+    const bool is_mine = lane < top_k;
+    const float max = from_key(uint32_t(top >> 32));
+    float weight = is_mine ? expf(from_key(uint32_t(mine >> 32)) - max) : 0.0f, sum = weight;
+    if (of_all) {
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kLogits; ++i) {
+            if (lane + i * kWarp < experts) sum += expf(from_key(keys[i]) - max);
+        }
+    }
+    weight = isfinite(max) ? weight / warp_sum(sum) : __int_as_float(0x7fffffff);
+    const int expert = int(~uint32_t(mine));
+    int rank = 0;
+    for (int i = 0; i < top_k; ++i) rank += __shfl_sync(kAllLanes, expert, i) < expert;
+    if (is_mine) {
+        chosen[rank] = static_cast<uint16_t>(expert);
+        weights[rank] = weight;
+    }
+}
+
+__device__ __forceinline__ void route_row(const float* logits, const bf16* bias, const Routes& r, bool of_all, int row,
+                                          uint16_t* chosen) {
+    logits += size_t(row) * r.experts;
+    float* weights = r.weights + size_t(row) * r.top_k;
+    if (r.experts <= 4 * kWarp) {
+        route_row<4>(logits, bias, r.experts, r.top_k, of_all, chosen, weights);
+    } else if (r.experts <= 8 * kWarp) {
+        route_row<8>(logits, bias, r.experts, r.top_k, of_all, chosen, weights);
+    } else {
+        route_row<kMostExperts / kWarp>(logits, bias, r.experts, r.top_k, of_all, chosen, weights);
+    }
+}
+
+// The sum of a value of the threads before this one; `total` is that of all threads. `partial` is used once.
+__device__ __forceinline__ int sum_before(int x, int (&partial)[kWarp], int& total) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    int sum = x;
+#pragma unroll
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, sum, offset);
+        if (lane >= offset) sum += other;
+    }
+    if (lane == kWarp - 1) partial[warp] = sum;
+    __syncthreads();
+    const int of_warp = lane < static_cast<int>(blockDim.x) / kWarp ? partial[lane] : 0;
+    total = __reduce_add_sync(kAllLanes, of_warp);
+    return sum - x + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0);
+}
+
+__device__ __forceinline__ int tiles_of(int count, int tile) { return (count + tile - 1) / tile; }
+
+// The tiles of an expert, by threads `thread`, `thread + threads`, ...
+__device__ __forceinline__ void write_tiles(const Routes& r, int expert, int first, int count, int tile, int thread, int threads) {
+    for (int i = thread; i * r.tile < count; i += threads) {
+        r.tiles[1 + tile + i] = {expert, first + i * r.tile, min(r.tile, count - i * r.tile), 0};
+    }
+}
+
+constexpr int kRouteWarps = 8;
+constexpr int kGroupThreads = 512;
+constexpr int kFewThreads = 1024;
+constexpr int kFewRoutes = 1024;
+
+}  // namespace
+
+// The experts of many rows: a warp a row.
+extern "C" __global__ void __launch_bounds__(kRouteWarps* kWarp)
+    moe_route(const float* logits, const bf16* bias, uint16_t* chosen, float* weights, int* places, int* sources, Tile* tiles,
+              int rows, int experts, int top_k, int tile, int of_all) {
+    const Routes r{chosen, weights, places, sources, tiles, rows, experts, top_k, tile};
+    pdl_launch();
+    pdl_wait();
+    const int row = blockIdx.x * kRouteWarps + threadIdx.x / kWarp;
+    if (row < rows) route_row(logits, bias, r, of_all, row, chosen + size_t(row) * top_k);
+}
+
+// Groups the routes of many rows: a block an expert, each of which counts all routes.
+extern "C" __global__ void __launch_bounds__(kGroupThreads)
+    moe_group(uint16_t* chosen, int* places, int* sources, Tile* tiles, int rows, int experts, int top_k, int tile) {
+    const Routes r{chosen, nullptr, places, sources, tiles, rows, experts, top_k, tile};
+    __shared__ int counts[kMostExperts];
+    __shared__ int partial[4][kWarp];
+    const int expert = blockIdx.x, routes = rows * top_k;
+    for (int i = threadIdx.x; i < experts; i += kGroupThreads) counts[i] = 0;
+    pdl_launch();
+    pdl_wait();
+    __syncthreads();
+    // Each thread has consecutive routes, read eight at a time.
+    const int each = tiles_of(tiles_of(routes, kGroupThreads), 8) * 8;
+    const int begin = min(int(threadIdx.x) * each, routes), end = min(begin + each, routes);
+    const auto visit = [&](auto&& of) {
+        int i = begin;
+        for (; i + 8 <= end; i += 8) {
+            const uint4 eight = *reinterpret_cast<const uint4*>(chosen + i);
+            const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+            for (int j = 0; j < 8; ++j) of(i + j, int(words[j / 2] >> (j % 2 * 16) & 0xffff));
+        }
+        for (; i < end; ++i) of(i, int(chosen[i]));
+    };
+    int own = 0;
+    visit([&](int, int at) {
+        atomicAdd(&counts[at], 1);
+        own += at == expert;
+    });
+    __syncthreads();
+    int before = 0, tiles_before = 0, all_tiles = 0;
+    for (int i = threadIdx.x; i < experts; i += kGroupThreads) {
+        const int count = counts[i], of_expert = tiles_of(count, tile);
+        before += i < expert ? count : 0;
+        tiles_before += i < expert ? of_expert : 0;
+        all_tiles += of_expert;
+    }
+    int total = 0, first = 0, first_tile = 0;
+    sum_before(before, partial[0], first);
+    sum_before(tiles_before, partial[1], first_tile);
+    sum_before(all_tiles, partial[2], all_tiles);
+    int place = first + sum_before(own, partial[3], total);
+    visit([&](int route, int at) {
+        if (at != expert) return;
+        sources[place] = route;
+        places[route] = place;
+        ++place;
+    });
+    write_tiles(r, expert, first, total, first_tile, threadIdx.x, kGroupThreads);
+    if (expert == 0 && threadIdx.x == 0) tiles[0] = {0, 0, all_tiles, 0};
+}
+
+// Both for few rows, by one block.
+extern "C" __global__ void __launch_bounds__(kFewThreads)
+    moe_route_few(const float* logits, const bf16* bias, uint16_t* chosen, float* weights, int* places, int* sources, Tile* tiles,
+                  int rows, int experts, int top_k, int tile, int of_all) {
+    const Routes r{chosen, weights, places, sources, tiles, rows, experts, top_k, tile};
+    __shared__ uint16_t few[kFewRoutes];
+    __shared__ int counts[kMostExperts], firsts[kMostExperts];
+    __shared__ int partial[kWarp];
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, routes = rows * top_k;
+    counts[threadIdx.x] = 0;
+    pdl_launch();
+    pdl_wait();
+    for (int row = warp; row < rows; row += kFewThreads / kWarp) route_row(logits, bias, r, of_all, row, few + row * top_k);
+    __syncthreads();
+    if (threadIdx.x < routes) atomicAdd(&counts[few[threadIdx.x]], 1);
+    __syncthreads();
+    // Routes and tiles before each expert's, in the halves of a word.
+    const int own = counts[threadIdx.x];
+    int all = 0;
+    firsts[threadIdx.x] = sum_before(own | tiles_of(own, tile) << 16, partial, all);
+    if (threadIdx.x == 0) tiles[0] = {0, 0, all >> 16, 0};
+    __syncthreads();
+    for (int expert = warp; expert < experts; expert += kFewThreads / kWarp) {
+        const int count = counts[expert];
+        if (count == 0) continue;
+        const int first = firsts[expert] & 0xffff;
+        int place = first;
+        for (int i = lane; i - lane < routes; i += kWarp) {
+            const bool is_own = i < routes && few[i] == expert;
+            const unsigned found = __ballot_sync(kAllLanes, is_own);
+            if (is_own) {
+                const int at = place + __popc(found & ((1u << lane) - 1));
+                sources[at] = i;
+                places[i] = at;
+            }
+            place += __popc(found);
+        }
+        write_tiles(r, expert, first, count, firsts[expert] >> 16, lane, kWarp);
+    }
+}
