@@ -12,10 +12,8 @@
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
 // are added in a fixed order, one block of features later: nobody waits for the slowest.
 //
-// Weights and x are both bf16, or both e4m3 with scales, by mma.m16n8k32: operands of the two instructions have the same bytes in
-// the same registers. Sums of e4m3 products are kept by the tensor cores with few bits (arXiv:2412.19437, 3.3.2), so they are added
-// up in f32 after each stage, which is where scales of blocks apply, too. A few rows of x may come as bf16: every block quantises them
-// for itself. For GPUs whose tensor cores do not know e4m3, x stays bf16 and weights become bf16 in registers.
+// x is bf16. Weights are bf16, or e4m3 with scales, which become bf16 in registers: few rows need no products of e4m3 values to be as
+// fast as their weights are read, and x keeps its bits.
 #include "activation.cuh"
 #include "linear.cuh"
 
@@ -67,37 +65,35 @@ __device__ __forceinline__ void store(const Problem& p, int row, int column, flo
     }
 }
 
-// Sums of two neighbouring rows of weights, times the factors of these rows and of the row of x, if rows have factors.
+// Sums of two neighbouring rows of weights, times the rows' factors if each has its own.
 template <Values kValues>
-__device__ __forceinline__ float2 scaled(const Problem& p, int row, float x_scale, float2 sums) {
-    if constexpr (kValues == Values::kFp8 || kValues == Values::kFp8Widened) {
+__device__ __forceinline__ float2 scaled(const Problem& p, int row, float2 sums) {
+    if constexpr (kValues == Values::kFp8) {
         const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
-        sums.x *= x_scale * p.scales.weight[row];
-        sums.y *= x_scale * p.scales.weight[min(row + 1, last)];
+        sums.x *= p.scales.of[row];
+        sums.y *= p.scales.of[min(row + 1, last)];
     }
     return sums;
 }
 
 // Adds and stores the outputs of a block, each thread block of the cluster some of them.
 template <int Tiles, Values kValues, Activation kActivation>
-__device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const float* sums, const float* x_scales, int block,
-                                       int rows) {
+__device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const float* sums, int block, int rows) {
     const int pairs = cut.outputs / 2;
     for (int i = cluster_rank() * kThreads + threadIdx.x; i < p.m * pairs; i += cluster_size() * kThreads) {
         const int token = i / pairs, column = i % pairs * 2;
         const int at = block * cut.outputs + column;
         if (at >= p.n) continue;
         const float* from = sums + token * rows;
-        const float scale = kValues == Values::kFp8 ? x_scales[token] : 1.0f;
         float2 v;
         if (p.gated()) {
             from += column / kTile * 2 * kTile + column % kTile;
-            const float2 gate = scaled<kValues>(p, at, scale, add_parts(from, cut.parts, Tiles * 8 * rows));
-            v = scaled<kValues>(p, p.n + at, scale, add_parts(from + kTile, cut.parts, Tiles * 8 * rows));
+            const float2 gate = scaled<kValues>(p, at, add_parts(from, cut.parts, Tiles * 8 * rows));
+            v = scaled<kValues>(p, p.n + at, add_parts(from + kTile, cut.parts, Tiles * 8 * rows));
             v.x *= activate<kActivation>(gate.x);
             v.y *= activate<kActivation>(gate.y);
         } else {
-            v = scaled<kValues>(p, at, scale, add_parts(from + column, cut.parts, Tiles * 8 * rows));
+            v = scaled<kValues>(p, at, add_parts(from + column, cut.parts, Tiles * 8 * rows));
         }
         store(p, token, at, v);
     }
@@ -115,8 +111,7 @@ __device__ __forceinline__ void run(const Problem& p) {
 
     pdl_launch();
     constexpr int kChunkBytes = kRowBytes * kWidening<kValues>;  // of x
-    constexpr int kWeightBytes = kValues == Values::kBf16 ? 2 : 1;
-    const Cut cut(p, warp, kWeightBytes, kWidening<kValues>);
+    const Cut cut(p, warp, kWidening<kValues>);
     const int size = cluster_size();
     const int first_block = blockIdx.x / size, stride = gridDim.x / size;
 
@@ -171,14 +166,7 @@ __device__ __forceinline__ void run(const Problem& p) {
     };
     const int rows = p.row_warps * kTile + kPad;
     const int buffer_floats = cut.parts * Tiles * 8 * rows;
-    // Of chunk `first_scale` and the next ones, where chunks have their own.
-    const float* x_scales = p.scales.x;
-    int first_scale = 0, scale_stride = p.scales.x_stride;
-    if (kQuantises<kValues> && Tiles == 1 && x_scales == nullptr) {
-        float* own = sums + 2 * buffer_floats;
-        quantise_inputs<kValues>(inputs, p, cut, sums, own);
-        x_scales = own, first_scale = cut.begin, scale_stride = p.m;
-    } else if (!kQuantises<kValues> && normalise) {
+    if (normalise) {
         normalise_inputs<kValues>(reinterpret_cast<bf16*>(inputs), p, cut, sums);
     } else {
         request_inputs();
@@ -224,7 +212,7 @@ __device__ __forceinline__ void run(const Problem& p) {
             const int last = min(first + cut.phase, cut.end);
             for (int chunk = first + cut.part; chunk < last; chunk += cut.parts) {
                 float scale = 1.0f;
-                if constexpr (kInBlocks<kValues>) scale = cut.stage_scale(p, block, chunk);
+                if constexpr (kValues == Values::kFp8Blocks) scale = cut.stage_scale(p, block, chunk);
                 wait_async<kStages - 1>();
                 __syncwarp();
                 const uint8_t* from = ring + stage * kStageBytes;
@@ -241,49 +229,22 @@ __device__ __forceinline__ void run(const Problem& p) {
                 const auto inputs_at = [&](int j, int added, int swapped) {
                     return *reinterpret_cast<const uint4*>(inputs + ((row[j] + at + added) ^ swapped));
                 };
-                // Rows of x that this lane has sums of: `quad * 2` of each eight, and the next.
-                const auto scale_of = [&](int j, int second) {
-                    const int token = min(j * 8 + quad * 2 + second, p.m - 1);
-                    return scale * x_scales[(chunk - first_scale) * scale_stride + token];
-                };
-                if constexpr (!kWidens<kValues>) {
+                if constexpr (kValues == Values::kBf16) {
                     const uint4 w[2][2] = {{piece(0, 0), piece(0, 1)}, {piece(1, 0), piece(1, 1)}};
                     leave_stage();
-                    const auto operands = [&](int half, uint32_t (&even)[4], uint32_t (&second)[4]) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
                         const uint4 l = w[half][0], h = w[half][1];
-                        even[0] = l.x, even[1] = h.x, even[2] = l.y, even[3] = h.y;
-                        second[0] = l.z, second[1] = h.z, second[2] = l.w, second[3] = h.w;
-                    };
-                    uint32_t even[4], second[4];
-                    if constexpr (kQuantises<kValues>) {
+                        const uint32_t even[4] = {l.x, h.x, l.y, h.y}, second[4] = {l.z, h.z, l.w, h.w};
 #pragma unroll
                         for (int j = 0; j < Tiles; ++j) {
-                            float part[4] = {};
-#pragma unroll
-                            for (int half = 0; half < 2; ++half) {
-                                operands(half, even, second);
-                                const uint4 v = inputs_at(j, 0, half * (kRowBytes / 2));
-                                mma_e4m3(part, even, v.x, v.y);
-                                mma_e4m3(part, second, v.z, v.w);
-                            }
-                            const float low = kInBlocks<kValues> ? scale_of(j, 0) : 1.0f, high = kInBlocks<kValues> ? scale_of(j, 1) : 1.0f;
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) acc[j][i] = fmaf(part[i], i % 2 == 0 ? low : high, acc[j][i]);
-                        }
-                    } else {
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            operands(half, even, second);
-#pragma unroll
-                            for (int j = 0; j < Tiles; ++j) {
-                                const uint4 v = inputs_at(j, 0, half * (kRowBytes / 2));
-                                mma(acc[j], even, v.x, v.y);
-                                mma(acc[j], second, v.z, v.w);
-                            }
+                            const uint4 v = inputs_at(j, 0, half * (kRowBytes / 2));
+                            mma(acc[j], even, v.x, v.y);
+                            mma(acc[j], second, v.z, v.w);
                         }
                     }
                 } else {
-                    float part[kInBlocks<kValues> ? Tiles : 1][4] = {};
+                    float part[kValues == Values::kFp8Blocks ? Tiles : 1][4] = {};
                     // One tile's products in two sums, so that half as many wait for each other.
                     constexpr bool kTwoSums = Tiles == 1;
                     float second[4] = {};
@@ -305,18 +266,18 @@ __device__ __forceinline__ void run(const Problem& p) {
 #pragma unroll
                             for (int j = 0; j < Tiles; ++j) {
                                 const uint4 v = inputs_at(j, half * kRowBytes, eight * 16);
-                                float(&to)[4] = kInBlocks<kValues> ? part[j] : acc[j];
+                                float(&to)[4] = kValues == Values::kFp8Blocks ? part[j] : acc[j];
                                 mma(to, operand[0], v.x, v.y);
                                 mma(kTwoSums ? second : to, operand[1], v.z, v.w);
                             }
                         }
                     }
                     if constexpr (kTwoSums) {
-                        float(&to)[4] = kInBlocks<kValues> ? part[0] : acc[0];
+                        float(&to)[4] = kValues == Values::kFp8Blocks ? part[0] : acc[0];
 #pragma unroll
                         for (int i = 0; i < 4; ++i) to[i] += second[i];
                     }
-                    if constexpr (kInBlocks<kValues>) {
+                    if constexpr (kValues == Values::kFp8Blocks) {
 #pragma unroll
                         for (int j = 0; j < Tiles; ++j) {
 #pragma unroll
@@ -330,7 +291,7 @@ __device__ __forceinline__ void run(const Problem& p) {
         // The sums of the block before are added now, when the other blocks of the cluster have long written them.
         if (block != first_block) {
             cluster_wait();
-            add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, x_scales, block - stride, rows);
+            add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, block - stride, rows);
         }
         float* mine = sums + turn * buffer_floats + cut.part * Tiles * 8 * rows + cut.row_warp * kTile + group;
 #pragma unroll
@@ -347,7 +308,7 @@ __device__ __forceinline__ void run(const Problem& p) {
     }
     if (first_block < cut.blocks) {
         cluster_wait();
-        add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, x_scales, last_block, rows);
+        add_up<Tiles, kValues, kActivation>(p, cut, sums + (turn ^ 1) * buffer_floats, last_block, rows);
         // Other blocks may still read this one's.
         cluster_arrive();
         cluster_wait();
@@ -356,26 +317,24 @@ __device__ __forceinline__ void run(const Problem& p) {
 
 #define LINEAR(NAME, TILES, VALUES, ACTIVATION)                                                                         \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
-        NAME(const void* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,     \
-             int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const float* weight_scales,   \
-             int weight_stride, const float* x_scales, int x_stride) {                                                  \
+        NAME(const bf16* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,     \
+             int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const float* scales,          \
+             int stride) {                                                                                              \
         run<TILES, VALUES, ACTIVATION>({x, weight, bias, out, m, n, k, row_warps, mode,                                 \
-                                        {delta, norm_weight, sum, eps},                                                 \
-                                        {weight_scales, weight_stride, x_scales, x_stride}});                           \
+                                        {delta, norm_weight, sum, eps}, {scales, stride}});                             \
     }
-#define LINEARS(NAME, VALUES)                                             \
-    LINEAR(NAME##_silu_8, 1, VALUES, Activation::kSilu)                   \
-    LINEAR(NAME##_silu_16, 2, VALUES, Activation::kSilu)                  \
-    LINEAR(NAME##_silu_32, 4, VALUES, Activation::kSilu)                  \
-    LINEAR(NAME##_gelu_tanh_8, 1, VALUES, Activation::kGeluTanh)          \
-    LINEAR(NAME##_gelu_tanh_16, 2, VALUES, Activation::kGeluTanh)         \
-    LINEAR(NAME##_gelu_tanh_32, 4, VALUES, Activation::kGeluTanh)
+#define LINEARS(NAME, VALUES)                                     \
+    LINEAR(NAME##_silu_8, 1, VALUES, Activation::kSilu)           \
+    LINEAR(NAME##_silu_16, 2, VALUES, Activation::kSilu)          \
+    LINEAR(NAME##_gelu_tanh_8, 1, VALUES, Activation::kGeluTanh)  \
+    LINEAR(NAME##_gelu_tanh_16, 2, VALUES, Activation::kGeluTanh)
 
 LINEARS(linear, Values::kBf16)
+LINEAR(linear_silu_32, 4, Values::kBf16, Activation::kSilu)
+LINEAR(linear_gelu_tanh_32, 4, Values::kBf16, Activation::kGeluTanh)
+// Of more rows, e4m3 weights take as long as for two times fewer.
 LINEARS(linear_fp8, Values::kFp8)
 LINEARS(linear_fp8_blocks, Values::kFp8Blocks)
-LINEARS(linear_fp8_widened, Values::kFp8Widened)
-LINEARS(linear_fp8_blocks_widened, Values::kBlocksWidened)
 
 // Stands for the small kernels between linear layers when these are measured.
 extern "C" __global__ void linear_pause() {

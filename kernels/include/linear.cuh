@@ -22,32 +22,21 @@ constexpr int kEnough = (kStages + kBuffers - 2) / (kBuffers - 1);  // stages a 
 
 enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 
-// Of weights and of x.
+// Of weights.
 enum class Values {
     kBf16,
-    kFp8,           // e4m3 with a factor for each row
-    kFp8Blocks,     // e4m3 with a factor for each 128 inputs of a row of x and each 128 x 128 weights
-    kFp8Widened,    // weights as for kFp8, x bf16
-    kBlocksWidened  // weights as for kFp8Blocks, x bf16
+    kFp8,       // e4m3 with a factor for each row
+    kFp8Blocks  // e4m3 with a factor for each 128 x 128 weights
 };
-
-template <Values kValues>
-constexpr bool kWidens = kValues == Values::kFp8Widened || kValues == Values::kBlocksWidened;
-template <Values kValues>
-constexpr bool kQuantises = kValues == Values::kFp8 || kValues == Values::kFp8Blocks;
-template <Values kValues>
-constexpr bool kInBlocks = kValues == Values::kFp8Blocks || kValues == Values::kBlocksWidened;
 
 // Bytes of x for each byte of weights.
 template <Values kValues>
-constexpr int kWidening = kWidens<kValues> ? 2 : 1;
+constexpr int kWidening = kValues == Values::kBf16 ? 1 : 2;
 
-// Factors of e4m3 values.
+// Factors of e4m3 weights.
 struct Scales {
-    const float* weight;  // [n], or for blocks [n / 128, weight_stride]; if gated of 2 n rows
-    int weight_stride;
-    const float* x;       // [m], or for blocks [k / 128, x_stride]; null where x is bf16
-    int x_stride;
+    const float* of;  // [n], or for blocks [n / 128, stride]; if gated of 2 n rows
+    int stride;
 };
 
 // The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
@@ -59,7 +48,7 @@ struct Norm {
 };
 
 struct Problem {
-    const void* x;
+    const bf16* x;
     const uint8_t* weight;  // if gated [2 n, k]: gate, up
     const bf16* bias;       // null for none; never if gated
     void* out;
@@ -67,11 +56,10 @@ struct Problem {
     int k;
     int row_warps;
     int mode;
-    Norm norm;              // of bf16 x
-    Scales scales;          // of e4m3 values
+    Norm norm;
+    Scales scales;          // of e4m3 weights
 
     __device__ __forceinline__ bool gated() const { return mode == kGlu; }
-    __device__ __forceinline__ const bf16* rows() const { return static_cast<const bf16*>(x); }
 };
 
 __device__ __forceinline__ int cluster_rank() {
@@ -133,7 +121,7 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
 
 // What the index of a piece of an odd row of x is XORed with, for the same reason: a lane reads one piece for each byte of a weight.
 template <Values kValues>
-constexpr int kInputSwap = kWidens<kValues> ? 1 : kRowPieces / 2;
+constexpr int kInputSwap = kValues == Values::kBf16 ? kRowPieces / 2 : 1;
 
 // Two e4m3 weights, bytes 0 and 1 or 2 and 3 of a word, as bf16, exactly: exponent and mantissa go where bf16 has them, and a factor
 // makes up for the other bias. NaN, which makes no sense as a weight, becomes 480.
@@ -160,14 +148,14 @@ struct Cut {
     int part, parts;    // of k, among this block's warps
     int row_bytes;      // of weights
 
-    // `weight_bytes`: of a weight; `widening`: bytes of x for each byte of weights.
-    __device__ Cut(const Problem& p, int warp, int weight_bytes, int widening) {
+    // `widening`: bytes of x for each byte of weights.
+    __device__ Cut(const Problem& p, int warp, int widening) {
         row_warp = warp & (p.row_warps - 1);
         part = warp / p.row_warps;
         parts = kWarps / p.row_warps;
         outputs = p.row_warps * kTile / (p.gated() ? 2 : 1);
         blocks = (p.n + outputs - 1) / outputs;
-        row_bytes = p.k * weight_bytes;
+        row_bytes = p.k * int(sizeof(bf16)) / widening;
         const int chunks = row_bytes / kRowBytes, size = cluster_size(), rank = cluster_rank();
         begin = chunks * rank / size;
         end = chunks * (rank + 1) / size;
@@ -190,7 +178,7 @@ struct Cut {
     // The factor of a chunk of e4m3 weights of this warp's tile, which lies in one row of blocks, as 16 divides 128.
     __device__ float stage_scale(const Problem& p, int block, int chunk) const {
         const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
-        return p.scales.weight[min(first_row(p, block), last) / kFp8Block * p.scales.weight_stride + chunk];
+        return p.scales.of[min(first_row(p, block), last) / kFp8Block * p.scales.stride + chunk];
     }
 
     // First piece of a row of this warp's tile; rows past the end repeat the last one and are not stored.
@@ -210,12 +198,11 @@ template <Values kValues>
 __device__ __forceinline__ void copy_inputs(uint8_t* to, const Problem& p, const Cut& cut, int first) {
     constexpr int kChunkPieces = kRowPieces * kWidening<kValues>;
     const int pieces = (min(first + cut.phase, cut.end) - first) * kChunkPieces;
-    const uint8_t* const from = static_cast<const uint8_t*>(p.x) + first * kChunkPieces * 16;
-    const size_t row_bytes = size_t(cut.row_bytes) * kWidening<kValues>;
     for (int i = threadIdx.x; i < p.m * pieces; i += kThreads) {
         const int row = i / pieces, piece = i % pieces;
         const int swapped = piece ^ ((row & 1) * kInputSwap<kValues>);
-        copy_async(to + (row * cut.phase * kChunkPieces + swapped) * 16, from + row * row_bytes + piece * 16, true);
+        copy_async(to + (row * cut.phase * kChunkPieces + swapped) * 16,
+                   p.x + size_t(row) * p.k + (first * kChunkPieces + piece) * kVec, true);
     }
 }
 
@@ -237,7 +224,7 @@ __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, con
             for (int i = 0; i < kAtOnce; ++i) {
                 const int piece = first + i * kThreads;
                 if (piece >= pieces) continue;
-                x[i] = load8(p.rows() + size_t(row) * k + piece * 8);
+                x[i] = load8(p.x + size_t(row) * k + piece * 8);
                 delta[i] = load8(p.norm.delta + size_t(row) * k + piece * 8);
             }
 #pragma unroll
@@ -275,96 +262,6 @@ __device__ __forceinline__ void normalise_inputs(bf16* to, const Problem& p, con
                 x.pair[j] = __floats2bfloat162_rn(v.x * scale * w.x, v.y * scale * w.y);
             }
             store8(place(row, piece), x);
-        }
-    }
-    __syncthreads();
-}
-
-// As copy_inputs for all of this block's x, which is bf16 and quantised on the way, normalised before if there is a norm. `partial` is
-// room for 2 kWarps floats a row; `scales` gets the factors: [m], or for blocks [chunks of this thread block, m].
-template <Values kValues>
-__device__ __forceinline__ void quantise_inputs(uint8_t* to, const Problem& p, const Cut& cut, float* partial, float* scales) {
-    constexpr int kChunkPieces = kFp8Block / kVec;
-    const int pieces = p.k / kVec, low = cut.begin * kChunkPieces, high = cut.end * kChunkPieces;
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const bool normalise = p.norm.weight != nullptr, whole_rows = normalise || !kInBlocks<kValues>;
-    const auto load = [&](int row, int piece) {
-        const size_t at = size_t(row) * p.k + piece * kVec;
-        Bf16x8 x = load8(p.rows() + at);
-        if (normalise) {
-            Float8 sum = widen(x);
-            const Float8 added = widen(load8(p.norm.delta + at));
-#pragma unroll
-            for (int i = 0; i < kVec; ++i) sum.at[i] += added.at[i];
-            x = narrow(sum);
-        }
-        return x;
-    };
-    const auto largest_of = [](const Float8& x) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) largest = fmaxf(largest, fabsf(x.at[i]));
-        return largest;
-    };
-    for (int row = 0; row < p.m && whole_rows; ++row) {
-        float squares = 0.0f, largest = 0.0f;
-        for (int piece = threadIdx.x; piece < pieces; piece += kThreads) {
-            const Bf16x8 x = load(row, piece);
-            Float8 wide = widen(x);
-            if (normalise) {
-                if (blockIdx.x == 0) store8(p.norm.sum + size_t(row) * p.k + piece * kVec, x);
-                squares += sum_of_squares(wide);
-                const Float8 weight = load_floats(p.norm.weight + piece * kVec);
-#pragma unroll
-                for (int i = 0; i < kVec; ++i) wide.at[i] *= weight.at[i];
-            }
-            largest = fmaxf(largest, largest_of(wide));
-        }
-        squares = warp_sum(squares);
-        largest = warp_max(largest);
-        if (lane == 0) partial[(row * kWarps + warp) * 2] = squares, partial[(row * kWarps + warp) * 2 + 1] = largest;
-    }
-    __syncthreads();
-    for (int row = 0; row < p.m; ++row) {
-        float squares = 0.0f, most = 0.0f, scale = 1.0f;
-        for (int i = 0; i < kWarps && whole_rows; ++i) {
-            squares += partial[(row * kWarps + i) * 2];
-            most = fmaxf(most, partial[(row * kWarps + i) * 2 + 1]);
-        }
-        if (normalise) scale = rsqrtf(squares / float(p.k) + p.norm.eps);
-        most *= scale;
-        if (!kInBlocks<kValues> && threadIdx.x == 0) scales[row] = most / kFp8Max;
-        for (int first = low + warp * kWarp; first < high; first += kThreads) {
-            const int piece = first + lane;
-            Float8 x = {};
-            if (piece < high) {
-                x = widen(load(row, piece));
-                if (normalise) {
-                    const Float8 weight = load_floats(p.norm.weight + piece * kVec);
-#pragma unroll
-                    for (int i = 0; i < kVec; ++i) x.at[i] *= scale * weight.at[i];
-                }
-            }
-            float largest = most;
-            if constexpr (kInBlocks<kValues>) {
-                // The lanes that have a chunk's pieces are neighbours.
-                largest = largest_of(x);
-#pragma unroll
-                for (int i = kChunkPieces / 2; i > 0; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, i));
-            }
-            if (piece >= high) continue;
-            const int at = piece - low;
-            if (kInBlocks<kValues> && at % kChunkPieces == 0) scales[at / kChunkPieces * p.m + row] = largest / kFp8Max;
-            const float factor = largest > 0.0f ? kFp8Max / largest : 0.0f;
-            uint2 packed;
-            uint16_t* pairs = reinterpret_cast<uint16_t*>(&packed);
-#pragma unroll
-            for (int i = 0; i < kVec / 2; ++i) {
-                const float2 pair = make_float2(x.at[2 * i] * factor, x.at[2 * i + 1] * factor);
-                pairs[i] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-            }
-            const int swapped = (at / 2) ^ ((row & 1) * kInputSwap<kValues>);
-            *reinterpret_cast<uint2*>(to + row * cut.phase * kRowBytes + swapped * 16 + at % 2 * 8) = packed;
         }
     }
     __syncthreads();

@@ -128,15 +128,9 @@ pub(crate) fn bench(gpu: &Gpu) {
     linears.fix(None);
     for (name, scaling) in [("rows", Fp8Scaling::Rows), ("blocks", Fp8Scaling::Blocks)] {
         println!(
-            "e4m3 weights with scales of {name}, bf16 inputs quantised in the kernel, us; % of the floor; (with silu(gate) * up)"
+            "e4m3 weights with scales of {name}, bf16 inputs, us; % of the floor; (with silu(gate) * up)"
         );
         stream_fp8(gpu, &mut linears, scaling);
-        println!("the same with weights widened in registers");
-        let workspace = gpu
-            .alloc(Component::Runtime, Linears::WORKSPACE_BYTES)
-            .expect("room");
-        let mut widening = Linears::without_fp8_products(gpu, workspace).expect("cuBLASLt and kernels");
-        stream_fp8(gpu, &mut widening, scaling);
     }
     linears.fix(None);
     println!(

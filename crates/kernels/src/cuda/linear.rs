@@ -1,7 +1,7 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 //!
-//! e4m3 weights meet e4m3 inputs, which our kernels make of a few bf16 rows themselves. On GPUs whose tensor cores do not know e4m3
-//! values our kernels compute any number of bf16 rows, in parts.
+//! e4m3 weights meet e4m3 inputs in cuBLASLt and bf16 inputs in our kernels, which also compute any number of rows, in parts, on GPUs
+//! whose tensor cores do not know e4m3 values.
 
 mod cublas_lt;
 mod matrix;
@@ -34,6 +34,16 @@ enum Choice {
     /// In parts of the most rows that the kernels take.
     Stream(Cut),
     Lt(Algorithm),
+}
+
+impl Choice {
+    /// How inputs are quantised.
+    fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
+        match self {
+            Self::Stream(_) => None,
+            Self::Lt(_) => key.shape.scaling,
+        }
+    }
 }
 
 impl fmt::Display for Choice {
@@ -118,7 +128,7 @@ impl Linears {
         Ok(Self {
             gpu: gpu.clone(),
             lt: CublasLt::open(gpu, workspace, fp8_products)?,
-            stream: StreamKernels::load(gpu, fp8_products)?,
+            stream: StreamKernels::load(gpu)?,
             measurements: Measurements::default(),
             chosen: Mutex::default(),
             fixed: None,
@@ -144,14 +154,7 @@ impl Linears {
         let key = linear.key(m, output);
         match key.shape.scaling {
             None => Ok(None),
-            Some(_) => Ok(self.scaling_of(&key, self.choice(&key)?)),
-        }
-    }
-
-    fn scaling_of(&self, key: &Key, choice: Choice) -> Option<Fp8Scaling> {
-        match choice {
-            Choice::Stream(cut) if self.stream.takes_bf16(&key.shape, cut) => None,
-            Choice::Stream(_) | Choice::Lt(_) => key.shape.scaling,
+            Some(_) => Ok(self.choice(&key)?.input_scaling(&key)),
         }
     }
 
@@ -222,9 +225,9 @@ impl Linears {
             LinearOutput::Bf16 | LinearOutput::F32 => true,
         };
         fuses
-            && self.own(&key).is_some_and(|cut| {
-                self.stream.takes_bf16(&key.shape, cut) && self.stream.can_norm(&key.shape, cut)
-            })
+            && self
+                .own(&key)
+                .is_some_and(|cut| StreamKernels::can_norm(&key.shape, cut))
     }
 
     /// The norm of `input` to `out` `[m, n]`, or `[m, n / 2]` for [`LinearOutput::Glu`], for the rows for which
@@ -308,12 +311,11 @@ impl Linears {
         let operands = Operands {
             x,
             x_scales,
-            x_stride: key.shape.scaling.map_or(0, |scaling| scaling.input_stride(m)),
             out: out.ptr(),
             ..linear.operands()
         };
         let choice = self.choice(&key)?;
-        assert_eq!(given, self.scaling_of(&key, choice), "ask `input_scaling`");
+        assert_eq!(given, choice.input_scaling(&key), "ask `input_scaling`");
         // SAFETY: the lengths were checked; slices cannot outlive their memory, and what follows on the stream is ordered.
         unsafe { self.launch(&key, choice, &operands) }
     }
@@ -337,22 +339,15 @@ impl Linears {
     /// As [`CublasLt::run`].
     unsafe fn stream_rows(&self, key: &Key, cut: Cut, operands: &Operands) -> Result<(), GpuError> {
         let Shape { m, n, k, .. } = key.shape;
-        let element = match operands.x_scales {
-            0 => size_of::<bf16>(),
-            _ => size_of::<u8>(),
-        };
-        let (row, out_row) = (k * element, n * key.output.bytes());
-        for first in (0..m).step_by(stream::MAX_ROWS) {
+        let most = stream::most_rows(key.shape.scaling);
+        let (row, out_row) = (k * size_of::<bf16>(), n * key.output.bytes());
+        for first in (0..m).step_by(most) {
             let shape = Shape {
-                m: (m - first).min(stream::MAX_ROWS),
+                m: (m - first).min(most),
                 ..key.shape
             };
             let operands = Operands {
                 x: operands.x + (first * row) as u64,
-                x_scales: match operands.x_scales {
-                    0 => 0,
-                    scales => scales + (first * size_of::<f32>()) as u64,
-                },
                 out: operands.out + (first * out_row) as u64,
                 ..*operands
             };
@@ -395,7 +390,7 @@ impl Linears {
     /// How our own kernels compute any number of rows, where nothing else does.
     fn slow_cut(&self, key: &Key) -> Result<Cut, GpuError> {
         let rows = Shape {
-            m: key.shape.m.min(stream::MAX_ROWS),
+            m: key.shape.m.min(stream::most_rows(key.shape.scaling)),
             ..key.shape
         };
         let cut = self.stream.cuts(&rows, key.output).first().copied();
@@ -434,7 +429,6 @@ impl GpuLinear {
         Operands {
             x: 0,
             x_scales: 0,
-            x_stride: 0,
             weight,
             weight_scales,
             bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),

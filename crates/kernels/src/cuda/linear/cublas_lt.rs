@@ -47,8 +47,6 @@ pub(super) struct Operands {
     pub(super) x: u64,
     /// Factors of e4m3 values, 0 for none.
     pub(super) x_scales: u64,
-    /// [`Fp8Scaling::input_stride`].
-    pub(super) x_stride: usize,
     pub(super) weight: u64,
     pub(super) weight_scales: u64,
     /// 0 for none.
@@ -63,7 +61,6 @@ impl Operands {
         Self {
             x: aligned,
             x_scales: aligned,
-            x_stride: 0,
             weight: aligned,
             weight_scales: aligned,
             bias: aligned,

@@ -10,13 +10,16 @@ use crate::Activation;
 /// Most elements of which every block computes the norm for itself: more than that is slower than a kernel of its own (one row
 /// of 5120 on an H200: 18.9 ms a token instead of 17.1; tests/bench/h200/norms.json).
 const MAX_NORM_ELEMENTS: usize = 4096;
-/// Most elements that every block quantises for itself.
-const MAX_QUANTISED_ELEMENTS: usize = 16384;
-/// The kernel for up to 8 rows alone computes norms and quantises.
+/// The kernel for up to 8 rows alone computes norms.
 const MAX_NORM_ROWS: usize = 4;
 
-/// Most rows the kernels take.
-pub(super) const MAX_ROWS: usize = 32;
+/// Most rows the kernels take: e4m3 weights become bf16 on the way, so that more rows take as long as two calls.
+pub(super) fn most_rows(scaling: Option<Fp8Scaling>) -> usize {
+    match scaling {
+        None => 32,
+        Some(_) => 16,
+    }
+}
 
 /// Constants of `kernels/linear.cu`.
 const WARPS: usize = 8;
@@ -85,12 +88,12 @@ pub(super) struct Cut {
     pub(super) cluster: usize,
 }
 
-/// The kernels for one type of weights: for up to 8, 16 and 32 rows, by the activation where outputs are gated, which as an argument
-/// would cost a register.
+/// The kernels for one type of weights: for up to 8, 16 and perhaps 32 rows, by the activation where outputs are gated, which as an
+/// argument would cost a register.
 #[derive(Debug)]
 struct Activations {
-    silu: [Function; 3],
-    gelu_tanh: [Function; 3],
+    silu: Vec<Function>,
+    gelu_tanh: Vec<Function>,
 }
 
 #[derive(Debug)]
@@ -98,8 +101,6 @@ pub(super) struct StreamKernels {
     gpu: Gpu,
     /// Of bf16 weights, and of e4m3 weights with a factor for each row and for blocks.
     functions: [Activations; 3],
-    /// e4m3 weights become bf16 in registers, and inputs are bf16: tensor cores do not know e4m3.
-    widens: bool,
     /// Does nothing.
     pause: Function,
     /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
@@ -107,28 +108,28 @@ pub(super) struct StreamKernels {
 }
 
 impl StreamKernels {
-    /// `fp8_products`: tensor cores multiply e4m3 values.
-    pub(super) fn load(gpu: &Gpu, fp8_products: bool) -> Result<Self, GpuError> {
+    pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = crate::cuda::load(gpu, "linear")?;
-        let functions = |name: String| -> Result<[Function; 3], GpuError> {
-            let function = |rows: usize| -> Result<Function, GpuError> {
+        let functions = |name: &str, scaling| -> Result<Vec<Function>, GpuError> {
+            let rows = [8, 16, 32].into_iter().filter(|&rows| rows <= most_rows(scaling));
+            rows.map(|rows: usize| {
                 let function = module.function(&format!("{name}_{rows}"))?;
                 function.allow_shared(gpu.info().max_shared_bytes)?;
                 Ok(function)
-            };
-            Ok([function(8)?, function(16)?, function(32)?])
+            })
+            .collect()
         };
-        let of_type = |name: &str| -> Result<Activations, GpuError> {
+        let of_type = |name: &str, scaling| -> Result<Activations, GpuError> {
             Ok(Activations {
-                silu: functions(format!("{name}_silu"))?,
-                gelu_tanh: functions(format!("{name}_gelu_tanh"))?,
+                silu: functions(&format!("{name}_silu"), scaling)?,
+                gelu_tanh: functions(&format!("{name}_gelu_tanh"), scaling)?,
             })
         };
-        let [rows, blocks] = match fp8_products {
-            true => ["linear_fp8", "linear_fp8_blocks"],
-            false => ["linear_fp8_widened", "linear_fp8_blocks_widened"],
-        };
-        let types = [of_type("linear")?, of_type(rows)?, of_type(blocks)?];
+        let types = [
+            of_type("linear", None)?,
+            of_type("linear_fp8", Some(Fp8Scaling::Rows))?,
+            of_type("linear_fp8_blocks", Some(Fp8Scaling::Blocks))?,
+        ];
         let mut clusters = [gpu.info().sm_count, 0, 0, 0];
         if gpu.info().compute_capability >= (9, 0) {
             for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
@@ -139,7 +140,6 @@ impl StreamKernels {
         Ok(Self {
             gpu: gpu.clone(),
             functions: types,
-            widens: !fp8_products,
             pause: module.function("linear_pause")?,
             clusters,
         })
@@ -147,7 +147,7 @@ impl StreamKernels {
 
     /// The cuts that can compute a product, the likeliest first.
     pub(super) fn cuts(&self, shape: &Shape, output: LinearOutput) -> Vec<Cut> {
-        if shape.m > MAX_ROWS || chunks(shape).is_none() {
+        if shape.m > most_rows(shape.scaling) || chunks(shape).is_none() {
             return Vec::new();
         }
         let all = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)];
@@ -163,14 +163,14 @@ impl StreamKernels {
         if cuts.iter().any(fills) {
             cuts.retain(fills);
         }
-        cuts.sort_by_key(|cut| !self.fits(shape, *cut));
+        cuts.sort_by_key(|cut| !fits(shape, *cut));
         cuts
     }
 
     /// The cut to use where nothing was measured, if these kernels should be.
     pub(super) fn default_cut(&self, shape: &Shape, output: LinearOutput) -> Option<Cut> {
         let first = self.cuts(shape, output).first().copied();
-        first.filter(|cut| self.fits(shape, *cut))
+        first.filter(|cut| fits(shape, *cut))
     }
 
     /// Whether a cut can compute a product.
@@ -181,40 +181,18 @@ impl StreamKernels {
             || output.stacked() == 1
             || shape.n.is_multiple_of(TILE);
         whole_blocks
-            && shape.m <= MAX_ROWS
+            && shape.m <= most_rows(shape.scaling)
             && chunks(shape).is_some()
             && cut.row_warps >= output.stacked()
             && self.clusters(cut) > 0
             && parts * cut.cluster <= MOST_PARTS
-            && BUFFERS * shape.m * parts * self.chunk_bytes(shape) <= INPUT_BYTES
-            && shared_bytes(shape, cut) <= self.gpu.info().max_shared_bytes
+            && BUFFERS * shape.m * parts * chunk_bytes(shape) <= INPUT_BYTES
+            && shared_bytes(shape.m, cut) <= self.gpu.info().max_shared_bytes
     }
 
     /// Whether a cut that can compute a product can compute a norm ahead of it.
-    pub(super) fn can_norm(&self, shape: &Shape, cut: Cut) -> bool {
-        shape.m <= MAX_NORM_ROWS && shape.m * shape.k <= MAX_NORM_ELEMENTS && self.fits(shape, cut)
-    }
-
-    /// Whether a cut that can compute a product takes rows of bf16.
-    pub(super) fn takes_bf16(&self, shape: &Shape, cut: Cut) -> bool {
-        let quantises = || {
-            shape.m <= MAX_NORM_ROWS && shape.m * shape.k <= MAX_QUANTISED_ELEMENTS && self.fits(shape, cut)
-        };
-        shape.scaling.is_none() || self.widens || quantises()
-    }
-
-    /// Whether a block's part of x stays in shared memory.
-    fn fits(&self, shape: &Shape, cut: Cut) -> bool {
-        let chunks = chunks(shape).unwrap_or(0).div_ceil(cut.cluster);
-        shape.m * chunks * self.chunk_bytes(shape) <= INPUT_BYTES
-    }
-
-    /// Of a chunk of a row of x, in shared memory.
-    fn chunk_bytes(&self, shape: &Shape) -> usize {
-        match shape.scaling {
-            Some(_) if self.widens => CHUNK_BYTES * size_of::<bf16>(),
-            _ => CHUNK_BYTES,
-        }
+    pub(super) fn can_norm(shape: &Shape, cut: Cut) -> bool {
+        shape.m <= MAX_NORM_ROWS && shape.m * shape.k <= MAX_NORM_ELEMENTS && fits(shape, cut)
     }
 
     fn clusters(&self, cut: Cut) -> usize {
@@ -249,7 +227,7 @@ impl StreamKernels {
         norm: &NormOperands,
     ) -> Result<(), GpuError> {
         let stride = shape.scaling.map_or(0, |scaling| scaling.stride(shape.k));
-        let args: [Arg; 17] = [
+        let args: [Arg; 15] = [
             operands.x.into(),
             operands.weight.into(),
             operands.bias.into(),
@@ -265,12 +243,10 @@ impl StreamKernels {
             norm.eps.into(),
             operands.weight_scales.into(),
             (stride as i32).into(),
-            operands.x_scales.into(),
-            (operands.x_stride as i32).into(),
         ];
         let grid = self.clusters_of(shape.n, output, cut) * cut.cluster;
         let launch = Launch::new([grid as u32, 1, 1], (WARPS * 32) as u32)
-            .shared(shared_bytes(shape, cut))
+            .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
             .pdl(true);
         let of_type = &self.functions[match shape.scaling {
@@ -288,6 +264,17 @@ impl StreamKernels {
     }
 }
 
+/// Whether a block's part of x stays in shared memory.
+fn fits(shape: &Shape, cut: Cut) -> bool {
+    let chunks = chunks(shape).unwrap_or(0).div_ceil(cut.cluster);
+    shape.m * chunks * chunk_bytes(shape) <= INPUT_BYTES
+}
+
+/// Of a chunk of a row of x.
+fn chunk_bytes(shape: &Shape) -> usize {
+    CHUNK_BYTES / shape.element_bytes() * size_of::<bf16>()
+}
+
 /// Chunks of a row of weights; `None` if they are not whole.
 fn chunks(shape: &Shape) -> Option<usize> {
     let bytes = shape.k * shape.element_bytes();
@@ -299,13 +286,7 @@ fn tiles(m: usize) -> usize {
     m.div_ceil(8).next_power_of_two()
 }
 
-fn shared_bytes(shape: &Shape, cut: Cut) -> usize {
+fn shared_bytes(m: usize, cut: Cut) -> usize {
     let parts = WARPS / cut.row_warps;
-    let sums = 2 * parts * tiles(shape.m) * 8 * (cut.row_warps * TILE + PAD) * size_of::<f32>();
-    // Of e4m3 inputs that a block quantises, a factor for each chunk at most.
-    let scales = match shape.scaling {
-        None => 0,
-        Some(_) => INPUT_BYTES / CHUNK_BYTES * size_of::<f32>(),
-    };
-    RING_BYTES + INPUT_BYTES + sums + scales
+    RING_BYTES + INPUT_BYTES + 2 * parts * tiles(m) * 8 * (cut.row_warps * TILE + PAD) * 4
 }

@@ -284,18 +284,14 @@ impl Clock<'_> {
             true => (BYTES / bytes).clamp(2, MOST_CALLS),
             false => 1,
         };
-        let quantised = self.linears.scaling_of(key, choice);
+        let quantised = choice.input_scaling(key);
         let graph = self.linears.gpu.capture(|| {
             (0..calls).try_for_each(|call| {
                 let layer = one.layers[call % one.layers.len()];
                 let operands = Operands {
                     x: self.scratch.x.ptr(),
-                    // Any numbers will do.
-                    x_scales: match quantised {
-                        None => 0,
-                        Some(_) => self.scratch.x.ptr(),
-                    },
-                    x_stride: quantised.map_or(0, |scaling| scaling.input_stride(m)),
+                    // Any number will do.
+                    x_scales: self.scratch.x.ptr(),
                     out: self.scratch.out.ptr(),
                     ..layer.operands()
                 };
