@@ -78,8 +78,10 @@ QWEN_3_32B = {
 
 def write_model(directory, config):
     """Config, generation defaults and a tokenizer whose every token is a word, so that both sides turn tokens into text."""
-    vocabulary = {f"w{token}": token for token in range(config["vocab_size"])}
-    special = {"content": "<|end|>", "id": config["eos_token_id"], "special": True, "single_word": False, "lstrip": False,
+    text = config.get("text_config", config)
+    end = text["eos_token_id"]
+    vocabulary = {f"w{token}": token for token in range(text["vocab_size"])}
+    special = {"content": "<|end|>", "id": end, "special": True, "single_word": False, "lstrip": False,
                "rstrip": False, "normalized": False}
     del vocabulary[f"w{special['id']}"]
     vocabulary[special["content"]] = special["id"]
@@ -88,10 +90,10 @@ def write_model(directory, config):
                  "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
     files = {
         "config.json": config,
-        "generation_config.json": {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]},
+        "generation_config.json": {"bos_token_id": text.get("bos_token_id"), "eos_token_id": end},
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special["content"],
-                                  "model_max_length": config["max_position_embeddings"]},
+                                  "model_max_length": text["max_position_embeddings"]},
     }
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content))

@@ -55,6 +55,7 @@ fn published_files_mean_what_they_say() {
         Qwen2.5-7B-Instruct => Qwen2, Own: 28 from 0: 28/4 x 128, theta 1000000, qkv bias
         Qwen3-8B => Qwen3, Own: 36 from 0: 32/8 x 128, theta 1000000, qk norm
         Qwen3-Embedding-0.6B => Qwen3, Tied: 28 from 0: 16/8 x 128, theta 1000000, qk norm
+        Qwen3.5-9B => Qwen3_5, Own: 24 from 0: delta net 16 x 128, 32 x 128, 4 taps, Separate; 8 from 3: 16/4 x 256, theta 10000000 of 64, qk norm, gated
         Qwen3.5-27B => Qwen3_5, Own: 48 from 0: delta net 16 x 128, 48 x 128, 4 taps, Separate; 16 from 3: 24/4 x 256, theta 10000000 of 64, qk norm, gated
         gemma-2-2b-it => Gemma2, Tied capped at 30: 13 from 0: 8/4 x 256, window 4096, theta 10000, soft cap 50; 13 from 1: 8/4 x 256, theta 10000, soft cap 50
         gemma-2-27b-it => Gemma2, Tied capped at 30: 23 from 0: 32/16 x 128, window 4096, theta 10000, scale 1/12.0000, soft cap 50; 23 from 1: 32/16 x 128, theta 10000, scale 1/12.0000, soft cap 50
