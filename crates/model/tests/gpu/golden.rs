@@ -6,6 +6,7 @@
 //! to 2.7 %, 2.3 % for the worst prompt (on an H200).
 
 use plimsoll_core::{Executor, RunInput, TokenId};
+use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::GpuRunner;
 
 use crate::common::fp8::is_fp8;
@@ -120,61 +121,84 @@ fn experts_give_logits_close_to_transformers() {
 /// Leads that no rounding overcomes: the error of a difference of two logits, many times over.
 fn near_tie(cases: &[Case]) -> f32 {
     let worst = cases.iter().map(|case| case.bf16_error).fold(0.0, f64::max) as f32;
+    5.0 * worst * size_of_logits(cases)
+}
+
+fn size_of_logits(cases: &[Case]) -> f32 {
     let logits: Vec<f32> = cases.iter().flat_map(|case| case.last_logits.concat()).collect();
-    5.0 * worst * root_mean_square(&logits)
+    root_mean_square(&logits)
 }
 
 /// All prompts of a model in one batch. The golden text is given where the choice was another, so that one near-tie
-/// does not end the comparison.
+/// does not end the comparison. Tokens that lead by `near_tie` are the golden ones, but for one of so many.
+fn check_greedy(gpu: &Gpu, name: &str, near_tie: f32, one_of: Option<usize>) {
+    let model = load(gpu, name);
+    let cases = golden(name).cases;
+    for setup in Setup::all(1024) {
+        let mut runner = setup.build(&model);
+        let what = format!("{name}, {setup:?}");
+        let per_case = (setup.num_blocks() / cases.len()) as u32;
+        let table = |case: usize| blocks(case as u32 * per_case..(case as u32 + 1) * per_case);
+        let mut last: Vec<Option<TokenId>> = vec![None; cases.len()];
+        let (mut decided, mut all, mut wrong) = (0, 0, Vec::new());
+        for index in 0..cases[0].greedy.len() {
+            let runs = cases.iter().enumerate().map(|(at, case)| {
+                let (start, tokens) = match index.checked_sub(1) {
+                    None => (0, case.prompt.as_slice()),
+                    Some(before) => (case.prompt.len() + before, &case.greedy[before..index]),
+                };
+                let mut run = run(at as u64, start, tokens, &table(at));
+                if last[at] == Some(tokens[0]) {
+                    run.input = RunInput::LastSampled;
+                }
+                run.sample = Some(greedy_spec(index));
+                run
+            });
+            let output = runner.execute(&plan(runs.collect())).unwrap();
+            for (at, (case, sample)) in cases.iter().zip(output.samples).enumerate() {
+                let token = sample.unwrap().token;
+                let (expected, lead) = (case.greedy[index], case.leads[index]);
+                if token != expected && lead >= near_tie {
+                    wrong.push(format!(
+                        "prompt {at}, token {index}: {token} instead of {expected}, which leads by {lead}"
+                    ));
+                }
+                decided += usize::from(lead >= near_tie);
+                all += 1;
+                last[at] = Some(token);
+            }
+        }
+        report(format_args!(
+            "{what}: {decided} of {all} tokens lead by {near_tie:.2}, {} of them are others",
+            wrong.len()
+        ));
+        let allowed = one_of.map_or(0, |one_of| decided / one_of);
+        assert!(wrong.len() <= allowed, "{what}: {wrong:?}");
+        assert!(
+            3 * decided > all,
+            "{what}: only {decided} of {all} tokens lead by {near_tie}"
+        );
+    }
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn greedy_tokens_that_lead_are_chosen() {
     let gpu = gpu();
     for name in MODELS {
-        let model = load(&gpu, name);
+        check_greedy(&gpu, name, near_tie(&golden(name).cases), None);
+    }
+}
+
+/// A token whose row went to another expert may be another one.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn experts_choose_most_greedy_tokens_that_lead() {
+    let gpu = gpu();
+    for name in EXPERT_MODELS {
         let cases = golden(name).cases;
-        let near_tie = near_tie(&cases);
-        for setup in Setup::all(1024) {
-            let mut runner = setup.build(&model);
-            let what = format!("{name}, {setup:?}");
-            let per_case = (setup.num_blocks() / cases.len()) as u32;
-            let table = |case: usize| blocks(case as u32 * per_case..(case as u32 + 1) * per_case);
-            let mut last: Vec<Option<TokenId>> = vec![None; cases.len()];
-            let (mut decided, mut all) = (0, 0);
-            for index in 0..cases[0].greedy.len() {
-                let runs = cases.iter().enumerate().map(|(at, case)| {
-                    let (start, tokens) = match index.checked_sub(1) {
-                        None => (0, case.prompt.as_slice()),
-                        Some(before) => (case.prompt.len() + before, &case.greedy[before..index]),
-                    };
-                    let mut run = run(at as u64, start, tokens, &table(at));
-                    if last[at] == Some(tokens[0]) {
-                        run.input = RunInput::LastSampled;
-                    }
-                    run.sample = Some(greedy_spec(index));
-                    run
-                });
-                let output = runner.execute(&plan(runs.collect())).unwrap();
-                for (at, (case, sample)) in cases.iter().zip(output.samples).enumerate() {
-                    let token = sample.unwrap().token;
-                    let (expected, lead) = (case.greedy[index], case.leads[index]);
-                    assert!(
-                        token == expected || lead < near_tie,
-                        "{what}, prompt {at}, token {index}: {token} instead of {expected}, which leads by {lead}"
-                    );
-                    decided += usize::from(lead >= near_tie);
-                    all += 1;
-                    last[at] = Some(token);
-                }
-            }
-            report(format_args!(
-                "{what}: {decided} of {all} tokens lead by {near_tie:.2}"
-            ));
-            assert!(
-                3 * decided > all,
-                "{what}: only {decided} of {all} tokens lead by {near_tie}"
-            );
-        }
+        let usual = median(cases.iter().map(|case| case.bf16_error)) as f32;
+        check_greedy(&gpu, name, 5.0 * usual * size_of_logits(&cases), Some(10));
     }
 }
 
