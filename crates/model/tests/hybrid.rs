@@ -9,7 +9,7 @@ use plimsoll_core::{Component, Executor, Run, StateSlot};
 use plimsoll_model::{HfOverrides, KvCacheDtype, ModelConfig};
 use serde_json::{Value, json};
 
-const HYBRID_MODELS: [&str; 2] = ["qwen3-next", "qwen3_5-vision"];
+const HYBRID_MODELS: [&str; 4] = ["qwen3-next", "qwen3-next-moe", "qwen3_5-moe", "qwen3_5-vision"];
 
 /// The configuration of a golden model with these fields of its text part set; null removes.
 fn parse(name: &str, fields: &Value) -> Result<ModelConfig, String> {
@@ -105,10 +105,31 @@ fn what_is_not_served_is_named() {
             "{error}"
         );
     }
-    // Without the field there are experts, as in transformers.
-    for experts in [json!({"num_experts": 8}), json!({"num_experts": null})] {
-        let error = parse("qwen3-next", &experts).map(drop).unwrap_err();
-        assert!(error.contains("`num_experts` is"), "{error}");
+    for (name, fields, message) in [
+        (
+            "qwen3-next",
+            json!({"num_experts": 8}),
+            "`num_experts_per_tok` is 10",
+        ),
+        (
+            "qwen3_5-moe",
+            json!({"num_experts_per_tok": 6}),
+            "`num_experts_per_tok` is 6",
+        ),
+        ("qwen3_5-moe", json!({"num_experts": 0}), "`num_experts` is 0"),
+        (
+            "qwen3_5-moe",
+            json!({"mlp_only_layers": [1]}),
+            "`intermediate_size` is 0",
+        ),
+        (
+            "qwen3-next-moe",
+            json!({"shared_expert_intermediate_size": 0}),
+            "`shared_expert_intermediate_size` is 0",
+        ),
+    ] {
+        let error = parse(name, &fields).map(drop).unwrap_err();
+        assert!(error.contains(message), "{name}, {fields}: {error}");
     }
 }
 

@@ -13,6 +13,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
 mod qwen3_next;
 mod rope;
@@ -58,9 +59,11 @@ pub enum Architecture {
     Qwen3,
     /// Qwen 3.5, dense, text; Qwen 3.6 and 3.8 too.
     Qwen3_5,
+    /// Qwen 3.5 and 3.6 with experts, text.
+    Qwen3_5Moe,
     /// Qwen 3 with experts.
     Qwen3Moe,
-    /// Qwen3-Next, as far as its MLPs are dense.
+    /// Qwen3-Next.
     Qwen3Next,
     /// SmolLM3.
     SmolLM3,
@@ -84,12 +87,13 @@ struct Family {
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
         Self::Qwen3,
         Self::Qwen3_5,
+        Self::Qwen3_5Moe,
         Self::Qwen3Next,
         Self::Gemma2,
         Self::Gemma3,
@@ -116,6 +120,7 @@ impl Architecture {
             Self::Qwen2Moe => qwen2_moe::FAMILY,
             Self::Qwen3 => qwen3::FAMILY,
             Self::Qwen3_5 => qwen3_5::FAMILY,
+            Self::Qwen3_5Moe => qwen3_5_moe::FAMILY,
             Self::Qwen3Moe => qwen3_moe::FAMILY,
             Self::Qwen3Next => qwen3_next::FAMILY,
             Self::SmolLM3 => smollm3::FAMILY,

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::ModelError;
 use crate::config::RawConfig;
-use crate::spec::{MoeNames, MoeSpec, StackedExperts};
+use crate::spec::{DenseMlpSpec, MoeNames, MoeSpec, Projections, StackedExperts};
 
 /// More than any model has: each expert is described before anything is checked against the weights.
 const MOST_EXPERTS: usize = 1024;
@@ -113,4 +113,17 @@ pub(super) fn qwen(config: &RawConfig) -> Result<(MoeSpec, impl Fn(usize) -> boo
     Ok((spec, move |layer: usize| {
         (layer + 1).is_multiple_of(step) && !dense.contains(&layer)
     }))
+}
+
+/// As [`qwen`], with an expert that every token goes to.
+pub(super) fn qwen_shared(
+    config: &RawConfig,
+) -> Result<(MoeSpec, impl Fn(usize) -> bool + use<>), ModelError> {
+    let (mut spec, has_experts) = qwen(config)?;
+    spec.shared = Some(DenseMlpSpec {
+        intermediate_size: config.shared_expert_intermediate_size.unwrap_or(0),
+        activation: Activation::Silu,
+        projections: Projections::Separate,
+    });
+    Ok((spec, has_experts))
 }

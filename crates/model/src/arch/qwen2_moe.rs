@@ -1,8 +1,7 @@
-use plimsoll_kernels::Activation;
 use serde_json::json;
 
 use super::{Family, check_layer_types, decoder, moe, no_window};
-use crate::spec::{DenseMlpSpec, Mlp, Projections};
+use crate::spec::Mlp;
 
 /// [Qwen 1.5 and 2](https://arxiv.org/abs/2407.10671) with experts, one of which every token goes to.
 pub(super) const FAMILY: Family = Family {
@@ -21,12 +20,7 @@ pub(super) const FAMILY: Family = Family {
             no_window(config)?;
         }
         check_layer_types(config, |_| false)?;
-        let (mut moe, has_experts) = moe::qwen(config)?;
-        moe.shared = Some(DenseMlpSpec {
-            intermediate_size: config.shared_expert_intermediate_size.unwrap_or(0),
-            activation: Activation::Silu,
-            projections: Projections::Separate,
-        });
+        let (moe, has_experts) = moe::qwen_shared(config)?;
         decoder(config, |index, layer| {
             layer.attention_mut().qkv_bias = config.qkv_bias.unwrap_or(true);
             if has_experts(index) {

@@ -1,3 +1,5 @@
+use serde_json::Value;
+
 use super::{Family, qwen3_next};
 use crate::spec::Projections;
 
@@ -8,12 +10,14 @@ pub(super) const FAMILY: Family = Family {
     headless_name: "Qwen3_5TextModel",
     model_type: "qwen3_5_text",
     gguf_name: None,
-    fields: || {
-        let mut fields = qwen3_next::fields();
-        // Of a layer that drafts, which is not loaded.
-        fields["mtp_num_hidden_layers"] = 0.into();
-        fields["mtp_use_dedicated_embeddings"] = false.into();
-        fields
-    },
-    spec: |config| qwen3_next::hybrid(&config.of_text_positions(), Projections::Separate),
+    fields,
+    spec: |config| qwen3_next::hybrid(&config.of_text_positions(), Projections::Separate, |_| None),
 };
+
+pub(super) fn fields() -> Value {
+    let mut fields = qwen3_next::fields();
+    // Of a layer that drafts, which is not loaded.
+    fields["mtp_num_hidden_layers"] = 0.into();
+    fields["mtp_use_dedicated_embeddings"] = false.into();
+    fields
+}

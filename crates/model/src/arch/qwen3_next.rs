@@ -1,37 +1,47 @@
 use plimsoll_kernels::DeltaLayout;
 use serde_json::{Value, json};
 
-use super::{Family, LINEAR, decoder, layers_of_kind, only};
+use super::{Family, LINEAR, decoder, layers_of_kind, moe, only};
 use crate::ModelError;
 use crate::config::RawConfig;
-use crate::spec::{DecoderSpec, DeltaNetSpec, Mixer, Projections};
+use crate::spec::{DecoderSpec, DeltaNetSpec, Mixer, Mlp, Projections};
 
-/// [Qwen3-Next](https://qwen.ai/blog?id=qwen3-next), as far as its MLPs are dense: Gated DeltaNet in three layers of four, gated
-/// attention in the others, a part of each head of which is rotated.
+/// [Qwen3-Next](https://qwen.ai/blog?id=qwen3-next): Gated DeltaNet in three layers of four, gated attention in the others, a part of
+/// each head of which is rotated; experts unless there are 0.
 pub(super) const FAMILY: Family = Family {
     hf_name: "Qwen3NextForCausalLM",
     headless_name: "Qwen3NextModel",
     model_type: "qwen3_next",
     gguf_name: None,
     fields: || {
-        let mut fields = fields();
-        let experts = json!({"num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1, "mlp_only_layers": [],
-            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": true,
-            "output_router_logits": false, "router_aux_loss_coef": 0.001});
-        if let (Some(fields), Value::Object(experts)) = (fields.as_object_mut(), experts) {
-            fields.extend(experts);
+        let mut fields = expert_fields(fields());
+        for (field, default) in [("num_experts", 512), ("num_experts_per_tok", 10)] {
+            fields[field] = default.into();
         }
         fields
     },
     spec: |config| match config.num_experts {
-        Some(0) => hybrid(config, Projections::Fused),
-        experts => Err(ModelError::unsupported(
-            "num_experts",
-            experts.unwrap_or_default(),
-            "only 0 is: experts of this family are not served yet",
-        )),
+        Some(0) => hybrid(config, Projections::Fused, |_| None),
+        _ => hybrid(config, Projections::Fused, experts(config)?),
     },
 };
+
+/// The fields of experts, beside `others`.
+pub(super) fn expert_fields(others: Value) -> Value {
+    let mut fields = moe::qwen_fields(others);
+    let own =
+        json!({"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": true});
+    for (field, default) in own.as_object().into_iter().flatten() {
+        fields[field] = default.clone();
+    }
+    fields
+}
+
+/// The experts of each layer that has any.
+pub(super) fn experts(config: &RawConfig) -> Result<impl Fn(usize) -> Option<Mlp> + use<>, ModelError> {
+    let (moe, has_experts) = moe::qwen_shared(config)?;
+    Ok(move |index| has_experts(index).then(|| Mlp::Moe(moe.clone())))
+}
 
 pub(super) fn fields() -> Value {
     json!({"head_dim": 256, "partial_rotary_factor": 0.25, "layer_types": null, "full_attention_interval": 4,
@@ -39,8 +49,12 @@ pub(super) fn fields() -> Value {
         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32})
 }
 
-/// The network, its linear layers stored so.
-pub(super) fn hybrid(config: &RawConfig, projections: Projections) -> Result<DecoderSpec, ModelError> {
+/// The network, its linear layers stored so, with these MLPs where they are not dense.
+pub(super) fn hybrid(
+    config: &RawConfig,
+    projections: Projections,
+    mlp: impl Fn(usize) -> Option<Mlp>,
+) -> Result<DecoderSpec, ModelError> {
     only("mamba_ssm_dtype", config.mamba_ssm_dtype.as_deref(), "float32")?;
     only("output_gate_type", config.output_gate_type.as_deref(), "swish")?;
     if config.attn_output_gate == Some(false) {
@@ -72,6 +86,9 @@ pub(super) fn hybrid(config: &RawConfig, projections: Projections) -> Result<Dec
         } else {
             let attention = layer.attention_mut();
             (attention.qk_norm, attention.gated) = (true, true);
+        }
+        if let Some(mlp) = mlp(index) {
+            layer.mlp = mlp;
         }
     })?;
     spec.final_norm.unit_offset = true;

@@ -166,6 +166,17 @@ const AROUND_TEXT: &[(&str, &str, &[&str])] = &[
         ],
     ),
     (
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe_text",
+        &[
+            "image_token_id",
+            "video_token_id",
+            "vision_config",
+            "vision_end_token_id",
+            "vision_start_token_id",
+        ],
+    ),
+    (
         "Mistral3ForConditionalGeneration",
         "mistral",
         &[

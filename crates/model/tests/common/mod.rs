@@ -24,7 +24,7 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 30] = [
+pub const MODELS: [&str; 32] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
@@ -52,7 +52,9 @@ pub const MODELS: [&str; 30] = [
     "qwen3-moe",
     "qwen3-moe-fp8-block",
     "qwen3-next",
+    "qwen3-next-moe",
     "qwen3-sharded",
+    "qwen3_5-moe",
     "qwen3_5-vision",
     "smollm3",
 ];
@@ -90,13 +92,15 @@ pub const WINDOW_MODELS: [&str; 8] = [
 ];
 
 /// Those with experts.
-pub const EXPERT_MODELS: [&str; 6] = [
+pub const EXPERT_MODELS: [&str; 8] = [
     "gpt-oss",
     "gpt-oss-mxfp4",
     "mixtral",
     "qwen2-moe",
     "qwen3-moe",
     "qwen3-moe-fp8-block",
+    "qwen3-next-moe",
+    "qwen3_5-moe",
 ];
 
 /// Those with golden vectors.

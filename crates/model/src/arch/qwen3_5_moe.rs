@@ -1,0 +1,26 @@
+use super::{Family, qwen3_5, qwen3_next};
+use crate::spec::Projections;
+
+/// [Qwen 3.5 and 3.6](super::qwen3_5) with experts in every layer, one of which every token goes to.
+pub(super) const FAMILY: Family = Family {
+    hf_name: "Qwen3_5MoeForCausalLM",
+    headless_name: "Qwen3_5MoeTextModel",
+    model_type: "qwen3_5_moe_text",
+    gguf_name: None,
+    fields: || {
+        let mut fields = qwen3_next::expert_fields(qwen3_5::fields());
+        // No layer is dense, so its width is not given.
+        for (field, default) in [
+            ("intermediate_size", 0),
+            ("num_experts", 256),
+            ("num_experts_per_tok", 8),
+        ] {
+            fields[field] = default.into();
+        }
+        fields
+    },
+    spec: |config| {
+        let experts = qwen3_next::experts(config)?;
+        qwen3_next::hybrid(&config.of_text_positions(), Projections::Separate, experts)
+    },
+};
