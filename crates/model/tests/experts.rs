@@ -32,6 +32,7 @@ fn parse(config: &Value) -> Result<ModelConfig, ModelError> {
 fn published_files_mean_what_they_say() {
     let expected = "
         Qwen3-30B-A3B => Qwen3Moe: 48 of 48 layers 8 of 128 x 768, Chosen; 30532122624 weights, 3353032704 for a token
+        Qwen3.6-35B-A3B => Qwen3_5Moe: 40 of 40 layers 8 of 256 x 512, Chosen, shared 512; 34660610688 weights, 3454988928 for a token
         Qwen1.5-MoE-A2.7B => Qwen2Moe: 24 of 24 layers 4 of 60 x 1408, All, shared 5632; 14315784192 weights, 2689173504 for a token
         Mixtral-8x7B-Instruct-v0.1 => Mixtral: 32 of 32 layers 2 of 8 x 14336, Chosen; 46702792704 weights, 12879925248 for a token
         gpt-oss-20b => GptOss, mxfp4: 24 of 24 layers 4 of 32 x 2880, Chosen; 20914757184 weights, 4187440704 for a token
