@@ -119,7 +119,8 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * kRowBytes + (piece ^ ((row & 1) * (kRowPieces / 2))) * 16;
 }
 
-// What the index of a piece of an odd row of x is XORed with, for the same reason: a lane reads one piece for each byte of a weight.
+// In odd rows of x the index of a piece is XORed with this, against bank conflicts too: lanes read neighbouring pieces where a weight has
+// two bytes, and every second one where it has one.
 template <Values kValues>
 constexpr int kInputSwap = kValues == Values::kBf16 ? kRowPieces / 2 : 1;
 

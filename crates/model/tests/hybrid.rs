@@ -119,6 +119,11 @@ fn what_is_not_served_is_named() {
         ("qwen3_5-moe", json!({"num_experts": 0}), "`num_experts` is 0"),
         (
             "qwen3_5-moe",
+            json!({"norm_topk_prob": false}),
+            "`norm_topk_prob` is false",
+        ),
+        (
+            "qwen3_5-moe",
             json!({"mlp_only_layers": [1]}),
             "`intermediate_size` is 0",
         ),

@@ -49,7 +49,7 @@ impl Device for CpuBackend {
     }
 
     fn vocab_size(&self) -> Result<usize, Error> {
-        self.tokens_known()
+        self.vocabulary()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {

@@ -87,7 +87,7 @@ impl Device for GpuBackend {
     }
 
     fn vocab_size(&self) -> Result<usize, Error> {
-        self.tokens_known()
+        self.vocabulary()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
@@ -110,19 +110,11 @@ impl Backend for GpuBackend {
             .attention()
             .next()
             .map_or(0, |attention| attention.head_dim);
-        let fp8_kv = self.settings.kv_cache_dtype == KvDtype::Fp8;
-        let mut disabled = disabled(capability, head_dim, fp8_kv, self.settings.enforce_eager);
-        let fp8_weights = model.spec().quantization.kept_scales().next().is_some();
-        if fp8_weights && capability < FP8_CAPABILITY {
-            let ((major, minor), (least_major, least_minor)) = (capability, FP8_CAPABILITY);
-            disabled.push(Disabled {
-                path: "FP8 products",
-                reason: format!(
-                    "they need compute capability {least_major}.{least_minor}, this GPU has {major}.{minor}: weights stay FP8, prompts \
-                     take longer"
-                ),
-            });
-        }
+        let fp8 = Fp8Use {
+            weights: model.spec().quantization.kept_scales().next().is_some(),
+            kv: self.settings.kv_cache_dtype == KvDtype::Fp8,
+        };
+        let mut disabled = disabled(capability, head_dim, fp8, self.settings.enforce_eager);
         if let Some(stored) = converted_from(&self.model, &self.settings, model.config()) {
             disabled.push(Disabled {
                 path: "weights as they are stored",
@@ -210,7 +202,14 @@ fn converted_from(path: &Path, settings: &EngineSettings, config: &ModelConfig) 
     }
 }
 
-fn disabled(capability: (u32, u32), head_dim: usize, fp8_kv: bool, enforce_eager: bool) -> Vec<Disabled> {
+/// What is kept in FP8.
+#[derive(Clone, Copy, Debug, Default)]
+struct Fp8Use {
+    weights: bool,
+    kv: bool,
+}
+
+fn disabled(capability: (u32, u32), head_dim: usize, fp8: Fp8Use, enforce_eager: bool) -> Vec<Disabled> {
     let (major, minor) = capability;
     let mut disabled = Vec::new();
     let mut add = |path, reason| disabled.push(Disabled { path, reason });
@@ -222,12 +221,19 @@ fn disabled(capability: (u32, u32), head_dim: usize, fp8_kv: bool, enforce_eager
         let reason =
             format!("made for compute capability 9.0, this GPU has {major}.{minor}: portable ones are used");
         add("Hopper prefill attention", reason);
-    } else if fp8_kv {
+    } else if fp8.kv {
         let reason = "not made for an fp8 KV cache: the portable kernel is used";
         add("Hopper prefill attention", reason.to_owned());
     } else if head_dim == 96 {
         let reason = "not made for heads of 96: the portable kernel is used";
         add("Hopper prefill attention", reason.to_owned());
+    }
+    if fp8.weights && capability < FP8_CAPABILITY {
+        let (least_major, least_minor) = FP8_CAPABILITY;
+        let reason = format!(
+            "they need compute capability {least_major}.{least_minor}, this GPU has {major}.{minor}: weights stay FP8, prompts take longer"
+        );
+        add("FP8 products", reason);
     }
     if capability < (9, 0) {
         let reason = format!("they need compute capability 9.0, this GPU has {major}.{minor}");
@@ -294,7 +300,7 @@ impl Device for AssumedGpu {
     }
 
     fn vocab_size(&self) -> Result<usize, Error> {
-        self.tokens_known()
+        self.vocabulary()
     }
 
     fn footprint(&self, limits: StepLimits) -> Result<(ModelFacts, Box<dyn Footprint>), Error> {
@@ -362,7 +368,7 @@ mod tests {
     #[test]
     fn what_a_gpu_does_without_is_named() {
         let paths = |capability, head_dim, eager| {
-            let disabled = disabled(capability, head_dim, false, eager);
+            let disabled = disabled(capability, head_dim, Fp8Use::default(), eager);
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
         assert!(paths((9, 0), 128, false).is_empty());
@@ -375,7 +381,14 @@ mod tests {
             ["Hopper prefill attention", "thread block clusters in sampling"]
         );
         assert_eq!(paths((12, 0), 128, false), ["Hopper prefill attention"]);
-        let fp8 = disabled((9, 0), 128, true, false);
-        assert!(fp8.len() == 1 && fp8[0].reason.contains("fp8 KV cache"));
+        let fp8 = |capability, weights, kv| disabled(capability, 128, Fp8Use { weights, kv }, false);
+        let kv = fp8((9, 0), false, true);
+        assert!(kv.len() == 1 && kv[0].reason.contains("fp8 KV cache"));
+        assert!(fp8((9, 0), true, false).is_empty());
+        let products = |capability| {
+            let disabled = fp8(capability, true, false);
+            disabled.iter().any(|disabled| disabled.path == "FP8 products")
+        };
+        assert_eq!([(8, 6), (8, 9), (12, 0)].map(products), [true, false, false]);
     }
 }

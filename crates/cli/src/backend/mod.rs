@@ -62,7 +62,7 @@ pub trait Device: fmt::Debug + Send + Sync {
     /// As [`Self::max_model_len`].
     fn state_layers(&self) -> Result<usize, Error>;
 
-    /// Tokens that the model knows. Read from its configuration alone: weights may be loading meanwhile.
+    /// Size of the model's vocabulary, from its configuration alone: weights may be loading at the same time.
     ///
     /// # Errors
     /// As [`Self::max_model_len`].
@@ -152,7 +152,7 @@ impl<D> ModelOn<D> {
         Ok(self.config()?.spec.cache_groups().state_layers())
     }
 
-    fn tokens_known(&self) -> Result<usize, Error> {
+    fn vocabulary(&self) -> Result<usize, Error> {
         Ok(self.config()?.spec.vocab_size)
     }
 

@@ -1,4 +1,5 @@
 use super::{Family, qwen3_5, qwen3_next};
+use crate::ModelError;
 use crate::spec::Projections;
 
 /// [Qwen 3.5 and 3.6](super::qwen3_5) with experts in every layer, one of which every token goes to.
@@ -20,6 +21,10 @@ pub(super) const FAMILY: Family = Family {
         fields
     },
     spec: |config| {
+        // What Qwen3-Next has as a choice. Transformers does not look at the field here.
+        if config.norm_topk_prob == Some(false) {
+            return Err(ModelError::unsupported("norm_topk_prob", false, "only true is"));
+        }
         let experts = qwen3_next::experts(config)?;
         qwen3_next::hybrid(&config.of_text_positions(), Projections::Separate, experts)
     },
