@@ -1,4 +1,5 @@
-//! Mixtures of experts: routing, both products in tiles of each size, and the sums, in the shapes of Qwen3-30B-A3B and gpt-oss-20b.
+//! Mixtures of experts: routing, both products in tiles of each size, and the sums, in the shapes of Qwen3-30B-A3B and gpt-oss-20b;
+//! many rows also by the kernels for any GPU.
 
 use std::sync::Arc;
 
@@ -6,8 +7,8 @@ use half::bf16;
 use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuSlab};
 use plimsoll_kernels::cuda::{
-    EXPERT_TILES, FusedKernels, GpuExperts, GpuLinear, GpuMatrix, GpuRoutes, GpuWeight, MoeKernels,
-    mxfp4_pitch,
+    EXPERT_TILES, Fp8Scaling, FusedKernels, GpuExperts, GpuLinear, GpuMatrix, GpuRoutes, GpuWeight,
+    MoeKernels, mxfp4_pitch,
 };
 use plimsoll_kernels::{Activation, ExpertActivation, Route, RouterSoftmax, route};
 use rand::rngs::StdRng;
@@ -16,8 +17,17 @@ use rand::{Rng, SeedableRng};
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
 
 const ROWS: [usize; 7] = [1, 4, 32, 128, 512, 2048, 8192];
+const MANY_ROWS: [usize; 3] = [512, 2048, 8192];
 /// Steps whose rows go elsewhere, so that experts are not in the cache.
 const STEPS: usize = 6;
+
+/// How weights are stored.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stored {
+    Bf16,
+    Fp8Blocks,
+    Mxfp4,
+}
 
 #[derive(Clone, Copy)]
 struct Model {
@@ -26,17 +36,25 @@ struct Model {
     top_k: usize,
     hidden: usize,
     inner: usize,
-    is_mxfp4: bool,
+    stored: Stored,
 }
 
-const MODELS: [Model; 2] = [
+const MODELS: [Model; 3] = [
     Model {
         name: "Qwen3-30B-A3B, bf16",
         experts: 128,
         top_k: 8,
         hidden: 2048,
         inner: 768,
-        is_mxfp4: false,
+        stored: Stored::Bf16,
+    },
+    Model {
+        name: "Qwen3-30B-A3B, FP8 in blocks",
+        experts: 128,
+        top_k: 8,
+        hidden: 2048,
+        inner: 768,
+        stored: Stored::Fp8Blocks,
     },
     Model {
         name: "gpt-oss-20b, MXFP4",
@@ -44,7 +62,7 @@ const MODELS: [Model; 2] = [
         top_k: 4,
         hidden: 2880,
         inner: 2880,
-        is_mxfp4: true,
+        stored: Stored::Mxfp4,
     },
 ];
 
@@ -58,10 +76,10 @@ struct Layer<'a> {
 
 impl Model {
     fn row_bytes(&self, inputs: usize) -> usize {
-        if self.is_mxfp4 {
-            mxfp4_pitch(inputs)
-        } else {
-            2 * inputs
+        match self.stored {
+            Stored::Bf16 => 2 * inputs,
+            Stored::Fp8Blocks => inputs,
+            Stored::Mxfp4 => mxfp4_pitch(inputs),
         }
     }
 
@@ -80,23 +98,39 @@ fn experts(
     n: usize,
     k: usize,
 ) -> GpuExperts {
-    let each = (n * model.row_bytes(k)).next_multiple_of(256);
+    let values = (n * model.row_bytes(k)).next_multiple_of(256);
+    let blocks = Fp8Scaling::Blocks.weight_scales(n, k);
+    let each = values + (size_of::<f32>() * blocks).next_multiple_of(256);
     let slab = Arc::new(alloc(gpu, each * model.experts));
     let scale = 1.0 / (k as f32).sqrt();
     let linear = |expert: usize| {
         let start = expert * each;
-        let matrix = if model.is_mxfp4 {
-            let rows = GpuWeight::new(&slab, start..start + n * mxfp4_pitch(k));
-            kernels
-                .fill_mxfp4(rows.slice(), k, expert as u64, scale)
-                .expect("random weights");
-            GpuMatrix::Mxfp4(rows)
-        } else {
-            let rows = GpuWeight::new(&slab, start / 2..start / 2 + n * k);
+        let wide = |elements: usize| {
+            let values = GpuWeight::new(&slab, start / 2..start / 2 + elements);
             fused
-                .fill_random(rows.slice(), expert as u64, scale)
+                .fill_random(values.slice(), expert as u64, scale)
                 .expect("random weights");
-            GpuMatrix::Bf16(rows)
+            values
+        };
+        let matrix = match model.stored {
+            Stored::Bf16 => GpuMatrix::Bf16(wide(n * k)),
+            Stored::Fp8Blocks => {
+                // Any bits will do, and scales are such too.
+                wide(each / 2);
+                let first = (start + values) / size_of::<f32>();
+                GpuMatrix::Fp8 {
+                    values: GpuWeight::new(&slab, start..start + n * k),
+                    scales: GpuWeight::new(&slab, first..first + blocks),
+                    scaling: Fp8Scaling::Blocks,
+                }
+            }
+            Stored::Mxfp4 => {
+                let rows = GpuWeight::new(&slab, start..start + n * mxfp4_pitch(k));
+                kernels
+                    .fill_mxfp4(rows.slice(), k, expert as u64, scale)
+                    .expect("random weights");
+                GpuMatrix::Mxfp4(rows)
+            }
         };
         GpuLinear::new(matrix, None, n, k)
     };
@@ -244,6 +278,11 @@ pub(crate) fn bench(gpu: &Gpu) {
             kernels,
         };
         for rows in ROWS {
+            layer.rows(&fused, rows);
+        }
+        println!("By the kernels for any GPU:");
+        layer.kernels = MoeKernels::load_portable(gpu).expect("kernels");
+        for rows in MANY_ROWS {
             layer.rows(&fused, rows);
         }
     }

@@ -1,18 +1,20 @@
-//! Mixtures of experts on the GPU: `kernels/moe_route.cu` and `kernels/moe.cu`.
+//! Mixtures of experts on the GPU: `kernels/moe_route.cu`, and the products of `kernels/moe_few.cu`, `moe_hopper.cu` and `moe.cu`.
 //!
 //! Where rows go is known in device memory only. What is launched, and the memory that it takes, depends on the numbers of rows
-//! and experts; a row's result depends on that row alone, to the bit, whatever rows are beside it and however many.
+//! and experts. A row's result depends on that row and the size of tiles alone, to the bit, whatever rows are beside it.
 
 mod operands;
+mod products;
 
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, GpuSlice, Launch};
 
 use super::fused::int;
-use super::linear::{Fp8Scaling, GpuMatrix, mxfp4_pitch};
+use super::linear::mxfp4_pitch;
 use crate::{Activation, ExpertActivation, RouterSoftmax};
 
 pub use operands::{GpuExperts, GpuRoutes};
+use products::{Format, Products};
 
 /// Rows of a tile, of which the kernels have one each.
 pub const EXPERT_TILES: [usize; 3] = [16, 64, 128];
@@ -28,10 +30,7 @@ const VEC: usize = 8;
 const ROUTE_WARPS: usize = 8;
 const GROUP_THREADS: u32 = 512;
 const FEW_THREADS: u32 = 1024;
-const FEW_ROUTES: usize = 1024;
-const PRODUCT_THREADS: u32 = 128;
-const CHUNK: usize = 64;
-const PAD: usize = 4;
+const FEW_ROUTES: usize = 128;
 const COMBINE_THREADS: usize = 128;
 
 /// The kernels of experts, the twins of [`route`](crate::route()) and [`experts`](crate::experts()).
@@ -41,104 +40,14 @@ pub struct MoeKernels {
     route: Function,
     group: Function,
     route_few: Function,
-    /// Of each [`Format`], for each of [`EXPERT_TILES`].
-    products: [[Function; EXPERT_TILES.len()]; Format::ALL.len()],
+    products: Products,
     combine: Function,
     fill_mxfp4: Function,
     /// Of each list of tiles, where it is not chosen by the numbers of rows and experts.
     tile: Option<usize>,
 }
 
-/// `Format` of `kernels/moe.cu`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Format {
-    Bf16,
-    Fp8,
-    Fp8Blocks,
-    Mxfp4,
-}
-
-impl Format {
-    const ALL: [Self; 4] = [Self::Bf16, Self::Fp8, Self::Fp8Blocks, Self::Mxfp4];
-
-    fn of(matrix: &GpuMatrix) -> Self {
-        match matrix {
-            GpuMatrix::Bf16(_) => Self::Bf16,
-            GpuMatrix::Fp8 {
-                scaling: Fp8Scaling::Rows,
-                ..
-            } => Self::Fp8,
-            GpuMatrix::Fp8 {
-                scaling: Fp8Scaling::Blocks,
-                ..
-            } => Self::Fp8Blocks,
-            GpuMatrix::Mxfp4(_) => Self::Mxfp4,
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "moe_bf16",
-            Self::Fp8 => "moe_fp8",
-            Self::Fp8Blocks => "moe_fp8_blocks",
-            Self::Mxfp4 => "moe_mxfp4",
-        }
-    }
-
-    /// Bytes of a row of weights in a stage.
-    fn stage_bytes(self) -> usize {
-        match self {
-            Self::Bf16 => 2 * CHUNK,
-            Self::Fp8 | Self::Fp8Blocks => CHUNK,
-            Self::Mxfp4 => CHUNK / 2,
-        }
-    }
-
-    /// Inputs are a multiple of this.
-    fn inputs(self) -> usize {
-        match self {
-            Self::Bf16 => VEC,
-            Self::Fp8 => 16,
-            Self::Fp8Blocks => 128,
-            Self::Mxfp4 => 32,
-        }
-    }
-
-    /// Bytes between two rows of `k` weights.
-    fn pitch(self, k: usize) -> usize {
-        match self {
-            Self::Bf16 => 2 * k,
-            Self::Fp8 | Self::Fp8Blocks => k,
-            Self::Mxfp4 => mxfp4_pitch(k),
-        }
-    }
-
-    /// Bytes of shared memory for tiles of so many rows and `k` inputs: stages, exponents and, in their place, sums.
-    fn shared_bytes(self, tile: usize, k: usize) -> usize {
-        let (stages, features) = (stages(tile), features(tile));
-        let stage = features * self.stage_bytes() + tile * 2 * CHUNK;
-        let exponents = match self {
-            Self::Mxfp4 => features * (k / 32).next_multiple_of(16),
-            _ => 0,
-        };
-        (stages * stage + exponents).max(tile * (features + PAD) * size_of::<f32>())
-    }
-}
-
-/// Rows of weights of a tile.
-fn features(tile: usize) -> usize {
-    if tile == EXPERT_TILES[0] { 64 } else { 128 }
-}
-
-fn stages(tile: usize) -> usize {
-    match tile {
-        16 => 6,
-        64 => 4,
-        _ => 3,
-    }
-}
-
-/// What becomes of sums: `Kind` of `kernels/moe.cu`.
+/// What becomes of sums: `Kind` of `kernels/include/experts.cuh`.
 fn kind(activation: ExpertActivation) -> i32 {
     match activation {
         ExpertActivation::Glu(Activation::Silu) => 1,
@@ -153,25 +62,28 @@ impl MoeKernels {
     /// # Errors
     /// [`GpuError`] if this binary carries no code for this GPU.
     pub fn load(gpu: &Gpu) -> Result<Self, GpuError> {
-        let (routes, products) = (super::load(gpu, "moe_route")?, super::load(gpu, "moe")?);
-        let product = |format: Format, tile: usize| -> Result<Function, GpuError> {
-            let function = products.function(&format!("{}_{tile}", format.name()))?;
-            function.allow_shared(gpu.info().max_shared_bytes)?;
-            Ok(function)
-        };
-        let of = |format| -> Result<[Function; 3], GpuError> {
-            let [few, some, many] = EXPERT_TILES.map(|tile| product(format, tile));
-            Ok([few?, some?, many?])
-        };
-        let [bf16, fp8, fp8_blocks, mxfp4] = Format::ALL.map(of);
+        // The instructions of those kernels exist in this generation alone.
+        Self::load_with(gpu, gpu.info().compute_capability == (9, 0))
+    }
+
+    /// Loads the kernels that run on all GPUs.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_portable(gpu: &Gpu) -> Result<Self, GpuError> {
+        Self::load_with(gpu, false)
+    }
+
+    fn load_with(gpu: &Gpu, hopper: bool) -> Result<Self, GpuError> {
+        let (routes, sums) = (super::load(gpu, "moe_route")?, super::load(gpu, "moe_combine")?);
         Ok(Self {
             gpu: gpu.clone(),
             route: routes.function("moe_route")?,
             group: routes.function("moe_group")?,
             route_few: routes.function("moe_route_few")?,
-            products: [bf16?, fp8?, fp8_blocks?, mxfp4?],
-            combine: products.function("moe_combine")?,
-            fill_mxfp4: products.function("moe_fill_mxfp4")?,
+            products: Products::load(gpu, hopper)?,
+            combine: sums.function("moe_combine")?,
+            fill_mxfp4: sums.function("moe_fill_mxfp4")?,
             tile: None,
         })
     }
@@ -324,9 +236,9 @@ impl MoeKernels {
             return Ok(());
         }
         let tile = self.tile(routes);
-        let columns = (n * stacked).div_ceil(features(tile));
-        let shared = format.shared_bytes(tile, k);
-        let most = self.gpu.info().max_shared_bytes;
+        let product = self.products.of(format, tile);
+        let launch = product.launch_of(n * stacked, k, routes.most_tiles(tile));
+        let (shared, most) = (launch.shared as usize, self.gpu.info().max_shared_bytes);
         assert!(
             shared <= most,
             "{shared} bytes of shared memory, of which there are {most}"
@@ -348,10 +260,7 @@ impl MoeKernels {
             activation.map_or(0, kind).into(),
             int(address.scale_stride),
         ];
-        let at = EXPERT_TILES.iter().position(|known| *known == tile);
-        let function = &self.products[format as usize][at.expect("one of the tiles")];
-        let grid = [columns as u32, routes.most_tiles(tile) as u32, 1];
-        self.launch(function, Launch::new(grid, PRODUCT_THREADS).shared(shared), &args)
+        self.launch(&product.function, launch, &args)
     }
 
     /// The sums of each row's experts: `x` is `[rows * top_k, n]` in the order of places, `out` `[rows, n]`. With `gates`, `[rows]`,

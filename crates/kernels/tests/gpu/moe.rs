@@ -317,6 +317,13 @@ impl Case {
         expected.iter().map(|route| route.expert as usize).collect()
     }
 
+    fn check_tiles(&self, gpu: &Gpu, kernels: &mut MoeKernels, rng: &mut StdRng) {
+        for tile in EXPERT_TILES {
+            kernels.fix_tile(Some(tile));
+            self.check(gpu, kernels, rng, tile);
+        }
+    }
+
     fn check(&self, gpu: &Gpu, kernels: &MoeKernels, rng: &mut StdRng, tile: usize) {
         let what = format!("{}, tiles of {tile}", self.what());
         let shared = common::random(rng, self.rows * self.hidden);
@@ -381,6 +388,46 @@ impl Case {
         );
     }
 
+    /// Rows have the same bits again and among others.
+    fn check_rows(&self, gpu: &Gpu, kernels: &MoeKernels, rng: &mut StdRng) {
+        let shared = common::random(rng, self.rows * self.hidden);
+        let bits = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<u16>>();
+        let all = self.run(gpu, kernels, &shared).sums;
+        let again = self.run(gpu, kernels, &shared).sums;
+        assert_eq!(bits(&again), bits(&all), "{}, again", self.what());
+        for _ in 0..2 {
+            // The watched row, then some others, half of which hold what is no number.
+            let watched = rng.random_range(0..self.rows);
+            let mut chosen = vec![watched];
+            chosen.extend((0..rng.random_range(0..40)).map(|_| rng.random_range(0..self.rows)));
+            let (mut x, logits, gates) = self.rows(&chosen);
+            for row in (1..chosen.len()).step_by(2) {
+                x[row * self.hidden..][..self.hidden].fill(bf16::NAN);
+            }
+            let shared: Vec<bf16> = chosen
+                .iter()
+                .flat_map(|row| shared[row * self.hidden..][..self.hidden].to_vec())
+                .collect();
+            let some = Self {
+                rows: chosen.len(),
+                x,
+                logits,
+                gates,
+                gate_up: self.gate_up.clone(),
+                down: self.down.clone(),
+                ..*self
+            };
+            let found = some.run(gpu, kernels, &shared).sums;
+            let own = &all[watched * self.hidden..][..self.hidden];
+            assert_eq!(
+                bits(&found[..self.hidden]),
+                bits(own),
+                "{}, row {watched}",
+                self.what()
+            );
+        }
+    }
+
     /// Some of the rows, in that order.
     fn rows(&self, rows: &[usize]) -> (Vec<bf16>, Vec<f32>, Option<Vec<f32>>) {
         let experts = self.gate_up.wide.len();
@@ -416,12 +463,20 @@ fn activate(activation: ExpertActivation, gate: f64, up: f64) -> f64 {
     }
 }
 
+/// The fastest for this GPU, and those for any.
+fn all_kernels(gpu: &Gpu) -> [MoeKernels; 2] {
+    [
+        MoeKernels::load(gpu).unwrap(),
+        MoeKernels::load_portable(gpu).unwrap(),
+    ]
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn experts_are_what_they_say() {
     let gpu = common::gpu();
     let mut rng = common::rng("experts_are_what_they_say");
-    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    let mut all_kernels = all_kernels(&gpu);
     for format in Format::ALL {
         for (rows, experts, top_k) in [
             (1, 8, 2),
@@ -432,9 +487,8 @@ fn experts_are_what_they_say() {
             (400, 4, 2),
         ] {
             let case = Case::random(&gpu, &mut rng, format, rows, experts, top_k);
-            for tile in EXPERT_TILES {
-                kernels.fix_tile(Some(tile));
-                case.check(&gpu, &kernels, &mut rng, tile);
+            for kernels in &mut all_kernels {
+                case.check_tiles(&gpu, kernels, &mut rng);
             }
         }
     }
@@ -446,71 +500,35 @@ fn experts_are_what_they_say() {
 fn full_and_empty_experts() {
     let gpu = common::gpu();
     let mut rng = common::rng("full_and_empty_experts");
-    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    let mut all_kernels = all_kernels(&gpu);
     for format in Format::ALL {
         for rows in [1, 16, 17, 64, 129, 256] {
             let mut case = Case::random(&gpu, &mut rng, format, rows, 7, 2);
             for row in case.logits.chunks_exact_mut(7) {
                 row.copy_from_slice(&[0.0, 1.0, 0.5, 9.0, -1.0, 8.0, 0.0]);
             }
-            for tile in EXPERT_TILES {
-                kernels.fix_tile(Some(tile));
-                case.check(&gpu, &kernels, &mut rng, tile);
+            for kernels in &mut all_kernels {
+                case.check_tiles(&gpu, kernels, &mut rng);
             }
         }
     }
 }
 
-/// A row alone, among others in other orders, and beside rows that are no numbers, in tiles of any size: every bit is the same.
+/// A row alone, among others in other orders, and beside rows that are no numbers: every bit is the same in tiles of the same size.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
 fn a_row_depends_on_itself_alone() {
     let gpu = common::gpu();
     let mut rng = common::rng("a_row_depends_on_itself_alone");
-    let mut kernels = MoeKernels::load(&gpu).unwrap();
+    let mut all_kernels = all_kernels(&gpu);
     for format in Format::ALL {
         for rows in [3, 70, 300] {
             let case = Case::random(&gpu, &mut rng, format, rows, 6, 3);
-            let shared = common::random(&mut rng, rows * case.hidden);
-            kernels.fix_tile(None);
-            let all = case.run(&gpu, &kernels, &shared).sums;
-            let bits = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<u16>>();
-            for tile in EXPERT_TILES {
-                kernels.fix_tile(Some(tile));
-                let again = case.run(&gpu, &kernels, &shared).sums;
-                assert_eq!(bits(&again), bits(&all), "{}, tiles of {tile}", case.what());
-            }
-            kernels.fix_tile(None);
-            for _ in 0..6 {
-                // The watched row, then some others, half of which hold what is no number.
-                let watched = rng.random_range(0..rows);
-                let mut chosen = vec![watched];
-                chosen.extend((0..rng.random_range(0..40)).map(|_| rng.random_range(0..rows)));
-                let (mut x, logits, gates) = case.rows(&chosen);
-                for row in (1..chosen.len()).step_by(2) {
-                    x[row * case.hidden..][..case.hidden].fill(bf16::NAN);
+            for kernels in &mut all_kernels {
+                for tile in EXPERT_TILES {
+                    kernels.fix_tile(Some(tile));
+                    case.check_rows(&gpu, kernels, &mut rng);
                 }
-                let shared: Vec<bf16> = chosen
-                    .iter()
-                    .flat_map(|row| shared[row * case.hidden..][..case.hidden].to_vec())
-                    .collect();
-                let some = Case {
-                    rows: chosen.len(),
-                    x,
-                    logits,
-                    gates,
-                    gate_up: case.gate_up.clone(),
-                    down: case.down.clone(),
-                    ..case
-                };
-                let found = some.run(&gpu, &kernels, &shared).sums;
-                let own = &all[watched * case.hidden..][..case.hidden];
-                assert_eq!(
-                    bits(&found[..case.hidden]),
-                    bits(own),
-                    "{}, row {watched}",
-                    case.what()
-                );
             }
         }
     }

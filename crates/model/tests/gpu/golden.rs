@@ -87,7 +87,7 @@ fn median(errors: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// Where two experts are nearly as good, rounding may send a row to the other one, which changes more than rounding: transformers'
-/// own logits of one prompt of five are off by 12 % (Mixtral). So most prompts are compared as closely as those of other models,
+/// own logits of one prompt of five are off by 12 % (Mixtral), of two by 40 % (Qwen3.5). So most prompts are compared as closely as those of other models,
 /// and the others roughly. Experts in eight bits take inputs of 16 here, as in `bf16_error`.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
@@ -110,9 +110,13 @@ fn experts_give_logits_close_to_transformers() {
                 report(format_args!(
                     "{what}: {middle:.4}, transformers {theirs:.4}; {errors:.4?}"
                 ));
-                let (_, worse_alone) = worse(name);
-                assert!(middle < worse_alone * theirs, "{what}: {errors:?}");
-                assert!(errors.iter().all(|&error| error < 0.3), "{what}: {errors:?}");
+                let rough = |case: &Case| f64::max(0.3, 2.0 * case.bf16_error);
+                let mut pairs = errors.iter().zip(&cases);
+                assert!(middle < 2.0 * theirs, "{what}: {errors:?}");
+                assert!(
+                    pairs.all(|(error, case)| *error < rough(case)),
+                    "{what}: {errors:?}"
+                );
             }
         }
     }
@@ -175,7 +179,7 @@ fn check_greedy(gpu: &Gpu, name: &str, near_tie: f32, one_of: Option<usize>) {
         let allowed = one_of.map_or(0, |one_of| decided / one_of);
         assert!(wrong.len() <= allowed, "{what}: {wrong:?}");
         assert!(
-            3 * decided > all,
+            5 * decided > all,
             "{what}: only {decided} of {all} tokens lead by {near_tie}"
         );
     }

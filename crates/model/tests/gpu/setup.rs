@@ -102,7 +102,10 @@ impl Setup {
         limits: &StepLimits,
         scratch: Scratch,
     ) -> GpuRunner {
-        let kv = state_config(self.block_size, self.num_blocks()).kv;
+        let kv = KvConfig {
+            state_slots: limits.max_num_seqs,
+            ..state_config(self.block_size, self.num_blocks()).kv
+        };
         self.build_state(model, kv, limits, scratch)
     }
 

@@ -84,8 +84,7 @@ impl<'a> Job<'a> {
             return Ok(());
         };
         if let Some(exponents) = &self.exponents {
-            self.write_mxfp4(exponents, inputs, rows, out);
-            return Ok(());
+            return self.write_mxfp4(exponents, inputs, rows, out);
         }
         let matrix = self.tensor.matrix()?;
         if let RowOrder::Columns(among) = self.tensor.order {
@@ -128,7 +127,13 @@ impl<'a> Job<'a> {
 
     /// Rows as the kernels take them: eight elements in four bytes, the even ones in their lower half, and the row's exponents
     /// behind all of them.
-    fn write_mxfp4(&self, exponents: &Tensor<'_>, inputs: usize, rows: Range<usize>, out: &mut [u8]) {
+    fn write_mxfp4(
+        &self,
+        exponents: &Tensor<'_>,
+        inputs: usize,
+        rows: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), ModelError> {
         let [code_bytes, exponent_bytes] = [inputs / 2, inputs / MXFP4_BLOCK];
         for (row, out) in rows.zip(out.chunks_exact_mut(self.part.row_bytes())) {
             let (codes, rest) = out.split_at_mut(code_bytes);
@@ -140,9 +145,21 @@ impl<'a> Job<'a> {
             let (own, padding) = rest.split_at_mut(exponent_bytes);
             own.copy_from_slice(&exponents.data[stored..][..exponent_bytes]);
             padding.fill(0);
+            if let Some(exponent) = own.iter().find(|exponent| **exponent > MOST_MXFP4_EXPONENT) {
+                return Err(ModelError::Weights {
+                    name: exponents.name.clone(),
+                    message: format!(
+                        "row {row} has an exponent of {exponent}; up to {MOST_MXFP4_EXPONENT}, weights of 2^66, are supported on GPUs"
+                    ),
+                });
+            }
         }
+        Ok(())
     }
 }
+
+/// The largest exponent that the kernels of experts widen exactly; see `widen_e2m1` of `kernels/include/experts.cuh`.
+const MOST_MXFP4_EXPONENT: u8 = 192;
 
 /// Codes of four bits: the even ones to the lower half, the odd ones to the upper.
 fn apart(codes: u32) -> u32 {

@@ -1,0 +1,235 @@
+// Mixtures of experts: the products of tiles of up to 16 rows, which take as long as reading the weights of the experts that are hit.
+//
+// A block has 16 rows of weights, of a gated product eight rows of the gate and the same eight of the up projection, and each of its
+// warps a part of k: one row of x is too little work for fewer warps. A warp has a ring of stages in shared memory, each with 128
+// bytes of every row, whatever the format: shorter pieces cost as many accesses and move less. Rows of x come from L1. The sums of
+// the parts meet in shared memory and are added in order.
+#include "experts.cuh"
+
+namespace {
+
+constexpr int kParts = 2;  // of k
+constexpr int kThreads = kParts * kWarp;
+constexpr int kRows = 16;  // of weights
+constexpr int kStages = 4;
+constexpr int kRowBytes = 128;  // of a stage
+constexpr int kRowPieces = kRowBytes / 16;
+constexpr int kRowsAtOnce = kWarp / kRowPieces;
+constexpr int kStageBytes = kRows * kRowBytes;
+constexpr int kRingBytes = kStages * kStageBytes;
+constexpr int kSums = kRows + 1;  // of a row of x: no bank conflicts
+constexpr int kExponentBytes = kRowBytes * 2 / kExponentInputs;  // of a row of a stage
+
+template <Format kFormat>
+constexpr int kStageChunks = kRowBytes / kStoredBytes<kFormat>;
+
+// Inputs between the two vectors of a chunk that a lane has.
+template <Format kFormat>
+constexpr int kNextVector = kFormat == Format::kBf16 ? 32 : 8;
+
+// Where a 16-byte piece of a row lies in a stage: what is read at once, of two rows or of four, is in different banks.
+template <Format kFormat>
+__device__ __forceinline__ int swizzled(int row, int piece) {
+    return row * kRowBytes + (piece ^ (kFormat == Format::kMxfp4 ? (row & 3) * 2 : (row & 1) * 4)) * 16;
+}
+
+// A lane's vectors of a chunk of a row of weights, and what they are multiplied by.
+struct Vectors {
+    uint4 of[2];
+};
+
+// `exponents` are those of the row's stage.
+template <Format kFormat>
+__device__ __forceinline__ Vectors load_vectors(const uint8_t* stage, int row, int chunk, int quad, float scale, uint2 exponents) {
+    if constexpr (kFormat == Format::kBf16) {
+        return {*reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, quad)),
+                *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, quad + 4))};
+    } else if constexpr (kFormat == Format::kMxfp4) {
+        const uint2 codes = *reinterpret_cast<const uint2*>(stage + swizzled<kFormat>(row, chunk * 2 + quad / 2) + quad % 2 * 8);
+        const uint32_t exponent = __byte_perm(chunk < 2 ? exponents.x : exponents.y, 0, 0x4440 + chunk % 2 * 2 + quad / 2);
+        return {widen_e2m1(codes.x, exponent), widen_e2m1(codes.y, exponent)};
+    } else {
+        const uint4 codes = *reinterpret_cast<const uint4*>(stage + swizzled<kFormat>(row, chunk * 4 + quad));
+        return {widen_e4m3(make_uint2(codes.x, codes.y), scale), widen_e4m3(make_uint2(codes.z, codes.w), scale)};
+    }
+}
+
+// What a block multiplies: `row(i)` is which row of the expert's weights its row `i` is.
+struct Rows {
+    int first, n;
+    bool gated, both;  // whether there are sixteen outputs if not gated; else eight are computed twice
+
+    __device__ __forceinline__ int row(int i) const { return first + i % 8 + (i < 8 ? 0 : gated ? n : both ? 8 : 0); }
+};
+
+// Up to 8 * kTokenTiles rows of x.
+template <int kTokenTiles, Format kFormat>
+__device__ __forceinline__ void run(const Problem& p, const Tile& tile, const Rows& rows, uint8_t* shared) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4;
+    const uint8_t* const weight = of_expert(p.weight, p.stride, tile.expert);
+    const float* const scales = of_expert(p.scales, p.stride, tile.expert);
+
+    // What this lane copies: a piece of every fourth row, in the stages of its warp.
+    const int pieces = p.k * kStoredBytes<kFormat> / kChunk / 16, stages = (pieces + kRowPieces - 1) / kRowPieces;
+    const int begin = stages * warp / kParts, end = stages * (warp + 1) / kParts;
+    const int piece = lane % kRowPieces, first_row = lane / kRowPieces;
+    const uint8_t* from[kRows / kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+        from[i] = weight + size_t(rows.row(first_row + i * kRowsAtOnce)) * p.pitch + piece * 16;
+    }
+    uint8_t* const ring = shared + warp * kRingBytes;
+    uint8_t* const to = ring + swizzled<kFormat>(first_row, piece);
+    const auto request = [&](int stage, int slot) {
+        if (stage < end) {
+            const bool wanted = stage * kRowPieces + piece < pieces;
+#pragma unroll
+            for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+                copy_async(to + slot * kStageBytes + i * kRowsAtOnce * kRowBytes, wanted ? from[i] + stage * kRowBytes : from[i], wanted);
+            }
+        }
+        commit_async();
+    };
+    // Exponents of all inputs: an odd number of pieces for each row, so that rows are in different banks.
+    uint8_t* const exponents = shared + kParts * kRingBytes;
+    const int exponent_pieces = kFormat == Format::kMxfp4 ? (p.k / kExponentInputs + 15) / 16 : 0;
+    const int exponent_pitch = (exponent_pieces | 1) * 16;
+    if constexpr (kFormat == Format::kMxfp4) {
+        for (int i = threadIdx.x; i < kRows * exponent_pieces; i += kThreads) {
+            const int row = i / exponent_pieces, at = i % exponent_pieces * 16;
+            copy_async(exponents + row * exponent_pitch + at, weight + size_t(rows.row(row)) * p.pitch + p.k / 2 + at, true);
+        }
+        commit_async();
+    }
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) request(begin + i, i);
+
+    // Columns of no row repeat the first one and are not stored. Past the end of k weights are zeros and x its last inputs.
+    const int first_input = input_vector<kFormat>(quad, 0) * 8;
+    const bf16* x[kTokenTiles];
+    const int skipped = begin * kStageChunks<kFormat> * kChunk;
+    int last = p.k - first_input - 8 - skipped;
+#pragma unroll
+    for (int j = 0; j < kTokenTiles; ++j) {
+        const int row = j * 8 + group;
+        x[j] = p.inputs(tile.first + (row < tile.count ? row : 0)) + first_input + skipped;
+    }
+    uint4 next[2][kTokenTiles];
+    const auto load_inputs = [&](int chunk, bool may_end) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = chunk * kChunk + half * kNextVector<kFormat>;
+#pragma unroll
+            for (int j = 0; j < kTokenTiles; ++j) next[half][j] = *reinterpret_cast<const uint4*>(x[j] + (may_end ? min(at, last) : at));
+        }
+    };
+    load_inputs(0, true);
+    const int low_row = rows.row(group), high_row = rows.row(group + 8);
+    // Of blocks, one for each stage.
+    const float* const low_scales = scales + low_row / kFp8Block * p.scale_stride;
+    const float* const high_scales = scales + high_row / kFp8Block * p.scale_stride;
+    constexpr bool kBlocks = kFormat == Format::kFp8Blocks;
+    static_assert(!kBlocks || kStageChunks<kFormat> * kChunk == kFp8Block);
+    float low_next = kBlocks && begin < end ? low_scales[begin] : 1.0f, high_next = kBlocks && begin < end ? high_scales[begin] : 1.0f;
+    if constexpr (kFormat == Format::kMxfp4) {
+        wait_async<kStages - 1>();
+        __syncthreads();
+    }
+
+    float acc[kTokenTiles][4] = {};
+    int slot = 0;
+    const auto multiply_stage = [&](int stage, bool is_last) {
+        wait_async<kStages - 2>();
+        __syncwarp();
+        request(stage + kStages - 1, slot == 0 ? kStages - 1 : slot - 1);
+        const uint8_t* const weights = ring + slot * kStageBytes;
+        slot = slot + 1 == kStages ? 0 : slot + 1;
+        const float low_scale = low_next, high_scale = high_next;
+        if (kBlocks && !is_last) low_next = low_scales[stage + 1], high_next = high_scales[stage + 1];
+        uint2 low_exponents{}, high_exponents{};
+        if constexpr (kFormat == Format::kMxfp4) {
+            low_exponents = *reinterpret_cast<const uint2*>(exponents + group * exponent_pitch + stage * kExponentBytes);
+            high_exponents = *reinterpret_cast<const uint2*>(exponents + (group + 8) * exponent_pitch + stage * kExponentBytes);
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < kStageChunks<kFormat>; ++chunk) {
+            uint4 v[2][kTokenTiles];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int j = 0; j < kTokenTiles; ++j) v[half][j] = next[half][j];
+            }
+            load_inputs(chunk + 1, is_last || chunk + 1 == kStageChunks<kFormat>);
+            const Vectors low = load_vectors<kFormat>(weights, group, chunk, quad, low_scale, low_exponents);
+            const Vectors high = load_vectors<kFormat>(weights, group + 8, chunk, quad, high_scale, high_exponents);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4 a = low.of[half], b = high.of[half];
+                const uint32_t even[4] = {a.x, b.x, a.y, b.y}, second[4] = {a.z, b.z, a.w, b.w};
+#pragma unroll
+                for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], even, v[half][j].x, v[half][j].y);
+#pragma unroll
+                for (int j = 0; j < kTokenTiles; ++j) mma(acc[j], second, v[half][j].z, v[half][j].w);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) x[j] += kStageChunks<kFormat> * kChunk;
+        last -= kStageChunks<kFormat> * kChunk;
+    };
+    for (int stage = begin; stage < end - 1; ++stage) multiply_stage(stage, false);
+    if (begin < end) multiply_stage(end - 1, true);
+
+    // Sums take the place of the rings: [part][row of x][row of weights].
+    wait_async<0>();
+    __syncthreads();
+    constexpr int kPartSums = kTokenTiles * 8 * kSums;
+    static_assert(kParts * kPartSums * int(sizeof(float)) <= kParts * kRingBytes);
+    float* const sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int j = 0; j < kTokenTiles; ++j) {
+        float* const at = sums + warp * kPartSums + (j * 8 + quad * 2) * kSums + group;
+        at[0] = acc[j][0], at[kSums] = acc[j][1], at[8] = acc[j][2], at[kSums + 8] = acc[j][3];
+    }
+    __syncthreads();
+    const bf16* const bias = of_expert(p.bias, p.stride, tile.expert);
+    const auto finished = [&](const float* at, int row) {
+        float sum = at[0];
+#pragma unroll
+        for (int part = 1; part < kParts; ++part) sum += at[part * kPartSums];
+        const float scale = kFormat == Format::kFp8 ? scales[row] : kSumScale<kFormat>;
+        return fmaf(sum, scale, bias != nullptr ? __bfloat162float(bias[row]) : 0.0f);
+    };
+    const int outputs = rows.both ? kRows : kRows / 2;
+    for (int i = threadIdx.x; i < tile.count * outputs; i += kThreads) {
+        const int row = i / outputs, column = i % outputs, output = rows.row(column);
+        const float* const at = sums + row * kSums + column;
+        float value = finished(at, output);
+        if (rows.gated) value = activate(p.kind, value, finished(at + 8, output + p.n));
+        p.out[size_t(tile.first + row) * p.n + output] = __float2bfloat16(value);
+    }
+}
+
+template <Format kFormat>
+__device__ __forceinline__ void product(const Problem& p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    pdl_launch();
+    pdl_wait();
+    const int count = p.tiles[0].count;
+    const Tile tile = p.tiles[1 + blockIdx.y];
+    if (int(blockIdx.y) >= count) return;
+    const bool gated = p.kind != kPlain;
+    const int first = blockIdx.x * (gated ? kRows / 2 : kRows);
+    const Rows rows{first, p.n, gated, !gated && p.n - first > kRows / 2};
+    if (tile.count > 8) {
+        run<2, kFormat>(p, tile, rows, shared);
+    } else {
+        run<1, kFormat>(p, tile, rows, shared);
+    }
+}
+
+}  // namespace
+
+EXPERT_PRODUCT(moe_few_bf16, kThreads, 10, product<Format::kBf16>)
+EXPERT_PRODUCT(moe_few_fp8, kThreads, 10, product<Format::kFp8>)
+EXPERT_PRODUCT(moe_few_fp8_blocks, kThreads, 10, product<Format::kFp8Blocks>)
+EXPERT_PRODUCT(moe_few_mxfp4, kThreads, 10, product<Format::kMxfp4>)
