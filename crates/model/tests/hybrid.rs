@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::*;
-use plimsoll_core::{Component, Executor, Run, StateSlot};
+use plimsoll_core::{Component, Executor, Run, RunState, StateSlot};
 use plimsoll_model::{HfOverrides, KvCacheDtype, ModelConfig};
 use serde_json::{Value, json};
 
@@ -170,17 +170,24 @@ fn plans_without_slots_of_their_own_are_refused() {
     for name in HYBRID_MODELS {
         let model = load(name, KvCacheDtype::Auto);
         let mut runner = runner(&model, 16, 8);
-        let with = |request: u64, state| Run {
-            state,
+        let with = |request: u64, state: Option<(Option<u32>, u32)>| Run {
+            state: state.map(|(before, after)| RunState {
+                before: before.map(StateSlot),
+                after: StateSlot(after),
+            }),
             ..run(request, 0, &[5, 6], &blocks(request as u32..request as u32 + 1))
         };
         for (states, message) in [
-            ([None, Some(StateSlot(1))], "no slot"),
+            ([None, Some((None, 1))], "no slot"),
             (
-                [Some(StateSlot(1)), Some(StateSlot(1))],
-                "slot 1 is in the plan twice",
+                [Some((None, 1)), Some((None, 1))],
+                "another run writes state slot 1",
             ),
-            ([Some(StateSlot(0)), Some(StateSlot(16))], "slot 16 of 16"),
+            ([Some((None, 0)), Some((None, 16))], "slot 16 of 16"),
+            (
+                [Some((None, 0)), Some((Some(1), 2))],
+                "begins at 0 with the state in",
+            ),
         ] {
             let runs = vec![with(1, states[0]), with(2, states[1])];
             let error = runner.execute(&plan(runs)).unwrap_err().to_string();

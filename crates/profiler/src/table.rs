@@ -119,10 +119,12 @@ impl fmt::Display for Size<'_> {
         if let Some(states) = states {
             write!(
                 f,
-                "\n  {:>3} layers, states: {} for each of {} requests at once, as much as {} tokens of KV",
+                "\n  {:>3} layers, states: {} for each of {} requests at once and {} snapshots of prefixes, \
+                 as much as {} tokens of KV",
                 states.layers,
                 human_bytes(states.bytes_per_request),
-                states.slots,
+                states.slots - states.snapshots,
+                states.snapshots,
                 states.tokens_per_request
             )?;
         }

@@ -16,8 +16,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockSize, CacheGroups, Executor, GroupTable, KvConfig, PageId, RequestId, Run, RunInput, SampleSpec,
-    SamplingParams, Scratch, StateConfig, StateSlot, StepError, StepLimits, StepPlan, TokenId,
+    BlockSize, CacheGroups, Executor, GroupTable, KvConfig, PageId, RequestId, Run, RunInput, RunState,
+    SampleSpec, SamplingParams, Scratch, StateConfig, StateSlot, StepError, StepLimits, StepPlan, TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
@@ -221,6 +221,14 @@ pub fn greedy_spec(index: usize) -> SampleSpec {
     }
 }
 
+/// The state of a run that begins at `start`, in one slot.
+pub fn in_place(slot: u32, start: usize) -> RunState {
+    RunState {
+        before: (start > 0).then_some(StateSlot(slot)),
+        after: StateSlot(slot),
+    }
+}
+
 pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) -> Run {
     Run {
         request: RequestId(request),
@@ -228,7 +236,7 @@ pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) ->
         input: RunInput::Known(tokens.to_vec()),
         tables: vec![GroupTable::whole(blocks.to_vec())],
         // Read where layers have states.
-        state: Some(StateSlot((request % LIMITS.max_num_seqs as u64) as u32)),
+        state: Some(in_place((request % LIMITS.max_num_seqs as u64) as u32, start)),
         sample: None,
         score: None,
         pool: None,
