@@ -220,3 +220,52 @@ fn slots_are_charged_and_used_again() {
         assert_eq!(budget.meters().reserved, 0, "{name}");
     }
 }
+
+/// Requests that begin with a snapshot, with the KV of the blocks before it, compute the same to the bit as one that computes all:
+/// beside the one that leaves it behind, beside each other, and later.
+#[test]
+fn a_prefix_with_a_snapshot_is_as_good_as_computed() {
+    const BLOCK: usize = 8;
+    for name in HYBRID_MODELS {
+        let model = load(name, KvCacheDtype::Auto);
+        let vocab = model.spec().vocab_size as u32;
+        let prompt: Vec<u32> = (0..50).map(|at| (at * at + 3) % vocab).collect();
+        let alone = blocks(0..8);
+        let whole = plan(vec![run(9, 0, &prompt, &alone)]);
+        let expected = runner(&model, BLOCK, 64).logits(&whole, &[48, 49]).unwrap();
+        for cut in [8, 24, 48] {
+            let mut runner = runner(&model, BLOCK, 64);
+            let with = |request: u64, before, after: u32, own: u32| {
+                let shared = blocks(0..(cut / BLOCK) as u32);
+                let table = [shared, blocks(own..own + 8)].concat();
+                let start = if before { cut } else { 0 };
+                let end = if before { prompt.len() } else { cut };
+                Run {
+                    state: Some(RunState {
+                        before: before.then_some(StateSlot(5)),
+                        after: StateSlot(after),
+                    }),
+                    ..run(request, start, &prompt[start..end], &table)
+                }
+            };
+            runner.logits(&plan(vec![with(1, false, 5, 8)]), &[]).unwrap();
+            let rest = prompt.len() - cut;
+            let rows: Vec<usize> = (1..=3).flat_map(|run| [run * rest - 2, run * rest - 1]).collect();
+            let together = plan(vec![
+                with(1, true, 0, 8),
+                with(2, true, 1, 20),
+                with(3, true, 2, 30),
+            ]);
+            let found = runner.logits(&together, &rows).unwrap();
+            let later = runner
+                .logits(&plan(vec![with(4, true, 0, 40)]), &rows[..2])
+                .unwrap();
+            let found = [found, later].concat();
+            assert!(
+                found.chunks(expected.len()).all(|found| found == expected),
+                "{name}, a snapshot behind {cut} tokens"
+            );
+            assert_eq!(found.len(), 4 * expected.len());
+        }
+    }
+}
