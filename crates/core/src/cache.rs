@@ -8,8 +8,8 @@ use crate::{CacheKind, TokenId};
 /// equal on all servers and in all groups of one server, and different for different tokens.
 ///
 /// A request finds the longest prefix of whole blocks of which every group with full attention holds all, every group with
-/// a window those blocks that the next token sees, and the group of states, if there is one, the last. Where there is one, blocks
-/// of KV that no held state continues or ends are not told of: nothing finds them.
+/// a window those blocks that the next token sees, and the group of states, if there is one, the last. In a model
+/// with full attention and states, all groups tell of blocks at or before a held state only: nothing finds others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
     /// Consecutive blocks were cached.

@@ -49,8 +49,8 @@ const UNLINKED: Link = Link {
 };
 
 impl<T: Numbered> FreeList<T> {
-    /// All of so many, in their order.
-    pub(crate) fn full(count: usize) -> Self {
+    /// None of so many.
+    pub(crate) fn empty(count: usize) -> Self {
         let sentinel = u32::try_from(count).expect("their number fits 32 bits");
         let mut list = Self {
             links: vec![UNLINKED; count + 1],
@@ -60,7 +60,13 @@ impl<T: Numbered> FreeList<T> {
             prev: sentinel,
             next: sentinel,
         };
-        for number in 0..sentinel {
+        list
+    }
+
+    /// All of so many, in their order.
+    pub(crate) fn full(count: usize) -> Self {
+        let mut list = Self::empty(count);
+        for number in 0..list.sentinel() {
             list.push_back(T::of(number));
         }
         list
@@ -93,6 +99,11 @@ impl<T: Numbered> FreeList<T> {
         let Link { prev, next } = std::mem::replace(&mut self.links[item.number() as usize], UNLINKED);
         self.links[prev as usize].next = next;
         self.links[next as usize].prev = prev;
+    }
+
+    /// The next to be taken.
+    pub(crate) fn first(&self) -> Option<T> {
+        self.iter().next()
     }
 
     /// From the next to be taken to the last.

@@ -110,6 +110,7 @@ impl KvManager {
     /// Empties the prefix cache. Open tables stay valid; the blocks that they have computed so far are not shared.
     pub fn forget_cached(&mut self) {
         self.index.reset(&self.config);
+        self.slots.forget_all();
     }
 
     /// Enables event recording, for [`Self::take_events`]; the prefix cache must be empty.
@@ -373,7 +374,8 @@ impl KvManager {
                 self.pool.available()
             ));
         }
-        self.slots.check_invariants(slots.into_iter())?;
+        self.slots
+            .check_invariants(slots.into_iter(), |slot| self.index.is_snapshot(slot))?;
         self.index.check_invariants()
     }
 
@@ -449,6 +451,9 @@ impl KvManager {
                     .take()
                     .expect("the number of available pages was checked");
                 self.evictions += self.index.evict(page) as u64;
+                for slot in self.index.take_dropped() {
+                    self.slots.forget(slot);
+                }
                 table.pages.push(page);
             }
             self.pool.join(&table.pages[start..]);

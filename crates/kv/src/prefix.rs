@@ -62,6 +62,8 @@ pub(crate) struct PrefixIndex {
     node_of_slot: Vec<Option<NodeId>>,
     /// How many do.
     snapshots: usize,
+    /// State slots whose nodes went since they were last taken.
+    dropped: Vec<StateSlot>,
     block_size: usize,
     groups: CacheGroups,
     /// Blocks of each group that can be shared.
@@ -120,6 +122,7 @@ impl PrefixIndex {
             node_of: vec![None; config.num_pages],
             node_of_slot: vec![None; config.state_slots],
             snapshots: 0,
+            dropped: Vec::new(),
             block_size: config.block_size.tokens(),
             groups: config.groups,
             cached: [0; CacheGroups::MAX],
@@ -169,7 +172,7 @@ impl PrefixIndex {
         for (index, node) in cached {
             let tokens = self.tokens_of(index);
             let mut tell = |group| journal.tell(&mut events, group, node.before, node.name, tokens);
-            if self.can_be_hit(NodeId(index as u32)) {
+            if self.is_told(NodeId(index as u32)) {
                 let kinds = self.kinds().map(CacheContent::Kv).enumerate();
                 kinds
                     .filter(|&(group, _)| node.blocks[group].is_some())
@@ -282,7 +285,7 @@ impl PrefixIndex {
                 *held = Some(block);
                 self.node_of[block.index()] = Some(id);
                 self.cached[group] += 1;
-                if self.can_be_hit(id) {
+                if self.is_told(id) {
                     self.tell(id, group);
                 }
             }
@@ -355,7 +358,7 @@ impl PrefixIndex {
 
     /// The block of a group is cached no more.
     fn drop_block(&mut self, id: NodeId, group: usize) {
-        let is_told = self.can_be_hit(id);
+        let is_told = self.is_told(id);
         if let Some(node) = &mut self.nodes[id.index()]
             && let Some(block) = node.blocks[group].take()
         {
@@ -371,6 +374,7 @@ impl PrefixIndex {
     fn forget(&mut self, id: NodeId) {
         if let Some(slot) = self.nodes[id.index()].and_then(|node| node.state) {
             self.drop_state(slot);
+            self.dropped.push(slot);
         }
         (0..CacheGroups::MAX).for_each(|group| self.drop_block(id, group));
         let node = self.nodes[id.index()].take().expect("it is cached");

@@ -17,12 +17,29 @@ pub struct SlotStats {
     pub given_up: u64,
 }
 
+/// When a snapshot is given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Worth {
+    /// That of the end of a chunk: before all others.
+    Chunk,
+    /// That of the end of an output: before those of prompts, the least recently used first. Without it, the answer is computed again.
+    Output,
+    /// That of a prompt, the least recently used first. Without it, all of the prompt is computed again.
+    Prompt,
+}
+
 /// All slots. Those that no table holds are idle: free, or snapshots that can be given up.
 #[derive(Debug)]
 pub(crate) struct Slots {
     /// Tables that hold each slot.
     references: Vec<u32>,
-    idle: FreeList<StateSlot>,
+    free: FreeList<StateSlot>,
+    /// Idle snapshots of chunks, then those of outputs.
+    passing: FreeList<StateSlot>,
+    /// Idle snapshots of prompts.
+    prompts: FreeList<StateSlot>,
+    /// How many they are.
+    num_prompts: usize,
     used: usize,
 }
 
@@ -30,7 +47,10 @@ impl Slots {
     pub(crate) fn new(total: usize) -> Self {
         Self {
             references: vec![0; total],
-            idle: FreeList::full(total),
+            free: FreeList::full(total),
+            passing: FreeList::empty(total),
+            prompts: FreeList::empty(total),
+            num_prompts: 0,
             used: 0,
         }
     }
@@ -49,54 +69,109 @@ impl Slots {
         self.references[slot.index()]
     }
 
-    /// Takes an idle slot for a table: a free one, or else the snapshot that is the next to be given up.
-    pub(crate) fn take(&mut self, is_snapshot: impl Fn(StateSlot) -> bool) -> Result<StateSlot, NoRoom> {
-        let mut idle = self.idle.iter();
-        let first = idle.next().ok_or(NoRoom::Slots(self.total()))?;
-        let free = std::iter::once(first)
-            .chain(idle)
-            .find(|&slot| !is_snapshot(slot));
-        let slot = free.unwrap_or(first);
+    /// Takes a slot for a table: a free one, or that of the snapshot to be given up next.
+    pub(crate) fn take(&mut self) -> Result<StateSlot, NoRoom> {
+        let full = NoRoom::Slots(self.total());
+        self.take_passing()
+            .or_else(|| self.take_from(|slots| slots.prompts.first()))
+            .ok_or(full)
+    }
+
+    /// The same, but half of all slots stay for snapshots of prompts.
+    pub(crate) fn take_passing(&mut self) -> Option<StateSlot> {
+        let many_prompts = 2 * self.num_prompts > self.total();
+        self.take_from(|slots| {
+            let idle = slots.free.first().or_else(|| slots.passing.first());
+            idle.or_else(|| slots.prompts.first().filter(|_| many_prompts))
+        })
+    }
+
+    fn take_from(&mut self, choose: impl Fn(&Self) -> Option<StateSlot>) -> Option<StateSlot> {
+        let slot = choose(self)?;
         self.hold(slot);
-        Ok(slot)
+        Some(slot)
     }
 
     /// One more table holds `slot`.
     pub(crate) fn hold(&mut self, slot: StateSlot) {
-        let references = &mut self.references[slot.index()];
-        if *references == 0 {
-            self.idle.remove(slot);
+        if self.references(slot) == 0 {
+            self.unlink(slot);
             self.used += 1;
         }
-        *references += 1;
+        self.references[slot.index()] += 1;
     }
 
-    /// A table holds `slot` no more. Idle, it is taken first, or `last` if what it holds is worth keeping.
-    pub(crate) fn put(&mut self, slot: StateSlot, last: bool) {
+    /// A table holds `slot` no more. Idle, it is a snapshot of some worth, or free.
+    pub(crate) fn put(&mut self, slot: StateSlot, worth: Option<Worth>) {
         let references = &mut self.references[slot.index()];
         *references -= 1;
-        if *references == 0 {
-            self.used -= 1;
-            match last {
-                true => self.idle.push_back(slot),
-                false => self.idle.push_front(slot),
+        if *references > 0 {
+            return;
+        }
+        self.used -= 1;
+        match worth {
+            None => self.free.push_front(slot),
+            Some(Worth::Chunk) => self.passing.push_front(slot),
+            Some(Worth::Output) => self.passing.push_back(slot),
+            Some(Worth::Prompt) => {
+                self.prompts.push_back(slot);
+                self.num_prompts += 1;
             }
         }
     }
 
-    /// Each slot is idle, or held by as many tables as are counted, which hold it as often as `held` has it.
-    pub(crate) fn check_invariants(&self, held: impl Iterator<Item = StateSlot>) -> Result<(), String> {
+    /// `slot` is a snapshot no more.
+    pub(crate) fn forget(&mut self, slot: StateSlot) {
+        if self.references(slot) == 0 {
+            self.unlink(slot);
+            self.free.push_front(slot);
+        }
+    }
+
+    /// No slot is a snapshot any more.
+    pub(crate) fn forget_all(&mut self) {
+        for slot in (0..self.total() as u32).map(StateSlot) {
+            self.forget(slot);
+        }
+    }
+
+    /// Takes an idle slot from its list.
+    fn unlink(&mut self, slot: StateSlot) {
+        if self.prompts.contains(slot) {
+            self.prompts.remove(slot);
+            self.num_prompts -= 1;
+        } else if self.passing.contains(slot) {
+            self.passing.remove(slot);
+        } else {
+            self.free.remove(slot);
+        }
+    }
+
+    /// Each slot is idle, or held by as many tables as are counted, which hold it as often as `held` has it; those that are idle and
+    /// not free are snapshots.
+    pub(crate) fn check_invariants(
+        &self,
+        held: impl Iterator<Item = StateSlot>,
+        is_snapshot: impl Fn(StateSlot) -> bool,
+    ) -> Result<(), String> {
         let mut references = vec![0; self.total()];
         held.for_each(|slot| references[slot.index()] += 1);
-        let mut idle: Vec<_> = self.idle.iter().map(StateSlot::index).collect();
+        let prompts = self.prompts.iter().count();
+        let snapshots = || self.passing.iter().chain(self.prompts.iter());
+        let mut idle: Vec<_> = self
+            .free
+            .iter()
+            .chain(snapshots())
+            .map(StateSlot::index)
+            .collect();
         idle.sort_unstable();
         let unused = (0..self.total()).filter(|&slot| references[slot] == 0);
-        let used = self.total() - idle.len();
-        match references == self.references && unused.eq(idle.iter().copied()) && used == self.used {
+        let counts = (self.total() - idle.len(), prompts) == (self.used, self.num_prompts);
+        let known = snapshots().all(&is_snapshot) && !self.free.iter().any(&is_snapshot);
+        match references == self.references && unused.eq(idle.iter().copied()) && counts && known {
             true => Ok(()),
             false => Err(format!(
-                "state slots {idle:?} are idle, {} used, and {:?} counted; tables hold {references:?}",
-                self.used, self.references
+                "{self:?} are idle or held, and tables hold {references:?}"
             )),
         }
     }

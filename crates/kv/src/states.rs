@@ -6,15 +6,20 @@
 //!
 //! They are wanted at the ends of blocks:
 //!
-//! - before the end of a prompt, where the next turn of a chat goes on;
+//! - before the end of a prompt, where the next turn of a chat goes on, whether or not it repeats all of the answer;
 //! - where a prompt leaves a prefix whose KV is cached, without a state there: what two requests have in common, others will have
 //!   too (Marconi, arXiv:2411.19379);
 //! - in the output, where only the last one stays: that of the end of a turn;
-//! - where a long prompt is cut into chunks anyway; these are given up first.
+//! - where a long prompt is cut into chunks anyway.
+//!
+//! [`Worth`] says which are given up first.
 
 use plimsoll_core::{RunState, StateSlot};
 
-use crate::{BlockTable, KvManager, NoRoom, slots::SlotStats};
+use crate::{
+    BlockTable, KvManager, NoRoom,
+    slots::{SlotStats, Worth},
+};
 
 /// Tokens at the end of a prompt that the next turn of a chat often does not repeat: chat templates end a prompt with the head of
 /// an answer, such as `<think>`, which they leave out of answers in the past.
@@ -36,6 +41,8 @@ pub(crate) struct TableState {
     own: StateSlot,
     /// Tokens that runs were planned for.
     planned: usize,
+    /// Tokens that were found cached.
+    found: usize,
     /// Tokens known when the table was opened.
     known: usize,
     /// Numbers of tokens of the prompt behind which a snapshot is wanted.
@@ -56,15 +63,6 @@ struct Left {
     worth: Worth,
 }
 
-/// Which snapshots are given up first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Worth {
-    /// That of the end of a chunk, before all others.
-    Chunk,
-    /// The least recently used, before others.
-    Lasting,
-}
-
 impl TableState {
     /// Slots that the table holds.
     pub(crate) fn held(&self) -> impl Iterator<Item = StateSlot> + '_ {
@@ -78,8 +76,11 @@ impl TableState {
         if start == 0 || !start.is_multiple_of(block_size) {
             return None;
         }
-        if start >= self.known || self.places.contains(&Some(start)) {
-            return Some(Worth::Lasting);
+        if self.places.contains(&Some(start)) {
+            return Some(Worth::Prompt);
+        }
+        if start >= self.known {
+            return Some(Worth::Output);
         }
         (start >= self.last + CHUNK_INTERVAL.min(chunk)).then_some(Worth::Chunk)
     }
@@ -118,7 +119,9 @@ impl KvManager {
     /// Leaves the slot of the state so far behind, if there is another to go on with.
     fn leave(&mut self, table: &BlockTable, state: &mut TableState, worth: Worth) {
         self.supersede(state);
-        let Ok(next) = self.take_slot() else { return };
+        let Some(next) = self.next_slot(state, worth) else {
+            return;
+        };
         let left = Left {
             slot: std::mem::replace(&mut state.own, next),
             tokens: state.planned,
@@ -127,6 +130,30 @@ impl KvManager {
         state.last = left.tokens;
         state.left.push(left);
         self.keep_computed(table, state);
+    }
+
+    /// A slot for what follows a snapshot of some worth.
+    fn next_slot(&mut self, state: &mut TableState, worth: Worth) -> Option<StateSlot> {
+        if let Some(slot) = self.slots.take_passing() {
+            self.give_up(slot);
+            return Some(slot);
+        }
+        if worth != Worth::Prompt {
+            return None;
+        }
+        // The next turn of the same chat has no use for the snapshot of the last one.
+        let is_last =
+            |left: &Left| self.slots.references(left.slot) == 1 && self.index.goes_on_once(left.slot);
+        if let Some(at) = state
+            .left
+            .iter()
+            .position(|left| left.tokens == state.found && is_last(left))
+        {
+            let slot = state.left.remove(at).slot;
+            self.give_up(slot);
+            return Some(slot);
+        }
+        self.take_slot().ok()
     }
 
     /// Gives up the last snapshot in the output, unless another request begins with it: the next one takes its place.
@@ -181,7 +208,7 @@ impl KvManager {
         for left in state.left {
             self.put_slot(left.slot, left.worth);
         }
-        self.put_slot(state.own, Worth::Lasting);
+        self.put_slot(state.own, Worth::Output);
     }
 
     /// The state of a table of `known` tokens that begins with the snapshot `hit` behind `computed` tokens, if there is one. The KV
@@ -202,7 +229,7 @@ impl KvManager {
                 left.extend(hit.map(|slot| Left {
                     slot,
                     tokens: computed,
-                    worth: Worth::Lasting,
+                    worth: Worth::Prompt,
                 }));
                 own
             }
@@ -213,7 +240,7 @@ impl KvManager {
             }
             (Err(full), hit) => {
                 if let Some(slot) = hit {
-                    self.slots.put(slot, true);
+                    self.put_slot(slot, Worth::Prompt);
                 }
                 return Err(full);
             }
@@ -226,6 +253,7 @@ impl KvManager {
             before: hit,
             own,
             planned: computed,
+            found: computed,
             known,
             places: [fork, Some(end).filter(|&end| end >= computed + gain)],
             last: computed,
@@ -250,18 +278,21 @@ impl KvManager {
     }
 
     fn take_slot(&mut self) -> Result<StateSlot, NoRoom> {
-        let slot = self.slots.take(|slot| self.index.is_snapshot(slot))?;
+        let slot = self.slots.take()?;
         self.give_up(slot);
         Ok(slot)
     }
 
     /// `slot` is a snapshot no more, if it was one.
     fn give_up(&mut self, slot: StateSlot) {
-        self.given_up += u64::from(self.index.drop_state(slot));
+        if self.index.drop_state(slot) {
+            self.given_up += 1;
+            self.slots.forget(slot);
+        }
     }
 
     fn put_slot(&mut self, slot: StateSlot, worth: Worth) {
-        let last = worth == Worth::Lasting && self.index.is_snapshot(slot);
-        self.slots.put(slot, last);
+        let worth = Some(worth).filter(|_| self.index.is_snapshot(slot));
+        self.slots.put(slot, worth);
     }
 }

@@ -112,7 +112,8 @@ fn a_prompt_leaves_a_snapshot_before_its_end() {
     let runs = compute(&mut manager, &mut table, &tokens, 60);
     // 52 tokens are not among those that the next turn may leave out, and 48 of them are whole blocks.
     assert_eq!(runs, [(state(None, 0), 48), (state(Some(0), 1), 60)]);
-    assert_eq!(manager.stats().slots.snapshots, 1);
+    let SlotStats { used, snapshots, .. } = manager.stats().slots;
+    assert_eq!((used, snapshots), (1, 1));
     let next = [&tokens[..50], &text(100, 30)].concat();
     let mut tables = Vec::new();
     for own in [2, 3] {

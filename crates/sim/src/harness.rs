@@ -291,11 +291,8 @@ impl<'a> Life<'a> {
         if !self.turns.is_sorted(running.iter().map(|run| run.request)) {
             return Err(format!("a higher rank comes before a lower one: {plan:?}"));
         }
-        let changes = |stats: &SchedulerStats| {
-            let slots = stats.slots;
-            (stats.evictions, slots.given_up, slots.snapshots)
-        };
-        let is_same = changes(&stats) == changes(before);
+        let of = |stats: &SchedulerStats| (stats.evictions, stats.slots.given_up, stats.slots.snapshots);
+        let is_same = of(&stats) == of(before);
         for run in admitted {
             // The router knows the cache as it was before this plan.
             if self.audit && is_same {

@@ -224,6 +224,11 @@ impl ModelFacts {
         }
     }
 
+    /// Whether requests share prefixes, where the settings do not say otherwise: not if every row of a prompt is needed.
+    pub fn can_share_prefixes(&self) -> bool {
+        !self.pooling().is_some_and(Pooling::needs_every_row)
+    }
+
     /// How rows are pooled, if it is served for embeddings.
     pub fn pooling(&self) -> Option<Pooling> {
         self.embedding.as_ref().map(|embedding| embedding.pooling)

@@ -1,6 +1,6 @@
 //! What is asked of the auto-profile: the flags, over what suits the device.
 
-use plimsoll_core::{Pooling, StepLimits};
+use plimsoll_core::StepLimits;
 use plimsoll_profiler::{MAX_STEP, MAX_TOKENS, Margins, ProfileSpec, requests_with_states};
 
 use crate::backend::{Device, ModelFacts};
@@ -95,7 +95,7 @@ pub(super) fn profile_spec(
     );
     spec.groups = facts.groups;
     spec.state_bytes = facts.state_bytes;
-    spec.prefix_caching = settings.prefix_caching && !facts.pooling().is_some_and(Pooling::needs_every_row);
+    spec.prefix_caching = settings.prefix_caching && facts.can_share_prefixes();
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
     spec.num_parameters = facts.num_parameters;

@@ -55,9 +55,28 @@ impl PrefixIndex {
         true
     }
 
-    /// Whether a hit may end at or behind a node: routers are told of no others.
-    pub(super) fn can_be_hit(&self, id: NodeId) -> bool {
-        self.groups.state_layers() == 0 || self.nodes[id.index()].is_some_and(|node| node.hits > 0)
+    /// Slots that are no snapshots any more because their blocks were evicted.
+    pub(crate) fn take_dropped(&mut self) -> Vec<StateSlot> {
+        std::mem::take(&mut self.dropped)
+    }
+
+    /// Whether no more than one node continues the prefix whose state `slot` holds.
+    pub(crate) fn goes_on_once(&self, slot: StateSlot) -> bool {
+        let node = |id: NodeId| self.nodes[id.index()];
+        let child = self.node_of_slot[slot.index()]
+            .and_then(node)
+            .and_then(|node| node.first_child);
+        child.and_then(node).is_none_or(|child| child.next.is_none())
+    }
+
+    /// Whether routers are told of a node's blocks: where there are states, only if a hit may end at or behind it. In a model with
+    /// windows alone they need the names of all, as blocks before those of a hit may be gone.
+    pub(super) fn is_told(&self, id: NodeId) -> bool {
+        !self.tells_hits() || self.nodes[id.index()].is_some_and(|node| node.hits > 0)
+    }
+
+    fn tells_hits(&self) -> bool {
+        self.groups.state_layers() > 0 && self.keeps_all()
     }
 
     /// A hit may end at a node from now on: it and those before it are told of, the first ones first.
@@ -73,6 +92,7 @@ impl PrefixIndex {
             new.push(id);
             at = node.before.node;
         }
+        new.retain(|_| self.tells_hits());
         for id in new.into_iter().rev() {
             for group in 0..CacheGroups::MAX {
                 self.tell(id, group);
@@ -82,7 +102,7 @@ impl PrefixIndex {
 
     /// A hit ends at a node no more: it and those before it are withdrawn, the last ones first, as far as nothing else is behind them.
     fn withdraw(&mut self, id: NodeId) {
-        let mut at = Some(id);
+        let (tells, mut at) = (self.tells_hits(), Some(id));
         while let Some(id) = at
             && let Some(node) = &mut self.nodes[id.index()]
         {
@@ -91,7 +111,7 @@ impl PrefixIndex {
                 break;
             }
             at = node.before.node;
-            if let Some(journal) = &mut self.journal {
+            if let Some(journal) = self.journal.as_mut().filter(|_| tells) {
                 let held = node
                     .blocks
                     .iter()
