@@ -22,7 +22,7 @@ mod no_room;
 mod pool;
 mod prefix;
 mod slots;
-mod states;
+mod state;
 mod table;
 
 pub use manager::{GroupStats, KvManager, KvStats, Sharing};

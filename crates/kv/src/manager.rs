@@ -1,3 +1,5 @@
+mod states;
+
 use plimsoll_core::{
     CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, KvConfig, PageId, StateSlot, TokenId,
 };
@@ -8,7 +10,7 @@ use crate::{
     pool::Pool,
     prefix::PrefixIndex,
     slots::{SlotStats, Slots},
-    states::TableState,
+    state::TableState,
 };
 
 /// Use of the KV cache.
@@ -64,20 +66,20 @@ impl Default for Sharing<'_> {
 /// Owns every page of the KV cache and hands them out to requests.
 #[derive(Debug)]
 pub struct KvManager {
-    pub(crate) config: KvConfig,
+    config: KvConfig,
     /// Tokens that one step computes of a request, at most.
-    pub(crate) chunk: usize,
-    pub(crate) prefix_caching: bool,
+    chunk: usize,
+    prefix_caching: bool,
     /// Tables that hold each block, by its first page.
     references: Vec<u32>,
     /// Blocks of each group that are referenced.
     used: [usize; CacheGroups::MAX],
     pool: Pool,
-    pub(crate) slots: Slots,
-    pub(crate) index: PrefixIndex,
+    slots: Slots,
+    index: PrefixIndex,
     evictions: u64,
     /// Snapshots given up.
-    pub(crate) given_up: u64,
+    given_up: u64,
 }
 
 impl KvManager {

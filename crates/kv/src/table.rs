@@ -1,6 +1,6 @@
 use plimsoll_core::{GroupTable, KvConfig};
 
-use crate::{prefix::Prefix, states::TableState};
+use crate::{prefix::Prefix, state::TableState};
 
 /// The blocks of one request in each group, in the order of its tokens. Holding one means holding a reference to each of its
 /// blocks: it cannot be cloned and goes back through [`crate::KvManager::release`].

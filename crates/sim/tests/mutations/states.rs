@@ -7,7 +7,7 @@ const PREFIX: &str = "kv/prefix.rs";
 const SEQUENCE: &str = "scheduler/sequence.rs";
 const SLOTS: &str = "kv/slots.rs";
 const SNAPSHOTS: &str = "kv/prefix/snapshots.rs";
-const STATES: &str = "kv/states.rs";
+const STATES: &str = "kv/manager/states.rs";
 
 pub(crate) const STATE_MUTATIONS: [Mutation; 17] = [
     bug(

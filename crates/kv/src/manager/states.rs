@@ -16,9 +16,11 @@
 
 use plimsoll_core::{RunState, StateSlot};
 
+use super::KvManager;
 use crate::{
-    BlockTable, KvManager, NoRoom,
+    BlockTable, NoRoom,
     slots::{SlotStats, Worth},
+    state::{Left, TableState},
 };
 
 /// Tokens at the end of a prompt that the next turn of a chat often does not repeat: chat templates end a prompt with the head of
@@ -28,63 +30,6 @@ const ANSWER_HEAD: usize = 8;
 /// Least number of blocks between what is found and a place at which a prompt is cut for a snapshot: to compute so few again
 /// takes no longer than the step that the cut adds.
 const LEAST_BLOCKS: usize = 2;
-
-/// Tokens between snapshots at the ends of chunks, or those of a chunk where that is less.
-const CHUNK_INTERVAL: usize = 512;
-
-/// The state of one request, as its runs are planned.
-#[derive(Debug)]
-pub(crate) struct TableState {
-    /// Where the state behind `planned` tokens is; none before the first.
-    before: Option<StateSlot>,
-    /// Where the next run leaves its state; no other table holds it.
-    own: StateSlot,
-    /// Tokens that runs were planned for.
-    planned: usize,
-    /// Tokens that were found cached.
-    found: usize,
-    /// Tokens known when the table was opened.
-    known: usize,
-    /// Numbers of tokens of the prompt behind which a snapshot is wanted.
-    places: [Option<usize>; 2],
-    /// Tokens of the last snapshot.
-    last: usize,
-    /// Slots left behind, until the runs that left them are computed.
-    left: Vec<Left>,
-    /// The last snapshot in the output, and the name of its prefix.
-    output: Option<(StateSlot, u64)>,
-}
-
-/// A slot left behind.
-#[derive(Clone, Copy, Debug)]
-struct Left {
-    slot: StateSlot,
-    tokens: usize,
-    worth: Worth,
-}
-
-impl TableState {
-    /// Slots that the table holds.
-    pub(crate) fn held(&self) -> impl Iterator<Item = StateSlot> + '_ {
-        let left = self.left.iter().map(|left| left.slot);
-        left.chain(std::iter::once(self.own))
-    }
-
-    /// What the state behind the next run's first token would be worth as a snapshot; `None` if none is wanted there.
-    fn worth(&self, block_size: usize, chunk: usize) -> Option<Worth> {
-        let start = self.planned;
-        if start == 0 || !start.is_multiple_of(block_size) {
-            return None;
-        }
-        if self.places.contains(&Some(start)) {
-            return Some(Worth::Prompt);
-        }
-        if start >= self.known {
-            return Some(Worth::Output);
-        }
-        (start >= self.last + CHUNK_INTERVAL.min(chunk)).then_some(Worth::Chunk)
-    }
-}
 
 impl KvManager {
     /// Where a run of a prompt ends that begins at `start` and has room up to `end`: where a snapshot is wanted, or at the end of
@@ -167,7 +112,7 @@ impl KvManager {
     }
 
     /// Tokens of `table` were computed: what they left behind can be hit, and what the runs behind began with goes back.
-    pub(crate) fn commit_state(&mut self, table: &mut BlockTable) {
+    pub(super) fn commit_state(&mut self, table: &mut BlockTable) {
         let Some(mut state) = table.state.take() else {
             return;
         };
@@ -195,7 +140,7 @@ impl KvManager {
     }
 
     /// Gives back the slots of a table. The state behind its last token stays as a snapshot where a block ends there.
-    pub(crate) fn release_state(&mut self, table: &BlockTable, mut state: TableState) {
+    pub(super) fn release_state(&mut self, table: &BlockTable, mut state: TableState) {
         let is_settled = state.before == Some(state.own) && state.planned == table.computed;
         let is_aligned = table.computed.is_multiple_of(self.config.block_size.tokens());
         if let Some(prefix) = table
@@ -213,7 +158,7 @@ impl KvManager {
 
     /// The state of a table of `known` tokens that begins with the snapshot `hit` behind `computed` tokens, if there is one. The KV
     /// of `cached` tokens is cached. Nothing is changed where there is no room.
-    pub(crate) fn open_state(
+    pub(super) fn open_state(
         &mut self,
         hit: Option<StateSlot>,
         computed: usize,
@@ -263,7 +208,7 @@ impl KvManager {
     }
 
     /// Numbers of slots.
-    pub(crate) fn slot_stats(&self) -> SlotStats {
+    pub(super) fn slot_stats(&self) -> SlotStats {
         SlotStats {
             total: self.slots.total(),
             used: self.slots.used(),
