@@ -176,4 +176,22 @@ mod tests {
             "{bytes:?}"
         );
     }
+
+    #[test]
+    fn states_are_of_a_kind_that_routers_know() {
+        let event = CacheEvent::Stored {
+            group: 1,
+            content: CacheContent::State,
+            blocks: vec![2],
+            parent: Some(1),
+            tokens: vec![5, 6],
+            salt: None,
+        };
+        let bytes = encode(0.0, &[event]);
+        let expected = b"\xa9group_idx\x01\xb2kv_cache_spec_kind\xa5mamba";
+        assert!(
+            bytes.windows(expected.len()).any(|part| part == expected),
+            "{bytes:?}"
+        );
+    }
 }
