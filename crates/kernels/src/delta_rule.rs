@@ -292,9 +292,10 @@ fn gated_delta_rule_at(
         match run.before {
             None => state.fill(0.0),
             Some(before) if before == run.after => {}
-            // SAFETY: no task writes this slot.
             Some(before) => {
-                state.copy_from_slice(unsafe { states.shared((before * heads + head) * size, size) })
+                // SAFETY: no task writes this slot.
+                let before = unsafe { states.shared((before * heads + head) * size, size) };
+                state.copy_from_slice(before);
             }
         }
         let recurrence = Recurrence {

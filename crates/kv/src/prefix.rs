@@ -277,11 +277,11 @@ impl PrefixIndex {
 
     /// Adds those blocks that a node lacks.
     fn complete(&mut self, id: NodeId, blocks: Blocks) {
-        for group in 0..self.groups.as_slice().len() {
+        for (group, block) in blocks.into_iter().enumerate() {
             let Some(node) = &mut self.nodes[id.index()] else {
                 return;
             };
-            if let (held @ None, Some(block)) = (&mut node.blocks[group], blocks[group]) {
+            if let (held @ None, Some(block)) = (&mut node.blocks[group], block) {
                 *held = Some(block);
                 self.node_of[block.index()] = Some(id);
                 self.cached[group] += 1;

@@ -72,18 +72,20 @@ impl Slots {
     /// Takes a slot for a table: a free one, or that of the snapshot to be given up next.
     pub(crate) fn take(&mut self) -> Result<StateSlot, NoRoom> {
         let full = NoRoom::Slots(self.total());
-        self.take_passing()
-            .or_else(|| self.take_from(|slots| slots.prompts.first()))
+        let slot = self.take_passing();
+        slot.or_else(|| self.take_from(|slots| slots.prompts.first()))
             .ok_or(full)
     }
 
-    /// The same, but half of all slots stay for snapshots of prompts.
+    /// The same, where it costs no snapshot of a prompt.
     pub(crate) fn take_passing(&mut self) -> Option<StateSlot> {
-        let many_prompts = 2 * self.num_prompts > self.total();
-        self.take_from(|slots| {
-            let idle = slots.free.first().or_else(|| slots.passing.first());
-            idle.or_else(|| slots.prompts.first().filter(|_| many_prompts))
-        })
+        self.take_from(|slots| slots.free.first().or_else(|| slots.passing.first()))
+    }
+
+    /// The same, where it costs one of a prompt beyond half of all slots.
+    pub(crate) fn take_extra(&mut self) -> Option<StateSlot> {
+        let many = 2 * self.num_prompts > self.total();
+        self.take_from(|slots| slots.prompts.first().filter(|_| many))
     }
 
     fn take_from(&mut self, choose: impl Fn(&Self) -> Option<StateSlot>) -> Option<StateSlot> {

@@ -16,8 +16,8 @@ pub(crate) struct TableState {
     pub(crate) own: StateSlot,
     /// Tokens that runs were planned for.
     pub(crate) planned: usize,
-    /// Tokens that were found cached.
-    pub(crate) found: usize,
+    /// The snapshot that the request began with, and the name of its prefix.
+    pub(crate) began: Option<(StateSlot, u64)>,
     /// Tokens known when the table was opened.
     pub(crate) known: usize,
     /// Numbers of tokens of the prompt behind which a snapshot is wanted.

@@ -224,6 +224,30 @@ fn the_least_recently_used_snapshot_is_given_up_first() {
     assert_eq!(prompts.each_ref().map(|prompt| found(prompt)), [32, 0, 32]);
 }
 
+/// Where slots are short, a chat takes those of its own last turn first.
+#[test]
+fn a_turn_takes_the_place_of_the_last_one() {
+    for in_flight in [false, true] {
+        let mut manager = manager(200, 3);
+        let (tokens, other) = (text(0, 150), text(1000, 44));
+        live(&mut manager, &tokens[..60], 60);
+        live(&mut manager, &other, 44);
+        let mut table = open(&mut manager, &tokens[..100]).unwrap();
+        assert_eq!(table.computed(), 48);
+        manager.next_state(&mut table, 88);
+        if !in_flight {
+            manager.commit(&mut table, &tokens[..88]);
+        }
+        manager.next_state(&mut table, 100);
+        manager.commit(&mut table, &tokens[..88]);
+        manager.commit(&mut table, &tokens[..100]);
+        manager.check_invariants([&table]).unwrap();
+        manager.release(table);
+        assert_eq!(live(&mut manager, &other, 44), 32);
+        assert_eq!(live(&mut manager, &tokens, 120), 88);
+    }
+}
+
 #[test]
 fn those_of_chunks_are_given_up_before_others() {
     let mut manager = KvManager::new(config(200, 3), 40, true);

@@ -84,19 +84,22 @@ impl KvManager {
             return Some(slot);
         }
         if worth != Worth::Prompt {
-            return None;
-        }
-        // The next turn of the same chat has no use for the snapshot of the last one.
-        let is_last =
-            |left: &Left| self.slots.references(left.slot) == 1 && self.index.goes_on_once(left.slot);
-        if let Some(at) = state
-            .left
-            .iter()
-            .position(|left| left.tokens == state.found && is_last(left))
-        {
-            let slot = state.left.remove(at).slot;
+            let slot = self.slots.take_extra()?;
             self.give_up(slot);
             return Some(slot);
+        }
+        // The next turn of the same chat has no use for the snapshot that this one began with.
+        if let Some((slot, name)) = state.began.take()
+            && self.index.name_of(slot) == Some(name)
+            && self.index.goes_on_once(slot)
+        {
+            let held = state.left.iter().position(|left| left.slot == slot);
+            if self.slots.references(slot) == u32::from(held.is_some()) {
+                self.give_up(slot);
+                if let Some(held) = held {
+                    return Some(state.left.remove(held).slot);
+                }
+            }
         }
         self.take_slot().ok()
     }
@@ -198,7 +201,7 @@ impl KvManager {
             before: hit,
             own,
             planned: computed,
-            found: computed,
+            began: hit.and_then(|slot| Some((slot, self.index.name_of(slot)?))),
             known,
             places: [fork, Some(end).filter(|&end| end >= computed + gain)],
             last: computed,
