@@ -266,6 +266,10 @@ fn a_prefix_with_a_snapshot_is_as_good_as_computed() {
                 "{name}, a snapshot behind {cut} tokens"
             );
             assert_eq!(found.len(), 4 * expected.len());
+            let [in_place, from_snapshot] =
+                [false, true].map(|snapshot| continued(&mut runner, &prompt, (cut, BLOCK), snapshot));
+            assert_eq!(from_snapshot, in_place, "{name}, a snapshot behind {cut} tokens");
+            assert!(in_place.1.is_some());
         }
     }
 }

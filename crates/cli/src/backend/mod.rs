@@ -224,9 +224,9 @@ impl ModelFacts {
         }
     }
 
-    /// Whether requests share prefixes, where the settings do not say otherwise: not if every row of a prompt is needed.
-    pub fn can_share_prefixes(&self) -> bool {
-        !self.pooling().is_some_and(Pooling::needs_every_row)
+    /// Whether requests share prefixes: as the settings say, but never if every row of a prompt is needed.
+    pub(crate) fn shares_prefixes(&self, settings: &EngineSettings) -> bool {
+        settings.prefix_caching && !self.pooling().is_some_and(Pooling::needs_every_row)
     }
 
     /// How rows are pooled, if it is served for embeddings.

@@ -52,7 +52,7 @@ impl Loaded {
             cache_listener,
         } = serving;
         let (kv, report) = (proved.config().kv, proved.report().clone());
-        let enable_prefix_caching = self.settings.prefix_caching && self.model.facts.can_share_prefixes();
+        let enable_prefix_caching = self.model.facts.shares_prefixes(&self.settings);
         if cache_listener.is_some() && !enable_prefix_caching {
             tracing::warn!("no KV events: mean pooling does not use the prefix cache");
         }

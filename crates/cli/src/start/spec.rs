@@ -95,7 +95,7 @@ pub(super) fn profile_spec(
     );
     spec.groups = facts.groups;
     spec.state_bytes = facts.state_bytes;
-    spec.prefix_caching = settings.prefix_caching && facts.can_share_prefixes();
+    spec.prefix_caching = facts.shares_prefixes(settings);
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
     spec.num_parameters = facts.num_parameters;

@@ -81,7 +81,7 @@ impl PrefixIndex {
 
     /// A hit may end at a node from now on: it and those before it are told of, the first ones first.
     fn promise(&mut self, id: NodeId) {
-        let (mut new, mut at) = (Vec::new(), Some(id));
+        let (tells, mut new, mut at) = (self.tells_hits(), Vec::new(), Some(id));
         while let Some(id) = at
             && let Some(node) = &mut self.nodes[id.index()]
         {
@@ -92,8 +92,8 @@ impl PrefixIndex {
             new.push(id);
             at = node.before.node;
         }
-        new.retain(|_| self.tells_hits());
-        for id in new.into_iter().rev() {
+        let told = new.into_iter().rev().filter(|_| tells);
+        for id in told {
             for group in 0..CacheGroups::MAX {
                 self.tell(id, group);
             }

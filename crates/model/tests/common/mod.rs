@@ -243,6 +243,43 @@ pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) ->
     }
 }
 
+/// What follows the first `cut` tokens of a prompt, a whole number of blocks: the logits of its last token, and the token that a
+/// decode step behind the cut samples. Either of a request whose state stays in one slot, or of one that finds it in a
+/// snapshot, which another one has used already.
+pub fn continued(
+    runner: &mut impl Oracle,
+    prompt: &[TokenId],
+    (cut, block_size): (usize, usize),
+    from_snapshot: bool,
+) -> (Vec<f32>, Option<TokenId>) {
+    let table = [blocks(0..(cut / block_size) as u32), blocks(20..30)].concat();
+    let mut logits = Vec::new();
+    let mut token = None;
+    for len in [prompt.len() - cut, 1] {
+        let prefix = Run {
+            state: Some(in_place(5, 0)),
+            ..run(1, 0, &prompt[..cut], &table)
+        };
+        runner.logits(&plan(vec![prefix]), &[]).unwrap();
+        let after = if from_snapshot { vec![6, 7] } else { vec![5] };
+        for after in after {
+            let mut rest = run(2, cut, &prompt[cut..cut + len], &table);
+            rest.state = Some(RunState {
+                before: Some(StateSlot(5)),
+                after: StateSlot(after),
+            });
+            if len > 1 {
+                logits = runner.logits(&plan(vec![rest]), &[len - 1]).unwrap();
+            } else {
+                rest.sample = Some(greedy_spec(0));
+                let output = runner.execute(&plan(vec![rest])).unwrap();
+                token = output.samples[0].as_ref().map(|sampled| sampled.token);
+            }
+        }
+    }
+    (logits, token)
+}
+
 pub fn plan(runs: Vec<Run>) -> StepPlan {
     StepPlan { step: 0, runs }
 }
