@@ -6,7 +6,7 @@
 // `delta_rule` keeps the state of a slice of value columns in the registers of a block and writes the outputs over v. `delta_norm`
 // makes them the rows of the next product.
 //
-// States are f32, indexed by slot and updated in place. Work lists, weights, and states of the rule are read before `pdl_wait`: no
+// States are f32, indexed by slot, and found in one slot and left in the same or another. Work lists, weights, and states of the rule are read before `pdl_wait`: no
 // other kernel of a step writes them, and a copy separates steps.
 //
 // Head dimensions are multiples of 8, up to 256, so every access of four channels is aligned.
@@ -17,12 +17,12 @@
 
 namespace {
 
-// Rows of one request. A slot below 0 is padding: nothing is read or written for it. `StateRun` of crates/kernels/src/cuda/delta_rule.rs.
+// Rows of one request. `after` below 0 is padding: nothing is read or written for it. `GpuStateRun` of crates/kernels/src/cuda/delta_rule.rs.
 struct __align__(16) StateRun {
     int first_row;
     int len;
-    int slot;
-    int is_new;  // the state before is zero, whatever the slot holds
+    int before;  // slot of the state before the first row; below 0 that is zero
+    int after;   // slot of the state after the last one
 };
 
 // Up to kTileRows rows of a run, from its row `first` on.
@@ -116,9 +116,9 @@ struct ConvHead {
     __device__ __forceinline__ Four input(const Conv& conv, const StateRun& run, int token, int part) const {
         if (!has(part)) return {};
         if (token >= 0) return widen_four(*raw(conv, run, token, part));
-        if (run.is_new) return {};
+        if (run.before < 0) return {};
         const int past = conv.layout.taps - 1;
-        return load_four(state(conv, run, past + token, part));
+        return load_four(state(conv, run.before, past + token, part));
     }
 
     __device__ __forceinline__ const uint2* raw(const Conv& conv, const StateRun& run, int token, int part) const {
@@ -126,8 +126,8 @@ struct ConvHead {
         return reinterpret_cast<const uint2*>(conv.x + row * conv.layout.width() + at(part));
     }
 
-    __device__ __forceinline__ float* state(const Conv& conv, const StateRun& run, int tap, int part) const {
-        const int64_t row = static_cast<int64_t>(run.slot) * (conv.layout.taps - 1) + tap;
+    __device__ __forceinline__ float* state(const Conv& conv, int slot, int tap, int part) const {
+        const int64_t row = static_cast<int64_t>(slot) * (conv.layout.taps - 1) + tap;
         return conv.states + row * conv.layout.channels() + at(part);
     }
 
@@ -145,7 +145,7 @@ struct ConvHead {
             if (first > 0 || !has(part)) continue;
             // What is overwritten was read for a smaller index, or is in `seen`.
             for (int tap = 0; tap < past; ++tap) {
-                store_four(state(conv, run, tap, part), input(conv, run, run.len - past + tap, part));
+                store_four(state(conv, run.after, tap, part), input(conv, run, run.len - past + tap, part));
             }
         }
     }
@@ -252,7 +252,7 @@ __device__ __forceinline__ void mix(const Conv& conv, const GateInputs& in, cons
     const StateTile tile = tiles[index];
     const StateRun run = runs[tile.run];
     const int count = min(kTileRows, run.len - tile.first);
-    if (task >= tasks || run.slot < 0) {
+    if (task >= tasks || run.after < 0) {
         pdl_wait();
         return;
     }
@@ -357,7 +357,7 @@ __device__ __forceinline__ void recur(const Rule& rule, const StateRun* runs) {
     const int at_run = blockIdx.x / parts, part = blockIdx.x - at_run * parts;
     const int head = part / slices, slice = part - head * slices;
     const StateRun run = runs[at_run];
-    if (run.slot < 0) {
+    if (run.after < 0) {
         pdl_wait();
         return;
     }
@@ -365,20 +365,21 @@ __device__ __forceinline__ void recur(const Rule& rule, const StateRun* runs) {
     const int key_lane = lane % kKeyLanes;
     const int column = slice * kSlice + (warp * (kWarp / kKeyLanes) + lane / kKeyLanes) * kColumns;
     const bool has_column = column < layout.value_dim;
-    float* const state_at = rule.states +
-                            (static_cast<int64_t>(run.slot) * layout.value_heads + head) * layout.key_dim * layout.value_dim +
-                            column;
+    const auto state_at = [&](int slot) {
+        return rule.states + (static_cast<int64_t>(slot) * layout.value_heads + head) * layout.key_dim * layout.value_dim + column;
+    };
     const auto key_at = [&](int quad, int i) { return (quad * kKeyLanes + key_lane) * 4 + i; };
 
     float2 state[kQuads][4];
+    const float* const before = state_at(max(run.before, 0));
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int key = key_at(quad, i);
-            const bool wanted = has_column && key < layout.key_dim && !run.is_new;
+            const bool wanted = has_column && key < layout.key_dim && run.before >= 0;
             state[quad][i] =
-                wanted ? *reinterpret_cast<const float2*>(state_at + key * layout.value_dim) : make_float2(0.0f, 0.0f);
+                wanted ? *reinterpret_cast<const float2*>(before + key * layout.value_dim) : make_float2(0.0f, 0.0f);
         }
     }
     if (layout.key_dim < kKey || layout.value_dim % kSlice != 0) {
@@ -467,12 +468,13 @@ __device__ __forceinline__ void recur(const Rule& rule, const StateRun* runs) {
         }
     }
     if (!has_column) return;
+    float* const after = state_at(run.after);
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int key = key_at(quad, i);
-            if (key < layout.key_dim) *reinterpret_cast<float2*>(state_at + key * layout.value_dim) = state[quad][i];
+            if (key < layout.key_dim) *reinterpret_cast<float2*>(after + key * layout.value_dim) = state[quad][i];
         }
     }
 }

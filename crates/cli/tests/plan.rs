@@ -166,7 +166,7 @@ fn a_gpu_that_is_not_here_can_be_planned_for() {
     );
 }
 
-/// States are a component of a GPU too: a slot for each request, in whole pages of memory.
+/// States are a component of a GPU too: slots for each request and as many snapshots, in whole pages of memory.
 #[test]
 fn a_model_with_states_is_planned_for_on_a_gpu() {
     let config = include_str!("../../model/tests/configs/Qwen3.5-27B.json");
@@ -185,9 +185,12 @@ fn a_model_with_states_is_planned_for_on_a_gpu() {
     let states = components.iter().find(|line| line["name"] == "states").unwrap();
     let held = states["bytes"].as_u64().unwrap();
     assert_eq!(held, (slots as u64 * each as u64).next_multiple_of(2 << 20));
+    let requests = slots - number(&document, "/states/snapshots");
+    assert_eq!(requests, number(&document, "/max_num_seqs"));
+    assert_eq!(2.0 * requests, slots);
     // Each has the KV of a mean request beside it, which is less than the default number of requests.
-    assert!(slots > 100.0 && slots < 512.0, "{slots} slots");
-    assert!(number(&document, "/kv_tokens") >= slots * 8192.0, "{document}");
+    assert!(requests > 80.0 && requests < 512.0, "{requests} requests");
+    assert!(number(&document, "/kv_tokens") >= requests * 8192.0, "{document}");
 }
 
 /// 6.98 billion weights of linear layers, and 1.05 billion of embedding and head, which stay in 16 bits.

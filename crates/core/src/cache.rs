@@ -7,16 +7,17 @@ use crate::{CacheKind, TokenId};
 /// A change of the prefix cache in one cache group. A block's name is a hash of its tokens, all tokens before them and the salt:
 /// equal on all servers and in all groups of one server, and different for different tokens.
 ///
-/// A request finds the longest prefix of whole blocks of which every group with full attention holds all, and every group with
-/// a window those blocks that the next token sees.
+/// A request finds the longest prefix of whole blocks of which every group with full attention holds all, every group with
+/// a window those blocks that the next token sees, and the group of states, if there is one, the last. In a model
+/// with full attention and states, all groups tell of blocks at or before a held state only: nothing finds others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
     /// Consecutive blocks were cached.
     Stored {
         /// Index of their cache group.
         group: usize,
-        /// What the layers of that group keep.
-        kind: CacheKind,
+        /// What that group holds of blocks.
+        content: CacheContent,
         /// Their names, never 0.
         blocks: Vec<u64>,
         /// The block before the first one, which is cached too if the group keeps everything; `None` where a sequence begins.
@@ -46,6 +47,15 @@ impl CacheEvent {
             Self::Cleared => 1,
         }
     }
+}
+
+/// What a cache group holds of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheContent {
+    /// Its keys and values, in layers that keep these tokens.
+    Kv(CacheKind),
+    /// The state behind its last token, in layers that keep a state of fixed size. Their group comes after all others.
+    State,
 }
 
 /// How many event batches were delivered and dropped.

@@ -5,7 +5,8 @@
 //! is fixed beforehand (vLLM's hybrid KV cache manager shares pages between kinds of layers in the same way).
 //!
 //! Layers that keep a state of fixed size in place of tokens are a group without pages: a request has one slot for the states
-//! of all of them, whatever its length ([`CacheGroups::state_layers`]).
+//! of all of them, whatever its length ([`CacheGroups::state_layers`]). Further slots hold snapshots: states behind prefixes that
+//! later requests may begin with.
 
 use std::fmt;
 
@@ -132,15 +133,13 @@ impl CacheGroups {
         self.state_layers
     }
 
-    /// Whether a request can go on from the pages of another that began with the same tokens: not if it needs the states of
-    /// layers at that point too, which no one keeps.
-    pub fn can_share_prefixes(&self) -> bool {
-        self.state_layers == 0
-    }
-
-    /// State slots of a cache for so many requests at once.
-    pub fn state_slots(&self, requests: usize) -> usize {
-        if self.state_layers > 0 { requests } else { 0 }
+    /// State slots of a cache for so many requests at once, and as many snapshots again if prefixes are cached: the turns of chats
+    /// that fill the KV cache are about as many as the requests that do.
+    pub fn state_slots(&self, requests: usize, prefix_caching: bool) -> usize {
+        match self.state_layers {
+            0 => 0,
+            _ => requests.saturating_mul(1 + usize::from(prefix_caching)),
+        }
     }
 
     /// Pages of one block in every group.

@@ -9,7 +9,8 @@ pub struct KvConfig {
     pub num_pages: usize,
     /// What the layers keep.
     pub groups: CacheGroups,
-    /// States of fixed size beside the pages: requests that can run at once; 0 where no layer has a state.
+    /// States of fixed size beside the pages: those of running requests, and snapshots in the prefix cache; 0 where no layer has
+    /// a state.
     pub state_slots: usize,
 }
 

@@ -17,7 +17,7 @@ impl fmt::Display for RequestId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub u64);
 
-/// Where the fixed state of one request is kept, in models whose layers have such states.
+/// Where one state of fixed size is kept, in models whose layers have such states: that of a request, or a snapshot of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StateSlot(pub u32);
 

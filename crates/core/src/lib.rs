@@ -24,7 +24,7 @@ pub mod untrusted;
 
 pub use bans::Bans;
 pub use block_size::BlockSize;
-pub use cache::{CacheEvent, CacheEventCounts, CacheListener};
+pub use cache::{CacheContent, CacheEvent, CacheEventCounts, CacheListener};
 pub use cache_layout::{CacheGroup, CacheGroups, CacheKind, CacheLayout, CacheLayoutError, LayerPlace};
 pub use config::{KvConfig, Scratch, StateConfig, StepLimits};
 pub use constraint::{Constraint, ConstraintError, Constraints, Progress};
@@ -34,7 +34,7 @@ pub use ids::{PageId, RequestId, StateSlot, TenantId, TokenId};
 pub use logprobs::{Logprobs, PromptLogprob, TokenLogprob};
 pub use memory::{BuildError, Component, ComponentBytes, Meters, Oom, RefusedBy, human_bytes};
 pub use metadata::{MetaValue, Metadata};
-pub use plan::{GroupTable, Run, RunInput, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
+pub use plan::{GroupTable, Run, RunInput, RunState, SampleSpec, Sampled, ScoreSpec, StepOutput, StepPlan};
 pub use pooling::{Matryoshka, Pooling};
 pub use request::{Limits, Request, RequestError, RequestOptions};
 pub use sampling::{ParamError, SamplingOptions, SamplingParams};

@@ -57,9 +57,8 @@ pub struct Run {
     pub input: RunInput,
     /// The request's tables, one for each group of the KV cache, long enough for `start + input.len()` tokens.
     pub tables: Vec<GroupTable>,
-    /// Where the request's state is, in a model whose layers have states. Before its first token the state is zero, whatever
-    /// the slot holds.
-    pub state: Option<StateSlot>,
+    /// Where the request's state is, in a model whose layers have states.
+    pub state: Option<RunState>,
     /// Sample after the last token of the run; `None` if the prompt continues in a later step.
     pub sample: Option<SampleSpec>,
     /// Compute log-probabilities of prompt tokens that follow tokens of the run.
@@ -74,6 +73,16 @@ impl Run {
     pub fn end(&self) -> usize {
         self.start + self.input.len()
     }
+}
+
+/// Where a run finds the state of its request, and where it leaves it. While both are the same slot, the state is updated in
+/// place; where they differ, what was found stays behind as it was: a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunState {
+    /// The state behind the tokens before the run; `None` where there are none: it is zero then, whatever slots hold.
+    pub before: Option<StateSlot>,
+    /// Where the state behind the last token goes. No other run of the step reads or writes this slot.
+    pub after: StateSlot,
 }
 
 /// Where the tokens of a request are in one group of the KV cache.

@@ -71,27 +71,33 @@ pub struct StateRun {
     pub first_row: usize,
     /// Number of rows.
     pub len: usize,
-    /// Where the request's state is.
-    pub slot: usize,
-    /// The first row is the request's first token: its state is zero before, whatever the slot holds.
-    pub is_new: bool,
+    /// The slot of the request's state before the first row, which stays as it is unless it is `after` too; `None` where that is
+    /// the request's first token: the state is zero.
+    pub before: Option<usize>,
+    /// The slot of its state after the last row.
+    pub after: usize,
 }
 
-/// Checks what the kernels rely on: rows and slots exist, and no two runs share any.
+/// Checks what the kernels rely on: rows and slots exist, no two runs share rows, and none reads or writes a slot that another
+/// writes.
 fn check(runs: &[StateRun], rows: usize, slots: usize) {
-    let mut used = vec![false; slots];
+    let mut writers = vec![None; slots];
     let mut end = 0;
-    for run in runs {
+    for (index, run) in runs.iter().enumerate() {
         assert!(run.first_row >= end, "rows of runs are ascending");
         end = run.first_row + run.len;
         assert!(
-            end <= rows && run.slot < slots,
+            end <= rows && run.before.unwrap_or(0).max(run.after) < slots,
             "{run:?} in {rows} rows and {slots} slots"
         );
+        let other = writers[run.after].replace(index);
+        assert!(other.is_none(), "two runs write slot {}", run.after);
+    }
+    for (index, run) in runs.iter().enumerate() {
+        let writer = run.before.and_then(|before| writers[before]);
         assert!(
-            !std::mem::replace(&mut used[run.slot], true),
-            "two runs in slot {}",
-            run.slot
+            writer.is_none_or(|writer| writer == index),
+            "{run:?} reads what another run writes"
         );
     }
 }
@@ -182,14 +188,11 @@ impl Kernel for Conv<'_> {
                 *to = weight[(first + lane) * taps + tap];
             }
         }
-        let state = |tap: usize| {
-            let start = run.slot * layout.conv_state() + tap * layout.channels() + first;
-            // SAFETY: these channels of this slot are this task's alone.
-            unsafe { states.part(start, lanes) }
-        };
-        if !run.is_new {
+        let at = |slot: usize, tap: usize| slot * layout.conv_state() + tap * layout.channels() + first;
+        if let Some(before) = run.before {
             for (tap, seen) in seen[..past].iter_mut().enumerate() {
-                seen[..lanes].copy_from_slice(state(tap));
+                // SAFETY: these channels of this slot are written by this task or by none.
+                seen[..lanes].copy_from_slice(unsafe { states.shared(at(before, tap), lanes) });
             }
         }
         for row in run.first_row..run.first_row + run.len {
@@ -210,7 +213,8 @@ impl Kernel for Conv<'_> {
             seen.copy_within(1..taps, 0);
         }
         for (tap, seen) in seen[..past].iter().enumerate() {
-            state(tap).copy_from_slice(&seen[..lanes]);
+            // SAFETY: these channels of this slot are this task's alone.
+            unsafe { states.part(at(run.after, tap), lanes) }.copy_from_slice(&seen[..lanes]);
         }
     }
 }
@@ -284,9 +288,15 @@ fn gated_delta_rule_at(
         let (run, head) = (&runs[task / heads], task % heads);
         let size = layout.key_dim * layout.value_dim;
         // SAFETY: this head of this slot is this task's alone.
-        let state = unsafe { states.part((run.slot * heads + head) * size, size) };
-        if run.is_new {
-            state.fill(0.0);
+        let state = unsafe { states.part((run.after * heads + head) * size, size) };
+        match run.before {
+            None => state.fill(0.0),
+            Some(before) if before == run.after => {}
+            Some(before) => {
+                // SAFETY: no task writes this slot.
+                let before = unsafe { states.shared((before * heads + head) * size, size) };
+                state.copy_from_slice(before);
+            }
         }
         let recurrence = Recurrence {
             layout,

@@ -236,15 +236,15 @@ impl Shared {
     }
 }
 
-/// A slice of which parallel tasks write disjoint parts.
+/// A slice of which parallel tasks write disjoint parts, and read those that none writes.
 pub(crate) struct Disjoint<'a, T> {
     data: *mut T,
     len: usize,
     _borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: hands out parts to threads as `&mut [T]` would be sent; disjointness is the callers' promise.
-unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+// SAFETY: hands out parts to threads as `&mut [T]` would be sent, or `&[T]`; disjointness is the callers' promise.
+unsafe impl<T: Send + Sync> Sync for Disjoint<'_, T> {}
 
 impl<'a, T> Disjoint<'a, T> {
     pub(crate) fn new(slice: &'a mut [T]) -> Self {
@@ -260,13 +260,27 @@ impl<'a, T> Disjoint<'a, T> {
     /// # Safety
     /// No other live part may overlap it.
     pub(crate) unsafe fn part(&self, start: usize, len: usize) -> &'a mut [T] {
+        self.check(start, len);
+        // SAFETY: in bounds, and disjoint from other parts by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
+    }
+
+    /// The part `start..start + len`, to be read by several tasks.
+    ///
+    /// # Safety
+    /// No other live part that may be written may overlap it.
+    pub(crate) unsafe fn shared(&self, start: usize, len: usize) -> &'a [T] {
+        self.check(start, len);
+        // SAFETY: in bounds, and disjoint from parts that are written by the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.data.add(start), len) }
+    }
+
+    fn check(&self, start: usize, len: usize) {
         assert!(
             start <= self.len && len <= self.len - start,
             "part {start}+{len} of {}",
             self.len
         );
-        // SAFETY: in bounds, and disjoint from other parts by the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
     }
 }
 

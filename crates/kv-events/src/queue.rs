@@ -156,7 +156,7 @@ impl CacheListener for Queue {
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_core::CacheKind;
+    use plimsoll_core::{CacheContent, CacheKind};
 
     use super::*;
 
@@ -168,7 +168,7 @@ mod tests {
     fn stored(block: u64, tokens: usize) -> Vec<CacheEvent> {
         vec![CacheEvent::Stored {
             group: 0,
-            kind: CacheKind::Full,
+            content: CacheContent::Kv(CacheKind::Full),
             blocks: vec![block],
             parent: None,
             tokens: vec![0; tokens],

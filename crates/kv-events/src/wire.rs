@@ -1,6 +1,6 @@
 //! vLLM's events as MessagePack: a batch is an array, an event is a map with its `type` (`vllm/distributed/kv_events.py`).
 
-use plimsoll_core::{CacheEvent, CacheKind, TokenId};
+use plimsoll_core::{CacheContent, CacheEvent, CacheKind, TokenId};
 use serde::Serialize;
 
 /// Medium of the blocks: vLLM's name for the memory of any device.
@@ -44,16 +44,17 @@ impl<'a> From<&'a CacheEvent> for Event<'a> {
         match event {
             CacheEvent::Stored {
                 group,
-                kind,
+                content,
                 blocks,
                 parent,
                 tokens,
                 salt,
             } => {
                 let salt = salt.as_deref();
-                let (kind, window) = match *kind {
-                    CacheKind::Full => ("full_attention", None),
-                    CacheKind::Window(window) => ("sliding_window", Some(window)),
+                let (kind, window) = match *content {
+                    CacheContent::Kv(CacheKind::Full) => ("full_attention", None),
+                    CacheContent::Kv(CacheKind::Window(window)) => ("sliding_window", Some(window)),
+                    CacheContent::State => ("mamba", None),
                 };
                 Self::BlockStored {
                     block_hashes: blocks,
@@ -99,7 +100,7 @@ mod tests {
         let events = [
             CacheEvent::Stored {
                 group: 1,
-                kind: CacheKind::Window(100),
+                content: CacheContent::Kv(CacheKind::Window(100)),
                 blocks: vec![1, u64::MAX],
                 parent: Some(300),
                 tokens: vec![7, 8, 9, 70_000],
@@ -162,7 +163,7 @@ mod tests {
     fn a_salt_is_told_with_the_first_block() {
         let event = CacheEvent::Stored {
             group: 0,
-            kind: CacheKind::Full,
+            content: CacheContent::Kv(CacheKind::Full),
             blocks: vec![1, 2],
             parent: None,
             tokens: vec![5, 6],
@@ -170,6 +171,24 @@ mod tests {
         };
         let bytes = encode(0.0, &[event]);
         let expected = b"\xaaextra_keys\x92\x91\xa6pepper\xc0\xaacache_salt\xa6pepper\xa9group_idx\0";
+        assert!(
+            bytes.windows(expected.len()).any(|part| part == expected),
+            "{bytes:?}"
+        );
+    }
+
+    #[test]
+    fn states_are_of_a_kind_that_routers_know() {
+        let event = CacheEvent::Stored {
+            group: 1,
+            content: CacheContent::State,
+            blocks: vec![2],
+            parent: Some(1),
+            tokens: vec![5, 6],
+            salt: None,
+        };
+        let bytes = encode(0.0, &[event]);
+        let expected = b"\xa9group_idx\x01\xb2kv_cache_spec_kind\xa5mamba";
         assert!(
             bytes.windows(expected.len()).any(|part| part == expected),
             "{bytes:?}"

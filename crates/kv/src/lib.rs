@@ -8,8 +8,9 @@
 //!
 //! Layers that keep the same form a group ([`plimsoll_core::CacheGroups`]), and a table has blocks of each. Those behind a
 //! sliding window go back to the pool while the request runs. All groups share one pool of pages. Layers that keep a state of
-//! fixed size have no blocks: a table has one slot for the states of all of them, from its opening to its release. Such a
-//! state is that of all tokens so far and no others, so no prefix is shared between requests.
+//! fixed size have no blocks: a table has a slot for the states of all of them, from its opening to its release. Such a
+//! state is that of all tokens so far and no others, so a prefix is shared only up to a place at which somebody left a snapshot
+//! behind: another slot, which belongs to a cached block and goes with it, or when slots are short.
 //!
 //! Two rules keep sharing safe. A block enters the cache only when the step that computed it has been applied. And a
 //! shared block is never written: [`KvManager::open`] shares only full blocks before the last token, so that at least
@@ -21,6 +22,7 @@ mod no_room;
 mod pool;
 mod prefix;
 mod slots;
+mod state;
 mod table;
 
 pub use manager::{GroupStats, KvManager, KvStats, Sharing};

@@ -1,4 +1,8 @@
-use plimsoll_core::{CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, KvConfig, PageId, TokenId};
+mod states;
+
+use plimsoll_core::{
+    CacheEvent, CacheGroup, CacheGroups, CacheKind, GroupTable, KvConfig, PageId, StateSlot, TokenId,
+};
 
 use crate::{
     BlockTable,
@@ -6,6 +10,7 @@ use crate::{
     pool::Pool,
     prefix::PrefixIndex,
     slots::{SlotStats, Slots},
+    state::TableState,
 };
 
 /// Use of the KV cache.
@@ -73,21 +78,24 @@ pub struct KvManager {
     slots: Slots,
     index: PrefixIndex,
     evictions: u64,
+    /// Snapshots given up.
+    given_up: u64,
 }
 
 impl KvManager {
-    /// All pages and slots free, nothing cached. No prefix is ever cached where layers have states. A step computes at most `chunk` tokens of a request.
+    /// All pages and slots free, nothing cached. A step computes at most `chunk` tokens of a request.
     pub fn new(config: KvConfig, chunk: usize, prefix_caching: bool) -> Self {
         Self {
             config,
             chunk,
-            prefix_caching: prefix_caching && config.groups.can_share_prefixes(),
+            prefix_caching,
             references: vec![0; config.num_pages],
             used: [0; CacheGroups::MAX],
             pool: Pool::full(config.num_pages),
             slots: Slots::new(config.state_slots),
             index: PrefixIndex::new(&config),
             evictions: 0,
+            given_up: 0,
         }
     }
 
@@ -104,6 +112,7 @@ impl KvManager {
     /// Empties the prefix cache. Open tables stay valid; the blocks that they have computed so far are not shared.
     pub fn forget_cached(&mut self) {
         self.index.reset(&self.config);
+        self.slots.forget_all();
     }
 
     /// Enables event recording, for [`Self::take_events`]; the prefix cache must be empty.
@@ -148,14 +157,13 @@ impl KvManager {
 
     /// A table for `tokens` that shares the longest cached prefix that `sharing` allows, at most all but the last token. It has
     /// room for all of them, or in a group with a window for as many as it ever holds at once. Fails unless `headroom`
-    /// pages stay available. Where layers have states, the table gets a slot too.
+    /// pages stay available. Where layers have states, the table gets a slot too, and a prefix ends with a snapshot.
     pub fn open(
         &mut self,
         tokens: &[TokenId],
         sharing: Sharing<'_>,
         headroom: usize,
     ) -> Result<BlockTable, NoRoom> {
-        let has_state = self.config.groups.state_layers() > 0;
         let available = self.pool.available();
         if available <= headroom {
             // Even a fully cached prompt needs one page; this avoids hashing a long queue in every step.
@@ -165,7 +173,7 @@ impl KvManager {
             }
             .into());
         }
-        let mut table = self.longest_prefix(tokens, sharing);
+        let (mut table, hit) = self.longest_prefix(tokens, sharing);
         let total = self.config.block_size.blocks_for(tokens.len());
         let groups = self.config.groups;
         let ends = |table: &BlockTable| {
@@ -187,7 +195,10 @@ impl KvManager {
         if needed > available {
             return Err(OutOfPages { needed, available }.into());
         }
-        table.state = has_state.then(|| self.slots.take()).transpose()?;
+        if groups.state_layers() > 0 {
+            let Hit { state, cached } = hit;
+            table.state = Some(self.open_state(state, table.computed, cached, tokens.len())?);
+        }
         // All hits first: what is referenced cannot be evicted for the rest.
         for ((held, group), used) in table.groups.iter().zip(&groups).zip(&mut self.used) {
             for head in heads(held, group) {
@@ -253,6 +264,7 @@ impl KvManager {
                     .insert(blocks, before, block_tokens, table.salt.as_deref());
             }
         }
+        self.commit_state(table);
         for (index, (held, group)) in table.groups.iter_mut().zip(&groups).enumerate() {
             let first = group.first_block(self.config.block_size, table.computed);
             if first > held.first {
@@ -267,9 +279,9 @@ impl KvManager {
     }
 
     /// Drops the table's references. Cached blocks stay cached until their memory is needed.
-    pub fn release(&mut self, table: BlockTable) {
-        if let Some(slot) = table.state {
-            self.slots.put(slot);
+    pub fn release(&mut self, mut table: BlockTable) {
+        if let Some(state) = table.state.take() {
+            self.release_state(&table, state);
         }
         let groups = self.config.groups;
         for (index, (held, group)) in table.groups.iter().zip(&groups).enumerate() {
@@ -301,7 +313,7 @@ impl KvManager {
                 used: self.used[group],
                 cached: cached[group],
             }),
-            slots: self.slots.stats(),
+            slots: self.slot_stats(),
             evictions: self.evictions,
         }
     }
@@ -318,7 +330,7 @@ impl KvManager {
         let mut used = [0; CacheGroups::MAX];
         let (mut unfinished, mut slots) = (Vec::new(), Vec::new());
         for table in tables {
-            slots.extend(table.state);
+            slots.extend(table.state.iter().flat_map(TableState::held));
             for ((held, group), used) in table.groups.iter().zip(&self.config.groups).zip(&mut used) {
                 let needed = group.first_block(self.config.block_size, table.computed);
                 if held.first != needed {
@@ -364,17 +376,18 @@ impl KvManager {
                 self.pool.available()
             ));
         }
-        self.slots.check_invariants(slots.into_iter())?;
+        self.slots
+            .check_invariants(slots.into_iter(), |slot| self.index.is_snapshot(slot))?;
         self.index.check_invariants()
     }
 
-    /// The longest prefix of which every group has what a query behind it sees.
-    fn longest_prefix(&self, tokens: &[TokenId], sharing: Sharing<'_>) -> BlockTable {
+    /// The longest prefix of which every group has what a query behind it sees, and the state behind it where layers have one.
+    fn longest_prefix(&self, tokens: &[TokenId], sharing: Sharing<'_>) -> (BlockTable, Hit) {
         let block_size = self.config.block_size;
         let groups = self.config.groups.as_slice();
         let root = self.index.root(sharing.salt);
         let mut found = Vec::new();
-        let (mut best, mut prefix) = (0, root);
+        let (mut best, mut prefix, mut hit) = (0, root, Hit::default());
         if self.prefix_caching {
             let shareable = &tokens[..tokens.len().saturating_sub(1)];
             let shareable = &shareable[..shareable.len().min(sharing.most)];
@@ -382,10 +395,11 @@ impl KvManager {
             let mut rows = [0; CacheGroups::MAX];
             let mut at = root;
             for block_tokens in shareable.chunks_exact(block_size.tokens()) {
-                let Some((next, blocks)) = self.index.find(at, block_tokens) else {
+                let Some(next) = self.index.find(at, block_tokens) else {
                     break;
                 };
-                at = next;
+                let blocks = next.blocks;
+                at = next.prefix;
                 found.push(blocks);
                 let end = found.len();
                 let mut whole = true;
@@ -395,7 +409,10 @@ impl KvManager {
                     whole &= *row >= end - first;
                 }
                 if whole {
-                    (best, prefix) = (end, at);
+                    hit.cached = end * block_size.tokens();
+                }
+                if whole && (next.state.is_some() || self.config.groups.state_layers() == 0) {
+                    (best, prefix, hit.state) = (end, at, next.state);
                 }
             }
         }
@@ -414,13 +431,14 @@ impl KvManager {
             }
             GroupTable { first, pages }
         });
-        BlockTable {
+        let table = BlockTable {
             groups: shared.collect(),
             state: None,
             computed,
             prefix: Some(prefix),
             salt: self.index.keep_salt(sharing.salt),
-        }
+        };
+        (table, hit)
     }
 
     /// Lengthens a table up to block `end`; the caller has checked that the pages exist.
@@ -435,12 +453,24 @@ impl KvManager {
                     .take()
                     .expect("the number of available pages was checked");
                 self.evictions += self.index.evict(page) as u64;
+                for slot in self.index.take_dropped() {
+                    self.slots.forget(slot);
+                }
                 table.pages.push(page);
             }
             self.pool.join(&table.pages[start..]);
             self.references[table.pages[start].index()] = 1;
         }
     }
+}
+
+/// What a lookup found beside blocks.
+#[derive(Clone, Copy, Debug, Default)]
+struct Hit {
+    /// The state behind the prefix.
+    state: Option<StateSlot>,
+    /// Tokens of the longest prefix whose KV is there, with a state or without.
+    cached: usize,
 }
 
 /// The first pages of a table's blocks.

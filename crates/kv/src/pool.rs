@@ -7,7 +7,7 @@ use crate::free_list::FreeList;
 #[derive(Debug)]
 pub(crate) struct Pool {
     /// First pages of the blocks.
-    heads: FreeList,
+    heads: FreeList<PageId>,
     /// The page after each page of a block, used or not.
     after: Vec<Option<PageId>>,
     available: usize,

@@ -1,9 +1,10 @@
 mod journal;
+mod snapshots;
 
 use std::hash::{BuildHasher, RandomState};
 
 use hashbrown::HashTable;
-use plimsoll_core::{CacheEvent, CacheGroups, CacheKind, KvConfig, PageId, TokenId};
+use plimsoll_core::{CacheContent, CacheEvent, CacheGroups, CacheKind, KvConfig, PageId, StateSlot, TokenId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use journal::Journal;
@@ -42,6 +43,8 @@ impl NodeId {
 /// A node has a block of each group that still holds its tokens. In a model with full attention it is removed with that group's
 /// block, together with all nodes that continue it, which no lookup would reach. In a model with windows alone it is removed
 /// once neither it nor a node that continues it has a block.
+///
+/// Where layers have states, a node may have the one behind its tokens, and only such a node ends a hit.
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
     by_hash: HashTable<NodeId>,
@@ -55,6 +58,12 @@ pub(crate) struct PrefixIndex {
     tokens: Vec<TokenId>,
     /// The node of each block, by its first page.
     node_of: Vec<Option<NodeId>>,
+    /// The node of each state slot that holds a snapshot.
+    node_of_slot: Vec<Option<NodeId>>,
+    /// How many do.
+    snapshots: usize,
+    /// State slots whose nodes went since they were last taken.
+    dropped: Vec<StateSlot>,
     block_size: usize,
     groups: CacheGroups,
     /// Blocks of each group that can be shared.
@@ -72,12 +81,24 @@ pub(crate) struct PrefixIndex {
 /// First pages of the blocks of each group.
 pub(crate) type Blocks = [Option<PageId>; CacheGroups::MAX];
 
+/// What is cached of the last block of a prefix.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Found {
+    pub(crate) prefix: Prefix,
+    pub(crate) blocks: Blocks,
+    /// The state behind it.
+    pub(crate) state: Option<StateSlot>,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Node {
     hash: u64,
     before: Prefix,
     name: u64,
     blocks: Blocks,
+    state: Option<StateSlot>,
+    /// Its own state, and the nodes that continue this one of which there is one at or behind it.
+    hits: u32,
     /// Nodes that continue this one, in a list through their `next`.
     first_child: Option<NodeId>,
     next: Option<NodeId>,
@@ -99,6 +120,9 @@ impl PrefixIndex {
             most,
             tokens: vec![0; most * config.block_size.tokens()],
             node_of: vec![None; config.num_pages],
+            node_of_slot: vec![None; config.state_slots],
+            snapshots: 0,
+            dropped: Vec::new(),
             block_size: config.block_size.tokens(),
             groups: config.groups,
             cached: [0; CacheGroups::MAX],
@@ -146,11 +170,16 @@ impl PrefixIndex {
         cached.sort_unstable_by_key(|(_, node)| node.name);
         let mut events = Vec::new();
         for (index, node) in cached {
-            for (group, kind) in self.kinds().enumerate() {
-                if node.blocks[group].is_some() {
-                    let tokens = self.tokens_of(index);
-                    journal.tell(&mut events, (group, kind), node.before, node.name, tokens);
-                }
+            let tokens = self.tokens_of(index);
+            let mut tell = |group| journal.tell(&mut events, group, node.before, node.name, tokens);
+            if self.is_told(NodeId(index as u32)) {
+                let kinds = self.kinds().map(CacheContent::Kv).enumerate();
+                kinds
+                    .filter(|&(group, _)| node.blocks[group].is_some())
+                    .for_each(&mut tell);
+            }
+            if node.state.is_some() {
+                tell((self.groups.as_slice().len(), CacheContent::State));
             }
         }
         events
@@ -191,10 +220,15 @@ impl PrefixIndex {
         self.node_of[page.index()].is_some()
     }
 
-    /// The name of exactly `tokens` after exactly `before`, and the blocks that hold them.
-    pub(crate) fn find(&self, before: Prefix, tokens: &[TokenId]) -> Option<(Prefix, Blocks)> {
+    /// What is cached of exactly `tokens` after exactly `before`.
+    pub(crate) fn find(&self, before: Prefix, tokens: &[TokenId]) -> Option<Found> {
         let prefix = self.find_hashed(self.hash(before, tokens), before, tokens)?;
-        Some((prefix, self.nodes[prefix.node?.index()]?.blocks))
+        let Node { blocks, state, .. } = self.nodes[prefix.node?.index()]?;
+        Some(Found {
+            prefix,
+            blocks,
+            state,
+        })
     }
 
     /// Caches `blocks` as holding `tokens` after `before`, in a sequence of `salt`. Blocks that are
@@ -224,6 +258,8 @@ impl PrefixIndex {
             before,
             name,
             blocks: [None; CacheGroups::MAX],
+            state: None,
+            hits: 0,
             first_child: None,
             next: None,
             previous: None,
@@ -241,19 +277,29 @@ impl PrefixIndex {
 
     /// Adds those blocks that a node lacks.
     fn complete(&mut self, id: NodeId, blocks: Blocks) {
-        for (group, kind) in self.groups.iter().map(|group| group.kind).enumerate() {
+        for (group, block) in blocks.into_iter().enumerate() {
             let Some(node) = &mut self.nodes[id.index()] else {
                 return;
             };
-            if let (held @ None, Some(block)) = (&mut node.blocks[group], blocks[group]) {
+            if let (held @ None, Some(block)) = (&mut node.blocks[group], block) {
                 *held = Some(block);
                 self.node_of[block.index()] = Some(id);
                 self.cached[group] += 1;
-                if let Some(journal) = &mut self.journal {
-                    let tokens = &self.tokens[id.index() * self.block_size..][..self.block_size];
-                    journal.stored((group, kind), node.before, node.name, tokens);
+                if self.is_told(id) {
+                    self.tell(id, group);
                 }
             }
+        }
+    }
+
+    /// Tells listeners of a node's block of a group, if it has one.
+    fn tell(&mut self, id: NodeId, group: usize) {
+        if let (Some(node), Some(journal)) = (self.nodes[id.index()], &mut self.journal)
+            && node.blocks[group].is_some()
+        {
+            let content = CacheContent::Kv(self.groups.as_slice()[group].kind);
+            let tokens = &self.tokens[id.index() * self.block_size..][..self.block_size];
+            journal.stored((group, content), node.before, node.name, tokens);
         }
     }
 
@@ -312,12 +358,13 @@ impl PrefixIndex {
 
     /// The block of a group is cached no more.
     fn drop_block(&mut self, id: NodeId, group: usize) {
+        let is_told = self.is_told(id);
         if let Some(node) = &mut self.nodes[id.index()]
             && let Some(block) = node.blocks[group].take()
         {
             self.node_of[block.index()] = None;
             self.cached[group] -= 1;
-            if let Some(journal) = &mut self.journal {
+            if let Some(journal) = self.journal.as_mut().filter(|_| is_told) {
                 journal.removed(group, node.name);
             }
         }
@@ -325,6 +372,10 @@ impl PrefixIndex {
 
     /// Forgets a node, which no other continues.
     fn forget(&mut self, id: NodeId) {
+        if let Some(slot) = self.nodes[id.index()].and_then(|node| node.state) {
+            self.drop_state(slot);
+            self.dropped.push(slot);
+        }
         (0..CacheGroups::MAX).for_each(|group| self.drop_block(id, group));
         let node = self.nodes[id.index()].take().expect("it is cached");
         self.vacant.push(id);
@@ -395,7 +446,7 @@ impl PrefixIndex {
             let Some(node) = node else { continue };
             cached += 1;
             let found = self.find(node.before, self.tokens_of(index));
-            if found.map(|(prefix, _)| prefix.name) != Some(node.name) {
+            if found.map(|found| found.prefix.name) != Some(node.name) {
                 return Err(format!("node {index} is found as {found:?}"));
             }
             if !self.is_cached(node.before) {
@@ -428,7 +479,7 @@ impl PrefixIndex {
                 self.cached,
             ));
         }
-        Ok(())
+        self.check_snapshots()
     }
 }
 

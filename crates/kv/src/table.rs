@@ -1,6 +1,6 @@
-use plimsoll_core::{GroupTable, KvConfig, StateSlot};
+use plimsoll_core::{GroupTable, KvConfig};
 
-use crate::prefix::Prefix;
+use crate::{prefix::Prefix, state::TableState};
 
 /// The blocks of one request in each group, in the order of its tokens. Holding one means holding a reference to each of its
 /// blocks: it cannot be cloned and goes back through [`crate::KvManager::release`].
@@ -9,7 +9,7 @@ use crate::prefix::Prefix;
 pub struct BlockTable {
     pub(crate) groups: Vec<GroupTable>,
     /// Where layers have states.
-    pub(crate) state: Option<StateSlot>,
+    pub(crate) state: Option<TableState>,
     /// Tokens whose KV is computed.
     pub(crate) computed: usize,
     /// Names the tokens of all full computed blocks; `None` where they are cached no more.
@@ -36,11 +36,6 @@ impl BlockTable {
             }
         });
         cut.collect()
-    }
-
-    /// Where the request's state is, if layers have states.
-    pub fn state(&self) -> Option<StateSlot> {
-        self.state
     }
 
     /// Tokens whose KV is computed; right after `open`, those the prefix cache held.

@@ -48,7 +48,12 @@ impl Bounds {
                 limits.max_num_batched_tokens
             ));
         }
-        let (mut requests, mut slots) = (HashSet::new(), HashSet::new());
+        let mut requests = HashSet::new();
+        let writes: HashMap<StateSlot, RequestId> = plan
+            .runs
+            .iter()
+            .filter_map(|run| Some((run.state?.after, run.request)))
+            .collect();
         for run in &plan.runs {
             let unique = requests
                 .insert(run.request)
@@ -57,7 +62,7 @@ impl Bounds {
             unique
                 .and_then(|()| self.check_input(run, last))
                 .and_then(|()| self.check_blocks(run))
-                .and_then(|()| self.check_state(run, &mut slots))
+                .and_then(|()| self.check_state(run, &writes))
                 .and_then(|()| self.check_score(run))
                 .and_then(|()| self.check_output(run))
                 .and_then(|()| {
@@ -99,16 +104,28 @@ impl Bounds {
         tables::check(run, &self.kv.groups, self.kv.block_size, self.kv.num_pages)
     }
 
-    /// Where layers have states, each run has a slot of its own.
-    fn check_state(&self, run: &Run, used: &mut HashSet<StateSlot>) -> Result<(), String> {
-        let slots = self.kv.state_slots;
-        match run.state {
-            _ if self.kv.groups.state_layers() == 0 => Ok(()),
-            None => Err("it has no slot for its state".to_owned()),
-            Some(slot) if slot.index() >= slots => Err(format!("state slot {} of {slots}", slot.0)),
-            Some(slot) if !used.insert(slot) => Err(format!("state slot {} is in the plan twice", slot.0)),
-            Some(_) => Ok(()),
+    /// Where layers have states, each run writes a slot of its own, and reads none that another writes.
+    fn check_state(&self, run: &Run, writers: &HashMap<StateSlot, RequestId>) -> Result<(), String> {
+        if self.kv.groups.state_layers() == 0 {
+            return Ok(());
         }
+        let state = run.state.ok_or("it has no slot for its state")?;
+        if state.before.is_some() != (run.start > 0) {
+            return Err(format!(
+                "it begins at {} with the state in {:?}",
+                run.start, state.before
+            ));
+        }
+        let slots = self.kv.state_slots;
+        for slot in state.before.into_iter().chain([state.after]) {
+            if slot.index() >= slots {
+                return Err(format!("state slot {} of {slots}", slot.0));
+            }
+            if writers.get(&slot).is_some_and(|&writer| writer != run.request) {
+                return Err(format!("another run writes state slot {}", slot.0));
+            }
+        }
+        Ok(())
     }
 
     /// Every scored token follows a token of the run. The row that is sampled from is not scored too.
@@ -214,8 +231,8 @@ impl<'a> Batch<'a> {
             Some(StateRun {
                 first_row: first_row - run.input.len(),
                 len: run.input.len(),
-                slot: run.state?.index(),
-                is_new: run.start == 0,
+                before: run.state?.before.map(StateSlot::index),
+                after: run.state?.after.index(),
             })
         });
         Self {

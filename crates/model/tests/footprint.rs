@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::quantized::GgmlDType;
 use common::convert::*;
 use common::*;
-use plimsoll_core::{Component, Executor, Pooling, ScoreSpec, StateSlot, StepLimits};
+use plimsoll_core::{Component, Executor, Pooling, ScoreSpec, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_model::{
     Footprint, HfOverrides, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelConfig, ServeAs, StepSize,
@@ -60,7 +60,7 @@ fn check(path: &Path, options: LoadOptions, rng: &mut StdRng, context: &str) {
             let len = if index + 1 == samples as u32 { longest } else { 1 };
             let blocks = blocks(3 * index..3 * index + 4);
             let mut run = run(u64::from(index), 0, &vec![index % 7; len], &blocks);
-            run.state = Some(StateSlot(index));
+            run.state = Some(in_place(index, 0));
             match model.config().pooling() {
                 None => {
                     run.sample = Some(greedy_spec(0));

@@ -5,7 +5,7 @@ mod common;
 use std::path::Path;
 
 use common::*;
-use plimsoll_core::{Component, Executor, Run, StateSlot};
+use plimsoll_core::{Component, Executor, Run, RunState, StateSlot};
 use plimsoll_model::{HfOverrides, KvCacheDtype, ModelConfig};
 use serde_json::{Value, json};
 
@@ -170,17 +170,24 @@ fn plans_without_slots_of_their_own_are_refused() {
     for name in HYBRID_MODELS {
         let model = load(name, KvCacheDtype::Auto);
         let mut runner = runner(&model, 16, 8);
-        let with = |request: u64, state| Run {
-            state,
+        let with = |request: u64, state: Option<(Option<u32>, u32)>| Run {
+            state: state.map(|(before, after)| RunState {
+                before: before.map(StateSlot),
+                after: StateSlot(after),
+            }),
             ..run(request, 0, &[5, 6], &blocks(request as u32..request as u32 + 1))
         };
         for (states, message) in [
-            ([None, Some(StateSlot(1))], "no slot"),
+            ([None, Some((None, 1))], "no slot"),
             (
-                [Some(StateSlot(1)), Some(StateSlot(1))],
-                "slot 1 is in the plan twice",
+                [Some((None, 1)), Some((None, 1))],
+                "another run writes state slot 1",
             ),
-            ([Some(StateSlot(0)), Some(StateSlot(16))], "slot 16 of 16"),
+            ([Some((None, 0)), Some((None, 16))], "slot 16 of 16"),
+            (
+                [Some((None, 0)), Some((Some(1), 2))],
+                "begins at 0 with the state in",
+            ),
         ] {
             let runs = vec![with(1, states[0]), with(2, states[1])];
             let error = runner.execute(&plan(runs)).unwrap_err().to_string();
@@ -211,5 +218,58 @@ fn slots_are_charged_and_used_again() {
         }
         drop(runner);
         assert_eq!(budget.meters().reserved, 0, "{name}");
+    }
+}
+
+/// Requests that begin with a snapshot, with the KV of the blocks before it, compute the same to the bit as one that computes all:
+/// beside the one that leaves it behind, beside each other, and later.
+#[test]
+fn a_prefix_with_a_snapshot_is_as_good_as_computed() {
+    const BLOCK: usize = 8;
+    for name in HYBRID_MODELS {
+        let model = load(name, KvCacheDtype::Auto);
+        let vocab = model.spec().vocab_size as u32;
+        let prompt: Vec<u32> = (0..50).map(|at| (at * at + 3) % vocab).collect();
+        let alone = blocks(0..8);
+        let whole = plan(vec![run(9, 0, &prompt, &alone)]);
+        let expected = runner(&model, BLOCK, 64).logits(&whole, &[48, 49]).unwrap();
+        for cut in [8, 24, 48] {
+            let mut runner = runner(&model, BLOCK, 64);
+            let with = |request: u64, before, after: u32, own: u32| {
+                let shared = blocks(0..(cut / BLOCK) as u32);
+                let table = [shared, blocks(own..own + 8)].concat();
+                let start = if before { cut } else { 0 };
+                let end = if before { prompt.len() } else { cut };
+                Run {
+                    state: Some(RunState {
+                        before: before.then_some(StateSlot(5)),
+                        after: StateSlot(after),
+                    }),
+                    ..run(request, start, &prompt[start..end], &table)
+                }
+            };
+            runner.logits(&plan(vec![with(1, false, 5, 8)]), &[]).unwrap();
+            let rest = prompt.len() - cut;
+            let rows: Vec<usize> = (1..=3).flat_map(|run| [run * rest - 2, run * rest - 1]).collect();
+            let together = plan(vec![
+                with(1, true, 0, 8),
+                with(2, true, 1, 20),
+                with(3, true, 2, 30),
+            ]);
+            let found = runner.logits(&together, &rows).unwrap();
+            let later = runner
+                .logits(&plan(vec![with(4, true, 0, 40)]), &rows[..2])
+                .unwrap();
+            let found = [found, later].concat();
+            assert!(
+                found.chunks(expected.len()).all(|found| found == expected),
+                "{name}, a snapshot behind {cut} tokens"
+            );
+            assert_eq!(found.len(), 4 * expected.len());
+            let [in_place, from_snapshot] =
+                [false, true].map(|snapshot| continued(&mut runner, &prompt, (cut, BLOCK), snapshot));
+            assert_eq!(from_snapshot, in_place, "{name}, a snapshot behind {cut} tokens");
+            assert!(in_place.1.is_some());
+        }
     }
 }

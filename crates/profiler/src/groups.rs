@@ -29,8 +29,10 @@ pub struct GroupReport {
 pub struct StatesReport {
     /// Layers with such a state.
     pub layers: usize,
-    /// Requests that have one at the same time: `--max-num-seqs`.
+    /// States that there is room for: those of `--max-num-seqs` requests, and snapshots.
     pub slots: usize,
+    /// Of these, snapshots that the prefix cache can keep whatever runs; it uses the slots of requests that do not run too.
+    pub snapshots: usize,
     /// Bytes of the states of one request, all layers'.
     pub bytes_per_request: u64,
     /// The same in tokens of KV, rounded.
@@ -44,6 +46,7 @@ impl StatesReport {
         (slots > 0).then(|| Self {
             layers: spec.groups.state_layers(),
             slots,
+            snapshots: slots - spec.limits.max_num_seqs,
             bytes_per_request: spec.state_bytes,
             tokens_per_request: (spec.state_bytes as f64 / spec.kv_bytes_per_token as f64).round() as u64,
         })

@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    GroupTable, KvConfig, PageId, Pooling, RequestId, Run, RunInput, SampleSpec, SamplingOptions,
+    GroupTable, KvConfig, PageId, Pooling, RequestId, Run, RunInput, RunState, SampleSpec, SamplingOptions,
     SamplingParams, ScoreSpec, StateSlot, StepLimits, StepPlan, TokenId,
 };
 use serde::{Deserialize, Serialize};
@@ -422,7 +422,7 @@ impl Shapes {
                 start: row.start,
                 input: RunInput::Known(self.tokens(row.start..row.end)),
                 tables,
-                state: (self.kv.state_slots > 0).then_some(StateSlot(index as u32)),
+                state: self.state(row, index, rows.len()),
                 sample: (!goes_on && self.pooling.is_none()).then_some(sample),
                 score: (scores && scored > 0 && self.pooling.is_none()).then_some(score),
                 pool: self.pooling,
@@ -432,6 +432,16 @@ impl Shapes {
             step,
             runs: runs.collect(),
         }
+    }
+
+    /// The state of row `index` of so many: as that of a request that hits a snapshot, where there are slots for some.
+    fn state(&self, row: &Row, index: usize, rows: usize) -> Option<RunState> {
+        let slot = |index| StateSlot(index as u32);
+        let snapshot = Some(rows + index).filter(|&snapshot| snapshot < self.kv.state_slots);
+        (self.kv.state_slots > 0).then(|| RunState {
+            before: (row.start > 0).then_some(slot(snapshot.unwrap_or(index))),
+            after: slot(index),
+        })
     }
 
     /// Pages that a row writes.

@@ -22,6 +22,8 @@ pub struct ProfileSpec {
     pub groups: CacheGroups,
     /// Bytes of the states of fixed size of one request; 0 where no layer has one.
     pub state_bytes: u64,
+    /// Whether prefixes are cached: layers with states then have slots for snapshots too.
+    pub prefix_caching: bool,
     /// How the linear layers are stored, if not in floats; for reports.
     pub quantization: Option<String>,
     /// Weights the model has, where that is known; for reports.
@@ -63,6 +65,7 @@ impl ProfileSpec {
             kv_bytes_per_token,
             groups: CacheGroups::default(),
             state_bytes: 0,
+            prefix_caching: true,
             quantization: None,
             num_parameters: None,
             size: KvSize::Auto,
@@ -169,6 +172,7 @@ impl ProfileSpec {
             self.vocab_size,
             self.pooling,
             self.groups,
+            self.prefix_caching,
             size,
             self.gives_advice,
         )
@@ -180,7 +184,9 @@ impl ProfileSpec {
             block_size: self.block_size,
             num_pages,
             groups: self.groups,
-            state_slots: self.groups.state_slots(self.limits.max_num_seqs),
+            state_slots: self
+                .groups
+                .state_slots(self.limits.max_num_seqs, self.prefix_caching),
         }
     }
 

@@ -399,7 +399,7 @@ impl Scheduler {
         let mut after = Bound::Unbounded;
         while let Some((&rank, running)) = self.running.range((after, Bound::Unbounded)).next() {
             after = Bound::Excluded(rank);
-            let len = room.take(running.ready(), running.generates());
+            let len = room.take(running, &self.kv);
             if len == 0 {
                 continue;
             }
@@ -408,7 +408,7 @@ impl Scheduler {
                 return false;
             }
             let running = self.running.get_mut(&rank).expect("room was made for it");
-            runs.push(running.next_run(len, &self.kv.config()));
+            runs.push(running.next_run(len, &mut self.kv));
         }
         true
     }
@@ -462,8 +462,8 @@ impl Scheduler {
             }
             self.places.insert(sequence.request.id(), Place::Running(rank));
             let mut running = Running::new(sequence, table);
-            let len = room.take(running.ready(), running.generates());
-            runs.push(running.next_run(len, &self.kv.config()));
+            let len = room.take(&running, &self.kv);
+            runs.push(running.next_run(len, &mut self.kv));
             self.running.insert(rank, running);
         }
     }

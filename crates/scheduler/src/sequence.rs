@@ -1,10 +1,10 @@
 use std::ops::Range;
 
 use plimsoll_core::{
-    ConstraintError, Constraints, FinishReason, KvConfig, Pooling, Progress, Request, Run, RunInput,
-    SampleSpec, ScoreSpec, TokenId,
+    ConstraintError, Constraints, FinishReason, Pooling, Progress, Request, Run, RunInput, SampleSpec,
+    ScoreSpec, TokenId,
 };
-use plimsoll_kv::{BlockTable, Sharing};
+use plimsoll_kv::{BlockTable, KvManager, Sharing};
 
 /// Position in the order of arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -161,7 +161,7 @@ impl Running {
     }
 
     /// Plans the next `len` tokens, at most [`Self::ready`]; the table has room for them.
-    pub(crate) fn next_run(&mut self, len: usize, kv: &KvConfig) -> Run {
+    pub(crate) fn next_run(&mut self, len: usize, kv: &mut KvManager) -> Run {
         let start = self.planned;
         let end = start + len;
         let input = if self.sampling {
@@ -183,8 +183,8 @@ impl Running {
             request: self.sequence.request.id(),
             start,
             input,
-            tables: self.table.up_to(end, kv),
-            state: self.table.state(),
+            tables: self.table.up_to(end, &kv.config()),
+            state: kv.next_state(&mut self.table, end),
             sample,
             score,
             pool,

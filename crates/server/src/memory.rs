@@ -62,6 +62,7 @@ pub(crate) fn states(kv: &KvConfig, stats: &SchedulerStats, meters: &Meters) -> 
         layers: kv.groups.state_layers(),
         slots: stats.slots.total,
         slots_used: stats.slots.used,
+        slots_cached: stats.slots.snapshots,
         slot_bytes: meters.by_component.get(Component::States) / stats.slots.total as u64,
     })
 }

@@ -421,6 +421,7 @@ fn set_kv(maker: &Maker<'_>, kv: &KvConfig, stats: &EngineStats, meters: &Meters
     let slots = [
         ("total", scheduler.slots.total as f64),
         ("used", scheduler.slots.used as f64),
+        ("cached", scheduler.slots.snapshots as f64),
     ];
     maker.set_each(&STATE_SLOTS, "state", slots);
 }

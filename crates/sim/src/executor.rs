@@ -6,7 +6,7 @@ use std::{
 
 use plimsoll_core::{
     CacheGroup, CacheKind, Executor, FillMasks, KvConfig, PageId, Pooling, PromptLogprob, RequestId, Run,
-    RunInput, Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
+    RunInput, RunState, Sampled, ScoreSpec, StepError, StepLimits, StepOutput, StepPlan, TokenId,
 };
 
 use crate::model::{Context, SimModel};
@@ -141,7 +141,15 @@ impl SimExecutor {
             check_tables(&self.config.kv, run, |group| self.first_block(group, run))
                 .map_err(|broken| format!("{id} {broken}"))?;
             let slots = self.config.kv.state_slots;
-            let has_slot = run.state.is_some_and(|slot| slot.index() < slots);
+            let has_slot = run.state.is_some_and(|state| {
+                let before = state.before.is_some() == (run.start > 0);
+                before
+                    && state
+                        .before
+                        .iter()
+                        .chain([&state.after])
+                        .all(|slot| slot.index() < slots)
+            });
             if has_slot != (self.config.kv.groups.state_layers() > 0) {
                 return Err(format!("{id} has its state in {:?} of {slots}", run.state));
             }
@@ -159,21 +167,31 @@ impl SimExecutor {
     }
 
     /// A page that a run writes is in no other table, of this step or of one in flight, and twice in none; nor does anyone else
-    /// have its state slot.
+    /// read or write the state slot that it writes.
     fn check_sharing(&self, plan: &StepPlan) -> Result<(), String> {
         let block_size = self.config.kv.block_size;
         let (mut writers, mut owners) = (HashMap::new(), HashMap::new());
         let in_flight = self.launched.iter().flat_map(|launched| &launched.plan.runs);
-        for run in in_flight.chain(&plan.runs) {
-            if let Some(slot) = run.state
+        for run in in_flight.clone().chain(&plan.runs) {
+            if let Some(RunState { after: slot, .. }) = run.state
                 && *owners.entry(slot).or_insert(run.request) != run.request
             {
-                return Err(format!("two requests have state slot {}", slot.0));
+                return Err(format!("two requests write state slot {}", slot.0));
             }
             for page in self.pages(run, |_| run.start / block_size.tokens()) {
                 if *writers.entry(page).or_insert(run.request) != run.request {
                     return Err(format!("two requests write page {}", page.0));
                 }
+            }
+        }
+        for run in in_flight.chain(&plan.runs) {
+            if let Some(slot) = run.state.and_then(|state| state.before)
+                && owners.get(&slot).is_some_and(|&owner| owner != run.request)
+            {
+                return Err(format!(
+                    "{} begins with state slot {}, which is written meanwhile",
+                    run.request, slot.0
+                ));
             }
         }
         for run in &plan.runs {
@@ -290,8 +308,8 @@ impl SimExecutor {
                 sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
             }
         }
-        if let Some(slot) = run.state {
-            self.states[slot.index()] = Some(context);
+        if let Some(state) = run.state {
+            self.states[state.after.index()] = Some(context);
         }
         scores.extend(run.score.as_ref().map(|_| scored));
         pooled.push(run.pool.map(|_| sum.to_vec()));
@@ -343,7 +361,7 @@ impl SimExecutor {
             context = context.or(seen);
         }
         let context = context.ok_or_else(|| format!("{} sees nothing of its context", run.request))?;
-        match run.state.filter(|_| run.start > 0) {
+        match run.state.and_then(|state| state.before) {
             Some(slot) if self.states[slot.index()] != Some(context) => Err(format!(
                 "the state of {} in slot {} belongs to another context",
                 run.request, slot.0
@@ -357,8 +375,8 @@ impl SimExecutor {
         for position in run.start..run.end() {
             self.write(run, position, GARBAGE);
         }
-        if let Some(slot) = run.state {
-            self.states[slot.index()] = None;
+        if let Some(state) = run.state {
+            self.states[state.after.index()] = None;
         }
         for later in &mut self.launched {
             later.ruined.insert(run.request);

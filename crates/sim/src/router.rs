@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use plimsoll_core::{CacheEvent, CacheKind, KvConfig, TokenId};
+use plimsoll_core::{CacheContent, CacheEvent, CacheKind, KvConfig, TokenId};
 
 /// Blocks by name.
 #[derive(Debug, Default)]
@@ -43,7 +43,7 @@ impl Router {
                 }
                 CacheEvent::Stored {
                     group,
-                    kind,
+                    content,
                     blocks,
                     mut parent,
                     tokens,
@@ -52,7 +52,7 @@ impl Router {
                     let len = tokens.len() / blocks.len();
                     for (&name, tokens) in blocks.iter().zip(tokens.chunks_exact(len)) {
                         let behind = parent.is_none_or(|parent| self.held.contains(&(group, parent)));
-                        if kind == CacheKind::Full && !behind {
+                        if content == CacheContent::Kv(CacheKind::Full) && !behind {
                             return Err(format!("{blocks:?} follow a block that is not cached"));
                         }
                         let block = Block {
@@ -74,12 +74,13 @@ impl Router {
         Ok(())
     }
 
-    /// Cached blocks of all groups.
+    /// Cached blocks of all groups, states included.
     pub(crate) fn len(&self) -> usize {
         self.held.len()
     }
 
-    /// Tokens of the longest prefix of `tokens` that a request of `salt` finds: every group has what a query behind it sees.
+    /// Tokens of the longest prefix of `tokens` that a request of `salt` finds: every group has what a query behind it sees, and
+    /// that of states the last block.
     pub(crate) fn longest(&self, salt: Option<&str>, tokens: &[TokenId], kv: &KvConfig) -> usize {
         let block_size = kv.block_size.tokens();
         let mut names: Vec<u64> = Vec::new();
@@ -92,6 +93,7 @@ impl Router {
             let Some((&name, _)) = next else { break };
             names.push(name);
         }
+        let states = (kv.groups.state_layers() > 0).then_some(kv.groups.as_slice().len());
         let is_hit = |&blocks: &usize| {
             let query = blocks * block_size;
             kv.groups.iter().enumerate().all(|(group, described)| {
@@ -101,7 +103,7 @@ impl Router {
                 };
                 let mut seen = (0..blocks).filter(seen);
                 seen.all(|block| self.held.contains(&(group, names[block])))
-            })
+            }) && (blocks == 0 || states.is_none_or(|group| self.held.contains(&(group, names[blocks - 1]))))
         };
         (0..=names.len()).rev().find(is_hit).unwrap_or(0) * block_size
     }

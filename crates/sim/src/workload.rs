@@ -136,7 +136,8 @@ impl Workload {
     }
 }
 
-/// In one model of three, some layers have states, mostly in as many slots as requests run at once, or in fewer.
+/// In one model of three, some layers have states: mostly in as many slots as requests run at once and some for snapshots, or in
+/// fewer.
 fn with_states(seed: u64, groups: CacheGroups, max_num_seqs: usize) -> (CacheGroups, usize) {
     // Draws of its own: all else is as without.
     let mut rng = StdRng::seed_from_u64(seed.rotate_left(32));
@@ -144,7 +145,7 @@ fn with_states(seed: u64, groups: CacheGroups, max_num_seqs: usize) -> (CacheGro
         return (groups, 0);
     }
     let slots = match rng.random_bool(0.7) {
-        true => max_num_seqs,
+        true => max_num_seqs + rng.random_range(0..=8),
         false => rng.random_range(1..=max_num_seqs),
     };
     (groups.with_states(rng.random_range(1..=5)), slots)

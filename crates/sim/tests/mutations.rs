@@ -16,10 +16,13 @@ mod groups;
 mod list;
 #[path = "mutations/profile.rs"]
 mod profile;
+#[path = "mutations/states.rs"]
+mod states;
 
 use groups::GROUP_MUTATIONS;
 use list::{EQUIVALENT, Edit, MUTATIONS, Mutation};
 use profile::PROFILE_MUTATIONS;
+use states::STATE_MUTATIONS;
 
 const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
@@ -52,7 +55,7 @@ const SCHEDULING: Program = Program {
     ],
     dependencies: "",
     main: SCHEDULING_MAIN,
-    mutations: &[&MUTATIONS, &GROUP_MUTATIONS],
+    mutations: &[&MUTATIONS, &GROUP_MUTATIONS, &STATE_MUTATIONS],
     equivalent: &EQUIVALENT,
 };
 

@@ -2,6 +2,7 @@
 
 use std::{
     hash::{BuildHasher, RandomState},
+    sync::atomic::{AtomicU64, Ordering},
     thread,
 };
 
@@ -14,13 +15,21 @@ const THREADS: u64 = 4;
 /// Simulates fresh workloads at `depth` and adds up what happened.
 fn simulate_all(depth: usize) -> SchedulerStats {
     let base = RandomState::new().hash_one(depth);
+    let snapshot_hits = AtomicU64::new(0);
+    let snapshot_hits = &snapshot_hits;
     let worker = |first: u64| {
         let mut total = SchedulerStats::default();
         for i in (first..WORKLOADS).step_by(THREADS as usize) {
             let seed = base.wrapping_add(i);
             let audit = i % 16 < THREADS;
-            match simulate(&Workload::random(seed), depth, audit) {
-                Ok(report) => add(&mut total, &report.stats),
+            let workload = Workload::random(seed);
+            match simulate(&workload, depth, audit) {
+                Ok(report) => {
+                    add(&mut total, &report.stats);
+                    if workload.scheduler.kv.groups.state_layers() > 0 {
+                        snapshot_hits.fetch_add(report.stats.prefix_hit_tokens, Ordering::Relaxed);
+                    }
+                }
                 Err(broken) => panic!("workload {seed} at depth {depth}: {broken}"),
             }
         }
@@ -38,6 +47,8 @@ fn simulate_all(depth: usize) -> SchedulerStats {
             );
         }
     });
+    let hits = snapshot_hits.load(Ordering::Relaxed);
+    assert!(hits > 500, "{hits} tokens were found in models with states");
     total
 }
 
@@ -46,6 +57,7 @@ fn add(total: &mut SchedulerStats, stats: &SchedulerStats) {
     total.preemptions += stats.preemptions;
     total.restarts += stats.restarts;
     total.evictions += stats.evictions;
+    total.slots.given_up += stats.slots.given_up;
     total.prefix_hit_tokens += stats.prefix_hit_tokens;
     total.finished_stop += stats.finished_stop;
     total.finished_length += stats.finished_length;
@@ -61,6 +73,7 @@ fn assert_everything_happened(total: &SchedulerStats) {
         total.preemptions,
         total.restarts,
         total.evictions,
+        total.slots.given_up,
         total.prefix_hit_tokens,
         total.finished_stop,
         total.finished_length,

@@ -224,6 +224,11 @@ impl ModelFacts {
         }
     }
 
+    /// Whether requests share prefixes: as the settings say, but never if every row of a prompt is needed.
+    pub(crate) fn shares_prefixes(&self, settings: &EngineSettings) -> bool {
+        settings.prefix_caching && !self.pooling().is_some_and(Pooling::needs_every_row)
+    }
+
     /// How rows are pooled, if it is served for embeddings.
     pub fn pooling(&self) -> Option<Pooling> {
         self.embedding.as_ref().map(|embedding| embedding.pooling)

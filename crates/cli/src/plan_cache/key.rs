@@ -240,6 +240,8 @@ pub(crate) struct ShapeKey {
     pub(crate) kv_bytes_per_token: u64,
     /// Of the states of one request.
     pub(crate) state_bytes: u64,
+    /// States that there is room for, snapshots included.
+    pub(crate) state_slots: usize,
     pub(crate) kv_cache_dtype: String,
     pub(crate) dtype: String,
     /// How linear layers are stored on the device, if not as `dtype` says.

@@ -28,6 +28,7 @@ fn key() -> Key {
         block_size: 16,
         kv_bytes_per_token: 131_072,
         state_bytes: 0,
+        state_slots: 0,
         kv_cache_dtype: "auto".to_owned(),
         dtype: "auto".to_owned(),
         quantization: None,
@@ -81,7 +82,7 @@ type Change = fn(&mut Key);
 
 #[test]
 fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
-    let changes: [(&str, Change); 21] = [
+    let changes: [(&str, Change); 22] = [
         ("build.bytes", |k| k.build.bytes = Some(1)),
         ("build.modified", |k| k.build.modified = None),
         ("build.version", |k| k.build.version = "0.0.1".to_owned()),
@@ -98,6 +99,7 @@ fn each_changed_part_of_the_key_is_a_miss_that_names_it() {
         ("device.enforce_eager", |k| k.device.enforce_eager = true),
         ("shape.kv_bytes_per_token", |k| k.shape.kv_bytes_per_token = 1),
         ("shape.state_bytes", |k| k.shape.state_bytes = 1),
+        ("shape.state_slots", |k| k.shape.state_slots = 1),
         ("shape.kv_cache_dtype", |k| {
             k.shape.kv_cache_dtype = "float32".to_owned()
         }),

@@ -18,14 +18,8 @@ pub(super) fn disabled(facts: &ModelFacts, settings: &EngineSettings) -> Vec<Dis
             reason: reason.to_owned(),
         });
     };
-    let shares_prefixes = settings.prefix_caching && facts.groups.can_share_prefixes();
-    if !shares_prefixes {
-        let reason = match settings.prefix_caching {
-            true => {
-                "the model has states that are not kept for other requests, so every prompt is computed from the beginning"
-            }
-            false => "every prompt is computed from the beginning (--no-enable-prefix-caching)",
-        };
+    if !settings.prefix_caching {
+        let reason = "every prompt is computed from the beginning (--no-enable-prefix-caching)";
         add("prefix caching", reason);
     }
     if let Some(EmbeddingInfo { pooling, size, .. }) = &facts.embedding {
@@ -34,7 +28,7 @@ pub(super) fn disabled(facts: &ModelFacts, settings: &EngineSettings) -> Vec<Dis
             pooling.name()
         );
         add(TEXT_GENERATION, &reason);
-        if pooling.needs_every_row() && shares_prefixes {
+        if pooling.needs_every_row() && settings.prefix_caching {
             let reason = "a mean takes every token's row, so every prompt is computed from the beginning";
             add("prefix caching", reason);
         }
@@ -55,7 +49,7 @@ mod tests {
 
     #[test]
     fn what_settings_and_task_switch_off_is_named() {
-        let paths_of = |groups, pooling: Option<Pooling>, flags| {
+        let paths = |pooling: Option<Pooling>, flags| {
             let facts = ModelFacts {
                 vocab_size: 1,
                 embedding: pooling.map(|pooling| EmbeddingInfo {
@@ -64,7 +58,7 @@ mod tests {
                     size: 1,
                     matryoshka: Matryoshka::No,
                 }),
-                groups,
+                groups: CacheGroups::default(),
                 kv_bytes_per_token: 1,
                 state_bytes: 0,
                 quantization: None,
@@ -74,7 +68,6 @@ mod tests {
             let disabled = disabled(&facts, &settings(flags));
             disabled.iter().map(|disabled| disabled.path).collect::<Vec<_>>()
         };
-        let paths = |pooling, flags| paths_of(CacheGroups::default(), pooling, flags);
         assert!(paths(None, "").is_empty());
         let off = "--no-enable-prefix-caching --no-profile-cache";
         assert_eq!(paths(None, off), ["prefix caching", "profile cache"]);
@@ -84,15 +77,9 @@ mod tests {
             [TEXT_GENERATION, "prefix caching"]
         );
         // Said once, whatever the reasons.
-        let with_states = CacheGroups::default().with_states(3);
-        assert_eq!(paths_of(with_states, None, ""), ["prefix caching"]);
         assert_eq!(
-            paths_of(with_states, Some(Pooling::Mean), ""),
-            ["prefix caching", TEXT_GENERATION]
-        );
-        assert_eq!(
-            paths_of(with_states, None, off),
-            ["prefix caching", "profile cache"]
+            paths(Some(Pooling::Mean), off),
+            ["prefix caching", TEXT_GENERATION, "profile cache"]
         );
     }
 }

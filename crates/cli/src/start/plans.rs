@@ -47,6 +47,9 @@ pub(super) fn key(
         block_size: settings.block_size.tokens(),
         kv_bytes_per_token: facts.kv_bytes_per_token,
         state_bytes: facts.state_bytes,
+        state_slots: facts
+            .groups
+            .state_slots(limits.max_num_seqs, facts.shares_prefixes(settings)),
         kv_cache_dtype: format!("{:?}", settings.kv_cache_dtype),
         dtype: format!("{:?}", settings.dtype),
         quantization: facts.quantization.clone(),

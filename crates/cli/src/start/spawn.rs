@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use plimsoll_core::{CacheListener, KvConfig, Pooling};
+use plimsoll_core::{CacheListener, KvConfig};
 use plimsoll_engine::{EngineConfig, EngineHandle};
 use plimsoll_profiler::{ProfileSpec, Report};
 
@@ -52,8 +52,7 @@ impl Loaded {
             cache_listener,
         } = serving;
         let (kv, report) = (proved.config().kv, proved.report().clone());
-        let pools_every_row = self.model.facts.pooling().is_some_and(Pooling::needs_every_row);
-        let enable_prefix_caching = self.settings.prefix_caching && !pools_every_row;
+        let enable_prefix_caching = self.model.facts.shares_prefixes(&self.settings);
         if cache_listener.is_some() && !enable_prefix_caching {
             tracing::warn!("no KV events: mean pooling does not use the prefix cache");
         }

@@ -69,7 +69,8 @@ fn fewer_for_states(
     let requests = requests_with_states(&spec, &*footprint, mean.min(limits.max_model_len));
     let max_num_seqs = requests.max(settings.least_num_seqs);
     tracing::info!(
-        "{max_num_seqs} requests at once: each has states of {} beside its KV (--max-num-seqs, --mean-request-len)",
+        "{max_num_seqs} requests at once: each has states of {} beside its KV, and slots for snapshots in the prefix cache \
+         (--max-num-seqs, --mean-request-len)",
         Bytes(facts.state_bytes)
     );
     Ok(StepLimits {
@@ -94,6 +95,7 @@ pub(super) fn profile_spec(
     );
     spec.groups = facts.groups;
     spec.state_bytes = facts.state_bytes;
+    spec.prefix_caching = facts.shares_prefixes(settings);
     spec.pooling = facts.pooling();
     spec.quantization.clone_from(&facts.quantization);
     spec.num_parameters = facts.num_parameters;

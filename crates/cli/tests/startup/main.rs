@@ -2,6 +2,7 @@
 
 mod advice;
 mod ballast;
+mod chats;
 mod gpu;
 mod gpu_neighbours;
 mod neighbours;

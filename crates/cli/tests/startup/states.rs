@@ -46,7 +46,8 @@ fn as_many_requests_run_as_leave_each_the_kv_of_a_mean_request() {
             continue;
         };
         let (requests, states) = (chosen.max_num_seqs, chosen.states.clone().unwrap());
-        assert_eq!((states.layers, states.slots), (3, requests), "{bytes} bytes");
+        let kept = (states.layers, states.slots, states.snapshots);
+        assert_eq!(kept, (3, 2 * requests, requests), "{bytes} bytes");
         let held = chosen
             .ready
             .components
@@ -55,7 +56,7 @@ fn as_many_requests_run_as_leave_each_the_kv_of_a_mean_request() {
             .unwrap();
         assert_eq!(
             held.bytes,
-            states.bytes_per_request * requests as u64,
+            states.bytes_per_request * 2 * requests as u64,
             "{bytes} bytes"
         );
         assert!(
@@ -76,22 +77,25 @@ fn as_many_requests_run_as_leave_each_the_kv_of_a_mean_request() {
     assert!(counts[0] < 8 && counts[counts.len() - 1] == 32, "{counts:?}");
 }
 
-/// A request more costs as many tokens as its states have bytes for.
+/// A request more costs as many tokens as its states and a snapshot have bytes for, or its states alone.
 #[test]
 fn each_side_may_be_pinned_and_the_other_follows() {
     let model = Model::hybrid();
     let bytes = 8 << 20;
     let of = |requests: usize| plan(&model, &format!("--max-num-seqs {requests}"), bytes).unwrap();
-    let (few, many) = (of(2), of(12));
-    assert!(fitting(&few) > fitting(&many));
-    let states = few.states.clone().unwrap();
-    let cost = 10.0 * states.tokens_per_request as f64 * 0.95;
-    let lost = (fitting(&few) - fitting(&many)) as f64;
-    // More requests also take more of the step arena.
-    assert!(
-        lost >= cost * 0.98 && lost < cost * 1.3,
-        "{lost} tokens for {cost}"
-    );
+    for (slots, flag) in [(2.0, ""), (1.0, "--no-enable-prefix-caching")] {
+        let of = |requests: usize| plan(&model, &format!("--max-num-seqs {requests} {flag}"), bytes).unwrap();
+        let (few, many) = (of(2), of(12));
+        assert!(fitting(&few) > fitting(&many));
+        let states = few.states.clone().unwrap();
+        let cost = 10.0 * slots * states.tokens_per_request as f64 * 0.95;
+        let lost = (fitting(&few) - fitting(&many)) as f64;
+        // More requests also take more of the step arena.
+        assert!(
+            lost >= cost * 0.98 && lost < cost * 1.3,
+            "{lost} tokens for {cost}"
+        );
+    }
 
     let tokens = fitting(&of(6)) / 16 * 16;
     let pinned = plan(&model, &format!("--max-total-token-num {tokens}"), bytes).unwrap();
@@ -143,20 +147,16 @@ async fn slots_are_free_when_all_is_answered() {
     let (model, budget) = (Model::hybrid(), Budget::new(BUDGET));
     let ready: Started = model.start("", &budget).unwrap();
     let stats = ready.engine.stats().scheduler;
-    assert_eq!((stats.slots.total, stats.slots.used), (4, 0));
+    assert_eq!((stats.slots.total, stats.slots.used), (8, 0));
     assert!(budget.meters().by_component.get(Component::States) > 0);
     let expected = answers(&ready.engine).await;
-    // The same prompts again: nothing is found in a prefix cache, and nothing differs.
+    // The same prompts again: their beginnings are found in the prefix cache, and nothing differs.
     assert_eq!(answers(&ready.engine).await, expected);
     until_ready(&ready.engine).await;
     let stats = ready.engine.stats().scheduler;
-    assert_eq!((stats.slots.used, stats.prefix_queried_tokens), (0, 0));
-    assert!(
-        ready
-            .report
-            .disabled
-            .iter()
-            .any(|off| off.path == "prefix caching")
-    );
+    assert_eq!((stats.slots.used, stats.prefix_queried_tokens), (0, 2 * 4 * 40));
+    assert_eq!(stats.prefix_hit_tokens, 4 * 32);
+    let disabled = &ready.report.disabled;
+    assert!(disabled.iter().all(|off| off.path != "prefix caching"));
     stop(ready, &budget).await;
 }

@@ -79,8 +79,8 @@ impl<'a> Bench<'a> {
                 let run = |index: usize| GpuStateRun {
                     first_row: (index * len) as i32,
                     len: len as i32,
-                    slot: (set * runs + index) as i32,
-                    is_new: 0,
+                    before: (set * runs + index) as i32,
+                    after: (set * runs + index) as i32,
                 };
                 let list: Vec<_> = (0..runs).map(run).collect();
                 let tiles: Vec<_> = GpuStateTile::all(&list).collect();

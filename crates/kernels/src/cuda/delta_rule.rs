@@ -20,7 +20,7 @@ const NORM_WARPS: usize = 8;
 const CONV_DIMS: [usize; 2] = [128, 256];
 const KEY_DIMS: [usize; 3] = [64, 128, 256];
 
-/// A [`StateRun`] in device memory, or padding: a slot below 0, for which no state is read or written.
+/// A [`StateRun`] in device memory, or padding: `after` below 0, for which no state is read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C, align(16))]
 pub struct GpuStateRun {
@@ -28,10 +28,10 @@ pub struct GpuStateRun {
     pub first_row: i32,
     /// Rows.
     pub len: i32,
-    /// Where the request's state is; -1 is padding.
-    pub slot: i32,
-    /// 1 if the state is zero before, whatever the slot holds; else 0.
-    pub is_new: i32,
+    /// The slot of the state before the first row; -1 where that is zero.
+    pub before: i32,
+    /// The slot of the state after the last row; -1 is padding.
+    pub after: i32,
 }
 
 impl GpuStateRun {
@@ -39,8 +39,8 @@ impl GpuStateRun {
     pub const PADDING: Self = Self {
         first_row: 0,
         len: 0,
-        slot: -1,
-        is_new: 0,
+        before: -1,
+        after: -1,
     };
 }
 
@@ -49,8 +49,8 @@ impl From<StateRun> for GpuStateRun {
         Self {
             first_row: run.first_row as i32,
             len: run.len as i32,
-            slot: run.slot as i32,
-            is_new: i32::from(run.is_new),
+            before: run.before.map_or(-1, |slot| slot as i32),
+            after: run.after as i32,
         }
     }
 }
@@ -106,7 +106,7 @@ pub struct DeltaArgs<'a> {
     pub conv: GpuSlice<'a, f32>,
     /// Of the recurrence and the output.
     pub gates: GpuDeltaGates<'a>,
-    /// The step's runs, longest first for speed. No two share rows or a slot.
+    /// The step's runs, longest first for speed. No two share rows, and none reads or writes a slot that another writes.
     pub runs: GpuSlice<'a, GpuStateRun>,
     /// [`GpuStateTile::all`] of them.
     pub tiles: GpuSlice<'a, GpuStateTile>,
@@ -394,8 +394,8 @@ mod tests {
         let run = |first_row, len| GpuStateRun {
             first_row,
             len,
-            slot: 0,
-            is_new: 0,
+            before: 0,
+            after: 0,
         };
         let runs = [
             run(0, 70),

@@ -158,12 +158,13 @@ impl States {
     }
 }
 
+/// A run whose state is in one slot, unless it is new.
 fn one(rows: std::ops::Range<usize>, slot: usize, is_new: bool) -> StateRun {
     StateRun {
         first_row: rows.start,
         len: rows.len(),
-        slot,
-        is_new,
+        before: (!is_new).then_some(slot),
+        after: slot,
     }
 }
 
@@ -226,6 +227,58 @@ fn cuts_and_neighbours_change_no_bit() {
     }
 }
 
+/// A state that a run leaves behind in another slot stays as it was, and others go on from it, also in the same step.
+#[test]
+fn a_state_that_is_left_behind_can_be_continued_again() {
+    for seed in seeds(12) {
+        let mut rng = rng(seed);
+        let rows = rng.random_range(2..60);
+        let case = Case::new(&mut rng, rows);
+        let layout = &case.layout;
+        let (level, middle) = (Level::detect(), rng.random_range(1..rows));
+        let mut states = States::of_others(layout, 4);
+        let whole = case.forward(level, &[one(0..rows, 0, true)], 0..rows, &mut states);
+        case.forward(level, &[one(0..middle, 1, true)], 0..middle, &mut states);
+        let want = &whole[middle * layout.values()..];
+        for (seed, first) in [(seed, 2), (seed + 1, 3)] {
+            let run = StateRun {
+                before: Some(1),
+                ..one(0..rows - middle, first, true)
+            };
+            let part = case.forward(level, &[run], middle..rows, &mut states);
+            assert_same_bits(&part, want, &format!("seed {seed} rows {middle}..{rows}"));
+        }
+        let end = |slot: usize, states: &States| {
+            let (conv, heads) = (layout.conv_state(), layout.head_states());
+            [
+                states.conv[slot * conv..][..conv].to_vec(),
+                states.heads[slot * heads..][..heads].to_vec(),
+            ]
+        };
+        for slot in [2, 3] {
+            for (part, want) in end(slot, &states).iter().zip(end(0, &states)) {
+                assert_same_bits(
+                    part,
+                    &want,
+                    &format!("seed {seed}: the state behind the last token"),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "reads what another run writes")]
+fn no_run_begins_with_a_state_that_another_writes() {
+    let case = Case::new(&mut rng(1), 4);
+    let mut states = States::of_others(&case.layout, 2);
+    let second = StateRun {
+        before: Some(1),
+        ..one(2..4, 0, true)
+    };
+    case.forward(Level::detect(), &[one(0..2, 1, true), second], 0..4, &mut states);
+}
+
 #[test]
 fn attention_is_gated_by_sigmoids_of_a_part_of_each_row() {
     for seed in seeds(4) {
@@ -247,7 +300,7 @@ fn attention_is_gated_by_sigmoids_of_a_part_of_each_row() {
 }
 
 #[test]
-#[should_panic(expected = "two runs in slot 1")]
+#[should_panic(expected = "two runs write slot 1")]
 fn no_two_runs_share_a_state() {
     let case = Case::new(&mut rng(1), 4);
     let mut states = States::of_others(&case.layout, 2);

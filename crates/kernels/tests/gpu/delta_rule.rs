@@ -27,8 +27,10 @@ struct Case {
     dt_bias: Vec<f32>,
     norm: Vec<f32>,
     requests: Vec<Request>,
-    /// Where the state of each request is.
+    /// Where the state of each request is in the end.
     slots: Vec<usize>,
+    /// Where it is now and then meanwhile.
+    others: Vec<usize>,
     num_slots: usize,
 }
 
@@ -80,10 +82,10 @@ impl Case {
             tokens,
         });
         let requests: Vec<Request> = requests.collect();
-        let num_slots = requests.len() + 2;
+        let num_slots = 2 * requests.len() + 2;
         let mut slots: Vec<usize> = (0..num_slots).collect();
         slots.shuffle(rng);
-        slots.truncate(requests.len());
+        let others = slots.split_off(requests.len())[..requests.len()].to_vec();
         Self {
             layout,
             conv,
@@ -92,6 +94,7 @@ impl Case {
             norm,
             requests,
             slots,
+            others,
             num_slots,
         }
     }
@@ -173,6 +176,7 @@ impl Case {
         let (width, ba_width) = (self.layout.width(), 2 * self.layout.value_heads);
         let mut served = vec![Served::default(); self.requests.len()];
         let mut done = vec![0; self.requests.len()];
+        let mut at = vec![None; self.requests.len()];
         loop {
             let left = (0..done.len()).filter(|&index| done[index] < self.requests[index].tokens);
             let mut order: Vec<usize> = left.collect();
@@ -194,11 +198,16 @@ impl Case {
                     x.extend(vec![bf16::NAN; width]);
                     ba.extend(vec![bf16::NAN; ba_width]);
                 }
+                let ends = done[index] + len == request.tokens;
+                let after = match ends || rng.random() {
+                    true => self.slots[index],
+                    false => self.others[index],
+                };
                 runs.push(StateRun {
                     first_row: x.len() / width,
                     len,
-                    slot: self.slots[index],
-                    is_new: done[index] == 0,
+                    before: at[index].replace(after),
+                    after,
                 });
                 x.extend(&request.x[done[index] * width..(done[index] + len) * width]);
                 ba.extend(&request.ba[done[index] * ba_width..(done[index] + len) * ba_width]);
@@ -218,7 +227,8 @@ impl Case {
             served.conv_state = conv[slot * conv_state..(slot + 1) * conv_state].to_vec();
             served.head_states = heads[slot * head_states..(slot + 1) * head_states].to_vec();
         }
-        for slot in (0..self.num_slots).filter(|slot| !self.slots.contains(slot)) {
+        let of_requests = |slot: &usize| self.slots.contains(slot) || self.others.contains(slot);
+        for slot in (0..self.num_slots).filter(|slot| !of_requests(slot)) {
             let untouched = conv[slot * conv_state..(slot + 1) * conv_state]
                 .iter()
                 .chain(&heads[slot * head_states..(slot + 1) * head_states])

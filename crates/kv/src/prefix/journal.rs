@@ -1,9 +1,12 @@
 use std::collections::HashMap;
 
-use plimsoll_core::{CacheEvent, CacheGroups, CacheKind, TokenId};
+use plimsoll_core::{CacheContent, CacheEvent, CacheGroups, TokenId};
 use sha2::{Digest, Sha256};
 
 use super::Prefix;
+
+/// Groups that events may be about: of KV, and that of states.
+const GROUPS: usize = CacheGroups::MAX + 1;
 
 /// Records events of the prefix cache.
 #[derive(Debug, Default)]
@@ -48,7 +51,7 @@ impl Journal {
     /// Records that `group` holds block `name`.
     pub(crate) fn stored(
         &mut self,
-        group: (usize, CacheKind),
+        group: (usize, CacheContent),
         before: Prefix,
         name: u64,
         tokens: &[TokenId],
@@ -62,7 +65,7 @@ impl Journal {
     pub(crate) fn removed(&mut self, group: usize, name: u64) {
         let public = self.public[&name];
         // Groups take turns: the last event of each is among the last few.
-        for event in self.events.iter_mut().rev().take(CacheGroups::MAX) {
+        for event in self.events.iter_mut().rev().take(GROUPS) {
             match event {
                 CacheEvent::Removed { group: of, blocks } if *of == group => return blocks.push(public),
                 CacheEvent::Removed { .. } => {}
@@ -77,14 +80,14 @@ impl Journal {
     pub(crate) fn tell(
         &self,
         events: &mut Vec<CacheEvent>,
-        (group, kind): (usize, CacheKind),
+        (group, content): (usize, CacheContent),
         before: Prefix,
         name: u64,
         tokens: &[TokenId],
     ) {
         let parent = self.parent(before);
         let public = self.public[&name];
-        for event in events.iter_mut().rev().take(CacheGroups::MAX) {
+        for event in events.iter_mut().rev().take(GROUPS) {
             let CacheEvent::Stored {
                 group: of,
                 blocks,
@@ -105,7 +108,7 @@ impl Journal {
         }
         events.push(CacheEvent::Stored {
             group,
-            kind,
+            content,
             blocks: vec![public],
             parent,
             tokens: tokens.to_vec(),

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use plimsoll_core::{CacheGroups, Component, StepPlan};
+use plimsoll_core::{CacheGroups, Component, StateSlot, StepPlan};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuSlab, GpuSlice};
 use plimsoll_kernels::StateRun;
 use plimsoll_kernels::cuda::{GpuStateRun, GpuStateTile};
@@ -117,12 +117,12 @@ impl StateLists {
         self.runs.clear();
         for run in &plan.runs {
             let len = run.input.len();
-            self.runs.extend(run.state.map(|slot| {
+            self.runs.extend(run.state.map(|state| {
                 GpuStateRun::from(StateRun {
                     first_row,
                     len,
-                    slot: slot.index(),
-                    is_new: run.start == 0,
+                    before: state.before.map(StateSlot::index),
+                    after: state.after.index(),
                 })
             }));
             first_row += len;

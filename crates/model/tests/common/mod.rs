@@ -16,8 +16,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    BlockSize, CacheGroups, Executor, GroupTable, KvConfig, PageId, RequestId, Run, RunInput, SampleSpec,
-    SamplingParams, Scratch, StateConfig, StateSlot, StepError, StepLimits, StepPlan, TokenId,
+    BlockSize, CacheGroups, Executor, GroupTable, KvConfig, PageId, RequestId, Run, RunInput, RunState,
+    SampleSpec, SamplingParams, Scratch, StateConfig, StateSlot, StepError, StepLimits, StepPlan, TokenId,
 };
 use plimsoll_device::Budget;
 use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
@@ -221,6 +221,14 @@ pub fn greedy_spec(index: usize) -> SampleSpec {
     }
 }
 
+/// The state of a run that begins at `start`, in one slot.
+pub fn in_place(slot: u32, start: usize) -> RunState {
+    RunState {
+        before: (start > 0).then_some(StateSlot(slot)),
+        after: StateSlot(slot),
+    }
+}
+
 pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) -> Run {
     Run {
         request: RequestId(request),
@@ -228,11 +236,48 @@ pub fn run(request: u64, start: usize, tokens: &[TokenId], blocks: &[PageId]) ->
         input: RunInput::Known(tokens.to_vec()),
         tables: vec![GroupTable::whole(blocks.to_vec())],
         // Read where layers have states.
-        state: Some(StateSlot((request % LIMITS.max_num_seqs as u64) as u32)),
+        state: Some(in_place((request % LIMITS.max_num_seqs as u64) as u32, start)),
         sample: None,
         score: None,
         pool: None,
     }
+}
+
+/// What follows the first `cut` tokens of a prompt, a whole number of blocks: the logits of its last token, and the token that a
+/// decode step behind the cut samples. Either of a request whose state stays in one slot, or of one that finds it in a
+/// snapshot, which another one has used already.
+pub fn continued(
+    runner: &mut impl Oracle,
+    prompt: &[TokenId],
+    (cut, block_size): (usize, usize),
+    from_snapshot: bool,
+) -> (Vec<f32>, Option<TokenId>) {
+    let table = [blocks(0..(cut / block_size) as u32), blocks(20..30)].concat();
+    let mut logits = Vec::new();
+    let mut token = None;
+    for len in [prompt.len() - cut, 1] {
+        let prefix = Run {
+            state: Some(in_place(5, 0)),
+            ..run(1, 0, &prompt[..cut], &table)
+        };
+        runner.logits(&plan(vec![prefix]), &[]).unwrap();
+        let after = if from_snapshot { vec![6, 7] } else { vec![5] };
+        for after in after {
+            let mut rest = run(2, cut, &prompt[cut..cut + len], &table);
+            rest.state = Some(RunState {
+                before: Some(StateSlot(5)),
+                after: StateSlot(after),
+            });
+            if len > 1 {
+                logits = runner.logits(&plan(vec![rest]), &[len - 1]).unwrap();
+            } else {
+                rest.sample = Some(greedy_spec(0));
+                let output = runner.execute(&plan(vec![rest])).unwrap();
+                token = output.samples[0].as_ref().map(|sampled| sampled.token);
+            }
+        }
+    }
+    (logits, token)
 }
 
 pub fn plan(runs: Vec<Run>) -> StepPlan {

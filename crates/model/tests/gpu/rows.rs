@@ -4,8 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_core::{
-    Executor, PageId, Run, SampleSpec, Sampled, SamplingOptions, SamplingParams, Scratch, StateSlot,
-    StepLimits, TokenId,
+    Executor, PageId, Run, SampleSpec, Sampled, SamplingOptions, SamplingParams, Scratch, StepLimits, TokenId,
 };
 use plimsoll_device::cuda::Gpu;
 use plimsoll_model::cuda::{GpuModel, GpuRunner};
@@ -13,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::common::fp8::is_fp8;
-use crate::common::{EXPERT_MODELS, blocks, greedy_spec, plan, relative_error, run};
+use crate::common::{EXPERT_MODELS, blocks, greedy_spec, in_place, plan, relative_error, run};
 use crate::reference::VOCAB;
 use crate::setup::{LIMITS, MODELS, Setup, gpu, load, load_dummy, report};
 
@@ -255,7 +254,7 @@ fn check_sizes(case: &Case) {
         let other = |at: u32| {
             let table = blocks(first_free + at..first_free + at + 1);
             Run {
-                state: Some(StateSlot(at)),
+                state: Some(in_place(at, 0)),
                 ..run(u64::from(at), 0, &[7], &table)
             }
         };

@@ -5,7 +5,7 @@ use plimsoll_device::cuda::Gpu;
 
 use crate::common::malformed::refuses_malformed_plans;
 use crate::common::requests::{Disturbance, Request, serve};
-use crate::common::{blocks, greedy_spec, plan, run};
+use crate::common::{blocks, continued, greedy_spec, plan, run};
 use crate::reference::{Judge, VOCAB, expected_texts};
 use crate::setup::{self, HYBRID_MODELS, LIMITS, MODELS, Setup, gpu, load};
 
@@ -188,5 +188,23 @@ fn every_row_of_a_full_batch_samples() {
             judge.judge(&format!("{setup:?}"), sample.as_ref().unwrap(), &expected[0]);
         }
         judge.finish("a full batch");
+    }
+}
+
+/// In steps of the same shapes, so that products round alike, with graphs and without.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn a_prefix_with_a_snapshot_is_as_good_as_computed() {
+    let gpu = gpu();
+    let prompt: Vec<TokenId> = (0..80).map(|at| (at * at + 3) % VOCAB as u32).collect();
+    for name in HYBRID_MODELS {
+        let model = load(&gpu, name);
+        for setup in Setup::all(32 * 64) {
+            let mut runner = setup.build(&model);
+            let at = (64, setup.block_size);
+            let expected = continued(&mut runner, &prompt, at, false);
+            let found = continued(&mut runner, &prompt, at, true);
+            assert!(found == expected, "{name}, {setup:?}");
+        }
     }
 }

@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 
-use plimsoll_core::{Executor, RequestId, Scratch, StateSlot, StepLimits, StepPlan, TokenId};
+use plimsoll_core::{Executor, RequestId, Scratch, StepLimits, StepPlan, TokenId};
 use plimsoll_model::KvCacheDtype;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::common::scores::{by_definition, in_chunks, scored_run};
-use crate::common::{blocks, golden, greedy_spec, load as load_cpu, plan, run, runner};
+use crate::common::{blocks, golden, greedy_spec, in_place, load as load_cpu, plan, run, runner};
 use crate::setup::{MODELS, Setup, gpu, load};
 
 /// More rows in a step than are scored at one time.
@@ -42,7 +42,7 @@ fn scored_step(prompts: &[Vec<TokenId>], len: usize) -> StepPlan {
         let table = blocks(15 * index..15 * (index + 1));
         let mut run = scored_run(&prompt[..len], 0, len, 0, &table);
         run.request = RequestId(u64::from(index));
-        run.state = Some(StateSlot(index));
+        run.state = Some(in_place(index, 0));
         run
     });
     let neighbours = (0..4).map(|index| {

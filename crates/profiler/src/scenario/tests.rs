@@ -34,6 +34,41 @@ fn shapes(scenarios: &[Scenario], kind: ScenarioKind) -> Vec<(usize, usize)> {
         .collect()
 }
 
+/// Each request begins with a snapshot as far as there are any, and writes a slot of its own, which no other reads.
+#[test]
+fn states_are_found_in_snapshots() {
+    for (state_slots, snapshots) in [(8, 4), (6, 2), (4, 0)] {
+        let groups = CacheGroups::default().with_states(3);
+        let kv = KvConfig {
+            groups,
+            state_slots,
+            ..kv(512)
+        };
+        let (all, _) = scenarios(&limits(512, 4, 2048), 1000, kv, None);
+        for Scenario { kind, plan } in all {
+            let states: Vec<RunState> = plan.runs.iter().map(|run| run.state.unwrap()).collect();
+            let written: HashSet<StateSlot> = states.iter().map(|state| state.after).collect();
+            assert_eq!(written.len(), plan.runs.len(), "{kind:?}");
+            for (run, state) in plan.runs.iter().zip(&states) {
+                assert_eq!(state.before.is_some(), run.start > 0, "{kind:?}");
+                let others = state.before.filter(|&before| before != state.after);
+                assert!(
+                    others.is_none_or(|slot| !written.contains(&slot)),
+                    "{kind:?}: {states:?}"
+                );
+                assert!(
+                    state.before.is_none_or(|slot| slot.index() < state_slots),
+                    "{kind:?}: {states:?}"
+                );
+            }
+            if kind == ScenarioKind::Decode {
+                let read = states.iter().filter(|state| state.before != Some(state.after));
+                assert_eq!(read.count(), snapshots, "{states:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn every_worst_case_is_in() {
     let (all, left_out) = scenarios(&limits(512, 4, 2048), 1000, kv(512), None);

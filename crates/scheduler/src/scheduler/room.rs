@@ -1,7 +1,9 @@
 //! How much of what there is to compute goes into the next step.
 
+use plimsoll_kv::KvManager;
+
 use super::Scheduler;
-use crate::Load;
+use crate::{Load, sequence::Running};
 
 /// What is left of a step while it is planned.
 #[derive(Clone, Copy, Debug)]
@@ -13,11 +15,16 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// How many of the `ready` tokens of a request are computed.
-    pub(super) fn take(&mut self, ready: usize, generates: bool) -> usize {
+    /// How many of the tokens of a request that are ready are computed.
+    pub(super) fn take(&mut self, running: &Running, kv: &KvManager) -> usize {
+        let (ready, generates) = (running.ready(), running.generates());
         let len = match generates {
             true => ready.min(self.tokens),
-            false => ready.min(self.for_prompts()),
+            false => {
+                let start = running.planned;
+                let most = ready.min(self.for_prompts());
+                kv.cut(&running.table, start, start + most) - start
+            }
         };
         self.tokens -= len;
         self.prompts -= if generates { 0 } else { len };

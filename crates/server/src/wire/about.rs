@@ -158,7 +158,7 @@ pub(crate) struct KvNow {
     pub(crate) states: Option<StatesNow>,
 }
 
-/// States of fixed size, which a request has beside its KV from its admission to its end.
+/// States of fixed size: those that requests have beside their KV, and snapshots in the prefix cache.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct StatesNow {
     /// Layers that have one.
@@ -166,6 +166,8 @@ pub(crate) struct StatesNow {
     pub(crate) slots: usize,
     /// Slots that requests hold.
     pub(crate) slots_used: usize,
+    /// Slots with a snapshot that requests can begin with.
+    pub(crate) slots_cached: usize,
     /// Bytes of one slot.
     pub(crate) slot_bytes: u64,
 }

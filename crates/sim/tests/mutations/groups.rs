@@ -7,43 +7,9 @@ const LAYOUT: &str = "core/cache_layout.rs";
 const MANAGER: &str = "kv/manager.rs";
 const POOL: &str = "kv/pool.rs";
 const PREFIX: &str = "kv/prefix.rs";
-const SEQUENCE: &str = "scheduler/sequence.rs";
-const SLOTS: &str = "kv/slots.rs";
 const TABLE: &str = "kv/table.rs";
 
-pub(crate) const GROUP_MUTATIONS: [Mutation; 27] = [
-    bug(
-        "a state slot is not given back",
-        &[edit(MANAGER, "«self.slots.put(slot);»", "let _ = slot;")],
-    ),
-    bug(
-        "two requests get one state slot",
-        &[edit(
-            SLOTS,
-            "«self.free.pop()».ok_or(NoRoom::Slots(self.total))",
-            "self.free.last().copied()",
-        )],
-    ),
-    bug(
-        "a new cache has the slots that were free in the old one",
-        &[edit(
-            MANAGER,
-            "«self.slots = Slots::new(config.state_slots);»\n    }\n\n    /// Empties",
-            "{}",
-        )],
-    ),
-    bug(
-        "prefixes are shared without the states behind them",
-        &[edit(
-            MANAGER,
-            "prefix_caching: «prefix_caching && config.groups.can_share_prefixes()»,",
-            "prefix_caching",
-        )],
-    ),
-    bug(
-        "a run does not say where its state is",
-        &[edit(SEQUENCE, "state: «self.table.state()»,", "None")],
-    ),
+pub(crate) const GROUP_MUTATIONS: [Mutation; 22] = [
     bug(
         "a window ends a token early",
         &[edit(
@@ -148,8 +114,8 @@ pub(crate) const GROUP_MUTATIONS: [Mutation; 27] = [
         "a router hears of the first group alone",
         &[edit(
             PREFIX,
-            "«journal.stored((group, kind), node.before, node.name, tokens);»",
-            "if group == 0 { journal.stored((group, kind), node.before, node.name, tokens); }",
+            "«journal.stored((group, content), node.before, node.name, tokens);»",
+            "if group == 0 { journal.stored((group, content), node.before, node.name, tokens); }",
         )],
     ),
     bug(

@@ -180,16 +180,16 @@ pub(crate) const MUTATIONS: [Mutation; 74] = [
         "the table misses its last block",
         &[edit(
             SEQUENCE,
-            "tables: «self.table.up_to(end, kv)»,",
-            "self.table.up_to(end - 1, kv)",
+            "tables: «self.table.up_to(end, &kv.config())»,",
+            "self.table.up_to(end - 1, &kv.config())",
         )],
     ),
     bug(
         "the table repeats its first block",
         &[edit(
             SEQUENCE,
-            "tables: «self.table.up_to(end, kv)»,",
-            "{ let mut tables = self.table.up_to(end, kv); tables.iter_mut().for_each(|t| if let Some(&page) = t.pages.first() { t.pages.fill(page) }); tables }",
+            "tables: «self.table.up_to(end, &kv.config())»,",
+            "{ let mut tables = self.table.up_to(end, &kv.config()); tables.iter_mut().for_each(|t| if let Some(&page) = t.pages.first() { t.pages.fill(page) }); tables }",
         )],
     ),
     bug(
