@@ -1,11 +1,9 @@
 //! A second oracle: candle-transformers, which shares no code with ours or with the golden files.
 
-mod common;
-
+use crate::common::*;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama;
-use common::*;
 use plimsoll_model::{KvCacheDtype, OutputHead};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

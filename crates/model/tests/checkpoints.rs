@@ -1,13 +1,11 @@
 //! Weights of model directories: what is wrong and how it is said.
 
-mod common;
-
 use std::collections::HashMap;
 use std::path::Path;
 
+use crate::common::fp8::is_fp8;
+use crate::common::*;
 use candle_core::{DType, Device, Tensor};
-use common::fp8::is_fp8;
-use common::*;
 use plimsoll_core::Executor;
 use plimsoll_device::Budget;
 use plimsoll_model::{

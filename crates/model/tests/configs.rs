@@ -1,11 +1,9 @@
 //! config.json: what published ones mean, what is refused and how it is said.
 
-mod common;
-
 use std::path::Path;
 
-use common::golden_path;
-use common::summary::summary;
+use crate::common::golden_path;
+use crate::common::summary::summary;
 use plimsoll_model::rope::{RopeScaling, RopeSpec};
 use plimsoll_model::{
     Architecture, Fp8Scales, HfOverrides, MatrixFormat, ModelConfig, ModelError, OutputHead,

@@ -1,13 +1,11 @@
 //! Models that are served for embeddings: vectors against transformers, alone and among others, whole and in chunks.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
-use common::convert::golden_gguf;
-use common::embeddings::*;
-use common::*;
+use crate::common::convert::golden_gguf;
+use crate::common::embeddings::*;
+use crate::common::*;
 use plimsoll_core::{Executor, MetaValue, Pooling, TokenId};
 use plimsoll_device::Budget;
 use plimsoll_model::{

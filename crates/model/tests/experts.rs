@@ -1,15 +1,13 @@
 //! Models with experts: what configurations mean, how experts are stored, and that memory does not depend on where tokens go.
 
-mod common;
-
 use std::collections::HashMap;
 use std::path::Path;
 
+use crate::common::convert::*;
+use crate::common::experts::{adversarial, config_json, edited};
+use crate::common::*;
 use candle_core::quantized::{GgmlDType, gguf_file};
 use candle_core::{DType, Device, Tensor};
-use common::convert::*;
-use common::experts::{adversarial, config_json, edited};
-use common::*;
 use plimsoll_core::{BlockSize, Executor, Scratch, StepLimits};
 use plimsoll_model::cuda::{GpuFootprint, GpuOptions, GpuStateShape};
 use plimsoll_model::{

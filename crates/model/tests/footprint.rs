@@ -1,12 +1,10 @@
 //! What is told of a model without its weights is what it takes, to the byte: every family, every stored type, any shape.
 
-mod common;
-
 use std::path::Path;
 
+use crate::common::convert::*;
+use crate::common::*;
 use candle_core::quantized::GgmlDType;
-use common::convert::*;
-use common::*;
 use plimsoll_core::{Component, Executor, Pooling, ScoreSpec, StepLimits};
 use plimsoll_device::Budget;
 use plimsoll_model::{

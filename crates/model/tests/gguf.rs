@@ -1,14 +1,12 @@
 //! GGUF files: the tiny golden models converted as llama.cpp converts them, every quantised type, broken files.
 
-mod common;
-
 use std::path::Path;
 
+use crate::common::convert::*;
+use crate::common::*;
 use candle_core::Device;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QTensor};
-use common::convert::*;
-use common::*;
 use plimsoll_core::{MetaValue, Metadata};
 use plimsoll_model::{
     Architecture, GgufFile, GgufTensors, HfOverrides, KvCacheDtype, LoadOptions, Model, ModelConfig,

@@ -1,9 +1,7 @@
 //! Every family against Hugging Face transformers.
 
-mod common;
-
-use common::scores::{assert_close, by_definition, in_chunks};
-use common::*;
+use crate::common::scores::{assert_close, by_definition, in_chunks};
+use crate::common::*;
 use plimsoll_model::KvCacheDtype;
 
 fn logits_error(name: &str, kv_cache_dtype: KvCacheDtype) -> f64 {

@@ -1,9 +1,7 @@
 //! Layers that keep different things, in pages of one size.
 
-mod common;
-
-use common::groups::{Tables, grouped, hits_past_the_window, logits_of_chunks, serve_twice};
-use common::*;
+use crate::common::groups::{Tables, grouped, hits_past_the_window, logits_of_chunks, serve_twice};
+use crate::common::*;
 use plimsoll_core::{CacheGroups, Component, KvConfig, StateConfig};
 use plimsoll_model::KvCacheDtype;
 use rand::rngs::StdRng;

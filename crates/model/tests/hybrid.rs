@@ -1,10 +1,8 @@
 //! Models of which some layers keep a state of fixed size: what of config.json is refused, and what plans are.
 
-mod common;
-
 use std::path::Path;
 
-use common::*;
+use crate::common::*;
 use plimsoll_core::{Component, Executor, Run, RunState, StateSlot};
 use plimsoll_model::{HfOverrides, KvCacheDtype, ModelConfig};
 use serde_json::{Value, json};

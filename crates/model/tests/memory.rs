@@ -1,11 +1,9 @@
 //! Every byte is charged first, running out is a typed error, and everything comes back.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::scores::scored_run;
-use common::*;
+use crate::common::scores::scored_run;
+use crate::common::*;
 use plimsoll_core::{Component, Executor, Oom, RefusedBy, Scratch, StateConfig, StepError};
 use plimsoll_device::Budget;
 use plimsoll_model::{LoadOptions, Model, ModelError, Progress, Runner};

@@ -1,13 +1,11 @@
 //! Text and logits must not depend on scheduling: chunks, batches, block tables, preemption.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::malformed::refuses_malformed_plans;
-use common::requests::{Disturbance, Request, serve};
-use common::scores::{in_chunks, scored_run};
-use common::*;
+use crate::common::malformed::refuses_malformed_plans;
+use crate::common::requests::{Disturbance, Request, serve};
+use crate::common::scores::{in_chunks, scored_run};
+use crate::common::*;
 use plimsoll_core::{Executor, PageId, RunInput, TokenId};
 use plimsoll_model::{KvCacheDtype, Model};
 use rand::rngs::StdRng;

@@ -3,13 +3,11 @@
 //! We multiply with activations rounded to 15 bits and cache f16, so logits differ by 1 to 2 parts in 10,000 of their norm.
 //! Where the best token leads by more than that it must be chosen; where two tokens nearly tie either may be.
 
-mod common;
-
 use std::fs;
 use std::time::Duration;
 
-use common::smollm2::{cases, file};
-use common::*;
+use crate::common::smollm2::{cases, file};
+use crate::common::*;
 use plimsoll_model::{LoadOptions, Model};
 
 /// In logits; their standard deviation over the vocabulary is about 4.

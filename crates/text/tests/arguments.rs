@@ -1,10 +1,8 @@
 //! Arguments that are written one by one, in Python or in tags: what is read, and what grammars allow.
 
-mod common;
-
 use std::sync::{Arc, LazyLock};
 
-use common::{follow, read, told};
+use crate::common::{follow, read, told};
 use plimsoll_text::grammar::{GrammarCompiler, GrammarSpec};
 use plimsoll_text::{CallGrammar, Function, Position, Tokenizer, ToolFormat};
 use serde_json::{Value, json};

@@ -1,7 +1,5 @@
 //! Pieces given out one by one are the whole text, for every vocabulary and any tokens.
 
-mod common;
-
 use plimsoll_text::Tokenizer;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -21,13 +19,13 @@ fn every_tokenizer() -> Vec<(String, Tokenizer)> {
     let load = |name: &str| {
         (
             name.to_owned(),
-            Tokenizer::from_gguf(&common::vocabulary(name)).unwrap(),
+            Tokenizer::from_gguf(&crate::common::vocabulary(name)).unwrap(),
         )
     };
     let mut all: Vec<_> = VOCABULARIES.into_iter().map(load).collect();
     all.push((
         "smollm2".to_owned(),
-        Tokenizer::from_gguf(&common::smollm2()).unwrap(),
+        Tokenizer::from_gguf(&crate::common::smollm2()).unwrap(),
     ));
     all.push(("bytes".to_owned(), Tokenizer::bytes()));
     all

@@ -1,7 +1,5 @@
 //! The default model's tokenizer and chat template, from its GGUF file.
 
-mod common;
-
 use std::path::Path;
 
 use plimsoll_text::{ChatInput, ChatTemplate, Renderer, TextError, Tokenizer};
@@ -9,7 +7,7 @@ use serde_json::json;
 
 #[test]
 fn special_tokens() {
-    let tokenizer = Tokenizer::from_gguf(&common::smollm2()).unwrap();
+    let tokenizer = Tokenizer::from_gguf(&crate::common::smollm2()).unwrap();
     assert_eq!(tokenizer.vocab_size(), 49152);
     // <|im_end|> first, as the file says, then <|endoftext|>.
     assert_eq!(tokenizer.eos_ids(), [2, 0]);
@@ -33,7 +31,7 @@ fn special_tokens() {
 /// What transformers 5 makes of the same file.
 #[test]
 fn known_ids() {
-    let tokenizer = Tokenizer::from_gguf(&common::smollm2()).unwrap();
+    let tokenizer = Tokenizer::from_gguf(&crate::common::smollm2()).unwrap();
     let cases: [(&str, &[u32]); 4] = [
         ("Hello, world!", &[19556, 28, 905, 17]),
         (
@@ -55,7 +53,7 @@ fn known_ids() {
 
 #[test]
 fn chat() {
-    let metadata = common::smollm2();
+    let metadata = crate::common::smollm2();
     let tokenizer = Tokenizer::from_gguf(&metadata).unwrap();
     let template = ChatTemplate::from_gguf(
         Path::new("smollm2.gguf"),

@@ -1,7 +1,5 @@
 //! Real chat templates against Jinja2: `scripts/render-templates` rendered what is expected here.
 
-mod common;
-
 use std::fs;
 use std::time::{Duration, SystemTime};
 
@@ -100,7 +98,7 @@ fn clock() -> SystemTime {
 
 #[test]
 fn real_templates_render_as_in_jinja2() {
-    let expected = fs::read(common::cached(
+    let expected = fs::read(crate::common::cached(
         "test-data/templates-expected.json",
         "scripts/render-templates",
     ))
@@ -112,7 +110,7 @@ fn real_templates_render_as_in_jinja2() {
 
     let (mut failures, mut equal) = (Vec::new(), 0);
     for (name, results) in results {
-        let path = common::cached(&format!("test-data/{name}.jinja"), "scripts/fetch-test-data");
+        let path = crate::common::cached(&format!("test-data/{name}.jinja"), "scripts/fetch-test-data");
         let renderer = Renderer::in_process_at(clock);
         let template = ChatTemplate::new(&fs::read_to_string(path).unwrap(), &special_tokens, &renderer);
         let template = match template {
@@ -379,7 +377,7 @@ fn the_final_message_is_continued() {
 /// Which of the real templates take tools, and the formats of calls and reasoning found in them.
 #[test]
 fn real_templates_tell_their_formats() {
-    let directory = common::cached("test-data/llama.cpp/templates", "scripts/fetch-test-data");
+    let directory = crate::common::cached("test-data/llama.cpp/templates", "scripts/fetch-test-data");
     let special_tokens = SpecialTokens::from([
         ("bos_token".to_owned(), "<s>".to_owned()),
         ("eos_token".to_owned(), "</s>".to_owned()),

@@ -1,11 +1,9 @@
 //! Real functions and right calls of them (Berkeley Function Calling Leaderboard): written in each format and read back.
 
-mod common;
-
 use std::fs;
 use std::sync::Arc;
 
-use common::{follow, read};
+use crate::common::{follow, read};
 use plimsoll_text::grammar::GrammarCompiler;
 use plimsoll_text::{CallGrammar, Function, Position, Tokenizer, ToolFormat};
 use serde_json::{Map, Value};
@@ -27,7 +25,7 @@ struct Case {
 }
 
 fn cases() -> Vec<Case> {
-    let path = common::cached("test-data/tool-calls.json", "scripts/fetch-tool-calls");
+    let path = crate::common::cached("test-data/tool-calls.json", "scripts/fetch-tool-calls");
     let data: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let case = |case: &Value| Case {

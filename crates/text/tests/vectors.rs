@@ -1,7 +1,5 @@
 //! Tokenizers of GGUF files against llama.cpp's published token vectors (`ggml-vocab-*.gguf` with `.inp` and `.out`).
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::fs;
 
@@ -31,7 +29,7 @@ const WITHOUT_VECTORS: [&str; 3] = ["aquila", "baichuan", "gpt-neox"];
 
 #[test]
 fn nothing_is_left_out() {
-    let directory = common::cached("test-data/llama.cpp/vocab", "scripts/fetch-test-data");
+    let directory = crate::common::cached("test-data/llama.cpp/vocab", "scripts/fetch-test-data");
     let names = fs::read_dir(directory)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -64,7 +62,7 @@ fn models_of_code_fill_in_the_middle() {
         ("llama-spm", None, None),
         ("gpt-2", None, None),
     ] {
-        let tokenizer = Tokenizer::from_gguf(&common::vocabulary(name)).unwrap();
+        let tokenizer = Tokenizer::from_gguf(&crate::common::vocabulary(name)).unwrap();
         let fim = Fim::detect(&tokenizer);
         assert_eq!(fim.is_some(), card.is_some(), "{name}");
         let (Some(fim), Some(card)) = (fim, card) else {
@@ -92,7 +90,7 @@ fn models_of_code_fill_in_the_middle() {
 fn vectors_of_llama_cpp() {
     let mut failures = Vec::new();
     for name in PASSED {
-        let tokenizer = Tokenizer::from_gguf(&common::vocabulary(name)).unwrap();
+        let tokenizer = Tokenizer::from_gguf(&crate::common::vocabulary(name)).unwrap();
         let (texts, expected) = vectors(name);
         for (text, expected) in texts.iter().zip(&expected) {
             // The vectors are made without special tokens, added or parsed.
@@ -116,7 +114,7 @@ fn vectors_of_llama_cpp() {
 fn vectors(name: &str) -> (Vec<String>, Vec<Vec<u32>>) {
     let read = |end: &str| {
         let path = format!("test-data/llama.cpp/vocab/{name}.gguf.{end}");
-        fs::read_to_string(common::cached(&path, "scripts/fetch-test-data")).unwrap()
+        fs::read_to_string(crate::common::cached(&path, "scripts/fetch-test-data")).unwrap()
     };
     let input = read("inp");
     // In most files the mark also follows the last text.
@@ -139,15 +137,15 @@ fn vectors(name: &str) -> (Vec<String>, Vec<Vec<u32>>) {
 fn what_is_not_supported_is_named() {
     // Files without `tokenizer.ggml.pre` do not say how words are split; guessing would silently degrade the model.
     for name in ["aquila", "gpt-neox"] {
-        let error = Tokenizer::from_gguf(&common::vocabulary(name)).unwrap_err();
+        let error = Tokenizer::from_gguf(&crate::common::vocabulary(name)).unwrap_err();
         assert!(
             matches!(&error, TextError::Invalid { place, .. } if place == "tokenizer.ggml.pre"),
             "{name}: {error}"
         );
     }
-    Tokenizer::from_gguf(&common::vocabulary("baichuan")).unwrap();
+    Tokenizer::from_gguf(&crate::common::vocabulary("baichuan")).unwrap();
 
-    let mut metadata = common::vocabulary("gpt-2");
+    let mut metadata = crate::common::vocabulary("gpt-2");
     metadata.insert(
         "tokenizer.ggml.pre".into(),
         plimsoll_core::MetaValue::Str("no-such".into()),
@@ -176,7 +174,7 @@ fn what_is_not_supported_is_named() {
 fn bytes_bound_tokens() {
     let mut without = Vec::new();
     for name in PASSED {
-        let tokenizer = Tokenizer::from_gguf(&common::vocabulary(name)).unwrap();
+        let tokenizer = Tokenizer::from_gguf(&crate::common::vocabulary(name)).unwrap();
         let bound = |bytes| tokenizer.count_at_least(&"a".repeat(bytes));
         if bound(10_000) == 0 {
             without.push(name);
@@ -202,7 +200,7 @@ fn a_text_begins_and_ends_as_the_model_expects() {
         ("qwen2", &[], &[]),
     ];
     for (name, begin, end) in cases {
-        let tokenizer = Tokenizer::from_gguf(&common::vocabulary(name)).unwrap();
+        let tokenizer = Tokenizer::from_gguf(&crate::common::vocabulary(name)).unwrap();
         let plain = tokenizer.encode("Hello world", false).unwrap();
         let expected = [begin, &plain, end].concat();
         assert_eq!(tokenizer.encode("Hello world", true).unwrap(), expected, "{name}");
@@ -212,7 +210,7 @@ fn a_text_begins_and_ends_as_the_model_expects() {
 #[test]
 fn turns_end_with_any_of_the_models_end_tokens() {
     let ends = |name: &str| {
-        let tokenizer = Tokenizer::from_gguf(&common::vocabulary(name)).unwrap();
+        let tokenizer = Tokenizer::from_gguf(&crate::common::vocabulary(name)).unwrap();
         let texts = tokenizer.eos_ids().iter().map(|&id| tokenizer.token_str(id));
         texts.collect::<Vec<_>>()
     };

@@ -130,6 +130,37 @@ fn environment(sources: &[Source]) -> Vec<String> {
         .collect()
 }
 
+/// Cargo finds the programs of tests by itself unless a crate lists them: then none may be forgotten.
+fn forgotten_tests(sources: &[Source]) -> Vec<String> {
+    let text = |path: &str| {
+        let source = sources.iter().find(|source| source.path == path);
+        source.map_or("", |source| &source.text)
+    };
+    let is_forgotten = |source: &&Source| {
+        let Some((tests, file)) = source.path.split_once("/tests/") else {
+            return false;
+        };
+        let manifest = text(&format!("{tests}/Cargo.toml"));
+        let is_named = match file.split_once('/') {
+            None if file == "main.rs" => manifest.contains("path = \"tests/main.rs\""),
+            None => text(&format!("{tests}/tests/main.rs"))
+                .contains(&format!("\nmod {};", file.trim_end_matches(".rs"))),
+            Some((_, "main.rs")) => manifest.contains(&format!("path = \"tests/{file}\"")),
+            Some(_) => true,
+        };
+        file.ends_with(".rs") && manifest.contains("\nautotests = false\n") && !is_named
+    };
+    let guilty = sources.iter().filter(is_forgotten);
+    guilty
+        .map(|s| {
+            format!(
+                "{}: neither tests/main.rs nor Cargo.toml names it: it never runs",
+                s.path
+            )
+        })
+        .collect()
+}
+
 fn metric_names(sources: &[Source]) -> Vec<String> {
     let is_name = |literal: &str| {
         let own = literal
@@ -304,6 +335,33 @@ fn files_are_short() {
 #[test]
 fn no_test_is_skipped() {
     assert_none(skipped_tests(&sources()));
+}
+
+#[test]
+fn no_test_is_forgotten() {
+    assert_none(forgotten_tests(&sources()));
+    let source = |(path, text): (&str, &str)| Source {
+        path: format!("crates/kv/{path}"),
+        text: text.to_owned(),
+    };
+    let files = [
+        (
+            "Cargo.toml",
+            "\nautotests = false\n[[test]]\npath = \"tests/main.rs\"",
+        ),
+        ("tests/main.rs", "\nmod a;\nmod ab;"),
+        ("tests/a.rs", ""),
+        ("tests/b.rs", ""),
+        ("tests/c/main.rs", ""),
+        ("tests/common/mod.rs", ""),
+    ];
+    let found = forgotten_tests(&files.map(source)).join(" ");
+    let forgotten = files.map(|(path, _)| found.contains(&format!("crates/kv/{path}:")));
+    assert_eq!(forgotten, [false, false, false, true, true, false]);
+    // Cargo finds them.
+    assert_none(forgotten_tests(
+        &files[1..].iter().copied().map(source).collect::<Vec<_>>(),
+    ));
 }
 
 #[test]

@@ -1,0 +1,16 @@
+//! The integration tests of this crate: one program, for each would be linked anew.
+
+mod candle;
+mod checkpoints;
+mod common;
+mod configs;
+mod embeddings;
+mod experts;
+mod footprint;
+mod gguf;
+mod golden;
+mod groups;
+mod hybrid;
+mod memory;
+mod scheduling;
+mod smollm2;
