@@ -213,11 +213,13 @@ fn quantised_models_are_planned_for_in_their_bits() {
         let found = number(&plan, "/bits_per_weight");
         assert!((found - bits).abs() < 0.02, "{name:?}: {found}");
     }
-    let gptq = with(r#""quantization_config": {"quant_method": "gptq", "bits": 4}"#);
+    let gptq = with(r#""quantization_config": {"quant_method": "gptq", "bits": 8, "group_size": 128}"#);
+    let awq = with(r#""quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}"#);
     // Nothing is read before.
     std::fs::write(gptq.path().join("model.safetensors"), "not read").unwrap();
     for (dir, flags, message) in [
-        (&gptq, "", "`quantization_config.quant_method` is `gptq`"),
+        (&gptq, "", "`quantization_config.bits` is 8 bits"),
+        (&awq, quantise, "the model is stored in int4-group-128"),
         (
             &plain,
             "--device cpu --quantization fp8",

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use common::fp8::is_fp8;
+use common::fp8::{is_fp8, is_int4};
 use common::*;
 use plimsoll_core::Executor;
 use plimsoll_device::Budget;
@@ -296,8 +296,8 @@ fn scales_of_what_is_not_quantised_are_errors() {
 
 /// Codes that are not numbers are left to the first step, as in every format; nothing else becomes one.
 #[test]
-fn made_up_models_in_eight_bits_compute() {
-    for name in MODELS.into_iter().filter(|name| is_fp8(name)) {
+fn made_up_quantised_models_compute() {
+    for name in MODELS.into_iter().filter(|name| is_fp8(name) || is_int4(name)) {
         let directory = TempDir::new().unwrap();
         std::fs::copy(
             golden_path(name).join("config.json"),

@@ -1,5 +1,5 @@
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::quantization::{FP8_BLOCK, Fp8Scales};
+use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
 /// What products in eight bits ask of matrices.
@@ -30,6 +30,11 @@ impl Visitor for Products {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
+        if let (MatrixFormat::Int4(format), part) = (stack.format(), &stack.parts[0]) {
+            let value = format!("{format} for `{}`", part.module);
+            let supported = "on a GPU it is not served yet; --device cpu takes it".to_owned();
+            return Err(ModelError::unsupported("quantization_config", value, supported));
+        }
         let (inputs_of, outputs_of) = match stack.format().kept_scales() {
             None => return Ok(()),
             // The blocks of stacked matrices are those of one matrix.

@@ -9,46 +9,38 @@ use super::layout::{Element, Part, Stored};
 use crate::ModelError;
 use crate::blocks::{Among, Matrix, RowOrder};
 use crate::quantization::MXFP4_BLOCK;
-use crate::weights::{Checked, Scales, StoredMatrix, Tensor};
+use crate::weights::{Beside, Checked, StoredMatrix, Tensor};
 
 /// A stored tensor on its way to its place.
 #[derive(Debug)]
 pub(super) struct Job<'a> {
     tensor: Tensor<'a>,
-    /// Of a matrix that is stored in eight bits.
-    scales: Option<Scales>,
-    /// Of a matrix that is stored in four.
-    exponents: Option<Tensor<'a>>,
+    /// Of a matrix.
+    beside: Beside<'a>,
     part: Part,
 }
 
 impl<'a> Job<'a> {
     /// Takes the part's tensors, and checks that [`Self::write_rows`] can do what it has to.
     pub(super) fn new(tensors: &mut Checked<'a>, part: &Part) -> Result<Self, ModelError> {
-        let StoredMatrix {
-            mut tensor,
-            scales,
-            exponents,
-        } = match &part.stored {
+        let StoredMatrix { mut tensor, beside } = match &part.stored {
             Stored::Vector(vector) => StoredMatrix {
                 tensor: tensors.vector(vector)?,
-                scales: None,
-                exponents: None,
+                beside: Beside::Nothing,
             },
             Stored::Matrix(matrix) => tensors.matrix(matrix)?,
         };
         if matches!(tensor.order, RowOrder::Columns(_)) && part.element != Element::Bf16 {
             tensor = tensor.in_order();
         }
-        match &part.stored {
-            Stored::Vector(_) => drop(tensor.widen()?),
-            Stored::Matrix(_) if exponents.is_some() => {}
-            Stored::Matrix(_) => drop(tensor.matrix()?),
+        match (&part.stored, &beside) {
+            (Stored::Vector(_), _) => drop(tensor.widen()?),
+            (Stored::Matrix(_), Beside::Exponents(_) | Beside::Int4(_)) => {}
+            (Stored::Matrix(_), Beside::Nothing | Beside::Scales(_)) => drop(tensor.matrix()?),
         }
         Ok(Self {
             tensor,
-            scales,
-            exponents,
+            beside,
             part: part.clone(),
         })
     }
@@ -83,7 +75,7 @@ impl<'a> Job<'a> {
             }
             return Ok(());
         };
-        if let Some(exponents) = &self.exponents {
+        if let Beside::Exponents(exponents) = &self.beside {
             self.write_mxfp4(exponents, inputs, rows, out);
             return Ok(());
         }
@@ -95,8 +87,8 @@ impl<'a> Job<'a> {
         let stored = rows.clone().map(|row| self.tensor.order.stored(row));
         let pairs = stored.zip(out.chunks_exact_mut(self.part.row_bytes()));
         let mut wide = vec![0.0; inputs];
-        match (self.part.element, self.part.scales, &self.scales) {
-            (Element::Fp8, Some(place), Some(stored)) => {
+        match (self.part.element, self.part.scales, &self.beside) {
+            (Element::Fp8, Some(place), Beside::Scales(stored)) => {
                 pairs.for_each(|(row, out)| out.copy_from_slice(matrix.row(row)));
                 let firsts = place.first_rows(rows);
                 firsts.for_each(|row| place.add_row(stored.of_row(row), scales));

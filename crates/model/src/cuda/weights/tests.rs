@@ -63,7 +63,11 @@ fn experts_arrive_as_a_cpu_reads_them() {
             });
             let scales = kept.map(|kept| Scales::new(kept, Fp8Scales::Block, matrix));
             let found = &mut memory[part.span().range()];
-            let cpu = Checked::new(&*source).matrix(matrix).unwrap().dequantised();
+            let cpu = Checked::new(&*source)
+                .matrix(matrix)
+                .unwrap()
+                .dequantised()
+                .unwrap();
             let cpu = cpu.matrix().unwrap();
             let mut wide = vec![0.0; matrix.inputs];
             for (row, bytes) in found.chunks_exact_mut(part.row_bytes()).enumerate() {
