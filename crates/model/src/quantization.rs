@@ -175,6 +175,14 @@ impl Quantization {
         self.groups.iter().filter_map(|group| group.format.kept_scales())
     }
 
+    /// Formats of matrices in integers of four bits.
+    pub(crate) fn int4(&self) -> impl Iterator<Item = Int4Format> {
+        self.groups.iter().filter_map(|group| match group.format {
+            MatrixFormat::Int4(format) => Some(format),
+            _ => None,
+        })
+    }
+
     /// Whether matrices are to be quantised at load.
     pub(crate) fn is_online(&self) -> bool {
         self.groups

@@ -287,6 +287,7 @@ fn measure(linears: &mut Linears, model: &Model) {
     let scratch = LinearScratch {
         x: model.x.slice(),
         out: model.out.slice(),
+        weights: model.x.slice().range(0..0),
     };
     linears.measure(&uses, scratch).expect("measurements");
 }

@@ -149,9 +149,14 @@ impl Decoder {
             .alloc(Component::Arena, most * widest * size_of::<bf16>())?;
         let out = self.gpu.alloc(Component::Arena, bytes)?;
         self.fused.fill_random(x.slice(), 0, 1.0)?;
+        let dequantised = Widths::beside_experts(spec).largest_int4().unwrap_or(0);
+        let weights = self
+            .gpu
+            .alloc(Component::Arena, dequantised * size_of::<bf16>())?;
         let scratch = LinearScratch {
             x: x.slice(),
             out: out.slice(),
+            weights: weights.slice(),
         };
         let layers = &decoder.layers;
         let qkv = by_shape(layers, |layer| match &layer.mixer {

@@ -166,6 +166,11 @@ impl Int4<'_> {
         self.order.as_deref()
     }
 
+    /// Inputs of a group.
+    pub(crate) fn group_inputs(&self) -> usize {
+        self.format.groups.size(self.inputs)
+    }
+
     /// Eight codes of a stored output, from input `8 * octet` on, the first in the lowest bits.
     fn octet(&self, codes: &Tensor<'_>, output: usize, octet: usize) -> u32 {
         match self.format.packing {
@@ -285,4 +290,4 @@ fn word(tensor: &Tensor<'_>, index: usize) -> u32 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

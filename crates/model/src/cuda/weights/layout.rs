@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use half::bf16;
-use plimsoll_kernels::cuda::{Fp8Scaling, mxfp4_pitch};
+use plimsoll_kernels::cuda::{Fp8Scaling, Int4Group, int4_pitch, mxfp4_pitch};
 
 use crate::DecoderSpec;
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat};
+use crate::quantization::{FP8_BLOCK, Fp8Scales, Int4Groups, MatrixFormat};
 use crate::rope::RopeTable;
 
 /// Alignment of every weight, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
@@ -22,6 +22,8 @@ pub(super) enum Element {
     Fp8,
     /// Of matrices: `e2m1`, with exponents in each row.
     Mxfp4,
+    /// Of matrices: integers of four bits.
+    Int4,
 }
 
 impl Element {
@@ -32,6 +34,7 @@ impl Element {
             Self::F32 => elements.checked_mul(size_of::<f32>()),
             Self::Fp8 => Some(elements),
             Self::Mxfp4 => Some(mxfp4_pitch(elements)),
+            Self::Int4 => Some(int4_pitch(elements)),
         }
     }
 }
@@ -55,19 +58,67 @@ pub(super) struct LinearSpan {
     pub(super) weight: Span,
     /// Of the weight.
     pub(super) element: Element,
-    /// Of a weight in eight bits, `f32`.
+    /// Of a weight in eight bits or four.
     pub(super) scales: Option<ScaleSpan>,
+    /// Of the order of inputs, where a weight in four bits has one of its own: `u32`.
+    pub(super) order: Option<Span>,
     pub(super) bias: Option<Span>,
     pub(super) outputs: usize,
     pub(super) inputs: usize,
 }
 
-/// Where the scales of a linear layer lie: one for each output, or `[outputs / 128, inputs / 128]`, one for each block, with padded
-/// rows.
+/// Where the scales of a linear layer lie, in rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ScaleSpan {
     pub(super) span: Span,
-    pub(super) blocks: bool,
+    pub(super) kept: KeptScales,
+}
+
+/// What elements of few bits have scales for on a GPU, which are four bytes each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum KeptScales {
+    /// Of e4m3, `f32`: one for each output, or `[outputs / 128, inputs / 128]`, one for each block, with padded rows.
+    Fp8(Fp8Scales),
+    /// Of integers of four bits: for each group of each output a word, which has the zero too.
+    Int4(Int4Group),
+}
+
+impl KeptScales {
+    fn of(format: MatrixFormat) -> Option<Self> {
+        match format {
+            MatrixFormat::Int4(format) => Some(Self::Int4(match format.groups {
+                Int4Groups::Of32 => Int4Group::Of32,
+                Int4Groups::Of64 => Int4Group::Of64,
+                // Several groups of the kernels may have one word.
+                Int4Groups::Of128 | Int4Groups::Channel => Int4Group::Of128,
+            })),
+            other => other.kept_scales().map(Self::Fp8),
+        }
+    }
+
+    fn element(self) -> Element {
+        match self {
+            Self::Fp8(_) => Element::Fp8,
+            Self::Int4(_) => Element::Int4,
+        }
+    }
+
+    /// Rows and columns, without padding.
+    fn shape(self, outputs: usize, inputs: usize) -> [usize; 2] {
+        match self {
+            Self::Fp8(scales) => scales.shape(outputs, inputs),
+            Self::Int4(group) => [outputs, group.stride(inputs)],
+        }
+    }
+
+    /// From the beginning of one row to that of the next.
+    fn stride(self, inputs: usize) -> usize {
+        match self {
+            Self::Fp8(Fp8Scales::Tensor | Fp8Scales::Channel) => 1,
+            Self::Fp8(Fp8Scales::Block) => Fp8Scaling::Blocks.stride(inputs),
+            Self::Int4(group) => group.stride(inputs),
+        }
+    }
 }
 
 /// A stored tensor.
@@ -85,8 +136,10 @@ pub(super) struct Part {
     pub(super) element: Element,
     /// Where the first goes, in bytes.
     pub(super) start: usize,
-    /// Where the scales of [`Element::Fp8`] go.
+    /// Where the scales of elements of few bits go.
     pub(super) scales: Option<ScalePlace>,
+    /// Where the order of its inputs goes, if it has one of its own: one place for all that are stacked.
+    pub(super) order: Option<Span>,
 }
 
 impl Part {
@@ -135,6 +188,14 @@ impl Part {
         self.rows() * self.row_bytes()
     }
 
+    /// What it has scales for.
+    pub(super) fn kept(&self) -> Option<KeptScales> {
+        match &self.stored {
+            Stored::Matrix(matrix) => KeptScales::of(matrix.format),
+            Stored::Vector(_) => None,
+        }
+    }
+
     /// Where its scales go.
     pub(super) fn scale_span(&self) -> Option<Span> {
         self.scales.map(|place| place.span(0..self.rows()))
@@ -156,14 +217,14 @@ pub(super) struct ScalePlace {
 
 impl ScalePlace {
     /// For a matrix whose scales begin at a byte.
-    fn new(scales: Fp8Scales, matrix: &Matrix, start: usize) -> Self {
+    fn new(scales: KeptScales, matrix: &Matrix, start: usize) -> Self {
         let [_, cols] = scales.shape(matrix.outputs, matrix.inputs);
         let height = match scales {
-            Fp8Scales::Tensor => matrix.outputs,
-            Fp8Scales::Channel => 1,
-            Fp8Scales::Block => FP8_BLOCK,
+            KeptScales::Fp8(Fp8Scales::Tensor) => matrix.outputs,
+            KeptScales::Fp8(Fp8Scales::Channel) | KeptScales::Int4(_) => 1,
+            KeptScales::Fp8(Fp8Scales::Block) => FP8_BLOCK,
         };
-        let stride = kept_stride(scales, matrix.inputs);
+        let stride = scales.stride(matrix.inputs);
         Self {
             start,
             height,
@@ -197,14 +258,6 @@ impl ScalePlace {
             start: self.start + first * row_bytes,
             len: (end - first) * row_bytes,
         }
-    }
-}
-
-/// Scales between the beginnings of two rows of them on a GPU.
-fn kept_stride(scales: Fp8Scales, inputs: usize) -> usize {
-    match scales {
-        Fp8Scales::Tensor | Fp8Scales::Channel => 1,
-        Fp8Scales::Block => Fp8Scaling::Blocks.stride(inputs),
     }
 }
 
@@ -285,6 +338,7 @@ impl Places {
                 element,
                 start,
                 scales: None,
+                order: None,
             };
             start += part.bytes();
             self.parts.push(part);
@@ -296,22 +350,26 @@ impl Places {
     fn put_matrices(&mut self, matrices: &[Matrix]) -> Result<LinearSpan, Boundless> {
         let Matrix { inputs, format, .. } = matrices[0];
         let outputs = matrices.iter().map(|matrix| matrix.outputs).sum();
-        let kept = format.kept_scales();
+        let kept = KeptScales::of(format);
         let element = match kept {
             None if format == MatrixFormat::Mxfp4 => Element::Mxfp4,
             None => Element::Bf16,
-            Some(_) => Element::Fp8,
+            Some(kept) => kept.element(),
         };
         let weight = self.take(outputs, inputs, element)?;
         let scales = match kept {
             None => None,
-            Some(scales) => {
-                let blocks = scales == Fp8Scales::Block;
-                let shape = matrices.iter().map(|matrix| scales.shape(matrix.outputs, inputs));
+            Some(kept) => {
+                let shape = matrices.iter().map(|matrix| kept.shape(matrix.outputs, inputs));
                 let rows = shape.map(|[rows, _]| rows).sum();
-                let span = self.take(rows, kept_stride(scales, inputs), Element::F32)?;
-                Some(ScaleSpan { span, blocks })
+                let span = self.take(rows, kept.stride(inputs), Element::F32)?;
+                Some(ScaleSpan { span, kept })
             }
+        };
+        let order = match format {
+            // Numbers of as many bytes.
+            MatrixFormat::Int4(format) if format.ordered => Some(self.take(1, inputs, Element::F32)?),
+            _ => None,
         };
         let mut start = weight.start;
         let mut scale_start = scales.map_or(0, |scales| scales.span.start);
@@ -320,6 +378,7 @@ impl Places {
                 element,
                 start,
                 scales: kept.map(|scales| ScalePlace::new(scales, matrix, scale_start)),
+                order,
                 stored: Stored::Matrix(matrix.clone()),
             };
             start += part.bytes();
@@ -330,6 +389,7 @@ impl Places {
             weight,
             element,
             scales,
+            order,
             bias: None,
             outputs,
             inputs,
@@ -382,7 +442,9 @@ pub(super) mod tests {
 
     use super::*;
     use crate::OutputHead;
-    use crate::quantization::{MatrixFormat, ModuleNames, Quantization, QuantizationGroup};
+    use crate::quantization::{
+        Int4Format, Int4Packing, MatrixFormat, ModuleNames, Quantization, QuantizationGroup,
+    };
     use crate::rope::{RopeScaling, RopeSpec};
     use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, Projections, shared};
 
@@ -444,9 +506,14 @@ pub(super) mod tests {
 
     /// None, or one that leaves some matrices as they are.
     fn quantization(rng: &mut StdRng) -> Quantization {
-        let format = match rng.random_range(0..5) {
+        let format = match rng.random_range(0..6) {
             0 => MatrixFormat::Plain,
             1 => MatrixFormat::ToFp8,
+            5 => MatrixFormat::Int4(Int4Format {
+                packing: Int4Packing::Gptq { zeros_less_one: true },
+                groups: [Int4Groups::Of32, Int4Groups::Of64, Int4Groups::Channel][rng.random_range(0..3)],
+                ordered: rng.random(),
+            }),
             scales => MatrixFormat::Fp8 {
                 scales: [Fp8Scales::Tensor, Fp8Scales::Channel, Fp8Scales::Block][scales - 2],
                 input_scale: rng.random(),
@@ -473,8 +540,12 @@ pub(super) mod tests {
             let parts = layout.parts.iter();
             let spans = parts.flat_map(|part| std::iter::once(part.span()).chain(part.scale_span()));
             let turns = layout.turns.iter().flatten().copied();
-            let mut places: Vec<_> = spans.chain(turns).map(|span| (span.start, span.len)).collect();
+            let orders = layout.parts.iter().filter_map(|part| part.order);
+            let places = spans.chain(turns).chain(orders);
+            let mut places: Vec<_> = places.map(|span| (span.start, span.len)).collect();
             places.sort_unstable();
+            // What is stacked shares an order.
+            places.dedup();
             let mut end = 0;
             for (start, bytes) in places {
                 assert!(start >= end && start - end < ALIGN, "seed {seed}");
@@ -505,9 +576,8 @@ pub(super) mod tests {
                 let (attention, hidden) = (layer.attention().unwrap(), spec.hidden_size);
                 let (q, kv) = (attention.q_size(), attention.kv_size());
                 let (qkv, gate_up) = (found.mixer.attention().unwrap().qkv, found.mlp.dense().gate_up);
-                // Bytes of an element.
-                let size = if qkv.scales.is_some() { 1 } else { 2 };
-                assert_eq!(qkv.weight.len, (q + 2 * kv) * hidden * size, "seed {seed}");
+                let row_bytes = qkv.element.row_bytes(hidden).unwrap();
+                assert_eq!(qkv.weight.len, (q + 2 * kv) * row_bytes, "seed {seed}");
                 assert_eq!(qkv.bias.is_some(), attention.qkv_bias, "seed {seed}");
                 match attention.projections {
                     Projections::Fused => {
@@ -517,7 +587,7 @@ pub(super) mod tests {
                         let rows = [("q", 0), ("k", q), ("v", q + kv)];
                         for (part, row) in rows {
                             let at = start(name(&format!("self_attn.{part}_proj.weight")));
-                            assert_eq!(at, qkv.weight.start + row * hidden * size, "seed {seed}");
+                            assert_eq!(at, qkv.weight.start + row * row_bytes, "seed {seed}");
                             if let Some(bias) = qkv.bias {
                                 let at = start(name(&format!("self_attn.{part}_proj.bias")));
                                 assert_eq!(at, bias.start + row * 2, "seed {seed}");
@@ -526,7 +596,7 @@ pub(super) mod tests {
                     }
                 }
                 if layer.dense_mlp().projections == Projections::Separate {
-                    let up = gate_up.weight.start + layer.dense_mlp().intermediate_size * hidden * size;
+                    let up = gate_up.weight.start + layer.dense_mlp().intermediate_size * row_bytes;
                     assert_eq!(start(name("mlp.up_proj.weight")), up, "seed {seed}");
                 }
             }

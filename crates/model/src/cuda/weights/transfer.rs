@@ -170,6 +170,7 @@ mod tests {
                 element: Element::Bf16,
                 start: 0,
                 scales: None,
+                order: None,
             };
             let mut next = 0;
             for piece in pieces(&part) {
@@ -237,6 +238,10 @@ mod tests {
             let mut rng = StdRng::seed_from_u64(seed);
             let mut spec = random_spec(&mut rng);
             spec.hidden_size = 32 * rng.random_range(1..10);
+            if spec.quantization.int4().next().is_some() {
+                // Inputs are any number here, and whole words there: `weights/tests.rs` has them.
+                continue;
+            }
             let layout = Layout::new(&spec).unwrap();
             let mixed = Mixed::new(&spec.quantization);
             let mut checked = Checked::new(&mixed);

@@ -11,10 +11,10 @@ use crate::weights::Source;
 const MODULE: &str = "model.layers.0.mlp.up_proj";
 
 /// A matrix in plain words, packed by the published definitions: a word is the sum of codes times powers of 16.
-struct Plain {
-    format: Int4Format,
-    outputs: usize,
-    inputs: usize,
+pub(crate) struct Plain {
+    pub(crate) format: Int4Format,
+    pub(crate) outputs: usize,
+    pub(crate) inputs: usize,
     /// `[outputs][inputs]`.
     codes: Vec<Vec<u32>>,
     /// `[outputs][groups]`.
@@ -24,7 +24,7 @@ struct Plain {
     order: Vec<usize>,
 }
 
-struct Tensors(BTreeMap<String, (WeightType, Vec<usize>, Vec<u8>)>);
+pub(crate) struct Tensors(BTreeMap<String, (WeightType, Vec<usize>, Vec<u8>)>);
 
 impl Source for Tensors {
     fn has(&self, name: &str) -> bool {
@@ -63,7 +63,7 @@ fn sum(codes: impl Iterator<Item = u32>) -> u32 {
 const AWQ: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 impl Plain {
-    fn random(format: Int4Format, outputs: usize, inputs: usize, rng: &mut StdRng) -> Self {
+    pub(crate) fn random(format: Int4Format, outputs: usize, inputs: usize, rng: &mut StdRng) -> Self {
         let groups = format.groups.count(inputs);
         let size = format.groups.size(inputs);
         let mut order: Vec<usize> = (0..inputs).map(|input| input / size).collect();
@@ -101,7 +101,7 @@ impl Plain {
         }
     }
 
-    fn tensors(&self) -> Tensors {
+    pub(crate) fn tensors(&self) -> Tensors {
         let mut tensors = BTreeMap::new();
         let mut add = |name: &str, dtype, shape: [usize; 2], data: Vec<u8>| {
             let shape = if shape[1] == 0 {
@@ -195,7 +195,7 @@ impl Plain {
         Tensors(tensors)
     }
 
-    fn matrix(&self, order: RowOrder) -> Matrix {
+    pub(crate) fn matrix(&self, order: RowOrder) -> Matrix {
         Matrix {
             module: MODULE.to_owned(),
             outputs: self.outputs,
@@ -206,14 +206,15 @@ impl Plain {
         }
     }
 
-    fn element(&self, output: usize, input: usize) -> f32 {
+    /// What an element is, exactly.
+    pub(crate) fn element(&self, output: usize, input: usize) -> f32 {
         let group = self.order[input];
         let steps = self.codes[output][input] as i32 - self.zeros[output][group] as i32;
-        bf16::from_f32(steps as f32 * self.scales[output][group]).to_f32()
+        steps as f32 * self.scales[output][group]
     }
 }
 
-fn formats() -> impl Iterator<Item = Int4Format> {
+pub(crate) fn formats() -> impl Iterator<Item = Int4Format> {
     let packings = [
         Int4Packing::Compressed { symmetric: true },
         Int4Packing::Compressed { symmetric: false },
@@ -265,7 +266,7 @@ fn every_layout_is_read_by_its_definition() {
             let found = found.widen().unwrap();
             for (row, found) in found.chunks_exact(inputs).enumerate() {
                 let want: Vec<f32> = (0..inputs)
-                    .map(|input| plain.element(order.stored(row), input))
+                    .map(|input| bf16::from_f32(plain.element(order.stored(row), input)).to_f32())
                     .collect();
                 assert_eq!(found, want, "{format:?}, {order:?}, row {row}");
             }
