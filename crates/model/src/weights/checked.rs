@@ -1,3 +1,5 @@
+mod int4;
+
 use std::borrow::Cow;
 use std::collections::HashSet;
 
@@ -9,6 +11,9 @@ use super::{Beside, RowOrder, Scales, Source, StoredMatrix, Tensor};
 use crate::blocks::{InExperts, Matrix, Vector};
 use crate::quantization::{Fp8Scales, MXFP4_BLOCK, MatrixFormat};
 use crate::{ModelError, Shape};
+
+#[cfg(test)]
+pub(crate) use int4::tests as int4_tests;
 
 /// Shapes of a single number.
 const SCALAR: [&[usize]; 2] = [&[1], &[]];

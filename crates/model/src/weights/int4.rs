@@ -6,8 +6,8 @@ use half::bf16;
 use plimsoll_kernels::WeightType;
 use rayon::prelude::*;
 
-use super::{Beside, Checked, StoredMatrix, Tensor};
-use crate::blocks::{Matrix, RowOrder};
+use super::Tensor;
+use crate::blocks::RowOrder;
 use crate::quantization::{INT4_WORD, Int4Format, Int4Packing};
 use crate::{ModelError, Shape};
 
@@ -47,99 +47,6 @@ impl Group {
     }
 }
 
-impl<'a> Checked<'a> {
-    /// A matrix in four bits.
-    pub(super) fn int4(
-        &mut self,
-        matrix: &Matrix,
-        format: Int4Format,
-    ) -> Result<StoredMatrix<'a>, ModelError> {
-        let [outputs, inputs] = matrix.shape();
-        let words = |len: usize| len.div_ceil(INT4_WORD);
-        let groups = format.groups.count(inputs);
-        let (is_compressed, has_zeros) = match format.packing {
-            Int4Packing::Compressed { symmetric } => (true, !symmetric),
-            Int4Packing::Awq | Int4Packing::Gptq { .. } => (false, true),
-        };
-        let (codes, scales, zeros) = match format.packing {
-            Int4Packing::Compressed { .. } => (
-                [outputs, words(inputs)],
-                [outputs, groups],
-                [words(outputs), groups],
-            ),
-            Int4Packing::Awq => (
-                [inputs, words(outputs)],
-                [groups, outputs],
-                [groups, words(outputs)],
-            ),
-            Int4Packing::Gptq { .. } => (
-                [words(inputs), outputs],
-                [groups, outputs],
-                [groups, words(outputs)],
-            ),
-        };
-        let name = |compressed: &str, other: &str| {
-            let part = if is_compressed { compressed } else { other };
-            format!("{}.{part}", matrix.module)
-        };
-        let mut tensor = self.integers(&name("weight_packed", "qweight"), WeightType::I32, &codes)?;
-        tensor.order = matrix.order;
-        if let Some(shape) = self.optional_integers(&name("weight_shape", "shape"), WeightType::I64, &[2])? {
-            self.check_shape(&shape, matrix)?;
-        }
-        let scales = self.floats(&name("weight_scale", "scales"), &scales)?;
-        let zeros = match has_zeros {
-            true => Some(self.integers(&name("weight_zero_point", "qzeros"), WeightType::I32, &zeros)?),
-            false => None,
-        };
-        let index = name("weight_g_idx", "g_idx");
-        let order = match format.ordered {
-            true => Some(self.integers(&index, WeightType::I32, &[inputs])?),
-            // Stored with those in order too.
-            false => self.optional_integers(&index, WeightType::I32, &[inputs])?,
-        };
-        let order = order.map(|tensor| order_of(&tensor, groups)).transpose()?;
-        let size = format.groups.size(inputs);
-        let is_other = |order: &Vec<usize>| {
-            order
-                .iter()
-                .enumerate()
-                .any(|(input, group)| input / size != *group)
-        };
-        Ok(StoredMatrix {
-            tensor,
-            beside: Beside::Int4(Int4 {
-                format,
-                outputs,
-                inputs,
-                scales,
-                zeros,
-                order: order.filter(is_other),
-            }),
-        })
-    }
-
-    fn check_shape(&self, stored: &Tensor<'_>, matrix: &Matrix) -> Result<(), ModelError> {
-        let sizes = stored
-            .data
-            .as_chunks()
-            .0
-            .iter()
-            .map(|&bytes| i64::from_le_bytes(bytes));
-        let want = matrix.shape().map(|size| size as i64);
-        if sizes.clone().eq(want) {
-            return Ok(());
-        }
-        Err(ModelError::Weights {
-            name: stored.name.clone(),
-            message: format!(
-                "says {:?}, the configuration implies {want:?}",
-                sizes.collect::<Vec<_>>()
-            ),
-        })
-    }
-}
-
 /// The group of each input.
 fn order_of(stored: &Tensor<'_>, groups: usize) -> Result<Vec<usize>, ModelError> {
     let order = stored
@@ -158,6 +65,38 @@ fn order_of(stored: &Tensor<'_>, groups: usize) -> Result<Vec<usize>, ModelError
         })
     };
     order.enumerate().map(group).collect()
+}
+
+impl<'a> Int4<'a> {
+    /// Of tensors of the shapes that the format asks for; `order` is the group of each input.
+    ///
+    /// # Errors
+    /// [`ModelError::Weights`] where there is no such group.
+    pub(super) fn new(
+        format: Int4Format,
+        [outputs, inputs]: [usize; 2],
+        scales: Tensor<'a>,
+        zeros: Option<Tensor<'a>>,
+        order: Option<&Tensor<'_>>,
+    ) -> Result<Self, ModelError> {
+        let groups = format.groups.count(inputs);
+        let size = format.groups.size(inputs);
+        let order = order.map(|order| order_of(order, groups)).transpose()?;
+        let is_other = |order: &Vec<usize>| {
+            order
+                .iter()
+                .enumerate()
+                .any(|(input, group)| input / size != *group)
+        };
+        Ok(Self {
+            format,
+            outputs,
+            inputs,
+            scales,
+            zeros,
+            order: order.filter(is_other),
+        })
+    }
 }
 
 impl Int4<'_> {
@@ -288,6 +227,3 @@ pub(crate) fn code(words: &[u32], input: usize) -> u8 {
 fn word(tensor: &Tensor<'_>, index: usize) -> u32 {
     u32::from_le_bytes(tensor.data.as_chunks().0[index])
 }
-
-#[cfg(test)]
-pub(crate) mod tests;

@@ -20,11 +20,11 @@ use crate::blocks::RowOrder;
 use crate::{ModelError, Shape};
 
 pub(crate) use checked::Checked;
+#[cfg(test)]
+pub(crate) use checked::int4_tests;
 pub(crate) use dummy::{DUMMY_SCALE, DummyWeights};
 pub(crate) use fp8::{Beside, Scales, StoredMatrix};
 pub(crate) use gguf::GgufWeights;
-#[cfg(test)]
-pub(crate) use int4::tests as int4_tests;
 pub(crate) use int4::{Int4, code as int4_code};
 pub(crate) use loader::Loader;
 pub(crate) use safetensors::Checkpoint;

@@ -9,13 +9,6 @@ pub fn is_fp8(name: &str) -> bool {
     name.contains("fp8")
 }
 
-/// Whether a golden model has layers in integers of four bits.
-pub fn is_int4(name: &str) -> bool {
-    ["int4", "awq", "gptq", "auto-round"]
-        .iter()
-        .any(|format| name.contains(format))
-}
-
 /// The weights that a checkpoint means: those in eight bits times their scales, in `f32`, and the others.
 pub fn dequantised(stored: &Tensors) -> Tensors {
     let scale_of = |name: &String| {

@@ -276,7 +276,8 @@ impl GpuLinear {
     /// Whether it has the shape and the format of another.
     pub fn is_like(&self, other: &Self) -> bool {
         let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some());
-        shape(self) == shape(other) && self.matrix.values() == other.matrix.values()
+        let format = |linear: &Self| (linear.matrix.values(), linear.order().is_some());
+        shape(self) == shape(other) && format(self) == format(other)
     }
 
     /// Which input each of the matrix's is, where it has them in another order; `[k]`.

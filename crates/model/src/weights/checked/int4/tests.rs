@@ -1,10 +1,12 @@
 use std::collections::BTreeMap;
 
-use half::f16;
+use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::*;
+use crate::Shape;
+use crate::blocks::RowOrder;
 use crate::quantization::{Int4Groups, MatrixFormat};
 use crate::weights::Source;
 
