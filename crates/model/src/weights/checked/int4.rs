@@ -2,7 +2,7 @@
 
 use plimsoll_kernels::WeightType;
 
-use super::Checked;
+use super::{Checked, in_floats};
 use crate::ModelError;
 use crate::blocks::Matrix;
 use crate::quantization::{INT4_WORD, Int4Format, Int4Packing};
@@ -60,11 +60,27 @@ impl<'a> Checked<'a> {
             // Stored with those in order too.
             false => self.optional_integers(&index, WeightType::I32, &[inputs])?,
         };
+        self.drop_zero_bias(&format!("{}.bias", matrix.module))?;
         let int4 = Int4::new(format, [outputs, inputs], scales, zeros, order.as_ref())?;
         Ok(StoredMatrix {
             tensor,
             beside: Beside::Int4(int4),
         })
+    }
+
+    /// A bias of zeros changes nothing: old versions of AutoGPTQ store one for each layer, whether or not the model has any.
+    fn drop_zero_bias(&mut self, name: &str) -> Result<(), ModelError> {
+        let stored = self.source.stored_name(name);
+        if !self.left.contains(&stored) {
+            return Ok(());
+        }
+        let Some(tensor) = self.source.tensor(name, &[])? else {
+            return Ok(());
+        };
+        if in_floats(tensor)?.widen()?.iter().all(|value| *value == 0.0) {
+            self.left.remove(&stored);
+        }
+        Ok(())
     }
 
     fn check_shape(&self, stored: &Tensor<'_>, matrix: &Matrix) -> Result<(), ModelError> {

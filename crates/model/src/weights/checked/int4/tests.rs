@@ -348,3 +348,30 @@ fn what_is_wrong_is_named() {
         "{error}"
     );
 }
+
+#[test]
+fn biases_of_zeros_are_dropped_and_others_are_not() {
+    let format = Int4Format {
+        packing: Int4Packing::Gptq { zeros_less_one: true },
+        groups: Int4Groups::Of128,
+        ordered: false,
+    };
+    let plain = Plain::random(format, 16, 256, &mut StdRng::seed_from_u64(3));
+    let name = format!("{MODULE}.bias");
+    for (last, is_dropped) in [(0.0_f32, true), (0.5, false)] {
+        let mut tensors = plain.tensors();
+        let bias: Vec<u8> = [[0.0; 15].as_slice(), &[last]]
+            .concat()
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        tensors.0.insert(name.clone(), (WeightType::F32, vec![16], bias));
+        let mut checked = Checked::new(&tensors);
+        checked.matrix(&plain.matrix(RowOrder::Plain)).unwrap();
+        match checked.finish() {
+            Ok(()) => assert!(is_dropped),
+            Err(ModelError::UnusedTensors { names }) => assert!(!is_dropped && names == name),
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
