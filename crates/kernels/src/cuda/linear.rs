@@ -357,19 +357,22 @@ impl Linears {
             _ => x,
         };
         let (x, x_scales) = x.addresses();
-        let room = room.weights.map(|room| {
-            assert!(
-                room.len() >= linear.n * k,
-                "room for a matrix of [{}, {k}]",
-                linear.n
-            );
-            room.ptr()
-        });
+        let room = match (key.shape.values, room.weights) {
+            (GpuValues::Int4(_), Some(room)) => {
+                assert!(
+                    room.len() >= linear.n * k,
+                    "room for a matrix of [{}, {k}]",
+                    linear.n
+                );
+                room.ptr()
+            }
+            _ => 0,
+        };
         let operands = Operands {
             x,
             x_scales,
             out: out.ptr(),
-            room: room.unwrap_or(0),
+            room,
             ..linear.operands()
         };
         let choice = self.choice(&key)?;
