@@ -239,6 +239,7 @@ fn upload_orders(parts: &[Part], jobs: &[Job<'_>], slab: &GpuSlab, gpu: &Gpu) ->
         };
         // Made-up matrices have none.
         let job = jobs.iter().find(|job| job.part().start == part.start);
+        let name = job.map_or_else(|| part.name(), |job| job.name().to_owned());
         let order = job.and_then(Job::order).map(<[u32]>::to_vec);
         let order = order.unwrap_or_else(|| (0..matrix.inputs as u32).collect());
         match known.get(&span.start) {
@@ -246,7 +247,7 @@ fn upload_orders(parts: &[Part], jobs: &[Job<'_>], slab: &GpuSlab, gpu: &Gpu) ->
             Some((_, other)) if *other == order => {}
             Some((other, _)) => {
                 return Err(ModelError::Weights {
-                    name: part.name(),
+                    name,
                     message: format!(
                         "its inputs are in another order than those of `{other}`, and both are one product on a GPU; \
                          --device cpu takes it"
@@ -254,7 +255,7 @@ fn upload_orders(parts: &[Part], jobs: &[Job<'_>], slab: &GpuSlab, gpu: &Gpu) ->
                 });
             }
         }
-        known.insert(span.start, (part.name(), order));
+        known.insert(span.start, (name, order));
     }
     Ok(())
 }

@@ -42,7 +42,7 @@ impl<'a> Job<'a> {
             (Stored::Matrix(_), Beside::Nothing | Beside::Scales(_)) => drop(tensor.matrix()?),
         }
         let order = match &beside {
-            Beside::Int4(int4) => input_order(int4, part)?,
+            Beside::Int4(int4) => input_order(int4, part, &tensor.name)?,
             _ => None,
         };
         Ok(Self {
@@ -55,6 +55,11 @@ impl<'a> Job<'a> {
 
     pub(super) fn part(&self) -> &Part {
         &self.part
+    }
+
+    /// The stored tensor.
+    pub(super) fn name(&self) -> &str {
+        &self.tensor.name
     }
 
     /// Which input each is on the device, where the part has a place for that.
@@ -153,13 +158,13 @@ impl<'a> Job<'a> {
 }
 
 /// Which input of a matrix in four bits each is on the device: groups one after the other.
-fn input_order(int4: &Int4<'_>, part: &Part) -> Result<Option<Vec<u32>>, ModelError> {
+fn input_order(int4: &Int4<'_>, part: &Part, name: &str) -> Result<Option<Vec<u32>>, ModelError> {
     let Stored::Matrix(Matrix { inputs, .. }) = part.stored else {
         unreachable!("vectors have no groups")
     };
     let refuse = |message: &str| {
         Err(ModelError::Weights {
-            name: part.name(),
+            name: name.to_owned(),
             message: format!("{message}; --device cpu takes it"),
         })
     };
