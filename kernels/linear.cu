@@ -12,8 +12,8 @@
 // cluster are parts of k, too, so that each keeps its part of x in shared memory. Sums of parts meet in shared memory and
 // are added in a fixed order, one block of features later: nobody waits for the slowest.
 //
-// x is bf16. Weights are bf16, or e4m3 with scales, which become bf16 in registers: few rows need no products of e4m3 values to be as
-// fast as their weights are read, and x keeps its bits.
+// x is bf16. Weights are bf16, or e4m3 or four bits with scales, which become bf16 in registers: few rows need no products of e4m3
+// values to be as fast as their weights are read, and x keeps its bits.
 #include "activation.cuh"
 #include "linear.cuh"
 
@@ -70,8 +70,8 @@ template <Values kValues>
 __device__ __forceinline__ float2 scaled(const Problem& p, int row, float2 sums) {
     if constexpr (kValues == Values::kFp8) {
         const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
-        sums.x *= p.scales.of[row];
-        sums.y *= p.scales.of[min(row + 1, last)];
+        sums.x *= p.scales.floats()[row];
+        sums.y *= p.scales.floats()[min(row + 1, last)];
     }
     return sums;
 }
@@ -96,6 +96,72 @@ __device__ __forceinline__ void add_up(const Problem& p, const Cut& cut, const f
             v = scaled<kValues>(p, at, add_parts(from + column, cut.parts, Tiles * 8 * rows));
         }
         store(p, token, at, v);
+    }
+}
+
+// Words of two groups of each of a lane's two rows. None but with weights in four bits.
+template <Values kValues, bool kHasGroups = kIsInt4<kValues>>
+struct Groups {
+    __device__ __forceinline__ void load(const Problem&, const Cut&, int, int, int, int) {}
+};
+
+template <Values kValues>
+struct Groups<kValues, true> {
+    uint32_t of[2][2];
+
+    // Pair `pair` of a chunk. Loaded one by one, as small groups are many and registers few.
+    __device__ __forceinline__ void load(const Problem& p, const Cut& cut, int block, int group, int chunk, int pair) {
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+            const uint32_t first = cut.first_group(p, block, group + second * 8) + chunk * (2 * kWindow / kGroup<kValues>) + pair * 2;
+            const uint2 words = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint32_t*>(p.scales.of) + first));
+            of[second][0] = words.x, of[second][1] = words.y;
+        }
+    }
+};
+
+// A chunk of weights in four bits, whose first pair of groups is loaded: codes less their zeros are exact, so that sums of a group are
+// multiplied by its scale.
+template <int Tiles, Values kValues, typename Load, typename Piece, typename Leave, typename Inputs>
+__device__ __forceinline__ void multiply_int4(float (&acc)[Tiles][4], const Groups<kValues>& groups, const Load& load_groups,
+                                              const Piece& piece, const Leave& leave_stage, const Inputs& inputs_at) {
+    constexpr int kParts = kGroup<kValues> / 32;  // of a group
+#pragma unroll
+    for (int window = 0; window < 2; ++window) {
+        const uint4 l = piece(window, 0), h = piece(window, 1);
+        if (window == 1) leave_stage();
+        const uint32_t low[4] = {l.x, l.y, l.z, l.w}, high[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+        for (int first = 0; first < kWindowParts; first += kParts) {
+            const int at = (window * kWindowParts + first) / kParts;
+            if (at > 0 && at % 2 == 0) load_groups(at / 2);
+            const uint32_t low_group = groups.of[0][at % 2], high_group = groups.of[1][at % 2];
+            const uint32_t low_zeros = group_zeros(low_group), high_zeros = group_zeros(high_group);
+            // Two sums, so that half as many products wait for each other.
+            float sums[Tiles][4] = {}, others[Tiles][4] = {};
+#pragma unroll
+            for (int part = first; part < first + kParts; ++part) {
+                const uint32_t even[4] = {widen_int4<0>(low[part], low_zeros), widen_int4<0>(high[part], high_zeros),
+                                          widen_int4<1>(low[part], low_zeros), widen_int4<1>(high[part], high_zeros)};
+                const uint32_t second[4] = {widen_int4<2>(low[part], low_zeros), widen_int4<2>(high[part], high_zeros),
+                                            widen_int4<3>(low[part], low_zeros), widen_int4<3>(high[part], high_zeros)};
+#pragma unroll
+                for (int j = 0; j < Tiles; ++j) {
+                    const uint4 v = inputs_at(j, window * 2 * kRowBytes + part / 2 * kRowBytes, part % 2 * (kRowBytes / 2));
+                    mma(sums[j], even, v.x, v.y);
+                    mma(Tiles == 1 ? others[j] : sums[j], second, v.z, v.w);
+                }
+            }
+            const float low_scale = group_scale(low_group), high_scale = group_scale(high_group);
+#pragma unroll
+            for (int j = 0; j < Tiles; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float sum = Tiles == 1 ? sums[j][i] + others[j][i] : sums[j][i];
+                    acc[j][i] = fmaf(sum, i < 2 ? low_scale : high_scale, acc[j][i]);
+                }
+            }
+        }
     }
 }
 
@@ -185,7 +251,7 @@ __device__ __forceinline__ void run(const Problem& p) {
     for (int j = 0; j < Tiles; ++j) {
         // Rows past the end repeat the last one: a column of a product reaches no other.
         const int token = min(j * 8 + group, p.m - 1);
-        row[j] = token * cut.phase * kChunkBytes + quad * 16 * kWidening<kValues> + (token & 1) * 16 * kInputSwap<kValues>;
+        row[j] = token * cut.phase * kChunkBytes + quad * kLaneInputs<kValues> + (token & 1) * 16 * kInputSwap<kValues>;
     }
 
     int turn = 0, last_block = first_block;
@@ -213,6 +279,10 @@ __device__ __forceinline__ void run(const Problem& p) {
             for (int chunk = first + cut.part; chunk < last; chunk += cut.parts) {
                 float scale = 1.0f;
                 if constexpr (kValues == Values::kFp8Blocks) scale = cut.stage_scale(p, block, chunk);
+                // Of rows `group` and `group + 8`; requested before the wait.
+                Groups<kValues> groups;
+                const auto load_groups = [&](int pair) { groups.load(p, cut, block, group, chunk, pair); };
+                load_groups(0);
                 wait_async<kStages - 1>();
                 __syncwarp();
                 const uint8_t* from = ring + stage * kStageBytes;
@@ -243,6 +313,8 @@ __device__ __forceinline__ void run(const Problem& p) {
                             mma(acc[j], second, v.z, v.w);
                         }
                     }
+                } else if constexpr (kIsInt4<kValues>) {
+                    multiply_int4<Tiles, kValues>(acc, groups, load_groups, piece, leave_stage, inputs_at);
                 } else {
                     float part[kValues == Values::kFp8Blocks ? Tiles : 1][4] = {};
                     // One tile's products in two sums, so that half as many wait for each other.
@@ -318,7 +390,7 @@ __device__ __forceinline__ void run(const Problem& p) {
 #define LINEAR(NAME, TILES, VALUES, ACTIVATION)                                                                         \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                           \
         NAME(const bf16* x, const uint8_t* weight, const bf16* bias, void* out, int m, int n, int k, int row_warps,     \
-             int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const float* scales,          \
+             int mode, const bf16* delta, const float* norm_weight, bf16* sum, float eps, const void* scales,           \
              int stride) {                                                                                              \
         run<TILES, VALUES, ACTIVATION>({x, weight, bias, out, m, n, k, row_warps, mode,                                 \
                                         {delta, norm_weight, sum, eps}, {scales, stride}});                             \
@@ -335,6 +407,11 @@ LINEAR(linear_gelu_tanh_32, 4, Values::kBf16, Activation::kGeluTanh)
 // None for 32 rows: on an H200 it took as long as two launches for 16.
 LINEARS(linear_fp8, Values::kFp8)
 LINEARS(linear_fp8_blocks, Values::kFp8Blocks)
+// None for 16 rows of groups of 32: it would have to spill registers.
+LINEAR(linear_int4_32_silu_8, 1, Values::kInt4Of32, Activation::kSilu)
+LINEAR(linear_int4_32_gelu_tanh_8, 1, Values::kInt4Of32, Activation::kGeluTanh)
+LINEARS(linear_int4_64, Values::kInt4Of64)
+LINEARS(linear_int4_128, Values::kInt4Of128)
 
 // Stands for the small kernels between linear layers when these are measured.
 extern "C" __global__ void linear_pause() {

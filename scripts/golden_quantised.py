@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import golden_int4
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
@@ -69,7 +70,7 @@ SCHEMES = {
         modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
     ),
     "phi3-fp8-tensor": compressed(dict(strategy="tensor"), TOKENS, ignore=["lm_head"]),
-}
+} | golden_int4.SCHEMES
 
 
 def blocks(weight: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -98,6 +99,8 @@ def quantise(model, directory: pathlib.Path, scheme: dict) -> None:
         write_fp8(model, directory, scheme)
     elif scheme.get("quant_method") == "mxfp4":
         write_mxfp4(model, directory, scheme)
+    elif "quant_method" in scheme:
+        golden_int4.write_packed(model, directory, scheme)
     else:
         write_compressed(model, directory, scheme)
 
@@ -153,7 +156,15 @@ def write_compressed(model, directory: pathlib.Path, scheme: dict) -> None:
         for _, module in model.named_modules():
             if hasattr(module, "weight_scale"):
                 rows, cols = module.weight.shape
-                strategy = str(module.quantization_scheme.weights.strategy)
+                scheme = module.quantization_scheme.weights
+                strategy = str(scheme.strategy)
+                if scheme.type == "int":
+                    size = cols if strategy == "channel" else scheme.group_size
+                    scales, zeros = golden_int4.observed(module.weight.float().unflatten(1, (-1, size)), scheme.symmetric)
+                    module.weight_scale.copy_(scales)
+                    if not scheme.symmetric:
+                        module.weight_zero_point.copy_(zeros - 8)
+                    continue
                 height, width = dict(tensor=(rows, cols), channel=(1, cols), block=(BLOCK, BLOCK))[strategy]
                 kept = module.weight_scale
                 kept.copy_(scales_of(module.weight, height, width).reshape(kept.shape))
@@ -169,6 +180,9 @@ def write_compressed(model, directory: pathlib.Path, scheme: dict) -> None:
 def dequantise(directory: pathlib.Path, to: pathlib.Path) -> None:
     """The checkpoint in floats, each weight times its scale, rounded to bfloat16 once, as a CPU keeps them."""
     tensors = load_file(directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    scheme = config.pop("quantization_config")
+    tensors = golden_int4.dequantised(tensors, scheme)
     plain = {}
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]
@@ -183,8 +197,6 @@ def dequantise(directory: pathlib.Path, to: pathlib.Path) -> None:
         elif not name.endswith(SCALES + UNNEEDED + ("_proj_scales",)):
             plain[name] = tensor
     save_file(plain, to / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    del config["quantization_config"]
     (to / "config.json").write_text(json.dumps(config))
 
 

@@ -1,6 +1,7 @@
 // A linear layer for a few rows: what is multiplied, how it is cut, and how x comes into shared memory. See linear.cu.
 #pragma once
 
+#include "int4.cuh"
 #include "mma.cuh"
 #include "rows.cuh"
 
@@ -25,18 +26,30 @@ enum Mode { kBf16 = 0, kF32 = 1, kGlu = 2 };
 // Of weights.
 enum class Values {
     kBf16,
-    kFp8,       // e4m3 with a factor for each row
-    kFp8Blocks  // e4m3 with a factor for each 128 x 128 weights
+    kFp8,        // e4m3 with a factor for each row
+    kFp8Blocks,  // e4m3 with a factor for each 128 x 128 weights
+    kInt4Of32,   // four bits with a factor and a zero for so many inputs of a row; see int4.cuh
+    kInt4Of64,
+    kInt4Of128
 };
+
+template <Values kValues>
+constexpr bool kIsInt4 = kValues == Values::kInt4Of32 || kValues == Values::kInt4Of64 || kValues == Values::kInt4Of128;
+
+// Inputs of a group.
+template <Values kValues>
+constexpr int kGroup = kValues == Values::kInt4Of32 ? 32 : kValues == Values::kInt4Of64 ? 64 : 128;
 
 // Bytes of x for each byte of weights.
 template <Values kValues>
-constexpr int kWidening = kValues == Values::kBf16 ? 1 : 2;
+constexpr int kWidening = kValues == Values::kBf16 ? 1 : kIsInt4<kValues> ? 4 : 2;
 
-// Factors of e4m3 weights.
+// Factors of weights.
 struct Scales {
-    const float* of;  // [n], or for blocks [n / 128, stride]; if gated of 2 n rows
+    const void* of;  // floats [n], for blocks [n / 128, stride], or words of groups [n, stride]; if gated of 2 n rows
     int stride;
+
+    __device__ __forceinline__ const float* floats() const { return static_cast<const float*>(of); }
 };
 
 // The add and RMSNorm that x goes through first, for few rows; every block computes them for itself.
@@ -57,7 +70,7 @@ struct Problem {
     int row_warps;
     int mode;
     Norm norm;
-    Scales scales;          // of e4m3 weights
+    Scales scales;          // of weights of fewer than 16 bits
 
     __device__ __forceinline__ bool gated() const { return mode == kGlu; }
 };
@@ -120,9 +133,13 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
 }
 
 // In odd rows of x the index of a piece is XORed with this, against bank conflicts too: lanes read neighbouring pieces where a weight has
-// two bytes, and every second one where it has one.
+// two bytes or four bits, and every second one where it has one byte.
 template <Values kValues>
-constexpr int kInputSwap = kValues == Values::kBf16 ? kRowPieces / 2 : 1;
+constexpr int kInputSwap = kWidening<kValues> == 2 ? 1 : kRowPieces / 2;
+
+// Neighbouring bytes of x that a lane reads.
+template <Values kValues>
+constexpr int kLaneInputs = kWidening<kValues> == 2 ? 32 : 16;
 
 // Two e4m3 weights, bytes 0 and 1 or 2 and 3 of a word, as bf16, exactly: exponent and mantissa go where bf16 has them, and a factor
 // makes up for the other bias. NaN, which makes no sense as a weight, becomes 480.
@@ -179,18 +196,24 @@ struct Cut {
     // The factor of a chunk of e4m3 weights of this warp's tile, which lies in one row of blocks, as 16 divides 128.
     __device__ float stage_scale(const Problem& p, int block, int chunk) const {
         const int last = p.gated() ? 2 * p.n - 1 : p.n - 1;
-        return p.scales.of[min(first_row(p, block), last) / kFp8Block * p.scales.stride + chunk];
+        return p.scales.floats()[min(first_row(p, block), last) / kFp8Block * p.scales.stride + chunk];
     }
 
-    // First piece of a row of this warp's tile; rows past the end repeat the last one and are not stored.
+    // The first word of the groups of a row of this warp's tile of weights in four bits.
+    __device__ uint32_t first_group(const Problem& p, int block, int row) const {
+        return uint32_t(row_at(p, block, row)) * uint32_t(p.scales.stride);
+    }
+
+    // A row of this warp's tile among those of the weights; rows past the end repeat the last one and are not stored.
+    __device__ int row_at(const Problem& p, int block, int row) const {
+        const int at = block * outputs;
+        if (!p.gated()) return min(at + row_warp * kTile + row, p.n - 1);
+        return min(at + (row_warp >> 1) * kTile + row, p.n - 1) + (row_warp & 1) * p.n;
+    }
+
+    // First piece of a row of this warp's tile.
     __device__ uint32_t first_piece(const Problem& p, int block, int row) const {
-        int at = block * outputs;
-        if (p.gated()) {
-            at = min(at + (row_warp >> 1) * kTile + row, p.n - 1) + (row_warp & 1) * p.n;
-        } else {
-            at = min(at + row_warp * kTile + row, p.n - 1);
-        }
-        return uint32_t(at) * uint32_t(row_bytes / 16);
+        return uint32_t(row_at(p, block, row)) * uint32_t(row_bytes / 16);
     }
 };
 

@@ -199,6 +199,7 @@ fn quantised_models_are_planned_for_in_their_bits() {
     let with = |field: &str| model(&LLAMA_8B.replacen('{', &format!("{{{field}, "), 1));
     let plain = model(LLAMA_8B);
     let block = with(r#""quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}"#);
+    let awq = with(r#""quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}"#);
     let flags = "--device cuda --device-memory 80GiB --max-model-len 4096 --json";
     let quantise = "--quantization fp8";
     for (dir, more, name, bits) in [
@@ -206,6 +207,7 @@ fn quantised_models_are_planned_for_in_their_bits() {
         (&plain, quantise, Some("fp8-channel"), 9.05),
         (&block, "", Some("fp8-block"), 9.05),
         (&block, quantise, Some("fp8-block"), 9.05),
+        (&awq, "", Some("int4-group-128"), 5.79),
     ] {
         let output = plimsoll("plan", dir.path(), &format!("{flags} {more}"));
         let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -216,11 +218,12 @@ fn quantised_models_are_planned_for_in_their_bits() {
         let found = number(&plan, "/bits_per_weight");
         assert!((found - bits).abs() < 0.02, "{name:?}: {found}");
     }
-    let gptq = with(r#""quantization_config": {"quant_method": "gptq", "bits": 4}"#);
+    let gptq = with(r#""quantization_config": {"quant_method": "gptq", "bits": 8, "group_size": 128}"#);
     // Nothing is read before.
     std::fs::write(gptq.path().join("model.safetensors"), "not read").unwrap();
     for (dir, flags, message) in [
-        (&gptq, "", "`quantization_config.quant_method` is `gptq`"),
+        (&gptq, "", "`quantization_config.bits` is 8 bits"),
+        (&awq, quantise, "the model is stored in int4-group-128"),
         (
             &plain,
             "--device cpu --quantization fp8",

@@ -10,6 +10,10 @@ pub enum WeightType {
     F8E4M3,
     /// Bytes that mean something together with another tensor; there are no kernels for them.
     U8,
+    /// Words of four bytes, likewise: packed codes, indices.
+    I32,
+    /// Words of eight bytes, likewise: sizes.
+    I64,
     /// Four bits, `e2m1`, with a power of two for each 32, as ggml orders them
     /// ([OCP Microscaling Formats](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)).
     Mxfp4,
@@ -57,6 +61,8 @@ impl WeightType {
             Self::F32 => (1, 4),
             Self::F16 | Self::Bf16 => (1, 2),
             Self::F8E4M3 | Self::U8 => (1, 1),
+            Self::I32 => (1, 4),
+            Self::I64 => (1, 8),
             Self::Mxfp4 => (32, 17),
             Self::Q4_0 => (32, 18),
             Self::Q4_1 => (32, 20),

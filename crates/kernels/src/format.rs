@@ -49,9 +49,13 @@ pub(crate) enum Format {
 impl Format {
     pub(crate) fn of(dtype: WeightType) -> Option<Self> {
         Some(match dtype {
-            WeightType::F32 | WeightType::F16 | WeightType::Bf16 | WeightType::F8E4M3 | WeightType::U8 => {
-                return None;
-            }
+            WeightType::F32
+            | WeightType::F16
+            | WeightType::Bf16
+            | WeightType::F8E4M3
+            | WeightType::U8
+            | WeightType::I32
+            | WeightType::I64 => return None,
             // Twice an element is a whole number of five bits.
             WeightType::Mxfp4 => Self::Q5_0,
             WeightType::Q4_0 => Self::Q4_0,

@@ -275,9 +275,13 @@ fn decode(dtype: WeightType, block: &[u8], out: &mut Block) {
                 .iter_mut()
                 .for_each(|code| *code = TWICE_E2M1[usize::from(*code)]);
         }
-        WeightType::F32 | WeightType::F16 | WeightType::Bf16 | WeightType::F8E4M3 | WeightType::U8 => {
-            unreachable!("floats are not packed in blocks")
-        }
+        WeightType::F32
+        | WeightType::F16
+        | WeightType::Bf16
+        | WeightType::F8E4M3
+        | WeightType::U8
+        | WeightType::I32
+        | WeightType::I64 => unreachable!("floats and integers are not packed in blocks"),
     }
 }
 

@@ -52,11 +52,17 @@ impl ModelConfig {
         if self.embedding.is_some() {
             self.spec.head = OutputHead::None;
         }
-        match serve_as.quantization {
-            // A model that is stored so is kept as it is.
-            Some(OnlineQuantization::Fp8) if !self.spec.quantization.is_some() => {
-                self.spec.quantization = Quantization::to_fp8();
+        let stored = &self.spec.quantization;
+        match (serve_as.quantization, stored.name()) {
+            (Some(OnlineQuantization::Fp8), None) => self.spec.quantization = Quantization::to_fp8(),
+            (Some(OnlineQuantization::Fp8), Some(name)) if !stored.is_fp8() => {
+                return Err(ModelError::unsupported(
+                    "--quantization",
+                    "fp8",
+                    format!("the model is stored in {name}, and is served so without the flag"),
+                ));
             }
+            // A model that is stored so is kept as it is.
             _ => {}
         }
         Ok(self)

@@ -35,7 +35,10 @@ pub use generation::GenerationConfig;
 pub use gguf::GgufFile;
 pub use model::{About, LoadFormat, LoadOptions, Model};
 pub use plimsoll_kernels::{Activation, DeltaLayout, ExpertActivation, QueryScale, RouterSoftmax};
-pub use quantization::{FP8_BLOCK, Fp8Scales, MXFP4_BLOCK, MatrixFormat, OnlineQuantization, Quantization};
+pub use quantization::{
+    FP8_BLOCK, Fp8Scales, Int4Format, Int4Groups, Int4Packing, MXFP4_BLOCK, MatrixFormat, OnlineQuantization,
+    Quantization,
+};
 pub use runner::Runner;
 pub use spec::{
     AttentionSpec, DecoderSpec, DeltaNetSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, MoeNames, MoeSpec,

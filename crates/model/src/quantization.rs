@@ -1,11 +1,16 @@
 //! Which matrices are stored in eight bits or four, and how.
 
+mod int4;
+
 use std::fmt;
 
 use plimsoll_core::untrusted::quotable;
 use regex::{RegexSet, RegexSetBuilder};
 
 use crate::names;
+
+pub(crate) use int4::INT4_WORD;
+pub use int4::{Int4Format, Int4Groups, Int4Packing};
 
 /// Outputs and inputs that share a scale of [`Fp8Scales::Block`].
 pub const FP8_BLOCK: usize = 128;
@@ -32,6 +37,8 @@ pub enum MatrixFormat {
     },
     /// Of an expert, in four bits, `e2m1`, with a power of two for each [`MXFP4_BLOCK`] inputs.
     Mxfp4,
+    /// Stored as integers of four bits, with scales and zeros.
+    Int4(Int4Format),
     /// Stored as [`Self::Plain`], kept as `e4m3` bytes with a scale for each output (`--quantization fp8`).
     ToFp8,
 }
@@ -52,6 +59,7 @@ impl MatrixFormat {
         Some(match self {
             Self::Plain => return None,
             Self::Mxfp4 => "mxfp4",
+            Self::Int4(format) => format.name(),
             Self::Fp8 {
                 scales: Fp8Scales::Tensor,
                 ..
@@ -72,7 +80,7 @@ impl MatrixFormat {
     /// all outputs, as it may be stacked with others.
     pub fn kept_scales(self) -> Option<Fp8Scales> {
         match self {
-            Self::Plain | Self::Mxfp4 => None,
+            Self::Plain | Self::Mxfp4 | Self::Int4(_) => None,
             Self::Fp8 {
                 scales: Fp8Scales::Block,
                 ..
@@ -108,6 +116,7 @@ impl fmt::Display for MatrixFormat {
         match self {
             Self::Plain => f.write_str("floats"),
             Self::Mxfp4 => f.write_str("MXFP4"),
+            Self::Int4(format) => write!(f, "{format}"),
             Self::Fp8 { scales, .. } => write!(f, "FP8 with {scales}"),
             Self::ToFp8 => f.write_str("FP8, quantised at load,"),
         }
@@ -166,11 +175,25 @@ impl Quantization {
         self.groups.iter().filter_map(|group| group.format.kept_scales())
     }
 
+    /// Formats of matrices in integers of four bits.
+    pub(crate) fn int4(&self) -> impl Iterator<Item = Int4Format> {
+        self.groups.iter().filter_map(|group| match group.format {
+            MatrixFormat::Int4(format) => Some(format),
+            _ => None,
+        })
+    }
+
     /// Whether matrices are to be quantised at load.
     pub(crate) fn is_online(&self) -> bool {
         self.groups
             .iter()
             .any(|group| group.format == MatrixFormat::ToFp8)
+    }
+
+    /// Whether every format is one of eight bits.
+    pub(crate) fn is_fp8(&self) -> bool {
+        let is_fp8 = |group: &QuantizationGroup| group.format.kept_scales().is_some();
+        self.groups.iter().all(is_fp8)
     }
 
     /// How the matrix of a module is stored.
@@ -220,6 +243,11 @@ impl ModuleNames {
             let whole = regex::escape(name);
             format!(r"^(?:{name})(?:\.|$)|(?:^|\.){whole}$")
         }))
+    }
+
+    /// Anything that names contain (AutoAWQ's `exclude_layers_to_not_quantize`).
+    pub(crate) fn containing(parts: &[String]) -> Result<Self, String> {
+        Self::matching(parts.iter().map(|part| regex::escape(part)))
     }
 
     fn matching(expressions: impl Iterator<Item = String>) -> Result<Self, String> {

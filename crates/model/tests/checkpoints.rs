@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use crate::common::fp8::is_fp8;
+use crate::common::int4::{self, is_int4};
 use crate::common::*;
 use candle_core::{DType, Device, Tensor};
 use plimsoll_core::Executor;
@@ -11,6 +12,7 @@ use plimsoll_device::Budget;
 use plimsoll_model::{
     Footprint, KvCacheDtype, LoadFormat, LoadOptions, Model, ModelError, OnlineQuantization, ServeAs,
 };
+use serde_json::Value;
 use tempfile::TempDir;
 
 /// A copy of a golden model to be damaged.
@@ -292,10 +294,38 @@ fn scales_of_what_is_not_quantised_are_errors() {
     }
 }
 
+/// To the bit, as both are kept in bf16.
+#[test]
+fn integers_of_four_bits_are_their_dequantised_weights() {
+    let step = plan(vec![run(1, 0, &[3, 14, 15, 92, 65], &blocks(0..1))]);
+    let logits = |path: &Path| {
+        let model = Model::load(path, LoadOptions::default(), &budget(), &mut |_| ()).unwrap();
+        runner(&model, 16, 8).logits(&step, &[0, 4]).unwrap()
+    };
+    for name in MODELS.into_iter().filter(|name| is_int4(name)) {
+        let directory = copy(name);
+        edit(directory.path(), |tensors| {
+            let plain = int4::dequantised(name, &tensors.clone().into_iter().collect());
+            let kept = plain
+                .into_iter()
+                .map(|(name, tensor)| match tensors.contains_key(&name) {
+                    true => (name, tensor),
+                    false => (name, tensor.to_dtype(DType::BF16).unwrap()),
+                });
+            *tensors = kept.collect();
+        });
+        let path = directory.path().join("config.json");
+        let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        config.as_object_mut().unwrap().remove("quantization_config");
+        std::fs::write(&path, config.to_string()).unwrap();
+        assert_eq!(logits(&golden_path(name)), logits(directory.path()), "{name}");
+    }
+}
+
 /// Codes that are not numbers are left to the first step, as in every format; nothing else becomes one.
 #[test]
-fn made_up_models_in_eight_bits_compute() {
-    for name in MODELS.into_iter().filter(|name| is_fp8(name)) {
+fn made_up_quantised_models_compute() {
+    for name in MODELS.into_iter().filter(|name| is_fp8(name) || is_int4(name)) {
         let directory = TempDir::new().unwrap();
         std::fs::copy(
             golden_path(name).join("config.json"),

@@ -12,5 +12,6 @@ mod golden;
 mod groups;
 mod hybrid;
 mod memory;
+mod quantization;
 mod scheduling;
 mod smollm2;

@@ -8,8 +8,8 @@ use plimsoll_core::Component;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, LinearOutput,
-    LinearPath, LinearScratch, LinearUse, Linears,
+    Fp8Scaling, FusedKernels, GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuValues, GpuWeight, Int4Group,
+    LinearOutput, LinearPath, LinearRoom, LinearScratch, LinearUse, Linears, int4_pitch,
 };
 
 use crate::common::{BF16_RATE, READ_BANDWIDTH, time_us};
@@ -35,7 +35,7 @@ struct Model {
 
 impl Model {
     /// The head is always bf16.
-    fn new(gpu: &Gpu, scaling: Option<Fp8Scaling>) -> Self {
+    fn new(gpu: &Gpu, values: GpuValues) -> Self {
         let per_layer: usize = SHAPES[..4].iter().map(|(_, n, k)| n * k).sum();
         let (_, vocab, hidden) = SHAPES[4];
         let total = per_layer * LAYERS + vocab * hidden;
@@ -49,8 +49,14 @@ impl Model {
         for layer in 0..LAYERS {
             for (shape, &(_, n, k)) in SHAPES.iter().enumerate() {
                 if shape < 4 || layer == 0 {
-                    let matrix = match scaling {
-                        Some(scaling) if shape < 4 => GpuMatrix::Fp8 {
+                    let matrix = match values {
+                        GpuValues::Int4(group) if shape < 4 => GpuMatrix::Int4 {
+                            codes: GpuWeight::new(&slab, 2 * at..2 * at + n * int4_pitch(k)),
+                            groups: GpuWeight::new(&slab, 0..n * group.stride(k)),
+                            group,
+                            order: None,
+                        },
+                        GpuValues::Fp8(scaling) if shape < 4 => GpuMatrix::Fp8 {
                             values: GpuWeight::new(&slab, 2 * at..2 * at + n * k),
                             // Any numbers will do.
                             scales: GpuWeight::new(&slab, 0..scaling.weight_scales(n, k)),
@@ -101,7 +107,7 @@ pub(crate) fn bench(gpu: &Gpu) {
         "libraries and kernels loaded in {:.0} ms",
         start.elapsed().as_secs_f64() * 1e3
     );
-    let model = Model::new(gpu, None);
+    let model = Model::new(gpu, GpuValues::Bf16);
     println!("one kind of layer after another, us; % of the floor");
     println!(
         "{:8} {:>4} {:>7} {:>14}  row_warps x cluster",
@@ -126,11 +132,15 @@ pub(crate) fn bench(gpu: &Gpu) {
         }
     }
     linears.fix(None);
-    for (name, scaling) in [("rows", Fp8Scaling::Rows), ("blocks", Fp8Scaling::Blocks)] {
-        println!(
-            "e4m3 weights with scales of {name}, bf16 inputs, us; % of the floor; (with silu(gate) * up)"
-        );
-        stream_fp8(gpu, &mut linears, scaling);
+    for values in [
+        GpuValues::Fp8(Fp8Scaling::Rows),
+        GpuValues::Fp8(Fp8Scaling::Blocks),
+        GpuValues::Int4(Int4Group::Of128),
+        GpuValues::Int4(Int4Group::Of64),
+        GpuValues::Int4(Int4Group::Of32),
+    ] {
+        println!("{values:?} weights, bf16 inputs, us; % of the floor; (with silu(gate) * up)");
+        stream_few_bits(gpu, &mut linears, values);
     }
     linears.fix(None);
     println!(
@@ -156,13 +166,37 @@ pub(crate) fn bench(gpu: &Gpu) {
     }
 }
 
-fn stream_fp8(gpu: &Gpu, linears: &mut Linears, scaling: Fp8Scaling) {
-    let model = Model::new(gpu, Some(scaling));
+fn stream_few_bits(gpu: &Gpu, linears: &mut Linears, values: GpuValues) {
+    let model = Model::new(gpu, values);
+    // Of the four linear layers; cuBLASLt's products of four bits need room for one.
+    let widened = gpu
+        .alloc(Component::Arena, 28672 * 4096 * size_of::<bf16>())
+        .expect("room");
+    let room = LinearRoom {
+        weights: Some(widened.slice()),
+        inputs: None,
+    };
     for (shape, (name, n, k)) in SHAPES[..4].iter().enumerate() {
         for m in [1, 2, 4, 8, 16, 32] {
-            let floor = 1e6 * (n * k + 2 * m * k + 2 * m * n) as f64 / READ_BANDWIDTH;
+            let weights = match values {
+                GpuValues::Bf16 => 2 * n * k,
+                GpuValues::Fp8(_) => n * k,
+                GpuValues::Int4(group) => n * int4_pitch(*k) + 4 * n * group.stride(*k),
+            };
+            let floor = 1e6 * (weights + 2 * m * k + 2 * m * n) as f64 / READ_BANDWIDTH;
             print!("{name:8} {m:4} {floor:7.1}");
-            for (row_warps, cluster) in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)] {
+            let cuts = [
+                (1, 1),
+                (2, 1),
+                (4, 1),
+                (2, 2),
+                (4, 2),
+                (4, 4),
+                (8, 4),
+                (8, 2),
+                (8, 1),
+            ];
+            for (row_warps, cluster) in cuts {
                 linears.fix(Some(LinearPath::Stream { row_warps, cluster }));
                 let layers = &model.layers[shape];
                 let layer = &layers[0];
@@ -173,7 +207,13 @@ fn stream_fp8(gpu: &Gpu, linears: &mut Linears, scaling: Fp8Scaling) {
                 {
                     continue;
                 }
-                let us = time_layer(gpu, linears, &model, shape, m);
+                // Where a cut cannot be used, it is cuBLASLt's time.
+                let us = time_us(gpu, 2 * layers.len(), |call| {
+                    let x = model.x.slice().range(0..m * k);
+                    let out = model.out.slice().range(0..m * n);
+                    let layer = &layers[call % layers.len()];
+                    linears.forward_in(room, x, layer, LinearOutput::Bf16, out)
+                });
                 print!(" {row_warps}x{cluster} {us:.1} {:.0}%", 100.0 * floor / us);
                 if *name == "gate_up" && linears.fuses_glu(m, layer, Activation::Silu) {
                     let us = time_us(gpu, 2 * layers.len(), |call| {
@@ -287,6 +327,7 @@ fn measure(linears: &mut Linears, model: &Model) {
     let scratch = LinearScratch {
         x: model.x.slice(),
         out: model.out.slice(),
+        weights: model.x.slice().range(0..0),
     };
     linears.measure(&uses, scratch).expect("measurements");
 }

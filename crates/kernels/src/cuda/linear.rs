@@ -1,9 +1,11 @@
 //! Every linear layer: cuBLASLt, and for small batches kernels of our own (`kernels/linear.cu`) that stream the weights.
 //!
 //! e4m3 weights meet e4m3 inputs in cuBLASLt and bf16 inputs in our kernels, which also compute any number of rows, in parts, on GPUs
-//! whose tensor cores do not know e4m3 values.
+//! whose tensor cores do not know e4m3 values. Weights of four bits meet bf16 inputs too: more rows than our kernels take by cuBLASLt,
+//! for which a matrix becomes bf16 in room of the caller's.
 
 mod cublas_lt;
+mod int4;
 mod matrix;
 mod stream;
 mod tune;
@@ -24,7 +26,11 @@ use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
-pub use matrix::{FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuWeight, mxfp4_pitch};
+pub use int4::Int4Kernels;
+pub use matrix::{
+    FP8_BLOCK, Fp8Scaling, GpuFp8Rows, GpuLinear, GpuMatrix, GpuRows, GpuValues, GpuWeight, Int4Group,
+    int4_pitch, mxfp4_pitch,
+};
 pub use stream::LinearOutput;
 pub use tune::{LinearChoice, LinearScratch, LinearUse};
 
@@ -41,7 +47,7 @@ impl Choice {
     fn input_scaling(self, key: &Key) -> Option<Fp8Scaling> {
         match self {
             Self::Stream(_) => None,
-            Self::Lt(_) => key.shape.scaling,
+            Self::Lt(_) => key.shape.scaling(),
         }
     }
 }
@@ -70,6 +76,7 @@ pub struct Linears {
     gpu: Gpu,
     lt: CublasLt,
     stream: StreamKernels,
+    int4: Int4Kernels,
     measurements: Measurements,
     /// Libraries' ways for the numbers of rows seen so far.
     chosen: Mutex<HashMap<Key, Choice>>,
@@ -87,6 +94,15 @@ pub struct GpuResidual<'a> {
     pub norm: GpuNorm<'a>,
     /// Takes the sum, rounded; not the memory of `hidden`.
     pub sum: GpuSlice<'a, bf16>,
+}
+
+/// Room for what layers of four bits need besides inputs and outputs, whose contents nobody else needs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LinearRoom<'a> {
+    /// Their weights as `bf16`, where cuBLASLt computes the product: `[n, k]` or more.
+    pub weights: Option<GpuSlice<'a, bf16>>,
+    /// Their inputs in [their order](GpuLinear::order), if they have one: `[m, k]` or more.
+    pub inputs: Option<GpuSlice<'a, bf16>>,
 }
 
 /// A way to compute linear layers, to be fixed in tests and benchmarks.
@@ -129,6 +145,7 @@ impl Linears {
             gpu: gpu.clone(),
             lt: CublasLt::open(gpu, workspace, fp8_products)?,
             stream: StreamKernels::load(gpu)?,
+            int4: Int4Kernels::load(gpu)?,
             measurements: Measurements::default(),
             chosen: Mutex::default(),
             fixed: None,
@@ -152,7 +169,7 @@ impl Linears {
         output: LinearOutput,
     ) -> Result<Option<Fp8Scaling>, GpuError> {
         let key = linear.key(m, output);
-        match key.shape.scaling {
+        match key.shape.scaling() {
             None => Ok(None),
             Some(_) => Ok(self.choice(&key)?.input_scaling(&key)),
         }
@@ -171,7 +188,28 @@ impl Linears {
         linear: &GpuLinear,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
-        self.run(x.into(), linear, out, LinearOutput::Bf16)
+        self.forward_in(LinearRoom::default(), x, linear, LinearOutput::Bf16, out)
+    }
+
+    /// As [`Self::forward`] or [`Self::forward_glu`], of weights in four bits too.
+    ///
+    /// # Errors
+    /// [`GpuError`] of the launch.
+    ///
+    /// # Panics
+    /// As these, if there is less room than the layer needs, or for `f32` outputs.
+    pub fn forward_in<'a>(
+        &self,
+        room: LinearRoom<'_>,
+        x: impl Into<GpuRows<'a>>,
+        linear: &GpuLinear,
+        output: LinearOutput,
+        out: GpuSlice<'_, bf16>,
+    ) -> Result<(), GpuError> {
+        assert!(output != LinearOutput::F32, "logits are `forward_f32`'s");
+        let is_gated = matches!(output, LinearOutput::Glu(_));
+        assert!(!is_gated || linear.bias.is_none(), "a bias before the activation");
+        self.run(room, x.into(), linear, out, output)
     }
 
     /// As [`Self::forward`] with `f32` outputs: logits.
@@ -188,7 +226,7 @@ impl Linears {
         out: GpuSlice<'_, f32>,
     ) -> Result<(), GpuError> {
         assert!(linear.bias.is_none(), "a bias with f32 outputs");
-        self.run(x.into(), linear, out, LinearOutput::F32)
+        self.run(LinearRoom::default(), x.into(), linear, out, LinearOutput::F32)
     }
 
     /// Whether [`Self::forward_glu`] can, and should, be used for `m` rows; if not, [`Self::forward`] and then `glu`.
@@ -212,8 +250,8 @@ impl Linears {
         activation: Activation,
         out: GpuSlice<'_, bf16>,
     ) -> Result<(), GpuError> {
-        assert!(gate_up.bias.is_none(), "a bias before the activation");
-        self.run(x.into(), gate_up, out, LinearOutput::Glu(activation))
+        let output = LinearOutput::Glu(activation);
+        self.forward_in(LinearRoom::default(), x, gate_up, output, out)
     }
 
     /// Whether [`Self::forward_norm`] can be used for `m` rows; if not, `add_rms_norm` and then [`Self::forward`] or
@@ -225,6 +263,7 @@ impl Linears {
             LinearOutput::Bf16 | LinearOutput::F32 => true,
         };
         fuses
+            && linear.order().is_none()
             && self
                 .own(&key)
                 .is_some_and(|cut| StreamKernels::can_norm(&key.shape, cut))
@@ -291,6 +330,7 @@ impl Linears {
 
     fn run<T: Pod>(
         &self,
+        room: LinearRoom<'_>,
         x: GpuRows<'_>,
         linear: &GpuLinear,
         out: GpuSlice<'_, T>,
@@ -307,11 +347,32 @@ impl Linears {
             return Ok(());
         }
         let given = x.scaling();
+        let x = match (linear.order(), x) {
+            (Some(order), GpuRows::Bf16(rows)) => {
+                let room = room.inputs.expect("room for inputs in another order");
+                let ordered = room.range(0..m * k);
+                self.int4.reorder(rows, order, ordered)?;
+                ordered.into()
+            }
+            _ => x,
+        };
         let (x, x_scales) = x.addresses();
+        let room = match (key.shape.values, room.weights) {
+            (GpuValues::Int4(_), Some(room)) => {
+                assert!(
+                    room.len() >= linear.n * k,
+                    "room for a matrix of [{}, {k}]",
+                    linear.n
+                );
+                room.ptr()
+            }
+            _ => 0,
+        };
         let operands = Operands {
             x,
             x_scales,
             out: out.ptr(),
+            room,
             ..linear.operands()
         };
         let choice = self.choice(&key)?;
@@ -330,7 +391,23 @@ impl Linears {
                 Choice::Lt(_) if matches!(key.output, LinearOutput::Glu(_)) => {
                     panic!("cuBLAS has no gated activations: ask `fuses_glu`")
                 }
-                Choice::Lt(algorithm) => self.lt.run(&key.shape, &algorithm, operands),
+                Choice::Lt(algorithm) => {
+                    let mut operands = *operands;
+                    if let GpuValues::Int4(group) = key.shape.values {
+                        assert!(operands.room != 0, "room for a matrix that is not streamed");
+                        let Operands {
+                            weight,
+                            weight_scales,
+                            room,
+                            ..
+                        } = operands;
+                        let shape = [key.shape.n, key.shape.k];
+                        self.int4
+                            .dequantise([weight, weight_scales, room], shape, group)?;
+                        operands.weight = room;
+                    }
+                    self.lt.run(&key.shape, &algorithm, &operands)
+                }
             }
         }
     }
@@ -339,7 +416,7 @@ impl Linears {
     /// As [`CublasLt::run`].
     unsafe fn stream_rows(&self, key: &Key, cut: Cut, operands: &Operands) -> Result<(), GpuError> {
         let Shape { m, n, k, .. } = key.shape;
-        let most = stream::most_rows(key.shape.scaling);
+        let most = stream::most_rows(key.shape.values);
         let (row, out_row) = (k * size_of::<bf16>(), n * key.output.bytes());
         for first in (0..m).step_by(most) {
             let shape = Shape {
@@ -378,6 +455,10 @@ impl Linears {
         };
         let choice = match measured {
             Some(Choice::Lt(algorithm)) if self.lt.can(&key.shape, &algorithm) => Choice::Lt(algorithm),
+            // In parts, or it would be our own.
+            Some(Choice::Stream(cut)) if key.shape.m > stream::most_rows(key.shape.values) => {
+                Choice::Stream(cut)
+            }
             _ => match self.lt.algorithms(&key.shape, 1)?.first() {
                 Some(&algorithm) => Choice::Lt(algorithm),
                 None => Choice::Stream(self.slow_cut(key)?),
@@ -390,7 +471,7 @@ impl Linears {
     /// How our own kernels compute any number of rows, where nothing else does.
     fn slow_cut(&self, key: &Key) -> Result<Cut, GpuError> {
         let rows = Shape {
-            m: key.shape.m.min(stream::most_rows(key.shape.scaling)),
+            m: key.shape.m.min(stream::most_rows(key.shape.values)),
             ..key.shape
         };
         let cut = self.stream.cuts(&rows, key.output).first().copied();
@@ -424,6 +505,7 @@ impl GpuLinear {
         let (weight, weight_scales) = match &self.matrix {
             GpuMatrix::Bf16(weight) => (weight.slice().ptr(), 0),
             GpuMatrix::Fp8 { values, scales, .. } => (values.slice().ptr(), scales.slice().ptr()),
+            GpuMatrix::Int4 { codes, groups, .. } => (codes.slice().ptr(), groups.slice().ptr()),
             GpuMatrix::Mxfp4(_) => panic!("experts are no linear layers"),
         };
         Operands {
@@ -433,6 +515,7 @@ impl GpuLinear {
             weight_scales,
             bias: self.bias.as_ref().map_or(0, |bias| bias.slice().ptr()),
             out: 0,
+            room: 0,
         }
     }
 
@@ -443,7 +526,7 @@ impl GpuLinear {
             k: self.k,
             wide: output == LinearOutput::F32,
             bias: self.bias.is_some(),
-            scaling: self.matrix.scaling(),
+            values: self.matrix.values().expect("experts are no linear layers"),
         };
         Key { shape, output }
     }

@@ -27,7 +27,9 @@ const FLOATS: [WeightType; 3] = [WeightType::F32, WeightType::F16, WeightType::B
 /// The type by candle's name.
 fn oracle_type(dtype: WeightType) -> GgmlDType {
     match dtype {
-        WeightType::F8E4M3 | WeightType::U8 => unreachable!("GGUF files have no such type"),
+        WeightType::F8E4M3 | WeightType::U8 | WeightType::I32 | WeightType::I64 => {
+            unreachable!("GGUF files have no such type")
+        }
         WeightType::Mxfp4 => unreachable!("candle has no such type"),
         WeightType::F32 => GgmlDType::F32,
         WeightType::F16 => GgmlDType::F16,

@@ -558,6 +558,7 @@ fn measured_choices() {
         let scratch = LinearScratch {
             x: x.slice(),
             out: out.slice(),
+            weights: x.slice().range(0..0),
         };
         ways.linears.measure(&uses, scratch).expect("measurements");
         for m in [1, 3, 5, 8, 30, 33, 100, 256, 300] {

@@ -407,6 +407,7 @@ fn measured_choices() {
     let scratch = LinearScratch {
         x: x.slice(),
         out: out.slice(),
+        weights: x.slice().range(0..0),
     };
     linears.measure(&uses, scratch).expect("measurements");
     // Unfused and fused gate and up, and logits.

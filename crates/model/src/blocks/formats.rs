@@ -1,5 +1,5 @@
 use super::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::quantization::{MXFP4_BLOCK, MatrixFormat};
+use crate::quantization::{INT4_WORD, MXFP4_BLOCK, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
 /// Checks that what is stacked is stored alike, as it is one product, in one format, and in whole blocks.
@@ -33,6 +33,16 @@ impl Visitor for Alike {
                 "quantization_config",
                 format!("MXFP4 for {} inputs of `{}`", first.inputs, first.module),
                 format!("a multiple of {MXFP4_BLOCK} is"),
+            ));
+        }
+        if matches!(first.format, MatrixFormat::Int4(_)) && !first.inputs.is_multiple_of(INT4_WORD) {
+            return Err(ModelError::unsupported(
+                "quantization_config",
+                format!(
+                    "{} for {} inputs of `{}`",
+                    first.format, first.inputs, first.module
+                ),
+                format!("a multiple of {INT4_WORD} is"),
             ));
         }
         match stack.parts.iter().find(|part| part.format != first.format) {

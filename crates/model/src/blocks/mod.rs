@@ -318,6 +318,10 @@ pub(crate) struct Widths {
     pub(crate) quantised: usize,
     /// Their scales.
     pub(crate) scales: usize,
+    /// The widest inputs, where a matrix of four bits has them in another order.
+    pub(crate) ordered: usize,
+    /// There are matrices of four bits.
+    pub(crate) has_int4: bool,
 }
 
 impl Widths {
@@ -344,7 +348,23 @@ impl Widths {
                 Fp8Scales::Block => widest.div_ceil(FP8_BLOCK),
             });
         }
+        for format in spec.quantization.int4() {
+            widths.has_int4 = true;
+            if format.ordered {
+                widths.ordered = widest;
+            }
+        }
         widths
+    }
+
+    /// Elements of the largest matrix of four bits, as large as that of any layer may be; 0 where there are none.
+    pub(crate) fn largest_int4(&self) -> Option<usize> {
+        let other = self.qkv.max(self.attended).max(self.gate_up).max(self.activated);
+        if self.has_int4 {
+            self.hidden.checked_mul(other)
+        } else {
+            Some(0)
+        }
     }
 
     /// Where all experts are computed at once, in room of their own: gate and up are those of what every token goes through.

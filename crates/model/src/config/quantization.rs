@@ -1,5 +1,7 @@
 //! `quantization_config` of config.json: which of its formats are served, and what they say of each matrix.
 
+mod int4;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -14,8 +16,8 @@ use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat, ModuleNames, Quant
 /// The names of the field; the second in checkpoints of older compressed-tensors.
 pub(super) const FIELDS: [&str; 2] = ["quantization_config", "compression_config"];
 
-const SUPPORTED: &str = "`fp8`, `compressed-tensors` with 8-bit floats and, for experts, `mxfp4` are: use the model in one of \
-                         these, before quantisation, or as a GGUF file";
+const SUPPORTED: &str = "`fp8`, `compressed-tensors` with 8-bit floats or 4-bit integers, 4-bit `gptq`, `awq` and `auto-round` \
+                         and, for experts, `mxfp4` are: use the model in one of these, before quantisation, or as a GGUF file";
 
 /// What a configuration says of its matrices.
 ///
@@ -39,6 +41,9 @@ pub(super) fn read(path: &Path, values: &Map<String, Value>) -> Result<Quantizat
     match value["quant_method"].as_str() {
         Some("fp8") => reader.fp8(reader.parse(value)?),
         Some("mxfp4") => reader.mxfp4(reader.parse(value)?),
+        Some("awq") => reader.awq(reader.parse(value)?),
+        Some("gptq") => reader.gptq(reader.parse(value)?),
+        Some("auto-round") => reader.auto_round(reader.parse(value)?),
         Some("compressed-tensors") => reader.compressed(reader.parse(value)?),
         Some(other) => Err(reader.unsupported("quant_method", format!("`{other}`"), SUPPORTED)),
         None => Err(reader.unsupported("quant_method", "missing", SUPPORTED)),
@@ -215,7 +220,6 @@ impl Reader<'_> {
     }
 
     fn compressed(&self, raw: RawCompressed) -> Result<Quantization, ModelError> {
-        self.format("format", raw.format.as_deref())?;
         match raw.quantization_status.as_deref() {
             None | Some("compressed" | "frozen") => {}
             Some(other) => {
@@ -250,7 +254,7 @@ impl Reader<'_> {
         };
         let mut groups = Vec::new();
         for (name, group) in raw.config_groups {
-            groups.push(self.group(&format!("config_groups.{name}"), group)?);
+            groups.push(self.group(&format!("config_groups.{name}"), group, raw.format.as_deref())?);
         }
         Ok(Quantization {
             groups,
@@ -259,17 +263,14 @@ impl Reader<'_> {
         })
     }
 
-    fn format(&self, field: &str, format: Option<&str>) -> Result<(), ModelError> {
-        match format {
-            // What is naive and of eight bits is stored alike.
-            None | Some("float-quantized" | "naive-quantized") => Ok(()),
-            Some(other) => Err(self.unsupported(field, format!("`{other}`"), SUPPORTED)),
-        }
-    }
-
-    fn group(&self, name: &str, raw: RawGroup) -> Result<QuantizationGroup, ModelError> {
+    /// `format` is that of groups that have none of their own.
+    fn group(
+        &self,
+        name: &str,
+        raw: RawGroup,
+        format: Option<&str>,
+    ) -> Result<QuantizationGroup, ModelError> {
         let field = |field: &str| format!("{name}.{field}");
-        self.format(&field("format"), raw.format.as_deref())?;
         self.only(
             &field("output_activations"),
             raw.output_activations.as_ref(),
@@ -278,8 +279,40 @@ impl Reader<'_> {
         let Some(weights) = raw.weights else {
             return Err(self.unsupported(&field("weights"), "null", SUPPORTED));
         };
-        self.float8(&field("weights"), &weights)?;
         self.only(&field("weights.dynamic"), weights.dynamic.as_ref(), false.into())?;
+        let modules = match raw.targets.iter().any(|target| target == "Linear") {
+            true => ModuleNames::All,
+            false => self.names(&field("targets"), ModuleNames::named(&raw.targets))?,
+        };
+        let format = match (raw.format.as_deref(), format) {
+            (Some(own), _) => Some((field("format"), own)),
+            (None, of_all) => of_all.map(|of_all| ("format".to_owned(), of_all)),
+        };
+        let format = match format {
+            // What is naive and of eight bits is stored alike.
+            None | Some((_, "float-quantized" | "naive-quantized")) => {
+                self.float8_group(&field, &weights, raw.input_activations.as_ref())?
+            }
+            Some((_, "pack-quantized")) => {
+                self.only(
+                    &field("input_activations"),
+                    raw.input_activations.map(|_| "given".into()).as_ref(),
+                    Value::Null,
+                )?;
+                MatrixFormat::Int4(self.int4_group(&field, &weights)?)
+            }
+            Some((at, other)) => return Err(self.unsupported(&at, format!("`{other}`"), SUPPORTED)),
+        };
+        Ok(QuantizationGroup { modules, format })
+    }
+
+    fn float8_group(
+        &self,
+        field: &impl Fn(&str) -> String,
+        weights: &RawScheme,
+        inputs: Option<&RawScheme>,
+    ) -> Result<MatrixFormat, ModelError> {
+        self.float8(&field("weights"), weights)?;
         let block = Value::from(vec![FP8_BLOCK; 2]);
         let scales = match weights.strategy.as_deref() {
             None | Some("tensor") => Fp8Scales::Tensor,
@@ -289,7 +322,7 @@ impl Reader<'_> {
                 Fp8Scales::Block
             }
             Some("block") => {
-                let found = weights.block_structure.unwrap_or_default();
+                let found = weights.block_structure.clone().unwrap_or_default();
                 match found == block {
                     true => Fp8Scales::Block,
                     false => {
@@ -303,7 +336,7 @@ impl Reader<'_> {
                 return Err(self.unsupported(&field("weights.strategy"), format!("`{other}`"), supported));
             }
         };
-        let input_scale = match &raw.input_activations {
+        let input_scale = match inputs {
             None => false,
             Some(inputs) => {
                 self.float8(&field("input_activations"), inputs)?;
@@ -319,14 +352,7 @@ impl Reader<'_> {
                 !is_dynamic
             }
         };
-        let modules = match raw.targets.iter().any(|target| target == "Linear") {
-            true => ModuleNames::All,
-            false => self.names(&field("targets"), ModuleNames::named(&raw.targets))?,
-        };
-        Ok(QuantizationGroup {
-            modules,
-            format: MatrixFormat::Fp8 { scales, input_scale },
-        })
+        Ok(MatrixFormat::Fp8 { scales, input_scale })
     }
 
     /// Checks that a scheme is of symmetric 8-bit floats. The size of groups says nothing beside the strategy.

@@ -73,7 +73,7 @@ impl StepState {
 pub(super) struct Decoder {
     gpu: Gpu,
     weights: GpuWeights,
-    /// The first layer of each distinct specification, and which of them each layer is like.
+    /// The first layer of each distinct specification and formats, and which of them each layer is like.
     kinds: Vec<usize>,
     kind_of: Vec<usize>,
     /// A model for embeddings has no head, and samples nothing.
@@ -97,13 +97,19 @@ impl Decoder {
     /// Loads the other kernels.
     pub(super) fn new(gpu: &Gpu, weights: GpuWeights, fused: FusedKernels) -> Result<Self, DeviceError> {
         let workspace = gpu.alloc(Component::Runtime, Linears::WORKSPACE_BYTES)?;
-        let layers = &weights.spec.layers;
-        let like = |index: usize| layers[..index].iter().position(|layer| *layer == layers[index]);
-        let kinds: Vec<usize> = (0..layers.len()).filter(|&index| like(index).is_none()).collect();
-        let kind_of = |index: usize| kinds.iter().position(|&first| layers[first] == layers[index]);
+        let layers = &weights.decoder.layers;
+        let mut kinds: Vec<usize> = Vec::new();
+        let mut kind_of = Vec::with_capacity(layers.len());
+        for (index, layer) in layers.iter().enumerate() {
+            let known = kinds.iter().position(|&first| is_of_kind(layer, &layers[first]));
+            kind_of.push(known.unwrap_or(kinds.len()));
+            if known.is_none() {
+                kinds.push(index);
+            }
+        }
         let mut decoder = Self {
             gpu: gpu.clone(),
-            kind_of: (0..layers.len()).filter_map(kind_of).collect(),
+            kind_of,
             kinds,
             head: match &weights.decoder.head {
                 None => None,
@@ -149,9 +155,14 @@ impl Decoder {
             .alloc(Component::Arena, most * widest * size_of::<bf16>())?;
         let out = self.gpu.alloc(Component::Arena, bytes)?;
         self.fused.fill_random(x.slice(), 0, 1.0)?;
+        let dequantised = Widths::beside_experts(spec).largest_int4().unwrap_or(0);
+        let weights = self
+            .gpu
+            .alloc(Component::Arena, dequantised * size_of::<bf16>())?;
         let scratch = LinearScratch {
             x: x.slice(),
             out: out.slice(),
+            weights: weights.slice(),
         };
         let layers = &decoder.layers;
         let qkv = by_shape(layers, |layer| match &layer.mixer {
@@ -331,6 +342,19 @@ impl Decoder {
         let given = step.rows_given();
         Ok((given > 0).then(|| step.act.normed.range(0..given * spec.hidden_size)))
     }
+}
+
+/// Whether what is chosen for one layer is right for another: formats may differ where a checkpoint leaves some matrices in floats.
+fn is_of_kind(layer: &GpuLayer, other: &GpuLayer) -> bool {
+    let qkv = |layer: &GpuLayer| layer.mixer.attention().map(|block| block.qkv.clone());
+    let gate_up = |layer: &GpuLayer| layer.mlp.of_all().map(|mlp| mlp.gate_up.clone());
+    let are_alike = |pair: [Option<GpuLinear>; 2]| match pair {
+        [Some(a), Some(b)] => a.is_like(&b),
+        [a, b] => a.is_none() && b.is_none(),
+    };
+    layer.spec == other.spec
+        && are_alike([qkv(layer), qkv(other)])
+        && are_alike([gate_up(layer), gate_up(other)])
 }
 
 /// Layers of one shape, whose weights a measurement takes in turn.

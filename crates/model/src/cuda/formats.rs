@@ -1,8 +1,8 @@
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::quantization::{FP8_BLOCK, Fp8Scales};
+use crate::quantization::{FP8_BLOCK, Fp8Scales, INT4_WORD, MatrixFormat};
 use crate::{DecoderSpec, ModelError};
 
-/// What products in eight bits ask of matrices.
+/// What products in eight bits and in four ask of matrices.
 ///
 /// # Errors
 /// [`ModelError::Unsupported`], which names the matrix.
@@ -30,7 +30,10 @@ impl Visitor for Products {
     }
 
     fn linear(&mut self, stack: &Stack) -> Result<(), ModelError> {
+        let is_int4 = matches!(stack.format(), MatrixFormat::Int4(_));
         let (inputs_of, outputs_of) = match stack.format().kept_scales() {
+            // Words of codes, and as cuBLASLt takes them in 16 bits.
+            None if is_int4 => (INT4_WORD, 1),
             None => return Ok(()),
             // The blocks of stacked matrices are those of one matrix.
             Some(Fp8Scales::Block) if stack.parts.len() > 1 => (FP8_BLOCK, FP8_BLOCK),
@@ -47,8 +50,13 @@ impl Visitor for Products {
                 inputs,
                 format,
                 order: _,
-                expert: _,
+                expert,
             } = part;
+            if is_int4 && expert.is_some() {
+                let value = format!("{format} for `{module}`");
+                let supported = "on a GPU experts in floats, FP8 and MXFP4 are; --device cpu takes it";
+                return refuse(value, supported.to_owned());
+            }
             let is_router = [".gate", ".router", ".shared_expert_gate"]
                 .iter()
                 .any(|name| module.ends_with(name));

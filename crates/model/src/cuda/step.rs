@@ -1,6 +1,6 @@
 use half::bf16;
 use plimsoll_device::cuda::GpuSlice;
-use plimsoll_kernels::cuda::{DeltaKernels, Fp8Scaling};
+use plimsoll_kernels::cuda::{DeltaKernels, Fp8Scaling, LinearRoom};
 
 use super::experts::{ExpertLayout, ExpertSlices};
 use super::input::StepInput;
@@ -33,6 +33,9 @@ pub(super) struct StepLayout {
     /// Inputs of products in eight bits, and their scales.
     pub(super) quantised: Section<u8>,
     pub(super) scales: Section<f32>,
+    /// A matrix of four bits as `bf16`, and inputs in the order of one.
+    pub(super) dequantised: Section<bf16>,
+    pub(super) ordered: Section<bf16>,
     /// Gates of states.
     pub(super) state_gates: Section<bf16>,
     /// Of layers with experts.
@@ -70,6 +73,8 @@ impl StepLayout {
             quantised: layout.rows(rows, widths.quantised)?,
             // Of blocks there are more than the rows have.
             scales: layout.rows(Fp8Scaling::Blocks.input_stride(rows), widths.scales)?,
+            dequantised: layout.rows(widths.largest_int4()?, 1)?,
+            ordered: layout.rows(rows, widths.ordered)?,
             state_gates: layout.rows(rows, widths.state_gates)?,
             experts: ExpertLayout::new(&mut layout, &widths, rows)?,
             attention: layout.rows(attention_scratch(planners), 1)?,
@@ -106,6 +111,10 @@ impl StepLayout {
             activated: self.activated.within(memory),
             quantised: self.quantised.within(memory),
             scales: self.scales.within(memory),
+            room: LinearRoom {
+                weights: Some(self.dequantised.within(memory)),
+                inputs: Some(self.ordered.within(memory)),
+            },
             state_gates: self.state_gates.within(memory),
             experts: self.experts.within(memory),
             scratch: self.attention.within(memory),
@@ -141,6 +150,7 @@ pub(super) struct Activations<'a> {
     pub(super) activated: GpuSlice<'a, bf16>,
     pub(super) quantised: GpuSlice<'a, u8>,
     pub(super) scales: GpuSlice<'a, f32>,
+    pub(super) room: LinearRoom<'a>,
     pub(super) state_gates: GpuSlice<'a, bf16>,
     pub(super) experts: ExpertSlices<'a>,
     pub(super) scratch: GpuSlice<'a, f32>,

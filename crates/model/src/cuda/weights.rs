@@ -4,6 +4,7 @@ mod convert;
 mod layout;
 mod transfer;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use half::bf16;
@@ -11,7 +12,8 @@ use plimsoll_core::Component;
 use plimsoll_device::Pod;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::cuda::{
-    Fp8Scaling, FusedKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, MoeKernels, rope_turns,
+    Fp8Scaling, FusedKernels, GpuKvElement, GpuLinear, GpuMatrix, GpuWeight, Int4Group, Int4Kernels,
+    MoeKernels, rope_turns,
 };
 
 use crate::blocks::{self, Matrix, Stack, Vector, Visitor};
@@ -20,8 +22,8 @@ use crate::quantization::Fp8Scales;
 use crate::rope::RopeTable;
 use crate::weights::{Checked, DUMMY_SCALE, Scales};
 use crate::{DecoderSpec, LoadFormat, LoadOptions, ModelError, Progress};
-use convert::{Job, widen_mxfp4};
-use layout::{Boundless, Element, Layout, LinearSpan, Part, Places, Span, Stored};
+use convert::{Job, widen_int4, widen_mxfp4};
+use layout::{Boundless, Element, KeptScales, Layout, LinearSpan, Part, Places, Span, Stored};
 use transfer::transfer;
 
 /// All weights of a decoder on a GPU, in one piece of memory. Matrices are row-major, `[outputs, inputs]`.
@@ -138,6 +140,7 @@ impl GpuWeights {
             fill_matrices(&layout.parts, &slab, gpu, kernels, seed)?;
             gpu.synchronize()?;
         }
+        upload_orders(&layout.parts, &jobs, &slab, gpu)?;
         let stored = jobs.iter().map(|job| job.stored_bytes(job.part().rows()) as u64);
         let mut done = Progress {
             done: 0,
@@ -183,6 +186,26 @@ impl GpuWeights {
                 let rows = rows.chunks_exact(part.row_bytes());
                 rows.flat_map(|row| widen_mxfp4(row, matrix.inputs)).collect()
             }
+            (Element::Int4, Some(place), Stored::Matrix(matrix)) => {
+                let Some(KeptScales::Int4(group)) = part.kept() else {
+                    unreachable!("what has codes of four bits has groups")
+                };
+                let inputs = matrix.inputs;
+                let rows = gpu.download(view::<u8>(&self.slab, span))?;
+                let words = gpu.download(view::<u32>(&self.slab, place.span(0..part.rows())))?;
+                let order = part.order.map(|span| gpu.download(view::<u32>(&self.slab, span)));
+                let order = order.transpose()?.unwrap_or_else(|| (0..inputs as u32).collect());
+                let rows = rows.chunks_exact(part.row_bytes());
+                let mut elements = Vec::with_capacity(matrix.outputs * inputs);
+                for (row, words) in rows.zip(words.chunks_exact(group.stride(inputs))) {
+                    let mut stored = vec![0.0; inputs];
+                    for (element, &input) in widen_int4(row, words, group, inputs).into_iter().zip(&order) {
+                        stored[input as usize] = element;
+                    }
+                    elements.extend(stored);
+                }
+                elements
+            }
             (Element::Bf16, ..) => {
                 let values = gpu.download(view::<bf16>(&self.slab, span))?;
                 values.into_iter().map(bf16::to_f32).collect()
@@ -207,6 +230,36 @@ fn kv_scales(tensors: &mut Checked<'_>, layer: usize) -> Result<[f32; 2], ModelE
     Ok([scale("k_scale")?, scale("v_scale")?])
 }
 
+/// The orders of inputs that matrices have of their own. Those that are stacked are one product and have one.
+fn upload_orders(parts: &[Part], jobs: &[Job<'_>], slab: &GpuSlab, gpu: &Gpu) -> Result<(), ModelError> {
+    let mut known: HashMap<usize, (String, Vec<u32>)> = HashMap::new();
+    for part in parts {
+        let (Some(span), Stored::Matrix(matrix)) = (part.order, &part.stored) else {
+            continue;
+        };
+        // Made-up matrices have none.
+        let job = jobs.iter().find(|job| job.part().start == part.start);
+        let name = job.map_or_else(|| part.name(), |job| job.name().to_owned());
+        let order = job.and_then(Job::order).map(<[u32]>::to_vec);
+        let order = order.unwrap_or_else(|| (0..matrix.inputs as u32).collect());
+        match known.get(&span.start) {
+            None => gpu.upload(&order, view(slab, span))?,
+            Some((_, other)) if *other == order => {}
+            Some((other, _)) => {
+                return Err(ModelError::Weights {
+                    name,
+                    message: format!(
+                        "its inputs are in another order than those of `{other}`, and both are one product on a GPU; \
+                         --device cpu takes it"
+                    ),
+                });
+            }
+        }
+        known.insert(span.start, (name, order));
+    }
+    Ok(())
+}
+
 /// Random matrices that keep the variance of what they are applied to.
 fn fill_matrices(
     parts: &[Part],
@@ -215,7 +268,9 @@ fn fill_matrices(
     kernels: &FusedKernels,
     seed: u64,
 ) -> Result<(), GpuError> {
-    let mut experts = None;
+    /// Of random codes less 8.
+    const CODE_DEVIATION: f32 = 4.64;
+    let (mut experts, mut int4) = (None, None);
     for (index, part) in (0_u64..).zip(parts) {
         let Stored::Matrix(matrix) = &part.stored else {
             continue;
@@ -232,6 +287,15 @@ fn fill_matrices(
                     .try_for_each(|experts| experts.fill_mxfp4(out, matrix.inputs, seed, deviation))?;
             }
             None => kernels.fill_random(view(slab, part.span()), seed, deviation)?,
+            Some(span) if part.element == Element::Int4 => {
+                if int4.is_none() {
+                    int4 = Some(Int4Kernels::load(gpu)?);
+                }
+                int4.iter()
+                    .try_for_each(|int4| int4.fill(view(slab, part.span()), seed))?;
+                let word = Int4Group::word(deviation / CODE_DEVIATION, 8);
+                gpu.upload(&vec![word; span.len / size_of::<u32>()], view(slab, span))?;
+            }
             Some(span) => {
                 kernels.fill_random_e4m3(view(slab, part.span()), seed, deviation / DUMMY_SCALE)?;
                 let scales = vec![DUMMY_SCALE; span.len / size_of::<f32>()];
@@ -255,16 +319,22 @@ impl Views<'_> {
     }
 
     fn at(&self, span: LinearSpan) -> GpuLinear {
-        let matrix = match span.scales {
+        let matrix = match span.scales.map(|scales| (scales.span, scales.kept)) {
             None if span.element == Element::Mxfp4 => GpuMatrix::Mxfp4(self.weight(span.weight)),
             None => GpuMatrix::Bf16(self.weight(span.weight)),
-            Some(scales) => GpuMatrix::Fp8 {
+            Some((scales, KeptScales::Fp8(kept))) => GpuMatrix::Fp8 {
                 values: self.weight(span.weight),
-                scales: self.weight(scales.span),
-                scaling: match scales.blocks {
-                    true => Fp8Scaling::Blocks,
-                    false => Fp8Scaling::Rows,
+                scales: self.weight(scales),
+                scaling: match kept {
+                    Fp8Scales::Block => Fp8Scaling::Blocks,
+                    Fp8Scales::Tensor | Fp8Scales::Channel => Fp8Scaling::Rows,
                 },
+            },
+            Some((groups, KeptScales::Int4(group))) => GpuMatrix::Int4 {
+                codes: self.weight(span.weight),
+                groups: self.weight(groups),
+                group,
+                order: span.order.map(|order| self.weight(order)),
             },
         };
         let bias = span.bias.map(|bias| self.weight(bias));

@@ -1,3 +1,5 @@
+mod int4;
+
 use std::borrow::Cow;
 use std::collections::HashSet;
 
@@ -5,10 +7,13 @@ use plimsoll_core::untrusted::quotable;
 
 use plimsoll_kernels::WeightType;
 
-use super::{RowOrder, Scales, Source, StoredMatrix, Tensor};
+use super::{Beside, RowOrder, Scales, Source, StoredMatrix, Tensor};
 use crate::blocks::{InExperts, Matrix, Vector};
 use crate::quantization::{Fp8Scales, MXFP4_BLOCK, MatrixFormat};
 use crate::{ModelError, Shape};
+
+#[cfg(test)]
+pub(crate) use int4::tests as int4_tests;
 
 /// Shapes of a single number.
 const SCALAR: [&[usize]; 2] = [&[1], &[]];
@@ -39,8 +44,10 @@ impl<'a> Checked<'a> {
 
     /// A matrix, with its scales where it has any.
     pub(crate) fn matrix(&mut self, matrix: &Matrix) -> Result<StoredMatrix<'a>, ModelError> {
-        if matrix.format == MatrixFormat::Mxfp4 {
-            return self.mxfp4(matrix);
+        match matrix.format {
+            MatrixFormat::Mxfp4 => return self.mxfp4(matrix),
+            MatrixFormat::Int4(format) => return self.int4(matrix, format),
+            MatrixFormat::Plain | MatrixFormat::Fp8 { .. } | MatrixFormat::ToFp8 => {}
         }
         let mut tensor = match &matrix.expert {
             Some(expert) if matrix.format == MatrixFormat::Plain && !self.source.has(&matrix.name()) => {
@@ -54,8 +61,7 @@ impl<'a> Checked<'a> {
         let MatrixFormat::Fp8 { scales, input_scale } = matrix.format else {
             return Ok(StoredMatrix {
                 tensor: in_floats(tensor)?,
-                scales: None,
-                exponents: None,
+                beside: Beside::Nothing,
             });
         };
         if tensor.dtype != WeightType::F8E4M3 {
@@ -78,8 +84,7 @@ impl<'a> Checked<'a> {
         }
         Ok(StoredMatrix {
             tensor,
-            scales: Some(Scales::new(values, scales, matrix)),
-            exponents: None,
+            beside: Beside::Scales(Scales::new(values, scales, matrix)),
         })
     }
 
@@ -88,8 +93,7 @@ impl<'a> Checked<'a> {
         let blocks = [matrix.inputs / MXFP4_BLOCK, MXFP4_BLOCK / 2];
         Ok(StoredMatrix {
             tensor: self.mxfp4_part(matrix, "blocks", &blocks)?,
-            scales: None,
-            exponents: Some(self.mxfp4_part(matrix, "scales", &blocks[..1])?),
+            beside: Beside::Exponents(self.mxfp4_part(matrix, "scales", &blocks[..1])?),
         })
     }
 
@@ -138,6 +142,42 @@ impl<'a> Checked<'a> {
                 ),
             }),
         }
+    }
+
+    /// Integers of this type.
+    pub(super) fn integers(
+        &mut self,
+        name: &str,
+        dtype: WeightType,
+        shape: &[usize],
+    ) -> Result<Tensor<'a>, ModelError> {
+        let tensor = self.take(&[name.to_owned()], &[shape])?;
+        match tensor.dtype == dtype {
+            true => Ok(tensor),
+            false => Err(ModelError::TensorType {
+                name: tensor.name,
+                found: format!("{:?}", tensor.dtype),
+                supported: "I32 and, for shapes, I64, as `quantization_config` says that it is in four bits",
+            }),
+        }
+    }
+
+    /// As [`Self::integers`], if they are there and were not taken before.
+    pub(super) fn optional_integers(
+        &mut self,
+        name: &str,
+        dtype: WeightType,
+        shape: &[usize],
+    ) -> Result<Option<Tensor<'a>>, ModelError> {
+        match self.left.contains(&self.source.stored_name(name)) {
+            true => self.integers(name, dtype, shape).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Floats of 16 bits or 32.
+    pub(super) fn floats(&mut self, name: &str, shape: &[usize]) -> Result<Tensor<'a>, ModelError> {
+        in_floats(self.take(&[name.to_owned()], &[shape])?)
     }
 
     /// The tensor of the first of these names that is there, which must have one of these shapes.
@@ -308,17 +348,19 @@ fn module(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
-/// The tensor, unless it is in bytes, which are nothing without scales.
+/// The tensor, unless it is in bytes or words, which are nothing without scales.
 fn in_floats(tensor: Tensor<'_>) -> Result<Tensor<'_>, ModelError> {
     match tensor.dtype {
-        WeightType::F8E4M3 | WeightType::U8 => Err(ModelError::TensorType {
-            name: tensor.name,
-            found: match tensor.dtype {
-                WeightType::U8 => "U8".to_owned(),
-                _ => "F8_E4M3".to_owned(),
-            },
-            supported: "F32, F16 and BF16, as `quantization_config` does not say that it is quantised",
-        }),
+        WeightType::F8E4M3 | WeightType::U8 | WeightType::I32 | WeightType::I64 => {
+            Err(ModelError::TensorType {
+                name: tensor.name,
+                found: match tensor.dtype {
+                    WeightType::F8E4M3 => "F8_E4M3".to_owned(),
+                    other => format!("{other:?}"),
+                },
+                supported: "F32, F16 and BF16, as `quantization_config` does not say that it is quantised",
+            })
+        }
         _ => Ok(tensor),
     }
 }

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use half::{bf16, f16};
 
 use super::{RowOrder, Source, Tensor};
-use crate::quantization::{MXFP4_BLOCK, MatrixFormat, Quantization};
+use crate::quantization::{Int4Format, Int4Packing, MXFP4_BLOCK, MatrixFormat, Quantization};
 use crate::{ModelError, Shape};
 
 /// Makes each tensor up when it is asked for. The same seed gives the same weights.
@@ -51,6 +51,19 @@ impl Source for DummyWeights {
             [] => (0.0, 1.0),
         };
         let value = |index: usize| centre + spread * unit(stream, index);
+        if let Some((module, part)) = name.rsplit_once('.')
+            && let MatrixFormat::Int4(format) = self.quantization.format(module)
+            && let Some((dtype, data)) = self.int4(format, part, expected, stream)
+        {
+            return Ok(Some(Tensor {
+                name: name.to_owned(),
+                dtype,
+                shape: Shape(expected.to_vec()),
+                order: RowOrder::Plain,
+                unit_offset: false,
+                data: data.into(),
+            }));
+        }
         let module = name.strip_suffix(".weight").filter(|_| expected.len() == 2);
         let format = module.map(|module| self.quantization.format(module));
         let dtype = match format {
@@ -82,6 +95,52 @@ impl Source for DummyWeights {
 
     fn total_bytes(&self) -> u64 {
         0
+    }
+}
+
+impl DummyWeights {
+    /// Type and data of a part of a matrix in four bits, if it is one: random codes, zeros in their middle, and the scale with which
+    /// they keep the variance of as many inputs as there are. A scale for each output tells nothing of the inputs: there are
+    /// taken to be as many as outputs.
+    fn int4(
+        &self,
+        format: Int4Format,
+        part: &str,
+        shape: &[usize],
+        stream: u64,
+    ) -> Option<(WeightType, Vec<u8>)> {
+        /// Of codes less their zero.
+        const MEAN_SQUARE: f32 = 21.5;
+        let len = shape.iter().product();
+        Some(match part {
+            "weight_packed" | "qweight" => {
+                let word =
+                    |index: usize| ((mix(stream.wrapping_add(index as u64)) >> 32) as u32).to_le_bytes();
+                (WeightType::I32, bytes(len, word))
+            }
+            "weight_zero_point" | "qzeros" => (WeightType::I32, vec![0x88; 4 * len]),
+            "weight_g_idx" | "g_idx" => {
+                let size = format.groups.size(len);
+                (
+                    WeightType::I32,
+                    bytes(len, |input| ((input / size) as u32).to_le_bytes()),
+                )
+            }
+            "weight_scale" | "scales" => {
+                let [outputs, groups] = match (format.packing, shape) {
+                    (Int4Packing::Compressed { .. }, &[outputs, groups]) => [outputs, groups],
+                    (_, &[groups, outputs]) => [outputs, groups],
+                    _ => return None,
+                };
+                let inputs = groups * format.groups.size(outputs);
+                let scale = 1.0 / (MEAN_SQUARE * inputs as f32).sqrt();
+                (
+                    WeightType::F16,
+                    bytes(len, |_| f16::from_f32(scale).to_le_bytes()),
+                )
+            }
+            _ => return None,
+        })
     }
 }
 

@@ -1,21 +1,34 @@
-//! Stored matrices: in floats, in eight bits with their scales, in four with their exponents.
+//! Stored matrices, with what belongs to their elements, and those in eight bits.
 
 use half::bf16;
 use plimsoll_kernels::{WeightType, e4m3_to_f32};
 use rayon::prelude::*;
 
+use super::int4::Int4;
 use super::{Tensor, mxfp4};
+use crate::ModelError;
 use crate::blocks::Matrix;
 use crate::quantization::{FP8_BLOCK, Fp8Scales};
 
 /// A matrix as it is stored.
 #[derive(Debug)]
 pub(crate) struct StoredMatrix<'a> {
+    /// Its elements, or their codes.
     pub(crate) tensor: Tensor<'a>,
+    pub(crate) beside: Beside<'a>,
+}
+
+/// What belongs to the elements of a matrix.
+#[derive(Debug)]
+pub(crate) enum Beside<'a> {
+    /// Nothing: they are floats, or in blocks of ggml's.
+    Nothing,
     /// Of one in eight bits.
-    pub(crate) scales: Option<Scales>,
+    Scales(Scales),
     /// Of one in MXFP4: a byte for each block of its rows, which lie as the tensor's do.
-    pub(crate) exponents: Option<Tensor<'a>>,
+    Exponents(Tensor<'a>),
+    /// Of one in integers of four bits.
+    Int4(Int4<'a>),
 }
 
 /// The scales of a matrix, `[rows, cols]`, each for a block of its elements.
@@ -57,21 +70,27 @@ impl Scales {
 impl<'a> StoredMatrix<'a> {
     /// In which a CPU keeps it.
     pub(crate) fn kept_type(&self) -> WeightType {
-        match (&self.scales, &self.exponents) {
-            (Some(_), _) => WeightType::Bf16,
-            (None, Some(_)) => WeightType::Mxfp4,
-            (None, None) => self.tensor.dtype,
+        match self.beside {
+            Beside::Scales(_) | Beside::Int4(_) => WeightType::Bf16,
+            Beside::Exponents(_) => WeightType::Mxfp4,
+            Beside::Nothing => self.tensor.dtype,
         }
     }
 
-    /// In a type that a CPU computes with, its rows one after another: eight bits times scales become `bf16`.
-    pub(crate) fn dequantised(self) -> Tensor<'a> {
+    /// In a type that a CPU computes with, its rows one after another: eight bits times scales become `bf16`, and so do integers
+    /// of four.
+    ///
+    /// # Errors
+    /// [`ModelError::Weights`] where a scale of these is no number.
+    pub(crate) fn dequantised(self) -> Result<Tensor<'a>, ModelError> {
         let dtype = self.kept_type();
-        if let Some(exponents) = self.exponents {
-            return mxfp4::in_blocks(self.tensor.in_order(), exponents.in_order());
-        }
-        let Some(scales) = self.scales else {
-            return self.tensor.in_order();
+        let scales = match self.beside {
+            Beside::Nothing => return Ok(self.tensor.in_order()),
+            Beside::Exponents(exponents) => {
+                return Ok(mxfp4::in_blocks(self.tensor.in_order(), exponents.in_order()));
+            }
+            Beside::Int4(int4) => return int4.dequantised(self.tensor),
+            Beside::Scales(scales) => scales,
         };
         let inputs = self.tensor.shape.0[1];
         let row_bytes = inputs * size_of::<bf16>();
@@ -83,11 +102,11 @@ impl<'a> StoredMatrix<'a> {
                 *out = bf16::from_f32(value).to_le_bytes();
             }
         });
-        Tensor {
+        let rounded = Tensor {
             dtype,
             data: rounded.into(),
             ..self.tensor
-        }
-        .in_order()
+        };
+        Ok(rounded.in_order())
     }
 }

@@ -61,7 +61,7 @@ impl<'a> Loader<'a> {
     fn matrix(&mut self, matrix: &Matrix) -> Result<Tensor<'a>, ModelError> {
         let stored = self.tensors.matrix(matrix)?;
         self.advance(&stored.tensor)?;
-        Ok(stored.dequantised())
+        stored.dequantised()
     }
 
     fn advance(&mut self, tensor: &Tensor<'_>) -> Result<(), ModelError> {

@@ -5,6 +5,7 @@ mod checked;
 mod dummy;
 mod fp8;
 mod gguf;
+mod int4;
 mod loader;
 mod mxfp4;
 mod rows;
@@ -19,9 +20,12 @@ use crate::blocks::RowOrder;
 use crate::{ModelError, Shape};
 
 pub(crate) use checked::Checked;
+#[cfg(test)]
+pub(crate) use checked::int4_tests;
 pub(crate) use dummy::{DUMMY_SCALE, DummyWeights};
-pub(crate) use fp8::{Scales, StoredMatrix};
+pub(crate) use fp8::{Beside, Scales, StoredMatrix};
 pub(crate) use gguf::GgufWeights;
+pub(crate) use int4::{Int4, code as int4_code};
 pub(crate) use loader::Loader;
 pub(crate) use safetensors::Checkpoint;
 
@@ -72,6 +76,19 @@ impl Tensor<'_> {
             RowOrder::Columns(among) => (rows, cols) = (cols, among.all),
         }
         Matrix::new(self.dtype, rows, cols, &self.data).map_err(|error| weight_error(error, &self.name))
+    }
+
+    /// An element of a tensor of floats of 16 bits or 32.
+    ///
+    /// # Panics
+    /// If it is none, or has fewer elements.
+    pub(crate) fn element(&self, index: usize) -> f32 {
+        match self.dtype {
+            WeightType::F32 => f32::from_le_bytes(self.data.as_chunks().0[index]),
+            WeightType::F16 => f16::from_le_bytes(self.data.as_chunks().0[index]).to_f32(),
+            WeightType::Bf16 => bf16::from_le_bytes(self.data.as_chunks().0[index]).to_f32(),
+            other => unreachable!("an element of {other:?}"),
+        }
     }
 
     /// Elements of a float vector.

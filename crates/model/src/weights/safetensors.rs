@@ -145,11 +145,13 @@ impl Source for Checkpoint {
             Dtype::BF16 => WeightType::Bf16,
             Dtype::F8_E4M3 => WeightType::F8E4M3,
             Dtype::U8 => WeightType::U8,
+            Dtype::I32 => WeightType::I32,
+            Dtype::I64 => WeightType::I64,
             other => {
                 return Err(ModelError::TensorType {
                     name: name.to_owned(),
                     found: format!("{other:?}"),
-                    supported: "F32, F16 and BF16, and F8_E4M3 with `quantization_config`",
+                    supported: "F32, F16 and BF16, and F8_E4M3, U8 and I32 as `quantization_config` says",
                 });
             }
         };

@@ -1,11 +1,13 @@
 //! What the tests of this crate share: golden models, plans, a request that drives itself.
 #![allow(dead_code, unreachable_pub, reason = "every test binary uses another part")]
 
+pub mod configs;
 pub mod convert;
 pub mod embeddings;
 pub mod experts;
 pub mod fp8;
 pub mod groups;
+pub mod int4;
 pub mod malformed;
 pub mod requests;
 pub mod scores;
@@ -24,15 +26,18 @@ use plimsoll_model::{KvCacheDtype, LoadOptions, Model, Runner};
 use serde::Deserialize;
 
 /// Every tiny model of `scripts/make-goldens`.
-pub const MODELS: [&str; 32] = [
+pub const MODELS: [&str; 40] = [
     "gemma2",
     "gemma3",
     "gemma3-vision",
     "gpt-oss",
     "gpt-oss-mxfp4",
     "llama",
+    "llama-auto-round",
     "llama-fp8-block",
     "llama-fp8-channel",
+    "llama-gptq",
+    "llama-int4-group-128",
     "llama-linear-rope",
     "llama3-tied-bf16",
     "ministral3",
@@ -40,16 +45,21 @@ pub const MODELS: [&str; 32] = [
     "mistral-window",
     "mixtral",
     "phi3-fp8-tensor",
+    "phi3-int4-channel",
     "phi3-longrope",
     "phi3-longrope-short",
     "phi3-window",
     "qwen2",
     "qwen2-fp8-tensor",
+    "qwen2-int4-group-32",
     "qwen2-moe",
     "qwen2-window",
+    "qwen3-awq",
     "qwen3-f16",
     "qwen3-fp8-block",
+    "qwen3-gptq-order",
     "qwen3-moe",
+    "qwen3-moe-awq",
     "qwen3-moe-fp8-block",
     "qwen3-next",
     "qwen3-next-moe",

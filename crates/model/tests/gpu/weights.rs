@@ -17,7 +17,8 @@ use plimsoll_model::{
 use tempfile::TempDir;
 
 use crate::common::convert::*;
-use crate::common::fp8::{dequantised, is_fp8};
+use crate::common::fp8::{self, is_fp8};
+use crate::common::int4::{self, is_int4};
 use crate::common::*;
 use crate::setup::{LIMITS, MODELS, Setup};
 
@@ -95,9 +96,14 @@ fn golden_models_arrive_as_stored() {
         let options = LoadOptions::default();
         let model = GpuModel::load(&golden_path(name), options, &gpu, &mut progress).unwrap();
         assert!(last.total > 0 && last.done == last.total, "{name}: {last:?}");
-        let tensors = dequantised(&golden_tensors(name));
+        let stored = golden_tensors(name);
+        let tensors = match is_int4(name) {
+            true => int4::dequantised(name, &stored),
+            false => fp8::dequantised(&stored),
+        };
         // Elements times scales have more digits than bf16.
-        let tolerance = if is_fp8(name) { 1.0 / 256.0 } else { 0.0 };
+        let is_quantised = is_fp8(name) || is_int4(name);
+        let tolerance = if is_quantised { 1.0 / 256.0 } else { 0.0 };
         assert_contents(&model, &tensors, tolerance, name);
         assert!(gpu.budget().meters().by_component.get(Component::Weights) > 0);
 
@@ -172,7 +178,7 @@ fn models_in_floats_are_quantised_at_load() {
 /// The same random numbers, in fewer bits and less memory, whether the configuration or a flag says so.
 #[test]
 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-fn dummy_weights_in_eight_bits_keep_the_variance() {
+fn quantised_dummy_weights_keep_the_variance() {
     let gpu = Gpu::open(0).unwrap();
     let config = shape(2);
     let stored = |fields: &str| {
@@ -188,10 +194,14 @@ fn dummy_weights_in_eight_bits_keep_the_variance() {
         format: dummy,
         ..Default::default()
     };
-    for (config, options) in [
-        (&config, quantising(dummy)),
-        (&block, plain.clone()),
-        (&tensor, plain),
+    let awq = stored(r#""quant_method": "awq", "bits": 4, "group_size": 128"#);
+    // Two layers of 218 million weights, and twice 525 million in bf16.
+    let (eight_bits, four_bits) = (2_530_000_000..2_560_000_000, 2_325_000_000..2_340_000_000);
+    for (config, options, expected) in [
+        (&config, quantising(dummy), &eight_bits),
+        (&block, plain.clone(), &eight_bits),
+        (&tensor, plain.clone(), &eight_bits),
+        (&awq, plain, &four_bits),
     ] {
         let directory = model_directory(config);
         let model = GpuModel::load(directory.path(), options, &gpu, &mut |_| ()).unwrap();
@@ -201,11 +211,7 @@ fn dummy_weights_in_eight_bits_keep_the_variance() {
         let deviation = (square / values.len() as f64).sqrt() * 14336_f64.sqrt();
         assert!((deviation - 1.0).abs() < 0.02, "{config}: {deviation}");
         let bytes = gpu.budget().meters().by_component.get(Component::Weights);
-        // Two layers of 218 million weights, and twice 525 million in bf16.
-        assert!(
-            (2_530_000_000..2_560_000_000).contains(&bytes),
-            "{config}: {bytes}"
-        );
+        assert!(expected.contains(&bytes), "{config}: {bytes}");
     }
 }
 

@@ -10,7 +10,7 @@ use cudarc::cublas::sys::cublasOperation_t;
 use cudarc::cublaslt::sys;
 use plimsoll_device::cuda::{Gpu, GpuError, GpuSlab};
 
-use super::Fp8Scaling;
+use super::{Fp8Scaling, GpuValues};
 
 /// Bytes of workspace that cuBLAS wants on recent GPUs.
 pub(super) const WORKSPACE: usize = 32 << 20;
@@ -27,17 +27,23 @@ pub(super) struct Shape {
     /// `f32` output instead of `bf16`.
     pub(super) wide: bool,
     pub(super) bias: bool,
-    /// Weights are e4m3 values with these factors instead of `bf16`; so is x where cuBLASLt computes the product.
-    pub(super) scaling: Option<Fp8Scaling>,
+    /// Of weights, and where they are in e4m3 and cuBLASLt computes the product, of x.
+    pub(super) values: GpuValues,
 }
 
 impl Shape {
-    /// Bytes of a weight.
-    pub(super) fn element_bytes(&self) -> usize {
-        match self.scaling {
-            None => 2,
-            Some(_) => 1,
+    /// Weights in so many bytes.
+    pub(super) fn weights_in(&self, bytes: usize) -> usize {
+        match self.values {
+            GpuValues::Bf16 => bytes / 2,
+            GpuValues::Fp8(_) => bytes,
+            GpuValues::Int4(_) => 2 * bytes,
         }
+    }
+
+    /// Of e4m3 values.
+    pub(super) fn scaling(&self) -> Option<Fp8Scaling> {
+        self.values.scaling()
     }
 }
 
@@ -52,6 +58,8 @@ pub(super) struct Operands {
     /// 0 for none.
     pub(super) bias: u64,
     pub(super) out: u64,
+    /// For weights of four bits as bf16; 0 for none.
+    pub(super) room: u64,
 }
 
 impl Operands {
@@ -65,6 +73,7 @@ impl Operands {
             weight_scales: aligned,
             bias: aligned,
             out: aligned,
+            room: 0,
         }
     };
 }
@@ -138,7 +147,7 @@ impl CublasLt {
 
     /// Up to `most` algorithms for a product, the one that cuBLAS thinks fastest first; perhaps none.
     pub(super) fn algorithms(&self, shape: &Shape, most: usize) -> Result<Vec<Algorithm>, GpuError> {
-        if shape.scaling.is_some() && !self.fp8_products {
+        if shape.scaling().is_some() && !self.fp8_products {
             return Ok(Vec::new());
         }
         self.gpu.bind()?;
@@ -260,7 +269,7 @@ impl Product {
             true => sys::cudaDataType_t::CUDA_R_32F,
             false => half,
         };
-        let element = match shape.scaling {
+        let element = match shape.scaling() {
             None => half,
             Some(_) => sys::cudaDataType_t::CUDA_R_8F_E4M3,
         };
@@ -300,7 +309,7 @@ impl Operation {
             )?;
             this.set(attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &operands.bias)?;
         }
-        if let Some(scaling) = shape.scaling {
+        if let Some(scaling) = shape.scaling() {
             let (weight, x) = match scaling {
                 Fp8Scaling::Rows => (
                     scale::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F,

@@ -98,9 +98,80 @@ pub enum GpuMatrix {
         /// Which values share one of them.
         scaling: Fp8Scaling,
     },
+    /// Integers of four bits.
+    Int4 {
+        /// Rows of [`int4_pitch`] bytes.
+        codes: GpuWeight<u8>,
+        /// `[n,` [`Int4Group::stride`]`]`.
+        groups: GpuWeight<u32>,
+        /// Which inputs share one of them.
+        group: Int4Group,
+        /// `[k]`: which input each is, where the matrix has them in another order.
+        order: Option<GpuWeight<u32>>,
+    },
     /// Of an expert: rows of [`mxfp4_pitch`] bytes, first two elements in each byte, then an exponent for each 32 inputs. Of eight
     /// elements four bytes hold the even ones in their lower half and the odd ones in the upper.
     Mxfp4(GpuWeight<u8>),
+}
+
+/// Inputs of a window of codes of four bits.
+const INT4_WINDOW: usize = 128;
+
+/// Bytes of a row of `k` codes of four bits, as `kernels/include/int4.cuh` orders them: windows of 128, the last filled up.
+pub fn int4_pitch(k: usize) -> usize {
+    k.div_ceil(INT4_WINDOW) * INT4_WINDOW / 2
+}
+
+/// So many neighbouring inputs of an output have a word together: their scale as `f32`, but for the last four bits, which are the zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "so many inputs")]
+pub enum Int4Group {
+    Of32,
+    Of64,
+    Of128,
+}
+
+impl Int4Group {
+    /// Inputs.
+    pub fn inputs(self) -> usize {
+        match self {
+            Self::Of32 => 32,
+            Self::Of64 => 64,
+            Self::Of128 => 128,
+        }
+    }
+
+    /// Words of a row of `k` inputs, as many as whole windows have.
+    pub fn stride(self, k: usize) -> usize {
+        k.div_ceil(INT4_WINDOW) * (INT4_WINDOW / self.inputs())
+    }
+
+    /// The word of a group: the scale rounded to 20 bits, which those of 16 bits do not need, and its zero below 16.
+    pub fn word(scale: f32, zero: u8) -> u32 {
+        let half = 1 << 3;
+        (scale.to_bits().saturating_add(half) & !15) | u32::from(zero & 15)
+    }
+}
+
+/// What weights of linear layers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GpuValues {
+    /// As they are.
+    Bf16,
+    /// e4m3 values.
+    Fp8(Fp8Scaling),
+    /// Integers of four bits.
+    Int4(Int4Group),
+}
+
+impl GpuValues {
+    /// How e4m3 values share factors.
+    pub fn scaling(self) -> Option<Fp8Scaling> {
+        match self {
+            Self::Bf16 | Self::Int4(_) => None,
+            Self::Fp8(scaling) => Some(scaling),
+        }
+    }
 }
 
 /// Bytes between two rows of `k` inputs of [`GpuMatrix::Mxfp4`].
@@ -121,21 +192,29 @@ impl GpuMatrix {
                     && scales.slice().len() == scaling.weight_scales(n, k)
                     && (*scaling == Fp8Scaling::Rows || k.is_multiple_of(FP8_BLOCK))
             }
+            Self::Int4 {
+                codes,
+                groups,
+                group,
+                order,
+            } => {
+                codes.slice().len() == n * int4_pitch(k)
+                    && groups.slice().len() == n * group.stride(k)
+                    && order.as_ref().is_none_or(|order| order.slice().len() == k)
+                    && k.is_multiple_of(8)
+            }
             Self::Mxfp4(rows) => rows.slice().len() == n * mxfp4_pitch(k) && k.is_multiple_of(32),
         }
     }
 
-    /// How its values share factors, if they do.
-    pub fn scaling(&self) -> Option<Fp8Scaling> {
-        match self {
-            Self::Bf16(_) | Self::Mxfp4(_) => None,
-            Self::Fp8 { scaling, .. } => Some(*scaling),
-        }
-    }
-
-    /// Whether it is in four bits, in which experts alone are.
-    fn is_mxfp4(&self) -> bool {
-        matches!(self, Self::Mxfp4(_))
+    /// What its elements are; `None` for MXFP4, in which experts alone are.
+    pub fn values(&self) -> Option<GpuValues> {
+        Some(match self {
+            Self::Bf16(_) => GpuValues::Bf16,
+            Self::Fp8 { scaling, .. } => GpuValues::Fp8(*scaling),
+            Self::Int4 { group, .. } => GpuValues::Int4(*group),
+            Self::Mxfp4(_) => return None,
+        })
     }
 }
 
@@ -174,7 +253,9 @@ impl GpuLinear {
     pub fn weight(&self) -> GpuSlice<'_, bf16> {
         match &self.matrix {
             GpuMatrix::Bf16(weight) => weight.slice(),
-            GpuMatrix::Fp8 { .. } | GpuMatrix::Mxfp4(_) => panic!("a table of few bits"),
+            GpuMatrix::Fp8 { .. } | GpuMatrix::Int4 { .. } | GpuMatrix::Mxfp4(_) => {
+                panic!("a table of few bits")
+            }
         }
     }
 
@@ -195,8 +276,16 @@ impl GpuLinear {
     /// Whether it has the shape and the format of another.
     pub fn is_like(&self, other: &Self) -> bool {
         let shape = |linear: &Self| (linear.n, linear.k, linear.bias.is_some());
-        let format = |linear: &Self| (linear.matrix.scaling(), linear.matrix.is_mxfp4());
+        let format = |linear: &Self| (linear.matrix.values(), linear.order().is_some());
         shape(self) == shape(other) && format(self) == format(other)
+    }
+
+    /// Which input each of the matrix's is, where it has them in another order; `[k]`.
+    pub fn order(&self) -> Option<GpuSlice<'_, u32>> {
+        match &self.matrix {
+            GpuMatrix::Int4 { order, .. } => order.as_ref().map(GpuWeight::slice),
+            GpuMatrix::Bf16(_) | GpuMatrix::Fp8 { .. } | GpuMatrix::Mxfp4(_) => None,
+        }
     }
 
     /// Output features.

@@ -3,8 +3,8 @@
 use half::bf16;
 use plimsoll_device::cuda::{Arg, Function, Gpu, GpuError, Launch};
 
-use super::Fp8Scaling;
 use super::cublas_lt::{Operands, Shape};
+use super::{Fp8Scaling, GpuValues, Int4Group};
 use crate::Activation;
 
 /// Most elements of which every block computes the norm for itself: more than that is slower than a kernel of its own (one row
@@ -14,11 +14,12 @@ const MAX_NORM_ELEMENTS: usize = 4096;
 const MAX_NORM_ROWS: usize = 4;
 
 /// Most rows the kernels take. Of e4m3 weights a kernel for 32 rows took as long as two launches for 16, as weights become bf16 on the
-/// way (H200).
-pub(super) fn most_rows(scaling: Option<Fp8Scaling>) -> usize {
-    match scaling {
-        None => 32,
-        Some(_) => 16,
+/// way (H200); so do those of four bits, and with many groups there are no registers for more than 8.
+pub(super) fn most_rows(values: GpuValues) -> usize {
+    match values {
+        GpuValues::Bf16 => 32,
+        GpuValues::Fp8(_) | GpuValues::Int4(Int4Group::Of64 | Int4Group::Of128) => 16,
+        GpuValues::Int4(Int4Group::Of32) => 8,
     }
 }
 
@@ -100,8 +101,8 @@ struct Activations {
 #[derive(Debug)]
 pub(super) struct StreamKernels {
     gpu: Gpu,
-    /// Of bf16 weights, and of e4m3 weights with a factor for each row and for blocks.
-    functions: [Activations; 3],
+    /// By the weights.
+    functions: Vec<(GpuValues, Activations)>,
     /// Does nothing.
     pause: Function,
     /// Clusters of 1, 2, 4 and 8 blocks that run at once with a multiprocessor for each block; 0 if there are none.
@@ -111,8 +112,8 @@ pub(super) struct StreamKernels {
 impl StreamKernels {
     pub(super) fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let module = crate::cuda::load(gpu, "linear")?;
-        let functions = |name: &str, scaling| -> Result<Vec<Function>, GpuError> {
-            let rows = [8, 16, 32].into_iter().filter(|&rows| rows <= most_rows(scaling));
+        let functions = |name: &str, values| -> Result<Vec<Function>, GpuError> {
+            let rows = [8, 16, 32].into_iter().filter(|&rows| rows <= most_rows(values));
             rows.map(|rows: usize| {
                 let function = module.function(&format!("{name}_{rows}"))?;
                 function.allow_shared(gpu.info().max_shared_bytes)?;
@@ -120,22 +121,27 @@ impl StreamKernels {
             })
             .collect()
         };
-        let of_type = |name: &str, scaling| -> Result<Activations, GpuError> {
-            Ok(Activations {
-                silu: functions(&format!("{name}_silu"), scaling)?,
-                gelu_tanh: functions(&format!("{name}_gelu_tanh"), scaling)?,
-            })
+        let of_type = |(name, values): (&str, GpuValues)| -> Result<_, GpuError> {
+            let activations = Activations {
+                silu: functions(&format!("{name}_silu"), values)?,
+                gelu_tanh: functions(&format!("{name}_gelu_tanh"), values)?,
+            };
+            Ok((values, activations))
         };
         let types = [
-            of_type("linear", None)?,
-            of_type("linear_fp8", Some(Fp8Scaling::Rows))?,
-            of_type("linear_fp8_blocks", Some(Fp8Scaling::Blocks))?,
+            ("linear", GpuValues::Bf16),
+            ("linear_fp8", GpuValues::Fp8(Fp8Scaling::Rows)),
+            ("linear_fp8_blocks", GpuValues::Fp8(Fp8Scaling::Blocks)),
+            ("linear_int4_32", GpuValues::Int4(Int4Group::Of32)),
+            ("linear_int4_64", GpuValues::Int4(Int4Group::Of64)),
+            ("linear_int4_128", GpuValues::Int4(Int4Group::Of128)),
         ];
+        let types = types.into_iter().map(of_type).collect::<Result<Vec<_>, _>>()?;
         let mut clusters = [gpu.info().sm_count, 0, 0, 0];
         if gpu.info().compute_capability >= (9, 0) {
             for (shift, clusters) in clusters.iter_mut().enumerate().skip(1) {
                 let whole = gpu.info().max_shared_bytes;
-                *clusters = types[0].silu[0].clusters_at_once(1 << shift, WARPS * 32, whole)?;
+                *clusters = types[0].1.silu[0].clusters_at_once(1 << shift, WARPS * 32, whole)?;
             }
         }
         Ok(Self {
@@ -148,10 +154,21 @@ impl StreamKernels {
 
     /// The cuts that can compute a product, the likeliest first.
     pub(super) fn cuts(&self, shape: &Shape, output: LinearOutput) -> Vec<Cut> {
-        if shape.m > most_rows(shape.scaling) || chunks(shape).is_none() {
+        if shape.m > most_rows(shape.values) || chunks(shape).is_none() {
             return Vec::new();
         }
-        let all = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 4)];
+        // The last ones are for wide chunks of x, of which there is room for few.
+        let all = [
+            (1, 1),
+            (2, 1),
+            (4, 1),
+            (2, 2),
+            (4, 2),
+            (4, 4),
+            (8, 4),
+            (8, 2),
+            (8, 1),
+        ];
         let mut cuts: Vec<_> = all
             .map(|(row_warps, cluster)| Cut { row_warps, cluster })
             .into_iter()
@@ -178,11 +195,11 @@ impl StreamKernels {
     pub(super) fn can(&self, shape: &Shape, output: LinearOutput, cut: Cut) -> bool {
         let parts = WARPS / cut.row_warps;
         // The tile of a warp has one factor.
-        let whole_blocks = shape.scaling != Some(Fp8Scaling::Blocks)
+        let whole_blocks = shape.scaling() != Some(Fp8Scaling::Blocks)
             || output.stacked() == 1
             || shape.n.is_multiple_of(TILE);
         whole_blocks
-            && shape.m <= most_rows(shape.scaling)
+            && shape.m <= most_rows(shape.values)
             && chunks(shape).is_some()
             && cut.row_warps >= output.stacked()
             && self.clusters(cut) > 0
@@ -227,7 +244,11 @@ impl StreamKernels {
         operands: &Operands,
         norm: &NormOperands,
     ) -> Result<(), GpuError> {
-        let stride = shape.scaling.map_or(0, |scaling| scaling.stride(shape.k));
+        let stride = match shape.values {
+            GpuValues::Bf16 => 0,
+            GpuValues::Fp8(scaling) => scaling.stride(shape.k),
+            GpuValues::Int4(group) => group.stride(shape.k),
+        };
         let args: [Arg; 15] = [
             operands.x.into(),
             operands.weight.into(),
@@ -250,11 +271,8 @@ impl StreamKernels {
             .shared(shared_bytes(shape.m, cut))
             .cluster(cut.cluster as u32)
             .pdl(true);
-        let of_type = &self.functions[match shape.scaling {
-            None => 0,
-            Some(Fp8Scaling::Rows) => 1,
-            Some(Fp8Scaling::Blocks) => 2,
-        }];
+        let of_type = self.functions.iter().find(|(values, _)| *values == shape.values);
+        let (_, of_type) = of_type.expect("there are kernels for all weights");
         let functions = match output {
             LinearOutput::Glu(Activation::GeluTanh) => &of_type.gelu_tanh,
             LinearOutput::Glu(Activation::Silu) | LinearOutput::Bf16 | LinearOutput::F32 => &of_type.silu,
@@ -273,13 +291,13 @@ fn fits(shape: &Shape, cut: Cut) -> bool {
 
 /// Of a chunk of a row of x.
 fn chunk_bytes(shape: &Shape) -> usize {
-    CHUNK_BYTES / shape.element_bytes() * size_of::<bf16>()
+    shape.weights_in(CHUNK_BYTES) * size_of::<bf16>()
 }
 
 /// Chunks of a row of weights; `None` if they are not whole.
 fn chunks(shape: &Shape) -> Option<usize> {
-    let bytes = shape.k * shape.element_bytes();
-    bytes.is_multiple_of(CHUNK_BYTES).then_some(bytes / CHUNK_BYTES)
+    let weights = shape.weights_in(CHUNK_BYTES);
+    shape.k.is_multiple_of(weights).then_some(shape.k / weights)
 }
 
 /// Tiles of 8 rows of the kernel for `m` rows.

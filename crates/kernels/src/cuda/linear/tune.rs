@@ -7,7 +7,7 @@ use half::bf16;
 use plimsoll_device::cuda::{Event, GpuError, GpuSlice};
 
 use super::cublas_lt::{Operands, Shape};
-use super::{Choice, Fp8Scaling, GpuLinear, Key, LinearOutput, Linears};
+use super::{Choice, Fp8Scaling, GpuLinear, GpuValues, Key, LinearOutput, Linears, stream};
 
 /// Bytes of weights that a measurement reads, and most layers that it takes them from: long enough for the clock.
 const BYTES: usize = 192 << 20;
@@ -16,6 +16,8 @@ const MOST_CALLS: usize = 8;
 const FEW_ROWS: usize = 2;
 /// From so many rows on, one product is long enough.
 const MANY_ROWS: usize = 512;
+/// Up to so many rows, weights in four bits may be streamed again for each part of them: in bf16 they would be written and read.
+const MOST_STREAMED_ROWS: usize = 64;
 /// Of a measurement; the least counts.
 const REPEATS: usize = 3;
 /// Candidates.
@@ -40,6 +42,8 @@ pub struct LinearScratch<'a> {
     pub x: GpuSlice<'a, bf16>,
     /// Outputs.
     pub out: GpuSlice<'a, u8>,
+    /// Matrices of four bits as `bf16`.
+    pub weights: GpuSlice<'a, bf16>,
 }
 
 /// The way that was fastest.
@@ -53,8 +57,8 @@ pub struct LinearChoice {
     pub k: usize,
     /// What becomes of the sums.
     pub output: LinearOutput,
-    /// How e4m3 values share factors; `None` for `bf16`.
-    pub scaling: Option<Fp8Scaling>,
+    /// What its weights are.
+    pub values: GpuValues,
     /// The way, in words.
     pub path: String,
     /// Microseconds it took.
@@ -68,14 +72,15 @@ impl fmt::Display for LinearChoice {
             n,
             k,
             output,
-            scaling,
+            values,
             path,
             us,
         } = self;
-        let values = match scaling {
-            None => "",
-            Some(Fp8Scaling::Rows) => " fp8",
-            Some(Fp8Scaling::Blocks) => " fp8 in blocks",
+        let values = match values {
+            GpuValues::Bf16 => "",
+            GpuValues::Fp8(Fp8Scaling::Rows) => " fp8",
+            GpuValues::Fp8(Fp8Scaling::Blocks) => " fp8 in blocks",
+            GpuValues::Int4(_) => " int4",
         };
         write!(f, "[{rows}, {k}]{values} -> {n} {output:?}: {path}, {us:.1} us")
     }
@@ -87,20 +92,20 @@ struct Kind {
     n: usize,
     k: usize,
     bias: bool,
-    scaling: Option<Fp8Scaling>,
+    values: GpuValues,
     output: LinearOutput,
 }
 
 impl From<&Key> for Kind {
     fn from(key: &Key) -> Self {
         let Shape {
-            n, k, bias, scaling, ..
+            n, k, bias, values, ..
         } = key.shape;
         Self {
             n,
             k,
             bias,
-            scaling,
+            values,
             output: key.output,
         }
     }
@@ -142,7 +147,7 @@ impl Measurements {
                 n: kind.n,
                 k: kind.k,
                 output: kind.output,
-                scaling: kind.scaling,
+                values: kind.values,
                 path: entry
                     .choice
                     .map_or("activation on its own".to_owned(), |choice| choice.to_string()),
@@ -246,14 +251,17 @@ impl Clock<'_> {
     }
 
     fn fastest(&self, one: &LinearUse<'_>, key: &Key) -> Result<(Choice, f32), GpuError> {
-        let Self { linears, .. } = self;
-        let cuts = linears
-            .stream
-            .cuts(&key.shape, key.output)
-            .into_iter()
-            .take(MOST_CUTS);
+        let Self { linears, scratch, .. } = self;
+        let shape = &key.shape;
+        let is_int4 = matches!(shape.values, GpuValues::Int4(_));
+        let part = match is_int4 && shape.m <= MOST_STREAMED_ROWS && key.output.stacked() == 1 {
+            true => shape.m.min(stream::most_rows(shape.values)),
+            false => shape.m,
+        };
+        let cuts = linears.stream.cuts(&Shape { m: part, ..*shape }, key.output);
+        let cuts = cuts.into_iter().take(MOST_CUTS);
         let mut candidates: Vec<Choice> = cuts.map(Choice::Stream).collect();
-        if key.output.stacked() == 1 {
+        if key.output.stacked() == 1 && (!is_int4 || shape.n * shape.k <= scratch.weights.len()) {
             let algorithms = linears.lt.algorithms(&key.shape, MOST_ALGORITHMS)?;
             candidates.extend(algorithms.into_iter().map(Choice::Lt));
         }
@@ -279,7 +287,7 @@ impl Clock<'_> {
     /// Microseconds of one product, among others like it in a graph.
     fn time(&self, one: &LinearUse<'_>, key: &Key, choice: Choice) -> Result<f32, GpuError> {
         let Shape { m, n, k, .. } = key.shape;
-        let bytes = n * k * key.shape.element_bytes();
+        let bytes = 2 * n * k / key.shape.weights_in(2);
         let calls = match m < MANY_ROWS {
             true => (BYTES / bytes).clamp(2, MOST_CALLS),
             false => 1,
@@ -293,6 +301,7 @@ impl Clock<'_> {
                     // Any number will do.
                     x_scales: self.scratch.x.ptr(),
                     out: self.scratch.out.ptr(),
+                    room: self.scratch.weights.ptr(),
                     ..layer.operands()
                 };
                 // SAFETY: the scratch was found large enough; the stream orders what follows.

@@ -34,6 +34,7 @@ impl Format {
                 ..
             } => Self::Fp8Blocks,
             GpuMatrix::Mxfp4(_) => Self::Mxfp4,
+            GpuMatrix::Int4 { .. } => panic!("there are no products of experts in integers"),
         }
     }
 

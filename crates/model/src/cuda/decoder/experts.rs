@@ -63,6 +63,6 @@ impl<'a> Step<'a, '_> {
         // Quantised with the activation, if down is in eight bits.
         let inputs = self.inputs_of(&mlp.down, LinearOutput::Bf16, self.act.activated)?;
         self.decoder.fused.glu(spec.activation, gate_up, inner, inputs)?;
-        linears.forward(inputs, &mlp.down, out)
+        self.multiply(inputs, &mlp.down, LinearOutput::Bf16, out)
     }
 }

@@ -197,7 +197,8 @@ impl<'a, 'b> Step<'a, 'b> {
         self.multiply(inputs, linear, output, out)
     }
 
-    fn multiply(
+    /// A linear layer of rows that are as [`Self::inputs_of`] says.
+    pub(super) fn multiply(
         &self,
         inputs: GpuRows<'a>,
         linear: &GpuLinear,
@@ -205,10 +206,7 @@ impl<'a, 'b> Step<'a, 'b> {
         out: GpuSlice<'a, bf16>,
     ) -> Result<(), GpuError> {
         let linears = &self.decoder.linears;
-        match output {
-            LinearOutput::Glu(activation) => linears.forward_glu(inputs, linear, activation, out),
-            LinearOutput::Bf16 | LinearOutput::F32 => linears.forward(inputs, linear, out),
-        }
+        linears.forward_in(self.act.room, inputs, linear, output, out)
     }
 
     /// The sum of the residual stream and what is added to it, and its norm.
@@ -483,7 +481,7 @@ impl Operations<GpuLinear, GpuVector> for Step<'_, '_> {
         }
         // Quantised with the activation.
         let inputs = self.inputs_of(down, LinearOutput::Bf16, self.act.activated)?;
-        self.decoder.linears.forward(inputs, down, delta)
+        self.multiply(inputs, down, LinearOutput::Bf16, delta)
     }
 
     fn experts(

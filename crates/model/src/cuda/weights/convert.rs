@@ -3,58 +3,68 @@
 use std::ops::Range;
 
 use plimsoll_device::cast_slice_mut;
+use plimsoll_kernels::cuda::Int4Group;
 use plimsoll_kernels::{E4M3_MAX, WeightType, e4m3_from_f32};
 
-use super::layout::{Element, Part, Stored};
+use super::layout::{Element, KeptScales, Part, Stored};
 use crate::ModelError;
 use crate::blocks::{Among, Matrix, RowOrder};
-use crate::quantization::MXFP4_BLOCK;
-use crate::weights::{Checked, Scales, StoredMatrix, Tensor};
+use crate::quantization::{INT4_WORD, MXFP4_BLOCK};
+use crate::weights::{Beside, Checked, Int4, StoredMatrix, Tensor, int4_code};
 
 /// A stored tensor on its way to its place.
 #[derive(Debug)]
 pub(super) struct Job<'a> {
     tensor: Tensor<'a>,
-    /// Of a matrix that is stored in eight bits.
-    scales: Option<Scales>,
-    /// Of a matrix that is stored in four.
-    exponents: Option<Tensor<'a>>,
+    /// Of a matrix.
+    beside: Beside<'a>,
+    /// Which input each is on the device, where the part has a place for that.
+    order: Option<Vec<u32>>,
     part: Part,
 }
 
 impl<'a> Job<'a> {
     /// Takes the part's tensors, and checks that [`Self::write_rows`] can do what it has to.
     pub(super) fn new(tensors: &mut Checked<'a>, part: &Part) -> Result<Self, ModelError> {
-        let StoredMatrix {
-            mut tensor,
-            scales,
-            exponents,
-        } = match &part.stored {
+        let StoredMatrix { mut tensor, beside } = match &part.stored {
             Stored::Vector(vector) => StoredMatrix {
                 tensor: tensors.vector(vector)?,
-                scales: None,
-                exponents: None,
+                beside: Beside::Nothing,
             },
             Stored::Matrix(matrix) => tensors.matrix(matrix)?,
         };
         if matches!(tensor.order, RowOrder::Columns(_)) && part.element != Element::Bf16 {
             tensor = tensor.in_order();
         }
-        match &part.stored {
-            Stored::Vector(_) => drop(tensor.widen()?),
-            Stored::Matrix(_) if exponents.is_some() => {}
-            Stored::Matrix(_) => drop(tensor.matrix()?),
+        match (&part.stored, &beside) {
+            (Stored::Vector(_), _) => drop(tensor.widen()?),
+            (Stored::Matrix(_), Beside::Exponents(_) | Beside::Int4(_)) => {}
+            (Stored::Matrix(_), Beside::Nothing | Beside::Scales(_)) => drop(tensor.matrix()?),
         }
+        let order = match &beside {
+            Beside::Int4(int4) => input_order(int4, part, &tensor.name)?,
+            _ => None,
+        };
         Ok(Self {
             tensor,
-            scales,
-            exponents,
+            beside,
+            order,
             part: part.clone(),
         })
     }
 
     pub(super) fn part(&self) -> &Part {
         &self.part
+    }
+
+    /// The stored tensor.
+    pub(super) fn name(&self) -> &str {
+        &self.tensor.name
+    }
+
+    /// Which input each is on the device, where the part has a place for that.
+    pub(super) fn order(&self) -> Option<&[u32]> {
+        self.order.as_deref()
     }
 
     /// Where the stored bytes lie, for going through them in order.
@@ -79,12 +89,15 @@ impl<'a> Job<'a> {
             match self.part.element {
                 Element::F32 => cast_slice_mut(out).copy_from_slice(values),
                 Element::Bf16 => narrow(values, out),
-                Element::Fp8 | Element::Mxfp4 => unreachable!("vectors have no scales"),
+                Element::Fp8 | Element::Mxfp4 | Element::Int4 => unreachable!("vectors have no scales"),
             }
             return Ok(());
         };
-        if let Some(exponents) = &self.exponents {
+        if let Beside::Exponents(exponents) = &self.beside {
             return self.write_mxfp4(exponents, inputs, rows, out);
+        }
+        if let Beside::Int4(int4) = &self.beside {
+            return self.write_int4(int4, rows, out, scales);
         }
         let matrix = self.tensor.matrix()?;
         if let RowOrder::Columns(among) = self.tensor.order {
@@ -94,8 +107,8 @@ impl<'a> Job<'a> {
         let stored = rows.clone().map(|row| self.tensor.order.stored(row));
         let pairs = stored.zip(out.chunks_exact_mut(self.part.row_bytes()));
         let mut wide = vec![0.0; inputs];
-        match (self.part.element, self.part.scales, &self.scales) {
-            (Element::Fp8, Some(place), Some(stored)) => {
+        match (self.part.element, self.part.scales, &self.beside) {
+            (Element::Fp8, Some(place), Beside::Scales(stored)) => {
                 pairs.for_each(|(row, out)| out.copy_from_slice(matrix.row(row)));
                 let firsts = place.first_rows(rows);
                 firsts.for_each(|row| place.add_row(stored.of_row(row), scales));
@@ -160,6 +173,107 @@ impl<'a> Job<'a> {
 
 /// The largest exponent that the kernels of experts widen exactly; see `widen_e2m1` of `kernels/include/experts.cuh`.
 const MOST_MXFP4_EXPONENT: u8 = 192;
+
+/// Which input of a matrix in four bits each is on the device: groups one after the other.
+fn input_order(int4: &Int4<'_>, part: &Part, name: &str) -> Result<Option<Vec<u32>>, ModelError> {
+    let Stored::Matrix(Matrix { inputs, .. }) = part.stored else {
+        unreachable!("vectors have no groups")
+    };
+    let refuse = |message: &str| {
+        Err(ModelError::Weights {
+            name: name.to_owned(),
+            message: format!("{message}; --device cpu takes it"),
+        })
+    };
+    let mut order: Vec<u32> = (0..inputs as u32).collect();
+    match (int4.order(), part.order) {
+        (Some(_), None) => {
+            return refuse("its inputs are in another order, of which the configuration says nothing");
+        }
+        (None, None) => return Ok(None),
+        (None, Some(_)) => {}
+        (Some(groups), Some(_)) => {
+            order.sort_by_key(|&input| groups[input as usize]);
+            let size = int4.group_inputs();
+            let mut placed = order.iter().enumerate();
+            if placed.any(|(place, &input)| groups[input as usize] != place / size) {
+                return refuse("its groups are not all of one size, as they are on a GPU");
+            }
+        }
+    }
+    Ok(Some(order))
+}
+
+impl Job<'_> {
+    /// Rows as the kernels take them (`kernels/include/int4.cuh`): words of codes within windows, and a word for each group.
+    fn write_int4(
+        &self,
+        int4: &Int4<'_>,
+        rows: Range<usize>,
+        out: &mut [u8],
+        words: &mut Vec<f32>,
+    ) -> Result<(), ModelError> {
+        let (Stored::Matrix(Matrix { inputs, .. }), Some(KeptScales::Int4(group))) =
+            (&self.part.stored, self.part.kept())
+        else {
+            unreachable!("what has codes of four bits has groups")
+        };
+        let inputs = *inputs;
+        let mut unpacked = Vec::new();
+        int4.unpack(&self.tensor, rows.clone(), &mut unpacked);
+        let mut ordered = vec![0; inputs / INT4_WORD];
+        let out = out.chunks_exact_mut(self.part.row_bytes());
+        for ((row, codes), out) in rows.zip(unpacked.chunks_exact(inputs / INT4_WORD)).zip(out) {
+            let mut codes = codes;
+            if let Some(order) = &self.order {
+                for (word, inputs) in ordered.iter_mut().zip(order.as_chunks::<INT4_WORD>().0) {
+                    let code =
+                        |place: usize| u32::from(int4_code(codes, inputs[place] as usize)) << (4 * place);
+                    *word = (0..INT4_WORD).fold(0, |word, place| word | code(place));
+                }
+                codes = &ordered;
+            }
+            for (at, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
+                let word = codes.get(word_in_row(at)).copied().unwrap_or(0);
+                *out = apart(word).to_le_bytes();
+            }
+            let groups = int4.groups(self.tensor.order, row)?;
+            let size = int4.group_inputs();
+            words.extend((0..group.stride(inputs)).map(|at| {
+                // Those past the end are of no inputs.
+                let of = groups[(at * group.inputs() / size).min(groups.len() - 1)];
+                f32::from_bits(Int4Group::word(of.scale, of.zero))
+            }));
+        }
+        Ok(())
+    }
+}
+
+/// Which word of eight neighbouring inputs lies at a place of a row, in windows of 16: within, those that the lanes of a product read
+/// together are four apart.
+fn word_in_row(at: usize) -> usize {
+    let (window, place) = (at / 16, at % 16);
+    16 * window + place % 4 * 4 + place / 4
+}
+
+/// A row of [`Element::Int4`] as the kernels take it, for oracles: codes and words of groups.
+pub(super) fn widen_int4(row: &[u8], words: &[u32], group: Int4Group, inputs: usize) -> Vec<f32> {
+    let row: Vec<u32> = row
+        .as_chunks()
+        .0
+        .iter()
+        .map(|&word| u32::from_le_bytes(word))
+        .collect();
+    let element = |input: usize| {
+        // The permutation of words is its own inverse.
+        let word = row[word_in_row(input / 8)];
+        let place = input % 8;
+        let code = word >> (place % 2 * 16 + place / 2 * 4) & 15;
+        let shared = words[input / group.inputs()];
+        (code as f32 - (shared & 15) as f32) * f32::from_bits(shared & !15)
+    };
+    (0..inputs).map(element).collect()
+}
 
 /// Codes of four bits: the even ones to the lower half, the odd ones to the upper.
 fn apart(codes: u32) -> u32 {

@@ -1,14 +1,17 @@
 //! Where each weight lies in the one piece of memory, and which stored tensors go there.
 
+mod scales;
+
 use std::ops::Range;
 
 use half::bf16;
-use plimsoll_kernels::cuda::{Fp8Scaling, mxfp4_pitch};
+use plimsoll_kernels::cuda::{int4_pitch, mxfp4_pitch};
 
 use crate::DecoderSpec;
 use crate::blocks::{Decoder, Matrix, Stack, Vector, Visitor};
-use crate::quantization::{FP8_BLOCK, Fp8Scales, MatrixFormat};
+use crate::quantization::MatrixFormat;
 use crate::rope::RopeTable;
+pub(super) use scales::{KeptScales, ScalePlace, ScaleSpan};
 
 /// Alignment of every weight, in bytes: that of a line of L2, and what bulk copies and tensor maps ask for.
 const ALIGN: usize = 256;
@@ -22,6 +25,8 @@ pub(super) enum Element {
     Fp8,
     /// Of matrices: `e2m1`, with exponents in each row.
     Mxfp4,
+    /// Of matrices: integers of four bits.
+    Int4,
 }
 
 impl Element {
@@ -32,6 +37,7 @@ impl Element {
             Self::F32 => elements.checked_mul(size_of::<f32>()),
             Self::Fp8 => Some(elements),
             Self::Mxfp4 => Some(mxfp4_pitch(elements)),
+            Self::Int4 => Some(int4_pitch(elements)),
         }
     }
 }
@@ -55,19 +61,13 @@ pub(super) struct LinearSpan {
     pub(super) weight: Span,
     /// Of the weight.
     pub(super) element: Element,
-    /// Of a weight in eight bits, `f32`.
+    /// Of a weight in eight bits or four.
     pub(super) scales: Option<ScaleSpan>,
+    /// Of the order of inputs, where a weight in four bits has one of its own: `u32`.
+    pub(super) order: Option<Span>,
     pub(super) bias: Option<Span>,
     pub(super) outputs: usize,
     pub(super) inputs: usize,
-}
-
-/// Where the scales of a linear layer lie: one for each output, or `[outputs / 128, inputs / 128]`, one for each block, with padded
-/// rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ScaleSpan {
-    pub(super) span: Span,
-    pub(super) blocks: bool,
 }
 
 /// A stored tensor.
@@ -85,8 +85,10 @@ pub(super) struct Part {
     pub(super) element: Element,
     /// Where the first goes, in bytes.
     pub(super) start: usize,
-    /// Where the scales of [`Element::Fp8`] go.
+    /// Where the scales of elements of few bits go.
     pub(super) scales: Option<ScalePlace>,
+    /// Where the order of its inputs goes, if it has one of its own: one place for all that are stacked.
+    pub(super) order: Option<Span>,
 }
 
 impl Part {
@@ -135,76 +137,17 @@ impl Part {
         self.rows() * self.row_bytes()
     }
 
+    /// What it has scales for.
+    pub(super) fn kept(&self) -> Option<KeptScales> {
+        match &self.stored {
+            Stored::Matrix(matrix) => KeptScales::of(matrix.format),
+            Stored::Vector(_) => None,
+        }
+    }
+
     /// Where its scales go.
     pub(super) fn scale_span(&self) -> Option<Span> {
         self.scales.map(|place| place.span(0..self.rows()))
-    }
-}
-
-/// Where the scales of a part go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ScalePlace {
-    /// The first, in bytes.
-    start: usize,
-    /// Rows of the matrix that share a row of scales.
-    height: usize,
-    /// Scales in a row.
-    cols: usize,
-    /// Scales between the beginnings of two rows.
-    stride: usize,
-}
-
-impl ScalePlace {
-    /// For a matrix whose scales begin at a byte.
-    fn new(scales: Fp8Scales, matrix: &Matrix, start: usize) -> Self {
-        let [_, cols] = scales.shape(matrix.outputs, matrix.inputs);
-        let height = match scales {
-            Fp8Scales::Tensor => matrix.outputs,
-            Fp8Scales::Channel => 1,
-            Fp8Scales::Block => FP8_BLOCK,
-        };
-        let stride = kept_stride(scales, matrix.inputs);
-        Self {
-            start,
-            height,
-            cols,
-            stride,
-        }
-    }
-
-    /// Adds a row of scales as it is kept.
-    pub(super) fn add_row(self, row: &[f32], scales: &mut Vec<f32>) {
-        scales.extend_from_slice(row);
-        scales.resize(scales.len() + self.stride - self.cols, 0.0);
-    }
-
-    /// Scales as they are stored, from those that are kept.
-    pub(super) fn without_padding(self, kept: &[f32]) -> Vec<f32> {
-        let rows = kept.chunks_exact(self.stride);
-        rows.flat_map(|row| &row[..self.cols]).copied().collect()
-    }
-
-    /// Of these rows of the matrix, the first of each that share a row of scales: those that begin here.
-    pub(super) fn first_rows(self, rows: Range<usize>) -> impl Iterator<Item = usize> {
-        (rows.start.next_multiple_of(self.height)..rows.end).step_by(self.height)
-    }
-
-    /// Place of the scales that begin in these rows.
-    pub(super) fn span(self, rows: Range<usize>) -> Span {
-        let row_bytes = self.stride * size_of::<f32>();
-        let (first, end) = (rows.start.div_ceil(self.height), rows.end.div_ceil(self.height));
-        Span {
-            start: self.start + first * row_bytes,
-            len: (end - first) * row_bytes,
-        }
-    }
-}
-
-/// Scales between the beginnings of two rows of them on a GPU.
-fn kept_stride(scales: Fp8Scales, inputs: usize) -> usize {
-    match scales {
-        Fp8Scales::Tensor | Fp8Scales::Channel => 1,
-        Fp8Scales::Block => Fp8Scaling::Blocks.stride(inputs),
     }
 }
 
@@ -285,6 +228,7 @@ impl Places {
                 element,
                 start,
                 scales: None,
+                order: None,
             };
             start += part.bytes();
             self.parts.push(part);
@@ -296,22 +240,26 @@ impl Places {
     fn put_matrices(&mut self, matrices: &[Matrix]) -> Result<LinearSpan, Boundless> {
         let Matrix { inputs, format, .. } = matrices[0];
         let outputs = matrices.iter().map(|matrix| matrix.outputs).sum();
-        let kept = format.kept_scales();
+        let kept = KeptScales::of(format);
         let element = match kept {
             None if format == MatrixFormat::Mxfp4 => Element::Mxfp4,
             None => Element::Bf16,
-            Some(_) => Element::Fp8,
+            Some(kept) => kept.element(),
         };
         let weight = self.take(outputs, inputs, element)?;
         let scales = match kept {
             None => None,
-            Some(scales) => {
-                let blocks = scales == Fp8Scales::Block;
-                let shape = matrices.iter().map(|matrix| scales.shape(matrix.outputs, inputs));
+            Some(kept) => {
+                let shape = matrices.iter().map(|matrix| kept.shape(matrix.outputs, inputs));
                 let rows = shape.map(|[rows, _]| rows).sum();
-                let span = self.take(rows, kept_stride(scales, inputs), Element::F32)?;
-                Some(ScaleSpan { span, blocks })
+                let span = self.take(rows, kept.stride(inputs), Element::F32)?;
+                Some(ScaleSpan { span, kept })
             }
+        };
+        let order = match format {
+            // Numbers of as many bytes.
+            MatrixFormat::Int4(format) if format.ordered => Some(self.take(1, inputs, Element::F32)?),
+            _ => None,
         };
         let mut start = weight.start;
         let mut scale_start = scales.map_or(0, |scales| scales.span.start);
@@ -320,6 +268,7 @@ impl Places {
                 element,
                 start,
                 scales: kept.map(|scales| ScalePlace::new(scales, matrix, scale_start)),
+                order,
                 stored: Stored::Matrix(matrix.clone()),
             };
             start += part.bytes();
@@ -330,6 +279,7 @@ impl Places {
             weight,
             element,
             scales,
+            order,
             bias: None,
             outputs,
             inputs,
@@ -382,7 +332,10 @@ pub(super) mod tests {
 
     use super::*;
     use crate::OutputHead;
-    use crate::quantization::{MatrixFormat, ModuleNames, Quantization, QuantizationGroup};
+    use crate::quantization::{
+        Fp8Scales, Int4Format, Int4Groups, Int4Packing, MatrixFormat, ModuleNames, Quantization,
+        QuantizationGroup,
+    };
     use crate::rope::{RopeScaling, RopeSpec};
     use crate::spec::{AttentionSpec, DenseMlpSpec, LayerSpec, Mixer, Mlp, NormSpec, Projections, shared};
 
@@ -444,9 +397,14 @@ pub(super) mod tests {
 
     /// None, or one that leaves some matrices as they are.
     fn quantization(rng: &mut StdRng) -> Quantization {
-        let format = match rng.random_range(0..5) {
+        let format = match rng.random_range(0..6) {
             0 => MatrixFormat::Plain,
             1 => MatrixFormat::ToFp8,
+            5 => MatrixFormat::Int4(Int4Format {
+                packing: Int4Packing::Gptq { zeros_less_one: true },
+                groups: [Int4Groups::Of32, Int4Groups::Of64, Int4Groups::Channel][rng.random_range(0..3)],
+                ordered: rng.random(),
+            }),
             scales => MatrixFormat::Fp8 {
                 scales: [Fp8Scales::Tensor, Fp8Scales::Channel, Fp8Scales::Block][scales - 2],
                 input_scale: rng.random(),
@@ -473,8 +431,12 @@ pub(super) mod tests {
             let parts = layout.parts.iter();
             let spans = parts.flat_map(|part| std::iter::once(part.span()).chain(part.scale_span()));
             let turns = layout.turns.iter().flatten().copied();
-            let mut places: Vec<_> = spans.chain(turns).map(|span| (span.start, span.len)).collect();
+            let orders = layout.parts.iter().filter_map(|part| part.order);
+            let places = spans.chain(turns).chain(orders);
+            let mut places: Vec<_> = places.map(|span| (span.start, span.len)).collect();
             places.sort_unstable();
+            // What is stacked shares an order.
+            places.dedup();
             let mut end = 0;
             for (start, bytes) in places {
                 assert!(start >= end && start - end < ALIGN, "seed {seed}");
@@ -505,9 +467,8 @@ pub(super) mod tests {
                 let (attention, hidden) = (layer.attention().unwrap(), spec.hidden_size);
                 let (q, kv) = (attention.q_size(), attention.kv_size());
                 let (qkv, gate_up) = (found.mixer.attention().unwrap().qkv, found.mlp.dense().gate_up);
-                // Bytes of an element.
-                let size = if qkv.scales.is_some() { 1 } else { 2 };
-                assert_eq!(qkv.weight.len, (q + 2 * kv) * hidden * size, "seed {seed}");
+                let row_bytes = qkv.element.row_bytes(hidden).unwrap();
+                assert_eq!(qkv.weight.len, (q + 2 * kv) * row_bytes, "seed {seed}");
                 assert_eq!(qkv.bias.is_some(), attention.qkv_bias, "seed {seed}");
                 match attention.projections {
                     Projections::Fused => {
@@ -517,7 +478,7 @@ pub(super) mod tests {
                         let rows = [("q", 0), ("k", q), ("v", q + kv)];
                         for (part, row) in rows {
                             let at = start(name(&format!("self_attn.{part}_proj.weight")));
-                            assert_eq!(at, qkv.weight.start + row * hidden * size, "seed {seed}");
+                            assert_eq!(at, qkv.weight.start + row * row_bytes, "seed {seed}");
                             if let Some(bias) = qkv.bias {
                                 let at = start(name(&format!("self_attn.{part}_proj.bias")));
                                 assert_eq!(at, bias.start + row * 2, "seed {seed}");
@@ -526,7 +487,7 @@ pub(super) mod tests {
                     }
                 }
                 if layer.dense_mlp().projections == Projections::Separate {
-                    let up = gate_up.weight.start + layer.dense_mlp().intermediate_size * hidden * size;
+                    let up = gate_up.weight.start + layer.dense_mlp().intermediate_size * row_bytes;
                     assert_eq!(start(name("mlp.up_proj.weight")), up, "seed {seed}");
                 }
             }

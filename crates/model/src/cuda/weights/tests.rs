@@ -1,14 +1,18 @@
-//! What becomes of stored experts, without a GPU.
+//! What becomes of stored experts, and of integers of four bits, without a GPU.
 
 use std::path::Path;
 
 use half::bf16;
 use plimsoll_device::cast_slice_mut;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
-use super::convert::{Job, widen_mxfp4};
-use super::layout::{Element, Layout, Part, Stored};
+use super::convert::{Job, widen_int4, widen_mxfp4};
+use super::layout::{Element, KeptScales, Layout, Part, Span, Stored};
+use crate::blocks::RowOrder;
 use crate::model::Description;
 use crate::quantization::Fp8Scales;
+use crate::weights::int4_tests::{self, Plain};
 use crate::weights::{Checked, Scales};
 use crate::{LoadFormat, ServeAs};
 
@@ -63,7 +67,11 @@ fn experts_arrive_as_a_cpu_reads_them() {
             });
             let scales = kept.map(|kept| Scales::new(kept, Fp8Scales::Block, matrix));
             let found = &mut memory[part.span().range()];
-            let cpu = Checked::new(&*source).matrix(matrix).unwrap().dequantised();
+            let cpu = Checked::new(&*source)
+                .matrix(matrix)
+                .unwrap()
+                .dequantised()
+                .unwrap();
             let cpu = cpu.matrix().unwrap();
             let mut wide = vec![0.0; matrix.inputs];
             for (row, bytes) in found.chunks_exact_mut(part.row_bytes()).enumerate() {
@@ -84,5 +92,52 @@ fn experts_arrive_as_a_cpu_reads_them() {
             experts += usize::from(matrix.expert.is_some());
         }
         assert!(experts >= 18, "{name}: {experts} matrices of experts");
+    }
+}
+
+/// Every layout becomes the kernels' own, to the bit, in pieces of any rows, and in the order of groups.
+#[test]
+fn integers_of_four_bits_keep_their_values() {
+    for (seed, format) in (0..).zip(int4_tests::formats()) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let (outputs, inputs) = (8 * rng.random_range(1..20), 8 * rng.random_range(1..50));
+        let plain = Plain::random(format, outputs, inputs, &mut rng);
+        let tensors = plain.tensors();
+        let parts = [1, 3, 0, 4].map(|part| part * outputs / 8);
+        for order in [RowOrder::Plain, RowOrder::Grouped { groups: 1, parts }] {
+            let place = Span {
+                start: 0,
+                len: inputs * size_of::<u32>(),
+            };
+            let part = Part {
+                stored: Stored::Matrix(plain.matrix(order)),
+                element: Element::Int4,
+                start: 0,
+                scales: None,
+                order: format.ordered.then_some(place),
+            };
+            let Some(KeptScales::Int4(group)) = part.kept() else {
+                panic!("{format:?} has no groups")
+            };
+            let job = Job::new(&mut Checked::new(&tensors), &part).unwrap();
+            let same: Vec<u32> = (0..inputs as u32).collect();
+            let input_of = job.order().unwrap_or(&same);
+            let step = rng.random_range(1..=outputs);
+            for first in (0..outputs).step_by(step) {
+                let rows = first..outputs.min(first + step);
+                let mut codes = vec![0xff; rows.len() * part.row_bytes()];
+                let mut words = Vec::new();
+                job.write_rows(rows.clone(), &mut codes, &mut words).unwrap();
+                let words: Vec<u32> = words.into_iter().map(f32::to_bits).collect();
+                assert_eq!(words.len(), rows.len() * group.stride(inputs));
+                let codes = codes.chunks_exact(part.row_bytes());
+                for (row, (codes, words)) in rows.zip(codes.zip(words.chunks_exact(group.stride(inputs)))) {
+                    let found = widen_int4(codes, words, group, inputs);
+                    let of = |&input: &u32| plain.element(order.stored(row), input as usize);
+                    let want: Vec<f32> = input_of.iter().map(of).collect();
+                    assert_eq!(found, want, "{format:?}, {order:?}, row {row}");
+                }
+            }
+        }
     }
 }

@@ -1,0 +1,368 @@
+//! Products of weights in four bits against `x Wᵀ + b` in `f64`, and what they need besides.
+
+use std::sync::Arc;
+
+use half::bf16;
+use plimsoll_device::cuda::Gpu;
+use plimsoll_kernels::Activation;
+use plimsoll_kernels::cuda::{
+    GpuLinear, GpuMatrix, GpuNorm, GpuResidual, GpuWeight, Int4Group, Int4Kernels, LinearOutput, LinearRoom,
+    LinearScratch, LinearUse, Linears, int4_pitch,
+};
+use rand::Rng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+
+use crate::common;
+use crate::fused::{ACTIVATIONS, activate};
+use crate::linear::{linears, paths, written};
+
+const GROUPS: [Int4Group; 3] = [Int4Group::Of32, Int4Group::Of64, Int4Group::Of128];
+
+/// Sums are rounded to bf16 once, and so are weights on their way to cuBLASLt.
+const TOLERANCE: f64 = 4e-3;
+
+#[derive(Clone)]
+struct Case {
+    group: Int4Group,
+    m: usize,
+    n: usize,
+    k: usize,
+    x: Vec<bf16>,
+    /// `[n, k]`, in the matrix's order.
+    codes: Vec<u8>,
+    /// `[n, groups]`.
+    zeros: Vec<u8>,
+    scales: Vec<f32>,
+    bias: Option<Vec<bf16>>,
+    order: Option<Vec<u32>>,
+}
+
+impl Case {
+    fn random(rng: &mut StdRng, group: Int4Group, [m, n, k]: [usize; 3], bias: bool, ordered: bool) -> Self {
+        let groups = n * k.div_ceil(group.inputs());
+        let mut order: Vec<u32> = (0..k as u32).collect();
+        order.shuffle(rng);
+        Self {
+            group,
+            m,
+            n,
+            k,
+            x: common::random(rng, m * k),
+            codes: (0..n * k).map(|_| rng.random_range(0..16)).collect(),
+            zeros: (0..groups).map(|_| rng.random_range(0..16)).collect(),
+            // Of either sign, and of more bits than bf16 has.
+            scales: (0..groups)
+                .map(|_| half::f16::from_f32(rng.random_range(-0.1..0.1)).to_f32())
+                .collect(),
+            bias: bias.then(|| common::random(rng, n)),
+            order: ordered.then_some(order),
+        }
+    }
+
+    fn weight(&self, row: usize, input: usize) -> f64 {
+        let group = row * self.k.div_ceil(self.group.inputs()) + input / self.group.inputs();
+        let steps = i32::from(self.codes[row * self.k + input]) - i32::from(self.zeros[group]);
+        f64::from(steps) * f64::from(self.scales[group])
+    }
+
+    /// The product of these inputs.
+    fn reference(&self, x: &[f64]) -> Vec<f64> {
+        let &Self { n, k, .. } = self;
+        let weight: Vec<f64> = (0..n * k).map(|at| self.weight(at / k, at % k)).collect();
+        let input = |place: usize| self.order.as_ref().map_or(place, |order| order[place] as usize);
+        let rows = x.chunks_exact(k);
+        rows.flat_map(|x| {
+            let x: Vec<f64> = (0..k).map(|place| x[input(place)]).collect();
+            let outputs = weight.chunks_exact(k).enumerate();
+            let outputs = outputs.map(|(at, w)| {
+                let dot: f64 = x.iter().zip(w).map(|(x, w)| x * w).sum();
+                dot + self.bias.as_ref().map_or(0.0, |bias| bias[at].to_f64())
+            });
+            outputs.collect::<Vec<f64>>()
+        })
+        .collect()
+    }
+
+    /// As `kernels/include/int4.cuh` says. What fills the last window is random.
+    fn matrix(&self, gpu: &Gpu) -> GpuMatrix {
+        let &Self { group, n, k, .. } = self;
+        let (pitch, stride) = (int4_pitch(k), group.stride(k));
+        let mut rows = vec![0x5a_u8; n * pitch];
+        let mut words = vec![Int4Group::word(f32::MAX, 3); n * stride];
+        for row in 0..n {
+            for input in 0..k {
+                let (window, part, quad, place) = (input / 128, input % 128 / 32, input % 32 / 8, input % 8);
+                let byte = row * pitch + 4 * (16 * window + 4 * quad + part) + place % 2 * 2 + place / 4;
+                let shift = place / 2 % 2 * 4;
+                rows[byte] = rows[byte] & !(15 << shift) | self.codes[row * k + input] << shift;
+            }
+            let groups = k.div_ceil(group.inputs());
+            for at in 0..groups {
+                let from = row * groups + at;
+                words[row * stride + at] = Int4Group::word(self.scales[from], self.zeros[from]);
+            }
+        }
+        let order = self.order.as_ref().map(|order| {
+            let slab = Arc::new(common::upload(gpu, order));
+            GpuWeight::new(&slab, 0..k)
+        });
+        GpuMatrix::Int4 {
+            codes: GpuWeight::new(&Arc::new(common::upload(gpu, &rows)), 0..rows.len()),
+            groups: GpuWeight::new(&Arc::new(common::upload(gpu, &words)), 0..words.len()),
+            group,
+            order,
+        }
+    }
+
+    fn layer(&self, gpu: &Gpu) -> GpuLinear {
+        let bias = self.bias.as_ref().map(|bias| {
+            let slab = Arc::new(common::upload(gpu, bias));
+            GpuWeight::new(&slab, 0..self.n)
+        });
+        GpuLinear::new(self.matrix(gpu), bias, self.n, self.k)
+    }
+
+    fn forward(&self, gpu: &Gpu, linears: &Linears, output: LinearOutput) -> Vec<bf16> {
+        let &Self { m, n, k, .. } = self;
+        let (layer, x) = (self.layer(gpu), common::upload(gpu, &self.x));
+        let (weights, inputs) = (
+            common::poisoned::<bf16>(gpu, n * k),
+            common::poisoned::<bf16>(gpu, m * k),
+        );
+        let room = LinearRoom {
+            weights: Some(weights.slice()),
+            inputs: Some(inputs.slice()),
+        };
+        let len = m * n / if output == LinearOutput::Bf16 { 1 } else { 2 };
+        written(gpu, len, |out| {
+            linears.forward_in(room, x.slice(), &layer, output, out.slice().range(0..len))
+        })
+    }
+
+    fn what(&self, way: &str) -> String {
+        let Self {
+            group,
+            m,
+            n,
+            k,
+            bias,
+            order,
+            ..
+        } = self;
+        let (bias, order) = (bias.is_some(), order.is_some());
+        format!("{way} {group:?} [{m}, {k}] x [{n}, {k}] bias {bias} order {order}")
+    }
+
+    fn check(&self, gpu: &Gpu, linears: &Linears, way: &str) {
+        let &Self { m, n, .. } = self;
+        let what = self.what(way);
+        let reference = self.reference(&wide(&self.x));
+        let out = self.forward(gpu, linears, LinearOutput::Bf16);
+        common::assert_close(&what, &common::widen(&out), &reference, TOLERANCE);
+        if self.bias.is_some() || !n.is_multiple_of(2) {
+            return;
+        }
+        let layer = self.layer(gpu);
+        for activation in ACTIVATIONS {
+            if !linears.fuses_glu(m, &layer, activation) {
+                continue;
+            }
+            let out = self.forward(gpu, linears, LinearOutput::Glu(activation));
+            let gated = reference.chunks_exact(n).flat_map(|row| {
+                let (gate, up) = row.split_at(n / 2);
+                let pairs = gate.iter().zip(up);
+                pairs.map(|(gate, up)| activate(activation, *gate) * up)
+            });
+            let gated: Vec<f64> = gated.collect();
+            let what = format!("{what} {activation:?}");
+            common::assert_close(&what, &common::widen(&out), &gated, TOLERANCE);
+        }
+        self.check_norm(gpu, linears, &what);
+    }
+
+    /// The norm ahead of the product, where it is a part of it.
+    fn check_norm(&self, gpu: &Gpu, linears: &Linears, what: &str) {
+        const EPS: f32 = 1e-5;
+        let &Self { m, n, k, .. } = self;
+        let layer = self.layer(gpu);
+        if !linears.fuses_norm(m, &layer, LinearOutput::Bf16) {
+            return;
+        }
+        assert!(self.order.is_none(), "{what}: inputs in order");
+        let delta: Vec<bf16> = self.x.iter().rev().copied().collect();
+        let weight: Vec<f32> = (0..k).map(|at| 0.5 + (at % 7) as f32 / 8.0).collect();
+        let [hidden, deltas] = [&self.x, &delta].map(|values| common::upload(gpu, values));
+        let weights = common::upload(gpu, &weight);
+        let sum = common::poisoned::<bf16>(gpu, m * k);
+        let residual = GpuResidual {
+            hidden: hidden.slice(),
+            delta: deltas.slice(),
+            norm: GpuNorm {
+                weight: weights.slice(),
+                eps: EPS,
+            },
+            sum: sum.slice(),
+        };
+        let out: Vec<bf16> = written(gpu, m * n, |out| {
+            linears.forward_norm(&residual, &layer, LinearOutput::Bf16, out.slice().range(0..m * n))
+        });
+        let sums: Vec<f64> = wide(&self.x)
+            .into_iter()
+            .zip(wide(&delta))
+            .map(|(x, delta)| bf16::from_f64(x + delta).to_f64())
+            .collect();
+        let normed = sums.chunks_exact(k).flat_map(|row| {
+            let square = row.iter().map(|x| x * x).sum::<f64>() / k as f64;
+            let scale = 1.0 / (square + f64::from(EPS)).sqrt();
+            let row = row.iter().zip(&weight);
+            row.map(|(x, weight)| bf16::from_f64(x * scale * f64::from(*weight)).to_f64())
+                .collect::<Vec<f64>>()
+        });
+        let reference = self.reference(&normed.collect::<Vec<f64>>());
+        common::assert_close(&format!("{what} norm"), &common::widen(&out), &reference, 6e-3);
+    }
+}
+
+fn wide(values: &[bf16]) -> Vec<f64> {
+    values.iter().map(|value| value.to_f64()).collect()
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn products_match_the_reference() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("int4, products");
+    let mut linears = linears(&gpu);
+    for path in paths() {
+        linears.fix(path);
+        let way = path.map_or("default".to_owned(), |path| format!("{path:?}"));
+        for group in GROUPS {
+            for (n, k) in [
+                (16, 256),
+                (96, 512),
+                (130, 768),
+                (257, 1024),
+                (1024, 4096),
+                (160, 14336),
+            ] {
+                let m = [1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 70][rng.random_range(0..11)];
+                let (bias, ordered) = (rng.random(), rng.random());
+                Case::random(&mut rng, group, [m, n, k], bias, ordered).check(&gpu, &linears, &way);
+                // The norm is a part of it.
+                let m = rng.random_range(1..=4);
+                Case::random(&mut rng, group, [m, n, k], false, false).check(&gpu, &linears, &way);
+            }
+        }
+    }
+    linears.fix(None);
+    for group in GROUPS {
+        Case::random(&mut rng, group, [5, 20_000, 256], false, false).check(&gpu, &linears, "many outputs");
+        // Rows that are not whole lines, or not whole windows, are cuBLASLt's.
+        for k in [8, 128, 136, 640, 1000] {
+            let m = rng.random_range(1..40);
+            Case::random(&mut rng, group, [m, 48, k], true, true).check(&gpu, &linears, "not whole lines");
+        }
+    }
+}
+
+/// Same bits in every run, whatever the other rows hold.
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn rows_are_independent() {
+    const SHAPE: [usize; 2] = [208, 1024];
+    let gpu = common::gpu();
+    let mut rng = common::rng("int4, rows of products");
+    let mut linears = linears(&gpu);
+    for path in paths() {
+        linears.fix(path);
+        for (group, m) in GROUPS
+            .into_iter()
+            .flat_map(|group| [2, 4, 8, 16, 40].map(|m| (group, m)))
+        {
+            let [n, k] = SHAPE;
+            let mut case = Case::random(&mut rng, group, [m, n, k], true, m == 8);
+            let what = case.what(&format!("{path:?}"));
+            let first_row = |case: &Case| -> Vec<u16> {
+                let out = case.forward(&gpu, &linears, LinearOutput::Bf16);
+                out[..n].iter().map(|x| x.to_bits()).collect()
+            };
+            let first = first_row(&case);
+            assert_eq!(first, first_row(&case), "{what}: two runs");
+            case.x[k..].fill(bf16::NAN);
+            assert_eq!(first, first_row(&case), "{what}: NaN in other rows");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn measured_choices() {
+    let gpu = common::gpu();
+    let mut rng = common::rng("int4, measured");
+    let rows = [1, 8, 16, 32, 64, 256];
+    let (n, k) = (1040, 512);
+    for group in GROUPS {
+        let mut linears = linears(&gpu);
+        let x = common::poisoned::<bf16>(&gpu, 256 * k);
+        let out = common::poisoned::<f32>(&gpu, 256 * n);
+        let weights = common::poisoned::<bf16>(&gpu, n * k);
+        let layer = Case::random(&mut rng, group, [1, n, k], false, false).layer(&gpu);
+        let layers = [&layer];
+        let outputs = [LinearOutput::Bf16, LinearOutput::Glu(Activation::Silu)];
+        let uses = outputs.map(|output| LinearUse {
+            layers: &layers,
+            output,
+            rows: &rows,
+        });
+        let scratch = LinearScratch {
+            x: x.slice(),
+            out: out.slice(),
+            weights: weights.slice(),
+        };
+        linears.measure(&uses, scratch).expect("measurements");
+        for m in [1, 3, 8, 13, 20, 33, 64, 100, 300] {
+            let case = Case::random(&mut rng, group, [m, n, k], false, m % 2 == 0);
+            case.check(&gpu, &linears, "measured");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU: make test-gpu"]
+fn made_up_codes_are_spread_evenly() {
+    let gpu = common::gpu();
+    let kernels = Int4Kernels::load(&gpu).expect("kernels");
+    let len = 1 << 20;
+    let found: Vec<u8> = written(&gpu, len, |out| kernels.fill(out.slice().range(0..len), 3));
+    let mut counts = [0_usize; 16];
+    for byte in found {
+        counts[usize::from(byte & 15)] += 1;
+        counts[usize::from(byte >> 4)] += 1;
+    }
+    let mean = len / 8;
+    assert!(
+        counts.iter().all(|&count| count.abs_diff(mean) < mean / 50),
+        "{counts:?}"
+    );
+}
+
+#[test]
+fn words_hold_scales_of_sixteen_bits() {
+    for bits in 0..=u16::MAX {
+        for scale in [
+            half::f16::from_bits(bits).to_f32(),
+            bf16::from_bits(bits).to_f32(),
+        ] {
+            let zero = (bits % 16) as u8;
+            let word = Int4Group::word(scale, zero);
+            if scale.is_finite() && (scale == 0.0 || scale.is_normal()) {
+                assert_eq!(f32::from_bits(word & !15), scale, "{bits:#x}");
+            }
+            assert_eq!(word & 15, u32::from(zero));
+        }
+    }
+    // Others are rounded to 20 bits.
+    let word = Int4Group::word(0.1, 5);
+    assert!((f32::from_bits(word & !15) - 0.1).abs() < 0.1 / f32::from(1_u16 << 15) / 16.0);
+}
