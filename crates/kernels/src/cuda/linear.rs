@@ -28,7 +28,7 @@ use cublas_lt::{Algorithm, CublasLt, Operands, Shape};
 use stream::{Cut, NormOperands, StreamKernels};
 use tune::Measurements;
 
-pub use dequantised::dequantised_room;
+pub use dequantised::{MOST_DEQUANTISED, dequantised_room};
 pub use gguf::GgufKernels;
 pub use int4::Int4Kernels;
 pub use matrix::{

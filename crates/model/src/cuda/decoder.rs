@@ -7,8 +7,8 @@ use plimsoll_core::{Component, KvConfig};
 use plimsoll_device::cuda::{DeviceError, Gpu, GpuArena, GpuError, GpuSlab, GpuSlice};
 use plimsoll_kernels::Activation;
 use plimsoll_kernels::cuda::{
-    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuTokens, LinearOutput,
-    LinearScratch, LinearUse, Linears, PrefillKernels, SampleKernels,
+    DecodeKernels, DeltaKernels, FusedKernels, GpuKv, GpuKvElement, GpuLinear, GpuMatrix, GpuTokens,
+    LinearOutput, LinearScratch, LinearUse, Linears, PrefillKernels, SampleKernels,
 };
 
 use super::experts::Experts;
@@ -17,13 +17,13 @@ use super::masks::Masks;
 use super::output::Outputs;
 use super::scores::{ScoreSlices, Scores};
 use super::states::States;
-use super::step::{Activations, StepLayout};
+use super::step::{Activations, StepLayout, dequantised, dequantised_head};
 use super::vectors::Vectors;
 use super::weights::{GpuLayer, GpuWeights};
 use crate::blocks::{Mixer, Operations, Widths};
 use crate::spec::AttentionSpec;
 use crate::state::LayerPlace;
-use head::Head;
+use head::{Head, Logits};
 use layers::{Kind, Step};
 
 /// What the kernels of a step work on.
@@ -92,6 +92,9 @@ pub(super) struct Decoder {
 const MEASURED_ROWS: [usize; 16] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192];
 /// Most rows that are sampled from are fewer.
 const MEASURED_HEAD_ROWS: usize = 256;
+/// Most bytes of device memory that this takes while the model is loaded: with the libraries' workspace, and what allocators round up
+/// to, it stays below a GiB beside the weights.
+const MEASURING_BYTES: usize = 896 << 20;
 
 impl Decoder {
     /// Loads the other kernels.
@@ -145,20 +148,28 @@ impl Decoder {
             .max(widths.qkv)
             .max(widths.hidden)
             .max(2 * widths.experts);
-        let most = MEASURED_ROWS[MEASURED_ROWS.len() - 1];
         let head: Vec<_> = self.head.iter().map(|head| &head.linear).collect();
-        let logits = head.len() * MEASURED_HEAD_ROWS * spec.vocab_size;
-        let bytes = (most * outputs * size_of::<bf16>()).max(logits * size_of::<f32>());
+        let codes = dequantised(&Widths::beside_experts(spec))
+            .unwrap_or(0)
+            .max(dequantised_head(spec));
+        let logits = head.len() * MEASURED_HEAD_ROWS * spec.vocab_size * size_of::<f32>();
+        let taken = |rows: usize| {
+            let out = (rows * outputs * size_of::<bf16>()).max(logits);
+            [rows * widest * size_of::<bf16>(), out]
+        };
+        // More are computed as these are.
+        let fits = |rows: &&usize| {
+            taken(**rows).iter().sum::<usize>() + codes * size_of::<bf16>() <= MEASURING_BYTES
+        };
+        let most = MEASURED_ROWS.iter().rfind(fits).copied().unwrap_or(1);
+        let [_, bytes] = taken(most);
         // Beside the weights there is room for this, or there would be none for KV.
         let x = self
             .gpu
             .alloc(Component::Arena, most * widest * size_of::<bf16>())?;
         let out = self.gpu.alloc(Component::Arena, bytes)?;
         self.fused.fill_random(x.slice(), 0, 1.0)?;
-        let dequantised = Widths::beside_experts(spec).largest_int4().unwrap_or(0);
-        let weights = self
-            .gpu
-            .alloc(Component::Arena, dequantised * size_of::<bf16>())?;
+        let weights = self.gpu.alloc(Component::Arena, codes * size_of::<bf16>())?;
         let scratch = LinearScratch {
             x: x.slice(),
             out: out.slice(),
@@ -202,9 +213,13 @@ impl Decoder {
         ] {
             uses.extend(groups.iter().map(|layers| plain(layers, kind)));
         }
+        let whole = by_shape(layers, |layer| {
+            let gate_up = &layer.mlp.of_all()?.gate_up;
+            (gate_up.products().len() == 1).then_some(gate_up)
+        });
         for activation in activations.into_iter().filter(used) {
             let kind = LinearOutput::Glu(activation);
-            uses.extend(gate_up.iter().map(|layers| plain(layers, kind)));
+            uses.extend(whole.iter().map(|layers| plain(layers, kind)));
         }
         if !head.is_empty() {
             uses.push(LinearUse {
@@ -254,15 +269,16 @@ impl Decoder {
             return self.pool(input, state, normed, given);
         };
         let (width, vocab) = (spec.hidden_size, spec.vocab_size);
+        let room = layout.head_room(memory);
         if let Some(scores) = scores {
             let rows = normed.range(input.samples * width..normed.len());
-            self.score(head, input, state, rows, &scores, given)?;
+            self.score(head, input, state, rows, &scores, Logits { out: given, room })?;
             state.scores.fetch(input.slot, &scores)?;
         }
         if input.samples > 0 {
             let found = given.range(0..input.samples * vocab);
             let rows = normed.range(0..input.samples * width);
-            self.logits(head, rows, found)?;
+            self.logits(head, rows, Logits { out: found, room })?;
             match logits {
                 Some(out) => *out = self.gpu.download(found)?,
                 None if input.deferred.is_some() => {}
@@ -317,12 +333,11 @@ impl Decoder {
             prev_sampled: state.outputs.sampled(),
             resolved: tokens,
         };
-        self.fused.embedding(
-            decoder.embedding.weight(),
-            tokens,
-            spec.embedding_scale,
-            act.hidden,
-        )?;
+        let (table, scale) = (&decoder.embedding, spec.embedding_scale);
+        match table.matrix() {
+            GpuMatrix::Gguf { .. } => self.linears.gguf().embedding(table, tokens, scale, act.hidden)?,
+            _ => self.fused.embedding(table.weight(), tokens, scale, act.hidden)?,
+        }
         let kinds = self.kinds.iter().map(|&first| {
             let layer = &decoder.layers[first];
             Kind::new(self, layer, input.rows, state)
@@ -357,12 +372,12 @@ fn is_of_kind(layer: &GpuLayer, other: &GpuLayer) -> bool {
         && are_alike([gate_up(layer), gate_up(other)])
 }
 
-/// Layers of one shape, whose weights a measurement takes in turn.
+/// Products of one shape, whose weights a measurement takes in turn.
 fn by_shape<'a>(
     layers: &'a [GpuLayer],
     pick: impl Fn(&'a GpuLayer) -> Option<&'a GpuLinear>,
 ) -> Vec<Vec<&'a GpuLinear>> {
-    alike(layers.iter().filter_map(pick))
+    alike(layers.iter().filter_map(pick).flat_map(GpuLinear::products))
 }
 
 fn alike<'a>(linears: impl Iterator<Item = &'a GpuLinear>) -> Vec<Vec<&'a GpuLinear>> {

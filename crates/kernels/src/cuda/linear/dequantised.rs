@@ -8,8 +8,8 @@ use super::cublas_lt::{Algorithm, Operands, Shape};
 use super::matrix::int4_pitch;
 use super::{GpuValues, Key, Linears};
 
-/// Most weights that become `bf16` at a time: 128 MiB, so that a product of them is still long beside its launch.
-const ROOM: usize = 64 << 20;
+/// Most weights of a matrix that become `bf16` at a time: 128 MiB, so that a product of them is still long beside its launch.
+pub const MOST_DEQUANTISED: usize = 64 << 20;
 /// Outputs of a part of a matrix are a multiple of this, but for the last: whole tiles of any product.
 const OUTPUTS: usize = 128;
 
@@ -20,8 +20,8 @@ pub fn dequantised_room(n: usize, k: usize) -> usize {
 
 /// Outputs whose weights become `bf16` at a time.
 fn slice(n: usize, k: usize) -> usize {
-    match n.saturating_mul(k) > ROOM {
-        true => (ROOM / k / OUTPUTS * OUTPUTS).clamp(OUTPUTS.min(n), n),
+    match n.saturating_mul(k) > MOST_DEQUANTISED {
+        true => (MOST_DEQUANTISED / k / OUTPUTS * OUTPUTS).clamp(OUTPUTS.min(n), n),
         false => n,
     }
 }
@@ -129,9 +129,9 @@ mod tests {
             (57_344, 28_672),
         ] {
             let room = dequantised_room(n, k);
-            assert!(room <= ROOM && room <= n * k, "[{n}, {k}]");
+            assert!(room <= MOST_DEQUANTISED && room <= n * k, "[{n}, {k}]");
             assert!(room == n * k || (room / k).is_multiple_of(OUTPUTS), "[{n}, {k}]");
-            assert!(2 * room > ROOM.min(n * k), "[{n}, {k}]");
+            assert!(2 * room > MOST_DEQUANTISED.min(n * k), "[{n}, {k}]");
         }
     }
 }
