@@ -21,7 +21,7 @@ fn check_parts(parts: &[Matrix]) -> Result<(), ModelError> {
     let is_odd = |part: &&Matrix| !part.outputs.is_multiple_of(PART_OUTPUTS);
     match parts.iter().find(is_odd) {
         Some(odd) if !are_alike => Err(ModelError::unsupported(
-            &odd.name(),
+            odd.name(),
             format!("{} of shape [{}, {}]", odd.format, odd.outputs, odd.inputs),
             format!(
                 "on a GPU, where matrices of the same inputs are in different types, multiples of {PART_OUTPUTS} outputs are; \
@@ -103,4 +103,32 @@ impl Visitor for Products {
     }
 
     fn tied(&mut self, (): &()) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_kernels::WeightType;
+
+    use super::*;
+    use crate::blocks::RowOrder;
+
+    #[test]
+    fn parts_of_odd_sizes_in_different_types_are_named() {
+        let part = |module: &str, outputs, dtype| Matrix {
+            module: module.to_owned(),
+            outputs,
+            inputs: 256,
+            format: MatrixFormat::Gguf(dtype),
+            order: RowOrder::Plain,
+            expert: None,
+        };
+        let [wide, odd] = [("a.q_proj", 64), ("a.k_proj", 12)];
+        let parts = |dtype| vec![part(wide.0, wide.1, WeightType::Q4K), part(odd.0, odd.1, dtype)];
+        // One product, whatever its size.
+        check_parts(&parts(WeightType::Q4K)).unwrap();
+        let error = check_parts(&parts(WeightType::Q6K)).unwrap_err().to_string();
+        for said in ["a.k_proj.weight", "Q6_K", "[12, 256]", "--device cpu"] {
+            assert!(error.contains(said), "{error}");
+        }
+    }
 }
