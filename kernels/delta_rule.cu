@@ -245,7 +245,7 @@ __device__ __forceinline__ void recur(const Rule& rule, const StateRun* runs) {
     }
     pdl_wait();
 
-    // Where this lane puts one of the sums of two outputs; the first two times there are none yet.
+    // Where this lane puts its sum of the outputs of two tokens, of which there are none the first time.
     const int channels = layout.channels();
     const bool gives_second = lane & kPairs, gives = has_column && lane < 4 * kPairs;
     float* out = rule.mixed + static_cast<int64_t>(run.first_row + (gives_second ? 1 : 0) - 2) * channels + 2 * layout.keys() +
